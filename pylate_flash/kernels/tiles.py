@@ -1,0 +1,78 @@
+"""Tile sizes, chosen by table and never by autotuning at run time: the first call compiles once, no later call stalls.
+
+The entries are keyed by compute capability, by what a token's row costs in shared memory (embedding size rounded up to
+a power of two, times the bytes of an element), and by which kernel asks. They were measured on an H200 (cc 9.0) in
+bfloat16; the entries of other architectures keep the tiles and take fewer stages where shared memory is smaller.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+
+
+class Tile(NamedTuple):
+    """Rows and columns of a product, its warps, and how many loads are in flight."""
+
+    rows: int
+    columns: int
+    num_warps: int
+    num_stages: int
+
+
+# Query rows x document tokens.
+_STACKED = {
+    256: Tile(256, 64, 8, 3),
+    512: Tile(128, 64, 8, 2),
+    1024: Tile(64, 64, 4, 2),
+    2048: Tile(32, 32, 4, 1),
+}
+# Document tokens x query tokens; the columns are capped by the query's length.
+_SINGLE = {
+    256: Tile(64, 64, 4, 3),
+    512: Tile(64, 64, 4, 3),
+    1024: Tile(32, 32, 4, 2),
+    2048: Tile(32, 16, 4, 1),
+}
+# Shared memory that one program may take, in bytes.
+_SHARED_MEMORY = {8: 99 << 10, 9: 227 << 10, 10: 227 << 10}
+
+
+def stacked_tile(capability: int, row_bytes: int, rows: int) -> Tile:
+    """Tile for `rows` stacked query rows, on compute capability major `capability`."""
+    tile = _at_least(_STACKED, row_bytes)
+    return _fit(tile._replace(rows=max(16, min(tile.rows, _power_of_two(rows)))), capability, row_bytes)
+
+
+def single_tile(capability: int, row_bytes: int, query_length: int) -> Tile:
+    """Tile for one query of `query_length` tokens against its documents."""
+    tile = _at_least(_SINGLE, row_bytes)
+    return _fit(tile._replace(columns=max(16, min(tile.columns, _power_of_two(query_length)))), capability, row_bytes)
+
+
+def _at_least(table: dict[int, Tile], row_bytes: int) -> Tile:
+    return next(tile for size, tile in table.items() if row_bytes <= size)
+
+
+def _fit(tile: Tile, capability: int, row_bytes: int) -> Tile:
+    """Take stages away until the operands fit into the architecture's shared memory."""
+    budget = _SHARED_MEMORY.get(capability, _SHARED_MEMORY[8])
+    stages = tile.num_stages
+    while stages > 1 and (tile.rows + tile.columns * stages) * row_bytes > budget:
+        stages -= 1
+    return tile._replace(num_stages=stages)
+
+
+def _power_of_two(value: int) -> int:
+    return 1 << max(0, value - 1).bit_length()
+
+
+@functools.lru_cache(maxsize=None)
+def architecture(device: torch.device) -> tuple[int, int]:
+    """Compute capability major and number of multiprocessors of `device` (8, 1 outside CUDA, for the interpreter)."""
+    if device.type != "cuda":
+        return 8, 1
+    properties = torch.cuda.get_device_properties(device)
+    return properties.major, properties.multi_processor_count

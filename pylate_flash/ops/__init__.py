@@ -1,0 +1,8 @@
+"""The operations: what is computed, with its plain-torch definition beside every fast version."""
+
+from __future__ import annotations
+
+from .maxsim import maxsim, maxsim_pairs, maxsim_reference
+from .varlen import maxsim_varlen, pack
+
+__all__ = ["maxsim", "maxsim_pairs", "maxsim_reference", "maxsim_varlen", "pack"]

@@ -1,0 +1,79 @@
+"""Argument checks shared by the operations: one clear error per mistake, naming the argument."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def check_embeddings(name: str, value: object, layouts: dict[int, str]) -> Tensor:
+    """Return `value` if it is a floating tensor whose rank is a key of `layouts` (rank -> shape in words).
+
+    Raises
+    ------
+    TypeError
+        If it is no tensor, or not of a floating dtype.
+    ValueError
+        If it has another rank, or an embedding size of 0.
+    """
+    expected = " or ".join(layouts.values())
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor of shape {expected}, got {type(value).__name__}")
+    if value.dtype not in FLOATING:
+        raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {value.dtype}")
+    if value.dim() not in layouts:
+        raise ValueError(f"{name} must have shape {expected}, got {list(value.shape)}")
+    if value.shape[-1] == 0:
+        raise ValueError(f"{name} must have an embedding size of at least 1, got shape {list(value.shape)}")
+    return value
+
+
+def check_same(queries: Tensor, documents: Tensor) -> None:
+    """Raise unless `queries` and `documents` agree in device, dtype and embedding size.
+
+    Raises
+    ------
+    TypeError
+        If their dtypes differ.
+    ValueError
+        If their devices or their embedding sizes differ.
+    """
+    if queries.device != documents.device:
+        raise ValueError(f"documents must be on the device of queries, {queries.device}, got {documents.device}")
+    if queries.dtype != documents.dtype:
+        raise TypeError(f"documents must have the dtype of queries, {queries.dtype}, got {documents.dtype}")
+    if queries.shape[-1] != documents.shape[-1]:
+        raise ValueError(
+            f"documents must have the embedding size of queries, {queries.shape[-1]}, got {documents.shape[-1]}"
+        )
+
+
+def check_mask(name: str, mask: object, embeddings: Tensor) -> Tensor | None:
+    """Return `mask` as bool (True: active), or None, after checking it against the tokens of `embeddings`.
+
+    Raises
+    ------
+    TypeError
+        If it is neither None nor a tensor, or complex.
+    ValueError
+        If its shape is not that of the tokens, or it lies on another device.
+    """
+    if mask is None:
+        return None
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor or None, got {type(mask).__name__}")
+    if mask.is_complex():
+        raise TypeError(f"{name} must be bool, or 0/1 of an integer or floating dtype, got {mask.dtype}")
+    if mask.shape != embeddings.shape[:-1]:
+        raise ValueError(f"{name} must have shape {list(embeddings.shape[:-1])}, got {list(mask.shape)}")
+    if mask.device != embeddings.device:
+        raise ValueError(f"{name} must be on {embeddings.device}, got {mask.device}")
+    return mask if mask.dtype == torch.bool else mask != 0
+
+
+def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    """Raise ValueError unless `value` is one of `choices`."""
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")

@@ -1,0 +1,486 @@
+"""MaxSim, the score of late interaction: for every query token its best document token, summed over the query.
+
+    score[i, j] = sum over active s of  max over active t of  <queries[i, s], documents[j, t]>
+
+(Khattab and Zaharia, "ColBERT", SIGIR 2020.) `maxsim_reference` is the definition, in plain torch. `maxsim` and
+`maxsim_pairs` compute the same without its [Nq, Nd, Lq, Ld] tensor: by Triton kernels on CUDA (`kernels.maxsim`), and in
+blocks of plain torch elsewhere (`ops.blocked`).
+
+Everything below the definition works in one grouped layout: `queries` [Nq, Lq, d] and `documents` [G, K, Ld, d], with
+G = 1 where all queries meet the same K documents and G = Nq where each query has K of its own. The gradient of a maximum
+flows to the token that attains it, so the forward keeps the winners [G, K, Nq / G * Lq] (-1: no gradient), and the
+backward moves rows between winners and query tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .blocked import blocked_backward, blocked_forward
+from .checks import check_choice, check_embeddings, check_mask, check_same
+from .dispatch import IMPLEMENTATIONS, choose
+
+REDUCTIONS = ("sum", "mean")
+MASKINGS = ("exclude", "zero")
+
+_QUERIES = {3: "[Nq, Lq, d]"}
+_DOCUMENTS = {3: "[Nd, Ld, d]", 4: "[Nq, K, Ld, d]"}
+# torch.nn.functional.normalize divides by no less than this.
+_SMALLEST_NORM = 1e-12
+
+
+def maxsim_reference(
+    queries: Tensor,
+    documents: Tensor,
+    queries_mask: Tensor | None = None,
+    documents_mask: Tensor | None = None,
+    *,
+    normalize: bool = False,
+    reduction: str = "sum",
+    masking: str = "exclude",
+    empty_score: float = 0.0,
+) -> Tensor:
+    """The definition of `maxsim`, in plain torch: it builds the whole similarity tensor, and autograd differentiates it.
+
+    Arguments, result and errors are those of `maxsim`, except that it computes in, and returns, the type that the
+    inputs widen to: float64 for float64 inputs, else float32. Products are taken in that type.
+    """
+    queries, documents, queries_mask, documents_mask = _checked(
+        queries, documents, queries_mask, documents_mask, reduction, masking
+    )
+    scores_dtype = torch.float64 if queries.dtype == torch.float64 else torch.float32
+    queries, documents = queries.to(scores_dtype), documents.to(scores_dtype)
+    if normalize:
+        queries, documents = F.normalize(queries, dim=-1), F.normalize(documents, dim=-1)
+    in_batch = documents.dim() == 3
+    if documents.shape[-2] == 0:
+        best = queries.new_zeros(queries.shape[0], documents.shape[0 if in_batch else 1], queries.shape[1])
+    else:
+        similarities = torch.einsum("qsd,ntd->qnst" if in_batch else "qsd,qntd->qnst", queries, documents)
+        active = torch.ones_like(similarities, dtype=torch.bool)
+        if documents_mask is not None:
+            active = (documents_mask if not in_batch else documents_mask.unsqueeze(0)).unsqueeze(2)
+            active = active.expand_as(similarities)
+        similarities = similarities.masked_fill(~active, 0.0 if masking == "zero" else -torch.inf)
+        winner = similarities.detach().argmax(dim=-1, keepdim=True)
+        best = similarities.gather(-1, winner).squeeze(-1)
+        if masking == "exclude":
+            best = best.masked_fill(~active.any(dim=-1), 0.0)
+    if queries_mask is not None:
+        best = best.masked_fill(~queries_mask.unsqueeze(1), 0.0)
+    return _finish(best.sum(dim=-1), queries, documents, queries_mask, documents_mask, reduction, empty_score)
+
+
+def maxsim(
+    queries: Tensor,
+    documents: Tensor,
+    queries_mask: Tensor | None = None,
+    documents_mask: Tensor | None = None,
+    *,
+    normalize: bool = False,
+    reduction: str = "sum",
+    masking: str = "exclude",
+    empty_score: float = 0.0,
+    implementation: str = "auto",
+) -> Tensor:
+    """MaxSim scores of queries against documents, differentiable, in memory that does not grow with Lq * Ld.
+
+    Parameters
+    ----------
+    queries
+        [Nq, Lq, d], float16, bfloat16, float32 or float64. Under autocast, the inputs take the autocast type.
+    documents
+        [Nd, Ld, d]: every query meets every document. [Nq, K, Ld, d]: each query meets its own K candidates.
+    queries_mask
+        [Nq, Lq], bool or 0/1 of any dtype, 1 where a token is active; active tokens need not be a prefix. None: all.
+    documents_mask
+        [Nd, Ld] or [Nq, K, Ld], likewise.
+    normalize
+        Divide every embedding by its Euclidean norm (at least 1e-12) first.
+    reduction
+        "sum" over the active query tokens, or "mean": divided by their number (MeanMaxSim).
+    masking
+        "exclude": a masked document token never wins. "zero": its similarity counts as 0, as in PyLate's torch scorer,
+        so that a query token's best is at least 0 where the document has a masked token; where that 0 wins, no gradient
+        flows.
+    empty_score
+        Score of a document with no active token: 0 as in PyLate, or a large negative number to rank it last. A query
+        with no active token scores 0 against every other document.
+    implementation
+        "auto", or by name: "triton" (CUDA, compute capability >= 8.0, at most 512 dimensions, no float64) or "blocked"
+        (plain torch in blocks).
+
+    Returns
+    -------
+    Tensor
+        float32, [Nq, Nd] or [Nq, K]. Half inputs multiply in their own type and accumulate in float32; float32 inputs
+        follow `torch.get_float32_matmul_precision()`; float64 inputs compute in float64. NaN in an active token gives
+        NaN, and infinities behave as in a product of torch. Ties go to the lowest token index, and the gradient flows to
+        the winner only. Scores and gradients are bitwise reproducible.
+
+    Raises
+    ------
+    TypeError
+        If an argument is no tensor, of another dtype than named above, or the two dtypes differ.
+    ValueError
+        If shapes, devices or embedding sizes do not fit together, an option is none of its choices, or
+        implementation="triton" cannot take the input.
+
+    Examples
+    --------
+    >>> import torch
+    >>> queries = torch.tensor([[[1.0, 0.0], [0.0, 1.0]]])
+    >>> documents = torch.tensor([[[1.0, 0.0], [0.5, 0.5]], [[0.0, -1.0], [-1.0, 0.0]]])
+    >>> maxsim(queries, documents)
+    tensor([[1.5000, 0.0000]])
+    """
+    check_choice("implementation", implementation, IMPLEMENTATIONS)
+    queries, documents, queries_mask, documents_mask = _checked(
+        queries, documents, queries_mask, documents_mask, reduction, masking
+    )
+    in_batch = documents.dim() == 3
+    with_winners = torch.is_grad_enabled() and (queries.requires_grad or documents.requires_grad)
+    scores = _maxsim(
+        queries,
+        documents.unsqueeze(0) if in_batch else documents,
+        queries_mask,
+        documents_mask.unsqueeze(0) if in_batch and documents_mask is not None else documents_mask,
+        normalize,
+        masking == "zero",
+        with_winners,
+        implementation,
+    )[0]
+    return _finish(scores, queries, documents, queries_mask, documents_mask, reduction, empty_score)
+
+
+def maxsim_pairs(
+    queries: Tensor,
+    documents: Tensor,
+    queries_mask: Tensor | None = None,
+    documents_mask: Tensor | None = None,
+    *,
+    normalize: bool = False,
+    reduction: str = "sum",
+    masking: str = "exclude",
+    empty_score: float = 0.0,
+    implementation: str = "auto",
+) -> Tensor:
+    """MaxSim score of every query with the document of the same index.
+
+    Parameters
+    ----------
+    queries
+        [N, Lq, d].
+    documents
+        [N, Ld, d].
+    queries_mask, documents_mask
+        [N, Lq] and [N, Ld], or None.
+    normalize, reduction, masking, empty_score, implementation
+        As in `maxsim`.
+
+    Returns
+    -------
+    Tensor
+        float32, [N].
+
+    Raises
+    ------
+    TypeError, ValueError
+        As in `maxsim`, and if there are not as many documents as queries.
+    """
+    check_embeddings("queries", queries, {3: "[N, Lq, d]"})
+    check_embeddings("documents", documents, {3: "[N, Ld, d]"})
+    if queries.shape[0] != documents.shape[0]:
+        raise ValueError(
+            f"documents must have one document per query, {queries.shape[0]}, got {documents.shape[0]} documents"
+        )
+    documents_mask = check_mask("documents_mask", documents_mask, documents)
+    scores = maxsim(
+        queries,
+        documents.unsqueeze(1),
+        queries_mask,
+        None if documents_mask is None else documents_mask.unsqueeze(1),
+        normalize=normalize,
+        reduction=reduction,
+        masking=masking,
+        empty_score=empty_score,
+        implementation=implementation,
+    )
+    return scores.squeeze(1)
+
+
+def _checked(
+    queries: Tensor,
+    documents: Tensor,
+    queries_mask: Tensor | None,
+    documents_mask: Tensor | None,
+    reduction: str,
+    masking: str,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """The four tensors after every check, in the autocast type under autocast, with bool masks."""
+    check_embeddings("queries", queries, _QUERIES)
+    check_embeddings("documents", documents, _DOCUMENTS)
+    check_choice("reduction", reduction, REDUCTIONS)
+    check_choice("masking", masking, MASKINGS)
+    device = queries.device.type
+    if torch.is_autocast_enabled(device):
+        autocast = torch.get_autocast_dtype(device)
+        # As for torch's own operations, autocast leaves float64 alone.
+        queries = queries if queries.dtype == torch.float64 else queries.to(autocast)
+        documents = documents if documents.dtype == torch.float64 else documents.to(autocast)
+    check_same(queries, documents)
+    if documents.dim() == 4 and documents.shape[0] != queries.shape[0]:
+        raise ValueError(
+            f"documents of shape [Nq, K, Ld, d] must have one row of candidates per query, Nq = {queries.shape[0]}, "
+            f"got {list(documents.shape)}"
+        )
+    return (
+        queries,
+        documents,
+        check_mask("queries_mask", queries_mask, queries),
+        check_mask("documents_mask", documents_mask, documents),
+    )
+
+
+def _finish(
+    scores: Tensor,
+    queries: Tensor,
+    documents: Tensor,
+    queries_mask: Tensor | None,
+    documents_mask: Tensor | None,
+    reduction: str,
+    empty_score: float,
+) -> Tensor:
+    """The mean over active query tokens, and the score of empty documents, from sums [Nq, Nd or K]."""
+    if reduction == "mean":
+        if queries_mask is None:
+            scores = scores / max(1, queries.shape[1])
+        else:
+            scores = scores / queries_mask.sum(dim=-1, keepdim=True).clamp(min=1)
+    if empty_score != 0.0:
+        if documents.shape[-2] == 0:
+            scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool), empty_score)
+        elif documents_mask is not None:
+            scores = scores.masked_fill(~documents_mask.any(dim=-1), empty_score)
+    return scores
+
+
+# The operator below takes the grouped layout. Its schema is written out, because inference from annotations costs more
+# host time per call than the launch of a kernel.
+_LIBRARY = torch.library.Library("pylate_flash", "DEF")
+_LIBRARY.define(
+    "maxsim(Tensor queries, Tensor documents, Tensor? queries_mask, Tensor? documents_mask, bool normalize, "
+    "bool zero_masked, bool with_winners, str implementation) -> (Tensor, Tensor)"
+)
+_LIBRARY.define(
+    "maxsim_backward(Tensor grad_scores, Tensor queries, Tensor documents, Tensor winners, bool normalize, "
+    "bool need_queries, bool need_documents, str implementation) -> (Tensor, Tensor)"
+)
+_maxsim = torch.ops.pylate_flash.maxsim.default
+_maxsim_backward = torch.ops.pylate_flash.maxsim_backward.default
+
+
+def _forward(
+    queries: Tensor,
+    documents: Tensor,
+    queries_mask: Tensor | None,
+    documents_mask: Tensor | None,
+    normalize: bool,
+    zero_masked: bool,
+    with_winners: bool,
+    implementation: str,
+) -> tuple[Tensor, Tensor]:
+    """Scores [Nq, K] float32, and winners [G, K, Nq / G * Lq], or an empty tensor unless asked for."""
+    implementation = choose(implementation, queries.device, queries.dtype, queries.shape[-1])
+    if 0 in queries.shape or 0 in documents.shape:
+        scores, winners = _forward_shapes(queries, documents, with_winners)
+        return scores.zero_(), winners.fill_(-1)
+    queries_scale, documents_scale = _scales(queries, documents, normalize)
+    if implementation == "blocked":
+        # Under autocast the inputs have the autocast type already; the products inside must not be rounded to it.
+        with torch.autocast(queries.device.type, enabled=False):
+            scores, winners = blocked_forward(
+                queries,
+                documents,
+                queries_mask,
+                documents_mask,
+                queries_scale,
+                documents_scale,
+                zero_masked,
+                with_winners,
+            )
+        scores = scores.float()
+    else:
+        from ..kernels.maxsim import maxsim_forward
+
+        queries_mask = None if queries_mask is None else queries_mask.contiguous()
+        documents_mask = None if documents_mask is None else documents_mask.contiguous()
+        with _on_device(queries):
+            scores, winners = maxsim_forward(
+                _rows(queries),
+                _rows(documents),
+                queries_mask,
+                documents_mask,
+                queries_scale,
+                documents_scale,
+                zero_masked,
+                with_winners,
+                _product_precision(queries.dtype),
+            )
+    if winners is None:
+        return scores, torch.empty(0, dtype=torch.int16, device=queries.device)
+    return scores, winners.to(_winners_dtype(documents.shape[2]))
+
+
+def _backward(
+    grad_scores: Tensor,
+    queries: Tensor,
+    documents: Tensor,
+    winners: Tensor,
+    normalize: bool,
+    need_queries: bool,
+    need_documents: bool,
+    implementation: str,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of queries and documents, in their type; an empty tensor for one that is not needed."""
+    implementation = choose(implementation, queries.device, queries.dtype, queries.shape[-1])
+    grad_queries: Tensor | None = None
+    grad_documents: Tensor | None = None
+    if 0 in queries.shape or 0 in documents.shape:
+        grad_queries = torch.zeros_like(queries, memory_format=torch.contiguous_format) if need_queries else None
+        grad_documents = torch.zeros_like(documents, memory_format=torch.contiguous_format) if need_documents else None
+    else:
+        queries_scale, documents_scale = _scales(queries, documents, normalize)
+        grad_scores = grad_scores.contiguous()
+        if implementation == "blocked":
+            grad_queries, grad_documents = blocked_backward(
+                grad_scores, queries, documents, winners, queries_scale, documents_scale, need_queries, need_documents
+            )
+        else:
+            from ..kernels.maxsim_backward import maxsim_backward_documents, maxsim_backward_queries
+
+            grad_dtype = torch.float32 if normalize else queries.dtype
+            with _on_device(queries):
+                if need_queries:
+                    grad_queries = maxsim_backward_queries(
+                        grad_scores, queries, _rows(documents), winners, documents_scale, grad_dtype
+                    )
+                if need_documents:
+                    grad_documents = maxsim_backward_documents(
+                        grad_scores, _rows(queries), documents, winners, queries_scale, grad_dtype
+                    )
+        if grad_queries is not None:
+            grad_queries = _unscaled(grad_queries.view(queries.shape), queries, queries_scale)
+        if grad_documents is not None:
+            grad_documents = _unscaled(grad_documents, documents, documents_scale)
+    empty = torch.empty(0, dtype=queries.dtype, device=queries.device)
+    return empty if grad_queries is None else grad_queries, empty.clone() if grad_documents is None else grad_documents
+
+
+def _rows(embeddings: Tensor) -> Tensor:
+    """The embeddings with contiguous rows, which is all that the kernels need."""
+    return embeddings if embeddings.stride(-1) == 1 else embeddings.contiguous()
+
+
+def _on_device(tensor: Tensor):
+    """Context in which Triton launches on the tensor's device."""
+    return torch.cuda.device(tensor.device if tensor.is_cuda else -1)
+
+
+def _product_precision(dtype: torch.dtype) -> str:
+    """Triton's name for `torch.get_float32_matmul_precision()`; half inputs are multiplied exactly either way."""
+    return "ieee" if dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest" else "tf32"
+
+
+def _scales(queries: Tensor, documents: Tensor, normalize: bool) -> tuple[Tensor | None, Tensor | None]:
+    """Inverse norms of all tokens, float32 (float64 for float64): a positive factor commutes with the maximum, so the
+    embeddings themselves are never rescaled, and half ones are not rounded again."""
+    if not normalize:
+        return None, None
+    dtype = torch.float64 if queries.dtype == torch.float64 else torch.float32
+    return tuple(
+        torch.linalg.vector_norm(embeddings, dim=-1, dtype=dtype).clamp_(min=_SMALLEST_NORM).reciprocal_().contiguous()
+        for embeddings in (queries, documents)
+    )
+
+
+def _unscaled(grad: Tensor, embeddings: Tensor, scale: Tensor | None) -> Tensor:
+    """The gradient of the embeddings from that of the scaled ones, in the type of the embeddings.
+
+    With y = x / |x|, the Jacobian maps g to (g - y <y, g>) / |x|. Where the norm was clamped, y = x * scale is linear.
+    """
+    if scale is not None:
+        scale = scale.unsqueeze(-1)
+        scaled = embeddings.to(grad.dtype) * scale
+        along = torch.where(scale < 1.0 / _SMALLEST_NORM, (scaled * grad).sum(dim=-1, keepdim=True), 0.0)
+        grad = (grad - scaled * along) * scale
+    return grad.to(embeddings.dtype)
+
+
+def _winners_dtype(document_length: int) -> torch.dtype:
+    return torch.int16 if document_length <= 32767 else torch.int32
+
+
+def _forward_shapes(queries: Tensor, documents: Tensor, with_winners: bool) -> tuple[Tensor, Tensor]:
+    """Uninitialised outputs of the forward."""
+    groups, candidates, length, _ = documents.shape
+    scores = queries.new_empty(queries.shape[0], candidates, dtype=torch.float32)
+    if not with_winners:
+        return scores, queries.new_empty(0, dtype=torch.int16)
+    # Without queries there are no rows, and G may be 0 as well.
+    rows = queries.shape[0] // groups * queries.shape[1] if groups else 0
+    return scores, queries.new_empty(groups, candidates, rows, dtype=_winners_dtype(length))
+
+
+def _backward_shapes(
+    grad_scores, queries, documents, winners, normalize, need_queries, need_documents, implementation
+) -> tuple[Tensor, Tensor]:
+    return (
+        torch.empty_like(queries, memory_format=torch.contiguous_format) if need_queries else queries.new_empty(0),
+        torch.empty_like(documents, memory_format=torch.contiguous_format) if need_documents else queries.new_empty(0),
+    )
+
+
+def _save_for_backward(ctx, inputs, output) -> None:
+    queries, documents, _, _, normalize, _, with_winners, implementation = inputs
+    if not with_winners and (queries.requires_grad or documents.requires_grad):
+        raise RuntimeError("pylate_flash::maxsim: a gradient needs with_winners=True")
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(queries, documents, output[1])
+    ctx.normalize = normalize
+    ctx.implementation = implementation
+
+
+def _gradient(ctx, grad_scores, _):
+    queries, documents, winners = ctx.saved_tensors
+    need_queries, need_documents = ctx.needs_input_grad[:2]
+    grad_queries, grad_documents = _maxsim_backward(
+        grad_scores, queries, documents, winners, ctx.normalize, need_queries, need_documents, ctx.implementation
+    )
+    return (
+        grad_queries if need_queries else None,
+        grad_documents if need_documents else None,
+        *(None for _ in range(6)),
+    )
+
+
+def _no_second_gradient(ctx, *_):
+    raise RuntimeError(
+        "maxsim has no second derivative: its gradient is constant between changes of a winner. "
+        "Do not differentiate through the gradient (create_graph=True) of a MaxSim score."
+    )
+
+
+_LIBRARY.impl("maxsim", _forward, "CompositeExplicitAutograd")
+_LIBRARY.impl("maxsim_backward", _backward, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "pylate_flash::maxsim",
+    lambda queries, documents, queries_mask, documents_mask, normalize, zero_masked, with_winners, implementation: (
+        _forward_shapes(queries, documents, with_winners)
+    ),
+)
+torch.library.register_fake("pylate_flash::maxsim_backward", _backward_shapes)
+torch.library.register_autograd("pylate_flash::maxsim", _gradient, setup_context=_save_for_backward)
+torch.library.register_autograd("pylate_flash::maxsim_backward", _no_second_gradient)

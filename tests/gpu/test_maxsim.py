@@ -1,0 +1,248 @@
+"""The kernels on a GPU against the definition in float64, on the same, already rounded, inputs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pylate_flash.ops import maxsim, maxsim_pairs, maxsim_reference, maxsim_varlen, pack
+from pylate_flash.ops.varlen import maxsim_varlen_reference
+from tests.ops.cases import Case, cases, gradients, relative_error
+from tests.ops.test_varlen import packed
+
+pytestmark = pytest.mark.gpu
+OPTIONS = dict(deadline=None, derandomize=True)
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+# A kernel is compiled for each embedding size, so there are few of them.
+SIZES = st.sampled_from([7, 48, 128])
+
+
+def kernel(*tensors: torch.Tensor, **options) -> torch.Tensor:
+    return maxsim(*tensors, **options, implementation="triton")
+
+
+def unit(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return F.normalize(torch.randn(*shape, device="cuda", generator=generator), dim=-1).to(dtype)
+
+
+@settings(max_examples=40, **OPTIONS)
+@given(case=cases(dtypes=DTYPES, max_batch=7, max_length=200, sizes=SIZES))
+def test_scores(case: Case) -> None:
+    case = case.to("cuda")
+    with torch.no_grad():
+        scores = kernel(*case.tensors, **case.options)
+    expected = maxsim_reference(*case.doubled().tensors, **case.options)
+    torch.testing.assert_close(scores.double(), expected, rtol=2e-6, atol=2e-6)
+
+
+@settings(max_examples=40, **OPTIONS)
+@given(case=cases(dtypes=DTYPES, max_batch=7, max_length=200, sizes=SIZES))
+def test_gradients(case: Case) -> None:
+    case = case.to("cuda")
+    expected = gradients(maxsim_reference, case.doubled())
+    for gradient, reference in zip(gradients(kernel, case), expected):
+        assert gradient.dtype == case.queries.dtype
+        assert relative_error(gradient, reference) <= (1e-5 if gradient.dtype == torch.float32 else 1e-2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("queries_shape", "documents_shape"),
+    [
+        ((1, 32, 128), (100, 300, 128)),
+        ((1, 128, 128), (50, 1024, 128)),
+        ((1, 512, 128), (20, 1024, 128)),
+        ((1, 1024, 128), (20, 1000, 128)),
+        ((32, 32, 128), (64, 180, 128)),
+        ((130, 33, 128), (70, 45, 128)),
+        ((1, 32, 48), (100, 512, 48)),
+        ((16, 32, 96), (16, 70, 96)),
+        ((16, 32, 256), (16, 70, 256)),
+        ((16, 32, 512), (16, 70, 512)),
+        ((8, 32, 128), (8, 16, 300, 128)),
+        ((4, 100, 128), (4, 5, 300, 128)),
+        ((64, 1, 128), (64, 1, 128)),
+    ],
+)
+def test_shapes_in_use(queries_shape, documents_shape, dtype: torch.dtype) -> None:
+    case = Case(unit(*queries_shape, dtype=dtype), unit(*documents_shape, dtype=dtype, seed=1), None, None, {})
+    expected = maxsim_reference(*case.doubled().tensors)
+    assert relative_error(kernel(*case.tensors), expected) <= 2e-6
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+    for gradient, reference in zip(gradients(kernel, case), gradients(maxsim_reference, case.doubled())):
+        assert relative_error(gradient, reference) <= tolerance
+        assert F.cosine_similarity(gradient.double().flatten(), reference.flatten(), dim=0) >= 0.9999
+
+
+@settings(max_examples=40, **OPTIONS)
+@given(case=packed(dtypes=DTYPES, sizes=SIZES))
+def test_varlen(case: tuple) -> None:
+    (queries, documents, *bounds), options = case
+    candidates = options["candidates_cu_seqlens"]
+    scores = maxsim_varlen(
+        queries.cuda(), documents.cuda(), *(b.cuda() for b in bounds), implementation="triton",
+        candidates_cu_seqlens=None if candidates is None else candidates.cuda(), empty_score=options["empty_score"],
+    )  # fmt: skip
+    expected = maxsim_varlen_reference(queries.double(), documents.double(), *bounds, **options)
+    torch.testing.assert_close(scores.cpu().double(), expected, rtol=2e-6, atol=2e-6)
+
+
+def test_varlen_of_many_documents_equals_padded_ones() -> None:
+    lengths = torch.randint(1, 400, (500,), generator=torch.Generator().manual_seed(0)).tolist()
+    documents = [unit(length, 128, dtype=torch.bfloat16, seed=i) for i, length in enumerate(lengths)]
+    padded = torch.nn.utils.rnn.pad_sequence(documents, batch_first=True)
+    mask = torch.arange(padded.shape[1], device="cuda") < torch.tensor(lengths, device="cuda").unsqueeze(1)
+    queries = unit(7, 30, 128, dtype=torch.bfloat16, seed=1)
+    found = maxsim_varlen(*_packed(list(queries), documents))
+    torch.testing.assert_close(found, maxsim(queries, padded, documents_mask=mask), rtol=2e-6, atol=2e-6)
+
+
+def _packed(queries: list[torch.Tensor], documents: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    (queries_values, queries_bounds), (documents_values, documents_bounds) = pack(queries), pack(documents)
+    return queries_values, documents_values, queries_bounds, documents_bounds
+
+
+@pytest.mark.parametrize("n_queries", [1, 4])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nan_and_infinity(n_queries: int, dtype: torch.dtype) -> None:
+    queries, documents = unit(n_queries, 20, 32, dtype=dtype), unit(4, 90, 32, dtype=dtype, seed=1)
+    documents[0, 75, 1] = torch.nan
+    documents[1, 2, 0] = torch.inf
+    queries.requires_grad_()
+    scores = kernel(queries, documents)
+    expected = maxsim_reference(queries.detach(), documents)
+    torch.testing.assert_close(scores.detach(), expected, rtol=1e-5, atol=1e-5, equal_nan=True)
+    assert scores[:, 0].isnan().all()
+    assert scores[:, 1].isinf().all()
+    (gradient,) = torch.autograd.grad(kernel(queries, documents[[0, 3]])[:, 0].sum(), queries)
+    assert gradient[..., 1].isnan().all()
+    assert gradient[..., 0].isfinite().all()
+
+
+@pytest.mark.parametrize("n_queries", [1, 4])
+def test_ties_go_to_the_lowest_index(n_queries: int) -> None:
+    queries = unit(n_queries, 20, 32, dtype=torch.bfloat16)
+    documents = unit(3, 1, 32, dtype=torch.bfloat16, seed=1).repeat(1, 150, 1).requires_grad_()
+    (gradient,) = torch.autograd.grad(kernel(queries, documents).sum(), documents)
+    assert (gradient[:, 1:] == 0).all()
+    assert (gradient[:, 0] != 0).any()
+
+
+def test_masked_nan_does_not_leak() -> None:
+    queries, documents = unit(4, 20, 32), unit(4, 90, 32, seed=1)
+    documents[:, 50:] = torch.nan
+    mask = torch.arange(90, device="cuda").expand(4, 90) < 50
+    queries.requires_grad_()
+    documents.requires_grad_()
+    scores = kernel(queries, documents, None, mask)
+    torch.testing.assert_close(scores, kernel(queries, documents[:, :50].contiguous()))
+    assert all(g.isfinite().all() for g in torch.autograd.grad(scores.sum(), (queries, documents)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bitwise_reproducible(dtype: torch.dtype) -> None:
+    case = Case(unit(64, 32, 128, dtype=dtype), unit(64, 180, 128, dtype=dtype, seed=1), None, None, {})
+    runs = [(kernel(*case.tensors), *gradients(kernel, case)) for _ in range(20)]
+    assert all(torch.equal(a, b) for run in runs for a, b in zip(run, runs[0]))
+
+
+def test_float32_follows_the_matmul_precision() -> None:
+    queries, documents = unit(16, 32, 128), unit(16, 180, 128, seed=1)
+    expected = maxsim_reference(queries.double(), documents.double())
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("high")
+        error = relative_error(kernel(queries, documents), expected)
+        assert 2e-6 < error <= 1e-3
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert relative_error(kernel(queries, documents), expected) <= 2e-6
+
+
+def test_autocast_and_grad_scaler() -> None:
+    queries, documents = unit(8, 32, 128).requires_grad_(), unit(8, 180, 128, seed=1).requires_grad_()
+    with torch.autocast("cuda", dtype=torch.float16):
+        scores = maxsim(queries, documents)
+    assert torch.equal(scores, maxsim(queries.half(), documents.half()))
+    optimizer = torch.optim.SGD([queries], lr=0.1)
+    scaler = torch.amp.GradScaler("cuda")
+    scaler.scale((scores * torch.nan).sum()).backward()
+    before = queries.detach().clone()
+    scaler.step(optimizer)
+    assert torch.equal(queries, before), "a step with NaN gradients must be skipped"
+
+
+@pytest.mark.parametrize("n_queries", [1, 8])
+def test_cuda_graph(n_queries: int) -> None:
+    queries, documents = unit(n_queries, 32, 128, dtype=torch.bfloat16), unit(50, 180, 128, dtype=torch.bfloat16, seed=1)
+    queries.requires_grad_()
+    documents.requires_grad_()
+    mask = torch.rand(50, 180, device="cuda") > 0.2
+    maxsim(queries, documents, documents_mask=mask).sum().backward()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    queries.grad = documents.grad = None
+    with torch.cuda.graph(graph):
+        scores = maxsim(queries, documents, documents_mask=mask)
+        scores.sum().backward()
+    with torch.no_grad():
+        documents.copy_(unit(50, 180, 128, dtype=torch.bfloat16, seed=2))
+    graph.replay()
+    fresh_queries, fresh_documents = (t.detach().clone().requires_grad_() for t in (queries, documents))
+    expected = maxsim(fresh_queries, fresh_documents, documents_mask=mask)
+    found = torch.autograd.grad(expected.sum(), (fresh_queries, fresh_documents))
+    assert torch.equal(scores, expected)
+    assert torch.equal(queries.grad, found[0])
+    assert torch.equal(documents.grad, found[1])
+
+
+def test_compiles_into_one_graph() -> None:
+    def loss(queries: torch.Tensor, documents: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(maxsim(queries, documents) / 0.02, torch.arange(queries.shape[0], device="cuda"))
+
+    queries, documents = unit(16, 32, 128).requires_grad_(), unit(16, 180, 128, seed=1).requires_grad_()
+    found = torch.autograd.grad(torch.compile(loss, fullgraph=True)(queries, documents), (queries, documents))
+    for gradient, reference in zip(found, torch.autograd.grad(loss(queries, documents), (queries, documents))):
+        torch.testing.assert_close(gradient, reference)
+
+
+def test_opcheck() -> None:
+    queries, documents = unit(4, 8, 16).requires_grad_(), unit(1, 4, 20, 16, seed=1).requires_grad_()
+    torch.library.opcheck(
+        torch.ops.pylate_flash.maxsim.default, (queries, documents, None, None, False, False, True, "triton")
+    )
+
+
+def test_memory_does_not_grow_with_the_similarity_tensor() -> None:
+    """256 x 256 x 32 x 180 similarities are 720 MiB in bfloat16."""
+    queries, documents = unit(256, 32, 128, dtype=torch.bfloat16), unit(256, 180, 128, dtype=torch.bfloat16, seed=1)
+    queries.requires_grad_()
+    documents.requires_grad_()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    maxsim(queries, documents).sum().backward()
+    assert torch.cuda.max_memory_allocated() - before < 160 << 20
+
+
+def test_strides_pairs_and_no_synchronisation() -> None:
+    queries = unit(64, 32, 2, 128, dtype=torch.bfloat16)[:, :, 1]
+    documents = unit(180, 64, 128, dtype=torch.bfloat16, seed=1).transpose(0, 1)
+    maxsim(queries, documents)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        scores, pairs = maxsim(queries, documents), maxsim_pairs(queries, documents)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(scores, maxsim(queries.contiguous(), documents.contiguous()))
+    torch.testing.assert_close(pairs, scores.diagonal(), rtol=2e-6, atol=2e-6)
+
+
+def test_double_precision_falls_back_and_is_refused_by_name() -> None:
+    queries, documents = unit(2, 3, 8).double(), unit(3, 5, 8, seed=1).double()
+    torch.testing.assert_close(maxsim(queries, documents).double(), maxsim_reference(queries, documents))
+    with pytest.raises(ValueError, match="float64"):
+        kernel(queries, documents)

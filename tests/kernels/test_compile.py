@@ -1,0 +1,144 @@
+"""Every kernel compiles to a cubin for compute capability 8.0, 9.0 and 10.0, with the arguments of a real launch.
+
+No GPU is needed: the launch functions run up to the launch, which is recorded and compiled for the target instead.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import pytest
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from pylate_flash.kernels import maxsim as forward
+from pylate_flash.kernels import maxsim_backward as backward
+from pylate_flash.kernels import tiles
+
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
+
+TYPES = {
+    torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32",
+    torch.int16: "*i16", torch.int32: "*i32", torch.int64: "*i64", torch.bool: "*i1",
+}  # fmt: skip
+# Shared memory that one block may take, in bytes, by compute capability.
+SHARED_MEMORY = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
+
+
+class Recorder:
+    """Stands in for a kernel and keeps what it is launched with."""
+
+    def __init__(self) -> None:
+        self.launches: list[tuple[tuple, dict]] = []
+
+    def __getitem__(self, grid) -> Callable:
+        return lambda *args, **kwargs: self.launches.append((args, kwargs))
+
+
+def compile_launch(kernel, args: tuple, kwargs: dict, capability: int):
+    signature, constants, attributes = {}, {}, {}
+    for index, (name, value) in enumerate(zip(kernel.arg_names, args)):
+        if value is None:
+            signature[name] = "constexpr"
+            constants[name] = None
+        elif isinstance(value, torch.Tensor):
+            signature[name] = TYPES[value.dtype]
+            attributes[(index,)] = [["tt.divisibility", 16]]
+        else:
+            signature[name] = "i32"
+            if not kernel.params[index].do_not_specialize and value % 16 == 0:
+                attributes[(index,)] = [["tt.divisibility", 16]]
+    options = {name: kwargs[name] for name in ("num_warps", "num_stages") if name in kwargs}
+    for name in kernel.arg_names[len(args) :]:
+        signature[name] = "constexpr"
+        constants[name] = kwargs[name]
+    source = ASTSource(kernel, signature, constants, attributes)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+@pytest.fixture(params=[80, 90, 100])
+def capability(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(tiles, "architecture", lambda device: (request.param // 10, 132))
+    monkeypatch.setattr(forward, "architecture", lambda device: (request.param // 10, 132))
+    return request.param
+
+
+def check(module, name: str, launch: Callable[[], object], capability: int, monkeypatch: pytest.MonkeyPatch):
+    kernel, recorder = getattr(module, name), Recorder()
+    monkeypatch.setattr(module, name, recorder)
+    launch()
+    (args, kwargs) = recorder.launches[0]
+    compiled = compile_launch(kernel, args, kwargs, capability)
+    assert compiled.asm["cubin"]
+    assert compiled.metadata.shared <= SHARED_MEMORY[capability]
+    return compiled
+
+
+def inputs(dtype: torch.dtype, size: int, n_queries: int, query_length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty(n_queries, query_length, size, dtype=dtype), torch.empty(1, 40, 180, size, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size"),
+    [(torch.bfloat16, 48), (torch.bfloat16, 512), (torch.float16, 128), (torch.float32, 128), (torch.float32, 512)],
+)
+@pytest.mark.parametrize(("name", "n_queries"), [("_stacked_kernel", 32), ("_single_kernel", 1)])
+def test_forward(name: str, n_queries: int, size: int, dtype: torch.dtype, capability: int, monkeypatch) -> None:
+    queries, documents = inputs(dtype, size, n_queries, 32)
+
+    def launch() -> None:
+        forward.maxsim_forward(queries, documents, None, None, None, None, False, False, "ieee")
+
+    compiled = check(forward, name, launch, capability, monkeypatch)
+    if dtype != torch.float32 and size == 128 and capability in (90, 100):
+        assert {90: "wgmma", 100: "tcgen05"}[capability] in compiled.asm["ptx"]
+
+
+@pytest.mark.parametrize(("name", "n_queries"), [("_stacked_kernel", 32), ("_single_kernel", 1)])
+@pytest.mark.parametrize("zero_masked", [False, True])
+def test_forward_with_everything(name: str, n_queries: int, zero_masked: bool, capability: int, monkeypatch) -> None:
+    queries, documents = inputs(torch.bfloat16, 128, n_queries, 32)
+    masks = [torch.ones(tensor.shape[:-1], dtype=torch.bool) for tensor in (queries, documents)]
+    scales = [torch.ones(tensor.shape[:-1]) for tensor in (queries, documents)]
+
+    def launch() -> None:
+        forward.maxsim_forward(queries, documents, *masks, *scales, zero_masked, True, "ieee")
+
+    check(forward, name, launch, capability, monkeypatch)
+
+
+@pytest.mark.parametrize(("name", "n_queries", "candidates"), [
+    ("_stacked_kernel", 32, None), ("_single_kernel", 1, None), ("_single_kernel", 2, torch.tensor([0, 3, 4]))
+])  # fmt: skip
+def test_varlen(name: str, n_queries: int, candidates, capability: int, monkeypatch) -> None:
+    queries, documents = torch.empty(n_queries, 32, 128, dtype=torch.bfloat16), torch.empty(70, 128, dtype=torch.bfloat16)
+    bounds = torch.tensor([0, 10, 20, 30, 70], dtype=torch.int32)
+
+    def launch() -> None:
+        forward.maxsim_varlen_forward(queries, None, documents, bounds, candidates, 3, "ieee")
+
+    check(forward, name, launch, capability, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size", "normalize"),
+    [(torch.bfloat16, 48, False), (torch.bfloat16, 128, True), (torch.float32, 512, False)],
+)
+def test_backward(normalize: bool, size: int, dtype: torch.dtype, capability: int, monkeypatch) -> None:
+    queries, documents = inputs(dtype, size, 4, 32)
+    scales = [torch.ones(tensor.shape[:-1]) if normalize else None for tensor in (queries, documents)]
+    winners = torch.zeros(1, 40, 128, dtype=torch.int16)
+    grad = torch.ones(4, 40)
+    check(
+        backward, "_gather_kernel",
+        lambda: backward.maxsim_backward_queries(grad, queries, documents, winners, scales[1], dtype),
+        capability, monkeypatch,
+    )  # fmt: skip
+    check(
+        backward, "_collect_kernel",
+        lambda: backward.maxsim_backward_documents(grad, queries, documents, winners, scales[0], dtype),
+        capability, monkeypatch,
+    )  # fmt: skip

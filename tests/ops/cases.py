@@ -1,0 +1,102 @@
+"""Random MaxSim problems, drawn by hypothesis, for every implementation's tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Case:
+    """The tensors and the options of one call."""
+
+    queries: Tensor
+    documents: Tensor
+    queries_mask: Tensor | None
+    documents_mask: Tensor | None
+    options: dict
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        return self.queries, self.documents, self.queries_mask, self.documents_mask
+
+    def doubled(self) -> Case:
+        """The same, already rounded, inputs in float64."""
+        return replace(self, queries=self.queries.double(), documents=self.documents.double())
+
+    def to(self, device: str) -> Case:
+        masks = {
+            name: None if mask is None else mask.to(device)
+            for name, mask in (("queries_mask", self.queries_mask), ("documents_mask", self.documents_mask))
+        }
+        return replace(self, queries=self.queries.to(device), documents=self.documents.to(device), **masks)
+
+
+@st.composite
+def cases(
+    draw: st.DrawFn,
+    layouts: tuple[str, ...] = ("in-batch", "candidates"),
+    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.float16, torch.bfloat16, torch.float64),
+    max_batch: int = 5,
+    max_length: int = 40,
+    sizes: st.SearchStrategy[int] = st.integers(1, 40),
+) -> Case:
+    """Ragged masks, fully masked rows, lengths from 1, embedding sizes that are no power of two, and all options."""
+    layout = draw(st.sampled_from(layouts))
+    dtype = draw(st.sampled_from(dtypes))
+    n_queries = draw(st.integers(1, max_batch))
+    n_documents = n_queries if layout == "pairs" else draw(st.integers(1, max_batch))
+    query_length, document_length = draw(st.integers(1, max_length)), draw(st.integers(1, max_length))
+    size = draw(sizes)
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    # Unit vectors, as models give them: the tolerances are relative to scores of a known size.
+    queries = torch.nn.functional.normalize(torch.randn(n_queries, query_length, size, generator=generator), dim=-1)
+    shape = (n_queries, n_documents) if layout == "candidates" else (n_documents,)
+    documents = torch.nn.functional.normalize(
+        torch.randn(*shape, document_length, size, generator=generator), dim=-1
+    )
+    options = {
+        "normalize": draw(st.booleans()),
+        "reduction": draw(st.sampled_from(["sum", "mean"])),
+        "masking": draw(st.sampled_from(["exclude", "zero"])),
+        "empty_score": draw(st.sampled_from([0.0, -100.0])),
+    }
+    return Case(
+        queries.to(dtype),
+        documents.to(dtype),
+        _mask(draw, queries, generator),
+        _mask(draw, documents, generator),
+        options,
+    )
+
+
+def _mask(draw: st.DrawFn, embeddings: Tensor, generator: torch.Generator) -> Tensor | None:
+    kind = draw(st.sampled_from(["none", "prefix", "random", "some rows empty", "float"]))
+    shape = embeddings.shape[:-1]
+    if kind == "none":
+        return None
+    if kind == "prefix":
+        lengths = torch.randint(1, shape[-1] + 1, (*shape[:-1], 1), generator=generator)
+        return torch.arange(shape[-1]) < lengths
+    mask = torch.rand(shape, generator=generator) > 0.4
+    if kind == "some rows empty":
+        mask &= torch.rand((*shape[:-1], 1), generator=generator) > 0.5
+    return mask.float() if kind == "float" else mask
+
+
+def gradients(function: Callable[..., Tensor], case: Case) -> tuple[Tensor, Tensor]:
+    """Gradients of queries and documents under a fixed, uneven weighting of the scores."""
+    queries, documents = case.queries.detach().requires_grad_(), case.documents.detach().requires_grad_()
+    scores = function(queries, documents, case.queries_mask, case.documents_mask, **case.options)
+    weight = torch.cos(torch.arange(scores.numel(), device=scores.device, dtype=scores.dtype)).view(scores.shape)
+    return torch.autograd.grad((scores * weight).sum(), (queries, documents))
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """Frobenius norm of the difference over that of the expected tensor (absolute where that is 0)."""
+    difference, norm = (found.double() - expected.double()).norm().item(), expected.double().norm().item()
+    return difference / norm if norm > 0 else difference

@@ -1,0 +1,297 @@
+"""`maxsim` and `maxsim_pairs` against their definition, over shapes, masks and values that hypothesis draws."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pylate_flash import maxsim, maxsim_pairs
+from pylate_flash.ops import maxsim_reference
+from tests.ops.cases import Case, cases, gradients, relative_error
+
+OPTIONS = dict(max_examples=40, deadline=None, derandomize=True)
+
+
+@settings(**OPTIONS)
+@given(case=cases())
+def test_scores_equal_the_definition(case: Case) -> None:
+    scores = maxsim(*case.tensors, **case.options)
+    expected = maxsim_reference(*case.doubled().tensors, **case.options)
+    assert scores.dtype == torch.float32
+    assert scores.shape == expected.shape
+    torch.testing.assert_close(scores.double(), expected, rtol=2e-6, atol=2e-6)
+
+
+@settings(**OPTIONS)
+@given(case=cases(dtypes=(torch.float32, torch.float64)))
+def test_gradients_equal_those_of_the_definition(case: Case) -> None:
+    found, expected = gradients(maxsim, case), gradients(maxsim_reference, case.doubled())
+    for gradient, reference in zip(found, expected):
+        assert gradient.dtype == case.queries.dtype
+        assert relative_error(gradient, reference) <= 1e-5
+
+
+@settings(**OPTIONS)
+@given(case=cases(dtypes=(torch.bfloat16,)))
+def test_half_gradients_are_close(case: Case) -> None:
+    for gradient, reference in zip(gradients(maxsim, case), gradients(maxsim_reference, case.doubled())):
+        assert gradient.dtype == torch.bfloat16
+        assert relative_error(gradient, reference) <= 1e-2
+
+
+@settings(**OPTIONS)
+@given(case=cases(layouts=("pairs",)))
+def test_pairs_are_the_diagonal(case: Case) -> None:
+    scores = maxsim_pairs(*case.tensors, **case.options)
+    expected = maxsim_reference(*case.doubled().tensors, **case.options)
+    torch.testing.assert_close(scores.double(), expected.diagonal(), rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("candidates", [False, True])
+@pytest.mark.parametrize("masking", ["exclude", "zero"])
+@pytest.mark.parametrize("normalize", [False, True])
+def test_definition_passes_gradcheck(candidates: bool, masking: str, normalize: bool) -> None:
+    torch.manual_seed(0)
+    queries = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
+    documents = torch.randn(*((2, 3, 5, 4) if candidates else (3, 5, 4)), dtype=torch.float64, requires_grad=True)
+    queries_mask = torch.tensor([[True, True, False], [True, True, True]])
+    documents_mask = torch.rand(documents.shape[:-1]) > 0.3
+    assert torch.autograd.gradcheck(
+        lambda q, d: maxsim_reference(q, d, queries_mask, documents_mask, masking=masking, normalize=normalize),
+        (queries, documents),
+    )
+
+
+def test_by_hand() -> None:
+    queries = torch.tensor([[[1.0, 0.0], [0.0, 2.0]]])
+    documents = torch.tensor([[[3.0, 0.0], [0.0, 1.0]], [[-1.0, 0.0], [0.0, -5.0]]])
+    # Document 0: 3 + 2. Document 1: the best for token 0 is 0 (second token), for token 1 it is 0 (first token).
+    assert maxsim(queries, documents).tolist() == [[5.0, 0.0]]
+    mask = torch.tensor([[True, False], [True, False]])
+    assert maxsim(queries, documents, documents_mask=mask).tolist() == [[3.0, -1.0]]
+    assert maxsim(queries, documents, documents_mask=mask, masking="zero").tolist() == [[3.0, 0.0]]
+    assert maxsim(queries, documents, torch.tensor([[1, 0]])).tolist() == [[3.0, 0.0]]
+    assert maxsim(queries, documents, reduction="mean").tolist() == [[2.5, 0.0]]
+
+
+def test_masked_tokens_are_excluded_not_multiplied() -> None:
+    """A masked NaN or infinity must not leak into the score or the gradient."""
+    queries = torch.randn(2, 3, 4, requires_grad=True)
+    documents = torch.randn(2, 5, 4)
+    documents[:, 2] = torch.nan
+    documents[:, 3] = torch.inf
+    documents.requires_grad_()
+    mask = torch.tensor([True, True, False, False, True]).expand(2, 5)
+    scores = maxsim(queries, documents, documents_mask=mask)
+    kept = maxsim_reference(queries.double(), documents[:, [0, 1, 4]].double())
+    torch.testing.assert_close(scores.double(), kept, rtol=2e-6, atol=2e-6)
+    grad_queries, grad_documents = torch.autograd.grad(scores.sum(), (queries, documents))
+    assert grad_queries.isfinite().all()
+    assert grad_documents.isfinite().all()
+    assert (grad_documents[:, 2:4] == 0).all()
+
+
+def test_nan_in_an_active_pair_makes_that_score_nan() -> None:
+    queries, documents = torch.randn(2, 3, 4), torch.randn(3, 5, 4)
+    documents[1, 4, 0] = torch.nan
+    scores = maxsim(queries, documents)
+    assert scores[:, 1].isnan().all()
+    assert scores[:, [0, 2]].isfinite().all()
+    queries[0, 1, 2] = torch.nan
+    assert maxsim(queries, documents)[0].isnan().all()
+
+
+def test_nan_reaches_the_gradient() -> None:
+    queries, documents = torch.randn(2, 3, 4, requires_grad=True), torch.randn(3, 5, 4)
+    documents[1, 4, 0] = torch.nan
+    (gradient,) = torch.autograd.grad(maxsim(queries, documents).sum(), queries)
+    assert gradient[..., 0].isnan().all()
+
+
+def test_infinities_behave_as_in_torch() -> None:
+    queries = torch.tensor([[[1.0, 1.0]], [[-1.0, 0.5]], [[0.0, 1.0]]])
+    documents = torch.tensor([[[torch.inf, 1.0], [2.0, 2.0]]])
+    expected = maxsim_reference(queries, documents)
+    torch.testing.assert_close(maxsim(queries, documents), expected, equal_nan=True)
+    assert expected[0, 0] == torch.inf
+    assert expected[2, 0].isnan()
+
+
+def test_ties_go_to_the_lowest_index() -> None:
+    queries = torch.randn(2, 3, 4)
+    documents = torch.randn(1, 1, 4).repeat(2, 6, 1).requires_grad_()
+    (gradient,) = torch.autograd.grad(maxsim(queries, documents).sum(), documents)
+    assert (gradient[:, 1:] == 0).all()
+    assert (gradient[:, 0] != 0).any()
+
+
+def test_no_gradient_where_a_masked_zero_wins() -> None:
+    queries = torch.ones(1, 1, 2, requires_grad=True)
+    documents = torch.full((1, 2, 2), -1.0, requires_grad=True)
+    mask = torch.tensor([[True, False]])
+    scores = maxsim(queries, documents, documents_mask=mask, masking="zero")
+    assert scores.item() == 0.0
+    assert all((g == 0).all() for g in torch.autograd.grad(scores.sum(), (queries, documents)))
+
+
+def test_empty_documents_and_queries() -> None:
+    queries, documents = torch.randn(2, 3, 4), torch.randn(3, 5, 4)
+    documents_mask = torch.ones(3, 5, dtype=torch.bool)
+    documents_mask[1] = False
+    queries_mask = torch.tensor([[0, 0, 0], [1, 1, 1]])
+    scores = maxsim(queries, documents, queries_mask, documents_mask, reduction="mean", empty_score=-1e4)
+    assert (scores[:, 1] == -1e4).all()
+    assert (scores[0, [0, 2]] == 0).all()
+    assert maxsim(queries, documents, queries_mask, documents_mask)[:, 1].tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("queries_shape", "documents_shape"),
+    [
+        ((0, 3, 4), (2, 5, 4)),
+        ((2, 3, 4), (0, 5, 4)),
+        ((2, 0, 4), (3, 5, 4)),
+        ((2, 3, 4), (3, 0, 4)),
+        ((0, 3, 4), (0, 2, 5, 4)),
+        ((2, 3, 4), (2, 0, 5, 4)),
+    ],
+)
+def test_empty_batches(queries_shape: tuple[int, ...], documents_shape: tuple[int, ...]) -> None:
+    queries, documents = torch.randn(queries_shape, requires_grad=True), torch.randn(documents_shape, requires_grad=True)
+    scores = maxsim(queries, documents, empty_score=-7.0)
+    expected = maxsim_reference(queries, documents, empty_score=-7.0)
+    assert scores.shape == expected.shape
+    assert torch.equal(scores, expected)
+    for gradient in torch.autograd.grad(scores.sum(), (queries, documents)):
+        assert (gradient == 0).all()
+
+
+def test_strided_inputs_equal_contiguous_ones() -> None:
+    queries = torch.randn(4, 3, 2, 8).transpose(1, 2)[:, 0]
+    documents = torch.randn(8, 5, 6).permute(2, 1, 0)
+    assert not queries.is_contiguous()
+    assert torch.equal(maxsim(queries, documents), maxsim(queries.contiguous(), documents.contiguous()))
+
+
+def test_same_tensor_as_queries_and_documents() -> None:
+    tokens = torch.randn(3, 4, 5, requires_grad=True)
+    other = tokens.detach().double().requires_grad_()
+    weight = torch.randn(3, 3)
+    (found,) = torch.autograd.grad((maxsim(tokens, tokens) * weight).sum(), tokens)
+    (expected,) = torch.autograd.grad((maxsim_reference(other, other) * weight).sum(), other)
+    assert relative_error(found, expected) <= 1e-5
+
+
+def test_only_the_needed_gradients() -> None:
+    queries, documents = torch.randn(2, 3, 4), torch.randn(3, 5, 4, requires_grad=True)
+    maxsim(queries, documents).sum().backward()
+    assert queries.grad is None
+    assert documents.grad is not None
+
+
+def test_second_derivative_is_refused() -> None:
+    queries, documents = torch.randn(2, 3, 4, requires_grad=True), torch.randn(3, 5, 4, requires_grad=True)
+    (gradient,) = torch.autograd.grad(maxsim(queries, documents).sum(), queries, create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        gradient.sum().backward()
+
+
+def test_autocast_gives_the_autocast_type() -> None:
+    queries, documents = torch.randn(2, 3, 16), torch.randn(3, 5, 16)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        scores = maxsim(queries, documents)
+    assert scores.dtype == torch.float32
+    assert torch.equal(scores, maxsim(queries.bfloat16(), documents.bfloat16()))
+    assert not torch.equal(scores, maxsim(queries, documents))
+
+
+def test_repeated_gradients_are_bitwise_equal() -> None:
+    queries, documents = torch.randn(16, 8, 16, requires_grad=True), torch.randn(16, 20, 16, requires_grad=True)
+    runs = [torch.autograd.grad(maxsim(queries, documents).sum(), (queries, documents)) for _ in range(5)]
+    assert all(torch.equal(a, b) for run in runs for a, b in zip(run, runs[0]))
+
+
+@pytest.mark.parametrize("candidates", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+def test_opcheck(candidates: bool, masked: bool) -> None:
+    queries = torch.randn(2, 3, 4, requires_grad=True)
+    documents = torch.randn(2 if candidates else 1, 3, 5, 4, requires_grad=True)
+    masks = (torch.rand(2, 3) > 0.3, torch.rand(documents.shape[:-1]) > 0.3) if masked else (None, None)
+    arguments = (queries, documents, *masks, False, False, True, "auto")
+    torch.library.opcheck(torch.ops.pylate_flash.maxsim.default, arguments)
+
+
+def test_compiles_into_one_graph() -> None:
+    def loss(queries: torch.Tensor, documents: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        scores = maxsim(queries, documents, documents_mask=mask, normalize=True, reduction="mean")
+        return torch.nn.functional.cross_entropy(scores / 0.02, torch.arange(queries.shape[0]))
+
+    queries, documents = torch.randn(3, 4, 8, requires_grad=True), torch.randn(3, 6, 8, requires_grad=True)
+    mask = torch.rand(3, 6) > 0.3
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    found = torch.autograd.grad(compiled(queries, documents, mask), (queries, documents))
+    expected = torch.autograd.grad(loss(queries, documents, mask), (queries, documents))
+    for gradient, reference in zip(found, expected):
+        torch.testing.assert_close(gradient, reference)
+
+
+@settings(max_examples=5, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 10**6))
+def test_blocks_do_not_change_the_result(seed: int) -> None:
+    """With blocks of a few similarities every loop boundary is crossed."""
+    from pylate_flash.ops import blocked
+
+    torch.manual_seed(seed)
+    queries, documents = torch.randn(3, 5, 4, requires_grad=True), torch.randn(7, 6, 4, requires_grad=True)
+    expected = torch.autograd.grad(maxsim(queries, documents).square().sum(), (queries, documents))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocked, "_BLOCK_CPU", 20)
+        found = torch.autograd.grad(maxsim(queries, documents).square().sum(), (queries, documents))
+    for gradient, reference in zip(found, expected):
+        torch.testing.assert_close(gradient, reference)
+
+
+def test_memory_does_not_grow_with_the_similarity_tensor() -> None:
+    """4 x 512 x 64 x 256 similarities are 128 MiB in float32; no allocation of the call may come near that."""
+    queries, documents = torch.randn(4, 64, 8, requires_grad=True), torch.randn(512, 256, 8, requires_grad=True)
+    with torch.profiler.profile(profile_memory=True) as profile:
+        maxsim(queries, documents).sum().backward()
+    assert max(event.cpu_memory_usage for event in profile.events()) < 24 << 20
+
+
+Q, D = torch.zeros(2, 3, 4), torch.zeros(3, 5, 4)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: maxsim([[1.0]], D), TypeError, "queries must be a torch.Tensor"),
+        (lambda: maxsim(Q.int(), D), TypeError, "queries must be float16"),
+        (lambda: maxsim(Q[0], D), ValueError, r"queries must have shape \[Nq, Lq, d\]"),
+        (lambda: maxsim(Q, D[0]), ValueError, "documents must have shape"),
+        (lambda: maxsim(Q, D[..., :3]), ValueError, "embedding size of queries, 4, got 3"),
+        (lambda: maxsim(Q[..., :0], D[..., :0]), ValueError, "embedding size of at least 1"),
+        (lambda: maxsim(Q, D.half()), TypeError, "dtype of queries"),
+        (lambda: maxsim(Q, D.to("meta")), ValueError, "device of queries"),
+        (lambda: maxsim(Q, D.unsqueeze(0)), ValueError, "one row of candidates per query"),
+        (lambda: maxsim(Q, D, torch.ones(3, 3)), ValueError, r"queries_mask must have shape \[2, 3\], got \[3, 3\]"),
+        (lambda: maxsim(Q, D, None, torch.ones(3, 4)), ValueError, r"documents_mask must have shape \[3, 5\]"),
+        (lambda: maxsim(Q, D, [1]), TypeError, "queries_mask must be a torch.Tensor or None"),
+        (lambda: maxsim(Q, D, reduction="max"), ValueError, "reduction must be one of 'sum', 'mean', got 'max'"),
+        (lambda: maxsim(Q, D, masking="no"), ValueError, "masking must be one of"),
+        (lambda: maxsim(Q, D, implementation="fast"), ValueError, "implementation must be one of"),
+        (lambda: maxsim_pairs(Q, D), ValueError, "one document per query, 2, got 3"),
+        (lambda: maxsim_pairs(Q, D.unsqueeze(0)), ValueError, r"documents must have shape \[N, Ld, d\]"),
+    ],
+)
+def test_bad_input_names_the_argument(call, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU serves it")
+def test_an_implementation_asked_for_by_name_is_never_replaced() -> None:
+    with pytest.raises(ValueError, match=r'implementation="triton" cannot serve this input: .*CUDA'):
+        maxsim(Q, D, implementation="triton")
