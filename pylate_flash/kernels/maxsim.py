@@ -15,13 +15,17 @@ changes neither the maximum nor the lowest index that attains it.
 
 from __future__ import annotations
 
+import functools
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from .launch import Launcher
 from .reductions import larger, max_along
-from .tiles import architecture, single_tile, stacked_tile
+from .tiles import Tile, architecture, single_tile, stacked_tile
 
 # Up to this many query tokens, one query is scored by `_single_kernel`.
 _SINGLE_MAX_QUERY_LENGTH = 64
@@ -33,11 +37,10 @@ _NO_WINNER = tl.constexpr(2**31 - 1)
 
 @triton.jit
 def _winner_key(tokens, active, ZERO_MASKED: tl.constexpr):
-    """What the lowest of is the winner: the token's position and, under masking="zero", whether it is masked."""
+    """A token's rank among equals: its position and, under masking="zero", whether it is masked. The lowest wins."""
     if ZERO_MASKED:
         return tokens * 2 + tl.where(active, 0, 1)
-    else:
-        return tokens * 2
+    return tokens * 2
 
 
 @triton.jit
@@ -56,12 +59,13 @@ def _document_range(
         start = tl.load(cu_seqlens_ptr + document).to(tl.int64)
         length = (tl.load(cu_seqlens_ptr + document + 1).to(tl.int64) - start).to(tl.int32)
         return documents_ptr + start * stride_token, length
-    else:
-        offset = tl.cast(group, tl.int64) * stride_group + tl.cast(document, tl.int64) * stride_document
-        return documents_ptr + offset, document_length
+    offset = tl.cast(group, tl.int64) * stride_group + tl.cast(document, tl.int64) * stride_document
+    return documents_ptr + offset, document_length
 
 
-@triton.jit(do_not_specialize=["n_queries", "query_length", "padded_query_length", "n_documents", "document_length", "run"])
+@triton.jit(
+    do_not_specialize=["n_queries", "query_length", "padded_query_length", "n_documents", "document_length", "run"]
+)
 def _stacked_kernel(
     queries_ptr, documents_ptr, queries_mask_ptr, documents_mask_ptr, queries_scale_ptr, documents_scale_ptr,
     cu_seqlens_ptr, sums_ptr, winners_ptr,
@@ -186,7 +190,7 @@ def _single_kernel(
     WITH_WINNERS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Sums of maxima over BLOCK_COLUMNS tokens of one query, [blocks of columns, Nq, K] or [.., documents], and winners.
+    """Sums of maxima over BLOCK_COLUMNS tokens of one query, [blocks of columns, Nq, K or documents], and winners.
 
     Grid: (runs of documents, queries, blocks of a query's tokens). With HAS_CANDIDATES, query i owns the documents
     `candidates[i]` to `candidates[i + 1]` of the packed ones; otherwise the documents of its group.
@@ -260,12 +264,14 @@ def _single_kernel(
             column_key = tl.min(tl.where(won, key, _NO_WINNER), axis=0)
             winner = tl.where(counted, _winner_of(column_key, column_best), -1)
             winners_row = (query.to(tl.int64) * n_documents + document) * query_length
-            tl.store(
-                winners_ptr + winners_row + columns, winner.to(winners_ptr.dtype.element_ty), mask=column_exists
-            )
+            tl.store(winners_ptr + winners_row + columns, winner.to(winners_ptr.dtype.element_ty), mask=column_exists)
         if NORMALIZE:
             column_best *= column_scale
         tl.store(sums_ptr + document, tl.sum(tl.where(counted, column_best, 0.0), axis=0))
+
+
+_launch_stacked_kernel = Launcher(_stacked_kernel)
+_launch_single_kernel = Launcher(_single_kernel)
 
 
 def maxsim_forward(
@@ -289,12 +295,25 @@ def maxsim_forward(
     winners = None
     if with_winners:
         dtype = torch.int16 if length <= 32767 else torch.int32
-        winners = torch.empty(groups, candidates, n_queries // groups * query_length, dtype=dtype, device=queries.device)
-    shared = (queries, documents, queries_mask, documents_mask, queries_scale, documents_scale)
-    flags = dict(zero_masked=zero_masked, winners=winners, precision=precision)
-    if groups == n_queries and query_length <= _SINGLE_MAX_QUERY_LENGTH:
-        return _launch_single(*shared, candidates, length, documents.stride()[:3], **flags), winners
-    return _launch_stacked(*shared, candidates, length, documents.stride()[:3], **flags), winners
+        winners = queries.new_empty(groups, candidates, n_queries // groups * query_length, dtype=dtype)
+    short = groups == n_queries and query_length <= _SINGLE_MAX_QUERY_LENGTH
+    launch = _launch_single if short else _launch_stacked
+    scores = launch(
+        queries,
+        documents,
+        queries_mask,
+        documents_mask,
+        queries_scale,
+        documents_scale,
+        None,
+        winners,
+        candidates,
+        length,
+        documents.stride()[:3],
+        zero_masked,
+        precision,
+    )
+    return scores, winners
 
 
 def maxsim_varlen_forward(
@@ -311,88 +330,143 @@ def maxsim_varlen_forward(
     Returns [Nq, Nd], or with `candidates` [Nq + 1] (query i owns documents candidates[i] to candidates[i + 1], at most
     `max_candidates` of them) [Nd]. No dimension is 0; a document may be empty, and scores 0.
     """
-    n_documents = cu_seqlens.shape[0] - 1
-    strides = (0, 0, documents.stride(0))
-    shared = (queries, documents, queries_mask, None, None, None, n_documents, 0, strides)
-    flags = dict(zero_masked=False, winners=None, precision=precision, cu_seqlens=cu_seqlens)
+    arguments = (
+        queries, documents, queries_mask, None, None, None, cu_seqlens, None, cu_seqlens.shape[0] - 1, 0,
+        (0, 0, documents.stride(0)), False, precision,
+    )  # fmt: skip
     if candidates is not None:
-        return _launch_single(*shared, **flags, candidates=candidates, max_candidates=max_candidates)
-    if queries.shape[0] == 1 and queries.shape[1] <= _SINGLE_MAX_QUERY_LENGTH:
-        return _launch_single(*shared, **flags)
-    return _launch_stacked(*shared, **flags)
+        return _launch_single(*arguments, candidates, max_candidates)
+    short = queries.shape[0] == 1 and queries.shape[1] <= _SINGLE_MAX_QUERY_LENGTH
+    return (_launch_single if short else _launch_stacked)(*arguments)
 
 
 def _launch_stacked(
-    queries, documents, queries_mask, documents_mask, queries_scale, documents_scale, n_documents, length, strides, *,
-    zero_masked, winners, precision, cu_seqlens=None,
-) -> Tensor:  # fmt: skip
+    queries: Tensor,
+    documents: Tensor,
+    queries_mask: Tensor | None,
+    documents_mask: Tensor | None,
+    queries_scale: Tensor | None,
+    documents_scale: Tensor | None,
+    cu_seqlens: Tensor | None,
+    winners: Tensor | None,
+    n_documents: int,
+    document_length: int,
+    strides: tuple[int, ...],
+    zero_masked: bool,
+    precision: str,
+) -> Tensor:
     n_queries, query_length, size = queries.shape
-    groups = 1 if cu_seqlens is not None else documents.shape[0]
+    groups = documents.shape[0] if cu_seqlens is None else 1
     per_group = n_queries // groups
-    padded, group_rows = _padded_query_length(query_length)
-    block_embedding = max(16, triton.next_power_of_2(size))
-    capability, processors = architecture(queries.device)
-    tile = stacked_tile(capability, block_embedding * queries.element_size(), per_group * padded)
-    group_rows = min(group_rows, tile.rows)
-    row_blocks = triton.cdiv(per_group * padded, tile.rows)
-    run = _run_length(n_documents, row_blocks * groups, processors, per_processor=2, longest=16)
-    sums = torch.empty(n_queries * (padded // group_rows), n_documents, dtype=torch.float32, device=queries.device)
-    _stacked_kernel[(row_blocks * triton.cdiv(n_documents, run), groups)](
-        queries, documents, queries_mask, documents_mask, queries_scale, documents_scale, cu_seqlens, sums, winners,
-        per_group, query_length, padded, n_documents, length, run,
-        queries.stride(0), queries.stride(1), *strides,
-        EMBEDDING=size,
-        BLOCK_EMBEDDING=block_embedding,
-        BLOCK_ROWS=tile.rows,
-        BLOCK_TOKENS=tile.columns,
-        GROUP=group_rows,
-        PACKED=cu_seqlens is not None,
-        HAS_QUERIES_MASK=queries_mask is not None,
-        HAS_DOCUMENTS_MASK=documents_mask is not None,
-        ZERO_MASKED=zero_masked,
-        NORMALIZE=queries_scale is not None,
-        WITH_WINNERS=winners is not None,
-        PRECISION=precision,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+    plan = _stacked_plan(
+        per_group, query_length, n_documents, groups, size, queries.element_size(), architecture(queries.device)
+    )
+    sums = queries.new_empty(n_queries * plan.sums_per_query, n_documents, dtype=torch.float32)
+    _launch_stacked_kernel(
+        (plan.row_blocks * -(-n_documents // plan.run), groups, 1),
+        (queries, documents, queries_mask, documents_mask, queries_scale, documents_scale, cu_seqlens, sums, winners),
+        (per_group, query_length, plan.padded_query_length, n_documents, document_length, plan.run),
+        (queries.stride(0), queries.stride(1), *strides),
+        (
+            size, plan.block_embedding, plan.tile.rows, plan.tile.columns, plan.group,
+            cu_seqlens is not None, queries_mask is not None, documents_mask is not None, zero_masked,
+            queries_scale is not None, winners is not None, precision,
+        ),
+        plan.tile.num_warps,
+        plan.tile.num_stages,
     )  # fmt: skip
-    return sums if padded == group_rows else sums.view(n_queries, padded // group_rows, n_documents).sum(dim=1)
+    if plan.sums_per_query == 1:
+        return sums
+    return sums.view(n_queries, plan.sums_per_query, n_documents).sum(dim=1)
 
 
 def _launch_single(
-    queries, documents, queries_mask, documents_mask, queries_scale, documents_scale, n_documents, length, strides, *,
-    zero_masked, winners, precision, cu_seqlens=None, candidates=None, max_candidates=0,
-) -> Tensor:  # fmt: skip
+    queries: Tensor,
+    documents: Tensor,
+    queries_mask: Tensor | None,
+    documents_mask: Tensor | None,
+    queries_scale: Tensor | None,
+    documents_scale: Tensor | None,
+    cu_seqlens: Tensor | None,
+    winners: Tensor | None,
+    n_documents: int,
+    document_length: int,
+    strides: tuple[int, ...],
+    zero_masked: bool,
+    precision: str,
+    candidates: Tensor | None = None,
+    max_candidates: int = 0,
+) -> Tensor:
     n_queries, query_length, size = queries.shape
-    block_embedding = max(16, triton.next_power_of_2(size))
-    capability, processors = architecture(queries.device)
-    tile = single_tile(capability, block_embedding * queries.element_size(), query_length)
-    column_blocks = triton.cdiv(query_length, tile.columns)
     per_query = n_documents if candidates is None else max_candidates
-    run = _run_length(per_query, n_queries * column_blocks, processors, per_processor=3, longest=2)
+    plan = _single_plan(n_queries, query_length, per_query, size, queries.element_size(), architecture(queries.device))
     shape = (n_queries, n_documents) if candidates is None else (n_documents,)
-    sums = torch.empty(column_blocks, *shape, dtype=torch.float32, device=queries.device)
-    _single_kernel[(triton.cdiv(per_query, run), n_queries, column_blocks)](
-        queries, documents, queries_mask, documents_mask, queries_scale, documents_scale, cu_seqlens, candidates, sums,
-        winners,
-        query_length, n_documents, length, run,
-        queries.stride(0), queries.stride(1), *strides, sums.stride(0),
-        EMBEDDING=size,
-        BLOCK_EMBEDDING=block_embedding,
-        BLOCK_TOKENS=tile.rows,
-        BLOCK_COLUMNS=tile.columns,
-        PACKED=cu_seqlens is not None,
-        HAS_CANDIDATES=candidates is not None,
-        HAS_QUERIES_MASK=queries_mask is not None,
-        HAS_DOCUMENTS_MASK=documents_mask is not None,
-        ZERO_MASKED=zero_masked,
-        NORMALIZE=queries_scale is not None,
-        WITH_WINNERS=winners is not None,
-        PRECISION=precision,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+    sums = queries.new_empty(plan.column_blocks, *shape, dtype=torch.float32)
+    _launch_single_kernel(
+        (-(-per_query // plan.run), n_queries, plan.column_blocks),
+        (
+            queries, documents, queries_mask, documents_mask, queries_scale, documents_scale, cu_seqlens, candidates,
+            sums, winners,
+        ),
+        (query_length, n_documents, document_length, plan.run),
+        (queries.stride(0), queries.stride(1), *strides, sums.stride(0)),
+        (
+            size, plan.block_embedding, plan.tile.rows, plan.tile.columns,
+            cu_seqlens is not None, candidates is not None, queries_mask is not None, documents_mask is not None,
+            zero_masked, queries_scale is not None, winners is not None, precision,
+        ),
+        plan.tile.num_warps,
+        plan.tile.num_stages,
     )  # fmt: skip
-    return sums[0] if column_blocks == 1 else sums.sum(dim=0)
+    return sums[0] if plan.column_blocks == 1 else sums.sum(dim=0)
+
+
+class _StackedPlan(NamedTuple):
+    """How a launch of `_stacked_kernel` is cut up."""
+
+    tile: Tile
+    block_embedding: int
+    padded_query_length: int
+    group: int  # rows whose maxima are summed by the kernel
+    sums_per_query: int
+    row_blocks: int
+    run: int  # documents per program
+
+
+class _SinglePlan(NamedTuple):
+    """How a launch of `_single_kernel` is cut up."""
+
+    tile: Tile
+    block_embedding: int
+    column_blocks: int
+    run: int  # documents per program
+
+
+@functools.lru_cache(maxsize=4096)
+def _stacked_plan(
+    n_queries: int, query_length: int, n_documents: int, groups: int, size: int, element_size: int,
+    architecture: tuple[int, int],
+) -> _StackedPlan:  # fmt: skip
+    capability, processors = architecture
+    padded, group = _padded_query_length(query_length)
+    block_embedding = max(16, triton.next_power_of_2(size))
+    tile = stacked_tile(capability, block_embedding * element_size, n_queries * padded)
+    group = min(group, tile.rows)
+    row_blocks = triton.cdiv(n_queries * padded, tile.rows)
+    run = _run_length(n_documents, row_blocks * groups, processors, per_processor=2, longest=16)
+    return _StackedPlan(tile, block_embedding, padded, group, padded // group, row_blocks, run)
+
+
+@functools.lru_cache(maxsize=4096)
+def _single_plan(
+    n_queries: int, query_length: int, n_documents: int, size: int, element_size: int, architecture: tuple[int, int]
+) -> _SinglePlan:
+    capability, processors = architecture
+    block_embedding = max(16, triton.next_power_of_2(size))
+    tile = single_tile(capability, block_embedding * element_size, query_length)
+    column_blocks = triton.cdiv(query_length, tile.columns)
+    run = _run_length(n_documents, n_queries * column_blocks, processors, per_processor=4, longest=2)
+    return _SinglePlan(tile, block_embedding, column_blocks, run)
 
 
 def _padded_query_length(query_length: int) -> tuple[int, int]:
@@ -409,6 +483,11 @@ def _padded_query_length(query_length: int) -> tuple[int, int]:
 
 
 def _run_length(documents: int, programs: int, processors: int, per_processor: int, longest: int) -> int:
-    """Documents that one program walks, at most `longest`: more of them reuse the query tile and keep loads in flight,
-    fewer of them leave programs for every processor; `per_processor` programs for each are wanted before runs grow."""
-    return max(1, min(longest, documents * programs // (per_processor * processors)))
+    """Documents that one program walks: about `longest`, or fewer so that every processor gets work.
+
+    `programs` programs share each run, and `per_processor` of them fit on a processor at a time. The runs are cut so
+    that the programs fill whole waves: a few programs more than a wave would take as long as a second one.
+    """
+    slots = per_processor * processors
+    waves = -(-documents * programs // (slots * longest))
+    return -(-documents // max(1, slots * waves // programs))

@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .launch import Launcher
+
 # Winners that are sorted at once; a sorted one takes about 20 bytes of scratch.
 _SORT_BUDGET = 1 << 22
 
@@ -109,6 +111,10 @@ def _collect_kernel(
     )
 
 
+_launch_gather = Launcher(_gather_kernel)
+_launch_collect = Launcher(_collect_kernel)
+
+
 def maxsim_backward_queries(
     grad_scores: Tensor, queries: Tensor, documents: Tensor, winners: Tensor, documents_scale: Tensor | None,
     dtype: torch.dtype,
@@ -119,15 +125,15 @@ def maxsim_backward_queries(
     grad_queries = torch.empty(queries.shape, dtype=dtype, device=queries.device)
     block_embedding = triton.next_power_of_2(size)
     block_rows = max(4, min(32, 4096 // block_embedding))
-    _gather_kernel[(triton.cdiv(rows, block_rows), groups)](
-        grad_scores, documents, documents_scale, winners, grad_queries,
-        rows, queries.shape[1], candidates, length, *documents.stride()[:3],
-        EMBEDDING=size,
-        BLOCK_EMBEDDING=block_embedding,
-        BLOCK_ROWS=block_rows,
-        NORMALIZE=documents_scale is not None,
+    _launch_gather(
+        (triton.cdiv(rows, block_rows), groups, 1),
+        (grad_scores, documents, documents_scale, winners, grad_queries),
+        (rows, queries.shape[1], candidates, length),
+        documents.stride()[:3],
+        (size, block_embedding, block_rows, documents_scale is not None),
         num_warps=4,
-    )  # fmt: skip
+        num_stages=3,
+    )
     return grad_queries
 
 
@@ -146,13 +152,13 @@ def maxsim_backward_documents(
     for first in range(0, winners.shape[0], step):
         sorted_winners, order = torch.sort(winners[first : first + step], dim=-1, stable=True)
         starts = torch.searchsorted(sorted_winners, tokens.expand(order.shape[0], -1).contiguous(), out_int32=True)
-        _collect_kernel[(length, order.shape[0])](
-            grad_scores, queries, queries_scale, order, starts, grad_documents,
-            first, rows, queries.shape[1], candidates, length, queries.stride(0), queries.stride(1),
-            EMBEDDING=size,
-            BLOCK_EMBEDDING=block_embedding,
-            BLOCK_SOURCES=8,
-            NORMALIZE=queries_scale is not None,
+        _launch_collect(
+            (length, order.shape[0], 1),
+            (grad_scores, queries, queries_scale, order, starts, grad_documents),
+            (first, rows, queries.shape[1], candidates, length),
+            (queries.stride(0), queries.stride(1)),
+            (size, block_embedding, 8, queries_scale is not None),
             num_warps=1 if block_embedding <= 128 else 4,
-        )  # fmt: skip
+            num_stages=3,
+        )
     return grad_documents

@@ -69,7 +69,7 @@ def _power_of_two(value: int) -> int:
     return 1 << max(0, value - 1).bit_length()
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def architecture(device: torch.device) -> tuple[int, int]:
     """Compute capability major and number of multiprocessors of `device` (8, 1 outside CUDA, for the interpreter)."""
     if device.type != "cuda":

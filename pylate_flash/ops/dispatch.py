@@ -23,7 +23,7 @@ class Choice(NamedTuple):
     reason: str
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _kernels_run_on(device: torch.device) -> str | None:
     """None if the Triton kernels run on `device`, else the reason why they do not."""
     try:
@@ -53,7 +53,7 @@ def _kernels_take(device: torch.device, dtype: torch.dtype, embedding_size: int)
     return None
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _log_fallback(reason: str) -> None:
     """Say once per reason and process why a CUDA input is not served by a kernel."""
     logger.warning("maxsim: blocked torch instead of the Triton kernels: %s", reason)

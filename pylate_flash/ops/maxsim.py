@@ -3,16 +3,20 @@
     score[i, j] = sum over active s of  max over active t of  <queries[i, s], documents[j, t]>
 
 (Khattab and Zaharia, "ColBERT", SIGIR 2020.) `maxsim_reference` is the definition, in plain torch. `maxsim` and
-`maxsim_pairs` compute the same without its [Nq, Nd, Lq, Ld] tensor: by Triton kernels on CUDA (`kernels.maxsim`), and in
-blocks of plain torch elsewhere (`ops.blocked`).
+`maxsim_pairs` compute the same without its [Nq, Nd, Lq, Ld] tensor: by Triton kernels on CUDA (`kernels.maxsim`), and
+in blocks of plain torch elsewhere (`ops.blocked`).
 
 Everything below the definition works in one grouped layout: `queries` [Nq, Lq, d] and `documents` [G, K, Ld, d], with
-G = 1 where all queries meet the same K documents and G = Nq where each query has K of its own. The gradient of a maximum
-flows to the token that attains it, so the forward keeps the winners [G, K, Nq / G * Lq] (-1: no gradient), and the
-backward moves rows between winners and query tokens.
+G = 1 where all queries meet the same K documents and G = Nq where each query has K of its own. The gradient of a
+maximum flows to the token that attains it, so the forward keeps the winners [G, K, Nq / G * Lq] (-1: no gradient), and
+the backward moves rows between winners and query tokens.
 """
 
 from __future__ import annotations
+
+import functools
+import importlib
+from types import ModuleType
 
 import torch
 import torch.nn.functional as F
@@ -42,7 +46,7 @@ def maxsim_reference(
     masking: str = "exclude",
     empty_score: float = 0.0,
 ) -> Tensor:
-    """The definition of `maxsim`, in plain torch: it builds the whole similarity tensor, and autograd differentiates it.
+    """The definition of `maxsim`, in plain torch: builds the whole similarity tensor, and autograd differentiates it.
 
     Arguments, result and errors are those of `maxsim`, except that it computes in, and returns, the type that the
     inputs widen to: float64 for float64 inputs, else float32. Products are taken in that type.
@@ -117,8 +121,8 @@ def maxsim(
     Tensor
         float32, [Nq, Nd] or [Nq, K]. Half inputs multiply in their own type and accumulate in float32; float32 inputs
         follow `torch.get_float32_matmul_precision()`; float64 inputs compute in float64. NaN in an active token gives
-        NaN, and infinities behave as in a product of torch. Ties go to the lowest token index, and the gradient flows to
-        the winner only. Scores and gradients are bitwise reproducible.
+        NaN, and infinities behave as in a product of torch. Ties go to the lowest token index, and the gradient flows
+        to the winner only. Scores and gradients are bitwise reproducible.
 
     Raises
     ------
@@ -142,7 +146,9 @@ def maxsim(
     )
     in_batch = documents.dim() == 3
     with_winners = torch.is_grad_enabled() and (queries.requires_grad or documents.requires_grad)
-    scores = _maxsim(
+    # The dispatcher takes longer than a small kernel; what does not need it goes past it.
+    direct = not with_winners and _is_plain(queries, documents)
+    scores = (_compute if direct else _maxsim)(
         queries,
         documents.unsqueeze(0) if in_batch else documents,
         queries_mask,
@@ -244,6 +250,19 @@ def _checked(
     )
 
 
+def _is_plain(queries: Tensor, documents: Tensor) -> bool:
+    """Whether nothing needs to see the operator: compiler, subclass, mode, function transform, or an empty tensor."""
+    return (
+        type(queries) is Tensor
+        and type(documents) is Tensor
+        and not torch.compiler.is_compiling()
+        and torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and queries.numel() > 0
+        and documents.numel() > 0
+    )
+
+
 def _finish(
     scores: Tensor,
     queries: Tensor,
@@ -293,45 +312,54 @@ def _forward(
     implementation: str,
 ) -> tuple[Tensor, Tensor]:
     """Scores [Nq, K] float32, and winners [G, K, Nq / G * Lq], or an empty tensor unless asked for."""
-    implementation = choose(implementation, queries.device, queries.dtype, queries.shape[-1])
     if 0 in queries.shape or 0 in documents.shape:
+        choose(implementation, queries.device, queries.dtype, queries.shape[-1])
         scores, winners = _forward_shapes(queries, documents, with_winners)
         return scores.zero_(), winners.fill_(-1)
-    queries_scale, documents_scale = _scales(queries, documents, normalize)
-    if implementation == "blocked":
-        # Under autocast the inputs have the autocast type already; the products inside must not be rounded to it.
-        with torch.autocast(queries.device.type, enabled=False):
-            scores, winners = blocked_forward(
-                queries,
-                documents,
-                queries_mask,
-                documents_mask,
-                queries_scale,
-                documents_scale,
-                zero_masked,
-                with_winners,
-            )
-        scores = scores.float()
-    else:
-        from ..kernels.maxsim import maxsim_forward
+    scores, found = _compute(
+        queries, documents, queries_mask, documents_mask, normalize, zero_masked, with_winners, implementation
+    )
+    if found is None:
+        return scores, queries.new_empty(0, dtype=torch.int16)
+    return scores, found.to(_winners_dtype(documents.shape[2]))
 
-        queries_mask = None if queries_mask is None else queries_mask.contiguous()
-        documents_mask = None if documents_mask is None else documents_mask.contiguous()
-        with _on_device(queries):
-            scores, winners = maxsim_forward(
-                _rows(queries),
-                _rows(documents),
-                queries_mask,
-                documents_mask,
-                queries_scale,
-                documents_scale,
+
+def _compute(
+    queries: Tensor,
+    documents: Tensor,
+    queries_mask: Tensor | None,
+    documents_mask: Tensor | None,
+    normalize: bool,
+    zero_masked: bool,
+    with_winners: bool,
+    implementation: str,
+) -> tuple[Tensor, Tensor | None]:
+    """Scores [Nq, K] float32 and, if asked for, winners [G, K, Nq / G * Lq], where no dimension is 0."""
+    scales = _scales(queries, documents, normalize)
+    if choose(implementation, queries.device, queries.dtype, queries.shape[-1]) == "triton":
+        with kernels().on_device(queries):
+            return kernels().maxsim_forward(
+                rows_contiguous(queries),
+                rows_contiguous(documents),
+                None if queries_mask is None else queries_mask.contiguous(),
+                None if documents_mask is None else documents_mask.contiguous(),
+                *scales,
                 zero_masked,
                 with_winners,
-                _product_precision(queries.dtype),
+                product_precision(queries.dtype),
             )
-    if winners is None:
-        return scores, torch.empty(0, dtype=torch.int16, device=queries.device)
-    return scores, winners.to(_winners_dtype(documents.shape[2]))
+    # Under autocast the inputs have the autocast type already; the products inside must not be rounded to it.
+    with torch.autocast(queries.device.type, enabled=False):
+        scores, winners = blocked_forward(
+            queries, documents, queries_mask, documents_mask, *scales, zero_masked, with_winners
+        )
+    return scores.float(), winners
+
+
+@functools.cache
+def kernels() -> ModuleType:
+    """The package of kernels, imported when first needed, because Triton is not everywhere."""
+    return importlib.import_module("pylate_flash.kernels")
 
 
 def _backward(
@@ -359,17 +387,15 @@ def _backward(
                 grad_scores, queries, documents, winners, queries_scale, documents_scale, need_queries, need_documents
             )
         else:
-            from ..kernels.maxsim_backward import maxsim_backward_documents, maxsim_backward_queries
-
             grad_dtype = torch.float32 if normalize else queries.dtype
-            with _on_device(queries):
+            with kernels().on_device(queries):
                 if need_queries:
-                    grad_queries = maxsim_backward_queries(
-                        grad_scores, queries, _rows(documents), winners, documents_scale, grad_dtype
+                    grad_queries = kernels().maxsim_backward_queries(
+                        grad_scores, queries, rows_contiguous(documents), winners, documents_scale, grad_dtype
                     )
                 if need_documents:
-                    grad_documents = maxsim_backward_documents(
-                        grad_scores, _rows(queries), documents, winners, queries_scale, grad_dtype
+                    grad_documents = kernels().maxsim_backward_documents(
+                        grad_scores, rows_contiguous(queries), documents, winners, queries_scale, grad_dtype
                     )
         if grad_queries is not None:
             grad_queries = _unscaled(grad_queries.view(queries.shape), queries, queries_scale)
@@ -379,17 +405,12 @@ def _backward(
     return empty if grad_queries is None else grad_queries, empty.clone() if grad_documents is None else grad_documents
 
 
-def _rows(embeddings: Tensor) -> Tensor:
+def rows_contiguous(embeddings: Tensor) -> Tensor:
     """The embeddings with contiguous rows, which is all that the kernels need."""
     return embeddings if embeddings.stride(-1) == 1 else embeddings.contiguous()
 
 
-def _on_device(tensor: Tensor):
-    """Context in which Triton launches on the tensor's device."""
-    return torch.cuda.device(tensor.device if tensor.is_cuda else -1)
-
-
-def _product_precision(dtype: torch.dtype) -> str:
+def product_precision(dtype: torch.dtype) -> str:
     """Triton's name for `torch.get_float32_matmul_precision()`; half inputs are multiplied exactly either way."""
     return "ieee" if dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest" else "tf32"
 

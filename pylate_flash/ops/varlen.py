@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .checks import check_choice, check_embeddings, check_same
 from .dispatch import IMPLEMENTATIONS, choose
+from .maxsim import kernels, maxsim_reference, product_precision, rows_contiguous
 
 # Similarities held at once by the blocked implementation, as in `ops.blocked`.
 _BLOCK_CPU = 1 << 20
@@ -64,19 +65,18 @@ def maxsim_varlen_reference(
     empty_score: float = 0.0,
 ) -> Tensor:
     """The definition of `maxsim_varlen`: `maxsim_reference` of one query and one document at a time."""
-    from .maxsim import maxsim_reference
 
     def split(tokens: Tensor, cu_seqlens: Tensor) -> list[Tensor]:
         bounds = cu_seqlens.tolist()
-        return [tokens[first:last].unsqueeze(0) for first, last in zip(bounds[:-1], bounds[1:])]
+        return [tokens[first:last].unsqueeze(0) for first, last in zip(bounds[:-1], bounds[1:], strict=True)]
 
     split_queries, split_documents = split(queries, queries_cu_seqlens), split(documents, documents_cu_seqlens)
     if candidates_cu_seqlens is None:
         pairs = [(query, document) for query in split_queries for document in split_documents]
-        shape = (len(split_queries), len(split_documents))
+        shape: tuple[int, ...] = (len(split_queries), len(split_documents))
     else:
         owners = torch.repeat_interleave(torch.arange(len(split_queries)), candidates_cu_seqlens.cpu().diff()).tolist()
-        pairs = [(split_queries[owner], document) for owner, document in zip(owners, split_documents)]
+        pairs = [(split_queries[owner], document) for owner, document in zip(owners, split_documents, strict=True)]
         shape = (len(split_documents),)
     scores = [maxsim_reference(query, document, empty_score=empty_score).reshape(()) for query, document in pairs]
     return torch.stack(scores).view(shape) if scores else torch.zeros(shape, device=queries.device)
@@ -140,13 +140,15 @@ def maxsim_varlen(
             raise ValueError(
                 f"candidates_cu_seqlens must have Nq + 1 = {n_queries + 1} entries, got {len(candidate_bounds)}"
             )
-    shape = (n_queries, n_documents) if candidate_bounds is None else (n_documents,)
+    shape: tuple[int, ...] = (n_queries, n_documents) if candidate_bounds is None else (n_documents,)
     if n_queries == 0 or n_documents == 0 or queries.shape[0] == 0 or documents.shape[0] == 0:
         scores = torch.zeros(shape, device=queries.device)
     elif choose(implementation, queries.device, queries.dtype, queries.shape[1]) == "blocked":
         scores = _blocked(queries, documents, query_bounds, document_bounds, candidate_bounds)
     else:
-        scores = _kernel(queries, documents, query_bounds, documents_cu_seqlens, candidates_cu_seqlens, candidate_bounds)
+        scores = _kernel(
+            queries, documents, query_bounds, documents_cu_seqlens, candidates_cu_seqlens, candidate_bounds
+        )
     if empty_score != 0.0:
         empty = torch.from_numpy(document_bounds[1:] == document_bounds[:-1])
         scores = scores.masked_fill(empty.to(scores.device), empty_score)
@@ -178,23 +180,20 @@ def _kernel(
     candidates: Tensor | None,
     candidate_bounds: np.ndarray | None,
 ) -> Tensor:
-    """Scores by the Triton kernels, which take queries padded to one length (queries are short) and packed documents."""
-    from ..kernels.maxsim import maxsim_varlen_forward
-    from .maxsim import _on_device, _product_precision, _rows
-
+    """Scores by the Triton kernels, which take packed documents, and queries padded to one length: they are short."""
     lengths = np.diff(query_bounds)
     padded = torch.zeros(len(lengths), int(lengths.max()), queries.shape[1], dtype=queries.dtype, device=queries.device)
     mask = torch.from_numpy(np.arange(padded.shape[1]) < lengths[:, None]).to(queries.device)
     padded[mask] = queries
-    with _on_device(queries):
-        return maxsim_varlen_forward(
+    with kernels().on_device(queries):
+        return kernels().maxsim_varlen_forward(
             padded,
             None if bool((lengths == padded.shape[1]).all()) else mask,
-            _rows(documents),
+            rows_contiguous(documents),
             cu_seqlens.to(queries.device).contiguous(),
             None if candidates is None else candidates.to(queries.device).contiguous(),
             0 if candidate_bounds is None else int(np.diff(candidate_bounds).max()),
-            _product_precision(queries.dtype),
+            product_precision(queries.dtype),
         )
 
 

@@ -25,7 +25,7 @@ def test_search_equals_the_cpu(tmp_path: Path, dtype: str, free: int) -> None:
     ids = [str(i) for i in range(len(documents))]
     Flat(tmp_path, "index", dtype=dtype, device="cpu", show_progress=False).add_documents(ids[:150], documents[:150])
     with (
-        mock.patch.object(indexes, "_free_memory", lambda device: free),
+        mock.patch.object(indexes, "_free_memory", return_value=free),
         mock.patch.object(indexes, "_BLOCK_BYTES_CUDA", 1000 * 64 * 2),
     ):
         gpu = Flat(tmp_path, "index", device="cuda", show_progress=False)

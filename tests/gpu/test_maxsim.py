@@ -14,7 +14,7 @@ from tests.ops.cases import Case, cases, gradients, relative_error
 from tests.ops.test_varlen import packed
 
 pytestmark = pytest.mark.gpu
-OPTIONS = dict(deadline=None, derandomize=True)
+OPTIONS = {"deadline": None, "derandomize": True}
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # A kernel is compiled for each embedding size, so there are few of them.
 SIZES = st.sampled_from([7, 48, 128])
@@ -44,7 +44,7 @@ def test_scores(case: Case) -> None:
 def test_gradients(case: Case) -> None:
     case = case.to("cuda")
     expected = gradients(maxsim_reference, case.doubled())
-    for gradient, reference in zip(gradients(kernel, case), expected):
+    for gradient, reference in zip(gradients(kernel, case), expected, strict=True):
         assert gradient.dtype == case.queries.dtype
         assert relative_error(gradient, reference) <= (1e-5 if gradient.dtype == torch.float32 else 1e-2)
 
@@ -73,7 +73,7 @@ def test_shapes_in_use(queries_shape, documents_shape, dtype: torch.dtype) -> No
     expected = maxsim_reference(*case.doubled().tensors)
     assert relative_error(kernel(*case.tensors), expected) <= 2e-6
     tolerance = 1e-5 if dtype == torch.float32 else 1e-2
-    for gradient, reference in zip(gradients(kernel, case), gradients(maxsim_reference, case.doubled())):
+    for gradient, reference in zip(gradients(kernel, case), gradients(maxsim_reference, case.doubled()), strict=True):
         assert relative_error(gradient, reference) <= tolerance
         assert F.cosine_similarity(gradient.double().flatten(), reference.flatten(), dim=0) >= 0.9999
 
@@ -147,7 +147,7 @@ def test_masked_nan_does_not_leak() -> None:
 def test_bitwise_reproducible(dtype: torch.dtype) -> None:
     case = Case(unit(64, 32, 128, dtype=dtype), unit(64, 180, 128, dtype=dtype, seed=1), None, None, {})
     runs = [(kernel(*case.tensors), *gradients(kernel, case)) for _ in range(20)]
-    assert all(torch.equal(a, b) for run in runs for a, b in zip(run, runs[0]))
+    assert all(torch.equal(a, b) for run in runs for a, b in zip(run, runs[0], strict=True))
 
 
 def test_float32_follows_the_matmul_precision() -> None:
@@ -178,7 +178,8 @@ def test_autocast_and_grad_scaler() -> None:
 
 @pytest.mark.parametrize("n_queries", [1, 8])
 def test_cuda_graph(n_queries: int) -> None:
-    queries, documents = unit(n_queries, 32, 128, dtype=torch.bfloat16), unit(50, 180, 128, dtype=torch.bfloat16, seed=1)
+    queries = unit(n_queries, 32, 128, dtype=torch.bfloat16)
+    documents = unit(50, 180, 128, dtype=torch.bfloat16, seed=1)
     queries.requires_grad_()
     documents.requires_grad_()
     mask = torch.rand(50, 180, device="cuda") > 0.2
@@ -206,7 +207,9 @@ def test_compiles_into_one_graph() -> None:
 
     queries, documents = unit(16, 32, 128).requires_grad_(), unit(16, 180, 128, seed=1).requires_grad_()
     found = torch.autograd.grad(torch.compile(loss, fullgraph=True)(queries, documents), (queries, documents))
-    for gradient, reference in zip(found, torch.autograd.grad(loss(queries, documents), (queries, documents))):
+    for gradient, reference in zip(
+        found, torch.autograd.grad(loss(queries, documents), (queries, documents)), strict=True
+    ):
         torch.testing.assert_close(gradient, reference)
 
 

@@ -16,7 +16,7 @@ from triton.compiler import ASTSource
 
 from pylate_flash.kernels import maxsim as forward
 from pylate_flash.kernels import maxsim_backward as backward
-from pylate_flash.kernels import tiles
+from pylate_flash.kernels.launch import Launcher
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
 
@@ -28,50 +28,43 @@ TYPES = {
 SHARED_MEMORY = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 
 
-class Recorder:
-    """Stands in for a kernel and keeps what it is launched with."""
+class Recorder(Launcher):
+    """Keeps what a kernel is launched with, and compiles that for a target instead."""
 
-    def __init__(self) -> None:
-        self.launches: list[tuple[tuple, dict]] = []
+    def __call__(self, grid, tensors, integers, strides, constants, num_warps, num_stages) -> None:
+        assert all(programs >= 1 for programs in grid)
+        self.arguments = (*tensors, *integers, *strides, *constants)
+        self.options = {"num_warps": num_warps, "num_stages": num_stages}
 
-    def __getitem__(self, grid) -> Callable:
-        return lambda *args, **kwargs: self.launches.append((args, kwargs))
-
-
-def compile_launch(kernel, args: tuple, kwargs: dict, capability: int):
-    signature, constants, attributes = {}, {}, {}
-    for index, (name, value) in enumerate(zip(kernel.arg_names, args)):
-        if value is None:
-            signature[name] = "constexpr"
-            constants[name] = None
-        elif isinstance(value, torch.Tensor):
-            signature[name] = TYPES[value.dtype]
-            attributes[(index,)] = [["tt.divisibility", 16]]
-        else:
-            signature[name] = "i32"
-            if not kernel.params[index].do_not_specialize and value % 16 == 0:
+    def compile(self, capability: int):
+        signature, constants, attributes = {}, {}, {}
+        for index, (parameter, value) in enumerate(zip(self.kernel.params, self.arguments, strict=True)):
+            name = parameter.name
+            if isinstance(value, torch.Tensor):
+                signature[name] = TYPES[value.dtype]
                 attributes[(index,)] = [["tt.divisibility", 16]]
-    options = {name: kwargs[name] for name in ("num_warps", "num_stages") if name in kwargs}
-    for name in kernel.arg_names[len(args) :]:
-        signature[name] = "constexpr"
-        constants[name] = kwargs[name]
-    source = ASTSource(kernel, signature, constants, attributes)
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+            elif parameter.is_constexpr or value is None:
+                signature[name] = "constexpr"
+                constants[name] = value
+            else:
+                signature[name] = "i32"
+                if not parameter.do_not_specialize and value % 16 == 0:
+                    attributes[(index,)] = [["tt.divisibility", 16]]
+        source = ASTSource(self.kernel, signature, constants, attributes)
+        return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=self.options)
 
 
 @pytest.fixture(params=[80, 90, 100])
 def capability(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(tiles, "architecture", lambda device: (request.param // 10, 132))
     monkeypatch.setattr(forward, "architecture", lambda device: (request.param // 10, 132))
     return request.param
 
 
 def check(module, name: str, launch: Callable[[], object], capability: int, monkeypatch: pytest.MonkeyPatch):
-    kernel, recorder = getattr(module, name), Recorder()
+    recorder = Recorder(getattr(module, name).kernel)
     monkeypatch.setattr(module, name, recorder)
     launch()
-    (args, kwargs) = recorder.launches[0]
-    compiled = compile_launch(kernel, args, kwargs, capability)
+    compiled = recorder.compile(capability)
     assert compiled.asm["cubin"]
     assert compiled.metadata.shared <= SHARED_MEMORY[capability]
     return compiled
@@ -85,7 +78,7 @@ def inputs(dtype: torch.dtype, size: int, n_queries: int, query_length: int) -> 
     ("dtype", "size"),
     [(torch.bfloat16, 48), (torch.bfloat16, 512), (torch.float16, 128), (torch.float32, 128), (torch.float32, 512)],
 )
-@pytest.mark.parametrize(("name", "n_queries"), [("_stacked_kernel", 32), ("_single_kernel", 1)])
+@pytest.mark.parametrize(("name", "n_queries"), [("_launch_stacked_kernel", 32), ("_launch_single_kernel", 1)])
 def test_forward(name: str, n_queries: int, size: int, dtype: torch.dtype, capability: int, monkeypatch) -> None:
     queries, documents = inputs(dtype, size, n_queries, 32)
 
@@ -97,7 +90,7 @@ def test_forward(name: str, n_queries: int, size: int, dtype: torch.dtype, capab
         assert {90: "wgmma", 100: "tcgen05"}[capability] in compiled.asm["ptx"]
 
 
-@pytest.mark.parametrize(("name", "n_queries"), [("_stacked_kernel", 32), ("_single_kernel", 1)])
+@pytest.mark.parametrize(("name", "n_queries"), [("_launch_stacked_kernel", 32), ("_launch_single_kernel", 1)])
 @pytest.mark.parametrize("zero_masked", [False, True])
 def test_forward_with_everything(name: str, n_queries: int, zero_masked: bool, capability: int, monkeypatch) -> None:
     queries, documents = inputs(torch.bfloat16, 128, n_queries, 32)
@@ -110,11 +103,17 @@ def test_forward_with_everything(name: str, n_queries: int, zero_masked: bool, c
     check(forward, name, launch, capability, monkeypatch)
 
 
-@pytest.mark.parametrize(("name", "n_queries", "candidates"), [
-    ("_stacked_kernel", 32, None), ("_single_kernel", 1, None), ("_single_kernel", 2, torch.tensor([0, 3, 4]))
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "n_queries", "candidates"),
+    [
+        ("_launch_stacked_kernel", 32, None),
+        ("_launch_single_kernel", 1, None),
+        ("_launch_single_kernel", 2, torch.tensor([0, 3, 4])),
+    ],
+)
 def test_varlen(name: str, n_queries: int, candidates, capability: int, monkeypatch) -> None:
-    queries, documents = torch.empty(n_queries, 32, 128, dtype=torch.bfloat16), torch.empty(70, 128, dtype=torch.bfloat16)
+    queries = torch.empty(n_queries, 32, 128, dtype=torch.bfloat16)
+    documents = torch.empty(70, 128, dtype=torch.bfloat16)
     bounds = torch.tensor([0, 10, 20, 30, 70], dtype=torch.int32)
 
     def launch() -> None:
@@ -133,12 +132,12 @@ def test_backward(normalize: bool, size: int, dtype: torch.dtype, capability: in
     winners = torch.zeros(1, 40, 128, dtype=torch.int16)
     grad = torch.ones(4, 40)
     check(
-        backward, "_gather_kernel",
+        backward, "_launch_gather",
         lambda: backward.maxsim_backward_queries(grad, queries, documents, winners, scales[1], dtype),
         capability, monkeypatch,
     )  # fmt: skip
     check(
-        backward, "_collect_kernel",
+        backward, "_launch_collect",
         lambda: backward.maxsim_backward_documents(grad, queries, documents, winners, scales[0], dtype),
         capability, monkeypatch,
     )  # fmt: skip

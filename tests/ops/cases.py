@@ -9,6 +9,9 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+# Embedding sizes; few of them are a power of two.
+SIZES = st.integers(1, 40)
+
 
 @dataclass(frozen=True)
 class Case:
@@ -43,7 +46,7 @@ def cases(
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.float16, torch.bfloat16, torch.float64),
     max_batch: int = 5,
     max_length: int = 40,
-    sizes: st.SearchStrategy[int] = st.integers(1, 40),
+    sizes: st.SearchStrategy[int] = SIZES,
 ) -> Case:
     """Ragged masks, fully masked rows, lengths from 1, embedding sizes that are no power of two, and all options."""
     layout = draw(st.sampled_from(layouts))
@@ -56,9 +59,7 @@ def cases(
     # Unit vectors, as models give them: the tolerances are relative to scores of a known size.
     queries = torch.nn.functional.normalize(torch.randn(n_queries, query_length, size, generator=generator), dim=-1)
     shape = (n_queries, n_documents) if layout == "candidates" else (n_documents,)
-    documents = torch.nn.functional.normalize(
-        torch.randn(*shape, document_length, size, generator=generator), dim=-1
-    )
+    documents = torch.nn.functional.normalize(torch.randn(*shape, document_length, size, generator=generator), dim=-1)
     options = {
         "normalize": draw(st.booleans()),
         "reduction": draw(st.sampled_from(["sum", "mean"])),

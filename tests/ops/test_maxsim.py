@@ -11,7 +11,7 @@ from pylate_flash import maxsim, maxsim_pairs
 from pylate_flash.ops import maxsim_reference
 from tests.ops.cases import Case, cases, gradients, relative_error
 
-OPTIONS = dict(max_examples=40, deadline=None, derandomize=True)
+OPTIONS = {"max_examples": 40, "deadline": None, "derandomize": True}
 
 
 @settings(**OPTIONS)
@@ -28,7 +28,7 @@ def test_scores_equal_the_definition(case: Case) -> None:
 @given(case=cases(dtypes=(torch.float32, torch.float64)))
 def test_gradients_equal_those_of_the_definition(case: Case) -> None:
     found, expected = gradients(maxsim, case), gradients(maxsim_reference, case.doubled())
-    for gradient, reference in zip(found, expected):
+    for gradient, reference in zip(found, expected, strict=True):
         assert gradient.dtype == case.queries.dtype
         assert relative_error(gradient, reference) <= 1e-5
 
@@ -36,7 +36,7 @@ def test_gradients_equal_those_of_the_definition(case: Case) -> None:
 @settings(**OPTIONS)
 @given(case=cases(dtypes=(torch.bfloat16,)))
 def test_half_gradients_are_close(case: Case) -> None:
-    for gradient, reference in zip(gradients(maxsim, case), gradients(maxsim_reference, case.doubled())):
+    for gradient, reference in zip(gradients(maxsim, case), gradients(maxsim_reference, case.doubled()), strict=True):
         assert gradient.dtype == torch.bfloat16
         assert relative_error(gradient, reference) <= 1e-2
 
@@ -159,7 +159,10 @@ def test_empty_documents_and_queries() -> None:
     ],
 )
 def test_empty_batches(queries_shape: tuple[int, ...], documents_shape: tuple[int, ...]) -> None:
-    queries, documents = torch.randn(queries_shape, requires_grad=True), torch.randn(documents_shape, requires_grad=True)
+    queries, documents = (
+        torch.randn(queries_shape, requires_grad=True),
+        torch.randn(documents_shape, requires_grad=True),
+    )
     scores = maxsim(queries, documents, empty_score=-7.0)
     expected = maxsim_reference(queries, documents, empty_score=-7.0)
     assert scores.shape == expected.shape
@@ -210,7 +213,7 @@ def test_autocast_gives_the_autocast_type() -> None:
 def test_repeated_gradients_are_bitwise_equal() -> None:
     queries, documents = torch.randn(16, 8, 16, requires_grad=True), torch.randn(16, 20, 16, requires_grad=True)
     runs = [torch.autograd.grad(maxsim(queries, documents).sum(), (queries, documents)) for _ in range(5)]
-    assert all(torch.equal(a, b) for run in runs for a, b in zip(run, runs[0]))
+    assert all(torch.equal(a, b) for run in runs for a, b in zip(run, runs[0], strict=True))
 
 
 @pytest.mark.parametrize("candidates", [False, True])
@@ -233,7 +236,7 @@ def test_compiles_into_one_graph() -> None:
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
     found = torch.autograd.grad(compiled(queries, documents, mask), (queries, documents))
     expected = torch.autograd.grad(loss(queries, documents, mask), (queries, documents))
-    for gradient, reference in zip(found, expected):
+    for gradient, reference in zip(found, expected, strict=True):
         torch.testing.assert_close(gradient, reference)
 
 
@@ -249,7 +252,7 @@ def test_blocks_do_not_change_the_result(seed: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(blocked, "_BLOCK_CPU", 20)
         found = torch.autograd.grad(maxsim(queries, documents).square().sum(), (queries, documents))
-    for gradient, reference in zip(found, expected):
+    for gradient, reference in zip(found, expected, strict=True):
         torch.testing.assert_close(gradient, reference)
 
 

@@ -11,13 +11,14 @@ from hypothesis import strategies as st
 from pylate_flash.ops import maxsim_varlen, pack
 from pylate_flash.ops import varlen as module
 from pylate_flash.ops.varlen import maxsim_varlen_reference
+from tests.ops.cases import SIZES
 
 
 @st.composite
 def packed(
     draw: st.DrawFn,
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.float16, torch.float64),
-    sizes: st.SearchStrategy[int] = st.integers(1, 24),
+    sizes: st.SearchStrategy[int] = SIZES,
 ) -> tuple:
     """Packed queries and documents of lengths from 0, with or without candidates, and their boundaries."""
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
@@ -94,13 +95,21 @@ QB, DB = torch.tensor([0, 4]), torch.tensor([0, 2, 6])
         (lambda: maxsim_varlen(Q, D[:, :2], QB, DB), ValueError, "embedding size of queries, 3, got 2"),
         (lambda: maxsim_varlen(Q, D, [0, 4], DB), TypeError, "queries_cu_seqlens must be a torch.Tensor"),
         (lambda: maxsim_varlen(Q, D, QB, DB.float()), TypeError, "documents_cu_seqlens must be int32 or int64"),
-        (lambda: maxsim_varlen(Q, D, QB, DB[:-1]), ValueError, "documents_cu_seqlens must rise from 0 .* 6, got 0 to 2"),
+        (
+            lambda: maxsim_varlen(Q, D, QB, DB[:-1]),
+            ValueError,
+            "documents_cu_seqlens must rise from 0 .* 6, got 0 to 2",
+        ),
         (lambda: maxsim_varlen(Q, D, QB, torch.tensor([0, 5, 2, 6])), ValueError, "falling in between"),
-        (lambda: maxsim_varlen(Q, D, QB, DB, candidates_cu_seqlens=torch.tensor([0, 1, 2])), ValueError, "2 entries, got 3"),
+        (
+            lambda: maxsim_varlen(Q, D, QB, DB, candidates_cu_seqlens=torch.tensor([0, 1, 2])),
+            ValueError,
+            "2 entries, got 3",
+        ),
         (lambda: maxsim_varlen(Q, D, QB, DB, implementation="x"), ValueError, "implementation must be one of"),
         (lambda: maxsim_varlen(Q.clone().requires_grad_(), D, QB, DB), RuntimeError, "no gradient"),
     ],
-)  # fmt: skip
+)
 def test_bad_input_names_the_argument(call, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         call()

@@ -1,4 +1,4 @@
-"""Make Triton's interpreter fast enough: it reduces with a combine function that it does not know one element at a time.
+"""Make Triton's interpreter fast enough: with a combine function that it does not know, it reduces element by element.
 
 Also skips everything here unless TRITON_INTERPRET=1, which `tests/kernels/test_interpreter.py` sets.
 """
@@ -18,7 +18,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     for item in items:
         if here in item.path.parents:
-            item.add_marker(pytest.mark.skip(reason="runs under TRITON_INTERPRET=1, by tests/kernels/test_interpreter.py"))
+            item.add_marker(pytest.mark.skip(reason="tests/kernels/test_interpreter.py runs it in the interpreter"))
 
 
 @pytest.fixture(autouse=True)

@@ -14,9 +14,11 @@ from pylate_flash.ops.varlen import maxsim_varlen_reference
 from tests.ops.cases import Case, cases, gradients, relative_error
 from tests.ops.test_varlen import packed
 
-OPTIONS = dict(
-    deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
-)
+OPTIONS = {
+    "deadline": None,
+    "derandomize": True,
+    "suppress_health_check": [HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+}
 HALF_AND_FLOAT = (torch.float16, torch.float32)
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")
@@ -39,7 +41,7 @@ def test_scores(case: Case) -> None:
 @given(case=cases(dtypes=HALF_AND_FLOAT, max_batch=3))
 def test_gradients(case: Case) -> None:
     tolerance = 1e-5 if case.queries.dtype == torch.float32 else 1e-2
-    for gradient, reference in zip(gradients(kernel, case), gradients(maxsim_reference, case.doubled())):
+    for gradient, reference in zip(gradients(kernel, case), gradients(maxsim_reference, case.doubled()), strict=True):
         assert gradient.dtype == case.queries.dtype
         assert relative_error(gradient, reference) <= tolerance
 
@@ -61,7 +63,9 @@ def test_tile_boundaries(queries_shape: tuple[int, ...], documents_shape: tuple[
     queries, documents = torch.randn(queries_shape), torch.randn(documents_shape)
     case = Case(queries, documents, torch.rand(queries_shape[:-1]) > 0.2, torch.rand(documents_shape[:-1]) > 0.2, {})
     if with_gradient:
-        for gradient, reference in zip(gradients(kernel, case), gradients(maxsim_reference, case.doubled())):
+        for gradient, reference in zip(
+            gradients(kernel, case), gradients(maxsim_reference, case.doubled()), strict=True
+        ):
             assert relative_error(gradient, reference) <= 1e-5
     else:
         expected = maxsim_reference(*case.doubled().tensors)
