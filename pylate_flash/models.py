@@ -1,0 +1,99 @@
+"""PyLate's models with the flags `scorer` and `masking`, saved with the model.
+
+    model = models.ColBERT("colbert-ir/colbertv2.0", scorer="pylate_flash")
+    model.save_pretrained("my-model")     # keeps the flags; pylate.models.ColBERT loads the folder as well
+    models.ColBERT("my-model").scorer     # "pylate_flash"
+
+Plain PyLate and sentence-transformers checkpoints load here too.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pylate.models
+from pylate.models import Dense
+from torch import Tensor
+
+from .register import check_backend, check_masking, masking_in_force
+from .scores import colbert_scores, colbert_scores_pairwise
+
+__all__ = ["ColBERT", "Dense"]
+
+
+class ColBERT(pylate.models.ColBERT):
+    """PyLate's ColBERT, which also says how it is scored.
+
+    `similarity`, `similarity_pairwise`, the losses, the evaluators and `rank.rerank` given this model follow its flags.
+    They are attributes that can be set at any time.
+
+    Parameters
+    ----------
+    *args, **kwargs
+        Those of `pylate.models.ColBERT`.
+    scorer
+        `"pylate_flash"`, `"torch"`, `"flash"`, `"lik"`, or `"auto"`, which leaves the choice to `use_scorer`, to the
+        environment variable `PYLATE_SCORES_BACKEND`, and without these to this package. None: the saved one, else
+        `"auto"`.
+    masking
+        `"exclude"` or `"zero"`, see `scores.colbert_scores`. None: the saved one, else the one in force (see
+        `register`), which is `"exclude"` by default.
+
+    Raises
+    ------
+    ValueError
+        If a flag, given or saved, is none of these.
+    """
+
+    def __init__(self, *args: Any, scorer: str | None = None, masking: str | None = None, **kwargs: Any) -> None:
+        # Before the weights are loaded: a typo should not cost minutes.
+        if scorer is not None:
+            check_backend(scorer, name="scorer")
+        if masking is not None:
+            check_masking(masking)
+        super().__init__(*args, **kwargs)
+        self.scorer = scorer if scorer is not None else self._model_config.get("scorer", "auto")
+        masking = masking if masking is not None else self._model_config.get("masking")
+        if masking is not None:
+            self.masking = masking
+
+    # The flags live in `_model_config`, which sentence-transformers fills from config_sentence_transformers.json and
+    # writes back with every key it found: so they also survive a PyLate that knows nothing of them.
+
+    @property
+    def scorer(self) -> str:
+        """The scoring backend: `"auto"`, `"pylate_flash"`, `"torch"`, `"flash"` or `"lik"`."""
+        return self._model_config["scorer"]
+
+    @scorer.setter
+    def scorer(self, value: str) -> None:
+        self._model_config["scorer"] = check_backend(value, name="scorer")
+
+    @property
+    def masking(self) -> str:
+        """What a masked document token does, `"exclude"` or `"zero"`; as long as it was never set, the one in force."""
+        return masking_in_force(self._model_config.get("masking"))
+
+    @masking.setter
+    def masking(self, value: str) -> None:
+        self._model_config["masking"] = check_masking(value)
+
+    @property
+    def similarity(self) -> Callable[..., Tensor]:
+        """`scores.colbert_scores` with the model's flags: [Nq, Lq, d] and [Nd, Ld, d] give [Nq, Nd]."""
+        return functools.partial(colbert_scores, backend=self._backend(), masking=self.masking)
+
+    @property
+    def similarity_pairwise(self) -> Callable[..., Tensor]:
+        """`scores.colbert_scores_pairwise` with the model's flags: N queries and N documents give [N]."""
+        return functools.partial(colbert_scores_pairwise, backend=self._backend(), masking=self.masking)
+
+    def _backend(self) -> str | None:
+        return None if self.scorer == "auto" else self.scorer
+
+    @classmethod
+    def load(cls, input_path: str) -> ColBERT:
+        """Load the model saved in the folder `input_path`."""
+        return cls(model_name_or_path=input_path)

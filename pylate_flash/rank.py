@@ -1,0 +1,173 @@
+"""PyLate's `rank`: reranking of each query's candidates, all queries in one fused call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from pylate.rank import RerankResult, score_xtr
+from pylate.rank import rank as _pylate
+from torch import Tensor
+
+from .ops import maxsim_varlen
+from .register import backend_in_force, use_scorer
+from .scores import as_tokens, concatenated, cu_seqlens, left_to_pylate, scorer_of
+
+__all__ = ["RerankResult", "rerank", "score_xtr"]
+
+# Kept here, as its name in PyLate stands for the function below while registered.
+_pylate_rerank: Callable = _pylate.rerank
+
+
+def rerank(
+    documents_ids: list[list[int | str]],
+    queries_embeddings: list | np.ndarray | Tensor,
+    documents_embeddings: list | np.ndarray | Tensor,
+    device: str | torch.device | None = None,
+    *,
+    model: Any = None,
+    backend: str | None = None,
+) -> list[list[RerankResult]]:
+    """Order each query's documents by their MaxSim score, best first.
+
+    All queries and their candidates, of whatever lengths, are packed without padding, moved to the device once, scored
+    in one call and sorted there; documents with equal scores keep their order.
+
+    Parameters
+    ----------
+    documents_ids
+        For each query the ids of its documents.
+    queries_embeddings
+        For each query its tokens [Lq_i, d]: a list of tensors, arrays or nested lists, or a padded batch [Nq, Lq, d].
+        An array or tensor [Lq, d] is a single query.
+    documents_embeddings
+        For each query its documents, in the order of `documents_ids`, each [Ld_ij, d] like the queries. A document
+        without tokens scores 0, and a query may have no documents.
+    device
+        Where to score. None: where the queries are.
+    model
+        Follow the flags `scorer` and `masking` of this model. Under `masking="zero"` a document shorter than the
+        longest candidate of its query is scored as by PyLate, which pads it with zeros: there no query token's best
+        similarity is below 0.
+    backend
+        Replaces the model's `scorer`: `"pylate_flash"`, `"auto"`, or one of PyLate's, `"torch"`, `"flash"` and `"lik"`,
+        for which PyLate's own `rerank` runs. None: see `pylate_flash.scores`.
+
+    Returns
+    -------
+    list[list[RerankResult]]
+        For each query a list of `{"id": ..., "score": ...}`, the score a Python float, best first.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If the arguments do not have one entry per query, the ids of a query not one per document, or if embeddings are
+        not [tokens, d] with the same d everywhere, lie on several devices, or are not floating.
+
+    Examples
+    --------
+    >>> import torch
+    >>> rerank(
+    ...     documents_ids=[["a", "b"]],
+    ...     queries_embeddings=[torch.tensor([[1.0, 0.0], [0.0, 1.0]])],
+    ...     documents_embeddings=[[torch.tensor([[1.0, 0.0]]), torch.tensor([[1.0, 0.0], [0.0, 1.0]])]],
+    ... )
+    [[{'id': 'b', 'score': 2.0}, {'id': 'a', 'score': 1.0}]]
+    """
+    scorer, masking = scorer_of(model)
+    backend = backend_in_force(backend if backend is not None or scorer == "auto" else scorer)
+    if isinstance(queries_embeddings, (np.ndarray, Tensor)) and queries_embeddings.ndim == 2:
+        queries_embeddings = queries_embeddings[None]
+    _check_lengths(documents_ids, queries_embeddings, documents_embeddings)
+    if backend not in ("auto", "pylate_flash"):
+        with use_scorer(backend):
+            return _pylate_rerank(documents_ids, queries_embeddings, documents_embeddings, device)
+
+    queries = [as_tokens(tokens, "queries_embeddings", i) for i, tokens in enumerate(queries_embeddings)]
+    documents = [
+        as_tokens(tokens, "documents_embeddings", i, j)
+        for i, candidates in enumerate(documents_embeddings)
+        for j, tokens in enumerate(candidates)
+    ]
+    counts = [len(query_ids) for query_ids in documents_ids]
+    if not documents:
+        return [[] for _ in counts]
+    queries_lengths, documents_lengths = [len(tokens) for tokens in queries], [len(tokens) for tokens in documents]
+    if masking == "zero":
+        documents, documents_lengths = _with_padding_token(documents, documents_lengths, counts)
+    all_queries, all_documents = concatenated(queries, documents)
+    if backend == "auto" and left_to_pylate(all_queries, all_documents):
+        return _pylate_rerank(documents_ids, queries_embeddings, documents_embeddings, device)
+    device = all_queries.device if device is None else device
+    scores, order = _ranked(
+        all_queries.to(device), all_documents.to(device), queries_lengths, documents_lengths, counts
+    )
+    ids = [document_id for query_ids in documents_ids for document_id in query_ids]
+    results = [RerankResult(id=ids[index], score=score) for index, score in zip(order, scores, strict=True)]
+    ends = np.cumsum(counts).tolist()
+    return [results[end - count : end] for end, count in zip(ends, counts, strict=True)]
+
+
+@torch.no_grad()
+def _ranked(
+    queries: Tensor,
+    documents: Tensor,
+    queries_lengths: list[int],
+    documents_lengths: list[int],
+    counts: list[int],
+) -> tuple[list[float], list[int]]:
+    """Scores of all documents, query by query and descending within a query, and the indices of the documents.
+
+    The boundaries stay on the host, where the op plans its work. One tensor comes back.
+    """
+    scores = maxsim_varlen(
+        queries,
+        documents,
+        cu_seqlens(queries_lengths),
+        cu_seqlens(documents_lengths),
+        candidates_cu_seqlens=cu_seqlens(counts),
+    )
+    # By score, then by query with a stable sort: a segmented sort in two passes.
+    order = torch.argsort(scores, descending=True, stable=True)
+    query_of_document = torch.from_numpy(np.repeat(np.arange(len(counts), dtype=np.int32), counts)).to(scores.device)
+    order = order[torch.argsort(query_of_document[order], stable=True)]
+    # The bits of the scores travel as integers, so that scores and order are one copy.
+    scores, order = torch.stack([scores[order].view(torch.int32), order.to(torch.int32)]).cpu()
+    return scores.view(torch.float32).tolist(), order.tolist()
+
+
+def _check_lengths(documents_ids: Any, queries_embeddings: Any, documents_embeddings: Any) -> None:
+    if not len(documents_ids) == len(queries_embeddings) == len(documents_embeddings):
+        raise ValueError(
+            "documents_ids, queries_embeddings and documents_embeddings must have one entry per query, got "
+            f"{len(documents_ids)}, {len(queries_embeddings)} and {len(documents_embeddings)}"
+        )
+    for i, (ids, documents) in enumerate(zip(documents_ids, documents_embeddings, strict=True)):
+        if len(ids) != len(documents):
+            raise ValueError(
+                f"documents_ids[{i}] must have one id per document, {len(documents)} as documents_embeddings[{i}], "
+                f"got {len(ids)}"
+            )
+
+
+def _with_padding_token(
+    documents: list[Tensor], lengths: list[int], counts: list[int]
+) -> tuple[list[Tensor], list[int]]:
+    """The same documents, in pieces, and their lengths after one token of zeros where PyLate would pad.
+
+    One such token stands for all of a document's padding: each has the similarity 0 to every query token.
+    """
+    pieces: list[Tensor] = []
+    padded_lengths = list(lengths)
+    start = 0
+    for count in counts:
+        longest = max(lengths[start : start + count], default=0)
+        for i in range(start, start + count):
+            pieces.append(documents[i])
+            if 0 < lengths[i] < longest:
+                pieces.append(documents[i].new_zeros(1, documents[i].shape[1]))
+                padded_lengths[i] += 1
+        start += count
+    return pieces, padded_lengths

@@ -1,0 +1,275 @@
+"""rank.rerank against PyLate's, and what PyLate's cannot do."""
+
+from __future__ import annotations
+
+import doctest
+import math
+
+import pylate.rank
+import pylate.scores
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pylate.rank.rank import rerank as pylate_rerank
+
+import pylate_flash.rank
+from pylate_flash import registered
+from pylate_flash.rank import rerank
+from pylate_flash.register import use_scorer
+
+
+class Model:
+    """The flags of a model."""
+
+    def __init__(self, scorer: str = "auto", masking: str = "exclude") -> None:
+        self.scorer, self.masking = scorer, masking
+
+
+def positive(generator: torch.Generator, tokens: int, size: int = 12) -> torch.Tensor:
+    """Embeddings whose similarities are all positive: there PyLate's zero padding never wins."""
+    return torch.rand(tokens, size, generator=generator)
+
+
+@pytest.fixture
+def collection() -> tuple[list[list[str]], list[torch.Tensor], list[list[torch.Tensor]]]:
+    """Queries and candidates of all lengths."""
+    generator = torch.Generator().manual_seed(0)
+    queries = [positive(generator, n) for n in (3, 1, 7, 4)]
+    lengths = [[4, 9, 1], [2], [5, 5, 3, 8, 2, 6], [1, 7]]
+    documents = [[positive(generator, n) for n in row] for row in lengths]
+    ids = [[f"{i}-{j}" for j in range(len(row))] for i, row in enumerate(lengths)]
+    return ids, queries, documents
+
+
+def assert_same(ours: list, theirs: list) -> None:
+    assert [[result["id"] for result in row] for row in ours] == [[result["id"] for result in row] for row in theirs]
+    for our_row, their_row in zip(ours, theirs, strict=True):
+        for our, their in zip(our_row, their_row, strict=True):
+            assert type(our) is dict
+            assert type(our["score"]) is float
+            assert our["score"] == pytest.approx(their["score"], rel=1e-6, abs=1e-6, nan_ok=True)
+
+
+def test_docstring_example() -> None:
+    result = doctest.testmod(pylate_flash.rank)
+    assert (result.attempted, result.failed) == (2, 0)
+
+
+def test_names_of_pylate() -> None:
+    assert pylate_flash.rank.RerankResult is pylate.rank.RerankResult
+    assert pylate_flash.rank.score_xtr is pylate.rank.score_xtr
+
+
+@pytest.mark.parametrize("kind", ["tensors", "arrays", "lists"])
+def test_results_of_pylate(collection, kind: str) -> None:
+    ids, queries, documents = collection
+    convert = {"tensors": lambda x: x, "arrays": torch.Tensor.numpy, "lists": torch.Tensor.tolist}[kind]
+    queries = [convert(query) for query in queries]
+    documents = [[convert(document) for document in row] for row in documents]
+    assert_same(rerank(ids, queries, documents), pylate_rerank(ids, queries, documents))
+    assert_same(rerank(ids, queries, documents, "cpu"), pylate_rerank(ids, queries, documents, "cpu"))
+
+
+def test_padded_batches(collection) -> None:
+    generator = torch.Generator().manual_seed(1)
+    queries, documents = torch.rand(2, 4, 8, generator=generator), torch.rand(2, 3, 5, 8, generator=generator)
+    ids = [[1, 2, 3], [4, 5, 6]]
+    expected = pylate_rerank(ids, queries, documents)
+    assert_same(rerank(ids, queries, documents), expected)
+    assert_same(rerank(ids, queries.numpy(), documents.numpy()), expected)
+    assert_same(rerank(ids, list(queries), [document.numpy() for document in documents]), expected)
+
+
+@pytest.mark.parametrize("convert", [lambda x: x, torch.Tensor.numpy])
+def test_a_single_query(collection, convert) -> None:
+    ids, queries, documents = collection
+    expected = pylate_rerank(ids[:1], convert(queries[0]), documents[:1])
+    assert_same(rerank(ids[:1], convert(queries[0]), documents[:1]), expected)
+    assert len(expected) == 1
+
+
+def test_all_is_scored_in_one_call_without_padding(collection, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids, queries, documents = collection
+    calls = []
+    varlen = pylate_flash.rank.maxsim_varlen
+    monkeypatch.setattr(
+        pylate_flash.rank, "maxsim_varlen", lambda *args, **kwargs: calls.append(args) or varlen(*args, **kwargs)
+    )
+    rerank(ids, queries, documents)
+    [(packed_queries, packed_documents, *_)] = calls
+    assert torch.equal(packed_queries, torch.cat(queries))
+    assert torch.equal(packed_documents, torch.cat([document for row in documents for document in row]))
+
+
+def test_padding_is_not_scored_and_zero_masking_scores_it_as_pylate_does() -> None:
+    query = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
+    short, long = torch.tensor([[-1.0, 2.0]]), torch.tensor([[-1.0, -2.0], [-2.0, -1.0], [-3.0, -3.0]])
+    arguments = [["short", "long", "empty"]], [query], [[short, long, torch.empty(0, 2)]]
+    exact = [
+        [{"id": "short", "score": 1.0}, {"id": "empty", "score": 0.0}, {"id": "long", "score": -2.0}],
+    ]
+    theirs = [
+        [{"id": "short", "score": 2.0}, {"id": "empty", "score": 0.0}, {"id": "long", "score": -2.0}],
+    ]
+    assert pylate_rerank(*arguments) == theirs
+    assert rerank(*arguments) == exact
+    assert rerank(*arguments, model=Model(masking="zero")) == theirs
+    with registered(masking="zero"):
+        assert pylate.rank.rerank(*arguments) == theirs
+        assert rerank(*arguments, model=Model(masking="exclude")) == exact
+    with use_scorer(masking="zero"):
+        assert rerank(*arguments) == theirs
+
+
+@settings(deadline=None, max_examples=30)
+@given(data=st.data())
+def test_zero_masking_equals_pylate_on_any_lengths(data: st.DataObject) -> None:
+    counts = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 10_000)))
+    queries = [torch.randn(data.draw(st.integers(1, 5)), 6, generator=generator) for _ in counts]
+    documents = [
+        [torch.randn(data.draw(st.integers(1, 6)), 6, generator=generator) for _ in range(count)] for count in counts
+    ]
+    ids = [list(range(count)) for count in counts]
+    ours = rerank(ids, queries, documents, model=Model(masking="zero"))
+    theirs = pylate_rerank(ids, queries, documents)
+    for our_row, their_row in zip(ours, theirs, strict=True):
+        their_scores = {result["id"]: result["score"] for result in their_row}
+        assert {result["id"]: result["score"] for result in our_row} == pytest.approx(their_scores, rel=1e-5, abs=1e-5)
+        assert [result["score"] for result in our_row] == sorted((r["score"] for r in our_row), reverse=True)
+
+
+def test_equal_scores_keep_their_order() -> None:
+    token = torch.ones(1, 4)
+    documents = [[token, token * 2, token, token * 2, token] * 20, [token] * 3]
+    ids = [list(range(100)), ["c", "a", "b"]]
+    first, second = rerank(ids, [token, token], documents)
+    twos = [i for i in range(100) if i % 5 in (1, 3)]
+    assert [result["id"] for result in first] == twos + [i for i in range(100) if i not in twos]
+    assert [result["id"] for result in second] == ["c", "a", "b"]
+
+
+def test_empty_documents_candidates_and_queries() -> None:
+    query, document = torch.ones(2, 4), torch.ones(3, 4)
+    empty = torch.empty(0, 4)
+    assert rerank([], [], []) == []
+    assert rerank([[], []], [query, query], [[], []]) == [[], []]
+    results = rerank(
+        [[], ["a", "b", "c", "d"], [], ["e"]],
+        [query, query, query, empty],
+        [[], [empty, document, [], -document], [], [document]],
+    )
+    assert results == [
+        [],
+        [
+            {"id": "b", "score": 8.0},
+            {"id": "a", "score": 0.0},
+            {"id": "c", "score": 0.0},
+            {"id": "d", "score": -8.0},
+        ],
+        [],
+        [{"id": "e", "score": 0.0}],
+    ]
+    assert rerank([["a"]], [[]], [[[]]]) == [[{"id": "a", "score": 0.0}]]
+
+
+def test_nan_and_infinite_scores() -> None:
+    query = torch.ones(1, 2)
+    documents = [torch.full((1, 2), value) for value in (1.0, math.nan, math.inf, -math.inf, 2.0)]
+    [results] = rerank([list("abcde")], [query], [documents])
+    assert [result["id"] for result in results] == list("bcead")
+    assert math.isnan(results[0]["score"])
+    assert [result["score"] for result in results[1:]] == [math.inf, 4.0, 2.0, -math.inf]
+    assert_same([results], pylate_rerank([list("abcde")], [query], [documents]))
+
+
+def test_types(collection) -> None:
+    ids, queries, documents = collection
+    halves = [[document.half() for document in row] for row in documents]
+    expected = pylate_rerank(ids, queries, [[document.float() for document in row] for row in halves])
+    assert_same(rerank(ids, queries, halves), expected)
+    assert_same(rerank(ids, queries, [[document.numpy() for document in row] for row in halves]), expected)
+    mixed = [[halves[0][0], *(document.float() for document in halves[0][1:])]]
+    assert_same(rerank(ids[:1], queries[:1], mixed), expected[:1])
+    with_grad = [query.clone().requires_grad_() for query in queries]
+    assert_same(rerank(ids, with_grad, halves), expected)
+
+
+def test_integers_are_left_to_pylate_unless_asked_for_by_name(collection) -> None:
+    ids, queries, documents = collection
+    queries = [(query * 9).int() for query in queries]
+    documents = [[(document * 9).int() for document in row] for row in documents]
+    expected = pylate_rerank(ids, queries, documents)
+    assert rerank(ids, queries, documents) == expected
+    with registered():
+        assert pylate.rank.rerank(ids, queries, documents) == expected
+    with pytest.raises(TypeError, match="torch.int32"):
+        rerank(ids, queries, documents, backend="pylate_flash")
+
+
+def test_the_scorer_of_the_model_and_the_backend(collection, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids, queries, documents = collection
+    arguments = ids, [query.half() for query in queries], [[document.half() for document in row] for row in documents]
+    theirs, ours = pylate_rerank(*arguments), rerank(*arguments)
+    # PyLate's torch scorer rounds to half, so that the two can be told apart.
+    assert theirs != ours
+    assert rerank(*arguments, model=Model("torch")) == theirs
+    assert rerank(*arguments, model=Model("torch"), backend="pylate_flash") == ours
+    assert rerank(*arguments, backend="torch") == theirs
+    monkeypatch.setenv("PYLATE_SCORES_BACKEND", "torch")
+    assert rerank(*arguments) == theirs
+    assert rerank(*arguments, model=Model("auto")) == theirs
+    assert rerank(*arguments, model=Model("pylate_flash")) == ours
+    with use_scorer("pylate_flash"):
+        assert rerank(*arguments, model=Model("auto")) == ours
+    monkeypatch.delenv("PYLATE_SCORES_BACKEND")
+    with registered():
+        assert pylate.rank.rerank(*arguments) == ours
+        assert rerank(*arguments, model=Model("torch")) == theirs
+    with pytest.raises(RuntimeError, match="requires CUDA"):
+        rerank(*arguments, backend="flash")
+    with pytest.raises(ValueError, match="backend must be one of .* got 'fast'"):
+        rerank(*arguments, backend="fast")
+
+
+TOKENS = torch.ones(2, 4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (([["a"]], [TOKENS] * 2, [[TOKENS]]), ValueError, "one entry per query, got 1, 2 and 1"),
+        (([["a"]] * 2, [TOKENS] * 2, [[TOKENS]]), ValueError, "one entry per query, got 2, 2 and 1"),
+        (([["a"], [1]], [TOKENS] * 2, [[TOKENS], [TOKENS] * 2]), ValueError, r"documents_ids\[1\] .* 2 as doc.* got 1"),
+        (([["a"]], [TOKENS[0]], [[TOKENS]]), ValueError, r"queries_embeddings\[0\] must be .* got shape \[4\]"),
+        (([["a"]], [TOKENS], [[TOKENS[0]]]), ValueError, r"documents_embeddings\[0\]\[0\] must be .* got shape \[4\]"),
+        (([["a"]], [TOKENS], [["text"]]), TypeError, r"documents_embeddings\[0\]\[0\] must be .* got str"),
+        (([["a"]], [[[1.0], [1.0, 2.0]]], [[TOKENS]]), ValueError, r"queries_embeddings\[0\] must .* got list of list"),
+        (([["a"]], [TOKENS], [[torch.ones(2, 3)]]), ValueError, "embedding size of queries_embeddings, 4, got 3"),
+        (([["a", "b"]], [TOKENS], [[TOKENS, torch.ones(2, 3)]]), ValueError, "one embedding size, got 3 and 4"),
+        (([["a", "b"]], [TOKENS], [[TOKENS, TOKENS.to("meta")]]), ValueError, "one device, got cpu and meta"),
+    ],
+)  # fmt: skip
+def test_errors_name_the_argument(arguments: tuple, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        rerank(*arguments)
+
+
+def test_unequal_lengths_are_an_error_for_pylates_backends_too() -> None:
+    with pytest.raises(ValueError, match="one entry per query, got 1, 2 and 1"):
+        rerank([["a"]], [TOKENS] * 2, [[TOKENS]], backend="torch")
+
+
+def test_pylates_docstring_example_with_a_model(tiny_colbert_path: str) -> None:
+    from pylate_flash.models import ColBERT
+
+    model = ColBERT(tiny_colbert_path, device="cpu", scorer="pylate_flash")
+    documents = [["document A", "document B"], ["document 1", "document C", "document B"]]
+    arguments = (
+        [[1, 2], [1, 3, 2]],
+        model.encode(["query A", "query B"], is_query=True, batch_size=1),
+        model.encode(documents, is_query=False, batch_size=1),
+    )
+    # The same lengths, and so the same tokens: PyLate pads none of them.
+    assert_same(rerank(*arguments, model=model), rerank(*arguments, backend="torch"))

@@ -1,0 +1,405 @@
+"""register(): what of PyLate changes, that all of it changes back, and that nothing else does."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pickle
+import subprocess
+import sys
+import threading
+import types
+from collections.abc import Iterator
+from pathlib import Path
+
+import pylate
+import pylate.evaluation
+import pylate.losses
+import pylate.rank
+import pylate.retrieve
+import pylate.scores
+import pytest
+import torch
+from pylate.losses import Contrastive, Distillation
+from pylate.rank import rerank
+from pylate.scores import ColBERTScores, colbert_kd_scores, colbert_scores, colbert_scores_pairwise
+from pylate.scores import colbert as pylate_colbert
+
+import pylate_flash
+from pylate_flash import register, registered, unregister
+from pylate_flash.ops import maxsim_reference
+from pylate_flash.register import REBOUND, SCORING_FUNCTIONS, use_scorer
+
+QUERIES = torch.tensor([[[1.0, 2.0], [0.5, -1.0]]])
+DOCUMENTS = torch.tensor([[[-1.0, -2.0], [-3.0, 0.5], [9.0, 9.0]]])
+MASK = torch.tensor([[True, True, False]])
+
+EXCLUDE = maxsim_reference(QUERIES, DOCUMENTS, None, MASK)
+ZERO = maxsim_reference(QUERIES, DOCUMENTS, None, MASK, masking="zero")
+
+
+def is_fused() -> bool:
+    """Whether PyLate's default scorer is ours: it alone returns float32 for half inputs on a CPU."""
+    return colbert_scores(QUERIES.half(), DOCUMENTS.half()).dtype == torch.float32
+
+
+def pylate_state() -> dict[tuple[str, str], object]:
+    """Every object that a loaded module of PyLate holds, and the code of the scoring functions."""
+    state = {
+        (module_name, name): value
+        for module_name, module in list(sys.modules.items())
+        if module_name.partition(".")[0] == "pylate"
+        for name, value in vars(module).items()
+    }
+    return state | {("code", name): getattr(pylate_colbert, name).__code__ for name in SCORING_FUNCTIONS}
+
+
+@pytest.fixture(autouse=True)
+def unchanged_pylate(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Each test begins with PyLate as it is, and has to leave it so."""
+    monkeypatch.delenv("PYLATE_SCORES_BACKEND", raising=False)
+    before = pylate_state()
+    assert not is_fused()
+    yield
+    after = pylate_state()
+    assert after.keys() >= before.keys()
+    assert [key for key, value in before.items() if after[key] is not value] == []
+    assert sys.modules["pylate_flash.register"]._route_holders == 0
+
+
+def test_values_of_the_two_maskings_differ_here() -> None:
+    assert EXCLUDE.item() == pytest.approx(-2.0 + 1.5)
+    assert ZERO.item() == pytest.approx(0.0 + 1.5)
+
+
+def test_importing_changes_nothing_and_does_not_import_pylate() -> None:
+    code = """
+import sys
+import pylate_flash
+from pylate_flash.register import REBOUND, SCORING_FUNCTIONS
+assert not [name for name in sys.modules if name.partition(".")[0] == "pylate"]
+import pylate.scores, pylate.rank, pylate.losses, pylate.evaluation
+code = {name: getattr(pylate.scores, name).__code__ for name in SCORING_FUNCTIONS}
+held = {(m, n): getattr(getattr(pylate, m), n) for m, names in REBOUND.items() for n in names}
+import pylate_flash.losses, pylate_flash.rank, pylate_flash.models, pylate_flash.evaluation
+assert all(getattr(pylate.scores, name).__code__ is value for name, value in code.items())
+assert all(getattr(getattr(pylate, m), n) is value for (m, n), value in held.items())
+"""
+    root = Path(pylate_flash.__file__).parents[1]
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=root, timeout=300)
+
+
+def test_scoring_functions_imported_before_gain_the_backend() -> None:
+    held = [
+        (colbert_scores, DOCUMENTS),
+        (pylate.scores.SimilarityFunction.to_similarity_fn("MaxSim"), DOCUMENTS),
+        (inspect.signature(Distillation).parameters["score_metric"].default, DOCUMENTS.unsqueeze(0)),
+        (colbert_kd_scores, DOCUMENTS.unsqueeze(0)),
+        (colbert_scores_pairwise, DOCUMENTS),
+    ]
+    for function, documents in held:
+        with pytest.raises(ValueError, match="got 'pylate_flash'"):
+            function(QUERIES, documents, backend="pylate_flash")
+        with registered():
+            for backend in ("pylate_flash", "auto", None):
+                scores = function(QUERIES.half(), documents.half(), backend=backend)
+                assert scores.dtype == torch.float32
+            assert function(QUERIES.half(), documents.half(), backend="torch").dtype == torch.float16
+        assert function(QUERIES.half(), documents.half()).dtype == torch.float16
+
+
+def test_scoring_functions_stay_the_same_objects_with_the_same_signature() -> None:
+    functions = {name: getattr(pylate.scores, name) for name in SCORING_FUNCTIONS}
+    signatures = {name: inspect.signature(function) for name, function in functions.items()}
+    with registered():
+        for name, function in functions.items():
+            assert getattr(pylate.scores, name) is function
+            assert getattr(pylate_colbert, name) is function
+            assert pickle.loads(pickle.dumps(function)) is function
+            actual = inspect.signature(function).parameters
+            assert [(p.name, p.default, p.kind) for p in actual.values()] == [
+                (p.name, p.default, p.kind) for p in signatures[name].parameters.values()
+            ]
+
+
+def test_arguments_arrive_by_position_and_by_name() -> None:
+    with registered():
+        assert torch.equal(colbert_scores(QUERIES, DOCUMENTS, None, MASK, "pylate_flash"), EXCLUDE)
+        assert torch.equal(
+            colbert_scores(queries_embeddings=QUERIES, documents_embeddings=DOCUMENTS, documents_mask=MASK), EXCLUDE
+        )
+        candidates, mask = DOCUMENTS.unsqueeze(0), MASK.unsqueeze(0)
+        assert torch.equal(colbert_kd_scores(QUERIES, candidates, None, mask), EXCLUDE)
+        assert torch.equal(colbert_kd_scores(QUERIES, candidates, documents_mask=mask, backend="torch"), ZERO)
+        assert colbert_scores_pairwise(QUERIES, DOCUMENTS).shape == (1,)
+
+
+def test_masking_and_registering_again() -> None:
+    assert torch.equal(colbert_scores(QUERIES, DOCUMENTS, None, MASK), ZERO)
+    try:
+        for _ in range(2):
+            register()
+            assert torch.equal(colbert_scores(QUERIES, DOCUMENTS, None, MASK), EXCLUDE)
+        for _ in range(2):
+            register(masking="zero")
+            assert torch.equal(colbert_scores(QUERIES, DOCUMENTS, None, MASK), ZERO)
+            assert is_fused()
+    finally:
+        unregister()
+    assert not is_fused()
+    unregister()
+
+
+@pytest.mark.parametrize("masking", ["none", None, True])
+def test_unknown_masking_changes_nothing(masking: object) -> None:
+    with pytest.raises(ValueError, match="masking must be one of 'exclude', 'zero', got"):
+        register(masking=masking)
+    assert not is_fused()
+    with registered("zero"):
+        with pytest.raises(ValueError, match="masking must be one of"):
+            register(masking=masking)
+        assert torch.equal(colbert_scores(QUERIES, DOCUMENTS, None, MASK), ZERO)
+
+
+def test_names_are_rebound_in_every_module_that_holds_them() -> None:
+    theirs = {
+        (module, name): getattr(importlib.import_module(f"pylate.{module}"), name)
+        for module, names in REBOUND.items()
+        for name in names
+    }
+    with registered():
+        assert pylate.rank.rerank is pylate_flash.rank.rerank
+        assert pylate.losses.Contrastive is pylate_flash.losses.Contrastive
+        assert sys.modules["pylate.retrieve.colbert"].rerank is pylate_flash.rank.rerank
+        assert sys.modules["pylate.rank.rank"].rerank is pylate_flash.rank.rerank
+        assert sys.modules["pylate.losses.contrastive"].ColBERTScores is pylate_flash.scores.ColBERTScores
+        state = pylate_state()
+        for (module, name), value in theirs.items():
+            ours = getattr(importlib.import_module(f"pylate_flash.{module}"), name)
+            assert ours is not value
+            assert getattr(importlib.import_module(f"pylate.{module}"), name) is ours
+            # A class keeps its name where it is defined, since its methods say super(Name, self).
+            holders = {module for (module, _), held in state.items() if held is value}
+            assert holders <= ({value.__module__} if isinstance(value, type) else set())
+            if isinstance(value, type):
+                assert issubclass(ours, value)
+    assert pylate.rank.rerank is rerank
+    assert pylate.losses.Contrastive is Contrastive
+
+
+def test_modules_loaded_while_registered_are_restored_too() -> None:
+    late = types.ModuleType("pylate.late")
+    try:
+        with registered():
+            sys.modules["pylate.late"] = late
+            late.rerank, late.Contrastive = pylate.rank.rerank, pylate.losses.Contrastive
+        assert late.rerank is rerank
+        assert late.Contrastive is Contrastive
+    finally:
+        del sys.modules["pylate.late"]
+
+
+def test_pylates_and_our_losses_can_be_constructed_while_registered() -> None:
+    # PyLate's constructors say super(Contrastive, self): with that name rebound they would call themselves for ever.
+    model = torch.nn.Linear(1, 1)
+    losses = {name: getattr(pylate.losses, name) for name in REBOUND["losses"]}
+    with registered():
+        for name, theirs in losses.items():
+            assert type(theirs(model)) is theirs
+            assert isinstance(theirs(model), torch.nn.Module)
+            ours = getattr(pylate.losses, name)(model)
+            assert type(ours) is getattr(pylate_flash.losses, name)
+            assert isinstance(ours, theirs)
+        # A loss of PyLate that was imported before gets the one-call score metric.
+        assert type(Contrastive(model).score_metric) is pylate_flash.scores.ColBERTScores
+    assert type(Contrastive(model).score_metric) is ColBERTScores
+
+
+def test_registered_restores_the_state_before_it() -> None:
+    def scores() -> torch.Tensor:
+        return colbert_scores(QUERIES, DOCUMENTS, None, MASK)
+
+    with registered():
+        with registered("zero"):
+            assert torch.equal(scores(), ZERO)
+            with pytest.raises(KeyError, match=str(EXCLUDE.item())), registered("exclude"):
+                raise KeyError(scores().item())
+            assert torch.equal(scores(), ZERO)
+        assert torch.equal(scores(), EXCLUDE)
+        assert is_fused()
+    assert not is_fused()
+    with pytest.raises(KeyError), registered():
+        raise KeyError
+    assert not is_fused()
+    with registered(), registered():
+        unregister()
+        assert not is_fused()
+
+
+def test_environment_is_read_at_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYLATE_SCORES_BACKEND", "torch")
+    with registered():
+        assert not is_fused()
+        monkeypatch.setenv("PYLATE_SCORES_BACKEND", "pylate_flash")
+        assert is_fused()
+        monkeypatch.setenv("PYLATE_SCORES_BACKEND", "auto")
+        assert is_fused()
+        monkeypatch.setenv("PYLATE_SCORES_BACKEND", "flash")
+        with pytest.raises(RuntimeError, match="requires CUDA"):
+            colbert_scores(QUERIES, DOCUMENTS)
+        monkeypatch.setenv("PYLATE_SCORES_BACKEND", "fast")
+        with pytest.raises(ValueError, match="PYLATE_SCORES_BACKEND must be one of 'auto', 'pylate_flash', 'torch'"):
+            colbert_scores(QUERIES, DOCUMENTS)
+    monkeypatch.delenv("PYLATE_SCORES_BACKEND")
+
+
+def test_unknown_backend_names_the_known_ones() -> None:
+    with registered(), pytest.raises(ValueError, match="'auto', 'pylate_flash', 'torch', 'flash', 'lik', got 'fast'"):
+        colbert_scores(QUERIES, DOCUMENTS, backend="fast")
+
+
+def test_asked_for_by_name_there_is_no_fallback() -> None:
+    integers = QUERIES.int(), DOCUMENTS.int()
+    with registered():
+        assert not colbert_scores(*integers).is_floating_point()
+        with pytest.raises(TypeError, match="queries must be float16"):
+            colbert_scores(*integers, backend="pylate_flash")
+
+
+@pytest.mark.parametrize("version", ["1.5.9", "1.7.0", "2.0.0"])
+def test_unsupported_pylate_is_an_error_before_anything_changes(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pylate, "__version__", version)
+    before = pylate_state()
+    message = rf"supports PyLate >=1\.6,<1\.7, and PyLate {version} is installed"
+    with pytest.raises(ImportError, match=message):
+        register()
+    with pytest.raises(ImportError, match=message), registered():
+        pass
+    with pytest.raises(ImportError, match=message), use_scorer("torch"):
+        pass
+    assert pylate_state() == before
+    monkeypatch.undo()
+
+
+@pytest.mark.parametrize("version", ["1.6.0", "1.6.12", "1.6.1.dev0"])
+def test_supported_versions(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pylate, "__version__", version)
+    with registered():
+        assert is_fused()
+    monkeypatch.undo()
+
+
+def test_a_name_that_pylate_lacks_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(REBOUND, "losses", ("Contrastive", "Missing"))
+    before = pylate_state()
+    with pytest.raises(AttributeError, match="Missing"):
+        register()
+    assert pylate_state() == before
+
+
+def test_use_scorer_sets_the_default_of_the_block() -> None:
+    with registered():
+        with use_scorer("torch"):
+            assert not is_fused()
+            assert colbert_scores(QUERIES.half(), DOCUMENTS.half(), backend="auto").dtype == torch.float32
+            with use_scorer("pylate_flash"):
+                assert is_fused()
+            with use_scorer(masking="zero"):
+                assert not is_fused()
+            assert not is_fused()
+        assert is_fused()
+        with use_scorer(masking="zero"):
+            assert torch.equal(colbert_scores(QUERIES, DOCUMENTS, None, MASK), ZERO)
+        assert torch.equal(colbert_scores(QUERIES, DOCUMENTS, None, MASK), EXCLUDE)
+
+
+def test_use_scorer_goes_before_the_environment_unless_auto(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYLATE_SCORES_BACKEND", "torch")
+    with registered():
+        with use_scorer("pylate_flash"):
+            assert is_fused()
+        with use_scorer("auto"):
+            assert not is_fused()
+    monkeypatch.delenv("PYLATE_SCORES_BACKEND")
+
+
+def test_use_scorer_without_register() -> None:
+    with use_scorer("pylate_flash", "zero"):
+        assert is_fused()
+        assert torch.equal(colbert_scores(QUERIES, DOCUMENTS, None, MASK), ZERO)
+        assert pylate.rank.rerank is rerank
+        with registered("exclude"):
+            assert torch.equal(colbert_scores(QUERIES, DOCUMENTS, None, MASK), ZERO)
+        assert is_fused()
+    assert not is_fused()
+    with pytest.raises(KeyError), use_scorer():
+        raise KeyError
+    assert not is_fused()
+
+
+def test_register_inside_use_scorer_outlives_it() -> None:
+    with use_scorer("torch"):
+        register()
+        assert not is_fused()
+    assert is_fused()
+    unregister()
+
+
+@pytest.mark.parametrize("arguments", [{"backend": "fast"}, {"backend": 1}, {"masking": "none"}])
+def test_use_scorer_refuses_unknown_values(arguments: dict) -> None:
+    [name] = arguments
+    with pytest.raises(ValueError, match=f"{name} must be one of"), use_scorer(**arguments):
+        pass
+
+
+def test_use_scorer_is_not_seen_by_other_threads() -> None:
+    results: dict[str, list[bool]] = {"plain": [], "fused": [], "torch": []}
+    inside, done = threading.Barrier(4), threading.Barrier(4)
+
+    def run(name: str, context) -> None:
+        with context:
+            inside.wait(30)
+            results[name] += [is_fused() for _ in range(20)]
+            done.wait(30)
+
+    class Plain:
+        """No scorer: PyLate as it is, although its functions are routed for the other threads."""
+
+        def __enter__(self) -> None: ...
+
+        def __exit__(self, *_) -> None: ...
+
+    contexts = {"plain": Plain(), "fused": use_scorer("pylate_flash"), "torch": use_scorer("torch")}
+    threads = [threading.Thread(target=run, args=item) for item in contexts.items()]
+    for thread in threads:
+        thread.start()
+    inside.wait(30)
+    done.wait(30)
+    for thread in threads:
+        thread.join(30)
+    assert results == {"plain": [False] * 20, "fused": [True] * 20, "torch": [False] * 20}
+
+
+def test_threads_that_register_and_call_at_once() -> None:
+    errors: list[BaseException] = []
+
+    def toggle() -> None:
+        for _ in range(30):
+            register()
+            unregister()
+
+    def call() -> None:
+        try:
+            for _ in range(200):
+                assert colbert_scores(QUERIES, DOCUMENTS, None, MASK).item() in (EXCLUDE.item(), ZERO.item())
+                assert torch.equal(colbert_scores(QUERIES, DOCUMENTS, None, MASK, backend="torch"), ZERO)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=target) for target in (toggle, toggle, call, call)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert errors == []
+    unregister()

@@ -1,0 +1,344 @@
+"""PyLate's scoring functions served by the op: PyLate's values, inputs and backends, and clear errors."""
+
+from __future__ import annotations
+
+import doctest
+import logging
+
+import numpy as np
+import pylate.scores
+import pytest
+import torch
+from pylate.scores import colbert as pylate_colbert
+
+import pylate_flash.scores
+from pylate_flash.ops import maxsim_reference
+from pylate_flash.register import registered, use_scorer
+from pylate_flash.scores import (
+    ColBERTScores,
+    colbert_kd_scores,
+    colbert_scores,
+    colbert_scores_pairwise,
+    scorer_of,
+)
+
+FUNCTIONS = ["colbert_scores", "colbert_scores_pairwise", "colbert_kd_scores"]
+
+
+@pytest.fixture
+def batch() -> dict[str, torch.Tensor]:
+    """Queries, documents and candidates with scattered masks; query 1 and document 2 are masked throughout."""
+    generator = torch.Generator().manual_seed(0)
+    queries = torch.randn(3, 5, 24, generator=generator)
+    documents = torch.randn(4, 7, 24, generator=generator)
+    candidates = torch.randn(3, 4, 7, 24, generator=generator)
+    queries_mask = torch.rand(3, 5, generator=generator) > 0.3
+    queries_mask[1] = False
+    documents_mask = torch.rand(4, 7, generator=generator) > 0.4
+    documents_mask[2] = False
+    candidates_mask = torch.rand(3, 4, 7, generator=generator) > 0.4
+    return {
+        "queries": queries,
+        "documents": documents,
+        "candidates": candidates,
+        "queries_mask": queries_mask,
+        "documents_mask": documents_mask,
+        "candidates_mask": candidates_mask,
+    }
+
+
+def assert_parity(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    assert ours.dtype == torch.float32
+    torch.testing.assert_close(ours, theirs.float(), rtol=1e-6, atol=2e-6)
+
+
+class IgnoreSpaces(doctest.OutputChecker):
+    """PyLate's docstrings print tensors with other spaces than torch does."""
+
+    def check_output(self, want: str, got: str, optionflags: int) -> bool:
+        return "".join(want.split()) == "".join(got.split())
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_pylates_docstring_examples_hold_with_ours(name: str) -> None:
+    ours = getattr(pylate_flash.scores, name)
+    [example] = doctest.DocTestFinder().find(getattr(pylate_colbert, name), name=name, globs={name: ours})
+    failures: list[str] = []
+    doctest.DocTestRunner(checker=IgnoreSpaces(), verbose=False).run(example, out=failures.append)
+    assert example.examples
+    assert not failures, "".join(failures)
+
+
+def test_our_docstring_examples() -> None:
+    result = doctest.testmod(pylate_flash.scores)
+    assert result.attempted > 0
+    assert result.failed == 0
+
+
+@pytest.mark.parametrize("backend", ["pylate_flash", "auto", None])
+def test_values_of_pylate_without_masks(batch: dict, backend: str | None) -> None:
+    queries, documents, candidates = batch["queries"], batch["documents"], batch["candidates"]
+    assert_parity(colbert_scores(queries, documents, backend=backend), pylate.scores.colbert_scores(queries, documents))
+    assert_parity(
+        colbert_kd_scores(queries, candidates, backend=backend), pylate.scores.colbert_kd_scores(queries, candidates)
+    )
+    assert_parity(
+        colbert_scores_pairwise(queries, documents[:3], backend=backend),
+        pylate.scores.colbert_scores_pairwise(queries, documents[:3]),
+    )
+    assert_parity(
+        ColBERTScores(backend)(queries, candidates), pylate.scores.ColBERTScores()(queries, candidates, backend="torch")
+    )
+
+
+@pytest.mark.parametrize("mask_dtype", [torch.bool, torch.float32, torch.int64])
+def test_zero_masking_has_pylates_values(batch: dict, mask_dtype: torch.dtype) -> None:
+    queries, documents, candidates = batch["queries"], batch["documents"], batch["candidates"]
+    queries_mask = batch["queries_mask"].to(mask_dtype)
+    documents_mask = batch["documents_mask"].to(mask_dtype)
+    candidates_mask = batch["candidates_mask"].to(mask_dtype)
+    assert_parity(
+        colbert_scores(queries, documents, queries_mask, documents_mask, masking="zero"),
+        pylate.scores.colbert_scores(queries, documents, queries_mask, documents_mask),
+    )
+    assert_parity(
+        colbert_kd_scores(queries, candidates, queries_mask, candidates_mask, masking="zero"),
+        pylate.scores.colbert_kd_scores(queries, candidates, queries_mask, candidates_mask),
+    )
+    assert_parity(
+        ColBERTScores(masking="zero")(queries, candidates, queries_mask, candidates_mask),
+        pylate.scores.ColBERTScores()(queries, candidates, queries_mask, candidates_mask),
+    )
+
+
+def test_default_masking_excludes(batch: dict) -> None:
+    queries, documents = batch["queries"], -batch["queries"].abs().sum(1, keepdim=True).expand(3, 7, 24)
+    queries = queries.abs()
+    mask = torch.tensor([[True] * 6 + [False]] * 3)
+    excluded = colbert_scores(queries, documents, None, mask)
+    assert (excluded < 0).all()
+    torch.testing.assert_close(excluded, maxsim_reference(queries, documents, None, mask))
+    assert (colbert_scores(queries, documents, None, mask, masking="zero") == 0).all()
+    with use_scorer(masking="zero"):
+        assert (colbert_scores(queries, documents, None, mask) == 0).all()
+        torch.testing.assert_close(colbert_scores(queries, documents, None, mask, masking="exclude"), excluded)
+
+
+def test_gradients_are_pylates(batch: dict) -> None:
+    gradients = []
+    for scores in (pylate.scores, pylate_flash.scores):
+        queries, documents, candidates = (
+            batch[name].clone().requires_grad_() for name in ("queries", "documents", "candidates")
+        )
+        total = (
+            scores.colbert_scores(queries, documents).sin().sum()
+            + scores.colbert_kd_scores(queries, candidates).sin().sum()
+            + scores.ColBERTScores()(queries, candidates).sin().sum()
+            + scores.colbert_scores_pairwise(queries, documents[:3]).sin().sum()
+        )
+        gradients.append(torch.autograd.grad(total, (queries, documents, candidates)))
+    for ours, theirs in zip(gradients[1], gradients[0], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["list of tensors", "list of arrays", "nested list", "array"])
+def test_inputs_that_pylate_takes(batch: dict, kind: str) -> None:
+    def convert(tensor: torch.Tensor):
+        return {
+            "list of tensors": lambda: list(tensor),
+            "list of arrays": lambda: [part.numpy() for part in tensor],
+            "nested list": tensor.tolist,
+            "array": tensor.numpy,
+        }[kind]()
+
+    queries, documents, mask = batch["queries"], batch["documents"], batch["documents_mask"]
+    expected = colbert_scores(queries, documents, None, mask)
+    result = colbert_scores(convert(queries), convert(documents), None, convert(mask) if "list" not in kind else mask)
+    torch.testing.assert_close(result, expected)
+    torch.testing.assert_close(
+        colbert_scores_pairwise(convert(queries), convert(documents[:3])),
+        colbert_scores_pairwise(queries, documents[:3]),
+    )
+    if kind != "nested list":
+        torch.testing.assert_close(
+            colbert_kd_scores(convert(queries), convert(batch["candidates"])),
+            colbert_kd_scores(queries, batch["candidates"]),
+        )
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_pairwise_takes_ragged_lists(grad: bool) -> None:
+    generator = torch.Generator().manual_seed(1)
+    queries = [torch.randn(n, 8, generator=generator, requires_grad=grad) for n in (3, 1, 6)]
+    documents = [torch.randn(n, 8, generator=generator, requires_grad=grad) for n in (2, 9, 1)]
+    ours = colbert_scores_pairwise(queries, documents)
+    theirs = pylate.scores.colbert_scores_pairwise(queries, documents)
+    assert_parity(ours.detach(), theirs.detach())
+    if grad:
+        leaves = queries + documents
+        pairs = zip(torch.autograd.grad(ours.sum(), leaves), torch.autograd.grad(theirs.sum(), leaves), strict=True)
+        for our_grad, their_grad in pairs:
+            torch.testing.assert_close(our_grad, their_grad)
+
+
+def test_pairwise_scores_ragged_lists_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    varlen = pylate_flash.scores.maxsim_varlen
+    monkeypatch.setattr(
+        pylate_flash.scores, "maxsim_varlen", lambda *args, **kwargs: calls.append(args) or varlen(*args, **kwargs)
+    )
+    colbert_scores_pairwise([torch.ones(n, 4) for n in range(1, 9)], [torch.ones(n, 4) for n in range(9, 17)])
+    assert len(calls) == 1
+    assert calls[0][1].shape == (sum(range(9, 17)), 4)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_pairwise_without_tokens_and_without_pairs(grad: bool) -> None:
+    token = torch.ones(1, 4, requires_grad=grad)
+    scores = colbert_scores_pairwise([token, token.new_empty(0, 4), token], [[], token, np.ones((2, 4), np.float32)])
+    assert scores.tolist() == [0.0, 0.0, 4.0]
+    assert colbert_scores_pairwise([], []).shape == (0,)
+    assert colbert_scores_pairwise(torch.ones(0, 2, 4), torch.ones(0, 3, 4)).shape == (0,)
+
+
+def test_empty_batches() -> None:
+    assert colbert_scores(torch.ones(0, 2, 4), torch.ones(3, 2, 4)).shape == (0, 3)
+    assert colbert_scores(torch.ones(2, 2, 4), torch.ones(0, 2, 4)).shape == (2, 0)
+
+
+@pytest.mark.parametrize(
+    ("queries_dtype", "documents_dtype"),
+    [(torch.float32, torch.float16), (torch.float16, torch.bfloat16), (torch.bfloat16, torch.float64)],
+)
+def test_mixed_types_are_promoted(batch: dict, queries_dtype: torch.dtype, documents_dtype: torch.dtype) -> None:
+    queries, documents = batch["queries"].to(queries_dtype), batch["documents"].to(documents_dtype)
+    common = torch.promote_types(queries_dtype, documents_dtype)
+    expected = colbert_scores(queries.to(common), documents.to(common))
+    assert expected.dtype == torch.float32
+    assert torch.equal(colbert_scores(queries, documents), expected)
+    pairwise = colbert_scores_pairwise(list(queries), list(documents[:3]))
+    torch.testing.assert_close(pairwise, expected.diagonal()[:3], rtol=1e-6, atol=1e-6)
+
+
+def test_numpy_half_with_float32_tensor(batch: dict) -> None:
+    documents = batch["documents"].half()
+    expected = colbert_scores(batch["queries"], documents.float())
+    assert torch.equal(colbert_scores(batch["queries"], documents.numpy()), expected)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_torch_backend_is_pylates_own_code_even_while_registered(batch: dict, name: str) -> None:
+    # Half scores from half embeddings: PyLate's torch scorer is the only one that returns them.
+    queries = batch["queries"].half()
+    documents = (batch["candidates"] if name == "colbert_kd_scores" else batch["documents"][:3]).half()
+    expected = getattr(pylate.scores, name)(queries, documents)
+    assert expected.dtype == torch.float16
+    with registered():
+        assert torch.equal(getattr(pylate_flash.scores, name)(queries, documents, backend="torch"), expected)
+        assert torch.equal(getattr(pylate.scores, name)(queries, documents, backend="torch"), expected)
+        assert getattr(pylate.scores, name)(queries, documents).dtype == torch.float32
+
+
+@pytest.mark.parametrize("backend", ["flash", "lik"])
+def test_pylates_other_backends_raise_pylates_errors(batch: dict, backend: str) -> None:
+    with pytest.raises(RuntimeError, match=backend):
+        colbert_scores(batch["queries"], batch["documents"], backend=backend)
+
+
+def test_colbert_scores_class_by_name_torch(batch: dict) -> None:
+    queries, candidates = batch["queries"].half(), batch["candidates"].half()
+    expected = pylate.scores.ColBERTScores()(queries, candidates)
+    assert torch.equal(ColBERTScores("torch")(queries, candidates), expected)
+    assert torch.equal(ColBERTScores("pylate_flash")(queries, candidates, backend="torch"), expected)
+
+
+def test_colbert_scores_class_is_one_call(batch: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    maxsim = pylate_flash.scores.maxsim
+    monkeypatch.setattr(
+        pylate_flash.scores, "maxsim", lambda *args, **kwargs: calls.append(kwargs) or maxsim(*args, **kwargs)
+    )
+    ColBERTScores(masking="zero")(batch["queries"], batch["candidates"], None, batch["candidates_mask"])
+    assert calls == [{"masking": "zero"}]
+
+
+def test_environment_is_read_per_call(batch: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    queries, documents = batch["queries"].half(), batch["documents"].half()
+    monkeypatch.setenv("PYLATE_SCORES_BACKEND", "torch")
+    assert colbert_scores(queries, documents).dtype == torch.float16
+    assert colbert_scores(queries, documents, backend="auto").dtype == torch.float32
+    with use_scorer("pylate_flash"):
+        assert colbert_scores(queries, documents).dtype == torch.float32
+    monkeypatch.setenv("PYLATE_SCORES_BACKEND", "PyLate_Flash")
+    assert colbert_scores(queries, documents).dtype == torch.float32
+    monkeypatch.setenv("PYLATE_SCORES_BACKEND", "fast")
+    with pytest.raises(ValueError, match="PYLATE_SCORES_BACKEND must be one of 'auto', 'pylate_flash'.*got 'fast'"):
+        colbert_scores(queries, documents)
+
+
+def test_auto_leaves_integers_to_pylate_and_says_so_once(batch: dict, caplog: pytest.LogCaptureFixture) -> None:
+    queries, documents = (batch["queries"] * 9).int(), (batch["documents"] * 9).int()
+    pylate_flash.scores._log_left_to_pylate.cache_clear()
+    with caplog.at_level(logging.WARNING, logger="pylate_flash.scores"):
+        for _ in range(2):
+            assert torch.equal(colbert_scores(queries, documents), pylate.scores.colbert_scores(queries, documents))
+    assert [record.getMessage() for record in caplog.records if "torch.int32" in record.getMessage()] == [
+        'backend "auto": PyLate scores embeddings of torch.int32, which pylate_flash does not take'
+    ]
+    for function, second in ((colbert_scores, documents), (colbert_scores_pairwise, documents[:3])):
+        with pytest.raises(TypeError, match="queries must be float16, bfloat16, float32 or float64, got torch.int32"):
+            function(queries, second, backend="pylate_flash")
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda q, d, c: colbert_scores(q, d, backend="fast"), ValueError, "'pylate_flash', 'torch', 'flash', 'lik'"),
+        (lambda q, d, c: colbert_scores(q, d, backend=3), ValueError, "backend must be one of .* got 3"),
+        (lambda q, d, c: colbert_scores(q, d, masking="none"), ValueError, "'exclude', 'zero', got 'none'"),
+        (lambda q, d, c: colbert_scores_pairwise(q, d[:3], masking="none"), ValueError, "masking must be one of"),
+        (lambda q, d, c: ColBERTScores("fast"), ValueError, "backend must be one of"),
+        (lambda q, d, c: ColBERTScores(masking="none"), ValueError, "masking must be one of"),
+        (lambda q, d, c: colbert_scores(q, c), ValueError, r"documents_embeddings must be \[Nd, Ld, d\], got shape"),
+        (lambda q, d, c: colbert_kd_scores(q, d), ValueError, r"documents_embeddings must be \[Nq, K, Ld, d\], got"),
+        (lambda q, d, c: ColBERTScores()(q, d), ValueError, r"documents_embeddings must be \[G, N, Ld, d\], got"),
+        (lambda q, d, c: colbert_scores(q[0], d), ValueError, r"queries_embeddings must be \[Nq, Lq, d\], got shape"),
+        (lambda q, d, c: colbert_scores(tuple(q), d), TypeError, "queries_embeddings must be a tensor.* got tuple"),
+        (lambda q, d, c: colbert_scores([1.0, 2.0], d), TypeError, "queries_embeddings .* got list of float"),
+        (lambda q, d, c: colbert_scores([q[0], q[0, :2]], d), ValueError, "queries_embeddings .*pad_sequence"),
+        (lambda q, d, c: colbert_scores(q, d[..., :8]), ValueError, "embedding size of queries, 24, got 8"),
+        (lambda q, d, c: colbert_scores(q, d, None, d[..., 0] > 0, "auto") * colbert_scores(q, d, d[..., 0] > 0),
+         ValueError, r"queries_mask must have shape \[3, 5\], got \[4, 7\]"),
+        (lambda q, d, c: colbert_scores(q, d, (1, 0)), TypeError, "queries_mask must be .* got tuple"),
+        (lambda q, d, c: ColBERTScores()(q, c, None, d[..., 0] > 0), ValueError, r"documents_mask .*\[3, 4, 7\], got"),
+        (lambda q, d, c: colbert_scores(q, d.to("meta")), ValueError, "device of queries, cpu, got meta"),
+        (lambda q, d, c: colbert_scores_pairwise(q, d), ValueError, "one document per query, 3, got 4"),
+        (lambda q, d, c: colbert_scores_pairwise(list(q), list(d)), ValueError, "one document per query, 3, got 4"),
+        (lambda q, d, c: colbert_scores_pairwise([q[0]], [d[0, 0]]), ValueError, r"documents_.*\[0\] must .*24"),
+        (lambda q, d, c: colbert_scores_pairwise([q[0]], ["text"]), TypeError, r"documents_embeddings\[0\] .* got str"),
+        (lambda q, d, c: colbert_scores_pairwise([q[0]], [[[1.0], [1.0, 2.0]]]), ValueError, r"documents_.*\[0\]"),
+        (lambda q, d, c: colbert_scores_pairwise([q[0]] * 2, [d[0], d[0, :, :8]]), ValueError, "got 8 and 24"),
+        (lambda q, d, c: colbert_scores_pairwise([q[0]], [d[0, :, :8]]), ValueError, "queries_embeddings, 24, got 8"),
+        (lambda q, d, c: colbert_scores_pairwise([q[0]] * 2, [d[0], d[0].to("meta")]), ValueError, "got cpu and meta"),
+    ],
+)  # fmt: skip
+def test_errors_name_the_argument(batch: dict, call, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call(batch["queries"], batch["documents"], batch["candidates"])
+
+
+def test_scorer_of() -> None:
+    class Model(torch.nn.Module):
+        scorer, masking = "torch", "zero"
+
+    class Wrapper(torch.nn.Module):
+        def __init__(self, module: torch.nn.Module) -> None:
+            super().__init__()
+            self.module = module
+
+    assert scorer_of(Model()) == ("torch", "zero")
+    assert scorer_of(Wrapper(Wrapper(Model()))) == ("torch", "zero")
+    assert scorer_of(Wrapper(torch.nn.Linear(1, 1))) == ("auto", "exclude")
+    assert scorer_of(None) == ("auto", "exclude")
+    with use_scorer(masking="zero"):
+        assert scorer_of(None) == ("auto", "zero")
