@@ -1,0 +1,327 @@
+"""PyLate's losses, scored by the scorer that the model names.
+
+``from pylate import losses`` becomes ``from pylate_flash import losses``. Each class is PyLate's own, with its
+constructor arguments and its forward: what changes is the function that turns embeddings into scores. It is looked up
+at every call, first in the loss (``scorer``, ``masking``), then in the model's flags, so that a loss follows a model
+whose flag is changed later, and a model that the trainer has meanwhile wrapped for several GPUs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed.nn  # PyLate's gather with gradients uses it without importing it
+import torch.nn.functional as F
+from pylate.losses.cached_contrastive import CachedContrastive as PyLateCachedContrastive
+from pylate.losses.contrastive import Contrastive as PyLateContrastive
+from pylate.losses.distillation import Distillation as PyLateDistillation
+from pylate.models import ColBERT
+from torch import Tensor
+
+from .register import check_backend, check_masking
+from .scores import ColBERTScores, colbert_kd_scores, scorer_of
+
+__all__ = ["Contrastive", "CachedContrastive", "Distillation"]
+
+
+class _FlagScores:
+    """The score function of a loss that was given none: it reads the flags at the time of the call.
+
+    The queries are [Nq, Lq, d]. The documents are [Nd, N, Ld, d], one group of N per query, and give [Nq, Nd * N]; or,
+    with ``own_candidates``, [Nq, K, Ld, d], and give [Nq, K].
+    """
+
+    def __init__(self, loss: Any, own_candidates: bool = False) -> None:
+        self.loss = loss
+        self.own_candidates = own_candidates
+
+    def __call__(
+        self,
+        queries_embeddings: Tensor,
+        documents_embeddings: Tensor,
+        queries_mask: Tensor | None = None,
+        documents_mask: Tensor | None = None,
+    ) -> Tensor:
+        scorer, masking = scorer_of(self.loss.model)
+        scorer, masking = self.loss.scorer or scorer, self.loss.masking or masking
+        # "auto" asks for nothing by name, so PYLATE_SCORES_BACKEND and use_scorer() still have their say.
+        backend = None if scorer == "auto" else scorer
+        if self.own_candidates:
+            return colbert_kd_scores(
+                queries_embeddings, documents_embeddings, queries_mask, documents_mask, backend, masking=masking
+            )
+        scores = ColBERTScores(backend, masking)
+        return scores(queries_embeddings, documents_embeddings, queries_mask, documents_mask)
+
+
+def _set_scoring(loss: Any, score_metric: Callable | None, scorer: str | None, masking: str | None) -> None:
+    """Check and store what the loss was asked to score with."""
+    if score_metric is not None and (scorer is not None or masking is not None):
+        raise ValueError(
+            f"score_metric: given together with scorer={scorer!r}, masking={masking!r}; a score_metric computes the "
+            "scores itself, so pass either it or the other two"
+        )
+    loss.scorer = None if scorer is None else check_backend(scorer, name="scorer")
+    loss.masking = None if masking is None else check_masking(masking)
+
+
+def _document_columns(model: Any, sentence_features: Iterable[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+    """Check the columns of a contrastive batch, and bring its documents to one padded length.
+
+    PyLate's collator pads every document to ``document_length``, and its losses stack the columns. Columns tokenized
+    one by one (``pad=False``) end where their longest text ends: they get masked padding here, which changes no score.
+    """
+    query, *documents = sentence_features
+    if not documents:
+        raise ValueError("sentence_features: got only the queries; expected them and at least one column of documents")
+    batch_sizes = [features["input_ids"].shape[0] for features in (query, *documents)]
+    if len(set(batch_sizes)) > 1:
+        raise ValueError(
+            f"sentence_features: columns of {batch_sizes} texts; a contrastive loss expects as many documents in each "
+            "column as there are queries"
+        )
+    lengths = [features["input_ids"].shape[1] for features in documents]
+    if len(set(lengths)) == 1:
+        return [query, *documents]
+    # The mask is 0 there, so the token is never looked at; the padding token is what the encoder expects to see.
+    padding_token = getattr(model, "module", model).tokenizer.pad_token_id
+    padded = [
+        {
+            name: F.pad(value, (0, max(lengths) - length), value=padding_token if name == "input_ids" else 0)
+            if value.ndim == 2 and value.shape[1] == length
+            else value
+            for name, value in features.items()
+        }
+        for features, length in zip(documents, lengths, strict=True)
+    ]
+    return [query, *padded]
+
+
+class Contrastive(PyLateContrastive):
+    """PyLate's contrastive loss with in-batch negatives: cross entropy of each query's positive among all documents.
+
+    It takes PyLate's arguments in PyLate's order and gives PyLate's value and gradients (exactly under
+    ``masking="zero"``, and under the default wherever no masked token would have won the max).
+
+    Parameters
+    ----------
+    model
+        ColBERT model, PyLate's or ours.
+    score_metric
+        Function of queries [Nq, Lq, d], stacked documents [Nd, N, Ld, d], ``queries_mask`` and ``documents_mask`` that
+        returns [Nq, Nd * N], query-major. Default: the MaxSim scorer that the flags name.
+    score_mini_batch_size
+        Score so many queries at a time. Default: the whole batch.
+    size_average
+        Average over the queries of the batch; otherwise sum.
+    gather_across_devices
+        Take the documents of all ranks as negatives. Every rank needs the same batch size and the same padded length.
+    temperature
+        Divides the scores.
+    scorer
+        ``"pylate_flash"``, ``"torch"``, ``"flash"``, ``"lik"`` or ``"auto"``; overrides the model's flag.
+    masking
+        ``"exclude"`` or ``"zero"`` (PyLate's torch rule); overrides the model's flag.
+
+    Raises
+    ------
+    ValueError
+        For an unknown ``scorer`` or ``masking``, or one given together with ``score_metric``.
+
+    Examples
+    --------
+    >>> from pylate_flash import losses, models  # doctest: +SKIP
+    >>> model = models.ColBERT("bert-base-uncased", scorer="pylate_flash")  # doctest: +SKIP
+    >>> loss = losses.Contrastive(model, temperature=0.02)  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        model: ColBERT,
+        score_metric: Callable | None = None,
+        score_mini_batch_size: int | None = None,
+        size_average: bool = True,
+        gather_across_devices: bool = False,
+        temperature: float = 1.0,
+        *,
+        scorer: str | None = None,
+        masking: str | None = None,
+    ) -> None:
+        super().__init__(
+            model,
+            score_metric if score_metric is not None else _FlagScores(self),
+            score_mini_batch_size,
+            size_average,
+            gather_across_devices,
+            temperature,
+        )
+        _set_scoring(self, score_metric, scorer, masking)
+
+    def forward(self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None = None) -> Tensor:
+        """Return the loss, a float32 scalar.
+
+        Parameters
+        ----------
+        sentence_features
+            Tokenized columns: the queries, their positives, then any number of columns of hard negatives, each a
+            dictionary with ``input_ids`` and ``attention_mask`` [N, L]. Document columns may differ in length.
+        labels
+            Not used; the trainer passes it.
+        """
+        return super().forward(_document_columns(self.model, sentence_features), labels)
+
+
+class CachedContrastive(PyLateCachedContrastive):
+    """PyLate's contrastive loss with cached gradients (GradCache): large batches in the memory of small ones.
+
+    The embeddings are computed ``mini_batch_size`` texts at a time, first without a graph, then, after the scores have
+    given each embedding its gradient, a second time with one.
+
+    The value is that of :class:`Contrastive`. The gradient is PyLate's, which is that of the sum over the queries also
+    with ``size_average``: as many times :class:`Contrastive`'s as the batch has queries. Adam does not notice, a limit
+    on the gradient's norm does.
+
+    Parameters
+    ----------
+    model
+        ColBERT model, PyLate's or ours.
+    score_metric
+        As in :class:`Contrastive`.
+    mini_batch_size
+        Texts per forward pass of the encoder.
+    score_mini_batch_size
+        Score so many queries at a time. Default: ``mini_batch_size``.
+    size_average
+        Average over the queries of the batch; otherwise sum.
+    gather_across_devices
+        Take the documents of all ranks as negatives. Every rank needs the same batch size and the same padded length.
+    show_progress_bar
+        Show a bar over the mini-batches.
+    temperature
+        Divides the scores.
+    scorer, masking
+        As in :class:`Contrastive`; they override the model's flags.
+
+    Raises
+    ------
+    ValueError
+        For an unknown ``scorer`` or ``masking``, or one given together with ``score_metric``.
+    """
+
+    def __init__(
+        self,
+        model: ColBERT,
+        score_metric: Callable | None = None,
+        mini_batch_size: int = 32,
+        score_mini_batch_size: int | None = None,
+        size_average: bool = True,
+        gather_across_devices: bool = False,
+        show_progress_bar: bool = False,
+        temperature: float = 1.0,
+        *,
+        scorer: str | None = None,
+        masking: str | None = None,
+    ) -> None:
+        super().__init__(
+            model,
+            score_metric if score_metric is not None else _FlagScores(self),
+            mini_batch_size,
+            score_mini_batch_size,
+            size_average,
+            gather_across_devices,
+            show_progress_bar,
+            temperature,
+        )
+        _set_scoring(self, score_metric, scorer, masking)
+        self._autocast: dict | None = None
+
+    def forward(self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None = None) -> Tensor:
+        """Return the loss, a float32 scalar; columns as in :meth:`Contrastive.forward`."""
+        sentence_features = _document_columns(self.model, sentence_features)
+        device = sentence_features[0]["input_ids"].device.type
+        self._autocast = {
+            "device_type": device,
+            "dtype": torch.get_autocast_dtype(device),
+            "enabled": torch.is_autocast_enabled(device),
+        }
+        return super().forward(sentence_features, labels)
+
+    def embed_minibatch(self, *args, **kwargs):
+        """Embed a slice of a column, under the autocast of the forward.
+
+        The second pass runs during the backward, which is outside the caller's autocast: in another precision the
+        embeddings would not match their cached gradients.
+        """
+        with torch.autocast(**self._autocast) if self._autocast else nullcontext():
+            return super().embed_minibatch(*args, **kwargs)
+
+
+class Distillation(PyLateDistillation):
+    """PyLate's distillation: KL divergence between a teacher's scores of each query's candidates and the model's.
+
+    Parameters
+    ----------
+    model
+        ColBERT model, PyLate's or ours.
+    score_metric
+        Function of queries [Nq, Lq, d], candidates [Nq, K, Ld, d], ``queries_mask`` and ``documents_mask`` that returns
+        [Nq, K]. Default: the MaxSim scorer that the flags name.
+    size_average
+        Average over the queries of the batch; otherwise sum.
+    normalize_scores
+        Rescale the model's scores of each query to [0, 1] first.
+    scorer, masking
+        As in :class:`Contrastive`; they override the model's flags.
+
+    Raises
+    ------
+    ValueError
+        For an unknown ``scorer`` or ``masking``, or one given together with ``score_metric``.
+    """
+
+    def __init__(
+        self,
+        model: ColBERT,
+        score_metric: Callable | None = None,
+        size_average: bool = True,
+        normalize_scores: bool = True,
+        *,
+        scorer: str | None = None,
+        masking: str | None = None,
+    ) -> None:
+        super().__init__(
+            model,
+            score_metric if score_metric is not None else _FlagScores(self, own_candidates=True),
+            size_average,
+            normalize_scores,
+        )
+        _set_scoring(self, score_metric, scorer, masking)
+
+    def forward(self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor) -> Tensor:
+        """Return the loss, a float32 scalar.
+
+        Parameters
+        ----------
+        sentence_features
+            Two tokenized columns: Nq queries, and their candidates one query after the other, Nq * K texts.
+        labels
+            The teacher's scores, [Nq, K].
+        """
+        sentence_features = list(sentence_features)
+        if len(sentence_features) != 2:
+            raise ValueError(
+                f"sentence_features: {len(sentence_features)} columns; distillation expects two, the queries and "
+                "their candidates"
+            )
+        queries, documents = (features["input_ids"].shape[0] for features in sentence_features)
+        expected = (queries, documents // max(queries, 1))
+        if not isinstance(labels, Tensor) or tuple(labels.shape) != expected or documents % max(queries, 1):
+            got = f"shape {tuple(labels.shape)}" if isinstance(labels, Tensor) else type(labels).__name__
+            raise ValueError(
+                f"labels: {got}; expected the teacher's scores, one row per query and one column per candidate, "
+                f"for {queries} queries and {documents} candidates"
+            )
+        return super().forward(sentence_features, labels)

@@ -1,0 +1,334 @@
+"""sentence-transformers' trainer, set up for ColBERT models.
+
+``ColBERTTrainer`` is ``SentenceTransformerTrainer`` with PyLate's collator, a contrastive loss by default, the flag
+``scorer`` as a training argument, and the three numbers that decide a contrastive run in every log entry: in-batch
+negatives per query, tokens per second, and peak memory.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from pylate.losses.cached_contrastive import CachedContrastive as PyLateCachedContrastive
+from pylate.losses.contrastive import Contrastive as PyLateContrastive
+from pylate.losses.distillation import Distillation as PyLateDistillation
+from pylate.utils import ColBERTCollator, get_world_size
+from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer, SentenceTransformerTrainingArguments
+from sentence_transformers.sampler import DefaultBatchSampler
+from sentence_transformers.training_args import BatchSamplers
+from torch import Tensor, nn
+from transformers import TrainerCallback
+
+from .losses import CachedContrastive, Contrastive, Distillation
+from .register import check_backend, check_masking
+
+__all__ = ["ColBERTTrainer", "ColBERTTrainingArguments"]
+
+logger = logging.getLogger(__name__)
+
+_CONTRASTIVE = (PyLateContrastive, PyLateCachedContrastive)
+_PYLATE = (*_CONTRASTIVE, PyLateDistillation)
+_FOLLOWING = (Contrastive, CachedContrastive, Distillation)
+
+
+@dataclass
+class ColBERTTrainingArguments(SentenceTransformerTrainingArguments):
+    """sentence-transformers' training arguments, with the scorer of the run.
+
+    Parameters
+    ----------
+    scorer
+        ``"pylate_flash"``, ``"torch"``, ``"flash"``, ``"lik"`` or ``"auto"``: written to the flag of the model, and so
+        saved with it and followed by the losses and evaluators. A plain ``pylate.models.ColBERT`` has no such flag:
+        there it is given to the losses of this package, and not saved. Default: leave model and losses as they are.
+    masking
+        ``"exclude"`` or ``"zero"``, written to the same place.
+    batch_sampler
+        Default: ``"no_duplicates"`` if every loss uses in-batch negatives, because a text that occurs twice in a batch
+        would be its own negative; otherwise, and for an ``IterableDataset``, ``"batch_sampler"``.
+
+    Raises
+    ------
+    ValueError
+        For an unknown ``scorer`` or ``masking``.
+    """
+
+    scorer: str | None = field(
+        default=None, metadata={"help": "The scorer of the run: pylate_flash, torch, flash, lik or auto."}
+    )
+    masking: str | None = field(default=None, metadata={"help": "How masked tokens count: exclude or zero."})
+    batch_sampler: BatchSamplers | str | DefaultBatchSampler | Callable[..., DefaultBatchSampler] | None = field(
+        default=None,  # type: ignore[assignment]
+        metadata={"help": "The batch sampler. Default: no_duplicates for losses with in-batch negatives."},
+    )
+
+    def __post_init__(self) -> None:
+        if self.scorer is not None:
+            self.scorer = check_backend(self.scorer, name="scorer")
+        if self.masking is not None:
+            check_masking(self.masking)
+        super().__post_init__()
+
+
+class _Meter(TrainerCallback):
+    """Counts tokens, negatives and time between two log entries; evaluation and saving do not count as time."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.tokens: Tensor | None = None
+        self.negatives: list[int] = []
+        self.seconds = 0.0
+        self.since = time.perf_counter()
+
+    def add_time(self) -> None:
+        now = time.perf_counter()
+        self.seconds += now - self.since
+        self.since = now
+
+    def on_train_begin(self, args, state, control, **kwargs) -> None:
+        self.reset()
+
+    def on_step_end(self, args, state, control, **kwargs) -> None:
+        self.add_time()
+
+    def _leave_out(self, args, state, control, **kwargs) -> None:
+        self.since = time.perf_counter()
+
+    # The trainer logs, evaluates and saves after the end of a step: what passed since then was none of the training.
+    on_log = on_evaluate = on_save = _leave_out
+
+
+class ColBERTTrainer(SentenceTransformerTrainer):
+    """sentence-transformers' trainer with the defaults of a ColBERT model.
+
+    Columns are what PyLate's collator expects: the query first, in a column with ``query`` or ``anchor`` in its name,
+    then the positive and any hard negatives; or, for :class:`~pylate_flash.losses.Distillation`, what PyLate's
+    ``KDProcessing`` makes of ``query_id``, ``document_ids`` and ``scores``. Several data sets in a dictionary, with a
+    loss each, work as in sentence-transformers.
+
+    Each log entry of the training also has
+
+    - ``in_batch_negatives_per_query``: documents a query's positive competes with, over all document columns and, for a
+      loss that gathers, all ranks (the mean over the batches since the last entry; contrastive losses only),
+    - ``tokens_per_second``: tokens of queries and documents that are not padding, all ranks together, by the time since
+      the last entry without evaluation and saving,
+    - ``peak_memory_mib``: most memory that torch had allocated on the GPU so far, or, without a GPU, most resident
+      memory of the process; the highest of the ranks.
+
+    Parameters
+    ----------
+    model
+        ColBERT model, ours or PyLate's.
+    args
+        :class:`ColBERTTrainingArguments`, or those of sentence-transformers.
+    train_dataset, eval_dataset, evaluator, tokenizer, model_init
+        As in sentence-transformers.
+    loss
+        As in sentence-transformers; default :class:`~pylate_flash.losses.Contrastive`.
+    data_collator
+        Default: ``pylate.utils.ColBERTCollator`` with the model's tokenizer and the prompts of ``args``.
+    **kwargs
+        Any further argument of ``SentenceTransformerTrainer``.
+
+    Raises
+    ------
+    ValueError
+        If ``args.scorer`` or ``args.masking`` is set and a loss would not follow it.
+    """
+
+    def __init__(
+        self,
+        model: SentenceTransformer | None = None,
+        args: SentenceTransformerTrainingArguments | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        loss: Any = None,
+        evaluator: Any = None,
+        data_collator: Callable | None = None,
+        tokenizer: Any = None,
+        model_init: Callable[[], SentenceTransformer] | None = None,
+        **kwargs,
+    ) -> None:
+        args = args if args is not None else ColBERTTrainingArguments(output_dir="tmp_trainer")
+        loss = loss if loss is not None else Contrastive
+        super().__init__(
+            model=model,
+            args=args,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            loss=loss,
+            evaluator=evaluator,
+            data_collator=data_collator,
+            tokenizer=tokenizer,
+            model_init=model_init,
+            **kwargs,
+        )
+        if data_collator is None:
+            # sentence-transformers has put its own here: with a model_init, there is no model to ask any earlier.
+            collator: Any = ColBERTCollator(
+                tokenize_fn=self.model.tokenize,
+                router_mapping=args.router_mapping,  # type: ignore[arg-type]
+                prompts=args.prompts,  # type: ignore[arg-type]
+                all_special_ids=set(self.model.tokenizer.all_special_ids),
+                include_prompt_lengths=self._include_prompt_length(),
+            )
+            self.data_collator = collator
+            self._warn_about_query_column()
+        self._apply_scorer()
+        self._resolve_batch_sampler()
+        self._warn_about_accumulation()
+        self._meter = _Meter()
+        self.add_callback(self._meter)
+
+    # Setting up
+
+    def _losses(self) -> list[nn.Module]:
+        return list(self.loss.values()) if isinstance(self.loss, dict) else [self.loss]
+
+    def _apply_scorer(self) -> None:
+        """Write ``args.scorer`` and ``args.masking`` where the losses read them."""
+        flags = {name: getattr(self.args, name, None) for name in ("scorer", "masking")}
+        flags = {name: value for name, value in flags.items() if value is not None}
+        if not flags:
+            return
+        model_has_flags = hasattr(self.model, "scorer")
+        following = [loss for loss in self._losses() if isinstance(loss, _FOLLOWING)]
+        for loss in self._losses():
+            # A loss from elsewhere may read the model's flags; PyLate's never do.
+            if loss not in following and (not model_has_flags or isinstance(loss, _PYLATE)):
+                raise ValueError(
+                    f"args: {', '.join(f'{name}={value!r}' for name, value in flags.items())} has no effect on "
+                    f"{type(loss).__module__}.{type(loss).__name__}, which does not read it; use a loss of "
+                    "pylate_flash.losses"
+                )
+        for name, value in flags.items():
+            if model_has_flags:
+                setattr(self.model, name, value)
+                continue
+            for loss in following:
+                if getattr(loss, name) is None:
+                    setattr(loss, name, value)
+
+    def _resolve_batch_sampler(self) -> None:
+        if self.args.batch_sampler is not None:
+            return
+        # In a copy: the same arguments may serve another trainer, with another loss.
+        self.args = copy.copy(self.args)
+        in_batch_negatives = all(isinstance(loss, _CONTRASTIVE) for loss in self._losses())
+        indexed = hasattr(self.train_dataset, "__len__")
+        self.args.batch_sampler = (
+            BatchSamplers.NO_DUPLICATES if in_batch_negatives and indexed else BatchSamplers.BATCH_SAMPLER
+        )
+
+    def _warn_about_accumulation(self) -> None:
+        steps = self.args.gradient_accumulation_steps
+        names = sorted({type(loss).__name__ for loss in self._losses() if isinstance(loss, _CONTRASTIVE)})
+        if steps == 1 or not names:
+            return
+        size = self.args.per_device_train_batch_size
+        message = (
+            f"gradient_accumulation_steps={steps} does not give {' and '.join(names)} more in-batch negatives: each "
+            f"batch of {size} is scored on its own. For more negatives in the same memory, use "
+            f"losses.CachedContrastive(model, mini_batch_size={size}) with per_device_train_batch_size={size * steps} "
+            "and gradient_accumulation_steps=1."
+        )
+        logger.warning(message)
+        warnings.warn(message, stacklevel=3)
+
+    def _warn_about_query_column(self) -> None:
+        """PyLate's collator knows queries by the column's name: any other first column is encoded as documents."""
+        datasets = self.train_dataset if isinstance(self.train_dataset, dict) else {"train": self.train_dataset}
+        for dataset in datasets.values():
+            columns = [
+                name
+                for name in getattr(dataset, "column_names", None) or []
+                if "_id" not in name and name not in (*self.data_collator.valid_label_columns, "dataset_name")
+            ]
+            if columns and "query" not in columns[0] and "anchor" not in columns[0]:
+                logger.warning(
+                    "The first column, %r, has neither 'query' nor 'anchor' in its name: PyLate's collator encodes it "
+                    "as documents. Rename it, e.g. dataset.rename_column(%r, 'query').",
+                    columns[0],
+                    columns[0],
+                )
+
+    def call_model_init(self, trial: Any = None) -> SentenceTransformer:
+        """Make the model of a run, and give it the flags of the arguments."""
+        model = super().call_model_init(trial=trial)
+        if hasattr(self, "loss"):
+            self.model = model
+            self._apply_scorer()
+        return model
+
+    def _load_from_checkpoint(self, checkpoint_path: str) -> None:  # type: ignore[override]
+        """Load the weights, and the saved flags that neither the arguments nor the model of this run name."""
+        super()._load_from_checkpoint(checkpoint_path)
+        if not hasattr(self.model, "scorer"):
+            return
+        saved = json.loads((Path(checkpoint_path) / "config_sentence_transformers.json").read_text(encoding="utf-8"))
+        for name in ("scorer", "masking"):
+            named = getattr(self.args, name, None) or self.model._model_config.get(name, "auto") != "auto"
+            if not named and name in saved:
+                setattr(self.model, name, saved[name])
+
+    # Running
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], *args, **kwargs) -> Tensor:
+        """One forward and backward of a batch, counted."""
+        features, _ = self.collect_features(inputs)
+        # On a GPU this stays there until the next log entry: reading it here would wait for the device at every step.
+        tokens = torch.stack([column["attention_mask"].sum() for column in features]).sum()
+        self._meter.tokens = tokens if self._meter.tokens is None else self._meter.tokens + tokens
+        loss = self.loss[inputs["dataset_name"]] if isinstance(self.loss, dict) else self.loss
+        if isinstance(loss, _CONTRASTIVE):
+            documents = (len(features) - 1) * features[0]["input_ids"].shape[0]
+            self._meter.negatives.append(documents * (get_world_size() if loss.gather_across_devices else 1) - 1)
+        return super().training_step(model, inputs, *args, **kwargs)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log, with negatives, speed and memory if the entry is one of the training."""
+        if "loss" in logs and self._meter.tokens is not None:
+            logs = {**logs, **self._measurements(self._meter.tokens)}
+        super().log(logs, start_time)
+
+    def _measurements(self, tokens_here: Tensor) -> dict[str, float]:
+        meter, device = self._meter, self.args.device
+        here = torch.stack([tokens_here.to(device), torch.tensor(_peak_memory(device), device=device)])
+        ranks = self.accelerator.gather(here.unsqueeze(0))
+        tokens, peak = ranks[:, 0].sum().item(), ranks[:, 1].max().item()
+        # Reading the tokens has waited for the device: this is the time of all that was started since the last entry.
+        meter.add_time()
+        measured = {
+            "tokens_per_second": round(tokens / meter.seconds, 1),
+            "peak_memory_mib": round(peak / 2**20, 1),
+        }
+        if meter.negatives:
+            measured["in_batch_negatives_per_query"] = round(sum(meter.negatives) / len(meter.negatives), 2)
+        meter.reset()
+        return measured
+
+
+def _peak_memory(device: torch.device) -> int:
+    """Most bytes so far: allocated by torch on a CUDA device; resident in the process for any other device."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if sys.platform == "win32":
+        import psutil
+
+        return psutil.Process().memory_info().peak_wset
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -1,0 +1,158 @@
+"""Two processes over gloo: gathered negatives against PyLate's, and against one process with the whole batch."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from datasets import Dataset
+from pylate.losses.cached_contrastive import CachedContrastive as PyLateCachedContrastive
+from pylate.losses.contrastive import Contrastive as PyLateContrastive
+from torch.nn.parallel import DistributedDataParallel
+
+from pylate_flash import losses, models
+from pylate_flash.trainer import ColBERTTrainer, ColBERTTrainingArguments
+
+WORLD = 2
+QUERIES = ["sort a list", "open a file", "hash table", "sum of squares", "trim space", "join strings"]
+POSITIVES = ["Sort it, in place.", "Open; then read!", "Maps keys to values.", "x*x + y*y", "Strip it...", "Join: a, b"]
+NEGATIVES = [
+    "Reverse it?",
+    "Close the file.",
+    "A heap, a tree.",
+    "The product",
+    "Split on a comma.",
+    "Repeat (n)",
+]
+
+CASES = {
+    "Contrastive": {},
+    "Contrastive in chunks": {"score_mini_batch_size": 2, "temperature": 0.1},
+    "CachedContrastive": {"mini_batch_size": 2},
+    "CachedContrastive, summed": {"mini_batch_size": 3, "size_average": False},
+}
+PYLATE = {"Contrastive": PyLateContrastive, "CachedContrastive": PyLateCachedContrastive}
+
+
+def loss_class(case: str, classes: dict) -> type:
+    return classes["CachedContrastive" if case.startswith("Cached") else "Contrastive"]
+
+
+def load(path: str) -> models.ColBERT:
+    return models.ColBERT(path, device="cpu", query_length=8, document_length=12).eval()
+
+
+def batch(model: models.ColBERT, rows: slice) -> list[dict[str, torch.Tensor]]:
+    return [
+        model.tokenize(QUERIES[rows], is_query=True, pad=True),
+        model.tokenize(POSITIVES[rows], is_query=False, pad=True),
+        model.tokenize(NEGATIVES[rows], is_query=False, pad=True),
+    ]
+
+
+def value_and_gradient(loss: torch.nn.Module, model: models.ColBERT, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
+    model.zero_grad()
+    value = loss(batch(model, rows))
+    value.backward()
+    return value.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def train(model: models.ColBERT, folder: Path) -> list[dict[str, float]]:
+    """Two steps of two pairs per process, with gathered negatives; returns what was logged."""
+    args = ColBERTTrainingArguments(
+        output_dir=str(folder),
+        max_steps=2,
+        logging_steps=2,
+        per_device_train_batch_size=2,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+        ddp_backend="gloo",
+        dataloader_drop_last=True,
+    )
+    trainer = ColBERTTrainer(
+        model=model,
+        args=args,
+        train_dataset=Dataset.from_dict({"query": QUERIES * 2, "positive": POSITIVES * 2}),
+        loss=losses.Contrastive(model, gather_across_devices=True),
+    )
+    trainer.train()
+    assert isinstance(trainer.loss.model, DistributedDataParallel)
+    return trainer.state.log_history
+
+
+def work(rank: int, path: str, folder: Path) -> None:
+    """What each process does; the results go to a file, to be compared by the tests."""
+    torch.set_num_threads(1)
+    # What torchrun would set: the trainer finds its place in the group below by these.
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(WORLD), LOCAL_WORLD_SIZE=str(WORLD))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500", HF_HUB_OFFLINE="1")
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'rendezvous'}", rank=rank, world_size=WORLD)
+    model, size = load(path), len(QUERIES) // WORLD
+    rows = slice(rank * size, (rank + 1) * size)
+    results = {}
+    for case, arguments in CASES.items():
+        for who, classes in (("ours", vars(losses)), ("pylate", PYLATE)):
+            loss = loss_class(case, classes)(model, gather_across_devices=True, **arguments)
+            value, gradient = value_and_gradient(loss, model, rows)
+            dist.all_reduce(gradient)
+            results[case, who] = value, gradient / WORLD
+    model.zero_grad()
+    wrapped = DistributedDataParallel(model, find_unused_parameters=True, broadcast_buffers=False)
+    loss = losses.Contrastive(wrapped, gather_across_devices=True)
+    results["DDP"] = value_and_gradient(loss, model, rows)
+    del loss, wrapped
+    results["logs"] = train(load(path), folder / f"run-{rank}")
+    torch.save(results, folder / f"rank-{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def ranks(tiny_colbert_path: str, tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    folder = tmp_path_factory.mktemp("distributed")
+    mp.spawn(work, args=(tiny_colbert_path, folder), nprocs=WORLD)
+    return [torch.load(folder / f"rank-{rank}.pt") for rank in range(WORLD)]
+
+
+def assert_same(ours: tuple, theirs: tuple) -> None:
+    torch.testing.assert_close(ours[0], theirs[0], rtol=1e-5, atol=1e-7)
+    assert (ours[1] - theirs[1]).norm() <= 1e-5 * theirs[1].norm()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_rank_has_pylates_value_and_gradient(ranks: list[dict], case: str) -> None:
+    for results in ranks:
+        assert_same(results[case, "ours"], results[case, "pylate"])
+    # The ranks have different queries: the comparison is not one of a rank with itself.
+    assert ranks[0][case, "ours"][0] != ranks[1][case, "ours"][0]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_ranks_together_are_one_large_batch(ranks: list[dict], tiny_colbert_path: str, case: str) -> None:
+    """As PyLate multiplies a gathered loss by the number of ranks, a mean over fewer queries comes out as many times
+    larger, and a sum comes out the same. (PyLate's cached loss has the gradient of the sum also when it is averaged.)
+    """
+    model, arguments = load(tiny_colbert_path), CASES[case]
+    value, gradient = value_and_gradient(loss_class(case, vars(losses))(model, **arguments), model, slice(None))
+    averaged = arguments.get("size_average", True)
+    together = sum(results[case, "ours"][0] for results in ranks) / WORLD
+    expected = value * (WORLD if averaged else 1), gradient * (WORLD if averaged and "Cached" not in case else 1)
+    assert_same((together, ranks[0][case, "ours"][1]), expected)
+
+
+def test_a_model_in_distributed_data_parallel(ranks: list[dict]) -> None:
+    for results in ranks:
+        assert_same(results["DDP"], results["Contrastive", "ours"])
+
+
+def test_the_trainer_counts_all_ranks(ranks: list[dict]) -> None:
+    entries = [next(entry for entry in results["logs"] if "loss" in entry) for results in ranks]
+    for entry in entries:
+        assert entry["in_batch_negatives_per_query"] == WORLD * 2 - 1
+        assert entry["tokens_per_second"] > 0
+    assert entries[0]["peak_memory_mib"] == entries[1]["peak_memory_mib"] > 50

@@ -1,0 +1,383 @@
+"""The losses against PyLate's own, scored by PyLate's torch scorer (which is what PyLate does on a CPU)."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pylate.losses
+import pytest
+import torch
+from pylate.losses.cached_contrastive import CachedContrastive as PyLateCachedContrastive
+from pylate.losses.contrastive import Contrastive as PyLateContrastive
+from pylate.losses.contrastive import extract_skiplist_mask
+from pylate.losses.distillation import Distillation as PyLateDistillation
+from pylate.models import ColBERT
+from pylate.scores import XTRScores, xtr_kd_scores
+from torch import nn
+
+from pylate_flash import losses, registered
+from pylate_flash.register import use_scorer
+
+PYLATE = {
+    "Contrastive": PyLateContrastive,
+    "CachedContrastive": PyLateCachedContrastive,
+    "Distillation": PyLateDistillation,
+}
+
+QUERIES = ["how to sort a list?", "open a file", "what is a hash table", "sum of squares", "trim white space"]
+DOCUMENTS = [
+    "Sort the list in place; the sort is stable: equal items keep their order.",
+    "Open the file, and return a stream.",
+    "A hash table maps keys (hashable objects) to values!",
+    "Sum, of, squares: x*x + y*y + z*z.",
+    "Strip leading and trailing white-space...",
+]
+NEGATIVES = [
+    "Reverse a list?",
+    "Close the file; ignore errors, if any, and return None. Nothing is flushed.",
+    "A heap is a binary tree.",
+    "The product of: a, b, c.",
+    "Split a string on a separator",
+]
+
+
+@pytest.fixture(scope="module")
+def encoder(tiny_colbert_path: str) -> ColBERT:
+    """PyLate's model, short texts, no dropout: two forward passes give the same embeddings."""
+    return ColBERT(tiny_colbert_path, device="cpu", query_length=10, document_length=20).eval()
+
+
+@pytest.fixture
+def model(encoder: ColBERT, monkeypatch: pytest.MonkeyPatch) -> ColBERT:
+    """The encoder with no gradients, its flags restored after the test."""
+    encoder.zero_grad()
+    monkeypatch.setattr(encoder, "do_query_expansion", True)
+    return encoder
+
+
+def contrastive_batch(model: ColBERT, columns: int = 3, size: int = 5) -> list[dict[str, torch.Tensor]]:
+    batch = [model.tokenize(QUERIES[:size], is_query=True, pad=True)]
+    for texts in (DOCUMENTS, NEGATIVES)[: columns - 1]:
+        batch.append(model.tokenize(texts[:size], is_query=False, pad=True))
+    return batch
+
+
+def distillation_batch(model: ColBERT) -> tuple[list[dict[str, torch.Tensor]], torch.Tensor]:
+    candidates = [text for pair in zip(DOCUMENTS, NEGATIVES, reversed(DOCUMENTS), strict=True) for text in pair]
+    features = [
+        model.tokenize(QUERIES, is_query=True, pad=True),
+        model.tokenize(candidates, is_query=False, pad=True),
+    ]
+    return features, torch.linspace(0, 3, 15).reshape(5, 3).sin()
+
+
+def batch_for(name: str, model: ColBERT) -> tuple:
+    return distillation_batch(model) if name == "Distillation" else (contrastive_batch(model), None)
+
+
+def value_and_gradients(loss: nn.Module, features: list, labels: torch.Tensor | None = None) -> tuple:
+    loss.model.zero_grad()
+    # PyLate's cached loss keeps a reference to the features until the backward.
+    value = loss(copy.deepcopy(features), labels)
+    value.backward()
+    gradients = {name: p.grad.clone() for name, p in loss.model.named_parameters() if p.grad is not None}
+    assert gradients
+    return value.detach(), gradients
+
+
+def assert_same(ours: tuple, theirs: tuple, tolerance: float = 1e-5) -> None:
+    """Values and every parameter's gradient agree; gradients that cancel to rounding noise by that noise's size."""
+    torch.testing.assert_close(ours[0], theirs[0], rtol=tolerance, atol=1e-7)
+    assert ours[1].keys() == theirs[1].keys()
+    noise = 0.01 * tolerance * torch.stack([g.norm() for g in theirs[1].values()]).norm()
+    for name, expected in theirs[1].items():
+        error = (ours[1][name] - expected).norm()
+        assert error <= tolerance * expected.norm() + noise, f"{name}: {error} of {expected.norm()}"
+
+
+def no_masked_token_wins(model: ColBERT, features: list) -> bool:
+    """Whether every query token's best unmasked similarity is positive, so that both maskings score alike."""
+    with torch.no_grad():
+        queries, *documents = (nn.functional.normalize(model(dict(f))["token_embeddings"], dim=-1) for f in features)
+    masks = extract_skiplist_mask(features, model.skiplist)[1:]
+    return all(
+        (torch.einsum("qsd,ntd->qnst", queries, column) - 9 * (~mask)[None, :, None]).amax(-1).min() > 0
+        for column, mask in zip(documents, masks, strict=True)
+    )
+
+
+class WordVectors(nn.Module):
+    """A model with one given unit vector per token: similarities can be read off."""
+
+    skiplist: list[int] = []
+    do_query_expansion = True
+
+    def __init__(self, vectors: list[list[float]]) -> None:
+        super().__init__()
+        self.vectors = nn.Parameter(torch.tensor(vectors))
+
+    def forward(self, features: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {"token_embeddings": self.vectors[features["input_ids"]]}
+
+
+def tokens(*rows: list[int], masked: int = -1) -> dict[str, torch.Tensor]:
+    ids = torch.tensor(rows)
+    return {"input_ids": ids, "attention_mask": (ids != masked).long()}
+
+
+class Wrapped(nn.Module):
+    """What DistributedDataParallel looks like from outside."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, features: dict) -> dict:
+        return self.module(features)
+
+
+CONFIGURATIONS = [
+    ("Contrastive", {}),
+    ("Contrastive", {"score_mini_batch_size": 2}),
+    ("Contrastive", {"size_average": False}),
+    ("Contrastive", {"temperature": 0.05}),
+    ("CachedContrastive", {"mini_batch_size": 2}),
+    ("CachedContrastive", {"mini_batch_size": 3, "score_mini_batch_size": 1, "size_average": False}),
+    ("CachedContrastive", {"mini_batch_size": 2, "temperature": 0.05}),
+    ("Distillation", {}),
+    ("Distillation", {"normalize_scores": False}),
+    ("Distillation", {"normalize_scores": False, "size_average": False}),
+]
+
+
+@pytest.mark.parametrize("expansion", [True, False], ids=["expansion", "no-expansion"])
+@pytest.mark.parametrize(("name", "arguments"), CONFIGURATIONS)
+def test_value_and_gradients_are_pylates(model: ColBERT, name: str, arguments: dict, expansion: bool) -> None:
+    model.do_query_expansion = expansion
+    features, labels = batch_for(name, model)
+    assert not all(mask.all() for mask in extract_skiplist_mask(features, model.skiplist)[1:])
+    theirs = value_and_gradients(PYLATE[name](model, **arguments), features, labels)
+
+    ours = getattr(losses, name)(model, **arguments, masking="zero")
+    assert isinstance(ours, PYLATE[name])
+    assert_same(value_and_gradients(ours, features, labels), theirs)
+
+    assert no_masked_token_wins(model, features)
+    assert_same(value_and_gradients(getattr(losses, name)(model, **arguments), features, labels), theirs)
+
+
+@pytest.mark.parametrize("name", ["Contrastive", "CachedContrastive"])
+def test_without_hard_negatives(model: ColBERT, name: str) -> None:
+    features = contrastive_batch(model, columns=2)
+    theirs = value_and_gradients(PYLATE[name](model), features)
+    assert_same(value_and_gradients(getattr(losses, name)(model), features), theirs)
+
+
+def test_cached_gradient_is_that_of_the_sum(model: ColBERT) -> None:
+    """What the docstring says of PyLate's cached loss: the average's value, the sum's gradient."""
+    features = contrastive_batch(model)
+    value, gradients = value_and_gradients(losses.CachedContrastive(model, mini_batch_size=2), features)
+    assert_same((value, gradients), (value_and_gradients(losses.Contrastive(model), features)[0], gradients))
+    _, of_the_sum = value_and_gradients(losses.Contrastive(model, size_average=False), features)
+    assert_same((value, gradients), (value, of_the_sum))
+
+
+@pytest.mark.parametrize("name", PYLATE)
+def test_the_skiplist_matters(model: ColBERT, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A skiplist of a common word changes the loss, to PyLate's value: the tests above do not pass without it."""
+    features, labels = batch_for(name, model)
+    before = getattr(losses, name)(model, masking="zero")(copy.deepcopy(features), labels)
+    monkeypatch.setattr(model, "skiplist", [*model.skiplist, *features[1]["input_ids"][:, 2::3].unique().tolist()])
+    ours = value_and_gradients(getattr(losses, name)(model, masking="zero"), features, labels)
+    assert not torch.isclose(before, ours[0], rtol=1e-4)
+    assert_same(ours, value_and_gradients(PYLATE[name](model), features, labels))
+
+
+@pytest.mark.parametrize("name", ["Contrastive", "CachedContrastive"])
+def test_masking_decides_where_a_masked_token_would_win(name: str) -> None:
+    """Document 0 has similarity -1 and a masked token: -1 under "exclude", 0 under "zero"; document 1 has 0.6."""
+    model = WordVectors([[1.0, 0.0], [-1.0, 0.0], [0.6, 0.8]])
+    batch = [tokens([0], [0]), tokens([1, 9], [2, 2], masked=9)]
+    batch[1]["input_ids"].clamp_(max=2)
+
+    def expected(first: float) -> float:
+        scores = torch.tensor([first, 0.6], dtype=torch.float64)
+        return float(torch.logsumexp(scores, 0) - scores.mean())
+
+    for masking, first in (("exclude", -1.0), ("zero", 0.0)):
+        loss = getattr(losses, name)(model, masking=masking)
+        assert math.isclose(loss(copy.deepcopy(batch)).item(), expected(first), rel_tol=1e-6)
+    assert math.isclose(PYLATE[name](model)(copy.deepcopy(batch)).item(), expected(0.0), rel_tol=1e-6)
+
+
+def test_masking_decides_in_distillation() -> None:
+    model = WordVectors([[1.0, 0.0], [-1.0, 0.0], [0.6, 0.8]])
+    batch = [tokens([0]), tokens([1, 9], [2, 2], masked=9)]
+    batch[1]["input_ids"].clamp_(max=2)
+    teacher = torch.tensor([[-1.0, 0.6]])
+    arguments = {"normalize_scores": False}
+    assert abs(losses.Distillation(model, **arguments)(batch, teacher).item()) < 1e-6
+    zero = losses.Distillation(model, **arguments, masking="zero")(batch, teacher).item()
+    assert zero > 0.05
+    assert math.isclose(zero, PyLateDistillation(model, **arguments)(batch, teacher).item(), rel_tol=1e-5)
+
+
+@pytest.mark.parametrize("name", PYLATE)
+def test_the_models_flags_are_followed_when_the_loss_is_called(name: str) -> None:
+    """The flag changes after the loss is made, and the model gets wrapped; the loss's own keywords come first."""
+    model = WordVectors([[1.0, 0.0], [-1.0, 0.0], [0.6, 0.8]])
+    batch = [tokens([0], [0]), tokens([1, 9], [2, 2], masked=9)]
+    batch[1]["input_ids"].clamp_(max=2)
+    labels = torch.tensor([[0.0], [1.0]]) if name == "Distillation" else None
+    if name == "Distillation":
+        batch[1] = {key: value.repeat(2, 1) for key, value in batch[1].items()}
+        labels = torch.tensor([[0.0, 1.0], [2.0, 1.0]])
+    loss = getattr(losses, name)(model, **({"normalize_scores": False} if name == "Distillation" else {}))
+    excluded = loss(batch, labels).item()
+
+    model.scorer, model.masking = "pylate_flash", "zero"
+    zeroed = loss(batch, labels).item()
+    assert not math.isclose(excluded, zeroed, rel_tol=1e-3)
+    loss.model = Wrapped(model)
+    assert loss(batch, labels).item() == zeroed
+    loss.masking = "exclude"
+    assert loss(batch, labels).item() == excluded
+
+    # "torch" is PyLate's own code, whose masked tokens count as 0 whatever the masking says.
+    model.scorer = "torch"
+    assert math.isclose(loss(batch, labels).item(), zeroed, rel_tol=1e-6)
+    loss.scorer = "pylate_flash"
+    assert loss(batch, labels).item() == excluded
+
+    # Asked for by name, a scorer that cannot run here is an error, not another scorer.
+    loss.scorer = None
+    model.scorer = "flash"
+    with pytest.raises(RuntimeError, match="flash"):
+        loss(batch, labels)
+    # "auto" names none: what is in force for the block decides.
+    model.scorer = "auto"
+    with use_scorer("torch"):
+        assert math.isclose(loss(batch, labels).item(), zeroed, rel_tol=1e-6)
+
+
+def test_own_score_metric_is_called_as_pylate_calls_it(model: ColBERT) -> None:
+    calls = []
+
+    def score_metric(*args, **kwargs):
+        calls.append([(value.shape, value.dtype) for value in args] + sorted(kwargs))
+        return XTRScores(k=4)(*args, **kwargs)
+
+    model.do_query_expansion = False
+    features = contrastive_batch(model)
+    for name in ("Contrastive", "CachedContrastive"):
+        theirs = value_and_gradients(PYLATE[name](model, score_metric), features)
+        ours = value_and_gradients(getattr(losses, name)(model, score_metric), features)
+        assert_same(ours, theirs, tolerance=0)
+        assert calls[: len(calls) // 2] == calls[len(calls) // 2 :] != []
+        calls.clear()
+
+    features, labels = distillation_batch(model)
+    metric = lambda *args, **kwargs: xtr_kd_scores(*args, **kwargs) / 2  # noqa: E731
+    assert torch.equal(
+        losses.Distillation(model, metric)(features, labels), PyLateDistillation(model, metric)(features, labels)
+    )
+
+
+@pytest.mark.parametrize("name", PYLATE)
+def test_in_bfloat16_autocast(model: ColBERT, name: str) -> None:
+    """The loss is a finite float32 near float32's, also where the second pass of GradCache runs outside autocast."""
+    features, labels = batch_for(name, model)
+    # Without min-max normalisation, which divides by small differences of scores and so enlarges their rounding.
+    arguments = {"CachedContrastive": {"mini_batch_size": 2}, "Distillation": {"normalize_scores": False}}
+    loss = getattr(losses, name)(model, **arguments.get(name, {}))
+    expected, gradients = value_and_gradients(loss, features, labels)
+    model.zero_grad()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        value = loss(copy.deepcopy(features), labels)
+    value.backward()
+    assert value.dtype == torch.float32
+    torch.testing.assert_close(value.detach(), expected, rtol=0.03, atol=0.01)
+    ours = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    theirs = torch.cat([g.flatten() for g in gradients.values()])
+    assert torch.nn.functional.cosine_similarity(ours, theirs, dim=0) > 0.95
+
+
+@pytest.mark.parametrize("name", PYLATE)
+def test_batch_of_one(model: ColBERT, name: str) -> None:
+    if name == "Distillation":
+        features, labels = distillation_batch(model)
+        features = [{k: v[:size] for k, v in f.items()} for f, size in zip(features, (1, 3), strict=True)]
+        labels = labels[:1]
+    else:
+        features, labels = contrastive_batch(model, size=1), None
+    theirs = value_and_gradients(PYLATE[name](model), features, labels)
+    assert_same(value_and_gradients(getattr(losses, name)(model), features, labels), theirs)
+    if name != "Distillation":
+        alone = getattr(losses, name)(model)(contrastive_batch(model, columns=2, size=1))
+        assert alone.item() == 0
+
+
+@pytest.mark.parametrize("name", ["Contrastive", "CachedContrastive"])
+def test_columns_of_different_padded_lengths(model: ColBERT, name: str) -> None:
+    """PyLate's collator never makes them, tokenizing without `pad` does: padding does not change the loss."""
+    texts = (DOCUMENTS[1:3], NEGATIVES[2:4])
+    queries = model.tokenize(QUERIES[:2], is_query=True)
+    ragged = [model.tokenize(column, is_query=False) for column in texts]
+    padded = [model.tokenize(column, is_query=False, pad=True) for column in texts]
+    assert len({column["input_ids"].shape for column in (*ragged, padded[0])}) == 3
+    theirs = value_and_gradients(PYLATE[name](model), [queries, *padded])
+    assert_same(value_and_gradients(getattr(losses, name)(model), [queries, *ragged]), theirs)
+
+
+def test_evaluation_without_gradients(model: ColBERT) -> None:
+    features = contrastive_batch(model)
+    with torch.no_grad():
+        expected = PyLateContrastive(model)(features)
+        for name in ("Contrastive", "CachedContrastive"):
+            torch.testing.assert_close(getattr(losses, name)(model)(features), expected)
+
+
+def test_while_registered_pylates_names_are_these_classes(model: ColBERT) -> None:
+    features = contrastive_batch(model)
+    expected = PyLateContrastive(model)(features)
+    with registered():
+        for name in PYLATE:
+            assert getattr(pylate.losses, name) is getattr(losses, name)
+        torch.testing.assert_close(pylate.losses.Contrastive(model)(features), expected)
+        torch.testing.assert_close(pylate.losses.CachedContrastive(model, mini_batch_size=2)(features), expected)
+        pylate.losses.Distillation(model)
+    assert pylate.losses.Contrastive is PyLateContrastive
+
+
+@pytest.mark.parametrize("name", PYLATE)
+def test_wrong_arguments(model: ColBERT, name: str) -> None:
+    loss = getattr(losses, name)
+    with pytest.raises(ValueError, match="scorer.*'pylate_flash'.*got 'cuda'"):
+        loss(model, scorer="cuda")
+    with pytest.raises(ValueError, match="masking.*'exclude'.*got 'none'"):
+        loss(model, masking="none")
+    with pytest.raises(ValueError, match="score_metric.*scorer='torch'"):
+        loss(model, XTRScores(), scorer="torch")
+    with pytest.raises(TypeError, match="positional"):
+        loss(*[None] * 9, "torch")
+
+
+def test_wrong_batches(model: ColBERT) -> None:
+    query, documents, _ = contrastive_batch(model)
+    for name in ("Contrastive", "CachedContrastive"):
+        loss = getattr(losses, name)(model)
+        with pytest.raises(ValueError, match="sentence_features: got only the queries"):
+            loss([query])
+        with pytest.raises(ValueError, match=r"sentence_features: columns of \[5, 4\] texts"):
+            loss([query, {key: value[:4] for key, value in documents.items()}])
+    features, labels = distillation_batch(model)
+    loss = losses.Distillation(model)
+    with pytest.raises(ValueError, match="sentence_features: 3 columns"):
+        loss([*features, documents], labels)
+    with pytest.raises(ValueError, match=r"labels: shape \(5,\)"):
+        loss(features, labels[:, 0])
+    with pytest.raises(ValueError, match="labels: NoneType"):
+        loss(features, None)
+    with pytest.raises(ValueError, match="for 5 queries and 14 candidates"):
+        loss([features[0], {key: value[:14] for key, value in features[1].items()}], labels)

@@ -1,0 +1,390 @@
+"""The trainer: short runs of a tiny model, and what they log and save."""
+
+from __future__ import annotations
+
+import json
+import logging
+import warnings
+from pathlib import Path
+
+import pylate.losses
+import pylate.models
+import pytest
+import torch
+from datasets import Dataset, DatasetDict
+from pylate.utils import ColBERTCollator, KDProcessing
+from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments
+from sentence_transformers.evaluation import SentenceEvaluator
+from sentence_transformers.training_args import BatchSamplers
+
+from pylate_flash import losses, models
+from pylate_flash.trainer import ColBERTTrainer, ColBERTTrainingArguments
+
+TOPICS = ["sorting", "hashing", "parsing", "reading", "writing", "joining", "slicing", "mapping"]
+TOPICS += ["folding", "caching", "testing", "logging"]
+LENGTHS = {"query_length": 8, "document_length": 16}
+
+
+@pytest.fixture
+def model(tiny_colbert_path: str) -> models.ColBERT:
+    return models.ColBERT(tiny_colbert_path, device="cpu", **LENGTHS)
+
+
+@pytest.fixture
+def pairs() -> Dataset:
+    return Dataset.from_dict(
+        {
+            "query": [f"what is {topic}?" for topic in TOPICS],
+            "positive": [f"{topic}, in short, is explained here." for topic in TOPICS],
+        }
+    )
+
+
+@pytest.fixture
+def triplets(pairs: Dataset) -> Dataset:
+    return pairs.add_column("negative", [f"nothing on {topic}" for topic in reversed(TOPICS)])
+
+
+@pytest.fixture
+def distillation() -> Dataset:
+    queries = Dataset.from_dict({"query_id": ["q0", "q1", "q2", "q3"], "text": [f"what is {t}?" for t in TOPICS[:4]]})
+    documents = Dataset.from_dict({"document_id": [f"d{i}" for i in range(12)], "text": TOPICS})
+    train = Dataset.from_dict(
+        {
+            "query_id": ["q0", "q1", "q2", "q3"],
+            "document_ids": [[f"d{(i + j) % 12}" for j in range(3)] for i in range(4)],
+            "scores": [[0.9, 0.3, 0.1]] * 4,
+        }
+    )
+    train.set_transform(KDProcessing(queries=queries, documents=documents).transform)
+    return train
+
+
+def arguments(tmp_path: Path, **overrides) -> ColBERTTrainingArguments:
+    defaults = {
+        "output_dir": str(tmp_path / "run"),
+        "max_steps": 2,
+        "per_device_train_batch_size": 4,
+        "learning_rate": 1e-3,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+    }
+    return ColBERTTrainingArguments(**{**defaults, **overrides})
+
+
+def training_logs(trainer: ColBERTTrainer) -> list[dict[str, float]]:
+    return [entry for entry in trainer.state.log_history if "loss" in entry]
+
+
+def saved_config(folder: str | Path) -> dict:
+    return json.loads((Path(folder) / "config_sentence_transformers.json").read_text())
+
+
+class Clock:
+    """Stands in for the module `time`: time passes when the test says so."""
+
+    now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr("pylate_flash.trainer.time", clock)
+    return clock
+
+
+class Observed(losses.Contrastive):
+    """A contrastive loss that takes 2 seconds and counts its tokens."""
+
+    def __init__(self, *args, clock: Clock, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.clock = clock
+        self.tokens: list[int] = []
+
+    def forward(self, sentence_features, labels=None):
+        self.clock.now += 2
+        self.tokens.append(sum(int(features["attention_mask"].sum()) for features in sentence_features))
+        return super().forward(sentence_features, labels)
+
+
+class SlowEvaluator(SentenceEvaluator):
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self.clock = clock
+
+    def __call__(self, model, output_path=None, epoch=-1, steps=-1) -> dict[str, float]:
+        self.clock.now += 1000
+        return {"nothing": 0.0}
+
+
+def test_training_learns_and_saves_the_flag(model: models.ColBERT, pairs: Dataset, tmp_path: Path) -> None:
+    args = arguments(
+        tmp_path, max_steps=5, scorer="pylate_flash", masking="zero", save_strategy="steps", save_steps=5, seed=1
+    )
+    trainer = ColBERTTrainer(model=model, args=args, train_dataset=pairs)
+    assert isinstance(trainer.loss, losses.Contrastive)
+    assert isinstance(trainer.data_collator, ColBERTCollator)
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    trainer.train()
+    entries = training_logs(trainer)
+    assert [entry["step"] for entry in entries] == [1, 2, 3, 4, 5]
+    assert entries[-1]["loss"] < entries[0]["loss"]
+    assert any(not torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
+
+    trainer.save_model(str(tmp_path / "saved"))
+    for folder in (tmp_path / "run" / "checkpoint-5", tmp_path / "saved"):
+        assert saved_config(folder)["scorer"] == "pylate_flash"
+        loaded = models.ColBERT(str(folder), device="cpu")
+        assert (loaded.scorer, loaded.masking) == ("pylate_flash", "zero")
+        pylate.models.ColBERT(str(folder), device="cpu")
+
+
+def test_same_steps_as_sentence_transformers_trainer(tiny_colbert_path: str, triplets: Dataset, tmp_path: Path) -> None:
+    """Only what is logged differs: the same loss and data give the same weights."""
+    weights = []
+    for trainer_class in (SentenceTransformerTrainer, ColBERTTrainer):
+        model = models.ColBERT(tiny_colbert_path, device="cpu", **LENGTHS)
+        own = {"data_collator": ColBERTCollator(model.tokenize)} if trainer_class is SentenceTransformerTrainer else {}
+        trainer_class(
+            model=model,
+            args=arguments(tmp_path, batch_sampler="no_duplicates"),
+            train_dataset=triplets,
+            loss=losses.CachedContrastive(model, mini_batch_size=2),
+            **own,
+        ).train()
+        weights.append(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
+    assert torch.equal(*weights)
+
+
+def test_logged_numbers(
+    model: models.ColBERT, triplets: Dataset, tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two log entries of two steps of two batches each; evaluation after every step takes no training time."""
+    loss = Observed(model, clock=clock)
+    monkeypatch.setattr("pylate_flash.trainer._peak_memory", lambda device: 3 * 2**20)
+    args = arguments(
+        tmp_path,
+        max_steps=4,
+        logging_steps=2,
+        gradient_accumulation_steps=2,
+        per_device_train_batch_size=3,
+        eval_strategy="steps",
+        eval_steps=1,
+    )
+    with pytest.warns(UserWarning, match="gradient_accumulation_steps=2"):
+        trainer = ColBERTTrainer(
+            model=model, args=args, train_dataset=triplets, loss=loss, evaluator=SlowEvaluator(clock)
+        )
+    trainer.train()
+    assert clock.now == 8 * 2 + 4 * 1000
+    assert len(loss.tokens) == 8
+    entries = training_logs(trainer)
+    assert [entry["step"] for entry in entries] == [2, 4]
+    for entry, tokens in zip(entries, (loss.tokens[:4], loss.tokens[4:]), strict=True):
+        assert entry["tokens_per_second"] == round(sum(tokens) / 8, 1)
+        assert entry["in_batch_negatives_per_query"] == 3 * 2 - 1
+        assert entry["peak_memory_mib"] == 3.0
+    others = [entry for entry in trainer.state.log_history if "loss" not in entry]
+    assert others
+    assert not any("tokens_per_second" in entry for entry in others)
+
+
+def test_negatives_of_a_short_last_batch_are_averaged(
+    model: models.ColBERT, pairs: Dataset, tmp_path: Path, clock: Clock
+) -> None:
+    args = arguments(tmp_path, logging_steps=2, per_device_train_batch_size=8)
+    trainer = ColBERTTrainer(model=model, args=args, train_dataset=pairs, loss=Observed(model, clock=clock))
+    trainer.train()
+    assert [entry["in_batch_negatives_per_query"] for entry in training_logs(trainer)] == [((8 - 1) + (4 - 1)) / 2]
+
+
+def test_peak_memory_is_this_process(model: models.ColBERT, pairs: Dataset, tmp_path: Path) -> None:
+    trainer = ColBERTTrainer(model=model, args=arguments(tmp_path, max_steps=1), train_dataset=pairs)
+    trainer.train()
+    (entry,) = training_logs(trainer)
+    # More than the weights, in MiB and not KiB, and less than a machine.
+    assert 50 < entry["peak_memory_mib"] < 2**20
+    assert entry["tokens_per_second"] > 0
+
+
+@pytest.mark.parametrize("name", ["Contrastive", "CachedContrastive"])
+def test_gradient_accumulation_is_warned_about_once(
+    model: models.ColBERT, pairs: Dataset, tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    args = arguments(tmp_path, gradient_accumulation_steps=4)
+    with warnings.catch_warnings(record=True) as caught, caplog.at_level(logging.WARNING, "pylate_flash"):
+        warnings.simplefilter("always")
+        ColBERTTrainer(model=model, args=args, train_dataset=pairs, loss=getattr(losses, name)(model))
+    for messages in ([str(w.message) for w in caught], caplog.messages):
+        (message,) = [m for m in messages if "gradient_accumulation_steps=4" in m]
+        assert f"{name} more in-batch negatives" in message
+        assert "losses.CachedContrastive(model, mini_batch_size=4)" in message
+        assert "per_device_train_batch_size=16" in message
+
+
+def test_no_warning_where_accumulation_is_fine(
+    model: models.ColBERT, pairs: Dataset, distillation: Dataset, tmp_path: Path
+) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        ColBERTTrainer(model=model, args=arguments(tmp_path), train_dataset=pairs)
+        ColBERTTrainer(
+            model=model,
+            args=arguments(tmp_path, gradient_accumulation_steps=2),
+            train_dataset=distillation,
+            loss=losses.Distillation(model),
+        )
+
+
+def test_distillation_on_kd_columns(model: models.ColBERT, distillation: Dataset, tmp_path: Path) -> None:
+    trainer = ColBERTTrainer(
+        model=model, args=arguments(tmp_path), train_dataset=distillation, loss=losses.Distillation(model)
+    )
+    trainer.train()
+    entries = training_logs(trainer)
+    assert len(entries) == 2
+    for entry in entries:
+        assert entry["loss"] > 0
+        assert entry["tokens_per_second"] > 0
+        assert "in_batch_negatives_per_query" not in entry
+
+
+def test_a_loss_for_each_dataset(
+    model: models.ColBERT, triplets: Dataset, distillation: Dataset, tmp_path: Path
+) -> None:
+    trainer = ColBERTTrainer(
+        model=model,
+        args=arguments(tmp_path, max_steps=4, logging_steps=4, multi_dataset_batch_sampler="round_robin"),
+        train_dataset=DatasetDict(triplets=triplets, distillation=distillation),
+        loss={"triplets": losses.Contrastive(model), "distillation": losses.Distillation(model)},
+    )
+    assert trainer.args.batch_sampler == BatchSamplers.BATCH_SAMPLER
+    trainer.train()
+    (entry,) = training_logs(trainer)
+    # The mean over the triplets' batches alone: a query of the other data set has no in-batch negatives.
+    assert entry["in_batch_negatives_per_query"] == 2 * 4 - 1
+
+
+def test_default_batch_sampler(model: models.ColBERT, pairs: Dataset, distillation: Dataset, tmp_path: Path) -> None:
+    def sampler(dataset, loss, **overrides) -> BatchSamplers:
+        args = arguments(tmp_path, **overrides)
+        return ColBERTTrainer(model=model, args=args, train_dataset=dataset, loss=loss).args.batch_sampler
+
+    assert sampler(pairs, losses.Contrastive(model)) == BatchSamplers.NO_DUPLICATES
+    assert sampler(distillation, losses.Distillation(model)) == BatchSamplers.BATCH_SAMPLER
+    assert sampler(pairs.to_iterable_dataset(), losses.Contrastive(model)) == BatchSamplers.BATCH_SAMPLER
+    assert sampler(pairs, losses.Contrastive(model), batch_sampler="batch_sampler") == BatchSamplers.BATCH_SAMPLER
+    reused = arguments(tmp_path)
+    ColBERTTrainer(model=model, args=reused, train_dataset=pairs)
+    trainer = ColBERTTrainer(model=model, args=reused, train_dataset=distillation, loss=losses.Distillation(model))
+    assert trainer.args.batch_sampler == BatchSamplers.BATCH_SAMPLER
+
+
+def test_repeated_documents_do_not_meet_in_a_batch(model: models.ColBERT, tmp_path: Path) -> None:
+    """Every positive occurs twice: as in-batch negatives they would push the model away from the right answer."""
+    twice = Dataset.from_dict({"query": [f"q {i}" for i in range(8)], "positive": [f"d {i // 2}" for i in range(8)]})
+    trainer = ColBERTTrainer(model=model, args=arguments(tmp_path), train_dataset=twice)
+    for batch in trainer.get_train_dataloader():
+        documents = batch["positive_input_ids"]
+        assert len(documents.unique(dim=0)) == len(documents)
+
+
+def test_plain_pylate_model_gives_the_flag_to_the_losses(
+    tiny_colbert_path: str, pairs: Dataset, tmp_path: Path
+) -> None:
+    plain = pylate.models.ColBERT(tiny_colbert_path, device="cpu", **LENGTHS)
+    args = arguments(tmp_path, max_steps=1, scorer="torch", masking="zero")
+    trainer = ColBERTTrainer(model=plain, args=args, train_dataset=pairs, loss=losses.Contrastive)
+    assert (trainer.loss.scorer, trainer.loss.masking) == ("torch", "zero")
+    own = losses.Contrastive(plain, scorer="pylate_flash")
+    ColBERTTrainer(model=plain, args=args, train_dataset=pairs, loss=own)
+    assert (own.scorer, own.masking) == ("pylate_flash", "zero")
+    trainer.train()
+    trainer.save_model(str(tmp_path / "saved"))
+    assert "scorer" not in saved_config(tmp_path / "saved")
+
+
+def test_a_scorer_that_no_loss_follows_is_an_error(
+    model: models.ColBERT, tiny_colbert_path: str, pairs: Dataset, tmp_path: Path
+) -> None:
+    args = arguments(tmp_path, scorer="pylate_flash")
+    for followed in (model, pylate.models.ColBERT(tiny_colbert_path, device="cpu")):
+        with pytest.raises(ValueError, match="args: scorer='pylate_flash'.*Contrastive.*pylate_flash.losses"):
+            ColBERTTrainer(model=followed, args=args, train_dataset=pairs, loss=pylate.losses.Contrastive(followed))
+    assert model.scorer == "auto"
+    for wrong, expected in (({"scorer": "cuda"}, "scorer.*got 'cuda'"), ({"masking": "no"}, "masking.*got 'no'")):
+        with pytest.raises(ValueError, match=expected):
+            arguments(tmp_path, **wrong)
+
+
+def test_a_scorer_that_cannot_run_here_is_not_replaced(model: models.ColBERT, pairs: Dataset, tmp_path: Path) -> None:
+    trainer = ColBERTTrainer(model=model, args=arguments(tmp_path, scorer="flash"), train_dataset=pairs)
+    with pytest.raises(RuntimeError, match="flash"):
+        trainer.train()
+
+
+def test_model_init(tiny_colbert_path: str, pairs: Dataset, tmp_path: Path) -> None:
+    trainer = ColBERTTrainer(
+        model_init=lambda: models.ColBERT(tiny_colbert_path, device="cpu", **LENGTHS),
+        args=arguments(tmp_path, scorer="torch"),
+        train_dataset=pairs,
+    )
+    trainer.train()
+    assert trainer.model.scorer == "torch"
+    assert trainer.loss.model is trainer.model
+    assert len(training_logs(trainer)) == 2
+
+
+def test_resume_keeps_the_flag(tiny_colbert_path: str, pairs: Dataset, tmp_path: Path) -> None:
+    def trainer(scorer: str | None, max_steps: int, own: str | None = None) -> ColBERTTrainer:
+        args = arguments(tmp_path, max_steps=max_steps, save_strategy="steps", save_steps=1, scorer=scorer)
+        model = models.ColBERT(tiny_colbert_path, device="cpu", scorer=own, **LENGTHS)
+        return ColBERTTrainer(model=model, args=args, train_dataset=pairs)
+
+    trainer("torch", max_steps=1).train()
+    checkpoint = str(tmp_path / "run" / "checkpoint-1")
+    for arguments_scorer, own, expected in (
+        (None, None, "torch"),
+        ("pylate_flash", None, "pylate_flash"),
+        (None, "pylate_flash", "pylate_flash"),
+    ):
+        resumed = trainer(arguments_scorer, max_steps=2, own=own)
+        resumed.train(resume_from_checkpoint=checkpoint)
+        assert resumed.state.global_step == 2
+        assert resumed.model.scorer == expected
+        assert saved_config(tmp_path / "run" / "checkpoint-2")["scorer"] == expected
+        assert [entry["step"] for entry in training_logs(resumed)] == [1, 2]
+
+
+def test_arguments_of_sentence_transformers(model: models.ColBERT, pairs: Dataset, tmp_path: Path) -> None:
+    args = SentenceTransformerTrainingArguments(
+        str(tmp_path), max_steps=1, logging_steps=1, report_to="none", use_cpu=True, save_strategy="no", bf16=True
+    )
+    trainer = ColBERTTrainer(model=model, args=args, train_dataset=pairs, loss=losses.CachedContrastive(model))
+    trainer.train()
+    (entry,) = training_logs(trainer)
+    assert entry["in_batch_negatives_per_query"] == 7
+    assert torch.isfinite(torch.tensor(entry["loss"]))
+
+
+def test_prompts_reach_the_collator(model: models.ColBERT, pairs: Dataset, tmp_path: Path) -> None:
+    trainer = ColBERTTrainer(model=model, args=arguments(tmp_path, prompts={"query": "search: "}), train_dataset=pairs)
+    batch = trainer.data_collator([pairs[0]])
+    plain = model.tokenize(["search: " + pairs[0]["query"]], is_query=True, pad=True)
+    assert torch.equal(batch["query_input_ids"], plain["input_ids"])
+
+
+def test_a_query_column_with_another_name_is_pointed_out(
+    model: models.ColBERT, pairs: Dataset, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, warned in (("question", True), ("anchor", False)):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "pylate_flash"):
+            ColBERTTrainer(model=model, args=arguments(tmp_path), train_dataset=pairs.rename_column("query", name))
+        assert any("encodes it as documents" in message for message in caplog.messages) is warned
