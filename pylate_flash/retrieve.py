@@ -1,0 +1,10 @@
+"""PyLate's retriever, so that `from pylate import retrieve` becomes `from pylate_flash import retrieve`.
+
+It is PyLate's own class: `ColBERT(index=indexes.Flat(...))` searches end to end through `indexes.Flat`.
+"""
+
+from __future__ import annotations
+
+from pylate.retrieve import ColBERT
+
+__all__ = ["ColBERT"]

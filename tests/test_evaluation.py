@@ -1,0 +1,376 @@
+"""BEIR folders, retrieval metrics, and evaluators that follow the model's flag."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pylate.evaluation
+import pylate.models
+import pytest
+import torch
+
+from pylate_flash import evaluation, indexes, models, register, registered, scores, unregister
+from pylate_flash.evaluation import evaluate_retrieval, load_beir_folder
+
+CORPUS = [
+    {"_id": "d1", "title": "First", "text": "one"},
+    {"_id": "d2", "title": "", "text": "two"},
+    {"_id": "d3", "text": "three"},
+    {"_id": "d4", "title": None, "text": ""},
+]
+QUERIES = [{"_id": "q1", "text": "a"}, {"_id": "q2", "text": "b"}, {"_id": "unjudged", "text": "c"}]
+QRELS = "query-id\tcorpus-id\tscore\nq2\td1\t1\nq1\td3\t2\nq1\td2\t1\n"
+
+
+def write_folder(path: Path, corpus=CORPUS, queries=QUERIES, qrels: str = QRELS) -> Path:
+    (path / "qrels").mkdir(parents=True)
+    (path / "corpus.jsonl").write_text("".join(json.dumps(record) + "\n" for record in corpus), encoding="utf-8")
+    (path / "queries.jsonl").write_text("".join(json.dumps(record) + "\n" for record in queries), encoding="utf-8")
+    (path / "qrels" / "test.tsv").write_text(qrels, encoding="utf-8")
+    return path
+
+
+# BEIR folders
+
+
+@pytest.mark.parametrize("header", [True, False])
+def test_load_beir_folder(tmp_path: Path, header: bool) -> None:
+    qrels = QRELS if header else QRELS.partition("\n")[2]
+    documents, queries, judgements = load_beir_folder(write_folder(tmp_path, qrels=qrels))
+    assert documents == [
+        {"id": "d1", "text": "First one"},
+        {"id": "d2", "text": "two"},
+        {"id": "d3", "text": "three"},
+        {"id": "d4", "text": ""},
+    ]
+    assert list(queries.items()) == [("q2", "b"), ("q1", "a")]
+    assert judgements == {"q2": {"d1": 1}, "q1": {"d3": 2, "d2": 1}}
+
+
+def test_load_beir_folder_takes_what_editors_leave(tmp_path: Path) -> None:
+    write_folder(tmp_path, qrels="q1\td1\t1\r\n\r\nq1\td1\t1\r\n")
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_bytes(b"\xef\xbb\xbf" + corpus.read_bytes() + b"\n\n")
+    documents, _, qrels = load_beir_folder(tmp_path)
+    assert [document["id"] for document in documents] == ["d1", "d2", "d3", "d4"]
+    assert qrels == {"q1": {"d1": 1}}
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "text", "message"),
+    [
+        ("corpus.jsonl", 2, '{"_id": "d2", ', "not valid JSON"),
+        ("corpus.jsonl", 2, '["d2"]', "expected a JSON object, got list"),
+        ("corpus.jsonl", 2, '{"id": "d2", "text": ""}', 'the key "_id" is missing; found id, text'),
+        ("corpus.jsonl", 2, '{"_id": "d2", "title": "x"}', 'the key "text" is missing'),
+        ("corpus.jsonl", 2, '{"_id": 2, "text": ""}', '"_id" must be a string, got 2'),
+        ("corpus.jsonl", 2, '{"_id": "d2", "text": null}', '"text" must be a string, got None'),
+        ("corpus.jsonl", 2, '{"_id": "d2", "text": "", "title": []}', '"title" must be a string'),
+        ("corpus.jsonl", 3, '{"_id": "d1", "text": ""}', r"""the "_id" 'd1' was given before, in .*line 1"""),
+        ("corpus.jsonl", 2, "\udcff", "not UTF-8"),
+        ("queries.jsonl", 1, "q1", "not valid JSON"),
+        ("queries.jsonl", 2, '{"_id": "q1", "text": ""}', r"""the "_id" 'q1' was given before"""),
+        ("qrels/test.tsv", 2, "q1 d1 1", r"expected query id, .* tab-separated; got 1 field\(s\)"),
+        ("qrels/test.tsv", 2, "q1\t0\td1\t1", r"got 4 field\(s\)"),
+        ("qrels/test.tsv", 2, "q1\td1\thigh", "the relevance must be an integer, got 'high'"),
+        ("qrels/test.tsv", 3, "q9\td1\t1", r"query 'q9' is not in queries\.jsonl"),
+        ("qrels/test.tsv", 3, "q1\td9\t1", r"document 'd9' is not in corpus\.jsonl"),
+        ("qrels/test.tsv", 4, "q1\td3\t1", "document 'd3' has been judged 2 for query 'q1' before, and 1 here"),
+    ],
+)
+def test_a_malformed_line_is_one_error_with_file_and_line(
+    tmp_path: Path, file: str, line: int, text: str, message: str
+) -> None:
+    path = write_folder(tmp_path) / file
+    lines = path.read_text(encoding="utf-8").splitlines()
+    lines[line - 1] = text
+    path.write_bytes("\n".join(lines).encode(errors="surrogateescape"))
+    with pytest.raises(ValueError, match=message) as caught:
+        load_beir_folder(tmp_path)
+    assert str(caught.value).startswith(f"{path}, line {line}: ")
+
+
+def test_missing_and_empty_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"is not a BEIR folder .* missing corpus\.jsonl, queries\.jsonl, qrels"):
+        load_beir_folder(tmp_path)
+    write_folder(tmp_path)
+    with pytest.raises(ValueError, match=r"split 'dev'.*missing qrels/dev\.tsv; splits found: test"):
+        load_beir_folder(tmp_path, split="dev")
+    (tmp_path / "qrels" / "test.tsv").write_text("query-id\tcorpus-id\tscore\n")
+    with pytest.raises(ValueError, match=r"test\.tsv holds no judgements"):
+        load_beir_folder(tmp_path)
+    (tmp_path / "corpus.jsonl").write_text("")
+    with pytest.raises(ValueError, match=r"corpus\.jsonl is empty"):
+        load_beir_folder(tmp_path)
+
+
+def test_cranfield_loads(cranfield: Path) -> None:
+    documents, queries, qrels = load_beir_folder(cranfield)
+    assert (len(documents), len(queries), len(qrels)) == (1400, 225, 225)
+    assert sum(map(len, qrels.values())) == 1612
+    assert documents[0]["text"].startswith("experimental investigation of the aerodynamics of a wing in a slipstream .")
+
+
+# Retrieval
+
+
+class OneHot:
+    """A model whose text is the numbers of the dimensions that its tokens point to: scores are set by hand."""
+
+    def __init__(self, **flags: str) -> None:
+        self.encoded: list[str] = []
+        for name, value in flags.items():
+            setattr(self, name, value)
+
+    def encode(self, sentences: list[str], is_query: bool, batch_size: int, show_progress_bar: bool) -> list:
+        self.encoded += sentences
+        return [np.eye(8, dtype=np.float32)[[int(token) for token in text.split()]] for text in sentences]
+
+
+DOCUMENTS = [
+    {"id": "a", "text": "0"},
+    {"id": "b", "text": "0 1"},
+    {"id": "c", "text": "0 1 2"},
+    {"id": "d", "text": "3"},
+]
+# q1 ranks c (3), b (2), a (1), d (0); q2 ranks d (1), then a, b, c (0 each) in the order of insertion.
+TEXTS = {"q1": "0 1 2", "q2": "3", "unjudged": "0"}
+JUDGED = {"q1": {"c": 1, "a": 2}, "q2": {"b": 1}}
+METRICS = {
+    "q1": {
+        "ndcg@10": (1 / math.log2(2) + 2 / math.log2(4)) / (2 / math.log2(2) + 1 / math.log2(3)),
+        "map": (1 / 1 + 2 / 3) / 2,
+        "recall@100": 1.0,
+        "mrr@10": 1.0,
+    },
+    "q2": {"ndcg@10": 1 / math.log2(4), "map": 1 / 3, "recall@100": 1.0, "mrr@10": 1 / 3},
+}
+
+
+@pytest.mark.parametrize("scorer", ["pylate_flash", "torch"])
+def test_metrics_are_those_of_a_ranking_worked_out_by_hand(scorer: str) -> None:
+    model = OneHot(scorer=scorer)
+    with mock.patch.object(indexes, "colbert_scores", wraps=indexes.colbert_scores) as theirs:
+        result = evaluate_retrieval(model, DOCUMENTS, TEXTS, JUDGED, show_progress=False)
+    assert result.scorer == scorer
+    assert theirs.called == (scorer == "torch")
+    assert {query_id: [r["id"] for r in found] for query_id, found in result.run.items()} == {
+        "q1": ["c", "b", "a", "d"],
+        "q2": ["d", "a", "b", "c"],
+    }
+    for name in ("ndcg@10", "map", "recall@100", "mrr@10"):
+        expected = {query_id: METRICS[query_id][name] for query_id in JUDGED}
+        assert result.per_query[name] == pytest.approx(expected)
+        assert result.metrics[name] == pytest.approx(sum(expected.values()) / 2)
+    assert set(result.timings) == {"encode_documents", "index", "encode_queries", "search"}
+    assert "0" not in model.encoded[len(DOCUMENTS) :]
+
+
+@pytest.mark.parametrize("relevant", ["a", "m", "z"])
+def test_equal_scores_count_in_the_order_of_insertion(relevant: str) -> None:
+    ids = ["m", "a", "z", *(f"x{i}" for i in range(40))]
+    documents = [{"id": id_, "text": "0"} for id_ in ids]
+    result = evaluate_retrieval(
+        OneHot(), documents, {"q": "0"}, {"q": {relevant: 1}}, metrics=["mrr"], show_progress=False
+    )
+    assert result.metrics == {"mrr": pytest.approx(1 / (1 + ids.index(relevant)))}
+
+
+def test_a_query_that_finds_nothing_relevant_counts_as_zero() -> None:
+    documents = [{"id": "a", "text": "0"}, {"id": "b", "text": "1"}]
+    qrels = {"q1": {"b": 1}, "q2": {"b": 1}}
+    result = evaluate_retrieval(
+        OneHot(), documents, {"q1": "0", "q2": "1"}, qrels, k=1, metrics=["map"], show_progress=False
+    )
+    assert result.per_query == {"map": {"q1": 0.0, "q2": 1.0}}
+    assert result.metrics == {"map": 0.5}
+
+
+def test_a_filled_index_is_searched_without_encoding_again(tmp_path: Path) -> None:
+    index = indexes.Flat(tmp_path, "index", device="cpu", show_progress=False)
+    first = evaluate_retrieval(OneHot(), DOCUMENTS, TEXTS, JUDGED, index=index, show_progress=False)
+    assert len(index) == 4
+    model = OneHot()
+    second = evaluate_retrieval(model, DOCUMENTS, TEXTS, JUDGED, index=index, scorer="torch", show_progress=False)
+    assert model.encoded == ["0 1 2", "3"]
+    assert (first.scorer, second.scorer, index.scorer) == ("pylate_flash", "torch", "pylate_flash")
+    assert second.run == first.run
+    assert second.metrics == first.metrics
+    assert set(second.timings) == {"encode_queries", "search"}
+    with pytest.raises(ValueError, match="holds 4 documents that are not the 3 documents to evaluate on"):
+        evaluate_retrieval(OneHot(), DOCUMENTS[:3], TEXTS, JUDGED, index=index, show_progress=False)
+
+
+def test_an_index_folder_is_built_once_and_never_overwritten(tmp_path: Path) -> None:
+    evaluate_retrieval(OneHot(), DOCUMENTS, TEXTS, JUDGED, index=tmp_path / "index", show_progress=False)
+    assert indexes.Flat(tmp_path, "index", device="cpu").documents_ids == ["a", "b", "c", "d"]
+    with pytest.raises(ValueError, match="already holds an index of 4 documents"):
+        evaluate_retrieval(OneHot(), DOCUMENTS, TEXTS, JUDGED, index=tmp_path / "index", show_progress=False)
+
+
+def test_documents_are_indexed_in_steps_of_bounded_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(evaluation, "SHARD_BYTES", 100)
+    monkeypatch.setattr(evaluation, "_BATCHES_PER_STEP", 1)
+    index = indexes.Flat(tmp_path, "index", device="cpu", show_progress=False)
+    with mock.patch.object(index, "add_documents", wraps=index.add_documents) as add:
+        evaluate_retrieval(OneHot(), DOCUMENTS, TEXTS, JUDGED, index=index, batch_size=1, show_progress=False)
+    # 32 bytes a token: 1 + 2 tokens are not 100 bytes yet, 1 + 2 + 3 are.
+    assert [call.args[0] for call in add.call_args_list] == [["a", "b", "c"], ["d"]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"metrics": ["recall@100"], "k": 10}, "'recall@100' needs 100 documents per query, but k is 10"),
+        ({"metrics": ["accuracy"]}, "'accuracy' is no metric of ranx"),
+        ({"metrics": ["ndcg@ten"]}, "'ndcg@ten' is no metric of ranx"),
+        ({"metrics": "ndcg"}, "metrics must be a list of at least one name, got 'ndcg'"),
+        ({"qrels": {}}, "nothing to evaluate: 4 documents, 0 judged queries"),
+        ({"documents": []}, "nothing to evaluate: 0 documents, 2 judged queries"),
+        ({"qrels": {"q9": {"a": 1}}}, "query 'q9' is not in queries"),
+        ({"qrels": {"q1": {"z": 1}}}, "document 'z' of query 'q1' is not in documents"),
+        ({"scorer": "fast"}, "scorer must be one of .* got 'fast'"),
+    ],
+)
+def test_refused_evaluations(arguments: dict, message: str) -> None:
+    given = {"documents": DOCUMENTS, "queries": TEXTS, "qrels": JUDGED, "show_progress": False, **arguments}
+    with pytest.raises(ValueError, match=message):
+        evaluate_retrieval(OneHot(), **given)
+
+
+def test_a_real_model_gives_the_same_metrics_by_both_scorers(tiny_colbert_path: str, tmp_path: Path) -> None:
+    words = ["wing", "lift", "drag", "flow", "heat", "shock", "layer", "plate", "body", "speed"]
+    documents = [{"id": f"d{i}", "text": " ".join(words[i % 10 :: 1 + i % 4])} for i in range(30)]
+    queries = {f"q{i}": f"{words[i]} {words[i - 3]}" for i in range(6)}
+    qrels = {f"q{i}": {f"d{i}": 1, f"d{i + 10}": 2} for i in range(6)}
+    model = models.ColBERT(tiny_colbert_path, device="cpu")
+    index = indexes.Flat(tmp_path, "index", device="cpu", show_progress=False)
+    results = [
+        evaluate_retrieval(model, documents, queries, qrels, index=index, scorer=scorer, k=100, show_progress=False)
+        for scorer in ("torch", "pylate_flash")
+    ]
+    assert {name: round(value, 4) for name, value in results[0].metrics.items()} == {
+        name: round(value, 4) for name, value in results[1].metrics.items()
+    }
+    for query_id in queries:
+        theirs, ours = (result.run[query_id] for result in results)
+        np.testing.assert_allclose([r["score"] for r in theirs], [r["score"] for r in ours], rtol=1e-5)
+
+
+# Evaluators
+
+
+@pytest.fixture(scope="module")
+def model(tiny_colbert_path: str) -> models.ColBERT:
+    return models.ColBERT(tiny_colbert_path, device="cpu")
+
+
+def triplet_evaluator(module):
+    return module.ColBERTTripletEvaluator(["wing"], ["a wing"], ["a cow"], write_csv=False)
+
+
+def distillation_evaluator(module):
+    return module.ColBERTDistillationEvaluator(["wing"], [["a wing", "a cow"]], [[0.9, 0.1]], write_csv=False)
+
+
+def retrieval_evaluator(module):
+    return module.PyLateInformationRetrievalEvaluator(
+        {"q": "wing"}, {"a": "a wing", "b": "a cow"}, {"q": {"a"}}, write_csv=False
+    )
+
+
+def nano_evaluator(module):
+    rows = {
+        "corpus": [{"_id": "a", "text": "a wing"}, {"_id": "b", "text": "a cow"}],
+        "queries": [{"_id": "q", "text": "wing"}],
+        "qrels": [{"query-id": "q", "corpus-id": "a"}],
+    }
+    with mock.patch("datasets.load_dataset", lambda path, name, split: rows[name]):
+        return module.NanoBEIREvaluator(dataset_names=["scifact"], write_csv=False)
+
+
+EVALUATORS = [triplet_evaluator, distillation_evaluator, retrieval_evaluator, nano_evaluator]
+
+
+class Spy:
+    """Counts the calls of this package's ops and of PyLate's own scoring functions."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.ours = self.theirs = 0
+        for name in ("maxsim", "maxsim_pairs", "maxsim_varlen"):
+            monkeypatch.setattr(scores, name, self.counting("ours", getattr(scores, name)))
+        original = scores.original
+        monkeypatch.setattr(scores, "original", lambda name: self.counting("theirs", original(name)))
+
+    def counting(self, whose: str, function):
+        def call(*args, **kwargs):
+            setattr(self, whose, getattr(self, whose) + 1)
+            return function(*args, **kwargs)
+
+        return call
+
+
+@pytest.mark.parametrize("make", EVALUATORS)
+def test_evaluators_follow_the_flag_of_each_model(make, model: models.ColBERT, monkeypatch: pytest.MonkeyPatch) -> None:
+    evaluator, found = make(evaluation), {}
+    spy = Spy(monkeypatch)
+    # One evaluator meets one flag after the other: what it remembers of the first must not decide for the second.
+    for flag in ("torch", "pylate_flash", "torch"):
+        monkeypatch.setitem(model._model_config, "scorer", flag)
+        spy.ours = spy.theirs = 0
+        found[flag] = evaluator(model)
+        assert (spy.ours > 0, spy.theirs > 0) == (flag == "pylate_flash", flag == "torch")
+    assert found["torch"] == pytest.approx(found["pylate_flash"], abs=1e-5)
+
+
+@pytest.mark.parametrize("make", EVALUATORS)
+def test_evaluators_score_a_plain_pylate_model_by_this_package(
+    make, tiny_colbert_path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = pylate.models.ColBERT(tiny_colbert_path, device="cpu")
+    wanted = make(pylate.evaluation)(plain)
+    spy = Spy(monkeypatch)
+    assert make(evaluation)(plain) == pytest.approx(wanted, abs=1e-5)
+    assert spy.ours > 0
+    assert spy.theirs == 0
+
+
+@pytest.mark.parametrize("make", EVALUATORS)
+def test_registered_evaluators_do_not_call_themselves(make, model: models.ColBERT) -> None:
+    wanted = make(evaluation)(model)
+    with registered():
+        evaluator = make(pylate.evaluation)
+        assert type(evaluator).__module__ == "pylate_flash.evaluation"
+        assert evaluator(model) == pytest.approx(wanted)
+    register()
+    try:
+        assert make(evaluation)(model) == pytest.approx(wanted)
+    finally:
+        unregister()
+
+
+def test_given_score_functions_are_kept(model: models.ColBERT) -> None:
+    calls = []
+
+    def reverse(queries: torch.Tensor, documents: torch.Tensor) -> torch.Tensor:
+        calls.append(queries.shape)
+        return -model.similarity(queries, documents)
+
+    evaluator = evaluation.PyLateInformationRetrievalEvaluator(
+        {"q": "wing"},
+        {"a": "a wing", "b": "a cow"},
+        {"q": {"a"}},
+        score_functions={"reverse": reverse},
+        write_csv=False,
+    )
+    assert all(name.startswith("reverse_") for name in evaluator(model) | evaluator(model))
+    assert len(calls) == 2
+
+
+def test_the_names_of_pylate_s_module_are_here() -> None:
+    for name in pylate.evaluation.__all__:
+        assert hasattr(evaluation, name), name
