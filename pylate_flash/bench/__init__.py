@@ -1,0 +1,38 @@
+"""The benchmark suite, shipped, so that a user can measure a card of their own.
+
+``pylate-flash bench [SUITE]`` and ``python -m pylate_flash.bench [SUITE]`` run it. From the bottom up:
+
+- `protocol`: how one call is timed, the card's two ceilings, and the floor that they give a piece of work.
+- `suite`: what a suite is (rows, systems, a reference), and the loop that checks, times and compares the systems.
+- `forward`: the first suite. Another suite is one more file like it, named in `SUITES`.
+- `peers`: the other packages that a suite may measure, and what is particular to them.
+- `memory`: the memory of one system, measured in a process of its own.
+- `results`, `report`, `plot`, `readme`: a result as JSON, as a table on the terminal, as a picture, in the README.
+
+Importing this package needs neither PyLate nor the other packages measured.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pylate_flash.bench.suite import Suite
+
+# The suites by name: each is a module with a function `suite()`.
+SUITES = {"forward": "pylate_flash.bench.forward"}
+
+
+def load_suite(name: str) -> Suite:
+    """Return the suite of that name.
+
+    Raises
+    ------
+    ValueError
+        If there is no such suite.
+    """
+    if name not in SUITES:
+        raise ValueError(f"suite: there is no {name!r}, expected one of {', '.join(SUITES)}")
+    suite: Suite = importlib.import_module(SUITES[name]).suite()
+    return suite

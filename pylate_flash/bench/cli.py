@@ -1,0 +1,141 @@
+"""``pylate-flash bench``: the command."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from enum import Enum
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Optional
+
+import torch
+import typer
+
+from pylate_flash.bench import SUITES, load_suite, plot, report, results
+from pylate_flash.bench import suite as suites
+from pylate_flash.bench.protocol import QUICK, Rounds
+
+
+class Dtype(str, Enum):
+    """The types that inputs may have."""
+
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+    float32 = "float32"
+
+
+def bench(
+    suite: Annotated[str, typer.Argument(help=f"What to measure: {', '.join(SUITES)}.")] = "forward",
+    rows: Annotated[
+        Optional[list[str]],  # noqa: UP007, UP045 - typer evaluates this on Python 3.10 as well
+        typer.Option(help="Only these rows: names, with commas between them, or the option again."),
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto (a GPU if there is one), cuda, cuda:1, cpu.")] = "auto",
+    dtype: Annotated[
+        Optional[Dtype],  # noqa: UP007, UP045
+        typer.Option(help="Type of the inputs.", show_default="bfloat16 on a GPU, float32 on a CPU"),
+    ] = None,
+    quick: Annotated[
+        bool,
+        typer.Option(
+            "--quick", help="10 calls instead of 50, and peers keep their first tuning: a look, not a record."
+        ),
+    ] = False,
+    peers: Annotated[bool, typer.Option(help="Measure late-interaction-kernels and flash-maxsim too.")] = True,
+    compiled: Annotated[
+        bool, typer.Option("--compile", help="Measure torch.compile too (compiles for minutes).")
+    ] = False,
+    memory: Annotated[bool, typer.Option("--memory", help="Measure memory too, a fresh process for each.")] = False,
+    json: Annotated[
+        Optional[Path],  # noqa: UP007, UP045
+        typer.Option(help="Write the result here, after every row: a .json file, or a folder, which gets one."),
+    ] = None,
+    picture: Annotated[
+        Optional[Path],  # noqa: UP007, UP045
+        typer.Option("--plot", help="Draw the result here (.png, .svg, .pdf)."),
+    ] = None,
+) -> None:
+    """Measure this package, its peers and plain torch on this machine, beside the floor that the machine allows.
+
+    Every system is checked against float64 on the same inputs before it is timed. Exits with 1 where pylate_flash was
+    wrong, inaccurate or failed.
+    """
+    try:
+        found = load_suite(suite)
+        where = _device(device)
+        names = [name for item in rows or [] for name in item.split(",") if name]
+        chosen = suites.choose(found, names)
+        _can_write(picture, memory, where)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    kind = getattr(torch, dtype.value) if dtype else (torch.bfloat16 if where.type == "cuda" else torch.float32)
+    rounds = QUICK if quick else Rounds()
+    console = report.make_console()
+    keep = partial(_keep, json) if json else None
+    with report.Progress(console, len(chosen)) as progress:
+        result = suites.run(
+            found,
+            where,
+            kind,
+            rounds,
+            rows=names,
+            with_peers=peers,
+            with_compiled=compiled,
+            with_memory=memory,
+            quick=quick,
+            observer=progress,
+            keep=keep,
+        )
+    report.show(console, found, result)
+    if json:
+        console.print(f"Written to {results.place(json, result)}", highlight=False, markup=False)
+    if picture:
+        plot.save(found, result, picture)
+        console.print(f"Drawn to {picture}", highlight=False, markup=False)
+    if any(row["systems"][suites.OURS]["status"] in suites.BROKEN for row in result["rows"]):
+        raise typer.Exit(1)
+
+
+def _can_write(picture: Path | None, memory: bool, device: torch.device) -> None:
+    """Raise a ValueError, before anything is measured, for what could not be measured or drawn after it."""
+    if picture is not None and picture.suffix not in (".png", ".svg", ".pdf"):
+        raise ValueError(f"plot: {picture} should end in .png, .svg or .pdf")
+    if picture is not None and importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("plot: needs matplotlib, which the extra pylate-flash[bench] installs")
+    if memory and device.type == "cpu" and sys.platform != "linux":
+        raise ValueError(f"memory: on a CPU it is measured on Linux only, and this is {sys.platform}")
+
+
+def _keep(path: Path, result: dict[str, Any]) -> None:
+    results.save(result, results.place(path, result))
+
+
+def _device(name: str) -> torch.device:
+    """Return the device of that name, or raise a ValueError saying what there is."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device: {name!r} is not auto, cpu, cuda or cuda:N")
+    if device.type == "cpu":
+        return device
+    if not torch.cuda.is_available():
+        raise ValueError(f"device: {name!r} was asked for, but torch finds no CUDA GPU here")
+    index = torch.cuda.current_device() if device.index is None else device.index
+    if index >= torch.cuda.device_count():
+        raise ValueError(f"device: {name!r} was asked for, but there are {torch.cuda.device_count()} GPUs")
+    return torch.device("cuda", index)
+
+
+def register_command(app: typer.Typer) -> None:
+    """Add the command to an application, as ``bench``."""
+    app.command("bench")(bench)
+
+
+def main() -> None:
+    """Run the command on its own."""
+    typer.run(bench)

@@ -1,0 +1,85 @@
+"""The memory that one call takes beyond its inputs, measured in a fresh process.
+
+What an earlier system cached, or still holds, would count in a shared process. On a GPU it is the peak of torch's
+allocator, which the Triton packages allocate through as well; on a CPU the peak of the resident set (Linux).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+
+def measure(suite: str, row: str, system: str, variant: str, device: torch.device, dtype: torch.dtype) -> int:
+    """Return the bytes that a system takes for a row beyond its inputs.
+
+    Parameters
+    ----------
+    suite, row, system, variant
+        Names, as in a result.
+    device, dtype
+        Where, and the type of the inputs.
+
+    Raises
+    ------
+    RuntimeError
+        If the process fails; the message ends with what it wrote.
+    """
+    environment = dict(os.environ)
+    root = str(Path(__file__).resolve().parents[2])
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH")]))
+    # With a fixed threshold, glibc returns every large block to the system when it is freed.
+    environment["MALLOC_MMAP_THRESHOLD_"] = "65536"
+    request = json.dumps([suite, row, system, variant, str(device), str(dtype).removeprefix("torch.")])
+    finished = subprocess.run(
+        [sys.executable, "-m", "pylate_flash.bench.memory", request], capture_output=True, text=True, env=environment
+    )
+    if finished.returncode:
+        raise RuntimeError(f"measuring the memory of {system} at {row} failed: {finished.stderr.strip()[-2000:]}")
+    return int(finished.stdout.split()[-1])
+
+
+def measure_here(suite: str, row: str, system: str, variant: str, device: torch.device, dtype: torch.dtype) -> int:
+    """The same in this process, which should have done nothing else."""
+    from pylate_flash.bench import load_suite
+    from pylate_flash.bench.suite import fit, release
+
+    found = load_suite(suite)
+    wanted = next(candidate for candidate in found.rows if candidate.name == row)
+    inputs = found.make_inputs(fit(wanted, device), device, dtype)
+    maker = next(candidate for candidate in (*found.systems, *found.compiled) if candidate.name == system)
+    call = next(candidate.call for candidate in maker.candidates(inputs) if candidate.label == variant)
+    with torch.no_grad():
+        # Tuning allocates; what it leaves in the allocator is given back.
+        call()
+        release(device)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+            torch.cuda.reset_peak_memory_stats(device)
+            before = torch.cuda.memory_allocated(device)
+            result = call()
+            torch.cuda.synchronize(device)
+            peak = torch.cuda.max_memory_allocated(device)
+        else:
+            Path("/proc/self/clear_refs").write_text("5")  # sets the peak to what is resident now
+            before = _resident("VmRSS")
+            result = call()
+            peak = _resident("VmHWM")
+    del result
+    return max(0, peak - before)
+
+
+def _resident(field: str) -> int:
+    """Read a field of /proc/self/status, in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line.split()[1] for line in lines if line.startswith(f"{field}:")))
+
+
+if __name__ == "__main__":
+    suite_name, row_name, system_name, label, device_name, dtype_name = json.loads(sys.argv[1])
+    print(measure_here(suite_name, row_name, system_name, label, torch.device(device_name), getattr(torch, dtype_name)))

@@ -1,0 +1,70 @@
+"""The other packages that the suites measure: whether they are there, and their tuning.
+
+Each is measured at its best: through its public functions, with every argument that spares it work, the fastest of
+several where it has several, tile sizes tuned for the very shape (`Peer.forget_tuning`), and without gradients.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from dataclasses import dataclass
+from importlib import metadata
+
+import torch
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Another package with MaxSim kernels.
+
+    Parameters
+    ----------
+    distribution, module
+        Its name on PyPI, and the name that it is imported by.
+    """
+
+    distribution: str
+    module: str
+
+    def unavailable(self, device: torch.device) -> str | None:
+        """Return why the package cannot be measured on a device, or None if it can."""
+        if device.type != "cuda":
+            return "its kernels need a CUDA GPU"
+        try:
+            importlib.import_module(self.module)
+        except ImportError as error:
+            return f"not installed ({error})"
+        return None
+
+    def version(self) -> str | None:
+        """Return the installed version, or None."""
+        try:
+            return metadata.version(self.distribution)
+        except metadata.PackageNotFoundError:
+            pass
+        try:
+            return str(importlib.import_module(self.module).__version__)
+        except (ImportError, AttributeError):
+            return None
+
+    def forget_tuning(self) -> None:
+        """Drop the tile sizes that the package's kernels have chosen, so that its next call tunes for its own shape.
+
+        A Triton kernel keeps its choice under a key that leaves out much of the shape (here the document length and
+        both batch sizes), so whichever shape came first decides for all that follow. Compiled kernels are kept.
+        """
+        from triton.runtime.autotuner import Autotuner
+
+        for name, module in list(sys.modules.items()):
+            if name == self.module or name.startswith(self.module + "."):
+                for value in vars(module).values():
+                    if isinstance(value, Autotuner):
+                        value.cache.clear()
+                        # The choice is also kept on disk, under the same key.
+                        value.cache_results = False
+
+
+LIK = Peer("late-interaction-kernels", "late_interaction_kernels")
+FLASH_MAXSIM = Peer("flash-maxsim", "flash_maxsim")
+PEERS = (LIK, FLASH_MAXSIM)

@@ -1,0 +1,276 @@
+"""How a call is timed, and how fast the machine could be at all.
+
+The protocol is that of the Flash-MaxSim paper's appendix A:
+
+- the systems of a row are timed in turn, one call each per round, within one run, so that a clock that drifts or a card
+  that warms up changes all of them alike;
+- the L2 cache is overwritten before every timed call, so that inputs come from device memory, as they do in a service;
+- a call is timed with CUDA events; the median and the interquartile range of the rounds are reported;
+- allocation, casts, compilation and tuning happen before the first timed call;
+- the machine's two ceilings, a large matrix product and a large copy, are measured in the same run, and each row has a
+  floor: no implementation is faster than its arithmetic at the one rate, or its unavoidable traffic at the other.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """How often a call is made, and how much is written to the cache before each.
+
+    Parameters
+    ----------
+    warmup
+        Calls of each system before the first one that counts.
+    repetitions
+        Timed calls of each system.
+    flush_bytes
+        Bytes written before each timed call, outside the timed region; 0 leaves the cache warm. A card whose L2 is
+        larger than half of it has twice its L2 written.
+    """
+
+    warmup: int = 10
+    repetitions: int = 50
+    flush_bytes: int = 128 * MIB
+
+
+QUICK = Rounds(warmup=3, repetitions=10)
+
+
+class Sample(NamedTuple):
+    """One timed call: ``seconds`` until its result was there, ``host_seconds`` until the call returned."""
+
+    seconds: float
+    host_seconds: float
+
+
+class Stopwatch(Protocol):
+    """Times one call, from a cold cache if it was made so."""
+
+    clock: str
+    flush_bytes: int
+
+    def time(self, call: Callable[[], object]) -> Sample:
+        """Flush the cache, make the call, and return how long the call took."""
+
+
+class CudaStopwatch:
+    """Times a call with CUDA events on the device's current stream.
+
+    Every call starts from an empty queue: the host has as its only head start the time that the device takes to write
+    the flush buffer. A call whose launch takes the host longer than that is therefore charged for the difference, and
+    what one system leaves in the queue never hides another system's launch.
+    """
+
+    clock = "CUDA events"
+
+    def __init__(self, device: torch.device, flush_bytes: int) -> None:
+        self.device = device
+        if flush_bytes:
+            flush_bytes = max(flush_bytes, 2 * getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0))
+        self.flush_bytes = flush_bytes
+        self._buffer = torch.zeros(flush_bytes // 4, dtype=torch.int32, device=device)
+        self._writes = 0
+        self._start = torch.cuda.Event(enable_timing=True)
+        self._stop = torch.cuda.Event(enable_timing=True)
+
+    def time(self, call: Callable[[], object]) -> Sample:
+        """Flush the cache, make the call, and return how long the call took."""
+        if self.flush_bytes:
+            self._writes += 1
+            self._buffer.fill_(self._writes)
+        self._start.record()
+        started = time.perf_counter()
+        result = call()
+        returned = time.perf_counter()
+        self._stop.record()
+        self._stop.synchronize()
+        # Only now: the result's memory stays its own until the call is over.
+        del result
+        return Sample(self._start.elapsed_time(self._stop) / 1e3, returned - started)
+
+
+class CpuStopwatch:
+    """Times a call with the host's performance counter."""
+
+    clock = "host clock"
+
+    def __init__(self, flush_bytes: int) -> None:
+        self.flush_bytes = flush_bytes
+        self._buffer = torch.zeros(flush_bytes // 4, dtype=torch.int32)
+        self._writes = 0
+
+    def time(self, call: Callable[[], object]) -> Sample:
+        """Flush the cache, make the call, and return how long the call took."""
+        if self.flush_bytes:
+            self._writes += 1
+            self._buffer.fill_(self._writes)
+        started = time.perf_counter()
+        result = call()
+        returned = time.perf_counter()
+        del result
+        return Sample(returned - started, returned - started)
+
+
+def make_stopwatch(device: torch.device, flush_bytes: int) -> CudaStopwatch | CpuStopwatch:
+    """Return the stopwatch of a device."""
+    return CudaStopwatch(device, flush_bytes) if device.type == "cuda" else CpuStopwatch(flush_bytes)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """The calls of one system, summarised, in milliseconds."""
+
+    median_ms: float
+    iqr_ms: float
+    host_ms: float
+    repetitions: int
+
+
+def summarise(samples: Sequence[Sample]) -> Timing:
+    """Return the median and the interquartile range (linear interpolation) of at least one sample."""
+    milliseconds = [1e3 * sample.seconds for sample in samples]
+    if len(milliseconds) > 1:
+        lower, _, upper = statistics.quantiles(milliseconds, n=4, method="inclusive")
+    else:
+        lower = upper = milliseconds[0]
+    return Timing(
+        median_ms=statistics.median(milliseconds),
+        iqr_ms=upper - lower,
+        host_ms=1e3 * statistics.median(sample.host_seconds for sample in samples),
+        repetitions=len(samples),
+    )
+
+
+def measure(calls: Mapping[str, Callable[[], object]], stopwatch: Stopwatch, rounds: Rounds) -> dict[str, Timing]:
+    """Time several systems in turn: one call of each per round, in the mapping's order.
+
+    Parameters
+    ----------
+    calls
+        The systems' calls, ready to run: inputs on the device, kernels compiled.
+    stopwatch
+        What times one call.
+    rounds
+        How many rounds; those of the warm-up are timed too, and thrown away.
+
+    Returns
+    -------
+    dict
+        The timing of each system, under its name.
+    """
+    samples: dict[str, list[Sample]] = {name: [] for name in calls}
+    # A garbage collection between two launches would be charged to whichever system it interrupted.
+    gc.collect()
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        for index in range(rounds.warmup + rounds.repetitions):
+            for name, call in calls.items():
+                sample = stopwatch.time(call)
+                if index >= rounds.warmup:
+                    samples[name].append(sample)
+    finally:
+        if collecting:
+            gc.enable()
+    return {name: summarise(taken) for name, taken in samples.items()}
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What the machine reached at its best in this run: a matrix product, and a copy (bytes read plus written)."""
+
+    flops_per_second: float
+    bytes_per_second: float
+
+
+def measure_ceilings(
+    device: torch.device, dtype: torch.dtype, *, matmul_size: int | None = None, copy_bytes: int | None = None
+) -> Ceilings:
+    """Measure the rate of a large matrix product in ``dtype`` on random data, and of a large copy.
+
+    Parameters
+    ----------
+    device, dtype
+        Where, and the type of the matrices. float32 follows `torch.get_float32_matmul_precision`, as the systems do.
+    matmul_size
+        Rows and columns of the square matrices. Default: 8192 on a GPU, 2048 on a CPU.
+    copy_bytes
+        Bytes copied, of the most that fits comfortably. Default: 4 GiB on a GPU (or an eighth of what is free), 512 MiB
+        on a CPU.
+    """
+    on_gpu = device.type == "cuda"
+    if matmul_size is None:
+        matmul_size = 8192 if on_gpu else 2048
+    if copy_bytes is None:
+        copy_bytes = min(4096 * MIB, torch.cuda.mem_get_info(device)[0] // 8) if on_gpu else 512 * MIB
+
+    left = torch.randn(matmul_size, matmul_size, device=device).to(dtype)
+    right = torch.randn(matmul_size, matmul_size, device=device).to(dtype)
+    product = torch.empty_like(left)
+    source = torch.randint(0, 256, (copy_bytes,), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    # Neither fits a cache, so there is nothing to flush. A CPU takes seconds for what a GPU does in one millisecond.
+    timings = measure(
+        {"matmul": lambda: torch.mm(left, right, out=product), "copy": lambda: target.copy_(source)},
+        make_stopwatch(device, flush_bytes=0),
+        Rounds(warmup=5, repetitions=20) if on_gpu else Rounds(warmup=1, repetitions=3),
+    )
+    return Ceilings(
+        flops_per_second=2 * matmul_size**3 / (timings["matmul"].median_ms / 1e3),
+        bytes_per_second=2 * copy_bytes / (timings["copy"].median_ms / 1e3),
+    )
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a computation cannot avoid: its operations, and its bytes (inputs read once, the output written once)."""
+
+    flops: float
+    bytes: float
+
+
+@dataclass(frozen=True)
+class Floor:
+    """The shortest possible time of a piece of work, and which of the two ceilings sets it."""
+
+    milliseconds: float
+    bound: str
+
+
+def floor_of(work: Work, ceilings: Ceilings) -> Floor:
+    """Return the floor of a piece of work: the longer of its two times at the ceilings."""
+    compute = 1e3 * work.flops / ceilings.flops_per_second
+    memory = 1e3 * work.bytes / ceilings.bytes_per_second
+    return Floor(compute, "compute") if compute > memory else Floor(memory, "memory")
+
+
+def relative_error(output: torch.Tensor, reference: torch.Tensor) -> float:
+    """Return the largest relative error of an element, infinite where the output is not finite or has another size.
+
+    Parameters
+    ----------
+    output
+        What a system returned.
+    reference
+        The same in float64, finite. An element of it that is 0 counts with its absolute error.
+    """
+    if output.numel() != reference.numel():
+        return math.inf
+    if reference.numel() == 0:
+        return 0.0
+    difference = (output.detach().reshape(reference.shape).to(torch.float64) - reference).abs()
+    error = (difference / torch.where(reference == 0, 1.0, reference.abs())).max().item()
+    return error if math.isfinite(error) else math.inf

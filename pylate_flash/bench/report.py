@@ -1,0 +1,173 @@
+"""A result on the terminal: progress while it is measured, then a table, then what needs saying."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bar
+from rich.table import Table
+
+from pylate_flash.bench.suite import BROKEN, OURS, Observer, Suite
+
+
+def make_console() -> Console:
+    """Return a console that does not fold the table where the output goes to a file."""
+    console = Console()
+    return console if console.is_terminal else Console(width=max(console.width, 160))
+
+
+class Progress(Observer):
+    """A progress bar over the rows; where the output is no terminal, a line for each row as soon as it is there."""
+
+    def __init__(self, console: Console, rows: int) -> None:
+        self.console = console
+        self.bar = Bar(
+            SpinnerColumn(),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.description}"),
+            console=console,
+            transient=True,
+        )
+        self.task = self.bar.add_task("", total=rows)
+
+    def __enter__(self) -> Progress:
+        self.bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.stop()
+
+    def doing(self, what: str) -> None:
+        """Show what is being done."""
+        self.bar.update(self.task, description=escape(what))
+
+    def finished(self, row: dict[str, Any]) -> None:
+        """Count the row, and print it where no bar can show."""
+        self.bar.advance(self.task)
+        if not self.console.is_terminal:
+            times = ", ".join(f"{name} {cell(state)}" for name, state in row["systems"].items())
+            self.console.print(f"{row['name']}: floor {milliseconds(row['floor_ms'])}, {times}", highlight=False)
+
+
+def milliseconds(value: float) -> str:
+    """Format a time: three decimals, fewer where three significant digits need none."""
+    return f"{value:.3f}" if value < 10 else f"{value:.2f}" if value < 100 else f"{value:.0f}"
+
+
+def cell(state: dict[str, Any]) -> str:
+    """Return what a table shows for a system's state: its median in ms, or the status that it has instead."""
+    if "median_ms" not in state:
+        return "-" if state["status"] == "absent" else str(state["status"])
+    return milliseconds(state["median_ms"]) + (" (inaccurate)" if state["status"] == "inaccurate" else "")
+
+
+def heading(result: dict[str, Any]) -> str:
+    """Say in one line what was measured on, with what type of input."""
+    machine, versions, ceilings = result["machine"], result["versions"], result["ceilings"]
+    parts = [machine["name"]]
+    if machine["compute_capability"]:
+        parts.append(f"compute capability {machine['compute_capability']}")
+    if machine["driver"]:
+        parts.append(f"driver {machine['driver']}")
+    parts.append(f"torch {versions['torch']}")
+    if versions["triton"]:
+        parts.append(f"triton {versions['triton']}")
+    parts.append(result["protocol"]["dtype"])
+    parts.append(
+        f"ceilings {ceilings['flops_per_second'] / 1e12:.3g} TFLOP/s and {ceilings['bytes_per_second'] / 1e12:.3g} TB/s"
+    )
+    return ", ".join(parts)
+
+
+def titles(suite: Suite, result: dict[str, Any]) -> dict[str, str]:
+    """Return the heads of the systems that a result has, by name, with the version of another package."""
+    present = {name for row in result["rows"] for name in row["systems"]}
+    heads = {}
+    for system in (*suite.systems, *suite.compiled):
+        if system.name in present:
+            version = result["versions"].get(system.peer.distribution) if system.peer else None
+            heads[system.name] = f"{system.title} {version}" if version else system.title
+    return heads
+
+
+def show(console: Console, suite: Suite, result: dict[str, Any]) -> None:
+    """Print a result: the table, then one line for each remark."""
+    protocol = result["protocol"]
+    cache = f"{protocol['flush_bytes'] / 1e6:.0f} MB written before every call" if protocol["flush_bytes"] else "warm"
+    console.print(f"[bold]{suite.title}[/bold], ms: {escape(heading(result))}", highlight=False)
+    console.print(
+        f"Median and interquartile range of {protocol['repetitions']} calls ({protocol['clock']}), systems in turn; "
+        f"cache: {cache}.",
+        highlight=False,
+    )
+    if protocol["reduced"]:
+        console.print(
+            "[yellow]No GPU: these are times of a CPU, on smaller batches of the same rows, and the peers' kernels "
+            "need a GPU.[/yellow]"
+        )
+    heads = titles(suite, result)
+    table = Table(header_style="bold")
+    table.add_column("name", no_wrap=True)
+    table.add_column("shape", no_wrap=True)
+    table.add_column("floor", justify="right")
+    for head in heads.values():
+        table.add_column(head, justify="right")
+    table.add_column("ours / floor", justify="right")
+    table.add_column("best other / ours", justify="right")
+    table.add_column("our error", justify="right")
+    for row in result["rows"]:
+        ours = row["systems"].get(OURS, {})
+        ratio = row["best_peer_over_ours"]
+        table.add_row(
+            row["name"],
+            row["shape"],
+            milliseconds(row["floor_ms"]),
+            *(_styled(row["systems"].get(name)) for name in heads),
+            f"{ours['over_floor']:.2f}" if "over_floor" in ours else "-",
+            f"[{'green' if ratio >= 1 else 'red'}]{ratio:.2f}[/]" if ratio is not None else "-",
+            f"{ours['error']:.1e}" if ours.get("error") is not None else "-",
+        )
+    console.print(table)
+    for remark in remarks(result):
+        console.print(escape(remark), highlight=False)
+
+
+def _styled(state: dict[str, Any] | None) -> str:
+    if state is None:
+        return "-"
+    text = cell(state)
+    if "median_ms" in state:
+        text += f" [dim]±{milliseconds(state['iqr_ms'])}[/dim]"
+    return f"[red]{text}[/red]" if state["status"] in BROKEN else text
+
+
+def remarks(result: dict[str, Any]) -> list[str]:
+    """Return a line for each thing that the table cannot say: why there is no time, what was chosen, memory."""
+    lines: list[str] = []
+    absent: dict[tuple[str, str], list[str]] = {}
+    for row in result["rows"]:
+        for name, state in row["systems"].items():
+            if state["status"] == "absent":
+                absent.setdefault((name, state["reason"]), []).append(row["name"])
+            elif state["status"] in ("wrong", "failed"):
+                lines.append(f"{row['name']}, {name}: {state['status']}: {state['reason']}")
+            elif state["status"] == "inaccurate":
+                lines.append(f"{row['name']}, {name}: the relative error {state['error']:.1e} is past what it promises")
+    for (name, reason), names in absent.items():
+        where = "" if len(names) == len(result["rows"]) else f" at {', '.join(names)}"
+        lines.append(f"{name}: not measured{where}: {reason}")
+    for row in result["rows"]:
+        chosen = [
+            f"{name}: {state['variant']}, {1e3 * state['host_ms']:.0f} us of the host"
+            + (f", {state['memory_bytes'] / 2**20:.1f} MiB" if "memory_bytes" in state else "")
+            for name, state in row["systems"].items()
+            if "median_ms" in state
+        ]
+        if chosen:
+            lines.append(f"{row['name']}: " + "; ".join(chosen))
+    return lines

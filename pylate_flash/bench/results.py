@@ -1,0 +1,221 @@
+"""Results as JSON: what was measured, where, with what, and when. Those worth keeping lie in ``results/``.
+
+The layout, version 1::
+
+    schema: 1
+    suite, date (ISO 8601, UTC), complete (it has every row of the suite), quick (too few repetitions to be kept)
+    machine:   device, name, compute_capability, memory_bytes, driver, cuda (None where there is no GPU)
+    versions:  python, torch, triton, pylate_flash, late-interaction-kernels, flash-maxsim (None where absent)
+    protocol:  dtype, float32_matmul_precision, clock, warmup, repetitions, flush_bytes, retuned (peers, for
+               every row), reduced (batches, on a CPU)
+    ceilings:  flops_per_second, bytes_per_second
+    rows:      [name, shape, flops, bytes, floor_ms, bound, best_peer, best_peer_over_ours,
+                systems: {name: status, and what that status has}]
+
+The status of a system in a row is one of ``ok``, ``inaccurate`` (ours alone: timed, but past the accuracy it promises),
+``wrong`` (its result is, so it has no time), ``failed`` (it raised) and ``absent``. ``ok`` and ``inaccurate`` come with
+``variant``, ``error`` (largest relative error of a score against float64), ``median_ms``, ``iqr_ms``, ``host_ms`` (the
+time until the call returned), ``repetitions``, ``over_floor``, and ``memory_bytes`` where memory was measured; the
+others with a ``reason``, and ``wrong`` with its ``error`` (None where it is not finite).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import subprocess
+import tempfile
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pylate_flash.bench.peers import PEERS
+from pylate_flash.bench.protocol import Ceilings, Rounds, Stopwatch
+
+SCHEMA = 1
+FOLDER = Path(__file__).parent / "results"
+
+_KEYS = ("suite", "date", "complete", "quick", "machine", "versions", "protocol", "ceilings", "rows")
+_ROW_KEYS = ("name", "shape", "floor_ms", "bound", "systems", "best_peer", "best_peer_over_ours")
+_STATUS_KEYS = {
+    "ok": ("variant", "error", "median_ms", "iqr_ms", "host_ms", "over_floor"),
+    "inaccurate": ("variant", "error", "median_ms", "iqr_ms", "host_ms", "over_floor"),
+    "wrong": ("reason", "error"),
+    "failed": ("reason",),
+    "absent": ("reason",),
+}
+
+
+def describe_machine(device: torch.device) -> dict[str, Any]:
+    """Return what the machine is: the GPU, or the processor and the number of threads that torch uses."""
+    if device.type != "cuda":
+        return {
+            "device": device.type,
+            "name": f"{platform.machine()} CPU, {torch.get_num_threads()} threads",
+            "compute_capability": None,
+            "memory_bytes": None,
+            "driver": None,
+            "cuda": None,
+        }
+    properties = torch.cuda.get_device_properties(device)
+    return {
+        "device": device.type,
+        "name": properties.name,
+        "compute_capability": f"{properties.major}.{properties.minor}",
+        "memory_bytes": properties.total_memory,
+        "driver": _driver(),
+        "cuda": torch.version.cuda,
+    }
+
+
+def _driver() -> str | None:
+    """The version of the GPU's driver, or None where it cannot be asked."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    lines = answer.stdout.split()
+    return lines[0] if lines else None
+
+
+def describe_versions() -> dict[str, str | None]:
+    """Return the versions of everything that a time may depend on."""
+    import pylate_flash
+
+    try:
+        import triton
+
+        triton_version = str(triton.__version__)
+    except ImportError:
+        triton_version = None
+    return {
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "triton": triton_version,
+        "pylate_flash": pylate_flash.__version__,
+        **{peer.distribution: peer.version() for peer in PEERS},
+    }
+
+
+def make(
+    suite: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    rounds: Rounds,
+    stopwatch: Stopwatch,
+    ceilings: Ceilings,
+    *,
+    quick: bool,
+) -> dict[str, Any]:
+    """Return a result without rows, dated now."""
+    return {
+        "schema": SCHEMA,
+        "suite": suite,
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "complete": False,
+        "quick": quick,
+        "machine": describe_machine(device),
+        "versions": describe_versions(),
+        "protocol": {
+            "dtype": str(dtype).removeprefix("torch."),
+            "float32_matmul_precision": torch.get_float32_matmul_precision(),
+            "clock": stopwatch.clock,
+            "warmup": rounds.warmup,
+            "repetitions": rounds.repetitions,
+            "flush_bytes": stopwatch.flush_bytes,
+            "retuned": not quick,
+            "reduced": device.type == "cpu",
+        },
+        "ceilings": {
+            "flops_per_second": ceilings.flops_per_second,
+            "bytes_per_second": ceilings.bytes_per_second,
+        },
+        "rows": [],
+    }
+
+
+def save(result: dict[str, Any], path: Path) -> None:
+    """Write a result; an interrupted write leaves what was there before.
+
+    Raises
+    ------
+    ValueError
+        If the result is not one (see `validate`).
+    """
+    validate(result, str(path))
+    text = json.dumps(result, indent=1, allow_nan=False) + "\n"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        # mkstemp makes a file that only its owner may read.
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def load(path: Path) -> dict[str, Any]:
+    """Read a result.
+
+    Raises
+    ------
+    ValueError
+        If the file is not JSON, or not a result of this version.
+    """
+    try:
+        result = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: not a JSON file ({error})") from error
+    validate(result, str(path))
+    return dict(result)
+
+
+def validate(result: Any, where: str) -> None:
+    """Raise a ValueError naming ``where`` and what is amiss unless ``result`` has the layout above."""
+    if not isinstance(result, dict) or result.get("schema") != SCHEMA:
+        found = result.get("schema") if isinstance(result, dict) else type(result).__name__
+        raise ValueError(f"{where}: 'schema' is {found!r}, expected a benchmark result with schema {SCHEMA}")
+    _require(result, _KEYS, where)
+    for index, row in enumerate(result["rows"]):
+        _require(row, _ROW_KEYS, f"{where}: row {index}")
+        for name, state in row["systems"].items():
+            place = f"{where}: row {row['name']!r}, system {name!r}"
+            _require(state, ("status",), place)
+            if state["status"] not in _STATUS_KEYS:
+                raise ValueError(f"{place}: status is {state['status']!r}, expected one of {', '.join(_STATUS_KEYS)}")
+            _require(state, _STATUS_KEYS[state["status"]], place)
+
+
+def _require(mapping: dict[str, Any], keys: tuple[str, ...], where: str) -> None:
+    missing = [key for key in keys if key not in mapping]
+    if missing:
+        raise ValueError(f"{where}: lacks {', '.join(missing)}")
+
+
+def newest(suite: str, folder: Path = FOLDER) -> dict[str, Any] | None:
+    """Return the newest complete result of a suite among ``folder``'s ``<suite>-*.json``, or None.
+
+    Results that are quick, lack rows, or are of a CPU's smaller batches are passed over: no table is made of them.
+    """
+    kept = [result for path in sorted(folder.glob(f"{suite}-*.json")) if _keepable(result := load(path))]
+    return max(kept, key=lambda result: datetime.fromisoformat(result["date"]), default=None)
+
+
+def _keepable(result: dict[str, Any]) -> bool:
+    return bool(result["complete"]) and not result["quick"] and not result["protocol"]["reduced"]
+
+
+def place(path: Path, result: dict[str, Any]) -> Path:
+    """Return ``path`` if it ends in .json, else a file in that folder, named by suite, machine and day."""
+    if path.suffix == ".json":
+        return path
+    machine = re.sub("[^a-z0-9]+", "-", result["machine"]["name"].lower()).strip("-")
+    return path / f"{result['suite']}-{machine}-{result['date'][:10]}.json"

@@ -1,0 +1,373 @@
+"""What a suite is, and the loop that runs one: check every system, time them in turn, compare.
+
+A suite is a set of rows (shapes with names), a way to make a row's inputs, the right answer in float64, and the systems
+that compute it. A system offers one or several candidates for a row, such as the chunk sizes of a chunked loop, and is
+granted the fastest of them: a deployment would have to find it.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from pylate_flash.bench import memory, peers, results
+from pylate_flash.bench.protocol import (
+    Ceilings,
+    Rounds,
+    Stopwatch,
+    Timing,
+    Work,
+    floor_of,
+    make_stopwatch,
+    measure,
+    measure_ceilings,
+    relative_error,
+)
+
+OURS = "pylate_flash"
+
+# A larger error than this is not rounding: the system computes something else on these inputs, and is not timed.
+WRONG = 1e-2
+
+# What pylate_flash may exceed its own accuracy target by before a row says so (a maximum over a million scores).
+MARGIN = 5.0
+
+# Wrong, inaccurate and failed are the states in which a system does not do what it promises.
+BROKEN = ("wrong", "inaccurate", "failed")
+
+
+class Candidate(NamedTuple):
+    """One way to compute a row: what it is called, and a call without arguments that returns the result."""
+
+    label: str
+    call: Callable[[], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class System:
+    """Something that is measured.
+
+    Parameters
+    ----------
+    name
+        The key in results: ``pylate_flash``, ``lik``, ...
+    title
+        What a table's head says.
+    candidates
+        From a row's inputs, the ways in which this system may compute it. Its calls run without gradients.
+    peer
+        The package that it comes from, or None for what needs no other package.
+    about
+        What the title stands for, where that needs saying.
+    """
+
+    name: str
+    title: str
+    candidates: Callable[[Any], Sequence[Candidate]]
+    peer: peers.Peer | None = None
+    about: str = ""
+
+
+class Row(Protocol):
+    """A shape with a name. A suite's own row class says what else it knows."""
+
+    @property
+    def name(self) -> str:
+        """The row's name."""
+
+    @property
+    def shape(self) -> str:
+        """The shape, for people."""
+
+    def work(self, dtype: torch.dtype) -> Work:
+        """The operations and bytes that it cannot avoid with inputs of that type."""
+
+    def within(self, flops: float) -> Row:
+        """The same row with fewer queries and documents, so that it takes no more operations than that."""
+
+
+@dataclass(frozen=True)
+class Suite:
+    """A set of rows, and how to make, check and compute them.
+
+    Parameters
+    ----------
+    name, title
+        For results and for people.
+    rows
+        In the order of the table.
+    systems
+        pylate_flash first. ``torch.compile`` variants go under ``compiled``, which are measured on request only.
+    make_inputs
+        ``(row, device, dtype) -> inputs``, random, never zeros.
+    reference
+        From the inputs, the right answer in float64.
+    accuracy
+        The relative error that pylate_flash promises for a type.
+    """
+
+    name: str
+    title: str
+    rows: Sequence[Row]
+    systems: Sequence[System]
+    compiled: Sequence[System]
+    make_inputs: Callable[[Any, torch.device, torch.dtype], Any]
+    reference: Callable[[Any], torch.Tensor]
+    accuracy: Callable[[torch.dtype], float]
+
+
+class Observer:
+    """Hears how far a run is; `report.Progress` shows it. This one stays silent."""
+
+    def doing(self, what: str) -> None:
+        """Something that may take a while begins."""
+
+    def finished(self, row: dict[str, Any]) -> None:
+        """A row of the result is complete."""
+
+
+# On a CPU a row of the table would take minutes: its batch is cut until it costs no more than this.
+CPU_FLOPS = 5e8
+
+
+def run(
+    suite: Suite,
+    device: torch.device,
+    dtype: torch.dtype,
+    rounds: Rounds,
+    *,
+    rows: Sequence[str] = (),
+    with_peers: bool = True,
+    with_compiled: bool = False,
+    with_memory: bool = False,
+    quick: bool = False,
+    ceilings: Ceilings | None = None,
+    observer: Observer | None = None,
+    keep: Callable[[dict[str, Any]], None] | None = None,
+) -> dict[str, Any]:
+    """Measure the ceilings and every row.
+
+    Parameters
+    ----------
+    suite
+        What to measure.
+    device, dtype
+        Where, and the type of the inputs. A CPU gets smaller batches of the same rows (`CPU_FLOPS`).
+    rounds
+        How often.
+    rows
+        Names of the rows wanted; empty means all.
+    with_peers, with_compiled
+        Whether to measure the other packages, and the systems under ``torch.compile``.
+    with_memory
+        Whether to measure each system's memory beyond its inputs, in a process of its own (`memory`).
+    quick
+        Spare the peers' tuning for every row: a peer then keeps for a row what it found best for an earlier one that
+        shares its key. The result says that it is a quick one.
+    ceilings
+        Already measured ones, instead of measuring them first.
+    observer
+        Hears of the progress, and of each row when it is done.
+    keep
+        Is given the result after every row, incomplete until the last, so that a run cut short leaves what it measured.
+
+    Returns
+    -------
+    dict
+        The result, as `results` describes it.
+
+    Raises
+    ------
+    ValueError
+        If a row's name is unknown.
+    """
+    chosen = choose(suite, rows)
+    observer = observer or Observer()
+    systems = [system for system in suite.systems if with_peers or system.peer is None]
+    systems += suite.compiled if with_compiled else []
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if ceilings is None:
+        observer.doing("measuring the ceilings")
+        ceilings = measure_ceilings(device, dtype)
+        release(device)
+    stopwatch = make_stopwatch(device, rounds.flush_bytes)
+    result = results.make(suite.name, device, dtype, rounds, stopwatch, ceilings, quick=quick)
+    for row in (fit(row, device) for row in chosen):
+        with torch.no_grad():
+            measured = _run_row(suite, systems, row, device, dtype, rounds, stopwatch, ceilings, quick, observer)
+        release(device)
+        if with_memory:
+            for name, state in measured["systems"].items():
+                if "median_ms" in state:
+                    observer.doing(f"{row.name}: measuring the memory of {name}")
+                    state["memory_bytes"] = memory.measure(suite.name, row.name, name, state["variant"], device, dtype)
+        result["rows"].append(measured)
+        result["complete"] = len(result["rows"]) == len(suite.rows)
+        observer.finished(measured)
+        if keep is not None:
+            keep(result)
+    return result
+
+
+def fit(row: Row, device: torch.device) -> Row:
+    """Return the row as it is measured on a device."""
+    return row.within(CPU_FLOPS) if device.type == "cpu" else row
+
+
+def choose(suite: Suite, names: Sequence[str]) -> list[Row]:
+    """Return the rows of those names (all where there is none), or raise a ValueError for an unknown one."""
+    known = [row.name for row in suite.rows]
+    for name in names:
+        if name not in known:
+            raise ValueError(f"rows: the suite {suite.name!r} has no {name!r}, expected some of {', '.join(known)}")
+    return [row for row in suite.rows if not names or row.name in names]
+
+
+def _run_row(
+    suite: Suite,
+    systems: Sequence[System],
+    row: Row,
+    device: torch.device,
+    dtype: torch.dtype,
+    rounds: Rounds,
+    stopwatch: Stopwatch,
+    ceilings: Ceilings,
+    quick: bool,
+    observer: Observer,
+) -> dict[str, Any]:
+    inputs = suite.make_inputs(row, device, dtype)
+    observer.doing(f"{row.name}: computing the reference")
+    reference = suite.reference(inputs)
+
+    states: dict[str, dict[str, Any]] = {}
+    ready: dict[str, Candidate] = {}
+    for system in systems:
+        observer.doing(f"{row.name}: preparing {system.title}")
+        states[system.name], candidate = _prepare(system, inputs, reference, device, stopwatch, quick)
+        if candidate is not None:
+            ready[system.name] = candidate
+
+    observer.doing(f"{row.name}: timing")
+    timings = measure({name: candidate.call for name, candidate in ready.items()}, stopwatch, rounds)
+    work = row.work(dtype)
+    floor = floor_of(work, ceilings)
+    for name, timing in timings.items():
+        # Once more on the way out: an error that has moved since the check is a race.
+        error = max(states[name]["error"], check(ready[name], reference))
+        states[name] = _state_after(name, error, suite.accuracy(dtype), ready[name].label, timing, floor.milliseconds)
+    return {
+        "name": row.name,
+        "shape": row.shape,
+        "flops": work.flops,
+        "bytes": work.bytes,
+        "floor_ms": floor.milliseconds,
+        "bound": floor.bound,
+        "systems": states,
+        **compare(states),
+    }
+
+
+def check(candidate: Candidate, reference: torch.Tensor) -> float:
+    """Make the call once and return its relative error.
+
+    Before it, memory of the result's size is filled with NaN and given back, so that an element which the call does not
+    write is not found right because an earlier call wrote it there.
+    """
+    poison = torch.full(reference.shape, float("nan"), dtype=torch.float32, device=reference.device)
+    del poison
+    return relative_error(candidate.call(), reference)
+
+
+def _prepare(
+    system: System,
+    inputs: Any,
+    reference: torch.Tensor,
+    device: torch.device,
+    stopwatch: Stopwatch,
+    quick: bool,
+) -> tuple[dict[str, Any], Candidate | None]:
+    """Compile, check and compare a system's candidates; return its state, and the fastest right one if there is one."""
+    if system.peer is not None:
+        reason = system.peer.unavailable(device)
+        if reason is not None:
+            return {"status": "absent", "reason": reason}, None
+        if not quick:
+            system.peer.forget_tuning()
+    # A system that sizes itself by the free memory must not count what the others have cached.
+    release(device)
+    right: list[tuple[float, float, Candidate]] = []
+    problems: list[tuple[str, str, float | None]] = []
+    try:
+        candidates = list(system.candidates(inputs))
+    except Exception as exception:
+        return {"status": "failed", "reason": _sentence(exception)}, None
+    for candidate in candidates:
+        try:
+            error = check(candidate, reference)
+            if error > WRONG:
+                problems.append(("wrong", f"{candidate.label}: relative error {error:.1e}", error))
+                continue
+            seconds = 0.0
+            if len(candidates) > 1:
+                # The first calls of a kernel are slower; one to settle is enough to choose between candidates.
+                stopwatch.time(candidate.call)
+                seconds = statistics.median(stopwatch.time(candidate.call).seconds for _ in range(5))
+            right.append((seconds, error, candidate))
+        except Exception as exception:
+            # Whatever another package raises (out of memory, a compiler's error) is that candidate's result.
+            problems.append(("failed", f"{candidate.label}: {_sentence(exception)}", None))
+            release(device)
+    if not right:
+        if not problems:
+            return {"status": "absent", "reason": "offers nothing for this shape"}, None
+        status, reason, worst = min(problems, key=lambda problem: problem[0] != "wrong")
+        state: dict[str, Any] = {"status": status, "reason": reason}
+        if worst is not None:
+            state["error"] = worst if worst < float("inf") else None
+        return state, None
+    _, error, fastest = min(right, key=lambda found: found[0])
+    return {"status": "ok", "error": error}, fastest
+
+
+def _state_after(
+    name: str, error: float, accuracy: float, variant: str, timing: Timing, floor_ms: float
+) -> dict[str, Any]:
+    if error > WRONG:
+        return {
+            "status": "wrong",
+            "reason": f"{variant}: right before the timing, wrong after it: a race",
+            "error": error if error < float("inf") else None,
+        }
+    status = "inaccurate" if name == OURS and error > MARGIN * accuracy else "ok"
+    return {
+        "status": status,
+        "variant": variant,
+        "error": error,
+        **asdict(timing),
+        "over_floor": timing.median_ms / floor_ms,
+    }
+
+
+def compare(states: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Name the fastest of the other systems, and how many times our time it takes (None where either is missing)."""
+    others = {name: state["median_ms"] for name, state in states.items() if name != OURS and "median_ms" in state}
+    best = min(others, key=lambda name: others[name]) if others else None
+    ours = states.get(OURS, {}).get("median_ms")
+    return {"best_peer": best, "best_peer_over_ours": others[best] / ours if best is not None and ours else None}
+
+
+def release(device: torch.device) -> None:
+    """Give cached device memory back."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _sentence(exception: BaseException) -> str:
+    """The first line of an exception's text, with its type: enough for a table and a JSON file."""
+    lines = str(exception).strip().splitlines()
+    return f"{type(exception).__name__}: {lines[0][:200]}" if lines else type(exception).__name__

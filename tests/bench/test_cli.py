@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner
+
+from pylate_flash.bench import SUITES, cli, load_suite, memory, plot, report, results
+from pylate_flash.bench import forward as forward_suite
+from pylate_flash.bench import suite as suites
+from pylate_flash.bench.protocol import QUICK, Rounds
+from pylate_flash.bench.suite import Candidate, System
+
+
+@pytest.fixture
+def invoke(tiny_suite, ceilings, monkeypatch):
+    """Run the command on tiny rows, without measuring ceilings or writing 128 MB before each call."""
+
+    def call(*arguments, systems=()):
+        monkeypatch.setattr(cli, "load_suite", lambda name: load_suite(name) and tiny_suite(*systems))
+        monkeypatch.setattr(suites, "measure_ceilings", lambda device, dtype: ceilings)
+        monkeypatch.setattr(cli, "QUICK", Rounds(warmup=0, repetitions=2, flush_bytes=0))
+        app = typer.Typer()
+        cli.register_command(app)
+        app.command("other")(lambda: None)
+        return CliRunner().invoke(app, ["bench", *arguments])
+
+    return call
+
+
+def test_the_command_measures_prints_and_keeps(invoke, tmp_path):
+    path, picture = tmp_path / "forward-here.json", tmp_path / "picture.png"
+    outcome = invoke("forward", "--quick", "--device", "cpu", "--json", str(path), "--plot", str(picture))
+    assert outcome.exit_code == 0, outcome.output
+    result = results.load(path)
+    assert [row["name"] for row in result["rows"]] == ["one", "several"]
+    assert result["complete"]
+    assert result["quick"]
+    assert result["protocol"]["dtype"] == "float32"
+    for row in result["rows"]:
+        assert row["systems"]["pylate_flash"]["status"] == "ok"
+        assert row["systems"]["torch"]["status"] == "ok"
+        assert row["systems"]["lik"]["status"] == "absent"
+        assert row["name"] in outcome.output
+    assert "No GPU: these are times of a CPU" in outcome.output
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_rows_peers_and_type_are_chosen(invoke, tmp_path):
+    path = tmp_path / "forward-here.json"
+    outcome = invoke(
+        *("--quick", "--device", "cpu", "--no-peers", "--rows", "several", "--dtype", "bfloat16", "--json", str(path))
+    )
+    assert outcome.exit_code == 0, outcome.output
+    result = results.load(path)
+    assert [row["name"] for row in result["rows"]] == ["several"]
+    assert set(result["rows"][0]["systems"]) == {"pylate_flash", "torch"}
+    assert result["protocol"]["dtype"] == "bfloat16"
+    assert not result["complete"]
+
+
+def test_rows_are_named_with_commas_too(invoke):
+    outcome = invoke("--quick", "--device", "cpu", "--rows", "several,one")
+    assert outcome.exit_code == 0, outcome.output
+
+
+def test_a_wrong_result_of_ours_is_shown_kept_and_the_exit_code(invoke, tmp_path):
+    wrong = System("pylate_flash", "pylate_flash", lambda inputs: [Candidate("wrong", lambda: inputs.documents.sum())])
+    path = tmp_path / "forward-here.json"
+    outcome = invoke("--quick", "--device", "cpu", "--json", str(path), systems=(wrong,))
+    assert outcome.exit_code == 1
+    assert "one, pylate_flash: wrong" in outcome.output
+    assert results.load(path)["rows"][0]["systems"]["pylate_flash"]["status"] == "wrong"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["backwards"], ["backwards", "forward"]),
+        (["--rows", "three"], ["three", "several"]),
+        (["--device", "abacus"], ["abacus"]),
+        (["--device", "meta"], ["meta"]),
+        (["--dtype", "int8"], ["int8"]),
+        (["--plot", "picture.docx"], ["picture.docx"]),
+    ],
+)
+def test_a_bad_argument_is_one_sentence_and_exit_code_two(invoke, arguments, words):
+    outcome = invoke("--quick", *arguments)
+    assert outcome.exit_code == 2
+    assert "Traceback" not in outcome.output
+    assert all(word in outcome.output for word in words)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_a_gpu_that_is_not_there_is_an_error(invoke):
+    outcome = invoke("--quick", "--device", "cuda")
+    assert outcome.exit_code == 2
+    assert "no CUDA GPU" in outcome.output
+
+
+def test_a_record_has_at_least_twenty_timed_calls():
+    assert Rounds().repetitions >= 20 > QUICK.repetitions
+    assert Rounds().flush_bytes == 128 * 2**20
+
+
+def test_every_suite_loads_under_its_name():
+    for name in SUITES:
+        assert load_suite(name).name == name
+    with pytest.raises(ValueError, match="there is no 'backwards', expected one of forward"):
+        load_suite("backwards")
+
+
+def test_remarks_say_what_the_table_cannot(result):
+    lines = report.remarks(result)
+    assert "textual, torch: wrong: einsum: relative error 5.0e-02" in lines
+    assert "batch-512, lik: failed: OutOfMemoryError: tried to allocate 3 GiB" in lines
+    assert "batch-512, pylate_flash: the relative error 3.0e-04 is past what it promises" in lines
+    assert "flash_maxsim: not measured: not installed" in lines
+
+
+def test_the_picture_shows_a_result_with_gaps(result, tmp_path):
+    plot.save(forward_suite.suite(), result, tmp_path / "picture.svg")
+    text = (tmp_path / "picture.svg").read_text()
+    assert text.lstrip().startswith("<?xml")
+
+
+def test_importing_needs_neither_pylate_nor_the_packages_measured():
+    code = (
+        "import sys; import pylate_flash.bench.cli, pylate_flash.bench.forward, pylate_flash.bench.readme; "
+        "sys.exit(bool({'pylate', 'late_interaction_kernels', 'flash_maxsim', 'matplotlib'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory on a CPU is read from Linux's /proc")
+def test_memory_is_that_of_a_fresh_process():
+    cpu = torch.device("cpu")
+    row = suites.fit(next(row for row in forward_suite.ROWS if row.name == "edge-48"), cpu)
+    similarities = 4 * row.Nd * row.Lq * row.Ld
+    taken = memory.measure("forward", "edge-48", "torch", f"einsum, chunks of {row.Nd}", cpu, torch.float32)
+    # The kernel counts resident pages in batches.
+    assert 0.9 * similarities < taken < 3 * similarities
+
+
+def test_memory_of_a_process_that_fails_is_an_error_with_its_reason():
+    with pytest.raises(RuntimeError, match="no_such_type"):
+        memory.measure("forward", "textual", "torch", "einsum", torch.device("cpu"), "no_such_type")

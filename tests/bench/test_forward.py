@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from unittest.mock import create_autospec
+
+import pytest
+import torch
+
+from pylate_flash.bench import forward
+from pylate_flash.bench.forward import ROWS, Shape
+from pylate_flash.bench.protocol import relative_error
+from pylate_flash.bench.suite import CPU_FLOPS, WRONG
+
+CPU = torch.device("cpu")
+
+
+def by_hand(inputs):
+    """The definition, a product at a time."""
+    queries, documents = inputs.queries.double(), inputs.documents.double()
+    return torch.stack(
+        [torch.stack([(query @ document.T).max(dim=1).values.sum() for document in documents]) for query in queries]
+    )
+
+
+@pytest.mark.parametrize("row", [Shape("one", 1, 5, 4, 7, d=16), Shape("several", 3, 6, 2, 9, d=24)])
+def test_reference_is_the_definition(row, monkeypatch):
+    inputs = forward.make_inputs(row, CPU, torch.float32)
+    expected = by_hand(inputs)
+    torch.testing.assert_close(forward.reference(inputs), expected, rtol=1e-12, atol=0)
+    # The same when only two documents fit at a time.
+    monkeypatch.setattr(forward, "REFERENCE_BYTES", 2 * 8 * row.Nq * row.Lq * row.Ld)
+    torch.testing.assert_close(forward.reference(inputs), expected, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("row", [Shape("one", 1, 70, 4, 7, d=16), Shape("several", 3, 6, 2, 9, d=24)])
+def test_the_systems_that_run_here_are_right(row, dtype):
+    inputs = forward.make_inputs(row, CPU, dtype)
+    reference = forward.reference(inputs)
+    with torch.no_grad():
+        for candidate in forward.ours(inputs):
+            assert relative_error(candidate.call(), reference) < 5 * forward.accuracy(dtype)
+        eager = forward.torch_eager(inputs)
+        assert len(eager) > 1
+        for candidate in eager:
+            assert relative_error(candidate.call(), reference) < WRONG
+
+
+def test_inputs_are_unit_vectors_and_the_same_each_time():
+    row = Shape("row", 2, 3, 4, 5, d=16)
+    inputs = forward.make_inputs(row, CPU, torch.float32)
+    assert inputs.queries.shape == (2, 4, 16)
+    assert inputs.documents.shape == (3, 5, 16)
+    assert inputs.lengths.tolist() == [5, 5, 5]
+    torch.testing.assert_close(inputs.documents.norm(dim=-1), torch.ones(3, 5))
+    assert torch.equal(inputs.documents, forward.make_inputs(row, CPU, torch.float32).documents)
+    assert not torch.equal(inputs.queries[0], inputs.queries[1])
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_rows_shrink_to_what_a_cpu_does_in_reasonable_time(row):
+    small = row.within(CPU_FLOPS)
+    assert small.work(torch.float32).flops <= CPU_FLOPS
+    assert (small.Lq, small.Ld, small.d) == (row.Lq, row.Ld, row.d)
+    assert small.Nq >= 1
+    assert small.Nd >= 1
+    assert row.within(1e15) == row
+
+
+def test_chunks_are_the_largest_that_fit():
+    inputs = forward.make_inputs(Shape("row", 1, 100, 4, 7, d=16), CPU, torch.float32)
+    assert forward.chunk_sizes(inputs) == [4, 16, 64, 100]
+    # 1 GiB holds the similarities of 256 x 1024 x 1024 float32, one query against 256 documents.
+    meta = replace(inputs, queries=inputs.queries.new_empty(1, 1024, 16), documents=torch.empty(300, 1024, 16))
+    assert forward.chunk_sizes(meta) == [4, 16, 64, 256]
+
+
+def recorded(monkeypatch, module, name, answer):
+    """Replace a peer's function by one of the same signature that returns ``answer``."""
+    fake = create_autospec(getattr(module, name), return_value=answer)
+    monkeypatch.setattr(module, name, fake)
+    return fake
+
+
+@pytest.mark.parametrize(
+    ("row", "labels"),
+    [
+        (Shape("short", 1, 4, 32, 8), ["maxsim", "maxsim_forward"]),
+        (Shape("long", 1, 4, 1024, 8), ["maxsim"]),
+        (Shape("several", 2, 4, 32, 8), ["maxsim", "maxsim_forward"]),
+    ],
+    ids=lambda value: getattr(value, "name", None),
+)
+def test_lik_is_called_as_it_declares(monkeypatch, row, labels):
+    package = pytest.importorskip("late_interaction_kernels")
+    kernels = pytest.importorskip("late_interaction_kernels.forward")
+    inputs = forward.make_inputs(row, CPU, torch.float32)
+    scores = forward.reference(inputs)
+    recorded(monkeypatch, package, "maxsim", scores)
+    recorded(monkeypatch, kernels, "maxsim_forward", (scores, None))
+    candidates = forward.lik(inputs)
+    assert [candidate.label for candidate in candidates] == labels
+    for candidate in candidates:
+        assert relative_error(candidate.call(), scores) == 0
+
+
+@pytest.mark.parametrize(
+    ("row", "labels"),
+    [
+        (Shape("short", 1, 4, 32, 8), ["flash_maxsim", "flash_maxsim_persistent"]),
+        (
+            Shape("long", 1, 4, 512, 512, d=16),
+            ["flash_maxsim", "flash_maxsim_persistent", "splitk", "flash_maxsim_qreuse"],
+        ),
+        (Shape("odd", 1, 3, 512, 512, d=16), ["flash_maxsim", "flash_maxsim_persistent", "splitk"]),
+        (Shape("several", 2, 4, 32, 8), ["flash_maxsim_batched", "flash_maxsim_persistent"]),
+    ],
+    ids=lambda value: getattr(value, "name", None),
+)
+def test_flash_maxsim_is_called_as_it_declares(monkeypatch, row, labels):
+    package = pytest.importorskip("flash_maxsim")
+    inputs = forward.make_inputs(row, CPU, torch.float32)
+    scores = forward.reference(inputs)
+    answer = scores if row.Nq > 1 else scores[0]
+    names = ("flash_maxsim", "flash_maxsim_batched", "flash_maxsim_persistent", "flash_maxsim_qreuse")
+    fakes = [recorded(monkeypatch, package, name, answer) for name in names]
+    candidates = forward.flash_maxsim(inputs)
+    assert [candidate.label for candidate in candidates] == labels
+    for candidate in candidates:
+        assert relative_error(candidate.call(), scores) == 0
+    for fake in fakes:
+        for call in fake.call_args_list:
+            queries, documents, lengths = call.args
+            assert queries.shape == (inputs.queries.shape if row.Nq > 1 else inputs.queries.shape[1:])
+            assert documents is inputs.documents
+            assert lengths is inputs.lengths

@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from pylate_flash.bench import forward, readme, results
+
+TEXT = "# Title\n\n<!-- bench:begin -->\nold\n<!-- bench:end -->\n\nMore.\n"
+
+
+@pytest.fixture
+def invoke(tmp_path):
+    app = typer.Typer()
+    app.command()(readme.command)
+    (tmp_path / "README.md").write_text(TEXT)
+    (tmp_path / "results").mkdir()
+
+    def call(*arguments):
+        paths = ["--readme", str(tmp_path / "README.md"), "--folder", str(tmp_path / "results")]
+        return CliRunner().invoke(app, [*paths, *arguments])
+
+    return call
+
+
+def test_the_table_has_a_line_per_row_and_a_column_per_system(result):
+    lines = readme.render(forward.suite(), result).splitlines()
+    assert "NVIDIA Test Card" in lines[0]
+    assert "2026-03-01" in lines[0]
+    assert lines[2].startswith("| name | Nq x Nd, Lq x Ld | floor | pylate_flash | LIK 0.4.5 | FM | torch |")
+    assert lines[4] == "| textual | 1 x 1000, 32 x 300 | 0.018 | **0.030** | 0.120 | - | wrong | 1.67 | 4.00 |"
+    assert lines[5] == (
+        "| batch-512 | 512 x 512, 32 x 180 | 0.489 | **12.35 (inaccurate)** | failed | - | 123 | 25.20 | 10.00 |"
+    )
+    assert len(lines) == 6
+    assert len({line.count("|") for line in lines[2:]}) == 1
+
+
+def test_a_row_without_our_time_keeps_its_columns(result):
+    result["rows"][0]["systems"]["pylate_flash"] = {"status": "failed", "reason": "it raised"}
+    result["rows"][0].update(best_peer_over_ours=None)
+    line = readme.render(forward.suite(), result).splitlines()[4]
+    assert line == "| textual | 1 x 1000, 32 x 300 | 0.018 | **failed** | 0.120 | - | wrong | - | - |"
+
+
+def test_without_a_result_there_is_a_sentence(invoke, tmp_path):
+    assert invoke().exit_code == 0
+    text = (tmp_path / "README.md").read_text()
+    assert "No measurement is committed yet." in text
+    assert text.startswith("# Title\n\n<!-- bench:begin -->\n")
+    assert text.endswith("\n<!-- bench:end -->\n\nMore.\n")
+    assert invoke("--check").exit_code == 0
+
+
+def test_check_finds_a_difference_and_writes_nothing(invoke, result, tmp_path):
+    results.save(result, tmp_path / "results" / "forward-card.json")
+    outcome = invoke("--check")
+    assert outcome.exit_code == 1
+    assert (tmp_path / "README.md").read_text() == TEXT
+    assert invoke().exit_code == 0
+    assert readme.render(forward.suite(), result) in (tmp_path / "README.md").read_text()
+    assert invoke("--check").exit_code == 0
+    results.save({**result, "date": "2026-07-01T00:00:00+00:00"}, tmp_path / "results" / "forward-new.json")
+    assert invoke("--check").exit_code == 1
+
+
+@pytest.mark.parametrize(
+    "text", ["no markers", "<!-- bench:begin -->", "<!-- bench:end --><!-- bench:begin -->", TEXT + TEXT]
+)
+def test_missing_markers_are_an_error_in_one_sentence(invoke, tmp_path, text):
+    (tmp_path / "README.md").write_text(text)
+    outcome = invoke()
+    assert outcome.exit_code == 2
+    assert "needs one line <!-- bench:begin -->" in outcome.output
+    assert (tmp_path / "README.md").read_text() == text
+
+
+def test_a_missing_readme_and_a_broken_result_are_errors_in_one_sentence(invoke, tmp_path):
+    (tmp_path / "results" / "forward-card.json").write_text("{}")
+    outcome = invoke()
+    assert outcome.exit_code == 2
+    assert "forward-card.json" in outcome.output
+    (tmp_path / "README.md").unlink()
+    outcome = invoke()
+    assert outcome.exit_code == 2
+    assert "README.md" in outcome.output

@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from pylate_flash.bench import results
+from pylate_flash.bench.protocol import Rounds, make_stopwatch
+
+
+def test_a_result_is_read_back_as_it_was_written(result, tmp_path):
+    path = tmp_path / "folder" / "forward-card.json"
+    results.save(result, path)
+    assert results.load(path) == result
+    assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+
+
+def test_a_new_result_says_where_when_and_with_what(ceilings):
+    cpu = torch.device("cpu")
+    made = results.make(
+        "forward", cpu, torch.bfloat16, Rounds(3, 20, 64), make_stopwatch(cpu, 64), ceilings, quick=False
+    )
+    results.validate(made, "made")
+    assert made["versions"]["torch"] == torch.__version__
+    assert made["protocol"]["dtype"] == "bfloat16"
+    assert made["protocol"]["repetitions"] == 20
+    assert made["protocol"]["flush_bytes"] == 64
+    assert made["machine"]["device"] == "cpu"
+    assert not made["complete"]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda result: result.pop("ceilings"), "lacks ceilings"),
+        (lambda result: result.update(schema=2), "'schema' is 2"),
+        (lambda result: result["rows"][0].pop("floor_ms"), "row 0: lacks floor_ms"),
+        (lambda result: result["rows"][1]["systems"]["lik"].update(status="fine"), "system 'lik': status is 'fine'"),
+        (lambda result: result["rows"][0]["systems"]["lik"].pop("median_ms"), "system 'lik': lacks median_ms"),
+    ],
+)
+def test_what_is_not_a_result_is_named(result, tmp_path, spoil, message):
+    path = tmp_path / "forward-card.json"
+    spoil(result)
+    path.write_text(json.dumps(result))
+    with pytest.raises(ValueError, match=message) as raised:
+        results.load(path)
+    assert str(path) in str(raised.value)
+
+
+def test_what_is_not_json_is_named(tmp_path):
+    path = tmp_path / "forward-card.json"
+    path.write_text("{")
+    with pytest.raises(ValueError, match="not a JSON file"):
+        results.load(path)
+
+
+@pytest.mark.parametrize("spoil", [{"rows": [{}]}, {"ceilings": {"flops_per_second": float("nan")}}])
+def test_a_write_that_fails_leaves_the_previous_file(result, tmp_path, spoil):
+    path = tmp_path / "forward-card.json"
+    results.save(result, path)
+    with pytest.raises(ValueError, match="."):
+        results.save({**result, **spoil}, path)
+    assert results.load(path) == result
+    assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
+
+
+def test_a_write_that_is_interrupted_leaves_the_previous_file(result, tmp_path, monkeypatch):
+    path = tmp_path / "forward-card.json"
+    results.save(result, path)
+    monkeypatch.setattr(results.os, "replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        results.save({**result, "date": "2027-01-01T00:00:00+00:00"}, path)
+    assert results.load(path) == result
+    assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
+
+
+def test_the_newest_result_worth_keeping_is_found(result, tmp_path):
+    assert results.newest("forward", tmp_path) is None
+    kinds = {
+        "a": {"date": "2026-04-01T00:00:00+00:00"},
+        "b": {"date": "2026-03-31T23:00:00+00:00"},
+        "c": {"date": "2026-05-01T00:00:00+00:00", "quick": True},
+        "d": {"date": "2026-05-01T00:00:00+00:00", "complete": False},
+        "e": {"date": "2026-05-01T00:00:00+00:00", "protocol": {**result["protocol"], "reduced": True}},
+    }
+    for name, change in kinds.items():
+        results.save({**result, **change}, tmp_path / f"forward-{name}.json")
+    results.save({**result, "date": "2026-06-01T00:00:00+00:00"}, tmp_path / "training-a.json")
+    assert results.newest("forward", tmp_path)["date"] == "2026-04-01T00:00:00+00:00"
+
+
+def test_a_folder_gets_a_file_named_by_suite_machine_and_day(result, tmp_path):
+    assert results.place(tmp_path, result) == tmp_path / "forward-nvidia-test-card-2026-03-01.json"
+    assert results.place(tmp_path / "mine.json", result) == tmp_path / "mine.json"
+
+
+def test_every_committed_result_is_valid():
+    for path in results.FOLDER.glob("*.json"):
+        results.load(path)
