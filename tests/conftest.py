@@ -48,9 +48,7 @@ def tiny_colbert_path(minilm_path: str, tmp_path_factory: pytest.TempPathFactory
     )
     BertModel(config).save_pretrained(folder / "bert")
     AutoTokenizer.from_pretrained(minilm_path).save_pretrained(folder / "bert")
-    model = models.ColBERT(
-        str(folder / "bert"), embedding_size=32, query_length=16, document_length=32, device="cpu"
-    )
+    model = models.ColBERT(str(folder / "bert"), embedding_size=32, query_length=16, document_length=32, device="cpu")
     model.save_pretrained(str(folder / "colbert"))
     return str(folder / "colbert")
 

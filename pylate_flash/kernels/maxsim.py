@@ -359,7 +359,14 @@ def _launch_stacked(
     groups = documents.shape[0] if cu_seqlens is None else 1
     per_group = n_queries // groups
     plan = _stacked_plan(
-        per_group, query_length, n_documents, groups, size, queries.element_size(), architecture(queries.device)
+        per_group,
+        query_length,
+        n_documents,
+        groups,
+        size,
+        queries.element_size(),
+        winners is not None,
+        architecture(queries.device),
     )
     sums = queries.new_empty(n_queries * plan.sums_per_query, n_documents, dtype=torch.float32)
     _launch_stacked_kernel(
@@ -444,13 +451,19 @@ class _SinglePlan(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def _stacked_plan(
-    n_queries: int, query_length: int, n_documents: int, groups: int, size: int, element_size: int,
+    n_queries: int,
+    query_length: int,
+    n_documents: int,
+    groups: int,
+    size: int,
+    element_size: int,
+    with_winners: bool,
     architecture: tuple[int, int],
-) -> _StackedPlan:  # fmt: skip
+) -> _StackedPlan:
     capability, processors = architecture
     padded, group = _padded_query_length(query_length)
     block_embedding = max(16, triton.next_power_of_2(size))
-    tile = stacked_tile(capability, block_embedding * element_size, n_queries * padded)
+    tile = stacked_tile(capability, block_embedding * element_size, n_queries * padded, with_winners)
     group = min(group, tile.rows)
     row_blocks = triton.cdiv(n_queries * padded, tile.rows)
     run = _run_length(n_documents, row_blocks * groups, processors, per_processor=2, longest=16)
