@@ -90,9 +90,10 @@ def _stacked_kernel(
     first, so they read the same documents, out of L2.
     """
     n_row_blocks = tl.cdiv(n_queries * padded_query_length, BLOCK_ROWS)
+    n_runs = tl.cdiv(n_documents, run)
     row_block = tl.program_id(0) % n_row_blocks
-    first = (tl.program_id(0) // n_row_blocks) * run
-    group = tl.program_id(1)
+    first = (tl.program_id(0) // n_row_blocks) % n_runs * run
+    group = tl.program_id(0) // (n_row_blocks * n_runs)
 
     rows = row_block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     query = rows // padded_query_length
@@ -171,12 +172,12 @@ def _stacked_kernel(
         tl.store(sums_ptr + sums_offset, sums, mask=sum_row < n_queries * groups_per_query)
 
 
-@triton.jit(do_not_specialize=["query_length", "n_documents", "document_length", "run"])
+@triton.jit(do_not_specialize=["query_length", "n_documents", "document_length", "per_query", "run", "stride_sums"])
 def _single_kernel(
     queries_ptr, documents_ptr, queries_mask_ptr, documents_mask_ptr, queries_scale_ptr, documents_scale_ptr,
     cu_seqlens_ptr, candidates_ptr, sums_ptr, winners_ptr,
-    query_length, n_documents, document_length, run,
-    stride_query, stride_query_token, stride_group, stride_document, stride_document_token, stride_sums,
+    query_length, n_documents, document_length, per_query, run, stride_sums,
+    stride_query, stride_query_token, stride_group, stride_document, stride_document_token,
     EMBEDDING: tl.constexpr,
     BLOCK_EMBEDDING: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
@@ -192,13 +193,14 @@ def _single_kernel(
 ):  # fmt: skip
     """Sums of maxima over BLOCK_COLUMNS tokens of one query, [blocks of columns, Nq, K or documents], and winners.
 
-    Grid: (runs of documents, queries, blocks of a query's tokens). With HAS_CANDIDATES, query i owns the documents
-    `candidates[i]` to `candidates[i + 1]` of the packed ones; otherwise the documents of its group.
+    Grid: (queries x runs of documents, blocks of a query's tokens). With HAS_CANDIDATES, query i owns the documents
+    `candidates[i]` to `candidates[i + 1]` of the packed ones, `per_query` at most; otherwise those of its group.
     """
-    query = tl.program_id(1)
-    first = tl.program_id(0) * run
+    n_runs = tl.cdiv(per_query, run)
+    query = tl.program_id(0) // n_runs
+    first = tl.program_id(0) % n_runs * run
     last = n_documents
-    sums_ptr += tl.program_id(2).to(tl.int64) * stride_sums
+    sums_ptr += tl.program_id(1).to(tl.int64) * stride_sums
     if HAS_CANDIDATES:
         owned = tl.load(candidates_ptr + query).to(tl.int32)
         first += owned
@@ -207,7 +209,7 @@ def _single_kernel(
         sums_ptr += query.to(tl.int64) * n_documents
     last = tl.minimum(first + run, last)
 
-    columns = tl.program_id(2) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+    columns = tl.program_id(1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     column_exists = columns < query_length
     global_column = query.to(tl.int64) * query_length + columns
     column_active = column_exists
@@ -370,7 +372,7 @@ def _launch_stacked(
     )
     sums = queries.new_empty(n_queries * plan.sums_per_query, n_documents, dtype=torch.float32)
     _launch_stacked_kernel(
-        (plan.row_blocks * -(-n_documents // plan.run), groups, 1),
+        (plan.row_blocks * -(-n_documents // plan.run) * groups, 1, 1),
         (queries, documents, queries_mask, documents_mask, queries_scale, documents_scale, cu_seqlens, sums, winners),
         (per_group, query_length, plan.padded_query_length, n_documents, document_length, plan.run),
         (queries.stride(0), queries.stride(1), *strides),
@@ -410,13 +412,13 @@ def _launch_single(
     shape = (n_queries, n_documents) if candidates is None else (n_documents,)
     sums = queries.new_empty(plan.column_blocks, *shape, dtype=torch.float32)
     _launch_single_kernel(
-        (-(-per_query // plan.run), n_queries, plan.column_blocks),
+        (-(-per_query // plan.run) * n_queries, plan.column_blocks, 1),
         (
             queries, documents, queries_mask, documents_mask, queries_scale, documents_scale, cu_seqlens, candidates,
             sums, winners,
         ),
-        (query_length, n_documents, document_length, plan.run),
-        (queries.stride(0), queries.stride(1), *strides, sums.stride(0)),
+        (query_length, n_documents, document_length, per_query, plan.run, sums.stride(0)),
+        (queries.stride(0), queries.stride(1), *strides),
         (
             size, plan.block_embedding, plan.tile.rows, plan.tile.columns,
             cu_seqlens is not None, candidates is not None, queries_mask is not None, documents_mask is not None,

@@ -32,8 +32,9 @@ def _gather_kernel(
     NORMALIZE: tl.constexpr,
 ):  # fmt: skip
     """grad_queries[row] = sum over documents of grad_score * documents[winner], rows of one group of the layout."""
-    group = tl.program_id(1).to(tl.int64)
-    rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    n_blocks = tl.cdiv(n_rows, BLOCK_ROWS)
+    group = (tl.program_id(0) // n_blocks).to(tl.int64)
+    rows = tl.program_id(0) % n_blocks * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     row_exists = rows < n_rows
     queries = group * (n_rows // query_length) + rows // query_length
     dims = tl.arange(0, BLOCK_EMBEDDING)
@@ -126,7 +127,7 @@ def maxsim_backward_queries(
     block_embedding = triton.next_power_of_2(size)
     block_rows = max(4, min(32, 4096 // block_embedding))
     _launch_gather(
-        (triton.cdiv(rows, block_rows), groups, 1),
+        (triton.cdiv(rows, block_rows) * groups, 1, 1),
         (grad_scores, documents, documents_scale, winners, grad_queries),
         (rows, queries.shape[1], candidates, length),
         documents.stride()[:3],

@@ -244,6 +244,59 @@ def test_strides_pairs_and_no_synchronisation() -> None:
     torch.testing.assert_close(pairs, scores.diagonal(), rtol=2e-6, atol=2e-6)
 
 
+def test_more_pairs_than_a_grid_axis_holds() -> None:
+    queries, documents = unit(70_000, 2, 16), unit(70_000, 3, 16, seed=1)
+    queries.requires_grad_()
+    found = maxsim_pairs(queries, documents)
+    expected = (queries.double() @ documents.double().transpose(1, 2)).amax(dim=-1).sum(dim=-1)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+    (gradient,) = torch.autograd.grad(found.sum(), queries)
+    (reference,) = torch.autograd.grad(expected.sum(), queries)
+    assert relative_error(gradient, reference) <= 1e-5
+
+
+@pytest.mark.parametrize("n_queries", [1, 4])
+def test_more_elements_than_32_bits_address(n_queries: int) -> None:
+    """2.2e9 elements of documents; the last ones are looked at."""
+    documents = torch.zeros(17_000, 1024, 128, dtype=torch.bfloat16, device="cuda")
+    documents[-3:] = unit(3, 1024, 128, dtype=torch.bfloat16)
+    queries = unit(n_queries, 32, 128, dtype=torch.bfloat16, seed=1)
+    expected = maxsim_reference(queries.double(), documents[-3:].double())
+    scores = maxsim(queries, documents)
+    torch.testing.assert_close(scores[:, -3:].double(), expected, rtol=2e-6, atol=2e-6)
+    assert (scores[:, :-3] == 0).all()
+
+
+def test_deterministic_algorithms_are_no_hindrance() -> None:
+    queries, documents = unit(8, 32, 64).requires_grad_(), unit(8, 50, 64, seed=1).requires_grad_()
+    expected = torch.autograd.grad(maxsim(queries, documents).sum(), (queries, documents))
+    torch.use_deterministic_algorithms(True)
+    try:
+        found = torch.autograd.grad(maxsim(queries, documents).sum(), (queries, documents))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_a_new_length_compiles_nothing() -> None:
+    from triton import knobs
+
+    def call(n_queries: int, n_documents: int, query_length: int, document_length: int) -> None:
+        queries = unit(n_queries, query_length, 128, dtype=torch.bfloat16).requires_grad_()
+        documents = unit(n_documents, document_length, 128, dtype=torch.bfloat16, seed=1).requires_grad_()
+        maxsim(queries, documents).sum().backward()
+
+    compilations: list[object] = []
+    call(64, 100, 32, 180)
+    knobs.runtime.jit_post_compile_hook = lambda **kwargs: compilations.append(kwargs) and None
+    try:
+        for lengths in [(64, 101, 32, 181), (70, 33, 32, 77), (65, 1, 32, 300), (128, 20, 32, 1)]:
+            call(*lengths)
+    finally:
+        knobs.runtime.jit_post_compile_hook = None
+    assert not compilations
+
+
 def test_double_precision_falls_back_and_is_refused_by_name() -> None:
     queries, documents = unit(2, 3, 8).double(), unit(3, 5, 8, seed=1).double()
     torch.testing.assert_close(maxsim(queries, documents).double(), maxsim_reference(queries, documents))
