@@ -11,6 +11,9 @@ work across lanes, until the document ends.
 
 Neither masks the tail of a document: token positions are clamped to the last token, and a token that is seen twice
 changes neither the maximum nor the lowest index that attains it.
+
+An embedding of more than 512 bytes does not stay in shared memory: under SPLIT a similarity is summed over blocks of
+the embedding, and both operands are read block by block, as in any matrix product.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from torch import Tensor
 
 from .launch import Launcher
 from .reductions import larger, max_along
-from .tiles import Tile, architecture, single_tile, stacked_tile
+from .tiles import Tile, architecture, embedding_block, single_tile, stacked_tile
 
 # Up to this many query tokens, one query is scored by `_single_kernel`.
 _SINGLE_MAX_QUERY_LENGTH = 64
@@ -76,6 +79,7 @@ def _stacked_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     GROUP: tl.constexpr,
+    SPLIT: tl.constexpr,
     PACKED: tl.constexpr,
     HAS_QUERIES_MASK: tl.constexpr,
     HAS_DOCUMENTS_MASK: tl.constexpr,
@@ -105,17 +109,15 @@ def _stacked_kernel(
         row_active = row_active & (tl.load(queries_mask_ptr + global_row, mask=row_exists, other=0) != 0)
     dims = tl.arange(0, BLOCK_EMBEDDING)
     query_offset = (group * n_queries + query).to(tl.int64) * stride_query + token * stride_query_token
-    query_tile = tl.load(
-        queries_ptr + query_offset[:, None] + dims[None, :],
-        mask=row_exists[:, None] & (dims < EMBEDDING)[None, :],
-        other=0.0,
-    )
+    query_rows = queries_ptr + query_offset[:, None] + dims[None, :]
+    if not SPLIT:
+        query_tile = tl.load(query_rows, mask=row_exists[:, None] & (dims < EMBEDDING)[None, :], other=0.0)
     if NORMALIZE:
         row_scale = tl.load(queries_scale_ptr + global_row, mask=row_exists, other=0.0)
 
     # flatten: the two loops become one, so loads of the next document overlap the products of this one. Measured on an
     # H200 at the same tile: 0.493 to 0.428 ms at 1 x 1000, 1024 x 1024; 0.126 to 0.094 ms at 32 x 1024, 32 x 180.
-    for document in tl.range(first, tl.minimum(first + run, n_documents), flatten=True):
+    for document in tl.range(first, tl.minimum(first + run, n_documents), flatten=not SPLIT):
         base, length = _document_range(
             documents_ptr, cu_seqlens_ptr, group, document, document_length,
             stride_group, stride_document, stride_document_token, PACKED,
@@ -126,12 +128,20 @@ def _stacked_kernel(
         any_active = tl.zeros([BLOCK_TOKENS], tl.int32)
         for start in tl.range(0, length, BLOCK_TOKENS):
             tokens = tl.minimum(start + tl.arange(0, BLOCK_TOKENS), length - 1)
-            tile_ptr = base + tokens[None, :].to(tl.int64) * stride_document_token + dims[:, None]
-            if BLOCK_EMBEDDING == EMBEDDING:
-                tile = tl.load(tile_ptr)
+            token_rows = base + tokens[None, :].to(tl.int64) * stride_document_token + dims[:, None]
+            if SPLIT:
+                similarities = tl.zeros([BLOCK_ROWS, BLOCK_TOKENS], tl.float32)
+                for dim in tl.range(0, EMBEDDING, BLOCK_EMBEDDING):
+                    exists = dim + dims < EMBEDDING
+                    part = tl.load(query_rows + dim, mask=row_exists[:, None] & exists[None, :], other=0.0)
+                    tile = tl.load(token_rows + dim, mask=exists[:, None], other=0.0)
+                    similarities = tl.dot(part, tile, similarities, input_precision=PRECISION)
             else:
-                tile = tl.load(tile_ptr, mask=(dims < EMBEDDING)[:, None], other=0.0)
-            similarities = tl.dot(query_tile, tile, input_precision=PRECISION)
+                if BLOCK_EMBEDDING == EMBEDDING:
+                    tile = tl.load(token_rows)
+                else:
+                    tile = tl.load(token_rows, mask=(dims < EMBEDDING)[:, None], other=0.0)
+                similarities = tl.dot(query_tile, tile, input_precision=PRECISION)
             if NORMALIZE:
                 similarities *= tl.load(documents_scale_ptr + flat + tokens)[None, :]
             active = tokens >= 0
@@ -182,6 +192,7 @@ def _single_kernel(
     BLOCK_EMBEDDING: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
+    SPLIT: tl.constexpr,
     PACKED: tl.constexpr,
     HAS_CANDIDATES: tl.constexpr,
     HAS_QUERIES_MASK: tl.constexpr,
@@ -216,11 +227,11 @@ def _single_kernel(
     if HAS_QUERIES_MASK:
         column_active = column_active & (tl.load(queries_mask_ptr + global_column, mask=column_exists, other=0) != 0)
     dims = tl.arange(0, BLOCK_EMBEDDING)
-    query_tile = tl.load(
-        queries_ptr + query.to(tl.int64) * stride_query + columns[None, :] * stride_query_token + dims[:, None],
-        mask=column_exists[None, :] & (dims < EMBEDDING)[:, None],
-        other=0.0,
+    query_columns = (
+        queries_ptr + query.to(tl.int64) * stride_query + columns[None, :] * stride_query_token + dims[:, None]
     )
+    if not SPLIT:
+        query_tile = tl.load(query_columns, mask=column_exists[None, :] & (dims < EMBEDDING)[:, None], other=0.0)
     if NORMALIZE:
         column_scale = tl.load(queries_scale_ptr + global_column, mask=column_exists, other=0.0)
 
@@ -236,12 +247,20 @@ def _single_kernel(
         any_active = tl.zeros([BLOCK_TOKENS], tl.int32)
         for start in tl.range(0, length, BLOCK_TOKENS):
             tokens = tl.minimum(start + tl.arange(0, BLOCK_TOKENS), length - 1)
-            tile_ptr = base + tokens[:, None].to(tl.int64) * stride_document_token + dims[None, :]
-            if BLOCK_EMBEDDING == EMBEDDING:
-                tile = tl.load(tile_ptr)
+            token_rows = base + tokens[:, None].to(tl.int64) * stride_document_token + dims[None, :]
+            if SPLIT:
+                similarities = tl.zeros([BLOCK_TOKENS, BLOCK_COLUMNS], tl.float32)
+                for dim in tl.range(0, EMBEDDING, BLOCK_EMBEDDING):
+                    exists = dim + dims < EMBEDDING
+                    part = tl.load(query_columns + dim, mask=column_exists[None, :] & exists[:, None], other=0.0)
+                    tile = tl.load(token_rows + dim, mask=exists[None, :], other=0.0)
+                    similarities = tl.dot(tile, part, similarities, input_precision=PRECISION)
             else:
-                tile = tl.load(tile_ptr, mask=(dims < EMBEDDING)[None, :], other=0.0)
-            similarities = tl.dot(tile, query_tile, input_precision=PRECISION)
+                if BLOCK_EMBEDDING == EMBEDDING:
+                    tile = tl.load(token_rows)
+                else:
+                    tile = tl.load(token_rows, mask=(dims < EMBEDDING)[None, :], other=0.0)
+                similarities = tl.dot(tile, query_tile, input_precision=PRECISION)
             if NORMALIZE:
                 similarities *= tl.load(documents_scale_ptr + flat + tokens)[:, None]
             active = tokens >= 0
@@ -377,7 +396,7 @@ def _launch_stacked(
         (per_group, query_length, plan.padded_query_length, n_documents, document_length, plan.run),
         (queries.stride(0), queries.stride(1), *strides),
         (
-            size, plan.block_embedding, plan.tile.rows, plan.tile.columns, plan.group,
+            size, plan.block_embedding, plan.tile.rows, plan.tile.columns, plan.group, plan.split,
             cu_seqlens is not None, queries_mask is not None, documents_mask is not None, zero_masked,
             queries_scale is not None, winners is not None, precision,
         ),
@@ -420,7 +439,7 @@ def _launch_single(
         (query_length, n_documents, document_length, per_query, plan.run, sums.stride(0)),
         (queries.stride(0), queries.stride(1), *strides),
         (
-            size, plan.block_embedding, plan.tile.rows, plan.tile.columns,
+            size, plan.block_embedding, plan.tile.rows, plan.tile.columns, plan.split,
             cu_seqlens is not None, candidates is not None, queries_mask is not None, documents_mask is not None,
             zero_masked, queries_scale is not None, winners is not None, precision,
         ),
@@ -435,6 +454,7 @@ class _StackedPlan(NamedTuple):
 
     tile: Tile
     block_embedding: int
+    split: bool  # whether products are summed over blocks of the embedding
     padded_query_length: int
     group: int  # rows whose maxima are summed by the kernel
     sums_per_query: int
@@ -447,6 +467,7 @@ class _SinglePlan(NamedTuple):
 
     tile: Tile
     block_embedding: int
+    split: bool  # whether products are summed over blocks of the embedding
     column_blocks: int
     run: int  # documents per program
 
@@ -464,12 +485,12 @@ def _stacked_plan(
 ) -> _StackedPlan:
     capability, processors = architecture
     padded, group = _padded_query_length(query_length)
-    block_embedding = max(16, triton.next_power_of_2(size))
-    tile = stacked_tile(capability, block_embedding * element_size, n_queries * padded, with_winners)
+    block_embedding, split = embedding_block(size, element_size)
+    tile = stacked_tile(capability, block_embedding * element_size, split, n_queries * padded, with_winners)
     group = min(group, tile.rows)
     row_blocks = triton.cdiv(n_queries * padded, tile.rows)
     run = _run_length(n_documents, row_blocks * groups, processors, per_processor=2, longest=16)
-    return _StackedPlan(tile, block_embedding, padded, group, padded // group, row_blocks, run)
+    return _StackedPlan(tile, block_embedding, split, padded, group, padded // group, row_blocks, run)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -477,11 +498,11 @@ def _single_plan(
     n_queries: int, query_length: int, n_documents: int, size: int, element_size: int, architecture: tuple[int, int]
 ) -> _SinglePlan:
     capability, processors = architecture
-    block_embedding = max(16, triton.next_power_of_2(size))
-    tile = single_tile(capability, block_embedding * element_size, query_length)
+    block_embedding, split = embedding_block(size, element_size)
+    tile = single_tile(capability, block_embedding * element_size, split, query_length)
     column_blocks = triton.cdiv(query_length, tile.columns)
     run = _run_length(n_documents, n_queries * column_blocks, processors, per_processor=4, longest=2)
-    return _SinglePlan(tile, block_embedding, column_blocks, run)
+    return _SinglePlan(tile, block_embedding, split, column_blocks, run)
 
 
 def _padded_query_length(query_length: int) -> tuple[int, int]:

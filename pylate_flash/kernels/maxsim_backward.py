@@ -19,6 +19,9 @@ from .launch import Launcher
 
 # Winners that are sorted at once; a sorted one takes about 20 bytes of scratch.
 _SORT_BUDGET = 1 << 22
+# Query rows that one program sums, and the largest part of their embeddings that it takes.
+_GATHERED_ROWS = 32
+_MAX_EMBEDDING_BLOCK = 128
 
 
 @triton.jit(do_not_specialize=["n_rows", "query_length", "n_documents", "document_length"])
@@ -37,7 +40,7 @@ def _gather_kernel(
     rows = tl.program_id(0) % n_blocks * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     row_exists = rows < n_rows
     queries = group * (n_rows // query_length) + rows // query_length
-    dims = tl.arange(0, BLOCK_EMBEDDING)
+    dims = tl.program_id(1) * BLOCK_EMBEDDING + tl.arange(0, BLOCK_EMBEDDING)
     dim_exists = dims < EMBEDDING
     total = tl.zeros([BLOCK_ROWS, BLOCK_EMBEDDING], tl.float32)
     for document in tl.range(0, n_documents):
@@ -84,7 +87,7 @@ def _collect_kernel(
     document = flat % n_documents
     first = tl.load(starts_ptr + local * (document_length + 1) + token).to(tl.int32)
     last = tl.load(starts_ptr + local * (document_length + 1) + token + 1).to(tl.int32)
-    dims = tl.arange(0, BLOCK_EMBEDDING)
+    dims = tl.program_id(2) * BLOCK_EMBEDDING + tl.arange(0, BLOCK_EMBEDDING)
     dim_exists = dims < EMBEDDING
     total = tl.zeros([BLOCK_SOURCES, BLOCK_EMBEDDING], tl.float32)
     for start in tl.range(first, last, BLOCK_SOURCES):
@@ -112,6 +115,10 @@ def _collect_kernel(
     )
 
 
+def _embedding_block(size: int) -> int:
+    return min(_MAX_EMBEDDING_BLOCK, triton.next_power_of_2(size))
+
+
 _launch_gather = Launcher(_gather_kernel)
 _launch_collect = Launcher(_collect_kernel)
 
@@ -124,14 +131,13 @@ def maxsim_backward_queries(
     groups, candidates, length, size = documents.shape
     rows = winners.shape[-1]
     grad_queries = torch.empty(queries.shape, dtype=dtype, device=queries.device)
-    block_embedding = triton.next_power_of_2(size)
-    block_rows = max(4, min(32, 4096 // block_embedding))
+    block_embedding = _embedding_block(size)
     _launch_gather(
-        (triton.cdiv(rows, block_rows) * groups, 1, 1),
+        (triton.cdiv(rows, _GATHERED_ROWS) * groups, triton.cdiv(size, block_embedding), 1),
         (grad_scores, documents, documents_scale, winners, grad_queries),
         (rows, queries.shape[1], candidates, length),
         documents.stride()[:3],
-        (size, block_embedding, block_rows, documents_scale is not None),
+        (size, block_embedding, _GATHERED_ROWS, documents_scale is not None),
         num_warps=4,
         num_stages=3,
     )
@@ -148,18 +154,18 @@ def maxsim_backward_documents(
     grad_documents = torch.empty(documents.shape, dtype=dtype, device=queries.device)
     winners = winners.view(groups * candidates, rows)
     tokens = torch.arange(length + 1, dtype=winners.dtype, device=winners.device)
-    block_embedding = triton.next_power_of_2(size)
+    block_embedding = _embedding_block(size)
     step = max(1, min(winners.shape[0], _SORT_BUDGET // rows, 65535))
     for first in range(0, winners.shape[0], step):
         sorted_winners, order = torch.sort(winners[first : first + step], dim=-1, stable=True)
         starts = torch.searchsorted(sorted_winners, tokens.expand(order.shape[0], -1).contiguous(), out_int32=True)
         _launch_collect(
-            (length, order.shape[0], 1),
+            (length, order.shape[0], triton.cdiv(size, block_embedding)),
             (grad_scores, queries, queries_scale, order, starts, grad_documents),
             (first, rows, queries.shape[1], candidates, length),
             (queries.stride(0), queries.stride(1)),
             (size, block_embedding, 8, queries_scale is not None),
-            num_warps=1 if block_embedding <= 128 else 4,
+            num_warps=1,
             num_stages=3,
         )
     return grad_documents

@@ -12,8 +12,8 @@ logger = logging.getLogger(__name__)
 
 IMPLEMENTATIONS = ("auto", "triton", "blocked")
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-# A row of queries and a tile of documents must fit in shared memory together.
-KERNEL_MAX_EMBEDDING_SIZE = 512
+# What the tests reach; the kernels sum longer embeddings block by block.
+KERNEL_MAX_EMBEDDING_SIZE = 4096
 
 
 class Choice(NamedTuple):

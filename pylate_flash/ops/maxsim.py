@@ -113,8 +113,8 @@ def maxsim(
         Score of a document with no active token: 0 as in PyLate, or a large negative number to rank it last. A query
         with no active token scores 0 against every other document.
     implementation
-        "auto", or by name: "triton" (CUDA, compute capability >= 8.0, at most 512 dimensions, no float64) or "blocked"
-        (plain torch in blocks).
+        "auto", or by name: "triton" (CUDA, compute capability >= 8.0, at most 4096 dimensions, no float64) or
+        "blocked" (plain torch in blocks).
 
     Returns
     -------

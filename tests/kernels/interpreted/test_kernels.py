@@ -52,7 +52,8 @@ def test_gradients(case: Case) -> None:
         ((1, 70, 24), (3, 130, 24)),  # one query of several column blocks of rows, several document tiles
         ((5, 48, 16), (2, 20, 16)),  # a query length that is no power of two: sums of 16 rows
         ((2, 130, 16), (2, 3, 70, 16)),  # candidates of long queries
-        ((3, 17, 300), (2, 40, 300)),  # an embedding size that needs smaller tiles
+        ((3, 17, 300), (2, 40, 300)),  # embeddings that are split into blocks
+        ((1, 17, 300), (2, 70, 300)),
         ((40, 3, 8), (3, 5, 8)),  # many short queries in one block of rows
         ((1, 5, 8), (40, 3, 8)),  # a program that walks several documents
     ],
