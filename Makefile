@@ -20,7 +20,7 @@ demo: $(VENV)/.installed-demo ## Train, search and evaluate a ColBERT model on r
 
 test: $(VENV)/.installed-dev ## Run the tests (PYTEST_ARGS="tests/test_cli.py -x" runs some of them).
 	@cache=$$(mktemp -d) && trap 'rm -rf "$$cache"' EXIT && \
-	HF_HOME="$$cache/hf" HF_HUB_OFFLINE=1 IR_DATASETS_HOME="$$cache/ir_datasets" MPLBACKEND=Agg TOKENIZERS_PARALLELISM=false \
+	HF_HOME="$$cache/hf" HF_HUB_OFFLINE=1 IR_DATASETS_HOME="$$cache/ir_datasets" TOKENIZERS_PARALLELISM=false \
 		OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed-dev ## Check style and types.

