@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
+from .backward import maxsim_backward
+from .forward import maxsim_forward, maxsim_varlen_forward
 from .launch import on_device
-from .maxsim import maxsim_forward, maxsim_varlen_forward
-from .maxsim_backward import maxsim_backward_documents, maxsim_backward_queries
+from .norms import inverse_norms
 
-__all__ = [
-    "maxsim_backward_documents",
-    "maxsim_backward_queries",
-    "maxsim_forward",
-    "maxsim_varlen_forward",
-    "on_device",
-]
+__all__ = ["inverse_norms", "maxsim_backward", "maxsim_forward", "maxsim_varlen_forward", "on_device"]

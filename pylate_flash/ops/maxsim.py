@@ -3,7 +3,7 @@
     score[i, j] = sum over active s of  max over active t of  <queries[i, s], documents[j, t]>
 
 (Khattab and Zaharia, "ColBERT", SIGIR 2020.) `maxsim_reference` is the definition, in plain torch. `maxsim` and
-`maxsim_pairs` compute the same without its [Nq, Nd, Lq, Ld] tensor: by Triton kernels on CUDA (`kernels.maxsim`), and
+`maxsim_pairs` compute the same without its [Nq, Nd, Lq, Ld] tensor: by Triton kernels on CUDA (`kernels.forward`), and
 in blocks of plain torch elsewhere (`ops.blocked`).
 
 Everything below the definition works in one grouped layout: `queries` [Nq, Lq, d] and `documents` [G, K, Ld, d], with
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+from contextlib import nullcontext
 from types import ModuleType
 
 import torch
@@ -335,7 +336,6 @@ def _compute(
     implementation: str,
 ) -> tuple[Tensor, Tensor | None]:
     """Scores [Nq, K] float32 and, if asked for, winners [G, K, Nq / G * Lq], where no dimension is 0."""
-    scales = _scales(queries, documents, normalize)
     if choose(implementation, queries.device, queries.dtype, queries.shape[-1]) == "triton":
         with kernels().on_device(queries):
             return kernels().maxsim_forward(
@@ -343,15 +343,23 @@ def _compute(
                 rows_contiguous(documents),
                 None if queries_mask is None else queries_mask.contiguous(),
                 None if documents_mask is None else documents_mask.contiguous(),
-                *scales,
+                normalize,
                 zero_masked,
                 with_winners,
                 product_precision(queries.dtype),
             )
     # Under autocast the inputs have the autocast type already; the products inside must not be rounded to it.
     with torch.autocast(queries.device.type, enabled=False):
+        queries_scale, documents_scale = (_scale(queries), _scale(documents)) if normalize else (None, None)
         scores, winners = blocked_forward(
-            queries, documents, queries_mask, documents_mask, *scales, zero_masked, with_winners
+            queries,
+            documents,
+            queries_mask,
+            documents_mask,
+            queries_scale,
+            documents_scale,
+            zero_masked,
+            with_winners,
         )
     return scores.float(), winners
 
@@ -374,35 +382,31 @@ def _backward(
 ) -> tuple[Tensor, Tensor]:
     """Gradients of queries and documents, in their type; an empty tensor for one that is not needed."""
     implementation = choose(implementation, queries.device, queries.dtype, queries.shape[-1])
-    grad_queries: Tensor | None = None
-    grad_documents: Tensor | None = None
+    empty = queries.new_empty(0), documents.new_empty(0)
     if 0 in queries.shape or 0 in documents.shape:
-        grad_queries = torch.zeros_like(queries, memory_format=torch.contiguous_format) if need_queries else None
-        grad_documents = torch.zeros_like(documents, memory_format=torch.contiguous_format) if need_documents else None
-    else:
-        queries_scale, documents_scale = _scales(queries, documents, normalize)
-        grad_scores = grad_scores.contiguous()
-        if implementation == "blocked":
-            grad_queries, grad_documents = blocked_backward(
-                grad_scores, queries, documents, winners, queries_scale, documents_scale, need_queries, need_documents
-            )
-        else:
-            grad_dtype = torch.float32 if normalize else queries.dtype
-            with kernels().on_device(queries):
-                if need_queries:
-                    grad_queries = kernels().maxsim_backward_queries(
-                        grad_scores, queries, rows_contiguous(documents), winners, documents_scale, grad_dtype
-                    )
-                if need_documents:
-                    grad_documents = kernels().maxsim_backward_documents(
-                        grad_scores, rows_contiguous(queries), documents, winners, queries_scale, grad_dtype
-                    )
-        if grad_queries is not None:
-            grad_queries = _unscaled(grad_queries.view(queries.shape), queries, queries_scale)
-        if grad_documents is not None:
-            grad_documents = _unscaled(grad_documents, documents, documents_scale)
-    empty = torch.empty(0, dtype=queries.dtype, device=queries.device)
-    return empty if grad_queries is None else grad_queries, empty.clone() if grad_documents is None else grad_documents
+        return (
+            torch.zeros_like(queries, memory_format=torch.contiguous_format) if need_queries else empty[0],
+            torch.zeros_like(documents, memory_format=torch.contiguous_format) if need_documents else empty[1],
+        )
+    blocked = implementation == "blocked"
+    scale, backward = (_scale, blocked_backward) if blocked else (kernels().inverse_norms, kernels().maxsim_backward)
+    with nullcontext() if blocked else kernels().on_device(queries):
+        rows, tokens = rows_contiguous(queries), rows_contiguous(documents)
+        queries_scale, documents_scale = (scale(rows), scale(tokens)) if normalize else (None, None)
+        grad_queries, grad_documents = backward(
+            grad_scores.contiguous(),
+            rows,
+            tokens,
+            winners,
+            queries_scale,
+            documents_scale,
+            need_queries,
+            need_documents,
+        )
+    return (
+        empty[0] if grad_queries is None else _unscaled(grad_queries.view(queries.shape), queries, queries_scale),
+        empty[1] if grad_documents is None else _unscaled(grad_documents, documents, documents_scale),
+    )
 
 
 def rows_contiguous(embeddings: Tensor) -> Tensor:
@@ -415,16 +419,14 @@ def product_precision(dtype: torch.dtype) -> str:
     return "ieee" if dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
-def _scales(queries: Tensor, documents: Tensor, normalize: bool) -> tuple[Tensor | None, Tensor | None]:
-    """Inverse norms of all tokens, float32 (float64 for float64): a positive factor commutes with the maximum, so the
-    embeddings themselves are never rescaled, and half ones are not rounded again."""
-    if not normalize:
-        return None, None
-    dtype = torch.float64 if queries.dtype == torch.float64 else torch.float32
-    return tuple(
-        torch.linalg.vector_norm(embeddings, dim=-1, dtype=dtype).clamp_(min=_SMALLEST_NORM).reciprocal_().contiguous()
-        for embeddings in (queries, documents)
-    )
+def _scale(embeddings: Tensor) -> Tensor:
+    """Inverse norms [..., L] of all tokens, float32 (float64 for float64).
+
+    A positive factor commutes with the maximum, so similarities are scaled and the embeddings themselves never are:
+    half ones are not rounded again.
+    """
+    dtype = torch.float64 if embeddings.dtype == torch.float64 else torch.float32
+    return torch.linalg.vector_norm(embeddings, dim=-1, dtype=dtype).clamp_(min=_SMALLEST_NORM).reciprocal_()
 
 
 def _unscaled(grad: Tensor, embeddings: Tensor, scale: Tensor | None) -> Tensor:

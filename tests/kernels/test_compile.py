@@ -14,8 +14,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from pylate_flash.kernels import maxsim as forward
-from pylate_flash.kernels import maxsim_backward as backward
+from pylate_flash.kernels import backward, forward, norms
 from pylate_flash.kernels.launch import Launcher
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
@@ -83,7 +82,7 @@ def test_forward(name: str, n_queries: int, size: int, dtype: torch.dtype, capab
     queries, documents = inputs(dtype, size, n_queries, 32)
 
     def launch() -> None:
-        forward.maxsim_forward(queries, documents, None, None, None, None, False, False, "ieee")
+        forward.maxsim_forward(queries, documents, None, None, False, False, False, "ieee")
 
     compiled = check(forward, name, launch, capability, monkeypatch)
     if dtype != torch.float32 and size == 128 and capability in (90, 100):
@@ -95,10 +94,10 @@ def test_forward(name: str, n_queries: int, size: int, dtype: torch.dtype, capab
 def test_forward_with_everything(name: str, n_queries: int, zero_masked: bool, capability: int, monkeypatch) -> None:
     queries, documents = inputs(torch.bfloat16, 128, n_queries, 32)
     masks = [torch.ones(tensor.shape[:-1], dtype=torch.bool) for tensor in (queries, documents)]
-    scales = [torch.ones(tensor.shape[:-1]) for tensor in (queries, documents)]
+    monkeypatch.setattr(forward, "inverse_norms", lambda embeddings: torch.ones(embeddings.shape[:-1]))
 
     def launch() -> None:
-        forward.maxsim_forward(queries, documents, *masks, *scales, zero_masked, True, "ieee")
+        forward.maxsim_forward(queries, documents, *masks, True, zero_masked, True, "ieee")
 
     check(forward, name, launch, capability, monkeypatch)
 
@@ -131,13 +130,15 @@ def test_backward(normalize: bool, size: int, dtype: torch.dtype, capability: in
     scales = [torch.ones(tensor.shape[:-1]) if normalize else None for tensor in (queries, documents)]
     winners = torch.zeros(1, 40, 128, dtype=torch.int16)
     grad = torch.ones(4, 40)
-    check(
-        backward, "_launch_gather",
-        lambda: backward.maxsim_backward_queries(grad, queries, documents, winners, scales[1], dtype),
-        capability, monkeypatch,
-    )  # fmt: skip
-    check(
-        backward, "_launch_collect",
-        lambda: backward.maxsim_backward_documents(grad, queries, documents, winners, scales[0], dtype),
-        capability, monkeypatch,
-    )  # fmt: skip
+    for name, needs in (("_launch_gather", (True, False)), ("_launch_collect", (False, True))):
+        check(
+            backward, name,
+            lambda needs=needs: backward.maxsim_backward(grad, queries, documents, winners, *scales, *needs),
+            capability, monkeypatch,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [48, 512])
+def test_inverse_norms(size: int, capability: int, monkeypatch) -> None:
+    embeddings = torch.empty(4, 32, size, dtype=torch.bfloat16)
+    check(norms, "_launch_inverse_norms", lambda: norms.inverse_norms(embeddings), capability, monkeypatch)

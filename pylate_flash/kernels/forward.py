@@ -27,6 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch import Launcher
+from .norms import inverse_norm, inverse_norms
 from .reductions import larger, max_along
 from .tiles import SUMMED_EMBEDDING, Tile, architecture, embedding_block, single_tile, stacked_tile
 
@@ -188,8 +189,8 @@ def _stacked_kernel(
 
 @triton.jit(do_not_specialize=["query_length", "n_documents", "document_length", "per_query", "run", "stride_sums"])
 def _single_kernel(
-    queries_ptr, documents_ptr, queries_mask_ptr, documents_mask_ptr, queries_scale_ptr, documents_scale_ptr,
-    cu_seqlens_ptr, candidates_ptr, sums_ptr, winners_ptr,
+    queries_ptr, documents_ptr, queries_mask_ptr, documents_mask_ptr, cu_seqlens_ptr, candidates_ptr,
+    sums_ptr, winners_ptr,
     query_length, n_documents, document_length, per_query, run, stride_sums,
     stride_query, stride_query_token, stride_group, stride_document, stride_document_token,
     EMBEDDING: tl.constexpr,
@@ -237,7 +238,12 @@ def _single_kernel(
     if not SPLIT:
         query_tile = tl.load(query_columns, mask=column_exists[None, :] & (dims < EMBEDDING)[:, None], other=0.0)
     if NORMALIZE:
-        column_scale = tl.load(queries_scale_ptr + global_column, mask=column_exists, other=0.0)
+        column_squares = tl.zeros([BLOCK_COLUMNS], tl.float32)
+        for dim in tl.range(0, EMBEDDING, BLOCK_EMBEDDING):
+            exists = column_exists[None, :] & (dim + dims < EMBEDDING)[:, None]
+            part = tl.load(query_columns + dim, mask=exists, other=0.0).to(tl.float32)
+            column_squares += tl.sum(part * part, axis=0)
+        column_scale = inverse_norm(column_squares)
 
     for document in tl.range(first, last):
         base, length = _document_range(
@@ -252,6 +258,7 @@ def _single_kernel(
         for start in tl.range(0, length, BLOCK_TOKENS):
             tokens = tl.minimum(start + tl.arange(0, BLOCK_TOKENS), length - 1)
             token_rows = base + tokens[:, None].to(tl.int64) * stride_document_token + dims[None, :]
+            squares = tl.zeros([BLOCK_TOKENS], tl.float32)
             if SPLIT:
                 similarities = tl.zeros([BLOCK_TOKENS, BLOCK_COLUMNS], tl.float32)
                 for sum_start in tl.static_range(0, EMBEDDING, _SUMMED_EMBEDDING):
@@ -261,6 +268,8 @@ def _single_kernel(
                         part = tl.load(query_columns + dim, mask=column_exists[None, :] & exists[:, None], other=0.0)
                         tile = tl.load(token_rows + dim, mask=exists[None, :], other=0.0)
                         products = tl.dot(tile, part, products, input_precision=PRECISION)
+                        if NORMALIZE:
+                            squares += tl.sum(tile.to(tl.float32) * tile.to(tl.float32), axis=1)
                     similarities += products
             else:
                 if BLOCK_EMBEDDING == EMBEDDING:
@@ -268,8 +277,10 @@ def _single_kernel(
                 else:
                     tile = tl.load(token_rows, mask=(dims < EMBEDDING)[None, :], other=0.0)
                 similarities = tl.dot(tile, query_tile, input_precision=PRECISION)
+                if NORMALIZE:
+                    squares = tl.sum(tile.to(tl.float32) * tile.to(tl.float32), axis=1)
             if NORMALIZE:
-                similarities *= tl.load(documents_scale_ptr + flat + tokens)[:, None]
+                similarities *= inverse_norm(squares)[:, None]
             active = tokens >= 0
             if HAS_DOCUMENTS_MASK:
                 active = tl.load(documents_mask_ptr + flat + tokens) != 0
@@ -307,15 +318,14 @@ def maxsim_forward(
     documents: Tensor,
     queries_mask: Tensor | None,
     documents_mask: Tensor | None,
-    queries_scale: Tensor | None,
-    documents_scale: Tensor | None,
+    normalize: bool,
     zero_masked: bool,
     with_winners: bool,
     precision: str,
 ) -> tuple[Tensor, Tensor | None]:
     """Scores of `queries` [Nq, Lq, d] against `documents` [G, K, Ld, d]; no dimension is 0.
 
-    Masks are bool and contiguous, scales float32 and contiguous, both of the shape of their embeddings less d.
+    Masks are bool and contiguous, of the shape of their embeddings less d.
     Returns float32 scores [Nq, K] and, if asked, winners [G, K, Nq / G * Lq] (int16 where Ld fits, else int32).
     """
     n_queries, query_length, _ = queries.shape
@@ -331,13 +341,12 @@ def maxsim_forward(
         documents,
         queries_mask,
         documents_mask,
-        queries_scale,
-        documents_scale,
         None,
         winners,
         candidates,
         length,
         documents.stride()[:3],
+        normalize,
         zero_masked,
         precision,
     )
@@ -359,8 +368,8 @@ def maxsim_varlen_forward(
     `max_candidates` of them) [Nd]. No dimension is 0; a document may be empty, and scores 0.
     """
     arguments = (
-        queries, documents, queries_mask, None, None, None, cu_seqlens, None, cu_seqlens.shape[0] - 1, 0,
-        (0, 0, documents.stride(0)), False, precision,
+        queries, documents, queries_mask, None, cu_seqlens, None, cu_seqlens.shape[0] - 1, 0,
+        (0, 0, documents.stride(0)), False, False, precision,
     )  # fmt: skip
     if candidates is not None:
         return _launch_single(*arguments, candidates, max_candidates)
@@ -373,13 +382,12 @@ def _launch_stacked(
     documents: Tensor,
     queries_mask: Tensor | None,
     documents_mask: Tensor | None,
-    queries_scale: Tensor | None,
-    documents_scale: Tensor | None,
     cu_seqlens: Tensor | None,
     winners: Tensor | None,
     n_documents: int,
     document_length: int,
     strides: tuple[int, ...],
+    normalize: bool,
     zero_masked: bool,
     precision: str,
 ) -> Tensor:
@@ -397,6 +405,8 @@ def _launch_stacked(
         architecture(queries.device),
     )
     sums = queries.new_empty(n_queries * plan.sums_per_query, n_documents, dtype=torch.float32)
+    # Norms of their own are read once per token; here a token would be squared once per block of rows.
+    queries_scale, documents_scale = (inverse_norms(queries), inverse_norms(documents)) if normalize else (None, None)
     _launch_stacked_kernel(
         (plan.row_blocks * -(-n_documents // plan.run) * groups, 1, 1),
         (queries, documents, queries_mask, documents_mask, queries_scale, documents_scale, cu_seqlens, sums, winners),
@@ -405,7 +415,7 @@ def _launch_stacked(
         (
             size, plan.block_embedding, plan.tile.rows, plan.tile.columns, plan.group, plan.split,
             cu_seqlens is not None, queries_mask is not None, documents_mask is not None, zero_masked,
-            queries_scale is not None, winners is not None, precision,
+            normalize, winners is not None, precision,
         ),
         plan.tile.num_warps,
         plan.tile.num_stages,
@@ -420,13 +430,12 @@ def _launch_single(
     documents: Tensor,
     queries_mask: Tensor | None,
     documents_mask: Tensor | None,
-    queries_scale: Tensor | None,
-    documents_scale: Tensor | None,
     cu_seqlens: Tensor | None,
     winners: Tensor | None,
     n_documents: int,
     document_length: int,
     strides: tuple[int, ...],
+    normalize: bool,
     zero_masked: bool,
     precision: str,
     candidates: Tensor | None = None,
@@ -439,16 +448,13 @@ def _launch_single(
     sums = queries.new_empty(plan.column_blocks, *shape, dtype=torch.float32)
     _launch_single_kernel(
         (-(-per_query // plan.run) * n_queries, plan.column_blocks, 1),
-        (
-            queries, documents, queries_mask, documents_mask, queries_scale, documents_scale, cu_seqlens, candidates,
-            sums, winners,
-        ),
+        (queries, documents, queries_mask, documents_mask, cu_seqlens, candidates, sums, winners),
         (query_length, n_documents, document_length, per_query, plan.run, sums.stride(0)),
         (queries.stride(0), queries.stride(1), *strides),
         (
             size, plan.block_embedding, plan.tile.rows, plan.tile.columns, plan.split,
             cu_seqlens is not None, candidates is not None, queries_mask is not None, documents_mask is not None,
-            zero_masked, queries_scale is not None, winners is not None, precision,
+            zero_masked, normalize, winners is not None, precision,
         ),
         plan.tile.num_warps,
         plan.tile.num_stages,

@@ -5,7 +5,7 @@ their order. For the other gradient the winners are grouped by destination (a st
 `_collect_kernel` sums each destination's query rows in that order. Both accumulate in float32 registers and write every
 row once, so the result is bitwise reproducible, and neither uses atomics.
 
-Layout as in `kernels.maxsim`; `winners` is [G, K, rows] with rows = Nq / G * Lq, and -1 where no gradient flows.
+Layout as in `kernels.forward`; `winners` is [G, K, rows] with rows = Nq / G * Lq, and -1 where no gradient flows.
 """
 
 from __future__ import annotations
@@ -123,11 +123,32 @@ _launch_gather = Launcher(_gather_kernel)
 _launch_collect = Launcher(_collect_kernel)
 
 
-def maxsim_backward_queries(
+def maxsim_backward(
+    grad_scores: Tensor,
+    queries: Tensor,
+    documents: Tensor,
+    winners: Tensor,
+    queries_scale: Tensor | None,
+    documents_scale: Tensor | None,
+    need_queries: bool,
+    need_documents: bool,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients [Nq, Lq, d] and [G, K, Ld, d] of the embeddings, or of the scaled ones, from `grad_scores` [Nq, K].
+
+    In the type of the embeddings, or in float32 where there are scales, as their Jacobian is yet to come.
+    """
+    dtype = queries.dtype if queries_scale is None else torch.float32
+    return (
+        _backward_queries(grad_scores, queries, documents, winners, documents_scale, dtype) if need_queries else None,
+        _backward_documents(grad_scores, queries, documents, winners, queries_scale, dtype) if need_documents else None,
+    )
+
+
+def _backward_queries(
     grad_scores: Tensor, queries: Tensor, documents: Tensor, winners: Tensor, documents_scale: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """Gradient [Nq, Lq, d] of the (scaled) queries in `dtype`; `grad_scores` [Nq, K] float32, contiguous."""
+    """Gradient [Nq, Lq, d] of the (scaled) queries in `dtype`."""
     groups, candidates, length, size = documents.shape
     rows = winners.shape[-1]
     grad_queries = torch.empty(queries.shape, dtype=dtype, device=queries.device)
@@ -144,11 +165,11 @@ def maxsim_backward_queries(
     return grad_queries
 
 
-def maxsim_backward_documents(
+def _backward_documents(
     grad_scores: Tensor, queries: Tensor, documents: Tensor, winners: Tensor, queries_scale: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """Gradient [G, K, Ld, d] of the (scaled) documents in `dtype`; `grad_scores` [Nq, K] float32, contiguous."""
+    """Gradient [G, K, Ld, d] of the (scaled) documents in `dtype`."""
     groups, candidates, length, size = documents.shape
     rows = winners.shape[-1]
     grad_documents = torch.empty(documents.shape, dtype=dtype, device=queries.device)
