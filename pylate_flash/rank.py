@@ -97,13 +97,12 @@ def rerank(
     queries_lengths, documents_lengths = [len(tokens) for tokens in queries], [len(tokens) for tokens in documents]
     if masking == "zero":
         documents, documents_lengths = _with_padding_token(documents, documents_lengths, counts)
-    all_queries, all_documents = concatenated(queries, documents)
+    all_queries, all_documents = concatenated(queries, documents, device)
     if backend == "auto" and left_to_pylate(all_queries, all_documents):
         return _pylate_rerank(documents_ids, queries_embeddings, documents_embeddings, device)
-    device = all_queries.device if device is None else device
-    scores, order = _ranked(
-        all_queries.to(device), all_documents.to(device), queries_lengths, documents_lengths, counts
-    )
+    if device is None:
+        all_documents = all_documents.to(all_queries.device)
+    scores, order = _ranked(all_queries, all_documents, queries_lengths, documents_lengths, counts)
     ids = [document_id for query_ids in documents_ids for document_id in query_ids]
     results = [RerankResult(id=ids[index], score=score) for index, score in zip(order, scores, strict=True)]
     ends = np.cumsum(counts).tolist()

@@ -4,9 +4,9 @@
 
 - `protocol`: how one call is timed, the card's two ceilings, and the floor that they give a piece of work.
 - `suite`: what a suite is (rows, systems, a reference), and the loop that checks, times and compares the systems.
-- `forward`: the first suite. Another suite is one more file like it, named in `SUITES`.
+- `forward`, `varlen`, `launch`, `cpu`: the suites. Another one is one more file like them, named in `SUITES`.
 - `peers`: the other packages that a suite may measure, and what is particular to them.
-- `memory`: the memory of one system, measured in a process of its own.
+- `memory`: the memory of one system, measured in a process of its own (`fresh`).
 - `results`, `report`, `plot`, `readme`: a result as JSON, as a table on the terminal, as a picture, in the README.
 
 Importing this package needs neither PyLate nor the other packages measured.
@@ -21,7 +21,12 @@ if TYPE_CHECKING:
     from pylate_flash.bench.suite import Suite
 
 # The suites by name: each is a module with a function `suite()`.
-SUITES = {"forward": "pylate_flash.bench.forward"}
+SUITES = {
+    "forward": "pylate_flash.bench.forward",
+    "varlen": "pylate_flash.bench.varlen",
+    "launch": "pylate_flash.bench.launch",
+    "cpu": "pylate_flash.bench.cpu",
+}
 
 
 def load_suite(name: str) -> Suite:

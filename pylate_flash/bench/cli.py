@@ -12,7 +12,7 @@ from typing import Annotated, Any, Optional
 import torch
 import typer
 
-from pylate_flash.bench import SUITES, load_suite, plot, report, results
+from pylate_flash.bench import load_suite, plot, report, results
 from pylate_flash.bench import suite as suites
 from pylate_flash.bench.protocol import QUICK, Rounds
 
@@ -26,12 +26,21 @@ class Dtype(str, Enum):
 
 
 def bench(
-    suite: Annotated[str, typer.Argument(help=f"What to measure: {', '.join(SUITES)}.")] = "forward",
+    suite: Annotated[
+        str,
+        typer.Argument(
+            help="forward: scores of padded batches, on this device. varlen: of packed documents of many lengths, and "
+            "reranking through PyLate. launch: how long a call keeps the host, in microseconds, and what it compiles. "
+            "cpu: padded float32 batches on the processor."
+        ),
+    ] = "forward",
     rows: Annotated[
         Optional[list[str]],  # noqa: UP007, UP045 - typer evaluates this on Python 3.10 as well
         typer.Option(help="Only these rows: names, with commas between them, or the option again."),
     ] = None,
-    device: Annotated[str, typer.Option(help="auto (a GPU if there is one), cuda, cuda:1, cpu.")] = "auto",
+    device: Annotated[
+        str, typer.Option(help="auto (the suite's own, else a GPU if there is one), cuda, cuda:1, cpu.")
+    ] = "auto",
     dtype: Annotated[
         Optional[Dtype],  # noqa: UP007, UP045
         typer.Option(help="Type of the inputs.", show_default="bfloat16 on a GPU, float32 on a CPU"),
@@ -42,7 +51,7 @@ def bench(
             "--quick", help="10 calls instead of 50, and peers keep their first tuning: a look, not a record."
         ),
     ] = False,
-    peers: Annotated[bool, typer.Option(help="Measure late-interaction-kernels and flash-maxsim too.")] = True,
+    peers: Annotated[bool, typer.Option(help="Measure the other packages too, those that are installed.")] = True,
     compiled: Annotated[
         bool, typer.Option("--compile", help="Measure torch.compile too (compiles for minutes).")
     ] = False,
@@ -63,7 +72,7 @@ def bench(
     """
     try:
         found = load_suite(suite)
-        where = _device(device)
+        where = _device(device, found)
         names = [name for item in rows or [] for name in item.split(",") if name]
         chosen = suites.choose(found, names)
         _can_write(picture, memory, where)
@@ -73,7 +82,7 @@ def bench(
     rounds = QUICK if quick else Rounds()
     console = report.make_console()
     keep = partial(_keep, json) if json else None
-    with report.Progress(console, len(chosen)) as progress:
+    with report.Progress(console, len(chosen), found.unit) as progress:
         result = suites.run(
             found,
             where,
@@ -93,7 +102,8 @@ def bench(
     if picture:
         plot.save(found, result, picture)
         console.print(f"Drawn to {picture}", highlight=False, markup=False)
-    if any(row["systems"][suites.OURS]["status"] in suites.BROKEN for row in result["rows"]):
+    ours = (state for row in result["rows"] for name, state in row["systems"].items() if name.startswith(suites.OURS))
+    if any(state["status"] in suites.BROKEN for state in ours):
         raise typer.Exit(1)
 
 
@@ -111,16 +121,18 @@ def _keep(path: Path, result: dict[str, Any]) -> None:
     results.save(result, results.place(path, result))
 
 
-def _device(name: str) -> torch.device:
-    """Return the device of that name, or raise a ValueError saying what there is."""
+def _device(name: str, suite: suites.Suite) -> torch.device:
+    """Return the device of that name, or raise a ValueError saying what there is, or what the suite measures."""
     if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
+        name = suite.device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
     except RuntimeError:
         device = None
     if device is None or device.type not in ("cpu", "cuda"):
         raise ValueError(f"device: {name!r} is not auto, cpu, cuda or cuda:N")
+    if suite.device not in (None, device.type):
+        raise ValueError(f"device: the suite {suite.name!r} measures {suite.device} only, and {name!r} was asked for")
     if device.type == "cpu":
         return device
     if not torch.cuda.is_available():

@@ -70,17 +70,18 @@ class Inputs:
     lengths: torch.Tensor
 
 
+def unit_vectors(*size: int, generator: torch.Generator, dtype: torch.dtype) -> torch.Tensor:
+    """Draw random unit vectors, along the last dimension, on the generator's device."""
+    drawn = torch.randn(*size, device=generator.device, generator=generator)
+    return torch.nn.functional.normalize(drawn, dim=-1).to(dtype)
+
+
 def make_inputs(row: Shape, device: torch.device, dtype: torch.dtype) -> Inputs:
     """Draw random unit vectors, the same ones for the same row on the same kind of device."""
     generator = torch.Generator(device).manual_seed(0)
-
-    def unit_vectors(*size: int) -> torch.Tensor:
-        drawn = torch.randn(*size, device=device, generator=generator)
-        return torch.nn.functional.normalize(drawn, dim=-1).to(dtype)
-
     return Inputs(
-        queries=unit_vectors(row.Nq, row.Lq, row.d),
-        documents=unit_vectors(row.Nd, row.Ld, row.d),
+        queries=unit_vectors(row.Nq, row.Lq, row.d, generator=generator, dtype=dtype),
+        documents=unit_vectors(row.Nd, row.Ld, row.d, generator=generator, dtype=dtype),
         lengths=torch.full((row.Nd,), row.Ld, dtype=torch.int32, device=device),
     )
 
@@ -89,16 +90,23 @@ def make_inputs(row: Shape, device: torch.device, dtype: torch.dtype) -> Inputs:
 REFERENCE_BYTES = 1024 * MIB
 
 
-def reference(inputs: Inputs) -> torch.Tensor:
-    """Return the scores [Nq, Nd] in float64, from products of the (already rounded) inputs in float64."""
+def reference(inputs: Inputs, active: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the scores [Nq, Nd] in float64, from products of the (already rounded) inputs in float64.
+
+    ``active`` [Nd, Ld] is False where a document's token is padding; None: there is none.
+    """
     Nq, Lq, d = inputs.queries.shape
-    Ld = inputs.documents.shape[1]
+    Nd, Ld, _ = inputs.documents.shape
     queries = inputs.queries.reshape(Nq * Lq, d).to(torch.float64)
     step = max(1, REFERENCE_BYTES // (8 * Nq * Lq * Ld))
     scores = []
-    for documents in inputs.documents.split(step):
+    for start in range(0, Nd, step):
+        documents = inputs.documents[start : start + step]
         similarities = queries @ documents.reshape(-1, d).to(torch.float64).T
-        scores.append(similarities.view(Nq, Lq, len(documents), Ld).amax(dim=3).sum(dim=1))
+        similarities = similarities.view(Nq, Lq, len(documents), Ld)
+        if active is not None:
+            similarities.masked_fill_(~active[start : start + step], -torch.inf)
+        scores.append(similarities.amax(dim=3).sum(dim=1))
     return torch.cat(scores, dim=1)
 
 

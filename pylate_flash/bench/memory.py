@@ -7,12 +7,12 @@ allocator, which the Triton packages allocate through as well; on a CPU the peak
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import torch
+
+from pylate_flash.bench import fresh
 
 
 def measure(suite: str, row: str, system: str, variant: str, device: torch.device, dtype: torch.dtype) -> int:
@@ -30,18 +30,9 @@ def measure(suite: str, row: str, system: str, variant: str, device: torch.devic
     RuntimeError
         If the process fails; the message ends with what it wrote.
     """
-    environment = dict(os.environ)
-    root = str(Path(__file__).resolve().parents[2])
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH")]))
-    # With a fixed threshold, glibc returns every large block to the system when it is freed.
-    environment["MALLOC_MMAP_THRESHOLD_"] = "65536"
     request = json.dumps([suite, row, system, variant, str(device), str(dtype).removeprefix("torch.")])
-    finished = subprocess.run(
-        [sys.executable, "-m", "pylate_flash.bench.memory", request], capture_output=True, text=True, env=environment
-    )
-    if finished.returncode:
-        raise RuntimeError(f"measuring the memory of {system} at {row} failed: {finished.stderr.strip()[-2000:]}")
-    return int(finished.stdout.split()[-1])
+    # With a fixed threshold, glibc returns every large block to the system when it is freed.
+    return int(fresh.run("pylate_flash.bench.memory", request, MALLOC_MMAP_THRESHOLD_="65536"))
 
 
 def measure_here(suite: str, row: str, system: str, variant: str, device: torch.device, dtype: torch.dtype) -> int:
@@ -51,7 +42,7 @@ def measure_here(suite: str, row: str, system: str, variant: str, device: torch.
 
     found = load_suite(suite)
     wanted = next(candidate for candidate in found.rows if candidate.name == row)
-    inputs = found.make_inputs(fit(wanted, device), device, dtype)
+    inputs = found.make_inputs(fit(found, wanted, device), device, dtype)
     maker = next(candidate for candidate in (*found.systems, *found.compiled) if candidate.name == system)
     call = next(candidate.call for candidate in maker.candidates(inputs) if candidate.label == variant)
     with torch.no_grad():

@@ -16,21 +16,24 @@ import torch
 
 @dataclass(frozen=True)
 class Peer:
-    """Another package with MaxSim kernels.
+    """Another package that computes MaxSim.
 
     Parameters
     ----------
     distribution, module
         Its name on PyPI, and the name that it is imported by.
+    device
+        The only type of device that it computes on, or None for any.
     """
 
     distribution: str
     module: str
+    device: str | None = "cuda"
 
     def unavailable(self, device: torch.device) -> str | None:
         """Return why the package cannot be measured on a device, or None if it can."""
-        if device.type != "cuda":
-            return "its kernels need a CUDA GPU"
+        if self.device is not None and device.type != self.device:
+            return "its kernels need a CUDA GPU" if self.device == "cuda" else "it computes on the CPU only"
         try:
             importlib.import_module(self.module)
         except ImportError as error:
@@ -67,4 +70,6 @@ class Peer:
 
 LIK = Peer("late-interaction-kernels", "late_interaction_kernels")
 FLASH_MAXSIM = Peer("flash-maxsim", "flash_maxsim")
-PEERS = (LIK, FLASH_MAXSIM)
+PYLATE = Peer("pylate", "pylate", device=None)
+MAXSIM_CPU = Peer("maxsim-cpu", "maxsim_cpu", device="cpu")
+PEERS = (LIK, FLASH_MAXSIM, PYLATE, MAXSIM_CPU)

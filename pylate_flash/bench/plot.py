@@ -1,4 +1,7 @@
-"""A result as a picture: each system under the machine's roofline, and each row's distance from its floor."""
+"""A result as a picture: each system under the machine's roofline, and each row's distance from its floor.
+
+Where a yardstick sets the floor, there is no roofline to draw.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,8 @@ from typing import Any
 from pylate_flash.bench.report import heading, titles
 from pylate_flash.bench.suite import OURS, Suite
 
-_COLOURS = ("#d1495b", "#2e4057", "#66a182", "#8d96a3", "#edae49")
-_MARKERS = ("o", "s", "^", "D", "v")
+_COLOURS = ("#d1495b", "#2e4057", "#66a182", "#8d96a3", "#edae49", "#7b5ea7", "#00798c")
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
 
 def save(suite: Suite, result: dict[str, Any], path: Path) -> None:
@@ -23,14 +26,22 @@ def save(suite: Suite, result: dict[str, Any], path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
+    has_roofline = not any(system.yardstick for system in suite.systems)
     figure = Figure(figsize=(13, 5.6), layout="constrained")
     FigureCanvasAgg(figure)
-    roof, distance = figure.subplots(1, 2)
+    *roof, distance = figure.subplots(1, 1 + has_roofline, squeeze=False)[0]
     figure.suptitle(f"{suite.title}: {heading(result)}", fontsize=9)
-    _draw_roofline(roof, suite, result)
+    for axes in roof:
+        _draw_roofline(axes, suite, result)
     _draw_distance(distance, suite, result)
+    if not has_roofline:
+        distance.legend(fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
+
+
+def _timed(row: dict[str, Any], name: str) -> bool:
+    return "over_floor" in row["systems"].get(name, {})
 
 
 def _draw_roofline(axes: Any, suite: Suite, result: dict[str, Any]) -> None:
@@ -44,7 +55,7 @@ def _draw_roofline(axes: Any, suite: Suite, result: dict[str, Any]) -> None:
         timed = [
             (intensity, row["flops"] / row["systems"][name]["median_ms"] / 1e9)
             for intensity, row in zip(intensities, result["rows"], strict=True)
-            if "median_ms" in row["systems"].get(name, {})
+            if _timed(row, name)
         ]
         if timed:
             axes.scatter(
@@ -89,35 +100,36 @@ def _draw_roofline(axes: Any, suite: Suite, result: dict[str, Any]) -> None:
 
 def _draw_distance(axes: Any, suite: Suite, result: dict[str, Any]) -> None:
     """Time over floor, per row and system."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
     rows = result["rows"]
-    heads = {
-        name: title
-        for name, title in titles(suite, result).items()
-        if any("over_floor" in row["systems"].get(name, {}) for row in rows)
+    ratios = {
+        name: [(position, row["systems"][name]["over_floor"]) for position, row in enumerate(rows) if _timed(row, name)]
+        for name in titles(suite, result)
     }
-    height = 0.8 / max(1, len(heads))
-    for index, (name, title) in enumerate(heads.items()):
-        timed = [
-            (position, row["systems"][name]["over_floor"])
-            for position, row in enumerate(rows)
-            if "over_floor" in row["systems"].get(name, {})
-        ]
-        if timed:
-            positions, ratios = zip(*timed, strict=True)
+    shown = [name for name, timed in ratios.items() if timed]
+    height = 0.8 / max(1, len(shown))
+    # Before the bars: a logarithmic axis does not begin at 0, where they would.
+    axes.set_xscale("log")
+    for index, (name, title) in enumerate(titles(suite, result).items()):
+        if name in shown:
+            offset = (shown.index(name) + 0.5) * height - 0.4
             bars = axes.barh(
-                [position - 0.4 + (index + 0.5) * height for position in positions],
-                ratios,
+                [position + offset for position, _ in ratios[name]],
+                [ratio for _, ratio in ratios[name]],
                 height=height,
                 label=title,
                 color=_COLOURS[index % len(_COLOURS)],
             )
             axes.bar_label(bars, fmt="%.2f", fontsize=6, padding=2)
-    axes.set_xlim(right=1.25 * axes.get_xlim()[1])  # room for the last number
+    values = [ratio for name in shown for _, ratio in ratios[name]] or [1.0]
+    axes.set_xlim(0.8 * min(1.0, *values), 1.4 * max(1.0, *values))  # to the right, room for the last number
     axes.axvline(1.0, color="black", linewidth=1.2)
-    axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_formatter(NullFormatter())
     axes.set_yticks(range(len(rows)), [f"{row['name']}\n{row['shape']}" for row in rows], fontsize=7)
     axes.set_ylim(len(rows) - 0.5, -0.5)
-    axes.set_xlabel("time over floor (1 is what the machine allows)")
+    axes.set_xlabel("time over floor (1 is the floor)")
     axes.set_title("Distance from the floor", fontsize=10)
     axes.grid(True, which="both", axis="x", alpha=0.25)

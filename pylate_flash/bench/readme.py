@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from pylate_flash.bench import load_suite, results
-from pylate_flash.bench.report import cell, heading, milliseconds, titles
+from pylate_flash.bench.report import cell, duration, heading, titles
 from pylate_flash.bench.suite import OURS, Suite
 
 BEGIN = "<!-- bench:begin -->"
@@ -34,10 +34,16 @@ def render(suite: Suite, result: dict[str, Any] | None) -> str:
         for system in (*suite.systems, *suite.compiled)
         if system.name in heads and system.about
     )
+    yardsticks = [system.title for system in suite.systems if system.yardstick and system.name in heads]
+    floor = (
+        f"the time of {' or '.join(yardsticks)}{', whichever is shorter' if len(yardsticks) > 1 else ''}"
+        if yardsticks
+        else "the longer of a row's operations and its bytes at the two ceilings"
+    )
     lines = [
-        f"{suite.title}, ms. {heading(result)}; {result['date'][:10]}. "
-        f"Median of {protocol['repetitions']} calls from a cold cache, systems in turn within one run; the floor is "
-        "the longer of a row's operations and its bytes at the two ceilings, measured in the same run."
+        f"{suite.title}, {suite.unit}. {heading(result)}; {result['date'][:10]}. "
+        f"Median of {protocol['repetitions']} calls{' from a cold cache' if protocol['flush_bytes'] else ''}, "
+        f"systems in turn within one run; the floor is {floor}, measured in the same run."
         + (f" {about}." if about else ""),
         "",
         "| " + " | ".join(columns) + " |",
@@ -49,8 +55,8 @@ def render(suite: Suite, result: dict[str, Any] | None) -> str:
         cells = [
             row["name"],
             row["shape"],
-            milliseconds(row["floor_ms"]),
-            *(_cell(name, row["systems"].get(name)) for name in heads),
+            duration(row["floor_ms"], suite.unit),
+            *(_cell(name, row["systems"].get(name), suite.unit) for name in heads),
             "-" if over_floor is None else f"{over_floor:.2f}",
             "-" if ratio is None else f"{ratio:.2f}",
         ]
@@ -58,10 +64,10 @@ def render(suite: Suite, result: dict[str, Any] | None) -> str:
     return "\n".join(lines)
 
 
-def _cell(name: str, state: dict[str, Any] | None) -> str:
+def _cell(name: str, state: dict[str, Any] | None, unit: str) -> str:
     if state is None:
         return "-"
-    return f"**{cell(state)}**" if name == OURS else cell(state)
+    return f"**{cell(state, unit)}**" if name == OURS else cell(state, unit)
 
 
 def insert(readme: str, table: str, where: str) -> str:

@@ -16,14 +16,15 @@ from pylate_flash.bench.suite import BROKEN, OURS, Observer, Suite
 def make_console() -> Console:
     """Return a console that does not fold the table where the output goes to a file."""
     console = Console()
-    return console if console.is_terminal else Console(width=max(console.width, 160))
+    return console if console.is_terminal else Console(width=max(console.width, 200))
 
 
 class Progress(Observer):
     """A progress bar over the rows; where the output is no terminal, a line for each row as soon as it is there."""
 
-    def __init__(self, console: Console, rows: int) -> None:
+    def __init__(self, console: Console, rows: int, unit: str) -> None:
         self.console = console
+        self.unit = unit
         self.bar = Bar(
             SpinnerColumn(),
             BarColumn(bar_width=24),
@@ -50,20 +51,22 @@ class Progress(Observer):
         """Count the row, and print it where no bar can show."""
         self.bar.advance(self.task)
         if not self.console.is_terminal:
-            times = ", ".join(f"{name} {cell(state)}" for name, state in row["systems"].items())
-            self.console.print(f"{row['name']}: floor {milliseconds(row['floor_ms'])}, {times}", highlight=False)
+            times = ", ".join(f"{name} {cell(state, self.unit)}" for name, state in row["systems"].items())
+            floor = duration(row["floor_ms"], self.unit)
+            self.console.print(f"{row['name']}, {self.unit}: floor {floor}, {times}", highlight=False)
 
 
-def milliseconds(value: float) -> str:
-    """Format a time: three decimals, fewer where three significant digits need none."""
+def duration(milliseconds: float, unit: str) -> str:
+    """Format a time in ms or us: three decimals, fewer where three significant digits need none."""
+    value = 1e3 * milliseconds if unit == "us" else milliseconds
     return f"{value:.3f}" if value < 10 else f"{value:.2f}" if value < 100 else f"{value:.0f}"
 
 
-def cell(state: dict[str, Any]) -> str:
-    """Return what a table shows for a system's state: its median in ms, or the status that it has instead."""
+def cell(state: dict[str, Any], unit: str) -> str:
+    """Return what a table shows for a system's state: its median, or the status that it has instead."""
     if "median_ms" not in state:
         return "-" if state["status"] == "absent" else str(state["status"])
-    return milliseconds(state["median_ms"]) + (" (inaccurate)" if state["status"] == "inaccurate" else "")
+    return duration(state["median_ms"], unit) + (" (inaccurate)" if state["status"] == "inaccurate" else "")
 
 
 def heading(result: dict[str, Any]) -> str:
@@ -99,7 +102,7 @@ def show(console: Console, suite: Suite, result: dict[str, Any]) -> None:
     """Print a result: the table, then one line for each remark."""
     protocol = result["protocol"]
     cache = f"{protocol['flush_bytes'] / 1e6:.0f} MB written before every call" if protocol["flush_bytes"] else "warm"
-    console.print(f"[bold]{suite.title}[/bold], ms: {escape(heading(result))}", highlight=False)
+    console.print(f"[bold]{suite.title}[/bold], {suite.unit}: {escape(heading(result))}", highlight=False)
     console.print(
         f"Median and interquartile range of {protocol['repetitions']} calls ({protocol['clock']}), systems in turn; "
         f"cache: {cache}.",
@@ -126,8 +129,8 @@ def show(console: Console, suite: Suite, result: dict[str, Any]) -> None:
         table.add_row(
             row["name"],
             row["shape"],
-            milliseconds(row["floor_ms"]),
-            *(_styled(row["systems"].get(name)) for name in heads),
+            duration(row["floor_ms"], suite.unit),
+            *(_styled(row["systems"].get(name), suite.unit) for name in heads),
             f"{ours['over_floor']:.2f}" if "over_floor" in ours else "-",
             f"[{'green' if ratio >= 1 else 'red'}]{ratio:.2f}[/]" if ratio is not None else "-",
             f"{ours['error']:.1e}" if ours.get("error") is not None else "-",
@@ -137,12 +140,12 @@ def show(console: Console, suite: Suite, result: dict[str, Any]) -> None:
         console.print(escape(remark), highlight=False)
 
 
-def _styled(state: dict[str, Any] | None) -> str:
+def _styled(state: dict[str, Any] | None, unit: str) -> str:
     if state is None:
         return "-"
-    text = cell(state)
+    text = cell(state, unit)
     if "median_ms" in state:
-        text += f" [dim]±{milliseconds(state['iqr_ms'])}[/dim]"
+        text += f" [dim]±{duration(state['iqr_ms'], unit)}[/dim]"
     return f"[red]{text}[/red]" if state["status"] in BROKEN else text
 
 
@@ -170,4 +173,5 @@ def remarks(result: dict[str, Any]) -> list[str]:
         ]
         if chosen:
             lines.append(f"{row['name']}: " + "; ".join(chosen))
+    lines += [f"{name}: {value}" for name, value in result.get("facts", {}).items()]
     return lines

@@ -5,18 +5,20 @@ The layout, version 1::
     schema: 1
     suite, date (ISO 8601, UTC), complete (it has every row of the suite), quick (too few repetitions to be kept)
     machine:   device, name, compute_capability, memory_bytes, driver, cuda (None where there is no GPU)
-    versions:  python, torch, triton, pylate_flash, late-interaction-kernels, flash-maxsim (None where absent)
+    versions:  python, torch, triton, pylate_flash, and of the packages in `peers.PEERS` (None where absent)
     protocol:  dtype, float32_matmul_precision, clock, warmup, repetitions, flush_bytes, retuned (peers, for
                every row), reduced (batches, on a CPU)
     ceilings:  flops_per_second, bytes_per_second
-    rows:      [name, shape, flops, bytes, floor_ms, bound, best_peer, best_peer_over_ours,
+    rows:      [name, shape, flops, bytes, floor_ms, bound (what sets the floor: compute, memory, or the name of a
+                system that is a yardstick), best_peer, best_peer_over_ours,
                 systems: {name: status, and what that status has}]
+    facts:     numbers and words that belong to no row (in suites that have them)
 
 The status of a system in a row is one of ``ok``, ``inaccurate`` (ours alone: timed, but past the accuracy it promises),
 ``wrong`` (its result is, so it has no time), ``failed`` (it raised) and ``absent``. ``ok`` and ``inaccurate`` come with
-``variant``, ``error`` (largest relative error of a score against float64), ``median_ms``, ``iqr_ms``, ``host_ms`` (the
-time until the call returned), ``repetitions``, ``over_floor``, and ``memory_bytes`` where memory was measured; the
-others with a ``reason``, and ``wrong`` with its ``error`` (None where it is not finite).
+``variant``, ``error`` (largest relative error of a score against float64; None for a yardstick), ``median_ms``,
+``iqr_ms``, ``host_ms`` (the time until the call returned), ``repetitions``, ``over_floor``, and ``memory_bytes`` where
+memory was measured; the others with a ``reason``, and ``wrong`` with its ``error`` (None where it is not finite).
 """
 
 from __future__ import annotations
@@ -111,6 +113,7 @@ def make(
     ceilings: Ceilings,
     *,
     quick: bool,
+    reduced: bool,
 ) -> dict[str, Any]:
     """Return a result without rows, dated now."""
     return {
@@ -129,7 +132,7 @@ def make(
             "repetitions": rounds.repetitions,
             "flush_bytes": stopwatch.flush_bytes,
             "retuned": not quick,
-            "reduced": device.type == "cpu",
+            "reduced": reduced,
         },
         "ceilings": {
             "flops_per_second": ceilings.flops_per_second,

@@ -17,6 +17,7 @@ import torch
 from pylate_flash.bench import memory, peers, results
 from pylate_flash.bench.protocol import (
     Ceilings,
+    Floor,
     Rounds,
     Stopwatch,
     Timing,
@@ -28,6 +29,8 @@ from pylate_flash.bench.protocol import (
     relative_error,
 )
 
+# The system that is compared with the others. A name that begins with it is another way through this package: it stands
+# in the table, and is no "other".
 OURS = "pylate_flash"
 
 # A larger error than this is not rounding: the system computes something else on these inputs, and is not timed.
@@ -40,11 +43,24 @@ MARGIN = 5.0
 BROKEN = ("wrong", "inaccurate", "failed")
 
 
+class Unavailable(Exception):
+    """Raised by a system's ``candidates`` where it cannot be measured: the message says why."""
+
+
+def as_it_is(result: Any) -> torch.Tensor:
+    """Read a result that is the tensor of scores already."""
+    return result
+
+
 class Candidate(NamedTuple):
-    """One way to compute a row: what it is called, and a call without arguments that returns the result."""
+    """One way to compute a row: what it is called, a call without arguments, and how its result becomes the scores.
+
+    Reading the result is not timed.
+    """
 
     label: str
-    call: Callable[[], torch.Tensor]
+    call: Callable[[], Any]
+    read: Callable[[Any], torch.Tensor] = as_it_is
 
 
 @dataclass(frozen=True)
@@ -63,6 +79,9 @@ class System:
         The package that it comes from, or None for what needs no other package.
     about
         What the title stands for, where that needs saying.
+    yardstick
+        It computes something else, to show what is possible: its result is not checked, it is not compared with
+        pylate_flash, and the fastest yardstick of a row is its floor, in place of the ceilings.
     """
 
     name: str
@@ -70,6 +89,7 @@ class System:
     candidates: Callable[[Any], Sequence[Candidate]]
     peer: peers.Peer | None = None
     about: str = ""
+    yardstick: bool = False
 
 
 class Row(Protocol):
@@ -108,6 +128,14 @@ class Suite:
         From the inputs, the right answer in float64.
     accuracy
         The relative error that pylate_flash promises for a type.
+    unit
+        In which times are shown, ``ms`` or ``us``. Results keep milliseconds.
+    stopwatch
+        ``(device, flush_bytes) -> stopwatch``.
+    device
+        The only type of device that it measures, or None for any.
+    facts
+        ``(device, dtype) -> {name: number or words}``: what belongs to no row.
     """
 
     name: str
@@ -118,6 +146,10 @@ class Suite:
     make_inputs: Callable[[Any, torch.device, torch.dtype], Any]
     reference: Callable[[Any], torch.Tensor]
     accuracy: Callable[[torch.dtype], float]
+    unit: str = "ms"
+    stopwatch: Callable[[torch.device, int], Stopwatch] = make_stopwatch
+    device: str | None = None
+    facts: Callable[[torch.device, torch.dtype], dict[str, Any]] | None = None
 
 
 class Observer:
@@ -130,7 +162,7 @@ class Observer:
         """A row of the result is complete."""
 
 
-# On a CPU a row of the table would take minutes: its batch is cut until it costs no more than this.
+# On a CPU a row for a GPU would take minutes: its batch is cut until it costs no more than this.
 CPU_FLOPS = 5e8
 
 
@@ -156,7 +188,8 @@ def run(
     suite
         What to measure.
     device, dtype
-        Where, and the type of the inputs. A CPU gets smaller batches of the same rows (`CPU_FLOPS`).
+        Where, and the type of the inputs. A CPU gets smaller batches of the same rows (`CPU_FLOPS`), unless the suite
+        is for CPUs.
     rounds
         How often.
     rows
@@ -195,9 +228,11 @@ def run(
         observer.doing("measuring the ceilings")
         ceilings = measure_ceilings(device, dtype)
         release(device)
-    stopwatch = make_stopwatch(device, rounds.flush_bytes)
-    result = results.make(suite.name, device, dtype, rounds, stopwatch, ceilings, quick=quick)
-    for row in (fit(row, device) for row in chosen):
+    stopwatch = suite.stopwatch(device, rounds.flush_bytes)
+    result = results.make(
+        suite.name, device, dtype, rounds, stopwatch, ceilings, quick=quick, reduced=reduces(suite, device)
+    )
+    for row in (fit(suite, row, device) for row in chosen):
         with torch.no_grad():
             measured = _run_row(suite, systems, row, device, dtype, rounds, stopwatch, ceilings, quick, observer)
         release(device)
@@ -211,12 +246,22 @@ def run(
         observer.finished(measured)
         if keep is not None:
             keep(result)
+    if suite.facts is not None:
+        observer.doing("measuring what belongs to no row")
+        result["facts"] = suite.facts(device, dtype)
+        if keep is not None:
+            keep(result)
     return result
 
 
-def fit(row: Row, device: torch.device) -> Row:
+def reduces(suite: Suite, device: torch.device) -> bool:
+    """Return whether the suite's rows are too large for the device: those of a GPU are for a CPU."""
+    return device.type == "cpu" and suite.device != "cpu"
+
+
+def fit(suite: Suite, row: Row, device: torch.device) -> Row:
     """Return the row as it is measured on a device."""
-    return row.within(CPU_FLOPS) if device.type == "cpu" else row
+    return row.within(CPU_FLOPS) if reduces(suite, device) else row
 
 
 def choose(suite: Suite, names: Sequence[str]) -> list[Row]:
@@ -255,10 +300,13 @@ def _run_row(
     observer.doing(f"{row.name}: timing")
     timings = measure({name: candidate.call for name, candidate in ready.items()}, stopwatch, rounds)
     work = row.work(dtype)
-    floor = floor_of(work, ceilings)
+    yardsticks = {system.name: timings[system.name] for system in systems if system.yardstick and system.name in ready}
+    floor = _fastest(yardsticks) if yardsticks else floor_of(work, ceilings)
     for name, timing in timings.items():
-        # Once more on the way out: an error that has moved since the check is a race.
-        error = max(states[name]["error"], check(ready[name], reference))
+        error = None
+        if name not in yardsticks:
+            # Once more on the way out: an error that has moved since the check is a race.
+            error = max(states[name]["error"], check(ready[name], reference))
         states[name] = _state_after(name, error, suite.accuracy(dtype), ready[name].label, timing, floor.milliseconds)
     return {
         "name": row.name,
@@ -268,8 +316,14 @@ def _run_row(
         "floor_ms": floor.milliseconds,
         "bound": floor.bound,
         "systems": states,
-        **compare(states),
+        **compare({name: state for name, state in states.items() if name not in yardsticks}),
     }
+
+
+def _fastest(yardsticks: dict[str, Timing]) -> Floor:
+    """The floor that yardsticks set: the time of the fastest one, and its name."""
+    name = min(yardsticks, key=lambda name: yardsticks[name].median_ms)
+    return Floor(yardsticks[name].median_ms, name)
 
 
 def check(candidate: Candidate, reference: torch.Tensor) -> float:
@@ -280,7 +334,7 @@ def check(candidate: Candidate, reference: torch.Tensor) -> float:
     """
     poison = torch.full(reference.shape, float("nan"), dtype=torch.float32, device=reference.device)
     del poison
-    return relative_error(candidate.call(), reference)
+    return relative_error(candidate.read(candidate.call()), reference)
 
 
 def _prepare(
@@ -296,7 +350,7 @@ def _prepare(
         reason = system.peer.unavailable(device)
         if reason is not None:
             return {"status": "absent", "reason": reason}, None
-        if not quick:
+        if device.type == "cuda" and not quick:
             system.peer.forget_tuning()
     # A system that sizes itself by the free memory must not count what the others have cached.
     release(device)
@@ -304,11 +358,17 @@ def _prepare(
     problems: list[tuple[str, str, float | None]] = []
     try:
         candidates = list(system.candidates(inputs))
+    except Unavailable as why:
+        return {"status": "absent", "reason": str(why)}, None
     except Exception as exception:
         return {"status": "failed", "reason": _sentence(exception)}, None
     for candidate in candidates:
         try:
-            error = check(candidate, reference)
+            error = 0.0
+            if system.yardstick:
+                candidate.call()
+            else:
+                error = check(candidate, reference)
             if error > WRONG:
                 problems.append(("wrong", f"{candidate.label}: relative error {error:.1e}", error))
                 continue
@@ -335,17 +395,17 @@ def _prepare(
 
 
 def _state_after(
-    name: str, error: float, accuracy: float, variant: str, timing: Timing, floor_ms: float
+    name: str, error: float | None, accuracy: float, variant: str, timing: Timing, floor_ms: float
 ) -> dict[str, Any]:
-    if error > WRONG:
+    if error is not None and error > WRONG:
         return {
             "status": "wrong",
             "reason": f"{variant}: right before the timing, wrong after it: a race",
             "error": error if error < float("inf") else None,
         }
-    status = "inaccurate" if name == OURS and error > MARGIN * accuracy else "ok"
+    inaccurate = name.startswith(OURS) and error is not None and error > MARGIN * accuracy
     return {
-        "status": status,
+        "status": "inaccurate" if inaccurate else "ok",
         "variant": variant,
         "error": error,
         **asdict(timing),
@@ -355,7 +415,9 @@ def _state_after(
 
 def compare(states: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Name the fastest of the other systems, and how many times our time it takes (None where either is missing)."""
-    others = {name: state["median_ms"] for name, state in states.items() if name != OURS and "median_ms" in state}
+    others = {
+        name: state["median_ms"] for name, state in states.items() if not name.startswith(OURS) and "median_ms" in state
+    }
     best = min(others, key=lambda name: others[name]) if others else None
     ours = states.get(OURS, {}).get("median_ms")
     return {"best_peer": best, "best_peer_over_ours": others[best] / ours if best is not None and ours else None}

@@ -10,7 +10,9 @@ tokens are the rows of the product and query tokens its columns, so that the run
 work across lanes, until the document ends.
 
 Neither masks the tail of a document: token positions are clamped to the last token, and a token that is seen twice
-changes neither the maximum nor the lowest index that attains it.
+changes neither the maximum nor the lowest index that attains it. Nor does either compare masked tokens: under a mask,
+both walk the list of the active ones (`kernels.masks`), so that padding and skipped tokens are never loaded. Under
+masking="zero" the masked ones take part afterwards, all at once, with a 0.
 
 An embedding of more than 256 bytes does not stay in shared memory: under SPLIT a similarity is summed over blocks of
 the embedding, and both operands are read block by block, as in any matrix product.
@@ -27,6 +29,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch import Launcher
+from .masks import active_tokens
 from .norms import inverse_norm, inverse_norms
 from .reductions import larger, max_along
 from .tiles import SUMMED_EMBEDDING, Tile, architecture, embedding_block, single_tile, stacked_tile
@@ -35,23 +38,23 @@ from .tiles import SUMMED_EMBEDDING, Tile, architecture, embedding_block, single
 _SINGLE_MAX_QUERY_LENGTH = 64
 # Rows whose maxima are summed by the kernel when a query's length is no power of two.
 _GROUP = 16
-# A winner that no token has yet taken; larger than any key `2 * token + masked`.
+# A winner that no token has yet taken; larger than any token.
 _NO_WINNER = tl.constexpr(2**31 - 1)
 _SUMMED_EMBEDDING = tl.constexpr(SUMMED_EMBEDDING)
 
 
 @triton.jit
-def _winner_key(tokens, active, ZERO_MASKED: tl.constexpr):
-    """A token's rank among equals: its position and, under masking="zero", whether it is masked. The lowest wins."""
-    if ZERO_MASKED:
-        return tokens * 2 + tl.where(active, 0, 1)
-    return tokens * 2
+def _winner_of(key, best):
+    """The winning token, -1 where no gradient flows because the best similarity is -inf."""
+    return tl.where((key == _NO_WINNER) | (best == float("-inf")), -1, key)
 
 
 @triton.jit
-def _winner_of(key, best):
-    """Token position of a winner's key, -1 where no gradient flows: a masked zero won, or the best is -inf."""
-    return tl.where(((key & 1) == 1) | (key == _NO_WINNER) | (best == float("-inf")), -1, key >> 1)
+def _with_masked_zeros(best, winner, first_masked, document_length):
+    """Best similarities and winners after the masked tokens, from `first_masked` on, have taken part with a 0."""
+    zero_wins = (best < 0.0) | ((best == 0.0) & (first_masked < winner))
+    zero_wins = zero_wins & (first_masked < document_length)
+    return tl.where(zero_wins, 0.0, best), tl.where(zero_wins, -1, winner)
 
 
 @triton.jit
@@ -72,7 +75,7 @@ def _document_range(
     do_not_specialize=["n_queries", "query_length", "padded_query_length", "n_documents", "document_length", "run"]
 )
 def _stacked_kernel(
-    queries_ptr, documents_ptr, queries_mask_ptr, documents_mask_ptr, queries_scale_ptr, documents_scale_ptr,
+    queries_ptr, documents_ptr, queries_mask_ptr, active_ptr, bounds_ptr, queries_scale_ptr, documents_scale_ptr,
     cu_seqlens_ptr, sums_ptr, winners_ptr,
     n_queries, query_length, padded_query_length, n_documents, document_length, run,
     stride_query, stride_query_token, stride_group, stride_document, stride_document_token,
@@ -124,12 +127,16 @@ def _stacked_kernel(
             documents_ptr, cu_seqlens_ptr, group, document, document_length,
             stride_group, stride_document, stride_document_token, PACKED,
         )  # fmt: skip
-        flat = (group.to(tl.int64) * n_documents + document) * document_length
+        flat_document = group.to(tl.int64) * n_documents + document
+        flat = flat_document * document_length
+        if HAS_DOCUMENTS_MASK:
+            length = tl.load(bounds_ptr + 2 * flat_document)
         best = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
         key = tl.full([BLOCK_ROWS], _NO_WINNER, tl.int32)
-        any_active = tl.zeros([BLOCK_TOKENS], tl.int32)
         for start in tl.range(0, length, BLOCK_TOKENS):
             tokens = tl.minimum(start + tl.arange(0, BLOCK_TOKENS), length - 1)
+            if HAS_DOCUMENTS_MASK:
+                tokens = tl.load(active_ptr + flat + tokens)
             token_rows = base + tokens[None, :].to(tl.int64) * stride_document_token + dims[:, None]
             if SPLIT:
                 similarities = tl.zeros([BLOCK_ROWS, BLOCK_TOKENS], tl.float32)
@@ -149,34 +156,25 @@ def _stacked_kernel(
                 similarities = tl.dot(query_tile, tile, input_precision=PRECISION)
             if NORMALIZE:
                 similarities *= tl.load(documents_scale_ptr + flat + tokens)[None, :]
-            active = tokens >= 0
-            if HAS_DOCUMENTS_MASK:
-                active = tl.load(documents_mask_ptr + flat + tokens) != 0
-                any_active = any_active | active.to(tl.int32)
-                similarities = tl.where(active[None, :], similarities, 0.0 if ZERO_MASKED else float("-inf"))
             tile_best = max_along(similarities, 1)
             if WITH_WINNERS:
-                keys = _winner_key(tokens, active, ZERO_MASKED)
                 won = (similarities == tile_best[:, None]) | (similarities != similarities)
-                tile_key = tl.min(tl.where(won, keys[None, :], _NO_WINNER), axis=1)
+                tile_key = tl.min(tl.where(won, tokens[None, :], _NO_WINNER), axis=1)
                 # A later tile must be strictly better, or the first NaN.
                 later = (tile_best > best) | ((tile_best != tile_best) & (best == best))
                 key = tl.where(later, tile_key, key)
             best = larger(best, tile_best)
 
-        counted = row_active
-        if PACKED:
-            counted = counted & (length > 0)
-        if HAS_DOCUMENTS_MASK:
-            counted = counted & (tl.max(any_active, axis=0) > 0)
-        if WITH_WINNERS:
-            winner = tl.where(counted, _winner_of(key, best), -1)
-            winners_row = (group.to(tl.int64) * n_documents + document) * n_queries * query_length
-            tl.store(
-                winners_ptr + winners_row + query.to(tl.int64) * query_length + token,
-                winner.to(winners_ptr.dtype.element_ty),
-                mask=row_exists,
+        counted = row_active & (length > 0)
+        winner = _winner_of(key, best)
+        if ZERO_MASKED:
+            best, winner = _with_masked_zeros(
+                best, winner, tl.load(bounds_ptr + 2 * flat_document + 1), document_length
             )
+        if WITH_WINNERS:
+            winners_row = flat_document * n_queries * query_length + query.to(tl.int64) * query_length + token
+            winner = tl.where(counted, winner, -1)
+            tl.store(winners_ptr + winners_row, winner.to(winners_ptr.dtype.element_ty), mask=row_exists)
         if NORMALIZE:
             best *= row_scale
         best = tl.where(counted, best, 0.0)
@@ -189,7 +187,7 @@ def _stacked_kernel(
 
 @triton.jit(do_not_specialize=["query_length", "n_documents", "document_length", "per_query", "run", "stride_sums"])
 def _single_kernel(
-    queries_ptr, documents_ptr, queries_mask_ptr, documents_mask_ptr, cu_seqlens_ptr, candidates_ptr,
+    queries_ptr, documents_ptr, queries_mask_ptr, active_ptr, bounds_ptr, cu_seqlens_ptr, candidates_ptr,
     sums_ptr, winners_ptr,
     query_length, n_documents, document_length, per_query, run, stride_sums,
     stride_query, stride_query_token, stride_group, stride_document, stride_document_token,
@@ -250,13 +248,17 @@ def _single_kernel(
             documents_ptr, cu_seqlens_ptr, query, document, document_length,
             stride_group, stride_document, stride_document_token, PACKED,
         )  # fmt: skip
-        flat = (query.to(tl.int64) * n_documents + document) * document_length
+        flat_document = query.to(tl.int64) * n_documents + document
+        flat = flat_document * document_length
+        if HAS_DOCUMENTS_MASK:
+            length = tl.load(bounds_ptr + 2 * flat_document)
         best = tl.full([BLOCK_TOKENS, BLOCK_COLUMNS], float("-inf"), tl.float32)
         if WITH_WINNERS:
             key = tl.full([BLOCK_TOKENS, BLOCK_COLUMNS], _NO_WINNER, tl.int32)
-        any_active = tl.zeros([BLOCK_TOKENS], tl.int32)
         for start in tl.range(0, length, BLOCK_TOKENS):
             tokens = tl.minimum(start + tl.arange(0, BLOCK_TOKENS), length - 1)
+            if HAS_DOCUMENTS_MASK:
+                tokens = tl.load(active_ptr + flat + tokens)
             token_rows = base + tokens[:, None].to(tl.int64) * stride_document_token + dims[None, :]
             squares = tl.zeros([BLOCK_TOKENS], tl.float32)
             if SPLIT:
@@ -281,29 +283,25 @@ def _single_kernel(
                     squares = tl.sum(tile.to(tl.float32) * tile.to(tl.float32), axis=1)
             if NORMALIZE:
                 similarities *= inverse_norm(squares)[:, None]
-            active = tokens >= 0
-            if HAS_DOCUMENTS_MASK:
-                active = tl.load(documents_mask_ptr + flat + tokens) != 0
-                any_active = any_active | active.to(tl.int32)
-                similarities = tl.where(active[:, None], similarities, 0.0 if ZERO_MASKED else float("-inf"))
             if WITH_WINNERS:
-                keys = _winner_key(tokens, active, ZERO_MASKED)
                 later = (similarities > best) | ((similarities != similarities) & (best == best))
-                key = tl.where(later, keys[:, None], key)
+                key = tl.where(later, tokens[:, None], key)
             best = larger(best, similarities)
 
         column_best = max_along(best, 0)
-        counted = column_active
-        if PACKED:
-            counted = counted & (length > 0)
-        if HAS_DOCUMENTS_MASK:
-            counted = counted & (tl.max(any_active, axis=0) > 0)
+        counted = column_active & (length > 0)
+        winner = tl.full([BLOCK_COLUMNS], -1, tl.int32)
         if WITH_WINNERS:
             won = (best == column_best[None, :]) | (best != best)
-            column_key = tl.min(tl.where(won, key, _NO_WINNER), axis=0)
-            winner = tl.where(counted, _winner_of(column_key, column_best), -1)
-            winners_row = (query.to(tl.int64) * n_documents + document) * query_length
-            tl.store(winners_ptr + winners_row + columns, winner.to(winners_ptr.dtype.element_ty), mask=column_exists)
+            winner = _winner_of(tl.min(tl.where(won, key, _NO_WINNER), axis=0), column_best)
+        if ZERO_MASKED:
+            column_best, winner = _with_masked_zeros(
+                column_best, winner, tl.load(bounds_ptr + 2 * flat_document + 1), document_length
+            )
+        if WITH_WINNERS:
+            winner = tl.where(counted, winner, -1)
+            winners_row = flat_document * query_length + columns
+            tl.store(winners_ptr + winners_row, winner.to(winners_ptr.dtype.element_ty), mask=column_exists)
         if NORMALIZE:
             column_best *= column_scale
         tl.store(sums_ptr + document, tl.sum(tl.where(counted, column_best, 0.0), axis=0))
@@ -404,18 +402,19 @@ def _launch_stacked(
         winners is not None,
         architecture(queries.device),
     )
+    active = (None, None) if documents_mask is None else active_tokens(documents_mask)
     sums = queries.new_empty(n_queries * plan.sums_per_query, n_documents, dtype=torch.float32)
     # Norms of their own are read once per token; here a token would be squared once per block of rows.
     queries_scale, documents_scale = (inverse_norms(queries), inverse_norms(documents)) if normalize else (None, None)
     _launch_stacked_kernel(
         (plan.row_blocks * -(-n_documents // plan.run) * groups, 1, 1),
-        (queries, documents, queries_mask, documents_mask, queries_scale, documents_scale, cu_seqlens, sums, winners),
+        (queries, documents, queries_mask, *active, queries_scale, documents_scale, cu_seqlens, sums, winners),
         (per_group, query_length, plan.padded_query_length, n_documents, document_length, plan.run),
         (queries.stride(0), queries.stride(1), *strides),
         (
             size, plan.block_embedding, plan.tile.rows, plan.tile.columns, plan.group, plan.split,
-            cu_seqlens is not None, queries_mask is not None, documents_mask is not None, zero_masked,
-            normalize, winners is not None, precision,
+            cu_seqlens is not None, queries_mask is not None, documents_mask is not None,
+            zero_masked and documents_mask is not None, normalize, winners is not None, precision,
         ),
         plan.tile.num_warps,
         plan.tile.num_stages,
@@ -445,16 +444,17 @@ def _launch_single(
     per_query = n_documents if candidates is None else max_candidates
     plan = _single_plan(n_queries, query_length, per_query, size, queries.element_size(), architecture(queries.device))
     shape = (n_queries, n_documents) if candidates is None else (n_documents,)
+    active = (None, None) if documents_mask is None else active_tokens(documents_mask)
     sums = queries.new_empty(plan.column_blocks, *shape, dtype=torch.float32)
     _launch_single_kernel(
         (-(-per_query // plan.run) * n_queries, plan.column_blocks, 1),
-        (queries, documents, queries_mask, documents_mask, cu_seqlens, candidates, sums, winners),
+        (queries, documents, queries_mask, *active, cu_seqlens, candidates, sums, winners),
         (query_length, n_documents, document_length, per_query, plan.run, sums.stride(0)),
         (queries.stride(0), queries.stride(1), *strides),
         (
             size, plan.block_embedding, plan.tile.rows, plan.tile.columns, plan.split,
             cu_seqlens is not None, candidates is not None, queries_mask is not None, documents_mask is not None,
-            zero_masked, normalize, winners is not None, precision,
+            zero_masked and documents_mask is not None, normalize, winners is not None, precision,
         ),
         plan.tile.num_warps,
         plan.tile.num_stages,

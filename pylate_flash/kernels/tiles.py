@@ -56,7 +56,7 @@ def stacked_tile(capability: int, size: int, element_size: int, rows: int, with_
     if with_winners:
         tile = tile._replace(rows=128)
     if split and (with_winners or size > SUMMED_EMBEDDING or element_size == 4):
-        tile = tile._replace(columns=128)
+        tile = tile._replace(columns=128, num_stages=4)
     tile = tile._replace(rows=max(16, min(tile.rows, _power_of_two(rows))))
     return _fit(tile, capability, block * element_size, split)
 

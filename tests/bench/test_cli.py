@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,8 +20,8 @@ from pylate_flash.bench.suite import Candidate, System
 def invoke(tiny_suite, ceilings, monkeypatch):
     """Run the command on tiny rows, without measuring ceilings or writing 128 MB before each call."""
 
-    def call(*arguments, systems=()):
-        monkeypatch.setattr(cli, "load_suite", lambda name: load_suite(name) and tiny_suite(*systems))
+    def call(*arguments, systems=(), suite=None):
+        monkeypatch.setattr(cli, "load_suite", lambda name: load_suite(name) and (suite or tiny_suite(*systems)))
         monkeypatch.setattr(suites, "measure_ceilings", lambda device, dtype: ceilings)
         monkeypatch.setattr(cli, "QUICK", Rounds(warmup=0, repetitions=2, flush_bytes=0))
         app = typer.Typer()
@@ -106,9 +107,31 @@ def test_a_record_has_at_least_twenty_timed_calls():
     assert Rounds().flush_bytes == 128 * 2**20
 
 
-def test_every_suite_loads_under_its_name():
+def test_every_suite_loads_under_its_name_and_begins_with_ours():
     for name in SUITES:
-        assert load_suite(name).name == name
+        found = load_suite(name)
+        assert found.name == name
+        assert found.systems[0].name == suites.OURS
+        assert len({row.name for row in found.rows}) == len(found.rows)
+
+
+def test_the_help_says_what_each_suite_tells(invoke):
+    text = invoke("--help").output
+    assert all(f"{name}:" in text for name in SUITES)
+
+
+def test_a_suite_for_the_cpu_is_measured_there_and_nowhere_else(invoke, tiny_suite, monkeypatch, tmp_path):
+    kept = replace(tiny_suite(), device="cpu")
+    path = tmp_path / "here.json"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    outcome = invoke("--quick", "--device", "auto", "--no-peers", "--json", str(path), suite=kept)
+    assert outcome.exit_code == 0, outcome.output
+    assert results.load(path)["machine"]["device"] == "cpu"
+    assert not results.load(path)["protocol"]["reduced"]
+    assert "No GPU" not in outcome.output
+    outcome = invoke("--quick", "--device", "cuda", suite=kept)
+    assert outcome.exit_code == 2
+    assert "measures cpu only" in outcome.output
     with pytest.raises(ValueError, match="there is no 'backwards', expected one of forward"):
         load_suite("backwards")
 
@@ -121,6 +144,29 @@ def test_remarks_say_what_the_table_cannot(result):
     assert "flash_maxsim: not measured: not installed" in lines
 
 
+def test_facts_are_remarks(result):
+    result["facts"] = {"compilations over 50 shapes": 7}
+    assert "compilations over 50 shapes: 7" in report.remarks(result)
+
+
+@pytest.mark.parametrize(
+    ("milliseconds", "unit", "text"),
+    [(0.0226, "us", "22.60"), (0.0042, "us", "4.200"), (0.0226, "ms", "0.023"), (123.4, "ms", "123")],
+)
+def test_times_are_shown_in_the_unit_of_the_suite(milliseconds, unit, text):
+    assert report.duration(milliseconds, unit) == text
+    assert report.cell({"status": "ok", "median_ms": milliseconds}, unit) == text
+
+
+def test_the_picture_of_a_suite_with_a_yardstick_has_no_roofline(result, tmp_path):
+    own = forward_suite.suite()
+    yardstick = replace(own, systems=(*own.systems, System("op", "op", lambda inputs: [], yardstick=True)))
+    plot.save(own, result, tmp_path / "both.svg")
+    plot.save(yardstick, result, tmp_path / "one.svg")
+    assert "axes_2" in (tmp_path / "both.svg").read_text()
+    assert "axes_2" not in (tmp_path / "one.svg").read_text()
+
+
 def test_the_picture_shows_a_result_with_gaps(result, tmp_path):
     plot.save(forward_suite.suite(), result, tmp_path / "picture.svg")
     text = (tmp_path / "picture.svg").read_text()
@@ -129,8 +175,10 @@ def test_the_picture_shows_a_result_with_gaps(result, tmp_path):
 
 def test_importing_needs_neither_pylate_nor_the_packages_measured():
     code = (
-        "import sys; import pylate_flash.bench.cli, pylate_flash.bench.forward, pylate_flash.bench.readme; "
-        "sys.exit(bool({'pylate', 'late_interaction_kernels', 'flash_maxsim', 'matplotlib'} & set(sys.modules)))"
+        "import sys; import pylate_flash.bench.cli, pylate_flash.bench.readme; "
+        "from pylate_flash.bench import SUITES, load_suite; [load_suite(name) for name in SUITES]; "
+        "others = {'pylate', 'late_interaction_kernels', 'flash_maxsim', 'maxsim_cpu', 'matplotlib'}; "
+        "sys.exit(bool(others & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
@@ -138,7 +186,8 @@ def test_importing_needs_neither_pylate_nor_the_packages_measured():
 @pytest.mark.skipif(sys.platform != "linux", reason="memory on a CPU is read from Linux's /proc")
 def test_memory_is_that_of_a_fresh_process():
     cpu = torch.device("cpu")
-    row = suites.fit(next(row for row in forward_suite.ROWS if row.name == "edge-48"), cpu)
+    row = next(row for row in forward_suite.ROWS if row.name == "edge-48")
+    row = suites.fit(forward_suite.suite(), row, cpu)
     similarities = 4 * row.Nd * row.Lq * row.Ld
     taken = memory.measure("forward", "edge-48", "torch", f"einsum, chunks of {row.Nd}", cpu, torch.float32)
     # The kernel counts resident pages in batches.

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import typer
 from typer.testing import CliRunner
@@ -34,6 +36,17 @@ def test_the_table_has_a_line_per_row_and_a_column_per_system(result):
     )
     assert len(lines) == 6
     assert len({line.count("|") for line in lines[2:]}) == 1
+
+
+def test_the_unit_and_a_measured_floor_are_named(result):
+    own = forward.suite()
+    systems = (*own.systems[:-1], replace(own.systems[-1], yardstick=True))
+    result["protocol"]["flush_bytes"] = 0
+    lines = readme.render(replace(own, unit="us", systems=systems), result).splitlines()
+    assert lines[0].startswith("MaxSim forward, us.")
+    assert "the floor is the time of torch, measured" in lines[0]
+    assert "cold cache" not in lines[0]
+    assert "| 18.00 | **30.00** | 120 |" in lines[4]
 
 
 def test_a_row_without_our_time_keeps_its_columns(result):

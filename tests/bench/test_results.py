@@ -19,7 +19,7 @@ def test_a_result_is_read_back_as_it_was_written(result, tmp_path):
 def test_a_new_result_says_where_when_and_with_what(ceilings):
     cpu = torch.device("cpu")
     made = results.make(
-        "forward", cpu, torch.bfloat16, Rounds(3, 20, 64), make_stopwatch(cpu, 64), ceilings, quick=False
+        "forward", cpu, torch.bfloat16, Rounds(3, 20, 64), make_stopwatch(cpu, 64), ceilings, quick=False, reduced=False
     )
     results.validate(made, "made")
     assert made["versions"]["torch"] == torch.__version__

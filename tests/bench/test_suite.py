@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ import torch
 from pylate_flash.bench import forward, suite
 from pylate_flash.bench.peers import Peer
 from pylate_flash.bench.protocol import Rounds, Sample
-from pylate_flash.bench.suite import Candidate, Observer, System
+from pylate_flash.bench.suite import Candidate, Observer, System, Unavailable
 
 CPU = torch.device("cpu")
 ROUNDS = Rounds(warmup=1, repetitions=2, flush_bytes=0)
@@ -103,7 +104,7 @@ def test_a_system_that_raises_is_marked_with_the_first_line_of_its_error(tiny_su
     assert row["systems"]["later"] == {"status": "failed", "reason": "later: RuntimeError: tried to allocate 80 GiB"}
 
 
-def test_the_fastest_right_candidate_is_kept(tiny_suite, ceilings, monkeypatch):
+def test_the_fastest_right_candidate_is_kept(tiny_suite, ceilings):
     duration = {}
 
     class Script:
@@ -119,8 +120,8 @@ def test_the_fastest_right_candidate_is_kept(tiny_suite, ceilings, monkeypatch):
         duration.update({candidate.call: seconds for candidate, seconds in zip(found, (3.0, 1.0, 2.0), strict=True)})
         return found
 
-    monkeypatch.setattr(suite, "make_stopwatch", lambda device, flush_bytes: Script())
-    (row,) = run(tiny_suite(System("peer", "Peer", three)), ceilings, rows=["one"])["rows"]
+    found = replace(tiny_suite(System("peer", "Peer", three)), stopwatch=lambda device, flush_bytes: Script())
+    (row,) = run(found, ceilings, rows=["one"])["rows"]
     assert row["systems"]["peer"]["variant"] == "fast"
     assert row["systems"]["peer"]["median_ms"] == 1000.0
 
@@ -135,6 +136,82 @@ def test_what_is_not_installed_is_reported_as_absent(tiny_suite, ceilings, monke
     assert row["systems"]["missing"] == {"status": "absent", "reason": "its kernels need a CUDA GPU"}
     (row,) = run(found, ceilings, rows=["one"], with_peers=False)["rows"]
     assert "missing" not in row["systems"]
+
+
+def test_what_a_machine_or_an_input_does_not_allow_is_absent_with_its_reason(tiny_suite, ceilings):
+    def refuse(inputs):
+        raise Unavailable("needs a full moon")
+
+    (row,) = run(tiny_suite(System("peer", "Peer", refuse)), ceilings, rows=["one"])["rows"]
+    assert row["systems"]["peer"] == {"status": "absent", "reason": "needs a full moon"}
+
+
+def test_a_peer_is_measured_where_it_computes(monkeypatch):
+    anywhere, cpu_only = Peer("torch", "torch", device=None), Peer("torch", "torch", device="cpu")
+    cuda = torch.device("cuda")
+    assert anywhere.unavailable(cuda) is anywhere.unavailable(CPU) is cpu_only.unavailable(CPU) is None
+    assert cpu_only.unavailable(cuda) == "it computes on the CPU only"
+
+
+def test_a_result_is_read_after_the_call(tiny_suite, ceilings):
+    def listed(inputs):
+        scores = forward.reference(inputs).float()
+        return [Candidate("listed", scores.tolist, torch.tensor)]
+
+    (row,) = run(tiny_suite(System("peer", "Peer", listed)), ceilings, rows=["one"])["rows"]
+    assert row["systems"]["peer"]["status"] == "ok"
+    assert row["systems"]["peer"]["error"] < 1e-6
+
+
+def test_a_yardstick_is_the_floor_and_neither_checked_nor_compared(tiny_suite, ceilings):
+    durations = {"ours": 6e-3, "peer": 8e-3, "slow": 4e-3, "fast": 2e-3}
+
+    class Script:
+        clock, flush_bytes = "script", 0
+
+        def time(self, call):
+            return Sample(durations[call()], 0.0)
+
+    def named(name, yardstick):
+        read = forward.reference if not yardstick else None
+        return System(
+            suite.OURS if name == "ours" else name,
+            name,
+            lambda inputs: [Candidate(name, lambda: name, lambda _: read(inputs))],
+            yardstick=yardstick,
+        )
+
+    systems = [named("ours", False), named("peer", False), named("slow", True), named("fast", True)]
+    found = replace(tiny_suite(*systems), stopwatch=lambda device, flush_bytes: Script())
+    (row,) = run(found, ceilings, rows=["one"])["rows"]
+    assert row["floor_ms"] == pytest.approx(2.0)
+    assert row["bound"] == "fast"
+    assert row["systems"][suite.OURS]["over_floor"] == pytest.approx(3.0)
+    assert row["systems"]["slow"]["over_floor"] == pytest.approx(2.0)
+    assert row["systems"]["slow"]["error"] is None
+    assert row["best_peer"] == "peer"
+
+
+def test_another_way_of_ours_is_no_other_and_is_held_to_the_same_accuracy(tiny_suite, ceilings):
+    off = replace(times(1.0001), name=f"{suite.OURS}_padded")
+    (row,) = run(tiny_suite(System(suite.OURS, "ours", right), off), ceilings, rows=["one"])["rows"]
+    assert row["best_peer"] is None
+    assert row["systems"][f"{suite.OURS}_padded"]["status"] == "inaccurate"
+
+
+def test_facts_stand_beside_the_rows(tiny_suite, ceilings):
+    found = replace(tiny_suite(System(suite.OURS, "ours", right)), facts=lambda device, dtype: {"answer": 42})
+    kept = []
+    result = run(found, ceilings, keep=lambda result: kept.append(result.get("facts")))
+    assert result["facts"] == {"answer": 42}
+    assert kept == [None, None, {"answer": 42}]
+
+
+def test_only_rows_for_a_gpu_shrink_on_a_cpu(tiny_suite):
+    large = forward.ROWS[4]
+    assert suite.fit(tiny_suite(), large, CPU) == large.within(suite.CPU_FLOPS) != large
+    assert suite.fit(tiny_suite(), large, torch.device("cuda")) == large
+    assert suite.fit(replace(tiny_suite(), device="cpu"), large, CPU) == large
 
 
 def test_rows_are_kept_as_they_come(tiny_suite, ceilings):

@@ -65,8 +65,9 @@ def test_rerank_equals_pylate() -> None:
         return drawn / np.linalg.norm(drawn, axis=1, keepdims=True)
 
     queries = [tokens(32) for _ in range(20)]
-    documents = [[tokens(int(length)) for length in random.integers(40, 180, 30)] for _ in queries]
-    ids = [[f"{i}-{j}" for j in range(30)] for i in range(20)]
+    # More than what is copied in one piece.
+    documents = [[tokens(int(length)) for length in random.integers(40, 180, 50)] for _ in queries]
+    ids = [[f"{i}-{j}" for j in range(50)] for i in range(20)]
     found = rank.rerank(ids, queries, documents, device="cuda")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYLATE_SCORES_BACKEND", "torch")

@@ -14,7 +14,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from pylate_flash.kernels import backward, forward, norms
+from pylate_flash.kernels import backward, forward, masks, norms
 from pylate_flash.kernels.launch import Launcher
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
@@ -95,6 +95,7 @@ def test_forward_with_everything(name: str, n_queries: int, zero_masked: bool, c
     queries, documents = inputs(torch.bfloat16, 128, n_queries, 32)
     masks = [torch.ones(tensor.shape[:-1], dtype=torch.bool) for tensor in (queries, documents)]
     monkeypatch.setattr(forward, "inverse_norms", lambda embeddings: torch.ones(embeddings.shape[:-1]))
+    monkeypatch.setattr(forward, "active_tokens", lambda mask: (mask.int(), torch.ones(*mask.shape[:-1], 2).int()))
 
     def launch() -> None:
         forward.maxsim_forward(queries, documents, *masks, True, zero_masked, True, "ieee")
@@ -142,3 +143,9 @@ def test_backward(normalize: bool, size: int, dtype: torch.dtype, capability: in
 def test_inverse_norms(size: int, capability: int, monkeypatch) -> None:
     embeddings = torch.empty(4, 32, size, dtype=torch.bfloat16)
     check(norms, "_launch_inverse_norms", lambda: norms.inverse_norms(embeddings), capability, monkeypatch)
+
+
+@pytest.mark.parametrize("length", [180, 3000])
+def test_active_tokens(length: int, capability: int, monkeypatch) -> None:
+    mask = torch.ones(4, length, dtype=torch.bool)
+    check(masks, "_launch_active_tokens", lambda: masks.active_tokens(mask), capability, monkeypatch)

@@ -1,0 +1,57 @@
+"""A mask as a list of the tokens that it leaves, so that the forward neither loads nor multiplies the others."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .launch import Launcher
+
+_MAX_BLOCK = 1024
+
+
+@triton.jit(do_not_specialize=["length"])
+def _active_tokens_kernel(mask_ptr, tokens_ptr, bounds_ptr, length, BLOCK: tl.constexpr):
+    """One document per program: its active positions, in order, their number, and the first masked position."""
+    document = tl.program_id(0).to(tl.int64)
+    count = 0
+    first_masked = length
+    for start in tl.range(0, length, BLOCK):
+        positions = start + tl.arange(0, BLOCK)
+        exists = positions < length
+        active = (tl.load(mask_ptr + document * length + positions, mask=exists, other=0) != 0).to(tl.int32)
+        places = count + tl.cumsum(active, axis=0) - 1
+        tl.store(tokens_ptr + document * length + places, positions, mask=active != 0)
+        count += tl.sum(active, axis=0)
+        first_masked = tl.minimum(first_masked, tl.min(tl.where(exists & (active == 0), positions, length), axis=0))
+    tl.store(bounds_ptr + document * 2, count)
+    tl.store(bounds_ptr + document * 2 + 1, first_masked)
+
+
+_launch_active_tokens = Launcher(_active_tokens_kernel)
+
+
+def active_tokens(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Lists of active tokens from `mask` [.., L], bool and contiguous, with no dimension of 0.
+
+    Returns
+    -------
+    tuple of Tensor
+        Positions of the active tokens in rising order [.., L], int32, of which only the first `count` are written; and
+        [.., 2], int32: that count, and the first masked position (L where there is none).
+    """
+    length = mask.shape[-1]
+    tokens = torch.empty(mask.shape, dtype=torch.int32, device=mask.device)
+    bounds = torch.empty(*mask.shape[:-1], 2, dtype=torch.int32, device=mask.device)
+    _launch_active_tokens(
+        (mask.numel() // length, 1, 1),
+        (mask, tokens, bounds),
+        (length,),
+        (),
+        (min(_MAX_BLOCK, triton.next_power_of_2(length)),),
+        num_warps=4 if length > 256 else 1,
+        num_stages=2,
+    )
+    return tokens, bounds
