@@ -169,7 +169,7 @@ def reference(inputs: Inputs | Request) -> torch.Tensor:
 
 
 def ours(inputs: Inputs | Request) -> list[Candidate]:
-    """The public `maxsim_varlen`, with the boundaries where the tokens are or on the host, and our `rank.rerank`."""
+    """The public `maxsim_varlen`, which waits for the device unless it is told the longest query, and `rank.rerank`."""
     if isinstance(inputs, Request):
         _need_pylate()
         from pylate_flash import rank
@@ -177,19 +177,14 @@ def ours(inputs: Inputs | Request) -> list[Candidate]:
         return [_reranked("rank.rerank", inputs, partial(rank.rerank, backend="pylate_flash"))]
     from pylate_flash.ops import maxsim_varlen
 
-    boundaries = (inputs.queries_cu_seqlens, inputs.documents_cu_seqlens)
-    candidates = [
-        Candidate("maxsim_varlen", partial(maxsim_varlen, inputs.queries, inputs.documents, *boundaries)),
+    packed = partial(
+        maxsim_varlen, inputs.queries, inputs.documents, inputs.queries_cu_seqlens, inputs.documents_cu_seqlens
+    )
+    longest = inputs.padded.queries.shape[1]
+    return [
+        Candidate("maxsim_varlen, longest query given", partial(packed, max_query_length=longest)),
+        Candidate("maxsim_varlen", packed),
     ]
-    if inputs.queries.is_cuda:
-        on_host = [tensor.cpu() for tensor in boundaries]
-        candidates.append(
-            Candidate(
-                "maxsim_varlen, boundaries on the host",
-                partial(maxsim_varlen, inputs.queries, inputs.documents, *on_host),
-            )
-        )
-    return candidates
 
 
 def ours_padded(inputs: Inputs | Request) -> list[Candidate]:

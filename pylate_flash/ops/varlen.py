@@ -89,6 +89,7 @@ def maxsim_varlen(
     documents_cu_seqlens: Tensor,
     *,
     candidates_cu_seqlens: Tensor | None = None,
+    max_query_length: int | None = None,
     empty_score: float = 0.0,
     implementation: str = "auto",
 ) -> Tensor:
@@ -101,10 +102,14 @@ def maxsim_varlen(
     documents
         [Td, d], of the same dtype and on the same device.
     queries_cu_seqlens, documents_cu_seqlens
-        [Nq + 1] and [Nd + 1], int32 or int64, not decreasing, from 0 to Tq and to Td.
+        [Nq + 1] and [Nd + 1], int32 or int64, not decreasing, from 0 to Tq and to Td, on any device. On the CPU their
+        values are checked. On a GPU they are taken as they are, because to look at them would be to wait for it.
     candidates_cu_seqlens
         None: every query meets every document. [Nq + 1]: query i meets only the documents candidates_cu_seqlens[i] to
-        candidates_cu_seqlens[i + 1].
+        candidates_cu_seqlens[i + 1]. On the CPU, or the call waits for the GPU.
+    max_query_length
+        Tokens of the longest query; without it, the call waits for the GPU if `queries_cu_seqlens` lies there. On the
+        CPU it is found out in any case.
     empty_score
         Score of a document without tokens. A query without tokens scores 0.
     implementation
@@ -130,76 +135,91 @@ def maxsim_varlen(
     check_same(queries, documents)
     if torch.is_grad_enabled() and (queries.requires_grad or documents.requires_grad):
         raise RuntimeError("maxsim_varlen has no gradient: call it under torch.no_grad(), or pad and call maxsim")
-    query_bounds = _boundaries("queries_cu_seqlens", queries_cu_seqlens, queries.shape[0], "queries")
-    document_bounds = _boundaries("documents_cu_seqlens", documents_cu_seqlens, documents.shape[0], "documents")
-    n_queries, n_documents = len(query_bounds) - 1, len(document_bounds) - 1
-    candidate_bounds = None
+    _check_boundaries("queries_cu_seqlens", queries_cu_seqlens, queries.shape[0], "queries")
+    _check_boundaries("documents_cu_seqlens", documents_cu_seqlens, documents.shape[0], "documents")
+    n_queries, n_documents = queries_cu_seqlens.shape[0] - 1, documents_cu_seqlens.shape[0] - 1
     if candidates_cu_seqlens is not None:
-        candidate_bounds = _boundaries("candidates_cu_seqlens", candidates_cu_seqlens, n_documents, "documents")
-        if len(candidate_bounds) != n_queries + 1:
+        candidates_cu_seqlens = _check_boundaries(
+            "candidates_cu_seqlens", candidates_cu_seqlens, n_documents, "documents"
+        ).cpu()
+        if candidates_cu_seqlens.shape[0] != n_queries + 1:
             raise ValueError(
-                f"candidates_cu_seqlens must have Nq + 1 = {n_queries + 1} entries, got {len(candidate_bounds)}"
+                f"candidates_cu_seqlens must have Nq + 1 = {n_queries + 1} entries, got {len(candidates_cu_seqlens)}"
             )
-    shape: tuple[int, ...] = (n_queries, n_documents) if candidate_bounds is None else (n_documents,)
+    shape = (n_queries, n_documents) if candidates_cu_seqlens is None else (n_documents,)
     if n_queries == 0 or n_documents == 0 or queries.shape[0] == 0 or documents.shape[0] == 0:
         scores = torch.zeros(shape, device=queries.device)
     elif choose(implementation, queries.device, queries.dtype, queries.shape[1]) == "blocked":
-        scores = _blocked(queries, documents, query_bounds, document_bounds, candidate_bounds)
+        scores = _blocked(
+            queries,
+            documents,
+            _host(queries_cu_seqlens),
+            _host(documents_cu_seqlens),
+            None if candidates_cu_seqlens is None else _host(candidates_cu_seqlens),
+        )
     else:
         scores = _kernel(
-            queries, documents, query_bounds, documents_cu_seqlens, candidates_cu_seqlens, candidate_bounds
+            queries, documents, queries_cu_seqlens, documents_cu_seqlens, candidates_cu_seqlens, max_query_length
         )
     if empty_score != 0.0:
-        empty = torch.from_numpy(document_bounds[1:] == document_bounds[:-1])
-        scores = scores.masked_fill(empty.to(scores.device), empty_score)
+        scores = scores.masked_fill((documents_cu_seqlens.diff() == 0).to(scores.device), empty_score)
     return scores
 
 
-def _boundaries(name: str, cu_seqlens: object, total: int, of: str) -> np.ndarray:
-    """The boundaries on the host, int64, after checking them."""
+def _check_boundaries(name: str, cu_seqlens: object, total: int, of: str) -> Tensor:
+    """`cu_seqlens` after checking it; its values are looked at on the CPU only."""
     if not isinstance(cu_seqlens, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(cu_seqlens).__name__}")
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name} must be int32 or int64, got {cu_seqlens.dtype}")
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] == 0:
         raise ValueError(f"{name} must have shape [N + 1], got {list(cu_seqlens.shape)}")
-    bounds = cu_seqlens.cpu().numpy().astype(np.int64)
-    if bounds[0] != 0 or bounds[-1] != total or (np.diff(bounds) < 0).any():
-        raise ValueError(
-            f"{name} must rise from 0 to the number of {of}, {total}, got {bounds[0]} to {bounds[-1]}"
-            + (", falling in between" if (np.diff(bounds) < 0).any() else "")
-        )
-    return bounds
+    if cu_seqlens.device.type == "cpu":
+        bounds = cu_seqlens.numpy()
+        falling = bool((bounds[1:] < bounds[:-1]).any())
+        if falling or bounds[0] != 0 or bounds[-1] != total:
+            raise ValueError(
+                f"{name} must rise from 0 to the number of {of}, {total}, got {bounds[0]} to {bounds[-1]}"
+                + (", falling in between" if falling else "")
+            )
+    return cu_seqlens
+
+
+def _host(cu_seqlens: Tensor) -> np.ndarray:
+    return cu_seqlens.cpu().numpy().astype(np.int64)
 
 
 def _kernel(
     queries: Tensor,
     documents: Tensor,
-    query_bounds: np.ndarray,
-    cu_seqlens: Tensor,
+    queries_cu_seqlens: Tensor,
+    documents_cu_seqlens: Tensor,
     candidates: Tensor | None,
-    candidate_bounds: np.ndarray | None,
+    max_query_length: int | None,
 ) -> Tensor:
     """Scores by the Triton kernels, which take packed documents, and queries padded to one length: they are short."""
-    lengths = np.diff(query_bounds)
-    longest, device = int(lengths.max()), queries.device
-    mask = None
-    if int(lengths.min()) == longest:
-        padded = queries.unflatten(0, (len(lengths), longest))
+    device, n_queries = queries.device, queries_cu_seqlens.shape[0] - 1
+    if max_query_length is None or queries_cu_seqlens.device.type == "cpu":
+        longest = int(queries_cu_seqlens.diff().max())
     else:
+        longest = max_query_length
+    mask = None
+    if queries.shape[0] == n_queries * longest:
+        padded = queries.unflatten(0, (n_queries, longest))
+    else:
+        bounds = queries_cu_seqlens.to(device, non_blocking=True)
+        lengths, positions = bounds.diff().unsqueeze(1), torch.arange(longest, device=device)
+        mask = positions < lengths
         # A padding token may be any token, as the mask leaves it out.
-        positions = np.minimum(np.arange(longest), np.maximum(lengths - 1, 0)[:, None]) + query_bounds[:-1, None]
-        positions = np.minimum(positions, query_bounds[-1] - 1)
-        padded = queries[torch.from_numpy(positions).to(device, non_blocking=True)]
-        mask = torch.from_numpy(np.arange(longest) < lengths[:, None]).to(device, non_blocking=True)
+        padded = queries[(bounds[:-1].unsqueeze(1) + positions).clamp_(max=queries.shape[0] - 1)]
     with kernels().on_device(queries):
         return kernels().maxsim_varlen_forward(
-            padded,
+            rows_contiguous(padded),
             mask,
             rows_contiguous(documents),
-            cu_seqlens.to(device, non_blocking=True).contiguous(),
-            None if candidates is None else candidates.to(device, non_blocking=True).contiguous(),
-            0 if candidate_bounds is None else int(np.diff(candidate_bounds).max()),
+            documents_cu_seqlens.to(device, non_blocking=True).contiguous(),
+            None if candidates is None else candidates.to(device, non_blocking=True),
+            0 if candidates is None else int(candidates.diff().max()),
             product_precision(queries.dtype),
         )
 

@@ -104,6 +104,18 @@ def test_varlen_of_many_documents_equals_padded_ones() -> None:
     torch.testing.assert_close(found, maxsim(queries, padded, documents_mask=mask), rtol=2e-6, atol=2e-6)
 
 
+@pytest.mark.parametrize("lengths", [(32, 32, 32), (7, 32, 0)])
+def test_varlen_waits_for_nothing(lengths: tuple[int, ...]) -> None:
+    arguments = _packed([unit(length, 64, seed=length) for length in lengths], [unit(40, 64), unit(3, 64, seed=1)])
+    expected = maxsim_varlen(*arguments)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = maxsim_varlen(*arguments, max_query_length=32)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(found, expected)
+
+
 def _packed(queries: list[torch.Tensor], documents: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     (queries_values, queries_bounds), (documents_values, documents_bounds) = pack(queries), pack(documents)
     return queries_values, documents_values, queries_bounds, documents_bounds
