@@ -119,8 +119,8 @@ def _embedding_block(size: int) -> int:
     return min(_MAX_EMBEDDING_BLOCK, triton.next_power_of_2(size))
 
 
-_launch_gather = Launcher(_gather_kernel)
-_launch_collect = Launcher(_collect_kernel)
+_gather = Launcher(_gather_kernel)
+_collect = Launcher(_collect_kernel)
 
 
 def maxsim_backward(
@@ -153,15 +153,14 @@ def _backward_queries(
     rows = winners.shape[-1]
     grad_queries = torch.empty(queries.shape, dtype=dtype, device=queries.device)
     block_embedding = _embedding_block(size)
-    _launch_gather(
+    _gather.bind(
         (triton.cdiv(rows, _GATHERED_ROWS) * groups, triton.cdiv(size, block_embedding), 1),
-        (grad_scores, documents, documents_scale, winners, grad_queries),
         (rows, queries.shape[1], candidates, length),
         documents.stride()[:3],
         (size, block_embedding, _GATHERED_ROWS, documents_scale is not None),
         num_warps=4,
         num_stages=3,
-    )
+    )(grad_scores, documents, documents_scale, winners, grad_queries)
     return grad_queries
 
 
@@ -180,13 +179,12 @@ def _backward_documents(
     for first in range(0, winners.shape[0], step):
         sorted_winners, order = torch.sort(winners[first : first + step], dim=-1, stable=True)
         starts = torch.searchsorted(sorted_winners, tokens.expand(order.shape[0], -1).contiguous(), out_int32=True)
-        _launch_collect(
+        _collect.bind(
             (length, order.shape[0], triton.cdiv(size, block_embedding)),
-            (grad_scores, queries, queries_scale, order, starts, grad_documents),
             (first, rows, queries.shape[1], candidates, length),
             (queries.stride(0), queries.stride(1)),
             (size, block_embedding, 8, queries_scale is not None),
             num_warps=1,
             num_stages=3,
-        )
+        )(grad_scores, queries, queries_scale, order, starts, grad_documents)
     return grad_documents

@@ -21,7 +21,8 @@ the embedding, and both operands are read block by block, as in any matrix produ
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+import math
+from collections.abc import Callable
 
 import torch
 import triton
@@ -32,7 +33,7 @@ from .launch import Launcher
 from .masks import active_tokens
 from .norms import inverse_norm, inverse_norms
 from .reductions import larger, max_along
-from .tiles import SUMMED_EMBEDDING, Tile, architecture, embedding_block, single_tile, stacked_tile
+from .tiles import SUMMED_EMBEDDING, architecture, embedding_block, single_tile, stacked_tile
 
 # Up to this many query tokens, one query is scored by `_single_kernel`.
 _SINGLE_MAX_QUERY_LENGTH = 64
@@ -307,8 +308,8 @@ def _single_kernel(
         tl.store(sums_ptr + document, tl.sum(tl.where(counted, column_best, 0.0), axis=0))
 
 
-_launch_stacked_kernel = Launcher(_stacked_kernel)
-_launch_single_kernel = Launcher(_single_kernel)
+_stacked = Launcher(_stacked_kernel)
+_single = Launcher(_single_kernel)
 
 
 def maxsim_forward(
@@ -389,39 +390,30 @@ def _launch_stacked(
     zero_masked: bool,
     precision: str,
 ) -> Tensor:
-    n_queries, query_length, size = queries.shape
-    groups = documents.shape[0] if cu_seqlens is None else 1
-    per_group = n_queries // groups
-    plan = _stacked_plan(
-        per_group,
-        query_length,
+    launch, sums_per_query = _bound_stacked(
+        queries.shape,
+        queries.stride(),
+        queries.dtype,
+        queries.device,
+        documents.shape[0] if cu_seqlens is None else 1,
         n_documents,
-        groups,
-        size,
-        queries.element_size(),
+        document_length,
+        strides,
+        queries_mask is not None,
+        documents_mask is not None,
+        None if cu_seqlens is None else cu_seqlens.dtype,
         winners is not None,
-        architecture(queries.device),
+        normalize,
+        zero_masked,
+        precision,
     )
     active = (None, None) if documents_mask is None else active_tokens(documents_mask)
-    sums = queries.new_empty(n_queries * plan.sums_per_query, n_documents, dtype=torch.float32)
     # Norms of their own are read once per token; here a token would be squared once per block of rows.
     queries_scale, documents_scale = (inverse_norms(queries), inverse_norms(documents)) if normalize else (None, None)
-    _launch_stacked_kernel(
-        (plan.row_blocks * -(-n_documents // plan.run) * groups, 1, 1),
-        (queries, documents, queries_mask, *active, queries_scale, documents_scale, cu_seqlens, sums, winners),
-        (per_group, query_length, plan.padded_query_length, n_documents, document_length, plan.run),
-        (queries.stride(0), queries.stride(1), *strides),
-        (
-            size, plan.block_embedding, plan.tile.rows, plan.tile.columns, plan.group, plan.split,
-            cu_seqlens is not None, queries_mask is not None, documents_mask is not None,
-            zero_masked and documents_mask is not None, normalize, winners is not None, precision,
-        ),
-        plan.tile.num_warps,
-        plan.tile.num_stages,
-    )  # fmt: skip
-    if plan.sums_per_query == 1:
-        return sums
-    return sums.view(n_queries, plan.sums_per_query, n_documents).sum(dim=1)
+    n_queries = queries.shape[0]
+    sums = queries.new_empty(n_queries * sums_per_query, n_documents, dtype=torch.float32)
+    launch(queries, documents, queries_mask, *active, queries_scale, documents_scale, cu_seqlens, sums, winners)
+    return sums if sums_per_query == 1 else sums.view(n_queries, sums_per_query, n_documents).sum(dim=1)
 
 
 def _launch_single(
@@ -440,82 +432,118 @@ def _launch_single(
     candidates: Tensor | None = None,
     max_candidates: int = 0,
 ) -> Tensor:
-    n_queries, query_length, size = queries.shape
-    per_query = n_documents if candidates is None else max_candidates
-    plan = _single_plan(n_queries, query_length, per_query, size, queries.element_size(), architecture(queries.device))
-    shape = (n_queries, n_documents) if candidates is None else (n_documents,)
+    launch, shape = _bound_single(
+        queries.shape,
+        queries.stride(),
+        queries.dtype,
+        queries.device,
+        n_documents,
+        document_length,
+        strides,
+        max_candidates,
+        queries_mask is not None,
+        documents_mask is not None,
+        None if cu_seqlens is None else cu_seqlens.dtype,
+        None if candidates is None else candidates.dtype,
+        winners is not None,
+        normalize,
+        zero_masked,
+        precision,
+    )
     active = (None, None) if documents_mask is None else active_tokens(documents_mask)
-    sums = queries.new_empty(plan.column_blocks, *shape, dtype=torch.float32)
-    _launch_single_kernel(
-        (-(-per_query // plan.run) * n_queries, plan.column_blocks, 1),
-        (queries, documents, queries_mask, *active, cu_seqlens, candidates, sums, winners),
-        (query_length, n_documents, document_length, per_query, plan.run, sums.stride(0)),
-        (queries.stride(0), queries.stride(1), *strides),
-        (
-            size, plan.block_embedding, plan.tile.rows, plan.tile.columns, plan.split,
-            cu_seqlens is not None, candidates is not None, queries_mask is not None, documents_mask is not None,
-            zero_masked and documents_mask is not None, normalize, winners is not None, precision,
-        ),
-        plan.tile.num_warps,
-        plan.tile.num_stages,
-    )  # fmt: skip
-    return sums[0] if plan.column_blocks == 1 else sums.sum(dim=0)
+    sums = queries.new_empty(shape, dtype=torch.float32)
+    launch(queries, documents, queries_mask, *active, cu_seqlens, candidates, sums, winners)
+    return sums[0] if shape[0] == 1 else sums.sum(dim=0)
 
 
-class _StackedPlan(NamedTuple):
-    """How a launch of `_stacked_kernel` is cut up."""
-
-    tile: Tile
-    block_embedding: int
-    split: bool  # whether products are summed over blocks of the embedding
-    padded_query_length: int
-    group: int  # rows whose maxima are summed by the kernel
-    sums_per_query: int
-    row_blocks: int
-    run: int  # documents per program
-
-
-class _SinglePlan(NamedTuple):
-    """How a launch of `_single_kernel` is cut up."""
-
-    tile: Tile
-    block_embedding: int
-    split: bool  # whether products are summed over blocks of the embedding
-    column_blocks: int
-    run: int  # documents per program
+# The two functions below decide how a launch is cut up. They are cached, because deciding takes longer than launching;
+# every type that a tensor of the launch may have is among their arguments.
 
 
 @functools.lru_cache(maxsize=4096)
-def _stacked_plan(
-    n_queries: int,
-    query_length: int,
-    n_documents: int,
+def _bound_stacked(
+    shape: torch.Size,
+    query_strides: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
     groups: int,
-    size: int,
-    element_size: int,
+    n_documents: int,
+    document_length: int,
+    strides: tuple[int, ...],
+    has_queries_mask: bool,
+    has_documents_mask: bool,
+    cu_seqlens_dtype: torch.dtype | None,
     with_winners: bool,
-    architecture: tuple[int, int],
-) -> _StackedPlan:
-    capability, processors = architecture
+    normalize: bool,
+    zero_masked: bool,
+    precision: str,
+) -> tuple[Callable[..., None], int]:
+    """A launch of `_stacked_kernel`, and the sums that it leaves per query and document."""
+    capability, processors = architecture(device)
+    query_length, size = shape[1:]
+    n_queries = shape[0] // groups
     padded, group = _padded_query_length(query_length)
-    block_embedding, split = embedding_block(size, element_size)
-    tile = stacked_tile(capability, size, element_size, n_queries * padded, with_winners)
+    block_embedding, split = embedding_block(size, dtype.itemsize)
+    tile = stacked_tile(capability, size, dtype.itemsize, n_queries * padded, with_winners)
     group = min(group, tile.rows)
     row_blocks = triton.cdiv(n_queries * padded, tile.rows)
     run = _run_length(n_documents, row_blocks * groups, processors, per_processor=2, longest=16)
-    return _StackedPlan(tile, block_embedding, split, padded, group, padded // group, row_blocks, run)
+    launch = _stacked.bind(
+        (row_blocks * triton.cdiv(n_documents, run) * groups, 1, 1),
+        (n_queries, query_length, padded, n_documents, document_length, run),
+        (*query_strides[:2], *strides),
+        (
+            size, block_embedding, tile.rows, tile.columns, group, split, cu_seqlens_dtype is not None,
+            has_queries_mask, has_documents_mask, zero_masked and has_documents_mask, normalize, with_winners,
+            precision,
+        ),
+        tile.num_warps,
+        tile.num_stages,
+    )  # fmt: skip
+    return launch, padded // group
 
 
 @functools.lru_cache(maxsize=4096)
-def _single_plan(
-    n_queries: int, query_length: int, n_documents: int, size: int, element_size: int, architecture: tuple[int, int]
-) -> _SinglePlan:
-    capability, processors = architecture
-    block_embedding, split = embedding_block(size, element_size)
-    tile = single_tile(capability, size, element_size, query_length)
+def _bound_single(
+    shape: torch.Size,
+    query_strides: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    n_documents: int,
+    document_length: int,
+    strides: tuple[int, ...],
+    max_candidates: int,
+    has_queries_mask: bool,
+    has_documents_mask: bool,
+    cu_seqlens_dtype: torch.dtype | None,
+    candidates_dtype: torch.dtype | None,
+    with_winners: bool,
+    normalize: bool,
+    zero_masked: bool,
+    precision: str,
+) -> tuple[Callable[..., None], tuple[int, ...]]:
+    """A launch of `_single_kernel`, and the shape of the sums that it leaves, which are to be added up over dim 0."""
+    capability, processors = architecture(device)
+    n_queries, query_length, size = shape
+    per_query = n_documents if candidates_dtype is None else max_candidates
+    block_embedding, split = embedding_block(size, dtype.itemsize)
+    tile = single_tile(capability, size, dtype.itemsize, query_length)
     column_blocks = triton.cdiv(query_length, tile.columns)
-    run = _run_length(n_documents, n_queries * column_blocks, processors, per_processor=4, longest=2)
-    return _SinglePlan(tile, block_embedding, split, column_blocks, run)
+    run = _run_length(per_query, n_queries * column_blocks, processors, per_processor=4, longest=2)
+    sums = (n_queries, n_documents) if candidates_dtype is None else (n_documents,)
+    launch = _single.bind(
+        (triton.cdiv(per_query, run) * n_queries, column_blocks, 1),
+        (query_length, n_documents, document_length, per_query, run, math.prod(sums)),
+        (*query_strides[:2], *strides),
+        (
+            size, block_embedding, tile.rows, tile.columns, split, cu_seqlens_dtype is not None,
+            candidates_dtype is not None, has_queries_mask, has_documents_mask, zero_masked and has_documents_mask,
+            normalize, with_winners, precision,
+        ),
+        tile.num_warps,
+        tile.num_stages,
+    )  # fmt: skip
+    return launch, (column_blocks, *sums)
 
 
 def _padded_query_length(query_length: int) -> tuple[int, int]:

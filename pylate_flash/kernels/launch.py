@@ -7,6 +7,7 @@ specialisation depends on is known here, so a tuple of it finds the compiled ker
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,48 +29,61 @@ class Launcher:
         self.kernel = kernel
         self._compiled: dict[tuple, Any] = {}
 
-    def __call__(
+    def bind(
         self,
         grid: tuple[int, int, int],
-        tensors: tuple[Tensor | None, ...],
         integers: tuple[int, ...],
         strides: tuple[int, ...],
         constants: tuple,
         num_warps: int,
         num_stages: int,
-    ) -> None:
-        """Launch on the current device and stream; compiles at the first launch of a specialisation.
+    ) -> Callable[..., None]:
+        """A launch of which only the tensors are open. Keep it: what it costs beyond Triton's launcher it costs once.
 
         Parameters
         ----------
         grid
             Programs along the three axes, each at least 1.
-        tensors, integers, strides, constants
-            The arguments, in the kernel's order. The first tensor is on the current device.
+        integers, strides, constants
+            The arguments after the tensors, in the kernel's order.
         num_warps, num_stages
             Triton's launch options.
+
+        Returns
+        -------
+        Callable
+            Takes the tensors, the first of them on the current device and none of another type from call to call, and
+            launches on the current stream. Compiles what was never compiled.
         """
-        pointers = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
-        key = (
-            tensors[0].device,  # type: ignore[union-attr]
-            constants,
-            num_warps,
-            num_stages,
-            # Triton tells apart 1, multiples of 16, and what needs 64 bits.
+        rest = (*integers, *strides, *constants)
+        # Triton tells apart 1, multiples of 16, and what needs 64 bits.
+        specialised = (
             tuple([stride if stride == 1 else (stride % 16 == 0, stride > _INT32_MAX) for stride in strides]),
             tuple([integer > _INT32_MAX for integer in integers]),
-            tuple([None if pointer is None else pointer % 16 == 0 for pointer in pointers]),
-            tuple([None if tensor is None else tensor.dtype for tensor in tensors]),
         )
-        compiled = self._compiled.get(key)
-        if compiled is None:
-            # None under Triton's interpreter, which compiles nothing.
-            self._compiled[key] = self.kernel[grid](
-                *tensors, *integers, *strides, *constants, num_warps=num_warps, num_stages=num_stages
-            )
-        else:
-            # An address needs no look-up of its memory, as a tensor does.
-            compiled[grid](*pointers, *integers, *strides, *constants)
+        runners: dict[tuple, Callable[..., None]] = {}
+
+        def launch(*tensors: Tensor | None) -> None:
+            pointers = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+            aligned = tuple([pointer is None or pointer % 16 == 0 for pointer in pointers])
+            runner = runners.get(aligned)
+            if runner is not None:
+                # An address needs no look-up of its memory, as a tensor does.
+                runner(*pointers, *rest)
+                return
+            types = tuple([None if tensor is None else tensor.dtype for tensor in tensors])
+            key = (tensors[0].device, types, aligned, specialised, constants, num_warps, num_stages)  # type: ignore[union-attr]
+            compiled = self._compiled.get(key)
+            if compiled is None:
+                # None under Triton's interpreter, which compiles nothing.
+                compiled = self.kernel[grid](*tensors, *rest, num_warps=num_warps, num_stages=num_stages)
+                self._compiled[key] = compiled
+            else:
+                compiled[grid](*pointers, *rest)
+            if compiled is not None:
+                runners[aligned] = compiled[grid]
+
+        return launch
 
 
 class on_device:

@@ -30,7 +30,7 @@ def _active_tokens_kernel(mask_ptr, tokens_ptr, bounds_ptr, length, BLOCK: tl.co
     tl.store(bounds_ptr + document * 2 + 1, first_masked)
 
 
-_launch_active_tokens = Launcher(_active_tokens_kernel)
+_active_tokens = Launcher(_active_tokens_kernel)
 
 
 def active_tokens(mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -45,13 +45,12 @@ def active_tokens(mask: Tensor) -> tuple[Tensor, Tensor]:
     length = mask.shape[-1]
     tokens = torch.empty(mask.shape, dtype=torch.int32, device=mask.device)
     bounds = torch.empty(*mask.shape[:-1], 2, dtype=torch.int32, device=mask.device)
-    _launch_active_tokens(
+    _active_tokens.bind(
         (mask.numel() // length, 1, 1),
-        (mask, tokens, bounds),
         (length,),
         (),
         (min(_MAX_BLOCK, triton.next_power_of_2(length)),),
         num_warps=4 if length > 256 else 1,
         num_stages=2,
-    )
+    )(mask, tokens, bounds)
     return tokens, bounds

@@ -47,7 +47,7 @@ def _inverse_norms_kernel(
     tl.store(scales_ptr + rows, inverse_norm(squares), mask=exists)
 
 
-_launch_inverse_norms = Launcher(_inverse_norms_kernel)
+_inverse_norms = Launcher(_inverse_norms_kernel)
 
 
 def inverse_norms(embeddings: Tensor) -> Tensor:
@@ -55,13 +55,12 @@ def inverse_norms(embeddings: Tensor) -> Tensor:
     grouped = embeddings if embeddings.dim() == 4 else embeddings.unsqueeze(0)
     scales = torch.empty(embeddings.shape[:-1], dtype=torch.float32, device=embeddings.device)
     size = embeddings.shape[-1]
-    _launch_inverse_norms(
+    _inverse_norms.bind(
         (triton.cdiv(scales.numel(), _BLOCK_ROWS), 1, 1),
-        (grouped, scales),
         (scales.numel(), grouped.shape[1], grouped.shape[2]),
         grouped.stride()[:3],
         (size, min(128, triton.next_power_of_2(size)), _BLOCK_ROWS),
         num_warps=4,
         num_stages=3,
-    )
+    )(grouped, scales)
     return scales

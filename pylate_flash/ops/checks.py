@@ -18,13 +18,14 @@ def check_embeddings(name: str, value: object, layouts: dict[int, str]) -> Tenso
     ValueError
         If it has another rank, or an embedding size of 0.
     """
-    expected = " or ".join(layouts.values())
     if not isinstance(value, Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor of shape {expected}, got {type(value).__name__}")
+        raise TypeError(
+            f"{name} must be a torch.Tensor of shape {' or '.join(layouts.values())}, got {type(value).__name__}"
+        )
     if value.dtype not in FLOATING:
         raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {value.dtype}")
     if value.dim() not in layouts:
-        raise ValueError(f"{name} must have shape {expected}, got {list(value.shape)}")
+        raise ValueError(f"{name} must have shape {' or '.join(layouts.values())}, got {list(value.shape)}")
     if value.shape[-1] == 0:
         raise ValueError(f"{name} must have an embedding size of at least 1, got shape {list(value.shape)}")
     return value

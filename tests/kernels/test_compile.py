@@ -6,7 +6,7 @@ No GPU is needed: the launch functions run up to the launch, which is recorded a
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -30,10 +30,14 @@ SHARED_MEMORY = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 class Recorder(Launcher):
     """Keeps what a kernel is launched with, and compiles that for a target instead."""
 
-    def __call__(self, grid, tensors, integers, strides, constants, num_warps, num_stages) -> None:
+    def bind(self, grid, integers, strides, constants, num_warps, num_stages) -> Callable[..., None]:
         assert all(programs >= 1 for programs in grid)
-        self.arguments = (*tensors, *integers, *strides, *constants)
-        self.options = {"num_warps": num_warps, "num_stages": num_stages}
+
+        def launch(*tensors) -> None:
+            self.arguments = (*tensors, *integers, *strides, *constants)
+            self.options = {"num_warps": num_warps, "num_stages": num_stages}
+
+        return launch
 
     def compile(self, capability: int):
         signature, constants, attributes = {}, {}, {}
@@ -54,9 +58,14 @@ class Recorder(Launcher):
 
 
 @pytest.fixture(params=[80, 90, 100])
-def capability(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+def capability(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     monkeypatch.setattr(forward, "architecture", lambda device: (request.param // 10, 132))
-    return request.param
+    bound = (forward._bound_stacked, forward._bound_single)
+    for function in bound:
+        function.cache_clear()
+    yield request.param
+    for function in bound:
+        function.cache_clear()
 
 
 def check(module, name: str, launch: Callable[[], object], capability: int, monkeypatch: pytest.MonkeyPatch):
@@ -77,7 +86,7 @@ def inputs(dtype: torch.dtype, size: int, n_queries: int, query_length: int) -> 
     ("dtype", "size"),
     [(torch.bfloat16, 48), (torch.bfloat16, 512), (torch.float16, 128), (torch.float32, 128), (torch.float32, 512)],
 )
-@pytest.mark.parametrize(("name", "n_queries"), [("_launch_stacked_kernel", 32), ("_launch_single_kernel", 1)])
+@pytest.mark.parametrize(("name", "n_queries"), [("_stacked", 32), ("_single", 1)])
 def test_forward(name: str, n_queries: int, size: int, dtype: torch.dtype, capability: int, monkeypatch) -> None:
     queries, documents = inputs(dtype, size, n_queries, 32)
 
@@ -89,7 +98,7 @@ def test_forward(name: str, n_queries: int, size: int, dtype: torch.dtype, capab
         assert {90: "wgmma", 100: "tcgen05"}[capability] in compiled.asm["ptx"]
 
 
-@pytest.mark.parametrize(("name", "n_queries"), [("_launch_stacked_kernel", 32), ("_launch_single_kernel", 1)])
+@pytest.mark.parametrize(("name", "n_queries"), [("_stacked", 32), ("_single", 1)])
 @pytest.mark.parametrize("zero_masked", [False, True])
 def test_forward_with_everything(name: str, n_queries: int, zero_masked: bool, capability: int, monkeypatch) -> None:
     queries, documents = inputs(torch.bfloat16, 128, n_queries, 32)
@@ -106,9 +115,9 @@ def test_forward_with_everything(name: str, n_queries: int, zero_masked: bool, c
 @pytest.mark.parametrize(
     ("name", "n_queries", "candidates"),
     [
-        ("_launch_stacked_kernel", 32, None),
-        ("_launch_single_kernel", 1, None),
-        ("_launch_single_kernel", 2, torch.tensor([0, 3, 4])),
+        ("_stacked", 32, None),
+        ("_single", 1, None),
+        ("_single", 2, torch.tensor([0, 3, 4])),
     ],
 )
 def test_varlen(name: str, n_queries: int, candidates, capability: int, monkeypatch) -> None:
@@ -131,7 +140,7 @@ def test_backward(normalize: bool, size: int, dtype: torch.dtype, capability: in
     scales = [torch.ones(tensor.shape[:-1]) if normalize else None for tensor in (queries, documents)]
     winners = torch.zeros(1, 40, 128, dtype=torch.int16)
     grad = torch.ones(4, 40)
-    for name, needs in (("_launch_gather", (True, False)), ("_launch_collect", (False, True))):
+    for name, needs in (("_gather", (True, False)), ("_collect", (False, True))):
         check(
             backward, name,
             lambda needs=needs: backward.maxsim_backward(grad, queries, documents, winners, *scales, *needs),
@@ -142,10 +151,10 @@ def test_backward(normalize: bool, size: int, dtype: torch.dtype, capability: in
 @pytest.mark.parametrize("size", [48, 512])
 def test_inverse_norms(size: int, capability: int, monkeypatch) -> None:
     embeddings = torch.empty(4, 32, size, dtype=torch.bfloat16)
-    check(norms, "_launch_inverse_norms", lambda: norms.inverse_norms(embeddings), capability, monkeypatch)
+    check(norms, "_inverse_norms", lambda: norms.inverse_norms(embeddings), capability, monkeypatch)
 
 
 @pytest.mark.parametrize("length", [180, 3000])
 def test_active_tokens(length: int, capability: int, monkeypatch) -> None:
     mask = torch.ones(4, length, dtype=torch.bool)
-    check(masks, "_launch_active_tokens", lambda: masks.active_tokens(mask), capability, monkeypatch)
+    check(masks, "_active_tokens", lambda: masks.active_tokens(mask), capability, monkeypatch)
