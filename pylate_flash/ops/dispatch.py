@@ -83,7 +83,7 @@ def explain(device: torch.device | str, dtype: torch.dtype, embedding_size: int 
     return Choice("triton", f"{device.type} tensors of {dtype} with an embedding size of {embedding_size}")
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def choose(implementation: str, device: torch.device, dtype: torch.dtype, embedding_size: int) -> str:
     """Resolve `implementation` to "triton" or "blocked".
 

@@ -232,7 +232,7 @@ def _checked(
     check_choice("reduction", reduction, REDUCTIONS)
     check_choice("masking", masking, MASKINGS)
     device = queries.device.type
-    if torch.is_autocast_enabled(device):
+    if not queries.is_meta and torch.is_autocast_enabled(device):
         autocast = torch.get_autocast_dtype(device)
         # As for torch's own operations, autocast leaves float64 alone.
         queries = queries if queries.dtype == torch.float64 else queries.to(autocast)
@@ -252,10 +252,11 @@ def _checked(
 
 
 def _is_plain(queries: Tensor, documents: Tensor) -> bool:
-    """Whether nothing needs to see the operator: compiler, subclass, mode, function transform, or an empty tensor."""
+    """Whether nothing needs the operator: no compiler, subclass, mode, function transform, empty or meta tensor."""
     return (
         type(queries) is Tensor
         and type(documents) is Tensor
+        and not queries.is_meta
         and not torch.compiler.is_compiling()
         and torch._C._len_torch_dispatch_stack() == 0
         and torch._C._functorch.peek_interpreter_stack() is None

@@ -201,6 +201,12 @@ def test_second_derivative_is_refused() -> None:
         gradient.sum().backward()
 
 
+def test_meta_tensors_give_shapes() -> None:
+    scores = maxsim(torch.empty(2, 3, 4, device="meta"), torch.empty(5, 6, 4, device="meta"))
+    assert scores.is_meta
+    assert scores.shape == (2, 5)
+
+
 def test_autocast_gives_the_autocast_type() -> None:
     queries, documents = torch.randn(2, 3, 16), torch.randn(3, 5, 16)
     with torch.autocast("cpu", dtype=torch.bfloat16):
