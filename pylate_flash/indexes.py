@@ -353,7 +353,8 @@ class Flat(Base):
         for start, stop in self._blocks(lengths):
             low, high = owners[start], owners[stop - 1] + 1
             owned = np.bincount(owners[start:stop] - low, minlength=high - low)
-            cu_seqlens = torch.from_numpy(np.concatenate([[0], np.cumsum(owned)]).astype(np.int32)).to(self.device)
+            # On the host, where the op plans its launch.
+            cu_seqlens = torch.from_numpy(np.concatenate([[0], np.cumsum(owned)]).astype(np.int32))
             documents = self._documents(positions[start:stop])
             scores[start:stop] = self._score(pack(queries[low:high]), documents, cu_seqlens).cpu().numpy()
         results = []

@@ -4,10 +4,10 @@ Layout, for both: `queries` [Nq, Lq, d]; `documents` [G, K, Ld, d] with G = 1 (a
 or G = Nq (each query against its own K), or packed tokens [T, d] with cu_seqlens. The last dimension is contiguous,
 the others have any stride.
 
-`_stacked_kernel` makes one tall matrix of the query tokens, so that a tile of 128 rows spans several queries and feeds
-the tensor cores, keeps it, and walks a run of documents. `_single_kernel` serves one short query at a time: document
-tokens are the rows of the product and query tokens its columns, so that the running maximum is elementwise, with no
-work across lanes, until the document ends.
+`_stacked_kernel` makes one tall matrix of the query tokens, so that a tile of up to 256 rows spans several queries and
+feeds the tensor cores, keeps it, and walks a run of documents. `_single_kernel` serves one short query at a time:
+document tokens are the rows of the product and query tokens its columns, so that the running maximum is elementwise,
+with no work across lanes, until the document ends.
 
 Neither masks the tail of a document: token positions are clamped to the last token, and a token that is seen twice
 changes neither the maximum nor the lowest index that attains it. Nor does either compare masked tokens: under a mask,
