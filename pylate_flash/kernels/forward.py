@@ -33,7 +33,15 @@ from .launch import Launcher
 from .masks import active_tokens
 from .norms import inverse_norm, inverse_norms
 from .reductions import larger, max_along
-from .tiles import SUMMED_EMBEDDING, architecture, embedding_block, single_tile, stacked_tile
+from .tiles import (
+    SUMMED_EMBEDDING,
+    architecture,
+    copied_by_16_bytes,
+    embedding_block,
+    hopper_tile,
+    single_tile,
+    stacked_tile,
+)
 
 # Up to this many query tokens, one query is scored by `_single_kernel`.
 _SINGLE_MAX_QUERY_LENGTH = 64
@@ -399,6 +407,7 @@ def _launch_stacked(
         n_documents,
         document_length,
         strides,
+        documents.data_ptr() % 16 == 0,
         queries_mask is not None,
         documents_mask is not None,
         None if cu_seqlens is None else cu_seqlens.dtype,
@@ -456,6 +465,14 @@ def _launch_single(
     return sums[0] if shape[0] == 1 else sums.sum(dim=0)
 
 
+@functools.cache
+def _hopper() -> Launcher:
+    """The Hopper version of `_stacked_kernel`, imported where it runs only: not every Triton has Gluon."""
+    from .hopper import hopper
+
+    return hopper
+
+
 # The two functions below decide how a launch is cut up. They are cached, because deciding takes longer than launching;
 # every type that a tensor of the launch may have is among their arguments.
 
@@ -470,6 +487,7 @@ def _bound_stacked(
     n_documents: int,
     document_length: int,
     strides: tuple[int, ...],
+    aligned: bool,
     has_queries_mask: bool,
     has_documents_mask: bool,
     cu_seqlens_dtype: torch.dtype | None,
@@ -478,28 +496,40 @@ def _bound_stacked(
     zero_masked: bool,
     precision: str,
 ) -> tuple[Callable[..., None], int]:
-    """A launch of `_stacked_kernel`, and the sums that it leaves per query and document."""
+    """A launch of `_stacked_kernel` or of its Hopper version, and the sums that it leaves per query and document."""
     capability, processors = architecture(device)
     query_length, size = shape[1:]
     n_queries = shape[0] // groups
     padded, group = _padded_query_length(query_length)
-    block_embedding, split = embedding_block(size, dtype.itemsize)
-    tile = stacked_tile(capability, size, dtype.itemsize, n_queries * padded, with_winners)
-    group = min(group, tile.rows)
-    row_blocks = triton.cdiv(n_queries * padded, tile.rows)
-    run = _run_length(n_documents, row_blocks * groups, processors, per_processor=2, longest=16)
-    launch = _stacked.bind(
+    rows = n_queries * padded
+    flags: tuple = (
+        cu_seqlens_dtype is not None, has_queries_mask, has_documents_mask, zero_masked and has_documents_mask,
+        normalize, with_winners,
+    )  # fmt: skip
+    tile = None
+    if aligned and copied_by_16_bytes(size, strides):
+        tile = hopper_tile(capability, size, dtype.itemsize, rows, document_length, with_winners)
+    if tile is not None:
+        launcher, per_processor, longest = _hopper(), 1, 64
+        group = min(group, tile.rows // 2)
+        constants: tuple = (size, max(16, triton.next_power_of_2(size)), *tile[:2], group, tile.num_stages)
+    else:
+        launcher, per_processor, longest = _stacked, 2, 16
+        tile = stacked_tile(capability, size, dtype.itemsize, rows, with_winners)
+        group = min(group, tile.rows)
+        block_embedding, split = embedding_block(size, dtype.itemsize)
+        constants = (size, block_embedding, *tile[:2], group, split)
+        flags = (*flags, precision)
+    row_blocks = triton.cdiv(rows, tile.rows)
+    run = _run_length(n_documents, row_blocks * groups, processors, per_processor, longest)
+    launch = launcher.bind(
         (row_blocks * triton.cdiv(n_documents, run) * groups, 1, 1),
         (n_queries, query_length, padded, n_documents, document_length, run),
         (*query_strides[:2], *strides),
-        (
-            size, block_embedding, tile.rows, tile.columns, group, split, cu_seqlens_dtype is not None,
-            has_queries_mask, has_documents_mask, zero_masked and has_documents_mask, normalize, with_winners,
-            precision,
-        ),
+        (*constants, *flags),
         tile.num_warps,
         tile.num_stages,
-    )  # fmt: skip
+    )
     return launch, padded // group
 
 

@@ -13,8 +13,9 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
-from pylate_flash.kernels import backward, forward, masks, norms
+from pylate_flash.kernels import backward, forward, hopper, masks, norms
 from pylate_flash.kernels.launch import Launcher
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
@@ -53,7 +54,8 @@ class Recorder(Launcher):
                 signature[name] = "i32"
                 if not parameter.do_not_specialize and value % 16 == 0:
                     attributes[(index,)] = [["tt.divisibility", 16]]
-        source = ASTSource(self.kernel, signature, constants, attributes)
+        language = GluonASTSource if self.kernel.is_gluon() else ASTSource
+        source = language(self.kernel, signature, constants, attributes)
         return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=self.options)
 
 
@@ -69,8 +71,12 @@ def capability(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 
 
 def check(module, name: str, launch: Callable[[], object], capability: int, monkeypatch: pytest.MonkeyPatch):
-    recorder = Recorder(getattr(module, name).kernel)
-    monkeypatch.setattr(module, name, recorder)
+    if name == "_hopper":
+        recorder = Recorder(hopper.hopper.kernel)
+        monkeypatch.setattr(module, name, lambda: recorder)
+    else:
+        recorder = Recorder(getattr(module, name).kernel)
+        monkeypatch.setattr(module, name, recorder)
     launch()
     compiled = recorder.compile(capability)
     assert compiled.asm["cubin"]
@@ -82,10 +88,18 @@ def inputs(dtype: torch.dtype, size: int, n_queries: int, query_length: int) -> 
     return torch.empty(n_queries, query_length, size, dtype=dtype), torch.empty(1, 40, 180, size, dtype=dtype)
 
 
+def stacked(capability: int, dtype: torch.dtype, size: int) -> str:
+    """The kernel that serves many query rows."""
+    return "_hopper" if capability == 90 and dtype != torch.float32 and size <= 256 else "_stacked"
+
+
 @pytest.mark.parametrize(
     ("dtype", "size"),
-    [(torch.bfloat16, 48), (torch.bfloat16, 512), (torch.float16, 128), (torch.float32, 128), (torch.float32, 512)],
-)
+    [
+        (torch.bfloat16, 48), (torch.bfloat16, 256), (torch.bfloat16, 512), (torch.float16, 16), (torch.float16, 128),
+        (torch.float32, 128), (torch.float32, 512),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize(("name", "n_queries"), [("_stacked", 32), ("_single", 1)])
 def test_forward(name: str, n_queries: int, size: int, dtype: torch.dtype, capability: int, monkeypatch) -> None:
     queries, documents = inputs(dtype, size, n_queries, 32)
@@ -93,6 +107,7 @@ def test_forward(name: str, n_queries: int, size: int, dtype: torch.dtype, capab
     def launch() -> None:
         forward.maxsim_forward(queries, documents, None, None, False, False, False, "ieee")
 
+    name = stacked(capability, dtype, size) if name == "_stacked" else name
     compiled = check(forward, name, launch, capability, monkeypatch)
     if dtype != torch.float32 and size == 128 and capability in (90, 100):
         assert {90: "wgmma", 100: "tcgen05"}[capability] in compiled.asm["ptx"]
@@ -109,6 +124,7 @@ def test_forward_with_everything(name: str, n_queries: int, zero_masked: bool, c
     def launch() -> None:
         forward.maxsim_forward(queries, documents, *masks, True, zero_masked, True, "ieee")
 
+    name = stacked(capability, torch.bfloat16, 128) if name == "_stacked" else name
     check(forward, name, launch, capability, monkeypatch)
 
 
@@ -128,6 +144,7 @@ def test_varlen(name: str, n_queries: int, candidates, capability: int, monkeypa
     def launch() -> None:
         forward.maxsim_varlen_forward(queries, None, documents, bounds, candidates, 3, "ieee")
 
+    name = stacked(capability, torch.bfloat16, 128) if name == "_stacked" else name
     check(forward, name, launch, capability, monkeypatch)
 
 
