@@ -45,7 +45,8 @@ from .tiles import (
 
 # Up to this many query tokens, one query is scored by `_single_kernel`.
 _SINGLE_MAX_QUERY_LENGTH = 64
-# Rows whose maxima are summed by the kernel when a query's length is no power of two.
+# Rows whose maxima a kernel may sum; a query longer than `_GROUP` tokens is padded to a multiple of that.
+_GROUPS = (1, 8, 16, 32, 64, 128)
 _GROUP = 16
 # A winner that no token has yet taken; larger than any token.
 _NO_WINNER = tl.constexpr(2**31 - 1)
@@ -360,6 +361,44 @@ def maxsim_forward(
     return scores, winners
 
 
+def bound_maxsim(
+    shape: torch.Size,
+    query_strides: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    documents_shape: tuple[int, ...],
+    document_strides: tuple[int, ...],
+    aligned: bool,
+    precision: str,
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """`maxsim_forward` with everything decided but the values: plain scores, without masks, norms or winners."""
+    groups, candidates, length, _ = documents_shape
+    strides = document_strides[:3]
+    plain = (None, False, False, False, precision)
+    if groups == shape[0] and shape[1] <= _SINGLE_MAX_QUERY_LENGTH:
+        launch, sums_shape = _bound_single(
+            shape, query_strides, dtype, device, candidates, length, strides, 0, False, False, None, *plain
+        )
+
+        def score(queries: Tensor, documents: Tensor) -> Tensor:
+            sums = queries.new_empty(sums_shape, dtype=torch.float32)
+            launch(queries, documents, None, None, None, None, None, sums, None)
+            return sums[0] if sums_shape[0] == 1 else sums.sum(dim=0)
+
+        return score
+    launch, sums_per_query = _bound_stacked(
+        shape, query_strides, dtype, device, groups, candidates, length, strides, aligned, False, False, *plain
+    )
+    rows = shape[0] * sums_per_query
+
+    def score_stacked(queries: Tensor, documents: Tensor) -> Tensor:
+        sums = queries.new_empty((rows, candidates), dtype=torch.float32)
+        launch(queries, documents, None, None, None, None, None, None, sums, None)
+        return sums if sums_per_query == 1 else sums.view(shape[0], sums_per_query, candidates).sum(dim=1)
+
+    return score_stacked
+
+
 def maxsim_varlen_forward(
     queries: Tensor,
     queries_mask: Tensor | None,
@@ -577,16 +616,16 @@ def _bound_single(
 
 
 def _padded_query_length(query_length: int) -> tuple[int, int]:
-    """Rows that a query takes when stacked, and the largest power of two that divides them.
+    """Rows that a query takes when stacked, and the largest of `_GROUPS` that divides them.
 
-    Short queries are padded to a power of two and longer ones to a multiple of 16, so every sum that the kernel takes
-    lies within one query, and the number of compiled variants does not grow with the number of query lengths.
+    Every sum that the kernel takes so lies within one query, and is all of it for the lengths in use. There are few
+    groups, because each is compiled for itself.
     """
     if query_length <= _GROUP:
-        padded = triton.next_power_of_2(query_length)
+        padded = min(group for group in _GROUPS if query_length <= group)
     else:
         padded = triton.cdiv(query_length, _GROUP) * _GROUP
-    return padded, padded & -padded
+    return padded, max(group for group in _GROUPS if padded % group == 0)
 
 
 def _run_length(documents: int, programs: int, processors: int, per_processor: int, longest: int) -> int:

@@ -24,6 +24,7 @@ class Tile(NamedTuple):
 # Query rows x document tokens: whole embeddings, and embeddings in blocks.
 _STACKED = Tile(256, 64, 8, 3)
 _STACKED_SPLIT = Tile(128, 256, 8, 3)
+_MIN_STACKED_ROWS = 64
 # The same on Hopper, for embeddings of half-precision elements. Query rows stay in registers, where half as many fit if
 # they are longer than 128 elements; then a wide tile is faster (at 1 x 128, 1024 x 1024 and d = 256, 0.123 ms against
 # 0.138) unless documents are so short that it pads them more.
@@ -67,7 +68,8 @@ def stacked_tile(capability: int, size: int, element_size: int, rows: int, with_
         tile = tile._replace(rows=128)
     if split and (with_winners or size > SUMMED_EMBEDDING or element_size == 4):
         tile = tile._replace(columns=128, num_stages=4)
-    tile = tile._replace(rows=max(16, min(tile.rows, _power_of_two(rows))))
+    # Fewer rows take no less time, and each number of them would be compiled for itself.
+    tile = tile._replace(rows=max(_MIN_STACKED_ROWS, min(tile.rows, _power_of_two(rows))))
     return _fit(tile, capability, block * element_size, split)
 
 
