@@ -1,0 +1,31 @@
+"""The comparison of two trainings tells equal ones from different ones, and draws both."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from pylate_flash.bench import drift
+
+
+def test_drift_is_the_mean_absolute_difference() -> None:
+    assert drift.drift([1.0, 2.0, 3.0], [1.5, 2.0, 2.0]) == pytest.approx(0.5)
+    with pytest.raises(ValueError, match="shorter|longer"):
+        drift.drift([1.0], [1.0, 2.0])
+
+
+def test_both_scorers_train_alike(tiny_colbert_path, tmp_path) -> None:
+    pytest.importorskip("matplotlib")
+    pairs = tmp_path / "pairs.jsonl"
+    texts = ("sort a list", "read a file", "plot a curve", "parse a date", "join two tables", "fit a line")
+    rows = [{"query": text, "positive": f"This function is here to {text}."} for text in texts]
+    pairs.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    drift.main(tmp_path / "out", model=tiny_colbert_path, pairs=pairs, steps=4, batch_size=3)
+    result = json.loads((tmp_path / "out" / "drift.json").read_text(encoding="utf-8"))
+    first, second = result["losses"]["torch"], result["losses"]["pylate_flash"]
+    assert len(first) == len(second) == 4
+    assert len(set(first)) == 4, "the model must change"
+    assert result["mean_absolute_drift_of_a_repetition"] == 0.0
+    assert result["mean_absolute_drift"] <= 1e-3
+    assert (tmp_path / "out" / "drift.png").stat().st_size > 1000
