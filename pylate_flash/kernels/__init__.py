@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from .backward import maxsim_backward
+from .backward import maxsim_backward, maxsim_varlen_backward
 from .forward import maxsim_forward, maxsim_varlen_forward
 from .launch import on_device
-from .norms import inverse_norms
 
-__all__ = ["inverse_norms", "maxsim_backward", "maxsim_forward", "maxsim_varlen_forward", "on_device"]
+__all__ = [
+    "maxsim_backward",
+    "maxsim_forward",
+    "maxsim_varlen_backward",
+    "maxsim_varlen_forward",
+    "on_device",
+]

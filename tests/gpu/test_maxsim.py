@@ -231,7 +231,7 @@ def test_compiles_into_one_graph() -> None:
 def test_opcheck() -> None:
     queries, documents = unit(4, 8, 16).requires_grad_(), unit(1, 4, 20, 16, seed=1).requires_grad_()
     torch.library.opcheck(
-        torch.ops.pylate_flash.maxsim.default, (queries, documents, None, None, False, False, True, "triton")
+        torch.ops.pylate_flash.maxsim.default, (queries, documents, None, None, False, False, True, "triton", "auto")
     )
 
 

@@ -228,7 +228,7 @@ def test_opcheck(candidates: bool, masked: bool) -> None:
     queries = torch.randn(2, 3, 4, requires_grad=True)
     documents = torch.randn(2 if candidates else 1, 3, 5, 4, requires_grad=True)
     masks = (torch.rand(2, 3) > 0.3, torch.rand(documents.shape[:-1]) > 0.3) if masked else (None, None)
-    arguments = (queries, documents, *masks, False, False, True, "auto")
+    arguments = (queries, documents, *masks, False, False, True, "auto", "auto")
     torch.library.opcheck(torch.ops.pylate_flash.maxsim.default, arguments)
 
 
