@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from .backward import maxsim_backward
+from .backward import maxsim_backward, maxsim_varlen_backward
 from .forward import bound_maxsim, maxsim_forward, maxsim_varlen_forward
 from .launch import on_device
-from .norms import inverse_norms
 
-__all__ = ["bound_maxsim", "inverse_norms", "maxsim_backward", "maxsim_forward", "maxsim_varlen_forward", "on_device"]
+__all__ = [
+    "bound_maxsim",
+    "maxsim_backward",
+    "maxsim_forward",
+    "maxsim_varlen_backward",
+    "maxsim_varlen_forward",
+    "on_device",
+]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import warnings
 from typing import NamedTuple
 
 import torch
@@ -11,6 +12,8 @@ import torch
 logger = logging.getLogger(__name__)
 
 IMPLEMENTATIONS = ("auto", "triton", "blocked")
+# How the kernels sum the gradient of the documents.
+BACKWARDS = ("auto", "csr", "onehot", "atomic")
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # What the tests reach; the kernels sum longer embeddings block by block.
 KERNEL_MAX_EMBEDDING_SIZE = 4096
@@ -103,3 +106,28 @@ def choose(implementation: str, device: torch.device, dtype: torch.dtype, embedd
         _log_fallback(reason)
     # Triton's interpreter exists to test the kernels, so it is never picked by "auto".
     return "triton" if reason is None and device.type == "cuda" else "blocked"
+
+
+def check_backward(backward: str, implementation: str) -> None:
+    """Check that the implementation, "triton" or "blocked", has this backward, and that torch's settings allow it.
+
+    Raises
+    ------
+    ValueError
+        If only the kernels have it, and another implementation serves the input.
+    RuntimeError
+        If it is not reproducible, and `torch.use_deterministic_algorithms(True)` is set.
+    """
+    if backward in ("onehot", "atomic") and implementation != "triton":
+        raise ValueError(
+            f'backward="{backward}" is a way of the Triton kernels, and implementation "{implementation}" serves this '
+            'input: use "auto" or "csr"'
+        )
+    if backward == "atomic" and torch.are_deterministic_algorithms_enabled():
+        message = (
+            'backward="atomic" adds in any order and is not reproducible, but torch.use_deterministic_algorithms(True) '
+            'is set: use "auto", "csr" or "onehot"'
+        )
+        if not torch.is_deterministic_algorithms_warn_only_enabled():
+            raise RuntimeError(message)
+        warnings.warn(message, stacklevel=2)

@@ -17,7 +17,6 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable
-from contextlib import nullcontext
 from types import ModuleType
 
 import torch
@@ -26,7 +25,7 @@ from torch import Tensor
 
 from .blocked import blocked_backward, blocked_forward
 from .checks import check_choice, check_embeddings, check_mask, check_same
-from .dispatch import IMPLEMENTATIONS, choose
+from .dispatch import BACKWARDS, IMPLEMENTATIONS, check_backward, choose
 
 REDUCTIONS = ("sum", "mean")
 MASKINGS = ("exclude", "zero")
@@ -90,6 +89,7 @@ def maxsim(
     masking: str = "exclude",
     empty_score: float = 0.0,
     implementation: str = "auto",
+    backward: str = "auto",
 ) -> Tensor:
     """MaxSim scores of queries against documents, differentiable, in memory that does not grow with Lq * Ld.
 
@@ -117,6 +117,10 @@ def maxsim(
     implementation
         "auto", or by name: "triton" (CUDA, compute capability >= 8.0, at most 4096 dimensions, no float64) or
         "blocked" (plain torch in blocks).
+    backward
+        How the kernels sum the gradient of the documents: "auto", or by name: "csr" (lists of each token's rows),
+        "onehot" (products, for few query tokens) or "atomic" (atomic additions, and float32 sums of the documents'
+        size: not reproducible). "blocked" has one way of its own, which "auto" and "csr" name.
 
     Returns
     -------
@@ -124,7 +128,7 @@ def maxsim(
         float32, [Nq, Nd] or [Nq, K]. Half inputs multiply in their own type and accumulate in float32; float32 inputs
         follow `torch.get_float32_matmul_precision()`; float64 inputs compute in float64. NaN in an active token gives
         NaN, and infinities behave as in a product of torch. Ties go to the lowest token index, and the gradient flows
-        to the winner only. Scores and gradients are bitwise reproducible.
+        to the winner only. Scores and gradients are bitwise reproducible, except under backward="atomic".
 
     Raises
     ------
@@ -133,6 +137,8 @@ def maxsim(
     ValueError
         If shapes, devices or embedding sizes do not fit together, an option is none of its choices, or
         implementation="triton" cannot take the input.
+    RuntimeError
+        If a gradient is needed, backward="atomic" and `torch.use_deterministic_algorithms(True)` is set.
 
     Examples
     --------
@@ -142,11 +148,12 @@ def maxsim(
     >>> maxsim(queries, documents)
     tensor([[1.5000, 0.0000]])
     """
-    if queries_mask is None and documents_mask is None and reduction == "sum" and not normalize:
+    if queries_mask is None and documents_mask is None and reduction == "sum" and not normalize and backward == "auto":
         score = _decided(queries, documents, masking, implementation)
         if score is not None:
             return score(queries, documents)
     check_choice("implementation", implementation, IMPLEMENTATIONS)
+    check_choice("backward", backward, BACKWARDS)
     queries, documents, queries_mask, documents_mask = _checked(
         queries, documents, queries_mask, documents_mask, reduction, masking
     )
@@ -163,6 +170,7 @@ def maxsim(
         masking == "zero",
         with_winners,
         implementation,
+        backward,
     )[0]
     return _finish(scores, queries, documents, queries_mask, documents_mask, reduction, empty_score)
 
@@ -178,6 +186,7 @@ def maxsim_pairs(
     masking: str = "exclude",
     empty_score: float = 0.0,
     implementation: str = "auto",
+    backward: str = "auto",
 ) -> Tensor:
     """MaxSim score of every query with the document of the same index.
 
@@ -189,7 +198,7 @@ def maxsim_pairs(
         [N, Ld, d].
     queries_mask, documents_mask
         [N, Lq] and [N, Ld], or None.
-    normalize, reduction, masking, empty_score, implementation
+    normalize, reduction, masking, empty_score, implementation, backward
         As in `maxsim`.
 
     Returns
@@ -219,6 +228,7 @@ def maxsim_pairs(
         masking=masking,
         empty_score=empty_score,
         implementation=implementation,
+        backward=backward,
     )
     return scores.squeeze(1)
 
@@ -360,11 +370,11 @@ def _finish(
 _LIBRARY = torch.library.Library("pylate_flash", "DEF")
 _LIBRARY.define(
     "maxsim(Tensor queries, Tensor documents, Tensor? queries_mask, Tensor? documents_mask, bool normalize, "
-    "bool zero_masked, bool with_winners, str implementation) -> (Tensor, Tensor)"
+    "bool zero_masked, bool with_winners, str implementation, str backward) -> (Tensor, Tensor)"
 )
 _LIBRARY.define(
     "maxsim_backward(Tensor grad_scores, Tensor queries, Tensor documents, Tensor winners, bool normalize, "
-    "bool need_queries, bool need_documents, str implementation) -> (Tensor, Tensor)"
+    "bool need_queries, bool need_documents, str implementation, str backward) -> (Tensor, Tensor)"
 )
 _maxsim = torch.ops.pylate_flash.maxsim.default
 _maxsim_backward = torch.ops.pylate_flash.maxsim_backward.default
@@ -379,14 +389,17 @@ def _forward(
     zero_masked: bool,
     with_winners: bool,
     implementation: str,
+    backward: str,
 ) -> tuple[Tensor, Tensor]:
     """Scores [Nq, K] float32, and winners [G, K, Nq / G * Lq], or an empty tensor unless asked for."""
+    if with_winners:
+        check_backward(backward, choose(implementation, queries.device, queries.dtype, queries.shape[-1]))
     if 0 in queries.shape or 0 in documents.shape:
         choose(implementation, queries.device, queries.dtype, queries.shape[-1])
         scores, winners = _forward_shapes(queries, documents, with_winners)
         return scores.zero_(), winners.fill_(-1)
     scores, found = _compute(
-        queries, documents, queries_mask, documents_mask, normalize, zero_masked, with_winners, implementation
+        queries, documents, queries_mask, documents_mask, normalize, zero_masked, with_winners, implementation, backward
     )
     if found is None:
         return scores, queries.new_empty(0, dtype=torch.int16)
@@ -402,8 +415,12 @@ def _compute(
     zero_masked: bool,
     with_winners: bool,
     implementation: str,
+    backward: str,
 ) -> tuple[Tensor, Tensor | None]:
-    """Scores [Nq, K] float32 and, if asked for, winners [G, K, Nq / G * Lq], where no dimension is 0."""
+    """Scores [Nq, K] float32 and, if asked for, winners [G, K, Nq / G * Lq], where no dimension is 0.
+
+    `backward` is the operator's, and of no concern to its forward.
+    """
     if choose(implementation, queries.device, queries.dtype, queries.shape[-1]) == "triton":
         with kernels().on_device(queries):
             return kernels().maxsim_forward(
@@ -447,34 +464,46 @@ def _backward(
     need_queries: bool,
     need_documents: bool,
     implementation: str,
+    backward: str,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of queries and documents, in their type; an empty tensor for one that is not needed."""
     implementation = choose(implementation, queries.device, queries.dtype, queries.shape[-1])
+    check_backward(backward, implementation)
     empty = queries.new_empty(0), documents.new_empty(0)
     if 0 in queries.shape or 0 in documents.shape:
         return (
             torch.zeros_like(queries, memory_format=torch.contiguous_format) if need_queries else empty[0],
             torch.zeros_like(documents, memory_format=torch.contiguous_format) if need_documents else empty[1],
         )
-    blocked = implementation == "blocked"
-    scale, backward = (_scale, blocked_backward) if blocked else (kernels().inverse_norms, kernels().maxsim_backward)
-    with nullcontext() if blocked else kernels().on_device(queries):
-        rows, tokens = rows_contiguous(queries), rows_contiguous(documents)
-        queries_scale, documents_scale = (scale(rows), scale(tokens)) if normalize else (None, None)
-        grad_queries, grad_documents = backward(
+    if implementation == "triton":
+        with kernels().on_device(queries):
+            grad_queries, grad_documents = kernels().maxsim_backward(
+                grad_scores,
+                rows_contiguous(queries),
+                rows_contiguous(documents),
+                winners,
+                normalize,
+                need_queries,
+                need_documents,
+                backward,
+            )
+    else:
+        queries_scale, documents_scale = (_scale(queries), _scale(documents)) if normalize else (None, None)
+        grad_queries, grad_documents = blocked_backward(
             grad_scores.contiguous(),
-            rows,
-            tokens,
+            queries,
+            documents,
             winners,
             queries_scale,
             documents_scale,
             need_queries,
             need_documents,
         )
-    return (
-        empty[0] if grad_queries is None else _unscaled(grad_queries.view(queries.shape), queries, queries_scale),
-        empty[1] if grad_documents is None else _unscaled(grad_documents, documents, documents_scale),
-    )
+        if grad_queries is not None:
+            grad_queries = _unscaled(grad_queries.view(queries.shape), queries, queries_scale)
+        if grad_documents is not None:
+            grad_documents = _unscaled(grad_documents, documents, documents_scale)
+    return empty[0] if grad_queries is None else grad_queries, empty[1] if grad_documents is None else grad_documents
 
 
 def rows_contiguous(embeddings: Tensor) -> Tensor:
@@ -526,7 +555,7 @@ def _forward_shapes(queries: Tensor, documents: Tensor, with_winners: bool) -> t
 
 
 def _backward_shapes(
-    grad_scores, queries, documents, winners, normalize, need_queries, need_documents, implementation
+    grad_scores, queries, documents, winners, normalize, need_queries, need_documents, implementation, backward
 ) -> tuple[Tensor, Tensor]:
     return (
         torch.empty_like(queries, memory_format=torch.contiguous_format) if need_queries else queries.new_empty(0),
@@ -535,25 +564,34 @@ def _backward_shapes(
 
 
 def _save_for_backward(ctx, inputs, output) -> None:
-    queries, documents, _, _, normalize, _, with_winners, implementation = inputs
+    queries, documents, _, _, normalize, _, with_winners, implementation, backward = inputs
     if not with_winners and (queries.requires_grad or documents.requires_grad):
         raise RuntimeError("pylate_flash::maxsim: a gradient needs with_winners=True")
     ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(queries, documents, output[1])
     ctx.normalize = normalize
     ctx.implementation = implementation
+    ctx.backward = backward
 
 
 def _gradient(ctx, grad_scores, _):
     queries, documents, winners = ctx.saved_tensors
     need_queries, need_documents = ctx.needs_input_grad[:2]
     grad_queries, grad_documents = _maxsim_backward(
-        grad_scores, queries, documents, winners, ctx.normalize, need_queries, need_documents, ctx.implementation
+        grad_scores,
+        queries,
+        documents,
+        winners,
+        ctx.normalize,
+        need_queries,
+        need_documents,
+        ctx.implementation,
+        ctx.backward,
     )
     return (
         grad_queries if need_queries else None,
         grad_documents if need_documents else None,
-        *(None for _ in range(6)),
+        *(None for _ in range(7)),
     )
 
 
@@ -568,7 +606,7 @@ _LIBRARY.impl("maxsim", _forward, "CompositeExplicitAutograd")
 _LIBRARY.impl("maxsim_backward", _backward, "CompositeExplicitAutograd")
 torch.library.register_fake(
     "pylate_flash::maxsim",
-    lambda queries, documents, queries_mask, documents_mask, normalize, zero_masked, with_winners, implementation: (
+    lambda queries, documents, queries_mask, documents_mask, normalize, zero_masked, with_winners, *names: (
         _forward_shapes(queries, documents, with_winners)
     ),
 )

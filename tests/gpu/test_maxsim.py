@@ -234,7 +234,7 @@ def test_compiles_into_one_graph() -> None:
 def test_opcheck() -> None:
     queries, documents = unit(4, 8, 16).requires_grad_(), unit(1, 4, 20, 16, seed=1).requires_grad_()
     torch.library.opcheck(
-        torch.ops.pylate_flash.maxsim.default, (queries, documents, None, None, False, False, True, "triton")
+        torch.ops.pylate_flash.maxsim.default, (queries, documents, None, None, False, False, True, "triton", "auto")
     )
 
 
@@ -305,7 +305,9 @@ def test_a_new_length_compiles_nothing() -> None:
         maxsim(queries, documents).sum().backward()
 
     compilations: list[object] = []
-    call(64, 100, 32, 180)
+    # Many documents are shared by programs, some are taken several at a time, one alone.
+    for n_documents in (100, 33, 1):
+        call(64, n_documents, 32, 180)
     knobs.runtime.jit_post_compile_hook = lambda **kwargs: compilations.append(kwargs) and None
     try:
         for lengths in [(64, 101, 32, 181), (70, 33, 32, 77), (65, 1, 32, 300), (128, 20, 32, 1)]:
