@@ -99,6 +99,12 @@ def _group_of(
 
 
 @triton.jit
+def _joined(low, high, ROWS: tl.constexpr, BLOCK_EMBEDDING: tl.constexpr):
+    """Rows [ROWS, BLOCK_EMBEDDING] from their halves."""
+    return tl.reshape(tl.permute(tl.join(low, high), (0, 2, 1)), [ROWS, BLOCK_EMBEDDING])
+
+
+@triton.jit
 def _through_norm(grad, embeddings, scale):
     """The gradient of x [rows, d] from that of y = x * scale, where scale [rows] is one over the norm of x.
 
@@ -128,11 +134,16 @@ def _gather_kernel(
     HAS_CANDIDATES: tl.constexpr,
     NORMALIZE: tl.constexpr,
     SPLIT: tl.constexpr,
+    NARROW: tl.constexpr,
 ):  # fmt: skip
     """grad_queries[row] = sum over documents of grad_score * documents[winner], [Nq * Lq, d]; the rows of one group.
 
     Grid: (blocks of rows x groups, splits of the documents). BLOCK_DOCUMENTS documents are in flight at once. Under
-    SPLIT the sums stay in float32, [splits, Nq * Lq, d], and their Jacobian is `_finish_kernel`'s.
+    SPLIT the sums stay in float32, [splits, Nq * Lq, d], and their Jacobian is `_finish_kernel`'s. NARROW: an offset
+    within a document, or among the scores of one, fits into 32 bits.
+
+    A row is loaded in halves: at d = 128 that is 8 threads to a row and not 16, so a thread looks up half as many rows,
+    which takes as many instructions as summing them does.
     """
     n_blocks = tl.cdiv(n_rows, BLOCK_ROWS)
     group = (tl.program_id(0) // n_blocks).to(tl.int64)
@@ -154,10 +165,14 @@ def _gather_kernel(
     share = tl.cdiv(last - first, n_splits)
     first += tl.program_id(1) * share
     count = tl.maximum(tl.minimum(share, last - first), 0).to(tl.int32)
-    weights_ptr = grad_scores_ptr + query * stride_grad_query
-    base = documents_ptr + group * stride_group
-
-    total = tl.zeros([BLOCK_ROWS * BLOCK_DOCUMENTS, BLOCK_EMBEDDING], tl.float32)
+    to_query = query * stride_grad_query
+    if NARROW:
+        to_query = to_query.to(tl.int32)
+    HALF: tl.constexpr = BLOCK_EMBEDDING // 2
+    halves = tl.arange(0, HALF)
+    documents_ptr += group * stride_group
+    low = tl.zeros([BLOCK_ROWS * BLOCK_DOCUMENTS, HALF], tl.float32)
+    high = tl.zeros([BLOCK_ROWS * BLOCK_DOCUMENTS, HALF], tl.float32)
     for step in tl.range(0, count, BLOCK_DOCUMENTS):
         if BLOCK_DOCUMENTS == 1:
             document = first + step
@@ -168,21 +183,30 @@ def _gather_kernel(
             exists = row_exists & (ahead < count)
         winner = tl.load(winners_ptr + document * n_rows + rows, mask=exists, other=-1).to(tl.int32)
         won = winner >= 0
-        weight = tl.load(weights_ptr + (document - origin) * stride_grad_document, mask=won, other=0.0)
+        weight = tl.load(grad_scores_ptr + (document - origin) * stride_grad_document + to_query, mask=won, other=0.0)
+        offset = winner * stride_document_token if NARROW else winner.to(tl.int64) * stride_document_token
         if PACKED:
-            token = tl.load(cu_seqlens_ptr + document + slots * 0, mask=won, other=0).to(tl.int64) + winner
-            offset = token * stride_document_token
+            # The end of the last document, where several are in flight and some are past it.
+            begin = tl.load(cu_seqlens_ptr + tl.minimum(document, last)).to(tl.int64)
+            base = documents_ptr + begin * stride_document_token
         else:
-            token = document * document_length + winner
-            offset = (document - origin) * stride_document + winner.to(tl.int64) * stride_document_token
+            begin = document * document_length
+            base = documents_ptr + (document - origin) * stride_document
         if NORMALIZE:
-            weight *= tl.load(documents_scale_ptr + token, mask=won, other=0.0)
-        mask = won[:, None]
-        if BLOCK_EMBEDDING != EMBEDDING:
-            mask = mask & dim_exists[None, :]
-        tile = tl.load(base + offset[:, None] + dims[None, :], mask=mask, other=0.0)
-        total += weight[:, None] * tile.to(tl.float32)
+            weight *= tl.load(documents_scale_ptr + begin + winner, mask=won, other=0.0)
+        if BLOCK_DOCUMENTS > 1:
+            base = base[:, None]
+        at = base + halves[None, :] + offset[:, None]
+        if BLOCK_EMBEDDING == EMBEDDING:
+            left = tl.load(at, mask=won[:, None], other=0.0)
+            right = tl.load(at + HALF, mask=won[:, None], other=0.0)
+        else:
+            left = tl.load(at, mask=won[:, None] & (halves < EMBEDDING)[None, :], other=0.0)
+            right = tl.load(at + HALF, mask=won[:, None] & (HALF + halves < EMBEDDING)[None, :], other=0.0)
+        low += weight[:, None] * left.to(tl.float32)
+        high += weight[:, None] * right.to(tl.float32)
 
+    total = _joined(low, high, BLOCK_ROWS * BLOCK_DOCUMENTS, BLOCK_EMBEDDING)
     if BLOCK_DOCUMENTS > 1:
         total = tl.sum(tl.reshape(total, [BLOCK_DOCUMENTS, BLOCK_ROWS, BLOCK_EMBEDDING]), axis=0)
     rows = first_row + tl.arange(0, BLOCK_ROWS)
@@ -500,12 +524,16 @@ def _sum_kernel(
     PACKED: tl.constexpr,
     HAS_CANDIDATES: tl.constexpr,
     NORMALIZE: tl.constexpr,
+    NARROW: tl.constexpr,
 ):  # fmt: skip
     """grad_documents[token] = sum of grad_score * queries[row] over the rows on its list, in their order.
 
     Programs: first `n_segments` of every document for the rest of long lists, then one for each token. What a list of
     more than one part sums up to goes to parts [local document, segment, 2, d]: what the token's own program summed,
     at the segment that follows, and what that segment's program did.
+
+    NARROW: queries are contiguous, and an offset among those of one group, or their scores, fits into 32 bits. Rows are
+    loaded in halves, as in `_gather_kernel`.
     """
     program = tl.program_id(0)
     n_extra = n_block_documents * n_segments
@@ -549,23 +577,34 @@ def _sum_kernel(
     queries_ptr += group * n_group_queries * stride_query
     list_ptr += local * n_rows
     dims = tl.arange(0, BLOCK_EMBEDDING)
-    total = tl.zeros([BLOCK_ROWS, BLOCK_EMBEDDING], tl.float32)
+    HALF: tl.constexpr = BLOCK_EMBEDDING // 2
+    halves = tl.arange(0, HALF)
+    left_sum = tl.zeros([BLOCK_ROWS, HALF], tl.float32)
+    right_sum = tl.zeros([BLOCK_ROWS, HALF], tl.float32)
     for position in tl.range(low, high, BLOCK_ROWS):
         positions = position + tl.arange(0, BLOCK_ROWS)
         mask = positions < high
         row = tl.load(list_ptr + positions, mask=mask, other=0).to(tl.int32)
         query = _quotient(row, magic, shift)
-        weight = tl.load(weights_ptr + query.to(tl.int64) * stride_grad_query, mask=mask, other=0.0)
+        if NARROW:
+            weight = tl.load(weights_ptr + query * stride_grad_query, mask=mask, other=0.0)
+            source = row * stride_query_token
+        else:
+            weight = tl.load(weights_ptr + query.to(tl.int64) * stride_grad_query, mask=mask, other=0.0)
+            source = query.to(tl.int64) * stride_query + (row - query * query_length).to(tl.int64) * stride_query_token
         if NORMALIZE:
             weight *= tl.load(queries_scale_ptr + group * n_rows + row, mask=mask, other=0.0)
-        source = query.to(tl.int64) * stride_query + (row - query * query_length).to(tl.int64) * stride_query_token
+        at = queries_ptr + halves[None, :] + source[:, None]
         if BLOCK_EMBEDDING == EMBEDDING:
-            tile = tl.load(queries_ptr + source[:, None] + dims[None, :], mask=mask[:, None], other=0.0)
+            left = tl.load(at, mask=mask[:, None], other=0.0)
+            right = tl.load(at + HALF, mask=mask[:, None], other=0.0)
         else:
-            exists_here = mask[:, None] & (dims < EMBEDDING)[None, :]
-            tile = tl.load(queries_ptr + source[:, None] + dims[None, :], mask=exists_here, other=0.0)
-        total += weight[:, None] * tile.to(tl.float32)
-    summed = tl.sum(total, axis=0)
+            left = tl.load(at, mask=mask[:, None] & (halves < EMBEDDING)[None, :], other=0.0)
+            right = tl.load(at + HALF, mask=mask[:, None] & (HALF + halves < EMBEDDING)[None, :], other=0.0)
+        left_sum += weight[:, None] * left.to(tl.float32)
+        right_sum += weight[:, None] * right.to(tl.float32)
+    summed = _joined(tl.sum(left_sum, axis=0)[None, :], tl.sum(right_sum, axis=0)[None, :], 1, BLOCK_EMBEDDING)
+    summed = tl.reshape(summed, [BLOCK_EMBEDDING])
     if in_parts:
         tl.store(parts_ptr + part * EMBEDDING + dims, summed, mask=dims < EMBEDDING)
     else:
@@ -791,6 +830,19 @@ class _Problem(NamedTuple):
         return max(16, triton.next_power_of_2(self.size))
 
     @property
+    def narrow_documents(self) -> bool:
+        """Whether offsets within a document, and among one document's scores, fit into 32 bits."""
+        return max(self.length * self.document_strides[2], self.n_queries * self.grad_strides[0]) < 1 << 31
+
+    @property
+    def narrow_queries(self) -> bool:
+        """Whether queries are contiguous, and offsets among one group's, and among their scores, fit into 32 bits."""
+        to_query, to_token = self.query_strides[:2]
+        return to_query == self.query_length * to_token and (
+            max(self.rows * to_token, self.n_queries * self.grad_strides[0]) < 1 << 31
+        )
+
+    @property
     def walked(self) -> int:
         """Documents that a query meets (on average, where every query owns its own of the packed ones)."""
         return max(1, self.documents // self.groups) if self.has_candidates else self.per_group
@@ -989,7 +1041,7 @@ def _bound_gather(problem: _Problem) -> tuple[Callable[..., None], int, Callable
         (*problem.query_strides[:2], *problem.document_strides),
         (
             problem.size, block, block_rows, block_documents, problem.packed, problem.has_candidates,
-            problem.normalize, n_splits > 1,
+            problem.normalize, n_splits > 1, problem.narrow_documents,
         ),
         num_warps,
         num_stages=3,
@@ -1136,6 +1188,7 @@ def _bind_block(
         (*problem.query_strides[:2], *problem.document_strides),
         (
             size, block, block_rows, _SEGMENT, problem.packed, problem.has_candidates, problem.normalize,
+            problem.narrow_queries,
         ),
         num_warps,
         num_stages=1,
