@@ -52,6 +52,11 @@ _BLOCK_BINS = 512
 _BLOCK_CHUNKS = 8
 # Query rows on one token that one program sums, at least; at most twice as many.
 _SEGMENT = 512
+# Rows in flight in one program, and its warps, at d = 128; longer embeddings take fewer rows and more warps.
+_GATHER_ROWS, _GATHER_WARPS = 32, 4
+_SUM_ROWS, _SUM_WARPS = 16, 1
+# Warps that sort a long document's chunk; those of a short one are sorted by one warp, which waits for no other.
+_LONG_SORT_WARPS = 2
 # Weights of the rows of one document lie together, and in L1, if there are enough rows to pay for transposing.
 _TRANSPOSED_WINNERS = 1 << 22
 # Programs per multiprocessor below which the documents of a gather are split, and documents that a part has at least.
@@ -1027,8 +1032,8 @@ def _bound_gather(problem: _Problem) -> tuple[Callable[..., None], int, Callable
     """A launch of `_gather_kernel`, into how many splits it sums, and a launch of `_finish_kernel` if there are any."""
     processors = architecture(problem.device)[1]
     block = problem.block_embedding
-    num_warps = 4 if block <= 512 else 8
-    slots = max(2, min(32, num_warps * 32 * 32 // block))
+    num_warps = _GATHER_WARPS if block <= 512 else 8
+    slots = max(2, min(_GATHER_ROWS, num_warps * 32 * 32 // block))
     block_documents, n_splits = 1, 1
     if triton.cdiv(problem.rows, slots) * problem.groups < _GATHER_PROGRAMS * processors and problem.walked > 1:
         block_documents = min(4, slots)
@@ -1150,8 +1155,7 @@ def _bind_block(
             integers,
             (),
             (*constants, _BLOCK_BINS),
-            # One warp sorts without waiting for another, as long as its registers hold the keys.
-            2 if chunk_bits > _SHORT_BITS else 1,
+            _LONG_SORT_WARPS if chunk_bits > _SHORT_BITS else 1,
             num_stages=1,
         )
         scan = _scan.bind(
@@ -1175,8 +1179,8 @@ def _bind_block(
             num_stages=1,
         )
     block = problem.block_embedding
-    num_warps = max(1, min(8, block // 128))
-    block_rows = max(4, min(16, num_warps * 2048 // block))
+    num_warps = max(_SUM_WARPS, min(8, block // 128))
+    block_rows = max(4, min(_SUM_ROWS, num_warps * 2048 // block))
     tokens = min(problem.tokens, count * length)
     group_queries = problem.n_queries // problem.groups
     add = _sum.bind(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,12 +17,13 @@ from triton.compiler import ASTSource
 
 from pylate_flash.kernels import backward, forward, masks, norms
 from pylate_flash.kernels.launch import Launcher
+from tests.kernels.backward_cases import dense, packed
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
 
 TYPES = {
     torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32",
-    torch.int16: "*i16", torch.int32: "*i32", torch.int64: "*i64", torch.bool: "*i1",
+    torch.int16: "*i16", torch.uint16: "*u16", torch.int32: "*i32", torch.int64: "*i64", torch.bool: "*i1",
 }  # fmt: skip
 # Shared memory that one block may take, in bytes, by compute capability.
 SHARED_MEMORY = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
@@ -131,21 +133,68 @@ def test_varlen(name: str, n_queries: int, candidates, capability: int, monkeypa
     check(forward, name, launch, capability, monkeypatch)
 
 
+BACKWARD = ("_gather", "_finish", "_sort", "_scan", "_place", "_starts", "_sum", "_combine", "_onehot", "_atomic")
+
+
+def check_backward(run: Callable[[], object], names: set[str], capability: int, monkeypatch) -> None:
+    """Compile what `run` launches, which must be the kernels of these names."""
+    monkeypatch.setattr(backward, "architecture", lambda device: (capability // 10, 132))
+    monkeypatch.setattr(backward, "inverse_norms", lambda embeddings: torch.ones(embeddings.shape[:-1]))
+    recorders = {name: Recorder(getattr(backward, name).kernel) for name in BACKWARD}
+    for name, recorder in recorders.items():
+        monkeypatch.setattr(backward, name, recorder)
+    bound = (backward._bound_gather, backward._bound_lists, backward._bound_products, backward._bound_atomics)
+    for function in bound:
+        function.cache_clear()
+    try:
+        run()
+    finally:
+        for function in bound:
+            function.cache_clear()
+    launched = {name: recorder for name, recorder in recorders.items() if hasattr(recorder, "arguments")}
+    assert set(launched) == names
+    for recorder in launched.values():
+        compiled = recorder.compile(capability)
+        assert compiled.asm["cubin"]
+        assert compiled.metadata.shared <= SHARED_MEMORY[capability]
+
+
 @pytest.mark.parametrize(
     ("dtype", "size", "normalize"),
-    [(torch.bfloat16, 48, False), (torch.bfloat16, 128, True), (torch.float32, 512, False)],
+    [(torch.bfloat16, 48, False), (torch.float16, 128, True), (torch.float32, 512, False), (torch.float32, 4096, True)],
 )
 def test_backward(normalize: bool, size: int, dtype: torch.dtype, capability: int, monkeypatch) -> None:
-    queries, documents = inputs(dtype, size, 4, 32)
-    scales = [torch.ones(tensor.shape[:-1]) if normalize else None for tensor in (queries, documents)]
-    winners = torch.zeros(1, 40, 128, dtype=torch.int16)
-    grad = torch.ones(4, 40)
-    for name, needs in (("_gather", (True, False)), ("_collect", (False, True))):
-        check(
-            backward, name,
-            lambda needs=needs: backward.maxsim_backward(grad, queries, documents, winners, *scales, *needs),
-            capability, monkeypatch,
-        )  # fmt: skip
+    """Queries of 1024 rows have lists that are summed in parts; one of 32 rows shares its documents among programs."""
+    few, many = dense((1, 32), (1, 64, 8), size, "none"), dense((32, 32), (1, 2, 180), size, "none")
+    halves = [
+        replace(problem, queries=problem.queries.to(dtype), documents=problem.documents.to(dtype), normalize=normalize)
+        for problem in (few, many)
+    ]
+    finish = {"_finish"} if normalize or dtype != torch.float32 else set()
+    for problem, way, needs, names in (
+        (halves[0], "csr", (True, False), {"_gather", "_finish"}),
+        (halves[1], "csr", (False, True), {"_sort", "_scan", "_place", "_sum", "_combine"}),
+        (halves[1], "onehot", (False, True), {"_onehot"} | ({"_finish"} if normalize and size > 128 else set())),
+        (halves[1], "atomic", (False, True), {"_atomic"} | finish),
+    ):
+        check_backward(lambda p=problem, w=way, n=needs: p.run(w, *n), names, capability, monkeypatch)
+
+
+def test_backward_of_long_documents(capability: int, monkeypatch) -> None:
+    problem = dense((32, 32), (1, 1, 3000), 16, "none")
+    names = {"_sort", "_scan", "_place", "_starts", "_sum", "_combine"}
+    check_backward(lambda: problem.run("csr", queries=False), names, capability, monkeypatch)
+
+
+@pytest.mark.parametrize("candidates", [None, [0, 2, 3]])
+def test_varlen_backward(candidates: list[int] | None, capability: int, monkeypatch) -> None:
+    problem = packed((2, 600), [3, 0, 70], 128, "none", candidates, dtype=torch.bfloat16)
+    for way, names in (
+        ("csr", {"_gather", "_sort", "_scan", "_place", "_sum", "_combine"}),
+        ("onehot", {"_gather", "_onehot"}),
+        ("atomic", {"_gather", "_atomic", "_finish"}),
+    ):
+        check_backward(lambda w=way: problem.run(w), names, capability, monkeypatch)
 
 
 @pytest.mark.parametrize("size", [48, 512])

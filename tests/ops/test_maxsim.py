@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -207,6 +208,51 @@ def test_meta_tensors_give_shapes() -> None:
     assert scores.shape == (2, 5)
 
 
+def test_activation_checkpointing() -> None:
+    """The forward runs a second time, in the backward, and gives the same gradient."""
+    queries, documents = torch.randn(2, 3, 4, requires_grad=True), torch.randn(3, 5, 4, requires_grad=True)
+    checkpointed = torch.utils.checkpoint.checkpoint(maxsim, queries, documents, use_reentrant=False)
+    found = torch.autograd.grad(checkpointed.square().sum(), (queries, documents))
+    expected = torch.autograd.grad(maxsim(queries, documents).square().sum(), (queries, documents))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_the_same_tensor_twice_under_normalize() -> None:
+    tokens = torch.randn(3, 4, 5, requires_grad=True)
+    other = tokens.detach().double().requires_grad_()
+    weight = torch.randn(3, 3)
+    (found,) = torch.autograd.grad((maxsim(tokens, tokens, normalize=True) * weight).sum(), tokens)
+    (expected,) = torch.autograd.grad((maxsim_reference(other, other, normalize=True) * weight).sum(), other)
+    assert relative_error(found, expected) <= 1e-5
+
+
+def test_a_backward_by_name() -> None:
+    queries, documents = torch.randn(2, 3, 4, requires_grad=True), torch.randn(2, 5, 4, requires_grad=True)
+    expected = torch.autograd.grad(maxsim_pairs(queries, documents).sum(), (queries, documents))
+    found = torch.autograd.grad(maxsim_pairs(queries, documents, backward="csr").sum(), (queries, documents))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    for backward in ("onehot", "atomic"):
+        with pytest.raises(ValueError, match=f'backward="{backward}" is a way of the Triton kernels'):
+            maxsim(queries, documents, backward=backward, implementation="blocked")
+        with torch.no_grad():
+            maxsim(queries, documents, backward=backward, implementation="blocked")
+
+
+@pytest.mark.parametrize("warn_only", [False, True])
+def test_atomic_additions_are_refused_where_results_must_repeat(warn_only: bool) -> None:
+    from pylate_flash.ops.dispatch import check_backward
+
+    torch.use_deterministic_algorithms(True, warn_only=warn_only)
+    try:
+        check_backward("csr", "triton")
+        refused = pytest.warns if warn_only else pytest.raises
+        with refused(UserWarning if warn_only else RuntimeError, match="use_deterministic_algorithms"):
+            check_backward("atomic", "triton")
+    finally:
+        torch.use_deterministic_algorithms(False)
+    check_backward("atomic", "triton")
+
+
 def test_autocast_gives_the_autocast_type() -> None:
     queries, documents = torch.randn(2, 3, 16), torch.randn(3, 5, 16)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -291,6 +337,11 @@ Q, D = torch.zeros(2, 3, 4), torch.zeros(3, 5, 4)
         (lambda: maxsim(Q, D, reduction="max"), ValueError, "reduction must be one of 'sum', 'mean', got 'max'"),
         (lambda: maxsim(Q, D, masking="no"), ValueError, "masking must be one of"),
         (lambda: maxsim(Q, D, implementation="fast"), ValueError, "implementation must be one of"),
+        (
+            lambda: maxsim(Q, D, backward="sort"),
+            ValueError,
+            "backward must be one of 'auto', 'csr', 'onehot', 'atomic'",
+        ),
         (lambda: maxsim_pairs(Q, D), ValueError, "one document per query, 2, got 3"),
         (lambda: maxsim_pairs(Q, D.unsqueeze(0)), ValueError, r"documents must have shape \[N, Ld, d\]"),
     ],

@@ -1,0 +1,141 @@
+"""Backward problems with winners of every kind, in every layout, and their gradients in float64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pylate_flash.kernels import backward
+from tests.ops.cases import relative_error
+
+# How the query rows choose: any token; half of them 5 % of the tokens; all of them one token; or no token at all.
+KINDS = ("uniform", "skewed", "one token", "none")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Arguments of `maxsim_backward`, or with `cu_seqlens` of `maxsim_varlen_backward`."""
+
+    grad_scores: Tensor
+    queries: Tensor
+    documents: Tensor
+    winners: Tensor
+    normalize: bool = False
+    cu_seqlens: Tensor | None = None
+    candidates: Tensor | None = None
+
+    def run(self, way: str, queries: bool = True, documents: bool = True) -> tuple[Tensor | None, Tensor | None]:
+        if self.cu_seqlens is None:
+            return backward.maxsim_backward(
+                self.grad_scores, self.queries, self.documents, self.winners, self.normalize, queries, documents, way
+            )
+        return backward.maxsim_varlen_backward(
+            self.grad_scores, self.queries, self.documents, self.cu_seqlens, self.winners, self.candidates,
+            int(self.cu_seqlens.diff().max()), queries, documents, way,
+        )  # fmt: skip
+
+    def expected(self) -> tuple[Tensor, Tensor]:
+        """The gradients by autograd in float64, one document at a time."""
+        queries, documents = (tensor.double().requires_grad_() for tensor in (self.queries, self.documents))
+        unit_queries, unit_documents = queries, documents
+        if self.normalize:
+            unit_queries, unit_documents = F.normalize(queries, dim=-1), F.normalize(documents, dim=-1)
+        if self.cu_seqlens is None:
+            groups, count = documents.shape[:2]
+            tokens = [unit_documents[group, index] for group in range(groups) for index in range(count)]
+            owners = [group for group in range(groups) for _ in range(count)]
+            columns = [index for _ in range(groups) for index in range(count)]
+        else:
+            tokens = unit_documents.split(self.cu_seqlens.diff().tolist())
+            groups, owners, columns = 1, [0] * len(tokens), list(range(len(tokens)))
+            if self.candidates is not None:
+                groups = queries.shape[0]
+                owners = torch.arange(groups).repeat_interleave(self.candidates.cpu().diff()).tolist()
+        per_group = queries.shape[0] // groups
+        total = queries.sum() * 0 + documents.sum() * 0
+        for flat, winner in enumerate(self.winners.reshape(len(tokens), -1)):
+            own = slice(owners[flat] * per_group, (owners[flat] + 1) * per_group)
+            weight = self.grad_scores[flat] if self.candidates is not None else self.grad_scores[own, columns[flat]]
+            row_weight = weight.double().reshape(-1, 1).expand(per_group, queries.shape[1]).reshape(-1, 1)
+            won = winner >= 0
+            rows = (unit_queries[own].flatten(0, 1) * row_weight)[won]
+            total = total + (rows * tokens[flat][winner[won].long()]).sum()
+        return torch.autograd.grad(total, (queries, documents))
+
+    def check(self, way: str, tolerance: float | None = None) -> None:
+        for found, expected in zip(self.run(way), self.expected(), strict=True):
+            assert found is not None
+            assert found.dtype == self.queries.dtype
+            assert found.shape == expected.shape
+            half = found.dtype != torch.float32
+            assert relative_error(found, expected) <= (tolerance or (1e-2 if half else 1e-5))
+            if half and expected.norm() > 0:
+                assert F.cosine_similarity(found.double().flatten(), expected.flatten(), dim=0) >= 0.9999
+
+
+def choose(kind: str, shape: tuple[int, ...], length: int, generator: torch.Generator) -> Tensor:
+    """Winners of `shape`; but for "none", about 5 % of the rows have none."""
+    device = generator.device
+    if kind == "none" or length == 0:
+        return torch.full(shape, -1, dtype=torch.int32, device=device)
+    winners = torch.randint(0, length, shape, generator=generator, device=device, dtype=torch.int32)
+    if kind == "skewed":
+        hot = torch.randint(0, max(1, length // 20), shape, generator=generator, device=device, dtype=torch.int32)
+        winners = torch.where(torch.rand(shape, generator=generator, device=device) < 0.5, hot, winners)
+    if kind == "one token":
+        winners = torch.full_like(winners, length // 2)
+    return winners.masked_fill_(torch.rand(shape, generator=generator, device=device) < 0.05, -1)
+
+
+def dense(
+    queries: tuple[int, int],
+    documents: tuple[int, int, int],
+    size: int,
+    kind: str,
+    normalize: bool = False,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> Problem:
+    """`queries` are (Nq, Lq) and `documents` (G, K, Ld)."""
+    generator = torch.Generator(device).manual_seed(0)
+    (n_queries, query_length), (groups, count, length) = queries, documents
+
+    def unit(*shape: int) -> Tensor:
+        return F.normalize(torch.randn(*shape, generator=generator, device=device), dim=-1).to(dtype)
+
+    winners = choose(kind, (groups, count, n_queries // groups * query_length), length, generator)
+    return Problem(
+        torch.randn(n_queries, count, generator=generator, device=device),
+        unit(n_queries, query_length, size),
+        unit(groups, count, length, size),
+        winners.to(torch.int16 if length <= 32767 else torch.int32),
+        normalize,
+    )
+
+
+def packed(
+    queries: tuple[int, int],
+    lengths: list[int],
+    size: int,
+    kind: str,
+    candidates: list[int] | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> Problem:
+    """`queries` are (Nq, Lq), `lengths` those of the documents, `candidates` their boundaries by query."""
+    generator = torch.Generator(device).manual_seed(0)
+    n_queries, query_length = queries
+    rows = query_length if candidates is not None else n_queries * query_length
+    shape = (len(lengths),) if candidates is not None else (n_queries, len(lengths))
+    return Problem(
+        torch.randn(shape, generator=generator, device=device),
+        torch.randn(n_queries, query_length, size, generator=generator, device=device).to(dtype),
+        torch.randn(sum(lengths), size, generator=generator, device=device).to(dtype),
+        torch.stack([choose(kind, (rows,), length, generator) for length in lengths]).to(torch.int16),
+        False,
+        torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32),
+        None if candidates is None else torch.tensor(candidates, device=device),
+    )

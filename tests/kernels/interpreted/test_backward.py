@@ -1,0 +1,127 @@
+"""The backward's kernels, run by Triton's interpreter on the CPU, with limits so low that small problems cross them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from pylate_flash.kernels import backward
+from tests.kernels.backward_cases import KINDS, dense, packed
+from tests.ops.cases import relative_error
+
+WAYS = ("csr", "onehot", "atomic")
+BOUND = (backward._bound_gather, backward._bound_lists, backward._bound_products, backward._bound_atomics)
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")
+
+
+@pytest.fixture(autouse=True)
+def low_limits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Chunks of 16 rows, lists that are summed in parts of 8, and a document at a time."""
+    for name, value in {"_FEW_ROWS_BITS": 3, "_SHORT_BITS": 4, "_LONG_BITS": 4, "_SEGMENT": 8, "_SCRATCH": 1}.items():
+        monkeypatch.setattr(backward, name, value)
+    monkeypatch.setattr(backward, "_BLOCK_BINS", 16)
+    for function in BOUND:
+        function.cache_clear()
+    yield
+    for function in BOUND:
+        function.cache_clear()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("queries", "documents"),
+    [((5, 7), (1, 3, 21)), ((3, 13), (3, 2, 5)), ((2, 1), (2, 1, 1)), ((1, 1), (1, 1, 1)), ((1, 50), (1, 2, 7))],
+)
+@pytest.mark.parametrize("normalize", [False, True])
+def test_layouts(
+    queries: tuple[int, int], documents: tuple[int, int, int], kind: str, way: str, normalize: bool
+) -> None:
+    dense(queries, documents, 12, kind, normalize).check(way)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("candidates", [None, [0, 2, 2, 5]])
+def test_packed(candidates: list[int] | None, kind: str, way: str) -> None:
+    packed((3, 9), [4, 0, 11, 1, 6], 12, kind, candidates).check(way)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_more_tokens_than_one_pass_tells_apart(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backward, "_BIN_BITS", 3)
+    dense((3, 9), (1, 2, 50), 8, kind).check("csr")
+    packed((3, 9), [4, 0, 50], 8, kind).check("csr")
+    with pytest.raises(ValueError, match="at most 64 tokens, got 65"):
+        dense((3, 9), (1, 2, 65), 8, kind).run("csr")
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("normalize", [False, True])
+def test_long_embeddings(way: str, normalize: bool) -> None:
+    """Of more dimensions than a one-hot product holds, and no power of two."""
+    dense((2, 5), (1, 2, 4), 300, "uniform", normalize).check(way)
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+def test_documents_shared_by_several_programs(normalize: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backward, "_SPLIT_DOCUMENTS", 3)
+    monkeypatch.setattr(backward, "architecture", lambda device: (9, 132))
+    dense((1, 3), (1, 11, 4), 12, "uniform", normalize).check("csr")
+    packed((2, 3), [2] * 12, 12, "uniform", [0, 11, 12]).check("csr")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_offsets_that_need_64_bits_and_strides(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backward._Problem, "narrow_queries", False)
+    monkeypatch.setattr(backward._Problem, "narrow_documents", False)
+    problem = dense((4, 6), (1, 3, 5), 8, "uniform")
+    expected = problem.run(way)
+    queries = problem.queries.transpose(0, 1).contiguous().transpose(0, 1)
+    documents = problem.documents.transpose(1, 2).contiguous().transpose(1, 2)
+    grad_scores = problem.grad_scores.t().contiguous().t()
+    strided = type(problem)(grad_scores, queries, documents, problem.winners)
+    assert all(torch.equal(a, b) for a, b in zip(strided.run(way), expected, strict=True))
+
+
+def test_scores_that_are_transposed_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = dense((4, 6), (1, 3, 5), 8, "uniform")
+    expected = problem.run("csr")
+    monkeypatch.setattr(backward, "_TRANSPOSED_WINNERS", 1)
+    assert all(torch.equal(a, b) for a, b in zip(problem.run("csr"), expected, strict=True))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_not_a_number_stays_where_it_belongs(way: str) -> None:
+    """In a query row, a document token and a score: only what they meet becomes NaN."""
+    problem = dense((3, 4), (1, 2, 6), 8, "uniform")
+    problem.winners[:] = torch.arange(12) % 5
+    problem.queries[0, 1, 2] = torch.nan
+    problem.queries[2, 3, 0] = torch.inf
+    problem.documents[0, 1, 3, 4] = torch.nan
+    problem.grad_scores[1, 0] = torch.nan
+    for found, expected in zip(problem.run(way), problem.expected(), strict=True):
+        torch.testing.assert_close(found.double(), expected, equal_nan=True)
+        assert expected.isnan().any()
+        assert expected.isfinite().any()
+
+
+@pytest.mark.parametrize("needs", [(True, False), (False, True)])
+def test_only_what_is_needed(needs: tuple[bool, bool]) -> None:
+    problem = dense((3, 4), (1, 2, 6), 8, "uniform")
+    both, found = problem.run("csr"), problem.run("csr", *needs)
+    for gradient, needed, expected in zip(found, needs, both, strict=True):
+        assert torch.equal(gradient, expected) if needed else gradient is None
+
+
+def test_every_sum_has_the_error_of_its_own_rows() -> None:
+    """A token of few and small rows keeps its precision beside one of many large ones."""
+    problem = dense((6, 8), (1, 1, 4), 8, "one token")
+    problem.winners[..., 0] = 0
+    problem.queries[0, 0] *= 1e-4
+    for way in WAYS:
+        (_, found), (_, expected) = problem.run(way), problem.expected()
+        assert relative_error(found[0, 0, 0], expected[0, 0, 0]) <= 1e-6
