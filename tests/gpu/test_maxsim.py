@@ -302,7 +302,9 @@ def test_a_new_length_compiles_nothing() -> None:
         maxsim(queries, documents).sum().backward()
 
     compilations: list[object] = []
-    call(64, 100, 32, 180)
+    # Many documents are shared by programs, some are taken several at a time, one alone.
+    for n_documents in (100, 33, 1):
+        call(64, n_documents, 32, 180)
     knobs.runtime.jit_post_compile_hook = lambda **kwargs: compilations.append(kwargs) and None
     try:
         for lengths in [(64, 101, 32, 181), (70, 33, 32, 77), (65, 1, 32, 300), (128, 20, 32, 1)]:
