@@ -48,8 +48,8 @@ _LONG_BITS = 11
 _SHORT = 512
 # Bits of a token that one pass sorts by; a document of more tokens takes two passes.
 _BIN_BITS = 11
-_BLOCK_BINS = 512
-_BLOCK_CHUNKS = 8
+_BLOCK_BINS = 256
+_BLOCK_CHUNKS = 16
 # Query rows on one token that one program sums, at least; at most twice as many.
 _SEGMENT = 512
 # Rows in flight in one program, and its warps, at d = 128; longer embeddings take fewer rows and more warps.
