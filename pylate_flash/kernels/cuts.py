@@ -7,9 +7,9 @@ work, whatever the lengths.
 
 A document of more than `whole` tokens is itself cut: each cut that it reaches into takes its tokens there, a piece. As
 such a document is longer than a cut, a cut has at most two pieces: one of a document that began before it (piece
-2 * i), and one of a document that begins in it (piece 2 * i + 1). Best similarities and winners of the pieces lie in a
-scratch [pieces, rows], and `merge_pieces` makes scores of them. The maximum of maxima is exact, so a score does not
-depend on the cuts.
+2 * i), and one of a document that begins in it (piece 2 * i + 1). The best similarities of the pieces, and winners
+counted from a piece's first token, lie in a scratch [pieces, rows], and `merge_pieces` makes scores of them. The
+maximum of maxima is exact, so a score does not depend on the cuts.
 """
 
 from __future__ import annotations
@@ -110,16 +110,18 @@ def reaches_into(cu_seqlens_ptr, document, cut_start, whole):
 
 
 @triton.jit
-def tokens_of_piece(cu_seqlens_ptr, document, cut_start, cut):
-    """Tokens of a document that lie in a cut: the first, and one past the last."""
+def tokens_of_piece(cu_seqlens_ptr, document, cut_start, cut, whole):
+    """First of the tokens of a document that a cut takes, and their number: all of them, or those that lie in it."""
     position, length = document_position(cu_seqlens_ptr, document)
     first = tl.maximum(cut_start - position, 0).to(tl.int32)
-    return first, tl.minimum(cut_start + cut - position, length).to(tl.int32)
+    last = tl.minimum(cut_start + cut - position, length).to(tl.int32)
+    is_whole = length <= whole
+    return tl.where(is_whole, 0, first), tl.where(is_whole, length, last - first)
 
 
 @triton.jit
 def find_piece(cu_seqlens_ptr, n_documents, piece, cut, whole):
-    """Document, first token and one past the last of a piece; no tokens where that piece does not exist."""
+    """Document, first token and number of tokens of a piece; no tokens where that piece does not exist."""
     cut_start = (piece // 2).to(tl.int64) * cut
     target = cut_start + (piece % 2) * cut
     document = tl.max(lower_bound(cu_seqlens_ptr, n_documents, target + tl.arange(0, 1), _DOCUMENT_COST), axis=0) - 1
@@ -128,8 +130,8 @@ def find_piece(cu_seqlens_ptr, n_documents, piece, cut, whole):
     position, length = document_position(cu_seqlens_ptr, document)
     # The last document to begin before the end of a cut need not begin in it.
     exists = exists & (length > whole) & ((piece % 2 == 0) | (position >= cut_start))
-    first, last = tokens_of_piece(cu_seqlens_ptr, document, cut_start, cut)
-    return document, first, tl.where(exists, tl.maximum(last, first), first)
+    first, length = tokens_of_piece(cu_seqlens_ptr, document, cut_start, cut, whole)
+    return document, first, tl.where(exists, tl.maximum(length, 0), 0)
 
 
 @triton.jit
@@ -161,10 +163,12 @@ def _merge_kernel(
     `n_programs` programs per cut share the queries; with candidates there is one, as a document has one query.
     """
     index = tl.program_id(0) // n_programs
-    document, first, last = find_piece(cu_seqlens_ptr, n_documents, 2 * index + 1, cut, whole)
-    if last > first:
+    document, _, piece_length = find_piece(cu_seqlens_ptr, n_documents, 2 * index + 1, cut, whole)
+    if piece_length > 0:
         position, length = document_position(cu_seqlens_ptr, document)
-        n_pieces = tl.cdiv(position + length - index.to(tl.int64) * cut, cut).to(tl.int32)
+        # Tokens from the beginning of the cut on, so that piece i begins at token i * cut - before.
+        before = (position - index.to(tl.int64) * cut).to(tl.int32)
+        n_pieces = tl.cdiv(before + length, cut)
         first_query = tl.program_id(0) % n_programs
         last_query = n_queries
         if HAS_CANDIDATES:
@@ -195,6 +199,8 @@ def _merge_kernel(
                     if WITH_WINNERS:
                         piece_key = tl.load(keys_ptr + offsets, mask=exists[None, :], other=0)
                         won = (piece_best == block_best[None, :]) | (piece_best != piece_best)
+                        won = won & (piece_key != NO_WINNER)
+                        piece_key += tl.maximum(pieces * cut - before, 0)[:, None]
                         block_key = tl.min(tl.where(won, piece_key, NO_WINNER), axis=0)
                         # Later pieces must be strictly better, or have the first NaN.
                         later = (block_best > best) | ((block_best != block_best) & (best == best))

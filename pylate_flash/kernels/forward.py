@@ -36,6 +36,7 @@ from torch import Tensor
 from .cuts import (
     NO_WINNER,
     Cuts,
+    document_position,
     documents_of_cut,
     find_piece,
     merge_pieces,
@@ -53,6 +54,8 @@ from .tiles import SUMMED_EMBEDDING, architecture, embedding_block, single_tile,
 
 # Up to this many query tokens, one query is scored by `_single_kernel`.
 _SINGLE_MAX_QUERY_LENGTH = 64
+# Registers of a processor.
+_REGISTERS = 1 << 16
 # Rows whose maxima are summed by the kernel when a query's length is no power of two.
 _GROUP = 16
 _SUMMED_EMBEDDING = tl.constexpr(SUMMED_EMBEDDING)
@@ -160,17 +163,15 @@ def _stacked_kernel(
             flat = tl.load(cu_seqlens_ptr + document).to(tl.int64)
         if HAS_DOCUMENTS_MASK:
             length = tl.load(bounds_ptr + 2 * flat_document)
-        first_token = 0
-        last_token = length
         if IN_PIECES:
-            is_whole = length <= whole
-            first_token, last_token = tokens_of_piece(cu_seqlens_ptr, document, cut_start, run)
-            first_token = tl.where(is_whole, 0, first_token)
-            last_token = tl.where(is_whole, length, last_token)
+            # From here on, a piece is a document.
+            first_token, length = tokens_of_piece(cu_seqlens_ptr, document, cut_start, run, whole)
+            base += first_token.to(tl.int64) * stride_document_token
+            flat += first_token
         best = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
         key = tl.full([BLOCK_ROWS], NO_WINNER, tl.int32)
-        for start in tl.range(first_token, last_token, BLOCK_TOKENS):
-            tokens = tl.minimum(start + tl.arange(0, BLOCK_TOKENS), last_token - 1)
+        for start in tl.range(0, length, BLOCK_TOKENS):
+            tokens = tl.minimum(start + tl.arange(0, BLOCK_TOKENS), length - 1)
             if HAS_DOCUMENTS_MASK:
                 tokens = tl.load(active_ptr + flat + tokens)
             token_rows = base + tokens[None, :].to(tl.int64) * stride_document_token + dims[:, None]
@@ -203,12 +204,15 @@ def _stacked_kernel(
 
         stored = row_exists
         if IN_PIECES:
+            # Looked up again, as the loop has no registers to keep it in.
+            is_whole = document_position(cu_seqlens_ptr, document)[1] <= whole
             stored = row_exists & is_whole
-            slot = 2 * run_index + (document >= first_whole).to(tl.int32)
-            piece_rows = slot.to(tl.int64) * n_row_blocks * BLOCK_ROWS + rows
-            tl.store(pieces_ptr + piece_rows, best, mask=row_exists & (length > whole))
-            if WITH_WINNERS:
-                tl.store(keys_ptr + piece_rows, key, mask=row_exists & (length > whole))
+            if is_whole == 0:
+                slot = 2 * run_index + (document >= first_whole).to(tl.int32)
+                piece_row = (slot * n_row_blocks + row_block).to(tl.int64) * BLOCK_ROWS
+                tl.store(pieces_ptr + piece_row + tl.arange(0, BLOCK_ROWS), best)
+                if WITH_WINNERS:
+                    tl.store(keys_ptr + piece_row + tl.arange(0, BLOCK_ROWS), key)
         counted = row_active & (length > 0)
         winner = _winner_of(key, best)
         if ZERO_MASKED:
@@ -283,11 +287,11 @@ def _single_kernel(
     if IN_PIECES:
         piece = tl.program_id(0)
         is_piece = piece < n_pieces
-        piece_first = 0
-        piece_last = 0
+        piece_first = n_pieces * 0
+        piece_length = piece_first
         if is_piece:
-            first, piece_first, piece_last = find_piece(cu_seqlens_ptr, n_documents, piece, cut, whole)
-            last = first + (piece_last > piece_first).to(tl.int32)
+            first, piece_first, piece_length = find_piece(cu_seqlens_ptr, n_documents, piece, cut, whole)
+            last = first + (piece_length > 0).to(tl.int32)
             if HAS_CANDIDATES:
                 query = owner_of(candidates_ptr, n_queries, first)
 
@@ -322,17 +326,16 @@ def _single_kernel(
         flat = flat_document * document_length
         if HAS_DOCUMENTS_MASK:
             length = tl.load(bounds_ptr + 2 * flat_document)
-        first_token = 0
-        last_token = length
         if IN_PIECES:
+            # A piece is a document here, and a document in pieces has no tokens.
             is_whole = length <= whole
-            first_token = piece_first
-            last_token = tl.where(is_piece, piece_last, tl.where(is_whole, length, 0))
+            base += piece_first.to(tl.int64) * stride_document_token
+            length = tl.where(is_piece, piece_length, tl.where(is_whole, length, 0))
         best = tl.full([BLOCK_TOKENS, BLOCK_COLUMNS], float("-inf"), tl.float32)
         if WITH_WINNERS:
             key = tl.full([BLOCK_TOKENS, BLOCK_COLUMNS], NO_WINNER, tl.int32)
-        for start in tl.range(first_token, last_token, BLOCK_TOKENS):
-            tokens = tl.minimum(start + tl.arange(0, BLOCK_TOKENS), last_token - 1)
+        for start in tl.range(0, length, BLOCK_TOKENS):
+            tokens = tl.minimum(start + tl.arange(0, BLOCK_TOKENS), length - 1)
             if HAS_DOCUMENTS_MASK:
                 tokens = tl.load(active_ptr + flat + tokens)
             token_rows = base + tokens[:, None].to(tl.int64) * stride_document_token + dims[None, :]
@@ -624,6 +627,10 @@ def _bound_stacked(
     else:
         run = _run_length(n_documents, row_blocks * groups, processors, per_processor=2, longest=16)
         n_runs = triton.cdiv(n_documents, run)
+    registers = None
+    if in_pieces and not split and not normalize and dtype.itemsize == 2:
+        # Two programs share a processor. Left alone, ptxas takes a few registers more for the pieces than that leaves.
+        registers = _REGISTERS // (2 * 32 * tile.num_warps)
     launch = _stacked.bind(
         (row_blocks * n_runs * groups, 1, 1),
         (n_queries, query_length, padded, n_documents, document_length, n_runs, run, whole),
@@ -635,6 +642,7 @@ def _bound_stacked(
         ),
         tile.num_warps,
         tile.num_stages,
+        max_registers=registers,
     )  # fmt: skip
     return launch, padded // group, cuts if in_pieces else None, row_blocks * tile.rows
 

@@ -305,7 +305,7 @@ def _check_boundaries(name: str, cu_seqlens: object) -> None:
 
 
 def _host_bounds(name: str, cu_seqlens: Tensor, total: int, of: str, longest: int | None = None) -> np.ndarray:
-    """The boundaries on the host, int64, after checking their values, and the lengths against `longest`."""
+    """The boundaries on the host, int64, after checking their values, and lengths against the `longest` of `of`."""
     bounds = cu_seqlens.cpu().numpy().astype(np.int64)
     lengths = np.diff(bounds)
     falling = bool((lengths < 0).any())
@@ -314,24 +314,26 @@ def _host_bounds(name: str, cu_seqlens: Tensor, total: int, of: str, longest: in
             f"{name} must rise from 0 to the number of {of}, {total}, got {bounds[0]} to {bounds[-1]}"
             + (", falling in between" if falling else "")
         )
-    if longest is not None and lengths.size and lengths.max() > longest:
-        raise ValueError(
-            f"{name} has a sequence of {lengths.max()} {of}, longer than the longest was said to be, {longest}"
-        )
+    if longest is not None and lengths.max(initial=0) > longest:
+        raise ValueError(f"{name} has a sequence of length {lengths.max()}, more than {_LONGEST[of]} = {longest}")
     return bounds
+
+
+# What the option is called that tells the longest.
+_LONGEST = {"queries": "max_query_length", "documents": "max_document_length"}
 
 
 def _longest(name: str, cu_seqlens: Tensor, total: int, of: str, given: int | None) -> int:
     """Length of the longest sequence, or a bound on it: `given`, or found out. On the CPU, values are checked."""
     if given is not None and given < 0:
-        raise ValueError(f"the longest of {of} must be at least 0, got {given}")
+        raise ValueError(f"{_LONGEST[of]} must be at least 0, got {given}")
     readable = type(cu_seqlens) is Tensor and not torch.compiler.is_compiling()
     if cu_seqlens.device.type == "cpu" and readable:
         lengths = np.diff(_host_bounds(name, cu_seqlens, total, of, given))
         return given if given is not None else int(lengths.max(initial=0))
     if given is not None:
         return given
-    # A single sequence is all there is. Where nothing can be looked at, there is nothing to be fast for.
+    # A single sequence is all there is. Where nothing can be looked at, any bound will do.
     if cu_seqlens.shape[0] <= 2 or cu_seqlens.is_meta:
         return total
     return int(cu_seqlens.diff().max())
@@ -425,12 +427,15 @@ def _forward(
         queries, documents, queries_cu_seqlens, documents_cu_seqlens, candidates_cu_seqlens, max_query_length,
         max_document_length, max_candidates, normalize, with_winners, implementation,
     )  # fmt: skip
-    scores, winners = _forward_shapes(*arguments)
-    if 0 in queries.shape or 0 in documents.shape or 0 in scores.shape or max_query_length == 0:
+    # Without tokens there is nothing to compute.
+    if 0 in (queries.shape[0], documents.shape[0], max_query_length):
         choose(implementation, queries.device, queries.dtype, queries.shape[-1])
+        scores, winners = _forward_shapes(*arguments)
         return scores.zero_(), winners.fill_(-1)
     scores, found = _compute(*arguments)
-    return scores, winners if found is None else found.to(_winners_dtype(max_document_length))
+    if found is None:
+        return scores, queries.new_empty(0, dtype=torch.int16)
+    return scores, found.to(_winners_dtype(max_document_length))
 
 
 def _compute(
@@ -496,7 +501,8 @@ def _backward(
             max_query_length, max_document_length, normalize, need_queries, need_documents, implementation,
         )  # fmt: skip
         return grads[0].zero_(), grads[1].zero_()
-    if choose(implementation, queries.device, queries.dtype, queries.shape[1]) == "triton":
+    implementation = choose(implementation, queries.device, queries.dtype, queries.shape[1])
+    if implementation == "triton" and hasattr(kernels(), "maxsim_varlen_backward"):
         grad_queries, grad_documents = _backward_by_kernels(
             grad_scores, queries, documents, queries_cu_seqlens, documents_cu_seqlens, candidates_cu_seqlens, winners,
             max_query_length, max_document_length, normalize, need_queries, need_documents,
@@ -537,30 +543,28 @@ def _backward_by_kernels(
 ) -> tuple[Tensor | None, Tensor | None]:
     """`_backward` by the Triton kernels; nothing waits for the GPU."""
     device = queries.device
-    padded, _, rows = _padded(queries, queries_cu_seqlens, max_query_length)
-    padded, tokens = rows_contiguous(padded), rows_contiguous(documents)
+    queries_scale, documents_scale = None, None
+    padded, tokens = queries, documents
+    if normalize:
+        # The kernels take embeddings as they are, and half ones are not to be rounded again.
+        queries_scale, documents_scale = _scale(queries), _scale(documents)
+        padded, tokens = padded * queries_scale.unsqueeze(1), tokens * documents_scale.unsqueeze(1)
+    padded, _, rows = _padded(padded, queries_cu_seqlens, max_query_length)
     with kernels().on_device(queries):
-        queries_scale, documents_scale = (
-            (kernels().inverse_norms(padded), kernels().inverse_norms(tokens.unsqueeze(0))[0])
-            if normalize
-            else (None, None)
-        )
         grad_queries, grad_documents = kernels().maxsim_varlen_backward(
             grad_scores.contiguous(),
-            padded,
-            tokens,
+            rows_contiguous(padded),
+            rows_contiguous(tokens),
             _on_device(documents_cu_seqlens, device),
             winners,
-            queries_scale,
-            documents_scale,
+            None if candidates_cu_seqlens is None else _on_device(candidates_cu_seqlens, device),
             max_document_length,
             need_queries,
             need_documents,
-            candidates=None if candidates_cu_seqlens is None else _on_device(candidates_cu_seqlens, device),
         )
     if grad_queries is not None:
-        grad_queries = _unscaled(grad_queries, padded, queries_scale).flatten(0, 1)
-        grad_queries = grad_queries if rows is None else grad_queries[rows]
+        grad_queries = grad_queries.flatten(0, 1)
+        grad_queries = _unscaled(grad_queries if rows is None else grad_queries[rows], queries, queries_scale)
     if grad_documents is not None:
         grad_documents = _unscaled(grad_documents, documents, documents_scale)
     return grad_queries, grad_documents
