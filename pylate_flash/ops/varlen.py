@@ -453,7 +453,7 @@ def _compute(
 ) -> tuple[Tensor, Tensor | None]:
     """As `_forward`, where nothing is empty; without winners the second is None."""
     if choose(implementation, queries.device, queries.dtype, queries.shape[1]) == "triton":
-        padded, mask, _ = _padded(queries, queries_cu_seqlens, max_query_length)
+        padded, mask = _padded(queries, queries_cu_seqlens, max_query_length)
         with kernels().on_device(queries):
             return kernels().maxsim_varlen_forward(
                 rows_contiguous(padded),
@@ -549,7 +549,7 @@ def _backward_by_kernels(
         # The kernels take embeddings as they are, and half ones are not to be rounded again.
         queries_scale, documents_scale = _scale(queries), _scale(documents)
         padded, tokens = padded * queries_scale.unsqueeze(1), tokens * documents_scale.unsqueeze(1)
-    padded, _, rows = _padded(padded, queries_cu_seqlens, max_query_length)
+    padded, _ = _padded(padded, queries_cu_seqlens, max_query_length)
     with kernels().on_device(queries):
         grad_queries, grad_documents = kernels().maxsim_varlen_backward(
             grad_scores.contiguous(),
@@ -563,30 +563,34 @@ def _backward_by_kernels(
             need_documents,
         )
     if grad_queries is not None:
-        grad_queries = grad_queries.flatten(0, 1)
-        grad_queries = _unscaled(grad_queries if rows is None else grad_queries[rows], queries, queries_scale)
+        grad_queries = _unpadded(grad_queries, queries_cu_seqlens, queries.shape[0])
+        grad_queries = _unscaled(grad_queries, queries, queries_scale)
     if grad_documents is not None:
         grad_documents = _unscaled(grad_documents, documents, documents_scale)
     return grad_queries, grad_documents
 
 
-def _padded(queries: Tensor, cu_seqlens: Tensor, longest: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Queries [Nq, longest, d], their mask, and for each packed token its row of the padded ones.
-
-    The last two are None where all queries have one length.
-    """
+def _padded(queries: Tensor, cu_seqlens: Tensor, longest: int) -> tuple[Tensor, Tensor | None]:
+    """Queries [Nq, longest, d] and their mask, None where all have one length."""
     n_queries = cu_seqlens.shape[0] - 1
     if queries.shape[0] == n_queries * longest:
-        return queries.unflatten(0, (n_queries, longest)), None, None
-    device = queries.device
-    bounds = _on_device(cu_seqlens, device).long()
-    places = torch.arange(longest, device=device)
-    mask = places < bounds.diff().unsqueeze(1)
+        return queries.unflatten(0, (n_queries, longest)), None
+    bounds = _on_device(cu_seqlens, queries.device)
+    places = torch.arange(longest, device=queries.device)
     # A padding token may be any token, as the mask leaves it out.
-    padded = queries[(bounds[:-1].unsqueeze(1) + places).clamp_(max=queries.shape[0] - 1)]
-    tokens = torch.arange(queries.shape[0], device=device)
-    query = torch.searchsorted(bounds, tokens, right=True) - 1
-    return padded, mask, query * longest + tokens - bounds[query]
+    tokens = (bounds[:-1].unsqueeze(1) + places).clamp_(max=queries.shape[0] - 1)
+    return queries[tokens], places < bounds.diff().unsqueeze(1)
+
+
+def _unpadded(padded: Tensor, cu_seqlens: Tensor, total: int) -> Tensor:
+    """The `total` packed rows [T, d] of padded ones [N, longest, d]."""
+    n_sequences, longest, _ = padded.shape
+    if total == n_sequences * longest:
+        return padded.flatten(0, 1)
+    bounds = _on_device(cu_seqlens, padded.device)
+    tokens = torch.arange(total, dtype=bounds.dtype, device=padded.device)
+    sequence = torch.searchsorted(bounds, tokens, right=True) - 1
+    return padded[sequence, (tokens - bounds[sequence]).clamp_(max=longest - 1)]
 
 
 def _on_device(boundaries: Tensor, device: torch.device) -> Tensor:
