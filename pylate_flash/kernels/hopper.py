@@ -28,9 +28,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from .cuts import DOCUMENT_COST
 from .launch import Launcher
 
-# A winner that no token has yet taken, as in `kernels.forward`.
+_DOCUMENT_COST = gl.constexpr(DOCUMENT_COST)
+# A winner that no token has yet taken, as in `kernels.cuts`.
 _NO_WINNER = gl.constexpr(2**31 - 1)
 
 
@@ -90,6 +92,24 @@ def _document_range(
         if HAS_DOCUMENTS_MASK:
             length = gl.load(bounds_ptr + 2 * flat_document)
     return start, length
+
+
+@gluon.jit
+def _first_document(cu_seqlens_ptr, n_documents, position):
+    """The first document that begins at `position` of the cuts or later: `kernels.cuts.lower_bound` of one target."""
+    probes = gl.arange(0, 256, layout=gl.BlockedLayout([2], [32], [4], [0]))
+    low = gl.to_tensor(0)
+    left = gl.to_tensor(n_documents)
+    while left > 0:
+        step = gl.cdiv(left, 256)
+        entries = low + (probes + 1) * step - 1
+        exists = entries < low + left
+        values = gl.load(cu_seqlens_ptr + entries, mask=exists, other=0).to(gl.int64)
+        below = exists & (values + entries.to(gl.int64) * _DOCUMENT_COST < position)
+        skipped = gl.reduce(below.to(gl.int32), 0, _sum) * step
+        left = gl.minimum(gl.maximum(step - 1, 0), left - skipped)
+        low += skipped
+    return low
 
 
 @gluon.jit
@@ -259,12 +279,14 @@ def _score(
 
 
 @gluon.jit(
-    do_not_specialize=["n_queries", "query_length", "padded_query_length", "n_documents", "document_length", "run"]
-)
+    do_not_specialize=[
+        "n_queries", "query_length", "padded_query_length", "n_documents", "document_length", "n_runs", "run"
+    ]
+)  # fmt: skip
 def _hopper_kernel(
     queries_ptr, documents_ptr, queries_mask_ptr, active_ptr, bounds_ptr, queries_scale_ptr, documents_scale_ptr,
     cu_seqlens_ptr, sums_ptr, winners_ptr,
-    n_queries, query_length, padded_query_length, n_documents, document_length, run,
+    n_queries, query_length, padded_query_length, n_documents, document_length, n_runs, run,
     stride_query, stride_query_token, stride_group, stride_document, stride_document_token,
     EMBEDDING: gl.constexpr,
     BLOCK_EMBEDDING: gl.constexpr,
@@ -279,14 +301,18 @@ def _hopper_kernel(
     NORMALIZE: gl.constexpr,
     WITH_WINNERS: gl.constexpr,
 ):  # fmt: skip
-    """As `kernels.forward._stacked_kernel`."""
+    """As `kernels.forward._stacked_kernel`, with every document whole."""
     ROWS: gl.constexpr = BLOCK_ROWS // 2
     n_row_blocks = gl.cdiv(n_queries * padded_query_length, BLOCK_ROWS)
-    n_runs = gl.cdiv(n_documents, run)
     row_block = gl.program_id(0) % n_row_blocks
-    first = (gl.program_id(0) // n_row_blocks) % n_runs * run
+    run_index = (gl.program_id(0) // n_row_blocks) % n_runs
     group = gl.program_id(0) // (n_row_blocks * n_runs)
-    last = gl.minimum(first + run, n_documents)
+    if PACKED:
+        first = _first_document(cu_seqlens_ptr, n_documents, run_index.to(gl.int64) * run)
+        last = _first_document(cu_seqlens_ptr, n_documents, (run_index + 1).to(gl.int64) * run)
+    else:
+        first = run_index * run
+        last = gl.minimum(first + run, n_documents)
 
     dtype: gl.constexpr = documents_ptr.dtype.element_ty
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_TOKENS, BLOCK_EMBEDDING], dtype)

@@ -246,12 +246,7 @@ def _checked(
     check_embeddings("documents", documents, _DOCUMENTS)
     check_choice("reduction", reduction, REDUCTIONS)
     check_choice("masking", masking, MASKINGS)
-    device = queries.device.type
-    if not queries.is_meta and torch.is_autocast_enabled(device):
-        autocast = torch.get_autocast_dtype(device)
-        # As for torch's own operations, autocast leaves float64 alone.
-        queries = queries if queries.dtype == torch.float64 else queries.to(autocast)
-        documents = documents if documents.dtype == torch.float64 else documents.to(autocast)
+    queries, documents = _autocast(queries, documents)
     check_same(queries, documents)
     if documents.dim() == 4 and documents.shape[0] != queries.shape[0]:
         raise ValueError(
@@ -263,6 +258,18 @@ def _checked(
         documents,
         check_mask("queries_mask", queries_mask, queries),
         check_mask("documents_mask", documents_mask, documents),
+    )
+
+
+def _autocast(queries: Tensor, documents: Tensor) -> tuple[Tensor, Tensor]:
+    """Both in the autocast type under autocast, which leaves float64 alone, as for torch's own operations."""
+    device = queries.device.type
+    if queries.is_meta or not torch.is_autocast_enabled(device):
+        return queries, documents
+    autocast = torch.get_autocast_dtype(device)
+    return (
+        queries if queries.dtype == torch.float64 else queries.to(autocast),
+        documents if documents.dtype == torch.float64 else documents.to(autocast),
     )
 
 
