@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .blocked import inner_products
 from .checks import check_choice, check_embeddings, check_same
 from .dispatch import IMPLEMENTATIONS, choose
 from .maxsim import kernels, maxsim_reference, product_precision, rows_contiguous
@@ -242,14 +243,14 @@ def _blocked(
         scores = torch.zeros(n_documents, device=queries.device)
         tasks = [(i, i + 1, *candidate_bounds[i : i + 2].tolist()) for i in range(n_queries)]
     for first_query, last_query, first_document, last_document in tasks:
-        block_queries = queries[query_bounds[first_query] : query_bounds[last_query]].to(dtype)
+        block_queries = queries[query_bounds[first_query] : query_bounds[last_query]]
         if block_queries.shape[0] == 0 or first_document == last_document:
             continue
         owners = _owners(query_bounds[first_query : last_query + 1], queries.device)
         for first, last in _runs(document_bounds[first_document : last_document + 1], budget // block_queries.shape[0]):
             first, last = first + first_document, last + first_document
-            tokens = documents[document_bounds[first] : document_bounds[last]].to(dtype)
-            similarities = tokens @ block_queries.T
+            tokens = documents[document_bounds[first] : document_bounds[last]]
+            similarities = inner_products(tokens, block_queries)
             positions = _owners(document_bounds[first : last + 1], queries.device).unsqueeze(1)
             best = torch.full((last - first, block_queries.shape[0]), -torch.inf, dtype=dtype, device=queries.device)
             best.scatter_reduce_(0, positions.expand_as(similarities), similarities, "amax")
