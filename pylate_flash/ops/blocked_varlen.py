@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .blocked import inner_products
+
 # Similarities held at once, and winners whose rows are summed at once, as in `ops.blocked`.
 _BLOCK_CPU = 1 << 20
 _BLOCK_OTHER = 1 << 26
@@ -34,8 +36,7 @@ def blocked_varlen_forward(
 ) -> tuple[Tensor, Tensor | None]:
     """Scores [Nq, Nd], or [Nd] with candidates, float32, and, if asked, winners (int32).
 
-    One product per block of queries and documents, then a maximum per document. Half inputs are widened first, which
-    loses nothing; a half product would round every similarity.
+    One product per block of queries and documents, then a maximum per document.
     """
     device = queries.device
     dtype = _accumulation_dtype(queries.dtype)
@@ -55,7 +56,7 @@ def blocked_varlen_forward(
         winners = torch.full((n_documents, rows), -1, dtype=torch.int32, device=device)
     for first_query, last_query, first_document, last_document in tasks:
         block = slice(query_bounds[first_query], query_bounds[last_query])
-        block_queries = queries[block].to(dtype)
+        block_queries = queries[block]
         if block_queries.shape[0] == 0 or first_document == last_document:
             continue
         owners, places = _owners(query_bounds[first_query : last_query + 1])
@@ -64,7 +65,7 @@ def blocked_varlen_forward(
         for first, last in _runs(document_bounds[first_document : last_document + 1], budget // block_queries.shape[0]):
             first, last = first + first_document, last + first_document
             tokens = slice(document_bounds[first], document_bounds[last])
-            similarities = documents[tokens].to(dtype) @ block_queries.T
+            similarities = inner_products(documents[tokens], block_queries)
             if documents_scale is not None:
                 similarities *= documents_scale[tokens].unsqueeze(1)
             owners, places = _owners(document_bounds[first : last + 1])
