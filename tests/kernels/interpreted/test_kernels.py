@@ -134,7 +134,7 @@ def small_cuts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         function.cache_clear()
 
 
-def _cuts(tokens: int, documents: int, *_: int, per_processor: int) -> cuts.Cuts:
+def _cuts(tokens: int, documents: int, *_: int, **__: int) -> cuts.Cuts:
     return cuts.Cuts(70, 70, -(-(tokens + documents * cuts.DOCUMENT_COST) // 70))
 
 
