@@ -29,7 +29,7 @@ class Training:
 
     steps: int = 300
     batch_size: int = 64
-    learning_rate: float = 2e-4
+    learning_rate: float = 1e-5
     temperature: float = 1.0
     query_length: int = 32
     document_length: int = 96
