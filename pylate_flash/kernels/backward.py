@@ -38,29 +38,34 @@ from .launch import Launcher
 from .norms import SMALLEST_NORM, inverse_norms
 from .tiles import architecture
 
-# Scratch of the list of a block of documents: at least so many bytes, or half of what the winners take.
+# The times beside a constant are milliseconds on an H200 in bfloat16 at d = 128, at 1024 x 1024 (32 x 180 tokens), at
+# 512 x 512 (32 x 180) and at 64 x 64 (1024 x 1024), in this order, with uniform winners.
+
+# Scratch of the list of a block of documents: at least so many bytes, or half of what the winners take. All of grad_D:
+# 2.20, 0.65, 0.52; with 4 MiB 2.20, 0.70, 0.75; with 32 MiB 2.20, 0.57, 0.48, which memory does not allow.
 _SCRATCH = 12 << 20
-# Rows that one program sorts, as powers of two: for documents of few rows, short documents and long ones, whose counts
-# take more memory than their rows do. Few variants, so that a new length compiles nothing.
-_FEW_ROWS_BITS = 7
-_SHORT_BITS = 10
-_LONG_BITS = 11
-_SHORT = 512
+# Rows that one program, of one warp, sorts, as a power of two. Sort, scan and place: 0.59, 0.22, 0.22; 2048 rows
+# 1.13, 0.30, 0.28, and in two warps 0.28 at the last. 512 rows take 0.57, 0.21 and twice the counts.
+_CHUNK_BITS = 10
 # Bits of a token that one pass sorts by; a document of more tokens takes two passes.
 _BIN_BITS = 11
+# Counts that a scan holds, of bins x chunks: 0.047, 0.025, 0.041; as 512 x 8 0.066, 0.030, 0.040.
 _BLOCK_BINS = 256
 _BLOCK_CHUNKS = 16
-# Query rows on one token that one program sums, at least; at most twice as many.
+# Query rows on one token that one program sums, at least; at most twice as many: 1.18, 0.35, 0.18, and 1.62,
+# 0.66, 0.31 with skewed winners; 256 rows 1.27, 0.37, 0.20, and 1.50, 0.56, 0.33.
 _SEGMENT = 512
-# Rows in flight in one program, and its warps, at d = 128; longer embeddings take fewer rows and more warps.
-_GATHER_ROWS, _GATHER_WARPS = 32, 4
-_SUM_ROWS, _SUM_WARPS = 16, 1
-# Warps that sort a long document's chunk; those of a short one are sorted by one warp, which waits for no other.
-_LONG_SORT_WARPS = 2
+# Rows in flight in a program that sums, and its warps, at d = 128: 1.18, 0.35, 0.18; 16 rows in one warp 1.66, 0.48,
+# 0.26, in two 1.29, 0.40, 0.23. Longer embeddings take more warps.
+_SUM_ROWS, _SUM_WARPS = 8, 1
+# Query rows x documents in flight in a gather, 8 of them to a warp, at d = 128: 1.23, 0.39, 0.18. The first of these
+# that gives every multiprocessor `_GATHER_PROGRAMS` is taken. 32 rows: 1.22, 0.66, 0.17, but 0.047 instead of 0.052 at
+# 128 x 128 (32 x 300 tokens), where (32, 4) is left of it.
+_GATHERS = ((64, 1), (64, 4), (32, 4))
+_GATHER_PROGRAMS = 2
 # Weights of the rows of one document lie together, and in L1, if there are enough rows to pay for transposing.
 _TRANSPOSED_WINNERS = 1 << 22
-# Programs per multiprocessor below which the documents of a gather are split, and documents that a part has at least.
-_GATHER_PROGRAMS = 2
+# Programs per multiprocessor at which the documents of a gather are split no more, and documents of a part at least.
 _SPLIT_PROGRAMS = 8
 _SPLIT_DOCUMENTS = 32
 # Longest embedding of which a one-hot product holds whole rows, for the Jacobian.
@@ -967,7 +972,7 @@ def _backward_by_lists(problem: _Problem, inputs: _Inputs) -> Tensor:
     grad_documents = torch.empty(documents.shape, dtype=documents.dtype, device=documents.device)
     count, device = plan.documents, documents.device
     lists = [torch.empty(count, problem.rows, dtype=plan.list_dtype, device=device) for _ in range(plan.passes)]
-    order = torch.empty(count, plan.chunks << plan.chunk_bits, dtype=torch.uint16, device=device)
+    order = torch.empty(count, plan.chunks << _CHUNK_BITS, dtype=torch.uint16, device=device)
     counts = torch.empty(count, plan.chunks, plan.bins, dtype=torch.int32, device=device)
     runs = counts.view(torch.uint16)
     listed = torch.empty(count, dtype=torch.int32, device=device)
@@ -1032,16 +1037,19 @@ def _bound_gather(problem: _Problem) -> tuple[Callable[..., None], int, Callable
     """A launch of `_gather_kernel`, into how many splits it sums, and a launch of `_finish_kernel` if there are any."""
     processors = architecture(problem.device)[1]
     block = problem.block_embedding
-    num_warps = _GATHER_WARPS if block <= 512 else 8
-    slots = max(2, min(_GATHER_ROWS, num_warps * 32 * 32 // block))
-    block_documents, n_splits = 1, 1
-    if triton.cdiv(problem.rows, slots) * problem.groups < _GATHER_PROGRAMS * processors and problem.walked > 1:
-        block_documents = min(4, slots)
-        programs = triton.cdiv(problem.rows, slots // block_documents) * problem.groups
+    for slots, block_documents in _GATHERS if problem.walked > 1 else ((64, 1), (32, 1)):
+        num_warps = slots // 8
+        slots = max(2, min(slots, num_warps * 32 * 32 // block))
+        block_documents = min(block_documents, slots)
+        block_rows = slots // block_documents
+        programs = triton.cdiv(problem.rows, block_rows) * problem.groups
+        if programs >= _GATHER_PROGRAMS * processors and block_rows < 2 * problem.rows:
+            break
+    n_splits = 1
+    if programs < _GATHER_PROGRAMS * processors:
         n_splits = max(1, min(_SPLIT_PROGRAMS * processors // programs, problem.walked // _SPLIT_DOCUMENTS))
-    block_rows = slots // block_documents
     launch = _gather.bind(
-        (triton.cdiv(problem.rows, block_rows) * problem.groups, n_splits, 1),
+        (programs, n_splits, 1),
         (problem.rows, problem.query_length, problem.per_group, problem.length, n_splits, *problem.grad_strides),
         (*problem.query_strides[:2], *problem.document_strides),
         (
@@ -1089,7 +1097,6 @@ class _Plan(NamedTuple):
     list_dtype: torch.dtype
     passes: int
     chunks: int
-    chunk_bits: int
     bins: int
     segments: int
 
@@ -1112,16 +1119,13 @@ def _bound_lists(problem: _Problem) -> tuple[_Plan, tuple[_Block, ...]]:
         raise ValueError(f"documents must have at most {widest**2} tokens, got {length}")
     # Shift of a token to its bin, and how many bins there are, in each pass: the low digit first.
     digits = [(0, length)] if length <= widest else [(0, widest), (_BIN_BITS, triton.cdiv(length, widest))]
-    chunk_bits = _SHORT_BITS if length <= _SHORT else _LONG_BITS
-    if rows <= 1 << _FEW_ROWS_BITS:
-        chunk_bits = _FEW_ROWS_BITS
-    chunks = triton.cdiv(rows, 1 << chunk_bits)
+    chunks = triton.cdiv(rows, 1 << _CHUNK_BITS)
     bins = max(count for _, count in digits)
     segments = triton.cdiv(rows, _SEGMENT) - 1
     list_dtype = torch.uint16 if rows <= 1 << 16 else torch.int32
     scratch = (
         len(digits) * rows * list_dtype.itemsize
-        + (chunks << chunk_bits) * 2
+        + (chunks << _CHUNK_BITS) * 2
         + chunks * bins * 4
         + segments * 2 * size * 4
         + (0 if problem.packed else (length + 1) * 4)
@@ -1130,10 +1134,10 @@ def _bound_lists(problem: _Problem) -> tuple[_Plan, tuple[_Block, ...]]:
     step = max(1, min(problem.documents, max(_SCRATCH, winners // 2) // scratch))
     step = triton.cdiv(problem.documents, triton.cdiv(problem.documents, step))
     blocks = tuple(
-        _bind_block(problem, first, min(step, problem.documents - first), digits, chunk_bits, chunks, segments)
+        _bind_block(problem, first, min(step, problem.documents - first), digits, chunks, segments)
         for first in range(0, problem.documents, step)
     )
-    return _Plan(step, list_dtype, len(digits), chunks, chunk_bits, bins, segments), blocks
+    return _Plan(step, list_dtype, len(digits), chunks, bins, segments), blocks
 
 
 def _bind_block(
@@ -1141,7 +1145,6 @@ def _bind_block(
     first: int,
     count: int,
     digits: list[tuple[int, int]],
-    chunk_bits: int,
     chunks: int,
     segments: int,
 ) -> _Block:
@@ -1149,13 +1152,13 @@ def _bind_block(
     passes = []
     for index, (shift, bins) in enumerate(digits):
         integers = (first, rows, chunks, bins)
-        constants = (shift, _BIN_BITS, chunk_bits, index > 0)
+        constants = (shift, _BIN_BITS, _CHUNK_BITS, index > 0)
         sort = _sort.bind(
             (chunks * count, 1, 1),
             integers,
             (),
             (*constants, _BLOCK_BINS),
-            _LONG_SORT_WARPS if chunk_bits > _SHORT_BITS else 1,
+            1,
             num_stages=1,
         )
         scan = _scan.bind(

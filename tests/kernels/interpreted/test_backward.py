@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")
 @pytest.fixture(autouse=True)
 def low_limits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Chunks of 16 rows, lists that are summed in parts of 8, and a document at a time."""
-    for name, value in {"_FEW_ROWS_BITS": 3, "_SHORT_BITS": 4, "_LONG_BITS": 4, "_SEGMENT": 8, "_SCRATCH": 1}.items():
+    for name, value in {"_CHUNK_BITS": 4, "_SEGMENT": 8, "_SCRATCH": 1}.items():
         monkeypatch.setattr(backward, name, value)
     monkeypatch.setattr(backward, "_BLOCK_BINS", 16)
     for function in BOUND:
