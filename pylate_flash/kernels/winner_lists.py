@@ -34,7 +34,7 @@ _SCRATCH = 12 << 20
 _CHUNK_BITS = 10
 # Bits of a token that one pass sorts by; a document of more tokens takes two passes.
 _BIN_BITS = 11
-# Counts that a scan holds, of bins x chunks: 0.047, 0.025, 0.041; as 512 x 8 0.066, 0.030, 0.040.
+# Counts that one program scans at a time, of bins x chunks: all chunks of these bins.
 _BLOCK_BINS = 256
 _BLOCK_CHUNKS = 16
 # Query rows on one token that one program sums, at least; at most twice as many: 1.18, 0.35, 0.18, and 1.62,
@@ -93,7 +93,7 @@ def _bins_of(
 
 @triton.jit(do_not_specialize=["first_document", "n_rows", "n_chunks", "n_bins"])
 def _sort_kernel(
-    winners_ptr, listed_ptr, n_listed_ptr, order_ptr, counts_ptr, runs_ptr,
+    winners_ptr, listed_ptr, n_listed_ptr, order_ptr, counts_ptr, runs_ptr, reached_ptr,
     first_document, n_rows, n_chunks, n_bins,
     SHIFT: tl.constexpr,
     BIN_BITS: tl.constexpr,
@@ -103,7 +103,8 @@ def _sort_kernel(
 ):  # fmt: skip
     """order[local document, chunk] = the chunk's rows by bin, and within a bin in their order; chunks x documents.
 
-    `runs`, a view of `counts` [local document, chunk, bin], tells where in the chunk each bin's rows begin and end.
+    `runs`, a view of `counts` [local document, chunk, bin], tells where in the chunk each bin's rows begin and end, and
+    `reached` [local document, chunk, block of bins] where a block's do.
     """
     CHUNK: tl.constexpr = 1 << CHUNK_BITS
     program = tl.program_id(0).to(tl.int64)
@@ -120,7 +121,9 @@ def _sort_kernel(
     exists = bins < (1 << BIN_BITS)
     begins = (ranks == 0) | (tl.gather(bins, tl.maximum(ranks - 1, 0), axis=0) != bins)
     ends = (ranks == CHUNK - 1) | (tl.gather(bins, tl.minimum(ranks + 1, CHUNK - 1), axis=0) != bins)
+    reached_ptr += program * tl.cdiv(n_bins, BLOCK_BINS)
     for block in tl.range(0, n_bins, BLOCK_BINS):
+        tl.store(reached_ptr + block // BLOCK_BINS, tl.sum((bins < block).to(tl.int32), axis=0))
         every = block + tl.arange(0, BLOCK_BINS)
         tl.store(counts_ptr + program * n_bins + every, tl.zeros([BLOCK_BINS], tl.int32), mask=every < n_bins)
     tl.debug_barrier()
@@ -141,7 +144,7 @@ def _load_runs(runs_ptr, n_chunks, n_bins, chunks, bins):
 
 @triton.jit(do_not_specialize=["first_document", "n_chunks", "n_bins", "document_length"])
 def _scan_kernel(
-    counts_ptr, starts_ptr, owners_ptr, n_listed_ptr, cu_seqlens_ptr,
+    counts_ptr, reached_ptr, starts_ptr, owners_ptr, n_listed_ptr, cu_seqlens_ptr,
     first_document, n_chunks, n_bins, document_length,
     BLOCK_BINS: tl.constexpr,
     BLOCK_CHUNKS: tl.constexpr,
@@ -151,9 +154,11 @@ def _scan_kernel(
     """Turn the runs of a document's chunks into places: what to add to a rank in the chunk, by chunk and bin.
 
     Also leaves how many rows have a bin and, WITH_STARTS (where bins are tokens), where the list of every token begins;
-    of a packed document also whose tokens they are.
+    of a packed document also whose tokens they are. Grid: blocks of bins x documents.
     """
-    local = tl.program_id(0).to(tl.int64)
+    n_blocks = tl.cdiv(n_bins, BLOCK_BINS)
+    local = (tl.program_id(0) // n_blocks).to(tl.int64)
+    block = tl.program_id(0) % n_blocks
     flat = first_document + local
     counts_ptr += local * n_chunks * n_bins
     length = document_length
@@ -165,28 +170,31 @@ def _scan_kernel(
             starts_ptr += token + flat
         else:
             starts_ptr += local * (document_length + 1)
+    bins = block * BLOCK_BINS + tl.arange(0, BLOCK_BINS)
+    reached_ptr += local * n_chunks * n_blocks + block
     reached = n_chunks * 0
-    for block in tl.range(0, n_bins, BLOCK_BINS):
-        bins = block + tl.arange(0, BLOCK_BINS)
-        totals = tl.zeros([BLOCK_BINS], tl.int32)
-        for chunk in tl.range(0, n_chunks, BLOCK_CHUNKS):
-            _, rows, _, _ = _load_runs(counts_ptr, n_chunks, n_bins, chunk + tl.arange(0, BLOCK_CHUNKS), bins)
-            totals += tl.sum(rows, axis=0)
-        place = reached + tl.cumsum(totals, axis=0) - totals
-        reached += tl.sum(totals, axis=0)
-        # Places overwrite runs that another thread may have to read first.
-        tl.debug_barrier()
-        if WITH_STARTS:
-            tl.store(starts_ptr + bins, place, mask=bins < length)
-            if PACKED:
-                tl.store(owners_ptr + bins, (flat + bins * 0).to(tl.int32), mask=bins < length)
-        for chunk in tl.range(0, n_chunks, BLOCK_CHUNKS):
-            begins, rows, at, mask = _load_runs(counts_ptr, n_chunks, n_bins, chunk + tl.arange(0, BLOCK_CHUNKS), bins)
-            tl.store(counts_ptr + at, place[None, :] + tl.cumsum(rows, axis=0) - rows - begins, mask=mask)
-            place += tl.sum(rows, axis=0)
-    tl.store(n_listed_ptr + local, reached)
+    totals = tl.zeros([BLOCK_BINS], tl.int32)
+    for chunk in tl.range(0, n_chunks, BLOCK_CHUNKS):
+        chunks = chunk + tl.arange(0, BLOCK_CHUNKS)
+        _, rows, _, _ = _load_runs(counts_ptr, n_chunks, n_bins, chunks, bins)
+        totals += tl.sum(rows, axis=0)
+        reached += tl.sum(tl.load(reached_ptr + chunks * n_blocks, mask=chunks < n_chunks, other=0), axis=0)
+    place = reached + tl.cumsum(totals, axis=0) - totals
+    # Places overwrite runs that another thread may have to read first.
+    tl.debug_barrier()
     if WITH_STARTS:
-        tl.store(starts_ptr + length, reached)
+        tl.store(starts_ptr + bins, place, mask=bins < length)
+        if PACKED:
+            tl.store(owners_ptr + bins, (flat + bins * 0).to(tl.int32), mask=bins < length)
+    for chunk in tl.range(0, n_chunks, BLOCK_CHUNKS):
+        begins, rows, at, mask = _load_runs(counts_ptr, n_chunks, n_bins, chunk + tl.arange(0, BLOCK_CHUNKS), bins)
+        tl.store(counts_ptr + at, place[None, :] + tl.cumsum(rows, axis=0) - rows - begins, mask=mask)
+        place += tl.sum(rows, axis=0)
+    if block == n_blocks - 1:
+        listed = reached + tl.sum(totals, axis=0)
+        tl.store(n_listed_ptr + local, listed)
+        if WITH_STARTS:
+            tl.store(starts_ptr + length, listed)
 
 
 @triton.jit(do_not_specialize=["first_document", "n_rows", "n_chunks", "n_bins"])
@@ -466,6 +474,7 @@ def backward_by_lists(problem: Problem, inputs: Inputs) -> Tensor:
     count, device = plan.documents, documents.device
     lists = [torch.empty(count, problem.rows, dtype=plan.list_dtype, device=device) for _ in range(plan.passes)]
     listed = torch.empty(count, dtype=torch.int32, device=device)
+    reached = torch.empty(count * plan.reached, dtype=torch.int32, device=device)
     # Chunks in order and their counts are not looked at once the rows are placed, so parts of sums take their memory.
     shared = torch.empty(count * plan.shared, dtype=torch.int32, device=device)
     order, parts = shared.view(torch.uint16), shared.view(torch.float32)
@@ -479,8 +488,8 @@ def backward_by_lists(problem: Problem, inputs: Inputs) -> Tensor:
     for block in blocks:
         previous = None
         for (sort, scan, place), target in zip(block.passes, lists, strict=True):
-            sort(winners, previous, listed, order, counts, runs)
-            scan(counts, starts, owners, listed, inputs.cu_seqlens)
+            sort(winners, previous, listed, order, counts, runs, reached)
+            scan(counts, reached, starts, owners, listed, inputs.cu_seqlens)
             place(winners, previous, order, counts, listed, target)
             previous = target
         if block.find_starts is not None:
@@ -496,7 +505,8 @@ def backward_by_lists(problem: Problem, inputs: Inputs) -> Tensor:
 class _Plan(NamedTuple):
     """A block of documents: how many they are, passes of the sort, and the scratch of a document in 32-bit words.
 
-    `shared` words for chunks and counts, and later for parts; the first `ordered` of them hold the chunks.
+    `shared` words for chunks and counts, and later for parts; the first `ordered` of them hold the chunks. `reached` as
+    in `_sort_kernel`.
     """
 
     documents: int
@@ -504,6 +514,7 @@ class _Plan(NamedTuple):
     passes: int
     ordered: int
     shared: int
+    reached: int
 
 
 class _Block(NamedTuple):
@@ -530,8 +541,9 @@ def _bound_lists(problem: Problem) -> tuple[_Plan, tuple[_Block, ...]]:
     list_dtype = torch.uint16 if rows <= 1 << 16 else torch.int32
     ordered = (chunks << _CHUNK_BITS) // 2
     shared = max(ordered + chunks * bins, segments * 2 * problem.size)
+    reached = chunks * triton.cdiv(bins, _BLOCK_BINS)
     starts = 0 if problem.packed else length + 1
-    scratch = len(digits) * rows * list_dtype.itemsize + (shared + starts) * 4
+    scratch = len(digits) * rows * list_dtype.itemsize + (shared + reached + starts) * 4
     winners = problem.documents * rows * problem.winners_dtype.itemsize
     step = max(1, min(problem.documents, max(_SCRATCH, winners // 2) // scratch))
     step = triton.cdiv(problem.documents, triton.cdiv(problem.documents, step))
@@ -539,7 +551,7 @@ def _bound_lists(problem: Problem) -> tuple[_Plan, tuple[_Block, ...]]:
         _bind_block(problem, first, min(step, problem.documents - first), digits, chunks, segments)
         for first in range(0, problem.documents, step)
     )
-    return _Plan(step, list_dtype, len(digits), ordered, shared), blocks
+    return _Plan(step, list_dtype, len(digits), ordered, shared, reached), blocks
 
 
 def _bind_block(
@@ -553,7 +565,7 @@ def _bind_block(
         constants = (shift, _BIN_BITS, _CHUNK_BITS, index > 0)
         sort = _sort.bind((chunks * count, 1, 1), integers, (), (*constants, _BLOCK_BINS), 1, num_stages=1)
         scan = _scan.bind(
-            (count, 1, 1),
+            (triton.cdiv(bins, _BLOCK_BINS) * count, 1, 1),
             (first, chunks, bins, length),
             (),
             (_BLOCK_BINS, _BLOCK_CHUNKS, problem.packed, len(digits) == 1),
