@@ -44,11 +44,11 @@ _GATHER_PROGRAMS = 2
 _SPLIT_PROGRAMS = 8
 _SPLIT_DOCUMENTS = 32
 
-# What "auto" takes where at most so many query rows choose tokens of a document, and where more do. Milliseconds of
-# grad_D at 64 x 16 candidates (32 x 300 tokens), 32 x 32 (32 x 512) and 128 x 128 (32 x 300, 4096 rows each):
-#   onehot  -      -      -
-#   csr     0.222  0.357  0.058
-#   atomic  0.111  0.174  0.093, not reproducible
+# "auto" takes "onehot" where at most so many query rows choose tokens of a document, and "csr" where more do, whose
+# program for every token, chosen or not, costs more than few rows do. Milliseconds of grad_D on an H200:
+#   candidates 64 x 16, 32 x 300 tokens (32 rows)    csr 0.222   atomic 0.111
+#   candidates 32 x 32, 32 x 512 tokens (32 rows)    csr 0.357   atomic 0.174
+#   128 x 128, 32 x 300 tokens (4096 rows)           csr 0.058   atomic 0.093
 _FEW_ROWS = 128
 
 
