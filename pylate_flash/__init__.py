@@ -10,16 +10,29 @@ from typing import TYPE_CHECKING, Any
 from .register import register, registered, unregister
 
 if TYPE_CHECKING:
-    from .ops import maxsim, maxsim_pairs
+    from .ops import maxsim, maxsim_pairs, maxsim_varlen, maxsim_varlen_pairs, pack, unpack
 
 __version__ = "0.1.0"
 
-__all__ = ["__version__", "maxsim", "maxsim_pairs", "register", "registered", "unregister"]
+_OPERATIONS = ("maxsim", "maxsim_pairs", "maxsim_varlen", "maxsim_varlen_pairs", "pack", "unpack")
+
+__all__ = [
+    "__version__",
+    "maxsim",
+    "maxsim_pairs",
+    "maxsim_varlen",
+    "maxsim_varlen_pairs",
+    "pack",
+    "register",
+    "registered",
+    "unpack",
+    "unregister",
+]
 
 
 def __getattr__(name: str) -> Any:
     # The operations import torch, which takes seconds; `pylate-flash --help` does not wait for it.
-    if name in ("maxsim", "maxsim_pairs"):
+    if name in _OPERATIONS:
         from . import ops
 
         return getattr(ops, name)

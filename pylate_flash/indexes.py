@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -28,6 +29,15 @@ _BLOCK_BYTES_CUDA = 512 << 20
 _QUERY_TOKENS = 4096
 # PyLate's torch scorer builds the similarities of all token pairs; this bounds how many at a time.
 _TORCH_PAIRS = 1 << 24
+
+
+class _Packed(NamedTuple):
+    """Packed tokens [T, d], their cu_seqlens [N + 1], on one device, and the length of the longest sequence."""
+
+    values: Tensor
+    cu_seqlens: Tensor
+    longest: int
+
 
 Embeddings = Sequence[np.ndarray | Tensor | list] | np.ndarray | Tensor
 
@@ -313,8 +323,8 @@ class Flat(Base):
     def _search(self, queries: list[Tensor], positions: np.ndarray, k: int) -> list[list[RerankResult]]:
         """Every query against the same documents."""
         lengths = np.array([len(query) for query in queries])
-        chunks = [pack(queries[start:stop]) for start, stop in blocks(lengths, _QUERY_TOKENS)]
-        sizes = [len(cu_seqlens) - 1 for _, cu_seqlens in chunks]
+        chunks = [_packed(queries[start:stop]) for start, stop in blocks(lengths, _QUERY_TOKENS)]
+        sizes = [len(chunk.cu_seqlens) - 1 for chunk in chunks]
         best = [
             (
                 torch.empty(size, 0, dtype=torch.float32, device=self.device),
@@ -356,7 +366,7 @@ class Flat(Base):
             # On the host, where the op plans its launch.
             cu_seqlens = torch.from_numpy(np.concatenate([[0], np.cumsum(owned)]).astype(np.int32))
             documents = self._documents(positions[start:stop])
-            scores[start:stop] = self._score(pack(queries[low:high]), documents, cu_seqlens).cpu().numpy()
+            scores[start:stop] = self._score(_packed(queries[low:high]), documents, cu_seqlens).cpu().numpy()
         results = []
         for own, found in zip(np.split(scores, np.cumsum(counts)[:-1]), candidates, strict=True):
             order = np.argsort(-own, kind="stable")[:k]
@@ -366,41 +376,46 @@ class Flat(Base):
     def _results(self, scores: list[float], positions: list[int]) -> list[RerankResult]:
         return [RerankResult(id=self._store.ids[i], score=score) for score, i in zip(scores, positions, strict=True)]
 
-    def _documents(self, positions: np.ndarray) -> tuple[Tensor, Tensor]:
-        """Packed tokens [T, d] of some documents and their cu_seqlens [N + 1]."""
-        cu_seqlens = np.concatenate([[0], np.cumsum(self._store.lengths[positions])]).astype(np.int32)
-        return self._store.read(positions, self.device), torch.from_numpy(cu_seqlens).to(self.device)
+    def _documents(self, positions: np.ndarray) -> _Packed:
+        lengths = self._store.lengths[positions]
+        cu_seqlens = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
+        values = self._store.read(positions, self.device)
+        return _Packed(values, cu_seqlens.to(self.device, non_blocking=True), int(lengths.max(initial=0)))
 
-    def _score(
-        self, queries: tuple[Tensor, Tensor], documents: tuple[Tensor, Tensor], candidates: Tensor | None = None
-    ) -> Tensor:
+    def _score(self, queries: _Packed, documents: _Packed, candidates: Tensor | None = None) -> Tensor:
         """Scores [Nq, Nd] of packed queries and documents; with `candidates` [Nq + 1], of each document's own query."""
         if self.scorer not in ("pylate_flash", "auto"):
             return _pylate_scores(queries, documents, candidates, self.scorer)
         return maxsim_varlen(
-            queries[0],
-            documents[0],
-            queries[1],
-            documents[1],
+            queries.values,
+            documents.values,
+            queries.cu_seqlens,
+            documents.cu_seqlens,
             candidates_cu_seqlens=candidates,
+            max_query_length=queries.longest,
+            max_document_length=documents.longest,
             empty_score=EMPTY_SCORE,
         )
 
 
-def _pylate_scores(
-    queries: tuple[Tensor, Tensor], documents: tuple[Tensor, Tensor], candidates: Tensor | None, backend: str
-) -> Tensor:
+def _packed(sequences: list[Tensor]) -> _Packed:
+    return _Packed(*pack(sequences), max(len(sequence) for sequence in sequences))
+
+
+def _pylate_scores(queries: _Packed, documents: _Packed, candidates: Tensor | None, backend: str) -> Tensor:
     """As `Flat._score`, by PyLate's scorer.
 
     It takes padded tensors and counts a padded document token as a similarity of 0, so documents are stacked with
     others of their length. Padded query tokens add 0 to a sum, which is right.
     """
-    values, cu_seqlens = queries[0], queries[1].tolist()
+    values, cu_seqlens = queries.values, queries.cu_seqlens.tolist()
     split = [values[start:stop] for start, stop in zip(cu_seqlens[:-1], cu_seqlens[1:], strict=True)]
     if candidates is not None:
         bounds = candidates.tolist()
         owned = [
-            _pylate_scores(pack([query]), (documents[0], documents[1][start : stop + 1]), None, backend)[0]
+            _pylate_scores(
+                _packed([query]), documents._replace(cu_seqlens=documents.cu_seqlens[start : stop + 1]), None, backend
+            )[0]
             for query, start, stop in zip(split, bounds[:-1], bounds[1:], strict=True)
         ]
         return torch.cat(owned)
@@ -412,15 +427,15 @@ def _pylate_scores(
     mask = None
     if (query_lengths != padded.shape[1]).any():
         mask = torch.arange(padded.shape[1], device=values.device) < query_lengths[:, None]
-    lengths = documents[1].diff()
+    lengths = documents.cu_seqlens.diff()
     scores = values.new_full((len(split), len(lengths)), EMPTY_SCORE, dtype=torch.float32)
     for length in lengths.unique().tolist():
         if not length:
             continue
         batch = max(1, _TORCH_PAIRS // (max(1, padded.shape[0] * padded.shape[1]) * length))
         for some in torch.nonzero(lengths == length)[:, 0].split(batch):
-            rows = documents[1][some].long()[:, None] + torch.arange(length, device=values.device)
-            stacked = documents[0][rows].to(padded.dtype)
+            rows = documents.cu_seqlens[some].long()[:, None] + torch.arange(length, device=values.device)
+            stacked = documents.values[rows].to(padded.dtype)
             scores[:, some] = colbert_scores(padded, stacked, queries_mask=mask, backend=backend).float()
     return scores
 

@@ -33,7 +33,8 @@ def rerank(
     """Order each query's documents by their MaxSim score, best first.
 
     All queries and their candidates, of whatever lengths, are packed without padding, moved to the device once, scored
-    in one call and sorted there; documents with equal scores keep their order.
+    in one call and sorted there; documents with equal scores keep their order. On the CPU, a few queries at a time are
+    packed, so that their candidates stay in the cache and are never all there twice.
 
     Parameters
     ----------
@@ -94,40 +95,83 @@ def rerank(
     counts = [len(query_ids) for query_ids in documents_ids]
     if not documents:
         return [[] for _ in counts]
-    queries_lengths, documents_lengths = [len(tokens) for tokens in queries], [len(tokens) for tokens in documents]
-    if masking == "zero":
-        documents, documents_lengths = _with_padding_token(documents, documents_lengths, counts)
-    all_queries, all_documents = concatenated(queries, documents, device)
-    if backend == "auto" and left_to_pylate(all_queries, all_documents):
-        return _pylate_rerank(documents_ids, queries_embeddings, documents_embeddings, device)
-    if device is None:
-        all_documents = all_documents.to(all_queries.device)
-    scores, order = _ranked(all_queries, all_documents, queries_lengths, documents_lengths, counts)
+    first_document = np.cumsum([0, *counts])
+    scores = []
+    for first, last in _runs(queries, documents, first_document, device):
+        run_documents, run_counts = documents[first_document[first] : first_document[last]], counts[first:last]
+        if not run_documents:
+            continue
+        lengths = [len(tokens) for tokens in run_documents]
+        if masking == "zero":
+            run_documents, lengths = _with_padding_token(run_documents, lengths, run_counts)
+        packed_queries, packed_documents = concatenated(queries[first:last], run_documents, device)
+        if backend == "auto" and left_to_pylate(packed_queries, packed_documents):
+            return _pylate_rerank(documents_ids, queries_embeddings, documents_embeddings, device)
+        if device is None:
+            packed_documents = packed_documents.to(packed_queries.device)
+        queries_lengths = [len(tokens) for tokens in queries[first:last]]
+        scores.append(_scored(packed_queries, packed_documents, queries_lengths, lengths, run_counts))
+    best_first, order = _ranked(torch.cat(scores), counts)
     ids = [document_id for query_ids in documents_ids for document_id in query_ids]
-    results = [RerankResult(id=ids[index], score=score) for index, score in zip(order, scores, strict=True)]
-    ends = np.cumsum(counts).tolist()
-    return [results[end - count : end] for end, count in zip(ends, counts, strict=True)]
+    results = [RerankResult(id=ids[index], score=score) for index, score in zip(order, best_first, strict=True)]
+    return [results[first:last] for first, last in zip(first_document[:-1], first_document[1:], strict=True)]
+
+
+# Documents packed at once on the CPU: they stay in its caches between the copy and the product.
+_RUN_BYTES = 8 << 20
+
+
+def _runs(
+    queries: list[Tensor], documents: list[Tensor], first_document: np.ndarray, device: str | torch.device | None
+) -> list[tuple[int, int]]:
+    """Consecutive queries to score together: few at a time on the CPU, all elsewhere.
+
+    Embeddings that differ in place, type or size are kept together too, to be checked against each other.
+    """
+    first = queries[0]
+    on_cpu = torch.device(first.device if device is None else device).type == "cpu"
+    if not on_cpu or any(
+        tokens.device.type != "cpu" or tokens.dtype != first.dtype or tokens.shape[-1] != first.shape[-1]
+        for tokens in (*queries, *documents)
+    ):
+        return [(0, len(queries))]
+    lengths = np.fromiter((len(tokens) for tokens in documents), dtype=np.int64, count=len(documents))
+    bounds = np.concatenate([[0], lengths.cumsum()])[first_document]
+    budget = _RUN_BYTES // (first.element_size() * max(1, first.shape[-1]))
+    runs, start = [], 0
+    while start < len(queries):
+        stop = max(start + 1, int(np.searchsorted(bounds, bounds[start] + budget, side="right")) - 1)
+        runs.append((start, stop))
+        start = stop
+    return runs
 
 
 @torch.no_grad()
-def _ranked(
+def _scored(
     queries: Tensor,
     documents: Tensor,
     queries_lengths: list[int],
     documents_lengths: list[int],
     counts: list[int],
-) -> tuple[list[float], list[int]]:
-    """Scores of all documents, query by query and descending within a query, and the indices of the documents.
+) -> Tensor:
+    """Scores [Nd] of packed documents, each against its own query.
 
-    The boundaries stay on the host, where the op plans its work. One tensor comes back.
+    The boundaries stay on the host, where the op plans its work.
     """
-    scores = maxsim_varlen(
+    return maxsim_varlen(
         queries,
         documents,
         cu_seqlens(queries_lengths),
         cu_seqlens(documents_lengths),
         candidates_cu_seqlens=cu_seqlens(counts),
     )
+
+
+def _ranked(scores: Tensor, counts: list[int]) -> tuple[list[float], list[int]]:
+    """Scores of all documents, query by query and descending within a query, and the indices of the documents.
+
+    One tensor comes back from the device.
+    """
     # By score, then by query with a stable sort: a segmented sort in two passes.
     order = torch.argsort(scores, descending=True, stable=True)
     query_of_document = torch.from_numpy(np.repeat(np.arange(len(counts), dtype=np.int32), counts)).to(scores.device)

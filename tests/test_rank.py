@@ -42,6 +42,13 @@ def collection() -> tuple[list[list[str]], list[torch.Tensor], list[list[torch.T
     return ids, queries, documents
 
 
+@pytest.fixture(params=["queries together", "query by query"])
+def runs(request, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How the CPU takes the queries."""
+    if request.param == "query by query":
+        monkeypatch.setattr(pylate_flash.rank, "_RUN_BYTES", 1)
+
+
 def assert_same(ours: list, theirs: list) -> None:
     assert [[result["id"] for result in row] for row in ours] == [[result["id"] for result in row] for row in theirs]
     for our_row, their_row in zip(ours, theirs, strict=True):
@@ -61,6 +68,7 @@ def test_names_of_pylate() -> None:
     assert pylate_flash.rank.score_xtr is pylate.rank.score_xtr
 
 
+@pytest.mark.usefixtures("runs")
 @pytest.mark.parametrize("kind", ["tensors", "arrays", "lists"])
 def test_results_of_pylate(collection, kind: str) -> None:
     ids, queries, documents = collection
@@ -102,6 +110,27 @@ def test_all_is_scored_in_one_call_without_padding(collection, monkeypatch: pyte
     assert torch.equal(packed_documents, torch.cat([document for row in documents for document in row]))
 
 
+def test_the_cpu_packs_few_queries_at_a_time(collection, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as fit, and a query with more candidates than fit alone; their tokens are all there once."""
+    ids, queries, documents = collection
+    varlen, packed = pylate_flash.rank.maxsim_varlen, []
+
+    def recorded(queries: torch.Tensor, documents: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+        packed.append((len(queries), len(documents)))
+        return varlen(queries, documents, *args, **kwargs)
+
+    monkeypatch.setattr(pylate_flash.rank, "maxsim_varlen", recorded)
+    # The queries have 3, 1, 7 and 4 tokens, their candidates 14, 2, 29 and 8, each token of 12 float32.
+    monkeypatch.setattr(pylate_flash.rank, "_RUN_BYTES", 16 * 12 * 4)
+    assert_same(rerank(ids, queries, documents), pylate_rerank(ids, queries, documents))
+    assert packed == [(3 + 1, 14 + 2), (7, 29), (4, 8)]
+    packed.clear()
+    monkeypatch.setattr(pylate_flash.rank, "_RUN_BYTES", 36 * 12 * 4)
+    rerank([[], *ids], [queries[0], *queries], [[], *documents])
+    assert packed == [(3 + 3 + 1, 14 + 2), (7, 29), (4, 8)]
+
+
+@pytest.mark.usefixtures("runs")
 def test_padding_is_not_scored_and_zero_masking_scores_it_as_pylate_does() -> None:
     query = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
     short, long = torch.tensor([[-1.0, 2.0]]), torch.tensor([[-1.0, -2.0], [-2.0, -1.0], [-3.0, -3.0]])
@@ -140,6 +169,7 @@ def test_zero_masking_equals_pylate_on_any_lengths(data: st.DataObject) -> None:
         assert [result["score"] for result in our_row] == sorted((r["score"] for r in our_row), reverse=True)
 
 
+@pytest.mark.usefixtures("runs")
 def test_equal_scores_keep_their_order() -> None:
     token = torch.ones(1, 4)
     documents = [[token, token * 2, token, token * 2, token] * 20, [token] * 3]
@@ -150,6 +180,7 @@ def test_equal_scores_keep_their_order() -> None:
     assert [result["id"] for result in second] == ["c", "a", "b"]
 
 
+@pytest.mark.usefixtures("runs")
 def test_empty_documents_candidates_and_queries() -> None:
     query, document = torch.ones(2, 4), torch.ones(3, 4)
     empty = torch.empty(0, 4)
@@ -174,6 +205,7 @@ def test_empty_documents_candidates_and_queries() -> None:
     assert rerank([["a"]], [[]], [[[]]]) == [[{"id": "a", "score": 0.0}]]
 
 
+@pytest.mark.usefixtures("runs")
 def test_nan_and_infinite_scores() -> None:
     query = torch.ones(1, 2)
     documents = [torch.full((1, 2), value) for value in (1.0, math.nan, math.inf, -math.inf, 2.0)]
@@ -184,6 +216,7 @@ def test_nan_and_infinite_scores() -> None:
     assert_same([results], pylate_rerank([list("abcde")], [query], [documents]))
 
 
+@pytest.mark.usefixtures("runs")
 def test_types(collection) -> None:
     ids, queries, documents = collection
     halves = [[document.half() for document in row] for row in documents]
@@ -236,6 +269,7 @@ def test_the_scorer_of_the_model_and_the_backend(collection, monkeypatch: pytest
 TOKENS = torch.ones(2, 4)
 
 
+@pytest.mark.usefixtures("runs")
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [

@@ -2,9 +2,11 @@
 
 ``pylate-flash bench [SUITE]`` and ``python -m pylate_flash.bench [SUITE]`` run it. From the bottom up:
 
-- `protocol`: how one call is timed, the card's two ceilings, and the floor that they give a piece of work.
+- `protocol`: how one call is timed, the card's ceilings (`l2`: that of its cache), and the floor that they give a piece
+  of work.
 - `suite`: what a suite is (rows, systems, a reference), and the loop that checks, times and compares the systems.
-- `forward`, `varlen`, `launch`, `cpu`: the suites. Another one is one more file like them, named in `SUITES`.
+- `forward`, `varlen`, `training`, `launch`, `cpu`: the suites. Another one is one more file like them, named
+  in `SUITES`.
 - `peers`: the other packages that a suite may measure, and what is particular to them.
 - `memory`: the memory of one system, measured in a process of its own (`fresh`).
 - `results`, `report`, `plot`, `readme`: a result as JSON, as a table on the terminal, as a picture, in the README.
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 SUITES = {
     "forward": "pylate_flash.bench.forward",
     "varlen": "pylate_flash.bench.varlen",
+    "training": "pylate_flash.bench.training",
     "launch": "pylate_flash.bench.launch",
     "cpu": "pylate_flash.bench.cpu",
 }

@@ -30,8 +30,9 @@ def bench(
         str,
         typer.Argument(
             help="forward: scores of padded batches, on this device. varlen: of packed documents of many lengths, and "
-            "reranking through PyLate. launch: how long a call keeps the host, in microseconds, and what it compiles. "
-            "cpu: padded float32 batches on the processor."
+            "reranking through PyLate. training: forward, loss and backward, with uniform and with skewed winners. "
+            "launch: how long a call keeps the host, in microseconds, and what it compiles. cpu: float32 batches, and "
+            "reranking, on the processor."
         ),
     ] = "forward",
     rows: Annotated[

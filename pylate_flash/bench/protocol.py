@@ -215,14 +215,23 @@ def measure(calls: Mapping[str, Callable[[], object]], stopwatch: Stopwatch, rou
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What the machine reached at its best in this run: a matrix product, and a copy (bytes read plus written)."""
+    """What the machine reached at its best in this run: a matrix product, and a copy (bytes read plus written).
+
+    And where rows need it, on a GPU: reads of its L2 cache.
+    """
 
     flops_per_second: float
     bytes_per_second: float
+    l2_bytes_per_second: float | None = None
 
 
 def measure_ceilings(
-    device: torch.device, dtype: torch.dtype, *, matmul_size: int | None = None, copy_bytes: int | None = None
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    with_l2: bool = False,
+    matmul_size: int | None = None,
+    copy_bytes: int | None = None,
 ) -> Ceilings:
     """Measure the rate of a large matrix product in ``dtype`` on random data, and of a large copy.
 
@@ -230,6 +239,8 @@ def measure_ceilings(
     ----------
     device, dtype
         Where, and the type of the matrices. float32 follows `torch.get_float32_matmul_precision`, as the systems do.
+    with_l2
+        Whether to measure the L2 cache of a GPU too.
     matmul_size
         Rows and columns of the square matrices. Default: 8192 on a GPU, 2048 on a CPU.
     copy_bytes
@@ -253,18 +264,29 @@ def measure_ceilings(
         make_stopwatch(device, flush_bytes=0),
         Rounds(warmup=5, repetitions=20) if on_gpu else Rounds(warmup=1, repetitions=3),
     )
+    l2 = None
+    if with_l2 and on_gpu:
+        # Its kernel needs Triton, which is not everywhere.
+        from pylate_flash.bench.l2 import measure_l2
+
+        l2 = measure_l2(device)
     return Ceilings(
         flops_per_second=2 * matmul_size**3 / (timings["matmul"].median_ms / 1e3),
         bytes_per_second=2 * copy_bytes / (timings["copy"].median_ms / 1e3),
+        l2_bytes_per_second=l2,
     )
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a computation cannot avoid: its operations, and its bytes (inputs read once, the output written once)."""
+    """What a computation cannot avoid: its operations, and its bytes (inputs read once, the output written once).
+
+    ``l2_bytes`` are read from tensors that fit the L2 cache, again and again, once the operations are done.
+    """
 
     flops: float
     bytes: float
+    l2_bytes: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -276,10 +298,16 @@ class Floor:
 
 
 def floor_of(work: Work, ceilings: Ceilings) -> Floor:
-    """Return the floor of a piece of work: the longer of its two times at the ceilings."""
+    """Return the floor of a piece of work: the longer of its two times at the ceilings.
+
+    What it reads from the L2 cache comes after that, where that cache was measured.
+    """
     compute = 1e3 * work.flops / ceilings.flops_per_second
     memory = 1e3 * work.bytes / ceilings.bytes_per_second
-    return Floor(compute, "compute") if compute > memory else Floor(memory, "memory")
+    floor = Floor(compute, "compute") if compute > memory else Floor(memory, "memory")
+    if not work.l2_bytes or ceilings.l2_bytes_per_second is None:
+        return floor
+    return Floor(floor.milliseconds + 1e3 * work.l2_bytes / ceilings.l2_bytes_per_second, f"{floor.bound} and L2")
 
 
 def relative_error(output: torch.Tensor, reference: torch.Tensor) -> float:

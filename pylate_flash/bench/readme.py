@@ -39,6 +39,7 @@ def render(suite: Suite, result: dict[str, Any] | None) -> str:
         f"the time of {' or '.join(yardsticks)}{', whichever is shorter' if len(yardsticks) > 1 else ''}"
         if yardsticks
         else "the longer of a row's operations and its bytes at the two ceilings"
+        + (", and the rows gathered at that of the L2 cache" if result["ceilings"].get("l2_bytes_per_second") else "")
     )
     lines = [
         f"{suite.title}, {suite.unit}. {heading(result)}; {result['date'][:10]}. "

@@ -12,6 +12,9 @@ from rich.table import Table
 
 from pylate_flash.bench.suite import BROKEN, OURS, Observer, Suite
 
+# The system that is compared with pylate_flash even where another is faster: what a user has without a package.
+TORCH = "torch"
+
 
 def make_console() -> Console:
     """Return a console that does not fold the table where the output goes to a file."""
@@ -83,6 +86,8 @@ def heading(result: dict[str, Any]) -> str:
     parts.append(result["protocol"]["dtype"])
     parts.append(
         f"ceilings {ceilings['flops_per_second'] / 1e12:.3g} TFLOP/s and {ceilings['bytes_per_second'] / 1e12:.3g} TB/s"
+        # Results of other suites have none.
+        + (f" (L2: {l2 / 1e12:.3g} TB/s)" if (l2 := ceilings.get("l2_bytes_per_second")) else "")
     )
     return ", ".join(parts)
 
@@ -122,6 +127,8 @@ def show(console: Console, suite: Suite, result: dict[str, Any]) -> None:
         table.add_column(head, justify="right")
     table.add_column("ours / floor", justify="right")
     table.add_column("best other / ours", justify="right")
+    if TORCH in heads:
+        table.add_column("torch / ours", justify="right")
     table.add_column("our error", justify="right")
     for row in result["rows"]:
         ours = row["systems"].get(OURS, {})
@@ -133,11 +140,18 @@ def show(console: Console, suite: Suite, result: dict[str, Any]) -> None:
             *(_styled(row["systems"].get(name), suite.unit) for name in heads),
             f"{ours['over_floor']:.2f}" if "over_floor" in ours else "-",
             f"[{'green' if ratio >= 1 else 'red'}]{ratio:.2f}[/]" if ratio is not None else "-",
+            *([_over_ours(row, TORCH)] if TORCH in heads else []),
             f"{ours['error']:.1e}" if ours.get("error") is not None else "-",
         )
     console.print(table)
     for remark in remarks(result):
         console.print(escape(remark), highlight=False)
+
+
+def _over_ours(row: dict[str, Any], name: str) -> str:
+    """How many times our time a system takes."""
+    times = [row["systems"].get(system, {}).get("median_ms") for system in (name, OURS)]
+    return f"{times[0] / times[1]:.2f}" if all(times) else "-"
 
 
 def _styled(state: dict[str, Any] | None, unit: str) -> str:

@@ -8,17 +8,19 @@ The layout, version 1::
     versions:  python, torch, triton, pylate_flash, and of the packages in `peers.PEERS` (None where absent)
     protocol:  dtype, float32_matmul_precision, clock, warmup, repetitions, flush_bytes, retuned (peers, for
                every row), reduced (batches, on a CPU)
-    ceilings:  flops_per_second, bytes_per_second
-    rows:      [name, shape, flops, bytes, floor_ms, bound (what sets the floor: compute, memory, or the name of a
-                system that is a yardstick), best_peer, best_peer_over_ours,
+    ceilings:  flops_per_second, bytes_per_second, and l2_bytes_per_second (None where no row needs it)
+    rows:      [name, shape, flops, bytes, floor_ms, bound (what sets the floor: compute or memory, "... and L2" where
+                reads of the cache come after it, or the name of a system that is a yardstick), best_peer,
+                best_peer_over_ours,
                 systems: {name: status, and what that status has}]
     facts:     numbers and words that belong to no row (in suites that have them)
 
 The status of a system in a row is one of ``ok``, ``inaccurate`` (ours alone: timed, but past the accuracy it promises),
 ``wrong`` (its result is, so it has no time), ``failed`` (it raised) and ``absent``. ``ok`` and ``inaccurate`` come with
-``variant``, ``error`` (largest relative error of a score against float64; None for a yardstick), ``median_ms``,
-``iqr_ms``, ``host_ms`` (the time until the call returned), ``repetitions``, ``over_floor``, and ``memory_bytes`` where
-memory was measured; the others with a ``reason``, and ``wrong`` with its ``error`` (None where it is not finite).
+``variant``, ``error`` (largest relative error against float64, as the suite measures it; None for a yardstick),
+``median_ms``, ``iqr_ms``, ``host_ms`` (the time until the call returned), ``repetitions``, ``over_floor``, and
+``memory_bytes`` where memory was measured; the others with a ``reason``, and ``wrong`` with its ``error`` (None where
+it is not finite).
 """
 
 from __future__ import annotations
@@ -137,6 +139,7 @@ def make(
         "ceilings": {
             "flops_per_second": ceilings.flops_per_second,
             "bytes_per_second": ceilings.bytes_per_second,
+            "l2_bytes_per_second": ceilings.l2_bytes_per_second,
         },
         "rows": [],
     }

@@ -33,7 +33,7 @@ from pylate_flash.bench.protocol import (
 # in the table, and is no "other".
 OURS = "pylate_flash"
 
-# A larger error than this is not rounding: the system computes something else on these inputs, and is not timed.
+# What a system's error may be unless it says otherwise (`System.tolerance`).
 WRONG = 1e-2
 
 # What pylate_flash may exceed its own accuracy target by before a row says so (a maximum over a million scores).
@@ -47,20 +47,20 @@ class Unavailable(Exception):
     """Raised by a system's ``candidates`` where it cannot be measured: the message says why."""
 
 
-def as_it_is(result: Any) -> torch.Tensor:
-    """Read a result that is the tensor of scores already."""
+def as_it_is(result: Any) -> Any:
+    """Read a result that is what the reference is already."""
     return result
 
 
 class Candidate(NamedTuple):
-    """One way to compute a row: what it is called, a call without arguments, and how its result becomes the scores.
+    """One way to compute a row: what it is called, a call without arguments, and how to read what the suite compares.
 
     Reading the result is not timed.
     """
 
     label: str
     call: Callable[[], Any]
-    read: Callable[[Any], torch.Tensor] = as_it_is
+    read: Callable[[Any], Any] = as_it_is
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,9 @@ class System:
         The package that it comes from, or None for what needs no other package.
     about
         What the title stands for, where that needs saying.
+    tolerance
+        A larger error than this is no rounding of this system: it computes something else on these inputs, and is not
+        timed.
     yardstick
         It computes something else, to show what is possible: its result is not checked, it is not compared with
         pylate_flash, and the fastest yardstick of a row is its floor, in place of the ceilings.
@@ -90,6 +93,7 @@ class System:
     peer: peers.Peer | None = None
     about: str = ""
     yardstick: bool = False
+    tolerance: float = WRONG
 
 
 class Row(Protocol):
@@ -128,6 +132,9 @@ class Suite:
         From the inputs, the right answer in float64.
     accuracy
         The relative error that pylate_flash promises for a type.
+    error
+        ``(result, reference) -> relative error`` of what a candidate read from its result, infinite where it is not
+        finite.
     unit
         In which times are shown, ``ms`` or ``us``. Results keep milliseconds.
     stopwatch
@@ -144,8 +151,9 @@ class Suite:
     systems: Sequence[System]
     compiled: Sequence[System]
     make_inputs: Callable[[Any, torch.device, torch.dtype], Any]
-    reference: Callable[[Any], torch.Tensor]
+    reference: Callable[[Any], Any]
     accuracy: Callable[[torch.dtype], float]
+    error: Callable[[Any, Any], float] = relative_error
     unit: str = "ms"
     stopwatch: Callable[[torch.device, int], Stopwatch] = make_stopwatch
     device: str | None = None
@@ -226,7 +234,7 @@ def run(
         torch.cuda.set_device(device)
     if ceilings is None:
         observer.doing("measuring the ceilings")
-        ceilings = measure_ceilings(device, dtype)
+        ceilings = measure_ceilings(device, dtype, with_l2=any(row.work(dtype).l2_bytes for row in chosen))
         release(device)
     stopwatch = suite.stopwatch(device, rounds.flush_bytes)
     result = results.make(
@@ -293,7 +301,7 @@ def _run_row(
     ready: dict[str, Candidate] = {}
     for system in systems:
         observer.doing(f"{row.name}: preparing {system.title}")
-        states[system.name], candidate = _prepare(system, inputs, reference, device, stopwatch, quick)
+        states[system.name], candidate = _prepare(suite, system, inputs, reference, device, stopwatch, quick)
         if candidate is not None:
             ready[system.name] = candidate
 
@@ -302,12 +310,15 @@ def _run_row(
     work = row.work(dtype)
     yardsticks = {system.name: timings[system.name] for system in systems if system.yardstick and system.name in ready}
     floor = _fastest(yardsticks) if yardsticks else floor_of(work, ceilings)
+    tolerances = {system.name: system.tolerance for system in systems}
     for name, timing in timings.items():
         error = None
         if name not in yardsticks:
             # Once more on the way out: an error that has moved since the check is a race.
-            error = max(states[name]["error"], check(ready[name], reference))
-        states[name] = _state_after(name, error, suite.accuracy(dtype), ready[name].label, timing, floor.milliseconds)
+            error = max(states[name]["error"], check(ready[name], reference, suite.error))
+        states[name] = _state_after(
+            name, error, tolerances[name], suite.accuracy(dtype), ready[name].label, timing, floor.milliseconds
+        )
     return {
         "name": row.name,
         "shape": row.shape,
@@ -326,21 +337,23 @@ def _fastest(yardsticks: dict[str, Timing]) -> Floor:
     return Floor(yardsticks[name].median_ms, name)
 
 
-def check(candidate: Candidate, reference: torch.Tensor) -> float:
+def check(candidate: Candidate, reference: Any, error: Callable[[Any, Any], float] = relative_error) -> float:
     """Make the call once and return its relative error.
 
     Before it, memory of the result's size is filled with NaN and given back, so that an element which the call does not
     write is not found right because an earlier call wrote it there.
     """
-    poison = torch.full(reference.shape, float("nan"), dtype=torch.float32, device=reference.device)
+    tensors = (reference,) if isinstance(reference, torch.Tensor) else reference
+    poison = [torch.full(part.shape, float("nan"), dtype=torch.float32, device=part.device) for part in tensors]
     del poison
-    return relative_error(candidate.read(candidate.call()), reference)
+    return error(candidate.read(candidate.call()), reference)
 
 
 def _prepare(
+    suite: Suite,
     system: System,
     inputs: Any,
-    reference: torch.Tensor,
+    reference: Any,
     device: torch.device,
     stopwatch: Stopwatch,
     quick: bool,
@@ -368,8 +381,8 @@ def _prepare(
             if system.yardstick:
                 candidate.call()
             else:
-                error = check(candidate, reference)
-            if error > WRONG:
+                error = check(candidate, reference, suite.error)
+            if error > system.tolerance:
                 problems.append(("wrong", f"{candidate.label}: relative error {error:.1e}", error))
                 continue
             seconds = 0.0
@@ -395,9 +408,15 @@ def _prepare(
 
 
 def _state_after(
-    name: str, error: float | None, accuracy: float, variant: str, timing: Timing, floor_ms: float
+    name: str,
+    error: float | None,
+    tolerance: float,
+    accuracy: float,
+    variant: str,
+    timing: Timing,
+    floor_ms: float,
 ) -> dict[str, Any]:
-    if error is not None and error > WRONG:
+    if error is not None and error > tolerance:
         return {
             "status": "wrong",
             "reason": f"{variant}: right before the timing, wrong after it: a race",

@@ -169,7 +169,7 @@ def reference(inputs: Inputs | Request) -> torch.Tensor:
 
 
 def ours(inputs: Inputs | Request) -> list[Candidate]:
-    """The public `maxsim_varlen`, which waits for the device unless it is told the longest query, and `rank.rerank`."""
+    """The public `maxsim_varlen`, which waits for the device unless told the longest lengths, and `rank.rerank`."""
     if isinstance(inputs, Request):
         _need_pylate()
         from pylate_flash import rank
@@ -180,9 +180,12 @@ def ours(inputs: Inputs | Request) -> list[Candidate]:
     packed = partial(
         maxsim_varlen, inputs.queries, inputs.documents, inputs.queries_cu_seqlens, inputs.documents_cu_seqlens
     )
-    longest = inputs.padded.queries.shape[1]
+    longest = {
+        "max_query_length": inputs.padded.queries.shape[1],
+        "max_document_length": inputs.padded.documents.shape[1],
+    }
     return [
-        Candidate("maxsim_varlen, longest query given", partial(packed, max_query_length=longest)),
+        Candidate("maxsim_varlen, longest lengths given", partial(packed, **longest)),
         Candidate("maxsim_varlen", packed),
     ]
 

@@ -14,6 +14,10 @@ changes neither the maximum nor the lowest index that attains it. Nor does eithe
 both walk the list of the active ones (`kernels.masks`), so that padding and skipped tokens are never loaded. Under
 masking="zero" the masked ones take part afterwards, all at once, with a 0.
 
+Packed documents are cut by their tokens and not by their number (`kernels.cuts`): `_stacked_kernel` walks the documents
+of a cut, and takes its piece of one that is too long for a program. `_single_kernel`, whose programs walk two documents
+at most, has programs of their own for the pieces.
+
 An embedding of more than 256 bytes does not stay in shared memory: under SPLIT a similarity is summed over blocks of
 the embedding, and both operands are read block by block, as in any matrix product.
 """
@@ -29,6 +33,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .cuts import (
+    NO_WINNER,
+    Cuts,
+    document_position,
+    documents_of_cut,
+    find_piece,
+    merge_pieces,
+    owner_of,
+    pieces_scratch,
+    plan_cuts,
+    reaches_into,
+    tokens_of_piece,
+)
 from .launch import Launcher
 from .masks import active_tokens
 from .norms import inverse_norm, inverse_norms
@@ -45,18 +62,18 @@ from .tiles import (
 
 # Up to this many query tokens, one query is scored by `_single_kernel`.
 _SINGLE_MAX_QUERY_LENGTH = 64
+# Registers of a processor.
+_REGISTERS = 1 << 16
 # Rows whose maxima a kernel may sum; a query longer than `_GROUP` tokens is padded to a multiple of that.
 _GROUPS = (1, 8, 16, 32, 64, 128)
 _GROUP = 16
-# A winner that no token has yet taken; larger than any token.
-_NO_WINNER = tl.constexpr(2**31 - 1)
 _SUMMED_EMBEDDING = tl.constexpr(SUMMED_EMBEDDING)
 
 
 @triton.jit
 def _winner_of(key, best):
     """The winning token, -1 where no gradient flows because the best similarity is -inf."""
-    return tl.where((key == _NO_WINNER) | (best == float("-inf")), -1, key)
+    return tl.where((key == NO_WINNER) | (best == float("-inf")), -1, key)
 
 
 @triton.jit
@@ -82,12 +99,14 @@ def _document_range(
 
 
 @triton.jit(
-    do_not_specialize=["n_queries", "query_length", "padded_query_length", "n_documents", "document_length", "run"]
-)
+    do_not_specialize=[
+        "n_queries", "query_length", "padded_query_length", "n_documents", "document_length", "n_runs", "run", "whole"
+    ]
+)  # fmt: skip
 def _stacked_kernel(
     queries_ptr, documents_ptr, queries_mask_ptr, active_ptr, bounds_ptr, queries_scale_ptr, documents_scale_ptr,
-    cu_seqlens_ptr, sums_ptr, winners_ptr,
-    n_queries, query_length, padded_query_length, n_documents, document_length, run,
+    cu_seqlens_ptr, sums_ptr, winners_ptr, pieces_ptr, keys_ptr,
+    n_queries, query_length, padded_query_length, n_documents, document_length, n_runs, run, whole,
     stride_query, stride_query_token, stride_group, stride_document, stride_document_token,
     EMBEDDING: tl.constexpr,
     BLOCK_EMBEDDING: tl.constexpr,
@@ -96,6 +115,7 @@ def _stacked_kernel(
     GROUP: tl.constexpr,
     SPLIT: tl.constexpr,
     PACKED: tl.constexpr,
+    IN_PIECES: tl.constexpr,
     HAS_QUERIES_MASK: tl.constexpr,
     HAS_DOCUMENTS_MASK: tl.constexpr,
     ZERO_MASKED: tl.constexpr,
@@ -106,13 +126,22 @@ def _stacked_kernel(
     """Sums of maxima over groups of GROUP query rows, [G, Nq / G * groups per query, K], and winners [G, K, rows].
 
     `n_queries` counts the queries of one group of the layout. Programs that run together differ in their row block
-    first, so they read the same documents, out of L2.
+    first, so they read the same documents, out of L2. A run is `run` documents or, of packed ones, the cut of that size
+    (`kernels.cuts`); under IN_PIECES, documents of more than `whole` tokens are in pieces.
     """
     n_row_blocks = tl.cdiv(n_queries * padded_query_length, BLOCK_ROWS)
-    n_runs = tl.cdiv(n_documents, run)
     row_block = tl.program_id(0) % n_row_blocks
-    first = (tl.program_id(0) // n_row_blocks) % n_runs * run
+    run_index = (tl.program_id(0) // n_row_blocks) % n_runs
     group = tl.program_id(0) // (n_row_blocks * n_runs)
+    if PACKED:
+        cut_start = run_index.to(tl.int64) * run
+        first, last = documents_of_cut(cu_seqlens_ptr, n_documents, cut_start, run)
+    else:
+        first = run_index * run
+        last = tl.minimum(first + run, n_documents)
+    if IN_PIECES:
+        first_whole = first
+        first -= reaches_into(cu_seqlens_ptr, first - 1, cut_start, whole)
 
     rows = row_block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     query = rows // padded_query_length
@@ -132,17 +161,24 @@ def _stacked_kernel(
 
     # flatten: the two loops become one, so loads of the next document overlap the products of this one. Measured on an
     # H200 at the same tile: 0.493 to 0.428 ms at 1 x 1000, 1024 x 1024; 0.126 to 0.094 ms at 32 x 1024, 32 x 180.
-    for document in tl.range(first, tl.minimum(first + run, n_documents), flatten=not SPLIT):
+    for document in tl.range(first, last, flatten=not SPLIT):
         base, length = _document_range(
             documents_ptr, cu_seqlens_ptr, group, document, document_length,
             stride_group, stride_document, stride_document_token, PACKED,
         )  # fmt: skip
         flat_document = group.to(tl.int64) * n_documents + document
         flat = flat_document * document_length
+        if PACKED and NORMALIZE:
+            flat = tl.load(cu_seqlens_ptr + document).to(tl.int64)
         if HAS_DOCUMENTS_MASK:
             length = tl.load(bounds_ptr + 2 * flat_document)
+        if IN_PIECES:
+            # From here on, a piece is a document.
+            first_token, length = tokens_of_piece(cu_seqlens_ptr, document, cut_start, run, whole)
+            base += first_token.to(tl.int64) * stride_document_token
+            flat += first_token
         best = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
-        key = tl.full([BLOCK_ROWS], _NO_WINNER, tl.int32)
+        key = tl.full([BLOCK_ROWS], NO_WINNER, tl.int32)
         for start in tl.range(0, length, BLOCK_TOKENS):
             tokens = tl.minimum(start + tl.arange(0, BLOCK_TOKENS), length - 1)
             if HAS_DOCUMENTS_MASK:
@@ -169,12 +205,23 @@ def _stacked_kernel(
             tile_best = max_along(similarities, 1)
             if WITH_WINNERS:
                 won = (similarities == tile_best[:, None]) | (similarities != similarities)
-                tile_key = tl.min(tl.where(won, tokens[None, :], _NO_WINNER), axis=1)
+                tile_key = tl.min(tl.where(won, tokens[None, :], NO_WINNER), axis=1)
                 # A later tile must be strictly better, or the first NaN.
                 later = (tile_best > best) | ((tile_best != tile_best) & (best == best))
                 key = tl.where(later, tile_key, key)
             best = larger(best, tile_best)
 
+        stored = row_exists
+        if IN_PIECES:
+            # Looked up again, as the loop has no registers to keep it in.
+            is_whole = document_position(cu_seqlens_ptr, document)[1] <= whole
+            stored = row_exists & is_whole
+            if is_whole == 0:
+                slot = 2 * run_index + (document >= first_whole).to(tl.int32)
+                piece_row = (slot * n_row_blocks + row_block).to(tl.int64) * BLOCK_ROWS
+                tl.store(pieces_ptr + piece_row + tl.arange(0, BLOCK_ROWS), best)
+                if WITH_WINNERS:
+                    tl.store(keys_ptr + piece_row + tl.arange(0, BLOCK_ROWS), key)
         counted = row_active & (length > 0)
         winner = _winner_of(key, best)
         if ZERO_MASKED:
@@ -184,7 +231,7 @@ def _stacked_kernel(
         if WITH_WINNERS:
             winners_row = flat_document * n_queries * query_length + query.to(tl.int64) * query_length + token
             winner = tl.where(counted, winner, -1)
-            tl.store(winners_ptr + winners_row, winner.to(winners_ptr.dtype.element_ty), mask=row_exists)
+            tl.store(winners_ptr + winners_row, winner.to(winners_ptr.dtype.element_ty), mask=stored)
         if NORMALIZE:
             best *= row_scale
         best = tl.where(counted, best, 0.0)
@@ -192,14 +239,22 @@ def _stacked_kernel(
         groups_per_query = padded_query_length // GROUP
         sum_row = row_block * (BLOCK_ROWS // GROUP) + tl.arange(0, BLOCK_ROWS // GROUP)
         sums_offset = (group * n_queries * groups_per_query + sum_row).to(tl.int64) * n_documents + document
-        tl.store(sums_ptr + sums_offset, sums, mask=sum_row < n_queries * groups_per_query)
+        sum_exists = sum_row < n_queries * groups_per_query
+        if IN_PIECES:
+            sum_exists = sum_exists & is_whole
+        tl.store(sums_ptr + sums_offset, sums, mask=sum_exists)
 
 
-@triton.jit(do_not_specialize=["query_length", "n_documents", "document_length", "per_query", "run", "stride_sums"])
+@triton.jit(
+    do_not_specialize=[
+        "n_queries", "query_length", "n_documents", "document_length", "per_query", "run", "stride_sums",
+        "n_pieces", "cut", "whole",
+    ]
+)  # fmt: skip
 def _single_kernel(
     queries_ptr, documents_ptr, queries_mask_ptr, active_ptr, bounds_ptr, cu_seqlens_ptr, candidates_ptr,
-    sums_ptr, winners_ptr,
-    query_length, n_documents, document_length, per_query, run, stride_sums,
+    sums_ptr, winners_ptr, pieces_ptr, keys_ptr,
+    n_queries, query_length, n_documents, document_length, per_query, run, stride_sums, n_pieces, cut, whole,
     stride_query, stride_query_token, stride_group, stride_document, stride_document_token,
     EMBEDDING: tl.constexpr,
     BLOCK_EMBEDDING: tl.constexpr,
@@ -207,6 +262,7 @@ def _single_kernel(
     BLOCK_COLUMNS: tl.constexpr,
     SPLIT: tl.constexpr,
     PACKED: tl.constexpr,
+    IN_PIECES: tl.constexpr,
     HAS_CANDIDATES: tl.constexpr,
     HAS_QUERIES_MASK: tl.constexpr,
     HAS_DOCUMENTS_MASK: tl.constexpr,
@@ -219,10 +275,15 @@ def _single_kernel(
 
     Grid: (queries x runs of documents, blocks of a query's tokens). With HAS_CANDIDATES, query i owns the documents
     `candidates[i]` to `candidates[i + 1]` of the packed ones, `per_query` at most; otherwise those of its group.
+    Under IN_PIECES, the first `n_pieces` programs of the first axis take a piece each of the documents of more than
+    `whole` tokens, and the other programs leave those out.
     """
     n_runs = tl.cdiv(per_query, run)
-    query = tl.program_id(0) // n_runs
-    first = tl.program_id(0) % n_runs * run
+    program = tl.program_id(0)
+    if IN_PIECES:
+        program = tl.maximum(program - n_pieces, 0)
+    query = program // n_runs
+    first = program % n_runs * run
     last = n_documents
     sums_ptr += tl.program_id(1).to(tl.int64) * stride_sums
     if HAS_CANDIDATES:
@@ -232,6 +293,16 @@ def _single_kernel(
     else:
         sums_ptr += query.to(tl.int64) * n_documents
     last = tl.minimum(first + run, last)
+    if IN_PIECES:
+        piece = tl.program_id(0)
+        is_piece = piece < n_pieces
+        piece_first = n_pieces * 0
+        piece_length = piece_first
+        if is_piece:
+            first, piece_first, piece_length = find_piece(cu_seqlens_ptr, n_documents, piece, cut, whole)
+            last = first + (piece_length > 0).to(tl.int32)
+            if HAS_CANDIDATES:
+                query = owner_of(candidates_ptr, n_queries, first)
 
     columns = tl.program_id(1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     column_exists = columns < query_length
@@ -258,13 +329,20 @@ def _single_kernel(
             documents_ptr, cu_seqlens_ptr, query, document, document_length,
             stride_group, stride_document, stride_document_token, PACKED,
         )  # fmt: skip
-        flat_document = query.to(tl.int64) * n_documents + document
+        flat_document = tl.cast(document, tl.int64)
+        if not HAS_CANDIDATES:
+            flat_document += query.to(tl.int64) * n_documents
         flat = flat_document * document_length
         if HAS_DOCUMENTS_MASK:
             length = tl.load(bounds_ptr + 2 * flat_document)
+        if IN_PIECES:
+            # A piece is a document here, and a document in pieces has no tokens.
+            is_whole = length <= whole
+            base += piece_first.to(tl.int64) * stride_document_token
+            length = tl.where(is_piece, piece_length, tl.where(is_whole, length, 0))
         best = tl.full([BLOCK_TOKENS, BLOCK_COLUMNS], float("-inf"), tl.float32)
         if WITH_WINNERS:
-            key = tl.full([BLOCK_TOKENS, BLOCK_COLUMNS], _NO_WINNER, tl.int32)
+            key = tl.full([BLOCK_TOKENS, BLOCK_COLUMNS], NO_WINNER, tl.int32)
         for start in tl.range(0, length, BLOCK_TOKENS):
             tokens = tl.minimum(start + tl.arange(0, BLOCK_TOKENS), length - 1)
             if HAS_DOCUMENTS_MASK:
@@ -303,7 +381,15 @@ def _single_kernel(
         winner = tl.full([BLOCK_COLUMNS], -1, tl.int32)
         if WITH_WINNERS:
             won = (best == column_best[None, :]) | (best != best)
-            winner = _winner_of(tl.min(tl.where(won, key, _NO_WINNER), axis=0), column_best)
+            column_key = tl.min(tl.where(won, key, NO_WINNER), axis=0)
+            winner = _winner_of(column_key, column_best)
+        stored = column_exists
+        if IN_PIECES:
+            stored = column_exists & is_whole
+            piece_columns = piece.to(tl.int64) * tl.num_programs(1) * BLOCK_COLUMNS + columns
+            tl.store(pieces_ptr + piece_columns, column_best, mask=column_exists & is_piece)
+            if WITH_WINNERS:
+                tl.store(keys_ptr + piece_columns, column_key, mask=column_exists & is_piece)
         if ZERO_MASKED:
             column_best, winner = _with_masked_zeros(
                 column_best, winner, tl.load(bounds_ptr + 2 * flat_document + 1), document_length
@@ -311,10 +397,14 @@ def _single_kernel(
         if WITH_WINNERS:
             winner = tl.where(counted, winner, -1)
             winners_row = flat_document * query_length + columns
-            tl.store(winners_ptr + winners_row, winner.to(winners_ptr.dtype.element_ty), mask=column_exists)
+            tl.store(winners_ptr + winners_row, winner.to(winners_ptr.dtype.element_ty), mask=stored)
         if NORMALIZE:
             column_best *= column_scale
-        tl.store(sums_ptr + document, tl.sum(tl.where(counted, column_best, 0.0), axis=0))
+        total = tl.sum(tl.where(counted, column_best, 0.0), axis=0)
+        if IN_PIECES:
+            tl.store(sums_ptr + document, total, mask=is_whole)
+        else:
+            tl.store(sums_ptr + document, total)
 
 
 _stacked = Launcher(_stacked_kernel)
@@ -374,26 +464,26 @@ def bound_maxsim(
     """`maxsim_forward` with everything decided but the values: plain scores, without masks, norms or winners."""
     groups, candidates, length, _ = documents_shape
     strides = document_strides[:3]
-    plain = (None, False, False, False, precision)
+    plain = (False, False, None, documents_shape[0], 0, False, False, False, precision)
     if groups == shape[0] and shape[1] <= _SINGLE_MAX_QUERY_LENGTH:
-        launch, sums_shape = _bound_single(
-            shape, query_strides, dtype, device, candidates, length, strides, 0, False, False, None, *plain
+        launch, sums_shape, _, _ = _bound_single(
+            shape, query_strides, dtype, device, candidates, length, strides, 0, *plain[:3], None, *plain[3:]
         )
 
         def score(queries: Tensor, documents: Tensor) -> Tensor:
             sums = queries.new_empty(sums_shape, dtype=torch.float32)
-            launch(queries, documents, None, None, None, None, None, sums, None)
+            launch(queries, documents, None, None, None, None, None, sums, None, None, None)
             return sums[0] if sums_shape[0] == 1 else sums.sum(dim=0)
 
         return score
-    launch, sums_per_query = _bound_stacked(
-        shape, query_strides, dtype, device, groups, candidates, length, strides, aligned, False, False, *plain
+    launch, sums_per_query, _, _ = _bound_stacked(
+        shape, query_strides, dtype, device, groups, candidates, length, strides, aligned, *plain
     )
     rows = shape[0] * sums_per_query
 
     def score_stacked(queries: Tensor, documents: Tensor) -> Tensor:
         sums = queries.new_empty((rows, candidates), dtype=torch.float32)
-        launch(queries, documents, None, None, None, None, None, None, sums, None)
+        launch(queries, documents, None, None, None, None, None, None, sums, None, None, None)
         return sums if sums_per_query == 1 else sums.view(shape[0], sums_per_query, candidates).sum(dim=1)
 
     return score_stacked
@@ -406,21 +496,32 @@ def maxsim_varlen_forward(
     cu_seqlens: Tensor,
     candidates: Tensor | None,
     max_candidates: int,
+    max_document_length: int,
+    normalize: bool,
+    with_winners: bool,
     precision: str,
-) -> Tensor:
+) -> tuple[Tensor, Tensor | None]:
     """Scores of `queries` [Nq, Lq, d] against packed `documents` [T, d] with `cu_seqlens` [Nd + 1].
 
-    Returns [Nq, Nd], or with `candidates` [Nq + 1] (query i owns documents candidates[i] to candidates[i + 1], at most
-    `max_candidates` of them) [Nd]. No dimension is 0; a document may be empty, and scores 0.
+    Returns float32 scores [Nq, Nd], or with `candidates` [Nq + 1] (query i owns documents candidates[i] to
+    candidates[i + 1], at most `max_candidates` of them) [Nd]; and, if asked, winners [Nd, Nq * Lq], or [Nd, Lq] with
+    candidates (int16 where `max_document_length`, or a longer one, fits, else int32). No dimension is 0; a document may
+    be empty, and scores 0.
     """
+    n_documents = cu_seqlens.shape[0] - 1
+    winners = None
+    if with_winners:
+        rows = queries.shape[1] * (queries.shape[0] if candidates is None else 1)
+        dtype = torch.int16 if max_document_length <= 32767 else torch.int32
+        winners = queries.new_empty(n_documents, rows, dtype=dtype)
     arguments = (
-        queries, documents, queries_mask, None, cu_seqlens, None, cu_seqlens.shape[0] - 1, 0,
-        (0, 0, documents.stride(0)), False, False, precision,
+        queries, documents, queries_mask, None, cu_seqlens, winners, n_documents, 0,
+        (0, 0, documents.stride(0)), normalize, False, precision, max_document_length,
     )  # fmt: skip
     if candidates is not None:
-        return _launch_single(*arguments, candidates, max_candidates)
+        return _launch_single(*arguments, candidates, max_candidates), winners
     short = queries.shape[0] == 1 and queries.shape[1] <= _SINGLE_MAX_QUERY_LENGTH
-    return (_launch_single if short else _launch_stacked)(*arguments)
+    return (_launch_single if short else _launch_stacked)(*arguments), winners
 
 
 def _launch_stacked(
@@ -436,8 +537,9 @@ def _launch_stacked(
     normalize: bool,
     zero_masked: bool,
     precision: str,
+    max_document_length: int = 0,
 ) -> Tensor:
-    launch, sums_per_query = _bound_stacked(
+    launch, sums_per_query, cuts, rows = _bound_stacked(
         queries.shape,
         queries.stride(),
         queries.dtype,
@@ -450,6 +552,8 @@ def _launch_stacked(
         queries_mask is not None,
         documents_mask is not None,
         None if cu_seqlens is None else cu_seqlens.dtype,
+        documents.shape[0],
+        max_document_length,
         winners is not None,
         normalize,
         zero_masked,
@@ -457,11 +561,24 @@ def _launch_stacked(
     )
     active = (None, None) if documents_mask is None else active_tokens(documents_mask)
     # Norms of their own are read once per token; here a token would be squared once per block of rows.
-    queries_scale, documents_scale = (inverse_norms(queries), inverse_norms(documents)) if normalize else (None, None)
+    queries_scale, documents_scale = None, None
+    if normalize:
+        queries_scale = inverse_norms(queries)
+        documents_scale = inverse_norms(documents if cu_seqlens is None else documents.unsqueeze(0))
     n_queries = queries.shape[0]
     sums = queries.new_empty(n_queries * sums_per_query, n_documents, dtype=torch.float32)
-    launch(queries, documents, queries_mask, *active, queries_scale, documents_scale, cu_seqlens, sums, winners)
-    return sums if sums_per_query == 1 else sums.view(n_queries, sums_per_query, n_documents).sum(dim=1)
+    pieces = (None, None) if cuts is None else pieces_scratch(cuts, rows, winners is not None, queries.device)
+    launch(
+        queries, documents, queries_mask, *active, queries_scale, documents_scale, cu_seqlens, sums, winners, *pieces
+    )  # fmt: skip
+    scores = sums if sums_per_query == 1 else sums.view(n_queries, sums_per_query, n_documents).sum(dim=1)
+    if cuts is not None:
+        rows_per_query = _padded_query_length(queries.shape[1])[0]
+        merge_pieces(
+            pieces, cuts, rows, queries.shape, queries_mask, queries_scale, cu_seqlens, None, rows_per_query,
+            scores, winners,
+        )  # fmt: skip
+    return scores
 
 
 def _launch_single(
@@ -477,10 +594,11 @@ def _launch_single(
     normalize: bool,
     zero_masked: bool,
     precision: str,
+    max_document_length: int = 0,
     candidates: Tensor | None = None,
     max_candidates: int = 0,
 ) -> Tensor:
-    launch, shape = _bound_single(
+    launch, shape, cuts, rows = _bound_single(
         queries.shape,
         queries.stride(),
         queries.dtype,
@@ -493,6 +611,8 @@ def _launch_single(
         documents_mask is not None,
         None if cu_seqlens is None else cu_seqlens.dtype,
         None if candidates is None else candidates.dtype,
+        documents.shape[0],
+        max_document_length,
         winners is not None,
         normalize,
         zero_masked,
@@ -500,8 +620,15 @@ def _launch_single(
     )
     active = (None, None) if documents_mask is None else active_tokens(documents_mask)
     sums = queries.new_empty(shape, dtype=torch.float32)
-    launch(queries, documents, queries_mask, *active, cu_seqlens, candidates, sums, winners)
-    return sums[0] if shape[0] == 1 else sums.sum(dim=0)
+    pieces = (None, None) if cuts is None else pieces_scratch(cuts, rows, winners is not None, queries.device)
+    launch(queries, documents, queries_mask, *active, cu_seqlens, candidates, sums, winners, *pieces)
+    scores = sums[0] if shape[0] == 1 else sums.sum(dim=0)
+    if cuts is not None:
+        queries_scale = inverse_norms(queries) if normalize else None
+        merge_pieces(
+            pieces, cuts, rows, queries.shape, queries_mask, queries_scale, cu_seqlens, candidates, 0, scores, winners
+        )  # fmt: skip
+    return scores
 
 
 @functools.cache
@@ -530,46 +657,76 @@ def _bound_stacked(
     has_queries_mask: bool,
     has_documents_mask: bool,
     cu_seqlens_dtype: torch.dtype | None,
+    n_tokens: int,
+    max_document_length: int,
     with_winners: bool,
     normalize: bool,
     zero_masked: bool,
     precision: str,
-) -> tuple[Callable[..., None], int]:
-    """A launch of `_stacked_kernel` or of its Hopper version, and the sums that it leaves per query and document."""
+) -> tuple[Callable[..., None], int, Cuts | None, int]:
+    """A launch of `_stacked_kernel` or of its Hopper version, and the sums that it leaves per query and document.
+
+    And, where documents may be in pieces, the cuts and the rows of a piece. Of packed documents there are `n_tokens`.
+    """
     capability, processors = architecture(device)
     query_length, size = shape[1:]
     n_queries = shape[0] // groups
     padded, group = _padded_query_length(query_length)
     rows = n_queries * padded
-    flags: tuple = (
-        cu_seqlens_dtype is not None, has_queries_mask, has_documents_mask, zero_masked and has_documents_mask,
-        normalize, with_winners,
-    )  # fmt: skip
-    tile = None
-    if aligned and copied_by_16_bytes(size, strides):
-        tile = hopper_tile(capability, size, dtype.itemsize, rows, document_length, with_winners)
-    if tile is not None:
-        launcher, per_processor, longest = _hopper(), 1, 64
-        group = min(group, tile.rows // 2)
-        constants: tuple = (size, max(16, triton.next_power_of_2(size)), *tile[:2], group, tile.num_stages)
-    else:
-        launcher, per_processor, longest = _stacked, 2, 16
-        tile = stacked_tile(capability, size, dtype.itemsize, rows, with_winners)
-        group = min(group, tile.rows)
-        block_embedding, split = embedding_block(size, dtype.itemsize)
-        constants = (size, block_embedding, *tile[:2], group, split)
-        flags = (*flags, precision)
+    packed = cu_seqlens_dtype is not None
+    flags = (has_queries_mask, has_documents_mask, zero_masked and has_documents_mask, normalize, with_winners)
+    integers = (n_queries, query_length, padded, n_documents, document_length)
+    strides = (*query_strides[:2], *strides)
+
+    tile = hopper_tile(capability, size, dtype.itemsize, rows, document_length, with_winners)
+    if tile is not None and aligned and copied_by_16_bytes(size, strides[2:]):
+        row_blocks = triton.cdiv(rows, tile.rows)
+        if packed:
+            cuts = plan_cuts(n_tokens, n_documents, row_blocks, processors, per_processor=1, largest=16384)
+            run, whole, n_runs = cuts
+        else:
+            run = _run_length(n_documents, row_blocks * groups, processors, per_processor=1, longest=64)
+            n_runs, whole = triton.cdiv(n_documents, run), max_document_length
+        if max_document_length <= whole:
+            group = min(group, tile.rows // 2)
+            block_embedding = max(16, triton.next_power_of_2(size))
+            launch = _hopper().bind(
+                (row_blocks * n_runs * groups, 1, 1),
+                (*integers, n_runs, run),
+                strides,
+                (size, block_embedding, tile.rows, tile.columns, group, tile.num_stages, packed, *flags),
+                tile.num_warps,
+                num_stages=1,
+            )
+            # The Hopper kernel takes documents whole.
+            return lambda *tensors: launch(*tensors[:10]), padded // group, None, 0
+
+    block_embedding, split = embedding_block(size, dtype.itemsize)
+    tile = stacked_tile(capability, size, dtype.itemsize, rows, with_winners)
+    group = min(group, tile.rows)
     row_blocks = triton.cdiv(rows, tile.rows)
-    run = _run_length(n_documents, row_blocks * groups, processors, per_processor, longest)
-    launch = launcher.bind(
-        (row_blocks * triton.cdiv(n_documents, run) * groups, 1, 1),
-        (n_queries, query_length, padded, n_documents, document_length, run),
-        (*query_strides[:2], *strides),
-        (*constants, *flags),
+    whole, in_pieces = 0, False
+    if packed:
+        cuts = plan_cuts(n_tokens, n_documents, row_blocks, processors, per_processor=2, largest=4096)
+        run, whole, n_runs = cuts
+        in_pieces = max_document_length > whole
+    else:
+        run = _run_length(n_documents, row_blocks * groups, processors, per_processor=2, longest=16)
+        n_runs = triton.cdiv(n_documents, run)
+    registers = None
+    if in_pieces and not split and not normalize and dtype.itemsize == 2:
+        # Two programs share a processor. Left alone, ptxas takes a few registers more for the pieces than that leaves.
+        registers = _REGISTERS // (2 * 32 * tile.num_warps)
+    launch = _stacked.bind(
+        (row_blocks * n_runs * groups, 1, 1),
+        (*integers, n_runs, run, whole),
+        strides,
+        (size, block_embedding, tile.rows, tile.columns, group, split, packed, in_pieces, *flags, precision),
         tile.num_warps,
         tile.num_stages,
+        max_registers=registers,
     )
-    return launch, padded // group
+    return launch, padded // group, cuts if in_pieces else None, row_blocks * tile.rows
 
 
 @functools.lru_cache(maxsize=4096)
@@ -586,12 +743,17 @@ def _bound_single(
     has_documents_mask: bool,
     cu_seqlens_dtype: torch.dtype | None,
     candidates_dtype: torch.dtype | None,
+    n_tokens: int,
+    max_document_length: int,
     with_winners: bool,
     normalize: bool,
     zero_masked: bool,
     precision: str,
-) -> tuple[Callable[..., None], tuple[int, ...]]:
-    """A launch of `_single_kernel`, and the shape of the sums that it leaves, which are to be added up over dim 0."""
+) -> tuple[Callable[..., None], tuple[int, ...], Cuts | None, int]:
+    """A launch of `_single_kernel`, and the shape of the sums that it leaves, which are to be added up over dim 0.
+
+    And, where documents may be in pieces, the cuts and the rows of a piece. Of packed documents there are `n_tokens`.
+    """
     capability, processors = architecture(device)
     n_queries, query_length, size = shape
     per_query = n_documents if candidates_dtype is None else max_candidates
@@ -600,19 +762,27 @@ def _bound_single(
     column_blocks = triton.cdiv(query_length, tile.columns)
     run = _run_length(per_query, n_queries * column_blocks, processors, per_processor=4, longest=2)
     sums = (n_queries, n_documents) if candidates_dtype is None else (n_documents,)
+    cuts, in_pieces = Cuts(0, 0, 0), False
+    if cu_seqlens_dtype is not None:
+        cuts = plan_cuts(n_tokens, n_documents, column_blocks, processors, per_processor=4, largest=4096)
+        in_pieces = max_document_length > cuts.whole
+    n_pieces = 2 * cuts.number if in_pieces else 0
     launch = _single.bind(
-        (triton.cdiv(per_query, run) * n_queries, column_blocks, 1),
-        (query_length, n_documents, document_length, per_query, run, math.prod(sums)),
+        (n_pieces + triton.cdiv(per_query, run) * n_queries, column_blocks, 1),
+        (
+            n_queries, query_length, n_documents, document_length, per_query, run, math.prod(sums),
+            n_pieces, cuts.cut, cuts.whole,
+        ),
         (*query_strides[:2], *strides),
         (
-            size, block_embedding, tile.rows, tile.columns, split, cu_seqlens_dtype is not None,
+            size, block_embedding, tile.rows, tile.columns, split, cu_seqlens_dtype is not None, in_pieces,
             candidates_dtype is not None, has_queries_mask, has_documents_mask, zero_masked and has_documents_mask,
             normalize, with_winners, precision,
         ),
         tile.num_warps,
         tile.num_stages,
     )  # fmt: skip
-    return launch, (column_blocks, *sums)
+    return launch, (column_blocks, *sums), cuts if in_pieces else None, column_blocks * tile.columns
 
 
 def _padded_query_length(query_length: int) -> tuple[int, int]:

@@ -28,10 +28,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from .cuts import DOCUMENT_COST
 from .launch import Launcher
 
-# A winner that no token has yet taken, as in `kernels.forward`.
-_NO_WINNER = gl.constexpr(2**31 - 1)
+_DOCUMENT_COST = gl.constexpr(DOCUMENT_COST)
 
 
 @gluon.jit
@@ -45,15 +45,47 @@ def _sum(a, b):
 
 
 @gluon.jit
-def _first_larger(value_a, index_a, value_b, index_b):
-    """The larger of two values, where `a` comes first: it wins a tie, and the first NaN wins over all.
+def _even_and_larger(values):
+    """Of every two neighbours along the last dimension [.., n], which is within a thread: the first, and the larger."""
+    even, odd = gl.split(gl.reshape(values, [values.shape[0], values.shape[1], values.shape[2] // 2, 2]))
+    return even, _larger(even, odd)
 
-    Three instructions. The larger value is not that of `a` exactly where `b` is larger, or the first NaN; compared as
-    integers, since a NaN equals nothing as a float (tensor cores and `max` make the same NaN always).
+
+@gluon.jit
+def _half(values, second):
+    """The first or the second half along the last dimension, as `second` [.., 1] says."""
+    halves = gl.reshape(values, [values.shape[0], values.shape[1], 2, values.shape[2] // 2])
+    first_half, second_half = gl.split(gl.permute(halves, (0, 1, 3, 2)))
+    second, _ = gl.broadcast(gl.convert_layout(second, first_half.type.layout, assert_trivial=True), first_half)
+    return gl.where(second, second_half, first_half)
+
+
+@gluon.jit
+def _differ(a, b):
+    """Whether maxima differ, as integers: there is but one NaN (of tensor cores and `max`), and it equals itself so."""
+    return a.to(gl.int32, bitcast=True) != b.to(gl.int32, bitcast=True)
+
+
+@gluon.jit
+def _first_maximum(values):
+    """Maximum [R, 4] of [R, 4, 16] along the last dimension, and its first index as a column of the tile.
+
+    The maxima of pairs, fours and eights on the way to the maximum are kept, and from the top down, where the first
+    half's is not the whole's, the index lies in the second half: four comparisons, and the selections of what to
+    compare next. 34 instructions for 16 values, where carrying the index along takes 48.
     """
-    value = gl.maximum(value_a, value_b, propagate_nan=tl.PropagateNan.ALL)
-    moved = value.to(gl.int32, bitcast=True) != value_a.to(gl.int32, bitcast=True)
-    return value, gl.where(moved, index_b, index_a)
+    gl.static_assert(values.shape[2] == 16)
+    first_1, pairs = _even_and_larger(values)
+    first_2, fours = _even_and_larger(pairs)
+    first_4, eights = _even_and_larger(fours)
+    first_8, maximum = _even_and_larger(eights)
+    bit_8 = _differ(first_8, maximum)
+    bit_4 = _differ(_half(first_4, bit_8), maximum)
+    bit_2 = _differ(_half(_half(first_2, bit_8), bit_4), maximum)
+    bit_1 = _differ(_half(_half(_half(first_1, bit_8), bit_4), bit_2), maximum)
+    # A lane has two neighbouring columns of every eight.
+    column = gl.where(bit_8, 32, 0) + gl.where(bit_4, 16, 0) + gl.where(bit_2, 8, 0) + bit_1.to(gl.int32)
+    return gl.reduce(maximum, 2, _larger), gl.reduce(column, 2, _sum)
 
 
 @gluon.jit
@@ -90,6 +122,24 @@ def _document_range(
         if HAS_DOCUMENTS_MASK:
             length = gl.load(bounds_ptr + 2 * flat_document)
     return start, length
+
+
+@gluon.jit
+def _first_document(cu_seqlens_ptr, n_documents, position):
+    """The first document that begins at `position` of the cuts or later: `kernels.cuts.lower_bound` of one target."""
+    probes = gl.arange(0, 256, layout=gl.BlockedLayout([2], [32], [4], [0]))
+    low = gl.to_tensor(0)
+    left = gl.to_tensor(n_documents)
+    while left > 0:
+        step = gl.cdiv(left, 256)
+        entries = low + (probes + 1) * step - 1
+        exists = entries < low + left
+        values = gl.load(cu_seqlens_ptr + entries, mask=exists, other=0).to(gl.int64)
+        below = exists & (values + entries.to(gl.int64) * _DOCUMENT_COST < position)
+        skipped = gl.reduce(below.to(gl.int32), 0, _sum) * step
+        left = gl.minimum(gl.maximum(step - 1, 0), left - skipped)
+        low += skipped
+    return low
 
 
 @gluon.jit
@@ -184,8 +234,6 @@ def _score(
     sum_offset = (group * n_sums + sum_row).to(gl.int64) * n_documents
 
     by_lane: gl.constexpr = _by_lane(gl.zeros([ROWS, BLOCK_TOKENS], gl.float32, mma), ROWS, BLOCK_TOKENS).type.layout
-    slots = gl.arange(0, BLOCK_TOKENS // 4, layout=gl.SliceLayout(0, gl.SliceLayout(0, by_lane)))
-    slots = gl.expand_dims(gl.expand_dims(slots, 0), 0)
     lanes = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, by_lane)))[None, :]
     columns = gl.arange(0, BLOCK_TOKENS, layout=gl.SliceLayout(0, mma))
     zeros = gl.zeros([ROWS, BLOCK_TOKENS], gl.float32, mma)
@@ -198,7 +246,7 @@ def _score(
         )
         best = gl.full([ROWS, 4], float("-inf"), gl.float32, gl.SliceLayout(2, by_lane))
         if WITH_WINNERS:
-            key = gl.full([ROWS, 4], _NO_WINNER, gl.int32, gl.SliceLayout(2, by_lane))
+            key = gl.full([ROWS, 4], 0, gl.int32, gl.SliceLayout(2, by_lane))
         for start in range(0, length, BLOCK_TOKENS):
             mbarrier.wait(full.index(slot), phase)
             # The copies are ordinary writes, and the tensor cores read past the path of those.
@@ -218,19 +266,19 @@ def _score(
                 similarities *= scale[None, :]
             similarities = _by_lane(similarities, ROWS, BLOCK_TOKENS)
             if WITH_WINNERS:
-                tile_slots = gl.broadcast(similarities.to(gl.int32), slots)[1]
-                tile_best, tile_slot = gl.reduce((similarities, tile_slots), 2, _first_larger)
-                later = (tile_best > best) | ((tile_best != tile_best) & (best == best))
-                column = tile_slot // 2 * 8 + lanes * 2 + tile_slot % 2
-                key = gl.where(later, start + column, key)
-                best = _larger(best, tile_best)
+                tile_best, column = _first_maximum(similarities)
+                tile_best = gl.convert_layout(tile_best, gl.SliceLayout(2, by_lane), assert_trivial=True)
+                column = gl.convert_layout(column, gl.SliceLayout(2, by_lane), assert_trivial=True)
+                larger = _larger(best, tile_best)
+                key = gl.where(_differ(larger, best), start + column, key)
+                best = larger
             else:
                 best = _larger(best, gl.reduce(similarities, 2, _larger))
 
         counted = row_active & (length > 0)
         if WITH_WINNERS:
             # Past the end, the last token was repeated.
-            key = gl.minimum(key, length - 1)
+            key = gl.minimum(key + 2 * lanes, length - 1)
             best, key = gl.reduce((best, key), 1, _lowest_larger)
             winner = gl.convert_layout(key, by_row)
             row_best = gl.convert_layout(best, by_row)
@@ -259,12 +307,14 @@ def _score(
 
 
 @gluon.jit(
-    do_not_specialize=["n_queries", "query_length", "padded_query_length", "n_documents", "document_length", "run"]
-)
+    do_not_specialize=[
+        "n_queries", "query_length", "padded_query_length", "n_documents", "document_length", "n_runs", "run"
+    ]
+)  # fmt: skip
 def _hopper_kernel(
     queries_ptr, documents_ptr, queries_mask_ptr, active_ptr, bounds_ptr, queries_scale_ptr, documents_scale_ptr,
     cu_seqlens_ptr, sums_ptr, winners_ptr,
-    n_queries, query_length, padded_query_length, n_documents, document_length, run,
+    n_queries, query_length, padded_query_length, n_documents, document_length, n_runs, run,
     stride_query, stride_query_token, stride_group, stride_document, stride_document_token,
     EMBEDDING: gl.constexpr,
     BLOCK_EMBEDDING: gl.constexpr,
@@ -279,14 +329,18 @@ def _hopper_kernel(
     NORMALIZE: gl.constexpr,
     WITH_WINNERS: gl.constexpr,
 ):  # fmt: skip
-    """As `kernels.forward._stacked_kernel`."""
+    """As `kernels.forward._stacked_kernel`, with every document whole."""
     ROWS: gl.constexpr = BLOCK_ROWS // 2
     n_row_blocks = gl.cdiv(n_queries * padded_query_length, BLOCK_ROWS)
-    n_runs = gl.cdiv(n_documents, run)
     row_block = gl.program_id(0) % n_row_blocks
-    first = (gl.program_id(0) // n_row_blocks) % n_runs * run
+    run_index = (gl.program_id(0) // n_row_blocks) % n_runs
     group = gl.program_id(0) // (n_row_blocks * n_runs)
-    last = gl.minimum(first + run, n_documents)
+    if PACKED:
+        first = _first_document(cu_seqlens_ptr, n_documents, run_index.to(gl.int64) * run)
+        last = _first_document(cu_seqlens_ptr, n_documents, (run_index + 1).to(gl.int64) * run)
+    else:
+        first = run_index * run
+        last = gl.minimum(first + run, n_documents)
 
     dtype: gl.constexpr = documents_ptr.dtype.element_ty
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_TOKENS, BLOCK_EMBEDDING], dtype)

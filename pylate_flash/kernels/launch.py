@@ -37,6 +37,7 @@ class Launcher:
         constants: tuple,
         num_warps: int,
         num_stages: int,
+        max_registers: int | None = None,
     ) -> Callable[..., None]:
         """A launch of which only the tensors are open. Keep it: what it costs beyond Triton's launcher it costs once.
 
@@ -46,8 +47,8 @@ class Launcher:
             Programs along the three axes, each at least 1.
         integers, strides, constants
             The arguments after the tensors, in the kernel's order.
-        num_warps, num_stages
-            Triton's launch options.
+        num_warps, num_stages, max_registers
+            Triton's launch options; the last is per thread.
 
         Returns
         -------
@@ -72,11 +73,12 @@ class Launcher:
                 runner(*pointers, *rest)
                 return
             types = tuple([None if tensor is None else tensor.dtype for tensor in tensors])
-            key = (tensors[0].device, types, aligned, specialised, constants, num_warps, num_stages)  # type: ignore[union-attr]
+            key = (tensors[0].device, types, aligned, specialised, constants, num_warps, num_stages, max_registers)  # type: ignore[union-attr]
             compiled = self._compiled.get(key)
             if compiled is None:
                 # None under Triton's interpreter, which compiles nothing.
-                compiled = self.kernel[grid](*tensors, *rest, num_warps=num_warps, num_stages=num_stages)
+                options = {"num_warps": num_warps, "num_stages": num_stages, "maxnreg": max_registers}
+                compiled = self.kernel[grid](*tensors, *rest, **options)
                 self._compiled[key] = compiled
             else:
                 compiled[grid](*pointers, *rest)

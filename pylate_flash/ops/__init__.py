@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from .maxsim import maxsim, maxsim_pairs, maxsim_reference
-from .varlen import maxsim_varlen, pack
+from .varlen import maxsim_varlen, maxsim_varlen_pairs, pack, unpack
 
-__all__ = ["maxsim", "maxsim_pairs", "maxsim_reference", "maxsim_varlen", "pack"]
+__all__ = ["maxsim", "maxsim_pairs", "maxsim_reference", "maxsim_varlen", "maxsim_varlen_pairs", "pack", "unpack"]

@@ -158,20 +158,22 @@ def maxsim(
         queries, documents, queries_mask, documents_mask, reduction, masking
     )
     in_batch = documents.dim() == 3
-    with_winners = torch.is_grad_enabled() and (queries.requires_grad or documents.requires_grad)
-    # The dispatcher takes longer than a small kernel; what does not need it goes past it.
-    direct = not with_winners and _is_plain(queries, documents)
-    scores = (_compute if direct else _maxsim)(
+    arguments = (
         queries,
         documents.unsqueeze(0) if in_batch else documents,
         queries_mask,
         documents_mask.unsqueeze(0) if in_batch and documents_mask is not None else documents_mask,
         normalize,
         masking == "zero",
-        with_winners,
-        implementation,
-        backward,
-    )[0]
+    )
+    with_winners = torch.is_grad_enabled() and (queries.requires_grad or documents.requires_grad)
+    # The dispatcher takes longer than a small kernel; what does not need it goes past it.
+    if not _is_plain(queries, documents):
+        scores = _maxsim(*arguments, with_winners, implementation, backward)[0]
+    elif with_winners:
+        scores = _Maxsim.apply(*arguments, implementation, backward)
+    else:
+        scores = _compute(*arguments, False, implementation, backward)[0]
     return _finish(scores, queries, documents, queries_mask, documents_mask, reduction, empty_score)
 
 
@@ -246,12 +248,7 @@ def _checked(
     check_embeddings("documents", documents, _DOCUMENTS)
     check_choice("reduction", reduction, REDUCTIONS)
     check_choice("masking", masking, MASKINGS)
-    device = queries.device.type
-    if not queries.is_meta and torch.is_autocast_enabled(device):
-        autocast = torch.get_autocast_dtype(device)
-        # As for torch's own operations, autocast leaves float64 alone.
-        queries = queries if queries.dtype == torch.float64 else queries.to(autocast)
-        documents = documents if documents.dtype == torch.float64 else documents.to(autocast)
+    queries, documents = _autocast(queries, documents)
     check_same(queries, documents)
     if documents.dim() == 4 and documents.shape[0] != queries.shape[0]:
         raise ValueError(
@@ -263,6 +260,18 @@ def _checked(
         documents,
         check_mask("queries_mask", queries_mask, queries),
         check_mask("documents_mask", documents_mask, documents),
+    )
+
+
+def _autocast(queries: Tensor, documents: Tensor) -> tuple[Tensor, Tensor]:
+    """Both in the autocast type under autocast, which leaves float64 alone, as for torch's own operations."""
+    device = queries.device.type
+    if queries.is_meta or not torch.is_autocast_enabled(device):
+        return queries, documents
+    autocast = torch.get_autocast_dtype(device)
+    return (
+        queries if queries.dtype == torch.float64 else queries.to(autocast),
+        documents if documents.dtype == torch.float64 else documents.to(autocast),
     )
 
 
@@ -593,6 +602,37 @@ def _gradient(ctx, grad_scores, _):
         grad_documents if need_documents else None,
         *(None for _ in range(7)),
     )
+
+
+class _Maxsim(torch.autograd.Function):
+    """What the operator does to plain tensors, without the dispatcher between."""
+
+    @staticmethod
+    def forward(
+        ctx, queries, documents, queries_mask, documents_mask, normalize, zero_masked, implementation, backward
+    ):
+        scores, winners = _forward(
+            queries, documents, queries_mask, documents_mask, normalize, zero_masked, True, implementation, backward
+        )
+        ctx.save_for_backward(queries, documents, winners)
+        ctx.options = normalize, implementation, backward
+        return scores
+
+    @staticmethod
+    def backward(ctx, grad_scores):
+        queries, documents, winners = ctx.saved_tensors
+        normalize, implementation, backward = ctx.options
+        need_queries, need_documents = ctx.needs_input_grad[:2]
+        # A graph of the backward is asked for: the operator has one, which says that there is no second derivative.
+        compute = _maxsim_backward if torch.is_grad_enabled() else _backward
+        grad_queries, grad_documents = compute(
+            grad_scores, queries, documents, winners, normalize, need_queries, need_documents, implementation, backward
+        )
+        return (
+            grad_queries if need_queries else None,
+            grad_documents if need_documents else None,
+            *(None for _ in range(6)),
+        )
 
 
 def _no_second_gradient(ctx, *_):

@@ -1,7 +1,10 @@
-"""MaxSim over packed tokens: no padding is stored, moved or scored. Forward only.
+"""MaxSim over packed tokens: no padding of documents is stored, moved or scored.
 
 Packed means that the tokens of all sequences lie one after the other in [T, d], and cu_seqlens [N + 1] tells where each
 begins: sequence i is rows cu_seqlens[i] to cu_seqlens[i + 1].
+
+The Triton kernels take packed documents as they are. Queries, which are short, they take padded to the longest, so
+winners are [Nd, rows] as in `ops.blocked_varlen`, with a row for every place of a padded query.
 """
 
 from __future__ import annotations
@@ -12,13 +15,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .blocked_varlen import blocked_varlen_backward, blocked_varlen_forward
 from .checks import check_choice, check_embeddings, check_same
 from .dispatch import IMPLEMENTATIONS, choose
-from .maxsim import kernels, maxsim_reference, product_precision, rows_contiguous
-
-# Similarities held at once by the blocked implementation, as in `ops.blocked`.
-_BLOCK_CPU = 1 << 20
-_BLOCK_OTHER = 1 << 26
+from .maxsim import (
+    REDUCTIONS,
+    _autocast,
+    _is_plain,
+    _scale,
+    _unscaled,
+    _winners_dtype,
+    kernels,
+    maxsim_reference,
+    product_precision,
+    rows_contiguous,
+)
 
 
 def pack(sequences: Sequence[Tensor | np.ndarray]) -> tuple[Tensor, Tensor]:
@@ -32,7 +43,8 @@ def pack(sequences: Sequence[Tensor | np.ndarray]) -> tuple[Tensor, Tensor]:
     Returns
     -------
     tuple of Tensor
-        The tokens [T, d], and cu_seqlens [N + 1], int32, on the same device.
+        The tokens [T, d], through which gradients flow, and cu_seqlens [N + 1], int32 (int64 where T needs it), on the
+        same device.
 
     Raises
     ------
@@ -50,9 +62,48 @@ def pack(sequences: Sequence[Tensor | np.ndarray]) -> tuple[Tensor, Tensor]:
                 f"and {list(tensors[0].shape)} at 0"
             )
     lengths = np.fromiter((tensor.shape[0] for tensor in tensors), dtype=np.int64, count=len(tensors))
-    boundaries = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
+    bounds = np.concatenate([[0], np.cumsum(lengths)])
+    boundaries = torch.from_numpy(bounds.astype(np.int32 if bounds[-1] < 2**31 else np.int64))
     values = torch.cat(tensors)
-    return values, boundaries.to(values.device)
+    return values, boundaries.to(values.device, non_blocking=True)
+
+
+def unpack(values: Tensor, cu_seqlens: Tensor) -> list[Tensor]:
+    """The sequences that `pack` laid one after the other.
+
+    Parameters
+    ----------
+    values
+        [T, ...]: tokens, or anything else that there is one of per token.
+    cu_seqlens
+        [N + 1], int32 or int64, not decreasing, from 0 to T. On a GPU, the call waits for it.
+
+    Returns
+    -------
+    list of Tensor
+        N views [L_i, ...] of `values`, through which gradients flow.
+
+    Raises
+    ------
+    TypeError
+        If an argument is no tensor, or `cu_seqlens` neither int32 nor int64.
+    ValueError
+        If `cu_seqlens` does not rise from 0 to T.
+
+    Examples
+    --------
+    >>> import torch
+    >>> values, cu_seqlens = pack([torch.ones(2, 1), torch.zeros(1, 1)])
+    >>> [sequence.tolist() for sequence in unpack(values, cu_seqlens)]
+    [[[1.0], [1.0]], [[0.0]]]
+    """
+    if not isinstance(values, Tensor):
+        raise TypeError(f"values must be a torch.Tensor, got {type(values).__name__}")
+    if values.dim() == 0:
+        raise ValueError("values must have shape [T, ...], got []")
+    _check_boundaries("cu_seqlens", cu_seqlens)
+    bounds = _host_bounds("cu_seqlens", cu_seqlens, values.shape[0], "values")
+    return list(values.split(np.diff(bounds).tolist()))
 
 
 def maxsim_varlen_reference(
@@ -62,15 +113,12 @@ def maxsim_varlen_reference(
     documents_cu_seqlens: Tensor,
     *,
     candidates_cu_seqlens: Tensor | None = None,
+    normalize: bool = False,
+    reduction: str = "sum",
     empty_score: float = 0.0,
 ) -> Tensor:
     """The definition of `maxsim_varlen`: `maxsim_reference` of one query and one document at a time."""
-
-    def split(tokens: Tensor, cu_seqlens: Tensor) -> list[Tensor]:
-        bounds = cu_seqlens.tolist()
-        return [tokens[first:last].unsqueeze(0) for first, last in zip(bounds[:-1], bounds[1:], strict=True)]
-
-    split_queries, split_documents = split(queries, queries_cu_seqlens), split(documents, documents_cu_seqlens)
+    split_queries, split_documents = unpack(queries, queries_cu_seqlens), unpack(documents, documents_cu_seqlens)
     if candidates_cu_seqlens is None:
         pairs = [(query, document) for query in split_queries for document in split_documents]
         shape: tuple[int, ...] = (len(split_queries), len(split_documents))
@@ -78,7 +126,16 @@ def maxsim_varlen_reference(
         owners = torch.repeat_interleave(torch.arange(len(split_queries)), candidates_cu_seqlens.cpu().diff()).tolist()
         pairs = [(split_queries[owner], document) for owner, document in zip(owners, split_documents, strict=True)]
         shape = (len(split_documents),)
-    scores = [maxsim_reference(query, document, empty_score=empty_score).reshape(()) for query, document in pairs]
+    scores = [
+        maxsim_reference(
+            query.unsqueeze(0),
+            document.unsqueeze(0),
+            normalize=normalize,
+            reduction=reduction,
+            empty_score=empty_score,
+        ).reshape(())
+        for query, document in pairs
+    ]
     return torch.stack(scores).view(shape) if scores else torch.zeros(shape, device=queries.device)
 
 
@@ -90,15 +147,18 @@ def maxsim_varlen(
     *,
     candidates_cu_seqlens: Tensor | None = None,
     max_query_length: int | None = None,
+    max_document_length: int | None = None,
+    normalize: bool = False,
+    reduction: str = "sum",
     empty_score: float = 0.0,
     implementation: str = "auto",
 ) -> Tensor:
-    """MaxSim scores of packed queries against packed documents, without a gradient.
+    """MaxSim scores of packed queries against packed documents, differentiable.
 
     Parameters
     ----------
     queries
-        [Tq, d], float16, bfloat16, float32 or float64.
+        [Tq, d], float16, bfloat16, float32 or float64. Under autocast, the inputs take the autocast type.
     documents
         [Td, d], of the same dtype and on the same device.
     queries_cu_seqlens, documents_cu_seqlens
@@ -107,174 +167,516 @@ def maxsim_varlen(
     candidates_cu_seqlens
         None: every query meets every document. [Nq + 1]: query i meets only the documents candidates_cu_seqlens[i] to
         candidates_cu_seqlens[i + 1]. On the CPU, or the call waits for the GPU.
-    max_query_length
-        Tokens of the longest query; without it, the call waits for the GPU if `queries_cu_seqlens` lies there. On the
-        CPU it is found out in any case.
-    empty_score
-        Score of a document without tokens. A query without tokens scores 0.
-    implementation
+    max_query_length, max_document_length
+        Tokens of the longest query and document, or more. A call that is given both waits for nothing. Without them,
+        it finds them out, and waits for the GPU if the boundaries lie there; without a gradient it can do without
+        `max_document_length`, but not know whether a document is so long that it is worth cutting into pieces. Under
+        `torch.compile`, give both.
+    normalize, reduction, implementation
         As in `maxsim`.
+    empty_score
+        Score of a document without tokens. A query without tokens scores 0 against every other document.
 
     Returns
     -------
     Tensor
-        float32: [Nq, Nd], or [Nd] with candidates. Precision, NaN and infinities as in `maxsim`.
+        float32: [Nq, Nd], or [Nd] with candidates. Precision, NaN, infinities, ties and gradients as in `maxsim`.
 
     Raises
     ------
     TypeError
         If an argument is no tensor of the dtype named above, or the dtypes differ.
     ValueError
-        If shapes, devices or embedding sizes do not fit together, or boundaries do not span the tokens.
-    RuntimeError
-        If a gradient would be needed.
+        If shapes, devices or embedding sizes do not fit together, boundaries do not span the tokens, a sequence is
+        longer than it may be, an option is none of its choices, or implementation="triton" cannot take the input.
+
+    Examples
+    --------
+    >>> import torch
+    >>> queries, queries_cu_seqlens = pack([torch.eye(2)])
+    >>> documents, documents_cu_seqlens = pack([torch.tensor([[1.0, 0.0], [0.5, 0.5]]), torch.tensor([[0.0, -1.0]])])
+    >>> maxsim_varlen(queries, documents, queries_cu_seqlens, documents_cu_seqlens)
+    tensor([[ 1.5000, -1.0000]])
     """
-    check_choice("implementation", implementation, IMPLEMENTATIONS)
+    queries, documents = _checked(queries, documents, queries_cu_seqlens, documents_cu_seqlens)
+    max_candidates = 0
+    if candidates_cu_seqlens is not None:
+        _check_boundaries("candidates_cu_seqlens", candidates_cu_seqlens)
+        entries = queries_cu_seqlens.shape[0]
+        if candidates_cu_seqlens.shape[0] != entries:
+            raise ValueError(
+                f"candidates_cu_seqlens must have Nq + 1 = {entries} entries, got {candidates_cu_seqlens.shape[0]}"
+            )
+        n_documents = documents_cu_seqlens.shape[0] - 1
+        max_candidates = _longest("candidates_cu_seqlens", candidates_cu_seqlens, n_documents, "documents", None)
+    return _scores(
+        queries,
+        documents,
+        queries_cu_seqlens,
+        documents_cu_seqlens,
+        candidates_cu_seqlens,
+        max_candidates,
+        max_query_length,
+        max_document_length,
+        normalize,
+        reduction,
+        empty_score,
+        implementation,
+    )
+
+
+def maxsim_varlen_pairs(
+    queries: Tensor,
+    documents: Tensor,
+    queries_cu_seqlens: Tensor,
+    documents_cu_seqlens: Tensor,
+    *,
+    max_query_length: int | None = None,
+    max_document_length: int | None = None,
+    normalize: bool = False,
+    reduction: str = "sum",
+    empty_score: float = 0.0,
+    implementation: str = "auto",
+) -> Tensor:
+    """MaxSim score of every packed query with the packed document of the same index, differentiable.
+
+    Parameters
+    ----------
+    queries, documents
+        [Tq, d] and [Td, d].
+    queries_cu_seqlens, documents_cu_seqlens
+        Both [N + 1].
+    max_query_length, max_document_length, normalize, reduction, empty_score, implementation
+        As in `maxsim_varlen`.
+
+    Returns
+    -------
+    Tensor
+        float32, [N].
+
+    Raises
+    ------
+    TypeError, ValueError
+        As in `maxsim_varlen`, and if there are not as many documents as queries.
+    """
+    queries, documents = _checked(queries, documents, queries_cu_seqlens, documents_cu_seqlens)
+    entries = queries_cu_seqlens.shape[0]
+    if documents_cu_seqlens.shape[0] != entries:
+        raise ValueError(
+            f"documents_cu_seqlens must have as many entries as queries_cu_seqlens, {entries}, "
+            f"got {documents_cu_seqlens.shape[0]}"
+        )
+    return _scores(
+        queries,
+        documents,
+        queries_cu_seqlens,
+        documents_cu_seqlens,
+        torch.arange(entries, dtype=torch.int32, device=queries.device),
+        1,
+        max_query_length,
+        max_document_length,
+        normalize,
+        reduction,
+        empty_score,
+        implementation,
+    )
+
+
+def _checked(
+    queries: Tensor, documents: Tensor, queries_cu_seqlens: Tensor, documents_cu_seqlens: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Queries and documents after every check of types and shapes, in the autocast type under autocast."""
     check_embeddings("queries", queries, {2: "[Tq, d]"})
     check_embeddings("documents", documents, {2: "[Td, d]"})
+    queries, documents = _autocast(queries, documents)
     check_same(queries, documents)
-    if torch.is_grad_enabled() and (queries.requires_grad or documents.requires_grad):
-        raise RuntimeError("maxsim_varlen has no gradient: call it under torch.no_grad(), or pad and call maxsim")
-    _check_boundaries("queries_cu_seqlens", queries_cu_seqlens, queries.shape[0], "queries")
-    _check_boundaries("documents_cu_seqlens", documents_cu_seqlens, documents.shape[0], "documents")
-    n_queries, n_documents = queries_cu_seqlens.shape[0] - 1, documents_cu_seqlens.shape[0] - 1
-    if candidates_cu_seqlens is not None:
-        candidates_cu_seqlens = _check_boundaries(
-            "candidates_cu_seqlens", candidates_cu_seqlens, n_documents, "documents"
-        ).cpu()
-        if candidates_cu_seqlens.shape[0] != n_queries + 1:
-            raise ValueError(
-                f"candidates_cu_seqlens must have Nq + 1 = {n_queries + 1} entries, got {len(candidates_cu_seqlens)}"
-            )
-    shape = (n_queries, n_documents) if candidates_cu_seqlens is None else (n_documents,)
-    if n_queries == 0 or n_documents == 0 or queries.shape[0] == 0 or documents.shape[0] == 0:
-        scores = torch.zeros(shape, device=queries.device)
-    elif choose(implementation, queries.device, queries.dtype, queries.shape[1]) == "blocked":
-        scores = _blocked(
-            queries,
-            documents,
-            _host(queries_cu_seqlens),
-            _host(documents_cu_seqlens),
-            None if candidates_cu_seqlens is None else _host(candidates_cu_seqlens),
-        )
-    else:
-        scores = _kernel(
-            queries, documents, queries_cu_seqlens, documents_cu_seqlens, candidates_cu_seqlens, max_query_length
-        )
-    if empty_score != 0.0:
-        scores = scores.masked_fill((documents_cu_seqlens.diff() == 0).to(scores.device), empty_score)
-    return scores
+    _check_boundaries("queries_cu_seqlens", queries_cu_seqlens)
+    _check_boundaries("documents_cu_seqlens", documents_cu_seqlens)
+    return queries, documents
 
 
-def _check_boundaries(name: str, cu_seqlens: object, total: int, of: str) -> Tensor:
-    """`cu_seqlens` after checking it; its values are looked at on the CPU only."""
+def _check_boundaries(name: str, cu_seqlens: object) -> None:
     if not isinstance(cu_seqlens, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(cu_seqlens).__name__}")
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name} must be int32 or int64, got {cu_seqlens.dtype}")
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] == 0:
         raise ValueError(f"{name} must have shape [N + 1], got {list(cu_seqlens.shape)}")
-    if cu_seqlens.device.type == "cpu":
-        bounds = cu_seqlens.numpy()
-        falling = bool((bounds[1:] < bounds[:-1]).any())
-        if falling or bounds[0] != 0 or bounds[-1] != total:
-            raise ValueError(
-                f"{name} must rise from 0 to the number of {of}, {total}, got {bounds[0]} to {bounds[-1]}"
-                + (", falling in between" if falling else "")
-            )
-    return cu_seqlens
 
 
-def _host(cu_seqlens: Tensor) -> np.ndarray:
-    return cu_seqlens.cpu().numpy().astype(np.int64)
+def _host_bounds(name: str, cu_seqlens: Tensor, total: int, of: str, longest: int | None = None) -> np.ndarray:
+    """The boundaries on the host, int64, after checking their values, and lengths against the `longest` of `of`."""
+    bounds = cu_seqlens.cpu().numpy().astype(np.int64)
+    lengths = np.diff(bounds)
+    falling = bool((lengths < 0).any())
+    if falling or bounds[0] != 0 or bounds[-1] != total:
+        raise ValueError(
+            f"{name} must rise from 0 to the number of {of}, {total}, got {bounds[0]} to {bounds[-1]}"
+            + (", falling in between" if falling else "")
+        )
+    if longest is not None and lengths.max(initial=0) > longest:
+        raise ValueError(f"{name} has a sequence of length {lengths.max()}, more than {_LONGEST[of]} = {longest}")
+    return bounds
 
 
-def _kernel(
+# What the option is called that tells the longest.
+_LONGEST = {"queries": "max_query_length", "documents": "max_document_length"}
+
+
+def _longest(name: str, cu_seqlens: Tensor, total: int, of: str, given: int | None) -> int:
+    """Length of the longest sequence, or a bound on it: `given`, or found out. On the CPU, values are checked."""
+    if given is not None and given < 0:
+        raise ValueError(f"{_LONGEST[of]} must be at least 0, got {given}")
+    readable = type(cu_seqlens) is Tensor and not torch.compiler.is_compiling()
+    if cu_seqlens.device.type == "cpu" and readable:
+        lengths = np.diff(_host_bounds(name, cu_seqlens, total, of, given))
+        return given if given is not None else int(lengths.max(initial=0))
+    if given is not None:
+        return given
+    # A single sequence is all there is. Where nothing can be looked at, any bound will do.
+    if cu_seqlens.shape[0] <= 2 or cu_seqlens.is_meta:
+        return total
+    return int(cu_seqlens.diff().max())
+
+
+def _scores(
     queries: Tensor,
     documents: Tensor,
     queries_cu_seqlens: Tensor,
     documents_cu_seqlens: Tensor,
-    candidates: Tensor | None,
+    candidates_cu_seqlens: Tensor | None,
+    max_candidates: int,
     max_query_length: int | None,
+    max_document_length: int | None,
+    normalize: bool,
+    reduction: str,
+    empty_score: float,
+    implementation: str,
 ) -> Tensor:
-    """Scores by the Triton kernels, which take packed documents, and queries padded to one length: they are short."""
-    device, n_queries = queries.device, queries_cu_seqlens.shape[0] - 1
-    if max_query_length is None or queries_cu_seqlens.device.type == "cpu":
-        longest = int(queries_cu_seqlens.diff().max())
-    else:
-        longest = max_query_length
-    mask = None
-    if queries.shape[0] == n_queries * longest:
-        padded = queries.unflatten(0, (n_queries, longest))
-    else:
-        bounds = queries_cu_seqlens.to(device, non_blocking=True)
-        lengths, positions = bounds.diff().unsqueeze(1), torch.arange(longest, device=device)
-        mask = positions < lengths
-        # A padding token may be any token, as the mask leaves it out.
-        padded = queries[(bounds[:-1].unsqueeze(1) + positions).clamp_(max=queries.shape[0] - 1)]
-    with kernels().on_device(queries):
-        return kernels().maxsim_varlen_forward(
-            rows_contiguous(padded),
-            mask,
-            rows_contiguous(documents),
-            documents_cu_seqlens.to(device, non_blocking=True).contiguous(),
-            None if candidates is None else candidates.to(device, non_blocking=True),
-            0 if candidates is None else int(candidates.diff().max()),
-            product_precision(queries.dtype),
-        )
-
-
-def _blocked(
-    queries: Tensor,
-    documents: Tensor,
-    query_bounds: np.ndarray,
-    document_bounds: np.ndarray,
-    candidate_bounds: np.ndarray | None,
-) -> Tensor:
-    """Scores in blocks of plain torch: one product per block of queries and documents, then a maximum per document."""
-    dtype = torch.float64 if queries.dtype == torch.float64 else torch.float32
-    budget = _BLOCK_CPU if queries.device.type == "cpu" else _BLOCK_OTHER
-    n_queries, n_documents = len(query_bounds) - 1, len(document_bounds) - 1
-    if candidate_bounds is None:
-        scores = torch.zeros(n_queries, n_documents, device=queries.device)
-        tasks = [(first, last, 0, n_documents) for first, last in _runs(query_bounds, budget // 256)]
-    else:
-        scores = torch.zeros(n_documents, device=queries.device)
-        tasks = [(i, i + 1, *candidate_bounds[i : i + 2].tolist()) for i in range(n_queries)]
-    for first_query, last_query, first_document, last_document in tasks:
-        block_queries = queries[query_bounds[first_query] : query_bounds[last_query]].to(dtype)
-        if block_queries.shape[0] == 0 or first_document == last_document:
-            continue
-        owners = _owners(query_bounds[first_query : last_query + 1], queries.device)
-        for first, last in _runs(document_bounds[first_document : last_document + 1], budget // block_queries.shape[0]):
-            first, last = first + first_document, last + first_document
-            tokens = documents[document_bounds[first] : document_bounds[last]].to(dtype)
-            similarities = tokens @ block_queries.T
-            positions = _owners(document_bounds[first : last + 1], queries.device).unsqueeze(1)
-            best = torch.full((last - first, block_queries.shape[0]), -torch.inf, dtype=dtype, device=queries.device)
-            best.scatter_reduce_(0, positions.expand_as(similarities), similarities, "amax")
-            empty = torch.from_numpy(np.diff(document_bounds[first : last + 1]) == 0).to(queries.device)
-            best.masked_fill_(empty.unsqueeze(1), 0.0)
-            sums = torch.zeros(last_query - first_query, last - first, dtype=dtype, device=queries.device)
-            sums.index_add_(0, owners, best.T)
-            if candidate_bounds is None:
-                scores[first_query:last_query, first:last] = sums
-            else:
-                scores[first:last] = sums[0]
+    """`maxsim_varlen` after the checks of types and shapes, with at most `max_candidates` documents per query."""
+    check_choice("reduction", reduction, REDUCTIONS)
+    check_choice("implementation", implementation, IMPLEMENTATIONS)
+    max_query_length = _longest("queries_cu_seqlens", queries_cu_seqlens, queries.shape[0], "queries", max_query_length)
+    with_winners = torch.is_grad_enabled() and (queries.requires_grad or documents.requires_grad)
+    if max_document_length is None and not with_winners and documents_cu_seqlens.device.type == "cuda":
+        # A bound that costs nothing.
+        max_document_length = documents.shape[0]
+    max_document_length = _longest(
+        "documents_cu_seqlens", documents_cu_seqlens, documents.shape[0], "documents", max_document_length
+    )
+    # The dispatcher takes longer than a small kernel; what does not need it goes past it.
+    direct = not with_winners and _is_plain(queries, documents) and max_query_length > 0
+    scores = (_compute if direct else _maxsim_varlen)(
+        queries,
+        documents,
+        queries_cu_seqlens,
+        documents_cu_seqlens,
+        candidates_cu_seqlens,
+        max_query_length,
+        max_document_length,
+        max_candidates,
+        normalize,
+        with_winners,
+        implementation,
+    )[0]
+    if reduction == "mean":
+        lengths = queries_cu_seqlens.diff().clamp(min=1).to(scores.device, non_blocking=True)
+        if candidates_cu_seqlens is None:
+            lengths = lengths.unsqueeze(1)
+        elif max_candidates != 1 or lengths.shape != scores.shape:
+            owned = candidates_cu_seqlens.diff().to(scores.device, non_blocking=True)
+            lengths = lengths.repeat_interleave(owned, output_size=scores.shape[0])
+        scores = scores / lengths
+    if empty_score != 0.0:
+        empty = documents_cu_seqlens.diff().to(scores.device, non_blocking=True) == 0
+        scores = scores.masked_fill(empty, empty_score)
     return scores
 
 
-def _owners(bounds: np.ndarray, device: torch.device) -> Tensor:
-    """For every token between the boundaries, the index of its sequence, counted from the first boundary."""
-    return torch.from_numpy(np.repeat(np.arange(len(bounds) - 1), np.diff(bounds))).to(device)
+_LIBRARY = torch.library.Library("pylate_flash", "FRAGMENT")
+_LIBRARY.define(
+    "maxsim_varlen(Tensor queries, Tensor documents, Tensor queries_cu_seqlens, Tensor documents_cu_seqlens, "
+    "Tensor? candidates_cu_seqlens, SymInt max_query_length, SymInt max_document_length, SymInt max_candidates, "
+    "bool normalize, bool with_winners, str implementation) -> (Tensor, Tensor)"
+)
+_LIBRARY.define(
+    "maxsim_varlen_backward(Tensor grad_scores, Tensor queries, Tensor documents, Tensor queries_cu_seqlens, "
+    "Tensor documents_cu_seqlens, Tensor? candidates_cu_seqlens, Tensor winners, SymInt max_query_length, "
+    "SymInt max_document_length, bool normalize, bool need_queries, bool need_documents, str implementation) "
+    "-> (Tensor, Tensor)"
+)
+_maxsim_varlen = torch.ops.pylate_flash.maxsim_varlen.default
+_maxsim_varlen_backward = torch.ops.pylate_flash.maxsim_varlen_backward.default
 
 
-def _runs(bounds: np.ndarray, budget: int) -> list[tuple[int, int]]:
-    """Consecutive sequences whose tokens fit into `budget` together; a longer sequence stands alone."""
-    runs, first = [], 0
-    while first < len(bounds) - 1:
-        last = int(np.searchsorted(bounds, bounds[first] + max(1, budget), side="right")) - 1
-        last = max(last, first + 1)
-        runs.append((first, last))
-        first = last
-    return runs
+def _forward(
+    queries: Tensor,
+    documents: Tensor,
+    queries_cu_seqlens: Tensor,
+    documents_cu_seqlens: Tensor,
+    candidates_cu_seqlens: Tensor | None,
+    max_query_length: int,
+    max_document_length: int,
+    max_candidates: int,
+    normalize: bool,
+    with_winners: bool,
+    implementation: str,
+) -> tuple[Tensor, Tensor]:
+    """Scores [Nq, Nd], or [Nd] with candidates, float32, and winners [Nd, rows], an empty tensor unless asked for."""
+    arguments = (
+        queries, documents, queries_cu_seqlens, documents_cu_seqlens, candidates_cu_seqlens, max_query_length,
+        max_document_length, max_candidates, normalize, with_winners, implementation,
+    )  # fmt: skip
+    # Without tokens there is nothing to compute.
+    if 0 in (queries.shape[0], documents.shape[0], max_query_length):
+        choose(implementation, queries.device, queries.dtype, queries.shape[-1])
+        scores, winners = _forward_shapes(*arguments)
+        return scores.zero_(), winners.fill_(-1)
+    scores, found = _compute(*arguments)
+    if found is None:
+        return scores, queries.new_empty(0, dtype=torch.int16)
+    return scores, found.to(_winners_dtype(max_document_length))
+
+
+def _compute(
+    queries: Tensor,
+    documents: Tensor,
+    queries_cu_seqlens: Tensor,
+    documents_cu_seqlens: Tensor,
+    candidates_cu_seqlens: Tensor | None,
+    max_query_length: int,
+    max_document_length: int,
+    max_candidates: int,
+    normalize: bool,
+    with_winners: bool,
+    implementation: str,
+) -> tuple[Tensor, Tensor | None]:
+    """As `_forward`, where nothing is empty; without winners the second is None."""
+    if choose(implementation, queries.device, queries.dtype, queries.shape[1]) == "triton":
+        padded, mask = _padded(queries, queries_cu_seqlens, max_query_length)
+        with kernels().on_device(queries):
+            return kernels().maxsim_varlen_forward(
+                rows_contiguous(padded),
+                mask,
+                rows_contiguous(documents),
+                _on_device(documents_cu_seqlens, queries.device),
+                None if candidates_cu_seqlens is None else _on_device(candidates_cu_seqlens, queries.device),
+                max_candidates,
+                max_document_length,
+                normalize,
+                with_winners,
+                product_precision(queries.dtype),
+            )
+    # Under autocast the inputs have the autocast type already; the products inside must not be rounded to it.
+    with torch.autocast(queries.device.type, enabled=False):
+        queries_scale, documents_scale = (_scale(queries), _scale(documents)) if normalize else (None, None)
+        bounds = _all_host_bounds(
+            queries, documents, queries_cu_seqlens, documents_cu_seqlens, candidates_cu_seqlens,
+            max_query_length, max_document_length,
+        )  # fmt: skip
+        return blocked_varlen_forward(
+            queries, documents, queries_scale, documents_scale, *bounds, max_query_length, with_winners
+        )
+
+
+def _backward(
+    grad_scores: Tensor,
+    queries: Tensor,
+    documents: Tensor,
+    queries_cu_seqlens: Tensor,
+    documents_cu_seqlens: Tensor,
+    candidates_cu_seqlens: Tensor | None,
+    winners: Tensor,
+    max_query_length: int,
+    max_document_length: int,
+    normalize: bool,
+    need_queries: bool,
+    need_documents: bool,
+    implementation: str,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of queries and documents, in their type; an empty tensor for one that is not needed."""
+    if 0 in queries.shape or 0 in documents.shape or 0 in winners.shape:
+        grads = _backward_shapes(
+            grad_scores, queries, documents, queries_cu_seqlens, documents_cu_seqlens, candidates_cu_seqlens, winners,
+            max_query_length, max_document_length, normalize, need_queries, need_documents, implementation,
+        )  # fmt: skip
+        return grads[0].zero_(), grads[1].zero_()
+    implementation = choose(implementation, queries.device, queries.dtype, queries.shape[1])
+    if implementation == "triton":
+        grad_queries, grad_documents = _backward_by_kernels(
+            grad_scores, queries, documents, queries_cu_seqlens, documents_cu_seqlens, candidates_cu_seqlens, winners,
+            max_query_length, max_document_length, normalize, need_queries, need_documents,
+        )  # fmt: skip
+    else:
+        queries_scale, documents_scale = (_scale(queries), _scale(documents)) if normalize else (None, None)
+        bounds = _all_host_bounds(
+            queries, documents, queries_cu_seqlens, documents_cu_seqlens, candidates_cu_seqlens,
+            max_query_length, max_document_length,
+        )  # fmt: skip
+        grad_queries, grad_documents = blocked_varlen_backward(
+            grad_scores, queries, documents, winners, queries_scale, documents_scale, *bounds, max_query_length,
+            need_queries, need_documents,
+        )  # fmt: skip
+        if grad_queries is not None:
+            grad_queries = _unscaled(grad_queries, queries, queries_scale)
+        if grad_documents is not None:
+            grad_documents = _unscaled(grad_documents, documents, documents_scale)
+    return (
+        queries.new_empty(0) if grad_queries is None else grad_queries,
+        documents.new_empty(0) if grad_documents is None else grad_documents,
+    )
+
+
+def _backward_by_kernels(
+    grad_scores: Tensor,
+    queries: Tensor,
+    documents: Tensor,
+    queries_cu_seqlens: Tensor,
+    documents_cu_seqlens: Tensor,
+    candidates_cu_seqlens: Tensor | None,
+    winners: Tensor,
+    max_query_length: int,
+    max_document_length: int,
+    normalize: bool,
+    need_queries: bool,
+    need_documents: bool,
+) -> tuple[Tensor | None, Tensor | None]:
+    """`_backward` by the Triton kernels; nothing waits for the GPU."""
+    device = queries.device
+    queries_scale, documents_scale = None, None
+    padded, tokens = queries, documents
+    if normalize:
+        # The kernels take embeddings as they are, and half ones are not to be rounded again.
+        queries_scale, documents_scale = _scale(queries), _scale(documents)
+        padded, tokens = padded * queries_scale.unsqueeze(1), tokens * documents_scale.unsqueeze(1)
+    padded, _ = _padded(padded, queries_cu_seqlens, max_query_length)
+    with kernels().on_device(queries):
+        grad_queries, grad_documents = kernels().maxsim_varlen_backward(
+            grad_scores.contiguous(),
+            rows_contiguous(padded),
+            rows_contiguous(tokens),
+            _on_device(documents_cu_seqlens, device),
+            winners,
+            None if candidates_cu_seqlens is None else _on_device(candidates_cu_seqlens, device),
+            max_document_length,
+            need_queries,
+            need_documents,
+        )
+    if grad_queries is not None:
+        grad_queries = _unpadded(grad_queries, queries_cu_seqlens, queries.shape[0])
+        grad_queries = _unscaled(grad_queries, queries, queries_scale)
+    if grad_documents is not None:
+        grad_documents = _unscaled(grad_documents, documents, documents_scale)
+    return grad_queries, grad_documents
+
+
+def _padded(queries: Tensor, cu_seqlens: Tensor, longest: int) -> tuple[Tensor, Tensor | None]:
+    """Queries [Nq, longest, d] and their mask, None where all have one length."""
+    n_queries = cu_seqlens.shape[0] - 1
+    if queries.shape[0] == n_queries * longest:
+        return queries.unflatten(0, (n_queries, longest)), None
+    bounds = _on_device(cu_seqlens, queries.device)
+    places = torch.arange(longest, device=queries.device)
+    # A padding token may be any token, as the mask leaves it out.
+    tokens = (bounds[:-1].unsqueeze(1) + places).clamp_(max=queries.shape[0] - 1)
+    return queries[tokens], places < bounds.diff().unsqueeze(1)
+
+
+def _unpadded(padded: Tensor, cu_seqlens: Tensor, total: int) -> Tensor:
+    """The `total` packed rows [T, d] of padded ones [N, longest, d]."""
+    n_sequences, longest, _ = padded.shape
+    if total == n_sequences * longest:
+        return padded.flatten(0, 1)
+    bounds = _on_device(cu_seqlens, padded.device)
+    tokens = torch.arange(total, dtype=bounds.dtype, device=padded.device)
+    sequence = torch.searchsorted(bounds, tokens, right=True) - 1
+    return padded[sequence, (tokens - bounds[sequence]).clamp_(max=longest - 1)]
+
+
+def _on_device(boundaries: Tensor, device: torch.device) -> Tensor:
+    return boundaries.to(device, non_blocking=True).contiguous()
+
+
+def _all_host_bounds(
+    queries: Tensor,
+    documents: Tensor,
+    queries_cu_seqlens: Tensor,
+    documents_cu_seqlens: Tensor,
+    candidates_cu_seqlens: Tensor | None,
+    max_query_length: int,
+    max_document_length: int,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """All boundaries on the host, checked."""
+    n_documents = documents_cu_seqlens.shape[0] - 1
+    return (
+        _host_bounds("queries_cu_seqlens", queries_cu_seqlens, queries.shape[0], "queries", max_query_length),
+        _host_bounds(
+            "documents_cu_seqlens", documents_cu_seqlens, documents.shape[0], "documents", max_document_length
+        ),
+        None
+        if candidates_cu_seqlens is None
+        else _host_bounds("candidates_cu_seqlens", candidates_cu_seqlens, n_documents, "documents"),
+    )
+
+
+def _forward_shapes(
+    queries, documents, queries_cu_seqlens, documents_cu_seqlens, candidates_cu_seqlens, max_query_length,
+    max_document_length, max_candidates, normalize, with_winners, implementation,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Uninitialised outputs of the forward."""
+    n_queries, n_documents = queries_cu_seqlens.shape[0] - 1, documents_cu_seqlens.shape[0] - 1
+    in_batch = candidates_cu_seqlens is None
+    scores = queries.new_empty((n_queries, n_documents) if in_batch else (n_documents,), dtype=torch.float32)
+    if not with_winners:
+        return scores, queries.new_empty(0, dtype=torch.int16)
+    rows = max_query_length * (n_queries if in_batch else 1)
+    return scores, queries.new_empty(n_documents, rows, dtype=_winners_dtype(max_document_length))
+
+
+def _backward_shapes(
+    grad_scores, queries, documents, queries_cu_seqlens, documents_cu_seqlens, candidates_cu_seqlens, winners,
+    max_query_length, max_document_length, normalize, need_queries, need_documents, implementation,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return (
+        torch.empty_like(queries, memory_format=torch.contiguous_format) if need_queries else queries.new_empty(0),
+        torch.empty_like(documents, memory_format=torch.contiguous_format)
+        if need_documents
+        else documents.new_empty(0),
+    )
+
+
+def _save_for_backward(ctx, inputs, output) -> None:
+    queries, documents, *boundaries, max_query_length, max_document_length, _, normalize, with_winners, name = inputs
+    if not with_winners and (queries.requires_grad or documents.requires_grad):
+        raise RuntimeError("pylate_flash::maxsim_varlen: a gradient needs with_winners=True")
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(queries, documents, *boundaries, output[1])
+    ctx.options = max_query_length, max_document_length, normalize
+    ctx.implementation = name
+
+
+def _gradient(ctx, grad_scores, _):
+    need_queries, need_documents = ctx.needs_input_grad[:2]
+    grad_queries, grad_documents = _maxsim_varlen_backward(
+        grad_scores, *ctx.saved_tensors, *ctx.options, need_queries, need_documents, ctx.implementation
+    )
+    return (
+        grad_queries if need_queries else None,
+        grad_documents if need_documents else None,
+        *(None for _ in range(9)),
+    )
+
+
+def _no_second_gradient(ctx, *_):
+    raise RuntimeError(
+        "maxsim_varlen has no second derivative: its gradient is constant between changes of a winner. "
+        "Do not differentiate through the gradient (create_graph=True) of a MaxSim score."
+    )
+
+
+_LIBRARY.impl("maxsim_varlen", _forward, "CompositeExplicitAutograd")
+_LIBRARY.impl("maxsim_varlen_backward", _backward, "CompositeExplicitAutograd")
+torch.library.register_fake("pylate_flash::maxsim_varlen", _forward_shapes)
+torch.library.register_fake("pylate_flash::maxsim_varlen_backward", _backward_shapes)
+torch.library.register_autograd("pylate_flash::maxsim_varlen", _gradient, setup_context=_save_for_backward)
+torch.library.register_autograd("pylate_flash::maxsim_varlen_backward", _no_second_gradient)

@@ -22,7 +22,7 @@ def invoke(tiny_suite, ceilings, monkeypatch):
 
     def call(*arguments, systems=(), suite=None):
         monkeypatch.setattr(cli, "load_suite", lambda name: load_suite(name) and (suite or tiny_suite(*systems)))
-        monkeypatch.setattr(suites, "measure_ceilings", lambda device, dtype: ceilings)
+        monkeypatch.setattr(suites, "measure_ceilings", lambda device, dtype, **options: ceilings)
         monkeypatch.setattr(cli, "QUICK", Rounds(warmup=0, repetitions=2, flush_bytes=0))
         app = typer.Typer()
         cli.register_command(app)

@@ -16,7 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from pylate_flash.kernels import backward, forward, gradients, hopper, masks, norms, scatter, winner_lists
+from pylate_flash.kernels import backward, cuts, forward, gradients, hopper, masks, norms, scatter, winner_lists
 from pylate_flash.kernels.launch import Launcher
 from tests.kernels.backward_cases import dense, packed
 
@@ -33,12 +33,14 @@ SHARED_MEMORY = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 class Recorder(Launcher):
     """Keeps what a kernel is launched with, and compiles that for a target instead."""
 
-    def bind(self, grid, integers, strides, constants, num_warps, num_stages) -> Callable[..., None]:
+    def bind(
+        self, grid, integers, strides, constants, num_warps, num_stages, max_registers=None
+    ) -> Callable[..., None]:
         assert all(programs >= 1 for programs in grid)
 
         def launch(*tensors) -> None:
             self.arguments = (*tensors, *integers, *strides, *constants)
-            self.options = {"num_warps": num_warps, "num_stages": num_stages}
+            self.options = {"num_warps": num_warps, "num_stages": num_stages, "maxnreg": max_registers}
 
         return launch
 
@@ -138,16 +140,40 @@ def test_forward_with_everything(name: str, n_queries: int, zero_masked: bool, c
         ("_single", 2, torch.tensor([0, 3, 4])),
     ],
 )
-def test_varlen(name: str, n_queries: int, candidates, capability: int, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    ("longest", "normalize", "with_winners"),
+    [(40, False, False), (40, True, True), (9000, False, False), (9000, True, True)],
+)
+def test_varlen(
+    name: str,
+    n_queries: int,
+    candidates,
+    longest: int,
+    normalize: bool,
+    with_winners: bool,
+    capability: int,
+    monkeypatch,
+) -> None:
     queries = torch.empty(n_queries, 32, 128, dtype=torch.bfloat16)
-    documents = torch.empty(70, 128, dtype=torch.bfloat16)
-    bounds = torch.tensor([0, 10, 20, 30, 70], dtype=torch.int32)
+    documents = torch.empty(9030, 128, dtype=torch.bfloat16)
+    bounds = torch.tensor([0, 10, 20, 30, 9030], dtype=torch.int32)
+    monkeypatch.setattr(forward, "inverse_norms", lambda embeddings: torch.ones(embeddings.shape[:-1]))
+    merge = Recorder(cuts._merge_kernel)
+    monkeypatch.setattr(cuts, "_merge", merge)
 
     def launch() -> None:
-        forward.maxsim_varlen_forward(queries, None, documents, bounds, candidates, 3, "ieee")
+        forward.maxsim_varlen_forward(
+            queries, None, documents, bounds, candidates, 3, longest, normalize, with_winners, "ieee"
+        )
 
-    name = stacked(capability, torch.bfloat16, 128) if name == "_stacked" else name
-    check(forward, name, launch, capability, monkeypatch)
+    if name == "_stacked" and longest == 40:
+        name = stacked(capability, torch.bfloat16, 128)
+    compiled = check(forward, name, launch, capability, monkeypatch)
+    if capability == 90:
+        assert "wgmma" in compiled.asm["ptx"]
+    assert hasattr(merge, "arguments") == (longest == 9000), "documents are cut where one may be long, and only there"
+    if longest == 9000:
+        assert merge.compile(capability).asm["cubin"]
 
 
 BACKWARD = {

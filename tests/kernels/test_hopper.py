@@ -160,7 +160,7 @@ def test_a_tensor_that_is_not_aligned_is_served(monkeypatch: pytest.MonkeyPatch)
     served = []
     monkeypatch.setattr(forward, "architecture", lambda device: (9, 132))
     for name in ("_stacked", "_hopper"):
-        launcher = type("Fake", (), {"bind": lambda self, *_, name=name: lambda *tensors: served.append(name)})()
+        launcher = type("Fake", (), {"bind": lambda self, *_, name=name, **__: lambda *tensors: served.append(name)})()
         monkeypatch.setattr(forward, name, launcher if name == "_stacked" else lambda launcher=launcher: launcher)
     forward._bound_stacked.cache_clear()
     queries = torch.empty(8, 32, 128, dtype=torch.float16)

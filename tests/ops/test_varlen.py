@@ -1,6 +1,8 @@
-"""`pack` and `maxsim_varlen` against one pair at a time."""
+"""`pack`, `unpack`, `maxsim_varlen` and `maxsim_varlen_pairs` against one pair at a time."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -8,10 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pylate_flash.ops import maxsim_varlen, pack
-from pylate_flash.ops import varlen as module
+import pylate_flash
+from pylate_flash import maxsim, maxsim_varlen, maxsim_varlen_pairs, pack, unpack
+from pylate_flash.ops import blocked_varlen
 from pylate_flash.ops.varlen import maxsim_varlen_reference
-from tests.ops.cases import SIZES
+from tests.ops.cases import SIZES, relative_error
+
+OPTIONS = {"deadline": None, "derandomize": True}
 
 
 @st.composite
@@ -38,11 +43,26 @@ def packed(
         cuts = sorted(draw(st.lists(st.integers(0, len(document_lengths)), min_size=len(query_lengths) - 1,
                                     max_size=len(query_lengths) - 1)))  # fmt: skip
         candidates = torch.tensor([0, *cuts, len(document_lengths)], dtype=torch.int32)
-    options = {"candidates_cu_seqlens": candidates, "empty_score": draw(st.sampled_from([0.0, -5.0]))}
+    options = {
+        "candidates_cu_seqlens": candidates,
+        "normalize": draw(st.booleans()),
+        "reduction": draw(st.sampled_from(["sum", "mean"])),
+        "empty_score": draw(st.sampled_from([0.0, -5.0])),
+    }
     return (queries, documents, queries_cu_seqlens, documents_cu_seqlens), options
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+def gradients(function: Callable[..., torch.Tensor], case: tuple, dtype: torch.dtype | None = None) -> tuple:
+    """Gradients of queries and documents, in `dtype` or as they are, under a fixed, uneven weighting of the scores."""
+    (queries, documents, *bounds), options = case
+    queries, documents = (t.detach().to(dtype or t.dtype).requires_grad_() for t in (queries, documents))
+    scores = function(queries, documents, *bounds, **options)
+    weight = torch.cos(torch.arange(scores.numel(), device=scores.device, dtype=scores.dtype)).view(scores.shape)
+    loss = (scores * weight).sum()
+    return torch.autograd.grad(loss, (queries, documents)) if loss.requires_grad else (queries * 0, documents * 0)
+
+
+@settings(max_examples=60, **OPTIONS)
 @given(case=packed())
 def test_equals_one_pair_at_a_time(case: tuple) -> None:
     (queries, documents, *bounds), options = case
@@ -52,24 +72,186 @@ def test_equals_one_pair_at_a_time(case: tuple) -> None:
     torch.testing.assert_close(scores.double(), expected, rtol=2e-6, atol=2e-6)
 
 
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(max_examples=40, **OPTIONS)
+@given(case=packed(dtypes=(torch.float32, torch.float64)))
+def test_gradients_equal_those_of_one_pair_at_a_time(case: tuple) -> None:
+    expected = gradients(maxsim_varlen_reference, case, torch.float64)
+    for gradient, reference in zip(gradients(maxsim_varlen, case), expected, strict=True):
+        assert gradient.dtype == case[0][0].dtype
+        assert relative_error(gradient, reference) <= 1e-5
+
+
+@settings(max_examples=20, **OPTIONS)
+@given(case=packed(dtypes=(torch.bfloat16,)))
+def test_half_gradients_are_close(case: tuple) -> None:
+    expected = gradients(maxsim_varlen_reference, case, torch.float64)
+    for gradient, reference in zip(gradients(maxsim_varlen, case), expected, strict=True):
+        assert gradient.dtype == torch.bfloat16
+        assert relative_error(gradient, reference) <= 1e-2
+
+
+@settings(max_examples=15, **OPTIONS)
 @given(case=packed(dtypes=(torch.float32,)))
 def test_blocks_do_not_change_the_result(case: tuple) -> None:
-    arguments, options = case
-    expected = maxsim_varlen(*arguments, **options)
+    (arguments, options), expected = case, gradients(maxsim_varlen, case)
+    scores = maxsim_varlen(*arguments, **options)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_BLOCK_CPU", 40)
-        torch.testing.assert_close(maxsim_varlen(*arguments, **options), expected)
+        patch.setattr(blocked_varlen, "_BLOCK_CPU", 40)
+        patch.setattr(blocked_varlen, "_WINNERS", 10)
+        torch.testing.assert_close(maxsim_varlen(*arguments, **options), scores)
+        torch.testing.assert_close(gradients(maxsim_varlen, case), expected)
 
 
-def test_nan_stays_in_its_document() -> None:
-    queries, queries_bounds = pack([torch.randn(3, 4)])
+@pytest.mark.parametrize("options", [{}, {"normalize": True, "reduction": "mean", "empty_score": -3.0}])
+def test_pairs_are_candidates_of_one(options: dict) -> None:
+    torch.manual_seed(0)
+    queries, documents = ([torch.randn(n, 8) for n in lengths] for lengths in ((3, 0, 5, 2), (4, 7, 0, 1)))
+    arguments = _packed(queries, documents)
+    case = arguments, options | {"candidates_cu_seqlens": torch.arange(5)}
+    found = maxsim_varlen_pairs(*arguments, **options)
+    torch.testing.assert_close(found, maxsim_varlen_reference(*arguments, **case[1]))
+    expected = gradients(maxsim_varlen_reference, case)
+    torch.testing.assert_close(gradients(maxsim_varlen_pairs, (arguments, options)), expected)
+
+
+@pytest.mark.parametrize("candidates", [None, torch.tensor([0, 2, 3])])
+def test_padded_ones_give_the_same(candidates: torch.Tensor | None) -> None:
+    """Not only the reference, which is packed itself: `maxsim`, too."""
+    torch.manual_seed(0)
+    queries, documents = [torch.randn(4, 8), torch.randn(2, 8)], [torch.randn(n, 8) for n in (3, 1, 6)]
+    masks = [torch.arange(4) < torch.tensor([[4], [2]]), torch.arange(6) < torch.tensor([[3], [1], [6]])]
+    padded = [torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True) for tokens in (queries, documents)]
+    expected = maxsim(*padded, *masks)
+    if candidates is not None:
+        expected = torch.stack([expected[0, 0], expected[0, 1], expected[1, 2]])
+    found = maxsim_varlen(*_packed(queries, documents), candidates_cu_seqlens=candidates)
+    torch.testing.assert_close(found, expected)
+
+
+def _packed(queries: list[torch.Tensor], documents: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    (queries_values, queries_bounds), (documents_values, documents_bounds) = pack(queries), pack(documents)
+    return queries_values, documents_values, queries_bounds, documents_bounds
+
+
+def test_nan_stays_in_its_document_and_reaches_the_gradient() -> None:
     documents = [torch.randn(2, 4), torch.randn(3, 4)]
     documents[0][1, 2] = torch.nan
-    packed_documents, documents_bounds = pack(documents)
-    scores = maxsim_varlen(queries, packed_documents, queries_bounds, documents_bounds)
+    queries, documents, *bounds = _packed([torch.randn(3, 4, requires_grad=True)], documents)
+    scores = maxsim_varlen(queries, documents, *bounds)
     assert scores[0, 0].isnan()
     assert scores[0, 1].isfinite()
+    (gradient,) = torch.autograd.grad(scores[0, 0], queries, retain_graph=True)
+    assert gradient[:, 2].isnan().all()
+    assert gradient[:, 0].isfinite().all()
+    (gradient,) = torch.autograd.grad((scores * torch.tensor([0.0, 1.0])).sum(), queries)
+    assert gradient[:, 0].isfinite().all()
+
+
+def test_infinities_behave_as_in_torch() -> None:
+    documents = torch.tensor([[torch.inf, 1.0], [2.0, 2.0], [-torch.inf, 0.0]])
+    arguments = _packed([torch.tensor([[1.0, 1.0]]), torch.tensor([[0.0, 1.0]])], [documents[:2], documents[2:]])
+    expected = maxsim_varlen_reference(*arguments)
+    torch.testing.assert_close(maxsim_varlen(*arguments), expected, equal_nan=True)
+    assert expected[0].tolist() == [torch.inf, -torch.inf]
+    # Where the best similarity is -inf, no gradient flows, as in `maxsim`.
+    documents = arguments[1].requires_grad_()
+    scores = maxsim_varlen(arguments[0], documents, *arguments[2:])
+    (gradient,) = torch.autograd.grad(scores[0, 1], documents)
+    assert (gradient == 0).all()
+
+
+def test_ties_go_to_the_lowest_index() -> None:
+    documents = [torch.randn(1, 4).repeat(6, 1), torch.randn(1, 4).repeat(3, 1)]
+    queries, documents, *bounds = _packed([torch.randn(3, 4), torch.randn(2, 4)], documents)
+    documents.requires_grad_()
+    (gradient,) = torch.autograd.grad(maxsim_varlen(queries, documents, *bounds).sum(), documents)
+    assert (gradient != 0).any(dim=1).tolist() == [True, *[False] * 5, True, False, False]
+
+
+@pytest.mark.parametrize(("query_lengths", "document_lengths"), [((0,), (3,)), ((2,), (0, 0)), ((0, 0), (0,))])
+def test_nothing_but_empty_sequences(query_lengths: tuple[int, ...], document_lengths: tuple[int, ...]) -> None:
+    arguments = _packed([torch.randn(n, 4) for n in query_lengths], [torch.randn(n, 4) for n in document_lengths])
+    expected = maxsim_varlen_reference(*arguments, empty_score=-7.0, reduction="mean")
+    assert torch.equal(maxsim_varlen(*arguments, empty_score=-7.0, reduction="mean"), expected)
+    assert all((gradient == 0).all() for gradient in gradients(maxsim_varlen, (arguments, {})))
+
+
+def test_only_the_needed_gradients() -> None:
+    queries, documents, *bounds = _packed([torch.randn(3, 4)], [torch.randn(5, 4)])
+    documents.requires_grad_()
+    maxsim_varlen(queries, documents, *bounds).sum().backward()
+    assert queries.grad is None
+    assert documents.grad is not None
+
+
+def test_second_derivative_is_refused() -> None:
+    queries, documents, *bounds = _packed([torch.randn(3, 4)], [torch.randn(5, 4)])
+    queries.requires_grad_()
+    scores = maxsim_varlen(queries, documents.requires_grad_(), *bounds)
+    (gradient,) = torch.autograd.grad(scores.sum(), queries, create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        gradient.sum().backward()
+
+
+def test_gradients_are_bitwise_reproducible() -> None:
+    generator = torch.Generator().manual_seed(0)
+    documents = [torch.randn(n, 16, generator=generator) for n in (30, 7, 50)]
+    case = _packed([torch.randn(n, 16, generator=generator) for n in (20, 9)], documents), {}
+    first = gradients(maxsim_varlen, case)
+    assert all(torch.equal(a, b) for _ in range(5) for a, b in zip(gradients(maxsim_varlen, case), first, strict=True))
+
+
+@pytest.mark.parametrize("candidates", [None, torch.tensor([0, 1, 3])])
+def test_opcheck(candidates: torch.Tensor | None) -> None:
+    queries, documents, *bounds = _packed(
+        [torch.randn(3, 4), torch.randn(2, 4)], [torch.randn(5, 4), torch.randn(0, 4), torch.randn(1, 4)]
+    )
+    arguments = (
+        queries.requires_grad_(), documents.requires_grad_(), *bounds, candidates, 3, 5, 2, False, True, "auto"
+    )  # fmt: skip
+    torch.library.opcheck(torch.ops.pylate_flash.maxsim_varlen.default, arguments)
+
+
+def test_compiles_into_one_graph() -> None:
+    def loss(queries: torch.Tensor, documents: torch.Tensor, *bounds: torch.Tensor) -> torch.Tensor:
+        longest = {"max_query_length": 4, "max_document_length": 6}
+        scores = maxsim_varlen(queries, documents, *bounds, normalize=True, reduction="mean", **longest)
+        pairs = maxsim_varlen_pairs(queries, documents, *bounds, **longest)
+        return torch.nn.functional.cross_entropy(scores / 0.02, torch.arange(2)) + pairs.sum()
+
+    arguments = _packed([torch.randn(4, 8), torch.randn(2, 8)], [torch.randn(6, 8), torch.randn(1, 8)])
+    queries, documents = arguments[0].requires_grad_(), arguments[1].requires_grad_()
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    found = torch.autograd.grad(compiled(*arguments), (queries, documents))
+    torch.testing.assert_close(found, torch.autograd.grad(loss(*arguments), (queries, documents)))
+
+
+def test_autocast_gives_the_autocast_type() -> None:
+    queries, documents, *bounds = _packed([torch.randn(3, 16)], [torch.randn(5, 16), torch.randn(2, 16)])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        scores = maxsim_varlen(queries, documents, *bounds)
+    assert scores.dtype == torch.float32
+    assert torch.equal(scores, maxsim_varlen(queries.bfloat16(), documents.bfloat16(), *bounds))
+
+
+def test_meta_tensors_give_shapes() -> None:
+    arguments = [t.to("meta") for t in _packed([torch.randn(3, 4)] * 2, [torch.randn(5, 4)] * 3)]
+    assert maxsim_varlen(*arguments).shape == (2, 3)
+    assert maxsim_varlen(*arguments, max_query_length=3, max_document_length=5).is_meta
+
+
+def test_boundaries_on_the_host_tell_the_longest() -> None:
+    """A bound above the longest changes nothing, and one below it is an error."""
+    arguments = _packed([torch.randn(3, 4), torch.randn(1, 4)], [torch.randn(5, 4), torch.randn(2, 4)])
+    expected = maxsim_varlen(*arguments)
+    assert torch.equal(maxsim_varlen(*arguments, max_query_length=9, max_document_length=70), expected)
+    for options, message in (
+        ({"max_query_length": 2}, "queries_cu_seqlens has a sequence of length 3, more than max_query_length = 2"),
+        ({"max_document_length": 4}, "documents_cu_seqlens has a sequence of length 5, .* max_document_length = 4"),
+        ({"max_document_length": -1}, "max_document_length must be at least 0, got -1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            maxsim_varlen(*arguments, **options)
 
 
 def test_pack_takes_tensors_and_arrays() -> None:
@@ -79,6 +261,23 @@ def test_pack_takes_tensors_and_arrays() -> None:
     assert bounds.tolist() == [0, 2, 2]
     assert bounds.dtype == torch.int32
     assert pack([torch.ones(1, 2), torch.ones(3, 2)])[1].tolist() == [0, 1, 4]
+
+
+def test_unpack_gives_back_what_was_packed() -> None:
+    sequences = [torch.randn(n, 3, requires_grad=True) for n in (2, 0, 4)]
+    values, bounds = pack(sequences)
+    found = unpack(values, bounds)
+    assert all(torch.equal(a, b) for a, b in zip(found, sequences, strict=True))
+    assert found[2].data_ptr() == values[2:].data_ptr(), "views, not copies"
+    found[2].sum().backward()
+    assert (sequences[2].grad == 1).all()
+    assert [len(part) for part in unpack(torch.arange(6), bounds.long())] == [2, 0, 4]
+
+
+def test_operations_are_found_at_the_top_level() -> None:
+    for name in ("maxsim_varlen", "maxsim_varlen_pairs", "pack", "unpack"):
+        assert getattr(pylate_flash, name) is getattr(pylate_flash.ops, name)
+        assert name in pylate_flash.__all__
 
 
 Q, D = torch.zeros(4, 3), torch.zeros(6, 3)
@@ -107,7 +306,10 @@ QB, DB = torch.tensor([0, 4]), torch.tensor([0, 2, 6])
             "2 entries, got 3",
         ),
         (lambda: maxsim_varlen(Q, D, QB, DB, implementation="x"), ValueError, "implementation must be one of"),
-        (lambda: maxsim_varlen(Q.clone().requires_grad_(), D, QB, DB), RuntimeError, "no gradient"),
+        (lambda: maxsim_varlen(Q, D, QB, DB, reduction="max"), ValueError, "reduction must be one of"),
+        (lambda: maxsim_varlen_pairs(Q, D, QB, DB), ValueError, "as many entries as queries_cu_seqlens, 2, got 3"),
+        (lambda: unpack(D, QB), ValueError, "cu_seqlens must rise from 0 to the number of values, 6, got 0 to 4"),
+        (lambda: unpack([1], QB), TypeError, "values must be a torch.Tensor"),
     ],
 )
 def test_bad_input_names_the_argument(call, error: type[Exception], message: str) -> None:

@@ -5,13 +5,17 @@ float16 and float32 only: the interpreter multiplies the raw bits of bfloat16.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 
-from pylate_flash.ops import maxsim, maxsim_reference, maxsim_varlen
+from pylate_flash.kernels import cuts, forward
+from pylate_flash.ops import maxsim, maxsim_reference, maxsim_varlen, pack, varlen
 from pylate_flash.ops.varlen import maxsim_varlen_reference
 from tests.ops.cases import Case, cases, gradients, relative_error
+from tests.ops.test_varlen import gradients as varlen_gradients
 from tests.ops.test_varlen import packed
 
 OPTIONS = {
@@ -26,6 +30,10 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")
 
 def kernel(*tensors: torch.Tensor, **options) -> torch.Tensor:
     return maxsim(*tensors, **options, implementation="triton")
+
+
+def varlen_kernel(*tensors: torch.Tensor, **options) -> torch.Tensor:
+    return maxsim_varlen(*tensors, **options, implementation="triton")
 
 
 @settings(max_examples=25, **OPTIONS)
@@ -100,6 +108,73 @@ def test_nan_infinity_and_ties(queries_shape: tuple[int, ...]) -> None:
 @given(case=packed(dtypes=HALF_AND_FLOAT))
 def test_varlen(case: tuple) -> None:
     (queries, documents, *bounds), options = case
-    scores = maxsim_varlen(queries, documents, *bounds, **options, implementation="triton")
+    with torch.no_grad():
+        scores = varlen_kernel(queries, documents, *bounds, **options)
     expected = maxsim_varlen_reference(queries.double(), documents.double(), *bounds, **options)
     torch.testing.assert_close(scores.double(), expected, rtol=2e-6, atol=2e-6)
+
+
+@settings(max_examples=15, **OPTIONS)
+@given(case=packed(dtypes=(torch.float32,)))
+def test_varlen_gradients(case: tuple) -> None:
+    expected = varlen_gradients(maxsim_varlen_reference, case, torch.float64)
+    for gradient, reference in zip(varlen_gradients(varlen_kernel, case), expected, strict=True):
+        assert relative_error(gradient, reference) <= 1e-5
+
+
+@pytest.fixture
+def small_cuts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Documents of more than 70 tokens are cut into pieces of at most 70."""
+    bound = (forward._bound_stacked, forward._bound_single)
+    monkeypatch.setattr(forward, "plan_cuts", _cuts)
+    for function in bound:
+        function.cache_clear()
+    yield
+    for function in bound:
+        function.cache_clear()
+
+
+def _cuts(tokens: int, documents: int, *_: int, **__: int) -> cuts.Cuts:
+    return cuts.Cuts(70, 70, -(-(tokens + documents * cuts.DOCUMENT_COST) // 70))
+
+
+@pytest.mark.parametrize(
+    ("query_lengths", "candidates"),
+    [([5], None), ([3, 0, 20], None), ([70], None), ([3, 70], [0, 4, 7]), ([2, 0, 1], [0, 2, 3, 7])],
+)
+@pytest.mark.parametrize("normalize", [False, True])
+def test_long_documents_in_pieces(query_lengths, candidates, normalize: bool, small_cuts: None) -> None:
+    """Documents of one, two and many pieces, and empty ones between them."""
+    torch.manual_seed(0)
+    lengths = [71, 0, 30, 300, 0, 6, 150]
+    # Small integers: a tie is exact whatever the order in which numpy sums a product.
+    queries, queries_bounds = pack([torch.randint(-3, 4, (n, 4)).float() for n in query_lengths])
+    documents, documents_bounds = pack([torch.randint(-3, 4, (n, 4)).float() for n in lengths])
+    documents[150, 1] = torch.nan
+    if candidates is not None:
+        candidates = torch.tensor(candidates)
+    longest = max(query_lengths), 300
+    arguments = (
+        queries, documents, queries_bounds, documents_bounds, candidates, *longest, 4, normalize, True
+    )  # fmt: skip
+    scores, winners = varlen._compute(*arguments, "triton")
+    expected, expected_winners = varlen._compute(*arguments, "blocked")
+    torch.testing.assert_close(scores, expected, equal_nan=True)
+    assert scores.isnan().any()
+    if not normalize:
+        assert torch.equal(winners.int(), expected_winners)
+    without_winners, _ = varlen._compute(*arguments[:-1], False, "triton")
+    assert torch.equal(without_winners.nan_to_num(), scores.nan_to_num())
+
+
+@pytest.mark.parametrize("n_documents", [1, 256, 257, 400])
+def test_programs_walk_each_document_once(n_documents: int, small_cuts: None) -> None:
+    """Whatever the number of entries that a search narrows down, and however many documents are empty."""
+    lengths = torch.randint(0, 3, (n_documents,), generator=torch.Generator().manual_seed(0))
+    lengths[n_documents // 2 :] = 0
+    lengths[0] = 1
+    bounds = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    queries, queries_bounds = pack([torch.ones(1, 2)] * 2)
+    scores = varlen_kernel(queries, torch.ones(int(lengths.sum()), 2), queries_bounds, bounds, empty_score=-1.0)
+    assert torch.equal(scores[0], torch.where(lengths > 0, 2.0, -1.0))
+    assert torch.equal(scores[0], scores[1])

@@ -1,0 +1,266 @@
+"""Packed documents cut into equal shares of work, on the device, with nothing known there but their boundaries.
+
+A document costs its tokens and `_DOCUMENT_COST` more: a tile that it does not fill, and the sums at its end. Laid one
+after the other at these costs, document j begins at the position cu_seqlens[j] + j * _DOCUMENT_COST, and cut number i
+is the positions i * cut to (i + 1) * cut. A document belongs to the cut in which it begins, so every cut is about equal
+work, whatever the lengths.
+
+A document of more than `whole` tokens is itself cut: each cut that it reaches into takes its tokens there, a piece. As
+such a document is longer than a cut, a cut has at most two pieces: one of a document that began before it (piece
+2 * i), and one of a document that begins in it (piece 2 * i + 1). The best similarities of the pieces, and winners
+counted from a piece's first token, lie in a scratch [pieces, rows], and `merge_pieces` makes scores of them. The
+maximum of maxima is exact, so a score does not depend on the cuts.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .launch import Launcher
+from .reductions import larger, max_along
+
+# Half a tile, as a document's last tile is half full on average, and as much again for what follows it.
+DOCUMENT_COST = 64
+_DOCUMENT_COST = tl.constexpr(DOCUMENT_COST)
+# A cut has at least so much work, or finding it costs more.
+_SMALLEST_CUT = 256
+# A document up to so long is never cut: its pieces would take a launch to merge.
+_LONGEST_WHOLE = 2048
+# Entries that a search compares at once.
+_SEARCH_WIDTH = tl.constexpr(256)
+# Pieces and rows that the merge takes at a time, and programs that share the queries of a document in pieces.
+_MERGED_PIECES = 16
+_MERGED_ROWS = 64
+_MERGING_PROGRAMS = 16
+# A winner that no token has yet taken; larger than any token.
+NO_WINNER = tl.constexpr(2**31 - 1)
+
+
+class Cuts(NamedTuple):
+    """How packed documents are cut: work per cut, tokens up to which a document stays whole, and the number of cuts."""
+
+    cut: int
+    whole: int
+    number: int
+
+
+def plan_cuts(tokens: int, documents: int, programs: int, processors: int, per_processor: int, largest: int) -> Cuts:
+    """Cut `documents` of `tokens` in all so that every processor gets an equal share, in whole waves.
+
+    `programs` programs share each cut, and `per_processor` of them fit on a processor at a time. A cut has at most
+    `largest` work, or the last ones leave gaps.
+    """
+    work = tokens + documents * DOCUMENT_COST
+    slots = per_processor * processors
+    waves = -(-work * programs // (slots * largest))
+    cut = max(_SMALLEST_CUT, -(-work // max(1, slots * waves // programs)))
+    # What takes less than half a processor's share of the time can wait for its turn, even the last.
+    whole = max(_LONGEST_WHOLE, cut, work * programs // (2 * slots))
+    return Cuts(cut, whole, -(-work // cut))
+
+
+@triton.jit
+def lower_bound(values_ptr, size, targets, COST: tl.constexpr):
+    """For each target, the number of entries j < size with values[j] + j * COST below it; that sum does not fall.
+
+    Compares `_SEARCH_WIDTH` entries at a time: three rounds of loads for 16 million entries, where a binary search
+    takes 24, each as long as the memory's latency.
+    """
+    low = (targets * 0).to(tl.int32)
+    left = low + size
+    probes = tl.arange(0, _SEARCH_WIDTH)
+    while tl.max(left, axis=0) > 0:
+        step = tl.cdiv(left, _SEARCH_WIDTH)
+        entries = low[:, None] + (probes[None, :] + 1) * step[:, None] - 1
+        exists = entries < (low + left)[:, None]
+        exists = exists & (left > 0)[:, None]
+        values = tl.load(values_ptr + entries, mask=exists, other=0).to(tl.int64) + entries.to(tl.int64) * COST
+        below = tl.sum((exists & (values < targets[:, None])).to(tl.int32), axis=1)
+        # The entry after the last one that is below is not, unless it does not exist.
+        left = tl.minimum(tl.maximum(step - 1, 0), left - below * step)
+        low += below * step
+    return low
+
+
+@triton.jit
+def documents_of_cut(cu_seqlens_ptr, n_documents, cut_start, cut):
+    """First of the documents that begin in a cut, and one past the last."""
+    bounds = lower_bound(cu_seqlens_ptr, n_documents, cut_start + tl.arange(0, 2) * cut, _DOCUMENT_COST)
+    return tl.min(bounds, axis=0), tl.max(bounds, axis=0)
+
+
+@triton.jit
+def document_position(cu_seqlens_ptr, document):
+    """Where a document begins among the positions, and its number of tokens."""
+    start = tl.load(cu_seqlens_ptr + document).to(tl.int64)
+    length = (tl.load(cu_seqlens_ptr + document + 1).to(tl.int64) - start).to(tl.int32)
+    return start + tl.cast(document, tl.int64) * _DOCUMENT_COST, length
+
+
+@triton.jit
+def reaches_into(cu_seqlens_ptr, document, cut_start, whole):
+    """1 if `document`, which begins before a cut, is cut into pieces and has one there; else 0. -1 is no document."""
+    position, length = document_position(cu_seqlens_ptr, tl.maximum(document, 0))
+    return ((document >= 0) & (length > whole) & (position + length > cut_start)).to(tl.int32)
+
+
+@triton.jit
+def tokens_of_piece(cu_seqlens_ptr, document, cut_start, cut, whole):
+    """First of the tokens of a document that a cut takes, and their number: all of them, or those that lie in it."""
+    position, length = document_position(cu_seqlens_ptr, document)
+    first = tl.maximum(cut_start - position, 0).to(tl.int32)
+    last = tl.minimum(cut_start + cut - position, length).to(tl.int32)
+    is_whole = length <= whole
+    return tl.where(is_whole, 0, first), tl.where(is_whole, length, last - first)
+
+
+@triton.jit
+def find_piece(cu_seqlens_ptr, n_documents, piece, cut, whole):
+    """Document, first token and number of tokens of a piece; no tokens where that piece does not exist."""
+    cut_start = (piece // 2).to(tl.int64) * cut
+    target = cut_start + (piece % 2) * cut
+    document = tl.max(lower_bound(cu_seqlens_ptr, n_documents, target + tl.arange(0, 1), _DOCUMENT_COST), axis=0) - 1
+    exists = document >= 0
+    document = tl.maximum(document, 0)
+    position, length = document_position(cu_seqlens_ptr, document)
+    # The last document to begin before the end of a cut need not begin in it.
+    exists = exists & (length > whole) & ((piece % 2 == 0) | (position >= cut_start))
+    first, length = tokens_of_piece(cu_seqlens_ptr, document, cut_start, cut, whole)
+    return document, first, tl.where(exists, tl.maximum(length, 0), 0)
+
+
+@triton.jit
+def owner_of(candidates_ptr, n_queries, document):
+    """The query that owns a document: the last i with candidates[i] <= document."""
+    return (
+        tl.max(lower_bound(candidates_ptr, n_queries + 1, tl.cast(document, tl.int64) + 1 + tl.arange(0, 1), 0), axis=0)
+        - 1
+    )
+
+
+@triton.jit(
+    do_not_specialize=[
+        "n_queries", "query_length", "n_documents", "n_programs", "cut", "whole", "rows", "rows_per_query"
+    ]
+)  # fmt: skip
+def _merge_kernel(
+    best_ptr, keys_ptr, queries_mask_ptr, queries_scale_ptr, cu_seqlens_ptr, candidates_ptr, scores_ptr, winners_ptr,
+    n_queries, query_length, n_documents, n_programs, cut, whole, rows, rows_per_query,
+    BLOCK_PIECES: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    HAS_CANDIDATES: tl.constexpr,
+    HAS_QUERIES_MASK: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    WITH_WINNERS: tl.constexpr,
+):  # fmt: skip
+    """Scores and winners of the document that begins in a cut and is in pieces, if there is one.
+
+    `n_programs` programs per cut share the queries; with candidates there is one, as a document has one query.
+    """
+    index = tl.program_id(0) // n_programs
+    document, _, piece_length = find_piece(cu_seqlens_ptr, n_documents, 2 * index + 1, cut, whole)
+    if piece_length > 0:
+        position, length = document_position(cu_seqlens_ptr, document)
+        # Tokens from the beginning of the cut on, so that piece i begins at token i * cut - before.
+        before = (position - index.to(tl.int64) * cut).to(tl.int32)
+        n_pieces = tl.cdiv(before + length, cut)
+        first_query = tl.program_id(0) % n_programs
+        last_query = n_queries
+        if HAS_CANDIDATES:
+            first_query = owner_of(candidates_ptr, n_queries, document)
+            last_query = first_query + 1
+        for query in tl.range(first_query, last_query, n_programs):
+            score = tl.cast(document, tl.int64)
+            winners_row = tl.cast(document, tl.int64)
+            first_row = 0
+            if not HAS_CANDIDATES:
+                score += tl.cast(query, tl.int64) * n_documents
+                winners_row = winners_row * n_queries + query
+                first_row = query * rows_per_query
+            total = tl.zeros([BLOCK_ROWS], tl.float32)
+            for start in tl.range(0, query_length, BLOCK_ROWS):
+                tokens = start + tl.arange(0, BLOCK_ROWS)
+                exists = tokens < query_length
+                best = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
+                key = tl.full([BLOCK_ROWS], NO_WINNER, tl.int32)
+                for first_piece in tl.range(0, n_pieces, BLOCK_PIECES):
+                    # The last piece again, rather than one that does not exist.
+                    pieces = tl.minimum(first_piece + tl.arange(0, BLOCK_PIECES), n_pieces - 1)
+                    # The first is the second piece of its cut; every other one is the first piece of its own.
+                    slots = 2 * (index + pieces) + (pieces == 0).to(tl.int32)
+                    offsets = slots.to(tl.int64)[:, None] * rows + (first_row + tokens)[None, :]
+                    piece_best = tl.load(best_ptr + offsets, mask=exists[None, :], other=0.0)
+                    block_best = max_along(piece_best, 0)
+                    if WITH_WINNERS:
+                        piece_key = tl.load(keys_ptr + offsets, mask=exists[None, :], other=0)
+                        won = (piece_best == block_best[None, :]) | (piece_best != piece_best)
+                        won = won & (piece_key != NO_WINNER)
+                        piece_key += tl.maximum(pieces * cut - before, 0)[:, None]
+                        block_key = tl.min(tl.where(won, piece_key, NO_WINNER), axis=0)
+                        # Later pieces must be strictly better, or have the first NaN.
+                        later = (block_best > best) | ((block_best != block_best) & (best == best))
+                        key = tl.where(later, block_key, key)
+                    best = larger(best, block_best)
+                active = exists
+                global_row = tl.cast(query, tl.int64) * query_length + tokens
+                if HAS_QUERIES_MASK:
+                    active = active & (tl.load(queries_mask_ptr + global_row, mask=exists, other=0) != 0)
+                if WITH_WINNERS:
+                    winner = tl.where(active & (key != NO_WINNER) & (best != float("-inf")), key, -1)
+                    winner = winner.to(winners_ptr.dtype.element_ty)
+                    tl.store(winners_ptr + winners_row * query_length + tokens, winner, mask=exists)
+                if NORMALIZE:
+                    best *= tl.load(queries_scale_ptr + global_row, mask=exists, other=0.0)
+                total += tl.where(active, best, 0.0)
+            tl.store(scores_ptr + score, tl.sum(total, axis=0))
+
+
+_merge = Launcher(_merge_kernel)
+
+
+def pieces_scratch(cuts: Cuts, rows: int, with_winners: bool, device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """Room for the best similarities of every piece [pieces, rows], float32, and, if asked, their winners, int32."""
+    best = torch.empty(2 * cuts.number, rows, dtype=torch.float32, device=device)
+    return best, torch.empty(best.shape, dtype=torch.int32, device=device) if with_winners else None
+
+
+def merge_pieces(
+    pieces: tuple[Tensor | None, Tensor | None],
+    cuts: Cuts,
+    rows: int,
+    queries_shape: torch.Size,
+    queries_mask: Tensor | None,
+    queries_scale: Tensor | None,
+    cu_seqlens: Tensor | None,
+    candidates: Tensor | None,
+    rows_per_query: int,
+    scores: Tensor,
+    winners: Tensor | None,
+) -> None:
+    """Write scores [Nq, Nd], or [Nd] with candidates, and winners of the documents that are in pieces.
+
+    `pieces` are as `pieces_scratch` gave them. `queries_shape` is [Nq, Lq, d], and query i has the rows from
+    i * rows_per_query on of each piece.
+    """
+    n_queries, query_length = queries_shape[:2]
+    # Most cuts have nothing to merge, and are not to cost a program per query.
+    programs = 1 if candidates is not None else min(n_queries, _MERGING_PROGRAMS)
+    _merge.bind(
+        (cuts.number * programs, 1, 1),
+        (
+            n_queries, query_length, scores.shape[-1], programs, cuts.cut, cuts.whole, rows,
+            rows_per_query,
+        ),
+        (),
+        (
+            _MERGED_PIECES, min(_MERGED_ROWS, triton.next_power_of_2(query_length)), candidates is not None,
+            queries_mask is not None, queries_scale is not None, winners is not None,
+        ),
+        num_warps=4,
+        num_stages=1,
+    )(*pieces, queries_mask, queries_scale, cu_seqlens, candidates, scores, winners)  # fmt: skip

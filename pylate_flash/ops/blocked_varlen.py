@@ -1,0 +1,185 @@
+"""MaxSim of packed tokens in blocks of plain torch: any device, any dtype, and no padding.
+
+Everything here works on checked tensors: packed `queries` [Tq, d] and `documents` [Td, d] with their boundaries as
+arrays on the host. All queries meet all documents, or, given `candidate_bounds`, query i meets the documents
+candidate_bounds[i] to candidate_bounds[i + 1]. Winners are [Nd, rows], relative to their document, -1 where no gradient
+flows, with rows = Nq * max_query_length, or max_query_length for candidates: those of the document's one query.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .blocked import inner_products
+
+# Similarities held at once, and winners whose rows are summed at once, as in `ops.blocked`.
+_BLOCK_CPU = 1 << 20
+_BLOCK_OTHER = 1 << 26
+_WINNERS = 1 << 18
+# A winner that no token has yet taken; larger than any token.
+_NO_WINNER = 2**31 - 1
+
+
+def blocked_varlen_forward(
+    queries: Tensor,
+    documents: Tensor,
+    queries_scale: Tensor | None,
+    documents_scale: Tensor | None,
+    query_bounds: np.ndarray,
+    document_bounds: np.ndarray,
+    candidate_bounds: np.ndarray | None,
+    max_query_length: int,
+    with_winners: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Scores [Nq, Nd], or [Nd] with candidates, float32, and, if asked, winners (int32).
+
+    One product per block of queries and documents, then a maximum per document.
+    """
+    device = queries.device
+    dtype = _accumulation_dtype(queries.dtype)
+    budget = _BLOCK_CPU if device.type == "cpu" else _BLOCK_OTHER
+    n_queries, n_documents = len(query_bounds) - 1, len(document_bounds) - 1
+    if candidate_bounds is None:
+        scores = torch.zeros(n_queries, n_documents, device=device)
+        # As many rows as the longest document leaves room for, as no document is cut.
+        rows = budget // max(256, int(np.diff(document_bounds).max()))
+        tasks = [(first, last, 0, n_documents) for first, last in _runs(query_bounds, rows)]
+    else:
+        scores = torch.zeros(n_documents, device=device)
+        tasks = [(i, i + 1, *candidate_bounds[i : i + 2].tolist()) for i in range(n_queries)]
+    winners = None
+    if with_winners:
+        rows = max_query_length * (n_queries if candidate_bounds is None else 1)
+        winners = torch.full((n_documents, rows), -1, dtype=torch.int32, device=device)
+    for first_query, last_query, first_document, last_document in tasks:
+        block = slice(query_bounds[first_query], query_bounds[last_query])
+        block_queries = queries[block]
+        if block_queries.shape[0] == 0 or first_document == last_document:
+            continue
+        owners, places = _owners(query_bounds[first_query : last_query + 1])
+        columns = torch.from_numpy(places + (owners + first_query) * max_query_length * (candidate_bounds is None))
+        columns, owners_of_rows = columns.to(device), torch.from_numpy(owners).to(device)
+        for first, last in _runs(document_bounds[first_document : last_document + 1], budget // block_queries.shape[0]):
+            first, last = first + first_document, last + first_document
+            tokens = slice(document_bounds[first], document_bounds[last])
+            similarities = inner_products(documents[tokens], block_queries)
+            if documents_scale is not None:
+                similarities *= documents_scale[tokens].unsqueeze(1)
+            owners, places = _owners(document_bounds[first : last + 1])
+            segments = torch.from_numpy(owners).to(device).unsqueeze(1).expand_as(similarities)
+            best = torch.full((last - first, block_queries.shape[0]), -torch.inf, dtype=dtype, device=device)
+            best.scatter_reduce_(0, segments, similarities, "amax")
+            if winners is not None:
+                won = (similarities == best.gather(0, segments)) | similarities.isnan()
+                positions = torch.from_numpy(places.astype(np.int32)).to(device).unsqueeze(1)
+                winner = torch.full(best.shape, _NO_WINNER, dtype=torch.int32, device=device)
+                winner.scatter_reduce_(0, segments, torch.where(won, positions, _NO_WINNER), "amin")
+                winners[first:last, columns] = winner.masked_fill_(best == -torch.inf, -1)
+            if queries_scale is not None:
+                best *= queries_scale[block]
+            empty = torch.from_numpy(np.diff(document_bounds[first : last + 1]) == 0).to(device)
+            best.masked_fill_(empty.unsqueeze(1), 0.0)
+            sums = torch.zeros(last_query - first_query, last - first, dtype=dtype, device=device)
+            sums.index_add_(0, owners_of_rows, best.T)
+            if candidate_bounds is None:
+                scores[first_query:last_query, first:last] = sums
+            else:
+                scores[first:last] = sums[0]
+    return scores, winners
+
+
+def blocked_varlen_backward(
+    grad_scores: Tensor,
+    queries: Tensor,
+    documents: Tensor,
+    winners: Tensor,
+    queries_scale: Tensor | None,
+    documents_scale: Tensor | None,
+    query_bounds: np.ndarray,
+    document_bounds: np.ndarray,
+    candidate_bounds: np.ndarray | None,
+    max_query_length: int,
+    need_queries: bool,
+    need_documents: bool,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients [Tq, d] and [Td, d], in the accumulation dtype, of the scaled embeddings."""
+    device = queries.device
+    dtype = _accumulation_dtype(queries.dtype)
+    n_queries, n_documents = len(query_bounds) - 1, len(document_bounds) - 1
+    queries = queries.to(dtype) if queries_scale is None else queries.to(dtype) * queries_scale.unsqueeze(1)
+    grad_queries = torch.zeros(queries.shape, dtype=dtype, device=device) if need_queries else None
+    grad_documents = torch.zeros(documents.shape, dtype=dtype, device=device) if need_documents else None
+    # The packed token of each place in a padded query; places past its end win nothing.
+    places = query_bounds[:-1, None] + np.arange(max_query_length)
+    query_rows = torch.from_numpy(np.minimum(places, queries.shape[0] - 1)).to(device)
+    weights = grad_scores.to(dtype)
+    weights = weights.T if candidate_bounds is None else weights.unsqueeze(1)
+    if candidate_bounds is None:
+        query_rows = query_rows.flatten()
+    else:
+        query_of_document = torch.from_numpy(np.repeat(np.arange(n_queries), np.diff(candidate_bounds))).to(device)
+    step = max(1, _WINNERS // winners.shape[1])
+    for first in range(0, n_documents, step):
+        last = min(first + step, n_documents)
+        tokens = slice(document_bounds[first], document_bounds[last])
+        block_documents = documents[tokens].to(dtype)
+        if block_documents.shape[0] == 0:
+            continue
+        winner = winners[first:last]
+        won = winner >= 0
+        starts = torch.from_numpy(document_bounds[first:last] - document_bounds[first]).to(device)
+        token = winner + starts.unsqueeze(1)
+        if candidate_bounds is None:
+            weight = weights[first:last].repeat_interleave(max_query_length, dim=1)
+            row = query_rows.expand_as(token)
+        else:
+            weight = weights[first:last].expand_as(token)
+            row = query_rows[query_of_document[first:last]]
+        if grad_documents is not None:
+            grad_documents[tokens] = _weighted_sums(queries, row, weight, token, won, block_documents.shape[0])
+        if grad_queries is not None:
+            if documents_scale is not None:
+                block_documents = block_documents * documents_scale[tokens].unsqueeze(1)
+            grad_queries += _weighted_sums(block_documents, token, weight, row, won, queries.shape[0])
+    return grad_queries, grad_documents
+
+
+def _weighted_sums(
+    source: Tensor, picked: Tensor, weights: Tensor, destination: Tensor, won: Tensor, count: int
+) -> Tensor:
+    """[count, d]: for each destination the sum of weights * source[picked], in the order of the entries that won.
+
+    A stable sort groups the entries by their destination; `embedding_bag` sums each group in a fixed order.
+    """
+    destination, order = torch.sort(destination.where(won, count).flatten(), stable=True)
+    starts = torch.searchsorted(destination, torch.arange(count + 1, device=destination.device))
+    picked = picked.where(won, 0).flatten()[order]
+    # The last group, of what did not win, is dropped.
+    return F.embedding_bag(
+        picked, source, offsets=starts, mode="sum", per_sample_weights=weights.flatten()[order]
+    )[:count]  # fmt: skip
+
+
+def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _owners(bounds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """For every token between the boundaries, the index of its sequence, from the first one on, and its place in it."""
+    lengths = np.diff(bounds)
+    owners = np.repeat(np.arange(len(lengths)), lengths)
+    return owners, np.arange(len(owners)) - (bounds[:-1] - bounds[0])[owners]
+
+
+def _runs(bounds: np.ndarray, budget: int) -> list[tuple[int, int]]:
+    """Consecutive sequences whose tokens fit into `budget` together; a longer sequence stands alone."""
+    runs, first = [], 0
+    while first < len(bounds) - 1:
+        last = int(np.searchsorted(bounds, bounds[first] + max(1, budget), side="right")) - 1
+        last = max(last, first + 1)
+        runs.append((first, last))
+        first = last
+    return runs

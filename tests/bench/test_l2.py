@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from pylate_flash.bench import l2, protocol  # noqa: E402
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_every_read_goes_past_the_l1_cache_and_stays(capability):
+    """Nothing but the loop's load touches global memory, in words of 16 bytes, and none of it is moved out of it."""
+    source = ASTSource(
+        l2._read,
+        signature={"source": "*i32", "sums": "*i32", "tiles": "i32", "reads": "i32", "TILE": "constexpr"},
+        constexprs={"TILE": l2.TILE},
+        attrs={(0,): [["tt.divisibility", 16]]},
+    )
+    kernel = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 8})
+    loads = [line for line in kernel.asm["ptx"].splitlines() if "ld.global" in line]
+    # 4096 integers, by 256 threads, four at a time.
+    assert len(loads) == l2.TILE // 256 // 4
+    assert all("ld.global.cg.v4" in line for line in loads)
+
+
+def test_it_is_measured_on_request_and_on_a_gpu_only(monkeypatch):
+    sizes = {"matmul_size": 8, "copy_bytes": 1024}
+    cpu = torch.device("cpu")
+    for with_l2 in (False, True):
+        assert protocol.measure_ceilings(cpu, torch.float32, with_l2=with_l2, **sizes).l2_bytes_per_second is None

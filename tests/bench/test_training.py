@@ -1,0 +1,225 @@
+from __future__ import annotations
+
+import inspect
+import sys
+from dataclasses import replace
+from types import ModuleType
+
+import pytest
+import torch
+
+from pylate_flash.bench import report, suite, training
+from pylate_flash.bench.protocol import Ceilings, Rounds, floor_of
+from pylate_flash.bench.training import Batch, Step
+from pylate_flash.ops import maxsim_reference
+
+CPU = torch.device("cpu")
+IN_BATCH = Batch("in-batch", 6, 6, 5, 20, d=16)
+CANDIDATES = Batch("candidates", 4, 3, 5, 20, candidates=True, d=16)
+SKEWED = (
+    Batch("skewed", 12, 12, 16, 40, skewed=True),
+    Batch("skewed candidates", 8, 6, 16, 40, skewed=True, candidates=True),
+)
+ROWS = (IN_BATCH, CANDIDATES, *SKEWED)
+
+
+def by_autograd(inputs):
+    """The step by torch's autograd through the definition, in float64."""
+    queries = inputs.queries.detach().double().requires_grad_()
+    documents = inputs.documents.detach().double().requires_grad_()
+    scores = maxsim_reference(queries, documents)
+    return Step(scores.detach(), *torch.autograd.grad(inputs.loss(scores), (queries, documents)))
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+@pytest.mark.parametrize("pieces", [False, True])
+def test_reference_is_autograd_through_the_definition(row, pieces, monkeypatch):
+    if pieces:
+        monkeypatch.setattr(training, "REFERENCE_BYTES", 1)
+    inputs = training.make_inputs(row, CPU, torch.bfloat16)
+    for found, expected in zip(training.reference(inputs), by_autograd(inputs), strict=True):
+        assert found.dtype == torch.float64
+        assert not found.requires_grad
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_the_losses_are_cross_entropy_and_divergence_at_the_temperature():
+    scores = torch.tensor([[0.02, 0.0], [0.0, 0.04]])
+    inputs = training.make_inputs(replace(IN_BATCH, Nq=2, Nd=2), CPU, torch.float32)
+    expected = -(torch.tensor([1.0, 0.0]).log_softmax(0)[0] + torch.tensor([0.0, 2.0]).log_softmax(0)[1]) / 2
+    torch.testing.assert_close(inputs.loss(scores), expected)
+    inputs = training.make_inputs(replace(CANDIDATES, Nq=2, Nd=2), CPU, torch.float32)
+    teacher, student = inputs.teacher.exp(), (scores / 0.02).softmax(-1)
+    torch.testing.assert_close(inputs.loss(scores), (teacher * (teacher / student).log()).sum() / 2)
+
+
+@pytest.mark.parametrize("row", SKEWED, ids=lambda row: row.name)
+def test_half_of_the_wins_are_on_one_token_in_twenty(row):
+    inputs = training.make_inputs(row, CPU, torch.float32)
+    assert inputs.hot == 2
+    for embeddings in (inputs.queries, inputs.documents):
+        torch.testing.assert_close(embeddings.norm(dim=-1), torch.ones(embeddings.shape[:-1]))
+    equation = "qsd,qntd->qnst" if row.candidates else "qsd,ntd->qnst"
+    winners = torch.einsum(equation, inputs.queries, inputs.documents).argmax(-1)
+    assert (winners < inputs.hot).float().mean().item() == pytest.approx(0.5, abs=training.HOT_TOLERANCE)
+    # The reference looks at it too.
+    with pytest.raises(RuntimeError, match="of the wins are on the hot tokens, and not 50%"):
+        training.reference(replace(inputs, hot=15))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_the_systems_that_run_here_are_right(row, dtype):
+    inputs = training.make_inputs(row, CPU, dtype)
+    reference = training.reference(inputs)
+    tolerances = {system.name: system.tolerance for system in training.suite().systems}
+    (candidate,) = training.ours(inputs)
+    assert training.error(candidate.call(), reference) < 5 * training.accuracy(torch.float32) or dtype != torch.float32
+    assert training.error(candidate.call(), reference) < suite.WRONG
+    (candidate,) = training.torch_eager(inputs)
+    assert training.error(candidate.call(), reference) < tolerances["torch"]
+
+
+def test_torch_is_the_same_in_chunks():
+    for row in (IN_BATCH, CANDIDATES):
+        inputs = training.make_inputs(row, CPU, torch.float32)
+        whole, parts = (training.einsum_scores(inputs.queries, inputs.documents, chunk) for chunk in (row.Nd, 2))
+        torch.testing.assert_close(whole, parts)
+
+
+def test_torch_takes_as_many_documents_at_a_time_as_fit():
+    def inputs(documents):
+        queries, documents = (torch.empty(64, n, 8, dtype=torch.bfloat16, device="meta") for n in (32, documents))
+        return training.Inputs(queries, documents, None, None, 0)
+
+    # 64 x 64 x 32 x n similarities of two bytes, six times: 1.5 MiB * n, and there are 2048 MiB.
+    assert [training.chunk_size(inputs(n)) for n in (1000, 1500, 6000)] == [64, 32, 8]
+
+
+@pytest.mark.parametrize("part", range(3), ids=Step._fields)
+@pytest.mark.parametrize("factor", [1.02, float("nan"), float("inf")])
+def test_an_error_in_any_part_is_seen(part, factor):
+    reference = training.reference(training.make_inputs(IN_BATCH, CPU, torch.float32))
+    assert training.error(reference, reference) == 0.0
+    found = list(reference)
+    found[part] = found[part] * factor
+    assert training.error(Step(*found), reference) == pytest.approx(0.02 if factor == 1.02 else float("inf"))
+
+
+def test_a_gradient_within_the_tolerance_has_the_cosine_promised():
+    """So it is not asked for: at a Frobenius error of 1e-2 it cannot be less than where the difference is across."""
+    generator = torch.Generator().manual_seed(0)
+    expected, other = torch.randn(2, 1000, dtype=torch.float64, generator=generator)
+    across = other - expected * (other @ expected) / (expected @ expected)
+    found = expected + across * (0.01 * expected.norm() / across.norm())
+    assert training._frobenius(found, expected) == pytest.approx(0.01)
+    assert torch.cosine_similarity(found, expected, dim=0) > 0.9999
+
+
+def test_the_floor_is_the_forward_and_then_the_gathers():
+    row = training.ROWS[4]
+    assert row.name == "train-1024"
+    work = row.work(torch.bfloat16)
+    assert work.flops == 2 * 1024 * 1024 * 32 * 180 * 128
+    assert work.l2_bytes == 2 * 1024 * 1024 * 32 * 256
+    without = floor_of(work, Ceilings(790e12, 4.3e12))
+    assert without.bound == "compute"
+    assert without.milliseconds == pytest.approx(1.957, rel=1e-3)
+    floor = floor_of(work, Ceilings(790e12, 4.3e12, 5.0e12))
+    assert floor.bound == "compute and L2"
+    assert floor.milliseconds == pytest.approx(1.957 + 1e3 * work.l2_bytes / 5e12, rel=1e-3)
+
+
+def test_rows_are_the_shapes_of_a_training_step():
+    assert [row.shape for row in training.ROWS[::2]] == [
+        "128 x 128, 32 x 300",
+        "512 x 512, 32 x 180",
+        "1024 x 1024, 32 x 180",
+        "64 x 64, 1024 x 1024",
+        "128 x 128, 1024 x 1024",
+        "64 x 16 of its own, 32 x 300",
+    ]
+    for uniform, skewed in zip(training.ROWS[:10:2], training.ROWS[1:10:2], strict=True):
+        assert skewed == replace(uniform, name=f"{uniform.name}-skewed", skewed=True)
+
+
+def test_a_smaller_row_keeps_its_kind():
+    smaller = training.ROWS[3].within(suite.CPU_FLOPS)
+    assert smaller.Nq == smaller.Nd > 1
+    assert smaller.work(torch.float32).flops <= suite.CPU_FLOPS
+    smaller = training.ROWS[-1].within(suite.CPU_FLOPS)
+    assert (smaller.Nd, smaller.candidates) == (32, True)
+    assert smaller.work(torch.float32).flops <= suite.CPU_FLOPS
+    assert training.ROWS[9].within(1.0).Nq == 1
+
+
+@pytest.fixture
+def stand_ins(monkeypatch):
+    """The two other packages' functions, as they are declared, by the definition."""
+    calls = []
+
+    def lik_maxsim(Q, D, q_mask=None, d_mask=None, *, normalize=False, backward=None):
+        calls.append(backward)
+        return maxsim_reference(Q, D)
+
+    def flash_maxsim_batched_train(Q, D, shared_docs=True, doc_lengths=None, query_lengths=None):
+        calls.append(shared_docs)
+        assert doc_lengths.shape == (D.shape[0] if shared_docs else D.shape[0] * D.shape[1],)
+        assert D.dim() == (3 if shared_docs else 4)
+        return maxsim_reference(Q, D)
+
+    for name, function in (("late_interaction_kernels", lik_maxsim), ("flash_maxsim", flash_maxsim_batched_train)):
+        module = ModuleType(name)
+        setattr(module, "maxsim" if function is lik_maxsim else function.__name__, function)
+        monkeypatch.setitem(sys.modules, name, module)
+    return calls
+
+
+@pytest.mark.parametrize("row", [IN_BATCH, CANDIDATES], ids=lambda row: row.name)
+def test_the_peers_are_called_as_they_are_declared(row, stand_ins):
+    inputs = training.make_inputs(row, CPU, torch.float32)
+    reference = training.reference(inputs)
+    systems = {system.name: system for system in training.suite().systems}
+    for name, expected in (
+        ("lik", ["auto", "unified"]),
+        ("lik_lowmem", ["lowmem"]),
+        ("flash_maxsim", [not row.candidates]),
+    ):
+        stand_ins.clear()
+        for candidate in systems[name].candidates(inputs):
+            assert training.error(candidate.call(), reference) < 1e-4
+        assert stand_ins == expected
+
+
+def test_the_peers_as_installed_take_these_arguments():
+    lik, flash_maxsim = pytest.importorskip("late_interaction_kernels"), pytest.importorskip("flash_maxsim")
+    inspect.signature(lik.maxsim).bind(None, None, backward="lowmem")
+    inspect.signature(flash_maxsim.flash_maxsim_batched_train).bind(None, None, shared_docs=True, doc_lengths=None)
+
+
+def test_the_suite_runs_and_its_table_has_the_ratio_to_torch(ceilings, capsys):
+    found = replace(training.suite(), rows=(IN_BATCH, CANDIDATES, *SKEWED))
+    rounds = Rounds(warmup=0, repetitions=2, flush_bytes=0)
+    result = suite.run(found, CPU, torch.float32, rounds, ceilings=ceilings)
+    assert result["complete"]
+    for row in result["rows"]:
+        assert row["systems"]["pylate_flash"]["status"] == row["systems"]["torch"]["status"] == "ok"
+        assert row["systems"]["lik"]["status"] == row["systems"]["flash_maxsim"]["status"] == "absent"
+    report.show(report.make_console(), found, result)
+    output = capsys.readouterr().out
+    assert "torch / ours" in output
+    row = result["rows"][0]
+    ratio = row["systems"]["torch"]["median_ms"] / row["systems"]["pylate_flash"]["median_ms"]
+    assert f"{ratio:.2f}" in output
+
+
+def test_a_wrong_gradient_is_marked_and_not_timed(ceilings):
+    def halved(inputs):
+        (right,) = training.ours(inputs)
+        return [right._replace(read=lambda step: step._replace(grad_documents=step.grad_documents / 2))]
+
+    systems = (suite.System(suite.OURS, "ours", halved),)
+    found = replace(training.suite(), rows=(IN_BATCH,), systems=systems)
+    (row,) = suite.run(found, CPU, torch.float32, Rounds(0, 1, 0), ceilings=ceilings)["rows"]
+    assert row["systems"][suite.OURS]["status"] == "wrong"
+    assert row["systems"][suite.OURS]["error"] == pytest.approx(0.5, rel=1e-3)

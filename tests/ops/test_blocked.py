@@ -1,0 +1,119 @@
+"""The product inside the blocked implementation, as a matrix product and as a convolution."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pylate_flash import maxsim
+from pylate_flash.ops import blocked, maxsim_reference
+from pylate_flash.ops.blocked import inner_products
+
+SIZES = [1, 3, 16, 37, 48, 128, 200]
+
+
+@pytest.fixture(params=["always", "for large products", "never"])
+def convolution(request, monkeypatch) -> str:
+    """When products are convolutions. Which of them are fast depends on the processor; right they are everywhere."""
+    if request.param == "always":
+        monkeypatch.setattr(blocked, "_SMALL_PRODUCT", 0)
+    monkeypatch.setattr(blocked, "_convolution_serves", lambda dtype: request.param != "never")
+    return request.param
+
+
+@contextmanager
+def bfloat16_allowed(setting: str) -> Iterator[None]:
+    """In float32 products ("matmul") or convolutions ("conv"), for a while."""
+    module = getattr(torch.backends.mkldnn, setting)
+    before = module.fp32_precision
+    module.fp32_precision = "bf16"
+    try:
+        yield
+    finally:
+        module.fp32_precision = before
+
+
+def embeddings(*shape: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.nn.functional.normalize(torch.randn(*shape, generator=generator), dim=-1)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    tokens=st.integers(1, 3000),
+    rows=st.integers(1, 100),
+    size=st.sampled_from(SIZES),
+    dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16, torch.float64]),
+    spaced=st.booleans(),
+)
+def test_products_are_exact(tokens: int, rows: int, size: int, dtype: torch.dtype, spaced: bool) -> None:
+    documents, queries = embeddings(tokens, size).to(dtype), embeddings(rows, size, seed=1).to(dtype)
+    if spaced:
+        documents = torch.cat([documents, documents], dim=1)[:, :size]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocked, "_SMALL_PRODUCT", 0)
+        found = inner_products(documents, queries)
+    assert found.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    torch.testing.assert_close(found.double(), documents.double() @ queries.double().T, rtol=0, atol=3e-7)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_equal_tokens_have_equal_products(convolution: str, size: int) -> None:
+    """Or the lowest index would not win a tie. 4099 tokens leave a remainder however a product is cut."""
+    once, queries = embeddings(1, size), embeddings(96, size, seed=1)
+    products = inner_products(once.repeat(4099, 1), queries)
+    assert torch.equal(products, products[:1].expand_as(products))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_nan_and_infinity_stay_in_their_rows(convolution: str, size: int) -> None:
+    documents, queries = embeddings(4099, size), embeddings(96, size, seed=1)
+    documents[7, size // 2] = torch.nan
+    documents[-1, -1] = torch.inf
+    queries[5, 0] = torch.nan
+    found, expected = inner_products(documents, queries), documents.double() @ queries.double().T
+    assert torch.equal(found.isnan(), expected.isnan())
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=3e-7, equal_nan=True)
+
+
+def test_scores_and_their_repetition(convolution: str) -> None:
+    """Large enough for several blocks, each with a large product."""
+    queries, documents = embeddings(8, 32, 64), embeddings(60, 150, 64, seed=1)
+    mask = torch.arange(150) < torch.arange(60).unsqueeze(1) * 3
+    scores = maxsim(queries, documents, documents_mask=mask)
+    expected = maxsim_reference(queries.double(), documents.double(), documents_mask=mask)
+    torch.testing.assert_close(scores.double(), expected, rtol=2e-6, atol=2e-6)
+    assert all(torch.equal(maxsim(queries, documents, documents_mask=mask), scores) for _ in range(5))
+
+
+@pytest.mark.skipif(not hasattr(torch.backends.mkldnn, "conv"), reason="this torch has no such settings")
+class TestSettings:
+    """Of torch, for float32 on the CPU. Only a processor with AMX computes differently under them."""
+
+    @pytest.mark.parametrize("setting", ["matmul", "conv"])
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+    def test_half_inputs_are_exact_under_each(self, monkeypatch, setting: str, dtype: torch.dtype) -> None:
+        monkeypatch.setattr(blocked, "_SMALL_PRODUCT", 0)
+        documents, queries = embeddings(4099, 128).to(dtype), embeddings(96, 128, seed=1).to(dtype)
+        with bfloat16_allowed(setting):
+            found = inner_products(documents, queries)
+        torch.testing.assert_close(found.double(), documents.double() @ queries.double().T, rtol=0, atol=3e-7)
+
+    def test_decide_between_convolution_and_matrix_product(self, monkeypatch) -> None:
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+        serves = blocked._convolution_serves
+        assert serves(torch.float32)
+        with bfloat16_allowed("conv"):
+            assert not serves(torch.float32)
+            assert not serves(torch.float16)
+        with bfloat16_allowed("matmul"):
+            assert not serves(torch.float32)
+            assert not serves(torch.bfloat16)
+            assert serves(torch.float16)
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
+        assert not serves(torch.float32)
