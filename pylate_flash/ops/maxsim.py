@@ -119,7 +119,7 @@ def maxsim(
         "blocked" (plain torch in blocks).
     backward
         How the kernels sum the gradient of the documents: "auto", or by name: "csr" (lists of each token's rows),
-        "onehot" (products, for few query tokens) or "atomic" (atomic additions, and float32 sums of the documents'
+        "onehot" (winners compared, for few rows) or "atomic" (atomic additions, and float32 sums of the documents'
         size: not reproducible). "blocked" has one way of its own, which "auto" and "csr" name.
 
     Returns

@@ -16,7 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from pylate_flash.kernels import backward, cuts, forward, hopper, masks, norms
+from pylate_flash.kernels import backward, cuts, forward, gradients, hopper, masks, norms, scatter, winner_lists
 from pylate_flash.kernels.launch import Launcher
 from tests.kernels.backward_cases import dense, packed
 
@@ -176,17 +176,24 @@ def test_varlen(
         assert merge.compile(capability).asm["cubin"]
 
 
-BACKWARD = ("_gather", "_finish", "_sort", "_scan", "_place", "_starts", "_sum", "_combine", "_onehot", "_atomic")
+BACKWARD = {
+    backward: ("_gather",),
+    gradients: ("_finish",),
+    winner_lists: ("_sort", "_scan", "_place", "_starts", "_sum", "_combine"),
+    scatter: ("_onehot", "_atomic"),
+}
 
 
 def check_backward(run: Callable[[], object], names: set[str], capability: int, monkeypatch) -> None:
     """Compile what `run` launches, which must be the kernels of these names."""
     monkeypatch.setattr(backward, "architecture", lambda device: (capability // 10, 132))
     monkeypatch.setattr(backward, "inverse_norms", lambda embeddings: torch.ones(embeddings.shape[:-1]))
-    recorders = {name: Recorder(getattr(backward, name).kernel) for name in BACKWARD}
-    for name, recorder in recorders.items():
-        monkeypatch.setattr(backward, name, recorder)
-    bound = (backward._bound_gather, backward._bound_lists, backward._bound_products, backward._bound_atomics)
+    recorders = {}
+    for module, kernels in BACKWARD.items():
+        for name in kernels:
+            recorders[name] = Recorder(getattr(module, name).kernel)
+            monkeypatch.setattr(module, name, recorders[name])
+    bound = (backward._bound_gather, winner_lists._bound_lists, scatter._bound_products, scatter._bound_atomics)
     for function in bound:
         function.cache_clear()
     try:
@@ -217,7 +224,9 @@ def test_backward(normalize: bool, size: int, dtype: torch.dtype, capability: in
     for problem, way, needs, names in (
         (halves[0], "csr", (True, False), {"_gather", "_finish"}),
         (halves[1], "csr", (False, True), {"_sort", "_scan", "_place", "_sum", "_combine"}),
-        (halves[1], "onehot", (False, True), {"_onehot"} | ({"_finish"} if normalize and size > 128 else set())),
+        (halves[1], "onehot", (False, True), {"_onehot"}),
+        (halves[0], "auto", (False, True), {"_onehot"}),
+        (halves[1], "auto", (False, True), {"_sort", "_scan", "_place", "_sum", "_combine"}),
         (halves[1], "atomic", (False, True), {"_atomic"} | finish),
     ):
         check_backward(lambda p=problem, w=way, n=needs: p.run(w, *n), names, capability, monkeypatch)

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from pylate_flash.kernels import backward
+from pylate_flash.kernels import backward, gradients, scatter, winner_lists
 from tests.kernels.backward_cases import KINDS, dense, packed
 from tests.ops.cases import relative_error
 
 WAYS = ("csr", "onehot", "atomic")
-BOUND = (backward._bound_gather, backward._bound_lists, backward._bound_products, backward._bound_atomics)
+BOUND = (backward._bound_gather, winner_lists._bound_lists, scatter._bound_products, scatter._bound_atomics)
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")
 
@@ -20,9 +20,10 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")
 @pytest.fixture(autouse=True)
 def low_limits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Chunks of 16 rows, lists that are summed in parts of 8, and a document at a time."""
-    for name, value in {"_FEW_ROWS_BITS": 3, "_SHORT_BITS": 4, "_LONG_BITS": 4, "_SEGMENT": 8, "_SCRATCH": 1}.items():
-        monkeypatch.setattr(backward, name, value)
-    monkeypatch.setattr(backward, "_BLOCK_BINS", 16)
+    for name, value in {"_CHUNK_BITS": 4, "_SEGMENT": 8, "_SCRATCH": 1, "_BLOCK_BINS": 16}.items():
+        monkeypatch.setattr(winner_lists, name, value)
+    monkeypatch.setattr(scatter, "_CHUNK", 8)
+    monkeypatch.setattr(scatter, "_BLOCK_ROWS", 4)
     for function in BOUND:
         function.cache_clear()
     yield
@@ -52,7 +53,7 @@ def test_packed(candidates: list[int] | None, kind: str, way: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_more_tokens_than_one_pass_tells_apart(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backward, "_BIN_BITS", 3)
+    monkeypatch.setattr(winner_lists, "_BIN_BITS", 3)
     dense((3, 9), (1, 2, 50), 8, kind).check("csr")
     packed((3, 9), [4, 0, 50], 8, kind).check("csr")
     with pytest.raises(ValueError, match="at most 64 tokens, got 65"):
@@ -62,7 +63,7 @@ def test_more_tokens_than_one_pass_tells_apart(kind: str, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("normalize", [False, True])
 def test_long_embeddings(way: str, normalize: bool) -> None:
-    """Of more dimensions than a one-hot product holds, and no power of two."""
+    """Of more dimensions than one warp takes, and no power of two."""
     dense((2, 5), (1, 2, 4), 300, "uniform", normalize).check(way)
 
 
@@ -76,8 +77,8 @@ def test_documents_shared_by_several_programs(normalize: bool, monkeypatch: pyte
 
 @pytest.mark.parametrize("way", WAYS)
 def test_offsets_that_need_64_bits_and_strides(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backward._Problem, "narrow_queries", False)
-    monkeypatch.setattr(backward._Problem, "narrow_documents", False)
+    monkeypatch.setattr(gradients.Problem, "narrow_queries", False)
+    monkeypatch.setattr(gradients.Problem, "narrow_documents", False)
     problem = dense((4, 6), (1, 3, 5), 8, "uniform")
     expected = problem.run(way)
     queries = problem.queries.transpose(0, 1).contiguous().transpose(0, 1)
@@ -90,7 +91,7 @@ def test_offsets_that_need_64_bits_and_strides(way: str, monkeypatch: pytest.Mon
 def test_scores_that_are_transposed_first(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = dense((4, 6), (1, 3, 5), 8, "uniform")
     expected = problem.run("csr")
-    monkeypatch.setattr(backward, "_TRANSPOSED_WINNERS", 1)
+    monkeypatch.setattr(winner_lists, "_TRANSPOSED_WINNERS", 1)
     assert all(torch.equal(a, b) for a, b in zip(problem.run("csr"), expected, strict=True))
 
 

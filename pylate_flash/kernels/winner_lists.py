@@ -1,0 +1,612 @@
+"""Gradient of the documents, "csr": the query rows of each document listed by the token that they chose, then summed.
+
+The list is a counting sort: `_sort_kernel` sorts chunks of rows in registers and tells how many of them chose a token,
+`_scan_kernel` turns those counts into places, and `_place_kernel` moves the rows there. The sort is stable, so the
+order, and with it every bit of the sum, is always the same. `_sum_kernel` sums the rows of a token; of a token that
+many more than `_SEGMENT` rows chose (markers such as [CLS] win thousands), other programs take the rest, cut at
+multiples of `_SEGMENT`, and `_combine_kernel` adds up the parts in order.
+
+The list needs scratch memory, so it is built for a block of documents at a time.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .gradients import Inputs, Problem, group_of, joined, quotient, through_norm
+from .launch import Launcher
+
+# The times beside a constant are milliseconds on an H200 in bfloat16 at d = 128, at 1024 x 1024 (32 x 180 tokens), at
+# 512 x 512 (32 x 180) and at 64 x 64 (1024 x 1024), in this order, with uniform winners.
+
+# Scratch of the list of a block of documents: at least so many bytes, or half of what the winners take. All of grad_D:
+# 2.20, 0.65, 0.52; with 4 MiB 2.20, 0.70, 0.75; with 32 MiB 2.20, 0.57, 0.48, which memory does not allow.
+_SCRATCH = 12 << 20
+# Rows that one program, of one warp, sorts, as a power of two. Sort, scan and place: 0.59, 0.22, 0.22; 2048 rows
+# 1.13, 0.30, 0.28, and in two warps 0.28 at the last. 512 rows take 0.57, 0.21 and twice the counts.
+_CHUNK_BITS = 10
+# Bits of a token that one pass sorts by; a document of more tokens takes two passes.
+_BIN_BITS = 11
+# Counts that one program scans at a time, of bins x chunks: all chunks of these bins.
+_BLOCK_BINS = 256
+_BLOCK_CHUNKS = 16
+# Query rows on one token that one program sums, at least; at most twice as many: 1.18, 0.35, 0.18, and 1.62,
+# 0.66, 0.31 with skewed winners; 256 rows 1.27, 0.37, 0.20, and 1.50, 0.56, 0.33.
+_SEGMENT = 512
+# Rows in flight in a program that sums, and its warps, at d = 128: 1.18, 0.35, 0.18; 16 rows in one warp 1.66, 0.48,
+# 0.26, in two 1.29, 0.40, 0.23. Longer embeddings take more warps.
+_SUM_ROWS, _SUM_WARPS = 8, 1
+# Weights of the rows of one document lie together, and in L1, if there are enough rows to pay for transposing.
+_TRANSPOSED_WINNERS = 1 << 22
+
+
+@triton.jit
+def _bit(position: tl.constexpr, n_bits: tl.constexpr):
+    """One bit of the position of every element of a tensor of shape [2] * n_bits, broadcastable."""
+    return tl.reshape(tl.arange(0, 2), [1] * (n_bits - position - 1) + [2] + [1] * position)
+
+
+@triton.jit
+def _sorted(keys, N_BITS: tl.constexpr):
+    """Bitonic sort of 2**N_BITS different integers.
+
+    As `tl.sort`, which compares and selects; a minimum and a maximum take fewer instructions (1024 keys in one warp:
+    123 instead of 168 for each key). The partner of a key is the sum of both less the key, which compiles to nothing.
+    """
+    keys = tl.reshape(keys, [2] * N_BITS)
+    for stage in tl.static_range(1, N_BITS + 1):
+        descending = _bit(stage, N_BITS) if stage < N_BITS else 0
+        for step in tl.static_range(stage):
+            partners = tl.sum(keys, axis=N_BITS - stage + step, keep_dims=True) - keys
+            takes_larger = (descending ^ _bit(stage - 1 - step, N_BITS)) != 0
+            keys = tl.where(takes_larger, tl.maximum(keys, partners), tl.minimum(keys, partners))
+    return tl.reshape(keys, [1 << N_BITS])
+
+
+@triton.jit
+def _bins_of(
+    items, winners_ptr, listed_ptr, n_listed_ptr, flat, local, n_rows,
+    SHIFT: tl.constexpr,
+    BIN_BITS: tl.constexpr,
+    LISTED: tl.constexpr,
+):  # fmt: skip
+    """Rows of a document by position, and their bins: `winner >> SHIFT` modulo 2**BIN_BITS, 2**BIN_BITS for none.
+
+    LISTED: positions count in the list of an earlier pass.
+    """
+    if LISTED:
+        exists = items < tl.load(n_listed_ptr + local)
+        rows = tl.load(listed_ptr + local * n_rows + items, mask=exists, other=0).to(tl.int32)
+    else:
+        exists = items < n_rows
+        rows = items
+    winners = tl.load(winners_ptr + flat * n_rows + rows, mask=exists, other=-1).to(tl.int32)
+    return rows, tl.where(winners >= 0, (winners >> SHIFT) & ((1 << BIN_BITS) - 1), 1 << BIN_BITS)
+
+
+@triton.jit(do_not_specialize=["first_document", "n_rows", "n_chunks", "n_bins"])
+def _sort_kernel(
+    winners_ptr, listed_ptr, n_listed_ptr, order_ptr, counts_ptr, runs_ptr, reached_ptr,
+    first_document, n_rows, n_chunks, n_bins,
+    SHIFT: tl.constexpr,
+    BIN_BITS: tl.constexpr,
+    CHUNK_BITS: tl.constexpr,
+    LISTED: tl.constexpr,
+    BLOCK_BINS: tl.constexpr,
+):  # fmt: skip
+    """order[local document, chunk] = the chunk's rows by bin, and within a bin in their order; chunks x documents.
+
+    `runs`, a view of `counts` [local document, chunk, bin], tells where in the chunk each bin's rows begin and end, and
+    `reached` [local document, chunk, block of bins] where a block's do.
+    """
+    CHUNK: tl.constexpr = 1 << CHUNK_BITS
+    program = tl.program_id(0).to(tl.int64)
+    local = program // n_chunks
+    ranks = tl.arange(0, CHUNK)
+    _, bins = _bins_of(
+        tl.program_id(0) % n_chunks * CHUNK + ranks, winners_ptr, listed_ptr, n_listed_ptr, first_document + local,
+        local, n_rows, SHIFT, BIN_BITS, LISTED,
+    )  # fmt: skip
+    # The position in the chunk makes keys different and the sort stable. Rows without a bin come last.
+    keys = _sorted((bins << CHUNK_BITS) | ranks, CHUNK_BITS)
+    bins = keys >> CHUNK_BITS
+    tl.store(order_ptr + program * CHUNK + ranks, (keys & (CHUNK - 1)).to(tl.uint16))
+    exists = bins < (1 << BIN_BITS)
+    begins = (ranks == 0) | (tl.gather(bins, tl.maximum(ranks - 1, 0), axis=0) != bins)
+    ends = (ranks == CHUNK - 1) | (tl.gather(bins, tl.minimum(ranks + 1, CHUNK - 1), axis=0) != bins)
+    reached_ptr += program * tl.cdiv(n_bins, BLOCK_BINS)
+    for block in tl.range(0, n_bins, BLOCK_BINS):
+        tl.store(reached_ptr + block // BLOCK_BINS, tl.sum((bins < block).to(tl.int32), axis=0))
+        every = block + tl.arange(0, BLOCK_BINS)
+        tl.store(counts_ptr + program * n_bins + every, tl.zeros([BLOCK_BINS], tl.int32), mask=every < n_bins)
+    tl.debug_barrier()
+    runs_ptr += program * n_bins * 2
+    tl.store(runs_ptr + bins * 2, ranks.to(tl.uint16), mask=exists & begins)
+    tl.store(runs_ptr + bins * 2 + 1, (ranks + 1).to(tl.uint16), mask=exists & ends)
+
+
+@triton.jit
+def _load_runs(runs_ptr, n_chunks, n_bins, chunks, bins):
+    """Where the bins begin in the chunks, how many rows they have there, and which of [chunks, bins] exist."""
+    at = chunks[:, None] * n_bins + bins[None, :]
+    mask = (chunks < n_chunks)[:, None] & (bins < n_bins)[None, :]
+    run = tl.load(runs_ptr + at, mask=mask, other=0)
+    begins = run & 0xFFFF
+    return begins, (run >> 16) - begins, at, mask
+
+
+@triton.jit(do_not_specialize=["first_document", "n_chunks", "n_bins", "document_length"])
+def _scan_kernel(
+    counts_ptr, reached_ptr, starts_ptr, owners_ptr, n_listed_ptr, cu_seqlens_ptr,
+    first_document, n_chunks, n_bins, document_length,
+    BLOCK_BINS: tl.constexpr,
+    BLOCK_CHUNKS: tl.constexpr,
+    PACKED: tl.constexpr,
+    WITH_STARTS: tl.constexpr,
+):  # fmt: skip
+    """Turn the runs of a document's chunks into places: what to add to a rank in the chunk, by chunk and bin.
+
+    Also leaves how many rows have a bin and, WITH_STARTS (where bins are tokens), where the list of every token begins;
+    of a packed document also whose tokens they are. Grid: blocks of bins x documents.
+    """
+    n_blocks = tl.cdiv(n_bins, BLOCK_BINS)
+    local = (tl.program_id(0) // n_blocks).to(tl.int64)
+    block = tl.program_id(0) % n_blocks
+    flat = first_document + local
+    counts_ptr += local * n_chunks * n_bins
+    length = document_length
+    if WITH_STARTS:
+        if PACKED:
+            token = tl.load(cu_seqlens_ptr + flat).to(tl.int64)
+            length = (tl.load(cu_seqlens_ptr + flat + 1).to(tl.int64) - token).to(tl.int32)
+            owners_ptr += token
+            starts_ptr += token + flat
+        else:
+            starts_ptr += local * (document_length + 1)
+    bins = block * BLOCK_BINS + tl.arange(0, BLOCK_BINS)
+    reached_ptr += local * n_chunks * n_blocks + block
+    reached = n_chunks * 0
+    totals = tl.zeros([BLOCK_BINS], tl.int32)
+    for chunk in tl.range(0, n_chunks, BLOCK_CHUNKS):
+        chunks = chunk + tl.arange(0, BLOCK_CHUNKS)
+        _, rows, _, _ = _load_runs(counts_ptr, n_chunks, n_bins, chunks, bins)
+        totals += tl.sum(rows, axis=0)
+        reached += tl.sum(tl.load(reached_ptr + chunks * n_blocks, mask=chunks < n_chunks, other=0), axis=0)
+    place = reached + tl.cumsum(totals, axis=0) - totals
+    # Places overwrite runs that another thread may have to read first.
+    tl.debug_barrier()
+    if WITH_STARTS:
+        tl.store(starts_ptr + bins, place, mask=bins < length)
+        if PACKED:
+            tl.store(owners_ptr + bins, (flat + bins * 0).to(tl.int32), mask=bins < length)
+    for chunk in tl.range(0, n_chunks, BLOCK_CHUNKS):
+        begins, rows, at, mask = _load_runs(counts_ptr, n_chunks, n_bins, chunk + tl.arange(0, BLOCK_CHUNKS), bins)
+        tl.store(counts_ptr + at, place[None, :] + tl.cumsum(rows, axis=0) - rows - begins, mask=mask)
+        place += tl.sum(rows, axis=0)
+    if block == n_blocks - 1:
+        listed = reached + tl.sum(totals, axis=0)
+        tl.store(n_listed_ptr + local, listed)
+        if WITH_STARTS:
+            tl.store(starts_ptr + length, listed)
+
+
+@triton.jit(do_not_specialize=["first_document", "n_rows", "n_chunks", "n_bins"])
+def _place_kernel(
+    winners_ptr, listed_ptr, order_ptr, places_ptr, n_listed_ptr, list_ptr,
+    first_document, n_rows, n_chunks, n_bins,
+    SHIFT: tl.constexpr,
+    BIN_BITS: tl.constexpr,
+    CHUNK_BITS: tl.constexpr,
+    LISTED: tl.constexpr,
+):  # fmt: skip
+    """list[local document] = its rows by bin, from the sorted chunks and the places of their bins."""
+    CHUNK: tl.constexpr = 1 << CHUNK_BITS
+    program = tl.program_id(0).to(tl.int64)
+    local = program // n_chunks
+    ranks = tl.arange(0, CHUNK)
+    items = tl.program_id(0) % n_chunks * CHUNK + tl.load(order_ptr + program * CHUNK + ranks).to(tl.int32)
+    rows, bins = _bins_of(
+        items, winners_ptr, listed_ptr, n_listed_ptr, first_document + local, local, n_rows, SHIFT, BIN_BITS, LISTED
+    )
+    exists = bins < (1 << BIN_BITS)
+    places = tl.load(places_ptr + program * n_bins + bins, mask=exists, other=0)
+    tl.store(list_ptr + local * n_rows + ranks + places, rows.to(list_ptr.dtype.element_ty), mask=exists)
+
+
+@triton.jit(do_not_specialize=["first_document", "n_rows", "n_steps", "document_length"])
+def _starts_kernel(
+    winners_ptr, list_ptr, n_listed_ptr, cu_seqlens_ptr, starts_ptr, owners_ptr,
+    first_document, n_rows, n_steps, document_length,
+    BLOCK_TOKENS: tl.constexpr,
+    PACKED: tl.constexpr,
+):  # fmt: skip
+    """Where the list of every token begins, by bisection of the list: after two passes, bins are not tokens."""
+    n_blocks = tl.cdiv(document_length + 1, BLOCK_TOKENS)
+    local = (tl.program_id(0) // n_blocks).to(tl.int64)
+    flat = first_document + local
+    tokens = tl.program_id(0) % n_blocks * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
+    length = document_length
+    low = tl.zeros([BLOCK_TOKENS], tl.int32)
+    high = low + tl.load(n_listed_ptr + local)
+    if PACKED:
+        begin = tl.load(cu_seqlens_ptr + flat).to(tl.int64)
+        length = (tl.load(cu_seqlens_ptr + flat + 1).to(tl.int64) - begin).to(tl.int32)
+        tl.store(owners_ptr + begin + tokens, (flat + tokens * 0).to(tl.int32), mask=tokens < length)
+        starts_ptr += begin + flat
+    else:
+        starts_ptr += local * (document_length + 1)
+    for _ in tl.range(0, n_steps):
+        open_ = low < high
+        middle = (low + high) // 2
+        row = tl.load(list_ptr + local * n_rows + middle, mask=open_, other=0).to(tl.int32)
+        below = tl.load(winners_ptr + flat * n_rows + row, mask=open_, other=0).to(tl.int32) < tokens
+        low = tl.where(open_ & below, middle + 1, low)
+        high = tl.where(open_ & ~below, middle, high)
+    tl.store(starts_ptr + tokens, low, mask=tokens <= length)
+
+
+@triton.jit
+def _segment(
+    winners_ptr, list_ptr, starts_ptr, cu_seqlens_ptr, flat, local, segment, n_rows, document_length,
+    SEGMENT: tl.constexpr,
+    PACKED: tl.constexpr,
+):  # fmt: skip
+    """The token whose rows stand around the `segment`-th multiple of SEGMENT in a document's list.
+
+    Returns that multiple, the token, where its rows begin and end, and whether they go on for SEGMENT before it, so
+    that a program of its own takes them from there.
+    """
+    boundary = (segment + 1) * SEGMENT
+    if PACKED:
+        begin = tl.load(cu_seqlens_ptr + flat).to(tl.int64)
+        starts_ptr += begin + flat
+        length = (tl.load(cu_seqlens_ptr + flat + 1).to(tl.int64) - begin).to(tl.int32)
+    else:
+        starts_ptr += local * (document_length + 1)
+        length = document_length
+    exists = boundary < tl.load(starts_ptr + length)
+    row = tl.load(list_ptr + local * n_rows + boundary, mask=exists, other=0).to(tl.int32)
+    token = tl.load(winners_ptr + flat * n_rows + row, mask=exists, other=0).to(tl.int32)
+    start = tl.load(starts_ptr + token, mask=exists, other=0)
+    end = tl.load(starts_ptr + token + 1, mask=exists, other=0)
+    return boundary, token, start, end, exists & (boundary >= start + SEGMENT)
+
+
+@triton.jit
+def _store_token(
+    total, documents_ptr, documents_scale_ptr, grad_documents_ptr, cu_seqlens_ptr, flat, token, n_documents,
+    document_length, stride_group, stride_document, stride_document_token, dims, exists,
+    EMBEDDING: tl.constexpr,
+    PACKED: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+):  # fmt: skip
+    """Write the gradient [d] of a token of a document from its sum, where `exists`."""
+    if PACKED:
+        at = tl.load(cu_seqlens_ptr + flat).to(tl.int64) + token
+        source = at * stride_document_token
+    else:
+        at = flat * document_length + token
+        source = (flat // n_documents) * stride_group + (flat % n_documents) * stride_document
+        source += token.to(tl.int64) * stride_document_token
+    mask = (dims < EMBEDDING) & exists
+    if NORMALIZE:
+        embedding = tl.load(documents_ptr + source + dims, mask=mask, other=0.0)
+        scale = tl.load(documents_scale_ptr + at + tl.arange(0, 1), mask=exists, other=1.0)
+        total = tl.reshape(through_norm(total[None, :], embedding[None, :], scale), total.shape)
+    tl.store(grad_documents_ptr + at * EMBEDDING + dims, total.to(grad_documents_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "first_document", "n_block_documents", "n_segments", "n_rows", "n_group_queries", "query_length", "magic",
+        "shift", "n_documents", "document_length", "stride_grad_query", "stride_grad_document", "n_groups",
+    ]
+)  # fmt: skip
+def _sum_kernel(
+    grad_scores_ptr, queries_ptr, documents_ptr, queries_scale_ptr, documents_scale_ptr, cu_seqlens_ptr,
+    candidates_ptr, owners_ptr, winners_ptr, list_ptr, starts_ptr, parts_ptr, grad_documents_ptr,
+    first_document, n_block_documents, n_segments, n_rows, n_group_queries, query_length, magic, shift, n_documents,
+    document_length, stride_grad_query, stride_grad_document, n_groups,
+    stride_query, stride_query_token, stride_group, stride_document, stride_document_token,
+    EMBEDDING: tl.constexpr,
+    BLOCK_EMBEDDING: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    PACKED: tl.constexpr,
+    HAS_CANDIDATES: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    NARROW: tl.constexpr,
+):  # fmt: skip
+    """grad_documents[token] = sum of grad_score * queries[row] over the rows on its list, in their order.
+
+    Programs: first `n_segments` of every document for the rest of long lists, then one for each token. What a list of
+    more than one part sums up to goes to parts [local document, segment, 2, d]: what the token's own program summed,
+    at the segment that follows, and what that segment's program did.
+
+    NARROW: queries are contiguous, and an offset among those of one group, or their scores, fits into 32 bits. Rows are
+    loaded in halves, as in `_gather_kernel`.
+    """
+    program = tl.program_id(0)
+    n_extra = n_block_documents * n_segments
+    if program < n_extra:
+        local = (program // n_segments).to(tl.int64)
+        flat = first_document + local
+        boundary, token, start, end, mine = _segment(
+            winners_ptr, list_ptr, starts_ptr, cu_seqlens_ptr, flat, local, program % n_segments, n_rows,
+            document_length, SEGMENT, PACKED,
+        )  # fmt: skip
+        low = boundary
+        high = tl.where(mine, tl.minimum(boundary + SEGMENT, end), boundary)
+        in_parts = mine
+        exists = mine
+        part = program.to(tl.int64) * 2 + 1
+    else:
+        if PACKED:
+            at = tl.load(cu_seqlens_ptr + first_document).to(tl.int64) + (program - n_extra)
+            exists = at < tl.load(cu_seqlens_ptr + first_document + n_block_documents).to(tl.int64)
+            flat = tl.load(owners_ptr + at, mask=exists, other=first_document).to(tl.int64)
+            local = flat - first_document
+            token = (at - tl.load(cu_seqlens_ptr + flat).to(tl.int64)).to(tl.int32)
+            starts_at = at + flat
+        else:
+            local = ((program - n_extra) // document_length).to(tl.int64)
+            flat = first_document + local
+            token = (program - n_extra) % document_length
+            exists = token >= 0
+            starts_at = local * (document_length + 1) + token
+        low = tl.load(starts_ptr + starts_at, mask=exists, other=0)
+        end = tl.load(starts_ptr + starts_at + 1, mask=exists, other=0)
+        boundary = (tl.cdiv(low, SEGMENT) + 1) * SEGMENT
+        in_parts = end > boundary
+        high = tl.minimum(end, boundary)
+        part = (local * n_segments + boundary // SEGMENT - 1) * 2
+
+    group, weights_ptr = group_of(
+        flat, grad_scores_ptr, candidates_ptr, n_documents, n_group_queries, n_groups, stride_grad_query,
+        stride_grad_document, HAS_CANDIDATES,
+    )  # fmt: skip
+    queries_ptr += group * n_group_queries * stride_query
+    list_ptr += local * n_rows
+    dims = tl.arange(0, BLOCK_EMBEDDING)
+    HALF: tl.constexpr = BLOCK_EMBEDDING // 2
+    halves = tl.arange(0, HALF)
+    left_sum = tl.zeros([BLOCK_ROWS, HALF], tl.float32)
+    right_sum = tl.zeros([BLOCK_ROWS, HALF], tl.float32)
+    for position in tl.range(low, high, BLOCK_ROWS):
+        positions = position + tl.arange(0, BLOCK_ROWS)
+        mask = positions < high
+        row = tl.load(list_ptr + positions, mask=mask, other=0).to(tl.int32)
+        query = quotient(row, magic, shift)
+        if NARROW:
+            weight = tl.load(weights_ptr + query * stride_grad_query, mask=mask, other=0.0)
+            source = row * stride_query_token
+        else:
+            weight = tl.load(weights_ptr + query.to(tl.int64) * stride_grad_query, mask=mask, other=0.0)
+            source = query.to(tl.int64) * stride_query + (row - query * query_length).to(tl.int64) * stride_query_token
+        if NORMALIZE:
+            weight *= tl.load(queries_scale_ptr + group * n_rows + row, mask=mask, other=0.0)
+        at = queries_ptr + halves[None, :] + source[:, None]
+        if BLOCK_EMBEDDING == EMBEDDING:
+            left = tl.load(at, mask=mask[:, None], other=0.0)
+            right = tl.load(at + HALF, mask=mask[:, None], other=0.0)
+        else:
+            left = tl.load(at, mask=mask[:, None] & (halves < EMBEDDING)[None, :], other=0.0)
+            right = tl.load(at + HALF, mask=mask[:, None] & (HALF + halves < EMBEDDING)[None, :], other=0.0)
+        left_sum += weight[:, None] * left.to(tl.float32)
+        right_sum += weight[:, None] * right.to(tl.float32)
+    summed = joined(tl.sum(left_sum, axis=0)[None, :], tl.sum(right_sum, axis=0)[None, :], 1, BLOCK_EMBEDDING)
+    summed = tl.reshape(summed, [BLOCK_EMBEDDING])
+    if in_parts:
+        tl.store(parts_ptr + part * EMBEDDING + dims, summed, mask=dims < EMBEDDING)
+    else:
+        _store_token(
+            summed, documents_ptr, documents_scale_ptr, grad_documents_ptr, cu_seqlens_ptr, flat, token, n_documents,
+            document_length, stride_group, stride_document, stride_document_token, dims, exists,
+            EMBEDDING, PACKED, NORMALIZE,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["first_document", "n_rows", "n_documents", "document_length", "n_segments"])
+def _combine_kernel(
+    documents_ptr, documents_scale_ptr, cu_seqlens_ptr, winners_ptr, list_ptr, starts_ptr, parts_ptr,
+    grad_documents_ptr,
+    first_document, n_rows, n_documents, document_length, n_segments,
+    stride_group, stride_document, stride_document_token,
+    EMBEDDING: tl.constexpr,
+    BLOCK_EMBEDDING: tl.constexpr,
+    BLOCK_PARTS: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    PACKED: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+):  # fmt: skip
+    """The gradient of every token whose list was summed in parts, from `parts`; a program for each segment.
+
+    It acts if its segment is the first that was not summed by the token's own program.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    local = program // n_segments
+    flat = first_document + local
+    boundary, token, start, end, taken = _segment(
+        winners_ptr, list_ptr, starts_ptr, cu_seqlens_ptr, flat, local, tl.program_id(0) % n_segments, n_rows,
+        document_length, SEGMENT, PACKED,
+    )  # fmt: skip
+    if taken & (boundary < start + 2 * SEGMENT):
+        dims = tl.arange(0, BLOCK_EMBEDDING)
+        parts_ptr += program * 2 * EMBEDDING
+        total = tl.load(parts_ptr + dims, mask=dims < EMBEDDING, other=0.0)
+        count = tl.cdiv(end - boundary, SEGMENT)
+        for first in tl.range(0, count, BLOCK_PARTS):
+            parts = first + tl.arange(0, BLOCK_PARTS)
+            mask = (parts < count)[:, None] & (dims < EMBEDDING)[None, :]
+            at = (parts * 2 + 1)[:, None] * EMBEDDING + dims[None, :]
+            total += tl.sum(tl.load(parts_ptr + at, mask=mask, other=0.0), axis=0)
+        _store_token(
+            total, documents_ptr, documents_scale_ptr, grad_documents_ptr, cu_seqlens_ptr, flat, token, n_documents,
+            document_length, stride_group, stride_document, stride_document_token, dims, taken,
+            EMBEDDING, PACKED, NORMALIZE,
+        )  # fmt: skip
+
+
+_sort = Launcher(_sort_kernel)
+_scan = Launcher(_scan_kernel)
+_place = Launcher(_place_kernel)
+_starts = Launcher(_starts_kernel)
+_sum = Launcher(_sum_kernel)
+_combine = Launcher(_combine_kernel)
+
+
+def backward_by_lists(problem: Problem, inputs: Inputs) -> Tensor:
+    """Gradient of the documents by sorted lists of rows, a block of documents at a time."""
+    if problem.groups == 1 and problem.rows * problem.documents >= _TRANSPOSED_WINNERS:
+        weights = inputs.grad_scores.t().contiguous().t()
+        inputs = inputs._replace(grad_scores=weights)
+        problem = problem._replace(grad_strides=weights.stride())
+    plan, blocks = _bound_lists(problem)
+    documents, winners = inputs.documents, inputs.winners
+    grad_documents = torch.empty(documents.shape, dtype=documents.dtype, device=documents.device)
+    count, device = plan.documents, documents.device
+    lists = [torch.empty(count, problem.rows, dtype=plan.list_dtype, device=device) for _ in range(plan.passes)]
+    listed = torch.empty(count, dtype=torch.int32, device=device)
+    reached = torch.empty(count * plan.reached, dtype=torch.int32, device=device)
+    # Chunks in order and their counts are not looked at once the rows are placed, so parts of sums take their memory.
+    shared = torch.empty(count * plan.shared, dtype=torch.int32, device=device)
+    order, parts = shared.view(torch.uint16), shared.view(torch.float32)
+    counts = shared[count * plan.ordered :]
+    runs = counts.view(torch.uint16)
+    if problem.packed:
+        starts = torch.empty(problem.tokens + problem.documents, dtype=torch.int32, device=device)
+        owners = torch.empty(problem.tokens, dtype=torch.int32, device=device)
+    else:
+        starts, owners = torch.empty(count, problem.length + 1, dtype=torch.int32, device=device), None
+    for block in blocks:
+        previous = None
+        for (sort, scan, place), target in zip(block.passes, lists, strict=True):
+            sort(winners, previous, listed, order, counts, runs, reached)
+            scan(counts, reached, starts, owners, listed, inputs.cu_seqlens)
+            place(winners, previous, order, counts, listed, target)
+            previous = target
+        if block.find_starts is not None:
+            block.find_starts(winners, previous, listed, inputs.cu_seqlens, starts, owners)
+        block.sum(*inputs[:-1], owners, winners, previous, starts, parts, grad_documents)
+        if block.combine is not None:
+            block.combine(
+                documents, inputs.documents_scale, inputs.cu_seqlens, winners, previous, starts, parts, grad_documents
+            )
+    return grad_documents
+
+
+class _Plan(NamedTuple):
+    """A block of documents: how many they are, passes of the sort, and the scratch of a document in 32-bit words.
+
+    `shared` words for chunks and counts, and later for parts; the first `ordered` of them hold the chunks. `reached` as
+    in `_sort_kernel`.
+    """
+
+    documents: int
+    list_dtype: torch.dtype
+    passes: int
+    ordered: int
+    shared: int
+    reached: int
+
+
+class _Block(NamedTuple):
+    """The launches of a block of documents: (sort, scan, place) of each pass, then the rest."""
+
+    passes: tuple[tuple[Callable[..., None], ...], ...]
+    find_starts: Callable[..., None] | None
+    sum: Callable[..., None]
+    combine: Callable[..., None] | None
+
+
+@functools.lru_cache(maxsize=1024)
+def _bound_lists(problem: Problem) -> tuple[_Plan, tuple[_Block, ...]]:
+    """How the documents are cut into blocks, and the launches of each."""
+    rows, length = problem.rows, problem.length
+    widest = 1 << _BIN_BITS
+    if length > widest**2:
+        raise ValueError(f"documents must have at most {widest**2} tokens, got {length}")
+    # Shift of a token to its bin, and how many bins there are, in each pass: the low digit first.
+    digits = [(0, length)] if length <= widest else [(0, widest), (_BIN_BITS, triton.cdiv(length, widest))]
+    chunks = triton.cdiv(rows, 1 << _CHUNK_BITS)
+    bins = max(count for _, count in digits)
+    segments = triton.cdiv(rows, _SEGMENT) - 1
+    list_dtype = torch.uint16 if rows <= 1 << 16 else torch.int32
+    ordered = (chunks << _CHUNK_BITS) // 2
+    shared = max(ordered + chunks * bins, segments * 2 * problem.size)
+    reached = chunks * triton.cdiv(bins, _BLOCK_BINS)
+    starts = 0 if problem.packed else length + 1
+    scratch = len(digits) * rows * list_dtype.itemsize + (shared + reached + starts) * 4
+    winners = problem.documents * rows * problem.winners_dtype.itemsize
+    step = max(1, min(problem.documents, max(_SCRATCH, winners // 2) // scratch))
+    step = triton.cdiv(problem.documents, triton.cdiv(problem.documents, step))
+    blocks = tuple(
+        _bind_block(problem, first, min(step, problem.documents - first), digits, chunks, segments)
+        for first in range(0, problem.documents, step)
+    )
+    return _Plan(step, list_dtype, len(digits), ordered, shared, reached), blocks
+
+
+def _bind_block(
+    problem: Problem, first: int, count: int, digits: list[tuple[int, int]], chunks: int, segments: int
+) -> _Block:
+    """The launches of `count` documents from the `first`."""
+    rows, length, size = problem.rows, problem.length, problem.size
+    passes = []
+    for index, (shift, bins) in enumerate(digits):
+        integers = (first, rows, chunks, bins)
+        constants = (shift, _BIN_BITS, _CHUNK_BITS, index > 0)
+        sort = _sort.bind((chunks * count, 1, 1), integers, (), (*constants, _BLOCK_BINS), 1, num_stages=1)
+        scan = _scan.bind(
+            (triton.cdiv(bins, _BLOCK_BINS) * count, 1, 1),
+            (first, chunks, bins, length),
+            (),
+            (_BLOCK_BINS, _BLOCK_CHUNKS, problem.packed, len(digits) == 1),
+            4,
+            num_stages=1,
+        )
+        place = _place.bind((chunks * count, 1, 1), integers, (), constants, 4, num_stages=1)
+        passes.append((sort, scan, place))
+    find_starts = None
+    if len(digits) > 1:
+        find_starts = _starts.bind(
+            (triton.cdiv(length + 1, 256) * count, 1, 1),
+            (first, rows, rows.bit_length(), length),
+            (),
+            (256, problem.packed),
+            4,
+            num_stages=1,
+        )
+    block = problem.block_embedding
+    num_warps = max(_SUM_WARPS, min(8, block // 128))
+    block_rows = max(4, min(_SUM_ROWS, num_warps * 2048 // block))
+    tokens = min(problem.tokens, count * length)
+    add = _sum.bind(
+        (count * segments + tokens, 1, 1),
+        (first, count, segments, *problem.layout),
+        (*problem.query_strides[:2], *problem.document_strides),
+        (
+            size, block, block_rows, _SEGMENT, problem.packed, problem.has_candidates, problem.normalize,
+            problem.narrow_queries,
+        ),
+        num_warps,
+        num_stages=1,
+    )  # fmt: skip
+    combine = None
+    if segments > 0:
+        combine = _combine.bind(
+            (count * segments, 1, 1),
+            (first, rows, problem.per_group, length, segments),
+            problem.document_strides,
+            (size, block, 8, _SEGMENT, problem.packed, problem.normalize),
+            num_warps,
+            num_stages=1,
+        )
+    return _Block(tuple(passes), find_starts, add, combine)
