@@ -46,9 +46,12 @@ _SPLIT_DOCUMENTS = 32
 
 # "auto" takes "onehot" where at most so many query rows choose tokens of a document, and "csr" where more do, whose
 # program for every token, chosen or not, costs more than few rows do. Milliseconds of grad_D on an H200:
-#   candidates 64 x 16, 32 x 300 tokens (32 rows)    csr 0.222   atomic 0.111
-#   candidates 32 x 32, 32 x 512 tokens (32 rows)    csr 0.357   atomic 0.174
-#   128 x 128, 32 x 300 tokens (4096 rows)           csr 0.058   atomic 0.093
+#   1024 documents of 300 tokens,   32 rows   csr 0.221   onehot 0.036   atomic 0.111
+#                                  128 rows       0.220          0.066          0.142
+#                                  512 rows       0.222          0.347          0.225
+#   1024 documents of 40 tokens,    32 rows   csr 0.054   onehot 0.017   atomic 0.024
+#                                  128 rows       0.055          0.055          0.039
+#   128 documents of 300 tokens,  4096 rows   csr 0.060   onehot never   atomic 0.093
 _FEW_ROWS = 128
 
 

@@ -27,10 +27,11 @@ from .launch import Launcher
 # 512 x 512 (32 x 180) and at 64 x 64 (1024 x 1024), in this order, with uniform winners.
 
 # Scratch of the list of a block of documents: at least so many bytes, or half of what the winners take. All of grad_D:
-# 2.20, 0.65, 0.52; with 4 MiB 2.20, 0.70, 0.75; with 32 MiB 2.20, 0.57, 0.48, which memory does not allow.
+# 1.66, 0.49, 0.32. Before parts shared it, 4 MiB took 1.0, 1.1, 1.4 times as long, and 32 MiB 1.0, 0.9, 0.9 times, at
+# more memory than other implementations take.
 _SCRATCH = 12 << 20
-# Rows that one program, of one warp, sorts, as a power of two. Sort, scan and place: 0.59, 0.22, 0.22; 2048 rows
-# 1.13, 0.30, 0.28, and in two warps 0.28 at the last. 512 rows take 0.57, 0.21 and twice the counts.
+# Rows that one program, of one warp, sorts, as a power of two. Sort, scan and place: 0.59, 0.20, 0.16; 2048 rows
+# 1.13, 0.30, 0.28. 512 rows take as long, and twice the counts.
 _CHUNK_BITS = 10
 # Bits of a token that one pass sorts by; a document of more tokens takes two passes.
 _BIN_BITS = 11
