@@ -678,9 +678,9 @@ def _bound_stacked(
     integers = (n_queries, query_length, padded, n_documents, document_length)
     strides = (*query_strides[:2], *strides)
 
-    tile = hopper_tile(capability, size, dtype.itemsize, rows, document_length, with_winners)
-    if tile is not None and aligned and copied_by_16_bytes(size, strides[2:]):
-        row_blocks = triton.cdiv(rows, tile.rows)
+    wide = hopper_tile(capability, size, dtype.itemsize, rows, document_length, with_winners)
+    if wide is not None and aligned and copied_by_16_bytes(size, strides[2:]):
+        row_blocks = triton.cdiv(rows, wide.rows)
         if packed:
             cuts = plan_cuts(n_tokens, n_documents, row_blocks, processors, per_processor=1, largest=16384)
             run, whole, n_runs = cuts
@@ -688,14 +688,14 @@ def _bound_stacked(
             run = _run_length(n_documents, row_blocks * groups, processors, per_processor=1, longest=64)
             n_runs, whole = triton.cdiv(n_documents, run), max_document_length
         if max_document_length <= whole:
-            group = min(group, tile.rows // 2)
+            group = min(group, wide.rows // wide.parts)
             block_embedding = max(16, triton.next_power_of_2(size))
             launch = _hopper().bind(
                 (row_blocks * n_runs * groups, 1, 1),
                 (*integers, n_runs, run),
                 strides,
-                (size, block_embedding, tile.rows, tile.columns, group, tile.num_stages, packed, *flags),
-                tile.num_warps,
+                (size, block_embedding, *wide[:2], group, wide.num_stages, wide.parts, packed, *flags),
+                num_warps=4,
                 num_stages=1,
             )
             # The Hopper kernel takes documents whole.

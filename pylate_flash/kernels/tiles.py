@@ -21,16 +21,28 @@ class Tile(NamedTuple):
     num_stages: int
 
 
+class HopperTile(NamedTuple):
+    """Rows and columns of a product, the parts of four warps that share the rows, and how many loads are in flight."""
+
+    rows: int
+    columns: int
+    parts: int
+    num_stages: int
+
+
 # Query rows x document tokens: whole embeddings, and embeddings in blocks.
 _STACKED = Tile(256, 64, 8, 3)
 _STACKED_SPLIT = Tile(128, 256, 8, 3)
 _MIN_STACKED_ROWS = 64
 # The same on Hopper, for embeddings of half-precision elements. Query rows stay in registers, where half as many fit if
 # they are longer than 128 elements; then a wide tile is faster (at 1 x 128, 1024 x 1024 and d = 256, 0.123 ms against
-# 0.138) unless documents are so short that it pads them more.
-_HOPPER = Tile(256, 64, 4, 6)
-_HOPPER_LONG = Tile(128, 64, 4, 5)
-_HOPPER_LONG_WIDE = Tile(128, 128, 4, 3)
+# 0.138) unless documents are so short that it pads them more. Winners take the maxima's time twice, which four parts
+# hide better than two: 1.75 ms against 1.84 at 64 x 64, 1024 x 1024; without them, it is 0.366 against 0.358 ms at
+# 1 x 1000, 1024 x 1024.
+_HOPPER = HopperTile(256, 64, 2, 6)
+_HOPPER_WINNERS = HopperTile(256, 64, 4, 6)
+_HOPPER_LONG = HopperTile(128, 64, 2, 5)
+_HOPPER_LONG_WIDE = HopperTile(128, 128, 2, 3)
 _HOPPER_WIDE_MIN_LENGTH = 512
 # Fewer query rows are bound by memory, and leave half of the tile empty: 0.100 ms, and 0.076 ms by `_STACKED`, at
 # 1 x 1000, 128 x 1024; with 160 rows, 0.037 and 0.043 ms at 1000 x 300.
@@ -75,15 +87,12 @@ def stacked_tile(capability: int, size: int, element_size: int, rows: int, with_
 
 def hopper_tile(
     capability: int, size: int, element_size: int, rows: int, document_length: int, with_winners: bool
-) -> Tile | None:
-    """Tile of the Hopper kernel for `rows` stacked query rows of `size` elements, or None where it does not serve them.
-
-    `num_warps` counts those of one half of the rows.
-    """
+) -> HopperTile | None:
+    """Tile of the Hopper kernel for `rows` stacked query rows of `size` elements, or None where it serves none."""
     if capability != 9 or element_size != 2 or size > 256 or rows < _HOPPER_MIN_ROWS or not _has_gluon():
         return None
     if size <= 128:
-        return _HOPPER
+        return _HOPPER_WINNERS if with_winners else _HOPPER
     return _HOPPER_LONG if with_winners or document_length < _HOPPER_WIDE_MIN_LENGTH else _HOPPER_LONG_WIDE
 
 

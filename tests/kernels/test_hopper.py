@@ -105,7 +105,7 @@ def test_a_maximum_over_a_lanes_columns_stays_in_the_lane(rows: int, tokens: int
 def compiled(**options) -> str:
     constants = {
         "EMBEDDING": 128, "BLOCK_EMBEDDING": 128, "BLOCK_ROWS": 256, "BLOCK_TOKENS": 64, "GROUP": 32, "STAGES": 6,
-        "PACKED": False, "HAS_QUERIES_MASK": False, "HAS_DOCUMENTS_MASK": False, "ZERO_MASKED": False,
+        "PARTS": 2, "PACKED": False, "HAS_QUERIES_MASK": False, "HAS_DOCUMENTS_MASK": False, "ZERO_MASKED": False,
         "NORMALIZE": False, "WITH_WINNERS": False,
     } | options  # fmt: skip
     pointers = {"queries_ptr": "*bf16", "documents_ptr": "*bf16", "sums_ptr": "*fp32"}
@@ -127,7 +127,7 @@ def compiled(**options) -> str:
     "options",
     [
         {},
-        {"WITH_WINNERS": True},
+        {"WITH_WINNERS": True, "PARTS": 4},
         {"EMBEDDING": 48, "BLOCK_EMBEDDING": 64},
         {"EMBEDDING": 256, "BLOCK_EMBEDDING": 256, "BLOCK_ROWS": 128},
     ],
