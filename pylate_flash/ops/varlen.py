@@ -574,7 +574,7 @@ def _padded(queries: Tensor, cu_seqlens: Tensor, longest: int) -> tuple[Tensor, 
     """Queries [Nq, longest, d] and their mask, None where all have one length."""
     n_queries = cu_seqlens.shape[0] - 1
     if queries.shape[0] == n_queries * longest:
-        return queries.unflatten(0, (n_queries, longest)), None
+        return queries.view(n_queries, longest, queries.shape[1]), None
     bounds = _on_device(cu_seqlens, queries.device)
     places = torch.arange(longest, device=queries.device)
     # A padding token may be any token, as the mask leaves it out.
