@@ -367,6 +367,10 @@ def _packed_call(
                 f"got {candidates_cu_seqlens.shape[0]}"
             )
         max_candidates = _longest("candidates_cu_seqlens", candidates_cu_seqlens, n_documents, "documents", None)
+    on_gpu = documents_cu_seqlens.device.type == "cuda"
+    if max_document_length is None and on_gpu and not _needs_gradient(queries, hidden, weight, bias):
+        # A bound that costs nothing. The winners would be int32 by it, and not int16.
+        max_document_length = hidden.shape[0]
     return _Call(
         queries, hidden, weight, bias, None, None, queries_cu_seqlens, documents_cu_seqlens, candidates_cu_seqlens,
         _longest("queries_cu_seqlens", queries_cu_seqlens, queries.shape[0], "queries", max_query_length),
@@ -375,10 +379,13 @@ def _packed_call(
     )  # fmt: skip
 
 
+def _needs_gradient(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+
 def _scores(call: _Call) -> Tensor:
     """Scores, by the operator, or past the dispatcher where nothing needs it."""
-    inputs = call.queries, call.hidden, call.weight, call.bias
-    needs_gradient = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in inputs)
+    needs_gradient = _needs_gradient(call.queries, call.hidden, call.weight, call.bias)
     if not _is_plain(call.queries, call.hidden) or type(call.weight) not in (Tensor, torch.nn.Parameter):
         return _maxsim_hidden(*call, needs_gradient)[0]
     if needs_gradient:
