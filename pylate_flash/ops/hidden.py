@@ -18,7 +18,8 @@ the projected space (d wide, not d_model), and then multiplies matrices, once pe
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -416,13 +417,21 @@ def _padded_blocks(call: _Call, most: int) -> Iterator[_Block]:
     groups, candidates, length, _ = call.hidden.shape
     step = max(1, most // length)
     group_step = max(1, step // candidates)
+    # As many blocks as that takes, but of one size: a short last one would leave a GPU idle.
+    step = _even(candidates, min(step, candidates))
+    group_step = _even(groups, min(group_step, groups))
     for group in range(0, groups, group_step):
         last = min(groups, group + group_step)
         # Several groups come whole, so that the rows of a block are adjacent.
-        for start in range(0, candidates, min(step, candidates)):
+        for start in range(0, candidates, step):
             end = min(candidates, start + step)
             rows = slice((group * candidates + start) * length, ((last - 1) * candidates + end) * length)
             yield _Block(slice(group, last), slice(start, end), rows)
+
+
+def _even(count: int, most: int) -> int:
+    """The size of as few equal parts of `count` as there are with at most `most` in each."""
+    return -(-count // -(-count // most))
 
 
 def _packed_blocks(call: _Call, most: int) -> Iterator[_Block]:
@@ -506,12 +515,18 @@ def _of_winners(call: _Call, block: _Block, winners: Tensor) -> Tensor:
     return winners[block.documents] if call.packed else winners[block.groups, block.documents]
 
 
+def _products_as_they_are(device: str) -> AbstractContextManager[Any]:
+    """Without autocast, which the tensors have followed already, and which takes no `out=` of another type."""
+    # Entering it takes as long as a launch.
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+
+
 def _forward(call: _Call, with_winners: bool) -> tuple[Tensor, Tensor, Tensor | None]:
     """Scores float32, winners (an empty tensor unless asked for), and all projected embeddings, if they may be kept.
 
     They may where a gradient is needed and there is room in the bound for them and for their gradient.
     """
-    with torch.autocast(call.hidden.device.type, enabled=False), torch.no_grad():
+    with _products_as_they_are(call.hidden.device.type), torch.no_grad():
         blocks = _blocks(call, SCRATCH_BYTES)
         scratch = _scratch(call, blocks)
         if len(blocks) == 1:
@@ -553,7 +568,7 @@ def _backward(
     winners, projected = kept
     kept.clear()
     assert winners is not None
-    with torch.autocast(call.hidden.device.type, enabled=False), torch.no_grad():
+    with _products_as_they_are(call.hidden.device.type), torch.no_grad():
         blocks = _blocks(call, SCRATCH_BYTES // 2)
         if len(blocks) == 1:
             if projected is None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pylate_flash.ops import hidden as module
 from pylate_flash.ops import maxsim_from_hidden, maxsim_from_hidden_reference, pack
@@ -16,6 +17,8 @@ from tests.ops.test_hidden import SCRATCHES, Problem, problems
 
 pytestmark = pytest.mark.gpu
 kernel = partial(maxsim_from_hidden, implementation="triton")
+# A kernel is compiled for each embedding size, so there are few of them.
+SIZES = st.sampled_from([7, 24])
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -29,7 +32,7 @@ def on_gpu(problem: Problem) -> Problem:
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)
-@given(problem=problems(), scratch=SCRATCHES)
+@given(problem=problems(sizes=SIZES), scratch=SCRATCHES)
 def test_float32(problem: Problem, scratch: int) -> None:
     expected = problem.to(torch.float64)(maxsim_from_hidden_reference)
     gradients = problem.to(torch.float64).gradients(maxsim_from_hidden_reference)
@@ -140,7 +143,7 @@ def test_memory_beyond_inputs_and_scores_is_the_scratch(monkeypatch: pytest.Monk
         part = slice(start, start + 64)
         documents = F.linear(hidden[part], weight).double()
         expected = maxsim_from_hidden_reference(queries.double(), documents, torch.eye(128, device="cuda").double())
-        torch.testing.assert_close(scores[:, part].double(), expected, rtol=1e-5, atol=1e-4)
+        torch.testing.assert_close(scores[:, part].double(), expected, rtol=1e-5, atol=1e-3)
 
 
 def test_in_a_cuda_graph() -> None:

@@ -19,6 +19,7 @@ from tests.ops.test_varlen import packed
 
 # With one dimension, many tokens have one direction, and rounding decides which of them wins.
 MODEL_SIZES = st.integers(2, 40)
+PROJECTED_SIZES = st.integers(2, 24)
 OPTIONS = {"max_examples": 40, "deadline": None, "derandomize": True}
 
 
@@ -49,10 +50,10 @@ class Problem:
         return dict(zip(names, found, strict=True))
 
 
-def layers(draw: st.DrawFn, case: Case, dtype: torch.dtype) -> dict[str, Tensor]:
+def layers(draw: st.DrawFn, case: Case, dtype: torch.dtype, sizes: st.SearchStrategy[int]) -> dict[str, Tensor]:
     """Queries, hidden states and layers of the shapes of a case."""
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
-    d_model, d = case.documents.shape[-1], draw(st.integers(2, 24))
+    d_model, d = case.documents.shape[-1], draw(sizes)
     hidden = torch.randn(case.documents.shape, generator=generator)
     tensors = {"hidden": hidden, "weight": torch.randn(d, d_model, generator=generator)}
     if draw(st.booleans()):
@@ -69,11 +70,13 @@ def layers(draw: st.DrawFn, case: Case, dtype: torch.dtype) -> dict[str, Tensor]
 
 
 @st.composite
-def problems(draw: st.DrawFn, dtype: torch.dtype = torch.float32) -> Problem:
+def problems(
+    draw: st.DrawFn, dtype: torch.dtype = torch.float32, sizes: st.SearchStrategy[int] = PROJECTED_SIZES
+) -> Problem:
     if draw(st.booleans()):
         case = draw(cases(dtypes=(torch.float32,), sizes=MODEL_SIZES))
         masks = {"queries_mask": case.queries_mask, "documents_mask": case.documents_mask}
-        return Problem(layers(draw, case, dtype), masks | case.options)
+        return Problem(layers(draw, case, dtype, sizes), masks | case.options)
     (queries, documents, queries_bounds, documents_bounds), options = draw(
         packed(dtypes=(torch.float32,), sizes=MODEL_SIZES)
     )
@@ -85,7 +88,7 @@ def problems(draw: st.DrawFn, dtype: torch.dtype = torch.float32) -> Problem:
         shape = len(queries_bounds) - 1, draw(st.integers(1, 12))
         queries = torch.randn(*shape, documents.shape[-1], generator=generator)
         options["queries_mask"] = draw(st.sampled_from([None, torch.rand(shape, generator=generator) > 0.4]))
-    return Problem(layers(draw, Case(queries, documents, None, None, {}), dtype), options)
+    return Problem(layers(draw, Case(queries, documents, None, None, {}), dtype, sizes), options)
 
 
 # Bytes of scratch: the real bound, which these problems stay within, and ones that a single document exceeds, or some.
