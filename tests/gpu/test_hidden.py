@@ -71,9 +71,10 @@ def states(layout: str, dtype: torch.dtype) -> Problem:
 
 
 def on_host(problem: Problem) -> Problem:
+    """The same for the definition, which does not ask how long documents are."""
     return Problem(
         {name: tensor.cpu() for name, tensor in problem.tensors.items()},
-        {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in problem.rest.items()},
+        {name: value.cpu() for name, value in problem.rest.items() if isinstance(value, torch.Tensor)},
     )
 
 
