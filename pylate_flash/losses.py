@@ -17,10 +17,13 @@ import torch.distributed.nn  # PyLate's gather with gradients uses it without im
 import torch.nn.functional as F
 from pylate.losses.cached_contrastive import CachedContrastive as PyLateCachedContrastive
 from pylate.losses.contrastive import Contrastive as PyLateContrastive
+from pylate.losses.contrastive import extract_skiplist_mask
 from pylate.losses.distillation import Distillation as PyLateDistillation
 from pylate.models import ColBERT
 from torch import Tensor
 
+from .ops import maxsim_from_hidden
+from .projection import BIAS, WEIGHT, dense_layers, hidden_states, unwrapped
 from .register import check_backend, check_masking
 from .scores import ColBERTScores, colbert_kd_scores, scorer_of
 
@@ -66,6 +69,65 @@ def _set_scoring(loss: Any, score_metric: Callable | None, scorer: str | None, m
         )
     loss.scorer = None if scorer is None else check_backend(scorer, name="scorer")
     loss.masking = None if masking is None else check_masking(masking)
+
+
+def _set_fusion(loss: Any, score_metric: Callable | None, fuse_projection: bool | None) -> None:
+    """Store whether the projection is to be fused, checked as far as it can be before the model's flags are read."""
+    if fuse_projection and score_metric is not None:
+        raise ValueError("fuse_projection: given together with score_metric, which needs the projected embeddings")
+    if fuse_projection:
+        dense_layers(loss.model)
+        _check_fusion(loss)
+    # A score_metric of the caller is called, whatever the model's flag says.
+    loss.fuse_projection = False if score_metric is not None else fuse_projection
+
+
+def _check_fusion(loss: Any) -> None:
+    if getattr(loss, "gather_across_devices", False):
+        raise ValueError(
+            "fuse_projection: given together with gather_across_devices, which exchanges the projected embeddings, as "
+            "hidden states are several times as large"
+        )
+    scorer = loss.scorer or scorer_of(loss.model)[0]
+    if scorer not in ("auto", "pylate_flash"):
+        raise ValueError(f'fuse_projection: needs the scorer "pylate_flash" or "auto", and it is "{scorer}"')
+
+
+def _fuses(loss: Any) -> bool:
+    """Whether the loss scores from hidden states: as it was told, or else as the model says."""
+    fuse = loss.fuse_projection
+    if fuse is None:
+        fuse = getattr(unwrapped(loss.model), "fuse_projection", False)
+    if fuse:
+        # The flags may have been set since.
+        _check_fusion(loss)
+    return bool(fuse)
+
+
+def _fused_scores(loss: Any, sentence_features: list[dict[str, Tensor]], own_candidates: bool = False) -> Tensor:
+    """Scores from hidden states [Nq, Nd * N], query-major as PyLate's, or with `own_candidates` [Nq, K]."""
+    model = unwrapped(loss.model)
+    with hidden_states(loss.model):
+        outputs = [loss.model(features) for features in sentence_features]
+    masks = extract_skiplist_mask(sentence_features=sentence_features, skiplist=model.skiplist)
+    queries, *columns = (output["token_embeddings"] for output in outputs)
+    weight, bias = outputs[-1][WEIGHT], outputs[-1].get(BIAS)
+    # Column by column: stacked, the hidden states would be copied.
+    scores = [
+        maxsim_from_hidden(
+            queries,
+            column.unflatten(0, (len(queries), -1)) if own_candidates else column,
+            weight,
+            bias,
+            mask.unflatten(0, (len(queries), -1)) if own_candidates else mask,
+            None if model.do_query_expansion else masks[0],
+            queries_weight=weight,
+            queries_bias=bias,
+            masking=loss.masking or scorer_of(loss.model)[1],
+        )
+        for column, mask in zip(columns, masks[1:], strict=True)
+    ]
+    return scores[0] if len(scores) == 1 else torch.stack(scores, dim=-1).flatten(1)
 
 
 def _document_columns(model: Any, sentence_features: Iterable[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
@@ -125,11 +187,17 @@ class Contrastive(PyLateContrastive):
         ``"pylate_flash"``, ``"torch"``, ``"flash"``, ``"lik"`` or ``"auto"``; overrides the model's flag.
     masking
         ``"exclude"`` or ``"zero"`` (PyLate's torch rule); overrides the model's flag.
+    fuse_projection
+        Score from the encoder's hidden states, and leave the model's Dense layers to `maxsim_from_hidden`, which stores
+        no projected document embeddings beyond a small scratch. Value and gradients are the same but for rounding, and
+        ``score_mini_batch_size`` has no effect. Default: as the model's flag says; without one, False.
 
     Raises
     ------
     ValueError
-        For an unknown ``scorer`` or ``masking``, or one given together with ``score_metric``.
+        For an unknown ``scorer`` or ``masking``, or one given together with ``score_metric``. If the projection is to
+        be fused, and the model is not an encoder followed by linear Dense layers, another scorer is asked for, or
+        ``gather_across_devices`` is set.
 
     Examples
     --------
@@ -149,6 +217,7 @@ class Contrastive(PyLateContrastive):
         *,
         scorer: str | None = None,
         masking: str | None = None,
+        fuse_projection: bool | None = None,
     ) -> None:
         super().__init__(
             model,
@@ -159,6 +228,7 @@ class Contrastive(PyLateContrastive):
             temperature,
         )
         _set_scoring(self, score_metric, scorer, masking)
+        _set_fusion(self, score_metric, fuse_projection)
 
     def forward(self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None = None) -> Tensor:
         """Return the loss, a float32 scalar.
@@ -171,7 +241,13 @@ class Contrastive(PyLateContrastive):
         labels
             Not used; the trainer passes it.
         """
-        return super().forward(_document_columns(self.model, sentence_features), labels)
+        columns = _document_columns(self.model, sentence_features)
+        if not _fuses(self):
+            return super().forward(columns, labels)
+        scores = _fused_scores(self, columns)
+        # The positive of query i is the first document of its group.
+        positives = torch.arange(len(scores), device=scores.device) * (len(columns) - 1)
+        return F.cross_entropy(scores / self.temperature, positives, reduction="mean" if self.size_average else "sum")
 
 
 class CachedContrastive(PyLateCachedContrastive):
@@ -273,13 +349,14 @@ class Distillation(PyLateDistillation):
         Average over the queries of the batch; otherwise sum.
     normalize_scores
         Rescale the model's scores of each query to [0, 1] first.
-    scorer, masking
+    scorer, masking, fuse_projection
         As in :class:`Contrastive`; they override the model's flags.
 
     Raises
     ------
     ValueError
-        For an unknown ``scorer`` or ``masking``, or one given together with ``score_metric``.
+        For an unknown ``scorer`` or ``masking``, or one given together with ``score_metric``, and as in
+        :class:`Contrastive` if the projection is to be fused.
     """
 
     def __init__(
@@ -291,6 +368,7 @@ class Distillation(PyLateDistillation):
         *,
         scorer: str | None = None,
         masking: str | None = None,
+        fuse_projection: bool | None = None,
     ) -> None:
         super().__init__(
             model,
@@ -299,6 +377,7 @@ class Distillation(PyLateDistillation):
             normalize_scores,
         )
         _set_scoring(self, score_metric, scorer, masking)
+        _set_fusion(self, score_metric, fuse_projection)
 
     def forward(self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor) -> Tensor:
         """Return the loss, a float32 scalar.
@@ -324,4 +403,10 @@ class Distillation(PyLateDistillation):
                 f"labels: {got}; expected the teacher's scores, one row per query and one column per candidate, "
                 f"for {queries} queries and {documents} candidates"
             )
-        return super().forward(sentence_features, labels)
+        if not _fuses(self):
+            return super().forward(sentence_features, labels)
+        scores = _fused_scores(self, sentence_features, own_candidates=True)
+        if self.normalize_scores:
+            least, most = scores.min(dim=1, keepdim=True).values, scores.max(dim=1, keepdim=True).values
+            scores = (scores - least) / (most - least + 1e-8)
+        return self.loss_function(F.log_softmax(scores, dim=-1), F.log_softmax(labels, dim=-1))

@@ -1,4 +1,4 @@
-"""PyLate's models with the flags `scorer` and `masking`, saved with the model.
+"""PyLate's models with the flags `scorer`, `masking` and `fuse_projection`, saved with the model.
 
     model = models.ColBERT("colbert-ir/colbertv2.0", scorer="pylate_flash")
     model.save_pretrained("my-model")     # keeps the flags; pylate.models.ColBERT loads the folder as well
@@ -17,6 +17,7 @@ import pylate.models
 from pylate.models import Dense
 from torch import Tensor
 
+from .projection import dense_layers
 from .register import check_backend, check_masking, masking_in_force
 from .scores import colbert_scores, colbert_scores_pairwise
 
@@ -40,14 +41,25 @@ class ColBERT(pylate.models.ColBERT):
     masking
         `"exclude"` or `"zero"`, see `scores.colbert_scores`. None: the saved one, else the one in force (see
         `register`), which is `"exclude"` by default.
+    fuse_projection
+        Whether `losses.Contrastive` and `losses.Distillation` score from the encoder's hidden states, so that the
+        projected documents are not stored. None: the saved one, else False.
 
     Raises
     ------
     ValueError
-        If a flag, given or saved, is none of these.
+        If a flag, given or saved, is none of these, or the projection is to be fused and a module of the model, which
+        is named, is none that can be.
     """
 
-    def __init__(self, *args: Any, scorer: str | None = None, masking: str | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        scorer: str | None = None,
+        masking: str | None = None,
+        fuse_projection: bool | None = None,
+        **kwargs: Any,
+    ) -> None:
         # Before the weights are loaded: a typo should not cost minutes.
         if scorer is not None:
             check_backend(scorer, name="scorer")
@@ -58,6 +70,9 @@ class ColBERT(pylate.models.ColBERT):
         masking = masking if masking is not None else self._model_config.get("masking")
         if masking is not None:
             self.masking = masking
+        fuse_projection = fuse_projection if fuse_projection is not None else self.fuse_projection
+        if fuse_projection or "fuse_projection" in self._model_config:
+            self.fuse_projection = fuse_projection
 
     # The flags live in `_model_config`, which sentence-transformers fills from config_sentence_transformers.json and
     # writes back with every key it found: so they also survive a PyLate that knows nothing of them.
@@ -79,6 +94,19 @@ class ColBERT(pylate.models.ColBERT):
     @masking.setter
     def masking(self, value: str) -> None:
         self._model_config["masking"] = check_masking(value)
+
+    @property
+    def fuse_projection(self) -> bool:
+        """Whether the losses score from hidden states; False as long as it was never set."""
+        return bool(self._model_config.get("fuse_projection", False))
+
+    @fuse_projection.setter
+    def fuse_projection(self, value: bool) -> None:
+        if not isinstance(value, bool):
+            raise ValueError(f"fuse_projection must be True or False, got {value!r}")
+        if value:
+            dense_layers(self)
+        self._model_config["fuse_projection"] = value  # type: ignore[assignment]
 
     @property
     def similarity(self) -> Callable[..., Tensor]:

@@ -39,6 +39,8 @@ logger = logging.getLogger(__name__)
 _CONTRASTIVE = (PyLateContrastive, PyLateCachedContrastive)
 _PYLATE = (*_CONTRASTIVE, PyLateDistillation)
 _FOLLOWING = (Contrastive, CachedContrastive, Distillation)
+# The arguments that are flags of the model.
+_FLAGS = ("scorer", "masking", "fuse_projection")
 
 
 @dataclass
@@ -53,6 +55,9 @@ class ColBERTTrainingArguments(SentenceTransformerTrainingArguments):
         there it is given to the losses of this package, and not saved. Default: leave model and losses as they are.
     masking
         ``"exclude"`` or ``"zero"``, written to the same place.
+    fuse_projection
+        Whether the losses score from the encoder's hidden states (see :class:`pylate_flash.losses.Contrastive`),
+        written to the same place. ``CachedContrastive`` cannot.
     batch_sampler
         Default: ``"no_duplicates"`` if every loss uses in-batch negatives, because a text that occurs twice in a batch
         would be its own negative; otherwise, and for an ``IterableDataset``, ``"batch_sampler"``.
@@ -67,6 +72,7 @@ class ColBERTTrainingArguments(SentenceTransformerTrainingArguments):
         default=None, metadata={"help": "The scorer of the run: pylate_flash, torch, flash, lik or auto."}
     )
     masking: str | None = field(default=None, metadata={"help": "How masked tokens count: exclude or zero."})
+    fuse_projection: bool | None = field(default=None, metadata={"help": "Score from the encoder's hidden states."})
     batch_sampler: BatchSamplers | str | DefaultBatchSampler | Callable[..., DefaultBatchSampler] | None = field(
         default=None,  # type: ignore[assignment]
         metadata={"help": "The batch sampler. Default: no_duplicates for losses with in-batch negatives."},
@@ -198,8 +204,8 @@ class ColBERTTrainer(SentenceTransformerTrainer):
         return list(self.loss.values()) if isinstance(self.loss, dict) else [self.loss]
 
     def _apply_scorer(self) -> None:
-        """Write ``args.scorer`` and ``args.masking`` where the losses read them."""
-        flags = {name: getattr(self.args, name, None) for name in ("scorer", "masking")}
+        """Write ``args.scorer``, ``args.masking`` and ``args.fuse_projection`` where the losses read them."""
+        flags = {name: getattr(self.args, name, None) for name in _FLAGS}
         flags = {name: value for name, value in flags.items() if value is not None}
         if not flags:
             return
@@ -213,12 +219,17 @@ class ColBERTTrainer(SentenceTransformerTrainer):
                     f"{type(loss).__module__}.{type(loss).__name__}, which does not read it; use a loss of "
                     "pylate_flash.losses"
                 )
+            if flags.get("fuse_projection") and isinstance(loss, CachedContrastive):
+                raise ValueError(
+                    "args: fuse_projection=True has no effect on CachedContrastive, which caches projected embeddings, "
+                    "as hidden states would take several times the memory; use Contrastive or Distillation"
+                )
         for name, value in flags.items():
             if model_has_flags:
                 setattr(self.model, name, value)
                 continue
             for loss in following:
-                if getattr(loss, name) is None:
+                if hasattr(loss, name) and getattr(loss, name) is None:
                     setattr(loss, name, value)
 
     def _resolve_batch_sampler(self) -> None:
@@ -278,8 +289,8 @@ class ColBERTTrainer(SentenceTransformerTrainer):
         if not hasattr(self.model, "scorer"):
             return
         saved = json.loads((Path(checkpoint_path) / "config_sentence_transformers.json").read_text(encoding="utf-8"))
-        for name in ("scorer", "masking"):
-            named = getattr(self.args, name, None) or self.model._model_config.get(name, "auto") != "auto"
+        for name in _FLAGS:
+            named = getattr(self.args, name, None) is not None or self.model._model_config.get(name, "auto") != "auto"
             if not named and name in saved:
                 setattr(self.model, name, saved[name])
 

@@ -107,6 +107,18 @@ def work(rank: int, path: str, folder: Path) -> None:
     loss = losses.Contrastive(wrapped, gather_across_devices=True)
     results["DDP"] = value_and_gradient(loss, model, rows)
     del loss, wrapped
+    # Without gathered negatives DDP's average is that of the ranks' own gradients.
+    _, gradient = value_and_gradient(losses.Contrastive(model), model, rows)
+    dist.all_reduce(gradient)
+    results["own negatives"] = gradient / WORLD
+    for unused in (False, True):
+        model = load(path)
+        # BERT's pooler leads nowhere, for which DDP would wait unless it looks for such parameters.
+        model[0].auto_model.pooler.requires_grad_(False)
+        wrapped = DistributedDataParallel(model, find_unused_parameters=unused, broadcast_buffers=False)
+        loss = losses.Contrastive(wrapped, fuse_projection=True)
+        results["DDP, fused", unused] = value_and_gradient(loss, model, rows)[1]
+        del loss, wrapped
     results["logs"] = train(load(path), folder / f"run-{rank}")
     torch.save(results, folder / f"rank-{rank}.pt")
     dist.destroy_process_group()
@@ -148,6 +160,14 @@ def test_the_ranks_together_are_one_large_batch(ranks: list[dict], tiny_colbert_
 def test_a_model_in_distributed_data_parallel(ranks: list[dict]) -> None:
     for results in ranks:
         assert_same(results["DDP"], results["Contrastive", "ours"])
+
+
+@pytest.mark.parametrize("find_unused_parameters", [False, True])
+def test_ddp_waits_for_the_projection_of_hidden_states(ranks: list[dict], find_unused_parameters: bool) -> None:
+    """Its gradient comes from outside the model's forward, and is averaged as every other one."""
+    for results in ranks:
+        gradient, expected = results["DDP, fused", find_unused_parameters], results["own negatives"]
+        assert (gradient - expected).norm() <= 1e-5 * expected.norm()
 
 
 def test_the_trainer_counts_all_ranks(ranks: list[dict]) -> None:

@@ -1,0 +1,166 @@
+"""A PyLate model's hidden states and its projection, apart: what `ops.maxsim_from_hidden` takes in place of embeddings.
+
+A ColBERT of PyLate is an encoder followed by one or several Dense layers. Where these are linear, they are one matrix
+and one bias together (`fold_dense`), and `hidden_states` makes the model return what the encoder does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pylate.models
+import torch
+from sentence_transformers.models import Dense as SentenceTransformersDense
+from sentence_transformers.models import Transformer
+from torch import Tensor, nn
+
+# What `hidden_states` adds to the features that the model returns.
+WEIGHT, BIAS = "projection_weight", "projection_bias"
+
+
+def fold_dense(modules: Sequence[nn.Module]) -> tuple[Tensor, Tensor | None]:
+    """The one linear layer that a chain of linear Dense layers is.
+
+    Parameters
+    ----------
+    modules
+        `pylate.models.Dense` or sentence-transformers' Dense layers, in the order in which they are applied, with an
+        identity for activation function; PyLate's may have a residual connection. At least one.
+
+    Returns
+    -------
+    tuple of Tensor
+        The weight [d, d_model] and the bias [d], or None. They are those of the layer itself where there is but one,
+        without a residual; otherwise they are computed from those of the layers. Gradients flow to the layers.
+
+    Raises
+    ------
+    ValueError
+        If there is no module, or one of them is not such a layer.
+    """
+    if not modules:
+        raise ValueError("modules must hold at least one Dense layer, got none")
+    weight, bias = _linear(modules[0], 0)
+    for index, module in enumerate(modules[1:], start=1):
+        next_weight, next_bias = _linear(module, index)
+        if next_weight.shape[1] != weight.shape[0]:
+            raise ValueError(
+                f"modules: Dense layer {index} takes {next_weight.shape[1]} dimensions, and the one before it gives "
+                f"{weight.shape[0]}"
+            )
+        weight = next_weight @ weight
+        if bias is not None:
+            bias = next_weight @ bias
+        if next_bias is not None:
+            bias = next_bias if bias is None else bias + next_bias
+    return weight, bias
+
+
+def _linear(module: Any, index: int) -> tuple[Tensor, Tensor | None]:
+    name = f"modules: layer {index}, {type(module).__name__},"
+    # A subclass may compute anything in its forward.
+    if type(module) not in (pylate.models.Dense, SentenceTransformersDense):
+        raise ValueError(f"{name} is no Dense layer of PyLate or sentence-transformers, so it cannot be fused")
+    if type(module.activation_function) is not nn.Identity:
+        activation = type(module.activation_function).__name__
+        raise ValueError(
+            f"{name} has the activation function {activation}; only a linear layer (Identity) can be fused"
+        )
+    layers = [module.linear]
+    if getattr(module, "use_residual", False) and module.in_features != module.out_features:
+        layers.append(module.residual)
+    for layer in layers:
+        if type(layer) is not nn.Linear:
+            raise ValueError(f"{name} has a {type(layer).__name__} where only a torch.nn.Linear can be fused")
+    weight: Tensor = module.linear.weight
+    if len(layers) == 2:
+        weight = weight + module.residual.weight
+    elif getattr(module, "use_residual", False):
+        weight = weight + torch.eye(len(weight), dtype=weight.dtype, device=weight.device)
+    return weight, module.linear.bias
+
+
+def dense_layers(model: Any) -> list[nn.Module]:
+    """The Dense layers after a model's encoder, where `ops.maxsim_from_hidden` can take their place.
+
+    Parameters
+    ----------
+    model
+        A ColBERT of PyLate, also inside DDP or another wrapper with `.module`, or compiled.
+
+    Returns
+    -------
+    list of torch.nn.Module
+        In the order in which they are applied, at least one, which `fold_dense` takes.
+
+    Raises
+    ------
+    ValueError
+        If the model is not an encoder followed by linear Dense layers; it names the module and says why.
+    """
+    model = unwrapped(model)
+    if not isinstance(model, pylate.models.ColBERT):
+        raise ValueError(f"fuse_projection: the model must be a ColBERT of PyLate, got {type(model).__name__}")
+    encoder, *layers = model.children()
+    if not isinstance(encoder, Transformer):
+        raise ValueError(
+            f"fuse_projection: module 0 of the model is a {type(encoder).__name__}, expected a Transformer that gives "
+            "token embeddings"
+        )
+    if not layers:
+        raise ValueError("fuse_projection: the model has no Dense layer after its encoder, so there is nothing to fuse")
+    try:
+        fold_dense(layers)
+    except ValueError as error:
+        raise ValueError(f"fuse_projection: the model cannot be fused after its encoder; {error}") from None
+    return layers
+
+
+def unwrapped(model: Any) -> Any:
+    """The model inside DDP, `torch.compile` and other wrappers."""
+    while not isinstance(model, pylate.models.ColBERT):
+        inner = getattr(model, "module", None) or getattr(model, "_orig_mod", None)
+        if inner is None:
+            return model
+        model = inner
+    return model
+
+
+@contextmanager
+def hidden_states(model: Any) -> Iterator[None]:
+    """In this block, the model returns its encoder's hidden states as `"token_embeddings"`, and how to project them.
+
+    The output has `"projection_weight"` [d, d_model] and `"projection_bias"` ([d], absent where there is none) as well.
+    They come from the model's own forward, because DDP only waits for parameters that lead to its output.
+
+    Parameters
+    ----------
+    model
+        As in `dense_layers`.
+
+    Raises
+    ------
+    ValueError
+        As `dense_layers`.
+    """
+    first, *others = layers = dense_layers(model)
+
+    def hand_over(features: dict[str, Tensor]) -> dict[str, Tensor]:
+        weight, bias = fold_dense(layers)
+        # A parameter itself has no gradient function, by which DDP would find it.
+        features[WEIGHT] = weight.view_as(weight)
+        if bias is not None:
+            features[BIAS] = bias.view_as(bias)
+        return features
+
+    try:
+        first.forward = hand_over
+        for layer in others:
+            layer.forward = lambda features: features
+        yield
+    finally:
+        for layer in layers:
+            # The class's forward is the one again.
+            layer.__dict__.pop("forward", None)

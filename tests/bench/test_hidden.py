@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from pylate_flash.bench import hidden
+from pylate_flash.bench.hidden import ROWS, States
+from pylate_flash.bench.protocol import Ceilings, floor_of
+from pylate_flash.bench.suite import CPU_FLOPS, WRONG, Unavailable
+from pylate_flash.ops import maxsim_from_hidden_reference
+
+CPU = torch.device("cpu")
+FORWARD = States("forward", 3, 5, 4, 12, d=8, d_model=24)
+STEP = replace(FORWARD, name="step", Nq=4, Nd=4, step=True)
+TINY = (FORWARD, STEP, replace(FORWARD, name="packed", packed=True), replace(STEP, name="step-packed", packed=True))
+
+
+@pytest.mark.parametrize("row", TINY, ids=lambda row: row.name)
+def test_reference_is_autograd_through_the_definition(row):
+    """In float64, where the projection is not rounded either."""
+    inputs = hidden.make_inputs(row, CPU, torch.float64)
+    expected = hidden.computed(
+        inputs,
+        lambda: maxsim_from_hidden_reference(
+            inputs.queries, inputs.hidden, inputs.weight, documents_cu_seqlens=inputs.cu_seqlens
+        ),
+    )
+    found = hidden.reference(inputs)
+    assert len(found) == (4 if row.step else 1)
+    for ours, reference in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, reference, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("row", TINY, ids=lambda row: row.name)
+def test_the_systems_that_run_here_are_right(row, dtype):
+    inputs = hidden.make_inputs(row, CPU, dtype)
+    reference = hidden.reference(inputs)
+    (ours,) = hidden.ours(inputs)
+    assert hidden.error(ours.call(), reference) < (5e-5 if dtype == torch.float32 else WRONG)
+    for system in hidden.suite().systems:
+        if system.peer is None:
+            for candidate in system.candidates(inputs):
+                assert hidden.error(candidate.call(), reference) < system.tolerance
+
+
+@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("factor", [1.02, float("nan")])
+def test_an_error_in_any_part_is_seen(part, factor):
+    reference = hidden.reference(hidden.make_inputs(STEP, CPU, torch.float32))
+    assert hidden.error(reference, reference) == 0.0
+    found = list(reference)
+    found[part] = found[part] * factor
+    assert hidden.error(tuple(found), reference) == pytest.approx(0.02 if factor == 1.02 else float("inf"))
+    assert hidden.error(reference[:1], reference) == float("inf")
+
+
+def test_the_floors_are_those_of_a_card():
+    """The table of an H200: 790 TFLOP/s and 4.3 TB/s."""
+    ceilings = Ceilings(flops_per_second=790e12, bytes_per_second=4.3e12)
+    floors = {row.name: floor_of(row.work(torch.bfloat16), ceilings).milliseconds for row in ROWS}
+    expected = {"rerank": 0.107, "rerank-8k": 0.514, "serve-32": 0.178, "in-batch-256": 0.134}
+    for name, milliseconds in expected.items():
+        assert floors[name] == pytest.approx(milliseconds, abs=6e-4)
+    assert floors["rerank-packed"] < floors["rerank-8k"]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_a_row_is_cut_for_a_cpu(row):
+    cut = row.within(CPU_FLOPS)
+    assert cut.work(torch.float32).flops <= CPU_FLOPS
+    assert (cut.Lq, cut.Ld, cut.step, cut.packed) == (row.Lq, row.Ld, row.step, row.packed)
+    assert not row.step or cut.Nq == cut.Nd
+
+
+def test_lik_is_not_given_packed_states():
+    pytest.importorskip("late_interaction_kernels")
+    inputs = hidden.make_inputs(TINY[2], CPU, torch.float32)
+    for candidates in (hidden.lik, hidden.lik_unfused):
+        with pytest.raises(Unavailable, match="no packed hidden states"):
+            candidates(inputs)

@@ -1,0 +1,164 @@
+"""`maxsim_from_hidden` on a GPU against its definition in float64."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pylate_flash.ops import hidden as module
+from pylate_flash.ops import maxsim_from_hidden, maxsim_from_hidden_reference, pack
+from tests.ops.cases import relative_error
+from tests.ops.test_hidden import SCRATCHES, Problem, problems
+
+pytestmark = pytest.mark.gpu
+kernel = partial(maxsim_from_hidden, implementation="triton")
+# A kernel is compiled for each embedding size, so there are few of them.
+SIZES = st.sampled_from([7, 24])
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def on_gpu(problem: Problem) -> Problem:
+    def moved(values: dict) -> dict:
+        return {name: v.cuda() if isinstance(v, torch.Tensor) else v for name, v in values.items()}
+
+    # Boundaries may lie on the host, and candidates must, so as not to be waited for.
+    kept = {name: value for name, value in problem.rest.items() if name == "candidates_cu_seqlens"}
+    return Problem(moved(problem.tensors), moved(problem.rest) | kept)
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(problem=problems(sizes=SIZES), scratch=SCRATCHES)
+def test_float32(problem: Problem, scratch: int) -> None:
+    expected = problem.to(torch.float64)(maxsim_from_hidden_reference)
+    gradients = problem.to(torch.float64).gradients(maxsim_from_hidden_reference)
+    on_device = on_gpu(problem)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "SCRATCH_BYTES", scratch)
+        scores, found = on_device(kernel), on_device.gradients(kernel)
+    torch.testing.assert_close(scores.cpu().double(), expected.double(), rtol=1e-5, atol=1e-5)
+    noise = 1e-5 * max(1.0, *(gradient.norm().item() for gradient in gradients.values()))
+    for name, gradient in found.items():
+        error = (gradient.cpu().double() - gradients[name]).norm().item()
+        assert error <= 1e-5 * gradients[name].norm().item() + noise, name
+
+
+def states(layout: str, dtype: torch.dtype) -> Problem:
+    """64 documents of 180 states, 768 to 128 dimensions, with a bias and masked tokens (packed: shorter documents)."""
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device="cuda", generator=generator)
+
+    tensors = {
+        "queries": F.normalize(draw(16, 32, 128), dim=-1),
+        "hidden": draw(16, 4, 180, 768) if layout == "candidates" else draw(64, 180, 768),
+        "weight": draw(128, 768) / 768**0.5,
+        "bias": draw(128) / 4,
+    }
+    options: dict = {"queries_mask": torch.arange(32, device="cuda").expand(16, 32) < 25}
+    if layout == "packed":
+        lengths = torch.randint(20, 181, (64,), generator=torch.Generator().manual_seed(0)).tolist()
+        tensors["hidden"], bounds = pack([document[:n] for document, n in zip(tensors["hidden"], lengths, strict=True)])
+        options |= {"documents_cu_seqlens": bounds, "max_document_length": 180}
+    else:
+        options["documents_mask"] = torch.rand(tensors["hidden"].shape[:-1], device="cuda", generator=generator) > 0.2
+    return Problem({name: tensor.to(dtype) for name, tensor in tensors.items()}, options)
+
+
+def on_host(problem: Problem) -> Problem:
+    """The same for the definition, which does not ask how long documents are."""
+    return Problem(
+        {name: tensor.cpu() for name, tensor in problem.tensors.items()},
+        {name: value.cpu() for name, value in problem.rest.items() if isinstance(value, torch.Tensor)},
+    )
+
+
+@pytest.mark.parametrize("scratch", [module.SCRATCH_BYTES, 1 << 19])
+@pytest.mark.parametrize("layout", ["in-batch", "candidates", "packed"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half(layout: str, dtype: torch.dtype, scratch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SCRATCH_BYTES", scratch)
+    problem = states(layout, dtype)
+    exact = on_host(problem).to(torch.float64)
+    # A projection rounded to 8 bits moves a similarity by up to 2^-8 of its size, and the sum of 25 of them by less.
+    expected = exact(maxsim_from_hidden_reference)
+    torch.testing.assert_close(problem(kernel).cpu().double(), expected, rtol=4e-3, atol=4e-3)
+
+    def rounded(weight: torch.Tensor, bias: torch.Tensor, hidden: torch.Tensor, **rest) -> torch.Tensor:
+        """The definition on the projection as it is rounded, so that the same tokens win."""
+        embeddings = F.linear(hidden, weight, bias)
+        half = F.linear(*(problem.tensors[name] for name in ("hidden", "weight", "bias"))).cpu().double()
+        embeddings = embeddings + (half - embeddings).detach()
+        return maxsim_from_hidden_reference(hidden=embeddings, weight=torch.eye(128, dtype=torch.float64), **rest)
+
+    gradients = exact.gradients(rounded)
+    for name, gradient in problem.gradients(kernel).items():
+        assert gradient.dtype == dtype
+        found, reference = gradient.cpu().double().flatten(), gradients[name].flatten()
+        assert torch.cosine_similarity(found, reference, dim=0) >= 0.9999, name
+        assert relative_error(found, reference) <= 1e-2, name
+
+
+@pytest.mark.parametrize("layout", ["in-batch", "candidates", "packed"])
+@pytest.mark.parametrize("learning", [False, True])
+def test_no_synchronisation(layout: str, learning: bool) -> None:
+    problem = states(layout, torch.bfloat16)
+
+    def call() -> None:
+        problem.gradients(kernel) if learning else problem(kernel)
+
+    call()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        call()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_repeated_results_are_bitwise_equal(dtype: torch.dtype) -> None:
+    problem = states("in-batch", dtype)
+    scores, gradients = problem(kernel), problem.gradients(kernel)
+    for _ in range(3):
+        assert torch.equal(problem(kernel), scores)
+        assert all(torch.equal(found, gradients[name]) for name, found in problem.gradients(kernel).items())
+
+
+def test_memory_beyond_inputs_and_scores_is_the_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """16384 documents of 180 tokens project to 720 MiB; the call holds less than 64 MiB at any time."""
+    hidden = torch.randn(16384, 180, 64, device="cuda", dtype=torch.bfloat16)
+    queries, weight = torch.randn(2, 32, 128, device="cuda").bfloat16(), torch.randn(128, 64, device="cuda").bfloat16()
+    maxsim_from_hidden(queries, hidden[:64], weight)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    scores = maxsim_from_hidden(queries, hidden, weight)
+    assert torch.cuda.max_memory_allocated() - before < module.SCRATCH_BYTES + (4 << 20)
+    for start in (0, 8000, 16320):
+        part = slice(start, start + 64)
+        documents = F.linear(hidden[part], weight).double()
+        expected = maxsim_from_hidden_reference(queries.double(), documents, torch.eye(128, device="cuda").double())
+        torch.testing.assert_close(scores[:, part].double(), expected, rtol=1e-5, atol=1e-3)
+
+
+def test_in_a_cuda_graph() -> None:
+    problem = states("in-batch", torch.bfloat16)
+    expected = problem(kernel)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        problem(kernel)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        scores = problem(kernel)
+    scores.zero_()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(scores, expected)

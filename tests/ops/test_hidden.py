@@ -1,0 +1,405 @@
+"""`maxsim_from_hidden` against its definition in float64, over layouts, masks and scratch sizes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from pylate_flash import maxsim, maxsim_from_hidden, pack
+from pylate_flash.ops import hidden as module
+from pylate_flash.ops import maxsim_from_hidden_reference
+from tests.ops.cases import Case, cases, relative_error
+from tests.ops.test_varlen import packed
+
+# With one dimension, many tokens have one direction, and rounding decides which of them wins.
+MODEL_SIZES = st.integers(2, 40)
+PROJECTED_SIZES = st.integers(2, 24)
+OPTIONS = {"max_examples": 40, "deadline": None, "derandomize": True}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The tensors that gradients flow to, by the name of their argument, and everything else of one call."""
+
+    tensors: dict[str, Tensor]
+    rest: dict
+
+    def to(self, dtype: torch.dtype) -> Problem:
+        return replace(self, tensors={name: tensor.to(dtype) for name, tensor in self.tensors.items()})
+
+    def __call__(self, function) -> Tensor:
+        return function(**self.tensors, **self.rest)
+
+    def gradients(self, function, names: tuple[str, ...] | None = None) -> dict[str, Tensor]:
+        """Gradients under a fixed, uneven weighting of the scores."""
+        names = tuple(self.tensors) if names is None else names
+        leaves = {name: tensor.detach().clone() for name, tensor in self.tensors.items()}
+        for name in names:
+            leaves[name].requires_grad_()
+        scores = function(**leaves, **self.rest)
+        weight = torch.cos(torch.arange(scores.numel(), dtype=scores.dtype, device=scores.device)).view(scores.shape)
+        # The definition of an empty problem depends on none of its tensors.
+        total = (scores * weight).sum() + sum(0.0 * leaves[name].sum() for name in names)
+        found = torch.autograd.grad(total, [leaves[name] for name in names])
+        return dict(zip(names, found, strict=True))
+
+
+def layers(draw: st.DrawFn, case: Case, dtype: torch.dtype, sizes: st.SearchStrategy[int]) -> dict[str, Tensor]:
+    """Queries, hidden states and layers of the shapes of a case."""
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    d_model, d = case.documents.shape[-1], draw(sizes)
+    hidden = torch.randn(case.documents.shape, generator=generator)
+    tensors = {"hidden": hidden, "weight": torch.randn(d, d_model, generator=generator)}
+    if draw(st.booleans()):
+        tensors["bias"] = torch.randn(d, generator=generator) / 4
+    if draw(st.booleans()):
+        tensors |= {"queries": case.queries, "queries_weight": torch.randn(d, d_model, generator=generator)}
+        if draw(st.booleans()):
+            tensors["queries_bias"] = torch.randn(d, generator=generator) / 4
+    else:
+        tensors["queries"] = torch.nn.functional.normalize(
+            torch.randn(*case.queries.shape[:-1], d, generator=generator), dim=-1
+        )
+    return {name: tensor.to(dtype) for name, tensor in tensors.items()}
+
+
+@st.composite
+def problems(
+    draw: st.DrawFn, dtype: torch.dtype = torch.float32, sizes: st.SearchStrategy[int] = PROJECTED_SIZES
+) -> Problem:
+    if draw(st.booleans()):
+        case = draw(cases(dtypes=(torch.float32,), sizes=MODEL_SIZES))
+        masks = {"queries_mask": case.queries_mask, "documents_mask": case.documents_mask}
+        return Problem(layers(draw, case, dtype, sizes), masks | case.options)
+    (queries, documents, queries_bounds, documents_bounds), options = draw(
+        packed(dtypes=(torch.float32,), sizes=MODEL_SIZES)
+    )
+    options = options | {"documents_cu_seqlens": documents_bounds}
+    if draw(st.booleans()):
+        options["queries_cu_seqlens"] = queries_bounds
+    else:
+        generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+        shape = len(queries_bounds) - 1, draw(st.integers(1, 12))
+        queries = torch.randn(*shape, documents.shape[-1], generator=generator)
+        options["queries_mask"] = draw(st.sampled_from([None, torch.rand(shape, generator=generator) > 0.4]))
+    return Problem(layers(draw, Case(queries, documents, None, None, {}), dtype, sizes), options)
+
+
+# Bytes of scratch: the real bound, which these problems stay within, and ones that a single document exceeds, or some.
+SCRATCHES = st.sampled_from([module.SCRATCH_BYTES, 1, 2000, 8000])
+
+
+@settings(**OPTIONS)
+@given(problem=problems(), scratch=SCRATCHES)
+def test_scores_equal_the_definition(problem: Problem, scratch: int) -> None:
+    expected = problem.to(torch.float64)(maxsim_from_hidden_reference)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "SCRATCH_BYTES", scratch)
+        scores = problem(maxsim_from_hidden)
+    assert scores.dtype == torch.float32
+    assert scores.shape == expected.shape
+    torch.testing.assert_close(scores.double(), expected.double(), rtol=1e-5, atol=1e-5)
+
+
+@settings(**OPTIONS)
+@given(problem=problems(), scratch=SCRATCHES)
+def test_gradients_equal_those_of_the_definition(problem: Problem, scratch: int) -> None:
+    expected = problem.to(torch.float64).gradients(maxsim_from_hidden_reference)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "SCRATCH_BYTES", scratch)
+        found = problem.gradients(maxsim_from_hidden)
+    # Gradients may cancel to rounding noise.
+    noise = 1e-5 * max(1.0, *(gradient.norm().item() for gradient in expected.values()))
+    for name, gradient in found.items():
+        assert gradient.dtype == torch.float32
+        error = (gradient.double() - expected[name]).norm().item()
+        assert error <= 1e-5 * expected[name].norm().item() + noise, name
+
+
+def problem(**rest) -> Problem:
+    torch.manual_seed(0)
+    shapes = {"queries": (3, 4, 6), "hidden": (5, 7, 10), "weight": (6, 10), "bias": (6,)}
+    return Problem({name: torch.randn(shape) for name, shape in shapes.items()}, rest)
+
+
+def test_equals_a_linear_layer_and_maxsim() -> None:
+    queries, hidden, weight, bias = problem().tensors.values()
+    documents = torch.nn.functional.linear(hidden, weight, bias)
+    for normalize in (True, False):
+        scores = maxsim_from_hidden(queries, hidden, weight, bias, normalize=normalize)
+        torch.testing.assert_close(scores, maxsim(queries, documents, normalize=normalize))
+
+
+def test_one_layer_for_both_sides_gets_the_sum_of_both_gradients() -> None:
+    queries, hidden = torch.randn(3, 4, 10), torch.randn(5, 7, 10)
+    found, expected = [], []
+    for function, dtype, gradients in (
+        (maxsim_from_hidden, torch.float32, found),
+        (maxsim_from_hidden_reference, torch.float64, expected),
+    ):
+        torch.manual_seed(1)
+        layer = torch.nn.Linear(10, 6).to(dtype)
+        scores = function(
+            queries.to(dtype), hidden.to(dtype), *layer.parameters(), queries_weight=layer.weight,
+            queries_bias=layer.bias,
+        )  # fmt: skip
+        scores.square().sum().backward()
+        gradients += [parameter.grad for parameter in layer.parameters()]
+    for gradient, reference in zip(found, expected, strict=True):
+        assert relative_error(gradient, reference) <= 1e-5
+
+
+@pytest.mark.parametrize("scratch", [module.SCRATCH_BYTES, 300])
+@pytest.mark.parametrize("name", ["queries", "hidden", "weight", "bias"])
+def test_only_the_needed_gradients(name: str, scratch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SCRATCH_BYTES", scratch)
+    asked = []
+    backward = module._backward
+    monkeypatch.setattr(module, "_backward", lambda *arguments: asked.append(backward(*arguments)) or asked[-1])
+    found = problem().gradients(maxsim_from_hidden, (name,))[name]
+    assert relative_error(found, problem().gradients(maxsim_from_hidden_reference)[name]) <= 1e-5
+    (gradients,) = asked
+    assert [gradient is not None for gradient in gradients] == [n == name for n in problem().tensors]
+
+
+@pytest.mark.parametrize("layout", ["in-batch", "candidates", "packed"])
+def test_the_scratch_stays_within_its_bound(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """256 documents of 64 tokens project to 1 MiB; with 128 KiB of scratch nothing larger is ever projected."""
+    hidden, weight, queries = torch.randn(256, 64, 24), torch.randn(16, 24), torch.randn(4, 4, 16)
+    options = {}
+    if layout == "candidates":
+        hidden = hidden.unflatten(0, (4, 64))
+    elif layout == "packed":
+        hidden, options["documents_cu_seqlens"] = pack(list(hidden))
+    bound, sizes, project, backward = 128 << 10, [], module._project, module._backward_block
+
+    def projecting(call, block, scratch):
+        sizes.append(scratch.untyped_storage().nbytes())
+        return project(call, block, scratch)
+
+    def differentiating(*arguments):
+        grad_queries, gradient = backward(*arguments)
+        sizes.append(2 * gradient.untyped_storage().nbytes())
+        return grad_queries, gradient
+
+    monkeypatch.setattr(module, "SCRATCH_BYTES", bound)
+    monkeypatch.setattr(module, "_project", projecting)
+    monkeypatch.setattr(module, "_backward_block", differentiating)
+    Problem({"queries": queries, "hidden": hidden, "weight": weight}, options).gradients(maxsim_from_hidden)
+    # 8 blocks forward, 16 in the backward, which projects again.
+    assert len(sizes) == 8 + 2 * 16
+    assert bound / 2 <= max(sizes) <= bound
+
+
+def test_no_allocation_of_the_projected_documents() -> None:
+    """2**15 documents of 32 tokens project to 512 MiB; beyond the scratch, the call allocates next to nothing."""
+    hidden, weight, queries = torch.zeros(1, 1, 2).expand(1 << 15, 32, 2), torch.ones(128, 2), torch.ones(1, 1, 128)
+    with torch.profiler.profile(profile_memory=True) as profile:
+        maxsim_from_hidden(queries, hidden, weight)
+    assert max(event.cpu_memory_usage for event in profile.events()) < module.SCRATCH_BYTES + (24 << 20)
+
+
+def test_the_projection_is_kept_only_where_it_and_its_gradient_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    projections, project = [], module._project
+    monkeypatch.setattr(module, "_project", lambda *arguments: projections.append(1) or project(*arguments))
+    expected = problem().gradients(maxsim_from_hidden)
+    assert len(projections) == 1
+    # The projected embeddings take 5 * 7 * 6 * 4 bytes.
+    monkeypatch.setattr(module, "SCRATCH_BYTES", 840)
+    found = problem().gradients(maxsim_from_hidden)
+    assert len(projections) == 1 + 1 + 3
+    for name, gradient in found.items():
+        assert relative_error(gradient, expected[name]) <= 1e-6
+
+
+def test_a_retained_graph_can_be_differentiated_again() -> None:
+    leaves = [tensor.requires_grad_() for tensor in problem().tensors.values()]
+    total = maxsim_from_hidden(*leaves).square().sum()
+    first = torch.autograd.grad(total, leaves, retain_graph=True)
+    for again in (torch.autograd.grad(total, leaves, retain_graph=True), torch.autograd.grad(total, leaves)):
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+def test_second_derivative_is_refused() -> None:
+    leaves = [tensor.requires_grad_() for tensor in problem().tensors.values()]
+    (gradient,) = torch.autograd.grad(maxsim_from_hidden(*leaves).sum(), leaves[1], create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        gradient.sum().backward()
+
+
+def test_activation_checkpointing() -> None:
+    leaves = [tensor.requires_grad_() for tensor in problem().tensors.values()]
+    checkpointed = torch.utils.checkpoint.checkpoint(maxsim_from_hidden, *leaves, use_reentrant=False)
+    found = torch.autograd.grad(checkpointed.square().sum(), leaves)
+    expected = torch.autograd.grad(maxsim_from_hidden(*leaves).square().sum(), leaves)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_nan_in_an_active_token_makes_its_scores_nan() -> None:
+    queries, hidden, weight, bias = problem().tensors.values()
+    hidden[1, 3, 0] = torch.nan
+    mask = torch.ones(5, 7, dtype=torch.bool)
+    scores = maxsim_from_hidden(queries, hidden, weight, bias, mask)
+    assert scores[:, 1].isnan().all()
+    assert scores[:, [0, 2, 3, 4]].isfinite().all()
+    mask[1, 3] = False
+    assert maxsim_from_hidden(queries, hidden, weight, bias, mask).isfinite().all()
+
+
+def test_strided_hidden_states_equal_contiguous_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    queries, hidden, weight, bias = problem().tensors.values()
+    strided = hidden.transpose(0, 1).contiguous().transpose(0, 1)
+    assert not strided.is_contiguous()
+    for scratch in (module.SCRATCH_BYTES, 400):
+        monkeypatch.setattr(module, "SCRATCH_BYTES", scratch)
+        expected = problem().gradients(maxsim_from_hidden)
+        found = Problem({"queries": queries, "hidden": strided, "weight": weight, "bias": bias}, {})
+        for name, gradient in found.gradients(maxsim_from_hidden).items():
+            torch.testing.assert_close(gradient, expected[name])
+
+
+@pytest.mark.parametrize("scratch", [module.SCRATCH_BYTES, 300])
+def test_bfloat16_gradients_are_close(scratch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against the definition of the same projected embeddings, which rounding to bfloat16 makes other ones."""
+    monkeypatch.setattr(module, "SCRATCH_BYTES", scratch)
+    half = problem().to(torch.bfloat16)
+    found = half.gradients(maxsim_from_hidden)
+
+    def rounded(queries: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        exact = torch.nn.functional.linear(hidden, weight, bias)
+        documents = exact + (exact.bfloat16().double() - exact).detach()
+        return maxsim_from_hidden_reference(queries, documents, torch.eye(6, dtype=torch.float64))
+
+    for name, expected in half.to(torch.float64).gradients(rounded).items():
+        assert found[name].dtype == torch.bfloat16
+        assert torch.cosine_similarity(found[name].double().flatten(), expected.flatten(), dim=0) >= 0.9999
+        assert relative_error(found[name], expected) <= 1e-2
+
+
+def test_autocast_gives_the_autocast_type() -> None:
+    tensors = problem().tensors
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        scores = problem()(maxsim_from_hidden)
+        gradients = problem().gradients(maxsim_from_hidden)
+    assert torch.equal(scores, maxsim_from_hidden(*(tensor.bfloat16() for tensor in tensors.values())))
+    expected = problem().to(torch.bfloat16).gradients(maxsim_from_hidden)
+    for name, gradient in gradients.items():
+        assert gradient.dtype == torch.float32
+        assert torch.equal(gradient, expected[name].float())
+
+
+@pytest.mark.parametrize("layout", ["in-batch", "candidates", "packed"])
+def test_opcheck(layout: str) -> None:
+    shape = {"in-batch": (1, 3, 5, 8), "candidates": (2, 3, 5, 8), "packed": (15, 8)}[layout]
+    queries = torch.randn((6, 4) if layout == "packed" else (2, 3, 4), requires_grad=True)
+    hidden, weight = torch.randn(shape, requires_grad=True), torch.randn(4, 8, requires_grad=True)
+    bias = torch.randn(4, requires_grad=True)
+    bounds = (torch.tensor([0, 3, 6]), torch.tensor([0, 5, 10, 15]), None, 3, 5, 0)
+    masks = (None, None) if layout == "packed" else (torch.rand(2, 3) > 0.3, torch.rand(shape[:-1]) > 0.3)
+    rest = bounds if layout == "packed" else (None, None, None, 0, 0, 0)
+    arguments = (queries, hidden, weight, bias, *masks, *rest, True, False, "auto", "auto", True)
+    torch.library.opcheck(torch.ops.pylate_flash.maxsim_hidden.default, arguments)
+
+
+@pytest.mark.parametrize("packed_documents", [False, True])
+def test_compiles_into_one_graph(packed_documents: bool) -> None:
+    options: dict = {"documents_mask": torch.rand(5, 7) > 0.3, "reduction": "mean"}
+    queries, hidden, weight, bias = problem().tensors.values()
+    if packed_documents:
+        hidden, bounds = pack(list(hidden))
+        options = {"documents_cu_seqlens": bounds, "max_document_length": 7, "queries_mask": torch.rand(3, 4) > 0.3}
+
+    def loss(*tensors: Tensor) -> Tensor:
+        return torch.nn.functional.cross_entropy(maxsim_from_hidden(*tensors, **options), torch.arange(3))
+
+    leaves = [tensor.requires_grad_() for tensor in (queries, hidden, weight, bias)]
+    found = torch.autograd.grad(torch.compile(loss, fullgraph=True, backend="aot_eager")(*leaves), leaves)
+    for gradient, expected in zip(found, torch.autograd.grad(loss(*leaves), leaves), strict=True):
+        torch.testing.assert_close(gradient, expected)
+
+
+def test_meta_tensors_give_shapes() -> None:
+    scores = maxsim_from_hidden(*(tensor.to("meta") for tensor in problem().tensors.values()))
+    assert scores.is_meta
+    assert scores.shape == (3, 5)
+
+
+@pytest.mark.parametrize(
+    ("queries_shape", "hidden_shape"),
+    [((0, 3, 4), (2, 5, 6)), ((2, 3, 4), (0, 5, 6)), ((2, 0, 4), (3, 5, 6)), ((2, 3, 4), (3, 0, 6)),
+     ((0, 3, 4), (0, 2, 5, 6)), ((2, 3, 4), (2, 0, 5, 6))],
+)  # fmt: skip
+def test_empty_batches(queries_shape: tuple[int, ...], hidden_shape: tuple[int, ...]) -> None:
+    tensors = {"queries": torch.randn(queries_shape), "hidden": torch.randn(hidden_shape), "weight": torch.ones(4, 6)}
+    empty = Problem(tensors, {"empty_score": -7.0})
+    assert torch.equal(empty(maxsim_from_hidden), empty(maxsim_from_hidden_reference))
+    assert all((gradient == 0).all() for gradient in empty.gradients(maxsim_from_hidden).values())
+
+
+Q, H, W, B = problem().tensors.values()
+P, CU = H.flatten(0, 1), torch.arange(0, 36, 7)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: maxsim_from_hidden([1.0], H, W), TypeError, "queries must be a torch.Tensor"),
+        (lambda: maxsim_from_hidden(Q, H.int(), W), TypeError, "hidden must be float16"),
+        (lambda: maxsim_from_hidden(Q, H[0], W), ValueError, r"hidden must have shape \[Nd, Ld, d_model\]"),
+        (lambda: maxsim_from_hidden(Q, H, W[0]), ValueError, r"weight must have shape \[d, d_model\]"),
+        (lambda: maxsim_from_hidden(Q, H, W.T), ValueError, r"weight must have shape \[d, 10\], as hidden"),
+        (lambda: maxsim_from_hidden(Q, H, W[:0]), ValueError, "weight must project to at least 1"),
+        (lambda: maxsim_from_hidden(Q, H, W.half()), TypeError, "weight must have the dtype of hidden"),
+        (lambda: maxsim_from_hidden(Q.half(), H, W), TypeError, "queries must have the dtype of hidden"),
+        (lambda: maxsim_from_hidden(Q, H, W.to("meta")), ValueError, "weight must be on the device of hidden"),
+        (lambda: maxsim_from_hidden(Q, H, W, B[:2]), ValueError, r"bias must have shape \[6\]"),
+        (lambda: maxsim_from_hidden(Q, H, W, B.half()), TypeError, "bias must have the dtype of weight"),
+        (lambda: maxsim_from_hidden(H, H, W), ValueError, "projects to, 6, got 10: hidden states need queries_weight"),
+        (lambda: maxsim_from_hidden(H, H, W, queries_weight=W[:5]), ValueError, "queries_weight must project to .* 6"),
+        (lambda: maxsim_from_hidden(H, H, W, queries_bias=B), ValueError, "queries_bias needs queries_weight"),
+        (lambda: maxsim_from_hidden(Q, H[None], W), ValueError, "one row of candidates per query, Nq = 3"),
+        (lambda: maxsim_from_hidden(Q, H, W, None, CU), ValueError, r"documents_mask must have shape \[5, 7\]"),
+        (lambda: maxsim_from_hidden(Q, H, W, queries_mask=CU), ValueError, r"queries_mask must have shape \[3, 4\]"),
+        (lambda: maxsim_from_hidden(Q, H, W, reduction="max"), ValueError, "reduction must be one of"),
+        (lambda: maxsim_from_hidden(Q, H, W, masking="no"), ValueError, "masking must be one of"),
+        (lambda: maxsim_from_hidden(Q, H, W, implementation="fast"), ValueError, "implementation must be one of"),
+        (lambda: maxsim_from_hidden(Q, H, W, backward="sort"), ValueError, "backward must be one of"),
+        (lambda: maxsim_from_hidden(Q, H, W, max_document_length=7), ValueError, "max_document_length has no meaning"),
+        (lambda: maxsim_from_hidden(Q[0], H, W), ValueError, r"queries must have shape \[Nq, Lq, d\], got"),
+        (
+            lambda: maxsim_from_hidden(Q, P, W, None, CU, documents_cu_seqlens=CU),
+            ValueError,
+            "documents_mask has no meaning where documents are packed",
+        ),
+        (
+            lambda: maxsim_from_hidden(Q[0], P, W, documents_cu_seqlens=CU),
+            ValueError,
+            r"queries of shape \[Tq, d\] need queries_cu_seqlens",
+        ),
+        (lambda: maxsim_from_hidden(Q, H, W, documents_cu_seqlens=CU), ValueError, r"hidden must have shape \[T, d_"),
+        (
+            lambda: maxsim_from_hidden(Q, P, W, documents_cu_seqlens=CU, backward="onehot"),
+            ValueError,
+            'backward must be "auto" for packed documents',
+        ),
+        (
+            lambda: maxsim_from_hidden(Q, P, W, documents_cu_seqlens=CU[:-1]),
+            ValueError,
+            "documents_cu_seqlens must rise from 0 to the number of documents, 35, got 0 to 28",
+        ),
+        (
+            lambda: maxsim_from_hidden(Q, P, W, documents_cu_seqlens=CU, candidates_cu_seqlens=CU),
+            ValueError,
+            r"candidates_cu_seqlens must have Nq \+ 1 = 4 entries",
+        ),
+    ],
+)
+def test_bad_input_names_the_argument(call, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()

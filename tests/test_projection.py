@@ -1,0 +1,252 @@
+"""Folding Dense layers, and the losses that score from hidden states, against those that project."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from pylate.models import ColBERT, Dense
+from sentence_transformers.models import Dense as SentenceTransformersDense
+from sentence_transformers.models import Normalize
+from torch import nn
+
+from pylate_flash import losses, models
+from pylate_flash.projection import dense_layers, fold_dense, hidden_states
+from tests.test_losses import (
+    Wrapped,
+    assert_same,
+    batch_for,
+    contrastive_batch,
+    no_masked_token_wins,
+    value_and_gradients,
+)
+
+
+def apply(modules: list[nn.Module], hidden: torch.Tensor) -> torch.Tensor:
+    features = {"token_embeddings": hidden}
+    for module in modules:
+        features = module(features)
+    return features["token_embeddings"]
+
+
+@pytest.mark.parametrize("bias", [(False, False), (True, False), (False, True), (True, True)])
+@pytest.mark.parametrize("residual", [False, True])
+def test_a_chain_folds_into_one_layer(bias: tuple[bool, bool], residual: bool) -> None:
+    torch.manual_seed(0)
+    chain = [
+        Dense(6, 5, bias[0], use_residual=residual),
+        Dense(5, 5, bias[1], use_residual=residual),
+        Dense(5, 3, False),
+    ]
+    hidden = torch.randn(2, 4, 6)
+    weight, offset = fold_dense(chain)
+    assert (offset is None) == (bias == (False, False))
+    torch.testing.assert_close(nn.functional.linear(hidden, weight, offset), apply(chain, hidden))
+    # Gradients reach every layer as through the chain.
+    weight.square().sum().backward()
+    folded = [layer.linear.weight.grad for layer in chain]
+    assert all(gradient is not None and gradient.abs().sum() > 0 for gradient in folded)
+
+
+def test_one_layer_is_its_own_weight() -> None:
+    for layer in (Dense(6, 3), SentenceTransformersDense(6, 3, activation_function=nn.Identity())):
+        assert fold_dense([layer])[0] is layer.linear.weight
+        assert fold_dense([layer])[1] is layer.linear.bias
+
+
+class OwnDense(Dense):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("modules", "message"),
+    [
+        ([], "modules must hold at least one Dense layer"),
+        ([Normalize()], "layer 0, Normalize, is no Dense layer"),
+        ([Dense(4, 4), OwnDense(4, 4)], "layer 1, OwnDense, is no Dense layer"),
+        ([SentenceTransformersDense(4, 4)], "layer 0, Dense, has the activation function Tanh; only a linear layer"),
+        ([Dense(4, 4, activation_function=nn.GELU())], "activation function GELU"),
+        ([Dense(4, 3), Dense(4, 2)], "layer 1 takes 4 dimensions, and the one before it gives 3"),
+    ],
+)
+def test_what_cannot_be_folded_is_named(modules: list[nn.Module], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        fold_dense(modules)
+
+
+@pytest.fixture(scope="module")
+def bert(tiny_colbert_path: str) -> ColBERT:
+    return ColBERT(tiny_colbert_path, device="cpu", query_length=10, document_length=20).eval()
+
+
+@pytest.fixture(scope="module")
+def modernbert(minilm_path: str, tmp_path_factory: pytest.TempPathFactory) -> ColBERT:
+    """A small random ModernBERT with MiniLM's tokenizer, and two Dense layers after it."""
+    from transformers import AutoTokenizer, ModernBertConfig, ModernBertModel
+
+    folder = str(tmp_path_factory.mktemp("modernbert"))
+    torch.manual_seed(0)
+    config = ModernBertConfig(
+        vocab_size=30522, hidden_size=48, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=128, pad_token_id=0, cls_token_id=101, sep_token_id=102, initializer_range=0.2,
+        reference_compile=False, attention_dropout=0.0, embedding_dropout=0.0, mlp_dropout=0.0,
+    )  # fmt: skip
+    ModernBertModel(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(minilm_path).save_pretrained(folder)
+    model = ColBERT(folder, embedding_size=32, query_length=10, document_length=20, device="cpu").eval()
+    model.append(Dense(32, 16, bias=True))
+    return model
+
+
+@pytest.fixture(params=["bert", "modernbert"])
+def model(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ColBERT:
+    model = request.getfixturevalue(request.param)
+    monkeypatch.setattr(model, "do_query_expansion", True)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("Contrastive", {}),
+        ("Contrastive", {"size_average": False, "temperature": 0.05, "score_mini_batch_size": 2}),
+        ("Distillation", {}),
+        ("Distillation", {"normalize_scores": False, "size_average": False}),
+    ],
+)
+@pytest.mark.parametrize("masking", ["exclude", "zero"])
+def test_the_same_value_and_gradients(model: ColBERT, name: str, arguments: dict, masking: str, monkeypatch) -> None:
+    calls = []
+    fused = losses.maxsim_from_hidden
+    monkeypatch.setattr(
+        losses, "maxsim_from_hidden", lambda *args, **options: calls.append(1) or fused(*args, **options)
+    )
+    for expansion in (True, False):
+        model.do_query_expansion = expansion
+        features, labels = batch_for(name, model)
+        loss = getattr(losses, name)
+        expected = value_and_gradients(loss(model, **arguments, masking=masking), features, labels)
+        assert not calls
+        found = value_and_gradients(loss(model, **arguments, masking=masking, fuse_projection=True), features, labels)
+        assert len(calls) == len(features) - 1
+        calls.clear()
+        assert_same(found, expected)
+
+
+def test_inside_a_wrapper(bert: ColBERT) -> None:
+    features = contrastive_batch(bert, columns=2)
+    expected = value_and_gradients(losses.Contrastive(bert), features)
+    wrapped = losses.Contrastive(Wrapped(bert), fuse_projection=True)
+    wrapped_value, gradients = value_and_gradients(wrapped, features)
+    assert_same((wrapped_value, {name.removeprefix("module."): grad for name, grad in gradients.items()}), expected)
+
+
+def test_the_model_is_as_before(bert: ColBERT) -> None:
+    features = contrastive_batch(bert)[1]
+
+    def embed() -> torch.Tensor:
+        with torch.no_grad():
+            return bert(copy.deepcopy(features))["token_embeddings"]
+
+    before = embed()
+    with hidden_states(bert):
+        states = embed()
+    assert torch.equal(embed(), before)
+    assert torch.equal(apply([bert[1]], states), before)
+    # Also after an error, here one of the model's.
+    with pytest.raises(ValueError, match="specify"), hidden_states(bert):
+        bert({})
+    assert torch.equal(embed(), before)
+
+
+def test_the_projection_leads_to_the_output(bert: ColBERT) -> None:
+    """By which DDP finds the parameters that it waits for, and those that it does not."""
+    with hidden_states(bert):
+        output = bert(contrastive_batch(bert)[0])
+    (gradient,) = torch.autograd.grad(output["projection_weight"].sum(), bert[1].linear.weight)
+    assert (gradient == 1).all()
+
+
+def test_the_models_flag(tiny_colbert_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = models.ColBERT(tiny_colbert_path, device="cpu", query_length=10, document_length=20, fuse_projection=True)
+    model.save_pretrained(str(tmp_path), create_model_card=False)
+    loaded = models.ColBERT(str(tmp_path), device="cpu")
+    assert loaded.fuse_projection is True
+    assert models.ColBERT(str(tmp_path), device="cpu", fuse_projection=False).fuse_projection is False
+    assert models.ColBERT(tiny_colbert_path, device="cpu").fuse_projection is False
+    calls = []
+    fused = losses.maxsim_from_hidden
+    monkeypatch.setattr(
+        losses, "maxsim_from_hidden", lambda *args, **options: calls.append(1) or fused(*args, **options)
+    )
+    features = contrastive_batch(model, columns=2)
+    for fuse_projection, expected in ((None, 1), (False, 0), (True, 1)):
+        losses.Contrastive(model, fuse_projection=fuse_projection)(copy.deepcopy(features))
+        assert len(calls) == expected
+        calls.clear()
+    model.fuse_projection = False
+    losses.Contrastive(model)(copy.deepcopy(features))
+    assert not calls
+    with pytest.raises(ValueError, match="fuse_projection must be True or False, got 1"):
+        model.fuse_projection = 1
+
+
+def test_a_model_that_cannot_be_fused_says_why(tiny_colbert_path: str, tmp_path: Path) -> None:
+    model = models.ColBERT(tiny_colbert_path, device="cpu")
+    model.append(Normalize())
+    for fuse in (
+        lambda: setattr(model, "fuse_projection", True),
+        lambda: losses.Contrastive(model, fuse_projection=True),
+        lambda: losses.Distillation(model, fuse_projection=True),
+    ):
+        with pytest.raises(ValueError, match="fuse_projection: .*layer 1, Normalize, is no Dense layer"):
+            fuse()
+    with pytest.raises(ValueError, match="must be a ColBERT of PyLate, got Linear"):
+        dense_layers(nn.Linear(2, 2))
+    del model[2], model[1]
+    with pytest.raises(ValueError, match="no Dense layer after its encoder"):
+        dense_layers(model)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"score_metric": lambda *_: None}, "fuse_projection: given together with score_metric"),
+        ({"gather_across_devices": True}, "fuse_projection: given together with gather_across_devices"),
+        ({"scorer": "torch"}, 'fuse_projection: needs the scorer "pylate_flash" or "auto", and it is "torch"'),
+    ],
+)
+def test_what_does_not_go_together(bert: ColBERT, arguments: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        losses.Contrastive(bert, **arguments, fuse_projection=True)
+
+
+def test_a_flag_that_comes_later_is_checked_too(tiny_colbert_path: str) -> None:
+    model = models.ColBERT(tiny_colbert_path, device="cpu")
+    loss, features = losses.Contrastive(model, scorer="torch"), contrastive_batch(model, columns=2)
+    model.fuse_projection = True
+    with pytest.raises(ValueError, match='it is "torch"'):
+        loss(features)
+
+
+def test_a_score_metric_of_the_caller_is_called_whatever_the_flag(tiny_colbert_path: str) -> None:
+    model = models.ColBERT(tiny_colbert_path, device="cpu", fuse_projection=True)
+    features = contrastive_batch(model, columns=2)
+    loss = losses.Contrastive(model, lambda queries, documents, **_: torch.zeros(len(queries), len(documents)))
+    assert loss(features).item() == pytest.approx(torch.tensor(5.0).log().item())
+
+
+def test_with_bfloat16_autocast(bert: ColBERT) -> None:
+    features = contrastive_batch(bert)
+    assert no_masked_token_wins(bert, features)
+    values = []
+    for fuse_projection in (False, True):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            values.append(value_and_gradients(losses.Contrastive(bert, fuse_projection=fuse_projection), features))
+    (value, gradients), (fused, fused_gradients) = values
+    torch.testing.assert_close(fused, value, rtol=1e-2, atol=1e-2)
+    assert gradients.keys() == fused_gradients.keys()
+    name = "1.linear.weight"
+    assert torch.cosine_similarity(gradients[name].flatten(), fused_gradients[name].flatten(), dim=0) > 0.99
