@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from .backward import maxsim_backward, maxsim_varlen_backward
-from .forward import bound_maxsim, maxsim_forward, maxsim_varlen_forward
+from .forward import bound_maxsim, bound_maxsim_varlen, maxsim_forward, maxsim_varlen_forward
 from .launch import on_device
 
 __all__ = [
     "bound_maxsim",
+    "bound_maxsim_varlen",
     "maxsim_backward",
     "maxsim_forward",
     "maxsim_varlen_backward",

@@ -463,30 +463,60 @@ def bound_maxsim(
 ) -> Callable[[Tensor, Tensor], Tensor]:
     """`maxsim_forward` with everything decided but the values: plain scores, without masks, norms or winners."""
     groups, candidates, length, _ = documents_shape
-    strides = document_strides[:3]
-    plain = (False, False, None, documents_shape[0], 0, False, False, False, precision)
+    layout = (candidates, length, document_strides[:3])
+    plain = (None, 0, 0, False, False, False, precision)
     if groups == shape[0] and shape[1] <= _SINGLE_MAX_QUERY_LENGTH:
-        launch, sums_shape, _, _ = _bound_single(
-            shape, query_strides, dtype, device, candidates, length, strides, 0, *plain[:3], None, *plain[3:]
+        single = _bound_single(shape, query_strides, dtype, device, *layout, 0, False, False, None, *plain)
+        return _plain_single(single[0], single[1])
+    stacked = _bound_stacked(shape, query_strides, dtype, device, groups, *layout, aligned, False, False, *plain)
+    return _plain_stacked(stacked[0], shape[0], stacked[1], candidates)
+
+
+def bound_maxsim_varlen(
+    shape: torch.Size,
+    query_strides: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    tokens: int,
+    token_stride: int,
+    aligned: bool,
+    n_documents: int,
+    cu_seqlens_dtype: torch.dtype,
+    max_document_length: int,
+    precision: str,
+) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
+    """The same for `maxsim_varlen_forward` of queries [Nq, Lq, d]; None where a document may be in pieces."""
+    layout = (n_documents, 0, (0, 0, token_stride))
+    plain = (tokens, max_document_length, False, False, False, precision)
+    if shape[0] == 1 and shape[1] <= _SINGLE_MAX_QUERY_LENGTH:
+        single = _bound_single(
+            shape, query_strides, dtype, device, *layout, 0, False, False, cu_seqlens_dtype, None, *plain
         )
-
-        def score(queries: Tensor, documents: Tensor) -> Tensor:
-            sums = queries.new_empty(sums_shape, dtype=torch.float32)
-            launch(queries, documents, None, None, None, None, None, sums, None, None, None)
-            return sums[0] if sums_shape[0] == 1 else sums.sum(dim=0)
-
-        return score
-    launch, sums_per_query, _, _ = _bound_stacked(
-        shape, query_strides, dtype, device, groups, candidates, length, strides, aligned, *plain
+        return _plain_single(single[0], single[1]) if single[2] is None else None
+    stacked = _bound_stacked(
+        shape, query_strides, dtype, device, 1, *layout, aligned, False, False, cu_seqlens_dtype, *plain
     )
-    rows = shape[0] * sums_per_query
+    return _plain_stacked(stacked[0], shape[0], stacked[1], n_documents) if stacked[2] is None else None
 
-    def score_stacked(queries: Tensor, documents: Tensor) -> Tensor:
-        sums = queries.new_empty((rows, candidates), dtype=torch.float32)
-        launch(queries, documents, None, None, None, None, None, None, sums, None, None, None)
-        return sums if sums_per_query == 1 else sums.view(shape[0], sums_per_query, candidates).sum(dim=1)
 
-    return score_stacked
+def _plain_single(launch: Callable[..., None], sums_shape: tuple[int, ...]) -> Callable[..., Tensor]:
+    def score(queries: Tensor, documents: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+        sums = queries.new_empty(sums_shape, dtype=torch.float32)
+        launch(queries, documents, None, None, None, cu_seqlens, None, sums, None, None, None)
+        return sums[0] if sums_shape[0] == 1 else sums.sum(dim=0)
+
+    return score
+
+
+def _plain_stacked(
+    launch: Callable[..., None], n_queries: int, sums_per_query: int, n_documents: int
+) -> Callable[..., Tensor]:
+    def score(queries: Tensor, documents: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+        sums = queries.new_empty((n_queries * sums_per_query, n_documents), dtype=torch.float32)
+        launch(queries, documents, None, None, None, None, None, cu_seqlens, sums, None, None, None)
+        return sums if sums_per_query == 1 else sums.view(n_queries, sums_per_query, n_documents).sum(dim=1)
+
+    return score
 
 
 def maxsim_varlen_forward(

@@ -281,22 +281,27 @@ def _decided(
     """A launch for half-precision tensors like these, if such were checked and decided on before, and nothing else
     needs to see the call. The checks take twice as long as the launch, and depend on no value.
     """
-    if (
-        type(queries) is not Tensor
-        or type(documents) is not Tensor
-        or queries.dtype is torch.float32
-        or not queries.is_cuda
-        or (torch.is_grad_enabled() and (queries.requires_grad or documents.requires_grad))
-        or torch.is_autocast_enabled("cuda")
-        or not _is_plain(queries, documents)
-        or torch.cuda.current_device() != queries.get_device()
-    ):
+    if not goes_straight_to_the_kernel(queries, documents):
         return None
     return _launch_of(
         queries.shape, queries.stride(), queries.dtype, queries.device,
         documents.shape, documents.stride(), documents.dtype, documents.device,
         documents.data_ptr() % 16 == 0, masking, implementation,
     )  # fmt: skip
+
+
+def goes_straight_to_the_kernel(queries: Tensor, documents: Tensor) -> bool:
+    """Whether a call on these tensors, if they fit together, is a launch on the current device and nothing more."""
+    return (
+        type(queries) is Tensor
+        and type(documents) is Tensor
+        and queries.dtype is not torch.float32
+        and queries.is_cuda
+        and not (torch.is_grad_enabled() and (queries.requires_grad or documents.requires_grad))
+        and not torch.is_autocast_enabled("cuda")
+        and _is_plain(queries, documents)
+        and torch.cuda.current_device() == queries.get_device()
+    )
 
 
 @functools.lru_cache(maxsize=4096)

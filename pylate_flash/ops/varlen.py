@@ -9,7 +9,8 @@ winners are [Nd, rows] as in `ops.blocked_varlen`, with a row for every place of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ from .maxsim import (
     _scale,
     _unscaled,
     _winners_dtype,
+    goes_straight_to_the_kernel,
     kernels,
     maxsim_reference,
     product_precision,
@@ -198,6 +200,28 @@ def maxsim_varlen(
     >>> maxsim_varlen(queries, documents, queries_cu_seqlens, documents_cu_seqlens)
     tensor([[ 1.5000, -1.0000]])
     """
+    if (
+        candidates_cu_seqlens is None
+        and max_query_length is not None
+        and max_document_length is not None
+        and reduction == "sum"
+        and empty_score == 0.0
+        and not normalize
+        and goes_straight_to_the_kernel(queries, documents)
+        and isinstance(queries_cu_seqlens, Tensor)
+        and isinstance(documents_cu_seqlens, Tensor)
+        and queries_cu_seqlens.is_cuda
+        and documents_cu_seqlens.get_device() == documents.get_device()
+    ):
+        score = _launch_of(
+            queries.shape, queries.stride(), queries.dtype, queries.device,
+            documents.shape, documents.stride(), documents.dtype, documents.device, documents.data_ptr() % 16 == 0,
+            queries_cu_seqlens.shape, queries_cu_seqlens.dtype,
+            documents_cu_seqlens.shape, documents_cu_seqlens.stride(), documents_cu_seqlens.dtype,
+            max_query_length, max_document_length, implementation,
+        )  # fmt: skip
+        if score is not None:
+            return score(queries, documents, documents_cu_seqlens)
     queries, documents = _checked(queries, documents, queries_cu_seqlens, documents_cu_seqlens)
     max_candidates = 0
     if candidates_cu_seqlens is not None:
@@ -391,6 +415,63 @@ def _scores(
         empty = documents_cu_seqlens.diff().to(scores.device, non_blocking=True) == 0
         scores = scores.masked_fill(empty, empty_score)
     return scores
+
+
+@functools.lru_cache(maxsize=4096)
+def _launch_of(
+    shape: torch.Size,
+    strides: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    documents_shape: torch.Size,
+    documents_strides: tuple[int, ...],
+    documents_dtype: torch.dtype,
+    documents_device: torch.device,
+    aligned: bool,
+    queries_entries: torch.Size,
+    queries_bounds_dtype: torch.dtype,
+    documents_entries: torch.Size,
+    documents_bounds_strides: tuple[int, ...],
+    documents_bounds_dtype: torch.dtype,
+    max_query_length: int,
+    max_document_length: int,
+    implementation: str,
+) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
+    """The kernels' launch for such tensors, as in `ops.maxsim`: queries of one length, and every document whole.
+
+    None where an error is due, or the longer way: it checks, pads and merges.
+    """
+    integers = (torch.int32, torch.int64)
+    if (
+        len(shape) != 2
+        or len(documents_shape) != 2
+        or documents_shape[1] != shape[1]
+        or documents_dtype != dtype
+        or documents_device != device
+        or dtype not in (torch.float16, torch.bfloat16)
+        or strides[1] != 1
+        or documents_strides[1] != 1
+        or queries_bounds_dtype not in integers
+        or documents_bounds_dtype not in integers
+        or len(queries_entries) != 1
+        or len(documents_entries) != 1
+        or documents_bounds_strides[0] != 1
+        or queries_entries[0] < 2
+        or documents_entries[0] < 2
+        or max_query_length < 1
+        or max_document_length < 0
+        or shape[0] != (queries_entries[0] - 1) * max_query_length
+        or implementation not in ("auto", "triton")
+        or choose(implementation, device, dtype, shape[1]) != "triton"
+    ):
+        return None
+    n_queries, size = queries_entries[0] - 1, shape[1]
+    # The kernels read queries by their strides, so the packed ones need no other shape.
+    return kernels().bound_maxsim_varlen(
+        torch.Size((n_queries, max_query_length, size)), (max_query_length * strides[0], strides[0], 1), dtype, device,
+        documents_shape[0], documents_strides[0], aligned, documents_entries[0] - 1, documents_bounds_dtype,
+        max_document_length, product_precision(dtype),
+    )  # fmt: skip
 
 
 _LIBRARY = torch.library.Library("pylate_flash", "FRAGMENT")

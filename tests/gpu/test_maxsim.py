@@ -446,3 +446,19 @@ def test_double_precision_falls_back_and_is_refused_by_name() -> None:
     torch.testing.assert_close(maxsim(queries, documents).double(), maxsim_reference(queries, documents))
     with pytest.raises(ValueError, match="float64"):
         kernel(queries, documents)
+
+
+@pytest.mark.parametrize("n_queries", [1, 3, 32])
+def test_packed_calls_with_everything_known_equal_the_longer_way(n_queries: int) -> None:
+    queries = [unit(32, 128, dtype=torch.bfloat16, seed=i) for i in range(n_queries)]
+    documents = [unit(length, 128, dtype=torch.bfloat16, seed=length) for length in (5, 64, 200, 65, 1)]
+    arguments = _packed(queries, documents)
+    with torch.no_grad():
+        known = maxsim_varlen(*arguments, max_query_length=32, max_document_length=200)
+        again = maxsim_varlen(*arguments, max_query_length=32, max_document_length=200)
+        longer = maxsim_varlen(*arguments)
+    assert torch.equal(known, again)
+    torch.testing.assert_close(known, longer, rtol=1e-6, atol=1e-6)
+    tensors, bounds = arguments[:2], arguments[2:]
+    graded = maxsim_varlen(tensors[0].clone().requires_grad_(), tensors[1], *bounds, max_query_length=32)
+    torch.testing.assert_close(known, graded.detach(), rtol=1e-6, atol=1e-6)

@@ -178,3 +178,30 @@ def test_programs_walk_each_document_once(n_documents: int, small_cuts: None) ->
     scores = varlen_kernel(queries, torch.ones(int(lengths.sum()), 2), queries_bounds, bounds, empty_score=-1.0)
     assert torch.equal(scores[0], torch.where(lengths > 0, 2.0, -1.0))
     assert torch.equal(scores[0], scores[1])
+
+
+@pytest.mark.parametrize("n_queries", [1, 5])
+def test_the_short_way_of_packed_tokens(n_queries: int) -> None:
+    """On a GPU, where everything is known but the values, a call is one launch, decided once."""
+    from pylate_flash.ops import varlen
+
+    generator = torch.Generator().manual_seed(0)
+    queries = torch.randn(n_queries * 9, 48, generator=generator).half()
+    documents, bounds = pack([torch.randn(n, 48, generator=generator).half() for n in (3, 70, 0, 12)])
+    queries_bounds = torch.arange(n_queries + 1, dtype=torch.int32) * 9
+
+    def launch(queries: torch.Tensor, longest_query: int, longest_document: int):
+        return varlen._launch_of(
+            queries.shape, queries.stride(), queries.dtype, queries.device,
+            documents.shape, documents.stride(), documents.dtype, documents.device, True,
+            queries_bounds.shape, queries_bounds.dtype, bounds.shape, bounds.stride(), bounds.dtype,
+            longest_query, longest_document, "triton",
+        )  # fmt: skip
+
+    expected = varlen.maxsim_varlen_reference(queries, documents, queries_bounds, bounds)
+    found = launch(queries, 9, 70)(queries, documents, bounds)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert launch(queries, 10, 70) is None, "queries must be padded"
+    assert launch(queries, 9, 10**6) is None, "documents may be in pieces"
+    assert launch(queries.float(), 9, 70) is None
+    assert launch(queries[:, :32], 9, 70) is None
