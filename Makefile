@@ -32,7 +32,7 @@ format: $(VENV)/.installed-dev ## Rewrite the code in the project's style.
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench-readme: $(VENV)/.installed-dev ## Write the README's table again from the results under pylate_flash/bench/results/.
+bench-readme: $(VENV)/.installed-dev ## Write the README's tables again from the results under pylate_flash/bench/results/.
 	$(BIN)/python -m pylate_flash.bench.readme
 
 clean: ## Remove the demo's output and the caches; the virtual environment stays.

@@ -1,11 +1,12 @@
-"""``python -m pylate_flash.bench.readme``: the README's table, from the newest committed result.
+"""``python -m pylate_flash.bench.readme``: the README's tables, each from the newest committed result of its suite.
 
-The table stands between ``<!-- bench:begin -->`` and ``<!-- bench:end -->``. ``--check`` writes nothing and exits with
-1 where the README and the results differ.
+That of the suite ``forward`` stands between ``<!-- bench:forward:begin -->`` and ``<!-- bench:forward:end -->``; so do
+others. ``--check`` writes nothing and exits with 1 where the README and the results differ.
 """
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,8 +16,7 @@ from pylate_flash.bench import load_suite, results
 from pylate_flash.bench.report import cell, duration, heading, titles
 from pylate_flash.bench.suite import OURS, Suite
 
-BEGIN = "<!-- bench:begin -->"
-END = "<!-- bench:end -->"
+MARKER = "<!-- bench:{}:{} -->"
 
 
 def render(suite: Suite, result: dict[str, Any] | None) -> str:
@@ -71,32 +71,48 @@ def _cell(name: str, state: dict[str, Any] | None, unit: str) -> str:
     return f"**{cell(state, unit)}**" if name == OURS else cell(state, unit)
 
 
-def insert(readme: str, table: str, where: str) -> str:
-    """Return the README's text with the table between its markers.
+def suites_of(readme: str, where: str) -> list[str]:
+    """Return the names of the suites that a README's text has markers for.
 
     Raises
     ------
     ValueError
-        If ``readme`` does not have the two markers, once each and in order; ``where`` names it.
+        If there is none; ``where`` names the README.
     """
-    if readme.count(BEGIN) != 1 or readme.count(END) != 1 or readme.index(BEGIN) > readme.index(END):
-        raise ValueError(f"{where}: needs one line {BEGIN} and, after it, one line {END}")
-    before, rest = readme.split(BEGIN)
-    after = rest.split(END)[1]
-    return f"{before}{BEGIN}\n{table}\n{END}{after}"
+    found = list(dict.fromkeys(re.findall(MARKER.format(r"(\w+)", "(?:begin|end)"), readme)))
+    if not found:
+        raise ValueError(
+            f"{where}: needs one line {MARKER.format('forward', 'begin')} and, after it, one like it to end"
+        )
+    return found
+
+
+def insert(readme: str, table: str, suite: str, where: str) -> str:
+    """Return the README's text with the suite's table between its markers.
+
+    Raises
+    ------
+    ValueError
+        If ``readme`` does not have the suite's two markers, once each and in order; ``where`` names it.
+    """
+    begin, end = MARKER.format(suite, "begin"), MARKER.format(suite, "end")
+    if readme.count(begin) != 1 or readme.count(end) != 1 or readme.index(begin) > readme.index(end):
+        raise ValueError(f"{where}: needs one line {begin} and, after it, one line {end}")
+    before, rest = readme.split(begin)
+    after = rest.split(end)[1]
+    return f"{before}{begin}\n{table}\n{end}{after}"
 
 
 def command(
     readme: Annotated[Path, typer.Option(help="The README.")] = Path("README.md"),
     folder: Annotated[Path, typer.Option(help="Where the results lie.")] = results.FOLDER,
-    suite: Annotated[str, typer.Option(help="The suite.")] = "forward",
     check: Annotated[bool, typer.Option("--check", help="Write nothing; exit with 1 where they differ.")] = False,
 ) -> None:
-    """Write the README's table again from the newest result."""
+    """Write the README's tables again from the newest results."""
     try:
-        found = load_suite(suite)
-        text = readme.read_text(encoding="utf-8")
-        wanted = insert(text, render(found, results.newest(suite, folder)), str(readme))
+        wanted = text = readme.read_text(encoding="utf-8")
+        for suite in suites_of(text, str(readme)):
+            wanted = insert(wanted, render(load_suite(suite), results.newest(suite, folder)), suite, str(readme))
     except (OSError, ValueError) as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(2) from None
@@ -107,7 +123,7 @@ def command(
         raise typer.Exit(1)
     else:
         readme.write_text(wanted, encoding="utf-8")
-        typer.echo(f"{readme}: table written")
+        typer.echo(f"{readme}: tables written")
 
 
 if __name__ == "__main__":

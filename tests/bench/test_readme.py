@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from pylate_flash.bench import forward, readme, results
 
-TEXT = "# Title\n\n<!-- bench:begin -->\nold\n<!-- bench:end -->\n\nMore.\n"
+TEXT = "# Title\n\n<!-- bench:forward:begin -->\nold\n<!-- bench:forward:end -->\n\nMore.\n"
 
 
 @pytest.fixture
@@ -60,8 +60,8 @@ def test_without_a_result_there_is_a_sentence(invoke, tmp_path):
     assert invoke().exit_code == 0
     text = (tmp_path / "README.md").read_text()
     assert "No measurement is committed yet." in text
-    assert text.startswith("# Title\n\n<!-- bench:begin -->\n")
-    assert text.endswith("\n<!-- bench:end -->\n\nMore.\n")
+    assert text.startswith("# Title\n\n<!-- bench:forward:begin -->\n")
+    assert text.endswith("\n<!-- bench:forward:end -->\n\nMore.\n")
     assert invoke("--check").exit_code == 0
 
 
@@ -77,14 +77,32 @@ def test_check_finds_a_difference_and_writes_nothing(invoke, result, tmp_path):
     assert invoke("--check").exit_code == 1
 
 
+def test_every_suite_that_has_markers_gets_its_table(invoke, result, tmp_path):
+    results.save(result, tmp_path / "results" / "forward-card.json")
+    training = TEXT.replace("forward", "training")
+    (tmp_path / "README.md").write_text(TEXT + training)
+    assert invoke().exit_code == 0
+    text = (tmp_path / "README.md").read_text()
+    assert readme.render(forward.suite(), result) in text
+    assert "`pylate-flash bench training --json" in text.split("training:begin")[1]
+    (tmp_path / "README.md").write_text(TEXT + TEXT.replace("forward", "sideways"))
+    assert "there is no 'sideways'" in invoke().output
+
+
 @pytest.mark.parametrize(
-    "text", ["no markers", "<!-- bench:begin -->", "<!-- bench:end --><!-- bench:begin -->", TEXT + TEXT]
+    "text",
+    [
+        "no markers",
+        "<!-- bench:forward:begin -->",
+        "<!-- bench:forward:end --><!-- bench:forward:begin -->",
+        TEXT + TEXT,
+    ],
 )
 def test_missing_markers_are_an_error_in_one_sentence(invoke, tmp_path, text):
     (tmp_path / "README.md").write_text(text)
     outcome = invoke()
     assert outcome.exit_code == 2
-    assert "needs one line <!-- bench:begin -->" in outcome.output
+    assert "needs one line <!-- bench:forward:begin -->" in outcome.output
     assert (tmp_path / "README.md").read_text() == text
 
 
