@@ -260,6 +260,9 @@ class CachedContrastive(PyLateCachedContrastive):
     with ``size_average``: as many times :class:`Contrastive`'s as the batch has queries. Adam does not notice, a limit
     on the gradient's norm does.
 
+    A model's flag ``fuse_projection`` changes nothing here: what is cached are projected embeddings, because hidden
+    states are several times as large.
+
     Parameters
     ----------
     model
