@@ -1,10 +1,12 @@
-"""Two trainings that should be one: the same model, data and seed, scored by PyLate's torch scorer and by ours.
+"""Two trainings that should be one: the same model, data and seed, scored in two ways.
 
-    python -m pylate_flash.bench.drift --output drift/
+    python -m pylate_flash.bench.drift scorers --output drift/
+    python -m pylate_flash.bench.drift fusion --output drift/
 
-Both run through `ColBERTTrainer` in bfloat16, deterministically, and what is left between their loss curves is
-rounding: PyLate rounds every similarity to bfloat16 under autocast, and this package none. A third training, of our
-scorer again, shows what a mere repetition differs by.
+"scorers" are PyLate's torch scorer and ours, "fusion" is ours of embeddings and of hidden states (`fuse_projection`).
+Both trainings run through `ColBERTTrainer` in bfloat16, deterministically, and what is left between their loss curves
+is rounding: PyLate rounds every similarity to bfloat16 under autocast, and this package none. A third training, of the
+second way again, shows what a mere repetition differs by.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import statistics
 import tempfile
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
+from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, Optional
 
@@ -21,6 +24,26 @@ import torch
 import typer
 
 from pylate_flash.bench.results import describe_machine, describe_versions
+
+
+class Comparison(str, Enum):
+    """What is compared: each is two ways to score, the arguments of a loss by what to call them."""
+
+    scorers = "scorers"
+    fusion = "fusion"
+
+
+# Masked tokens count as PyLate counts them where PyLate is one of the two.
+WAYS: dict[Comparison, dict[str, dict[str, Any]]] = {
+    Comparison.scorers: {
+        "PyLate's torch scorer": {"scorer": "torch", "masking": "zero"},
+        "pylate_flash": {"scorer": "pylate_flash", "masking": "zero"},
+    },
+    Comparison.fusion: {
+        "embeddings": {"scorer": "pylate_flash", "fuse_projection": False},
+        "hidden states": {"scorer": "pylate_flash", "fuse_projection": True},
+    },
+}
 
 
 @dataclass(frozen=True)
@@ -37,7 +60,7 @@ class Training:
     seed: int = 0
 
 
-def train(model: str, pairs: list[dict[str, str]], scorer: str, training: Training) -> list[float]:
+def train(model: str, pairs: list[dict[str, str]], way: dict[str, Any], training: Training) -> list[float]:
     """Train a ColBERT model contrastively and return the loss of every step.
 
     Parameters
@@ -46,8 +69,8 @@ def train(model: str, pairs: list[dict[str, str]], scorer: str, training: Traini
         What `models.ColBERT` loads; an encoder without a projection gets one, with random weights from the seed.
     pairs
         Rows with "query" and "positive", taken again from the start when they run out.
-    scorer
-        "torch" or "pylate_flash". Masked tokens count as PyLate counts them, so that both score the same.
+    way
+        How to score, as arguments of the loss.
     training
         Steps, sizes and seed.
     """
@@ -64,7 +87,7 @@ def train(model: str, pairs: list[dict[str, str]], scorer: str, training: Traini
         document_length=training.document_length,
         embedding_size=training.embedding_size,
     )
-    loss = losses.Contrastive(colbert, temperature=training.temperature, scorer=scorer, masking="zero")
+    loss = losses.Contrastive(colbert, temperature=training.temperature, **way)
     values: list[torch.Tensor] = []
     loss.register_forward_hook(lambda module, inputs, output: values.append(output.detach()))
     with tempfile.TemporaryDirectory() as checkpoints:
@@ -99,12 +122,17 @@ def drift(first: list[float], second: list[float]) -> float:
     return statistics.fmean(abs(a - b) for a, b in zip(first, second, strict=True))
 
 
-def compare(model: str, pairs: list[dict[str, str]], training: Training) -> dict[str, Any]:
-    """Train with each scorer; the curves, how far they drift apart, and where and with what that was."""
-    curves = {name: train(model, pairs, name, training) for name in ("torch", "pylate_flash")}
-    repetition = train(model, pairs, "pylate_flash", training)
+def compare(
+    model: str, pairs: list[dict[str, str]], training: Training, comparison: Comparison = Comparison.scorers
+) -> dict[str, Any]:
+    """Train in both ways; the curves, how far they drift apart, and where and with what that was."""
+    ways = WAYS[comparison]
+    curves = {name: train(model, pairs, way, training) for name, way in ways.items()}
+    last, way = list(ways.items())[-1]
+    repetition = train(model, pairs, way, training)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return {
+        "comparison": comparison.value,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "machine": describe_machine(device),
         "versions": describe_versions(),
@@ -112,7 +140,7 @@ def compare(model: str, pairs: list[dict[str, str]], training: Training) -> dict
         "pairs": len(pairs),
         "losses": curves,
         "mean_absolute_drift": drift(*curves.values()),
-        "mean_absolute_drift_of_a_repetition": drift(curves["pylate_flash"], repetition),
+        "mean_absolute_drift_of_a_repetition": drift(curves[last], repetition),
     }
 
 
@@ -122,12 +150,12 @@ def draw(result: dict[str, Any], path: Path) -> None:
 
     figure = Figure(figsize=(9, 6), layout="constrained", facecolor="white")
     curves, difference = figure.subplots(2, 1, sharex=True, height_ratios=(2.2, 1))
-    torch_curve, our_curve = result["losses"]["torch"], result["losses"]["pylate_flash"]
-    curves.plot(torch_curve, color="#b8c0cc", linewidth=4, label="PyLate's torch scorer")
-    curves.plot(our_curve, color="#d1495b", linewidth=1, label="pylate_flash")
+    (first_name, first), (second_name, second) = result["losses"].items()
+    curves.plot(first, color="#b8c0cc", linewidth=4, label=first_name)
+    curves.plot(second, color="#d1495b", linewidth=1, label=second_name)
     curves.set_ylabel("contrastive loss")
     curves.legend(frameon=False)
-    difference.plot([ours - theirs for ours, theirs in zip(our_curve, torch_curve, strict=True)], color="#2e4057")
+    difference.plot([b - a for a, b in zip(first, second, strict=True)], color="#2e4057")
     difference.axhline(0, color="black", linewidth=0.5)
     difference.set_ylabel("difference")
     difference.set_xlabel("training step")
@@ -140,7 +168,8 @@ def draw(result: dict[str, Any], path: Path) -> None:
 
 
 def main(
-    output: Annotated[Path, typer.Option(help="Folder for drift.json and drift.png.")],
+    comparison: Annotated[Comparison, typer.Argument(help="scorers: PyLate's and ours. fusion: fuse_projection.")],
+    output: Annotated[Path, typer.Option(help="Folder for a .json and a .png, named after the comparison.")],
     model: Annotated[
         Optional[str],  # noqa: UP007, UP045 - typer evaluates this on Python 3.10 as well
         typer.Option(help="A model or encoder folder.", show_default="the demo's encoder"),
@@ -152,7 +181,7 @@ def main(
     steps: Annotated[int, typer.Option(help="Training steps.")] = Training.steps,
     batch_size: Annotated[int, typer.Option(help="Pairs per step.")] = Training.batch_size,
 ) -> None:
-    """Train the same model with PyLate's torch scorer and with ours, and draw how the losses drift apart."""
+    """Train the same model twice, scored in two ways, and draw how the losses drift apart."""
     from pylate_flash import demo
     from pylate_flash.demo.job import default_model
 
@@ -161,13 +190,14 @@ def main(
         rows = [{"query": entry.query, "positive": entry.text} for entry in corpus.train]
     else:
         rows = [json.loads(line) for line in pairs.read_text(encoding="utf-8").splitlines()]
-    result = compare(model or default_model(), rows, Training(steps=steps, batch_size=batch_size))
+    result = compare(model or default_model(), rows, Training(steps=steps, batch_size=batch_size), comparison)
     output.mkdir(parents=True, exist_ok=True)
-    (output / "drift.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    draw(result, output / "drift.png")
+    (output / f"drift-{comparison.value}.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    picture = output / f"drift-{comparison.value}.png"
+    draw(result, picture)
     print(
         f"mean absolute drift {result['mean_absolute_drift']:.2e}, "
-        f"of a repetition {result['mean_absolute_drift_of_a_repetition']:.2e}; {output / 'drift.png'}"
+        f"of a repetition {result['mean_absolute_drift_of_a_repetition']:.2e}; {picture}"
     )
 
 

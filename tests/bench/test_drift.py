@@ -15,17 +15,19 @@ def test_drift_is_the_mean_absolute_difference() -> None:
         drift.drift([1.0], [1.0, 2.0])
 
 
-def test_both_scorers_train_alike(tiny_colbert_path, tmp_path) -> None:
+@pytest.mark.parametrize("comparison", drift.Comparison)
+def test_both_ways_train_alike(comparison: drift.Comparison, tiny_colbert_path, tmp_path) -> None:
     pytest.importorskip("matplotlib")
     pairs = tmp_path / "pairs.jsonl"
     texts = ("sort a list", "read a file", "plot a curve", "parse a date", "join two tables", "fit a line")
     rows = [{"query": text, "positive": f"This function is here to {text}."} for text in texts]
     pairs.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    drift.main(tmp_path / "out", model=tiny_colbert_path, pairs=pairs, steps=4, batch_size=3)
-    result = json.loads((tmp_path / "out" / "drift.json").read_text(encoding="utf-8"))
-    first, second = result["losses"]["torch"], result["losses"]["pylate_flash"]
+    drift.main(comparison, tmp_path / "out", model=tiny_colbert_path, pairs=pairs, steps=4, batch_size=3)
+    result = json.loads((tmp_path / "out" / f"drift-{comparison.value}.json").read_text(encoding="utf-8"))
+    first, second = result["losses"].values()
     assert len(first) == len(second) == 4
     assert len(set(first)) == 4, "the model must change"
     assert result["mean_absolute_drift_of_a_repetition"] == 0.0
-    assert result["mean_absolute_drift"] <= 1e-3
-    assert (tmp_path / "out" / "drift.png").stat().st_size > 1000
+    # Hidden states are projected in bfloat16 and normalised in float32; embeddings are normalised in bfloat16.
+    assert result["mean_absolute_drift"] <= (1e-3 if comparison is drift.Comparison.scorers else 1e-2)
+    assert (tmp_path / "out" / f"drift-{comparison.value}.png").stat().st_size > 1000
