@@ -1,6 +1,8 @@
-"""Argument checks shared by the operations: one clear error per mistake, naming the argument."""
+"""Checks shared by the operations: one clear error per mistake, naming the argument."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -78,3 +80,15 @@ def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     """Raise ValueError unless `value` is one of `choices`."""
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+
+
+def no_second_derivative(operation: str) -> Callable[..., None]:
+    """Return what stands in for the gradient of an operation's gradient: a RuntimeError that says why there is none."""
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError(
+            f"{operation} has no second derivative: its gradient is constant between changes of a winner. "
+            "Do not differentiate through the gradient (create_graph=True) of a MaxSim score."
+        )
+
+    return refuse

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import varlen
-from .checks import check_choice, check_embeddings, check_mask
+from .checks import check_choice, check_embeddings, check_mask, no_second_derivative
 from .dispatch import BACKWARDS, IMPLEMENTATIONS
 from .maxsim import MASKINGS, REDUCTIONS, _autocast, _finish, _is_plain, maxsim_reference
 from .maxsim import _backward as _padded_backward
@@ -745,13 +745,6 @@ def _gradient(ctx, grad_scores, _):
     return *found, *(None for _ in range(len(_Call._fields) + 1 - 4))
 
 
-def _no_second_gradient(ctx, *_):
-    raise RuntimeError(
-        "maxsim_from_hidden has no second derivative: its gradient is constant between changes of a winner. "
-        "Do not differentiate through the gradient (create_graph=True) of a MaxSim score."
-    )
-
-
 _LIBRARY.impl("maxsim_hidden", _operator, "CompositeExplicitAutograd")
 _LIBRARY.impl("maxsim_hidden_backward", _operator_backward, "CompositeExplicitAutograd")
 torch.library.register_fake(
@@ -759,4 +752,4 @@ torch.library.register_fake(
 )
 torch.library.register_fake("pylate_flash::maxsim_hidden_backward", _backward_shapes)
 torch.library.register_autograd("pylate_flash::maxsim_hidden", _gradient, setup_context=_save_for_backward)
-torch.library.register_autograd("pylate_flash::maxsim_hidden_backward", _no_second_gradient)
+torch.library.register_autograd("pylate_flash::maxsim_hidden_backward", no_second_derivative("maxsim_from_hidden"))

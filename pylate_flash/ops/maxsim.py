@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .blocked import blocked_backward, blocked_forward
-from .checks import check_choice, check_embeddings, check_mask, check_same
+from .checks import check_choice, check_embeddings, check_mask, check_same, no_second_derivative
 from .dispatch import BACKWARDS, IMPLEMENTATIONS, check_backward, choose
 
 REDUCTIONS = ("sum", "mean")
@@ -640,13 +640,6 @@ class _Maxsim(torch.autograd.Function):
         )
 
 
-def _no_second_gradient(ctx, *_):
-    raise RuntimeError(
-        "maxsim has no second derivative: its gradient is constant between changes of a winner. "
-        "Do not differentiate through the gradient (create_graph=True) of a MaxSim score."
-    )
-
-
 _LIBRARY.impl("maxsim", _forward, "CompositeExplicitAutograd")
 _LIBRARY.impl("maxsim_backward", _backward, "CompositeExplicitAutograd")
 torch.library.register_fake(
@@ -657,4 +650,4 @@ torch.library.register_fake(
 )
 torch.library.register_fake("pylate_flash::maxsim_backward", _backward_shapes)
 torch.library.register_autograd("pylate_flash::maxsim", _gradient, setup_context=_save_for_backward)
-torch.library.register_autograd("pylate_flash::maxsim_backward", _no_second_gradient)
+torch.library.register_autograd("pylate_flash::maxsim_backward", no_second_derivative("maxsim"))

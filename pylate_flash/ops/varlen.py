@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .blocked_varlen import blocked_varlen_backward, blocked_varlen_forward
-from .checks import check_choice, check_embeddings, check_same
+from .checks import check_choice, check_embeddings, check_same, no_second_derivative
 from .dispatch import IMPLEMENTATIONS, choose
 from .maxsim import (
     REDUCTIONS,
@@ -748,16 +748,9 @@ def _gradient(ctx, grad_scores, _):
     )
 
 
-def _no_second_gradient(ctx, *_):
-    raise RuntimeError(
-        "maxsim_varlen has no second derivative: its gradient is constant between changes of a winner. "
-        "Do not differentiate through the gradient (create_graph=True) of a MaxSim score."
-    )
-
-
 _LIBRARY.impl("maxsim_varlen", _forward, "CompositeExplicitAutograd")
 _LIBRARY.impl("maxsim_varlen_backward", _backward, "CompositeExplicitAutograd")
 torch.library.register_fake("pylate_flash::maxsim_varlen", _forward_shapes)
 torch.library.register_fake("pylate_flash::maxsim_varlen_backward", _backward_shapes)
 torch.library.register_autograd("pylate_flash::maxsim_varlen", _gradient, setup_context=_save_for_backward)
-torch.library.register_autograd("pylate_flash::maxsim_varlen_backward", _no_second_gradient)
+torch.library.register_autograd("pylate_flash::maxsim_varlen_backward", no_second_derivative("maxsim_varlen"))
