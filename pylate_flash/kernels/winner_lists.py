@@ -27,8 +27,8 @@ from .launch import Launcher
 # 512 x 512 (32 x 180) and at 64 x 64 (1024 x 1024), in this order, with uniform winners.
 
 # Scratch of the list of a block of documents: at least so many bytes, or half of what the winners take. All of grad_D:
-# 1.66, 0.49, 0.32. Before parts shared it, 4 MiB took 1.0, 1.1, 1.4 times as long, and 32 MiB 1.0, 0.9, 0.9 times, at
-# more memory than other implementations take.
+# 1.66, 0.49, 0.32. A third of it takes 1.0, 1.1, 1.4 times as long; three times as much 1.0, 0.9, 0.9 times, at more
+# memory than other implementations take.
 _SCRATCH = 12 << 20
 # Rows that one program, of one warp, sorts, as a power of two. Sort, scan and place: 0.59, 0.20, 0.16; 2048 rows
 # 1.13, 0.30, 0.28. 512 rows take as long, and twice the counts.
