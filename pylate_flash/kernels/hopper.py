@@ -374,6 +374,8 @@ def _hopper_kernel(
         mbarrier.init(full.index(stage), count=128)
         mbarrier.init(empty.index(stage), count=PARTS)
 
+    # The parts are written out one by one: Gluon takes no list made in a loop, and a tuple that has a name, like these
+    # two, turns constants into values.
     arguments = (
         queries_ptr, queries_mask_ptr, active_ptr, bounds_ptr, queries_scale_ptr, documents_scale_ptr,
         cu_seqlens_ptr, sums_ptr, winners_ptr, tiles, full, empty, row_block, group, first, last,

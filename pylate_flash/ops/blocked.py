@@ -18,7 +18,7 @@ from torch import Tensor
 _BLOCK_CPU = 1 << 20
 _BLOCK_OTHER = 1 << 26
 # Winners whose rows are summed at once in the backward.
-_WINNERS = 1 << 18
+WINNERS_AT_ONCE = 1 << 18
 # Multiplications below which a product is not worth the kernel that oneDNN compiles for each new shape (0.2 ms).
 _SMALL_PRODUCT = 1 << 24
 
@@ -36,7 +36,7 @@ def blocked_forward(
     """Scores [Nq, K] in the accumulation dtype and, if asked, winners [G, K, Nq / G * Lq] (int64, -1: no gradient)."""
     groups, candidates, length, _ = documents.shape
     rows = queries.shape[0] // groups * queries.shape[1]
-    dtype = _accumulation_dtype(queries.dtype)
+    dtype = accumulation_dtype(queries.dtype)
     best = torch.empty(groups, candidates, rows, dtype=dtype, device=queries.device)
     winners = torch.empty(groups, candidates, rows, dtype=torch.int64, device=queries.device) if with_winners else None
     for group, row_block, block in _blocks(groups, candidates, rows, length, queries.device):
@@ -85,12 +85,12 @@ def blocked_backward(
     """
     groups, candidates, length, size = documents.shape
     rows = winners.shape[-1]
-    dtype = _accumulation_dtype(queries.dtype)
+    dtype = accumulation_dtype(queries.dtype)
     grad_queries = torch.zeros(groups, rows, size, dtype=dtype, device=queries.device) if need_queries else None
     grad_documents = torch.empty(documents.shape, dtype=dtype, device=queries.device) if need_documents else None
     weights = grad_scores.to(dtype).view(groups, -1, candidates).transpose(1, 2)
     weights = weights.repeat_interleave(queries.shape[1], dim=2)
-    step = max(1, _WINNERS // rows)
+    step = max(1, WINNERS_AT_ONCE // rows)
     for group in range(groups):
         group_queries = queries.reshape(groups, rows, size)[group].to(dtype)
         if queries_scale is not None:
@@ -127,7 +127,12 @@ def blocked_backward(
     return grad_queries, grad_documents
 
 
-def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+def block_budget(device: torch.device) -> int:
+    """Similarities that are held at once on `device`."""
+    return _BLOCK_CPU if device.type == "cpu" else _BLOCK_OTHER
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -135,7 +140,7 @@ def _blocks(
     groups: int, candidates: int, rows: int, length: int, device: torch.device
 ) -> Iterator[tuple[int, slice, slice]]:
     """Group, rows and documents of every block: few enough similarities to stay in cache, at least one document."""
-    budget = _BLOCK_CPU if device.type == "cpu" else _BLOCK_OTHER
+    budget = block_budget(device)
     row_step = max(1, min(rows, budget // length))
     step = max(1, budget // (row_step * length))
     for group in range(groups):
@@ -168,7 +173,7 @@ def inner_products(documents: Tensor, queries: Tensor) -> Tensor:
     time for as few columns as a query has tokens (AVX-512, 2 cores, d = 128: 9 against 20 ms for 300,000 x 32, and 31
     against 65 ms for 46,080 x 1024).
     """
-    dtype = _accumulation_dtype(documents.dtype)
+    dtype = accumulation_dtype(documents.dtype)
     convolves = dtype == torch.float32 and documents.device.type == "cpu" and _convolution_serves(documents.dtype)
     documents, queries = documents.to(dtype), queries.to(dtype)
     (tokens, size), rows = documents.shape, queries.shape[0]

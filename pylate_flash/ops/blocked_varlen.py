@@ -13,12 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .blocked import inner_products
+from .blocked import WINNERS_AT_ONCE, accumulation_dtype, block_budget, inner_products
 
-# Similarities held at once, and winners whose rows are summed at once, as in `ops.blocked`.
-_BLOCK_CPU = 1 << 20
-_BLOCK_OTHER = 1 << 26
-_WINNERS = 1 << 18
 # A winner that no token has yet taken; larger than any token.
 _NO_WINNER = 2**31 - 1
 
@@ -39,8 +35,8 @@ def blocked_varlen_forward(
     One product per block of queries and documents, then a maximum per document.
     """
     device = queries.device
-    dtype = _accumulation_dtype(queries.dtype)
-    budget = _BLOCK_CPU if device.type == "cpu" else _BLOCK_OTHER
+    dtype = accumulation_dtype(queries.dtype)
+    budget = block_budget(device)
     n_queries, n_documents = len(query_bounds) - 1, len(document_bounds) - 1
     if candidate_bounds is None:
         scores = torch.zeros(n_queries, n_documents, device=device)
@@ -107,7 +103,7 @@ def blocked_varlen_backward(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients [Tq, d] and [Td, d], in the accumulation dtype, of the scaled embeddings."""
     device = queries.device
-    dtype = _accumulation_dtype(queries.dtype)
+    dtype = accumulation_dtype(queries.dtype)
     n_queries, n_documents = len(query_bounds) - 1, len(document_bounds) - 1
     queries = queries.to(dtype) if queries_scale is None else queries.to(dtype) * queries_scale.unsqueeze(1)
     grad_queries = torch.zeros(queries.shape, dtype=dtype, device=device) if need_queries else None
@@ -121,7 +117,7 @@ def blocked_varlen_backward(
         query_rows = query_rows.flatten()
     else:
         query_of_document = torch.from_numpy(np.repeat(np.arange(n_queries), np.diff(candidate_bounds))).to(device)
-    step = max(1, _WINNERS // winners.shape[1])
+    step = max(1, WINNERS_AT_ONCE // winners.shape[1])
     for first in range(0, n_documents, step):
         last = min(first + step, n_documents)
         tokens = slice(document_bounds[first], document_bounds[last])
@@ -161,10 +157,6 @@ def _weighted_sums(
     return F.embedding_bag(
         picked, source, offsets=starts, mode="sum", per_sample_weights=weights.flatten()[order]
     )[:count]  # fmt: skip
-
-
-def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _owners(bounds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

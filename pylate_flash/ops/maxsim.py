@@ -278,8 +278,9 @@ def _autocast(queries: Tensor, documents: Tensor) -> tuple[Tensor, Tensor]:
 def _decided(
     queries: Tensor, documents: Tensor, masking: str, implementation: str
 ) -> Callable[[Tensor, Tensor], Tensor] | None:
-    """A launch for half-precision tensors like these, if such were checked and decided on before, and nothing else
-    needs to see the call. The checks take twice as long as the launch, and depend on no value.
+    """The launch that scores such tensors, if there is nothing else to a call on them.
+
+    The checks take twice as long as the launch and depend on no value, so they are made once for tensors of a kind.
     """
     if not goes_straight_to_the_kernel(queries, documents):
         return None
@@ -323,14 +324,11 @@ def _launch_of(
     if (
         len(shape) != 3
         or len(documents_shape) not in _DOCUMENTS
-        or documents_shape[-1] != shape[-1]
         or not (in_batch or documents_shape[0] == shape[0])
         or documents_dtype != dtype
         or documents_device != device
-        or dtype not in (torch.float16, torch.bfloat16)
-        or strides[-1] != 1
-        or documents_strides[-1] != 1
         or masking not in MASKINGS
+        or not are_halves_of_one_size(shape, strides, dtype, documents_shape, documents_strides)
         or implementation not in ("auto", "triton")
         or choose(implementation, device, dtype, shape[-1]) != "triton"
     ):
@@ -339,6 +337,22 @@ def _launch_of(
         documents_shape, documents_strides = (1, *documents_shape), (0, *documents_strides)  # type: ignore[assignment]
     return kernels().bound_maxsim(
         shape, strides, dtype, device, documents_shape, documents_strides, aligned, product_precision(dtype)
+    )
+
+
+def are_halves_of_one_size(
+    shape: torch.Size,
+    strides: tuple[int, ...],
+    dtype: torch.dtype,
+    documents_shape: torch.Size,
+    documents_strides: tuple[int, ...],
+) -> bool:
+    """Whether such embeddings are of half precision and of one size, with contiguous rows."""
+    return (
+        dtype in (torch.float16, torch.bfloat16)
+        and documents_shape[-1] == shape[-1]
+        and strides[-1] == 1
+        and documents_strides[-1] == 1
     )
 
 

@@ -26,6 +26,7 @@ from .maxsim import (
     _scale,
     _unscaled,
     _winners_dtype,
+    are_halves_of_one_size,
     goes_straight_to_the_kernel,
     kernels,
     maxsim_reference,
@@ -445,12 +446,9 @@ def _launch_of(
     if (
         len(shape) != 2
         or len(documents_shape) != 2
-        or documents_shape[1] != shape[1]
         or documents_dtype != dtype
         or documents_device != device
-        or dtype not in (torch.float16, torch.bfloat16)
-        or strides[1] != 1
-        or documents_strides[1] != 1
+        or not are_halves_of_one_size(shape, strides, dtype, documents_shape, documents_strides)
         or queries_bounds_dtype not in integers
         or documents_bounds_dtype not in integers
         or len(queries_entries) != 1

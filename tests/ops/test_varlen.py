@@ -96,8 +96,8 @@ def test_blocks_do_not_change_the_result(case: tuple) -> None:
     (arguments, options), expected = case, gradients(maxsim_varlen, case)
     scores = maxsim_varlen(*arguments, **options)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blocked_varlen, "_BLOCK_CPU", 40)
-        patch.setattr(blocked_varlen, "_WINNERS", 10)
+        patch.setattr(blocked_varlen, "block_budget", lambda device: 40)
+        patch.setattr(blocked_varlen, "WINNERS_AT_ONCE", 10)
         torch.testing.assert_close(maxsim_varlen(*arguments, **options), scores)
         torch.testing.assert_close(gradients(maxsim_varlen, case), expected)
 
