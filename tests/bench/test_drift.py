@@ -7,6 +7,7 @@ import json
 import pytest
 
 from pylate_flash.bench import drift
+from pylate_flash.bench.results import FOLDER
 
 
 def test_drift_is_the_mean_absolute_difference() -> None:
@@ -31,3 +32,13 @@ def test_both_ways_train_alike(comparison: drift.Comparison, tiny_colbert_path, 
     # Hidden states are projected in bfloat16 and normalised in float32; embeddings are normalised in bfloat16.
     assert result["mean_absolute_drift"] <= (1e-3 if comparison is drift.Comparison.scorers else 1e-2)
     assert (tmp_path / "out" / f"drift-{comparison.value}.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("drift-*.json")), ids=lambda path: path.stem)
+def test_what_is_kept_says_what_its_curves_say(path) -> None:
+    kept = json.loads(path.read_text(encoding="utf-8"))
+    first, second = kept["losses"].values()
+    assert len(first) == kept["training"]["steps"]
+    assert kept["mean_absolute_drift"] == pytest.approx(drift.drift(first, second))
+    assert kept["mean_absolute_drift"] <= 1e-3
+    assert path.with_suffix(".png").exists()
