@@ -35,12 +35,12 @@ _DOCUMENT_COST = gl.constexpr(DOCUMENT_COST)
 
 
 @gluon.jit
-def _larger(a, b):
+def larger_of(a, b):
     return gl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @gluon.jit
-def _sum(a, b):
+def add(a, b):
     return a + b
 
 
@@ -48,7 +48,7 @@ def _sum(a, b):
 def _even_and_larger(values):
     """Of every two neighbours along the last dimension [.., n], which is within a thread: the first, and the larger."""
     even, odd = gl.split(gl.reshape(values, [values.shape[0], values.shape[1], values.shape[2] // 2, 2]))
-    return even, _larger(even, odd)
+    return even, larger_of(even, odd)
 
 
 @gluon.jit
@@ -85,7 +85,7 @@ def _first_maximum(values):
     bit_1 = _differ(_half(_half(_half(first_1, bit_8), bit_4), bit_2), maximum)
     # A lane has two neighbouring columns of every eight.
     column = gl.where(bit_8, 32, 0) + gl.where(bit_4, 16, 0) + gl.where(bit_2, 8, 0) + bit_1.to(gl.int32)
-    return gl.reduce(maximum, 2, _larger), gl.reduce(column, 2, _sum)
+    return gl.reduce(maximum, 2, larger_of), gl.reduce(column, 2, add)
 
 
 @gluon.jit
@@ -125,8 +125,11 @@ def _document_range(
 
 
 @gluon.jit
-def _first_document(cu_seqlens_ptr, n_documents, position):
-    """The first document that begins at `position` of the cuts or later: `kernels.cuts.lower_bound` of one target."""
+def find_document(cu_seqlens_ptr, n_documents, position, COST: gl.constexpr):
+    """The first document that begins at `position` or later, where each costs its tokens and COST more.
+
+    `kernels.cuts.lower_bound` of one target.
+    """
     probes = gl.arange(0, 256, layout=gl.BlockedLayout([2], [32], [4], [0]))
     low = gl.to_tensor(0)
     left = gl.to_tensor(n_documents)
@@ -135,15 +138,15 @@ def _first_document(cu_seqlens_ptr, n_documents, position):
         entries = low + (probes + 1) * step - 1
         exists = entries < low + left
         values = gl.load(cu_seqlens_ptr + entries, mask=exists, other=0).to(gl.int64)
-        below = exists & (values + entries.to(gl.int64) * _DOCUMENT_COST < position)
-        skipped = gl.reduce(below.to(gl.int32), 0, _sum) * step
+        below = exists & (values + entries.to(gl.int64) * COST < position)
+        skipped = gl.reduce(below.to(gl.int32), 0, add) * step
         left = gl.minimum(gl.maximum(step - 1, 0), left - skipped)
         low += skipped
     return low
 
 
 @gluon.jit
-def _next_slot(slot, phase, STAGES: gl.constexpr):
+def next_slot(slot, phase, STAGES: gl.constexpr):
     last = slot == STAGES - 1
     return gl.where(last, 0, slot + 1), gl.where(last, phase ^ 1, phase)
 
@@ -182,7 +185,7 @@ def _copy_documents(
             else:
                 async_copy.async_copy_global_to_shared(tiles.index(slot), rows, mask=(dims < EMBEDDING)[None, :])
             async_copy.mbarrier_arrive(full.index(slot), increment_count=False)
-            slot, phase = _next_slot(slot, phase, STAGES)
+            slot, phase = next_slot(slot, phase, STAGES)
 
 
 @gluon.jit
@@ -261,7 +264,7 @@ def _score(
                 scale = gl.load(documents_scale_ptr + first_token + tokens)
             similarities = warpgroup_mma_wait(0, deps=[similarities])
             mbarrier.arrive(empty.index(slot), count=1)
-            slot, phase = _next_slot(slot, phase, STAGES)
+            slot, phase = next_slot(slot, phase, STAGES)
             if NORMALIZE:
                 similarities *= scale[None, :]
             similarities = _by_lane(similarities, ROWS, BLOCK_TOKENS)
@@ -269,11 +272,11 @@ def _score(
                 tile_best, column = _first_maximum(similarities)
                 tile_best = gl.convert_layout(tile_best, gl.SliceLayout(2, by_lane), assert_trivial=True)
                 column = gl.convert_layout(column, gl.SliceLayout(2, by_lane), assert_trivial=True)
-                larger = _larger(best, tile_best)
+                larger = larger_of(best, tile_best)
                 key = gl.where(_differ(larger, best), start + column, key)
                 best = larger
             else:
-                best = _larger(best, gl.reduce(similarities, 2, _larger))
+                best = larger_of(best, gl.reduce(similarities, 2, larger_of))
 
         counted = row_active & (length > 0)
         if WITH_WINNERS:
@@ -288,7 +291,7 @@ def _score(
                     winner >= 0, gl.load(active_ptr + first_token + winner, mask=winner >= 0, other=0), -1
                 )
         else:
-            row_best = gl.convert_layout(gl.reduce(best, 1, _larger), by_row)
+            row_best = gl.convert_layout(gl.reduce(best, 1, larger_of), by_row)
         if ZERO_MASKED:
             first_masked = gl.load(bounds_ptr + 2 * flat_document + 1)
             masked_exists = first_masked < document_length
@@ -302,7 +305,7 @@ def _score(
         if NORMALIZE:
             row_best *= row_scale
         row_best = gl.where(counted, row_best, 0.0)
-        sums = gl.reduce(gl.convert_layout(gl.reshape(row_best, [ROWS // GROUP, GROUP]), grouped), 1, _sum)
+        sums = gl.reduce(gl.convert_layout(gl.reshape(row_best, [ROWS // GROUP, GROUP]), grouped), 1, add)
         gl.store(sums_ptr + sum_offset + document, sums, mask=sum_exists)
 
 
@@ -358,8 +361,8 @@ def _hopper_kernel(
     run_index = (gl.program_id(0) // n_row_blocks) % n_runs
     group = gl.program_id(0) // (n_row_blocks * n_runs)
     if PACKED:
-        first = _first_document(cu_seqlens_ptr, n_documents, run_index.to(gl.int64) * run)
-        last = _first_document(cu_seqlens_ptr, n_documents, (run_index + 1).to(gl.int64) * run)
+        first = find_document(cu_seqlens_ptr, n_documents, run_index.to(gl.int64) * run, _DOCUMENT_COST)
+        last = find_document(cu_seqlens_ptr, n_documents, (run_index + 1).to(gl.int64) * run, _DOCUMENT_COST)
     else:
         first = run_index * run
         last = gl.minimum(first + run, n_documents)

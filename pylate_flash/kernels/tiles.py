@@ -30,6 +30,16 @@ class HopperTile(NamedTuple):
     num_stages: int
 
 
+class FusedTile(NamedTuple):
+    """Hidden states of a tile, elements of d_model in a chunk, blocks of query rows and rows of a block, and stages."""
+
+    rows: int
+    chunk: int
+    blocks: int
+    columns: int
+    num_stages: int
+
+
 # Query rows x document tokens: whole embeddings, and embeddings in blocks.
 _STACKED = Tile(256, 64, 8, 3)
 _STACKED_SPLIT = Tile(128, 256, 8, 3)
@@ -47,6 +57,15 @@ _HOPPER_WIDE_MIN_LENGTH = 512
 # Fewer query rows are bound by memory, and leave half of the tile empty: 0.100 ms, and 0.076 ms by `_STACKED`, at
 # 1 x 1000, 128 x 1024; with 160 rows, 0.037 and 0.043 ms at 1000 x 300.
 _HOPPER_MIN_ROWS = 129
+# The fused projection of hidden states: two parts of 128, a chunk of one swizzled row of shared memory, and at most so
+# many query rows. With more, their products take longer than reading the states, and projecting to memory first is
+# faster.
+_FUSED_ROWS = 256
+_FUSED_CHUNK = 64
+_FUSED_MAX_COLUMNS = 64
+_FUSED_MAX_BLOCKS = 2
+# Shared memory for states, weight and queries; barriers and what moves between warps take the rest.
+_FUSED_SHARED_MEMORY = 220 << 10
 # Document tokens x query tokens; the columns are capped by the query's length.
 _SINGLE = Tile(64, 64, 4, 3)
 _SINGLE_SPLIT = Tile(64, 64, 4, 4)
@@ -89,7 +108,7 @@ def hopper_tile(
     capability: int, size: int, element_size: int, rows: int, document_length: int, with_winners: bool
 ) -> HopperTile | None:
     """Tile of the Hopper kernel for `rows` stacked query rows of `size` elements, or None where it serves none."""
-    if capability != 9 or element_size != 2 or size > 256 or rows < _HOPPER_MIN_ROWS or not _has_gluon():
+    if capability != 9 or element_size != 2 or size > 256 or rows < _HOPPER_MIN_ROWS or not has_gluon():
         return None
     if size <= 128:
         return _HOPPER_WINNERS if with_winners else _HOPPER
@@ -104,8 +123,28 @@ def copied_by_16_bytes(size: int, strides: tuple[int, ...]) -> bool:
     return size % 8 == 0 and all(stride % 16 == 0 for stride in strides)
 
 
+def fused_tile(capability: int, rows: int, size: int, d_model: int, element_size: int) -> FusedTile | None:
+    """Tile of the kernel that projects d_model elements to `size` and scores `rows` query rows, or None."""
+    blocks = -(-rows // _FUSED_MAX_COLUMNS)
+    if (
+        capability != 9
+        or element_size != 2
+        or not 0 < blocks <= _FUSED_MAX_BLOCKS
+        or size > 128
+        or size % 8
+        or d_model % 8
+        or not has_gluon()
+    ):
+        return None
+    columns = max(16, min(_FUSED_MAX_COLUMNS, _power_of_two(rows)))
+    block = max(16, _power_of_two(size))
+    free = _FUSED_SHARED_MEMORY - blocks * columns * block * element_size
+    stages = min(6, free // ((_FUSED_ROWS + block) * _FUSED_CHUNK * element_size))
+    return FusedTile(_FUSED_ROWS, _FUSED_CHUNK, blocks, columns, stages)
+
+
 @functools.cache
-def _has_gluon() -> bool:
+def has_gluon() -> bool:
     try:
         from triton.experimental.gluon.language.nvidia import hopper  # noqa: F401
     except ImportError:

@@ -6,6 +6,7 @@ No GPU is needed: the launch functions run up to the launch, which is recorded a
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -16,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from pylate_flash.kernels import backward, cuts, forward, gradients, hopper, masks, norms, scatter, winner_lists
+from pylate_flash.kernels import backward, cuts, forward, fused, gradients, hopper, masks, norms, scatter, winner_lists
 from pylate_flash.kernels.launch import Launcher
 from tests.kernels.backward_cases import dense, packed
 
@@ -174,6 +175,43 @@ def test_varlen(
     assert hasattr(merge, "arguments") == (longest == 9000), "documents are cut where one may be long, and only there"
     if longest == 9000:
         assert merge.compile(capability).asm["cubin"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("size", "d_model", "n_queries", "packed", "everything"),
+    [
+        (128, 768, 1, False, False), (128, 768, 4, True, False), (96, 1000, 3, False, True), (16, 8, 1, True, True),
+        (128, 4096, 4, False, True),
+    ],
+)  # fmt: skip
+def test_fused(
+    size: int, d_model: int, n_queries: int, packed: bool, everything: bool, dtype: torch.dtype, monkeypatch
+) -> None:
+    """For Hopper alone: the second product takes its first operand from registers, and copies are of 16 bytes."""
+    queries, weight = torch.empty(n_queries, 32, size, dtype=dtype), torch.empty(size, d_model, dtype=dtype)
+    hidden = torch.empty(40, 180, d_model, dtype=dtype)
+    bounds = torch.arange(41, dtype=torch.int32) * 180 if packed else None
+    masks = [None, None]
+    if everything:
+        masks = [torch.ones(n_queries, 32, dtype=torch.bool), None if packed else torch.ones(40, 180, dtype=torch.bool)]
+    monkeypatch.setattr(fused, "architecture", lambda device: (9, 132))
+    fused._bound.cache_clear()
+    finish = Recorder(fused._finish_kernel)
+    monkeypatch.setattr(fused, "_finish", finish)
+
+    def launch() -> None:
+        bias = weight[:, 0].contiguous() if everything else None
+        documents = hidden.flatten(0, 1) if packed else hidden
+        fused.fused_forward(queries, documents, weight, bias, *masks, bounds, True, everything and not packed)
+
+    compiled = check(fused, "_fused", launch, 90, monkeypatch)
+    fused._bound.cache_clear()
+    products = re.findall(r"wgmma\.mma_async\S+ \{[^}]*\}, (\S)", compiled.asm["ptx"])
+    assert {"%", "{"} == set(products), "states come from shared memory, embeddings from registers"
+    copies = re.findall(r"cp\.async\.(\w+)\.shared\.global \[[^]]*\], \[[^]]*\], (\w+)", compiled.asm["ptx"])
+    assert set(copies) == {("cg", "0x10")}
+    assert finish.compile(90).asm["cubin"]
 
 
 BACKWARD = {

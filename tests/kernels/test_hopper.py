@@ -15,7 +15,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language._core import builtin
 
 from pylate_flash.kernels import hopper
-from pylate_flash.kernels.tiles import copied_by_16_bytes, hopper_tile
+from pylate_flash.kernels.tiles import copied_by_16_bytes, fused_tile, hopper_tile
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
 
@@ -170,3 +170,20 @@ def test_a_tensor_that_is_not_aligned_is_served(monkeypatch: pytest.MonkeyPatch)
         forward.maxsim_forward(queries, documents, None, None, False, False, False, "ieee")
     forward._bound_stacked.cache_clear()
     assert served == ["_hopper", "_stacked"]
+
+
+def test_the_fused_projection_serves_few_query_rows_on_hopper() -> None:
+    assert fused_tile(9, 32, 128, 768, 2) is not None
+    for arguments in [(9, 129, 128, 768, 2), (8, 32, 128, 768, 2), (10, 32, 128, 768, 2), (9, 32, 128, 768, 4)]:
+        assert fused_tile(*arguments) is None
+    for arguments in [(9, 32, 136, 768, 2), (9, 32, 100, 768, 2), (9, 32, 128, 770, 2)]:
+        assert fused_tile(*arguments) is None
+
+
+@pytest.mark.parametrize("rows", [1, 32, 100, 128])
+@pytest.mark.parametrize("size", [8, 48, 128])
+def test_the_fused_projection_has_loads_in_flight(rows: int, size: int) -> None:
+    tile = fused_tile(9, rows, size, 768, 2)
+    assert tile is not None
+    assert tile.num_stages >= 3
+    assert tile.blocks * tile.columns >= rows

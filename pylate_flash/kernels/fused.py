@@ -1,0 +1,438 @@
+"""Scores from hidden states in one kernel on Hopper (compute capability 9.0), for few query rows.
+
+A program takes tiles of hidden states, whatever documents they belong to, projects each once, normalises and rounds the
+embeddings in registers, and multiplies them there with the queries, which stay in shared memory: the second product
+takes its first operand from the registers that the first one left its sum in, as in FlashAttention. What leaves the
+chip is, for each document in a tile, the maxima of that tile, and `_finish_kernel` takes the maxima of a document's
+tiles and sums them over the query. Every hidden state is read once. As for the weight, which every tile needs, it comes
+from the L2 cache in chunks along d_model, together with the states: tiles of 256 tokens read half as many bytes of it
+as of states.
+
+Parts of a tile (128 tokens) are numbered in order, and documents too, so a document and a part that meet have a number
+that no other two have: the sum of both. There the maxima are kept, without atomics or anything to clear before.
+
+The document tokens, and not the query's, are the rows of the second product: their maximum over a document runs across
+warps, which takes longer than one along a row, but there are few columns.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from .hopper import add, find_document, larger_of, next_slot
+from .launch import Launcher
+from .norms import SMALLEST_NORM
+from .reductions import larger
+from .tiles import architecture, fused_tile
+
+_SMALLEST_NORM = gl.constexpr(SMALLEST_NORM)
+# Four warps each, written out one by one in `_fused_kernel`.
+_PARTS = 2
+
+
+@gluon.jit
+def _inverse_norms(embeddings):
+    """One over the norm of each row, at most 1e12."""
+    widened = embeddings.to(gl.float32)
+    squares = gl.reduce(widened * widened, 1, add)
+    return gl.div_rn(1.0, gl.maximum(gl.sqrt_rn(squares), _SMALLEST_NORM))
+
+
+@gluon.jit
+def _copy(
+    hidden_ptr, weight_ptr, states, weights, full, empty, first_tile, last_tile, n_tokens,
+    SIZE: gl.constexpr, D_MODEL: gl.constexpr, EMBEDDING: gl.constexpr, PART_ROWS: gl.constexpr,
+    PARTS: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Copy the tiles' states and, with them, the weight, chunk by chunk, into the slots as they become empty."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (CHUNK // 8), CHUNK // 8], [4, 1], [1, 0])
+    positions = gl.arange(0, PART_ROWS, layout=gl.SliceLayout(1, layout))
+    outputs = gl.arange(0, EMBEDDING, layout=gl.SliceLayout(1, layout))
+    dims = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, layout))
+    # Offsets within a part never change. As D_MODEL is a constant, most of them are part of the instructions.
+    to_state = positions.to(gl.int64)[:, None] * D_MODEL + dims[None, :]
+    to_weight = outputs.to(gl.int64)[:, None] * D_MODEL + dims[None, :]
+    slot = gl.to_tensor(0)
+    phase = gl.to_tensor(1)
+    for tile in range(first_tile, last_tile):
+        for start in range(0, D_MODEL, CHUNK):
+            mbarrier.wait(empty.index(slot), phase)
+            for part in gl.static_range(PARTS):
+                first = (tile * PARTS + part) * PART_ROWS
+                mask = (positions < n_tokens - first)[:, None]
+                if D_MODEL % CHUNK != 0:
+                    mask = mask & (start + dims < D_MODEL)[None, :]
+                base = hidden_ptr + first.to(gl.int64) * D_MODEL + start
+                async_copy.async_copy_global_to_shared(states.index(slot * PARTS + part), base + to_state, mask=mask)
+            mask = (outputs < SIZE)[:, None]
+            if D_MODEL % CHUNK != 0:
+                mask = mask & (start + dims < D_MODEL)[None, :]
+            async_copy.async_copy_global_to_shared(weights.index(slot), weight_ptr + start + to_weight, mask=mask)
+            async_copy.mbarrier_arrive(full.index(slot), increment_count=False)
+            slot, phase = next_slot(slot, phase, STAGES)
+
+
+@gluon.jit
+def _score(
+    bias_ptr, mask_ptr, cu_seqlens_ptr, best_ptr, states, weights, queries, scales, full, empty,
+    first_tile, last_tile, first_document, n_tokens, n_documents, document_length,
+    SIZE: gl.constexpr, D_MODEL: gl.constexpr, EMBEDDING: gl.constexpr, COLUMNS: gl.constexpr, BLOCKS: gl.constexpr,
+    PART_ROWS: gl.constexpr, PARTS: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr, PACKED: gl.constexpr,
+    HAS_BIAS: gl.constexpr, HAS_MASK: gl.constexpr, ZERO_MASKED: gl.constexpr, NORMALIZE: gl.constexpr,
+    PART: gl.constexpr,
+):  # fmt: skip
+    """Project one part of every tile, and leave the maxima of its documents: best[document + part, query row]."""
+    projection: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, EMBEDDING, 16])
+    similarity: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    operand: gl.constexpr = gl.DotOperandLayout(0, similarity, 2)
+    by_row: gl.constexpr = gl.SliceLayout(1, similarity)
+    by_column: gl.constexpr = gl.SliceLayout(0, similarity)
+    dtype: gl.constexpr = states.dtype
+
+    columns = gl.arange(0, COLUMNS, layout=by_column)
+    zeros = gl.zeros([PART_ROWS, EMBEDDING], gl.float32, projection)
+    no_similarities = gl.zeros([PART_ROWS, COLUMNS], gl.float32, similarity)
+    if HAS_BIAS:
+        dims = gl.arange(0, EMBEDDING, layout=gl.SliceLayout(0, projection))
+        bias = gl.load(bias_ptr + dims, mask=dims < SIZE, other=0.0).to(gl.float32)
+    document = first_document
+    if PACKED:
+        n_tokens = gl.minimum(n_tokens, gl.load(cu_seqlens_ptr + n_documents).to(gl.int32))
+    slot = gl.to_tensor(0)
+    phase = gl.to_tensor(0)
+    # Not the same value as `slot`, or Triton would not see that the loop changes it.
+    previous = gl.to_tensor(0)
+    for tile in range(first_tile, last_tile):
+        part = tile * PARTS + PART
+        first = part * PART_ROWS
+        embeddings = zeros
+        for chunk in range(0, D_MODEL, CHUNK):
+            mbarrier.wait(full.index(slot), phase)
+            # The copies are ordinary writes, and the tensor cores read past the path of those.
+            fence_async_shared()
+            embeddings = warpgroup_mma(
+                states.index(slot * PARTS + PART), weights.index(slot).permute((1, 0)), embeddings,
+                use_acc=chunk > 0, is_async=True,
+            )  # fmt: skip
+            # One product is under way while the one before it is known to be done with its slot.
+            embeddings = warpgroup_mma_wait(1, deps=[embeddings])
+            mbarrier.arrive(empty.index(previous), count=1, pred=chunk > 0)
+            previous = slot
+            slot, phase = next_slot(slot, phase, STAGES)
+        embeddings = warpgroup_mma_wait(0, deps=[embeddings])
+        mbarrier.arrive(empty.index(previous), count=1)
+
+        if HAS_BIAS:
+            embeddings += bias[None, :]
+        # Rounded as a linear layer rounds, and not a second time by the normalisation.
+        rounded = embeddings.to(dtype)
+        rows = first + gl.arange(0, PART_ROWS, layout=by_row)
+        if NORMALIZE:
+            scale = gl.convert_layout(_inverse_norms(rounded), by_row)
+        if HAS_MASK:
+            active = gl.load(mask_ptr + rows, mask=rows < n_tokens, other=0) != 0
+        rounded = gl.convert_layout(rounded, operand)
+
+        end = gl.minimum(first + PART_ROWS, n_tokens)
+        if PACKED:
+            while (document + 1 < n_documents) & (gl.load(cu_seqlens_ptr + document + 1).to(gl.int32) <= first):
+                document += 1
+        else:
+            document = first // document_length
+        for block in gl.static_range(BLOCKS):
+            similarities = warpgroup_mma(
+                rounded, queries.index(block).permute((1, 0)), no_similarities, use_acc=False, is_async=True
+            )
+            similarities = warpgroup_mma_wait(0, deps=[similarities])
+            if NORMALIZE:
+                similarities *= scale[:, None] * scales.index(block).load(by_column)[None, :]
+            if HAS_MASK:
+                similarities = gl.where(active[:, None], similarities, 0.0 if ZERO_MASKED else float("-inf"))
+            current = document
+            start = first
+            while start < end:
+                stop = (current + 1) * document_length
+                if PACKED:
+                    stop = gl.load(cu_seqlens_ptr + current + 1).to(gl.int32)
+                inside = (rows >= start) & (rows < gl.minimum(stop, end))
+                best = gl.reduce(gl.where(inside[:, None], similarities, float("-inf")), 0, larger_of)
+                target = best_ptr + (current + part).to(gl.int64) * (BLOCKS * COLUMNS) + block * COLUMNS
+                gl.store(target + columns, best, mask=(columns >= 0) & (stop > start))
+                start = gl.maximum(start, stop)
+                current += 1
+
+
+@gluon.jit
+def _score_part(
+    arguments, SIZE: gl.constexpr, D_MODEL: gl.constexpr, EMBEDDING: gl.constexpr, COLUMNS: gl.constexpr,
+    BLOCKS: gl.constexpr, PART_ROWS: gl.constexpr, PARTS: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr,
+    PACKED: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_MASK: gl.constexpr, ZERO_MASKED: gl.constexpr,
+    NORMALIZE: gl.constexpr, PART: gl.constexpr,
+):  # fmt: skip
+    _score(
+        *arguments, SIZE, D_MODEL, EMBEDDING, COLUMNS, BLOCKS, PART_ROWS, PARTS, CHUNK, STAGES, PACKED, HAS_BIAS,
+        HAS_MASK, ZERO_MASKED, NORMALIZE, PART,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _copy_part(
+    arguments, SIZE: gl.constexpr, D_MODEL: gl.constexpr, EMBEDDING: gl.constexpr, PART_ROWS: gl.constexpr,
+    PARTS: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    _copy(*arguments, SIZE, D_MODEL, EMBEDDING, PART_ROWS, PARTS, CHUNK, STAGES)
+
+
+@gluon.jit(do_not_specialize=["n_rows", "query_length", "n_tokens", "n_documents", "document_length"])
+def _fused_kernel(
+    queries_ptr, hidden_ptr, weight_ptr, bias_ptr, mask_ptr, cu_seqlens_ptr, best_ptr,
+    n_rows, query_length, n_tokens, n_documents, document_length,
+    stride_query, stride_query_token,
+    SIZE: gl.constexpr,
+    D_MODEL: gl.constexpr,
+    EMBEDDING: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    BLOCKS: gl.constexpr,
+    PART_ROWS: gl.constexpr,
+    PARTS: gl.constexpr,
+    CHUNK: gl.constexpr,
+    STAGES: gl.constexpr,
+    PACKED: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    HAS_MASK: gl.constexpr,
+    ZERO_MASKED: gl.constexpr,
+    NORMALIZE: gl.constexpr,
+):  # fmt: skip
+    """best [documents + parts of tiles, BLOCKS * COLUMNS], see above; columns are the query rows [Nq * Lq].
+
+    Grid: programs, each with as many tiles in a row. hidden [n_tokens, D_MODEL] and weight [SIZE, D_MODEL] are
+    contiguous.
+    """
+    n_tiles = gl.cdiv(n_tokens, PART_ROWS * PARTS)
+    first_tile = (gl.program_id(0).to(gl.int64) * n_tiles // gl.num_programs(0)).to(gl.int32)
+    last_tile = ((gl.program_id(0).to(gl.int64) + 1) * n_tiles // gl.num_programs(0)).to(gl.int32)
+
+    dtype: gl.constexpr = hidden_ptr.dtype.element_ty
+    states_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([PART_ROWS, CHUNK], dtype)
+    weights_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([EMBEDDING, CHUNK], dtype)
+    queries_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([COLUMNS, EMBEDDING], dtype)
+    states = gl.allocate_shared_memory(dtype, [STAGES * PARTS, PART_ROWS, CHUNK], states_layout)
+    weights = gl.allocate_shared_memory(dtype, [STAGES, EMBEDDING, CHUNK], weights_layout)
+    queries = gl.allocate_shared_memory(dtype, [BLOCKS, COLUMNS, EMBEDDING], queries_layout)
+    scales = gl.allocate_shared_memory(gl.float32, [BLOCKS, COLUMNS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        # Every copying thread says when its copies have arrived, and every part when it has read a slot.
+        mbarrier.init(full.index(stage), count=128)
+        mbarrier.init(empty.index(stage), count=PARTS)
+
+    LANES: gl.constexpr = EMBEDDING // 8
+    loaded: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
+    dims = gl.arange(0, EMBEDDING, layout=gl.SliceLayout(0, loaded))
+    for block in gl.static_range(BLOCKS):
+        rows = block * COLUMNS + gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, loaded))
+        offset = (rows // query_length).to(gl.int64) * stride_query + rows % query_length * stride_query_token
+        exists = (rows < n_rows)[:, None] & (dims < SIZE)[None, :]
+        values = gl.load(queries_ptr + offset[:, None] + dims[None, :], mask=exists, other=0.0)
+        queries.index(block).store(values)
+        if NORMALIZE:
+            scales.index(block).store(_inverse_norms(values))
+    fence_async_shared()
+    if PACKED:
+        # The document that the first token of the first tile belongs to.
+        token = first_tile.to(gl.int64) * (PART_ROWS * PARTS)
+        first_document = find_document(cu_seqlens_ptr, n_documents, token + 1, 0) - 1
+    else:
+        first_document = first_tile * 0
+
+    arguments = (
+        bias_ptr, mask_ptr, cu_seqlens_ptr, best_ptr, states, weights, queries, scales, full, empty,
+        first_tile, last_tile, first_document, n_tokens, n_documents, document_length,
+    )  # fmt: skip
+    copied = (
+        hidden_ptr, weight_ptr, states, weights, full, empty, first_tile, last_tile, n_tokens,
+    )  # fmt: skip
+    gl.warp_specialize(
+        [
+            (
+                _score_part,
+                (
+                    arguments, SIZE, D_MODEL, EMBEDDING, COLUMNS, BLOCKS, PART_ROWS, PARTS, CHUNK, STAGES, PACKED,
+                    HAS_BIAS, HAS_MASK, ZERO_MASKED, NORMALIZE, gl.constexpr(0),
+                ),
+            ),
+            (
+                _score_part,
+                (
+                    arguments, SIZE, D_MODEL, EMBEDDING, COLUMNS, BLOCKS, PART_ROWS, PARTS, CHUNK, STAGES, PACKED,
+                    HAS_BIAS, HAS_MASK, ZERO_MASKED, NORMALIZE, gl.constexpr(1),
+                ),
+            ),
+            (_copy_part, (copied, SIZE, D_MODEL, EMBEDDING, PART_ROWS, PARTS, CHUNK, STAGES)),
+        ],
+        [4, 4],
+        [208, 96],
+    )  # fmt: skip
+
+
+_fused = Launcher(_fused_kernel)
+
+
+@triton.jit(do_not_specialize=["query_length", "n_documents", "document_length", "n_columns"])
+def _finish_kernel(
+    best_ptr, queries_mask_ptr, documents_mask_ptr, cu_seqlens_ptr, scores_ptr,
+    query_length, n_documents, document_length, n_columns,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_DOCUMENTS: tl.constexpr,
+    PART_ROWS: tl.constexpr,
+    PACKED: tl.constexpr,
+    HAS_QUERIES_MASK: tl.constexpr,
+    HAS_DOCUMENTS_MASK: tl.constexpr,
+):  # fmt: skip
+    """scores[query, document] = sum over active rows of the maximum over the parts that the document lies in.
+
+    Grid: (blocks of documents, queries).
+    """
+    query = tl.program_id(1)
+    documents = tl.program_id(0) * BLOCK_DOCUMENTS + tl.arange(0, BLOCK_DOCUMENTS)
+    exists = documents < n_documents
+    tokens = tl.arange(0, BLOCK_ROWS)
+    if PACKED:
+        begin = tl.load(cu_seqlens_ptr + documents, mask=exists, other=0).to(tl.int32)
+        end = tl.load(cu_seqlens_ptr + documents + 1, mask=exists, other=0).to(tl.int32)
+    else:
+        begin = documents * document_length
+        end = tl.where(exists, begin + document_length, begin)
+    counted = end > begin
+    first = begin // PART_ROWS
+    parts = tl.where(counted, (end - 1) // PART_ROWS + 1 - first, 0)
+    best = tl.full([BLOCK_DOCUMENTS, BLOCK_ROWS], float("-inf"), tl.float32)
+    in_query = tokens < query_length
+    base = best_ptr + (documents + first).to(tl.int64)[:, None] * n_columns + (query * query_length + tokens)[None, :]
+    for part in tl.range(0, tl.max(parts, axis=0)):
+        mask = (part < parts)[:, None] & in_query[None, :]
+        best = larger(best, tl.load(base + part * n_columns, mask=mask, other=float("-inf")))
+    if HAS_DOCUMENTS_MASK:
+        active = tl.zeros([BLOCK_DOCUMENTS], tl.int32)
+        for start in tl.range(0, document_length, 64):
+            at = start + tl.arange(0, 64)
+            offset = documents.to(tl.int64)[:, None] * document_length + at[None, :]
+            mask = exists[:, None] & (at < document_length)[None, :]
+            found = tl.load(documents_mask_ptr + offset, mask=mask, other=0).to(tl.int32)
+            active = tl.maximum(active, tl.max(found, axis=1))
+        counted &= active != 0
+    row_active = in_query
+    if HAS_QUERIES_MASK:
+        row_active &= tl.load(queries_mask_ptr + query * query_length + tokens, mask=in_query, other=0) != 0
+    best = tl.where(counted[:, None] & row_active[None, :], best, 0.0)
+    tl.store(scores_ptr + query.to(tl.int64) * n_documents + documents, tl.sum(best, axis=1), mask=exists)
+
+
+_finish = Launcher(_finish_kernel)
+
+
+def fused_forward(
+    queries: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    queries_mask: Tensor | None,
+    documents_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    normalize: bool,
+    zero_masked: bool,
+) -> Tensor:
+    """Scores [Nq, Nd], float32, of queries [Nq, Lq, d] against hidden [Nd, Ld, d_model], or packed [T, d_model].
+
+    What `tiles.fused_tile` serves; hidden states and weight [d, d_model] contiguous from an address of 16 bytes. Masks
+    [Nq, Lq] and [Nd, Ld] bool and contiguous; no dimension is 0. Packed documents have `cu_seqlens` [Nd + 1] on the
+    device, and may be empty.
+    """
+    n_documents = hidden.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    score, finish, shape = _bound(
+        queries.shape,
+        queries.stride(),
+        queries.dtype,
+        queries.device,
+        hidden.shape[:-1].numel(),
+        n_documents,
+        hidden.shape[1] if cu_seqlens is None else 0,
+        weight.shape,
+        None if cu_seqlens is None else cu_seqlens.dtype,
+        bias is not None,
+        queries_mask is not None,
+        documents_mask is not None,
+        normalize,
+        zero_masked,
+    )
+    best = torch.empty(shape, dtype=torch.float32, device=queries.device)
+    score(queries, hidden, weight, bias, documents_mask, cu_seqlens, best)
+    scores = torch.empty(queries.shape[0], n_documents, dtype=torch.float32, device=queries.device)
+    finish(best, queries_mask, documents_mask, cu_seqlens, scores)
+    return scores
+
+
+@functools.lru_cache(maxsize=1024)
+def _bound(
+    shape: torch.Size,
+    strides: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    n_tokens: int,
+    n_documents: int,
+    document_length: int,
+    weight_shape: torch.Size,
+    cu_seqlens_dtype: torch.dtype | None,
+    has_bias: bool,
+    has_queries_mask: bool,
+    has_documents_mask: bool,
+    normalize: bool,
+    zero_masked: bool,
+) -> tuple[Callable[..., None], Callable[..., None], tuple[int, int]]:
+    """The two launches, and the shape of the maxima between them. Every type that a launch may see is an argument."""
+    n_queries, query_length, size = shape
+    d_model, packed = weight_shape[1], cu_seqlens_dtype is not None
+    capability, processors = architecture(device)
+    tile = fused_tile(capability, n_queries * query_length, size, d_model, dtype.itemsize)
+    assert tile is not None
+    n_tiles = triton.cdiv(n_tokens, tile.rows)
+    columns = tile.blocks * tile.columns
+    score = _fused.bind(
+        (min(n_tiles, processors), 1, 1),
+        (n_queries * query_length, query_length, n_tokens, n_documents, document_length),
+        strides[:2],
+        (
+            size, d_model, max(16, triton.next_power_of_2(size)), tile.columns, tile.blocks, tile.rows // _PARTS,
+            _PARTS, tile.chunk, tile.num_stages, packed, has_bias, has_documents_mask,
+            zero_masked and has_documents_mask, normalize,
+        ),
+        num_warps=4,
+        num_stages=1,
+    )  # fmt: skip
+    block_rows = max(16, triton.next_power_of_2(query_length))
+    block_documents = 8
+    finish = _finish.bind(
+        (triton.cdiv(n_documents, block_documents), n_queries, 1),
+        (query_length, n_documents, document_length, columns),
+        (),
+        (block_rows, block_documents, tile.rows // _PARTS, packed, has_queries_mask, has_documents_mask),
+        num_warps=1,
+        num_stages=1,
+    )
+    return score, finish, (n_documents + n_tiles * _PARTS, columns)
