@@ -42,8 +42,8 @@ class ColBERT(pylate.models.ColBERT):
         `"exclude"` or `"zero"`, see `scores.colbert_scores`. None: the saved one, else the one in force (see
         `register`), which is `"exclude"` by default.
     fuse_projection
-        Whether `losses.Contrastive` and `losses.Distillation` score from the encoder's hidden states, so that the
-        projected documents are not stored. None: the saved one, else False.
+        Whether the losses score from the encoder's hidden states, so that the projected documents are not stored.
+        None: the saved one, else False.
 
     Raises
     ------

@@ -112,6 +112,9 @@ def model(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Co
     [
         ("Contrastive", {}),
         ("Contrastive", {"size_average": False, "temperature": 0.05, "score_mini_batch_size": 2}),
+        # Five texts in mini-batches of two, and in one.
+        ("CachedContrastive", {"mini_batch_size": 2}),
+        ("CachedContrastive", {"size_average": False, "temperature": 0.05}),
         ("Distillation", {}),
         ("Distillation", {"normalize_scores": False, "size_average": False}),
     ],
@@ -135,12 +138,73 @@ def test_the_same_value_and_gradients(model: ColBERT, name: str, arguments: dict
         assert_same(found, expected)
 
 
-def test_inside_a_wrapper(bert: ColBERT) -> None:
+@pytest.mark.parametrize("name", ["Contrastive", "CachedContrastive"])
+def test_inside_a_wrapper(bert: ColBERT, name: str) -> None:
     features = contrastive_batch(bert, columns=2)
-    expected = value_and_gradients(losses.Contrastive(bert), features)
-    wrapped = losses.Contrastive(Wrapped(bert), fuse_projection=True)
+    expected = value_and_gradients(getattr(losses, name)(bert), features)
+    wrapped = getattr(losses, name)(Wrapped(bert), fuse_projection=True)
     wrapped_value, gradients = value_and_gradients(wrapped, features)
     assert_same((wrapped_value, {name.removeprefix("module."): grad for name, grad in gradients.items()}), expected)
+
+
+@pytest.mark.parametrize("trained", ["everything", "encoder", "projection"])
+def test_cached_hidden_states_give_the_gradients_of_what_is_trained(model: ColBERT, trained: str) -> None:
+    """Also without negatives, and when the loss is scaled."""
+    features = contrastive_batch(model, columns=2)
+    frozen = {"everything": [], "encoder": dense_layers(model), "projection": [model[0]]}[trained]
+    try:
+        for module in frozen:
+            module.requires_grad_(False)
+        expected = value_and_gradients(losses.CachedContrastive(model, mini_batch_size=3), features)
+        model.zero_grad()
+        loss = losses.CachedContrastive(model, mini_batch_size=3, fuse_projection=True)
+        (1024 * loss(copy.deepcopy(features))).backward()
+        found = {name: p.grad / 1024 for name, p in model.named_parameters() if p.grad is not None}
+        assert_same((expected[0], found), expected)
+    finally:
+        model.requires_grad_(True)
+
+
+def test_cached_hidden_states_are_encoded_again_with_the_same_dropout(model: ColBERT) -> None:
+    features, found = contrastive_batch(model), []
+    dropouts = [module for module in model.modules() if isinstance(module, nn.Dropout)]
+    rates = [dropout.p for dropout in dropouts]
+    try:
+        for dropout in dropouts:
+            dropout.p = 0.3
+        model.train()
+        for fuse_projection in (False, True):
+            torch.manual_seed(0)
+            loss = losses.CachedContrastive(model, mini_batch_size=2, fuse_projection=fuse_projection)
+            found.append(value_and_gradients(loss, features))
+        assert_same(*found)
+        torch.manual_seed(1)
+        assert loss(features) != found[0][0], "the dropout must matter"
+    finally:
+        model.eval()
+        for dropout, rate in zip(dropouts, rates, strict=True):
+            dropout.p = rate
+
+
+def test_cached_hidden_states_without_gradients(bert: ColBERT) -> None:
+    features = contrastive_batch(bert)
+    with torch.no_grad():
+        value = losses.CachedContrastive(bert, mini_batch_size=2, fuse_projection=True)(features)
+        torch.testing.assert_close(value, losses.Contrastive(bert)(features))
+    assert not value.requires_grad
+
+
+def test_cached_hidden_states_take_the_type_of_autocast(bert: ColBERT, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = []
+    fused = losses.maxsim_from_hidden
+    monkeypatch.setattr(
+        losses, "maxsim_from_hidden", lambda *args, **options: taken.append(args[1].dtype) or fused(*args, **options)
+    )
+    features, loss = contrastive_batch(bert), losses.CachedContrastive(bert, mini_batch_size=2, fuse_projection=True)
+    value_and_gradients(loss, features)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        value_and_gradients(loss, features)
+    assert taken == [torch.float32] * 2 + [torch.bfloat16] * 2
 
 
 def test_the_model_is_as_before(bert: ColBERT) -> None:
@@ -199,6 +263,7 @@ def test_a_model_that_cannot_be_fused_says_why(tiny_colbert_path: str, tmp_path:
     for fuse in (
         lambda: setattr(model, "fuse_projection", True),
         lambda: losses.Contrastive(model, fuse_projection=True),
+        lambda: losses.CachedContrastive(model, fuse_projection=True),
         lambda: losses.Distillation(model, fuse_projection=True),
     ):
         with pytest.raises(ValueError, match="fuse_projection: .*layer 1, Normalize, is no Dense layer"):
@@ -219,8 +284,9 @@ def test_a_model_that_cannot_be_fused_says_why(tiny_colbert_path: str, tmp_path:
     ],
 )
 def test_what_does_not_go_together(bert: ColBERT, arguments: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        losses.Contrastive(bert, **arguments, fuse_projection=True)
+    for loss in (losses.Contrastive, losses.CachedContrastive):
+        with pytest.raises(ValueError, match=message):
+            loss(bert, **arguments, fuse_projection=True)
 
 
 def test_a_flag_that_comes_later_is_checked_too(tiny_colbert_path: str) -> None:
@@ -238,15 +304,17 @@ def test_a_score_metric_of_the_caller_is_called_whatever_the_flag(tiny_colbert_p
     assert loss(features).item() == pytest.approx(torch.tensor(5.0).log().item())
 
 
-def test_with_bfloat16_autocast(bert: ColBERT) -> None:
+@pytest.mark.parametrize("name", ["Contrastive", "CachedContrastive"])
+def test_with_bfloat16_autocast(bert: ColBERT, name: str) -> None:
     features = contrastive_batch(bert)
     assert no_masked_token_wins(bert, features)
     values = []
     for fuse_projection in (False, True):
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            values.append(value_and_gradients(losses.Contrastive(bert, fuse_projection=fuse_projection), features))
+            loss = getattr(losses, name)(bert, fuse_projection=fuse_projection)
+            values.append(value_and_gradients(loss, features))
     (value, gradients), (fused, fused_gradients) = values
     torch.testing.assert_close(fused, value, rtol=1e-2, atol=1e-2)
     assert gradients.keys() == fused_gradients.keys()
-    name = "1.linear.weight"
-    assert torch.cosine_similarity(gradients[name].flatten(), fused_gradients[name].flatten(), dim=0) > 0.99
+    weight = "1.linear.weight"
+    assert torch.cosine_similarity(gradients[weight].flatten(), fused_gradients[weight].flatten(), dim=0) > 0.99
