@@ -12,9 +12,12 @@ from sentence_transformers.models import Dense as SentenceTransformersDense
 from sentence_transformers.models import Normalize
 from torch import nn
 
-from pylate_flash import losses, models
-from pylate_flash.projection import dense_layers, fold_dense, hidden_states
+from pylate_flash import indexes, losses, models, rank, retrieve
+from pylate_flash.projection import dense_layers, encode_hidden_states, fold_dense, hidden_states
 from tests.test_losses import (
+    DOCUMENTS,
+    NEGATIVES,
+    QUERIES,
     Wrapped,
     assert_same,
     batch_for,
@@ -231,6 +234,40 @@ def test_the_projection_leads_to_the_output(bert: ColBERT) -> None:
         output = bert(contrastive_batch(bert)[0])
     (gradient,) = torch.autograd.grad(output["projection_weight"].sum(), bert[1].linear.weight)
     assert (gradient == 1).all()
+
+
+def test_encoded_hidden_states_are_those_of_the_embeddings(model: ColBERT, capsys: pytest.CaptureFixture) -> None:
+    """Of the same tokens: without what the skiplist names, and padding; sorted back after batches by length."""
+    texts = [*DOCUMENTS, "a"]
+    embeddings = model.encode(texts, is_query=False)
+    for convert_to_numpy in (True, False):
+        states = encode_hidden_states(Wrapped(model), texts, batch_size=2, convert_to_numpy=convert_to_numpy)
+        assert capsys.readouterr().err == ""
+        for state, embedding in zip(states, embeddings, strict=True):
+            assert isinstance(state, torch.Tensor) != convert_to_numpy
+            projected = apply(dense_layers(model), torch.as_tensor(state))
+            torch.testing.assert_close(nn.functional.normalize(projected, dim=-1), torch.from_numpy(embedding))
+    encode_hidden_states(model, texts, show_progress_bar=True)
+    assert "Encoding documents" in capsys.readouterr().err
+    assert encode_hidden_states(model, []) == []
+
+
+def test_retrieval_from_kept_hidden_states(model: ColBERT, tmp_path: Path) -> None:
+    """What users call: the index with the model's projection, PyLate's retriever, and reranking what it found."""
+    texts, ids = [*DOCUMENTS, *NEGATIVES], [f"d{i}" for i in range(10)]
+    of_embeddings = indexes.Flat(tmp_path, "embeddings", device="cpu", show_progress=False)
+    of_embeddings.add_documents(ids, model.encode(texts, is_query=False))
+    of_states = indexes.Flat(tmp_path, "states", device="cpu", show_progress=False, projection=model)
+    of_states.add_documents(ids, encode_hidden_states(model, texts))
+    queries = model.encode(QUERIES, is_query=True)
+    expected = retrieve.ColBERT(index=of_embeddings).retrieve(queries, k=6)
+    found = retrieve.ColBERT(index=of_states).retrieve(queries, k=6)
+    candidates = [[result["id"] for result in results] for results in expected]
+    reranked = rank.rerank(candidates, queries, of_states.get_documents_embeddings(candidates))
+    for results in (found, reranked):
+        assert [[result["id"] for result in row] for row in results] == candidates
+        for row, wanted in zip(results, expected, strict=True):
+            assert [r["score"] for r in row] == pytest.approx([r["score"] for r in wanted], rel=1e-5)
 
 
 def test_the_models_flag(tiny_colbert_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
