@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
+import torch._dynamo
 from pylate.models import ColBERT, Dense
 from sentence_transformers.models import Dense as SentenceTransformersDense
 from sentence_transformers.models import Normalize
 from torch import nn
 
-from pylate_flash import indexes, losses, models, rank, retrieve
+from pylate_flash import indexes, losses, maxsim_from_hidden, models, rank, retrieve
 from pylate_flash.projection import dense_layers, encode_hidden_states, fold_dense, hidden_states
 from tests.test_losses import (
     DOCUMENTS,
@@ -355,3 +356,88 @@ def test_with_bfloat16_autocast(bert: ColBERT, name: str) -> None:
     assert gradients.keys() == fused_gradients.keys()
     weight = "1.linear.weight"
     assert torch.cosine_similarity(gradients[weight].flatten(), fused_gradients[weight].flatten(), dim=0) > 0.99
+
+
+def checkpointed(model: ColBERT) -> None:
+    encoder = model[0].auto_model
+    encoder.gradient_checkpointing_enable()
+    # Only layers in training mode are checkpointed; the models have no dropout.
+    encoder.train()
+    assert encoder.is_gradient_checkpointing
+
+
+def compiled(model: ColBERT) -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    # Everything but the last step, which would take a C++ compiler and most of a minute.
+    model[0].auto_model.compile(backend="aot_eager")
+
+
+def with_adapters(model: ColBERT) -> None:
+    peft = pytest.importorskip("peft")
+    names = ["query", "value"] if "bert.modeling_bert" in type(model[0].auto_model).__module__ else ["Wqkv"]
+    # Not zeros, as by default, through which no gradient would reach the other matrices.
+    model.add_adapter(peft.LoraConfig(r=2, target_modules=names, init_lora_weights=False))
+
+
+@pytest.mark.parametrize("name", ["Contrastive", "CachedContrastive"])
+@pytest.mark.parametrize("prepare", [checkpointed, compiled, with_adapters])
+def test_with_an_encoder_that_is(prepare: Callable[[ColBERT], None], name: str, model: ColBERT) -> None:
+    features, model = contrastive_batch(model), copy.deepcopy(model)
+    prepare(model)
+    expected = value_and_gradients(getattr(losses, name)(model, fuse_projection=False), features)
+    found = value_and_gradients(getattr(losses, name)(model, fuse_projection=True), features)
+    # Random adapters enlarge the rounding.
+    assert_same(found, expected, tolerance=1e-4 if prepare is with_adapters else 1e-5)
+    if prepare is compiled:
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+    if prepare is with_adapters:
+        adapters = [parameter for parameter in expected[1] if ".lora_" in parameter]
+        assert len(adapters) >= 4
+        assert len(expected[1]) == len(adapters) + sum(len([*layer.parameters()]) for layer in dense_layers(model))
+
+
+def test_a_compiled_model(bert: ColBERT) -> None:
+    """As a whole: the projection is taken out and put back between its calls."""
+    features = contrastive_batch(bert, columns=2)
+    expected = value_and_gradients(losses.Contrastive(bert), features)
+    whole = torch.compile(bert, backend="eager")
+    for fuse_projection in (True, False, True):
+        value, gradients = value_and_gradients(losses.Contrastive(whole, fuse_projection=fuse_projection), features)
+        assert_same((value, {name.removeprefix("_orig_mod."): grad for name, grad in gradients.items()}), expected)
+
+
+def test_unpadded_hidden_states_of_modernbert(modernbert: ColBERT) -> None:
+    """One row of all documents' tokens, each attending to its own document's, as flash attention runs it."""
+    columns = contrastive_batch(modernbert, columns=2)
+    queries, documents = ({name: column[name] for name in ("input_ids", "attention_mask")} for column in columns)
+    weight, bias = fold_dense(dense_layers(modernbert))
+    encoder = modernbert[0].auto_model
+    states = encoder(**queries).last_hidden_state
+    active = documents["attention_mask"].bool()
+    padded = maxsim_from_hidden(
+        states, encoder(**documents).last_hidden_state, weight, bias, active, queries_weight=weight, queries_bias=bias
+    )
+    lengths = active.sum(dim=1)
+    assert len(set(lengths.tolist())) > 1
+    owners = torch.arange(len(lengths)).repeat_interleave(lengths)
+    own = (owners[:, None] == owners)[None, None]
+    unpadded = encoder(
+        input_ids=documents["input_ids"][active][None],
+        position_ids=torch.cat([torch.arange(length) for length in lengths])[None],
+        attention_mask={"full_attention": own, "sliding_attention": own},
+    ).last_hidden_state[0]
+    packed = maxsim_from_hidden(
+        states,
+        unpadded,
+        weight,
+        bias,
+        queries_weight=weight,
+        queries_bias=bias,
+        documents_cu_seqlens=nn.functional.pad(lengths.cumsum(0), (1, 0)),
+    )
+    torch.testing.assert_close(packed, padded, rtol=1e-5, atol=1e-5)
+    parameters = [encoder.layers[0].attn.Wqkv.weight, *modernbert[1].parameters()]
+    gradients = [torch.autograd.grad(scores.sin().sum(), parameters, retain_graph=True) for scores in (packed, padded)]
+    for found, expected in zip(*gradients, strict=True):
+        assert (found - expected).norm() <= 1e-5 * expected.norm()
