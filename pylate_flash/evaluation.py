@@ -33,6 +33,7 @@ from sentence_transformers.evaluation import SentenceEvaluator
 from tqdm import tqdm
 
 from .indexes import Flat
+from .projection import encode_hidden_states
 from .register import backend_in_force, use_scorer
 from .retrieve import ColBERT
 from .scores import scorer_of
@@ -172,7 +173,8 @@ def evaluate_retrieval(
         For every query id, document ids and relevances; 1 and above is relevant.
     index
         None: a temporary one. A folder: a new index is built there. A `Flat`: if it is empty the documents are added
-        to it, otherwise it must hold just these documents and is searched as it is, without encoding them again.
+        to it, otherwise it must hold just these documents and is searched as it is, without encoding them again. One
+        with a projection gets hidden states.
     k
         Documents retrieved per query: metrics without a cutoff, such as "map", see no more than these.
     batch_size
@@ -296,12 +298,11 @@ def _add(
         for start in range(0, len(documents), step):
             some = documents[start : start + step]
             with _timed(timings, "encode_documents"):
-                embeddings += model.encode(
-                    [document["text"] for document in some],
-                    batch_size=batch_size,
-                    is_query=False,
-                    show_progress_bar=False,
-                )
+                texts = [document["text"] for document in some]
+                if index.projection is None:
+                    embeddings += model.encode(texts, batch_size=batch_size, is_query=False, show_progress_bar=False)
+                else:
+                    embeddings += encode_hidden_states(model, texts, batch_size=batch_size)
             ids += [document["id"] for document in some]
             progress.update(len(some))
             if start + step >= len(documents) or sum(array.nbytes for array in embeddings) >= SHARD_BYTES:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from pylate.indexes.base import Base
 from pylate.rank import RerankResult
 from torch import Tensor
 from tqdm import tqdm
 
-from .ops import maxsim_varlen, pack
+from .ops import maxsim_from_hidden, maxsim_varlen, pack
+from .projection import dense_layers, fold_dense
 from .scores import colbert_scores
 from .store import PackedStore, blocks
 
@@ -49,6 +51,9 @@ class Flat(Base):
     files and what happens when a write is interrupted. A search scores the collection block by block and keeps the
     best `k`, so its memory does not grow with the collection. On a CUDA device the embeddings stay there if they fit.
 
+    With a `projection`, an index keeps hidden states of an encoder in place of embeddings, and projects and normalises
+    them while it searches: larger files, for which another projection needs no new encoding.
+
     Parameters
     ----------
     index_folder
@@ -67,12 +72,16 @@ class Flat(Base):
         Where to score. None: CUDA if there is one, else the CPU.
     show_progress
         Draw progress bars over additions of several batches and searches of several blocks.
+    projection
+        A ColBERT model, whose Dense layers as they are now project hidden states [L, d_model] to embeddings [L, d]; or
+        a weight [d, d_model] and a bias [d] (or None). `projection.encode_hidden_states` gives the states to add. It is
+        not saved: give it again to open the index. Queries are embeddings, and normalised as well.
 
     Raises
     ------
     ValueError
-        If an argument is none of its choices, or a file of the existing index is missing, damaged, or of a newer
-        format; the message names it.
+        If an argument is none of its choices, a file of the existing index is missing, damaged, or of a newer format
+        (the message names it), or the projection cannot be fused, or takes another size than the index keeps.
 
     Examples
     --------
@@ -95,11 +104,29 @@ class Flat(Base):
         scorer: str = "pylate_flash",
         device: str | torch.device | None = None,
         show_progress: bool = True,
+        projection: Any = None,
     ) -> None:
         self.scorer = scorer
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.show_progress = show_progress
+        layer = None if projection is None else _linear_layer(projection)
         self._store = PackedStore(Path(index_folder) / index_name, dtype=dtype, override=override)
+        self.projection: tuple[Tensor, Tensor | None] | None = None
+        if layer is None:
+            return
+        size = layer[0].shape[1]
+        if self._store.embedding_size not in (None, size):
+            raise ValueError(
+                f"projection takes hidden states of size {size}, and the index in {self.index_path} keeps vectors of "
+                f"size {self._store.embedding_size}"
+            )
+        # Copies: training may go on with the model's own.
+        weight, bias = (
+            tensor if tensor is None else tensor.detach().to(self.device, self._store.dtype, copy=True)
+            for tensor in layer
+        )
+        assert weight is not None
+        self.projection = weight, bias
 
     @property
     def scorer(self) -> str:
@@ -139,7 +166,8 @@ class Flat(Base):
             One id per document, distinct and new: to replace a document, remove it first.
         documents_embeddings
             One [L_i, d] array or tensor per document, of a floating dtype; L_i may be 0. An array [N, L, d] is N
-            documents of L tokens each, so padding rows in it would count as tokens. [L, d] is one document.
+            documents of L tokens each, so padding rows in it would count as tokens. [L, d] is one document. Hidden
+            states [L_i, d_model] if the index has a projection.
         batch_size
             Documents that are converted and checked at a time.
 
@@ -167,6 +195,8 @@ class Flat(Base):
                 f"documents_ids and documents_embeddings must have the same length, got {len(ids)} ids and "
                 f"{len(documents)} documents"
             )
+        if self.projection is not None:
+            _check_states(documents, self.projection[0].shape[1])
         _check_distinct("documents_ids", ids)
         for id_ in ids:
             if id_ in self:
@@ -265,7 +295,7 @@ class Flat(Base):
         Returns
         -------
         list[list[Tensor]]
-            For every id a float32 tensor [L_i, d] on the CPU.
+            For every id a float32 tensor [L_i, d] on the CPU, projected and normalised if the index has a projection.
 
         Raises
         ------
@@ -277,9 +307,15 @@ class Flat(Base):
         found = []
         for i, ids in enumerate(documents_ids):
             positions = self._positions(f"documents_ids[{i}]", _ids(f"documents_ids[{i}]", ids))
+            device = None if self.projection is None else self.device
+            read = (self._store.read(positions[j : j + 1], device) for j in range(len(positions)))
             # A copy: what is read is the index's own memory.
-            found.append([self._store.read(positions[j : j + 1]).float().clone() for j in range(len(positions))])
+            found.append([self._embeddings(values).to("cpu", torch.float32, copy=True) for values in read])
         return found
+
+    def _embeddings(self, values: Tensor) -> Tensor:
+        """Embeddings [T, d] from what the index keeps."""
+        return values if self.projection is None else F.normalize(F.linear(values, *self.projection), dim=-1)
 
     def _positions(self, name: str, ids: list[str]) -> np.ndarray:
         for id_ in ids:
@@ -304,7 +340,7 @@ class Flat(Base):
         return [np.array(sorted({known[id_] for id_ in item if id_ in known}), dtype=np.int64) for item in ids]
 
     def _query(self, i: int, query: Tensor) -> Tensor:
-        size = self._store.embedding_size
+        size = self._store.embedding_size if self.projection is None else self.projection[0].shape[0]
         if query.shape[1] != size:
             raise ValueError(
                 f"queries_embeddings[{i}] has embedding size {query.shape[1]}, the index in {self.index_path} {size}"
@@ -385,12 +421,25 @@ class Flat(Base):
     def _score(self, queries: _Packed, documents: _Packed, candidates: Tensor | None = None) -> Tensor:
         """Scores [Nq, Nd] of packed queries and documents; with `candidates` [Nq + 1], of each document's own query."""
         if self.scorer not in ("pylate_flash", "auto"):
+            documents = documents._replace(values=self._embeddings(documents.values))
             return _pylate_scores(queries, documents, candidates, self.scorer)
-        return maxsim_varlen(
+        if self.projection is None:
+            return maxsim_varlen(
+                queries.values,
+                documents.values,
+                queries.cu_seqlens,
+                documents.cu_seqlens,
+                candidates_cu_seqlens=candidates,
+                max_query_length=queries.longest,
+                max_document_length=documents.longest,
+                empty_score=EMPTY_SCORE,
+            )
+        return maxsim_from_hidden(
             queries.values,
             documents.values,
-            queries.cu_seqlens,
-            documents.cu_seqlens,
+            *self.projection,
+            queries_cu_seqlens=queries.cu_seqlens,
+            documents_cu_seqlens=documents.cu_seqlens,
             candidates_cu_seqlens=candidates,
             max_query_length=queries.longest,
             max_document_length=documents.longest,
@@ -438,6 +487,28 @@ def _pylate_scores(queries: _Packed, documents: _Packed, candidates: Tensor | No
             stacked = documents.values[rows].to(padded.dtype)
             scores[:, some] = colbert_scores(padded, stacked, queries_mask=mask, backend=backend).float()
     return scores
+
+
+def _linear_layer(projection: Any) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias of the argument `projection`."""
+    if not isinstance(projection, tuple):
+        return fold_dense(dense_layers(projection))
+    shapes = [list(tensor.shape) if isinstance(tensor, Tensor) else tensor for tensor in projection]
+    pair = len(projection) == 2 and isinstance(projection[0], Tensor) and projection[0].ndim == 2
+    if not pair or not (projection[1] is None or shapes[1] == shapes[0][:1]):
+        raise ValueError(
+            f"projection must be a ColBERT model, or a weight [d, d_model] and a bias [d] or None, got {shapes}"
+        )
+    return projection
+
+
+def _check_states(documents: list[Tensor], size: int) -> None:
+    for i, document in enumerate(documents):
+        if document.shape[1] != size:
+            raise ValueError(
+                f"documents_embeddings[{i}] has size {document.shape[1]}, and the index's projection takes hidden "
+                f"states of size {size}"
+            )
 
 
 def _free_memory(device: torch.device) -> int:

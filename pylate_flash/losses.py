@@ -8,14 +8,16 @@ whose flag is changed later, and a model that the trainer has meanwhile wrapped 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+import functools
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed.nn  # PyLate's gather with gradients uses it without importing it
 import torch.nn.functional as F
+import tqdm
 from pylate.losses.cached_contrastive import CachedContrastive as PyLateCachedContrastive
+from pylate.losses.cached_contrastive import RandContext
 from pylate.losses.contrastive import Contrastive as PyLateContrastive
 from pylate.losses.contrastive import extract_skiplist_mask
 from pylate.losses.distillation import Distillation as PyLateDistillation
@@ -23,7 +25,7 @@ from pylate.models import ColBERT
 from torch import Tensor
 
 from .ops import maxsim_from_hidden
-from .projection import BIAS, WEIGHT, dense_layers, hidden_states, unwrapped
+from .projection import BIAS, WEIGHT, dense_layers, fold_dense, hidden_states, unwrapped
 from .register import check_backend, check_masking
 from .scores import ColBERTScores, colbert_kd_scores, scorer_of
 
@@ -105,13 +107,30 @@ def _fuses(loss: Any) -> bool:
 
 
 def _fused_scores(loss: Any, sentence_features: list[dict[str, Tensor]], own_candidates: bool = False) -> Tensor:
-    """Scores from hidden states [Nq, Nd * N], query-major as PyLate's, or with `own_candidates` [Nq, K]."""
-    model = unwrapped(loss.model)
+    """Scores of tokenized columns from hidden states, as `_scores_of_states`."""
     with hidden_states(loss.model):
         outputs = [loss.model(features) for features in sentence_features]
+    states = [output["token_embeddings"] for output in outputs]
+    return _scores_of_states(
+        loss, sentence_features, states, outputs[-1][WEIGHT], outputs[-1].get(BIAS), own_candidates
+    )
+
+
+def _scores_of_states(
+    loss: Any,
+    sentence_features: list[dict[str, Tensor]],
+    states: list[Tensor],
+    weight: Tensor,
+    bias: Tensor | None,
+    own_candidates: bool = False,
+) -> Tensor:
+    """Scores [Nq, Nd * N], query-major as PyLate's, or with `own_candidates` [Nq, K].
+
+    `states` are each column's hidden states [texts, L, d_model], those of the queries first.
+    """
+    model = unwrapped(loss.model)
     masks = extract_skiplist_mask(sentence_features=sentence_features, skiplist=model.skiplist)
-    queries, *columns = (output["token_embeddings"] for output in outputs)
-    weight, bias = outputs[-1][WEIGHT], outputs[-1].get(BIAS)
+    queries, *columns = states
     # Column by column: stacked, the hidden states would be copied.
     scores = [
         maxsim_from_hidden(
@@ -128,6 +147,12 @@ def _fused_scores(loss: Any, sentence_features: list[dict[str, Tensor]], own_can
         for column, mask in zip(columns, masks[1:], strict=True)
     ]
     return scores[0] if len(scores) == 1 else torch.stack(scores, dim=-1).flatten(1)
+
+
+def _cross_entropy(loss: Any, scores: Tensor, reduction: str) -> Tensor:
+    """Cross entropy of query-major scores [Nq, Nq * N]: the positive of query i is the first document of its group."""
+    positives = torch.arange(len(scores), device=scores.device) * (scores.shape[1] // len(scores))
+    return F.cross_entropy(scores / loss.temperature, positives, reduction=reduction)
 
 
 def _document_columns(model: Any, sentence_features: Iterable[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
@@ -245,9 +270,7 @@ class Contrastive(PyLateContrastive):
         if not _fuses(self):
             return super().forward(columns, labels)
         scores = _fused_scores(self, columns)
-        # The positive of query i is the first document of its group.
-        positives = torch.arange(len(scores), device=scores.device) * (len(columns) - 1)
-        return F.cross_entropy(scores / self.temperature, positives, reduction="mean" if self.size_average else "sum")
+        return _cross_entropy(self, scores, "mean" if self.size_average else "sum")
 
 
 class CachedContrastive(PyLateCachedContrastive):
@@ -259,9 +282,6 @@ class CachedContrastive(PyLateCachedContrastive):
     The value is that of :class:`Contrastive`. The gradient is PyLate's, which is that of the sum over the queries also
     with ``size_average``: as many times :class:`Contrastive`'s as the batch has queries. Adam does not notice, a limit
     on the gradient's norm does.
-
-    A model's flag ``fuse_projection`` changes nothing here: what is cached are projected embeddings, because hidden
-    states are several times as large.
 
     Parameters
     ----------
@@ -283,11 +303,16 @@ class CachedContrastive(PyLateCachedContrastive):
         Divides the scores.
     scorer, masking
         As in :class:`Contrastive`; they override the model's flags.
+    fuse_projection
+        As in :class:`Contrastive`. It costs memory: what is kept between the two passes are then hidden states and
+        their gradients, each d_model wide where embeddings are d wide (768 and 128, say). Under autocast they are kept
+        in its type, where embeddings are kept in float32.
 
     Raises
     ------
     ValueError
-        For an unknown ``scorer`` or ``masking``, or one given together with ``score_metric``.
+        For an unknown ``scorer`` or ``masking``, or one given together with ``score_metric``, and as in
+        :class:`Contrastive` if the projection is to be fused.
     """
 
     def __init__(
@@ -303,6 +328,7 @@ class CachedContrastive(PyLateCachedContrastive):
         *,
         scorer: str | None = None,
         masking: str | None = None,
+        fuse_projection: bool | None = None,
     ) -> None:
         super().__init__(
             model,
@@ -315,7 +341,8 @@ class CachedContrastive(PyLateCachedContrastive):
             temperature,
         )
         _set_scoring(self, score_metric, scorer, masking)
-        self._autocast: dict | None = None
+        _set_fusion(self, score_metric, fuse_projection)
+        self._autocast: dict[str, Any] = {"device_type": "cpu", "enabled": False}
 
     def forward(self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None = None) -> Tensor:
         """Return the loss, a float32 scalar; columns as in :meth:`Contrastive.forward`."""
@@ -325,8 +352,13 @@ class CachedContrastive(PyLateCachedContrastive):
             "device_type": device,
             "dtype": torch.get_autocast_dtype(device),
             "enabled": torch.is_autocast_enabled(device),
+            # It would hold weights that were cast in the first pass, and so lead no gradient to the parameters, for a
+            # second one that runs in the caller's autocast too.
+            "cache_enabled": False,
         }
-        return super().forward(sentence_features, labels)
+        if not _fuses(self):
+            return super().forward(sentence_features, labels)
+        return self._fused(sentence_features)
 
     def embed_minibatch(self, *args, **kwargs):
         """Embed a slice of a column, under the autocast of the forward.
@@ -334,8 +366,75 @@ class CachedContrastive(PyLateCachedContrastive):
         The second pass runs during the backward, which is outside the caller's autocast: in another precision the
         embeddings would not match their cached gradients.
         """
-        with torch.autocast(**self._autocast) if self._autocast else nullcontext():
+        with torch.autocast(**self._autocast):
             return super().embed_minibatch(*args, **kwargs)
+
+    def _fused(self, sentence_features: list[dict[str, Tensor]]) -> Tensor:
+        """The loss from hidden states, whose gradients, and those of the projection, are computed here and now."""
+        columns = [_Column(features, self.mini_batch_size) for features in sentence_features]
+        with torch.no_grad(), hidden_states(self.model):
+            states = [self._cached_states(column) for column in columns]
+            projection = [tensor for tensor in fold_dense(dense_layers(self.model)) if tensor is not None]
+        with_grad = torch.is_grad_enabled()
+        leaves = [tensor.detach().requires_grad_(with_grad) for tensor in (*states, *projection)]
+        states, (weight, *bias) = leaves[: len(columns)], leaves[len(columns) :]
+        scores = _scores_of_states(self, sentence_features, states, weight, bias[0] if bias else None)
+        loss = _cross_entropy(self, scores, "sum")
+        value = loss.detach() / (len(scores) if self.size_average else 1)
+        if with_grad:
+            gradients = list(torch.autograd.grad(loss, leaves))
+            value.requires_grad_().register_hook(functools.partial(self._pass_on, columns, gradients))
+        return value
+
+    def _cached_states(self, column: _Column) -> Tensor:
+        """Hidden states [texts, L, d_model] of a column; keeps the random state of each mini-batch."""
+        states = torch.empty(0)
+        for rows, features in column.mini_batches(self.show_progress_bar):
+            column.random_states.append(RandContext(*features.values()))
+            with torch.autocast(**self._autocast):
+                output = self.model(features)["token_embeddings"]
+            if rows.start == 0:
+                # What they will be cast to anyway, which would keep them twice.
+                cast = self._autocast["enabled"] and output.dtype != torch.float64
+                dtype = self._autocast["dtype"] if cast else output.dtype
+                states = output.new_empty(column.size, *output.shape[1:], dtype=dtype)
+            states[rows] = output
+        return states
+
+    def _pass_on(self, columns: list[_Column], gradients: list[Tensor], grad_loss: Tensor) -> None:
+        """Encode again, with a graph, and pass the gradients of the hidden states and of the projection on into it."""
+        of_states, of_projection = gradients[: len(columns)], gradients[len(columns) :]
+        with torch.enable_grad(), hidden_states(self.model):
+            for column, gradient in zip(columns, of_states, strict=True):
+                mini_batches = column.mini_batches(self.show_progress_bar)
+                for (rows, features), random_state in zip(mini_batches, column.random_states, strict=True):
+                    with random_state, torch.autocast(**self._autocast):
+                        output = self.model(features)
+                    tensors = [output[name] for name in ("token_embeddings", WEIGHT, BIAS) if name in output]
+                    reached = {
+                        tensor: cached.to(tensor.dtype) * grad_loss
+                        for tensor, cached in zip(tensors, (gradient[rows], *of_projection), strict=True)
+                        if tensor.requires_grad
+                    }
+                    torch.autograd.backward(list(reached), list(reached.values()))
+                    # The first mini-batch has taken the projection's. DDP waits for some of it with each of the others.
+                    of_projection = [torch.zeros_like(cached) for cached in of_projection]
+
+
+class _Column:
+    """A tokenized column of a batch, in mini-batches, and the random state in which each was encoded first."""
+
+    def __init__(self, features: dict[str, Tensor], mini_batch_size: int) -> None:
+        self.features, self.mini_batch_size = features, mini_batch_size
+        self.size = len(features["input_ids"])
+        self.random_states: list[RandContext] = []
+
+    def mini_batches(self, show_progress: bool) -> Iterator[tuple[slice, dict[str, Tensor]]]:
+        """The rows of each mini-batch, and its features."""
+        starts = range(0, self.size, self.mini_batch_size)
+        for start in tqdm.tqdm(starts, desc="Embed mini-batches", disable=not show_progress):
+            rows = slice(start, start + self.mini_batch_size)
+            yield rows, {name: value[rows] for name, value in self.features.items()}
 
 
 class Distillation(PyLateDistillation):

@@ -42,8 +42,8 @@ class ColBERT(pylate.models.ColBERT):
         `"exclude"` or `"zero"`, see `scores.colbert_scores`. None: the saved one, else the one in force (see
         `register`), which is `"exclude"` by default.
     fuse_projection
-        Whether `losses.Contrastive` and `losses.Distillation` score from the encoder's hidden states, so that the
-        projected documents are not stored. None: the saved one, else False.
+        Whether the losses, and `rank.rerank` of texts, score from the encoder's hidden states, so that the projected
+        documents are not stored. None: the saved one, else False.
 
     Raises
     ------
@@ -97,7 +97,7 @@ class ColBERT(pylate.models.ColBERT):
 
     @property
     def fuse_projection(self) -> bool:
-        """Whether the losses score from hidden states; False as long as it was never set."""
+        """Whether losses and reranking score from hidden states; False as long as it was never set."""
         return bool(self._model_config.get("fuse_projection", False))
 
     @fuse_projection.setter

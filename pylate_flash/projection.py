@@ -164,3 +164,51 @@ def hidden_states(model: Any) -> Iterator[None]:
         for layer in layers:
             # The class's forward is the one again.
             layer.__dict__.pop("forward", None)
+
+
+def encode_hidden_states(
+    model: Any,
+    documents: Sequence[str],
+    *,
+    batch_size: int = 32,
+    show_progress_bar: bool = False,
+    convert_to_numpy: bool = True,
+) -> list[Any]:
+    """The encoder's hidden states of documents, of those tokens of which `model.encode` gives embeddings.
+
+    They are what `indexes.Flat(..., projection=model)` keeps. Prefix, lengths, prompt and skiplist are `encode`'s.
+
+    Parameters
+    ----------
+    model
+        As in `dense_layers`.
+    documents
+        Their texts.
+    batch_size
+        Texts encoded at a time.
+    show_progress_bar
+        Draw a progress bar.
+    convert_to_numpy
+        Arrays (float32 for bfloat16, which numpy has not); otherwise tensors on the model's device.
+
+    Returns
+    -------
+    list
+        For each document [tokens, d_model].
+
+    Raises
+    ------
+    ValueError
+        As `dense_layers`.
+    """
+    with hidden_states(model):
+        if not documents:
+            return []
+        return unwrapped(model).encode(
+            list(documents),
+            batch_size=batch_size,
+            show_progress_bar=show_progress_bar,
+            convert_to_numpy=convert_to_numpy,
+            normalize_embeddings=False,
+            is_query=False,
+        )

@@ -1,8 +1,9 @@
-"""PyLate's `rank`: reranking of each query's candidates, all queries in one fused call."""
+"""PyLate's `rank`: reranking of each query's candidates, embeddings or texts, all queries in one fused call."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,10 @@ import torch
 from pylate.rank import RerankResult, score_xtr
 from pylate.rank import rank as _pylate
 from torch import Tensor
+from tqdm import tqdm
 
-from .ops import maxsim_varlen
+from .ops import maxsim_from_hidden, maxsim_varlen
+from .projection import dense_layers, encode_hidden_states, fold_dense, unwrapped
 from .register import backend_in_force, use_scorer
 from .scores import as_tokens, concatenated, cu_seqlens, left_to_pylate, scorer_of
 
@@ -29,6 +32,9 @@ def rerank(
     *,
     model: Any = None,
     backend: str | None = None,
+    fuse_projection: bool | None = None,
+    batch_size: int = 32,
+    show_progress_bar: bool = False,
 ) -> list[list[RerankResult]]:
     """Order each query's documents by their MaxSim score, best first.
 
@@ -36,25 +42,36 @@ def rerank(
     in one call and sorted there; documents with equal scores keep their order. On the CPU, a few queries at a time are
     packed, so that their candidates stay in the cache and are never all there twice.
 
+    Queries and documents may be texts, which `model` encodes first: every distinct document once, however many queries
+    it is a candidate of.
+
     Parameters
     ----------
     documents_ids
         For each query the ids of its documents.
     queries_embeddings
         For each query its tokens [Lq_i, d]: a list of tensors, arrays or nested lists, or a padded batch [Nq, Lq, d].
-        An array or tensor [Lq, d] is a single query.
+        An array or tensor [Lq, d] is a single query. Or, with `model`, a list of texts.
     documents_embeddings
         For each query its documents, in the order of `documents_ids`, each [Ld_ij, d] like the queries. A document
-        without tokens scores 0, and a query may have no documents.
+        without tokens scores 0, and a query may have no documents. Texts, if the queries are.
     device
-        Where to score. None: where the queries are.
+        Where to score. None: where the queries are, or the model.
     model
-        Follow the flags `scorer` and `masking` of this model. Under `masking="zero"` a document shorter than the
-        longest candidate of its query is scored as by PyLate, which pads it with zeros: there no query token's best
-        similarity is below 0.
+        What encodes texts, and whose flags `scorer` and `masking` are followed. Under `masking="zero"` a document
+        shorter than the longest candidate of its query is scored as by PyLate, which pads it with zeros: there no query
+        token's best similarity is below 0.
     backend
         Replaces the model's `scorer`: `"pylate_flash"`, `"auto"`, or one of PyLate's, `"torch"`, `"flash"` and `"lik"`,
         for which PyLate's own `rerank` runs. None: see `pylate_flash.scores`.
+    fuse_projection
+        Score texts from the encoder's hidden states: the embeddings of the documents never exist, and the hidden states
+        of a few batches at a time. The scores are the same but for rounding. None: as the model's flag says, where the
+        scorer is this package's and masking "exclude".
+    batch_size
+        Texts that are encoded at a time.
+    show_progress_bar
+        Draw progress bars while texts are encoded.
 
     Returns
     -------
@@ -65,7 +82,9 @@ def rerank(
     ------
     ValueError, TypeError
         If the arguments do not have one entry per query, the ids of a query not one per document, or if embeddings are
-        not [tokens, d] with the same d everywhere, lie on several devices, or are not floating.
+        not [tokens, d] with the same d everywhere, lie on several devices, or are not floating. If there are texts and
+        no model, or only some are texts. If `fuse_projection` is asked for, and these are no texts, the scorer or the
+        masking is another one, or the model is not an encoder followed by linear Dense layers.
 
     Examples
     --------
@@ -81,7 +100,21 @@ def rerank(
     backend = backend_in_force(backend if backend is not None or scorer == "auto" else scorer)
     if isinstance(queries_embeddings, (np.ndarray, Tensor)) and queries_embeddings.ndim == 2:
         queries_embeddings = queries_embeddings[None]
+    texts = _are_texts(queries_embeddings, documents_embeddings)
     _check_lengths(documents_ids, queries_embeddings, documents_embeddings)
+    if texts and not hasattr(unwrapped(model), "encode"):
+        raise ValueError(f"model: texts need a ColBERT model that encodes them, got {type(model).__name__}")
+    if _fuses(model, texts, backend, masking, fuse_projection):
+        return _results(
+            _scores_of_texts(
+                queries_embeddings, documents_embeddings, unwrapped(model), device, batch_size, show_progress_bar
+            ),
+            documents_ids,
+        )
+    if texts:
+        queries_embeddings, documents_embeddings = _encoded(
+            queries_embeddings, documents_embeddings, unwrapped(model), batch_size, show_progress_bar
+        )
     if backend not in ("auto", "pylate_flash"):
         with use_scorer(backend):
             return _pylate_rerank(documents_ids, queries_embeddings, documents_embeddings, device)
@@ -93,11 +126,9 @@ def rerank(
         for j, tokens in enumerate(candidates)
     ]
     counts = [len(query_ids) for query_ids in documents_ids]
-    if not documents:
-        return [[] for _ in counts]
     first_document = np.cumsum([0, *counts])
     scores = []
-    for first, last in _runs(queries, documents, first_document, device):
+    for first, last in _runs(queries, documents, first_document, device) if documents else ():
         run_documents, run_counts = documents[first_document[first] : first_document[last]], counts[first:last]
         if not run_documents:
             continue
@@ -111,10 +142,108 @@ def rerank(
             packed_documents = packed_documents.to(packed_queries.device)
         queries_lengths = [len(tokens) for tokens in queries[first:last]]
         scores.append(_scored(packed_queries, packed_documents, queries_lengths, lengths, run_counts))
-    best_first, order = _ranked(torch.cat(scores), counts)
+    return _results(torch.cat(scores) if scores else torch.empty(0), documents_ids)
+
+
+def _results(scores: Tensor, documents_ids: list[list[int | str]]) -> list[list[RerankResult]]:
+    """The results of all queries from the scores [Nd] of their documents, one query after the other."""
+    counts = [len(query_ids) for query_ids in documents_ids]
+    best_first, order = _ranked(scores, counts)
     ids = [document_id for query_ids in documents_ids for document_id in query_ids]
     results = [RerankResult(id=ids[index], score=score) for index, score in zip(order, best_first, strict=True)]
-    return [results[first:last] for first, last in zip(first_document[:-1], first_document[1:], strict=True)]
+    bounds = np.cumsum([0, *counts])
+    return [results[first:last] for first, last in zip(bounds[:-1], bounds[1:], strict=True)]
+
+
+def _are_texts(queries: Any, documents: Any) -> bool:
+    """Whether queries and documents are texts; raise where only some are."""
+    lists = [
+        ("queries_embeddings", queries),
+        *((f"documents_embeddings[{i}]", some) for i, some in enumerate(documents)),
+    ]
+    for name, some in lists:
+        if isinstance(some, str):
+            raise ValueError(f"{name} must be a list of texts or of embeddings, got the text {some!r}")
+    arrays = (np.ndarray, Tensor)
+    kinds = {isinstance(item, str) for _, some in lists for item in ([some] if isinstance(some, arrays) else some)}
+    if len(kinds) == 2:
+        raise ValueError("queries_embeddings and documents_embeddings must be texts or embeddings, got some of both")
+    return kinds == {True}
+
+
+def _fuses(model: Any, texts: bool, backend: str, masking: str, fuse_projection: bool | None) -> bool:
+    """Whether to score from hidden states; raise where that is asked for, and cannot be."""
+    reason = None
+    if not texts:
+        reason = "needs texts, got embeddings"
+    elif backend not in ("auto", "pylate_flash"):
+        reason = f'needs the scorer "pylate_flash" or "auto", and it is "{backend}"'
+    elif masking != "exclude":
+        # There a document's score depends on the lengths of the other candidates.
+        reason = f'needs the masking "exclude", and it is "{masking}"'
+    if fuse_projection and reason:
+        raise ValueError(f"fuse_projection: {reason}")
+    if fuse_projection is None:
+        fuse_projection = getattr(unwrapped(model), "fuse_projection", False)
+    return bool(fuse_projection) and reason is None
+
+
+def _encoded(
+    queries: Any, documents: Any, model: Any, batch_size: int, show_progress_bar: bool
+) -> tuple[list[Tensor], list[list[Tensor]]]:
+    """Embeddings of texts, of the queries and of each one's documents; equal documents are one tensor."""
+
+    def encode(texts: list[str], is_query: bool) -> list[Tensor]:
+        options = {"batch_size": batch_size, "show_progress_bar": show_progress_bar, "convert_to_numpy": False}
+        return model.encode(texts, is_query=is_query, **options) if texts else []
+
+    distinct = list(dict.fromkeys(chain(*documents)))
+    embeddings = dict(zip(distinct, encode(distinct, is_query=False), strict=True))
+    return encode(queries, is_query=True), [[embeddings[text] for text in candidates] for candidates in documents]
+
+
+# Texts are sorted by length among those encoded together, so that few batches would waste work on padding.
+_BATCHES_AT_ONCE = 16
+
+
+@torch.no_grad()
+def _scores_of_texts(
+    queries: Any,
+    documents: Any,
+    model: Any,
+    device: str | torch.device | None,
+    batch_size: int,
+    show_progress_bar: bool,
+) -> Tensor:
+    """Scores [Nd] of texts, of each query's documents, one query after the other, from hidden states."""
+    encoded, _ = _encoded(queries, [], model, batch_size, show_progress_bar)
+    weight, bias = fold_dense(dense_layers(model))
+    device = encoded[0].device if device is None else device
+    numbers: dict[str, int] = {}
+    pairs = [(i, numbers.setdefault(text, len(numbers))) for i, some in enumerate(documents) for text in some]
+    owners, numbered = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
+    distinct, step = list(numbers), batch_size * _BATCHES_AT_ONCE
+    scores = torch.zeros(len(pairs), device=device)
+    with tqdm(total=len(distinct), desc="Scoring documents", unit="doc", disable=not show_progress_bar) as progress:
+        for start in range(0, len(distinct), step):
+            states = encode_hidden_states(
+                model, distinct[start : start + step], batch_size=batch_size, convert_to_numpy=False
+            )
+            inside = np.flatnonzero((numbered >= start) & (numbered < start + step))
+            # Every query that has one of these documents meets all of them: that is little beside encoding them.
+            asking, rows = np.unique(owners[inside], return_inverse=True)
+            some = [encoded[i] for i in asking]
+            block = maxsim_from_hidden(
+                torch.cat(some).to(device),
+                torch.cat(states).to(device),
+                weight.to(device),
+                None if bias is None else bias.to(device),
+                queries_cu_seqlens=cu_seqlens([len(tokens) for tokens in some]),
+                documents_cu_seqlens=cu_seqlens([len(tokens) for tokens in states]),
+            )
+            scores[torch.from_numpy(inside)] = block[torch.from_numpy(rows), torch.from_numpy(numbered[inside] - start)]
+            progress.update(len(states))
+    return scores
 
 
 # Documents packed at once on the CPU: they stay in its caches between the copy and the product.

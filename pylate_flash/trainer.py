@@ -57,7 +57,7 @@ class ColBERTTrainingArguments(SentenceTransformerTrainingArguments):
         ``"exclude"`` or ``"zero"``, written to the same place.
     fuse_projection
         Whether the losses score from the encoder's hidden states (see :class:`pylate_flash.losses.Contrastive`),
-        written to the same place. ``CachedContrastive`` cannot.
+        written to the same place.
     batch_sampler
         Default: ``"no_duplicates"`` if every loss uses in-batch negatives, because a text that occurs twice in a batch
         would be its own negative; otherwise, and for an ``IterableDataset``, ``"batch_sampler"``.
@@ -219,17 +219,12 @@ class ColBERTTrainer(SentenceTransformerTrainer):
                     f"{type(loss).__module__}.{type(loss).__name__}, which does not read it; use a loss of "
                     "pylate_flash.losses"
                 )
-            if flags.get("fuse_projection") and isinstance(loss, CachedContrastive):
-                raise ValueError(
-                    "args: fuse_projection=True has no effect on CachedContrastive, which caches projected embeddings, "
-                    "as hidden states would take several times the memory; use Contrastive or Distillation"
-                )
         for name, value in flags.items():
             if model_has_flags:
                 setattr(self.model, name, value)
                 continue
             for loss in following:
-                if hasattr(loss, name) and getattr(loss, name) is None:
+                if getattr(loss, name) is None:
                     setattr(loss, name, value)
 
     def _resolve_batch_sampler(self) -> None:

@@ -116,8 +116,11 @@ def work(rank: int, path: str, folder: Path) -> None:
         # BERT's pooler leads nowhere, for which DDP would wait unless it looks for such parameters.
         model[0].auto_model.pooler.requires_grad_(False)
         wrapped = DistributedDataParallel(model, find_unused_parameters=unused, broadcast_buffers=False)
-        loss = losses.Contrastive(wrapped, fuse_projection=True)
-        results["DDP, fused", unused] = value_and_gradient(loss, model, rows)[1]
+        for name, loss in (
+            ("Contrastive", losses.Contrastive(wrapped, fuse_projection=True)),
+            ("CachedContrastive", losses.CachedContrastive(wrapped, mini_batch_size=2, fuse_projection=True)),
+        ):
+            results["DDP, fused", name, unused] = value_and_gradient(loss, model, rows)[1]
         del loss, wrapped
     results["logs"] = train(load(path), folder / f"run-{rank}")
     torch.save(results, folder / f"rank-{rank}.pt")
@@ -163,10 +166,14 @@ def test_a_model_in_distributed_data_parallel(ranks: list[dict]) -> None:
 
 
 @pytest.mark.parametrize("find_unused_parameters", [False, True])
-def test_ddp_waits_for_the_projection_of_hidden_states(ranks: list[dict], find_unused_parameters: bool) -> None:
+# The cached gradient is that of the sum over a rank's queries.
+@pytest.mark.parametrize(("name", "times"), [("Contrastive", 1), ("CachedContrastive", len(QUERIES) // WORLD)])
+def test_ddp_waits_for_the_projection_of_hidden_states(
+    ranks: list[dict], name: str, times: int, find_unused_parameters: bool
+) -> None:
     """Its gradient comes from outside the model's forward, and is averaged as every other one."""
     for results in ranks:
-        gradient, expected = results["DDP, fused", find_unused_parameters], results["own negatives"]
+        gradient, expected = results["DDP, fused", name, find_unused_parameters], times * results["own negatives"]
         assert (gradient - expected).norm() <= 1e-5 * expected.norm()
 
 

@@ -256,9 +256,14 @@ def test_a_real_model_gives_the_same_metrics_by_both_scorers(tiny_colbert_path: 
     assert {name: round(value, 4) for name, value in results[0].metrics.items()} == {
         name: round(value, 4) for name, value in results[1].metrics.items()
     }
+    # An index with a projection gets hidden states, and finds the same in them.
+    index = indexes.Flat(tmp_path, "states", device="cpu", show_progress=False, projection=model)
+    results.append(evaluate_retrieval(model, documents, queries, qrels, index=index, k=100, show_progress=False))
+    assert results[2].metrics == pytest.approx(results[0].metrics, abs=1e-4)
     for query_id in queries:
-        theirs, ours = (result.run[query_id] for result in results)
+        theirs, ours, from_states = (result.run[query_id] for result in results)
         np.testing.assert_allclose([r["score"] for r in theirs], [r["score"] for r in ours], rtol=1e-5)
+        np.testing.assert_allclose([r["score"] for r in theirs], [r["score"] for r in from_states], rtol=1e-5)
 
 
 # Evaluators

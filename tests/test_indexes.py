@@ -257,6 +257,77 @@ def test_returned_embeddings_are_copies(tmp_path: Path) -> None:
     torch.testing.assert_close(index.get_documents_embeddings([["a"]])[0][0], torch.ones(2, 3))
 
 
+@settings(deadline=None, max_examples=30)
+@given(
+    query_lengths=st.lists(st.integers(0, 5), min_size=1, max_size=5),
+    document_lengths=st.lists(st.integers(0, 7), min_size=1, max_size=20),
+    block_tokens=st.integers(1, 30),
+    scorer=st.sampled_from(["pylate_flash", "torch"]),
+    bias=st.booleans(),
+    data=st.data(),
+)
+def test_an_index_of_hidden_states_searches_their_embeddings(
+    tmp_path_factory: pytest.TempPathFactory,
+    query_lengths: list[int],
+    document_lengths: list[int],
+    block_tokens: int,
+    scorer: str,
+    bias: bool,
+    data: st.DataObject,
+) -> None:
+    weight, offset = torch.randn(4, 6, generator=torch.Generator().manual_seed(5)), torch.arange(4.0) if bias else None
+    states = embeddings_of(document_lengths, size=6, seed=2)
+    queries = [torch.nn.functional.normalize(query, dim=-1) for query in embeddings_of(query_lengths, seed=1)]
+    projected = [torch.nn.functional.normalize(torch.nn.functional.linear(s, weight, offset), dim=-1) for s in states]
+    ids, folder = [f"d{i}" for i in range(len(states))], tmp_path_factory.mktemp("states")
+    of_embeddings = flat(folder / "embeddings", ids, projected)
+    flat(folder / "states", ids, states, projection=(weight, offset))
+    # Opened again, from what is on the disk.
+    of_states = Flat(
+        folder / "states", "index", projection=(weight, offset), scorer=scorer, device="cpu", show_progress=False
+    )
+    some = st.lists(st.sampled_from(ids), max_size=8)
+    subsets = [None, data.draw(some), data.draw(st.lists(some, min_size=len(queries), max_size=len(queries)))]
+    with mock.patch.object(indexes, "_BLOCK_BYTES_CPU", block_tokens * 6 * 4):
+        for subset in subsets:
+            found, wanted = (index(queries, k=25, subset=subset) for index in (of_states, of_embeddings))
+            for result, want in zip(found, wanted, strict=True):
+                np.testing.assert_allclose([r["score"] for r in result], [r["score"] for r in want], atol=1e-5)
+                scores = {r["id"]: r["score"] for r in want}
+                assert {r["id"]: r["score"] for r in result} == pytest.approx(scores, abs=1e-5)
+    (found,), (wanted,) = (index.get_documents_embeddings([ids]) for index in (of_states, of_embeddings))
+    for embeddings, want in zip(found, wanted, strict=True):
+        torch.testing.assert_close(embeddings, want)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half_hidden_states_are_projected_as_they_are_kept(tmp_path: Path, dtype: str) -> None:
+    states, queries, weight = embeddings_of([5, 3], size=6), embeddings_of([4], seed=3), torch.eye(4, 6)
+    index = flat(tmp_path, ["a", "b"], states, dtype=dtype, projection=(weight, None))
+    kept = getattr(torch, dtype)
+    normalize = torch.nn.functional.normalize
+    projected = [normalize(s.to(kept).double() @ weight.double().T, dim=-1) for s in states]
+    wanted = expected([normalize(q.to(kept).double(), dim=-1) for q in queries], projected, ["a", "b"], 2)
+    assert_same(index(queries), wanted)
+
+
+def test_a_projection_and_what_it_is_given_have_one_size(tmp_path: Path) -> None:
+    layer = torch.zeros(4, 6), torch.zeros(4)
+    with pytest.raises(ValueError, match=r"documents_embeddings\[1\] has size 4, .* takes hidden states of size 6"):
+        flat(tmp_path, ["a", "b"], [*embeddings_of([3], size=6), *embeddings_of([3])], projection=layer)
+    index = flat(tmp_path, ["a"], embeddings_of([3], size=6), projection=layer)
+    with pytest.raises(ValueError, match=r"queries_embeddings\[0\] has embedding size 6"):
+        index(embeddings_of([3], size=6))
+    for wrong in ((torch.zeros(4), None), (torch.zeros(4, 6), torch.zeros(6)), (torch.zeros(4, 6),), ("weight", None)):
+        with pytest.raises(ValueError, match=r"projection must be a ColBERT model, or a weight \[d, d_model\]"):
+            Flat(tmp_path, "index", projection=wrong, override=True)
+    with pytest.raises(ValueError, match="fuse_projection: the model must be a ColBERT of PyLate, got Linear"):
+        Flat(tmp_path, "index", projection=torch.nn.Linear(6, 4), override=True)
+    with pytest.raises(ValueError, match=r"projection takes hidden states of size 5, .* keeps vectors of size 6"):
+        Flat(tmp_path, "index", projection=(torch.zeros(4, 5), None))
+    assert len(Flat(tmp_path, "index")) == 1
+
+
 def test_progress_is_shown_on_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for show_progress in (False, True):
         index = Flat(tmp_path / str(show_progress), "index", device="cpu", show_progress=show_progress)

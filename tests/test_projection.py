@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
+import torch._dynamo
 from pylate.models import ColBERT, Dense
 from sentence_transformers.models import Dense as SentenceTransformersDense
 from sentence_transformers.models import Normalize
 from torch import nn
 
-from pylate_flash import losses, models
-from pylate_flash.projection import dense_layers, fold_dense, hidden_states
+from pylate_flash import indexes, losses, maxsim_from_hidden, models, rank, retrieve
+from pylate_flash.projection import dense_layers, encode_hidden_states, fold_dense, hidden_states
 from tests.test_losses import (
+    DOCUMENTS,
+    NEGATIVES,
+    QUERIES,
     Wrapped,
     assert_same,
     batch_for,
@@ -112,6 +116,9 @@ def model(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Co
     [
         ("Contrastive", {}),
         ("Contrastive", {"size_average": False, "temperature": 0.05, "score_mini_batch_size": 2}),
+        # Five texts in mini-batches of two, and in one.
+        ("CachedContrastive", {"mini_batch_size": 2}),
+        ("CachedContrastive", {"size_average": False, "temperature": 0.05}),
         ("Distillation", {}),
         ("Distillation", {"normalize_scores": False, "size_average": False}),
     ],
@@ -135,12 +142,73 @@ def test_the_same_value_and_gradients(model: ColBERT, name: str, arguments: dict
         assert_same(found, expected)
 
 
-def test_inside_a_wrapper(bert: ColBERT) -> None:
+@pytest.mark.parametrize("name", ["Contrastive", "CachedContrastive"])
+def test_inside_a_wrapper(bert: ColBERT, name: str) -> None:
     features = contrastive_batch(bert, columns=2)
-    expected = value_and_gradients(losses.Contrastive(bert), features)
-    wrapped = losses.Contrastive(Wrapped(bert), fuse_projection=True)
+    expected = value_and_gradients(getattr(losses, name)(bert), features)
+    wrapped = getattr(losses, name)(Wrapped(bert), fuse_projection=True)
     wrapped_value, gradients = value_and_gradients(wrapped, features)
     assert_same((wrapped_value, {name.removeprefix("module."): grad for name, grad in gradients.items()}), expected)
+
+
+@pytest.mark.parametrize("trained", ["everything", "encoder", "projection"])
+def test_cached_hidden_states_give_the_gradients_of_what_is_trained(model: ColBERT, trained: str) -> None:
+    """Also without negatives, and when the loss is scaled."""
+    features = contrastive_batch(model, columns=2)
+    frozen = {"everything": [], "encoder": dense_layers(model), "projection": [model[0]]}[trained]
+    try:
+        for module in frozen:
+            module.requires_grad_(False)
+        expected = value_and_gradients(losses.CachedContrastive(model, mini_batch_size=3), features)
+        model.zero_grad()
+        loss = losses.CachedContrastive(model, mini_batch_size=3, fuse_projection=True)
+        (1024 * loss(copy.deepcopy(features))).backward()
+        found = {name: p.grad / 1024 for name, p in model.named_parameters() if p.grad is not None}
+        assert_same((expected[0], found), expected)
+    finally:
+        model.requires_grad_(True)
+
+
+def test_cached_hidden_states_are_encoded_again_with_the_same_dropout(model: ColBERT) -> None:
+    features, found = contrastive_batch(model), []
+    dropouts = [module for module in model.modules() if isinstance(module, nn.Dropout)]
+    rates = [dropout.p for dropout in dropouts]
+    try:
+        for dropout in dropouts:
+            dropout.p = 0.3
+        model.train()
+        for fuse_projection in (False, True):
+            torch.manual_seed(0)
+            loss = losses.CachedContrastive(model, mini_batch_size=2, fuse_projection=fuse_projection)
+            found.append(value_and_gradients(loss, features))
+        assert_same(*found)
+        torch.manual_seed(1)
+        assert loss(features) != found[0][0], "the dropout must matter"
+    finally:
+        model.eval()
+        for dropout, rate in zip(dropouts, rates, strict=True):
+            dropout.p = rate
+
+
+def test_cached_hidden_states_without_gradients(bert: ColBERT) -> None:
+    features = contrastive_batch(bert)
+    with torch.no_grad():
+        value = losses.CachedContrastive(bert, mini_batch_size=2, fuse_projection=True)(features)
+        torch.testing.assert_close(value, losses.Contrastive(bert)(features))
+    assert not value.requires_grad
+
+
+def test_cached_hidden_states_take_the_type_of_autocast(bert: ColBERT, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = []
+    fused = losses.maxsim_from_hidden
+    monkeypatch.setattr(
+        losses, "maxsim_from_hidden", lambda *args, **options: taken.append(args[1].dtype) or fused(*args, **options)
+    )
+    features, loss = contrastive_batch(bert), losses.CachedContrastive(bert, mini_batch_size=2, fuse_projection=True)
+    value_and_gradients(loss, features)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        value_and_gradients(loss, features)
+    assert taken == [torch.float32] * 2 + [torch.bfloat16] * 2
 
 
 def test_the_model_is_as_before(bert: ColBERT) -> None:
@@ -167,6 +235,40 @@ def test_the_projection_leads_to_the_output(bert: ColBERT) -> None:
         output = bert(contrastive_batch(bert)[0])
     (gradient,) = torch.autograd.grad(output["projection_weight"].sum(), bert[1].linear.weight)
     assert (gradient == 1).all()
+
+
+def test_encoded_hidden_states_are_those_of_the_embeddings(model: ColBERT, capsys: pytest.CaptureFixture) -> None:
+    """Of the same tokens: without what the skiplist names, and padding; sorted back after batches by length."""
+    texts = [*DOCUMENTS, "a"]
+    embeddings = model.encode(texts, is_query=False)
+    for convert_to_numpy in (True, False):
+        states = encode_hidden_states(Wrapped(model), texts, batch_size=2, convert_to_numpy=convert_to_numpy)
+        assert capsys.readouterr().err == ""
+        for state, embedding in zip(states, embeddings, strict=True):
+            assert isinstance(state, torch.Tensor) != convert_to_numpy
+            projected = apply(dense_layers(model), torch.as_tensor(state))
+            torch.testing.assert_close(nn.functional.normalize(projected, dim=-1), torch.from_numpy(embedding))
+    encode_hidden_states(model, texts, show_progress_bar=True)
+    assert "Encoding documents" in capsys.readouterr().err
+    assert encode_hidden_states(model, []) == []
+
+
+def test_retrieval_from_kept_hidden_states(model: ColBERT, tmp_path: Path) -> None:
+    """What users call: the index with the model's projection, PyLate's retriever, and reranking what it found."""
+    texts, ids = [*DOCUMENTS, *NEGATIVES], [f"d{i}" for i in range(10)]
+    of_embeddings = indexes.Flat(tmp_path, "embeddings", device="cpu", show_progress=False)
+    of_embeddings.add_documents(ids, model.encode(texts, is_query=False))
+    of_states = indexes.Flat(tmp_path, "states", device="cpu", show_progress=False, projection=model)
+    of_states.add_documents(ids, encode_hidden_states(model, texts))
+    queries = model.encode(QUERIES, is_query=True)
+    expected = retrieve.ColBERT(index=of_embeddings).retrieve(queries, k=6)
+    found = retrieve.ColBERT(index=of_states).retrieve(queries, k=6)
+    candidates = [[result["id"] for result in results] for results in expected]
+    reranked = rank.rerank(candidates, queries, of_states.get_documents_embeddings(candidates))
+    for results in (found, reranked):
+        assert [[result["id"] for result in row] for row in results] == candidates
+        for row, wanted in zip(results, expected, strict=True):
+            assert [r["score"] for r in row] == pytest.approx([r["score"] for r in wanted], rel=1e-5)
 
 
 def test_the_models_flag(tiny_colbert_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,6 +301,7 @@ def test_a_model_that_cannot_be_fused_says_why(tiny_colbert_path: str, tmp_path:
     for fuse in (
         lambda: setattr(model, "fuse_projection", True),
         lambda: losses.Contrastive(model, fuse_projection=True),
+        lambda: losses.CachedContrastive(model, fuse_projection=True),
         lambda: losses.Distillation(model, fuse_projection=True),
     ):
         with pytest.raises(ValueError, match="fuse_projection: .*layer 1, Normalize, is no Dense layer"):
@@ -219,8 +322,9 @@ def test_a_model_that_cannot_be_fused_says_why(tiny_colbert_path: str, tmp_path:
     ],
 )
 def test_what_does_not_go_together(bert: ColBERT, arguments: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        losses.Contrastive(bert, **arguments, fuse_projection=True)
+    for loss in (losses.Contrastive, losses.CachedContrastive):
+        with pytest.raises(ValueError, match=message):
+            loss(bert, **arguments, fuse_projection=True)
 
 
 def test_a_flag_that_comes_later_is_checked_too(tiny_colbert_path: str) -> None:
@@ -238,15 +342,102 @@ def test_a_score_metric_of_the_caller_is_called_whatever_the_flag(tiny_colbert_p
     assert loss(features).item() == pytest.approx(torch.tensor(5.0).log().item())
 
 
-def test_with_bfloat16_autocast(bert: ColBERT) -> None:
+@pytest.mark.parametrize("name", ["Contrastive", "CachedContrastive"])
+def test_with_bfloat16_autocast(bert: ColBERT, name: str) -> None:
     features = contrastive_batch(bert)
     assert no_masked_token_wins(bert, features)
     values = []
     for fuse_projection in (False, True):
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            values.append(value_and_gradients(losses.Contrastive(bert, fuse_projection=fuse_projection), features))
+            loss = getattr(losses, name)(bert, fuse_projection=fuse_projection)
+            values.append(value_and_gradients(loss, features))
     (value, gradients), (fused, fused_gradients) = values
     torch.testing.assert_close(fused, value, rtol=1e-2, atol=1e-2)
     assert gradients.keys() == fused_gradients.keys()
-    name = "1.linear.weight"
-    assert torch.cosine_similarity(gradients[name].flatten(), fused_gradients[name].flatten(), dim=0) > 0.99
+    weight = "1.linear.weight"
+    assert torch.cosine_similarity(gradients[weight].flatten(), fused_gradients[weight].flatten(), dim=0) > 0.99
+
+
+def checkpointed(model: ColBERT) -> None:
+    encoder = model[0].auto_model
+    encoder.gradient_checkpointing_enable()
+    # Only layers in training mode are checkpointed; the models have no dropout.
+    encoder.train()
+    assert encoder.is_gradient_checkpointing
+
+
+def compiled(model: ColBERT) -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    # Everything but the last step, which would take a C++ compiler and most of a minute.
+    model[0].auto_model.compile(backend="aot_eager")
+
+
+def with_adapters(model: ColBERT) -> None:
+    peft = pytest.importorskip("peft")
+    names = ["query", "value"] if "bert.modeling_bert" in type(model[0].auto_model).__module__ else ["Wqkv"]
+    # Not zeros, as by default, through which no gradient would reach the other matrices.
+    model.add_adapter(peft.LoraConfig(r=2, target_modules=names, init_lora_weights=False))
+
+
+@pytest.mark.parametrize("name", ["Contrastive", "CachedContrastive"])
+@pytest.mark.parametrize("prepare", [checkpointed, compiled, with_adapters])
+def test_with_an_encoder_that_is(prepare: Callable[[ColBERT], None], name: str, model: ColBERT) -> None:
+    features, model = contrastive_batch(model), copy.deepcopy(model)
+    prepare(model)
+    expected = value_and_gradients(getattr(losses, name)(model, fuse_projection=False), features)
+    found = value_and_gradients(getattr(losses, name)(model, fuse_projection=True), features)
+    # Random adapters enlarge the rounding.
+    assert_same(found, expected, tolerance=1e-4 if prepare is with_adapters else 1e-5)
+    if prepare is compiled:
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+    if prepare is with_adapters:
+        adapters = [parameter for parameter in expected[1] if ".lora_" in parameter]
+        assert len(adapters) >= 4
+        assert len(expected[1]) == len(adapters) + sum(len([*layer.parameters()]) for layer in dense_layers(model))
+
+
+def test_a_compiled_model(bert: ColBERT) -> None:
+    """As a whole: the projection is taken out and put back between its calls."""
+    features = contrastive_batch(bert, columns=2)
+    expected = value_and_gradients(losses.Contrastive(bert), features)
+    whole = torch.compile(bert, backend="eager")
+    for fuse_projection in (True, False, True):
+        value, gradients = value_and_gradients(losses.Contrastive(whole, fuse_projection=fuse_projection), features)
+        assert_same((value, {name.removeprefix("_orig_mod."): grad for name, grad in gradients.items()}), expected)
+
+
+def test_unpadded_hidden_states_of_modernbert(modernbert: ColBERT) -> None:
+    """One row of all documents' tokens, each attending to its own document's, as flash attention runs it."""
+    columns = contrastive_batch(modernbert, columns=2)
+    queries, documents = ({name: column[name] for name in ("input_ids", "attention_mask")} for column in columns)
+    weight, bias = fold_dense(dense_layers(modernbert))
+    encoder = modernbert[0].auto_model
+    states = encoder(**queries).last_hidden_state
+    active = documents["attention_mask"].bool()
+    padded = maxsim_from_hidden(
+        states, encoder(**documents).last_hidden_state, weight, bias, active, queries_weight=weight, queries_bias=bias
+    )
+    lengths = active.sum(dim=1)
+    assert len(set(lengths.tolist())) > 1
+    owners = torch.arange(len(lengths)).repeat_interleave(lengths)
+    own = (owners[:, None] == owners)[None, None]
+    unpadded = encoder(
+        input_ids=documents["input_ids"][active][None],
+        position_ids=torch.cat([torch.arange(length) for length in lengths])[None],
+        attention_mask={"full_attention": own, "sliding_attention": own},
+    ).last_hidden_state[0]
+    packed = maxsim_from_hidden(
+        states,
+        unpadded,
+        weight,
+        bias,
+        queries_weight=weight,
+        queries_bias=bias,
+        documents_cu_seqlens=nn.functional.pad(lengths.cumsum(0), (1, 0)),
+    )
+    torch.testing.assert_close(packed, padded, rtol=1e-5, atol=1e-5)
+    parameters = [encoder.layers[0].attn.Wqkv.weight, *modernbert[1].parameters()]
+    gradients = [torch.autograd.grad(scores.sin().sum(), parameters, retain_graph=True) for scores in (packed, padded)]
+    for found, expected in zip(*gradients, strict=True):
+        assert (found - expected).norm() <= 1e-5 * expected.norm()

@@ -278,7 +278,11 @@ TOKENS = torch.ones(2, 4)
         (([["a"], [1]], [TOKENS] * 2, [[TOKENS], [TOKENS] * 2]), ValueError, r"documents_ids\[1\] .* 2 as doc.* got 1"),
         (([["a"]], [TOKENS[0]], [[TOKENS]]), ValueError, r"queries_embeddings\[0\] must be .* got shape \[4\]"),
         (([["a"]], [TOKENS], [[TOKENS[0]]]), ValueError, r"documents_embeddings\[0\]\[0\] must be .* got shape \[4\]"),
-        (([["a"]], [TOKENS], [["text"]]), TypeError, r"documents_embeddings\[0\]\[0\] must be .* got str"),
+        (([["a"]], [TOKENS], [["text"]]), ValueError, "must be texts or embeddings, got some of both"),
+        (([["a"]], ["text"], [[TOKENS]]), ValueError, "must be texts or embeddings, got some of both"),
+        (([["a"]], "text", [["text"]]), ValueError, "queries_embeddings must be a list .* got the text 'text'"),
+        (([["a"]], ["text"], ["text"]), ValueError, r"documents_embeddings\[0\] must be a list .* got the text 'text'"),
+        (([["a"]], ["text"], [["text"]]), ValueError, "model: texts need a ColBERT model .* got NoneType"),
         (([["a"]], [[[1.0], [1.0, 2.0]]], [[TOKENS]]), ValueError, r"queries_embeddings\[0\] must .* got list of list"),
         (([["a"]], [TOKENS], [[torch.ones(2, 3)]]), ValueError, "embedding size of queries_embeddings, 4, got 3"),
         (([["a", "b"]], [TOKENS], [[TOKENS, torch.ones(2, 3)]]), ValueError, "one embedding size, got 3 and 4"),
@@ -307,3 +311,82 @@ def test_pylates_docstring_example_with_a_model(tiny_colbert_path: str) -> None:
     )
     # The same lengths, and so the same tokens: PyLate pads none of them.
     assert_same(rerank(*arguments, model=model), rerank(*arguments, backend="torch"))
+
+
+TEXTS = ["how to sort a list?", "open a file", "nothing"]
+CANDIDATES = [
+    ["Sort the list in place; the sort is stable.", "Open it, and return a stream!", "A heap."],
+    ["Open it, and return a stream!", "A heap.", "Sort the list in place; the sort is stable.", "Close, at last: it."],
+    [],
+]
+TEXT_IDS = [[f"{i}-{j}" for j in range(len(candidates))] for i, candidates in enumerate(CANDIDATES)]
+
+
+@pytest.fixture(scope="module")
+def colbert(tiny_colbert_path: str):
+    from pylate_flash.models import ColBERT
+
+    model = ColBERT(tiny_colbert_path, device="cpu", query_length=10, document_length=12)
+    # A prompt is one more thing that encoding texts is about.
+    model.prompts, model.default_prompt_name = {"search": "text: "}, "search"
+    return model
+
+
+@pytest.mark.parametrize("expansion", [True, False])
+@pytest.mark.parametrize("fuse_projection", [None, True])
+@pytest.mark.parametrize("batches", [1, 16])
+def test_texts_are_scored_as_their_embeddings(
+    colbert, expansion: bool, fuse_projection: bool | None, batches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(colbert, "do_query_expansion", expansion)
+    monkeypatch.setattr(pylate_flash.rank, "_BATCHES_AT_ONCE", batches)
+    embeddings = [colbert.encode(documents, is_query=False) if documents else [] for documents in CANDIDATES]
+    expected = rerank(TEXT_IDS, colbert.encode(TEXTS, is_query=True), embeddings, model=colbert)
+    encoded, tokenize = [], colbert.tokenize
+    monkeypatch.setattr(
+        colbert, "tokenize", lambda texts, **options: encoded.extend(texts) or tokenize(texts, **options)
+    )
+    found = rerank(TEXT_IDS, TEXTS, CANDIDATES, model=colbert, fuse_projection=fuse_projection, batch_size=2)
+    assert_same(found, expected)
+    assert len({result["score"] for results in found for result in results}) == 7
+    # Every document once, beside the prompt, which PyLate tokenizes for each call.
+    assert len([text for text in encoded if text != "text: "]) == len(TEXTS) + 4
+    assert rerank([[]], ["a"], [[]], model=colbert, fuse_projection=fuse_projection) == [[]]
+    assert rerank([], [], [], model=colbert, fuse_projection=None) == []
+
+
+def test_texts_are_scored_from_hidden_states_where_the_model_says_so(colbert, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, fused = [], pylate_flash.rank.maxsim_from_hidden
+    monkeypatch.setattr(
+        pylate_flash.rank, "maxsim_from_hidden", lambda *args, **rest: calls.append(args) or fused(*args, **rest)
+    )
+    arguments = TEXT_IDS, TEXTS, CANDIDATES
+    unfused = rerank(*arguments, model=colbert)
+    assert not calls
+    monkeypatch.setitem(colbert._model_config, "fuse_projection", True)
+    assert_same(rerank(*arguments, model=colbert), unfused)
+    assert len(calls) == 1
+    assert calls[0][1].shape[-1] == 32
+    calls.clear()
+    assert_same(rerank(*arguments, model=colbert, fuse_projection=False), unfused)
+    # Asked for in this call, a scorer that takes no hidden states gets embeddings.
+    some = TEXT_IDS[:2], TEXTS[:2], CANDIDATES[:2]
+    rerank(*some, model=colbert, backend="torch")
+    monkeypatch.setitem(colbert._model_config, "masking", "zero")
+    rerank(*arguments, model=colbert)
+    assert not calls
+    with pytest.raises(ValueError, match='fuse_projection: needs the masking "exclude", and it is "zero"'):
+        rerank(*arguments, model=colbert, fuse_projection=True)
+    with pytest.raises(ValueError, match='fuse_projection: needs the scorer .* and it is "torch"'):
+        rerank(*arguments, model=colbert, backend="torch", fuse_projection=True)
+    with pytest.raises(ValueError, match="fuse_projection: needs texts, got embeddings"):
+        rerank([["a"]], [TOKENS], [[TOKENS]], model=colbert, fuse_projection=True)
+
+
+def test_progress_bars_while_texts_are_encoded(colbert, capsys: pytest.CaptureFixture) -> None:
+    for fuse_projection, title in ((False, "Encoding documents"), (True, "Scoring documents: 100%")):
+        options = {"model": colbert, "fuse_projection": fuse_projection}
+        rerank(TEXT_IDS, TEXTS, CANDIDATES, **options)
+        assert capsys.readouterr().err == ""
+        rerank(TEXT_IDS, TEXTS, CANDIDATES, **options, show_progress_bar=True)
+        assert title in capsys.readouterr().err

@@ -311,8 +311,9 @@ def test_plain_pylate_model_gives_the_flag_to_the_losses(
 
 
 @pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize("kind_of_loss", [losses.Contrastive, losses.CachedContrastive])
 def test_training_from_hidden_states_is_the_same(
-    plain: bool, tiny_colbert_path: str, pairs: Dataset, tmp_path: Path
+    plain: bool, kind_of_loss: type, tiny_colbert_path: str, pairs: Dataset, tmp_path: Path
 ) -> None:
     """Loss by loss, also for a model without flags."""
     runs = []
@@ -320,7 +321,7 @@ def test_training_from_hidden_states_is_the_same(
         kind = pylate.models.ColBERT if plain else models.ColBERT
         model = kind(tiny_colbert_path, device="cpu", **LENGTHS)
         args = arguments(tmp_path, max_steps=3, logging_steps=1, seed=1, fuse_projection=fuse_projection)
-        trainer = ColBERTTrainer(model=model, args=args, train_dataset=pairs, loss=losses.Contrastive)
+        trainer = ColBERTTrainer(model=model, args=args, train_dataset=pairs, loss=kind_of_loss)
         trainer.train()
         assert bool(getattr(model, "fuse_projection", trainer.loss.fuse_projection)) == bool(fuse_projection)
         logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
@@ -330,16 +331,6 @@ def test_training_from_hidden_states_is_the_same(
     torch.testing.assert_close(fused_logged, logged, rtol=1e-4, atol=1e-4)
     # Not the encoder's: some of its gradients are rounding noise, to which Adam gives a size.
     torch.testing.assert_close(fused_weight, weight, rtol=1e-3, atol=1e-4)
-
-
-def test_cached_contrastive_cannot_fuse(model: models.ColBERT, pairs: Dataset, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="fuse_projection=True has no effect on CachedContrastive"):
-        ColBERTTrainer(
-            model=model,
-            args=arguments(tmp_path, fuse_projection=True),
-            train_dataset=pairs,
-            loss=losses.CachedContrastive(model),
-        )
 
 
 def test_a_scorer_that_no_loss_follows_is_an_error(

@@ -6,7 +6,8 @@
 "scorers" are PyLate's torch scorer and ours, "fusion" is ours of embeddings and of hidden states (`fuse_projection`).
 Both trainings run through `ColBERTTrainer` in bfloat16, deterministically, and what is left between their loss curves
 is rounding: PyLate rounds every similarity to bfloat16 under autocast, and this package none. A third training, of the
-second way again, shows what a mere repetition differs by.
+second way again, shows what a mere repetition differs by. "fusion" also measures the memory of a step in both ways,
+with and without cached gradients (`bench.step_memory`).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Annotated, Any, Optional
 import torch
 import typer
 
+from pylate_flash.bench import step_memory
 from pylate_flash.bench.results import describe_machine, describe_versions
 
 
@@ -144,6 +146,30 @@ def compare(
     }
 
 
+def memory_of_steps(
+    model: str, training: Training, batch_sizes: list[int], comparison: Comparison = Comparison.fusion
+) -> list[dict[str, Any]]:
+    """The memory of a training step at each batch size, in both ways, with and without cached gradients.
+
+    Returns
+    -------
+    list of dict
+        "batch_size", "loss", "way" and "bytes".
+    """
+    sizes = {name: getattr(training, name) for name in ("query_length", "document_length", "embedding_size")}
+    return [
+        {
+            "batch_size": batch_size,
+            "loss": loss,
+            "way": name,
+            "bytes": step_memory.measure(model, step_memory.Step(loss, way, batch_size, **sizes)),
+        }
+        for batch_size in batch_sizes
+        for loss in ("Contrastive", "CachedContrastive")
+        for name, way in WAYS[comparison].items()
+    ]
+
+
 def draw(result: dict[str, Any], path: Path) -> None:
     """Draw both loss curves, one over the other, and their difference below."""
     from matplotlib.figure import Figure
@@ -180,6 +206,10 @@ def main(
     ] = None,
     steps: Annotated[int, typer.Option(help="Training steps.")] = Training.steps,
     batch_size: Annotated[int, typer.Option(help="Pairs per step.")] = Training.batch_size,
+    memory_batch_size: Annotated[
+        Optional[list[int]],  # noqa: UP007, UP045
+        typer.Option(help="fusion: pairs per step of which to measure the memory.", show_default="64 and 256 on a GPU"),
+    ] = None,
 ) -> None:
     """Train the same model twice, scored in two ways, and draw how the losses drift apart."""
     from pylate_flash import demo
@@ -190,7 +220,12 @@ def main(
         rows = [{"query": entry.query, "positive": entry.text} for entry in corpus.train]
     else:
         rows = [json.loads(line) for line in pairs.read_text(encoding="utf-8").splitlines()]
-    result = compare(model or default_model(), rows, Training(steps=steps, batch_size=batch_size), comparison)
+    model, training = model or default_model(), Training(steps=steps, batch_size=batch_size)
+    result = compare(model, rows, training, comparison)
+    if comparison is Comparison.fusion:
+        if memory_batch_size is None:
+            memory_batch_size = [64, 256] if torch.cuda.is_available() else []
+        result["step_memory"] = memory_of_steps(model, training, memory_batch_size)
     output.mkdir(parents=True, exist_ok=True)
     (output / f"drift-{comparison.value}.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     picture = output / f"drift-{comparison.value}.png"
@@ -199,6 +234,8 @@ def main(
         f"mean absolute drift {result['mean_absolute_drift']:.2e}, "
         f"of a repetition {result['mean_absolute_drift_of_a_repetition']:.2e}; {picture}"
     )
+    for step in result.get("step_memory", []):
+        print(f"{step['bytes'] / 2**20:8.0f} MiB: {step['loss']} of {step['batch_size']} pairs from {step['way']}")
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -49,20 +50,25 @@ def measure_here(suite: str, row: str, system: str, variant: str, device: torch.
         # Tuning allocates; what it leaves in the allocator is given back.
         call()
         release(device)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-            torch.cuda.reset_peak_memory_stats(device)
-            before = torch.cuda.memory_allocated(device)
-            result = call()
-            torch.cuda.synchronize(device)
-            peak = torch.cuda.max_memory_allocated(device)
-        else:
-            Path("/proc/self/clear_refs").write_text("5")  # sets the peak to what is resident now
-            before = _resident("VmRSS")
-            result = call()
-            peak = _resident("VmHWM")
+        return peak(call, device)
+
+
+def peak(call: Callable[[], object], device: torch.device) -> int:
+    """Return the bytes that a call takes at most, its result among them, beyond what this process holds before."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        result = call()
+        torch.cuda.synchronize(device)
+        highest = torch.cuda.max_memory_allocated(device)
+    else:
+        Path("/proc/self/clear_refs").write_text("5")  # sets the peak to what is resident now
+        before = _resident("VmRSS")
+        result = call()
+        highest = _resident("VmHWM")
     del result
-    return max(0, peak - before)
+    return max(0, highest - before)
 
 
 def _resident(field: str) -> int:

@@ -29,10 +29,12 @@ def blocked_varlen_forward(
     candidate_bounds: np.ndarray | None,
     max_query_length: int,
     with_winners: bool,
+    queries_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Scores [Nq, Nd], or [Nd] with candidates, float32, and, if asked, winners (int32).
 
-    One product per block of queries and documents, then a maximum per document.
+    One product per block of queries and documents, then a maximum per document. `queries_mask` holds a bool per
+    query token, in any shape.
     """
     device = queries.device
     dtype = accumulation_dtype(queries.dtype)
@@ -46,6 +48,7 @@ def blocked_varlen_forward(
     else:
         scores = torch.zeros(n_documents, device=device)
         tasks = [(i, i + 1, *candidate_bounds[i : i + 2].tolist()) for i in range(n_queries)]
+    masked = None if queries_mask is None else ~queries_mask.flatten()
     winners = None
     if with_winners:
         rows = max_query_length * (n_queries if candidate_bounds is None else 1)
@@ -73,11 +76,14 @@ def blocked_varlen_forward(
                 positions = torch.from_numpy(places.astype(np.int32)).to(device).unsqueeze(1)
                 winner = torch.full(best.shape, _NO_WINNER, dtype=torch.int32, device=device)
                 winner.scatter_reduce_(0, segments, torch.where(won, positions, _NO_WINNER), "amin")
-                winners[first:last, columns] = winner.masked_fill_(best == -torch.inf, -1)
+                winner.masked_fill_(best == -torch.inf, -1)
+                winners[first:last, columns] = winner if masked is None else winner.masked_fill_(masked[block], -1)
             if queries_scale is not None:
                 best *= queries_scale[block]
             empty = torch.from_numpy(np.diff(document_bounds[first : last + 1]) == 0).to(device)
             best.masked_fill_(empty.unsqueeze(1), 0.0)
+            if masked is not None:
+                best.masked_fill_(masked[block], 0.0)
             sums = torch.zeros(last_query - first_query, last - first, dtype=dtype, device=device)
             sums.index_add_(0, owners_of_rows, best.T)
             if candidate_bounds is None:

@@ -226,25 +226,19 @@ def maxsim_from_hidden(
             grouped_mask = documents_mask.unsqueeze(0)
         call = _Call(queries, grouped, weight, bias, queries_mask, grouped_mask, None, None, None, 0, 0, 0, *options)
         return _finish(_scores(call), queries, hidden, queries_mask, documents_mask, reduction, empty_score)
-    lengths = None
     if queries.dim() == 3:
         n_queries, max_query_length = queries.shape[:2]
-        lengths = torch.full((n_queries,), max_query_length, device=queries.device)
-        if queries_mask is not None:
-            # A zero is as similar to one document token as to another, adds nothing, and leads no gradient anywhere.
-            queries = queries.masked_fill(~queries_mask.unsqueeze(-1), 0.0)
-            lengths = queries_mask.sum(dim=-1)
         queries = queries.flatten(0, 1)
         queries_cu_seqlens = torch.arange(n_queries + 1, dtype=torch.int32, device=queries.device) * max_query_length
     assert queries_cu_seqlens is not None
     call = _packed_call(
-        queries, hidden, weight, bias, queries_cu_seqlens, documents_cu_seqlens, candidates_cu_seqlens,
+        queries, hidden, weight, bias, queries_mask, queries_cu_seqlens, documents_cu_seqlens, candidates_cu_seqlens,
         max_query_length, max_document_length, options,
     )  # fmt: skip
     scores = _scores(call)
     if reduction == "mean":
-        if lengths is None:
-            lengths = queries_cu_seqlens.diff().to(scores.device, non_blocking=True)
+        lengths = queries_cu_seqlens.diff() if queries_mask is None else queries_mask.sum(dim=-1)
+        lengths = lengths.to(scores.device, non_blocking=True)
         if candidates_cu_seqlens is not None:
             owned = candidates_cu_seqlens.diff().to(scores.device, non_blocking=True)
             lengths = lengths.repeat_interleave(owned, output_size=scores.shape[0])
@@ -313,7 +307,8 @@ class _Call(NamedTuple):
     """The arguments of the operator.
 
     Padded: `queries` [Nq, Lq, d], `hidden` [G, K, Ld, d_model] in the grouped layout of `ops.maxsim`, masks of their
-    shapes, no boundaries. Packed: `queries` [Tq, d], `hidden` [T, d_model], boundaries, no masks.
+    shapes, no boundaries. Packed: `queries` [Tq, d], `hidden` [T, d_model], boundaries, no mask of the documents; one
+    of the queries, [Nq, max_query_length], only where all of them have that length.
     """
 
     queries: Tensor
@@ -348,6 +343,7 @@ def _packed_call(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
+    queries_mask: Tensor | None,
     queries_cu_seqlens: Tensor,
     documents_cu_seqlens: Tensor,
     candidates_cu_seqlens: Tensor | None,
@@ -373,7 +369,8 @@ def _packed_call(
         # A bound that costs nothing. The winners would be int32 by it, and not int16.
         max_document_length = hidden.shape[0]
     return _Call(
-        queries, hidden, weight, bias, None, None, queries_cu_seqlens, documents_cu_seqlens, candidates_cu_seqlens,
+        queries, hidden, weight, bias, queries_mask, None, queries_cu_seqlens, documents_cu_seqlens,
+        candidates_cu_seqlens,
         _longest("queries_cu_seqlens", queries_cu_seqlens, queries.shape[0], "queries", max_query_length),
         _longest("documents_cu_seqlens", documents_cu_seqlens, hidden.shape[0], "documents", max_document_length),
         max_candidates, *options,
@@ -496,6 +493,7 @@ def _score_block(call: _Call, block: _Block, projected: Tensor, with_winners: bo
         return varlen._forward(
             call.queries, projected, queries_bounds, bounds, candidates, call.max_query_length,
             call.max_document_length, call.max_candidates, call.normalize, with_winners, call.implementation,
+            call.queries_mask,
         )  # fmt: skip
     queries, documents, queries_mask, documents_mask = _padded_block(call, block, projected)
     return _padded_forward(

@@ -500,8 +500,12 @@ def _forward(
     normalize: bool,
     with_winners: bool,
     implementation: str,
+    queries_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Scores [Nq, Nd], or [Nd] with candidates, float32, and winners [Nd, rows], an empty tensor unless asked for."""
+    """Scores [Nq, Nd], or [Nd] with candidates, float32, and winners [Nd, rows], an empty tensor unless asked for.
+
+    A `queries_mask` [Nq, max_query_length] (bool) says which tokens to leave out where every query has that length.
+    """
     arguments = (
         queries, documents, queries_cu_seqlens, documents_cu_seqlens, candidates_cu_seqlens, max_query_length,
         max_document_length, max_candidates, normalize, with_winners, implementation,
@@ -511,7 +515,7 @@ def _forward(
         choose(implementation, queries.device, queries.dtype, queries.shape[-1])
         scores, winners = _forward_shapes(*arguments)
         return scores.zero_(), winners.fill_(-1)
-    scores, found = _compute(*arguments)
+    scores, found = _compute(*arguments, queries_mask)
     if found is None:
         return scores, queries.new_empty(0, dtype=torch.int16)
     return scores, found.to(_winners_dtype(max_document_length))
@@ -529,10 +533,13 @@ def _compute(
     normalize: bool,
     with_winners: bool,
     implementation: str,
+    queries_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """As `_forward`, where nothing is empty; without winners the second is None."""
     if choose(implementation, queries.device, queries.dtype, queries.shape[1]) == "triton":
         padded, mask = _padded(queries, queries_cu_seqlens, max_query_length)
+        if queries_mask is not None:
+            mask = queries_mask.contiguous()
         with kernels().on_device(queries):
             return kernels().maxsim_varlen_forward(
                 rows_contiguous(padded),
@@ -554,7 +561,7 @@ def _compute(
             max_query_length, max_document_length,
         )  # fmt: skip
         return blocked_varlen_forward(
-            queries, documents, queries_scale, documents_scale, *bounds, max_query_length, with_winners
+            queries, documents, queries_scale, documents_scale, *bounds, max_query_length, with_winners, queries_mask
         )
 
 

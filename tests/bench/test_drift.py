@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
+import torch
 
-from pylate_flash.bench import drift
+from pylate_flash.bench import drift, step_memory
 from pylate_flash.bench.results import FOLDER
 
 
@@ -32,6 +34,39 @@ def test_both_ways_train_alike(comparison: drift.Comparison, tiny_colbert_path, 
     # Hidden states are projected in bfloat16 and normalised in float32; embeddings are normalised in bfloat16.
     assert result["mean_absolute_drift"] <= (1e-3 if comparison is drift.Comparison.scorers else 1e-2)
     assert (tmp_path / "out" / f"drift-{comparison.value}.png").stat().st_size > 1000
+    assert ("step_memory" in result) == (comparison is drift.Comparison.fusion)
+
+
+def test_the_memory_of_every_way_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(step_memory, "measure", lambda model, step: asked.append(step) or len(asked))
+    found = drift.memory_of_steps("model", drift.Training(document_length=7), [64, 256])
+    assert [entry["bytes"] for entry in found] == list(range(1, 9))
+    assert len({(entry["batch_size"], entry["loss"], entry["way"]) for entry in found}) == 8
+    for entry, step in zip(found, asked, strict=True):
+        assert (step.loss, step.batch_size, step.document_length) == (entry["loss"], entry["batch_size"], 7)
+        assert step.arguments["fuse_projection"] == (entry["way"] == "hidden states")
+
+
+def test_the_memory_of_a_step(tiny_colbert_path: str) -> None:
+    """In a process of its own: more than two layers' activations of 32 elements, less than those of a large model."""
+    step = step_memory.Step("Contrastive", {"fuse_projection": True}, batch_size=64, embedding_size=32)
+    tokens = 64 * (step.query_length + step.document_length)
+    assert tokens * 2 * 32 * 4 < step_memory.measure(tiny_colbert_path, step) < 1 << 29
+
+
+@pytest.mark.parametrize("loss", ["Contrastive", "CachedContrastive"])
+def test_a_measured_step_goes_forward_and_backward(
+    loss: str, tiny_colbert_path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backwards = []
+    backward = torch.Tensor.backward
+    monkeypatch.setattr(torch.Tensor, "backward", lambda value: backwards.append(value.item()) or backward(value))
+    monkeypatch.setattr(step_memory.memory, "peak", lambda call, device: call() or 5)
+    step = step_memory.Step(loss, {"fuse_projection": True}, batch_size=18, embedding_size=32)
+    assert step_memory.measure_here(tiny_colbert_path, step) == 5
+    # All texts are equal, and so are their scores.
+    assert backwards == pytest.approx([math.log(18)] * 2, rel=1e-3)
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("drift-*.json")), ids=lambda path: path.stem)

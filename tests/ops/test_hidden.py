@@ -252,6 +252,27 @@ def test_nan_in_an_active_token_makes_its_scores_nan() -> None:
     assert maxsim_from_hidden(queries, hidden, weight, bias, mask).isfinite().all()
 
 
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_masked_query_tokens_do_not_meet_the_tokens_of_packed_documents(value: float, normalize: bool) -> None:
+    """Not even infinite ones: a query without active tokens scores 0, and what is masked has no gradient."""
+    queries, hidden, weight, bias = problem().tensors.values()
+    hidden[1, 3, 0] = value
+    mask = torch.tensor([[True, False, True, True], [False] * 4, [False, True, False, False]])
+    packed_hidden, bounds = pack(list(hidden))
+    tensors = {"queries": queries, "hidden": packed_hidden, "weight": weight, "bias": bias}
+    options = {"queries_mask": mask, "documents_cu_seqlens": bounds, "normalize": normalize}
+    masked = Problem(tensors, options)
+    expected = masked(maxsim_from_hidden_reference)
+    assert (expected[1] == 0).all()
+    for reduction in ("sum", "mean"):
+        options["reduction"] = reduction
+        torch.testing.assert_close(
+            masked(maxsim_from_hidden), masked(maxsim_from_hidden_reference), equal_nan=True, rtol=1e-5, atol=1e-5
+        )
+    assert (masked.gradients(maxsim_from_hidden)["queries"][~mask] == 0).all()
+
+
 def test_strided_hidden_states_equal_contiguous_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     queries, hidden, weight, bias = problem().tensors.values()
     strided = hidden.transpose(0, 1).contiguous().transpose(0, 1)

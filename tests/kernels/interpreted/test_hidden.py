@@ -39,3 +39,14 @@ def test_blocks(layout: str, scratch: int, monkeypatch: pytest.MonkeyPatch) -> N
     gradients = expected.gradients(maxsim_from_hidden_reference)
     for name, found in problem.gradients(kernel).items():
         assert relative_error(found, gradients[name]) <= 1e-5, name
+
+
+def test_masked_query_tokens_do_not_meet_the_tokens_of_packed_documents() -> None:
+    torch.manual_seed(0)
+    tensors = {"queries": torch.randn(2, 5, 16), "hidden": torch.randn(20, 12), "weight": torch.randn(16, 12)}
+    tensors["hidden"][3, 0] = torch.nan
+    mask = torch.tensor([[True, False, True, True, False], [False] * 5])
+    problem = Problem(tensors, {"queries_mask": mask, "documents_cu_seqlens": torch.tensor([0, 8, 20])})
+    scores = problem(partial(maxsim_from_hidden, implementation="triton"))
+    torch.testing.assert_close(scores, problem(maxsim_from_hidden_reference), equal_nan=True, rtol=1e-5, atol=1e-5)
+    assert (scores[1] == 0).all()
