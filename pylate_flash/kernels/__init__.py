@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from .backward import maxsim_backward, maxsim_varlen_backward
+from .backward import bound_backward, maxsim_backward, maxsim_varlen_backward
 from .forward import bound_maxsim, bound_maxsim_varlen, maxsim_forward, maxsim_varlen_forward
 from .launch import on_device
 
 __all__ = [
+    "bound_backward",
     "bound_maxsim",
     "bound_maxsim_varlen",
     "maxsim_backward",
