@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .backward import maxsim_backward, maxsim_varlen_backward
+from .backward import bound_backward, maxsim_backward, maxsim_varlen_backward
 from .forward import bound_maxsim, bound_maxsim_varlen, maxsim_forward, maxsim_varlen_forward
 from .launch import on_device
 from .tiles import architecture, fused_tile
 
 __all__ = [
     "architecture",
+    "bound_backward",
     "bound_maxsim",
     "bound_maxsim_varlen",
     "fused_forward",

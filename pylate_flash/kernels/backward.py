@@ -25,12 +25,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .gradients import Inputs, Problem, bind_finish, joined, through_norm
-from .launch import Launcher
+from .gradients import Problem, Slot, bind_finish, joined, through_norm
+from .launch import Launcher, Sequence
 from .norms import inverse_norms
-from .scatter import backward_by_atomics, backward_by_products
+from .scatter import add_atomics, add_products, sums_are_the_gradient
 from .tiles import architecture
-from .winner_lists import backward_by_lists
+from .winner_lists import add_lists, wants_transposed_scores
 
 # The times beside a constant are milliseconds on an H200 in bfloat16 at d = 128, at 1024 x 1024 (32 x 180 tokens), at
 # 512 x 512 (32 x 180) and at 64 x 64 (1024 x 1024), in this order, with uniform winners.
@@ -55,6 +55,9 @@ _SPLIT_DOCUMENTS = 32
 _FEW_ROWS = 128
 
 
+Gradients = tuple[Tensor | None, Tensor | None]
+
+
 def maxsim_backward(
     grad_scores: Tensor,
     queries: Tensor,
@@ -64,21 +67,58 @@ def maxsim_backward(
     need_queries: bool,
     need_documents: bool,
     backward: str = "auto",
-) -> tuple[Tensor | None, Tensor | None]:
+) -> Gradients:
     """Gradients [Nq, Lq, d] and [G, K, Ld, d] in the type of the embeddings; no dimension is 0.
 
     `grad_scores` [Nq, K] is float32 with any strides, `winners` [G, K, Nq / G * Lq] contiguous. `backward` is "auto",
     "csr", "onehot" or "atomic".
     """
-    groups, candidates, length, size = documents.shape
-    problem = Problem(
-        queries.shape[0], queries.shape[1], size, groups, groups * candidates, candidates, length,
-        groups * candidates * length, grad_scores.stride(), queries.stride(), documents.stride()[:3],
-        False, False, normalize, queries.device, queries.dtype, winners.dtype,
+    compute = bound_backward(
+        queries.shape, queries.stride(), queries.dtype, queries.device, documents.shape, documents.stride(), normalize,
+        backward,
     )  # fmt: skip
-    queries_scale, documents_scale = (inverse_norms(queries), inverse_norms(documents)) if normalize else (None, None)
-    inputs = Inputs(grad_scores, queries, documents, queries_scale, documents_scale, None, None, winners)
-    return _backward(problem, inputs, need_queries, need_documents, backward)
+    return compute(grad_scores, queries, documents, winners, need_queries, need_documents)
+
+
+@functools.lru_cache(maxsize=4096)
+def bound_backward(
+    shape: torch.Size,
+    query_strides: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    documents_shape: tuple[int, ...],
+    document_strides: tuple[int, ...],
+    normalize: bool,
+    backward: str,
+) -> Callable[[Tensor, Tensor, Tensor, Tensor, bool, bool], Gradients]:
+    """`maxsim_backward` with everything decided but the values, the layout of `grad_scores` and what is needed.
+
+    The function returned takes the documents in any view of [G, K, Ld, d], and returns their gradient in its shape.
+    """
+    groups, candidates, length, size = documents_shape
+    plans: dict[tuple, Callable[..., Gradients]] = {}
+
+    def compute(
+        grad_scores: Tensor,
+        queries: Tensor,
+        documents: Tensor,
+        winners: Tensor,
+        need_queries: bool,
+        need_documents: bool,
+    ) -> Gradients:
+        key = grad_scores.stride(), winners.dtype, need_queries, need_documents
+        plan = plans.get(key)
+        if plan is None:
+            problem = Problem(
+                shape[0], shape[1], size, groups, groups * candidates, candidates, length,
+                groups * candidates * length, key[0], query_strides, document_strides[:3],
+                False, False, normalize, device, dtype, key[1],
+            )  # fmt: skip
+            plan = plans[key] = _plan(problem, need_queries, need_documents, backward)
+        scales = (inverse_norms(queries), inverse_norms(documents)) if normalize else (None, None)
+        return plan(grad_scores, queries, documents, *scales, None, None, winners)
+
+    return compute
 
 
 def maxsim_varlen_backward(
@@ -92,7 +132,7 @@ def maxsim_varlen_backward(
     need_queries: bool,
     need_documents: bool,
     backward: str = "auto",
-) -> tuple[Tensor | None, Tensor | None]:
+) -> Gradients:
     """Gradients [Nq, Lq, d] and [T, d] in the type of the embeddings; no dimension is 0, but a document may be empty.
 
     `queries` [Nq, Lq, d] are padded, `documents` [T, d] packed with `cu_seqlens` [Nd + 1], int32 or int64 on the
@@ -100,44 +140,74 @@ def maxsim_varlen_backward(
     [Nd, Nq * Lq] for `grad_scores` [Nq, Nd], or, with `candidates` [Nq + 1] on the device (query i owns documents
     candidates[i] to candidates[i + 1]), [Nd, Lq] for `grad_scores` [Nd].
     """
-    n_queries, query_length, size = queries.shape
-    count = cu_seqlens.shape[0] - 1
-    grad_strides = (0, grad_scores.stride(0)) if candidates is not None else grad_scores.stride()
-    problem = Problem(
-        n_queries, query_length, size, 1 if candidates is None else n_queries, count, count, max_document_length,
-        documents.shape[0], grad_strides, queries.stride(), (0, 0, documents.stride(0)),
-        True, candidates is not None, False, queries.device, queries.dtype, winners.dtype,
-        (cu_seqlens.dtype, None if candidates is None else candidates.dtype),
+    compute = _bound_varlen_backward(
+        queries.shape, queries.stride(), queries.dtype, queries.device, documents.shape[0], documents.stride(0),
+        cu_seqlens.shape[0] - 1, cu_seqlens.dtype, None if candidates is None else candidates.dtype,
+        max_document_length, grad_scores.stride(), winners.dtype, need_queries, need_documents, backward,
     )  # fmt: skip
-    inputs = Inputs(grad_scores, queries, documents, None, None, cu_seqlens, candidates, winners)
-    return _backward(problem, inputs, need_queries, need_documents, backward)
+    return compute(grad_scores, queries, documents, None, None, cu_seqlens, candidates, winners)
 
 
-def _backward(
-    problem: Problem, inputs: Inputs, need_queries: bool, need_documents: bool, backward: str
-) -> tuple[Tensor | None, Tensor | None]:
-    grad_queries = grad_documents = None
+@functools.lru_cache(maxsize=4096)
+def _bound_varlen_backward(
+    shape: torch.Size,
+    query_strides: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    n_tokens: int,
+    token_stride: int,
+    n_documents: int,
+    cu_seqlens_dtype: torch.dtype,
+    candidates_dtype: torch.dtype | None,
+    max_document_length: int,
+    grad_strides: tuple[int, ...],
+    winners_dtype: torch.dtype,
+    need_queries: bool,
+    need_documents: bool,
+    backward: str,
+) -> Callable[..., Gradients]:
+    """The plan of such a backward. Every type that a tensor of its launches may have is among the arguments."""
+    has_candidates = candidates_dtype is not None
+    n_queries, query_length, size = shape
+    problem = Problem(
+        n_queries, query_length, size, n_queries if has_candidates else 1, n_documents, n_documents,
+        max_document_length, n_tokens, (0, *grad_strides) if has_candidates else grad_strides, query_strides,
+        (0, 0, token_stride), True, has_candidates, False, device, dtype, winners_dtype,
+    )  # fmt: skip
+    return _plan(problem, need_queries, need_documents, backward)
+
+
+def _plan(problem: Problem, need_queries: bool, need_documents: bool, backward: str) -> Callable[..., Gradients]:
+    """A function of the tensors from `Slot.GRAD_SCORES` to `Slot.WINNERS` that returns the gradients."""
+    sequence = Sequence(len(Slot))
     if need_queries:
-        grad_queries = _backward_queries(problem, inputs)
-    if need_documents:
-        if backward == "auto":
-            backward = "onehot" if problem.rows <= _FEW_ROWS else "csr"
-        by = {"csr": backward_by_lists, "onehot": backward_by_products, "atomic": backward_by_atomics}[backward]
-        grad_documents = by(problem, inputs)
-    return grad_queries, grad_documents
+        _add_gather(problem, sequence)
+    if backward == "auto":
+        backward = "onehot" if problem.rows <= _FEW_ROWS else "csr"
+    transposed = need_documents and backward == "csr" and wants_transposed_scores(problem)
+    if need_documents and backward == "csr":
+        strides = (1, problem.n_queries) if transposed else problem.grad_strides
+        add_lists(problem._replace(grad_strides=strides), sequence)
+    elif need_documents:
+        (add_products if backward == "onehot" else add_atomics)(problem, sequence)
+    atomic = need_documents and backward == "atomic"
+    allocate = torch.empty if backward == "csr" or (atomic and not sums_are_the_gradient(problem)) else torch.zeros
+    dtype, device = problem.dtype, problem.device
 
+    def compute(grad_scores: Tensor, queries: Tensor, documents: Tensor, *rest: Tensor | None) -> Gradients:
+        grad_queries = torch.empty(queries.shape, dtype=dtype, device=device) if need_queries else None
+        grad_documents = allocate(documents.shape, dtype=dtype, device=device) if need_documents else None
+        weights, sums = grad_scores, None
+        if transposed:
+            weights = grad_scores.t().contiguous()
+        elif atomic:
+            sums = grad_documents
+            if allocate is torch.empty:
+                sums = torch.zeros(documents.shape, dtype=torch.float32, device=device)
+        sequence(grad_scores, queries, documents, *rest, grad_queries, grad_documents, weights, sums, None)
+        return grad_queries, grad_documents
 
-def _backward_queries(problem: Problem, inputs: Inputs) -> Tensor:
-    launch, n_splits, finish = _bound_gather(problem)
-    queries = inputs.queries
-    grad_queries = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
-    if finish is None:
-        launch(*inputs, grad_queries)
-        return grad_queries
-    parts = queries.new_empty(n_splits, *queries.shape, dtype=torch.float32)
-    launch(*inputs, parts)
-    finish(parts, queries, inputs.queries_scale, grad_queries)
-    return grad_queries
+    return compute
 
 
 @triton.jit(
@@ -255,9 +325,8 @@ def _gather_kernel(
 _gather = Launcher(_gather_kernel)
 
 
-@functools.lru_cache(maxsize=4096)
-def _bound_gather(problem: Problem) -> tuple[Callable[..., None], int, Callable[..., None] | None]:
-    """A launch of `_gather_kernel`, into how many splits it sums, and a launch of `_finish_kernel` if there are any."""
+def _add_gather(problem: Problem, sequence: Sequence) -> None:
+    """Add the gradient of the queries."""
     processors = architecture(problem.device)[1]
     block = problem.block_embedding
     for slots, block_documents in _GATHERS if problem.walked > 1 else ((64, 1), (32, 1)):
@@ -282,10 +351,14 @@ def _bound_gather(problem: Problem) -> tuple[Callable[..., None], int, Callable[
         num_warps,
         num_stages=3,
     )  # fmt: skip
-    finish = None
-    if n_splits > 1:
-        finish = bind_finish(
-            problem, problem.n_queries * problem.query_length, n_splits, problem.n_queries, problem.query_length,
-            (0, *problem.query_strides[:2]),
-        )  # fmt: skip
-    return launch, n_splits, finish
+    inputs = range(Slot.GRAD_SCORES, Slot.WINNERS + 1)
+    if n_splits == 1:
+        sequence.add(launch, *inputs, Slot.GRAD_QUERIES)
+        return
+    rows = problem.n_queries * problem.query_length
+    parts = sequence.region(n_splits * rows * problem.size, torch.float32, at=0)
+    sequence.add(launch, *inputs, parts)
+    finish = bind_finish(
+        problem, rows, n_splits, problem.n_queries, problem.query_length, (0, *problem.query_strides[:2])
+    )
+    sequence.add(finish, parts, Slot.QUERIES, Slot.QUERIES_SCALE, Slot.GRAD_QUERIES)

@@ -27,6 +27,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import triton
@@ -46,7 +47,7 @@ from .cuts import (
     reaches_into,
     tokens_of_piece,
 )
-from .launch import Launcher
+from .launch import Launch, Launcher
 from .masks import active_tokens
 from .norms import inverse_norm, inverse_norms
 from .reductions import larger, max_along
@@ -430,8 +431,8 @@ def maxsim_forward(
     groups, candidates, length, _ = documents.shape
     winners = None
     if with_winners:
-        dtype = torch.int16 if length <= 32767 else torch.int32
-        winners = queries.new_empty(groups, candidates, n_queries // groups * query_length, dtype=dtype)
+        rows = n_queries // groups * query_length
+        winners = queries.new_empty((groups, candidates, rows), dtype=_winners_dtype(length))
     short = groups == n_queries and query_length <= _SINGLE_MAX_QUERY_LENGTH
     launch = _launch_single if short else _launch_stacked
     scores = launch(
@@ -459,17 +460,23 @@ def bound_maxsim(
     documents_shape: tuple[int, ...],
     document_strides: tuple[int, ...],
     aligned: bool,
+    with_winners: bool,
+    normalize: bool,
     precision: str,
-) -> Callable[[Tensor, Tensor], Tensor]:
-    """`maxsim_forward` with everything decided but the values: plain scores, without masks, norms or winners."""
+) -> Score:
+    """`maxsim_forward` with everything decided but the values: scores without masks.
+
+    The function returned takes the documents in any view of [G, K, Ld, d].
+    """
     groups, candidates, length, _ = documents_shape
     layout = (candidates, length, document_strides[:3])
-    plain = (None, 0, 0, False, False, False, precision)
+    plain = (None, 0, 0, with_winners, normalize, False, precision)
+    winners = (groups, candidates, shape[0] // groups * shape[1]) if with_winners else None
     if groups == shape[0] and shape[1] <= _SINGLE_MAX_QUERY_LENGTH:
         single = _bound_single(shape, query_strides, dtype, device, *layout, 0, False, False, None, *plain)
-        return _plain_single(single[0], single[1])
+        return _plain_single(single[0], single[1], winners, _winners_dtype(length))
     stacked = _bound_stacked(shape, query_strides, dtype, device, groups, *layout, aligned, False, False, *plain)
-    return _plain_stacked(stacked[0], shape[0], stacked[1], candidates)
+    return _plain_stacked(stacked, shape[0], candidates, winners, _winners_dtype(length), normalize)
 
 
 def bound_maxsim_varlen(
@@ -483,38 +490,63 @@ def bound_maxsim_varlen(
     n_documents: int,
     cu_seqlens_dtype: torch.dtype,
     max_document_length: int,
+    normalize: bool,
     precision: str,
-) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
+) -> Score | None:
     """The same for `maxsim_varlen_forward` of queries [Nq, Lq, d]; None where a document may be in pieces."""
     layout = (n_documents, 0, (0, 0, token_stride))
-    plain = (tokens, max_document_length, False, False, False, precision)
+    plain = (tokens, max_document_length, False, normalize, False, precision)
     if shape[0] == 1 and shape[1] <= _SINGLE_MAX_QUERY_LENGTH:
         single = _bound_single(
             shape, query_strides, dtype, device, *layout, 0, False, False, cu_seqlens_dtype, None, *plain
         )
-        return _plain_single(single[0], single[1]) if single[2] is None else None
+        return _plain_single(single[0], single[1], None, None) if single[2] is None else None
     stacked = _bound_stacked(
         shape, query_strides, dtype, device, 1, *layout, aligned, False, False, cu_seqlens_dtype, *plain
     )
-    return _plain_stacked(stacked[0], shape[0], stacked[1], n_documents) if stacked[2] is None else None
+    return _plain_stacked(stacked, shape[0], n_documents, None, None, normalize) if stacked.cuts is None else None
 
 
-def _plain_single(launch: Callable[..., None], sums_shape: tuple[int, ...]) -> Callable[..., Tensor]:
-    def score(queries: Tensor, documents: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+# Of queries, documents and, if these are packed, where each begins: scores, and winners or None.
+Score = Callable[..., tuple[Tensor, Tensor | None]]
+
+
+def _plain_single(
+    launch: Launch,
+    sums_shape: tuple[int, ...],
+    winners_shape: tuple[int, ...] | None,
+    winners_dtype: torch.dtype | None,
+) -> Score:
+    def score(queries: Tensor, documents: Tensor, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        winners = None if winners_shape is None else queries.new_empty(winners_shape, dtype=winners_dtype)
         sums = queries.new_empty(sums_shape, dtype=torch.float32)
-        launch(queries, documents, None, None, None, cu_seqlens, None, sums, None, None, None)
-        return sums[0] if sums_shape[0] == 1 else sums.sum(dim=0)
+        launch(queries, documents, None, None, None, cu_seqlens, None, sums, winners, None, None)
+        return (sums[0] if sums_shape[0] == 1 else sums.sum(dim=0)), winners
 
     return score
 
 
 def _plain_stacked(
-    launch: Callable[..., None], n_queries: int, sums_per_query: int, n_documents: int
-) -> Callable[..., Tensor]:
-    def score(queries: Tensor, documents: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+    bound: _Stacked,
+    n_queries: int,
+    n_documents: int,
+    winners_shape: tuple[int, ...] | None,
+    winners_dtype: torch.dtype | None,
+    normalize: bool,
+) -> Score:
+    launch, sums_per_query, _, _, no_pieces = bound
+
+    def score(queries: Tensor, documents: Tensor, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        scales: tuple[Tensor | None, Tensor | None] = (None, None)
+        if normalize:
+            scales = inverse_norms(queries), inverse_norms(documents)
+        winners = None if winners_shape is None else queries.new_empty(winners_shape, dtype=winners_dtype)
         sums = queries.new_empty((n_queries * sums_per_query, n_documents), dtype=torch.float32)
-        launch(queries, documents, None, None, None, None, None, cu_seqlens, sums, None, None, None)
-        return sums if sums_per_query == 1 else sums.view(n_queries, sums_per_query, n_documents).sum(dim=1)
+        launch(queries, documents, None, None, None, *scales, cu_seqlens, sums, winners, *no_pieces)
+        return (
+            sums if sums_per_query == 1 else sums.view(n_queries, sums_per_query, n_documents).sum(dim=1),
+            winners,
+        )
 
     return score
 
@@ -542,8 +574,7 @@ def maxsim_varlen_forward(
     winners = None
     if with_winners:
         rows = queries.shape[1] * (queries.shape[0] if candidates is None else 1)
-        dtype = torch.int16 if max_document_length <= 32767 else torch.int32
-        winners = queries.new_empty(n_documents, rows, dtype=dtype)
+        winners = queries.new_empty((n_documents, rows), dtype=_winners_dtype(max_document_length))
     arguments = (
         queries, documents, queries_mask, None, cu_seqlens, winners, n_documents, 0,
         (0, 0, documents.stride(0)), normalize, False, precision, max_document_length,
@@ -569,7 +600,7 @@ def _launch_stacked(
     precision: str,
     max_document_length: int = 0,
 ) -> Tensor:
-    launch, sums_per_query, cuts, rows = _bound_stacked(
+    launch, sums_per_query, cuts, rows, no_pieces = _bound_stacked(
         queries.shape,
         queries.stride(),
         queries.dtype,
@@ -594,15 +625,16 @@ def _launch_stacked(
     queries_scale, documents_scale = None, None
     if normalize:
         queries_scale = inverse_norms(queries)
-        documents_scale = inverse_norms(documents if cu_seqlens is None else documents.unsqueeze(0))
+        documents_scale = inverse_norms(documents)
     n_queries = queries.shape[0]
     sums = queries.new_empty(n_queries * sums_per_query, n_documents, dtype=torch.float32)
-    pieces = (None, None) if cuts is None else pieces_scratch(cuts, rows, winners is not None, queries.device)
+    pieces = None if cuts is None else pieces_scratch(cuts, rows, winners is not None, queries.device)
     launch(
-        queries, documents, queries_mask, *active, queries_scale, documents_scale, cu_seqlens, sums, winners, *pieces
+        queries, documents, queries_mask, *active, queries_scale, documents_scale, cu_seqlens, sums, winners,
+        *(no_pieces if pieces is None else pieces),
     )  # fmt: skip
     scores = sums if sums_per_query == 1 else sums.view(n_queries, sums_per_query, n_documents).sum(dim=1)
-    if cuts is not None:
+    if cuts is not None and pieces is not None:
         rows_per_query = _padded_query_length(queries.shape[1])[0]
         merge_pieces(
             pieces, cuts, rows, queries.shape, queries_mask, queries_scale, cu_seqlens, None, rows_per_query,
@@ -661,6 +693,10 @@ def _launch_single(
     return scores
 
 
+def _winners_dtype(longest: int) -> torch.dtype:
+    return torch.int16 if longest <= 32767 else torch.int32
+
+
 @functools.cache
 def _hopper() -> Launcher:
     """The Hopper version of `_stacked_kernel`, imported where it runs only: not every Triton has Gluon."""
@@ -671,6 +707,19 @@ def _hopper() -> Launcher:
 
 # The two functions below decide how a launch is cut up. They are cached, because deciding takes longer than launching;
 # every type that a tensor of the launch may have is among their arguments.
+
+
+class _Stacked(NamedTuple):
+    """A launch of stacked queries, and the sums that it leaves per query and document.
+
+    Then, where documents may be in pieces, the cuts and the rows of a piece; and the launch's last tensors, if not.
+    """
+
+    launch: Launch
+    sums_per_query: int
+    cuts: Cuts | None
+    rows: int
+    no_pieces: tuple[None, ...]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -693,11 +742,8 @@ def _bound_stacked(
     normalize: bool,
     zero_masked: bool,
     precision: str,
-) -> tuple[Callable[..., None], int, Cuts | None, int]:
-    """A launch of `_stacked_kernel` or of its Hopper version, and the sums that it leaves per query and document.
-
-    And, where documents may be in pieces, the cuts and the rows of a piece. Of packed documents there are `n_tokens`.
-    """
+) -> _Stacked:
+    """A launch of `_stacked_kernel` or of its Hopper version. Of packed documents there are `n_tokens`."""
     capability, processors = architecture(device)
     query_length, size = shape[1:]
     n_queries = shape[0] // groups
@@ -729,7 +775,7 @@ def _bound_stacked(
                 num_stages=1,
             )
             # The Hopper kernel takes documents whole.
-            return lambda *tensors: launch(*tensors[:10]), padded // group, None, 0
+            return _Stacked(launch, padded // group, None, 0, ())
 
     block_embedding, split = embedding_block(size, dtype.itemsize)
     tile = stacked_tile(capability, size, dtype.itemsize, rows, with_winners)
@@ -756,7 +802,7 @@ def _bound_stacked(
         tile.num_stages,
         max_registers=registers,
     )
-    return launch, padded // group, cuts if in_pieces else None, row_blocks * tile.rows
+    return _Stacked(launch, padded // group, cuts if in_pieces else None, row_blocks * tile.rows, (None, None))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -779,7 +825,7 @@ def _bound_single(
     normalize: bool,
     zero_masked: bool,
     precision: str,
-) -> tuple[Callable[..., None], tuple[int, ...], Cuts | None, int]:
+) -> tuple[Launch, tuple[int, ...], Cuts | None, int]:
     """A launch of `_single_kernel`, and the shape of the sums that it leaves, which are to be added up over dim 0.
 
     And, where documents may be in pieces, the cuts and the rows of a piece. Of packed documents there are `n_tokens`.

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from enum import IntEnum
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from .launch import Launcher
+from .launch import Launch, Launcher
 from .norms import SMALLEST_NORM
 
 _LARGEST_SCALE = tl.constexpr(1.0 / SMALLEST_NORM)
 
 
 class Problem(NamedTuple):
-    """All that a launch depends on but the tensors' contents: the key of the functions that decide how to launch.
+    """All that the launches of a backward depend on but the tensors' contents.
 
     Documents and tokens are counted over all groups; `per_group` documents belong to one, and `length` is the longest
     document.
@@ -40,7 +39,6 @@ class Problem(NamedTuple):
     device: torch.device
     dtype: torch.dtype
     winners_dtype: torch.dtype
-    bounds_dtypes: tuple[torch.dtype | None, ...] = ()
 
     @property
     def rows(self) -> int:
@@ -77,17 +75,25 @@ class Problem(NamedTuple):
         )  # fmt: skip
 
 
-class Inputs(NamedTuple):
-    """The tensors of one backward."""
+class Slot(IntEnum):
+    """Where the tensors of a backward are in the table of its launches."""
 
-    grad_scores: Tensor
-    queries: Tensor
-    documents: Tensor
-    queries_scale: Tensor | None
-    documents_scale: Tensor | None
-    cu_seqlens: Tensor | None
-    candidates: Tensor | None
-    winners: Tensor
+    GRAD_SCORES = 0
+    QUERIES = 1
+    DOCUMENTS = 2
+    QUERIES_SCALE = 3
+    DOCUMENTS_SCALE = 4
+    CU_SEQLENS = 5
+    CANDIDATES = 6
+    WINNERS = 7
+    GRAD_QUERIES = 8
+    GRAD_DOCUMENTS = 9
+    # `GRAD_SCORES`, or a copy whose layout serves the gradient of the documents better.
+    WEIGHTS = 10
+    # Of the gradient of the documents, float32.
+    SUMS = 11
+    # Nothing.
+    NONE = 12
 
 
 @triton.jit
@@ -183,7 +189,7 @@ _finish = Launcher(_finish_kernel)
 
 def bind_finish(
     problem: Problem, rows: int, parts: int, sequences: int, length: int, strides: tuple[int, ...]
-) -> Callable[..., None]:
+) -> Launch:
     """A launch of `_finish_kernel` over `rows`, in sequences of `length`, `sequences` of them to a group."""
     block = problem.block_embedding
     num_warps = 4 if block <= 512 else 8
@@ -198,7 +204,7 @@ def bind_finish(
     )
 
 
-def finish_documents(problem: Problem) -> Callable[..., None]:
+def finish_documents(problem: Problem) -> Launch:
     """A launch of `_finish_kernel` over the one float32 sum of every document token."""
     sequences, length = (1, problem.tokens) if problem.packed else (problem.per_group, problem.length)
     return bind_finish(problem, problem.tokens, 1, sequences, length, problem.document_strides)

@@ -3,17 +3,118 @@
 Triton looks a kernel up by a string of everything that it was specialised on, built anew at every launch: tens of
 microseconds for a kernel of many arguments, as long as the kernel itself runs on a small problem. What the
 specialisation depends on is known here, so a tuple of it finds the compiled kernel.
+
+What Triton then does before it calls its C function, which takes the addresses, is to look for scratch memory and hooks
+that are rarely there. Where a kernel needs no such memory and no hook is set, the C function is called at once.
 """
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import triton
 from torch import Tensor
+from triton import knobs
 
 _INT32_MAX = 2**31 - 1
+# Regions of a scratch begin at multiples of as many bytes.
+_REGION = 256
+# The arguments of the C function, and their order, are those of this version of Triton.
+_KNOWN_TRITON = triton.__version__.startswith("3.6.")
+
+
+class _Direct(NamedTuple):
+    """Triton's C function for a compiled kernel, and its arguments before the stream, and from there to the pointers.
+
+    After the pointers come the kernel's other arguments.
+    """
+
+    launch: Callable[..., None]
+    grid: tuple[int, int, int]
+    fixed: tuple
+    rest: tuple
+    device: int
+
+
+def _direct(compiled: Any, grid: tuple[int, int, int], rest: tuple, device: int) -> _Direct | None:
+    """The C function of a compiled kernel, or None where Triton must launch it."""
+    if not _KNOWN_TRITON or device < 0:
+        return None
+    from triton.backends.nvidia.driver import CudaLauncher
+
+    run = getattr(compiled, "run", None)
+    if not isinstance(run, CudaLauncher) or run.global_scratch_size > 0 or run.profile_scratch_size > 0:
+        return None
+    # Scratches for all programs and for a profiler; then what describes the launch to hooks, and two hooks.
+    fixed = (
+        compiled.function, run.launch_cooperative_grid, run.launch_pdl, None, None, compiled.packed_metadata,
+        None, None, None,
+    )  # fmt: skip
+    return _Direct(run.launch, grid, fixed, rest, device)
+
+
+def _hooked() -> bool:
+    """Whether somebody, such as a profiler, wants to hear of launches."""
+    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    # Unset, a hook is an empty chain of hooks.
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
+
+
+# The stream that is current on a device, as an integer. A PyTorch without CUDA has no such function, and no need of it.
+_current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0)
+
+
+class Launch:
+    """A launch of which only the tensors are open: a callable that takes them, and `Launcher.bind` makes.
+
+    The first tensor is on the current device; none is on another, or of another type, from call to call. Launches on
+    the current stream. Compiles what was never compiled.
+    """
+
+    def __init__(
+        self, launcher: Launcher, grid: tuple[int, int, int], rest: tuple, key: tuple, options: dict[str, Any]
+    ) -> None:
+        self._launcher = launcher
+        self._grid = grid
+        self._rest = rest
+        self._key = key
+        self._options = options
+        self._runners: dict[tuple, Callable[..., None]] = {}
+        # For tensors that begin at multiples of 16 bytes, once such tensors came.
+        self.direct: _Direct | None = None
+
+    def __call__(self, *tensors: Tensor | None) -> None:
+        # An address needs no look-up of its memory, as a tensor does. No address and no tensor look the same to Triton.
+        pointers = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+        direct = self.direct
+        if direct is None or functools.reduce(operator.or_, pointers) & 15 or _hooked():
+            self._by_triton(tensors, pointers)
+            return
+        direct.launch(*direct.grid, _current_stream(direct.device), *direct.fixed, *pointers, *direct.rest)
+
+    def _by_triton(self, tensors: tuple[Tensor | None, ...], pointers: list[int]) -> None:
+        aligned = tuple([pointer % 16 == 0 for pointer in pointers])
+        runner = self._runners.get(aligned)
+        if runner is not None:
+            runner(*pointers, *self._rest)
+            return
+        types = tuple([None if tensor is None else tensor.dtype for tensor in tensors])
+        key = (tensors[0].device, types, aligned, *self._key)  # type: ignore[union-attr]
+        compiled = self._launcher._compiled.get(key)
+        if compiled is None:
+            # None under Triton's interpreter, which compiles nothing.
+            compiled = self._launcher.kernel[self._grid](*tensors, *self._rest, **self._options)
+            self._launcher._compiled[key] = compiled
+        else:
+            compiled[self._grid](*pointers, *self._rest)
+        if compiled is not None:
+            self._runners[aligned] = compiled[self._grid]
+            if all(aligned):
+                self.direct = _direct(compiled, self._grid, self._rest, tensors[0].get_device())  # type: ignore[union-attr]
 
 
 class Launcher:
@@ -38,7 +139,7 @@ class Launcher:
         num_warps: int,
         num_stages: int,
         max_registers: int | None = None,
-    ) -> Callable[..., None]:
+    ) -> Launch:
         """A launch of which only the tensors are open. Keep it: what it costs beyond Triton's launcher it costs once.
 
         Parameters
@@ -49,43 +150,78 @@ class Launcher:
             The arguments after the tensors, in the kernel's order.
         num_warps, num_stages, max_registers
             Triton's launch options; the last is per thread.
-
-        Returns
-        -------
-        Callable
-            Takes the tensors, the first of them on the current device and none of another type from call to call, and
-            launches on the current stream. Compiles what was never compiled.
         """
-        rest = (*integers, *strides, *constants)
         # Triton tells apart 1, multiples of 16, and what needs 64 bits.
         specialised = (
             tuple([stride if stride == 1 else (stride % 16 == 0, stride > _INT32_MAX) for stride in strides]),
             tuple([integer > _INT32_MAX for integer in integers]),
         )
-        runners: dict[tuple, Callable[..., None]] = {}
+        return Launch(
+            self,
+            grid,
+            (*integers, *strides, *constants),
+            (specialised, constants, num_warps, num_stages, max_registers),
+            {"num_warps": num_warps, "num_stages": num_stages, "maxnreg": max_registers},
+        )
 
-        def launch(*tensors: Tensor | None) -> None:
-            pointers = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
-            aligned = tuple([pointer is None or pointer % 16 == 0 for pointer in pointers])
-            runner = runners.get(aligned)
-            if runner is not None:
-                # An address needs no look-up of its memory, as a tensor does.
-                runner(*pointers, *rest)
+
+class Sequence:
+    """Launches one after the other, whose tensors are slots of one table: those of a call, and then regions of scratch.
+
+    A call allocates the scratch, and lets go of it. It passes addresses, and makes no tensor of a region, once all its
+    kernels were launched.
+
+    Parameters
+    ----------
+    given
+        How many tensors (or None) a call takes: the slots from 0. As of a `Launch`, the first of them is on the current
+        device, and none changes its type, or whether it is None.
+    """
+
+    def __init__(self, given: int) -> None:
+        self._given = given
+        self._bytes = 0
+        self._regions: list[tuple[int, int, torch.dtype]] = []
+        self._steps: list[tuple[Launch, tuple[int, ...]]] = []
+        self._direct: list[tuple[_Direct, Callable[[list[int]], tuple[int, ...]]]] = []
+
+    def region(self, count: int, dtype: torch.dtype, at: int | None = None) -> int:
+        """Return the slot of a region of scratch for `count` elements, after all others, or `at` a byte among them."""
+        offset = -(-self._bytes // _REGION) * _REGION if at is None else at
+        self._bytes = max(self._bytes, offset + count * dtype.itemsize)
+        self._regions.append((offset, count, dtype))
+        return self._given + len(self._regions) - 1
+
+    def add(self, launch: Launch, *slots: int) -> None:
+        """Launch after all others, on the tensors in these slots."""
+        self._steps.append((launch, slots))
+
+    def __call__(self, *tensors: Tensor | None) -> None:
+        pointers = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+        scratch = torch.empty(self._bytes, dtype=torch.uint8, device=tensors[0].device)  # type: ignore[union-attr]
+        if not self._direct or functools.reduce(operator.or_, pointers) & 15 or _hooked():
+            self._by_tensors(tensors, scratch)
+            return
+        base = scratch.data_ptr()
+        pointers += [base + offset for offset, _, _ in self._regions]
+        stream = _current_stream(self._direct[0][0].device)
+        for (launch, grid, fixed, rest, _), of_slots in self._direct:
+            launch(*grid, stream, *fixed, *of_slots(pointers), *rest)
+
+    def _by_tensors(self, tensors: tuple[Tensor | None, ...], scratch: Tensor) -> None:
+        regions = [
+            scratch[offset : offset + count * dtype.itemsize].view(dtype) for offset, count, dtype in self._regions
+        ]
+        table = (*tensors, *regions)
+        for launch, slots in self._steps:
+            launch(*[table[slot] for slot in slots])
+        direct: list[tuple[_Direct, Callable[[list[int]], tuple[int, ...]]]] = []
+        for launch, slots in self._steps:
+            if launch.direct is None:
                 return
-            types = tuple([None if tensor is None else tensor.dtype for tensor in tensors])
-            key = (tensors[0].device, types, aligned, specialised, constants, num_warps, num_stages, max_registers)  # type: ignore[union-attr]
-            compiled = self._compiled.get(key)
-            if compiled is None:
-                # None under Triton's interpreter, which compiles nothing.
-                options = {"num_warps": num_warps, "num_stages": num_stages, "maxnreg": max_registers}
-                compiled = self.kernel[grid](*tensors, *rest, **options)
-                self._compiled[key] = compiled
-            else:
-                compiled[grid](*pointers, *rest)
-            if compiled is not None:
-                runners[aligned] = compiled[grid]
-
-        return launch
+            # Every kernel has more than one tensor, so that a getter returns a tuple.
+            direct.append((launch.direct, operator.itemgetter(*slots)))
+        self._direct = direct
 
 
 class on_device:

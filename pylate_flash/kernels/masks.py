@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import Launcher
+from .launch import Launch, Launcher
 
 _MAX_BLOCK = 1024
 
@@ -43,14 +45,20 @@ def active_tokens(mask: Tensor) -> tuple[Tensor, Tensor]:
         [.., 2], int32: that count, and the first masked position (L where there is none).
     """
     length = mask.shape[-1]
-    tokens = torch.empty(mask.shape, dtype=torch.int32, device=mask.device)
-    bounds = torch.empty(*mask.shape[:-1], 2, dtype=torch.int32, device=mask.device)
-    _active_tokens.bind(
-        (mask.numel() // length, 1, 1),
+    tokens = mask.new_empty(mask.shape, dtype=torch.int32)
+    bounds = mask.new_empty((*mask.shape[:-1], 2), dtype=torch.int32)
+    _bound(mask.numel() // length, length, mask.device)(mask, tokens, bounds)
+    return tokens, bounds
+
+
+@functools.lru_cache(maxsize=1024)
+def _bound(n_documents: int, length: int, device: torch.device) -> Launch:
+    """A launch for the mask of so many documents."""
+    return _active_tokens.bind(
+        (n_documents, 1, 1),
         (length,),
         (),
         (min(_MAX_BLOCK, triton.next_power_of_2(length)),),
         num_warps=4 if length > 256 else 1,
         num_stages=2,
-    )(mask, tokens, bounds)
-    return tokens, bounds
+    )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import Launcher
+from .launch import Launch, Launcher
 
 # torch.nn.functional.normalize divides by no less than this.
 SMALLEST_NORM = 1e-12
@@ -51,16 +53,22 @@ _inverse_norms = Launcher(_inverse_norms_kernel)
 
 
 def inverse_norms(embeddings: Tensor) -> Tensor:
-    """Inverse norms [N, L] or [G, K, L], float32, of `embeddings` [.., d] whose rows are contiguous; no size is 0."""
-    grouped = embeddings if embeddings.dim() == 4 else embeddings.unsqueeze(0)
-    scales = torch.empty(embeddings.shape[:-1], dtype=torch.float32, device=embeddings.device)
-    size = embeddings.shape[-1]
-    _inverse_norms.bind(
-        (triton.cdiv(scales.numel(), _BLOCK_ROWS), 1, 1),
-        (scales.numel(), grouped.shape[1], grouped.shape[2]),
-        grouped.stride()[:3],
+    """Inverse norms [T], [N, L] or [G, K, L], float32, of `embeddings` [.., d] of contiguous rows; no size is 0."""
+    scales = embeddings.new_empty(embeddings.shape[:-1], dtype=torch.float32)
+    _bound(embeddings.shape, embeddings.stride(), embeddings.dtype, embeddings.device)(embeddings, scales)
+    return scales
+
+
+@functools.lru_cache(maxsize=1024)
+def _bound(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Launch:
+    """A launch for such embeddings."""
+    n_sequences, length, size = (1, *shape)[-3:]
+    rows = shape[:-1].numel()
+    return _inverse_norms.bind(
+        (triton.cdiv(rows, _BLOCK_ROWS), 1, 1),
+        (rows, n_sequences, length),
+        (0, 0, *strides)[-4:-1],
         (size, min(128, triton.next_power_of_2(size)), _BLOCK_ROWS),
         num_warps=4,
         num_stages=3,
-    )(grouped, scales)
-    return scales
+    )

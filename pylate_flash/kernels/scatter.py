@@ -8,16 +8,12 @@ which few rows leave many; work grows with rows squared.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from .gradients import Inputs, Problem, finish_documents, group_of, quotient, through_norm
-from .launch import Launcher
+from .gradients import Problem, Slot, finish_documents, group_of, quotient, through_norm
+from .launch import Launcher, Sequence
 
 # Rows that pull in one program, at d = 128 of one warp, and winners that they are compared with at once. Two rows in
 # flight for each of them take 168 registers instead of 105, so that two thirds as many programs run side by side.
@@ -161,40 +157,12 @@ _onehot = Launcher(_onehot_kernel)
 _atomic = Launcher(_atomic_kernel)
 
 
-def backward_by_products(problem: Problem, inputs: Inputs) -> Tensor:
-    """Gradient of the documents by comparison of winners, without scratch."""
-    documents = inputs.documents
-    grad_documents = torch.zeros(documents.shape, dtype=documents.dtype, device=documents.device)
-    _bound_products(problem)(*inputs, grad_documents)
-    return grad_documents
-
-
-def backward_by_atomics(problem: Problem, inputs: Inputs) -> Tensor:
-    """Gradient of the documents by atomic additions."""
-    launch, finish = _bound_atomics(problem)
-    documents = inputs.documents
-    sums = torch.zeros(documents.shape, dtype=torch.float32, device=documents.device)
-    launch(
-        inputs.grad_scores, inputs.queries, inputs.queries_scale, inputs.cu_seqlens, inputs.candidates, inputs.winners,
-        sums,
-    )  # fmt: skip
-    if documents.dtype == torch.float32 and not problem.normalize:
-        return sums
-    grad_documents = torch.empty(documents.shape, dtype=documents.dtype, device=documents.device)
-    finish(sums, documents, inputs.documents_scale, grad_documents)
-    return grad_documents
-
-
-# The functions below decide how a launch is cut up, once for each problem.
-
-
-@functools.lru_cache(maxsize=4096)
-def _bound_products(problem: Problem) -> Callable[..., None]:
-    """A launch of `_onehot_kernel`."""
+def add_products(problem: Problem, sequence: Sequence) -> None:
+    """Add the gradient of the documents by comparison of winners, to a gradient of zeros, without scratch."""
     block = problem.block_embedding
     num_warps = max(1, min(8, block // 128))
     block_rows = min(_BLOCK_ROWS, num_warps * 2048 // block)
-    return _onehot.bind(
+    launch = _onehot.bind(
         (triton.cdiv(problem.rows, block_rows) * problem.documents, 1, 1),
         problem.layout,
         (*problem.query_strides[:2], *problem.document_strides),
@@ -202,11 +170,19 @@ def _bound_products(problem: Problem) -> Callable[..., None]:
         num_warps,
         num_stages=1,
     )
+    sequence.add(
+        launch, Slot.GRAD_SCORES, Slot.QUERIES, Slot.DOCUMENTS, Slot.QUERIES_SCALE, Slot.DOCUMENTS_SCALE,
+        Slot.CU_SEQLENS, Slot.CANDIDATES, Slot.WINNERS, Slot.GRAD_DOCUMENTS,
+    )  # fmt: skip
 
 
-@functools.lru_cache(maxsize=4096)
-def _bound_atomics(problem: Problem) -> tuple[Callable[..., None], Callable[..., None]]:
-    """Launches of `_atomic_kernel` and `_finish_kernel`."""
+def sums_are_the_gradient(problem: Problem) -> bool:
+    """Whether the sums that "atomic" adds to are the gradient itself, and need not be finished."""
+    return problem.dtype == torch.float32 and not problem.normalize
+
+
+def add_atomics(problem: Problem, sequence: Sequence) -> None:
+    """Add the gradient of the documents by atomic additions to sums of zeros."""
     block = problem.block_embedding
     num_warps = 4 if block <= 512 else 8
     block_rows = max(2, min(32, num_warps * 32 * 32 // block))
@@ -218,4 +194,9 @@ def _bound_atomics(problem: Problem) -> tuple[Callable[..., None], Callable[...,
         num_warps,
         num_stages=1,
     )  # fmt: skip
-    return launch, finish_documents(problem)
+    sequence.add(
+        launch, Slot.GRAD_SCORES, Slot.QUERIES, Slot.QUERIES_SCALE, Slot.CU_SEQLENS, Slot.CANDIDATES, Slot.WINNERS,
+        Slot.SUMS,
+    )  # fmt: skip
+    if not sums_are_the_gradient(problem):
+        sequence.add(finish_documents(problem), Slot.SUMS, Slot.DOCUMENTS, Slot.DOCUMENTS_SCALE, Slot.GRAD_DOCUMENTS)

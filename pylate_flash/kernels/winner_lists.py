@@ -11,17 +11,12 @@ The list needs scratch memory, so it is built for a block of documents at a time
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from .gradients import Inputs, Problem, group_of, joined, quotient, through_norm
-from .launch import Launcher
+from .gradients import Problem, Slot, group_of, joined, quotient, through_norm
+from .launch import Launcher, Sequence
 
 # The times beside a constant are milliseconds on an H200 in bfloat16 at d = 128, at 1024 x 1024 (32 x 180 tokens), at
 # 512 x 512 (32 x 180) and at 64 x 64 (1024 x 1024), in this order, with uniform winners.
@@ -463,74 +458,17 @@ _sum = Launcher(_sum_kernel)
 _combine = Launcher(_combine_kernel)
 
 
-def backward_by_lists(problem: Problem, inputs: Inputs) -> Tensor:
-    """Gradient of the documents by sorted lists of rows, a block of documents at a time."""
-    if problem.groups == 1 and problem.rows * problem.documents >= _TRANSPOSED_WINNERS:
-        weights = inputs.grad_scores.t().contiguous().t()
-        inputs = inputs._replace(grad_scores=weights)
-        problem = problem._replace(grad_strides=weights.stride())
-    plan, blocks = _bound_lists(problem)
-    documents, winners = inputs.documents, inputs.winners
-    grad_documents = torch.empty(documents.shape, dtype=documents.dtype, device=documents.device)
-    count, device = plan.documents, documents.device
-    lists = [torch.empty(count, problem.rows, dtype=plan.list_dtype, device=device) for _ in range(plan.passes)]
-    listed = torch.empty(count, dtype=torch.int32, device=device)
-    reached = torch.empty(count * plan.reached, dtype=torch.int32, device=device)
-    # Chunks in order and their counts are not looked at once the rows are placed, so parts of sums take their memory.
-    shared = torch.empty(count * plan.shared, dtype=torch.int32, device=device)
-    order, parts = shared.view(torch.uint16), shared.view(torch.float32)
-    counts = shared[count * plan.ordered :]
-    runs = counts.view(torch.uint16)
-    if problem.packed:
-        starts = torch.empty(problem.tokens + problem.documents, dtype=torch.int32, device=device)
-        owners = torch.empty(problem.tokens, dtype=torch.int32, device=device)
-    else:
-        starts, owners = torch.empty(count, problem.length + 1, dtype=torch.int32, device=device), None
-    for block in blocks:
-        previous = None
-        for (sort, scan, place), target in zip(block.passes, lists, strict=True):
-            sort(winners, previous, listed, order, counts, runs, reached)
-            scan(counts, reached, starts, owners, listed, inputs.cu_seqlens)
-            place(winners, previous, order, counts, listed, target)
-            previous = target
-        if block.find_starts is not None:
-            block.find_starts(winners, previous, listed, inputs.cu_seqlens, starts, owners)
-        block.sum(*inputs[:-1], owners, winners, previous, starts, parts, grad_documents)
-        if block.combine is not None:
-            block.combine(
-                documents, inputs.documents_scale, inputs.cu_seqlens, winners, previous, starts, parts, grad_documents
-            )
-    return grad_documents
+def wants_transposed_scores(problem: Problem) -> bool:
+    """Whether the scores' gradient is to be copied so that those of one document lie together."""
+    return problem.groups == 1 and problem.rows * problem.documents >= _TRANSPOSED_WINNERS
 
 
-class _Plan(NamedTuple):
-    """A block of documents: how many they are, passes of the sort, and the scratch of a document in 32-bit words.
+def add_lists(problem: Problem, sequence: Sequence) -> None:
+    """Add the gradient of the documents by sorted lists of rows, a block of documents at a time.
 
-    `shared` words for chunks and counts, and later for parts; the first `ordered` of them hold the chunks. `reached` as
-    in `_sort_kernel`.
+    `problem.grad_strides` are those of the tensor in `Slot.WEIGHTS`.
     """
-
-    documents: int
-    list_dtype: torch.dtype
-    passes: int
-    ordered: int
-    shared: int
-    reached: int
-
-
-class _Block(NamedTuple):
-    """The launches of a block of documents: (sort, scan, place) of each pass, then the rest."""
-
-    passes: tuple[tuple[Callable[..., None], ...], ...]
-    find_starts: Callable[..., None] | None
-    sum: Callable[..., None]
-    combine: Callable[..., None] | None
-
-
-@functools.lru_cache(maxsize=1024)
-def _bound_lists(problem: Problem) -> tuple[_Plan, tuple[_Block, ...]]:
-    """How the documents are cut into blocks, and the launches of each."""
-    rows, length = problem.rows, problem.length
+    rows, length, size = problem.rows, problem.length, problem.size
     widest = 1 << _BIN_BITS
     if length > widest**2:
         raise ValueError(f"documents must have at most {widest**2} tokens, got {length}")
@@ -540,74 +478,91 @@ def _bound_lists(problem: Problem) -> tuple[_Plan, tuple[_Block, ...]]:
     bins = max(count for _, count in digits)
     segments = triton.cdiv(rows, _SEGMENT) - 1
     list_dtype = torch.uint16 if rows <= 1 << 16 else torch.int32
+    # Of a document, in 32-bit words: chunks in order, then their counts by bin.
     ordered = (chunks << _CHUNK_BITS) // 2
-    shared = max(ordered + chunks * bins, segments * 2 * problem.size)
+    shared = max(ordered + chunks * bins, segments * 2 * size)
     reached = chunks * triton.cdiv(bins, _BLOCK_BINS)
     starts = 0 if problem.packed else length + 1
-    scratch = len(digits) * rows * list_dtype.itemsize + (shared + reached + starts) * 4
+    bytes_of_one = len(digits) * rows * list_dtype.itemsize + (shared + reached + starts) * 4
     winners = problem.documents * rows * problem.winners_dtype.itemsize
-    step = max(1, min(problem.documents, max(_SCRATCH, winners // 2) // scratch))
+    step = max(1, min(problem.documents, max(_SCRATCH, winners // 2) // bytes_of_one))
     step = triton.cdiv(problem.documents, triton.cdiv(problem.documents, step))
-    blocks = tuple(
-        _bind_block(problem, first, min(step, problem.documents - first), digits, chunks, segments)
-        for first in range(0, problem.documents, step)
-    )
-    return _Plan(step, list_dtype, len(digits), ordered, shared, reached), blocks
 
+    # Scratch begins with what chunks and parts of sums share: chunks and their counts are not looked at once the rows
+    # are placed. The gradient of the queries is done with the memory by then.
+    order = sequence.region(2 * step * shared, torch.uint16, at=0)
+    parts = sequence.region(step * shared, torch.float32, at=0)
+    counts = sequence.region(step * chunks * bins, torch.int32, at=4 * step * ordered)
+    runs = sequence.region(2 * step * chunks * bins, torch.uint16, at=4 * step * ordered)
+    lists = [sequence.region(step * rows, list_dtype) for _ in digits]
+    n_listed = sequence.region(step, torch.int32)
+    reached_slot = sequence.region(step * reached, torch.int32)
+    starts_slot = sequence.region(problem.tokens + problem.documents if problem.packed else step * starts, torch.int32)
+    owners = sequence.region(problem.tokens, torch.int32) if problem.packed else Slot.NONE
 
-def _bind_block(
-    problem: Problem, first: int, count: int, digits: list[tuple[int, int]], chunks: int, segments: int
-) -> _Block:
-    """The launches of `count` documents from the `first`."""
-    rows, length, size = problem.rows, problem.length, problem.size
-    passes = []
-    for index, (shift, bins) in enumerate(digits):
-        integers = (first, rows, chunks, bins)
-        constants = (shift, _BIN_BITS, _CHUNK_BITS, index > 0)
-        sort = _sort.bind((chunks * count, 1, 1), integers, (), (*constants, _BLOCK_BINS), 1, num_stages=1)
-        scan = _scan.bind(
-            (triton.cdiv(bins, _BLOCK_BINS) * count, 1, 1),
-            (first, chunks, bins, length),
-            (),
-            (_BLOCK_BINS, _BLOCK_CHUNKS, problem.packed, len(digits) == 1),
-            4,
-            num_stages=1,
-        )
-        place = _place.bind((chunks * count, 1, 1), integers, (), constants, 4, num_stages=1)
-        passes.append((sort, scan, place))
-    find_starts = None
-    if len(digits) > 1:
-        find_starts = _starts.bind(
-            (triton.cdiv(length + 1, 256) * count, 1, 1),
-            (first, rows, rows.bit_length(), length),
-            (),
-            (256, problem.packed),
-            4,
-            num_stages=1,
-        )
     block = problem.block_embedding
     num_warps = max(_SUM_WARPS, min(8, block // 128))
     block_rows = max(4, min(_SUM_ROWS, num_warps * 2048 // block))
-    tokens = min(problem.tokens, count * length)
-    add = _sum.bind(
-        (count * segments + tokens, 1, 1),
-        (first, count, segments, *problem.layout),
-        (*problem.query_strides[:2], *problem.document_strides),
-        (
-            size, block, block_rows, _SEGMENT, problem.packed, problem.has_candidates, problem.normalize,
-            problem.narrow_queries,
-        ),
-        num_warps,
-        num_stages=1,
-    )  # fmt: skip
-    combine = None
-    if segments > 0:
-        combine = _combine.bind(
-            (count * segments, 1, 1),
-            (first, rows, problem.per_group, length, segments),
-            problem.document_strides,
-            (size, block, 8, _SEGMENT, problem.packed, problem.normalize),
+    for first in range(0, problem.documents, step):
+        count = min(step, problem.documents - first)
+        previous: int = Slot.NONE
+        for index, (shift, n_bins) in enumerate(digits):
+            integers = (first, rows, chunks, n_bins)
+            constants = (shift, _BIN_BITS, _CHUNK_BITS, index > 0)
+            sequence.add(
+                _sort.bind((chunks * count, 1, 1), integers, (), (*constants, _BLOCK_BINS), 1, num_stages=1),
+                Slot.WINNERS, previous, n_listed, order, counts, runs, reached_slot,
+            )  # fmt: skip
+            scan = _scan.bind(
+                (triton.cdiv(n_bins, _BLOCK_BINS) * count, 1, 1),
+                (first, chunks, n_bins, length),
+                (),
+                (_BLOCK_BINS, _BLOCK_CHUNKS, problem.packed, len(digits) == 1),
+                4,
+                num_stages=1,
+            )
+            sequence.add(scan, counts, reached_slot, starts_slot, owners, n_listed, Slot.CU_SEQLENS)
+            sequence.add(
+                _place.bind((chunks * count, 1, 1), integers, (), constants, 4, num_stages=1),
+                Slot.WINNERS, previous, order, counts, n_listed, lists[index],
+            )  # fmt: skip
+            previous = lists[index]
+        if len(digits) > 1:
+            find_starts = _starts.bind(
+                (triton.cdiv(length + 1, 256) * count, 1, 1),
+                (first, rows, rows.bit_length(), length),
+                (),
+                (256, problem.packed),
+                4,
+                num_stages=1,
+            )
+            sequence.add(find_starts, Slot.WINNERS, previous, n_listed, Slot.CU_SEQLENS, starts_slot, owners)
+        tokens = min(problem.tokens, count * length)
+        add = _sum.bind(
+            (count * segments + tokens, 1, 1),
+            (first, count, segments, *problem.layout),
+            (*problem.query_strides[:2], *problem.document_strides),
+            (
+                size, block, block_rows, _SEGMENT, problem.packed, problem.has_candidates, problem.normalize,
+                problem.narrow_queries,
+            ),
             num_warps,
             num_stages=1,
-        )
-    return _Block(tuple(passes), find_starts, add, combine)
+        )  # fmt: skip
+        sequence.add(
+            add, Slot.WEIGHTS, Slot.QUERIES, Slot.DOCUMENTS, Slot.QUERIES_SCALE, Slot.DOCUMENTS_SCALE, Slot.CU_SEQLENS,
+            Slot.CANDIDATES, owners, Slot.WINNERS, previous, starts_slot, parts, Slot.GRAD_DOCUMENTS,
+        )  # fmt: skip
+        if segments > 0:
+            combine = _combine.bind(
+                (count * segments, 1, 1),
+                (first, rows, problem.per_group, length, segments),
+                problem.document_strides,
+                (size, block, 8, _SEGMENT, problem.packed, problem.normalize),
+                num_warps,
+                num_stages=1,
+            )
+            sequence.add(
+                combine, Slot.DOCUMENTS, Slot.DOCUMENTS_SCALE, Slot.CU_SEQLENS, Slot.WINNERS, previous, starts_slot,
+                parts, Slot.GRAD_DOCUMENTS,
+            )  # fmt: skip

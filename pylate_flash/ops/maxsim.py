@@ -18,6 +18,7 @@ import functools
 import importlib
 from collections.abc import Callable
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -148,32 +149,28 @@ def maxsim(
     >>> maxsim(queries, documents)
     tensor([[1.5000, 0.0000]])
     """
-    if queries_mask is None and documents_mask is None and reduction == "sum" and not normalize and backward == "auto":
-        score = _decided(queries, documents, masking, implementation)
-        if score is not None:
-            return score(queries, documents)
+    if queries_mask is None and documents_mask is None and reduction == "sum" and backward == "auto":
+        decided = _decided(queries, documents, normalize, masking, implementation)
+        if decided is not None:
+            if decided.backward is None:
+                return decided.forward(queries, documents)[0]
+            return _Maxsim.apply(queries, documents, decided)
     check_choice("implementation", implementation, IMPLEMENTATIONS)
     check_choice("backward", backward, BACKWARDS)
     queries, documents, queries_mask, documents_mask = _checked(
         queries, documents, queries_mask, documents_mask, reduction, masking
     )
-    in_batch = documents.dim() == 3
-    arguments = (
-        queries,
-        documents.unsqueeze(0) if in_batch else documents,
-        queries_mask,
-        documents_mask.unsqueeze(0) if in_batch and documents_mask is not None else documents_mask,
-        normalize,
-        masking == "zero",
-    )
-    with_winners = torch.is_grad_enabled() and (queries.requires_grad or documents.requires_grad)
+    masks = queries_mask, documents_mask if documents_mask is None else _grouped(documents_mask, 3)
+    options = normalize, masking == "zero"
+    with_winners = _needs_gradient(queries, documents)
     # The dispatcher takes longer than a small kernel; what does not need it goes past it.
     if not _is_plain(queries, documents):
-        scores = _maxsim(*arguments, with_winners, implementation, backward)[0]
+        grouped = _grouped(documents)
+        scores = _maxsim(queries, grouped, *masks, *options, with_winners, implementation, backward)[0]
     elif with_winners:
-        scores = _Maxsim.apply(*arguments, implementation, backward)
+        scores = _Maxsim.apply(queries, documents, None, *masks, *options, implementation, backward)
     else:
-        scores = _compute(*arguments, False, implementation, backward)[0]
+        scores = _compute(queries, _grouped(documents), *masks, *options, False, implementation, backward)[0]
     return _finish(scores, queries, documents, queries_mask, documents_mask, reduction, empty_score)
 
 
@@ -275,19 +272,37 @@ def _autocast(queries: Tensor, documents: Tensor) -> tuple[Tensor, Tensor]:
     )
 
 
-def _decided(
-    queries: Tensor, documents: Tensor, masking: str, implementation: str
-) -> Callable[[Tensor, Tensor], Tensor] | None:
-    """The launch that scores such tensors, if there is nothing else to a call on them.
+def _grouped(embeddings: Tensor, dims: int = 4) -> Tensor:
+    """Documents, or their mask of one dimension less, in the grouped layout."""
+    return embeddings if embeddings.dim() == dims else embeddings.unsqueeze(0)
 
-    The checks take twice as long as the launch and depend on no value, so they are made once for tensors of a kind.
+
+def _needs_gradient(queries: Tensor, documents: Tensor) -> bool:
+    return torch.is_grad_enabled() and (queries.requires_grad or documents.requires_grad)
+
+
+class _Decided(NamedTuple):
+    """What computes scores and winners, and, where a gradient is needed, the gradients, as `kernels` has decided.
+
+    And the options of the operator's backward that this was decided for.
+    """
+
+    forward: Callable[..., tuple[Tensor, Tensor | None]]
+    backward: Callable[..., tuple[Tensor | None, Tensor | None]] | None
+    options: tuple[bool, str, str]
+
+
+def _decided(queries: Tensor, documents: Tensor, normalize: bool, masking: str, implementation: str) -> _Decided | None:
+    """The launches that serve such tensors, if there is nothing else to a call on them.
+
+    The checks take twice as long as a launch and depend on no value, so they are made once for tensors of a kind.
     """
     if not goes_straight_to_the_kernel(queries, documents):
         return None
-    return _launch_of(
+    return _launches_of(
         queries.shape, queries.stride(), queries.dtype, queries.device,
         documents.shape, documents.stride(), documents.dtype, documents.device,
-        documents.data_ptr() % 16 == 0, masking, implementation,
+        documents.data_ptr() % 16 == 0, _needs_gradient(queries, documents), normalize, masking, implementation,
     )  # fmt: skip
 
 
@@ -298,15 +313,19 @@ def goes_straight_to_the_kernel(queries: Tensor, documents: Tensor) -> bool:
         and type(documents) is Tensor
         and queries.dtype is not torch.float32
         and queries.is_cuda
-        and not (torch.is_grad_enabled() and (queries.requires_grad or documents.requires_grad))
         and not torch.is_autocast_enabled("cuda")
         and _is_plain(queries, documents)
-        and torch.cuda.current_device() == queries.get_device()
+        and _is_current(queries)
     )
 
 
+def _is_current(tensor: Tensor) -> bool:
+    """Whether the current device is that of a CUDA tensor: `torch.cuda.current_device`, less what it first looks at."""
+    return torch._C._cuda_getDevice() == tensor.get_device()
+
+
 @functools.lru_cache(maxsize=4096)
-def _launch_of(
+def _launches_of(
     shape: torch.Size,
     strides: tuple[int, ...],
     dtype: torch.dtype,
@@ -316,10 +335,12 @@ def _launch_of(
     documents_dtype: torch.dtype,
     documents_device: torch.device,
     aligned: bool,
+    with_winners: bool,
+    normalize: bool,
     masking: str,
     implementation: str,
-) -> Callable[[Tensor, Tensor], Tensor] | None:
-    """The kernels' launch for such tensors, or None where an error is due or the kernels do not serve them."""
+) -> _Decided | None:
+    """The kernels' launches for such tensors, or None where an error is due or the kernels do not serve them."""
     in_batch = len(documents_shape) == 3
     if (
         len(shape) != 3
@@ -335,8 +356,11 @@ def _launch_of(
         return None
     if in_batch:
         documents_shape, documents_strides = (1, *documents_shape), (0, *documents_strides)  # type: ignore[assignment]
-    return kernels().bound_maxsim(
-        shape, strides, dtype, device, documents_shape, documents_strides, aligned, product_precision(dtype)
+    layout = (shape, strides, dtype, device, documents_shape, documents_strides)
+    return _Decided(
+        kernels().bound_maxsim(*layout, aligned, with_winners, normalize, product_precision(dtype)),
+        kernels().bound_backward(*layout, normalize, "auto") if with_winners else None,
+        (normalize, implementation, "auto"),
     )
 
 
@@ -624,34 +648,54 @@ def _gradient(ctx, grad_scores, _):
 
 
 class _Maxsim(torch.autograd.Function):
-    """What the operator does to plain tensors, without the dispatcher between."""
+    """What the operator does to plain tensors, without the dispatcher between.
+
+    `decided` is what there is to it if that was decided before; else the operator's arguments follow, but documents are
+    not in the grouped layout.
+    """
 
     @staticmethod
     def forward(
-        ctx, queries, documents, queries_mask, documents_mask, normalize, zero_masked, implementation, backward
-    ):
-        scores, winners = _forward(
-            queries, documents, queries_mask, documents_mask, normalize, zero_masked, True, implementation, backward
-        )
+        ctx, queries, documents, decided,
+        queries_mask=None, documents_mask=None, normalize=False, zero_masked=False, implementation="auto",
+        backward="auto",
+    ):  # fmt: skip
+        if decided is not None:
+            scores, winners = decided.forward(queries, documents)
+            ctx.options = decided.options
+        else:
+            scores, winners = _forward(
+                queries, _grouped(documents), queries_mask, documents_mask, normalize, zero_masked, True,
+                implementation, backward,
+            )  # fmt: skip
+            ctx.options = normalize, implementation, backward
         ctx.save_for_backward(queries, documents, winners)
-        ctx.options = normalize, implementation, backward
+        ctx.decided = decided
         return scores
 
     @staticmethod
     def backward(ctx, grad_scores):
         queries, documents, winners = ctx.saved_tensors
-        normalize, implementation, backward = ctx.options
         need_queries, need_documents = ctx.needs_input_grad[:2]
+        if ctx.decided is not None and _is_current(queries) and not torch.is_grad_enabled():
+            compute = ctx.decided.backward
+            return *compute(grad_scores, queries, documents, winners, need_queries, need_documents), *_NO_GRADIENTS
         # A graph of the backward is asked for: the operator has one, which says that there is no second derivative.
         compute = _maxsim_backward if torch.is_grad_enabled() else _backward
+        normalize, implementation, backward = ctx.options
         grad_queries, grad_documents = compute(
-            grad_scores, queries, documents, winners, normalize, need_queries, need_documents, implementation, backward
-        )
+            grad_scores, queries, _grouped(documents), winners, normalize, need_queries, need_documents,
+            implementation, backward,
+        )  # fmt: skip
         return (
             grad_queries if need_queries else None,
-            grad_documents if need_documents else None,
-            *(None for _ in range(6)),
+            grad_documents.view(documents.shape) if need_documents else None,
+            *_NO_GRADIENTS,
         )
+
+
+# Of the arguments of `_Maxsim` after the documents; more than were given are not looked at.
+_NO_GRADIENTS = (None,) * 7
 
 
 _LIBRARY.impl("maxsim", _forward, "CompositeExplicitAutograd")

@@ -23,6 +23,7 @@ from .maxsim import (
     REDUCTIONS,
     _autocast,
     _is_plain,
+    _needs_gradient,
     _scale,
     _unscaled,
     _winners_dtype,
@@ -207,8 +208,8 @@ def maxsim_varlen(
         and max_document_length is not None
         and reduction == "sum"
         and empty_score == 0.0
-        and not normalize
         and goes_straight_to_the_kernel(queries, documents)
+        and not _needs_gradient(queries, documents)
         and isinstance(queries_cu_seqlens, Tensor)
         and isinstance(documents_cu_seqlens, Tensor)
         and queries_cu_seqlens.is_cuda
@@ -219,10 +220,10 @@ def maxsim_varlen(
             documents.shape, documents.stride(), documents.dtype, documents.device, documents.data_ptr() % 16 == 0,
             queries_cu_seqlens.shape, queries_cu_seqlens.dtype,
             documents_cu_seqlens.shape, documents_cu_seqlens.stride(), documents_cu_seqlens.dtype,
-            max_query_length, max_document_length, implementation,
+            max_query_length, max_document_length, normalize, implementation,
         )  # fmt: skip
         if score is not None:
-            return score(queries, documents, documents_cu_seqlens)
+            return score(queries, documents, documents_cu_seqlens)[0]
     queries, documents = _checked(queries, documents, queries_cu_seqlens, documents_cu_seqlens)
     max_candidates = 0
     if candidates_cu_seqlens is not None:
@@ -382,7 +383,7 @@ def _scores(
     check_choice("reduction", reduction, REDUCTIONS)
     check_choice("implementation", implementation, IMPLEMENTATIONS)
     max_query_length = _longest("queries_cu_seqlens", queries_cu_seqlens, queries.shape[0], "queries", max_query_length)
-    with_winners = torch.is_grad_enabled() and (queries.requires_grad or documents.requires_grad)
+    with_winners = _needs_gradient(queries, documents)
     if max_document_length is None and not with_winners and documents_cu_seqlens.device.type == "cuda":
         # A bound that costs nothing.
         max_document_length = documents.shape[0]
@@ -436,8 +437,9 @@ def _launch_of(
     documents_bounds_dtype: torch.dtype,
     max_query_length: int,
     max_document_length: int,
+    normalize: bool,
     implementation: str,
-) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
+) -> Callable[..., tuple[Tensor, Tensor | None]] | None:
     """The kernels' launch for such tensors, as in `ops.maxsim`: queries of one length, and every document whole.
 
     None where an error is due, or the longer way: it checks, pads and merges.
@@ -468,7 +470,7 @@ def _launch_of(
     return kernels().bound_maxsim_varlen(
         torch.Size((n_queries, max_query_length, size)), (max_query_length * strides[0], strides[0], 1), dtype, device,
         documents_shape[0], documents_strides[0], aligned, documents_entries[0] - 1, documents_bounds_dtype,
-        max_document_length, product_precision(dtype),
+        max_document_length, normalize, product_precision(dtype),
     )  # fmt: skip
 
 

@@ -43,6 +43,7 @@ class Recorder(Launcher):
             self.arguments = (*tensors, *integers, *strides, *constants)
             self.options = {"num_warps": num_warps, "num_stages": num_stages, "maxnreg": max_registers}
 
+        launch.direct = None
         return launch
 
     def compile(self, capability: int):
@@ -67,7 +68,7 @@ class Recorder(Launcher):
 @pytest.fixture(params=[80, 90, 100])
 def capability(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     monkeypatch.setattr(forward, "architecture", lambda device: (request.param // 10, 132))
-    bound = (forward._bound_stacked, forward._bound_single)
+    bound = (forward._bound_stacked, forward._bound_single, norms._bound, masks._bound)
     for function in bound:
         function.cache_clear()
     yield request.param
@@ -231,7 +232,7 @@ def check_backward(run: Callable[[], object], names: set[str], capability: int, 
         for name in kernels:
             recorders[name] = Recorder(getattr(module, name).kernel)
             monkeypatch.setattr(module, name, recorders[name])
-    bound = (backward._bound_gather, winner_lists._bound_lists, scatter._bound_products, scatter._bound_atomics)
+    bound = (backward.bound_backward, backward._bound_varlen_backward)
     for function in bound:
         function.cache_clear()
     try:

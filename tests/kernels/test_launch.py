@@ -1,4 +1,4 @@
-"""A shape that was never seen costs no compilation: what is compiled for itself are a few classes of query lengths."""
+"""A shape that was never seen costs no compilation, and a launch costs no more than Triton's C function."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import random
 
 import pytest
 import torch
+from triton.backends.nvidia.driver import CudaLauncher
 
-from pylate_flash.kernels import forward
+from pylate_flash.kernels import forward, launch
 from pylate_flash.kernels.launch import Launcher
 
 
@@ -21,8 +22,10 @@ class Compiled(dict):
 class Kernel:
     """Stands for a Triton function: what it is launched as, a `Launcher` compiles."""
 
+    compiled: object = None
+
     def __getitem__(self, grid):
-        return lambda *arguments, **options: Compiled()
+        return lambda *arguments, **options: Compiled() if self.compiled is None else self.compiled
 
 
 @pytest.fixture
@@ -64,3 +67,114 @@ def test_a_new_batch_or_document_length_takes_none(launchers) -> None:
     for shape in ((17, 10, 32, 180), (16, 33, 32, 180), (16, 10, 32, 7), (40, 1, 31, 1000), (16, 10, 17, 180)):
         score(shape)
     assert {name: len(launcher._compiled) for name, launcher in launchers.items()} == before
+
+
+class Launched:
+    """A compiled kernel that notes what launches it, and with what: Triton's runner, or at once Triton's C function."""
+
+    function, packed_metadata = 70, (4, 1, 0)
+
+    def __init__(self, scratch: int = 0) -> None:
+        self.launches: list[tuple] = []
+        self.run = CudaLauncher.__new__(CudaLauncher)
+        self.run.launch = lambda *arguments: self.launches.append(("C", *arguments))
+        self.run.global_scratch_size, self.run.profile_scratch_size = scratch, 0
+        self.run.launch_cooperative_grid, self.run.launch_pdl = False, True
+
+    def __getitem__(self, grid):
+        return lambda *arguments: self.launches.append(("Triton", *arguments))
+
+    def bind(self) -> launch.Launch:
+        kernel = Kernel()
+        kernel.compiled = self
+        return Launcher(kernel).bind((5, 6, 7), (11,), (1, 16), ("constant",), num_warps=4, num_stages=1)
+
+    @property
+    def ways(self) -> list[str]:
+        return [arguments[0] for arguments in self.launches]
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors on the CPU count as those of device 3."""
+    direct = launch._direct
+    monkeypatch.setattr(launch, "_current_stream", lambda device: 900 + device)
+    monkeypatch.setattr(launch, "_direct", lambda compiled, grid, rest, device: direct(compiled, grid, rest, 3))
+
+
+def test_a_kernel_that_was_launched_is_launched_by_the_c_function(on_a_gpu: None) -> None:
+    compiled, tensors = Launched(), (torch.zeros(4), None, torch.zeros(8))
+    launched = compiled.bind()
+    launched(*tensors)
+    assert compiled.launches == [], "the first launch is the compiler's"
+    launched(*tensors)
+    pointers = (tensors[0].data_ptr(), 0, tensors[2].data_ptr())
+    # Triton 3.6: grid, stream, function, two flags, two scratches, metadata of the kernel and the launch, two hooks.
+    fixed = (5, 6, 7, 903, 70, False, True, None, None, (4, 1, 0), None, None, None)
+    assert compiled.launches == [("C", *fixed, *pointers, 11, 1, 16, "constant")]
+    # Triton specialises on addresses that are multiples of 16.
+    launched(torch.zeros(5)[1:], *tensors[1:])
+    launched(torch.zeros(5)[1:], *tensors[1:])
+    assert compiled.ways == ["C", "Triton"], "the compiler, and then a runner, launch for other addresses"
+    launched(*tensors)
+    assert compiled.ways == ["C", "Triton", "C"]
+
+
+@pytest.mark.parametrize("hook", ["launch_enter_hook", "launch_exit_hook"])
+def test_hooks_are_heard(hook: str, on_a_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton.knobs import HookChain
+
+    compiled, tensors, chain = Launched(), (torch.zeros(4), torch.zeros(4)), HookChain()
+    launched, sequence = compiled.bind(), launch.Sequence(2)
+    sequence.add(launched, 0, 1)
+    for call in (launched, launched, sequence, sequence):
+        call(*tensors)
+    assert compiled.ways == ["C"] * 3
+    monkeypatch.setattr(launch.knobs.runtime, hook, chain)
+    chain.add(print)
+    launched(*tensors)
+    sequence(*tensors)
+    assert compiled.ways[3:] == ["Triton", "Triton"]
+    chain.remove(print)
+    launched(*tensors)
+    sequence(*tensors)
+    assert compiled.ways[5:] == ["C", "C"]
+    monkeypatch.setattr(launch.knobs.runtime, hook, print)
+    launched(*tensors)
+    monkeypatch.setattr(launch.knobs.runtime, hook, None)
+    launched(*tensors)
+    assert compiled.ways[7:] == ["Triton", "C"]
+
+
+@pytest.mark.parametrize("why", ["scratch", "version", "backend"])
+def test_what_only_triton_can_launch_it_launches(why: str, on_a_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled, tensors = Launched(scratch=128 if why == "scratch" else 0), (torch.zeros(4), torch.zeros(4))
+    if why == "version":
+        monkeypatch.setattr(launch, "_KNOWN_TRITON", False)
+    if why == "backend":
+        compiled.run = compiled.run.launch
+    launched, sequence = compiled.bind(), launch.Sequence(2)
+    sequence.add(launched, 0, 1)
+    for call in (launched, launched, sequence, sequence):
+        call(*tensors)
+    assert compiled.ways == ["Triton"] * 3
+
+
+def test_a_sequence_has_one_scratch(on_a_gpu: None) -> None:
+    """The launches find the same regions of it, as tensors at first and then as addresses."""
+    compiled = Launched(), Launched()
+    sequence = launch.Sequence(2)
+    first = sequence.region(3, torch.int32)
+    second = sequence.region(300, torch.uint16)
+    shared = sequence.region(8, torch.float32, at=512)
+    # A kernel is known by the types of its tensors.
+    sequence.add(compiled[0].bind(), 0, first, second)
+    sequence.add(compiled[1].bind(), second, 1, shared)
+    tensor = torch.zeros(4)
+    for _ in range(3):
+        sequence(tensor, None)
+    assert [kernel.ways for kernel in compiled] == [["C", "C"]] * 2
+    for before, after in zip(compiled[0].launches, compiled[1].launches, strict=True):
+        scratch = before[15]
+        assert before[14:17] == (tensor.data_ptr(), scratch, scratch + 256)
+        assert after[14:17] == (scratch + 256, 0, scratch + 512)

@@ -12,7 +12,7 @@ from tests.kernels.backward_cases import KINDS, dense, packed
 from tests.ops.cases import relative_error
 
 WAYS = ("csr", "onehot", "atomic")
-BOUND = (backward._bound_gather, winner_lists._bound_lists, scatter._bound_products, scatter._bound_atomics)
+BOUND = (backward.bound_backward, backward._bound_varlen_backward)
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")
 

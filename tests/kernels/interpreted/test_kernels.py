@@ -5,6 +5,7 @@ float16 and float32 only: the interpreter multiplies the raw bits of bfloat16.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -190,18 +191,66 @@ def test_the_short_way_of_packed_tokens(n_queries: int) -> None:
     documents, bounds = pack([torch.randn(n, 48, generator=generator).half() for n in (3, 70, 0, 12)])
     queries_bounds = torch.arange(n_queries + 1, dtype=torch.int32) * 9
 
-    def launch(queries: torch.Tensor, longest_query: int, longest_document: int):
+    def launch(queries: torch.Tensor, longest_query: int, longest_document: int, normalize: bool = False):
         return varlen._launch_of(
             queries.shape, queries.stride(), queries.dtype, queries.device,
             documents.shape, documents.stride(), documents.dtype, documents.device, True,
             queries_bounds.shape, queries_bounds.dtype, bounds.shape, bounds.stride(), bounds.dtype,
-            longest_query, longest_document, "triton",
+            longest_query, longest_document, normalize, "triton",
         )  # fmt: skip
 
-    expected = varlen.maxsim_varlen_reference(queries, documents, queries_bounds, bounds)
-    found = launch(queries, 9, 70)(queries, documents, bounds)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    for normalize in (False, True):
+        expected = varlen.maxsim_varlen_reference(queries, documents, queries_bounds, bounds, normalize=normalize)
+        found, _ = launch(queries, 9, 70, normalize)(queries, documents, bounds)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     assert launch(queries, 10, 70) is None, "queries must be padded"
     assert launch(queries, 9, 10**6) is None, "documents may be in pieces"
     assert launch(queries.float(), 9, 70) is None
     assert launch(queries[:, :32], 9, 70) is None
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize(
+    "shapes", [((4, 9, 48), (3, 21, 48)), ((2, 5, 48), (2, 3, 12, 48)), ((2, 70, 48), (2, 3, 12, 48))]
+)
+def test_the_short_way_of_a_step(shapes: tuple, normalize: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, a plain call and its backward are decided once; scores, gradients and errors are the long way's."""
+    module = sys.modules["pylate_flash.ops.maxsim"]
+    generator = torch.Generator().manual_seed(0)
+    queries, documents = (torch.randn(shape, generator=generator).half().requires_grad_() for shape in shapes)
+    grad_scores = torch.randn(maxsim(queries, documents).shape, generator=generator)
+
+    def step(weights: torch.Tensor, **options) -> tuple[torch.Tensor, ...]:
+        scores = kernel(queries, documents, normalize=normalize)
+        return scores, *torch.autograd.grad(scores, (queries, documents), weights, **options)
+
+    expected = step(grad_scores)
+    taken = []
+
+    def decided(queries: torch.Tensor, documents: torch.Tensor, normalize: bool, masking: str, implementation: str):
+        taken.append(module._launches_of(
+            queries.shape, queries.stride(), queries.dtype, queries.device, documents.shape, documents.stride(),
+            documents.dtype, documents.device, True, True, normalize, masking, implementation,
+        ))  # fmt: skip
+        return taken[-1]
+
+    monkeypatch.setattr(module, "_decided", decided)
+    monkeypatch.setattr(module, "_is_current", lambda tensor: True)
+    # Of any layout, and the same ones again.
+    for weights in (grad_scores, grad_scores.t().contiguous().t(), grad_scores):
+        assert all(torch.equal(a, b) for a, b in zip(step(weights), expected, strict=True))
+    assert taken[0] is not None
+    assert taken[0] is taken[2]
+    documents.requires_grad_(False)
+    scores = kernel(queries, documents, normalize=normalize)
+    assert torch.equal(torch.autograd.grad(scores, queries, grad_scores)[0], expected[1])
+    documents.requires_grad_()
+    _, *gradients = step(grad_scores, create_graph=True)
+    assert all(torch.equal(a, b) for a, b in zip(gradients, expected[1:], strict=True))
+    with pytest.raises(RuntimeError, match="maxsim has no second derivative"):
+        gradients[1].sum().backward()
+    scores = kernel(queries, documents, normalize=normalize)
+    with torch.no_grad():
+        documents.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        scores.sum().backward()

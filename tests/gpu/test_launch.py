@@ -1,0 +1,161 @@
+"""A launch by Triton's C function does what a launch by Triton does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from pylate_flash import maxsim
+
+triton = pytest.importorskip("triton")
+tl = triton.language
+launch = pytest.importorskip("pylate_flash.kernels.launch")
+
+pytestmark = pytest.mark.gpu
+
+
+@triton.jit(do_not_specialize=["n", "step"])
+def _scale_kernel(
+    source_ptr, weights_ptr, target_ptr, n, step, stride, offset_stride, FACTOR: tl.constexpr, NAME: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """target[i] = FACTOR * source[stride * i] + step, + weights[i] if there are any."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    value = FACTOR * tl.load(source_ptr + at * stride + offset_stride - 1, mask=at < n) + step
+    if weights_ptr is not None and NAME == "weighted":
+        value += tl.load(weights_ptr + at, mask=at < n)
+    tl.store(target_ptr + at, value, mask=at < n)
+
+
+_SIZE = 100
+# More than 32 bits, so that the signature has an integer of each width.
+_STEP = (1 << 31) + 256
+
+
+def bind(name: str = "weighted", kernel=_scale_kernel) -> launch.Launch:
+    # A stride of 1 and a name are constants to Triton, which its C function is given nevertheless.
+    return launch.Launcher(kernel).bind((2, 1, 1), (_SIZE, _STEP), (16, 1), (3.0, name, 64), num_warps=1, num_stages=1)
+
+
+def expected(source: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+    found = 3.0 * source[::16] + float(_STEP)
+    return found if weights is None else found + weights
+
+
+@pytest.fixture
+def tensors() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    source = torch.arange(16 * _SIZE, device="cuda", dtype=torch.float32) * 4096
+    return source, torch.full((_SIZE,), 4096.0, device="cuda"), torch.zeros(_SIZE, device="cuda")
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_equals_a_launch_by_triton(weighted: bool, tensors) -> None:
+    source, weights, target = tensors
+    weights = weights if weighted else None
+    launched = bind("weighted" if weighted else "plain")
+    launched(source, weights, target)
+    by_triton = target.clone()
+    assert torch.equal(by_triton, expected(source, weights))
+    assert launched.direct is not None, "Triton 3.6 is what its C function is known of"
+    launched(source, weights, target.zero_())
+    assert torch.equal(target, by_triton)
+    # An address that is no multiple of 16, which another kernel is compiled for.
+    shifted = torch.empty(source.numel() + 1, device="cuda")[1:].copy_(source)
+    for _ in range(2):
+        launched(shifted, weights, target.zero_())
+        assert torch.equal(target, by_triton)
+
+
+def test_a_sequence_equals_its_launches(tensors) -> None:
+    source, weights, target = tensors
+    sequence = launch.Sequence(3)
+    unused, region = sequence.region(7, torch.uint8), sequence.region(16 * _SIZE, torch.float32)
+    copy = launch.Launcher(_scale_kernel).bind(
+        (25, 1, 1), (16 * _SIZE, 0), (1, 1), (1.0, "plain", 64), num_warps=1, num_stages=1
+    )
+    assert unused == 3
+    sequence.add(copy, 0, 1, region)
+    sequence.add(bind(), region, 1, 2)
+    for _ in range(3):
+        sequence(source, weights, target.zero_())
+        assert torch.equal(target, expected(source, weights))
+
+
+@pytest.fixture
+def heard() -> Iterator[list[str]]:
+    """What Triton tells a hook before it launches, as it tells a profiler."""
+    names: list[str] = []
+
+    def hook(metadata) -> None:
+        names.append(metadata.get()["name"])
+
+    triton.knobs.runtime.launch_enter_hook.add(hook)
+    yield names
+    triton.knobs.runtime.launch_enter_hook.remove(hook)
+
+
+def test_hooks_are_heard(tensors, request: pytest.FixtureRequest) -> None:
+    launched = bind()
+    launched(*tensors)
+    queries = torch.randn(8, 32, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    # Warm: from here on, what is not told would be launched directly.
+    for _ in range(2):
+        maxsim(queries, queries).sum().backward()
+    names = request.getfixturevalue("heard")
+    launched(*tensors)
+    assert names == ["_scale_kernel"]
+    maxsim(queries, queries).sum().backward()
+    assert any("gather" in name for name in names)
+    assert len(names) >= 4
+
+
+def test_launches_on_the_current_stream(tensors) -> None:
+    source, weights, target = tensors
+    launched, sequence = bind(), launch.Sequence(3)
+    sequence.add(launched, 0, 1, 2)
+    for _ in range(2):
+        launched(*tensors)
+        sequence(*tensors)
+    stream = torch.cuda.Stream()
+    for call in (launched, sequence):
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            # A launch on another stream would not wait for the source to change.
+            torch.cuda._sleep(20_000_000)
+            source.add_(4096)
+            call(source, weights, target)
+        stream.synchronize()
+        assert torch.equal(target, expected(source, weights))
+
+
+def test_in_a_cuda_graph(tensors) -> None:
+    source, weights, target = tensors
+    launched, sequence = bind(), launch.Sequence(3)
+    region = sequence.region(_SIZE, torch.float32)
+    sequence.add(launched, 0, 1, region)
+    sequence.add(launched, 0, 1, 2)
+    for _ in range(2):
+        sequence(source, weights, target)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        sequence(source, weights, target)
+    source.mul_(2)
+    target.zero_()
+    graph.replay()
+    assert torch.equal(target, expected(source, weights))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_each_device_has_its_own_function() -> None:
+    queries, documents = torch.randn(8, 32, 64), torch.randn(9, 40, 64)
+    for _ in range(3):
+        for device in ("cuda:0", "cuda:1"):
+            leaves = [tensor.to(device, torch.bfloat16).requires_grad_() for tensor in (queries, documents)]
+            with torch.cuda.device(device):
+                scores = maxsim(*leaves)
+            found = torch.autograd.grad(scores.square().sum(), leaves)
+            # While another device is the current one.
+            others = torch.autograd.grad(maxsim(*leaves).square().sum(), leaves)
+            assert all(torch.equal(a, b) for a, b in zip(found, others, strict=True))
