@@ -8,6 +8,7 @@ from .backward import bound_backward, maxsim_backward, maxsim_varlen_backward
 from .forward import bound_maxsim, bound_maxsim_varlen, maxsim_forward, maxsim_varlen_forward
 from .launch import on_device
 from .tiles import architecture, fused_tile
+from .units import through_unit_rows, unit_rows
 
 __all__ = [
     "architecture",
@@ -21,6 +22,8 @@ __all__ = [
     "maxsim_varlen_backward",
     "maxsim_varlen_forward",
     "on_device",
+    "through_unit_rows",
+    "unit_rows",
 ]
 
 

@@ -46,11 +46,12 @@ _PARTS = 2
 
 
 @gluon.jit
-def _inverse_norms(embeddings):
-    """One over the norm of each row, at most 1e12."""
+def _units(embeddings):
+    """Rows over their norms, rounded, as `units.unit_rows` divides them."""
     widened = embeddings.to(gl.float32)
     squares = gl.reduce(widened * widened, 1, add)
-    return gl.div_rn(1.0, gl.maximum(gl.sqrt_rn(squares), _SMALLEST_NORM))
+    scale = gl.div_rn(1.0, gl.maximum(gl.sqrt_rn(squares), _SMALLEST_NORM))
+    return (widened * scale[:, None]).to(embeddings.dtype)
 
 
 @gluon.jit
@@ -89,7 +90,7 @@ def _copy(
 
 @gluon.jit
 def _score(
-    bias_ptr, mask_ptr, cu_seqlens_ptr, best_ptr, states, weights, queries, scales, full, empty,
+    bias_ptr, mask_ptr, cu_seqlens_ptr, best_ptr, states, weights, queries, full, empty,
     first_tile, last_tile, first_document, n_tokens, n_documents, document_length,
     SIZE: gl.constexpr, D_MODEL: gl.constexpr, EMBEDDING: gl.constexpr, COLUMNS: gl.constexpr, BLOCKS: gl.constexpr,
     PART_ROWS: gl.constexpr, PARTS: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr, PACKED: gl.constexpr,
@@ -139,11 +140,11 @@ def _score(
 
         if HAS_BIAS:
             embeddings += bias[None, :]
-        # Rounded as a linear layer rounds, and not a second time by the normalisation.
+        # Rounded as by a linear layer.
         rounded = embeddings.to(dtype)
-        rows = first + gl.arange(0, PART_ROWS, layout=by_row)
         if NORMALIZE:
-            scale = gl.convert_layout(_inverse_norms(rounded), by_row)
+            rounded = _units(rounded)
+        rows = first + gl.arange(0, PART_ROWS, layout=by_row)
         if HAS_MASK:
             active = gl.load(mask_ptr + rows, mask=rows < n_tokens, other=0) != 0
         rounded = gl.convert_layout(rounded, operand)
@@ -159,8 +160,6 @@ def _score(
                 rounded, queries.index(block).permute((1, 0)), no_similarities, use_acc=False, is_async=True
             )
             similarities = warpgroup_mma_wait(0, deps=[similarities])
-            if NORMALIZE:
-                similarities *= scale[:, None] * scales.index(block).load(by_column)[None, :]
             if HAS_MASK:
                 similarities = gl.where(active[:, None], similarities, 0.0 if ZERO_MASKED else float("-inf"))
             current = document
@@ -234,7 +233,6 @@ def _fused_kernel(
     states = gl.allocate_shared_memory(dtype, [STAGES * PARTS, PART_ROWS, CHUNK], states_layout)
     weights = gl.allocate_shared_memory(dtype, [STAGES, EMBEDDING, CHUNK], weights_layout)
     queries = gl.allocate_shared_memory(dtype, [BLOCKS, COLUMNS, EMBEDDING], queries_layout)
-    scales = gl.allocate_shared_memory(gl.float32, [BLOCKS, COLUMNS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
@@ -250,9 +248,9 @@ def _fused_kernel(
         offset = (rows // query_length).to(gl.int64) * stride_query + rows % query_length * stride_query_token
         exists = (rows < n_rows)[:, None] & (dims < SIZE)[None, :]
         values = gl.load(queries_ptr + offset[:, None] + dims[None, :], mask=exists, other=0.0)
-        queries.index(block).store(values)
         if NORMALIZE:
-            scales.index(block).store(_inverse_norms(values))
+            values = _units(values)
+        queries.index(block).store(values)
     fence_async_shared()
     if PACKED:
         # The document that the first token of the first tile belongs to.
@@ -262,7 +260,7 @@ def _fused_kernel(
         first_document = first_tile * 0
 
     arguments = (
-        bias_ptr, mask_ptr, cu_seqlens_ptr, best_ptr, states, weights, queries, scales, full, empty,
+        bias_ptr, mask_ptr, cu_seqlens_ptr, best_ptr, states, weights, queries, full, empty,
         first_tile, last_tile, first_document, n_tokens, n_documents, document_length,
     )  # fmt: skip
     copied = (

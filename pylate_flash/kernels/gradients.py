@@ -149,9 +149,14 @@ def through_norm(grad, embeddings, scale):
 
     The Jacobian maps g to (g - y <y, g>) / |x|. Where the norm was clamped, y is linear in x.
     """
-    scaled = embeddings.to(tl.float32) * scale[:, None]
-    along = tl.where(scale < _LARGEST_SCALE, tl.sum(scaled * grad, axis=1), 0.0)
-    return (grad - scaled * along[:, None]) * scale[:, None]
+    return through_unit(grad, embeddings.to(tl.float32) * scale[:, None], scale)
+
+
+@triton.jit
+def through_unit(grad, units, scale):
+    """The same from y itself, in float32."""
+    along = tl.where(scale < _LARGEST_SCALE, tl.sum(units * grad, axis=1), 0.0)
+    return (grad - units * along[:, None]) * scale[:, None]
 
 
 @triton.jit(do_not_specialize=["n_rows", "n_parts", "n_sequences", "length"])

@@ -4,20 +4,22 @@
     e = normalise(hidden W^T + b),  q = normalise(queries), which may be hidden states to project as well
 
 `maxsim_from_hidden_reference` is the definition, in plain torch. `maxsim_from_hidden` projects every document token
-once, a block of documents at a time into a scratch of bounded size, and gives the block to the kernels of `maxsim`.
-The projected embeddings are rounded once, to the type of the hidden states, as a linear layer rounds them. They are
-normalised by scaling their float32 similarities, so that, unlike those of a model that stores unit vectors, they are
-not rounded a second time.
+once, a block of documents at a time into a scratch of bounded size, and gives the block to the kernels of `maxsim`; on
+Hopper, for few query rows, one kernel projects and scores without a scratch (`kernels.fused`). The projected embeddings
+are rounded to the type of the hidden states, as a linear layer rounds them, and once more when they were divided by
+their norms in float32, as `torch.nn.functional.normalize` rounds: they are the embeddings that the model returns.
 
 The backward takes the gradient of the projected embeddings from the kernels of `maxsim`, which sum the winners' rows in
-the projected space (d wide, not d_model), and then multiplies matrices, once per block and gradient asked for:
+the projected space (d wide, not d_model), takes it through the normalisation in place, and then multiplies matrices,
+once per block and gradient asked for:
 
     grad_hidden = G W,  grad_weight = G^T hidden,  grad_bias = sum of the rows of G
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -27,8 +29,18 @@ from torch import Tensor
 
 from . import varlen
 from .checks import check_choice, check_embeddings, check_mask, no_second_derivative
-from .dispatch import BACKWARDS, IMPLEMENTATIONS
-from .maxsim import MASKINGS, REDUCTIONS, _autocast, _finish, _is_plain, maxsim_reference
+from .dispatch import BACKWARDS, IMPLEMENTATIONS, choose
+from .maxsim import (
+    _SMALLEST_NORM,
+    MASKINGS,
+    REDUCTIONS,
+    _autocast,
+    _finish,
+    _is_plain,
+    _scale,
+    kernels,
+    maxsim_reference,
+)
 from .maxsim import _backward as _padded_backward
 from .maxsim import _forward as _padded_forward
 from .maxsim import _forward_shapes as _padded_forward_shapes
@@ -391,6 +403,45 @@ def _scores(call: _Call) -> Tensor:
     return _forward(call, False)[0]
 
 
+def _fused(call: _Call) -> Tensor | None:
+    """Scores by the kernel that projects and scores at once, or None where it does not serve the call."""
+    queries, hidden, weight = call.queries, call.hidden, call.weight
+    if not hidden.is_cuda or call.implementation == "blocked" or call.candidates_cu_seqlens is not None:
+        return None
+    if call.packed:
+        assert call.queries_cu_seqlens is not None
+        n_queries = call.queries_cu_seqlens.shape[0] - 1
+        if queries.shape[0] != n_queries * call.max_query_length:
+            # They are not all of one length.
+            return None
+        queries = queries.unflatten(0, (n_queries, call.max_query_length))
+    elif hidden.shape[0] > 1:
+        return None
+    n_queries, query_length, size = queries.shape
+    capability = kernels().architecture(hidden.device)[0]
+    if (
+        kernels().fused_tile(capability, n_queries * query_length, size, weight.shape[1], hidden.element_size()) is None
+        or not 0 < call.tokens < 1 << 31
+        or queries.stride(-1) != 1
+        or not (hidden.is_contiguous() and weight.is_contiguous())
+        or (hidden.data_ptr() | weight.data_ptr()) % 16
+    ):
+        return None
+    bounds, mask = call.documents_cu_seqlens, call.documents_mask
+    with kernels().on_device(hidden):
+        return kernels().fused_forward(
+            queries,
+            hidden if call.packed else hidden[0],
+            weight,
+            call.bias,
+            None if call.queries_mask is None else call.queries_mask.contiguous(),
+            None if mask is None else mask[0].contiguous(),
+            None if bounds is None else bounds.to(hidden.device, non_blocking=True),
+            call.normalize,
+            call.zero_masked,
+        )
+
+
 class _Block(NamedTuple):
     """Documents [groups, documents] of the grouped layout, or of the packed ones, and their rows among all tokens."""
 
@@ -402,28 +453,31 @@ class _Block(NamedTuple):
 _ALL = slice(None)
 
 
-def _blocks(call: _Call, limit: int) -> list[_Block]:
+def _blocks(call: _Call, limit: int) -> tuple[_Block, ...]:
     """All documents in blocks of at most `limit` bytes of projected embeddings, or of one document."""
     most = limit // (call.weight.shape[0] * call.hidden.element_size())
     if call.tokens <= most:
-        return [_Block(_ALL, _ALL, slice(0, call.tokens))]
-    return list(_packed_blocks(call, most) if call.packed else _padded_blocks(call, most))
+        return (_Block(_ALL, _ALL, slice(0, call.tokens)),)
+    return _packed_blocks(call, most) if call.packed else _padded_blocks(call.hidden.shape[:3], most)
 
 
-def _padded_blocks(call: _Call, most: int) -> Iterator[_Block]:
-    groups, candidates, length, _ = call.hidden.shape
+@functools.lru_cache(maxsize=1024)
+def _padded_blocks(shape: torch.Size, most: int) -> tuple[_Block, ...]:
+    groups, candidates, length = shape
     step = max(1, most // length)
     group_step = max(1, step // candidates)
     # As many blocks as that takes, but of one size: a short last one would leave a GPU idle.
     step = _even(candidates, min(step, candidates))
     group_step = _even(groups, min(group_step, groups))
+    blocks = []
     for group in range(0, groups, group_step):
         last = min(groups, group + group_step)
         # Several groups come whole, so that the rows of a block are adjacent.
         for start in range(0, candidates, step):
             end = min(candidates, start + step)
             rows = slice((group * candidates + start) * length, ((last - 1) * candidates + end) * length)
-            yield _Block(slice(group, last), slice(start, end), rows)
+            blocks.append(_Block(slice(group, last), slice(start, end), rows))
+    return tuple(blocks)
 
 
 def _even(count: int, most: int) -> int:
@@ -431,14 +485,18 @@ def _even(count: int, most: int) -> int:
     return -(-count // -(-count // most))
 
 
-def _packed_blocks(call: _Call, most: int) -> Iterator[_Block]:
+def _packed_blocks(call: _Call, most: int) -> tuple[_Block, ...]:
     assert call.documents_cu_seqlens is not None
-    bounds = call.documents_cu_seqlens.tolist()
+    bounds = call.documents_cu_seqlens.cpu().numpy()
+    last = len(bounds) - 1
+    blocks = []
     start = 0
-    for end in range(1, len(bounds)):
-        if end == len(bounds) - 1 or bounds[end + 1] - bounds[start] > most:
-            yield _Block(_ALL, slice(start, end), slice(bounds[start], bounds[end]))
-            start = end
+    while start < last:
+        # The last document that ends within the bound, or the first one.
+        end = max(start + 1, int(bounds.searchsorted(bounds[start] + most, side="right")) - 1)
+        blocks.append(_Block(_ALL, slice(start, end), slice(int(bounds[start]), int(bounds[end]))))
+        start = end
+    return tuple(blocks)
 
 
 def _hidden_of(call: _Call, block: _Block) -> Tensor:
@@ -448,18 +506,78 @@ def _hidden_of(call: _Call, block: _Block) -> Tensor:
     return call.hidden[block.groups, block.documents].reshape(-1, call.hidden.shape[-1])
 
 
-def _project(call: _Call, block: _Block, scratch: Tensor) -> Tensor:
+class _Embeddings(NamedTuple):
+    """Embeddings [.., d]; under `normalize` divided by their norms, and one over the norms [..]."""
+
+    values: Tensor
+    scale: Tensor | None
+
+
+def _empty_embeddings(call: _Call, shape: Iterable[int]) -> _Embeddings:
+    """Uninitialised embeddings of that many tokens."""
+    values = call.hidden.new_empty((*shape, call.weight.shape[0]))
+    if not call.normalize:
+        return _Embeddings(values, None)
+    dtype = torch.float64 if values.dtype == torch.float64 else torch.float32
+    return _Embeddings(values, values.new_empty(values.shape[:-1], dtype=dtype))
+
+
+def _normalize(call: _Call, embeddings: Tensor, out: _Embeddings) -> None:
+    """Write the embeddings divided by their norms, rounded, and one over these; `out` may hold the embeddings."""
+    assert out.scale is not None
+    if _by_kernels(call):
+        if embeddings.numel():
+            with kernels().on_device(embeddings):
+                kernels().unit_rows(embeddings.contiguous(), *out)
+        return
+    out.scale.copy_(_scale(embeddings))
+    torch.mul(embeddings, out.scale.unsqueeze(-1), out=out.values)
+
+
+def _through_normalisation(call: _Call, grad: Tensor, embeddings: _Embeddings) -> None:
+    """Replace the gradient of the embeddings by that of what they were before they were divided by their norms."""
+    if embeddings.scale is None or grad.numel() == 0:
+        return
+    if _by_kernels(call):
+        with kernels().on_device(grad):
+            kernels().through_unit_rows(grad, *embeddings)
+        return
+    scale, units = embeddings.scale.unsqueeze(-1), embeddings.values
+    wide = grad.to(scale.dtype)
+    # Where the norm was clamped, the division is linear.
+    along = torch.where(scale < 1.0 / _SMALLEST_NORM, (units * wide).sum(dim=-1, keepdim=True), 0.0)
+    grad.copy_((wide - units * along) * scale)
+
+
+def _by_kernels(call: _Call) -> bool:
+    return choose(call.implementation, call.hidden.device, call.hidden.dtype, call.weight.shape[0]) == "triton"
+
+
+def _with_unit_queries(call: _Call) -> tuple[_Call, _Embeddings]:
+    """The call with its queries divided by their norms, if they are to be."""
+    if not call.normalize:
+        return call, _Embeddings(call.queries, None)
+    units = _empty_embeddings(call, call.queries.shape[:-1])
+    _normalize(call, call.queries, units)
+    return call._replace(queries=units.values), units
+
+
+def _project(call: _Call, block: _Block, scratch: _Embeddings) -> _Embeddings:
     """The projected embeddings [tokens of the block, d], written into `scratch` [at least as many, d]."""
     states = _hidden_of(call, block)
-    projected = scratch[: states.shape[0]]
+    count = states.shape[0]
+    projected = _Embeddings(scratch.values[:count], None if scratch.scale is None else scratch.scale[:count])
     if call.bias is None:
-        return torch.mm(states, call.weight.T, out=projected)
-    return torch.addmm(call.bias, states, call.weight.T, out=projected)
+        torch.mm(states, call.weight.T, out=projected.values)
+    else:
+        torch.addmm(call.bias, states, call.weight.T, out=projected.values)
+    if call.normalize:
+        _normalize(call, projected.values, projected)
+    return projected
 
 
-def _scratch(call: _Call, blocks: list[_Block]) -> Tensor:
-    rows = max(block.rows.stop - block.rows.start for block in blocks)
-    return call.hidden.new_empty(rows, call.weight.shape[0])
+def _scratch(call: _Call, blocks: tuple[_Block, ...]) -> _Embeddings:
+    return _empty_embeddings(call, [max(block.rows.stop - block.rows.start for block in blocks)])
 
 
 def _padded_block(call: _Call, block: _Block, projected: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
@@ -492,13 +610,13 @@ def _score_block(call: _Call, block: _Block, projected: Tensor, with_winners: bo
         queries_bounds, bounds, candidates = _packed_block(call, block)
         return varlen._forward(
             call.queries, projected, queries_bounds, bounds, candidates, call.max_query_length,
-            call.max_document_length, call.max_candidates, call.normalize, with_winners, call.implementation,
+            call.max_document_length, call.max_candidates, False, with_winners, call.implementation,
             call.queries_mask,
         )  # fmt: skip
     queries, documents, queries_mask, documents_mask = _padded_block(call, block, projected)
     return _padded_forward(
-        queries, documents, queries_mask, documents_mask, call.normalize, call.zero_masked, with_winners,
-        call.implementation, call.backward,
+        queries, documents, queries_mask, documents_mask, False, call.zero_masked, with_winners, call.implementation,
+        call.backward,
     )  # fmt: skip
 
 
@@ -519,23 +637,28 @@ def _products_as_they_are(device: str) -> AbstractContextManager[Any]:
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
-def _forward(call: _Call, with_winners: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+def _forward(call: _Call, with_winners: bool) -> tuple[Tensor, Tensor, _Embeddings | None]:
     """Scores float32, winners (an empty tensor unless asked for), and all projected embeddings, if they may be kept.
 
     They may where a gradient is needed and there is room in the bound for them and for their gradient.
     """
     with _products_as_they_are(call.hidden.device.type), torch.no_grad():
+        if not with_winners:
+            scores = _fused(call)
+            if scores is not None:
+                return scores, call.hidden.new_empty(0, dtype=torch.int16), None
+        call = _with_unit_queries(call)[0]
         blocks = _blocks(call, SCRATCH_BYTES)
         scratch = _scratch(call, blocks)
         if len(blocks) == 1:
             projected = _project(call, blocks[0], scratch)
-            scores, winners = _score_block(call, blocks[0], projected, with_winners)
-            keep = with_winners and 2 * projected.numel() * projected.element_size() <= SCRATCH_BYTES
+            scores, winners = _score_block(call, blocks[0], projected.values, with_winners)
+            keep = with_winners and 2 * projected.values.numel() * projected.values.element_size() <= SCRATCH_BYTES
             return scores, winners, projected if keep else None
         scores, winners = _forward_shapes(call, with_winners)
         for block in blocks:
             projected = _project(call, block, scratch)
-            block_scores, block_winners = _score_block(call, block, projected, with_winners)
+            block_scores, block_winners = _score_block(call, block, projected.values, with_winners)
             _of_scores(call, block, scores).copy_(block_scores)
             if with_winners:
                 _of_winners(call, block, winners).copy_(block_winners)
@@ -556,7 +679,7 @@ class _Needs(NamedTuple):
 
 
 def _backward(
-    call: _Call, grad_scores: Tensor, kept: list[Tensor | None], needs: _Needs
+    call: _Call, grad_scores: Tensor, kept: list, needs: _Needs
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of queries, hidden, weight and bias in their type; None for one that is not needed.
 
@@ -565,37 +688,49 @@ def _backward(
     """
     winners, projected = kept
     kept.clear()
-    assert winners is not None
     with _products_as_they_are(call.hidden.device.type), torch.no_grad():
+        call, queries = _with_unit_queries(call)
         blocks = _blocks(call, SCRATCH_BYTES // 2)
-        if len(blocks) == 1:
-            if projected is None:
-                projected = _project(call, blocks[0], _scratch(call, blocks))
-            grad_queries, gradient = _backward_block(call, blocks[0], projected, grad_scores, winners, needs)
-            del winners, projected
-            states = _hidden_of(call, blocks[0])
-            return (
-                grad_queries,
-                torch.mm(gradient, call.weight).view(call.hidden.shape) if needs.hidden else None,
-                torch.mm(gradient.T, states) if needs.weight else None,
-                gradient.sum(dim=0) if needs.bias else None,
-            )
-        return _backward_in_blocks(call, blocks, projected, grad_scores, winners, needs)
+        if len(blocks) > 1:
+            return _backward_in_blocks(call, blocks, queries, projected, grad_scores, winners, needs)
+        if projected is None:
+            projected = _project(call, blocks[0], _scratch(call, blocks))
+        grad_queries, gradient = _backward_block(call, blocks[0], projected, grad_scores, winners, needs)
+        if grad_queries is not None:
+            _through_normalisation(call, grad_queries, queries)
+        hidden, weight, states = call.hidden, call.weight, _hidden_of(call, blocks[0])
+        del call, queries, projected, winners
+        return (
+            grad_queries,
+            torch.mm(gradient, weight).view(hidden.shape) if needs.hidden else None,
+            torch.mm(gradient.T, states) if needs.weight else None,
+            gradient.sum(dim=0) if needs.bias else None,
+        )
 
 
 def _backward_in_blocks(
-    call: _Call, blocks: list[_Block], projected: Tensor | None, grad_scores: Tensor, winners: Tensor, needs: _Needs
+    call: _Call,
+    blocks: tuple[_Block, ...],
+    queries: _Embeddings,
+    projected: _Embeddings | None,
+    grad_scores: Tensor,
+    winners: Tensor,
+    needs: _Needs,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """`_backward`, with sums over the blocks in float32 (float64 for float64)."""
     dtype = torch.float64 if call.hidden.dtype == torch.float64 else torch.float32
-    queries, hidden, weight = call.queries, call.hidden, call.weight
-    grad_queries = queries.new_zeros(queries.shape, dtype=dtype) if needs.queries else None
+    hidden, weight = call.hidden, call.weight
+    grad_queries = call.queries.new_zeros(call.queries.shape, dtype=dtype) if needs.queries else None
     grad_hidden = hidden.new_empty(hidden.shape) if needs.hidden else None
     grad_weight = weight.new_zeros(weight.shape, dtype=dtype) if needs.weight else None
     grad_bias = weight.new_zeros(weight.shape[0], dtype=dtype) if needs.bias else None
     scratch = _scratch(call, blocks)
     for block in blocks:
-        embeddings = _project(call, block, scratch) if projected is None else projected[block.rows]
+        if projected is None:
+            embeddings = _project(call, block, scratch)
+        else:
+            scale = projected.scale
+            embeddings = _Embeddings(projected.values[block.rows], None if scale is None else scale[block.rows])
         block_grad_queries, gradient = _backward_block(call, block, embeddings, grad_scores, winners, needs)
         if grad_queries is not None and block_grad_queries is not None:
             grouped = not call.packed and hidden.shape[0] > 1
@@ -606,8 +741,10 @@ def _backward_in_blocks(
             _add_product(grad_weight, gradient.T, _hidden_of(call, block))
         if grad_bias is not None:
             grad_bias += gradient.sum(dim=0, dtype=dtype)
+    if grad_queries is not None:
+        _through_normalisation(call, grad_queries, queries)
     return (
-        None if grad_queries is None else grad_queries.to(queries.dtype),
+        None if grad_queries is None else grad_queries.to(call.queries.dtype),
         grad_hidden,
         None if grad_weight is None else grad_weight.to(weight.dtype),
         None if grad_bias is None else grad_bias.to(weight.dtype),
@@ -615,23 +752,27 @@ def _backward_in_blocks(
 
 
 def _backward_block(
-    call: _Call, block: _Block, projected: Tensor, grad_scores: Tensor, winners: Tensor, needs: _Needs
+    call: _Call, block: _Block, projected: _Embeddings, grad_scores: Tensor, winners: Tensor, needs: _Needs
 ) -> tuple[Tensor | None, Tensor]:
-    """Gradients of the queries, or None, and of the block's projected embeddings [tokens of the block, d]."""
+    """Gradients of the (unit) queries, or None, and of the block's projected embeddings [tokens of the block, d]."""
     grad_scores, winners = _of_scores(call, block, grad_scores), _of_winners(call, block, winners)
+    values = projected.values
     if call.packed:
         queries_bounds, bounds, candidates = _packed_block(call, block)
         grad_queries, gradient = varlen._backward(
-            grad_scores, call.queries, projected, queries_bounds, bounds, candidates, winners, call.max_query_length,
-            call.max_document_length, call.normalize, needs.queries, needs.projected, call.implementation,
+            grad_scores, call.queries, values, queries_bounds, bounds, candidates, winners, call.max_query_length,
+            call.max_document_length, False, needs.queries, needs.projected, call.implementation,
         )  # fmt: skip
     else:
-        queries, documents, _, _ = _padded_block(call, block, projected)
+        queries, documents, _, _ = _padded_block(call, block, values)
         grad_queries, gradient = _padded_backward(
-            grad_scores, queries, documents, winners, call.normalize, needs.queries, needs.projected,
-            call.implementation, call.backward,
+            grad_scores, queries, documents, winners, False, needs.queries, needs.projected, call.implementation,
+            call.backward,
         )  # fmt: skip
-    return grad_queries if needs.queries else None, gradient.view(-1, projected.shape[-1])
+    gradient = gradient.view(-1, values.shape[-1])
+    if needs.projected:
+        _through_normalisation(call, gradient, projected)
+    return grad_queries if needs.queries else None, gradient
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

@@ -180,7 +180,7 @@ def test_the_scratch_stays_within_its_bound(layout: str, monkeypatch: pytest.Mon
     bound, sizes, project, backward = 128 << 10, [], module._project, module._backward_block
 
     def projecting(call, block, scratch):
-        sizes.append(scratch.untyped_storage().nbytes())
+        sizes.append(scratch.values.untyped_storage().nbytes())
         return project(call, block, scratch)
 
     def differentiating(*arguments):
