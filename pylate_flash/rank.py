@@ -202,7 +202,7 @@ def _encoded(
     return encode(queries, is_query=True), [[embeddings[text] for text in candidates] for candidates in documents]
 
 
-# Texts are sorted by length among those encoded together, so that few batches would waste work on padding.
+# Texts are sorted by length among those encoded together: among few, much of the work would be padding.
 _BATCHES_AT_ONCE = 16
 
 

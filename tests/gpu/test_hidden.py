@@ -162,3 +162,14 @@ def test_in_a_cuda_graph() -> None:
     graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(scores, expected)
+
+
+def test_masked_query_tokens_do_not_meet_the_tokens_of_packed_documents() -> None:
+    problem = states("packed", torch.bfloat16)
+    problem.tensors["hidden"][3, 0] = torch.nan
+    problem.rest["queries_mask"] = problem.rest["queries_mask"].clone()
+    problem.rest["queries_mask"][5] = False
+    scores = problem(kernel).cpu()
+    assert (scores[5] == 0).all()
+    assert scores[:5, 0].isnan().all()
+    assert scores[:, 1:].isfinite().all()

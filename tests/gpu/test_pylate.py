@@ -57,6 +57,65 @@ def test_losses_equal_those_of_pylate(colbert_path: str, name: str) -> None:
     assert relative_error(whole, torch.cat([gradient.flatten() for gradient in expected[1]])) <= 1e-4
 
 
+@pytest.mark.parametrize("name", ["Contrastive", "CachedContrastive"])
+def test_losses_from_hidden_states(colbert_path: str, name: str) -> None:
+    columns = [QUERIES, DOCUMENTS, DOCUMENTS[::-1]]
+    model = models.ColBERT(colbert_path, device="cuda", scorer="pylate_flash").eval()
+    arguments = {"mini_batch_size": 3} if name == "CachedContrastive" else {}
+    values, gradients = zip(
+        *(
+            loss_and_gradients(
+                getattr(losses, name)(model, temperature=0.5, fuse_projection=fused, **arguments), model, columns
+            )
+            for fused in (False, True)
+        ),
+        strict=True,
+    )
+    assert values[1] == pytest.approx(values[0], rel=1e-5)
+    whole = [torch.cat([gradient.flatten() for gradient in found]) for found in gradients]
+    assert relative_error(whole[1], whole[0]) <= 1e-4
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        loss = getattr(losses, name)(model, temperature=0.5, fuse_projection=True, **arguments)
+        value, halves = loss_and_gradients(loss, model, columns)
+    assert value == pytest.approx(values[0], rel=2e-2, abs=2e-2)
+    half = torch.cat([gradient.flatten() for gradient in halves])
+    assert torch.cosine_similarity(half, whole[0], dim=0) > 0.98
+
+
+def test_rerank_of_texts_from_hidden_states(colbert_path: str) -> None:
+    model = models.ColBERT(colbert_path, device="cuda", scorer="pylate_flash")
+    arguments = [["a", "b", "c"], ["c", "a"]], QUERIES[:2], [DOCUMENTS[:3], [DOCUMENTS[2], DOCUMENTS[0]]]
+    unfused, fused = (rank.rerank(*arguments, model=model, fuse_projection=flag) for flag in (False, True))
+    for expected, found in zip(unfused, fused, strict=True):
+        assert [r["id"] for r in found] == [r["id"] for r in expected]
+        np.testing.assert_allclose([r["score"] for r in found], [r["score"] for r in expected], rtol=1e-5)
+
+
+@pytest.mark.parametrize("scratch", [64 << 20, 64 << 10])
+def test_index_of_hidden_states_equals_that_of_embeddings(
+    tmp_path: Path, scratch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pylate_flash.ops.hidden.SCRATCH_BYTES", scratch)
+    random = torch.Generator().manual_seed(0)
+    states = [
+        torch.randn(length, 384, generator=random)
+        for length in torch.randint(0, 200, (300,), generator=random).tolist()
+    ]
+    weight, bias = torch.randn(128, 384, generator=random) / 384**0.5, torch.randn(128, generator=random) / 4
+    projected = [torch.nn.functional.normalize(torch.nn.functional.linear(s, weight, bias), dim=-1) for s in states]
+    queries = torch.nn.functional.normalize(torch.randn(5, 32, 128, generator=random), dim=-1)
+    ids = [str(i) for i in range(300)]
+    embeddings = indexes.Flat(tmp_path, "embeddings", device="cpu").add_documents(ids, projected)
+    index = indexes.Flat(tmp_path, "states", device="cuda", projection=(weight, bias)).add_documents(ids, states)
+    for subset in (None, ids[20:180], [ids[:50], ids[100:], ids[::3], [], ids[7:9]]):
+        for expected, found in zip(embeddings(queries, subset=subset), index(queries, subset=subset), strict=True):
+            assert [r["id"] for r in found] == [r["id"] for r in expected]
+            np.testing.assert_allclose([r["score"] for r in found], [r["score"] for r in expected], rtol=1e-5)
+    (found,), (expected,) = (some.get_documents_embeddings([ids]) for some in (index, embeddings))
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
 def test_rerank_equals_pylate() -> None:
     random = np.random.default_rng(0)
 
