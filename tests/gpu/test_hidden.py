@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pylate_flash.ops import hidden as module
 from pylate_flash.ops import maxsim_from_hidden, maxsim_from_hidden_reference, pack
 from tests.ops.cases import relative_error
-from tests.ops.test_hidden import SCRATCHES, Problem, problems
+from tests.ops.test_hidden import SCRATCHES, Problem, as_rounded, problems
 
 pytestmark = pytest.mark.gpu
 kernel = partial(maxsim_from_hidden, implementation="triton")
@@ -85,23 +85,95 @@ def test_half(layout: str, dtype: torch.dtype, scratch: int, monkeypatch: pytest
     monkeypatch.setattr(module, "SCRATCH_BYTES", scratch)
     problem = states(layout, dtype)
     exact = on_host(problem).to(torch.float64)
-    # A projection rounded to 8 bits moves a similarity by up to 2^-8 of its size, and the sum of 25 of them by less.
+    # Rounded to 8 bits a few times, a similarity moves by about 2^-8 of its size, and the sum of 25 of them by less.
     expected = exact(maxsim_from_hidden_reference)
     torch.testing.assert_close(problem(kernel).cpu().double(), expected, rtol=4e-3, atol=4e-3)
-
-    def rounded(weight: torch.Tensor, bias: torch.Tensor, hidden: torch.Tensor, **rest) -> torch.Tensor:
-        """The definition on the projection as it is rounded, so that the same tokens win."""
-        embeddings = F.linear(hidden, weight, bias)
-        half = F.linear(*(problem.tensors[name] for name in ("hidden", "weight", "bias"))).cpu().double()
-        embeddings = embeddings + (half - embeddings).detach()
-        return maxsim_from_hidden_reference(hidden=embeddings, weight=torch.eye(128, dtype=torch.float64), **rest)
-
-    gradients = exact.gradients(rounded)
+    gradients = exact.gradients(as_rounded(problem))
     for name, gradient in problem.gradients(kernel).items():
         assert gradient.dtype == dtype
         found, reference = gradient.cpu().double().flatten(), gradients[name].flatten()
         assert torch.cosine_similarity(found, reference, dim=0) >= 0.9999, name
         assert relative_error(found, reference) <= 1e-2, name
+
+
+def few_queries(
+    sizes: tuple[int, int, int, int, int, int], dtype: torch.dtype, bias: bool, masked: bool, packed: bool
+) -> Problem:
+    """Nq, Lq, Nd, Ld, d, d_model; packed documents have 0 to Ld tokens."""
+    n_queries, query_length, n_documents, length, size, d_model = sizes
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device="cuda", generator=generator)
+
+    tensors = {"queries": draw(n_queries, query_length, size), "weight": draw(size, d_model) / d_model**0.5}
+    if bias:
+        tensors["bias"] = draw(size) / 4
+    options: dict = {}
+    if masked:
+        options["queries_mask"] = torch.rand(n_queries, query_length, device="cuda", generator=generator) > 0.3
+    if packed:
+        lengths = torch.randint(0, length + 1, (n_documents,), generator=torch.Generator().manual_seed(0))
+        tensors["hidden"] = draw(int(lengths.sum()), d_model)
+        options |= {"documents_cu_seqlens": F.pad(lengths.cumsum(0), (1, 0)).cuda(), "max_document_length": length}
+    else:
+        tensors["hidden"] = draw(n_documents, length, d_model)
+        if masked:
+            options["documents_mask"] = torch.rand(n_documents, length, device="cuda", generator=generator) > 0.4
+            options["documents_mask"][0] = False
+    return Problem({name: tensor.to(dtype) for name, tensor in tensors.items()}, options)
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9, reason="a kernel for Hopper"
+)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("sizes", "bias", "masked", "packed"),
+    [
+        ((1, 32, 100, 300, 128, 768), False, False, False),
+        ((4, 32, 77, 180, 128, 768), True, True, False),
+        ((2, 16, 50, 61, 96, 384), True, True, True),
+        ((1, 20, 50, 61, 128, 1000), False, False, True),
+        ((1, 32, 999, 3, 128, 768), False, True, False),
+        ((1, 32, 3000, 9, 64, 72), False, False, True),
+        ((3, 7, 2, 5000, 128, 768), False, True, False),
+        ((1, 1, 1, 1, 8, 8), True, False, False),
+    ],
+)
+def test_few_queries(
+    sizes: tuple, bias: bool, masked: bool, packed: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One kernel projects and scores: what the scratch and the kernels of `maxsim` score, and the definition."""
+    problem = few_queries(sizes, dtype, bias, masked, packed)
+    for options in ({}, {"normalize": False}, {} if packed else {"masking": "zero"}):
+        call = partial(kernel, **options)
+        fused = problem(call)
+        assert torch.equal(problem(call), fused)
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "_fused", lambda call: None)
+            unfused = problem(call)
+        # Sums in another order are now and then rounded to another number.
+        scale = max(1.0, unfused.abs().max().item())
+        torch.testing.assert_close(fused, unfused, rtol=1e-3, atol=2e-4 * scale)
+        assert (fused - unfused).abs().mean() <= 1e-4 * scale
+        if not options:
+            expected = on_host(problem).to(torch.float64)(as_rounded(problem))
+            torch.testing.assert_close(fused.cpu().double(), expected, rtol=1e-3, atol=2e-4 * scale)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_few_queries_keep_nan_to_its_document(packed: bool) -> None:
+    problem = few_queries((1, 32, 40, 50, 128, 256), torch.bfloat16, False, False, packed)
+    hidden = problem.tensors["hidden"]
+    bounds = problem.rest["documents_cu_seqlens"] if packed else torch.arange(41) * 50
+    document = int(bounds.diff().nonzero()[5])
+    hidden.view(-1, 256)[int(bounds[document]), 3] = torch.nan
+    assert torch.equal(problem(kernel).isnan().nonzero().cpu(), torch.tensor([[0, document]]))
+    if not packed:
+        mask = torch.ones(40, 50, dtype=torch.bool, device="cuda")
+        mask[document, 0] = False
+        assert not Problem(problem.tensors, {"documents_mask": mask})(kernel).isnan().any()
 
 
 @pytest.mark.parametrize("layout", ["in-batch", "candidates", "packed"])

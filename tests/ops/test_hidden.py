@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import pytest
@@ -120,6 +121,36 @@ def test_gradients_equal_those_of_the_definition(problem: Problem, scratch: int)
         assert gradient.dtype == torch.float32
         error = (gradient.double() - expected[name]).norm().item()
         assert error <= 1e-5 * expected[name].norm().item() + noise, name
+
+
+def as_rounded(problem: Problem) -> Callable[..., Tensor]:
+    """The definition on the embeddings of a half-precision problem as they are rounded, so that the same tokens win.
+
+    To be called with the problem's tensors in float64; gradients flow as if nothing had been rounded.
+    """
+
+    def replaced(exact: Tensor, rounded: Tensor) -> Tensor:
+        return exact + (rounded.to(exact) - exact).detach()
+
+    def units(exact: Tensor, half: Tensor) -> Tensor:
+        rounded = torch.nn.functional.normalize(half.float(), dim=-1).to(half.dtype)
+        return replaced(torch.nn.functional.normalize(exact, dim=-1), rounded)
+
+    def scores(
+        queries: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None = None, **rest: Tensor | None
+    ) -> Tensor:
+        half = problem.tensors
+        projected = torch.nn.functional.linear(half["hidden"], half["weight"], half.get("bias")).cpu()
+        documents = replaced(torch.nn.functional.linear(hidden, weight, bias), projected)
+        return maxsim_from_hidden_reference(
+            units(queries, half["queries"].cpu()),
+            units(documents, projected),
+            torch.eye(weight.shape[0], dtype=weight.dtype),
+            normalize=False,
+            **rest,
+        )
+
+    return scores
 
 
 def problem(**rest) -> Problem:
@@ -291,13 +322,7 @@ def test_bfloat16_gradients_are_close(scratch: int, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(module, "SCRATCH_BYTES", scratch)
     half = problem().to(torch.bfloat16)
     found = half.gradients(maxsim_from_hidden)
-
-    def rounded(queries: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        exact = torch.nn.functional.linear(hidden, weight, bias)
-        documents = exact + (exact.bfloat16().double() - exact).detach()
-        return maxsim_from_hidden_reference(queries, documents, torch.eye(6, dtype=torch.float64))
-
-    for name, expected in half.to(torch.float64).gradients(rounded).items():
+    for name, expected in half.to(torch.float64).gradients(as_rounded(half)).items():
         assert found[name].dtype == torch.bfloat16
         assert torch.cosine_similarity(found[name].double().flatten(), expected.flatten(), dim=0) >= 0.9999
         assert relative_error(found[name], expected) <= 1e-2
