@@ -67,7 +67,7 @@ class Recorder(Launcher):
 @pytest.fixture(params=[80, 90, 100])
 def capability(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     monkeypatch.setattr(forward, "architecture", lambda device: (request.param // 10, 132))
-    bound = (forward._bound_stacked, forward._bound_single, norms._bound, masks._bound)
+    bound = (forward.bound_maxsim, forward._bound_stacked, forward._bound_single, norms._bound, masks._bound)
     for function in bound:
         function.cache_clear()
     yield request.param
