@@ -427,31 +427,20 @@ def maxsim_forward(
     Masks are bool and contiguous, of the shape of their embeddings less d.
     Returns float32 scores [Nq, K] and, if asked, winners [G, K, Nq / G * Lq] (int16 where Ld fits, else int32).
     """
-    n_queries, query_length, _ = queries.shape
-    groups, candidates, length, _ = documents.shape
-    winners = None
-    if with_winners:
-        rows = n_queries // groups * query_length
-        winners = queries.new_empty((groups, candidates, rows), dtype=_winners_dtype(length))
-    short = groups == n_queries and query_length <= _SINGLE_MAX_QUERY_LENGTH
-    launch = _launch_single if short else _launch_stacked
-    scores = launch(
-        queries,
-        documents,
-        queries_mask,
-        documents_mask,
-        None,
-        winners,
-        candidates,
-        length,
-        documents.stride()[:3],
-        normalize,
-        zero_masked,
-        precision,
-    )
-    return scores, winners
+    score = bound_maxsim(
+        queries.shape, queries.stride(), queries.dtype, queries.device, documents.shape, documents.stride(),
+        documents.data_ptr() % 16 == 0, queries_mask is not None, documents_mask is not None, with_winners, normalize,
+        zero_masked, precision,
+    )  # fmt: skip
+    return score(queries, documents, None, queries_mask, documents_mask)
 
 
+# Of queries, documents and, if these are packed, where each begins; both masks; and the norms of the queries, where
+# those are there already: scores, and winners or None.
+Score = Callable[..., tuple[Tensor, Tensor | None]]
+
+
+@functools.lru_cache(maxsize=4096)
 def bound_maxsim(
     shape: torch.Size,
     query_strides: tuple[int, ...],
@@ -460,23 +449,28 @@ def bound_maxsim(
     documents_shape: tuple[int, ...],
     document_strides: tuple[int, ...],
     aligned: bool,
+    has_queries_mask: bool,
+    has_documents_mask: bool,
     with_winners: bool,
     normalize: bool,
+    zero_masked: bool,
     precision: str,
 ) -> Score:
-    """`maxsim_forward` with everything decided but the values: scores without masks.
+    """`maxsim_forward` with everything decided but the values.
 
-    The function returned takes the documents in any view of [G, K, Ld, d].
+    The function returned takes the documents, and their mask, in any view of [G, K, Ld, d].
     """
     groups, candidates, length, _ = documents_shape
-    layout = (candidates, length, document_strides[:3])
-    plain = (None, 0, 0, with_winners, normalize, False, precision)
+    layout = (shape, query_strides, dtype, device)
+    of_documents = (candidates, length, document_strides[:3])
+    masks = (has_queries_mask, has_documents_mask)
+    options = (0, 0, with_winners, normalize, zero_masked, precision)
     winners = (groups, candidates, shape[0] // groups * shape[1]) if with_winners else None
     if groups == shape[0] and shape[1] <= _SINGLE_MAX_QUERY_LENGTH:
-        single = _bound_single(shape, query_strides, dtype, device, *layout, 0, False, False, None, *plain)
-        return _plain_single(single[0], single[1], winners, _winners_dtype(length))
-    stacked = _bound_stacked(shape, query_strides, dtype, device, groups, *layout, aligned, False, False, *plain)
-    return _plain_stacked(stacked, shape[0], candidates, winners, _winners_dtype(length), normalize)
+        single = _bound_single(*layout, *of_documents, 0, *masks, None, None, *options)
+        return _whole_single(single[0], single[1], winners, _winners_dtype(length))
+    stacked = _bound_stacked(*layout, groups, *of_documents, aligned, *masks, None, *options)
+    return _whole_stacked(stacked, shape[0], candidates, winners, _winners_dtype(length), normalize)
 
 
 def bound_maxsim_varlen(
@@ -493,40 +487,47 @@ def bound_maxsim_varlen(
     normalize: bool,
     precision: str,
 ) -> Score | None:
-    """The same for `maxsim_varlen_forward` of queries [Nq, Lq, d]; None where a document may be in pieces."""
-    layout = (n_documents, 0, (0, 0, token_stride))
-    plain = (tokens, max_document_length, False, normalize, False, precision)
+    """The same for `maxsim_varlen_forward` of queries [Nq, Lq, d], without mask or winners.
+
+    None where a document may be in pieces.
+    """
+    layout = (shape, query_strides, dtype, device)
+    of_documents = (n_documents, 0, (0, 0, token_stride))
+    options = (tokens, max_document_length, False, normalize, False, precision)
     if shape[0] == 1 and shape[1] <= _SINGLE_MAX_QUERY_LENGTH:
-        single = _bound_single(
-            shape, query_strides, dtype, device, *layout, 0, False, False, cu_seqlens_dtype, None, *plain
-        )
-        return _plain_single(single[0], single[1], None, None) if single[2] is None else None
-    stacked = _bound_stacked(
-        shape, query_strides, dtype, device, 1, *layout, aligned, False, False, cu_seqlens_dtype, *plain
-    )
-    return _plain_stacked(stacked, shape[0], n_documents, None, None, normalize) if stacked.cuts is None else None
+        single = _bound_single(*layout, *of_documents, 0, False, False, cu_seqlens_dtype, None, *options)
+        return _whole_single(single[0], single[1], None, None) if single[2] is None else None
+    stacked = _bound_stacked(*layout, 1, *of_documents, aligned, False, False, cu_seqlens_dtype, *options)
+    return _whole_stacked(stacked, shape[0], n_documents, None, None, normalize) if stacked.cuts is None else None
 
 
-# Of queries, documents and, if these are packed, where each begins: scores, and winners or None.
-Score = Callable[..., tuple[Tensor, Tensor | None]]
-
-
-def _plain_single(
+def _whole_single(
     launch: Launch,
     sums_shape: tuple[int, ...],
     winners_shape: tuple[int, ...] | None,
     winners_dtype: torch.dtype | None,
 ) -> Score:
-    def score(queries: Tensor, documents: Tensor, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    """A launch of `_single_kernel` for documents that are whole."""
+
+    def score(
+        queries: Tensor,
+        documents: Tensor,
+        cu_seqlens: Tensor | None = None,
+        queries_mask: Tensor | None = None,
+        documents_mask: Tensor | None = None,
+        queries_scale: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        # Its programs, which meet every query token once, take norms themselves.
+        active = (None, None) if documents_mask is None else active_tokens(documents_mask)
         winners = None if winners_shape is None else queries.new_empty(winners_shape, dtype=winners_dtype)
         sums = queries.new_empty(sums_shape, dtype=torch.float32)
-        launch(queries, documents, None, None, None, cu_seqlens, None, sums, winners, None, None)
+        launch(queries, documents, queries_mask, *active, cu_seqlens, None, sums, winners, None, None)
         return (sums[0] if sums_shape[0] == 1 else sums.sum(dim=0)), winners
 
     return score
 
 
-def _plain_stacked(
+def _whole_stacked(
     bound: _Stacked,
     n_queries: int,
     n_documents: int,
@@ -534,19 +535,32 @@ def _plain_stacked(
     winners_dtype: torch.dtype | None,
     normalize: bool,
 ) -> Score:
+    """The same of `_stacked_kernel`, or of its Hopper version."""
     launch, sums_per_query, _, _, no_pieces = bound
 
-    def score(queries: Tensor, documents: Tensor, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        scales: tuple[Tensor | None, Tensor | None] = (None, None)
+    def score(
+        queries: Tensor,
+        documents: Tensor,
+        cu_seqlens: Tensor | None = None,
+        queries_mask: Tensor | None = None,
+        documents_mask: Tensor | None = None,
+        queries_scale: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        active = (None, None) if documents_mask is None else active_tokens(documents_mask)
+        # Norms of their own are read once per token; here a token would be squared once per block of rows.
+        documents_scale = None
         if normalize:
-            scales = inverse_norms(queries), inverse_norms(documents)
+            queries_scale = inverse_norms(queries) if queries_scale is None else queries_scale
+            documents_scale = inverse_norms(documents)
         winners = None if winners_shape is None else queries.new_empty(winners_shape, dtype=winners_dtype)
         sums = queries.new_empty((n_queries * sums_per_query, n_documents), dtype=torch.float32)
-        launch(queries, documents, None, None, None, *scales, cu_seqlens, sums, winners, *no_pieces)
-        return (
-            sums if sums_per_query == 1 else sums.view(n_queries, sums_per_query, n_documents).sum(dim=1),
-            winners,
-        )
+        launch(
+            queries, documents, queries_mask, *active, queries_scale, documents_scale, cu_seqlens, sums, winners,
+            *no_pieces,
+        )  # fmt: skip
+        if sums_per_query > 1:
+            sums = sums.view(n_queries, sums_per_query, n_documents).sum(dim=1)
+        return sums, winners
 
     return score
 
@@ -575,10 +589,7 @@ def maxsim_varlen_forward(
     if with_winners:
         rows = queries.shape[1] * (queries.shape[0] if candidates is None else 1)
         winners = queries.new_empty((n_documents, rows), dtype=_winners_dtype(max_document_length))
-    arguments = (
-        queries, documents, queries_mask, None, cu_seqlens, winners, n_documents, 0,
-        (0, 0, documents.stride(0)), normalize, False, precision, max_document_length,
-    )  # fmt: skip
+    arguments = (queries, documents, queries_mask, cu_seqlens, winners, max_document_length, normalize, precision)
     if candidates is not None:
         return _launch_single(*arguments, candidates, max_candidates), winners
     short = queries.shape[0] == 1 and queries.shape[1] <= _SINGLE_MAX_QUERY_LENGTH
@@ -589,56 +600,31 @@ def _launch_stacked(
     queries: Tensor,
     documents: Tensor,
     queries_mask: Tensor | None,
-    documents_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
+    cu_seqlens: Tensor,
     winners: Tensor | None,
-    n_documents: int,
-    document_length: int,
-    strides: tuple[int, ...],
+    max_document_length: int,
     normalize: bool,
-    zero_masked: bool,
     precision: str,
-    max_document_length: int = 0,
 ) -> Tensor:
+    n_queries, n_documents = queries.shape[0], cu_seqlens.shape[0] - 1
     launch, sums_per_query, cuts, rows, no_pieces = _bound_stacked(
-        queries.shape,
-        queries.stride(),
-        queries.dtype,
-        queries.device,
-        documents.shape[0] if cu_seqlens is None else 1,
-        n_documents,
-        document_length,
-        strides,
-        documents.data_ptr() % 16 == 0,
-        queries_mask is not None,
-        documents_mask is not None,
-        None if cu_seqlens is None else cu_seqlens.dtype,
-        documents.shape[0],
-        max_document_length,
-        winners is not None,
-        normalize,
-        zero_masked,
-        precision,
-    )
-    active = (None, None) if documents_mask is None else active_tokens(documents_mask)
-    # Norms of their own are read once per token; here a token would be squared once per block of rows.
-    queries_scale, documents_scale = None, None
-    if normalize:
-        queries_scale = inverse_norms(queries)
-        documents_scale = inverse_norms(documents)
-    n_queries = queries.shape[0]
-    sums = queries.new_empty(n_queries * sums_per_query, n_documents, dtype=torch.float32)
+        queries.shape, queries.stride(), queries.dtype, queries.device, 1, n_documents, 0, (0, 0, documents.stride(0)),
+        documents.data_ptr() % 16 == 0, queries_mask is not None, False, cu_seqlens.dtype, documents.shape[0],
+        max_document_length, winners is not None, normalize, False, precision,
+    )  # fmt: skip
+    scales = (inverse_norms(queries), inverse_norms(documents)) if normalize else (None, None)
+    sums = queries.new_empty((n_queries * sums_per_query, n_documents), dtype=torch.float32)
     pieces = None if cuts is None else pieces_scratch(cuts, rows, winners is not None, queries.device)
     launch(
-        queries, documents, queries_mask, *active, queries_scale, documents_scale, cu_seqlens, sums, winners,
+        queries, documents, queries_mask, None, None, *scales, cu_seqlens, sums, winners,
         *(no_pieces if pieces is None else pieces),
     )  # fmt: skip
     scores = sums if sums_per_query == 1 else sums.view(n_queries, sums_per_query, n_documents).sum(dim=1)
     if cuts is not None and pieces is not None:
         rows_per_query = _padded_query_length(queries.shape[1])[0]
         merge_pieces(
-            pieces, cuts, rows, queries.shape, queries_mask, queries_scale, cu_seqlens, None, rows_per_query,
-            scores, winners,
+            pieces, cuts, rows, queries.shape, queries_mask, scales[0], cu_seqlens, None, rows_per_query, scores,
+            winners,
         )  # fmt: skip
     return scores
 
@@ -647,43 +633,23 @@ def _launch_single(
     queries: Tensor,
     documents: Tensor,
     queries_mask: Tensor | None,
-    documents_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
+    cu_seqlens: Tensor,
     winners: Tensor | None,
-    n_documents: int,
-    document_length: int,
-    strides: tuple[int, ...],
+    max_document_length: int,
     normalize: bool,
-    zero_masked: bool,
     precision: str,
-    max_document_length: int = 0,
     candidates: Tensor | None = None,
     max_candidates: int = 0,
 ) -> Tensor:
     launch, shape, cuts, rows = _bound_single(
-        queries.shape,
-        queries.stride(),
-        queries.dtype,
-        queries.device,
-        n_documents,
-        document_length,
-        strides,
-        max_candidates,
-        queries_mask is not None,
-        documents_mask is not None,
-        None if cu_seqlens is None else cu_seqlens.dtype,
-        None if candidates is None else candidates.dtype,
-        documents.shape[0],
-        max_document_length,
-        winners is not None,
-        normalize,
-        zero_masked,
-        precision,
-    )
-    active = (None, None) if documents_mask is None else active_tokens(documents_mask)
+        queries.shape, queries.stride(), queries.dtype, queries.device, cu_seqlens.shape[0] - 1, 0,
+        (0, 0, documents.stride(0)), max_candidates, queries_mask is not None, False, cu_seqlens.dtype,
+        None if candidates is None else candidates.dtype, documents.shape[0], max_document_length,
+        winners is not None, normalize, False, precision,
+    )  # fmt: skip
     sums = queries.new_empty(shape, dtype=torch.float32)
     pieces = (None, None) if cuts is None else pieces_scratch(cuts, rows, winners is not None, queries.device)
-    launch(queries, documents, queries_mask, *active, cu_seqlens, candidates, sums, winners, *pieces)
+    launch(queries, documents, queries_mask, None, None, cu_seqlens, candidates, sums, winners, *pieces)
     scores = sums[0] if shape[0] == 1 else sums.sum(dim=0)
     if cuts is not None:
         queries_scale = inverse_norms(queries) if normalize else None

@@ -358,7 +358,9 @@ def _launches_of(
         documents_shape, documents_strides = (1, *documents_shape), (0, *documents_strides)  # type: ignore[assignment]
     layout = (shape, strides, dtype, device, documents_shape, documents_strides)
     return _Decided(
-        kernels().bound_maxsim(*layout, aligned, with_winners, normalize, product_precision(dtype)),
+        kernels().bound_maxsim(
+            *layout, aligned, False, False, with_winners, normalize, False, product_precision(dtype)
+        ),
         kernels().bound_backward(*layout, normalize, "auto") if with_winners else None,
         (normalize, implementation, "auto"),
     )

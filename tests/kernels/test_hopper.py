@@ -162,12 +162,14 @@ def test_a_tensor_that_is_not_aligned_is_served(monkeypatch: pytest.MonkeyPatch)
     for name in ("_stacked", "_hopper"):
         launcher = type("Fake", (), {"bind": lambda self, *_, name=name, **__: lambda *tensors: served.append(name)})()
         monkeypatch.setattr(forward, name, launcher if name == "_stacked" else lambda launcher=launcher: launcher)
+    forward.bound_maxsim.cache_clear()
     forward._bound_stacked.cache_clear()
     queries = torch.empty(8, 32, 128, dtype=torch.float16)
     storage = torch.empty(4 * 50 * 128 + 1, dtype=torch.float16)
     for start in (0, 1):
         documents = storage[start : start + 4 * 50 * 128].view(1, 4, 50, 128)
         forward.maxsim_forward(queries, documents, None, None, False, False, False, "ieee")
+    forward.bound_maxsim.cache_clear()
     forward._bound_stacked.cache_clear()
     assert served == ["_hopper", "_stacked"]
 

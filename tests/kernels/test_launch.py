@@ -35,9 +35,11 @@ def launchers(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(forward, "_stacked", made["_stacked"])
     monkeypatch.setattr(forward, "_single", made["_single"])
     monkeypatch.setattr(forward, "_hopper", lambda: made["_hopper"])
+    forward.bound_maxsim.cache_clear()
     forward._bound_stacked.cache_clear()
     forward._bound_single.cache_clear()
     yield made
+    forward.bound_maxsim.cache_clear()
     forward._bound_stacked.cache_clear()
     forward._bound_single.cache_clear()
 

@@ -126,7 +126,7 @@ def test_varlen_gradients(case: tuple) -> None:
 @pytest.fixture
 def small_cuts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Documents of more than 70 tokens are cut into pieces of at most 70."""
-    bound = (forward._bound_stacked, forward._bound_single)
+    bound = (forward.bound_maxsim, forward._bound_stacked, forward._bound_single)
     monkeypatch.setattr(forward, "plan_cuts", _cuts)
     for function in bound:
         function.cache_clear()
