@@ -147,7 +147,7 @@ def reference(inputs: Inputs) -> Result:
     with torch.no_grad():
         projected = F.linear(inputs.hidden, inputs.weight)
         queries, documents = (
-            F.normalize(embeddings.float(), dim=-1).to(embeddings.dtype).double()
+            F.normalize(embeddings.double(), dim=-1).to(embeddings.dtype).double()
             for embeddings in (inputs.queries, projected)
         )
         rows, Lq = queries.flatten(0, 1), queries.shape[1]
