@@ -17,18 +17,31 @@ the projected space (d wide, not d_model), and then multiplies matrices, once pe
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from . import varlen
 from .checks import check_choice, check_embeddings, check_mask, no_second_derivative
-from .dispatch import BACKWARDS, IMPLEMENTATIONS
-from .maxsim import MASKINGS, REDUCTIONS, _autocast, _finish, _is_plain, maxsim_reference
+from .dispatch import BACKWARDS, IMPLEMENTATIONS, choose
+from .maxsim import (
+    MASKINGS,
+    REDUCTIONS,
+    _autocast,
+    _finish,
+    _is_plain,
+    are_halves_of_one_size,
+    goes_straight_to_the_kernel,
+    kernels,
+    maxsim_reference,
+    product_precision,
+)
 from .maxsim import _backward as _padded_backward
 from .maxsim import _forward as _padded_forward
 from .maxsim import _forward_shapes as _padded_forward_shapes
@@ -177,6 +190,19 @@ def maxsim_from_hidden(
     >>> maxsim_from_hidden(queries, hidden, weight=torch.eye(2, 3))
     tensor([[2., 0.]])
     """
+    if (
+        documents_cu_seqlens is None
+        and queries_mask is None
+        and queries_weight is None
+        and queries_bias is None
+        and reduction == "sum"
+        and empty_score == 0.0
+        and backward == "auto"
+        and queries_cu_seqlens is candidates_cu_seqlens is max_query_length is max_document_length is None
+    ):
+        score = _decided(queries, hidden, weight, bias, documents_mask, normalize, masking, implementation)
+        if score is not None:
+            return score(queries, hidden, weight, bias, documents_mask)
     check_choice("implementation", implementation, IMPLEMENTATIONS)
     check_choice("backward", backward, BACKWARDS)
     check_choice("reduction", reduction, REDUCTIONS)
@@ -380,8 +406,131 @@ def _packed_call(
     )  # fmt: skip
 
 
-def _needs_gradient(*tensors: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+def _needs_gradient(queries: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and (
+        queries.requires_grad
+        or hidden.requires_grad
+        or weight.requires_grad
+        or (bias is not None and bias.requires_grad)
+    )
+
+
+# The types of a layer's tensors that are no subclass with a behaviour of its own.
+_LAYER_TYPES = (Tensor, torch.nn.Parameter, type(None))
+_Kind = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
+
+
+def _kind(tensor: Tensor | None) -> _Kind | None:
+    """All that a decision depends on."""
+    return None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+
+
+def _decided(
+    queries: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    documents_mask: Tensor | None,
+    normalize: bool,
+    masking: str,
+    implementation: str,
+) -> Callable[..., Tensor] | None:
+    """As in `ops.maxsim`: what scores such tensors, if a call on them is products and launches and nothing more."""
+    if (
+        not goes_straight_to_the_kernel(queries, hidden)
+        or type(weight) not in _LAYER_TYPES[:2]
+        or type(bias) not in _LAYER_TYPES
+        or not (documents_mask is None or type(documents_mask) is Tensor)
+        or _needs_gradient(queries, hidden, weight, bias)
+    ):
+        return None
+    return _launches_of(
+        (queries.shape, queries.stride(), queries.dtype, queries.device), _kind(hidden), _kind(weight), _kind(bias),
+        _kind(documents_mask), normalize, masking, implementation, SCRATCH_BYTES,
+    )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=1024)
+def _launches_of(
+    queries: _Kind,
+    hidden: _Kind,
+    weight: _Kind,
+    bias: _Kind | None,
+    documents_mask: _Kind | None,
+    normalize: bool,
+    masking: str,
+    implementation: str,
+    scratch_bytes: int,
+) -> Callable[..., Tensor] | None:
+    """The products and launches for such tensors, or None where an error is due, or the longer way."""
+    (shape, strides, dtype, device), (hidden_shape, hidden_strides, *_), (weight_shape, *_) = queries, hidden, weight
+    *sizes, length, d_model = hidden_shape if len(hidden_shape) > 2 else (0, 0, 0)
+    if (
+        len(shape) != 3
+        or len(sizes) not in (1, 2)
+        or (len(sizes) == 2 and sizes[0] != shape[0])
+        or any(kind is not None and kind[2:] != queries[2:] for kind in (hidden, weight, bias))
+        or tuple(weight_shape) != (shape[2], d_model)
+        or not are_halves_of_one_size(shape, strides, dtype, shape, strides)
+        or hidden_strides != _contiguous(hidden_shape)
+        or (bias is not None and tuple(bias[0]) != (shape[2],))
+        or (
+            documents_mask is not None
+            and documents_mask != (hidden_shape[:-1], _contiguous(hidden_shape[:-1]), torch.bool, device)
+        )
+        or masking not in MASKINGS
+        or implementation not in ("auto", "triton")
+        or choose(implementation, device, dtype, shape[2]) != "triton"
+    ):
+        return None
+    (groups, candidates), size = (sizes if len(sizes) == 2 else (1, *sizes)), shape[2]
+    blocks = list(_padded_blocks(groups, candidates, length, scratch_bytes // (size * dtype.itemsize)))
+    if groups > 1 and blocks[0].documents.stop < candidates:
+        # Of the candidates of one query, those of a block are not all.
+        return None
+    parts = []
+    for block in blocks:
+        first, last = block.groups.start, block.groups.stop
+        documents_shape = (last - first, block.documents.stop - block.documents.start, length, size)
+        compute = kernels().bound_maxsim(
+            torch.Size((shape[0] if groups == 1 else last - first, *shape[1:])), strides, dtype, device,
+            documents_shape, _contiguous(documents_shape), True, False, documents_mask is not None, False, normalize,
+            masking == "zero", product_precision(dtype),
+        )  # fmt: skip
+        rows = block.rows
+        parts.append((rows, rows.stop - rows.start, slice(rows.start // length, rows.stop // length), block, compute))
+    most = max(part[1] for part in parts)
+    shares_scale = normalize and len(parts) > 1 and groups == 1 and shape[0] > 1
+
+    def score(
+        queries: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, documents_mask: Tensor | None
+    ) -> Tensor:
+        states, turned = hidden.view(-1, d_model), weight.t()
+        mask = None if documents_mask is None else documents_mask.view(-1, length)
+        scratch = hidden.new_empty((most, size))
+        scale = kernels().inverse_norms(queries) if shares_scale else None
+        found = []
+        for rows, count, of_mask, block, compute in parts:
+            projected = scratch if count == most else scratch[:count]
+            block_states = states if len(parts) == 1 else states[rows]
+            if bias is None:
+                torch.mm(block_states, turned, out=projected)
+            else:
+                torch.addmm(bias, block_states, turned, out=projected)
+            block_queries = queries if groups == 1 or len(parts) == 1 else queries[block.groups]
+            block_mask = mask if mask is None or len(parts) == 1 else mask[of_mask]
+            found.append(compute(block_queries, projected, None, None, block_mask, scale)[0])
+        return found[0] if len(found) == 1 else torch.cat(found, dim=1 if groups == 1 else 0)
+
+    return score
+
+
+def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor, of sizes that are not 0."""
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.append(strides[-1] * size)
+    return tuple(reversed(strides))
 
 
 def _scores(call: _Call) -> Tensor:
@@ -410,11 +559,13 @@ def _blocks(call: _Call, limit: int) -> list[_Block]:
     most = limit // (call.weight.shape[0] * call.hidden.element_size())
     if call.tokens <= most:
         return [_Block(_ALL, _ALL, slice(0, call.tokens))]
-    return list(_packed_blocks(call, most) if call.packed else _padded_blocks(call, most))
-
-
-def _padded_blocks(call: _Call, most: int) -> Iterator[_Block]:
+    if call.packed:
+        return list(_packed_blocks(call, most))
     groups, candidates, length, _ = call.hidden.shape
+    return list(_padded_blocks(groups, candidates, length, most))
+
+
+def _padded_blocks(groups: int, candidates: int, length: int, most: int) -> Iterator[_Block]:
     step = max(1, most // length)
     group_step = max(1, step // candidates)
     # As many blocks as that takes, but of one size: a short last one would leave a GPU idle.
@@ -436,12 +587,13 @@ def _even(count: int, most: int) -> int:
 
 def _packed_blocks(call: _Call, most: int) -> Iterator[_Block]:
     assert call.documents_cu_seqlens is not None
-    bounds = call.documents_cu_seqlens.tolist()
-    start = 0
-    for end in range(1, len(bounds)):
-        if end == len(bounds) - 1 or bounds[end + 1] - bounds[start] > most:
-            yield _Block(_ALL, slice(start, end), slice(bounds[start], bounds[end]))
-            start = end
+    bounds = call.documents_cu_seqlens.cpu().numpy()
+    start, last = 0, len(bounds) - 1
+    while start < last:
+        # The last document that ends within the bound, or the next one.
+        end = max(start + 1, int(np.searchsorted(bounds, int(bounds[start]) + most, side="right")) - 1)
+        yield _Block(_ALL, slice(start, end), slice(int(bounds[start]), int(bounds[end])))
+        start = end
 
 
 def _hidden_of(call: _Call, block: _Block) -> Tensor:

@@ -39,3 +39,60 @@ def test_blocks(layout: str, scratch: int, monkeypatch: pytest.MonkeyPatch) -> N
     gradients = expected.gradients(maxsim_from_hidden_reference)
     for name, found in problem.gradients(kernel).items():
         assert relative_error(found, gradients[name]) <= 1e-5, name
+
+
+@pytest.mark.parametrize("masking", ["exclude", "zero"])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize(
+    ("queries_shape", "hidden_shape", "scratch"),
+    [
+        ((3, 5, 16), (7, 6, 20), module.SCRATCH_BYTES),
+        ((3, 5, 16), (7, 6, 20), 2 * 6 * 16 * 2),
+        ((1, 5, 16), (7, 6, 20), 3 * 6 * 16 * 2),
+        ((3, 5, 16), (3, 2, 6, 20), module.SCRATCH_BYTES),
+        ((3, 5, 16), (3, 2, 6, 20), 2 * 2 * 6 * 16 * 2),
+        ((3, 70, 16), (3, 2, 6, 20), 2 * 6 * 16 * 2),
+    ],
+)
+def test_the_short_way(
+    queries_shape: tuple, hidden_shape: tuple, scratch: int, with_bias: bool, masked: bool, masking: str
+) -> None:
+    """On a GPU, a plain call is decided once, in one block or several; its scores are those of the longer way."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = queries_shape, hidden_shape, (16, 20), (16,)
+    queries, hidden, weight, bias = (torch.randn(shape, generator=generator).half() for shape in shapes)
+    layer = (weight, bias if with_bias else None)
+    mask = torch.rand(hidden_shape[:-1], generator=generator) > 0.4 if masked else None
+    arguments = (queries, hidden, *layer, mask)
+    for normalize in (False, True):
+        options = normalize, masking, "triton"
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module, "SCRATCH_BYTES", scratch)
+            expected = module.maxsim_from_hidden(
+                *arguments, normalize=normalize, masking=masking, implementation="triton"
+            )
+        score = module._launches_of(*(module._kind(argument) for argument in arguments), *options, scratch)
+        assert score is not None
+        assert torch.equal(score(*arguments), expected)
+
+
+def test_what_does_not_go_the_short_way() -> None:
+    queries, hidden, weight = torch.zeros(3, 5, 16).half(), torch.zeros(3, 4, 6, 20).half(), torch.zeros(16, 20).half()
+
+    def decide(queries=queries, hidden=hidden, weight=weight, bias=None, mask=None, masking="exclude", scratch=1 << 20):
+        kinds = (module._kind(tensor) for tensor in (queries, hidden, weight, bias, mask))
+        return module._launches_of(*kinds, True, masking, "triton", scratch)
+
+    assert decide() is not None
+    assert decide(hidden=hidden.transpose(1, 2).contiguous().transpose(1, 2)) is None
+    assert decide(hidden=hidden[:2]) is None
+    assert decide(hidden=hidden[0, 0]) is None
+    assert decide(scratch=2 * 6 * 16 * 2) is None, "half of a query's candidates do not fit"
+    assert decide(weight=weight.float()) is None
+    assert decide(weight=weight[:8]) is None
+    assert decide(bias=torch.zeros(20).half()) is None
+    assert decide(mask=torch.ones(3, 4, 6)) is None
+    assert decide(mask=torch.ones(3, 4, 5, dtype=torch.bool)) is None
+    assert decide(masking="other") is None
+    assert decide(queries.float(), hidden.float(), weight.float()) is None
