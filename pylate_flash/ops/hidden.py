@@ -35,6 +35,8 @@ from .maxsim import (
     REDUCTIONS,
     _autocast,
     _finish,
+    _grouped,
+    _is_current,
     _is_plain,
     are_halves_of_one_size,
     goes_straight_to_the_kernel,
@@ -200,9 +202,11 @@ def maxsim_from_hidden(
         and backward == "auto"
         and queries_cu_seqlens is candidates_cu_seqlens is max_query_length is max_document_length is None
     ):
-        score = _decided(queries, hidden, weight, bias, documents_mask, normalize, masking, implementation)
-        if score is not None:
-            return score(queries, hidden, weight, bias, documents_mask)
+        decided = _decided(queries, hidden, weight, bias, documents_mask, normalize, masking, implementation)
+        if decided is not None:
+            if decided.gradients is None:
+                return decided.forward(queries, hidden, weight, bias, documents_mask)[0]
+            return _DecidedFromHidden.apply(queries, hidden, weight, bias, documents_mask, decided)
     check_choice("implementation", implementation, IMPLEMENTATIONS)
     check_choice("backward", backward, BACKWARDS)
     check_choice("reduction", reduction, REDUCTIONS)
@@ -425,6 +429,17 @@ def _kind(tensor: Tensor | None) -> _Kind | None:
     return None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
 
 
+class _Decided(NamedTuple):
+    """What computes scores, winners and the projected embeddings; and the gradients of the queries and of the latter.
+
+    The winners, the embeddings and the gradients only where a gradient is needed. And the options of the call.
+    """
+
+    forward: Callable[..., tuple[Tensor, Tensor | None, Tensor]]
+    gradients: Callable[..., tuple[Tensor | None, Tensor | None]] | None
+    options: tuple[bool, bool, str, str]
+
+
 def _decided(
     queries: Tensor,
     hidden: Tensor,
@@ -434,19 +449,19 @@ def _decided(
     normalize: bool,
     masking: str,
     implementation: str,
-) -> Callable[..., Tensor] | None:
-    """As in `ops.maxsim`: what scores such tensors, if a call on them is products and launches and nothing more."""
+) -> _Decided | None:
+    """As in `ops.maxsim`: what serves such tensors, if a call on them is products and launches and nothing more."""
     if (
         not goes_straight_to_the_kernel(queries, hidden)
         or type(weight) not in _LAYER_TYPES[:2]
         or type(bias) not in _LAYER_TYPES
         or not (documents_mask is None or type(documents_mask) is Tensor)
-        or _needs_gradient(queries, hidden, weight, bias)
     ):
         return None
     return _launches_of(
         (queries.shape, queries.stride(), queries.dtype, queries.device), _kind(hidden), _kind(weight), _kind(bias),
-        _kind(documents_mask), normalize, masking, implementation, SCRATCH_BYTES,
+        _kind(documents_mask), _needs_gradient(queries, hidden, weight, bias), normalize, masking, implementation,
+        SCRATCH_BYTES,
     )  # fmt: skip
 
 
@@ -457,12 +472,16 @@ def _launches_of(
     weight: _Kind,
     bias: _Kind | None,
     documents_mask: _Kind | None,
+    with_winners: bool,
     normalize: bool,
     masking: str,
     implementation: str,
     scratch_bytes: int,
-) -> Callable[..., Tensor] | None:
-    """The products and launches for such tensors, or None where an error is due, or the longer way."""
+) -> _Decided | None:
+    """The products and launches for such tensors, or None where an error is due, or the longer way.
+
+    With a gradient, the short way is that of projected embeddings that may be kept for the backward, see `_forward`.
+    """
     (shape, strides, dtype, device), (hidden_shape, hidden_strides, *_), (weight_shape, *_) = queries, hidden, weight
     *sizes, length, d_model = hidden_shape if len(hidden_shape) > 2 else (0, 0, 0)
     if (
@@ -488,23 +507,25 @@ def _launches_of(
     if groups > 1 and blocks[0].documents.stop < candidates:
         # Of the candidates of one query, those of a block are not all.
         return None
+    if with_winners and 2 * groups * candidates * length * size * dtype.itemsize > scratch_bytes:
+        return None
     parts = []
     for block in blocks:
         first, last = block.groups.start, block.groups.stop
         documents_shape = (last - first, block.documents.stop - block.documents.start, length, size)
         compute = kernels().bound_maxsim(
             torch.Size((shape[0] if groups == 1 else last - first, *shape[1:])), strides, dtype, device,
-            documents_shape, _contiguous(documents_shape), True, False, documents_mask is not None, False, normalize,
-            masking == "zero", product_precision(dtype),
+            documents_shape, _contiguous(documents_shape), True, False, documents_mask is not None, with_winners,
+            normalize, masking == "zero", product_precision(dtype),
         )  # fmt: skip
         rows = block.rows
         parts.append((rows, rows.stop - rows.start, slice(rows.start // length, rows.stop // length), block, compute))
     most = max(part[1] for part in parts)
     shares_scale = normalize and len(parts) > 1 and groups == 1 and shape[0] > 1
 
-    def score(
+    def forward(
         queries: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, documents_mask: Tensor | None
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
         states, turned = hidden.view(-1, d_model), weight.t()
         mask = None if documents_mask is None else documents_mask.view(-1, length)
         scratch = hidden.new_empty((most, size))
@@ -519,10 +540,19 @@ def _launches_of(
                 torch.addmm(bias, block_states, turned, out=projected)
             block_queries = queries if groups == 1 or len(parts) == 1 else queries[block.groups]
             block_mask = mask if mask is None or len(parts) == 1 else mask[of_mask]
-            found.append(compute(block_queries, projected, None, None, block_mask, scale)[0])
-        return found[0] if len(found) == 1 else torch.cat(found, dim=1 if groups == 1 else 0)
+            scores, winners = compute(block_queries, projected, None, None, block_mask, scale)
+            found.append(scores)
+        if len(found) > 1:
+            scores = torch.cat(found, dim=1 if groups == 1 else 0)
+        return scores, winners, scratch
 
-    return score
+    gradients = None
+    if with_winners:
+        documents_shape = (groups, candidates, length, size)
+        gradients = kernels().bound_backward(
+            shape, strides, dtype, device, documents_shape, _contiguous(documents_shape), normalize, "auto"
+        )
+    return _Decided(forward, gradients, (normalize, masking == "zero", implementation, "auto"))
 
 
 def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -832,17 +862,63 @@ class _FromHidden(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_scores):
         call = _Call(*ctx.saved_tensors, *ctx.options)
-        needs = _Needs(*ctx.needs_input_grad[:4])
-        if not ctx.kept:
-            # A second backward through a retained graph.
-            ctx.kept = list(_forward(call, True)[1:])
-        if torch.is_grad_enabled():
-            # A graph of the backward is asked for: the operator has one, which says there is no second derivative.
-            gradients = _maxsim_hidden_backward(grad_scores, ctx.kept[0], *call, *needs)
-            found = [gradient if need else None for gradient, need in zip(gradients, needs, strict=True)]
-        else:
-            found = list(_backward(call, grad_scores, ctx.kept, needs))
+        found = _gradients(call, grad_scores, ctx.kept, _Needs(*ctx.needs_input_grad[:4]))
         return *found, *(None for _ in _Call._fields[4:])
+
+
+def _gradients(
+    call: _Call, grad_scores: Tensor, kept: list[Tensor | None], needs: _Needs
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """`_backward` of a node of the graph that has `kept` what its forward did."""
+    if not kept:
+        # A second backward through a retained graph.
+        kept += _forward(call, True)[1:]
+    if torch.is_grad_enabled():
+        # A graph of the backward is asked for: the operator has one, which says there is no second derivative.
+        gradients = _maxsim_hidden_backward(grad_scores, kept[0], *call, *needs)
+        return tuple(gradient if need else None for gradient, need in zip(gradients, needs, strict=True))  # type: ignore[return-value]
+    return _backward(call, grad_scores, kept, needs)
+
+
+class _DecidedFromHidden(torch.autograd.Function):
+    """The same of what `_decided` has decided."""
+
+    @staticmethod
+    def forward(ctx, queries, hidden, weight, bias, documents_mask, decided):
+        scores, winners, projected = decided.forward(queries, hidden, weight, bias, documents_mask)
+        ctx.save_for_backward(queries, hidden, weight, bias, documents_mask)
+        ctx.decided = decided
+        ctx.kept = [winners, projected]
+        return scores
+
+    @staticmethod
+    def backward(ctx, grad_scores):
+        queries, hidden, weight, bias, documents_mask = ctx.saved_tensors
+        need_queries, need_hidden, need_weight, need_bias, *_ = ctx.needs_input_grad
+        device = hidden.device.type
+        if not ctx.kept or torch.is_grad_enabled() or torch.is_autocast_enabled(device) or not _is_current(hidden):
+            masks = None, None if documents_mask is None else _grouped(documents_mask, 3)
+            call = _Call(
+                queries, _grouped(hidden), weight, bias, *masks, None, None, None, 0, 0, 0, *ctx.decided.options
+            )
+            needs = _Needs(need_queries, need_hidden, need_weight, need_bias)
+            grad_queries, grad_hidden, *rest = _gradients(call, grad_scores, ctx.kept, needs)
+            return grad_queries, None if grad_hidden is None else grad_hidden.view(hidden.shape), *rest, None, None
+        winners, projected = ctx.kept
+        ctx.kept.clear()
+        grad_queries, gradient = ctx.decided.gradients(
+            grad_scores, queries, projected, winners, need_queries, need_hidden or need_weight or need_bias
+        )
+        # Let go before the gradient of the hidden states, which is larger than both, is allocated.
+        del winners, projected
+        return (
+            grad_queries,
+            torch.mm(gradient, weight).view(hidden.shape) if need_hidden else None,
+            torch.mm(gradient.t(), hidden.view(-1, hidden.shape[-1])) if need_weight else None,
+            gradient.sum(dim=0) if need_bias else None,
+            None,
+            None,
+        )
 
 
 _LIBRARY = torch.library.Library("pylate_flash", "FRAGMENT")

@@ -72,19 +72,71 @@ def test_the_short_way(
             expected = module.maxsim_from_hidden(
                 *arguments, normalize=normalize, masking=masking, implementation="triton"
             )
-        score = module._launches_of(*(module._kind(argument) for argument in arguments), *options, scratch)
-        assert score is not None
-        assert torch.equal(score(*arguments), expected)
+        decided = module._launches_of(*(module._kind(argument) for argument in arguments), False, *options, scratch)
+        assert decided is not None
+        assert torch.equal(decided.forward(*arguments)[0], expected)
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("hidden_shape", [(7, 6, 20), (3, 2, 6, 20)])
+def test_the_short_way_of_a_step(hidden_shape: tuple, masked: bool, normalize: bool, monkeypatch) -> None:
+    """Gradients and errors are those of the longer way; so are a second backward and one of a part of the inputs."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = (3, 5, 16), hidden_shape, (16, 20), (16,)
+    leaves = [torch.randn(shape, generator=generator).half().requires_grad_() for shape in shapes]
+    mask = torch.rand(hidden_shape[:-1], generator=generator) > 0.4 if masked else None
+
+    def score() -> torch.Tensor:
+        return maxsim_from_hidden(*leaves, mask, normalize=normalize, implementation="triton")
+
+    def differentiate(scores: torch.Tensor, leaves=leaves, **options) -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(scores, leaves, torch.cos(scores.detach()), **options)
+
+    scores = score()
+    expected = differentiate(scores)
+    taken = []
+
+    def decided(*arguments):
+        *tensors, normalize, masking, implementation = arguments
+        kinds = (module._kind(tensor) for tensor in tensors)
+        taken.append(module._launches_of(*kinds, True, normalize, masking, implementation, module.SCRATCH_BYTES))
+        return taken[-1]
+
+    monkeypatch.setattr(module, "_decided", decided)
+    monkeypatch.setattr(module, "_is_current", lambda tensor: True)
+    assert torch.equal(score(), scores)
+    assert taken[0] is not None
+    found = score()
+    for _ in range(2):
+        gradients = differentiate(found, retain_graph=True)
+        assert all(torch.equal(a, b) for a, b in zip(gradients, expected, strict=True))
+    for leaf, gradient in zip(leaves, expected, strict=True):
+        assert torch.equal(differentiate(score(), [leaf])[0], gradient)
+    gradients = differentiate(score(), create_graph=True)
+    assert all(torch.equal(a, b) for a, b in zip(gradients, expected, strict=True))
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        gradients[1].sum().backward()
+    found = score()
+    with torch.no_grad():
+        leaves[2].zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        found.sum().backward()
 
 
 def test_what_does_not_go_the_short_way() -> None:
     queries, hidden, weight = torch.zeros(3, 5, 16).half(), torch.zeros(3, 4, 6, 20).half(), torch.zeros(16, 20).half()
 
-    def decide(queries=queries, hidden=hidden, weight=weight, bias=None, mask=None, masking="exclude", scratch=1 << 20):
+    def decide(
+        queries=queries, hidden=hidden, weight=weight, bias=None, mask=None, masking="exclude", scratch=1 << 20,
+        learning=False,
+    ):  # fmt: skip
         kinds = (module._kind(tensor) for tensor in (queries, hidden, weight, bias, mask))
-        return module._launches_of(*kinds, True, masking, "triton", scratch)
+        return module._launches_of(*kinds, learning, True, masking, "triton", scratch)
 
     assert decide() is not None
+    assert decide(learning=True) is not None
+    assert decide(learning=True, scratch=3 * 4 * 6 * 16 * 2) is None, "no room for what is projected and its gradient"
     assert decide(hidden=hidden.transpose(1, 2).contiguous().transpose(1, 2)) is None
     assert decide(hidden=hidden[:2]) is None
     assert decide(hidden=hidden[0, 0]) is None
