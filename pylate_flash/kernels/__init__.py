@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from .backward import bound_backward, maxsim_backward, maxsim_varlen_backward
 from .forward import bound_maxsim, bound_maxsim_varlen, maxsim_forward, maxsim_varlen_forward
 from .launch import on_device
-from .tiles import architecture, fused_tile
-from .units import through_unit_rows, unit_rows
+from .tiles import has_gluon
+from .units import bound_through_units, bound_units, through_unit_rows, unit_rows
 
 __all__ = [
-    "architecture",
     "bound_backward",
+    "bound_fused",
     "bound_maxsim",
     "bound_maxsim_varlen",
-    "fused_forward",
-    "fused_tile",
+    "bound_through_units",
+    "bound_units",
     "maxsim_backward",
     "maxsim_forward",
     "maxsim_varlen_backward",
@@ -27,8 +29,10 @@ __all__ = [
 ]
 
 
-def fused_forward(*arguments) -> Tensor:
-    """`fused.fused_forward`, imported where it runs only: not every Triton has Gluon."""
-    from .fused import fused_forward
+def bound_fused(*arguments) -> Callable[..., Tensor] | None:
+    """`fused.bound_fused`, imported where it may run only: not every Triton has Gluon."""
+    if not has_gluon():
+        return None
+    from .fused import bound_fused
 
-    return fused_forward(*arguments)
+    return bound_fused(*arguments)

@@ -345,49 +345,8 @@ def _finish_kernel(
 _finish = Launcher(_finish_kernel)
 
 
-def fused_forward(
-    queries: Tensor,
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    queries_mask: Tensor | None,
-    documents_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    normalize: bool,
-    zero_masked: bool,
-) -> Tensor:
-    """Scores [Nq, Nd], float32, of queries [Nq, Lq, d] against hidden [Nd, Ld, d_model], or packed [T, d_model].
-
-    What `tiles.fused_tile` serves; hidden states and weight [d, d_model] contiguous from an address of 16 bytes. Masks
-    [Nq, Lq] and [Nd, Ld] bool and contiguous; no dimension is 0. Packed documents have `cu_seqlens` [Nd + 1] on the
-    device, and may be empty.
-    """
-    n_documents = hidden.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    score, finish, shape = _bound(
-        queries.shape,
-        queries.stride(),
-        queries.dtype,
-        queries.device,
-        hidden.shape[:-1].numel(),
-        n_documents,
-        hidden.shape[1] if cu_seqlens is None else 0,
-        weight.shape,
-        None if cu_seqlens is None else cu_seqlens.dtype,
-        bias is not None,
-        queries_mask is not None,
-        documents_mask is not None,
-        normalize,
-        zero_masked,
-    )
-    best = torch.empty(shape, dtype=torch.float32, device=queries.device)
-    score(queries, hidden, weight, bias, documents_mask, cu_seqlens, best)
-    scores = torch.empty(queries.shape[0], n_documents, dtype=torch.float32, device=queries.device)
-    finish(best, queries_mask, documents_mask, cu_seqlens, scores)
-    return scores
-
-
 @functools.lru_cache(maxsize=1024)
-def _bound(
+def bound_fused(
     shape: torch.Size,
     strides: tuple[int, ...],
     dtype: torch.dtype,
@@ -402,16 +361,24 @@ def _bound(
     has_documents_mask: bool,
     normalize: bool,
     zero_masked: bool,
-) -> tuple[Callable[..., None], Callable[..., None], tuple[int, int]]:
-    """The two launches, and the shape of the maxima between them. Every type that a launch may see is an argument."""
+) -> Callable[..., Tensor] | None:
+    """The function that scores such tensors, or None where the kernels do not serve them.
+
+    It takes queries [Nq, Lq, d] of contiguous rows; hidden states [n_documents, document_length, d_model], or packed
+    [n_tokens, d_model], and the weight [d, d_model], contiguous from addresses of 16 bytes; the bias [d] or None; masks
+    [Nq, Lq] and [n_documents, document_length], bool and contiguous, or None; and, if packed, the boundaries
+    [n_documents + 1] on the device. Of those it returns scores [Nq, n_documents], float32. Documents may be empty where
+    they are packed; no dimension is 0. Every type that a launch may see is among the arguments.
+    """
     n_queries, query_length, size = shape
     d_model, packed = weight_shape[1], cu_seqlens_dtype is not None
     capability, processors = architecture(device)
     tile = fused_tile(capability, n_queries * query_length, size, d_model, dtype.itemsize)
-    assert tile is not None
+    if tile is None or n_tokens >= 1 << 31:
+        return None
     n_tiles = triton.cdiv(n_tokens, tile.rows)
     columns = tile.blocks * tile.columns
-    score = _fused.bind(
+    project = _fused.bind(
         (min(n_tiles, processors), 1, 1),
         (n_queries * query_length, query_length, n_tokens, n_documents, document_length),
         strides[:2],
@@ -433,4 +400,21 @@ def _bound(
         num_warps=1,
         num_stages=1,
     )
-    return score, finish, (n_documents + n_tiles * _PARTS, columns)
+    best_shape = (n_documents + n_tiles * _PARTS, columns)
+
+    def score(
+        queries: Tensor,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        queries_mask: Tensor | None,
+        documents_mask: Tensor | None,
+        cu_seqlens: Tensor | None,
+    ) -> Tensor:
+        best = queries.new_empty(best_shape, dtype=torch.float32)
+        project(queries, hidden, weight, bias, documents_mask, cu_seqlens, best)
+        scores = queries.new_empty((n_queries, n_documents), dtype=torch.float32)
+        finish(best, queries_mask, documents_mask, cu_seqlens, scores)
+        return scores
+
+    return score

@@ -62,21 +62,32 @@ def unit_rows(embeddings: Tensor, units: Tensor, scales: Tensor) -> None:
 
     `units` has the type of `embeddings`, and may be them; `scales` [..] is float32. No dimension is 0.
     """
-    _bound(_units, embeddings.shape, embeddings.dtype, embeddings.dtype, embeddings.device)(embeddings, units, scales)
+    bound_units(embeddings.shape, embeddings.dtype, embeddings.device)(embeddings, units, scales)
 
 
 def through_unit_rows(grad: Tensor, units: Tensor, scales: Tensor) -> None:
     """Replace `grad` of the `units` of `unit_rows` by the gradient of the embeddings that they were made of."""
-    _bound(_through_units, grad.shape, grad.dtype, units.dtype, grad.device)(grad, units, scales)
+    bound_through_units(grad.shape, grad.dtype, units.dtype, grad.device)(grad, units, scales)
 
 
 @functools.lru_cache(maxsize=1024)
-def _bound(
-    launcher: Launcher, shape: torch.Size, dtype: torch.dtype, units_dtype: torch.dtype, device: torch.device
+def bound_units(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Launch:
+    """The launch of `unit_rows` for such embeddings."""
+    return _bind(_units, shape)
+
+
+@functools.lru_cache(maxsize=1024)
+def bound_through_units(
+    shape: torch.Size, dtype: torch.dtype, units_dtype: torch.dtype, device: torch.device
 ) -> Launch:
-    """A launch over the rows of such a shape. Every type that a tensor of it may have is among the arguments."""
-    size = shape[-1]
+    """The launch of `through_unit_rows` for such gradients."""
+    return _bind(_through_units, shape)
+
+
+def _bind(launcher: Launcher, shape: torch.Size) -> Launch:
+    rows, size = shape[:-1].numel(), shape[-1]
     block = max(16, triton.next_power_of_2(size))
     block_rows = max(1, 4096 // block)
-    grid = (triton.cdiv(shape[:-1].numel(), block_rows), 1, 1)
-    return launcher.bind(grid, (shape[:-1].numel(),), (), (size, block, block_rows), num_warps=4, num_stages=1)
+    return launcher.bind(
+        (triton.cdiv(rows, block_rows), 1, 1), (rows,), (), (size, block, block_rows), num_warps=4, num_stages=1
+    )

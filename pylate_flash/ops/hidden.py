@@ -18,7 +18,6 @@ once per block and gradient asked for:
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -30,12 +29,16 @@ from torch import Tensor
 from . import varlen
 from .checks import check_choice, check_embeddings, check_mask, no_second_derivative
 from .dispatch import BACKWARDS, IMPLEMENTATIONS, choose
+from .hidden_blocks import ALL, Block, packed_blocks, padded_blocks
+from .hidden_plans import Plan, plan_of
 from .maxsim import (
     _SMALLEST_NORM,
     MASKINGS,
     REDUCTIONS,
     _autocast,
     _finish,
+    _grouped,
+    _is_current,
     _is_plain,
     _scale,
     kernels,
@@ -189,6 +192,21 @@ def maxsim_from_hidden(
     >>> maxsim_from_hidden(queries, hidden, weight=torch.eye(2, 3))
     tensor([[2., 0.]])
     """
+    if (
+        queries_mask is None
+        and queries_weight is None
+        and queries_bias is None
+        and reduction == "sum"
+        and empty_score == 0.0
+        and backward == "auto"
+        and queries_cu_seqlens is candidates_cu_seqlens is max_query_length is None
+    ):
+        tensors = queries, hidden, weight, bias, documents_mask, documents_cu_seqlens
+        plan = _plan_of(*tensors, max_document_length, normalize, masking, implementation)
+        if plan is not None:
+            if plan.gradients is None:
+                return plan.forward(*tensors)[0]
+            return _PlannedFromHidden.apply(queries, hidden, weight, bias, documents_mask, plan)
     check_choice("implementation", implementation, IMPLEMENTATIONS)
     check_choice("backward", backward, BACKWARDS)
     check_choice("reduction", reduction, REDUCTIONS)
@@ -389,6 +407,29 @@ def _packed_call(
     )  # fmt: skip
 
 
+def _plan_of(
+    queries: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    documents_mask: Tensor | None,
+    documents_cu_seqlens: Tensor | None,
+    max_document_length: int | None,
+    normalize: bool,
+    masking: str,
+    implementation: str,
+) -> Plan | None:
+    """The plan of a call whose arguments were not checked yet, or None."""
+    if not (isinstance(weight, Tensor) and (bias is None or isinstance(bias, Tensor))):
+        return None
+    if not (isinstance(queries, Tensor) and isinstance(hidden, Tensor)):
+        return None
+    return plan_of(
+        queries, hidden, weight, bias, documents_mask, documents_cu_seqlens, max_document_length,
+        _needs_gradient(queries, hidden, weight, bias), normalize, masking, implementation, SCRATCH_BYTES,
+    )  # fmt: skip
+
+
 def _needs_gradient(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
@@ -417,89 +458,46 @@ def _fused(call: _Call) -> Tensor | None:
         queries = queries.unflatten(0, (n_queries, call.max_query_length))
     elif hidden.shape[0] > 1:
         return None
-    n_queries, query_length, size = queries.shape
-    capability = kernels().architecture(hidden.device)[0]
+    bounds, mask = call.documents_cu_seqlens, call.documents_mask
     if (
-        kernels().fused_tile(capability, n_queries * query_length, size, weight.shape[1], hidden.element_size()) is None
-        or not 0 < call.tokens < 1 << 31
+        0 in queries.shape
+        or call.tokens == 0
         or queries.stride(-1) != 1
         or not (hidden.is_contiguous() and weight.is_contiguous())
         or (hidden.data_ptr() | weight.data_ptr()) % 16
     ):
         return None
-    bounds, mask = call.documents_cu_seqlens, call.documents_mask
+    score = kernels().bound_fused(
+        queries.shape, queries.stride(), queries.dtype, queries.device, call.tokens,
+        hidden.shape[1] if bounds is None else bounds.shape[0] - 1, hidden.shape[2] if bounds is None else 0,
+        weight.shape, None if bounds is None else bounds.dtype, call.bias is not None, call.queries_mask is not None,
+        mask is not None, call.normalize, call.zero_masked,
+    )  # fmt: skip
+    if score is None:
+        return None
     with kernels().on_device(hidden):
-        return kernels().fused_forward(
+        return score(
             queries,
-            hidden if call.packed else hidden[0],
+            hidden,
             weight,
             call.bias,
             None if call.queries_mask is None else call.queries_mask.contiguous(),
-            None if mask is None else mask[0].contiguous(),
+            None if mask is None else mask.contiguous(),
             None if bounds is None else bounds.to(hidden.device, non_blocking=True),
-            call.normalize,
-            call.zero_masked,
         )
 
 
-class _Block(NamedTuple):
-    """Documents [groups, documents] of the grouped layout, or of the packed ones, and their rows among all tokens."""
-
-    groups: slice
-    documents: slice
-    rows: slice
-
-
-_ALL = slice(None)
-
-
-def _blocks(call: _Call, limit: int) -> tuple[_Block, ...]:
+def _blocks(call: _Call, limit: int) -> tuple[Block, ...]:
     """All documents in blocks of at most `limit` bytes of projected embeddings, or of one document."""
     most = limit // (call.weight.shape[0] * call.hidden.element_size())
     if call.tokens <= most:
-        return (_Block(_ALL, _ALL, slice(0, call.tokens)),)
-    return _packed_blocks(call, most) if call.packed else _padded_blocks(call.hidden.shape[:3], most)
+        return (Block(ALL, ALL, slice(0, call.tokens)),)
+    if call.documents_cu_seqlens is not None:
+        return packed_blocks(call.documents_cu_seqlens, most)
+    return padded_blocks(call.hidden.shape[:3], most)
 
 
-@functools.lru_cache(maxsize=1024)
-def _padded_blocks(shape: torch.Size, most: int) -> tuple[_Block, ...]:
-    groups, candidates, length = shape
-    step = max(1, most // length)
-    group_step = max(1, step // candidates)
-    # As many blocks as that takes, but of one size: a short last one would leave a GPU idle.
-    step = _even(candidates, min(step, candidates))
-    group_step = _even(groups, min(group_step, groups))
-    blocks = []
-    for group in range(0, groups, group_step):
-        last = min(groups, group + group_step)
-        # Several groups come whole, so that the rows of a block are adjacent.
-        for start in range(0, candidates, step):
-            end = min(candidates, start + step)
-            rows = slice((group * candidates + start) * length, ((last - 1) * candidates + end) * length)
-            blocks.append(_Block(slice(group, last), slice(start, end), rows))
-    return tuple(blocks)
-
-
-def _even(count: int, most: int) -> int:
-    """The size of as few equal parts of `count` as there are with at most `most` in each."""
-    return -(-count // -(-count // most))
-
-
-def _packed_blocks(call: _Call, most: int) -> tuple[_Block, ...]:
-    assert call.documents_cu_seqlens is not None
-    bounds = call.documents_cu_seqlens.cpu().numpy()
-    last = len(bounds) - 1
-    blocks = []
-    start = 0
-    while start < last:
-        # The last document that ends within the bound, or the first one.
-        end = max(start + 1, int(bounds.searchsorted(bounds[start] + most, side="right")) - 1)
-        blocks.append(_Block(_ALL, slice(start, end), slice(int(bounds[start]), int(bounds[end]))))
-        start = end
-    return tuple(blocks)
-
-
-def _hidden_of(call: _Call, block: _Block) -> Tensor:
+def _hidden_of(call: _Call, block: Block) -> Tensor:
     """Hidden states [tokens of the block, d_model]; a view, unless the padded ones are not contiguous."""
     if call.packed:
         return call.hidden[block.rows]
@@ -562,7 +560,7 @@ def _with_unit_queries(call: _Call) -> tuple[_Call, _Embeddings]:
     return call._replace(queries=units.values), units
 
 
-def _project(call: _Call, block: _Block, scratch: _Embeddings) -> _Embeddings:
+def _project(call: _Call, block: Block, scratch: _Embeddings) -> _Embeddings:
     """The projected embeddings [tokens of the block, d], written into `scratch` [at least as many, d]."""
     states = _hidden_of(call, block)
     count = states.shape[0]
@@ -576,11 +574,11 @@ def _project(call: _Call, block: _Block, scratch: _Embeddings) -> _Embeddings:
     return projected
 
 
-def _scratch(call: _Call, blocks: tuple[_Block, ...]) -> _Embeddings:
+def _scratch(call: _Call, blocks: tuple[Block, ...]) -> _Embeddings:
     return _empty_embeddings(call, [max(block.rows.stop - block.rows.start for block in blocks)])
 
 
-def _padded_block(call: _Call, block: _Block, projected: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+def _padded_block(call: _Call, block: Block, projected: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Queries, documents and their masks, as the forward of `ops.maxsim` takes them."""
     queries, queries_mask, documents_mask = call.queries, call.queries_mask, call.documents_mask
     if call.hidden.shape[0] > 1:
@@ -592,19 +590,19 @@ def _padded_block(call: _Call, block: _Block, projected: Tensor) -> tuple[Tensor
     return queries, projected.view(*shape, projected.shape[-1]), queries_mask, documents_mask
 
 
-def _packed_block(call: _Call, block: _Block) -> tuple[Tensor, Tensor, Tensor | None]:
+def _packed_block(call: _Call, block: Block) -> tuple[Tensor, Tensor, Tensor | None]:
     """Boundaries of the queries, of the block's documents, and of each query's candidates among these."""
     queries, documents, candidates = call.queries_cu_seqlens, call.documents_cu_seqlens, call.candidates_cu_seqlens
     assert queries is not None
     assert documents is not None
-    if block.documents != _ALL:
+    if block.documents != ALL:
         start, end = block.documents.start, block.documents.stop
         documents = documents[start : end + 1] - block.rows.start
         candidates = None if candidates is None else candidates.clamp(start, end) - start
     return queries, documents, candidates
 
 
-def _score_block(call: _Call, block: _Block, projected: Tensor, with_winners: bool) -> tuple[Tensor, Tensor]:
+def _score_block(call: _Call, block: Block, projected: Tensor, with_winners: bool) -> tuple[Tensor, Tensor]:
     """Scores of the block's documents, and their winners, or an empty tensor unless asked for."""
     if call.packed:
         queries_bounds, bounds, candidates = _packed_block(call, block)
@@ -620,14 +618,14 @@ def _score_block(call: _Call, block: _Block, projected: Tensor, with_winners: bo
     )  # fmt: skip
 
 
-def _of_scores(call: _Call, block: _Block, scores: Tensor) -> Tensor:
+def _of_scores(call: _Call, block: Block, scores: Tensor) -> Tensor:
     """The scores of the block: of a padded layout [Nq, K], of packed documents [Nq, Nd], or [Nd] with candidates."""
     if call.packed:
         return scores[..., block.documents]
     return scores[:, block.documents] if call.hidden.shape[0] == 1 else scores[block.groups, block.documents]
 
 
-def _of_winners(call: _Call, block: _Block, winners: Tensor) -> Tensor:
+def _of_winners(call: _Call, block: Block, winners: Tensor) -> Tensor:
     return winners[block.documents] if call.packed else winners[block.groups, block.documents]
 
 
@@ -710,7 +708,7 @@ def _backward(
 
 def _backward_in_blocks(
     call: _Call,
-    blocks: tuple[_Block, ...],
+    blocks: tuple[Block, ...],
     queries: _Embeddings,
     projected: _Embeddings | None,
     grad_scores: Tensor,
@@ -752,7 +750,7 @@ def _backward_in_blocks(
 
 
 def _backward_block(
-    call: _Call, block: _Block, projected: _Embeddings, grad_scores: Tensor, winners: Tensor, needs: _Needs
+    call: _Call, block: Block, projected: _Embeddings, grad_scores: Tensor, winners: Tensor, needs: _Needs
 ) -> tuple[Tensor | None, Tensor]:
     """Gradients of the (unit) queries, or None, and of the block's projected embeddings [tokens of the block, d]."""
     grad_scores, winners = _of_scores(call, block, grad_scores), _of_winners(call, block, winners)
@@ -819,17 +817,65 @@ class _FromHidden(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_scores):
         call = _Call(*ctx.saved_tensors, *ctx.options)
-        needs = _Needs(*ctx.needs_input_grad[:4])
-        if not ctx.kept:
-            # A second backward through a retained graph.
-            ctx.kept = list(_forward(call, True)[1:])
-        if torch.is_grad_enabled():
-            # A graph of the backward is asked for: the operator has one, which says there is no second derivative.
-            gradients = _maxsim_hidden_backward(grad_scores, ctx.kept[0], *call, *needs)
-            found = [gradient if need else None for gradient, need in zip(gradients, needs, strict=True)]
-        else:
-            found = list(_backward(call, grad_scores, ctx.kept, needs))
+        found = _gradients(call, grad_scores, ctx.kept, _Needs(*ctx.needs_input_grad[:4]))
         return *found, *(None for _ in _Call._fields[4:])
+
+
+def _gradients(call: _Call, grad_scores: Tensor, kept: list, needs: _Needs) -> tuple[Tensor | None, ...]:
+    """`_backward` of a node of the graph that has `kept` what its forward did."""
+    if not kept:
+        # A second backward through a retained graph.
+        kept += _forward(call, True)[1:]
+    if torch.is_grad_enabled():
+        # A graph of the backward is asked for: the operator has one, which says that there is no second derivative.
+        gradients = _maxsim_hidden_backward(grad_scores, kept[0], *call, *needs)
+        return tuple([gradient if need else None for gradient, need in zip(gradients, needs, strict=True)])
+    return _backward(call, grad_scores, kept, needs)
+
+
+class _PlannedFromHidden(torch.autograd.Function):
+    """The same of what `hidden_plans` has decided."""
+
+    @staticmethod
+    def forward(ctx, queries, hidden, weight, bias, documents_mask, plan):
+        scores, winners, units = plan.forward(queries, hidden, weight, bias, documents_mask, None)
+        ctx.save_for_backward(queries, hidden, weight, bias, documents_mask)
+        ctx.plan = plan
+        ctx.kept = [winners, units]
+        return scores
+
+    @staticmethod
+    def backward(ctx, grad_scores):
+        queries, hidden, weight, bias, documents_mask = ctx.saved_tensors
+        need_queries, need_hidden, need_weight, need_bias, *_ = ctx.needs_input_grad
+        device = hidden.device.type
+        if not ctx.kept or torch.is_grad_enabled() or torch.is_autocast_enabled(device) or not _is_current(hidden):
+            mask = None if documents_mask is None else _grouped(documents_mask, 3)
+            call = _Call(
+                queries, _grouped(hidden), weight, bias, None, mask, None, None, None, 0, 0, 0, *ctx.plan.options
+            )
+            kept = ctx.kept
+            if kept:
+                winners, units = kept
+                kept[:] = winners, _Embeddings(units.projected, units.projected_scale)
+            needs = _Needs(need_queries, need_hidden, need_weight, need_bias)
+            grad_queries, grad_hidden, *rest = _gradients(call, grad_scores, kept, needs)
+            return grad_queries, None if grad_hidden is None else grad_hidden.view(hidden.shape), *rest, None, None
+        winners, units = ctx.kept
+        ctx.kept.clear()
+        grad_queries, gradient = ctx.plan.gradients(
+            grad_scores, winners, units, need_queries, need_hidden or need_weight or need_bias
+        )
+        # Let go before the gradient of the hidden states, which is larger than all of them, is allocated.
+        del winners, units
+        return (
+            grad_queries,
+            torch.mm(gradient, weight).view(hidden.shape) if need_hidden else None,
+            torch.mm(gradient.t(), hidden.view(-1, hidden.shape[-1])) if need_weight else None,
+            gradient.sum(dim=0) if need_bias else None,
+            None,
+            None,
+        )
 
 
 _LIBRARY = torch.library.Library("pylate_flash", "FRAGMENT")

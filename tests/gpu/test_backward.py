@@ -280,3 +280,53 @@ def test_autocast_and_grad_scaler(dtype: torch.dtype) -> None:
     scaler.update()
     assert torch.equal(queries, before)
     assert scaler.get_scale() == 32.0
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize(
+    ("shapes", "way"),
+    [
+        (((40, 32, 128), (70, 300, 128)), "csr"),
+        (((200, 32, 128), (70, 300, 128)), "csr"),
+        (((3, 32, 128), (70, 300, 128)), "onehot"),
+        (((16, 32, 128), (16, 4, 180, 128)), "onehot"),
+        (((16, 160, 128), (16, 4, 180, 128)), "csr"),
+    ],
+)
+def test_a_plain_step_equals_the_longer_way(shapes: tuple, way: str, normalize: bool) -> None:
+    """Decided once, and from the third time on launched by addresses: what a way by name, which is checked, gives."""
+    queries, documents = (
+        unit(*shape, dtype=torch.bfloat16, seed=seed).requires_grad_() for seed, shape in enumerate(shapes)
+    )
+    storage = torch.empty(documents.numel() + 1, device="cuda", dtype=torch.bfloat16)
+    shifted = storage[1:].view(documents.shape).copy_(documents.detach()).requires_grad_()
+    expected = _gradients(lambda *t: maxsim(*t, normalize=normalize, backward=way), queries, documents)
+
+    def step(documents: torch.Tensor = documents) -> tuple[torch.Tensor, ...]:
+        return _gradients(lambda *t: maxsim(*t, normalize=normalize), queries, documents)
+
+    for _ in range(3):
+        assert all(torch.equal(a, b) for a, b in zip(step(), expected, strict=True))
+    # Addresses that are no multiples of 16 are other kernels', which may sum in another order.
+    for _ in range(2):
+        for found, reference in zip(step(shifted), expected, strict=True):
+            assert relative_error(found, reference) <= 1e-2
+    with no_waiting():
+        step()
+    # Scores whose gradients lie in another order, or at one place.
+    (ones,) = torch.autograd.grad(maxsim(queries, documents, normalize=normalize).sum(), documents)
+    (other,) = torch.autograd.grad(maxsim(queries, documents, normalize=normalize, backward=way).sum(), documents)
+    assert torch.equal(ones, other)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        found = step()
+    stream.synchronize()
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step()
+    for gradient in found:
+        gradient.zero_()
+    graph.replay()
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))

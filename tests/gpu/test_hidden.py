@@ -245,3 +245,28 @@ def test_masked_query_tokens_do_not_meet_the_tokens_of_packed_documents() -> Non
     assert (scores[5] == 0).all()
     assert scores[:5, 0].isnan().all()
     assert scores[:, 1:].isfinite().all()
+
+
+@pytest.mark.parametrize("scratch", [module.SCRATCH_BYTES, 1 << 19])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("layout", ["in-batch", "candidates"])
+def test_a_plain_call_equals_the_longer_way(
+    layout: str, masked: bool, scratch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a mask that leaves every query token, a call takes the longer way."""
+    monkeypatch.setattr(module, "SCRATCH_BYTES", scratch)
+    problem = states(layout, torch.bfloat16)
+    rest = {name: mask for name, mask in problem.rest.items() if masked and name == "documents_mask"}
+    short = Problem(problem.tensors, rest)
+    longer = Problem(problem.tensors, rest | {"queries_mask": torch.ones(16, 32, dtype=torch.bool, device="cuda")})
+    scores, gradients = longer(kernel), longer.gradients(kernel)
+    for _ in range(3):
+        torch.testing.assert_close(short(kernel), scores, rtol=1e-6, atol=1e-6)
+        for name, found in short.gradients(kernel).items():
+            assert relative_error(found, gradients[name]) <= 1e-2, name
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = short(kernel)
+    found.zero_()
+    graph.replay()
+    torch.testing.assert_close(found, scores, rtol=1e-6, atol=1e-6)

@@ -197,17 +197,23 @@ def test_fused(
     if everything:
         masks = [torch.ones(n_queries, 32, dtype=torch.bool), None if packed else torch.ones(40, 180, dtype=torch.bool)]
     monkeypatch.setattr(fused, "architecture", lambda device: (9, 132))
-    fused._bound.cache_clear()
+    fused.bound_fused.cache_clear()
     finish = Recorder(fused._finish_kernel)
     monkeypatch.setattr(fused, "_finish", finish)
 
     def launch() -> None:
         bias = weight[:, 0].contiguous() if everything else None
         documents = hidden.flatten(0, 1) if packed else hidden
-        fused.fused_forward(queries, documents, weight, bias, *masks, bounds, True, everything and not packed)
+        score = fused.bound_fused(
+            queries.shape, queries.stride(), dtype, queries.device, 40 * 180, 40, 0 if packed else 180, weight.shape,
+            None if bounds is None else bounds.dtype, everything, everything, masks[1] is not None, True,
+            everything and not packed,
+        )  # fmt: skip
+        assert score is not None
+        score(queries, documents, weight, bias, *masks, bounds)
 
     compiled = check(fused, "_fused", launch, 90, monkeypatch)
-    fused._bound.cache_clear()
+    fused.bound_fused.cache_clear()
     products = re.findall(r"wgmma\.mma_async\S+ \{[^}]*\}, (\S)", compiled.asm["ptx"])
     assert {"%", "{"} == set(products), "states come from shared memory, embeddings from registers"
     copies = re.findall(r"cp\.async\.(\w+)\.shared\.global \[[^]]*\], \[[^]]*\], (\w+)", compiled.asm["ptx"])
