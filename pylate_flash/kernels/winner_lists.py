@@ -1,11 +1,10 @@
 """Gradient of the documents, "csr": the query rows of each document listed by the token that they chose, then summed.
 
 The list is a counting sort: `_sort_kernel` sorts chunks of rows in registers and tells how many of them chose a token,
-`_scan_kernel` turns those counts into places, and `_place_kernel` moves the rows there; of few chunks and tokens,
-`_spread_kernel` does both. The sort is stable, so the order, and with it every bit of the sum, is always the same.
-`_sum_kernel` sums the rows of a token; of a token that many more than `_SEGMENT` rows chose (markers such as [CLS] win
-thousands), other programs take the rest, cut at multiples of `_SEGMENT`, and `_combine_kernel` adds up the parts in
-order.
+`_scan_kernel` turns those counts into places, and `_place_kernel` moves the rows there. The sort is stable, so the
+order, and with it every bit of the sum, is always the same. `_sum_kernel` sums the rows of a token; of a token that
+many more than `_SEGMENT` rows chose (markers such as [CLS] win thousands), other programs take the rest, cut at
+multiples of `_SEGMENT`, and `_combine_kernel` adds up the parts in order.
 
 The list needs scratch memory, so it is built for a block of documents at a time.
 """
@@ -34,10 +33,6 @@ _BIN_BITS = 11
 # Counts that one program scans at a time, of bins x chunks: all chunks of these bins.
 _BLOCK_BINS = 256
 _BLOCK_CHUNKS = 16
-# Up to so many chunks, of a document of up to so many tokens, every program that moves the rows of a chunk counts those
-# of the others anew, which spares a launch.
-_FEW_CHUNKS = 4
-_FEW_TOKENS = 1024
 # Query rows on one token that one program sums, at least; at most twice as many: 1.18, 0.35, 0.18, and 1.62,
 # 0.66, 0.31 with skewed winners; 256 rows 1.27, 0.37, 0.20, and 1.50, 0.56, 0.33.
 _SEGMENT = 512
@@ -219,54 +214,6 @@ def _place_kernel(
     exists = bins < (1 << BIN_BITS)
     places = tl.load(places_ptr + program * n_bins + bins, mask=exists, other=0)
     tl.store(list_ptr + local * n_rows + ranks + places, rows.to(list_ptr.dtype.element_ty), mask=exists)
-
-
-@triton.jit(do_not_specialize=["first_document", "n_rows", "n_chunks", "document_length"])
-def _spread_kernel(
-    winners_ptr, order_ptr, counts_ptr, cu_seqlens_ptr, list_ptr, starts_ptr, owners_ptr,
-    first_document, n_rows, n_chunks, document_length,
-    BIN_BITS: tl.constexpr,
-    CHUNK_BITS: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
-    BLOCK_CHUNKS: tl.constexpr,
-    PACKED: tl.constexpr,
-):  # fmt: skip
-    """`_scan_kernel` and `_place_kernel` in one, from the runs of the chunks; bins are tokens; chunks x documents.
-
-    There are no more chunks than BLOCK_CHUNKS, and no more tokens than BLOCK_TOKENS.
-    """
-    CHUNK: tl.constexpr = 1 << CHUNK_BITS
-    program = tl.program_id(0).to(tl.int64)
-    local = program // n_chunks
-    flat = first_document + local
-    chunk = tl.program_id(0) % n_chunks
-    tokens = tl.arange(0, BLOCK_TOKENS)
-    chunks = tl.arange(0, BLOCK_CHUNKS)
-    begins, rows, _, _ = _load_runs(
-        counts_ptr + local * n_chunks * document_length, n_chunks, document_length, chunks, tokens
-    )
-    totals = tl.sum(rows, axis=0)
-    starts = tl.cumsum(totals, axis=0) - totals
-    # What to add to a rank in the chunk, by token.
-    places = starts + tl.sum(tl.where((chunks < chunk)[:, None], rows, 0), axis=0)
-    places -= tl.sum(tl.where((chunks == chunk)[:, None], begins, 0), axis=0)
-    ranks = tl.arange(0, CHUNK)
-    items = chunk * CHUNK + tl.load(order_ptr + program * CHUNK + ranks).to(tl.int32)
-    _, winners = _bins_of(items, winners_ptr, None, None, flat, local, n_rows, 0, BIN_BITS, False)
-    exists = winners < (1 << BIN_BITS)
-    place = ranks + tl.gather(places, tl.minimum(winners, BLOCK_TOKENS - 1), axis=0)
-    tl.store(list_ptr + local * n_rows + place, items.to(list_ptr.dtype.element_ty), mask=exists)
-    if chunk == 0:
-        length = document_length
-        if PACKED:
-            begin = tl.load(cu_seqlens_ptr + flat).to(tl.int64)
-            length = (tl.load(cu_seqlens_ptr + flat + 1).to(tl.int64) - begin).to(tl.int32)
-            starts_ptr += begin + flat
-            tl.store(owners_ptr + begin + tokens, (flat + tokens * 0).to(tl.int32), mask=tokens < length)
-        else:
-            starts_ptr += local * (document_length + 1)
-        tl.store(starts_ptr + tokens, starts, mask=tokens < length)
-        tl.store(starts_ptr + length, tl.sum(totals, axis=0))
 
 
 @triton.jit(do_not_specialize=["first_document", "n_rows", "n_steps", "document_length"])
@@ -506,7 +453,6 @@ def _combine_kernel(
 _sort = Launcher(_sort_kernel)
 _scan = Launcher(_scan_kernel)
 _place = Launcher(_place_kernel)
-_spread = Launcher(_spread_kernel)
 _starts = Launcher(_starts_kernel)
 _sum = Launcher(_sum_kernel)
 _combine = Launcher(_combine_kernel)
@@ -554,9 +500,6 @@ def add_lists(problem: Problem, sequence: Sequence) -> None:
     starts_slot = sequence.region(problem.tokens + problem.documents if problem.packed else step * starts, torch.int32)
     owners = sequence.region(problem.tokens, torch.int32) if problem.packed else Slot.NONE
 
-    few = len(digits) == 1 and chunks <= _FEW_CHUNKS and length <= _FEW_TOKENS
-    block_tokens = max(256, triton.next_power_of_2(length))
-
     block = problem.block_embedding
     num_warps = max(_SUM_WARPS, min(8, block // 128))
     block_rows = max(4, min(_SUM_ROWS, num_warps * 2048 // block))
@@ -570,18 +513,6 @@ def add_lists(problem: Problem, sequence: Sequence) -> None:
                 _sort.bind((chunks * count, 1, 1), integers, (), (*constants, _BLOCK_BINS), 1, num_stages=1),
                 Slot.WINNERS, previous, n_listed, order, counts, runs, reached_slot,
             )  # fmt: skip
-            if few:
-                spread = _spread.bind(
-                    (chunks * count, 1, 1),
-                    (first, rows, chunks, length),
-                    (),
-                    (_BIN_BITS, _CHUNK_BITS, block_tokens, _FEW_CHUNKS, problem.packed),
-                    4,
-                    num_stages=1,
-                )
-                sequence.add(spread, Slot.WINNERS, order, counts, Slot.CU_SEQLENS, lists[index], starts_slot, owners)
-                previous = lists[index]
-                continue
             scan = _scan.bind(
                 (triton.cdiv(n_bins, _BLOCK_BINS) * count, 1, 1),
                 (first, chunks, n_bins, length),

@@ -19,9 +19,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")
 
 @pytest.fixture(autouse=True)
 def low_limits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Chunks of 16 rows, of which two are few, lists that are summed in parts of 8, and a document at a time."""
-    limits = {"_CHUNK_BITS": 4, "_SEGMENT": 8, "_SCRATCH": 1, "_BLOCK_BINS": 16, "_FEW_CHUNKS": 2}
-    for name, value in limits.items():
+    """Chunks of 16 rows, lists that are summed in parts of 8, and a document at a time."""
+    for name, value in {"_CHUNK_BITS": 4, "_SEGMENT": 8, "_SCRATCH": 1, "_BLOCK_BINS": 16}.items():
         monkeypatch.setattr(winner_lists, name, value)
     monkeypatch.setattr(scatter, "_CHUNK", 8)
     monkeypatch.setattr(scatter, "_BLOCK_ROWS", 4)
@@ -50,25 +49,6 @@ def test_layouts(
 @pytest.mark.parametrize("candidates", [None, [0, 2, 2, 5]])
 def test_packed(candidates: list[int] | None, kind: str, way: str) -> None:
     packed((3, 9), [4, 0, 11, 1, 6], 12, kind, candidates).check(way)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("queries", [(3, 9), (8, 8), (1, 1)])
-def test_few_chunks_are_listed_as_many_are(
-    queries: tuple[int, int], kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    problems = (
-        dense(queries, (1, 3, 21), 12, kind),
-        packed(queries, [4, 0, 11, 1, 6], 12, kind),
-        packed((3, 40), [4, 0, 11, 1, 6], 12, kind, [0, 2, 2, 5]),
-    )
-    found = []
-    for few in (0, 4):
-        monkeypatch.setattr(winner_lists, "_FEW_CHUNKS", few)
-        for function in BOUND:
-            function.cache_clear()
-        found.append([problem.run("csr", queries=False)[1] for problem in problems])
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("kind", KINDS)
