@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pylate_flash.ops import hidden as module
-from pylate_flash.ops import maxsim_from_hidden, maxsim_from_hidden_reference, pack
+from pylate_flash.ops import maxsim_from_hidden, maxsim_from_hidden_reference, maxsim_reference, pack
 from tests.ops.cases import relative_error
 from tests.ops.test_hidden import SCRATCHES, Problem, as_rounded, problems
 
@@ -205,7 +205,7 @@ def test_repeated_results_are_bitwise_equal(dtype: torch.dtype) -> None:
 def test_memory_beyond_inputs_and_scores_is_the_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
     """16384 documents of 180 tokens project to 720 MiB; the call holds less than 64 MiB at any time."""
     hidden = torch.randn(16384, 180, 64, device="cuda", dtype=torch.bfloat16)
-    queries, weight = torch.randn(2, 32, 128, device="cuda").bfloat16(), torch.randn(128, 64, device="cuda").bfloat16()
+    queries, weight = torch.randn(8, 32, 128, device="cuda").bfloat16(), torch.randn(128, 64, device="cuda").bfloat16()
     maxsim_from_hidden(queries, hidden[:64], weight)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -214,8 +214,10 @@ def test_memory_beyond_inputs_and_scores_is_the_scratch(monkeypatch: pytest.Monk
     assert torch.cuda.max_memory_allocated() - before < module.SCRATCH_BYTES + (4 << 20)
     for start in (0, 8000, 16320):
         part = slice(start, start + 64)
-        documents = F.linear(hidden[part], weight).double()
-        expected = maxsim_from_hidden_reference(queries.double(), documents, torch.eye(128, device="cuda").double())
+        units, documents = (
+            F.normalize(x.double(), dim=-1).bfloat16() for x in (queries, F.linear(hidden[part], weight))
+        )
+        expected = maxsim_reference(units.double(), documents.double())
         torch.testing.assert_close(scores[:, part].double(), expected, rtol=1e-5, atol=1e-3)
 
 
