@@ -3,7 +3,8 @@
 The protocol is that of the Flash-MaxSim paper's appendix A:
 
 - the systems of a row are timed in turn, one call each per round, within one run, so that a clock that drifts or a card
-  that warms up changes all of them alike;
+  that warms up changes all of them alike; in every round in another order, as what ran before leaves the host's caches
+  full of its own code, which a system that runs the same code has for nothing;
 - the L2 cache is overwritten before every timed call, so that inputs come from device memory, as they do in a service;
 - a call is timed with CUDA events; the median and the interquartile range of the rounds are reported;
 - allocation, casts, compilation and tuning happen before the first timed call;
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import gc
 import math
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -180,7 +182,7 @@ def summarise(samples: Sequence[Sample]) -> Timing:
 
 
 def measure(calls: Mapping[str, Callable[[], object]], stopwatch: Stopwatch, rounds: Rounds) -> dict[str, Timing]:
-    """Time several systems in turn: one call of each per round, in the mapping's order.
+    """Time several systems in turn: one call of each per round, in a random order that is the same for every run.
 
     Parameters
     ----------
@@ -201,9 +203,10 @@ def measure(calls: Mapping[str, Callable[[], object]], stopwatch: Stopwatch, rou
     gc.collect()
     collecting = gc.isenabled()
     gc.disable()
+    order = random.Random(0)
     try:
         for index in range(rounds.warmup + rounds.repetitions):
-            for name, call in calls.items():
+            for name, call in order.sample(list(calls.items()), len(calls)):
                 sample = stopwatch.time(call)
                 if index >= rounds.warmup:
                     samples[name].append(sample)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .backward import bound_backward, maxsim_backward, maxsim_varlen_backward
 from .forward import bound_maxsim, bound_maxsim_varlen, maxsim_forward, maxsim_varlen_forward
-from .launch import on_device
+from .launch import Launch, on_device
 from .tiles import has_gluon
 from .units import bound_through_units, bound_units, through_unit_rows, unit_rows
 
@@ -17,6 +17,7 @@ __all__ = [
     "bound_fused",
     "bound_maxsim",
     "bound_maxsim_varlen",
+    "bound_projection",
     "bound_through_units",
     "bound_units",
     "maxsim_backward",
@@ -36,3 +37,12 @@ def bound_fused(*arguments) -> Callable[..., Tensor] | None:
     from .fused import bound_fused
 
     return bound_fused(*arguments)
+
+
+def bound_projection(*arguments) -> Launch | None:
+    """`fused.bound_projection`, likewise."""
+    if not has_gluon():
+        return None
+    from .fused import bound_projection
+
+    return bound_projection(*arguments)

@@ -800,7 +800,7 @@ def _bound_single(
     n_queries, query_length, size = shape
     per_query = n_documents if candidates_dtype is None else max_candidates
     block_embedding, split = embedding_block(size, dtype.itemsize)
-    tile = single_tile(capability, size, dtype.itemsize, query_length)
+    tile = single_tile(capability, size, dtype.itemsize, query_length, cu_seqlens_dtype is not None)
     column_blocks = triton.cdiv(query_length, tile.columns)
     run = _run_length(per_query, n_queries * column_blocks, processors, per_processor=4, longest=2)
     sums = (n_queries, n_documents) if candidates_dtype is None else (n_documents,)

@@ -1,4 +1,4 @@
-"""Scores from hidden states in one kernel on Hopper (compute capability 9.0), for few query rows.
+"""Projection of hidden states on Hopper (compute capability 9.0), and, for few query rows, scores in the same kernel.
 
 A program takes tiles of hidden states, whatever documents they belong to, projects each once, normalises and rounds the
 embeddings in registers, and multiplies them there with the queries, which stay in shared memory: the second product
@@ -35,7 +35,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .hopper import add, find_document, larger_of, next_slot
-from .launch import Launcher
+from .launch import Launch, Launcher
 from .norms import SMALLEST_NORM
 from .reductions import larger
 from .tiles import architecture, fused_tile
@@ -46,12 +46,42 @@ _PARTS = 2
 
 
 @gluon.jit
-def _units(embeddings):
-    """Rows over their norms, rounded, as `units.unit_rows` divides them."""
+def _inverse_norms(embeddings):
+    """One over the norm of each row, as `norms.inverse_norm`."""
     widened = embeddings.to(gl.float32)
     squares = gl.reduce(widened * widened, 1, add)
-    scale = gl.div_rn(1.0, gl.maximum(gl.sqrt_rn(squares), _SMALLEST_NORM))
-    return (widened * scale[:, None]).to(embeddings.dtype)
+    return gl.div_rn(1.0, gl.maximum(gl.sqrt_rn(squares), _SMALLEST_NORM))
+
+
+@gluon.jit
+def _scaled(embeddings, scale):
+    """Rows times their scale, rounded, as in `units.unit_rows`."""
+    return (embeddings.to(gl.float32) * scale[:, None]).to(embeddings.dtype)
+
+
+@gluon.jit
+def _first_tile(program, n_tiles):
+    """The tile that a program begins with; each has as many in a row."""
+    return (program.to(gl.int64) * n_tiles // gl.num_programs(0)).to(gl.int32)
+
+
+@gluon.jit
+def _allocate(
+    dtype: gl.constexpr, EMBEDDING: gl.constexpr, PART_ROWS: gl.constexpr, PARTS: gl.constexpr, CHUNK: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """Slots for chunks of a tile's states and of the weight, and the barriers that say which are full or empty."""
+    states_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([PART_ROWS, CHUNK], dtype)
+    weights_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([EMBEDDING, CHUNK], dtype)
+    states = gl.allocate_shared_memory(dtype, [STAGES * PARTS, PART_ROWS, CHUNK], states_layout)
+    weights = gl.allocate_shared_memory(dtype, [STAGES, EMBEDDING, CHUNK], weights_layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        # Every copying thread says when its copies have arrived, and every part when it has read a slot.
+        mbarrier.init(full.index(stage), count=128)
+        mbarrier.init(empty.index(stage), count=PARTS)
+    return states, weights, full, empty
 
 
 @gluon.jit
@@ -89,61 +119,96 @@ def _copy(
 
 
 @gluon.jit
+def _bias(bias_ptr, SIZE: gl.constexpr, EMBEDDING: gl.constexpr):
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, EMBEDDING, 16])
+    dims = gl.arange(0, EMBEDDING, layout=gl.SliceLayout(0, layout))
+    return gl.load(bias_ptr + dims, mask=dims < SIZE, other=0.0).to(gl.float32)
+
+
+@gluon.jit
+def _project(
+    states, weights, full, empty, slot, phase,
+    D_MODEL: gl.constexpr, EMBEDDING: gl.constexpr, PART_ROWS: gl.constexpr, PARTS: gl.constexpr, CHUNK: gl.constexpr,
+    STAGES: gl.constexpr, PART: gl.constexpr,
+):  # fmt: skip
+    """Products of a part of the next tile with the weight, [PART_ROWS, EMBEDDING] in float32, and the slot after it."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, EMBEDDING, 16])
+    products = gl.zeros([PART_ROWS, EMBEDDING], gl.float32, layout)
+    # Not the same value as `slot`, or Triton would not see that the loop changes it.
+    previous = gl.to_tensor(0)
+    for chunk in range(0, D_MODEL, CHUNK):
+        mbarrier.wait(full.index(slot), phase)
+        # The copies are ordinary writes, and the tensor cores read past the path of those.
+        fence_async_shared()
+        products = warpgroup_mma(
+            states.index(slot * PARTS + PART), weights.index(slot).permute((1, 0)), products,
+            use_acc=chunk > 0, is_async=True,
+        )  # fmt: skip
+        # One product is under way while the one before it is known to be done with its slot.
+        products = warpgroup_mma_wait(1, deps=[products])
+        mbarrier.arrive(empty.index(previous), count=1, pred=chunk > 0)
+        previous = slot
+        slot, phase = next_slot(slot, phase, STAGES)
+    products = warpgroup_mma_wait(0, deps=[products])
+    mbarrier.arrive(empty.index(previous), count=1)
+    return products, slot, phase
+
+
+@gluon.jit
 def _score(
-    bias_ptr, mask_ptr, cu_seqlens_ptr, best_ptr, states, weights, queries, full, empty,
-    first_tile, last_tile, first_document, n_tokens, n_documents, document_length,
+    queries_ptr, bias_ptr, mask_ptr, cu_seqlens_ptr, best_ptr, states, weights, queries, full, empty, ready,
+    first_tile, last_tile, first_document, n_rows, query_length, n_tokens, n_documents, document_length,
+    stride_query, stride_query_token,
     SIZE: gl.constexpr, D_MODEL: gl.constexpr, EMBEDDING: gl.constexpr, COLUMNS: gl.constexpr, BLOCKS: gl.constexpr,
     PART_ROWS: gl.constexpr, PARTS: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr, PACKED: gl.constexpr,
     HAS_BIAS: gl.constexpr, HAS_MASK: gl.constexpr, ZERO_MASKED: gl.constexpr, NORMALIZE: gl.constexpr,
     PART: gl.constexpr,
 ):  # fmt: skip
     """Project one part of every tile, and leave the maxima of its documents: best[document + part, query row]."""
-    projection: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, EMBEDDING, 16])
     similarity: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, similarity, 2)
     by_row: gl.constexpr = gl.SliceLayout(1, similarity)
     by_column: gl.constexpr = gl.SliceLayout(0, similarity)
     dtype: gl.constexpr = states.dtype
 
+    if PART == 0:
+        # While the first states are on their way.
+        LANES: gl.constexpr = EMBEDDING // 8
+        loaded: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
+        dims = gl.arange(0, EMBEDDING, layout=gl.SliceLayout(0, loaded))
+        for block in gl.static_range(BLOCKS):
+            query_rows = block * COLUMNS + gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, loaded))
+            offset = (query_rows // query_length).to(gl.int64) * stride_query
+            offset += query_rows % query_length * stride_query_token
+            exists = (query_rows < n_rows)[:, None] & (dims < SIZE)[None, :]
+            values = gl.load(queries_ptr + offset[:, None] + dims[None, :], mask=exists, other=0.0)
+            if NORMALIZE:
+                values = _scaled(values, _inverse_norms(values))
+            queries.index(block).store(values)
+        fence_async_shared()
+        mbarrier.arrive(ready, count=1)
+
     columns = gl.arange(0, COLUMNS, layout=by_column)
-    zeros = gl.zeros([PART_ROWS, EMBEDDING], gl.float32, projection)
     no_similarities = gl.zeros([PART_ROWS, COLUMNS], gl.float32, similarity)
     if HAS_BIAS:
-        dims = gl.arange(0, EMBEDDING, layout=gl.SliceLayout(0, projection))
-        bias = gl.load(bias_ptr + dims, mask=dims < SIZE, other=0.0).to(gl.float32)
+        bias = _bias(bias_ptr, SIZE, EMBEDDING)
     document = first_document
     if PACKED:
         n_tokens = gl.minimum(n_tokens, gl.load(cu_seqlens_ptr + n_documents).to(gl.int32))
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(0)
-    # Not the same value as `slot`, or Triton would not see that the loop changes it.
-    previous = gl.to_tensor(0)
     for tile in range(first_tile, last_tile):
         part = tile * PARTS + PART
         first = part * PART_ROWS
-        embeddings = zeros
-        for chunk in range(0, D_MODEL, CHUNK):
-            mbarrier.wait(full.index(slot), phase)
-            # The copies are ordinary writes, and the tensor cores read past the path of those.
-            fence_async_shared()
-            embeddings = warpgroup_mma(
-                states.index(slot * PARTS + PART), weights.index(slot).permute((1, 0)), embeddings,
-                use_acc=chunk > 0, is_async=True,
-            )  # fmt: skip
-            # One product is under way while the one before it is known to be done with its slot.
-            embeddings = warpgroup_mma_wait(1, deps=[embeddings])
-            mbarrier.arrive(empty.index(previous), count=1, pred=chunk > 0)
-            previous = slot
-            slot, phase = next_slot(slot, phase, STAGES)
-        embeddings = warpgroup_mma_wait(0, deps=[embeddings])
-        mbarrier.arrive(empty.index(previous), count=1)
-
+        embeddings, slot, phase = _project(
+            states, weights, full, empty, slot, phase, D_MODEL, EMBEDDING, PART_ROWS, PARTS, CHUNK, STAGES, PART
+        )
         if HAS_BIAS:
             embeddings += bias[None, :]
         # Rounded as by a linear layer.
         rounded = embeddings.to(dtype)
         if NORMALIZE:
-            rounded = _units(rounded)
+            rounded = _scaled(rounded, _inverse_norms(rounded))
         rows = first + gl.arange(0, PART_ROWS, layout=by_row)
         if HAS_MASK:
             active = gl.load(mask_ptr + rows, mask=rows < n_tokens, other=0) != 0
@@ -155,6 +220,7 @@ def _score(
                 document += 1
         else:
             document = first // document_length
+        mbarrier.wait(ready, 0)
         for block in gl.static_range(BLOCKS):
             similarities = warpgroup_mma(
                 rounded, queries.index(block).permute((1, 0)), no_similarities, use_acc=False, is_async=True
@@ -177,6 +243,35 @@ def _score(
 
 
 @gluon.jit
+def _store(
+    bias_ptr, embeddings_ptr, scales_ptr, states, weights, full, empty, first_tile, last_tile, n_tokens,
+    SIZE: gl.constexpr, D_MODEL: gl.constexpr, EMBEDDING: gl.constexpr, PART_ROWS: gl.constexpr, PARTS: gl.constexpr,
+    CHUNK: gl.constexpr, STAGES: gl.constexpr, HAS_BIAS: gl.constexpr, NORMALIZE: gl.constexpr, PART: gl.constexpr,
+):  # fmt: skip
+    """Project one part of every tile, and write the embeddings, and one over the norms that they were divided by."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, EMBEDDING, 16])
+    dims = gl.arange(0, EMBEDDING, layout=gl.SliceLayout(0, layout))
+    if HAS_BIAS:
+        bias = _bias(bias_ptr, SIZE, EMBEDDING)
+    slot = gl.to_tensor(0)
+    phase = gl.to_tensor(0)
+    for tile in range(first_tile, last_tile):
+        embeddings, slot, phase = _project(
+            states, weights, full, empty, slot, phase, D_MODEL, EMBEDDING, PART_ROWS, PARTS, CHUNK, STAGES, PART
+        )
+        if HAS_BIAS:
+            embeddings += bias[None, :]
+        rounded = embeddings.to(states.dtype)
+        rows = (tile * PARTS + PART) * PART_ROWS + gl.arange(0, PART_ROWS, layout=gl.SliceLayout(1, layout))
+        if NORMALIZE:
+            scale = _inverse_norms(rounded)
+            rounded = _scaled(rounded, scale)
+            gl.store(scales_ptr + rows, scale, mask=rows < n_tokens)
+        mask = (rows < n_tokens)[:, None] & (dims < SIZE)[None, :]
+        gl.store(embeddings_ptr + rows.to(gl.int64)[:, None] * SIZE + dims[None, :], rounded, mask=mask)
+
+
+@gluon.jit
 def _score_part(
     arguments, SIZE: gl.constexpr, D_MODEL: gl.constexpr, EMBEDDING: gl.constexpr, COLUMNS: gl.constexpr,
     BLOCKS: gl.constexpr, PART_ROWS: gl.constexpr, PARTS: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr,
@@ -187,6 +282,15 @@ def _score_part(
         *arguments, SIZE, D_MODEL, EMBEDDING, COLUMNS, BLOCKS, PART_ROWS, PARTS, CHUNK, STAGES, PACKED, HAS_BIAS,
         HAS_MASK, ZERO_MASKED, NORMALIZE, PART,
     )  # fmt: skip
+
+
+@gluon.jit
+def _store_part(
+    arguments, SIZE: gl.constexpr, D_MODEL: gl.constexpr, EMBEDDING: gl.constexpr, PART_ROWS: gl.constexpr,
+    PARTS: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr, HAS_BIAS: gl.constexpr, NORMALIZE: gl.constexpr,
+    PART: gl.constexpr,
+):  # fmt: skip
+    _store(*arguments, SIZE, D_MODEL, EMBEDDING, PART_ROWS, PARTS, CHUNK, STAGES, HAS_BIAS, NORMALIZE, PART)
 
 
 @gluon.jit
@@ -223,45 +327,25 @@ def _fused_kernel(
     contiguous.
     """
     n_tiles = gl.cdiv(n_tokens, PART_ROWS * PARTS)
-    first_tile = (gl.program_id(0).to(gl.int64) * n_tiles // gl.num_programs(0)).to(gl.int32)
-    last_tile = ((gl.program_id(0).to(gl.int64) + 1) * n_tiles // gl.num_programs(0)).to(gl.int32)
-
+    first_tile = _first_tile(gl.program_id(0), n_tiles)
+    last_tile = _first_tile(gl.program_id(0) + 1, n_tiles)
     dtype: gl.constexpr = hidden_ptr.dtype.element_ty
-    states_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([PART_ROWS, CHUNK], dtype)
-    weights_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([EMBEDDING, CHUNK], dtype)
+    states, weights, full, empty = _allocate(dtype, EMBEDDING, PART_ROWS, PARTS, CHUNK, STAGES)
     queries_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([COLUMNS, EMBEDDING], dtype)
-    states = gl.allocate_shared_memory(dtype, [STAGES * PARTS, PART_ROWS, CHUNK], states_layout)
-    weights = gl.allocate_shared_memory(dtype, [STAGES, EMBEDDING, CHUNK], weights_layout)
     queries = gl.allocate_shared_memory(dtype, [BLOCKS, COLUMNS, EMBEDDING], queries_layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        # Every copying thread says when its copies have arrived, and every part when it has read a slot.
-        mbarrier.init(full.index(stage), count=128)
-        mbarrier.init(empty.index(stage), count=PARTS)
-
-    LANES: gl.constexpr = EMBEDDING // 8
-    loaded: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
-    dims = gl.arange(0, EMBEDDING, layout=gl.SliceLayout(0, loaded))
-    for block in gl.static_range(BLOCKS):
-        rows = block * COLUMNS + gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, loaded))
-        offset = (rows // query_length).to(gl.int64) * stride_query + rows % query_length * stride_query_token
-        exists = (rows < n_rows)[:, None] & (dims < SIZE)[None, :]
-        values = gl.load(queries_ptr + offset[:, None] + dims[None, :], mask=exists, other=0.0)
-        if NORMALIZE:
-            values = _units(values)
-        queries.index(block).store(values)
-    fence_async_shared()
+    ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(ready, count=1)
+    first_document = first_tile * 0
     if PACKED:
         # The document that the first token of the first tile belongs to.
         token = first_tile.to(gl.int64) * (PART_ROWS * PARTS)
         first_document = find_document(cu_seqlens_ptr, n_documents, token + 1, 0) - 1
-    else:
-        first_document = first_tile * 0
 
+    # A tuple that has a name, like these two, turns constants into values, so constants are not among them.
     arguments = (
-        bias_ptr, mask_ptr, cu_seqlens_ptr, best_ptr, states, weights, queries, full, empty,
-        first_tile, last_tile, first_document, n_tokens, n_documents, document_length,
+        queries_ptr, bias_ptr, mask_ptr, cu_seqlens_ptr, best_ptr, states, weights, queries, full, empty, ready,
+        first_tile, last_tile, first_document, n_rows, query_length, n_tokens, n_documents, document_length,
+        stride_query, stride_query_token,
     )  # fmt: skip
     copied = (
         hidden_ptr, weight_ptr, states, weights, full, empty, first_tile, last_tile, n_tokens,
@@ -290,6 +374,61 @@ def _fused_kernel(
 
 
 _fused = Launcher(_fused_kernel)
+
+
+@gluon.jit(do_not_specialize=["n_tokens"])
+def _project_kernel(
+    hidden_ptr, weight_ptr, bias_ptr, embeddings_ptr, scales_ptr,
+    n_tokens,
+    SIZE: gl.constexpr,
+    D_MODEL: gl.constexpr,
+    EMBEDDING: gl.constexpr,
+    PART_ROWS: gl.constexpr,
+    PARTS: gl.constexpr,
+    CHUNK: gl.constexpr,
+    STAGES: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    NORMALIZE: gl.constexpr,
+):  # fmt: skip
+    """embeddings [n_tokens, SIZE], over their norms under NORMALIZE, and scales [n_tokens], one over these.
+
+    Grid and the rest as in `_fused_kernel`.
+    """
+    n_tiles = gl.cdiv(n_tokens, PART_ROWS * PARTS)
+    first_tile = _first_tile(gl.program_id(0), n_tiles)
+    last_tile = _first_tile(gl.program_id(0) + 1, n_tiles)
+    dtype: gl.constexpr = hidden_ptr.dtype.element_ty
+    states, weights, full, empty = _allocate(dtype, EMBEDDING, PART_ROWS, PARTS, CHUNK, STAGES)
+    arguments = (
+        bias_ptr, embeddings_ptr, scales_ptr, states, weights, full, empty, first_tile, last_tile, n_tokens,
+    )  # fmt: skip
+    copied = (
+        hidden_ptr, weight_ptr, states, weights, full, empty, first_tile, last_tile, n_tokens,
+    )  # fmt: skip
+    gl.warp_specialize(
+        [
+            (
+                _store_part,
+                (
+                    arguments, SIZE, D_MODEL, EMBEDDING, PART_ROWS, PARTS, CHUNK, STAGES, HAS_BIAS, NORMALIZE,
+                    gl.constexpr(0),
+                ),
+            ),
+            (
+                _store_part,
+                (
+                    arguments, SIZE, D_MODEL, EMBEDDING, PART_ROWS, PARTS, CHUNK, STAGES, HAS_BIAS, NORMALIZE,
+                    gl.constexpr(1),
+                ),
+            ),
+            (_copy_part, (copied, SIZE, D_MODEL, EMBEDDING, PART_ROWS, PARTS, CHUNK, STAGES)),
+        ],
+        [4, 4],
+        [208, 96],
+    )  # fmt: skip
+
+
+_projection = Launcher(_project_kernel)
 
 
 @triton.jit(do_not_specialize=["query_length", "n_documents", "document_length", "n_columns"])
@@ -418,3 +557,31 @@ def bound_fused(
         return scores
 
     return score
+
+
+@functools.lru_cache(maxsize=1024)
+def bound_projection(
+    n_tokens: int, weight_shape: torch.Size, dtype: torch.dtype, device: torch.device, has_bias: bool, normalize: bool
+) -> Launch | None:
+    """A launch that projects hidden states, or None where the kernel does not serve them.
+
+    It takes hidden states [n_tokens, d_model] and weight [d, d_model], contiguous from addresses of 16 bytes, the bias
+    [d] or None, and what it writes: embeddings [n_tokens, d] and, under `normalize`, one over their norms [n_tokens] in
+    float32, else None.
+    """
+    capability, processors = architecture(device)
+    size, d_model = weight_shape
+    tile = fused_tile(capability, 1, size, d_model, dtype.itemsize)
+    if tile is None or not 0 < n_tokens < 1 << 31:
+        return None
+    return _projection.bind(
+        (min(triton.cdiv(n_tokens, tile.rows), processors), 1, 1),
+        (n_tokens,),
+        (),
+        (
+            size, d_model, max(16, triton.next_power_of_2(size)), tile.rows // _PARTS, _PARTS, tile.chunk,
+            tile.num_stages, has_bias, normalize,
+        ),
+        num_warps=4,
+        num_stages=1,
+    )  # fmt: skip

@@ -68,6 +68,9 @@ _FUSED_MAX_BLOCKS = 2
 _FUSED_SHARED_MEMORY = 220 << 10
 # Document tokens x query tokens; the columns are capped by the query's length.
 _SINGLE = Tile(64, 64, 4, 3)
+# Packed documents are often shorter than padded ones, and a program waits for each: smaller programs, of which more
+# share a processor. 0.091 ms against 0.094 at 1 x 10000 documents of 64 to 192 tokens; padded ones take as long.
+_SINGLE_PACKED = Tile(32, 64, 2, 3)
 _SINGLE_SPLIT = Tile(64, 64, 4, 4)
 # A longer embedding is split into blocks of `_SPLIT_ROW_BYTES`, one swizzled row of shared memory. At 1 x 128,
 # 1024 x 1024 and d = 256, whole embeddings took 0.231 ms; d = 512 in blocks takes 0.210 ms.
@@ -152,10 +155,10 @@ def has_gluon() -> bool:
     return True
 
 
-def single_tile(capability: int, size: int, element_size: int, query_length: int) -> Tile:
+def single_tile(capability: int, size: int, element_size: int, query_length: int, packed: bool) -> Tile:
     """Tile for one query of `query_length` tokens of `size` elements against its documents."""
     block, split = embedding_block(size, element_size)
-    tile = _SINGLE_SPLIT if split else _SINGLE
+    tile = _SINGLE_SPLIT if split else _SINGLE_PACKED if packed else _SINGLE
     tile = tile._replace(columns=max(16, min(tile.columns, _power_of_two(query_length))))
     return _fit(tile, capability, block * element_size, split)
 

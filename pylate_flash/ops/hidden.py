@@ -5,9 +5,10 @@
 
 `maxsim_from_hidden_reference` is the definition, in plain torch. `maxsim_from_hidden` projects every document token
 once, a block of documents at a time into a scratch of bounded size, and gives the block to the kernels of `maxsim`; on
-Hopper, for few query rows, one kernel projects and scores without a scratch (`kernels.fused`). The projected embeddings
-are rounded to the type of the hidden states, as a linear layer rounds them, and once more when they were divided by
-their norms in float32, as `torch.nn.functional.normalize` rounds: they are the embeddings that the model returns.
+Hopper a kernel projects and normalises, and for few query rows scores too, without a scratch (`kernels.fused`). The
+projected embeddings are rounded to the type of the hidden states, as a linear layer rounds them, and once more when
+they were divided by their norms in float32, as `torch.nn.functional.normalize` rounds: they are the embeddings that the
+model returns. What a plain call comes to is decided once (`ops.hidden_plans`).
 
 The backward takes the gradient of the projected embeddings from the kernels of `maxsim`, which sum the winners' rows in
 the projected space (d wide, not d_model), takes it through the normalisation in place, and then multiplies matrices,
@@ -562,13 +563,26 @@ def _with_unit_queries(call: _Call) -> tuple[_Call, _Embeddings]:
 
 def _project(call: _Call, block: Block, scratch: _Embeddings) -> _Embeddings:
     """The projected embeddings [tokens of the block, d], written into `scratch` [at least as many, d]."""
-    states = _hidden_of(call, block)
+    states, weight, bias = _hidden_of(call, block), call.weight, call.bias
     count = states.shape[0]
     projected = _Embeddings(scratch.values[:count], None if scratch.scale is None else scratch.scale[:count])
-    if call.bias is None:
-        torch.mm(states, call.weight.T, out=projected.values)
+    if (
+        _by_kernels(call)
+        and states.is_contiguous()
+        and weight.is_contiguous()
+        and (states.data_ptr() | weight.data_ptr()) % 16 == 0
+    ):
+        project = kernels().bound_projection(
+            count, weight.shape, weight.dtype, weight.device, bias is not None, call.normalize
+        )
+        if project is not None:
+            with kernels().on_device(states):
+                project(states, weight, bias, *projected)
+            return projected
+    if bias is None:
+        torch.mm(states, weight.T, out=projected.values)
     else:
-        torch.addmm(call.bias, states, call.weight.T, out=projected.values)
+        torch.addmm(bias, states, weight.T, out=projected.values)
     if call.normalize:
         _normalize(call, projected.values, projected)
     return projected

@@ -157,7 +157,9 @@ def decide(
         if compute is None:
             return None
         parts = [(Block(ALL, ALL, slice(0, n_tokens)), n_tokens, ALL, compute)]
-        return Plan(_in_blocks(parts, queries, length, d_model, 1, normalize), None, options)
+        return Plan(
+            _in_blocks(parts, queries, weight_shape, bias is not None, aligned, length, 1, normalize), None, options
+        )
     groups, candidates = sizes if len(sizes) == 2 else (1, *sizes)
     blocks = padded_blocks((groups, candidates, length), most)
     if groups > 1 and blocks[0].documents.stop < candidates:
@@ -177,7 +179,7 @@ def decide(
         )  # fmt: skip
         rows = block.rows
         parts.append((block, rows.stop - rows.start, slice(rows.start // length, rows.stop // length), compute))
-    forward = _in_blocks(parts, queries, length, d_model, groups, normalize)
+    forward = _in_blocks(parts, queries, weight_shape, bias is not None, aligned, length, groups, normalize)
     if not with_gradient:
         return Plan(forward, None, options)
     documents_shape = (groups, candidates, length, shape[2])
@@ -212,13 +214,24 @@ def _alone(score: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, None, No
 
 
 def _in_blocks(
-    parts: list, queries: Kind, length: int, d_model: int, groups: int, normalize: bool
+    parts: list,
+    queries: Kind,
+    weight_shape: torch.Size,
+    has_bias: bool,
+    aligned: bool,
+    length: int,
+    groups: int,
+    normalize: bool,
 ) -> Callable[..., tuple[Tensor, Tensor | None, Units | None]]:
     """The forward of blocks: of each the block, its tokens, its rows in the mask, and what scores it."""
     shape, _, dtype, device = queries
-    size = shape[2]
+    size, d_model = weight_shape
     most = max(tokens for _, tokens, _, _ in parts)
     divide_queries = kernels().bound_units(shape, dtype, device)
+    project = [
+        kernels().bound_projection(tokens, weight_shape, dtype, device, has_bias, normalize) if aligned else None
+        for _, tokens, _, _ in parts
+    ]
     divide = [kernels().bound_units(torch.Size((tokens, size)), dtype, device) for _, tokens, _, _ in parts]
 
     def forward(
@@ -238,15 +251,18 @@ def _in_blocks(
                 hidden.new_empty(count, dtype=torch.float32) for count in (most, shape[0] * shape[1])
             )
         found: list[Tensor] = []
-        for (block, tokens, of_mask, compute), divide_block in zip(parts, divide, strict=True):
+        for (block, tokens, of_mask, compute), project_block, divide_block in zip(parts, project, divide, strict=True):
             projected = scratch if tokens == most else scratch[:tokens]
             block_states = states if len(parts) == 1 else states[block.rows]
-            if bias is None:
+            if project_block is not None:
+                project_block(block_states, weight, bias, projected, scale)
+            elif bias is None:
                 torch.mm(block_states, turned, out=projected)
             else:
                 torch.addmm(bias, block_states, turned, out=projected)
             if normalize:
-                divide_block(projected, projected, scale)
+                if project_block is None:
+                    divide_block(projected, projected, scale)
                 if not found:
                     # Not before: the GPU begins with the product.
                     units = torch.empty_like(queries)

@@ -26,20 +26,41 @@ class Script:
         return Sample(seconds, seconds / 2)
 
 
-def test_systems_take_turns():
-    order = []
-    protocol.measure(
-        {name: lambda name=name: order.append(name) for name in ("ours", "peer", "torch")},
-        Script([1.0] * 12),
-        Rounds(warmup=1, repetitions=3),
-    )
-    assert order == ["ours", "peer", "torch"] * 4
+def test_systems_take_turns_in_changing_orders():
+    def orders():
+        order = []
+        protocol.measure(
+            {name: lambda name=name: order.append(name) for name in ("ours", "peer", "torch")},
+            Script([1.0] * 120),
+            Rounds(warmup=10, repetitions=30),
+        )
+        return order
+
+    order = orders()
+    rounds = [tuple(order[index : index + 3]) for index in range(0, 120, 3)]
+    assert all(sorted(names) == ["ours", "peer", "torch"] for names in rounds)
+    assert len(set(rounds)) == 6, "every order comes up"
+    assert order == orders()
 
 
 def test_each_system_gets_its_own_times_and_the_warmup_does_not_count():
-    # Rounds of (ours, peer); the first two are the warm-up.
-    script = Script([900, 900, 800, 800, 1, 10, 2, 20, 3, 30])
-    timings = protocol.measure({"ours": lambda: None, "peer": lambda: None}, script, Rounds(2, 3))
+    class Clock:
+        """900 ms for a call of the warm-up; after it 1, 2, 3 ms for ours, and ten times that for the peer."""
+
+        clock = "script"
+        flush_bytes = 0
+
+        def __init__(self):
+            self.calls = {"ours": 0, "peer": 0}
+
+        def time(self, call):
+            name = call()
+            self.calls[name] += 1
+            counted = self.calls[name] - 2
+            seconds = (0.9 if counted <= 0 else counted / 1e3) * (10 if name == "peer" else 1)
+            return Sample(seconds, seconds / 2)
+
+    timings = protocol.measure({"ours": lambda: "ours", "peer": lambda: "peer"}, Clock(), Rounds(2, 3))
     assert timings["ours"] == Timing(median_ms=2.0, iqr_ms=1.0, host_ms=1.0, repetitions=3)
     assert timings["peer"] == Timing(median_ms=20.0, iqr_ms=10.0, host_ms=10.0, repetitions=3)
 

@@ -221,6 +221,23 @@ def test_fused(
     assert finish.compile(90).asm["cubin"]
 
 
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize(("size", "d_model"), [(128, 768), (96, 1000), (16, 8)])
+def test_projection(size: int, d_model: int, normalize: bool, monkeypatch) -> None:
+    hidden, weight = torch.empty(300, d_model).bfloat16(), torch.empty(size, d_model).bfloat16()
+    monkeypatch.setattr(fused, "architecture", lambda device: (9, 132))
+    fused.bound_projection.cache_clear()
+
+    def launch() -> None:
+        project = fused.bound_projection(300, weight.shape, weight.dtype, weight.device, True, normalize)
+        assert project is not None
+        project(hidden, weight, weight[:, 0].contiguous(), hidden[:, :size], torch.empty(300) if normalize else None)
+
+    compiled = check(fused, "_projection", launch, 90, monkeypatch)
+    fused.bound_projection.cache_clear()
+    assert "wgmma" in compiled.asm["ptx"]
+
+
 BACKWARD = {
     backward: ("_gather",),
     gradients: ("_finish",),
