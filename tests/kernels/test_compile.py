@@ -171,7 +171,7 @@ def test_varlen(
     if name == "_stacked" and longest == 40:
         name = stacked(capability, torch.bfloat16, 128)
     compiled = check(forward, name, launch, capability, monkeypatch)
-    if capability == 90:
+    if capability == 90 and name != "_single":
         assert "wgmma" in compiled.asm["ptx"]
     assert hasattr(merge, "arguments") == (longest == 9000), "documents are cut where one may be long, and only there"
     if longest == 9000:
