@@ -44,10 +44,6 @@ _GATHER_PROGRAMS = 2
 _SPLIT_PROGRAMS = 8
 _SPLIT_DOCUMENTS = 32
 
-# With so many winners the gather, which waits for the L2 cache, runs beside the lists, which do not: events between two
-# streams cost the host as much as two launches.
-_ASIDE_WINNERS = 1 << 22
-
 # "auto" takes "onehot" where at most so many query rows choose tokens of a document, and "csr" where more do, whose
 # program for every token, chosen or not, costs more than few rows do. Milliseconds of grad_D on an H200:
 #   1024 documents of 300 tokens,   32 rows   csr 0.221   onehot 0.036   atomic 0.111
@@ -357,8 +353,7 @@ def _add_gather(problem: Problem, sequence: Sequence) -> None:
     )  # fmt: skip
     inputs = range(Slot.GRAD_SCORES, Slot.WINNERS + 1)
     if n_splits == 1:
-        aside = problem.device.type == "cuda" and problem.documents * problem.rows >= _ASIDE_WINNERS
-        sequence.add(launch, *inputs, Slot.GRAD_QUERIES, aside=aside)
+        sequence.add(launch, *inputs, Slot.GRAD_QUERIES)
         return
     rows = problem.n_queries * problem.query_length
     parts = sequence.region(n_splits * rows * problem.size, torch.float32, at=0)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -170,8 +169,7 @@ class Sequence:
     """Launches one after the other, whose tensors are slots of one table: those of a call, and then regions of scratch.
 
     A call allocates the scratch, and lets go of it. It passes addresses, and makes no tensor of a region, once all its
-    kernels were launched. Launches that were put aside run on a second stream, beside the others, and none of what
-    either of them writes may be the other's; the current stream waits for both.
+    kernels were launched.
 
     Parameters
     ----------
@@ -185,7 +183,6 @@ class Sequence:
         self._bytes = 0
         self._regions: list[tuple[int, int, torch.dtype]] = []
         self._steps: list[tuple[Launch, tuple[int, ...]]] = []
-        self._aside: list[bool] = []
         self._direct: list[tuple[_Direct, Callable[[list[int]], tuple[int, ...]]]] = []
 
     def region(self, count: int, dtype: torch.dtype, at: int | None = None) -> int:
@@ -195,10 +192,9 @@ class Sequence:
         self._regions.append((offset, count, dtype))
         return self._given + len(self._regions) - 1
 
-    def add(self, launch: Launch, *slots: int, aside: bool = False) -> None:
-        """Launch after all others, on the tensors in these slots; `aside`, after those put aside."""
+    def add(self, launch: Launch, *slots: int) -> None:
+        """Launch after all others, on the tensors in these slots."""
         self._steps.append((launch, slots))
-        self._aside.append(aside)
 
     def __call__(self, *tensors: Tensor | None) -> None:
         pointers = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
@@ -208,25 +204,17 @@ class Sequence:
             return
         base = scratch.data_ptr()
         pointers += [base + offset for offset, _, _ in self._regions]
-        device = self._direct[0][0].device
-        stream = _current_stream(device)
-        if not any(self._aside):
-            for (launch, grid, fixed, rest, _), of_slots in self._direct:
-                launch(*grid, stream, *fixed, *of_slots(pointers), *rest)
-            return
-        with _Aside(device) as beside:
-            for ((launch, grid, fixed, rest, _), of_slots), aside in zip(self._direct, self._aside, strict=True):
-                launch(*grid, beside.cuda_stream if aside else stream, *fixed, *of_slots(pointers), *rest)
+        stream = _current_stream(self._direct[0][0].device)
+        for (launch, grid, fixed, rest, _), of_slots in self._direct:
+            launch(*grid, stream, *fixed, *of_slots(pointers), *rest)
 
     def _by_tensors(self, tensors: tuple[Tensor | None, ...], scratch: Tensor) -> None:
         regions = [
             scratch[offset : offset + count * dtype.itemsize].view(dtype) for offset, count, dtype in self._regions
         ]
         table = (*tensors, *regions)
-        with _Aside(scratch.get_device()) if any(self._aside) and scratch.is_cuda else nullcontext() as beside:
-            for (launch, slots), aside in zip(self._steps, self._aside, strict=True):
-                with torch.cuda.stream(beside if aside else None):
-                    launch(*[table[slot] for slot in slots])
+        for launch, slots in self._steps:
+            launch(*[table[slot] for slot in slots])
         direct: list[tuple[_Direct, Callable[[list[int]], tuple[int, ...]]]] = []
         for launch, slots in self._steps:
             if launch.direct is None:
@@ -234,29 +222,6 @@ class Sequence:
             # Every kernel has more than one tensor, so that a getter returns a tuple.
             direct.append((launch.direct, operator.itemgetter(*slots)))
         self._direct = direct
-
-
-@functools.cache
-def _second_stream(device: int) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
-
-
-class _Aside:
-    """The second stream of a device, after what the current one was given before, and waited for by it at the end.
-
-    What it works on was allocated before, on the current stream, and is let go of after it, so it needs no record.
-    """
-
-    def __init__(self, device: int) -> None:
-        self._current = torch.cuda.current_stream(device)
-        self._second = _second_stream(device)
-
-    def __enter__(self) -> torch.cuda.Stream:
-        self._second.wait_stream(self._current)
-        return self._second
-
-    def __exit__(self, *_: object) -> None:
-        self._current.wait_stream(self._second)
 
 
 class on_device:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -11,7 +10,6 @@ import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
 
-from pylate_flash.kernels import backward as backward_kernels
 from pylate_flash.ops import maxsim, maxsim_pairs, maxsim_reference
 from tests.kernels.backward_cases import KINDS, Problem, choose, dense, packed
 from tests.ops.cases import relative_error
@@ -319,47 +317,6 @@ def test_a_plain_step_equals_the_longer_way(shapes: tuple, way: str, normalize: 
     (ones,) = torch.autograd.grad(maxsim(queries, documents, normalize=normalize).sum(), documents)
     (other,) = torch.autograd.grad(maxsim(queries, documents, normalize=normalize, backward=way).sum(), documents)
     assert torch.equal(ones, other)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        found = step()
-    stream.synchronize()
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = step()
-    for gradient in found:
-        gradient.zero_()
-    graph.replay()
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-
-
-def test_the_gather_beside_the_lists_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With many winners the two gradients are computed on two streams."""
-    queries = unit(256, 32, 128, dtype=torch.bfloat16).requires_grad_()
-    documents = unit(600, 40, 128, dtype=torch.bfloat16, seed=1).requires_grad_()
-    assert backward_kernels._ASIDE_WINNERS <= 256 * 32 * 600
-
-    def step() -> tuple[torch.Tensor, ...]:
-        return _gradients(maxsim, queries, documents)
-
-    def forget() -> None:
-        for decision in (backward_kernels.bound_backward, sys.modules["pylate_flash.ops.maxsim"]._launches_of):
-            decision.cache_clear()
-
-    forget()
-    with monkeypatch.context() as patch:
-        patch.setattr(backward_kernels, "_ASIDE_WINNERS", 1 << 60)
-        expected = step()
-    forget()
-    for _ in range(20):
-        # What was freed is taken again at once, by what the first stream does next.
-        found = step()
-        junk = [torch.full_like(documents, 7.0) for _ in range(3)]
-        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-        del found, junk
-    with no_waiting():
-        step()
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
