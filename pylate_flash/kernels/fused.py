@@ -13,6 +13,10 @@ that no other two have: the sum of both. There the maxima are kept, without atom
 
 The document tokens, and not the query's, are the rows of the second product: their maximum over a document runs across
 warps, which takes longer than one along a row, but there are few columns.
+
+Measured on an H200 in bfloat16 at 768 to 128 elements, in one run each, waiting for the GPU alone: 0.146 ms against
+0.176 of a linear layer and `maxsim` at 1 x 1000, 32 x 300 (0.143 of them the linear layer; 0.108 to read the states);
+0.596 against 0.799 at 1 x 8000, 32 x 180; 0.192 against 0.215 with 128 query rows at 1000 x 300.
 """
 
 from __future__ import annotations
