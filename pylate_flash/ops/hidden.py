@@ -445,6 +445,16 @@ def _scores(call: _Call) -> Tensor:
     return _forward(call, False)[0]
 
 
+def _are_laid_out(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether hidden states and layer lie as `kernels.fused` reads them."""
+    return (
+        hidden.is_contiguous()
+        and weight.is_contiguous()
+        and (bias is None or bias.is_contiguous())
+        and (hidden.data_ptr() | weight.data_ptr()) % 16 == 0
+    )
+
+
 def _fused(call: _Call) -> Tensor | None:
     """Scores by the kernel that projects and scores at once, or None where it does not serve the call."""
     queries, hidden, weight = call.queries, call.hidden, call.weight
@@ -464,8 +474,7 @@ def _fused(call: _Call) -> Tensor | None:
         0 in queries.shape
         or call.tokens == 0
         or queries.stride(-1) != 1
-        or not (hidden.is_contiguous() and weight.is_contiguous())
-        or (hidden.data_ptr() | weight.data_ptr()) % 16
+        or not _are_laid_out(hidden, weight, call.bias)
     ):
         return None
     score = kernels().bound_fused(
@@ -566,12 +575,7 @@ def _project(call: _Call, block: Block, scratch: _Embeddings) -> _Embeddings:
     states, weight, bias = _hidden_of(call, block), call.weight, call.bias
     count = states.shape[0]
     projected = _Embeddings(scratch.values[:count], None if scratch.scale is None else scratch.scale[:count])
-    if (
-        _by_kernels(call)
-        and states.is_contiguous()
-        and weight.is_contiguous()
-        and (states.data_ptr() | weight.data_ptr()) % 16 == 0
-    ):
+    if _by_kernels(call) and _are_laid_out(states, weight, bias):
         project = kernels().bound_projection(
             count, weight.shape, weight.dtype, weight.device, bias is not None, call.normalize
         )

@@ -162,6 +162,20 @@ def test_few_queries(
             torch.testing.assert_close(fused.cpu().double(), expected, rtol=1e-3, atol=2e-4 * scale)
 
 
+@pytest.mark.parametrize("n_queries", [1, 20])
+@pytest.mark.parametrize("name", ["hidden", "weight", "bias", "queries"])
+def test_strided_and_shifted_tensors(name: str, n_queries: int) -> None:
+    """What lies as no copy of 16 bytes can read it, goes another way to the same scores."""
+    problem = few_queries((n_queries, 32, 30, 50, 128, 256), torch.bfloat16, True, False, False)
+    expected = problem(kernel)
+    tensor = problem.tensors[name]
+    strided = tensor.repeat_interleave(2, dim=-1)[..., ::2]
+    shifted = torch.empty(tensor.numel() + 1, dtype=tensor.dtype, device="cuda")[1:].view(tensor.shape).copy_(tensor)
+    for other in (strided, shifted):
+        scores = Problem(problem.tensors | {name: other}, problem.rest)(kernel)
+        torch.testing.assert_close(scores, expected, rtol=1e-3, atol=1e-2)
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_few_queries_keep_nan_to_its_document(packed: bool) -> None:
     problem = few_queries((1, 32, 40, 50, 128, 256), torch.bfloat16, False, False, packed)
