@@ -305,10 +305,12 @@ def test_half_hidden_states_are_projected_as_they_are_kept(tmp_path: Path, dtype
     states, queries, weight = embeddings_of([5, 3], size=6), embeddings_of([4], seed=3), torch.eye(4, 6)
     index = flat(tmp_path, ["a", "b"], states, dtype=dtype, projection=(weight, None))
     kept = getattr(torch, dtype)
-    normalize = torch.nn.functional.normalize
-    projected = [normalize(s.to(kept).double() @ weight.double().T, dim=-1) for s in states]
-    wanted = expected([normalize(q.to(kept).double(), dim=-1) for q in queries], projected, ["a", "b"], 2)
-    assert_same(index(queries), wanted)
+
+    def units(embeddings: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.normalize(embeddings.double(), dim=-1).to(kept).double()
+
+    projected = [units(s.to(kept) @ weight.to(kept).T) for s in states]
+    assert_same(index(queries), expected([units(q.to(kept)) for q in queries], projected, ["a", "b"], 2))
 
 
 def test_a_projection_and_what_it_is_given_have_one_size(tmp_path: Path) -> None:
