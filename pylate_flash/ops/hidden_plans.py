@@ -69,11 +69,13 @@ def plan_of(
         or type(bias) not in _LAYER_TYPES
         or not (documents_mask is None or type(documents_mask) is Tensor)
         or not (documents_cu_seqlens is None or type(documents_cu_seqlens) is Tensor)
+        or not (max_document_length is None or type(max_document_length) is int)
+        or not type(masking) is type(implementation) is str
     ):
         return None
     return decide(
         kind(queries), kind(hidden), kind(weight), kind(bias), kind(documents_mask), kind(documents_cu_seqlens),
-        max_document_length, (hidden.data_ptr() | weight.data_ptr()) % 16 == 0, with_gradient, normalize, masking,
+        max_document_length, (hidden.data_ptr() | weight.data_ptr()) % 16 == 0, with_gradient, bool(normalize), masking,
         implementation, scratch_bytes,
     )  # fmt: skip
 

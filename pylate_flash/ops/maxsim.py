@@ -297,12 +297,13 @@ def _decided(queries: Tensor, documents: Tensor, normalize: bool, masking: str, 
 
     The checks take twice as long as a launch and depend on no value, so they are made once for tensors of a kind.
     """
-    if not goes_straight_to_the_kernel(queries, documents):
+    if not (goes_straight_to_the_kernel(queries, documents) and type(masking) is type(implementation) is str):
         return None
     return _launches_of(
         queries.shape, queries.stride(), queries.dtype, queries.device,
         documents.shape, documents.stride(), documents.dtype, documents.device,
-        documents.data_ptr() % 16 == 0, _needs_gradient(queries, documents), normalize, masking, implementation,
+        documents.data_ptr() % 16 == 0, _needs_gradient(queries, documents), bool(normalize), masking,
+        implementation,
     )  # fmt: skip
 
 

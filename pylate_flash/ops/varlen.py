@@ -204,8 +204,9 @@ def maxsim_varlen(
     """
     if (
         candidates_cu_seqlens is None
-        and max_query_length is not None
-        and max_document_length is not None
+        and type(max_query_length) is int
+        and type(max_document_length) is int
+        and type(implementation) is str
         and reduction == "sum"
         and empty_score == 0.0
         and goes_straight_to_the_kernel(queries, documents)
@@ -220,7 +221,7 @@ def maxsim_varlen(
             documents.shape, documents.stride(), documents.dtype, documents.device, documents.data_ptr() % 16 == 0,
             queries_cu_seqlens.shape, queries_cu_seqlens.dtype,
             documents_cu_seqlens.shape, documents_cu_seqlens.stride(), documents_cu_seqlens.dtype,
-            max_query_length, max_document_length, normalize, implementation,
+            max_query_length, max_document_length, bool(normalize), implementation,
         )  # fmt: skip
         if score is not None:
             return score(queries, documents, documents_cu_seqlens)[0]

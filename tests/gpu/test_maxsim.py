@@ -10,7 +10,15 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pylate_flash.ops import maxsim, maxsim_pairs, maxsim_reference, maxsim_varlen, maxsim_varlen_pairs, pack
+from pylate_flash.ops import (
+    maxsim,
+    maxsim_from_hidden,
+    maxsim_pairs,
+    maxsim_reference,
+    maxsim_varlen,
+    maxsim_varlen_pairs,
+    pack,
+)
 from pylate_flash.ops.varlen import maxsim_varlen_reference
 from tests.ops.cases import Case, cases, gradients, relative_error
 from tests.ops.test_varlen import gradients as varlen_gradients
@@ -462,3 +470,14 @@ def test_packed_calls_with_everything_known_equal_the_longer_way(n_queries: int)
     tensors, bounds = arguments[:2], arguments[2:]
     graded = maxsim_varlen(tensors[0].clone().requires_grad_(), tensors[1], *bounds, max_query_length=32)
     torch.testing.assert_close(known, graded.detach(), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["masking", "implementation"])
+@pytest.mark.parametrize("value", ["other", ["exclude"], None])
+def test_bad_choices_of_plain_calls_name_the_argument(name: str, value) -> None:
+    """A plain call is looked up by its options before they are checked."""
+    queries, documents = unit(2, 4, 16, dtype=torch.bfloat16), unit(3, 5, 16, dtype=torch.bfloat16)
+    weight = torch.eye(16, device="cuda", dtype=torch.bfloat16)
+    for call in (partial(maxsim, queries, documents), partial(maxsim_from_hidden, queries, documents, weight)):
+        with pytest.raises(ValueError, match=name):
+            call(**{name: value})
