@@ -435,8 +435,7 @@ def maxsim_forward(
     return score(queries, documents, None, queries_mask, documents_mask)
 
 
-# Of queries, documents and, if these are packed, where each begins; both masks; and the norms of the queries, where
-# those are there already: scores, and winners or None.
+# Of queries, documents and, if these are packed, where each begins; and both masks: scores, and winners or None.
 Score = Callable[..., tuple[Tensor, Tensor | None]]
 
 
@@ -515,7 +514,6 @@ def _whole_single(
         cu_seqlens: Tensor | None = None,
         queries_mask: Tensor | None = None,
         documents_mask: Tensor | None = None,
-        queries_scale: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         # Its programs, which meet every query token once, take norms themselves.
         active = (None, None) if documents_mask is None else active_tokens(documents_mask)
@@ -544,20 +542,13 @@ def _whole_stacked(
         cu_seqlens: Tensor | None = None,
         queries_mask: Tensor | None = None,
         documents_mask: Tensor | None = None,
-        queries_scale: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         active = (None, None) if documents_mask is None else active_tokens(documents_mask)
         # Norms of their own are read once per token; here a token would be squared once per block of rows.
-        documents_scale = None
-        if normalize:
-            queries_scale = inverse_norms(queries) if queries_scale is None else queries_scale
-            documents_scale = inverse_norms(documents)
+        scales = (inverse_norms(queries), inverse_norms(documents)) if normalize else (None, None)
         winners = None if winners_shape is None else queries.new_empty(winners_shape, dtype=winners_dtype)
         sums = queries.new_empty((n_queries * sums_per_query, n_documents), dtype=torch.float32)
-        launch(
-            queries, documents, queries_mask, *active, queries_scale, documents_scale, cu_seqlens, sums, winners,
-            *no_pieces,
-        )  # fmt: skip
+        launch(queries, documents, queries_mask, *active, *scales, cu_seqlens, sums, winners, *no_pieces)
         if sums_per_query > 1:
             sums = sums.view(n_queries, sums_per_query, n_documents).sum(dim=1)
         return sums, winners

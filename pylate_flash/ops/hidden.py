@@ -31,7 +31,7 @@ from . import varlen
 from .checks import check_choice, check_embeddings, check_mask, no_second_derivative
 from .dispatch import BACKWARDS, IMPLEMENTATIONS, choose
 from .hidden_blocks import ALL, Block, packed_blocks, padded_blocks
-from .hidden_plans import Plan, plan_of
+from .hidden_plans import Embeddings, needs_gradient, plan_of
 from .maxsim import (
     _SMALLEST_NORM,
     MASKINGS,
@@ -203,7 +203,7 @@ def maxsim_from_hidden(
         and queries_cu_seqlens is candidates_cu_seqlens is max_query_length is None
     ):
         tensors = queries, hidden, weight, bias, documents_mask, documents_cu_seqlens
-        plan = _plan_of(*tensors, max_document_length, normalize, masking, implementation)
+        plan = plan_of(*tensors, max_document_length, normalize, masking, implementation, SCRATCH_BYTES)
         if plan is not None:
             if plan.gradients is None:
                 return plan.forward(*tensors)[0]
@@ -396,7 +396,7 @@ def _packed_call(
             )
         max_candidates = _longest("candidates_cu_seqlens", candidates_cu_seqlens, n_documents, "documents", None)
     on_gpu = documents_cu_seqlens.device.type == "cuda"
-    if max_document_length is None and on_gpu and not _needs_gradient(queries, hidden, weight, bias):
+    if max_document_length is None and on_gpu and not needs_gradient(queries, hidden, weight, bias):
         # A bound that costs nothing. The winners would be int32 by it, and not int16.
         max_document_length = hidden.shape[0]
     return _Call(
@@ -408,39 +408,12 @@ def _packed_call(
     )  # fmt: skip
 
 
-def _plan_of(
-    queries: Tensor,
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    documents_mask: Tensor | None,
-    documents_cu_seqlens: Tensor | None,
-    max_document_length: int | None,
-    normalize: bool,
-    masking: str,
-    implementation: str,
-) -> Plan | None:
-    """The plan of a call whose arguments were not checked yet, or None."""
-    if not (isinstance(weight, Tensor) and (bias is None or isinstance(bias, Tensor))):
-        return None
-    if not (isinstance(queries, Tensor) and isinstance(hidden, Tensor)):
-        return None
-    return plan_of(
-        queries, hidden, weight, bias, documents_mask, documents_cu_seqlens, max_document_length,
-        _needs_gradient(queries, hidden, weight, bias), normalize, masking, implementation, SCRATCH_BYTES,
-    )  # fmt: skip
-
-
-def _needs_gradient(*tensors: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
-
-
 def _scores(call: _Call) -> Tensor:
     """Scores, by the operator, or past the dispatcher where nothing needs it."""
-    needs_gradient = _needs_gradient(call.queries, call.hidden, call.weight, call.bias)
+    with_gradient = needs_gradient(call.queries, call.hidden, call.weight, call.bias)
     if not _is_plain(call.queries, call.hidden) or type(call.weight) not in (Tensor, torch.nn.Parameter):
-        return _maxsim_hidden(*call, needs_gradient)[0]
-    if needs_gradient:
+        return _maxsim_hidden(*call, with_gradient)[0]
+    if with_gradient:
         return _FromHidden.apply(*call)
     return _forward(call, False)[0]
 
@@ -514,23 +487,16 @@ def _hidden_of(call: _Call, block: Block) -> Tensor:
     return call.hidden[block.groups, block.documents].reshape(-1, call.hidden.shape[-1])
 
 
-class _Embeddings(NamedTuple):
-    """Embeddings [.., d]; under `normalize` divided by their norms, and one over the norms [..]."""
-
-    values: Tensor
-    scale: Tensor | None
-
-
-def _empty_embeddings(call: _Call, shape: Iterable[int]) -> _Embeddings:
+def _empty_embeddings(call: _Call, shape: Iterable[int]) -> Embeddings:
     """Uninitialised embeddings of that many tokens."""
     values = call.hidden.new_empty((*shape, call.weight.shape[0]))
     if not call.normalize:
-        return _Embeddings(values, None)
+        return Embeddings(values, None)
     dtype = torch.float64 if values.dtype == torch.float64 else torch.float32
-    return _Embeddings(values, values.new_empty(values.shape[:-1], dtype=dtype))
+    return Embeddings(values, values.new_empty(values.shape[:-1], dtype=dtype))
 
 
-def _normalize(call: _Call, embeddings: Tensor, out: _Embeddings) -> None:
+def _normalize(call: _Call, embeddings: Tensor, out: Embeddings) -> None:
     """Write the embeddings divided by their norms, rounded, and one over these; `out` may hold the embeddings."""
     assert out.scale is not None
     if _by_kernels(call):
@@ -542,7 +508,7 @@ def _normalize(call: _Call, embeddings: Tensor, out: _Embeddings) -> None:
     torch.mul(embeddings, out.scale.unsqueeze(-1), out=out.values)
 
 
-def _through_normalisation(call: _Call, grad: Tensor, embeddings: _Embeddings) -> None:
+def _through_normalisation(call: _Call, grad: Tensor, embeddings: Embeddings) -> None:
     """Replace the gradient of the embeddings by that of what they were before they were divided by their norms."""
     if embeddings.scale is None or grad.numel() == 0:
         return
@@ -561,20 +527,20 @@ def _by_kernels(call: _Call) -> bool:
     return choose(call.implementation, call.hidden.device, call.hidden.dtype, call.weight.shape[0]) == "triton"
 
 
-def _with_unit_queries(call: _Call) -> tuple[_Call, _Embeddings]:
+def _with_unit_queries(call: _Call) -> tuple[_Call, Embeddings]:
     """The call with its queries divided by their norms, if they are to be."""
     if not call.normalize:
-        return call, _Embeddings(call.queries, None)
+        return call, Embeddings(call.queries, None)
     units = _empty_embeddings(call, call.queries.shape[:-1])
     _normalize(call, call.queries, units)
     return call._replace(queries=units.values), units
 
 
-def _project(call: _Call, block: Block, scratch: _Embeddings) -> _Embeddings:
+def _project(call: _Call, block: Block, scratch: Embeddings) -> Embeddings:
     """The projected embeddings [tokens of the block, d], written into `scratch` [at least as many, d]."""
     states, weight, bias = _hidden_of(call, block), call.weight, call.bias
     count = states.shape[0]
-    projected = _Embeddings(scratch.values[:count], None if scratch.scale is None else scratch.scale[:count])
+    projected = Embeddings(scratch.values[:count], None if scratch.scale is None else scratch.scale[:count])
     if _by_kernels(call) and _are_laid_out(states, weight, bias):
         project = kernels().bound_projection(
             count, weight.shape, weight.dtype, weight.device, bias is not None, call.normalize
@@ -592,7 +558,7 @@ def _project(call: _Call, block: Block, scratch: _Embeddings) -> _Embeddings:
     return projected
 
 
-def _scratch(call: _Call, blocks: tuple[Block, ...]) -> _Embeddings:
+def _scratch(call: _Call, blocks: tuple[Block, ...]) -> Embeddings:
     return _empty_embeddings(call, [max(block.rows.stop - block.rows.start for block in blocks)])
 
 
@@ -653,7 +619,7 @@ def _products_as_they_are(device: str) -> AbstractContextManager[Any]:
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
-def _forward(call: _Call, with_winners: bool) -> tuple[Tensor, Tensor, _Embeddings | None]:
+def _forward(call: _Call, with_winners: bool) -> tuple[Tensor, Tensor, Embeddings | None]:
     """Scores float32, winners (an empty tensor unless asked for), and all projected embeddings, if they may be kept.
 
     They may where a gradient is needed and there is room in the bound for them and for their gradient.
@@ -727,8 +693,8 @@ def _backward(
 def _backward_in_blocks(
     call: _Call,
     blocks: tuple[Block, ...],
-    queries: _Embeddings,
-    projected: _Embeddings | None,
+    queries: Embeddings,
+    projected: Embeddings | None,
     grad_scores: Tensor,
     winners: Tensor,
     needs: _Needs,
@@ -746,7 +712,7 @@ def _backward_in_blocks(
             embeddings = _project(call, block, scratch)
         else:
             scale = projected.scale
-            embeddings = _Embeddings(projected.values[block.rows], None if scale is None else scale[block.rows])
+            embeddings = Embeddings(projected.values[block.rows], None if scale is None else scale[block.rows])
         block_grad_queries, gradient = _backward_block(call, block, embeddings, grad_scores, winners, needs)
         if grad_queries is not None and block_grad_queries is not None:
             grouped = not call.packed and hidden.shape[0] > 1
@@ -768,7 +734,7 @@ def _backward_in_blocks(
 
 
 def _backward_block(
-    call: _Call, block: Block, projected: _Embeddings, grad_scores: Tensor, winners: Tensor, needs: _Needs
+    call: _Call, block: Block, projected: Embeddings, grad_scores: Tensor, winners: Tensor, needs: _Needs
 ) -> tuple[Tensor | None, Tensor]:
     """Gradients of the (unit) queries, or None, and of the block's projected embeddings [tokens of the block, d]."""
     grad_scores, winners = _of_scores(call, block, grad_scores), _of_winners(call, block, winners)
@@ -856,10 +822,10 @@ class _PlannedFromHidden(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, queries, hidden, weight, bias, documents_mask, plan):
-        scores, winners, units = plan.forward(queries, hidden, weight, bias, documents_mask, None)
+        scores, *kept = plan.forward(queries, hidden, weight, bias, documents_mask, None)
         ctx.save_for_backward(queries, hidden, weight, bias, documents_mask)
         ctx.plan = plan
-        ctx.kept = [winners, units]
+        ctx.kept = kept
         return scores
 
     @staticmethod
@@ -872,20 +838,16 @@ class _PlannedFromHidden(torch.autograd.Function):
             call = _Call(
                 queries, _grouped(hidden), weight, bias, None, mask, None, None, None, 0, 0, 0, *ctx.plan.options
             )
-            kept = ctx.kept
-            if kept:
-                winners, units = kept
-                kept[:] = winners, _Embeddings(units.projected, units.projected_scale)
+            # The longer way divides the queries again.
+            kept = ctx.kept[::2]
+            ctx.kept.clear()
             needs = _Needs(need_queries, need_hidden, need_weight, need_bias)
             grad_queries, grad_hidden, *rest = _gradients(call, grad_scores, kept, needs)
             return grad_queries, None if grad_hidden is None else grad_hidden.view(hidden.shape), *rest, None, None
-        winners, units = ctx.kept
+        need_projected = need_hidden or need_weight or need_bias
+        grad_queries, gradient = ctx.plan.gradients(grad_scores, *ctx.kept, need_queries, need_projected)
+        # Let go before the gradient of the hidden states, which is larger than all of it, is allocated.
         ctx.kept.clear()
-        grad_queries, gradient = ctx.plan.gradients(
-            grad_scores, winners, units, need_queries, need_hidden or need_weight or need_bias
-        )
-        # Let go before the gradient of the hidden states, which is larger than all of them, is allocated.
-        del winners, units
         return (
             grad_queries,
             torch.mm(gradient, weight).view(hidden.shape) if need_hidden else None,

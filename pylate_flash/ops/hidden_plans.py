@@ -23,13 +23,14 @@ _LAYER_TYPES = (Tensor, torch.nn.Parameter, type(None))
 Kind = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
 
 
-class Units(NamedTuple):
-    """Queries and projected embeddings, divided by their norms if they are to be, and one over the norms of either."""
+class Embeddings(NamedTuple):
+    """Embeddings [.., d]; under `normalize` divided by their norms, and one over the norms [..]."""
 
-    queries: Tensor
-    projected: Tensor
-    queries_scale: Tensor | None
-    projected_scale: Tensor | None
+    values: Tensor
+    scale: Tensor | None
+
+
+_Forward = tuple[Tensor, Tensor | None, Embeddings | None, Embeddings | None]
 
 
 class Plan(NamedTuple):
@@ -37,13 +38,13 @@ class Plan(NamedTuple):
 
     forward
         Of queries, hidden states, weight, bias, documents' mask and boundaries: scores, and, if a gradient is needed,
-        winners and units.
+        winners, queries and projected embeddings.
     gradients
-        Of the scores' gradient, winners, units, and whether the queries' gradient is needed, and the projected
-        embeddings': both. None where no gradient is needed.
+        Of the scores' gradient, winners, queries, projected embeddings, and whether the gradient of the queries is
+        needed, and that of the embeddings: both. None where no gradient is needed.
     """
 
-    forward: Callable[..., tuple[Tensor, Tensor | None, Units | None]]
+    forward: Callable[..., _Forward]
     gradients: Callable[..., tuple[Tensor | None, Tensor | None]] | None
     options: tuple[bool, bool, str, str]
 
@@ -56,7 +57,6 @@ def plan_of(
     documents_mask: Tensor | None,
     documents_cu_seqlens: Tensor | None,
     max_document_length: int | None,
-    with_gradient: bool,
     normalize: bool,
     masking: str,
     implementation: str,
@@ -75,9 +75,14 @@ def plan_of(
         return None
     return decide(
         kind(queries), kind(hidden), kind(weight), kind(bias), kind(documents_mask), kind(documents_cu_seqlens),
-        max_document_length, (hidden.data_ptr() | weight.data_ptr()) % 16 == 0, with_gradient, bool(normalize), masking,
-        implementation, scratch_bytes,
+        max_document_length, (hidden.data_ptr() | weight.data_ptr()) % 16 == 0,
+        needs_gradient(queries, hidden, weight, bias), bool(normalize), masking, implementation, scratch_bytes,
     )  # fmt: skip
+
+
+def needs_gradient(*tensors: Tensor | None) -> bool:
+    """Whether the result of an operation on these tensors is to be differentiated."""
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
 def kind(tensor: Tensor | None) -> Kind | None:
@@ -199,7 +204,7 @@ def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def _alone(score: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, None, None]]:
+def _alone(score: Callable[..., Tensor]) -> Callable[..., _Forward]:
     """The forward of a kernel that projects and scores at once."""
 
     def forward(
@@ -209,8 +214,8 @@ def _alone(score: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, None, No
         bias: Tensor | None,
         documents_mask: Tensor | None,
         cu_seqlens: Tensor | None,
-    ) -> tuple[Tensor, None, None]:
-        return score(queries, hidden, weight, bias, None, documents_mask, cu_seqlens), None, None
+    ) -> _Forward:
+        return score(queries, hidden, weight, bias, None, documents_mask, cu_seqlens), None, None, None
 
     return forward
 
@@ -224,7 +229,7 @@ def _in_blocks(
     length: int,
     groups: int,
     normalize: bool,
-) -> Callable[..., tuple[Tensor, Tensor | None, Units | None]]:
+) -> Callable[..., _Forward]:
     """The forward of blocks: of each the block, its tokens, its rows in the mask, and what scores it."""
     shape, _, dtype, device = queries
     size, d_model = weight_shape
@@ -243,7 +248,7 @@ def _in_blocks(
         bias: Tensor | None,
         documents_mask: Tensor | None,
         cu_seqlens: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None, Units | None]:
+    ) -> _Forward:
         states, turned = hidden.view(-1, d_model), weight.t()
         mask = None if documents_mask is None else documents_mask.view(-1, length)
         scratch = hidden.new_empty((most, size))
@@ -276,7 +281,7 @@ def _in_blocks(
             found.append(scores)
         if len(found) > 1:
             scores = torch.cat(found, dim=1 if groups == 1 else 0)
-        return scores, winners, Units(queries, scratch, queries_scale, scale)
+        return scores, winners, Embeddings(queries, queries_scale), Embeddings(scratch, scale)
 
     return forward
 
@@ -290,15 +295,20 @@ def _gradients(
     through = kernels().bound_through_units(torch.Size((n_tokens, shape[2])), dtype, dtype, device)
 
     def gradients(
-        grad_scores: Tensor, winners: Tensor, units: Units, need_queries: bool, need_projected: bool
+        grad_scores: Tensor,
+        winners: Tensor,
+        queries: Embeddings,
+        projected: Embeddings,
+        need_queries: bool,
+        need_projected: bool,
     ) -> tuple[Tensor | None, Tensor | None]:
         grad_queries, grad_projected = compute(
-            grad_scores, units.queries, units.projected, winners, need_queries, need_projected
+            grad_scores, queries.values, projected.values, winners, need_queries, need_projected
         )
         if normalize and grad_queries is not None:
-            through_queries(grad_queries, units.queries, units.queries_scale)
+            through_queries(grad_queries, *queries)
         if normalize and grad_projected is not None:
-            through(grad_projected, units.projected, units.projected_scale)
+            through(grad_projected, *projected)
         return grad_queries, grad_projected
 
     return gradients

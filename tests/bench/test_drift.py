@@ -31,7 +31,7 @@ def test_both_ways_train_alike(comparison: drift.Comparison, tiny_colbert_path, 
     assert len(first) == len(second) == 4
     assert len(set(first)) == 4, "the model must change"
     assert result["mean_absolute_drift_of_a_repetition"] == 0.0
-    # Hidden states are projected in bfloat16 and normalised in float32; embeddings are normalised in bfloat16.
+    # Hidden states are projected and normalised to bfloat16; embeddings are rounded where PyLate's modules round them.
     assert result["mean_absolute_drift"] <= (1e-3 if comparison is drift.Comparison.scorers else 1e-2)
     assert (tmp_path / "out" / f"drift-{comparison.value}.png").stat().st_size > 1000
     assert ("step_memory" in result) == (comparison is drift.Comparison.fusion)

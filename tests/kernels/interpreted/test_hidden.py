@@ -109,13 +109,12 @@ def test_the_short_way_of_a_step(hidden_shape: tuple, masked: bool, normalize: b
     taken = []
 
     def planned(*arguments):
-        *tensors, longest, normalize, masking, implementation = arguments
+        *tensors, longest, normalize, masking, implementation, scratch = arguments
         kinds = map(hidden_plans.kind, tensors)
-        options = (longest, True, True, normalize, masking, implementation, module.SCRATCH_BYTES)
-        taken.append(hidden_plans.decide(*kinds, *options))
+        taken.append(hidden_plans.decide(*kinds, longest, True, True, normalize, masking, implementation, scratch))
         return taken[-1]
 
-    monkeypatch.setattr(module, "_plan_of", planned)
+    monkeypatch.setattr(module, "plan_of", planned)
     monkeypatch.setattr(module, "_is_current", lambda tensor: True)
     assert torch.equal(score(), scores)
     assert taken[0] is not None
@@ -125,8 +124,10 @@ def test_the_short_way_of_a_step(hidden_shape: tuple, masked: bool, normalize: b
         assert all(torch.equal(a, b) for a, b in zip(gradients, expected, strict=True))
     for leaf, gradient in zip(leaves, expected, strict=True):
         assert torch.equal(differentiate(score(), [leaf])[0], gradient)
-    gradients = differentiate(score(), create_graph=True)
-    assert all(torch.equal(a, b) for a, b in zip(gradients, expected, strict=True))
+    found = score()
+    gradients = differentiate(found, create_graph=True)
+    for again in (gradients, differentiate(found, retain_graph=True), differentiate(found)):
+        assert all(torch.equal(a, b) for a, b in zip(again, expected, strict=True))
     with pytest.raises(RuntimeError, match="no second derivative"):
         gradients[1].sum().backward()
     found = score()
