@@ -11,8 +11,9 @@ cores wait. Here
 - a row's maximum stays spread over the four lanes that share the row until the document ends.
 
 Measured on an H200 in bfloat16 against `_stacked_kernel` in the same run: 0.354 ms and 0.450 at 1 x 1000, 1024 x 1024
-(0.340 at the rate of a large matrix product); 0.592 and 0.691 at 512 x 512, 32 x 180; 0.081 and 0.094 at 32 x 1024,
-32 x 180.
+(0.340 at the rate of a large matrix product). Since then, what a document leaves stays in the products' layout, and the
+parts see to the next tile while a product is under way: 0.572 ms in place of 0.597 at 512 x 512, 32 x 180, 0.079 in
+place of 0.084 at 32 x 1024, 32 x 180.
 """
 
 from __future__ import annotations
@@ -44,57 +45,107 @@ def add(a, b):
     return a + b
 
 
-@gluon.jit
-def _even_and_larger(values):
-    """Of every two neighbours along the last dimension [.., n], which is within a thread: the first, and the larger."""
-    even, odd = gl.split(gl.reshape(values, [values.shape[0], values.shape[1], values.shape[2] // 2, 2]))
-    return even, larger_of(even, odd)
+def _first_maxima_ptx() -> str:
+    """PTX that takes what a lane has of a product of 64 columns, and finds the maximum of each of its two rows.
+
+    A lane has columns 2 * lane and 2 * lane + 1 of every eight: of 32 registers, two are of the first row, the next two
+    of the second, and so on. Of the results, the first and the third are the rows' maxima, and after each comes its
+    column, for lane 0, as an integer.
+
+    The maxima of pairs, fours and eights on the way to a maximum are kept, and from the top down, where the first
+    half's is not the whole's, the column lies in the second half: four comparisons, and the selections of what to
+    compare next. Maxima are compared as integers: there is but one NaN (of tensor cores and `max`), and it equals
+    itself so. Written in Gluon, the selections and sums could not be made under a predicate: 37 instructions for 16
+    values in place of 31, and 1.75 ms in place of 1.68 at 64 x 64, 1024 x 1024.
+    """
+    lines = [".reg .pred p8, p4, p2, p1;", ".reg .b32 x, y, pair<8>, four<4>, eight<2>, maximum<2>, column<2>;"]
+    for row in range(2):
+        value = [f"${32 + 4 * (i // 2) + 2 * row + i % 2}" for i in range(16)]
+        maximum, column = f"maximum{row}", f"column{row}"
+        lines += [f"max.NaN.f32 pair{i}, {value[2 * i]}, {value[2 * i + 1]};" for i in range(8)]
+        lines += [f"max.NaN.f32 four{i}, pair{2 * i}, pair{2 * i + 1};" for i in range(4)]
+        lines += [f"max.NaN.f32 eight{i}, four{2 * i}, four{2 * i + 1};" for i in range(2)]
+        lines += [
+            f"max.NaN.f32 {maximum}, eight0, eight1;",
+            f"setp.ne.s32 p8, eight0, {maximum};",
+            "selp.b32 x, four2, four0, p8;",
+            f"setp.ne.s32 p4, x, {maximum};",
+            "selp.b32 x, pair4, pair0, p8;",
+            "@p4 selp.b32 x, pair6, pair2, p8;",
+            f"setp.ne.s32 p2, x, {maximum};",
+            f"selp.b32 x, {value[8]}, {value[0]}, p8;",
+            f"@p4 selp.b32 x, {value[12]}, {value[4]}, p8;",
+            f"selp.b32 y, {value[10]}, {value[2]}, p8;",
+            f"@p4 selp.b32 y, {value[14]}, {value[6]}, p8;",
+            "selp.b32 x, y, x, p2;",
+            f"setp.ne.s32 p1, x, {maximum};",
+            f"selp.b32 {column}, 32, 0, p8;",
+            f"@p4 add.s32 {column}, {column}, 16;",
+            f"@p2 add.s32 {column}, {column}, 8;",
+            f"@p1 add.s32 {column}, {column}, 1;",
+        ]
+    # Only now: an operand that is written may share a register with one that is read.
+    lines += ["mov.b32 $0, maximum0;", "mov.b32 $1, column0;", "mov.b32 $2, maximum1;", "mov.b32 $3, column1;"]
+    return "{\n" + "\n".join(lines) + "\n}"
 
 
-@gluon.jit
-def _half(values, second):
-    """The first or the second half along the last dimension, as `second` [.., 1] says."""
-    halves = gl.reshape(values, [values.shape[0], values.shape[1], 2, values.shape[2] // 2])
-    first_half, second_half = gl.split(gl.permute(halves, (0, 1, 3, 2)))
-    second, _ = gl.broadcast(gl.convert_layout(second, first_half.type.layout, assert_trivial=True), first_half)
-    return gl.where(second, second_half, first_half)
+_FIRST_MAXIMA = gl.constexpr(_first_maxima_ptx())
+_FIRST_MAXIMA_OPERANDS = gl.constexpr(",".join(["=r"] * 32 + ["r"] * 32))
+# Barriers of the hardware that Triton does not use, one for each part: await its turn there, and give it.
+_AWAIT_TURN = gl.constexpr(tuple(f"bar.sync {8 + part}, 256; mov.b32 $0, $1;" for part in range(4)))
+_GIVE_TURN = gl.constexpr(tuple(f"bar.arrive {8 + part}, 256; mov.b32 $0, $1;" for part in range(4)))
 
 
 @gluon.jit
 def _differ(a, b):
-    """Whether maxima differ, as integers: there is but one NaN (of tensor cores and `max`), and it equals itself so."""
+    """Whether maxima differ, as integers: a NaN equals itself so."""
     return a.to(gl.int32, bitcast=True) != b.to(gl.int32, bitcast=True)
 
 
 @gluon.jit
-def _first_maximum(values):
-    """Maximum [R, 4] of [R, 4, 16] along the last dimension, and its first index as a column of the tile.
-
-    The maxima of pairs, fours and eights on the way to the maximum are kept, and from the top down, where the first
-    half's is not the whole's, the index lies in the second half: four comparisons, and the selections of what to
-    compare next. 34 instructions for 16 values, where carrying the index along takes 48.
-    """
-    gl.static_assert(values.shape[2] == 16)
-    first_1, pairs = _even_and_larger(values)
-    first_2, fours = _even_and_larger(pairs)
-    first_4, eights = _even_and_larger(fours)
-    first_8, maximum = _even_and_larger(eights)
-    bit_8 = _differ(first_8, maximum)
-    bit_4 = _differ(_half(first_4, bit_8), maximum)
-    bit_2 = _differ(_half(_half(first_2, bit_8), bit_4), maximum)
-    bit_1 = _differ(_half(_half(_half(first_1, bit_8), bit_4), bit_2), maximum)
-    # A lane has two neighbouring columns of every eight.
-    column = gl.where(bit_8, 32, 0) + gl.where(bit_4, 16, 0) + gl.where(bit_2, 8, 0) + bit_1.to(gl.int32)
-    return gl.reduce(maximum, 2, larger_of), gl.reduce(column, 2, add)
+def _evens(values):
+    """Every other of values [R, 4, n] along the last dimension, which is within a thread."""
+    return gl.split(gl.reshape(values, [values.shape[0], values.shape[1], values.shape[2] // 2, 2]))[0]
 
 
 @gluon.jit
-def _lowest_larger(value_a, index_a, value_b, index_b):
-    """The larger of two values in no order, with the lower index on a tie and among NaNs."""
-    nan_a, nan_b = value_a != value_a, value_b != value_b
-    tie = (value_a == value_b) | (nan_a & nan_b)
-    b_wins = ((value_b > value_a) & (nan_a == 0)) | (nan_b & (nan_a == 0)) | (tie & (index_b < index_a))
-    return gl.where(b_wins, value_b, value_a), gl.where(b_wins, index_b, index_a)
+def _first_of_eight(values):
+    return gl.reduce(_evens(_evens(_evens(values))), 2, add)
+
+
+@gluon.jit
+def _first_maximum(similarities, ROWS: gl.constexpr):
+    """Maximum [ROWS, 4] of what each of four lanes has of [ROWS, 64], and its first column, less 2 * lane."""
+    gl.static_assert(similarities.shape[1] == 64)
+    found = gl.inline_asm_elementwise(
+        _FIRST_MAXIMA, _FIRST_MAXIMA_OPERANDS, [similarities.to(gl.int32, bitcast=True)],
+        dtype=gl.int32, is_pure=True, pack=32,
+    )  # fmt: skip
+    maxima, columns = gl.split(gl.reshape(_by_lane(found, ROWS, 64), [ROWS, 4, 8, 2]))
+    return _first_of_eight(maxima).to(gl.float32, bitcast=True), _first_of_eight(columns)
+
+
+@gluon.jit
+def _at_barrier(INSTRUCTIONS: gl.constexpr, PART: gl.constexpr):
+    """Execute a part's instruction, which is not about a tensor, in every warp."""
+    threads = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    gl.inline_asm_elementwise(INSTRUCTIONS[PART], "=r,r", [threads], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _lower_of(a, b):
+    return gl.minimum(a, b)
+
+
+@gluon.jit
+def _sums(values, ROWS: gl.constexpr, GROUP: gl.constexpr):
+    """Sums of every GROUP of values [ROWS], which lie as rows of products do: a warp has 16 of every 64."""
+    of_warps = gl.reduce(gl.reshape(values, [ROWS // min(GROUP, 16), min(GROUP, 16)]), 1, add)
+    if GROUP > 16:
+        together: gl.constexpr = gl.BlockedLayout([GROUP // 16], [32], [4], [0])
+        of_warps = gl.convert_layout(of_warps, together)
+        of_warps = gl.reduce(gl.reshape(of_warps, [ROWS // GROUP, GROUP // 16]), 1, add)
+    return of_warps
 
 
 @gluon.jit
@@ -186,6 +237,9 @@ def _copy_documents(
                 async_copy.async_copy_global_to_shared(tiles.index(slot), rows, mask=(dims < EMBEDDING)[None, :])
             async_copy.mbarrier_arrive(full.index(slot), increment_count=False)
             slot, phase = next_slot(slot, phase, STAGES)
+    # The parts look ahead to one tile more.
+    mbarrier.wait(empty.index(slot), phase)
+    async_copy.mbarrier_arrive(full.index(slot), increment_count=False)
 
 
 @gluon.jit
@@ -203,8 +257,6 @@ def _score(
     operand: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     LANES: gl.constexpr = BLOCK_EMBEDDING // 8
     loaded: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
-    by_row: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-
     first_row = (row_block * PARTS + PART) * ROWS
     rows = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, loaded))
     query, token = rows // padded_query_length, rows % padded_query_length
@@ -215,6 +267,9 @@ def _score(
         gl.load(queries_ptr + offset[:, None] + dims[None, :], mask=exists, other=0.0), operand
     )
 
+    by_lane: gl.constexpr = _by_lane(gl.zeros([ROWS, BLOCK_TOKENS], gl.float32, mma), ROWS, BLOCK_TOKENS).type.layout
+    # What a document leaves stays where the products' rows are: four lanes, which share a row, have the same.
+    by_row: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, by_lane))
     rows = first_row + gl.arange(0, ROWS, layout=by_row)
     query, token = rows // padded_query_length, rows % padded_query_length
     row_exists = (query < n_queries) & (token < query_length)
@@ -225,23 +280,25 @@ def _score(
     if NORMALIZE:
         row_scale = gl.load(queries_scale_ptr + global_row, mask=row_exists, other=0.0)
     group_row = query.to(gl.int64) * query_length + token
-    # A group's rows lie in one warp, or in whole warps.
-    LANES_PER_GROUP: gl.constexpr = min(GROUP, 32)
-    WARPS_PER_GROUP: gl.constexpr = min(max(GROUP // 32, 1), 4)
-    grouped: gl.constexpr = gl.BlockedLayout(
-        [1, 1], [32 // LANES_PER_GROUP, LANES_PER_GROUP], [4 // WARPS_PER_GROUP, WARPS_PER_GROUP], [1, 0]
-    )
+    by_sum: gl.constexpr = _sums(gl.zeros([ROWS], gl.float32, by_row), ROWS, GROUP).type.layout
     n_sums = n_queries * (padded_query_length // GROUP)
-    sum_row = first_row // GROUP + gl.arange(0, ROWS // GROUP, layout=gl.SliceLayout(1, grouped))
+    sum_row = first_row // GROUP + gl.arange(0, ROWS // GROUP, layout=by_sum)
     sum_exists = sum_row < n_sums
     sum_offset = (group * n_sums + sum_row).to(gl.int64) * n_documents
 
-    by_lane: gl.constexpr = _by_lane(gl.zeros([ROWS, BLOCK_TOKENS], gl.float32, mma), ROWS, BLOCK_TOKENS).type.layout
     lanes = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, by_lane)))[None, :]
     columns = gl.arange(0, BLOCK_TOKENS, layout=gl.SliceLayout(0, mma))
     zeros = gl.zeros([ROWS, BLOCK_TOKENS], gl.float32, mma)
+    # Finding winners takes the ALUs nearly as long as the products take the tensor cores, and parts that all wait for
+    # their products at once leave one of the two idle. So products are started in turn, and what follows them is out
+    # of step: 1.74 ms against 1.83 at 64 x 64, 1024 x 1024. Maxima alone are over too soon for it to matter.
+    if WITH_WINNERS and PART == PARTS - 1:
+        _at_barrier(_GIVE_TURN, 0)
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(0)
+    mbarrier.wait(full.index(slot), phase)
+    # The copies are ordinary writes, and the tensor cores read past the path of those.
+    fence_async_shared()
     for document in range(first, last):
         flat_document = group.to(gl.int64) * n_documents + document
         first_token, length = _document_range(
@@ -251,47 +308,53 @@ def _score(
         if WITH_WINNERS:
             key = gl.full([ROWS, 4], 0, gl.int32, gl.SliceLayout(2, by_lane))
         for start in range(0, length, BLOCK_TOKENS):
-            mbarrier.wait(full.index(slot), phase)
-            # The copies are ordinary writes, and the tensor cores read past the path of those.
-            fence_async_shared()
+            if WITH_WINNERS:
+                _at_barrier(_AWAIT_TURN, PART)
             similarities = warpgroup_mma(
                 query_tile, tiles.index(slot).permute((1, 0)), zeros, use_acc=False, is_async=True
             )
+            if WITH_WINNERS:
+                _at_barrier(_GIVE_TURN, (PART + 1) % PARTS)
             if NORMALIZE:
                 tokens = gl.minimum(start + columns, length - 1)
                 if HAS_DOCUMENTS_MASK:
                     tokens = gl.load(active_ptr + first_token + tokens)
                 scale = gl.load(documents_scale_ptr + first_token + tokens)
-            similarities = warpgroup_mma_wait(0, deps=[similarities])
-            mbarrier.arrive(empty.index(slot), count=1)
+            # While the product is under way, see to the next tile: of this document or another, or the one at the end.
+            read = slot
             slot, phase = next_slot(slot, phase, STAGES)
+            mbarrier.wait(full.index(slot), phase)
+            fence_async_shared()
+            similarities = warpgroup_mma_wait(0, deps=[similarities])
+            if WITH_WINNERS:
+                # Each thread for itself, which spares the part a barrier: 0.647 ms against 0.667 at 512 x 512, 32 x
+                # 180. Without winners it is slower, 0.589 against 0.573.
+                async_copy.mbarrier_arrive(empty.index(read), increment_count=False)
+            else:
+                mbarrier.arrive(empty.index(read), count=1)
             if NORMALIZE:
                 similarities *= scale[None, :]
-            similarities = _by_lane(similarities, ROWS, BLOCK_TOKENS)
             if WITH_WINNERS:
-                tile_best, column = _first_maximum(similarities)
+                tile_best, column = _first_maximum(similarities, ROWS)
                 tile_best = gl.convert_layout(tile_best, gl.SliceLayout(2, by_lane), assert_trivial=True)
                 column = gl.convert_layout(column, gl.SliceLayout(2, by_lane), assert_trivial=True)
                 larger = larger_of(best, tile_best)
                 key = gl.where(_differ(larger, best), start + column, key)
                 best = larger
             else:
-                best = larger_of(best, gl.reduce(similarities, 2, larger_of))
+                best = larger_of(best, gl.reduce(_by_lane(similarities, ROWS, BLOCK_TOKENS), 2, larger_of))
 
         counted = row_active & (length > 0)
+        row_best = gl.reduce(best, 1, larger_of)
         if WITH_WINNERS:
             # Past the end, the last token was repeated.
             key = gl.minimum(key + 2 * lanes, length - 1)
-            best, key = gl.reduce((best, key), 1, _lowest_larger)
-            winner = gl.convert_layout(key, by_row)
-            row_best = gl.convert_layout(best, by_row)
+            winner = gl.reduce(gl.where(_differ(best, row_best[:, None]), 0x7FFFFFFF, key), 1, _lower_of)
             winner = gl.where(counted & (row_best != float("-inf")), winner, -1)
             if HAS_DOCUMENTS_MASK:
                 winner = gl.where(
                     winner >= 0, gl.load(active_ptr + first_token + winner, mask=winner >= 0, other=0), -1
                 )
-        else:
-            row_best = gl.convert_layout(gl.reduce(best, 1, larger_of), by_row)
         if ZERO_MASKED:
             first_masked = gl.load(bounds_ptr + 2 * flat_document + 1)
             masked_exists = first_masked < document_length
@@ -305,8 +368,10 @@ def _score(
         if NORMALIZE:
             row_best *= row_scale
         row_best = gl.where(counted, row_best, 0.0)
-        sums = gl.reduce(gl.convert_layout(gl.reshape(row_best, [ROWS // GROUP, GROUP]), grouped), 1, add)
-        gl.store(sums_ptr + sum_offset + document, sums, mask=sum_exists)
+        gl.store(sums_ptr + sum_offset + document, _sums(row_best, ROWS, GROUP), mask=sum_exists)
+    if WITH_WINNERS and PART == 0:
+        # The last part gave a turn once more.
+        _at_barrier(_AWAIT_TURN, 0)
 
 
 @gluon.jit
@@ -373,9 +438,10 @@ def _hopper_kernel(
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
-        # Every copying thread says when its copies have arrived, and every part when it has read a tile.
+        # Every copying thread says when its copies have arrived, and every part when it has read a tile; with winners,
+        # each of its threads.
         mbarrier.init(full.index(stage), count=128)
-        mbarrier.init(empty.index(stage), count=PARTS)
+        mbarrier.init(empty.index(stage), count=PARTS * 128 if WITH_WINNERS else PARTS)
 
     # The parts are written out one by one: Gluon takes no list made in a loop, and a tuple that has a name, like these
     # two, turns constants into values.

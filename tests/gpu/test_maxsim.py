@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pylate_flash.kernels import maxsim_forward
 from pylate_flash.ops import (
     maxsim,
     maxsim_from_hidden,
@@ -280,6 +281,28 @@ def test_ties_go_to_the_lowest_index(n_queries: int) -> None:
     (gradient,) = torch.autograd.grad(kernel(queries, documents).sum(), documents)
     assert (gradient[:, 1:] == 0).all()
     assert (gradient[:, 0] != 0).any()
+
+
+@pytest.mark.parametrize("lowest", [-3, -9], ids=["mixed", "negative"])
+@pytest.mark.parametrize("n_queries", [1, 40], ids=["single", "stacked"])
+@pytest.mark.parametrize("size", [16, 128, 256])
+def test_winners_are_the_first_of_the_best_tokens(size: int, n_queries: int, lowest: int) -> None:
+    """Small integers, whose products are exact: most maxima are reached more than once, and every column wins."""
+    generator = torch.Generator("cuda").manual_seed(size)
+    queries = torch.randint(0, 3, (n_queries, 32, size), device="cuda", generator=generator)
+    documents = torch.randint(lowest, lowest + 7, (30, 150, size), device="cuda", generator=generator)
+    # Documents that differ in their first elements only, so that similarities are few.
+    documents[:, :, 2:] = lowest + 3
+    similarities = torch.einsum("qsd,ntd->nqst", queries.double(), documents.double())
+    scores, winners = maxsim_forward(
+        queries.bfloat16(), documents.bfloat16()[None], None, None, False, False, True, "ieee"
+    )
+    assert winners is not None
+    # The first of equals: argmax of the GPU may return any.
+    first = (similarities == similarities.amax(-1, keepdim=True)).cpu().int().argmax(-1)
+    assert torch.equal(winners[0].cpu().long(), first.flatten(1))
+    torch.testing.assert_close(scores.double(), similarities.amax(-1).sum(-1).T, rtol=2e-6, atol=0)
+    assert len(first.unique()) > 20
 
 
 def test_masked_nan_does_not_leak() -> None:

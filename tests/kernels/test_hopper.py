@@ -96,10 +96,11 @@ def test_a_maximum_over_a_lanes_columns_stays_in_the_lane(rows: int, tokens: int
     layout = layout_of(_register_layout_kernel, monkeypatch, ROWS=rows, TOKENS=tokens)
     elsewhere = layout.lane_bases + layout.warp_bases + layout.block_bases
     assert all(basis[2] == 0 for basis in elsewhere)
-    # Within a thread, columns rise with the registers, as `_first_larger` needs.
     columns = [basis[2] for basis in layout.reg_bases if basis[2]]
     assert columns == sorted(columns)
     assert sum(columns) == tokens // 4 - 1
+    # Two columns of a row, the same of the row eight below, and so on, as `_first_maxima_ptx` expects.
+    assert layout.reg_bases[:5] == [[0, 0, 1], [8, 0, 0], [0, 0, 2], [0, 0, 4], [0, 0, 8]]
 
 
 def compiled(**options) -> str:
