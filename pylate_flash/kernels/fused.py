@@ -37,8 +37,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_wait
 
-from .hopper import add, find_document, larger_of, next_slot
+from .hopper import add, execute, find_document, larger_of, next_slot
 from .launch import Launch, Launcher
 from .norms import SMALLEST_NORM
 from .reductions import larger
@@ -47,6 +48,7 @@ from .tiles import architecture, fused_tile
 _SMALLEST_NORM = gl.constexpr(SMALLEST_NORM)
 # Four warps each, written out one by one in `_fused_kernel`.
 _PARTS = 2
+_PARTS_AT_ONCE = tl.constexpr(4)
 
 
 @gluon.jit
@@ -89,6 +91,25 @@ def _allocate(
 
 
 @gluon.jit
+def _offsets(ROWS: gl.constexpr, D_MODEL: gl.constexpr, CHUNK: gl.constexpr):
+    """Offsets [ROWS, CHUNK] in rows of D_MODEL elements, of which a thread keeps one.
+
+    Sixteen rows are copied at a time, by all threads. Counted as so many sixteens and a row, all but the latter is a
+    constant in the instructions; as rows from 0, every offset took two registers, and they were spilled.
+    """
+    SIXTEEN: gl.constexpr = 1024 // CHUNK
+    layout: gl.constexpr = gl.BlockedLayout(
+        [1, 1, 8], [1, 32 // (CHUNK // 8), CHUNK // 8], [1, 4, 1], [2, 1, 0]
+    )
+    sixteens = gl.arange(0, ROWS // SIXTEEN, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))
+    row = gl.arange(0, SIXTEEN, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))
+    dims = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))
+    offsets = row.to(gl.int64)[None, :, None] * D_MODEL + dims[None, None, :]
+    offsets = offsets + sixteens.to(gl.int64)[:, None, None] * (SIXTEEN * D_MODEL)
+    return gl.reshape(offsets, [ROWS, CHUNK])
+
+
+@gluon.jit
 def _copy(
     hidden_ptr, weight_ptr, states, weights, full, empty, first_tile, last_tile, n_tokens,
     SIZE: gl.constexpr, D_MODEL: gl.constexpr, EMBEDDING: gl.constexpr, PART_ROWS: gl.constexpr,
@@ -99,9 +120,11 @@ def _copy(
     positions = gl.arange(0, PART_ROWS, layout=gl.SliceLayout(1, layout))
     outputs = gl.arange(0, EMBEDDING, layout=gl.SliceLayout(1, layout))
     dims = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, layout))
-    # Offsets within a part never change. As D_MODEL is a constant, most of them are part of the instructions.
-    to_state = positions.to(gl.int64)[:, None] * D_MODEL + dims[None, :]
-    to_weight = outputs.to(gl.int64)[:, None] * D_MODEL + dims[None, :]
+    to_state = gl.convert_layout(_offsets(PART_ROWS, D_MODEL, CHUNK), layout, assert_trivial=True)
+    to_weight = gl.convert_layout(_offsets(EMBEDDING, D_MODEL, CHUNK), layout, assert_trivial=True)
+    # Triton cannot tell any more, and would not copy by 16 bytes.
+    to_state = gl.max_contiguous(gl.multiple_of(to_state, [1, 8]), [1, 8])
+    to_weight = gl.max_contiguous(gl.multiple_of(to_weight, [1, 8]), [1, 8])
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(1)
     for tile in range(first_tile, last_tile):
@@ -120,6 +143,8 @@ def _copy(
             async_copy.async_copy_global_to_shared(weights.index(slot), weight_ptr + start + to_weight, mask=mask)
             async_copy.mbarrier_arrive(full.index(slot), increment_count=False)
             slot, phase = next_slot(slot, phase, STAGES)
+    # The next kernel may get ready, if it is one that waits.
+    execute("griddepcontrol.launch_dependents;")
 
 
 @gluon.jit
@@ -246,6 +271,17 @@ def _score(
                 current += 1
 
 
+@triton.constexpr_function
+def _by_sixteen_bytes(ROWS: int, EMBEDDING: int) -> gl.DistributedLinearLayout:
+    """The layout of a product [ROWS, EMBEDDING] after an exchange within warps: eight columns of a row per thread."""
+    columns = [[0, 1 << bit] for bit in range(3, EMBEDDING.bit_length() - 1)] + [[8, 0]]
+    rows = [[1 << bit, 0] for bit in range(6, ROWS.bit_length() - 1)]
+    return gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], *columns[2:], *rows], [*columns[:2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [],
+        [ROWS, EMBEDDING],
+    )  # fmt: skip
+
+
 @gluon.jit
 def _store(
     bias_ptr, embeddings_ptr, scales_ptr, states, weights, full, empty, first_tile, last_tile, n_tokens,
@@ -254,7 +290,8 @@ def _store(
 ):  # fmt: skip
     """Project one part of every tile, and write the embeddings, and one over the norms that they were divided by."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, EMBEDDING, 16])
-    dims = gl.arange(0, EMBEDDING, layout=gl.SliceLayout(0, layout))
+    stored: gl.constexpr = _by_sixteen_bytes(PART_ROWS, EMBEDDING)
+    dims = gl.arange(0, EMBEDDING, layout=gl.SliceLayout(0, stored))
     if HAS_BIAS:
         bias = _bias(bias_ptr, SIZE, EMBEDDING)
     slot = gl.to_tensor(0)
@@ -266,13 +303,16 @@ def _store(
         if HAS_BIAS:
             embeddings += bias[None, :]
         rounded = embeddings.to(states.dtype)
-        rows = (tile * PARTS + PART) * PART_ROWS + gl.arange(0, PART_ROWS, layout=gl.SliceLayout(1, layout))
+        first = (tile * PARTS + PART) * PART_ROWS
         if NORMALIZE:
             scale = _inverse_norms(rounded)
             rounded = _scaled(rounded, scale)
+            rows = first + gl.arange(0, PART_ROWS, layout=gl.SliceLayout(1, layout))
             gl.store(scales_ptr + rows, scale, mask=rows < n_tokens)
+        rows = first + gl.arange(0, PART_ROWS, layout=gl.SliceLayout(1, stored))
         mask = (rows < n_tokens)[:, None] & (dims < SIZE)[None, :]
-        gl.store(embeddings_ptr + rows.to(gl.int64)[:, None] * SIZE + dims[None, :], rounded, mask=mask)
+        offset = rows.to(gl.int64)[:, None] * SIZE + dims[None, :]
+        gl.store(embeddings_ptr + offset, gl.convert_layout(rounded, stored), mask=mask)
 
 
 @gluon.jit
@@ -445,11 +485,14 @@ def _finish_kernel(
     PACKED: tl.constexpr,
     HAS_QUERIES_MASK: tl.constexpr,
     HAS_DOCUMENTS_MASK: tl.constexpr,
+    FOLLOWS: tl.constexpr,
 ):  # fmt: skip
     """scores[query, document] = sum over active rows of the maximum over the parts that the document lies in.
 
-    Grid: (blocks of documents, queries).
+    Grid: (blocks of documents, queries). FOLLOWS: started before what it reads was written.
     """
+    if FOLLOWS:
+        gdc_wait()
     query = tl.program_id(1)
     documents = tl.program_id(0) * BLOCK_DOCUMENTS + tl.arange(0, BLOCK_DOCUMENTS)
     exists = documents < n_documents
@@ -465,17 +508,21 @@ def _finish_kernel(
     parts = tl.where(counted, (end - 1) // PART_ROWS + 1 - first, 0)
     best = tl.full([BLOCK_DOCUMENTS, BLOCK_ROWS], float("-inf"), tl.float32)
     in_query = tokens < query_length
-    base = best_ptr + (documents + first).to(tl.int64)[:, None] * n_columns + (query * query_length + tokens)[None, :]
-    for part in tl.range(0, tl.max(parts, axis=0)):
-        mask = (part < parts)[:, None] & in_query[None, :]
-        best = larger(best, tl.load(base + part * n_columns, mask=mask, other=float("-inf")))
+    of_rows = (documents + first).to(tl.int64)[:, None] * n_columns + (query * query_length + tokens)[None, :]
+    # Most documents have no more parts than are read at once.
+    some = tl.arange(0, _PARTS_AT_ONCE)
+    for start in tl.range(0, tl.max(parts, axis=0), _PARTS_AT_ONCE):
+        part = start + some[None, :, None]
+        mask = (part < parts[:, None, None]) & in_query[None, None, :]
+        values = tl.load(best_ptr + of_rows[:, None, :] + part * n_columns, mask=mask, other=float("-inf"))
+        best = larger(best, tl.reduce(values, 1, larger))
     if HAS_DOCUMENTS_MASK:
         active = tl.zeros([BLOCK_DOCUMENTS], tl.int32)
         for start in tl.range(0, document_length, 64):
             at = start + tl.arange(0, 64)
-            offset = documents.to(tl.int64)[:, None] * document_length + at[None, :]
+            of_tokens = documents.to(tl.int64)[:, None] * document_length + at[None, :]
             mask = exists[:, None] & (at < document_length)[None, :]
-            found = tl.load(documents_mask_ptr + offset, mask=mask, other=0).to(tl.int32)
+            found = tl.load(documents_mask_ptr + of_tokens, mask=mask, other=0).to(tl.int32)
             active = tl.maximum(active, tl.max(found, axis=1))
         counted &= active != 0
     row_active = in_query
@@ -539,9 +586,10 @@ def bound_fused(
         (triton.cdiv(n_documents, block_documents), n_queries, 1),
         (query_length, n_documents, document_length, columns),
         (),
-        (block_rows, block_documents, tile.rows // _PARTS, packed, has_queries_mask, has_documents_mask),
+        (block_rows, block_documents, tile.rows // _PARTS, packed, has_queries_mask, has_documents_mask, True),
         num_warps=1,
         num_stages=1,
+        follows=True,
     )
     best_shape = (n_documents + n_tiles * _PARTS, columns)
 

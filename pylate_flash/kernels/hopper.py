@@ -92,8 +92,8 @@ def _first_maxima_ptx() -> str:
 _FIRST_MAXIMA = gl.constexpr(_first_maxima_ptx())
 _FIRST_MAXIMA_OPERANDS = gl.constexpr(",".join(["=r"] * 32 + ["r"] * 32))
 # Barriers of the hardware that Triton does not use, one for each part: await its turn there, and give it.
-_AWAIT_TURN = gl.constexpr(tuple(f"bar.sync {8 + part}, 256; mov.b32 $0, $1;" for part in range(4)))
-_GIVE_TURN = gl.constexpr(tuple(f"bar.arrive {8 + part}, 256; mov.b32 $0, $1;" for part in range(4)))
+_AWAIT_TURN = gl.constexpr(tuple(gl.constexpr(f"bar.sync {8 + part}, 256;") for part in range(4)))
+_GIVE_TURN = gl.constexpr(tuple(gl.constexpr(f"bar.arrive {8 + part}, 256;") for part in range(4)))
 
 
 @gluon.jit
@@ -126,10 +126,12 @@ def _first_maximum(similarities, ROWS: gl.constexpr):
 
 
 @gluon.jit
-def _at_barrier(INSTRUCTIONS: gl.constexpr, PART: gl.constexpr):
-    """Execute a part's instruction, which is not about a tensor, in every warp."""
+def execute(INSTRUCTION: gl.constexpr):
+    """Execute an instruction that is not about a tensor, in every warp of a part."""
     threads = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))
-    gl.inline_asm_elementwise(INSTRUCTIONS[PART], "=r,r", [threads], dtype=gl.int32, is_pure=False, pack=1)
+    gl.inline_asm_elementwise(
+        INSTRUCTION + " mov.b32 $0, $1;", "=r,r", [threads], dtype=gl.int32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit
@@ -293,7 +295,7 @@ def _score(
     # their products at once leave one of the two idle. So products are started in turn, and what follows them is out
     # of step: 1.74 ms against 1.83 at 64 x 64, 1024 x 1024. Maxima alone are over too soon for it to matter.
     if WITH_WINNERS and PART == PARTS - 1:
-        _at_barrier(_GIVE_TURN, 0)
+        execute(_GIVE_TURN[0])
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(0)
     mbarrier.wait(full.index(slot), phase)
@@ -309,12 +311,12 @@ def _score(
             key = gl.full([ROWS, 4], 0, gl.int32, gl.SliceLayout(2, by_lane))
         for start in range(0, length, BLOCK_TOKENS):
             if WITH_WINNERS:
-                _at_barrier(_AWAIT_TURN, PART)
+                execute(_AWAIT_TURN[PART])
             similarities = warpgroup_mma(
                 query_tile, tiles.index(slot).permute((1, 0)), zeros, use_acc=False, is_async=True
             )
             if WITH_WINNERS:
-                _at_barrier(_GIVE_TURN, (PART + 1) % PARTS)
+                execute(_GIVE_TURN[(PART + 1) % PARTS])
             if NORMALIZE:
                 tokens = gl.minimum(start + columns, length - 1)
                 if HAS_DOCUMENTS_MASK:
@@ -371,7 +373,7 @@ def _score(
         gl.store(sums_ptr + sum_offset + document, _sums(row_best, ROWS, GROUP), mask=sum_exists)
     if WITH_WINNERS and PART == 0:
         # The last part gave a turn once more.
-        _at_barrier(_AWAIT_TURN, 0)
+        execute(_AWAIT_TURN[0])
 
 
 @gluon.jit

@@ -139,6 +139,7 @@ class Launcher:
         num_warps: int,
         num_stages: int,
         max_registers: int | None = None,
+        follows: bool = False,
     ) -> Launch:
         """A launch of which only the tensors are open. Keep it: what it costs beyond Triton's launcher it costs once.
 
@@ -150,6 +151,9 @@ class Launcher:
             The arguments after the tensors, in the kernel's order.
         num_warps, num_stages, max_registers
             Triton's launch options; the last is per thread.
+        follows
+            Whether programs may start before the kernel launched before them has ended (compute capability 9.0 and
+            later). Those must wait for it, by `gdc_wait`, before they do anything else.
         """
         # Triton tells apart 1, multiples of 16, and what needs 64 bits.
         specialised = (
@@ -160,8 +164,9 @@ class Launcher:
             self,
             grid,
             (*integers, *strides, *constants),
-            (specialised, constants, num_warps, num_stages, max_registers),
-            {"num_warps": num_warps, "num_stages": num_stages, "maxnreg": max_registers},
+            (specialised, constants, num_warps, num_stages, max_registers, follows),
+            {"num_warps": num_warps, "num_stages": num_stages, "maxnreg": max_registers}
+            | ({"launch_pdl": True} if follows else {}),
         )
 
 
