@@ -5,7 +5,7 @@
 - `protocol`: how one call is timed, the card's ceilings (`l2`: that of its cache), and the floor that they give a piece
   of work.
 - `suite`: what a suite is (rows, systems, a reference), and the loop that checks, times and compares the systems.
-- `forward`, `varlen`, `training`, `hidden`, `launch`, `cpu`: the suites. Another one is one more file like them,
+- `forward`, `fat`, `varlen`, `training`, `hidden`, `launch`, `cpu`: the suites. Another one is one more file like them,
   named in `SUITES`.
 - `peers`: the other packages that a suite may measure, and what is particular to them.
 - `memory`: the memory of one system, measured in a process of its own (`fresh`).
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 # The suites by name: each is a module with a function `suite()`.
 SUITES = {
     "forward": "pylate_flash.bench.forward",
+    "fat": "pylate_flash.bench.fat",
     "varlen": "pylate_flash.bench.varlen",
     "training": "pylate_flash.bench.training",
     "hidden": "pylate_flash.bench.hidden",

@@ -240,9 +240,13 @@ def run(
     result = results.make(
         suite.name, device, dtype, rounds, stopwatch, ceilings, quick=quick, reduced=reduces(suite, device)
     )
+    before: Work | None = None
     for row in (fit(suite, row, device) for row in chosen):
+        # Rows that differ in their values alone share a tuning.
+        keep_tuning = quick or row.work(dtype) == before
+        before = row.work(dtype)
         with torch.no_grad():
-            measured = _run_row(suite, systems, row, device, dtype, rounds, stopwatch, ceilings, quick, observer)
+            measured = _run_row(suite, systems, row, device, dtype, rounds, stopwatch, ceilings, keep_tuning, observer)
         release(device)
         if with_memory:
             for name, state in measured["systems"].items():
@@ -290,7 +294,7 @@ def _run_row(
     rounds: Rounds,
     stopwatch: Stopwatch,
     ceilings: Ceilings,
-    quick: bool,
+    keep_tuning: bool,
     observer: Observer,
 ) -> dict[str, Any]:
     inputs = suite.make_inputs(row, device, dtype)
@@ -301,7 +305,7 @@ def _run_row(
     ready: dict[str, Candidate] = {}
     for system in systems:
         observer.doing(f"{row.name}: preparing {system.title}")
-        states[system.name], candidate = _prepare(suite, system, inputs, reference, device, stopwatch, quick)
+        states[system.name], candidate = _prepare(suite, system, inputs, reference, device, stopwatch, keep_tuning)
         if candidate is not None:
             ready[system.name] = candidate
 
@@ -356,14 +360,14 @@ def _prepare(
     reference: Any,
     device: torch.device,
     stopwatch: Stopwatch,
-    quick: bool,
+    keep_tuning: bool,
 ) -> tuple[dict[str, Any], Candidate | None]:
     """Compile, check and compare a system's candidates; return its state, and the fastest right one if there is one."""
     if system.peer is not None:
         reason = system.peer.unavailable(device)
         if reason is not None:
             return {"status": "absent", "reason": reason}, None
-        if device.type == "cuda" and not quick:
+        if device.type == "cuda" and not keep_tuning:
             system.peer.forget_tuning()
     # A system that sizes itself by the free memory must not count what the others have cached.
     release(device)

@@ -98,9 +98,7 @@ def _offsets(ROWS: gl.constexpr, D_MODEL: gl.constexpr, CHUNK: gl.constexpr):
     constant in the instructions; as rows from 0, every offset took two registers, and they were spilled.
     """
     SIXTEEN: gl.constexpr = 1024 // CHUNK
-    layout: gl.constexpr = gl.BlockedLayout(
-        [1, 1, 8], [1, 32 // (CHUNK // 8), CHUNK // 8], [1, 4, 1], [2, 1, 0]
-    )
+    layout: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 32 // (CHUNK // 8), CHUNK // 8], [1, 4, 1], [2, 1, 0])
     sixteens = gl.arange(0, ROWS // SIXTEEN, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))
     row = gl.arange(0, SIXTEEN, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))
     dims = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))

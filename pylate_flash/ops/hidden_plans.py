@@ -249,32 +249,33 @@ def _in_blocks(
         documents_mask: Tensor | None,
         cu_seqlens: Tensor | None,
     ) -> _Forward:
-        states, turned = hidden.view(-1, d_model), weight.t()
-        mask = None if documents_mask is None else documents_mask.view(-1, length)
+        # What the first launch does not need comes after it: the GPU begins with the product.
         scratch = hidden.new_empty((most, size))
-        scale = queries_scale = winners = None
-        if normalize:
-            scale, queries_scale = (
-                hidden.new_empty(count, dtype=torch.float32) for count in (most, shape[0] * shape[1])
-            )
+        scale = hidden.new_empty(most, dtype=torch.float32) if normalize else None
+        mask = queries_scale = winners = None
         found: list[Tensor] = []
         for (block, tokens, of_mask, compute), project_block, divide_block in zip(parts, project, divide, strict=True):
             projected = scratch if tokens == most else scratch[:tokens]
-            block_states = states if len(parts) == 1 else states[block.rows]
             if project_block is not None:
+                # It takes an address and a number of tokens.
+                block_states = hidden if block.rows.start == 0 else hidden.view(-1, d_model)[block.rows]
                 project_block(block_states, weight, bias, projected, scale)
-            elif bias is None:
-                torch.mm(block_states, turned, out=projected)
             else:
-                torch.addmm(bias, block_states, turned, out=projected)
+                block_states = hidden.view(-1, d_model)[block.rows]
+                if bias is None:
+                    torch.mm(block_states, weight.t(), out=projected)
+                else:
+                    torch.addmm(bias, block_states, weight.t(), out=projected)
             if normalize:
                 if project_block is None:
                     divide_block(projected, projected, scale)
                 if not found:
-                    # Not before: the GPU begins with the product.
                     units = torch.empty_like(queries)
+                    queries_scale = hidden.new_empty(shape[0] * shape[1], dtype=torch.float32)
                     divide_queries(queries, units, queries_scale)
                     queries = units
+            if documents_mask is not None and not found:
+                mask = documents_mask.view(-1, length)
             block_queries = queries if groups == 1 or len(parts) == 1 else queries[block.groups]
             block_mask = mask if mask is None or len(parts) == 1 else mask[of_mask]
             scores, winners = compute(block_queries, projected, cu_seqlens, None, block_mask)
