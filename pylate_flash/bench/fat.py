@@ -1,0 +1,19 @@
+"""The suite `fat`: scores of long embeddings, as of models that keep their hidden size.
+
+A kernel that holds a whole embedding has a cliff where one no longer fits the chip; the time should be linear in d.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from pylate_flash.bench import forward
+from pylate_flash.bench.forward import Shape
+from pylate_flash.bench.suite import Suite
+
+ROWS = tuple(Shape(f"fat-{size}", 1, 128, 1024, 1024, d=size) for size in (256, 512, 768, 1024, 2048, 4096))
+
+
+def suite() -> Suite:
+    """Return the suite."""
+    return replace(forward.suite(), name="fat", title="MaxSim forward of long embeddings", rows=ROWS)
