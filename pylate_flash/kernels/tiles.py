@@ -47,7 +47,7 @@ _MIN_STACKED_ROWS = 64
 # The same on Hopper, for embeddings of half-precision elements. Query rows stay in registers, where half as many fit if
 # they are longer than 128 elements; then a wide tile is faster (at 1 x 128, 1024 x 1024 and d = 256, 0.123 ms against
 # 0.138) unless documents are so short that it pads them more. Winners take the maxima's time twice, which four parts
-# hide better than two: 1.75 ms against 1.84 at 64 x 64, 1024 x 1024; without them, it is 0.366 against 0.358 ms at
+# hide better than two: 1.68 ms against 1.91 at 64 x 64, 1024 x 1024; without them, it is 0.362 against 0.357 ms at
 # 1 x 1000, 1024 x 1024.
 _HOPPER = HopperTile(256, 64, 2, 6)
 _HOPPER_WINNERS = HopperTile(256, 64, 4, 6)
