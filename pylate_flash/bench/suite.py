@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -241,17 +240,15 @@ def run(
     result = results.make(
         suite.name, device, dtype, rounds, stopwatch, ceilings, quick=quick, reduced=reduces(suite, device)
     )
-    before: Work | None = None
     for row in (fit(suite, row, device) for row in chosen):
-        # Rows that differ in their values alone share a tuning.
-        keep_tuning = quick or row.work(dtype) == before
-        before = row.work(dtype)
         with torch.no_grad():
-            measured = _run_row(suite, systems, row, device, dtype, rounds, stopwatch, ceilings, keep_tuning, observer)
+            measured = _run_row(suite, systems, row, device, dtype, rounds, stopwatch, ceilings, quick, observer)
         release(device)
         if with_memory:
-            observer.doing(f"{row.name}: measuring memory")
-            _add_memory(suite, row, measured["systems"], device, dtype)
+            for name, state in measured["systems"].items():
+                if "median_ms" in state:
+                    observer.doing(f"{row.name}: measuring the memory of {name}")
+                    state["memory_bytes"] = memory.measure(suite.name, row.name, name, state["variant"], device, dtype)
         result["rows"].append(measured)
         result["complete"] = len(result["rows"]) == len(suite.rows)
         observer.finished(measured)
@@ -284,20 +281,6 @@ def choose(suite: Suite, names: Sequence[str]) -> list[Row]:
     return [row for row in suite.rows if not names or row.name in names]
 
 
-def _add_memory(
-    suite: Suite, row: Row, systems: dict[str, dict[str, Any]], device: torch.device, dtype: torch.dtype
-) -> None:
-    """Add the memory of every system that was timed. All at once: starting takes longest, and disturbs no other's."""
-    timed = {name: state["variant"] for name, state in systems.items() if "median_ms" in state}
-
-    def measure_one(name: str) -> int:
-        return memory.measure(suite.name, row.name, name, timed[name], device, dtype)
-
-    with ThreadPoolExecutor() as pool:
-        for name, taken in zip(timed, pool.map(measure_one, timed), strict=True):
-            systems[name]["memory_bytes"] = taken
-
-
 def _run_row(
     suite: Suite,
     systems: Sequence[System],
@@ -307,7 +290,7 @@ def _run_row(
     rounds: Rounds,
     stopwatch: Stopwatch,
     ceilings: Ceilings,
-    keep_tuning: bool,
+    quick: bool,
     observer: Observer,
 ) -> dict[str, Any]:
     inputs = suite.make_inputs(row, device, dtype)
@@ -318,7 +301,7 @@ def _run_row(
     ready: dict[str, Candidate] = {}
     for system in systems:
         observer.doing(f"{row.name}: preparing {system.title}")
-        states[system.name], candidate = _prepare(suite, system, inputs, reference, device, stopwatch, keep_tuning)
+        states[system.name], candidate = _prepare(suite, system, inputs, reference, device, stopwatch, quick)
         if candidate is not None:
             ready[system.name] = candidate
 
@@ -373,14 +356,14 @@ def _prepare(
     reference: Any,
     device: torch.device,
     stopwatch: Stopwatch,
-    keep_tuning: bool,
+    quick: bool,
 ) -> tuple[dict[str, Any], Candidate | None]:
     """Compile, check and compare a system's candidates; return its state, and the fastest right one if there is one."""
     if system.peer is not None:
         reason = system.peer.unavailable(device)
         if reason is not None:
             return {"status": "absent", "reason": reason}, None
-        if device.type == "cuda" and not keep_tuning:
+        if device.type == "cuda" and not quick:
             system.peer.forget_tuning()
     # A system that sizes itself by the free memory must not count what the others have cached.
     release(device)

@@ -166,6 +166,7 @@ class Launcher:
             (*integers, *strides, *constants),
             (specialised, constants, num_warps, num_stages, max_registers, follows),
             {"num_warps": num_warps, "num_stages": num_stages, "maxnreg": max_registers}
+            # Not every Triton knows the option.
             | ({"launch_pdl": True} if follows else {}),
         )
 

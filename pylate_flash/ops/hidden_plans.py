@@ -252,7 +252,7 @@ def _in_blocks(
         # What the first launch does not need comes after it: the GPU begins with the product.
         scratch = hidden.new_empty((most, size))
         scale = hidden.new_empty(most, dtype=torch.float32) if normalize else None
-        mask = queries_scale = winners = None
+        queries_scale = winners = None
         found: list[Tensor] = []
         for (block, tokens, of_mask, compute), project_block, divide_block in zip(parts, project, divide, strict=True):
             projected = scratch if tokens == most else scratch[:tokens]
@@ -274,10 +274,8 @@ def _in_blocks(
                     queries_scale = hidden.new_empty(shape[0] * shape[1], dtype=torch.float32)
                     divide_queries(queries, units, queries_scale)
                     queries = units
-            if documents_mask is not None and not found:
-                mask = documents_mask.view(-1, length)
             block_queries = queries if groups == 1 or len(parts) == 1 else queries[block.groups]
-            block_mask = mask if mask is None or len(parts) == 1 else mask[of_mask]
+            block_mask = None if documents_mask is None else documents_mask.view(-1, length)[of_mask]
             scores, winners = compute(block_queries, projected, cu_seqlens, None, block_mask)
             found.append(scores)
         if len(found) > 1:
