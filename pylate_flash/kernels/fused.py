@@ -14,9 +14,11 @@ that no other two have: the sum of both. There the maxima are kept, without atom
 The document tokens, and not the query's, are the rows of the second product: their maximum over a document runs across
 warps, which takes longer than one along a row, but there are few columns.
 
-Measured on an H200 in bfloat16 at 768 to 128 elements, in one run each, waiting for the GPU alone: 0.146 ms against
-0.176 of a linear layer and `maxsim` at 1 x 1000, 32 x 300 (0.143 of them the linear layer; 0.108 to read the states);
-0.596 against 0.799 at 1 x 8000, 32 x 180; 0.192 against 0.215 with 128 query rows at 1000 x 300.
+The copy engine brings states and weight, at the word of one thread, and fills with zeros what is past their ends.
+
+Measured on an H200 in bfloat16 at 768 to 128 elements, in one run, waiting for the GPU alone: 0.134 ms at 1 x 1000,
+32 x 300 (0.108 to read the states), and 0.559 at 1 x 8000, 32 x 180 (0.517). Where four warps copied, and each program
+took a run of tiles, it was 0.140 and 0.586. A linear layer and `maxsim` take 1.2 to 1.7 times as long (README).
 """
 
 from __future__ import annotations
@@ -30,20 +32,20 @@ import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
+    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.language.extra.cuda import gdc_wait
 
 from .hopper import add, execute, find_document, larger_of, next_slot
-from .launch import Launch, Launcher
+from .launch import Described, Launch, Launcher
 from .norms import SMALLEST_NORM
 from .reductions import larger
-from .tiles import architecture, fused_tile
+from .tiles import FusedTile, architecture, fused_tile
 
 _SMALLEST_NORM = gl.constexpr(SMALLEST_NORM)
 # Four warps each, written out one by one in `_fused_kernel`.
@@ -66,12 +68,6 @@ def _scaled(embeddings, scale):
 
 
 @gluon.jit
-def _first_tile(program, n_tiles):
-    """The tile that a program begins with; each has as many in a row."""
-    return (program.to(gl.int64) * n_tiles // gl.num_programs(0)).to(gl.int32)
-
-
-@gluon.jit
 def _allocate(
     dtype: gl.constexpr, EMBEDDING: gl.constexpr, PART_ROWS: gl.constexpr, PARTS: gl.constexpr, CHUNK: gl.constexpr,
     STAGES: gl.constexpr,
@@ -84,66 +80,37 @@ def _allocate(
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
-        # Every copying thread says when its copies have arrived, and every part when it has read a slot.
-        mbarrier.init(full.index(stage), count=128)
+        # A slot is full when as many bytes arrived as were said to come, and empty when every part has read it.
+        mbarrier.init(full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=PARTS)
     return states, weights, full, empty
 
 
 @gluon.jit
-def _offsets(ROWS: gl.constexpr, D_MODEL: gl.constexpr, CHUNK: gl.constexpr):
-    """Offsets [ROWS, CHUNK] of elements in rows of D_MODEL, as a constant and what differs between threads.
-
-    All threads copy some rows at a time. Where a row is a number of such times and a number among them, the compiler
-    makes a thread's addresses from a few; where it is one number, it kept every offset in two registers, and spilled:
-    0.600 ms in place of 0.578 at 1 x 8000, 32 x 180.
-    """
-    AT_ONCE: gl.constexpr = 1024 // CHUNK
-    layout: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 32 // (CHUNK // 8), CHUNK // 8], [1, 4, 1], [2, 1, 0])
-    times = gl.arange(0, ROWS // AT_ONCE, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))
-    row = gl.arange(0, AT_ONCE, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))
-    dims = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))
-    offsets = row.to(gl.int64)[None, :, None] * D_MODEL + dims[None, None, :]
-    offsets = offsets + times.to(gl.int64)[:, None, None] * (AT_ONCE * D_MODEL)
-    return gl.reshape(offsets, [ROWS, CHUNK])
-
-
-@gluon.jit
 def _copy(
-    hidden_ptr, weight_ptr, states, weights, full, empty, first_tile, last_tile, n_tokens,
-    SIZE: gl.constexpr, D_MODEL: gl.constexpr, EMBEDDING: gl.constexpr, PART_ROWS: gl.constexpr,
-    PARTS: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr,
+    hidden, weight, states, weights, full, empty, n_tiles,
+    D_MODEL: gl.constexpr, PART_ROWS: gl.constexpr, PARTS: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Copy the tiles' states and, with them, the weight, chunk by chunk, into the slots as they become empty."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (CHUNK // 8), CHUNK // 8], [4, 1], [1, 0])
-    positions = gl.arange(0, PART_ROWS, layout=gl.SliceLayout(1, layout))
-    outputs = gl.arange(0, EMBEDDING, layout=gl.SliceLayout(1, layout))
-    dims = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, layout))
-    to_state = gl.convert_layout(_offsets(PART_ROWS, D_MODEL, CHUNK), layout, assert_trivial=True)
-    to_weight = gl.convert_layout(_offsets(EMBEDDING, D_MODEL, CHUNK), layout, assert_trivial=True)
-    # Of offsets in three dimensions Triton cannot tell, and it would not copy by 16 bytes.
-    to_state = gl.max_contiguous(gl.multiple_of(to_state, [1, 8]), [1, 8])
-    to_weight = gl.max_contiguous(gl.multiple_of(to_weight, [1, 8]), [1, 8])
+    """Copy the tiles' states and, with them, the weight, chunk by chunk, into the slots as they become empty.
+
+    What is past the end of either is zero, and counts as copied.
+    """
+    BYTES: gl.constexpr = PARTS * hidden.block_type.nbytes + weight.block_type.nbytes
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(1)
-    for tile in range(first_tile, last_tile):
+    for tile in range(gl.program_id(0), n_tiles, gl.num_programs(0)):
         for start in range(0, D_MODEL, CHUNK):
             mbarrier.wait(empty.index(slot), phase)
+            mbarrier.expect(full.index(slot), BYTES)
             for part in gl.static_range(PARTS):
                 first = (tile * PARTS + part) * PART_ROWS
-                mask = (positions < n_tokens - first)[:, None]
-                if D_MODEL % CHUNK != 0:
-                    mask = mask & (start + dims < D_MODEL)[None, :]
-                base = hidden_ptr + first.to(gl.int64) * D_MODEL + start
-                async_copy.async_copy_global_to_shared(states.index(slot * PARTS + part), base + to_state, mask=mask)
-            mask = (outputs < SIZE)[:, None]
-            if D_MODEL % CHUNK != 0:
-                mask = mask & (start + dims < D_MODEL)[None, :]
-            async_copy.async_copy_global_to_shared(weights.index(slot), weight_ptr + start + to_weight, mask=mask)
-            async_copy.mbarrier_arrive(full.index(slot), increment_count=False)
+                tma.async_copy_global_to_shared(
+                    hidden, [first, start], full.index(slot), states.index(slot * PARTS + part)
+                )
+            tma.async_copy_global_to_shared(weight, [0, start], full.index(slot), weights.index(slot))
             slot, phase = next_slot(slot, phase, STAGES)
     # The next kernel may get ready, if it is one that waits.
-    execute("griddepcontrol.launch_dependents;")
+    execute("griddepcontrol.launch_dependents;", 1)
 
 
 @gluon.jit
@@ -166,8 +133,6 @@ def _project(
     previous = gl.to_tensor(0)
     for chunk in range(0, D_MODEL, CHUNK):
         mbarrier.wait(full.index(slot), phase)
-        # The copies are ordinary writes, and the tensor cores read past the path of those.
-        fence_async_shared()
         products = warpgroup_mma(
             states.index(slot * PARTS + PART), weights.index(slot).permute((1, 0)), products,
             use_acc=chunk > 0, is_async=True,
@@ -185,7 +150,7 @@ def _project(
 @gluon.jit
 def _score(
     queries_ptr, bias_ptr, mask_ptr, cu_seqlens_ptr, best_ptr, states, weights, queries, full, empty, ready,
-    first_tile, last_tile, first_document, n_rows, query_length, n_tokens, n_documents, document_length,
+    n_tiles, n_rows, query_length, n_tokens, n_documents, document_length,
     stride_query, stride_query_token,
     SIZE: gl.constexpr, D_MODEL: gl.constexpr, EMBEDDING: gl.constexpr, COLUMNS: gl.constexpr, BLOCKS: gl.constexpr,
     PART_ROWS: gl.constexpr, PARTS: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr, PACKED: gl.constexpr,
@@ -220,12 +185,11 @@ def _score(
     no_similarities = gl.zeros([PART_ROWS, COLUMNS], gl.float32, similarity)
     if HAS_BIAS:
         bias = _bias(bias_ptr, SIZE, EMBEDDING)
-    document = first_document
     if PACKED:
         n_tokens = gl.minimum(n_tokens, gl.load(cu_seqlens_ptr + n_documents).to(gl.int32))
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(0)
-    for tile in range(first_tile, last_tile):
+    for tile in range(gl.program_id(0), n_tiles, gl.num_programs(0)):
         part = tile * PARTS + PART
         first = part * PART_ROWS
         embeddings, slot, phase = _project(
@@ -244,8 +208,7 @@ def _score(
 
         end = gl.minimum(first + PART_ROWS, n_tokens)
         if PACKED:
-            while (document + 1 < n_documents) & (gl.load(cu_seqlens_ptr + document + 1).to(gl.int32) <= first):
-                document += 1
+            document = find_document(cu_seqlens_ptr, n_documents, first.to(gl.int64) + 1, 0) - 1
         else:
             document = first // document_length
         mbarrier.wait(ready, 0)
@@ -283,7 +246,7 @@ def _by_sixteen_bytes(ROWS: int, EMBEDDING: int) -> gl.DistributedLinearLayout:
 
 @gluon.jit
 def _store(
-    bias_ptr, embeddings_ptr, scales_ptr, states, weights, full, empty, first_tile, last_tile, n_tokens,
+    bias_ptr, embeddings_ptr, scales_ptr, states, weights, full, empty, n_tiles, n_tokens,
     SIZE: gl.constexpr, D_MODEL: gl.constexpr, EMBEDDING: gl.constexpr, PART_ROWS: gl.constexpr, PARTS: gl.constexpr,
     CHUNK: gl.constexpr, STAGES: gl.constexpr, HAS_BIAS: gl.constexpr, NORMALIZE: gl.constexpr, PART: gl.constexpr,
 ):  # fmt: skip
@@ -295,7 +258,7 @@ def _store(
         bias = _bias(bias_ptr, SIZE, EMBEDDING)
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(0)
-    for tile in range(first_tile, last_tile):
+    for tile in range(gl.program_id(0), n_tiles, gl.num_programs(0)):
         embeddings, slot, phase = _project(
             states, weights, full, empty, slot, phase, D_MODEL, EMBEDDING, PART_ROWS, PARTS, CHUNK, STAGES, PART
         )
@@ -338,15 +301,15 @@ def _store_part(
 
 @gluon.jit
 def _copy_part(
-    arguments, SIZE: gl.constexpr, D_MODEL: gl.constexpr, EMBEDDING: gl.constexpr, PART_ROWS: gl.constexpr,
-    PARTS: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr,
+    arguments, D_MODEL: gl.constexpr, PART_ROWS: gl.constexpr, PARTS: gl.constexpr, CHUNK: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
-    _copy(*arguments, SIZE, D_MODEL, EMBEDDING, PART_ROWS, PARTS, CHUNK, STAGES)
+    _copy(*arguments, D_MODEL, PART_ROWS, PARTS, CHUNK, STAGES)
 
 
 @gluon.jit(do_not_specialize=["n_rows", "query_length", "n_tokens", "n_documents", "document_length"])
 def _fused_kernel(
-    queries_ptr, hidden_ptr, weight_ptr, bias_ptr, mask_ptr, cu_seqlens_ptr, best_ptr,
+    hidden, weight, queries_ptr, bias_ptr, mask_ptr, cu_seqlens_ptr, best_ptr,
     n_rows, query_length, n_tokens, n_documents, document_length,
     stride_query, stride_query_token,
     SIZE: gl.constexpr,
@@ -366,33 +329,24 @@ def _fused_kernel(
 ):  # fmt: skip
     """best [documents + parts of tiles, BLOCKS * COLUMNS], see above; columns are the query rows [Nq * Lq].
 
-    Grid: programs, each with as many tiles in a row. hidden [n_tokens, D_MODEL] and weight [SIZE, D_MODEL] are
+    Grid: n programs, which take every n-th tile, so that what all of them read at a time lies together: where each took
+    a run of tiles, it was 3 % slower at 1 x 1000, 32 x 300. hidden [n_tokens, D_MODEL] and weight [SIZE, D_MODEL] are
     contiguous.
     """
     n_tiles = gl.cdiv(n_tokens, PART_ROWS * PARTS)
-    first_tile = _first_tile(gl.program_id(0), n_tiles)
-    last_tile = _first_tile(gl.program_id(0) + 1, n_tiles)
-    dtype: gl.constexpr = hidden_ptr.dtype.element_ty
+    dtype: gl.constexpr = hidden.dtype
     states, weights, full, empty = _allocate(dtype, EMBEDDING, PART_ROWS, PARTS, CHUNK, STAGES)
     queries_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([COLUMNS, EMBEDDING], dtype)
     queries = gl.allocate_shared_memory(dtype, [BLOCKS, COLUMNS, EMBEDDING], queries_layout)
     ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(ready, count=1)
-    first_document = first_tile * 0
-    if PACKED:
-        # The document that the first token of the first tile belongs to.
-        token = first_tile.to(gl.int64) * (PART_ROWS * PARTS)
-        first_document = find_document(cu_seqlens_ptr, n_documents, token + 1, 0) - 1
 
     # A tuple that has a name, like these two, turns constants into values, so constants are not among them.
     arguments = (
         queries_ptr, bias_ptr, mask_ptr, cu_seqlens_ptr, best_ptr, states, weights, queries, full, empty, ready,
-        first_tile, last_tile, first_document, n_rows, query_length, n_tokens, n_documents, document_length,
-        stride_query, stride_query_token,
+        n_tiles, n_rows, query_length, n_tokens, n_documents, document_length, stride_query, stride_query_token,
     )  # fmt: skip
-    copied = (
-        hidden_ptr, weight_ptr, states, weights, full, empty, first_tile, last_tile, n_tokens,
-    )  # fmt: skip
+    copied = (hidden, weight, states, weights, full, empty, n_tiles)
     gl.warp_specialize(
         [
             (
@@ -409,10 +363,10 @@ def _fused_kernel(
                     HAS_BIAS, HAS_MASK, ZERO_MASKED, NORMALIZE, gl.constexpr(1),
                 ),
             ),
-            (_copy_part, (copied, SIZE, D_MODEL, EMBEDDING, PART_ROWS, PARTS, CHUNK, STAGES)),
+            (_copy_part, (copied, D_MODEL, PART_ROWS, PARTS, CHUNK, STAGES)),
         ],
-        [4, 4],
-        [208, 96],
+        [4, 1],
+        [232, 40],
     )  # fmt: skip
 
 
@@ -421,7 +375,7 @@ _fused = Launcher(_fused_kernel)
 
 @gluon.jit(do_not_specialize=["n_tokens"])
 def _project_kernel(
-    hidden_ptr, weight_ptr, bias_ptr, embeddings_ptr, scales_ptr,
+    hidden, weight, bias_ptr, embeddings_ptr, scales_ptr,
     n_tokens,
     SIZE: gl.constexpr,
     D_MODEL: gl.constexpr,
@@ -438,16 +392,12 @@ def _project_kernel(
     Grid and the rest as in `_fused_kernel`.
     """
     n_tiles = gl.cdiv(n_tokens, PART_ROWS * PARTS)
-    first_tile = _first_tile(gl.program_id(0), n_tiles)
-    last_tile = _first_tile(gl.program_id(0) + 1, n_tiles)
-    dtype: gl.constexpr = hidden_ptr.dtype.element_ty
+    dtype: gl.constexpr = hidden.dtype
     states, weights, full, empty = _allocate(dtype, EMBEDDING, PART_ROWS, PARTS, CHUNK, STAGES)
     arguments = (
-        bias_ptr, embeddings_ptr, scales_ptr, states, weights, full, empty, first_tile, last_tile, n_tokens,
+        bias_ptr, embeddings_ptr, scales_ptr, states, weights, full, empty, n_tiles, n_tokens,
     )  # fmt: skip
-    copied = (
-        hidden_ptr, weight_ptr, states, weights, full, empty, first_tile, last_tile, n_tokens,
-    )  # fmt: skip
+    copied = (hidden, weight, states, weights, full, empty, n_tiles)
     gl.warp_specialize(
         [
             (
@@ -464,10 +414,10 @@ def _project_kernel(
                     gl.constexpr(1),
                 ),
             ),
-            (_copy_part, (copied, SIZE, D_MODEL, EMBEDDING, PART_ROWS, PARTS, CHUNK, STAGES)),
+            (_copy_part, (copied, D_MODEL, PART_ROWS, PARTS, CHUNK, STAGES)),
         ],
-        [4, 4],
-        [208, 96],
+        [4, 1],
+        [232, 40],
     )  # fmt: skip
 
 
@@ -534,6 +484,21 @@ def _finish_kernel(
 _finish = Launcher(_finish_kernel)
 
 
+def _described(n_tokens: int, weight_shape: torch.Size, dtype: torch.dtype, tile: FusedTile) -> tuple[Described, ...]:
+    """Hidden states and weight, as the kernels take them."""
+    size, d_model = weight_shape
+    item = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}[dtype]
+    blocks = (tile.rows // _PARTS, tile.chunk), (_block(size), tile.chunk)
+    return tuple(
+        Described(rows, d_model, block, gl.NVMMASharedLayout.get_default_for(list(block), item))
+        for rows, block in zip((n_tokens, size), blocks, strict=True)
+    )
+
+
+def _block(size: int) -> int:
+    return max(16, triton.next_power_of_2(size))
+
+
 @functools.lru_cache(maxsize=1024)
 def bound_fused(
     shape: torch.Size,
@@ -572,12 +537,13 @@ def bound_fused(
         (n_queries * query_length, query_length, n_tokens, n_documents, document_length),
         strides[:2],
         (
-            size, d_model, max(16, triton.next_power_of_2(size)), tile.columns, tile.blocks, tile.rows // _PARTS,
+            size, d_model, _block(size), tile.columns, tile.blocks, tile.rows // _PARTS,
             _PARTS, tile.chunk, tile.num_stages, packed, has_bias, has_documents_mask,
             zero_masked and has_documents_mask, normalize,
         ),
         num_warps=4,
         num_stages=1,
+        described=_described(n_tokens, weight_shape, dtype, tile),
     )  # fmt: skip
     block_rows = max(16, triton.next_power_of_2(query_length))
     block_documents = 8
@@ -602,7 +568,7 @@ def bound_fused(
         cu_seqlens: Tensor | None,
     ) -> Tensor:
         best = queries.new_empty(best_shape, dtype=torch.float32)
-        project(queries, hidden, weight, bias, documents_mask, cu_seqlens, best)
+        project(hidden, weight, queries, bias, documents_mask, cu_seqlens, best)
         scores = queries.new_empty((n_queries, n_documents), dtype=torch.float32)
         finish(best, queries_mask, documents_mask, cu_seqlens, scores)
         return scores
@@ -630,9 +596,10 @@ def bound_projection(
         (n_tokens,),
         (),
         (
-            size, d_model, max(16, triton.next_power_of_2(size)), tile.rows // _PARTS, _PARTS, tile.chunk,
+            size, d_model, _block(size), tile.rows // _PARTS, _PARTS, tile.chunk,
             tile.num_stages, has_bias, normalize,
         ),
         num_warps=4,
         num_stages=1,
+        described=_described(n_tokens, weight_shape, dtype, tile),
     )  # fmt: skip

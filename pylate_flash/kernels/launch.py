@@ -4,6 +4,9 @@ Triton looks a kernel up by a string of everything that it was specialised on, b
 microseconds for a kernel of many arguments, as long as the kernel itself runs on a small problem. What the
 specialisation depends on is known here, so a tuple of it finds the compiled kernel.
 
+The copy engine of Hopper reads blocks of a matrix that is described to it, and a description is made once for an
+address; so a tensor at the address of an earlier one, as allocators give them out, costs a look-up.
+
 What Triton then does before it calls its C function, which takes the addresses, is to look for scratch memory and hooks
 that are rarely there. Where a kernel needs no such memory and no hook is set, the C function is called at once.
 """
@@ -11,6 +14,7 @@ that are rarely there. Where a kernel needs no such memory and no hook is set, t
 from __future__ import annotations
 
 import functools
+import inspect
 import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -27,10 +31,46 @@ _REGION = 256
 _KNOWN_TRITON = triton.__version__.startswith("3.6.")
 
 
+class Described(NamedTuple):
+    """A contiguous matrix [rows, columns] of which a kernel copies blocks, to where `layout` (of Gluon) puts them."""
+
+    rows: int
+    columns: int
+    block: tuple[int, int]
+    layout: Any
+
+    def of(self, tensor: Tensor) -> Any:
+        """The tensor as Triton takes it."""
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+        return TensorDescriptor(tensor, [self.rows, self.columns], [self.columns, 1], list(self.block), self.layout)
+
+
+def _describer(matrix: Described, meta: dict[str, Any]) -> Callable[[int], tuple]:
+    """What makes of an address the arguments of Triton's C function for such a matrix: it, its sizes and its strides.
+
+    `meta` is what the compiled kernel says of it.
+    """
+    from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
+
+    fixed = (
+        meta["swizzle"], meta["elem_size"], TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]], tuple(meta["block_size"]),
+        (matrix.rows, matrix.columns), (matrix.columns, 1), 0,
+    )  # fmt: skip
+    fill = triton.runtime.driver.active.utils.fill_tma_descriptor
+
+    @functools.lru_cache(maxsize=256)
+    def describe(address: int) -> tuple:
+        return fill(address, *fixed), matrix.rows, matrix.columns, matrix.columns, 1
+
+    return describe
+
+
 class _Direct(NamedTuple):
     """Triton's C function for a compiled kernel, and its arguments before the stream, and from there to the pointers.
 
-    After the pointers come the kernel's other arguments.
+    In place of the first pointers it takes what these functions make of them. After the pointers come the kernel's
+    other arguments.
     """
 
     launch: Callable[..., None]
@@ -38,9 +78,12 @@ class _Direct(NamedTuple):
     fixed: tuple
     rest: tuple
     device: int
+    describers: tuple[Callable[[int], tuple], ...]
 
 
-def _direct(compiled: Any, grid: tuple[int, int, int], rest: tuple, device: int) -> _Direct | None:
+def _direct(
+    compiled: Any, grid: tuple[int, int, int], rest: tuple, device: int, described: tuple[Described, ...]
+) -> _Direct | None:
     """The C function of a compiled kernel, or None where Triton must launch it."""
     if not _KNOWN_TRITON or device < 0:
         return None
@@ -49,12 +92,18 @@ def _direct(compiled: Any, grid: tuple[int, int, int], rest: tuple, device: int)
     run = getattr(compiled, "run", None)
     if not isinstance(run, CudaLauncher) or run.global_scratch_size > 0 or run.profile_scratch_size > 0:
         return None
+    launch, describers = run.launch, []
+    if described:
+        # What Triton has around its C function describes anew at every launch.
+        launch = inspect.getclosurevars(launch).nonlocals["launcher"]
+        for matrix, meta in zip(described, compiled.metadata.tensordesc_meta, strict=True):
+            describers.append(_describer(matrix, meta))
     # Scratches for all programs and for a profiler; then what describes the launch to hooks, and two hooks.
     fixed = (
         compiled.function, run.launch_cooperative_grid, run.launch_pdl, None, None, compiled.packed_metadata,
         None, None, None,
     )  # fmt: skip
-    return _Direct(run.launch, grid, fixed, rest, device)
+    return _Direct(launch, grid, fixed, rest, device, tuple(describers))
 
 
 def _hooked() -> bool:
@@ -76,13 +125,20 @@ class Launch:
     """
 
     def __init__(
-        self, launcher: Launcher, grid: tuple[int, int, int], rest: tuple, key: tuple, options: dict[str, Any]
+        self,
+        launcher: Launcher,
+        grid: tuple[int, int, int],
+        rest: tuple,
+        key: tuple,
+        options: dict[str, Any],
+        described: tuple[Described, ...],
     ) -> None:
         self._launcher = launcher
         self._grid = grid
         self._rest = rest
         self._key = key
         self._options = options
+        self._described = described
         self._runners: dict[tuple, Callable[..., None]] = {}
         # For tensors that begin at multiples of 16 bytes, once such tensors came.
         self.direct: _Direct | None = None
@@ -94,11 +150,18 @@ class Launch:
         if direct is None or functools.reduce(operator.or_, pointers) & 15 or _hooked():
             self._by_triton(tensors, pointers)
             return
+        if direct.describers:
+            described: list = []
+            for describe, pointer in zip(direct.describers, pointers, strict=False):
+                described += describe(pointer)
+            pointers = described + pointers[len(direct.describers) :]
         direct.launch(*direct.grid, _current_stream(direct.device), *direct.fixed, *pointers, *direct.rest)
 
     def _by_triton(self, tensors: tuple[Tensor | None, ...], pointers: list[int]) -> None:
         aligned = tuple([pointer % 16 == 0 for pointer in pointers])
         runner = self._runners.get(aligned)
+        first: list = [matrix.of(tensor) for matrix, tensor in zip(self._described, tensors, strict=False)]  # type: ignore[arg-type]
+        pointers = first + pointers[len(first) :]
         if runner is not None:
             runner(*pointers, *self._rest)
             return
@@ -107,14 +170,15 @@ class Launch:
         compiled = self._launcher._compiled.get(key)
         if compiled is None:
             # None under Triton's interpreter, which compiles nothing.
-            compiled = self._launcher.kernel[self._grid](*tensors, *self._rest, **self._options)
+            compiled = self._launcher.kernel[self._grid](*first, *tensors[len(first) :], *self._rest, **self._options)
             self._launcher._compiled[key] = compiled
         else:
             compiled[self._grid](*pointers, *self._rest)
         if compiled is not None:
             self._runners[aligned] = compiled[self._grid]
             if all(aligned):
-                self.direct = _direct(compiled, self._grid, self._rest, tensors[0].get_device())  # type: ignore[union-attr]
+                device = tensors[0].get_device()  # type: ignore[union-attr]
+                self.direct = _direct(compiled, self._grid, self._rest, device, self._described)
 
 
 class Launcher:
@@ -140,6 +204,7 @@ class Launcher:
         num_stages: int,
         max_registers: int | None = None,
         follows: bool = False,
+        described: tuple[Described, ...] = (),
     ) -> Launch:
         """A launch of which only the tensors are open. Keep it: what it costs beyond Triton's launcher it costs once.
 
@@ -154,6 +219,9 @@ class Launcher:
         follows
             Whether programs may start before the kernel launched before them has ended (compute capability 9.0 and
             later). Those must wait for it, by `gdc_wait`, before they do anything else.
+        described
+            What the first tensors are to the kernel, which takes descriptions of them (compute capability 9.0). They
+            begin at multiples of 16 bytes.
         """
         # Triton tells apart 1, multiples of 16, and what needs 64 bits.
         specialised = (
@@ -168,6 +236,7 @@ class Launcher:
             {"num_warps": num_warps, "num_stages": num_stages, "maxnreg": max_registers}
             # Not every Triton knows the option.
             | ({"launch_pdl": True} if follows else {}),
+            described,
         )
 
 
@@ -211,7 +280,7 @@ class Sequence:
         base = scratch.data_ptr()
         pointers += [base + offset for offset, _, _ in self._regions]
         stream = _current_stream(self._direct[0][0].device)
-        for (launch, grid, fixed, rest, _), of_slots in self._direct:
+        for (launch, grid, fixed, rest, *_), of_slots in self._direct:
             launch(*grid, stream, *fixed, *of_slots(pointers), *rest)
 
     def _by_tensors(self, tensors: tuple[Tensor | None, ...], scratch: Tensor) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
 from triton.backends.nvidia.driver import CudaLauncher
+from triton.experimental.gluon import language as gl
 
 from pylate_flash.kernels import forward, launch
 from pylate_flash.kernels.launch import Launcher
@@ -23,9 +25,14 @@ class Kernel:
     """Stands for a Triton function: what it is launched as, a `Launcher` compiles."""
 
     compiled: object = None
+    arguments: tuple = ()
 
     def __getitem__(self, grid):
-        return lambda *arguments, **options: Compiled() if self.compiled is None else self.compiled
+        def compile(*arguments, **options):
+            self.arguments = arguments
+            return Compiled() if self.compiled is None else self.compiled
+
+        return compile
 
 
 @pytest.fixture
@@ -86,10 +93,12 @@ class Launched:
     def __getitem__(self, grid):
         return lambda *arguments: self.launches.append(("Triton", *arguments))
 
-    def bind(self) -> launch.Launch:
-        kernel = Kernel()
-        kernel.compiled = self
-        return Launcher(kernel).bind((5, 6, 7), (11,), (1, 16), ("constant",), num_warps=4, num_stages=1)
+    def bind(self, **options) -> launch.Launch:
+        self.kernel = Kernel()
+        self.kernel.compiled = self
+        return Launcher(self.kernel).bind(
+            (5, 6, 7), (11,), (1, 16), ("constant",), num_warps=4, num_stages=1, **options
+        )
 
     @property
     def ways(self) -> list[str]:
@@ -101,7 +110,9 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors on the CPU count as those of device 3."""
     direct = launch._direct
     monkeypatch.setattr(launch, "_current_stream", lambda device: 900 + device)
-    monkeypatch.setattr(launch, "_direct", lambda compiled, grid, rest, device: direct(compiled, grid, rest, 3))
+    monkeypatch.setattr(
+        launch, "_direct", lambda compiled, grid, rest, _, *more: direct(compiled, grid, rest, 3, *more)
+    )
 
 
 def test_a_kernel_that_was_launched_is_launched_by_the_c_function(on_a_gpu: None) -> None:
@@ -120,6 +131,29 @@ def test_a_kernel_that_was_launched_is_launched_by_the_c_function(on_a_gpu: None
     assert compiled.ways == ["C", "Triton"], "the compiler, and then a runner, launch for other addresses"
     launched(*tensors)
     assert compiled.ways == ["C", "Triton", "C"]
+
+
+def test_a_matrix_is_described_once_for_an_address(on_a_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To Triton it goes as Triton's own kind of argument, and to the C function as what Triton makes of that."""
+    compiled, made = Launched(), []
+    launcher = compiled.run.launch
+    compiled.run.launch = lambda *arguments: launcher(*arguments)
+    meta = {"swizzle": 3, "elem_size": 2, "elem_type": 10, "block_size": [128, 64]}
+    compiled.metadata = SimpleNamespace(tensordesc_meta=[meta])
+    utils = SimpleNamespace(fill_tma_descriptor=lambda *arguments: made.append(arguments) or f"map {len(made)}")
+    monkeypatch.setattr(launch.triton.runtime, "driver", SimpleNamespace(active=SimpleNamespace(utils=utils)))
+    layout = gl.NVMMASharedLayout.get_default_for([128, 64], gl.bfloat16)
+    launched = compiled.bind(described=(launch.Described(300, 768, (128, 64), layout),))
+    tensors = [torch.zeros(300, 768, dtype=torch.bfloat16) for _ in range(2)]
+    other = torch.zeros(8)
+    for tensor in (tensors[0], tensors[0], tensors[1], tensors[0]):
+        launched(tensor, other)
+    first = compiled.kernel.arguments[0]
+    assert (first.base is tensors[0], first.shape, first.strides, first.layout) == (True, [300, 768], [768, 1], layout)
+    assert [arguments[0] for arguments in made] == [tensors[0].data_ptr(), tensors[1].data_ptr()]
+    assert made[0][1:3] + made[0][4:] == (3, 2, (128, 64), (300, 768), (768, 1), 0)
+    sizes = (300, 768, 768, 1, other.data_ptr(), 11, 1, 16, "constant")
+    assert [call[14:] for call in compiled.launches] == [(f"map {i}", *sizes) for i in (1, 2, 1)]
 
 
 @pytest.mark.parametrize("hook", ["launch_enter_hook", "launch_exit_hook"])
