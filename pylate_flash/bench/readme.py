@@ -62,7 +62,37 @@ def render(suite: Suite, result: dict[str, Any] | None) -> str:
             "-" if ratio is None else f"{ratio:.2f}",
         ]
         lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    return "\n".join([*lines, *_memory(result, heads)])
+
+
+def _memory(result: dict[str, Any], heads: dict[str, str]) -> list[str]:
+    """The lines of a second table, of the rows whose memory was measured, or none."""
+    rows = [
+        (
+            row["name"],
+            {name: state["memory_bytes"] for name, state in row["systems"].items() if "memory_bytes" in state},
+        )
+        for row in result["rows"]
+    ]
+    rows = [(row, taken) for row, taken in rows if taken]
+    if not rows:
+        return []
+    systems = [name for name in heads if any(name in taken for _, taken in rows)]
+    lines = [
+        "",
+        "Memory of such a call beyond its inputs, MiB, what it returns (gradients too) among it; each system in a process "
+        "of its own.",
+        "",
+        "| " + " | ".join(["name", *(heads[name] for name in systems)]) + " |",
+        "|---|" + "---:|" * len(systems),
+    ]
+    for row, taken in rows:
+        cells = [f"{taken[name] / 2**20:.1f}" if name in taken else "-" for name in systems]
+        if OURS in systems:
+            ours = systems.index(OURS)
+            cells[ours] = f"**{cells[ours]}**"
+        lines.append("| " + " | ".join([row, *cells]) + " |")
+    return lines
 
 
 def _cell(name: str, state: dict[str, Any] | None, unit: str) -> str:

@@ -49,6 +49,21 @@ def test_the_unit_and_a_measured_floor_are_named(result):
     assert "| 18.00 | **30.00** | 120 |" in lines[4]
 
 
+def test_memory_has_a_table_of_its_own_where_it_was_measured(result):
+    systems = result["rows"][1]["systems"]
+    systems["pylate_flash"]["memory_bytes"] = 3 << 19
+    systems["torch"]["memory_bytes"] = 250 << 20
+    lines = readme.render(forward.suite(), result).splitlines()
+    assert lines[6] == ""
+    assert lines[7].startswith("Memory of such a call beyond its inputs")
+    assert lines[8:] == [
+        "",
+        "| name | pylate_flash | torch |",
+        "|---|---:|---:|",
+        "| batch-512 | **1.5** | 250.0 |",
+    ]
+
+
 def test_a_row_without_our_time_keeps_its_columns(result):
     result["rows"][0]["systems"]["pylate_flash"] = {"status": "failed", "reason": "it raised"}
     result["rows"][0].update(best_peer_over_ours=None)
