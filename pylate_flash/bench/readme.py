@@ -80,8 +80,8 @@ def _memory(result: dict[str, Any], heads: dict[str, str]) -> list[str]:
     systems = [name for name in heads if any(name in taken for _, taken in rows)]
     lines = [
         "",
-        "Memory of such a call beyond its inputs, MiB, what it returns (gradients too) among it; each system in a process "
-        "of its own.",
+        "Memory of such a call beyond its inputs, MiB, what it returns (gradients too) among it; each system in a "
+        "process of its own.",
         "",
         "| " + " | ".join(["name", *(heads[name] for name in systems)]) + " |",
         "|---|" + "---:|" * len(systems),
