@@ -132,7 +132,7 @@ def rerank(
         run_documents, run_counts = documents[first_document[first] : first_document[last]], counts[first:last]
         if not run_documents:
             continue
-        lengths = [len(tokens) for tokens in run_documents]
+        lengths = [tokens.shape[0] for tokens in run_documents]
         if masking == "zero":
             run_documents, lengths = _with_padding_token(run_documents, lengths, run_counts)
         packed_queries, packed_documents = concatenated(queries[first:last], run_documents, device)
@@ -140,7 +140,7 @@ def rerank(
             return _pylate_rerank(documents_ids, queries_embeddings, documents_embeddings, device)
         if device is None:
             packed_documents = packed_documents.to(packed_queries.device)
-        queries_lengths = [len(tokens) for tokens in queries[first:last]]
+        queries_lengths = [tokens.shape[0] for tokens in queries[first:last]]
         scores.append(_scored(packed_queries, packed_documents, queries_lengths, lengths, run_counts))
     return _results(torch.cat(scores) if scores else torch.empty(0), documents_ids)
 
@@ -150,7 +150,9 @@ def _results(scores: Tensor, documents_ids: list[list[int | str]]) -> list[list[
     counts = [len(query_ids) for query_ids in documents_ids]
     best_first, order = _ranked(scores, counts)
     ids = [document_id for query_ids in documents_ids for document_id in query_ids]
-    results = [RerankResult(id=ids[index], score=score) for index, score in zip(order, best_first, strict=True)]
+    results: list[RerankResult] = [
+        {"id": ids[index], "score": score} for index, score in zip(order, best_first, strict=True)
+    ]
     bounds = np.cumsum([0, *counts])
     return [results[first:last] for first, last in zip(bounds[:-1], bounds[1:], strict=True)]
 
@@ -259,12 +261,11 @@ def _runs(
     """
     first = queries[0]
     on_cpu = torch.device(first.device if device is None else device).type == "cpu"
-    if not on_cpu or any(
-        tokens.device.type != "cpu" or tokens.dtype != first.dtype or tokens.shape[-1] != first.shape[-1]
-        for tokens in (*queries, *documents)
-    ):
+    if not on_cpu or first.device.type != "cpu":
         return [(0, len(queries))]
-    lengths = np.fromiter((len(tokens) for tokens in documents), dtype=np.int64, count=len(documents))
+    if len({(tokens.device, tokens.dtype, tokens.shape[-1]) for tokens in (*queries, *documents)}) > 1:
+        return [(0, len(queries))]
+    lengths = np.fromiter((tokens.shape[0] for tokens in documents), dtype=np.int64, count=len(documents))
     bounds = np.concatenate([[0], lengths.cumsum()])[first_document]
     budget = _RUN_BYTES // (first.element_size() * max(1, first.shape[-1]))
     runs, start = [], 0

@@ -383,6 +383,8 @@ def as_tokens(value: Any, name: str, *index: int) -> Tensor:
     """One query or document, `name[index...]` in errors, as a tensor [L, d], or [0] if it is an empty list."""
     if isinstance(value, np.ndarray):
         value = torch.from_numpy(value)
+        if value.dim() == 2:
+            return value
     elif isinstance(value, list):
         with suppress(RuntimeError, ValueError):  # a ragged list stays one, and is refused below
             value = convert_to_tensor(value)
@@ -408,7 +410,7 @@ def concatenated(
         If the queries or the documents lie on several devices, or if there are two embedding sizes.
     """
     for name, sequences in (("queries_embeddings", queries), ("documents_embeddings", documents)):
-        devices = sorted({str(tokens.device) for tokens in sequences})
+        devices = sorted(map(str, {tokens.device for tokens in sequences}))
         if len(devices) > 1:
             raise ValueError(f"{name} must lie on one device, got {' and '.join(devices)}")
         sizes = sorted({tokens.shape[1] for tokens in sequences if tokens.dim() == 2})
