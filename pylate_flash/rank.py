@@ -261,9 +261,11 @@ def _runs(
     """
     first = queries[0]
     on_cpu = torch.device(first.device if device is None else device).type == "cpu"
-    if not on_cpu or first.device.type != "cpu":
-        return [(0, len(queries))]
-    if len({(tokens.device, tokens.dtype, tokens.shape[-1]) for tokens in (*queries, *documents)}) > 1:
+    if (
+        not on_cpu
+        or first.device.type != "cpu"
+        or len({(tokens.device, tokens.dtype, tokens.shape[-1]) for tokens in (*queries, *documents)}) > 1
+    ):
         return [(0, len(queries))]
     lengths = np.fromiter((tokens.shape[0] for tokens in documents), dtype=np.int64, count=len(documents))
     bounds = np.concatenate([[0], lengths.cumsum()])[first_document]

@@ -383,8 +383,6 @@ def as_tokens(value: Any, name: str, *index: int) -> Tensor:
     """One query or document, `name[index...]` in errors, as a tensor [L, d], or [0] if it is an empty list."""
     if isinstance(value, np.ndarray):
         value = torch.from_numpy(value)
-        if value.dim() == 2:
-            return value
     elif isinstance(value, list):
         with suppress(RuntimeError, ValueError):  # a ragged list stays one, and is refused below
             value = convert_to_tensor(value)

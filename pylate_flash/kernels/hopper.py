@@ -126,7 +126,7 @@ def _first_maximum(similarities, ROWS: gl.constexpr):
 
 @gluon.jit
 def execute(INSTRUCTION: gl.constexpr, WARPS: gl.constexpr = 4):
-    """Execute an instruction that is not about a tensor, in every warp of a part."""
+    """Execute an instruction that is not about a tensor, in each of the WARPS warps of a part."""
     threads = gl.arange(0, 32 * WARPS, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
     gl.inline_asm_elementwise(
         INSTRUCTION + " mov.b32 $0, $1;", "=r,r", [threads], dtype=gl.int32, is_pure=False, pack=1

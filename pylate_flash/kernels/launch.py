@@ -4,11 +4,12 @@ Triton looks a kernel up by a string of everything that it was specialised on, b
 microseconds for a kernel of many arguments, as long as the kernel itself runs on a small problem. What the
 specialisation depends on is known here, so a tuple of it finds the compiled kernel.
 
-The copy engine of Hopper reads blocks of a matrix that is described to it, and a description is made once for an
-address; so a tensor at the address of an earlier one, as allocators give them out, costs a look-up.
-
 What Triton then does before it calls its C function, which takes the addresses, is to look for scratch memory and hooks
 that are rarely there. Where a kernel needs no such memory and no hook is set, the C function is called at once.
+
+The copy engine of Hopper reads blocks of a matrix that is described to it, which Triton does anew at every launch. Here
+a description is made once for an address; a tensor at the address of an earlier one, as allocators give them out, costs
+a look-up.
 """
 
 from __future__ import annotations

@@ -31,10 +31,13 @@ class HopperTile(NamedTuple):
 
 
 class FusedTile(NamedTuple):
-    """Hidden states of a tile, elements of d_model in a chunk, blocks of query rows and rows of a block, and stages."""
+    """Hidden states of a tile, elements of d_model in a chunk, of an embedding with padding, blocks of query rows, rows
+    of a block, and stages.
+    """
 
     rows: int
     chunk: int
+    embedding: int
     blocks: int
     columns: int
     num_stages: int
@@ -140,10 +143,10 @@ def fused_tile(capability: int, rows: int, size: int, d_model: int, element_size
     ):
         return None
     columns = max(16, min(_FUSED_MAX_COLUMNS, _power_of_two(rows)))
-    block = max(16, _power_of_two(size))
-    free = _FUSED_SHARED_MEMORY - blocks * columns * block * element_size
-    stages = min(6, free // ((_FUSED_ROWS + block) * _FUSED_CHUNK * element_size))
-    return FusedTile(_FUSED_ROWS, _FUSED_CHUNK, blocks, columns, stages)
+    embedding = max(16, _power_of_two(size))
+    free = _FUSED_SHARED_MEMORY - blocks * columns * embedding * element_size
+    stages = min(6, free // ((_FUSED_ROWS + embedding) * _FUSED_CHUNK * element_size))
+    return FusedTile(_FUSED_ROWS, _FUSED_CHUNK, embedding, blocks, columns, stages)
 
 
 @functools.cache

@@ -31,7 +31,7 @@ from . import varlen
 from .checks import check_choice, check_embeddings, check_mask, no_second_derivative
 from .dispatch import BACKWARDS, IMPLEMENTATIONS, choose
 from .hidden_blocks import ALL, Block, packed_blocks, padded_blocks
-from .hidden_plans import Embeddings, needs_gradient, plan_of
+from .hidden_plans import Embeddings, plan_of
 from .maxsim import (
     _SMALLEST_NORM,
     MASKINGS,
@@ -44,6 +44,7 @@ from .maxsim import (
     _scale,
     kernels,
     maxsim_reference,
+    needs_gradient,
 )
 from .maxsim import _backward as _padded_backward
 from .maxsim import _forward as _padded_forward

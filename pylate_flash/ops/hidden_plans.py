@@ -16,7 +16,14 @@ from torch import Tensor
 
 from .dispatch import choose
 from .hidden_blocks import ALL, Block, padded_blocks
-from .maxsim import MASKINGS, are_halves_of_one_size, goes_straight_to_the_kernel, kernels, product_precision
+from .maxsim import (
+    MASKINGS,
+    are_halves_of_one_size,
+    goes_straight_to_the_kernel,
+    kernels,
+    needs_gradient,
+    product_precision,
+)
 
 # The types of a layer's tensors that are no subclass with a behaviour of its own.
 _LAYER_TYPES = (Tensor, torch.nn.Parameter, type(None))
@@ -78,11 +85,6 @@ def plan_of(
         max_document_length, (hidden.data_ptr() | weight.data_ptr()) % 16 == 0,
         needs_gradient(queries, hidden, weight, bias), bool(normalize), masking, implementation, scratch_bytes,
     )  # fmt: skip
-
-
-def needs_gradient(*tensors: Tensor | None) -> bool:
-    """Whether the result of an operation on these tensors is to be differentiated."""
-    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
 def kind(tensor: Tensor | None) -> Kind | None:

@@ -162,7 +162,7 @@ def maxsim(
     )
     masks = queries_mask, documents_mask if documents_mask is None else _grouped(documents_mask, 3)
     options = normalize, masking == "zero"
-    with_winners = _needs_gradient(queries, documents)
+    with_winners = needs_gradient(queries, documents)
     # The dispatcher takes longer than a small kernel; what does not need it goes past it.
     if not _is_plain(queries, documents):
         grouped = _grouped(documents)
@@ -277,8 +277,9 @@ def _grouped(embeddings: Tensor, dims: int = 4) -> Tensor:
     return embeddings if embeddings.dim() == dims else embeddings.unsqueeze(0)
 
 
-def _needs_gradient(queries: Tensor, documents: Tensor) -> bool:
-    return torch.is_grad_enabled() and (queries.requires_grad or documents.requires_grad)
+def needs_gradient(*tensors: Tensor | None) -> bool:
+    """Whether the result of an operation on these tensors is to be differentiated."""
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
 class _Decided(NamedTuple):
@@ -302,7 +303,7 @@ def _decided(queries: Tensor, documents: Tensor, normalize: bool, masking: str, 
     return _launches_of(
         queries.shape, queries.stride(), queries.dtype, queries.device,
         documents.shape, documents.stride(), documents.dtype, documents.device,
-        documents.data_ptr() % 16 == 0, _needs_gradient(queries, documents), bool(normalize), masking,
+        documents.data_ptr() % 16 == 0, needs_gradient(queries, documents), bool(normalize), masking,
         implementation,
     )  # fmt: skip
 

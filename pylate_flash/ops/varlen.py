@@ -23,7 +23,6 @@ from .maxsim import (
     REDUCTIONS,
     _autocast,
     _is_plain,
-    _needs_gradient,
     _scale,
     _unscaled,
     _winners_dtype,
@@ -31,6 +30,7 @@ from .maxsim import (
     goes_straight_to_the_kernel,
     kernels,
     maxsim_reference,
+    needs_gradient,
     product_precision,
     rows_contiguous,
 )
@@ -210,7 +210,7 @@ def maxsim_varlen(
         and reduction == "sum"
         and empty_score == 0.0
         and goes_straight_to_the_kernel(queries, documents)
-        and not _needs_gradient(queries, documents)
+        and not needs_gradient(queries, documents)
         and isinstance(queries_cu_seqlens, Tensor)
         and isinstance(documents_cu_seqlens, Tensor)
         and queries_cu_seqlens.is_cuda
@@ -384,7 +384,7 @@ def _scores(
     check_choice("reduction", reduction, REDUCTIONS)
     check_choice("implementation", implementation, IMPLEMENTATIONS)
     max_query_length = _longest("queries_cu_seqlens", queries_cu_seqlens, queries.shape[0], "queries", max_query_length)
-    with_winners = _needs_gradient(queries, documents)
+    with_winners = needs_gradient(queries, documents)
     if max_document_length is None and not with_winners and documents_cu_seqlens.device.type == "cuda":
         # A bound that costs nothing.
         max_document_length = documents.shape[0]

@@ -204,7 +204,7 @@ def test_varlen(
 def test_fused(
     size: int, d_model: int, n_queries: int, packed: bool, everything: bool, dtype: torch.dtype, monkeypatch
 ) -> None:
-    """For Hopper alone: the second product takes its first operand from registers, and copies are of 16 bytes."""
+    """For Hopper alone: the second product takes its first operand from registers, and the copy engine copies."""
     queries, weight = torch.empty(n_queries, 32, size, dtype=dtype), torch.empty(size, d_model, dtype=dtype)
     hidden = torch.empty(40, 180, d_model, dtype=dtype)
     bounds = torch.arange(41, dtype=torch.int32) * 180 if packed else None
