@@ -180,16 +180,16 @@ def _bound_varlen_backward(
 def _plan(problem: Problem, need_queries: bool, need_documents: bool, backward: str) -> Callable[..., Gradients]:
     """A function of the tensors from `Slot.GRAD_SCORES` to `Slot.WINNERS` that returns the gradients."""
     sequence = Sequence(len(Slot))
-    if need_queries:
-        _add_gather(problem, sequence)
     if backward == "auto":
         backward = "onehot" if problem.rows <= _FEW_ROWS else "csr"
     transposed = need_documents and backward == "csr" and wants_transposed_scores(problem)
     if need_documents and backward == "csr":
         strides = (1, problem.n_queries) if transposed else problem.grad_strides
-        add_lists(problem._replace(grad_strides=strides), sequence)
+        add_lists(problem._replace(grad_strides=strides), sequence, need_queries)
     elif need_documents:
         (add_products if backward == "onehot" else add_atomics)(problem, sequence)
+    if need_queries:
+        _add_gather(problem, sequence)
     atomic = need_documents and backward == "atomic"
     allocate = torch.empty if backward == "csr" or (atomic and not sums_are_the_gradient(problem)) else torch.zeros
     dtype, device = problem.dtype, problem.device

@@ -32,6 +32,11 @@ _REGION = 256
 _KNOWN_TRITON = triton.__version__.startswith("3.6.")
 
 
+def region_at(byte: int) -> int:
+    """Return where a region may begin, at this byte or after it."""
+    return -(-byte // _REGION) * _REGION
+
+
 class Described(NamedTuple):
     """A contiguous matrix [rows, columns] of which a kernel copies blocks, to where `layout` (of Gluon) puts them."""
 
@@ -257,15 +262,21 @@ class Sequence:
     def __init__(self, given: int) -> None:
         self._given = given
         self._bytes = 0
-        self._regions: list[tuple[int, int, torch.dtype]] = []
+        # Of each the tensor that it is in the memory of (None: the scratch), and there its offset, size and type.
+        self._regions: list[tuple[int | None, int, int, torch.dtype]] = []
         self._steps: list[tuple[Launch, tuple[int, ...]]] = []
         self._direct: list[tuple[_Direct, Callable[[list[int]], tuple[int, ...]]]] = []
 
-    def region(self, count: int, dtype: torch.dtype, at: int | None = None) -> int:
-        """Return the slot of a region of scratch for `count` elements, after all others, or `at` a byte among them."""
-        offset = -(-self._bytes // _REGION) * _REGION if at is None else at
-        self._bytes = max(self._bytes, offset + count * dtype.itemsize)
-        self._regions.append((offset, count, dtype))
+    def region(self, count: int, dtype: torch.dtype, at: int | None = None, of: int | None = None) -> int:
+        """Return the slot of a region of scratch for `count` elements, after all others, or `at` a byte among them.
+
+        With `of` it lies in the memory of the contiguous tensor in that slot, which is given for a later launch to
+        fill, at a byte that is a multiple of 16.
+        """
+        if of is None:
+            at = region_at(self._bytes) if at is None else at
+            self._bytes = max(self._bytes, at + count * dtype.itemsize)
+        self._regions.append((of, at or 0, count, dtype))
         return self._given + len(self._regions) - 1
 
     def add(self, launch: Launch, *slots: int) -> None:
@@ -279,14 +290,17 @@ class Sequence:
             self._by_tensors(tensors, scratch)
             return
         base = scratch.data_ptr()
-        pointers += [base + offset for offset, _, _ in self._regions]
+        pointers += [(base if of is None else pointers[of]) + offset for of, offset, _, _ in self._regions]
         stream = _current_stream(self._direct[0][0].device)
         for (launch, grid, fixed, rest, *_), of_slots in self._direct:
             launch(*grid, stream, *fixed, *of_slots(pointers), *rest)
 
     def _by_tensors(self, tensors: tuple[Tensor | None, ...], scratch: Tensor) -> None:
         regions = [
-            scratch[offset : offset + count * dtype.itemsize].view(dtype) for offset, count, dtype in self._regions
+            (scratch if of is None else tensors[of].view(-1).view(torch.uint8))[  # type: ignore[union-attr]
+                offset : offset + count * dtype.itemsize
+            ].view(dtype)
+            for of, offset, count, dtype in self._regions
         ]
         table = (*tensors, *regions)
         for launch, slots in self._steps:

@@ -6,7 +6,9 @@ order, and with it every bit of the sum, is always the same. `_sum_kernel` sums 
 many more than `_SEGMENT` rows chose (markers such as [CLS] win thousands), other programs take the rest, cut at
 multiples of `_SEGMENT`, and `_combine_kernel` adds up the parts in order.
 
-The list needs scratch memory, so it is built for a block of documents at a time.
+All this needs memory, so it is done for a block of documents at a time, and most of it in the memory of the gradients:
+that of the documents is written when the rows are placed, and that of the queries after that of the documents. Only the
+list itself is scratch then.
 """
 
 from __future__ import annotations
@@ -16,15 +18,15 @@ import triton
 import triton.language as tl
 
 from .gradients import Problem, Slot, group_of, joined, quotient, through_norm
-from .launch import Launcher, Sequence
+from .launch import Launcher, Sequence, region_at
 
 # The times beside a constant are milliseconds on an H200 in bfloat16 at d = 128, at 1024 x 1024 (32 x 180 tokens), at
 # 512 x 512 (32 x 180) and at 64 x 64 (1024 x 1024), in this order, with uniform winners.
 
-# Scratch of the list of a block of documents: at least so many bytes, or half of what the winners take. All of grad_D:
-# 1.66, 0.49, 0.32. A third of it takes 1.0, 1.1, 1.4 times as long; three times as much 1.0, 0.9, 0.9 times, at more
-# memory than other implementations take.
+# Scratch of the lists of a block of documents: at least so many bytes, or half of what the winners take.
 _SCRATCH = 12 << 20
+# Bytes of which regions, that begin at multiples of some, may leave unused.
+_SLACK = 1 << 10
 # Rows that one program, of one warp, sorts, as a power of two. Sort, scan and place: 0.59, 0.20, 0.16; 2048 rows
 # 1.13, 0.30, 0.28. 512 rows take as long, and twice the counts.
 _CHUNK_BITS = 10
@@ -179,7 +181,7 @@ def _scan_kernel(
     # Places overwrite runs that another thread may have to read first.
     tl.debug_barrier()
     if WITH_STARTS:
-        tl.store(starts_ptr + bins, place, mask=bins < length)
+        tl.store(starts_ptr + bins, place.to(starts_ptr.dtype.element_ty), mask=bins < length)
         if PACKED:
             tl.store(owners_ptr + bins, (flat + bins * 0).to(tl.int32), mask=bins < length)
     for chunk in tl.range(0, n_chunks, BLOCK_CHUNKS):
@@ -190,7 +192,7 @@ def _scan_kernel(
         listed = reached + tl.sum(totals, axis=0)
         tl.store(n_listed_ptr + local, listed)
         if WITH_STARTS:
-            tl.store(starts_ptr + length, listed)
+            tl.store(starts_ptr + length, listed.to(starts_ptr.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=["first_document", "n_rows", "n_chunks", "n_bins"])
@@ -245,7 +247,7 @@ def _starts_kernel(
         below = tl.load(winners_ptr + flat * n_rows + row, mask=open_, other=0).to(tl.int32) < tokens
         low = tl.where(open_ & below, middle + 1, low)
         high = tl.where(open_ & ~below, middle, high)
-    tl.store(starts_ptr + tokens, low, mask=tokens <= length)
+    tl.store(starts_ptr + tokens, low.to(starts_ptr.dtype.element_ty), mask=tokens <= length)
 
 
 @triton.jit
@@ -267,11 +269,11 @@ def _segment(
     else:
         starts_ptr += local * (document_length + 1)
         length = document_length
-    exists = boundary < tl.load(starts_ptr + length)
+    exists = boundary < tl.load(starts_ptr + length).to(tl.int32)
     row = tl.load(list_ptr + local * n_rows + boundary, mask=exists, other=0).to(tl.int32)
     token = tl.load(winners_ptr + flat * n_rows + row, mask=exists, other=0).to(tl.int32)
-    start = tl.load(starts_ptr + token, mask=exists, other=0)
-    end = tl.load(starts_ptr + token + 1, mask=exists, other=0)
+    start = tl.load(starts_ptr + token, mask=exists, other=0).to(tl.int32)
+    end = tl.load(starts_ptr + token + 1, mask=exists, other=0).to(tl.int32)
     return boundary, token, start, end, exists & (boundary >= start + SEGMENT)
 
 
@@ -357,8 +359,8 @@ def _sum_kernel(
             token = (program - n_extra) % document_length
             exists = token >= 0
             starts_at = local * (document_length + 1) + token
-        low = tl.load(starts_ptr + starts_at, mask=exists, other=0)
-        end = tl.load(starts_ptr + starts_at + 1, mask=exists, other=0)
+        low = tl.load(starts_ptr + starts_at, mask=exists, other=0).to(tl.int32)
+        end = tl.load(starts_ptr + starts_at + 1, mask=exists, other=0).to(tl.int32)
         boundary = (tl.cdiv(low, SEGMENT) + 1) * SEGMENT
         in_parts = end > boundary
         high = tl.minimum(end, boundary)
@@ -463,12 +465,23 @@ def wants_transposed_scores(problem: Problem) -> bool:
     return problem.groups == 1 and problem.rows * problem.documents >= _TRANSPOSED_WINNERS
 
 
-def add_lists(problem: Problem, sequence: Sequence) -> None:
+def _sorting_regions(sequence: Sequence, at: int, of: int | None, chunks: int, bins: int) -> tuple[int, int, int, int]:
+    """The slots of the chunks' order, of their counts by bin, of those as runs, and of how far blocks of bins reach."""
+    order = sequence.region(chunks << _CHUNK_BITS, torch.uint16, at, of)
+    at = region_at(at + 2 * (chunks << _CHUNK_BITS))
+    counts = sequence.region(chunks * bins, torch.int32, at, of)
+    runs = sequence.region(2 * chunks * bins, torch.uint16, at, of)
+    at = region_at(at + 4 * chunks * bins)
+    return order, counts, runs, sequence.region(chunks * triton.cdiv(bins, _BLOCK_BINS), torch.int32, at, of)
+
+
+def add_lists(problem: Problem, sequence: Sequence, with_queries: bool) -> None:
     """Add the gradient of the documents by sorted lists of rows, a block of documents at a time.
 
-    `problem.grad_strides` are those of the tensor in `Slot.WEIGHTS`.
+    `problem.grad_strides` are those of the tensor in `Slot.WEIGHTS`. `with_queries`: the gradient of the queries is
+    computed too, later.
     """
-    rows, length, size = problem.rows, problem.length, problem.size
+    rows, length, size, item = problem.rows, problem.length, problem.size, problem.dtype.itemsize
     widest = 1 << _BIN_BITS
     if length > widest**2:
         raise ValueError(f"documents must have at most {widest**2} tokens, got {length}")
@@ -478,40 +491,55 @@ def add_lists(problem: Problem, sequence: Sequence) -> None:
     bins = max(count for _, count in digits)
     segments = triton.cdiv(rows, _SEGMENT) - 1
     list_dtype = torch.uint16 if rows <= 1 << 16 else torch.int32
-    # Of a document, in 32-bit words: chunks in order, then their counts by bin.
-    ordered = (chunks << _CHUNK_BITS) // 2
-    shared = max(ordered + chunks * bins, segments * 2 * size)
-    reached = chunks * triton.cdiv(bins, _BLOCK_BINS)
-    starts = 0 if problem.packed else length + 1
-    bytes_of_one = len(digits) * rows * list_dtype.itemsize + (shared + reached + starts) * 4
-    winners = problem.documents * rows * problem.winners_dtype.itemsize
-    step = max(1, min(problem.documents, max(_SCRATCH, winners // 2) // bytes_of_one))
-    step = triton.cdiv(problem.documents, triton.cdiv(problem.documents, step))
+    starts_dtype = torch.uint16 if rows < 1 << 16 and not problem.packed else torch.int32
 
-    # Scratch begins with what chunks and parts of sums share: chunks and their counts are not looked at once the rows
-    # are placed. The gradient of the queries is done with the memory by then.
-    order = sequence.region(2 * step * shared, torch.uint16, at=0)
-    parts = sequence.region(step * shared, torch.float32, at=0)
-    counts = sequence.region(step * chunks * bins, torch.int32, at=4 * step * ordered)
-    runs = sequence.region(2 * step * chunks * bins, torch.uint16, at=4 * step * ordered)
+    # Bytes of a document. Chunks in order, their counts by bin and what is reached, until the rows are placed; then
+    # parts of sums; and all the time the lists, and what tells where they begin and end.
+    ordered, counted = 2 * (chunks << _CHUNK_BITS), 4 * chunks * bins
+    sorting = ordered + counted + 4 * chunks * triton.cdiv(bins, _BLOCK_BINS)
+    summing = 4 * segments * 2 * size
+    starts = 0 if problem.packed else length + 1
+    ends = starts * starts_dtype.itemsize + 4
+    listed = len(digits) * rows * list_dtype.itemsize
+    # Of packed documents it is not known here where their gradients begin.
+    own = 0 if problem.packed else length * size * item
+    sorts_in_gradient = sorting + _SLACK <= own
+    shared = summing if sorts_in_gradient else max(sorting, summing)
+    winners = problem.documents * rows * problem.winners_dtype.itemsize
+    scratch = max(_SCRATCH, winners // 2)
+    step = max(1, min(problem.documents, scratch // (listed + shared + ends)))
+    borrowed = problem.n_queries * problem.query_length * size * item - 2 * _SLACK if with_queries else 0
+    step_of_borrowed = min(problem.documents, scratch // listed, borrowed // (shared + ends))
+    # For up to twice as many blocks, which take a few launches more.
+    borrows = 2 * step_of_borrowed >= step
+    step = triton.cdiv(problem.documents, triton.cdiv(problem.documents, step_of_borrowed if borrows else step))
+
+    of = Slot.GRAD_QUERIES if borrows else None
+    parts = sequence.region(step * segments * 2 * size, torch.float32, 0, of)
+    end = region_at(step * shared + _SLACK)
+    n_listed = sequence.region(step, torch.int32, end, of)
+    end = region_at(end + step * 4)
+    if problem.packed:
+        starts_slot = sequence.region(problem.tokens + problem.documents, torch.int32)
+        owners = sequence.region(problem.tokens, torch.int32)
+    else:
+        starts_slot, owners = sequence.region(step * starts, starts_dtype, end, of), int(Slot.NONE)
     lists = [sequence.region(step * rows, list_dtype) for _ in digits]
-    n_listed = sequence.region(step, torch.int32)
-    reached_slot = sequence.region(step * reached, torch.int32)
-    starts_slot = sequence.region(problem.tokens + problem.documents if problem.packed else step * starts, torch.int32)
-    owners = sequence.region(problem.tokens, torch.int32) if problem.packed else Slot.NONE
 
     block = problem.block_embedding
     num_warps = max(_SUM_WARPS, min(8, block // 128))
     block_rows = max(4, min(_SUM_ROWS, num_warps * 2048 // block))
     for first in range(0, problem.documents, step):
         count = min(step, problem.documents - first)
+        at, sorted_in = (region_at(first * own), Slot.GRAD_DOCUMENTS) if sorts_in_gradient else (0, of)
+        order, counts, runs, reached = _sorting_regions(sequence, at, sorted_in, count * chunks, bins)
         previous: int = Slot.NONE
         for index, (shift, n_bins) in enumerate(digits):
             integers = (first, rows, chunks, n_bins)
             constants = (shift, _BIN_BITS, _CHUNK_BITS, index > 0)
             sequence.add(
                 _sort.bind((chunks * count, 1, 1), integers, (), (*constants, _BLOCK_BINS), 1, num_stages=1),
-                Slot.WINNERS, previous, n_listed, order, counts, runs, reached_slot,
+                Slot.WINNERS, previous, n_listed, order, counts, runs, reached,
             )  # fmt: skip
             scan = _scan.bind(
                 (triton.cdiv(n_bins, _BLOCK_BINS) * count, 1, 1),
@@ -521,7 +549,7 @@ def add_lists(problem: Problem, sequence: Sequence) -> None:
                 4,
                 num_stages=1,
             )
-            sequence.add(scan, counts, reached_slot, starts_slot, owners, n_listed, Slot.CU_SEQLENS)
+            sequence.add(scan, counts, reached, starts_slot, owners, n_listed, Slot.CU_SEQLENS)
             sequence.add(
                 _place.bind((chunks * count, 1, 1), integers, (), constants, 4, num_stages=1),
                 Slot.WINNERS, previous, order, counts, n_listed, lists[index],

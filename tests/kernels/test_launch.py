@@ -197,20 +197,21 @@ def test_what_only_triton_can_launch_it_launches(why: str, on_a_gpu: None, monke
 
 
 def test_a_sequence_has_one_scratch(on_a_gpu: None) -> None:
-    """The launches find the same regions of it, as tensors at first and then as addresses."""
+    """The launches find the same regions, of it and of a tensor, as tensors at first and then as addresses."""
     compiled = Launched(), Launched()
     sequence = launch.Sequence(2)
     first = sequence.region(3, torch.int32)
     second = sequence.region(300, torch.uint16)
     shared = sequence.region(8, torch.float32, at=512)
+    lent = sequence.region(2, torch.int16, at=256, of=0)
     # A kernel is known by the types of its tensors.
     sequence.add(compiled[0].bind(), 0, first, second)
-    sequence.add(compiled[1].bind(), second, 1, shared)
-    tensor = torch.zeros(4)
+    sequence.add(compiled[1].bind(), second, 1, shared, lent)
+    tensor = torch.zeros(90)
     for _ in range(3):
         sequence(tensor, None)
     assert [kernel.ways for kernel in compiled] == [["C", "C"]] * 2
     for before, after in zip(compiled[0].launches, compiled[1].launches, strict=True):
         scratch = before[15]
         assert before[14:17] == (tensor.data_ptr(), scratch, scratch + 256)
-        assert after[14:17] == (scratch + 256, 0, scratch + 512)
+        assert after[14:18] == (scratch + 256, 0, scratch + 512, tensor.data_ptr() + 256)

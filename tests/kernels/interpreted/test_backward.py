@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from pylate_flash.kernels import backward, gradients, scatter, winner_lists
+from pylate_flash.kernels import backward, gradients, launch, scatter, winner_lists
 from tests.kernels.backward_cases import KINDS, dense, packed
 from tests.ops.cases import relative_error
 
@@ -116,6 +116,33 @@ def test_only_what_is_needed(needs: tuple[bool, bool]) -> None:
     both, found = problem.run("csr"), problem.run("csr", *needs)
     for gradient, needed, expected in zip(found, needs, both, strict=True):
         assert torch.equal(gradient, expected) if needed else gradient is None
+
+
+@pytest.mark.parametrize(
+    ("length", "size", "needs_queries", "lists_alone"),
+    [
+        # What sorts is in the memory of the documents' gradient, and the rest in that of the queries'.
+        (60, 64, True, True),
+        # All of it in the latter: documents are too short.
+        (3, 64, True, True),
+        # The queries' is not wanted, or too small.
+        (60, 64, False, False),
+        (60, 16, True, False),
+    ],
+)
+@pytest.mark.parametrize("kind", ["skewed", "one token"])
+def test_gradients_lend_their_memory(
+    length: int, size: int, needs_queries: bool, lists_alone: bool, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken, call = set(), launch.Sequence.__call__
+    monkeypatch.setattr(launch.Sequence, "__call__", lambda self, *given: taken.add(self._bytes) or call(self, *given))
+    problem = dense((5, 7), (1, 5, length), size, kind)
+    found, expected = problem.run("csr", needs_queries)[1], problem.expected()[1]
+    assert relative_error(found, expected) <= 1e-5
+    if needs_queries:
+        problem.check("csr")
+    # Lists of 35 rows, in 16 bits, of two documents at a time.
+    assert (taken == {2 * 35 * 2}) == lists_alone
 
 
 def test_every_sum_has_the_error_of_its_own_rows() -> None:
