@@ -10,13 +10,25 @@ from typing import TYPE_CHECKING, Any
 from .register import register, registered, unregister
 
 if TYPE_CHECKING:
-    from .ops import maxsim, maxsim_from_hidden, maxsim_pairs, maxsim_varlen, maxsim_varlen_pairs, pack, unpack
+    from .ops import (
+        maxsim,
+        maxsim_cross_entropy,
+        maxsim_from_hidden,
+        maxsim_kl_divergence,
+        maxsim_pairs,
+        maxsim_varlen,
+        maxsim_varlen_pairs,
+        pack,
+        unpack,
+    )
 
 __version__ = "0.1.0"
 
 _OPERATIONS = (
     "maxsim",
+    "maxsim_cross_entropy",
     "maxsim_from_hidden",
+    "maxsim_kl_divergence",
     "maxsim_pairs",
     "maxsim_varlen",
     "maxsim_varlen_pairs",
@@ -27,7 +39,9 @@ _OPERATIONS = (
 __all__ = [
     "__version__",
     "maxsim",
+    "maxsim_cross_entropy",
     "maxsim_from_hidden",
+    "maxsim_kl_divergence",
     "maxsim_pairs",
     "maxsim_varlen",
     "maxsim_varlen_pairs",

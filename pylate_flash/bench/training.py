@@ -120,9 +120,10 @@ class Inputs:
 
 
 class Step(NamedTuple):
-    """What a step gives: scores [Nq, Nd], and the gradients of the loss."""
+    """What a step gives: the loss, scores [Nq, Nd] unless they stay inside the loss, and the gradients of the loss."""
 
-    scores: torch.Tensor
+    loss: torch.Tensor
+    scores: torch.Tensor | None
     grad_queries: torch.Tensor
     grad_documents: torch.Tensor
 
@@ -204,12 +205,14 @@ def reference(inputs: Inputs) -> Step:
             if abs(share - HOT_WINS) > HOT_TOLERANCE:
                 raise RuntimeError(f"{share:.0%} of the wins are on the hot tokens, and not {HOT_WINS:.0%}")
     with torch.enable_grad():
-        (weights,) = torch.autograd.grad(inputs.loss(scores.requires_grad_()), scores)
+        loss = inputs.loss(scores.requires_grad_())
+    (weights,) = torch.autograd.grad(loss, scores)
     weights = weights.view(len(groups), -1, scores.shape[1]).transpose(1, 2).repeat_interleave(Lq, dim=2)
     gradients = [
         _gradients(*group, winner, weight) for group, (_, winner), weight in zip(groups, found, weights, strict=True)
     ]
     return Step(
+        loss.detach(),
         scores.detach(),
         torch.stack([grad for grad, _ in gradients]).view(queries.shape),
         torch.stack([grad for _, grad in gradients]).view(documents.shape),
@@ -239,12 +242,14 @@ def _gradients(
 
 
 def error(found: Step, expected: Step) -> float:
-    """Return the largest of the scores' relative errors, and of the two gradients' relative Frobenius errors.
+    """Return the largest of the relative errors of loss and scores, and of the gradients' relative Frobenius errors.
 
     A Frobenius error of at most 1e-2 implies a cosine of at least 0.9999.
     """
+    assert expected.scores is not None
     return max(
-        relative_error(found.scores, expected.scores),
+        relative_error(found.loss, expected.loss),
+        0.0 if found.scores is None else relative_error(found.scores, expected.scores),
         _frobenius(found.grad_queries, expected.grad_queries),
         _frobenius(found.grad_documents, expected.grad_documents),
     )
@@ -271,14 +276,27 @@ def step(inputs: Inputs, score: Callable[[torch.Tensor, torch.Tensor], torch.Ten
     with torch.enable_grad():
         scores = score(inputs.queries, inputs.documents)
         loss = inputs.loss(scores)
-    return Step(scores.detach(), *torch.autograd.grad(loss, (inputs.queries, inputs.documents)))
+    gradients = torch.autograd.grad(loss, (inputs.queries, inputs.documents))
+    return Step(loss.detach(), scores.detach(), *gradients)
+
+
+def step_of_loss(inputs: Inputs, loss_of: Callable[..., torch.Tensor]) -> Step:
+    """Take the loss of queries and documents in one, and differentiate it."""
+    targets = [] if inputs.teacher is None else [inputs.teacher]
+    with torch.enable_grad():
+        loss = loss_of(inputs.queries, inputs.documents, *targets, temperature=TEMPERATURE)
+    return Step(loss.detach(), None, *torch.autograd.grad(loss, (inputs.queries, inputs.documents)))
 
 
 def ours(inputs: Inputs) -> list[Candidate]:
-    """The public `pylate_flash.maxsim`, as a user calls it."""
-    from pylate_flash import maxsim
+    """The public operations, as a user calls them: `maxsim` and torch's loss of it, or scores and loss in one."""
+    from pylate_flash import maxsim, maxsim_cross_entropy, maxsim_kl_divergence
 
-    return [Candidate("maxsim", partial(step, inputs, maxsim))]
+    fused = maxsim_cross_entropy if inputs.teacher is None else maxsim_kl_divergence
+    return [
+        Candidate(fused.__name__, partial(step_of_loss, inputs, fused)),
+        Candidate("maxsim, torch's loss", partial(step, inputs, maxsim)),
+    ]
 
 
 def lik(inputs: Inputs, *backwards: str) -> list[Candidate]:

@@ -9,15 +9,20 @@ from torch import Tensor
 from .backward import bound_backward, maxsim_backward, maxsim_varlen_backward
 from .forward import bound_maxsim, bound_maxsim_varlen, maxsim_forward, maxsim_varlen_forward
 from .launch import Launch, on_device
+from .losses import Comparison, bound_loss, bound_rescale, bound_step
 from .tiles import has_gluon
 from .units import bound_through_units, bound_units, through_unit_rows, unit_rows
 
 __all__ = [
+    "Comparison",
     "bound_backward",
     "bound_fused",
+    "bound_loss",
     "bound_maxsim",
     "bound_maxsim_varlen",
     "bound_projection",
+    "bound_rescale",
+    "bound_step",
     "bound_through_units",
     "bound_units",
     "maxsim_backward",

@@ -181,15 +181,9 @@ def _plan(problem: Problem, need_queries: bool, need_documents: bool, backward: 
     """A function of the tensors from `Slot.GRAD_SCORES` to `Slot.WINNERS` that returns the gradients."""
     sequence = Sequence(len(Slot))
     if backward == "auto":
-        backward = "onehot" if problem.rows <= _FEW_ROWS else "csr"
+        backward = auto_backward(problem)
     transposed = need_documents and backward == "csr" and wants_transposed_scores(problem)
-    if need_documents and backward == "csr":
-        strides = (1, problem.n_queries) if transposed else problem.grad_strides
-        add_lists(problem._replace(grad_strides=strides), sequence, need_queries)
-    elif need_documents:
-        (add_products if backward == "onehot" else add_atomics)(problem, sequence)
-    if need_queries:
-        _add_gather(problem, sequence)
+    add_backward(problem, sequence, need_queries, need_documents, backward, transposed)
     atomic = need_documents and backward == "atomic"
     allocate = torch.empty if backward == "csr" or (atomic and not sums_are_the_gradient(problem)) else torch.zeros
     dtype, device = problem.dtype, problem.device
@@ -208,6 +202,29 @@ def _plan(problem: Problem, need_queries: bool, need_documents: bool, backward: 
         return grad_queries, grad_documents
 
     return compute
+
+
+def auto_backward(problem: Problem) -> str:
+    """The way that "auto" stands for. "onehot" adds to a gradient of zeros."""
+    return "onehot" if problem.rows <= _FEW_ROWS else "csr"
+
+
+def add_backward(
+    problem: Problem,
+    sequence: Sequence,
+    need_queries: bool,
+    need_documents: bool,
+    backward: str,
+    transposed: bool = False,
+) -> None:
+    """Add both gradients. `transposed`: the scores' gradient in `Slot.WEIGHTS` is [Nd, Nq], and `problem`'s is not."""
+    if need_documents and backward == "csr":
+        strides = (1, problem.n_queries) if transposed else problem.grad_strides
+        add_lists(problem._replace(grad_strides=strides), sequence, need_queries)
+    elif need_documents:
+        (add_products if backward == "onehot" else add_atomics)(problem, sequence)
+    if need_queries:
+        _add_gather(problem, sequence)
 
 
 @triton.jit(

@@ -47,7 +47,7 @@ from .cuts import (
     reaches_into,
     tokens_of_piece,
 )
-from .launch import Launch, Launcher
+from .launch import Launch, Launcher, Sequence
 from .masks import active_tokens
 from .norms import inverse_norm, inverse_norms
 from .reductions import larger, max_along
@@ -467,9 +467,43 @@ def bound_maxsim(
     winners = (groups, candidates, shape[0] // groups * shape[1]) if with_winners else None
     if groups == shape[0] and shape[1] <= _SINGLE_MAX_QUERY_LENGTH:
         single = _bound_single(*layout, *of_documents, 0, *masks, None, None, *options)
-        return _whole_single(single[0], single[1], winners, _winners_dtype(length))
+        return _whole_single(single[0], single[1], winners, winners_dtype(length))
     stacked = _bound_stacked(*layout, groups, *of_documents, aligned, *masks, None, *options)
-    return _whole_stacked(stacked, shape[0], candidates, winners, _winners_dtype(length), normalize)
+    return _whole_stacked(stacked, shape[0], candidates, winners, winners_dtype(length), normalize)
+
+
+def add_maxsim(
+    sequence: Sequence,
+    shape: torch.Size,
+    query_strides: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    documents_shape: tuple[int, ...],
+    document_strides: tuple[int, ...],
+    aligned: bool,
+    precision: str,
+    slots: tuple[int, int, int, int, int],
+) -> bool:
+    """Add the scores [Nq, K] and winners of `bound_maxsim`, without masks, if one launch leaves them; else say False.
+
+    `slots` are those of the queries, of the documents, of nothing, of the scores and of the winners.
+    """
+    groups, candidates, length, _ = documents_shape
+    layout = (shape, query_strides, dtype, device)
+    of_documents = (candidates, length, document_strides[:3])
+    options = (0, 0, True, False, False, precision)
+    queries, documents, none, scores, winners = slots
+    if groups == shape[0] and shape[1] <= _SINGLE_MAX_QUERY_LENGTH:
+        launch, sums_shape, _, _ = _bound_single(*layout, *of_documents, 0, False, False, None, None, *options)
+        alone, n_before, n_after = sums_shape[0] == 1, 5, 2
+    else:
+        launch, sums_per_query, _, _, no_pieces = _bound_stacked(
+            *layout, groups, *of_documents, aligned, False, False, None, *options
+        )
+        alone, n_before, n_after = sums_per_query == 1, 6, len(no_pieces)
+    if alone:
+        sequence.add(launch, queries, documents, *(none,) * n_before, scores, winners, *(none,) * n_after)
+    return alone
 
 
 def bound_maxsim_varlen(
@@ -579,7 +613,7 @@ def maxsim_varlen_forward(
     winners = None
     if with_winners:
         rows = queries.shape[1] * (queries.shape[0] if candidates is None else 1)
-        winners = queries.new_empty((n_documents, rows), dtype=_winners_dtype(max_document_length))
+        winners = queries.new_empty((n_documents, rows), dtype=winners_dtype(max_document_length))
     arguments = (queries, documents, queries_mask, cu_seqlens, winners, max_document_length, normalize, precision)
     if candidates is not None:
         return _launch_single(*arguments, candidates, max_candidates), winners
@@ -650,7 +684,7 @@ def _launch_single(
     return scores
 
 
-def _winners_dtype(longest: int) -> torch.dtype:
+def winners_dtype(longest: int) -> torch.dtype:
     return torch.int16 if longest <= 32767 else torch.int32
 
 

@@ -188,12 +188,12 @@ class Launch:
 
 
 class Launcher:
-    """A Triton kernel whose arguments come in this order: tensors (or None), integers, strides, constants.
+    """A Triton kernel whose arguments come in this order: tensors (or None), numbers, strides, constants.
 
     Parameters
     ----------
     kernel
-        The function under `triton.jit`. Its integers must be in `do_not_specialize`; its strides are specialised.
+        The function under `triton.jit`. Its numbers must be in `do_not_specialize`; its strides are specialised.
     """
 
     def __init__(self, kernel: Any) -> None:
@@ -203,7 +203,7 @@ class Launcher:
     def bind(
         self,
         grid: tuple[int, int, int],
-        integers: tuple[int, ...],
+        numbers: tuple[float, ...],
         strides: tuple[int, ...],
         constants: tuple,
         num_warps: int,
@@ -218,8 +218,8 @@ class Launcher:
         ----------
         grid
             Programs along the three axes, each at least 1.
-        integers, strides, constants
-            The arguments after the tensors, in the kernel's order.
+        numbers, strides, constants
+            The arguments after the tensors, in the kernel's order. A number is an int or a float.
         num_warps, num_stages, max_registers
             Triton's launch options; the last is per thread.
         follows
@@ -232,12 +232,12 @@ class Launcher:
         # Triton tells apart 1, multiples of 16, and what needs 64 bits.
         specialised = (
             tuple([stride if stride == 1 else (stride % 16 == 0, stride > _INT32_MAX) for stride in strides]),
-            tuple([integer > _INT32_MAX for integer in integers]),
+            tuple([number > _INT32_MAX for number in numbers]),
         )
         return Launch(
             self,
             grid,
-            (*integers, *strides, *constants),
+            (*numbers, *strides, *constants),
             (specialised, constants, num_warps, num_stages, max_registers, follows),
             {"num_warps": num_warps, "num_stages": num_stages, "maxnreg": max_registers}
             # Not every Triton knows the option.
@@ -255,29 +255,43 @@ class Sequence:
     Parameters
     ----------
     given
-        How many tensors (or None) a call takes: the slots from 0. As of a `Launch`, the first of them is on the current
-        device, and none changes its type, or whether it is None.
+        How many tensors (or None) a call takes: the slots from 0. None changes its type, or whether it is None, from
+        call to call.
+    first
+        A slot of which the tensor is never None, and on the current device.
     """
 
-    def __init__(self, given: int) -> None:
+    def __init__(self, given: int, first: int = 0) -> None:
         self._given = given
+        self._first = first
+        self._kept = 0
         self._bytes = 0
         # Of each the tensor that it is in the memory of (None: the scratch), and there its offset, size and type.
         self._regions: list[tuple[int | None, int, int, torch.dtype]] = []
+        self._placed: list[tuple[int, int]] = []
         self._steps: list[tuple[Launch, tuple[int, ...]]] = []
         self._direct: list[tuple[_Direct, Callable[[list[int]], tuple[int, ...]]]] = []
 
     def region(self, count: int, dtype: torch.dtype, at: int | None = None, of: int | None = None) -> int:
         """Return the slot of a region of scratch for `count` elements, after all others, or `at` a byte among them.
 
-        With `of` it lies in the memory of the contiguous tensor in that slot, which is given for a later launch to
-        fill, at a byte that is a multiple of 16.
+        Bytes count from the end of what is kept (`keep`). With `of` it lies in the memory of the contiguous tensor in
+        that slot, which is given for a later launch to fill, at a byte that is a multiple of 16.
         """
         if of is None:
-            at = region_at(self._bytes) if at is None else at
+            at = region_at(self._bytes) if at is None else self._kept + at
             self._bytes = max(self._bytes, at + count * dtype.itemsize)
         self._regions.append((of, at or 0, count, dtype))
         return self._given + len(self._regions) - 1
+
+    def keep(self, slot: int, count: int, dtype: torch.dtype) -> None:
+        """Put a region in this slot, for which calls give None then; `at` counts from its end. Before other regions."""
+        self.same(slot, self.region(count, dtype))
+        self._kept = region_at(self._bytes)
+
+    def same(self, slot: int, other: int) -> None:
+        """Put what is in another slot in this one too, for which calls give None then."""
+        self._placed.append((slot, other))
 
     def add(self, launch: Launch, *slots: int) -> None:
         """Launch after all others, on the tensors in these slots."""
@@ -285,12 +299,14 @@ class Sequence:
 
     def __call__(self, *tensors: Tensor | None) -> None:
         pointers = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-        scratch = torch.empty(self._bytes, dtype=torch.uint8, device=tensors[0].device)  # type: ignore[union-attr]
+        scratch = torch.empty(self._bytes, dtype=torch.uint8, device=tensors[self._first].device)  # type: ignore[union-attr]
         if not self._direct or functools.reduce(operator.or_, pointers) & 15 or _hooked():
             self._by_tensors(tensors, scratch)
             return
         base = scratch.data_ptr()
         pointers += [(base if of is None else pointers[of]) + offset for of, offset, _, _ in self._regions]
+        for slot, other in self._placed:
+            pointers[slot] = pointers[other]
         stream = _current_stream(self._direct[0][0].device)
         for (launch, grid, fixed, rest, *_), of_slots in self._direct:
             launch(*grid, stream, *fixed, *of_slots(pointers), *rest)
@@ -302,7 +318,9 @@ class Sequence:
             ].view(dtype)
             for of, offset, count, dtype in self._regions
         ]
-        table = (*tensors, *regions)
+        table = [*tensors, *regions]
+        for slot, other in self._placed:
+            table[slot] = table[other]
         for launch, slots in self._steps:
             launch(*[table[slot] for slot in slots])
         direct: list[tuple[_Direct, Callable[[list[int]], tuple[int, ...]]]] = []

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from .hidden import maxsim_from_hidden, maxsim_from_hidden_reference
+from .losses import cross_entropy_reference, kl_divergence_reference, maxsim_cross_entropy, maxsim_kl_divergence
 from .maxsim import maxsim, maxsim_pairs, maxsim_reference
 from .varlen import maxsim_varlen, maxsim_varlen_pairs, pack, unpack
 
 __all__ = [
+    "cross_entropy_reference",
+    "kl_divergence_reference",
     "maxsim",
+    "maxsim_cross_entropy",
     "maxsim_from_hidden",
     "maxsim_from_hidden_reference",
+    "maxsim_kl_divergence",
     "maxsim_pairs",
     "maxsim_reference",
     "maxsim_varlen",

@@ -680,26 +680,41 @@ class _Maxsim(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_scores):
         queries, documents, winners = ctx.saved_tensors
-        need_queries, need_documents = ctx.needs_input_grad[:2]
-        if ctx.decided is not None and _is_current(queries) and not torch.is_grad_enabled():
-            compute = ctx.decided.backward
-            return *compute(grad_scores, queries, documents, winners, need_queries, need_documents), *_NO_GRADIENTS
-        # A graph of the backward is asked for: the operator has one, which says that there is no second derivative.
-        compute = _maxsim_backward if torch.is_grad_enabled() else _backward
-        normalize, implementation, backward = ctx.options
-        grad_queries, grad_documents = compute(
-            grad_scores, queries, _grouped(documents), winners, normalize, need_queries, need_documents,
-            implementation, backward,
-        )  # fmt: skip
-        return (
-            grad_queries if need_queries else None,
-            grad_documents.view(documents.shape) if need_documents else None,
-            *_NO_GRADIENTS,
+        gradients = gradients_of_scores(
+            grad_scores, queries, documents, winners, ctx.decided, ctx.options, ctx.needs_input_grad
         )
+        return *gradients, *_NO_GRADIENTS
 
 
 # Of the arguments of `_Maxsim` after the documents; more than were given are not looked at.
 _NO_GRADIENTS = (None,) * 7
+
+
+def gradients_of_scores(
+    grad_scores: Tensor,
+    queries: Tensor,
+    documents: Tensor,
+    winners: Tensor,
+    decided: _Decided | None,
+    options: tuple[bool, str, str],
+    needs: tuple[bool, ...],
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of queries and documents, in the backward of a node that was given both first.
+
+    `decided` and `options` are those of its forward, and `needs` tells of every input whether its gradient is needed.
+    """
+    need_queries, need_documents = needs[:2]
+    if decided is not None and _is_current(queries) and not torch.is_grad_enabled():
+        return decided.backward(grad_scores, queries, documents, winners, need_queries, need_documents)  # type: ignore[misc]
+    # A graph of the backward is asked for: the operator has one, which says that there is no second derivative.
+    compute = _maxsim_backward if torch.is_grad_enabled() else _backward
+    grad_queries, grad_documents = compute(
+        grad_scores, queries, _grouped(documents), winners, options[0], need_queries, need_documents, *options[1:]
+    )
+    return (
+        grad_queries if need_queries else None,
+        grad_documents.view(documents.shape) if need_documents else None,
+    )
 
 
 _LIBRARY.impl("maxsim", _forward, "CompositeExplicitAutograd")

@@ -17,7 +17,19 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from pylate_flash.kernels import backward, cuts, forward, fused, gradients, hopper, masks, norms, scatter, winner_lists
+from pylate_flash.kernels import (
+    backward,
+    cuts,
+    forward,
+    fused,
+    gradients,
+    hopper,
+    losses,
+    masks,
+    norms,
+    scatter,
+    winner_lists,
+)
 from pylate_flash.kernels.launch import Launcher
 from tests.kernels.backward_cases import dense, packed
 
@@ -71,6 +83,8 @@ class Recorder(Launcher):
             elif parameter.is_constexpr or value is None:
                 signature[name] = "constexpr"
                 constants[name] = value
+            elif isinstance(value, float):
+                signature[name] = "fp32"
             else:
                 signature[name] = "i32"
                 if not parameter.do_not_specialize and value % 16 == 0:
@@ -339,3 +353,38 @@ def test_inverse_norms(size: int, capability: int, monkeypatch) -> None:
 def test_active_tokens(length: int, capability: int, monkeypatch) -> None:
     mask = torch.ones(4, length, dtype=torch.bool)
     check(masks, "_active_tokens", lambda: masks.active_tokens(mask), capability, monkeypatch)
+
+
+@pytest.mark.parametrize("divergence", [False, True])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_losses(reduction: str, divergence: bool, capability: int, monkeypatch) -> None:
+    scores, grad_loss = torch.empty(40, 3000), torch.empty(40 if reduction == "none" else ())
+    target = torch.empty(40, 3000) if divergence else torch.zeros(40, dtype=torch.int64)
+    comparison = losses.Comparison(divergence, True, False, 0.1, reduction)
+
+    def run(counts: torch.Tensor | None) -> None:
+        losses.bound_loss.cache_clear()
+        bound = losses.bound_loss((40, 3000), scores.device, comparison)
+        _, statistics = bound.forward(scores, target)
+        bound.gradient(grad_loss, scores, target, statistics, counts)
+
+    for name in ("_losses", "_gradient") if reduction == "none" else ("_losses", "_gradient", "_total"):
+        for counts in (None, torch.empty(40)):
+            with monkeypatch.context() as patch:
+                for other in {"_losses", "_gradient", "_total"} - {name}:
+                    patch.setattr(losses, other, Recorder(getattr(losses, other).kernel))
+                check(losses, name, lambda counts=counts: run(counts), capability, patch)
+    losses.bound_loss.cache_clear()
+
+
+@pytest.mark.parametrize("sizes", [(70, 9), (70, 0), (0, 9)])
+def test_rescale(sizes: tuple[int, int], capability: int, monkeypatch) -> None:
+    monkeypatch.setattr(losses, "architecture", lambda device: (capability // 10, 132))
+    tensors = [torch.empty(size, dtype=torch.bfloat16) if size else None for size in sizes]
+
+    def run() -> None:
+        losses.bound_rescale.cache_clear()
+        losses.bound_rescale(*sizes, torch.device("cpu"))(torch.ones(()), *tensors)
+
+    check(losses, "_rescale", run, capability, monkeypatch)
+    losses.bound_rescale.cache_clear()

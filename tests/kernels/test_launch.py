@@ -215,3 +215,23 @@ def test_a_sequence_has_one_scratch(on_a_gpu: None) -> None:
         scratch = before[15]
         assert before[14:17] == (tensor.data_ptr(), scratch, scratch + 256)
         assert after[14:18] == (scratch + 256, 0, scratch + 512, tensor.data_ptr() + 256)
+
+
+def test_a_sequence_keeps_regions_in_place_of_tensors(on_a_gpu: None) -> None:
+    compiled = Launched(), Launched()
+    sequence = launch.Sequence(4, first=1)
+    sequence.keep(0, 3, torch.int32)
+    sequence.same(3, 0)
+    sequence.keep(2, 100, torch.int32)
+    other = sequence.region(300, torch.uint16)
+    again = sequence.region(8, torch.float32, at=256)
+    sequence.add(compiled[0].bind(), 0, 1, 2)
+    sequence.add(compiled[1].bind(), 3, other, again)
+    tensor = torch.zeros(90)
+    for _ in range(3):
+        sequence(None, tensor, None, None)
+    assert [kernel.ways for kernel in compiled] == [["C", "C"]] * 2
+    for before, after in zip(compiled[0].launches, compiled[1].launches, strict=True):
+        kept = before[14]
+        assert before[15:17] == (tensor.data_ptr(), kept + 256)
+        assert after[14:17] == (kept, kept + 768, kept + 1024)
