@@ -289,14 +289,11 @@ def step_of_loss(inputs: Inputs, loss_of: Callable[..., torch.Tensor]) -> Step:
 
 
 def ours(inputs: Inputs) -> list[Candidate]:
-    """The public operations, as a user calls them: `maxsim` and torch's loss of it, or scores and loss in one."""
-    from pylate_flash import maxsim, maxsim_cross_entropy, maxsim_kl_divergence
+    """The public `maxsim_cross_entropy` or `maxsim_kl_divergence`, as a user calls it: scores and loss in one."""
+    from pylate_flash import maxsim_cross_entropy, maxsim_kl_divergence
 
-    fused = maxsim_cross_entropy if inputs.teacher is None else maxsim_kl_divergence
-    return [
-        Candidate(fused.__name__, partial(step_of_loss, inputs, fused)),
-        Candidate("maxsim, torch's loss", partial(step, inputs, maxsim)),
-    ]
+    loss_of = maxsim_cross_entropy if inputs.teacher is None else maxsim_kl_divergence
+    return [Candidate(loss_of.__name__, partial(step_of_loss, inputs, loss_of))]
 
 
 def lik(inputs: Inputs, *backwards: str) -> list[Candidate]:

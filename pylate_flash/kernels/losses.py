@@ -55,6 +55,10 @@ class Comparison(NamedTuple):
         """The shape of what the gradient wants to know of the scores, and of a teacher's."""
         return 4 if self.divergence else 2, n_queries
 
+    def share(self, n_queries: int) -> float:
+        """The factor of a query's loss in the loss."""
+        return 1.0 / n_queries if self.reduction == "mean" else 1.0
+
     def grad_strides(self, n_queries: int, n_documents: int) -> tuple[int, int]:
         """Of the gradient of the scores: with documents in common, all scores of one document lie together."""
         return (n_documents, 1) if self.own_candidates else (1, n_queries)
@@ -81,14 +85,17 @@ class _LossSlot(IntEnum):
 @functools.lru_cache(maxsize=4096)
 def bound_loss(shape: tuple[int, int], device: torch.device, comparison: Comparison) -> Loss:
     """A loss of contiguous float32 scores of this shape, no dimension of which is 0, launched on the current device."""
+    each = comparison.reduction == "none"
     sequence = Sequence(len(_LossSlot))
-    _add_loss(
-        sequence, shape, comparison, _LossSlot.SCORES, _LossSlot.TARGET, _LossSlot.STATISTICS, _LossSlot.LOSS
-    )  # fmt: skip
+    losses = int(_LossSlot.LOSS) if each else sequence.region(shape[0], torch.float32)
+    _add_losses(sequence, shape, comparison, _LossSlot.SCORES, _LossSlot.TARGET, _LossSlot.STATISTICS, losses)
+    if not each:
+        total = _total.bind((1, 1, 1), (shape[0], comparison.share(shape[0])), (), (_BLOCK,), 4, num_stages=1)
+        sequence.add(total, losses, _LossSlot.LOSS)
     # Whether there are counts does not change from call to call of one launch.
     launches = {counted: _bind_gradient(shape, comparison) for counted in (False, True)}
     statistics_shape, strides = comparison.statistics(shape[0]), comparison.grad_strides(*shape)
-    loss_shape = shape[:1] if comparison.reduction == "none" else ()
+    loss_shape = shape[:1] if each else ()
 
     def forward(scores: Tensor, target: Tensor | None) -> tuple[Tensor, Tensor]:
         statistics = torch.empty(statistics_shape, dtype=torch.float32, device=device)
@@ -100,38 +107,28 @@ def bound_loss(shape: tuple[int, int], device: torch.device, comparison: Compari
         grad_loss: Tensor, scores: Tensor, target: Tensor | None, statistics: Tensor, counts: Tensor | None
     ) -> Tensor:
         grad_scores = torch.empty_strided(shape, strides, dtype=torch.float32, device=device)
-        launches[counts is not None](scores, target, statistics, grad_loss.contiguous(), counts, grad_scores)
+        launch = launches[counts is not None]
+        launch(scores, target, statistics, grad_loss.contiguous(), counts, None, grad_scores, None)
         return grad_scores
 
     return Loss(forward, gradient)
 
 
-def _add_loss(
-    sequence: Sequence,
-    shape: tuple[int, int],
-    comparison: Comparison,
-    scores: int,
-    target: int,
-    statistics: int,
-    loss: int,
-) -> None:
-    """Add a loss and its statistics, from and to these slots."""
-    n_queries, n_documents = shape
-    each = comparison.reduction == "none"
-    block = min(_BLOCK, max(32, triton.next_power_of_2(n_documents)))
-    losses = loss if each else sequence.region(n_queries, torch.float32)
+def _add_losses(
+    sequence: Sequence, shape: tuple[int, int], comparison: Comparison, scores: int, target: int, statistics: int,
+    losses: int,
+) -> None:  # fmt: skip
+    """Add the losses of all queries and their statistics, from and to these slots."""
+    block = min(_BLOCK, max(32, triton.next_power_of_2(shape[1])))
     launch = _losses.bind(
-        (n_queries, 1, 1),
-        (n_queries, n_documents, 1.0 / comparison.temperature),
+        (shape[0], 1, 1),
+        (*shape, 1.0 / comparison.temperature),
         (),
         (block, comparison.divergence, comparison.own_candidates),
         max(1, block // 256),
         num_stages=1,
     )
     sequence.add(launch, scores, target, statistics, losses)
-    if not each:
-        scale = 1.0 / n_queries if comparison.reduction == "mean" else 1.0
-        sequence.add(_total.bind((1, 1, 1), (n_queries, scale), (), (_BLOCK,), 4, num_stages=1), losses, loss)
 
 
 def _bind_gradient(shape: tuple[int, int], comparison: Comparison) -> Launch:
@@ -140,11 +137,11 @@ def _bind_gradient(shape: tuple[int, int], comparison: Comparison) -> Launch:
     return _gradient.bind(
         (triton.cdiv(n_queries, _TILE) * triton.cdiv(n_documents, _TILE), 1, 1),
         (
-            n_queries, n_documents, int(comparison.reduction == "none"), scale,
-            scale / n_queries if comparison.reduction == "mean" else scale,
+            n_queries, n_documents, int(comparison.reduction == "none"), scale, scale * comparison.share(n_queries),
+            comparison.share(n_queries),
         ),
         comparison.grad_strides(*shape),
-        (_TILE, comparison.divergence, comparison.own_candidates),
+        (_TILE, _BLOCK, comparison.divergence, comparison.own_candidates),
         4,
         num_stages=1,
     )  # fmt: skip
@@ -189,14 +186,16 @@ def bound_step(
     sequence.same(Slot.WEIGHTS, Slot.GRAD_SCORES)
     scores = sequence.region(n_scores, torch.float32)
     statistics = sequence.region(math.prod(comparison.statistics(n_queries)), torch.float32)
+    losses = sequence.region(n_queries, torch.float32)
     slots = (Slot.QUERIES, Slot.DOCUMENTS, Slot.NONE, scores, Slot.WINNERS)
     layout = (shape, query_strides, dtype, device, documents_shape, document_strides)
     if not add_maxsim(sequence, *layout, aligned, precision, slots):
         return None
-    _add_loss(sequence, scores_shape, comparison, scores, target, statistics, loss)
+    _add_losses(sequence, scores_shape, comparison, scores, target, statistics, losses)
     sequence.add(
-        _bind_gradient(scores_shape, comparison), scores, target, statistics, Slot.NONE, Slot.NONE, Slot.GRAD_SCORES
-    )
+        _bind_gradient(scores_shape, comparison), scores, target, statistics, Slot.NONE, Slot.NONE, losses,
+        Slot.GRAD_SCORES, loss,
+    )  # fmt: skip
     add_backward(problem, sequence, need_queries, need_documents, backward)
     allocate = torch.zeros if backward == "onehot" else torch.empty
 
@@ -285,29 +284,40 @@ def _losses_kernel(
         tl.store(losses_ptr + query, log_sum - (score - best) * scale)
 
 
-@triton.jit(do_not_specialize=["n_queries", "scale"])
-def _total_kernel(losses_ptr, loss_ptr, n_queries, scale, BLOCK: tl.constexpr):
-    """loss = scale * sum of the losses [n_queries], always in the same order; one program."""
+@triton.jit
+def _sum_of(losses_ptr, n_queries, BLOCK: tl.constexpr):
+    """The sum of the losses [n_queries], always in the same order."""
     offsets = tl.arange(0, BLOCK)
     sums = tl.zeros([BLOCK], tl.float32)
     for first in tl.range(0, n_queries, BLOCK):
         sums += tl.load(losses_ptr + first + offsets, mask=first + offsets < n_queries, other=0.0)
-    tl.store(loss_ptr, tl.sum(sums, axis=0) * scale)
+    return tl.sum(sums, axis=0)
 
 
-@triton.jit(do_not_specialize=["n_queries", "n_documents", "grad_stride", "scale", "grad_scale"])
+@triton.jit(do_not_specialize=["n_queries", "scale"])
+def _total_kernel(losses_ptr, loss_ptr, n_queries, scale, BLOCK: tl.constexpr):
+    """loss = scale * sum of the losses [n_queries]; one program."""
+    tl.store(loss_ptr, _sum_of(losses_ptr, n_queries, BLOCK) * scale)
+
+
+@triton.jit(do_not_specialize=["n_queries", "n_documents", "grad_stride", "scale", "grad_scale", "loss_scale"])
 def _gradient_kernel(
-    scores_ptr, target_ptr, statistics_ptr, grad_loss_ptr, counts_ptr, grad_scores_ptr,
-    n_queries, n_documents, grad_stride, scale, grad_scale,
+    scores_ptr, target_ptr, statistics_ptr, grad_loss_ptr, counts_ptr, losses_ptr, grad_scores_ptr, loss_ptr,
+    n_queries, n_documents, grad_stride, scale, grad_scale, loss_scale,
     stride_query, stride_document,
     TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
     DIVERGENCE: tl.constexpr,
     OWN_CANDIDATES: tl.constexpr,
 ):  # fmt: skip
     """grad_scores = (softmax(scores * scale) - target) * grad_scale * grad_loss / counts; a program for each tile.
 
-    `grad_loss` is one number (grad_stride 0) or one for each query (1), or None for 1; `counts` may be None.
+    `grad_loss` is one number (grad_stride 0) or one for each query (1), or None for 1; `counts` may be None. Where
+    `losses` are given, the first program leaves what `_total_kernel` would, and spares its launch.
     """
+    if losses_ptr is not None:  # noqa: SIM102 (one is decided when it compiles, the other when it runs)
+        if tl.program_id(0) == 0:
+            tl.store(loss_ptr, _sum_of(losses_ptr, n_queries, BLOCK) * loss_scale)
     n_blocks = tl.cdiv(n_documents, TILE)
     queries = tl.program_id(0) // n_blocks * TILE + tl.arange(0, TILE)
     documents = tl.program_id(0) % n_blocks * TILE + tl.arange(0, TILE)

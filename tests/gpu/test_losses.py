@@ -74,13 +74,16 @@ def is_sequence(loss: torch.Tensor) -> bool:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("queries", "documents", "alone"), SHAPES)
 @pytest.mark.parametrize("loss_reduction", ["mean", "sum", "none"])
-def test_losses(queries, documents, alone: bool, kind: str, dtype: torch.dtype, loss_reduction: str) -> None:
+def test_exact_scores(queries, documents, alone: bool, kind: str, dtype: torch.dtype, loss_reduction: str) -> None:
     if kind == "in order" and len(documents) == 3 and queries[0] > documents[0]:
         pytest.skip("labels are needed")
-    # Scores grow with the query, and have float32's digits: what is left of those after the division, a loss can have.
-    temperature = queries[1] / 50
-    options = {"loss_reduction": loss_reduction, "temperature": temperature}
+    options = {"loss_reduction": loss_reduction, "temperature": queries[1] / 50}
     loss_of, definition, leaves = problem(queries, documents, kind, dtype, **options)
+    with torch.no_grad():
+        # Multiples of 1/8, whose products and sums are exact in every type: other winners are no rounding's fault.
+        for leaf, seed in zip(leaves, (3, 4), strict=True):
+            generator = torch.Generator("cuda").manual_seed(seed)
+            leaf.copy_(torch.randint(-2, 3, leaf.shape, generator=generator, device="cuda") / 8)
     assert is_sequence(loss_of(*leaves)) == (alone and dtype == torch.bfloat16 and loss_reduction != "none")
     found, expected = step(loss_of, leaves, 3.0), step(definition, doubled(leaves), 3.0)
     torch.testing.assert_close(found[0].double(), expected[0], rtol=1e-4, atol=1e-4)
@@ -243,12 +246,13 @@ def test_streams_and_cuda_graphs(kind: str) -> None:
 
 
 def test_a_step_keeps_the_gradients_and_nothing_else() -> None:
-    loss_of, _, leaves = problem((256, 32, 128), (256, 90, 128), "in order")
+    loss_of, _, leaves = problem((512, 32, 128), (512, 90, 128), "in order")
     step(loss_of, leaves)
     before = torch.cuda.memory_allocated()
     loss = loss_of(*leaves)
     gradients = sum(leaf.numel() * leaf.element_size() for leaf in leaves)
-    assert gradients <= torch.cuda.memory_allocated() - before <= gradients + 4096
+    # Winners would be 16 MiB; the allocator may leave up to 1 MiB of a block unused.
+    assert gradients <= torch.cuda.memory_allocated() - before <= gradients + (3 << 20)
     del loss
 
 
