@@ -273,7 +273,7 @@ def test_projection(size: int, d_model: int, normalize: bool, monkeypatch) -> No
 BACKWARD = {
     backward: ("_gather",),
     gradients: ("_finish",),
-    winner_lists: ("_sort", "_scan", "_place", "_starts", "_sum", "_combine"),
+    winner_lists: ("_list", "_sort", "_scan", "_place", "_starts", "_sum", "_combine"),
     scatter: ("_onehot", "_atomic"),
 }
 
@@ -310,6 +310,7 @@ def check_backward(run: Callable[[], object], names: set[str], capability: int, 
 def test_backward(normalize: bool, size: int, dtype: torch.dtype, capability: int, monkeypatch) -> None:
     """Queries of 1024 rows have lists that are summed in parts; one of 32 rows shares its documents among programs."""
     few, many = dense((1, 32), (1, 64, 8), size, "none"), dense((32, 32), (1, 2, 180), size, "none")
+    monkeypatch.setattr(winner_lists, "_ALONE_ROWS", 512)
     halves = [
         replace(problem, queries=problem.queries.to(dtype), documents=problem.documents.to(dtype), normalize=normalize)
         for problem in (few, many)
@@ -317,6 +318,7 @@ def test_backward(normalize: bool, size: int, dtype: torch.dtype, capability: in
     finish = {"_finish"} if normalize or dtype != torch.float32 else set()
     for problem, way, needs, names in (
         (halves[0], "csr", (True, False), {"_gather", "_finish"}),
+        (halves[0], "csr", (False, True), {"_list", "_sum"}),
         (halves[1], "csr", (False, True), {"_sort", "_scan", "_place", "_sum", "_combine"}),
         (halves[1], "onehot", (False, True), {"_onehot"}),
         (halves[0], "auto", (False, True), {"_onehot"}),
@@ -324,6 +326,13 @@ def test_backward(normalize: bool, size: int, dtype: torch.dtype, capability: in
         (halves[1], "atomic", (False, True), {"_atomic"} | finish),
     ):
         check_backward(lambda p=problem, w=way, n=needs: p.run(w, *n), names, capability, monkeypatch)
+
+
+@pytest.mark.parametrize(("rows", "length"), [(1, 1), (600, 300), (1024, 2047)])
+def test_lists_by_one_program(rows: int, length: int, capability: int, monkeypatch) -> None:
+    problem = dense((1, rows), (1, 2, length), 16, "none")
+    names = {"_list", "_sum"} | ({"_combine"} if rows > 512 else set())
+    check_backward(lambda: problem.run("csr", queries=False), names, capability, monkeypatch)
 
 
 def test_backward_of_long_documents(capability: int, monkeypatch) -> None:

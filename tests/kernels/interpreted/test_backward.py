@@ -19,8 +19,9 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")
 
 @pytest.fixture(autouse=True)
 def low_limits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Chunks of 16 rows, lists that are summed in parts of 8, and a document at a time."""
-    for name, value in {"_CHUNK_BITS": 4, "_SEGMENT": 8, "_SCRATCH": 1, "_BLOCK_BINS": 16}.items():
+    """Chunks of 16 rows, lists that are summed in parts of 8, and a document at a time; no list by one program."""
+    limits = {"_CHUNK_BITS": 4, "_SEGMENT": 8, "_SCRATCH": 1, "_BLOCK_BINS": 16, "_ALONE_ROWS": 0}
+    for name, value in limits.items():
         monkeypatch.setattr(winner_lists, name, value)
     monkeypatch.setattr(scatter, "_CHUNK", 8)
     monkeypatch.setattr(scatter, "_BLOCK_ROWS", 4)
@@ -49,6 +50,20 @@ def test_layouts(
 @pytest.mark.parametrize("candidates", [None, [0, 2, 2, 5]])
 def test_packed(candidates: list[int] | None, kind: str, way: str) -> None:
     packed((3, 9), [4, 0, 11, 1, 6], 12, kind, candidates).check(way)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("queries", "documents"),
+    [((5, 7), (1, 3, 21)), ((3, 100), (3, 2, 5)), ((2, 1), (2, 1, 1)), ((4, 64), (1, 2, 255)), ((1, 50), (1, 2, 256))],
+)
+def test_lists_by_one_program(
+    queries: tuple[int, int], documents: tuple[int, int, int], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(winner_lists, "_ALONE_ROWS", 300)
+    # What only other lists need.
+    monkeypatch.setattr(winner_lists, "_sorting_regions", None)
+    dense(queries, documents, 12, kind).check("csr")
 
 
 @pytest.mark.parametrize("kind", KINDS)
