@@ -483,27 +483,53 @@ def add_maxsim(
     aligned: bool,
     precision: str,
     slots: tuple[int, int, int, int, int],
-) -> bool:
-    """Add the scores [Nq, K] and winners of `bound_maxsim`, without masks, if one launch leaves them; else say False.
+) -> None:
+    """Add the scores [Nq, K] and winners of `bound_maxsim`, without masks.
 
     `slots` are those of the queries, of the documents, of nothing, of the scores and of the winners.
     """
     groups, candidates, length, _ = documents_shape
+    n_queries = shape[0]
     layout = (shape, query_strides, dtype, device)
     of_documents = (candidates, length, document_strides[:3])
     options = (0, 0, True, False, False, precision)
     queries, documents, none, scores, winners = slots
-    if groups == shape[0] and shape[1] <= _SINGLE_MAX_QUERY_LENGTH:
+    if groups == n_queries and shape[1] <= _SINGLE_MAX_QUERY_LENGTH:
         launch, sums_shape, _, _ = _bound_single(*layout, *of_documents, 0, False, False, None, None, *options)
-        alone, n_before, n_after = sums_shape[0] == 1, 5, 2
+        n_sums, to_query, to_sum = sums_shape[0], candidates, n_queries * candidates
+        n_before, n_after = 5, 2
     else:
-        launch, sums_per_query, _, _, no_pieces = _bound_stacked(
+        launch, n_sums, _, _, no_pieces = _bound_stacked(
             *layout, groups, *of_documents, aligned, False, False, None, *options
         )
-        alone, n_before, n_after = sums_per_query == 1, 6, len(no_pieces)
-    if alone:
-        sequence.add(launch, queries, documents, *(none,) * n_before, scores, winners, *(none,) * n_after)
-    return alone
+        to_query, to_sum = n_sums * candidates, candidates
+        n_before, n_after = 6, len(no_pieces)
+    sums = scores if n_sums == 1 else sequence.region(n_sums * n_queries * candidates, torch.float32)
+    sequence.add(launch, queries, documents, *(none,) * n_before, sums, winners, *(none,) * n_after)
+    if n_sums > 1:
+        block = min(1024, triton.next_power_of_2(candidates))
+        add = _add_sums.bind(
+            (n_queries * triton.cdiv(candidates, block), 1, 1), (candidates, n_sums, to_query, to_sum), (), (block,), 4,
+            num_stages=1,
+        )  # fmt: skip
+        sequence.add(add, sums, scores)
+
+
+@triton.jit(do_not_specialize=["n_documents", "n_sums", "to_query", "to_sum"])
+def _add_sums_kernel(sums_ptr, scores_ptr, n_documents, n_sums, to_query, to_sum, BLOCK: tl.constexpr):
+    """scores[query] [n_documents] = its sums, `to_sum` elements from one to the next, in order; blocks x queries."""
+    n_blocks = tl.cdiv(n_documents, BLOCK)
+    query = (tl.program_id(0) // n_blocks).to(tl.int64)
+    documents = tl.program_id(0) % n_blocks * BLOCK + tl.arange(0, BLOCK)
+    exists = documents < n_documents
+    sums_ptr += query * to_query + documents
+    total = tl.zeros([BLOCK], tl.float32)
+    for index in tl.range(0, n_sums):
+        total += tl.load(sums_ptr + tl.cast(index, tl.int64) * to_sum, mask=exists, other=0.0)
+    tl.store(scores_ptr + query * n_documents + documents, total, mask=exists)
+
+
+_add_sums = Launcher(_add_sums_kernel)
 
 
 def bound_maxsim_varlen(

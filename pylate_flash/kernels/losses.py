@@ -6,8 +6,8 @@ a kernel for every step of it, forward and backward, which on a batch of some hu
 the scores. Here the loss is two launches, and the gradient one, that leaves it in the layout that `winner_lists` wants.
 
 `bound_step` puts them between the forward and the backward of MaxSim: a training step is then one sequence of launches,
-and scores and winners are scratch. Host time of a cold step at 128 x 128 (32 x 300 tokens), in microseconds on the host
-of an H200: MaxSim, and torch's loss of it, 517; with the loss of `bound_loss` 458.
+and scores and winners are scratch. At 128 x 128 (32 x 300 tokens), where a step waits for the host, it takes 0.25 ms on
+an H200; with torch's loss between two operations 0.38.
 """
 
 from __future__ import annotations
@@ -164,8 +164,8 @@ def bound_step(
     need_documents: bool,
     precision: str,
     comparison: Comparison,
-) -> Step | None:
-    """Scores, loss and gradients of embeddings without masks; None where the scores are more than one launch.
+) -> Step:
+    """Scores, loss and gradients of embeddings without masks.
 
     Embeddings are as in `bound_maxsim`, `comparison.reduction` is not "none".
     """
@@ -189,8 +189,7 @@ def bound_step(
     losses = sequence.region(n_queries, torch.float32)
     slots = (Slot.QUERIES, Slot.DOCUMENTS, Slot.NONE, scores, Slot.WINNERS)
     layout = (shape, query_strides, dtype, device, documents_shape, document_strides)
-    if not add_maxsim(sequence, *layout, aligned, precision, slots):
-        return None
+    add_maxsim(sequence, *layout, aligned, precision, slots)
     _add_losses(sequence, scores_shape, comparison, scores, target, statistics, losses)
     sequence.add(
         _bind_gradient(scores_shape, comparison), scores, target, statistics, Slot.NONE, Slot.NONE, losses,

@@ -36,10 +36,10 @@ _BIN_BITS = 11
 # Counts that one program scans at a time, of bins x chunks: all chunks of these bins.
 _BLOCK_BINS = 256
 _BLOCK_CHUNKS = 16
-# Query rows that one program lists, at most, and keys that a warp of it sorts. With 64 documents of 300 tokens and 1024
-# rows, the gradient takes 0.030 instead of 0.037; with 132 and 2048 0.056 instead of 0.051, and with 128 and 4096 0.096
-# instead of 0.057.
-_ALONE_ROWS = 1024
+# Query rows that one program lists, at most, and keys that a warp of it sorts. With 512 rows and 264 documents of 300
+# tokens, the gradient takes 0.059 instead of 0.071; with 256 and 4000 of 180 tokens, 0.449 instead of 0.518; but with
+# 1024 and 1024 of 180 tokens, 0.174 instead of 0.147.
+_ALONE_ROWS = 512
 _ALONE_KEYS = 256
 # Query rows on one token that one program sums, at least; at most twice as many: 1.18, 0.35, 0.18, and 1.62,
 # 0.66, 0.31 with skewed winners; 256 rows 1.27, 0.37, 0.20, and 1.50, 0.56, 0.33.

@@ -471,4 +471,4 @@ def _launches_of(
         product_precision(dtype),
         kernels().Comparison(divergence, of_target is not None, own_candidates, temperature, loss_reduction),
     )  # fmt: skip
-    return None if compute is None else _Launches(compute, kernels().bound_rescale(*sizes, device))
+    return _Launches(compute, kernels().bound_rescale(*sizes, device))

@@ -30,7 +30,7 @@ from pylate_flash.kernels import (
     scatter,
     winner_lists,
 )
-from pylate_flash.kernels.launch import Launcher
+from pylate_flash.kernels.launch import Launcher, Sequence
 from tests.kernels.backward_cases import dense, packed
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
@@ -310,7 +310,6 @@ def check_backward(run: Callable[[], object], names: set[str], capability: int, 
 def test_backward(normalize: bool, size: int, dtype: torch.dtype, capability: int, monkeypatch) -> None:
     """Queries of 1024 rows have lists that are summed in parts; one of 32 rows shares its documents among programs."""
     few, many = dense((1, 32), (1, 64, 8), size, "none"), dense((32, 32), (1, 2, 180), size, "none")
-    monkeypatch.setattr(winner_lists, "_ALONE_ROWS", 512)
     halves = [
         replace(problem, queries=problem.queries.to(dtype), documents=problem.documents.to(dtype), normalize=normalize)
         for problem in (few, many)
@@ -328,11 +327,10 @@ def test_backward(normalize: bool, size: int, dtype: torch.dtype, capability: in
         check_backward(lambda p=problem, w=way, n=needs: p.run(w, *n), names, capability, monkeypatch)
 
 
-@pytest.mark.parametrize(("rows", "length"), [(1, 1), (600, 300), (1024, 2047)])
+@pytest.mark.parametrize(("rows", "length"), [(1, 1), (200, 300), (512, 2047)])
 def test_lists_by_one_program(rows: int, length: int, capability: int, monkeypatch) -> None:
     problem = dense((1, rows), (1, 2, length), 16, "none")
-    names = {"_list", "_sum"} | ({"_combine"} if rows > 512 else set())
-    check_backward(lambda: problem.run("csr", queries=False), names, capability, monkeypatch)
+    check_backward(lambda: problem.run("csr", queries=False), {"_list", "_sum"}, capability, monkeypatch)
 
 
 def test_backward_of_long_documents(capability: int, monkeypatch) -> None:
@@ -362,6 +360,25 @@ def test_inverse_norms(size: int, capability: int, monkeypatch) -> None:
 def test_active_tokens(length: int, capability: int, monkeypatch) -> None:
     mask = torch.ones(4, length, dtype=torch.bool)
     check(masks, "_active_tokens", lambda: masks.active_tokens(mask), capability, monkeypatch)
+
+
+def test_sums_of_long_queries(capability: int, monkeypatch) -> None:
+    queries, documents = inputs(torch.bfloat16, 128, 3, 300)
+    layout = (queries.shape, queries.stride(), queries.dtype, queries.device, documents.shape, documents.stride())
+    tensors = queries, documents, None, torch.empty(3, 40), torch.empty(1, 40, 900, dtype=torch.int16)
+
+    def run() -> None:
+        sequence = Sequence(len(tensors))
+        forward.add_maxsim(sequence, *layout, True, "ieee", (0, 1, 2, 3, 4))
+        sequence(*tensors)
+
+    name = stacked(capability, torch.bfloat16, 128)
+    with monkeypatch.context() as patch:
+        if name == "_hopper":
+            patch.setattr(forward, name, lambda: Recorder(hopper.hopper.kernel))
+        else:
+            patch.setattr(forward, name, Recorder(getattr(forward, name).kernel))
+        check(forward, "_add_sums", run, capability, patch)
 
 
 @pytest.mark.parametrize("divergence", [False, True])
