@@ -352,7 +352,13 @@ def suite() -> Suite:
         title="MaxSim training step",
         rows=ROWS,
         systems=(
-            System(OURS, "pylate_flash", ours),
+            System(
+                OURS,
+                "pylate_flash",
+                ours,
+                about="`maxsim_cross_entropy` or `maxsim_kl_divergence`, scores and loss in one, where the others' "
+                "scores go into torch's loss",
+            ),
             System(
                 "lik",
                 "LIK",
