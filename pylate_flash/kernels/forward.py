@@ -408,8 +408,23 @@ def _single_kernel(
             tl.store(sums_ptr + document, total)
 
 
+@triton.jit(do_not_specialize=["n_documents", "n_sums", "to_query", "to_sum"])
+def _add_sums_kernel(sums_ptr, scores_ptr, n_documents, n_sums, to_query, to_sum, BLOCK: tl.constexpr):
+    """scores[query] [n_documents] = its sums, `to_sum` elements from one to the next, in order; blocks x queries."""
+    n_blocks = tl.cdiv(n_documents, BLOCK)
+    query = (tl.program_id(0) // n_blocks).to(tl.int64)
+    documents = tl.program_id(0) % n_blocks * BLOCK + tl.arange(0, BLOCK)
+    exists = documents < n_documents
+    sums_ptr += query * to_query + documents
+    total = tl.zeros([BLOCK], tl.float32)
+    for index in tl.range(0, n_sums):
+        total += tl.load(sums_ptr + tl.cast(index, tl.int64) * to_sum, mask=exists, other=0.0)
+    tl.store(scores_ptr + query * n_documents + documents, total, mask=exists)
+
+
 _stacked = Launcher(_stacked_kernel)
 _single = Launcher(_single_kernel)
+_add_sums = Launcher(_add_sums_kernel)
 
 
 def maxsim_forward(
@@ -513,23 +528,6 @@ def add_maxsim(
             num_stages=1,
         )  # fmt: skip
         sequence.add(add, sums, scores)
-
-
-@triton.jit(do_not_specialize=["n_documents", "n_sums", "to_query", "to_sum"])
-def _add_sums_kernel(sums_ptr, scores_ptr, n_documents, n_sums, to_query, to_sum, BLOCK: tl.constexpr):
-    """scores[query] [n_documents] = its sums, `to_sum` elements from one to the next, in order; blocks x queries."""
-    n_blocks = tl.cdiv(n_documents, BLOCK)
-    query = (tl.program_id(0) // n_blocks).to(tl.int64)
-    documents = tl.program_id(0) % n_blocks * BLOCK + tl.arange(0, BLOCK)
-    exists = documents < n_documents
-    sums_ptr += query * to_query + documents
-    total = tl.zeros([BLOCK], tl.float32)
-    for index in tl.range(0, n_sums):
-        total += tl.load(sums_ptr + tl.cast(index, tl.int64) * to_sum, mask=exists, other=0.0)
-    tl.store(scores_ptr + query * n_documents + documents, total, mask=exists)
-
-
-_add_sums = Launcher(_add_sums_kernel)
 
 
 def bound_maxsim_varlen(

