@@ -48,7 +48,7 @@ from .cuts import (
     tokens_of_piece,
 )
 from .launch import Launch, Launcher, Sequence
-from .masks import active_tokens
+from .masks import active_tokens, bound_active_tokens
 from .norms import inverse_norm, inverse_norms
 from .reductions import larger, max_along
 from .tiles import (
@@ -487,6 +487,18 @@ def bound_maxsim(
     return _whole_stacked(stacked, shape[0], candidates, winners, winners_dtype(length), normalize)
 
 
+class Slots(NamedTuple):
+    """Where the tensors of a forward are in the table of its launches; `none` is always None."""
+
+    queries: int
+    documents: int
+    queries_mask: int
+    documents_mask: int
+    none: int
+    scores: int
+    winners: int
+
+
 def add_maxsim(
     sequence: Sequence,
     shape: torch.Size,
@@ -496,31 +508,40 @@ def add_maxsim(
     documents_shape: tuple[int, ...],
     document_strides: tuple[int, ...],
     aligned: bool,
+    has_queries_mask: bool,
+    has_documents_mask: bool,
+    zero_masked: bool,
     precision: str,
-    slots: tuple[int, int, int, int, int],
+    slots: Slots,
 ) -> None:
-    """Add the scores [Nq, K] and winners of `bound_maxsim`, without masks.
-
-    `slots` are those of the queries, of the documents, of nothing, of the scores and of the winners.
-    """
+    """Add the scores [Nq, K] and winners of `bound_maxsim`, of embeddings that are not normalised."""
     groups, candidates, length, _ = documents_shape
-    n_queries = shape[0]
+    n_queries, n_documents = shape[0], groups * candidates
     layout = (shape, query_strides, dtype, device)
     of_documents = (candidates, length, document_strides[:3])
-    options = (0, 0, True, False, False, precision)
-    queries, documents, none, scores, winners = slots
+    masks = (has_queries_mask, has_documents_mask)
+    options = (0, 0, True, False, zero_masked, precision)
+    none, scores = slots.none, slots.scores
+    tokens = bounds = none
+    if has_documents_mask:
+        tokens = sequence.region(n_documents * length, torch.int32)
+        bounds = sequence.region(n_documents * 2, torch.int32)
+        sequence.add(bound_active_tokens(n_documents, length, device), slots.documents_mask, tokens, bounds)
     if groups == n_queries and shape[1] <= _SINGLE_MAX_QUERY_LENGTH:
-        launch, sums_shape, _, _ = _bound_single(*layout, *of_documents, 0, False, False, None, None, *options)
+        launch, sums_shape, _, _ = _bound_single(*layout, *of_documents, 0, *masks, None, None, *options)
         n_sums, to_query, to_sum = sums_shape[0], candidates, n_queries * candidates
-        n_before, n_after = 5, 2
+        n_before, n_after = 2, 2
     else:
         launch, n_sums, _, _, no_pieces = _bound_stacked(
-            *layout, groups, *of_documents, aligned, False, False, None, *options
+            *layout, groups, *of_documents, aligned, *masks, None, *options
         )
         to_query, to_sum = n_sums * candidates, candidates
-        n_before, n_after = 6, len(no_pieces)
+        n_before, n_after = 3, len(no_pieces)
     sums = scores if n_sums == 1 else sequence.region(n_sums * n_queries * candidates, torch.float32)
-    sequence.add(launch, queries, documents, *(none,) * n_before, sums, winners, *(none,) * n_after)
+    sequence.add(
+        launch, slots.queries, slots.documents, slots.queries_mask, tokens, bounds, *(none,) * n_before, sums,
+        slots.winners, *(none,) * n_after,
+    )  # fmt: skip
     if n_sums > 1:
         block = min(1024, triton.next_power_of_2(candidates))
         add = _add_sums.bind(

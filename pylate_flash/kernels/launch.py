@@ -259,15 +259,23 @@ class Sequence:
         call to call.
     first
         A slot of which the tensor is never None, and on the current device.
+    allocate
+        What returns the last of these tensors, which the first launch does not take: a call leaves them out, gets them
+        while the first kernel runs already, and returns them.
     """
 
-    def __init__(self, given: int, first: int = 0) -> None:
+    def __init__(
+        self, given: int, first: int = 0, allocate: Callable[[], tuple[Tensor | None, ...]] | None = None
+    ) -> None:
         self._given = given
         self._first = first
+        self._allocate = allocate
         self._kept = 0
         self._bytes = 0
         # Of each the tensor that it is in the memory of (None: the scratch), and there its offset, size and type.
         self._regions: list[tuple[int | None, int, int, torch.dtype]] = []
+        # Slots of those in the memory of a tensor, with its slot and the offset; and slots that share another's tensor.
+        self._lent: list[tuple[int, int, int]] = []
         self._placed: list[tuple[int, int]] = []
         self._steps: list[tuple[Launch, tuple[int, ...]]] = []
         self._direct: list[tuple[_Direct, Callable[[list[int]], tuple[int, ...]]]] = []
@@ -281,8 +289,11 @@ class Sequence:
         if of is None:
             at = region_at(self._bytes) if at is None else self._kept + at
             self._bytes = max(self._bytes, at + count * dtype.itemsize)
+        slot = self._given + len(self._regions)
         self._regions.append((of, at or 0, count, dtype))
-        return self._given + len(self._regions) - 1
+        if of is not None:
+            self._lent.append((slot, of, at or 0))
+        return slot
 
     def keep(self, slot: int, count: int, dtype: torch.dtype) -> None:
         """Put a region in this slot, for which calls give None then; `at` counts from its end. Before other regions."""
@@ -297,28 +308,43 @@ class Sequence:
         """Launch after all others, on the tensors in these slots."""
         self._steps.append((launch, slots))
 
-    def __call__(self, *tensors: Tensor | None) -> None:
+    def __call__(self, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
         pointers = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
         scratch = torch.empty(self._bytes, dtype=torch.uint8, device=tensors[self._first].device)  # type: ignore[union-attr]
+        allocated: tuple[Tensor | None, ...] = ()
         if not self._direct or functools.reduce(operator.or_, pointers) & 15 or _hooked():
-            self._by_tensors(tensors, scratch)
-            return
+            if self._allocate is not None:
+                allocated = self._allocate()
+            self._by_tensors((*tensors, *allocated), scratch)
+            return allocated
         base = scratch.data_ptr()
-        pointers += [(base if of is None else pointers[of]) + offset for of, offset, _, _ in self._regions]
+        n_given = len(pointers)
+        pointers += [0] * (self._given - n_given)
+        pointers += [base + offset if of is None else 0 for of, offset, _, _ in self._regions]
         for slot, other in self._placed:
             pointers[slot] = pointers[other]
         stream = _current_stream(self._direct[0][0].device)
-        for (launch, grid, fixed, rest, *_), of_slots in self._direct:
+        steps = iter(self._direct)
+        if self._allocate is not None:
+            (launch, grid, fixed, rest, *_), of_slots = next(steps)
             launch(*grid, stream, *fixed, *of_slots(pointers), *rest)
+            allocated = self._allocate()
+            pointers[n_given : self._given] = [0 if tensor is None else tensor.data_ptr() for tensor in allocated]
+            for slot, other in self._placed:
+                pointers[slot] = pointers[other]
+        for slot, of, offset in self._lent:
+            pointers[slot] = pointers[of] + offset
+        for (launch, grid, fixed, rest, *_), of_slots in steps:
+            launch(*grid, stream, *fixed, *of_slots(pointers), *rest)
+        return allocated
 
     def _by_tensors(self, tensors: tuple[Tensor | None, ...], scratch: Tensor) -> None:
-        regions = [
-            (scratch if of is None else tensors[of].view(-1).view(torch.uint8))[  # type: ignore[union-attr]
-                offset : offset + count * dtype.itemsize
-            ].view(dtype)
-            for of, offset, count, dtype in self._regions
-        ]
-        table = [*tensors, *regions]
+        table = [*tensors, *[None] * len(self._regions)]
+        for slot, other in self._placed:
+            table[slot] = table[other]
+        for slot, (of, offset, count, dtype) in enumerate(self._regions, self._given):
+            memory = scratch if of is None else table[of].view(-1).view(torch.uint8)  # type: ignore[union-attr]
+            table[slot] = memory[offset : offset + count * dtype.itemsize].view(dtype)
         for slot, other in self._placed:
             table[slot] = table[other]
         for launch, slots in self._steps:

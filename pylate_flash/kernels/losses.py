@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .backward import add_backward, auto_backward
-from .forward import add_maxsim, winners_dtype
+from .forward import Slots, add_maxsim, winners_dtype
 from .gradients import Problem, Slot
 from .launch import Launch, Launcher, Sequence
 from .tiles import architecture
@@ -148,8 +148,11 @@ def _bind_gradient(shape: tuple[int, int], comparison: Comparison) -> Launch:
     )  # fmt: skip
 
 
-# Of queries, documents in any view of [G, K, Ld, d], and target: the loss, and both gradients for a `grad_loss` of 1.
-Step = Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor | None, Tensor | None]]
+# Of queries, documents and their masks in any view of [G, K, Ld, d], and target: the loss, and both gradients for a
+# `grad_loss` of 1.
+Step = Callable[
+    [Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None], tuple[Tensor, Tensor | None, Tensor | None]
+]
 
 
 @functools.lru_cache(maxsize=256)
@@ -161,26 +164,41 @@ def bound_step(
     documents_shape: tuple[int, ...],
     document_strides: tuple[int, ...],
     aligned: bool,
+    has_queries_mask: bool,
+    has_documents_mask: bool,
+    zero_masked: bool,
     need_queries: bool,
     need_documents: bool,
     precision: str,
     comparison: Comparison,
 ) -> Step:
-    """Scores, loss and gradients of embeddings without masks.
+    """Scores, loss and gradients of embeddings that are not normalised.
 
-    Embeddings are as in `bound_maxsim`, `comparison.reduction` is not "none".
+    Embeddings and masks are as in `bound_maxsim`, `comparison.reduction` is not "none".
     """
     groups, candidates, length, size = documents_shape
     n_queries, query_length = shape[:2]
     scores_shape = n_queries, candidates
-    target, loss, given = len(Slot), len(Slot) + 1, len(Slot) + 2
+    queries_mask, documents_mask, target, loss, grad_queries, grad_documents = range(len(Slot), len(Slot) + 6)
+    grad_shape = documents_shape if comparison.own_candidates else documents_shape[1:]
     problem = Problem(
         n_queries, query_length, size, groups, groups * candidates, candidates, length, groups * candidates * length,
         comparison.grad_strides(*scores_shape), query_strides, document_strides[:3], False, False, False, device, dtype,
         winners_dtype(length),
     )  # fmt: skip
     backward = auto_backward(problem)
-    sequence = Sequence(given, first=Slot.QUERIES)
+    zeros_or_empty = torch.zeros if backward == "onehot" else torch.empty
+
+    def allocate() -> tuple[Tensor, Tensor | None, Tensor | None]:
+        return (
+            torch.empty((), dtype=torch.float32, device=device),
+            torch.empty(shape, dtype=dtype, device=device) if need_queries else None,
+            zeros_or_empty(grad_shape, dtype=dtype, device=device) if need_documents else None,
+        )
+
+    sequence = Sequence(grad_documents + 1, Slot.QUERIES, allocate)
+    sequence.same(Slot.GRAD_QUERIES, grad_queries)
+    sequence.same(Slot.GRAD_DOCUMENTS, grad_documents)
     n_scores = math.prod(scores_shape)
     sequence.keep(Slot.WINNERS, n_scores * query_length, problem.winners_dtype)
     sequence.keep(Slot.GRAD_SCORES, n_scores, torch.float32)
@@ -188,26 +206,24 @@ def bound_step(
     scores = sequence.region(n_scores, torch.float32)
     statistics = sequence.region(math.prod(comparison.statistics(n_queries)), torch.float32)
     losses = sequence.region(n_queries, torch.float32)
-    slots = (Slot.QUERIES, Slot.DOCUMENTS, Slot.NONE, scores, Slot.WINNERS)
-    layout = (shape, query_strides, dtype, device, documents_shape, document_strides)
-    add_maxsim(sequence, *layout, aligned, precision, slots)
+    add_maxsim(
+        sequence, shape, query_strides, dtype, device, documents_shape, document_strides, aligned, has_queries_mask,
+        has_documents_mask, zero_masked, precision,
+        Slots(Slot.QUERIES, Slot.DOCUMENTS, queries_mask, documents_mask, Slot.NONE, scores, Slot.WINNERS),
+    )  # fmt: skip
     _add_losses(sequence, scores_shape, comparison, scores, target, statistics, losses)
     sequence.add(
         _bind_gradient(scores_shape, comparison), scores, target, statistics, Slot.NONE, Slot.NONE, losses,
         Slot.GRAD_SCORES, loss,
     )  # fmt: skip
     add_backward(problem, sequence, need_queries, need_documents, backward)
-    allocate = torch.zeros if backward == "onehot" else torch.empty
+    absent = (None,) * (len(Slot) - Slot.QUERIES_SCALE)
 
-    def step(queries: Tensor, documents: Tensor, targets: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        value = torch.empty((), dtype=torch.float32, device=device)
-        grad_queries = torch.empty(shape, dtype=dtype, device=device) if need_queries else None
-        grad_documents = allocate(documents.shape, dtype=dtype, device=device) if need_documents else None
-        sequence(
-            None, queries, documents, None, None, None, None, None, grad_queries, grad_documents, None, None, None,
-            targets, value,
-        )  # fmt: skip
-        return value, grad_queries, grad_documents
+    def step(
+        queries: Tensor, documents: Tensor, queries_mask: Tensor | None, documents_mask: Tensor | None,
+        target: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+        return sequence(None, queries, documents, *absent, queries_mask, documents_mask, target)  # type: ignore[return-value]
 
     return step
 

@@ -47,13 +47,13 @@ def active_tokens(mask: Tensor) -> tuple[Tensor, Tensor]:
     length = mask.shape[-1]
     tokens = mask.new_empty(mask.shape, dtype=torch.int32)
     bounds = mask.new_empty((*mask.shape[:-1], 2), dtype=torch.int32)
-    _bound(mask.numel() // length, length, mask.device)(mask, tokens, bounds)
+    bound_active_tokens(mask.numel() // length, length, mask.device)(mask, tokens, bounds)
     return tokens, bounds
 
 
 @functools.lru_cache(maxsize=1024)
-def _bound(n_documents: int, length: int, device: torch.device) -> Launch:
-    """A launch for the mask of so many documents."""
+def bound_active_tokens(n_documents: int, length: int, device: torch.device) -> Launch:
+    """A launch for the mask of so many documents: takes it, the positions and the bounds."""
     return _active_tokens.bind(
         (n_documents, 1, 1),
         (length,),

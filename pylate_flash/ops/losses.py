@@ -35,6 +35,7 @@ from .maxsim import (
     are_halves_of_one_size,
     goes_straight_to_the_kernel,
     gradients_of_scores,
+    is_for_the_kernel,
     kernels,
     maxsim,
     needs_gradient,
@@ -236,10 +237,10 @@ def _loss(
     comparison: _Comparison,
     scoring: _Scoring,
 ) -> Tensor:
-    if queries_mask is None and documents_mask is None:
-        step = _step(queries, documents, target, comparison, scoring)
-        if step is not None:
-            return _Step.apply(queries, documents, target, step, comparison, scoring)
+    if goes_straight_to_the_kernel(queries, documents) and (
+        step := _step(queries, documents, queries_mask, documents_mask, target, comparison, scoring)
+    ):
+        return _Step.apply(queries, documents, target, queries_mask, documents_mask, step, comparison, scoring)
     normalize, reduction, masking, empty_score, implementation, backward = scoring
     check_choice("implementation", implementation, IMPLEMENTATIONS)
     check_choice("backward", backward, BACKWARDS)
@@ -253,6 +254,11 @@ def _loss(
     ):
         if target is not None:
             target = target.to(torch.float32 if comparison.divergence else torch.int64).contiguous()
+        # Once more, with the tensors of the types that they have by now.
+        if is_for_the_kernel(queries, documents) and (
+            step := _step(queries, documents, queries_mask, documents_mask, target, comparison, scoring)
+        ):
+            return _Step.apply(queries, documents, target, queries_mask, documents_mask, step, comparison, scoring)
         with_gradient = needs_gradient(queries, documents)
         return _Loss.apply(queries, documents, target, queries_mask, documents_mask, comparison, scoring, with_gradient)
     scores = maxsim(
@@ -362,9 +368,9 @@ class _Step(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, queries, documents, target, step, comparison, scoring):
-        loss, *ctx.gradients = step.compute(queries, documents, target)
-        ctx.save_for_backward(queries, documents, target)
+    def forward(ctx, queries, documents, target, queries_mask, documents_mask, step, comparison, scoring):
+        loss, *ctx.gradients = step.compute(queries, documents, queries_mask, documents_mask, target)
+        ctx.save_for_backward(queries, documents, target, queries_mask, documents_mask)
         ctx.rescale = step.rescale
         ctx.options = comparison, scoring
         return loss
@@ -375,50 +381,66 @@ class _Step(torch.autograd.Function):
         if gradients is not None and not torch.is_grad_enabled():
             ctx.rescale(grad_loss, *gradients)
         else:
-            queries, documents, target = ctx.saved_tensors
+            queries, documents, *others = ctx.saved_tensors
             create_graph = torch.is_grad_enabled()
             needed = [tensor for tensor in (queries, documents) if tensor.requires_grad]
             with torch.enable_grad():
-                loss = _Loss.apply(queries, documents, target, None, None, *ctx.options, True)
+                loss = _Loss.apply(queries, documents, *others, *ctx.options, True)
                 found = iter(torch.autograd.grad(loss, needed, grad_loss, create_graph=create_graph))
             gradients = [next(found) if tensor.requires_grad else None for tensor in (queries, documents)]
-        return *gradients, None, None, None, None
+        return *gradients, *(None,) * 6
 
 
 class _Launches(NamedTuple):
     """Of a step: what computes loss and gradients, and what multiplies the gradients by that of the loss."""
 
-    compute: Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor | None, Tensor | None]]
+    compute: Callable[..., tuple[Tensor, Tensor | None, Tensor | None]]
     rescale: Callable[[Tensor, Tensor | None, Tensor | None], None]
 
 
 def _step(
-    queries: Tensor, documents: Tensor, target: Tensor | None, comparison: _Comparison, scoring: _Scoring
+    queries: Tensor,
+    documents: Tensor,
+    queries_mask: Tensor | None,
+    documents_mask: Tensor | None,
+    target: Tensor | None,
+    comparison: _Comparison,
+    scoring: _Scoring,
 ) -> _Launches | None:
-    """The launches that serve such tensors, if there is nothing else to a step on them.
+    """The launches that serve such tensors, `is_for_the_kernel`, if there is nothing else to a step on them.
 
     The checks take twice as long as a launch and depend on no value, so they are made once for tensors of a kind.
     """
+    normalize, reduction, masking, empty_score, implementation, backward = scoring
     if not (
-        goes_straight_to_the_kernel(queries, documents)
-        and (target is None or type(target) is Tensor)
-        and needs_gradient(queries, documents)
-        and type(comparison.temperature) is float
-        and type(comparison.loss_reduction) is type(scoring.implementation) is str
-        and not scoring.normalize
-        and scoring.reduction == "sum"
-        and scoring.masking in MASKINGS
-        and scoring.backward == "auto"
+        needs_gradient(queries, documents)
+        and type(comparison.temperature) in (float, int)
+        and type(comparison.loss_reduction) is type(implementation) is str
+        and not normalize
+        and reduction == "sum"
+        and masking in MASKINGS
+        and (documents_mask is None or empty_score == 0.0)
+        and backward == "auto"
     ):
         return None
-    of_target = None
-    if target is not None:
-        of_target = (target.shape, target.dtype, target.device, target.is_contiguous(), target.requires_grad)
     return _launches_of(
         queries.shape, queries.stride(), queries.dtype, queries.device, queries.requires_grad,
         documents.shape, documents.stride(), documents.dtype, documents.device, documents.requires_grad,
-        documents.data_ptr() % 16 == 0, of_target, comparison, scoring.implementation,
+        documents.data_ptr() % 16 == 0, _kind(queries_mask), _kind(documents_mask), _kind(target), masking == "zero",
+        comparison, implementation,
     )  # fmt: skip
+
+
+# The shape, type and device of a contiguous tensor that requires no gradient; () stands for another.
+_Kind = tuple[torch.Size, torch.dtype, torch.device] | tuple[()] | None
+
+
+def _kind(tensor: Tensor | None) -> _Kind:
+    if tensor is None:
+        return None
+    if type(tensor) is not Tensor or tensor.requires_grad or not tensor.is_contiguous():
+        return ()
+    return tensor.shape, tensor.dtype, tensor.device
 
 
 # As many as `kernels` keeps.
@@ -435,7 +457,10 @@ def _launches_of(
     documents_device: torch.device,
     need_documents: bool,
     aligned: bool,
-    of_target: tuple[torch.Size, torch.dtype, torch.device, bool, bool] | None,
+    queries_mask: _Kind,
+    documents_mask: _Kind,
+    target: _Kind,
+    zero_masked: bool,
     comparison: _Comparison,
     implementation: str,
 ) -> _Launches | None:
@@ -460,18 +485,24 @@ def _launches_of(
         or loss_reduction not in ("mean", "sum")
     ):
         return None
-    if of_target is not None:
-        expected = (shape[0], documents_shape[-3]) if divergence else (shape[0],)
-        if of_target != (expected, torch.float32 if divergence else torch.int64, device, True, False):
+    for mask, expected in ((queries_mask, shape[:-1]), (documents_mask, documents_shape[:-1])):
+        if mask is not None and mask != (expected, torch.bool, device):
             return None
-    elif divergence or (not own_candidates and shape[0] > documents_shape[0]):
+    if target is None:
+        if divergence or (not own_candidates and shape[0] > documents_shape[0]):
+            return None
+    elif divergence:
+        if target != ((shape[0], documents_shape[-3]), torch.float32, device):
+            return None
+    elif target != (shape[:1], torch.int64, device):
         return None
     sizes = [math.prod(shape) * need_queries, math.prod(documents_shape) * need_documents]
     if not own_candidates:
         documents_shape, documents_strides = (1, *documents_shape), (0, *documents_strides)  # type: ignore[assignment]
     compute = kernels().bound_step(
-        shape, strides, dtype, device, documents_shape, documents_strides, aligned, need_queries, need_documents,
+        shape, strides, dtype, device, documents_shape, documents_strides, aligned, queries_mask is not None,
+        documents_mask is not None, zero_masked and documents_mask is not None, need_queries, need_documents,
         product_precision(dtype),
-        _compared(comparison, of_target is not None, own_candidates),
+        _compared(comparison, target is not None, own_candidates),
     )  # fmt: skip
     return _Launches(compute, kernels().bound_rescale(*sizes, device))

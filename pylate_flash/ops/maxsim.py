@@ -310,12 +310,16 @@ def _decided(queries: Tensor, documents: Tensor, normalize: bool, masking: str, 
 
 def goes_straight_to_the_kernel(queries: Tensor, documents: Tensor) -> bool:
     """Whether a call on these tensors, if they fit together, is a launch on the current device and nothing more."""
+    return not torch.is_autocast_enabled("cuda") and is_for_the_kernel(queries, documents)
+
+
+def is_for_the_kernel(queries: Tensor, documents: Tensor) -> bool:
+    """The same of tensors that have the autocast type already."""
     return (
         type(queries) is Tensor
         and type(documents) is Tensor
         and queries.dtype is not torch.float32
         and queries.is_cuda
-        and not torch.is_autocast_enabled("cuda")
         and _is_plain(queries, documents)
         and _is_current(queries)
     )

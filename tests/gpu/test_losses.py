@@ -38,7 +38,8 @@ def problem(queries: tuple, documents: tuple, kind: str, dtype: torch.dtype = to
     shape = queries[0], documents[-3]
     generator = torch.Generator("cuda").manual_seed(2)
     options = {"temperature": 0.1} | options
-    scoring = {name: options.pop(name) for name in ("normalize", "reduction", "documents_mask") if name in options}
+    of_loss = {name: options.pop(name) for name in ("temperature", "loss_reduction") if name in options}
+    scoring, options = options, of_loss
     if kind == "teacher":
         teacher = torch.randn(shape, device="cuda", generator=generator)
         return (
@@ -95,17 +96,43 @@ def test_exact_scores(queries, documents, kind: str, dtype: torch.dtype, loss_re
             assert F.cosine_similarity(gradient.double().flatten(), reference.flatten(), dim=0) >= 0.9999
 
 
-@pytest.mark.parametrize("options", [{"normalize": True}, {"reduction": "mean"}, {"documents_mask": None}])
+@pytest.mark.parametrize(
+    ("masks", "options", "alone"),
+    [
+        ("", {"normalize": True}, False),
+        ("", {"reduction": "mean"}, False),
+        ("queries", {"reduction": "mean"}, False),
+        ("documents", {"empty_score": -100.0}, False),
+        ("queries documents float", {}, True),
+        ("queries", {}, True),
+        ("documents", {"masking": "zero"}, True),
+        ("queries documents", {}, True),
+    ],
+)
 @pytest.mark.parametrize("kind", KINDS)
-def test_other_scores(kind: str, options: dict) -> None:
-    """Which are no sequence."""
-    if "documents_mask" in options:
-        options = {"documents_mask": torch.rand(20, 70, device="cuda") > 0.3}
-    loss_of, definition, leaves = problem((16, 32, 128), (20, 70, 128), kind, **options)
-    assert not is_sequence(loss_of(*leaves))
-    found, expected = step(loss_of, leaves), step(definition, doubled(leaves))
-    torch.testing.assert_close(found[0].double(), expected[0], rtol=1e-4, atol=1e-4)
-    assert all(relative_error(a, b) <= 1e-2 for a, b in zip(found[1:], expected[1:], strict=True))
+@pytest.mark.parametrize(
+    ("queries", "documents"),
+    [((16, 32, 128), (20, 70, 128)), ((5, 200, 64), (9, 70, 64)), ((6, 32, 64), (6, 5, 70, 64))],
+)
+def test_masks_and_options(queries, documents, kind: str, masks: str, options: dict, alone: bool) -> None:
+    options = dict(options)
+    generator = torch.Generator("cuda").manual_seed(5)
+    for name, shape in (("queries", queries), ("documents", documents)):
+        if name in masks:
+            mask = torch.rand(shape[:-1], device="cuda", generator=generator) > 0.3
+            mask[-1] = False
+            options[f"{name}_mask"] = mask.float() if "float" in masks else mask
+    loss_of, definition, leaves = problem(queries, documents, kind, **options)
+    assert is_sequence(loss_of(*leaves)) == alone
+    expected = step(definition, doubled(leaves))
+    for _ in range(3):
+        found = step(loss_of, leaves)
+        torch.testing.assert_close(found[0].double(), expected[0], rtol=1e-4, atol=1e-4)
+        assert all(relative_error(a, b) <= 1e-2 for a, b in zip(found[1:], expected[1:], strict=True))
+    loss = loss_of(*leaves)
+    torch.autograd.grad(loss, leaves, retain_graph=True)
+    again = torch.autograd.grad(loss, leaves)
+    assert all(relative_error(a, b) <= 1e-2 for a, b in zip(again, expected[1:], strict=True))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -200,6 +227,7 @@ def test_autocast_and_grad_scaler(dtype: torch.dtype) -> None:
     scaler = torch.amp.GradScaler("cuda", init_scale=2.0**16)
     with torch.autocast("cuda", dtype=dtype):
         loss = maxsim_cross_entropy(queries, documents, temperature=100.0)
+    assert is_sequence(loss) == (dtype == torch.bfloat16)
     scaler.scale(loss).backward()
     others = [leaf.detach().to(dtype).double().requires_grad_() for leaf in (queries, documents)]
     expected = torch.autograd.grad(

@@ -97,7 +97,13 @@ class Recorder(Launcher):
 @pytest.fixture(params=[80, 90, 100])
 def capability(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     monkeypatch.setattr(forward, "architecture", lambda device: (request.param // 10, 132))
-    bound = (forward.bound_maxsim, forward._bound_stacked, forward._bound_single, norms._bound, masks._bound)
+    bound = (
+        forward.bound_maxsim,
+        forward._bound_stacked,
+        forward._bound_single,
+        norms._bound,
+        masks.bound_active_tokens,
+    )
     for function in bound:
         function.cache_clear()
     yield request.param
@@ -365,12 +371,13 @@ def test_active_tokens(length: int, capability: int, monkeypatch) -> None:
 def test_sums_of_long_queries(capability: int, monkeypatch) -> None:
     queries, documents = inputs(torch.bfloat16, 128, 3, 300)
     layout = (queries.shape, queries.stride(), queries.dtype, queries.device, documents.shape, documents.stride())
-    tensors = queries, documents, None, torch.empty(3, 40), torch.empty(1, 40, 900, dtype=torch.int16)
+    scores, winners = torch.empty(3, 40), torch.empty(1, 40, 900, dtype=torch.int16)
 
     def run() -> None:
-        sequence = Sequence(len(tensors))
-        forward.add_maxsim(sequence, *layout, True, "ieee", (0, 1, 2, 3, 4))
-        sequence(*tensors)
+        sequence = Sequence(len(forward.Slots._fields))
+        slots = forward.Slots(*range(len(forward.Slots._fields)))
+        forward.add_maxsim(sequence, *layout, True, False, False, False, "ieee", slots)
+        sequence(queries, documents, None, None, None, scores, winners)
 
     name = stacked(capability, torch.bfloat16, 128)
     with monkeypatch.context() as patch:

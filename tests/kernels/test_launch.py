@@ -235,3 +235,32 @@ def test_a_sequence_keeps_regions_in_place_of_tensors(on_a_gpu: None) -> None:
         kept = before[14]
         assert before[15:17] == (tensor.data_ptr(), kept + 256)
         assert after[14:17] == (kept, kept + 768, kept + 1024)
+
+
+@pytest.mark.parametrize("lent_by", [2, 4])
+def test_a_sequence_allocates_while_its_first_kernel_runs(lent_by: int, on_a_gpu: None) -> None:
+    """What is allocated may share a slot, and may lend its memory, by either name."""
+    compiled, made = (Launched(), Launched()), []
+
+    def allocate() -> tuple[torch.Tensor | None, ...]:
+        made.append((torch.zeros(70), None, [len(kernel.launches) for kernel in compiled]))
+        return made[-1][:2]
+
+    sequence = launch.Sequence(6, first=1, allocate=allocate)
+    sequence.same(2, 4)
+    sequence.same(3, 5)
+    lent = sequence.region(8, torch.float32, at=128, of=lent_by)
+    scratch = sequence.region(8, torch.float32)
+    sequence.add(compiled[0].bind(), 1, scratch)
+    sequence.add(compiled[1].bind(), scratch, 2, 3, 4, lent)
+    tensor = torch.zeros(90)
+    for _ in range(3):
+        returned = sequence(None, tensor, None, None)
+        assert returned[0] is made[-1][0]
+        assert returned[1] is None
+    assert [kernel.ways for kernel in compiled] == [["C", "C"]] * 2
+    assert [launches for _, _, launches in made] == [[0, 0], [1, 0], [2, 1]]
+    for (allocated, _, _), first, second in zip(made[1:], *(kernel.launches for kernel in compiled), strict=True):
+        address = allocated.data_ptr()
+        assert first[14:16] == (tensor.data_ptr(), second[14])
+        assert second[15:19] == (address, 0, address, address + 128)

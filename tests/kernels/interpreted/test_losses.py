@@ -9,6 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 
 from pylate_flash.kernels import backward, losses
+from pylate_flash.ops import losses as operation
 from pylate_flash.ops import maxsim_cross_entropy, maxsim_kl_divergence
 from tests.ops.cases import Case, relative_error
 from tests.ops.loss_cases import LOSSES, LossCase, loss_cases
@@ -26,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(losses, "_BLOCK", 4)
     monkeypatch.setattr(losses, "_TILE", 4)
-    bound = (losses.bound_loss, losses.bound_step, losses.bound_rescale)
+    bound = (losses.bound_loss, losses.bound_step, losses.bound_rescale, operation._launches_of)
     for function in bound:
         function.cache_clear()
     yield
@@ -40,11 +41,23 @@ def test_losses(case: LossCase) -> None:
     case.check(1e-5 if case.case.queries.dtype == torch.float32 else 1e-2, implementation="triton")
 
 
-def problem(loss: str, queries: tuple[int, ...], documents: tuple[int, ...], labelled: bool, **options) -> LossCase:
+def problem(
+    loss: str,
+    queries: tuple[int, ...],
+    documents: tuple[int, ...],
+    labelled: bool,
+    masked: tuple[bool, bool] = (False, False),
+    masking: str = "exclude",
+    **options,
+) -> LossCase:
     generator = torch.Generator().manual_seed(0)
     case = Case(
         torch.randn(queries, generator=generator).half(), torch.randn(documents, generator=generator).half(),
-        None, None, {},
+        *(
+            torch.rand(shape[:-1], generator=generator) > 0.4 if wanted else None
+            for shape, wanted in zip((queries, documents), masked, strict=True)
+        ),
+        {"masking": masking},
     )  # fmt: skip
     shape = queries[0], documents[-3]
     target = None
@@ -64,10 +77,11 @@ def step_of(case: LossCase, needs: tuple[bool, bool] = (True, True)):
         case.options.get("loss_reduction", "mean"),
     )  # fmt: skip
     step = losses.bound_step(
-        queries.shape, queries.stride(), queries.dtype, queries.device, grouped.shape, grouped.stride(), True, *needs,
-        "ieee", comparison,
+        queries.shape, queries.stride(), queries.dtype, queries.device, grouped.shape, grouped.stride(), True,
+        case.case.queries_mask is not None, case.case.documents_mask is not None,
+        case.case.options["masking"] == "zero", *needs, "ieee", comparison,
     )  # fmt: skip
-    return step(queries, documents, case.target)
+    return step(queries, documents, case.case.queries_mask, case.case.documents_mask, case.target)
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -100,15 +114,21 @@ def test_a_step_is_one_sequence(queries, documents, lists: bool, loss_reduction:
 
 def plain(case: LossCase, leaves: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """Loss and gradients on the CPU, for a gradient of the loss of 1."""
+    masks, options = (case.case.queries_mask, case.case.documents_mask), case.options | case.case.options
     if case.loss == "divergence":
-        loss = maxsim_kl_divergence(*leaves, case.target, **case.options)
+        loss = maxsim_kl_divergence(*leaves, case.target, *masks, **options)
     else:
-        loss = maxsim_cross_entropy(*leaves, labels=case.target, **case.options)
+        loss = maxsim_cross_entropy(*leaves, *masks, labels=case.target, **options)
     return loss.detach(), *torch.autograd.grad(loss, leaves)
 
 
-def test_a_step_with_labels() -> None:
-    case = problem("cross entropy", (5, 4, 8), (7, 6, 8), labelled=True)
+@pytest.mark.parametrize(("queries", "documents"), [((5, 4, 8), (7, 6, 8)), ((3, 100, 8), (3, 4, 9, 8))])
+@pytest.mark.parametrize(
+    ("masked", "masking"),
+    [((False, False), "exclude"), ((True, True), "exclude"), ((False, True), "zero"), ((True, False), "zero")],
+)
+def test_a_step_with_labels_and_masks(queries, documents, masked: tuple[bool, bool], masking: str) -> None:
+    case = problem("cross entropy", queries, documents, labelled=True, masked=masked, masking=masking)
     reference = LossCase(case.case.doubled(), case.loss, case.target, case.options)
     for value, expected in zip(step_of(case), plain(reference, reference.leaves(reference.case)), strict=True):
         assert relative_error(value, expected) <= 2e-3
@@ -156,3 +176,67 @@ def test_gradients_are_multiplied_in_place(factor: float, sizes: tuple[int, int]
     for tensor, before in zip(found, given, strict=True):
         if tensor is not None:
             torch.testing.assert_close(tensor, before * factor, equal_nan=True)
+
+
+def kinds(**changes) -> dict:
+    """Arguments of the decision whether a sequence serves: in-batch, with labels and both masks."""
+    device = torch.device("cpu")
+    plain = {
+        "shape": torch.Size((5, 4, 8)), "strides": (32, 8, 1), "dtype": torch.bfloat16, "device": device,
+        "need_queries": True, "documents_shape": torch.Size((7, 6, 8)), "documents_strides": (48, 8, 1),
+        "documents_dtype": torch.bfloat16, "documents_device": device, "need_documents": True, "aligned": True,
+        "queries_mask": (torch.Size((5, 4)), torch.bool, device),
+        "documents_mask": (torch.Size((7, 6)), torch.bool, device), "target": (torch.Size((5,)), torch.int64, device),
+        "zero_masked": False, "comparison": operation._Comparison(False, 0.5, "mean"), "implementation": "triton",
+    }  # fmt: skip
+    return plain | changes
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"queries_mask": None, "documents_mask": None, "target": None},
+        {
+            "target": (torch.Size((5, 7)), torch.float32, torch.device("cpu")),
+            "comparison": operation._Comparison(True, 0.5, "sum"),
+        },
+    ],
+)
+def test_what_a_sequence_serves(changes: dict) -> None:
+    assert operation._launches_of(**kinds(**changes)) is not None
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"dtype": torch.float16, "documents_dtype": torch.float16},
+        {"documents_dtype": torch.float16},
+        {"documents_device": torch.device("meta")},
+        {"shape": torch.Size((5, 8)), "strides": (8, 1)},
+        {"documents_shape": torch.Size((4, 7, 6, 8)), "documents_strides": (336, 48, 8, 1)},
+        {"documents_shape": torch.Size((7, 6, 9)), "documents_strides": (54, 9, 1)},
+        {"documents_strides": (48, 1, 6)},
+        {"queries_mask": (torch.Size((5, 3)), torch.bool, torch.device("cpu"))},
+        {"documents_mask": (torch.Size((7, 6)), torch.float32, torch.device("cpu"))},
+        {"documents_mask": (torch.Size((7, 6)), torch.bool, torch.device("meta"))},
+        {"documents_mask": ()},
+        {"target": (torch.Size((4,)), torch.int64, torch.device("cpu"))},
+        {"target": (torch.Size((5,)), torch.int32, torch.device("cpu"))},
+        {"target": (torch.Size((5,)), torch.int64, torch.device("meta"))},
+        {"target": ()},
+        {"comparison": operation._Comparison(True, 0.5, "mean")},
+        {"comparison": operation._Comparison(True, 0.5, "mean"), "target": None},
+        {"comparison": operation._Comparison(False, 0.5, "none")},
+        {"comparison": operation._Comparison(False, 0.5, "max")},
+        {"comparison": operation._Comparison(False, 0.0, "mean")},
+        {"comparison": operation._Comparison(False, float("nan"), "mean")},
+        {"target": None, "shape": torch.Size((8, 4, 8)), "queries_mask": None},
+        {"implementation": "blocked"},
+        {"implementation": "fast"},
+    ],
+    ids=str,
+)
+def test_what_goes_the_longer_way(changes: dict) -> None:
+    """There it is served in parts, or the argument that is wrong is named."""
+    assert operation._launches_of(**kinds(**changes)) is None
