@@ -28,6 +28,7 @@ from torch import Tensor
 from .gradients import Problem, Slot, bind_finish, joined, through_norm
 from .launch import Launcher, Sequence
 from .norms import inverse_norms
+from .overlap import wait_for_previous_kernel
 from .scatter import add_atomics, add_products, sums_are_the_gradient
 from .tiles import architecture
 from .winner_lists import add_lists, wants_transposed_scores
@@ -257,6 +258,7 @@ def _gather_kernel(
     A row is loaded in halves: at d = 128 that is 8 threads to a row and not 16, so a thread looks up half as many rows,
     which takes as many instructions as summing them does.
     """
+    wait_for_previous_kernel()
     n_blocks = tl.cdiv(n_rows, BLOCK_ROWS)
     group = (tl.program_id(0) // n_blocks).to(tl.int64)
     first_row = tl.program_id(0) % n_blocks * BLOCK_ROWS
@@ -339,7 +341,7 @@ def _gather_kernel(
     )
 
 
-_gather = Launcher(_gather_kernel)
+_gather = Launcher(_gather_kernel, follows=True)
 
 
 def _add_gather(problem: Problem, sequence: Sequence) -> None:

@@ -50,6 +50,7 @@ from .cuts import (
 from .launch import Launch, Launcher, Sequence
 from .masks import active_tokens, bound_active_tokens
 from .norms import inverse_norm, inverse_norms
+from .overlap import wait_for_previous_kernel
 from .reductions import larger, max_along
 from .tiles import (
     SUMMED_EMBEDDING,
@@ -411,6 +412,7 @@ def _single_kernel(
 @triton.jit(do_not_specialize=["n_documents", "n_sums", "to_query", "to_sum"])
 def _add_sums_kernel(sums_ptr, scores_ptr, n_documents, n_sums, to_query, to_sum, BLOCK: tl.constexpr):
     """scores[query] [n_documents] = its sums, `to_sum` elements from one to the next, in order; blocks x queries."""
+    wait_for_previous_kernel()
     n_blocks = tl.cdiv(n_documents, BLOCK)
     query = (tl.program_id(0) // n_blocks).to(tl.int64)
     documents = tl.program_id(0) % n_blocks * BLOCK + tl.arange(0, BLOCK)
@@ -424,7 +426,7 @@ def _add_sums_kernel(sums_ptr, scores_ptr, n_documents, n_sums, to_query, to_sum
 
 _stacked = Launcher(_stacked_kernel)
 _single = Launcher(_single_kernel)
-_add_sums = Launcher(_add_sums_kernel)
+_add_sums = Launcher(_add_sums_kernel, follows=True)
 
 
 def maxsim_forward(

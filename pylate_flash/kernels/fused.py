@@ -39,11 +39,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.extra.cuda import gdc_wait
 
 from .hopper import add, execute, find_document, larger_of, next_slot
 from .launch import Described, Launch, Launcher
 from .norms import SMALLEST_NORM
+from .overlap import wait_for_previous_kernel
 from .reductions import larger
 from .tiles import FusedTile, architecture, fused_tile
 
@@ -434,14 +434,12 @@ def _finish_kernel(
     PACKED: tl.constexpr,
     HAS_QUERIES_MASK: tl.constexpr,
     HAS_DOCUMENTS_MASK: tl.constexpr,
-    FOLLOWS: tl.constexpr,
 ):  # fmt: skip
     """scores[query, document] = sum over active rows of the maximum over the parts that the document lies in.
 
-    Grid: (blocks of documents, queries). FOLLOWS: started before what it reads was written.
+    Grid: (blocks of documents, queries).
     """
-    if FOLLOWS:
-        gdc_wait()
+    wait_for_previous_kernel()
     query = tl.program_id(1)
     documents = tl.program_id(0) * BLOCK_DOCUMENTS + tl.arange(0, BLOCK_DOCUMENTS)
     exists = documents < n_documents
@@ -481,7 +479,7 @@ def _finish_kernel(
     tl.store(scores_ptr + query.to(tl.int64) * n_documents + documents, tl.sum(best, axis=1), mask=exists)
 
 
-_finish = Launcher(_finish_kernel)
+_finish = Launcher(_finish_kernel, follows=True)
 
 
 def _described(n_tokens: int, weight_shape: torch.Size, dtype: torch.dtype, tile: FusedTile) -> tuple[Described, ...]:
@@ -547,10 +545,9 @@ def bound_fused(
         (triton.cdiv(n_documents, block_documents), n_queries, 1),
         (query_length, n_documents, document_length, columns),
         (),
-        (block_rows, block_documents, tile.rows // _PARTS, packed, has_queries_mask, has_documents_mask, True),
+        (block_rows, block_documents, tile.rows // _PARTS, packed, has_queries_mask, has_documents_mask),
         num_warps=1,
         num_stages=1,
-        follows=True,
     )
     best_shape = (n_documents + n_tiles * _PARTS, columns)
 

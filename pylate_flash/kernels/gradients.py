@@ -11,6 +11,7 @@ import triton.language as tl
 
 from .launch import Launch, Launcher
 from .norms import SMALLEST_NORM
+from .overlap import wait_for_previous_kernel
 
 _LARGEST_SCALE = tl.constexpr(1.0 / SMALLEST_NORM)
 
@@ -170,6 +171,7 @@ def _finish_kernel(
     NORMALIZE: tl.constexpr,
 ):  # fmt: skip
     """grad[row] from the sum, in order, of parts [n_parts, n_rows, d] in float32; rows [groups, sequences, length]."""
+    wait_for_previous_kernel()
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     dims = tl.arange(0, BLOCK_EMBEDDING)
     mask = (rows < n_rows)[:, None] & (dims < EMBEDDING)[None, :]
@@ -189,7 +191,7 @@ def _finish_kernel(
     tl.store(grad_ptr + offset, total.to(grad_ptr.dtype.element_ty), mask=mask)
 
 
-_finish = Launcher(_finish_kernel)
+_finish = Launcher(_finish_kernel, follows=True)
 
 
 def bind_finish(

@@ -25,6 +25,8 @@ import triton
 from torch import Tensor
 from triton import knobs
 
+from .overlap import starts_early
+
 _INT32_MAX = 2**31 - 1
 # Regions of a scratch begin at multiples of as many bytes.
 _REGION = 256
@@ -175,8 +177,11 @@ class Launch:
         key = (tensors[0].device, types, aligned, *self._key)  # type: ignore[union-attr]
         compiled = self._launcher._compiled.get(key)
         if compiled is None:
+            options = self._options
+            if self._launcher.follows and starts_early(tensors[0].device):  # type: ignore[union-attr]
+                options = options | {"launch_pdl": True}
             # None under Triton's interpreter, which compiles nothing.
-            compiled = self._launcher.kernel[self._grid](*first, *tensors[len(first) :], *self._rest, **self._options)
+            compiled = self._launcher.kernel[self._grid](*first, *tensors[len(first) :], *self._rest, **options)
             self._launcher._compiled[key] = compiled
         else:
             compiled[self._grid](*pointers, *self._rest)
@@ -194,10 +199,14 @@ class Launcher:
     ----------
     kernel
         The function under `triton.jit`. Its numbers must be in `do_not_specialize`; its strides are specialised.
+    follows
+        Whether its programs are started before the kernel launched before them has ended, where the device can. Then
+        they must `wait_for_previous_kernel` before all else.
     """
 
-    def __init__(self, kernel: Any) -> None:
+    def __init__(self, kernel: Any, follows: bool = False) -> None:
         self.kernel = kernel
+        self.follows = follows
         self._compiled: dict[tuple, Any] = {}
 
     def bind(
@@ -209,7 +218,6 @@ class Launcher:
         num_warps: int,
         num_stages: int,
         max_registers: int | None = None,
-        follows: bool = False,
         described: tuple[Described, ...] = (),
     ) -> Launch:
         """A launch of which only the tensors are open. Keep it: what it costs beyond Triton's launcher it costs once.
@@ -222,9 +230,6 @@ class Launcher:
             The arguments after the tensors, in the kernel's order. A number is an int or a float.
         num_warps, num_stages, max_registers
             Triton's launch options; the last is per thread.
-        follows
-            Whether programs may start before the kernel launched before them has ended (compute capability 9.0 and
-            later). Those must wait for it, by `gdc_wait`, before they do anything else.
         described
             What the first tensors are to the kernel, which takes descriptions of them (compute capability 9.0). They
             begin at multiples of 16 bytes.
@@ -238,10 +243,8 @@ class Launcher:
             self,
             grid,
             (*numbers, *strides, *constants),
-            (specialised, constants, num_warps, num_stages, max_registers, follows),
-            {"num_warps": num_warps, "num_stages": num_stages, "maxnreg": max_registers}
-            # Not every Triton knows the option.
-            | ({"launch_pdl": True} if follows else {}),
+            (specialised, constants, num_warps, num_stages, max_registers),
+            {"num_warps": num_warps, "num_stages": num_stages, "maxnreg": max_registers},
             described,
         )
 

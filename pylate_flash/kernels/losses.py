@@ -27,6 +27,7 @@ from .backward import add_backward, auto_backward
 from .forward import Slots, add_maxsim, winners_dtype
 from .gradients import Problem, Slot
 from .launch import Launch, Launcher, Sequence
+from .overlap import wait_for_previous_kernel
 from .tiles import architecture
 
 # Documents, or queries, that a program of the loss has in flight, and sides of a tile of the gradient. Not tuned: at
@@ -274,6 +275,7 @@ def _losses_kernel(
     OWN_CANDIDATES: tl.constexpr,
 ):  # fmt: skip
     """The loss of a query, and of its scores, and a teacher's, what `_softmax_of` says; a program for each query."""
+    wait_for_previous_kernel()
     query = tl.program_id(0)
     row = query.to(tl.int64) * n_documents
     best, log_sum = _softmax_of(scores_ptr + row, n_documents, scale, BLOCK)
@@ -313,6 +315,7 @@ def _sum_of(losses_ptr, n_queries, BLOCK: tl.constexpr):
 @triton.jit(do_not_specialize=["n_queries", "scale"])
 def _total_kernel(losses_ptr, loss_ptr, n_queries, scale, BLOCK: tl.constexpr):
     """loss = scale * sum of the losses [n_queries]; one program."""
+    wait_for_previous_kernel()
     tl.store(loss_ptr, _sum_of(losses_ptr, n_queries, BLOCK) * scale)
 
 
@@ -331,6 +334,7 @@ def _gradient_kernel(
     `grad_loss` is one number (grad_stride 0) or one for each query (1), or None for 1; `counts` may be None. Where
     `losses` are given, the first program leaves what `_total_kernel` would, and spares its launch.
     """
+    wait_for_previous_kernel()
     if losses_ptr is not None:  # noqa: SIM102 (one is decided when it compiles, the other when it runs)
         if tl.program_id(0) == 0:
             tl.store(loss_ptr, _sum_of(losses_ptr, n_queries, BLOCK) * loss_scale)
@@ -365,6 +369,7 @@ def _gradient_kernel(
 @triton.jit(do_not_specialize=["n_first", "n_second"])
 def _rescale_kernel(factor_ptr, first_ptr, second_ptr, n_first, n_second, BLOCK: tl.constexpr):
     """Multiply two tensors of so many elements (0 for none) by a factor on the device, unless it is 1."""
+    wait_for_previous_kernel()
     factor = tl.load(factor_ptr)
     if factor != 1.0:
         step = tl.num_programs(0).to(tl.int64) * BLOCK
@@ -381,7 +386,7 @@ def _rescale_kernel(factor_ptr, first_ptr, second_ptr, n_first, n_second, BLOCK:
                 tl.store(second_ptr + at, (values * factor).to(second_ptr.dtype.element_ty), mask=at < n_second)
 
 
-_losses = Launcher(_losses_kernel)
-_total = Launcher(_total_kernel)
-_gradient = Launcher(_gradient_kernel)
-_rescale = Launcher(_rescale_kernel)
+_losses = Launcher(_losses_kernel, follows=True)
+_total = Launcher(_total_kernel, follows=True)
+_gradient = Launcher(_gradient_kernel, follows=True)
+_rescale = Launcher(_rescale_kernel, follows=True)

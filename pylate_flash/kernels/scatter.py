@@ -14,6 +14,7 @@ import triton.language as tl
 
 from .gradients import Problem, Slot, finish_documents, group_of, quotient, through_norm
 from .launch import Launcher, Sequence
+from .overlap import wait_for_previous_kernel
 
 # Rows that pull in one program, at d = 128 of one warp, and winners that they are compared with at once. Two rows in
 # flight for each of them take 168 registers instead of 105, so that two thirds as many programs run side by side.
@@ -45,6 +46,7 @@ def _onehot_kernel(
 
     Grid: blocks of rows x documents. Only the first row of a winner, which leads, sums and writes.
     """
+    wait_for_previous_kernel()
     n_blocks = tl.cdiv(n_rows, BLOCK_ROWS)
     flat = (tl.program_id(0) // n_blocks).to(tl.int64)
     first_row = tl.program_id(0) % n_blocks * BLOCK_ROWS
@@ -128,6 +130,7 @@ def _atomic_kernel(
     NORMALIZE: tl.constexpr,
 ):  # fmt: skip
     """sums[winner] += grad_score * queries[row], in float32 and in any order; grid: blocks of rows x documents."""
+    wait_for_previous_kernel()
     n_blocks = tl.cdiv(n_rows, BLOCK_ROWS)
     flat = (tl.program_id(0) // n_blocks).to(tl.int64)
     rows = tl.program_id(0) % n_blocks * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -153,8 +156,8 @@ def _atomic_kernel(
     tl.atomic_add(to, tile * weight[:, None], mask=mask, sem="relaxed")
 
 
-_onehot = Launcher(_onehot_kernel)
-_atomic = Launcher(_atomic_kernel)
+_onehot = Launcher(_onehot_kernel, follows=True)
+_atomic = Launcher(_atomic_kernel, follows=True)
 
 
 def add_products(problem: Problem, sequence: Sequence) -> None:

@@ -20,6 +20,7 @@ import triton.language as tl
 
 from .gradients import Problem, Slot, group_of, joined, quotient, through_norm
 from .launch import Launcher, Sequence, region_at
+from .overlap import wait_for_previous_kernel
 
 # The times beside a constant are milliseconds on an H200 in bfloat16 at d = 128, at 1024 x 1024 (32 x 180 tokens), at
 # 512 x 512 (32 x 180) and at 64 x 64 (1024 x 1024), in this order, with uniform winners.
@@ -111,6 +112,7 @@ def _sort_kernel(
     `runs`, a view of `counts` [local document, chunk, bin], tells where in the chunk each bin's rows begin and end, and
     `reached` [local document, chunk, block of bins] where a block's do.
     """
+    wait_for_previous_kernel()
     CHUNK: tl.constexpr = 1 << CHUNK_BITS
     program = tl.program_id(0).to(tl.int64)
     local = program // n_chunks
@@ -153,6 +155,7 @@ def _list_kernel(
 
     All of at most 2**ROW_BITS rows, and of fewer than BLOCK_TOKENS tokens, are in registers.
     """
+    wait_for_previous_kernel()
     ROWS: tl.constexpr = 1 << ROW_BITS
     local = tl.program_id(0).to(tl.int64)
     ranks = tl.arange(0, ROWS)
@@ -203,6 +206,7 @@ def _scan_kernel(
     Also leaves how many rows have a bin and, WITH_STARTS (where bins are tokens), where the list of every token begins;
     of a packed document also whose tokens they are. Grid: blocks of bins x documents.
     """
+    wait_for_previous_kernel()
     n_blocks = tl.cdiv(n_bins, BLOCK_BINS)
     local = (tl.program_id(0) // n_blocks).to(tl.int64)
     block = tl.program_id(0) % n_blocks
@@ -254,6 +258,7 @@ def _place_kernel(
     LISTED: tl.constexpr,
 ):  # fmt: skip
     """list[local document] = its rows by bin, from the sorted chunks and the places of their bins."""
+    wait_for_previous_kernel()
     CHUNK: tl.constexpr = 1 << CHUNK_BITS
     program = tl.program_id(0).to(tl.int64)
     local = program // n_chunks
@@ -275,6 +280,7 @@ def _starts_kernel(
     PACKED: tl.constexpr,
 ):  # fmt: skip
     """Where the list of every token begins, by bisection of the list: after two passes, bins are not tokens."""
+    wait_for_previous_kernel()
     n_blocks = tl.cdiv(document_length + 1, BLOCK_TOKENS)
     local = (tl.program_id(0) // n_blocks).to(tl.int64)
     flat = first_document + local
@@ -380,6 +386,7 @@ def _sum_kernel(
     NARROW: queries are contiguous, and an offset among those of one group, or their scores, fits into 32 bits. Rows are
     loaded in halves, as in `_gather_kernel`.
     """
+    wait_for_previous_kernel()
     program = tl.program_id(0)
     n_extra = n_block_documents * n_segments
     if program < n_extra:
@@ -477,6 +484,7 @@ def _combine_kernel(
 
     It acts if its segment is the first that was not summed by the token's own program.
     """
+    wait_for_previous_kernel()
     program = tl.program_id(0).to(tl.int64)
     local = program // n_segments
     flat = first_document + local
@@ -501,13 +509,13 @@ def _combine_kernel(
         )  # fmt: skip
 
 
-_list = Launcher(_list_kernel)
-_sort = Launcher(_sort_kernel)
-_scan = Launcher(_scan_kernel)
-_place = Launcher(_place_kernel)
-_starts = Launcher(_starts_kernel)
-_sum = Launcher(_sum_kernel)
-_combine = Launcher(_combine_kernel)
+_list = Launcher(_list_kernel, follows=True)
+_sort = Launcher(_sort_kernel, follows=True)
+_scan = Launcher(_scan_kernel, follows=True)
+_place = Launcher(_place_kernel, follows=True)
+_starts = Launcher(_starts_kernel, follows=True)
+_sum = Launcher(_sum_kernel, follows=True)
+_combine = Launcher(_combine_kernel, follows=True)
 
 
 def wants_transposed_scores(problem: Problem) -> bool:
@@ -571,12 +579,17 @@ def add_lists(problem: Problem, sequence: Sequence, with_queries: bool) -> None:
     end = region_at(step * shared + _SLACK)
     n_listed = sequence.region(step, torch.int32, end, of)
     end = region_at(end + step * 4)
+    # Over what the launches before the backward had in the scratch.
+    list_at = 0 if borrows else region_at(end + step * starts * starts_dtype.itemsize)
+    lists = []
+    for _ in digits:
+        lists.append(sequence.region(step * rows, list_dtype, list_at))
+        list_at = region_at(list_at + step * rows * list_dtype.itemsize)
     if problem.packed:
         starts_slot = sequence.region(problem.tokens + problem.documents, torch.int32)
         owners = sequence.region(problem.tokens, torch.int32)
     else:
         starts_slot, owners = sequence.region(step * starts, starts_dtype, end, of), int(Slot.NONE)
-    lists = [sequence.region(step * rows, list_dtype) for _ in digits]
 
     block = problem.block_embedding
     num_warps = max(_SUM_WARPS, min(8, block // 128))

@@ -240,7 +240,7 @@ def _loss(
     if goes_straight_to_the_kernel(queries, documents) and (
         step := _step(queries, documents, queries_mask, documents_mask, target, comparison, scoring)
     ):
-        return _Step.apply(queries, documents, target, queries_mask, documents_mask, step, comparison, scoring)
+        return _stepped(step, queries, documents, queries_mask, documents_mask, target, comparison, scoring)
     normalize, reduction, masking, empty_score, implementation, backward = scoring
     check_choice("implementation", implementation, IMPLEMENTATIONS)
     check_choice("backward", backward, BACKWARDS)
@@ -258,7 +258,7 @@ def _loss(
         if is_for_the_kernel(queries, documents) and (
             step := _step(queries, documents, queries_mask, documents_mask, target, comparison, scoring)
         ):
-            return _Step.apply(queries, documents, target, queries_mask, documents_mask, step, comparison, scoring)
+            return _stepped(step, queries, documents, queries_mask, documents_mask, target, comparison, scoring)
         with_gradient = needs_gradient(queries, documents)
         return _Loss.apply(queries, documents, target, queries_mask, documents_mask, comparison, scoring, with_gradient)
     scores = maxsim(
@@ -271,6 +271,26 @@ def _loss(
     if target is None and documents.dim() == 4:
         target = torch.zeros(len(scores), dtype=torch.int64, device=scores.device)
     return cross_entropy_reference(scores, target, **options)
+
+
+def _stepped(
+    step: _Launches,
+    queries: Tensor,
+    documents: Tensor,
+    queries_mask: Tensor | None,
+    documents_mask: Tensor | None,
+    target: Tensor | None,
+    comparison: _Comparison,
+    scoring: _Scoring,
+) -> Tensor:
+    """Scores, loss and gradients in one sequence of launches, then the node of autograd, while the GPU computes.
+
+    Not in the backward: it runs in another thread, whose caches are cold, and the same launches take it twice as long.
+    """
+    found = step.compute(queries, documents, queries_mask, documents_mask, target)
+    return _Step.apply(
+        queries, documents, target, queries_mask, documents_mask, found, step.rescale, comparison, scoring
+    )
 
 
 def _check_comparison(comparison: _Comparison) -> None:
@@ -361,17 +381,16 @@ def _compared(comparison: _Comparison, has_target: bool, own_candidates: bool) -
 
 
 class _Step(torch.autograd.Function):
-    """Scores, loss and gradients in one sequence of launches; the backward multiplies them by the gradient of the loss.
+    """A loss `found` with its gradients; the backward multiplies them by the gradient of the loss.
 
-    They are all that is kept. The backward runs in another thread, whose caches are cold: the same launches take it
-    twice as long. It gives the gradients away, so a second one (retain_graph=True) computes them again.
+    They are all that is kept. The backward gives them away, so a second one (retain_graph=True) computes them again.
     """
 
     @staticmethod
-    def forward(ctx, queries, documents, target, queries_mask, documents_mask, step, comparison, scoring):
-        loss, *ctx.gradients = step.compute(queries, documents, queries_mask, documents_mask, target)
+    def forward(ctx, queries, documents, target, queries_mask, documents_mask, found, rescale, comparison, scoring):
+        loss, *ctx.gradients = found
         ctx.save_for_backward(queries, documents, target, queries_mask, documents_mask)
-        ctx.rescale = step.rescale
+        ctx.rescale = rescale
         ctx.options = comparison, scoring
         return loss
 
@@ -388,7 +407,7 @@ class _Step(torch.autograd.Function):
                 loss = _Loss.apply(queries, documents, *others, *ctx.options, True)
                 found = iter(torch.autograd.grad(loss, needed, grad_loss, create_graph=create_graph))
             gradients = [next(found) if tensor.requires_grad else None for tensor in (queries, documents)]
-        return *gradients, *(None,) * 6
+        return *gradients, *(None,) * 7
 
 
 class _Launches(NamedTuple):

@@ -12,6 +12,7 @@ from pylate_flash import maxsim
 triton = pytest.importorskip("triton")
 tl = triton.language
 launch = pytest.importorskip("pylate_flash.kernels.launch")
+wait_for_previous_kernel = pytest.importorskip("pylate_flash.kernels.overlap").wait_for_previous_kernel
 
 pytestmark = pytest.mark.gpu
 
@@ -27,6 +28,18 @@ def _scale_kernel(
     if weights_ptr is not None and NAME == "weighted":
         value += tl.load(weights_ptr + at, mask=at < n)
     tl.store(target_ptr + at, value, mask=at < n)
+
+
+@triton.jit(do_not_specialize=["n", "steps"])
+def _late_kernel(source_ptr, target_ptr, n, steps, BLOCK: tl.constexpr):
+    """target[i] = source[i] + 1, written some time after the programs began."""
+    wait_for_previous_kernel()
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(source_ptr + at, mask=at < n)
+    spent = value
+    for _ in tl.range(0, steps):
+        spent = tl.sqrt(spent * spent + 1.0)
+    tl.store(target_ptr + at, value + tl.where(spent < 0.0, 2.0, 1.0), mask=at < n)
 
 
 _SIZE = 100
@@ -81,6 +94,30 @@ def test_a_sequence_equals_its_launches(tensors) -> None:
     for _ in range(3):
         sequence(source, weights, target.zero_())
         assert torch.equal(target, expected(source, weights))
+
+
+@pytest.mark.parametrize("in_a_graph", [False, True])
+def test_what_starts_early_reads_what_the_kernel_before_it_wrote(in_a_graph: bool) -> None:
+    """Each is a short kernel behind a long one, both of few programs, so that it has room to start at once."""
+    size, n_launches = 4096, 6
+    late = launch.Launcher(_late_kernel, follows=True)
+    long, short = (late.bind((16, 1, 1), (size, steps), (), (256,), num_warps=1, num_stages=1) for steps in (20_000, 0))
+    sequence = launch.Sequence(2)
+    regions = [sequence.region(size, torch.float32) for _ in range(n_launches - 1)]
+    for index, (source, target) in enumerate(zip([0, *regions], [*regions, 1], strict=True)):
+        sequence.add(short if index % 2 else long, source, target)
+    source, target = torch.zeros(size, device="cuda"), torch.zeros(size, device="cuda")
+    sequence(source, target)
+    assert short.direct is not None
+    graph = torch.cuda.CUDAGraph()
+    if in_a_graph:
+        with torch.cuda.graph(graph):
+            sequence(source, target)
+    for value in range(1, 20):
+        # The scratch still has the values of the call before.
+        source.fill_(value)
+        graph.replay() if in_a_graph else sequence(source, target)
+        assert torch.equal(target, source + n_launches)
 
 
 @pytest.fixture

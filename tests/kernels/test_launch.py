@@ -10,7 +10,7 @@ import torch
 from triton.backends.nvidia.driver import CudaLauncher
 from triton.experimental.gluon import language as gl
 
-from pylate_flash.kernels import forward, launch
+from pylate_flash.kernels import forward, launch, overlap
 from pylate_flash.kernels.launch import Launcher
 
 
@@ -26,10 +26,11 @@ class Kernel:
 
     compiled: object = None
     arguments: tuple = ()
+    options: dict = {}
 
     def __getitem__(self, grid):
         def compile(*arguments, **options):
-            self.arguments = arguments
+            self.arguments, self.options = arguments, options
             return Compiled() if self.compiled is None else self.compiled
 
         return compile
@@ -103,6 +104,16 @@ class Launched:
     @property
     def ways(self) -> list[str]:
         return [arguments[0] for arguments in self.launches]
+
+
+@pytest.mark.parametrize(("major", "follows", "early"), [(8, True, False), (9, True, True), (9, False, False)])
+def test_a_kernel_that_waits_starts_early_where_the_device_can(
+    major: int, follows: bool, early: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(overlap, "architecture", lambda device: (major, 132))
+    kernel = Kernel()
+    Launcher(kernel, follows).bind((1, 1, 1), (), (), (), num_warps=1, num_stages=1)(torch.zeros(4))
+    assert kernel.options.get("launch_pdl", False) is early
 
 
 @pytest.fixture

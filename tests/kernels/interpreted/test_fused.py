@@ -51,7 +51,7 @@ def test_scores_are_sums_of_the_maxima_over_parts(query_length: int, masked: boo
         (triton.cdiv(n_documents, 4), n_queries, 1),
         (query_length, n_documents, 0 if packed else length, columns),
         (),
-        (triton.next_power_of_2(query_length), 4, ROWS, packed, masked, documents_mask is not None, False),
+        (triton.next_power_of_2(query_length), 4, ROWS, packed, masked, documents_mask is not None),
         num_warps=1,
         num_stages=1,
     )(best, queries_mask, documents_mask, bounds if packed else None, scores)
