@@ -11,30 +11,19 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl  # noqa: F401 (the interpreter looks for it beside a kernel)
+from triton.language.extra.cuda import gdc_wait
+from triton.language.target_info import cuda_capability_geq
 
 from .tiles import architecture
 
-try:
-    from triton.language.extra.cuda import gdc_wait
-    from triton.language.target_info import cuda_capability_geq
-except ImportError:
-    _KNOWN_TO_TRITON = False
 
-    @triton.jit
-    def wait_for_previous_kernel():
-        """Do nothing: this Triton starts no kernel early."""
-        pass
-
-else:
-    _KNOWN_TO_TRITON = True
-
-    @triton.jit
-    def wait_for_previous_kernel():
-        """Wait until the kernel launched before this one has ended, and what it wrote can be read."""
-        if cuda_capability_geq(9, 0):
-            gdc_wait()
+@triton.jit
+def wait_for_previous_kernel():
+    """Wait until the kernel launched before this one has ended, and what it wrote can be read."""
+    if cuda_capability_geq(9, 0):
+        gdc_wait()
 
 
 def starts_early(device: torch.device) -> bool:
     """Whether a kernel can be started on this device before the one before it has ended."""
-    return _KNOWN_TO_TRITON and architecture(device)[0] >= 9
+    return architecture(device)[0] >= 9
