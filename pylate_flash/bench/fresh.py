@@ -34,3 +34,20 @@ def run(module: str, *arguments: str, **variables: str) -> str:
     if finished.returncode:
         raise RuntimeError(f"{module} {' '.join(arguments)} failed: {finished.stderr.strip()[-2000:]}")
     return finished.stdout.split()[-1]
+
+
+def run_for_memory(module: str, request: str) -> int:
+    """Run a module that prints how many bytes it took, where its allocators count what it asked for; return them.
+
+    Raises
+    ------
+    RuntimeError
+        As `run`.
+    """
+    environment = {
+        # With a fixed threshold, glibc returns every large block to the system when it is freed.
+        "MALLOC_MMAP_THRESHOLD_": "65536",
+        # Else a large block may count up to 1 MiB more than was asked for, by what was allocated and freed before it.
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+    }
+    return int(run(module, request, **environment))

@@ -32,13 +32,7 @@ def measure(suite: str, row: str, system: str, variant: str, device: torch.devic
         If the process fails; the message ends with what it wrote.
     """
     request = json.dumps([suite, row, system, variant, str(device), str(dtype).removeprefix("torch.")])
-    environment = {
-        # With a fixed threshold, glibc returns every large block to the system when it is freed.
-        "MALLOC_MMAP_THRESHOLD_": "65536",
-        # Else a large block may count up to 1 MiB more than was asked for, by what was allocated and freed before it.
-        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
-    }
-    return int(fresh.run("pylate_flash.bench.memory", request, **environment))
+    return fresh.run_for_memory("pylate_flash.bench.memory", request)
 
 
 def measure_here(suite: str, row: str, system: str, variant: str, device: torch.device, dtype: torch.dtype) -> int:

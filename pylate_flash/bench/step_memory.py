@@ -47,8 +47,7 @@ def measure(model: str, step: Step) -> int:
         If the process fails; the message ends with what it wrote.
     """
     request = json.dumps([model, asdict(step)])
-    # With a fixed threshold, glibc returns every large block to the system when it is freed.
-    return int(fresh.run("pylate_flash.bench.step_memory", request, MALLOC_MMAP_THRESHOLD_="65536"))
+    return fresh.run_for_memory("pylate_flash.bench.step_memory", request)
 
 
 def measure_here(model: str, step: Step) -> int:

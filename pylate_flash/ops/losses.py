@@ -104,9 +104,9 @@ def maxsim_cross_entropy(
     queries_mask, documents_mask
         As in `maxsim`.
     labels
-        [Nq], int64: which document, of Nd or of K, is the right one. A label out of range is an error on the CPU; on a
-        GPU, where to look would be to wait, it makes the loss NaN. None: document i of query i, for Nd >= Nq; of K
-        candidates the first.
+        [Nq], int64 or int32: which document, of Nd or of K, is the right one. A label out of range is an error on the
+        CPU; on a GPU, where to look would be to wait, it makes the loss NaN. None: document i of query i, for
+        Nd >= Nq; of K candidates the first.
     temperature
         Divides the scores. Positive.
     loss_reduction
