@@ -18,7 +18,7 @@ help: ## List the commands.
 demo: $(VENV)/.installed-demo ## Train, search and evaluate a ColBERT model on real text, offline; writes demo-output/.
 	HF_HUB_OFFLINE=1 $(BIN)/pylate-flash demo
 
-test: $(VENV)/.installed-dev ## Run the tests (PYTEST_ARGS="tests/test_cli.py -x" runs some of them).
+test: $(VENV)/.installed-dev ## Run the tests (PYTEST_ARGS="tests/cli -x" runs some of them).
 	@cache=$$(mktemp -d) && trap 'rm -rf "$$cache"' EXIT && \
 	HF_HOME="$$cache/hf" HF_HUB_OFFLINE=1 IR_DATASETS_HOME="$$cache/ir_datasets" TOKENIZERS_PARALLELISM=false \
 		OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)

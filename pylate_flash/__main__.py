@@ -1,0 +1,5 @@
+"""`python -m pylate_flash`: the command line."""
+
+from .cli import main
+
+main()

@@ -1,0 +1,49 @@
+"""The command line: `pylate-flash demo | train | evaluate | search | bench | doctor`, a file for each.
+
+Everything heavy is imported inside the commands, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import typer
+
+from . import bench, demo, doctor, evaluate, search, train
+from .common import command
+
+__all__ = ["app", "main"]
+
+
+app = typer.Typer(
+    name="pylate-flash",
+    help="Score, train and retrieve with PyLate through fused, exact MaxSim.",
+    epilog="Start with `pylate-flash demo`. Every command explains itself: `pylate-flash train --help`.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+app.command(
+    epilog="Examples: `pylate-flash demo --quick` (about a minute), `pylate-flash demo --model my-org/my-encoder`."
+)(command(demo.demo))
+app.command(
+    epilog="Example: `pylate-flash train --model bert-base-uncased --data train.jsonl --output my-colbert "
+    "--loss cached --batch-size 1024 --mini-batch-size 32`"
+)(command(train.train))
+app.command(
+    epilog="Example: `pylate-flash evaluate --data demo-output/data --model demo-output/model --compare-torch`"
+)(command(evaluate.evaluate))
+app.command(epilog='Example, after the demo: `pylate-flash search "read a compressed archive" -k 3`')(
+    command(search.search)
+)
+app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+    add_help_option=False,
+)(command(bench.bench))
+app.command()(command(doctor.doctor))
+
+
+def main() -> None:
+    """Run the command line."""
+    app(prog_name="pylate-flash")

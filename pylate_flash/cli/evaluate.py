@@ -1,0 +1,127 @@
+"""`pylate-flash evaluate`."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from .common import (
+    Scorer,
+    UserError,
+    be_quiet,
+    check_device,
+    check_installed,
+    check_model_name,
+    check_scorer,
+    console,
+    explained,
+    load_model,
+)
+
+
+def evaluate(
+    data: Annotated[Path, typer.Option(help="BEIR folder: corpus.jsonl, queries.jsonl, qrels/SPLIT.tsv.")],
+    model: Annotated[str, typer.Option(help="ColBERT model, or an encoder: a folder or a name.")],
+    split: Annotated[str, typer.Option(help="Which file of qrels/.")] = "test",
+    scorer: Annotated[Scorer, typer.Option(help="Computes the scores. auto: as the model says.")] = Scorer.auto,
+    compare_torch: Annotated[
+        bool,
+        typer.Option(
+            "--compare-torch", help="Search the same index with PyLate's torch scorer too; exit 1 if unequal."
+        ),
+    ] = False,
+    index: Annotated[Path | None, typer.Option(help="Keep the index in this new folder, for `search`.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write metrics and timings here.")] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Texts encoded at a time.")] = 32,
+    query_length: Annotated[int | None, typer.Option(min=4, help="Tokens of a query. Default: the model's.")] = None,
+    document_length: Annotated[
+        int | None, typer.Option(min=4, help="Tokens of a document, at most. Default: the model's.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, ... Default: a GPU if there is one.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an index that is already there.")] = False,
+) -> None:
+    """Evaluate a model's retrieval on a collection in BEIR's layout, by exact search.
+
+    Prints nDCG@10, MAP, recall@100 and MRR@10 over the 100 best documents of each query. An encoder without a
+    projection gets a random one, as in PyLate: train it first.
+    """
+    if index is not None:
+        _check_new_index(index, overwrite)
+    if json_file is not None and not json_file.parent.is_dir():
+        raise UserError(f"--json: there is no folder {json_file.parent}")
+    check_model_name(model)
+    be_quiet()
+    check_installed("ranx")
+    from .. import evaluation, indexes
+    from ..agreement import compare
+    from ..demo.job import METRICS, metrics_table, versions
+
+    with explained():
+        documents, queries, qrels = evaluation.load_beir_folder(data, split=split)
+        check_device(device)
+    import torch
+
+    # A projection that the encoder has not got is drawn at random: the same one at every call.
+    torch.manual_seed(42)
+    colbert = load_model(model, device=device, query_length=query_length, document_length=document_length)
+    chosen = None if scorer is Scorer.auto else scorer.value
+    check_scorer(chosen, colbert.device)
+    with tempfile.TemporaryDirectory() as folder:
+        place = index or Path(folder, "index")
+        flat = indexes.Flat(
+            place.parent, place.name, override=True, device=str(colbert.device), show_progress=console.is_terminal
+        )
+
+        def run(name: str | None) -> evaluation.RetrievalEvaluation:
+            return evaluation.evaluate_retrieval(
+                colbert,
+                documents,
+                queries,
+                qrels,
+                index=flat,
+                scorer=name,
+                metrics=list(METRICS),
+                batch_size=batch_size,
+                show_progress=console.is_terminal,
+            )
+
+        result = run(chosen)
+        theirs = run("torch") if compare_torch else None
+    rows = [(result.scorer, result.metrics)] + ([("PyLate's torch", theirs.metrics)] if theirs else [])
+    console.print(metrics_table(rows, f"{len(documents)} documents, {len(qrels)} queries ({split})"))
+    seconds = ", ".join(f"{name.replace('_', ' ')} {value:.1f} s" for name, value in result.timings.items())
+    console.print(seconds, highlight=False)
+    agreement = compare(theirs, result) if theirs else None
+    if json_file is not None:
+        record: dict[str, Any] = {
+            "data": str(data),
+            "split": split,
+            "model": model,
+            "scorer": result.scorer,
+            **result.metrics,
+            "timings": result.timings,
+            "versions": versions(),
+        }
+        if theirs and agreement:
+            record["torch"] = theirs.metrics
+            record["agreement"] = {"holds": agreement.holds, "text": str(agreement)}
+        with explained("--json: "):
+            json_file.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    if agreement:
+        console.print(f"The two scorers {'agree' if agreement.holds else 'disagree'}: {agreement}.", highlight=False)
+        if not agreement.holds:
+            raise typer.Exit(1)
+
+
+def _check_new_index(path: Path, overwrite: bool) -> None:
+    if path.exists() and not path.is_dir():
+        raise UserError(f"{path} is a file; name a folder")
+    if path.is_dir() and any(path.iterdir()):
+        if not (path / "manifest.json").is_file():
+            raise UserError(f"{path} holds files that are no index; name another folder")
+        if not overwrite:
+            raise UserError(f"there is an index in {path} already; --overwrite replaces it")

@@ -1,0 +1,28 @@
+"""Run the command line in this process."""
+
+from __future__ import annotations
+
+from typer.testing import CliRunner, Result
+
+from pylate_flash.cli import app
+
+
+def invoke(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], prog_name="pylate-flash")
+
+
+def succeed(*arguments: object) -> str:
+    result = invoke(*arguments)
+    assert result.exit_code == 0, result.output + repr(result.exception)
+    return result.stdout
+
+
+def assert_one_clear_sentence(result: Result, *parts: object) -> None:
+    """Exit code 2 and one line on stderr that holds every part; the exception was handled."""
+    assert result.exit_code == 2, result.output + repr(result.exception)
+    assert isinstance(result.exception, SystemExit)
+    lines = result.stderr.strip().splitlines()
+    assert len(lines) == 1, result.stderr
+    assert lines[0].startswith("pylate-flash: ")
+    for part in parts:
+        assert str(part) in lines[0]

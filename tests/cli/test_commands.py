@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from pylate_flash import __version__
+from tests.cli.commands import assert_one_clear_sentence, invoke, succeed
+
+COMMANDS = ("demo", "train", "evaluate", "search", "bench", "doctor")
+
+
+def test_help_names_every_command_and_every_command_explains_itself() -> None:
+    overview = succeed("--help")
+    for command in COMMANDS:
+        assert command in overview
+        assert "--help" in succeed(command, "--help") or command == "doctor"
+
+
+def test_help_is_quick_because_it_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; from typer.testing import CliRunner; from pylate_flash.cli import app; "
+        "print(CliRunner().invoke(app, ['train', '--help']).exit_code, "
+        "sorted({'torch', 'transformers', 'pylate', 'datasets'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split(maxsplit=1) == ["0", "[]\n"]
+
+
+def test_train_evaluate_search(output: Path, tiny_colbert_path: str, tmp_path: Path) -> None:
+    trained, index, record = tmp_path / "trained", tmp_path / "index", tmp_path / "metrics.json"
+    printed = succeed(
+        *("train", "--data", output / "data" / "train.jsonl", "--model", tiny_colbert_path, "--output", trained),
+        *("--batch-size", 8, "--max-steps", 2, "--lr", "1e-3", "--temperature", "0.5", "--device", "cpu"),
+    )
+    assert "32 lines (query, positive), contrastive loss, scorer pylate_flash, cpu" in printed
+    assert json.loads((trained / "config_sentence_transformers.json").read_text())["scorer"] == "pylate_flash"
+
+    printed = succeed(
+        *("evaluate", "--data", output / "data", "--model", trained, "--compare-torch", "--index", index),
+        *("--json", record, "--device", "cpu"),
+    )
+    metrics = json.loads(record.read_text())
+    assert f"{metrics['ndcg@10']:.4f}" in printed
+    assert metrics["agreement"]["holds"]
+    assert metrics["torch"]["map"] == pytest.approx(metrics["map"], abs=1e-4)
+    assert {"ndcg@10", "map", "recall@100", "mrr@10"} <= metrics.keys()
+
+    corpus = [json.loads(line) for line in (output / "data" / "corpus.jsonl").read_text().splitlines()]
+    printed = succeed(
+        "search", corpus[0]["text"], "--index", index, "--model", trained, "--data", output / "data", "-k", 2
+    )
+    assert printed.count("\n 2. ") == 1
+    assert " 3. " not in printed
+    assert any(document["_id"] in printed for document in corpus)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it computes on a GPU")
+@pytest.mark.parametrize("command", ["train", "evaluate"])
+def test_a_scorer_that_cannot_compute_here_is_one_sentence(
+    command: str, beir: Path, pairs: Path, tiny_colbert_path: str, tmp_path: Path
+) -> None:
+    arguments = ("--data", pairs, "--output", tmp_path / "out") if command == "train" else ("--data", beir)
+    result = invoke(command, *arguments, "--model", tiny_colbert_path, "--scorer", "flash")
+    assert_one_clear_sentence(result, "--scorer flash cannot compute on cpu")
+
+
+def test_doctor_says_what_is_here_and_what_serves_what() -> None:
+    printed = succeed("doctor")
+    for part in (__version__, "pylate", "1.6", "float32", "bfloat16", "blocked", "maxsim_varlen", "register(): works"):
+        assert part in printed
+
+
+def test_bench_takes_the_options_of_the_suite() -> None:
+    assert "--quick" in succeed("bench", "--help")
+
+
+def test_demo_leaves_other_folders_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("mine")
+    assert_one_clear_sentence(invoke("demo", "--output", tmp_path), tmp_path, "not the output of an earlier demo")
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+def test_interruption_is_tidy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def interrupt(*arguments: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("pylate_flash.demo.job.run", interrupt)
+    result = invoke("demo", "--output", tmp_path / "out")
+    assert result.exit_code == 130
+    assert result.stderr == "pylate-flash: interrupted\n"
+
+
+def test_the_installed_program_has_no_traceback_either(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pylate_flash", "train", "--data", "no.jsonl", "--model", "m", "--output", "o"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(Path(__file__).parents[2]), "PATH": ""},
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "pylate-flash: there is no file no.jsonl\n"
