@@ -82,7 +82,7 @@ def test_what_cannot_be_folded_is_named(modules: list[nn.Module], message: str) 
 
 @pytest.fixture(scope="module")
 def bert(tiny_colbert_path: str) -> ColBERT:
-    return ColBERT(tiny_colbert_path, device="cpu", query_length=10, document_length=20).eval()
+    return ColBERT(tiny_colbert_path, device="cpu", query_length=10, document_length=20).eval().double()
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +101,7 @@ def modernbert(minilm_path: str, tmp_path_factory: pytest.TempPathFactory) -> Co
     AutoTokenizer.from_pretrained(minilm_path).save_pretrained(folder)
     model = ColBERT(folder, embedding_size=32, query_length=10, document_length=20, device="cpu").eval()
     model.append(Dense(32, 16, bias=True))
-    return model
+    return model.double()
 
 
 @pytest.fixture(params=["bert", "modernbert"])
@@ -204,6 +204,7 @@ def test_cached_hidden_states_take_the_type_of_autocast(bert: ColBERT, monkeypat
     monkeypatch.setattr(
         losses, "maxsim_from_hidden", lambda *args, **options: taken.append(args[1].dtype) or fused(*args, **options)
     )
+    bert = copy.deepcopy(bert).float()
     features, loss = contrastive_batch(bert), losses.CachedContrastive(bert, mini_batch_size=2, fuse_projection=True)
     value_and_gradients(loss, features)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -344,6 +345,8 @@ def test_a_score_metric_of_the_caller_is_called_whatever_the_flag(tiny_colbert_p
 
 @pytest.mark.parametrize("name", ["Contrastive", "CachedContrastive"])
 def test_with_bfloat16_autocast(bert: ColBERT, name: str) -> None:
+    # Which leaves float64 as it is.
+    bert = copy.deepcopy(bert).float()
     features = contrastive_batch(bert)
     assert no_masked_token_wins(bert, features)
     values = []
@@ -387,8 +390,7 @@ def test_with_an_encoder_that_is(prepare: Callable[[ColBERT], None], name: str, 
     prepare(model)
     expected = value_and_gradients(getattr(losses, name)(model, fuse_projection=False), features)
     found = value_and_gradients(getattr(losses, name)(model, fuse_projection=True), features)
-    # Random adapters enlarge the rounding.
-    assert_same(found, expected, tolerance=1e-4 if prepare is with_adapters else 1e-5)
+    assert_same(found, expected)
     if prepare is compiled:
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
     if prepare is with_adapters:

@@ -97,6 +97,11 @@ def gradients(function: Callable[..., Tensor], case: Case) -> tuple[Tensor, Tens
     return torch.autograd.grad((scores * weight).sum(), (queries, documents))
 
 
+# Of two results through float32 scores of up to 16 in magnitude, from inputs in float64: each score is rounded by at
+# most 2^-21, and a softmax of them passes that on to the gradients.
+FLOAT32_SCORES = {"rtol": 1e-6, "atol": 1e-6}
+
+
 def relative_error(found: Tensor, expected: Tensor) -> float:
     """Frobenius norm of the difference over that of the expected tensor (absolute where that is 0)."""
     difference, norm = (found.double() - expected.double()).norm().item(), expected.double().norm().item()

@@ -15,7 +15,7 @@ from torch import Tensor
 from pylate_flash import maxsim, maxsim_from_hidden, pack
 from pylate_flash.ops import hidden as module
 from pylate_flash.ops import maxsim_from_hidden_reference
-from tests.ops.cases import Case, cases, relative_error
+from tests.ops.cases import FLOAT32_SCORES, Case, cases, relative_error
 from tests.ops.test_varlen import packed
 
 # With one dimension, many tokens have one direction, and rounding decides which of them wins.
@@ -160,11 +160,11 @@ def problem(**rest) -> Problem:
 
 
 def test_equals_a_linear_layer_and_maxsim() -> None:
-    queries, hidden, weight, bias = problem().tensors.values()
+    queries, hidden, weight, bias = problem().to(torch.float64).tensors.values()
     documents = torch.nn.functional.linear(hidden, weight, bias)
     for normalize in (True, False):
         scores = maxsim_from_hidden(queries, hidden, weight, bias, normalize=normalize)
-        torch.testing.assert_close(scores, maxsim(queries, documents, normalize=normalize))
+        torch.testing.assert_close(scores, maxsim(queries, documents, normalize=normalize), **FLOAT32_SCORES)
 
 
 def test_one_layer_for_both_sides_gets_the_sum_of_both_gradients() -> None:
@@ -356,7 +356,7 @@ def test_opcheck(layout: str) -> None:
 @pytest.mark.parametrize("packed_documents", [False, True])
 def test_compiles_into_one_graph(packed_documents: bool) -> None:
     options: dict = {"documents_mask": torch.rand(5, 7) > 0.3, "reduction": "mean"}
-    queries, hidden, weight, bias = problem().tensors.values()
+    queries, hidden, weight, bias = problem().to(torch.float64).tensors.values()
     if packed_documents:
         hidden, bounds = pack(list(hidden))
         options = {"documents_cu_seqlens": bounds, "max_document_length": 7, "queries_mask": torch.rand(3, 4) > 0.3}
@@ -367,7 +367,7 @@ def test_compiles_into_one_graph(packed_documents: bool) -> None:
     leaves = [tensor.requires_grad_() for tensor in (queries, hidden, weight, bias)]
     found = torch.autograd.grad(torch.compile(loss, fullgraph=True, backend="aot_eager")(*leaves), leaves)
     for gradient, expected in zip(found, torch.autograd.grad(loss(*leaves), leaves), strict=True):
-        torch.testing.assert_close(gradient, expected)
+        torch.testing.assert_close(gradient, expected, **FLOAT32_SCORES)
 
 
 def test_meta_tensors_give_shapes() -> None:
