@@ -4,24 +4,40 @@
 PYTHON ?= python3
 VENV ?= .venv
 PYTEST_ARGS ?=
+INTERPRETED := tests/kernels/interpreted
+NUMERICAL := tests/ops tests/test_losses.py tests/test_projection.py tests/test_scores.py tests/test_rank.py \
+	tests/test_models.py tests/test_indexes.py tests/test_trainer.py tests/test_distributed.py
 
 # A relative VENV is one in this folder.
 override VENV := $(abspath $(VENV))
 BIN := $(VENV)/bin
+PYTEST = $(BIN)/python -m pytest -n 2 --dist worksteal
+
+comma := ,
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format bench-readme clean
+.PHONY: help demo test test-avx2 lint format bench-readme clean
 
 help: ## List the commands.
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | expand -t 16
 
 demo: $(VENV)/.installed-demo ## Train, search and evaluate a ColBERT model on real text, offline; writes demo-output/.
 	HF_HUB_OFFLINE=1 $(BIN)/pylate-flash demo
 
+# Kernels run in Triton's interpreter where there is no GPU; Triton decides on it when it is imported, so that these
+# tests have a run of their own, which follows unless PYTEST_ARGS chose others.
 test: $(VENV)/.installed-dev ## Run the tests (PYTEST_ARGS="tests/cli -x" runs some of them).
 	@cache=$$(mktemp -d) && trap 'rm -rf "$$cache"' EXIT && \
-	HF_HOME="$$cache/hf" HF_HUB_OFFLINE=1 IR_DATASETS_HOME="$$cache/ir_datasets" TOKENIZERS_PARALLELISM=false \
-		OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)
+	export HF_HOME="$$cache/hf" HF_HUB_OFFLINE=1 IR_DATASETS_HOME="$$cache/ir_datasets" \
+		TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1 && \
+	status=0 && \
+	{ $(PYTEST) $(PYTEST_ARGS) || status=1; } && \
+	{ [ -n "$(PYTEST_ARGS)" ] || TRITON_INTERPRET=1 $(PYTEST) $(INTERPRETED) || status=1; } && \
+	exit $$status
+
+test-avx2: $(VENV)/.installed-dev ## Run the tests that compare numbers as a processor without AVX-512 computes them.
+	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 \
+		$(MAKE) test PYTEST_ARGS="$(NUMERICAL)"
 
 lint: $(VENV)/.installed-dev ## Check style and types.
 	$(BIN)/ruff check .
@@ -44,11 +60,19 @@ $(BIN)/python:
 		{ echo "Python >= 3.10 is needed, but '$(PYTHON)' is $$($(PYTHON) --version 2>&1); name another: make PYTHON=python3.11" >&2; exit 1; }
 	$(PYTHON) -m venv "$(VENV)"
 
-# The stamps say what is installed; a changed pyproject.toml installs again.
-$(VENV)/.installed-demo: pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --quiet -e ".[demo,eval]"
+# The stamps say what is installed; a changed pyproject.toml installs again. pip reports each download and how long it
+# will take. The metrics of ranx are compiled at their first use: here, not in the middle of an evaluation.
+define install
+	@echo "Installing into $(VENV): PyTorch and what else is needed, some 3 GB. With a fast line that is 2 to 5 minutes."
+	$(BIN)/python -m pip install --disable-pip-version-check --progress-bar on -e ".[$(1)]"
+	@echo "Compiling the metrics of ranx, about half a minute."
+	@$(BIN)/python -c "from ranx import Qrels, Run, evaluate; evaluate(Qrels({'q': {'d': 1}}), Run({'q': {'d': 1.0}}), \
+		['ndcg@10', 'map', 'recall@100', 'mrr@10'])"
 	@touch $@
+endef
+
+$(VENV)/.installed-demo: pyproject.toml | $(BIN)/python
+	$(call install,demo$(comma)eval)
 
 $(VENV)/.installed-dev: pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --quiet -e ".[dev]"
-	@touch $@
+	$(call install,dev)

@@ -10,6 +10,7 @@ from rich.console import Console
 from pylate_flash import demo, evaluation, indexes, models
 from pylate_flash.demo.corpus import build_corpus, read_package, split_docstring
 from pylate_flash.demo.job import prepare_output
+from pylate_flash.demo.schedule import Schedule
 from tests.tiny_demo import TINY, run_tiny_demo
 
 LONG = "It takes a number of words to say this, and more of them to be a document that is worth finding later on. " * 2
@@ -165,6 +166,32 @@ def test_demo_runs_again_over_its_own_output_and_spares_other_files(
     assert second["after"] == first["after"]
     assert second["training"]["loss"] == first["training"]["loss"]
     assert (output / "notes.txt").read_text() == "mine"
+
+
+def test_the_time_that_is_left_follows_the_pace_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("time.perf_counter", lambda: now)
+    schedule = Schedule(demo.Settings(), started=100.0)
+    expected = sum(schedule._seconds)
+    assert 90 < expected < 300
+    assert schedule.left() == f"about {expected / 60:.1f} min left"
+    # Loading took its time, and the first evaluation twice what was expected: so will the rest.
+    now += schedule._seconds[0]
+    schedule.step_done()
+    assert "left" in schedule.left()
+    now += schedule._seconds[0] + 2 * schedule._seconds[1]
+    schedule.step_done()
+    assert schedule.left() == f"about {2 * sum(schedule._seconds[2:]) / 60:.1f} min left"
+    now += 2 * sum(schedule._seconds[2:4])
+    schedule.step_done()
+    schedule.step_done()
+    assert schedule.left() == "about 5 s left"
+
+
+def test_each_step_says_how_long_is_left(finished: tuple[Path, dict[str, Any], str]) -> None:
+    _, _, printed = finished
+    steps = [line for line in printed.splitlines() if "left)" in line]
+    assert [step.split(".")[0].split()[-1] for step in steps] == ["1", "2", "3", "4"]
 
 
 def test_demo_refuses_a_folder_of_somebody_else(tmp_path: Path) -> None:

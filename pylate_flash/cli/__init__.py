@@ -25,7 +25,7 @@ app = typer.Typer(
 )
 
 app.command(
-    epilog="Examples: `pylate-flash demo --quick` (about a minute), `pylate-flash demo --model my-org/my-encoder`."
+    epilog="Examples: `pylate-flash demo --full` (a better model), `pylate-flash demo --model my-org/my-encoder`."
 )(command(demo.demo))
 app.command(
     epilog="Example: `pylate-flash train --model bert-base-uncased --data train.jsonl --output my-colbert "

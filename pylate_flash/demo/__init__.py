@@ -2,12 +2,24 @@
 
 - `corpus`: the text. Pure Python; it works without any of the packages below.
 - `job`: the run itself, and the pieces of it that the examples use.
+- `schedule`: how long is left.
 - `picture`: `demo.png`.
 """
 
 from __future__ import annotations
 
 from .corpus import Corpus, build_corpus
-from .job import QUICK, Settings, data_folder, load_encoder, model_folder, run, train
+from .job import FULL, QUICK, Settings, data_folder, load_encoder, model_folder, run, train
 
-__all__ = ["QUICK", "Corpus", "Settings", "build_corpus", "data_folder", "load_encoder", "model_folder", "run", "train"]
+__all__ = [
+    "FULL",
+    "QUICK",
+    "Corpus",
+    "Settings",
+    "build_corpus",
+    "data_folder",
+    "load_encoder",
+    "model_folder",
+    "run",
+    "train",
+]

@@ -1,15 +1,14 @@
-"""Make Triton's interpreter fast enough: with a combine function that it does not know, it reduces element by element.
-
-Also skips everything here unless TRITON_INTERPRET=1, which `tests/kernels/test_interpreter.py` sets.
-"""
+"""Run here under TRITON_INTERPRET=1 alone, as `make test` does, and make Triton's interpreter fast enough."""
 
 from __future__ import annotations
 
+import inspect
 import os
 from pathlib import Path
 
 import numpy as np
 import pytest
+from triton.language.core import is_builtin
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -18,11 +17,35 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     for item in items:
         if here in item.path.parents:
-            item.add_marker(pytest.mark.skip(reason="tests/kernels/test_interpreter.py runs it in the interpreter"))
+            item.add_marker(
+                pytest.mark.skip(
+                    reason="needs TRITON_INTERPRET=1 from the start, as `make test` sets it for this folder"
+                )
+            )
+
+
+@pytest.fixture(autouse=True)
+def known_builtins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter looks for the language's functions whenever one calls another, a third of the time."""
+    from triton.runtime import interpreter
+
+    names: dict[object, list[str]] = {}
+
+    def patch_builtin(package, builder, scope) -> None:
+        if package not in names:
+            names[package] = [name for name, _ in inspect.getmembers(package)]
+            names[package] = [name for name in names[package] if callable(getattr(package, name))]
+        for name in names[package]:
+            member = getattr(package, name)
+            if is_builtin(member):
+                interpreter._patch_attr(package, name, member, builder, scope)
+
+    monkeypatch.setattr(interpreter, "_patch_builtin", patch_builtin)
 
 
 @pytest.fixture(autouse=True)
 def known_reductions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a combine function that it does not know, the interpreter reduces element by element."""
     from triton.runtime.interpreter import ReduceOps
 
     from pylate_flash.kernels.reductions import larger

@@ -35,12 +35,17 @@ def low_limits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    ("queries", "documents"),
-    [((5, 7), (1, 3, 21)), ((3, 13), (3, 2, 5)), ((2, 1), (2, 1, 1)), ((1, 1), (1, 1, 1)), ((1, 50), (1, 2, 7))],
+    ("queries", "documents", "normalize"),
+    [
+        ((3, 7), (1, 2, 13), True),
+        ((3, 9), (3, 2, 5), False),
+        ((2, 1), (2, 1, 1), True),
+        ((1, 1), (1, 1, 1), False),
+        ((1, 50), (1, 2, 7), False),
+    ],
 )
-@pytest.mark.parametrize("normalize", [False, True])
 def test_layouts(
-    queries: tuple[int, int], documents: tuple[int, int, int], kind: str, way: str, normalize: bool
+    queries: tuple[int, int], documents: tuple[int, int, int], normalize: bool, kind: str, way: str
 ) -> None:
     dense(queries, documents, 12, kind, normalize).check(way)
 
@@ -52,10 +57,16 @@ def test_packed(candidates: list[int] | None, kind: str, way: str) -> None:
     packed((3, 9), [4, 0, 11, 1, 6], 12, kind, candidates).check(way)
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    ("queries", "documents"),
-    [((5, 7), (1, 3, 21)), ((3, 100), (3, 2, 5)), ((2, 1), (2, 1, 1)), ((4, 64), (1, 2, 255)), ((1, 50), (1, 2, 256))],
+    ("queries", "documents", "kind"),
+    [
+        *(((5, 7), (1, 2, 13), kind) for kind in KINDS),
+        *(((3, 70), (3, 1, 5), kind) for kind in KINDS),
+        ((2, 1), (2, 1, 1), "uniform"),
+        # A list's start per token and the end of the last: 256 of them, and one more.
+        ((1, 20), (1, 1, 255), "uniform"),
+        ((1, 20), (1, 1, 256), "one token"),
+    ],
 )
 def test_lists_by_one_program(
     queries: tuple[int, int], documents: tuple[int, int, int], kind: str, monkeypatch: pytest.MonkeyPatch
