@@ -10,7 +10,7 @@ override VENV := $(abspath $(VENV))
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format bench-readme clean
+.PHONY: help demo test lint format bench-docs clean
 
 help: ## List the commands.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
@@ -32,12 +32,12 @@ format: $(VENV)/.installed-dev ## Rewrite the code in the project's style.
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench-readme: $(VENV)/.installed-dev ## Write the README's tables again from the results under pylate_flash/bench/results/.
-	$(BIN)/python -m pylate_flash.bench.readme
+bench-docs: $(VENV)/.installed-dev ## Write the tables again from the results under docs/benchmarks/results/.
+	$(BIN)/python docs/benchmarks/make_tables.py
 
 clean: ## Remove the demo's output and the caches; the virtual environment stays.
 	rm -rf demo-output dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
-	find pylate_flash tests examples -name __pycache__ -prune -exec rm -rf {} +
+	find pylate_flash tests examples docs -name __pycache__ -prune -exec rm -rf {} +
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || \
