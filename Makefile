@@ -32,8 +32,9 @@ format: $(VENV)/.installed-dev ## Rewrite the code in the project's style.
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench-docs: $(VENV)/.installed-dev ## Write the tables again from the results under docs/benchmarks/results/.
+bench-docs: $(VENV)/.installed-dev ## Write the tables and the picture again from the results under docs/benchmarks/results/.
 	$(BIN)/python docs/benchmarks/make_tables.py
+	$(BIN)/python docs/benchmarks/make_picture.py
 
 clean: ## Remove the demo's output and the caches; the virtual environment stays.
 	rm -rf demo-output dist .pytest_cache .ruff_cache .mypy_cache .hypothesis

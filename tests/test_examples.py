@@ -76,10 +76,11 @@ def test_evaluate_beir(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert again["result"].metrics == variables["result"].metrics
 
 
-def test_the_readmes_first_screen_shows_the_commands_and_a_snippet() -> None:
+def test_the_readmes_first_screen_shows_the_commands_a_picture_and_a_snippet() -> None:
     screen = "".join(README.splitlines(keepends=True)[:40])
     assert "make demo" in screen
     assert "make test" in screen
+    assert "docs/benchmarks/speed-and-memory-light.png" in screen
     assert SNIPPETS[0] in screen
     assert len([line for line in SNIPPETS[0].splitlines() if line.strip()]) <= 6
 
