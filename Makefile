@@ -16,7 +16,7 @@ PYTEST = $(BIN)/python -m pytest -n 2 --dist worksteal
 comma := ,
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-avx2 lint format bench-readme clean
+.PHONY: help demo test test-avx2 lint format bench-docs clean
 
 help: ## List the commands.
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | expand -t 16
@@ -48,12 +48,13 @@ format: $(VENV)/.installed-dev ## Rewrite the code in the project's style.
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench-readme: $(VENV)/.installed-dev ## Write the README's tables again from the results under pylate_flash/bench/results/.
-	$(BIN)/python -m pylate_flash.bench.readme
+bench-docs: $(VENV)/.installed-dev ## Write the tables and the picture again from the results under docs/benchmarks/results/.
+	$(BIN)/python docs/benchmarks/make_tables.py
+	$(BIN)/python docs/benchmarks/make_picture.py
 
 clean: ## Remove the demo's output and the caches; the virtual environment stays.
 	rm -rf demo-output dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
-	find pylate_flash tests examples -name __pycache__ -prune -exec rm -rf {} +
+	find pylate_flash tests examples docs -name __pycache__ -prune -exec rm -rf {} +
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || \

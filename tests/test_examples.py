@@ -8,14 +8,21 @@ import sys
 from pathlib import Path
 
 import nbformat
+import pylate.scores
 import pytest
+import torch
+import typer
 from nbclient import NotebookClient
 
-from pylate_flash import indexes, models
+import pylate_flash
+from pylate_flash import indexes, losses, models
+from pylate_flash.cli import app
 from tests.tiny_demo import run_tiny_demo
 
 ROOT = Path(__file__).parents[1]
-SNIPPETS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL)
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+SNIPPETS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+PAGES = ["README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
 NOTEBOOK = ROOT / "notebooks" / "quickstart.ipynb"
 
 # What the notebook's settings become in the test.
@@ -69,13 +76,52 @@ def test_evaluate_beir(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert again["result"].metrics == variables["result"].metrics
 
 
+def test_the_readmes_first_screen_shows_the_commands_a_picture_and_a_snippet() -> None:
+    screen = "".join(README.splitlines(keepends=True)[:40])
+    assert "make demo" in screen
+    assert "make test" in screen
+    assert "docs/benchmarks/speed-and-memory-light.png" in screen
+    assert SNIPPETS[0] in screen
+    assert len([line for line in SNIPPETS[0].splitlines() if line.strip()]) <= 6
+
+
 def test_the_readme_shows_three_ways_of_use() -> None:
-    assert len(SNIPPETS) == 3
-    for snippet in SNIPPETS:
+    assert len(SNIPPETS[1:]) == 3
+    for snippet in SNIPPETS[1:]:
         assert len([line for line in snippet.splitlines() if line.strip()]) <= 10
 
 
-@pytest.mark.parametrize("snippet", SNIPPETS, ids=["swap", "train", "evaluate"])
+def test_the_readme_lists_every_command() -> None:
+    commands = typer.main.get_command(app).commands
+    section = README.partition("## The command line\n")[2].partition("\n## ")[0]
+    assert re.findall(r"^- `pylate-flash ([\w-]+)", section, flags=re.MULTILINE) == list(commands)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
+    anchors = {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
+    for link in re.findall(r"\]\(([^)]+)\)|(?:src|srcset)=\"([^\"]+)\"", text):
+        target, _, anchor = (link[0] or link[1]).partition("#")
+        if not target:
+            assert anchor in anchors, f"{page}: #{anchor}"
+        elif "://" not in target:
+            assert ((ROOT / page).parent / target).exists(), f"{page}: {target}"
+
+
+def test_the_readmes_first_snippet_registers() -> None:
+    variables: dict[str, object] = {}
+    try:
+        exec(compile(SNIPPETS[0], "README.md", "exec"), variables)
+        assert isinstance(variables["loss"], losses.Contrastive)
+        half = torch.ones(1, 2, 4, dtype=torch.float16)
+        assert pylate.scores.colbert_scores(half, half).dtype == torch.float32, "PyLate's own keep the type"
+    finally:
+        pylate_flash.unregister()
+
+
+@pytest.mark.parametrize("snippet", SNIPPETS[1:], ids=["swap", "train", "evaluate"])
 def test_readme_snippet(folder: Path, snippet: str, capsys: pytest.CaptureFixture[str]) -> None:
     variables: dict[str, object] = {}
     exec(compile(snippet, "README.md", "exec"), variables)

@@ -9,8 +9,7 @@
   named in `SUITES`.
 - `peers`: the other packages that a suite may measure, and what is particular to them.
 - `memory`: the memory of one system, measured in a process of its own (`fresh`).
-- `drift`: two trainings that should be one, and with `step_memory` the memory of their steps.
-- `results`, `report`, `plot`, `readme`: a result as JSON, as a table on the terminal, as a picture, in the README.
+- `results`, `report`, `plot`: a result as JSON, as a table on the terminal, as a picture.
 
 Importing this package needs neither PyLate nor the other packages measured.
 """

@@ -1,4 +1,4 @@
-"""Run a module of this package in a process of its own, for what an earlier call in this one would change."""
+"""Run a program in a process of its own, for what an earlier call in this one would change."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import sys
 from pathlib import Path
 
 
-def run(module: str, *arguments: str, **variables: str) -> str:
-    """Run ``python -m module arguments`` and return the last word that it prints.
+def run(program: str | Path, *arguments: str, **variables: str) -> str:
+    """Run a module, or a script, with arguments and return the last word that it prints.
 
     Parameters
     ----------
-    module
-        The module's full name.
+    program
+        A module's full name, or the path of a script. Both import this package as this process did.
     arguments
         What it is given.
     variables
@@ -28,16 +28,15 @@ def run(module: str, *arguments: str, **variables: str) -> str:
     root = str(Path(__file__).resolve().parents[2])
     environment = {**os.environ, **variables}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH")]))
-    finished = subprocess.run(
-        [sys.executable, "-m", module, *arguments], capture_output=True, text=True, env=environment
-    )
+    command = [str(program)] if isinstance(program, Path) else ["-m", program]
+    finished = subprocess.run([sys.executable, *command, *arguments], capture_output=True, text=True, env=environment)
     if finished.returncode:
-        raise RuntimeError(f"{module} {' '.join(arguments)} failed: {finished.stderr.strip()[-2000:]}")
+        raise RuntimeError(f"{program} {' '.join(arguments)} failed: {finished.stderr.strip()[-2000:]}")
     return finished.stdout.split()[-1]
 
 
-def run_for_memory(module: str, request: str) -> int:
-    """Run a module that prints how many bytes it took, where its allocators count what it asked for; return them.
+def run_for_memory(program: str | Path, request: str) -> int:
+    """Run a program that prints how many bytes it took, where its allocators count what it asked for; return them.
 
     Raises
     ------
@@ -50,4 +49,4 @@ def run_for_memory(module: str, request: str) -> int:
         # Else a large block may count up to 1 MiB more than was asked for, by what was allocated and freed before it.
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
     }
-    return int(run(module, request, **environment))
+    return int(run(program, request, **environment))

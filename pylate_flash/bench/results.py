@@ -1,4 +1,4 @@
-"""Results as JSON: what was measured, where, with what, and when. Those worth keeping lie in ``results/``.
+"""Results as JSON: what was measured, where, with what, and when.
 
 The layout, version 1::
 
@@ -41,7 +41,6 @@ from pylate_flash.bench.peers import PEERS
 from pylate_flash.bench.protocol import Ceilings, Rounds, Stopwatch
 
 SCHEMA = 1
-FOLDER = Path(__file__).parent / "results"
 
 _KEYS = ("suite", "date", "complete", "quick", "machine", "versions", "protocol", "ceilings", "rows")
 _ROW_KEYS = ("name", "shape", "floor_ms", "bound", "systems", "best_peer", "best_peer_over_ours")
@@ -204,19 +203,6 @@ def _require(mapping: dict[str, Any], keys: tuple[str, ...], where: str) -> None
     missing = [key for key in keys if key not in mapping]
     if missing:
         raise ValueError(f"{where}: lacks {', '.join(missing)}")
-
-
-def newest(suite: str, folder: Path = FOLDER) -> dict[str, Any] | None:
-    """Return the newest complete result of a suite among ``folder``'s ``<suite>-*.json``, or None.
-
-    Results that are quick, lack rows, or are of a CPU's smaller batches are passed over: no table is made of them.
-    """
-    kept = [result for path in sorted(folder.glob(f"{suite}-*.json")) if _keepable(result := load(path))]
-    return max(kept, key=lambda result: datetime.fromisoformat(result["date"]), default=None)
-
-
-def _keepable(result: dict[str, Any]) -> bool:
-    return bool(result["complete"]) and not result["quick"] and not result["protocol"]["reduced"]
 
 
 def place(path: Path, result: dict[str, Any]) -> Path:

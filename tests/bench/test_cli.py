@@ -175,7 +175,7 @@ def test_the_picture_shows_a_result_with_gaps(result, tmp_path):
 
 def test_importing_needs_neither_pylate_nor_the_packages_measured():
     code = (
-        "import sys; import pylate_flash.bench.cli, pylate_flash.bench.readme; "
+        "import sys; import pylate_flash.bench.cli; "
         "from pylate_flash.bench import SUITES, load_suite; [load_suite(name) for name in SUITES]; "
         "others = {'pylate', 'late_interaction_kernels', 'flash_maxsim', 'maxsim_cpu', 'matplotlib'}; "
         "sys.exit(bool(others & set(sys.modules)))"

@@ -8,8 +8,9 @@ import math
 import pytest
 import torch
 
-from pylate_flash.bench import drift, step_memory
-from pylate_flash.bench.results import FOLDER
+import drift
+import step_memory
+from make_tables import RESULTS
 
 
 def test_drift_is_the_mean_absolute_difference() -> None:
@@ -69,7 +70,7 @@ def test_a_measured_step_goes_forward_and_backward(
     assert backwards == pytest.approx([math.log(18)] * 2, rel=1e-3)
 
 
-@pytest.mark.parametrize("path", sorted((FOLDER / "drift").glob("*.json")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted((RESULTS / "drift").glob("*.json")), ids=lambda path: path.stem)
 def test_what_is_kept_says_what_its_curves_say(path) -> None:
     kept = json.loads(path.read_text(encoding="utf-8"))
     first, second = kept["losses"].values()

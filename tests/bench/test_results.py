@@ -76,26 +76,6 @@ def test_a_write_that_is_interrupted_leaves_the_previous_file(result, tmp_path, 
     assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
 
 
-def test_the_newest_result_worth_keeping_is_found(result, tmp_path):
-    assert results.newest("forward", tmp_path) is None
-    kinds = {
-        "a": {"date": "2026-04-01T00:00:00+00:00"},
-        "b": {"date": "2026-03-31T23:00:00+00:00"},
-        "c": {"date": "2026-05-01T00:00:00+00:00", "quick": True},
-        "d": {"date": "2026-05-01T00:00:00+00:00", "complete": False},
-        "e": {"date": "2026-05-01T00:00:00+00:00", "protocol": {**result["protocol"], "reduced": True}},
-    }
-    for name, change in kinds.items():
-        results.save({**result, **change}, tmp_path / f"forward-{name}.json")
-    results.save({**result, "date": "2026-06-01T00:00:00+00:00"}, tmp_path / "training-a.json")
-    assert results.newest("forward", tmp_path)["date"] == "2026-04-01T00:00:00+00:00"
-
-
 def test_a_folder_gets_a_file_named_by_suite_machine_and_day(result, tmp_path):
     assert results.place(tmp_path, result) == tmp_path / "forward-nvidia-test-card-2026-03-01.json"
     assert results.place(tmp_path / "mine.json", result) == tmp_path / "mine.json"
-
-
-def test_every_committed_result_is_valid():
-    for path in results.FOLDER.glob("*.json"):
-        results.load(path)

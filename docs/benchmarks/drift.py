@@ -1,13 +1,13 @@
 """Two trainings that should be one: the same model, data and seed, scored in two ways.
 
-    python -m pylate_flash.bench.drift scorers --output drift/
-    python -m pylate_flash.bench.drift fusion --output drift/
+    python docs/benchmarks/drift.py scorers --output drift
+    python docs/benchmarks/drift.py fusion --output drift
 
 "scorers" are PyLate's torch scorer and ours, "fusion" is ours of embeddings and of hidden states (`fuse_projection`).
 Both trainings run through `ColBERTTrainer` in bfloat16, deterministically, and what is left between their loss curves
 is rounding: PyLate rounds every similarity to bfloat16 under autocast, and this package none. A third training, of the
 second way again, shows what a mere repetition differs by. "fusion" also measures the memory of a step in both ways,
-with and without cached gradients (`bench.step_memory`).
+with and without cached gradients (`step_memory`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Annotated, Any, Optional
 import torch
 import typer
 
-from pylate_flash.bench import step_memory
+import step_memory
 from pylate_flash.bench.results import describe_machine, describe_versions
 
 

@@ -1,12 +1,15 @@
-"""``python -m pylate_flash.bench.readme``: the README's tables, each from the newest committed result of its suite.
+"""The tables of `docs/benchmarks.md`, each from the newest committed result of its suite.
+
+    python docs/benchmarks/make_tables.py
 
 That of the suite ``forward`` stands between ``<!-- bench:forward:begin -->`` and ``<!-- bench:forward:end -->``; so do
-others. ``--check`` writes nothing and exits with 1 where the README and the results differ.
+others. ``--check`` writes nothing and exits with 1 where the page and the results differ.
 """
 
 from __future__ import annotations
 
 import re
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,6 +20,22 @@ from pylate_flash.bench.report import cell, duration, heading, titles
 from pylate_flash.bench.suite import OURS, Suite
 
 MARKER = "<!-- bench:{}:{} -->"
+HERE = Path(__file__).resolve().parent
+PAGE = HERE.with_suffix(".md")
+RESULTS = HERE / "results"
+
+
+def newest(suite: str, folder: Path = RESULTS) -> dict[str, Any] | None:
+    """Return the newest complete result of a suite among ``folder``'s ``<suite>-*.json``, or None.
+
+    Results that are quick, lack rows, or are of a CPU's smaller batches are passed over: no table is made of them.
+    """
+    kept = [result for path in sorted(folder.glob(f"{suite}-*.json")) if _keepable(result := results.load(path))]
+    return max(kept, key=lambda result: datetime.fromisoformat(result["date"]), default=None)
+
+
+def _keepable(result: dict[str, Any]) -> bool:
+    return bool(result["complete"]) and not result["quick"] and not result["protocol"]["reduced"]
 
 
 def render(suite: Suite, result: dict[str, Any] | None) -> str:
@@ -24,7 +43,7 @@ def render(suite: Suite, result: dict[str, Any] | None) -> str:
     if result is None:
         return (
             "No measurement is committed yet. "
-            f"`pylate-flash bench {suite.name} --json pylate_flash/bench/results/` makes one."
+            f"`pylate-flash bench {suite.name} --json docs/benchmarks/results/` makes one."
         )
     heads = titles(suite, result)
     protocol = result["protocol"]
@@ -101,15 +120,15 @@ def _cell(name: str, state: dict[str, Any] | None, unit: str) -> str:
     return f"**{cell(state, unit)}**" if name == OURS else cell(state, unit)
 
 
-def suites_of(readme: str, where: str) -> list[str]:
-    """Return the names of the suites that a README's text has markers for.
+def suites_of(page: str, where: str) -> list[str]:
+    """Return the names of the suites that a page's text has markers for.
 
     Raises
     ------
     ValueError
-        If there is none; ``where`` names the README.
+        If there is none; ``where`` names the page.
     """
-    found = list(dict.fromkeys(re.findall(MARKER.format(r"(\w+)", "(?:begin|end)"), readme)))
+    found = list(dict.fromkeys(re.findall(MARKER.format(r"(\w+)", "(?:begin|end)"), page)))
     if not found:
         raise ValueError(
             f"{where}: needs one line {MARKER.format('forward', 'begin')} and, after it, one like it to end"
@@ -117,43 +136,45 @@ def suites_of(readme: str, where: str) -> list[str]:
     return found
 
 
-def insert(readme: str, table: str, suite: str, where: str) -> str:
-    """Return the README's text with the suite's table between its markers.
+def insert(page: str, table: str, suite: str, where: str) -> str:
+    """Return the page's text with the suite's table between its markers.
 
     Raises
     ------
     ValueError
-        If ``readme`` does not have the suite's two markers, once each and in order; ``where`` names it.
+        If ``page`` does not have the suite's two markers, once each and in order; ``where`` names it.
     """
     begin, end = MARKER.format(suite, "begin"), MARKER.format(suite, "end")
-    if readme.count(begin) != 1 or readme.count(end) != 1 or readme.index(begin) > readme.index(end):
+    if page.count(begin) != 1 or page.count(end) != 1 or page.index(begin) > page.index(end):
         raise ValueError(f"{where}: needs one line {begin} and, after it, one line {end}")
-    before, rest = readme.split(begin)
+    before, rest = page.split(begin)
     after = rest.split(end)[1]
     return f"{before}{begin}\n{table}\n{end}{after}"
 
 
 def command(
-    readme: Annotated[Path, typer.Option(help="The README.")] = Path("README.md"),
-    folder: Annotated[Path, typer.Option(help="Where the results lie.")] = results.FOLDER,
+    page: Annotated[Path, typer.Option(help="The page.", show_default="docs/benchmarks.md")] = PAGE,
+    folder: Annotated[
+        Path, typer.Option(help="Where the results lie.", show_default="docs/benchmarks/results")
+    ] = RESULTS,
     check: Annotated[bool, typer.Option("--check", help="Write nothing; exit with 1 where they differ.")] = False,
 ) -> None:
-    """Write the README's tables again from the newest results."""
+    """Write the page's tables again from the newest results."""
     try:
-        wanted = text = readme.read_text(encoding="utf-8")
-        for suite in suites_of(text, str(readme)):
-            wanted = insert(wanted, render(load_suite(suite), results.newest(suite, folder)), suite, str(readme))
+        wanted = text = page.read_text(encoding="utf-8")
+        for suite in suites_of(text, str(page)):
+            wanted = insert(wanted, render(load_suite(suite), newest(suite, folder)), suite, str(page))
     except (OSError, ValueError) as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(2) from None
     if text == wanted:
-        typer.echo(f"{readme}: up to date")
+        typer.echo(f"{page}: up to date")
     elif check:
-        typer.echo(f"{readme}: differs from the results; run `python -m pylate_flash.bench.readme`", err=True)
+        typer.echo(f"{page}: differs from the results; run `make bench-docs`", err=True)
         raise typer.Exit(1)
     else:
-        readme.write_text(wanted, encoding="utf-8")
-        typer.echo(f"{readme}: tables written")
+        page.write_text(wanted, encoding="utf-8")
+        typer.echo(f"{page}: tables written")
 
 
 if __name__ == "__main__":

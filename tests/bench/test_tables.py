@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
-from pylate_flash.bench import forward, readme, results
+import make_tables as tables
+import pylate_flash
+from pylate_flash.bench import SUITES, forward, load_suite, results
 
 TEXT = "# Title\n\n<!-- bench:forward:begin -->\nold\n<!-- bench:forward:end -->\n\nMore.\n"
 
@@ -14,19 +17,19 @@ TEXT = "# Title\n\n<!-- bench:forward:begin -->\nold\n<!-- bench:forward:end -->
 @pytest.fixture
 def invoke(tmp_path):
     app = typer.Typer()
-    app.command()(readme.command)
-    (tmp_path / "README.md").write_text(TEXT)
+    app.command()(tables.command)
+    (tmp_path / "page.md").write_text(TEXT)
     (tmp_path / "results").mkdir()
 
     def call(*arguments):
-        paths = ["--readme", str(tmp_path / "README.md"), "--folder", str(tmp_path / "results")]
+        paths = ["--page", str(tmp_path / "page.md"), "--folder", str(tmp_path / "results")]
         return CliRunner().invoke(app, [*paths, *arguments])
 
     return call
 
 
 def test_the_table_has_a_line_per_row_and_a_column_per_system(result):
-    lines = readme.render(forward.suite(), result).splitlines()
+    lines = tables.render(forward.suite(), result).splitlines()
     assert "NVIDIA Test Card" in lines[0]
     assert "2026-03-01" in lines[0]
     assert lines[2].startswith("| name | Nq x Nd, Lq x Ld | floor | pylate_flash | LIK 0.4.5 | FM | torch |")
@@ -42,7 +45,7 @@ def test_the_unit_and_a_measured_floor_are_named(result):
     own = forward.suite()
     systems = (*own.systems[:-1], replace(own.systems[-1], yardstick=True))
     result["protocol"]["flush_bytes"] = 0
-    lines = readme.render(replace(own, unit="us", systems=systems), result).splitlines()
+    lines = tables.render(replace(own, unit="us", systems=systems), result).splitlines()
     assert lines[0].startswith("MaxSim forward, us.")
     assert "the floor is the time of torch, measured" in lines[0]
     assert "cold cache" not in lines[0]
@@ -53,7 +56,7 @@ def test_memory_has_a_table_of_its_own_where_it_was_measured(result):
     systems = result["rows"][1]["systems"]
     systems["pylate_flash"]["memory_bytes"] = 3 << 19
     systems["torch"]["memory_bytes"] = 250 << 20
-    lines = readme.render(forward.suite(), result).splitlines()
+    lines = tables.render(forward.suite(), result).splitlines()
     assert lines[6] == ""
     assert lines[7].startswith("Memory of such a call beyond its inputs")
     assert lines[8:] == [
@@ -67,13 +70,13 @@ def test_memory_has_a_table_of_its_own_where_it_was_measured(result):
 def test_a_row_without_our_time_keeps_its_columns(result):
     result["rows"][0]["systems"]["pylate_flash"] = {"status": "failed", "reason": "it raised"}
     result["rows"][0].update(best_peer_over_ours=None)
-    line = readme.render(forward.suite(), result).splitlines()[4]
+    line = tables.render(forward.suite(), result).splitlines()[4]
     assert line == "| textual | 1 x 1000, 32 x 300 | 0.018 | **failed** | 0.120 | - | wrong | - | - |"
 
 
 def test_without_a_result_there_is_a_sentence(invoke, tmp_path):
     assert invoke().exit_code == 0
-    text = (tmp_path / "README.md").read_text()
+    text = (tmp_path / "page.md").read_text()
     assert "No measurement is committed yet." in text
     assert text.startswith("# Title\n\n<!-- bench:forward:begin -->\n")
     assert text.endswith("\n<!-- bench:forward:end -->\n\nMore.\n")
@@ -84,9 +87,9 @@ def test_check_finds_a_difference_and_writes_nothing(invoke, result, tmp_path):
     results.save(result, tmp_path / "results" / "forward-card.json")
     outcome = invoke("--check")
     assert outcome.exit_code == 1
-    assert (tmp_path / "README.md").read_text() == TEXT
+    assert (tmp_path / "page.md").read_text() == TEXT
     assert invoke().exit_code == 0
-    assert readme.render(forward.suite(), result) in (tmp_path / "README.md").read_text()
+    assert tables.render(forward.suite(), result) in (tmp_path / "page.md").read_text()
     assert invoke("--check").exit_code == 0
     results.save({**result, "date": "2026-07-01T00:00:00+00:00"}, tmp_path / "results" / "forward-new.json")
     assert invoke("--check").exit_code == 1
@@ -95,12 +98,12 @@ def test_check_finds_a_difference_and_writes_nothing(invoke, result, tmp_path):
 def test_every_suite_that_has_markers_gets_its_table(invoke, result, tmp_path):
     results.save(result, tmp_path / "results" / "forward-card.json")
     training = TEXT.replace("forward", "training")
-    (tmp_path / "README.md").write_text(TEXT + training)
+    (tmp_path / "page.md").write_text(TEXT + training)
     assert invoke().exit_code == 0
-    text = (tmp_path / "README.md").read_text()
-    assert readme.render(forward.suite(), result) in text
+    text = (tmp_path / "page.md").read_text()
+    assert tables.render(forward.suite(), result) in text
     assert "`pylate-flash bench training --json" in text.split("training:begin")[1]
-    (tmp_path / "README.md").write_text(TEXT + TEXT.replace("forward", "sideways"))
+    (tmp_path / "page.md").write_text(TEXT + TEXT.replace("forward", "sideways"))
     assert "there is no 'sideways'" in invoke().output
 
 
@@ -114,19 +117,64 @@ def test_every_suite_that_has_markers_gets_its_table(invoke, result, tmp_path):
     ],
 )
 def test_missing_markers_are_an_error_in_one_sentence(invoke, tmp_path, text):
-    (tmp_path / "README.md").write_text(text)
+    (tmp_path / "page.md").write_text(text)
     outcome = invoke()
     assert outcome.exit_code == 2
     assert "needs one line <!-- bench:forward:begin -->" in outcome.output
-    assert (tmp_path / "README.md").read_text() == text
+    assert (tmp_path / "page.md").read_text() == text
 
 
-def test_a_missing_readme_and_a_broken_result_are_errors_in_one_sentence(invoke, tmp_path):
+def test_a_missing_page_and_a_broken_result_are_errors_in_one_sentence(invoke, tmp_path):
     (tmp_path / "results" / "forward-card.json").write_text("{}")
     outcome = invoke()
     assert outcome.exit_code == 2
     assert "forward-card.json" in outcome.output
-    (tmp_path / "README.md").unlink()
+    (tmp_path / "page.md").unlink()
     outcome = invoke()
     assert outcome.exit_code == 2
-    assert "README.md" in outcome.output
+    assert "page.md" in outcome.output
+
+
+def test_the_newest_result_worth_keeping_is_found(result, tmp_path):
+    assert tables.newest("forward", tmp_path) is None
+    kinds = {
+        "a": {"date": "2026-04-01T00:00:00+00:00"},
+        "b": {"date": "2026-03-31T23:00:00+00:00"},
+        "c": {"date": "2026-05-01T00:00:00+00:00", "quick": True},
+        "d": {"date": "2026-05-01T00:00:00+00:00", "complete": False},
+        "e": {"date": "2026-05-01T00:00:00+00:00", "protocol": {**result["protocol"], "reduced": True}},
+    }
+    for name, change in kinds.items():
+        results.save({**result, **change}, tmp_path / f"forward-{name}.json")
+    results.save({**result, "date": "2026-06-01T00:00:00+00:00"}, tmp_path / "training-a.json")
+    assert tables.newest("forward", tmp_path)["date"] == "2026-04-01T00:00:00+00:00"
+
+
+def test_every_committed_result_is_valid():
+    for path in tables.RESULTS.glob("*.json"):
+        results.load(path)
+
+
+def test_the_committed_tables_are_those_of_the_committed_results():
+    text = tables.PAGE.read_text(encoding="utf-8")
+    assert tables.suites_of(text, "benchmarks.md") == [
+        "forward",
+        "varlen",
+        "fat",
+        "training",
+        "hidden",
+        "launch",
+        "cpu",
+    ]
+    for suite in SUITES:
+        result = tables.newest(suite)
+        assert result is not None
+        table = tables.render(load_suite(suite), result)
+        assert tables.insert(text, table, suite, "benchmarks.md") == text, "run `make bench-docs`"
+
+
+def test_the_package_holds_code_only():
+    """What was measured, and drawn, lies in docs/."""
+    package = Path(pylate_flash.__file__).parent
+    files = [path for path in package.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    assert {path.suffix for path in files} <= {".py", ".typed"}

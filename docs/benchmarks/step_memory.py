@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -47,7 +48,7 @@ def measure(model: str, step: Step) -> int:
         If the process fails; the message ends with what it wrote.
     """
     request = json.dumps([model, asdict(step)])
-    return fresh.run_for_memory("pylate_flash.bench.step_memory", request)
+    return fresh.run_for_memory(Path(__file__).resolve(), request)
 
 
 def measure_here(model: str, step: Step) -> int:

@@ -1,0 +1,281 @@
+"""The README's picture: time and memory beside the other scorers, drawn from the newest committed results.
+
+    python docs/benchmarks/make_picture.py
+
+writes `speed-and-memory-light.png` and `-dark.png`, for GitHub's two themes. What a file shows stands in it as text too
+(`read_contents`), so that a test can tell a picture that is older than its results.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from make_tables import HERE, RESULTS, newest
+from pylate_flash.bench import load_suite, training
+from pylate_flash.bench.report import duration, titles
+from pylate_flash.bench.suite import OURS
+
+# Rows that stand for calls which users make: (suite, row, what it is).
+TIMES = (
+    ("forward", "rerank-10k", "Score 10,000 documents for one query"),
+    ("forward", "serve-32", "Score 1,024 documents for 32 queries"),
+    ("training", "train-512", "Loss and gradients of 512 pairs"),
+    ("training", "colpali-64", "Loss and gradients of 64 pairs, 1,024 tokens each"),
+)
+# Rows of the suite `training`: (row, what it is).
+MEMORY = (
+    ("train-128", "Loss and gradients of 128 pairs"),
+    ("train-512", "Loss and gradients of 512 pairs"),
+    ("train-1024", "Loss and gradients of 1,024 pairs"),
+    ("colpali-64", "Loss and gradients of 64 pairs, 1,024 tokens each"),
+)
+TIMED_SYSTEMS = (OURS, "lik", "flash_maxsim", "torch")
+# torch takes as many documents at a time as fit in the memory there is: what it takes says nothing.
+MEASURED_SYSTEMS = (OURS, "lik", "lik_lowmem", "flash_maxsim")
+
+
+@dataclass(frozen=True)
+class Theme:
+    """Colours of a picture: those of the page around it, and of the systems."""
+
+    background: str
+    text: str
+    muted: str
+    line: str
+    systems: dict[str, str]
+
+
+THEMES = {
+    "light": Theme(
+        background="#ffffff",
+        text="#1f2328",
+        muted="#59636e",
+        line="#d8dee4",
+        systems={
+            OURS: "#d1495b",
+            "lik": "#2e4057",
+            "lik_lowmem": "#6d829b",
+            "flash_maxsim": "#66a182",
+            "torch": "#b8c0cc",
+        },
+    ),
+    "dark": Theme(
+        background="#0d1117",
+        text="#f0f6fc",
+        muted="#9198a1",
+        line="#30363d",
+        systems={
+            OURS: "#ef6a7b",
+            "lik": "#8fa8c8",
+            "lik_lowmem": "#5b7391",
+            "flash_maxsim": "#6fb594",
+            "torch": "#59636e",
+        },
+    ),
+}
+
+
+def path_of(theme: str, folder: Path = HERE) -> Path:
+    """Return where the picture of a theme lies."""
+    return folder / f"speed-and-memory-{theme}.png"
+
+
+def gather(folder: Path = RESULTS) -> dict[str, Any]:
+    """Return what the picture shows, from the newest complete results of the suites `forward` and `training`.
+
+    Returns
+    -------
+    dict
+        "times" and "memory": groups of bars, each with its "title", "about" and "bars", which map a system's name to
+        milliseconds or to bytes; "names" of the systems; the "caption".
+
+    Raises
+    ------
+    ValueError
+        If there is no complete result of a suite, it lacks what is shown, or both are not of one machine.
+    """
+    found = {}
+    for suite in ("forward", "training"):
+        result = newest(suite, folder)
+        if result is None:
+            raise ValueError(f"{folder}: has no complete result of the suite {suite!r}")
+        found[suite] = result
+    names = titles(load_suite("training"), found["training"])
+    times = []
+    for suite, name, title in TIMES:
+        row = _row(found[suite], name)
+        about = f"{suite} {name}: {row['shape']} tokens"
+        times.append({"title": title, "about": about, "bars": _bars(row, TIMED_SYSTEMS, "median_ms")})
+    memory = []
+    for name, title in MEMORY:
+        batch = next(batch for batch in training.ROWS if batch.name == name)
+        similarities = 2 * batch.Nq * batch.Nd * batch.Lq * batch.Ld  # in bfloat16
+        about = f"{name}: all similarities at once would be {similarities / 2**20:,.0f} MiB"
+        bars = _bars(_row(found["training"], name), MEASURED_SYSTEMS, "memory_bytes")
+        memory.append({"title": title, "about": about, "bars": bars})
+    return {
+        "times": times,
+        "memory": memory,
+        "names": {name: title for name, title in names.items() if name in (*TIMED_SYSTEMS, *MEASURED_SYSTEMS)},
+        "caption": _caption(found),
+    }
+
+
+def _row(result: dict[str, Any], name: str) -> dict[str, Any]:
+    rows: dict[str, dict[str, Any]] = {row["name"]: row for row in result["rows"]}
+    if name not in rows:
+        raise ValueError(f"the newest result of the suite {result['suite']!r} has no row {name!r}")
+    return rows[name]
+
+
+def _bars(row: dict[str, Any], systems: tuple[str, ...], number: str) -> dict[str, float]:
+    bars = {name: row["systems"].get(name, {}).get(number) for name in systems}
+    if missing := [name for name, value in bars.items() if value is None]:
+        raise ValueError(f"row {row['name']!r} has no {number} of {', '.join(missing)}")
+    return bars
+
+
+def _caption(found: dict[str, dict[str, Any]]) -> str:
+    """Where, when and how both suites were measured; raises a ValueError where that was not the same."""
+    places = []
+    for result in found.values():
+        versions, protocol = result["versions"], result["protocol"]
+        places.append(
+            f"{result['machine']['name']}, torch {versions['torch']}, triton {versions['triton']}, "
+            f"{protocol['dtype']}, d = 128. Median of {protocol['repetitions']} calls from a cold cache, "
+            "systems in turn."
+        )
+    if len(set(places)) > 1:
+        raise ValueError(f"one picture cannot show results of two kinds: {' / '.join(places)}")
+    dates = sorted({result["date"][:10] for result in found.values()})
+    return (
+        f"{places[0]} {' and '.join(dates)}.\n"
+        "Loss and gradients: from embeddings on, without the encoder. LIK: late-interaction-kernels, the faster of its "
+        "backwards auto and unified;\n"
+        "LIK lowmem: its third. FM: flash-maxsim. torch: an einsum over as many documents at a time as fit in memory; "
+        "what it takes is left out."
+    )
+
+
+def draw(contents: dict[str, Any], theme: Theme, path: Path) -> None:
+    """Draw both panels; ``path`` becomes a PNG, which holds ``contents`` as text."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+    from PIL import Image
+    from PIL.PngImagePlugin import PngInfo
+
+    figure = Figure(figsize=(8.6, 6), dpi=150, facecolor=theme.background)
+    canvas = FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2)
+    figure.subplots_adjust(left=0.02, right=0.98, top=0.89, bottom=0.1, wspace=0.06)
+    names = contents["names"]
+    figure.legend(
+        handles=[Patch(color=theme.systems[name], label=title) for name, title in names.items()],
+        loc="upper left",
+        bbox_to_anchor=(0.012, 0.995),
+        ncols=len(names),
+        frameon=False,
+        fontsize=9,
+        labelcolor=theme.text,
+        handlelength=1.0,
+        handleheight=1.0,
+        columnspacing=1.6,
+        borderaxespad=0.2,
+    )
+    _panel(
+        left,
+        "Time, as a multiple of pylate_flash's",
+        contents["times"],
+        theme,
+        scale=lambda bars: 1 / bars[OURS],
+        label=_time,
+    )
+    _panel(
+        right,
+        "Memory beyond the inputs, gradients included, MiB",
+        contents["memory"],
+        theme,
+        scale=lambda bars: 2**-20,
+        label=lambda value, ratio: f"{value / 2**20:.1f}",
+    )
+    figure.text(0.02, 0.083, contents["caption"], color=theme.muted, fontsize=7, va="top", linespacing=1.5)
+    canvas.draw()
+    # So few colours need no more than a byte each, which makes the file a quarter as large.
+    picture = Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB").quantize(128)
+    description = PngInfo()
+    description.add_text("Description", json.dumps(contents))
+    picture.save(path, optimize=True, dpi=(150, 150), pnginfo=description)
+
+
+def _time(milliseconds: float, ratio: float) -> str:
+    over_ours = "" if ratio == 1 else f"  ({ratio:.2f}x)" if ratio < 10 else f"  ({ratio:.1f}x)"
+    return f"{duration(milliseconds, 'ms')} ms{over_ours}"
+
+
+def _panel(
+    axes: Any,
+    title: str,
+    groups: list[dict[str, Any]],
+    theme: Theme,
+    scale: Callable[[dict[str, float]], float],
+    label: Callable[[float, float], str],
+) -> None:
+    """Groups of horizontal bars from one linear axis, each under its title, with its number at its end."""
+    longest = max(value * scale(group["bars"]) for group in groups for value in group["bars"].values())
+    place = 0.0
+    for group in groups:
+        axes.plot([0, 0], [place + 1.5, place + len(group["bars"]) + 1.5], color=theme.line, linewidth=1, zorder=0)
+        axes.text(0, place, group["title"], color=theme.text, fontsize=9, fontweight="bold", va="center")
+        axes.text(0, place + 0.9, group["about"], color=theme.muted, fontsize=7.5, va="center")
+        place += 2
+        for name, value in group["bars"].items():
+            length = value * scale(group["bars"])
+            axes.barh(place, length, height=0.84, color=theme.systems[name])
+            axes.text(
+                length + 0.012 * longest,
+                place,
+                label(value, value / group["bars"][OURS]),
+                color=theme.text if name == OURS else theme.muted,
+                fontsize=7.5,
+                fontweight="bold" if name == OURS else "normal",
+                va="center_baseline",
+            )
+            place += 1
+        place += 0.5
+    axes.set_ylim(place - 0.6, -0.7)
+    axes.set_xlim(0, 1.34 * longest)
+    axes.set_title(title, color=theme.text, fontsize=10, loc="left", pad=8)
+    axes.set_facecolor(theme.background)
+    axes.set_yticks([])
+    axes.set_xticks([])
+    axes.spines[:].set_visible(False)
+
+
+def read_contents(path: Path) -> dict[str, Any]:
+    """Return what a picture shows, as `draw` was given it."""
+    from PIL import Image
+
+    with Image.open(path) as picture:
+        return dict(json.loads(picture.info["Description"]))
+
+
+def main() -> None:
+    """Draw the picture again, for both themes."""
+    try:
+        contents = gather()
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
+    for name, theme in THEMES.items():
+        draw(contents, theme, path_of(name))
+        print(f"{path_of(name)}: drawn")
+
+
+if __name__ == "__main__":
+    main()
