@@ -21,7 +21,7 @@ model = demo.load_encoder(settings=demo.QUICK, device="cpu")
 
 # Each query is scored against all 128 documents of the batch, but only 32 texts are encoded at a time. The scores'
 # memory does not grow with the similarities of all token pairs either: that is what the scorer is for.
-loss = losses.CachedContrastive(model, mini_batch_size=32, temperature=0.5)
+loss = losses.CachedContrastive(model, mini_batch_size=32)
 
 trainer = ColBERTTrainer(
     model=model,

@@ -24,9 +24,17 @@ from pylate.losses.distillation import Distillation as PyLateDistillation
 from pylate.models import ColBERT
 from torch import Tensor
 
+from .loss_arguments import (
+    candidate_columns,
+    check_fusion,
+    check_size,
+    check_temperature,
+    document_columns,
+    set_fusion,
+    set_scoring,
+)
 from .ops import maxsim_from_hidden
 from .projection import BIAS, WEIGHT, dense_layers, fold_dense, hidden_states, unwrapped
-from .register import check_backend, check_masking
 from .scores import ColBERTScores, colbert_kd_scores, scorer_of
 
 __all__ = ["Contrastive", "CachedContrastive", "Distillation"]
@@ -62,39 +70,6 @@ class _FlagScores:
         return scores(queries_embeddings, documents_embeddings, queries_mask, documents_mask)
 
 
-def _set_scoring(loss: Any, score_metric: Callable | None, scorer: str | None, masking: str | None) -> None:
-    """Check and store what the loss was asked to score with."""
-    if score_metric is not None and (scorer is not None or masking is not None):
-        raise ValueError(
-            f"score_metric: given together with scorer={scorer!r}, masking={masking!r}; a score_metric computes the "
-            "scores itself, so pass either it or the other two"
-        )
-    loss.scorer = None if scorer is None else check_backend(scorer, name="scorer")
-    loss.masking = None if masking is None else check_masking(masking)
-
-
-def _set_fusion(loss: Any, score_metric: Callable | None, fuse_projection: bool | None) -> None:
-    """Store whether the projection is to be fused, checked as far as it can be before the model's flags are read."""
-    if fuse_projection and score_metric is not None:
-        raise ValueError("fuse_projection: given together with score_metric, which needs the projected embeddings")
-    if fuse_projection:
-        dense_layers(loss.model)
-        _check_fusion(loss)
-    # A score_metric of the caller is called, whatever the model's flag says.
-    loss.fuse_projection = False if score_metric is not None else fuse_projection
-
-
-def _check_fusion(loss: Any) -> None:
-    if getattr(loss, "gather_across_devices", False):
-        raise ValueError(
-            "fuse_projection: given together with gather_across_devices, which exchanges the projected embeddings, as "
-            "hidden states are several times as large"
-        )
-    scorer = loss.scorer or scorer_of(loss.model)[0]
-    if scorer not in ("auto", "pylate_flash"):
-        raise ValueError(f'fuse_projection: needs the scorer "pylate_flash" or "auto", and it is "{scorer}"')
-
-
 def _fuses(loss: Any) -> bool:
     """Whether the loss scores from hidden states: as it was told, or else as the model says."""
     fuse = loss.fuse_projection
@@ -102,7 +77,7 @@ def _fuses(loss: Any) -> bool:
         fuse = getattr(unwrapped(loss.model), "fuse_projection", False)
     if fuse:
         # The flags may have been set since.
-        _check_fusion(loss)
+        check_fusion(loss)
     return bool(fuse)
 
 
@@ -155,38 +130,6 @@ def _cross_entropy(loss: Any, scores: Tensor, reduction: str) -> Tensor:
     return F.cross_entropy(scores / loss.temperature, positives, reduction=reduction)
 
 
-def _document_columns(model: Any, sentence_features: Iterable[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
-    """Check the columns of a contrastive batch, and bring its documents to one padded length.
-
-    PyLate's collator pads every document to ``document_length``, and its losses stack the columns. Columns tokenized
-    one by one (``pad=False``) end where their longest text ends: they get masked padding here, which changes no score.
-    """
-    query, *documents = sentence_features
-    if not documents:
-        raise ValueError("sentence_features: got only the queries; expected them and at least one column of documents")
-    batch_sizes = [features["input_ids"].shape[0] for features in (query, *documents)]
-    if len(set(batch_sizes)) > 1:
-        raise ValueError(
-            f"sentence_features: columns of {batch_sizes} texts; a contrastive loss expects as many documents in each "
-            "column as there are queries"
-        )
-    lengths = [features["input_ids"].shape[1] for features in documents]
-    if len(set(lengths)) == 1:
-        return [query, *documents]
-    # The mask is 0 there, so the token is never looked at; the padding token is what the encoder expects to see.
-    padding_token = getattr(model, "module", model).tokenizer.pad_token_id
-    padded = [
-        {
-            name: F.pad(value, (0, max(lengths) - length), value=padding_token if name == "input_ids" else 0)
-            if value.ndim == 2 and value.shape[1] == length
-            else value
-            for name, value in features.items()
-        }
-        for features, length in zip(documents, lengths, strict=True)
-    ]
-    return [query, *padded]
-
-
 class Contrastive(PyLateContrastive):
     """PyLate's contrastive loss with in-batch negatives: cross entropy of each query's positive among all documents.
 
@@ -207,7 +150,9 @@ class Contrastive(PyLateContrastive):
     gather_across_devices
         Take the documents of all ranks as negatives. Every rank needs the same batch size and the same padded length.
     temperature
-        Divides the scores.
+        Divides the scores: a number above 0, or a parameter of one element, which is then learned. 1.0 suits sums of
+        the maxima of 32 query tokens, which differ by whole units where a single cosine differs by hundredths (and is
+        divided by 0.02 to 0.05); more query tokens want a higher one.
     scorer
         ``"pylate_flash"``, ``"torch"``, ``"flash"``, ``"lik"`` or ``"auto"``; overrides the model's flag.
     masking
@@ -220,15 +165,19 @@ class Contrastive(PyLateContrastive):
     Raises
     ------
     ValueError
-        For an unknown ``scorer`` or ``masking``, or one given together with ``score_metric``. If the projection is to
-        be fused, and the model is not an encoder followed by linear Dense layers, another scorer is asked for, or
+        For an unknown ``scorer`` or ``masking``, or one given together with ``score_metric``; for a ``temperature``
+        that is not finite and above 0, and a ``score_mini_batch_size`` below 1. If the projection is to be fused, and
+        the model is not an encoder followed by linear Dense layers, another scorer is asked for, or
         ``gather_across_devices`` is set.
+
+    TypeError
+        If ``temperature``, ``score_mini_batch_size`` or ``fuse_projection`` is of none of these types.
 
     Examples
     --------
     >>> from pylate_flash import losses, models  # doctest: +SKIP
     >>> model = models.ColBERT("bert-base-uncased", scorer="pylate_flash")  # doctest: +SKIP
-    >>> loss = losses.Contrastive(model, temperature=0.02)  # doctest: +SKIP
+    >>> loss = losses.Contrastive(model)  # doctest: +SKIP
     """
 
     def __init__(
@@ -244,6 +193,9 @@ class Contrastive(PyLateContrastive):
         masking: str | None = None,
         fuse_projection: bool | None = None,
     ) -> None:
+        check_temperature(temperature)
+        if score_mini_batch_size is not None:
+            check_size("score_mini_batch_size", score_mini_batch_size)
         super().__init__(
             model,
             score_metric if score_metric is not None else _FlagScores(self),
@@ -252,8 +204,8 @@ class Contrastive(PyLateContrastive):
             gather_across_devices,
             temperature,
         )
-        _set_scoring(self, score_metric, scorer, masking)
-        _set_fusion(self, score_metric, fuse_projection)
+        set_scoring(self, score_metric, scorer, masking)
+        set_fusion(self, score_metric, fuse_projection)
 
     def forward(self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None = None) -> Tensor:
         """Return the loss, a float32 scalar.
@@ -266,7 +218,7 @@ class Contrastive(PyLateContrastive):
         labels
             Not used; the trainer passes it.
         """
-        columns = _document_columns(self.model, sentence_features)
+        columns = document_columns(self, sentence_features)
         if not _fuses(self):
             return super().forward(columns, labels)
         scores = _fused_scores(self, columns)
@@ -300,7 +252,7 @@ class CachedContrastive(PyLateCachedContrastive):
     show_progress_bar
         Show a bar over the mini-batches.
     temperature
-        Divides the scores.
+        As in :class:`Contrastive`.
     scorer, masking
         As in :class:`Contrastive`; they override the model's flags.
     fuse_projection
@@ -311,8 +263,9 @@ class CachedContrastive(PyLateCachedContrastive):
     Raises
     ------
     ValueError
-        For an unknown ``scorer`` or ``masking``, or one given together with ``score_metric``, and as in
-        :class:`Contrastive` if the projection is to be fused.
+        As in :class:`Contrastive`, and for a ``mini_batch_size`` below 1.
+    TypeError
+        As in :class:`Contrastive`.
     """
 
     def __init__(
@@ -330,6 +283,10 @@ class CachedContrastive(PyLateCachedContrastive):
         masking: str | None = None,
         fuse_projection: bool | None = None,
     ) -> None:
+        check_temperature(temperature)
+        check_size("mini_batch_size", mini_batch_size)
+        if score_mini_batch_size is not None:
+            check_size("score_mini_batch_size", score_mini_batch_size)
         super().__init__(
             model,
             score_metric if score_metric is not None else _FlagScores(self),
@@ -340,13 +297,13 @@ class CachedContrastive(PyLateCachedContrastive):
             show_progress_bar,
             temperature,
         )
-        _set_scoring(self, score_metric, scorer, masking)
-        _set_fusion(self, score_metric, fuse_projection)
+        set_scoring(self, score_metric, scorer, masking)
+        set_fusion(self, score_metric, fuse_projection)
         self._autocast: dict[str, Any] = {"device_type": "cpu", "enabled": False}
 
     def forward(self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None = None) -> Tensor:
         """Return the loss, a float32 scalar; columns as in :meth:`Contrastive.forward`."""
-        sentence_features = _document_columns(self.model, sentence_features)
+        sentence_features = document_columns(self, sentence_features)
         device = sentence_features[0]["input_ids"].device.type
         self._autocast = {
             "device_type": device,
@@ -382,7 +339,11 @@ class CachedContrastive(PyLateCachedContrastive):
         loss = _cross_entropy(self, scores, "sum")
         value = loss.detach() / (len(scores) if self.size_average else 1)
         if with_grad:
-            gradients = list(torch.autograd.grad(loss, leaves))
+            learns_temperature = isinstance(self.temperature, Tensor) and self.temperature.requires_grad
+            gradients = list(torch.autograd.grad(loss, leaves, retain_graph=learns_temperature))
+            if learns_temperature:
+                # Here and now, as without fusion.
+                torch.autograd.backward(loss, inputs=self.temperature)  # type: ignore[arg-type]
             value.requires_grad_().register_hook(functools.partial(self._pass_on, columns, gradients))
         return value
 
@@ -478,8 +439,8 @@ class Distillation(PyLateDistillation):
             size_average,
             normalize_scores,
         )
-        _set_scoring(self, score_metric, scorer, masking)
-        _set_fusion(self, score_metric, fuse_projection)
+        set_scoring(self, score_metric, scorer, masking)
+        set_fusion(self, score_metric, fuse_projection)
 
     def forward(self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor) -> Tensor:
         """Return the loss, a float32 scalar.
@@ -491,20 +452,7 @@ class Distillation(PyLateDistillation):
         labels
             The teacher's scores, [Nq, K].
         """
-        sentence_features = list(sentence_features)
-        if len(sentence_features) != 2:
-            raise ValueError(
-                f"sentence_features: {len(sentence_features)} columns; distillation expects two, the queries and "
-                "their candidates"
-            )
-        queries, documents = (features["input_ids"].shape[0] for features in sentence_features)
-        expected = (queries, documents // max(queries, 1))
-        if not isinstance(labels, Tensor) or tuple(labels.shape) != expected or documents % max(queries, 1):
-            got = f"shape {tuple(labels.shape)}" if isinstance(labels, Tensor) else type(labels).__name__
-            raise ValueError(
-                f"labels: {got}; expected the teacher's scores, one row per query and one column per candidate, "
-                f"for {queries} queries and {documents} candidates"
-            )
+        sentence_features, labels = candidate_columns(self, sentence_features, labels)
         if not _fuses(self):
             return super().forward(sentence_features, labels)
         scores = _fused_scores(self, sentence_features, own_candidates=True)

@@ -59,13 +59,16 @@ class ColBERTTrainingArguments(SentenceTransformerTrainingArguments):
         Whether the losses score from the encoder's hidden states (see :class:`pylate_flash.losses.Contrastive`),
         written to the same place.
     batch_sampler
-        Default: ``"no_duplicates"`` if every loss uses in-batch negatives, because a text that occurs twice in a batch
-        would be its own negative; otherwise, and for an ``IterableDataset``, ``"batch_sampler"``.
+        Default: ``"batch_sampler"``, sentence-transformers' own, in place of which :class:`ColBERTTrainer` takes
+        ``"no_duplicates"`` if every loss uses in-batch negatives, because a text that occurs twice in a batch would be
+        its own negative. An ``IterableDataset`` keeps its order.
 
     Raises
     ------
     ValueError
         For an unknown ``scorer`` or ``masking``.
+    TypeError
+        If ``fuse_projection`` is neither a bool nor None.
     """
 
     scorer: str | None = field(
@@ -79,6 +82,12 @@ class ColBERTTrainingArguments(SentenceTransformerTrainingArguments):
     )
 
     def __post_init__(self) -> None:
+        if self.fuse_projection is not None and not isinstance(self.fuse_projection, bool):
+            raise TypeError(f"fuse_projection: {self.fuse_projection!r}; expected True, False or None")
+        self._chooses_sampler = self.batch_sampler is None
+        if self.batch_sampler is None:
+            # Other trainers know nothing of a choice that is left open: they would make batches of one line.
+            self.batch_sampler = BatchSamplers.BATCH_SAMPLER
         if self.scorer is not None:
             self.scorer = check_backend(self.scorer, name="scorer")
         if self.masking is not None:
@@ -93,6 +102,7 @@ class _Meter(TrainerCallback):
         self.reset()
 
     def reset(self) -> None:
+        self.finite: Tensor | None = None
         self.tokens: Tensor | None = None
         self.negatives: list[int] = []
         self.seconds = 0.0
@@ -116,13 +126,50 @@ class _Meter(TrainerCallback):
     on_log = on_evaluate = on_save = _leave_out
 
 
+class _Epochs(TrainerCallback):
+    """Tells the sampler its epoch, also that of a run that resumes in the middle of one.
+
+    The data loader that skips the batches of before keeps this from it, so that they would come in the first epoch's
+    order.
+    """
+
+    def on_epoch_begin(self, args, state, control, train_dataloader=None, **kwargs) -> None:
+        if hasattr(train_dataloader, "set_epoch"):
+            train_dataloader.set_epoch(int(state.epoch or 0))
+
+
+class _Collator(ColBERTCollator):
+    """PyLate's collator, for lists of candidates that have one length."""
+
+    def __call__(self, features: list[dict]) -> dict[str, Tensor]:
+        """Collate rows into a batch."""
+        for name, value in features[0].items():
+            lengths = {len(row[name]) if isinstance(row[name], list) else None for row in features}
+            if len(lengths) > 1:
+                raise ValueError(
+                    f"train_dataset: the lists in the column {name!r} have {_listed(lengths)} elements; expected as "
+                    "many in every row of a batch"
+                )
+            label = next((features[0][label] for label in self.valid_label_columns if label in features[0]), None)
+            if isinstance(value, list) and isinstance(label, list) and len(label) != len(value):
+                raise ValueError(
+                    f"train_dataset: {len(value)} elements in the column {name!r} and {len(label)} scores; expected a "
+                    "score for each"
+                )
+        return super().__call__(features)
+
+
+def _listed(lengths: set[int | None]) -> str:
+    return " and ".join(str(length) for length in sorted(lengths, key=lambda length: length or 0))
+
+
 class ColBERTTrainer(SentenceTransformerTrainer):
     """sentence-transformers' trainer with the defaults of a ColBERT model.
 
     Columns are what PyLate's collator expects: the query first, in a column with ``query`` or ``anchor`` in its name,
     then the positive and any hard negatives; or, for :class:`~pylate_flash.losses.Distillation`, what PyLate's
     ``KDProcessing`` makes of ``query_id``, ``document_ids`` and ``scores``. Several data sets in a dictionary, with a
-    loss each, work as in sentence-transformers.
+    loss each, work as in sentence-transformers; so does an ``IterableDataset``, with ``max_steps``.
 
     Each log entry of the training also has
 
@@ -132,6 +179,10 @@ class ColBERTTrainer(SentenceTransformerTrainer):
       the last entry without evaluation and saving,
     - ``peak_memory_mib``: most memory that torch had allocated on the GPU so far, or, without a GPU, most resident
       memory of the process; the highest of the ranks.
+
+    A loss that is not finite ends the training at the next log entry or checkpoint, because every weight has become NaN
+    by then; under ``fp16``, whose loss scaler leaves such steps out, it does not. A run that resumes from a checkpoint
+    continues, on a CPU to the bit, as if it had not been interrupted.
 
     Parameters
     ----------
@@ -151,7 +202,10 @@ class ColBERTTrainer(SentenceTransformerTrainer):
     Raises
     ------
     ValueError
-        If ``args.scorer`` or ``args.masking`` is set and a loss would not follow it.
+        If ``args.scorer`` or ``args.masking`` is set and a loss would not follow it, and, while it trains, if lists of
+        candidates or scores differ in length within a batch.
+    FloatingPointError
+        While it trains, if the loss is not finite.
     """
 
     def __init__(
@@ -183,7 +237,7 @@ class ColBERTTrainer(SentenceTransformerTrainer):
         )
         if data_collator is None:
             # sentence-transformers has put its own here: with a model_init, there is no model to ask any earlier.
-            collator: Any = ColBERTCollator(
+            collator: Any = _Collator(
                 tokenize_fn=self.model.tokenize,
                 router_mapping=args.router_mapping,  # type: ignore[arg-type]
                 prompts=args.prompts,  # type: ignore[arg-type]
@@ -195,8 +249,12 @@ class ColBERTTrainer(SentenceTransformerTrainer):
         self._apply_scorer()
         self._resolve_batch_sampler()
         self._warn_about_accumulation()
+        if self.accelerator.dataloader_config.dispatch_batches is None:
+            # By default one rank reads an IterableDataset for all, and can hand on nothing but tensors.
+            self.accelerator.dataloader_config.dispatch_batches = False
         self._meter = _Meter()
         self.add_callback(self._meter)
+        self.add_callback(_Epochs())
 
     # Setting up
 
@@ -228,15 +286,12 @@ class ColBERTTrainer(SentenceTransformerTrainer):
                     setattr(loss, name, value)
 
     def _resolve_batch_sampler(self) -> None:
-        if self.args.batch_sampler is not None:
-            return
-        # In a copy: the same arguments may serve another trainer, with another loss.
-        self.args = copy.copy(self.args)
         in_batch_negatives = all(isinstance(loss, _CONTRASTIVE) for loss in self._losses())
         indexed = hasattr(self.train_dataset, "__len__")
-        self.args.batch_sampler = (
-            BatchSamplers.NO_DUPLICATES if in_batch_negatives and indexed else BatchSamplers.BATCH_SAMPLER
-        )
+        if getattr(self.args, "_chooses_sampler", False) and in_batch_negatives and indexed:
+            # In a copy: the same arguments may serve another trainer, with another loss.
+            self.args = copy.copy(self.args)
+            self.args.batch_sampler = BatchSamplers.NO_DUPLICATES
 
     def _warn_about_accumulation(self) -> None:
         steps = self.args.gradient_accumulation_steps
@@ -301,11 +356,35 @@ class ColBERTTrainer(SentenceTransformerTrainer):
         if isinstance(loss, _CONTRASTIVE):
             documents = (len(features) - 1) * features[0]["input_ids"].shape[0]
             self._meter.negatives.append(documents * (get_world_size() if loss.gather_across_devices else 1) - 1)
-        return super().training_step(model, inputs, *args, **kwargs)
+        value = super().training_step(model, inputs, *args, **kwargs)
+        finite = torch.isfinite(value)
+        self._meter.finite = finite if self._meter.finite is None else self._meter.finite & finite
+        return value
+
+    def train(self, *args, **kwargs) -> Any:
+        """Train as sentence-transformers does."""
+        result = super().train(*args, **kwargs)
+        self._check_finite()
+        return result
+
+    def _check_finite(self) -> None:
+        if self._meter.finite is None or self.args.fp16:
+            return
+        # On all ranks together: one that stopped alone would leave the others waiting for it.
+        if not self.accelerator.gather(self._meter.finite.reshape(1)).all():
+            raise FloatingPointError(
+                f"the loss is not finite (step {self.state.global_step} or shortly before); a lower learning rate may "
+                "help, or the scores in the data may be too large"
+            )
+
+    def _save_checkpoint(self, *args, **kwargs) -> None:
+        self._check_finite()
+        super()._save_checkpoint(*args, **kwargs)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log, with negatives, speed and memory if the entry is one of the training."""
         if "loss" in logs and self._meter.tokens is not None:
+            self._check_finite()
             logs = {**logs, **self._measurements(self._meter.tokens)}
         super().log(logs, start_time)
 

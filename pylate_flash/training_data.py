@@ -2,35 +2,74 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
 
-__all__ = ["read_training_file"]
+__all__ = ["TrainingData", "read_training_file"]
 
-_CONTRASTIVE = ("query", "positive", "negative")
+_PAIR = ("query", "positive")
+_NEGATIVE = re.compile(r"negative(?:_([0-9]{1,9}))?")
 _DISTILLATION = ("query", "documents", "scores")
+# Scores become float32, in which the difference of any two of this size is still finite.
+_LARGEST_SCORE = 1e38
 
 
-def read_training_file(path: str | os.PathLike[str], distillation: bool = False) -> Dataset:
-    """Read a training file for `trainer.ColBERTTrainer`.
+@dataclass(frozen=True)
+class TrainingData:
+    """What a training file holds.
+
+    Attributes
+    ----------
+    rows
+        One column per key that is used: `query`, `positive` and the negatives in the order of their numbers, or
+        `query`, `documents` and `scores`.
+    ignored
+        The keys that are not used, in the order in which they were met.
+    digest
+        SHA-256 of the lines read, in hexadecimal digits.
+    """
+
+    rows: Dataset
+    ignored: tuple[str, ...]
+    digest: str
+
+    @property
+    def documents_per_query(self) -> int:
+        """How many documents each line has: the positive and its negatives, or the candidates."""
+        columns = self.rows.column_names
+        return len(self.rows[0]["documents"]) if "documents" in columns else len(columns) - 1
+
+    def longest(self) -> tuple[int, int]:
+        """Return the characters of the longest query and of the longest document."""
+        query, *others = (column for column in self.rows.column_names if column != "scores")
+        documents = (text for column in others for value in self.rows[column] for text in _texts(value))
+        return max(map(len, self.rows[query])), max(map(len, documents))
+
+
+def read_training_file(path: str | os.PathLike[str], distillation: bool = False) -> TrainingData:
+    """Read a training file for `trainer.ColBERTTrainer`, once and from its start to its end, so that a pipe will do.
 
     Parameters
     ----------
     path
         A file with one JSON object per line; empty lines are skipped. For the contrastive losses: `query`, `positive`
-        and, in every line or in none, `negative`, all strings. For distillation: `query`, a string, `documents`, a list
-        of strings, and `scores`, as many numbers; every line has the same number of documents. Other keys are ignored.
+        and any number of hard negatives, `negative`, `negative_1`, `negative_2` and so on, all strings, the same keys
+        in every line. For distillation: `query`, a string, `documents`, a list of at least two strings, and `scores`,
+        as many finite numbers; every line has the same number of documents. Other keys are ignored, and returned.
     distillation
         Which of the two is expected.
 
     Returns
     -------
-    Dataset
-        One column per key, in the order above.
+    TrainingData
+        The lines, and what was ignored.
 
     Raises
     ------
@@ -41,14 +80,17 @@ def read_training_file(path: str | os.PathLike[str], distillation: bool = False)
     """
     path = Path(path)
     rows: list[dict[str, Any]] = []
+    ignored: dict[str, None] = {}
+    digest = hashlib.sha256()
     first = 0
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
+            digest.update(line.strip() + b"\n")
             where = f"{path}, line {number}"
-            row = _row(line, where)
-            row = _distillation_row(row, where) if distillation else _contrastive_row(row, where)
+            found = _row(line, where)
+            row = _distillation_row(found, where) if distillation else _contrastive_row(found, where)
             if not rows:
                 first = number
             elif row.keys() != rows[0].keys():
@@ -58,16 +100,21 @@ def read_training_file(path: str | os.PathLike[str], distillation: bool = False)
                     f"{where}: expected {len(rows[0]['documents'])} documents, as in line {first}, "
                     f"found {len(row['documents'])}"
                 )
+            ignored.update(dict.fromkeys(key for key in found if key not in row))
             rows.append(row)
     if not rows:
         raise ValueError(f"{path}: expected at least one line of JSON, found none")
-    return Dataset.from_list(rows)
+    return TrainingData(Dataset.from_list(rows), tuple(ignored), digest.hexdigest())
 
 
 def _row(line: bytes, where: str) -> dict[str, Any]:
     try:
-        row = json.loads(line)
-    except ValueError as error:  # also what bytes that are no UTF-8 raise
+        row = json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{where}: not valid JSON: it is no UTF-8 from byte {error.start + 1} on") from None
+    except RecursionError:
+        raise ValueError(f"{where}: not valid JSON: nested too deeply") from None
+    except ValueError as error:  # a number with too many digits among them
         raise ValueError(f"{where}: not valid JSON: {error}") from None
     if not isinstance(row, dict):
         raise ValueError(f"{where}: expected a JSON object, found {type(row).__name__}")
@@ -75,10 +122,11 @@ def _row(line: bytes, where: str) -> dict[str, Any]:
 
 
 def _contrastive_row(row: dict[str, Any], where: str) -> dict[str, str]:
-    for key in _CONTRASTIVE[:2]:
+    for key in _PAIR:
         if key not in row:
             raise ValueError(f"{where}: the key {key!r} is missing")
-    row = {key: row[key] for key in _CONTRASTIVE if key in row}
+    numbers = {key: int(match[1] or -1) for key in row if (match := _NEGATIVE.fullmatch(key))}
+    row = {key: row[key] for key in (*_PAIR, *sorted(numbers, key=lambda key: (numbers[key], key)))}
     for key, value in row.items():
         _check_text(value, f"{where}: {key!r}")
     return row
@@ -90,8 +138,8 @@ def _distillation_row(row: dict[str, Any], where: str) -> dict[str, Any]:
             raise ValueError(f"{where}: the key {key!r} is missing")
     _check_text(row["query"], f"{where}: 'query'")
     documents, scores = row["documents"], row["scores"]
-    if not isinstance(documents, list) or not documents:
-        raise ValueError(f"{where}: 'documents' must be a list of at least one string")
+    if not isinstance(documents, list) or len(documents) < 2:
+        raise ValueError(f"{where}: 'documents' must be a list of at least two strings")
     for document in documents:
         _check_text(document, f"{where}: 'documents'")
     if not isinstance(scores, list) or len(scores) != len(documents):
@@ -99,6 +147,11 @@ def _distillation_row(row: dict[str, Any], where: str) -> dict[str, Any]:
     for score in scores:
         if isinstance(score, bool) or not isinstance(score, int | float):
             raise ValueError(f"{where}: 'scores' must be numbers, found {score!r}")
+        if not -_LARGEST_SCORE <= score <= _LARGEST_SCORE:
+            found = score if isinstance(score, float) else f"an integer of {len(str(abs(score)))} digits"
+            raise ValueError(
+                f"{where}: 'scores' must be finite, from {-_LARGEST_SCORE:g} to {_LARGEST_SCORE:g}, found {found}"
+            )
     return {"query": row["query"], "documents": documents, "scores": [float(score) for score in scores]}
 
 
@@ -107,6 +160,14 @@ def _check_text(value: Any, where: str) -> None:
         raise ValueError(f"{where} must be a string, found {type(value).__name__}")
     if not value.strip():
         raise ValueError(f"{where} must not be empty")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{where} holds half of a surrogate pair, {value[error.start]!r}, which is no text") from None
+
+
+def _texts(value: str | list[str]) -> list[str]:
+    return value if isinstance(value, list) else [value]
 
 
 def _list(row: dict[str, Any]) -> str:

@@ -286,6 +286,20 @@ def test_default_batch_sampler(model: models.ColBERT, pairs: Dataset, distillati
     assert trainer.args.batch_sampler == BatchSamplers.BATCH_SAMPLER
 
 
+def test_the_arguments_make_full_batches_in_any_trainer(model: models.ColBERT, pairs: Dataset, tmp_path: Path) -> None:
+    """Also in sentence-transformers' own, which knows nothing of a choice that is left open."""
+    args = arguments(tmp_path)
+    assert args.batch_sampler == BatchSamplers.BATCH_SAMPLER
+    trainer = SentenceTransformerTrainer(
+        model=model,
+        args=args,
+        train_dataset=pairs,
+        loss=losses.Contrastive(model),
+        data_collator=ColBERTCollator(model.tokenize),
+    )
+    assert [len(batch["query_input_ids"]) for batch in trainer.get_train_dataloader()] == [4, 4, 4]
+
+
 def test_repeated_documents_do_not_meet_in_a_batch(model: models.ColBERT, tmp_path: Path) -> None:
     """Every positive occurs twice: as in-batch negatives they would push the model away from the right answer."""
     twice = Dataset.from_dict({"query": [f"q {i}" for i in range(8)], "positive": [f"d {i // 2}" for i in range(8)]})

@@ -2,31 +2,40 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
+import math
+import sys
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from .checkpoints import CHECKPOINTS, Checkpoints
 from .common import (
     Scorer,
     UserError,
     be_quiet,
     check_device,
-    check_file,
     check_model_name,
     check_scorer,
-    console,
     explained,
     load_model,
 )
+from .model_folder import (
+    UNFINISHED,
+    first_non_finite,
+    holds_model,
+    other_files,
+    save_elsewhere,
+    writable_folder,
+    write_model,
+)
 
 if TYPE_CHECKING:
-    import torch
-
     from ..models import ColBERT
+    from ..trainer import ColBERTTrainer
+    from ..training_data import TrainingData
+    from .training_run import StopRequest
 
 
 class Loss(str, Enum):
@@ -37,110 +46,344 @@ class Loss(str, Enum):
     distillation = "distillation"
 
 
+# The options that only some of the losses use.
+_USED_BY = {
+    "temperature": (Loss.contrastive, Loss.cached),
+    "mini_batch_size": (Loss.cached,),
+}
+
+
 def train(
-    data: Annotated[Path, typer.Option(help="JSON lines; what they hold is explained above.")],
+    context: typer.Context,
+    data: Annotated[
+        Path,
+        typer.Option(
+            help='JSON lines, a file or a pipe. A line: `{"query": "...", "positive": "...", "negative": "..."}`; with '
+            '`--loss distillation`: `{"query": "...", "documents": ["...", "..."], "scores": [9.5, 0.3]}`.'
+        ),
+    ],
     model: Annotated[str, typer.Option(help="Encoder or ColBERT model to start from: a folder or a name.")],
-    output: Annotated[Path, typer.Option(help="Folder for the trained model.")],
+    output: Annotated[Path, typer.Option(help="Folder for the trained model; checkpoints are kept in it meanwhile.")],
     loss: Annotated[Loss, typer.Option(help="`cached` trains large batches in the memory of small ones.")] = (
         Loss.contrastive
     ),
     batch_size: Annotated[int, typer.Option(min=1, help="Lines per step and device.")] = 32,
     mini_batch_size: Annotated[int, typer.Option(min=1, help="Texts encoded at a time, with `--loss cached`.")] = 32,
-    epochs: Annotated[float, typer.Option(min=0.0, help="Times that the data are seen.")] = 1.0,
-    max_steps: Annotated[int, typer.Option(help="Stop after this many steps; -1: after the epochs.")] = -1,
-    lr: Annotated[float, typer.Option(min=0.0, help="Peak learning rate.")] = 3e-5,
-    temperature: Annotated[float, typer.Option(help="Divides the scores in the contrastive losses.")] = 1.0,
+    epochs: Annotated[float, typer.Option(help="Times that the data are seen. Not with `--max-steps`.")] = 1.0,
+    max_steps: Annotated[
+        int | None, typer.Option(min=1, help="Train for so many steps. Not with `--epochs`, which it replaces.")
+    ] = None,
+    lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 3e-5,
+    temperature: Annotated[
+        float,
+        typer.Option(
+            help="Divides the scores in the contrastive losses. 1 suits sums of the maxima of 32 query tokens, which "
+            "differ by whole units; 0.02, as for single cosines, would be far too low."
+        ),
+    ] = 1.0,
     query_length: Annotated[int | None, typer.Option(min=4, help="Tokens of a query. Default: the model's.")] = None,
     document_length: Annotated[
         int | None, typer.Option(min=4, help="Tokens of a document, at most. Default: the model's.")
     ] = None,
     scorer: Annotated[Scorer, typer.Option(help="Computes the scores; saved with the model.")] = Scorer.pylate_flash,
-    seed: Annotated[int, typer.Option(help="Of the order of lines, of dropout, and of a new projection.")] = 42,
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**32 - 1, help="Of the order of lines, of dropout, and of a new projection.")
+    ] = 42,
     bf16: Annotated[bool, typer.Option("--bf16", help="Compute in bfloat16 where that is safe (autocast).")] = False,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, ... Default: a GPU if there is one.")] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a model that is already there.")] = False,
+    save_steps: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Write a checkpoint after every so many steps. The last two are kept, in `checkpoints` in the output "
+            "folder, until the model is written.",
+        ),
+    ] = None,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume",
+            help="Continue from the last checkpoint of an interrupted run, as if it had not been interrupted. The "
+            "other options must be as they were. Not with `--overwrite`.",
+        ),
+    ] = False,
+    overwrite: Annotated[
+        bool,
+        typer.Option(
+            "--overwrite",
+            help="Replace the model, or the checkpoints of an interrupted run, that are already there; other files "
+            "are kept. Not with `--resume`.",
+        ),
+    ] = False,
 ) -> None:
     """Train a ColBERT model on a file of JSON lines.
 
-    `contrastive` and `cached` expect `{"query": "...", "positive": "...", "negative": "..."}` in each line, `negative`
-    in all or in none; the other documents of a batch are negatives too. `distillation` expects
+    `contrastive` and `cached` expect `{"query": "...", "positive": "...", "negative": "..."}` in each line, with any
+    number of hard negatives, the same in every line: none, `negative`, or `negative_1`, `negative_2` and so on. The
+    other documents of a batch are negatives too. `distillation` expects
     `{"query": "...", "documents": ["...", ...], "scores": [1.5, ...]}` with a teacher's score for each document.
+
+    Ctrl-C, or SIGTERM, ends the training after the step it is in with a checkpoint, which is a model too; `--resume`
+    continues from it. Once the model is written, the checkpoints are removed.
     """
-    check_file(data)
+    given = {name for name in context.params if _is_given(context, name)}
+    _check_options(given, data, epochs, lr, temperature)
     check_model_name(model)
-    _check_new_folder(output, overwrite)
-    if temperature <= 0:
-        raise UserError(f"--temperature must be above 0, got {temperature:g}")
+    with explained(kinds=(ValueError, OSError, RuntimeError)):  # a link that leads to itself
+        output = output.resolve()
+        checkpoints = Checkpoints(output)
+        _check_output(output, checkpoints, overwrite, resume)
     be_quiet()
     with explained():
         check_device(device)
         from ..training_data import read_training_file
 
         lines = read_training_file(data, distillation=loss is Loss.distillation)
+    if loss is not Loss.distillation and lines.documents_per_query == 1 and 1 in (batch_size, len(lines.rows)):
+        raise UserError(
+            "a batch of one line with one document has no negatives to learn from: raise --batch-size, or give "
+            f"{data} more lines or hard negatives"
+        )
+    settings: dict[str, Any] = {
+        "--data": lines.digest,
+        "--model": str(Path(model).resolve()) if Path(model).is_dir() else model,
+        "--loss": loss.value,
+        "--batch-size": batch_size,
+        "--epochs": None if max_steps else epochs,
+        "--max-steps": max_steps,
+        "--lr": lr,
+        "--temperature": temperature if loss in _USED_BY["temperature"] else None,
+        "--query-length": query_length,
+        "--document-length": document_length,
+        "--scorer": scorer.value,
+        "--seed": seed,
+        "--bf16": bf16,
+    }
+    checkpoint = checkpoints.check(settings) if resume else None
     import torch
 
-    from .. import losses
-    from ..trainer import ColBERTTrainer, ColBERTTrainingArguments
+    from .training_run import StopRequest
 
     torch.manual_seed(seed)
-    colbert = load_model(
-        model, device=device, scorer=scorer.value, query_length=query_length, document_length=document_length
-    )
-    check_scorer(None if scorer is Scorer.auto else scorer.value, colbert.device)
-    function: torch.nn.Module
-    if loss is Loss.distillation:
-        function = losses.Distillation(colbert)
-    elif loss is Loss.cached:
-        function = losses.CachedContrastive(colbert, mini_batch_size=mini_batch_size, temperature=temperature)
-    else:
-        function = losses.Contrastive(colbert, temperature=temperature)
-    console.print(
-        f"{len(lines)} lines ({', '.join(lines.column_names)}), {loss.value} loss, scorer {scorer.value}, "
-        f"{colbert.device}",
-        highlight=False,
-    )
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = ColBERTTrainer(
-            model=colbert,
-            args=ColBERTTrainingArguments(
-                output_dir=folder,
-                num_train_epochs=epochs,
-                max_steps=max_steps,
-                per_device_train_batch_size=batch_size,
-                learning_rate=lr,
-                warmup_steps=0.1,
-                seed=seed,
-                bf16=bf16,
-                scorer=scorer.value,
-                use_cpu=colbert.device.type == "cpu",
-                logging_steps=10,
-                logging_first_step=True,
-                save_strategy="no",
-                report_to="none",
-                dataloader_pin_memory=colbert.device.type == "cuda",
-            ),
-            train_dataset=lines,
-            loss=function,
+    with writable_folder(output):
+        colbert = load_model(
+            model, device=device, scorer=scorer.value, query_length=query_length, document_length=document_length
         )
-        trainer.train()
-    _save_model(colbert, output)
+        _check_model(colbert, model, query_length, document_length)
+        check_scorer(None if scorer is Scorer.auto else scorer.value, colbert.device)
+        if checkpoint is None:
+            checkpoints.begin(settings)
+        try:
+            with StopRequest() as request:
+                trainer = _trainer(
+                    colbert,
+                    lines,
+                    _loss(colbert, loss, mini_batch_size, temperature),
+                    output_dir=str(checkpoints.folder),
+                    num_train_epochs=epochs,
+                    max_steps=max_steps or -1,
+                    per_device_train_batch_size=batch_size,
+                    learning_rate=lr,
+                    seed=seed,
+                    bf16=bf16,
+                    scorer=scorer.value,
+                    save_strategy="no" if save_steps is None else "steps",
+                    save_steps=save_steps or 1,
+                )
+                _print_summary(trainer, lines, loss, scorer)
+                _print_notes(lines, loss, given)
+                _run(trainer, colbert, request, checkpoint, output)
+                if request.signal is not None and trainer.state.global_step < trainer.state.max_steps:
+                    _say_where_it_is(trainer, checkpoints, overwrite)
+                    raise typer.Exit(128 + request.signal)
+                _write(colbert, output)
+            checkpoints.remove()
+        finally:
+            checkpoints.tidy()
 
 
-def _save_model(model: ColBERT, output: Path) -> None:
-    """Save a model to a folder that holds, at every moment, all of the old model, nothing, or all of the new one."""
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}-") as folder:
-        model.save_pretrained(f"{folder}/model")
-        if output.is_dir():
-            shutil.rmtree(output)
-        Path(folder, "model").rename(output)
+def _is_given(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name != "DEFAULT"
 
 
-def _check_new_folder(path: Path, overwrite: bool) -> None:
-    if path.exists() and not path.is_dir():
-        raise UserError(f"{path} is a file; name a folder")
-    if path.is_dir() and any(path.iterdir()):
-        if not (path / "modules.json").is_file():
-            raise UserError(f"{path} holds files that are no model; name another folder")
-        if not overwrite:
-            raise UserError(f"there is a model in {path} already; --overwrite replaces it")
+def _check_options(given: set[str], data: Path, epochs: float, lr: float, temperature: float) -> None:
+    for one, other in (("resume", "overwrite"), ("max_steps", "epochs")):
+        if {one, other} <= given:
+            options = [f"--{name.replace('_', '-')}" for name in (one, other)]
+            raise UserError(f"{options[0]} and {options[1]} exclude each other; give one of them")
+    for name, value in (("--epochs", epochs), ("--lr", lr), ("--temperature", temperature)):
+        if not 0 < value < math.inf:
+            raise UserError(f"{name} must be a finite number above 0, got {value:g}")
+    if data.is_dir():
+        raise UserError(f"{data} is a folder; --data expects a file of JSON lines")
+    # Not `is_file`: a pipe, as of `<(zcat train.jsonl.gz)`, is read as well.
+    if not data.exists():
+        raise UserError(f"there is no file {data}")
+
+
+def _check_output(output: Path, checkpoints: Checkpoints, overwrite: bool, resume: bool) -> None:
+    if output.exists() and not output.is_dir():
+        raise UserError(f"{output} is a file; name a folder")
+    interrupted = checkpoints.exist()
+    if holds_model(output):
+        if not overwrite and not (resume and interrupted):
+            hint = ", --resume continues the run that was interrupted" if interrupted else ""
+            raise UserError(f"there is a model in {output} already; --overwrite replaces it{hint}")
+        return
+    others = other_files(output, checkpoints.folder.name)
+    cut_short = [name for name in others if name.startswith(UNFINISHED)]
+    if cut_short:
+        raise UserError(
+            f"a model was being written to {output} when the program was killed: it is in {output / cut_short[0]}, and "
+            "so is the one that was there before; move them away first"
+        )
+    if others:
+        names = ", ".join(others[:3]) + (", ..." if len(others) > 3 else "")
+        raise UserError(f"{output} holds files that are no model ({names}); name another folder")
+    if interrupted and not overwrite and not resume:
+        raise UserError(
+            f"{checkpoints.folder} is of an interrupted run; --resume continues it, --overwrite starts a new one"
+        )
+
+
+def _check_model(colbert: ColBERT, name: str, query_length: int | None, document_length: int | None) -> None:
+    tensor = first_non_finite(colbert)
+    if tensor is not None:
+        raise UserError(f"--model {name} is not finite (first such tensor: {tensor}), so that it cannot be trained")
+    positions = _positions(colbert)
+    for option, length in (("--query-length", query_length), ("--document-length", document_length)):
+        if length is not None and positions is not None and length > positions:
+            raise UserError(f"{option} {length}: the encoder has {positions} positions")
+
+
+def _positions(colbert: ColBERT) -> int | None:
+    """How many tokens the encoder can tell the places of, if it says so."""
+    import torch
+
+    for name, module in colbert.named_modules():
+        if name.endswith("position_embeddings") and isinstance(module, torch.nn.Embedding):
+            # RoBERTa and its kin count from the one after the padding's.
+            return module.num_embeddings - (0 if module.padding_idx is None else module.padding_idx + 1)
+    config = getattr(getattr(colbert[0], "auto_model", None), "config", None)
+    return getattr(config, "max_position_embeddings", None)
+
+
+def _loss(colbert: ColBERT, loss: Loss, mini_batch_size: int, temperature: float) -> Any:
+    from .. import losses
+
+    if loss is Loss.distillation:
+        return losses.Distillation(colbert)
+    if loss is Loss.cached:
+        return losses.CachedContrastive(colbert, mini_batch_size=mini_batch_size, temperature=temperature)
+    return losses.Contrastive(colbert, temperature=temperature)
+
+
+def _trainer(colbert: ColBERT, lines: TrainingData, loss: Any, **arguments: Any) -> ColBERTTrainer:
+    from transformers.trainer_callback import PrinterCallback
+
+    from ..trainer import ColBERTTrainer, ColBERTTrainingArguments
+    from .training_run import Progress
+
+    trainer = ColBERTTrainer(
+        model=colbert,
+        args=ColBERTTrainingArguments(
+            warmup_steps=0.1,
+            save_total_limit=2,
+            use_cpu=colbert.device.type == "cpu",
+            logging_steps=10,
+            logging_first_step=True,
+            report_to="none",
+            disable_tqdm=True,
+            dataloader_pin_memory=colbert.device.type == "cuda",
+            **arguments,
+        ),
+        train_dataset=lines.rows,
+        loss=loss,
+    )
+    # It prints every log entry to standard output.
+    trainer.remove_callback(PrinterCallback)
+    trainer.add_callback(Progress())
+    return trainer
+
+
+def _print_summary(trainer: ColBERTTrainer, lines: TrainingData, loss: Loss, scorer: Scorer) -> None:
+    args, rows, colbert = trainer.args, lines.rows, trainer.model
+    print(f"{len(rows)} lines ({', '.join(rows.column_names)}), {loss.value} loss, scorer {scorer.value}, ", end="")
+    print(colbert.device)
+    size = min(args.train_batch_size, len(rows))
+    if loss is Loss.distillation:
+        compared = f"{lines.documents_per_query} documents per query"
+    else:
+        hard = lines.documents_per_query - 1
+        compared = f"{hard} hard negative{'' if hard == 1 else 's'} per query, "
+        compared += f"{size * lines.documents_per_query - 1} negatives with those of the batch"
+    query, document = lines.longest()
+    print(
+        f"{compared}; longest query {query} characters, longest document {document}, "
+        f"cut at {colbert.query_length} and {colbert.document_length} tokens"
+    )
+    per_epoch = math.ceil(len(rows) / args.train_batch_size)
+    steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * per_epoch)
+    print(f"{steps} steps of {size} lines, {steps / per_epoch:.3g} epochs", flush=True)
+
+
+def _print_notes(lines: TrainingData, loss: Loss, given: set[str]) -> None:
+    if lines.ignored:
+        names = ", ".join(map(repr, lines.ignored[:10])) + (", ..." if len(lines.ignored) > 10 else "")
+        print(f"pylate-flash: note: keys that are not used: {names}", file=sys.stderr)
+    for name in sorted(given & _USED_BY.keys()):
+        if loss not in _USED_BY[name]:
+            option = f"--{name.replace('_', '-')}"
+            print(f"pylate-flash: note: {option} has no effect with --loss {loss.value}", file=sys.stderr)
+
+
+def _run(
+    trainer: ColBERTTrainer, colbert: ColBERT, request: StopRequest, checkpoint: Path | None, output: Path
+) -> None:
+    """Train; what ends the training early is one sentence."""
+    import torch
+
+    from .training_run import Guard
+
+    guard = Guard(colbert, request)
+    trainer.add_callback(guard)
+    try:
+        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    except FloatingPointError as error:
+        raise UserError(f"{error}; nothing was written to {output}") from error
+    except torch.OutOfMemoryError as error:
+        raise UserError(
+            f"out of memory on {colbert.device}; a smaller --batch-size needs less, and so does --loss cached "
+            "with a smaller --mini-batch-size"
+        ) from error
+    except Exception as error:
+        if checkpoint is not None and not guard.started:
+            raise UserError(f"--resume: the checkpoint {checkpoint} cannot be loaded: {error}") from error
+        if guard.saving:
+            raise UserError(
+                f"a checkpoint could not be written: {error}; the model as it is is in {save_elsewhere(colbert)}"
+            ) from error
+        raise
+
+
+def _say_where_it_is(trainer: ColBERTTrainer, checkpoints: Checkpoints, overwrite: bool) -> None:
+    step, steps = trainer.state.global_step, trainer.state.max_steps
+    instead = "--resume in place of --overwrite" if overwrite else "--resume"
+    print(
+        f"pylate-flash: interrupted after step {step} of {steps}; the model as it is is in {checkpoints.last()}, and "
+        f"the same command with {instead} continues the training",
+        file=sys.stderr,
+    )
+
+
+def _write(colbert: ColBERT, output: Path) -> None:
+    tensor = first_non_finite(colbert)
+    if tensor is not None:
+        raise UserError(
+            f"the trained model is not finite (first such tensor: {tensor}), so nothing was written to {output}; a "
+            "lower --lr may help"
+        )
+    kept = write_model(colbert, output)
+    kept = [name for name in kept if name != CHECKPOINTS]
+    print(f"Model written to {output}" + (f"; kept beside it: {', '.join(kept)}" if kept else ""))

@@ -43,8 +43,8 @@ class Settings:
     """Pairs per training step; every other document of the batch is a negative."""
     learning_rate: float = 2e-4
     """Peak learning rate, reached after a tenth of the steps; it then falls linearly to 0."""
-    temperature: float = 0.5
-    """Divides the scores in the loss. Scores are sums of 32 cosines, so it need not be as low as for one cosine."""
+    temperature: float = 1.0
+    """Divides the scores in the loss; the losses' default, which suits sums of the maxima of 32 query tokens."""
     query_length: int = 32
     """Tokens of a query; shorter ones are filled up with mask tokens."""
     document_length: int = 96

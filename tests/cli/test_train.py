@@ -1,47 +1,267 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from typer.testing import Result
 
-from tests.cli.commands import assert_one_clear_sentence, invoke, succeed
+from pylate_flash.cli.checkpoints import Checkpoints
+from pylate_flash.cli.common import UserError
+from pylate_flash.cli.training_run import Progress, StopRequest
+from pylate_flash.trainer import ColBERTTrainer
+from tests.cli.commands import assert_one_clear_sentence, invoke
+
+LISTS = {"query": "q", "documents": ["one answer", "another"], "scores": [2.0, 1.0]}
+
+
+def train(data: Path, model: object, output: object, *options: object) -> Result:
+    return invoke("train", "--data", data, "--model", model, "--output", output, "--device", "cpu", *options)
+
+
+def trained(data: Path, model: object, output: object, *options: object) -> Result:
+    result = train(data, model, output, *options)
+    assert result.exit_code == 0, result.output + repr(result.exception)
+    return result
+
+
+def write(path: Path, *rows: dict) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def interrupt_after(step: int, monkeypatch: pytest.MonkeyPatch, signals: tuple[int, ...] = (signal.SIGINT,)) -> None:
+    """Send this process signals at the end of a step."""
+    on_step_end = Progress.on_step_end
+
+    def interrupted(self: Progress, args, state, control, **kwargs) -> None:
+        on_step_end(self, args, state, control, **kwargs)
+        if state.global_step == step:
+            for number in signals:
+                signal.raise_signal(number)
+
+    monkeypatch.setattr(Progress, "on_step_end", interrupted)
 
 
 @pytest.mark.parametrize("loss", ["cached", "distillation"])
 def test_train_with_the_other_losses(loss: str, tiny_colbert_path: str, pairs: Path, tmp_path: Path) -> None:
     if loss == "distillation":
-        row = {"query": "q", "documents": ["one answer", "another"], "scores": [2.0, 1.0]}
-        pairs.write_text((json.dumps(row) + "\n") * 4)
-    succeed(
-        *("train", "--data", pairs, "--model", tiny_colbert_path, "--output", tmp_path / "out", "--loss", loss),
-        *("--batch-size", 4, "--mini-batch-size", 2, "--max-steps", 1, "--scorer", "torch", "--device", "cpu"),
-    )
+        write(pairs, *[LISTS] * 4)
+    options = ("--loss", loss, "--batch-size", 4, "--mini-batch-size", 2, "--temperature", 0.5)
+    result = trained(pairs, tiny_colbert_path, tmp_path / "out", *options, "--max-steps", 1, "--scorer", "torch")
     assert json.loads((tmp_path / "out" / "config_sentence_transformers.json").read_text())["scorer"] == "torch"
+    unused = {"cached": [], "distillation": ["--mini-batch-size", "--temperature"]}[loss]
+    notes = [line for line in result.stderr.splitlines() if "note: " in line]
+    assert notes == [f"pylate-flash: note: {option} has no effect with --loss {loss}" for option in unused]
+
+
+def test_train_says_what_it_trains_on(tiny_colbert_path: str, tmp_path: Path) -> None:
+    row = {"query": "a question", "positive": "an answer", "negative_2": "b", "negative_1": "a", "url": "x", "id": 1}
+    data = write(tmp_path / "train.jsonl", *({**row, "query": f"question {i}"} for i in range(6)))
+    result = trained(data, tiny_colbert_path, tmp_path / "out", "--batch-size", 4, "--epochs", 1.5)
+    printed = result.stdout.splitlines()
+    assert printed == [
+        "6 lines (query, positive, negative_1, negative_2), contrastive loss, scorer pylate_flash, cpu",
+        "2 hard negatives per query, 11 negatives with those of the batch; longest query 10 characters, longest "
+        "document 9, cut at 16 and 32 tokens",
+        "3 steps of 4 lines, 1.5 epochs",
+        f"Model written to {tmp_path / 'out'}",
+    ]
+    assert result.stderr.count("note: ") == 1
+    assert "note: keys that are not used: 'url', 'id'\n" in result.stderr
+    # The progress.
+    assert "step 1 of 3, loss " in result.stderr
 
 
 def test_train_replaces_a_model_only_when_asked_to(tiny_colbert_path: str, pairs: Path, tmp_path: Path) -> None:
+    """And only the model: other files stay, those that another kind of weights is loaded from do not."""
     old = tmp_path / "old"
     shutil.copytree(tiny_colbert_path, old)
-    (old / "of-the-old-model").touch()
-    here = (
-        "train",
-        "--data",
-        pairs,
-        "--model",
-        tiny_colbert_path,
-        "--output",
-        old,
-        "--max-steps",
-        1,
-        "--device",
-        "cpu",
+    (old / ".git").mkdir()
+    for name in (".git/HEAD", "notes.txt", "pytorch_model.bin"):
+        (old / name).touch()
+    result = trained(pairs, tiny_colbert_path, old, "--max-steps", 1, "--overwrite")
+    assert result.stdout.endswith(f"Model written to {old}; kept beside it: .git, notes.txt\n")
+    assert sorted(path.name for path in old.iterdir()) == sorted(
+        [*(path.name for path in Path(tiny_colbert_path).iterdir()), ".git", "notes.txt"]
     )
-    succeed(*here, "--overwrite")
-    assert not (old / "of-the-old-model").exists()
-    assert (old / "modules.json").is_file()
+    assert (old / ".git" / "HEAD").is_file()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["old", "train.jsonl"]
+
+
+def test_train_writes_into_a_linked_folder_and_into_the_current_one(
+    tiny_colbert_path: str, pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to("disk")
+    trained(pairs, tiny_colbert_path, tmp_path / "link", "--max-steps", 1)
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "disk" / "modules.json").is_file()
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    trained(pairs, tiny_colbert_path, ".", "--max-steps", 1)
+    assert (tmp_path / "here" / "modules.json").is_file()
+
+
+def test_train_tries_the_output_before_it_loads_a_model(pairs: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "loop").symlink_to("loop")
+    for output, message in (("file/out", "Not a directory"), ("file", "is a file"), ("loop", "loop")):
+        assert_one_clear_sentence(train(pairs, "no-such/model", tmp_path / output), tmp_path / output, message)
+
+
+def test_an_interrupted_run_resumes_to_the_same_weights(
+    tiny_colbert_path: str, pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the middle of the second of three epochs."""
+    options = ("--batch-size", 4, "--epochs", 3, "--lr", 1e-3)
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    trained(pairs, tiny_colbert_path, whole, *options)
+    with monkeypatch.context() as patch:
+        interrupt_after(3, patch)
+        result = train(pairs, tiny_colbert_path, out, *options)
+    assert result.exit_code == 130
+    checkpoint = out / "checkpoints" / "checkpoint-3"
+    last = result.stderr.splitlines()[-1]
+    assert last.startswith(f"pylate-flash: interrupted after step 3 of 6; the model as it is is in {checkpoint}")
+    assert "the same command with --resume" in last
+    assert [path.name for path in out.iterdir()] == ["checkpoints"]
+    assert (checkpoint / "modules.json").is_file()
+
+    # Neither overwritten without a word, nor continued as something else.
+    assert_one_clear_sentence(train(pairs, tiny_colbert_path, out, *options), "--resume", "--overwrite")
+    changed = train(pairs, tiny_colbert_path, out, *options[:-1], 1e-4, "--resume", "--query-length", 8)
+    assert_one_clear_sentence(changed, "was started with --lr 0.001, not 0.0001, --query-length unset, not 8")
+    with pairs.open("a") as lines:
+        lines.write('{"query": "q", "positive": "p"}\n')
+    assert_one_clear_sentence(train(pairs, tiny_colbert_path, out, *options, "--resume"), "--data holds other lines")
+    pairs.write_text("".join(pairs.read_text().splitlines(keepends=True)[:-1]))
+    # One that was killed while it was written.
+    (out / "checkpoints" / "checkpoint-4").mkdir()
+    (out / "checkpoints" / "checkpoint-4" / "trainer_state.json").write_text("{")
+
+    for file in ("model.safetensors", "optimizer.pt"):
+        whole_file = (checkpoint / file).read_bytes()
+        (checkpoint / file).write_bytes(whole_file[:100])
+        damaged = train(pairs, tiny_colbert_path, out, *options, "--resume")
+        assert damaged.exit_code == 2
+        assert f"--resume: the checkpoint {checkpoint} cannot be loaded: " in damaged.stderr.splitlines()[-1]
+        (checkpoint / file).write_bytes(whole_file)
+
+    result = trained(pairs, tiny_colbert_path, out, *options, "--resume")
+    assert "step 6 of 6" not in result.stderr.split("step 3 of 6")[0]
+    assert content(out) == content(whole)
+    assert_one_clear_sentence(train(pairs, tiny_colbert_path, out, *options, "--resume"), "--overwrite replaces it")
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    """The files of a model, but for the card, which tells the time."""
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name != "README.md")
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def test_sigterm_keeps_the_old_model_and_the_last_checkpoints(
+    tiny_colbert_path: str, pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = tmp_path / "old"
+    shutil.copytree(tiny_colbert_path, old)
+    before = content(old)
+    interrupt_after(4, monkeypatch, (signal.SIGTERM,))
+    options = ("--batch-size", 2, "--max-steps", 6, "--overwrite", "--save-steps", 1)
+    result = train(pairs, tiny_colbert_path, old, *options)
+    assert result.exit_code == 128 + signal.SIGTERM
+    assert "with --resume in place of --overwrite continues" in result.stderr
+    found = content(old)
+    assert {name: found[name] for name in before} == before
+    names = sorted(path.name for path in (old / "checkpoints").iterdir())
+    assert names == ["checkpoint-3", "checkpoint-4", "run.json"]
+
+
+def test_what_a_run_left_that_was_killed_early_is_in_nobodys_way(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.begin({"--lr": 1.0})
+    (checkpoints.folder / "checkpoint-1").mkdir()
+    assert not checkpoints.exist()
+    with pytest.raises(UserError, match="--resume: there is no checkpoint in"):
+        checkpoints.check({"--lr": 1.0})
+    checkpoints.tidy()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_settings_that_are_damaged_are_not_resumed_from(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.begin({"--lr": 1.0})
+    (checkpoints.folder / "checkpoint-1").mkdir()
+    (checkpoints.folder / "checkpoint-1" / "trainer_state.json").write_text('{"global_step": 1}')
+    for damaged in ("{", "[]", "{}", "3"):
+        (checkpoints.folder / "run.json").write_text(damaged)
+        with pytest.raises(UserError, match=r"--resume: .*run.json is damaged"):
+            checkpoints.check({"--lr": 1.0})
+
+
+def test_a_second_signal_interrupts_at_once() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with StopRequest() as request:
+        signal.raise_signal(signal.SIGTERM)
+        assert request.signal == signal.SIGTERM
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_checkpoint_that_cannot_be_written_does_not_lose_the_model(
+    tiny_colbert_path: str, pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: ColBERTTrainer, folder: str) -> None:
+        raise RuntimeError("No space left on device")
+
+    monkeypatch.setattr(ColBERTTrainer, "_save_optimizer_and_scheduler", full)
+    result = train(pairs, tiny_colbert_path, tmp_path / "out", "--batch-size", 4, "--save-steps", 1)
+    assert result.exit_code == 2
+    sentence = result.stderr.splitlines()[-1]
+    assert sentence.startswith("pylate-flash: a checkpoint could not be written: No space left on device")
+    assert Path(sentence.split(" is in ")[1], "modules.json").is_file()
+    assert not (tmp_path / "out").exists()
+
+
+def test_train_with_a_loss_that_is_not_finite_writes_nothing(
+    tiny_colbert_path: str, pairs: Path, tmp_path: Path
+) -> None:
+    result = train(pairs, tiny_colbert_path, tmp_path / "out", "--lr", 1e38, "--batch-size", 2, "--save-steps", 1)
+    assert result.exit_code == 2
+    assert "not finite" in result.stderr.splitlines()[-1]
+    assert "a lower learning rate may help" in result.stderr.splitlines()[-1]
+    assert not (tmp_path / "out" / "modules.json").exists()
+    for weights in (tmp_path / "out").rglob("*.safetensors"):
+        assert all(tensor.isfinite().all() for tensor in load_file(weights).values())
+
+
+def test_a_model_that_is_not_finite_is_not_written(
+    tiny_colbert_path: str, pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is one trained."""
+
+    def spoil(self: ColBERTTrainer, **kwargs: object) -> None:
+        with torch.no_grad():
+            self.model[1].linear.weight[3, 4] = float("inf")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ColBERTTrainer, "train", spoil)
+        result = train(pairs, tiny_colbert_path, tmp_path / "out")
+    assert_one_clear_sentence(result, "the trained model is not finite", "1.linear.weight", "--lr")
+    assert not (tmp_path / "out").exists()
+
+    shutil.copytree(tiny_colbert_path, tmp_path / "spoilt")
+    weights = load_file(tmp_path / "spoilt" / "1_Dense" / "model.safetensors")
+    weights["linear.weight"][0, 0] = float("nan")
+    save_file(weights, tmp_path / "spoilt" / "1_Dense" / "model.safetensors")
+    result = train(pairs, tmp_path / "spoilt", tmp_path / "out")
+    assert_one_clear_sentence(result, "--model", "is not finite", "1.linear.weight")
 
 
 @pytest.mark.parametrize(
@@ -53,18 +273,64 @@ def test_train_names_file_and_line(
 ) -> None:
     with pairs.open("a") as lines:
         lines.write(line + "\n")
-    result = invoke("train", "--data", pairs, "--model", tiny_colbert_path, "--output", tmp_path / "out")
+    result = train(pairs, tiny_colbert_path, tmp_path / "out")
     assert_one_clear_sentence(result, f"{pairs}, line 9", *parts)
     assert not (tmp_path / "out").exists()
 
 
-def test_train_checks_its_arguments_before_it_starts(pairs: Path, tiny_colbert_path: str, tmp_path: Path) -> None:
-    here = ("--model", tiny_colbert_path, "--output", tmp_path / "out")
-    assert_one_clear_sentence(invoke("train", "--data", tmp_path / "no.jsonl", *here), "no file", tmp_path / "no.jsonl")
-    result = invoke("train", "--data", pairs, "--model", tiny_colbert_path, "--output", tmp_path)
-    assert_one_clear_sentence(result, tmp_path, "holds files that are no model")
-    result = invoke("train", "--data", pairs, "--model", tiny_colbert_path, "--output", tiny_colbert_path)
-    assert_one_clear_sentence(result, "there is a model in", "--overwrite")
-    assert_one_clear_sentence(invoke("train", "--data", pairs, *here, "--temperature", 0), "--temperature")
-    assert_one_clear_sentence(invoke("train", "--data", pairs, *here, "--device", "nonsense"), "--device nonsense")
+def test_train_reads_a_pipe(pairs: Path, tiny_colbert_path: str, tmp_path: Path) -> None:
+    """Lines that are read are not there a second time."""
+    reading, writing = os.pipe()
+    os.write(writing, pairs.read_bytes())
+    os.close(writing)
+    result = trained(Path(f"/dev/fd/{reading}"), tiny_colbert_path, tmp_path / "out", "--max-steps", 1)
+    assert "8 lines (query, positive)" in result.stdout
+    os.close(reading)
+
+
+@pytest.mark.parametrize("name", ["--temperature", "--lr", "--epochs"])
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf"])
+def test_train_refuses_numbers_that_are_none(
+    pairs: Path, tiny_colbert_path: str, tmp_path: Path, name: str, value: str
+) -> None:
+    result = train(pairs, tiny_colbert_path, tmp_path / "out", name, value)
+    assert_one_clear_sentence(result, f"{name} must be a finite number above 0, got {value}")
+
+
+@pytest.mark.parametrize(("name", "value"), [("--seed", -1), ("--seed", 2**32), ("--max-steps", 0)])
+def test_train_refuses_numbers_out_of_range(
+    pairs: Path, tiny_colbert_path: str, tmp_path: Path, name: str, value: int
+) -> None:
+    result = train(pairs, tiny_colbert_path, tmp_path / "out", name, value)
+    assert result.exit_code == 2
+    assert f"'{name}'" in result.stderr
+    assert isinstance(result.exception, SystemExit)
     assert not (tmp_path / "out").exists()
+
+
+def test_train_names_options_that_exclude_each_other(pairs: Path, tiny_colbert_path: str, tmp_path: Path) -> None:
+    for options in (("--resume", "--overwrite"), ("--max-steps", 3, "--epochs", 1.0)):
+        result = train(pairs, tiny_colbert_path, tmp_path / "out", *options)
+        assert_one_clear_sentence(result, *(part for part in options if str(part).startswith("--")), "exclude")
+
+
+def test_train_checks_its_arguments_before_it_starts(pairs: Path, tiny_colbert_path: str, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert_one_clear_sentence(train(tmp_path / "no.jsonl", tiny_colbert_path, out), "no file", tmp_path / "no.jsonl")
+    assert_one_clear_sentence(train(tmp_path, tiny_colbert_path, out), tmp_path, "is a folder")
+    result = train(pairs, tiny_colbert_path, tmp_path)
+    assert_one_clear_sentence(result, tmp_path, "holds files that are no model (train.jsonl)")
+    result = train(pairs, tiny_colbert_path, tiny_colbert_path)
+    assert_one_clear_sentence(result, "there is a model in", "--overwrite")
+    assert_one_clear_sentence(train(pairs, tiny_colbert_path, out, "--device", "nonsense"), "--device nonsense")
+    assert_one_clear_sentence(train(pairs, tiny_colbert_path, out, "--resume"), "there is no checkpoint in")
+    assert_one_clear_sentence(train(pairs, tiny_colbert_path, out, "--batch-size", 1), "--batch-size", "no negatives")
+    for option in ("--query-length", "--document-length"):
+        result = train(pairs, tiny_colbert_path, out, option, 100_000)
+        assert_one_clear_sentence(result, f"{option} 100000: the encoder has 128 positions")
+    assert not out.exists()
+    (out / "unfinished-model-x" / "model").mkdir(parents=True)
+    assert_one_clear_sentence(train(pairs, tiny_colbert_path, out), "was killed", out / "unfinished-model-x")
+    shutil.rmtree(out)
+    (out / "checkpoints" / "mine").mkdir(parents=True)
+    assert_one_clear_sentence(train(pairs, tiny_colbert_path, out, "--overwrite"), "none that `train` has made")

@@ -1,0 +1,111 @@
+"""A run of `pylate-flash train`: what may interrupt it, and what it shows."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+from typing import TYPE_CHECKING, Any
+
+from tqdm import tqdm
+from transformers import TrainerCallback
+
+from .model_folder import first_non_finite
+
+if TYPE_CHECKING:
+    from ..models import ColBERT
+
+
+class StopRequest:
+    """Ctrl-C and SIGTERM while this is entered: a request the first time, an interruption the second time.
+
+    Attributes
+    ----------
+    signal
+        The signal that came, or None.
+    """
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> StopRequest:
+        # Python lets no other thread set handlers, and a process that ignores a signal (nohup) is meant to.
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    self._before[number] = signal.signal(number, self._ask)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _ask(self, number: int, frame: Any) -> None:
+        if self.signal is not None:
+            raise KeyboardInterrupt
+        self.signal = number
+        with contextlib.suppress(OSError):
+            # Not by `print`, which may be what was interrupted.
+            os.write(2, b"\npylate-flash: stopping after this step; once more to stop at once, without saving\n")
+
+
+class Guard(TrainerCallback):
+    """Ends a run when that is asked for, with a checkpoint, and lets none be written of a model that is not finite.
+
+    Attributes
+    ----------
+    started
+        Whether training has begun: what a run resumes from has been loaded by then.
+    saving
+        Whether a checkpoint is being written.
+    """
+
+    def __init__(self, model: ColBERT, request: StopRequest) -> None:
+        self.model, self.request = model, request
+        self.started = self.saving = False
+
+    def on_train_begin(self, args, state, control, **kwargs) -> None:
+        self.started = True
+
+    def on_step_end(self, args, state, control, **kwargs) -> None:
+        if state.global_step >= state.max_steps:
+            # The model itself is written next.
+            control.should_save = False
+            return
+        if self.request.signal is not None:
+            control.should_training_stop = control.should_save = True
+        if control.should_save:
+            name = first_non_finite(self.model)
+            if name is not None:
+                raise FloatingPointError(
+                    f"after step {state.global_step} the model is not finite (first such tensor: {name}); a lower "
+                    "learning rate may help"
+                )
+            self.saving = True
+
+    def on_save(self, args, state, control, **kwargs) -> None:
+        self.saving = False
+
+
+class Progress(TrainerCallback):
+    """A bar, where standard error is a terminal, and a line for each log entry, on standard error."""
+
+    def on_train_begin(self, args, state, control, **kwargs) -> None:
+        self.bar = tqdm(total=state.max_steps, initial=state.global_step, unit="step", dynamic_ncols=True, disable=None)
+
+    def on_step_end(self, args, state, control, **kwargs) -> None:
+        self.bar.update(state.global_step - self.bar.n if not self.bar.disable else 0)
+
+    def on_log(self, args, state, control, logs=None, **kwargs) -> None:
+        if not logs or "loss" not in logs:
+            return
+        parts = [f"step {state.global_step} of {state.max_steps}", f"loss {logs['loss']:.4g}"]
+        parts += [f"learning rate {logs['learning_rate']:.3g}", f"{logs['tokens_per_second']:.0f} tokens/s"]
+        parts += [f"at most {logs['peak_memory_mib']:.0f} MiB"]
+        tqdm.write(", ".join(parts), file=sys.stderr)
+
+    def on_train_end(self, args, state, control, **kwargs) -> None:
+        self.bar.close()

@@ -1,0 +1,146 @@
+"""The arguments of the losses: what they are asked to compute with, and the columns of a batch, checked."""
+
+from __future__ import annotations
+
+import math
+import numbers
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from pylate.utils import get_world_size
+from torch import Tensor
+
+from .projection import dense_layers, unwrapped
+from .register import check_backend, check_masking
+from .scores import scorer_of
+
+
+def check_temperature(temperature: Any) -> None:
+    """A number above 0, or a tensor of one element, as a learned temperature is."""
+    if isinstance(temperature, Tensor):
+        if temperature.numel() != 1:
+            raise ValueError(
+                f"temperature: a tensor of shape {tuple(temperature.shape)}; expected a number or one element"
+            )
+    elif isinstance(temperature, bool) or not isinstance(temperature, numbers.Real):
+        raise TypeError(f"temperature: {type(temperature).__name__}; expected a number or a tensor of one element")
+    elif not 0 < float(temperature) < math.inf:
+        raise ValueError(f"temperature: {temperature}; expected a finite number above 0")
+
+
+def check_size(name: str, size: Any) -> None:
+    """A number of texts or queries: an integer from 1 on."""
+    if isinstance(size, bool) or not isinstance(size, numbers.Integral):
+        raise TypeError(f"{name}: {type(size).__name__}; expected an integer")
+    if size < 1:
+        raise ValueError(f"{name}: {size}; expected at least 1")
+
+
+def set_scoring(loss: Any, score_metric: Callable | None, scorer: str | None, masking: str | None) -> None:
+    """Check and store what the loss was asked to score with."""
+    if score_metric is not None and (scorer is not None or masking is not None):
+        raise ValueError(
+            f"score_metric: given together with scorer={scorer!r}, masking={masking!r}; a score_metric computes the "
+            "scores itself, so pass either it or the other two"
+        )
+    loss.scorer = None if scorer is None else check_backend(scorer, name="scorer")
+    loss.masking = None if masking is None else check_masking(masking)
+
+
+def set_fusion(loss: Any, score_metric: Callable | None, fuse_projection: bool | None) -> None:
+    """Store whether the projection is to be fused, checked as far as it can be before the model's flags are read."""
+    if fuse_projection is not None and not isinstance(fuse_projection, bool):
+        raise TypeError(f"fuse_projection: {fuse_projection!r}; expected True, False or None")
+    if fuse_projection and score_metric is not None:
+        raise ValueError("fuse_projection: given together with score_metric, which needs the projected embeddings")
+    if fuse_projection:
+        dense_layers(loss.model)
+        check_fusion(loss)
+    # A score_metric of the caller is called, whatever the model's flag says.
+    loss.fuse_projection = False if score_metric is not None else fuse_projection
+
+
+def check_fusion(loss: Any) -> None:
+    if getattr(loss, "gather_across_devices", False):
+        raise ValueError(
+            "fuse_projection: given together with gather_across_devices, which exchanges the projected embeddings, as "
+            "hidden states are several times as large"
+        )
+    scorer = loss.scorer or scorer_of(loss.model)[0]
+    if scorer not in ("auto", "pylate_flash"):
+        raise ValueError(f'fuse_projection: needs the scorer "pylate_flash" or "auto", and it is "{scorer}"')
+
+
+def document_columns(loss: Any, sentence_features: Iterable[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+    """Check the columns of a contrastive batch, and bring its documents to one padded length.
+
+    PyLate's collator pads every document to ``document_length``, and its losses stack the columns. Columns tokenized
+    one by one (``pad=False``) end where their longest text ends: they get masked padding here, which changes no score.
+    """
+    query, *documents = sentence_features
+    if not documents:
+        raise ValueError("sentence_features: got only the queries; expected them and at least one column of documents")
+    batch_sizes = [features["input_ids"].shape[0] for features in (query, *documents)]
+    if len(set(batch_sizes)) > 1:
+        raise ValueError(
+            f"sentence_features: columns of {batch_sizes} texts; a contrastive loss expects as many documents in each "
+            "column as there are queries"
+        )
+    others = batch_sizes[0] * len(documents) * (get_world_size() if loss.gather_across_devices else 1) - 1
+    if others == 0:
+        _warn_once(
+            loss,
+            "a contrastive batch of one query and one document has no negatives: its loss is 0, and nothing is learned "
+            "from it; use larger batches, or hard negatives",
+        )
+    lengths = [features["input_ids"].shape[1] for features in documents]
+    if len(set(lengths)) == 1:
+        return [query, *documents]
+    # The mask is 0 there, so the token is never looked at; the padding token is what the encoder expects to see.
+    padding_token = unwrapped(loss.model).tokenizer.pad_token_id
+    padded = [
+        {
+            name: F.pad(value, (0, max(lengths) - length), value=padding_token if name == "input_ids" else 0)
+            if value.ndim == 2 and value.shape[1] == length
+            else value
+            for name, value in features.items()
+        }
+        for features, length in zip(documents, lengths, strict=True)
+    ]
+    return [query, *padded]
+
+
+def candidate_columns(
+    loss: Any, sentence_features: Iterable[dict[str, Tensor]], labels: Any
+) -> tuple[list[dict[str, Tensor]], Tensor]:
+    """Check the columns of a batch for distillation, and the teacher's scores, which come back as floats."""
+    columns = list(sentence_features)
+    if len(columns) != 2:
+        raise ValueError(
+            f"sentence_features: {len(columns)} columns; distillation expects two, the queries and their candidates"
+        )
+    queries, documents = (features["input_ids"].shape[0] for features in columns)
+    expected = (queries, documents // max(queries, 1))
+    if not isinstance(labels, Tensor) or tuple(labels.shape) != expected or documents % max(queries, 1):
+        got = f"shape {tuple(labels.shape)}" if isinstance(labels, Tensor) else type(labels).__name__
+        raise ValueError(
+            f"labels: {got}; expected the teacher's scores, one row per query and one column per candidate, "
+            f"for {queries} queries and {documents} candidates"
+        )
+    if expected[1] == 1:
+        _warn_once(
+            loss,
+            "distillation of one candidate per query has nothing to compare: its loss is 0, and nothing is learned "
+            "from it; give each query several candidates",
+        )
+    return columns, labels if labels.is_floating_point() else labels.float()
+
+
+def _warn_once(loss: Any, message: str) -> None:
+    """Warn about a batch that teaches nothing, once for each loss; in an evaluation there is nothing to learn."""
+    if torch.is_grad_enabled() and not getattr(loss, "_warned", False):
+        loss._warned = True
+        warnings.warn(message, stacklevel=4)
