@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from pylate_flash import models
-from pylate_flash.evaluation import evaluate_retrieval
 from pylate_flash.index.model_record import ModelRecord, fingerprint
 from pylate_flash.indexes import Flat
 
@@ -43,10 +42,8 @@ def test_the_model_of_an_index_is_remembered_with_all_that_changes_embeddings(
     flat(tmp_path).check_model(models.ColBERT(tiny_colbert_path, device="cpu"))
     flat(tmp_path).check_model(torch.nn.parallel.DataParallel(model))
     # A change of the documents leaves it.
-    assert (
-        flat(tmp_path).add_documents(["b"], [np.ones((1, 4), dtype=np.float32)]).remove_documents("a").model == record
-    )
-    assert flat(tmp_path).compact().model == record
+    index = flat(tmp_path).add_documents(["b"], [np.ones((1, 4), dtype=np.float32)])
+    assert index.remove_documents("a").compact().model == flat(tmp_path).model == record
 
 
 @pytest.mark.parametrize(
@@ -166,18 +163,6 @@ def test_a_damaged_record_is_an_error_that_names_the_manifest(
     manifest.write_text(json.dumps({**record, "model": {**record["model"], **change}}))
     with pytest.raises(ValueError, match=f"manifest.json is damaged: its model's {next(iter(change))} is"):
         flat(tmp_path)
-
-
-def test_evaluation_records_the_model_of_an_index_and_refuses_another(tmp_path: Path, model: models.ColBERT) -> None:
-    documents = [{"id": "a", "text": "wing"}, {"id": "b", "text": "lift"}]
-    queries, qrels, options = {"q": "wing"}, {"q": {"a": 1}}, {"metrics": ["mrr"], "show_progress": False}
-    evaluate_retrieval(model, documents, queries, qrels, index=flat(tmp_path), **options)
-    index = flat(tmp_path)
-    assert index.model is not None
-    evaluate_retrieval(model, documents, queries, qrels, index=index, **options)
-    next(model.parameters()).data.view(-1)[:1].add_(1e-3)
-    with pytest.raises(ValueError, match="was built with the model .* differs in weights"):
-        evaluate_retrieval(model, documents, queries, qrels, index=index, **options)
 
 
 def test_a_record_says_what_it_is_of() -> None:

@@ -93,10 +93,10 @@ def test_small_additions_leave_few_files_and_rewrite_little(tmp_path: Path, monk
     for i, document in enumerate(documents):
         opened.add([str(i)], [document])
         most = max(most, len(os.listdir(tmp_path)))
-    # Journal, manifest, lock, and a shard per power of two between a journal and all.
-    assert most <= 3 + 5
+    # Journal, manifest, lock, and a shard per power of two from 8 tokens, a journal's, to 1000, all.
+    assert most <= 3 + 7
     # Into the journal with its heads and ids, and once per power of two into a shard.
-    assert sum(written) < 500 * (256 + 400) + 6 * 2 * opened.nbytes
+    assert sum(written) < 500 * (256 + 400) + 7 * 2 * opened.nbytes
     assert_content(tmp_path, [str(i) for i in range(500)], documents)
 
 
@@ -121,10 +121,11 @@ def test_compact_leaves_as_few_files_as_the_size_of_a_shard_allows(
     for i, document in enumerate(documents):
         opened.add([str(i)], [document])
     full = [entry.file for entry in opened.manifest.shards if entry.tokens == 10]
+    assert len(full) == 1
     opened.compact()
     assert [entry.tokens for entry in opened.manifest.shards] == [10, 10, 6, 6, 7]
     # What is full already is not written again.
-    assert [entry.file for entry in opened.manifest.shards][:2] == full
+    assert [entry.file for entry in opened.manifest.shards][:1] == full
     assert_content(tmp_path, [str(i) for i in range(8)], documents)
     before = {file.name: file.stat().st_mtime_ns for file in tmp_path.glob("*[sn]")}
     opened.compact()
@@ -140,9 +141,12 @@ def test_tokens_that_are_not_read_take_no_memory(tmp_path: Path, monkeypatch: py
     opened = PackedStore(tmp_path)
     opened.add(["a", "b", "c"], documents_of([1000, 1, 3000], size=2000))
     sizes, read_into = [], Shard.read_into
-    monkeypatch.setattr(
-        Shard, "read_into", lambda self, out, start: sizes.append(len(out)) or read_into(self, out, start)
-    )
+
+    def counted(shard: Shard, out: torch.Tensor, start: int) -> None:
+        sizes.append(len(out))
+        read_into(shard, out, start)
+
+    monkeypatch.setattr(Shard, "read_into", counted)
     opened = PackedStore(tmp_path)
     opened.read(np.array([1]))
     assert sizes == [1]
