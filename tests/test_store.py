@@ -7,7 +7,6 @@ import os
 import pickle
 from pathlib import Path
 
-import filelock
 import numpy as np
 import pytest
 import torch
@@ -18,6 +17,7 @@ from pylate_flash.index import journal, store
 from pylate_flash.index.shards import Shard
 from pylate_flash.index.store import PackedStore
 from pylate_flash.index.tables import blocks
+from pylate_flash.index.turns import turn
 from tests.stores import assert_content, content, documents_of, shards_in, shards_named, store_of_two_shards
 
 
@@ -268,7 +268,7 @@ def test_a_writer_with_an_old_picture_is_refused(tmp_path: Path) -> None:
 def test_a_second_writer_at_the_same_time_is_refused(two_shards: Path) -> None:
     opened = PackedStore(two_shards)
     with (
-        filelock.FileLock(two_shards / "lock"),
+        turn(two_shards / "lock"),
         pytest.raises(RuntimeError, match="another process is writing to the index"),
     ):
         opened.add(["d"], documents_of([1]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -322,6 +323,35 @@ def test_dtype_must_be_known_and_agree_with_the_store(two_shards: Path) -> None:
         PackedStore(two_shards / "new", dtype="float8")
     with pytest.raises(ValueError, match="dtype='float16' was asked for, but the index in .* keeps 'float32'"):
         PackedStore(two_shards, dtype="float16")
+
+
+@pytest.mark.parametrize("name", ["manifest", "shard", "journal"])
+def test_whatever_is_done_to_a_file_is_one_error_or_changes_no_document(with_journal: Path, name: str) -> None:
+    journal.flush(journal_of(with_journal))
+    path = {"manifest": with_journal / "manifest.json", "shard": first_shard(with_journal)}.get(name)
+    path = path or journal_of(with_journal)
+    whole, before = path.read_bytes(), content(with_journal)
+    pick, errors = random.Random(0), 0
+    for _ in range(200):
+        changed = bytearray(whole)
+        for _ in range(pick.randint(1, 3)):
+            start = pick.randrange(len(changed))
+            # A few bytes are changed, cut out, or put in.
+            changed[start : start + pick.choice([0, 1, 1, 30])] = pick.choice(
+                [b"", b"\0", b"9", b"]", pick.randbytes(3)]
+            )
+        path.write_bytes(changed)
+        try:
+            opened = PackedStore(with_journal)
+            opened.verify()
+        except ValueError as error:
+            assert str(with_journal) in str(error)  # noqa: PT017
+            errors += 1
+        else:
+            assert opened.ids == list(before)
+            found = [opened.read(np.array([i])) for i in range(len(opened))]
+            assert all(torch.equal(one, before[id_]) for one, id_ in zip(found, opened.ids, strict=True))
+    assert errors > 100
 
 
 # An older version
