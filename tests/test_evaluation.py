@@ -15,6 +15,7 @@ import torch
 
 from pylate_flash import evaluation, indexes, models, register, registered, scores, unregister
 from pylate_flash.evaluation import evaluate_retrieval, load_beir_folder
+from pylate_flash.index import search
 
 CORPUS = [
     {"_id": "d1", "title": "First", "text": "one"},
@@ -154,7 +155,7 @@ METRICS = {
 @pytest.mark.parametrize("scorer", ["pylate_flash", "torch"])
 def test_metrics_are_those_of_a_ranking_worked_out_by_hand(scorer: str) -> None:
     model = OneHot(scorer=scorer)
-    with mock.patch.object(indexes, "colbert_scores", wraps=indexes.colbert_scores) as theirs:
+    with mock.patch.object(search, "colbert_scores", wraps=search.colbert_scores) as theirs:
         result = evaluate_retrieval(model, DOCUMENTS, TEXTS, JUDGED, show_progress=False)
     assert result.scorer == scorer
     assert theirs.called == (scorer == "torch")
@@ -210,6 +211,18 @@ def test_an_index_folder_is_built_once_and_never_overwritten(tmp_path: Path) -> 
     assert indexes.Flat(tmp_path, "index", device="cpu").documents_ids == ["a", "b", "c", "d"]
     with pytest.raises(ValueError, match="already holds an index of 4 documents"):
         evaluate_retrieval(OneHot(), DOCUMENTS, TEXTS, JUDGED, index=tmp_path / "index", show_progress=False)
+
+
+def test_an_index_remembers_the_model_and_another_one_is_refused(tiny_colbert_path: str, tmp_path: Path) -> None:
+    model = models.ColBERT(tiny_colbert_path, device="cpu")
+    index = indexes.Flat(tmp_path, "index", device="cpu", show_progress=False)
+    evaluate_retrieval(model, DOCUMENTS, TEXTS, JUDGED, index=index, show_progress=False)
+    index = indexes.Flat(tmp_path, "index", device="cpu", show_progress=False)
+    assert index.model is not None
+    evaluate_retrieval(model, DOCUMENTS, TEXTS, JUDGED, index=index, show_progress=False)
+    next(model.parameters()).data.view(-1)[:1].add_(1e-3)
+    with pytest.raises(ValueError, match="was built with the model .* differs in weights"):
+        evaluate_retrieval(model, DOCUMENTS, TEXTS, JUDGED, index=index, show_progress=False)
 
 
 def test_documents_are_indexed_in_steps_of_bounded_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

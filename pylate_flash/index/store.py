@@ -1,0 +1,496 @@
+"""Token embeddings of many documents, packed, on disk: safetensors shards, a journal, one JSON manifest. No pickle.
+
+    folder/
+      manifest.json                      what the store holds: format version, dtype, embedding size, shards, journal
+      shard-00000-3f9a61c2.safetensors   values [T, d], lengths [N] (int64), ids (a JSON list in UTF-8)
+      journal-00001-77d0a1be             the last small additions, see `journal.py`
+      lock                               held by the process that is writing; its content means nothing
+
+A shard is never changed once written. A write first writes new shards and flushes them to the disk, then replaces
+`manifest.json` in one atomic step, and only then deletes the files that the new manifest no longer names. A small
+addition is appended to the journal, which is atomic as well; what it holds comes after all shards. A process killed at
+any moment therefore leaves either the state before or the state after, and at worst some files that no manifest names,
+which the next write deletes. A power failure is the same, save for additions that follow one another within a fifth
+of a second: the last of such a run may be lost, which the next opening says in a warning.
+
+When the journal is full it becomes a shard, and shards of similar sizes become one, so that there are few files
+whatever the sizes of the additions, and a document is written some log2(SHARD_BYTES / JOURNAL_BYTES) times in all.
+
+A removal rewrites the shards that held the removed documents. The alternative, marking them as dead, would make
+removals cheaper, but leaves what was removed on the disk and makes every search walk over it.
+
+Tokens that no search reads take no memory, except those of the journal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from . import journal as journals
+from .arguments import joined
+from .folder import Folder
+from .journal import Journal
+from .manifest import DTYPES, Manifest
+from .merging import Part, grouped
+from .model_record import ModelRecord
+from .pieces import Pieces
+from .shards import Shard
+from .tables import Documents, blocks
+from .turns import turn
+
+__all__ = ["DTYPES", "PackedStore"]
+
+# A removal rewrites whole shards, so they are kept well below the memory of a small machine, and large enough that a
+# collection of millions of documents is a few thousand files.
+SHARD_BYTES = 256 << 20
+# Of shards that are rewritten, so much is in memory.
+_COPIED_BYTES = 16 << 20
+
+
+class PackedStore:
+    """Ordered documents with their token embeddings, kept in a folder.
+
+    Documents keep the order in which they were added, and `ids[i]`, `lengths[i]` and position `i` of :meth:`read`
+    speak of the same document. Readers may be many. Writers must take turns: a second one at the same time, or one
+    whose picture of the folder is out of date, gets an error and changes nothing.
+
+    Parameters
+    ----------
+    path
+        The folder. It is created by the first write.
+    dtype
+        "float32", "float16" or "bfloat16": how embeddings are kept. None: as the existing store does, or float32,
+        which keeps float32 (and narrower) embeddings exactly as given.
+    override
+        Start from an empty store. An existing one is emptied at once; other files in the folder are left alone.
+
+    Raises
+    ------
+    ValueError
+        If `dtype` is not one of the three or differs from the existing store's, if `path` cannot be a folder, or if a
+        file of the existing store is missing, damaged, or of a newer format.
+    OSError
+        If the folder cannot be read. The message names it.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], dtype: str | None = None, override: bool = False) -> None:
+        if dtype is not None and dtype not in DTYPES:
+            raise ValueError(f"dtype must be one of {sorted(DTYPES)}, got {dtype!r}")
+        self._folder = Folder(Path(path), dtype or "float32")
+        self._to_flush: tuple[Path, weakref.finalize] | None = None
+        self.documents = Documents()
+        self._pieces = Pieces(self.dtype, 0, [], None)
+        if override:
+            self._empty()
+        else:
+            self._open()
+            if dtype is not None and dtype != self.manifest.dtype:
+                raise ValueError(
+                    f"dtype={dtype!r} was asked for, but the index in {self.path} keeps {self.manifest.dtype!r}: leave "
+                    "dtype out to use it as it is, or build a new index with override=True"
+                )
+
+    # Reading
+
+    @property
+    def path(self) -> Path:
+        """The folder."""
+        return self._folder.path
+
+    @property
+    def manifest(self) -> Manifest:
+        """What the folder consists of."""
+        return self._folder.manifest
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type in which embeddings are kept."""
+        return DTYPES[self.manifest.dtype]
+
+    @property
+    def embedding_size(self) -> int | None:
+        """Elements of an embedding; None as long as nothing was added."""
+        return self.manifest.embedding_size
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's embedding; 0 as long as nothing was added."""
+        return (self.embedding_size or 0) * self.dtype.itemsize
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all documents."""
+        return int(self.documents.cu[-1])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all embeddings."""
+        return self.tokens * self.token_bytes
+
+    @property
+    def ids(self) -> list[str]:
+        """Ids of all documents, in order. It must not be written to."""
+        return self.documents.ids
+
+    @property
+    def position(self) -> dict[str, int]:
+        """For every id its place in the order."""
+        return self.documents.position
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of every document. Shape: [N], int64."""
+        return self.documents.lengths
+
+    def __len__(self) -> int:
+        return len(self.documents)
+
+    def read(
+        self, positions: np.ndarray, device: torch.device | None = None, room: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return the tokens of some documents, packed.
+
+        Parameters
+        ----------
+        positions
+            Which documents, in the order wanted. Shape: [N], integers.
+        device
+            Where the result must be; None is the CPU.
+        room
+            Memory of the CPU, [*, embedding_size] in the store's dtype, to read into if the result fits: new memory
+            costs more than reading does.
+
+        Returns
+        -------
+        torch.Tensor
+            [T, embedding_size] in the store's dtype. It may be the store's own memory, so it must not be written to.
+
+        Raises
+        ------
+        ValueError
+            If a shard has been truncated. The message names it.
+        OSError
+            If a shard cannot be read. The message names it.
+        """
+        cu = self.documents.cu
+        # Neighbouring documents are neighbouring rows: read each run of consecutive positions at once.
+        breaks = np.flatnonzero(np.diff(positions) != 1) + 1
+        runs = [
+            (int(cu[positions[first]]), int(cu[positions[last - 1] + 1]))
+            for first, last in zip(np.r_[0, breaks], np.r_[breaks, len(positions)], strict=True)
+            if first < last
+        ]
+        return self._pieces.read(runs, device or torch.device("cpu"), room)
+
+    @property
+    def kept_on(self) -> torch.device:
+        """Where `read` finds the embeddings: the CPU stands for the files."""
+        return self._pieces.kept_on
+
+    def bytes_to_copy(self, device: torch.device) -> int:
+        """Bytes that `keep_on` would copy to `device`, beside those that are there already."""
+        return self._pieces.bytes_to_copy(device)
+
+    def keep_on(self, device: torch.device) -> None:
+        """Copy all embeddings to `device`, from where :meth:`read` serves them until the next write.
+
+        What that write leaves in place need not be copied again. With the CPU, the copies are given up.
+        """
+        self._pieces.keep_on(device)
+
+    @property
+    def bytes_on_disk(self) -> int:
+        """Bytes of the files that the manifest names, and of the manifest."""
+        journal = 0 if self._pieces.journal is None else self._pieces.journal.nbytes
+        return sum(shard.entry.bytes for shard in self._pieces.shards) + journal + self._folder.nbytes
+
+    def verify(self, show_progress: bool = False) -> None:
+        """Read every file, as this object has opened them; opening has checked that they fit together.
+
+        Raises
+        ------
+        ValueError
+            If a checksum is wrong, or a value is NaN or infinite. The message names the file.
+        """
+        for piece in tqdm(self._pieces, desc="Verifying", unit="file", disable=not show_progress):
+            piece.verify()
+
+    # Writing
+
+    def add(
+        self,
+        ids: Sequence[str],
+        documents: Sequence[torch.Tensor],
+        batch_size: int = 2000,
+        show_progress: bool = False,
+    ) -> None:
+        """Append documents, all of them or, on an error, none.
+
+        Parameters
+        ----------
+        ids
+            One new, distinct id per document.
+        documents
+            Token embeddings, [L_i, d] of a floating dtype on any device; L_i may be 0.
+        batch_size
+            Documents that are converted and checked at a time.
+        show_progress
+            Draw a progress bar.
+
+        Raises
+        ------
+        ValueError
+            If an id is there already, d differs from the store's, or a value is NaN or infinite in the store's dtype.
+        RuntimeError
+            If another process is writing or has written since this store was opened.
+        OSError
+            If a file cannot be written, as on a full disk. The message names the index, which is as before.
+        """
+        if not documents:
+            return
+        self.documents.check_new(ids)
+        size = self.embedding_size or documents[0].shape[1]
+        for i, document in enumerate(documents):
+            if document.shape[1] != size:
+                belongs = f"the index in {self.path}" if self.embedding_size else "the first document"
+                raise ValueError(
+                    f"the embeddings of document {ids[i]!r} have size {document.shape[1]}, those of {belongs} {size}"
+                )
+        lengths = np.array([len(document) for document in documents], dtype=np.int64)
+        row = size * self.dtype.itemsize
+        progress: tqdm | None = None
+
+        def converted(start: int, stop: int) -> Iterator[torch.Tensor]:
+            for begin in range(start, stop, batch_size):
+                end = min(begin + batch_size, stop)
+                yield joined(ids[begin:end], documents[begin:end], lengths[begin:end], self.dtype)
+                if progress is not None:
+                    progress.update(end - begin)
+
+        def update() -> None:
+            self.documents.extend(ids, lengths)
+
+        journal = self._pieces.journal
+        nbytes = int(np.maximum(lengths, 1).sum()) * row + (0 if journal is None else journal.nbytes)
+        records = 0 if journal is None else journal.records
+        with self._writing(), contextlib.ExitStack() as stack:
+            if show_progress:
+                bar = tqdm(total=len(documents), desc="Adding documents", unit="doc")
+                progress = stack.enter_context(bar)
+            if nbytes <= journals.JOURNAL_BYTES and records < journals.JOURNAL_RECORDS:
+                values = list(converted(0, len(documents)))
+                new = journal is None
+                if journal is None:
+                    journal = Journal.create(self._folder.new_path("journal"), self.dtype, size)
+                journal.append(ids, lengths, values[0] if len(values) == 1 else torch.cat(values))
+                if new:
+                    self._commit(self._pieces.shards, journal, update, embedding_size=size)
+                else:
+                    self._appended(ids, lengths, journal)
+                return
+            parts = [
+                Part(ids[start:stop], lengths[start:stop], lambda start=start, stop=stop: converted(start, stop))  # type: ignore[misc]
+                for start, stop in blocks(lengths, max(1, SHARD_BYTES // row))
+            ]
+            shards = self._merged([*self._parts(), *parts], size)
+            self._commit(shards, None, update, embedding_size=size)
+
+    def remove(self, positions: np.ndarray) -> None:
+        """Drop documents, all of them or, on an error, none.
+
+        Parameters
+        ----------
+        positions
+            Which documents. Shape: [N], integers in [0, len(self)).
+
+        Raises
+        ------
+        RuntimeError
+            If another process is writing or has written since this store was opened.
+        OSError
+            If a file cannot be written, as on a full disk. The message names the index, which is as before.
+        """
+        if not len(positions):
+            return
+        keep = np.ones(len(self), dtype=bool)
+        keep[positions] = False
+        with self._writing():
+            parts, start = [], 0
+            for part in self._parts():
+                kept = start + np.flatnonzero(keep[start : start + len(part.ids)])
+                start += len(part.ids)
+                parts.append(part if len(kept) == len(part.ids) else self._some(kept))
+            shards = self._merged([part for part in parts if len(part.ids)], self.embedding_size or 0)
+            documents = Documents()
+            documents.extend([self.ids[i] for i in np.flatnonzero(keep)], self.lengths[keep])
+            self._commit(shards, None, lambda: setattr(self, "documents", documents))
+
+    def compact(self) -> None:
+        """Write the documents into as few shards as their size allows; those that are full already stay.
+
+        Raises
+        ------
+        RuntimeError
+            If another process is writing or has written since this store was opened.
+        OSError
+            If a file cannot be written, as on a full disk. The message names the index, which is as before.
+        """
+        if not self._pieces:
+            return
+        with self._writing():
+            there, end = {}, 0
+            for shard in self._pieces.shards:
+                there[end, end + shard.entry.documents] = shard
+                end += shard.entry.documents
+            shards = []
+            for start, stop in blocks(self.lengths, max(1, SHARD_BYTES // self.token_bytes)):
+                if (start, stop) in there:
+                    shards.append(there[start, stop])
+                else:
+                    shards.append(self._save([self._some(np.arange(start, stop))], self.embedding_size or 0))
+            if shards != self._pieces.shards or self._pieces.journal is not None:
+                self._commit(shards, None)
+
+    def set_model(self, model: ModelRecord) -> None:
+        """Remember which model made the embeddings. It raises what `compact` does."""
+        with self._writing():
+            self._commit(self._pieces.shards, self._pieces.journal, model=model)
+
+    def _parts(self) -> list[Part]:
+        """What the store holds."""
+        parts, start = [], 0
+        for shard in self._pieces.shards:
+            stop = start + shard.entry.documents
+            positions = np.arange(start, stop)
+            parts.append(
+                Part(
+                    self.ids[start:stop],
+                    self.lengths[start:stop],
+                    lambda positions=positions: self._copied(positions),  # type: ignore[misc]
+                    shard,
+                )
+            )
+            start = stop
+        if start < len(self):
+            parts.append(self._some(np.arange(start, len(self))))
+        return parts
+
+    def _some(self, positions: np.ndarray) -> Part:
+        """Some of the store's documents, as a part of what is written next."""
+        return Part([self.ids[i] for i in positions], self.lengths[positions], lambda: self._copied(positions))
+
+    def _copied(self, positions: np.ndarray) -> Iterator[torch.Tensor]:
+        for start, stop in blocks(self.lengths[positions], max(1, _COPIED_BYTES // self.token_bytes)):
+            yield self.read(positions[start:stop], torch.device("cpu"))
+
+    def _merged(self, parts: list[Part], size: int) -> list[Shard]:
+        """Write parts as shards; neighbours of similar sizes become one, the others that are shards already stay."""
+        limit = max(1, SHARD_BYTES // (size * self.dtype.itemsize))
+        return [
+            group[0].shard if len(group) == 1 and group[0].shard is not None else self._save(group, size)
+            for group in grouped(parts, limit)
+        ]
+
+    def _save(self, parts: list[Part], size: int) -> Shard:
+        """Write one shard that no manifest names yet, and open it."""
+        ids = [id_ for part in parts for id_ in part.ids]
+        lengths = np.concatenate([part.lengths for part in parts])
+        values = (piece for part in parts for piece in part.values())
+        return Shard.write(self._folder.new_path("shard", ".safetensors"), ids, lengths, values, self.dtype, size)
+
+    def _appended(self, ids: Sequence[str], lengths: np.ndarray, journal: Journal) -> None:
+        """Take note of documents that have been appended to the journal, the last piece."""
+        self.documents.extend(ids, lengths)
+        self._pieces.appended()
+        if not journal.is_flushed and (self._to_flush is None or self._to_flush[0] != journal.path):
+            self._to_flush = journal.path, weakref.finalize(self, _flush, self._folder.lock, journal.path)
+
+    def _writing(self) -> contextlib.AbstractContextManager[None]:
+        journal = self._pieces.journal
+        return self._folder.writing(lambda: journal is None or journal.is_current())
+
+    def _commit(
+        self,
+        shards: list[Shard],
+        journal: Journal | None,
+        update: Callable[[], object] | None = None,
+        **changes: object,
+    ) -> None:
+        """Make shards and journal the content of the store. Only here, or by the journal, does a write take effect.
+
+        `update` makes `documents` what they hold, and `changes` are those of the manifest.
+        """
+        manifest = self.manifest.next(
+            shards=tuple(shard.entry for shard in shards),
+            journal=None if journal is None else journal.path.name,
+            **changes,
+        )
+
+        def take_effect() -> None:
+            self._pieces = self._pieces.followed_by(self.dtype, self.embedding_size or 0, shards, journal)
+            if update is not None:
+                update()
+
+        self._folder.commit(manifest, take_effect)
+
+    def _empty(self) -> None:
+        """Start anew, whatever the folder holds, even a store that cannot be read."""
+        self._folder.accept(self._folder.read())
+        if self._folder.exists:
+            with self._writing():
+                self._commit([], None)
+
+    # Opening
+
+    def _open(self) -> None:
+        """Read the manifest and open its shards."""
+        while True:
+            content = self._folder.read()
+            if content is None:
+                return
+            manifest = self._folder.parse(content)
+            try:
+                self.documents, self._pieces = self._open_files(manifest)
+            except (OSError, ValueError):
+                # A writer may have replaced the manifest, and deleted shards, after it was read here.
+                if self._folder.read() != content:
+                    continue
+                raise
+            self._folder.accept(content, manifest)
+            return
+
+    def _open_files(self, manifest: Manifest) -> tuple[Documents, Pieces]:
+        documents, shards, journal = Documents(), [], None
+        found = (Shard.open(self.path / entry.file, entry, manifest) for entry in manifest.shards)
+        for shard, ids, lengths in found:
+            shards.append(shard)
+            _extend(documents, ids, lengths, shard.path)
+        if manifest.journal is not None:
+            assert manifest.embedding_size is not None
+            journal, ids, lengths = Journal.open(
+                self.path / manifest.journal, DTYPES[manifest.dtype], manifest.embedding_size
+            )
+            _extend(documents, ids, lengths, journal.path)
+        return documents, Pieces(DTYPES[manifest.dtype], manifest.embedding_size or 0, shards, journal)
+
+
+def _flush(lock: Path, journal: Path) -> None:
+    """Flush a journal, unless it is gone, or somebody is writing to it, who will."""
+    with contextlib.suppress(OSError, ValueError), turn(lock):
+        journals.flush(journal)
+
+
+def _extend(documents: Documents, ids: list[str], lengths: np.ndarray, path: Path) -> None:
+    try:
+        documents.check_new(ids)
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}") from None
+    documents.extend(ids, lengths)
