@@ -76,7 +76,7 @@ def test_results_go_to_standard_output_and_notes_to_standard_error(beir: Path, s
 @pytest.mark.parametrize("device", ["meta", "cuda:99", "toaster", ""])
 def test_a_device_that_cannot_compute_is_one_sentence(beir: Path, small_model: Path, device: str) -> None:
     result = invoke("evaluate", "--data", beir, "--model", small_model, "--device", device)
-    assert_one_clear_sentence(result, f"--device {device!r} cannot compute here: ")
+    assert_one_clear_sentence(result, f"--device {device}", "cannot compute here: ")
 
 
 @pytest.mark.parametrize("option", ["--index", "--json"])
