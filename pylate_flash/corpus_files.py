@@ -15,11 +15,11 @@ import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-__all__ = ["Corpus", "Text", "read_queries"]
+__all__ = ["Corpus", "Text", "read_lines", "read_queries"]
 
 _SUFFIXES = (".txt", ".md")
 
@@ -64,9 +64,34 @@ class Corpus:
             self._pipe = tempfile.TemporaryFile()  # noqa: SIM115 -- it lives as long as this object
             with self.path.open("rb") as pipe:
                 shutil.copyfileobj(pipe, self._pipe)
+            self._pipe.flush()
 
     def __iter__(self) -> Iterator[Text]:
         return self._texts_of_files(self._files) if self._files is not None else self._texts_of_lines()
+
+    def find(self, ids: Collection[str]) -> dict[str, str]:
+        """Return the texts of some documents, by id; those that are not here are left out.
+
+        Parameters
+        ----------
+        ids
+            Which documents. The corpus is read as far as the last of them.
+
+        Raises
+        ------
+        ValueError, OSError
+            As while iterating.
+        """
+        wanted = set(ids)
+        texts = iter(self)
+        if self._files is not None:
+            texts = self._texts_of_files(file for file in self._files if self._id(file) in wanted)
+        found: dict[str, str] = {}
+        while wanted and (text := next(texts, None)):
+            if text.id in wanted:
+                wanted.remove(text.id)
+                found[text.id] = text.text
+        return found
 
     def _open(self) -> IO[bytes]:
         return self.path.open("rb") if self._pipe is None else os.fdopen(os.dup(self._pipe.fileno()), "rb")
@@ -88,9 +113,12 @@ class Corpus:
         if not seen:
             raise ValueError(f"{self.path} is empty")
 
+    def _id(self, file: Path) -> str:
+        return file.relative_to(self.path).as_posix()
+
     def _texts_of_files(self, files: Iterable[Path]) -> Iterator[Text]:
         for file in files:
-            id_ = file.relative_to(self.path).as_posix()
+            id_ = self._id(file)
             _check_encodable(id_, f"{file}: the name")
             try:
                 yield Text(id_, file.read_bytes().decode("utf-8-sig").strip())
@@ -120,7 +148,7 @@ def read_queries(lines: Iterable[bytes], name: str | os.PathLike[str]) -> list[T
     """
     queries: dict[str, str] = {}
     as_json: bool | None = None
-    for number, where, line in _lines(lines, name):
+    for number, where, line in read_lines(lines, name):
         if as_json is None:
             as_json = line.startswith("{")
         if as_json:
@@ -156,7 +184,7 @@ def _raise(error: OSError) -> None:
     raise error
 
 
-def _lines(lines: Iterable[bytes], name: str | os.PathLike[str]) -> Iterator[tuple[int, str, str]]:
+def read_lines(lines: Iterable[bytes], name: str | os.PathLike[str]) -> Iterator[tuple[int, str, str]]:
     """Number, "file, line n" and text of every line that is not blank."""
     for number, raw in enumerate(lines, start=1):
         where = f"{name}, line {number}"
@@ -169,7 +197,7 @@ def _lines(lines: Iterable[bytes], name: str | os.PathLike[str]) -> Iterator[tup
 
 
 def _records(lines: Iterable[bytes], name: str | os.PathLike[str]) -> Iterator[tuple[int, str, dict[str, Any]]]:
-    for number, where, line in _lines(lines, name):
+    for number, where, line in read_lines(lines, name):
         yield number, where, _record(line, where)
 
 

@@ -21,10 +21,11 @@ def test_a_corpus_is_read_as_beir_reads_it(tmp_path: Path) -> None:
         assert list(Corpus(path)) == expected
 
 
-def test_a_corpus_may_be_read_twice_even_from_a_pipe(tmp_path: Path) -> None:
+# Little, and more than a pipe holds, so that it must be read while it is written.
+@pytest.mark.parametrize("count", [1, 200])
+def test_a_corpus_may_be_read_twice_even_from_a_pipe(count: int) -> None:
     read, write = os.pipe()
-    # More than a pipe holds, so that it must be read while it is written.
-    lines = "".join(f'{{"_id": "{i}", "text": "{"x" * 1000}"}}\n' for i in range(200))
+    lines = "".join(f'{{"_id": "{i}", "text": "{"x" * 1000}"}}\n' for i in range(count))
 
     def feed() -> None:
         with open(write, "w") as pipe:
@@ -35,7 +36,7 @@ def test_a_corpus_may_be_read_twice_even_from_a_pipe(tmp_path: Path) -> None:
     corpus = Corpus(f"/dev/fd/{read}")
     writer.join()
     os.close(read)
-    assert [text.id for text in corpus] == [text.id for text in corpus] == [str(i) for i in range(200)]
+    assert [text.id for text in corpus] == [text.id for text in corpus] == [str(i) for i in range(count)]
 
 
 def test_the_texts_of_a_folder_are_named_by_their_paths(tmp_path: Path) -> None:
@@ -80,6 +81,20 @@ def test_a_bad_line_is_named(line: bytes, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"corpus\.jsonl, line 4: ") as error:
             read()
         assert BAD_LINES[line] in str(error.value)
+
+
+def test_texts_are_found_by_id_without_reading_on(tmp_path: Path) -> None:
+    (tmp_path / "corpus.jsonl").write_text(GOOD + "nonsense\n")
+    corpus = Corpus(tmp_path)
+    assert corpus.find({"b"}) == {"b": "second"}
+    assert corpus.find(set()) == {}
+    with pytest.raises(ValueError, match="line 4"):
+        corpus.find({"a", "unknown"})
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "one.txt").write_text("first")
+    (tmp_path / "texts" / "two.txt").write_bytes(b"\xff")
+    (tmp_path / "secret.txt").write_text("not in the folder")
+    assert Corpus(tmp_path / "texts").find({"one.txt", "../secret.txt"}) == {"one.txt": "first"}
 
 
 @pytest.mark.parametrize(
