@@ -13,6 +13,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
+import reprlib
 import tempfile
 import time
 import warnings
@@ -55,6 +57,11 @@ __all__ = [
 ]
 
 Qrels = Mapping[str, Mapping[str, int]]
+# JSON may spell half of a pair, which no file and no tokenizer takes.
+_SURROGATE = re.compile("[\ud800-\udfff]")
+# ranx keeps relevances in 64 bits, and computes with powers and sums of them.
+_INTEGER = re.compile("[+-]?[0-9]{1,9}")
+_NUMBER = re.compile("[+-]?[0-9.]")
 # Batches of documents between two writes to the index: texts are sorted by length within them, so few would waste
 # work on padding, and many would leave the progress bar standing still.
 _BATCHES_PER_STEP = 16
@@ -401,8 +408,10 @@ def _read_jsonl(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     for where, line in _read_lines(file):
         try:
             record = json.loads(line)
-        except json.JSONDecodeError as error:
+        except ValueError as error:  # also what a number of thousands of digits raises
             raise ValueError(f"{where}: not valid JSON ({error})") from None
+        except RecursionError:
+            raise ValueError(f"{where}: not valid JSON (nested too deeply)") from None
         if not isinstance(record, dict):
             raise ValueError(f"{where}: expected a JSON object, got {type(record).__name__}")
         for key in ("_id", "text"):
@@ -411,7 +420,9 @@ def _read_jsonl(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         for key in ("_id", "title", "text"):
             value = record.get(key)
             if not isinstance(value, str) and not (key == "title" and value is None):
-                raise ValueError(f'{where}: "{key}" must be a string, got {value!r}')
+                raise ValueError(f'{where}: "{key}" must be a string, got {reprlib.repr(value)}')
+            if value is not None and _SURROGATE.search(value):
+                raise ValueError(f'{where}: "{key}" holds half of a surrogate pair, which is no character')
         if record["_id"] in seen:
             raise ValueError(f'{where}: the "_id" {record["_id"]!r} was given before, in {seen[record["_id"]]}')
         seen[record["_id"]] = where
@@ -429,14 +440,13 @@ def _read_qrels(file: Path) -> Iterator[tuple[str, str, str, int]]:
             raise ValueError(
                 f"{where}: expected query id, document id and relevance, tab-separated; got {len(fields)} field(s)"
             )
-        try:
-            relevance = int(fields[2])
-        except ValueError:
-            if not first:
-                raise ValueError(f"{where}: the relevance must be an integer, got {fields[2]!r}") from None
-        else:
+        relevance = fields[2].strip()
+        if _INTEGER.fullmatch(relevance):
             judgements += 1
-            yield where, fields[0], fields[1], relevance
+            yield where, fields[0], fields[1], int(relevance)
+        elif not first or _NUMBER.match(relevance):
+            digits = " of at most 9 digits" if relevance.lstrip("+-").isdigit() else ""
+            raise ValueError(f"{where}: the relevance must be an integer{digits}, got {reprlib.repr(fields[2])}")
         first = False
     if not judgements:
         raise ValueError(f"{file} holds no judgements")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import json
 import logging
 import os
 import sys
@@ -14,10 +13,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, cast
 
 import typer
 from rich.console import Console
+
+from .model_folder import check_model_folder
 
 if TYPE_CHECKING:
     from ..models import ColBERT
@@ -41,6 +42,14 @@ class Scorer(str, Enum):
     flash = "flash"
     lik = "lik"
     auto = "auto"
+
+
+TrustRemoteCode = Annotated[
+    bool,
+    typer.Option(
+        "--trust-remote-code", help="Run code that comes with the model: it can do whatever you can. Default: refuse."
+    ),
+]
 
 
 class UserError(Exception):
@@ -147,12 +156,15 @@ def load_model(model: str, *, searching: bool = False, trust_remote_code: bool =
         If it cannot be loaded, whatever the loader raised, or cannot be used.
     """
     what = f"the model in {model}" if os.path.isdir(model) else f"the model {model!r}"
-    if not trust_remote_code:
-        check_no_code(model)
+    if os.path.isdir(model):
+        with explained(f"{what} cannot be loaded: "):
+            check_model_folder(Path(model), trust_remote_code)
     from ..models import ColBERT
 
     with _loader_errors(model, what):
         colbert = ColBERT(model, trust_remote_code=trust_remote_code, **options)
+        if set(colbert.tokenizer.get_vocab()) <= set(colbert.tokenizer.get_added_vocab()):
+            raise ValueError("its tokenizer has no words; are tokenizer.json or the vocabulary missing?")
     _check_lengths(colbert, what, options)
     if searching and colbert.projection_is_random:
         raise UserError(
@@ -173,7 +185,9 @@ def _loader_errors(model: str, what: str) -> Iterator[None]:
     # Not only Exception: tokenizers panics over some files, and its PanicException is a BaseException.
     except BaseException as error:
         if "trust_remote_code" in str(error):
-            text = f"{what} cannot be loaded: it comes with code of its own, which --trust-remote-code runs"
+            text = f"{what} cannot be loaded: it comes with code of its own; --trust-remote-code runs it"
+        elif "ignore_mismatched_sizes" in str(error):
+            text = f"{what} cannot be loaded: its weights have other sizes than its config.json says"
         elif os.path.isdir(model) or not isinstance(error, OSError):
             text = f"{what} cannot be loaded: {cause(error)}"
         else:
@@ -191,51 +205,6 @@ def _is_set(variable: str) -> bool:
     return os.environ.get(variable, "").upper() in ("1", "ON", "YES", "TRUE")
 
 
-def check_no_code(model: str) -> None:
-    """Refuse a folder that would run code of its own, or import any function it names, while it is loaded.
-
-    sentence-transformers imports what the `type` of an entry of modules.json names, from the folder itself or from
-    another repository, whatever `trust_remote_code` says where the model is a folder; configurations of modules name
-    further classes.
-    """
-    folder = Path(model)
-    entries = _read_json(folder / "modules.json")
-    for entry in entries if isinstance(entries, list) else []:
-        if not isinstance(entry, dict):
-            continue
-        _check_reference(model, "modules.json", entry.get("type"), ("sentence_transformers.", "pylate."))
-        if not isinstance(entry.get("path"), str):
-            continue
-        for name in ("config.json", "router_config.json"):
-            config = _read_json(folder / entry["path"] / name)
-            if not isinstance(config, dict):
-                continue
-            where = os.path.join(entry["path"], name)
-            types = config.get("types")
-            for type_ in types.values() if isinstance(types, dict) else []:
-                _check_reference(model, where, type_, ("sentence_transformers.", "pylate."))
-            for key in ("activation_function", "tokenizer_class"):
-                value = config.get(key)
-                if isinstance(value, str) and "." in value:
-                    _check_reference(model, where, value, ("torch.nn.", "sentence_transformers.", "transformers."))
-
-
-def _check_reference(model: str, file: str, name: object, known: tuple[str, ...]) -> None:
-    if isinstance(name, str) and not name.startswith(known):
-        raise UserError(
-            f"the model in {model} is not loaded: its {file} names {name!r}, whose code would run; "
-            "--trust-remote-code loads it"
-        )
-
-
-def _read_json(path: Path) -> Any:
-    """What a file of a model holds; None if it cannot be read, which its loader says better."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return None
-
-
 def _check_lengths(colbert: ColBERT, what: str, options: dict[str, Any]) -> None:
     limit = colbert.longest_input
     for name in ("query_length", "document_length"):
@@ -245,7 +214,8 @@ def _check_lengths(colbert: ColBERT, what: str, options: dict[str, Any]) -> None
         if not isinstance(value, int) or isinstance(value, bool) or value < 4:
             raise UserError(f"{subject} must be a whole number of at least 4")
         if limit is not None and value > limit:
-            raise UserError(f"{subject} is more than the {limit} tokens that {what if given else 'it'} can read")
+            more = "" if given else f"; give a lower --{name.replace('_', '-')}"
+            raise UserError(f"{subject} is more than the {limit} tokens that {what if given else 'it'} can read{more}")
 
 
 def _check_encodes(colbert: ColBERT, what: str) -> None:
@@ -309,7 +279,7 @@ def check_device(device: str | None) -> None:
     try:
         torch.ones(1, device=device).sum().item()
     except Exception as error:
-        raise UserError(f"--device {device}: {cause(error)}") from error
+        raise UserError(f"--device {device} cannot compute here: {cause(error)}") from error
 
 
 def check_text(text: str, name: str) -> None:
@@ -352,7 +322,7 @@ def check_new_folder(path: Path, option: str) -> None:
         while not os.path.lexists(place):
             place = place.parent
         if not os.path.isdir(place):
-            raise ValueError(f"{place} is no folder" if place == path.absolute() else f"{place} above it is no folder")
+            raise ValueError(f"{place} is a file; name a folder" if place == path.absolute() else f"{place} is a file")
         _try_to_write(place)
 
 
@@ -361,7 +331,7 @@ def _try_to_write(folder: Path) -> None:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".pylate-flash-"):
             pass
     except OSError as error:
-        raise OSError(error.errno, error.strerror, str(folder)) from None
+        raise ValueError(f"{folder} cannot be written to: {error.strerror}") from None
 
 
 def write_file(path: Path, text: str, option: str) -> None:

@@ -1,0 +1,94 @@
+"""What the folder of a model must look like before it is loaded: its loaders say little, and run code that it names."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+# Those that are objects; others, such as MiniLM's data_config.json, are nobody's business here.
+_CONFIGURATIONS = (
+    "config.json",
+    "config_sentence_transformers.json",
+    "sentence_bert_config.json",
+    "tokenizer_config.json",
+    "tokenizer.json",
+    "router_config.json",
+)
+_MODULES = ("sentence_transformers.", "pylate.")
+_PARTS = ("torch.nn.", "transformers.", *_MODULES)
+
+
+def check_model_folder(folder: Path, trust_remote_code: bool) -> None:
+    """Check the JSON of a model's folder, and that loading it runs no code but that of the known libraries.
+
+    sentence-transformers imports whatever the `type` of an entry of modules.json names, from the folder itself or from
+    another repository of the hub, and does not ask `trust_remote_code` where the model is a folder; what the
+    configurations of its modules name is imported too, and called.
+
+    Parameters
+    ----------
+    folder
+        The folder.
+    trust_remote_code
+        Whether other code may run.
+
+    Raises
+    ------
+    ValueError
+        If a file is not what its loader takes for granted, or other code would run; the message names the file.
+    OSError
+        If a file cannot be read.
+    """
+    places = [""]
+    if (folder / "modules.json").exists():
+        for entry in _modules(folder):
+            if not trust_remote_code:
+                _check_known("modules.json", entry["type"], _MODULES)
+            places.append(entry["path"])
+    for place in dict.fromkeys(places):
+        for name in _CONFIGURATIONS:
+            file = os.path.join(place, name)
+            if not (folder / file).is_file():
+                continue
+            config = _read(folder, file)
+            if not isinstance(config, dict):
+                raise ValueError(f"its {file} must hold a JSON object, found {type(config).__name__}")
+            if not trust_remote_code:
+                for reference in _references(config):
+                    _check_known(file, reference, _PARTS)
+
+
+def _modules(folder: Path) -> list[dict[str, str]]:
+    modules = _read(folder, "modules.json")
+    if not isinstance(modules, list) or not modules:
+        raise ValueError("its modules.json must hold a JSON list of at least one module")
+    for entry in modules:
+        if not isinstance(entry, dict) or not all(isinstance(entry.get(key), str) for key in ("name", "path", "type")):
+            raise ValueError('its modules.json must hold objects with strings for "name", "path" and "type"')
+    return modules
+
+
+def _references(config: dict[str, Any]) -> Iterator[str]:
+    """Dotted names of classes that sentence-transformers' modules import: of Dense, of Router, of WordEmbeddings."""
+    types = config.get("types")
+    values = [config.get("activation_function"), config.get("tokenizer_class")]
+    values += list(types.values()) if isinstance(types, dict) else []
+    # transformers looks up names without a dot among its own classes.
+    return (value for value in values if isinstance(value, str) and "." in value)
+
+
+def _check_known(file: str, reference: str, known: tuple[str, ...]) -> None:
+    if not reference.startswith(known):
+        raise ValueError(f"its {file} names {reference!r}, whose code would run; --trust-remote-code allows it")
+
+
+def _read(folder: Path, file: str) -> Any:
+    try:
+        return json.loads((folder / file).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"its {file} is not valid JSON: {error}") from None
+    except RecursionError:
+        raise ValueError(f"its {file} is not valid JSON: it is nested too deeply") from None

@@ -1,0 +1,127 @@
+"""Damaged files: whatever they hold, a command ends with 0 or with one sentence and 2, and touches only its output.
+
+`PYLATE_FLASH_FUZZ_CASES=2000 pytest tests/cli/test_fuzz.py` runs more than the few cases of an ordinary run. A case is
+the name of a target and a seed, which the message of a failure names.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import Result
+
+from tests.cli.commands import invoke, succeed
+from tests.cli.mutations import mutate, snapshot
+
+CASES = int(os.environ.get("PYLATE_FLASH_FUZZ_CASES", "60"))
+# The folder that training is told to write.
+OUTPUT = "out"
+EVALUATE = ("evaluate", "--data", "beir", "--model", "model", "--device", "cpu")
+TRAIN = ("train", "--model", "model", "--output", OUTPUT, "--batch-size", 2, "--max-steps", 1, "--device", "cpu")
+# What is damaged (a file of the workspace, or one of those in a folder), the command that reads it, and its share of
+# the cases.
+TARGETS = {
+    "corpus": ("beir/corpus.jsonl", EVALUATE, 2),
+    "queries": ("beir/queries.jsonl", EVALUATE, 1),
+    "qrels": ("beir/qrels/test.tsv", EVALUATE, 2),
+    "pairs": ("pairs.jsonl", (*TRAIN, "--data", "pairs.jsonl"), 2),
+    "lists": ("lists.jsonl", (*TRAIN, "--data", "lists.jsonl", "--loss", "distillation"), 2),
+    "index": ("index", ("search", "cats", "--index", "index", "--model", "model", "--device", "cpu"), 5),
+    "model": ("model", EVALUATE, 6),
+}
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Everything that the commands read, as small as it can be: a model of 40 words, an index of one document."""
+    folder = tmp_path_factory.mktemp("fuzz") / "workspace"
+    (folder / "beir" / "qrels").mkdir(parents=True)
+    (folder / "beir" / "corpus.jsonl").write_text('{"_id": "d1", "title": "cats", "text": "cats and dogs"}\n')
+    (folder / "beir" / "queries.jsonl").write_text('{"_id": "q1", "text": "cats"}\n')
+    (folder / "beir" / "qrels" / "test.tsv").write_text("query-id\tcorpus-id\tscore\nq1\td1\t1\n")
+    pairs = [
+        {"query": "cats", "positive": "dogs", "negative": "and"},
+        {"query": "and", "positive": "cats", "negative": "a"},
+    ]
+    lists = [{"query": "cats", "documents": ["dogs", "and"], "scores": [1.5, 0]} for _ in range(2)]
+    for name, rows in (("pairs", pairs), ("lists", lists)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    _save_model(folder / "model")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        succeed(*EVALUATE, "--index", "index")
+    return folder
+
+
+def _save_model(folder: Path) -> None:
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+    from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
+
+    from pylate_flash.models import ColBERT
+
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "cats", "and", "dogs", *"abcdefghijklmnopqrstuvwxyz.,!?;:"]
+    tokenizer = Tokenizer(models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer()
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    special = {f"{name.lower()}_token": f"[{name}]" for name in ("PAD", "UNK", "CLS", "SEP", "MASK")}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder.parent / "encoder")
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=len(words),
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        intermediate_size=8,
+        max_position_embeddings=16,
+    )
+    BertModel(config).save_pretrained(folder.parent / "encoder")
+    model = ColBERT(str(folder.parent / "encoder"), embedding_size=4, query_length=8, document_length=12, device="cpu")
+    model.save_pretrained(str(folder))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_damaged_files_end_in_one_sentence_or_do_no_harm(
+    target: str, workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    share = TARGETS[target][2] / sum(share for _, _, share in TARGETS.values())
+    failures = []
+    for seed in range(max(1, round(CASES * share))):
+        shutil.rmtree(tmp_path / "case", ignore_errors=True)
+        place = shutil.copytree(workspace, tmp_path / "case" / "work")
+        monkeypatch.chdir(place)
+        damage = _damage(random.Random(f"{target} {seed}"), TARGETS[target][0])
+        before = snapshot(tmp_path)
+        result = invoke(*TARGETS[target][1])
+        wrong = _wrong_end(result) + _changes(before, snapshot(tmp_path))
+        if wrong:
+            failures.append(f"{target} {seed}: {damage}: {'; '.join(wrong)}")
+    assert not failures, "\n".join([f"{len(failures)} cases:", *failures])
+
+
+def _damage(rng: random.Random, target: str) -> str:
+    """Damage a file, or one of those in a folder."""
+    file = Path(target)
+    if file.is_dir():
+        file = rng.choice(sorted(path for path in file.rglob("*") if path.is_file()))
+    return f"{file} {mutate(rng, file)}"
+
+
+def _wrong_end(result: Result) -> list[str]:
+    if result.exit_code == 0 and result.exception is None:
+        return []
+    sentences = [line for line in result.stderr.splitlines() if line.startswith("pylate-flash: ")]
+    if result.exit_code == 2 and isinstance(result.exception, SystemExit) and len(sentences) == 1:
+        return ["a traceback"] if "Traceback" in result.stderr else []
+    return [f"exit {result.exit_code}, {result.exception!r}, {result.stderr[-300:]!r}"]
+
+
+def _changes(before: dict[str, bytes | None], after: dict[str, bytes | None]) -> list[str]:
+    names = sorted(name for name in before.keys() | after.keys() if before.get(name, b"") != after.get(name, b""))
+    strangers = [name for name in names if Path(name).parts[:3] != ("case", "work", OUTPUT)]
+    return [f"changed {', '.join(strangers)}"] if strangers else []
