@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from enum import Enum
 from pathlib import Path
@@ -152,7 +153,8 @@ def build(
             file=sys.stderr,
         )
         raise
-    print(f'{place} holds {len(flat)} documents. Next: pylate-flash search "..." --index {place} --data {data}')
+    where = shlex.join(["--index", str(place), "--data", str(data)])
+    print(f'{place} holds {len(flat)} documents. Next: pylate-flash search "..." {where}')
 
 
 @app.command(epilog="Example: `pylate-flash index add --data more.jsonl --index my-index`")

@@ -177,6 +177,7 @@ def _write(flat: Flat, ids: list[str], embeddings: list[Any]) -> None:
 def _note_truncation(colbert: ColBERT, texts: list[str]) -> None:
     """Say how many of the first texts are longer than what is read of them; tokenizing all would cost too much."""
     length = colbert.document_length
+    assert length is not None  # as `load_model` has made sure
     # One token is the marker of documents, which PyLate puts in.
     longer = sum(len(tokens) + 1 > length for tokens in colbert.tokenizer(texts, truncation=False)["input_ids"])
     if longer:

@@ -202,7 +202,7 @@ def test_what_cannot_be_built_leaves_nothing_behind(
     elif what == "model":
         options["--model"], parts = "/no/such/model", ["there is no model in '/no/such/model'"]
     elif what == "place":
-        options["--index"], parts = corpus / "index", ["--index", corpus, "no folder"]
+        options["--index"], parts = corpus / "index", ["--index", f"{corpus} is a file"]
     elif what == "files":
         options["--index"], parts = tmp_path, [tmp_path, "holds files that are no index"]
     else:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from pylate_flash import indexes
+from pylate_flash import indexes, models
 from pylate_flash.cli.search import Found, show
 from tests.cli.commands import assert_one_clear_sentence, invoke, succeed
 
@@ -128,6 +128,8 @@ def test_search_needs_no_model_and_says_what_it_loads(index: Path, tiny_colbert_
 
 
 def test_the_demo_needs_neither_index_nor_model(output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flat = indexes.Flat(output, "index", device="cpu")
+    flat.record_model(models.ColBERT(str(output / "model"), device="cpu"), name=output / "model")
     monkeypatch.chdir(output.parent)
     lines = succeed("search", "show a progress bar", "-k", 1).splitlines()
     best = lines[0].split("\t")
