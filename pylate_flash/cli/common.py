@@ -163,8 +163,7 @@ def load_model(model: str, *, searching: bool = False, trust_remote_code: bool =
 
     with _loader_errors(model, what):
         colbert = ColBERT(model, trust_remote_code=trust_remote_code, **options)
-        if set(colbert.tokenizer.get_vocab()) <= set(colbert.tokenizer.get_added_vocab()):
-            raise ValueError("its tokenizer has no words; are tokenizer.json or the vocabulary missing?")
+        _check_words(colbert)
     _check_lengths(colbert, what, options)
     if searching and colbert.projection_is_random:
         raise UserError(
@@ -203,6 +202,18 @@ def _loader_errors(model: str, what: str) -> Iterator[None]:
 
 def _is_set(variable: str) -> bool:
     return os.environ.get(variable, "").upper() in ("1", "ON", "YES", "TRUE")
+
+
+def _check_words(colbert: ColBERT) -> None:
+    """The tokenizer must have words, and the encoder an embedding of each: transformers and PyLate ask for neither."""
+    added = colbert.tokenizer.get_added_vocab()
+    numbers = [number for word, number in colbert.tokenizer.get_vocab().items() if word not in added]
+    if not numbers:
+        raise ValueError("its tokenizer has no words; are tokenizer.json or the vocabulary missing?")
+    encoder: Any = colbert[0]
+    rows = getattr(encoder.auto_model.get_input_embeddings(), "num_embeddings", None)
+    if rows is not None and max(numbers) >= rows:
+        raise ValueError(f"the number of a word in its tokenizer is {max(numbers)}, and its encoder knows {rows} words")
 
 
 def _check_lengths(colbert: ColBERT, what: str, options: dict[str, Any]) -> None:

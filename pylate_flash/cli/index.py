@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.filesize import decimal
 from typer.core import TyperGroup
 
 from ..corpus_files import Corpus, read_lines
@@ -29,6 +30,7 @@ from .indexing import (
     INDEX_ERRORS,
     add_texts,
     check_index,
+    counted,
     escaped,
     holds_index,
     index_path,
@@ -153,8 +155,9 @@ def build(
             file=sys.stderr,
         )
         raise
-    where = shlex.join(["--index", str(place), "--data", str(data)])
-    print(f'{place} holds {len(flat)} documents. Next: pylate-flash search "..." {where}')
+    texts = ["--data", str(data)] if data.is_file() or data.is_dir() else []
+    where = shlex.join(["--index", str(place), *texts])
+    print(f'{place} holds {counted(len(flat), "document")}. Next: pylate-flash search "..." {where}')
 
 
 @app.command(epilog="Example: `pylate-flash index add --data more.jsonl --index my-index`")
@@ -186,7 +189,7 @@ def add(
     if new:
         colbert = load_model_of(flat, model, device, trust_remote_code)
         add_texts(flat, colbert, (text for text in corpus if text.id not in flat), new, batch_size)
-    print(f"Added {new} documents; {place} holds {len(flat)} documents")
+    print(f"Added {counted(new, 'document')}; {place} holds {len(flat):,}")
 
 
 @app.command(epilog="Example: `pylate-flash index remove d1 d2 --index my-index`")
@@ -214,7 +217,7 @@ def remove(
 
     with explained(kinds=INDEX_ERRORS):
         store.remove(np.array([store.position[id_] for id_ in unwanted]))
-    print(f"Removed {len(unwanted)} documents; {place} holds {len(store)} documents")
+    print(f"Removed {counted(len(unwanted), 'document')}; {place} holds {len(store):,}")
 
 
 @app.command()
@@ -235,7 +238,7 @@ def info(
         "documents": f"{described['documents']:,}",
         "tokens": f"{described['tokens']:,}",
         "embeddings": f"{described['embedding_size']} numbers each, {described['dtype']}",
-        "size": f"{described['bytes'] / 2**20:,.1f} MiB in {described['files']:,} files",
+        "size": f"{decimal(described['bytes'])} in {counted(described['files'], 'file')}",
         "model": "unknown" if model is None else model["name"] or "known by its weights only",
     }
     if model is not None:
@@ -259,7 +262,7 @@ def verify(index: Index = DEFAULT_INDEX) -> None:
         store.verify(show_progress=sys.stderr.isatty())
     unknown = _describe(store)["files_without_checksum"]
     note = f"; {unknown} of its files, by an older version, have no checksum" if unknown else ""
-    print(f"{place} is as it was written: {len(store)} documents{note}")
+    print(f"{place} is as it was written: {counted(len(store), 'document')}{note}")
 
 
 @app.command()
@@ -275,7 +278,9 @@ def compact(index: Index = DEFAULT_INDEX) -> None:
     before = _describe(store)["files"]
     with explained(kinds=INDEX_ERRORS):
         store.compact()
-    print(f"{place} holds {len(store)} documents in {_describe(store)['files']} files ({before} before)")
+    print(
+        f"{place} holds {counted(len(store), 'document')} in {counted(_describe(store)['files'], 'file')}, {before} before"
+    )
 
 
 def _describe(store: PackedStore) -> dict[str, Any]:

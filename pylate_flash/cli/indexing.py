@@ -53,6 +53,10 @@ def escaped(text: str) -> str:
     return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
+def counted(number: int, name: str) -> str:
+    return f"{number:,} {name}{'' if number == 1 else 's'}"
+
+
 def open_corpus(data: Path) -> Corpus:
     if not os.path.isdir(data):
         check_file(data)
@@ -166,7 +170,7 @@ def add_texts(flat: Flat, colbert: ColBERT, texts: Iterable[Text], total: int, b
         if ids:
             _write(flat, ids, embeddings)
     seconds = time.monotonic() - started
-    print(f"Encoded {done} documents in {seconds:.1f} s, {done / seconds:.1f} documents/s", file=sys.stderr)
+    print(f"Encoded {counted(done, 'document')} in {seconds:.1f} s, {done / seconds:.1f} documents/s", file=sys.stderr)
 
 
 def _write(flat: Flat, ids: list[str], embeddings: list[Any]) -> None:

@@ -1,4 +1,4 @@
-"""Seeded damage to the files that commands read: JSON, JSON lines, tables, safetensors, or bytes, whatever they hold."""
+"""Seeded damage to the files that commands read: JSON, JSON lines, tables, safetensors, and bytes of any meaning."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def _strange_somewhere(rng: random.Random, value: Any) -> Any:
 
 
 def _json_lines(rng: random.Random, content: bytes) -> bytes:
-    lines = content.split(b"\n")
+    lines = content.rstrip(b"\n").split(b"\n")
     at = rng.randrange(len(lines))
     match rng.randrange(6):
         case 0:
@@ -126,7 +126,7 @@ def _json_lines(rng: random.Random, content: bytes) -> bytes:
 
 
 def _table(rng: random.Random, content: bytes) -> bytes:
-    lines = content.split(b"\n")
+    lines = content.rstrip(b"\n").split(b"\n")
     at = rng.randrange(len(lines))
     fields = lines[at].split(b"\t")
     field = rng.randrange(len(fields))

@@ -13,7 +13,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 from typer.testing import Result
 
 from tests.cli.commands import invoke, succeed
@@ -24,6 +23,8 @@ CASES = int(os.environ.get("PYLATE_FLASH_FUZZ_CASES", "60"))
 OUTPUT = "out"
 EVALUATE = ("evaluate", "--data", "beir", "--model", "model", "--device", "cpu")
 TRAIN = ("train", "--model", "model", "--output", OUTPUT, "--batch-size", 2, "--max-steps", 1, "--device", "cpu")
+# Files that mean nothing to a command.
+UNREAD = ("README.md", "lock")
 # What is damaged (a file of the workspace, or one of those in a folder), the command that reads it, and its share of
 # the cases.
 TARGETS = {
@@ -38,9 +39,10 @@ TARGETS = {
 
 
 @pytest.fixture(scope="module")
-def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Everything that the commands read, as small as it can be: a model of 40 words, an index of one document."""
+def workspace(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Everything that the commands read, as small as it can be: a model of few words, an index of one document."""
     folder = tmp_path_factory.mktemp("fuzz") / "workspace"
+    shutil.copytree(small_model, folder / "model")
     (folder / "beir" / "qrels").mkdir(parents=True)
     (folder / "beir" / "corpus.jsonl").write_text('{"_id": "d1", "title": "cats", "text": "cats and dogs"}\n')
     (folder / "beir" / "queries.jsonl").write_text('{"_id": "q1", "text": "cats"}\n')
@@ -52,37 +54,10 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     lists = [{"query": "cats", "documents": ["dogs", "and"], "scores": [1.5, 0]} for _ in range(2)]
     for name, rows in (("pairs", pairs), ("lists", lists)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    _save_model(folder / "model")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         succeed(*EVALUATE, "--index", "index")
     return folder
-
-
-def _save_model(folder: Path) -> None:
-    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
-    from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
-
-    from pylate_flash.models import ColBERT
-
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "cats", "and", "dogs", *"abcdefghijklmnopqrstuvwxyz.,!?;:"]
-    tokenizer = Tokenizer(models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
-    tokenizer.normalizer = normalizers.BertNormalizer()
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    special = {f"{name.lower()}_token": f"[{name}]" for name in ("PAD", "UNK", "CLS", "SEP", "MASK")}
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder.parent / "encoder")
-    torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=len(words),
-        hidden_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        intermediate_size=8,
-        max_position_embeddings=16,
-    )
-    BertModel(config).save_pretrained(folder.parent / "encoder")
-    model = ColBERT(str(folder.parent / "encoder"), embedding_size=4, query_length=8, document_length=12, device="cpu")
-    model.save_pretrained(str(folder))
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -108,7 +83,8 @@ def _damage(rng: random.Random, target: str) -> str:
     """Damage a file, or one of those in a folder."""
     file = Path(target)
     if file.is_dir():
-        file = rng.choice(sorted(path for path in file.rglob("*") if path.is_file()))
+        files = sorted(path for path in file.rglob("*") if path.is_file() and path.name not in UNREAD)
+        file = rng.choice(files)
     return f"{file} {mutate(rng, file)}"
 
 
