@@ -115,8 +115,7 @@ def build(
     """
     place = index_path(index)
     check_new_folder(place, "--index")
-    if place.is_dir() and any(place.iterdir()) and not holds_index(place):
-        raise UserError(f"{place} holds files that are no index; name another folder")
+    _check_nothing_else(place)
     check_model_name(model)
     corpus = open_corpus(data)
     ids = read_ids(corpus)
@@ -142,15 +141,17 @@ def build(
         flat.record_model(colbert, name=model)
     before = len(flat)
     if before == len(ids):
-        print(f"Nothing to do: {place} holds all {before} documents of {corpus.path} (by their ids) already")
+        print(f"Nothing to do: {place} holds the {counted(before, 'document')} of {corpus.path}, by their ids, already")
         return
     if before:
-        print(f"Going on: {place} holds {before} of the {len(ids)} documents of {corpus.path} (by their ids) already")
+        print(
+            f"Going on: {place} holds {before:,} of the {len(ids):,} documents of {corpus.path}, by their ids, already"
+        )
     try:
         add_texts(flat, colbert, (text for text in corpus if text.id not in flat), len(ids) - before, batch_size)
     except KeyboardInterrupt:
         print(
-            f"{len(flat)} of {len(ids)} documents are in {place}; the same command"
+            f"{len(flat):,} of {len(ids):,} documents are in {place}; the same command"
             f"{' without --overwrite' if overwrite else ''} goes on",
             file=sys.stderr,
         )
@@ -278,9 +279,8 @@ def compact(index: Index = DEFAULT_INDEX) -> None:
     before = _describe(store)["files"]
     with explained(kinds=INDEX_ERRORS):
         store.compact()
-    print(
-        f"{place} holds {counted(len(store), 'document')} in {counted(_describe(store)['files'], 'file')}, {before} before"
-    )
+    after = _describe(store)["files"]
+    print(f"{place} holds {counted(len(store), 'document')} in {counted(after, 'file')}, {before} before")
 
 
 def _describe(store: PackedStore) -> dict[str, Any]:
@@ -298,6 +298,14 @@ def _describe(store: PackedStore) -> dict[str, Any]:
         "model": None if manifest.model is None else manifest.model.to_json(),
         "written_with": manifest.created_with,
     }
+
+
+def _check_nothing_else(place: Path) -> None:
+    """A folder that is there must hold an index, or what is left of one whose first write was interrupted."""
+    if not place.is_dir() or holds_index(place):
+        return
+    if any(path.name not in ("lock", "manifest.json.tmp") for path in place.iterdir()):
+        raise UserError(f"{place} holds files that are no index; name another folder")
 
 
 def _check_belongs(flat: Flat, corpus: Corpus, ids: set[str]) -> None:

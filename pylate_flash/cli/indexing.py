@@ -60,7 +60,7 @@ def counted(number: int, name: str) -> str:
 def open_corpus(data: Path) -> Corpus:
     if not os.path.isdir(data):
         check_file(data)
-    with explained("--data: "):
+    with explained():
         return Corpus(data)
 
 
@@ -82,7 +82,7 @@ def open_store(place: Path) -> PackedStore:
 
 def open_flat(place: Path, device: str | None, **options: Any) -> Flat:
     """Open an index, or a new one, with options of `indexes.Flat`."""
-    if holds_index(place):
+    if holds_index(place) and not options.get("override"):
         loading(f"the index in {place}")
     check_device(device)
     from ..indexes import Flat

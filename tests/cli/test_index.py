@@ -78,7 +78,7 @@ def test_a_build_goes_on_with_the_documents_that_are_missing(
 ) -> None:
     build = ("index", "build", "--data", corpus, "--model", tiny_colbert_path, "--index", index, *CPU)
     before = files_in(index)
-    assert f"Nothing to do: {index} holds all 3 documents" in succeed(*build)
+    assert f"Nothing to do: {index} holds the 3 documents of {corpus}" in succeed(*build)
     assert files_in(index) == before
 
     write_corpus(corpus, "new", "a", "b", "c", "d")
@@ -283,6 +283,14 @@ def test_a_killed_build_goes_on_where_it_stopped(tmp_path: Path, tiny_colbert_pa
         found = indexes.Flat(tmp_path, index.name, device="cpu").get_documents_embeddings([ids])[0]
         for document, expected in zip(found, whole, strict=True):
             np.testing.assert_allclose(document.numpy(), expected.numpy(), atol=1e-5)
+
+
+def test_a_build_goes_on_after_an_interrupted_first_write(corpus: Path, tmp_path: Path, tiny_colbert_path: str) -> None:
+    (tmp_path / "index").mkdir()
+    for name in ("lock", "manifest.json.tmp"):
+        (tmp_path / "index" / name).touch()
+    succeed("index", "--data", corpus, "--model", tiny_colbert_path, "--index", tmp_path / "index", *CPU)
+    assert ids_in(tmp_path / "index") == ["a", "b", "c"]
 
 
 # add, remove, compact
