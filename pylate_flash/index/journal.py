@@ -33,6 +33,9 @@ _MAGIC = b"PLFLASHJ"
 _HEAD = struct.Struct("<8sQQ32s")
 _HEAD_BYTES = 64
 _RECORD = struct.Struct("<Q32s")
+# A journal is in memory, and read whole when the index is opened: so much is in it at most.
+JOURNAL_BYTES = 16 << 20
+JOURNAL_RECORDS = 4096
 # Flushing takes milliseconds. At most so often (in seconds) it is done, so that a run of additions does not spend its
 # time on it, and a single addition is on the disk when it returns.
 _FLUSH_SECONDS = 0.2
@@ -180,20 +183,16 @@ class Journal:
         It is on the disk when this returns, except that within a fifth of a second after one such addition the next
         ones leave that to a later addition, to `flush`, or to the system.
         """
-        pieces = list(encode(ids, lengths, [values], self._dtype, self._room.shape[1]))
-        digest = hashlib.sha256(self._head.digest)
-        for piece in pieces:
-            digest.update(piece)
-        payload = sum(len(piece) for piece in pieces)
-        before, place = self._head, self._head.end
-        head = _Head(place + _RECORD.size + payload, before.flushed, digest.digest())
+        payload = b"".join(encode(ids, lengths, [values], self._dtype, self._room.shape[1]))
+        digest = hashlib.sha256(self._head.digest + payload).digest()
+        before, start = self._head, self._head.end
+        head = _Head(start + _RECORD.size + len(payload), before.flushed, digest)
         descriptor = open_regular(self.path, os.O_RDWR)
         try:
-            # Whatever a process that was killed has left behind the end.
-            os.ftruncate(descriptor, place)
-            for piece in (_RECORD.pack(payload, head.digest), *pieces):
-                write_all(descriptor, piece, place)
-                place += len(piece)
+            # What a process that was killed has left behind the end.
+            if os.fstat(descriptor).st_size > start:
+                os.ftruncate(descriptor, start)
+            write_all(descriptor, _RECORD.pack(len(payload), digest) + payload, start)
             write_all(descriptor, head.to_bytes(), 0)
             if time.monotonic() >= self._flush_due:
                 head = _flush(descriptor, head)
@@ -226,7 +225,9 @@ class Journal:
     def _take(self, values: torch.Tensor, head: _Head) -> None:
         rows = self.rows + len(values)
         if rows > len(self._room):
-            room = torch.empty(max(rows, 2 * len(self._room)), self._room.shape[1], dtype=self._dtype)
+            # Memory that is not written to is not taken, so a journal has room for all that it will hold.
+            size = self._room.shape[1]
+            room = torch.empty(max(rows, JOURNAL_BYTES // (size * self._dtype.itemsize)), size, dtype=self._dtype)
             room[: self.rows] = self.values
             self._room = room
         self._room[self.rows : rows] = values

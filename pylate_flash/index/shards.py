@@ -55,17 +55,15 @@ def encode(
     tokens = int(lengths.sum())
     names = json.dumps(list(ids)).encode()
     # Longer types first, so that each tensor is aligned to its type.
-    parts = {
-        "lengths": (torch.int64, [len(lengths)], 8 * len(lengths)),
-        "values": (dtype, [tokens, size], tokens * size * dtype.itemsize),
-        "ids": (torch.uint8, [len(names)], len(names)),
-    }
-    header: dict[str, object] = {"__metadata__": {"format": FORMAT}}
-    end = 0
-    for name, (kind, shape, nbytes) in parts.items():
-        header[name] = {"dtype": _NAMES[kind], "shape": shape, "data_offsets": [end, end + nbytes]}
+    header, end = [f'"__metadata__":{{"format":"{FORMAT}"}}'], 0
+    for name, kind, shape, nbytes in (
+        ("lengths", "I64", [len(lengths)], 8 * len(lengths)),
+        ("values", _NAMES[dtype], [tokens, size], tokens * size * dtype.itemsize),
+        ("ids", "U8", [len(names)], len(names)),
+    ):
+        header.append(f'"{name}":{{"dtype":"{kind}","shape":{shape},"data_offsets":[{end},{end + nbytes}]}}')
         end += nbytes
-    text = json.dumps(header).encode()
+    text = f"{{{','.join(header)}}}".encode()
     text += b" " * (-len(text) % 8)
     yield struct.pack("<Q", len(text)) + text
     yield np.ascontiguousarray(lengths, dtype="<i8").tobytes()
@@ -269,11 +267,14 @@ def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
         If it cannot be opened for another reason.
     """
     try:
-        if not stat.S_ISREG(os.stat(path).st_mode):
-            raise ValueError(f"{path} is damaged: it is no regular file")
-        return os.open(path, flags | getattr(os, "O_CLOEXEC", 0))
+        # Without waiting for somebody to open the other end of what may be a pipe.
+        descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError:
         raise ValueError(f"{path} is missing, though the manifest names it") from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise ValueError(f"{path} is damaged: it is no regular file")
+    return descriptor
 
 
 def read_exactly(descriptor: int, buffer: bytearray | memoryview, offset: int) -> memoryview:

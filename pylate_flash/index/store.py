@@ -25,6 +25,7 @@ Tokens that no search reads take no memory, except those of the journal.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import secrets
 import weakref
@@ -32,7 +33,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import filelock
 import numpy as np
 import torch
 from tqdm import tqdm
@@ -43,15 +43,13 @@ from .manifest import DTYPES, JOURNAL_NAME, SHARD_NAME, Manifest
 from .model_record import ModelRecord
 from .shards import Shard
 from .tables import Documents, blocks
+from .turns import turn
 
 __all__ = ["DTYPES", "PackedStore"]
 
 # A removal rewrites whole shards, so they are kept well below the memory of a small machine, and large enough that a
 # collection of millions of documents is a few thousand files.
 SHARD_BYTES = 256 << 20
-# The journal is in memory, and read whole when the index is opened.
-JOURNAL_BYTES = 16 << 20
-JOURNAL_RECORDS = 4096
 # Of shards that are rewritten, so much is in memory.
 _COPIED_BYTES = 16 << 20
 
@@ -104,6 +102,8 @@ class PackedStore:
             raise ValueError(f"dtype must be one of {sorted(DTYPES)}, got {dtype!r}")
         self.path = Path(path)
         _check_folder(self.path)
+        self._manifest_path = self.path / "manifest.json"
+        self._lock_path = self.path / "lock"
         self._content: bytes | None = None  # of manifest.json
         self._copies: dict[Shard | Journal, torch.Tensor] = {}
         self._to_flush: tuple[Path, weakref.finalize] | None = None
@@ -309,21 +309,25 @@ class PackedStore:
                 )
         lengths = np.array([len(document) for document in documents], dtype=np.int64)
         row = size * self.dtype.itemsize
-        progress = tqdm(total=len(documents), desc="Adding documents", unit="doc", disable=not show_progress)
+        progress: tqdm | None = None
 
         def converted(start: int, stop: int) -> Iterator[torch.Tensor]:
             for begin in range(start, stop, batch_size):
                 end = min(begin + batch_size, stop)
                 yield self._convert(ids[begin:end], documents[begin:end], lengths[begin:end])
-                progress.update(end - begin)
+                if progress is not None:
+                    progress.update(end - begin)
 
         def update() -> None:
             self.documents.extend(ids, lengths)
 
         journal = self._journal
         used = (0, 0) if journal is None else (journal.nbytes, journal.records)
-        with progress, self._write():
-            if used[0] + int(lengths.sum()) * row <= JOURNAL_BYTES and used[1] < JOURNAL_RECORDS:
+        with self._write(), contextlib.ExitStack() as stack:
+            if show_progress:
+                bar = tqdm(total=len(documents), desc="Adding documents", unit="doc")
+                progress = stack.enter_context(bar)
+            if used[0] + int(lengths.sum()) * row <= journals.JOURNAL_BYTES and used[1] < journals.JOURNAL_RECORDS:
                 values = list(converted(0, len(documents)))
                 new = journal is None
                 if journal is None:
@@ -441,11 +445,13 @@ class PackedStore:
         groups: list[tuple[int, list[_Part]]] = []
         for part in parts:
             groups.append((part.tokens, [part]))
-            # A shard is merged once one of half its size or more follows, so its documents then are in one of at least
-            # one and a half times the size: no document is rewritten often, and sizes that remain fall off by halves.
-            while len(groups) > 1 and groups[-2][0] <= min(2 * groups[-1][0], limit - groups[-1][0]):
-                (tokens, last), (before, previous) = groups.pop(), groups.pop()
-                groups.append((tokens + before, previous + last))
+            # Sizes in powers of two: what follows one another is in ever smaller classes, so there are few shards, and
+            # a document is rewritten only when its shard rises by a class.
+            while len(groups) > 1:
+                (before, previous), (tokens, last) = groups[-2:]
+                if before.bit_length() > tokens.bit_length() or before + tokens > limit:
+                    break
+                groups[-2:] = [(before + tokens, previous + last)]
         return [
             group[0].shard if len(group) == 1 and group[0].shard is not None else self._save(group, size)
             for _, group in groups
@@ -463,10 +469,11 @@ class PackedStore:
         return self.path / f"{kind}-{self.manifest.generation:05d}-{secrets.token_hex(4)}{suffix}"
 
     def _convert(self, ids: Sequence[str], documents: Sequence[torch.Tensor], lengths: np.ndarray) -> torch.Tensor:
-        values = torch.cat([document.detach().to("cpu", self.dtype) for document in documents])
-        finite = torch.isfinite(values).all(dim=1)
-        if not finite.all():
-            row = int(torch.argmin(finite.to(torch.int8)))
+        converted = [document.detach().to("cpu", self.dtype) for document in documents]
+        values = converted[0] if len(converted) == 1 else torch.cat(converted)
+        # The least and the greatest are NaN if one value is; this is the cheapest look at all of them.
+        if values.numel() and not all(math.isfinite(value) for value in torch.stack(values.aminmax()).tolist()):
+            row = int(torch.argmin(torch.isfinite(values).all(dim=1).to(torch.int8)))
             document = int(np.searchsorted(np.cumsum(lengths), row, side="right"))
             raise ValueError(
                 f"the embeddings of document {ids[document]!r} hold NaN or infinite values (as {self.manifest.dtype}), "
@@ -478,15 +485,15 @@ class PackedStore:
     def _write(self) -> Iterator[None]:
         """Take the turn to write. What a failed write leaves behind is deleted."""
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            lock = filelock.FileLock(self.path / "lock")
-            try:
-                lock.acquire(timeout=0)
-            except filelock.Timeout:
-                raise RuntimeError(
-                    f"another process is writing to the index in {self.path}: wait until it has finished"
-                ) from None
-            try:
+            if self._content is None:
+                self.path.mkdir(parents=True, exist_ok=True)
+            with contextlib.ExitStack() as stack:
+                try:
+                    stack.enter_context(turn(self._lock_path))
+                except BlockingIOError:
+                    raise RuntimeError(
+                        f"another process is writing to the index in {self.path}: wait until it has finished"
+                    ) from None
                 current = self._read_manifest() == self._content
                 if not (current and (self._journal is None or self._journal.is_current())):
                     raise RuntimeError(
@@ -498,8 +505,6 @@ class PackedStore:
                 except BaseException:
                     self._delete_orphans()
                     raise
-            finally:
-                lock.release()
         except OSError as error:
             reason = error.strerror or str(error)
             raise OSError(error.errno, f"cannot write to the index in {self.path}: {reason}") from error
@@ -509,7 +514,7 @@ class PackedStore:
         self.documents.extend(ids, lengths)
         self.kept_on = torch.device("cpu")
         if not journal.is_flushed and (self._to_flush is None or self._to_flush[0] != journal.path):
-            self._to_flush = journal.path, weakref.finalize(self, _flush, self.path / "lock", journal.path)
+            self._to_flush = journal.path, weakref.finalize(self, _flush, self._lock_path, journal.path)
 
     def _commit(
         self,
@@ -534,7 +539,7 @@ class PackedStore:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, self.path / "manifest.json")
+        os.replace(temporary, self._manifest_path)
         # All at once, before anything can fail: this is the content now, whatever happens to what is left to do.
         self._content, self.manifest = content, manifest
         self._set_pieces(shards, journal)
@@ -564,7 +569,7 @@ class PackedStore:
 
     def _read_manifest(self) -> bytes | None:
         try:
-            return (self.path / "manifest.json").read_bytes()
+            return self._manifest_path.read_bytes()
         except FileNotFoundError:
             return None
 
@@ -577,7 +582,7 @@ class PackedStore:
                 raise OSError(error.errno, f"cannot read the index in {self.path}: {error.strerror}") from error
             if content is None:
                 return
-            manifest = Manifest.parse(content, self.path / "manifest.json")
+            manifest = Manifest.parse(content, self._manifest_path)
             try:
                 self._open_files(manifest)
             except ValueError:
@@ -614,7 +619,7 @@ class PackedStore:
 
 def _flush(lock: Path, journal: Path) -> None:
     """Flush a journal, unless it is gone, or somebody is writing to it, who will."""
-    with contextlib.suppress(OSError, ValueError, filelock.Timeout), filelock.FileLock(lock, timeout=0):
+    with contextlib.suppress(OSError, ValueError), turn(lock):
         journals.flush(journal)
 
 
