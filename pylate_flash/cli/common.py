@@ -290,7 +290,7 @@ def check_device(device: str | None) -> None:
     try:
         torch.ones(1, device=device).sum().item()
     except Exception as error:
-        raise UserError(f"--device {device} cannot compute here: {cause(error)}") from error
+        raise UserError(f"--device {device!r} cannot compute here: {cause(error)}") from error
 
 
 def check_text(text: str, name: str) -> None:
@@ -319,7 +319,8 @@ def check_new_file(path: Path, option: str) -> None:
         raise UserError(f"{option}: there is no folder {path.parent}")
     with explained(f"{option}: "):
         if not os.path.lexists(path):
-            _try_to_write(path.parent)
+            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
+            os.unlink(path)
         elif os.path.isfile(path):
             os.close(os.open(path, os.O_WRONLY))
         elif not os.path.exists(path):
@@ -328,21 +329,24 @@ def check_new_file(path: Path, option: str) -> None:
 
 def check_new_folder(path: Path, option: str) -> None:
     """A folder must be writable there, or can be made there; nothing is left of the trial."""
+    missing = []
     place = path.absolute()
+    while not os.path.lexists(place):
+        missing.append(place)
+        place = place.parent
+    if not os.path.isdir(place):
+        raise UserError(f"{option}: {place} is a file" + ("" if missing else "; name a folder"))
+    made: list[Path] = []
     with explained(f"{option}: "):
-        while not os.path.lexists(place):
-            place = place.parent
-        if not os.path.isdir(place):
-            raise ValueError(f"{place} is a file; name a folder" if place == path.absolute() else f"{place} is a file")
-        _try_to_write(place)
-
-
-def _try_to_write(folder: Path) -> None:
-    try:
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=".pylate-flash-"):
-            pass
-    except OSError as error:
-        raise ValueError(f"{folder} cannot be written to: {error.strerror}") from None
+        try:
+            for folder in reversed(missing):
+                folder.mkdir()
+                made.append(folder)
+            with tempfile.NamedTemporaryFile(dir=path, prefix=".pylate-flash-"):
+                pass
+        finally:
+            for folder in reversed(made):
+                folder.rmdir()
 
 
 def write_file(path: Path, text: str, option: str) -> None:

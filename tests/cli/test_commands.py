@@ -3,8 +3,10 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
+import pylate
 import pytest
 import torch
 
@@ -21,14 +23,28 @@ def test_help_names_every_command_and_every_command_explains_itself() -> None:
         assert "--help" in succeed(command, "--help") or command == "doctor"
 
 
-def test_help_is_quick_because_it_imports_nothing_heavy() -> None:
+def imported(*arguments: str) -> list[str]:
+    """Which heavy libraries a command imports, in a fresh process; the command has to end with 0."""
     code = (
         "import sys; from typer.testing import CliRunner; from pylate_flash.cli import app; "
-        "print(CliRunner().invoke(app, ['train', '--help']).exit_code, "
-        "sorted({'torch', 'transformers', 'pylate', 'datasets'} & set(sys.modules)))"
+        f"result = CliRunner().invoke(app, {arguments!r}); assert result.exit_code == 0, result.output; "
+        f"print(*({{'torch', 'transformers', 'sentence_transformers', 'pylate', 'datasets'}} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split(maxsplit=1) == ["0", "[]\n"]
+    return done.stdout.split()
+
+
+@pytest.mark.parametrize("arguments", [("--help",), ("--version",), ("train", "-h")])
+def test_help_and_version_import_nothing_heavy(arguments: tuple[str, ...]) -> None:
+    assert imported(*arguments) == []
+
+
+def test_doctor_imports_torch_alone() -> None:
+    assert imported("doctor") == ["torch"]
+
+
+def test_version() -> None:
+    assert succeed("--version") == f"pylate-flash {__version__}\n"
 
 
 def test_train_evaluate_search(output: Path, tiny_colbert_path: str, tmp_path: Path) -> None:
@@ -71,12 +87,32 @@ def test_a_scorer_that_cannot_compute_here_is_one_sentence(
 
 def test_doctor_says_what_is_here_and_what_serves_what() -> None:
     printed = succeed("doctor")
-    for part in (__version__, "pylate", "1.6", "float32", "bfloat16", "blocked", "maxsim_varlen", "register(): works"):
+    for part in (__version__, "pylate", "1.6", "float32", "bfloat16", "blocked", "maxsim_varlen"):
         assert part in printed
+    assert f"register(): PyLate {pylate.__version__} is supported" in printed
 
 
-def test_bench_takes_the_options_of_the_suite() -> None:
-    assert "--quick" in succeed("bench", "--help")
+def test_doctor_tries_register_if_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "register(): works with the installed PyLate." in succeed("doctor", "--check")
+    monkeypatch.setattr(pylate, "__version__", "2.0")
+    result = invoke("doctor", "--check")
+    assert result.exit_code == 1
+    assert "register(): does not work: " in result.stdout
+
+
+@pytest.mark.parametrize(("version", "part"), [("2.0", "PyLate 2.0 is not supported"), (None, "is not installed")])
+def test_doctor_names_a_pylate_that_is_not_supported(
+    monkeypatch: pytest.MonkeyPatch, version: str | None, part: str
+) -> None:
+    monkeypatch.setattr("pylate_flash.cli.doctor._version", lambda name: version)
+    result = invoke("doctor")
+    assert result.exit_code == 1
+    assert part in result.stdout
+
+
+@pytest.mark.parametrize("option", ["--help", "-h"])
+def test_bench_takes_the_options_of_the_suite(option: str) -> None:
+    assert "--quick" in succeed("bench", option)
 
 
 def test_demo_leaves_other_folders_alone(tmp_path: Path) -> None:
@@ -86,13 +122,40 @@ def test_demo_leaves_other_folders_alone(tmp_path: Path) -> None:
 
 
 def test_interruption_is_tidy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def interrupt(*arguments: object, **options: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("pylate_flash.demo.job.run", interrupt)
+    monkeypatch.setattr("pylate_flash.demo.job.run", fail(KeyboardInterrupt()))
     result = invoke("demo", "--output", tmp_path / "out")
     assert result.exit_code == 130
     assert result.stderr == "pylate-flash: interrupted\n"
+
+
+def fail(error: BaseException) -> Callable[..., None]:
+    def raise_(*arguments: object, **options: object) -> None:
+        raise error
+
+    return raise_
+
+
+def test_an_error_that_nobody_foresaw_is_one_sentence_with_a_code_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("pylate_flash.demo.job.run", fail(KeyError("a\nb" + " word" * 500)))
+    result = invoke("demo", "--output", tmp_path / "out")
+    assert result.exit_code == 70
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("pylate-flash: unexpected KeyError: 'a\\nb word")
+    assert line.endswith("...; PYLATE_FLASH_TRACEBACK=1 shows where")
+    assert len(line) < 500
+
+
+def test_the_traceback_of_an_error_comes_if_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PYLATE_FLASH_TRACEBACK", "1")
+    monkeypatch.setattr("pylate_flash.demo.job.run", fail(KeyError("a")))
+    result = invoke("demo", "--output", tmp_path / "out")
+    assert result.exit_code == 70
+    assert "Traceback (most recent call last)" in result.stderr
+    result = invoke("train", "--data", "no.jsonl", "--model", "m", "--output", tmp_path / "o")
+    assert result.exit_code == 2
+    assert "Traceback (most recent call last)" in result.stderr
 
 
 def test_the_installed_program_has_no_traceback_either(tmp_path: Path) -> None:
