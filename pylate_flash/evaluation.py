@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from pylate.evaluation import evaluate, get_beir_triples, load_beir, load_custom_dataset
 from pylate.evaluation.colbert_distillation import ColBERTDistillationEvaluator as _PyLateDistillation
 from pylate.evaluation.colbert_triplet import ColBERTTripletEvaluator as _PyLateTriplet
@@ -34,12 +35,12 @@ from pylate.rank import RerankResult
 from sentence_transformers.evaluation import SentenceEvaluator
 from tqdm import tqdm
 
+from .index.store import SHARD_BYTES
 from .indexes import Flat
 from .projection import encode_hidden_states
 from .register import backend_in_force, use_scorer
 from .retrieve import ColBERT
 from .scores import scorer_of
-from .store import SHARD_BYTES
 
 __all__ = [
     "ColBERTDistillationEvaluator",
@@ -180,8 +181,8 @@ def evaluate_retrieval(
         For every query id, document ids and relevances; 1 and above is relevant.
     index
         None: a temporary one. A folder: a new index is built there. A `Flat`: if it is empty the documents are added
-        to it, otherwise it must hold just these documents and is searched as it is, without encoding them again. One
-        with a projection gets hidden states.
+        to it, and it remembers the model; otherwise it must hold just these documents, of this model if it remembers
+        one, and is searched as it is, without encoding them again. One with a projection gets hidden states.
     k
         Documents retrieved per query: metrics without a cutoff, such as "map", see no more than these.
     batch_size
@@ -203,7 +204,7 @@ def evaluate_retrieval(
     ------
     ValueError
         If a metric is unknown or its cutoff exceeds `k`, there is nothing to evaluate, `qrels` name unknown queries or
-        documents, or `index` holds other documents, or a folder already holds an index.
+        documents, or `index` holds other documents or another model's, or a folder already holds an index.
     ModuleNotFoundError
         If `ranx` is not installed.
     """
@@ -226,7 +227,12 @@ def evaluate_retrieval(
                 "evaluate on"
             )
         timings: dict[str, float] = {}
-        if not len(index):
+        if len(index):
+            index.check_model(model)
+        else:
+            # What is no module has no weights to remember it by.
+            if isinstance(model, torch.nn.Module):
+                index.record_model(model)
             _add(index, model, documents, batch_size, timings, show_progress)
         with _timed(timings, "encode_queries"):
             queries_embeddings = model.encode(

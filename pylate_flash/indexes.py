@@ -4,50 +4,72 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from pylate.indexes.base import Base
 from pylate.rank import RerankResult
 from torch import Tensor
-from tqdm import tqdm
 
-from .ops import maxsim_from_hidden, maxsim_varlen, pack
+from .index.arguments import Embeddings, check_distinct, check_name, ids_of, sequences_of
+from .index.model_record import ModelRecord
+from .index.search import EMPTY_SCORE, Search
+from .index.store import PackedStore
 from .projection import dense_layers, fold_dense
-from .scores import colbert_scores
-from .store import PackedStore, blocks
 
-__all__ = ["Flat"]
+__all__ = ["EMPTY_SCORE", "Flat", "IndexInfo", "ModelRecord"]
 
 SCORERS = ("pylate_flash", "auto", "torch", "flash", "lik")
-# A document without tokens has nothing that could match, so it comes after every document that has.
-EMPTY_SCORE = -1e4
-# Embeddings scored at a time: enough to amortise a call, small enough for a CPU's memory next to the model.
-_BLOCK_BYTES_CPU = 32 << 20
-_BLOCK_BYTES_CUDA = 512 << 20
-_QUERY_TOKENS = 4096
-# PyLate's torch scorer builds the similarities of all token pairs; this bounds how many at a time.
-_TORCH_PAIRS = 1 << 24
 
 
-class _Packed(NamedTuple):
-    """Packed tokens [T, d], their cu_seqlens [N + 1], on one device, and the length of the longest sequence."""
+@dataclass(frozen=True)
+class IndexInfo:
+    """What an index consists of.
 
-    values: Tensor
-    cu_seqlens: Tensor
-    longest: int
+    Attributes
+    ----------
+    path
+        Its folder.
+    documents, tokens
+        How many it holds.
+    bytes
+        Of all its files.
+    dtype
+        How embeddings are kept: "float32", "float16" or "bfloat16".
+    embedding_size
+        Elements of an embedding (or of a hidden state); None if nothing was ever added.
+    shards
+        How many files hold the documents, the journal of small additions not counted.
+    without_checksum
+        How many of them have no checksum, because an older version wrote them.
+    generation
+        How often its manifest has been written.
+    model
+        Which model made the embeddings, as far as that was recorded.
+    created_with
+        Versions of the packages that wrote the manifest last.
+    """
 
-
-Embeddings = Sequence[np.ndarray | Tensor | list] | np.ndarray | Tensor
+    path: Path
+    documents: int
+    tokens: int
+    bytes: int
+    dtype: str
+    embedding_size: int | None
+    shards: int
+    without_checksum: int
+    generation: int
+    model: ModelRecord | None
+    created_with: dict[str, str]
 
 
 class Flat(Base):
     """Exact MaxSim search over all documents: no clustering, no quantisation, no candidates missed.
 
-    Embeddings are kept packed (no padding) in safetensors shards and memory-mapped; see `pylate_flash.store` for the
+    Embeddings are kept packed (no padding) in safetensors shards on the disk; see `pylate_flash.index.store` for the
     files and what happens when a write is interrupted. A search scores the collection block by block and keeps the
     best `k`, so its memory does not grow with the collection. On a CUDA device the embeddings stay there if they fit.
 
@@ -59,7 +81,7 @@ class Flat(Base):
     index_folder
         Folder that holds indexes.
     index_name
-        This index's own folder in it. An existing index is opened.
+        This index's own folder in it, a plain name. An existing index is opened.
     override
         Start from an empty index; an existing one is emptied at once.
     dtype
@@ -82,6 +104,8 @@ class Flat(Base):
     ValueError
         If an argument is none of its choices, a file of the existing index is missing, damaged, or of a newer format
         (the message names it), or the projection cannot be fused, or takes another size than the index keeps.
+    OSError
+        If the folder cannot be read, or with `override` not be written.
 
     Examples
     --------
@@ -106,6 +130,7 @@ class Flat(Base):
         show_progress: bool = True,
         projection: Any = None,
     ) -> None:
+        check_name(index_name)
         self.scorer = scorer
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.show_progress = show_progress
@@ -185,9 +210,11 @@ class Flat(Base):
             differs from the index's, or a value is NaN or infinite.
         RuntimeError
             If another process is writing to the index, or has written to it since it was opened here.
+        OSError
+            If a file cannot be written, as on a full disk. The message names the index, which is as before.
         """
-        ids = _ids("documents_ids", documents_ids)
-        documents = _sequences("documents_embeddings", documents_embeddings)
+        ids = ids_of("documents_ids", documents_ids)
+        documents = sequences_of("documents_embeddings", documents_embeddings)
         if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
             raise ValueError(f"batch_size must be an integer of at least 1, got {batch_size!r}")
         if len(ids) != len(documents):
@@ -197,7 +224,7 @@ class Flat(Base):
             )
         if self.projection is not None:
             _check_states(documents, self.projection[0].shape[1])
-        _check_distinct("documents_ids", ids)
+        check_distinct("documents_ids", ids)
         for id_ in ids:
             if id_ in self:
                 raise ValueError(
@@ -228,10 +255,138 @@ class Flat(Base):
             If an id is not in the index, or is given twice.
         RuntimeError
             If another process is writing to the index, or has written to it since it was opened here.
+        OSError
+            If a file cannot be written, as on a full disk. The message names the index, which is as before.
         """
-        ids = _ids("documents_ids", documents_ids)
-        _check_distinct("documents_ids", ids)
+        ids = ids_of("documents_ids", documents_ids)
+        check_distinct("documents_ids", ids)
         self._store.remove(self._positions("documents_ids", ids))
+        return self
+
+    # Care
+
+    @property
+    def model(self) -> ModelRecord | None:
+        """Which model made the embeddings; None if that was not recorded."""
+        return self._store.manifest.model
+
+    def record_model(self, model: Any, name: str | os.PathLike[str] | None = None) -> Flat:
+        """Remember which model makes the embeddings, so that `check_model` can refuse another one.
+
+        Parameters
+        ----------
+        model
+            A ColBERT model of this package or of PyLate.
+        name
+            What it was loaded from: a folder or a name. A folder is also remembered as seen from the index, so that
+            both can be moved together. None: as recorded before, if anything was.
+
+        Returns
+        -------
+        Flat
+            This index.
+
+        Raises
+        ------
+        ValueError
+            If the index holds documents and another model is recorded, or `model` has no weights to tell it by.
+        RuntimeError, OSError
+            As `add_documents`.
+        """
+        record = ModelRecord.of(model, name, self.index_path, hidden_states=self.projection is not None)
+        recorded = self.model
+        if recorded is not None:
+            differences = recorded.differences(record)
+            if differences and len(self):
+                raise ValueError(
+                    f"the index in {self.index_path} holds embeddings of the model {recorded}, and {record} is "
+                    f"another one: it differs in {'; '.join(differences)}"
+                )
+            if not differences and (
+                name is None or (record.name, record.relative) == (recorded.name, recorded.relative)
+            ):
+                return self
+        self._store.set_model(record)
+        return self
+
+    def check_model(self, model: Any) -> None:
+        """Refuse a model that is not the recorded one; where none is recorded, every model will do.
+
+        Raises
+        ------
+        ValueError
+            If weights, lengths, prefixes or other settings differ. The message says which.
+        """
+        if self.model is None:
+            return
+        hidden_states = bool(self.model.settings.get("hidden_states"))
+        differences = self.model.differences(ModelRecord.of(model, None, self.index_path, hidden_states))
+        if differences:
+            raise ValueError(
+                f"the index in {self.index_path} was built with the model {self.model}, and this is another one: it "
+                f"differs in {'; '.join(differences)}"
+            )
+
+    def info(self) -> IndexInfo:
+        """Say what the index consists of."""
+        manifest = self._store.manifest
+        return IndexInfo(
+            path=self.index_path,
+            documents=len(self),
+            tokens=self._store.tokens,
+            bytes=self._store.bytes_on_disk,
+            dtype=manifest.dtype,
+            embedding_size=manifest.embedding_size,
+            shards=len(manifest.shards),
+            without_checksum=sum(entry.sha256 is None for entry in manifest.shards),
+            generation=manifest.generation,
+            model=manifest.model,
+            created_with=dict(manifest.created_with),
+        )
+
+    def verify(self, show_progress: bool = False) -> IndexInfo:
+        """Open the files once more and read all of them.
+
+        Parameters
+        ----------
+        show_progress
+            Draw a progress bar.
+
+        Returns
+        -------
+        IndexInfo
+            Of what was read. Shards that an older version wrote have no checksum: `without_checksum` says how many.
+
+        Raises
+        ------
+        ValueError
+            If a file is missing or malformed, a checksum or a count is wrong, an id is there twice, or a value is NaN
+            or infinite. The message names the file.
+        OSError
+            If a file cannot be read. The message names it.
+        """
+        # As they are now: what this object has open may have been replaced in the folder since.
+        index = Flat(self.index_path.parent, self.index_path.name, device="cpu", show_progress=False)
+        index._store.verify(show_progress)
+        return index.info()
+
+    def compact(self) -> Flat:
+        """Write the documents into as few files as the size of a shard (256 MiB) allows.
+
+        Additions and removals see to it that there are not many; this makes it the least. It needs room on the disk
+        for what it rewrites, at most the whole index.
+
+        Returns
+        -------
+        Flat
+            This index.
+
+        Raises
+        ------
+        RuntimeError, OSError
+            As `add_documents`.
+        """
+        self._store.compact()
         return self
 
     def __call__(
@@ -264,9 +419,10 @@ class Flat(Base):
             If queries are not of a floating dtype, or `subset` is neither of its forms.
         ValueError
             If the index is empty, `k` is less than 1, an embedding size differs from the index's, a query holds NaN or
-            infinite values, or there are not as many subsets as queries.
+            infinite values, there are not as many subsets as queries, or a file of the index has been damaged since it
+            was opened: truncated, or such that a score is not finite.
         """
-        queries = _sequences("queries_embeddings", queries_embeddings)
+        queries = sequences_of("queries_embeddings", queries_embeddings)
         if isinstance(k, bool) or not isinstance(k, (int, np.integer)) or k < 1:
             raise ValueError(f"k must be an integer of at least 1, got {k!r}")
         if not len(self):
@@ -275,12 +431,16 @@ class Flat(Base):
         queries = [self._query(i, query) for i, query in enumerate(queries)]
         if not queries:
             return []
-        if self.device.type == "cuda" and self._store.nbytes < 0.8 * _free_memory(self.device):
-            self._store.keep_on(self.device)
+        if self.device.type == "cuda":
+            fits = self._store.bytes_to_copy(self.device) < 0.8 * _free_memory(self.device)
+            self._store.keep_on(self.device if fits else torch.device("cpu"))
         with torch.no_grad():
             if isinstance(subsets, list):
-                return self._search_candidates(queries, subsets, int(k))
-            return self._search(queries, subsets, int(k))
+                return self._search().among_candidates(queries, subsets, int(k))
+            return self._search().among(queries, subsets, int(k))
+
+    def _search(self) -> Search:
+        return Search(self._store, self.device, self.scorer, self.projection, self.show_progress)
 
     def get_documents_embeddings(  # type: ignore[override]  # tensors, which every caller takes, not nested lists
         self, documents_ids: Sequence[Sequence[str]]
@@ -304,18 +464,14 @@ class Flat(Base):
         ValueError
             If an id is not in the index.
         """
-        found = []
+        found, search = [], self._search()
         for i, ids in enumerate(documents_ids):
-            positions = self._positions(f"documents_ids[{i}]", _ids(f"documents_ids[{i}]", ids))
+            positions = self._positions(f"documents_ids[{i}]", ids_of(f"documents_ids[{i}]", ids))
             device = None if self.projection is None else self.device
             read = (self._store.read(positions[j : j + 1], device) for j in range(len(positions)))
             # A copy: what is read is the index's own memory.
-            found.append([self._embeddings(values).to("cpu", torch.float32, copy=True) for values in read])
+            found.append([search.embeddings(values).to("cpu", torch.float32, copy=True) for values in read])
         return found
-
-    def _embeddings(self, values: Tensor) -> Tensor:
-        """Embeddings [T, d] from what the index keeps."""
-        return values if self.projection is None else F.normalize(F.linear(values, *self.projection), dim=-1)
 
     def _positions(self, name: str, ids: list[str]) -> np.ndarray:
         for id_ in ids:
@@ -336,7 +492,7 @@ class Flat(Base):
             raise TypeError("subset must be a list of ids or a list of such lists, got a mixture of the two")
         if len(subset) != queries:
             raise ValueError(f"subset must have one list of ids per query, got {len(subset)} for {queries} queries")
-        ids = [_ids(f"subset[{i}]", item) for i, item in enumerate(subset)]
+        ids = [ids_of(f"subset[{i}]", item) for i, item in enumerate(subset)]
         return [np.array(sorted({known[id_] for id_ in item if id_ in known}), dtype=np.int64) for item in ids]
 
     def _query(self, i: int, query: Tensor) -> Tensor:
@@ -349,144 +505,6 @@ class Flat(Base):
         if not torch.isfinite(query).all():
             raise ValueError(f"queries_embeddings[{i}] holds NaN or infinite values")
         return query
-
-    def _blocks(self, lengths: np.ndarray) -> tqdm:
-        limit = _BLOCK_BYTES_CUDA if self.device.type == "cuda" else _BLOCK_BYTES_CPU
-        stretches = blocks(lengths, max(1, limit // self._store.token_bytes))
-        disable = not self.show_progress or len(stretches) < 2
-        return tqdm(stretches, desc="Searching", unit="block", disable=disable)
-
-    def _search(self, queries: list[Tensor], positions: np.ndarray, k: int) -> list[list[RerankResult]]:
-        """Every query against the same documents."""
-        lengths = np.array([len(query) for query in queries])
-        chunks = [_packed(queries[start:stop]) for start, stop in blocks(lengths, _QUERY_TOKENS)]
-        sizes = [len(chunk.cu_seqlens) - 1 for chunk in chunks]
-        best = [
-            (
-                torch.empty(size, 0, dtype=torch.float32, device=self.device),
-                torch.empty(size, 0, dtype=torch.int64, device=self.device),
-            )
-            for size in sizes
-        ]
-        # The store is walked once, whatever the number of queries: it may have to come from the disk.
-        for start, stop in self._blocks(self._store.lengths[positions]):
-            documents = self._documents(positions[start:stop])
-            block = torch.from_numpy(positions[start:stop]).to(self.device)
-            for i, chunk in enumerate(chunks):
-                scores = torch.cat([best[i][0], self._score(chunk, documents)], dim=1)
-                found = torch.cat([best[i][1], block.expand(sizes[i], -1)], dim=1)
-                # Columns are in the order of insertion, and only a stable sort keeps it among equals; topk does not.
-                scores, order = torch.sort(scores, dim=1, descending=True, stable=True)
-                best[i] = scores[:, :k].clone(), found.gather(1, order[:, :k])
-        return [
-            self._results(scores, found)
-            for chunk_scores, chunk_found in best
-            for scores, found in zip(chunk_scores.tolist(), chunk_found.tolist(), strict=True)
-        ]
-
-    def _search_candidates(
-        self, queries: list[Tensor], candidates: list[np.ndarray], k: int
-    ) -> list[list[RerankResult]]:
-        """Every query against documents of its own."""
-        counts = np.array([len(positions) for positions in candidates])
-        positions = np.concatenate(candidates)
-        owners = np.repeat(np.arange(len(queries)), counts)
-        # A block holds whole documents and the queries that own them.
-        lengths = self._store.lengths[positions]
-        first = np.flatnonzero(np.diff(owners, prepend=-1))
-        lengths[first] += np.array([len(queries[i]) for i in owners[first]], dtype=np.int64)
-        scores = np.empty(len(positions), dtype=np.float32)
-        for start, stop in self._blocks(lengths):
-            low, high = owners[start], owners[stop - 1] + 1
-            owned = np.bincount(owners[start:stop] - low, minlength=high - low)
-            # On the host, where the op plans its launch.
-            cu_seqlens = torch.from_numpy(np.concatenate([[0], np.cumsum(owned)]).astype(np.int32))
-            documents = self._documents(positions[start:stop])
-            scores[start:stop] = self._score(_packed(queries[low:high]), documents, cu_seqlens).cpu().numpy()
-        results = []
-        for own, found in zip(np.split(scores, np.cumsum(counts)[:-1]), candidates, strict=True):
-            order = np.argsort(-own, kind="stable")[:k]
-            results.append(self._results(own[order].tolist(), found[order].tolist()))
-        return results
-
-    def _results(self, scores: list[float], positions: list[int]) -> list[RerankResult]:
-        return [RerankResult(id=self._store.ids[i], score=score) for score, i in zip(scores, positions, strict=True)]
-
-    def _documents(self, positions: np.ndarray) -> _Packed:
-        lengths = self._store.lengths[positions]
-        cu_seqlens = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
-        values = self._store.read(positions, self.device)
-        return _Packed(values, cu_seqlens.to(self.device, non_blocking=True), int(lengths.max(initial=0)))
-
-    def _score(self, queries: _Packed, documents: _Packed, candidates: Tensor | None = None) -> Tensor:
-        """Scores [Nq, Nd] of packed queries and documents; with `candidates` [Nq + 1], of each document's own query."""
-        if self.scorer not in ("pylate_flash", "auto"):
-            documents = documents._replace(values=self._embeddings(documents.values))
-            return _pylate_scores(queries, documents, candidates, self.scorer)
-        if self.projection is None:
-            return maxsim_varlen(
-                queries.values,
-                documents.values,
-                queries.cu_seqlens,
-                documents.cu_seqlens,
-                candidates_cu_seqlens=candidates,
-                max_query_length=queries.longest,
-                max_document_length=documents.longest,
-                empty_score=EMPTY_SCORE,
-            )
-        return maxsim_from_hidden(
-            queries.values,
-            documents.values,
-            *self.projection,
-            queries_cu_seqlens=queries.cu_seqlens,
-            documents_cu_seqlens=documents.cu_seqlens,
-            candidates_cu_seqlens=candidates,
-            max_query_length=queries.longest,
-            max_document_length=documents.longest,
-            empty_score=EMPTY_SCORE,
-        )
-
-
-def _packed(sequences: list[Tensor]) -> _Packed:
-    return _Packed(*pack(sequences), max(len(sequence) for sequence in sequences))
-
-
-def _pylate_scores(queries: _Packed, documents: _Packed, candidates: Tensor | None, backend: str) -> Tensor:
-    """As `Flat._score`, by PyLate's scorer.
-
-    It takes padded tensors and counts a padded document token as a similarity of 0, so documents are stacked with
-    others of their length. Padded query tokens add 0 to a sum, which is right.
-    """
-    values, cu_seqlens = queries.values, queries.cu_seqlens.tolist()
-    split = [values[start:stop] for start, stop in zip(cu_seqlens[:-1], cu_seqlens[1:], strict=True)]
-    if candidates is not None:
-        bounds = candidates.tolist()
-        owned = [
-            _pylate_scores(
-                _packed([query]), documents._replace(cu_seqlens=documents.cu_seqlens[start : stop + 1]), None, backend
-            )[0]
-            for query, start, stop in zip(split, bounds[:-1], bounds[1:], strict=True)
-        ]
-        return torch.cat(owned)
-    padded = torch.nn.utils.rnn.pad_sequence(split, batch_first=True)
-    if backend == "torch":
-        # It rounds every similarity to the inputs' type, where the others accumulate in float32.
-        padded = padded.float()
-    query_lengths = torch.tensor([len(query) for query in split], device=values.device)
-    mask = None
-    if (query_lengths != padded.shape[1]).any():
-        mask = torch.arange(padded.shape[1], device=values.device) < query_lengths[:, None]
-    lengths = documents.cu_seqlens.diff()
-    scores = values.new_full((len(split), len(lengths)), EMPTY_SCORE, dtype=torch.float32)
-    for length in lengths.unique().tolist():
-        if not length:
-            continue
-        batch = max(1, _TORCH_PAIRS // (max(1, padded.shape[0] * padded.shape[1]) * length))
-        for some in torch.nonzero(lengths == length)[:, 0].split(batch):
-            rows = documents.cu_seqlens[some].long()[:, None] + torch.arange(length, device=values.device)
-            stacked = documents.values[rows].to(padded.dtype)
-            scores[:, some] = colbert_scores(padded, stacked, queries_mask=mask, backend=backend).float()
-    return scores
 
 
 def _linear_layer(projection: Any) -> tuple[Tensor, Tensor | None]:
@@ -515,49 +533,3 @@ def _free_memory(device: torch.device) -> int:
     """Bytes of a CUDA device that can be allocated, those that PyTorch has reserved and not in use among them."""
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + unused
-
-
-def _ids(name: str, ids: object) -> list[str]:
-    """Return `ids` as a list of strings; a single string is a list of one."""
-    if isinstance(ids, str):
-        return [str(ids)]
-    if not isinstance(ids, (Sequence, np.ndarray)):
-        raise TypeError(f"{name} must be a list of strings, got {type(ids).__name__}")
-    for i, id_ in enumerate(ids):
-        if not isinstance(id_, str):
-            raise TypeError(f"{name}[{i}] must be a string, got {id_!r} of type {type(id_).__name__}")
-    return [str(id_) for id_ in ids]
-
-
-def _check_distinct(name: str, ids: list[str]) -> None:
-    if len(set(ids)) < len(ids):
-        seen = set()
-        for id_ in ids:
-            if id_ in seen:
-                raise ValueError(f"{name}: {id_!r} is given twice")
-            seen.add(id_)
-
-
-def _sequences(name: str, embeddings: object) -> list[Tensor]:
-    """Return embeddings in any of PyLate's forms as a list of floating tensors [L_i, d]."""
-    if isinstance(embeddings, (np.ndarray, Tensor)):
-        if embeddings.ndim not in (2, 3):
-            raise ValueError(f"{name} must have shape [L, d] or [N, L, d], got {list(embeddings.shape)}")
-        embeddings = [embeddings] if embeddings.ndim == 2 else list(embeddings)
-    if not isinstance(embeddings, Sequence) or isinstance(embeddings, str):
-        raise TypeError(f"{name} must be a list of [L, d] arrays or tensors, got {type(embeddings).__name__}")
-    tensors = []
-    for i, item in enumerate(embeddings):
-        if isinstance(item, list):
-            item = np.asarray(item, dtype=np.float32)
-        if isinstance(item, np.ndarray) and np.issubdtype(item.dtype, np.number):
-            # torch warns about arrays that cannot be written to, and refuses negative strides.
-            item = torch.from_numpy(np.require(item, requirements=["C", "W"]))
-        if not isinstance(item, Tensor):
-            raise TypeError(f"{name}[{i}] must be an array or tensor of numbers, got {type(item).__name__}")
-        if not item.is_floating_point():
-            raise TypeError(f"{name}[{i}] must be of a floating dtype, got {item.dtype}")
-        if item.ndim != 2 or item.shape[1] == 0:
-            raise ValueError(f"{name}[{i}] must have shape [L, d] with d of at least 1, got {list(item.shape)}")
-        tensors.append(item)
-    return tensors

@@ -16,8 +16,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pylate_flash import store
-from pylate_flash.store import PackedStore, blocks
+from pylate_flash.index import store
+from pylate_flash.index.store import PackedStore
+from pylate_flash.index.tables import blocks
 
 
 def documents_of(lengths: list[int], size: int = 4, seed: int = 0) -> list[torch.Tensor]:
@@ -197,7 +198,7 @@ def test_embedding_size_must_stay_the_same(tmp_path: Path) -> None:
 KILLED_WRITER = """
 import os, signal, sys
 import numpy as np, torch
-from pylate_flash import store
+from pylate_flash.index import store
 
 def die():
     os.kill(os.getpid(), signal.SIGKILL)

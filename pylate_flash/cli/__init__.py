@@ -1,4 +1,4 @@
-"""The command line: `pylate-flash demo | train | evaluate | search | bench | doctor`, a file for each.
+"""The command line: `pylate-flash demo | train | evaluate | index | search | bench | doctor`, a file for each.
 
 Everything heavy is imported inside the commands, so that `--help` answers at once.
 """
@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from .. import __version__
-from . import bench, demo, doctor, evaluate, search, train
+from . import bench, demo, doctor, evaluate, index, search, train
 from .common import command
 
 __all__ = ["app", "main"]
@@ -55,6 +55,7 @@ app.command(
 app.command(
     epilog="Example: `pylate-flash evaluate --data demo-output/data --model demo-output/model --compare-torch`"
 )(command(evaluate.evaluate))
+app.add_typer(index.app, name="index")
 app.command(epilog='Example, after the demo: `pylate-flash search "read a compressed archive" -k 3`')(
     command(search.search)
 )

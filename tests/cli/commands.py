@@ -7,8 +7,8 @@ from typer.testing import CliRunner, Result
 from pylate_flash.cli import app
 
 
-def invoke(*arguments: object) -> Result:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments], prog_name="pylate-flash")
+def invoke(*arguments: object, input: str | bytes | None = None) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], input=input, prog_name="pylate-flash")
 
 
 def succeed(*arguments: object) -> str:

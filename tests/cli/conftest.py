@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,18 @@ def output(tiny_colbert_path: str, tmp_path_factory: pytest.TempPathFactory) -> 
     folder = tmp_path_factory.mktemp("demo") / "demo-output"
     run_tiny_demo(folder, tiny_colbert_path)
     return folder
+
+
+@pytest.fixture(scope="session")
+def other_colbert_path(tiny_colbert_path: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model of the same shape with other weights."""
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path_factory.mktemp("other") / "colbert"
+    shutil.copytree(tiny_colbert_path, folder)
+    weights = folder / "1_Dense" / "model.safetensors"
+    save_file({name: -tensor for name, tensor in load_file(weights).items()}, weights, metadata={"format": "pt"})
+    return str(folder)
 
 
 @pytest.fixture(scope="session")

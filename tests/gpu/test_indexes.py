@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from pylate_flash import indexes
+from pylate_flash.index import search
 from pylate_flash.indexes import Flat
 
 pytestmark = pytest.mark.gpu
@@ -26,7 +27,7 @@ def test_search_equals_the_cpu(tmp_path: Path, dtype: str, free: int) -> None:
     Flat(tmp_path, "index", dtype=dtype, device="cpu", show_progress=False).add_documents(ids[:150], documents[:150])
     with (
         mock.patch.object(indexes, "_free_memory", return_value=free),
-        mock.patch.object(indexes, "_BLOCK_BYTES_CUDA", 1000 * 64 * 2),
+        mock.patch.object(search, "_BLOCK_BYTES_CUDA", 1000 * 64 * 2),
     ):
         gpu = Flat(tmp_path, "index", device="cuda", show_progress=False)
         gpu(queries)

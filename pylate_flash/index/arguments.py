@@ -1,0 +1,77 @@
+"""Ids and embeddings in the forms in which PyLate's users have them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = ["Embeddings", "check_distinct", "check_name", "ids_of", "sequences_of"]
+
+Embeddings = Sequence[np.ndarray | Tensor | list] | np.ndarray | Tensor
+
+
+def check_name(name: object) -> str:
+    """Return the name of an index, which is the name of its folder.
+
+    Raises
+    ------
+    ValueError
+        If it is not one plain component of a path, on whatever system.
+    """
+    plain = isinstance(name, str) and name not in ("", ".", "..") and not any(c in name for c in "/\\\0")
+    # On Windows, "C:" is a drive and "C:name" a file of its current folder.
+    if not plain or (len(name) > 1 and name[1] == ":"):  # type: ignore[arg-type, index]
+        raise ValueError(
+            "index_name must be the plain name of a folder in index_folder, without separators and not '.' or '..', "
+            f"got {name!r:.200}"
+        )
+    return name  # type: ignore[return-value]
+
+
+def ids_of(name: str, ids: object) -> list[str]:
+    """Return `ids` as a list of strings; a single string is a list of one."""
+    if isinstance(ids, str):
+        return [str(ids)]
+    if not isinstance(ids, (Sequence, np.ndarray)):
+        raise TypeError(f"{name} must be a list of strings, got {type(ids).__name__}")
+    for i, id_ in enumerate(ids):
+        if not isinstance(id_, str):
+            raise TypeError(f"{name}[{i}] must be a string, got {id_!r} of type {type(id_).__name__}")
+    return [str(id_) for id_ in ids]
+
+
+def check_distinct(name: str, ids: list[str]) -> None:
+    if len(set(ids)) < len(ids):
+        seen = set()
+        for id_ in ids:
+            if id_ in seen:
+                raise ValueError(f"{name}: {id_!r} is given twice")
+            seen.add(id_)
+
+
+def sequences_of(name: str, embeddings: object) -> list[Tensor]:
+    """Return embeddings in any of PyLate's forms as a list of floating tensors [L_i, d]."""
+    if isinstance(embeddings, (np.ndarray, Tensor)):
+        if embeddings.ndim not in (2, 3):
+            raise ValueError(f"{name} must have shape [L, d] or [N, L, d], got {list(embeddings.shape)}")
+        embeddings = [embeddings] if embeddings.ndim == 2 else list(embeddings)
+    if not isinstance(embeddings, Sequence) or isinstance(embeddings, str):
+        raise TypeError(f"{name} must be a list of [L, d] arrays or tensors, got {type(embeddings).__name__}")
+    tensors = []
+    for i, item in enumerate(embeddings):
+        if isinstance(item, list):
+            item = np.asarray(item, dtype=np.float32)
+        if isinstance(item, np.ndarray) and np.issubdtype(item.dtype, np.number):
+            # torch warns about arrays that cannot be written to, and refuses negative strides.
+            item = torch.from_numpy(np.require(item, requirements=["C", "W"]))
+        if not isinstance(item, Tensor):
+            raise TypeError(f"{name}[{i}] must be an array or tensor of numbers, got {type(item).__name__}")
+        if not item.is_floating_point():
+            raise TypeError(f"{name}[{i}] must be of a floating dtype, got {item.dtype}")
+        if item.ndim != 2 or item.shape[1] == 0:
+            raise ValueError(f"{name}[{i}] must have shape [L, d] with d of at least 1, got {list(item.shape)}")
+        tensors.append(item)
+    return tensors

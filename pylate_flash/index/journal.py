@@ -1,0 +1,250 @@
+"""One file to which small additions are appended, so that one of them costs one write and not a new shard.
+
+    head     which bytes of the file count: how far it goes, how far it is known to be on the disk, a sha256, a CRC
+    record   length, sha256 (of the record before it and of this one), and one safetensors file, as a shard is
+    ...
+
+An addition is first written behind the end and then made to count by replacing the head, 64 bytes, in place. A process
+that is killed in between leaves some bytes behind the end, which the next addition overwrites. The sha256 of the last
+record covers all before it, and a journal is small, so that all of it is checked whenever it is opened.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import struct
+import time
+import warnings
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from .shards import check_finite, decode, encode, open_regular, read_exactly, write_all
+
+__all__ = ["Journal", "flush"]
+
+_MAGIC = b"PLFLASHJ"
+_HEAD = struct.Struct("<8sQQ32s")
+_HEAD_BYTES = 64
+_RECORD = struct.Struct("<Q32s")
+# A journal is in memory, and read whole when the index is opened: so much is in it at most.
+JOURNAL_BYTES = 16 << 20
+JOURNAL_RECORDS = 4096
+# Flushing takes milliseconds. At most so often (in seconds) it is done, so that a run of additions does not spend its
+# time on it, and a single addition is on the disk when it returns.
+_FLUSH_SECONDS = 0.2
+
+
+@dataclass(frozen=True)
+class _Head:
+    """`end` bytes of the file count, `flushed` of them are on the disk, `digest` is that of the last record."""
+
+    end: int = _HEAD_BYTES
+    flushed: int = _HEAD_BYTES
+    digest: bytes = bytes(32)
+
+    def to_bytes(self) -> bytes:
+        packed = _HEAD.pack(_MAGIC, self.end, self.flushed, self.digest)
+        return (packed + struct.pack("<I", zlib.crc32(packed))).ljust(_HEAD_BYTES, b"\0")
+
+    @classmethod
+    def read(cls, descriptor: int) -> _Head:
+        # A reader may meet the writer that replaces the head, and sees a part of the old one and a part of the new.
+        for attempt in range(5):
+            content = bytes(read_exactly(descriptor, bytearray(_HEAD_BYTES), 0))
+            magic, end, flushed, digest = _HEAD.unpack_from(content)
+            head = cls(end, flushed, digest)
+            if magic == _MAGIC and _HEAD_BYTES <= flushed <= end and content == head.to_bytes():
+                return head
+            time.sleep(0.001 * attempt)
+        raise ValueError("its head is not that of a journal")
+
+
+class Journal:
+    """The additions of a journal: their embeddings, `values` [rows, d], are kept in memory.
+
+    Only the process that has the turn to write may call what changes it.
+    """
+
+    def __init__(self, path: Path, dtype: torch.dtype, size: int) -> None:
+        self.path = path
+        self.records = 0
+        self.rows = 0
+        self._dtype = dtype
+        self._room = torch.empty(0, size, dtype=dtype)
+        self._head = self._seen = _Head()
+        self._flush_due = 0.0
+
+    @classmethod
+    def create(cls, path: Path, dtype: torch.dtype, size: int) -> Journal:
+        """Make an empty journal, which the first addition flushes to the disk."""
+        journal = cls(path, dtype, size)
+        with path.open("xb", buffering=0) as file:
+            write_all(file.fileno(), journal._head.to_bytes(), 0)
+        return journal
+
+    @classmethod
+    def open(cls, path: Path, dtype: torch.dtype, size: int) -> tuple[Journal, list[str], np.ndarray]:
+        """Open a journal, and return it with the ids and the lengths of its documents.
+
+        Warns if additions that had not been flushed are lost, as after a power failure.
+
+        Raises
+        ------
+        ValueError
+            If the file is missing or damaged. The message names it.
+        """
+        journal = cls(path, dtype, size)
+        ids: list[str] = []
+        lengths = [np.zeros(0, dtype=np.int64)]
+        descriptor = open_regular(path)
+        try:
+            head = journal._seen = _Head.read(descriptor)
+            have = os.fstat(descriptor).st_size
+            content = memoryview(read_exactly(descriptor, bytearray(min(head.end, have)), 0))
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{path} is damaged: {error}") from None
+        finally:
+            os.close(descriptor)
+        while journal.nbytes < head.end:
+            try:
+                record = journal._parse(content)
+            except ValueError as error:
+                if journal.nbytes < head.flushed:
+                    raise ValueError(f"{path} is damaged at byte {journal.nbytes}: {error}") from None
+                warnings.warn(
+                    f"{path}: the last additions to the index are lost, {head.end - journal.nbytes} bytes that had "
+                    f"not reached the disk, as after a power failure ({error})",
+                    stacklevel=2,
+                )
+                break
+            ids += record[0]
+            lengths.append(record[1])
+        if journal.nbytes == head.end and journal._head.digest != head.digest:
+            raise ValueError(f"{path} is damaged: its head has another sha256 than its last record")
+        journal._head = _Head(journal.nbytes, min(head.flushed, journal.nbytes), journal._head.digest)
+        return journal, ids, np.concatenate(lengths)
+
+    def _parse(self, content: memoryview) -> tuple[list[str], np.ndarray]:
+        """Take in the next record of a file's content, and return its ids and lengths."""
+        start = self.nbytes + _RECORD.size
+        if start > len(content):
+            raise ValueError(f"it ends after {len(content)} bytes")
+        length, digest = _RECORD.unpack_from(content, self.nbytes)
+        if length > len(content) - start:
+            raise ValueError(f"it ends after {len(content)} bytes, {start + length} were expected")
+        payload = content[start : start + length]
+        if hashlib.sha256(self._head.digest + payload).digest() != digest:
+            raise ValueError("the sha256 of a record is another")
+        found = decode(lambda offset, n: bytes(payload[offset : offset + n]), length)
+        if (found.dtype, found.size) != (self._dtype, self._room.shape[1]):
+            raise ValueError(f"it holds values of type {found.dtype} and size {found.size}")
+        values = torch.empty(found.tokens, found.size, dtype=found.dtype)
+        if found.tokens:
+            nbytes = values.numel() * found.dtype.itemsize
+            raw = np.frombuffer(payload, dtype=np.uint8, count=nbytes, offset=found.values_offset)
+            values.view(torch.uint8).view(-1).numpy()[:] = raw
+        self._take(values, _Head(start + length, self._head.flushed, digest))
+        return found.ids, found.lengths
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the file that count."""
+        return self._head.end
+
+    @property
+    def values(self) -> torch.Tensor:
+        """The tokens of all documents, as a view that stays as it is when more follow. Shape: [rows, d]."""
+        return self._room[: self.rows]
+
+    def read_into(self, out: torch.Tensor, start: int) -> None:
+        """Fill `out` [n, d] with the tokens from `start` on."""
+        out.copy_(self._room[start : start + len(out)])
+
+    def is_current(self) -> bool:
+        """Whether the file is as this object has seen it, and no other process has added to it since."""
+        descriptor = open_regular(self.path)
+        try:
+            head = _Head.read(descriptor)
+        finally:
+            os.close(descriptor)
+        # How far it has been flushed is no part of the content.
+        return (head.end, head.digest) == (self._seen.end, self._seen.digest)
+
+    def append(self, ids: Sequence[str], lengths: np.ndarray, values: torch.Tensor) -> None:
+        """Add documents; on an error, the file is as before.
+
+        It is on the disk when this returns, except that within a fifth of a second after one such addition the next
+        ones leave that to a later addition, to `flush`, or to the system.
+        """
+        payload = b"".join(encode(ids, lengths, [values], self._dtype, self._room.shape[1]))
+        digest = hashlib.sha256(self._head.digest + payload).digest()
+        before, start = self._head, self._head.end
+        head = _Head(start + _RECORD.size + len(payload), before.flushed, digest)
+        descriptor = open_regular(self.path, os.O_RDWR)
+        try:
+            # What a process that was killed has left behind the end.
+            if os.fstat(descriptor).st_size > start:
+                os.ftruncate(descriptor, start)
+            write_all(descriptor, _RECORD.pack(len(payload), digest) + payload, start)
+            write_all(descriptor, head.to_bytes(), 0)
+            if time.monotonic() >= self._flush_due:
+                head = _flush(descriptor, head)
+                self._flush_due = time.monotonic() + _FLUSH_SECONDS
+        except BaseException:
+            with contextlib.suppress(OSError):
+                write_all(descriptor, before.to_bytes(), 0)
+                os.ftruncate(descriptor, before.end)
+            raise
+        finally:
+            os.close(descriptor)
+        self._take(values, head)
+        self._seen = head
+
+    @property
+    def is_flushed(self) -> bool:
+        """Whether all of it is known to be on the disk."""
+        return self._head.flushed == self._head.end
+
+    def verify(self) -> None:
+        """Check the values; what opening has not checked already.
+
+        Raises
+        ------
+        ValueError
+            If a value is NaN or infinite. The message names the file.
+        """
+        check_finite(self.values, self.path)
+
+    def _take(self, values: torch.Tensor, head: _Head) -> None:
+        rows = self.rows + len(values)
+        if rows > len(self._room):
+            # Memory that is not written to is not taken, so a journal has room for all that it will hold.
+            size = self._room.shape[1]
+            room = torch.empty(max(rows, JOURNAL_BYTES // (size * self._dtype.itemsize)), size, dtype=self._dtype)
+            room[: self.rows] = self.values
+            self._room = room
+        self._room[self.rows : rows] = values
+        self.rows, self.records, self._head = rows, self.records + 1, head
+
+
+def flush(path: Path) -> None:
+    """Have all of a journal on the disk, whoever has written it."""
+    descriptor = open_regular(path, os.O_RDWR)
+    try:
+        _flush(descriptor, _Head.read(descriptor))
+    finally:
+        os.close(descriptor)
+
+
+def _flush(descriptor: int, head: _Head) -> _Head:
+    os.fsync(descriptor)
+    head = _Head(head.end, head.end, head.digest)
+    write_all(descriptor, head.to_bytes(), 0)
+    return head

@@ -1,0 +1,221 @@
+"""Exact search over a store: all documents block by block, or every query's own candidates."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from pylate.rank import RerankResult
+from torch import Tensor
+from tqdm import tqdm
+
+from ..ops import maxsim_from_hidden, maxsim_varlen, pack
+from ..scores import colbert_scores
+from .store import PackedStore
+from .tables import blocks
+
+__all__ = ["EMPTY_SCORE", "Search"]
+
+# A document without tokens has nothing that could match, so it comes after every document that has.
+EMPTY_SCORE = -1e4
+# Embeddings scored at a time: enough to amortise a call, small enough for a CPU's memory next to the model.
+_BLOCK_BYTES_CPU = 32 << 20
+_BLOCK_BYTES_CUDA = 512 << 20
+_QUERY_TOKENS = 4096
+# PyLate's torch scorer builds the similarities of all token pairs; this bounds how many at a time.
+_TORCH_PAIRS = 1 << 24
+
+
+class _Packed(NamedTuple):
+    """Packed tokens [T, d], their cu_seqlens [N + 1], on one device, and the length of the longest sequence."""
+
+    values: Tensor
+    cu_seqlens: Tensor
+    longest: int
+
+
+@dataclass(frozen=True)
+class Search:
+    """How to search a store.
+
+    Attributes
+    ----------
+    store
+        The documents: embeddings, or with `projection` hidden states.
+    device
+        Where to score.
+    scorer
+        As in `indexes.Flat`.
+    projection
+        Weight [d, d_model] and bias [d] (or None) on `device` in the store's dtype, or None.
+    show_progress
+        Draw a progress bar over several blocks.
+    """
+
+    store: PackedStore
+    device: torch.device
+    scorer: str
+    projection: tuple[Tensor, Tensor | None] | None
+    show_progress: bool
+
+    def embeddings(self, values: Tensor) -> Tensor:
+        """Embeddings [T, d] from what the store keeps."""
+        return values if self.projection is None else F.normalize(F.linear(values, *self.projection), dim=-1)
+
+    def _blocks(self, lengths: np.ndarray) -> tqdm:
+        limit = _BLOCK_BYTES_CUDA if self.device.type == "cuda" else _BLOCK_BYTES_CPU
+        stretches = blocks(lengths, max(1, limit // self.store.token_bytes))
+        disable = not self.show_progress or len(stretches) < 2
+        return tqdm(stretches, desc="Searching", unit="block", disable=disable)
+
+    def among(self, queries: list[Tensor], positions: np.ndarray, k: int) -> list[list[RerankResult]]:
+        """The `k` best for every query [L_i, d] among the documents at `positions` [N], which ascend.
+
+        Raises
+        ------
+        ValueError
+            If a score is NaN or infinite, which finite embeddings do not give. The message names the index.
+        """
+        lengths = np.array([len(query) for query in queries])
+        chunks = [_packed(queries[start:stop]) for start, stop in blocks(lengths, _QUERY_TOKENS)]
+        sizes = [len(chunk.cu_seqlens) - 1 for chunk in chunks]
+        best = [
+            (
+                torch.empty(size, 0, dtype=torch.float32, device=self.device),
+                torch.empty(size, 0, dtype=torch.int64, device=self.device),
+            )
+            for size in sizes
+        ]
+        # The store is walked once, whatever the number of queries: it may have to come from the disk.
+        for start, stop in self._blocks(self.store.lengths[positions]):
+            documents = self._documents(positions[start:stop])
+            block = torch.from_numpy(positions[start:stop]).to(self.device)
+            for i, chunk in enumerate(chunks):
+                scores = torch.cat([best[i][0], self._score(chunk, documents)], dim=1)
+                found = torch.cat([best[i][1], block.expand(sizes[i], -1)], dim=1)
+                # Columns are in the order of insertion, and only a stable sort keeps it among equals; topk does not.
+                scores, order = torch.sort(scores, dim=1, descending=True, stable=True)
+                best[i] = scores[:, :k].clone(), found.gather(1, order[:, :k])
+        return [
+            self._results(scores, found)
+            for chunk_scores, chunk_found in best
+            for scores, found in zip(chunk_scores.tolist(), chunk_found.tolist(), strict=True)
+        ]
+
+    def among_candidates(self, queries: list[Tensor], candidates: list[np.ndarray], k: int) -> list[list[RerankResult]]:
+        """The same, for every query among documents of its own."""
+        counts = np.array([len(positions) for positions in candidates])
+        positions = np.concatenate(candidates)
+        owners = np.repeat(np.arange(len(queries)), counts)
+        # A block holds whole documents and the queries that own them.
+        lengths = self.store.lengths[positions]
+        first = np.flatnonzero(np.diff(owners, prepend=-1))
+        lengths[first] += np.array([len(queries[i]) for i in owners[first]], dtype=np.int64)
+        scores = np.empty(len(positions), dtype=np.float32)
+        for start, stop in self._blocks(lengths):
+            low, high = owners[start], owners[stop - 1] + 1
+            owned = np.bincount(owners[start:stop] - low, minlength=high - low)
+            # On the host, where the op plans its launch.
+            cu_seqlens = torch.from_numpy(np.concatenate([[0], np.cumsum(owned)]).astype(np.int32))
+            documents = self._documents(positions[start:stop])
+            scores[start:stop] = self._score(_packed(queries[low:high]), documents, cu_seqlens).cpu().numpy()
+        if not np.isfinite(scores).all():
+            self._refuse(int(positions[np.argmin(np.isfinite(scores))]))
+        results = []
+        for own, found in zip(np.split(scores, np.cumsum(counts)[:-1]), candidates, strict=True):
+            order = np.argsort(-own, kind="stable")[:k]
+            results.append(self._results(own[order].tolist(), found[order].tolist()))
+        return results
+
+    def _results(self, scores: list[float], positions: list[int]) -> list[RerankResult]:
+        for score, i in zip(scores, positions, strict=True):
+            # A sort puts NaN first, so none that was computed is missed.
+            if not math.isfinite(score):
+                self._refuse(i)
+        return [RerankResult(id=self.store.ids[i], score=score) for score, i in zip(scores, positions, strict=True)]
+
+    def _refuse(self, position: int) -> None:
+        raise ValueError(
+            f"the index in {self.store.path} is damaged: the score of document {self.store.ids[position]!r} is not "
+            "finite, so its embeddings hold NaN or infinite values; verify() names the file"
+        )
+
+    def _documents(self, positions: np.ndarray) -> _Packed:
+        lengths = self.store.lengths[positions]
+        cu_seqlens = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
+        values = self.store.read(positions, self.device)
+        return _Packed(values, cu_seqlens.to(self.device, non_blocking=True), int(lengths.max(initial=0)))
+
+    def _score(self, queries: _Packed, documents: _Packed, candidates: Tensor | None = None) -> Tensor:
+        """Scores [Nq, Nd] of packed queries and documents; with `candidates` [Nq + 1], of each document's own query."""
+        if self.scorer not in ("pylate_flash", "auto"):
+            documents = documents._replace(values=self.embeddings(documents.values))
+            return _pylate_scores(queries, documents, candidates, self.scorer)
+        if self.projection is None:
+            return maxsim_varlen(
+                queries.values,
+                documents.values,
+                queries.cu_seqlens,
+                documents.cu_seqlens,
+                candidates_cu_seqlens=candidates,
+                max_query_length=queries.longest,
+                max_document_length=documents.longest,
+                empty_score=EMPTY_SCORE,
+            )
+        return maxsim_from_hidden(
+            queries.values,
+            documents.values,
+            *self.projection,
+            queries_cu_seqlens=queries.cu_seqlens,
+            documents_cu_seqlens=documents.cu_seqlens,
+            candidates_cu_seqlens=candidates,
+            max_query_length=queries.longest,
+            max_document_length=documents.longest,
+            empty_score=EMPTY_SCORE,
+        )
+
+
+def _packed(sequences: list[Tensor]) -> _Packed:
+    return _Packed(*pack(sequences), max(len(sequence) for sequence in sequences))
+
+
+def _pylate_scores(queries: _Packed, documents: _Packed, candidates: Tensor | None, backend: str) -> Tensor:
+    """As `Search._score`, by PyLate's scorer.
+
+    It takes padded tensors and counts a padded document token as a similarity of 0, so documents are stacked with
+    others of their length. Padded query tokens add 0 to a sum, which is right.
+    """
+    values, cu_seqlens = queries.values, queries.cu_seqlens.tolist()
+    split = [values[start:stop] for start, stop in zip(cu_seqlens[:-1], cu_seqlens[1:], strict=True)]
+    if candidates is not None:
+        bounds = candidates.tolist()
+        owned = [
+            _pylate_scores(
+                _packed([query]), documents._replace(cu_seqlens=documents.cu_seqlens[start : stop + 1]), None, backend
+            )[0]
+            for query, start, stop in zip(split, bounds[:-1], bounds[1:], strict=True)
+        ]
+        return torch.cat(owned)
+    padded = torch.nn.utils.rnn.pad_sequence(split, batch_first=True)
+    if backend == "torch":
+        # It rounds every similarity to the inputs' type, where the others accumulate in float32.
+        padded = padded.float()
+    query_lengths = torch.tensor([len(query) for query in split], device=values.device)
+    mask = None
+    if (query_lengths != padded.shape[1]).any():
+        mask = torch.arange(padded.shape[1], device=values.device) < query_lengths[:, None]
+    lengths = documents.cu_seqlens.diff()
+    scores = values.new_full((len(split), len(lengths)), EMPTY_SCORE, dtype=torch.float32)
+    for length in lengths.unique().tolist():
+        if not length:
+            continue
+        batch = max(1, _TORCH_PAIRS // (max(1, padded.shape[0] * padded.shape[1]) * length))
+        for some in torch.nonzero(lengths == length)[:, 0].split(batch):
+            rows = documents.cu_seqlens[some].long()[:, None] + torch.arange(length, device=values.device)
+            stacked = documents.values[rows].to(padded.dtype)
+            scores[:, some] = colbert_scores(padded, stacked, queries_mask=mask, backend=backend).float()
+    return scores

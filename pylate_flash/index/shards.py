@@ -1,0 +1,300 @@
+"""One safetensors file of many documents: values [T, d], lengths [N] (int64), ids (UTF-8 bytes of a JSON list).
+
+Files are read, not mapped: of a mapped file that another program truncates, the next access would end the process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+import struct
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from .manifest import DTYPES, FORMAT, Entry, Manifest
+
+__all__ = ["Content", "Shard", "decode", "encode", "open_regular", "read_exactly"]
+
+# What safetensors calls the types.
+_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64, "U8": torch.uint8}
+_NAMES = {dtype: name for name, dtype in _TYPES.items()}
+_VERIFIED_AT_A_TIME = 16 << 20
+
+
+@dataclass(frozen=True)
+class Content:
+    """The documents of a file: `values_offset` is where its embeddings [tokens, size] of type `dtype` begin."""
+
+    ids: list[str]
+    lengths: np.ndarray
+    dtype: torch.dtype
+    tokens: int
+    size: int
+    values_offset: int
+
+
+def encode(
+    ids: Sequence[str], lengths: np.ndarray, values: Iterable[torch.Tensor], dtype: torch.dtype, size: int
+) -> Iterator[memoryview | bytes]:
+    """The bytes of a safetensors file, piece by piece, so that never more than one piece is in memory.
+
+    Parameters
+    ----------
+    ids, lengths
+        Of the documents. Shape: [N].
+    values
+        Their tokens, in pieces [*, size] of type `dtype` on the CPU.
+    """
+    tokens = int(lengths.sum())
+    names = json.dumps(list(ids)).encode()
+    # Longer types first, so that each tensor is aligned to its type.
+    header, end = [f'"__metadata__":{{"format":"{FORMAT}"}}'], 0
+    for name, kind, shape, nbytes in (
+        ("lengths", "I64", [len(lengths)], 8 * len(lengths)),
+        ("values", _NAMES[dtype], [tokens, size], tokens * size * dtype.itemsize),
+        ("ids", "U8", [len(names)], len(names)),
+    ):
+        header.append(f'"{name}":{{"dtype":"{kind}","shape":{shape},"data_offsets":[{end},{end + nbytes}]}}')
+        end += nbytes
+    text = f"{{{','.join(header)}}}".encode()
+    text += b" " * (-len(text) % 8)
+    yield struct.pack("<Q", len(text)) + text
+    yield np.ascontiguousarray(lengths, dtype="<i8").tobytes()
+    for piece in values:
+        if len(piece):
+            yield _bytes_of(piece.contiguous())
+    yield names
+
+
+def decode(read: Callable[[int, int], bytes], nbytes: int) -> Content:
+    """Read what `encode` wrote, all but the embeddings, and check that it is consistent.
+
+    Parameters
+    ----------
+    read
+        Returns so many bytes (the second argument) from a place (the first).
+    nbytes
+        How many bytes there are.
+
+    Raises
+    ------
+    ValueError
+        If they are not such a file, or not a whole one.
+    """
+    if nbytes < 8:
+        raise ValueError(f"it has {nbytes} bytes")
+    (length,) = struct.unpack("<Q", read(0, 8))
+    if length > nbytes - 8:
+        raise ValueError(f"its header should have {length} bytes, the file has {nbytes}")
+    try:
+        header = json.loads(read(8, length))
+        found = {name: _tensor(header[name], nbytes - 8 - length) for name in ("values", "lengths", "ids")}
+    except (KeyError, TypeError, RecursionError, ValueError) as error:
+        raise ValueError(f"its header is none of safetensors with values, lengths and ids: {error!r:.200}") from None
+    (dtype, shape, begin, _), (kind, _, first, last), (text, _, start, stop) = found.values()
+    if len(shape) != 2 or shape[1] < 1 or dtype not in DTYPES.values() or kind != torch.int64 or text != torch.uint8:
+        raise ValueError(f"its values are of type {dtype} and shape {shape}, lengths of {kind}, ids of {text}")
+    offset = 8 + length
+    lengths = np.frombuffer(read(offset + first, last - first), dtype="<i8").astype(np.int64)
+    try:
+        ids = json.loads(read(offset + start, stop - start))
+        valid = isinstance(ids, list) and all(isinstance(id_, str) for id_ in ids)
+    except (RecursionError, ValueError):
+        valid = False
+    if not valid:
+        raise ValueError("its ids are not a list of strings")
+    # In float64, which cannot wrap around, and is exact as far as a right sum goes.
+    if len(ids) != len(lengths) or lengths.min(initial=0) < 0 or lengths.sum(dtype=np.float64) != shape[0]:
+        raise ValueError(
+            f"it has {len(ids)} ids, {len(lengths)} lengths of {lengths.sum(dtype=np.float64):.0f} tokens in all, and "
+            f"values of {shape[0]} tokens; the least length is {lengths.min(initial=0)}"
+        )
+    return Content(ids, lengths, dtype, shape[0], shape[1], offset + begin)
+
+
+def _tensor(described: dict, nbytes: int) -> tuple[torch.dtype, list[int], int, int]:
+    """Type, shape, begin and end of a tensor in a safetensors header, whose data have `nbytes`."""
+    dtype, shape, (begin, end) = _TYPES[described["dtype"]], described["shape"], described["data_offsets"]
+    elements = 1
+    for value in (*shape, begin, end):
+        if type(value) is not int or value < 0:
+            raise ValueError(f"{value!r} is no size")
+    for value in shape:
+        elements *= value
+    if not begin <= end <= nbytes or end - begin != elements * dtype.itemsize:
+        raise ValueError(f"shape {shape} of {dtype} at {begin} to {end}, of {nbytes} bytes")
+    return dtype, shape, begin, end
+
+
+class Shard:
+    """A shard that has been opened: a file that is never changed, read on demand.
+
+    It can be read as long as this object exists, also when a later write has deleted it from its folder.
+    """
+
+    def __init__(self, path: Path, entry: Entry, dtype: torch.dtype, size: int, values_offset: int) -> None:
+        self.path, self.entry = path, entry
+        self.rows = entry.tokens
+        self._dtype, self._size, self._offset = dtype, size, values_offset
+        self._descriptor = open_regular(path)
+        weakref.finalize(self, os.close, self._descriptor)
+
+    @classmethod
+    def write(
+        cls,
+        path: Path,
+        ids: Sequence[str],
+        lengths: np.ndarray,
+        values: Iterable[torch.Tensor],
+        dtype: torch.dtype,
+        size: int,
+    ) -> Shard:
+        """Write a new file, with the arguments of `encode`, flush it to the disk, and open it."""
+        digest, nbytes, offset = hashlib.sha256(), 0, 0
+        # Unbuffered: the pieces are large, and nothing is left to be written when a full disk ends it.
+        with path.open("xb", buffering=0) as file:
+            for i, piece in enumerate(encode(ids, lengths, values, dtype, size)):
+                digest.update(piece)
+                write_all(file.fileno(), piece, nbytes)
+                nbytes += len(piece)
+                if i < 2:  # the header and the lengths
+                    offset = nbytes
+            os.fsync(file.fileno())
+        entry = Entry(path.name, len(lengths), int(lengths.sum()), nbytes, digest.hexdigest())
+        return cls(path, entry, dtype, size, offset)
+
+    @classmethod
+    def open(cls, path: Path, entry: Entry, manifest: Manifest) -> tuple[Shard, list[str], np.ndarray]:
+        """Open the shard of `entry`, and return it with the ids and the lengths of its documents.
+
+        Raises
+        ------
+        ValueError
+            If the file is missing, damaged, or not what the manifest says. The message names it.
+        """
+        dtype, size = DTYPES[manifest.dtype], manifest.embedding_size
+        assert size is not None
+        shard = cls(path, entry, dtype, size, 0)
+        nbytes = os.fstat(shard._descriptor).st_size
+        try:
+            if nbytes != entry.bytes:
+                raise ValueError(f"its size is {nbytes} bytes, the manifest says {entry.bytes}")
+            content = decode(lambda offset, n: bytes(read_exactly(shard._descriptor, bytearray(n), offset)), nbytes)
+            found = {
+                "documents": (len(content.ids), entry.documents),
+                "tokens": (content.tokens, entry.tokens),
+                "dtype": (content.dtype, dtype),
+                "embedding_size": (content.size, size),
+            }
+            for key, (here, there) in found.items():
+                if here != there:
+                    raise ValueError(f"its {key} is {here}, the manifest says {there}")
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{path} is damaged: {error}") from None
+        shard._offset = content.values_offset
+        return shard, content.ids, content.lengths
+
+    def read_into(self, out: torch.Tensor, start: int) -> None:
+        """Fill `out` [n, d] with the tokens from `start` on.
+
+        Raises
+        ------
+        ValueError
+            If the file has become too short. The message names it.
+        OSError
+            If the disk fails. The message names the file.
+        """
+        if not len(out):
+            return
+        offset = self._offset + start * self._size * self._dtype.itemsize
+        try:
+            read_exactly(self._descriptor, _bytes_of(out), offset)
+        except ValueError as error:
+            raise ValueError(f"{self.path} is damaged: {error}") from None
+        except OSError as error:
+            raise OSError(error.errno, f"{self.path} cannot be read: {error.strerror}") from error
+
+    def verify(self) -> None:
+        """Read everything.
+
+        Raises
+        ------
+        ValueError
+            If the checksum is another, or a value is NaN or infinite. The message names the file.
+        """
+        if self.entry.sha256 is not None:
+            digest, buffer = hashlib.sha256(), bytearray(_VERIFIED_AT_A_TIME)
+            for start in range(0, self.entry.bytes, len(buffer)):
+                view = memoryview(buffer)[: min(len(buffer), self.entry.bytes - start)]
+                try:
+                    digest.update(read_exactly(self._descriptor, view, start))
+                except (OSError, ValueError) as error:
+                    raise ValueError(f"{self.path} is damaged: {error}") from None
+            if digest.hexdigest() != self.entry.sha256:
+                raise ValueError(
+                    f"{self.path} is damaged: its sha256 is {digest.hexdigest()}, the manifest says {self.entry.sha256}"
+                )
+        step = max(1, _VERIFIED_AT_A_TIME // (self._size * self._dtype.itemsize))
+        for start in range(0, self.rows, step):
+            values = torch.empty(min(step, self.rows - start), self._size, dtype=self._dtype)
+            self.read_into(values, start)
+            check_finite(values, self.path, start)
+
+
+def check_finite(values: torch.Tensor, path: Path, start: int = 0) -> None:
+    """Raise a ValueError that names the file and the token if one of `values` [n, d] is NaN or infinite."""
+    finite = torch.isfinite(values).all(dim=1)
+    if not finite.all():
+        token = start + int(torch.argmin(finite.to(torch.int8)))
+        raise ValueError(f"{path} holds NaN or infinite values, first in its token {token}")
+
+
+def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
+    """Open a file of the index and return its descriptor.
+
+    Raises
+    ------
+    ValueError
+        If it is missing or no regular file (opening a pipe would wait for ever). The message names it.
+    OSError
+        If it cannot be opened for another reason.
+    """
+    try:
+        # Without waiting for somebody to open the other end of what may be a pipe.
+        descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError:
+        raise ValueError(f"{path} is missing, though the manifest names it") from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise ValueError(f"{path} is damaged: it is no regular file")
+    return descriptor
+
+
+def read_exactly(descriptor: int, buffer: bytearray | memoryview, offset: int) -> memoryview:
+    """Fill `buffer` from the place `offset` of a file, or raise a ValueError that says where the file ends."""
+    view, done = memoryview(buffer), 0
+    while done < len(view):
+        count = os.preadv(descriptor, [view[done:]], offset + done)
+        if not count:
+            raise ValueError(f"it ends after {offset + done} bytes, {offset + len(view)} were expected")
+        done += count
+    return view
+
+
+def write_all(descriptor: int, data: memoryview | bytes, offset: int) -> None:
+    """Write all of `data` at the place `offset` of a file."""
+    view, done = memoryview(data), 0
+    while done < len(view):
+        done += os.pwrite(descriptor, view[done:], offset + done)
+
+
+def _bytes_of(values: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor."""
+    return memoryview(values.detach().flatten().view(torch.uint8).numpy())  # type: ignore[arg-type]

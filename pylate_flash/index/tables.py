@@ -1,0 +1,108 @@
+"""Ids, lengths and places of documents, in tables to which appending costs the same however long they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+__all__ = ["Documents", "blocks"]
+
+
+class _Growing:
+    """A one-dimensional int64 array with room to grow, so that n appended values cost n on average."""
+
+    def __init__(self, values: Sequence[int]) -> None:
+        self._room = np.array(values, dtype=np.int64)
+        self._size = len(self._room)
+
+    @property
+    def values(self) -> np.ndarray:
+        """What has been appended, as a view that stays as it is when more follows."""
+        return self._room[: self._size]
+
+    def extend(self, values: np.ndarray) -> None:
+        size = self._size + len(values)
+        if size > len(self._room):
+            room = np.empty(max(size, 2 * len(self._room)), dtype=np.int64)
+            room[: self._size] = self.values
+            self._room = room
+        self._room[self._size : size] = values
+        self._size = size
+
+
+class Documents:
+    """What is known about every document of a store, beside its embeddings.
+
+    Attributes
+    ----------
+    ids
+        In the order of the documents.
+    position
+        For every id its place in that order.
+    """
+
+    def __init__(self) -> None:
+        self.ids: list[str] = []
+        self.position: dict[str, int] = {}
+        self._lengths, self._cu = _Growing([]), _Growing([0])
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of every document. Shape: [N], int64."""
+        return self._lengths.values
+
+    @property
+    def cu(self) -> np.ndarray:
+        """Tokens before every document, and of all. Shape: [N + 1], int64."""
+        return self._cu.values
+
+    def extend(self, ids: Sequence[str], lengths: np.ndarray) -> None:
+        """Append documents.
+
+        Raises
+        ------
+        ValueError
+            If an id is there already; then nothing has changed.
+        """
+        start = len(self.ids)
+        new = {id_: start + i for i, id_ in enumerate(ids)}
+        if len(new) < len(ids) or not self.position.keys().isdisjoint(new):
+            seen = set(self.position)
+            twice = next(id_ for id_ in ids if id_ in seen or seen.add(id_))  # type: ignore[func-returns-value]
+            raise ValueError(f"the document {twice!r} is there twice")
+        self.ids.extend(ids)
+        self.position.update(new)
+        self._lengths.extend(lengths)
+        self._cu.extend(self.cu[-1] + np.cumsum(lengths))
+
+
+def blocks(lengths: np.ndarray, limit: int) -> list[tuple[int, int]]:
+    """Cut a sequence of documents into stretches of at most `limit` tokens.
+
+    A document longer than `limit` is a stretch of its own. A document counts as one token at least, so that empty ones
+    cannot make a stretch of unbounded length.
+
+    Parameters
+    ----------
+    lengths
+        Tokens per document. Shape: [N].
+    limit
+        Tokens per stretch, at least 1.
+
+    Returns
+    -------
+    list of (start, stop)
+        They cover 0..N in order.
+    """
+    ends = np.cumsum(np.maximum(lengths, 1))
+    stretches, start = [], 0
+    while start < len(lengths):
+        before = int(ends[start - 1]) if start else 0
+        stop = max(int(np.searchsorted(ends, before + limit, side="right")), start + 1)
+        stretches.append((start, stop))
+        start = stop
+    return stretches
