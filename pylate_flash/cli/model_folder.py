@@ -61,7 +61,8 @@ def check_model_folder(folder: Path, trust_remote_code: bool) -> None:
             config = _read(folder, file)
             if not isinstance(config, dict):
                 raise ValueError(f"its {file} must hold a JSON object, found {type(config).__name__}")
-            _check_layers(file, config)
+            if name == "config.json":
+                _check_layers(file, config)
             if not trust_remote_code:
                 for reference in _references(config):
                     _check_known(file, reference, _PARTS)
@@ -79,7 +80,7 @@ def _modules(folder: Path) -> list[dict[str, str]]:
 
 def _check_layers(file: str, config: dict[str, Any]) -> None:
     for key, value in config.items():
-        if "layer" in key and isinstance(value, int) and value > _MOST_LAYERS:
+        if re.fullmatch(r"\w+_layers?", key) and isinstance(value, int) and value > _MOST_LAYERS:
             raise ValueError(f"its {file} asks for {value} layers ({key!r})")
         if isinstance(value, dict):
             _check_layers(file, value)

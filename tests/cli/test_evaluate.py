@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -115,6 +116,13 @@ def test_json_is_written_at_once_or_not_at_all(
     succeed(*arguments, tmp_path / "link.json")
     assert "ndcg@10" in json.loads((tmp_path / "real.json").read_text())
     assert (tmp_path / "link.json").is_symlink()
+
+
+def test_an_index_that_was_kept_knows_its_model(beir: Path, small_model: Path, tmp_path: Path) -> None:
+    lengths = ("--query-length", 6, "--document-length", 10)
+    model = shutil.copytree(small_model, tmp_path / "model")
+    succeed("evaluate", "--data", beir, "--model", model, "--device", "cpu", *lengths, "--index", tmp_path / "index")
+    assert "d2" in succeed("search", "trains", "--index", tmp_path / "index", "--device", "cpu")
 
 
 def test_an_index_that_was_not_finished_is_not_left(
