@@ -43,6 +43,17 @@ def test_doctor_imports_torch_alone() -> None:
     assert imported("doctor") == ["torch"]
 
 
+def test_loading_a_model_imports_little_more_than_pylate_does() -> None:
+    """What is slow to import and needed by one command alone, such as ranx or matplotlib, waits for that command."""
+    code = (
+        "import sys; import pylate.models; before = set(sys.modules); "
+        "from pylate_flash import indexes, models, retrieve; "
+        "print(*sorted({name.partition('.')[0] for name in set(sys.modules) - before} - set(sys.stdlib_module_names)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert set(done.stdout.split()) <= {"pylate", "pylate_flash", "packaging", "filelock", "safetensors"}
+
+
 def test_version() -> None:
     assert succeed("--version") == f"pylate-flash {__version__}\n"
 
