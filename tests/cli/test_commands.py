@@ -146,14 +146,19 @@ def fail(error: BaseException) -> Callable[..., None]:
     return raise_
 
 
+class PanicException(BaseException):
+    """What libraries in Rust raise."""
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, PanicException])
 def test_an_error_that_nobody_foresaw_is_one_sentence_with_a_code_of_its_own(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: type[BaseException]
 ) -> None:
-    monkeypatch.setattr("pylate_flash.demo.job.run", fail(KeyError("a\nb" + " word" * 500)))
+    monkeypatch.setattr("pylate_flash.demo.job.run", fail(kind("a\nb" + " word" * 500)))
     result = invoke("demo", "--output", tmp_path / "out")
     assert result.exit_code == 70
     (line,) = result.stderr.splitlines()
-    assert line.startswith("pylate-flash: unexpected KeyError: 'a\\nb word")
+    assert line.startswith(f"pylate-flash: unexpected {kind.__name__}: a b word")
     assert line.endswith("...; PYLATE_FLASH_TRACEBACK=1 shows where")
     assert len(line) < 500
 
