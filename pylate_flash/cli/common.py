@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, cast
 import typer
 from rich.console import Console
 
-from .model_folder import check_model_folder
+from .model_folder import check_model_folder, no_missing_weights
 
 if TYPE_CHECKING:
     from ..models import ColBERT
@@ -162,7 +162,8 @@ def load_model(model: str, *, searching: bool = False, trust_remote_code: bool =
     from ..models import ColBERT
 
     with _loader_errors(model, what):
-        colbert = ColBERT(model, trust_remote_code=trust_remote_code, **options)
+        with no_missing_weights():
+            colbert = ColBERT(model, trust_remote_code=trust_remote_code, **options)
         _check_words(colbert)
     _check_lengths(colbert, what, options)
     if searching and colbert.projection_is_random:
@@ -290,7 +291,7 @@ def check_device(device: str | None) -> None:
     try:
         torch.ones(1, device=device).sum().item()
     except Exception as error:
-        raise UserError(f"--device {device!r} cannot compute here: {cause(error)}") from error
+        raise UserError(f"--device {device} cannot compute here: {cause(error)}") from error
 
 
 def check_text(text: str, name: str) -> None:

@@ -112,9 +112,12 @@ def evaluate(
     chosen = None if scorer is Scorer.auto else scorer.value
     check_scorer(chosen, colbert.device)
     with _place_of_index(index) as place, explained():
-        flat = indexes.Flat(
-            place.parent, place.name, override=True, device=str(colbert.device), show_progress=notes.is_terminal
-        )
+        # A RuntimeError is another process that writes there.
+        with explained(kinds=(ValueError, OSError, RuntimeError)):
+            flat = indexes.Flat(
+                place.parent, place.name, override=True, device=str(colbert.device), show_progress=notes.is_terminal
+            )
+            flat.record_model(colbert, model)
 
         def run(name: str | None) -> evaluation.RetrievalEvaluation:
             return evaluation.evaluate_retrieval(

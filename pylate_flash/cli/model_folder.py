@@ -1,10 +1,13 @@
-"""What the folder of a model must look like before it is loaded: its loaders say little, and run code that it names."""
+"""What is asked of a model's folder when it is loaded: loaders say little, run code that it names, and fill gaps."""
 
 from __future__ import annotations
 
 import json
+import logging
 import os
+import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,8 @@ _CONFIGURATIONS = (
     "tokenizer.json",
     "router_config.json",
 )
+# No encoder has more, and building those of a damaged number would take all time and memory.
+_MOST_LAYERS = 10_000
 _MODULES = ("sentence_transformers.", "pylate.")
 _PARTS = ("torch.nn.", "transformers.", *_MODULES)
 
@@ -56,6 +61,8 @@ def check_model_folder(folder: Path, trust_remote_code: bool) -> None:
             config = _read(folder, file)
             if not isinstance(config, dict):
                 raise ValueError(f"its {file} must hold a JSON object, found {type(config).__name__}")
+            if name == "config.json":
+                _check_layers(file, config)
             if not trust_remote_code:
                 for reference in _references(config):
                     _check_known(file, reference, _PARTS)
@@ -69,6 +76,14 @@ def _modules(folder: Path) -> list[dict[str, str]]:
         if not isinstance(entry, dict) or not all(isinstance(entry.get(key), str) for key in ("name", "path", "type")):
             raise ValueError('its modules.json must hold objects with strings for "name", "path" and "type"')
     return modules
+
+
+def _check_layers(file: str, config: dict[str, Any]) -> None:
+    for key, value in config.items():
+        if re.fullmatch(r"\w+_layers?", key) and isinstance(value, int) and value > _MOST_LAYERS:
+            raise ValueError(f"its {file} asks for {value} layers ({key!r})")
+        if isinstance(value, dict):
+            _check_layers(file, value)
 
 
 def _references(config: dict[str, Any]) -> Iterator[str]:
@@ -92,3 +107,32 @@ def _read(folder: Path, file: str) -> Any:
         raise ValueError(f"its {file} is not valid JSON: {error}") from None
     except RecursionError:
         raise ValueError(f"its {file} is not valid JSON: it is nested too deeply") from None
+
+
+@contextmanager
+def no_missing_weights() -> Iterator[None]:
+    """Raise a ValueError where transformers loads an encoder whose weights are not all in its file.
+
+    It draws those at random and logs a table of their names, which is nowhere else to be had. Poolers do not count:
+    they are missing from many encoders, and late interaction has no use for them.
+    """
+    missing: list[str] = []
+
+    def look(record: logging.LogRecord) -> bool:
+        rows = re.sub(r"\x1b\[[0-9;]*m", "", record.getMessage()).splitlines()
+        names = (re.match(r"(\S+) *\| *MISSING\b", row) for row in rows)
+        missing.extend(name[1] for name in names if name and "pooler" not in name[1])
+        return record.levelno >= shown
+
+    logger = logging.getLogger("transformers.modeling_utils")
+    level, shown = logger.level, logger.getEffectiveLevel()
+    logger.setLevel(logging.WARNING)
+    logger.addFilter(look)
+    try:
+        yield
+    finally:
+        logger.removeFilter(look)
+        logger.setLevel(level)
+    if missing:
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise ValueError(f"its weights lack {', '.join(missing[:3])}{more}")

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -76,7 +77,7 @@ def test_results_go_to_standard_output_and_notes_to_standard_error(beir: Path, s
 @pytest.mark.parametrize("device", ["meta", "cuda:99", "toaster", ""])
 def test_a_device_that_cannot_compute_is_one_sentence(beir: Path, small_model: Path, device: str) -> None:
     result = invoke("evaluate", "--data", beir, "--model", small_model, "--device", device)
-    assert_one_clear_sentence(result, f"--device {device!r} cannot compute here: ")
+    assert_one_clear_sentence(result, f"--device {device}", "cannot compute here: ")
 
 
 @pytest.mark.parametrize("option", ["--index", "--json"])
@@ -115,6 +116,13 @@ def test_json_is_written_at_once_or_not_at_all(
     succeed(*arguments, tmp_path / "link.json")
     assert "ndcg@10" in json.loads((tmp_path / "real.json").read_text())
     assert (tmp_path / "link.json").is_symlink()
+
+
+def test_an_index_that_was_kept_knows_its_model(beir: Path, small_model: Path, tmp_path: Path) -> None:
+    lengths = ("--query-length", 6, "--document-length", 10)
+    model = shutil.copytree(small_model, tmp_path / "model")
+    succeed("evaluate", "--data", beir, "--model", model, "--device", "cpu", *lengths, "--index", tmp_path / "index")
+    assert "d2" in succeed("search", "trains", "--index", tmp_path / "index", "--device", "cpu")
 
 
 def test_an_index_that_was_not_finished_is_not_left(

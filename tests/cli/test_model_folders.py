@@ -48,6 +48,18 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda m: edit(m / "tokenizer.json", lambda t: t["model"]["vocab"].update(cats=9999)),
         "the number of a word in its tokenizer is 9999, and its encoder knows",
     ),
+    "fewer layers than its config asks for": (
+        lambda m: edit(m / "config.json", lambda c: c.update(num_hidden_layers=2)),
+        "its weights lack encoder.layer.1.",
+    ),
+    "layers without end": (
+        lambda m: edit(m / "config.json", lambda c: c.update(num_hidden_layers=2**63)),
+        "its config.json asks for 9223372036854775808 layers ('num_hidden_layers')",
+    ),
+    "the weights of another encoder": (
+        lambda m: save_file({"other.weight": torch.ones(2)}, m / "model.safetensors", {"format": "pt"}),
+        "its weights lack embeddings.",
+    ),
     "empty modules.json": (lambda m: (m / "modules.json").write_text(""), "its modules.json is not valid JSON"),
     "no modules": (lambda m: (m / "modules.json").write_text("[]"), "at least one module"),
     "modules without types": (lambda m: edit(m / "modules.json", lambda c: c[1].pop("type")), '"type"'),
@@ -192,3 +204,11 @@ def test_a_name_that_is_not_found_names_the_offline_mode(
     monkeypatch.setenv("HF_HUB_OFFLINE", offline)
     monkeypatch.delenv("TRANSFORMERS_OFFLINE", raising=False)
     assert_one_clear_sentence(evaluate(beir, "no-such/name"), "'no-such/name'", part)
+
+
+def test_an_encoder_without_a_pooler_is_complete(folder: Path, beir: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if "pooler" not in name}
+    assert len(kept) < len(tensors)
+    save_file(kept, folder / "model.safetensors", {"format": "pt"})
+    assert evaluate(beir, folder).exit_code == 0
