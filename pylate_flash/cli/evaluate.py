@@ -134,9 +134,6 @@ def evaluate(
 
         result = run(chosen)
         theirs = run("torch") if compare_torch else None
-        if index is not None:
-            # Where the model lies, so that `search` finds it.
-            flat.record_model(colbert, name=model)
     rows = [(result.scorer, result.metrics)] + ([("PyLate's torch", theirs.metrics)] if theirs else [])
     console.print(metrics_table(rows, f"{len(documents)} documents, {len(qrels)} queries ({split})"))
     seconds = ", ".join(f"{name.replace('_', ' ')} {value:.1f} s" for name, value in result.timings.items())
