@@ -10,8 +10,11 @@ Everything is UTF-8. Errors name the file and the line.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import re
+import reprlib
 import shutil
 import stat
 import tempfile
@@ -19,9 +22,12 @@ from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-__all__ = ["Corpus", "Text", "read_lines", "read_queries"]
+__all__ = ["Corpus", "Text", "read_lines", "read_queries", "read_records"]
 
 _SUFFIXES = (".txt", ".md")
+# JSON may spell half of a pair, which no file and no tokenizer takes; Python puts one for a byte of a file's name that
+# is no UTF-8.
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class Text(NamedTuple):
@@ -97,21 +103,11 @@ class Corpus:
         return self.path.open("rb") if self._pipe is None else os.fdopen(os.dup(self._pipe.fileno()), "rb")
 
     def _texts_of_lines(self) -> Iterator[Text]:
-        seen: dict[str, int] = {}
         with self._open() as file:
             # What shares its place with an earlier reader, a copied pipe and on some systems /dev/fd/N, is at its end.
             file.seek(0)
-            for number, where, record in _records(file, self.path):
-                id_ = _string(record, "_id", where, required=True)
-                if not id_:
-                    raise ValueError(f'{where}: the "_id" is empty')
-                if id_ in seen:
-                    raise ValueError(f'{where}: the "_id" {id_!r} was given before, in line {seen[id_]}')
-                seen[id_] = number
-                title, text = _string(record, "title", where), _string(record, "text", where, required=True)
-                yield Text(id_, f"{title} {text}".strip())
-        if not seen:
-            raise ValueError(f"{self.path} is empty")
+            for id_, record in read_records(file, self.path):
+                yield Text(id_, f"{record.get('title') or ''} {record['text']}".strip())
 
     def _id(self, file: Path) -> str:
         return file.relative_to(self.path).as_posix()
@@ -119,7 +115,8 @@ class Corpus:
     def _texts_of_files(self, files: Iterable[Path]) -> Iterator[Text]:
         for file in files:
             id_ = self._id(file)
-            _check_encodable(id_, f"{file}: the name")
+            if _SURROGATE.search(id_):
+                raise ValueError(f"{ascii(str(file))}: the name is not UTF-8 text")
             try:
                 yield Text(id_, file.read_bytes().decode("utf-8-sig").strip())
             except UnicodeDecodeError as error:
@@ -146,24 +143,90 @@ def read_queries(lines: Iterable[bytes], name: str | os.PathLike[str]) -> list[T
     ValueError
         If a line is malformed, an id is given twice, a query is empty, or there is none; the message names the line.
     """
-    queries: dict[str, str] = {}
-    as_json: bool | None = None
-    for number, where, line in read_lines(lines, name):
-        if as_json is None:
-            as_json = line.startswith("{")
-        if as_json:
-            record = _record(line, where)
-            id_, text = (_string(record, key, where, required=True) for key in ("_id", "text"))
-            if id_ in queries:
-                raise ValueError(f'{where}: the "_id" {id_!r} was given before')
-            if not text.strip():
-                raise ValueError(f"{where}: the query is empty")
-        else:
-            id_, text = str(number), line
-        queries[id_] = text
-    if not queries:
+    numbered = iter(read_lines(lines, name))
+    first = next(numbered, None)
+    if first is None:
         raise ValueError(f"{name} holds no queries")
-    return [Text(*item) for item in queries.items()]
+    numbered = itertools.chain([first], numbered)
+    if not first[2].lstrip().startswith("{"):
+        return [Text(str(number), line.strip()) for number, _, line in numbered]
+    queries = []
+    for where, record in _records(numbered):
+        if not record["text"].strip():
+            raise ValueError(f"{where}: the query is empty")
+        queries.append(Text(record["_id"], record["text"]))
+    return queries
+
+
+def read_records(lines: Iterable[bytes], name: str | os.PathLike[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Read corpus.jsonl or queries.jsonl: the id and the object of every line that is not blank.
+
+    Parameters
+    ----------
+    lines
+        The lines, for example a file opened for reading bytes.
+    name
+        What the messages call the file.
+
+    Raises
+    ------
+    ValueError
+        If a line is malformed (it must hold an object, with strings for "_id", "text" and, if it is there and not
+        null, "title"), an id is empty or given twice, or there is none; the message names the line.
+    """
+    record = None
+    for _, record in _records(read_lines(lines, name)):
+        yield record["_id"], record
+    if record is None:
+        raise ValueError(f"{name} is empty")
+
+
+def read_lines(lines: Iterable[bytes], name: str | os.PathLike[str]) -> Iterator[tuple[int, str, str]]:
+    """Read UTF-8 text: of every line that is not blank its number, "file, line n" for messages, and its text.
+
+    Raises
+    ------
+    ValueError
+        If a line is not UTF-8; the message names it.
+    """
+    for number, raw in enumerate(lines, start=1):
+        where = f"{name}, line {number}"
+        try:
+            line = raw.decode("utf-8-sig" if number == 1 else "utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{where}: not UTF-8 text ({error})") from None
+        if line.strip():
+            yield number, where, line.rstrip("\r\n")
+
+
+def _records(lines: Iterable[tuple[int, str, str]]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Place and object of every line, checked."""
+    seen: dict[str, int] = {}
+    for number, where, line in lines:
+        try:
+            record = json.loads(line)
+        except ValueError as error:  # also what a number of thousands of digits raises
+            raise ValueError(f"{where}: not valid JSON ({error})") from None
+        except RecursionError:
+            raise ValueError(f"{where}: not valid JSON (nested too deeply)") from None
+        if not isinstance(record, dict):
+            raise ValueError(f"{where}: expected a JSON object, got {type(record).__name__}")
+        for key in ("_id", "text"):
+            if key not in record:
+                raise ValueError(f'{where}: the key "{key}" is missing; found {", ".join(record) or "none"}')
+        for key in ("_id", "title", "text"):
+            value = record.get(key)
+            if not isinstance(value, str) and not (key == "title" and value is None):
+                raise ValueError(f'{where}: "{key}" must be a string, got {reprlib.repr(value)}')
+            if value is not None and _SURROGATE.search(value):
+                raise ValueError(f'{where}: "{key}" holds half of a surrogate pair, which is no character')
+        id_ = record["_id"]
+        if not id_:
+            raise ValueError(f'{where}: the "_id" is empty')
+        if id_ in seen:
+            raise ValueError(f'{where}: the "_id" {id_!r} was given before, in line {seen[id_]}')
+        seen[id_] = number
+        yield where, record
 
 
 def _text_files(folder: Path) -> list[Path]:
@@ -182,53 +245,3 @@ def _text_files(folder: Path) -> list[Path]:
 
 def _raise(error: OSError) -> None:
     raise error
-
-
-def read_lines(lines: Iterable[bytes], name: str | os.PathLike[str]) -> Iterator[tuple[int, str, str]]:
-    """Number, "file, line n" and text of every line that is not blank."""
-    for number, raw in enumerate(lines, start=1):
-        where = f"{name}, line {number}"
-        try:
-            line = raw.decode("utf-8-sig" if number == 1 else "utf-8").strip()
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{where}: not UTF-8 text ({error})") from None
-        if line:
-            yield number, where, line
-
-
-def _records(lines: Iterable[bytes], name: str | os.PathLike[str]) -> Iterator[tuple[int, str, dict[str, Any]]]:
-    for number, where, line in read_lines(lines, name):
-        yield number, where, _record(line, where)
-
-
-def _record(line: str, where: str) -> dict[str, Any]:
-    try:
-        record = json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"{where}: not valid JSON ({error})") from None
-    except RecursionError:
-        raise ValueError(f"{where}: not valid JSON (nested too deeply)") from None
-    if not isinstance(record, dict):
-        raise ValueError(f"{where}: expected a JSON object, got {type(record).__name__}")
-    return record
-
-
-def _string(record: dict[str, Any], key: str, where: str, required: bool = False) -> str:
-    """The value of a key; what is not required may be missing or null."""
-    if required and key not in record:
-        raise ValueError(f'{where}: the key "{key}" is missing; found {", ".join(record) or "none"}')
-    value = record.get(key)
-    if value is None and not required:
-        return ""
-    if not isinstance(value, str):
-        raise ValueError(f'{where}: "{key}" must be a string, got {type(value).__name__}')
-    _check_encodable(value, f'{where}: "{key}"')
-    return value
-
-
-def _check_encodable(text: str, what: str) -> None:
-    """JSON may write half of a surrogate pair, which is no character and cannot be written anywhere else."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"{what} is not valid Unicode text ({error.reason}, at character {error.start})") from None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from pylate.rank import RerankResult
 from torch import Tensor
 
 from .index.arguments import Embeddings, check_distinct, check_name, ids_of, sequences_of
+from .index.info import IndexInfo
 from .index.model_record import ModelRecord
 from .index.search import EMPTY_SCORE, Search
 from .index.store import PackedStore
@@ -23,47 +23,6 @@ from .projection import dense_layers, fold_dense
 __all__ = ["EMPTY_SCORE", "Flat", "IndexInfo", "ModelRecord"]
 
 SCORERS = ("pylate_flash", "auto", "torch", "flash", "lik")
-
-
-@dataclass(frozen=True)
-class IndexInfo:
-    """What an index consists of.
-
-    Attributes
-    ----------
-    path
-        Its folder.
-    documents, tokens
-        How many it holds.
-    bytes
-        Of all its files.
-    dtype
-        How embeddings are kept: "float32", "float16" or "bfloat16".
-    embedding_size
-        Elements of an embedding (or of a hidden state); None if nothing was ever added.
-    shards
-        How many files hold the documents, the journal of small additions not counted.
-    without_checksum
-        How many of them have no checksum, because an older version wrote them.
-    generation
-        How often its manifest has been written.
-    model
-        Which model made the embeddings, as far as that was recorded.
-    created_with
-        Versions of the packages that wrote the manifest last.
-    """
-
-    path: Path
-    documents: int
-    tokens: int
-    bytes: int
-    dtype: str
-    embedding_size: int | None
-    shards: int
-    without_checksum: int
-    generation: int
-    model: ModelRecord | None
-    created_with: dict[str, str]
 
 
 class Flat(Base):

@@ -180,12 +180,15 @@ def _write(flat: Flat, ids: list[str], embeddings: list[Any]) -> None:
 
 def _note_truncation(colbert: ColBERT, texts: list[str]) -> None:
     """Say how many of the first texts are longer than what is read of them; tokenizing all would cost too much."""
+    from tqdm import tqdm
+
     length = colbert.document_length
     assert length is not None  # as `load_model` has made sure
     # One token is the marker of documents, which PyLate puts in.
     longer = sum(len(tokens) + 1 > length for tokens in colbert.tokenizer(texts, truncation=False)["input_ids"])
     if longer:
-        print(
+        # Above the bar, not in the middle of it.
+        tqdm.write(
             f"Note: {longer} of the first {len(texts)} documents are longer than the {length} tokens that are read of "
             "each; the rest of them is not indexed",
             file=sys.stderr,

@@ -1,11 +1,14 @@
 """The files of an index: what is kept, how it is written, and which model it belongs to.
 
 store.py          the documents of an index: reading, adding, removing, merging, verifying
+folder.py         its folder: the manifest that makes a write take effect, and whose turn it is (`turns.py`)
 manifest.py       manifest.json, checked in full before anything of it is used
 shards.py         one safetensors file of many documents
 journal.py        one file to which small additions are appended
-tables.py         ids, lengths and places of documents, in arrays that grow
+pieces.py         the embeddings, put end to end from shards and journal, or from copies on a GPU
+tables.py         ids, lengths and places of documents, in tables that grow
 model_record.py   which model made the embeddings
+info.py           a summary
 arguments.py      ids and embeddings in PyLate's forms
 search.py         exact search over a store, block by block
 """

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Embeddings", "check_distinct", "check_name", "ids_of", "sequences_of"]
+__all__ = ["Embeddings", "check_distinct", "check_name", "ids_of", "joined", "sequences_of"]
 
 Embeddings = Sequence[np.ndarray | Tensor | list] | np.ndarray | Tensor
 
@@ -75,3 +76,25 @@ def sequences_of(name: str, embeddings: object) -> list[Tensor]:
             raise ValueError(f"{name}[{i}] must have shape [L, d] with d of at least 1, got {list(item.shape)}")
         tensors.append(item)
     return tensors
+
+
+def joined(ids: Sequence[str], documents: Sequence[Tensor], lengths: np.ndarray, dtype: torch.dtype) -> Tensor:
+    """Pack documents [L_i, d] into [T, d] of type `dtype` on the CPU.
+
+    Raises
+    ------
+    ValueError
+        If a value is NaN or infinite in that type.
+    """
+    converted = [document.detach().to("cpu", dtype) for document in documents]
+    values = converted[0] if len(converted) == 1 else torch.cat(converted)
+    # The least and the greatest are NaN if one value is; this is the cheapest look at all of them.
+    if values.numel() and not all(math.isfinite(value) for value in torch.stack(values.aminmax()).tolist()):
+        row = int(torch.argmin(torch.isfinite(values).all(dim=1).to(torch.int8)))
+        document = int(np.searchsorted(np.cumsum(lengths), row, side="right"))
+        kept_as = str(dtype).removeprefix("torch.")
+        raise ValueError(
+            f"the embeddings of document {ids[document]!r} hold NaN or infinite values (as {kept_as}), "
+            f"first in token {row - int(lengths[:document].sum())}"
+        )
+    return values

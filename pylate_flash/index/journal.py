@@ -1,10 +1,11 @@
 """One file to which small additions are appended, so that one of them costs one write and not a new shard.
 
     head     which bytes of the file count: how far it goes, how far it is known to be on the disk, a sha256, a CRC
+    head     the one before it
     record   length, sha256 (of the record before it and of this one), and one safetensors file, as a shard is
     ...
 
-An addition is first written behind the end and then made to count by replacing the head, 64 bytes, in place. A process
+An addition is first written behind the end, and then made to count by a new head in place of the older one. A process
 that is killed in between leaves some bytes behind the end, which the next addition overwrites. The sha256 of the last
 record covers all before it, and a journal is small, so that all of it is checked whenever it is opened.
 """
@@ -19,7 +20,7 @@ import time
 import warnings
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -30,8 +31,9 @@ from .shards import check_finite, decode, encode, open_regular, read_exactly, wr
 __all__ = ["Journal", "flush"]
 
 _MAGIC = b"PLFLASHJ"
-_HEAD = struct.Struct("<8sQQ32s")
-_HEAD_BYTES = 64
+_HEAD = struct.Struct("<8sQQQ32s")
+_HEAD_BYTES = 128
+_FIRST = 2 * _HEAD_BYTES
 _RECORD = struct.Struct("<Q32s")
 # A journal is in memory, and read whole when the index is opened: so much is in it at most.
 JOURNAL_BYTES = 16 << 20
@@ -45,25 +47,35 @@ _FLUSH_SECONDS = 0.2
 class _Head:
     """`end` bytes of the file count, `flushed` of them are on the disk, `digest` is that of the last record."""
 
-    end: int = _HEAD_BYTES
-    flushed: int = _HEAD_BYTES
+    number: int = 1
+    end: int = _FIRST
+    flushed: int = _FIRST
     digest: bytes = bytes(32)
 
+    def next(self, end: int, flushed: int, digest: bytes) -> _Head:
+        return _Head(self.number + 1, end, flushed, digest)
+
     def to_bytes(self) -> bytes:
-        packed = _HEAD.pack(_MAGIC, self.end, self.flushed, self.digest)
+        packed = _HEAD.pack(_MAGIC, self.number, self.end, self.flushed, self.digest)
         return (packed + struct.pack("<I", zlib.crc32(packed))).ljust(_HEAD_BYTES, b"\0")
 
+    def write(self, descriptor: int) -> None:
+        """In place of the head before the last, so that one is whole whenever this is interrupted."""
+        write_all(descriptor, self.to_bytes(), self.number % 2 * _HEAD_BYTES)
+
     @classmethod
-    def read(cls, descriptor: int) -> _Head:
-        # A reader may meet the writer that replaces the head, and sees a part of the old one and a part of the new.
-        for attempt in range(5):
-            content = bytes(read_exactly(descriptor, bytearray(_HEAD_BYTES), 0))
-            magic, end, flushed, digest = _HEAD.unpack_from(content)
-            head = cls(end, flushed, digest)
-            if magic == _MAGIC and _HEAD_BYTES <= flushed <= end and content == head.to_bytes():
-                return head
-            time.sleep(0.001 * attempt)
-        raise ValueError("its head is not that of a journal")
+    def read(cls, descriptor: int) -> tuple[_Head, bool]:
+        """The last head that is whole, and whether the other one is not."""
+        content = bytes(read_exactly(descriptor, bytearray(_FIRST), 0))
+        heads = []
+        for place in (0, _HEAD_BYTES):
+            magic, *values = _HEAD.unpack_from(content, place)
+            head = cls(*values)
+            if magic == _MAGIC and head.to_bytes() == content[place : place + _HEAD_BYTES]:
+                heads.append(head)
+        if not heads:
+            raise ValueError("its heads are not those of a journal")
+        return max(heads, key=lambda head: head.number), len(heads) == 1
 
 
 class Journal:
@@ -86,7 +98,8 @@ class Journal:
         """Make an empty journal, which the first addition flushes to the disk."""
         journal = cls(path, dtype, size)
         with path.open("xb", buffering=0) as file:
-            write_all(file.fileno(), journal._head.to_bytes(), 0)
+            replace(journal._head, number=0).write(file.fileno())
+            journal._head.write(file.fileno())
         return journal
 
     @classmethod
@@ -105,9 +118,9 @@ class Journal:
         lengths = [np.zeros(0, dtype=np.int64)]
         descriptor = open_regular(path)
         try:
-            head = journal._seen = _Head.read(descriptor)
+            head, torn = _Head.read(descriptor)
             have = os.fstat(descriptor).st_size
-            content = memoryview(read_exactly(descriptor, bytearray(min(head.end, have)), 0))
+            content = memoryview(read_exactly(descriptor, bytearray(have if torn else min(head.end, have)), 0))
         except (OSError, ValueError) as error:
             raise ValueError(f"{path} is damaged: {error}") from None
         finally:
@@ -128,7 +141,16 @@ class Journal:
             lengths.append(record[1])
         if journal.nbytes == head.end and journal._head.digest != head.digest:
             raise ValueError(f"{path} is damaged: its head has another sha256 than its last record")
-        journal._head = _Head(journal.nbytes, min(head.flushed, journal.nbytes), journal._head.digest)
+        # A writer was interrupted while it replaced a head, or that head is damaged: what is whole counts.
+        while torn:
+            try:
+                record = journal._parse(content)
+            except ValueError:
+                break
+            ids += record[0]
+            lengths.append(record[1])
+        journal._seen = head
+        journal._head = _Head(head.number, journal.nbytes, min(head.flushed, journal.nbytes), journal._head.digest)
         return journal, ids, np.concatenate(lengths)
 
     def _parse(self, content: memoryview) -> tuple[list[str], np.ndarray]:
@@ -150,7 +172,7 @@ class Journal:
             nbytes = values.numel() * found.dtype.itemsize
             raw = np.frombuffer(payload, dtype=np.uint8, count=nbytes, offset=found.values_offset)
             values.view(torch.uint8).view(-1).numpy()[:] = raw
-        self._take(values, _Head(start + length, self._head.flushed, digest))
+        self._take(values, self._head.next(start + length, self._head.flushed, digest))
         return found.ids, found.lengths
 
     @property
@@ -171,11 +193,15 @@ class Journal:
         """Whether the file is as this object has seen it, and no other process has added to it since."""
         descriptor = open_regular(self.path)
         try:
-            head = _Head.read(descriptor)
+            head, _ = _Head.read(descriptor)
         finally:
             os.close(descriptor)
-        # How far it has been flushed is no part of the content.
-        return (head.end, head.digest) == (self._seen.end, self._seen.digest)
+        if (head.end, head.digest) != (self._seen.end, self._seen.digest):
+            return False
+        # It may have been flushed meanwhile, which writes a head as well; the next one must follow that.
+        flushed = min(head.flushed, self._head.end)
+        self._head = replace(self._head, number=head.number, flushed=flushed)
+        return True
 
     def append(self, ids: Sequence[str], lengths: np.ndarray, values: torch.Tensor) -> None:
         """Add documents; on an error, the file is as before.
@@ -186,20 +212,22 @@ class Journal:
         payload = b"".join(encode(ids, lengths, [values], self._dtype, self._room.shape[1]))
         digest = hashlib.sha256(self._head.digest + payload).digest()
         before, start = self._head, self._head.end
-        head = _Head(start + _RECORD.size + len(payload), before.flushed, digest)
+        head = before.next(start + _RECORD.size + len(payload), before.flushed, digest)
         descriptor = open_regular(self.path, os.O_RDWR)
         try:
             # What a process that was killed has left behind the end.
             if os.fstat(descriptor).st_size > start:
                 os.ftruncate(descriptor, start)
             write_all(descriptor, _RECORD.pack(len(payload), digest) + payload, start)
-            write_all(descriptor, head.to_bytes(), 0)
+            head.write(descriptor)
             if time.monotonic() >= self._flush_due:
                 head = _flush(descriptor, head)
                 self._flush_due = time.monotonic() + _FLUSH_SECONDS
         except BaseException:
             with contextlib.suppress(OSError):
-                write_all(descriptor, before.to_bytes(), 0)
+                # Twice, so that no head speaks of what is not there any more. The flush may have written one.
+                for number in (2, 3):
+                    replace(before, number=head.number + number).write(descriptor)
                 os.ftruncate(descriptor, before.end)
             raise
         finally:
@@ -238,13 +266,13 @@ def flush(path: Path) -> None:
     """Have all of a journal on the disk, whoever has written it."""
     descriptor = open_regular(path, os.O_RDWR)
     try:
-        _flush(descriptor, _Head.read(descriptor))
+        _flush(descriptor, _Head.read(descriptor)[0])
     finally:
         os.close(descriptor)
 
 
 def _flush(descriptor: int, head: _Head) -> _Head:
     os.fsync(descriptor)
-    head = _Head(head.end, head.end, head.digest)
-    write_all(descriptor, head.to_bytes(), 0)
+    head = head.next(head.end, head.end, head.digest)
+    head.write(descriptor)
     return head

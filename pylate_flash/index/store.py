@@ -25,12 +25,9 @@ Tokens that no search reads take no memory, except those of the journal.
 from __future__ import annotations
 
 import contextlib
-import math
 import os
-import secrets
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -38,9 +35,13 @@ import torch
 from tqdm import tqdm
 
 from . import journal as journals
+from .arguments import joined
+from .folder import Folder
 from .journal import Journal
-from .manifest import DTYPES, JOURNAL_NAME, SHARD_NAME, Manifest
+from .manifest import DTYPES, Manifest
+from .merging import Part, grouped
 from .model_record import ModelRecord
+from .pieces import Pieces
 from .shards import Shard
 from .tables import Documents, blocks
 from .turns import turn
@@ -52,21 +53,6 @@ __all__ = ["DTYPES", "PackedStore"]
 SHARD_BYTES = 256 << 20
 # Of shards that are rewritten, so much is in memory.
 _COPIED_BYTES = 16 << 20
-
-
-@dataclass(frozen=True)
-class _Part:
-    """Documents of a write: `shard` if they are all of one that is there already."""
-
-    ids: Sequence[str]
-    lengths: np.ndarray
-    values: Callable[[], Iterable[torch.Tensor]]
-    shard: Shard | None = None
-
-    @property
-    def tokens(self) -> int:
-        """As `blocks` counts them."""
-        return int(np.maximum(self.lengths, 1).sum())
 
 
 class PackedStore:
@@ -95,21 +81,13 @@ class PackedStore:
         If the folder cannot be read. The message names it.
     """
 
-    kept_on: torch.device  # where `read` finds the embeddings
-
     def __init__(self, path: str | os.PathLike[str], dtype: str | None = None, override: bool = False) -> None:
         if dtype is not None and dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {sorted(DTYPES)}, got {dtype!r}")
-        self.path = Path(path)
-        _check_folder(self.path)
-        self._manifest_path = self.path / "manifest.json"
-        self._lock_path = self.path / "lock"
-        self._content: bytes | None = None  # of manifest.json
-        self._copies: dict[Shard | Journal, torch.Tensor] = {}
+        self._folder = Folder(Path(path), dtype or "float32")
         self._to_flush: tuple[Path, weakref.finalize] | None = None
-        self.manifest = Manifest(dtype=dtype or "float32")
         self.documents = Documents()
-        self._set_pieces([], None)
+        self._pieces = Pieces(self.dtype, 0, [], None)
         if override:
             self._empty()
         else:
@@ -121,6 +99,16 @@ class PackedStore:
                 )
 
     # Reading
+
+    @property
+    def path(self) -> Path:
+        """The folder."""
+        return self._folder.path
+
+    @property
+    def manifest(self) -> Manifest:
+        """What the folder consists of."""
+        return self._folder.manifest
 
     @property
     def dtype(self) -> torch.dtype:
@@ -187,7 +175,6 @@ class PackedStore:
         OSError
             If a shard cannot be read. The message names it.
         """
-        device = device or torch.device("cpu")
         cu = self.documents.cu
         # Neighbouring documents are neighbouring rows: read each run of consecutive positions at once.
         breaks = np.flatnonzero(np.diff(positions) != 1) + 1
@@ -196,65 +183,29 @@ class PackedStore:
             for first, last in zip(np.r_[0, breaks], np.r_[breaks, len(positions)], strict=True)
             if first < last
         ]
-        slices = [piece for run in runs for piece in self._slices(*run)]
-        if self.kept_on.type != "cpu":
-            copies = [self._copies[self._pieces[piece]][first:last] for piece, first, last in slices]
-            if copies:
-                return (copies[0] if len(copies) == 1 else torch.cat(copies)).to(device)
-        if len(slices) == 1 and isinstance(self._pieces[slices[0][0]], Journal):
-            return self._pieces[slices[0][0]].values[slices[0][1] : slices[0][2]].to(device)  # type: ignore[union-attr]
-        rows = sum(last - first for _, first, last in slices)
-        values = torch.empty(rows, self.embedding_size or 0, dtype=self.dtype)
-        done = 0
-        for piece, first, last in slices:
-            self._pieces[piece].read_into(values[done : done + last - first], first)
-            done += last - first
-        return values.to(device)
+        return self._pieces.read(runs, device or torch.device("cpu"))
+
+    @property
+    def kept_on(self) -> torch.device:
+        """Where `read` finds the embeddings: the CPU stands for the files."""
+        return self._pieces.kept_on
 
     def bytes_to_copy(self, device: torch.device) -> int:
         """Bytes that `keep_on` would copy to `device`, beside those that are there already."""
-        return sum(piece.rows for piece in self._pieces if not self._is_on(device, piece)) * self.token_bytes
+        return self._pieces.bytes_to_copy(device)
 
     def keep_on(self, device: torch.device) -> None:
         """Copy all embeddings to `device`, from where :meth:`read` serves them until the next write.
 
         What that write leaves in place need not be copied again. With the CPU, the copies are given up.
         """
-        if device == self.kept_on:
-            return
-        self.kept_on = torch.device("cpu")
-        if device.type == "cpu":
-            self._copies = {}
-            return
-        for piece in self._pieces:
-            if not self._is_on(device, piece):
-                values = torch.empty(piece.rows, self.embedding_size or 0, dtype=self.dtype)
-                piece.read_into(values, 0)
-                self._copies[piece] = values.to(device)
-        self.kept_on = device
-
-    def _is_on(self, device: torch.device, piece: Shard | Journal) -> bool:
-        copy = self._copies.get(piece)
-        return copy is not None and copy.device == device and len(copy) == piece.rows
-
-    def _slices(self, start: int, stop: int) -> list[tuple[int, int, int]]:
-        """Rows start..stop of all pieces put end to end: which piece, from which of its rows to which."""
-        found = []
-        piece = int(np.searchsorted(self._starts, start, side="right")) - 1
-        while start < stop:
-            begin = int(self._starts[piece])
-            end = min(stop, begin + self._pieces[piece].rows)
-            if start < end:
-                found.append((piece, start - begin, end - begin))
-                start = end
-            piece += 1
-        return found
+        self._pieces.keep_on(device)
 
     @property
     def bytes_on_disk(self) -> int:
         """Bytes of the files that the manifest names, and of the manifest."""
-        journal = 0 if self._journal is None else self._journal.nbytes
-        return sum(shard.entry.bytes for shard in self._shards) + journal + len(self._content or b"")
+        journal = 0 if self._pieces.journal is None else self._pieces.journal.nbytes
+        return sum(shard.entry.bytes for shard in self._pieces.shards) + journal + self._folder.nbytes
 
     def verify(self, show_progress: bool = False) -> None:
         """Read every file, as this object has opened them; opening has checked that they fit together.
@@ -292,7 +243,7 @@ class PackedStore:
         Raises
         ------
         ValueError
-            If d differs from the store's, or a value is NaN or infinite in the store's dtype.
+            If an id is there already, d differs from the store's, or a value is NaN or infinite in the store's dtype.
         RuntimeError
             If another process is writing or has written since this store was opened.
         OSError
@@ -300,6 +251,7 @@ class PackedStore:
         """
         if not documents:
             return
+        self.documents.check_new(ids)
         size = self.embedding_size or documents[0].shape[1]
         for i, document in enumerate(documents):
             if document.shape[1] != size:
@@ -314,34 +266,33 @@ class PackedStore:
         def converted(start: int, stop: int) -> Iterator[torch.Tensor]:
             for begin in range(start, stop, batch_size):
                 end = min(begin + batch_size, stop)
-                yield self._convert(ids[begin:end], documents[begin:end], lengths[begin:end])
+                yield joined(ids[begin:end], documents[begin:end], lengths[begin:end], self.dtype)
                 if progress is not None:
                     progress.update(end - begin)
 
         def update() -> None:
             self.documents.extend(ids, lengths)
 
-        journal = self._journal
-        used = (0, 0) if journal is None else (journal.nbytes, journal.records)
-        with self._write(), contextlib.ExitStack() as stack:
+        journal = self._pieces.journal
+        nbytes = int(np.maximum(lengths, 1).sum()) * row + (0 if journal is None else journal.nbytes)
+        records = 0 if journal is None else journal.records
+        with self._writing(), contextlib.ExitStack() as stack:
             if show_progress:
                 bar = tqdm(total=len(documents), desc="Adding documents", unit="doc")
                 progress = stack.enter_context(bar)
-            if used[0] + int(lengths.sum()) * row <= journals.JOURNAL_BYTES and used[1] < journals.JOURNAL_RECORDS:
+            if nbytes <= journals.JOURNAL_BYTES and records < journals.JOURNAL_RECORDS:
                 values = list(converted(0, len(documents)))
                 new = journal is None
                 if journal is None:
-                    journal = Journal.create(self._new_name("journal"), self.dtype, size)
+                    journal = Journal.create(self._folder.new_path("journal"), self.dtype, size)
                 journal.append(ids, lengths, values[0] if len(values) == 1 else torch.cat(values))
                 if new:
-                    self._commit(
-                        self._shards, journal, lambda: self.documents.extend(ids, lengths), embedding_size=size
-                    )
+                    self._commit(self._pieces.shards, journal, update, embedding_size=size)
                 else:
                     self._appended(ids, lengths, journal)
                 return
             parts = [
-                _Part(ids[start:stop], lengths[start:stop], lambda start=start, stop=stop: converted(start, stop))  # type: ignore[misc]
+                Part(ids[start:stop], lengths[start:stop], lambda start=start, stop=stop: converted(start, stop))  # type: ignore[misc]
                 for start, stop in blocks(lengths, max(1, SHARD_BYTES // row))
             ]
             shards = self._merged([*self._parts(), *parts], size)
@@ -366,7 +317,7 @@ class PackedStore:
             return
         keep = np.ones(len(self), dtype=bool)
         keep[positions] = False
-        with self._write():
+        with self._writing():
             parts, start = [], 0
             for part in self._parts():
                 kept = start + np.flatnonzero(keep[start : start + len(part.ids)])
@@ -389,14 +340,18 @@ class PackedStore:
         """
         if not self._pieces:
             return
-        with self._write():
-            ends = np.cumsum([shard.entry.documents for shard in self._shards])
-            there = {(int(end) - shard.entry.documents, int(end)): shard for shard, end in zip(self._shards, ends)}  # noqa: B905
+        with self._writing():
+            there, end = {}, 0
+            for shard in self._pieces.shards:
+                there[end, end + shard.entry.documents] = shard
+                end += shard.entry.documents
             shards = []
             for start, stop in blocks(self.lengths, max(1, SHARD_BYTES // self.token_bytes)):
-                shard = there.get((start, stop))
-                shards.append(shard or self._save([self._some(np.arange(start, stop))], self.embedding_size or 0))
-            if shards != self._shards or self._journal is not None:
+                if (start, stop) in there:
+                    shards.append(there[start, stop])
+                else:
+                    shards.append(self._save([self._some(np.arange(start, stop))], self.embedding_size or 0))
+            if shards != self._pieces.shards or self._pieces.journal is not None:
                 self._commit(shards, None)
 
     def set_model(self, model: ModelRecord) -> None:
@@ -409,17 +364,17 @@ class PackedStore:
         OSError
             If the manifest cannot be written.
         """
-        with self._write():
-            self._commit(self._shards, self._journal, model=model)
+        with self._writing():
+            self._commit(self._pieces.shards, self._pieces.journal, model=model)
 
-    def _parts(self) -> list[_Part]:
+    def _parts(self) -> list[Part]:
         """What the store holds."""
         parts, start = [], 0
-        for shard in self._shards:
+        for shard in self._pieces.shards:
             stop = start + shard.entry.documents
             positions = np.arange(start, stop)
             parts.append(
-                _Part(
+                Part(
                     self.ids[start:stop],
                     self.lengths[start:stop],
                     lambda positions=positions: self._copied(positions),  # type: ignore[misc]
@@ -431,90 +386,39 @@ class PackedStore:
             parts.append(self._some(np.arange(start, len(self))))
         return parts
 
-    def _some(self, positions: np.ndarray) -> _Part:
+    def _some(self, positions: np.ndarray) -> Part:
         """Some of the store's documents, as a part of what is written next."""
-        return _Part([self.ids[i] for i in positions], self.lengths[positions], lambda: self._copied(positions))
+        return Part([self.ids[i] for i in positions], self.lengths[positions], lambda: self._copied(positions))
 
     def _copied(self, positions: np.ndarray) -> Iterator[torch.Tensor]:
         for start, stop in blocks(self.lengths[positions], max(1, _COPIED_BYTES // self.token_bytes)):
             yield self.read(positions[start:stop], torch.device("cpu"))
 
-    def _merged(self, parts: list[_Part], size: int) -> list[Shard]:
+    def _merged(self, parts: list[Part], size: int) -> list[Shard]:
         """Write parts as shards; neighbours of similar sizes become one, the others that are shards already stay."""
         limit = max(1, SHARD_BYTES // (size * self.dtype.itemsize))
-        groups: list[tuple[int, list[_Part]]] = []
-        for part in parts:
-            groups.append((part.tokens, [part]))
-            # Sizes in powers of two: what follows one another is in ever smaller classes, so there are few shards, and
-            # a document is rewritten only when its shard rises by a class.
-            while len(groups) > 1:
-                (before, previous), (tokens, last) = groups[-2:]
-                if before.bit_length() > tokens.bit_length() or before + tokens > limit:
-                    break
-                groups[-2:] = [(before + tokens, previous + last)]
         return [
             group[0].shard if len(group) == 1 and group[0].shard is not None else self._save(group, size)
-            for _, group in groups
+            for group in grouped(parts, limit)
         ]
 
-    def _save(self, parts: list[_Part], size: int) -> Shard:
+    def _save(self, parts: list[Part], size: int) -> Shard:
         """Write one shard that no manifest names yet, and open it."""
         ids = [id_ for part in parts for id_ in part.ids]
         lengths = np.concatenate([part.lengths for part in parts])
         values = (piece for part in parts for piece in part.values())
-        return Shard.write(self._new_name("shard", ".safetensors"), ids, lengths, values, self.dtype, size)
-
-    def _new_name(self, kind: str, suffix: str = "") -> Path:
-        # The random part keeps the names of a file lost to a crash and of its successor apart.
-        return self.path / f"{kind}-{self.manifest.generation:05d}-{secrets.token_hex(4)}{suffix}"
-
-    def _convert(self, ids: Sequence[str], documents: Sequence[torch.Tensor], lengths: np.ndarray) -> torch.Tensor:
-        converted = [document.detach().to("cpu", self.dtype) for document in documents]
-        values = converted[0] if len(converted) == 1 else torch.cat(converted)
-        # The least and the greatest are NaN if one value is; this is the cheapest look at all of them.
-        if values.numel() and not all(math.isfinite(value) for value in torch.stack(values.aminmax()).tolist()):
-            row = int(torch.argmin(torch.isfinite(values).all(dim=1).to(torch.int8)))
-            document = int(np.searchsorted(np.cumsum(lengths), row, side="right"))
-            raise ValueError(
-                f"the embeddings of document {ids[document]!r} hold NaN or infinite values (as {self.manifest.dtype}), "
-                f"first in token {row - int(lengths[:document].sum())}"
-            )
-        return values
-
-    @contextlib.contextmanager
-    def _write(self) -> Iterator[None]:
-        """Take the turn to write. What a failed write leaves behind is deleted."""
-        try:
-            if self._content is None:
-                self.path.mkdir(parents=True, exist_ok=True)
-            with contextlib.ExitStack() as stack:
-                try:
-                    stack.enter_context(turn(self._lock_path))
-                except BlockingIOError:
-                    raise RuntimeError(
-                        f"another process is writing to the index in {self.path}: wait until it has finished"
-                    ) from None
-                current = self._read_manifest() == self._content
-                if not (current and (self._journal is None or self._journal.is_current())):
-                    raise RuntimeError(
-                        f"the index in {self.path} has been written to since it was opened here (generation "
-                        f"{self.manifest.generation}): open it again and repeat the change"
-                    )
-                try:
-                    yield
-                except BaseException:
-                    self._delete_orphans()
-                    raise
-        except OSError as error:
-            reason = error.strerror or str(error)
-            raise OSError(error.errno, f"cannot write to the index in {self.path}: {reason}") from error
+        return Shard.write(self._folder.new_path("shard", ".safetensors"), ids, lengths, values, self.dtype, size)
 
     def _appended(self, ids: Sequence[str], lengths: np.ndarray, journal: Journal) -> None:
         """Take note of documents that have been appended to the journal, the last piece."""
         self.documents.extend(ids, lengths)
-        self.kept_on = torch.device("cpu")
+        self._pieces.appended()
         if not journal.is_flushed and (self._to_flush is None or self._to_flush[0] != journal.path):
-            self._to_flush = journal.path, weakref.finalize(self, _flush, self._lock_path, journal.path)
+            self._to_flush = journal.path, weakref.finalize(self, _flush, self._folder.lock, journal.path)
+
+    def _writing(self) -> contextlib.AbstractContextManager[None]:
+        journal = self._pieces.journal
+        return self._folder.writing(lambda: journal is None or journal.is_current())
 
     def _commit(
         self,
@@ -532,68 +436,41 @@ class PackedStore:
             journal=None if journal is None else journal.path.name,
             **changes,
         )
-        content = manifest.to_bytes()
-        _fsync_folder(self.path)
-        temporary = self.path / "manifest.json.tmp"
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, self._manifest_path)
-        # All at once, before anything can fail: this is the content now, whatever happens to what is left to do.
-        self._content, self.manifest = content, manifest
-        self._set_pieces(shards, journal)
-        if update is not None:
-            update()
-        _fsync_folder(self.path)
-        self._delete_orphans()
+
+        def take_effect() -> None:
+            self._pieces = self._pieces.followed_by(self.dtype, self.embedding_size or 0, shards, journal)
+            if update is not None:
+                update()
+
+        self._folder.commit(manifest, take_effect)
 
     def _empty(self) -> None:
         """Start anew, whatever the folder holds, even a store that cannot be read."""
-        self._content = self._read_manifest()
-        if self._content is not None:
-            with self._write():
+        self._folder.accept(self._folder.read())
+        if self._folder.exists:
+            with self._writing():
                 self._commit([], None)
 
-    def _delete_orphans(self) -> None:
-        """Delete the shards and journals that the manifest on the disk does not name."""
-        # Not what this object believes: a write may have been interrupted just after it took effect.
-        content = (self._read_manifest() or b"").decode(errors="replace")
-        named = {*SHARD_NAME.findall(content), *JOURNAL_NAME.findall(content)}
-        for path in self.path.iterdir():
-            ours = SHARD_NAME.fullmatch(path.name) or JOURNAL_NAME.fullmatch(path.name)
-            if path.name == "manifest.json.tmp" or (ours and path.name not in named):
-                path.unlink(missing_ok=True)
-
     # Opening
-
-    def _read_manifest(self) -> bytes | None:
-        try:
-            return self._manifest_path.read_bytes()
-        except FileNotFoundError:
-            return None
 
     def _open(self) -> None:
         """Read the manifest and open its shards."""
         while True:
-            try:
-                content = self._read_manifest()
-            except OSError as error:
-                raise OSError(error.errno, f"cannot read the index in {self.path}: {error.strerror}") from error
+            content = self._folder.read()
             if content is None:
                 return
-            manifest = Manifest.parse(content, self._manifest_path)
+            manifest = self._folder.parse(content)
             try:
-                self._open_files(manifest)
-            except ValueError:
+                self.documents, self._pieces = self._open_files(manifest)
+            except (OSError, ValueError):
                 # A writer may have replaced the manifest, and deleted shards, after it was read here.
-                if self._read_manifest() != content:
+                if self._folder.read() != content:
                     continue
                 raise
-            self._content, self.manifest = content, manifest
+            self._folder.accept(content, manifest)
             return
 
-    def _open_files(self, manifest: Manifest) -> None:
+    def _open_files(self, manifest: Manifest) -> tuple[Documents, Pieces]:
         documents, shards, journal = Documents(), [], None
         found = (Shard.open(self.path / entry.file, entry, manifest) for entry in manifest.shards)
         for shard, ids, lengths in found:
@@ -605,16 +482,7 @@ class PackedStore:
                 self.path / manifest.journal, DTYPES[manifest.dtype], manifest.embedding_size
             )
             _extend(documents, ids, lengths, journal.path)
-        self.documents = documents
-        self._set_pieces(shards, journal)
-
-    def _set_pieces(self, shards: list[Shard], journal: Journal | None) -> None:
-        self._shards, self._journal = shards, journal
-        self._pieces: list[Shard | Journal] = [*shards, *([] if journal is None else [journal])]
-        self._starts = np.cumsum([0] + [piece.rows for piece in self._pieces[:-1]])
-        # Copies of shards that are still there are used again.
-        self._copies = {piece: self._copies[piece] for piece in self._pieces if piece in self._copies}
-        self.kept_on = torch.device("cpu")
+        return documents, Pieces(DTYPES[manifest.dtype], manifest.embedding_size or 0, shards, journal)
 
 
 def _flush(lock: Path, journal: Path) -> None:
@@ -625,26 +493,7 @@ def _flush(lock: Path, journal: Path) -> None:
 
 def _extend(documents: Documents, ids: list[str], lengths: np.ndarray, path: Path) -> None:
     try:
-        documents.extend(ids, lengths)
+        documents.check_new(ids)
     except ValueError as error:
         raise ValueError(f"{path} is damaged: {error}") from None
-
-
-def _check_folder(path: Path) -> None:
-    """Refuse a path that is no folder and cannot become one."""
-    for place in (path, *path.parents):
-        if os.path.lexists(place):
-            if not place.is_dir():
-                what = "a symbolic link to nothing" if place.is_symlink() and not place.exists() else "a file"
-                raise ValueError(f"the index cannot be in {path}: {place} is {what}, expected a folder")
-            return
-
-
-def _fsync_folder(path: Path) -> None:
-    """Flush a folder's entries to the disk, where the system can (Windows cannot open folders)."""
-    if os.name == "posix":
-        folder = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+    documents.extend(ids, lengths)

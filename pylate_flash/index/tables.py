@@ -60,22 +60,21 @@ class Documents:
         """Tokens before every document, and of all. Shape: [N + 1], int64."""
         return self._cu.values
 
-    def extend(self, ids: Sequence[str], lengths: np.ndarray) -> None:
-        """Append documents.
-
-        Raises
-        ------
-        ValueError
-            If an id is there already; then nothing has changed.
-        """
-        start = len(self.ids)
-        new = {id_: start + i for i, id_ in enumerate(ids)}
+    def check_new(self, ids: Sequence[str]) -> None:
+        """Raise a ValueError if one of `ids` is there already, or is repeated; it names the first."""
+        new = set(ids)
         if len(new) < len(ids) or not self.position.keys().isdisjoint(new):
             seen = set(self.position)
-            twice = next(id_ for id_ in ids if id_ in seen or seen.add(id_))  # type: ignore[func-returns-value]
-            raise ValueError(f"the document {twice!r} is there twice")
+            for id_ in ids:
+                if id_ in seen:
+                    raise ValueError(f"the document {id_!r} is there twice")
+                seen.add(id_)
+
+    def extend(self, ids: Sequence[str], lengths: np.ndarray) -> None:
+        """Append documents, whose ids are new."""
+        start = len(self.ids)
         self.ids.extend(ids)
-        self.position.update(new)
+        self.position.update(zip(ids, range(start, len(self.ids)), strict=True))
         self._lengths.extend(lengths)
         self._cu.extend(self.cu[-1] + np.cumsum(lengths))
 

@@ -359,6 +359,18 @@ def test_info_says_what_the_index_holds(index: Path, tiny_colbert_path: str) -> 
         assert part in table
 
 
+def test_what_does_not_encode_does_not_wait_for_pylate(index: Path) -> None:
+    code = (
+        "import sys; from pylate_flash.cli import app; "
+        "app(['index', *sys.argv[1:]], prog_name='pylate-flash', standalone_mode=False); "
+        "print(sorted({'pylate', 'transformers'} & set(sys.modules)))"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(indexes.__file__).parents[1])}
+    arguments = [sys.executable, "-c", code, "remove", "a", "--index", str(index)]
+    done = subprocess.run(arguments, capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
 def test_verify_finds_a_changed_byte(index: Path) -> None:
     succeed("index", "compact", "--index", index)
     assert "3 documents" in succeed("index", "verify", "--index", index)

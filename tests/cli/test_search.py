@@ -137,6 +137,12 @@ def test_the_demo_needs_neither_index_nor_model(output: Path, monkeypatch: pytes
     assert " ".join(next(document["text"] for document in corpus if document["_id"] == best[2]).split()) == best[3]
 
 
+def test_an_index_that_evaluate_keeps_names_its_model(beir: Path, tmp_path: Path, tiny_colbert_path: str) -> None:
+    here = ("--model", tiny_colbert_path, "--device", "cpu", "--query-length", 8)
+    succeed("evaluate", "--data", beir, "--index", tmp_path / "index", *here)
+    assert succeed("search", "trains", "--index", tmp_path / "index")
+
+
 def test_another_model_is_refused(index: Path, other_colbert_path: str, minilm_path: str) -> None:
     result = invoke("search", "x", "--index", index, "--model", other_colbert_path)
     assert_one_clear_sentence(result, index, "is another one", "weights")

@@ -1,0 +1,165 @@
+"""The folder of an index: its manifest, whose turn it is to write, and what a failed write leaves behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from .manifest import JOURNAL_NAME, SHARD_NAME, Manifest
+from .turns import turn
+
+__all__ = ["Folder"]
+
+
+class Folder:
+    """A folder as it was when its manifest was read.
+
+    Attributes
+    ----------
+    path
+        The folder. The first write makes it.
+    manifest
+        Its manifest; one of an empty index if there is none.
+
+    Raises
+    ------
+    ValueError
+        If `path` is no folder and cannot become one.
+    """
+
+    def __init__(self, path: Path, dtype: str) -> None:
+        _check_folder(path)
+        self.path = path
+        self.manifest = Manifest(dtype=dtype)
+        self.lock = path / "lock"
+        self._manifest_path = path / "manifest.json"
+        self._content: bytes | None = None  # of manifest.json
+
+    @property
+    def exists(self) -> bool:
+        """Whether there is a manifest."""
+        return self._content is not None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the manifest."""
+        return len(self._content or b"")
+
+    def read(self) -> bytes | None:
+        """The manifest's bytes as they are on the disk now, which `accept` takes; None if there is none.
+
+        Raises
+        ------
+        OSError
+            If there is one that cannot be read. The message names the folder.
+        """
+        try:
+            return self._manifest_path.read_bytes()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise OSError(error.errno, f"cannot read the index in {self.path}: {error.strerror}") from error
+
+    def parse(self, content: bytes) -> Manifest:
+        """As `Manifest.parse`."""
+        return Manifest.parse(content, self._manifest_path)
+
+    def accept(self, content: bytes | None, manifest: Manifest | None = None) -> None:
+        """Take `content` for what the folder holds; without a manifest, to overwrite it."""
+        self._content, self.manifest = content, manifest or self.manifest
+
+    def new_path(self, kind: str, suffix: str = "") -> Path:
+        """Where to write a file that no manifest names yet."""
+        # The random part keeps the names of a file lost to a crash and of its successor apart.
+        return self.path / f"{kind}-{self.manifest.generation:05d}-{secrets.token_hex(4)}{suffix}"
+
+    @contextlib.contextmanager
+    def writing(self, is_current: Callable[[], bool]) -> Iterator[None]:
+        """Take the turn to write. What a failed write leaves behind is deleted.
+
+        Parameters
+        ----------
+        is_current
+            Whether the files that the manifest names are as they were when it was read.
+
+        Raises
+        ------
+        RuntimeError
+            If another process is writing or has written since the manifest was read.
+        OSError
+            If a file cannot be written. The message names the folder.
+        """
+        try:
+            if self._content is None:
+                self.path.mkdir(parents=True, exist_ok=True)
+            with contextlib.ExitStack() as stack:
+                try:
+                    stack.enter_context(turn(self.lock))
+                except BlockingIOError:
+                    raise RuntimeError(
+                        f"another process is writing to the index in {self.path}: wait until it has finished"
+                    ) from None
+                if self.read() != self._content or not is_current():
+                    raise RuntimeError(
+                        f"the index in {self.path} has been written to since it was opened here (generation "
+                        f"{self.manifest.generation}): open it again and repeat the change"
+                    )
+                try:
+                    yield
+                except BaseException:
+                    self._delete_orphans()
+                    raise
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise OSError(error.errno, f"cannot write to the index in {self.path}: {reason}") from error
+
+    def commit(self, manifest: Manifest, then: Callable[[], None]) -> None:
+        """Replace the manifest, and delete what it no longer names. Only here does a write take effect.
+
+        `then` is called as soon as it has, before anything can fail.
+        """
+        content = manifest.to_bytes()
+        _fsync_folder(self.path)
+        temporary = self.path / "manifest.json.tmp"
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, self._manifest_path)
+        self._content, self.manifest = content, manifest
+        then()
+        _fsync_folder(self.path)
+        self._delete_orphans()
+
+    def _delete_orphans(self) -> None:
+        """Delete the shards and journals that the manifest on the disk does not name."""
+        # Not what this object believes: a write may have been interrupted just after it took effect.
+        content = (self.read() or b"").decode(errors="replace")
+        named = {*SHARD_NAME.findall(content), *JOURNAL_NAME.findall(content)}
+        for path in self.path.iterdir():
+            ours = SHARD_NAME.fullmatch(path.name) or JOURNAL_NAME.fullmatch(path.name)
+            if path.name == "manifest.json.tmp" or (ours and path.name not in named):
+                path.unlink(missing_ok=True)
+
+
+def _check_folder(path: Path) -> None:
+    """Refuse a path that is no folder and cannot become one."""
+    for place in (path, *path.parents):
+        if os.path.lexists(place):
+            if not place.is_dir():
+                what = "a symbolic link to nothing" if place.is_symlink() and not place.exists() else "a file"
+                raise ValueError(f"the index cannot be in {path}: {place} is {what}, expected a folder")
+            return
+
+
+def _fsync_folder(path: Path) -> None:
+    """Flush a folder's entries to the disk, where the system can (Windows cannot open folders)."""
+    if os.name == "posix":
+        folder = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)

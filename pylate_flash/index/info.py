@@ -1,0 +1,51 @@
+"""What an index consists of, for those who look after it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from .model_record import ModelRecord
+
+__all__ = ["IndexInfo"]
+
+
+@dataclass(frozen=True)
+class IndexInfo:
+    """What an index consists of.
+
+    Attributes
+    ----------
+    path
+        Its folder.
+    documents, tokens
+        How many it holds.
+    bytes
+        Of all its files.
+    dtype
+        How embeddings are kept: "float32", "float16" or "bfloat16".
+    embedding_size
+        Elements of an embedding (or of a hidden state); None if nothing was ever added.
+    shards
+        How many files hold the documents, the journal of small additions not counted.
+    without_checksum
+        How many of them have no checksum, because an older version wrote them.
+    generation
+        How often its manifest has been written.
+    model
+        Which model made the embeddings, as far as that was recorded.
+    created_with
+        Versions of the packages that wrote the manifest last.
+    """
+
+    path: Path
+    documents: int
+    tokens: int
+    bytes: int
+    dtype: str
+    embedding_size: int | None
+    shards: int
+    without_checksum: int
+    generation: int
+    model: ModelRecord | None
+    created_with: dict[str, str]

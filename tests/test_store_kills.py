@@ -1,0 +1,117 @@
+"""Writers that are killed: the store that they leave holds what the last finished call made of it, or the one after."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import pylate_flash
+
+# For each of `kills` a child opens the store, writes, and is killed before the n-th change that it makes to the disk,
+# or in the middle of it where it is a write. What it was about to make of the store and what it has made, it says in a
+# file of lines. Its parent compares.
+WRITER = """
+import hashlib, json, os, random, signal, sys
+import numpy as np, torch
+from pylate_flash.index import journal, store
+from pylate_flash.index.store import PackedStore
+
+folder, said, seed, kills = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+# Small, so that journals become shards, and shards are merged and cut, all the time.
+journal.JOURNAL_BYTES, store.SHARD_BYTES = 1500, 4000
+
+def document(id_):
+    bits = hashlib.sha256(id_.encode()).digest()
+    return torch.tensor(list(bits), dtype=torch.float32).view(8, 4)[: bits[0] % 9]
+
+def expect(opened, ids):
+    assert opened.ids == ids, (opened.ids, ids)
+    for i, id_ in enumerate(ids):
+        assert torch.equal(opened.read(np.array([i])), document(id_)), id_
+
+def die_at(step, halfway):
+    left = [step]
+    def watched(name, write=False):
+        call = getattr(os, name)
+        def watch(*arguments, **options):
+            left[0] -= 1
+            if left[0] <= 0:
+                if write and halfway:
+                    descriptor, data, *rest = arguments
+                    call(descriptor, memoryview(data)[: len(data) // 2], *rest)
+                os.kill(os.getpid(), signal.SIGKILL)
+            return call(*arguments, **options)
+        setattr(os, name, watch)
+    for name in ("fsync", "replace", "unlink", "ftruncate"):
+        watched(name)
+    watched("pwrite", write=True)
+
+def write(pick, number):
+    log = open(said, "a")
+    override = pick.random() < 0.1
+    if override:
+        print("[]", file=log, flush=True)
+    die_at(pick.randint(1, 40), pick.random() < 0.5)
+    opened = PackedStore(folder, override=override)
+    for call in range(1000):
+        operation = pick.choice(["add", "add", "add", "many", "remove", "compact"])
+        ids, gone = list(opened.ids), []
+        if operation in ("add", "many"):
+            new = [f"{number}-{call}-{i}" for i in range(1 if operation == "add" else pick.randint(2, 60))]
+            ids += new
+        elif operation == "remove":
+            gone = sorted(pick.sample(range(len(ids)), pick.randint(0, len(ids))))
+            ids = [id_ for i, id_ in enumerate(ids) if i not in gone]
+        print(json.dumps(ids), file=log, flush=True)
+        if operation in ("add", "many"):
+            opened.add(new, [document(id_) for id_ in new])
+        elif operation == "remove":
+            opened.remove(np.array(gone, dtype=np.int64))
+        else:
+            opened.compact()
+        expect(opened, ids)
+
+before = after = 0
+ids = []
+for number in range(kills):
+    pick = random.Random(f"{seed} {number}")
+    open(said, "w").close()
+    child = os.fork()
+    if child == 0:
+        write(pick, number)
+        os._exit(0)
+    status = os.waitpid(child, 0)[1]
+    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, (number, status)
+    states = [ids, *map(json.loads, open(said))]
+    opened = PackedStore(folder)
+    opened.verify()
+    ids = opened.ids
+    assert ids in states[-2:], (number, ids, states[-2:])
+    if len(states) > 1 and states[-1] != states[-2]:
+        before, after = before + (ids == states[-2]), after + (ids == states[-1])
+    expect(opened, ids)
+    assert len(os.listdir(folder)) < 60
+# Both happen: that a call which was killed had taken effect, and that it had not.
+assert before and after, (before, after)
+opened.add(["last"], [document("last")])
+opened.compact()
+assert set(os.listdir(folder)) == {"manifest.json", "lock", *(entry.file for entry in opened.manifest.shards)}
+print(kills, "kills")
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_a_killed_writer_leaves_what_the_last_finished_call_made_or_the_one_in_flight(
+    tmp_path: Path, seed: int
+) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(Path(pylate_flash.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    arguments = [str(tmp_path / "index"), str(tmp_path / "said"), str(seed), "20"]
+    done = subprocess.run(
+        [sys.executable, "-c", WRITER, *arguments], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert (done.returncode, done.stdout) == (0, "20 kills\n"), done.stderr
