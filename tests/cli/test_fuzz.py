@@ -36,8 +36,9 @@ TARGETS = {
     "lists": ("lists.jsonl", (*TRAIN, "--data", "lists.jsonl", "--loss", "distillation"), 2),
     "built": ("beir/corpus.jsonl", ("index", "--data", "beir/corpus.jsonl", "--index", OUTPUT, *MODEL), 1),
     "asked": ("beir/queries.jsonl", ("search", "--queries", "beir/queries.jsonl", "--index", "index", *MODEL), 1),
-    "searched": ("index", ("search", "cats", "--index", "index", *MODEL), 4),
-    "verified": ("index", ("index", "verify", "--index", "index"), 2),
+    "journal": ("index", ("search", "cats", "--index", "index", *MODEL), 2),
+    "shards": ("compacted", ("search", "cats", "--index", "compacted", *MODEL), 3),
+    "verified": ("compacted", ("index", "verify", "--index", "compacted"), 2),
     "model": ("model", EVALUATE, 6),
 }
 
@@ -61,6 +62,8 @@ def workspace(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         succeed(*EVALUATE, "--index", "index")
+        shutil.copytree("index", "compacted")
+        succeed("index", "compact", "--index", "compacted")
     return folder
 
 
