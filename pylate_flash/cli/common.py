@@ -353,7 +353,11 @@ def check_new_folder(path: Path, option: str) -> None:
 def write_file(path: Path, text: str, option: str) -> None:
     """Write a file so that it holds, at every moment, what it held before or all of the text."""
     with explained(f"{option}: "):
-        if os.path.exists(path) and not os.path.isfile(path):  # a pipe, or /dev/stdout
+        if _is_standard_output(path):
+            # Its own stream, because a second one would begin at the start of the file that it goes to.
+            print(text, end="")
+            return
+        if os.path.exists(path) and not os.path.isfile(path):  # a pipe
             path.write_text(text, encoding="utf-8")
             return
         place = path.resolve()
@@ -368,3 +372,10 @@ def write_file(path: Path, text: str, option: str) -> None:
         except BaseException:
             os.unlink(part)
             raise
+
+
+def _is_standard_output(path: Path) -> bool:
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(1))
+    except (OSError, ValueError):
+        return False

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from pylate_flash import __version__
+from pylate_flash.cli.common import UserError, check_file
 from tests.cli.commands import assert_one_clear_sentence, invoke, succeed
 
 COMMANDS = ("demo", "train", "evaluate", "search", "bench", "doctor")
@@ -184,3 +186,25 @@ def test_the_installed_program_has_no_traceback_either(tmp_path: Path) -> None:
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "pylate-flash: there is no file no.jsonl\n"
+
+
+def test_what_is_written_to_standard_output_stands_between_what_is_printed(tmp_path: Path) -> None:
+    code = (
+        "from pathlib import Path; from pylate_flash.cli.common import check_new_file, write_file; "
+        "print('before'); path = Path('/dev/stdout'); check_new_file(path, '--json'); "
+        "write_file(path, 'written\\n', '--json'); print('after')"
+    )
+    with (tmp_path / "out").open("w") as out:
+        subprocess.run([sys.executable, "-c", code], stdout=out, check=True)
+    assert (tmp_path / "out").read_text() == "before\nwritten\nafter\n"
+    piped = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert piped.stdout == "before\nwritten\nafter\n"
+
+
+def test_a_pipe_is_a_file_to_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    check_file(tmp_path / "pipe")
+    with pytest.raises(UserError, match="is a folder; name a file"):
+        check_file(tmp_path)
+    with pytest.raises(UserError, match="there is no file"):
+        check_file(tmp_path / ("a" * 300))
