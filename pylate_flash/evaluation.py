@@ -11,8 +11,9 @@ The names of `pylate.evaluation` are here too, so that `from pylate import evalu
 from __future__ import annotations
 
 import contextlib
-import json
 import os
+import re
+import reprlib
 import tempfile
 import time
 import warnings
@@ -33,6 +34,7 @@ from pylate.rank import RerankResult
 from sentence_transformers.evaluation import SentenceEvaluator
 from tqdm import tqdm
 
+from .corpus_files import Corpus, read_lines, read_records
 from .index.store import SHARD_BYTES
 from .indexes import Flat
 from .projection import encode_hidden_states
@@ -55,6 +57,9 @@ __all__ = [
 ]
 
 Qrels = Mapping[str, Mapping[str, int]]
+# ranx keeps relevances in 64 bits, and computes with powers and sums of them.
+_INTEGER = re.compile("[+-]?[0-9]{1,9}")
+_NUMBER = re.compile("[+-]?[0-9.]")
 # Batches of documents between two writes to the index: texts are sorted by length within them, so few would waste
 # work on padding, and many would leave the progress bar standing still.
 _BATCHES_PER_STEP = 16
@@ -100,23 +105,22 @@ def load_beir_folder(
             f"{folder} is not a BEIR folder with a split {split!r}: expected corpus.jsonl, queries.jsonl and "
             f"qrels/{split}.tsv, missing {', '.join(missing)}; splits found: {splits}"
         )
-    corpus = dict(_read_jsonl(files[0]))
-    texts = dict(_read_jsonl(files[1]))
-    documents = [
-        {"id": id_, "text": f"{record.get('title') or ''} {record['text']}".strip()} for id_, record in corpus.items()
-    ]
+    documents = [document._asdict() for document in Corpus(files[0])]
+    ids = {document["id"] for document in documents}
+    with files[1].open("rb") as lines:
+        texts = {query_id: record["text"] for query_id, record in read_records(lines, files[1])}
     qrels: dict[str, dict[str, int]] = {}
     for where, query_id, document_id, relevance in _read_qrels(files[2]):
         if query_id not in texts:
             raise ValueError(f"{where}: query {query_id!r} is not in {files[1].name}")
-        if document_id not in corpus:
+        if document_id not in ids:
             raise ValueError(f"{where}: document {document_id!r} is not in {files[0].name}")
         if qrels.setdefault(query_id, {}).setdefault(document_id, relevance) != relevance:
             raise ValueError(
                 f"{where}: document {document_id!r} has been judged {qrels[query_id][document_id]} for query "
                 f"{query_id!r} before, and {relevance} here"
             )
-    return documents, {query_id: texts[query_id]["text"] for query_id in qrels}, qrels
+    return documents, {query_id: texts[query_id] for query_id in qrels}, qrels
 
 
 @dataclass(frozen=True)
@@ -382,61 +386,23 @@ def _compute(
     return means, per_query
 
 
-def _read_lines(file: Path) -> Iterator[tuple[str, str]]:
-    """Non-blank lines of a UTF-8 file, each after "file, line n" for messages."""
-    with file.open("rb") as lines:
-        for number, raw in enumerate(lines, start=1):
-            where = f"{file}, line {number}"
-            try:
-                line = raw.decode("utf-8-sig" if number == 1 else "utf-8")
-            except UnicodeDecodeError as error:
-                raise ValueError(f"{where}: not UTF-8 text ({error})") from None
-            if line.strip():
-                yield where, line.rstrip("\r\n")
-
-
-def _read_jsonl(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Id and record of every line of corpus.jsonl or queries.jsonl."""
-    seen: dict[str, str] = {}
-    for where, line in _read_lines(file):
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{where}: not valid JSON ({error})") from None
-        if not isinstance(record, dict):
-            raise ValueError(f"{where}: expected a JSON object, got {type(record).__name__}")
-        for key in ("_id", "text"):
-            if key not in record:
-                raise ValueError(f'{where}: the key "{key}" is missing; found {", ".join(record) or "none"}')
-        for key in ("_id", "title", "text"):
-            value = record.get(key)
-            if not isinstance(value, str) and not (key == "title" and value is None):
-                raise ValueError(f'{where}: "{key}" must be a string, got {value!r}')
-        if record["_id"] in seen:
-            raise ValueError(f'{where}: the "_id" {record["_id"]!r} was given before, in {seen[record["_id"]]}')
-        seen[record["_id"]] = where
-        yield record["_id"], record
-    if not seen:
-        raise ValueError(f"{file} is empty")
-
-
 def _read_qrels(file: Path) -> Iterator[tuple[str, str, str, int]]:
     """Place, query id, document id and relevance of every judgement."""
     first, judgements = True, 0
-    for where, line in _read_lines(file):
-        fields = line.split("\t")
-        if len(fields) != 3:
-            raise ValueError(
-                f"{where}: expected query id, document id and relevance, tab-separated; got {len(fields)} field(s)"
-            )
-        try:
-            relevance = int(fields[2])
-        except ValueError:
-            if not first:
-                raise ValueError(f"{where}: the relevance must be an integer, got {fields[2]!r}") from None
-        else:
-            judgements += 1
-            yield where, fields[0], fields[1], relevance
-        first = False
+    with file.open("rb") as lines:
+        for _, where, line in read_lines(lines, file):
+            fields = line.split("\t")
+            if len(fields) != 3:
+                raise ValueError(
+                    f"{where}: expected query id, document id and relevance, tab-separated; got {len(fields)} field(s)"
+                )
+            relevance = fields[2].strip()
+            if _INTEGER.fullmatch(relevance):
+                judgements += 1
+                yield where, fields[0], fields[1], int(relevance)
+            elif not first or _NUMBER.match(relevance):
+                digits = " of at most 9 digits" if relevance.lstrip("+-").isdigit() else ""
+                raise ValueError(f"{where}: the relevance must be an integer{digits}, got {reprlib.repr(fields[2])}")
+            first = False
     if not judgements:
         raise ValueError(f"{file} holds no judgements")

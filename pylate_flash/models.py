@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pylate.models
+import torch
 from pylate.models import Dense
 from torch import Tensor
 
@@ -65,7 +66,11 @@ class ColBERT(pylate.models.ColBERT):
             check_backend(scorer, name="scorer")
         if masking is not None:
             check_masking(masking)
+        # Each layer that PyLate appends for want of a projection, with its weights: see `append`.
+        self._drawn: list[tuple[Dense, Tensor]] = []
+        self._constructing = True
         super().__init__(*args, **kwargs)
+        self._constructing = False
         self.scorer = scorer if scorer is not None else self._model_config.get("scorer", "auto")
         masking = masking if masking is not None else self._model_config.get("masking")
         if masking is not None:
@@ -118,6 +123,38 @@ class ColBERT(pylate.models.ColBERT):
         """`scores.colbert_scores_pairwise` with the model's flags: N queries and N documents give [N]."""
         return functools.partial(colbert_scores_pairwise, backend=self._backend(), masking=self.masking)
 
+    @property
+    def projection_is_random(self) -> bool:
+        """Whether a layer of the projection has random weights: drawn at loading, neither trained nor replaced since.
+
+        PyLate adds such a layer to an encoder that comes without a projection, another one each time: what such a model
+        finds means nothing, and what it indexed cannot be searched by any other. A model that was saved and loaded
+        again has the weights of its file, whatever they are.
+        """
+        layers = {id(module) for module in self}
+        return any(
+            id(layer) in layers and torch.equal(drawn.to(layer.linear.weight), layer.linear.weight)
+            for layer, drawn in self._drawn
+        )
+
+    @property
+    def longest_input(self) -> int | None:
+        """The most tokens that the encoder has positions for, special tokens included; None if nothing limits them."""
+        encoder: Any = self[0].auto_model
+        limit = getattr(encoder.config, "max_position_embeddings", None)
+        if not isinstance(limit, int) or limit < 1:
+            return None
+        # RoBERTa's family counts positions from the one after that of padding.
+        tables = (module for name, module in encoder.named_modules() if name.endswith("position_embeddings"))
+        padding = getattr(next(tables, None), "padding_idx", None)
+        return limit if padding is None else limit - padding - 1
+
+    def append(self, module: Any) -> ColBERT:
+        """Add a module at the end, as `torch.nn.Sequential.append` does."""
+        if self._constructing and not (len(self) == 1 and _has_stanford_projection(self[0])):
+            self._drawn.append((module, module.linear.weight.detach().clone()))
+        return super().append(module)
+
     def _backend(self) -> str | None:
         return None if self.scorer == "auto" else self.scorer
 
@@ -125,3 +162,8 @@ class ColBERT(pylate.models.ColBERT):
     def load(cls, input_path: str) -> ColBERT:
         """Load the model saved in the folder `input_path`."""
         return cls(model_name_or_path=input_path)
+
+
+def _has_stanford_projection(encoder: Any) -> bool:
+    """Whether the encoder's checkpoint is one of Stanford's ColBERT, which keep the projection beside the encoder."""
+    return (encoder.auto_model.config.architectures or [None])[0] == "HF_ColBERT"

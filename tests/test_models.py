@@ -5,12 +5,16 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+import shutil
+import types
 from pathlib import Path
 
 import pylate.models
 import pylate.scores
 import pytest
 import torch
+import transformers
+from safetensors.torch import load_file, save_file
 
 from pylate_flash import models, registered
 from pylate_flash.models import ColBERT
@@ -190,3 +194,74 @@ def test_copies_keep_the_flags_and_are_independent(model: ColBERT, duplicate) ->
     other.scorer = "pylate_flash"
     assert model.scorer == "torch"
     assert other.similarity(QUERIES.half(), DOCUMENTS.half()).dtype == torch.float32
+
+
+@pytest.fixture
+def encoder(tiny_colbert_path: str) -> str:
+    """The folder of an encoder without a projection."""
+    return str(Path(tiny_colbert_path).with_name("bert"))
+
+
+def test_a_projection_drawn_at_loading_is_random_until_it_is_trained(encoder: str) -> None:
+    model = ColBERT(encoder, device="cpu")
+    assert model.projection_is_random
+    assert copy.deepcopy(model).projection_is_random
+    with torch.no_grad():
+        model[1].linear.weight.add_(1e-3)
+    assert not model.projection_is_random
+
+
+def test_a_projection_drawn_at_loading_is_random_until_it_is_replaced(encoder: str) -> None:
+    model = ColBERT(encoder, device="cpu")
+    model[1] = models.Dense(32, 4)
+    assert not model.projection_is_random
+
+
+def test_a_projection_of_half_precision_is_no_less_random(encoder: str) -> None:
+    assert ColBERT(encoder, device="cpu").half().projection_is_random
+
+
+def test_a_saved_projection_is_not_random(encoder: str, tiny_colbert_path: str, tmp_path: Path) -> None:
+    assert not ColBERT(tiny_colbert_path, device="cpu").projection_is_random
+    ColBERT(encoder, device="cpu").save_pretrained(str(tmp_path / "saved"))
+    assert not ColBERT(str(tmp_path / "saved"), device="cpu").projection_is_random
+
+
+def test_a_layer_added_for_another_embedding_size_is_random(tiny_colbert_path: str) -> None:
+    model = ColBERT(tiny_colbert_path, embedding_size=8, device="cpu")
+    assert len(model) == 3
+    assert model.projection_is_random
+
+
+def test_the_projection_in_a_checkpoint_of_stanford_is_not_random(encoder: str, tmp_path: Path) -> None:
+    stanford = Path(shutil.copytree(encoder, tmp_path / "stanford"))
+    config = json.loads((stanford / "config.json").read_text())
+    (stanford / "config.json").write_text(json.dumps({**config, "architectures": ["HF_ColBERT"]}))
+    tensors = load_file(stanford / "model.safetensors")
+    save_file({**tensors, "linear.weight": torch.ones(16, 32)}, stanford / "model.safetensors", {"format": "pt"})
+    model = ColBERT(str(stanford), device="cpu")
+    assert torch.equal(model[1].linear.weight, torch.ones(16, 32))
+    assert not model.projection_is_random
+
+
+def test_the_longest_input_is_what_the_encoder_has_positions_for(model: ColBERT, tmp_path: Path) -> None:
+    assert model.longest_input == 128
+    encoder = transformers.RobertaModel(
+        transformers.RobertaConfig(
+            vocab_size=50,
+            hidden_size=8,
+            num_hidden_layers=1,
+            num_attention_heads=1,
+            intermediate_size=8,
+            max_position_embeddings=20,
+            pad_token_id=1,
+        )
+    )
+    other = copy.copy(model)
+    other._modules = {"0": types.SimpleNamespace(auto_model=encoder)}
+    assert other.longest_input == 18
+    encoder(torch.full((1, 18), 5))
+    with pytest.raises((IndexError, RuntimeError)):
+        encoder(torch.full((1, 19), 5))
+    encoder.config.max_position_embeddings = None
+    assert other.longest_input is None

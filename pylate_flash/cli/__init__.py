@@ -1,13 +1,16 @@
-"""The command line: `pylate-flash demo | train | evaluate | search | bench | doctor`, a file for each.
+"""The command line: `pylate-flash demo | train | evaluate | index | search | bench | doctor`, a file for each.
 
 Everything heavy is imported inside the commands, so that `--help` answers at once.
 """
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
-from . import bench, demo, doctor, evaluate, search, train
+from .. import __version__
+from . import bench, demo, doctor, evaluate, index, search, train
 from .common import command
 
 __all__ = ["app", "main"]
@@ -16,13 +19,31 @@ __all__ = ["app", "main"]
 app = typer.Typer(
     name="pylate-flash",
     help="Score, train and retrieve with PyLate through fused, exact MaxSim.",
-    epilog="Start with `pylate-flash demo`. Every command explains itself: `pylate-flash train --help`.",
+    epilog="Start with `pylate-flash demo`. Every command explains itself: `pylate-flash train --help`. Exit codes: "
+    "0 done, 1 a check of the results failed, 2 something to put right, which one sentence names, 70 a mistake of the "
+    "program (PYLATE_FLASH_TRACEBACK=1 shows where), 130 interrupted.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"pylate-flash {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """The options that come before a command."""
+
 
 app.command(
     epilog="Examples: `pylate-flash demo --full` (a better model), `pylate-flash demo --model my-org/my-encoder`."
@@ -34,6 +55,7 @@ app.command(
 app.command(
     epilog="Example: `pylate-flash evaluate --data demo-output/data --model demo-output/model --compare-torch`"
 )(command(evaluate.evaluate))
+app.add_typer(index.app, name="index")
 app.command(epilog='Example, after the demo: `pylate-flash search "read a compressed archive" -k 3`')(
     command(search.search)
 )

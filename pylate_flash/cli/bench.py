@@ -10,6 +10,11 @@ def bench(context: typer.Context) -> None:
     # The options are the suite's own; reading them here would import torch for every `--help`.
     from ..bench.cli import bench as measure
 
-    application = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    application = typer.Typer(
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode="markdown",
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
     application.command()(measure)
     application(context.args, prog_name="pylate-flash bench")

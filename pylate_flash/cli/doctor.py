@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
-from typing import Any
+from typing import Annotated, Any
 
+import typer
+from packaging.specifiers import SpecifierSet
 from rich.markup import escape
 from rich.table import Table
 
-from .common import be_quiet, console
+from .common import cause, console, loading
 
 
-def doctor() -> None:
-    """Say what is installed, what computes here, and which implementation serves which input, and why."""
-    be_quiet()
+def doctor(
+    check: Annotated[
+        bool, typer.Option("--check", help="Import PyLate too and try register(), which takes seconds.")
+    ] = False,
+) -> None:
+    """Say what is installed, what computes here, and which implementation serves which input, and why.
+
+    Exits with 1 where register() does not work.
+    """
     import torch
 
     from .. import __version__
     from ..ops.dispatch import explain
-    from ..register import registered
 
     table = Table(title="Versions", title_justify="left", title_style="bold", show_header=False)
     table.add_row("python", sys.version.split()[0])
@@ -44,13 +52,34 @@ def doctor() -> None:
     console.print(table)
     if len(devices) == 1:
         console.print("No CUDA device was found: everything runs on the CPU.")
+    works, text = _try_register() if check else _look_at_pylate()
+    console.print(f"register(): {escape(text)}", highlight=False)
+    if not works:
+        raise typer.Exit(1)
+
+
+def _look_at_pylate() -> tuple[bool, str]:
+    """Whether `register()` should work, from what is installed: importing PyLate would take many seconds."""
+    from ..register import SUPPORTED_PYLATE
+
+    version = _version("pylate")
+    if version is None or importlib.util.find_spec("pylate") is None:
+        return False, f'PyLate is not installed: pip install "pylate{SUPPORTED_PYLATE}"'
+    if not SpecifierSet(SUPPORTED_PYLATE).contains(version, prereleases=True):
+        return False, f'PyLate {version} is not supported: pip install "pylate{SUPPORTED_PYLATE}"'
+    return True, f"PyLate {version} is supported; doctor --check tries it."
+
+
+def _try_register() -> tuple[bool, str]:
+    loading("PyLate")
+    from ..register import registered
 
     try:
         with registered():
-            pass
-        console.print("register(): works with the installed PyLate.")
-    except ImportError as error:
-        console.print(f"register(): does not work: {escape(str(error))}", highlight=False)
+            return True, "works with the installed PyLate."
+    # Whatever a broken installation raises while it is imported.
+    except Exception as error:
+        return False, f"does not work: {cause(error)}"
 
 
 def _version(name: str) -> str | None:

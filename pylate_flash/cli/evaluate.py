@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,27 +15,41 @@ import typer
 
 from .common import (
     Scorer,
+    TrustRemoteCode,
     UserError,
     be_quiet,
     check_device,
     check_installed,
     check_model_name,
+    check_new_file,
+    check_new_folder,
     check_scorer,
     console,
     explained,
     load_model,
+    loading,
+    notes,
+    write_file,
 )
 
 
 def evaluate(
-    data: Annotated[Path, typer.Option(help="BEIR folder: corpus.jsonl, queries.jsonl, qrels/SPLIT.tsv.")],
+    data: Annotated[
+        Path,
+        typer.Option(
+            help='BEIR folder. corpus.jsonl: `{"_id": "d1", "title": "optional", "text": "..."}` in each line; '
+            'queries.jsonl: `{"_id": "q1", "text": "..."}`; qrels/SPLIT.tsv: `q1`, `d1` and a whole number, 1 or more '
+            "if relevant, between tabs."
+        ),
+    ],
     model: Annotated[str, typer.Option(help="ColBERT model, or an encoder: a folder or a name.")],
     split: Annotated[str, typer.Option(help="Which file of qrels/.")] = "test",
     scorer: Annotated[Scorer, typer.Option(help="Computes the scores. auto: as the model says.")] = Scorer.auto,
     compare_torch: Annotated[
         bool,
         typer.Option(
-            "--compare-torch", help="Search the same index with PyLate's torch scorer too; exit 1 if unequal."
+            "--compare-torch",
+            help="Search the same index with PyLate's torch scorer too; exit 1 if unequal. Not with `--scorer torch`.",
         ),
     ] = False,
     index: Annotated[Path | None, typer.Option(help="Keep the index in this new folder, for `search`.")] = None,
@@ -42,39 +60,64 @@ def evaluate(
         int | None, typer.Option(min=4, help="Tokens of a document, at most. Default: the model's.")
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, ... Default: a GPU if there is one.")] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an index that is already there.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace the index that is already in `--index`.")
+    ] = False,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Evaluate a model's retrieval on a collection in BEIR's layout, by exact search.
 
     Prints nDCG@10, MAP, recall@100 and MRR@10 over the 100 best documents of each query. An encoder without a
     projection gets a random one, as in PyLate: train it first.
     """
+    if compare_torch and scorer is Scorer.torch:
+        raise UserError("--compare-torch compares another scorer with torch; leave out --scorer torch")
     if index is not None:
         _check_new_index(index, overwrite)
-    if json_file is not None and not json_file.parent.is_dir():
-        raise UserError(f"--json: there is no folder {json_file.parent}")
+    elif overwrite:
+        raise UserError("--overwrite replaces the index in --index, which was not given")
+    if json_file is not None:
+        check_new_file(json_file, "--json")
     check_model_name(model)
-    be_quiet()
     check_installed("ranx")
+    be_quiet()
+    loading(f"the model {model}")
     from .. import evaluation, indexes
     from ..agreement import compare
     from ..demo.job import METRICS, metrics_table, versions
 
     with explained():
         documents, queries, qrels = evaluation.load_beir_folder(data, split=split)
-        check_device(device)
+    check_device(device)
     import torch
 
     # A projection that the encoder has not got is drawn at random: the same one at every call.
     torch.manual_seed(42)
-    colbert = load_model(model, device=device, query_length=query_length, document_length=document_length)
+    colbert = load_model(
+        model,
+        searching=index is not None,
+        trust_remote_code=trust_remote_code,
+        device=device,
+        query_length=query_length,
+        document_length=document_length,
+    )
+    if colbert.projection_is_random:
+        notes.print(
+            f"Warning: {model} is an encoder without a projection. A random one was drawn, so the numbers below say "
+            "nothing about a model of use; train it first with `pylate-flash train`.",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
+        )
     chosen = None if scorer is Scorer.auto else scorer.value
     check_scorer(chosen, colbert.device)
-    with tempfile.TemporaryDirectory() as folder:
-        place = index or Path(folder, "index")
-        flat = indexes.Flat(
-            place.parent, place.name, override=True, device=str(colbert.device), show_progress=console.is_terminal
-        )
+    with _place_of_index(index) as place, explained():
+        # A RuntimeError is another process that writes there.
+        with explained(kinds=(ValueError, OSError, RuntimeError)):
+            flat = indexes.Flat(
+                place.parent, place.name, override=True, device=str(colbert.device), show_progress=notes.is_terminal
+            )
+            flat.record_model(colbert, model)
 
         def run(name: str | None) -> evaluation.RetrievalEvaluation:
             return evaluation.evaluate_retrieval(
@@ -86,7 +129,7 @@ def evaluate(
                 scorer=name,
                 metrics=list(METRICS),
                 batch_size=batch_size,
-                show_progress=console.is_terminal,
+                show_progress=notes.is_terminal,
             )
 
         result = run(chosen)
@@ -109,19 +152,34 @@ def evaluate(
         if theirs and agreement:
             record["torch"] = theirs.metrics
             record["agreement"] = {"holds": agreement.holds, "text": str(agreement)}
-        with explained("--json: "):
-            json_file.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        write_file(json_file, json.dumps(record, indent=2) + "\n", "--json")
     if agreement:
         console.print(f"The two scorers {'agree' if agreement.holds else 'disagree'}: {agreement}.", highlight=False)
         if not agreement.holds:
             raise typer.Exit(1)
 
 
+@contextmanager
+def _place_of_index(index: Path | None) -> Iterator[Path]:
+    """Where to build the index; if it is not finished, nothing of it stays."""
+    if index is None:
+        with tempfile.TemporaryDirectory() as folder:
+            yield Path(folder, "index")
+        return
+    place = index.resolve()
+    try:
+        yield place
+    except BaseException:
+        shutil.rmtree(place, ignore_errors=True)
+        raise
+
+
 def _check_new_index(path: Path, overwrite: bool) -> None:
-    if path.exists() and not path.is_dir():
-        raise UserError(f"{path} is a file; name a folder")
-    if path.is_dir() and any(path.iterdir()):
-        if not (path / "manifest.json").is_file():
-            raise UserError(f"{path} holds files that are no index; name another folder")
+    check_new_folder(path, "--index")
+    with explained("--index: "):
+        holds_files = os.path.isdir(path) and bool(os.listdir(path))
+    if holds_files:
+        if not os.path.isfile(path / "manifest.json"):
+            raise UserError(f"--index: {path} holds files that are no index; name another folder")
         if not overwrite:
-            raise UserError(f"there is an index in {path} already; --overwrite replaces it")
+            raise UserError(f"--index: there is an index in {path} already; --overwrite replaces it")

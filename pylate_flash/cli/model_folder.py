@@ -1,167 +1,138 @@
-"""The folder that a trained model is written to: tried out before the training, changed file by file after it."""
+"""What is asked of a model's folder when it is loaded: loaders say little, run code that it names, and fill gaps."""
 
 from __future__ import annotations
 
-import contextlib
 import json
+import logging
 import os
 import re
-import shutil
-import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-from .common import UserError
-
-if TYPE_CHECKING:
-    from ..models import ColBERT
-
-# What models consist of, by the names that sentence-transformers, transformers and tokenizers read.
-_OF_A_MODEL = re.compile(
-    r"(modules|config|config_sentence_transformers|sentence_\w+_config|generation_config|(pre)?processor_config)\.json"
-    r"|README\.md"
-    r"|model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json"
-    r"|pytorch_model(-\d{5}-of-\d{5})?\.bin|pytorch_model\.bin\.index\.json"
-    r"|adapter_config\.json|adapter_model\.(safetensors|bin)"
-    r"|(tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab)\.json"
-    r"|vocab\.txt|merges\.txt|tokenizer\.model|spiece\.model|sentencepiece\.bpe\.model|chat_template\.jinja"
+# Those that are objects; others, such as MiniLM's data_config.json, are nobody's business here.
+_CONFIGURATIONS = (
+    "config.json",
+    "config_sentence_transformers.json",
+    "sentence_bert_config.json",
+    "tokenizer_config.json",
+    "tokenizer.json",
+    "router_config.json",
 )
-# What a folder may hold and still count as empty: the marks of a file system, of git and of other programs.
-_NO_CONTENT = re.compile(r"\..*|lost\+found")
-# A folder with one of these two looks like a model or an encoder, so they go first and come last.
-_MARKS = ("config.json", "modules.json")
-# What the names of the folders begin with in which a model is written before its files are moved.
-UNFINISHED = "unfinished-model-"
+# No encoder has more, and building those of a damaged number would take all time and memory.
+_MOST_LAYERS = 10_000
+_MODULES = ("sentence_transformers.", "pylate.")
+_PARTS = ("torch.nn.", "transformers.", *_MODULES)
 
 
-def holds_model(folder: Path) -> bool:
-    """Whether a folder holds a model, as far as its files say."""
-    return (folder / "modules.json").is_file()
+def check_model_folder(folder: Path, trust_remote_code: bool) -> None:
+    """Check the JSON of a model's folder, and that loading it runs no code but that of the known libraries.
 
+    sentence-transformers imports whatever the `type` of an entry of modules.json names, from the folder itself or from
+    another repository of the hub, and does not ask `trust_remote_code` where the model is a folder; what the
+    configurations of its modules name is imported too, and called.
 
-def other_files(folder: Path, *known: str) -> list[str]:
-    """Names in a folder, if it exists, other than those given and those that any empty folder may have."""
-    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
-    return [name for name in names if name not in known and not _NO_CONTENT.fullmatch(name)]
-
-
-@contextmanager
-def writable_folder(path: Path) -> Iterator[None]:
-    """Make a folder and try to write into it; at the end, those that were made and stayed empty are removed."""
-    made: list[Path] = []
-    try:
-        try:
-            for folder in (*reversed(path.parents), path):
-                if not folder.exists():
-                    folder.mkdir()
-                    made.append(folder)
-            with tempfile.TemporaryDirectory(dir=path, prefix=".trial-") as trial:
-                Path(trial, "trial").write_bytes(b"trial")
-        except OSError as error:
-            raise UserError(f"--output {path} cannot be written: {error.strerror or error}") from error
-        yield
-    finally:
-        for folder in reversed(made):
-            with contextlib.suppress(OSError):
-                folder.rmdir()
-
-
-def first_non_finite(model: ColBERT) -> str | None:
-    """Name of the first tensor of a model that holds NaN or an infinity, if there is one."""
-    for name, tensor in model.state_dict().items():
-        if tensor.is_floating_point() and not tensor.isfinite().all():
-            return name
-    return None
-
-
-def write_model(model: ColBERT, folder: Path) -> list[str]:
-    """Write a model into a folder in place of the one that may be there, and return the names of what else is there.
-
-    The model is written whole beside the old one's files, and then takes their places. Were the program killed between
-    these moves, the folder would hold no model that loads, and both of them in a subfolder.
+    Parameters
+    ----------
+    folder
+        The folder.
+    trust_remote_code
+        Whether other code may run.
 
     Raises
     ------
-    UserError
-        If the model could not be written. The message names where it is instead, and the old one is still there.
+    ValueError
+        If a file is not what its loader takes for granted, or other code would run; the message names the file.
+    OSError
+        If a file cannot be read.
     """
+    places = [""]
+    if (folder / "modules.json").exists():
+        for entry in _modules(folder):
+            if not trust_remote_code:
+                _check_known("modules.json", entry["type"], _MODULES)
+            places.append(entry["path"])
+    for place in dict.fromkeys(places):
+        for name in _CONFIGURATIONS:
+            file = os.path.join(place, name)
+            if not (folder / file).is_file():
+                continue
+            config = _read(folder, file)
+            if not isinstance(config, dict):
+                raise ValueError(f"its {file} must hold a JSON object, found {type(config).__name__}")
+            if name == "config.json":
+                _check_layers(file, config)
+            if not trust_remote_code:
+                for reference in _references(config):
+                    _check_known(file, reference, _PARTS)
+
+
+def _modules(folder: Path) -> list[dict[str, str]]:
+    modules = _read(folder, "modules.json")
+    if not isinstance(modules, list) or not modules:
+        raise ValueError("its modules.json must hold a JSON list of at least one module")
+    for entry in modules:
+        if not isinstance(entry, dict) or not all(isinstance(entry.get(key), str) for key in ("name", "path", "type")):
+            raise ValueError('its modules.json must hold objects with strings for "name", "path" and "type"')
+    return modules
+
+
+def _check_layers(file: str, config: dict[str, Any]) -> None:
+    for key, value in config.items():
+        if re.fullmatch(r"\w+_layers?", key) and isinstance(value, int) and value > _MOST_LAYERS:
+            raise ValueError(f"its {file} asks for {value} layers ({key!r})")
+        if isinstance(value, dict):
+            _check_layers(file, value)
+
+
+def _references(config: dict[str, Any]) -> Iterator[str]:
+    """Dotted names of classes that sentence-transformers' modules import: of Dense, of Router, of WordEmbeddings."""
+    types = config.get("types")
+    values = [config.get("activation_function"), config.get("tokenizer_class")]
+    values += list(types.values()) if isinstance(types, dict) else []
+    # transformers looks up names without a dot among its own classes.
+    return (value for value in values if isinstance(value, str) and "." in value)
+
+
+def _check_known(file: str, reference: str, known: tuple[str, ...]) -> None:
+    if not reference.startswith(known):
+        raise ValueError(f"its {file} names {reference!r}, whose code would run; --trust-remote-code allows it")
+
+
+def _read(folder: Path, file: str) -> Any:
     try:
-        aside = Path(tempfile.mkdtemp(dir=folder, prefix=UNFINISHED))
-    except OSError as error:
-        raise UserError(_saved_elsewhere(model, folder, error)) from error
-    new, old = aside / "model", aside / "old"
+        return json.loads((folder / file).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"its {file} is not valid JSON: {error}") from None
+    except RecursionError:
+        raise ValueError(f"its {file} is not valid JSON: it is nested too deeply") from None
+
+
+@contextmanager
+def no_missing_weights() -> Iterator[None]:
+    """Raise a ValueError where transformers loads an encoder whose weights are not all in its file.
+
+    It draws those at random and logs a table of their names, which is nowhere else to be had. Poolers do not count:
+    they are missing from many encoders, and late interaction has no use for them.
+    """
+    missing: list[str] = []
+
+    def look(record: logging.LogRecord) -> bool:
+        rows = re.sub(r"\x1b\[[0-9;]*m", "", record.getMessage()).splitlines()
+        names = (re.match(r"(\S+) *\| *MISSING\b", row) for row in rows)
+        missing.extend(name[1] for name in names if name and "pooler" not in name[1])
+        return record.levelno >= shown
+
+    logger = logging.getLogger("transformers.modeling_utils")
+    level, shown = logger.level, logger.getEffectiveLevel()
+    logger.setLevel(logging.WARNING)
+    logger.addFilter(look)
     try:
-        model.save_pretrained(str(new))
-    except Exception as error:  # safetensors has an exception of its own for a full disk
-        shutil.rmtree(aside, ignore_errors=True)
-        raise UserError(_saved_elsewhere(model, folder, error)) from error
-    try:
-        _exchange(folder, new, old)
-    except OSError as error:
-        raise UserError(f"the model could not be moved into {folder}: {error}; it is in {new}") from error
-    shutil.rmtree(aside, ignore_errors=True)
-    written = {path.relative_to(folder).parts[0] for path in _model_files(folder)}
-    return sorted(path.name for path in folder.iterdir() if path.name not in written)
-
-
-def save_elsewhere(model: ColBERT) -> Path:
-    """Save a model where temporary files go, and return the folder."""
-    folder = Path(tempfile.mkdtemp(prefix="pylate-flash-model-"))
-    model.save_pretrained(str(folder))
-    return folder
-
-
-def _saved_elsewhere(model: ColBERT, folder: Path, error: Exception) -> str:
-    """Save a model that could not be written to its folder, and say where."""
-    failed = f"the model could not be written to {folder}: {error}"
-    try:
-        return f"{failed}; it is in {save_elsewhere(model)}"
-    except Exception as second:
-        return f"{failed}; nor could it be saved among the temporary files: {second}"
-
-
-def _exchange(folder: Path, new: Path, old: Path) -> None:
-    """Move the files of a model out of a folder and those of another one in, or, if that fails, move all back."""
-    coming = sorted((path.relative_to(new) for path in new.rglob("*") if path.is_file()), key=_rank)
-    going = {path.relative_to(folder) for path in _model_files(folder)}
-    going |= {path for path in coming if os.path.lexists(folder / path)}
-    moves = [(folder / path, old / path) for path in sorted(going, key=_rank, reverse=True)]
-    moves += [(new / path, folder / path) for path in coming]
-    done: list[tuple[Path, Path]] = []
-    try:
-        for source, target in moves:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            source.rename(target)
-            done.append((source, target))
-    except BaseException:
-        for source, target in reversed(done):
-            try:
-                target.rename(source)
-            except OSError as error:
-                print(f"pylate-flash: {target} could not be moved back to {source}: {error}", file=sys.stderr)
-        raise
-    for path in going:
-        with contextlib.suppress(OSError):
-            # The folder of a module that the new model does not have.
-            (folder / path).parent.rmdir()
-
-
-def _rank(path: Path) -> tuple[int, str]:
-    name = str(path)
-    return (_MARKS[::-1].index(name) + 1 if name in _MARKS else 0, name)
-
-
-def _model_files(folder: Path) -> list[Path]:
-    """The files of the model in a folder: those with names of a model's files, in it and in its modules' folders."""
-    folders = [folder]
-    try:
-        modules = json.loads((folder / "modules.json").read_bytes())
-        folders += [folder / module["path"] for module in modules if module["path"]]
-    except (OSError, ValueError, RecursionError, TypeError, KeyError):
-        # No model, or one whose list of modules is broken: what a loader would find is what lies in the folder itself.
-        pass
-    inside = [path for path in folders if path.is_dir() and path.resolve().is_relative_to(folder.resolve())]
-    return sorted({path for part in inside for path in part.iterdir() if _OF_A_MODEL.fullmatch(path.name)})
+        yield
+    finally:
+        logger.removeFilter(look)
+        logger.setLevel(level)
+    if missing:
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise ValueError(f"its weights lack {', '.join(sorted(missing)[:3])}{more}")

@@ -2,80 +2,219 @@
 
 from __future__ import annotations
 
+import io
 import json
+import sys
 import textwrap
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
-from rich.markup import escape
+from rich.console import Console
 from rich.padding import Padding
+from rich.text import Text as RichText
 
-from .common import UserError, be_quiet, check_device, check_file, check_model_name, console, explained, load_model
+from ..corpus_files import Corpus, Text, read_queries
+from .common import UserError, be_quiet, check_file, check_text, console, explained
+from .indexing import (
+    DEFAULT_INDEX,
+    check_index,
+    escaped,
+    holds_index,
+    index_path,
+    load_model_of,
+    open_corpus,
+    open_flat,
+)
+
+if TYPE_CHECKING:
+    from ..indexes import Flat
+    from ..models import ColBERT
+
+_DEMO_INDEX = Path("demo-output/index")
+# Queries encoded and searched together: many, as every search walks over the whole index, yet not so many that their
+# embeddings fill the memory, and that the first results wait for the last query.
+_QUERIES_AT_A_TIME = 1000
+
+
+class Found(NamedTuple):
+    """A document found for a query; `text` is None where it is not known."""
+
+    rank: int
+    id: str
+    score: float
+    text: str | None
 
 
 def search(
-    query: Annotated[str, typer.Argument(help="What to look for, in words.")],
-    index: Annotated[Path, typer.Option(help="Folder of an index (`indexes.Flat`).")] = Path("demo-output/index"),
-    model: Annotated[str, typer.Option(help="The model that the index was built with.")] = "demo-output/model",
+    query: Annotated[
+        str | None, typer.Argument(help="What to look for, in words; `-` reads queries from standard input.")
+    ] = None,
+    queries: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="Several queries in place of QUERY: one per line, or as in BEIR's queries.jsonl, "
+            '`{"_id": "q1", "text": "..."}`. `-` is standard input.',
+        ),
+    ] = None,
+    index: Annotated[
+        Path | None,
+        typer.Option(help=f"Folder of the index. Default: {DEFAULT_INDEX}, or else {_DEMO_INDEX}.", show_default=False),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Folder or name of the model that the index was built with, where the index does not know it, or it "
+            "lies elsewhere now."
+        ),
+    ] = None,
     data: Annotated[
         Path | None,
-        typer.Option(help="corpus.jsonl with the texts, or its folder. Default: looked for beside the index."),
+        typer.Option(
+            help="Texts to show: the corpus.jsonl or folder that was indexed. Default: a corpus.jsonl beside the index."
+        ),
     ] = None,
-    k: Annotated[int, typer.Option("-k", min=1, help="How many documents.")] = 5,
+    k: Annotated[int, typer.Option("-k", min=1, help="How many documents per query.")] = 5,
+    json_lines: Annotated[
+        bool,
+        typer.Option(
+            "--json",
+            help='A line of JSON per query: `{"query": "...", "results": [{"rank": 1, "id": "d1", "score": 9.5, '
+            '"text": "..."}]}`.',
+        ),
+    ] = False,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, ... Default: a GPU if there is one.")] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Let code that comes with the model run.")
+    ] = False,
 ) -> None:
-    """Search an index, by default the demo's, and print the best documents."""
+    """Search an index, and print the best documents.
+
+    Into a pipe or a file goes one line per document: rank, score, id and, where it is known, the text, separated by
+    tabs; with `--queries`, the query's `_id` or line number comes first.
+    """
+    if query == "-" and queries is None:
+        query, queries = None, "-"
+    if (query is None) == (queries is None):
+        raise UserError("give either a QUERY or --queries FILE" + ("" if query is None else ", not both"))
+    asked = [Text("", _checked(query))] if query is not None else _read_queries(str(queries))
+    place = _find_index(index)
+    corpus = _find_corpus(place, data)
+    be_quiet()
+    flat = open_flat(place, device)
+    colbert = load_model_of(flat, model, device, trust_remote_code)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # What the output cannot write, in an encoding other than UTF-8, is no reason to lose the rest.
+        sys.stdout.reconfigure(errors="backslashreplace")
+    for start in range(0, len(asked), _QUERIES_AT_A_TIME):
+        some = asked[start : start + _QUERIES_AT_A_TIME]
+        found = _retrieve(flat, colbert, [text for _, text in some], k)
+        # Into a pipe, texts come too, so that a line is all that is known about a document.
+        texts = _texts(corpus, {document.id for documents in found for document in documents})
+        for asked_, documents in zip(some, found, strict=True):
+            known = [document._replace(text=texts.get(document.id)) for document in documents]
+            if json_lines:
+                print(_json(asked_, known))
+            elif sys.stdout.isatty():
+                show(console, known, asked_.text if queries is not None else None)
+            else:
+                for line in _lines(asked_, known, with_text=corpus is not None):
+                    print(line)
+
+
+def show(console: Console, documents: Sequence[Found], query: str | None = None) -> None:
+    """Print documents for a reader: under the query, if it is given, each with the beginning of its text."""
+    if query is not None:
+        console.print(RichText(_one_line(query), style="italic"), soft_wrap=True)
+    for document in documents:
+        line = RichText.assemble(
+            (f"{document.rank:>2}. {escaped(document.id)}", "bold"), "  ", (f"{document.score:.2f}", "dim")
+        )
+        console.print(line, soft_wrap=True)
+        if document.text:
+            text = textwrap.shorten(_one_line(document.text), 240, placeholder=" ...")
+            console.print(Padding(RichText(text), (0, 0, 0, 4)))
+
+
+def _lines(query: Text, documents: Sequence[Found], with_text: bool) -> Iterator[str]:
+    for document in documents:
+        fields = [str(document.rank), f"{document.score:.4f}", escaped(document.id)]
+        if query.id:
+            fields.insert(0, escaped(query.id))
+        if with_text:
+            fields.append(_one_line(document.text or ""))
+        yield "\t".join(fields)
+
+
+def _json(query: Text, documents: Sequence[Found]) -> str:
+    results = []
+    for document in documents:
+        results.append({"rank": document.rank, "id": document.id, "score": document.score})
+        if document.text is not None:
+            results[-1]["text"] = document.text
+    name: dict[str, Any] = {"query_id": query.id} if query.id else {}
+    return json.dumps({**name, "query": query.text, "results": results})
+
+
+def _one_line(text: str) -> str:
+    return escaped(" ".join(text.split()))
+
+
+def _checked(query: str) -> str:
     if not query.strip():
         raise UserError("the query is empty")
-    if not (index / "manifest.json").is_file():
-        hint = "; run `pylate-flash demo` first, or name one with --index" if index == Path("demo-output/index") else ""
-        raise UserError(f"there is no index in {index}{hint}")
-    check_model_name(model)
-    corpus = _find_corpus(index, data)
-    be_quiet()
-    with explained():
-        check_device(device)
-    from .. import indexes, retrieve
-
-    with explained():
-        flat = indexes.Flat(index.parent, index.name, device=device, show_progress=False)
-    colbert = load_model(model, device=device)
-    with explained():
-        embeddings = cast("list[Any]", colbert.encode([query], is_query=True))
-        results = retrieve.ColBERT(index=flat).retrieve(embeddings, k=k)[0]
-    found = [(str(result["id"]), result["score"]) for result in results]
-    texts = _read_texts(corpus, {id_ for id_, _ in found}) if corpus else {}
-    for rank, (id_, score) in enumerate(found, start=1):
-        console.print(f"[bold]{rank:>2}. {escape(id_)}[/]  [dim]{score:.2f}[/]", highlight=False)
-        text = " ".join(texts.get(id_, "").split())
-        if text:
-            console.print(
-                Padding(escape(textwrap.shorten(text, 240, placeholder=" ...")), (0, 0, 0, 4)), highlight=False
-            )
+    check_text(query, "the query")
+    return query
 
 
-def _find_corpus(index: Path, data: Path | None) -> Path | None:
-    """The corpus.jsonl that holds the texts of an index, if there is one."""
+def _read_queries(name: str) -> list[Text]:
+    with explained():
+        if name == "-":
+            return read_queries(sys.stdin.buffer, "standard input")
+        check_file(Path(name))
+        with open(name, "rb") as file:
+            return read_queries(file, name)
+
+
+def _find_index(index: Path | None) -> Path:
+    if index is not None:
+        place = index_path(index)
+        check_index(place)
+        return place
+    for place in (DEFAULT_INDEX, _DEMO_INDEX):
+        if holds_index(place):
+            return place
+    raise UserError(
+        f"there is no index in {DEFAULT_INDEX}, and no index in {_DEMO_INDEX}; build one with `pylate-flash index` or "
+        "`pylate-flash demo`, or name one with --index"
+    )
+
+
+def _find_corpus(index: Path, data: Path | None) -> Corpus | None:
+    """The documents that were indexed, if they are known."""
     if data is not None:
-        path = data / "corpus.jsonl" if data.is_dir() else data
-        check_file(path)
-        return path
+        return open_corpus(data)
     places = (index.parent / "data" / "corpus.jsonl", index.parent / "corpus.jsonl")
-    return next((place for place in places if place.is_file()), None)
+    return next((open_corpus(place) for place in places if place.is_file()), None)
 
 
-def _read_texts(corpus: Path, ids: set[str]) -> dict[str, str]:
-    """Texts of some documents of a corpus.jsonl."""
-    texts: dict[str, str] = {}
-    with corpus.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            try:
-                record = json.loads(line) if line.strip() else {}
-                if record.get("_id") in ids:
-                    texts[record["_id"]] = f"{record.get('title') or ''} {record['text']}".strip()
-            except (ValueError, AttributeError, KeyError, TypeError):
-                raise UserError(
-                    f'{corpus}, line {number}: expected a JSON object with strings for "_id" and "text"'
-                ) from None
-    return texts
+def _retrieve(flat: Flat, colbert: ColBERT, queries: list[str], k: int) -> list[list[Found]]:
+    from .. import retrieve
+
+    with explained():
+        embeddings: Any = colbert.encode(queries, is_query=True, show_progress_bar=False)
+        results = retrieve.ColBERT(index=flat).retrieve(embeddings, k=k)
+    return [
+        [Found(rank, str(result["id"]), result["score"], None) for rank, result in enumerate(documents, start=1)]
+        for documents in results
+    ]
+
+
+def _texts(corpus: Corpus | None, ids: set[str]) -> dict[str, str]:
+    """Texts of some documents; the corpus is read until they are found."""
+    if corpus is None:
+        return {}
+    with explained():
+        return corpus.find(ids)

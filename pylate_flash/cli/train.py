@@ -21,7 +21,7 @@ from .common import (
     explained,
     load_model,
 )
-from .model_folder import (
+from .model_output import (
     UNFINISHED,
     first_non_finite,
     holds_model,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 from transformers import TrainerCallback
 
-from .model_folder import first_non_finite
+from .model_output import first_non_finite
 
 if TYPE_CHECKING:
     from ..models import ColBERT

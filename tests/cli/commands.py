@@ -7,8 +7,8 @@ from typer.testing import CliRunner, Result
 from pylate_flash.cli import app
 
 
-def invoke(*arguments: object) -> Result:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments], prog_name="pylate-flash")
+def invoke(*arguments: object, input: str | bytes | None = None) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], input=input, prog_name="pylate-flash")
 
 
 def succeed(*arguments: object) -> str:
@@ -18,11 +18,11 @@ def succeed(*arguments: object) -> str:
 
 
 def assert_one_clear_sentence(result: Result, *parts: object) -> None:
-    """Exit code 2 and one line on stderr that holds every part; the exception was handled."""
+    """Exit code 2, and on stderr one line that holds every part, after notes of what was loaded."""
     assert result.exit_code == 2, result.output + repr(result.exception)
     assert isinstance(result.exception, SystemExit)
-    lines = result.stderr.strip().splitlines()
-    assert len(lines) == 1, result.stderr
-    assert lines[0].startswith("pylate-flash: ")
+    *notes, sentence = result.stderr.strip().splitlines()
+    assert all(note.startswith("Loading ") for note in notes), result.stderr
+    assert sentence.startswith("pylate-flash: ")
     for part in parts:
-        assert str(part) in lines[0]
+        assert str(part) in sentence

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.tiny_demo import run_tiny_demo
 
@@ -14,6 +16,52 @@ def output(tiny_colbert_path: str, tmp_path_factory: pytest.TempPathFactory) -> 
     folder = tmp_path_factory.mktemp("demo") / "demo-output"
     run_tiny_demo(folder, tiny_colbert_path)
     return folder
+
+
+@pytest.fixture(scope="session")
+def other_colbert_path(tiny_colbert_path: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model of the same shape with other weights."""
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path_factory.mktemp("other") / "colbert"
+    shutil.copytree(tiny_colbert_path, folder)
+    weights = folder / "1_Dense" / "model.safetensors"
+    save_file({name: -tensor for name, tensor in load_file(weights).items()}, weights, metadata={"format": "pt"})
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A ColBERT of one layer that knows few words, loaded in a moment; its encoder, without projection, lies beside it.
+
+    The encoder has positions for 16 tokens.
+    """
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+    from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
+
+    from pylate_flash.models import ColBERT
+
+    folder = tmp_path_factory.mktemp("small")
+    special = [f"[{name}]" for name in ("PAD", "UNK", "CLS", "SEP", "MASK")]
+    words = [*special, "cats", "dogs", "planes", "trains", "and", *"abcdefghijklmnopqrstuvwxyz.,!?;:"]
+    tokenizer = Tokenizer(models.WordPiece({word: number for number, word in enumerate(words)}, unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer()
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    names = {f"{token.strip('[]').lower()}_token": token for token in special}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(folder / "encoder")
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=len(words),
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        intermediate_size=8,
+        max_position_embeddings=16,
+    )
+    BertModel(config).save_pretrained(folder / "encoder")
+    model = ColBERT(str(folder / "encoder"), embedding_size=4, query_length=8, document_length=12, device="cpu")
+    model.save_pretrained(str(folder / "model"))
+    return folder / "model"
 
 
 @pytest.fixture

@@ -1,14 +1,18 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
+import pylate
 import pytest
 import torch
 
 from pylate_flash import __version__
+from pylate_flash.cli.common import UserError, check_file
 from tests.cli.commands import assert_one_clear_sentence, invoke, succeed
 
 COMMANDS = ("demo", "train", "evaluate", "search", "bench", "doctor")
@@ -21,14 +25,39 @@ def test_help_names_every_command_and_every_command_explains_itself() -> None:
         assert "--help" in succeed(command, "--help") or command == "doctor"
 
 
-def test_help_is_quick_because_it_imports_nothing_heavy() -> None:
+def imported(*arguments: str) -> list[str]:
+    """Which heavy libraries a command imports, in a fresh process; the command has to end with 0."""
     code = (
         "import sys; from typer.testing import CliRunner; from pylate_flash.cli import app; "
-        "print(CliRunner().invoke(app, ['train', '--help']).exit_code, "
-        "sorted({'torch', 'transformers', 'pylate', 'datasets'} & set(sys.modules)))"
+        f"result = CliRunner().invoke(app, {arguments!r}); assert result.exit_code == 0, result.output; "
+        f"print(*({{'torch', 'transformers', 'sentence_transformers', 'pylate', 'datasets'}} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split(maxsplit=1) == ["0", "[]\n"]
+    return done.stdout.split()
+
+
+@pytest.mark.parametrize("arguments", [("--help",), ("--version",), ("train", "-h")])
+def test_help_and_version_import_nothing_heavy(arguments: tuple[str, ...]) -> None:
+    assert imported(*arguments) == []
+
+
+def test_doctor_imports_torch_alone() -> None:
+    assert imported("doctor") == ["torch"]
+
+
+def test_loading_a_model_imports_little_more_than_pylate_does() -> None:
+    """What is slow to import and needed by one command alone, such as ranx or matplotlib, waits for that command."""
+    code = (
+        "import sys; import pylate.models; before = set(sys.modules); "
+        "from pylate_flash import indexes, models, retrieve; "
+        "print(*sorted({name.partition('.')[0] for name in set(sys.modules) - before} - set(sys.stdlib_module_names)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert set(done.stdout.split()) <= {"pylate", "pylate_flash", "packaging", "filelock", "safetensors"}
+
+
+def test_version() -> None:
+    assert succeed("--version") == f"pylate-flash {__version__}\n"
 
 
 def test_train_evaluate_search(output: Path, tiny_colbert_path: str, tmp_path: Path) -> None:
@@ -54,9 +83,9 @@ def test_train_evaluate_search(output: Path, tiny_colbert_path: str, tmp_path: P
     printed = succeed(
         "search", corpus[0]["text"], "--index", index, "--model", trained, "--data", output / "data", "-k", 2
     )
-    assert printed.count("\n 2. ") == 1
-    assert " 3. " not in printed
-    assert any(document["_id"] in printed for document in corpus)
+    found = [line.split("\t") for line in printed.splitlines()]
+    assert [rank for rank, *_ in found] == ["1", "2"]
+    assert {id_ for _, _, id_, _ in found} <= {document["_id"] for document in corpus}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it computes on a GPU")
@@ -71,12 +100,32 @@ def test_a_scorer_that_cannot_compute_here_is_one_sentence(
 
 def test_doctor_says_what_is_here_and_what_serves_what() -> None:
     printed = succeed("doctor")
-    for part in (__version__, "pylate", "1.6", "float32", "bfloat16", "blocked", "maxsim_varlen", "register(): works"):
+    for part in (__version__, "pylate", "1.6", "float32", "bfloat16", "blocked", "maxsim_varlen"):
         assert part in printed
+    assert f"register(): PyLate {pylate.__version__} is supported" in printed
 
 
-def test_bench_takes_the_options_of_the_suite() -> None:
-    assert "--quick" in succeed("bench", "--help")
+def test_doctor_tries_register_if_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "register(): works with the installed PyLate." in succeed("doctor", "--check")
+    monkeypatch.setattr(pylate, "__version__", "2.0")
+    result = invoke("doctor", "--check")
+    assert result.exit_code == 1
+    assert "register(): does not work: " in result.stdout
+
+
+@pytest.mark.parametrize(("version", "part"), [("2.0", "PyLate 2.0 is not supported"), (None, "is not installed")])
+def test_doctor_names_a_pylate_that_is_not_supported(
+    monkeypatch: pytest.MonkeyPatch, version: str | None, part: str
+) -> None:
+    monkeypatch.setattr("pylate_flash.cli.doctor._version", lambda name: version)
+    result = invoke("doctor")
+    assert result.exit_code == 1
+    assert part in result.stdout
+
+
+@pytest.mark.parametrize("option", ["--help", "-h"])
+def test_bench_takes_the_options_of_the_suite(option: str) -> None:
+    assert "--quick" in succeed("bench", option)
 
 
 def test_demo_leaves_other_folders_alone(tmp_path: Path) -> None:
@@ -86,13 +135,45 @@ def test_demo_leaves_other_folders_alone(tmp_path: Path) -> None:
 
 
 def test_interruption_is_tidy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def interrupt(*arguments: object, **options: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("pylate_flash.demo.job.run", interrupt)
+    monkeypatch.setattr("pylate_flash.demo.job.run", fail(KeyboardInterrupt()))
     result = invoke("demo", "--output", tmp_path / "out")
     assert result.exit_code == 130
     assert result.stderr == "pylate-flash: interrupted\n"
+
+
+def fail(error: BaseException) -> Callable[..., None]:
+    def raise_(*arguments: object, **options: object) -> None:
+        raise error
+
+    return raise_
+
+
+class PanicException(BaseException):
+    """What libraries in Rust raise."""
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, PanicException])
+def test_an_error_that_nobody_foresaw_is_one_sentence_with_a_code_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: type[BaseException]
+) -> None:
+    monkeypatch.setattr("pylate_flash.demo.job.run", fail(kind("a\nb" + " word" * 500)))
+    result = invoke("demo", "--output", tmp_path / "out")
+    assert result.exit_code == 70
+    (line,) = result.stderr.splitlines()
+    assert line.startswith(f"pylate-flash: unexpected {kind.__name__}: a b word")
+    assert line.endswith("...; PYLATE_FLASH_TRACEBACK=1 shows where")
+    assert len(line) < 500
+
+
+def test_the_traceback_of_an_error_comes_if_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PYLATE_FLASH_TRACEBACK", "1")
+    monkeypatch.setattr("pylate_flash.demo.job.run", fail(KeyError("a")))
+    result = invoke("demo", "--output", tmp_path / "out")
+    assert result.exit_code == 70
+    assert "Traceback (most recent call last)" in result.stderr
+    result = invoke("train", "--data", "no.jsonl", "--model", "m", "--output", tmp_path / "o")
+    assert result.exit_code == 2
+    assert "Traceback (most recent call last)" in result.stderr
 
 
 def test_the_installed_program_has_no_traceback_either(tmp_path: Path) -> None:
@@ -105,3 +186,25 @@ def test_the_installed_program_has_no_traceback_either(tmp_path: Path) -> None:
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "pylate-flash: there is no file no.jsonl\n"
+
+
+def test_what_is_written_to_standard_output_stands_between_what_is_printed(tmp_path: Path) -> None:
+    code = (
+        "from pathlib import Path; from pylate_flash.cli.common import check_new_file, write_file; "
+        "print('before'); path = Path('/dev/stdout'); check_new_file(path, '--json'); "
+        "write_file(path, 'written\\n', '--json'); print('after')"
+    )
+    with (tmp_path / "out").open("w") as out:
+        subprocess.run([sys.executable, "-c", code], stdout=out, check=True)
+    assert (tmp_path / "out").read_text() == "before\nwritten\nafter\n"
+    piped = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert piped.stdout == "before\nwritten\nafter\n"
+
+
+def test_a_pipe_is_a_file_to_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    check_file(tmp_path / "pipe")
+    with pytest.raises(UserError, match="is a folder; name a file"):
+        check_file(tmp_path)
+    with pytest.raises(UserError, match="there is no file"):
+        check_file(tmp_path / ("a" * 300))

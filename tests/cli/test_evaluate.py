@@ -1,9 +1,14 @@
 from __future__ import annotations
 
+import json
+import os
+import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
+from pylate_flash.indexes import Flat
 from tests.cli.commands import assert_one_clear_sentence, invoke, succeed
 
 
@@ -59,6 +64,103 @@ def test_a_model_that_does_not_load_is_one_sentence(beir: Path, tmp_path: Path) 
     (tmp_path / "broken" / "config.json").write_text("{}")
     result = invoke("evaluate", "--data", beir, "--model", tmp_path / "broken")
     assert_one_clear_sentence(result, f"the model in {tmp_path / 'broken'} cannot be loaded")
+
+
+def test_results_go_to_standard_output_and_notes_to_standard_error(beir: Path, small_model: Path) -> None:
+    result = invoke("evaluate", "--data", beir, "--model", small_model, "--device", "cpu")
+    assert result.exit_code == 0
+    assert "nDCG@10" in result.stdout
+    assert "Loading" not in result.stdout
+    assert result.stderr == f"Loading the model {small_model} ...\n"
+
+
+@pytest.mark.parametrize("device", ["meta", "cuda:99", "toaster", ""])
+def test_a_device_that_cannot_compute_is_one_sentence(beir: Path, small_model: Path, device: str) -> None:
+    result = invoke("evaluate", "--data", beir, "--model", small_model, "--device", device)
+    assert_one_clear_sentence(result, f"--device {device}", "cannot compute here: ")
+
+
+@pytest.mark.parametrize("option", ["--index", "--json"])
+@pytest.mark.parametrize("place", ["corpus.jsonl/x", "qrels", "/proc/x", "a" * 300])
+def test_places_that_cannot_be_written_are_refused_before_any_work(
+    beir: Path, option: str, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pylate_flash.cli.evaluate.loading", fail)
+    before = sorted(beir.rglob("*"))
+    assert_one_clear_sentence(invoke("evaluate", "--data", beir, "--model", "m", option, beir / place), f"{option}: ")
+    assert sorted(beir.rglob("*")) == before
+
+
+def fail(*arguments: object, **options: object) -> None:
+    raise AssertionError("this must not be reached")
+
+
+def test_json_is_written_at_once_or_not_at_all(
+    beir: Path, small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "real.json").write_text("before")
+    (tmp_path / "link.json").symlink_to("real.json")
+    arguments = ("evaluate", "--data", beir, "--model", small_model, "--device", "cpu", "--json")
+    replace = os.replace
+
+    def fill(source: str, target: str) -> None:
+        if str(target).endswith(".json") and "index" not in str(target):
+            raise OSError(28, "No space left on device")
+        replace(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.replace", fill)
+        assert_one_clear_sentence(invoke(*arguments, tmp_path / "link.json"), "--json: ", "No space left on device")
+    assert (tmp_path / "real.json").read_text() == "before"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["beir", "link.json", "real.json"]
+    succeed(*arguments, tmp_path / "link.json")
+    assert "ndcg@10" in json.loads((tmp_path / "real.json").read_text())
+    assert (tmp_path / "link.json").is_symlink()
+
+
+def test_an_index_that_was_kept_knows_its_model(beir: Path, small_model: Path, tmp_path: Path) -> None:
+    lengths = ("--query-length", 6, "--document-length", 10)
+    model = shutil.copytree(small_model, tmp_path / "model")
+    succeed("evaluate", "--data", beir, "--model", model, "--device", "cpu", *lengths, "--index", tmp_path / "index")
+    assert "d2" in succeed("search", "trains", "--index", tmp_path / "index", "--device", "cpu")
+
+
+def test_an_index_that_was_not_finished_is_not_left(
+    beir: Path, small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*arguments: object, index: Flat, **options: object) -> None:
+        index.add_documents(["d1"], [torch.ones(1, 4)])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("pylate_flash.evaluation.evaluate_retrieval", stop)
+    result = invoke(
+        *("evaluate", "--data", beir, "--model", small_model, "--device", "cpu", "--index", tmp_path / "index")
+    )
+    assert result.exit_code == 130
+    assert not (tmp_path / "index").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "part"),
+    [
+        (("--overwrite",), "--overwrite replaces the index in --index"),
+        (("--compare-torch", "--scorer", "torch"), "leave out --scorer torch"),
+    ],
+)
+def test_options_that_mean_nothing_together_say_so(beir: Path, options: tuple[str, ...], part: str) -> None:
+    assert_one_clear_sentence(invoke("evaluate", "--data", beir, "--model", "m", *options), part)
+
+
+def test_a_model_name_that_is_no_text_is_refused(beir: Path) -> None:
+    result = invoke("evaluate", "--data", beir, "--model", "caf\udce9")
+    assert_one_clear_sentence(result, "--model must be valid UTF-8 text, got 'caf\\udce9'")
+
+
+def test_the_help_shows_a_line_of_every_file() -> None:
+    printed = " ".join(succeed("evaluate", "--help").replace("│", " ").split())
+    for part in ('{"_id": "d1", "title": "optional", "text": "..."}', '{"_id": "q1", "text": "..."}', "q1, d1 and"):
+        assert part in printed
+    assert all(len(line) <= 80 for line in succeed("evaluate", "--help").splitlines())
 
 
 def test_evaluate_keeps_its_hands_off_other_files(beir: Path, tiny_colbert_path: str, output: Path) -> None:

@@ -1,34 +1,228 @@
 from __future__ import annotations
 
+import io
 import json
+import os
+import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
+from rich.console import Console
 
+from pylate_flash import indexes, models
+from pylate_flash.cli.search import Found, show
 from tests.cli.commands import assert_one_clear_sentence, invoke, succeed
 
+LONG = "a-long-name/" * 10 + "note.md"
+TEXTS = {"cats": "cats and\tdogs", LONG: "planes, ships and trains", "tab\there": "bread and butter"}
 
-def test_search_finds_the_texts_beside_the_index(output: Path) -> None:
-    printed = succeed(
-        "search", "show a progress bar", "--index", output / "index", "--model", output / "model", "-k", 1
+
+@pytest.fixture(scope="module")
+def index(tiny_colbert_path: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An index of TEXTS, with its corpus beside it."""
+    folder = tmp_path_factory.mktemp("searched")
+    lines = (json.dumps({"_id": id_, "text": text}) + "\n" for id_, text in TEXTS.items())
+    (folder / "corpus.jsonl").write_text("".join(lines))
+    here = ("--data", folder / "corpus.jsonl", "--model", tiny_colbert_path, "--index", folder / "index")
+    succeed("index", "build", *here, "--device", "cpu")
+    return folder / "index"
+
+
+@pytest.fixture
+def queries(tmp_path: Path) -> Path:
+    (tmp_path / "queries.jsonl").write_text(
+        '{"_id": "animals", "text": "cats and dogs"}\n{"_id": "food", "text": "bread and butter"}\n'
     )
-    text = [json.loads(line) for line in (output / "data" / "corpus.jsonl").read_text().splitlines()]
-    best = next(document for document in text if f"1. {document['_id']} " in printed)
-    assert best["text"].split()[0] in printed
+    return tmp_path / "queries.jsonl"
 
 
-def test_search_names_what_is_missing(output: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+# What is printed
+
+
+def test_a_pipe_gets_a_line_per_document_with_rank_score_id_and_text(index: Path) -> None:
+    lines = succeed("search", "planes, ships and trains", "--index", index).splitlines()
+    assert len(lines) == 3
+    fields = [line.split("\t") for line in lines]
+    assert [rank for rank, *_ in fields] == ["1", "2", "3"]
+    scores = [float(score) for _, score, *_ in fields]
+    assert scores == sorted(scores, reverse=True)
+    assert fields[0][2:] == [LONG, "planes, ships and trains"]
+    assert {tuple(rest) for _, _, *rest in fields[1:]} == {
+        ("cats", "cats and dogs"),
+        (r"tab\there", "bread and butter"),
+    }
+
+
+def test_a_pipe_gets_no_texts_where_none_are_known(index: Path, tmp_path: Path) -> None:
+    shutil.copytree(index, tmp_path / "elsewhere" / "index")
+    lines = succeed("search", "trains", "--index", tmp_path / "elsewhere" / "index", "-k", 2).splitlines()
+    assert [line.count("\t") for line in lines] == [2, 2]
+
+
+def test_json_has_a_line_per_query_with_all_that_is_known(index: Path, queries: Path) -> None:
+    (record,) = map(json.loads, succeed("search", "cats and dogs", "--index", index, "--json", "-k", 1).splitlines())
+    (found,) = record["results"]
+    assert (record["query"], found["rank"], found["id"]) == ("cats and dogs", 1, "cats")
+    assert found["text"] == TEXTS["cats"]
+
+    records = succeed("search", "--queries", queries, "--index", index, "--json", "-k", 1).splitlines()
+    first, second = map(json.loads, records)
+    assert (first["query_id"], first["query"], second["query_id"]) == ("animals", "cats and dogs", "food")
+    assert first["results"][0]["score"] == pytest.approx(found["score"], rel=1e-5)
+    assert second["results"][0]["id"] == "tab\there"
+
+
+def test_a_terminal_gets_the_beginning_of_texts_and_whole_ids() -> None:
+    screen = io.StringIO()
+    found = [Found(1, LONG, 12.345, "word " * 100), Found(2, "\x1b[31mred", 1.0, None)]
+    show(Console(file=screen, force_terminal=True, width=40, no_color=True), found, "two\nlines")
+    lines = [line for line in screen.getvalue().replace("\x1b[0m", "").split("\n") if line.strip()]
+    assert "two lines" in lines[0]
+    assert LONG in lines[1]
+    assert "12.35" in lines[1]
+    assert all(len(line) <= 40 for line in lines[2:-1])
+    assert lines[-2].rstrip().endswith("...")
+    assert r"\x1b[31mred" in lines[-1]
+
+
+# Several queries
+
+
+def test_several_queries_find_what_each_of_them_finds(index: Path, queries: Path, tmp_path: Path) -> None:
+    plain = tmp_path / "queries.txt"
+    plain.write_text("cats and dogs\n\nbread and butter\n")
+    expected = [
+        [line.split("\t")[2] for line in succeed("search", query, "--index", index).splitlines()]
+        for query in ("cats and dogs", "bread and butter")
+    ]
+    for file, names in ((queries, ["animals", "food"]), (plain, ["1", "3"])):
+        lines = succeed("search", "--queries", file, "--index", index).splitlines()
+        found = [line.split("\t") for line in lines]
+        assert [fields[0] for fields in found] == [name for name in names for _ in TEXTS]
+        assert [[fields[3] for fields in found[:3]], [fields[3] for fields in found[3:]]] == expected
+
+
+@pytest.mark.parametrize("arguments", [["-"], ["--queries", "-"]])
+def test_queries_come_from_standard_input(index: Path, arguments: list[str]) -> None:
+    result = invoke("search", *arguments, "--index", index, "-k", 1, input="cats and dogs\nplanes\n")
+    assert result.exit_code == 0, result.output
+    assert [line.split("\t")[0] for line in result.stdout.splitlines()] == ["1", "2"]
+
+
+def test_more_queries_than_are_searched_together(index: Path, queries: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ("search", "--queries", queries, "--index", index)
+    together = succeed(*arguments)
+    monkeypatch.setattr("pylate_flash.cli.search._QUERIES_AT_A_TIME", 1)
+    assert [line.split("\t")[3] for line in succeed(*arguments).splitlines()] == [
+        line.split("\t")[3] for line in together.splitlines()
+    ]
+
+
+# The model
+
+
+def test_search_needs_no_model_and_says_what_it_loads(index: Path, tiny_colbert_path: str) -> None:
+    result = invoke("search", "trains", "--index", index)
+    assert result.stderr == f"Loading the index in {index} ...\nLoading the model {tiny_colbert_path} ...\n"
+
+
+def test_the_demo_needs_neither_index_nor_model(output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flat = indexes.Flat(output, "index", device="cpu")
+    flat.record_model(models.ColBERT(str(output / "model"), device="cpu"), name=output / "model")
+    monkeypatch.chdir(output.parent)
+    lines = succeed("search", "show a progress bar", "-k", 1).splitlines()
+    best = lines[0].split("\t")
+    corpus = [json.loads(line) for line in (output / "data" / "corpus.jsonl").read_text().splitlines()]
+    assert " ".join(next(document["text"] for document in corpus if document["_id"] == best[2]).split()) == best[3]
+
+
+def test_an_index_that_evaluate_keeps_names_its_model(beir: Path, tmp_path: Path, tiny_colbert_path: str) -> None:
+    here = ("--model", tiny_colbert_path, "--device", "cpu", "--query-length", 8)
+    succeed("evaluate", "--data", beir, "--index", tmp_path / "index", *here)
+    assert succeed("search", "trains", "--index", tmp_path / "index")
+
+
+def test_another_model_is_refused(index: Path, other_colbert_path: str, minilm_path: str) -> None:
+    result = invoke("search", "x", "--index", index, "--model", other_colbert_path)
+    assert_one_clear_sentence(result, index, "is another one", "weights")
+    result = invoke("search", "x", "--index", index, "--model", minilm_path)
+    assert_one_clear_sentence(result, minilm_path, "without a projection")
+
+
+def test_an_index_that_names_no_model_asks_for_it(tmp_path: Path, tiny_colbert_path: str) -> None:
+    flat = indexes.Flat(tmp_path, "index", device="cpu")
+    flat.add_documents(["a"], [np.eye(2, 32, dtype="float32")])
+    result = invoke("search", "x", "--index", tmp_path / "index")
+    assert_one_clear_sentence(result, tmp_path / "index", "does not say which model", "--model")
+    assert "\ta\n" in succeed("search", "x", "--index", tmp_path / "index", "--model", tiny_colbert_path)
+
+
+def test_a_model_that_has_moved_is_named(corpus_index: Path, tmp_path: Path) -> None:
+    (tmp_path / "model").rename(tmp_path / "moved")
+    result = invoke("search", "x", "--index", corpus_index)
+    assert_one_clear_sentence(result, tmp_path / "model", "not there any more", "--model")
+    succeed("search", "x", "--index", corpus_index, "--model", tmp_path / "moved")
+
+
+@pytest.fixture
+def corpus_index(beir: Path, tmp_path: Path, tiny_colbert_path: str) -> Path:
+    """An index by a model that a test may move."""
+    shutil.copytree(tiny_colbert_path, tmp_path / "model")
+    succeed("index", "--data", beir, "--model", tmp_path / "model", "--index", tmp_path / "index", "--device", "cpu")
+    return tmp_path / "index"
+
+
+# Wrong input
+
+
+def test_search_names_what_is_missing(index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert_one_clear_sentence(invoke("search", "x"), "no index in demo-output/index", "pylate-flash demo")
-    here = ("--index", output / "index", "--model", output / "model")
-    assert_one_clear_sentence(invoke("search", " ", *here), "query is empty")
-    assert_one_clear_sentence(invoke("search", "x", *here, "--data", tmp_path), "no file", "corpus.jsonl")
-    (tmp_path / "corpus.jsonl").write_text('{"_id": "a", "text": "b"}\nnonsense\n')
-    assert_one_clear_sentence(invoke("search", "x", *here, "--data", tmp_path), "corpus.jsonl, line 2")
+    assert_one_clear_sentence(invoke("search", "x"), "no index in demo-output/index", "pylate-flash demo", "--index")
+    assert_one_clear_sentence(invoke("search", "x", "--index", "no"), "no index in no", "pylate-flash index")
+    here = ("--index", index)
+    result = invoke("search", "x", *here, "--data", tmp_path)
+    assert_one_clear_sentence(result, tmp_path, "neither a corpus.jsonl nor")
+    assert_one_clear_sentence(invoke("search", "x", *here, "--data", tmp_path / "no"), "no file", tmp_path / "no")
+    assert_one_clear_sentence(invoke("search", *here), "either a QUERY or --queries")
+    assert_one_clear_sentence(invoke("search", "x", "--queries", "q.txt", *here), "not both")
+    assert_one_clear_sentence(invoke("search", "--queries", "q.txt", *here), "no file q.txt")
 
 
-def test_search_with_a_damaged_index_is_one_sentence(output: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("query", "part"), [("", "empty"), (" \n", "empty"), ("caf\udce9", "UTF-8"), ("\ud800", "UTF-8")]
+)
+def test_a_query_that_is_no_text_is_one_sentence(index: Path, query: str, part: str) -> None:
+    assert_one_clear_sentence(invoke("search", query, "--index", index), "the query", part)
+
+
+def test_bytes_that_are_no_text_are_one_sentence(index: Path, tmp_path: Path) -> None:
+    result = invoke("search", "-", "--index", index, input=b"good\ncaf\xe9\n")
+    assert_one_clear_sentence(result, "standard input, line 2", "UTF-8")
+    assert_one_clear_sentence(invoke("search", "-", "--index", index, input=""), "standard input holds no queries")
+
+
+@pytest.mark.parametrize("line", [b"nonsense", b'{"_id": "x\\ud800", "text": "t"}', b'{"_id": "x", "text": "\xe9"}'])
+def test_a_corpus_with_a_bad_line_is_one_sentence(index: Path, tmp_path: Path, line: bytes) -> None:
+    (tmp_path / "corpus.jsonl").write_bytes(b'{"_id": "a", "text": "b"}\n' + line + b"\n")
+    result = invoke("search", "x", "--index", index, "--data", tmp_path)
+    assert_one_clear_sentence(result, "corpus.jsonl, line 2")
+
+
+def test_texts_may_come_from_a_pipe(index: Path, tmp_path: Path) -> None:
+    with open(index.parent / "corpus.jsonl") as file:
+        printed = succeed("search", "cats", "--index", index, "--data", f"/dev/fd/{file.fileno()}")
+    assert "\tcats\tcats and dogs\n" in printed
+    read, write = os.pipe()
+    os.write(write, (index.parent / "corpus.jsonl").read_bytes())
+    os.close(write)
+    try:
+        assert succeed("search", "cats", "--index", index, "--data", f"/dev/fd/{read}") == printed
+    finally:
+        os.close(read)
+
+
+def test_search_with_a_damaged_index_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "index").mkdir()
     (tmp_path / "index" / "manifest.json").write_text("{")
-    result = invoke("search", "x", "--index", tmp_path / "index", "--model", output / "model")
-    assert_one_clear_sentence(result, "manifest.json")
+    assert_one_clear_sentence(invoke("search", "x", "--index", tmp_path / "index"), "manifest.json")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pylate_flash.cli.common import UserError
-from pylate_flash.cli.model_folder import holds_model, other_files, writable_folder, write_model
+from pylate_flash.cli.model_output import holds_model, other_files, writable_folder, write_model
 
 ROOT = ("config.json", "model.safetensors", "modules.json", "tokenizer.json", "README.md")
 

@@ -1,0 +1,336 @@
+"""`pylate-flash index`: build an index of texts, change it, and look at it."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.filesize import decimal
+from typer.core import TyperGroup
+
+from ..corpus_files import Corpus, read_lines
+from .common import (
+    UserError,
+    be_quiet,
+    check_file,
+    check_model_name,
+    check_new_folder,
+    command,
+    explained,
+    load_model,
+    loading,
+)
+from .indexing import (
+    DEFAULT_INDEX,
+    INDEX_ERRORS,
+    add_texts,
+    check_index,
+    counted,
+    escaped,
+    holds_index,
+    index_path,
+    load_model_of,
+    open_corpus,
+    open_flat,
+    open_store,
+    read_ids,
+)
+
+if TYPE_CHECKING:
+    from ..index.store import PackedStore
+    from ..indexes import Flat
+
+
+class _BuildsByDefault(TyperGroup):
+    """`pylate-flash index --data ...` is `pylate-flash index build --data ...`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args and args[0].startswith("-") and args[0] not in ("-h", "--help"):
+            args = ["build", *args]
+        return super().parse_args(ctx, args)
+
+
+app = typer.Typer(
+    cls=_BuildsByDefault,
+    help="Build an index of texts, change it, and look at it. `build` may be left out: "
+    "`pylate-flash index --data corpus.jsonl --model my-colbert`.",
+    no_args_is_help=True,
+)
+
+
+class Dtype(str, Enum):
+    """How embeddings are kept."""
+
+    float32 = "float32"
+    float16 = "float16"
+    bfloat16 = "bfloat16"
+
+
+Index = Annotated[Path, typer.Option(help="Folder of the index.")]
+Data = Annotated[
+    Path,
+    typer.Option(
+        help='corpus.jsonl, as in BEIR: `{"_id": "d1", "title": "optional", "text": "..."}` per line. Or a folder: its '
+        "corpus.jsonl, or else all its .txt and .md files, named by their paths in it. Pipes (/dev/fd/N) too."
+    ),
+]
+BatchSize = Annotated[int, typer.Option(min=1, help="Texts encoded at a time.")]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda, ... Default: a GPU if there is one.")]
+TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Let code that comes with the model run.")]
+
+
+@app.command(
+    epilog="Example: `pylate-flash index --data corpus.jsonl --model my-colbert --index my-index`, then "
+    '`pylate-flash search "..." --index my-index`'
+)
+@command
+def build(
+    data: Data,
+    model: Annotated[str, typer.Option(help="ColBERT model: a folder or a name.")],
+    index: Index = DEFAULT_INDEX,
+    batch_size: BatchSize = 32,
+    query_length: Annotated[int | None, typer.Option(min=4, help="Tokens of a query. Default: the model's.")] = None,
+    document_length: Annotated[
+        int | None, typer.Option(min=4, help="Tokens of a document that are indexed, at most. Default: the model's.")
+    ] = None,
+    dtype: Annotated[
+        Dtype | None, typer.Option(help="How embeddings are kept; 16 bits halve the index. Default: float32.")
+    ] = None,
+    device: Device = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Empty an index that is already there, and begin anew.")
+    ] = False,
+    trust_remote_code: TrustRemoteCode = False,
+) -> None:
+    """Encode the documents of a corpus, and keep them in an index that remembers the model.
+
+    After an interruption of whatever kind, the same command goes on where it stopped (then without `--overwrite`): it
+    adds the documents whose ids are not in the index yet. An index that holds documents of another corpus, or was
+    built with another model, is left as it is.
+    """
+    place = index_path(index)
+    check_new_folder(place, "--index")
+    _check_nothing_else(place)
+    check_model_name(model)
+    corpus = open_corpus(data)
+    ids = read_ids(corpus)
+    be_quiet()
+    kept_as = None if dtype is None else dtype.value
+    if not overwrite:
+        # Before the model is loaded, which takes longer.
+        flat = open_flat(place, device, dtype=kept_as)
+        _check_belongs(flat, corpus, set(ids))
+    loading(f"the model {model}")
+    colbert = load_model(
+        model,
+        searching=True,
+        device=device,
+        query_length=query_length,
+        document_length=document_length,
+        trust_remote_code=trust_remote_code,
+    )
+    if overwrite:
+        flat = open_flat(place, device, dtype=kept_as, override=True)
+    with explained(kinds=INDEX_ERRORS):
+        # Refuses another model than that of the documents which are there.
+        flat.record_model(colbert, name=model)
+    before = len(flat)
+    if before == len(ids):
+        print(f"Nothing to do: {place} holds the {counted(before, 'document')} of {corpus.path}, by their ids, already")
+        return
+    if before:
+        print(
+            f"Going on: {place} holds {before:,} of the {len(ids):,} documents of {corpus.path}, by their ids, already"
+        )
+    try:
+        add_texts(flat, colbert, (text for text in corpus if text.id not in flat), len(ids) - before, batch_size)
+    except KeyboardInterrupt:
+        print(
+            f"{len(flat):,} of {len(ids):,} documents are in {place}; the same command"
+            f"{' without --overwrite' if overwrite else ''} goes on",
+            file=sys.stderr,
+        )
+        raise
+    texts = ["--data", str(data)] if data.is_file() or data.is_dir() else []
+    where = shlex.join(["--index", str(place), *texts])
+    print(f'{place} holds {counted(len(flat), "document")}. Next: pylate-flash search "..." {where}')
+
+
+@app.command(epilog="Example: `pylate-flash index add --data more.jsonl --index my-index`")
+@command
+def add(
+    data: Data,
+    index: Index = DEFAULT_INDEX,
+    model: Annotated[
+        str | None, typer.Option(help="Where the index's model lies, if it is no longer where the index says.")
+    ] = None,
+    batch_size: BatchSize = 32,
+    device: Device = None,
+    trust_remote_code: TrustRemoteCode = False,
+) -> None:
+    """Add documents to an index, encoded by the model that it was built with.
+
+    Documents whose ids are in the index already are skipped, so after an interruption the same command goes on where
+    it stopped. To replace a document, remove it first.
+    """
+    place = index_path(index)
+    check_index(place)
+    corpus = open_corpus(data)
+    ids = read_ids(corpus)
+    be_quiet()
+    flat = open_flat(place, device)
+    new = sum(id_ not in flat for id_ in ids)
+    if new < len(ids):
+        print(f"{len(ids) - new} of the {len(ids)} documents of {corpus.path} are in {place} already")
+    if new:
+        colbert = load_model_of(flat, model, device, trust_remote_code)
+        add_texts(flat, colbert, (text for text in corpus if text.id not in flat), new, batch_size)
+    print(f"Added {counted(new, 'document')}; {place} holds {len(flat):,}")
+
+
+@app.command(epilog="Example: `pylate-flash index remove d1 d2 --index my-index`")
+@command
+def remove(
+    documents: Annotated[
+        list[str] | None, typer.Argument(metavar="[ID]...", help="Ids of documents.", show_default=False)
+    ] = None,
+    ids: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A file with an id per line, in place of ID: `d1`.")
+    ] = None,
+    index: Index = DEFAULT_INDEX,
+) -> None:
+    """Remove documents from an index, and from the disk: all of them or, if one is not there, none."""
+    place = index_path(index)
+    if bool(documents) == (ids is not None):
+        raise UserError("give either IDs or --ids FILE" + (", not both" if documents else ""))
+    check_index(place)
+    unwanted = dict.fromkeys(documents or [], "") if ids is None else _read_ids(ids)
+    store = open_store(place)
+    for id_, where in unwanted.items():
+        if id_ not in store.position:
+            raise UserError(f"{where}{ascii(id_)} is not in the index in {place}; nothing was removed")
+    import numpy as np
+
+    with explained(kinds=INDEX_ERRORS):
+        store.remove(np.array([store.position[id_] for id_ in unwanted]))
+    print(f"Removed {counted(len(unwanted), 'document')}; {place} holds {len(store):,}")
+
+
+@app.command()
+@command
+def info(
+    index: Index = DEFAULT_INDEX,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, in place of the table.")] = False,
+) -> None:
+    """Say what an index holds: documents, tokens, size on the disk, and the model that it was built with."""
+    place = index_path(index)
+    described = _describe(open_store(place))
+    if as_json:
+        print(json.dumps(described))
+        return
+    model = described["model"]
+    rows = {
+        "index": place,
+        "documents": f"{described['documents']:,}",
+        "tokens": f"{described['tokens']:,}",
+        "embeddings": f"{described['embedding_size']} numbers each, {described['dtype']}",
+        "size": f"{decimal(described['bytes'])} in {counted(described['files'], 'file')}",
+        "model": "unknown" if model is None else model["name"] or "known by its weights only",
+    }
+    if model is not None:
+        rows["weights"] = f"sha256 {model['fingerprint']}"
+        rows["lengths"] = f"queries {model['query_length']} tokens, documents {model['document_length']} at most"
+        rows["prefixes"] = f"queries {model['query_prefix']!r}, documents {model['document_prefix']!r}"
+    for name, value in rows.items():
+        print(f"{name:<12}{escaped(str(value))}")
+
+
+@app.command()
+@command
+def verify(index: Index = DEFAULT_INDEX) -> None:
+    """Read every file of an index, and compare it with its checksum.
+
+    Exit code 0 if everything is as it was written; 2, and a sentence that names the file, if anything is not.
+    """
+    place = index_path(index)
+    store = open_store(place)
+    with explained():
+        store.verify(show_progress=sys.stderr.isatty())
+    unknown = _describe(store)["files_without_checksum"]
+    note = f"; {unknown} of its files, by an older version, have no checksum" if unknown else ""
+    print(f"{place} is as it was written: {counted(len(store), 'document')}{note}")
+
+
+@app.command()
+@command
+def compact(index: Index = DEFAULT_INDEX) -> None:
+    """Merge the files of an index into as few as there can be.
+
+    Additions and removals see to it that there are not many; this makes it the least, and takes as much room on the
+    disk, for a while, as what it merges.
+    """
+    place = index_path(index)
+    store = open_store(place)
+    before = _describe(store)["files"]
+    with explained(kinds=INDEX_ERRORS):
+        store.compact()
+    after = _describe(store)["files"]
+    print(f"{place} holds {counted(len(store), 'document')} in {counted(after, 'file')}, {before} before")
+
+
+def _describe(store: PackedStore) -> dict[str, Any]:
+    """What a store holds, as JSON values."""
+    manifest = store.manifest
+    return {
+        "path": str(store.path),
+        "documents": len(store),
+        "tokens": store.tokens,
+        "bytes": store.bytes_on_disk,
+        "files": len(manifest.shards) + (manifest.journal is not None),
+        "files_without_checksum": sum(entry.sha256 is None for entry in manifest.shards),
+        "dtype": manifest.dtype,
+        "embedding_size": manifest.embedding_size,
+        "model": None if manifest.model is None else manifest.model.to_json(),
+        "written_with": manifest.created_with,
+    }
+
+
+def _check_nothing_else(place: Path) -> None:
+    """A folder that is there must hold an index, or what is left of one whose first write was interrupted."""
+    if not place.is_dir() or holds_index(place):
+        return
+    if any(path.name not in ("lock", "manifest.json.tmp") for path in place.iterdir()):
+        raise UserError(f"{place} holds files that are no index; name another folder")
+
+
+def _check_belongs(flat: Flat, corpus: Corpus, ids: set[str]) -> None:
+    """An index that is there already must be of this corpus, and of a model."""
+    if not len(flat):
+        return
+    place = flat.index_path
+    stranger = next((id_ for id_ in flat.documents_ids if id_ not in ids), None)
+    if stranger is not None:
+        raise UserError(
+            f"the index in {place} holds the document {ascii(stranger)}, which is not in {corpus.path}: `index add` "
+            "adds documents to it, --overwrite empties it first"
+        )
+    if flat.model is None:
+        raise UserError(
+            f"the index in {place} does not say which model it was built with, so that no other should go on with it; "
+            "--overwrite builds it anew"
+        )
+
+
+def _read_ids(path: Path) -> dict[str, str]:
+    """Ids of a file, each with "file, line n: " for messages."""
+    check_file(path)
+    with explained(), path.open("rb") as file:
+        found = {line: f"{where}: " for _, where, line in read_lines(file, path)}
+    if not found:
+        raise UserError(f"{path} holds no ids")
+    return found

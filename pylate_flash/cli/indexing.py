@@ -1,0 +1,201 @@
+"""What `index` and `search` share: where an index lies, the model that belongs to it, and adding texts to it."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..corpus_files import Corpus, Text
+from .common import UserError, check_device, check_file, check_model_name, explained, load_model, loading, notes
+
+if TYPE_CHECKING:
+    from ..index.store import PackedStore
+    from ..indexes import Flat
+    from ..models import ColBERT
+
+DEFAULT_INDEX = Path("index")
+# How much work is lost, at most, when the process is killed; the step that is under way comes on top.
+SECONDS_BETWEEN_WRITES = 10.0
+_SECONDS_BETWEEN_NOTES = 30.0
+# Batches between two looks at the clock: texts are sorted by length within them, so few would waste work on padding,
+# and many would leave the progress bar standing still.
+_BATCHES_PER_STEP = 8
+_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+# What an index says of a change: RuntimeError where another process writes to it.
+INDEX_ERRORS = (ValueError, OSError, RuntimeError)
+
+
+def index_path(index: Path) -> Path:
+    """The same folder by a path that ends in the folder's own name, as those of `.` and `x/..` do not."""
+    return index if index.name not in ("", "..") else index.resolve()
+
+
+def holds_index(place: Path) -> bool:
+    return (place / "manifest.json").is_file()
+
+
+def check_index(place: Path) -> None:
+    if not holds_index(place):
+        raise UserError(
+            f"there is no index in {place}; build one with `pylate-flash index --data ... --model ...`, or name one "
+            "with --index"
+        )
+
+
+def escaped(text: str) -> str:
+    r"""`text` with its control characters written as `\t`, `\n`, `\x1b`, which no terminal obeys."""
+    return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+
+
+def counted(number: int, name: str) -> str:
+    return f"{number:,} {name}{'' if number == 1 else 's'}"
+
+
+def open_corpus(data: Path) -> Corpus:
+    if not os.path.isdir(data):
+        check_file(data)
+    with explained():
+        return Corpus(data)
+
+
+def read_ids(corpus: Corpus) -> list[str]:
+    """Ids of all documents. Every line is checked on the way, before a model is loaded."""
+    with explained(), notes.status(f"Reading {corpus.path}"):
+        return [id_ for id_, _ in corpus]
+
+
+def open_store(place: Path) -> PackedStore:
+    """Open an index for what neither encodes nor searches, without PyLate, whose import takes seconds."""
+    check_index(place)
+    loading(f"the index in {place}")
+    from ..index.store import PackedStore
+
+    with explained():
+        return PackedStore(place)
+
+
+def open_flat(place: Path, device: str | None, **options: Any) -> Flat:
+    """Open an index, or a new one, with options of `indexes.Flat`."""
+    if holds_index(place) and not options.get("override"):
+        loading(f"the index in {place}")
+    check_device(device)
+    from ..indexes import Flat
+
+    with explained():
+        return Flat(place.parent, place.name, device=device, show_progress=False, **options)
+
+
+def load_model_of(flat: Flat, model: str | None, device: str | None, trust_remote_code: bool) -> ColBERT:
+    """Load the model that an index was built with, from `model` or else from where the index says that it is."""
+    record = flat.model
+    if model is None:
+        if record is None:
+            raise UserError(
+                f"the index in {flat.index_path} does not say which model it was built with: name it with --model"
+            )
+        try:
+            model = record.locate(flat.index_path)
+        except ValueError as error:
+            raise UserError(f"{error} with --model") from error
+    check_model_name(model)
+    loading(f"the model {model}")
+    lengths = {name: getattr(record, name, None) for name in ("query_length", "document_length")}
+    colbert = load_model(model, searching=True, device=device, trust_remote_code=trust_remote_code, **lengths)
+    with explained():
+        flat.check_model(colbert)
+    return colbert
+
+
+def add_texts(flat: Flat, colbert: ColBERT, texts: Iterable[Text], total: int, batch_size: int) -> None:
+    """Encode texts and add them to an index, with progress on standard error.
+
+    They are added every few seconds, so that what has been encoded outlives the process, and memory stays bounded.
+
+    Parameters
+    ----------
+    flat
+        The index.
+    colbert
+        Its model.
+    texts
+        Documents that are not in the index.
+    total
+        How many they are.
+    batch_size
+        Texts encoded at a time.
+
+    Raises
+    ------
+    UserError
+        If a document cannot be read, or the index cannot be written to. What was added stays.
+    """
+    import torch
+    from tqdm import tqdm
+
+    from ..index.store import SHARD_BYTES
+
+    steps = _steps(texts, batch_size * _BATCHES_PER_STEP)
+    terminal = sys.stderr.isatty()
+    started = noted = written = time.monotonic()
+    done = 0
+    ids: list[str] = []
+    embeddings: list[Any] = []
+    with explained(), tqdm(total=total, desc="Encoding", unit="doc", disable=not terminal) as progress:
+        for some in steps:
+            some_texts = [text for _, text in some]
+            if not done:
+                _note_truncation(colbert, some_texts)
+            try:
+                embeddings += colbert.encode(some_texts, batch_size=batch_size, is_query=False, show_progress_bar=False)
+            except torch.cuda.OutOfMemoryError:
+                raise UserError(f"--batch-size {batch_size} is too large for the memory of {colbert.device}") from None
+            ids += [id_ for id_, _ in some]
+            done += len(some)
+            progress.update(len(some))
+            now = time.monotonic()
+            if now - written >= SECONDS_BETWEEN_WRITES or sum(array.nbytes for array in embeddings) >= SHARD_BYTES:
+                _write(flat, ids, embeddings)
+                ids, embeddings, written = [], [], time.monotonic()
+            if not terminal and now - noted >= _SECONDS_BETWEEN_NOTES:
+                # A bar that is drawn again and again does not suit a log.
+                rate, noted = done / (now - started), now
+                left = (total - done) / rate
+                print(f"{done} of {total} documents, {rate:.1f} documents/s, {left:.0f} s left", file=sys.stderr)
+        if ids:
+            _write(flat, ids, embeddings)
+    seconds = time.monotonic() - started
+    print(f"Encoded {counted(done, 'document')} in {seconds:.1f} s, {done / seconds:.1f} documents/s", file=sys.stderr)
+
+
+def _write(flat: Flat, ids: list[str], embeddings: list[Any]) -> None:
+    with explained(kinds=INDEX_ERRORS):
+        flat.add_documents(ids, embeddings)
+
+
+def _note_truncation(colbert: ColBERT, texts: list[str]) -> None:
+    """Say how many of the first texts are longer than what is read of them; tokenizing all would cost too much."""
+    from tqdm import tqdm
+
+    length = colbert.document_length
+    assert length is not None  # as `load_model` has made sure
+    # One token is the marker of documents, which PyLate puts in.
+    longer = sum(len(tokens) + 1 > length for tokens in colbert.tokenizer(texts, truncation=False)["input_ids"])
+    if longer:
+        # Above the bar, not in the middle of it.
+        tqdm.write(
+            f"Note: {longer} of the first {len(texts)} documents are longer than the {length} tokens that are read of "
+            "each; the rest of them is not indexed",
+            file=sys.stderr,
+        )
+
+
+def _steps(texts: Iterable[Text], size: int) -> Iterator[list[Text]]:
+    iterator = iter(texts)
+    while some := list(itertools.islice(iterator, size)):
+        yield some

@@ -1,0 +1,167 @@
+"""The folder that a trained model is written to: tried out before the training, changed file by file after it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .common import UserError
+
+if TYPE_CHECKING:
+    from ..models import ColBERT
+
+# What models consist of, by the names that sentence-transformers, transformers and tokenizers read.
+_OF_A_MODEL = re.compile(
+    r"(modules|config|config_sentence_transformers|sentence_\w+_config|generation_config|(pre)?processor_config)\.json"
+    r"|README\.md"
+    r"|model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json"
+    r"|pytorch_model(-\d{5}-of-\d{5})?\.bin|pytorch_model\.bin\.index\.json"
+    r"|adapter_config\.json|adapter_model\.(safetensors|bin)"
+    r"|(tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab)\.json"
+    r"|vocab\.txt|merges\.txt|tokenizer\.model|spiece\.model|sentencepiece\.bpe\.model|chat_template\.jinja"
+)
+# What a folder may hold and still count as empty: the marks of a file system, of git and of other programs.
+_NO_CONTENT = re.compile(r"\..*|lost\+found")
+# A folder with one of these two looks like a model or an encoder, so they go first and come last.
+_MARKS = ("config.json", "modules.json")
+# What the names of the folders begin with in which a model is written before its files are moved.
+UNFINISHED = "unfinished-model-"
+
+
+def holds_model(folder: Path) -> bool:
+    """Whether a folder holds a model, as far as its files say."""
+    return (folder / "modules.json").is_file()
+
+
+def other_files(folder: Path, *known: str) -> list[str]:
+    """Names in a folder, if it exists, other than those given and those that any empty folder may have."""
+    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    return [name for name in names if name not in known and not _NO_CONTENT.fullmatch(name)]
+
+
+@contextmanager
+def writable_folder(path: Path) -> Iterator[None]:
+    """Make a folder and try to write into it; at the end, those that were made and stayed empty are removed."""
+    made: list[Path] = []
+    try:
+        try:
+            for folder in (*reversed(path.parents), path):
+                if not folder.exists():
+                    folder.mkdir()
+                    made.append(folder)
+            with tempfile.TemporaryDirectory(dir=path, prefix=".trial-") as trial:
+                Path(trial, "trial").write_bytes(b"trial")
+        except OSError as error:
+            raise UserError(f"--output {path} cannot be written: {error.strerror or error}") from error
+        yield
+    finally:
+        for folder in reversed(made):
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+
+
+def first_non_finite(model: ColBERT) -> str | None:
+    """Name of the first tensor of a model that holds NaN or an infinity, if there is one."""
+    for name, tensor in model.state_dict().items():
+        if tensor.is_floating_point() and not tensor.isfinite().all():
+            return name
+    return None
+
+
+def write_model(model: ColBERT, folder: Path) -> list[str]:
+    """Write a model into a folder in place of the one that may be there, and return the names of what else is there.
+
+    The model is written whole beside the old one's files, and then takes their places. Were the program killed between
+    these moves, the folder would hold no model that loads, and both of them in a subfolder.
+
+    Raises
+    ------
+    UserError
+        If the model could not be written. The message names where it is instead, and the old one is still there.
+    """
+    try:
+        aside = Path(tempfile.mkdtemp(dir=folder, prefix=UNFINISHED))
+    except OSError as error:
+        raise UserError(_saved_elsewhere(model, folder, error)) from error
+    new, old = aside / "model", aside / "old"
+    try:
+        model.save_pretrained(str(new))
+    except Exception as error:  # safetensors has an exception of its own for a full disk
+        shutil.rmtree(aside, ignore_errors=True)
+        raise UserError(_saved_elsewhere(model, folder, error)) from error
+    try:
+        _exchange(folder, new, old)
+    except OSError as error:
+        raise UserError(f"the model could not be moved into {folder}: {error}; it is in {new}") from error
+    shutil.rmtree(aside, ignore_errors=True)
+    written = {path.relative_to(folder).parts[0] for path in _model_files(folder)}
+    return sorted(path.name for path in folder.iterdir() if path.name not in written)
+
+
+def save_elsewhere(model: ColBERT) -> Path:
+    """Save a model where temporary files go, and return the folder."""
+    folder = Path(tempfile.mkdtemp(prefix="pylate-flash-model-"))
+    model.save_pretrained(str(folder))
+    return folder
+
+
+def _saved_elsewhere(model: ColBERT, folder: Path, error: Exception) -> str:
+    """Save a model that could not be written to its folder, and say where."""
+    failed = f"the model could not be written to {folder}: {error}"
+    try:
+        return f"{failed}; it is in {save_elsewhere(model)}"
+    except Exception as second:
+        return f"{failed}; nor could it be saved among the temporary files: {second}"
+
+
+def _exchange(folder: Path, new: Path, old: Path) -> None:
+    """Move the files of a model out of a folder and those of another one in, or, if that fails, move all back."""
+    coming = sorted((path.relative_to(new) for path in new.rglob("*") if path.is_file()), key=_rank)
+    going = {path.relative_to(folder) for path in _model_files(folder)}
+    going |= {path for path in coming if os.path.lexists(folder / path)}
+    moves = [(folder / path, old / path) for path in sorted(going, key=_rank, reverse=True)]
+    moves += [(new / path, folder / path) for path in coming]
+    done: list[tuple[Path, Path]] = []
+    try:
+        for source, target in moves:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            source.rename(target)
+            done.append((source, target))
+    except BaseException:
+        for source, target in reversed(done):
+            try:
+                target.rename(source)
+            except OSError as error:
+                print(f"pylate-flash: {target} could not be moved back to {source}: {error}", file=sys.stderr)
+        raise
+    for path in going:
+        with contextlib.suppress(OSError):
+            # The folder of a module that the new model does not have.
+            (folder / path).parent.rmdir()
+
+
+def _rank(path: Path) -> tuple[int, str]:
+    name = str(path)
+    return (_MARKS[::-1].index(name) + 1 if name in _MARKS else 0, name)
+
+
+def _model_files(folder: Path) -> list[Path]:
+    """The files of the model in a folder: those with names of a model's files, in it and in its modules' folders."""
+    folders = [folder]
+    try:
+        modules = json.loads((folder / "modules.json").read_bytes())
+        folders += [folder / module["path"] for module in modules if module["path"]]
+    except (OSError, ValueError, RecursionError, TypeError, KeyError):
+        # No model, or one whose list of modules is broken: what a loader would find is what lies in the folder itself.
+        pass
+    inside = [path for path in folders if path.is_dir() and path.resolve().is_relative_to(folder.resolve())]
+    return sorted({path for part in inside for path in part.iterdir() if _OF_A_MODEL.fullmatch(path.name)})

@@ -1,0 +1,247 @@
+"""Files of documents and of queries, read a line at a time and checked as they are read.
+
+    corpus.jsonl         {"_id": "d1", "title": "optional", "text": "..."} per line, as in BEIR
+    a folder             its corpus.jsonl, or else its .txt and .md files, a document each
+    queries.jsonl        {"_id": "q1", "text": "..."} per line, as in BEIR
+    queries.txt          a query per line
+
+Everything is UTF-8. Errors name the file and the line.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import reprlib
+import shutil
+import stat
+import tempfile
+from collections.abc import Collection, Iterable, Iterator
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+__all__ = ["Corpus", "Text", "read_lines", "read_queries", "read_records"]
+
+_SUFFIXES = (".txt", ".md")
+# JSON may spell half of a pair, which no file and no tokenizer takes; Python puts one for a byte of a file's name that
+# is no UTF-8.
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+class Text(NamedTuple):
+    """A document or a query."""
+
+    id: str
+    text: str
+
+
+class Corpus:
+    """The documents of a file or folder; iterating reads them from the first on, one at a time.
+
+    Parameters
+    ----------
+    path
+        A file in the layout of BEIR's corpus.jsonl, a folder that holds a corpus.jsonl, or a folder of texts: there,
+        every .txt and .md file at any depth is a document, and its path in the folder is its id, with "/" between the
+        parts. Files and folders whose names begin with a dot are left out. A pipe (`/dev/fd/N`) is read to its end at
+        once, into a temporary file.
+
+    Raises
+    ------
+    ValueError
+        If `path` is a folder without any of these files. While iterating: if a line is malformed, an id is empty or
+        given twice, a text is not UTF-8, or there are no documents; the message names the file and the line.
+    OSError
+        If a file is missing or cannot be read.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._files: list[Path] | None = None
+        self._pipe: IO[bytes] | None = None
+        if self.path.is_dir():
+            if (self.path / "corpus.jsonl").is_file():
+                self.path = self.path / "corpus.jsonl"
+            else:
+                self._files = _text_files(self.path)
+        elif not stat.S_ISREG(self.path.stat().st_mode):
+            self._pipe = tempfile.TemporaryFile()  # noqa: SIM115 -- it lives as long as this object
+            with self.path.open("rb") as pipe:
+                shutil.copyfileobj(pipe, self._pipe)
+            self._pipe.flush()
+
+    def __iter__(self) -> Iterator[Text]:
+        return self._texts_of_files(self._files) if self._files is not None else self._texts_of_lines()
+
+    def find(self, ids: Collection[str]) -> dict[str, str]:
+        """Return the texts of some documents, by id; those that are not here are left out.
+
+        Parameters
+        ----------
+        ids
+            Which documents. The corpus is read as far as the last of them.
+
+        Raises
+        ------
+        ValueError, OSError
+            As while iterating.
+        """
+        wanted = set(ids)
+        texts = iter(self)
+        if self._files is not None:
+            texts = self._texts_of_files(file for file in self._files if self._id(file) in wanted)
+        found: dict[str, str] = {}
+        while wanted and (text := next(texts, None)):
+            if text.id in wanted:
+                wanted.remove(text.id)
+                found[text.id] = text.text
+        return found
+
+    def _open(self) -> IO[bytes]:
+        return self.path.open("rb") if self._pipe is None else os.fdopen(os.dup(self._pipe.fileno()), "rb")
+
+    def _texts_of_lines(self) -> Iterator[Text]:
+        with self._open() as file:
+            # What shares its place with an earlier reader, a copied pipe and on some systems /dev/fd/N, is at its end.
+            file.seek(0)
+            for id_, record in read_records(file, self.path):
+                yield Text(id_, f"{record.get('title') or ''} {record['text']}".strip())
+
+    def _id(self, file: Path) -> str:
+        return file.relative_to(self.path).as_posix()
+
+    def _texts_of_files(self, files: Iterable[Path]) -> Iterator[Text]:
+        for file in files:
+            id_ = self._id(file)
+            if _SURROGATE.search(id_):
+                raise ValueError(f"{ascii(str(file))}: the name is not UTF-8 text")
+            try:
+                yield Text(id_, file.read_bytes().decode("utf-8-sig").strip())
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{file}: not UTF-8 text ({error})") from None
+
+
+def read_queries(lines: Iterable[bytes], name: str | os.PathLike[str]) -> list[Text]:
+    """Read queries: one per line, or one JSON object per line if the first line that is not blank begins with "{".
+
+    Parameters
+    ----------
+    lines
+        The lines, for example a file opened for reading bytes. Blank ones are skipped.
+    name
+        What the messages call the file.
+
+    Returns
+    -------
+    list of Text
+        The id is the object's "_id" or, where lines are the queries themselves, the number of the line, from 1.
+
+    Raises
+    ------
+    ValueError
+        If a line is malformed, an id is given twice, a query is empty, or there is none; the message names the line.
+    """
+    numbered = iter(read_lines(lines, name))
+    first = next(numbered, None)
+    if first is None:
+        raise ValueError(f"{name} holds no queries")
+    numbered = itertools.chain([first], numbered)
+    if not first[2].lstrip().startswith("{"):
+        return [Text(str(number), line.strip()) for number, _, line in numbered]
+    queries = []
+    for where, record in _records(numbered):
+        if not record["text"].strip():
+            raise ValueError(f"{where}: the query is empty")
+        queries.append(Text(record["_id"], record["text"]))
+    return queries
+
+
+def read_records(lines: Iterable[bytes], name: str | os.PathLike[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Read corpus.jsonl or queries.jsonl: the id and the object of every line that is not blank.
+
+    Parameters
+    ----------
+    lines
+        The lines, for example a file opened for reading bytes.
+    name
+        What the messages call the file.
+
+    Raises
+    ------
+    ValueError
+        If a line is malformed (it must hold an object, with strings for "_id", "text" and, if it is there and not
+        null, "title"), an id is empty or given twice, or there is none; the message names the line.
+    """
+    record = None
+    for _, record in _records(read_lines(lines, name)):
+        yield record["_id"], record
+    if record is None:
+        raise ValueError(f"{name} is empty")
+
+
+def read_lines(lines: Iterable[bytes], name: str | os.PathLike[str]) -> Iterator[tuple[int, str, str]]:
+    """Read UTF-8 text: of every line that is not blank its number, "file, line n" for messages, and its text.
+
+    Raises
+    ------
+    ValueError
+        If a line is not UTF-8; the message names it.
+    """
+    for number, raw in enumerate(lines, start=1):
+        where = f"{name}, line {number}"
+        try:
+            line = raw.decode("utf-8-sig" if number == 1 else "utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{where}: not UTF-8 text ({error})") from None
+        if line.strip():
+            yield number, where, line.rstrip("\r\n")
+
+
+def _records(lines: Iterable[tuple[int, str, str]]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Place and object of every line, checked."""
+    seen: dict[str, int] = {}
+    for number, where, line in lines:
+        try:
+            record = json.loads(line)
+        except ValueError as error:  # also what a number of thousands of digits raises
+            raise ValueError(f"{where}: not valid JSON ({error})") from None
+        except RecursionError:
+            raise ValueError(f"{where}: not valid JSON (nested too deeply)") from None
+        if not isinstance(record, dict):
+            raise ValueError(f"{where}: expected a JSON object, got {type(record).__name__}")
+        for key in ("_id", "text"):
+            if key not in record:
+                raise ValueError(f'{where}: the key "{key}" is missing; found {", ".join(record) or "none"}')
+        for key in ("_id", "title", "text"):
+            value = record.get(key)
+            if not isinstance(value, str) and not (key == "title" and value is None):
+                raise ValueError(f'{where}: "{key}" must be a string, got {reprlib.repr(value)}')
+            if value is not None and _SURROGATE.search(value):
+                raise ValueError(f'{where}: "{key}" holds half of a surrogate pair, which is no character')
+        id_ = record["_id"]
+        if not id_:
+            raise ValueError(f'{where}: the "_id" is empty')
+        if id_ in seen:
+            raise ValueError(f'{where}: the "_id" {id_!r} was given before, in line {seen[id_]}')
+        seen[id_] = number
+        yield where, record
+
+
+def _text_files(folder: Path) -> list[Path]:
+    files = []
+    for parent, folders, names in os.walk(folder, onerror=_raise):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        files += [
+            Path(parent, name)
+            for name in names
+            if not name.startswith(".") and os.path.splitext(name)[1].lower() in _SUFFIXES
+        ]
+    if not files:
+        raise ValueError(f"{folder} holds neither a corpus.jsonl nor .txt or .md files")
+    return sorted(files)
+
+
+def _raise(error: OSError) -> None:
+    raise error

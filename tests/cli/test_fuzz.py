@@ -1,0 +1,110 @@
+"""Damaged files: whatever they hold, a command ends with 0 or with one sentence and 2, and touches only its output.
+
+`PYLATE_FLASH_FUZZ_CASES=2000 pytest tests/cli/test_fuzz.py` runs more than the few cases of an ordinary run. A case is
+the name of a target and a seed, which the message of a failure names.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+from typer.testing import Result
+
+from tests.cli.commands import invoke, succeed
+from tests.cli.mutations import mutate, snapshot
+
+CASES = int(os.environ.get("PYLATE_FLASH_FUZZ_CASES", "60"))
+# The folder that is to be written.
+OUTPUT = "out"
+MODEL = ("--model", "model", "--device", "cpu")
+EVALUATE = ("evaluate", "--data", "beir", *MODEL)
+TRAIN = ("train", *MODEL, "--output", OUTPUT, "--batch-size", 2, "--max-steps", 1)
+# Files that mean nothing to a command.
+UNREAD = ("README.md", "lock")
+# What is damaged (a file of the workspace, or one of those in a folder), the command that reads it, and its share of
+# the cases.
+TARGETS = {
+    "corpus": ("beir/corpus.jsonl", EVALUATE, 2),
+    "queries": ("beir/queries.jsonl", EVALUATE, 1),
+    "qrels": ("beir/qrels/test.tsv", EVALUATE, 2),
+    "pairs": ("pairs.jsonl", (*TRAIN, "--data", "pairs.jsonl"), 2),
+    "lists": ("lists.jsonl", (*TRAIN, "--data", "lists.jsonl", "--loss", "distillation"), 2),
+    "built": ("beir/corpus.jsonl", ("index", "--data", "beir/corpus.jsonl", "--index", OUTPUT, *MODEL), 1),
+    "asked": ("beir/queries.jsonl", ("search", "--queries", "beir/queries.jsonl", "--index", "index", *MODEL), 1),
+    "journal": ("index", ("search", "cats", "--index", "index", *MODEL), 2),
+    "shards": ("compacted", ("search", "cats", "--index", "compacted", *MODEL), 3),
+    "verified": ("compacted", ("index", "verify", "--index", "compacted"), 2),
+    "model": ("model", EVALUATE, 6),
+}
+
+
+@pytest.fixture(scope="module")
+def workspace(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Everything that the commands read, as small as it can be: a model of few words, an index of one document."""
+    folder = tmp_path_factory.mktemp("fuzz") / "workspace"
+    shutil.copytree(small_model, folder / "model")
+    (folder / "beir" / "qrels").mkdir(parents=True)
+    (folder / "beir" / "corpus.jsonl").write_text('{"_id": "d1", "title": "cats", "text": "cats and dogs"}\n')
+    (folder / "beir" / "queries.jsonl").write_text('{"_id": "q1", "text": "cats"}\n')
+    (folder / "beir" / "qrels" / "test.tsv").write_text("query-id\tcorpus-id\tscore\nq1\td1\t1\n")
+    pairs = [
+        {"query": "cats", "positive": "dogs", "negative": "and"},
+        {"query": "and", "positive": "cats", "negative": "a"},
+    ]
+    lists = [{"query": "cats", "documents": ["dogs", "and"], "scores": [1.5, 0]} for _ in range(2)]
+    for name, rows in (("pairs", pairs), ("lists", lists)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        succeed(*EVALUATE, "--index", "index")
+        shutil.copytree("index", "compacted")
+        succeed("index", "compact", "--index", "compacted")
+    return folder
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_damaged_files_end_in_one_sentence_or_do_no_harm(
+    target: str, workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    share = TARGETS[target][2] / sum(share for _, _, share in TARGETS.values())
+    failures = []
+    for seed in range(max(1, round(CASES * share))):
+        shutil.rmtree(tmp_path / "case", ignore_errors=True)
+        place = shutil.copytree(workspace, tmp_path / "case" / "work")
+        monkeypatch.chdir(place)
+        damage = _damage(random.Random(f"{target} {seed}"), TARGETS[target][0])
+        before = snapshot(tmp_path)
+        result = invoke(*TARGETS[target][1])
+        wrong = _wrong_end(result) + _changes(before, snapshot(tmp_path))
+        if wrong:
+            failures.append(f"{target} {seed}: {damage}: {'; '.join(wrong)}")
+    assert not failures, "\n".join([f"{len(failures)} cases:", *failures])
+
+
+def _damage(rng: random.Random, target: str) -> str:
+    """Damage a file, or one of those in a folder."""
+    file = Path(target)
+    if file.is_dir():
+        files = sorted(path for path in file.rglob("*") if path.is_file() and path.name not in UNREAD)
+        file = rng.choice(files)
+    return f"{file} {mutate(rng, file)}"
+
+
+def _wrong_end(result: Result) -> list[str]:
+    if result.exit_code == 0 and result.exception is None:
+        return []
+    sentences = [line for line in result.stderr.splitlines() if line.startswith("pylate-flash: ")]
+    if result.exit_code == 2 and isinstance(result.exception, SystemExit) and len(sentences) == 1:
+        return ["a traceback"] if "Traceback" in result.stderr else []
+    return [f"exit {result.exit_code}, {result.exception!r}, {result.stderr[-300:]!r}"]
+
+
+def _changes(before: dict[str, bytes | None], after: dict[str, bytes | None]) -> list[str]:
+    names = sorted(name for name in before.keys() | after.keys() if before.get(name, b"") != after.get(name, b""))
+    strangers = [name for name in names if Path(name).parts[:3] != ("case", "work", OUTPUT)]
+    return [f"changed {', '.join(strangers)}"] if strangers else []

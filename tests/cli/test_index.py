@@ -1,0 +1,399 @@
+"""`pylate-flash index`: what every command leaves behind, and what it says to those who ask for the wrong thing."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pylate_flash import indexes, models
+from pylate_flash.cli import indexing
+from tests.cli.commands import assert_one_clear_sentence, invoke, succeed
+
+CPU = ("--device", "cpu")
+
+
+def write_corpus(path: Path, *ids: str) -> Path:
+    path.write_text("".join(json.dumps({"_id": id_, "text": f"the text of {id_}"}) + "\n" for id_ in ids))
+    return path
+
+
+def ids_in(index: Path) -> list[str]:
+    return indexes.Flat(index.parent, index.name, device="cpu").documents_ids
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    return write_corpus(tmp_path / "corpus.jsonl", "a", "b", "c")
+
+
+@pytest.fixture
+def index(corpus: Path, tmp_path: Path, tiny_colbert_path: str) -> Path:
+    """An index of the corpus."""
+    succeed("index", "build", "--data", corpus, "--model", tiny_colbert_path, "--index", tmp_path / "index", *CPU)
+    return tmp_path / "index"
+
+
+# build
+
+
+def test_an_index_of_a_corpus_is_what_the_model_says_of_its_texts(
+    corpus: Path, tmp_path: Path, tiny_colbert_path: str
+) -> None:
+    printed = succeed("index", "--data", corpus, "--model", tiny_colbert_path, "--index", tmp_path / "i", *CPU)
+    assert f"{tmp_path / 'i'} holds 3 documents" in printed
+    flat = indexes.Flat(tmp_path, "i", device="cpu")
+    assert flat.documents_ids == ["a", "b", "c"]
+    model = models.ColBERT(tiny_colbert_path, device="cpu")
+    texts = [f"the text of {id_}" for id_ in "abc"]
+    expected = model.encode(texts, is_query=False)
+    for found, wanted in zip(flat.get_documents_embeddings([["a", "b", "c"]])[0], expected, strict=True):
+        np.testing.assert_allclose(found.numpy(), wanted, atol=1e-6)
+
+
+def test_a_folder_of_texts_is_indexed_by_path_and_searched_with_its_texts(
+    tmp_path: Path, tiny_colbert_path: str
+) -> None:
+    (tmp_path / "notes" / "travel").mkdir(parents=True)
+    (tmp_path / "notes" / "travel" / "trains.md").write_text("# Trains\n\nNight trains to the sea.\n")
+    (tmp_path / "notes" / "bread.txt").write_text("Flour, water, salt.\n")
+    data, index = ("--data", tmp_path / "notes"), ("--index", tmp_path / "index")
+    succeed("index", *data, "--model", tiny_colbert_path, *index, *CPU)
+    assert ids_in(tmp_path / "index") == ["bread.txt", "travel/trains.md"]
+    printed = succeed("search", "trains", *data, *index, *CPU)
+    assert "\ttravel/trains.md\t# Trains Night trains to the sea.\n" in printed
+
+
+def test_a_build_goes_on_with_the_documents_that_are_missing(
+    index: Path, corpus: Path, tiny_colbert_path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build = ("index", "build", "--data", corpus, "--model", tiny_colbert_path, "--index", index, *CPU)
+    before = files_in(index)
+    assert f"Nothing to do: {index} holds the 3 documents of {corpus}" in succeed(*build)
+    assert files_in(index) == before
+
+    write_corpus(corpus, "new", "a", "b", "c", "d")
+    encoded = []
+    encode = models.ColBERT.encode
+    monkeypatch.setattr(
+        models.ColBERT, "encode", lambda self, texts, **options: encoded.extend(texts) or encode(self, texts, **options)
+    )
+    assert f"Going on: {index} holds 3 of the 5 documents" in succeed(*build)
+    assert ids_in(index) == ["a", "b", "c", "new", "d"]
+    # The words of one letter are the trial of the model.
+    assert [text for text in encoded if len(text) > 1] == ["the text of new", "the text of d"]
+
+
+def test_a_build_leaves_an_index_of_other_documents_or_of_another_model(
+    index: Path, corpus: Path, tmp_path: Path, tiny_colbert_path: str, other_colbert_path: str
+) -> None:
+    before = files_in(index)
+    build = ("index", "build", "--index", index, *CPU)
+    other = write_corpus(tmp_path / "other.jsonl", "a", "b")
+    result = invoke(*build, "--data", other, "--model", tiny_colbert_path)
+    assert_one_clear_sentence(result, index, "the document 'c'", "not in", other, "--overwrite")
+    result = invoke(*build, "--data", corpus, "--model", other_colbert_path)
+    assert_one_clear_sentence(result, index, "is another one", "weights")
+    result = invoke(*build, "--data", corpus, "--model", tiny_colbert_path, "--document-length", 8)
+    assert_one_clear_sentence(result, index, "is another one", "document_length")
+    assert files_in(index) == before
+
+    succeed(*build, "--data", other, "--model", other_colbert_path, "--overwrite")
+    assert ids_in(index) == ["a", "b"]
+    assert_one_clear_sentence(invoke(*build, "--data", other, "--model", tiny_colbert_path), "is another one")
+
+
+def test_an_index_without_a_model_is_not_added_to(corpus: Path, tmp_path: Path, tiny_colbert_path: str) -> None:
+    indexes.Flat(tmp_path, "index", device="cpu").add_documents(["a"], [np.eye(2, 32, dtype="float32")])
+    here = ("--data", corpus, "--index", tmp_path / "index")
+    result = invoke("index", "build", *here, "--model", tiny_colbert_path, *CPU)
+    assert_one_clear_sentence(result, tmp_path / "index", "does not say which model", "--overwrite")
+    assert_one_clear_sentence(invoke("index", "add", *here), "does not say which model", "--model")
+
+
+def test_a_build_writes_on_the_way(tmp_path: Path, tiny_colbert_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(indexing, "SECONDS_BETWEEN_WRITES", 0.0)
+    sizes = []
+    add = indexes.Flat.add_documents
+    monkeypatch.setattr(
+        indexes.Flat, "add_documents", lambda self, ids, *rest: sizes.append(len(ids)) or add(self, ids, *rest)
+    )
+    corpus = write_corpus(tmp_path / "corpus.jsonl", *(f"d{i}" for i in range(20)))
+    here = ("--model", tiny_colbert_path, "--index", tmp_path / "index", "--batch-size", 1, *CPU)
+    result = invoke("index", "--data", corpus, *here)
+    assert sizes == [8, 8, 4]
+    assert "Encoded 20 documents in " in result.stderr
+    assert " documents/s" in result.stderr
+
+
+def test_ctrl_c_keeps_what_is_in_the_index_and_says_how_to_go_on(
+    tmp_path: Path, tiny_colbert_path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(indexing, "SECONDS_BETWEEN_WRITES", 0.0)
+    corpus = write_corpus(tmp_path / "corpus.jsonl", *(f"d{i}" for i in range(20)))
+    build = (
+        "index",
+        "--data",
+        corpus,
+        "--model",
+        tiny_colbert_path,
+        "--index",
+        tmp_path / "i",
+        "--batch-size",
+        1,
+        *CPU,
+    )
+    encode = models.ColBERT.encode
+
+    def interrupted(self: object, texts: list[str], **options: object) -> object:
+        if "the text of d8" in texts:
+            raise KeyboardInterrupt
+        return encode(self, texts, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(models.ColBERT, "encode", interrupted)
+        result = invoke(*build)
+    assert result.exit_code == 130
+    assert f"8 of 20 documents are in {tmp_path / 'i'}; the same command goes on\n" in result.stderr
+    succeed(*build)
+    assert ids_in(tmp_path / "i") == [f"d{i}" for i in range(20)]
+
+
+def test_a_build_says_that_texts_are_longer_than_what_is_read_of_them(tmp_path: Path, tiny_colbert_path: str) -> None:
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "long.txt").write_text("word " * 30)
+    (tmp_path / "texts" / "short.txt").write_text("word " * 29)
+    result = invoke(
+        "index", "--data", tmp_path / "texts", "--model", tiny_colbert_path, "--index", tmp_path / "i", *CPU
+    )
+    # The 32 tokens of a document are [CLS], a marker, 29 words and [SEP].
+    assert "Note: 1 of the first 2 documents are longer than the 32 tokens" in result.stderr
+
+
+def test_a_build_keeps_the_type_that_was_asked_for(corpus: Path, tmp_path: Path, tiny_colbert_path: str) -> None:
+    here = ("index", "--data", corpus, "--model", tiny_colbert_path, "--index", tmp_path / "i", *CPU)
+    succeed(*here, "--dtype", "float16")
+    assert json.loads(succeed("index", "info", "--index", tmp_path / "i", "--json"))["dtype"] == "float16"
+    succeed(*here)
+    assert_one_clear_sentence(invoke(*here, "--dtype", "bfloat16"), "bfloat16", "float16")
+
+
+@pytest.mark.parametrize("what", ["corpus", "encoder", "model", "place", "files", "device"])
+def test_what_cannot_be_built_leaves_nothing_behind(
+    what: str, corpus: Path, tmp_path: Path, tiny_colbert_path: str, minilm_path: str
+) -> None:
+    options = {"--data": corpus, "--model": tiny_colbert_path, "--index": tmp_path / "index", "--device": "cpu"}
+    parts: list[object]
+    if what == "corpus":
+        with corpus.open("a") as lines:
+            lines.write('{"_id": "a", "text": "again"}\n')
+        parts = [f"{corpus}, line 4", "'a'", "line 1"]
+    elif what == "encoder":
+        options["--model"], parts = minilm_path, [minilm_path, "without a projection"]
+    elif what == "model":
+        options["--model"], parts = "/no/such/model", ["there is no model in '/no/such/model'"]
+    elif what == "place":
+        options["--index"], parts = corpus / "index", ["--index", f"{corpus} is a file"]
+    elif what == "files":
+        options["--index"], parts = tmp_path, [tmp_path, "holds files that are no index"]
+    else:
+        options["--device"], parts = "nonsense", ["--device nonsense"]
+    before = files_in(tmp_path)
+    result = invoke("index", *(part for option in options.items() for part in option))
+    assert_one_clear_sentence(result, *parts)
+    assert files_in(tmp_path) == before
+    assert not (tmp_path / "index").exists()
+
+
+# Killed builds
+
+# Run in a process of its own, which imports everything once: every build is a child of it, and is killed after a part
+# of the time that a whole build takes from its first write to its last.
+KILLED_BUILDER = """
+import os, random, signal, sys, time
+from pathlib import Path
+
+import torch
+from pylate_flash import indexes, models
+from pylate_flash.cli import app, indexing
+
+torch.set_num_threads(1)
+indexing.SECONDS_BETWEEN_WRITES = 0.0
+corpus, model, folder, kills = sys.argv[1], sys.argv[2], Path(sys.argv[3]), int(sys.argv[4])
+
+def start(index):
+    child = os.fork()
+    if child:
+        return child
+    try:
+        sys.stdout = sys.stderr = open(os.devnull, "w")
+        here = ["--data", corpus, "--model", model, "--index", str(index), "--batch-size", "1", "--device", "cpu"]
+        app(["index", "build", *here], prog_name="pylate-flash", standalone_mode=False)
+    finally:
+        os._exit(0)
+
+def wait_for_files(index, child):
+    while not list(index.glob("manifest.json*")) and os.waitpid(child, os.WNOHANG) == (0, 0):
+        time.sleep(0.001)
+    return time.monotonic()
+
+child = start(folder / "whole")
+began = wait_for_files(folder / "whole", child)
+os.waitpid(child, 0)
+seconds = time.monotonic() - began
+
+chance = random.Random(0)
+for kill in range(kills):
+    index = folder / f"killed-{kill}"
+    child = start(index)
+    wait_for_files(index, child)
+    # Shares of the time in turn, so that few kills are spread over a build as well.
+    time.sleep(seconds * (kill % 3 + chance.random()) / 3)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+def test_a_killed_build_goes_on_where_it_stopped(tmp_path: Path, tiny_colbert_path: str) -> None:
+    kills = int(os.environ.get("PYLATE_FLASH_TEST_KILLS", "3"))
+    ids = [f"d{i}" for i in range(64)]
+    corpus = write_corpus(tmp_path / "corpus.jsonl", *ids)
+    arguments = [corpus, tiny_colbert_path, tmp_path, str(kills)]
+    environment = {**os.environ, "PYTHONPATH": str(Path(indexes.__file__).parents[1])}
+    subprocess.run([sys.executable, "-c", KILLED_BUILDER, *arguments], check=True, env=environment, timeout=500)
+    whole = indexes.Flat(tmp_path, "whole", device="cpu").get_documents_embeddings([ids])[0]
+    for kill in range(kills):
+        index = tmp_path / f"killed-{kill}"
+        assert ids_in(index) == ids[: len(ids_in(index))]
+        assert len(ids_in(index)) % 8 == 0
+        succeed("index", "verify", "--index", index)
+        succeed("index", "build", "--data", corpus, "--model", tiny_colbert_path, "--index", index, *CPU)
+        assert ids_in(index) == ids
+        succeed("index", "verify", "--index", index)
+        found = indexes.Flat(tmp_path, index.name, device="cpu").get_documents_embeddings([ids])[0]
+        for document, expected in zip(found, whole, strict=True):
+            np.testing.assert_allclose(document.numpy(), expected.numpy(), atol=1e-5)
+
+
+def test_a_build_goes_on_after_an_interrupted_first_write(corpus: Path, tmp_path: Path, tiny_colbert_path: str) -> None:
+    (tmp_path / "index").mkdir()
+    for name in ("lock", "manifest.json.tmp"):
+        (tmp_path / "index" / name).touch()
+    succeed("index", "--data", corpus, "--model", tiny_colbert_path, "--index", tmp_path / "index", *CPU)
+    assert ids_in(tmp_path / "index") == ["a", "b", "c"]
+
+
+# add, remove, compact
+
+
+def test_add_takes_the_model_that_the_index_remembers(index: Path, tmp_path: Path, tiny_colbert_path: str) -> None:
+    more = write_corpus(tmp_path / "more.jsonl", "b", "d", "e")
+    result = invoke("index", "add", "--data", more, "--index", index, *CPU)
+    assert "1 of the 3 documents" in result.stdout
+    assert f"Added 2 documents; {index} holds 5\n" in result.stdout
+    assert ids_in(index) == ["a", "b", "c", "d", "e"]
+    expected = models.ColBERT(tiny_colbert_path, device="cpu").encode(["the text of e"], is_query=False)[0]
+    found = indexes.Flat(index.parent, index.name, device="cpu").get_documents_embeddings([["e"]])[0][0]
+    np.testing.assert_allclose(found.numpy(), expected, atol=1e-6)
+    assert "Added 0 documents" in succeed("index", "add", "--data", more, "--index", index, *CPU)
+
+
+def test_add_refuses_another_model(index: Path, tmp_path: Path, other_colbert_path: str) -> None:
+    more = write_corpus(tmp_path / "more.jsonl", "d")
+    before = files_in(index)
+    result = invoke("index", "add", "--data", more, "--index", index, "--model", other_colbert_path, *CPU)
+    assert_one_clear_sentence(result, index, "is another one")
+    assert files_in(index) == before
+
+
+def test_remove_by_ids_or_by_a_file_of_ids(index: Path, tmp_path: Path) -> None:
+    assert f"Removed 1 document; {index} holds 2\n" in succeed("index", "remove", "b", "--index", index)
+    (tmp_path / "ids.txt").write_text("c\n\nc\n")
+    succeed("index", "remove", "--ids", tmp_path / "ids.txt", "--index", index)
+    assert ids_in(index) == ["a"]
+
+
+def test_remove_takes_all_or_none(index: Path, tmp_path: Path) -> None:
+    (tmp_path / "ids.txt").write_text("a\nno\n")
+    before = files_in(index)
+    here = ("--index", index)
+    assert_one_clear_sentence(invoke("index", "remove", "a", "no", *here), "'no' is not in the index in", index)
+    by_file = ("--ids", tmp_path / "ids.txt")
+    assert_one_clear_sentence(invoke("index", "remove", *by_file, *here), f"{tmp_path / 'ids.txt'}, line 2: 'no'")
+    assert_one_clear_sentence(invoke("index", "remove", "a", *by_file, *here), "either", "not both")
+    assert_one_clear_sentence(invoke("index", "remove", *here), "either IDs or --ids")
+    assert files_in(index) == before
+
+
+def test_compact_keeps_the_documents_in_fewer_files(index: Path, tmp_path: Path) -> None:
+    for id_ in "de":
+        succeed("index", "add", "--data", write_corpus(tmp_path / "more.jsonl", id_), "--index", index, *CPU)
+    succeed("index", "compact", "--index", index)
+    assert ids_in(index) == ["a", "b", "c", "d", "e"]
+    assert json.loads(succeed("index", "info", "--index", index, "--json"))["files"] == 1
+
+
+# info, verify
+
+
+def test_info_says_what_the_index_holds(index: Path, tiny_colbert_path: str) -> None:
+    record = json.loads(succeed("index", "info", "--index", index, "--json"))
+    flat = indexes.Flat(index.parent, index.name, device="cpu")
+    tokens = sum(len(document) for document in flat.get_documents_embeddings([flat.documents_ids])[0])
+    assert (record["documents"], record["tokens"], record["embedding_size"]) == (3, tokens, 32)
+    size = sum(file.stat().st_size for file in index.iterdir())
+    assert (record["dtype"], record["bytes"], record["files"]) == ("float32", size, 1)
+    assert (record["model"]["name"], record["model"]["document_length"]) == (tiny_colbert_path, 32)
+    table = succeed("index", "info", "--index", index)
+    for part in ("documents", "3", f"{tokens:,}", "float32", record["model"]["fingerprint"][:12]):
+        assert part in table
+
+
+def test_what_does_not_encode_does_not_wait_for_pylate(index: Path) -> None:
+    code = (
+        "import sys; from pylate_flash.cli import app; "
+        "app(['index', *sys.argv[1:]], prog_name='pylate-flash', standalone_mode=False); "
+        "print(sorted({'pylate', 'transformers'} & set(sys.modules)))"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(indexes.__file__).parents[1])}
+    arguments = [sys.executable, "-c", code, "remove", "a", "--index", str(index)]
+    done = subprocess.run(arguments, capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_verify_finds_a_changed_byte(index: Path) -> None:
+    succeed("index", "compact", "--index", index)
+    assert "3 documents" in succeed("index", "verify", "--index", index)
+    shard = next(index.glob("shard-*"))
+    content = bytearray(shard.read_bytes())
+    content[-20] ^= 1
+    shard.write_bytes(content)
+    assert_one_clear_sentence(invoke("index", "verify", "--index", index), shard.name)
+
+
+@pytest.mark.parametrize("command", ["add", "remove", "info", "verify", "compact"])
+def test_a_missing_or_damaged_index_is_one_sentence(command: str, corpus: Path, tmp_path: Path) -> None:
+    options = {"add": ["--data", corpus], "remove": ["a"]}.get(command, [])
+    here = ("index", command, *options, "--index", tmp_path / "index")
+    assert_one_clear_sentence(invoke(*here), f"there is no index in {tmp_path / 'index'}")
+    (tmp_path / "index").mkdir()
+    (tmp_path / "index" / "manifest.json").write_text("[" * 200_000)
+    assert_one_clear_sentence(invoke(*here), tmp_path / "index" / "manifest.json")
+
+
+def test_the_group_explains_itself() -> None:
+    printed = succeed("index", "--help")
+    for command in ("build", "add", "remove", "info", "verify", "compact"):
+        assert command in printed
+        assert "--index" in succeed("index", command, "--help")
+    assert '"_id": "d1"' in " ".join(succeed("index", "build", "--help").replace("│", " ").split())

@@ -1,0 +1,214 @@
+"""Folders of models that are broken, bring code, or lack a projection: one sentence before any work."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from typer.testing import Result
+
+from pylate_flash.cli.common import UserError, load_model
+from tests.cli.commands import assert_one_clear_sentence, invoke
+
+DEEP = "[" * 200_000
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:300])
+
+
+def edit(path: Path, change: Callable[[Any], object]) -> None:
+    """Change, in place, what a JSON file holds."""
+    value = json.loads(path.read_text())
+    change(value)
+    path.write_text(json.dumps(value))
+
+
+def spoil(path: Path) -> None:
+    tensors = load_file(path)
+    save_file({name: torch.full_like(tensor, float("nan")) for name, tensor in tensors.items()}, path)
+
+
+BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
+    "truncated weights": (lambda m: cut(m / "model.safetensors"), "SafetensorError"),
+    "garbage weights": (lambda m: (m / "model.safetensors").write_bytes(b"garbage" * 9), "SafetensorError"),
+    "no weights": (lambda m: (m / "model.safetensors").unlink(), "no file named model.safetensors"),
+    "NaN for weights": (lambda m: spoil(m / "1_Dense" / "model.safetensors"), "NaN or infinity"),
+    "another size": (
+        lambda m: edit(m / "config.json", lambda c: c.update(intermediate_size=16)),
+        "its weights have other sizes than its config.json says",
+    ),
+    "fewer words than the tokenizer has": (
+        lambda m: edit(m / "tokenizer.json", lambda t: t["model"]["vocab"].update(cats=9999)),
+        "the number of a word in its tokenizer is 9999, and its encoder knows",
+    ),
+    "fewer layers than its config asks for": (
+        lambda m: edit(m / "config.json", lambda c: c.update(num_hidden_layers=2)),
+        "its weights lack encoder.layer.1.",
+    ),
+    "layers without end": (
+        lambda m: edit(m / "config.json", lambda c: c.update(num_hidden_layers=2**63)),
+        "its config.json asks for 9223372036854775808 layers ('num_hidden_layers')",
+    ),
+    "the weights of another encoder": (
+        lambda m: save_file({"other.weight": torch.ones(2)}, m / "model.safetensors", {"format": "pt"}),
+        "its weights lack embeddings.",
+    ),
+    "empty modules.json": (lambda m: (m / "modules.json").write_text(""), "its modules.json is not valid JSON"),
+    "no modules": (lambda m: (m / "modules.json").write_text("[]"), "at least one module"),
+    "modules without types": (lambda m: edit(m / "modules.json", lambda c: c[1].pop("type")), '"type"'),
+    "an unknown type": (
+        lambda m: edit(m / "modules.json", lambda c: c[1].update(type="pylate.models.Nothing")),
+        "Nothing",
+    ),
+    "a config that is a list": (
+        lambda m: (m / "config.json").write_text("[1]"),
+        "its config.json must hold a JSON object",
+    ),
+    "a module's config that is a number": (
+        lambda m: (m / "1_Dense" / "config.json").write_text("1"),
+        "its 1_Dense/config.json must hold a JSON object",
+    ),
+    "deep JSON": (
+        lambda m: (m / "config.json").write_text(DEEP),
+        "its config.json is not valid JSON: it is nested too",
+    ),
+    "a deep tokenizer": (lambda m: (m / "tokenizer.json").write_text(DEEP), "its tokenizer.json is not valid JSON"),
+    "a garbage tokenizer": (lambda m: (m / "tokenizer.json").write_text("garbage"), "its tokenizer.json is not valid"),
+    "no tokenizer": (
+        lambda m: [(m / name).unlink() for name in ("tokenizer.json", "tokenizer_config.json")],
+        "cannot be loaded",
+    ),
+    "a length that is no number": (
+        lambda m: edit(m / "config_sentence_transformers.json", lambda c: c.update(query_length="long")),
+        "its query_length, 'long', must be a whole number",
+    ),
+    "a length above the positions": (
+        lambda m: edit(m / "config_sentence_transformers.json", lambda c: c.update(document_length=17)),
+        "its document_length, 17, is more than the 16 tokens that it can read; give a lower --document-length",
+    ),
+}
+
+
+@pytest.fixture
+def folder(small_model: Path, tmp_path: Path) -> Path:
+    """A model that a test may break."""
+    return shutil.copytree(small_model, tmp_path / "model")
+
+
+def evaluate(beir: Path, model: object, *arguments: object) -> Result:
+    return invoke("evaluate", "--data", beir, "--model", model, "--device", "cpu", *arguments)
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_model_is_one_sentence(case: str, folder: Path, beir: Path) -> None:
+    change, part = BROKEN[case]
+    change(folder)
+    result = evaluate(beir, folder)
+    assert_one_clear_sentence(result, f"the model in {folder}", part)
+    assert len(result.stderr.splitlines()[-1]) < 700
+
+
+def test_a_tokenizer_without_words_is_refused(folder: Path, beir: Path) -> None:
+    """transformers makes one of special tokens alone, and PyLate shrinks the encoder to it: every text is the same."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).unlink()
+    edit(folder / "config.json", lambda c: c.update(model_type="bert"))
+    assert_one_clear_sentence(evaluate(beir, folder), "its tokenizer has no words")
+
+
+def test_panics_of_a_loader_are_one_sentence_too(folder: Path, beir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class PanicException(BaseException):
+        """What libraries in Rust raise."""
+
+    def panic(*arguments: object, **options: object) -> None:
+        raise PanicException("index out of bounds")
+
+    monkeypatch.setattr("pylate_flash.models.ColBERT", panic)
+    assert_one_clear_sentence(evaluate(beir, folder), "PanicException: index out of bounds")
+
+
+def test_ctrl_c_while_loading_interrupts(folder: Path, beir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*arguments: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("pylate_flash.models.ColBERT", interrupt)
+    assert evaluate(beir, folder).exit_code == 130
+
+
+def bring_code(folder: Path, tmp_path: Path) -> Path:
+    """Give a module a class of the folder's own; returns the file that this code makes when it runs."""
+    ran = tmp_path / "ran"
+    (folder / "own.py").write_text(
+        f"import pathlib\nfrom pylate.models import Dense\n\npathlib.Path({str(ran)!r}).touch()\n\n\n"
+        "class Own(Dense):\n    pass\n"
+    )
+    edit(folder / "modules.json", lambda modules: modules[1].update(type="own.Own"))
+    return ran
+
+
+def test_code_of_a_folder_runs_only_if_it_is_trusted(folder: Path, beir: Path, tmp_path: Path) -> None:
+    ran = bring_code(folder, tmp_path)
+    assert_one_clear_sentence(evaluate(beir, folder), "modules.json names 'own.Own'", "--trust-remote-code")
+    assert not ran.exists()
+    assert evaluate(beir, folder, "--trust-remote-code").exit_code == 0
+    assert ran.exists()
+
+
+@pytest.mark.parametrize(("key", "value"), [("activation_function", "os.getcwd"), ("types", {"a": "antigravity.fly"})])
+def test_functions_that_a_configuration_names_are_not_called(folder: Path, beir: Path, key: str, value: Any) -> None:
+    edit(folder / "1_Dense" / "config.json", lambda config: config.update({key: value}))
+    name = value if isinstance(value, str) else value["a"]
+    assert_one_clear_sentence(evaluate(beir, folder), f"its 1_Dense/config.json names {name!r}", "--trust-remote-code")
+
+
+def test_code_that_a_configuration_asks_for_names_the_option(folder: Path, beir: Path) -> None:
+    edit(folder / "config.json", lambda c: c.update(model_type="own", auto_map={"AutoConfig": "own.Config"}))
+    assert_one_clear_sentence(evaluate(beir, folder), "code of its own; --trust-remote-code runs it")
+
+
+def test_a_random_projection_is_refused_for_searching_and_named_otherwise(
+    small_model: Path, beir: Path, tmp_path: Path
+) -> None:
+    encoder, lengths = small_model.with_name("encoder"), ("--query-length", 8, "--document-length", 12)
+    result = evaluate(beir, encoder, *lengths, "--index", tmp_path / "index")
+    assert_one_clear_sentence(result, f"the model in {encoder}", "train it first with `pylate-flash train`")
+    assert not (tmp_path / "index").exists()
+    result = evaluate(beir, encoder, *lengths)
+    assert result.exit_code == 0
+    assert "Warning" in result.stderr
+    assert "random" in result.stderr
+    assert "Warning" not in result.stdout
+    assert "Warning" not in evaluate(beir, small_model).stderr
+    with pytest.raises(UserError, match="train it first"):
+        load_model(str(encoder), searching=True, device="cpu", query_length=8, document_length=12)
+
+
+@pytest.mark.parametrize(("option", "value"), [("--query-length", 100000), ("--document-length", 17)])
+def test_lengths_above_the_positions_are_refused(small_model: Path, beir: Path, option: str, value: int) -> None:
+    assert_one_clear_sentence(
+        evaluate(beir, small_model, option, value), f"{option} {value} is more than the 16 tokens"
+    )
+
+
+@pytest.mark.parametrize(("offline", "part"), [("1", "HF_HUB_OFFLINE is set"), ("", "could not be fetched")])
+def test_a_name_that_is_not_found_names_the_offline_mode(
+    beir: Path, monkeypatch: pytest.MonkeyPatch, offline: str, part: str
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", offline)
+    monkeypatch.delenv("TRANSFORMERS_OFFLINE", raising=False)
+    assert_one_clear_sentence(evaluate(beir, "no-such/name"), "'no-such/name'", part)
+
+
+def test_an_encoder_without_a_pooler_is_complete(folder: Path, beir: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if "pooler" not in name}
+    assert len(kept) < len(tensors)
+    save_file(kept, folder / "model.safetensors", {"format": "pt"})
+    assert evaluate(beir, folder).exit_code == 0
