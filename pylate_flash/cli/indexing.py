@@ -37,7 +37,7 @@ def index_path(index: Path) -> Path:
 
 
 def holds_index(place: Path) -> bool:
-    return (place / "manifest.json").is_file()
+    return os.path.isfile(place / "manifest.json")
 
 
 def check_index(place: Path) -> None:
@@ -94,6 +94,11 @@ def open_flat(place: Path, device: str | None, **options: Any) -> Flat:
 def load_model_of(flat: Flat, model: str | None, device: str | None, trust_remote_code: bool) -> ColBERT:
     """Load the model that an index was built with, from `model` or else from where the index says that it is."""
     record = flat.model
+    if record is not None and record.settings.get("hidden_states"):
+        raise UserError(
+            f"the index in {flat.index_path} keeps hidden states, to be projected while it is searched: use it from "
+            "Python, as indexes.Flat(..., projection=model)"
+        )
     if model is None:
         if record is None:
             raise UserError(

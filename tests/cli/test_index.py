@@ -256,8 +256,8 @@ for kill in range(kills):
     index = folder / f"killed-{kill}"
     child = start(index)
     wait_for_files(index, child)
-    # Shares of the time in turn, so that few kills are spread over a build as well.
-    time.sleep(seconds * (kill % 3 + chance.random()) / 3)
+    # One in each share of the time, so that few kills are spread over a build as well.
+    time.sleep(seconds * (kill + chance.random()) / kills)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
 """
