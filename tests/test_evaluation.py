@@ -227,6 +227,18 @@ def test_an_index_folder_is_built_once_and_never_overwritten(tmp_path: Path) -> 
         evaluate_retrieval(OneHot(), DOCUMENTS, TEXTS, JUDGED, index=tmp_path / "index", show_progress=False)
 
 
+def test_an_index_remembers_the_model_and_another_one_is_refused(tiny_colbert_path: str, tmp_path: Path) -> None:
+    model = models.ColBERT(tiny_colbert_path, device="cpu")
+    index = indexes.Flat(tmp_path, "index", device="cpu", show_progress=False)
+    evaluate_retrieval(model, DOCUMENTS, TEXTS, JUDGED, index=index, show_progress=False)
+    index = indexes.Flat(tmp_path, "index", device="cpu", show_progress=False)
+    assert index.model is not None
+    evaluate_retrieval(model, DOCUMENTS, TEXTS, JUDGED, index=index, show_progress=False)
+    next(model.parameters()).data.view(-1)[:1].add_(1e-3)
+    with pytest.raises(ValueError, match="was built with the model .* differs in weights"):
+        evaluate_retrieval(model, DOCUMENTS, TEXTS, JUDGED, index=index, show_progress=False)
+
+
 def test_documents_are_indexed_in_steps_of_bounded_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(evaluation, "SHARD_BYTES", 100)
     monkeypatch.setattr(evaluation, "_BATCHES_PER_STEP", 1)

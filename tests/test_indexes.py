@@ -409,3 +409,63 @@ def test_other_errors_name_what_is_wrong(tmp_path: Path) -> None:
         index.add_documents(["a"], embeddings_of([1]), batch_size=0)
     with pytest.raises(ValueError, match=r"documents_ids\[1\]: 'z' is not in the index"):
         index.add_documents(["a"], embeddings_of([1])).get_documents_embeddings([["a"], ["z"]])
+
+
+# The care of an index
+
+
+@pytest.mark.parametrize(
+    "name", ["", ".", "..", "../evil", "a/b", "/tmp/evil", "a\\b", "..\\evil", "C:", "C:evil", "a\0b", 3, None]
+)
+def test_the_name_of_an_index_is_one_plain_component(tmp_path: Path, name: object) -> None:
+    with pytest.raises(ValueError, match="index_name must be the plain name of a folder in index_folder"):
+        Flat(tmp_path / "indexes", name, override=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_plain_names_of_all_kinds_are_taken(tmp_path: Path) -> None:
+    for name in ("index", ".hidden", "a b", "..a", "ü", "v1:0.5"):
+        Flat(tmp_path, name, device="cpu").add_documents(["a"], embeddings_of([1]))
+        assert (tmp_path / name / "manifest.json").is_file()
+
+
+def test_info_verify_and_compact_say_what_the_index_is(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    index = flat(tmp_path, ["a", "b"], embeddings_of([3, 2]))
+    index.add_documents(["c"], embeddings_of([4]))
+    info = index.verify()
+    assert info == index.info() == Flat(tmp_path, "index", device="cpu").info()
+    assert (info.documents, info.tokens, info.shards, info.embedding_size, info.dtype) == (3, 9, 0, 4, "float32")
+    files = [file for file in index.index_path.iterdir() if file.name != "lock"]
+    assert info.bytes == sum(file.stat().st_size for file in files)
+    assert info.created_with["torch"] == torch.__version__
+    assert info.model is None
+    assert capsys.readouterr().err == ""
+    assert index.compact() is index
+    assert index.verify(show_progress=True).shards == 1
+    assert "Verifying" in capsys.readouterr().err
+    assert index.documents_ids == ["a", "b", "c"]
+    assert Flat(tmp_path, "new", device="cpu").info().documents == 0
+
+
+def test_verify_reads_the_files_as_they_are_now(tmp_path: Path) -> None:
+    index = flat(tmp_path, ["a", "b"], embeddings_of([3, 2])).compact()
+    (shard,) = index.index_path.glob("shard-*")
+    changed = bytearray(shard.read_bytes())
+    changed[-60] ^= 1
+    # Another file in the place of the one that is open.
+    shard.unlink()
+    shard.write_bytes(changed)
+    with pytest.raises(ValueError, match="is damaged: its sha256 is") as caught:
+        index.verify()
+    assert str(shard) in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("scorer", ["pylate_flash", "torch"])
+def test_a_search_that_meets_nan_says_so(tmp_path: Path, scorer: str, value: float) -> None:
+    index = flat(tmp_path, ["a", "b", "c"], integers_of([3, 2, 4]), scorer=scorer)
+    index._store._pieces.journal.values[3] = value
+    for subset in (None, [["a", "b"]]):
+        with pytest.raises(ValueError, match="the score of document 'b' is not finite, .* verify.. names the file"):
+            index(torch.ones(1, 2, 2), subset=subset)
+    assert [r["id"] for r in index(torch.ones(1, 2, 2), subset=["a", "c"])[0]] != []

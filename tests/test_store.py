@@ -7,7 +7,6 @@ import os
 import pickle
 from pathlib import Path
 
-import filelock
 import numpy as np
 import pytest
 import torch
@@ -18,6 +17,7 @@ from pylate_flash.index import journal, store
 from pylate_flash.index.shards import Shard
 from pylate_flash.index.store import PackedStore
 from pylate_flash.index.tables import blocks
+from pylate_flash.index.turns import turn
 from tests.stores import assert_content, content, documents_of, shards_in, shards_named, store_of_two_shards
 
 
@@ -75,6 +75,81 @@ def test_blocks_cover_everything_within_the_limit(lengths: list[int], limit: int
     assert [i for start, stop in stretches for i in range(start, stop)] == list(range(len(lengths)))
     for start, stop in stretches:
         assert stop - start == 1 or sum(max(1, length) for length in lengths[start:stop]) <= limit
+
+
+def test_small_additions_leave_few_files_and_rewrite_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    documents, written = documents_of([1, 2, 0, 5] * 125), []
+    monkeypatch.setattr(journal, "JOURNAL_BYTES", 2000)
+    monkeypatch.setattr(store, "SHARD_BYTES", 1 << 20)
+    pwrite = os.pwrite
+
+    def counted(descriptor: int, data: bytes, offset: int) -> int:
+        written.append(len(data))
+        return pwrite(descriptor, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", counted)
+    opened = PackedStore(tmp_path)
+    most = 0
+    for i, document in enumerate(documents):
+        opened.add([str(i)], [document])
+        most = max(most, len(os.listdir(tmp_path)))
+    # Journal, manifest, lock, and a shard per power of two from 8 tokens, a journal's, to 1000, all.
+    assert most <= 3 + 7
+    # Into the journal with its heads and ids, and once per power of two into a shard.
+    assert sum(written) < 500 * (256 + 400) + 7 * 2 * opened.nbytes
+    assert_content(tmp_path, [str(i) for i in range(500)], documents)
+
+
+def test_an_addition_to_the_journal_touches_no_other_file(tmp_path: Path) -> None:
+    opened = PackedStore(tmp_path)
+    opened.add(["a"], documents_of([2]))
+    before = {file.name: file.stat() for file in tmp_path.iterdir()}
+    opened.add(["b"], documents_of([3]))
+    after = {file.name: file.stat() for file in tmp_path.iterdir()}
+    assert before.keys() == after.keys()
+    changed = {name for name in before if before[name].st_mtime_ns != after[name].st_mtime_ns}
+    assert changed == {file.name for file in tmp_path.glob("journal-*")}
+
+
+def test_compact_leaves_as_few_files_as_the_size_of_a_shard_allows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal, "JOURNAL_BYTES", 0)
+    monkeypatch.setattr(store, "SHARD_BYTES", 10 * 4 * 4)
+    documents = documents_of([10, 7, 3, 6, 6, 6, 0, 1])
+    opened = PackedStore(tmp_path)
+    for i, document in enumerate(documents):
+        opened.add([str(i)], [document])
+    full = [entry.file for entry in opened.manifest.shards if entry.tokens == 10]
+    assert len(full) == 1
+    opened.compact()
+    assert [entry.tokens for entry in opened.manifest.shards] == [10, 10, 6, 6, 7]
+    # What is full already is not written again.
+    assert [entry.file for entry in opened.manifest.shards][:1] == full
+    assert_content(tmp_path, [str(i) for i in range(8)], documents)
+    before = {file.name: file.stat().st_mtime_ns for file in tmp_path.glob("*[sn]")}
+    opened.compact()
+    assert {file.name: file.stat().st_mtime_ns for file in tmp_path.glob("*[sn]")} == before
+    opened.remove(np.arange(8))
+    opened.compact()
+    assert content(tmp_path) == {}
+    PackedStore(tmp_path / "never written").compact()
+    assert not (tmp_path / "never written").exists()
+
+
+def test_tokens_that_are_not_read_take_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = PackedStore(tmp_path)
+    opened.add(["a", "b", "c"], documents_of([1000, 1, 3000], size=2000))
+    sizes, read_into = [], Shard.read_into
+
+    def counted(shard: Shard, out: torch.Tensor, start: int) -> None:
+        sizes.append(len(out))
+        read_into(shard, out, start)
+
+    monkeypatch.setattr(Shard, "read_into", counted)
+    opened = PackedStore(tmp_path)
+    opened.read(np.array([1]))
+    assert sizes == [1]
 
 
 def test_removed_embeddings_leave_the_disk(tmp_path: Path) -> None:
@@ -193,7 +268,7 @@ def test_a_writer_with_an_old_picture_is_refused(tmp_path: Path) -> None:
 def test_a_second_writer_at_the_same_time_is_refused(two_shards: Path) -> None:
     opened = PackedStore(two_shards)
     with (
-        filelock.FileLock(two_shards / "lock"),
+        turn(two_shards / "lock"),
         pytest.raises(RuntimeError, match="another process is writing to the index"),
     ):
         opened.add(["d"], documents_of([1]))

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import pylate_flash
+from pylate_flash.index.store import PackedStore
 
 # For each of `kills` a child opens the store, writes, and is killed before the n-th change that it makes to the disk,
 # or in the middle of it where it is a write. What it was about to make of the store and what it has made, it says in a
@@ -115,3 +116,38 @@ def test_a_killed_writer_leaves_what_the_last_finished_call_made_or_the_one_in_f
         [sys.executable, "-c", WRITER, *arguments], env=environment, capture_output=True, text=True, timeout=300
     )
     assert (done.returncode, done.stdout) == (0, "20 kills\n"), done.stderr
+
+
+# Three children add documents of their own, one at a time, and open the store anew when another one was faster.
+RIVALS = """
+import os, sys, torch
+from pylate_flash.index import journal, store
+from pylate_flash.index.store import PackedStore
+journal.JOURNAL_BYTES, store.SHARD_BYTES = 4000, 10000
+for name in "abc":
+    if os.fork():
+        continue
+    opened = PackedStore(sys.argv[1])
+    for i in range(30):
+        while True:
+            try:
+                opened.add([f"{name}-{i}"], [torch.full((2, 4), float(i))])
+                break
+            except RuntimeError as error:
+                assert "writing to the index" in str(error) or "has been written to since" in str(error), error
+                opened = PackedStore(sys.argv[1])
+    os._exit(0)
+sys.exit(sum(os.waitstatus_to_exitcode(os.wait()[1]) for _ in range(3)))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+def test_writers_at_the_same_time_lose_nothing(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(Path(pylate_flash.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    arguments = [sys.executable, "-c", RIVALS, str(tmp_path / "index")]
+    subprocess.run(arguments, env=environment, check=True, timeout=300)
+    opened = PackedStore(tmp_path / "index")
+    opened.verify()
+    assert sorted(opened.ids) == sorted(f"{name}-{i}" for name in "abc" for i in range(30))
+    for name in "abc":
+        assert [id_ for id_ in opened.ids if id_[0] == name] == [f"{name}-{i}" for i in range(30)]

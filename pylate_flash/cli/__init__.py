@@ -56,7 +56,10 @@ app.command(
     epilog="Example: `pylate-flash evaluate --data demo-output/data --model demo-output/model --compare-torch`"
 )(command(evaluate.evaluate))
 app.add_typer(index.app, name="index")
-app.command(epilog='Example, after the demo: `pylate-flash search "read a compressed archive" -k 3`')(
+app.command(
+    epilog='Examples: `pylate-flash search "read a compressed archive" -k 3` (after the demo), '
+    "`pylate-flash search --queries queries.jsonl --index my-index --json > found.jsonl`"
+)(
     command(search.search)
 )
 app.command(

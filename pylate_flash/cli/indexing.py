@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 DEFAULT_INDEX = Path("index")
 # How much work is lost, at most, when the process is killed; the step that is under way comes on top.
 SECONDS_BETWEEN_WRITES = 10.0
-_SECONDS_BETWEEN_NOTES = 30.0
+SECONDS_BETWEEN_NOTES = 30.0
 # Batches between two looks at the clock: texts are sorted by length within them, so few would waste work on padding,
 # and many would leave the progress bar standing still.
 _BATCHES_PER_STEP = 8
@@ -167,11 +167,11 @@ def add_texts(flat: Flat, colbert: ColBERT, texts: Iterable[Text], total: int, b
             if now - written >= SECONDS_BETWEEN_WRITES or sum(array.nbytes for array in embeddings) >= SHARD_BYTES:
                 _write(flat, ids, embeddings)
                 ids, embeddings, written = [], [], time.monotonic()
-            if not terminal and now - noted >= _SECONDS_BETWEEN_NOTES:
+            if not terminal and now - noted >= SECONDS_BETWEEN_NOTES:
                 # A bar that is drawn again and again does not suit a log.
                 rate, noted = done / (now - started), now
-                left = (total - done) / rate
-                print(f"{done} of {total} documents, {rate:.1f} documents/s, {left:.0f} s left", file=sys.stderr)
+                left = tqdm.format_interval((total - done) / rate)
+                print(f"{done:,} of {total:,} documents, {rate:.1f} documents/s, {left} left", file=sys.stderr)
         if ids:
             _write(flat, ids, embeddings)
     seconds = time.monotonic() - started

@@ -283,7 +283,8 @@ def read_exactly(descriptor: int, buffer: bytearray | memoryview, offset: int) -
     while done < len(view):
         count = os.preadv(descriptor, [view[done:]], offset + done)
         if not count:
-            raise ValueError(f"it ends after {offset + done} bytes, {offset + len(view)} were expected")
+            size = os.fstat(descriptor).st_size
+            raise ValueError(f"it ends after {size} bytes, {offset + len(view)} were expected")
         done += count
     return view
 

@@ -13,7 +13,7 @@ import torch
 from pylate_flash import __version__
 from tests.cli.commands import assert_one_clear_sentence, invoke, succeed
 
-COMMANDS = ("demo", "train", "evaluate", "search", "bench", "doctor")
+COMMANDS = ("demo", "train", "evaluate", "index", "search", "bench", "doctor")
 
 
 def test_help_names_every_command_and_every_command_explains_itself() -> None:
