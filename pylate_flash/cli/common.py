@@ -72,9 +72,10 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
         except KeyboardInterrupt:
             print("pylate-flash: interrupted", file=sys.stderr)
             raise typer.Exit(130) from None
-        except (typer.Exit, typer.Abort, typer.BadParameter, BrokenPipeError):
+        except (typer.Exit, typer.Abort, typer.BadParameter, BrokenPipeError, SystemExit, GeneratorExit):
             raise
-        except Exception as error:
+        # Not only Exception: the panics of libraries in Rust, such as tokenizers, are none.
+        except BaseException as error:
             _fail(f"unexpected {cause(error, named=True)}; {TRACEBACK_VARIABLE}=1 shows where", UNEXPECTED)
 
     return wrapped
@@ -182,7 +183,6 @@ def _loader_errors(model: str, what: str) -> Iterator[None]:
         yield
     except (KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
-    # Not only Exception: tokenizers panics over some files, and its PanicException is a BaseException.
     except BaseException as error:
         if "trust_remote_code" in str(error):
             text = f"{what} cannot be loaded: it comes with code of its own; --trust-remote-code runs it"

@@ -43,6 +43,17 @@ def test_doctor_imports_torch_alone() -> None:
     assert imported("doctor") == ["torch"]
 
 
+def test_loading_a_model_imports_little_more_than_pylate_does() -> None:
+    """What is slow to import and needed by one command alone, such as ranx or matplotlib, waits for that command."""
+    code = (
+        "import sys; import pylate.models; before = set(sys.modules); "
+        "from pylate_flash import indexes, models, retrieve; "
+        "print(*sorted({name.partition('.')[0] for name in set(sys.modules) - before} - set(sys.stdlib_module_names)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert set(done.stdout.split()) <= {"pylate", "pylate_flash", "packaging", "filelock", "safetensors"}
+
+
 def test_version() -> None:
     assert succeed("--version") == f"pylate-flash {__version__}\n"
 
@@ -135,14 +146,19 @@ def fail(error: BaseException) -> Callable[..., None]:
     return raise_
 
 
+class PanicException(BaseException):
+    """What libraries in Rust raise."""
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, PanicException])
 def test_an_error_that_nobody_foresaw_is_one_sentence_with_a_code_of_its_own(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: type[BaseException]
 ) -> None:
-    monkeypatch.setattr("pylate_flash.demo.job.run", fail(KeyError("a\nb" + " word" * 500)))
+    monkeypatch.setattr("pylate_flash.demo.job.run", fail(kind("a\nb" + " word" * 500)))
     result = invoke("demo", "--output", tmp_path / "out")
     assert result.exit_code == 70
     (line,) = result.stderr.splitlines()
-    assert line.startswith("pylate-flash: unexpected KeyError: 'a\\nb word")
+    assert line.startswith(f"pylate-flash: unexpected {kind.__name__}: a b word")
     assert line.endswith("...; PYLATE_FLASH_TRACEBACK=1 shows where")
     assert len(line) < 500
 

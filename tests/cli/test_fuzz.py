@@ -19,10 +19,11 @@ from tests.cli.commands import invoke, succeed
 from tests.cli.mutations import mutate, snapshot
 
 CASES = int(os.environ.get("PYLATE_FLASH_FUZZ_CASES", "60"))
-# The folder that training is told to write.
+# The folder that is to be written.
 OUTPUT = "out"
-EVALUATE = ("evaluate", "--data", "beir", "--model", "model", "--device", "cpu")
-TRAIN = ("train", "--model", "model", "--output", OUTPUT, "--batch-size", 2, "--max-steps", 1, "--device", "cpu")
+MODEL = ("--model", "model", "--device", "cpu")
+EVALUATE = ("evaluate", "--data", "beir", *MODEL)
+TRAIN = ("train", *MODEL, "--output", OUTPUT, "--batch-size", 2, "--max-steps", 1)
 # Files that mean nothing to a command.
 UNREAD = ("README.md", "lock")
 # What is damaged (a file of the workspace, or one of those in a folder), the command that reads it, and its share of
@@ -33,7 +34,11 @@ TARGETS = {
     "qrels": ("beir/qrels/test.tsv", EVALUATE, 2),
     "pairs": ("pairs.jsonl", (*TRAIN, "--data", "pairs.jsonl"), 2),
     "lists": ("lists.jsonl", (*TRAIN, "--data", "lists.jsonl", "--loss", "distillation"), 2),
-    "index": ("index", ("search", "cats", "--index", "index", "--model", "model", "--device", "cpu"), 5),
+    "built": ("beir/corpus.jsonl", ("index", "--data", "beir/corpus.jsonl", "--index", OUTPUT, *MODEL), 1),
+    "asked": ("beir/queries.jsonl", ("search", "--queries", "beir/queries.jsonl", "--index", "index", *MODEL), 1),
+    "journal": ("index", ("search", "cats", "--index", "index", *MODEL), 2),
+    "shards": ("compacted", ("search", "cats", "--index", "compacted", *MODEL), 3),
+    "verified": ("compacted", ("index", "verify", "--index", "compacted"), 2),
     "model": ("model", EVALUATE, 6),
 }
 
@@ -57,6 +62,8 @@ def workspace(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         succeed(*EVALUATE, "--index", "index")
+        shutil.copytree("index", "compacted")
+        succeed("index", "compact", "--index", "compacted")
     return folder
 
 
