@@ -59,9 +59,7 @@ app.add_typer(index.app, name="index")
 app.command(
     epilog='Examples: `pylate-flash search "read a compressed archive" -k 3` (after the demo), '
     "`pylate-flash search --queries queries.jsonl --index my-index --json > found.jsonl`"
-)(
-    command(search.search)
-)
+)(command(search.search))
 app.command(
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
     add_help_option=False,
