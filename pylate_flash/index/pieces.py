@@ -45,8 +45,8 @@ class Pieces:
         pieces._copies = {piece: self._copies[piece] for piece in pieces if piece in self._copies}
         return pieces
 
-    def read(self, runs: list[tuple[int, int]], device: torch.device) -> torch.Tensor:
-        """Rows of all pieces put end to end: the runs from start to stop, packed.
+    def read(self, runs: list[tuple[int, int]], device: torch.device, room: torch.Tensor | None = None) -> torch.Tensor:
+        """Rows of all pieces put end to end: the runs from start to stop, packed; in `room` [*, size] if they fit.
 
         Returns
         -------
@@ -68,7 +68,9 @@ class Pieces:
             piece, first, last = slices[0]
             if isinstance(piece, Journal):
                 return piece.values[first:last].to(device)
-        values = torch.empty(sum(last - first for _, first, last in slices), self._size, dtype=self._dtype)
+        rows = sum(last - first for _, first, last in slices)
+        fits = room is not None and rows <= len(room)
+        values = room[:rows] if room is not None and fits else torch.empty(rows, self._size, dtype=self._dtype)
         done = 0
         for piece, first, last in slices:
             piece.read_into(values[done : done + last - first], first)
@@ -98,7 +100,10 @@ class Pieces:
 
     def _is_on(self, device: torch.device, piece: Shard | Journal) -> bool:
         copy = self._copies.get(piece)
-        return copy is not None and copy.device == device and len(copy) == piece.rows
+        if copy is None or len(copy) != piece.rows or copy.device.type != device.type:
+            return False
+        # A tensor knows which GPU it is on, also where `device` is just "cuda".
+        return device.index in (None, copy.device.index)
 
     def appended(self) -> None:
         """Take note that the journal has grown: what it holds must be copied again."""

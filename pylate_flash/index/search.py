@@ -22,8 +22,8 @@ __all__ = ["EMPTY_SCORE", "Search"]
 
 # A document without tokens has nothing that could match, so it comes after every document that has.
 EMPTY_SCORE = -1e4
-# Embeddings scored at a time: enough to amortise a call, small enough for a CPU's memory next to the model.
-_BLOCK_BYTES_CPU = 32 << 20
+# Embeddings scored at a time: enough to amortise a call; on a CPU, few enough that its caches still hold what was read.
+_BLOCK_BYTES_CPU = 8 << 20
 _BLOCK_BYTES_CUDA = 512 << 20
 _QUERY_TOKENS = 4096
 # PyLate's torch scorer builds the similarities of all token pairs; this bounds how many at a time.
@@ -66,9 +66,19 @@ class Search:
         """Embeddings [T, d] from what the store keeps."""
         return values if self.projection is None else F.normalize(F.linear(values, *self.projection), dim=-1)
 
+    @property
+    def _limit(self) -> int:
+        """Tokens of a block."""
+        nbytes = _BLOCK_BYTES_CUDA if self.device.type == "cuda" else _BLOCK_BYTES_CPU
+        return max(1, nbytes // self.store.token_bytes)
+
+    def _room(self) -> Tensor:
+        """Memory for a block, which every block is read into in turn."""
+        rows = min(self._limit, self.store.tokens)
+        return torch.empty(rows, self.store.embedding_size or 0, dtype=self.store.dtype)
+
     def _blocks(self, lengths: np.ndarray) -> tqdm:
-        limit = _BLOCK_BYTES_CUDA if self.device.type == "cuda" else _BLOCK_BYTES_CPU
-        stretches = blocks(lengths, max(1, limit // self.store.token_bytes))
+        stretches = blocks(lengths, self._limit)
         disable = not self.show_progress or len(stretches) < 2
         return tqdm(stretches, desc="Searching", unit="block", disable=disable)
 
@@ -91,8 +101,9 @@ class Search:
             for size in sizes
         ]
         # The store is walked once, whatever the number of queries: it may have to come from the disk.
+        room = self._room()
         for start, stop in self._blocks(self.store.lengths[positions]):
-            documents = self._documents(positions[start:stop])
+            documents = self._documents(positions[start:stop], room)
             block = torch.from_numpy(positions[start:stop]).to(self.device)
             for i, chunk in enumerate(chunks):
                 scores = torch.cat([best[i][0], self._score(chunk, documents)], dim=1)
@@ -116,12 +127,13 @@ class Search:
         first = np.flatnonzero(np.diff(owners, prepend=-1))
         lengths[first] += np.array([len(queries[i]) for i in owners[first]], dtype=np.int64)
         scores = np.empty(len(positions), dtype=np.float32)
+        room = self._room()
         for start, stop in self._blocks(lengths):
             low, high = owners[start], owners[stop - 1] + 1
             owned = np.bincount(owners[start:stop] - low, minlength=high - low)
             # On the host, where the op plans its launch.
             cu_seqlens = torch.from_numpy(np.concatenate([[0], np.cumsum(owned)]).astype(np.int32))
-            documents = self._documents(positions[start:stop])
+            documents = self._documents(positions[start:stop], room)
             scores[start:stop] = self._score(_packed(queries[low:high]), documents, cu_seqlens).cpu().numpy()
         if not np.isfinite(scores).all():
             self._refuse(int(positions[np.argmin(np.isfinite(scores))]))
@@ -144,10 +156,10 @@ class Search:
             "finite, so its embeddings hold NaN or infinite values; verify() names the file"
         )
 
-    def _documents(self, positions: np.ndarray) -> _Packed:
+    def _documents(self, positions: np.ndarray, room: Tensor) -> _Packed:
         lengths = self.store.lengths[positions]
         cu_seqlens = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
-        values = self.store.read(positions, self.device)
+        values = self.store.read(positions, self.device, room)
         return _Packed(values, cu_seqlens.to(self.device, non_blocking=True), int(lengths.max(initial=0)))
 
     def _score(self, queries: _Packed, documents: _Packed, candidates: Tensor | None = None) -> Tensor:

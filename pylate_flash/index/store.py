@@ -153,7 +153,9 @@ class PackedStore:
     def __len__(self) -> int:
         return len(self.documents)
 
-    def read(self, positions: np.ndarray, device: torch.device | None = None) -> torch.Tensor:
+    def read(
+        self, positions: np.ndarray, device: torch.device | None = None, room: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Return the tokens of some documents, packed.
 
         Parameters
@@ -162,6 +164,9 @@ class PackedStore:
             Which documents, in the order wanted. Shape: [N], integers.
         device
             Where the result must be; None is the CPU.
+        room
+            Memory of the CPU, [*, embedding_size] in the store's dtype, to read into if the result fits: new memory
+            costs more than reading does.
 
         Returns
         -------
@@ -183,7 +188,7 @@ class PackedStore:
             for first, last in zip(np.r_[0, breaks], np.r_[breaks, len(positions)], strict=True)
             if first < last
         ]
-        return self._pieces.read(runs, device or torch.device("cpu"))
+        return self._pieces.read(runs, device or torch.device("cpu"), room)
 
     @property
     def kept_on(self) -> torch.device:
@@ -355,15 +360,7 @@ class PackedStore:
                 self._commit(shards, None)
 
     def set_model(self, model: ModelRecord) -> None:
-        """Remember which model made the embeddings.
-
-        Raises
-        ------
-        RuntimeError
-            If another process is writing or has written since this store was opened.
-        OSError
-            If the manifest cannot be written.
-        """
+        """Remember which model made the embeddings. It raises what `compact` does."""
         with self._writing():
             self._commit(self._pieces.shards, self._pieces.journal, model=model)
 

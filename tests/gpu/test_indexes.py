@@ -38,3 +38,4 @@ def test_search_equals_the_cpu(tmp_path: Path, dtype: str, free: int) -> None:
                 gpu.scorer = scorer
                 assert gpu(queries, k=30, subset=subset) == cpu(queries, k=30, subset=subset)
         assert (gpu._store.kept_on.type == "cuda") == bool(free)
+        assert (gpu._store.bytes_to_copy(gpu.device) == 0) == bool(free)
