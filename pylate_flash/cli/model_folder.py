@@ -135,4 +135,4 @@ def no_missing_weights() -> Iterator[None]:
         logger.setLevel(level)
     if missing:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-        raise ValueError(f"its weights lack {', '.join(missing[:3])}{more}")
+        raise ValueError(f"its weights lack {', '.join(sorted(missing)[:3])}{more}")
