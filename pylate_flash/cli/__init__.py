@@ -56,9 +56,10 @@ app.command(
     epilog="Example: `pylate-flash evaluate --data demo-output/data --model demo-output/model --compare-torch`"
 )(command(evaluate.evaluate))
 app.add_typer(index.app, name="index")
-app.command(epilog='Example, after the demo: `pylate-flash search "read a compressed archive" -k 3`')(
-    command(search.search)
-)
+app.command(
+    epilog='Examples: `pylate-flash search "read a compressed archive" -k 3` (after the demo), '
+    "`pylate-flash search --queries queries.jsonl --index my-index --json > found.jsonl`"
+)(command(search.search))
 app.command(
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
     add_help_option=False,

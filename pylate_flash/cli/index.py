@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sys
 from enum import Enum
@@ -156,7 +157,7 @@ def build(
             file=sys.stderr,
         )
         raise
-    texts = ["--data", str(data)] if data.is_file() or data.is_dir() else []
+    texts = ["--data", str(data)] if os.path.isfile(data) or os.path.isdir(data) else []
     where = shlex.join(["--index", str(place), *texts])
     print(f'{place} holds {counted(len(flat), "document")}. Next: pylate-flash search "..." {where}')
 
@@ -302,9 +303,11 @@ def _describe(store: PackedStore) -> dict[str, Any]:
 
 def _check_nothing_else(place: Path) -> None:
     """A folder that is there must hold an index, or what is left of one whose first write was interrupted."""
-    if not place.is_dir() or holds_index(place):
+    if not os.path.isdir(place) or holds_index(place):
         return
-    if any(path.name not in ("lock", "manifest.json.tmp") for path in place.iterdir()):
+    with explained("--index: "):
+        names = os.listdir(place)
+    if set(names) - {"lock", "manifest.json.tmp"}:
         raise UserError(f"{place} holds files that are no index; name another folder")
 
 

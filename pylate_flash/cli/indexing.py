@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 DEFAULT_INDEX = Path("index")
 # How much work is lost, at most, when the process is killed; the step that is under way comes on top.
 SECONDS_BETWEEN_WRITES = 10.0
-_SECONDS_BETWEEN_NOTES = 30.0
+SECONDS_BETWEEN_NOTES = 30.0
 # Batches between two looks at the clock: texts are sorted by length within them, so few would waste work on padding,
 # and many would leave the progress bar standing still.
 _BATCHES_PER_STEP = 8
@@ -37,7 +37,7 @@ def index_path(index: Path) -> Path:
 
 
 def holds_index(place: Path) -> bool:
-    return (place / "manifest.json").is_file()
+    return os.path.isfile(place / "manifest.json")
 
 
 def check_index(place: Path) -> None:
@@ -94,6 +94,11 @@ def open_flat(place: Path, device: str | None, **options: Any) -> Flat:
 def load_model_of(flat: Flat, model: str | None, device: str | None, trust_remote_code: bool) -> ColBERT:
     """Load the model that an index was built with, from `model` or else from where the index says that it is."""
     record = flat.model
+    if record is not None and record.settings.get("hidden_states"):
+        raise UserError(
+            f"the index in {flat.index_path} keeps hidden states, to be projected while it is searched: use it from "
+            "Python, as indexes.Flat(..., projection=model)"
+        )
     if model is None:
         if record is None:
             raise UserError(
@@ -162,11 +167,11 @@ def add_texts(flat: Flat, colbert: ColBERT, texts: Iterable[Text], total: int, b
             if now - written >= SECONDS_BETWEEN_WRITES or sum(array.nbytes for array in embeddings) >= SHARD_BYTES:
                 _write(flat, ids, embeddings)
                 ids, embeddings, written = [], [], time.monotonic()
-            if not terminal and now - noted >= _SECONDS_BETWEEN_NOTES:
+            if not terminal and now - noted >= SECONDS_BETWEEN_NOTES:
                 # A bar that is drawn again and again does not suit a log.
                 rate, noted = done / (now - started), now
-                left = (total - done) / rate
-                print(f"{done} of {total} documents, {rate:.1f} documents/s, {left:.0f} s left", file=sys.stderr)
+                left = tqdm.format_interval((total - done) / rate)
+                print(f"{done:,} of {total:,} documents, {rate:.1f} documents/s, {left} left", file=sys.stderr)
         if ids:
             _write(flat, ids, embeddings)
     seconds = time.monotonic() - started

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -197,7 +198,7 @@ def _find_corpus(index: Path, data: Path | None) -> Corpus | None:
     if data is not None:
         return open_corpus(data)
     places = (index.parent / "data" / "corpus.jsonl", index.parent / "corpus.jsonl")
-    return next((open_corpus(place) for place in places if place.is_file()), None)
+    return next((open_corpus(place) for place in places if os.path.isfile(place)), None)
 
 
 def _retrieve(flat: Flat, colbert: ColBERT, queries: list[str], k: int) -> list[list[Found]]:

@@ -158,6 +158,15 @@ def test_an_index_that_names_no_model_asks_for_it(tmp_path: Path, tiny_colbert_p
     assert "\ta\n" in succeed("search", "x", "--index", tmp_path / "index", "--model", tiny_colbert_path)
 
 
+def test_an_index_of_hidden_states_is_refused(tmp_path: Path, tiny_colbert_path: str) -> None:
+    model = models.ColBERT(tiny_colbert_path, device="cpu")
+    # Its hidden states have the size of its embeddings, so that nothing else tells them apart.
+    flat = indexes.Flat(tmp_path, "index", device="cpu", projection=model)
+    flat.add_documents(["a"], [np.eye(2, 32, dtype="float32")])
+    flat.record_model(model, tiny_colbert_path)
+    assert_one_clear_sentence(invoke("search", "x", "--index", tmp_path / "index"), "hidden states", "projection=")
+
+
 def test_a_model_that_has_moved_is_named(corpus_index: Path, tmp_path: Path) -> None:
     (tmp_path / "model").rename(tmp_path / "moved")
     result = invoke("search", "x", "--index", corpus_index)
