@@ -30,7 +30,6 @@ import torch
 from pylate import scores as pylate_scores
 from pylate.utils import convert_to_tensor
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from .ops import maxsim, maxsim_pairs, maxsim_varlen
 from .ops.checks import FLOATING
@@ -161,18 +160,11 @@ def colbert_scores_pairwise(
     queries, documents = concatenated(queries_list, documents_list)
     if backend == "auto" and left_to_pylate(queries, documents):
         return original("colbert_scores_pairwise")(queries_list, documents_list, backend="auto")
-    queries_lengths, documents_lengths = list(map(len, queries_list)), list(map(len, documents_list))
-    if torch.is_grad_enabled() and (queries.requires_grad or documents.requires_grad):
-        # The packed op has no gradient. Padding is masked, so that the scores are the same.
-        queries = pad_sequence(queries.split(queries_lengths), batch_first=True)
-        documents = pad_sequence(documents.split(documents_lengths), batch_first=True)
-        queries_mask, documents_mask = _active(queries_lengths, queries), _active(documents_lengths, documents)
-        return maxsim_pairs(queries, documents, queries_mask, documents_mask)
     return maxsim_varlen(
         queries,
         documents,
-        cu_seqlens(queries_lengths),
-        cu_seqlens(documents_lengths),
+        cu_seqlens(list(map(len, queries_list))),
+        cu_seqlens(list(map(len, documents_list))),
         candidates_cu_seqlens=torch.arange(len(queries_list) + 1, dtype=torch.int32),
     )
 
@@ -465,12 +457,6 @@ def _cat(sequences: list[Tensor], device: str | torch.device | None) -> Tensor:
 def cu_seqlens(lengths: list[int]) -> Tensor:
     """Boundaries [N + 1] of sequences of these lengths in their concatenation, int32, on the CPU."""
     return torch.from_numpy(np.cumsum([0, *lengths], dtype=np.int32))
-
-
-def _active(lengths: list[int], padded: Tensor) -> Tensor:
-    """The mask [N, longest] of a batch that was padded from these lengths."""
-    ends = torch.tensor(lengths, device=padded.device).unsqueeze(1)
-    return torch.arange(padded.shape[1], device=padded.device) < ends
 
 
 def _promoted(queries: Tensor, documents: Tensor) -> tuple[Tensor, Tensor]:

@@ -33,7 +33,6 @@ from .dispatch import BACKWARDS, IMPLEMENTATIONS, choose
 from .hidden_blocks import ALL, Block, packed_blocks, padded_blocks
 from .hidden_plans import Embeddings, plan_of
 from .maxsim import (
-    _SMALLEST_NORM,
     MASKINGS,
     REDUCTIONS,
     _autocast,
@@ -41,7 +40,6 @@ from .maxsim import (
     _grouped,
     _is_current,
     _is_plain,
-    _scale,
     kernels,
     maxsim_reference,
     needs_gradient,
@@ -49,6 +47,7 @@ from .maxsim import (
 from .maxsim import _backward as _padded_backward
 from .maxsim import _forward as _padded_forward
 from .maxsim import _forward_shapes as _padded_forward_shapes
+from .norms import SMALLEST_NORM, inverse_norms
 from .varlen import _check_boundaries, _longest, maxsim_varlen_reference
 
 # Of projected embeddings, and in the backward of them and their gradient, held at once; more only where a single
@@ -505,7 +504,7 @@ def _normalize(call: _Call, embeddings: Tensor, out: Embeddings) -> None:
             with kernels().on_device(embeddings):
                 kernels().unit_rows(embeddings.contiguous(), *out)
         return
-    out.scale.copy_(_scale(embeddings))
+    out.scale.copy_(inverse_norms(embeddings))
     torch.mul(embeddings, out.scale.unsqueeze(-1), out=out.values)
 
 
@@ -520,8 +519,9 @@ def _through_normalisation(call: _Call, grad: Tensor, embeddings: Embeddings) ->
     scale, units = embeddings.scale.unsqueeze(-1), embeddings.values
     wide = grad.to(scale.dtype)
     # Where the norm was clamped, the division is linear.
-    along = torch.where(scale < 1.0 / _SMALLEST_NORM, (units * wide).sum(dim=-1, keepdim=True), 0.0)
-    grad.copy_((wide - units * along) * scale)
+    along = torch.where(scale < 1.0 / SMALLEST_NORM, (units * wide).sum(dim=-1, keepdim=True), 0.0)
+    # Where there is no gradient, there is none either of a token that is not a number.
+    grad.copy_(((wide - units * along) * scale).masked_fill_(~wide.any(dim=-1, keepdim=True), 0.0))
 
 
 def _by_kernels(call: _Call) -> bool:

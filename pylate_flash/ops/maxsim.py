@@ -27,14 +27,13 @@ from torch import Tensor
 from .blocked import blocked_backward, blocked_forward
 from .checks import check_choice, check_embeddings, check_mask, check_same, no_second_derivative
 from .dispatch import BACKWARDS, IMPLEMENTATIONS, check_backward, choose
+from .norms import inverse_norms
 
 REDUCTIONS = ("sum", "mean")
 MASKINGS = ("exclude", "zero")
 
 _QUERIES = {3: "[Nq, Lq, d]"}
 _DOCUMENTS = {3: "[Nd, Ld, d]", 4: "[Nq, K, Ld, d]"}
-# torch.nn.functional.normalize divides by no less than this.
-_SMALLEST_NORM = 1e-12
 
 
 def maxsim_reference(
@@ -495,7 +494,7 @@ def _compute(
             )
     # Under autocast the inputs have the autocast type already; the products inside must not be rounded to it.
     with torch.autocast(queries.device.type, enabled=False):
-        queries_scale, documents_scale = (_scale(queries), _scale(documents)) if normalize else (None, None)
+        queries_scale, documents_scale = (inverse_norms(queries), inverse_norms(documents)) if normalize else (None, None)
         scores, winners = blocked_forward(
             queries,
             documents,
@@ -548,7 +547,7 @@ def _backward(
                 backward,
             )
     else:
-        queries_scale, documents_scale = (_scale(queries), _scale(documents)) if normalize else (None, None)
+        queries_scale, documents_scale = (inverse_norms(queries), inverse_norms(documents)) if normalize else (None, None)
         grad_queries, grad_documents = blocked_backward(
             grad_scores.contiguous(),
             queries,
@@ -559,10 +558,6 @@ def _backward(
             need_queries,
             need_documents,
         )
-        if grad_queries is not None:
-            grad_queries = _unscaled(grad_queries.view(queries.shape), queries, queries_scale)
-        if grad_documents is not None:
-            grad_documents = _unscaled(grad_documents, documents, documents_scale)
     return empty[0] if grad_queries is None else grad_queries, empty[1] if grad_documents is None else grad_documents
 
 
@@ -574,29 +569,6 @@ def rows_contiguous(embeddings: Tensor) -> Tensor:
 def product_precision(dtype: torch.dtype) -> str:
     """Triton's name for `torch.get_float32_matmul_precision()`; half inputs are multiplied exactly either way."""
     return "ieee" if dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest" else "tf32"
-
-
-def _scale(embeddings: Tensor) -> Tensor:
-    """Inverse norms [..., L] of all tokens, float32 (float64 for float64).
-
-    A positive factor commutes with the maximum, so similarities are scaled and the embeddings themselves never are:
-    half ones are not rounded again.
-    """
-    dtype = torch.float64 if embeddings.dtype == torch.float64 else torch.float32
-    return torch.linalg.vector_norm(embeddings, dim=-1, dtype=dtype).clamp_(min=_SMALLEST_NORM).reciprocal_()
-
-
-def _unscaled(grad: Tensor, embeddings: Tensor, scale: Tensor | None) -> Tensor:
-    """The gradient of the embeddings from that of the scaled ones, in the type of the embeddings.
-
-    With y = x / |x|, the Jacobian maps g to (g - y <y, g>) / |x|. Where the norm was clamped, y = x * scale is linear.
-    """
-    if scale is not None:
-        scale = scale.unsqueeze(-1)
-        scaled = embeddings.to(grad.dtype) * scale
-        along = torch.where(scale < 1.0 / _SMALLEST_NORM, (scaled * grad).sum(dim=-1, keepdim=True), 0.0)
-        grad = (grad - scaled * along) * scale
-    return grad.to(embeddings.dtype)
 
 
 def _winners_dtype(document_length: int) -> torch.dtype:

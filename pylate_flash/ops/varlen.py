@@ -23,8 +23,6 @@ from .maxsim import (
     REDUCTIONS,
     _autocast,
     _is_plain,
-    _scale,
-    _unscaled,
     _winners_dtype,
     are_halves_of_one_size,
     goes_straight_to_the_kernel,
@@ -34,6 +32,7 @@ from .maxsim import (
     product_precision,
     rows_contiguous,
 )
+from .norms import inverse_norms, through_norms
 
 
 def pack(sequences: Sequence[Tensor | np.ndarray]) -> tuple[Tensor, Tensor]:
@@ -558,7 +557,7 @@ def _compute(
             )
     # Under autocast the inputs have the autocast type already; the products inside must not be rounded to it.
     with torch.autocast(queries.device.type, enabled=False):
-        queries_scale, documents_scale = (_scale(queries), _scale(documents)) if normalize else (None, None)
+        queries_scale, documents_scale = (inverse_norms(queries), inverse_norms(documents)) if normalize else (None, None)
         bounds = _all_host_bounds(
             queries, documents, queries_cu_seqlens, documents_cu_seqlens, candidates_cu_seqlens,
             max_query_length, max_document_length,
@@ -597,7 +596,7 @@ def _backward(
             max_query_length, max_document_length, normalize, need_queries, need_documents,
         )  # fmt: skip
     else:
-        queries_scale, documents_scale = (_scale(queries), _scale(documents)) if normalize else (None, None)
+        queries_scale, documents_scale = (inverse_norms(queries), inverse_norms(documents)) if normalize else (None, None)
         bounds = _all_host_bounds(
             queries, documents, queries_cu_seqlens, documents_cu_seqlens, candidates_cu_seqlens,
             max_query_length, max_document_length,
@@ -606,10 +605,6 @@ def _backward(
             grad_scores, queries, documents, winners, queries_scale, documents_scale, *bounds, max_query_length,
             need_queries, need_documents,
         )  # fmt: skip
-        if grad_queries is not None:
-            grad_queries = _unscaled(grad_queries, queries, queries_scale)
-        if grad_documents is not None:
-            grad_documents = _unscaled(grad_documents, documents, documents_scale)
     return (
         queries.new_empty(0) if grad_queries is None else grad_queries,
         documents.new_empty(0) if grad_documents is None else grad_documents,
@@ -636,7 +631,7 @@ def _backward_by_kernels(
     padded, tokens = queries, documents
     if normalize:
         # The kernels take embeddings as they are, and half ones are not to be rounded again.
-        queries_scale, documents_scale = _scale(queries), _scale(documents)
+        queries_scale, documents_scale = inverse_norms(queries), inverse_norms(documents)
         padded, tokens = padded * queries_scale.unsqueeze(1), tokens * documents_scale.unsqueeze(1)
     padded, _ = _padded(padded, queries_cu_seqlens, max_query_length)
     with kernels().on_device(queries):
@@ -653,9 +648,9 @@ def _backward_by_kernels(
         )
     if grad_queries is not None:
         grad_queries = _unpadded(grad_queries, queries_cu_seqlens, queries.shape[0])
-        grad_queries = _unscaled(grad_queries, queries, queries_scale)
+        grad_queries = through_norms(grad_queries, queries, queries_scale)
     if grad_documents is not None:
-        grad_documents = _unscaled(grad_documents, documents, documents_scale)
+        grad_documents = through_norms(grad_documents, documents, documents_scale)
     return grad_queries, grad_documents
 
 
