@@ -157,16 +157,49 @@ def colbert_scores_pairwise(
     documents_list = [as_tokens(value, "documents_embeddings", i) for i, value in enumerate(documents_embeddings)]
     if not queries_list:
         return torch.zeros(0)
-    queries, documents = concatenated(queries_list, documents_list)
-    if backend == "auto" and left_to_pylate(queries, documents):
-        return original("colbert_scores_pairwise")(queries_list, documents_list, backend="auto")
-    return maxsim_varlen(
-        queries,
-        documents,
-        cu_seqlens(list(map(len, queries_list))),
-        cu_seqlens(list(map(len, documents_list))),
-        candidates_cu_seqlens=torch.arange(len(queries_list) + 1, dtype=torch.int32),
-    )
+    runs = _runs(queries_list, documents_list)
+    scores = []
+    for run in runs:
+        queries, documents = concatenated([queries_list[i] for i in run], [documents_list[i] for i in run])
+        if backend == "auto" and left_to_pylate(queries, documents):
+            return original("colbert_scores_pairwise")(queries_list, documents_list, backend="auto")
+        scores.append(
+            maxsim_varlen(
+                queries,
+                documents,
+                cu_seqlens([queries_list[i].shape[0] for i in run]),
+                cu_seqlens([documents_list[i].shape[0] for i in run]),
+                candidates_cu_seqlens=torch.arange(len(run) + 1, dtype=torch.int32),
+            )
+        )
+    if len(runs) == 1:
+        return scores[0]
+    order = torch.from_numpy(np.argsort(np.concatenate(runs)))
+    return torch.cat(scores)[order]
+
+
+# Embeddings packed at once on the CPU: they stay in its caches between the copy and the product.
+_RUN_BYTES = 8 << 20
+
+
+def _runs(queries: list[Tensor], documents: list[Tensor]) -> list[list[int]]:
+    """The indices of pairs to score together: all of few pairs, and elsewhere than on the CPU.
+
+    There, documents of about one length go together, to be padded little. Embeddings that differ in place, type or size
+    are kept together too, to be checked against each other.
+    """
+    tensors = (*queries, *documents)
+    lengths = np.array([tokens.shape[0] for tokens in documents])
+    sizes = (lengths + [tokens.shape[0] for tokens in queries]) * tensors[0].shape[-1] * tensors[0].element_size()
+    if (
+        sizes.sum() <= _RUN_BYTES
+        or tensors[0].device.type != "cpu"
+        or len({(tokens.device, tokens.dtype, tokens.shape[-1]) for tokens in tensors}) > 1
+    ):
+        return [list(range(len(queries)))]
+    order = np.argsort(lengths, kind="stable")
+    ends = sizes[order].cumsum() // _RUN_BYTES
+    return [run.tolist() for run in np.split(order, np.flatnonzero(np.diff(ends)) + 1)]
 
 
 def colbert_kd_scores(

@@ -115,12 +115,14 @@ def blocked_backward(
             if queries_scale is not None:
                 group_queries = group_queries * queries_scale.reshape(groups, rows, 1)[group]
             winner, order = torch.sort(winner, dim=-1, stable=True)
-            tokens = torch.arange(bags, dtype=winner.dtype, device=device).expand(*shape, -1)
-            starts = torch.searchsorted(winner, tokens.contiguous(), out_int32=True)
+            counts = torch.zeros(*shape, bags, dtype=order.dtype, device=device)
+            counts.scatter_add_(2, winner.long(), torch.ones_like(order))
+            # Each document's rows are sorted, and there are as many of every document.
+            starts = counts.flatten().cumsum(0) - counts.flatten()
             grad = F.embedding_bag(
                 (order + torch.arange(shape[0], device=device).view(-1, 1, 1) * rows).flatten(),
                 group_queries.flatten(0, 1),
-                offsets=(starts + document * rows).flatten().to(order.dtype),
+                offsets=starts,
                 mode="sum",
                 per_sample_weights=weight.gather(2, order).flatten(),
             ).view(*shape, bags, size)[:, :, :length]
