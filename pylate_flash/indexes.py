@@ -24,7 +24,7 @@ __all__ = ["Flat"]
 
 SCORERS = ("pylate_flash", "auto", "torch", "flash", "lik")
 # A document without tokens has nothing that could match, so it comes after every document that has.
-EMPTY_SCORE = -1e4
+EMPTY_SCORE = float(np.finfo(np.float32).min)
 # Embeddings scored at a time: enough to amortise a call, small enough for a CPU's memory next to the model.
 _BLOCK_BYTES_CPU = 32 << 20
 _BLOCK_BYTES_CUDA = 512 << 20

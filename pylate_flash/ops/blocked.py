@@ -90,7 +90,7 @@ def blocked_backward(
     dtype, device = accumulation_dtype(queries.dtype), queries.device
     grad_queries = grad_documents = None
     weights = grad_scores.to(dtype).view(groups, -1, candidates).transpose(1, 2)
-    # Where no gradient flows, the winner is one more token of zeros. A GPU would be waited for to know that there is none.
+    # Where no gradient flows, the winner is one more token of zeros. To know that all do, a GPU would be waited for.
     bags = length + int(device.type != "cpu" or bool((winners < 0).any()))
     step = max(1, min(WINNERS_AT_ONCE // rows, 4 * block_budget(device) // (bags * size)))
     for group, block in _parts(groups, candidates, step):
@@ -135,13 +135,13 @@ def blocked_backward(
 
 
 def _unscaled(grad: Tensor, embeddings: Tensor, scale: Tensor | None) -> Tensor:
-    """`through_norms`, and none where there is none: a token that won nothing may be no number, and its norm neither."""
+    """`through_norms`, and 0 where there is no gradient: a token that won nothing may be NaN, and so is its norm."""
     found = through_norms(grad, embeddings, scale)
     return found if scale is None else found.masked_fill_(~grad.any(dim=-1, keepdim=True), 0.0)
 
 
 def _placed(total: Tensor | None, part: Tensor, place: tuple[slice, ...], shape: tuple[int, ...]) -> Tensor:
-    """The `part` in its place of the total, which has that `shape`, and need not be made where the part is all of it."""
+    """The `part` in its place of the total, which has that `shape`, and is not made where the part is all of it."""
     if total is None:
         if part.shape == shape and part.is_contiguous():
             return part
@@ -170,9 +170,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _blocks(
-    shape: tuple[int, int, int, int], rows: int, device: torch.device
-) -> Iterator[tuple[slice, slice, slice]]:
+def _blocks(shape: torch.Size, rows: int, device: torch.device) -> Iterator[tuple[slice, slice, slice]]:
     """Groups, documents and rows of every block: few enough similarities to stay in cache, at least one document.
 
     Groups go together where several fit, with their embeddings: a product of each would take less time than its call.

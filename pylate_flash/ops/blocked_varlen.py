@@ -61,7 +61,9 @@ def blocked_varlen_forward(
         if block_queries.shape[0] == 0 or first_document == last_document:
             continue
         if candidate_bounds is not None and last_query - first_query > 1:
-            owners = np.repeat(np.arange(first_query, last_query), np.diff(candidate_bounds[first_query : last_query + 1]))
+            owners = np.repeat(
+                np.arange(first_query, last_query), np.diff(candidate_bounds[first_query : last_query + 1])
+            )
             query_tokens, active = _padded(query_bounds, owners, device)
             document_tokens, exist = _padded(document_bounds, np.arange(first_document, last_document), device)
             if queries_mask is not None:
@@ -132,7 +134,7 @@ def blocked_varlen_backward(
     """Gradients [Tq, d] and [Td, d], in the type of the embeddings."""
     device = queries.device
     dtype = accumulation_dtype(queries.dtype)
-    n_queries, n_documents = len(query_bounds) - 1, len(document_bounds) - 1
+    n_queries = len(query_bounds) - 1
     scaled = queries.to(dtype) if queries_scale is None else queries.to(dtype) * queries_scale.unsqueeze(1)
     grad_queries = torch.zeros(queries.shape, dtype=dtype, device=device) if need_queries else None
     grad_documents = torch.empty(documents.shape, dtype=documents.dtype, device=device) if need_documents else None

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import varlen
-from .checks import check_choice, check_embeddings, check_mask, no_second_derivative
+from .checks import check_choice, check_differentiation, check_embeddings, check_mask, no_second_derivative
 from .dispatch import BACKWARDS, IMPLEMENTATIONS, choose
 from .hidden_blocks import ALL, Block, packed_blocks, padded_blocks
 from .hidden_plans import Embeddings, plan_of
@@ -153,7 +153,8 @@ def maxsim_from_hidden(
     weight, bias
         [d, d_model] and [d] or None: the linear layer, as `torch.nn.Linear` holds it.
     documents_mask
-        [Nd, Ld] or [Nq, K, Ld], bool or 0/1 of any dtype, 1 where a token is active. None: all. Not for packed ones.
+        [Nd, Ld] or [Nq, K, Ld], bool or 0/1 of any dtype, 1 where a token is active, as in `maxsim`. None: all. Not for
+        packed ones.
     queries_mask
         [Nq, Lq], likewise. Not for packed queries.
     queries_weight, queries_bias
@@ -183,7 +184,7 @@ def maxsim_from_hidden(
         If shapes, devices or sizes do not fit together, an argument is given that the layout has no use for, an option
         is none of its choices, or implementation="triton" cannot take the input.
     RuntimeError
-        If a gradient is needed, backward="atomic" and `torch.use_deterministic_algorithms(True)` is set.
+        As in `maxsim`.
 
     Examples
     --------
@@ -228,6 +229,8 @@ def maxsim_from_hidden(
     check_embeddings("queries", queries, _PACKED_QUERIES if packed else _QUERIES)
     weight, bias = _checked_layer("", hidden, "hidden", weight, bias)
     queries_weight, queries_bias = _checked_layer("queries_", queries, "queries", queries_weight, queries_bias)
+    layers = [tensor for tensor in (weight, bias, queries_weight, queries_bias) if tensor is not None]
+    check_differentiation("maxsim_from_hidden", queries, hidden, *layers)
     hidden, queries = _autocast(hidden, queries)
     _check_like("queries", queries, hidden)
     _check_like("weight", weight, hidden)

@@ -19,6 +19,11 @@ def inverse_norms(embeddings: Tensor) -> Tensor:
     return torch.linalg.vector_norm(embeddings, dim=-1, dtype=dtype).clamp_(min=SMALLEST_NORM).reciprocal_()
 
 
+def scales(queries: Tensor, documents: Tensor, normalize: bool) -> tuple[Tensor | None, Tensor | None]:
+    """What the similarities of both are scaled by."""
+    return (inverse_norms(queries), inverse_norms(documents)) if normalize else (None, None)
+
+
 def through_norms(grad: Tensor, embeddings: Tensor, scale: Tensor | None) -> Tensor:
     """The gradient of the embeddings from that of the scaled ones, in the type of the embeddings.
 
