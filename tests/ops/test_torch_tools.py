@@ -72,6 +72,12 @@ def test_a_loss_compiles_by_default() -> None:
     torch.testing.assert_close(found, maxsim_cross_entropy(QUERIES, DOCUMENTS))
 
 
+def test_a_label_out_of_range_is_not_a_number_where_no_value_can_be_looked_at() -> None:
+    compiled = torch.compile(maxsim_cross_entropy, fullgraph=True, backend="aot_eager")
+    losses = compiled(QUERIES, DOCUMENTS, labels=torch.tensor([3, 2]), loss_reduction="none")
+    assert losses.isnan().tolist() == [True, False]
+
+
 def test_results_are_contiguous(operation: Callable[[Tensor], Tensor]) -> None:
     """As the operators say of them, whatever computes them, and as `view` needs."""
     scores = operation(QUERIES)
