@@ -187,6 +187,24 @@ def test_names_are_rebound_in_every_module_that_holds_them() -> None:
     assert pylate.losses.Contrastive is Contrastive
 
 
+@pytest.mark.parametrize(
+    ("module", "names"),
+    [
+        ("scores", ["ColBERTScores"]),
+        ("rank", ["rerank"]),
+        ("losses", ["Contrastive", "CachedContrastive", "Distillation"]),
+        ("evaluation", ["ColBERTTripletEvaluator", "ColBERTDistillationEvaluator", "NanoBEIREvaluator",
+                        "PyLateInformationRetrievalEvaluator"]),
+    ],
+)  # fmt: skip
+def test_no_name_is_forgotten(module: str, names: list[str]) -> None:
+    """By their names here, and not by the list that `register` goes through."""
+    theirs, ours = (importlib.import_module(f"{package}.{module}") for package in ("pylate", "pylate_flash"))
+    with registered():
+        for name in names:
+            assert getattr(theirs, name) is getattr(ours, name)
+
+
 def test_modules_loaded_while_registered_are_restored_too() -> None:
     late = types.ModuleType("pylate.late")
     try:
