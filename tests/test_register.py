@@ -134,6 +134,14 @@ def test_arguments_arrive_by_position_and_by_name() -> None:
         assert colbert_scores_pairwise(QUERIES, DOCUMENTS).shape == (1,)
 
 
+def test_both_masks_arrive() -> None:
+    queries_mask = torch.tensor([[False, True]])
+    expected = maxsim_reference(QUERIES, DOCUMENTS, queries_mask, MASK)
+    with registered():
+        assert torch.equal(colbert_scores(QUERIES, DOCUMENTS, queries_mask, MASK), expected)
+        assert torch.equal(colbert_kd_scores(QUERIES, DOCUMENTS[None], queries_mask, MASK[None]), expected)
+
+
 def test_masking_and_registering_again() -> None:
     assert torch.equal(colbert_scores(QUERIES, DOCUMENTS, None, MASK), ZERO)
     try:
