@@ -30,7 +30,6 @@ import torch
 from pylate import scores as pylate_scores
 from pylate.utils import convert_to_tensor
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from .ops import maxsim, maxsim_pairs, maxsim_varlen
 from .ops.checks import FLOATING
@@ -158,23 +157,49 @@ def colbert_scores_pairwise(
     documents_list = [as_tokens(value, "documents_embeddings", i) for i, value in enumerate(documents_embeddings)]
     if not queries_list:
         return torch.zeros(0)
-    queries, documents = concatenated(queries_list, documents_list)
-    if backend == "auto" and left_to_pylate(queries, documents):
-        return original("colbert_scores_pairwise")(queries_list, documents_list, backend="auto")
-    queries_lengths, documents_lengths = list(map(len, queries_list)), list(map(len, documents_list))
-    if torch.is_grad_enabled() and (queries.requires_grad or documents.requires_grad):
-        # The packed op has no gradient. Padding is masked, so that the scores are the same.
-        queries = pad_sequence(queries.split(queries_lengths), batch_first=True)
-        documents = pad_sequence(documents.split(documents_lengths), batch_first=True)
-        queries_mask, documents_mask = _active(queries_lengths, queries), _active(documents_lengths, documents)
-        return maxsim_pairs(queries, documents, queries_mask, documents_mask)
-    return maxsim_varlen(
-        queries,
-        documents,
-        cu_seqlens(queries_lengths),
-        cu_seqlens(documents_lengths),
-        candidates_cu_seqlens=torch.arange(len(queries_list) + 1, dtype=torch.int32),
-    )
+    runs = _runs(queries_list, documents_list)
+    scores = []
+    for run in runs:
+        queries, documents = concatenated([queries_list[i] for i in run], [documents_list[i] for i in run])
+        if backend == "auto" and left_to_pylate(queries, documents):
+            return original("colbert_scores_pairwise")(queries_list, documents_list, backend="auto")
+        scores.append(
+            maxsim_varlen(
+                queries,
+                documents,
+                cu_seqlens([queries_list[i].shape[0] for i in run]),
+                cu_seqlens([documents_list[i].shape[0] for i in run]),
+                candidates_cu_seqlens=torch.arange(len(run) + 1, dtype=torch.int32),
+            )
+        )
+    if len(runs) == 1:
+        return scores[0]
+    order = torch.from_numpy(np.argsort(np.concatenate(runs)))
+    return torch.cat(scores)[order]
+
+
+# Embeddings packed at once on the CPU: they stay in its caches between the copy and the product.
+_RUN_BYTES = 8 << 20
+
+
+def _runs(queries: list[Tensor], documents: list[Tensor]) -> list[list[int]]:
+    """The indices of pairs to score together: all of few pairs, and elsewhere than on the CPU.
+
+    There, documents of about one length go together, to be padded little. Embeddings that differ in place, type or size
+    are kept together too, to be checked against each other.
+    """
+    tensors = (*queries, *documents)
+    lengths = np.array([tokens.shape[0] for tokens in documents])
+    sizes = (lengths + [tokens.shape[0] for tokens in queries]) * tensors[0].shape[-1] * tensors[0].element_size()
+    if (
+        sizes.sum() <= _RUN_BYTES
+        or tensors[0].device.type != "cpu"
+        or len({(tokens.device, tokens.dtype, tokens.shape[-1]) for tokens in tensors}) > 1
+    ):
+        return [list(range(len(queries)))]
+    order = np.argsort(lengths, kind="stable")
+    ends = sizes[order].cumsum() // _RUN_BYTES
+    return [run.tolist() for run in np.split(order, np.flatnonzero(np.diff(ends)) + 1)]
 
 
 def colbert_kd_scores(
@@ -465,12 +490,6 @@ def _cat(sequences: list[Tensor], device: str | torch.device | None) -> Tensor:
 def cu_seqlens(lengths: list[int]) -> Tensor:
     """Boundaries [N + 1] of sequences of these lengths in their concatenation, int32, on the CPU."""
     return torch.from_numpy(np.cumsum([0, *lengths], dtype=np.int32))
-
-
-def _active(lengths: list[int], padded: Tensor) -> Tensor:
-    """The mask [N, longest] of a batch that was padded from these lengths."""
-    ends = torch.tensor(lengths, device=padded.device).unsqueeze(1)
-    return torch.arange(padded.shape[1], device=padded.device) < ends
 
 
 def _promoted(queries: Tensor, documents: Tensor) -> tuple[Tensor, Tensor]:

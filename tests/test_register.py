@@ -134,6 +134,14 @@ def test_arguments_arrive_by_position_and_by_name() -> None:
         assert colbert_scores_pairwise(QUERIES, DOCUMENTS).shape == (1,)
 
 
+def test_both_masks_arrive() -> None:
+    queries_mask = torch.tensor([[False, True]])
+    expected = maxsim_reference(QUERIES, DOCUMENTS, queries_mask, MASK)
+    with registered():
+        assert torch.equal(colbert_scores(QUERIES, DOCUMENTS, queries_mask, MASK), expected)
+        assert torch.equal(colbert_kd_scores(QUERIES, DOCUMENTS[None], queries_mask, MASK[None]), expected)
+
+
 def test_masking_and_registering_again() -> None:
     assert torch.equal(colbert_scores(QUERIES, DOCUMENTS, None, MASK), ZERO)
     try:
@@ -185,6 +193,24 @@ def test_names_are_rebound_in_every_module_that_holds_them() -> None:
                 assert issubclass(ours, value)
     assert pylate.rank.rerank is rerank
     assert pylate.losses.Contrastive is Contrastive
+
+
+@pytest.mark.parametrize(
+    ("module", "names"),
+    [
+        ("scores", ["ColBERTScores"]),
+        ("rank", ["rerank"]),
+        ("losses", ["Contrastive", "CachedContrastive", "Distillation"]),
+        ("evaluation", ["ColBERTTripletEvaluator", "ColBERTDistillationEvaluator", "NanoBEIREvaluator",
+                        "PyLateInformationRetrievalEvaluator"]),
+    ],
+)  # fmt: skip
+def test_no_name_is_forgotten(module: str, names: list[str]) -> None:
+    """By their names here, and not by the list that `register` goes through."""
+    theirs, ours = (importlib.import_module(f"{package}.{module}") for package in ("pylate", "pylate_flash"))
+    with registered():
+        for name in names:
+            assert getattr(theirs, name) is getattr(ours, name)
 
 
 def test_modules_loaded_while_registered_are_restored_too() -> None:

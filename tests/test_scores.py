@@ -199,6 +199,25 @@ def test_pairwise_scores_ragged_lists_in_one_call(monkeypatch: pytest.MonkeyPatc
     assert calls[0][1].shape == (sum(range(9, 17)), 4)
 
 
+@pytest.mark.parametrize("budget", [1, 400, 1 << 30])
+def test_pairwise_packs_a_few_lists_at_a_time(budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, in the order of their lengths; the scores are in the order of the pairs, with their gradients."""
+    monkeypatch.setattr(pylate_flash.scores, "_RUN_BYTES", budget)
+    calls, varlen = [], pylate_flash.scores.maxsim_varlen
+    monkeypatch.setattr(
+        pylate_flash.scores, "maxsim_varlen", lambda *args, **kwargs: calls.append(args) or varlen(*args, **kwargs)
+    )
+    queries = [torch.randn(n, 4, requires_grad=True) for n in (3, 1, 0, 6, 2, 5)]
+    documents = [torch.randn(n, 4, requires_grad=True) for n in (9, 2, 4, 1, 0, 7)]
+    scores = colbert_scores_pairwise(queries, documents)
+    assert len(calls) == {1: 6, 400: 2, 1 << 30: 1}[budget]
+    expected = [maxsim_reference(q[None], d[None])[0, 0] for q, d in zip(queries, documents, strict=True)]
+    torch.testing.assert_close(scores, torch.stack(expected))
+    leaves, weight = [*queries, *documents], torch.arange(1.0, 7.0)
+    found, wanted = (torch.autograd.grad((values * weight).sum(), leaves) for values in (scores, torch.stack(expected)))
+    torch.testing.assert_close(found, wanted)
+
+
 @pytest.mark.parametrize("grad", [False, True])
 def test_pairwise_without_tokens_and_without_pairs(grad: bool) -> None:
     token = torch.ones(1, 4, requires_grad=grad)

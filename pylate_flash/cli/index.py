@@ -16,6 +16,7 @@ from typer.core import TyperGroup
 
 from ..corpus_files import Corpus, read_lines
 from .common import (
+    TrustRemoteCode,
     UserError,
     be_quiet,
     check_file,
@@ -82,7 +83,6 @@ Data = Annotated[
 ]
 BatchSize = Annotated[int, typer.Option(min=1, help="Texts encoded at a time.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, ... Default: a GPU if there is one.")]
-TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Let code that comes with the model run.")]
 
 
 @app.command(

@@ -17,7 +17,7 @@ from rich.padding import Padding
 from rich.text import Text as RichText
 
 from ..corpus_files import Corpus, Text, read_queries
-from .common import UserError, be_quiet, check_file, check_text, console, explained
+from .common import TrustRemoteCode, UserError, be_quiet, check_file, check_text, console, explained
 from .indexing import (
     DEFAULT_INDEX,
     check_index,
@@ -87,9 +87,7 @@ def search(
         ),
     ] = False,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, ... Default: a GPU if there is one.")] = None,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Let code that comes with the model run.")
-    ] = False,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Search an index, and print the best documents.
 

@@ -13,6 +13,7 @@ import typer
 from .checkpoints import CHECKPOINTS, Checkpoints
 from .common import (
     Scorer,
+    TrustRemoteCode,
     UserError,
     be_quiet,
     check_device,
@@ -115,6 +116,7 @@ def train(
             "are kept. Not with `--resume`.",
         ),
     ] = False,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Train a ColBERT model on a file of JSON lines.
 
@@ -167,9 +169,13 @@ def train(
     torch.manual_seed(seed)
     with writable_folder(output):
         colbert = load_model(
-            model, device=device, scorer=scorer.value, query_length=query_length, document_length=document_length
+            model,
+            trust_remote_code=trust_remote_code,
+            device=device,
+            scorer=scorer.value,
+            query_length=query_length,
+            document_length=document_length,
         )
-        _check_model(colbert, model, query_length, document_length)
         check_scorer(None if scorer is Scorer.auto else scorer.value, colbert.device)
         if checkpoint is None:
             checkpoints.begin(settings)
@@ -245,28 +251,6 @@ def _check_output(output: Path, checkpoints: Checkpoints, overwrite: bool, resum
         raise UserError(
             f"{checkpoints.folder} is of an interrupted run; --resume continues it, --overwrite starts a new one"
         )
-
-
-def _check_model(colbert: ColBERT, name: str, query_length: int | None, document_length: int | None) -> None:
-    tensor = first_non_finite(colbert)
-    if tensor is not None:
-        raise UserError(f"--model {name} is not finite (first such tensor: {tensor}), so that it cannot be trained")
-    positions = _positions(colbert)
-    for option, length in (("--query-length", query_length), ("--document-length", document_length)):
-        if length is not None and positions is not None and length > positions:
-            raise UserError(f"{option} {length}: the encoder has {positions} positions")
-
-
-def _positions(colbert: ColBERT) -> int | None:
-    """How many tokens the encoder can tell the places of, if it says so."""
-    import torch
-
-    for name, module in colbert.named_modules():
-        if name.endswith("position_embeddings") and isinstance(module, torch.nn.Embedding):
-            # RoBERTa and its kin count from the one after the padding's.
-            return module.num_embeddings - (0 if module.padding_idx is None else module.padding_idx + 1)
-    config = getattr(getattr(colbert[0], "auto_model", None), "config", None)
-    return getattr(config, "max_position_embeddings", None)
 
 
 def _loss(colbert: ColBERT, loss: Loss, mini_batch_size: int, temperature: float) -> Any:

@@ -119,6 +119,7 @@ def run(
     started = time.perf_counter() if started is None else started
     schedule = Schedule(settings, started)
     prepare_output(output)
+    from .. import indexes
 
     def begin(step: str) -> None:
         console.rule(f"[bold]{step}[/] ({schedule.left()})")
@@ -144,6 +145,8 @@ def run(
     schedule.step_done()
     begin("4. After training")
     after, agreement_after = _evaluate(colbert, corpus, output, console)
+    # What the index was built with is this model, which is now a folder that `search` can load.
+    indexes.Flat(output, "index", device="cpu").record_model(colbert, str(output / "model"))
 
     results = {
         "model": Path(model).name if model else "all-MiniLM-L6-v2",
@@ -418,7 +421,7 @@ def _report(results: dict[str, Any], colbert: Any, corpus: Corpus, output: Path,
         f"\n{total:.0f} s on {results['device']}, {training:.0f} s of them training. "
         f"{output} holds model/, index/, data/ (a BEIR folder), results.json and demo.png. Next:\n"
         "  pylate-flash demo --full      four times the training: a better model\n"
-        f'  pylate-flash search "how do I parse a date" --index {output / "index"} --model {output / "model"}\n'
+        f'  pylate-flash search "how do I parse a date" --index {output / "index"}\n'
         f"  pylate-flash evaluate --data {output / 'data'} --model {output / 'model'} --compare-torch",
         highlight=False,
         soft_wrap=True,

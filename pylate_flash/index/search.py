@@ -21,7 +21,7 @@ from .tables import blocks
 __all__ = ["EMPTY_SCORE", "Search"]
 
 # A document without tokens has nothing that could match, so it comes after every document that has.
-EMPTY_SCORE = -1e4
+EMPTY_SCORE = float(np.finfo(np.float32).min)
 # Embeddings scored at a time: enough to amortise a call; on a CPU, few enough that its caches still hold what was read.
 _BLOCK_BYTES_CPU = 8 << 20
 _BLOCK_BYTES_CUDA = 512 << 20

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .norms import through_norms
+
 # Similarities held at once. 2**20 of them (4 MiB) stay in a CPU's L2/L3 cache between the product and the max; a GPU
 # needs larger products to be busy.
 _BLOCK_CPU = 1 << 20
@@ -39,22 +41,21 @@ def blocked_forward(
     dtype = accumulation_dtype(queries.dtype)
     best = torch.empty(groups, candidates, rows, dtype=dtype, device=queries.device)
     winners = torch.empty(groups, candidates, rows, dtype=torch.int64, device=queries.device) if with_winners else None
-    for group, row_block, block in _blocks(groups, candidates, rows, length, queries.device):
-        similarities = _similarities(queries, documents, documents_scale, group, row_block, block)
-        active = None if documents_mask is None else documents_mask[group, block, :, None]
+    for block in _blocks(documents.shape, rows, queries.device):
+        similarities = _similarities(queries, documents, documents_scale, *block)
+        active = None if documents_mask is None else documents_mask[block[:2]]
         if active is not None:
-            similarities.masked_fill_(~active, 0.0 if zero_masked else -torch.inf)
+            similarities.masked_fill_(~active.unsqueeze(-1), 0.0 if zero_masked else -torch.inf)
         if winners is None:
-            best[group, block, row_block] = similarities.amax(dim=1)
+            best[block] = similarities.amax(dim=2)
             continue
-        # argmax, and not max: only argmax promises the first index on ties.
-        winner = similarities.argmax(dim=1, keepdim=True)
-        value = similarities.gather(1, winner)
+        # Of equal similarities, the first is the maximum.
+        value, winner = similarities.max(dim=2)
         dropped = value == -torch.inf
         if active is not None and zero_masked:
-            dropped |= ~active.expand_as(similarities).gather(1, winner)
-        best[group, block, row_block] = value.squeeze(1)
-        winners[group, block, row_block] = winner.masked_fill_(dropped, -1).squeeze(1)
+            dropped |= ~active.gather(2, winner)
+        best[block] = value
+        winners[block] = winner.masked_fill_(dropped, -1)
     if documents_mask is not None and not zero_masked:
         best.masked_fill_(~documents_mask.any(dim=-1).unsqueeze(-1), 0.0)
     if queries_scale is not None:
@@ -65,7 +66,7 @@ def blocked_forward(
         if winners is not None:
             winners.masked_fill_(inactive, -1)
     scores = best.view(groups, candidates, -1, queries.shape[1]).sum(dim=-1)
-    return scores.transpose(1, 2).reshape(queries.shape[0], candidates), winners
+    return scores.transpose(1, 2).contiguous().view(queries.shape[0], candidates), winners
 
 
 def blocked_backward(
@@ -78,53 +79,86 @@ def blocked_backward(
     need_queries: bool,
     need_documents: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients in the accumulation dtype of the scaled embeddings: [G, rows, d] and [G, K, Ld, d].
+    """Gradients of queries and documents, in their shapes and type.
 
     Both are weighted sums of rows picked by index, which is what `embedding_bag` computes, in a fixed order and reading
     no row that did not win. For the documents, a stable sort groups each document's rows by the token that won them.
+    Beside the gradients, there is a block of documents in the accumulation dtype at any time, and the queries.
     """
     groups, candidates, length, size = documents.shape
     rows = winners.shape[-1]
-    dtype = accumulation_dtype(queries.dtype)
-    grad_queries = torch.zeros(groups, rows, size, dtype=dtype, device=queries.device) if need_queries else None
-    grad_documents = torch.empty(documents.shape, dtype=dtype, device=queries.device) if need_documents else None
+    dtype, device = accumulation_dtype(queries.dtype), queries.device
+    grad_queries = grad_documents = None
     weights = grad_scores.to(dtype).view(groups, -1, candidates).transpose(1, 2)
-    weights = weights.repeat_interleave(queries.shape[1], dim=2)
-    step = max(1, WINNERS_AT_ONCE // rows)
-    for group in range(groups):
-        group_queries = queries.reshape(groups, rows, size)[group].to(dtype)
-        if queries_scale is not None:
-            group_queries = group_queries * queries_scale.reshape(groups, rows, 1)[group]
-        for start in range(0, candidates, step):
-            block = slice(start, start + step)
-            # Where no gradient flows, the winner is a token past the last.
-            winner = winners[group, block]
-            winner = winner.to(torch.int32).where(winner >= 0, length)
-            weight = weights[group, block]
-            count = winner.shape[0]
-            document = torch.arange(count, device=winner.device).unsqueeze(1)
-            if grad_queries is not None:
-                block_documents = documents[group, block].to(dtype)
-                if documents_scale is not None:
-                    block_documents = block_documents * documents_scale[group, block].unsqueeze(-1)
-                block_documents = F.pad(block_documents, (0, 0, 0, 1)).flatten(0, 1)
-                picked = (winner + document * (length + 1)).T.contiguous()
-                grad_queries[group] += F.embedding_bag(
-                    picked, block_documents, mode="sum", per_sample_weights=weight.T.contiguous()
-                )
-            if grad_documents is not None:
-                winner, order = torch.sort(winner, dim=-1, stable=True)
-                tokens = torch.arange(length + 1, dtype=winner.dtype, device=winner.device).expand(count, -1)
-                starts = torch.searchsorted(winner, tokens.contiguous()) + document * rows
-                grad = F.embedding_bag(
-                    order.flatten(),
-                    group_queries,
-                    offsets=starts.flatten(),
-                    mode="sum",
-                    per_sample_weights=weight.gather(1, order).flatten(),
-                )
-                grad_documents[group, block] = grad.view(count, length + 1, size)[:, :length]
+    # Where no gradient flows, the winner is one more token of zeros. To know that all do, a GPU would be waited for.
+    bags = length + int(device.type != "cpu" or bool((winners < 0).any()))
+    step = max(1, min(WINNERS_AT_ONCE // rows, 4 * block_budget(device) // (bags * size)))
+    for group, block in _parts(groups, candidates, step):
+        winner = winners[group, block]
+        winner = winner.to(torch.int32).where(winner >= 0, length)
+        shape = winner.shape[:2]
+        weight = weights[group, block].unsqueeze(-1).expand(-1, -1, -1, queries.shape[1]).reshape(winner.shape)
+        document = torch.arange(shape.numel(), dtype=torch.int32, device=device).view(*shape, 1)
+        if need_queries:
+            grad = F.embedding_bag(
+                (winner + document * bags).transpose(1, 2).flatten(0, 1),
+                _table(documents, documents_scale, group, block, bags),
+                mode="sum",
+                per_sample_weights=weight.transpose(1, 2).flatten(0, 1),
+            ).view(-1, rows, size)
+            if block.start:
+                grad_queries[group] += grad  # type: ignore[index]
+            else:
+                grad_queries = _placed(grad_queries, grad, (group,), (groups, rows, size))
+        if need_documents:
+            group_queries = queries.reshape(groups, rows, size)[group].to(dtype)
+            if queries_scale is not None:
+                group_queries = group_queries * queries_scale.reshape(groups, rows, 1)[group]
+            winner, order = torch.sort(winner, dim=-1, stable=True)
+            counts = torch.zeros(*shape, bags, dtype=order.dtype, device=device)
+            counts.scatter_add_(2, winner.long(), torch.ones_like(order))
+            # Each document's rows are sorted, and there are as many of every document.
+            starts = counts.flatten().cumsum(0) - counts.flatten()
+            grad = F.embedding_bag(
+                (order + torch.arange(shape[0], device=device).view(-1, 1, 1) * rows).flatten(),
+                group_queries.flatten(0, 1),
+                offsets=starts,
+                mode="sum",
+                per_sample_weights=weight.gather(2, order).flatten(),
+            ).view(*shape, bags, size)[:, :, :length]
+            scale = None if documents_scale is None else documents_scale[group, block]
+            grad = _unscaled(grad, documents[group, block], scale)
+            grad_documents = _placed(grad_documents, grad, (group, block), documents.shape)
+    if grad_queries is not None:
+        grad_queries = _unscaled(grad_queries.view(queries.shape), queries, queries_scale)
     return grad_queries, grad_documents
+
+
+def _unscaled(grad: Tensor, embeddings: Tensor, scale: Tensor | None) -> Tensor:
+    """`through_norms`, and 0 where there is no gradient: a token that won nothing may be NaN, and so is its norm."""
+    found = through_norms(grad, embeddings, scale)
+    return found if scale is None else found.masked_fill_(~grad.any(dim=-1, keepdim=True), 0.0)
+
+
+def _placed(total: Tensor | None, part: Tensor, place: tuple[slice, ...], shape: tuple[int, ...]) -> Tensor:
+    """The `part` in its place of the total, which has that `shape`, and is not made where the part is all of it."""
+    if total is None:
+        if part.shape == shape and part.is_contiguous():
+            return part
+        total = part.new_empty(shape)
+    total[place] = part
+    return total
+
+
+def _table(documents: Tensor, scale: Tensor | None, group: slice, block: slice, length: int) -> Tensor:
+    """The tokens [.., d] of a block of documents, scaled, in the accumulation dtype, with zeros up to `length`."""
+    block_documents = documents[group, block]
+    dtype = accumulation_dtype(documents.dtype)
+    if scale is not None:
+        block_documents = block_documents.to(dtype) * scale[group, block].unsqueeze(-1)
+    padding = length - documents.shape[2]
+    table = F.pad(block_documents, (0, 0, 0, padding)) if padding else block_documents
+    return table.to(dtype).flatten(0, 2)
 
 
 def block_budget(device: torch.device) -> int:
@@ -136,27 +170,43 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _blocks(
-    groups: int, candidates: int, rows: int, length: int, device: torch.device
-) -> Iterator[tuple[int, slice, slice]]:
-    """Group, rows and documents of every block: few enough similarities to stay in cache, at least one document."""
+def _blocks(shape: torch.Size, rows: int, device: torch.device) -> Iterator[tuple[slice, slice, slice]]:
+    """Groups, documents and rows of every block: few enough similarities to stay in cache, at least one document.
+
+    Groups go together where several fit, with their embeddings: a product of each would take less time than its call.
+    """
+    groups, candidates, length, size = shape
     budget = block_budget(device)
     row_step = max(1, min(rows, budget // length))
-    step = max(1, budget // (row_step * length))
-    for group in range(groups):
+    step = budget // (length * max(rows, size))
+    if groups == 1 or step < 2 * candidates:
+        step = min(candidates, max(1, budget // (row_step * length)))
+    for group, block in _parts(groups, candidates, step):
         for row in range(0, rows, row_step):
-            for start in range(0, candidates, step):
-                yield group, slice(row, row + row_step), slice(start, start + step)
+            yield group, block, slice(row, row + row_step)
+
+
+def _parts(groups: int, candidates: int, step: int) -> Iterator[tuple[slice, slice]]:
+    """Groups and documents, `step` documents at a time: of one group, or all those of several."""
+    group_step, step = max(1, step // candidates), min(step, candidates)
+    for group in range(0, groups, group_step):
+        for start in range(0, candidates, step):
+            yield slice(group, group + group_step), slice(start, start + step)
 
 
 def _similarities(
-    queries: Tensor, documents: Tensor, documents_scale: Tensor | None, group: int, row_block: slice, block: slice
+    queries: Tensor, documents: Tensor, documents_scale: Tensor | None, group: slice, block: slice, row_block: slice
 ) -> Tensor:
-    """Similarities [documents of the block, Ld, rows of the block] in the accumulation dtype, by one product."""
+    """Similarities [groups, documents, Ld, rows] of the block in the accumulation dtype, by one product."""
     groups, _, length, size = documents.shape
     block_queries = queries.reshape(groups, -1, size)[group, row_block]
-    block_documents = documents[group, block].flatten(0, 1)
-    similarities = inner_products(block_documents, block_queries).view(-1, length, block_queries.shape[0])
+    block_documents = documents[group, block].flatten(1, 2)
+    if block_queries.shape[0] == 1:
+        similarities = inner_products(block_documents[0], block_queries[0])
+    else:
+        dtype = accumulation_dtype(queries.dtype)
+        similarities = torch.bmm(block_documents.to(dtype), block_queries.to(dtype).transpose(1, 2))
+    similarities = similarities.view(block_queries.shape[0], -1, length, block_queries.shape[1])
     if documents_scale is not None:
         similarities *= documents_scale[group, block].unsqueeze(-1)
     return similarities

@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .blocked import WINNERS_AT_ONCE, accumulation_dtype, block_budget, inner_products
+from .blocked import WINNERS_AT_ONCE, accumulation_dtype, block_budget, blocked_forward, inner_products
+from .norms import through_norms
 
 # A winner that no token has yet taken; larger than any token.
 _NO_WINNER = 2**31 - 1
@@ -33,8 +34,8 @@ def blocked_varlen_forward(
 ) -> tuple[Tensor, Tensor | None]:
     """Scores [Nq, Nd], or [Nd] with candidates, float32, and, if asked, winners (int32).
 
-    One product per block of queries and documents, then a maximum per document. `queries_mask` holds a bool per
-    query token, in any shape.
+    One product per block of queries and documents, then a maximum per document; of queries with few candidates, several
+    go together, padded. `queries_mask` holds a bool per query token, in any shape.
     """
     device = queries.device
     dtype = accumulation_dtype(queries.dtype)
@@ -47,7 +48,8 @@ def blocked_varlen_forward(
         tasks = [(first, last, 0, n_documents) for first, last in _runs(query_bounds, rows)]
     else:
         scores = torch.zeros(n_documents, device=device)
-        tasks = [(i, i + 1, *candidate_bounds[i : i + 2].tolist()) for i in range(n_queries)]
+        runs = _candidate_runs(query_bounds, document_bounds, candidate_bounds, budget, documents.shape[1])
+        tasks = [(first, last, int(candidate_bounds[first]), int(candidate_bounds[last])) for first, last in runs]
     masked = None if queries_mask is None else ~queries_mask.flatten()
     winners = None
     if with_winners:
@@ -57,6 +59,28 @@ def blocked_varlen_forward(
         block = slice(query_bounds[first_query], query_bounds[last_query])
         block_queries = queries[block]
         if block_queries.shape[0] == 0 or first_document == last_document:
+            continue
+        if candidate_bounds is not None and last_query - first_query > 1:
+            owners = np.repeat(
+                np.arange(first_query, last_query), np.diff(candidate_bounds[first_query : last_query + 1])
+            )
+            query_tokens, active = _padded(query_bounds, owners, device)
+            document_tokens, exist = _padded(document_bounds, np.arange(first_document, last_document), device)
+            if queries_mask is not None:
+                active &= queries_mask.flatten()[query_tokens]
+            found, winner = blocked_forward(
+                _rows(queries, query_tokens),
+                _rows(documents, document_tokens).unsqueeze(1),
+                active,
+                exist.unsqueeze(1),
+                None if queries_scale is None else queries_scale[query_tokens],
+                None if documents_scale is None else documents_scale[document_tokens].unsqueeze(1),
+                False,
+                with_winners,
+            )
+            scores[first_document:last_document] = found.squeeze(1)
+            if winners is not None and winner is not None:
+                winners[first_document:last_document, : query_tokens.shape[1]] = winner.squeeze(1)
             continue
         owners, places = _owners(query_bounds[first_query : last_query + 1])
         columns = torch.from_numpy(places + (owners + first_query) * max_query_length * (candidate_bounds is None))
@@ -107,46 +131,51 @@ def blocked_varlen_backward(
     need_queries: bool,
     need_documents: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients [Tq, d] and [Td, d], in the accumulation dtype, of the scaled embeddings."""
+    """Gradients [Tq, d] and [Td, d], in the type of the embeddings."""
     device = queries.device
     dtype = accumulation_dtype(queries.dtype)
-    n_queries, n_documents = len(query_bounds) - 1, len(document_bounds) - 1
-    queries = queries.to(dtype) if queries_scale is None else queries.to(dtype) * queries_scale.unsqueeze(1)
+    n_queries = len(query_bounds) - 1
+    scaled = queries.to(dtype) if queries_scale is None else queries.to(dtype) * queries_scale.unsqueeze(1)
     grad_queries = torch.zeros(queries.shape, dtype=dtype, device=device) if need_queries else None
-    grad_documents = torch.zeros(documents.shape, dtype=dtype, device=device) if need_documents else None
+    grad_documents = torch.empty(documents.shape, dtype=documents.dtype, device=device) if need_documents else None
     # The packed token of each place in a padded query; places past its end win nothing.
     places = query_bounds[:-1, None] + np.arange(max_query_length)
-    query_rows = torch.from_numpy(np.minimum(places, queries.shape[0] - 1)).to(device)
     weights = grad_scores.to(dtype)
     weights = weights.T if candidate_bounds is None else weights.unsqueeze(1)
-    if candidate_bounds is None:
-        query_rows = query_rows.flatten()
-    else:
-        query_of_document = torch.from_numpy(np.repeat(np.arange(n_queries), np.diff(candidate_bounds))).to(device)
+    owners = None if candidate_bounds is None else np.repeat(np.arange(n_queries), np.diff(candidate_bounds))
     step = max(1, WINNERS_AT_ONCE // winners.shape[1])
-    for first in range(0, n_documents, step):
-        last = min(first + step, n_documents)
+    runs = _runs(document_bounds, 4 * block_budget(device) // documents.shape[1])
+    for first, last in ((start, min(start + step, end)) for run, end in runs for start in range(run, end, step)):
         tokens = slice(document_bounds[first], document_bounds[last])
-        block_documents = documents[tokens].to(dtype)
-        if block_documents.shape[0] == 0:
+        if tokens.start == tokens.stop:
             continue
-        winner = winners[first:last]
+        winner, weight = winners[first:last], weights[first:last]
         won = winner >= 0
         starts = torch.from_numpy(document_bounds[first:last] - document_bounds[first]).to(device)
         token = winner + starts.unsqueeze(1)
-        if candidate_bounds is None:
-            weight = weights[first:last].repeat_interleave(max_query_length, dim=1)
-            row = query_rows.expand_as(token)
+        if owners is None:
+            own = slice(0, queries.shape[0])
+            row = torch.from_numpy(places.flatten()).to(device).expand_as(token)
+            weight = weight.repeat_interleave(max_query_length, dim=1)
         else:
-            weight = weights[first:last].expand_as(token)
-            row = query_rows[query_of_document[first:last]]
+            own = slice(query_bounds[owners[first]], query_bounds[owners[last - 1] + 1])
+            row = torch.from_numpy(places[owners[first:last]] - own.start).to(device)
+            weight = weight.expand_as(token)
+        if own.start == own.stop:
+            # Their queries have no tokens.
+            if grad_documents is not None:
+                grad_documents[tokens] = 0.0
+            continue
         if grad_documents is not None:
-            grad_documents[tokens] = _weighted_sums(queries, row, weight, token, won, block_documents.shape[0])
+            grad = _weighted_sums(scaled[own], row, weight, token, won, tokens.stop - tokens.start)
+            scale = None if documents_scale is None else documents_scale[tokens]
+            grad_documents[tokens] = through_norms(grad, documents[tokens], scale)
         if grad_queries is not None:
+            block_documents = documents[tokens].to(dtype)
             if documents_scale is not None:
                 block_documents = block_documents * documents_scale[tokens].unsqueeze(1)
-            grad_queries += _weighted_sums(block_documents, token, weight, row, won, queries.shape[0])
-    return grad_queries, grad_documents
+            grad_queries[own] += _weighted_sums(block_documents, token, weight, row, won, own.stop - own.start)
+    return None if grad_queries is None else through_norms(grad_queries, queries, queries_scale), grad_documents
 
 
 def _weighted_sums(
@@ -163,6 +192,37 @@ def _weighted_sums(
     return F.embedding_bag(
         picked, source, offsets=starts, mode="sum", per_sample_weights=weights.flatten()[order]
     )[:count]  # fmt: skip
+
+
+def _candidate_runs(
+    query_bounds: np.ndarray, document_bounds: np.ndarray, candidate_bounds: np.ndarray, budget: int, size: int
+) -> list[tuple[int, int]]:
+    """Consecutive queries that fit into `budget` with their documents, all padded to one length; or one query alone."""
+    counts = np.diff(candidate_bounds)
+    longest = np.zeros(len(counts), dtype=np.int64)
+    np.maximum.at(longest, np.repeat(np.arange(len(counts)), counts), np.diff(document_bounds))
+    runs, first, total, most, widest = [], 0, 0, 0, size
+    for i, (count, tokens, rows) in enumerate(
+        zip(counts.tolist(), longest.tolist(), np.diff(query_bounds).tolist(), strict=True)
+    ):
+        total, most, widest = total + count, max(most, tokens), max(widest, rows)
+        if i > first and total * most * widest > budget:
+            runs.append((first, i))
+            first, total, most, widest = i, count, tokens, max(size, rows)
+    return [*runs, (first, len(counts))]
+
+
+def _padded(bounds: np.ndarray, sequences: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The tokens [N, longest, at least 1] of these sequences, and whether each exists."""
+    starts, ends = bounds[sequences, None], bounds[sequences + 1, None]
+    tokens = starts + np.arange(max(1, (ends - starts).max()))
+    exist = tokens < ends
+    return torch.from_numpy(np.where(exist, tokens, 0)).to(device), torch.from_numpy(exist).to(device)
+
+
+def _rows(embeddings: Tensor, tokens: Tensor) -> Tensor:
+    """Embeddings [N, L, d] of tokens [N, L]."""
+    return embeddings.index_select(0, tokens.flatten()).view(*tokens.shape, embeddings.shape[1])
 
 
 def _owners(bounds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

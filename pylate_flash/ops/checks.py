@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch._C._functorch import TransformType, get_interpreter_stack, peek_interpreter_stack
+from torch.autograd import forward_ad
 
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -56,12 +58,14 @@ def check_same(queries: Tensor, documents: Tensor) -> None:
 def check_mask(name: str, mask: object, embeddings: Tensor) -> Tensor | None:
     """Return `mask` as bool (True: active), or None, after checking it against the tokens of `embeddings`.
 
+    Its values are checked where that waits for nothing; elsewhere all but 0 count as 1.
+
     Raises
     ------
     TypeError
         If it is neither None nor a tensor, or complex.
     ValueError
-        If its shape is not that of the tokens, or it lies on another device.
+        If its shape is not that of the tokens, it lies on another device, or holds other values than 0 and 1.
     """
     if mask is None:
         return None
@@ -73,7 +77,43 @@ def check_mask(name: str, mask: object, embeddings: Tensor) -> Tensor | None:
         raise ValueError(f"{name} must have shape {list(embeddings.shape[:-1])}, got {list(mask.shape)}")
     if mask.device != embeddings.device:
         raise ValueError(f"{name} must be on {embeddings.device}, got {mask.device}")
-    return mask if mask.dtype == torch.bool else mask != 0
+    if mask.dtype == torch.bool:
+        return mask
+    active = mask != 0
+    if is_readable(mask) and (other := mask[mask != active]).numel():
+        raise ValueError(
+            f"{name} must hold only 0 (masked) and 1 (active), got {other[0].item():g}: tokens have no weights, and a "
+            "mask is not added to similarities"
+        )
+    return active
+
+
+def is_readable(tensor: Tensor) -> bool:
+    """Whether the values of a tensor can be looked at, and that waits for nothing."""
+    return (
+        type(tensor) is Tensor
+        and tensor.device.type == "cpu"
+        and not torch.compiler.is_compiling()
+        and torch._C._len_torch_dispatch_stack() == 0
+        and peek_interpreter_stack() is None
+    )
+
+
+def check_differentiation(operation: str, *tensors: Tensor) -> None:
+    """Raise RuntimeError if the result is to be differentiated by another way than the backward of autograd.
+
+    Operators without a rule for it have a tangent of 0 in forward mode, and no word for it.
+    """
+    if torch.compiler.is_compiling():
+        return
+    transforms = (TransformType.Grad, TransformType.Jvp)
+    if (peek_interpreter_stack() is not None and any(t.key() in transforms for t in get_interpreter_stack())) or (
+        forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
+    ):
+        raise RuntimeError(
+            f"{operation} is differentiated by torch.autograd.grad and Tensor.backward only: it takes no part in "
+            "torch.func.grad, vjp, jvp, jacrev, jacfwd, hessian and linearize, nor in torch.autograd.forward_ad"
+        )
 
 
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

@@ -28,12 +28,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import varlen
-from .checks import check_choice, check_embeddings, check_mask, no_second_derivative
+from .checks import check_choice, check_differentiation, check_embeddings, check_mask, no_second_derivative
 from .dispatch import BACKWARDS, IMPLEMENTATIONS, choose
 from .hidden_blocks import ALL, Block, packed_blocks, padded_blocks
 from .hidden_plans import Embeddings, plan_of
 from .maxsim import (
-    _SMALLEST_NORM,
     MASKINGS,
     REDUCTIONS,
     _autocast,
@@ -41,7 +40,6 @@ from .maxsim import (
     _grouped,
     _is_current,
     _is_plain,
-    _scale,
     kernels,
     maxsim_reference,
     needs_gradient,
@@ -49,6 +47,7 @@ from .maxsim import (
 from .maxsim import _backward as _padded_backward
 from .maxsim import _forward as _padded_forward
 from .maxsim import _forward_shapes as _padded_forward_shapes
+from .norms import SMALLEST_NORM, inverse_norms
 from .varlen import _check_boundaries, _longest, maxsim_varlen_reference
 
 # Of projected embeddings, and in the backward of them and their gradient, held at once; more only where a single
@@ -154,7 +153,8 @@ def maxsim_from_hidden(
     weight, bias
         [d, d_model] and [d] or None: the linear layer, as `torch.nn.Linear` holds it.
     documents_mask
-        [Nd, Ld] or [Nq, K, Ld], bool or 0/1 of any dtype, 1 where a token is active. None: all. Not for packed ones.
+        [Nd, Ld] or [Nq, K, Ld], bool or 0/1 of any dtype, 1 where a token is active, as in `maxsim`. None: all. Not for
+        packed ones.
     queries_mask
         [Nq, Lq], likewise. Not for packed queries.
     queries_weight, queries_bias
@@ -184,7 +184,7 @@ def maxsim_from_hidden(
         If shapes, devices or sizes do not fit together, an argument is given that the layout has no use for, an option
         is none of its choices, or implementation="triton" cannot take the input.
     RuntimeError
-        If a gradient is needed, backward="atomic" and `torch.use_deterministic_algorithms(True)` is set.
+        As in `maxsim`.
 
     Examples
     --------
@@ -229,6 +229,8 @@ def maxsim_from_hidden(
     check_embeddings("queries", queries, _PACKED_QUERIES if packed else _QUERIES)
     weight, bias = _checked_layer("", hidden, "hidden", weight, bias)
     queries_weight, queries_bias = _checked_layer("queries_", queries, "queries", queries_weight, queries_bias)
+    layers = [tensor for tensor in (weight, bias, queries_weight, queries_bias) if tensor is not None]
+    check_differentiation("maxsim_from_hidden", queries, hidden, *layers)
     hidden, queries = _autocast(hidden, queries)
     _check_like("queries", queries, hidden)
     _check_like("weight", weight, hidden)
@@ -505,7 +507,7 @@ def _normalize(call: _Call, embeddings: Tensor, out: Embeddings) -> None:
             with kernels().on_device(embeddings):
                 kernels().unit_rows(embeddings.contiguous(), *out)
         return
-    out.scale.copy_(_scale(embeddings))
+    out.scale.copy_(inverse_norms(embeddings))
     torch.mul(embeddings, out.scale.unsqueeze(-1), out=out.values)
 
 
@@ -520,8 +522,9 @@ def _through_normalisation(call: _Call, grad: Tensor, embeddings: Embeddings) ->
     scale, units = embeddings.scale.unsqueeze(-1), embeddings.values
     wide = grad.to(scale.dtype)
     # Where the norm was clamped, the division is linear.
-    along = torch.where(scale < 1.0 / _SMALLEST_NORM, (units * wide).sum(dim=-1, keepdim=True), 0.0)
-    grad.copy_((wide - units * along) * scale)
+    along = torch.where(scale < 1.0 / SMALLEST_NORM, (units * wide).sum(dim=-1, keepdim=True), 0.0)
+    # Where there is no gradient, there is none either of a token that is not a number.
+    grad.copy_(((wide - units * along) * scale).masked_fill_(~wide.any(dim=-1, keepdim=True), 0.0))
 
 
 def _by_kernels(call: _Call) -> bool:

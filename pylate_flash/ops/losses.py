@@ -6,11 +6,11 @@
 with q[i] = softmax(scores[i] / temperature), and p[i] the softmax of a teacher's scores. (van den Oord et al.,
 "Representation Learning with Contrastive Predictive Coding", 2018; Hinton et al., "Distilling the Knowledge in a Neural
 Network", 2015.) The definitions take any scores, and autograd differentiates them; over `maxsim_reference` they are
-what the operations here are tested against.
+what the operations here are tested against, and nothing else.
 
 Where the kernels serve the scores, scores and loss are one node of autograd, whose backward starts at the loss: a step
 on a batch of some hundred queries waits for the host, half as long again with torch's loss between two nodes. Elsewhere
-the definition is computed over `maxsim`, which is also what `torch.compile` traces.
+torch's operations follow `maxsim`, which is also what `torch.compile` traces.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .checks import FLOATING, check_choice
+from .checks import FLOATING, check_choice, is_readable
 from .dispatch import BACKWARDS, IMPLEMENTATIONS, choose
 from .maxsim import (
     MASKINGS,
@@ -52,26 +52,23 @@ def cross_entropy_reference(
 
     `labels` None: document i is the right one of query i.
     """
-    if labels is None:
-        labels = torch.arange(scores.shape[0], device=scores.device)
-    exists = (labels >= 0) & (labels < scores.shape[1])
-    log_q = (scores / temperature).log_softmax(dim=-1)
-    log_q = log_q.gather(1, labels.clamp(0, scores.shape[1] - 1).unsqueeze(1)).squeeze(1)
-    return _reduced(-log_q * torch.where(exists, 1.0, torch.nan).to(scores.dtype), loss_reduction)
+    logits = scores / temperature
+    labels = torch.arange(len(scores), device=scores.device) if labels is None else labels
+    right = labels.unsqueeze(1) == torch.arange(scores.shape[1], device=scores.device)
+    losses = logits.logsumexp(dim=1) - torch.where(right, logits, 0.0).sum(dim=1)
+    # A label out of range makes the loss and its gradient NaN.
+    losses = losses * torch.where(right.any(dim=1), 1.0, torch.nan)
+    return losses if loss_reduction == "none" else getattr(losses, loss_reduction)()
 
 
 def kl_divergence_reference(
     scores: Tensor, teacher_scores: Tensor, *, temperature: float = 1.0, loss_reduction: str = "mean"
 ) -> Tensor:
     """The definition of the loss of `maxsim_kl_divergence` over scores [Nq, N], in their type."""
-    log_q = (scores / temperature).log_softmax(dim=-1)
-    log_p = teacher_scores.to(scores.dtype).log_softmax(dim=-1)
-    p = log_p.exp()
-    return _reduced(torch.where(p == 0, 0.0, p * (log_p - log_q)).sum(dim=-1), loss_reduction)
-
-
-def _reduced(losses: Tensor, loss_reduction: str) -> Tensor:
-    return losses if loss_reduction == "none" else losses.mean() if loss_reduction == "mean" else losses.sum()
+    log_q = (scores / temperature).log_softmax(dim=1)
+    p = teacher_scores.to(scores.dtype).softmax(dim=1)
+    losses = torch.where(p > 0, p * (p.log() - log_q), 0.0).sum(dim=1)
+    return losses if loss_reduction == "none" else getattr(losses, loss_reduction)()
 
 
 def maxsim_cross_entropy(
@@ -265,12 +262,26 @@ def _loss(
         queries, documents, queries_mask, documents_mask, normalize=normalize, reduction=reduction, masking=masking,
         empty_score=empty_score, implementation=implementation, backward=backward,
     )  # fmt: skip
-    options: dict[str, Any] = {"temperature": comparison.temperature, "loss_reduction": comparison.loss_reduction}
-    if comparison.divergence:
-        return kl_divergence_reference(scores, target, **options)  # type: ignore[arg-type]
-    if target is None and documents.dim() == 4:
-        target = torch.zeros(len(scores), dtype=torch.int64, device=scores.device)
-    return cross_entropy_reference(scores, target, **options)
+    return _compare(scores, target, documents.dim() == 4, comparison)
+
+
+def _compare(scores: Tensor, target: Tensor | None, own_candidates: bool, comparison: _Comparison) -> Tensor:
+    """The loss of scores [Nq, N] by torch's operations."""
+    divergence, temperature, loss_reduction = comparison
+    log_q = (scores / temperature).log_softmax(dim=-1)
+    if divergence:
+        log_p = target.to(scores.dtype).log_softmax(dim=-1)  # type: ignore[union-attr]
+        p = log_p.exp()
+        losses = torch.where(p == 0, 0.0, p * (log_p - log_q)).sum(dim=-1)
+    else:
+        if target is None:
+            target = torch.arange(scores.shape[0], device=scores.device)
+            target = torch.zeros_like(target) if own_candidates else target
+        # Not `nll_loss`, which stops the process at a label out of range on a GPU, and leaves -100 out.
+        exists = (target >= 0) & (target < scores.shape[1])
+        losses = -log_q.gather(1, target.long().clamp(0, scores.shape[1] - 1).unsqueeze(1)).squeeze(1)
+        losses = losses * torch.where(exists, 1.0, torch.nan).to(scores.dtype)
+    return losses if loss_reduction == "none" else losses.mean() if loss_reduction == "mean" else losses.sum()
 
 
 def _stepped(
@@ -330,7 +341,7 @@ def _checked_target(target: Tensor | None, divergence: bool, queries: Tensor, do
     else:
         if target.dtype not in (torch.int64, torch.int32):
             raise TypeError(f"labels must be int64 or int32, got {target.dtype}")
-        if target.device.type == "cpu" and target.numel() and not torch.compiler.is_compiling():
+        if target.numel() and is_readable(target):
             least, most = target.min().item(), target.max().item()
             if least < 0 or most >= shape[1]:
                 raise ValueError(f"labels must be from 0 to {shape[1] - 1}, got values from {least} to {most}")

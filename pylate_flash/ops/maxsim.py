@@ -23,18 +23,25 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from .blocked import blocked_backward, blocked_forward
-from .checks import check_choice, check_embeddings, check_mask, check_same, no_second_derivative
+from .checks import (
+    check_choice,
+    check_differentiation,
+    check_embeddings,
+    check_mask,
+    check_same,
+    no_second_derivative,
+)
 from .dispatch import BACKWARDS, IMPLEMENTATIONS, check_backward, choose
+from .norms import scales
 
 REDUCTIONS = ("sum", "mean")
 MASKINGS = ("exclude", "zero")
 
 _QUERIES = {3: "[Nq, Lq, d]"}
 _DOCUMENTS = {3: "[Nd, Ld, d]", 4: "[Nq, K, Ld, d]"}
-# torch.nn.functional.normalize divides by no less than this.
-_SMALLEST_NORM = 1e-12
 
 
 def maxsim_reference(
@@ -50,33 +57,30 @@ def maxsim_reference(
 ) -> Tensor:
     """The definition of `maxsim`, in plain torch: builds the whole similarity tensor, and autograd differentiates it.
 
-    Arguments, result and errors are those of `maxsim`, except that it computes in, and returns, the type that the
-    inputs widen to: float64 for float64 inputs, else float32. Products are taken in that type.
+    Arguments and result are those of `maxsim`, except that it checks nothing, and computes in, and returns, the type
+    that the inputs widen to: float64 for float64 inputs, else float32. Products are taken in that type.
     """
-    queries, documents, queries_mask, documents_mask = _checked(
-        queries, documents, queries_mask, documents_mask, reduction, masking
-    )
-    scores_dtype = torch.float64 if queries.dtype == torch.float64 else torch.float32
-    queries, documents = queries.to(scores_dtype), documents.to(scores_dtype)
+    wide = torch.promote_types(queries.dtype, torch.float32)
+    # One group of candidates for all queries, [1, Nd, Ld, d], or one for each, [Nq, K, Ld, d].
+    groups = documents if documents.dim() == 4 else documents.unsqueeze(0)
+    on = queries.new_ones(queries.shape[:-1]) if queries_mask is None else queries_mask
+    there = groups.new_ones(groups.shape[:-1]) if documents_mask is None else documents_mask.view(groups.shape[:-1])
+    on, there = on.bool(), there.bool()
+    # What a masked token is, a NaN even, does not matter.
+    queries = queries.to(wide).masked_fill(~on.unsqueeze(-1), 0.0)
+    groups = groups.to(wide).masked_fill(~there.unsqueeze(-1), 0.0)
     if normalize:
-        queries, documents = F.normalize(queries, dim=-1), F.normalize(documents, dim=-1)
-    in_batch = documents.dim() == 3
-    if documents.shape[-2] == 0:
-        best = queries.new_zeros(queries.shape[0], documents.shape[0 if in_batch else 1], queries.shape[1])
-    else:
-        similarities = torch.einsum("qsd,ntd->qnst" if in_batch else "qsd,qntd->qnst", queries, documents)
-        active = torch.ones_like(similarities, dtype=torch.bool)
-        if documents_mask is not None:
-            active = (documents_mask if not in_batch else documents_mask.unsqueeze(0)).unsqueeze(2)
-            active = active.expand_as(similarities)
-        similarities = similarities.masked_fill(~active, 0.0 if masking == "zero" else -torch.inf)
-        winner = similarities.detach().argmax(dim=-1, keepdim=True)
-        best = similarities.gather(-1, winner).squeeze(-1)
-        if masking == "exclude":
-            best = best.masked_fill(~active.any(dim=-1), 0.0)
-    if queries_mask is not None:
-        best = best.masked_fill(~queries_mask.unsqueeze(1), 0.0)
-    return _finish(best.sum(dim=-1), queries, documents, queries_mask, documents_mask, reduction, empty_score)
+        queries, groups = F.normalize(queries, dim=-1), F.normalize(groups, dim=-1)
+    similarities = queries.unsqueeze(1) @ groups.transpose(-1, -2)
+    similarities = similarities.masked_fill(~there.unsqueeze(-2), 0.0 if masking == "zero" else -torch.inf)
+    # One more token, which never wins, as there is no maximum of none.
+    best = F.pad(similarities, (0, 1), value=-torch.inf).max(dim=-1).values
+    empty = ~there.any(dim=-1)
+    best = best.masked_fill(empty.unsqueeze(-1) | ~on.unsqueeze(1), 0.0)
+    scores = best.sum(dim=-1)
+    if reduction == "mean":
+        scores = scores / on.sum(dim=-1, keepdim=True).clamp(min=1)
+    return scores.masked_fill(empty, empty_score)
 
 
 def maxsim(
@@ -102,6 +106,7 @@ def maxsim(
         [Nd, Ld, d]: every query meets every document. [Nq, K, Ld, d]: each query meets its own K candidates.
     queries_mask
         [Nq, Lq], bool or 0/1 of any dtype, 1 where a token is active; active tokens need not be a prefix. None: all.
+        Other values are an error on the CPU. On a GPU, where to look would be to wait, they count as 1.
     documents_mask
         [Nd, Ld] or [Nq, K, Ld], likewise.
     normalize
@@ -136,10 +141,11 @@ def maxsim(
     TypeError
         If an argument is no tensor, of another dtype than named above, or the two dtypes differ.
     ValueError
-        If shapes, devices or embedding sizes do not fit together, an option is none of its choices, or
-        implementation="triton" cannot take the input.
+        If shapes, devices or embedding sizes do not fit together, a mask holds other values than 0 and 1, an option is
+        none of its choices, or implementation="triton" cannot take the input.
     RuntimeError
-        If a gradient is needed, backward="atomic" and `torch.use_deterministic_algorithms(True)` is set.
+        If a gradient is needed, backward="atomic" and `torch.use_deterministic_algorithms(True)` is set; if the call is
+        differentiated by `torch.func` or in forward mode.
 
     Examples
     --------
@@ -187,7 +193,7 @@ def maxsim_pairs(
     implementation: str = "auto",
     backward: str = "auto",
 ) -> Tensor:
-    """MaxSim score of every query with the document of the same index.
+    """MaxSim score of every query with the document of the same index: the diagonal of `maxsim`.
 
     Parameters
     ----------
@@ -245,6 +251,7 @@ def _checked(
     check_embeddings("documents", documents, _DOCUMENTS)
     check_choice("reduction", reduction, REDUCTIONS)
     check_choice("masking", masking, MASKINGS)
+    check_differentiation("maxsim", queries, documents)
     queries, documents = _autocast(queries, documents)
     check_same(queries, documents)
     if documents.dim() == 4 and documents.shape[0] != queries.shape[0]:
@@ -389,7 +396,7 @@ def are_halves_of_one_size(
 
 
 def _is_plain(queries: Tensor, documents: Tensor) -> bool:
-    """Whether nothing needs the operator: no compiler, subclass, mode, function transform, empty or meta tensor."""
+    """Whether nothing needs the operator: no compiler, subclass, mode, transform, tangent, empty or meta tensor."""
     return (
         type(queries) is Tensor
         and type(documents) is Tensor
@@ -397,6 +404,7 @@ def _is_plain(queries: Tensor, documents: Tensor) -> bool:
         and not torch.compiler.is_compiling()
         and torch._C._len_torch_dispatch_stack() == 0
         and torch._C._functorch.peek_interpreter_stack() is None
+        and forward_ad._current_level < 0
         and queries.numel() > 0
         and documents.numel() > 0
     )
@@ -495,7 +503,7 @@ def _compute(
             )
     # Under autocast the inputs have the autocast type already; the products inside must not be rounded to it.
     with torch.autocast(queries.device.type, enabled=False):
-        queries_scale, documents_scale = (_scale(queries), _scale(documents)) if normalize else (None, None)
+        queries_scale, documents_scale = scales(queries, documents, normalize)
         scores, winners = blocked_forward(
             queries,
             documents,
@@ -548,7 +556,7 @@ def _backward(
                 backward,
             )
     else:
-        queries_scale, documents_scale = (_scale(queries), _scale(documents)) if normalize else (None, None)
+        queries_scale, documents_scale = scales(queries, documents, normalize)
         grad_queries, grad_documents = blocked_backward(
             grad_scores.contiguous(),
             queries,
@@ -559,10 +567,6 @@ def _backward(
             need_queries,
             need_documents,
         )
-        if grad_queries is not None:
-            grad_queries = _unscaled(grad_queries.view(queries.shape), queries, queries_scale)
-        if grad_documents is not None:
-            grad_documents = _unscaled(grad_documents, documents, documents_scale)
     return empty[0] if grad_queries is None else grad_queries, empty[1] if grad_documents is None else grad_documents
 
 
@@ -574,29 +578,6 @@ def rows_contiguous(embeddings: Tensor) -> Tensor:
 def product_precision(dtype: torch.dtype) -> str:
     """Triton's name for `torch.get_float32_matmul_precision()`; half inputs are multiplied exactly either way."""
     return "ieee" if dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest" else "tf32"
-
-
-def _scale(embeddings: Tensor) -> Tensor:
-    """Inverse norms [..., L] of all tokens, float32 (float64 for float64).
-
-    A positive factor commutes with the maximum, so similarities are scaled and the embeddings themselves never are:
-    half ones are not rounded again.
-    """
-    dtype = torch.float64 if embeddings.dtype == torch.float64 else torch.float32
-    return torch.linalg.vector_norm(embeddings, dim=-1, dtype=dtype).clamp_(min=_SMALLEST_NORM).reciprocal_()
-
-
-def _unscaled(grad: Tensor, embeddings: Tensor, scale: Tensor | None) -> Tensor:
-    """The gradient of the embeddings from that of the scaled ones, in the type of the embeddings.
-
-    With y = x / |x|, the Jacobian maps g to (g - y <y, g>) / |x|. Where the norm was clamped, y = x * scale is linear.
-    """
-    if scale is not None:
-        scale = scale.unsqueeze(-1)
-        scaled = embeddings.to(grad.dtype) * scale
-        along = torch.where(scale < 1.0 / _SMALLEST_NORM, (scaled * grad).sum(dim=-1, keepdim=True), 0.0)
-        grad = (grad - scaled * along) * scale
-    return grad.to(embeddings.dtype)
 
 
 def _winners_dtype(document_length: int) -> torch.dtype:

@@ -11,29 +11,36 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .blocked_varlen import blocked_varlen_backward, blocked_varlen_forward
-from .checks import check_choice, check_embeddings, check_same, no_second_derivative
+from .checks import (
+    check_choice,
+    check_differentiation,
+    check_embeddings,
+    check_same,
+    is_readable,
+    no_second_derivative,
+)
 from .dispatch import IMPLEMENTATIONS, choose
 from .maxsim import (
     REDUCTIONS,
     _autocast,
     _is_plain,
-    _scale,
-    _unscaled,
     _winners_dtype,
     are_halves_of_one_size,
     goes_straight_to_the_kernel,
     kernels,
-    maxsim_reference,
     needs_gradient,
     product_precision,
     rows_contiguous,
 )
+from .norms import inverse_norms, scales, through_norms
 
 
 def pack(sequences: Sequence[Tensor | np.ndarray]) -> tuple[Tensor, Tensor]:
@@ -121,25 +128,31 @@ def maxsim_varlen_reference(
     reduction: str = "sum",
     empty_score: float = 0.0,
 ) -> Tensor:
-    """The definition of `maxsim_varlen`: `maxsim_reference` of one query and one document at a time."""
-    split_queries, split_documents = unpack(queries, queries_cu_seqlens), unpack(documents, documents_cu_seqlens)
+    """The definition of `maxsim_varlen`: one query and one document at a time.
+
+    As `maxsim_reference`, it checks nothing, and computes in float64 or float32.
+    """
+
+    def sequences(values: Tensor, cu_seqlens: Tensor) -> list[Tensor]:
+        values = values.to(torch.promote_types(values.dtype, torch.float32))
+        if normalize:
+            values = F.normalize(values, dim=-1)
+        return [values[start:stop] for start, stop in pairwise(cu_seqlens.tolist())]
+
+    def score(query: Tensor, document: Tensor) -> Tensor:
+        if len(document) == 0:
+            return document.new_tensor(empty_score)
+        total = (query @ document.T).max(dim=1).values.sum()
+        return total / max(1, len(query)) if reduction == "mean" else total
+
+    split_queries, split_documents = sequences(queries, queries_cu_seqlens), sequences(documents, documents_cu_seqlens)
     if candidates_cu_seqlens is None:
-        pairs = [(query, document) for query in split_queries for document in split_documents]
+        scores = [score(query, document) for query in split_queries for document in split_documents]
         shape: tuple[int, ...] = (len(split_queries), len(split_documents))
     else:
-        owners = torch.repeat_interleave(torch.arange(len(split_queries)), candidates_cu_seqlens.cpu().diff()).tolist()
-        pairs = [(split_queries[owner], document) for owner, document in zip(owners, split_documents, strict=True)]
+        owned = zip(split_queries, pairwise(candidates_cu_seqlens.tolist()), strict=True)
+        scores = [score(query, document) for query, (first, last) in owned for document in split_documents[first:last]]
         shape = (len(split_documents),)
-    scores = [
-        maxsim_reference(
-            query.unsqueeze(0),
-            document.unsqueeze(0),
-            normalize=normalize,
-            reduction=reduction,
-            empty_score=empty_score,
-        ).reshape(())
-        for query, document in pairs
-    ]
     return torch.stack(scores).view(shape) if scores else torch.zeros(shape, device=queries.device)
 
 
@@ -315,6 +328,7 @@ def _checked(
     """Queries and documents after every check of types and shapes, in the autocast type under autocast."""
     check_embeddings("queries", queries, {2: "[Tq, d]"})
     check_embeddings("documents", documents, {2: "[Td, d]"})
+    check_differentiation("maxsim_varlen", queries, documents)
     queries, documents = _autocast(queries, documents)
     check_same(queries, documents)
     _check_boundaries("queries_cu_seqlens", queries_cu_seqlens)
@@ -335,10 +349,11 @@ def _host_bounds(name: str, cu_seqlens: Tensor, total: int, of: str, longest: in
     """The boundaries on the host, int64, after checking their values, and lengths against the `longest` of `of`."""
     bounds = cu_seqlens.cpu().numpy().astype(np.int64)
     lengths = np.diff(bounds)
+    counted = f"tokens of {of}" if name in ("queries_cu_seqlens", "documents_cu_seqlens") else of
     falling = bool((lengths < 0).any())
     if falling or bounds[0] != 0 or bounds[-1] != total:
         raise ValueError(
-            f"{name} must rise from 0 to the number of {of}, {total}, got {bounds[0]} to {bounds[-1]}"
+            f"{name} must rise from 0 to the number of {counted}, {total}, got {bounds[0]} to {bounds[-1]}"
             + (", falling in between" if falling else "")
         )
     if longest is not None and lengths.max(initial=0) > longest:
@@ -354,8 +369,7 @@ def _longest(name: str, cu_seqlens: Tensor, total: int, of: str, given: int | No
     """Length of the longest sequence, or a bound on it: `given`, or found out. On the CPU, values are checked."""
     if given is not None and given < 0:
         raise ValueError(f"{_LONGEST[of]} must be at least 0, got {given}")
-    readable = type(cu_seqlens) is Tensor and not torch.compiler.is_compiling()
-    if cu_seqlens.device.type == "cpu" and readable:
+    if is_readable(cu_seqlens):
         lengths = np.diff(_host_bounds(name, cu_seqlens, total, of, given))
         return given if given is not None else int(lengths.max(initial=0))
     if given is not None:
@@ -558,7 +572,7 @@ def _compute(
             )
     # Under autocast the inputs have the autocast type already; the products inside must not be rounded to it.
     with torch.autocast(queries.device.type, enabled=False):
-        queries_scale, documents_scale = (_scale(queries), _scale(documents)) if normalize else (None, None)
+        queries_scale, documents_scale = scales(queries, documents, normalize)
         bounds = _all_host_bounds(
             queries, documents, queries_cu_seqlens, documents_cu_seqlens, candidates_cu_seqlens,
             max_query_length, max_document_length,
@@ -597,7 +611,7 @@ def _backward(
             max_query_length, max_document_length, normalize, need_queries, need_documents,
         )  # fmt: skip
     else:
-        queries_scale, documents_scale = (_scale(queries), _scale(documents)) if normalize else (None, None)
+        queries_scale, documents_scale = scales(queries, documents, normalize)
         bounds = _all_host_bounds(
             queries, documents, queries_cu_seqlens, documents_cu_seqlens, candidates_cu_seqlens,
             max_query_length, max_document_length,
@@ -606,10 +620,6 @@ def _backward(
             grad_scores, queries, documents, winners, queries_scale, documents_scale, *bounds, max_query_length,
             need_queries, need_documents,
         )  # fmt: skip
-        if grad_queries is not None:
-            grad_queries = _unscaled(grad_queries, queries, queries_scale)
-        if grad_documents is not None:
-            grad_documents = _unscaled(grad_documents, documents, documents_scale)
     return (
         queries.new_empty(0) if grad_queries is None else grad_queries,
         documents.new_empty(0) if grad_documents is None else grad_documents,
@@ -636,7 +646,7 @@ def _backward_by_kernels(
     padded, tokens = queries, documents
     if normalize:
         # The kernels take embeddings as they are, and half ones are not to be rounded again.
-        queries_scale, documents_scale = _scale(queries), _scale(documents)
+        queries_scale, documents_scale = inverse_norms(queries), inverse_norms(documents)
         padded, tokens = padded * queries_scale.unsqueeze(1), tokens * documents_scale.unsqueeze(1)
     padded, _ = _padded(padded, queries_cu_seqlens, max_query_length)
     with kernels().on_device(queries):
@@ -653,9 +663,9 @@ def _backward_by_kernels(
         )
     if grad_queries is not None:
         grad_queries = _unpadded(grad_queries, queries_cu_seqlens, queries.shape[0])
-        grad_queries = _unscaled(grad_queries, queries, queries_scale)
+        grad_queries = through_norms(grad_queries, queries, queries_scale)
     if grad_documents is not None:
-        grad_documents = _unscaled(grad_documents, documents, documents_scale)
+        grad_documents = through_norms(grad_documents, documents, documents_scale)
     return grad_queries, grad_documents
 
 

@@ -437,7 +437,7 @@ P, CU = H.flatten(0, 1), torch.arange(0, 36, 7)
         (
             lambda: maxsim_from_hidden(Q, P, W, documents_cu_seqlens=CU[:-1]),
             ValueError,
-            "documents_cu_seqlens must rise from 0 to the number of documents, 35, got 0 to 28",
+            "documents_cu_seqlens must rise from 0 to the number of tokens of documents, 35, got 0 to 28",
         ),
         (
             lambda: maxsim_from_hidden(Q, P, W, documents_cu_seqlens=CU, candidates_cu_seqlens=CU),

@@ -305,6 +305,16 @@ QB, DB = torch.tensor([0, 4]), torch.tensor([0, 2, 6])
         ),
         (lambda: maxsim_varlen(Q, D, QB, torch.tensor([0, 5, 2, 6])), ValueError, "falling in between"),
         (
+            lambda: maxsim_varlen(Q, D, torch.tensor([0, 1]), DB),
+            ValueError,
+            "queries_cu_seqlens must rise from 0 to the number of tokens of queries, 4, got 0 to 1",
+        ),
+        (
+            lambda: maxsim_varlen(Q, D, QB, DB, candidates_cu_seqlens=torch.tensor([0, 1])),
+            ValueError,
+            "candidates_cu_seqlens must rise from 0 to the number of documents, 2, got 0 to 1",
+        ),
+        (
             lambda: maxsim_varlen(Q, D, QB, DB, candidates_cu_seqlens=torch.tensor([0, 1, 2])),
             ValueError,
             "2 entries, got 3",

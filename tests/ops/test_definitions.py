@@ -1,0 +1,173 @@
+"""The definitions against loops over numbers, which share no code with anything."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from pylate_flash import maxsim_pairs
+from pylate_flash.ops import (
+    cross_entropy_reference,
+    kl_divergence_reference,
+    maxsim_from_hidden_reference,
+    maxsim_reference,
+)
+from pylate_flash.ops.varlen import maxsim_varlen_reference
+from tests.ops.cases import Case, cases
+from tests.ops.test_varlen import packed
+
+OPTIONS = {"max_examples": 30, "deadline": None, "derandomize": True}
+SMALL = {"max_batch": 3, "max_length": 6, "sizes": st.integers(1, 4)}
+
+
+def dot(x: list[float], y: list[float]) -> float:
+    return sum(a * b for a, b in zip(x, y, strict=True))
+
+
+def unit(x: list[float]) -> list[float]:
+    norm = max(math.sqrt(dot(x, x)), 1e-12)
+    return [value / norm for value in x]
+
+
+def score(
+    query: list, document: list, query_on: list, document_on: list, *, normalize=False, reduction="sum",
+    masking="exclude", empty_score=0.0,
+) -> float:  # fmt: skip
+    """Of lists of embeddings, and of whether each is active."""
+    if normalize:
+        query, document = [unit(x) for x in query], [unit(y) for y in document]
+    if not any(document_on):
+        return empty_score
+    total, active = 0.0, 0
+    for x, on in zip(query, query_on, strict=True):
+        if not on:
+            continue
+        active += 1
+        similarities = [dot(x, y) for y, there in zip(document, document_on, strict=True) if there]
+        if masking == "zero" and not all(document_on):
+            similarities.append(0.0)
+        total += max(similarities)
+    return total / max(active, 1) if reduction == "mean" else total
+
+
+def lists(tensor: Tensor | None, like: Tensor) -> list:
+    """As lists; a mask that is None has all tokens active."""
+    return (torch.ones(like.shape[:-1]) if tensor is None else tensor).tolist()
+
+
+def looped(case: Case) -> list[list[float]]:
+    queries, documents = case.queries.tolist(), case.documents.tolist()
+    queries_on, documents_on = lists(case.queries_mask, case.queries), lists(case.documents_mask, case.documents)
+    return [
+        [
+            score(query, document, query_on, on, **case.options)
+            for document, on in zip(
+                *((documents, documents_on) if case.documents.dim() == 3 else (documents[i], documents_on[i])),
+                strict=True,
+            )
+        ]
+        for i, (query, query_on) in enumerate(zip(queries, queries_on, strict=True))
+    ]
+
+
+@settings(**OPTIONS)
+@given(case=cases(dtypes=(torch.float64,), **SMALL))
+def test_maxsim(case: Case) -> None:
+    torch.testing.assert_close(
+        maxsim_reference(*case.tensors, **case.options), torch.tensor(looped(case), dtype=torch.float64)
+    )
+
+
+@settings(**OPTIONS)
+@given(case=cases(layouts=("pairs",), dtypes=(torch.float64,), **SMALL))
+def test_pairs(case: Case) -> None:
+    expected = torch.tensor(looped(case)).diagonal()
+    torch.testing.assert_close(maxsim_pairs(*case.tensors, **case.options), expected, rtol=2e-6, atol=2e-6)
+
+
+@settings(**OPTIONS)
+@given(case=packed(dtypes=(torch.float64,), sizes=st.integers(1, 4)))
+def test_packed(case: tuple) -> None:
+    (queries, documents, queries_bounds, documents_bounds), options = case
+    options = dict(options)
+    candidates = options.pop("candidates_cu_seqlens")
+
+    def split(values: Tensor, bounds: Tensor) -> list[list]:
+        return [values[start:stop].tolist() for start, stop in zip(bounds[:-1], bounds[1:], strict=True)]
+
+    queries, documents = split(queries, queries_bounds), split(documents, documents_bounds)
+    rows = [
+        [score(query, document, [1] * len(query), [1] * len(document), **options) for document in documents]
+        for query in queries
+    ]
+    if candidates is not None:
+        rows = [rows[i][j] for i in range(len(rows)) for j in range(candidates[i], candidates[i + 1])]
+    found = maxsim_varlen_reference(*case[0], **case[1])
+    torch.testing.assert_close(found.double(), torch.tensor(rows, dtype=torch.float64))
+
+
+def test_from_hidden_states() -> None:
+    queries, hidden, weight = torch.randn(2, 3, 5), torch.randn(3, 4, 5), torch.randn(6, 5)
+    bias, queries_bias = torch.randn(2, 6)
+
+    def project(states: list, weight: list, bias: list) -> list:
+        return [[dot(state, row) + shift for row, shift in zip(weight, bias, strict=True)] for state in states]
+
+    expected = [
+        [
+            score(
+                project(query, weight.tolist(), queries_bias.tolist()),
+                project(document, weight.tolist(), bias.tolist()),
+                [1] * 3, [1, 1, 0, 1], normalize=True,
+            )
+            for document in hidden.tolist()
+        ]
+        for query in queries.tolist()
+    ]  # fmt: skip
+    mask = torch.tensor([1, 1, 0, 1]).expand(3, 4)
+    found = maxsim_from_hidden_reference(
+        queries, hidden, weight, bias, mask, queries_weight=weight, queries_bias=queries_bias
+    )
+    torch.testing.assert_close(found, torch.tensor(expected))
+
+
+@pytest.mark.parametrize("loss_reduction", ["mean", "sum", "none"])
+def test_losses(loss_reduction: str) -> None:
+    scores, teacher = torch.randn(2, 3, 4, dtype=torch.float64)
+    temperature, labels = 0.7, [3, 0, 2]
+
+    def log_softmax(row: list[float], temperature: float) -> list[float]:
+        total = sum(math.exp(value / temperature) for value in row)
+        return [value / temperature - math.log(total) for value in row]
+
+    log_q = [log_softmax(row, temperature) for row in scores.tolist()]
+    log_p = [log_softmax(row, 1.0) for row in teacher.tolist()]
+
+    def reduced(losses: list[float]) -> Tensor:
+        total = {"mean": sum(losses) / 3, "sum": sum(losses), "none": losses}[loss_reduction]
+        return torch.tensor(total, dtype=torch.float64)
+
+    options = {"temperature": temperature, "loss_reduction": loss_reduction}
+    for given_labels, right in ((torch.tensor(labels), labels), (None, [0, 1, 2])):
+        expected = reduced([-row[label] for row, label in zip(log_q, right, strict=True)])
+        torch.testing.assert_close(cross_entropy_reference(scores, given_labels, **options), expected)
+    divergences = [
+        sum(math.exp(p) * (p - q) for p, q in zip(*rows, strict=True)) for rows in zip(log_p, log_q, strict=True)
+    ]
+    torch.testing.assert_close(kl_divergence_reference(scores, teacher, **options), reduced(divergences))
+
+
+def test_the_gradient_goes_to_the_first_of_equal_tokens_and_to_no_masked_one() -> None:
+    documents = torch.ones(1, 5, 2, requires_grad=True)
+    mask = torch.tensor([[0, 1, 1, 0, 1]])
+    (gradient,) = torch.autograd.grad(maxsim_reference(torch.ones(1, 3, 2), documents, None, mask).sum(), documents)
+    assert gradient[0, :, 0].tolist() == [0, 3, 0, 0, 0]
+    values = torch.ones(4, 2, requires_grad=True)
+    bounds = torch.tensor([0, 3]), torch.tensor([0, 1, 4])
+    (gradient,) = torch.autograd.grad(maxsim_varlen_reference(torch.ones(3, 2), values, *bounds).sum(), values)
+    assert gradient[:, 0].tolist() == [3, 3, 0, 0]

@@ -1,0 +1,118 @@
+"""The blocked implementation where groups of few similarities go together, and the memory of its backward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pylate_flash import maxsim, maxsim_varlen, pack
+from pylate_flash.ops import blocked, maxsim_reference
+from pylate_flash.ops.blocked_varlen import _candidate_runs
+from pylate_flash.ops.varlen import maxsim_varlen_reference
+from tests.ops.cases import Case, gradients, relative_error
+from tests.ops.test_varlen import gradients as packed_gradients
+
+OPTIONS = {"normalize": True, "reduction": "mean", "masking": "zero", "empty_score": -3.0}
+
+
+def candidates(n_queries: int, k: int, masked: bool = True) -> Case:
+    generator = torch.Generator().manual_seed(0)
+    queries, documents = (
+        torch.randn(n_queries, 4, 8, generator=generator),
+        torch.randn(n_queries, k, 6, 8, generator=generator),
+    )
+    queries_mask = torch.rand(n_queries, 4, generator=generator) > 0.3 if masked else None
+    documents_mask = torch.rand(n_queries, k, 6, generator=generator) > 0.4 if masked else None
+    if documents_mask is not None:
+        documents_mask[1, 0] = False
+    return Case(queries, documents, queries_mask, documents_mask, OPTIONS if masked else {})
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("budget", [1 << 20, 2000, 800, 300, 50, 1])
+def test_any_number_of_groups_at_once_gives_the_definition(
+    budget: int, masked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From all at once to a part of one document's rows."""
+    monkeypatch.setattr(blocked, "_BLOCK_CPU", budget)
+    case = candidates(7, 3, masked)
+    expected = maxsim_reference(*case.doubled().tensors, **case.options)
+    torch.testing.assert_close(maxsim(*case.tensors, **case.options).double(), expected, rtol=2e-6, atol=2e-6)
+    for found, reference in zip(gradients(maxsim, case), gradients(maxsim_reference, case.doubled()), strict=True):
+        assert found.is_contiguous()
+        assert relative_error(found, reference) <= 1e-5
+
+
+def test_groups_of_few_similarities_are_one_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, product = [], torch.bmm
+    monkeypatch.setattr(torch, "bmm", lambda *arguments: calls.append(1) or product(*arguments))
+    maxsim(torch.randn(50, 4, 8), torch.randn(50, 2, 6, 8))
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("size", [1, 3, 16, 48, 128])
+@pytest.mark.parametrize("length", [2, 7, 33, 130])
+def test_ties_go_to_the_lowest_index(size: int, length: int) -> None:
+    """Equal tokens have equal products in a product of several groups, too."""
+    documents = torch.randn(5, 3, 1, size).expand(-1, -1, length, -1).contiguous().requires_grad_()
+    (gradient,) = torch.autograd.grad(maxsim(torch.randn(5, 9, size), documents).sum(), documents)
+    assert (gradient[:, :, 1:] == 0).all()
+    assert (gradient[:, :, 0] != 0).any()
+
+
+def test_nan_stays_in_its_document_and_its_group() -> None:
+    queries, documents = torch.randn(4, 3, 8, requires_grad=True), torch.randn(4, 2, 5, 8)
+    documents[1, 0, 2] = torch.nan
+    documents.requires_grad_()
+    scores = maxsim(queries, documents)
+    assert scores.isnan().nonzero().tolist() == [[1, 0]]
+    grad_queries, grad_documents = torch.autograd.grad(scores[:, 1].sum(), (queries, documents))
+    assert grad_documents.isfinite().all()
+    # The weight 0 of a score that is NaN is not 0 times NaN for the other queries.
+    assert grad_queries[[0, 2, 3]].isfinite().all()
+
+
+@pytest.mark.parametrize("budget", [1 << 20, 3000, 600, 40])
+@pytest.mark.parametrize("normalize", [False, True])
+def test_packed_pairs_go_together(budget: int, normalize: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queries and documents without tokens, queries without documents, and with several."""
+    monkeypatch.setattr(blocked, "_BLOCK_CPU", budget)
+    torch.manual_seed(0)
+    queries, queries_bounds = pack([torch.randn(n, 8) for n in (3, 0, 5, 2, 4, 1)])
+    documents, documents_bounds = pack([torch.randn(n, 8) for n in (4, 7, 0, 1, 30, 2, 9, 3)])
+    arguments = queries, documents, queries_bounds, documents_bounds
+    options = {"candidates_cu_seqlens": torch.tensor([0, 1, 3, 3, 5, 6, 8]), "normalize": normalize,
+               "empty_score": -2.0}  # fmt: skip
+    case = arguments, options
+    expected = maxsim_varlen_reference(*arguments, **options)
+    torch.testing.assert_close(maxsim_varlen(*arguments, **options), expected)
+    torch.testing.assert_close(packed_gradients(maxsim_varlen, case), packed_gradients(maxsim_varlen_reference, case))
+
+
+def test_runs_of_queries_stay_within_the_budget() -> None:
+    queries, documents = torch.tensor([0, 3, 6, 9, 12]).numpy(), torch.tensor([0, 10, 20, 520, 530, 540]).numpy()
+    candidates = torch.tensor([0, 1, 2, 4, 5]).numpy()
+    assert _candidate_runs(queries, documents, candidates, 8 * 100, 8) == [(0, 2), (2, 3), (3, 4)]
+    assert _candidate_runs(queries, documents, candidates, 1 << 20, 8) == [(0, 4)]
+    assert _candidate_runs(queries, documents, candidates, 1, 8) == [(0, 1), (1, 2), (2, 3), (3, 4)]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_backward_needs_its_gradient_and_a_block(packed: bool) -> None:
+    """1 x 1000 x 180 in bfloat16 is 44 MiB; widened to float32, or padded, it would be 88 MiB more."""
+    queries, documents = torch.randn(1, 8, 128).bfloat16(), torch.randn(1000, 180, 128).bfloat16().requires_grad_()
+    scores = (
+        maxsim_varlen(queries[0], documents.flatten(0, 1), torch.tensor([0, 8]), torch.arange(1001) * 180)
+        if packed
+        else maxsim(queries, documents)
+    )
+    with torch.profiler.profile(profile_memory=True) as profile:
+        scores.sum().backward()
+    held, peak = 0, 0
+    for event in profile.profiler.kineto_results.events():  # type: ignore[union-attr]
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            peak = max(peak, held)
+    gradient = documents.numel() * 2
+    # A block is 16 MiB in float32, and there are its widened tokens, its gradient and what the norms make of it.
+    assert gradient <= peak <= gradient + 3 * (16 << 20)

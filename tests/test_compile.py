@@ -1,0 +1,39 @@
+"""PyLate's losses under `torch.compile` with the default backend."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pylate_flash import losses
+
+
+class Model(nn.Module):
+    """What a loss asks of a ColBERT model, with an embedding per word for an encoder."""
+
+    skiplist: tuple[int, ...] = ()
+    do_query_expansion = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(20, 8)
+
+    def forward(self, features: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"token_embeddings": self.words(features["input_ids"])}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_contrastive_compiles_by_default() -> None:
+    torch.manual_seed(0)
+    loss = losses.Contrastive(Model())
+    columns = [{"input_ids": torch.randint(20, (3, length)), "attention_mask": torch.ones(3, length).long()}
+               for length in (4, 6, 6)]  # fmt: skip
+    columns[1]["attention_mask"][:, 4:] = 0
+    values, gradients = [], []
+    for function in (loss, torch.compile(loss)):
+        value = function(columns)
+        values.append(value.detach())
+        gradients.append(torch.autograd.grad(value, loss.model.words.weight))
+    torch.testing.assert_close(*values)
+    torch.testing.assert_close(*gradients)
