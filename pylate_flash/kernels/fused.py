@@ -18,7 +18,7 @@ The copy engine brings states and weight, at the word of one thread, and fills w
 
 Measured on an H200 in bfloat16 at 768 to 128 elements, in one run, waiting for the GPU alone: 0.134 ms at 1 x 1000,
 32 x 300 (0.108 to read the states), and 0.559 at 1 x 8000, 32 x 180 (0.517). Where four warps copied, and each program
-took a run of tiles, it was 0.140 and 0.586. A linear layer and `maxsim` take 1.3 to 1.6 times as long (docs/benchmarks.md).
+took a run of tiles, it was 0.140 and 0.586. A linear layer and `maxsim` take 1.3 to 1.6 times as long.
 """
 
 from __future__ import annotations
