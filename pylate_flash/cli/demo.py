@@ -19,7 +19,7 @@ def demo(
         str | None, typer.Option(help="Encoder: a folder or a name. Default: all-MiniLM-L6-v2, from a package.")
     ] = None,
     full: Annotated[
-        bool, typer.Option("--full", help="Four times the training, three times the text: 6 to 20 minutes.")
+        bool, typer.Option("--full", help="Four times the training, twice the text: 6 to 20 minutes.")
     ] = False,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, ... Default: a GPU if there is one.")] = None,
 ) -> None:
