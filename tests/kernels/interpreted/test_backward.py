@@ -145,18 +145,17 @@ def test_only_what_is_needed(needs: tuple[bool, bool]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("length", "size", "needs_queries", "lists_alone"),
+    ("length", "size", "needs_queries", "lists_alone", "kind"),
     [
         # What sorts is in the memory of the documents' gradient, and the rest in that of the queries'.
-        (60, 64, True, True),
+        (60, 64, True, True, "one token"),
         # All of it in the latter: documents are too short.
-        (3, 64, True, True),
+        (3, 64, True, True, "skewed"),
         # The queries' is not wanted, or too small.
-        (60, 64, False, False),
-        (60, 16, True, False),
+        (60, 64, False, False, "skewed"),
+        (60, 16, True, False, "skewed"),
     ],
 )
-@pytest.mark.parametrize("kind", ["skewed", "one token"])
 def test_gradients_lend_their_memory(
     length: int, size: int, needs_queries: bool, lists_alone: bool, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -140,21 +140,27 @@ def _cuts(tokens: int, documents: int, *_: int, **__: int) -> cuts.Cuts:
 
 
 @pytest.mark.parametrize(
-    ("query_lengths", "candidates"),
-    [([5], None), ([3, 0, 20], None), ([70], None), ([3, 70], [0, 4, 7]), ([2, 0, 1], [0, 2, 3, 7])],
+    ("query_lengths", "candidates", "normalize"),
+    [
+        ([5], None, False),
+        ([5], None, True),
+        ([3, 0, 20], None, True),
+        ([70], None, False),
+        ([3, 70], [0, 4, 7], False),
+        ([2, 0, 1], [0, 2, 3, 7], True),
+    ],
 )
-@pytest.mark.parametrize("normalize", [False, True])
 def test_long_documents_in_pieces(query_lengths, candidates, normalize: bool, small_cuts: None) -> None:
     """Documents of one, two and many pieces, and empty ones between them."""
     torch.manual_seed(0)
-    lengths = [71, 0, 30, 300, 0, 6, 150]
+    lengths = [71, 0, 30, 220, 0, 6, 141]
     # Small integers: a tie is exact whatever the order in which numpy sums a product.
     queries, queries_bounds = pack([torch.randint(-3, 4, (n, 4)).float() for n in query_lengths])
     documents, documents_bounds = pack([torch.randint(-3, 4, (n, 4)).float() for n in lengths])
     documents[150, 1] = torch.nan
     if candidates is not None:
         candidates = torch.tensor(candidates)
-    longest = max(query_lengths), 300
+    longest = max(query_lengths), 220
     arguments = (
         queries, documents, queries_bounds, documents_bounds, candidates, *longest, 4, normalize, True
     )  # fmt: skip
@@ -168,7 +174,7 @@ def test_long_documents_in_pieces(query_lengths, candidates, normalize: bool, sm
     assert torch.equal(without_winners.nan_to_num(), scores.nan_to_num())
 
 
-@pytest.mark.parametrize("n_documents", [1, 256, 257, 400])
+@pytest.mark.parametrize("n_documents", [1, 256, 257])
 def test_programs_walk_each_document_once(n_documents: int, small_cuts: None) -> None:
     """Whatever the number of entries that a search narrows down, and however many documents are empty."""
     lengths = torch.randint(0, 3, (n_documents,), generator=torch.Generator().manual_seed(0))
@@ -209,9 +215,13 @@ def test_the_short_way_of_packed_tokens(n_queries: int) -> None:
     assert launch(queries[:, :32], 9, 70) is None
 
 
-@pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize(
-    "shapes", [((4, 9, 48), (3, 21, 48)), ((2, 5, 48), (2, 3, 12, 48)), ((2, 70, 48), (2, 3, 12, 48))]
+    ("shapes", "normalize"),
+    [
+        (((4, 9, 48), (3, 21, 48)), True),
+        (((2, 5, 48), (2, 3, 12, 48)), False),
+        (((2, 70, 48), (2, 2, 12, 48)), True),
+    ],
 )
 def test_the_short_way_of_a_step(shapes: tuple, normalize: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU, a plain call and its backward are decided once; scores, gradients and errors are the long way's."""
