@@ -383,8 +383,16 @@ def with_adapters(model: ColBERT) -> None:
     model.add_adapter(peft.LoraConfig(r=2, target_modules=names, init_lora_weights=False))
 
 
-@pytest.mark.parametrize("name", ["Contrastive", "CachedContrastive"])
-@pytest.mark.parametrize("prepare", [checkpointed, compiled, with_adapters])
+@pytest.mark.parametrize(
+    ("prepare", "name"),
+    [
+        (checkpointed, "Contrastive"),
+        (checkpointed, "CachedContrastive"),
+        (compiled, "CachedContrastive"),
+        (with_adapters, "Contrastive"),
+        (with_adapters, "CachedContrastive"),
+    ],
+)
 def test_with_an_encoder_that_is(prepare: Callable[[ColBERT], None], name: str, model: ColBERT) -> None:
     features, model = contrastive_batch(model), copy.deepcopy(model)
     prepare(model)
