@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from pylate_flash import losses
-from tests.ops.cases import FLOAT32_SCORES
 
 
 class Model(nn.Module):
@@ -18,7 +17,7 @@ class Model(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.words = nn.Embedding(20, 8, dtype=torch.float64)
+        self.words = nn.Embedding(20, 8)
 
     def forward(self, features: dict[str, Tensor]) -> dict[str, Tensor]:
         return {"token_embeddings": self.words(features["input_ids"])}
@@ -39,5 +38,6 @@ def test_contrastive_compiles_by_default() -> None:
         value = function(columns)
         values.append(value.detach())
         gradients.append(torch.autograd.grad(value, loss.model.words.weight))
-    torch.testing.assert_close(*values, **FLOAT32_SCORES)
-    torch.testing.assert_close(*gradients, **FLOAT32_SCORES)
+    # Sums of 8, 4 and 6 terms in two orders. Not in float64, which Inductor cannot compile without AVX2.
+    torch.testing.assert_close(*values, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-5)

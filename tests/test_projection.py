@@ -345,20 +345,20 @@ def test_a_score_metric_of_the_caller_is_called_whatever_the_flag(tiny_colbert_p
 
 @pytest.mark.parametrize("name", ["Contrastive", "CachedContrastive"])
 def test_with_bfloat16_autocast(bert: ColBERT, name: str) -> None:
-    # Which leaves float64 as it is.
-    bert = copy.deepcopy(bert).float()
+    """Both ways are near the float64 of an encoder that computes in bfloat16, where roundings choose other winners."""
     features = contrastive_batch(bert)
+    expected, gradients = value_and_gradients(getattr(losses, name)(bert), features)
+    # Autocast leaves float64 as it is.
+    bert = copy.deepcopy(bert).float()
     assert no_masked_token_wins(bert, features)
-    values = []
+    weight = "1.linear.weight"
     for fuse_projection in (False, True):
         with torch.autocast("cpu", dtype=torch.bfloat16):
             loss = getattr(losses, name)(bert, fuse_projection=fuse_projection)
-            values.append(value_and_gradients(loss, features))
-    (value, gradients), (fused, fused_gradients) = values
-    torch.testing.assert_close(fused, value, rtol=1e-2, atol=1e-2)
-    assert gradients.keys() == fused_gradients.keys()
-    weight = "1.linear.weight"
-    assert torch.cosine_similarity(gradients[weight].flatten(), fused_gradients[weight].flatten(), dim=0) > 0.99
+            value, found = value_and_gradients(loss, features)
+        torch.testing.assert_close(value, expected.float(), rtol=1e-2, atol=1e-2)
+        assert gradients.keys() == found.keys()
+        assert torch.cosine_similarity(gradients[weight].flatten(), found[weight].double().flatten(), dim=0) > 0.95
 
 
 def checkpointed(model: ColBERT) -> None:

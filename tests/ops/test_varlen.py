@@ -164,8 +164,9 @@ def test_infinities_behave_as_in_torch() -> None:
 
 
 def test_ties_go_to_the_lowest_index() -> None:
-    documents = [torch.randn(1, 4).repeat(6, 1), torch.randn(1, 4).repeat(3, 1)]
-    queries, documents, *bounds = _packed([torch.randn(3, 4), torch.randn(2, 4)], documents)
+    # Of small integers, whose products are exact in whatever order.
+    documents = [torch.tensor([[3.0, -2.0, 5.0, 1.0]]).repeat(6, 1), torch.tensor([[-1.0, 4.0, 2.0, 7.0]]).repeat(3, 1)]
+    queries, documents, *bounds = _packed([torch.arange(12.0).view(3, 4), torch.arange(8.0).view(2, 4)], documents)
     documents.requires_grad_()
     (gradient,) = torch.autograd.grad(maxsim_varlen(queries, documents, *bounds).sum(), documents)
     assert (gradient != 0).any(dim=1).tolist() == [True, *[False] * 5, True, False, False]
