@@ -72,6 +72,8 @@ def test_read_package_finds_what_is_public_without_running_it(tmp_path: Path, mo
         "fakedocs.Thing.turn": "Turn the thing upside down.",
     }
     assert read_package("there_is_no_such_package") == []
+    # Files are read whole, and no more of them than are needed.
+    assert 1 <= len(read_package("fakedocs", enough=1)) <= 3
 
 
 def test_corpus_is_deterministic_split_by_package_and_has_no_duplicates() -> None:

@@ -140,7 +140,9 @@ def build_corpus(
     seen: set[str] = set()
     sides = []
     for limit, packages in ((documents, test_packages), (pairs, train_packages)):
-        found = {package: list(_unique(read_package(package), seen)) for package in packages}
+        # Small packages leave some of their even share to the others, which have enough with three times theirs.
+        enough = 3 * -(-limit // max(1, len(packages)))
+        found = {package: list(_unique(read_package(package, enough), seen)) for package in packages}
         entries = [entry for package, share in _shares(limit, found).items() for entry in found[package][:share]]
         if not entries:
             raise ValueError(f"none of the packages {', '.join(packages)} is installed with documentation")
@@ -148,13 +150,15 @@ def build_corpus(
     return Corpus(documents=sides[0], queries=sides[0][:queries], train=sides[1])
 
 
-def read_package(package: str) -> list[Entry]:
+def read_package(package: str, enough: int | None = None) -> list[Entry]:
     """Return what is documented in an installed package, in an order that looks random but depends on names alone.
 
     Parameters
     ----------
     package
         Its import name, or `"python"` for the standard library.
+    enough
+        Read no more files once there are so many: parsing all of a large package takes seconds. None: all of them.
 
     Returns
     -------
@@ -163,6 +167,8 @@ def read_package(package: str) -> list[Entry]:
     """
     entries: dict[str, Entry] = {}
     for path, module in _sources(package):
+        if enough is not None and len(entries) >= enough:
+            break
         for name, docstring in _docstrings(path, module):
             query, text = split_docstring(docstring)
             words = len(query.split())
@@ -197,7 +203,7 @@ def split_docstring(docstring: str) -> tuple[str, str]:
 
 
 def _sources(package: str) -> Iterator[tuple[Path, list[str]]]:
-    """The package's source files, in the order of their paths, each with its module's name in parts."""
+    """The package's source files, in an order that looks random, each with its module's name in parts."""
     if package == STANDARD_LIBRARY:
         root, prefix = Path(sysconfig.get_path("stdlib")), []
     else:
@@ -207,7 +213,7 @@ def _sources(package: str) -> Iterator[tuple[Path, list[str]]]:
             return
         root, prefix = Path(next(iter(spec.submodule_search_locations))), [package]
     paths = {path.relative_to(root).as_posix(): path for path in root.rglob("*.py")}
-    for relative in sorted(paths):
+    for relative in sorted(paths, key=_shuffle_key):
         parts = relative.removesuffix(".py").split("/")
         if not _SKIPPED_FOLDERS.intersection(parts):
             yield paths[relative], prefix + [part for part in parts if part != "__init__"]
