@@ -12,6 +12,8 @@ import pytest
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HOME", tempfile.mkdtemp(prefix="pylate-flash-hf-"))
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Kernels that Inductor has compiled, and keeps, for another processor's instructions give NaN.
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", tempfile.mkdtemp(prefix="pylate-flash-inductor-"))
 
 import torch
 
