@@ -65,9 +65,10 @@ def sequences_of(name: str, embeddings: object) -> list[Tensor]:
     for i, item in enumerate(embeddings):
         if isinstance(item, list):
             item = np.asarray(item, dtype=np.float32)
-        if isinstance(item, np.ndarray) and np.issubdtype(item.dtype, np.number):
+        if isinstance(item, np.ndarray) and item.dtype.kind in "iufc":
             # torch warns about arrays that cannot be written to, and refuses negative strides.
-            item = torch.from_numpy(np.require(item, requirements=["C", "W"]))
+            plain = item.flags.c_contiguous and item.flags.writeable
+            item = torch.from_numpy(item if plain else np.require(item, requirements=["C", "W"]))
         if not isinstance(item, Tensor):
             raise TypeError(f"{name}[{i}] must be an array or tensor of numbers, got {type(item).__name__}")
         if not item.is_floating_point():
@@ -88,8 +89,8 @@ def joined(ids: Sequence[str], documents: Sequence[Tensor], lengths: np.ndarray,
     """
     converted = [document.detach().to("cpu", dtype) for document in documents]
     values = converted[0] if len(converted) == 1 else torch.cat(converted)
-    # The least and the greatest are NaN if one value is; this is the cheapest look at all of them.
-    if values.numel() and not all(math.isfinite(value) for value in torch.stack(values.aminmax()).tolist()):
+    # A sum is NaN or infinite if one value is, and this is the cheapest look at all of them; but it may overflow.
+    if not math.isfinite(values.sum().item()) and not torch.isfinite(values).all():
         row = int(torch.argmin(torch.isfinite(values).all(dim=1).to(torch.int8)))
         document = int(np.searchsorted(np.cumsum(lengths), row, side="right"))
         kept_as = str(dtype).removeprefix("torch.")

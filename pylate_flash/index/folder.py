@@ -57,7 +57,8 @@ class Folder:
             If there is one that cannot be read. The message names the folder.
         """
         try:
-            return self._manifest_path.read_bytes()
+            with self._manifest_path.open("rb", buffering=0) as file:
+                return file.read()
         except FileNotFoundError:
             return None
         except OSError as error:

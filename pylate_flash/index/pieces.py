@@ -107,7 +107,8 @@ class Pieces:
 
     def appended(self) -> None:
         """Take note that the journal has grown: what it holds must be copied again."""
-        self.kept_on = torch.device("cpu")
+        if self.kept_on.type != "cpu":
+            self.kept_on = torch.device("cpu")
 
     def _slices(self, start: int, stop: int) -> list[tuple[Shard | Journal, int, int]]:
         """Rows start..stop of all pieces put end to end: a piece, from which of its rows to which."""

@@ -76,7 +76,7 @@ class Documents:
         self.ids.extend(ids)
         self.position.update(zip(ids, range(start, len(self.ids)), strict=True))
         self._lengths.extend(lengths)
-        self._cu.extend(self.cu[-1] + np.cumsum(lengths))
+        self._cu.extend(self.cu[-1] + lengths.cumsum())
 
 
 def blocks(lengths: np.ndarray, limit: int) -> list[tuple[int, int]]:
