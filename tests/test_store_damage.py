@@ -228,6 +228,23 @@ def test_a_power_failure_takes_at_most_what_was_not_flushed_and_says_so(
     assert_content(two_shards, ["a", "b", "c", "d", "f"], expected)
 
 
+def test_a_length_that_no_power_failure_explains_is_damage(two_shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal, "_FLUSH_SECONDS", 1000)
+    opened = PackedStore(two_shards)
+    opened.add(["d"], documents_of([2], seed=1))
+    path = journal_of(two_shards)
+    end = path.stat().st_size
+    opened.add(["e"], documents_of([3], seed=2))
+    whole = path.read_bytes()
+    head = journal._Head.read(whole[:256])[0]
+    assert head.flushed == end < head.end
+    for place in range(end, end + 64):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 0x10]) + whole[place + 1 :])
+        with pytest.raises(ValueError, match=f"is damaged at byte {end}: the length of a record") as caught:
+            PackedStore(two_shards)
+        assert str(path) in str(caught.value)
+
+
 def test_a_run_of_additions_is_flushed_when_its_store_is_given_up(
     two_shards: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -236,10 +253,10 @@ def test_a_run_of_additions_is_flushed_when_its_store_is_given_up(
     for i in range(3):
         opened.add([str(i)], documents_of([2]))
     with journal_of(two_shards).open("rb") as file:
-        head = journal._Head.read(file.fileno())[0]
+        head = journal._Head.read(os.pread(file.fileno(), 256, 0))[0]
         assert head.flushed < head.end
         del opened
-        head = journal._Head.read(file.fileno())[0]
+        head = journal._Head.read(os.pread(file.fileno(), 256, 0))[0]
         assert head.flushed == head.end
     # A store that was open before the flush still has its turn.
     first = PackedStore(two_shards)

@@ -2,12 +2,17 @@
 
     head     which bytes of the file count: how far it goes, how far it is known to be on the disk, a sha256, a CRC
     head     the one before it
-    record   length, sha256 (of the record before it and of this one), and one safetensors file, as a shard is
+    record   length, sha256 (of the record before it and of this one), CRC; and one safetensors file, as a shard is
     ...
+
+Length, sha256 and CRC take 64 bytes, and a record ends, after zeros that its length counts, at a multiple of 64.
 
 An addition is first written behind the end, and then made to count by a new head in place of the older one. A process
 that is killed in between leaves some bytes behind the end, which the next addition overwrites. The sha256 of the last
 record covers all before it, and a journal is small, so that all of it is checked whenever it is opened.
+
+After a power failure, what had not been flushed may be missing or zeros. The 64 bytes before a record lie in one sector
+of a disk, so that they are there or not: if they are neither whole nor zeros, the file is damaged.
 """
 
 from __future__ import annotations
@@ -19,14 +24,14 @@ import struct
 import time
 import warnings
 import zlib
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from .shards import check_finite, decode, encode, open_regular, read_exactly, write_all
+from .shards import bytes_of, check_finite, decode, encode, open_regular, read_exactly, write_all
 
 __all__ = ["Journal", "flush"]
 
@@ -35,6 +40,7 @@ _HEAD = struct.Struct("<8sQQQ32s")
 _HEAD_BYTES = 128
 _FIRST = 2 * _HEAD_BYTES
 _RECORD = struct.Struct("<Q32s")
+_RECORD_BYTES = 64
 # A journal is in memory, and read whole when the index is opened: so much is in it at most.
 JOURNAL_BYTES = 16 << 20
 JOURNAL_RECORDS = 4096
@@ -43,8 +49,7 @@ JOURNAL_RECORDS = 4096
 _FLUSH_SECONDS = 0.2
 
 
-@dataclass(frozen=True)
-class _Head:
+class _Head(NamedTuple):
     """`end` bytes of the file count, `flushed` of them are on the disk, `digest` is that of the last record."""
 
     number: int = 1
@@ -64,9 +69,10 @@ class _Head:
         write_all(descriptor, self.to_bytes(), self.number % 2 * _HEAD_BYTES)
 
     @classmethod
-    def read(cls, descriptor: int) -> tuple[_Head, bool]:
-        """The last head that is whole, and whether the other one is not."""
-        content = bytes(read_exactly(descriptor, bytearray(_FIRST), 0))
+    def read(cls, content: bytes) -> tuple[_Head, bool]:
+        """The last head that is whole, of those with which a file begins, and whether the other one is not."""
+        if len(content) < _FIRST:
+            raise ValueError(f"it ends after {len(content)} bytes")
         heads = []
         for place in (0, _HEAD_BYTES):
             magic, *values = _HEAD.unpack_from(content, place)
@@ -76,6 +82,10 @@ class _Head:
         if not heads:
             raise ValueError("its heads are not those of a journal")
         return max(heads, key=lambda head: head.number), len(heads) == 1
+
+
+class _Damage(ValueError):
+    """What no power failure leaves behind."""
 
 
 class Journal:
@@ -88,9 +98,11 @@ class Journal:
         self.path = path
         self.records = 0
         self.rows = 0
-        self._dtype = dtype
+        self._dtype, self._row = dtype, size * dtype.itemsize
         self._room = torch.empty(0, size, dtype=dtype)
+        self._room_bytes = bytes_of(self._room)
         self._head = self._seen = _Head()
+        self._heads = b""  # as they are in the file, if known
         self._flush_due = 0.0
 
     @classmethod
@@ -98,7 +110,7 @@ class Journal:
         """Make an empty journal, which the first addition flushes to the disk."""
         journal = cls(path, dtype, size)
         with path.open("xb", buffering=0) as file:
-            replace(journal._head, number=0).write(file.fileno())
+            journal._head._replace(number=0).write(file.fileno())
             journal._head.write(file.fileno())
         return journal
 
@@ -118,9 +130,10 @@ class Journal:
         lengths = [np.zeros(0, dtype=np.int64)]
         descriptor = open_regular(path)
         try:
-            head, torn = _Head.read(descriptor)
+            head, torn = _Head.read(os.pread(descriptor, _FIRST, 0))
             have = os.fstat(descriptor).st_size
-            content = memoryview(read_exactly(descriptor, bytearray(have if torn else min(head.end, have)), 0))
+            room = np.empty(have if torn else min(head.end, have), dtype=np.uint8)
+            content = read_exactly(descriptor, memoryview(room), 0)
         except (OSError, ValueError) as error:
             raise ValueError(f"{path} is damaged: {error}") from None
         finally:
@@ -129,7 +142,7 @@ class Journal:
             try:
                 record = journal._parse(content)
             except ValueError as error:
-                if journal.nbytes < head.flushed:
+                if journal.nbytes < head.flushed or isinstance(error, _Damage):
                     raise ValueError(f"{path} is damaged at byte {journal.nbytes}: {error}") from None
                 warnings.warn(
                     f"{path}: the last additions to the index are lost, {head.end - journal.nbytes} bytes that had "
@@ -155,23 +168,24 @@ class Journal:
 
     def _parse(self, content: memoryview) -> tuple[list[str], np.ndarray]:
         """Take in the next record of a file's content, and return its ids and lengths."""
-        start = self.nbytes + _RECORD.size
+        start = self.nbytes + _RECORD_BYTES
         if start > len(content):
             raise ValueError(f"it ends after {len(content)} bytes")
-        length, digest = _RECORD.unpack_from(content, self.nbytes)
+        opening = bytes(content[self.nbytes : start])
+        if not any(opening):
+            raise ValueError("a record is missing")
+        length, digest = _RECORD.unpack_from(opening)
+        if opening != _opening(length, digest):
+            raise _Damage("the length of a record, its sha256, or the CRC of both is another")
         if length > len(content) - start:
             raise ValueError(f"it ends after {len(content)} bytes, {start + length} were expected")
         payload = content[start : start + length]
-        if hashlib.sha256(self._head.digest + payload).digest() != digest:
+        if _digest(self._head.digest, [payload]) != digest:
             raise ValueError("the sha256 of a record is another")
         found = decode(lambda offset, n: bytes(payload[offset : offset + n]), length)
         if (found.dtype, found.size) != (self._dtype, self._room.shape[1]):
             raise ValueError(f"it holds values of type {found.dtype} and size {found.size}")
-        values = torch.empty(found.tokens, found.size, dtype=found.dtype)
-        if found.tokens:
-            nbytes = values.numel() * found.dtype.itemsize
-            raw = np.frombuffer(payload, dtype=np.uint8, count=nbytes, offset=found.values_offset)
-            values.view(torch.uint8).view(-1).numpy()[:] = raw
+        values = payload[found.values_offset :][: found.tokens * self._row]
         self._take(values, self._head.next(start + length, self._head.flushed, digest))
         return found.ids, found.lengths
 
@@ -193,14 +207,17 @@ class Journal:
         """Whether the file is as this object has seen it, and no other process has added to it since."""
         descriptor = open_regular(self.path)
         try:
-            head, _ = _Head.read(descriptor)
+            heads = os.pread(descriptor, _FIRST, 0)
         finally:
             os.close(descriptor)
+        if heads == self._heads:
+            return True
+        head, _ = _Head.read(heads)
         if (head.end, head.digest) != (self._seen.end, self._seen.digest):
             return False
         # It may have been flushed meanwhile, which writes a head as well; the next one must follow that.
         flushed = min(head.flushed, self._head.end)
-        self._head = replace(self._head, number=head.number, flushed=flushed)
+        self._head, self._heads = self._head._replace(number=head.number, flushed=flushed), heads
         return True
 
     def append(self, ids: Sequence[str], lengths: np.ndarray, values: torch.Tensor) -> None:
@@ -209,31 +226,36 @@ class Journal:
         It is on the disk when this returns, except that within a fifth of a second after one such addition the next
         ones leave that to a later addition, to `flush`, or to the system.
         """
-        payload = b"".join(encode(ids, lengths, [values], self._dtype, self._room.shape[1]))
-        digest = hashlib.sha256(self._head.digest + payload).digest()
         before, start = self._head, self._head.end
-        head = before.next(start + _RECORD.size + len(payload), before.flushed, digest)
+        memory = bytes_of(values)
+        pieces = [*encode(ids, lengths, [memory], self._dtype, self._room.shape[1])]
+        length = sum(map(len, pieces))
+        pieces.append(bytes(-length % _RECORD_BYTES))
+        length += len(pieces[-1])
+        digest = _digest(before.digest, pieces)
+        head = before.next(start + _RECORD_BYTES + length, before.flushed, digest)
         descriptor = open_regular(self.path, os.O_RDWR)
         try:
             # What a process that was killed has left behind the end.
             if os.fstat(descriptor).st_size > start:
                 os.ftruncate(descriptor, start)
-            write_all(descriptor, _RECORD.pack(len(payload), digest) + payload, start)
+            write_all(descriptor, b"".join([_opening(length, digest), *pieces]), start)
             head.write(descriptor)
             if time.monotonic() >= self._flush_due:
                 head = _flush(descriptor, head)
                 self._flush_due = time.monotonic() + _FLUSH_SECONDS
+            heads = os.pread(descriptor, _FIRST, 0)
         except BaseException:
             with contextlib.suppress(OSError):
                 # Twice, so that no head speaks of what is not there any more. The flush may have written one.
                 for number in (2, 3):
-                    replace(before, number=head.number + number).write(descriptor)
+                    before._replace(number=head.number + number).write(descriptor)
                 os.ftruncate(descriptor, before.end)
             raise
         finally:
             os.close(descriptor)
-        self._take(values, head)
-        self._seen = head
+        self._take(memory, head)
+        self._seen, self._heads = head, heads
 
     @property
     def is_flushed(self) -> bool:
@@ -250,23 +272,39 @@ class Journal:
         """
         check_finite(self.values, self.path)
 
-    def _take(self, values: torch.Tensor, head: _Head) -> None:
-        rows = self.rows + len(values)
+    def _take(self, values: memoryview, head: _Head) -> None:
+        """Take in the memory of a record's values; `head` is that of the file with it."""
+        rows = self.rows + len(values) // self._row
         if rows > len(self._room):
             # Memory that is not written to is not taken, so a journal has room for all that it will hold.
-            size = self._room.shape[1]
-            room = torch.empty(max(rows, JOURNAL_BYTES // (size * self._dtype.itemsize)), size, dtype=self._dtype)
+            nbytes = max(rows, JOURNAL_BYTES // self._row) * self._row
+            # By NumPy, which asks the system for huge pages: taking small ones takes longer than filling them.
+            room = torch.from_numpy(np.empty(nbytes, dtype=np.uint8)).view(self._dtype).view(-1, self._room.shape[1])
             room[: self.rows] = self.values
-            self._room = room
-        self._room[self.rows : rows] = values
+            self._room, self._room_bytes = room, bytes_of(room)
+        self._room_bytes[self.rows * self._row : rows * self._row] = values
         self.rows, self.records, self._head = rows, self.records + 1, head
+
+
+def _digest(before: bytes, payload: Iterable[memoryview | bytes]) -> bytes:
+    """The sha256 of a record, given that of the one before it."""
+    sha256 = hashlib.sha256(before)
+    for piece in payload:
+        sha256.update(piece)
+    return sha256.digest()
+
+
+def _opening(length: int, digest: bytes) -> bytes:
+    """What stands before a record."""
+    packed = _RECORD.pack(length, digest)
+    return (packed + struct.pack("<I", zlib.crc32(packed))).ljust(_RECORD_BYTES, b"\0")
 
 
 def flush(path: Path) -> None:
     """Have all of a journal on the disk, whoever has written it."""
     descriptor = open_regular(path, os.O_RDWR)
     try:
-        _flush(descriptor, _Head.read(descriptor)[0])
+        _flush(descriptor, _Head.read(os.pread(descriptor, _FIRST, 0))[0])
     finally:
         os.close(descriptor)
 

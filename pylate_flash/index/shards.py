@@ -20,7 +20,17 @@ import torch
 
 from .manifest import DTYPES, FORMAT, Entry, Manifest
 
-__all__ = ["Content", "Shard", "decode", "encode", "open_regular", "read_exactly"]
+__all__ = [
+    "Content",
+    "Shard",
+    "bytes_of",
+    "check_finite",
+    "decode",
+    "encode",
+    "open_regular",
+    "read_exactly",
+    "write_all",
+]
 
 # What safetensors calls the types.
 _TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64, "U8": torch.uint8}
@@ -41,7 +51,7 @@ class Content:
 
 
 def encode(
-    ids: Sequence[str], lengths: np.ndarray, values: Iterable[torch.Tensor], dtype: torch.dtype, size: int
+    ids: Sequence[str], lengths: np.ndarray, values: Iterable[memoryview], dtype: torch.dtype, size: int
 ) -> Iterator[memoryview | bytes]:
     """The bytes of a safetensors file, piece by piece, so that never more than one piece is in memory.
 
@@ -50,26 +60,24 @@ def encode(
     ids, lengths
         Of the documents. Shape: [N].
     values
-        Their tokens, in pieces [*, size] of type `dtype` on the CPU.
+        The memory of their tokens, as `bytes_of` gives it, in pieces [*, size] of type `dtype`.
     """
-    tokens = int(lengths.sum())
-    names = json.dumps(list(ids)).encode()
+    names, tokens = json.dumps(list(ids)).encode(), int(lengths.sum())
     # Longer types first, so that each tensor is aligned to its type.
-    header, end = [f'"__metadata__":{{"format":"{FORMAT}"}}'], 0
-    for name, kind, shape, nbytes in (
-        ("lengths", "I64", [len(lengths)], 8 * len(lengths)),
-        ("values", _NAMES[dtype], [tokens, size], tokens * size * dtype.itemsize),
-        ("ids", "U8", [len(names)], len(names)),
-    ):
-        header.append(f'"{name}":{{"dtype":"{kind}","shape":{shape},"data_offsets":[{end},{end + nbytes}]}}')
-        end += nbytes
-    text = f"{{{','.join(header)}}}".encode()
+    values_begin = 8 * len(lengths)
+    ids_begin = values_begin + tokens * size * dtype.itemsize
+    text = (
+        f'{{"__metadata__":{{"format":"{FORMAT}"}},'
+        f'"lengths":{{"dtype":"I64","shape":[{len(lengths)}],"data_offsets":[0,{values_begin}]}},'
+        f'"values":{{"dtype":"{_NAMES[dtype]}","shape":[{tokens},{size}],"data_offsets":[{values_begin},{ids_begin}]}},'
+        f'"ids":{{"dtype":"U8","shape":[{len(names)}],"data_offsets":[{ids_begin},{ids_begin + len(names)}]}}}}'
+    ).encode()
     text += b" " * (-len(text) % 8)
     yield struct.pack("<Q", len(text)) + text
-    yield np.ascontiguousarray(lengths, dtype="<i8").tobytes()
+    yield lengths.astype("<i8").tobytes()
     for piece in values:
         if len(piece):
-            yield _bytes_of(piece.contiguous())
+            yield piece
     yield names
 
 
@@ -156,11 +164,19 @@ class Shard:
         dtype: torch.dtype,
         size: int,
     ) -> Shard:
-        """Write a new file, with the arguments of `encode`, flush it to the disk, and open it."""
+        """Write a new file, flush it to the disk, and open it.
+
+        Parameters
+        ----------
+        ids, lengths, dtype, size
+            As `encode` takes them.
+        values
+            Tokens of the documents, in pieces [*, size] of type `dtype` on the CPU.
+        """
         digest, nbytes, offset = hashlib.sha256(), 0, 0
         # Unbuffered: the pieces are large, and nothing is left to be written when a full disk ends it.
         with path.open("xb", buffering=0) as file:
-            for i, piece in enumerate(encode(ids, lengths, values, dtype, size)):
+            for i, piece in enumerate(encode(ids, lengths, map(bytes_of, values), dtype, size)):
                 digest.update(piece)
                 write_all(file.fileno(), piece, nbytes)
                 nbytes += len(piece)
@@ -215,7 +231,7 @@ class Shard:
             return
         offset = self._offset + start * self._size * self._dtype.itemsize
         try:
-            read_exactly(self._descriptor, _bytes_of(out), offset)
+            read_exactly(self._descriptor, bytes_of(out), offset)
         except ValueError as error:
             raise ValueError(f"{self.path} is damaged: {error}") from None
         except OSError as error:
@@ -296,6 +312,6 @@ def write_all(descriptor: int, data: memoryview | bytes, offset: int) -> None:
         done += os.pwrite(descriptor, view[done:], offset + done)
 
 
-def _bytes_of(values: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor."""
-    return memoryview(values.detach().flatten().view(torch.uint8).numpy())  # type: ignore[arg-type]
+def bytes_of(values: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU, and of another one a copy."""
+    return memoryview(values.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
