@@ -100,6 +100,20 @@ def test_small_additions_leave_few_files_and_rewrite_little(tmp_path: Path, monk
     assert_content(tmp_path, [str(i) for i in range(500)], documents)
 
 
+def test_an_addition_that_is_not_small_becomes_a_shard_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal, "ADDITION_BYTES", 5 * 4 * 4)
+    documents = documents_of([5, 1, 6, 2])
+    opened = PackedStore(tmp_path)
+    opened.add(["a"], documents[:1])
+    opened.add(["b"], documents[1:2])
+    assert (len(opened.manifest.shards), opened.manifest.journal is None) == (0, False)
+    opened.add(["c"], documents[2:3])
+    assert (len(opened.manifest.shards), opened.manifest.journal is None) == (1, True)
+    opened.add(["d"], documents[3:])
+    assert (len(opened.manifest.shards), opened.manifest.journal is None) == (1, False)
+    assert_content(tmp_path, list("abcd"), documents)
+
+
 def test_an_addition_to_the_journal_touches_no_other_file(tmp_path: Path) -> None:
     opened = PackedStore(tmp_path)
     opened.add(["a"], documents_of([2]))

@@ -42,8 +42,10 @@ _FIRST = 2 * _HEAD_BYTES
 _RECORD = struct.Struct("<Q32s")
 _RECORD_BYTES = 64
 # A journal is in memory, and read whole when the index is opened: so much is in it at most.
-JOURNAL_BYTES = 16 << 20
+JOURNAL_BYTES = 64 << 20
 JOURNAL_RECORDS = 4096
+# A larger addition becomes a shard at once, so that it is not written twice.
+ADDITION_BYTES = 16 << 20
 # Flushing takes milliseconds. At most so often (in seconds) it is done, so that a run of additions does not spend its
 # time on it, and a single addition is on the disk when it returns.
 _FLUSH_SECONDS = 0.2
@@ -133,7 +135,7 @@ class Journal:
             head, torn = _Head.read(os.pread(descriptor, _FIRST, 0))
             have = os.fstat(descriptor).st_size
             room = np.empty(have if torn else min(head.end, have), dtype=np.uint8)
-            content = read_exactly(descriptor, memoryview(room), 0)
+            content = read_exactly(descriptor, room.data, 0)
         except (OSError, ValueError) as error:
             raise ValueError(f"{path} is damaged: {error}") from None
         finally:

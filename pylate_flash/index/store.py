@@ -14,7 +14,7 @@ which the next write deletes. A power failure is the same, save for additions th
 of a second: the last of such a run may be lost, which the next opening says in a warning.
 
 When the journal is full it becomes a shard, and shards of similar sizes become one, so that there are few files
-whatever the sizes of the additions, and a document is written some log2(SHARD_BYTES / JOURNAL_BYTES) times in all.
+whatever the sizes of the additions, and a document is written some log2(SHARD_BYTES / ADDITION_BYTES) times in all.
 
 A removal rewrites the shards that held the removed documents. The alternative, marking them as dead, would make
 removals cheaper, but leaves what was removed on the disk and makes every search walk over it.
@@ -264,7 +264,7 @@ class PackedStore:
                 raise ValueError(
                     f"the embeddings of document {ids[i]!r} have size {document.shape[1]}, those of {belongs} {size}"
                 )
-        lengths = np.array([len(document) for document in documents], dtype=np.int64)
+        lengths = np.array([document.shape[0] for document in documents], dtype=np.int64)
         row = size * self.dtype.itemsize
         progress: tqdm | None = None
 
@@ -279,13 +279,14 @@ class PackedStore:
             self.documents.extend(ids, lengths)
 
         journal = self._pieces.journal
-        nbytes = int(np.maximum(lengths, 1).sum()) * row + (0 if journal is None else journal.nbytes)
-        records = 0 if journal is None else journal.records
+        nbytes = int(np.maximum(lengths, 1).sum()) * row
+        held, records = (0, 0) if journal is None else (journal.nbytes, journal.records)
+        small = nbytes <= journals.ADDITION_BYTES
         with self._writing(), contextlib.ExitStack() as stack:
             if show_progress:
                 bar = tqdm(total=len(documents), desc="Adding documents", unit="doc")
                 progress = stack.enter_context(bar)
-            if nbytes <= journals.JOURNAL_BYTES and records < journals.JOURNAL_RECORDS:
+            if small and held + nbytes <= journals.JOURNAL_BYTES and records < journals.JOURNAL_RECORDS:
                 values = list(converted(0, len(documents)))
                 new = journal is None
                 if journal is None:
