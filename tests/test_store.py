@@ -100,6 +100,18 @@ def test_small_additions_leave_few_files_and_rewrite_little(tmp_path: Path, monk
     assert_content(tmp_path, [str(i) for i in range(500)], documents)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_values_may_be_as_large_as_their_type_but_not_infinite(tmp_path: Path, dtype: str) -> None:
+    largest = torch.full((3, 4), torch.finfo(getattr(torch, dtype)).max)
+    opened = PackedStore(tmp_path, dtype=dtype)
+    opened.add(["a"], [largest])
+    infinite = torch.zeros(3, 4)
+    infinite[1, 2], infinite[2, 0] = -torch.inf, torch.inf
+    with pytest.raises(ValueError, match=rf"document 'c' hold NaN or infinite values \(as {dtype}\), first in token 1"):
+        opened.add(["b", "c"], [largest, infinite])
+    assert_content(tmp_path, ["a"], [largest.to(getattr(torch, dtype))])
+
+
 def test_an_addition_that_is_not_small_becomes_a_shard_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal, "ADDITION_BYTES", 5 * 4 * 4)
     documents = documents_of([5, 1, 6, 2])
