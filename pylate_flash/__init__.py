@@ -11,13 +11,14 @@ from .register import register, registered, unregister
 
 if TYPE_CHECKING:
     from .ops import (
+        explain,
         maxsim,
         maxsim_cross_entropy,
         maxsim_from_hidden,
         maxsim_kl_divergence,
-        maxsim_pairs,
+        maxsim_pairwise,
         maxsim_varlen,
-        maxsim_varlen_pairs,
+        maxsim_varlen_pairwise,
         pack,
         unpack,
     )
@@ -25,26 +26,28 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _OPERATIONS = (
+    "explain",
     "maxsim",
     "maxsim_cross_entropy",
     "maxsim_from_hidden",
     "maxsim_kl_divergence",
-    "maxsim_pairs",
+    "maxsim_pairwise",
     "maxsim_varlen",
-    "maxsim_varlen_pairs",
+    "maxsim_varlen_pairwise",
     "pack",
     "unpack",
 )
 
 __all__ = [
     "__version__",
+    "explain",
     "maxsim",
     "maxsim_cross_entropy",
     "maxsim_from_hidden",
     "maxsim_kl_divergence",
-    "maxsim_pairs",
+    "maxsim_pairwise",
     "maxsim_varlen",
-    "maxsim_varlen_pairs",
+    "maxsim_varlen_pairwise",
     "pack",
     "register",
     "registered",

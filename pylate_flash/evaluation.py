@@ -34,11 +34,12 @@ from pylate.rank import RerankResult
 from sentence_transformers.evaluation import SentenceEvaluator
 from tqdm import tqdm
 
+from ._switches import backend_in_force
 from .corpus_files import Corpus, read_lines, read_records
 from .index.store import SHARD_BYTES
 from .indexes import Flat
 from .projection import encode_hidden_states
-from .register import backend_in_force, use_scorer
+from .register import use_scorer
 from .retrieve import ColBERT
 from .scores import scorer_of
 

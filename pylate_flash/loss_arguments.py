@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from pylate.utils import get_world_size
 from torch import Tensor
 
+from ._switches import check_backend, check_masking
 from .projection import dense_layers, unwrapped
-from .register import check_backend, check_masking
 from .scores import scorer_of
 
 

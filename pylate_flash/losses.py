@@ -113,8 +113,8 @@ def _scores_of_states(
             column.unflatten(0, (len(queries), -1)) if own_candidates else column,
             weight,
             bias,
-            mask.unflatten(0, (len(queries), -1)) if own_candidates else mask,
-            None if model.do_query_expansion else masks[0],
+            queries_mask=None if model.do_query_expansion else masks[0],
+            documents_mask=mask.unflatten(0, (len(queries), -1)) if own_candidates else mask,
             queries_weight=weight,
             queries_bias=bias,
             masking=loss.masking or scorer_of(loss.model)[1],
@@ -169,7 +169,6 @@ class Contrastive(PyLateContrastive):
         that is not finite and above 0, and a ``score_mini_batch_size`` below 1. If the projection is to be fused, and
         the model is not an encoder followed by linear Dense layers, another scorer is asked for, or
         ``gather_across_devices`` is set.
-
     TypeError
         If ``temperature``, ``score_mini_batch_size`` or ``fuse_projection`` is of none of these types.
 

@@ -18,8 +18,8 @@ import torch
 from pylate.models import Dense
 from torch import Tensor
 
+from ._switches import check_backend, check_masking, masking_in_force
 from .projection import dense_layers
-from .register import check_backend, check_masking, masking_in_force
 from .scores import colbert_scores, colbert_scores_pairwise
 
 __all__ = ["ColBERT", "Dense"]

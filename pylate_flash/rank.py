@@ -13,9 +13,10 @@ from pylate.rank import rank as _pylate
 from torch import Tensor
 from tqdm import tqdm
 
+from ._switches import backend_in_force
 from .ops import maxsim_from_hidden, maxsim_varlen
 from .projection import dense_layers, encode_hidden_states, fold_dense, unwrapped
-from .register import backend_in_force, use_scorer
+from .register import use_scorer
 from .scores import as_tokens, concatenated, cu_seqlens, left_to_pylate, scorer_of
 
 __all__ = ["RerankResult", "rerank", "score_xtr"]
@@ -128,20 +129,20 @@ def rerank(
     counts = [len(query_ids) for query_ids in documents_ids]
     first_document = np.cumsum([0, *counts])
     scores = []
-    for first, last in _runs(queries, documents, first_document, device) if documents else ():
-        run_documents, run_counts = documents[first_document[first] : first_document[last]], counts[first:last]
-        if not run_documents:
+    for first, last in _blocks(queries, documents, first_document, device) if documents else ():
+        block_documents, block_counts = documents[first_document[first] : first_document[last]], counts[first:last]
+        if not block_documents:
             continue
-        lengths = [tokens.shape[0] for tokens in run_documents]
+        lengths = [tokens.shape[0] for tokens in block_documents]
         if masking == "zero":
-            run_documents, lengths = _with_padding_token(run_documents, lengths, run_counts)
-        packed_queries, packed_documents = concatenated(queries[first:last], run_documents, device)
+            block_documents, lengths = _with_padding_token(block_documents, lengths, block_counts)
+        packed_queries, packed_documents = concatenated(queries[first:last], block_documents, device)
         if backend == "auto" and left_to_pylate(packed_queries, packed_documents):
             return _pylate_rerank(documents_ids, queries_embeddings, documents_embeddings, device)
         if device is None:
             packed_documents = packed_documents.to(packed_queries.device)
         queries_lengths = [tokens.shape[0] for tokens in queries[first:last]]
-        scores.append(_scored(packed_queries, packed_documents, queries_lengths, lengths, run_counts))
+        scores.append(_scored(packed_queries, packed_documents, queries_lengths, lengths, block_counts))
     return _results(torch.cat(scores) if scores else torch.empty(0), documents_ids)
 
 
@@ -249,10 +250,10 @@ def _scores_of_texts(
 
 
 # Documents packed at once on the CPU: they stay in its caches between the copy and the product.
-_RUN_BYTES = 8 << 20
+_BLOCK_BYTES = 8 << 20
 
 
-def _runs(
+def _blocks(
     queries: list[Tensor], documents: list[Tensor], first_document: np.ndarray, device: str | torch.device | None
 ) -> list[tuple[int, int]]:
     """Consecutive queries to score together: few at a time on the CPU, all elsewhere.
@@ -269,13 +270,13 @@ def _runs(
         return [(0, len(queries))]
     lengths = np.fromiter((tokens.shape[0] for tokens in documents), dtype=np.int64, count=len(documents))
     bounds = np.concatenate([[0], lengths.cumsum()])[first_document]
-    budget = _RUN_BYTES // (first.element_size() * max(1, first.shape[-1]))
-    runs, start = [], 0
+    budget = _BLOCK_BYTES // (first.element_size() * max(1, first.shape[-1]))
+    blocks, start = [], 0
     while start < len(queries):
         stop = max(start + 1, int(np.searchsorted(bounds, bounds[start] + budget, side="right")) - 1)
-        runs.append((start, stop))
+        blocks.append((start, stop))
         start = stop
-    return runs
+    return blocks
 
 
 @torch.no_grad()

@@ -15,21 +15,18 @@ Importing this module imports neither torch nor PyLate, and changes nothing.
 from __future__ import annotations
 
 import importlib
-import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any
 
 from packaging.specifiers import SpecifierSet
 
-BACKENDS = ("auto", "pylate_flash", "torch", "flash", "lik")
-MASKINGS = ("exclude", "zero")
+from . import _switches
+
 SUPPORTED_PYLATE = ">=1.6,<1.7"
-ENVIRONMENT_VARIABLE = "PYLATE_SCORES_BACKEND"
 
 # What is routed: functions of pylate.scores that keep their identity and gain the backend ...
 SCORING_FUNCTIONS = ("colbert_scores", "colbert_scores_pairwise", "colbert_kd_scores")
@@ -47,19 +44,9 @@ REBOUND = {
 }
 
 
-class _Default(NamedTuple):
-    """What `use_scorer` sets for its block; None leaves the choice to what is in force outside."""
-
-    backend: str | None
-    masking: str | None
-
-
 _lock = threading.RLock()
-_registered_masking: str | None = None  # None: not registered
 _rebound: list[tuple[Any, Any]] = []  # (PyLate's object, ours) for each name of REBOUND, while registered
-_twins: dict[str, FunctionType] = {}  # PyLate's own code of each scoring function, while the functions are routed
 _route_holders = 0  # register() and every open use_scorer() block hold the routes
-_default: ContextVar[_Default | None] = ContextVar("pylate_flash_scorer", default=None)
 
 
 def register(masking: str = "exclude") -> None:
@@ -85,10 +72,9 @@ def register(masking: str = "exclude") -> None:
     ImportError
         If the installed PyLate is outside the supported range. Nothing was changed then.
     """
-    global _registered_masking
-    check_masking(masking)
+    _switches.check_masking(masking)
     with _lock:
-        if _registered_masking is None:
+        if _switches.registered_masking is None:
             _check_pylate_version()
             pairs = []
             for module, names in REBOUND.items():
@@ -99,20 +85,19 @@ def register(masking: str = "exclude") -> None:
             for theirs, ours in pairs:
                 _rebind(theirs, ours)
             _rebound[:] = pairs
-        _registered_masking = masking
+        _switches.registered_masking = masking
 
 
 def unregister() -> None:
     """Undo `register()`: every PyLate module holds the very objects that it held before. Without it, do nothing."""
-    global _registered_masking
     with _lock:
-        if _registered_masking is None:
+        if _switches.registered_masking is None:
             return
         for theirs, ours in _rebound:
             _rebind(ours, theirs)
         _rebound.clear()
         _release_routes()
-        _registered_masking = None
+        _switches.registered_masking = None
 
 
 @contextmanager
@@ -125,7 +110,7 @@ def registered(masking: str = "exclude") -> Iterator[None]:
         As in `register`.
     """
     with _lock:
-        before = _registered_masking
+        before = _switches.registered_masking
         register(masking)
     try:
         yield
@@ -159,75 +144,25 @@ def use_scorer(backend: str | None = None, masking: str | None = None) -> Iterat
     ImportError
         If the installed PyLate is outside the supported range.
     """
-    outer = _default.get() or _Default(None, None)
-    default = _Default(
-        outer.backend if backend is None else check_backend(backend),
-        outer.masking if masking is None else check_masking(masking),
+    outer = _switches.default.get() or _switches.Scorer(None, None)
+    default = _switches.Scorer(
+        outer.backend if backend is None else _switches.check_backend(backend),
+        outer.masking if masking is None else _switches.check_masking(masking),
     )
     _hold_routes()
-    token = _default.set(default)
+    token = _switches.default.set(default)
     try:
         yield
     finally:
-        _default.reset(token)
+        _switches.default.reset(token)
         _release_routes()
-
-
-def backend_in_force(backend: str | None = None) -> str:
-    """The backend of a call: `backend` if given, else `use_scorer`'s, else the environment's, else `"auto"`.
-
-    Raises
-    ------
-    ValueError
-        If that backend is unknown.
-    """
-    if backend is not None:
-        return check_backend(backend)
-    default = _default.get()
-    if default is not None and default.backend not in (None, "auto"):
-        return default.backend
-    return check_backend(os.environ.get(ENVIRONMENT_VARIABLE, "auto"), name=ENVIRONMENT_VARIABLE)
-
-
-def masking_in_force(masking: str | None = None) -> str:
-    """The masking of a call: `masking` if given, else `use_scorer`'s, else `register`'s, else `"exclude"`.
-
-    Raises
-    ------
-    ValueError
-        If `masking` is unknown.
-    """
-    if masking is not None:
-        return check_masking(masking)
-    default = _default.get()
-    return (default and default.masking) or _registered_masking or "exclude"
-
-
-def check_backend(backend: object, name: str = "backend") -> str:
-    """Return `backend` in lower case, as PyLate reads it, or raise ValueError naming the known ones."""
-    known = backend.lower() if isinstance(backend, str) else backend
-    if known not in BACKENDS:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, BACKENDS))}, got {backend!r}")
-    return known
-
-
-def check_masking(masking: object) -> str:
-    """Return `masking`, or raise ValueError naming the known ones."""
-    if masking not in MASKINGS:
-        raise ValueError(f"masking must be one of {', '.join(map(repr, MASKINGS))}, got {masking!r}")
-    return masking
-
-
-def original(name: str) -> Callable:
-    """PyLate's own scoring function `name`: never routed, so it knows only PyLate's own backends."""
-    return _twins.get(name) or getattr(importlib.import_module("pylate.scores.colbert"), name)
 
 
 def _serve(name: str, *arguments: Any, backend: str | None) -> Any:
     """A call of PyLate's scoring function `name` while it is routed."""
-    if _registered_masking is None and _default.get() is None:
+    if _switches.registered_masking is None and _switches.default.get() is None:
         # Routed for a use_scorer() block elsewhere: this caller gets PyLate as it is.
-        return original(name)(*arguments, backend=backend)
+        return _switches.original(name)(*arguments, backend=backend)
     from . import scores
 
     return getattr(scores, name)(*arguments, backend=backend)
@@ -273,7 +208,7 @@ def _hold_routes() -> None:
             routes = {name: globals()[f"_route_{name}"].__code__ for name in SCORING_FUNCTIONS}
             for name, route in routes.items():
                 function = getattr(module, name)
-                _twins[name] = FunctionType(
+                _switches.twins[name] = FunctionType(
                     function.__code__, function.__globals__, name, function.__defaults__, function.__closure__
                 )
                 function.__code__ = route
@@ -287,9 +222,9 @@ def _release_routes() -> None:
         _route_holders -= 1
         if _route_holders == 0:
             module = importlib.import_module("pylate.scores.colbert")
-            for name, twin in _twins.items():
+            for name, twin in _switches.twins.items():
                 getattr(module, name).__code__ = twin.__code__
-            _twins.clear()
+            _switches.twins.clear()
 
 
 def _rebind(old: Any, new: Any) -> None:

@@ -31,9 +31,9 @@ from pylate import scores as pylate_scores
 from pylate.utils import convert_to_tensor
 from torch import Tensor
 
-from .ops import maxsim, maxsim_pairs, maxsim_varlen
+from ._switches import backend_in_force, check_backend, check_masking, masking_in_force, original
+from .ops import maxsim, maxsim_pairwise, maxsim_varlen_pairwise
 from .ops.checks import FLOATING
-from .register import backend_in_force, check_backend, check_masking, masking_in_force, original
 
 __all__ = ["ColBERTScores", "colbert_kd_scores", "colbert_scores", "colbert_scores_pairwise", "scorer_of"]
 
@@ -60,7 +60,7 @@ def colbert_scores(
     documents_embeddings
         [Nd, Ld, d], likewise. If the two types differ, both are promoted to their common type.
     queries_mask
-        [Nq, Lq], bool or 0/1: tokens with 0 add nothing. None: all count.
+        [Nq, Lq], bool or 0/1: tokens with 0 add nothing; or floating weights, as in `maxsim`. None: all count.
     documents_mask
         [Nd, Ld], bool or 0/1. None: all count.
     backend
@@ -151,38 +151,32 @@ def colbert_scores_pairwise(
         documents = _tensor("documents_embeddings", documents_embeddings, "[N, Ld, d]")
         if backend == "auto" and left_to_pylate(queries, documents):
             return original("colbert_scores_pairwise")(queries, documents, backend="auto")
-        return maxsim_pairs(*_promoted(queries, documents))
+        return maxsim_pairwise(*_promoted(queries, documents))
 
     queries_list = [as_tokens(value, "queries_embeddings", i) for i, value in enumerate(queries_embeddings)]
     documents_list = [as_tokens(value, "documents_embeddings", i) for i, value in enumerate(documents_embeddings)]
     if not queries_list:
         return torch.zeros(0)
-    runs = _runs(queries_list, documents_list)
+    blocks = _blocks(queries_list, documents_list)
     scores = []
-    for run in runs:
-        queries, documents = concatenated([queries_list[i] for i in run], [documents_list[i] for i in run])
+    for block in blocks:
+        queries, documents = concatenated([queries_list[i] for i in block], [documents_list[i] for i in block])
         if backend == "auto" and left_to_pylate(queries, documents):
             return original("colbert_scores_pairwise")(queries_list, documents_list, backend="auto")
-        scores.append(
-            maxsim_varlen(
-                queries,
-                documents,
-                cu_seqlens([queries_list[i].shape[0] for i in run]),
-                cu_seqlens([documents_list[i].shape[0] for i in run]),
-                candidates_cu_seqlens=torch.arange(len(run) + 1, dtype=torch.int32),
-            )
-        )
-    if len(runs) == 1:
+        # The boundaries stay on the host, where the op looks at them without waiting.
+        bounds = [cu_seqlens([values[i].shape[0] for i in block]) for values in (queries_list, documents_list)]
+        scores.append(maxsim_varlen_pairwise(queries, documents, *bounds))
+    if len(blocks) == 1:
         return scores[0]
-    order = torch.from_numpy(np.argsort(np.concatenate(runs)))
+    order = torch.from_numpy(np.argsort(np.concatenate(blocks)))
     return torch.cat(scores)[order]
 
 
 # Embeddings packed at once on the CPU: they stay in its caches between the copy and the product.
-_RUN_BYTES = 8 << 20
+_BLOCK_BYTES = 8 << 20
 
 
-def _runs(queries: list[Tensor], documents: list[Tensor]) -> list[list[int]]:
+def _blocks(queries: list[Tensor], documents: list[Tensor]) -> list[list[int]]:
     """The indices of pairs to score together: all of few pairs, and elsewhere than on the CPU.
 
     There, documents of about one length go together, to be padded little. Embeddings that differ in place, type or size
@@ -192,14 +186,14 @@ def _runs(queries: list[Tensor], documents: list[Tensor]) -> list[list[int]]:
     lengths = np.array([tokens.shape[0] for tokens in documents])
     sizes = (lengths + [tokens.shape[0] for tokens in queries]) * tensors[0].shape[-1] * tensors[0].element_size()
     if (
-        sizes.sum() <= _RUN_BYTES
+        sizes.sum() <= _BLOCK_BYTES
         or tensors[0].device.type != "cpu"
         or len({(tokens.device, tokens.dtype, tokens.shape[-1]) for tokens in tensors}) > 1
     ):
         return [list(range(len(queries)))]
     order = np.argsort(lengths, kind="stable")
-    ends = sizes[order].cumsum() // _RUN_BYTES
-    return [run.tolist() for run in np.split(order, np.flatnonzero(np.diff(ends)) + 1)]
+    ends = sizes[order].cumsum() // _BLOCK_BYTES
+    return [block.tolist() for block in np.split(order, np.flatnonzero(np.diff(ends)) + 1)]
 
 
 def colbert_kd_scores(
@@ -220,7 +214,7 @@ def colbert_kd_scores(
     documents_embeddings
         [Nq, K, Ld, d], likewise: the K candidates of each query.
     queries_mask
-        [Nq, Lq], bool or 0/1: tokens with 0 add nothing. None: all count.
+        [Nq, Lq], bool or 0/1: tokens with 0 add nothing; or floating weights, as in `maxsim`. None: all count.
     documents_mask
         [Nq, K, Ld], bool or 0/1. None: all count.
     backend
@@ -357,7 +351,9 @@ def _scores(
     queries_mask, documents_mask = _mask("queries_mask", queries_mask), _mask("documents_mask", documents_mask)
     if backend == "auto" and left_to_pylate(queries, documents):
         return original(name)(queries, documents, queries_mask, documents_mask, backend="auto")
-    return maxsim(*_promoted(queries, documents), queries_mask, documents_mask, masking=masking)
+    return maxsim(
+        *_promoted(queries, documents), queries_mask=queries_mask, documents_mask=documents_mask, masking=masking
+    )
 
 
 def left_to_pylate(*embeddings: Tensor) -> bool:
@@ -454,7 +450,7 @@ def concatenated(
 
 
 # What a thread copies at a time, and below how much threads are not worth their while.
-_PIECE_BYTES = 16 << 20
+_COPY_BYTES = 16 << 20
 
 
 def _cat(sequences: list[Tensor], device: str | torch.device | None) -> Tensor:
@@ -466,24 +462,24 @@ def _cat(sequences: list[Tensor], device: str | torch.device | None) -> Tensor:
     target = first.device if device is None else torch.device(device)
     row_bytes = first.shape[1] * first.element_size()
     ends = np.cumsum([tokens.shape[0] for tokens in sequences])
-    staged = target.type == "cuda" and first.device.type == "cpu" and ends[-1] * row_bytes > 2 * _PIECE_BYTES
+    staged = target.type == "cuda" and first.device.type == "cpu" and ends[-1] * row_bytes > 2 * _COPY_BYTES
     if not staged or any(tokens.dtype != first.dtype for tokens in sequences):
         return torch.cat(sequences).to(target)
     result = torch.empty(int(ends[-1]), first.shape[1], dtype=first.dtype, device=target)
     stream = torch.cuda.current_stream(target)
-    # The last sequence of every piece; a piece ends with the sequence that fills it.
-    cuts = np.searchsorted(ends, np.arange(1, ends[-1] * row_bytes // _PIECE_BYTES + 1) * (_PIECE_BYTES // row_bytes))
-    cuts = np.unique(np.append(np.minimum(cuts + 1, len(sequences)), len(sequences)))
+    # The end of every block; a block ends with the sequence that fills it.
+    stops = np.searchsorted(ends, np.arange(1, ends[-1] * row_bytes // _COPY_BYTES + 1) * (_COPY_BYTES // row_bytes))
+    stops = np.unique(np.append(np.minimum(stops + 1, len(sequences)), len(sequences)))
 
     def copy(start: int, stop: int) -> None:
         begin = int(ends[start - 1]) if start else 0
-        piece = torch.empty(int(ends[stop - 1]) - begin, first.shape[1], dtype=first.dtype, pin_memory=True)
-        torch.cat(sequences[start:stop], out=piece)
+        block = torch.empty(int(ends[stop - 1]) - begin, first.shape[1], dtype=first.dtype, pin_memory=True)
+        torch.cat(sequences[start:stop], out=block)
         with torch.cuda.stream(stream):
-            result[begin : begin + piece.shape[0]].copy_(piece, non_blocking=True)
+            result[begin : begin + block.shape[0]].copy_(block, non_blocking=True)
 
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        list(pool.map(copy, [0, *cuts[:-1].tolist()], cuts.tolist()))
+        list(pool.map(copy, [0, *stops[:-1].tolist()], stops.tolist()))
     return result
 
 

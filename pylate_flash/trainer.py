@@ -29,8 +29,8 @@ from sentence_transformers.training_args import BatchSamplers
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
+from ._switches import check_backend, check_masking
 from .losses import CachedContrastive, Contrastive, Distillation
-from .register import check_backend, check_masking
 
 __all__ = ["ColBERTTrainer", "ColBERTTrainingArguments"]
 

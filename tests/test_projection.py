@@ -426,7 +426,13 @@ def test_unpadded_hidden_states_of_modernbert(modernbert: ColBERT) -> None:
     states = encoder(**queries).last_hidden_state
     active = documents["attention_mask"].bool()
     padded = maxsim_from_hidden(
-        states, encoder(**documents).last_hidden_state, weight, bias, active, queries_weight=weight, queries_bias=bias
+        states,
+        encoder(**documents).last_hidden_state,
+        weight,
+        bias,
+        documents_mask=active,
+        queries_weight=weight,
+        queries_bias=bias,
     )
     lengths = active.sum(dim=1)
     assert len(set(lengths.tolist())) > 1

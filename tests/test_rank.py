@@ -49,7 +49,7 @@ def collection() -> tuple[list[list[str]], list[torch.Tensor], list[list[torch.T
 def runs(request, monkeypatch: pytest.MonkeyPatch) -> None:
     """How the CPU takes the queries."""
     if request.param == "query by query":
-        monkeypatch.setattr(pylate_flash.rank, "_RUN_BYTES", 1)
+        monkeypatch.setattr(pylate_flash.rank, "_BLOCK_BYTES", 1)
 
 
 def assert_same(ours: list, theirs: list) -> None:
@@ -124,11 +124,11 @@ def test_the_cpu_packs_few_queries_at_a_time(collection, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(pylate_flash.rank, "maxsim_varlen", recorded)
     # The queries have 3, 1, 7 and 4 tokens, their candidates 14, 2, 29 and 8, each token of 12 float32.
-    monkeypatch.setattr(pylate_flash.rank, "_RUN_BYTES", 16 * 12 * 4)
+    monkeypatch.setattr(pylate_flash.rank, "_BLOCK_BYTES", 16 * 12 * 4)
     assert_same(rerank(ids, queries, documents), pylate_rerank(ids, queries, documents))
     assert packed == [(3 + 1, 14 + 2), (7, 29), (4, 8)]
     packed.clear()
-    monkeypatch.setattr(pylate_flash.rank, "_RUN_BYTES", 36 * 12 * 4)
+    monkeypatch.setattr(pylate_flash.rank, "_BLOCK_BYTES", 36 * 12 * 4)
     rerank([[], *ids], [queries[0], *queries], [[], *documents])
     assert packed == [(3 + 3 + 1, 14 + 2), (7, 29), (4, 8)]
 

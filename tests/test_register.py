@@ -34,8 +34,8 @@ QUERIES = torch.tensor([[[1.0, 2.0], [0.5, -1.0]]])
 DOCUMENTS = torch.tensor([[[-1.0, -2.0], [-3.0, 0.5], [9.0, 9.0]]])
 MASK = torch.tensor([[True, True, False]])
 
-EXCLUDE = maxsim_reference(QUERIES, DOCUMENTS, None, MASK)
-ZERO = maxsim_reference(QUERIES, DOCUMENTS, None, MASK, masking="zero")
+EXCLUDE = maxsim_reference(QUERIES, DOCUMENTS, documents_mask=MASK)
+ZERO = maxsim_reference(QUERIES, DOCUMENTS, documents_mask=MASK, masking="zero")
 
 
 def is_fused() -> bool:
@@ -136,7 +136,7 @@ def test_arguments_arrive_by_position_and_by_name() -> None:
 
 def test_both_masks_arrive() -> None:
     queries_mask = torch.tensor([[False, True]])
-    expected = maxsim_reference(QUERIES, DOCUMENTS, queries_mask, MASK)
+    expected = maxsim_reference(QUERIES, DOCUMENTS, queries_mask=queries_mask, documents_mask=MASK)
     with registered():
         assert torch.equal(colbert_scores(QUERIES, DOCUMENTS, queries_mask, MASK), expected)
         assert torch.equal(colbert_kd_scores(QUERIES, DOCUMENTS[None], queries_mask, MASK[None]), expected)

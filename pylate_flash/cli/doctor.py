@@ -26,7 +26,7 @@ def doctor(
     import torch
 
     from .. import __version__
-    from ..ops.dispatch import explain
+    from ..kernels.select import choose, why
 
     table = Table(title="Versions", title_justify="left", title_style="bold", show_header=False)
     table.add_row("python", sys.version.split()[0])
@@ -42,20 +42,44 @@ def doctor(
     devices = [torch.device("cpu")] + [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
     # One function chooses for all operations, so the table is the same for each of them.
     console.print(
-        "\n[bold]Operations[/]: maxsim and maxsim_pairs (scores, losses), maxsim_varlen (rerank, search); d = 128"
+        "\n[bold]Operations[/]: maxsim and maxsim_pairwise (scores, losses), maxsim_varlen (rerank, search); d = 128"
     )
     table = Table("device", "dtype", "implementation", "why")
     for device in devices:
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            choice = explain(device, dtype, 128)
-            table.add_row(_describe(device), str(dtype).removeprefix("torch."), choice.implementation, choice.reason)
+            kind = "auto", device, dtype, 128
+            table.add_row(_describe(device), str(dtype).removeprefix("torch."), choose(*kind), why(*kind))
     console.print(table)
+    if len(devices) > 1:
+        console.print(_kernels_of_calls(devices[1]))
     if len(devices) == 1:
         console.print("No CUDA device was found: everything runs on the CPU.")
     works, text = _try_register() if check else _look_at_pylate()
     console.print(f"register(): {escape(text)}", highlight=False)
     if not works:
         raise typer.Exit(1)
+
+
+def _kernels_of_calls(device: Any) -> Table:
+    """Which kernel serves some calls on a GPU, as `pylate_flash.explain` says of any."""
+    import torch
+
+    from ..ops import explain
+
+    def embeddings(*shape: int) -> torch.Tensor:
+        # Only what tensors say of themselves is looked at.
+        return torch.empty(1, dtype=torch.bfloat16, device=device).expand(*shape, 128)
+
+    table = Table("call, bfloat16", "kernel", "tile", "why", title="Kernels", title_justify="left", title_style="bold")
+    for name, queries, documents in (
+        ("search: 1 query, 10000 documents", (1, 32), (10000, 180)),
+        ("reranking: 10 queries, 100 documents each", (10, 32), (10, 100, 180)),
+        ("training: 64 queries, 64 documents", (64, 32), (64, 180)),
+    ):
+        plan = explain(embeddings(*queries), embeddings(*documents)).forward
+        if plan is not None:
+            table.add_row(name, plan.kernel, " x ".join(map(str, plan.tile[:2])), plan.reason)
+    return table
 
 
 def _look_at_pylate() -> tuple[bool, str]:

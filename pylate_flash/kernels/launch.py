@@ -1,15 +1,9 @@
 """Launch a Triton kernel with less host time than Triton itself takes.
 
 Triton looks a kernel up by a string of everything that it was specialised on, built anew at every launch: tens of
-microseconds for a kernel of many arguments, as long as the kernel itself runs on a small problem. What the
-specialisation depends on is known here, so a tuple of it finds the compiled kernel.
-
-What Triton then does before it calls its C function, which takes the addresses, is to look for scratch memory and hooks
-that are rarely there. Where a kernel needs no such memory and no hook is set, the C function is called at once.
-
-The copy engine of Hopper reads blocks of a matrix that is described to it, which Triton does anew at every launch. Here
-a description is made once for an address; a tensor at the address of an earlier one, as allocators give them out, costs
-a look-up.
+microseconds for a kernel of many arguments, as long as the kernel itself runs on a small problem. Here a tuple of what
+the compiled code depends on finds it: types, constants, and whether strides and addresses are multiples of 16. Sizes
+and grids are given per launch, and a new one costs nothing.
 """
 
 from __future__ import annotations
@@ -28,15 +22,9 @@ from triton import knobs
 from .overlap import starts_early
 
 _INT32_MAX = 2**31 - 1
-# Regions of a scratch begin at multiples of as many bytes.
-_REGION = 256
-# The arguments of the C function, and their order, are those of this version of Triton.
-_KNOWN_TRITON = triton.__version__.startswith("3.6.")
-
-
-def region_at(byte: int) -> int:
-    """Return where a region may begin, at this byte or after it."""
-    return -(-byte // _REGION) * _REGION
+_or = functools.partial(functools.reduce, operator.or_)
+# The stream that is current on a device, as an integer. A PyTorch without CUDA has no such function, and no need of it.
+_current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0)
 
 
 class Described(NamedTuple):
@@ -54,311 +42,128 @@ class Described(NamedTuple):
         return TensorDescriptor(tensor, [self.rows, self.columns], [self.columns, 1], list(self.block), self.layout)
 
 
-def _describer(matrix: Described, meta: dict[str, Any]) -> Callable[[int], tuple]:
-    """What makes of an address the arguments of Triton's C function for such a matrix: it, its sizes and its strides.
-
-    `meta` is what the compiled kernel says of it.
-    """
-    from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
-
-    fixed = (
-        meta["swizzle"], meta["elem_size"], TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]], tuple(meta["block_size"]),
-        (matrix.rows, matrix.columns), (matrix.columns, 1), 0,
-    )  # fmt: skip
-    fill = triton.runtime.driver.active.utils.fill_tma_descriptor
-
-    @functools.lru_cache(maxsize=256)
-    def describe(address: int) -> tuple:
-        return fill(address, *fixed), matrix.rows, matrix.columns, matrix.columns, 1
-
-    return describe
-
-
-class _Direct(NamedTuple):
-    """Triton's C function for a compiled kernel, and its arguments before the stream, and from there to the pointers.
-
-    In place of the first pointers it takes what these functions make of them. After the pointers come the kernel's
-    other arguments.
-    """
-
-    launch: Callable[..., None]
-    grid: tuple[int, int, int]
-    fixed: tuple
-    rest: tuple
-    device: int
-    describers: tuple[Callable[[int], tuple], ...]
-
-
-def _direct(
-    compiled: Any, grid: tuple[int, int, int], rest: tuple, device: int, described: tuple[Described, ...]
-) -> _Direct | None:
-    """The C function of a compiled kernel, or None where Triton must launch it."""
-    if not _KNOWN_TRITON or device < 0:
-        return None
-    from triton.backends.nvidia.driver import CudaLauncher
-
-    run = getattr(compiled, "run", None)
-    if not isinstance(run, CudaLauncher) or run.global_scratch_size > 0 or run.profile_scratch_size > 0:
-        return None
-    launch, describers = run.launch, []
-    if described:
-        # What Triton has around its C function describes anew at every launch.
-        launch = inspect.getclosurevars(launch).nonlocals["launcher"]
-        for matrix, meta in zip(described, compiled.metadata.tensordesc_meta, strict=True):
-            describers.append(_describer(matrix, meta))
-    # Scratches for all programs and for a profiler; then what describes the launch to hooks, and two hooks.
-    fixed = (
-        compiled.function, run.launch_cooperative_grid, run.launch_pdl, None, None, compiled.packed_metadata,
-        None, None, None,
-    )  # fmt: skip
-    return _Direct(launch, grid, fixed, rest, device, tuple(describers))
-
-
-def _hooked() -> bool:
-    """Whether somebody, such as a profiler, wants to hear of launches."""
-    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-    # Unset, a hook is an empty chain of hooks.
-    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
-
-
-# The stream that is current on a device, as an integer. A PyTorch without CUDA has no such function, and no need of it.
-_current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0)
-
-
-class Launch:
-    """A launch of which only the tensors are open: a callable that takes them, and `Launcher.bind` makes.
-
-    The first tensor is on the current device; none is on another, or of another type, from call to call. Launches on
-    the current stream. Compiles what was never compiled.
-    """
-
-    def __init__(
-        self,
-        launcher: Launcher,
-        grid: tuple[int, int, int],
-        rest: tuple,
-        key: tuple,
-        options: dict[str, Any],
-        described: tuple[Described, ...],
-    ) -> None:
-        self._launcher = launcher
-        self._grid = grid
-        self._rest = rest
-        self._key = key
-        self._options = options
-        self._described = described
-        self._runners: dict[tuple, Callable[..., None]] = {}
-        # For tensors that begin at multiples of 16 bytes, once such tensors came.
-        self.direct: _Direct | None = None
-
-    def __call__(self, *tensors: Tensor | None) -> None:
-        # An address needs no look-up of its memory, as a tensor does. No address and no tensor look the same to Triton.
-        pointers = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-        direct = self.direct
-        if direct is None or functools.reduce(operator.or_, pointers) & 15 or _hooked():
-            self._by_triton(tensors, pointers)
-            return
-        if direct.describers:
-            described: list = []
-            for describe, pointer in zip(direct.describers, pointers, strict=False):
-                described += describe(pointer)
-            pointers = described + pointers[len(direct.describers) :]
-        direct.launch(*direct.grid, _current_stream(direct.device), *direct.fixed, *pointers, *direct.rest)
-
-    def _by_triton(self, tensors: tuple[Tensor | None, ...], pointers: list[int]) -> None:
-        aligned = tuple([pointer % 16 == 0 for pointer in pointers])
-        runner = self._runners.get(aligned)
-        first: list = [matrix.of(tensor) for matrix, tensor in zip(self._described, tensors, strict=False)]  # type: ignore[arg-type]
-        pointers = first + pointers[len(first) :]
-        if runner is not None:
-            runner(*pointers, *self._rest)
-            return
-        types = tuple([None if tensor is None else tensor.dtype for tensor in tensors])
-        key = (tensors[0].device, types, aligned, *self._key)  # type: ignore[union-attr]
-        compiled = self._launcher._compiled.get(key)
-        if compiled is None:
-            options = self._options
-            if self._launcher.follows and starts_early(tensors[0].device):  # type: ignore[union-attr]
-                options = options | {"launch_pdl": True}
-            # None under Triton's interpreter, which compiles nothing.
-            compiled = self._launcher.kernel[self._grid](*first, *tensors[len(first) :], *self._rest, **options)
-            self._launcher._compiled[key] = compiled
-        else:
-            compiled[self._grid](*pointers, *self._rest)
-        if compiled is not None:
-            self._runners[aligned] = compiled[self._grid]
-            if all(aligned):
-                device = tensors[0].get_device()  # type: ignore[union-attr]
-                self.direct = _direct(compiled, self._grid, self._rest, device, self._described)
-
-
-class Launcher:
+class Kernel:
     """A Triton kernel whose arguments come in this order: tensors (or None), numbers, strides, constants.
 
     Parameters
     ----------
-    kernel
+    function
         The function under `triton.jit`. Its numbers must be in `do_not_specialize`; its strides are specialised.
     follows
         Whether its programs are started before the kernel launched before them has ended, where the device can. Then
         they must `wait_for_previous_kernel` before all else.
     """
 
-    def __init__(self, kernel: Any, follows: bool = False) -> None:
-        self.kernel = kernel
+    def __init__(self, function: Any, follows: bool = False) -> None:
+        self.function = function
         self.follows = follows
-        self._compiled: dict[tuple, Any] = {}
+        self._code: dict[tuple, Callable[..., None]] = {}
 
-    def bind(
+    def __call__(
         self,
         grid: tuple[int, int, int],
+        tensors: tuple[Tensor | Region | None, ...],
         numbers: tuple[float, ...],
         strides: tuple[int, ...],
         constants: tuple,
-        num_warps: int,
-        num_stages: int,
-        max_registers: int | None = None,
+        warps: tuple[int, int, int | None],
         described: tuple[Described, ...] = (),
-    ) -> Launch:
-        """A launch of which only the tensors are open. Keep it: what it costs beyond Triton's launcher it costs once.
+    ) -> None:
+        """Launch on the current stream of the current device, which is that of the first tensor.
 
         Parameters
         ----------
         grid
             Programs along the three axes, each at least 1.
-        numbers, strides, constants
-            The arguments after the tensors, in the kernel's order. A number is an int or a float.
-        num_warps, num_stages, max_registers
-            Triton's launch options; the last is per thread.
+        tensors, numbers, strides, constants
+            The kernel's arguments. A number is an int or a float.
+        warps
+            Triton's num_warps, num_stages and maxnreg (registers per thread).
         described
             What the first tensors are to the kernel, which takes descriptions of them (compute capability 9.0). They
-            begin at multiples of 16 bytes.
+            begin at multiples of 16 bytes; their columns and blocks follow from the constants.
         """
-        # Triton tells apart 1, multiples of 16, and what needs 64 bits.
-        specialised = (
-            tuple([stride if stride == 1 else (stride % 16 == 0, stride > _INT32_MAX) for stride in strides]),
-            tuple([number > _INT32_MAX for number in numbers]),
-        )
-        return Launch(
-            self,
-            grid,
-            (*numbers, *strides, *constants),
-            (specialised, constants, num_warps, num_stages, max_registers),
-            {"num_warps": num_warps, "num_stages": num_stages, "maxnreg": max_registers},
-            described,
-        )
+        # An address needs no look-up of its memory, as a tensor does. No address and no tensor look the same to Triton.
+        pointers = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+        device = tensors[0].get_device()  # type: ignore[union-attr]
+        integers = (*numbers, *strides)
+        key: tuple = device, tuple([None if tensor is None else tensor.dtype for tensor in tensors]), constants, warps
+        # Triton tells apart addresses by 16; strides of 1, multiples of 16, and what needs 64 bits. Mostly, all are
+        # multiples of 16 and none needs 64 bits.
+        if _or(strides, _or(pointers)) & 15 or max(integers) > _INT32_MAX:
+            key += (
+                tuple([pointer % 16 == 0 for pointer in pointers]),
+                tuple([2 if stride == 1 else stride % 16 == 0 for stride in strides]),
+                tuple([value > _INT32_MAX for value in integers]),
+            )
+        code = self._code.get(key)
+        if code is not None:
+            code(grid, device, tensors, pointers, integers + constants, described)
+            return
+        options: dict[str, Any] = {"num_warps": warps[0], "num_stages": warps[1], "maxnreg": warps[2]}
+        given: list[Any] = [tensor_of(tensor) for tensor in tensors]
+        if self.follows and starts_early(given[0].device):
+            options["launch_pdl"] = True
+        given[: len(described)] = [matrix.of(tensor) for matrix, tensor in zip(described, given, strict=False)]
+        compiled = self.function[grid](*given, *integers, *constants, **options)
+        # None under Triton's interpreter, which compiles nothing.
+        if compiled is not None:
+            self._code[key] = _code(compiled)
 
 
-class Sequence:
-    """Launches one after the other, whose tensors are slots of one table: those of a call, and then regions of scratch.
+def _code(compiled: Any) -> Callable[..., None]:
+    """What launches a compiled kernel, given the grid, the device, tensors, their addresses, the rest, descriptions.
 
-    A call allocates the scratch, and lets go of it. It passes addresses, and makes no tensor of a region, once all its
-    kernels were launched.
-
-    Parameters
-    ----------
-    given
-        How many tensors (or None) a call takes: the slots from 0. None changes its type, or whether it is None, from
-        call to call.
-    first
-        A slot of which the tensor is never None, and on the current device.
-    allocate
-        What returns the last of these tensors, which the first launch does not take: a call leaves them out, gets them
-        while the first kernel runs already, and returns them.
+    With Triton 3.6 it calls Triton's C function itself: around it, Triton looks for scratch memory and for hooks that
+    are rarely there, and describes matrices to the copy engine at every launch, where a tensor at the address of an
+    earlier one, as allocators give them out, has a description already.
     """
 
-    def __init__(
-        self, given: int, first: int = 0, allocate: Callable[[], tuple[Tensor | None, ...]] | None = None
+    def by_triton(
+        grid: tuple[int, int, int], device: int, tensors: tuple, pointers: list[int], rest: tuple, described: tuple
     ) -> None:
-        self._given = given
-        self._first = first
-        self._allocate = allocate
-        self._kept = 0
-        self._bytes = 0
-        # Of each the tensor that it is in the memory of (None: the scratch), and there its offset, size and type.
-        self._regions: list[tuple[int | None, int, int, torch.dtype]] = []
-        # Slots of those in the memory of a tensor, with its slot and the offset; and slots that share another's tensor.
-        self._lent: list[tuple[int, int, int]] = []
-        self._placed: list[tuple[int, int]] = []
-        self._steps: list[tuple[Launch, tuple[int, ...]]] = []
-        self._direct: list[tuple[_Direct, Callable[[list[int]], tuple[int, ...]]]] = []
+        first = [matrix.of(tensor) for matrix, tensor in zip(described, tensors, strict=False)]
+        compiled[grid](*first, *pointers[len(first) :], *rest, stream=_current_stream(device))
 
-    def region(self, count: int, dtype: torch.dtype, at: int | None = None, of: int | None = None) -> int:
-        """Return the slot of a region of scratch for `count` elements, after all others, or `at` a byte among them.
+    if not triton.__version__.startswith("3.6."):
+        return by_triton
+    from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST, CudaLauncher
 
-        Bytes count from the end of what is kept (`keep`). With `of` it lies in the memory of the contiguous tensor in
-        that slot, which is given for a later launch to fill, at a byte that is a multiple of 16.
-        """
-        if of is None:
-            at = region_at(self._bytes) if at is None else self._kept + at
-            self._bytes = max(self._bytes, at + count * dtype.itemsize)
-        slot = self._given + len(self._regions)
-        self._regions.append((of, at or 0, count, dtype))
-        if of is not None:
-            self._lent.append((slot, of, at or 0))
-        return slot
+    run, metas = compiled.run, getattr(compiled.metadata, "tensordesc_meta", None) or ()
+    if not isinstance(run, CudaLauncher) or run.global_scratch_size > 0 or run.profile_scratch_size > 0:
+        return by_triton
+    # What Triton has around its C function describes anew at every launch.
+    launch = inspect.getclosurevars(run.launch).nonlocals["launcher"] if metas else run.launch
+    # Scratches for all programs and for a profiler; then what describes the launch to hooks, and two hooks.
+    fixed = (
+        compiled.function, run.launch_cooperative_grid, run.launch_pdl, None, None, compiled.packed_metadata,
+        None, None, None,
+    )  # fmt: skip
 
-    def keep(self, slot: int, count: int, dtype: torch.dtype) -> None:
-        """Put a region in this slot, for which calls give None then; `at` counts from its end. Before other regions."""
-        self.same(slot, self.region(count, dtype))
-        self._kept = region_at(self._bytes)
+    hooks = knobs.runtime
 
-    def same(self, slot: int, other: int) -> None:
-        """Put what is in another slot in this one too, for which calls give None then."""
-        self._placed.append((slot, other))
+    @functools.lru_cache(maxsize=256)
+    def describe(index: int, address: int, rows: int, columns: int) -> tuple:
+        fill = triton.runtime.driver.active.utils.fill_tma_descriptor
+        meta, dtype = metas[index], TMA_DTYPE_DEVICE_TO_HOST[metas[index]["elem_type"]]
+        block = tuple(meta["block_size"])
+        description = fill(address, meta["swizzle"], meta["elem_size"], dtype, block, (rows, columns), (columns, 1), 0)
+        return description, rows, columns, columns, 1
 
-    def add(self, launch: Launch, *slots: int) -> None:
-        """Launch after all others, on the tensors in these slots."""
-        self._steps.append((launch, slots))
+    def by_c(
+        grid: tuple[int, int, int], device: int, tensors: tuple, pointers: list[int], rest: tuple, described: tuple
+    ) -> None:
+        # Unset, a hook is an empty chain of hooks.
+        enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
+        if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
+            by_triton(grid, device, tensors, pointers, rest, described)
+            return
+        if described:
+            matrices = [describe(i, pointers[i], m.rows, m.columns) for i, m in enumerate(described)]
+            pointers = [value for matrix in matrices for value in matrix] + pointers[len(described) :]
+        launch(*grid, _current_stream(device), *fixed, *pointers, *rest)
 
-    def __call__(self, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-        pointers = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-        scratch = torch.empty(self._bytes, dtype=torch.uint8, device=tensors[self._first].device)  # type: ignore[union-attr]
-        allocated: tuple[Tensor | None, ...] = ()
-        if not self._direct or functools.reduce(operator.or_, pointers) & 15 or _hooked():
-            if self._allocate is not None:
-                allocated = self._allocate()
-            self._by_tensors((*tensors, *allocated), scratch)
-            return allocated
-        base = scratch.data_ptr()
-        n_given = len(pointers)
-        pointers += [0] * (self._given - n_given)
-        pointers += [base + offset if of is None else 0 for of, offset, _, _ in self._regions]
-        for slot, other in self._placed:
-            pointers[slot] = pointers[other]
-        stream = _current_stream(self._direct[0][0].device)
-        steps = iter(self._direct)
-        if self._allocate is not None:
-            (launch, grid, fixed, rest, *_), of_slots = next(steps)
-            launch(*grid, stream, *fixed, *of_slots(pointers), *rest)
-            allocated = self._allocate()
-            pointers[n_given : self._given] = [0 if tensor is None else tensor.data_ptr() for tensor in allocated]
-            for slot, other in self._placed:
-                pointers[slot] = pointers[other]
-        for slot, of, offset in self._lent:
-            pointers[slot] = pointers[of] + offset
-        for (launch, grid, fixed, rest, *_), of_slots in steps:
-            launch(*grid, stream, *fixed, *of_slots(pointers), *rest)
-        return allocated
-
-    def _by_tensors(self, tensors: tuple[Tensor | None, ...], scratch: Tensor) -> None:
-        table = [*tensors, *[None] * len(self._regions)]
-        for slot, other in self._placed:
-            table[slot] = table[other]
-        for slot, (of, offset, count, dtype) in enumerate(self._regions, self._given):
-            memory = scratch if of is None else table[of].view(-1).view(torch.uint8)  # type: ignore[union-attr]
-            table[slot] = memory[offset : offset + count * dtype.itemsize].view(dtype)
-        for slot, other in self._placed:
-            table[slot] = table[other]
-        for launch, slots in self._steps:
-            launch(*[table[slot] for slot in slots])
-        direct: list[tuple[_Direct, Callable[[list[int]], tuple[int, ...]]]] = []
-        for launch, slots in self._steps:
-            if launch.direct is None:
-                return
-            # Every kernel has more than one tensor, so that a getter returns a tuple.
-            direct.append((launch.direct, operator.itemgetter(*slots)))
-        self._direct = direct
+    return by_c
 
 
 class on_device:
@@ -369,10 +174,92 @@ class on_device:
         self._before = -1
 
     def __enter__(self) -> None:
-        if self._device >= 0 and torch.cuda.current_device() != self._device:
+        if self._device >= 0 and torch._C._cuda_getDevice() != self._device:
             self._before = torch.cuda.current_device()
             torch.cuda.set_device(self._device)
 
     def __exit__(self, *_: object) -> None:
         if self._before >= 0:
             torch.cuda.set_device(self._before)
+
+
+class Region:
+    """Uninitialised memory that a kernel takes like a contiguous tensor, which costs the host far more to make.
+
+    Parameters
+    ----------
+    memory
+        The contiguous tensor that it lies in, which lives as long as it does.
+    address
+        Where it begins.
+    count, dtype
+        Its elements.
+    """
+
+    __slots__ = ("_address", "_count", "_memory", "dtype")
+
+    def __init__(self, memory: Tensor, address: int, count: int, dtype: torch.dtype) -> None:
+        self._memory = memory
+        self._address = address
+        self._count = count
+        self.dtype = dtype
+
+    def data_ptr(self) -> int:
+        return self._address
+
+    def get_device(self) -> int:
+        return self._memory.get_device()
+
+    def view(self, dtype: torch.dtype) -> Region:
+        """The same memory as elements of another type."""
+        return Region(self._memory, self._address, self._count * self.dtype.itemsize // dtype.itemsize, dtype)
+
+    def tensor(self) -> Tensor:
+        """The same memory as a tensor, for what has to look at it."""
+        start = self._address - self._memory.data_ptr()
+        memory = self._memory.view(-1).view(torch.uint8)
+        return memory[start : start + self._count * self.dtype.itemsize].view(self.dtype)
+
+
+def tensor_of(value: Tensor | Region | None) -> Tensor | None:
+    return value.tensor() if isinstance(value, Region) else value
+
+
+class Scratch:
+    """Regions of memory that nothing is read from before a later launch fills it, or of memory of their own.
+
+    Parameters
+    ----------
+    memory
+        A contiguous tensor to lay them in, one after the other, as far as it reaches; None: all get their own.
+    start, size
+        The bytes of it that are lent; None: all from the start on.
+    """
+
+    __slots__ = ("_end", "_memory", "_next")
+
+    def __init__(self, memory: Tensor | None, start: int = 0, size: int | None = None) -> None:
+        self._memory = memory
+        if memory is None:
+            self._next, self._end = 0, -1
+        else:
+            begin = memory.data_ptr() + start
+            # A region begins where an address is a multiple of 16, as launches want it.
+            self._next = begin + 15 & -16
+            self._end = begin + (memory.nbytes - start if size is None else size)
+
+    def fork(self) -> Scratch:
+        """One that gives out the same memory, for what is needed no more when this one gives it out."""
+        fork = Scratch(None)
+        fork._memory, fork._next, fork._end = self._memory, self._next, self._end
+        return fork
+
+    def empty(self, count: int, dtype: torch.dtype, device: torch.device) -> Region:
+        """An uninitialised region of `count` elements."""
+        address = self._next
+        end = address + count * dtype.itemsize
+        if end > self._end:
+            memory = torch.empty(count, dtype=dtype, device=device)
+            return Region(memory, memory.data_ptr(), count, dtype)
+        self._next = end + 15 & -16
+        return Region(self._memory, address, count, dtype)  # type: ignore[arg-type]

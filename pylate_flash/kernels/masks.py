@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import Launch, Launcher
+from .launch import Kernel, Region
+from .tiles import power_of_two
 
 _MAX_BLOCK = 1024
 
@@ -32,33 +31,32 @@ def _active_tokens_kernel(mask_ptr, tokens_ptr, bounds_ptr, length, BLOCK: tl.co
     tl.store(bounds_ptr + document * 2 + 1, first_masked)
 
 
-_active_tokens = Launcher(_active_tokens_kernel)
+_active_tokens = Kernel(_active_tokens_kernel)
 
 
-def active_tokens(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Lists of active tokens from `mask` [.., L], bool and contiguous, with no dimension of 0.
+def active_tokens(mask: Tensor) -> tuple[Tensor, Region]:
+    """Lists of active tokens from `mask` [.., L] of any type, active where it is not 0; contiguous, no size is 0.
 
     Returns
     -------
-    tuple of Tensor
-        Positions of the active tokens in rising order [.., L], int32, of which only the first `count` are written; and
-        [.., 2], int32: that count, and the first masked position (L where there is none).
+    Tensor
+        Begins with the positions of the active tokens in rising order [.., L], int32, of which only the first `count`
+        of each mask are written.
+    Region
+        Behind them [.., 2], int32: that count, and the first masked position (L where there is none).
     """
-    length = mask.shape[-1]
-    tokens = mask.new_empty(mask.shape, dtype=torch.int32)
-    bounds = mask.new_empty((*mask.shape[:-1], 2), dtype=torch.int32)
-    bound_active_tokens(mask.numel() // length, length, mask.device)(mask, tokens, bounds)
-    return tokens, bounds
-
-
-@functools.lru_cache(maxsize=1024)
-def bound_active_tokens(n_documents: int, length: int, device: torch.device) -> Launch:
-    """A launch for the mask of so many documents: takes it, the positions and the bounds."""
-    return _active_tokens.bind(
-        (n_documents, 1, 1),
+    length, size = mask.shape[-1], mask.numel()
+    documents = size // length
+    # Both in one allocation, the second from a multiple of 16 bytes on.
+    size = -(-size // 4) * 4
+    tokens = torch.empty(size + documents * 2, dtype=torch.int32, device=mask.device)
+    bounds = Region(tokens, tokens.data_ptr() + 4 * size, documents * 2, torch.int32)
+    _active_tokens(
+        (documents, 1, 1),
+        (mask, tokens, bounds),
         (length,),
         (),
-        (min(_MAX_BLOCK, triton.next_power_of_2(length)),),
-        num_warps=4 if length > 256 else 1,
-        num_stages=2,
+        (_MAX_BLOCK if length > _MAX_BLOCK else power_of_two(length),),
+        (4 if length > 256 else 1, 2, None),
     )
+    return tokens, bounds

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import Launch, Launcher
+from .launch import Kernel
 
 # torch.nn.functional.normalize divides by no less than this.
 SMALLEST_NORM = 1e-12
@@ -49,26 +47,20 @@ def _inverse_norms_kernel(
     tl.store(scales_ptr + rows, inverse_norm(squares), mask=exists)
 
 
-_inverse_norms = Launcher(_inverse_norms_kernel)
+_inverse_norms = Kernel(_inverse_norms_kernel)
 
 
 def inverse_norms(embeddings: Tensor) -> Tensor:
     """Inverse norms [T], [N, L] or [G, K, L], float32, of `embeddings` [.., d] of contiguous rows; no size is 0."""
-    scales = embeddings.new_empty(embeddings.shape[:-1], dtype=torch.float32)
-    _bound(embeddings.shape, embeddings.stride(), embeddings.dtype, embeddings.device)(embeddings, scales)
-    return scales
-
-
-@functools.lru_cache(maxsize=1024)
-def _bound(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Launch:
-    """A launch for such embeddings."""
-    n_sequences, length, size = (1, *shape)[-3:]
-    rows = shape[:-1].numel()
-    return _inverse_norms.bind(
-        (triton.cdiv(rows, _BLOCK_ROWS), 1, 1),
-        (rows, n_sequences, length),
-        (0, 0, *strides)[-4:-1],
-        (size, min(128, triton.next_power_of_2(size)), _BLOCK_ROWS),
-        num_warps=4,
-        num_stages=3,
+    shape, size = embeddings.shape[:-1], embeddings.shape[-1]
+    scales = torch.empty(shape, dtype=torch.float32, device=embeddings.device)
+    rows = shape.numel()
+    _inverse_norms(
+        (-(-rows // _BLOCK_ROWS), 1, 1),
+        (embeddings, scales),
+        (rows, *(1, *shape)[-2:]),
+        (0, 0, *embeddings.stride())[-4:-1],
+        (size, min(128, 1 << (size - 1).bit_length()), _BLOCK_ROWS),
+        (4, 3, None),
     )
+    return scales

@@ -1,12 +1,12 @@
-"""Tile sizes, chosen by table and never by autotuning at run time: the first call compiles once, no later call stalls.
+"""Tile sizes by table, measured on an H200 (compute capability 9.0) in bfloat16; `select` chooses among them.
 
-The tiles were measured on an H200 (cc 9.0) in bfloat16. Other architectures and wider types keep them and take fewer
-stages where shared memory is smaller.
+Other architectures and wider types keep the tiles and take fewer stages where shared memory is smaller.
 """
 
 from __future__ import annotations
 
 import functools
+import operator
 from typing import NamedTuple
 
 import torch
@@ -43,6 +43,11 @@ class FusedTile(NamedTuple):
     num_stages: int
 
 
+# Rows whose maxima a kernel may sum. A query is padded to a multiple of the first of `_PADDINGS` that leaves few enough
+# rows empty; if none does, it need not be padded: each row's maximum is stored then, and summed afterwards.
+_GROUPS = (1, 8, 16, 32, 64, 128)
+_PADDINGS = (16, 8)
+_MOST_PADDING = 1 / 8
 # Query rows x document tokens: whole embeddings, and embeddings in blocks.
 _STACKED = Tile(256, 64, 8, 3)
 _STACKED_SPLIT = Tile(128, 256, 8, 3)
@@ -57,9 +62,13 @@ _HOPPER_WINNERS = HopperTile(256, 64, 4, 6)
 _HOPPER_LONG = HopperTile(128, 64, 2, 5)
 _HOPPER_LONG_WIDE = HopperTile(128, 128, 2, 3)
 _HOPPER_WIDE_MIN_LENGTH = 512
+# Columns that a document's last product may have, and the least share of all columns that it is to save. Each is
+# compiled for itself: 0.166 ms instead of 0.207 at 2 x 4000, 512 x 77.
+_HOPPER_TAILS = (16, 32)
+_HOPPER_TAIL_SAVES = 1 / 8
 # Fewer query rows are bound by memory, and leave half of the tile empty: 0.100 ms, and 0.076 ms by `_STACKED`, at
 # 1 x 1000, 128 x 1024; with 160 rows, 0.037 and 0.043 ms at 1000 x 300.
-_HOPPER_MIN_ROWS = 129
+HOPPER_MIN_ROWS = 129
 # The fused projection of hidden states: two parts of 128, a chunk of one swizzled row of shared memory, and at most so
 # many query rows. With more, their products take longer than reading the states, and projecting to memory first is
 # faster.
@@ -79,56 +88,142 @@ _SINGLE_SPLIT = Tile(64, 64, 4, 4)
 # 1024 x 1024 and d = 256, whole embeddings took 0.231 ms; d = 512 in blocks takes 0.210 ms.
 _MAX_ROW_BYTES = 256
 _SPLIT_ROW_BYTES = 128
+# Half-precision embeddings between these sizes are held as two blocks where that leaves less padding than one: 96
+# elements as 64 and 32, 320 as 256 and 64. Products of shorter ones take less time than their maxima. More than 128 are
+# not split so, where one of these tiles, the first that does, fits into shared memory with all its stages.
+_MIN_IN_TWO = 65
+_MAX_IN_TWO = 511
+_STACKED_IN_TWO = Tile(128, 64, 8, 3), Tile(64, 64, 8, 3), Tile(64, 32, 4, 3)
+_SINGLE_IN_TWO = Tile(32, 64, 4, 3)
 # Tensor cores truncate what they add, an error that grows with every addition: 4e-6 of a score at d = 4096. Sums of so
 # many products are added up outside them, rounded.
 SUMMED_EMBEDDING = 1024
 # Shared memory that one program may take, in bytes, by compute capability major; 8 is what 8.6 and 8.9 have.
 _SHARED_MEMORY = {8: 99 << 10, 9: 227 << 10, 10: 227 << 10}
+_INT32_MAX = 2**31 - 1
 
 
-def embedding_block(size: int, element_size: int) -> tuple[int, bool]:
-    """Elements of an embedding of `size` elements that a tile holds, and whether that is only a part of them."""
-    block = max(16, _power_of_two(size))
-    split = block * element_size > _MAX_ROW_BYTES
-    return (_SPLIT_ROW_BYTES // element_size if split else block), split
+@functools.lru_cache(maxsize=1024)
+def padded_query_length(query_length: int, unpadded: bool) -> tuple[int, int]:
+    """Rows that a query takes when stacked, and the largest of `_GROUPS` that divides them.
+
+    Every sum that the kernel takes so lies within one query, and is all of it for the lengths in use. There are few
+    groups, because each is compiled for itself. `unpadded`: a query may be summed row by row.
+    """
+    lengths = [-(-query_length // padding) * padding for padding in _PADDINGS]
+    few = [padded for padded in lengths if padded - query_length <= _MOST_PADDING * padded]
+    if not few and (unpadded or query_length == 1):
+        return query_length, 1
+    padded = few[0] if few else lengths[-1]
+    return padded, max(group for group in _GROUPS if padded % group == 0)
 
 
+class Blocks(NamedTuple):
+    """Elements of an embedding that a tile holds: in a block, in a second one (0: there is none), or split.
+
+    Split, an embedding is read block by block.
+    """
+
+    first: int
+    second: int
+    split: bool
+
+    @property
+    def held(self) -> int:
+        return self.first + self.second
+
+
+@functools.lru_cache(maxsize=1024)
+def embedding_blocks(capability: int, size: int, element_size: int) -> Blocks:
+    """How tiles hold embeddings of `size` elements."""
+    whole = max(16, power_of_two(size))
+    split = whole * element_size > _MAX_ROW_BYTES
+    if element_size == 2 and _MIN_IN_TWO <= size <= _MAX_IN_TWO:
+        blocks = Blocks(whole // 2, max(16, power_of_two(size - whole // 2)), False)
+        if blocks.held < whole and (not split or _fits(_STACKED_IN_TWO[-1], capability, blocks.held * element_size)):
+            return blocks
+    return Blocks(_SPLIT_ROW_BYTES // element_size if split else whole, 0, split)
+
+
+@functools.lru_cache(maxsize=1024)
 def stacked_tile(capability: int, size: int, element_size: int, rows: int, with_winners: bool) -> Tile:
     """Tile for `rows` stacked query rows of `size` elements, on compute capability major `capability`.
 
     Winners take registers, and with 256 rows those spill: 5.78 ms, and 4.82 ms with 128, at 1024 x 1024, 32 x 180. So
     do two sums of a wide tile.
     """
-    block, split = embedding_block(size, element_size)
+    blocks = embedding_blocks(capability, size, element_size)
+    split, row_bytes = blocks.split, blocks.held * element_size
     tile = _STACKED_SPLIT if split else _STACKED
+    if row_bytes > _MAX_ROW_BYTES:
+        tile = next(tile for tile in _STACKED_IN_TWO if _fits(tile, capability, row_bytes))
     if with_winners:
-        tile = tile._replace(rows=128)
+        tile = tile._replace(rows=min(tile.rows, 128))
     if split and (with_winners or size > SUMMED_EMBEDDING or element_size == 4):
         tile = tile._replace(columns=128, num_stages=4)
     # Fewer rows take no less time, and each number of them would be compiled for itself.
-    tile = tile._replace(rows=max(_MIN_STACKED_ROWS, min(tile.rows, _power_of_two(rows))))
-    return _fit(tile, capability, block * element_size, split)
+    tile = tile._replace(rows=max(_MIN_STACKED_ROWS, min(tile.rows, power_of_two(rows))))
+    return _fit(tile, capability, row_bytes, split)
 
 
+@functools.lru_cache(maxsize=1024)
+def hopper_blocks(size: int) -> Blocks:
+    """How the Hopper kernel holds embeddings of `size` half-precision elements."""
+    blocks = embedding_blocks(9, size, 2)
+    return Blocks(max(16, power_of_two(size)), 0, False) if blocks.split else blocks
+
+
+@functools.lru_cache(maxsize=1024)
 def hopper_tile(
     capability: int, size: int, element_size: int, rows: int, document_length: int, with_winners: bool
 ) -> HopperTile | None:
     """Tile of the Hopper kernel for `rows` stacked query rows of `size` elements, or None where it serves none."""
-    if capability != 9 or element_size != 2 or size > 256 or rows < _HOPPER_MIN_ROWS or not has_gluon():
+    if capability != 9 or element_size != 2 or size > 256 or rows < HOPPER_MIN_ROWS or not has_gluon():
         return None
     if size <= 128:
         return _HOPPER_WINNERS if with_winners else _HOPPER
     return _HOPPER_LONG if with_winners or document_length < _HOPPER_WIDE_MIN_LENGTH else _HOPPER_LONG_WIDE
 
 
-def copied_by_16_bytes(size: int, strides: tuple[int, ...]) -> bool:
-    """Whether rows of `size` half-precision elements can be copied 16 bytes at a time, and Triton can tell.
+@functools.lru_cache(maxsize=1024)
+def hopper_tail(tile: HopperTile, document_length: int) -> int:
+    """Columns of a narrower product for the last tokens of a document (0: there is none), where that saves much.
 
-    All that Triton knows of a stride is whether it is a multiple of 16 elements.
+    Winners are found in a whole tile, and longer embeddings leave less of their time to what follows a product.
     """
-    return size % 8 == 0 and all(stride % 16 == 0 for stride in strides)
+    left = document_length % tile.columns
+    columns = document_length - left + tile.columns
+    tail = next((tail for tail in _HOPPER_TAILS if 0 < left <= tail), 0)
+    return tail if tile == _HOPPER and tile.columns - tail >= _HOPPER_TAIL_SAVES * columns else 0
 
 
+def stride_unit(strides: tuple[int, ...]) -> int:
+    """A power of two that divides all strides, which kernels take divided by it and multiply again.
+
+    All that Triton knows of a stride is whether it is a multiple of 16 elements, and then the unit is 1. Of others,
+    such as those of embeddings of 72, the product tells it how many elements it may load at a time; else that is one.
+    """
+    together = functools.reduce(operator.or_, strides)
+    # A kernel multiplies in 32 bits what fits into them.
+    return together & -together if together & 15 and max(strides) <= _INT32_MAX else 1
+
+
+def divided_strides(queries: tuple[int, ...], documents: tuple[int, ...]) -> tuple[tuple[int, ...], int, int]:
+    """The strides of queries and of documents, divided by their units, and these units."""
+    of_queries, of_documents = stride_unit(queries), stride_unit(documents)
+    if of_queries > 1:
+        queries = tuple([stride // of_queries for stride in queries])
+    if of_documents > 1:
+        documents = tuple([stride // of_documents for stride in documents])
+    return (*queries, *documents), of_queries, of_documents
+
+
+def copied_by_16_bytes(size: int, strides: tuple[int, ...]) -> bool:
+    """Whether rows of `size` half-precision elements can be copied 16 bytes at a time, and Triton can tell."""
+    return size % 8 == 0 and (stride_unit(strides) == 8 or not functools.reduce(operator.or_, strides) & 15)
+
+
+@functools.lru_cache(maxsize=1024)
 def fused_tile(capability: int, rows: int, size: int, d_model: int, element_size: int) -> FusedTile | None:
     """Tile of the kernel that projects d_model elements to `size` and scores `rows` query rows, or None."""
     blocks = -(-rows // _FUSED_MAX_COLUMNS)
@@ -142,8 +237,8 @@ def fused_tile(capability: int, rows: int, size: int, d_model: int, element_size
         or not has_gluon()
     ):
         return None
-    columns = max(16, min(_FUSED_MAX_COLUMNS, _power_of_two(rows)))
-    embedding = max(16, _power_of_two(size))
+    columns = max(16, min(_FUSED_MAX_COLUMNS, power_of_two(rows)))
+    embedding = max(16, power_of_two(size))
     free = _FUSED_SHARED_MEMORY - blocks * columns * embedding * element_size
     stages = min(6, free // ((_FUSED_ROWS + embedding) * _FUSED_CHUNK * element_size))
     return FusedTile(_FUSED_ROWS, _FUSED_CHUNK, embedding, blocks, columns, stages)
@@ -158,12 +253,21 @@ def has_gluon() -> bool:
     return True
 
 
+@functools.lru_cache(maxsize=1024)
 def single_tile(capability: int, size: int, element_size: int, query_length: int, packed: bool) -> Tile:
     """Tile for one query of `query_length` tokens of `size` elements against its documents."""
-    block, split = embedding_block(size, element_size)
+    blocks = embedding_blocks(capability, size, element_size)
+    split, row_bytes = blocks.split, blocks.held * element_size
     tile = _SINGLE_SPLIT if split else _SINGLE_PACKED if packed else _SINGLE
-    tile = tile._replace(columns=max(16, min(tile.columns, _power_of_two(query_length))))
-    return _fit(tile, capability, block * element_size, split)
+    if row_bytes > _MAX_ROW_BYTES:
+        tile = _SINGLE_IN_TWO
+    tile = tile._replace(columns=max(16, min(tile.columns, power_of_two(query_length))))
+    return _fit(tile, capability, row_bytes, split)
+
+
+def _fits(tile: Tile, capability: int, row_bytes: int) -> bool:
+    """Whether a tile of whole embeddings keeps all its stages."""
+    return _fit(tile, capability, row_bytes, False) == tile
 
 
 def _fit(tile: Tile, capability: int, row_bytes: int, split: bool) -> Tile:
@@ -178,7 +282,8 @@ def _fit(tile: Tile, capability: int, row_bytes: int, split: bool) -> Tile:
     return tile._replace(num_stages=stages)
 
 
-def _power_of_two(value: int) -> int:
+@functools.lru_cache(maxsize=1024)
+def power_of_two(value: int) -> int:
     return 1 << max(0, value - 1).bit_length()
 
 
@@ -189,3 +294,22 @@ def architecture(device: torch.device) -> tuple[int, int]:
         return 8, 1
     properties = torch.cuda.get_device_properties(device)
     return properties.major, properties.multi_processor_count
+
+
+@functools.cache
+def kernels_run_on(device: torch.device) -> str | None:
+    """None if the Triton kernels run on `device`, else the reason why they do not."""
+    try:
+        from triton import knobs
+    except ImportError:
+        return "triton is not installed"
+    if knobs.runtime.interpret:
+        return None
+    if device.type != "cuda":
+        return f"the Triton kernels need a CUDA device, and the tensors are on {device.type}"
+    if torch.version.hip is not None:
+        return "the Triton kernels are written for NVIDIA GPUs, and this PyTorch is built for ROCm"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (8, 0):
+        return f"the Triton kernels need compute capability 8.0, and {device} has {capability[0]}.{capability[1]}"
+    return None

@@ -1,13 +1,13 @@
 """MaxSim in blocks of plain torch: any device, any dtype, and never the whole [Nq, Nd, Lq, Ld] tensor.
 
-Everything here works on checked tensors in the grouped layout of `ops.maxsim`: `queries` [Nq, Lq, d], `documents`
+Everything here works on checked tensors in groups, as in `problem.Problem`: `queries` [Nq, Lq, d], `documents`
 [G, K, Ld, d] with G = 1 (all queries against the same K documents) or G = Nq (each query against its own K).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,17 +25,20 @@ WINNERS_AT_ONCE = 1 << 18
 _SMALL_PRODUCT = 1 << 24
 
 
-def blocked_forward(
-    queries: Tensor,
-    documents: Tensor,
-    queries_mask: Tensor | None,
-    documents_mask: Tensor | None,
-    queries_scale: Tensor | None,
-    documents_scale: Tensor | None,
-    zero_masked: bool,
-    with_winners: bool,
-) -> tuple[Tensor, Tensor | None]:
+class Inputs(NamedTuple):
+    """What is computed with: masks are bool, and similarities are scaled by what there is of each token."""
+
+    queries: Tensor
+    documents: Tensor
+    queries_mask: Tensor | None = None
+    documents_mask: Tensor | None = None
+    queries_scale: Tensor | None = None
+    documents_scale: Tensor | None = None
+
+
+def blocked_forward(inputs: Inputs, zero_masked: bool, with_winners: bool) -> tuple[Tensor, Tensor | None]:
     """Scores [Nq, K] in the accumulation dtype and, if asked, winners [G, K, Nq / G * Lq] (int64, -1: no gradient)."""
+    queries, documents, queries_mask, documents_mask, queries_scale, documents_scale = inputs
     groups, candidates, length, _ = documents.shape
     rows = queries.shape[0] // groups * queries.shape[1]
     dtype = accumulation_dtype(queries.dtype)
@@ -70,14 +73,7 @@ def blocked_forward(
 
 
 def blocked_backward(
-    grad_scores: Tensor,
-    queries: Tensor,
-    documents: Tensor,
-    winners: Tensor,
-    queries_scale: Tensor | None,
-    documents_scale: Tensor | None,
-    need_queries: bool,
-    need_documents: bool,
+    inputs: Inputs, grad_scores: Tensor, winners: Tensor, need_queries: bool, need_documents: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of queries and documents, in their shapes and type.
 
@@ -85,6 +81,7 @@ def blocked_backward(
     no row that did not win. For the documents, a stable sort groups each document's rows by the token that won them.
     Beside the gradients, there is a block of documents in the accumulation dtype at any time, and the queries.
     """
+    queries, documents, _, _, queries_scale, documents_scale = inputs
     groups, candidates, length, size = documents.shape
     rows = winners.shape[-1]
     dtype, device = accumulation_dtype(queries.dtype), queries.device
@@ -93,7 +90,7 @@ def blocked_backward(
     # Where no gradient flows, the winner is one more token of zeros. To know that all do, a GPU would be waited for.
     bags = length + int(device.type != "cpu" or bool((winners < 0).any()))
     step = max(1, min(WINNERS_AT_ONCE // rows, 4 * block_budget(device) // (bags * size)))
-    for group, block in _parts(groups, candidates, step):
+    for group, block in _document_blocks(groups, candidates, step):
         winner = winners[group, block]
         winner = winner.to(torch.int32).where(winner >= 0, length)
         shape = winner.shape[:2]
@@ -140,13 +137,13 @@ def _unscaled(grad: Tensor, embeddings: Tensor, scale: Tensor | None) -> Tensor:
     return found if scale is None else found.masked_fill_(~grad.any(dim=-1, keepdim=True), 0.0)
 
 
-def _placed(total: Tensor | None, part: Tensor, place: tuple[slice, ...], shape: tuple[int, ...]) -> Tensor:
-    """The `part` in its place of the total, which has that `shape`, and is not made where the part is all of it."""
+def _placed(total: Tensor | None, block: Tensor, place: tuple[slice, ...], shape: tuple[int, ...]) -> Tensor:
+    """The `block` in its place of the total, which has that `shape`, and is not made where the block is all of it."""
     if total is None:
-        if part.shape == shape and part.is_contiguous():
-            return part
-        total = part.new_empty(shape)
-    total[place] = part
+        if block.shape == shape and block.is_contiguous():
+            return block
+        total = block.new_empty(shape)
+    total[place] = block
     return total
 
 
@@ -181,12 +178,12 @@ def _blocks(shape: torch.Size, rows: int, device: torch.device) -> Iterator[tupl
     step = budget // (length * max(rows, size))
     if groups == 1 or step < 2 * candidates:
         step = min(candidates, max(1, budget // (row_step * length)))
-    for group, block in _parts(groups, candidates, step):
+    for group, block in _document_blocks(groups, candidates, step):
         for row in range(0, rows, row_step):
             yield group, block, slice(row, row + row_step)
 
 
-def _parts(groups: int, candidates: int, step: int) -> Iterator[tuple[slice, slice]]:
+def _document_blocks(groups: int, candidates: int, step: int) -> Iterator[tuple[slice, slice]]:
     """Groups and documents, `step` documents at a time: of one group, or all those of several."""
     group_step, step = max(1, step // candidates), min(step, candidates)
     for group in range(0, groups, group_step):

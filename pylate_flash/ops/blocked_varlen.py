@@ -13,30 +13,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .blocked import WINNERS_AT_ONCE, accumulation_dtype, block_budget, blocked_forward, inner_products
+from .blocked import WINNERS_AT_ONCE, Inputs, accumulation_dtype, block_budget, blocked_forward, inner_products
 from .norms import through_norms
 
 # A winner that no token has yet taken; larger than any token.
 _NO_WINNER = 2**31 - 1
 
 
+# Boundaries of queries, of documents, and of each query's candidates (None: all documents), on the host.
+Bounds = tuple[np.ndarray, np.ndarray, np.ndarray | None]
+
+
 def blocked_varlen_forward(
-    queries: Tensor,
-    documents: Tensor,
-    queries_scale: Tensor | None,
-    documents_scale: Tensor | None,
-    query_bounds: np.ndarray,
-    document_bounds: np.ndarray,
-    candidate_bounds: np.ndarray | None,
-    max_query_length: int,
-    with_winners: bool,
-    queries_mask: Tensor | None = None,
+    inputs: Inputs, bounds: Bounds, max_query_length: int, with_winners: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Scores [Nq, Nd], or [Nd] with candidates, float32, and, if asked, winners (int32).
 
     One product per block of queries and documents, then a maximum per document; of queries with few candidates, several
-    go together, padded. `queries_mask` holds a bool per query token, in any shape.
+    go together, padded. The mask of the queries holds a bool per token, in any shape; documents have none.
     """
+    queries, documents, queries_mask, _, queries_scale, documents_scale = inputs
+    query_bounds, document_bounds, candidate_bounds = bounds
     device = queries.device
     dtype = accumulation_dtype(queries.dtype)
     budget = block_budget(device)
@@ -45,11 +42,11 @@ def blocked_varlen_forward(
         scores = torch.zeros(n_queries, n_documents, device=device)
         # As many rows as the longest document leaves room for, as no document is cut.
         rows = budget // max(256, int(np.diff(document_bounds).max()))
-        tasks = [(first, last, 0, n_documents) for first, last in _runs(query_bounds, rows)]
+        tasks = [(first, last, 0, n_documents) for first, last in _blocks(query_bounds, rows)]
     else:
         scores = torch.zeros(n_documents, device=device)
-        runs = _candidate_runs(query_bounds, document_bounds, candidate_bounds, budget, documents.shape[1])
-        tasks = [(first, last, int(candidate_bounds[first]), int(candidate_bounds[last])) for first, last in runs]
+        blocks = _candidate_blocks(query_bounds, document_bounds, candidate_bounds, budget, documents.shape[1])
+        tasks = [(first, last, int(candidate_bounds[first]), int(candidate_bounds[last])) for first, last in blocks]
     masked = None if queries_mask is None else ~queries_mask.flatten()
     winners = None
     if with_winners:
@@ -68,16 +65,15 @@ def blocked_varlen_forward(
             document_tokens, exist = _padded(document_bounds, np.arange(first_document, last_document), device)
             if queries_mask is not None:
                 active &= queries_mask.flatten()[query_tokens]
-            found, winner = blocked_forward(
+            padded = Inputs(
                 _rows(queries, query_tokens),
                 _rows(documents, document_tokens).unsqueeze(1),
                 active,
                 exist.unsqueeze(1),
                 None if queries_scale is None else queries_scale[query_tokens],
                 None if documents_scale is None else documents_scale[document_tokens].unsqueeze(1),
-                False,
-                with_winners,
             )
+            found, winner = blocked_forward(padded, False, with_winners)
             scores[first_document:last_document] = found.squeeze(1)
             if winners is not None and winner is not None:
                 winners[first_document:last_document, : query_tokens.shape[1]] = winner.squeeze(1)
@@ -85,21 +81,23 @@ def blocked_varlen_forward(
         owners, places = _owners(query_bounds[first_query : last_query + 1])
         columns = torch.from_numpy(places + (owners + first_query) * max_query_length * (candidate_bounds is None))
         columns, owners_of_rows = columns.to(device), torch.from_numpy(owners).to(device)
-        for first, last in _runs(document_bounds[first_document : last_document + 1], budget // block_queries.shape[0]):
+        for first, last in _blocks(
+            document_bounds[first_document : last_document + 1], budget // block_queries.shape[0]
+        ):
             first, last = first + first_document, last + first_document
             tokens = slice(document_bounds[first], document_bounds[last])
             similarities = inner_products(documents[tokens], block_queries)
             if documents_scale is not None:
                 similarities *= documents_scale[tokens].unsqueeze(1)
             owners, places = _owners(document_bounds[first : last + 1])
-            segments = torch.from_numpy(owners).to(device).unsqueeze(1).expand_as(similarities)
+            owner = torch.from_numpy(owners).to(device).unsqueeze(1).expand_as(similarities)
             best = torch.full((last - first, block_queries.shape[0]), -torch.inf, dtype=dtype, device=device)
-            best.scatter_reduce_(0, segments, similarities, "amax")
+            best.scatter_reduce_(0, owner, similarities, "amax")
             if winners is not None:
-                won = (similarities == best.gather(0, segments)) | similarities.isnan()
+                won = (similarities == best.gather(0, owner)) | similarities.isnan()
                 positions = torch.from_numpy(places.astype(np.int32)).to(device).unsqueeze(1)
                 winner = torch.full(best.shape, _NO_WINNER, dtype=torch.int32, device=device)
-                winner.scatter_reduce_(0, segments, torch.where(won, positions, _NO_WINNER), "amin")
+                winner.scatter_reduce_(0, owner, torch.where(won, positions, _NO_WINNER), "amin")
                 winner.masked_fill_(best == -torch.inf, -1)
                 winners[first:last, columns] = winner if masked is None else winner.masked_fill_(masked[block], -1)
             if queries_scale is not None:
@@ -118,20 +116,17 @@ def blocked_varlen_forward(
 
 
 def blocked_varlen_backward(
-    grad_scores: Tensor,
-    queries: Tensor,
-    documents: Tensor,
-    winners: Tensor,
-    queries_scale: Tensor | None,
-    documents_scale: Tensor | None,
-    query_bounds: np.ndarray,
-    document_bounds: np.ndarray,
-    candidate_bounds: np.ndarray | None,
+    inputs: Inputs,
+    bounds: Bounds,
     max_query_length: int,
+    grad_scores: Tensor,
+    winners: Tensor,
     need_queries: bool,
     need_documents: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients [Tq, d] and [Td, d], in the type of the embeddings."""
+    queries, documents, _, _, queries_scale, documents_scale = inputs
+    query_bounds, document_bounds, candidate_bounds = bounds
     device = queries.device
     dtype = accumulation_dtype(queries.dtype)
     n_queries = len(query_bounds) - 1
@@ -144,8 +139,8 @@ def blocked_varlen_backward(
     weights = weights.T if candidate_bounds is None else weights.unsqueeze(1)
     owners = None if candidate_bounds is None else np.repeat(np.arange(n_queries), np.diff(candidate_bounds))
     step = max(1, WINNERS_AT_ONCE // winners.shape[1])
-    runs = _runs(document_bounds, 4 * block_budget(device) // documents.shape[1])
-    for first, last in ((start, min(start + step, end)) for run, end in runs for start in range(run, end, step)):
+    blocks = _blocks(document_bounds, 4 * block_budget(device) // documents.shape[1])
+    for first, last in ((start, min(start + step, end)) for begin, end in blocks for start in range(begin, end, step)):
         tokens = slice(document_bounds[first], document_bounds[last])
         if tokens.start == tokens.stop:
             continue
@@ -194,22 +189,22 @@ def _weighted_sums(
     )[:count]  # fmt: skip
 
 
-def _candidate_runs(
+def _candidate_blocks(
     query_bounds: np.ndarray, document_bounds: np.ndarray, candidate_bounds: np.ndarray, budget: int, size: int
 ) -> list[tuple[int, int]]:
     """Consecutive queries that fit into `budget` with their documents, all padded to one length; or one query alone."""
     counts = np.diff(candidate_bounds)
     longest = np.zeros(len(counts), dtype=np.int64)
     np.maximum.at(longest, np.repeat(np.arange(len(counts)), counts), np.diff(document_bounds))
-    runs, first, total, most, widest = [], 0, 0, 0, size
+    blocks, first, total, most, widest = [], 0, 0, 0, size
     for i, (count, tokens, rows) in enumerate(
         zip(counts.tolist(), longest.tolist(), np.diff(query_bounds).tolist(), strict=True)
     ):
         total, most, widest = total + count, max(most, tokens), max(widest, rows)
         if i > first and total * most * widest > budget:
-            runs.append((first, i))
+            blocks.append((first, i))
             first, total, most, widest = i, count, tokens, max(size, rows)
-    return [*runs, (first, len(counts))]
+    return [*blocks, (first, len(counts))]
 
 
 def _padded(bounds: np.ndarray, sequences: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -232,12 +227,12 @@ def _owners(bounds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return owners, np.arange(len(owners)) - (bounds[:-1] - bounds[0])[owners]
 
 
-def _runs(bounds: np.ndarray, budget: int) -> list[tuple[int, int]]:
+def _blocks(bounds: np.ndarray, budget: int) -> list[tuple[int, int]]:
     """Consecutive sequences whose tokens fit into `budget` together; a longer sequence stands alone."""
-    runs, first = [], 0
+    blocks, first = [], 0
     while first < len(bounds) - 1:
         last = int(np.searchsorted(bounds, bounds[first] + max(1, budget), side="right")) - 1
         last = max(last, first + 1)
-        runs.append((first, last))
+        blocks.append((first, last))
         first = last
-    return runs
+    return blocks

@@ -12,6 +12,14 @@ from torch.autograd import forward_ad
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
+def check_tensor(name: str, value: object, layouts: dict[int, str] | None = None) -> None:
+    """Raise TypeError unless `value` is a tensor, and ValueError unless its rank is a key of `layouts`, if given."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
+    if layouts is not None and value.dim() not in layouts:
+        raise ValueError(f"{name} must have shape {' or '.join(layouts.values())}, got {list(value.shape)}")
+
+
 def check_embeddings(name: str, value: object, layouts: dict[int, str]) -> Tensor:
     """Return `value` if it is a floating tensor whose rank is a key of `layouts` (rank -> shape in words).
 
@@ -55,37 +63,61 @@ def check_same(queries: Tensor, documents: Tensor) -> None:
         )
 
 
-def check_mask(name: str, mask: object, embeddings: Tensor) -> Tensor | None:
-    """Return `mask` as bool (True: active), or None, after checking it against the tokens of `embeddings`.
-
-    Its values are checked where that waits for nothing; elsewhere all but 0 count as 1.
+def check_mask_layout(name: str, mask: Tensor, embeddings: Tensor) -> None:
+    """Raise unless `mask` fits the tokens of `embeddings`.
 
     Raises
     ------
     TypeError
-        If it is neither None nor a tensor, or complex.
+        If it is complex.
     ValueError
-        If its shape is not that of the tokens, it lies on another device, or holds other values than 0 and 1.
+        If its shape is not that of the tokens, it lies on another device, or it requires a gradient.
     """
-    if mask is None:
-        return None
-    if not isinstance(mask, Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor or None, got {type(mask).__name__}")
     if mask.is_complex():
         raise TypeError(f"{name} must be bool, or 0/1 of an integer or floating dtype, got {mask.dtype}")
     if mask.shape != embeddings.shape[:-1]:
         raise ValueError(f"{name} must have shape {list(embeddings.shape[:-1])}, got {list(mask.shape)}")
     if mask.device != embeddings.device:
         raise ValueError(f"{name} must be on {embeddings.device}, got {mask.device}")
-    if mask.dtype == torch.bool:
+    if mask.requires_grad:
+        raise ValueError(f"{name} must not require a gradient, as none flows to it: detach it")
+
+
+def checked_mask(name: str, mask: Tensor | None, weights: bool = False) -> Tensor | None:
+    """Return `mask` after a look at its values: bool, or floating `weights` where some are neither 0 nor 1.
+
+    Raises
+    ------
+    ValueError
+        If it holds other values than 0 and 1, or with `weights` a negative or infinite value or NaN.
+    """
+    if mask is None or mask.dtype == torch.bool:
         return mask
     active = mask != 0
-    if is_readable(mask) and (other := mask[mask != active]).numel():
-        raise ValueError(
-            f"{name} must hold only 0 (masked) and 1 (active), got {other[0].item():g}: tokens have no weights, and a "
-            "mask is not added to similarities"
-        )
-    return active
+    may_weigh = weights and mask.is_floating_point()
+    if not is_readable(mask):
+        return mask if may_weigh else active
+    other = mask[mask != active]
+    if other.numel() == 0:
+        return active
+    wrong = other[~((other > 0) & (other < torch.inf))] if may_weigh else other
+    if wrong.numel() == 0:
+        return mask
+    raise ValueError(
+        f"{name} must hold only 0 (masked) and 1 (active){' or positive weights' if may_weigh else ''}, got "
+        f"{wrong[0].item():g}: a mask is not added to similarities"
+        + (", and only query tokens have weights, of a floating type" if not may_weigh else "")
+    )
+
+
+def check_boundaries(name: str, cu_seqlens: object) -> None:
+    """Raise TypeError or ValueError unless these may be boundaries [N + 1] of packed sequences."""
+    if not isinstance(cu_seqlens, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(cu_seqlens).__name__}")
+    if cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name} must be int32 or int64, got {cu_seqlens.dtype}")
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] == 0:
+        raise ValueError(f"{name} must have shape [N + 1], got {list(cu_seqlens.shape)}")
 
 
 def is_readable(tensor: Tensor) -> bool:

@@ -8,39 +8,25 @@ with q[i] = softmax(scores[i] / temperature), and p[i] the softmax of a teacher'
 Network", 2015.) The definitions take any scores, and autograd differentiates them; over `maxsim_reference` they are
 what the operations here are tested against, and nothing else.
 
-Where the kernels serve the scores, scores and loss are one node of autograd, whose backward starts at the loss: a step
-on a batch of some hundred queries waits for the host, half as long again with torch's loss between two nodes. Elsewhere
-torch's operations follow `maxsim`, which is also what `torch.compile` traces.
+Where the kernels serve, scores, loss and both gradients are one operator, `pylate_flash::maxsim_loss`: the gradients
+are computed with the loss, and multiplied by its gradient in the backward. Not of float16, where a loss is scaled so
+that small gradients are not lost in rounding, and the scale is not known before the backward; nor of a loss of each
+query. There, and on other devices, torch's operations follow `maxsim`.
 """
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .checks import FLOATING, check_choice, is_readable
-from .dispatch import BACKWARDS, IMPLEMENTATIONS, choose
-from .maxsim import (
-    MASKINGS,
-    _checked,
-    _finish,
-    _forward,
-    _grouped,
-    _is_plain,
-    are_halves_of_one_size,
-    goes_straight_to_the_kernel,
-    gradients_of_scores,
-    is_for_the_kernel,
-    kernels,
-    maxsim,
-    needs_gradient,
-    product_precision,
-)
+from ..kernels.select import choose
+from .checks import FLOATING, check_choice, is_readable, no_second_derivative
+from .compute import kernels
+from .maxsim import checked, is_plain, needs_gradient, scores_of
+from .problem import Options, Tensors, check
 
 LOSS_REDUCTIONS = ("mean", "sum", "none")
 
@@ -74,9 +60,9 @@ def kl_divergence_reference(
 def maxsim_cross_entropy(
     queries: Tensor,
     documents: Tensor,
+    *,
     queries_mask: Tensor | None = None,
     documents_mask: Tensor | None = None,
-    *,
     labels: Tensor | None = None,
     temperature: float = 1.0,
     loss_reduction: str = "mean",
@@ -85,7 +71,6 @@ def maxsim_cross_entropy(
     masking: str = "exclude",
     empty_score: float = 0.0,
     implementation: str = "auto",
-    backward: str = "auto",
 ) -> Tensor:
     """Cross entropy over MaxSim scores: the contrastive loss with in-batch negatives, or with candidates of its own.
 
@@ -108,7 +93,7 @@ def maxsim_cross_entropy(
         Divides the scores. Positive.
     loss_reduction
         "mean" or "sum" over the queries, or "none".
-    normalize, reduction, masking, empty_score, implementation, backward
+    normalize, reduction, masking, empty_score, implementation
         As in `maxsim`; `reduction` is that of the scores.
 
     Returns
@@ -131,20 +116,18 @@ def maxsim_cross_entropy(
     >>> maxsim_cross_entropy(queries, queries, temperature=0.5)
     tensor(0.1269)
     """
-    scoring = _Scoring(normalize, reduction, masking, empty_score, implementation, backward)
-    return _loss(
-        queries, documents, queries_mask, documents_mask, labels, _Comparison(False, temperature, loss_reduction),
-        scoring,
-    )  # fmt: skip
+    tensors = Tensors(queries, documents, queries_mask, documents_mask)
+    options = Options(0, 0, 0, bool(normalize), reduction, masking, empty_score, implementation)
+    return _loss(tensors, labels, options, _Comparison(False, temperature, loss_reduction))
 
 
 def maxsim_kl_divergence(
     queries: Tensor,
     documents: Tensor,
     teacher_scores: Tensor,
+    *,
     queries_mask: Tensor | None = None,
     documents_mask: Tensor | None = None,
-    *,
     temperature: float = 1.0,
     loss_reduction: str = "mean",
     normalize: bool = False,
@@ -152,7 +135,6 @@ def maxsim_kl_divergence(
     masking: str = "exclude",
     empty_score: float = 0.0,
     implementation: str = "auto",
-    backward: str = "auto",
 ) -> Tensor:
     """Kullback-Leibler divergence of MaxSim scores from a teacher's: the loss of knowledge distillation.
 
@@ -174,7 +156,7 @@ def maxsim_kl_divergence(
         Divides the scores, but not the teacher's. Positive.
     loss_reduction
         "mean" or "sum" over the queries, or "none".
-    normalize, reduction, masking, empty_score, implementation, backward
+    normalize, reduction, masking, empty_score, implementation
         As in `maxsim`; `reduction` is that of the scores.
 
     Returns
@@ -199,11 +181,9 @@ def maxsim_kl_divergence(
     >>> maxsim_kl_divergence(queries, candidates, torch.tensor([[1.0, 0.0]]))
     tensor(0.)
     """
-    scoring = _Scoring(normalize, reduction, masking, empty_score, implementation, backward)
-    return _loss(
-        queries, documents, queries_mask, documents_mask, teacher_scores,
-        _Comparison(True, temperature, loss_reduction), scoring,
-    )  # fmt: skip
+    tensors = Tensors(queries, documents, queries_mask, documents_mask)
+    options = Options(0, 0, 0, bool(normalize), reduction, masking, empty_score, implementation)
+    return _loss(tensors, teacher_scores, options, _Comparison(True, temperature, loss_reduction))
 
 
 class _Comparison(NamedTuple):
@@ -214,55 +194,31 @@ class _Comparison(NamedTuple):
     loss_reduction: str
 
 
-class _Scoring(NamedTuple):
-    """The options of `maxsim`."""
-
-    normalize: bool
-    reduction: str
-    masking: str
-    empty_score: float
-    implementation: str
-    backward: str
-
-
-def _loss(
-    queries: Tensor,
-    documents: Tensor,
-    queries_mask: Tensor | None,
-    documents_mask: Tensor | None,
-    target: Tensor | None,
-    comparison: _Comparison,
-    scoring: _Scoring,
-) -> Tensor:
-    if goes_straight_to_the_kernel(queries, documents) and (
-        step := _step(queries, documents, queries_mask, documents_mask, target, comparison, scoring)
-    ):
-        return _stepped(step, queries, documents, queries_mask, documents_mask, target, comparison, scoring)
-    normalize, reduction, masking, empty_score, implementation, backward = scoring
-    check_choice("implementation", implementation, IMPLEMENTATIONS)
-    check_choice("backward", backward, BACKWARDS)
-    queries, documents, queries_mask, documents_mask = _checked(
-        queries, documents, queries_mask, documents_mask, reduction, masking
-    )
+def _loss(tensors: Tensors, target: Tensor | None, options: Options, comparison: _Comparison) -> Tensor:
     _check_comparison(comparison)
+    tensors = checked("maxsim", tensors, options)
+    queries, documents, queries_mask, documents_mask, *_ = tensors
+    # The operators make every check; those of the target rely on this much.
+    if queries.dim() != 3 or documents.dim() not in (3, 4) or not queries.is_floating_point():
+        check(tensors)
     target = _checked_target(target, comparison.divergence, queries, documents)
-    if _is_plain(queries, documents) and (
-        choose(implementation, queries.device, queries.dtype, queries.shape[-1]) == "triton"
+    if (
+        _chosen(options.implementation, queries.device, queries.dtype, queries.shape[-1]) == "blocked"
+        or queries.dtype == torch.float16
+        or comparison.loss_reduction == "none"
+        or 0 in queries.shape
+        or 0 in documents.shape
     ):
-        if target is not None:
-            target = target.to(torch.float32 if comparison.divergence else torch.int64).contiguous()
-        # Once more, with the tensors of the types that they have by now.
-        if is_for_the_kernel(queries, documents) and (
-            step := _step(queries, documents, queries_mask, documents_mask, target, comparison, scoring)
-        ):
-            return _stepped(step, queries, documents, queries_mask, documents_mask, target, comparison, scoring)
-        with_gradient = needs_gradient(queries, documents)
-        return _Loss.apply(queries, documents, target, queries_mask, documents_mask, comparison, scoring, with_gradient)
-    scores = maxsim(
-        queries, documents, queries_mask, documents_mask, normalize=normalize, reduction=reduction, masking=masking,
-        empty_score=empty_score, implementation=implementation, backward=backward,
-    )  # fmt: skip
-    return _compare(scores, target, documents.dim() == 4, comparison)
+        return _compare(scores_of("maxsim", tensors, options), target, documents.dim() == 4, comparison)
+    if target is not None:
+        target = (target.float() if comparison.divergence else target).contiguous()
+    return _maxsim_loss(queries, documents, queries_mask, documents_mask, target, *options[3:], *comparison)
+
+
+@torch.compiler.assume_constant_result
+def _chosen(implementation: str, device: torch.device, dtype: torch.dtype, size: int) -> str:
+    """`choose`, into which a compiler that traces a loss need not look."""
+    return choose(implementation, device, dtype, size)
 
 
 def _compare(scores: Tensor, target: Tensor | None, own_candidates: bool, comparison: _Comparison) -> Tensor:
@@ -282,26 +238,6 @@ def _compare(scores: Tensor, target: Tensor | None, own_candidates: bool, compar
         losses = -log_q.gather(1, target.long().clamp(0, scores.shape[1] - 1).unsqueeze(1)).squeeze(1)
         losses = losses * torch.where(exists, 1.0, torch.nan).to(scores.dtype)
     return losses if loss_reduction == "none" else losses.mean() if loss_reduction == "mean" else losses.sum()
-
-
-def _stepped(
-    step: _Launches,
-    queries: Tensor,
-    documents: Tensor,
-    queries_mask: Tensor | None,
-    documents_mask: Tensor | None,
-    target: Tensor | None,
-    comparison: _Comparison,
-    scoring: _Scoring,
-) -> Tensor:
-    """Scores, loss and gradients in one sequence of launches, then the node of autograd, while the GPU computes.
-
-    Not in the backward: it runs in another thread, whose caches are cold, and the same launches take it twice as long.
-    """
-    found = step.compute(queries, documents, queries_mask, documents_mask, target)
-    return _Step.apply(
-        queries, documents, target, queries_mask, documents_mask, found, step.rescale, comparison, scoring
-    )
 
 
 def _check_comparison(comparison: _Comparison) -> None:
@@ -348,191 +284,123 @@ def _checked_target(target: Tensor | None, divergence: bool, queries: Tensor, do
     return target
 
 
-class _Loss(torch.autograd.Function):
-    """Scores and loss by kernels. Keeps the winners, the scores, and what the softmax of each query needs."""
-
-    @staticmethod
-    def forward(
-        ctx, queries, documents, target, queries_mask, documents_mask, comparison, scoring, with_gradient
-    ):  # fmt: skip
-        normalize, reduction, masking, empty_score, *ctx.names = scoring
-        ctx.normalize = normalize
-        grouped_mask = None if documents_mask is None else _grouped(documents_mask, 3)
-        scores, winners = _forward(
-            queries, _grouped(documents), queries_mask, grouped_mask, normalize, masking == "zero", with_gradient,
-            *ctx.names,
-        )  # fmt: skip
-        scores = _finish(scores, queries, documents, queries_mask, documents_mask, reduction, empty_score).contiguous()
-        counts = None
-        if reduction == "mean" and queries_mask is None:
-            counts = scores.new_full((queries.shape[0],), queries.shape[1])
-        elif reduction == "mean":
-            counts = queries_mask.sum(dim=-1, dtype=torch.float32).clamp_(min=1)
-        compared = _compared(comparison, target is not None, documents.dim() == 4)
-        ctx.bound = kernels().bound_loss(tuple(scores.shape), queries.device, compared)
-        with kernels().on_device(queries):
-            loss, statistics = ctx.bound.forward(scores, target)
-        ctx.save_for_backward(queries, documents, winners, scores, target, statistics, counts)
-        return loss
-
-    @staticmethod
-    def backward(ctx, grad_loss):
-        queries, documents, winners, scores, target, statistics, counts = ctx.saved_tensors
-        with kernels().on_device(queries):
-            grad_scores = ctx.bound.gradient(grad_loss, scores, target, statistics, counts)
-        options = ctx.normalize, *ctx.names
-        gradients = gradients_of_scores(grad_scores, queries, documents, winners, None, options, ctx.needs_input_grad)
-        return *gradients, *(None,) * 6
+_LIBRARY = torch.library.Library("pylate_flash", "FRAGMENT")
+_CALL = (
+    "Tensor queries, Tensor documents, Tensor? queries_mask, Tensor? documents_mask, Tensor? target, bool normalize, "
+    "str reduction, str masking, float empty_score, str implementation, bool divergence, float temperature, "
+    "str loss_reduction"
+)
+_LIBRARY.define(f"maxsim_loss({_CALL}) -> Tensor")
+# What `maxsim_loss` is in a graph that has a backward: the loss and its gradients.
+_LIBRARY.define(f"maxsim_loss_gradients({_CALL}, bool need_queries, bool need_documents) -> (Tensor, Tensor, Tensor)")
+_LIBRARY.define(
+    "maxsim_loss_backward(Tensor grad_loss, Tensor queries, Tensor documents, Tensor grad_queries, "
+    "Tensor grad_documents) -> (Tensor, Tensor)"
+)
+_maxsim_loss = torch.ops.pylate_flash.maxsim_loss.default
+_maxsim_loss_gradients = torch.ops.pylate_flash.maxsim_loss_gradients.default
+_maxsim_loss_backward = torch.ops.pylate_flash.maxsim_loss_backward.default
 
 
-def _compared(comparison: _Comparison, has_target: bool, own_candidates: bool) -> Any:
-    """The same in the kernels' terms."""
-    divergence, temperature, loss_reduction = comparison
-    return kernels().Comparison(divergence, has_target, own_candidates, temperature, loss_reduction)
+_N_TENSORS = 5
 
 
-class _Step(torch.autograd.Function):
-    """A loss `found` with its gradients; the backward multiplies them by the gradient of the loss.
+def _computed(tensors: tuple, options: tuple, needs: tuple[bool, bool]) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The loss and the gradients that are needed, from the operator's arguments: tensors, and what follows them."""
+    queries, documents, queries_mask, documents_mask, target = tensors
+    return kernels().loss(
+        Tensors(queries, documents, queries_mask, documents_mask), target, Options(0, 0, 0, *options[:-3]),
+        options[-3:], needs,
+    )  # fmt: skip
 
-    They are all that is kept. The backward gives them away, so a second one (retain_graph=True) computes them again.
+
+def _loss_alone(*arguments) -> Tensor:
+    return _computed(arguments[:_N_TENSORS], arguments[_N_TENSORS:], (False, False))[0]
+
+
+def _loss_and_gradients(*arguments) -> tuple[Tensor, ...]:
+    loss, *gradients = _computed(arguments[:_N_TENSORS], arguments[_N_TENSORS:-2], arguments[-2:])
+    return loss, *[loss.new_empty(0) if gradient is None else gradient for gradient in gradients]
+
+
+class _MaxsimLoss(torch.autograd.Function):
+    """The operator where a gradient is needed: computes the gradients with the loss, and keeps them.
+
+    The backward multiplies them by the gradient of the loss and gives them away, so that a second one
+    (retain_graph=True) computes them again. They are not computed in the backward, which runs in another thread, whose
+    caches are cold: the same launches take the host twice as long there.
     """
 
     @staticmethod
-    def forward(ctx, queries, documents, target, queries_mask, documents_mask, found, rescale, comparison, scoring):
-        loss, *ctx.gradients = found
-        ctx.save_for_backward(queries, documents, target, queries_mask, documents_mask)
-        ctx.rescale = rescale
-        ctx.options = comparison, scoring
-        return loss
-
-    @staticmethod
-    def backward(ctx, grad_loss):
-        gradients, ctx.gradients = ctx.gradients, None
-        if gradients is not None and not torch.is_grad_enabled():
-            ctx.rescale(grad_loss, *gradients)
+    def forward(ctx, options, *tensors):
+        needs, ctx.plain = ctx.needs_input_grad[1:3], is_plain(*tensors[:2])
+        if ctx.plain:
+            loss, *ctx.gradients = _computed(tensors, options, needs)
         else:
-            queries, documents, *others = ctx.saved_tensors
-            create_graph = torch.is_grad_enabled()
-            needed = [tensor for tensor in (queries, documents) if tensor.requires_grad]
-            with torch.enable_grad():
-                loss = _Loss.apply(queries, documents, *others, *ctx.options, True)
-                found = iter(torch.autograd.grad(loss, needed, grad_loss, create_graph=create_graph))
-            gradients = [next(found) if tensor.requires_grad else None for tensor in (queries, documents)]
-        return *gradients, *(None,) * 7
+            loss, *ctx.gradients = _maxsim_loss_gradients(*tensors, *options, *needs)
+        ctx.save_for_backward(*tensors)
+        ctx.options = options
+        return loss
+
+    @staticmethod
+    def backward(ctx, grad_loss):
+        gradients, eager = ctx.gradients, ctx.plain and is_plain(grad_loss)
+        if eager:
+            ctx.gradients = None
+            if gradients is None:
+                gradients = _computed(ctx.saved_tensors, ctx.options, ctx.needs_input_grad[1:3])[1:]
+        if eager and not torch.is_grad_enabled():
+            kernels().rescale_gradients(grad_loss, *gradients)
+        else:
+            given = [grad_loss.new_empty(0) if gradient is None else gradient for gradient in gradients]
+            found = _maxsim_loss_backward(grad_loss, *ctx.saved_tensors[:2], *given)
+            needs = ctx.needs_input_grad[1:3]
+            gradients = [gradient if need else None for gradient, need in zip(found, needs, strict=True)]
+        return None, *gradients, *_NO_GRADIENTS
 
 
-class _Launches(NamedTuple):
-    """Of a step: what computes loss and gradients, and what multiplies the gradients by that of the loss."""
-
-    compute: Callable[..., tuple[Tensor, Tensor | None, Tensor | None]]
-    rescale: Callable[[Tensor, Tensor | None, Tensor | None], None]
+# Of masks and target.
+_NO_GRADIENTS = (None,) * (_N_TENSORS - 2)
 
 
-def _step(
-    queries: Tensor,
-    documents: Tensor,
-    queries_mask: Tensor | None,
-    documents_mask: Tensor | None,
-    target: Tensor | None,
-    comparison: _Comparison,
-    scoring: _Scoring,
-) -> _Launches | None:
-    """The launches that serve such tensors, `is_for_the_kernel`, if there is nothing else to a step on them.
-
-    The checks take twice as long as a launch and depend on no value, so they are made once for tensors of a kind.
-    """
-    normalize, reduction, masking, empty_score, implementation, backward = scoring
-    if not (
-        needs_gradient(queries, documents)
-        and type(comparison.temperature) in (float, int)
-        and type(comparison.loss_reduction) is type(implementation) is str
-        and not normalize
-        and reduction == "sum"
-        and masking in MASKINGS
-        and (documents_mask is None or empty_score == 0.0)
-        and backward == "auto"
-    ):
-        return None
-    return _launches_of(
-        queries.shape, queries.stride(), queries.dtype, queries.device, queries.requires_grad,
-        documents.shape, documents.stride(), documents.dtype, documents.device, documents.requires_grad,
-        documents.data_ptr() % 16 == 0, _kind(queries_mask), _kind(documents_mask), _kind(target), masking == "zero",
-        comparison, implementation,
-    )  # fmt: skip
+def _differentiable(*arguments) -> Tensor:
+    """The operator for tensors that may require a gradient."""
+    if needs_gradient(*arguments[:2]):
+        return _MaxsimLoss.apply(arguments[_N_TENSORS:], *arguments[:_N_TENSORS])
+    if is_plain(*arguments[:2]):
+        return _loss_alone(*arguments)
+    with torch._C._AutoDispatchBelowAutograd():
+        return _maxsim_loss(*arguments)
 
 
-# The shape, type and device of a contiguous tensor that requires no gradient; () stands for another.
-_Kind = tuple[torch.Size, torch.dtype, torch.device] | tuple[()] | None
+def _loss_shape(*arguments) -> Tensor:
+    check(Tensors(*arguments[:4]))
+    return arguments[0].new_empty((), dtype=torch.float32)
 
 
-def _kind(tensor: Tensor | None) -> _Kind:
-    if tensor is None:
-        return None
-    if type(tensor) is not Tensor or tensor.requires_grad or not tensor.is_contiguous():
-        return ()
-    return tensor.shape, tensor.dtype, tensor.device
+def _gradient_shapes(*arguments) -> tuple[Tensor, ...]:
+    queries, documents, *_, need_queries, need_documents = arguments
+    loss = _loss_shape(*arguments)
+    return loss, *(
+        torch.empty_like(tensor, memory_format=torch.contiguous_format) if need else loss.new_empty(0)
+        for tensor, need in ((queries, need_queries), (documents, need_documents))
+    )
 
 
-# As many as `kernels` keeps.
-@functools.lru_cache(maxsize=256)
-def _launches_of(
-    shape: torch.Size,
-    strides: tuple[int, ...],
-    dtype: torch.dtype,
-    device: torch.device,
-    need_queries: bool,
-    documents_shape: torch.Size,
-    documents_strides: tuple[int, ...],
-    documents_dtype: torch.dtype,
-    documents_device: torch.device,
-    need_documents: bool,
-    aligned: bool,
-    queries_mask: _Kind,
-    documents_mask: _Kind,
-    target: _Kind,
-    zero_masked: bool,
-    comparison: _Comparison,
-    implementation: str,
-) -> _Launches | None:
-    """The launches for such tensors, or None where an error is due or they do not serve.
-
-    They do not serve float16: a loss is scaled there so that small gradients are not lost in rounding, and the scale is
-    not known before the backward.
-    """
-    divergence, temperature, loss_reduction = comparison
-    own_candidates = len(documents_shape) == 4
-    if (
-        len(shape) != 3
-        or len(documents_shape) not in (3, 4)
-        or (own_candidates and documents_shape[0] != shape[0])
-        or dtype != torch.bfloat16
-        or documents_dtype != dtype
-        or documents_device != device
-        or not are_halves_of_one_size(shape, strides, dtype, documents_shape, documents_strides)
-        or implementation not in ("auto", "triton")
-        or choose(implementation, device, dtype, shape[-1]) != "triton"
-        or not 0.0 < temperature < math.inf
-        or loss_reduction not in ("mean", "sum")
-    ):
-        return None
-    for mask, expected in ((queries_mask, shape[:-1]), (documents_mask, documents_shape[:-1])):
-        if mask is not None and mask != (expected, torch.bool, device):
-            return None
-    if target is None:
-        if divergence or (not own_candidates and shape[0] > documents_shape[0]):
-            return None
-    elif divergence:
-        if target != ((shape[0], documents_shape[-3]), torch.float32, device):
-            return None
-    elif target != (shape[:1], torch.int64, device):
-        return None
-    sizes = [math.prod(shape) * need_queries, math.prod(documents_shape) * need_documents]
-    if not own_candidates:
-        documents_shape, documents_strides = (1, *documents_shape), (0, *documents_strides)  # type: ignore[assignment]
-    compute = kernels().bound_step(
-        shape, strides, dtype, device, documents_shape, documents_strides, aligned, queries_mask is not None,
-        documents_mask is not None, zero_masked and documents_mask is not None, need_queries, need_documents,
-        product_precision(dtype),
-        _compared(comparison, target is not None, own_candidates),
-    )  # fmt: skip
-    return _Launches(compute, kernels().bound_rescale(*sizes, device))
+_LIBRARY.impl("maxsim_loss", _loss_alone, "CompositeExplicitAutograd")
+_LIBRARY.impl("maxsim_loss", _differentiable, "Autograd")
+_LIBRARY.impl("maxsim_loss_gradients", _loss_and_gradients, "CompositeExplicitAutograd")
+_LIBRARY.impl(
+    "maxsim_loss_backward",
+    lambda grad_loss, queries, documents, *gradients: tuple(
+        [(gradient * grad_loss).to(gradient.dtype) for gradient in gradients]
+    ),
+    "CompositeExplicitAutograd",
+)
+torch.library.register_fake("pylate_flash::maxsim_loss", lambda queries, *_: queries.new_empty((), dtype=torch.float32))
+torch.library.register_fake("pylate_flash::maxsim_loss_gradients", _gradient_shapes)
+torch.library.register_fake(
+    "pylate_flash::maxsim_loss_backward",
+    lambda grad_loss, queries, documents, *gradients: tuple([torch.empty_like(gradient) for gradient in gradients]),
+)
+torch.library.register_autograd("pylate_flash::maxsim_loss_backward", no_second_derivative("maxsim"))

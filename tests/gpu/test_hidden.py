@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pylate_flash.ops import hidden as module
+from pylate_flash.ops import hidden_blocks as module
 from pylate_flash.ops import maxsim_from_hidden, maxsim_from_hidden_reference, maxsim_reference, pack
 from tests.ops.cases import relative_error
 from tests.ops.test_hidden import SCRATCHES, Problem, as_rounded, problems
@@ -266,23 +266,63 @@ def test_masked_query_tokens_do_not_meet_the_tokens_of_packed_documents() -> Non
 @pytest.mark.parametrize("scratch", [module.SCRATCH_BYTES, 1 << 19])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("layout", ["in-batch", "candidates"])
-def test_a_plain_call_equals_the_longer_way(
+def test_a_mask_of_all_query_tokens_is_none(
     layout: str, masked: bool, scratch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a mask that leaves every query token, a call takes the longer way."""
+    """Eager, in a CUDA graph, and of any type."""
     monkeypatch.setattr(module, "SCRATCH_BYTES", scratch)
     problem = states(layout, torch.bfloat16)
     rest = {name: mask for name, mask in problem.rest.items() if masked and name == "documents_mask"}
-    short = Problem(problem.tensors, rest)
-    longer = Problem(problem.tensors, rest | {"queries_mask": torch.ones(16, 32, dtype=torch.bool, device="cuda")})
-    scores, gradients = longer(kernel), longer.gradients(kernel)
-    for _ in range(3):
-        torch.testing.assert_close(short(kernel), scores, rtol=1e-6, atol=1e-6)
-        for name, found in short.gradients(kernel).items():
+    without = Problem(problem.tensors, rest)
+    scores, gradients = without(kernel), without.gradients(kernel)
+    for dtype in (torch.bool, torch.int64, torch.float32):
+        rest["queries_mask"] = torch.ones(16, 32, dtype=dtype, device="cuda")
+        if masked:
+            rest["documents_mask"] = rest["documents_mask"].to(dtype)
+        full = Problem(problem.tensors, dict(rest))
+        torch.testing.assert_close(full(kernel), scores, rtol=1e-6, atol=1e-6)
+        for name, found in full.gradients(kernel).items():
             assert relative_error(found, gradients[name]) <= 1e-2, name
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = short(kernel)
+        found = without(kernel)
     found.zero_()
     graph.replay()
     torch.testing.assert_close(found, scores, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("n_queries", [2, 16])
+@pytest.mark.parametrize("packed", [False, True])
+def test_weights_of_query_tokens(packed: bool, n_queries: int) -> None:
+    """With few query rows by the kernel that projects and scores, and with more by one for each."""
+    problem = few_queries((n_queries, 32, 50, 61, 128, 768), torch.bfloat16, True, True, packed)
+    problem.rest["queries_mask"] = problem.rest["queries_mask"] * torch.rand(n_queries, 32, device="cuda")
+    for reduction in ("sum", "mean"):
+        problem.rest["reduction"], problem.rest["empty_score"] = reduction, -5.0
+        exact = on_host(problem).to(torch.float64)
+        exact.rest.update(reduction=reduction, empty_score=-5.0)
+        scores, expected = problem(kernel).cpu().double(), exact(as_rounded(problem))
+        assert packed or (expected[:, 0] == -5.0).all()
+        torch.testing.assert_close(scores, expected.double(), rtol=1e-3, atol=2e-4 * expected.abs().max().item())
+        gradients = exact.gradients(as_rounded(problem))
+        for name, found in problem.gradients(kernel).items():
+            # The rows that a bias's gradient is the sum of are rounded, and cancel.
+            bound = 2e-2 if name == "bias" else 1e-2
+            assert relative_error(found.cpu().double(), gradients[name]) <= bound, name
+
+
+def test_the_projection_is_let_go_before_the_gradient_of_the_hidden_states() -> None:
+    """Of what a backward allocates, only that gradient is larger than the projection that the forward has kept."""
+    hidden = torch.randn(512, 180, 768, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    queries, weight = torch.randn(8, 32, 128, device="cuda").bfloat16(), torch.randn(128, 768, device="cuda").bfloat16()
+
+    def step() -> int:
+        scores = maxsim_from_hidden(queries, hidden, weight)
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        (gradient,) = torch.autograd.grad(scores.sum(), hidden)
+        return torch.cuda.max_memory_allocated() - before - gradient.nbytes
+
+    step()
+    # The projected embeddings take 22.5 MiB, and so does their gradient, which takes their place.
+    assert step() < 8 << 20

@@ -47,9 +47,18 @@ _SIZE = 100
 _STEP = (1 << 31) + 256
 
 
-def bind(name: str = "weighted", kernel=_scale_kernel) -> launch.Launch:
+Tensors = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]
+
+
+def scale(kernel: launch.Kernel, tensors: Tensors) -> None:
     # A stride of 1 and a name are constants to Triton, which its C function is given nevertheless.
-    return launch.Launcher(kernel).bind((2, 1, 1), (_SIZE, _STEP), (16, 1), (3.0, name, 64), num_warps=1, num_stages=1)
+    name = "plain" if tensors[1] is None else "weighted"
+    kernel((2, 1, 1), tensors, (_SIZE, _STEP), (16, 1), (3.0, name, 64), (1, 1, None))
+
+
+def ways(kernel: launch.Kernel) -> list[str]:
+    """How each compiled kernel is launched: `by_c` or `by_triton`."""
+    return [code.__name__ for code in kernel._code.values()]
 
 
 def expected(source: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
@@ -67,32 +76,47 @@ def tensors() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 def test_equals_a_launch_by_triton(weighted: bool, tensors) -> None:
     source, weights, target = tensors
     weights = weights if weighted else None
-    launched = bind("weighted" if weighted else "plain")
-    launched(source, weights, target)
+    kernel = launch.Kernel(_scale_kernel)
+    scale(kernel, (source, weights, target))
     by_triton = target.clone()
     assert torch.equal(by_triton, expected(source, weights))
-    assert launched.direct is not None, "Triton 3.6 is what its C function is known of"
-    launched(source, weights, target.zero_())
+    assert ways(kernel) == ["by_c"], "Triton 3.6 is what its C function is known of"
+    scale(kernel, (source, weights, target.zero_()))
     assert torch.equal(target, by_triton)
     # An address that is no multiple of 16, which another kernel is compiled for.
     shifted = torch.empty(source.numel() + 1, device="cuda")[1:].copy_(source)
     for _ in range(2):
-        launched(shifted, weights, target.zero_())
+        scale(kernel, (shifted, weights, target.zero_()))
         assert torch.equal(target, by_triton)
+    assert ways(kernel) == ["by_c"] * 2
 
 
-def test_a_sequence_equals_its_launches(tensors) -> None:
+def test_another_grid_and_size_is_the_same_code(tensors) -> None:
+    source, _, target = tensors
+    kernel = launch.Kernel(_scale_kernel)
+    for size in (_SIZE, 3, 64, 90):
+        target.zero_()
+        grid = (triton.cdiv(size, 64), 1, 1)
+        kernel(grid, (source, None, target), (size, _STEP), (16, 1), (3.0, "plain", 64), (1, 1, None))
+        assert torch.equal(target[:size], expected(source, None)[:size])
+        assert not target[size:].any()
+    assert len(ways(kernel)) == 1
+
+
+def test_scratch_in_the_memory_of_a_tensor(tensors) -> None:
     source, weights, target = tensors
-    sequence = launch.Sequence(3)
-    unused, region = sequence.region(7, torch.uint8), sequence.region(16 * _SIZE, torch.float32)
-    copy = launch.Launcher(_scale_kernel).bind(
-        (25, 1, 1), (16 * _SIZE, 0), (1, 1), (1.0, "plain", 64), num_warps=1, num_stages=1
-    )
-    assert unused == 3
-    sequence.add(copy, 0, 1, region)
-    sequence.add(bind(), region, 1, 2)
+    memory = torch.empty(source.numel() + 40, device="cuda")
+    copy, kernel = launch.Kernel(_scale_kernel), launch.Kernel(_scale_kernel)
     for _ in range(3):
-        sequence(source, weights, target.zero_())
+        scratch = launch.Scratch(memory)
+        scratch.empty(7, torch.uint8, source.device)
+        region = scratch.empty(source.numel(), torch.float32, source.device)
+        beyond = scratch.empty(source.numel(), torch.float32, source.device)
+        assert region.data_ptr() == memory.data_ptr() + 16
+        memory_end = memory.data_ptr() + memory.nbytes
+        assert not memory.data_ptr() <= beyond.data_ptr() < memory_end, "there is no room left"
+        copy((25, 1, 1), (source, None, region), (source.numel(), 0), (1, 1), (1.0, "plain", 64), (1, 1, None))
+        scale(kernel, (region, weights, target.zero_()))
         assert torch.equal(target, expected(source, weights))
 
 
@@ -100,23 +124,24 @@ def test_a_sequence_equals_its_launches(tensors) -> None:
 def test_what_starts_early_reads_what_the_kernel_before_it_wrote(in_a_graph: bool) -> None:
     """Each is a short kernel behind a long one, both of few programs, so that it has room to start at once."""
     size, n_launches = 4096, 6
-    late = launch.Launcher(_late_kernel, follows=True)
-    long, short = (late.bind((16, 1, 1), (size, steps), (), (256,), num_warps=1, num_stages=1) for steps in (20_000, 0))
-    sequence = launch.Sequence(2)
-    regions = [sequence.region(size, torch.float32) for _ in range(n_launches - 1)]
-    for index, (source, target) in enumerate(zip([0, *regions], [*regions, 1], strict=True)):
-        sequence.add(short if index % 2 else long, source, target)
-    source, target = torch.zeros(size, device="cuda"), torch.zeros(size, device="cuda")
-    sequence(source, target)
-    assert short.direct is not None
+    late = launch.Kernel(_late_kernel, follows=True)
+    source, *regions, target = torch.zeros(n_launches + 1, size, device="cuda")
+
+    def call() -> None:
+        for index, pair in enumerate(zip([source, *regions], [*regions, target], strict=True)):
+            steps = 0 if index % 2 else 20_000
+            late((16, 1, 1), pair, (size, steps), (), (256,), (1, 1, None))
+
+    call()
+    assert ways(late) == ["by_c"]
     graph = torch.cuda.CUDAGraph()
     if in_a_graph:
         with torch.cuda.graph(graph):
-            sequence(source, target)
+            call()
     for value in range(1, 20):
-        # The scratch still has the values of the call before.
+        # The regions still have the values of the call before.
         source.fill_(value)
-        graph.replay() if in_a_graph else sequence(source, target)
+        graph.replay() if in_a_graph else call()
         assert torch.equal(target, source + n_launches)
 
 
@@ -134,14 +159,14 @@ def heard() -> Iterator[list[str]]:
 
 
 def test_hooks_are_heard(tensors, request: pytest.FixtureRequest) -> None:
-    launched = bind()
-    launched(*tensors)
+    kernel = launch.Kernel(_scale_kernel)
+    scale(kernel, tensors)
     queries = torch.randn(8, 32, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     # Warm: from here on, what is not told would be launched directly.
     for _ in range(2):
         maxsim(queries, queries).sum().backward()
     names = request.getfixturevalue("heard")
-    launched(*tensors)
+    scale(kernel, tensors)
     assert names == ["_scale_kernel"]
     maxsim(queries, queries).sum().backward()
     assert any("gather" in name for name in names)
@@ -150,38 +175,39 @@ def test_hooks_are_heard(tensors, request: pytest.FixtureRequest) -> None:
 
 def test_launches_on_the_current_stream(tensors) -> None:
     source, weights, target = tensors
-    launched, sequence = bind(), launch.Sequence(3)
-    sequence.add(launched, 0, 1, 2)
-    for _ in range(2):
-        launched(*tensors)
-        sequence(*tensors)
+    known, new = launch.Kernel(_scale_kernel), launch.Kernel(_scale_kernel)
+    scale(known, tensors)
     stream = torch.cuda.Stream()
-    for call in (launched, sequence):
+    for kernel in (known, new):
         torch.cuda.synchronize()
         with torch.cuda.stream(stream):
             # A launch on another stream would not wait for the source to change.
             torch.cuda._sleep(20_000_000)
             source.add_(4096)
-            call(source, weights, target)
+            scale(kernel, tensors)
         stream.synchronize()
         assert torch.equal(target, expected(source, weights))
 
 
 def test_in_a_cuda_graph(tensors) -> None:
     source, weights, target = tensors
-    launched, sequence = bind(), launch.Sequence(3)
-    region = sequence.region(_SIZE, torch.float32)
-    sequence.add(launched, 0, 1, region)
-    sequence.add(launched, 0, 1, 2)
-    for _ in range(2):
-        sequence(source, weights, target)
+    kernel = launch.Kernel(_scale_kernel)
+    region = torch.empty(_SIZE, device="cuda")
+
+    def call() -> None:
+        scale(kernel, (source, weights, region))
+        scale(kernel, (source, weights, target))
+
+    call()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        sequence(source, weights, target)
+        call()
     source.mul_(2)
     target.zero_()
+    region.zero_()
     graph.replay()
     assert torch.equal(target, expected(source, weights))
+    assert torch.equal(region, target)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

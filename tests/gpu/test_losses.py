@@ -10,8 +10,8 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 
 from pylate_flash import maxsim, maxsim_cross_entropy, maxsim_kl_divergence
-from pylate_flash.ops import cross_entropy_reference, kl_divergence_reference, losses, maxsim_reference
-from tests.gpu.test_backward import unit
+from pylate_flash.ops import cross_entropy_reference, kl_divergence_reference, maxsim_reference
+from tests.gpu.embeddings import unit
 from tests.ops.cases import relative_error
 
 pytestmark = pytest.mark.gpu
@@ -68,8 +68,9 @@ def doubled(leaves) -> tuple[torch.Tensor, ...]:
     return tuple(leaf.detach().double().requires_grad_() for leaf in leaves)
 
 
-def is_sequence(loss: torch.Tensor) -> bool:
-    return "_Step" in type(loss.grad_fn).__name__
+def is_one_operator(loss: torch.Tensor) -> bool:
+    """Whether the gradients were computed with the loss."""
+    return type(loss.grad_fn).__name__ == "_MaxsimLossBackward"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -84,7 +85,7 @@ def test_exact_scores(queries, documents, kind: str, dtype: torch.dtype, loss_re
         for leaf, seed in zip(leaves, (3, 4), strict=True):
             generator = torch.Generator("cuda").manual_seed(seed)
             leaf.copy_(torch.randint(-2, 3, leaf.shape, generator=generator, device="cuda") / 8)
-    assert is_sequence(loss_of(*leaves)) == (dtype == torch.bfloat16 and loss_reduction != "none")
+    assert is_one_operator(loss_of(*leaves)) == (dtype != torch.float16 and loss_reduction != "none")
     found, expected = step(loss_of, leaves, 3.0), step(definition, doubled(leaves), 3.0)
     torch.testing.assert_close(found[0].double(), expected[0], rtol=1e-4, atol=1e-4)
     largest = max(gradient.norm() for gradient in expected[1:])
@@ -97,16 +98,20 @@ def test_exact_scores(queries, documents, kind: str, dtype: torch.dtype, loss_re
 
 
 @pytest.mark.parametrize(
-    ("masks", "options", "alone"),
+    ("masks", "options"),
     [
-        ("", {"normalize": True}, False),
-        ("", {"reduction": "mean"}, False),
-        ("queries", {"reduction": "mean"}, False),
-        ("documents", {"empty_score": -100.0}, False),
-        ("queries documents float", {}, True),
-        ("queries", {}, True),
-        ("documents", {"masking": "zero"}, True),
-        ("queries documents", {}, True),
+        ("", {"normalize": True}),
+        ("", {"reduction": "mean"}),
+        ("queries", {"reduction": "mean"}),
+        ("documents", {"empty_score": -100.0}),
+        ("queries documents", {"empty_score": -100.0, "normalize": True, "reduction": "mean"}),
+        ("queries documents float", {}),
+        ("queries documents int64", {"reduction": "mean"}),
+        ("queries weights", {}),
+        ("queries weights documents", {"normalize": True, "reduction": "mean", "masking": "zero"}),
+        ("queries", {}),
+        ("documents", {"masking": "zero"}),
+        ("queries documents", {}),
     ],
 )
 @pytest.mark.parametrize("kind", KINDS)
@@ -114,16 +119,18 @@ def test_exact_scores(queries, documents, kind: str, dtype: torch.dtype, loss_re
     ("queries", "documents"),
     [((16, 32, 128), (20, 70, 128)), ((5, 200, 64), (9, 70, 64)), ((6, 32, 64), (6, 5, 70, 64))],
 )
-def test_masks_and_options(queries, documents, kind: str, masks: str, options: dict, alone: bool) -> None:
+def test_masks_and_options(queries, documents, kind: str, masks: str, options: dict) -> None:
     options = dict(options)
     generator = torch.Generator("cuda").manual_seed(5)
     for name, shape in (("queries", queries), ("documents", documents)):
         if name in masks:
             mask = torch.rand(shape[:-1], device="cuda", generator=generator) > 0.3
             mask[-1] = False
-            options[f"{name}_mask"] = mask.float() if "float" in masks else mask
+            if name == "queries" and "weights" in masks:
+                mask = mask * (0.25 + 2 * torch.rand(shape[:-1], device="cuda", generator=generator))
+            options[f"{name}_mask"] = mask.float() if "float" in masks else mask.long() if "int64" in masks else mask
     loss_of, definition, leaves = problem(queries, documents, kind, **options)
-    assert is_sequence(loss_of(*leaves)) == alone
+    assert is_one_operator(loss_of(*leaves))
     expected = step(definition, doubled(leaves))
     for _ in range(3):
         found = step(loss_of, leaves)
@@ -143,6 +150,25 @@ def test_bitwise_reproducible(queries, documents, kind: str) -> None:
     loss_of, _, leaves = problem(queries, documents, kind)
     first = step(loss_of, leaves)
     assert all(torch.equal(a, b) for _ in range(19) for a, b in zip(step(loss_of, leaves), first, strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("options", [{}, {"normalize": True, "masking": "zero", "reduction": "mean"}], ids=str)
+@pytest.mark.parametrize(
+    ("queries", "documents"),
+    [((16, 32, 128), (20, 70, 128)), ((3, 200, 64), (9, 70, 64)), ((6, 32, 64), (6, 5, 70, 64))],
+)
+def test_zeros_and_ones_of_any_type_give_the_same_bits(queries, documents, options: dict, kind: str) -> None:
+    generator = torch.Generator("cuda").manual_seed(5)
+    of_queries, of_documents = (
+        torch.rand(shape[:-1], device="cuda", generator=generator) > 0.3 for shape in (queries, documents)
+    )
+    results = []
+    for dtype in (torch.bool, torch.int64, torch.float32, torch.bfloat16):
+        masks = {"queries_mask": of_queries.to(dtype), "documents_mask": of_documents.to(dtype)}
+        loss_of, _, leaves = problem(queries, documents, kind, **masks, **options)
+        results.append(step(loss_of, leaves))
+    assert all(torch.equal(a, b) for result in results for a, b in zip(result, results[0], strict=True))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -227,7 +253,7 @@ def test_autocast_and_grad_scaler(dtype: torch.dtype) -> None:
     scaler = torch.amp.GradScaler("cuda", init_scale=2.0**16)
     with torch.autocast("cuda", dtype=dtype):
         loss = maxsim_cross_entropy(queries, documents, temperature=100.0)
-    assert is_sequence(loss) == (dtype == torch.bfloat16)
+    assert is_one_operator(loss) == (dtype == torch.bfloat16)
     scaler.scale(loss).backward()
     others = [leaf.detach().to(dtype).double().requires_grad_() for leaf in (queries, documents)]
     expected = torch.autograd.grad(
@@ -294,14 +320,12 @@ def test_bad_input_is_an_error_each_time() -> None:
             maxsim_cross_entropy(queries, documents, loss_reduction="max")
         with pytest.raises(ValueError, match="teacher_scores must not require a gradient"):
             maxsim_kl_divergence(queries, documents, torch.zeros(4, 4, device="cuda", requires_grad=True))
-    # What the sequence does not take as it is, the longer way does.
     labels = torch.tensor([3, 2, 1, 0], device="cuda")
     found, expected = (
         step(lambda q, d, labels=labels: maxsim_cross_entropy(q, d, labels=labels), (queries, documents))
         for labels in (labels.int(), labels)
     )
     assert all(relative_error(a, b) <= 1e-2 for a, b in zip(found, expected, strict=True))
-    assert losses._launches_of.cache_info().currsize > 0
 
 
 def test_the_scores_are_those_of_maxsim() -> None:

@@ -10,20 +10,11 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pylate_flash.kernels import maxsim_forward
-from pylate_flash.ops import (
-    maxsim,
-    maxsim_from_hidden,
-    maxsim_pairs,
-    maxsim_reference,
-    maxsim_varlen,
-    maxsim_varlen_pairs,
-    pack,
-)
-from pylate_flash.ops.varlen import maxsim_varlen_reference
+from pylate_flash.ops import maxsim, maxsim_from_hidden, maxsim_pairwise, maxsim_reference
+from pylate_flash.ops.compute import compute
+from pylate_flash.ops.problem import Options, Tensors
+from tests.gpu.embeddings import unit
 from tests.ops.cases import Case, cases, gradients, relative_error
-from tests.ops.test_varlen import gradients as varlen_gradients
-from tests.ops.test_varlen import packed
 
 pytestmark = pytest.mark.gpu
 OPTIONS = {"deadline": None, "derandomize": True}
@@ -36,18 +27,13 @@ def kernel(*tensors: torch.Tensor, **options) -> torch.Tensor:
     return maxsim(*tensors, **options, implementation="triton")
 
 
-def unit(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator("cuda").manual_seed(seed)
-    return F.normalize(torch.randn(*shape, device="cuda", generator=generator), dim=-1).to(dtype)
-
-
 @settings(max_examples=40, **OPTIONS)
 @given(case=cases(dtypes=DTYPES, max_batch=7, max_length=200, sizes=SIZES))
 def test_scores(case: Case) -> None:
     case = case.to("cuda")
     with torch.no_grad():
-        scores = kernel(*case.tensors, **case.options)
-    expected = maxsim_reference(*case.doubled().tensors, **case.options)
+        scores = kernel(*case.tensors, **case.keywords)
+    expected = maxsim_reference(*case.doubled().tensors, **case.keywords)
     torch.testing.assert_close(scores.double(), expected, rtol=2e-6, atol=2e-6)
 
 
@@ -88,173 +74,12 @@ def test_gradients(case: Case) -> None:
 )
 def test_shapes_in_use(queries_shape, documents_shape, dtype: torch.dtype) -> None:
     case = Case(unit(*queries_shape, dtype=dtype), unit(*documents_shape, dtype=dtype, seed=1), None, None, {})
-    expected = maxsim_reference(*case.doubled().tensors)
-    assert relative_error(kernel(*case.tensors), expected) <= 2e-6
+    expected = maxsim_reference(*case.doubled().tensors, **case.keywords)
+    assert relative_error(kernel(*case.tensors, **case.keywords), expected) <= 2e-6
     tolerance = 1e-5 if dtype == torch.float32 else 1e-2
     for gradient, reference in zip(gradients(kernel, case), gradients(maxsim_reference, case.doubled()), strict=True):
         assert relative_error(gradient, reference) <= tolerance
         assert F.cosine_similarity(gradient.double().flatten(), reference.flatten(), dim=0) >= 0.9999
-
-
-def on_gpu(case: tuple) -> tuple:
-    arguments, options = case
-    candidates = options["candidates_cu_seqlens"]
-    candidates = None if candidates is None else candidates.cuda()
-    return tuple(tensor.cuda() for tensor in arguments), options | {"candidates_cu_seqlens": candidates}
-
-
-def varlen_kernel(*tensors: torch.Tensor, **options) -> torch.Tensor:
-    return maxsim_varlen(*tensors, **options, implementation="triton")
-
-
-@settings(max_examples=40, **OPTIONS)
-@given(case=packed(dtypes=DTYPES, sizes=SIZES))
-def test_varlen(case: tuple) -> None:
-    (queries, documents, *bounds), options = case
-    arguments, options_on_gpu = on_gpu(case)
-    with torch.no_grad():
-        scores = varlen_kernel(*arguments, **options_on_gpu)
-    expected = maxsim_varlen_reference(queries.double(), documents.double(), *bounds, **options)
-    torch.testing.assert_close(scores.cpu().double(), expected, rtol=2e-6, atol=2e-6)
-
-
-@settings(max_examples=40, **OPTIONS)
-@given(case=packed(dtypes=DTYPES, sizes=SIZES))
-def test_varlen_gradients(case: tuple) -> None:
-    found = varlen_gradients(varlen_kernel, on_gpu(case))
-    expected = varlen_gradients(maxsim_varlen_reference, case, torch.float64)
-    for gradient, reference in zip(found, expected, strict=True):
-        assert gradient.dtype == case[0][0].dtype
-        assert relative_error(gradient.cpu(), reference) <= (1e-5 if gradient.dtype == torch.float32 else 1e-2)
-
-
-LONG = [70, 9000, 0, 300, 40_000, 1] + [180] * 200
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(
-    ("query_lengths", "candidates"),
-    [([32], None), ([32, 7, 0, 20], None), ([300], None), ([32] * 40, None), ([32, 100], [0, 2, 206])],
-)
-@pytest.mark.parametrize("normalize", [False, True])
-def test_varlen_with_long_documents(query_lengths, candidates, normalize: bool, dtype: torch.dtype) -> None:
-    """A document of 40000 tokens is cut into pieces, more of them than one processor sees."""
-    arguments = _packed(
-        [unit(length, 64, dtype=dtype, seed=i) for i, length in enumerate(query_lengths)],
-        [unit(length, 64, dtype=dtype, seed=i) for i, length in enumerate(LONG)],
-    )
-    options = {
-        "normalize": normalize,
-        "candidates_cu_seqlens": None if candidates is None else torch.tensor(candidates),
-    }
-    found = varlen_gradients(varlen_kernel, (arguments, options))
-    expected = varlen_gradients(partial(maxsim_varlen, implementation="blocked"), (arguments, options), torch.float64)
-    for gradient, reference in zip(found, expected, strict=True):
-        assert relative_error(gradient, reference) <= (1e-5 if dtype == torch.float32 else 1e-2)
-    scores, double = varlen_kernel(*arguments, **options), [tokens.double() for tokens in arguments[:2]]
-    torch.testing.assert_close(
-        scores.double(), maxsim_varlen(*double, *arguments[2:], **options).double(), rtol=2e-6, atol=2e-6
-    )
-    assert torch.equal(
-        scores, varlen_kernel(*arguments, **options, max_query_length=max(query_lengths), max_document_length=40_000)
-    )
-
-
-def test_varlen_ties_and_nan_across_pieces() -> None:
-    documents = [unit(1, 64, seed=1).repeat(20_000, 1), unit(50, 64), unit(9000, 64, seed=2)]
-    documents[2][8765, 3] = torch.nan
-    for query_lengths in ([20], [20, 30]):
-        arguments = _packed([unit(length, 64, seed=length) for length in query_lengths], documents)
-        tokens = arguments[1].requires_grad_()
-        scores = varlen_kernel(*arguments)
-        assert scores[:, 2].isnan().all()
-        assert scores[:, :2].isfinite().all()
-        (gradient,) = torch.autograd.grad(scores[:, 0].sum(), tokens, retain_graph=True)
-        assert (gradient != 0).any(dim=1).nonzero().flatten().tolist() == [0]
-        (gradient,) = torch.autograd.grad(scores[:, 2].sum(), tokens)
-        assert (gradient != 0).any(dim=1).nonzero().flatten().tolist() == [20_050 + 8765]
-
-
-@pytest.mark.parametrize("lengths", [[90] * 40, [3, 30_000, 90]])
-def test_varlen_bitwise_reproducible(lengths: list[int]) -> None:
-    documents = [unit(length, 64, dtype=torch.bfloat16, seed=i) for i, length in enumerate(lengths)]
-    case = _packed([unit(n, 64, dtype=torch.bfloat16, seed=n) for n in (32, 20)], documents), {}
-    first = varlen_gradients(varlen_kernel, case)
-    for _ in range(10):
-        assert all(torch.equal(a, b) for a, b in zip(varlen_gradients(varlen_kernel, case), first, strict=True))
-
-
-def test_varlen_of_many_documents_equals_padded_ones() -> None:
-    lengths = torch.randint(1, 400, (500,), generator=torch.Generator().manual_seed(0)).tolist()
-    documents = [unit(length, 128, dtype=torch.bfloat16, seed=i) for i, length in enumerate(lengths)]
-    padded = torch.nn.utils.rnn.pad_sequence(documents, batch_first=True)
-    mask = torch.arange(padded.shape[1], device="cuda") < torch.tensor(lengths, device="cuda").unsqueeze(1)
-    queries = unit(7, 30, 128, dtype=torch.bfloat16, seed=1)
-    found = maxsim_varlen(*_packed(list(queries), documents))
-    torch.testing.assert_close(found, maxsim(queries, padded, documents_mask=mask), rtol=2e-6, atol=2e-6)
-
-
-@pytest.mark.parametrize("lengths", [(32, 32, 32), (7, 32, 0)])
-@pytest.mark.parametrize("function", [maxsim_varlen, maxsim_varlen_pairs])
-def test_varlen_waits_for_nothing(function, lengths: tuple[int, ...]) -> None:
-    arguments = _packed(
-        [unit(length, 64, seed=length) for length in lengths], [unit(n, 64, seed=n) for n in (40, 3, 9)]
-    )
-    options = {"reduction": "mean", "empty_score": -1.0}
-    expected, expected_gradients = function(*arguments, **options), varlen_gradients(function, (arguments, options))
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        options |= {"max_query_length": 32, "max_document_length": 40}
-        found, found_gradients = function(*arguments, **options), varlen_gradients(function, (arguments, options))
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert torch.equal(found, expected)
-    assert all(torch.equal(a, b) for a, b in zip(found_gradients, expected_gradients, strict=True))
-
-
-def test_varlen_new_lengths_compile_nothing() -> None:
-    from triton import knobs
-
-    def call(*lengths: int) -> None:
-        arguments = _packed(
-            [unit(32, 128, dtype=torch.bfloat16)] * 8, [unit(n, 128, dtype=torch.bfloat16) for n in lengths]
-        )
-        arguments[1].requires_grad_()
-        maxsim_varlen(*arguments).sum().backward()
-
-    compilations: list[object] = []
-    call(20, 300)
-    knobs.runtime.jit_post_compile_hook = lambda **kwargs: compilations.append(kwargs) and None
-    try:
-        for lengths in [(31, 5, 260), (300,), (1, 1, 1), (700, 2, 0, 90)]:
-            call(*lengths)
-    finally:
-        knobs.runtime.jit_post_compile_hook = None
-    assert not compilations
-
-
-def test_varlen_in_a_cuda_graph() -> None:
-    arguments = _packed([unit(n, 64, seed=n) for n in (32, 20)], [unit(n, 64, seed=n) for n in (40, 3, 9000)])
-    queries, documents = arguments[0].requires_grad_(), arguments[1].requires_grad_()
-    call = partial(maxsim_varlen, *arguments, max_query_length=32, max_document_length=9000)
-    call().sum().backward()
-    torch.cuda.synchronize()
-    queries.grad = documents.grad = None
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        scores = call()
-        scores.sum().backward()
-    with torch.no_grad():
-        documents.mul_(-1.0)
-    graph.replay()
-    expected = call()
-    assert torch.equal(scores, expected)
-    assert torch.equal(documents.grad, torch.autograd.grad(expected.sum(), documents)[0])
-
-
-def _packed(queries: list[torch.Tensor], documents: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    (queries_values, queries_bounds), (documents_values, documents_bounds) = pack(queries), pack(documents)
-    return queries_values, documents_values, queries_bounds, documents_bounds
 
 
 @pytest.mark.parametrize("n_queries", [1, 4])
@@ -294,13 +119,12 @@ def test_winners_are_the_first_of_the_best_tokens(size: int, n_queries: int, low
     # Documents that differ in their first elements only, so that similarities are few.
     documents[:, :, 2:] = lowest + 3
     similarities = torch.einsum("qsd,ntd->nqst", queries.double(), documents.double())
-    scores, winners = maxsim_forward(
-        queries.bfloat16(), documents.bfloat16()[None], None, None, False, False, True, "ieee"
-    )
+    tensors = Tensors(queries.bfloat16(), documents.bfloat16())
+    scores, winners = compute(tensors, Options(implementation="triton"), True)
     assert winners is not None
     # The first of equals: argmax of the GPU may return any.
     first = (similarities == similarities.amax(-1, keepdim=True)).cpu().int().argmax(-1)
-    assert torch.equal(winners[0].cpu().long(), first.flatten(1))
+    assert torch.equal(winners.cpu().long(), first.flatten(1))
     torch.testing.assert_close(scores.double(), similarities.amax(-1).sum(-1).T, rtol=2e-6, atol=0)
     assert len(first.unique()) > 20
 
@@ -311,7 +135,7 @@ def test_masked_nan_does_not_leak() -> None:
     mask = torch.arange(90, device="cuda").expand(4, 90) < 50
     queries.requires_grad_()
     documents.requires_grad_()
-    scores = kernel(queries, documents, None, mask)
+    scores = kernel(queries, documents, documents_mask=mask)
     torch.testing.assert_close(scores, kernel(queries, documents[:, :50].contiguous()))
     assert all(g.isfinite().all() for g in torch.autograd.grad(scores.sum(), (queries, documents)))
 
@@ -319,7 +143,7 @@ def test_masked_nan_does_not_leak() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_bitwise_reproducible(dtype: torch.dtype) -> None:
     case = Case(unit(64, 32, 128, dtype=dtype), unit(64, 180, 128, dtype=dtype, seed=1), None, None, {})
-    runs = [(kernel(*case.tensors), *gradients(kernel, case)) for _ in range(20)]
+    runs = [(kernel(*case.tensors, **case.keywords), *gradients(kernel, case)) for _ in range(20)]
     assert all(torch.equal(a, b) for run in runs for a, b in zip(run, runs[0], strict=True))
 
 
@@ -387,10 +211,10 @@ def test_compiles_into_one_graph() -> None:
 
 
 def test_opcheck() -> None:
-    queries, documents = unit(4, 8, 16).requires_grad_(), unit(1, 4, 20, 16, seed=1).requires_grad_()
-    torch.library.opcheck(
-        torch.ops.pylate_flash.maxsim.default, (queries, documents, None, None, False, False, True, "triton", "auto")
-    )
+    queries, documents = unit(4, 8, 16).requires_grad_(), unit(4, 20, 16, seed=1).requires_grad_()
+    tensors = Tensors(queries, documents, unit(4, 8).abs(), torch.rand(4, 20, device="cuda") > 0.2)
+    options = Options(normalize=True, empty_score=-1.0, implementation="triton")
+    torch.library.opcheck(torch.ops.pylate_flash.maxsim.default, (*tensors, *options))
 
 
 def test_memory_does_not_grow_with_the_similarity_tensor() -> None:
@@ -410,7 +234,7 @@ def test_strides_pairs_and_no_synchronisation() -> None:
     maxsim(queries, documents)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        scores, pairs = maxsim(queries, documents), maxsim_pairs(queries, documents)
+        scores, pairs = maxsim(queries, documents), maxsim_pairwise(queries, documents)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(scores, maxsim(queries.contiguous(), documents.contiguous()))
@@ -420,7 +244,7 @@ def test_strides_pairs_and_no_synchronisation() -> None:
 def test_more_pairs_than_a_grid_axis_holds() -> None:
     queries, documents = unit(70_000, 2, 16), unit(70_000, 3, 16, seed=1)
     queries.requires_grad_()
-    found = maxsim_pairs(queries, documents)
+    found = maxsim_pairwise(queries, documents)
     expected = (queries.double() @ documents.double().transpose(1, 2)).amax(dim=-1).sum(dim=-1)
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
     (gradient,) = torch.autograd.grad(found.sum(), queries)
@@ -477,22 +301,6 @@ def test_double_precision_falls_back_and_is_refused_by_name() -> None:
     torch.testing.assert_close(maxsim(queries, documents).double(), maxsim_reference(queries, documents))
     with pytest.raises(ValueError, match="float64"):
         kernel(queries, documents)
-
-
-@pytest.mark.parametrize("n_queries", [1, 3, 32])
-def test_packed_calls_with_everything_known_equal_the_longer_way(n_queries: int) -> None:
-    queries = [unit(32, 128, dtype=torch.bfloat16, seed=i) for i in range(n_queries)]
-    documents = [unit(length, 128, dtype=torch.bfloat16, seed=length) for length in (5, 64, 200, 65, 1)]
-    arguments = _packed(queries, documents)
-    with torch.no_grad():
-        known = maxsim_varlen(*arguments, max_query_length=32, max_document_length=200)
-        again = maxsim_varlen(*arguments, max_query_length=32, max_document_length=200)
-        longer = maxsim_varlen(*arguments)
-    assert torch.equal(known, again)
-    torch.testing.assert_close(known, longer, rtol=1e-6, atol=1e-6)
-    tensors, bounds = arguments[:2], arguments[2:]
-    graded = maxsim_varlen(tensors[0].clone().requires_grad_(), tensors[1], *bounds, max_query_length=32)
-    torch.testing.assert_close(known, graded.detach(), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["masking", "implementation"])

@@ -95,7 +95,7 @@ def test_rerank_of_texts_from_hidden_states(colbert_path: str) -> None:
 def test_index_of_hidden_states_equals_that_of_embeddings(
     tmp_path: Path, scratch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pylate_flash.ops.hidden.SCRATCH_BYTES", scratch)
+    monkeypatch.setattr("pylate_flash.ops.hidden_blocks.SCRATCH_BYTES", scratch)
     random = torch.Generator().manual_seed(0)
     states = [
         torch.randn(length, 384, generator=random)

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pylate_flash.kernels import backward
+from pylate_flash.kernels import select
+from pylate_flash.kernels.backward import maxsim_backward
+from pylate_flash.ops.problem import Options, Problem, Tensors, problem_of
 from tests.ops.cases import relative_error
 
 # How the query rows choose: any token; half of them 5 % of the tokens; all of them one token; or no token at all.
 KINDS = ("uniform", "skewed", "one token", "none")
+# The ways to the gradient of the documents, and the most rows for which winners are compared that makes each of them.
+WAYS = {"lists": 0, "compare_winners": 1 << 31}
 
 
 @dataclass(frozen=True)
-class Problem:
-    """Arguments of `maxsim_backward`, or with `cu_seqlens` of `maxsim_varlen_backward`."""
+class Case:
+    """Arguments of `maxsim_backward`: `documents` are [G, K, Ld, d], or packed [T, d] with `cu_seqlens`."""
 
     grad_scores: Tensor
     queries: Tensor
@@ -26,16 +31,38 @@ class Problem:
     normalize: bool = False
     cu_seqlens: Tensor | None = None
     candidates: Tensor | None = None
+    # Of the queries' tokens; winners of those of weight 0 are -1.
+    weights: Tensor | None = None
 
-    def run(self, way: str, queries: bool = True, documents: bool = True) -> tuple[Tensor | None, Tensor | None]:
-        if self.cu_seqlens is None:
-            return backward.maxsim_backward(
-                self.grad_scores, self.queries, self.documents, self.winners, self.normalize, queries, documents, way
+    @property
+    def tensors(self) -> Tensors:
+        documents = self.documents
+        # Those that all queries meet.
+        if documents.dim() == 4 and documents.shape[0] == 1:
+            documents = documents[0]
+        return Tensors(self.queries, documents, self.weights, None, None, self.cu_seqlens, self.candidates)
+
+    @property
+    def problem(self) -> Problem:
+        longest = 0 if self.cu_seqlens is None else int(self.cu_seqlens.diff().max())
+        return problem_of(self.tensors, Options(max_document_length=longest, normalize=self.normalize))
+
+    def run(
+        self, way: str | None = None, queries: bool = True, documents: bool = True
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Both gradients, that of the documents by one of `WAYS`, or the one that is chosen for the problem."""
+        with pytest.MonkeyPatch.context() as patch:
+            if way is not None:
+                patch.setattr(select, "_FEW_ROWS", WAYS[way])
+                assert select.backward_plan(self.problem).kernel == way
+            of_queries, of_documents = maxsim_backward(
+                self.problem, self.tensors, self.grad_scores, self.winners, queries, documents
             )
-        return backward.maxsim_varlen_backward(
-            self.grad_scores, self.queries, self.documents, self.cu_seqlens, self.winners, self.candidates,
-            int(self.cu_seqlens.diff().max()), queries, documents, way,
-        )  # fmt: skip
+        for found, given in ((of_queries, self.queries), (of_documents, self.tensors.documents)):
+            assert found is None or (
+                found.is_contiguous() and found.shape == given.shape and found.dtype == given.dtype
+            )
+        return of_queries, None if of_documents is None else of_documents.view(self.documents.shape)
 
     def expected(self) -> tuple[Tensor, Tensor]:
         """The gradients by autograd in float64, one document at a time."""
@@ -60,12 +87,14 @@ class Problem:
             own = slice(owners[flat] * per_group, (owners[flat] + 1) * per_group)
             weight = self.grad_scores[flat] if self.candidates is not None else self.grad_scores[own, columns[flat]]
             row_weight = weight.double().reshape(-1, 1).expand(per_group, queries.shape[1]).reshape(-1, 1)
+            if self.weights is not None:
+                row_weight = row_weight * self.weights[own].double().reshape(-1, 1)
             won = winner >= 0
             rows = (unit_queries[own].flatten(0, 1) * row_weight)[won]
             total = total + (rows * tokens[flat][winner[won].long()]).sum()
         return torch.autograd.grad(total, (queries, documents))
 
-    def check(self, way: str, tolerance: float | None = None) -> None:
+    def check(self, way: str | None = None, tolerance: float | None = None) -> None:
         for found, expected in zip(self.run(way), self.expected(), strict=True):
             assert found is not None
             assert found.dtype == self.queries.dtype
@@ -98,7 +127,7 @@ def dense(
     normalize: bool = False,
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
-) -> Problem:
+) -> Case:
     """`queries` are (Nq, Lq) and `documents` (G, K, Ld)."""
     generator = torch.Generator(device).manual_seed(0)
     (n_queries, query_length), (groups, count, length) = queries, documents
@@ -107,7 +136,7 @@ def dense(
         return F.normalize(torch.randn(*shape, generator=generator, device=device), dim=-1).to(dtype)
 
     winners = choose(kind, (groups, count, n_queries // groups * query_length), length, generator)
-    return Problem(
+    return Case(
         torch.randn(n_queries, count, generator=generator, device=device),
         unit(n_queries, query_length, size),
         unit(groups, count, length, size),
@@ -124,18 +153,34 @@ def packed(
     candidates: list[int] | None = None,
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
-) -> Problem:
+    normalize: bool = False,
+) -> Case:
     """`queries` are (Nq, Lq), `lengths` those of the documents, `candidates` their boundaries by query."""
     generator = torch.Generator(device).manual_seed(0)
     n_queries, query_length = queries
     rows = query_length if candidates is not None else n_queries * query_length
     shape = (len(lengths),) if candidates is not None else (n_queries, len(lengths))
-    return Problem(
+    return Case(
         torch.randn(shape, generator=generator, device=device),
         torch.randn(n_queries, query_length, size, generator=generator, device=device).to(dtype),
         torch.randn(sum(lengths), size, generator=generator, device=device).to(dtype),
         torch.stack([choose(kind, (rows,), length, generator) for length in lengths]).to(torch.int16),
-        False,
+        normalize,
         torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32),
         None if candidates is None else torch.tensor(candidates, device=device),
     )
+
+
+def weighted(case: Case) -> Case:
+    """The same with weights of the queries' tokens from 0 to 3, about a tenth of them 0."""
+    generator = torch.Generator(case.queries.device).manual_seed(1)
+    weights = 3 * torch.rand(case.queries.shape[:2], generator=generator, device=case.queries.device)
+    weights[torch.rand(weights.shape, generator=generator, device=weights.device) < 0.1] = 0
+    n_documents = case.winners.numel() // max(1, case.problem.rows)
+    rows = (weights == 0).view(-1, case.problem.rows)
+    if case.candidates is not None:
+        rows = rows.repeat_interleave(case.candidates.diff().cpu().to(rows.device), dim=0)
+    else:
+        rows = rows.repeat_interleave(n_documents // rows.shape[0], dim=0)
+    winners = case.winners.masked_fill(rows.view(case.winners.shape), -1)
+    return replace(case, winners=winners, weights=weights)

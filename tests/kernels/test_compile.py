@@ -1,149 +1,55 @@
-"""Every kernel compiles to a cubin for compute capability 8.0, 9.0 and 10.0, with the arguments of a real launch.
+"""Every kernel of the forward and of the losses compiles for compute capability 8.0, 9.0 and 10.0, without a GPU.
 
-No GPU is needed: the launch functions run up to the launch, which is recorded and compiled for the target instead.
+The backward's are in test_compile_backward.py.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
 
 import pytest
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.experimental.gluon._runtime import GluonASTSource
-from triton.language import target_info
+from torch import Tensor
 
-from pylate_flash.kernels import (
-    backward,
-    cuts,
-    forward,
-    fused,
-    gradients,
-    hopper,
-    losses,
-    masks,
-    norms,
-    scatter,
-    winner_lists,
-)
-from pylate_flash.kernels.launch import Launcher, Sequence
-from tests.kernels.backward_cases import dense, packed
+from pylate_flash.kernels import losses, masks, norms, padding
+from pylate_flash.kernels.forward import common, cuts, hopper, maxsim_forward, single, stacked
+from pylate_flash.ops.problem import Options, Tensors, problem_of
+from tests.kernels.recorder import check, check_launches, record
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
 
-TYPES = {
-    torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32",
-    torch.int16: "*i16", torch.uint16: "*u16", torch.int32: "*i32", torch.int64: "*i64", torch.bool: "*i1",
-}  # fmt: skip
-# Shared memory that one block may take, in bytes, by compute capability.
-SHARED_MEMORY = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
+KERNELS = {
+    stacked: ("_stacked",),
+    single: ("_single",),
+    hopper: ("_hopper",),
+    common: ("_add_sums",),
+    cuts: ("_merge",),
+    masks: ("_active_tokens",),
+    norms: ("_inverse_norms",),
+}
+LOSSES = {losses: ("_losses", "_total", "_gradient")}
 
 
-class Recorder(Launcher):
-    """Keeps what a kernel is launched with, and compiles that for a target instead."""
-
-    def __init__(self, launcher: Launcher) -> None:
-        super().__init__(launcher.kernel, launcher.follows)
-
-    def bind(
-        self,
-        grid,
-        integers,
-        strides,
-        constants,
-        num_warps,
-        num_stages,
-        max_registers=None,
-        described=(),
-    ) -> Callable[..., None]:
-        assert all(programs >= 1 for programs in grid)
-
-        def launch(*tensors) -> None:
-            self.arguments = (*tensors, *integers, *strides, *constants)
-            self.described = described
-            self.options = {"num_warps": num_warps, "num_stages": num_stages, "maxnreg": max_registers}
-
-        launch.direct = None
-        return launch
-
-    def compile(self, capability: int):
-        signature, constants, attributes = {}, {}, {}
-        for index, (parameter, value) in enumerate(zip(self.kernel.params, self.arguments, strict=True)):
-            name = parameter.name
-            if index < len(self.described):
-                matrix = self.described[index]
-                assert matrix.rows * matrix.columns == value.numel()
-                signature[name] = f"tensordesc<{TYPES[value.dtype][1:]}{list(matrix.block)},{matrix.layout!r}>"
-            elif isinstance(value, torch.Tensor):
-                signature[name] = TYPES[value.dtype]
-                attributes[(index,)] = [["tt.divisibility", 16]]
-            elif parameter.is_constexpr or value is None:
-                signature[name] = "constexpr"
-                constants[name] = value
-            elif isinstance(value, float):
-                signature[name] = "fp32"
-            else:
-                signature[name] = "i32"
-                if not parameter.do_not_specialize and value % 16 == 0:
-                    attributes[(index,)] = [["tt.divisibility", 16]]
-        language = GluonASTSource if self.kernel.is_gluon() else ASTSource
-        source = language(self.kernel, signature, constants, attributes)
-        target = GPUTarget("cuda", capability, 32)
-        overlaps = self.follows and capability >= 90
-        with pytest.MonkeyPatch.context() as patch:
-
-            def current_target() -> GPUTarget:
-                return target
-
-            current_target.__triton_builtin__ = True
-            patch.setattr(target_info, "current_target", current_target)
-            compiled = triton.compile(source, target=target, options=self.options | {"launch_pdl": overlaps})
-        # Programs that start early wait for what they read; older devices know neither.
-        assert ("griddepcontrol.wait" in compiled.asm["ptx"]) is overlaps
-        return compiled
+def forward(tensors: Tensors, options: Options | None = None, with_winners: bool = False) -> Callable[[], object]:
+    """What scores these tensors."""
+    return lambda: maxsim_forward(problem_of(tensors, options or Options(), with_winners), tensors)
 
 
-@pytest.fixture(params=[80, 90, 100])
-def capability(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    monkeypatch.setattr(forward, "architecture", lambda device: (request.param // 10, 132))
-    bound = (
-        forward.bound_maxsim,
-        forward._bound_stacked,
-        forward._bound_single,
-        norms._bound,
-        masks.bound_active_tokens,
+def inputs(dtype: torch.dtype, size: int, n_queries: int, query_length: int) -> Tensors:
+    documents = torch.empty(40, 180, size, dtype=dtype)
+    return Tensors(torch.empty(n_queries, query_length, size, dtype=dtype), documents)
+
+
+def with_masks(tensors: Tensors, of_queries: torch.dtype, of_documents: torch.dtype) -> Tensors:
+    return tensors._replace(
+        queries_mask=torch.ones(tensors.queries.shape[:-1], dtype=of_queries),
+        documents_mask=torch.ones(tensors.documents.shape[:-1], dtype=of_documents),
     )
-    for function in bound:
-        function.cache_clear()
-    yield request.param
-    for function in bound:
-        function.cache_clear()
 
 
-def check(module, name: str, launch: Callable[[], object], capability: int, monkeypatch: pytest.MonkeyPatch):
-    if name == "_hopper":
-        recorder = Recorder(hopper.hopper)
-        monkeypatch.setattr(module, name, lambda: recorder)
-    else:
-        recorder = Recorder(getattr(module, name))
-        monkeypatch.setattr(module, name, recorder)
-    launch()
-    compiled = recorder.compile(capability)
-    assert compiled.asm["cubin"]
-    assert compiled.metadata.shared <= SHARED_MEMORY[capability]
-    return compiled
-
-
-def inputs(dtype: torch.dtype, size: int, n_queries: int, query_length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty(n_queries, query_length, size, dtype=dtype), torch.empty(1, 40, 180, size, dtype=dtype)
-
-
-def stacked(capability: int, dtype: torch.dtype, size: int) -> str:
+def tall(capability: int, dtype: torch.dtype = torch.bfloat16, size: int = 128) -> str:
     """The kernel that serves many query rows."""
     return "_hopper" if capability == 90 and dtype != torch.float32 and size <= 256 else "_stacked"
 
@@ -152,287 +58,255 @@ def stacked(capability: int, dtype: torch.dtype, size: int) -> str:
     ("dtype", "size"),
     [
         (torch.bfloat16, 48), (torch.bfloat16, 256), (torch.bfloat16, 512), (torch.float16, 16), (torch.float16, 128),
-        (torch.float32, 128), (torch.float32, 512),
+        (torch.float32, 128), (torch.float32, 512), (torch.bfloat16, 96), (torch.float16, 192), (torch.bfloat16, 320),
+        (torch.bfloat16, 384), (torch.float32, 320),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize(("name", "n_queries"), [("_stacked", 32), ("_single", 1)])
 def test_forward(name: str, n_queries: int, size: int, dtype: torch.dtype, capability: int, monkeypatch) -> None:
-    queries, documents = inputs(dtype, size, n_queries, 32)
-
-    def launch() -> None:
-        forward.maxsim_forward(queries, documents, None, None, False, False, False, "ieee")
-
-    name = stacked(capability, dtype, size) if name == "_stacked" else name
-    compiled = check(forward, name, launch, capability, monkeypatch)
+    name = tall(capability, dtype, size) if name == "_stacked" else name
+    launch = forward(inputs(dtype, size, n_queries, 32))
+    compiled = check_launches(KERNELS, launch, {name}, capability, monkeypatch)[name]
     if dtype != torch.float32 and size == 128 and capability in (90, 100):
         assert {90: "wgmma", 100: "tcgen05"}[capability] in compiled.asm["ptx"]
 
 
+# What is copied, and what is loaded, by the width of a load.
+_LOADS = re.compile(
+    r"cp\.async\.\w+\.shared\.global \[[^]]*\], \[[^]]*\], (0x\w+)|ld\.global(?:\.L1::\w+|\.L2::\w+)*(\.\S+)"
+)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size", "widths"),
+    [
+        # Tiles of few elements, as of the 8 that are left of 72, have fewer for a thread.
+        (torch.bfloat16, 72, {"0x10", "0x8", ".v4.b32", ".v2.b32"}),
+        (torch.float16, 8, {"0x10", "0x8", ".v4.b32", ".v2.b32"}),
+        (torch.bfloat16, 200, {"0x10", ".v4.b32"}),
+        (torch.bfloat16, 300, {"0x8", ".v2.b32"}),
+        (torch.float32, 44, {"0x10", ".v4.b32"}),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("n_queries", [1, 3, 32])
+def test_strides_that_are_no_multiples_of_16(
+    n_queries: int, dtype: torch.dtype, size: int, widths: set[str], capability: int, monkeypatch
+) -> None:
+    """Embeddings are still loaded by as many bytes as they begin at multiples of, up to 16."""
+    name = "_single" if n_queries == 1 else "_stacked" if n_queries == 3 else tall(capability, dtype, size)
+    launch = forward(inputs(dtype, size, n_queries, 32))
+    compiled = check_launches(KERNELS, launch, {name}, capability, monkeypatch)[name]
+    found = {copied or loaded for copied, loaded in _LOADS.findall(compiled.asm["ptx"])}
+    assert found
+    assert found <= widths
+
+
+@pytest.mark.parametrize("n_queries", [3, 32])
+def test_few_rows(n_queries: int, capability: int, monkeypatch) -> None:
+    """On a Hopper GPU too, these go to the plain kernel."""
+    name = "_stacked" if n_queries == 3 else tall(capability)
+    launch = forward(inputs(torch.bfloat16, 128, n_queries, 32), with_winners=True)
+    check_launches(KERNELS, launch, {name}, capability, monkeypatch)
+
+
 @pytest.mark.parametrize(("name", "n_queries"), [("_stacked", 32), ("_single", 1)])
-@pytest.mark.parametrize("zero_masked", [False, True])
-def test_forward_with_everything(name: str, n_queries: int, zero_masked: bool, capability: int, monkeypatch) -> None:
-    queries, documents = inputs(torch.bfloat16, 128, n_queries, 32)
-    masks = [torch.ones(tensor.shape[:-1], dtype=torch.bool) for tensor in (queries, documents)]
-    monkeypatch.setattr(forward, "inverse_norms", lambda embeddings: torch.ones(embeddings.shape[:-1]))
-    monkeypatch.setattr(forward, "active_tokens", lambda mask: (mask.int(), torch.ones(*mask.shape[:-1], 2).int()))
+@pytest.mark.parametrize("masking", ["exclude", "zero"])
+@pytest.mark.parametrize(
+    "types",
+    [
+        (torch.bool, torch.bool), (torch.int64, torch.int64), (torch.float32, torch.uint8),
+        (torch.bfloat16, torch.float32),
+    ],
+)  # fmt: skip
+def test_everything(name: str, n_queries: int, masking: str, types: tuple, capability: int, monkeypatch) -> None:
+    """Masks, floating ones of queries being weights; normalize, winners, a score of empty documents."""
+    names = {"_active_tokens", name}
+    if name == "_stacked":
+        names = {"_active_tokens", "_inverse_norms", tall(capability)}
+    tensors = with_masks(inputs(torch.bfloat16, 128, n_queries, 32), *types)
+    options = Options(normalize=True, masking=masking, empty_score=-1.0)
+    check_launches(KERNELS, forward(tensors, options, True), names, capability, monkeypatch)
 
-    def launch() -> None:
-        forward.maxsim_forward(queries, documents, *masks, True, zero_masked, True, "ieee")
 
-    name = stacked(capability, torch.bfloat16, 128) if name == "_stacked" else name
-    check(forward, name, launch, capability, monkeypatch)
+@pytest.mark.parametrize("size", [96, 300])
+def test_everything_of_embeddings_in_two(size: int, capability: int, monkeypatch) -> None:
+    options = Options(normalize=True, masking="zero", empty_score=-1.0)
+    many = tall(capability, torch.float16, size)
+    for n_queries, names in ((1, {"_single"}), (3, {"_stacked", "_inverse_norms"}), (32, {many, "_inverse_norms"})):
+        tensors = with_masks(inputs(torch.float16, size, n_queries, 32), torch.float32, torch.bool)
+        check_launches(KERNELS, forward(tensors, options, True), names | {"_active_tokens"}, capability, monkeypatch)
+
+
+@pytest.mark.parametrize("n_queries", [1, 3])
+def test_packed_embeddings_in_two(n_queries: int, capability: int, monkeypatch) -> None:
+    tensors = Tensors(
+        torch.empty(n_queries, 32, 320, dtype=torch.bfloat16),
+        torch.empty(9030, 320, dtype=torch.bfloat16),
+        documents_cu_seqlens=torch.tensor([0, 10, 20, 30, 9030], dtype=torch.int32),
+    )
+    names = {"_single" if n_queries == 1 else "_stacked", "_merge"}
+    launch = forward(tensors, Options(max_document_length=9000), True)
+    check_launches(KERNELS, launch, names, capability, monkeypatch)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_everything_of_embeddings_in_blocks(dtype: torch.dtype, capability: int, monkeypatch) -> None:
+    options = Options(normalize=True, masking="zero")
+    for n_queries, names in ((1, {"_single"}), (32, {"_stacked", "_inverse_norms"})):
+        tensors = with_masks(inputs(dtype, 1100, n_queries, 32), torch.float32, torch.bool)
+        launch = forward(tensors, options, True)
+        check_launches(KERNELS, launch, names | {"_active_tokens"}, capability, monkeypatch)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_sums_of_long_queries(weighted: bool, capability: int, monkeypatch) -> None:
+    tensors = inputs(torch.bfloat16, 128, 3, 300)
+    if weighted:
+        tensors = tensors._replace(queries_mask=torch.ones(3, 300))
+    launch = forward(tensors, Options(empty_score=-1.0), True)
+    check_launches(KERNELS, launch, {tall(capability), "_add_sums"}, capability, monkeypatch)
+
+
+@pytest.mark.parametrize("masking", ["exclude", "zero"])
+@pytest.mark.parametrize("query_length", [1, 32, 33])
+@pytest.mark.parametrize(("size", "document_length"), [(128, 77), (128, 90), (72, 77), (96, 330), (48, 7), (64, 30)])
+def test_short_documents(
+    size: int, document_length: int, query_length: int, masking: str, capability: int, monkeypatch
+) -> None:
+    """On a Hopper GPU, the last product of a document is narrower."""
+    documents = torch.empty(40, document_length, size, dtype=torch.bfloat16)
+    tensors = Tensors(torch.empty(300, query_length, size, dtype=torch.bfloat16), documents)
+    for everything in (False, True):
+        options = Options(normalize=True, masking=masking, empty_score=-1.0) if everything else Options()
+        case = with_masks(tensors, torch.float32, torch.bool) if everything else tensors
+        with monkeypatch.context() as patch:
+            recorder = record(hopper if capability == 90 else stacked, tall(capability), patch)
+            for module, name in ((common, "_add_sums"), (masks, "_active_tokens"), (norms, "_inverse_norms")):
+                record(module, name, patch)
+            forward(case, options)()
+        ptx = recorder.compile(capability).asm["ptx"]
+        narrow = {f"m64n{columns}k16" for columns in (16, 32) if f"m64n{columns}k16" in ptx}
+        assert len(narrow) == (capability == 90)
+
+
+@pytest.mark.parametrize("everything", [False, True])
+@pytest.mark.parametrize("query_length", [2, 33, 40])
+def test_queries_that_padding_would_lengthen(query_length: int, everything: bool, capability: int, monkeypatch) -> None:
+    """Sums of 8 rows, or of each row by itself."""
+    tensors, options = inputs(torch.bfloat16, 128, 96, query_length), Options(empty_score=-1.0)
+    names = {tall(capability), "_add_sums"}
+    if everything:
+        tensors = with_masks(tensors, torch.float32, torch.bool)
+        options = options._replace(normalize=True, masking="zero")
+        names |= {"_active_tokens", "_inverse_norms"}
+    check_launches(KERNELS, forward(tensors, options, everything), names, capability, monkeypatch)
+
+
+@pytest.mark.parametrize("everything", [False, True])
+@pytest.mark.parametrize("query_length", [32, 160])
+def test_candidates(query_length: int, everything: bool, capability: int, monkeypatch) -> None:
+    """Long queries of few candidates are stacked, each over its own documents."""
+    names = {"_single"} if query_length == 32 else {tall(capability)}
+    tensors = Tensors(
+        torch.empty(4, query_length, 128, dtype=torch.bfloat16), torch.empty(4, 5, 180, 128, dtype=torch.bfloat16)
+    )
+    options = Options()
+    if everything:
+        tensors, options = with_masks(tensors, torch.float32, torch.int64), Options(normalize=True, masking="zero")
+        names |= {"_active_tokens"} if query_length == 32 else {"_active_tokens", "_inverse_norms"}
+    if query_length == 160:
+        names |= {"_add_sums"}
+    check_launches(KERNELS, forward(tensors, options, everything), names, capability, monkeypatch)
 
 
 @pytest.mark.parametrize(
     ("name", "n_queries", "candidates"),
-    [
-        ("_stacked", 32, None),
-        ("_single", 1, None),
-        ("_single", 2, torch.tensor([0, 3, 4])),
-    ],
+    [("_stacked", 32, None), ("_single", 1, None), ("_single", 2, torch.tensor([0, 3, 4]))],
 )
 @pytest.mark.parametrize(
-    ("longest", "normalize", "with_winners"),
-    [(40, False, False), (40, True, True), (9000, False, False), (9000, True, True)],
-)
-def test_varlen(
-    name: str,
-    n_queries: int,
-    candidates,
-    longest: int,
-    normalize: bool,
-    with_winners: bool,
-    capability: int,
-    monkeypatch,
-) -> None:
-    queries = torch.empty(n_queries, 32, 128, dtype=torch.bfloat16)
-    documents = torch.empty(9030, 128, dtype=torch.bfloat16)
-    bounds = torch.tensor([0, 10, 20, 30, 9030], dtype=torch.int32)
-    monkeypatch.setattr(forward, "inverse_norms", lambda embeddings: torch.ones(embeddings.shape[:-1]))
-    merge = Recorder(cuts._merge)
-    monkeypatch.setattr(cuts, "_merge", merge)
-
-    def launch() -> None:
-        forward.maxsim_varlen_forward(
-            queries, None, documents, bounds, candidates, 3, longest, normalize, with_winners, "ieee"
-        )
-
-    if name == "_stacked" and longest == 40:
-        name = stacked(capability, torch.bfloat16, 128)
-    compiled = check(forward, name, launch, capability, monkeypatch)
-    if capability == 90 and name != "_single":
-        assert "wgmma" in compiled.asm["ptx"]
-    assert hasattr(merge, "arguments") == (longest == 9000), "documents are cut where one may be long, and only there"
-    if longest == 9000:
-        assert merge.compile(capability).asm["cubin"]
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(
-    ("size", "d_model", "n_queries", "packed", "everything"),
-    [
-        (128, 768, 1, False, False), (128, 768, 4, True, False), (96, 1000, 3, False, True), (16, 8, 1, True, True),
-        (128, 4096, 4, False, True),
-    ],
+    ("longest", "everything"), [(40, False), (40, True), (9000, False), (9000, True)]
 )  # fmt: skip
-def test_fused(
-    size: int, d_model: int, n_queries: int, packed: bool, everything: bool, dtype: torch.dtype, monkeypatch
+def test_packed(
+    name: str, n_queries: int, candidates: Tensor | None, longest: int, everything: bool, capability: int, monkeypatch
 ) -> None:
-    """For Hopper alone: the second product takes its first operand from registers, and the copy engine copies."""
-    queries, weight = torch.empty(n_queries, 32, size, dtype=dtype), torch.empty(size, d_model, dtype=dtype)
-    hidden = torch.empty(40, 180, d_model, dtype=dtype)
-    bounds = torch.arange(41, dtype=torch.int32) * 180 if packed else None
-    masks = [None, None]
-    if everything:
-        masks = [torch.ones(n_queries, 32, dtype=torch.bool), None if packed else torch.ones(40, 180, dtype=torch.bool)]
-    monkeypatch.setattr(fused, "architecture", lambda device: (9, 132))
-    fused.bound_fused.cache_clear()
-    finish = Recorder(fused._finish)
-    monkeypatch.setattr(fused, "_finish", finish)
-
-    def launch() -> None:
-        bias = weight[:, 0].contiguous() if everything else None
-        documents = hidden.flatten(0, 1) if packed else hidden
-        score = fused.bound_fused(
-            queries.shape, queries.stride(), dtype, queries.device, 40 * 180, 40, 0 if packed else 180, weight.shape,
-            None if bounds is None else bounds.dtype, everything, everything, masks[1] is not None, True,
-            everything and not packed,
-        )  # fmt: skip
-        assert score is not None
-        score(queries, documents, weight, bias, *masks, bounds)
-
-    compiled = check(fused, "_fused", launch, 90, monkeypatch)
-    fused.bound_fused.cache_clear()
-    products = re.findall(r"wgmma\.mma_async\S+ \{[^}]*\}, (\S)", compiled.asm["ptx"])
-    assert {"%", "{"} == set(products), "states come from shared memory, embeddings from registers"
-    assert compiled.asm["ptx"].count("cp.async.bulk.tensor.2d") == 3, "two parts and the weight"
-    # It may start early, and waits for what it reads.
-    assert "griddepcontrol.launch_dependents" in compiled.asm["ptx"]
-    assert finish.follows
-    finish.compile(90)
+    tensors = Tensors(
+        torch.empty(n_queries, 32, 128, dtype=torch.bfloat16),
+        torch.empty(9030, 128, dtype=torch.bfloat16),
+        torch.ones(n_queries, 32) if everything else None,
+        documents_cu_seqlens=torch.tensor([0, 10, 20, 30, 9030], dtype=torch.int32),
+        candidates_cu_seqlens=candidates,
+    )
+    if name == "_stacked" and longest == 40:
+        name = tall(capability)
+    in_pieces = longest == 9000
+    names = {name}
+    if in_pieces:
+        # Documents are cut where one may be long, and only there.
+        names |= {"_merge"}
+    if everything and (name != "_single" or in_pieces):
+        names |= {"_inverse_norms"}
+    options = Options(0, longest, 3, everything, empty_score=-1.0)
+    compiled = check_launches(KERNELS, forward(tensors, options, everything), names, capability, monkeypatch)
+    if capability == 90 and name != "_single":
+        assert "wgmma" in compiled[name].asm["ptx"]
 
 
-@pytest.mark.parametrize("normalize", [False, True])
-@pytest.mark.parametrize(("size", "d_model"), [(128, 768), (96, 1000), (16, 8)])
-def test_projection(size: int, d_model: int, normalize: bool, monkeypatch) -> None:
-    hidden, weight = torch.empty(300, d_model).bfloat16(), torch.empty(size, d_model).bfloat16()
-    monkeypatch.setattr(fused, "architecture", lambda device: (9, 132))
-    fused.bound_projection.cache_clear()
-
-    def launch() -> None:
-        project = fused.bound_projection(300, weight.shape, weight.dtype, weight.device, True, normalize)
-        assert project is not None
-        project(hidden, weight, weight[:, 0].contiguous(), hidden[:, :size], torch.empty(300) if normalize else None)
-
-    compiled = check(fused, "_projection", launch, 90, monkeypatch)
-    fused.bound_projection.cache_clear()
-    assert "wgmma" in compiled.asm["ptx"]
-    stores = re.findall(r"st\.global\.(\S+)", compiled.asm["ptx"])
-    assert set(stores) <= {"v4.b32", "b32"}, "embeddings leave by 16 bytes, norms by 4"
-
-
-BACKWARD = {
-    backward: ("_gather",),
-    gradients: ("_finish",),
-    winner_lists: ("_list", "_sort", "_scan", "_place", "_starts", "_sum", "_combine"),
-    scatter: ("_onehot", "_atomic"),
-}
-
-
-def check_backward(run: Callable[[], object], names: set[str], capability: int, monkeypatch) -> None:
-    """Compile what `run` launches, which must be the kernels of these names."""
-    monkeypatch.setattr(backward, "architecture", lambda device: (capability // 10, 132))
-    monkeypatch.setattr(backward, "inverse_norms", lambda embeddings: torch.ones(embeddings.shape[:-1]))
-    recorders = {}
-    for module, kernels in BACKWARD.items():
-        for name in kernels:
-            recorders[name] = Recorder(getattr(module, name))
-            monkeypatch.setattr(module, name, recorders[name])
-    bound = (backward.bound_backward, backward._bound_varlen_backward)
-    for function in bound:
-        function.cache_clear()
-    try:
-        run()
-    finally:
-        for function in bound:
-            function.cache_clear()
-    launched = {name: recorder for name, recorder in recorders.items() if hasattr(recorder, "arguments")}
-    assert set(launched) == names
-    for recorder in launched.values():
-        compiled = recorder.compile(capability)
-        assert compiled.asm["cubin"]
-        assert compiled.metadata.shared <= SHARED_MEMORY[capability]
-
-
-@pytest.mark.parametrize(
-    ("dtype", "size", "normalize"),
-    [(torch.bfloat16, 48, False), (torch.float16, 128, True), (torch.float32, 512, False), (torch.float32, 4096, True)],
-)
-def test_backward(normalize: bool, size: int, dtype: torch.dtype, capability: int, monkeypatch) -> None:
-    """Queries of 1024 rows have lists that are summed in parts; one of 32 rows shares its documents among programs."""
-    few, many = dense((1, 32), (1, 64, 8), size, "none"), dense((32, 32), (1, 2, 180), size, "none")
-    halves = [
-        replace(problem, queries=problem.queries.to(dtype), documents=problem.documents.to(dtype), normalize=normalize)
-        for problem in (few, many)
-    ]
-    finish = {"_finish"} if normalize or dtype != torch.float32 else set()
-    for problem, way, needs, names in (
-        (halves[0], "csr", (True, False), {"_gather", "_finish"}),
-        (halves[0], "csr", (False, True), {"_list", "_sum"}),
-        (halves[1], "csr", (False, True), {"_sort", "_scan", "_place", "_sum", "_combine"}),
-        (halves[1], "onehot", (False, True), {"_onehot"}),
-        (halves[0], "auto", (False, True), {"_onehot"}),
-        (halves[1], "auto", (False, True), {"_sort", "_scan", "_place", "_sum", "_combine"}),
-        (halves[1], "atomic", (False, True), {"_atomic"} | finish),
-    ):
-        check_backward(lambda p=problem, w=way, n=needs: p.run(w, *n), names, capability, monkeypatch)
-
-
-@pytest.mark.parametrize(("rows", "length"), [(1, 1), (200, 300), (512, 2047)])
-def test_lists_by_one_program(rows: int, length: int, capability: int, monkeypatch) -> None:
-    problem = dense((1, rows), (1, 2, length), 16, "none")
-    check_backward(lambda: problem.run("csr", queries=False), {"_list", "_sum"}, capability, monkeypatch)
-
-
-def test_backward_of_long_documents(capability: int, monkeypatch) -> None:
-    problem = dense((32, 32), (1, 1, 3000), 16, "none")
-    names = {"_sort", "_scan", "_place", "_starts", "_sum", "_combine"}
-    check_backward(lambda: problem.run("csr", queries=False), names, capability, monkeypatch)
-
-
-@pytest.mark.parametrize("candidates", [None, [0, 2, 3]])
-def test_varlen_backward(candidates: list[int] | None, capability: int, monkeypatch) -> None:
-    problem = packed((2, 600), [3, 0, 70], 128, "none", candidates, dtype=torch.bfloat16)
-    for way, names in (
-        ("csr", {"_gather", "_sort", "_scan", "_place", "_sum", "_combine"}),
-        ("onehot", {"_gather", "_onehot"}),
-        ("atomic", {"_gather", "_atomic", "_finish"}),
-    ):
-        check_backward(lambda w=way: problem.run(w), names, capability, monkeypatch)
-
-
-@pytest.mark.parametrize("size", [48, 512])
-def test_inverse_norms(size: int, capability: int, monkeypatch) -> None:
-    embeddings = torch.empty(4, 32, size, dtype=torch.bfloat16)
-    check(norms, "_inverse_norms", lambda: norms.inverse_norms(embeddings), capability, monkeypatch)
+@pytest.mark.parametrize("mask_dtype", [torch.bool, torch.int64])
+def test_packed_queries_of_many_tokens(mask_dtype: torch.dtype, capability: int, monkeypatch) -> None:
+    """With candidates, a query of any length is scored by itself; of long documents, in pieces."""
+    tensors = Tensors(
+        torch.empty(2, 300, 128, dtype=torch.float32),
+        torch.empty(9030, 128, dtype=torch.float32),
+        torch.ones(2, 300, dtype=mask_dtype),
+        documents_cu_seqlens=torch.tensor([0, 10, 20, 30, 9030]),
+        candidates_cu_seqlens=torch.tensor([0, 3, 4], dtype=torch.int32),
+    )
+    for longest, names in ((40, {"_single", "_add_sums"}), (9000, {"_single", "_add_sums", "_merge"})):
+        launch = forward(tensors, Options(0, longest, 3), True)
+        check_launches(KERNELS, launch, names, capability, monkeypatch)
 
 
 @pytest.mark.parametrize("length", [180, 3000])
-def test_active_tokens(length: int, capability: int, monkeypatch) -> None:
-    mask = torch.ones(4, length, dtype=torch.bool)
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32])
+def test_active_tokens(dtype: torch.dtype, length: int, capability: int, monkeypatch) -> None:
+    mask = torch.ones(4, length, dtype=dtype)
     check(masks, "_active_tokens", lambda: masks.active_tokens(mask), capability, monkeypatch)
 
 
-def test_sums_of_long_queries(capability: int, monkeypatch) -> None:
-    queries, documents = inputs(torch.bfloat16, 128, 3, 300)
-    layout = (queries.shape, queries.stride(), queries.dtype, queries.device, documents.shape, documents.stride())
-    scores, winners = torch.empty(3, 40), torch.empty(1, 40, 900, dtype=torch.int16)
-
-    def run() -> None:
-        sequence = Sequence(len(forward.Slots._fields))
-        slots = forward.Slots(*range(len(forward.Slots._fields)))
-        forward.add_maxsim(sequence, *layout, True, False, False, False, "ieee", slots)
-        sequence(queries, documents, None, None, None, scores, winners)
-
-    name = stacked(capability, torch.bfloat16, 128)
-    with monkeypatch.context() as patch:
-        if name == "_hopper":
-            patch.setattr(forward, name, lambda: Recorder(hopper.hopper))
-        else:
-            patch.setattr(forward, name, Recorder(getattr(forward, name)))
-        check(forward, "_add_sums", run, capability, patch)
+@pytest.mark.parametrize("bounds_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize(("size", "dtype"), [(128, torch.bfloat16), (48, torch.float32), (4096, torch.float16)])
+def test_padding(size: int, dtype: torch.dtype, bounds_dtype: torch.dtype, capability: int, monkeypatch) -> None:
+    packed, padded = torch.empty(70, size, dtype=dtype), torch.empty(3, 32, size, dtype=dtype)
+    bounds = torch.tensor([0, 32, 38, 70], dtype=bounds_dtype)
+    check(padding, "_pad", lambda: padding.pad(packed, bounds, 32), capability, monkeypatch)
+    check(padding, "_pad", lambda: padding.packed_again(padded, bounds, 70), capability, monkeypatch)
 
 
-@pytest.mark.parametrize("divergence", [False, True])
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_losses(reduction: str, divergence: bool, capability: int, monkeypatch) -> None:
-    scores, grad_loss = torch.empty(40, 3000), torch.empty(40 if reduction == "none" else ())
-    target = torch.empty(40, 3000) if divergence else torch.zeros(40, dtype=torch.int64)
-    comparison = losses.Comparison(divergence, True, False, 0.1, reduction)
+@pytest.mark.parametrize(
+    ("divergence", "target"),
+    [
+        (True, torch.empty(40, 3000)), (False, None), (False, torch.zeros(40, dtype=torch.int64)),
+        (False, torch.zeros(40, dtype=torch.int32)),
+    ],
+    ids=["divergence", "in order", "int64", "int32"],
+)  # fmt: skip
+@pytest.mark.parametrize("own_candidates", [False, True])
+def test_losses(own_candidates: bool, divergence: bool, target: Tensor | None, capability: int, monkeypatch) -> None:
+    comparison = losses.Comparison(divergence, own_candidates, 0.1, "mean")
 
-    def run(counts: torch.Tensor | None) -> None:
-        losses.bound_loss.cache_clear()
-        bound = losses.bound_loss((40, 3000), scores.device, comparison)
-        _, statistics = bound.forward(scores, target)
-        bound.gradient(grad_loss, scores, target, statistics, counts)
+    def run(with_counts: bool) -> None:
+        scores, counts = torch.empty(40, 3000), torch.empty(40, 1) if with_counts else None
+        found = losses.losses_of(scores, target, comparison)
+        losses.sum_of(scores, found, comparison)
+        losses.sum_and_gradient_of(scores, target, found, counts, comparison)
 
-    for name in ("_losses", "_gradient") if reduction == "none" else ("_losses", "_gradient", "_total"):
-        for counts in (None, torch.empty(40)):
-            with monkeypatch.context() as patch:
-                for other in {"_losses", "_gradient", "_total"} - {name}:
-                    patch.setattr(losses, other, Recorder(getattr(losses, other)))
-                check(losses, name, lambda counts=counts: run(counts), capability, patch)
-    losses.bound_loss.cache_clear()
+    for with_counts in (False, True):
+        names = {"_losses", "_total", "_gradient"}
+        check_launches(LOSSES, lambda c=with_counts: run(c), names, capability, monkeypatch)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("sizes", [(70, 9), (70, 0), (0, 9)])
-def test_rescale(sizes: tuple[int, int], capability: int, monkeypatch) -> None:
-    monkeypatch.setattr(losses, "architecture", lambda device: (capability // 10, 132))
-    tensors = [torch.empty(size, dtype=torch.bfloat16) if size else None for size in sizes]
-
-    def run() -> None:
-        losses.bound_rescale.cache_clear()
-        losses.bound_rescale(*sizes, torch.device("cpu"))(torch.ones(()), *tensors)
-
-    check(losses, "_rescale", run, capability, monkeypatch)
-    losses.bound_rescale.cache_clear()
+def test_rescale(sizes: tuple[int, int], dtype: torch.dtype, capability: int, monkeypatch) -> None:
+    tensors = [torch.empty(size, dtype=dtype) if size else None for size in sizes]
+    check(losses, "_rescale", lambda: losses.rescale(torch.ones(()), *tensors), capability, monkeypatch)

@@ -14,8 +14,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language._core import builtin
 
-from pylate_flash.kernels import hopper
-from pylate_flash.kernels.tiles import copied_by_16_bytes, fused_tile, hopper_tile
+from pylate_flash.kernels import select
+from pylate_flash.kernels.forward import hopper, maxima, maxsim_forward, stacked
+from pylate_flash.kernels.select import copied_by_16_bytes, forward_plan, fused_tile, hopper_tile
+from pylate_flash.kernels.tiles import hopper_tail
+from pylate_flash.ops.problem import Options, Problem, Tensors, problem_of
+from tests.kernels.recorder import record
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
 
@@ -43,7 +47,7 @@ def _stored_kernel(values_ptr, LAYOUT: gl.constexpr, TOKENS: gl.constexpr, SIZE:
 @gluon.jit
 def _register_layout_kernel(ROWS: gl.constexpr, TOKENS: gl.constexpr):
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
-    see(hopper._by_lane(gl.zeros([ROWS, TOKENS], gl.float32, mma), ROWS, TOKENS).type.layout)
+    see(maxima.split_by_lane(gl.zeros([ROWS, TOKENS], gl.float32, mma), ROWS, TOKENS).type.layout)
 
 
 def layout_of(kernel, monkeypatch: pytest.MonkeyPatch, **constants: int):
@@ -105,22 +109,25 @@ def test_a_maximum_over_a_lanes_columns_stays_in_the_lane(rows: int, tokens: int
 
 def compiled(**options) -> str:
     constants = {
-        "EMBEDDING": 128, "BLOCK_EMBEDDING": 128, "BLOCK_ROWS": 256, "BLOCK_TOKENS": 64, "GROUP": 32, "STAGES": 6,
-        "PARTS": 2, "PACKED": False, "HAS_QUERIES_MASK": False, "HAS_DOCUMENTS_MASK": False, "ZERO_MASKED": False,
-        "NORMALIZE": False, "WITH_WINNERS": False,
+        "EMBEDDING": 128, "BLOCK_EMBEDDING": 128, "SECOND": 0, "BLOCK_ROWS": 256, "BLOCK_TOKENS": 64, "TAIL": 0,
+        "GROUP": 32, "STAGES": 6, "PARTS": 2, "PACKED": False, "HAS_QUERIES_MASK": False, "WEIGHTED": False,
+        "HAS_DOCUMENTS_MASK": False, "ZERO_MASKED": False, "NORMALIZE": False, "WITH_WINNERS": False, "QUERY_UNIT": 1,
+        "DOCUMENT_UNIT": 1,
     } | options  # fmt: skip
     pointers = {"queries_ptr": "*bf16", "documents_ptr": "*bf16", "sums_ptr": "*fp32"}
     if constants["WITH_WINNERS"]:
         pointers["winners_ptr"] = "*i16"
     signature, attributes = {}, {}
-    for index, parameter in enumerate(hopper.hopper.kernel.params):
+    function = hopper._hopper.function
+    for index, parameter in enumerate(function.params):
         name = parameter.name
         if name.endswith("_ptr") and name not in pointers:
             constants[name] = None
-        signature[name] = "constexpr" if name in constants else pointers.get(name, "i32")
+        of_number = "fp32" if name == "empty_score" else "i32"
+        signature[name] = "constexpr" if name in constants else pointers.get(name, of_number)
         if name in pointers or name.startswith("stride"):
             attributes[(index,)] = [["tt.divisibility", 16]]
-    source = GluonASTSource(hopper.hopper.kernel, signature, constants, attributes)
+    source = GluonASTSource(function, signature, constants, attributes)
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["ptx"]
 
 
@@ -130,6 +137,10 @@ def compiled(**options) -> str:
         {},
         {"WITH_WINNERS": True, "PARTS": 4},
         {"EMBEDDING": 48, "BLOCK_EMBEDDING": 64},
+        {"EMBEDDING": 96, "BLOCK_EMBEDDING": 64, "SECOND": 32},
+        {"TAIL": 16},
+        {"TAIL": 32, "EMBEDDING": 96, "BLOCK_EMBEDDING": 64, "SECOND": 32},
+        {"EMBEDDING": 72, "BLOCK_EMBEDDING": 64, "SECOND": 16, "WITH_WINNERS": True, "PARTS": 4},
         {"EMBEDDING": 256, "BLOCK_EMBEDDING": 256, "BLOCK_ROWS": 128},
     ],
     ids=str,
@@ -142,6 +153,28 @@ def test_products_take_queries_from_registers_and_tokens_by_16_bytes(options: di
     assert set(copies) == {("cg", "0x10")}
 
 
+@pytest.mark.parametrize("tail", [16, 32])
+@pytest.mark.parametrize("blocks", [(64, 0), (128, 0), (64, 32)])
+def test_a_narrow_product_reads_what_a_wide_one_would(tail: int, blocks: tuple[int, int]) -> None:
+    """The blocks of an embedding are as far from each other, by what is added to where a tile begins."""
+    ptx = compiled(EMBEDDING=sum(blocks), BLOCK_EMBEDDING=blocks[0], SECOND=blocks[1], TAIL=tail)
+    added = dict(re.findall(r"(?:add\.s64|or\.b64)\s+(%rd\d+), %rd\d+, (-?\d+);", ptx))
+    offsets = []
+    for columns in (64, tail):
+        products = re.findall(rf"wgmma\.mma_async\S+m64n{columns}k16\S+ \{{[^}}]*\}}, \{{[^}}]*\}}, (%rd\d+)", ptx)
+        offsets.append([added[descriptor] for descriptor in products])
+    assert offsets[0]
+    assert offsets[0] == offsets[1]
+
+
+def test_where_the_last_tile_is_narrower() -> None:
+    tile = hopper_tile(9, 128, 2, 1024, 77, False)
+    tails = {7: 16, 30: 32, 64: 0, 77: 16, 96: 32, 97: 0, 180: 0, 256: 0, 333: 16, 350: 0, 400: 0}
+    assert {length: hopper_tail(tile, length) for length in tails} == tails
+    assert hopper_tail(hopper_tile(9, 128, 2, 1024, 77, True), 77) == 0
+    assert hopper_tail(hopper_tile(9, 256, 2, 1024, 77, False), 77) == 0
+
+
 def test_the_choice_of_the_kernel() -> None:
     assert hopper_tile(9, 128, 2, 1024, 180, False) is not None
     assert hopper_tile(9, 128, 2, 128, 180, False) is None, "few rows are bound by memory"
@@ -150,29 +183,97 @@ def test_the_choice_of_the_kernel() -> None:
     assert hopper_tile(8, 128, 2, 1024, 180, False) is None
     assert hopper_tile(10, 128, 2, 1024, 180, False) is None
     assert copied_by_16_bytes(40, (480, 48, 48))
-    assert not copied_by_16_bytes(40, (400, 40, 40))
+    assert copied_by_16_bytes(40, (400, 40, 40))
+    assert not copied_by_16_bytes(40, (8 << 30, 40, 40)), "a stride of more than 32 bits is not multiplied"
+    assert copied_by_16_bytes(48, (16 << 30, 48, 48))
     assert not copied_by_16_bytes(44, (480, 48, 48))
+    assert not copied_by_16_bytes(40, (440, 44, 44))
+
+
+def problem(
+    queries: tuple[int, ...], documents: tuple[int, ...], dtype: torch.dtype = torch.bfloat16, winners: bool = False
+) -> Problem:
+    return problem_of(
+        Tensors(torch.empty(queries, dtype=dtype), torch.empty(documents, dtype=dtype)), Options(), winners
+    )
+
+
+def packed(n_queries: int, longest: int, normalize: bool = False) -> Problem:
+    queries, documents = torch.empty(n_queries, 32, 128).bfloat16(), torch.empty(longest + 30, 128).bfloat16()
+    bounds = torch.tensor([0, 10, 20, 30, longest + 30])
+    options = Options(max_document_length=longest, normalize=normalize)
+    return problem_of(Tensors(queries, documents, documents_cu_seqlens=bounds), options)
+
+
+def test_what_the_kernel_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(select, "architecture", lambda device: (9, 132))
+    for served in (
+        problem((16, 32, 128), (40, 180, 128)),
+        problem((16, 32, 128), (40, 180, 128), torch.float16, winners=True),
+        problem((5, 32, 48), (40, 7, 48)),
+        problem((16, 32, 40), (40, 7, 40)),
+        problem((1, 300, 256), (40, 180, 256)),
+        problem((4, 150, 128), (4, 5, 180, 128)),
+        packed(16, 40),
+        packed(16, 2048, normalize=True),
+    ):
+        plan = forward_plan(served)
+        assert plan.kernel == "hopper", plan.reason
+        assert not plan.in_pieces
+        assert plan.group <= plan.tile.rows // plan.tile.parts, "a sum lies within one part"
+        assert plan.n_sums * plan.group == plan.padded
+    for not_served, reason in (
+        (problem((4, 32, 128), (40, 180, 128)), "pays from 129 rows on, and there are 128"),
+        (problem((16, 32, 128), (40, 180, 128), torch.float32), "half precision"),
+        (problem((16, 32, 512), (40, 180, 512)), "at most 256 dimensions"),
+        (problem((16, 32, 44), (40, 7, 44)), "copied 16 bytes at a time"),
+        (packed(16, 9000), "in pieces"),
+    ):
+        plan = forward_plan(not_served)
+        assert plan.kernel == "stacked"
+        assert reason in plan.reason
+    assert forward_plan(problem((1, 32, 128), (40, 180, 128))).kernel == "single"
+    assert forward_plan(problem((16, 32, 128), (16, 5, 180, 128))).kernel == "single"
+    for major in (8, 10):
+        monkeypatch.setattr(select, "architecture", lambda device, major=major: (major, 132))
+        assert forward_plan(problem((16, 32, 128), (40, 180, 128))).kernel == "stacked"
+
+
+@pytest.mark.parametrize(
+    ("query_length", "padded", "group"),
+    [(1, 1, 1), (2, 2, 1), (7, 8, 8), (12, 12, 1), (24, 24, 8), (32, 32, 32), (33, 33, 1), (36, 40, 8), (77, 80, 16)],
+)
+def test_few_rows_are_padding(query_length: int, padded: int, group: int) -> None:
+    plan = forward_plan(problem((96, query_length, 128), (40, 180, 128)))
+    assert (plan.padded, plan.group, plan.n_sums) == (padded, group, padded // group)
+
+
+def test_where_storing_every_row_would_cost_more_than_padding() -> None:
+    """Short documents, by their mean length where they are packed, and sums that take much memory."""
+    bounds = torch.tensor([0, 10, 20, 30, 10000])
+    queries, tokens = torch.empty(96, 33, 16), torch.empty(10000, 16)
+    for n_documents, padded in ((3, 40), (4, 33)):
+        tensors = Tensors(queries, tokens[: 30 * n_documents], documents_cu_seqlens=bounds[: n_documents + 1])
+        if n_documents == 4:
+            tensors = tensors._replace(documents=tokens)
+        assert forward_plan(problem_of(tensors, Options(max_document_length=9970))).padded == padded
+    assert forward_plan(problem((96, 33, 16), (40, 63, 16))).padded == 40
+    assert forward_plan(problem((96, 33, 16), (40, 64, 16))).padded == 33
+    many = torch.empty(1, 64, 16).expand(21300, 64, 16)
+    for n_documents, padded in ((21000, 33), (21300, 40)):
+        assert forward_plan(problem_of(Tensors(queries, many[:n_documents]), Options())).padded == padded
 
 
 def test_a_tensor_that_is_not_aligned_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies of 16 bytes need addresses that are multiples of 16: other tensors go to the plain kernel."""
-    from pylate_flash.kernels import forward
-
-    served = []
-    monkeypatch.setattr(forward, "architecture", lambda device: (9, 132))
-    for name in ("_stacked", "_hopper"):
-        launcher = type("Fake", (), {"bind": lambda self, *_, name=name, **__: lambda *tensors: served.append(name)})()
-        monkeypatch.setattr(forward, name, launcher if name == "_stacked" else lambda launcher=launcher: launcher)
-    forward.bound_maxsim.cache_clear()
-    forward._bound_stacked.cache_clear()
+    monkeypatch.setattr(select, "architecture", lambda device: (9, 132))
+    recorders = record(hopper, "_hopper", monkeypatch), record(stacked, "_stacked", monkeypatch)
     queries = torch.empty(8, 32, 128, dtype=torch.float16)
     storage = torch.empty(4 * 50 * 128 + 1, dtype=torch.float16)
-    for start in (0, 1):
-        documents = storage[start : start + 4 * 50 * 128].view(1, 4, 50, 128)
-        forward.maxsim_forward(queries, documents, None, None, False, False, False, "ieee")
-    forward.bound_maxsim.cache_clear()
-    forward._bound_stacked.cache_clear()
-    assert served == ["_hopper", "_stacked"]
+    for start, launches in ((0, [1, 0]), (1, [1, 1])):
+        tensors = Tensors(queries, storage[start : start + 4 * 50 * 128].view(4, 50, 128))
+        maxsim_forward(problem_of(tensors, Options()), tensors)
+        assert [recorder.launches for recorder in recorders] == launches
 
 
 def test_the_fused_projection_serves_few_query_rows_on_hopper() -> None:

@@ -3,107 +3,283 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from triton.backends.nvidia.driver import CudaLauncher
 from triton.experimental.gluon import language as gl
 
-from pylate_flash.kernels import forward, launch, overlap
-from pylate_flash.kernels.launch import Launcher
+from pylate_flash.kernels import forward, launch, overlap, select
+from pylate_flash.kernels.forward import common, hopper, single, stacked
+from pylate_flash.kernels.launch import Described, Kernel, Scratch
+from pylate_flash.ops.problem import Options, Tensors, problem_of
 
 
-class Compiled(dict):
-    """A compiled kernel, by grid."""
-
-    def __missing__(self, grid):
-        return lambda *pointers: None
-
-
-class Kernel:
-    """Stands for a Triton function: what it is launched as, a `Launcher` compiles."""
-
-    compiled: object = None
-    arguments: tuple = ()
-    options: dict = {}
-
-    def __getitem__(self, grid):
-        def compile(*arguments, **options):
-            self.arguments, self.options = arguments, options
-            return Compiled() if self.compiled is None else self.compiled
-
-        return compile
-
-
-@pytest.fixture
-def launchers(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(forward, "architecture", lambda device: (9, 132))
-    made = {name: Launcher(Kernel()) for name in ("_stacked", "_single", "_hopper")}
-    monkeypatch.setattr(forward, "_stacked", made["_stacked"])
-    monkeypatch.setattr(forward, "_single", made["_single"])
-    monkeypatch.setattr(forward, "_hopper", lambda: made["_hopper"])
-    forward.bound_maxsim.cache_clear()
-    forward._bound_stacked.cache_clear()
-    forward._bound_single.cache_clear()
-    yield made
-    forward.bound_maxsim.cache_clear()
-    forward._bound_stacked.cache_clear()
-    forward._bound_single.cache_clear()
-
-
-def score(shape: tuple[int, int, int, int]) -> None:
-    n_queries, n_documents, query_length, document_length = shape
-    queries = torch.empty(n_queries, query_length, 128, dtype=torch.bfloat16)
-    documents = torch.empty(1, n_documents, document_length, 128, dtype=torch.bfloat16)
-    forward.maxsim_forward(queries, documents, None, None, False, False, False, "ieee")
-
-
-def test_fifty_random_shapes_take_few_compilations(launchers) -> None:
-    drawn = random.Random(0)
-    for _ in range(50):
-        score((drawn.randint(1, 64), drawn.randint(1, 40), drawn.randint(1, 300), drawn.randint(1, 100)))
-    counts = {name: len(launcher._compiled) for name, launcher in launchers.items()}
-    # The groups of `_padded_query_length`; those with the two tiles for few rows; the three tiles for one query.
-    assert counts["_hopper"] <= 6
-    assert counts["_stacked"] <= 12
-    assert counts["_single"] <= 3
-    assert sum(counts.values()) <= 10
-
-
-def test_a_new_batch_or_document_length_takes_none(launchers) -> None:
-    score((16, 10, 32, 180))
-    before = {name: len(launcher._compiled) for name, launcher in launchers.items()}
-    for shape in ((17, 10, 32, 180), (16, 33, 32, 180), (16, 10, 32, 7), (40, 1, 31, 1000), (16, 10, 17, 180)):
-        score(shape)
-    assert {name: len(launcher._compiled) for name, launcher in launchers.items()} == before
-
-
-class Launched:
+class Compiled:
     """A compiled kernel that notes what launches it, and with what: Triton's runner, or at once Triton's C function."""
 
     function, packed_metadata = 70, (4, 1, 0)
 
     def __init__(self, scratch: int = 0) -> None:
         self.launches: list[tuple] = []
-        self.run = CudaLauncher.__new__(CudaLauncher)
+        self.metadata = SimpleNamespace(tensordesc_meta=None)
+        self.run: Any = CudaLauncher.__new__(CudaLauncher)
         self.run.launch = lambda *arguments: self.launches.append(("C", *arguments))
         self.run.global_scratch_size, self.run.profile_scratch_size = scratch, 0
         self.run.launch_cooperative_grid, self.run.launch_pdl = False, True
 
-    def __getitem__(self, grid):
-        return lambda *arguments: self.launches.append(("Triton", *arguments))
-
-    def bind(self, **options) -> launch.Launch:
-        self.kernel = Kernel()
-        self.kernel.compiled = self
-        return Launcher(self.kernel).bind(
-            (5, 6, 7), (11,), (1, 16), ("constant",), num_warps=4, num_stages=1, **options
-        )
+    def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., None]:
+        return lambda *arguments, stream: self.launches.append(("Triton", grid, stream, *arguments))
 
     @property
     def ways(self) -> list[str]:
         return [arguments[0] for arguments in self.launches]
+
+
+class Function:
+    """Stands for a Triton function, and notes what it is compiled for."""
+
+    def __init__(self, compiled: Compiled | None = None, interpreted: bool = False) -> None:
+        self.result = None if interpreted else compiled or Compiled()
+        self.compilations: list[tuple] = []
+        self.options: dict = {}
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., Compiled | None]:
+        def compile(*arguments: object, **options: object) -> Compiled | None:
+            self.compilations.append((grid, *arguments))
+            self.options = options
+            return self.result
+
+        return compile
+
+
+class Address(SimpleNamespace):
+    """What a launch asks of a tensor."""
+
+    def __init__(self, address: int = 1 << 20, dtype: torch.dtype = torch.float32, device: int = 0) -> None:
+        super().__init__(address=address, dtype=dtype, device=torch.device("cuda", device))
+
+    def data_ptr(self) -> int:
+        return self.address
+
+    def get_device(self) -> int:
+        return self.device.index
+
+
+@pytest.fixture(autouse=True)
+def streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There are no streams on a CPU."""
+    monkeypatch.setattr(launch, "_current_stream", lambda device: 900 + device)
+
+
+def call(kernel: Kernel, *tensors: object, **changes: object) -> None:
+    arguments = {
+        "grid": (5, 6, 7), "numbers": (11, 0.5), "strides": (1, 16), "constants": ("constant", 64),
+        "warps": (4, 1, None),
+    } | changes  # fmt: skip
+    kernel(tensors=tensors or (torch.zeros(4), None, torch.zeros(8)), **arguments)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def functions(monkeypatch: pytest.MonkeyPatch) -> dict[str, Function]:
+    """In place of the forward's kernels, on a Hopper GPU."""
+    monkeypatch.setattr(select, "architecture", lambda device: (9, 132))
+    made = {}
+    for module, name in ((stacked, "_stacked"), (single, "_single"), (hopper, "_hopper"), (common, "_add_sums")):
+        made[name] = Function()
+        monkeypatch.setattr(module, name, Kernel(made[name]))
+    return made
+
+
+def score(shape: tuple[int, int, int, int]) -> None:
+    n_queries, n_documents, query_length, document_length = shape
+    queries = torch.empty(n_queries, query_length, 128, dtype=torch.bfloat16)
+    documents = torch.empty(n_documents, document_length, 128, dtype=torch.bfloat16)
+    tensors = Tensors(queries, documents)
+    forward.maxsim_forward(problem_of(tensors, Options()), tensors)
+
+
+def counts_of(functions: dict[str, Function]) -> dict[str, int]:
+    return {name: len(function.compilations) for name, function in functions.items()}
+
+
+def test_fifty_random_shapes_take_few_compilations(functions) -> None:
+    drawn = random.Random(0)
+    for _ in range(50):
+        score((drawn.randint(1, 64), drawn.randint(1, 40), drawn.randint(1, 300), drawn.randint(1, 100)))
+    counts = counts_of(functions)
+    # The groups of `padded_query_length`, with the three widths of a document's last product, or with the two tiles for
+    # few rows; the three tiles for one query.
+    assert counts["_hopper"] <= 18
+    assert counts["_stacked"] <= 12
+    assert counts["_single"] <= 3
+    # A block for each power of two of documents.
+    assert counts.pop("_add_sums") <= 6
+    assert sum(counts.values()) <= 20
+
+
+def test_a_new_batch_or_document_length_takes_none(functions) -> None:
+    score((16, 10, 32, 180))
+    before = counts_of(functions)
+    for shape in ((17, 10, 32, 180), (16, 33, 32, 180), (16, 10, 32, 50), (40, 1, 31, 1000), (16, 10, 28, 180)):
+        score(shape)
+    assert counts_of(functions) == before
+    assert sum(before.values()) == 1
+
+
+def packed_score(n_queries: int, lengths: list[int]) -> None:
+    bounds = torch.tensor([0, *lengths]).cumsum(0).int()
+    queries = torch.empty(n_queries, 32, 128, dtype=torch.bfloat16)
+    documents = torch.empty(sum(lengths), 128, dtype=torch.bfloat16)
+    tensors = Tensors(queries, documents, documents_cu_seqlens=bounds)
+    forward.maxsim_forward(problem_of(tensors, Options(max_document_length=max(lengths))), tensors)
+
+
+def test_new_numbers_of_packed_tokens_take_none(functions) -> None:
+    packed_score(16, [20, 300])
+    before = counts_of(functions)
+    for n_queries, lengths in ((16, [1]), (17, [300] * 100), (100, [31, 5, 0, 260]), (16, [1] * 5000)):
+        packed_score(n_queries, lengths)
+    assert counts_of(functions) == before
+    assert sum(before.values()) == 1
+
+
+SAME = {
+    "grid": {"grid": (1, 2, 3)},
+    "numbers": {"numbers": (12, -3.5)},
+    "a number of 1 or a multiple of 16": {"numbers": (1, 16.0)},
+    "the largest number of 32 bits": {"numbers": (2**31 - 1, 0.5)},
+    "another multiple of 16": {"strides": (1, 2**31 - 16)},
+    "a stride of 0": {"strides": (1, 0)},
+}
+OTHER = {
+    "constants": {"constants": ("constant", 128)},
+    "names": {"constants": ("other", 64)},
+    "warps": {"warps": (8, 1, None)},
+    "stages": {"warps": (4, 2, None)},
+    "registers": {"warps": (4, 1, 128)},
+    "a stride that is not 1": {"strides": (2, 16)},
+    "a stride that is 1": {"strides": (1, 1)},
+    "a stride that is no multiple of 16": {"strides": (1, 24)},
+    "a stride that is 1 more than a multiple of 16": {"strides": (17, 16)},
+    "a stride of 64 bits": {"strides": (1, 2**31)},
+    "a number of 64 bits": {"numbers": (2**31, 0.5)},
+}
+
+
+@pytest.mark.parametrize("change", SAME)
+def test_what_code_does_not_depend_on(change: str) -> None:
+    function = Function()
+    kernel = Kernel(function)
+    for _ in range(2):
+        call(kernel)
+        call(kernel, **SAME[change])
+    assert len(function.compilations) == 1
+
+
+@pytest.mark.parametrize("change", OTHER)
+def test_what_code_depends_on(change: str) -> None:
+    function = Function()
+    kernel = Kernel(function)
+    for _ in range(2):
+        call(kernel)
+        call(kernel, **OTHER[change])
+    assert len(function.compilations) == 2
+
+
+def test_which_number_has_64_bits_matters() -> None:
+    function = Function()
+    kernel = Kernel(function)
+    for numbers in ((2**31, 1), (1, 2**31), (2**31, 2**31), (2**40, 7)):
+        call(kernel, numbers=numbers)
+    assert len(function.compilations) == 3
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_code_depends_on_each_tensor(index: int) -> None:
+    """On its type, on its device, on whether there is one, and on whether it begins at a multiple of 16 bytes."""
+    function = Function()
+    kernel = Kernel(function)
+
+    def other(tensor: Address | None) -> None:
+        tensors: list = [Address(), Address()]
+        tensors[index] = tensor
+        call(kernel, *tensors)
+
+    for _ in range(2):
+        other(Address())
+        other(Address(1 << 21))
+        other(Address((1 << 20) + 16))
+    assert len(function.compilations) == 1
+    others: list = [Address(dtype=torch.int32), Address((1 << 20) + 8), Address(dtype=torch.bool)]
+    if index == 1:
+        others += [None]
+    for count, tensor in enumerate(others, 2):
+        for _ in range(2):
+            other(tensor)
+        assert len(function.compilations) == count
+    other(Address((1 << 20) + 4))
+    assert len(function.compilations) == count, "by how much it misses 16 bytes does not matter"
+
+
+def test_strides_that_triton_does_not_tell_apart() -> None:
+    function = Function()
+    kernel = Kernel(function)
+    for stride in (17, 24, 2, 1000, 2**31 - 1):
+        call(kernel, strides=(stride, 16))
+    assert len(function.compilations) == 1
+
+
+def test_which_tensor_is_not_aligned_matters() -> None:
+    function = Function()
+    kernel = Kernel(function)
+    for first, second in ((0, 8), (8, 0), (8, 8), (24, 40)):
+        call(kernel, Address((1 << 20) + first), Address((1 << 20) + second))
+    assert len(function.compilations) == 3
+
+
+def test_each_device_has_its_own_code() -> None:
+    function = Function()
+    kernel = Kernel(function)
+    for _ in range(2):
+        for device in (0, 1):
+            call(kernel, Address(device=device))
+    assert len(function.compilations) == 2
+    assert function.result is not None
+    assert [launched[4] for launched in function.result.launches] == [900, 901], "the stream is that of the device"
+
+
+def test_code_does_not_depend_on_the_size_of_a_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its block does matter, which the kernel knows of as constants."""
+    monkeypatch.setattr(launch.triton, "__version__", "3.7.0")
+    function = Function()
+    kernel = Kernel(function)
+    matrix = torch.zeros(300, 768, dtype=torch.bfloat16)
+
+    def described(rows: int, columns: int, block: tuple[int, int]) -> None:
+        layout = gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)
+        call(
+            kernel, matrix, torch.zeros(8), constants=block, described=(Described(rows, columns, block, layout),)
+        )  # fmt: skip
+
+    for _ in range(2):
+        described(300, 768, (128, 64))
+        described(100, 768, (128, 64))
+        described(300, 512, (128, 64))
+    assert len(function.compilations) == 1
+    described(300, 768, (64, 64))
+    assert len(function.compilations) == 2
+
+
+def test_the_interpreter_compiles_nothing() -> None:
+    function = Function(interpreted=True)
+    kernel = Kernel(function)
+    for _ in range(2):
+        call(kernel)
+    assert len(function.compilations) == 2, "each of them was a launch"
 
 
 @pytest.mark.parametrize(("major", "follows", "early"), [(8, True, False), (9, True, True), (9, False, False)])
@@ -111,42 +287,57 @@ def test_a_kernel_that_waits_starts_early_where_the_device_can(
     major: int, follows: bool, early: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(overlap, "architecture", lambda device: (major, 132))
-    kernel = Kernel()
-    Launcher(kernel, follows).bind((1, 1, 1), (), (), (), num_warps=1, num_stages=1)(torch.zeros(4))
-    assert kernel.options.get("launch_pdl", False) is early
+    function = Function()
+    call(Kernel(function, follows), warps=(8, 3, 128))
+    assert function.options.get("launch_pdl", False) is early
+    assert {name: function.options[name] for name in ("num_warps", "num_stages", "maxnreg")} == {
+        "num_warps": 8, "num_stages": 3, "maxnreg": 128,
+    }  # fmt: skip
 
 
 @pytest.fixture
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors on the CPU count as those of device 3."""
-    direct = launch._direct
-    monkeypatch.setattr(launch, "_current_stream", lambda device: 900 + device)
-    monkeypatch.setattr(
-        launch, "_direct", lambda compiled, grid, rest, _, *more: direct(compiled, grid, rest, 3, *more)
-    )
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda tensor: 3)
+
+
+# What Triton 3.6's C function takes between the grid and the pointers: stream, function, two flags, two scratches,
+# metadata of the kernel and the launch, two hooks.
+FIXED = (903, 70, False, True, None, None, (4, 1, 0), None, None, None)
 
 
 def test_a_kernel_that_was_launched_is_launched_by_the_c_function(on_a_gpu: None) -> None:
-    compiled, tensors = Launched(), (torch.zeros(4), None, torch.zeros(8))
-    launched = compiled.bind()
-    launched(*tensors)
+    compiled, tensors = Compiled(), (torch.zeros(4), None, torch.zeros(8))
+    function = Function(compiled)
+    kernel = Kernel(function)
+    call(kernel, *tensors)
+    rest = 11, 0.5, 1, 16, "constant", 64
+    ((grid, *arguments),) = function.compilations
+    assert grid == (5, 6, 7)
+    assert all(found is given for found, given in zip(arguments, tensors, strict=False))
+    assert tuple(arguments[3:]) == rest
     assert compiled.launches == [], "the first launch is the compiler's"
-    launched(*tensors)
+    call(kernel, *tensors)
     pointers = (tensors[0].data_ptr(), 0, tensors[2].data_ptr())
-    # Triton 3.6: grid, stream, function, two flags, two scratches, metadata of the kernel and the launch, two hooks.
-    fixed = (5, 6, 7, 903, 70, False, True, None, None, (4, 1, 0), None, None, None)
-    assert compiled.launches == [("C", *fixed, *pointers, 11, 1, 16, "constant")]
+    assert compiled.launches == [("C", 5, 6, 7, *FIXED, *pointers, *rest)]
+    # Nothing of an earlier launch stays.
+    others = torch.zeros(4), None, torch.zeros(8)
+    call(kernel, *others, grid=(2, 1, 1), numbers=(12, 0.25), strides=(1, 32))
+    pointers = (others[0].data_ptr(), 0, others[2].data_ptr())
+    assert compiled.launches[1:] == [("C", 2, 1, 1, *FIXED, *pointers, 12, 0.25, 1, 32, "constant", 64)]
     # Triton specialises on addresses that are multiples of 16.
-    launched(torch.zeros(5)[1:], *tensors[1:])
-    launched(torch.zeros(5)[1:], *tensors[1:])
-    assert compiled.ways == ["C", "Triton"], "the compiler, and then a runner, launch for other addresses"
-    launched(*tensors)
-    assert compiled.ways == ["C", "Triton", "C"]
+    call(kernel, torch.zeros(5)[1:], *tensors[1:])
+    assert len(function.compilations) == 2
+    call(kernel, torch.zeros(5)[1:], *tensors[1:])
+    call(kernel, *tensors)
+    assert compiled.ways == ["C"] * 4
 
 
 def test_a_matrix_is_described_once_for_an_address(on_a_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """To Triton it goes as Triton's own kind of argument, and to the C function as what Triton makes of that."""
-    compiled, made = Launched(), []
+    compiled, made = Compiled(), []
+    function = Function(compiled)
+    kernel = Kernel(function)
     launcher = compiled.run.launch
     compiled.run.launch = lambda *arguments: launcher(*arguments)
     meta = {"swizzle": 3, "elem_size": 2, "elem_type": 10, "block_size": [128, 64]}
@@ -154,124 +345,122 @@ def test_a_matrix_is_described_once_for_an_address(on_a_gpu: None, monkeypatch: 
     utils = SimpleNamespace(fill_tma_descriptor=lambda *arguments: made.append(arguments) or f"map {len(made)}")
     monkeypatch.setattr(launch.triton.runtime, "driver", SimpleNamespace(active=SimpleNamespace(utils=utils)))
     layout = gl.NVMMASharedLayout.get_default_for([128, 64], gl.bfloat16)
-    launched = compiled.bind(described=(launch.Described(300, 768, (128, 64), layout),))
     tensors = [torch.zeros(300, 768, dtype=torch.bfloat16) for _ in range(2)]
     other = torch.zeros(8)
-    for tensor in (tensors[0], tensors[0], tensors[1], tensors[0]):
-        launched(tensor, other)
-    first = compiled.kernel.arguments[0]
+    for tensor, rows in ((tensors[0], 300), (tensors[0], 300), (tensors[1], 300), (tensors[0], 300), (tensors[0], 200)):
+        call(kernel, tensor, other, described=(Described(rows, 768, (128, 64), layout),))
+    first = function.compilations[0][1]
     assert (first.base is tensors[0], first.shape, first.strides, first.layout) == (True, [300, 768], [768, 1], layout)
-    assert [arguments[0] for arguments in made] == [tensors[0].data_ptr(), tensors[1].data_ptr()]
-    assert made[0][1:3] + made[0][4:] == (3, 2, (128, 64), (300, 768), (768, 1), 0)
-    sizes = (300, 768, 768, 1, other.data_ptr(), 11, 1, 16, "constant")
-    assert [call[14:] for call in compiled.launches] == [(f"map {i}", *sizes) for i in (1, 2, 1)]
+    assert [arguments[0] for arguments in made] == [tensors[i].data_ptr() for i in (0, 1, 0)]
+    for arguments, rows in zip(made, (300, 300, 200), strict=True):
+        assert arguments[1:3] + arguments[4:] == (3, 2, (128, 64), (rows, 768), (768, 1), 0)
+    rest = (768, 768, 1, other.data_ptr(), 11, 0.5, 1, 16, "constant", 64)
+    expected = [("map 1", 300), ("map 2", 300), ("map 1", 300), ("map 3", 200)]
+    assert [launched[14:] for launched in compiled.launches] == [(*described, *rest) for described in expected]
 
 
 @pytest.mark.parametrize("hook", ["launch_enter_hook", "launch_exit_hook"])
 def test_hooks_are_heard(hook: str, on_a_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By Triton's own launch, which takes the same arguments."""
     from triton.knobs import HookChain
 
-    compiled, tensors, chain = Launched(), (torch.zeros(4), torch.zeros(4)), HookChain()
-    launched, sequence = compiled.bind(), launch.Sequence(2)
-    sequence.add(launched, 0, 1)
-    for call in (launched, launched, sequence, sequence):
-        call(*tensors)
-    assert compiled.ways == ["C"] * 3
+    compiled, tensors, chain = Compiled(), (torch.zeros(4), torch.zeros(4)), HookChain()
+    kernel = Kernel(Function(compiled))
+    for _ in range(3):
+        call(kernel, *tensors)
+    assert compiled.ways == ["C"] * 2
     monkeypatch.setattr(launch.knobs.runtime, hook, chain)
+    call(kernel, *tensors)
     chain.add(print)
-    launched(*tensors)
-    sequence(*tensors)
-    assert compiled.ways[3:] == ["Triton", "Triton"]
+    call(kernel, *tensors)
+    assert compiled.ways[2:] == ["C", "Triton"]
+    pointers = [tensor.data_ptr() for tensor in tensors]
+    assert compiled.launches[3] == ("Triton", (5, 6, 7), 903, *pointers, 11, 0.5, 1, 16, "constant", 64)
     chain.remove(print)
-    launched(*tensors)
-    sequence(*tensors)
-    assert compiled.ways[5:] == ["C", "C"]
+    call(kernel, *tensors)
     monkeypatch.setattr(launch.knobs.runtime, hook, print)
-    launched(*tensors)
+    call(kernel, *tensors)
     monkeypatch.setattr(launch.knobs.runtime, hook, None)
-    launched(*tensors)
-    assert compiled.ways[7:] == ["Triton", "C"]
+    call(kernel, *tensors)
+    assert compiled.ways[4:] == ["C", "Triton", "C"]
 
 
-@pytest.mark.parametrize("why", ["scratch", "version", "backend"])
+def test_hooks_hear_of_matrices(on_a_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = Compiled()
+    monkeypatch.setattr(launch.triton, "__version__", "3.7.0")
+    kernel = Kernel(Function(compiled))
+    matrix, other = torch.zeros(300, 768, dtype=torch.bfloat16), torch.zeros(8)
+    layout = gl.NVMMASharedLayout.get_default_for([128, 64], gl.bfloat16)
+    for _ in range(2):
+        call(kernel, matrix, other, described=(Described(300, 768, (128, 64), layout),))
+    ((way, _, stream, first, *rest),) = compiled.launches
+    assert (way, stream, first.base is matrix, first.shape) == ("Triton", 903, True, [300, 768])
+    assert rest == [other.data_ptr(), 11, 0.5, 1, 16, "constant", 64]
+
+
+@pytest.mark.parametrize("why", ["scratch", "profile", "version", "backend"])
 def test_what_only_triton_can_launch_it_launches(why: str, on_a_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled, tensors = Launched(scratch=128 if why == "scratch" else 0), (torch.zeros(4), torch.zeros(4))
+    compiled, tensors = Compiled(scratch=128 if why == "scratch" else 0), (torch.zeros(4), torch.zeros(4))
+    if why == "profile":
+        compiled.run.profile_scratch_size = 8
     if why == "version":
-        monkeypatch.setattr(launch, "_KNOWN_TRITON", False)
+        monkeypatch.setattr(launch.triton, "__version__", "3.7.0")
     if why == "backend":
         compiled.run = compiled.run.launch
-    launched, sequence = compiled.bind(), launch.Sequence(2)
-    sequence.add(launched, 0, 1)
-    for call in (launched, launched, sequence, sequence):
-        call(*tensors)
+    kernel = Kernel(Function(compiled))
+    for _ in range(4):
+        call(kernel, *tensors)
     assert compiled.ways == ["Triton"] * 3
 
 
-def test_a_sequence_has_one_scratch(on_a_gpu: None) -> None:
-    """The launches find the same regions, of it and of a tensor, as tensors at first and then as addresses."""
-    compiled = Launched(), Launched()
-    sequence = launch.Sequence(2)
-    first = sequence.region(3, torch.int32)
-    second = sequence.region(300, torch.uint16)
-    shared = sequence.region(8, torch.float32, at=512)
-    lent = sequence.region(2, torch.int16, at=256, of=0)
-    # A kernel is known by the types of its tensors.
-    sequence.add(compiled[0].bind(), 0, first, second)
-    sequence.add(compiled[1].bind(), second, 1, shared, lent)
-    tensor = torch.zeros(90)
-    for _ in range(3):
-        sequence(tensor, None)
-    assert [kernel.ways for kernel in compiled] == [["C", "C"]] * 2
-    for before, after in zip(compiled[0].launches, compiled[1].launches, strict=True):
-        scratch = before[15]
-        assert before[14:17] == (tensor.data_ptr(), scratch, scratch + 256)
-        assert after[14:18] == (scratch + 256, 0, scratch + 512, tensor.data_ptr() + 256)
+CPU = torch.device("cpu")
 
 
-def test_a_sequence_keeps_regions_in_place_of_tensors(on_a_gpu: None) -> None:
-    compiled = Launched(), Launched()
-    sequence = launch.Sequence(4, first=1)
-    sequence.keep(0, 3, torch.int32)
-    sequence.same(3, 0)
-    sequence.keep(2, 100, torch.int32)
-    other = sequence.region(300, torch.uint16)
-    again = sequence.region(8, torch.float32, at=256)
-    sequence.add(compiled[0].bind(), 0, 1, 2)
-    sequence.add(compiled[1].bind(), 3, other, again)
-    tensor = torch.zeros(90)
-    for _ in range(3):
-        sequence(None, tensor, None, None)
-    assert [kernel.ways for kernel in compiled] == [["C", "C"]] * 2
-    for before, after in zip(compiled[0].launches, compiled[1].launches, strict=True):
-        kept = before[14]
-        assert before[15:17] == (tensor.data_ptr(), kept + 256)
-        assert after[14:17] == (kept, kept + 768, kept + 1024)
+def test_scratch_lies_in_memory_as_far_as_it_reaches() -> None:
+    memory = torch.zeros(100, dtype=torch.bfloat16)
+    begin = memory.data_ptr()
+    scratch = Scratch(memory)
+    first = scratch.empty(3, torch.uint8, CPU)
+    second = scratch.empty(5, torch.int64, CPU)
+    third = scratch.empty(28, torch.float32, CPU)
+    assert [t.data_ptr() - begin for t in (first, second, third)] == [0, 16, 64]
+    tensors = [region.tensor() for region in (first, second, third)]
+    assert [(len(t), t.dtype) for t in tensors] == [(3, torch.uint8), (5, torch.int64), (28, torch.float32)]
+    assert [t.data_ptr() - begin for t in tensors] == [0, 16, 64]
+    assert [t.dtype for t in (first, second, third)] == [torch.uint8, torch.int64, torch.float32]
+    # Of 200 bytes, 24 are left.
+    beyond = scratch.empty(7, torch.float32, CPU)
+    assert not begin <= beyond.data_ptr() < begin + 200
+    assert scratch.empty(6, torch.float32, CPU).data_ptr() - begin == 176
+    for tensor in (*tensors, beyond.tensor()):
+        tensor.fill_(1)
+    assert memory.view(torch.uint8)[:3].tolist() == [1, 1, 1]
+    halves = third.view(torch.float16).tensor()
+    assert (halves.data_ptr(), len(halves), halves.dtype) == (third.data_ptr(), 56, torch.float16)
 
 
-@pytest.mark.parametrize("lent_by", [2, 4])
-def test_a_sequence_allocates_while_its_first_kernel_runs(lent_by: int, on_a_gpu: None) -> None:
-    """What is allocated may share a slot, and may lend its memory, by either name."""
-    compiled, made = (Launched(), Launched()), []
+def test_scratch_lies_in_a_part_of_a_tensor_and_gives_it_out_twice() -> None:
+    memory = torch.zeros(100, dtype=torch.int32)
+    scratch = Scratch(memory, 40, 100)
+    first = scratch.empty(1, torch.int32, CPU)
+    fork = scratch.fork()
+    assert [s.empty(4, torch.int32, CPU).data_ptr() - memory.data_ptr() for s in (scratch, fork)] == [64, 64]
+    assert first.data_ptr() - memory.data_ptr() == 48
+    assert scratch.empty(15, torch.int32, CPU).data_ptr() - memory.data_ptr() == 80
+    beyond = fork.empty(16, torch.int32, CPU).data_ptr() - memory.data_ptr()
+    assert not 0 <= beyond < 400
 
-    def allocate() -> tuple[torch.Tensor | None, ...]:
-        made.append((torch.zeros(70), None, [len(kernel.launches) for kernel in compiled]))
-        return made[-1][:2]
 
-    sequence = launch.Sequence(6, first=1, allocate=allocate)
-    sequence.same(2, 4)
-    sequence.same(3, 5)
-    lent = sequence.region(8, torch.float32, at=128, of=lent_by)
-    scratch = sequence.region(8, torch.float32)
-    sequence.add(compiled[0].bind(), 1, scratch)
-    sequence.add(compiled[1].bind(), scratch, 2, 3, 4, lent)
-    tensor = torch.zeros(90)
-    for _ in range(3):
-        returned = sequence(None, tensor, None, None)
-        assert returned[0] is made[-1][0]
-        assert returned[1] is None
-    assert [kernel.ways for kernel in compiled] == [["C", "C"]] * 2
-    assert [launches for _, _, launches in made] == [[0, 0], [1, 0], [2, 1]]
-    for (allocated, _, _), first, second in zip(made[1:], *(kernel.launches for kernel in compiled), strict=True):
-        address = allocated.data_ptr()
-        assert first[14:16] == (tensor.data_ptr(), second[14])
-        assert second[15:19] == (address, 0, address, address + 128)
+def test_scratch_begins_at_multiples_of_16_bytes() -> None:
+    memory = torch.zeros(101, dtype=torch.bfloat16)[1:]
+    scratch = Scratch(memory)
+    tensors = [scratch.empty(count, torch.float32, CPU) for count in (1, 5, 2)]
+    assert all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
+    assert [t.data_ptr() - memory.data_ptr() for t in tensors] == [14, 30, 62]
+
+
+def test_scratch_without_memory_is_of_its_own() -> None:
+    scratch = Scratch(None)
+    first, second = scratch.empty(3, torch.int16, CPU), scratch.empty(0, torch.float32, CPU)
+    assert (first.tensor().shape, first.dtype) == ((3,), torch.int16)
+    assert (second.tensor().shape, second.dtype) == ((0,), torch.float32)

@@ -24,8 +24,13 @@ class Case:
     options: dict
 
     @property
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        return self.queries, self.documents, self.queries_mask, self.documents_mask
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        return self.queries, self.documents
+
+    @property
+    def keywords(self) -> dict:
+        """The masks and the options."""
+        return {"queries_mask": self.queries_mask, "documents_mask": self.documents_mask, **self.options}
 
     def doubled(self) -> Case:
         """The same, already rounded, inputs in float64."""
@@ -69,14 +74,15 @@ def cases(
     return Case(
         queries.to(dtype),
         documents.to(dtype),
-        _mask(draw, queries, generator),
+        _mask(draw, queries, generator, weights=True),
         _mask(draw, documents, generator),
         options,
     )
 
 
-def _mask(draw: st.DrawFn, embeddings: Tensor, generator: torch.Generator) -> Tensor | None:
-    kind = draw(st.sampled_from(["none", "prefix", "random", "some rows empty", "float"]))
+def _mask(draw: st.DrawFn, embeddings: Tensor, generator: torch.Generator, weights: bool = False) -> Tensor | None:
+    kinds = ["none", "prefix", "random", "some rows empty", "float", "int64", *(["weights"] if weights else [])]
+    kind = draw(st.sampled_from(kinds))
     shape = embeddings.shape[:-1]
     if kind == "none":
         return None
@@ -86,13 +92,15 @@ def _mask(draw: st.DrawFn, embeddings: Tensor, generator: torch.Generator) -> Te
     mask = torch.rand(shape, generator=generator) > 0.4
     if kind == "some rows empty":
         mask &= torch.rand((*shape[:-1], 1), generator=generator) > 0.5
-    return mask.float() if kind == "float" else mask
+    if kind == "weights":
+        return mask * (0.25 + torch.rand(shape, generator=generator))
+    return mask.to({"float": torch.float32, "int64": torch.int64}.get(kind, torch.bool))
 
 
 def gradients(function: Callable[..., Tensor], case: Case) -> tuple[Tensor, Tensor]:
     """Gradients of queries and documents under a fixed, uneven weighting of the scores."""
     queries, documents = case.queries.detach().requires_grad_(), case.documents.detach().requires_grad_()
-    scores = function(queries, documents, case.queries_mask, case.documents_mask, **case.options)
+    scores = function(queries, documents, **case.keywords)
     weight = torch.cos(torch.arange(scores.numel(), device=scores.device, dtype=scores.dtype)).view(scores.shape)
     return torch.autograd.grad((scores * weight).sum(), (queries, documents))
 

@@ -27,19 +27,18 @@ class LossCase:
     def run(self, **options) -> tuple[Tensor, ...]:
         """The loss, and both gradients."""
         leaves = self.leaves(self.case)
-        masks = self.case.queries_mask, self.case.documents_mask
-        options |= self.case.options | self.options
+        options |= self.case.keywords | self.options
         if self.loss == "divergence":
-            loss = maxsim_kl_divergence(*leaves, self.target, *masks, **options)
+            loss = maxsim_kl_divergence(*leaves, self.target, **options)
         else:
-            loss = maxsim_cross_entropy(*leaves, *masks, labels=self.target, **options)
+            loss = maxsim_cross_entropy(*leaves, labels=self.target, **options)
         return self.differentiated(loss, leaves)
 
     def expected(self) -> tuple[Tensor, ...]:
         """The same by autograd through the definitions, in float64."""
         doubled = self.case.doubled()
         leaves = self.leaves(doubled)
-        scores = maxsim_reference(*leaves, doubled.queries_mask, doubled.documents_mask, **doubled.options)
+        scores = maxsim_reference(*leaves, **doubled.keywords)
         if self.loss == "divergence":
             loss = kl_divergence_reference(scores, self.target, **self.options)
         else:

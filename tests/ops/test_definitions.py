@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pylate_flash import maxsim_pairs
+from pylate_flash import maxsim_pairwise
 from pylate_flash.ops import (
     cross_entropy_reference,
     kl_divergence_reference,
@@ -38,20 +38,20 @@ def score(
     query: list, document: list, query_on: list, document_on: list, *, normalize=False, reduction="sum",
     masking="exclude", empty_score=0.0,
 ) -> float:  # fmt: skip
-    """Of lists of embeddings, and of whether each is active."""
+    """Of lists of embeddings, of the weight of each query token, and of whether each document token is active."""
     if normalize:
         query, document = [unit(x) for x in query], [unit(y) for y in document]
     if not any(document_on):
         return empty_score
     total, active = 0.0, 0
-    for x, on in zip(query, query_on, strict=True):
-        if not on:
+    for x, weight in zip(query, query_on, strict=True):
+        if weight == 0:
             continue
         active += 1
         similarities = [dot(x, y) for y, there in zip(document, document_on, strict=True) if there]
         if masking == "zero" and not all(document_on):
             similarities.append(0.0)
-        total += max(similarities)
+        total += weight * max(similarities)
     return total / max(active, 1) if reduction == "mean" else total
 
 
@@ -79,7 +79,7 @@ def looped(case: Case) -> list[list[float]]:
 @given(case=cases(dtypes=(torch.float64,), **SMALL))
 def test_maxsim(case: Case) -> None:
     torch.testing.assert_close(
-        maxsim_reference(*case.tensors, **case.options), torch.tensor(looped(case), dtype=torch.float64)
+        maxsim_reference(*case.tensors, **case.keywords), torch.tensor(looped(case), dtype=torch.float64)
     )
 
 
@@ -87,7 +87,7 @@ def test_maxsim(case: Case) -> None:
 @given(case=cases(layouts=("pairs",), dtypes=(torch.float64,), **SMALL))
 def test_pairs(case: Case) -> None:
     expected = torch.tensor(looped(case)).diagonal()
-    torch.testing.assert_close(maxsim_pairs(*case.tensors, **case.options), expected, rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(maxsim_pairwise(*case.tensors, **case.keywords), expected, rtol=2e-6, atol=2e-6)
 
 
 @settings(**OPTIONS)
@@ -131,7 +131,7 @@ def test_from_hidden_states() -> None:
     ]  # fmt: skip
     mask = torch.tensor([1, 1, 0, 1]).expand(3, 4)
     found = maxsim_from_hidden_reference(
-        queries, hidden, weight, bias, mask, queries_weight=weight, queries_bias=queries_bias
+        queries, hidden, weight, bias, documents_mask=mask, queries_weight=weight, queries_bias=queries_bias
     )
     torch.testing.assert_close(found, torch.tensor(expected))
 
@@ -165,7 +165,9 @@ def test_losses(loss_reduction: str) -> None:
 def test_the_gradient_goes_to_the_first_of_equal_tokens_and_to_no_masked_one() -> None:
     documents = torch.ones(1, 5, 2, requires_grad=True)
     mask = torch.tensor([[0, 1, 1, 0, 1]])
-    (gradient,) = torch.autograd.grad(maxsim_reference(torch.ones(1, 3, 2), documents, None, mask).sum(), documents)
+    (gradient,) = torch.autograd.grad(
+        maxsim_reference(torch.ones(1, 3, 2), documents, documents_mask=mask).sum(), documents
+    )
     assert gradient[0, :, 0].tolist() == [0, 3, 0, 0, 0]
     values = torch.ones(4, 2, requires_grad=True)
     bounds = torch.tensor([0, 3]), torch.tensor([0, 1, 4])

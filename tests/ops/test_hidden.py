@@ -11,10 +11,11 @@ import torch.utils.checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pylate_flash import maxsim, maxsim_from_hidden, pack
-from pylate_flash.ops import hidden as module
-from pylate_flash.ops import maxsim_from_hidden_reference
+from pylate_flash.ops import hidden, maxsim_from_hidden_reference
+from pylate_flash.ops import hidden_blocks as module
 from tests.ops.cases import FLOAT32_SCORES, Case, cases, relative_error
 from tests.ops.test_varlen import packed
 
@@ -190,9 +191,10 @@ def test_one_layer_for_both_sides_gets_the_sum_of_both_gradients() -> None:
 @pytest.mark.parametrize("name", ["queries", "hidden", "weight", "bias"])
 def test_only_the_needed_gradients(name: str, scratch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SCRATCH_BYTES", scratch)
-    asked = []
-    backward = module._backward
-    monkeypatch.setattr(module, "_backward", lambda *arguments: asked.append(backward(*arguments)) or asked[-1])
+    asked, compute = [], hidden.compute_hidden_gradients
+    monkeypatch.setattr(
+        hidden, "compute_hidden_gradients", lambda *arguments: asked.append(compute(*arguments)) or asked[-1]
+    )
     found = problem().gradients(maxsim_from_hidden, (name,))[name]
     assert relative_error(found, problem().gradients(maxsim_from_hidden_reference)[name]) <= 1e-5
     (gradients,) = asked
@@ -208,7 +210,7 @@ def test_the_scratch_stays_within_its_bound(layout: str, monkeypatch: pytest.Mon
         hidden = hidden.unflatten(0, (4, 64))
     elif layout == "packed":
         hidden, options["documents_cu_seqlens"] = pack(list(hidden))
-    bound, sizes, project, backward = 128 << 10, [], module._project, module._backward_block
+    bound, sizes, project, backward = 128 << 10, [], module._project, module._gradients_of_block
 
     def projecting(call, block, scratch):
         sizes.append(scratch.values.untyped_storage().nbytes())
@@ -221,7 +223,7 @@ def test_the_scratch_stays_within_its_bound(layout: str, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(module, "SCRATCH_BYTES", bound)
     monkeypatch.setattr(module, "_project", projecting)
-    monkeypatch.setattr(module, "_backward_block", differentiating)
+    monkeypatch.setattr(module, "_gradients_of_block", differentiating)
     Problem({"queries": queries, "hidden": hidden, "weight": weight}, options).gradients(maxsim_from_hidden)
     # 8 blocks forward, 16 in the backward, which projects again.
     assert len(sizes) == 8 + 2 * 16
@@ -272,38 +274,6 @@ def test_activation_checkpointing() -> None:
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-def test_nan_in_an_active_token_makes_its_scores_nan() -> None:
-    queries, hidden, weight, bias = problem().tensors.values()
-    hidden[1, 3, 0] = torch.nan
-    mask = torch.ones(5, 7, dtype=torch.bool)
-    scores = maxsim_from_hidden(queries, hidden, weight, bias, mask)
-    assert scores[:, 1].isnan().all()
-    assert scores[:, [0, 2, 3, 4]].isfinite().all()
-    mask[1, 3] = False
-    assert maxsim_from_hidden(queries, hidden, weight, bias, mask).isfinite().all()
-
-
-@pytest.mark.parametrize("normalize", [True, False])
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_masked_query_tokens_do_not_meet_the_tokens_of_packed_documents(value: float, normalize: bool) -> None:
-    """Not even infinite ones: a query without active tokens scores 0, and what is masked has no gradient."""
-    queries, hidden, weight, bias = problem().tensors.values()
-    hidden[1, 3, 0] = value
-    mask = torch.tensor([[True, False, True, True], [False] * 4, [False, True, False, False]])
-    packed_hidden, bounds = pack(list(hidden))
-    tensors = {"queries": queries, "hidden": packed_hidden, "weight": weight, "bias": bias}
-    options = {"queries_mask": mask, "documents_cu_seqlens": bounds, "normalize": normalize}
-    masked = Problem(tensors, options)
-    expected = masked(maxsim_from_hidden_reference)
-    assert (expected[1] == 0).all()
-    for reduction in ("sum", "mean"):
-        options["reduction"] = reduction
-        torch.testing.assert_close(
-            masked(maxsim_from_hidden), masked(maxsim_from_hidden_reference), equal_nan=True, rtol=1e-5, atol=1e-5
-        )
-    assert (masked.gradients(maxsim_from_hidden)["queries"][~mask] == 0).all()
-
-
 def test_strided_hidden_states_equal_contiguous_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     queries, hidden, weight, bias = problem().tensors.values()
     strided = hidden.transpose(0, 1).contiguous().transpose(0, 1)
@@ -342,15 +312,47 @@ def test_autocast_gives_the_autocast_type() -> None:
 
 @pytest.mark.parametrize("layout", ["in-batch", "candidates", "packed"])
 def test_opcheck(layout: str) -> None:
-    shape = {"in-batch": (1, 3, 5, 8), "candidates": (2, 3, 5, 8), "packed": (15, 8)}[layout]
+    shape = {"in-batch": (3, 5, 8), "candidates": (2, 3, 5, 8), "packed": (15, 8)}[layout]
     queries = torch.randn((6, 4) if layout == "packed" else (2, 3, 4), requires_grad=True)
     hidden, weight = torch.randn(shape, requires_grad=True), torch.randn(4, 8, requires_grad=True)
     bias = torch.randn(4, requires_grad=True)
-    bounds = (torch.tensor([0, 3, 6]), torch.tensor([0, 5, 10, 15]), None, 3, 5, 0)
-    masks = (None, None) if layout == "packed" else (torch.rand(2, 3) > 0.3, torch.rand(shape[:-1]) > 0.3)
-    rest = bounds if layout == "packed" else (None, None, None, 0, 0, 0)
-    arguments = (queries, hidden, weight, bias, *masks, *rest, True, False, "auto", "auto", True)
-    torch.library.opcheck(torch.ops.pylate_flash.maxsim_hidden.default, arguments)
+    if layout == "packed":
+        masks, bounds = (None, None), (torch.tensor([0, 3, 6]), torch.tensor([0, 5, 10, 15]), None, 3, 5, 0)
+    else:
+        masks, bounds = (torch.rand(2, 3), torch.rand(shape[:-1]) > 0.3), (None, None, None, 0, 0, 0)
+    call = (hidden, weight, bias, *masks, *bounds, True, "mean", "exclude", -1.0, "auto")
+    torch.library.opcheck(torch.ops.pylate_flash.maxsim_hidden.default, (queries, *call))
+    torch.library.opcheck(torch.ops.pylate_flash.maxsim_hidden.default, (queries.detach(), *detached(call)))
+    torch.library.opcheck(torch.ops.pylate_flash.maxsim_hidden_winners.default, (queries.detach(), *detached(call)))
+
+
+def detached(arguments: tuple) -> tuple:
+    return tuple(value.detach() if isinstance(value, Tensor) else value for value in arguments)
+
+
+class Operators(TorchDispatchMode):
+    """The names of our operators that are called, in their order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "pylate_flash":
+            self.names.append(function._schema.name.partition("::")[2])
+        return function(*args, **(kwargs or {}))
+
+
+def test_every_call_is_an_operator() -> None:
+    """Which what looks at operators, as a compiler does, gets to see, without the work inside."""
+    expected, gradients = problem()(maxsim_from_hidden), problem().gradients(maxsim_from_hidden)
+    with Operators() as operators:
+        assert torch.equal(problem()(maxsim_from_hidden), expected)
+        assert operators.names == ["maxsim_hidden"]
+        found = problem().gradients(maxsim_from_hidden)
+    assert operators.names[1:] == ["maxsim_hidden_winners", "maxsim_hidden_backward"]
+    for name, gradient in found.items():
+        assert torch.equal(gradient, gradients[name])
 
 
 @pytest.mark.parametrize("packed_documents", [False, True])
@@ -410,16 +412,19 @@ P, CU = H.flatten(0, 1), torch.arange(0, 36, 7)
         (lambda: maxsim_from_hidden(H, H, W, queries_weight=W[:5]), ValueError, "queries_weight must project to .* 6"),
         (lambda: maxsim_from_hidden(H, H, W, queries_bias=B), ValueError, "queries_bias needs queries_weight"),
         (lambda: maxsim_from_hidden(Q, H[None], W), ValueError, "one row of candidates per query, Nq = 3"),
-        (lambda: maxsim_from_hidden(Q, H, W, None, CU), ValueError, r"documents_mask must have shape \[5, 7\]"),
+        (
+            lambda: maxsim_from_hidden(Q, H, W, documents_mask=CU),
+            ValueError,
+            r"documents_mask must have shape \[5, 7\]",
+        ),
         (lambda: maxsim_from_hidden(Q, H, W, queries_mask=CU), ValueError, r"queries_mask must have shape \[3, 4\]"),
         (lambda: maxsim_from_hidden(Q, H, W, reduction="max"), ValueError, "reduction must be one of"),
         (lambda: maxsim_from_hidden(Q, H, W, masking="no"), ValueError, "masking must be one of"),
         (lambda: maxsim_from_hidden(Q, H, W, implementation="fast"), ValueError, "implementation must be one of"),
-        (lambda: maxsim_from_hidden(Q, H, W, backward="sort"), ValueError, "backward must be one of"),
         (lambda: maxsim_from_hidden(Q, H, W, max_document_length=7), ValueError, "max_document_length has no meaning"),
         (lambda: maxsim_from_hidden(Q[0], H, W), ValueError, r"queries must have shape \[Nq, Lq, d\], got"),
         (
-            lambda: maxsim_from_hidden(Q, P, W, None, CU, documents_cu_seqlens=CU),
+            lambda: maxsim_from_hidden(Q, P, W, documents_mask=CU, documents_cu_seqlens=CU),
             ValueError,
             "documents_mask has no meaning where documents are packed",
         ),
@@ -429,11 +434,7 @@ P, CU = H.flatten(0, 1), torch.arange(0, 36, 7)
             r"queries of shape \[Tq, d\] need queries_cu_seqlens",
         ),
         (lambda: maxsim_from_hidden(Q, H, W, documents_cu_seqlens=CU), ValueError, r"hidden must have shape \[T, d_"),
-        (
-            lambda: maxsim_from_hidden(Q, P, W, documents_cu_seqlens=CU, backward="onehot"),
-            ValueError,
-            'backward must be "auto" for packed documents',
-        ),
+        (lambda: maxsim_from_hidden(Q, P, W, documents_cu_seqlens=CU.float()), TypeError, "must be int32 or int64"),
         (
             lambda: maxsim_from_hidden(Q, P, W, documents_cu_seqlens=CU[:-1]),
             ValueError,

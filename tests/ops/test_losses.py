@@ -175,7 +175,16 @@ Q, D, K = torch.zeros(2, 3, 4), torch.zeros(3, 5, 4), torch.zeros(2, 6, 5, 4)
         (lambda: maxsim_cross_entropy(Q, D, temperature="1"), TypeError, "temperature must be a number, got str"),
         (lambda: maxsim_cross_entropy(Q, D, loss_reduction="max"), ValueError, "loss_reduction must be one of"),
         (lambda: maxsim_cross_entropy(Q, D, reduction="none"), ValueError, "^reduction must be one of"),
-        (lambda: maxsim_cross_entropy(Q, D, backward="sort"), ValueError, "backward must be one of"),
+        (
+            lambda: maxsim_cross_entropy(Q, D, documents_mask=torch.full((3, 5), 0.5)),
+            ValueError,
+            "documents_mask must hold only 0",
+        ),
+        (
+            lambda: maxsim_cross_entropy(Q, D, queries_mask=torch.full((2, 3), -0.5)),
+            ValueError,
+            "queries_mask must hold only 0 .* or positive weights, got -0.5",
+        ),
         (lambda: maxsim_cross_entropy(Q, D, implementation="fast"), ValueError, "implementation must be one of"),
         (lambda: maxsim_kl_divergence(Q, K, None), TypeError, "teacher_scores must be a torch.Tensor, got NoneType"),
         (lambda: maxsim_kl_divergence(Q, K, Q[:, 0]), ValueError, r"teacher_scores must have shape \[2, 6\], got"),

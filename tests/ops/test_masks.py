@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
-from pylate_flash import maxsim, maxsim_cross_entropy, maxsim_from_hidden, maxsim_pairs
-from pylate_flash.ops import maxsim_reference
+from pylate_flash import (
+    maxsim,
+    maxsim_cross_entropy,
+    maxsim_from_hidden,
+    maxsim_kl_divergence,
+    maxsim_pairwise,
+)
+from pylate_flash.ops import cross_entropy_reference, kl_divergence_reference, maxsim_reference
 from pylate_flash.scores import colbert_kd_scores, colbert_scores
+from tests.ops.cases import relative_error
 
 QUERIES, DOCUMENTS = torch.randn(2, 3, 4), torch.randn(2, 5, 4)
 QUERIES_MASK = torch.tensor([[1, 1, 0], [1, 0, 1]])
 DOCUMENTS_MASK = torch.tensor([[1, 1, 0, 1, 1], [1, 1, 1, 0, 0]])
 
 CALLS = {
-    "maxsim": lambda queries_mask, documents_mask: maxsim(QUERIES, DOCUMENTS, queries_mask, documents_mask),
-    "pairs": lambda queries_mask, documents_mask: maxsim_pairs(QUERIES, DOCUMENTS, queries_mask, documents_mask),
-    "loss": lambda queries_mask, documents_mask: maxsim_cross_entropy(QUERIES, DOCUMENTS, queries_mask, documents_mask),
-    "hidden": lambda queries_mask, documents_mask: maxsim_from_hidden(
-        QUERIES, DOCUMENTS, torch.eye(4), None, documents_mask, queries_mask
-    ),
-    "PyLate's": lambda queries_mask, documents_mask: colbert_scores(QUERIES, DOCUMENTS, queries_mask, documents_mask),
-    "PyLate's for distillation": lambda queries_mask, documents_mask: colbert_kd_scores(
+    "maxsim": lambda **masks: maxsim(QUERIES, DOCUMENTS, **masks),
+    "pairs": lambda **masks: maxsim_pairwise(QUERIES, DOCUMENTS, **masks),
+    "loss": lambda **masks: maxsim_cross_entropy(QUERIES, DOCUMENTS, **masks),
+    "hidden": lambda **masks: maxsim_from_hidden(QUERIES, DOCUMENTS, torch.eye(4), **masks),
+    "PyLate's": lambda **masks: colbert_scores(QUERIES, DOCUMENTS, **masks),
+    "PyLate's for distillation": lambda queries_mask=None, documents_mask=None: colbert_kd_scores(
         QUERIES, DOCUMENTS.unsqueeze(1), queries_mask, None if documents_mask is None else documents_mask.unsqueeze(1)
     ),
 }
+MASKS = {"queries_mask": QUERIES_MASK, "documents_mask": DOCUMENTS_MASK}
 
 
 @pytest.fixture(params=CALLS)
@@ -34,30 +42,146 @@ def call(request):
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.float32, torch.bfloat16])
 def test_zeros_and_ones_of_any_type_are_a_mask(call, dtype: torch.dtype) -> None:
-    expected = call(QUERIES_MASK.bool(), DOCUMENTS_MASK.bool())
-    assert torch.equal(call(QUERIES_MASK.to(dtype), DOCUMENTS_MASK.to(dtype)), expected)
+    expected = call(**{name: mask.bool() for name, mask in MASKS.items()})
+    assert torch.equal(call(**{name: mask.to(dtype) for name, mask in MASKS.items()}), expected)
 
 
 @pytest.mark.parametrize("value", [0.5, -torch.inf, torch.nan, 2.0, -1.0])
-def test_weights_and_additive_masks_are_refused(call, value: float) -> None:
-    for name, masks in (("queries", [QUERIES_MASK.float(), None]), ("documents", [None, DOCUMENTS_MASK.float()])):
-        mask = next(mask for mask in masks if mask is not None).clone()
-        mask[1, 0] = value
-        with pytest.raises(
-            ValueError, match=rf"{name}_mask must hold only 0 \(masked\) and 1 \(active\), got {value:g}"
-        ):
-            call(*(mask if given is not None else None for given in masks))
+@pytest.mark.parametrize("name", MASKS)
+def test_additive_masks_are_refused_and_weights_but_those_of_queries(call, name: str, value: float) -> None:
+    mask = MASKS[name].float()
+    mask[1, 0] = value
+    if name == "queries_mask" and value in (0.5, 2.0):
+        assert not torch.equal(call(queries_mask=mask), call(queries_mask=mask.bool()))
+        return
+    weights = " or positive weights" if name == "queries_mask" else ""
+    with pytest.raises(
+        ValueError, match=rf"{name} must hold only 0 \(masked\) and 1 \(active\){weights}, got {value:g}: a mask is not"
+    ):
+        call(**{name: mask})
+
+
+def test_infinite_weights_are_refused(call) -> None:
+    with pytest.raises(ValueError, match="queries_mask must hold only 0 .* or positive weights, got inf"):
+        call(queries_mask=QUERIES_MASK.float().masked_fill(QUERIES_MASK == 1, torch.inf))
 
 
 def test_an_additive_mask_is_refused_though_it_holds_a_zero() -> None:
     additive = torch.zeros(2, 5).masked_fill(DOCUMENTS_MASK == 0, -torch.inf)
     with pytest.raises(ValueError, match="documents_mask must hold only 0 .* got -inf: .* not added to similarities"):
-        maxsim(QUERIES, DOCUMENTS, None, additive)
+        maxsim(QUERIES, DOCUMENTS, documents_mask=additive)
+    additive = torch.zeros(2, 3).masked_fill(QUERIES_MASK == 0, -torch.inf)
+    with pytest.raises(ValueError, match="queries_mask must hold only 0 .* got -inf: .* not added to similarities"):
+        maxsim(QUERIES, DOCUMENTS, queries_mask=additive)
 
 
-def test_a_mask_of_integers_is_refused_by_its_value() -> None:
-    with pytest.raises(ValueError, match=r"queries_mask must hold only 0 .* got 3"):
-        maxsim(QUERIES, DOCUMENTS, QUERIES_MASK * 3)
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8])
+def test_a_mask_of_integers_is_refused_by_its_value(name: str, dtype: torch.dtype) -> None:
+    """Integers are no weights."""
+    with pytest.raises(ValueError, match=rf"{name} must hold only 0 \(masked\) and 1 \(active\), got 3: .* floating"):
+        maxsim(QUERIES, DOCUMENTS, **{name: MASKS[name].to(dtype) * 3})
+
+
+def test_masks_and_weights_have_no_gradient() -> None:
+    for name, mask in MASKS.items():
+        with pytest.raises(ValueError, match=f"{name} must not require a gradient"):
+            maxsim(QUERIES, DOCUMENTS, **{name: mask.float().requires_grad_()})
+
+
+def weighed(n_documents: int, candidates: bool, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """Embeddings of any norm, weights of which some are 0 and all of one query, and a mask with an empty document."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (4, n_documents) if candidates else (n_documents,)
+    queries = torch.randn(4, 6, 8, generator=generator, dtype=dtype)
+    documents = torch.randn(*shape, 7, 8, generator=generator, dtype=dtype)
+    weights = 3 * torch.rand(4, 6, generator=generator) * (torch.rand(4, 6, generator=generator) > 0.2)
+    weights[2] = 0
+    documents_mask = torch.rand(*shape, 7, generator=generator) > 0.3
+    documents_mask[..., 1, :] = False
+    return queries, documents, weights, documents_mask
+
+
+def by_hand(queries, documents, weights, documents_mask, normalize: bool = False) -> torch.Tensor:
+    """The sum over tokens, one at a time, of weight times best similarity."""
+    if normalize:
+        queries, documents = (tensor / tensor.norm(dim=-1, keepdim=True) for tensor in (queries, documents))
+    scores = []
+    for i, query in enumerate(queries):
+        for tokens, active in zip(
+            *(t[i] if documents.dim() == 4 else t for t in (documents, documents_mask)), strict=True
+        ):
+            terms = [w * (tokens[active] @ row).max() for w, row in zip(weights[i], query, strict=True) if active.any()]
+            scores.append(sum(terms, start=queries.new_zeros(())))
+    return torch.stack(scores).view(len(queries), -1)
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("candidates", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_weights_are_factors_of_the_best_similarities(dtype: torch.dtype, candidates: bool, normalize: bool) -> None:
+    queries, documents, *masks = weighed(5, candidates, dtype)
+    double = queries.double().requires_grad_(), documents.double().requires_grad_()
+    expected = by_hand(*double, *masks, normalize)
+    weight = torch.cos(torch.arange(expected.numel(), dtype=torch.float64)).view(expected.shape)
+    of_definition = torch.autograd.grad((expected * weight).sum(), double)
+    for function in (maxsim, maxsim_reference):
+        leaves = queries.clone().requires_grad_(), documents.clone().requires_grad_()
+        scores = function(*leaves, queries_mask=masks[0], documents_mask=masks[1], normalize=normalize)
+        torch.testing.assert_close(scores.double(), expected, rtol=1e-5, atol=1e-6)
+        found = torch.autograd.grad((scores * weight).sum(), leaves)
+        for gradient, reference in zip(found, of_definition, strict=True):
+            torch.testing.assert_close(gradient.double(), reference, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("masking", ["exclude", "zero"])
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("candidates", [False, True])
+@pytest.mark.parametrize("operation", ["scores", "pairs", "cross entropy", "divergence"])
+def test_weights_equal_the_definition(
+    operation: str, candidates: bool, normalize: bool, reduction: str, masking: str
+) -> None:
+    """Scores, losses and gradients; "mean" divides by the number of weights that are not 0."""
+    n_documents = 4 if operation == "pairs" else 5
+    queries, documents, *masks = weighed(n_documents, candidates and operation != "pairs", torch.float64)
+    options = {
+        "queries_mask": masks[0], "documents_mask": masks[1], "normalize": normalize, "reduction": reduction,
+        "masking": masking, "empty_score": -2.0,
+    }  # fmt: skip
+    teacher = torch.randn(4, n_documents, generator=torch.Generator().manual_seed(1))
+    labels = torch.tensor([3, 0, 2, 4])
+    functions = {
+        "scores": (maxsim, lambda scores: scores),
+        "pairs": (maxsim_pairwise, lambda scores: scores.diagonal()),
+        "cross entropy": (
+            partial(maxsim_cross_entropy, labels=labels, temperature=0.5),
+            lambda scores: cross_entropy_reference(scores, labels, temperature=0.5),
+        ),
+        "divergence": (
+            lambda q, d, **o: maxsim_kl_divergence(q, d, teacher, **o),
+            lambda scores: kl_divergence_reference(scores, teacher),
+        ),
+    }
+    function, of_scores = functions[operation]
+    results = []
+    for call in (function, lambda *t, **o: of_scores(maxsim_reference(*t, **o))):
+        leaves = queries.clone().requires_grad_(), documents.clone().requires_grad_()
+        found = call(*leaves, **options)
+        results.append((found.detach().double(), *torch.autograd.grad(found.double().square().sum(), leaves)))
+    for value, expected in zip(*results, strict=True):
+        # Of scores that are rounded to float32.
+        assert relative_error(value, expected) <= 2e-6
+
+
+def test_weights_of_ones_are_no_weights() -> None:
+    queries, documents, weights, documents_mask = weighed(5, False, torch.float32)
+    results = []
+    for mask in ((weights != 0), (weights != 0).float()):
+        leaves = queries.clone().requires_grad_(), documents.clone().requires_grad_()
+        scores = maxsim(*leaves, queries_mask=mask, documents_mask=documents_mask, normalize=True)
+        results.append((scores.detach(), *torch.autograd.grad(scores.sum(), leaves)))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
@@ -68,13 +192,13 @@ def test_masked_tokens_have_no_gradient_under_normalize(value: float, candidates
     queries, documents = QUERIES.clone(), DOCUMENTS.clone()
     queries[QUERIES_MASK == 0] = value
     documents[DOCUMENTS_MASK == 0] = value
-    masks = QUERIES_MASK, DOCUMENTS_MASK
+    masks = dict(MASKS)
     if candidates:
-        documents, masks = documents.unsqueeze(1), (masks[0], masks[1].unsqueeze(1))
+        documents, masks["documents_mask"] = documents.unsqueeze(1), DOCUMENTS_MASK.unsqueeze(1)
     results = []
     for function in (maxsim, maxsim_reference):
         leaves = queries.clone().requires_grad_(), documents.clone().requires_grad_()
-        scores = function(*leaves, *masks, normalize=True, masking=masking)
+        scores = function(*leaves, **masks, normalize=True, masking=masking)
         results.append((scores.detach(), *torch.autograd.grad(scores.square().sum(), leaves)))
     torch.testing.assert_close(*results)
     assert (results[0][1][QUERIES_MASK == 0] == 0).all()
@@ -85,7 +209,7 @@ def test_masked_hidden_states_have_no_gradient_under_normalize() -> None:
     hidden = DOCUMENTS.clone()
     hidden[DOCUMENTS_MASK == 0] = torch.nan
     hidden.requires_grad_()
-    scores = maxsim_from_hidden(QUERIES, hidden, torch.eye(4), None, DOCUMENTS_MASK)
+    scores = maxsim_from_hidden(QUERIES, hidden, torch.eye(4), documents_mask=DOCUMENTS_MASK)
     (gradient,) = torch.autograd.grad(scores.square().sum(), hidden)
     assert (gradient[DOCUMENTS_MASK == 0] == 0).all()
     assert gradient.isfinite().all()

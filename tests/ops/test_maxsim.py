@@ -1,4 +1,4 @@
-"""`maxsim` and `maxsim_pairs` against their definition, over shapes, masks and values that hypothesis draws."""
+"""`maxsim` and `maxsim_pairwise` against their definition, over shapes, masks and values that hypothesis draws."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import torch.utils.checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pylate_flash import maxsim, maxsim_pairs
+from pylate_flash import maxsim, maxsim_pairwise, maxsim_varlen
 from pylate_flash.ops import maxsim_reference
+from pylate_flash.ops.problem import Options, Tensors
 from tests.ops.cases import FLOAT32_SCORES, Case, cases, gradients, relative_error
 
 OPTIONS = {"max_examples": 40, "deadline": None, "derandomize": True}
@@ -18,8 +19,8 @@ OPTIONS = {"max_examples": 40, "deadline": None, "derandomize": True}
 @settings(**OPTIONS)
 @given(case=cases())
 def test_scores_equal_the_definition(case: Case) -> None:
-    scores = maxsim(*case.tensors, **case.options)
-    expected = maxsim_reference(*case.doubled().tensors, **case.options)
+    scores = maxsim(*case.tensors, **case.keywords)
+    expected = maxsim_reference(*case.doubled().tensors, **case.keywords)
     assert scores.dtype == torch.float32
     assert scores.shape == expected.shape
     torch.testing.assert_close(scores.double(), expected, rtol=2e-6, atol=2e-6)
@@ -45,8 +46,8 @@ def test_half_gradients_are_close(case: Case) -> None:
 @settings(**OPTIONS)
 @given(case=cases(layouts=("pairs",)))
 def test_pairs_are_the_diagonal(case: Case) -> None:
-    scores = maxsim_pairs(*case.tensors, **case.options)
-    expected = maxsim_reference(*case.doubled().tensors, **case.options)
+    scores = maxsim_pairwise(*case.tensors, **case.keywords)
+    expected = maxsim_reference(*case.doubled().tensors, **case.keywords)
     torch.testing.assert_close(scores.double(), expected.diagonal(), rtol=2e-6, atol=2e-6)
 
 
@@ -60,7 +61,9 @@ def test_definition_passes_gradcheck(candidates: bool, masking: str, normalize: 
     queries_mask = torch.tensor([[True, True, False], [True, True, True]])
     documents_mask = torch.rand(documents.shape[:-1]) > 0.3
     assert torch.autograd.gradcheck(
-        lambda q, d: maxsim_reference(q, d, queries_mask, documents_mask, masking=masking, normalize=normalize),
+        lambda q, d: maxsim_reference(
+            q, d, queries_mask=queries_mask, documents_mask=documents_mask, masking=masking, normalize=normalize
+        ),
         (queries, documents),
     )
 
@@ -73,7 +76,7 @@ def test_by_hand() -> None:
     mask = torch.tensor([[True, False], [True, False]])
     assert maxsim(queries, documents, documents_mask=mask).tolist() == [[3.0, -1.0]]
     assert maxsim(queries, documents, documents_mask=mask, masking="zero").tolist() == [[3.0, 0.0]]
-    assert maxsim(queries, documents, torch.tensor([[1, 0]])).tolist() == [[3.0, 0.0]]
+    assert maxsim(queries, documents, queries_mask=torch.tensor([[1, 0]])).tolist() == [[3.0, 0.0]]
     assert maxsim(queries, documents, reduction="mean").tolist() == [[2.5, 0.0]]
 
 
@@ -142,10 +145,11 @@ def test_empty_documents_and_queries() -> None:
     documents_mask = torch.ones(3, 5, dtype=torch.bool)
     documents_mask[1] = False
     queries_mask = torch.tensor([[0, 0, 0], [1, 1, 1]])
-    scores = maxsim(queries, documents, queries_mask, documents_mask, reduction="mean", empty_score=-1e4)
+    masks = {"queries_mask": queries_mask, "documents_mask": documents_mask}
+    scores = maxsim(queries, documents, **masks, reduction="mean", empty_score=-1e4)
     assert (scores[:, 1] == -1e4).all()
     assert (scores[0, [0, 2]] == 0).all()
-    assert maxsim(queries, documents, queries_mask, documents_mask)[:, 1].tolist() == [0.0, 0.0]
+    assert maxsim(queries, documents, **masks)[:, 1].tolist() == [0.0, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -226,33 +230,6 @@ def test_the_same_tensor_twice_under_normalize() -> None:
     assert relative_error(found, expected) <= 1e-5
 
 
-def test_a_backward_by_name() -> None:
-    queries, documents = torch.randn(2, 3, 4, requires_grad=True), torch.randn(2, 5, 4, requires_grad=True)
-    expected = torch.autograd.grad(maxsim_pairs(queries, documents).sum(), (queries, documents))
-    found = torch.autograd.grad(maxsim_pairs(queries, documents, backward="csr").sum(), (queries, documents))
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    for backward in ("onehot", "atomic"):
-        with pytest.raises(ValueError, match=f'backward="{backward}" is a way of the Triton kernels'):
-            maxsim(queries, documents, backward=backward, implementation="blocked")
-        with torch.no_grad():
-            maxsim(queries, documents, backward=backward, implementation="blocked")
-
-
-@pytest.mark.parametrize("warn_only", [False, True])
-def test_atomic_additions_are_refused_where_results_must_repeat(warn_only: bool) -> None:
-    from pylate_flash.ops.dispatch import check_backward
-
-    torch.use_deterministic_algorithms(True, warn_only=warn_only)
-    try:
-        check_backward("csr", "triton")
-        refused = pytest.warns if warn_only else pytest.raises
-        with refused(UserWarning if warn_only else RuntimeError, match="use_deterministic_algorithms"):
-            check_backward("atomic", "triton")
-    finally:
-        torch.use_deterministic_algorithms(False)
-    check_backward("atomic", "triton")
-
-
 def test_autocast_gives_the_autocast_type() -> None:
     queries, documents = torch.randn(2, 3, 16), torch.randn(3, 5, 16)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -268,14 +245,36 @@ def test_repeated_gradients_are_bitwise_equal() -> None:
     assert all(torch.equal(a, b) for run in runs for a, b in zip(run, runs[0], strict=True))
 
 
+@pytest.mark.parametrize("name", ["maxsim", "maxsim_winners"])
 @pytest.mark.parametrize("candidates", [False, True])
 @pytest.mark.parametrize("masked", [False, True])
-def test_opcheck(candidates: bool, masked: bool) -> None:
-    queries = torch.randn(2, 3, 4, requires_grad=True)
-    documents = torch.randn(2 if candidates else 1, 3, 5, 4, requires_grad=True)
+def test_opcheck(candidates: bool, masked: bool, name: str) -> None:
+    queries = torch.randn(2, 3, 4, requires_grad=name == "maxsim")
+    documents = torch.randn(*((2,) if candidates else ()), 3, 5, 4, requires_grad=name == "maxsim")
     masks = (torch.rand(2, 3) > 0.3, torch.rand(documents.shape[:-1]) > 0.3) if masked else (None, None)
-    arguments = (queries, documents, *masks, False, False, True, "auto", "auto")
-    torch.library.opcheck(torch.ops.pylate_flash.maxsim.default, arguments)
+    arguments = Tensors(queries, documents, *masks) + Options()
+    torch.library.opcheck(getattr(torch.ops.pylate_flash, name).default, arguments)
+
+
+def test_the_operator_is_what_runs() -> None:
+    """Eager as well: with and without a gradient, masks, weights, candidates and autocast, padded and packed."""
+    queries, documents = torch.randn(2, 3, 4), torch.randn(2, 5, 4)
+    bounds = torch.tensor([0, 3, 6]), torch.tensor([0, 5, 10])
+    calls = [
+        lambda: maxsim(queries, documents),
+        lambda: maxsim(queries.clone().requires_grad_(), documents).sum().backward(),
+        lambda: maxsim(queries, documents, queries_mask=torch.rand(2, 3), documents_mask=torch.ones(2, 5)),
+        lambda: maxsim(queries, documents.unsqueeze(1), empty_score=-1.0),
+        lambda: maxsim_pairwise(queries, documents, reduction="mean"),
+        lambda: maxsim_varlen(queries.flatten(0, 1), documents.flatten(0, 1), *bounds),
+        lambda: maxsim_varlen(
+            queries.flatten(0, 1), documents.flatten(0, 1), *bounds, candidates_cu_seqlens=torch.tensor([0, 1, 2])
+        ),
+    ]
+    for call in calls:
+        with torch.profiler.profile() as profile:
+            call()
+        assert "pylate_flash::maxsim" in {event.name for event in profile.events()}
 
 
 def test_compiles_into_one_graph() -> None:
@@ -333,19 +332,18 @@ Q, D = torch.zeros(2, 3, 4), torch.zeros(3, 5, 4)
         (lambda: maxsim(Q, D.half()), TypeError, "dtype of queries"),
         (lambda: maxsim(Q, D.to("meta")), ValueError, "device of queries"),
         (lambda: maxsim(Q, D.unsqueeze(0)), ValueError, "one row of candidates per query"),
-        (lambda: maxsim(Q, D, torch.ones(3, 3)), ValueError, r"queries_mask must have shape \[2, 3\], got \[3, 3\]"),
-        (lambda: maxsim(Q, D, None, torch.ones(3, 4)), ValueError, r"documents_mask must have shape \[3, 5\]"),
-        (lambda: maxsim(Q, D, [1]), TypeError, "queries_mask must be a torch.Tensor or None"),
+        (
+            lambda: maxsim(Q, D, queries_mask=torch.ones(3, 3)),
+            ValueError,
+            r"queries_mask must have shape \[2, 3\], got \[3, 3\]",
+        ),
+        (lambda: maxsim(Q, D, documents_mask=torch.ones(3, 4)), ValueError, r"documents_mask must have shape \[3, 5\]"),
+        (lambda: maxsim(Q, D, queries_mask=[1]), TypeError, "queries_mask must be a torch.Tensor or None"),
         (lambda: maxsim(Q, D, reduction="max"), ValueError, "reduction must be one of 'sum', 'mean', got 'max'"),
         (lambda: maxsim(Q, D, masking="no"), ValueError, "masking must be one of"),
         (lambda: maxsim(Q, D, implementation="fast"), ValueError, "implementation must be one of"),
-        (
-            lambda: maxsim(Q, D, backward="sort"),
-            ValueError,
-            "backward must be one of 'auto', 'csr', 'onehot', 'atomic'",
-        ),
-        (lambda: maxsim_pairs(Q, D), ValueError, "one document per query, 2, got 3"),
-        (lambda: maxsim_pairs(Q, D.unsqueeze(0)), ValueError, r"documents must have shape \[N, Ld, d\]"),
+        (lambda: maxsim_pairwise(Q, D), ValueError, "one document per query, 2, got 3"),
+        (lambda: maxsim_pairwise(Q, D.unsqueeze(0)), ValueError, r"documents must have shape \[N, Ld, d\]"),
     ],
 )
 def test_bad_input_names_the_argument(call, error: type[Exception], message: str) -> None:

@@ -7,7 +7,7 @@ import torch
 
 from pylate_flash import maxsim, maxsim_varlen, pack
 from pylate_flash.ops import blocked, maxsim_reference
-from pylate_flash.ops.blocked_varlen import _candidate_runs
+from pylate_flash.ops.blocked_varlen import _candidate_blocks
 from pylate_flash.ops.varlen import maxsim_varlen_reference
 from tests.ops.cases import Case, gradients, relative_error
 from tests.ops.test_varlen import gradients as packed_gradients
@@ -36,8 +36,8 @@ def test_any_number_of_groups_at_once_gives_the_definition(
     """From all at once to a part of one document's rows."""
     monkeypatch.setattr(blocked, "_BLOCK_CPU", budget)
     case = candidates(7, 3, masked)
-    expected = maxsim_reference(*case.doubled().tensors, **case.options)
-    torch.testing.assert_close(maxsim(*case.tensors, **case.options).double(), expected, rtol=2e-6, atol=2e-6)
+    expected = maxsim_reference(*case.doubled().tensors, **case.keywords)
+    torch.testing.assert_close(maxsim(*case.tensors, **case.keywords).double(), expected, rtol=2e-6, atol=2e-6)
     for found, reference in zip(gradients(maxsim, case), gradients(maxsim_reference, case.doubled()), strict=True):
         assert found.is_contiguous()
         assert relative_error(found, reference) <= 1e-5
@@ -93,9 +93,9 @@ def test_packed_pairs_go_together(budget: int, normalize: bool, monkeypatch: pyt
 def test_runs_of_queries_stay_within_the_budget() -> None:
     queries, documents = torch.tensor([0, 3, 6, 9, 12]).numpy(), torch.tensor([0, 10, 20, 520, 530, 540]).numpy()
     candidates = torch.tensor([0, 1, 2, 4, 5]).numpy()
-    assert _candidate_runs(queries, documents, candidates, 8 * 100, 8) == [(0, 2), (2, 3), (3, 4)]
-    assert _candidate_runs(queries, documents, candidates, 1 << 20, 8) == [(0, 4)]
-    assert _candidate_runs(queries, documents, candidates, 1, 8) == [(0, 1), (1, 2), (2, 3), (3, 4)]
+    assert _candidate_blocks(queries, documents, candidates, 8 * 100, 8) == [(0, 2), (2, 3), (3, 4)]
+    assert _candidate_blocks(queries, documents, candidates, 1 << 20, 8) == [(0, 4)]
+    assert _candidate_blocks(queries, documents, candidates, 1, 8) == [(0, 1), (1, 2), (2, 3), (3, 4)]
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -14,7 +14,7 @@ from pylate_flash import (
     maxsim_cross_entropy,
     maxsim_from_hidden,
     maxsim_kl_divergence,
-    maxsim_pairs,
+    maxsim_pairwise,
     maxsim_varlen,
 )
 
@@ -25,7 +25,7 @@ BOUNDS = torch.tensor([0, 3, 6]), torch.tensor([0, 5, 10, 15])
 OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "in-batch": lambda queries: maxsim(queries, DOCUMENTS),
     "candidates": lambda queries: maxsim(queries, CANDIDATES, normalize=True),
-    "pairs": lambda queries: maxsim_pairs(queries, DOCUMENTS[:2]),
+    "pairs": lambda queries: maxsim_pairwise(queries, DOCUMENTS[:2]),
     "packed": lambda queries: maxsim_varlen(
         queries.flatten(0, 1), DOCUMENTS.flatten(0, 1), *BOUNDS, max_query_length=3, max_document_length=5
     ),

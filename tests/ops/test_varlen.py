@@ -1,4 +1,4 @@
-"""`pack`, `unpack`, `maxsim_varlen` and `maxsim_varlen_pairs` against one pair at a time."""
+"""`pack`, `unpack`, `maxsim_varlen` and `maxsim_varlen_pairwise` against one pair at a time."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pylate_flash
-from pylate_flash import maxsim, maxsim_varlen, maxsim_varlen_pairs, pack, unpack
+from pylate_flash import maxsim, maxsim_varlen, maxsim_varlen_pairwise, pack, unpack
 from pylate_flash.ops import blocked_varlen
+from pylate_flash.ops.problem import Options, Tensors
 from pylate_flash.ops.varlen import maxsim_varlen_reference
 from tests.ops.cases import FLOAT32_SCORES, SIZES, relative_error
 
@@ -110,11 +111,11 @@ def test_pairs_are_candidates_of_one(options: dict) -> None:
     )
     arguments = _packed(queries, documents)
     case = arguments, options | {"candidates_cu_seqlens": torch.arange(5)}
-    found = maxsim_varlen_pairs(*arguments, **options)
+    found = maxsim_varlen_pairwise(*arguments, **options)
     definition = maxsim_varlen_reference(*arguments, **case[1])
     torch.testing.assert_close(found.double(), definition.double(), **FLOAT32_SCORES)
     expected = gradients(maxsim_varlen_reference, case)
-    torch.testing.assert_close(gradients(maxsim_varlen_pairs, (arguments, options)), expected, **FLOAT32_SCORES)
+    torch.testing.assert_close(gradients(maxsim_varlen_pairwise, (arguments, options)), expected, **FLOAT32_SCORES)
 
 
 @pytest.mark.parametrize("candidates", [None, torch.tensor([0, 2, 3])])
@@ -124,7 +125,7 @@ def test_padded_ones_give_the_same(candidates: torch.Tensor | None) -> None:
     queries, documents = ([torch.randn(n, 8, dtype=torch.float64) for n in lengths] for lengths in ((4, 2), (3, 1, 6)))
     masks = [torch.arange(4) < torch.tensor([[4], [2]]), torch.arange(6) < torch.tensor([[3], [1], [6]])]
     padded = [torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True) for tokens in (queries, documents)]
-    expected = maxsim(*padded, *masks)
+    expected = maxsim(*padded, queries_mask=masks[0], documents_mask=masks[1])
     if candidates is not None:
         expected = torch.stack([expected[0, 0], expected[0, 1], expected[1, 2]])
     found = maxsim_varlen(*_packed(queries, documents), candidates_cu_seqlens=candidates)
@@ -211,16 +212,17 @@ def test_opcheck(candidates: torch.Tensor | None) -> None:
         [torch.randn(3, 4), torch.randn(2, 4)], [torch.randn(5, 4), torch.randn(0, 4), torch.randn(1, 4)]
     )
     arguments = (
-        queries.requires_grad_(), documents.requires_grad_(), *bounds, candidates, 3, 5, 2, False, True, "auto"
-    )  # fmt: skip
-    torch.library.opcheck(torch.ops.pylate_flash.maxsim_varlen.default, arguments)
+        *Tensors(queries.requires_grad_(), documents.requires_grad_(), None, None, *bounds, candidates),
+        *Options(max_query_length=3, max_document_length=5, max_candidates=2),
+    )
+    torch.library.opcheck(torch.ops.pylate_flash.maxsim.default, arguments)
 
 
 def test_compiles_into_one_graph() -> None:
     def loss(queries: torch.Tensor, documents: torch.Tensor, *bounds: torch.Tensor) -> torch.Tensor:
         longest = {"max_query_length": 4, "max_document_length": 6}
         scores = maxsim_varlen(queries, documents, *bounds, normalize=True, reduction="mean", **longest)
-        pairs = maxsim_varlen_pairs(queries, documents, *bounds, **longest)
+        pairs = maxsim_varlen_pairwise(queries, documents, *bounds, **longest)
         return torch.nn.functional.cross_entropy(scores, torch.arange(2)) + pairs.sum()
 
     arguments = _packed(*([torch.randn(n, 8, dtype=torch.float64) for n in lengths] for lengths in ((4, 2), (6, 1))))
@@ -280,7 +282,7 @@ def test_unpack_gives_back_what_was_packed() -> None:
 
 
 def test_operations_are_found_at_the_top_level() -> None:
-    for name in ("maxsim_varlen", "maxsim_varlen_pairs", "pack", "unpack"):
+    for name in ("maxsim_varlen", "maxsim_varlen_pairwise", "pack", "unpack"):
         assert getattr(pylate_flash, name) is getattr(pylate_flash.ops, name)
         assert name in pylate_flash.__all__
 
@@ -322,7 +324,7 @@ QB, DB = torch.tensor([0, 4]), torch.tensor([0, 2, 6])
         ),
         (lambda: maxsim_varlen(Q, D, QB, DB, implementation="x"), ValueError, "implementation must be one of"),
         (lambda: maxsim_varlen(Q, D, QB, DB, reduction="max"), ValueError, "reduction must be one of"),
-        (lambda: maxsim_varlen_pairs(Q, D, QB, DB), ValueError, "as many entries as queries_cu_seqlens, 2, got 3"),
+        (lambda: maxsim_varlen_pairwise(Q, D, QB, DB), ValueError, "as many entries as queries_cu_seqlens, 2, got 3"),
         (lambda: unpack(D, QB), ValueError, "cu_seqlens must rise from 0 to the number of values, 6, got 0 to 4"),
         (lambda: unpack([1], QB), TypeError, "values must be a torch.Tensor"),
     ],

@@ -2,34 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 
-from pylate_flash.kernels import backward, gradients, launch, scatter, winner_lists
-from tests.kernels.backward_cases import KINDS, dense, packed
+from pylate_flash.kernels import select
+from pylate_flash.kernels.backward import gather, lists, sums
+from pylate_flash.kernels.normalized import normalized_rows, through_normalized_rows
+from pylate_flash.ops.norms import inverse_norms, through_norms
+from tests.kernels.backward_cases import KINDS, WAYS, Case, dense, packed, weighted
 from tests.ops.cases import relative_error
-
-WAYS = ("csr", "onehot", "atomic")
-BOUND = (backward.bound_backward, backward._bound_varlen_backward)
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")
 
 
 @pytest.fixture(autouse=True)
-def low_limits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def low_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of 16 rows, lists that are summed in parts of 8, and a document at a time; no list by one program."""
-    limits = {"_CHUNK_BITS": 4, "_SEGMENT": 8, "_SCRATCH": 1, "_BLOCK_BINS": 16, "_ALONE_ROWS": 0}
+    limits = {
+        "LIST_CHUNK_BITS": 4, "LIST_SEGMENT": 8, "_LISTS_MEMORY": 1, "LIST_BLOCK_BINS": 16, "_ALONE_ROWS": 0,
+        "_COMPARED": 8, "_COMPARE_ROWS": 4,
+    }  # fmt: skip
     for name, value in limits.items():
-        monkeypatch.setattr(winner_lists, name, value)
-    monkeypatch.setattr(scatter, "_CHUNK", 8)
-    monkeypatch.setattr(scatter, "_BLOCK_ROWS", 4)
-    for function in BOUND:
-        function.cache_clear()
-    yield
-    for function in BOUND:
-        function.cache_clear()
+        monkeypatch.setattr(select, name, value)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -53,8 +49,42 @@ def test_layouts(
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("candidates", [None, [0, 2, 2, 5]])
-def test_packed(candidates: list[int] | None, kind: str, way: str) -> None:
-    packed((3, 9), [4, 0, 11, 1, 6], 12, kind, candidates).check(way)
+@pytest.mark.parametrize("normalize", [False, True])
+def test_packed(normalize: bool, candidates: list[int] | None, kind: str, way: str) -> None:
+    packed((3, 9), [4, 0, 11, 1, 6], 12, kind, candidates, normalize=normalize).check(way)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("normalize", [False, True])
+def test_weights(normalize: bool, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cases = [
+        dense((3, 7), (1, 2, 13), 12, "skewed", normalize),
+        dense((3, 9), (3, 2, 5), 12, "one token", normalize),
+        packed((3, 9), [4, 0, 11, 1, 6], 12, "uniform", normalize=normalize),
+        packed((3, 9), [4, 0, 11, 1, 6], 12, "skewed", [0, 2, 2, 5], normalize=normalize),
+    ]
+    for case in cases:
+        weighted(case).check(way)
+    # Documents shared by several programs.
+    monkeypatch.setattr(select, "_SPLIT_DOCUMENTS", 2)
+    monkeypatch.setattr(select, "architecture", lambda device: (9, 132))
+    weighted(dense((1, 9), (1, 7, 5), 12, "uniform", normalize)).check(way)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_weights_of_other_types_and_strides(dtype: torch.dtype, way: str) -> None:
+    case = weighted(dense((3, 7), (1, 2, 13), 12, "skewed", True))
+    expected = replace(case, weights=case.weights.to(dtype).float()).run(way)
+    found = replace(case, weights=case.weights.t().contiguous().t().to(dtype)).run(way)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_weights_of_one_change_nothing(way: str) -> None:
+    for case in (dense((3, 7), (1, 2, 13), 12, "skewed", True), dense((3, 7), (1, 2, 13), 12, "skewed")):
+        found = replace(case, weights=torch.ones(3, 7)).run(way)
+        assert all(torch.equal(a, b) for a, b in zip(found, case.run(way), strict=True))
 
 
 @pytest.mark.parametrize(
@@ -71,19 +101,19 @@ def test_packed(candidates: list[int] | None, kind: str, way: str) -> None:
 def test_lists_by_one_program(
     queries: tuple[int, int], documents: tuple[int, int, int], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(winner_lists, "_ALONE_ROWS", 300)
+    monkeypatch.setattr(select, "_ALONE_ROWS", 300)
     # What only other lists need.
-    monkeypatch.setattr(winner_lists, "_sorting_regions", None)
-    dense(queries, documents, 12, kind).check("csr")
+    monkeypatch.setattr(lists, "_sort", None)
+    dense(queries, documents, 12, kind).check("lists")
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_more_tokens_than_one_pass_tells_apart(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(winner_lists, "_BIN_BITS", 3)
-    dense((3, 9), (1, 2, 50), 8, kind).check("csr")
-    packed((3, 9), [4, 0, 50], 8, kind).check("csr")
+    monkeypatch.setattr(select, "LIST_BIN_BITS", 3)
+    dense((3, 9), (1, 2, 50), 8, kind).check("lists")
+    packed((3, 9), [4, 0, 50], 8, kind).check("lists")
     with pytest.raises(ValueError, match="at most 64 tokens, got 65"):
-        dense((3, 9), (1, 2, 65), 8, kind).run("csr")
+        dense((3, 9), (1, 2, 65), 8, kind).run("lists")
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -95,30 +125,32 @@ def test_long_embeddings(way: str, normalize: bool) -> None:
 
 @pytest.mark.parametrize("normalize", [False, True])
 def test_documents_shared_by_several_programs(normalize: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backward, "_SPLIT_DOCUMENTS", 3)
-    monkeypatch.setattr(backward, "architecture", lambda device: (9, 132))
-    dense((1, 3), (1, 11, 4), 12, "uniform", normalize).check("csr")
-    packed((2, 3), [2] * 12, 12, "uniform", [0, 11, 12]).check("csr")
+    monkeypatch.setattr(select, "_SPLIT_DOCUMENTS", 3)
+    monkeypatch.setattr(select, "architecture", lambda device: (9, 132))
+    dense((1, 3), (1, 11, 4), 12, "uniform", normalize).check("lists")
+    packed((2, 3), [2] * 12, 12, "uniform", [0, 11, 12]).check("lists")
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_offsets_that_need_64_bits_and_strides(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gradients.Problem, "narrow_queries", False)
-    monkeypatch.setattr(gradients.Problem, "narrow_documents", False)
+    for module in (gather, sums):
+        monkeypatch.setattr(module, "_is_narrow", lambda problem, inputs: False)
     problem = dense((4, 6), (1, 3, 5), 8, "uniform")
     expected = problem.run(way)
     queries = problem.queries.transpose(0, 1).contiguous().transpose(0, 1)
     documents = problem.documents.transpose(1, 2).contiguous().transpose(1, 2)
     grad_scores = problem.grad_scores.t().contiguous().t()
-    strided = type(problem)(grad_scores, queries, documents, problem.winners)
+    strided = Case(grad_scores, queries, documents, problem.winners)
     assert all(torch.equal(a, b) for a, b in zip(strided.run(way), expected, strict=True))
 
 
 def test_scores_that_are_transposed_first(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = dense((4, 6), (1, 3, 5), 8, "uniform")
-    expected = problem.run("csr")
-    monkeypatch.setattr(winner_lists, "_TRANSPOSED_WINNERS", 1)
-    assert all(torch.equal(a, b) for a, b in zip(problem.run("csr"), expected, strict=True))
+    expected = problem.run("lists")
+    of_candidates = packed((1, 9), [4, 0, 11], 12, "skewed", [0, 3])
+    monkeypatch.setattr(select, "_TRANSPOSED_WINNERS", 1)
+    assert all(torch.equal(a, b) for a, b in zip(problem.run("lists"), expected, strict=True))
+    of_candidates.check("lists")
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -136,10 +168,48 @@ def test_not_a_number_stays_where_it_belongs(way: str) -> None:
         assert expected.isfinite().any()
 
 
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("n_queries", [3, 1])
+def test_a_masked_token_that_is_not_a_number_gets_no_gradient(n_queries: int, way: str, monkeypatch) -> None:
+    """Nor does it change another one's, whatever its scores' gradients are: nobody chose it, or it chose nobody."""
+    monkeypatch.setattr(select, "_SPLIT_DOCUMENTS", 2)
+    # One query's documents are shared by several programs.
+    monkeypatch.setattr(select, "architecture", lambda device: (9, 132 if n_queries == 1 else 1))
+    for case in (
+        dense((n_queries, 4), (1, 5, 6), 8, "uniform", True),
+        packed((n_queries, 4), [6, 6, 6, 6], 8, "uniform", normalize=True),
+        weighted(dense((n_queries, 4), (1, 5, 6), 8, "uniform", True)),
+    ):
+        case.winners[case.winners == 2] = 3
+        case.winners.view(-1, n_queries, 4)[:, :, 1] = -1
+        expected = case.run(way)
+        case.queries[:, 1] = torch.nan
+        tokens = case.documents.view(-1, 6, 8)
+        tokens[:, 2] = torch.nan
+        of_queries, of_documents = case.run(way)
+        assert torch.equal(of_queries, expected[0])
+        assert torch.equal(of_documents, expected[1])
+        assert not of_queries[:, 1].any()
+        assert not of_documents.view(tokens.shape)[:, 2].any()
+        assert of_queries.any()
+        assert of_documents.any()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_not_a_number_in_scores_reaches_all_that_chose(way: str) -> None:
+    case = dense((2, 3), (1, 2, 4), 8, "uniform", True)
+    case.winners[:] = 1
+    case.grad_scores[:] = torch.nan
+    of_queries, of_documents = case.run(way)
+    assert of_queries.isnan().all()
+    assert of_documents[:, :, 1].isnan().all()
+    assert not of_documents[:, :, [0, 2, 3]].any()
+
+
 @pytest.mark.parametrize("needs", [(True, False), (False, True)])
 def test_only_what_is_needed(needs: tuple[bool, bool]) -> None:
     problem = dense((3, 4), (1, 2, 6), 8, "uniform")
-    both, found = problem.run("csr"), problem.run("csr", *needs)
+    both, found = problem.run("lists"), problem.run("lists", *needs)
     for gradient, needed, expected in zip(found, needs, both, strict=True):
         assert torch.equal(gradient, expected) if needed else gradient is None
 
@@ -153,21 +223,30 @@ def test_only_what_is_needed(needs: tuple[bool, bool]) -> None:
         (3, 64, True, True, "skewed"),
         # The queries' is not wanted, or too small.
         (60, 64, False, False, "skewed"),
-        (60, 16, True, False, "skewed"),
+        (60, 4, True, False, "skewed"),
     ],
 )
 def test_gradients_lend_their_memory(
     length: int, size: int, needs_queries: bool, lists_alone: bool, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    taken, call = set(), launch.Sequence.__call__
-    monkeypatch.setattr(launch.Sequence, "__call__", lambda self, *given: taken.add(self._bytes) or call(self, *given))
-    problem = dense((5, 7), (1, 5, length), size, kind)
-    found, expected = problem.run("csr", needs_queries)[1], problem.expected()[1]
+    taken, empty = set(), torch.empty
+
+    def allocate(*shape, **options) -> torch.Tensor:
+        tensor = empty(*shape, **options)
+        taken.add(tensor.numel() * tensor.element_size())
+        return tensor
+
+    case = dense((5, 7), (1, 5, length), size, kind)
+    expected = case.expected()[1]
+    both = case.queries.numel() * 4, case.documents.numel() * 4
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", allocate)
+        found = case.run("lists", needs_queries)[1]
     assert relative_error(found, expected) <= 1e-5
     if needs_queries:
-        problem.check("csr")
-    # Lists of 35 rows, in 16 bits, of two documents at a time.
-    assert (taken == {2 * 35 * 2}) == lists_alone
+        case.check("lists")
+    # Lists of 35 rows, in 16 bits, of two documents at a time, and then of one.
+    assert (taken - set(both) == {2 * 35 * 2, 35 * 2}) == lists_alone
 
 
 def test_every_sum_has_the_error_of_its_own_rows() -> None:
@@ -178,3 +257,25 @@ def test_every_sum_has_the_error_of_its_own_rows() -> None:
     for way in WAYS:
         (_, found), (_, expected) = problem.run(way), problem.expected()
         assert relative_error(found[0, 0, 0], expected[0, 0, 0]) <= 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_normalized_rows_and_back(in_place: bool, dtype: torch.dtype) -> None:
+    embeddings, grad = torch.randn(5, 7, 12).to(dtype), torch.randn(5, 7, 12).to(dtype)
+    embeddings[2, 3] = 0
+    embeddings[4, 4], grad[4, 4] = torch.nan, 0
+    before, tolerance = embeddings.clone(), 1e-6 if dtype == torch.float32 else 1e-2
+    out, scales = embeddings if in_place else torch.empty_like(embeddings), torch.empty(5, 7)
+    normalized_rows(embeddings, out, scales)
+    torch.testing.assert_close(scales, inverse_norms(before), equal_nan=True)
+    expected = (before.float() * inverse_norms(before)[..., None]).to(dtype)
+    torch.testing.assert_close(out, expected, equal_nan=True, rtol=tolerance, atol=tolerance)
+    reference = through_norms(grad.double(), before.double(), inverse_norms(before.double()))
+    reference[4, 4] = 0
+    through_normalized_rows(grad, out, scales)
+    assert not grad[4, 4].any()
+    # The clamped norm of zeros scales by 1e12.
+    torch.testing.assert_close(grad[2, 3].double(), reference[2, 3], rtol=tolerance, atol=0)
+    grad[2, 3], reference[2, 3] = 0, 0
+    torch.testing.assert_close(grad.double(), reference, rtol=0, atol=tolerance * 4)

@@ -6,7 +6,7 @@ import pytest
 import torch
 import triton
 
-from pylate_flash.kernels import fused
+from pylate_flash.kernels.hidden import fused
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")
 ROWS = 16
@@ -25,9 +25,12 @@ def maxima(similarities: torch.Tensor, bounds: list[int], columns: int) -> torch
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("query_length", [3, 20])
-def test_scores_are_sums_of_the_maxima_over_parts(query_length: int, masked: bool, packed: bool) -> None:
+@pytest.mark.parametrize("mask", [None, torch.bool, torch.int64, torch.float32])
+@pytest.mark.parametrize(("query_length", "mean", "empty_score"), [(3, False, 0.0), (20, True, -7.0)])
+def test_scores_are_sums_of_the_maxima_over_parts(
+    query_length: int, mean: bool, empty_score: float, mask: torch.dtype | None, packed: bool
+) -> None:
+    """Floating queries' masks hold weights; of a documents' mask, whatever is not 0 is active."""
     torch.manual_seed(0)
     n_queries, n_documents, length = 2, 9, 21
     if packed:
@@ -37,28 +40,41 @@ def test_scores_are_sums_of_the_maxima_over_parts(query_length: int, masked: boo
         bounds = torch.arange(n_documents + 1) * length
     similarities = torch.randn(int(bounds[-1]), n_queries * query_length)
     similarities[7, 1] = torch.nan
-    queries_mask = torch.rand(n_queries, query_length) > 0.3 if masked else None
-    documents_mask = None
-    active = torch.ones(len(similarities), dtype=torch.bool)
-    if masked and not packed:
-        documents_mask = torch.rand(n_documents, length) > 0.5
-        documents_mask[3] = False
-        active = documents_mask.flatten()
+    queries_mask = documents_mask = None
+    weights, active = torch.ones(n_queries, query_length), torch.ones(len(similarities), dtype=torch.bool)
+    if mask is not None:
+        weights = (torch.rand(n_queries, query_length) > 0.3).float()
+        if mask == torch.float32:
+            weights *= torch.rand(n_queries, query_length) + 0.1
+        weights[1, :3] = 0.0
+        queries_mask = weights.to(mask)
+        if not packed:
+            documents_mask = (torch.rand(n_documents, length) > 0.5).to(mask) * (1 << 40 if mask == torch.int64 else 1)
+            if mask == torch.float32:
+                documents_mask *= 0.25
+            documents_mask = documents_mask.to(mask)
+            documents_mask[3] = 0
+            active = documents_mask.flatten() != 0
     columns = 64
     best = maxima(similarities.masked_fill(~active.unsqueeze(1), -torch.inf), bounds.tolist(), columns)
     scores = torch.empty(n_queries, n_documents)
-    fused._finish.bind(
+    fused._finish(
         (triton.cdiv(n_documents, 4), n_queries, 1),
-        (query_length, n_documents, 0 if packed else length, columns),
+        (best, queries_mask, documents_mask, bounds if packed else None, scores),
+        (query_length, n_documents, 0 if packed else length, columns, empty_score),
         (),
-        (triton.next_power_of_2(query_length), 4, ROWS, packed, masked, documents_mask is not None),
-        num_warps=1,
-        num_stages=1,
-    )(best, queries_mask, documents_mask, bounds if packed else None, scores)
+        (
+            triton.next_power_of_2(query_length), 4, ROWS, packed, mask is not None, mask == torch.float32,
+            documents_mask is not None, mean,
+        ),
+        (1, 1, None),
+    )  # fmt: skip
     for document in range(n_documents):
         tokens = slice(bounds[document], bounds[document + 1])
         part = similarities[tokens][active[tokens]].unflatten(1, (n_queries, query_length))
-        expected = part.amax(dim=0) if len(part) else torch.zeros(n_queries, query_length)
-        if queries_mask is not None:
-            expected = expected.masked_fill(~queries_mask, 0.0)
-        torch.testing.assert_close(scores[:, document], expected.sum(dim=1), equal_nan=True)
+        expected = torch.full((n_queries,), empty_score)
+        if len(part):
+            expected = (part.amax(dim=0) * weights).masked_fill(weights == 0, 0.0).sum(dim=1)
+            if mean:
+                expected = expected / (weights != 0).sum(dim=1).clamp(min=1)
+        torch.testing.assert_close(scores[:, document], expected, equal_nan=True)

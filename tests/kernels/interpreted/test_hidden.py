@@ -7,8 +7,8 @@ from functools import partial
 import pytest
 import torch
 
-from pylate_flash.ops import hidden as module
-from pylate_flash.ops import hidden_plans, maxsim_from_hidden, maxsim_from_hidden_reference
+from pylate_flash.ops import hidden_blocks as module
+from pylate_flash.ops import maxsim_from_hidden, maxsim_from_hidden_reference
 from tests.ops.cases import relative_error
 from tests.ops.test_hidden import Problem
 
@@ -58,79 +58,68 @@ def test_masked_query_tokens_do_not_meet_the_tokens_of_packed_documents() -> Non
 @pytest.mark.parametrize(
     ("queries_shape", "hidden_shape", "scratch"),
     [
-        ((3, 5, 16), (7, 6, 20), module.SCRATCH_BYTES),
         ((3, 5, 16), (7, 6, 20), 2 * 6 * 16 * 2),
         ((1, 5, 16), (7, 6, 20), 3 * 6 * 16 * 2),
-        ((3, 5, 16), (3, 2, 6, 20), module.SCRATCH_BYTES),
         ((3, 5, 16), (3, 2, 6, 20), 2 * 2 * 6 * 16 * 2),
         ((3, 70, 16), (3, 2, 6, 20), 2 * 6 * 16 * 2),
+        ((3, 5, 16), (3, 2, 6, 20), 1),
     ],
 )
-def test_the_short_way(
-    queries_shape: tuple, hidden_shape: tuple, scratch: int, with_bias: bool, masked: bool, masking: str
+def test_blocks_of_half_precision_score_as_one(
+    queries_shape: tuple, hidden_shape: tuple, scratch: int, with_bias: bool, masked: bool, masking: str, monkeypatch
 ) -> None:
-    """On a GPU, a plain call is decided once, in one block or several; its scores are those of the longer way."""
     generator = torch.Generator().manual_seed(0)
     shapes = queries_shape, hidden_shape, (16, 20), (16,)
     queries, hidden, weight, bias = (torch.randn(shape, generator=generator).half() for shape in shapes)
-    layer = (weight, bias if with_bias else None)
     mask = torch.rand(hidden_shape[:-1], generator=generator) > 0.4 if masked else None
-    arguments = (queries, hidden, *layer, mask)
     for normalize in (False, True):
-        options = normalize, masking, "triton"
-        with pytest.MonkeyPatch.context() as patch:
+        score = partial(
+            maxsim_from_hidden, queries, hidden, weight, bias if with_bias else None, documents_mask=mask,
+            normalize=normalize, masking=masking, implementation="triton",
+        )  # fmt: skip
+        expected = score()
+        with monkeypatch.context() as patch:
             patch.setattr(module, "SCRATCH_BYTES", scratch)
-            expected = module.maxsim_from_hidden(
-                *arguments, normalize=normalize, masking=masking, implementation="triton"
-            )
-        plan = hidden_plans.decide(*map(hidden_plans.kind, arguments), None, None, True, False, *options, scratch)
-        assert plan is not None
-        assert torch.equal(plan.forward(*arguments, None)[0], expected)
+            assert torch.equal(score(), expected)
 
 
 @pytest.mark.parametrize(
     ("hidden_shape", "masked", "normalize"),
     [((5, 6, 20), False, True), ((5, 6, 20), True, False), ((3, 2, 6, 20), True, True), ((3, 2, 6, 20), False, False)],
 )
-def test_the_short_way_of_a_step(hidden_shape: tuple, masked: bool, normalize: bool, monkeypatch) -> None:
-    """Gradients and errors are those of the longer way; so are a second backward and one of a part of the inputs."""
+def test_ways_to_differentiate_a_step(hidden_shape: tuple, masked: bool, normalize: bool, monkeypatch) -> None:
+    """Again, a part of the inputs, with a graph of the backward, and without room for what is kept."""
     generator = torch.Generator().manual_seed(0)
     shapes = (3, 5, 16), hidden_shape, (16, 20), (16,)
     leaves = [torch.randn(shape, generator=generator).half().requires_grad_() for shape in shapes]
     mask = torch.rand(hidden_shape[:-1], generator=generator) > 0.4 if masked else None
 
     def score() -> torch.Tensor:
-        return maxsim_from_hidden(*leaves, mask, normalize=normalize, implementation="triton")
+        return maxsim_from_hidden(*leaves, documents_mask=mask, normalize=normalize, implementation="triton")
 
     def differentiate(scores: torch.Tensor, leaves=leaves, **options) -> tuple[torch.Tensor, ...]:
         return torch.autograd.grad(scores, leaves, torch.cos(scores.detach()), **options)
 
-    scores = score()
-    expected = differentiate(scores)
-    taken = []
+    def assert_equal(found: tuple[torch.Tensor, ...]) -> None:
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
-    def planned(*arguments):
-        *tensors, longest, normalize, masking, implementation, scratch = arguments
-        kinds = map(hidden_plans.kind, tensors)
-        taken.append(hidden_plans.decide(*kinds, longest, True, True, normalize, masking, implementation, scratch))
-        return taken[-1]
-
-    monkeypatch.setattr(module, "plan_of", planned)
-    monkeypatch.setattr(module, "_is_current", lambda tensor: True)
-    assert torch.equal(score(), scores)
-    assert taken[0] is not None
     found = score()
+    expected = differentiate(found, retain_graph=True)
     for _ in range(2):
-        gradients = differentiate(found, retain_graph=True)
-        assert all(torch.equal(a, b) for a, b in zip(gradients, expected, strict=True))
+        assert_equal(differentiate(found, retain_graph=True))
     for leaf, gradient in zip(leaves, expected, strict=True):
         assert torch.equal(differentiate(score(), [leaf])[0], gradient)
     found = score()
     gradients = differentiate(found, create_graph=True)
     for again in (gradients, differentiate(found, retain_graph=True), differentiate(found)):
-        assert all(torch.equal(a, b) for a, b in zip(again, expected, strict=True))
+        assert_equal(again)
     with pytest.raises(RuntimeError, match="no second derivative"):
         gradients[1].sum().backward()
+    with monkeypatch.context() as patch:
+        # All documents, and not their gradient too.
+        patch.setattr(module, "SCRATCH_BYTES", 2 * 6 * 16 * 6)
+        for gradient, whole in zip(differentiate(score()), expected, strict=True):
+            assert relative_error(gradient, whole) <= 2e-3
     found = score()
     with torch.no_grad():
         leaves[2].zero_()
@@ -138,53 +127,31 @@ def test_the_short_way_of_a_step(hidden_shape: tuple, masked: bool, normalize: b
         found.sum().backward()
 
 
-def test_what_does_not_go_the_short_way() -> None:
-    queries, hidden, weight = torch.zeros(3, 5, 16).half(), torch.zeros(3, 4, 6, 20).half(), torch.zeros(16, 20).half()
-
-    def decide(
-        queries=queries, hidden=hidden, weight=weight, bias=None, mask=None, masking="exclude", scratch=1 << 20,
-        learning=False, bounds=None, longest=None,
-    ):  # fmt: skip
-        kinds = map(hidden_plans.kind, (queries, hidden, weight, bias, mask, bounds))
-        return hidden_plans.decide(*kinds, longest, True, learning, True, masking, "triton", scratch)
-
-    assert decide() is not None
-    assert decide(learning=True) is not None
-    assert decide(learning=True, scratch=3 * 4 * 6 * 16 * 2) is None, "no room for what is projected and its gradient"
-    assert decide(hidden=hidden.transpose(1, 2).contiguous().transpose(1, 2)) is None
-    assert decide(hidden=hidden[:2]) is None
-    assert decide(hidden=hidden[0, 0]) is None
-    assert decide(scratch=2 * 6 * 16 * 2) is None, "half of a query's candidates do not fit"
-    assert decide(weight=weight.float()) is None
-    assert decide(weight=weight[:8]) is None
-    assert decide(bias=torch.zeros(20).half()) is None
-    assert decide(mask=torch.ones(3, 4, 6)) is None
-    assert decide(mask=torch.ones(3, 4, 5, dtype=torch.bool)) is None
-    assert decide(masking="other") is None
-    assert decide(queries.float(), hidden.float(), weight.float()) is None
-    tokens, bounds = hidden.view(-1, 20), torch.arange(13, dtype=torch.int32) * 6
-    assert decide(hidden=tokens, bounds=bounds, longest=6) is not None
-    assert decide(hidden=tokens, bounds=bounds, longest=6, learning=True) is None
-    assert decide(hidden=tokens, bounds=bounds) is None, "the longest document is not known"
-    assert decide(hidden=tokens, bounds=bounds, longest=6, scratch=71 * 16 * 2) is None, "several blocks"
-    assert decide(hidden=tokens, bounds=bounds.float(), longest=6) is None
-    assert decide(hidden=tokens, bounds=bounds, longest=6, mask=torch.ones(12, 6, dtype=torch.bool)) is None
-    assert decide(longest=6) is None
-
-
-@pytest.mark.parametrize("normalize", [False, True])
-def test_the_short_way_of_packed_documents(normalize: bool) -> None:
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32])
+@pytest.mark.parametrize("layout", ["in-batch", "packed"])
+def test_masks_of_any_type_and_weights(layout: str, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
-    queries, hidden, weight = (
-        torch.randn(shape, generator=generator).half() for shape in ((3, 5, 16), (40, 20), (16, 20))
+    shapes = (3, 5, 16), (6, 10, 12), (16, 12)
+    tensors = dict(
+        zip(("queries", "hidden", "weight"), (torch.randn(s, generator=generator) for s in shapes), strict=True)
     )
-    bounds = torch.tensor([0, 7, 7, 30, 40], dtype=torch.int32)
-    arguments = (queries, hidden, weight, None, None, bounds)
-    expected = maxsim_from_hidden(
-        queries, hidden, weight, documents_cu_seqlens=bounds, normalize=normalize, implementation="triton"
-    )
-    plan = hidden_plans.decide(
-        *map(hidden_plans.kind, arguments), 23, True, False, normalize, "exclude", "triton", module.SCRATCH_BYTES
-    )
-    assert plan is not None
-    assert torch.equal(plan.forward(*arguments)[0], expected)
+    mask = torch.rand(3, 5, generator=generator) > 0.3
+    options: dict = {"queries_mask": mask.to(dtype), "empty_score": -2.0}
+    if layout == "packed":
+        tensors["hidden"] = tensors["hidden"].flatten(0, 1)
+        options["documents_cu_seqlens"] = torch.tensor([0, 10, 13, 13, 30, 40, 60])
+    else:
+        options["documents_mask"] = (torch.rand(6, 10, generator=generator) > 0.3).to(dtype)
+        options["documents_mask"][2] = 0
+    if dtype == torch.float32:
+        options["queries_mask"] = mask * torch.rand(3, 5, generator=generator)
+    for reduction in ("sum", "mean"):
+        problem = Problem(tensors, options | {"reduction": reduction})
+        exact = problem.to(torch.float64)
+        kernel = partial(maxsim_from_hidden, implementation="triton")
+        expected = exact(maxsim_from_hidden_reference)
+        assert (expected[:, 2] == -2.0).all()
+        torch.testing.assert_close(problem(kernel).double(), expected.double(), rtol=1e-5, atol=1e-5)
+        gradients = exact.gradients(maxsim_from_hidden_reference)
+        for name, found in problem.gradients(kernel).items():
+            assert relative_error(found, gradients[name]) <= 1e-5, name

@@ -5,15 +5,14 @@ float16 and float32 only: the interpreter multiplies the raw bits of bfloat16.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
-
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 
-from pylate_flash.kernels import cuts, forward
-from pylate_flash.ops import maxsim, maxsim_reference, maxsim_varlen, pack, varlen
+from pylate_flash.kernels import select
+from pylate_flash.ops import maxsim, maxsim_reference, maxsim_varlen, pack
+from pylate_flash.ops.compute import compute
+from pylate_flash.ops.problem import Options, Problem, Tensors, problem_of
 from pylate_flash.ops.varlen import maxsim_varlen_reference
 from tests.ops.cases import Case, cases, gradients, relative_error
 from tests.ops.test_varlen import gradients as varlen_gradients
@@ -41,8 +40,8 @@ def varlen_kernel(*tensors: torch.Tensor, **options) -> torch.Tensor:
 @given(case=cases(dtypes=HALF_AND_FLOAT, max_batch=3))
 def test_scores(case: Case) -> None:
     with torch.no_grad():
-        scores = kernel(*case.tensors, **case.options)
-    expected = maxsim_reference(*case.doubled().tensors, **case.options)
+        scores = kernel(*case.tensors, **case.keywords)
+    expected = maxsim_reference(*case.doubled().tensors, **case.keywords)
     torch.testing.assert_close(scores.double(), expected, rtol=2e-6, atol=2e-6)
 
 
@@ -65,6 +64,8 @@ def test_gradients(case: Case) -> None:
         ((1, 17, 300), (2, 70, 300)),
         ((3, 5, 1100), (2, 20, 1100)),  # more products than one sum takes
         ((40, 3, 8), (3, 5, 8)),  # many short queries in one block of rows
+        ((5, 33, 8), (3, 70, 8)),  # rows that are not padded, each with a sum of its own
+        ((5, 33, 8), (3, 20, 8)),  # sums of 8 rows
         ((1, 5, 8), (40, 3, 8)),  # a program that walks several documents
     ],
 )
@@ -79,8 +80,37 @@ def test_tile_boundaries(queries_shape: tuple[int, ...], documents_shape: tuple[
         ):
             assert relative_error(gradient, reference) <= 1e-5
     else:
-        expected = maxsim_reference(*case.doubled().tensors)
-        assert relative_error(kernel(*case.tensors), expected) <= 2e-6
+        expected = maxsim_reference(*case.doubled().tensors, **case.keywords)
+        assert relative_error(kernel(*case.tensors, **case.keywords), expected) <= 2e-6
+
+
+@pytest.mark.parametrize("size", [8, 20, 24, 72])
+@pytest.mark.parametrize("n_queries", [1, 3])
+def test_strides_that_differ(n_queries: int, size: int) -> None:
+    """Queries and documents within wider tensors, so that each operand has strides of its own."""
+    generator = torch.Generator().manual_seed(0)
+    queries = torch.randn(n_queries, 9, size + 2, generator=generator)[..., :size]
+    documents = torch.randn(3, 70, size + 8, generator=generator)[..., 8:]
+    for pair in ((queries, documents), (queries.contiguous(), documents), (queries, documents.contiguous())):
+        expected = maxsim_reference(*(tensor.double() for tensor in pair))
+        assert relative_error(kernel(*pair), expected) <= 2e-6
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("n_queries", [1, 3])
+@pytest.mark.parametrize(("size", "first", "second"), [(72, 64, 16), (96, 64, 32), (300, 256, 64), (320, 256, 64)])
+def test_embeddings_in_two(
+    size: int, first: int, second: int, n_queries: int, normalize: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shared memory of compute capability 10 holds the longer ones."""
+    monkeypatch.setattr(select, "architecture", lambda device: (10, 1))
+    generator = torch.Generator().manual_seed(0)
+    queries = torch.randn(n_queries, 9, size, generator=generator).half()
+    documents = torch.randn(3, 70, size, generator=generator).half()
+    plan = select.forward_plan(problem_of(Tensors(queries, documents), Options()))
+    assert (plan.block_embedding, plan.second, plan.split) == (first, second, False)
+    expected = maxsim_reference(queries.double(), documents.double(), normalize=normalize)
+    assert relative_error(kernel(queries, documents, normalize=normalize), expected) <= 2e-6
 
 
 @pytest.mark.parametrize("queries_shape", [(1, 3, 4), (4, 20, 4)])
@@ -124,19 +154,14 @@ def test_varlen_gradients(case: tuple) -> None:
 
 
 @pytest.fixture
-def small_cuts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def small_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Documents of more than 70 tokens are cut into pieces of at most 70."""
-    bound = (forward.bound_maxsim, forward._bound_stacked, forward._bound_single)
-    monkeypatch.setattr(forward, "plan_cuts", _cuts)
-    for function in bound:
-        function.cache_clear()
-    yield
-    for function in bound:
-        function.cache_clear()
 
+    def cuts(problem: Problem, *_: int, **__: int) -> select.Cuts:
+        work = problem.n_tokens + problem.n_documents * select.DOCUMENT_COST
+        return select.Cuts(70, 70, -(-work // 70))
 
-def _cuts(tokens: int, documents: int, *_: int, **__: int) -> cuts.Cuts:
-    return cuts.Cuts(70, 70, -(-(tokens + documents * cuts.DOCUMENT_COST) // 70))
+    monkeypatch.setattr(select, "_cuts", cuts)
 
 
 @pytest.mark.parametrize(
@@ -161,16 +186,15 @@ def test_long_documents_in_pieces(query_lengths, candidates, normalize: bool, sm
     if candidates is not None:
         candidates = torch.tensor(candidates)
     longest = max(query_lengths), 220
-    arguments = (
-        queries, documents, queries_bounds, documents_bounds, candidates, *longest, 4, normalize, True
-    )  # fmt: skip
-    scores, winners = varlen._compute(*arguments, "triton")
-    expected, expected_winners = varlen._compute(*arguments, "blocked")
+    tensors = Tensors(queries, documents, None, None, queries_bounds, documents_bounds, candidates)
+    options = Options(*longest, 4, normalize, empty_score=-5.0)
+    scores, winners = compute(tensors, options._replace(implementation="triton"), True)
+    expected, expected_winners = compute(tensors, options._replace(implementation="blocked"), True)
     torch.testing.assert_close(scores, expected, equal_nan=True)
     assert scores.isnan().any()
     if not normalize:
-        assert torch.equal(winners.int(), expected_winners)
-    without_winners, _ = varlen._compute(*arguments[:-1], False, "triton")
+        assert torch.equal(winners, expected_winners)
+    without_winners, _ = compute(tensors, options._replace(implementation="triton"), False)
     assert torch.equal(without_winners.nan_to_num(), scores.nan_to_num())
 
 
@@ -187,34 +211,6 @@ def test_programs_walk_each_document_once(n_documents: int, small_cuts: None) ->
     assert torch.equal(scores[0], scores[1])
 
 
-@pytest.mark.parametrize("n_queries", [1, 5])
-def test_the_short_way_of_packed_tokens(n_queries: int) -> None:
-    """On a GPU, where everything is known but the values, a call is one launch, decided once."""
-    from pylate_flash.ops import varlen
-
-    generator = torch.Generator().manual_seed(0)
-    queries = torch.randn(n_queries * 9, 48, generator=generator).half()
-    documents, bounds = pack([torch.randn(n, 48, generator=generator).half() for n in (3, 70, 0, 12)])
-    queries_bounds = torch.arange(n_queries + 1, dtype=torch.int32) * 9
-
-    def launch(queries: torch.Tensor, longest_query: int, longest_document: int, normalize: bool = False):
-        return varlen._launch_of(
-            queries.shape, queries.stride(), queries.dtype, queries.device,
-            documents.shape, documents.stride(), documents.dtype, documents.device, True,
-            queries_bounds.shape, queries_bounds.dtype, bounds.shape, bounds.stride(), bounds.dtype,
-            longest_query, longest_document, normalize, "triton",
-        )  # fmt: skip
-
-    for normalize in (False, True):
-        expected = varlen.maxsim_varlen_reference(queries, documents, queries_bounds, bounds, normalize=normalize)
-        found, _ = launch(queries, 9, 70, normalize)(queries, documents, bounds)
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-    assert launch(queries, 10, 70) is None, "queries must be padded"
-    assert launch(queries, 9, 10**6) is None, "documents may be in pieces"
-    assert launch(queries.float(), 9, 70) is None
-    assert launch(queries[:, :32], 9, 70) is None
-
-
 @pytest.mark.parametrize(
     ("shapes", "normalize"),
     [
@@ -223,9 +219,7 @@ def test_the_short_way_of_packed_tokens(n_queries: int) -> None:
         (((2, 70, 48), (2, 2, 12, 48)), True),
     ],
 )
-def test_the_short_way_of_a_step(shapes: tuple, normalize: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU, a plain call and its backward are decided once; scores, gradients and errors are the long way's."""
-    module = sys.modules["pylate_flash.ops.maxsim"]
+def test_what_autograd_asks_of_a_node(shapes: tuple, normalize: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     queries, documents = (torch.randn(shape, generator=generator).half().requires_grad_() for shape in shapes)
     grad_scores = torch.randn(maxsim(queries, documents).shape, generator=generator)
@@ -235,22 +229,9 @@ def test_the_short_way_of_a_step(shapes: tuple, normalize: bool, monkeypatch: py
         return scores, *torch.autograd.grad(scores, (queries, documents), weights, **options)
 
     expected = step(grad_scores)
-    taken = []
-
-    def decided(queries: torch.Tensor, documents: torch.Tensor, normalize: bool, masking: str, implementation: str):
-        taken.append(module._launches_of(
-            queries.shape, queries.stride(), queries.dtype, queries.device, documents.shape, documents.stride(),
-            documents.dtype, documents.device, True, True, normalize, masking, implementation,
-        ))  # fmt: skip
-        return taken[-1]
-
-    monkeypatch.setattr(module, "_decided", decided)
-    monkeypatch.setattr(module, "_is_current", lambda tensor: True)
-    # Of any layout, and the same ones again.
-    for weights in (grad_scores, grad_scores.t().contiguous().t(), grad_scores):
+    # A gradient of any layout, and the same one again.
+    for weights in (grad_scores.t().contiguous().t(), grad_scores):
         assert all(torch.equal(a, b) for a, b in zip(step(weights), expected, strict=True))
-    assert taken[0] is not None
-    assert taken[0] is taken[2]
     documents.requires_grad_(False)
     scores = kernel(queries, documents, normalize=normalize)
     assert torch.equal(torch.autograd.grad(scores, queries, grad_scores)[0], expected[1])

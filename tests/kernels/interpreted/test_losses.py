@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 
-from pylate_flash.kernels import backward, losses
-from pylate_flash.ops import losses as operation
+from pylate_flash.kernels import losses, select
 from pylate_flash.ops import maxsim_cross_entropy, maxsim_kl_divergence
+from pylate_flash.ops.problem import Options, Tensors
 from tests.ops.cases import Case, relative_error
 from tests.ops.loss_cases import LOSSES, LossCase, loss_cases
 
@@ -24,19 +24,13 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")
 
 
 @pytest.fixture(autouse=True)
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(losses, "_BLOCK", 4)
     monkeypatch.setattr(losses, "_TILE", 4)
-    bound = (losses.bound_loss, losses.bound_step, losses.bound_rescale, operation._launches_of)
-    for function in bound:
-        function.cache_clear()
-    yield
-    for function in bound:
-        function.cache_clear()
 
 
-@settings(max_examples=15, **OPTIONS)
-@given(case=loss_cases(dtypes=(torch.float16, torch.float32), max_batch=6, max_length=12))
+@settings(max_examples=20, **OPTIONS)
+@given(case=loss_cases(dtypes=(torch.float32, torch.float16), max_batch=6, max_length=12))
 def test_losses(case: LossCase) -> None:
     case.check(1e-5 if case.case.queries.dtype == torch.float32 else 1e-2, implementation="triton")
 
@@ -45,20 +39,22 @@ def problem(
     loss: str,
     queries: tuple[int, ...],
     documents: tuple[int, ...],
-    labelled: bool,
-    masked: tuple[bool, bool] = (False, False),
-    masking: str = "exclude",
+    labelled: bool = False,
+    masks: str = "",
+    scoring: dict | None = None,
     **options,
 ) -> LossCase:
+    """With `masks` of "queries" or "documents", of type "int64" or "float", and of queries maybe "weights"."""
     generator = torch.Generator().manual_seed(0)
-    case = Case(
-        torch.randn(queries, generator=generator).half(), torch.randn(documents, generator=generator).half(),
-        *(
-            torch.rand(shape[:-1], generator=generator) > 0.4 if wanted else None
-            for shape, wanted in zip((queries, documents), masked, strict=True)
-        ),
-        {"masking": masking},
-    )  # fmt: skip
+    found = []
+    for name, shape in (("queries", queries), ("documents", documents)):
+        mask = torch.rand(shape[:-1], generator=generator) > 0.4
+        if name == "queries" and "weights" in masks:
+            mask = mask * (0.25 + 2 * torch.rand(shape[:-1], generator=generator))
+        mask = mask.long() if "int64" in masks else mask.float() if "float" in masks else mask
+        found.append(mask if name in masks else None)
+    embeddings = (torch.randn(shape, generator=generator) for shape in (queries, documents))
+    case = Case(*embeddings, *found, scoring or {})
     shape = queries[0], documents[-3]
     target = None
     if loss == "divergence":
@@ -68,20 +64,41 @@ def problem(
     return LossCase(case, loss, target, {"temperature": 2.0} | options)
 
 
-def step_of(case: LossCase, needs: tuple[bool, bool] = (True, True)):
-    queries, documents = case.case.queries, case.case.documents
-    own_candidates = documents.dim() == 4
-    grouped = documents if own_candidates else documents.unsqueeze(0)
-    comparison = losses.Comparison(
-        case.loss == "divergence", case.target is not None, own_candidates, case.options["temperature"],
-        case.options.get("loss_reduction", "mean"),
-    )  # fmt: skip
-    step = losses.bound_step(
-        queries.shape, queries.stride(), queries.dtype, queries.device, grouped.shape, grouped.stride(), True,
-        case.case.queries_mask is not None, case.case.documents_mask is not None,
-        case.case.options["masking"] == "zero", *needs, "ieee", comparison,
-    )  # fmt: skip
-    return step(queries, documents, case.case.queries_mask, case.case.documents_mask, case.target)
+def loss_of(case: LossCase, leaves: tuple[torch.Tensor, ...], **options) -> torch.Tensor:
+    options = case.case.keywords | case.options | options
+    if case.loss == "divergence":
+        return maxsim_kl_divergence(*leaves, case.target, **options)
+    return maxsim_cross_entropy(*leaves, labels=case.target, **options)
+
+
+def by_kernels(case: LossCase, leaves: tuple[torch.Tensor, ...], **options) -> torch.Tensor:
+    return loss_of(case, leaves, implementation="triton", **options)
+
+
+def is_one_operator(loss: torch.Tensor) -> bool:
+    """Whether the gradients were computed with the loss."""
+    return type(loss.grad_fn).__name__ == "_MaxsimLossBackward"
+
+
+def check_step(case: LossCase) -> None:
+    """The loss and each gradient against torch's in float64, and whatever else is asked for with them."""
+    leaves = case.leaves(case.case)
+    loss = by_kernels(case, leaves)
+    assert is_one_operator(loss)
+    found = loss.detach(), *torch.autograd.grad(loss, leaves)
+    doubled = replace(case, case=case.case.doubled())
+    others = doubled.leaves(doubled.case)
+    expected = loss_of(doubled, others)
+    for value, reference in zip(found, (expected.detach(), *torch.autograd.grad(expected, others)), strict=True):
+        assert value.shape == reference.shape
+        assert relative_error(value, reference) <= 1e-5
+    with torch.no_grad():
+        assert torch.equal(by_kernels(case, leaves), found[0])
+    for index, leaf in enumerate(leaves):
+        given = [tensor if tensor is leaf else tensor.detach() for tensor in leaves]
+        alone = by_kernels(case, tuple(given))
+        assert torch.equal(alone.detach(), found[0])
+        assert torch.equal(torch.autograd.grad(alone, leaf)[0], found[1 + index])
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -97,41 +114,115 @@ def step_of(case: LossCase, needs: tuple[bool, bool] = (True, True)):
         ((3, 140, 8), (5, 6, 8), True, "mean"),
     ],
 )
-def test_a_step_is_one_sequence(queries, documents, lists: bool, loss_reduction: str, loss: str, monkeypatch):
-    monkeypatch.setattr(backward, "_FEW_ROWS", 1 if lists else 1 << 20)
-    case = problem(loss, queries, documents, labelled=False, loss_reduction=loss_reduction)
-    found = step_of(case)
-    reference = LossCase(case.case.doubled(), case.loss, case.target, case.options)
-    leaves = reference.leaves(reference.case)
-    for value, expected in zip(found, plain(reference, leaves), strict=True):
-        assert value.shape == expected.shape
-        assert relative_error(value, expected) <= 2e-3
-    for needs in ((True, False), (False, True)):
-        _, *gradients = step_of(case, needs)
-        for gradient, expected, needed in zip(gradients, found[1:], needs, strict=True):
-            assert torch.equal(gradient, expected) if needed else gradient is None
-
-
-def plain(case: LossCase, leaves: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Loss and gradients on the CPU, for a gradient of the loss of 1."""
-    masks, options = (case.case.queries_mask, case.case.documents_mask), case.options | case.case.options
-    if case.loss == "divergence":
-        loss = maxsim_kl_divergence(*leaves, case.target, *masks, **options)
-    else:
-        loss = maxsim_cross_entropy(*leaves, *masks, labels=case.target, **options)
-    return loss.detach(), *torch.autograd.grad(loss, leaves)
+def test_a_step(queries, documents, lists: bool, loss_reduction: str, loss: str, monkeypatch):
+    monkeypatch.setattr(select, "_FEW_ROWS", 0 if lists else 1 << 20)
+    check_step(problem(loss, queries, documents, loss_reduction=loss_reduction))
 
 
 @pytest.mark.parametrize(("queries", "documents"), [((5, 4, 8), (7, 6, 8)), ((3, 100, 8), (3, 4, 9, 8))])
 @pytest.mark.parametrize(
-    ("masked", "masking"),
-    [((False, False), "exclude"), ((True, True), "exclude"), ((False, True), "zero"), ((True, False), "zero")],
+    ("masks", "scoring"),
+    [
+        ("", {}),
+        ("queries documents", {}),
+        ("documents", {"masking": "zero"}),
+        ("queries", {"masking": "zero"}),
+        ("queries documents int64", {"normalize": True, "reduction": "mean", "empty_score": -2.0}),
+        ("queries documents float", {"reduction": "mean"}),
+        ("queries weights documents", {"normalize": True, "reduction": "mean", "masking": "zero"}),
+    ],
 )
-def test_a_step_with_labels_and_masks(queries, documents, masked: tuple[bool, bool], masking: str) -> None:
-    case = problem("cross entropy", queries, documents, labelled=True, masked=masked, masking=masking)
-    reference = LossCase(case.case.doubled(), case.loss, case.target, case.options)
-    for value, expected in zip(step_of(case), plain(reference, reference.leaves(reference.case)), strict=True):
-        assert relative_error(value, expected) <= 2e-3
+def test_a_step_with_labels_and_masks(queries, documents, masks: str, scoring: dict) -> None:
+    check_step(problem("cross entropy", queries, documents, True, masks, scoring))
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_zeros_and_ones_of_any_type_give_the_same_bits(loss: str) -> None:
+    results = []
+    for dtype in ("", " int64", " float"):
+        case = problem(loss, (5, 4, 8), (7, 6, 8), True, "queries documents" + dtype, {"normalize": True})
+        leaves = case.leaves(case.case)
+        found = by_kernels(case, leaves)
+        results.append((found.detach(), *torch.autograd.grad(found, leaves)))
+    assert all(torch.equal(a, b) for result in results for a, b in zip(result, results[0], strict=True))
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_what_is_one_operator(loss: str) -> None:
+    """What is not, torch's operations follow."""
+    plain = problem(loss, (5, 4, 8), (7, 6, 8), True)
+    leaves = plain.leaves(plain.case)
+    half = tuple(leaf.detach().half().requires_grad_() for leaf in leaves)
+    strided = leaves[0].transpose(0, 1).contiguous().transpose(0, 1), leaves[1].flip(1)[:, 1:].expand(7, 5, 8)
+    assert is_one_operator(by_kernels(plain, leaves))
+    assert is_one_operator(by_kernels(plain, strided))
+    assert is_one_operator(by_kernels(plain, leaves, loss_reduction="sum"))
+    for other in (
+        by_kernels(plain, half),
+        by_kernels(plain, leaves, loss_reduction="none"),
+        by_kernels(plain, tuple(leaf[:, :0] for leaf in leaves)),
+        loss_of(plain, leaves, implementation="blocked"),
+        loss_of(plain, leaves, implementation="auto"),
+    ):
+        assert not is_one_operator(other)
+    if loss == "cross entropy":
+        int32 = replace(plain, target=plain.target.int())
+        assert is_one_operator(by_kernels(int32, leaves))
+        assert torch.equal(by_kernels(int32, leaves), by_kernels(plain, leaves))
+    else:
+        doubled = replace(plain, target=plain.target.double())
+        assert torch.equal(by_kernels(doubled, leaves), by_kernels(plain, leaves))
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_second_backward(loss: str) -> None:
+    """The gradients of the first were given away, and may have been changed."""
+    case = problem(loss, (5, 4, 8), (7, 6, 8), True)
+    leaves = case.leaves(case.case)
+    found = by_kernels(case, leaves)
+    first = torch.autograd.grad(found, leaves, retain_graph=True)
+    kept = [gradient.clone() for gradient in first]
+    for gradient in first:
+        gradient.zero_()
+    for factor in (1.0, -2.0):
+        again = torch.autograd.grad(found * factor, leaves, retain_graph=True)
+        assert all(torch.equal(a, b * factor) for a, b in zip(again, kept, strict=True))
+    (of_documents,) = torch.autograd.grad(found, leaves[1])
+    assert torch.equal(of_documents, kept[1])
+    with pytest.raises(RuntimeError, match="a second time"):
+        found.backward()
+
+
+def test_second_derivative_is_refused() -> None:
+    case = problem("divergence", (5, 4, 8), (7, 6, 8))
+    leaves = case.leaves(case.case)
+    expected = torch.autograd.grad(by_kernels(case, leaves), leaves)
+    found = torch.autograd.grad(by_kernels(case, leaves), leaves, create_graph=True)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        found[0].sum().backward()
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_compiles_into_one_graph(loss: str) -> None:
+    case = problem(loss, (5, 4, 8), (7, 6, 8), True, "queries weights documents", {"reduction": "mean"})
+    leaves = case.leaves(case.case)
+    compiled = torch.compile(lambda *t: by_kernels(case, t), fullgraph=True, backend="aot_eager")
+    found = [torch.autograd.grad(step(*leaves) * 3, leaves) for step in (compiled, lambda *t: by_kernels(case, t))]
+    torch.testing.assert_close(*found, rtol=1e-6, atol=1e-6)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(*leaves), by_kernels(case, leaves))
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_opcheck(loss: str) -> None:
+    case = problem(loss, (5, 4, 8), (7, 6, 8), True, "queries weights documents")
+    tensors = Tensors(*case.leaves(case.case), case.case.queries_mask, case.case.documents_mask)
+    options = Options(normalize=True, implementation="triton")
+    torch.library.opcheck(
+        torch.ops.pylate_flash.maxsim_loss.default,
+        (*tensors[:4], case.target, *options[3:], loss == "divergence", 0.5, "mean"),
+    )
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
@@ -141,10 +232,9 @@ def test_scores_that_are_not_finite(value: float) -> None:
     scores[1, 4] = value
     teacher = torch.randn(3, 6)
     for divergence, target in ((False, torch.tensor([2, 0, 5])), (True, teacher)):
-        comparison = losses.Comparison(divergence, True, False, 0.5, "none")
-        bound = losses.bound_loss((3, 6), scores.device, comparison)
-        found, statistics = bound.forward(scores, target)
-        gradient = bound.gradient(torch.ones(3), scores, target, statistics, None)
+        comparison = losses.Comparison(divergence, False, 0.5, "sum")
+        found = losses.losses_of(scores, target, comparison)
+        loss, gradient = losses.sum_and_gradient_of(scores, target, found, None, comparison)
         leaf = scores.double().requires_grad_()
         if divergence:
             expected = torch.nn.functional.kl_div(
@@ -152,7 +242,10 @@ def test_scores_that_are_not_finite(value: float) -> None:
             ).sum(-1)
         else:
             expected = torch.nn.functional.cross_entropy(leaf / 0.5, target, reduction="none")
-        torch.testing.assert_close(found.double(), expected.detach(), equal_nan=True, rtol=1e-5, atol=1e-5)
+        values = found.values.tensor().double()
+        torch.testing.assert_close(values, expected.detach(), equal_nan=True, rtol=1e-5, atol=1e-5)
+        for total in (loss, losses.sum_of(scores, found, comparison)):
+            torch.testing.assert_close(total.double(), expected.sum().detach(), equal_nan=True, rtol=1e-5, atol=1e-5)
         (reference,) = torch.autograd.grad(expected.sum(), leaf)
         torch.testing.assert_close(gradient.double(), reference, equal_nan=True, rtol=1e-5, atol=1e-5)
         assert gradient[[0, 2]].isfinite().all()
@@ -160,11 +253,27 @@ def test_scores_that_are_not_finite(value: float) -> None:
 
 def test_a_label_out_of_range_is_not_a_number() -> None:
     scores, labels = torch.randn(4, 6), torch.tensor([5, 6, -1, 0])
-    bound = losses.bound_loss((4, 6), scores.device, losses.Comparison(False, True, False, 1.0, "none"))
-    found, statistics = bound.forward(scores, labels)
-    assert found.isnan().tolist() == [False, True, True, False]
-    gradient = bound.gradient(torch.ones(4), scores, labels, statistics, None)
+    comparison = losses.Comparison(False, False, 1.0, "sum")
+    found = losses.losses_of(scores, labels, comparison)
+    assert found.values.tensor().isnan().tolist() == [False, True, True, False]
+    loss, gradient = losses.sum_and_gradient_of(scores, labels, found, None, comparison)
+    assert loss.isnan()
     assert gradient.isnan().all(-1).tolist() == [False, True, True, False]
+
+
+@pytest.mark.parametrize("own_candidates", [False, True])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_gradients_of_scores_are_divided_and_lie_as_the_backward_wants_them(reduction: str, own_candidates: bool):
+    scores, teacher, counts = torch.randn(5, 9), torch.randn(5, 9), torch.tensor([[1.0], [7.0], [2.0], [3.0], [32.0]])
+    comparison = losses.Comparison(True, own_candidates, 0.5, reduction)
+    found = losses.losses_of(scores, teacher, comparison)
+    plain, divided = (losses.sum_and_gradient_of(scores, teacher, found, c, comparison)[1] for c in (None, counts))
+    torch.testing.assert_close(divided, plain / counts, rtol=1e-6, atol=0)
+    assert plain.stride() == ((9, 1) if own_candidates else (1, 5))
+    leaf = scores.double().requires_grad_()
+    log_q, p = (leaf / 0.5).log_softmax(-1), teacher.double().softmax(-1)
+    loss = (p * (p.log() - log_q)).sum() / (5 if reduction == "mean" else 1)
+    torch.testing.assert_close(plain.double(), torch.autograd.grad(loss, leaf)[0], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("sizes", [(70, 9), (70, 0), (0, 9)])
@@ -172,71 +281,7 @@ def test_a_label_out_of_range_is_not_a_number() -> None:
 def test_gradients_are_multiplied_in_place(factor: float, sizes: tuple[int, int]) -> None:
     given = [torch.randn(size).half() if size else None for size in sizes]
     found = [None if tensor is None else tensor.clone() for tensor in given]
-    losses.bound_rescale(*sizes, torch.device("cpu"))(torch.tensor(factor), *found)
+    losses.rescale(torch.tensor(factor), *found)
     for tensor, before in zip(found, given, strict=True):
         if tensor is not None:
             torch.testing.assert_close(tensor, before * factor, equal_nan=True)
-
-
-def kinds(**changes) -> dict:
-    """Arguments of the decision whether a sequence serves: in-batch, with labels and both masks."""
-    device = torch.device("cpu")
-    plain = {
-        "shape": torch.Size((5, 4, 8)), "strides": (32, 8, 1), "dtype": torch.bfloat16, "device": device,
-        "need_queries": True, "documents_shape": torch.Size((7, 6, 8)), "documents_strides": (48, 8, 1),
-        "documents_dtype": torch.bfloat16, "documents_device": device, "need_documents": True, "aligned": True,
-        "queries_mask": (torch.Size((5, 4)), torch.bool, device),
-        "documents_mask": (torch.Size((7, 6)), torch.bool, device), "target": (torch.Size((5,)), torch.int64, device),
-        "zero_masked": False, "comparison": operation._Comparison(False, 0.5, "mean"), "implementation": "triton",
-    }  # fmt: skip
-    return plain | changes
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"queries_mask": None, "documents_mask": None, "target": None},
-        {
-            "target": (torch.Size((5, 7)), torch.float32, torch.device("cpu")),
-            "comparison": operation._Comparison(True, 0.5, "sum"),
-        },
-    ],
-)
-def test_what_a_sequence_serves(changes: dict) -> None:
-    assert operation._launches_of(**kinds(**changes)) is not None
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"dtype": torch.float16, "documents_dtype": torch.float16},
-        {"documents_dtype": torch.float16},
-        {"documents_device": torch.device("meta")},
-        {"shape": torch.Size((5, 8)), "strides": (8, 1)},
-        {"documents_shape": torch.Size((4, 7, 6, 8)), "documents_strides": (336, 48, 8, 1)},
-        {"documents_shape": torch.Size((7, 6, 9)), "documents_strides": (54, 9, 1)},
-        {"documents_strides": (48, 1, 6)},
-        {"queries_mask": (torch.Size((5, 3)), torch.bool, torch.device("cpu"))},
-        {"documents_mask": (torch.Size((7, 6)), torch.float32, torch.device("cpu"))},
-        {"documents_mask": (torch.Size((7, 6)), torch.bool, torch.device("meta"))},
-        {"documents_mask": ()},
-        {"target": (torch.Size((4,)), torch.int64, torch.device("cpu"))},
-        {"target": (torch.Size((5,)), torch.int32, torch.device("cpu"))},
-        {"target": (torch.Size((5,)), torch.int64, torch.device("meta"))},
-        {"target": ()},
-        {"comparison": operation._Comparison(True, 0.5, "mean")},
-        {"comparison": operation._Comparison(True, 0.5, "mean"), "target": None},
-        {"comparison": operation._Comparison(False, 0.5, "none")},
-        {"comparison": operation._Comparison(False, 0.5, "max")},
-        {"comparison": operation._Comparison(False, 0.0, "mean")},
-        {"comparison": operation._Comparison(False, float("nan"), "mean")},
-        {"target": None, "shape": torch.Size((8, 4, 8)), "queries_mask": None},
-        {"implementation": "blocked"},
-        {"implementation": "fast"},
-    ],
-    ids=str,
-)
-def test_what_goes_the_longer_way(changes: dict) -> None:
-    """There it is served in parts, or the argument that is wrong is named."""
-    assert operation._launches_of(**kinds(**changes)) is None

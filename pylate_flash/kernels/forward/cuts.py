@@ -1,6 +1,6 @@
 """Packed documents cut into equal shares of work, on the device, with nothing known there but their boundaries.
 
-A document costs its tokens and `_DOCUMENT_COST` more: a tile that it does not fill, and the sums at its end. Laid one
+A document costs its tokens and `DOCUMENT_COST` more. Laid one
 after the other at these costs, document j begins at the position cu_seqlens[j] + j * _DOCUMENT_COST, and cut number i
 is the positions i * cut to (i + 1) * cut. A document belongs to the cut in which it begins, so every cut is about equal
 work, whatever the lengths.
@@ -14,23 +14,18 @@ maximum of maxima is exact, so a score does not depend on the cuts.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import Launcher
-from .reductions import larger, max_along
+from ...ops.problem import Problem
+from ..launch import Kernel
+from ..reductions import larger, max_along
+from ..select import DOCUMENT_COST, ForwardPlan
+from ..tiles import power_of_two
+from .inputs import Inputs
 
-# Half a tile, as a document's last tile is half full on average, and as much again for what follows it.
-DOCUMENT_COST = 64
 _DOCUMENT_COST = tl.constexpr(DOCUMENT_COST)
-# A cut has at least so much work, or finding it costs more.
-_SMALLEST_CUT = 256
-# A document up to so long is never cut: its pieces would take a launch to merge.
-_LONGEST_WHOLE = 2048
 # Entries that a search compares at once.
 _SEARCH_WIDTH = tl.constexpr(256)
 # Pieces and rows that the merge takes at a time, and programs that share the queries of a document in pieces.
@@ -39,29 +34,6 @@ _MERGED_ROWS = 64
 _MERGING_PROGRAMS = 16
 # A winner that no token has yet taken; larger than any token.
 NO_WINNER = tl.constexpr(2**31 - 1)
-
-
-class Cuts(NamedTuple):
-    """How packed documents are cut: work per cut, tokens up to which a document stays whole, and the number of cuts."""
-
-    cut: int
-    whole: int
-    number: int
-
-
-def plan_cuts(tokens: int, documents: int, programs: int, processors: int, per_processor: int, largest: int) -> Cuts:
-    """Cut `documents` of `tokens` in all so that every processor gets an equal share, in whole waves.
-
-    `programs` programs share each cut, and `per_processor` of them fit on a processor at a time. A cut has at most
-    `largest` work, or the last ones leave gaps.
-    """
-    work = tokens + documents * DOCUMENT_COST
-    slots = per_processor * processors
-    waves = -(-work * programs // (slots * largest))
-    cut = max(_SMALLEST_CUT, -(-work // max(1, slots * waves // programs)))
-    # What takes less than half a processor's share of the time can wait for its turn, even the last.
-    whole = max(_LONGEST_WHOLE, cut, work * programs // (2 * slots))
-    return Cuts(cut, whole, -(-work // cut))
 
 
 @triton.jit
@@ -155,6 +127,7 @@ def _merge_kernel(
     BLOCK_ROWS: tl.constexpr,
     HAS_CANDIDATES: tl.constexpr,
     HAS_QUERIES_MASK: tl.constexpr,
+    WEIGHTED: tl.constexpr,
     NORMALIZE: tl.constexpr,
     WITH_WINNERS: tl.constexpr,
 ):  # fmt: skip
@@ -209,58 +182,43 @@ def _merge_kernel(
                 active = exists
                 global_row = tl.cast(query, tl.int64) * query_length + tokens
                 if HAS_QUERIES_MASK:
-                    active = active & (tl.load(queries_mask_ptr + global_row, mask=exists, other=0) != 0)
+                    weight = tl.load(queries_mask_ptr + global_row, mask=exists, other=0)
+                    active = active & (weight != 0)
                 if WITH_WINNERS:
                     winner = tl.where(active & (key != NO_WINNER) & (best != float("-inf")), key, -1)
                     winner = winner.to(winners_ptr.dtype.element_ty)
                     tl.store(winners_ptr + winners_row * query_length + tokens, winner, mask=exists)
                 if NORMALIZE:
                     best *= tl.load(queries_scale_ptr + global_row, mask=exists, other=0.0)
+                if WEIGHTED:
+                    best *= weight.to(tl.float32)
                 total += tl.where(active, best, 0.0)
             tl.store(scores_ptr + score, tl.sum(total, axis=0))
 
 
-_merge = Launcher(_merge_kernel)
+_merge = Kernel(_merge_kernel)
 
 
-def pieces_scratch(cuts: Cuts, rows: int, with_winners: bool, device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """Room for the best similarities of every piece [pieces, rows], float32, and, if asked, their winners, int32."""
-    best = torch.empty(2 * cuts.number, rows, dtype=torch.float32, device=device)
-    return best, torch.empty(best.shape, dtype=torch.int32, device=device) if with_winners else None
-
-
-def merge_pieces(
-    pieces: tuple[Tensor | None, Tensor | None],
-    cuts: Cuts,
-    rows: int,
-    queries_shape: torch.Size,
-    queries_mask: Tensor | None,
-    queries_scale: Tensor | None,
-    cu_seqlens: Tensor | None,
-    candidates: Tensor | None,
-    rows_per_query: int,
-    scores: Tensor,
-    winners: Tensor | None,
-) -> None:
-    """Write scores [Nq, Nd], or [Nd] with candidates, and winners of the documents that are in pieces.
-
-    `pieces` are as `pieces_scratch` gave them. `queries_shape` is [Nq, Lq, d], and query i has the rows from
-    i * rows_per_query on of each piece.
-    """
-    n_queries, query_length = queries_shape[:2]
+def merge_pieces(problem: Problem, plan: ForwardPlan, inputs: Inputs, scores: Tensor, winners: Tensor | None) -> None:
+    """Write the scores and winners of the documents that are in pieces."""
     # Most cuts have nothing to merge, and are not to cost a program per query.
-    programs = 1 if candidates is not None else min(n_queries, _MERGING_PROGRAMS)
-    _merge.bind(
-        (cuts.number * programs, 1, 1),
+    programs = 1 if problem.has_candidates else min(problem.n_queries, _MERGING_PROGRAMS)
+    # Of the single kernel, a piece has the rows of one query; of the stacked ones, those of all, each padded.
+    rows_per_query = 0 if plan.kernel == "single" else plan.padded
+    _merge(
+        (plan.cuts.number * programs, 1, 1),
         (
-            n_queries, query_length, scores.shape[-1], programs, cuts.cut, cuts.whole, rows,
-            rows_per_query,
+            inputs.pieces, inputs.piece_winners, inputs.queries_mask, inputs.queries_scale, inputs.cu_seqlens,
+            inputs.candidates, scores, winners,
+        ),
+        (
+            problem.n_queries, problem.query_length, problem.n_documents, programs, plan.cuts.cut, plan.cuts.whole,
+            plan.row_blocks * plan.block_rows, rows_per_query,
         ),
         (),
         (
-            _MERGED_PIECES, min(_MERGED_ROWS, triton.next_power_of_2(query_length)), candidates is not None,
-            queries_mask is not None, queries_scale is not None, winners is not None,
+            _MERGED_PIECES, min(_MERGED_ROWS, power_of_two(problem.query_length)), problem.has_candidates,
+            problem.queries_mask is not None, problem.weighted, problem.normalize, problem.with_winners,
         ),
-        num_warps=4,
-        num_stages=1,
-    )(*pieces, queries_mask, queries_scale, cu_seqlens, candidates, scores, winners)  # fmt: skip
+        (4, 1, None),
+    )  # fmt: skip

@@ -1,0 +1,68 @@
+"""The backward: every query token takes one row from, and sends one row to, the document token that won.
+
+Layout as in `Problem`; `winners` is [documents of all groups, rows], with rows = Nq / groups * Lq, and -1 where no
+gradient flows. Everything is summed in float32 registers and written once, in the type of the embeddings, with the
+Jacobian of `normalize` applied on the way. The same bits every time: sums have an order.
+
+`gather` computes the gradient of the queries, and `lists` or `compare`, for few rows, that of the documents.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .. import select
+from ..norms import inverse_norms
+from .common import Inputs
+from .compare import compare_winners
+from .gather import gather_queries
+from .lists import sum_by_lists
+
+if TYPE_CHECKING:
+    from ...ops.problem import Problem, Tensors
+
+
+def maxsim_backward(
+    problem: Problem, tensors: Tensors, grad_scores: Tensor, winners: Tensor, need_queries: bool, need_documents: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of `tensors.queries` and `tensors.documents`, contiguous, in their type; None for what is not needed.
+
+    Queries are padded [Nq, Lq, d], and rows of embeddings contiguous; no dimension is 0, but packed documents may be
+    empty. Boundaries are on the device, which is the current one. `grad_scores` of `problem.scores_shape` is float32
+    with any strides, and `winners` contiguous, of `problem.winners_shape` in any view; those of packed documents count
+    from the start of their document. Where `problem.weighted`, `tensors.queries_mask` [Nq, Lq] holds factors of the
+    maxima that a score is the sum of.
+    """
+    queries, documents = tensors.queries, tensors.documents
+    queries_scale, documents_scale, weight = None, None, None
+    if problem.normalize:
+        queries_scale, documents_scale = inverse_norms(queries), inverse_norms(documents)
+    if problem.weighted:
+        weight = tensors.queries_mask.float().contiguous()  # type: ignore[union-attr]
+    grad_strides = grad_scores.stride()
+    if problem.has_candidates:
+        grad_strides = (0, *grad_strides)
+    inputs = Inputs(
+        grad_scores, queries, documents, queries_scale, documents_scale, tensors.documents_cu_seqlens,
+        tensors.candidates_cu_seqlens, winners, weight, grad_strides,
+    )  # fmt: skip
+    grad_queries, grad_documents = None, None
+    if need_queries:
+        grad_queries = torch.empty_like(queries, memory_format=torch.contiguous_format)
+    if need_documents:
+        weighted = inputs
+        if weight is not None:
+            scale = weight if queries_scale is None else queries_scale * weight
+            weighted = inputs._replace(queries_scale=scale)
+        if select.backward_plan(problem).kernel == "lists":
+            grad_documents = torch.empty_like(documents, memory_format=torch.contiguous_format)
+            sum_by_lists(problem, weighted, grad_documents, grad_queries)
+        else:
+            grad_documents = torch.zeros_like(documents, memory_format=torch.contiguous_format)
+            compare_winners(problem, weighted, grad_documents)
+    if grad_queries is not None:
+        gather_queries(problem, inputs, grad_queries)
+    return grad_queries, grad_documents

@@ -1,0 +1,166 @@
+"""What the kernels of the backward share: their inputs, the Jacobian of `normalize`, and the end of split sums."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .. import select
+from ..launch import Kernel
+from ..norms import SMALLEST_NORM
+from ..overlap import wait_for_previous_kernel
+
+if TYPE_CHECKING:
+    from ...ops.problem import Problem
+
+_LARGEST_SCALE = tl.constexpr(1.0 / SMALLEST_NORM)
+
+
+class Inputs(NamedTuple):
+    """The tensors that kernels of the backward read, in their order, and what the host knows of them."""
+
+    grad_scores: Tensor
+    queries: Tensor
+    documents: Tensor
+    # What rows of queries and documents are multiplied by when they are summed: one over their norms, or None. For the
+    # gradient of the documents, the weights of the queries' tokens are in the first.
+    queries_scale: Tensor | None
+    documents_scale: Tensor | None
+    documents_cu_seqlens: Tensor | None
+    candidates_cu_seqlens: Tensor | None
+    winners: Tensor
+    # The weights of the queries' tokens, float32 and contiguous, or None.
+    queries_weight: Tensor | None
+    # From one query's score to the next one's, and from one document's.
+    grad_strides: tuple[int, ...]
+
+
+def layout(problem: Problem, grad_strides: tuple[int, ...]) -> tuple[int, ...]:
+    """The numbers that tell a kernel where the rows of a document stand, from `n_rows` to `n_groups`."""
+    groups, length = problem.groups, problem.query_length
+    n_group_queries = problem.n_queries // groups
+    return (
+        n_group_queries * length, n_group_queries, length, *division(length), problem.n_documents,
+        problem.document_length, *grad_strides, groups,
+    )  # fmt: skip
+
+
+@triton.jit
+def quotient(value, magic, shift):
+    """value // divisor for 0 <= value < 2**31: a product and a shift instead of a division, see `division`."""
+    return ((value.to(tl.uint32).to(tl.uint64) * magic.to(tl.uint32).to(tl.uint64)) >> shift.to(tl.uint64)).to(tl.int32)
+
+
+def division(divisor: int) -> tuple[int, int]:
+    """Factor, just above 2**shift / divisor and below 2**32, and shift by which `quotient` divides exactly."""
+    shift = 31 + (divisor - 1).bit_length()
+    return (1 << shift) // divisor + 1, shift
+
+
+@triton.jit
+def _owner(bounds_ptr, count, value):
+    """The sequence, of `count`, whose boundaries bounds[i] <= value < bounds[i + 1] enclose `value`."""
+    low = count * 0
+    high = count - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        above = tl.load(bounds_ptr + middle).to(tl.int64) > value
+        high = tl.where(above, middle - 1, high)
+        low = tl.where(above, low, middle)
+    return low
+
+
+@triton.jit
+def group_of(
+    flat, grad_scores_ptr, candidates_ptr, n_documents, n_group_queries, n_groups, stride_grad_query,
+    stride_grad_document,
+    HAS_CANDIDATES: tl.constexpr,
+):  # fmt: skip
+    """Group of the layout that a document belongs to, and where its score with the group's first query stands."""
+    if HAS_CANDIDATES:
+        group = _owner(candidates_ptr, n_groups, flat).to(tl.int64)
+        offset = flat * stride_grad_document
+    else:
+        group = flat // n_documents
+        offset = group * n_group_queries * stride_grad_query + (flat - group * n_documents) * stride_grad_document
+    return group, grad_scores_ptr + offset
+
+
+@triton.jit
+def joined(low, high, ROWS: tl.constexpr, BLOCK_EMBEDDING: tl.constexpr):
+    """Rows [ROWS, BLOCK_EMBEDDING] from their halves."""
+    return tl.reshape(tl.permute(tl.join(low, high), (0, 2, 1)), [ROWS, BLOCK_EMBEDDING])
+
+
+@triton.jit
+def through_norm(grad, embeddings, scale):
+    """The gradient of x [rows, d] from that of y = x * scale, where scale [rows] is one over the norm of x.
+
+    The Jacobian maps g to (g - y <y, g>) / |x|. Where the norm was clamped, y is linear in x. A gradient of zeros stays
+    one whatever x holds: masked tokens may be NaN.
+    """
+    return through_unit(grad, embeddings.to(tl.float32) * scale[:, None], scale)
+
+
+@triton.jit
+def through_unit(grad, normalized, scale):
+    """The same from y itself, in float32."""
+    along = tl.where(scale < _LARGEST_SCALE, tl.sum(normalized * grad, axis=1), 0.0)
+    some = tl.max((grad != 0.0).to(tl.int32), axis=1) > 0
+    return tl.where(some[:, None], (grad - normalized * along[:, None]) * scale[:, None], 0.0)
+
+
+@triton.jit(do_not_specialize=["n_rows", "n_parts", "n_sequences", "length"])
+def _finish_kernel(
+    parts_ptr, embeddings_ptr, scales_ptr, weights_ptr, grad_ptr,
+    n_rows, n_parts, n_sequences, length,
+    stride_group, stride_sequence, stride_token,
+    EMBEDDING: tl.constexpr,
+    BLOCK_EMBEDDING: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+):  # fmt: skip
+    """grad[row] from the sum, in order, of parts [n_parts, n_rows, d] in float32; rows [groups, sequences, length].
+
+    Weights [n_rows], if any, multiply what becomes of the sum.
+    """
+    wait_for_previous_kernel()
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    dims = tl.arange(0, BLOCK_EMBEDDING)
+    mask = (rows < n_rows)[:, None] & (dims < EMBEDDING)[None, :]
+    offset = rows[:, None] * EMBEDDING + dims[None, :]
+    total = tl.zeros([BLOCK_ROWS, BLOCK_EMBEDDING], tl.float32)
+    for part in tl.range(0, n_parts):
+        total += tl.load(parts_ptr + tl.cast(part, tl.int64) * n_rows * EMBEDDING + offset, mask=mask, other=0.0)
+    if NORMALIZE:
+        sequence = rows // length
+        source = (
+            (sequence // n_sequences) * stride_group
+            + (sequence % n_sequences) * stride_sequence
+            + (rows % length) * stride_token
+        )
+        embeddings = tl.load(embeddings_ptr + source[:, None] + dims[None, :], mask=mask, other=0.0)
+        total = through_norm(total, embeddings, tl.load(scales_ptr + rows, mask=rows < n_rows, other=1.0))
+    if weights_ptr is not None:
+        total *= tl.load(weights_ptr + rows, mask=rows < n_rows, other=0.0)[:, None]
+    tl.store(grad_ptr + offset, total.to(grad_ptr.dtype.element_ty), mask=mask)
+
+
+_finish = Kernel(_finish_kernel, follows=True)
+
+
+def finish_queries(problem: Problem, inputs: Inputs, sums: Tensor, n_sums: int, grad_queries: Tensor) -> None:
+    """Add up the `n_sums` sums of every query row, in order."""
+    rows = problem.n_queries * problem.query_length
+    plan = select.finish_plan(problem)
+    _finish(
+        (-(-rows // plan.rows), 1, 1),
+        (sums, inputs.queries, inputs.queries_scale, inputs.queries_weight, grad_queries),
+        (rows, n_sums, problem.n_queries, problem.query_length),
+        (0, *problem.query_strides),
+        (problem.size, plan.block_embedding, plan.rows, problem.normalize),
+        (plan.num_warps, 3, None),
+    )

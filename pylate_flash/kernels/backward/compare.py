@@ -1,0 +1,130 @@
+"""Gradient of the documents by comparison of winners: rows go straight to the tokens that they chose.
+
+The winners of all rows are compared with each other. The first row of every winner pulls the rows that have the same
+winner, in their order, and writes their sum. There is no list, and no program for a token that nobody chose, of which
+few rows leave many; work grows with rows squared.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .. import select
+from ..launch import Kernel
+from ..overlap import wait_for_previous_kernel
+from .common import Inputs, group_of, layout, quotient, through_norm
+
+if TYPE_CHECKING:
+    from ...ops.problem import Problem
+
+
+@triton.jit(
+    do_not_specialize=[
+        "n_rows", "n_group_queries", "query_length", "magic", "shift", "n_documents", "document_length",
+        "stride_grad_query", "stride_grad_document", "n_groups",
+    ]
+)  # fmt: skip
+def _compare_kernel(
+    grad_scores_ptr, queries_ptr, documents_ptr, queries_scale_ptr, documents_scale_ptr, cu_seqlens_ptr,
+    candidates_ptr, winners_ptr, grad_documents_ptr,
+    n_rows, n_group_queries, query_length, magic, shift, n_documents, document_length, stride_grad_query,
+    stride_grad_document, n_groups,
+    stride_query, stride_query_token, stride_group, stride_document, stride_document_token,
+    EMBEDDING: tl.constexpr,
+    BLOCK_EMBEDDING: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PACKED: tl.constexpr,
+    HAS_CANDIDATES: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+):  # fmt: skip
+    """grad_documents[winner of a row] = sum of grad_score * queries[row] over the rows of the same winner.
+
+    Grid: blocks of rows x documents. Only the first row of a winner, which leads, sums and writes.
+    """
+    wait_for_previous_kernel()
+    n_blocks = tl.cdiv(n_rows, BLOCK_ROWS)
+    flat = (tl.program_id(0) // n_blocks).to(tl.int64)
+    first_row = tl.program_id(0) % n_blocks * BLOCK_ROWS
+    rows = first_row + tl.arange(0, BLOCK_ROWS)
+    slots = tl.arange(0, CHUNK)
+    winners_ptr += flat * n_rows
+    winner = tl.load(winners_ptr + rows, mask=rows < n_rows, other=-1).to(tl.int32)
+    leads = winner >= 0
+    # Of many rows, those that lead are mostly among the first, and the others soon meet them here.
+    start = first_row * 0
+    while (start < first_row + BLOCK_ROWS) & (tl.max(leads.to(tl.int32), axis=0) > 0):
+        others = start + slots
+        chosen = tl.load(winners_ptr + others, mask=others < n_rows, other=-1).to(tl.int32)
+        earlier = (winner[:, None] == chosen[None, :]) & (others[None, :] < rows[:, None])
+        leads = leads & (tl.max(earlier.to(tl.int32), axis=1) == 0)
+        start += CHUNK
+    if tl.max(leads.to(tl.int32), axis=0) > 0:
+        group, weights_ptr = group_of(
+            flat, grad_scores_ptr, candidates_ptr, n_documents, n_group_queries, n_groups, stride_grad_query,
+            stride_grad_document, HAS_CANDIDATES,
+        )  # fmt: skip
+        queries_ptr += group * n_group_queries * stride_query
+        dims = tl.arange(0, BLOCK_EMBEDDING)
+        dim_exists = dims < EMBEDDING
+        total = tl.zeros([BLOCK_ROWS, BLOCK_EMBEDDING], tl.float32)
+        for start in tl.range(first_row, n_rows, CHUNK):
+            others = start + slots
+            chosen = tl.load(winners_ptr + others, mask=others < n_rows, other=-1).to(tl.int32)
+            same = leads[:, None] & (winner[:, None] == chosen[None, :])
+            # The next row of the same winner, CHUNK if there is none.
+            position = tl.min(tl.where(same, slots[None, :], CHUNK), axis=1)
+            while tl.min(position, axis=0) < CHUNK:
+                found = position < CHUNK
+                row = start + position
+                query = quotient(row, magic, shift)
+                weight = tl.load(weights_ptr + query.to(tl.int64) * stride_grad_query, mask=found, other=0.0)
+                if queries_scale_ptr is not None:
+                    weight *= tl.load(queries_scale_ptr + group * n_rows + row, mask=found, other=0.0)
+                source = query.to(tl.int64) * stride_query
+                source += (row - query * query_length).to(tl.int64) * stride_query_token
+                mask = found[:, None] & dim_exists[None, :]
+                values = tl.load(queries_ptr + source[:, None] + dims[None, :], mask=mask, other=0.0)
+                total += values.to(tl.float32) * weight[:, None]
+                later = same & (slots[None, :] > position[:, None])
+                position = tl.min(tl.where(later, slots[None, :], CHUNK), axis=1)
+        if PACKED:
+            at = tl.load(cu_seqlens_ptr + flat).to(tl.int64) + winner
+            source = at * stride_document_token
+        else:
+            at = flat * document_length + winner
+            source = (flat // n_documents) * stride_group + (flat % n_documents) * stride_document
+            source += winner.to(tl.int64) * stride_document_token
+        mask = leads[:, None] & dim_exists[None, :]
+        if NORMALIZE:
+            embeddings = tl.load(documents_ptr + source[:, None] + dims[None, :], mask=mask, other=0.0)
+            scale = tl.load(documents_scale_ptr + at, mask=leads, other=1.0)
+            total = through_norm(total, embeddings, scale)
+        tl.store(
+            grad_documents_ptr + at[:, None] * EMBEDDING + dims[None, :],
+            total.to(grad_documents_ptr.dtype.element_ty),
+            mask=mask,
+        )
+
+
+_compare = Kernel(_compare_kernel, follows=True)
+
+
+def compare_winners(problem: Problem, inputs: Inputs, grad_documents: Tensor) -> None:
+    """Write the gradient of the documents into one of zeros, without scratch."""
+    plan = select.compare_plan(problem)
+    _compare(
+        (-(-problem.rows // plan.rows) * problem.all_documents, 1, 1),
+        (*inputs[:8], grad_documents),
+        layout(problem, inputs.grad_strides),
+        (*problem.query_strides, *problem.document_strides),
+        (
+            problem.size, plan.block_embedding, plan.rows, plan.compared, problem.packed, problem.has_candidates,
+            problem.normalize,
+        ),
+        (plan.num_warps, 1, None),
+    )  # fmt: skip

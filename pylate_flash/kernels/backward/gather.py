@@ -1,0 +1,174 @@
+"""Gradient of the queries: the sum of the winning document rows, over the documents in their order.
+
+Programs walk the documents side by side, so the rows come out of L1 and L2. Where there are too few query rows to fill
+the GPU, several programs share the documents, and `_finish_kernel` adds up their sums in order.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .. import select
+from ..launch import Kernel
+from ..overlap import wait_for_previous_kernel
+from .common import Inputs, finish_queries, joined, through_norm
+
+if TYPE_CHECKING:
+    from ...ops.problem import Problem
+
+
+@triton.jit(
+    do_not_specialize=[
+        "n_rows", "query_length", "n_documents", "document_length", "n_splits", "stride_grad_query",
+        "stride_grad_document",
+    ]
+)  # fmt: skip
+def _gather_kernel(
+    grad_scores_ptr, queries_ptr, documents_ptr, queries_scale_ptr, documents_scale_ptr, cu_seqlens_ptr,
+    candidates_ptr, winners_ptr, queries_weight_ptr, grad_queries_ptr,
+    n_rows, query_length, n_documents, document_length, n_splits, stride_grad_query, stride_grad_document,
+    stride_query, stride_query_token, stride_group, stride_document, stride_document_token,
+    EMBEDDING: tl.constexpr,
+    BLOCK_EMBEDDING: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_DOCUMENTS: tl.constexpr,
+    PACKED: tl.constexpr,
+    HAS_CANDIDATES: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    SPLIT: tl.constexpr,
+    NARROW: tl.constexpr,
+):  # fmt: skip
+    """grad_queries[row] = sum over documents of grad_score * documents[winner], [Nq * Lq, d]; the rows of one group.
+
+    Grid: (blocks of rows x groups, splits of the documents). BLOCK_DOCUMENTS documents are in flight at once. Under
+    SPLIT the sums stay in float32, [splits, Nq * Lq, d], and their Jacobian and weights are `_finish_kernel`'s. NARROW:
+    an offset within a document, or among the scores of one, fits into 32 bits.
+
+    A row is loaded in halves: at d = 128 that is 8 threads to a row and not 16, so a thread looks up half as many rows,
+    which takes as many instructions as summing them does.
+    """
+    wait_for_previous_kernel()
+    n_blocks = tl.cdiv(n_rows, BLOCK_ROWS)
+    group = (tl.program_id(0) // n_blocks).to(tl.int64)
+    first_row = tl.program_id(0) % n_blocks * BLOCK_ROWS
+    slots = tl.arange(0, BLOCK_ROWS * BLOCK_DOCUMENTS)
+    rows = first_row + slots % BLOCK_ROWS
+    row_exists = rows < n_rows
+    query = group * (n_rows // query_length) + rows // query_length
+    dims = tl.arange(0, BLOCK_EMBEDDING)
+    dim_exists = dims < EMBEDDING
+
+    origin = group * n_documents
+    first = origin
+    last = origin + n_documents
+    if HAS_CANDIDATES:
+        origin = group * 0
+        first = tl.load(candidates_ptr + group).to(tl.int64)
+        last = tl.load(candidates_ptr + group + 1).to(tl.int64)
+    share = tl.cdiv(last - first, n_splits)
+    first += tl.program_id(1) * share
+    count = tl.maximum(tl.minimum(share, last - first), 0).to(tl.int32)
+    to_query = query * stride_grad_query
+    if NARROW:
+        to_query = to_query.to(tl.int32)
+    HALF: tl.constexpr = BLOCK_EMBEDDING // 2
+    halves = tl.arange(0, HALF)
+    documents_ptr += group * stride_group
+    low = tl.zeros([BLOCK_ROWS * BLOCK_DOCUMENTS, HALF], tl.float32)
+    high = tl.zeros([BLOCK_ROWS * BLOCK_DOCUMENTS, HALF], tl.float32)
+    for step in tl.range(0, count, BLOCK_DOCUMENTS):
+        if BLOCK_DOCUMENTS == 1:
+            document = first + step
+            exists = row_exists
+        else:
+            ahead = step + slots // BLOCK_ROWS
+            document = first + ahead
+            exists = row_exists & (ahead < count)
+        winner = tl.load(winners_ptr + document * n_rows + rows, mask=exists, other=-1).to(tl.int32)
+        won = winner >= 0
+        weight = tl.load(grad_scores_ptr + (document - origin) * stride_grad_document + to_query, mask=won, other=0.0)
+        offset = winner * stride_document_token if NARROW else winner.to(tl.int64) * stride_document_token
+        if PACKED:
+            # The end of the last document, where several are in flight and some are past it.
+            begin = tl.load(cu_seqlens_ptr + tl.minimum(document, last)).to(tl.int64)
+            base = documents_ptr + begin * stride_document_token
+        else:
+            begin = document * document_length
+            base = documents_ptr + (document - origin) * stride_document
+        if NORMALIZE:
+            weight *= tl.load(documents_scale_ptr + begin + winner, mask=won, other=0.0)
+        if BLOCK_DOCUMENTS > 1:
+            base = base[:, None]
+        at = base + halves[None, :] + offset[:, None]
+        if BLOCK_EMBEDDING == EMBEDDING:
+            left = tl.load(at, mask=won[:, None], other=0.0)
+            right = tl.load(at + HALF, mask=won[:, None], other=0.0)
+        else:
+            left = tl.load(at, mask=won[:, None] & (halves < EMBEDDING)[None, :], other=0.0)
+            right = tl.load(at + HALF, mask=won[:, None] & (HALF + halves < EMBEDDING)[None, :], other=0.0)
+        low += weight[:, None] * left.to(tl.float32)
+        high += weight[:, None] * right.to(tl.float32)
+
+    total = joined(low, high, BLOCK_ROWS * BLOCK_DOCUMENTS, BLOCK_EMBEDDING)
+    if BLOCK_DOCUMENTS > 1:
+        total = tl.sum(tl.reshape(total, [BLOCK_DOCUMENTS, BLOCK_ROWS, BLOCK_EMBEDDING]), axis=0)
+    rows = first_row + tl.arange(0, BLOCK_ROWS)
+    mask = (rows < n_rows)[:, None] & dim_exists[None, :]
+    if NORMALIZE and not SPLIT:
+        query = group * (n_rows // query_length) + rows // query_length
+        source = query * stride_query + rows % query_length * stride_query_token
+        embeddings = tl.load(queries_ptr + source[:, None] + dims[None, :], mask=mask, other=0.0)
+        scale = tl.load(queries_scale_ptr + group * n_rows + rows, mask=rows < n_rows, other=1.0)
+        total = through_norm(total, embeddings, scale)
+    if queries_weight_ptr is not None:
+        total *= tl.load(queries_weight_ptr + group * n_rows + rows, mask=rows < n_rows, other=0.0)[:, None]
+    offset = group * n_rows + rows
+    if SPLIT:
+        offset += tl.program_id(1).to(tl.int64) * (tl.num_programs(0) // n_blocks) * n_rows
+    tl.store(
+        grad_queries_ptr + offset[:, None] * EMBEDDING + dims[None, :],
+        total.to(grad_queries_ptr.dtype.element_ty),
+        mask=mask,
+    )
+
+
+_gather = Kernel(_gather_kernel, follows=True)
+
+
+def gather_queries(problem: Problem, inputs: Inputs, grad_queries: Tensor) -> None:
+    """Compute the gradient of the queries."""
+    block_embedding, rows, documents, num_warps, programs, n_splits = select.gather_plan(problem)
+    split = n_splits > 1
+    sums, weight = grad_queries, inputs.queries_weight
+    if split:
+        count = n_splits * grad_queries.numel()
+        sums, weight = torch.empty(count, dtype=torch.float32, device=problem.device), None
+    _gather(
+        (programs, n_splits, 1),
+        (*inputs[:8], weight, sums),
+        (
+            problem.rows, problem.query_length, problem.n_documents, problem.document_length, n_splits,
+            *inputs.grad_strides,
+        ),
+        (*problem.query_strides, *problem.document_strides),
+        (
+            problem.size, block_embedding, rows, documents, problem.packed, problem.has_candidates, problem.normalize,
+            split, _is_narrow(problem, inputs),
+        ),
+        (num_warps, 3, None),
+    )  # fmt: skip
+    if split:
+        finish_queries(problem, inputs, sums, n_splits, grad_queries)
+
+
+def _is_narrow(problem: Problem, inputs: Inputs) -> bool:
+    """Whether offsets within a document, and among one document's scores, fit into 32 bits."""
+    return (
+        problem.document_length * problem.document_strides[2] < 1 << 31
+        and problem.n_queries * inputs.grad_strides[0] < 1 << 31
+    )

@@ -1,0 +1,402 @@
+"""Gradient of the documents by lists: the query rows of each document by the token that they chose, then summed.
+
+The list is a counting sort: `_sort_kernel` sorts chunks of rows in registers and tells how many of them chose a token,
+`_scan_kernel` turns those counts into places, and `_place_kernel` moves the rows there. Few rows are listed by one
+program of `_list_kernel` for each document instead. Either sort is stable, so the order, and with it every bit of the
+sums (`kernels.backward.sums`), is always the same.
+
+All this needs memory, so it is done for a block of documents at a time, and most of it in the memory of the gradients:
+that of the documents is written when the rows are placed, and that of the queries after that of the documents. Only the
+list itself has memory of its own then.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .. import select
+from ..launch import Kernel, Region, Scratch
+from ..overlap import wait_for_previous_kernel
+from .common import Inputs
+from .sums import Block, sum_lists
+
+if TYPE_CHECKING:
+    from ...ops.problem import Problem
+
+
+@triton.jit
+def _bit(position: tl.constexpr, n_bits: tl.constexpr):
+    """One bit of the position of every element of a tensor of shape [2] * n_bits, broadcastable."""
+    return tl.reshape(tl.arange(0, 2), [1] * (n_bits - position - 1) + [2] + [1] * position)
+
+
+@triton.jit
+def _sorted(keys, N_BITS: tl.constexpr):
+    """Bitonic sort of 2**N_BITS different integers.
+
+    As `tl.sort`, which compares and selects; a minimum and a maximum take fewer instructions (1024 keys in one warp:
+    123 instead of 168 for each key). The partner of a key is the sum of both less the key, which compiles to nothing.
+    """
+    keys = tl.reshape(keys, [2] * N_BITS)
+    for stage in tl.static_range(1, N_BITS + 1):
+        descending = _bit(stage, N_BITS) if stage < N_BITS else 0
+        for step in tl.static_range(stage):
+            partners = tl.sum(keys, axis=N_BITS - stage + step, keep_dims=True) - keys
+            takes_larger = (descending ^ _bit(stage - 1 - step, N_BITS)) != 0
+            keys = tl.where(takes_larger, tl.maximum(keys, partners), tl.minimum(keys, partners))
+    return tl.reshape(keys, [1 << N_BITS])
+
+
+@triton.jit
+def _bins_of(
+    items, winners_ptr, listed_ptr, n_listed_ptr, flat, local, n_rows,
+    SHIFT: tl.constexpr,
+    BIN_BITS: tl.constexpr,
+    LISTED: tl.constexpr,
+):  # fmt: skip
+    """Rows of a document by position, and their bins: `winner >> SHIFT` modulo 2**BIN_BITS, 2**BIN_BITS for none.
+
+    LISTED: positions count in the list of an earlier pass.
+    """
+    if LISTED:
+        exists = items < tl.load(n_listed_ptr + local)
+        rows = tl.load(listed_ptr + local * n_rows + items, mask=exists, other=0).to(tl.int32)
+    else:
+        exists = items < n_rows
+        rows = items
+    winners = tl.load(winners_ptr + flat * n_rows + rows, mask=exists, other=-1).to(tl.int32)
+    return rows, tl.where(winners >= 0, (winners >> SHIFT) & ((1 << BIN_BITS) - 1), 1 << BIN_BITS)
+
+
+@triton.jit(do_not_specialize=["first_document", "n_rows", "n_chunks", "n_bins"])
+def _sort_kernel(
+    winners_ptr, listed_ptr, n_listed_ptr, order_ptr, counts_ptr, runs_ptr, reached_ptr,
+    first_document, n_rows, n_chunks, n_bins,
+    SHIFT: tl.constexpr,
+    BIN_BITS: tl.constexpr,
+    CHUNK_BITS: tl.constexpr,
+    LISTED: tl.constexpr,
+    BLOCK_BINS: tl.constexpr,
+):  # fmt: skip
+    """order[local document, chunk] = the chunk's rows by bin, and within a bin in their order; chunks x documents.
+
+    `runs`, a view of `counts` [local document, chunk, bin], tells where in the chunk each bin's rows begin and end, and
+    `reached` [local document, chunk, block of bins] where a block's do.
+    """
+    wait_for_previous_kernel()
+    CHUNK: tl.constexpr = 1 << CHUNK_BITS
+    program = tl.program_id(0).to(tl.int64)
+    local = program // n_chunks
+    ranks = tl.arange(0, CHUNK)
+    _, bins = _bins_of(
+        tl.program_id(0) % n_chunks * CHUNK + ranks, winners_ptr, listed_ptr, n_listed_ptr, first_document + local,
+        local, n_rows, SHIFT, BIN_BITS, LISTED,
+    )  # fmt: skip
+    # The position in the chunk makes keys different and the sort stable. Rows without a bin come last.
+    keys = _sorted((bins << CHUNK_BITS) | ranks, CHUNK_BITS)
+    bins = keys >> CHUNK_BITS
+    tl.store(order_ptr + program * CHUNK + ranks, (keys & (CHUNK - 1)).to(tl.uint16))
+    exists = bins < (1 << BIN_BITS)
+    begins = (ranks == 0) | (tl.gather(bins, tl.maximum(ranks - 1, 0), axis=0) != bins)
+    ends = (ranks == CHUNK - 1) | (tl.gather(bins, tl.minimum(ranks + 1, CHUNK - 1), axis=0) != bins)
+    reached_ptr += program * tl.cdiv(n_bins, BLOCK_BINS)
+    for block in tl.range(0, n_bins, BLOCK_BINS):
+        tl.store(reached_ptr + block // BLOCK_BINS, tl.sum((bins < block).to(tl.int32), axis=0))
+        every = block + tl.arange(0, BLOCK_BINS)
+        tl.store(counts_ptr + program * n_bins + every, tl.zeros([BLOCK_BINS], tl.int32), mask=every < n_bins)
+    tl.debug_barrier()
+    runs_ptr += program * n_bins * 2
+    tl.store(runs_ptr + bins * 2, ranks.to(tl.uint16), mask=exists & begins)
+    tl.store(runs_ptr + bins * 2 + 1, (ranks + 1).to(tl.uint16), mask=exists & ends)
+
+
+@triton.jit
+def _smaller(a, b):
+    return tl.minimum(a, b)
+
+
+@triton.jit(do_not_specialize=["first_document", "n_rows", "document_length"])
+def _list_kernel(
+    winners_ptr, list_ptr, starts_ptr,
+    first_document, n_rows, document_length,
+    ROW_BITS: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+):  # fmt: skip
+    """list[local document] = its rows by the token that they chose, and where each token's begin; one program for each.
+
+    All of at most 2**ROW_BITS rows, and of fewer than BLOCK_TOKENS tokens, are in registers.
+    """
+    wait_for_previous_kernel()
+    ROWS: tl.constexpr = 1 << ROW_BITS
+    local = tl.program_id(0).to(tl.int64)
+    ranks = tl.arange(0, ROWS)
+    winners_ptr += (first_document + local) * n_rows
+    winners = tl.load(winners_ptr + ranks, mask=ranks < n_rows, other=-1).to(tl.int32)
+    # The row makes keys different and the sort stable. Rows without a winner come last.
+    keys = _sorted((tl.where(winners >= 0, winners, document_length) << ROW_BITS) | ranks, ROW_BITS)
+    tokens = keys >> ROW_BITS
+    listed = tokens < document_length
+    tl.store(list_ptr + local * n_rows + ranks, (keys & (ROWS - 1)).to(list_ptr.dtype.element_ty), mask=listed)
+
+    # A token's rows begin where the first of them is; without any, where those of the next token do.
+    starts_ptr += local * (document_length + 1)
+    every = tl.arange(0, BLOCK_TOKENS)
+    n_listed = tl.sum(listed.to(tl.int32), axis=0)
+    starts = tl.zeros([BLOCK_TOKENS], tl.int32) + n_listed
+    tl.store(starts_ptr + every, starts.to(starts_ptr.dtype.element_ty), mask=every <= document_length)
+    tl.debug_barrier()
+    begins = (ranks == 0) | (tl.gather(tokens, tl.maximum(ranks - 1, 0), axis=0) != tokens)
+    tl.store(starts_ptr + tokens, ranks.to(starts_ptr.dtype.element_ty), mask=listed & begins)
+    tl.debug_barrier()
+    found = tl.load(starts_ptr + every, mask=every < document_length, other=0).to(tl.int32)
+    starts = tl.associative_scan(tl.where(every < document_length, found, n_listed), 0, _smaller, reverse=True)
+    tl.store(starts_ptr + every, starts.to(starts_ptr.dtype.element_ty), mask=every < document_length)
+
+
+@triton.jit
+def _load_runs(runs_ptr, n_chunks, n_bins, chunks, bins):
+    """Where the bins begin in the chunks, how many rows they have there, and which of [chunks, bins] exist."""
+    at = chunks[:, None] * n_bins + bins[None, :]
+    mask = (chunks < n_chunks)[:, None] & (bins < n_bins)[None, :]
+    run = tl.load(runs_ptr + at, mask=mask, other=0)
+    begins = run & 0xFFFF
+    return begins, (run >> 16) - begins, at, mask
+
+
+@triton.jit(do_not_specialize=["first_document", "n_chunks", "n_bins", "document_length"])
+def _scan_kernel(
+    counts_ptr, reached_ptr, starts_ptr, owners_ptr, n_listed_ptr, cu_seqlens_ptr,
+    first_document, n_chunks, n_bins, document_length,
+    BLOCK_BINS: tl.constexpr,
+    BLOCK_CHUNKS: tl.constexpr,
+    PACKED: tl.constexpr,
+    WITH_STARTS: tl.constexpr,
+):  # fmt: skip
+    """Turn the runs of a document's chunks into places: what to add to a rank in the chunk, by chunk and bin.
+
+    Also leaves how many rows have a bin and, WITH_STARTS (where bins are tokens), where the list of every token begins;
+    of a packed document also whose tokens they are. Grid: blocks of bins x documents.
+    """
+    wait_for_previous_kernel()
+    n_blocks = tl.cdiv(n_bins, BLOCK_BINS)
+    local = (tl.program_id(0) // n_blocks).to(tl.int64)
+    block = tl.program_id(0) % n_blocks
+    flat = first_document + local
+    counts_ptr += local * n_chunks * n_bins
+    length = document_length
+    if WITH_STARTS:
+        if PACKED:
+            token = tl.load(cu_seqlens_ptr + flat).to(tl.int64)
+            length = (tl.load(cu_seqlens_ptr + flat + 1).to(tl.int64) - token).to(tl.int32)
+            owners_ptr += token
+            starts_ptr += token + flat
+        else:
+            starts_ptr += local * (document_length + 1)
+    bins = block * BLOCK_BINS + tl.arange(0, BLOCK_BINS)
+    reached_ptr += local * n_chunks * n_blocks + block
+    reached = n_chunks * 0
+    totals = tl.zeros([BLOCK_BINS], tl.int32)
+    for chunk in tl.range(0, n_chunks, BLOCK_CHUNKS):
+        chunks = chunk + tl.arange(0, BLOCK_CHUNKS)
+        _, rows, _, _ = _load_runs(counts_ptr, n_chunks, n_bins, chunks, bins)
+        totals += tl.sum(rows, axis=0)
+        reached += tl.sum(tl.load(reached_ptr + chunks * n_blocks, mask=chunks < n_chunks, other=0), axis=0)
+    place = reached + tl.cumsum(totals, axis=0) - totals
+    # Places overwrite runs that another thread may have to read first.
+    tl.debug_barrier()
+    if WITH_STARTS:
+        tl.store(starts_ptr + bins, place.to(starts_ptr.dtype.element_ty), mask=bins < length)
+        if PACKED:
+            tl.store(owners_ptr + bins, (flat + bins * 0).to(tl.int32), mask=bins < length)
+    for chunk in tl.range(0, n_chunks, BLOCK_CHUNKS):
+        begins, rows, at, mask = _load_runs(counts_ptr, n_chunks, n_bins, chunk + tl.arange(0, BLOCK_CHUNKS), bins)
+        tl.store(counts_ptr + at, place[None, :] + tl.cumsum(rows, axis=0) - rows - begins, mask=mask)
+        place += tl.sum(rows, axis=0)
+    if block == n_blocks - 1:
+        listed = reached + tl.sum(totals, axis=0)
+        tl.store(n_listed_ptr + local, listed)
+        if WITH_STARTS:
+            tl.store(starts_ptr + length, listed.to(starts_ptr.dtype.element_ty))
+
+
+@triton.jit(do_not_specialize=["first_document", "n_rows", "n_chunks", "n_bins"])
+def _place_kernel(
+    winners_ptr, listed_ptr, order_ptr, places_ptr, n_listed_ptr, list_ptr,
+    first_document, n_rows, n_chunks, n_bins,
+    SHIFT: tl.constexpr,
+    BIN_BITS: tl.constexpr,
+    CHUNK_BITS: tl.constexpr,
+    LISTED: tl.constexpr,
+):  # fmt: skip
+    """list[local document] = its rows by bin, from the sorted chunks and the places of their bins."""
+    wait_for_previous_kernel()
+    CHUNK: tl.constexpr = 1 << CHUNK_BITS
+    program = tl.program_id(0).to(tl.int64)
+    local = program // n_chunks
+    ranks = tl.arange(0, CHUNK)
+    items = tl.program_id(0) % n_chunks * CHUNK + tl.load(order_ptr + program * CHUNK + ranks).to(tl.int32)
+    rows, bins = _bins_of(
+        items, winners_ptr, listed_ptr, n_listed_ptr, first_document + local, local, n_rows, SHIFT, BIN_BITS, LISTED
+    )
+    exists = bins < (1 << BIN_BITS)
+    places = tl.load(places_ptr + program * n_bins + bins, mask=exists, other=0)
+    tl.store(list_ptr + local * n_rows + ranks + places, rows.to(list_ptr.dtype.element_ty), mask=exists)
+
+
+@triton.jit(do_not_specialize=["first_document", "n_rows", "n_steps", "document_length"])
+def _starts_kernel(
+    winners_ptr, list_ptr, n_listed_ptr, cu_seqlens_ptr, starts_ptr, owners_ptr,
+    first_document, n_rows, n_steps, document_length,
+    BLOCK_TOKENS: tl.constexpr,
+    PACKED: tl.constexpr,
+):  # fmt: skip
+    """Where the list of every token begins, by bisection of the list: after two passes, bins are not tokens."""
+    wait_for_previous_kernel()
+    n_blocks = tl.cdiv(document_length + 1, BLOCK_TOKENS)
+    local = (tl.program_id(0) // n_blocks).to(tl.int64)
+    flat = first_document + local
+    tokens = tl.program_id(0) % n_blocks * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
+    length = document_length
+    low = tl.zeros([BLOCK_TOKENS], tl.int32)
+    high = low + tl.load(n_listed_ptr + local)
+    if PACKED:
+        begin = tl.load(cu_seqlens_ptr + flat).to(tl.int64)
+        length = (tl.load(cu_seqlens_ptr + flat + 1).to(tl.int64) - begin).to(tl.int32)
+        tl.store(owners_ptr + begin + tokens, (flat + tokens * 0).to(tl.int32), mask=tokens < length)
+        starts_ptr += begin + flat
+    else:
+        starts_ptr += local * (document_length + 1)
+    for _ in tl.range(0, n_steps):
+        open_ = low < high
+        middle = (low + high) // 2
+        row = tl.load(list_ptr + local * n_rows + middle, mask=open_, other=0).to(tl.int32)
+        below = tl.load(winners_ptr + flat * n_rows + row, mask=open_, other=0).to(tl.int32) < tokens
+        low = tl.where(open_ & below, middle + 1, low)
+        high = tl.where(open_ & ~below, middle, high)
+    tl.store(starts_ptr + tokens, low.to(starts_ptr.dtype.element_ty), mask=tokens <= length)
+
+
+_list = Kernel(_list_kernel, follows=True)
+_sort = Kernel(_sort_kernel, follows=True)
+_scan = Kernel(_scan_kernel, follows=True)
+_place = Kernel(_place_kernel, follows=True)
+_starts = Kernel(_starts_kernel, follows=True)
+
+
+def sum_by_lists(problem: Problem, inputs: Inputs, grad_documents: Tensor, grad_queries: Tensor | None) -> None:
+    """Compute the gradient of the documents. What is in `grad_queries`, to be computed later, is overwritten."""
+    plan = select.lists_plan(problem, grad_queries is not None)
+    documents, ends, device = problem.all_documents, problem.document_length + 1, problem.device
+    if plan.transposes and inputs.grad_strides[0] != 1:
+        grad_scores = inputs.grad_scores.t().contiguous()
+        inputs = inputs._replace(grad_scores=grad_scores, grad_strides=(1, problem.n_queries))
+    starts, owners = None, None
+    if problem.packed:
+        starts = torch.empty(problem.n_tokens + problem.n_documents, dtype=torch.int32, device=device)
+        owners = torch.empty(problem.n_tokens, dtype=torch.int32, device=device)
+    for first in range(0, documents, plan.block):
+        number, scratch = min(plan.block, documents - first), Scratch(grad_queries)
+        # What is made here lives no longer than the call.
+        _sum_block(
+            problem, plan, inputs,
+            Block(
+                first, number, scratch.empty(number * ends, plan.starts_dtype, device) if starts is None else starts,
+                owners, grad_documents,
+            ),
+            scratch,
+        )  # fmt: skip
+
+
+def _sum_block(problem: Problem, plan: select.ListsPlan, inputs: Inputs, block: Block, scratch: Scratch) -> None:
+    """Write the gradients of a block of documents. Its memory is free before the next block's is allocated."""
+    if plan.alone_bits:
+        lists = _listed(problem, plan, inputs.winners, block)
+    else:
+        n_listed = scratch.empty(block.number, torch.int32, problem.device)
+        if plan.sorts_in_gradient:
+            own = problem.document_length * problem.size * problem.dtype.itemsize
+            sorting = Scratch(block.grad_documents, block.first * own, block.number * own)
+        else:
+            # Sums of segments, later, take the same memory.
+            sorting = scratch.fork()
+        lists = _sorted_lists(problem, plan, inputs, block, n_listed, sorting)
+    sum_lists(problem, plan, inputs, block, lists, scratch)
+
+
+def _listed(problem: Problem, plan: select.ListsPlan, winners: Tensor, block: Block) -> Tensor:
+    """The rows of every document of a block, listed by one program for each."""
+    number, rows, length = block.number, problem.rows, problem.document_length
+    listed = torch.empty(number * rows, dtype=plan.list_dtype, device=problem.device)
+    _list(
+        (number, 1, 1),
+        (winners, listed, block.starts),
+        (block.first, rows, length),
+        (),
+        (plan.alone_bits, 1 << length.bit_length()),
+        (plan.alone_warps, 1, None),
+    )
+    return listed
+
+
+def _sorted_lists(
+    problem: Problem,
+    plan: select.ListsPlan,
+    inputs: Inputs,
+    block: Block,
+    n_listed: Region,
+    scratch: Scratch,
+) -> Tensor:
+    """The rows of every document of a block, listed by as many programs as they have chunks. Fills `block.starts`."""
+    first, number, starts, owners, _ = block
+    winners, bounds, device, digits = inputs.winners, inputs.documents_cu_seqlens, problem.device, plan.digits
+    rows, length, packed, n_chunks = problem.rows, problem.document_length, problem.packed, plan.n_chunks
+    bin_bits, chunk_bits, block_bins = select.LIST_BIN_BITS, select.LIST_CHUNK_BITS, select.LIST_BLOCK_BINS
+    programs, bins, one_pass = number * n_chunks, digits[0][1], len(digits) == 1
+    order = scratch.empty(programs << chunk_bits, torch.uint16, device)
+    counts = scratch.empty(programs * bins, torch.int32, device)
+    reached = scratch.empty(programs * -(-bins // block_bins), torch.int32, device)
+    runs, previous = counts.view(torch.uint16), None
+    for shift, n_bins in digits:
+        listed = torch.empty(number * rows, dtype=plan.list_dtype, device=device)
+        numbers = (first, rows, n_chunks, n_bins)
+        listed_before = previous is not None
+        _sort(
+            (programs, 1, 1),
+            (winners, previous, n_listed, order, counts, runs, reached),
+            numbers,
+            (),
+            (shift, bin_bits, chunk_bits, listed_before, block_bins),
+            (1, 1, None),
+        )
+        _scan(
+            (-(-n_bins // block_bins) * number, 1, 1),
+            (counts, reached, starts, owners, n_listed, bounds),
+            (first, n_chunks, n_bins, length),
+            (),
+            (block_bins, select.LIST_BLOCK_CHUNKS, packed, one_pass),
+            (4, 1, None),
+        )
+        _place(
+            (programs, 1, 1),
+            (winners, previous, order, counts, n_listed, listed),
+            numbers,
+            (),
+            (shift, bin_bits, chunk_bits, listed_before),
+            (4, 1, None),
+        )
+        previous = listed
+    if not one_pass:
+        _starts(
+            (-(-(length + 1) // 256) * number, 1, 1),
+            (winners, listed, n_listed, bounds, starts, owners),
+            (first, rows, rows.bit_length(), length),
+            (),
+            (256, packed),
+            (4, 1, None),
+        )
+    return listed

@@ -1,0 +1,289 @@
+"""Sums of listed query rows: what the gradient of a document's token is.
+
+`_sum_kernel` sums the rows of a token; of a token that many more than `select.LIST_SEGMENT` rows chose (markers such as
+[CLS] win thousands), other programs take the rest, cut at multiples of that, and `_combine_kernel` adds up the parts in
+order.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .. import select
+from ..launch import Kernel, Region, Scratch
+from ..overlap import wait_for_previous_kernel
+from .common import Inputs, group_of, joined, layout, quotient, through_norm
+
+if TYPE_CHECKING:
+    from ...ops.problem import Problem
+
+
+class Block(NamedTuple):
+    """Documents whose gradients are computed at once: `number` of them from `first` on.
+
+    `starts` [number, Ld + 1] tells where the lists of tokens begin; that of packed documents, [tokens + documents], is
+    for all of them, as is `owners` [tokens], the documents that tokens belong to, and `grad_documents`, contiguous.
+    """
+
+    first: int
+    number: int
+    starts: Tensor | Region | None
+    owners: Tensor | None
+    grad_documents: Tensor
+
+
+@triton.jit
+def _segment(
+    winners_ptr, list_ptr, starts_ptr, cu_seqlens_ptr, flat, local, segment, n_rows, document_length,
+    SEGMENT: tl.constexpr,
+    PACKED: tl.constexpr,
+):  # fmt: skip
+    """The token whose rows stand around the `segment`-th multiple of SEGMENT in a document's list.
+
+    Returns that multiple, the token, where its rows begin and end, and whether they go on for SEGMENT before it, so
+    that a program of its own takes them from there.
+    """
+    boundary = (segment + 1) * SEGMENT
+    if PACKED:
+        begin = tl.load(cu_seqlens_ptr + flat).to(tl.int64)
+        starts_ptr += begin + flat
+        length = (tl.load(cu_seqlens_ptr + flat + 1).to(tl.int64) - begin).to(tl.int32)
+    else:
+        starts_ptr += local * (document_length + 1)
+        length = document_length
+    exists = boundary < tl.load(starts_ptr + length).to(tl.int32)
+    row = tl.load(list_ptr + local * n_rows + boundary, mask=exists, other=0).to(tl.int32)
+    token = tl.load(winners_ptr + flat * n_rows + row, mask=exists, other=0).to(tl.int32)
+    start = tl.load(starts_ptr + token, mask=exists, other=0).to(tl.int32)
+    end = tl.load(starts_ptr + token + 1, mask=exists, other=0).to(tl.int32)
+    return boundary, token, start, end, exists & (boundary >= start + SEGMENT)
+
+
+@triton.jit
+def _store_token(
+    total, documents_ptr, documents_scale_ptr, grad_documents_ptr, cu_seqlens_ptr, flat, token, n_documents,
+    document_length, stride_group, stride_document, stride_document_token, dims, exists,
+    EMBEDDING: tl.constexpr,
+    PACKED: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+):  # fmt: skip
+    """Write the gradient [d] of a token of a document from its sum, where `exists`."""
+    if PACKED:
+        at = tl.load(cu_seqlens_ptr + flat).to(tl.int64) + token
+        source = at * stride_document_token
+    else:
+        at = flat * document_length + token
+        source = (flat // n_documents) * stride_group + (flat % n_documents) * stride_document
+        source += token.to(tl.int64) * stride_document_token
+    mask = (dims < EMBEDDING) & exists
+    if NORMALIZE:
+        embedding = tl.load(documents_ptr + source + dims, mask=mask, other=0.0)
+        scale = tl.load(documents_scale_ptr + at + tl.arange(0, 1), mask=exists, other=1.0)
+        total = tl.reshape(through_norm(total[None, :], embedding[None, :], scale), total.shape)
+    tl.store(grad_documents_ptr + at * EMBEDDING + dims, total.to(grad_documents_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "first_document", "n_block_documents", "n_segments", "n_rows", "n_group_queries", "query_length", "magic",
+        "shift", "n_documents", "document_length", "stride_grad_query", "stride_grad_document", "n_groups",
+    ]
+)  # fmt: skip
+def _sum_kernel(
+    grad_scores_ptr, queries_ptr, documents_ptr, queries_scale_ptr, documents_scale_ptr, cu_seqlens_ptr,
+    candidates_ptr, owners_ptr, winners_ptr, list_ptr, starts_ptr, parts_ptr, grad_documents_ptr,
+    first_document, n_block_documents, n_segments, n_rows, n_group_queries, query_length, magic, shift, n_documents,
+    document_length, stride_grad_query, stride_grad_document, n_groups,
+    stride_query, stride_query_token, stride_group, stride_document, stride_document_token,
+    EMBEDDING: tl.constexpr,
+    BLOCK_EMBEDDING: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    PACKED: tl.constexpr,
+    HAS_CANDIDATES: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    NARROW: tl.constexpr,
+):  # fmt: skip
+    """grad_documents[token] = sum of grad_score * queries[row] over the rows on its list, in their order.
+
+    Programs: first `n_segments` of every document for the rest of long lists, then one for each token. What a list of
+    more than one part sums up to goes to parts [local document, segment, 2, d]: what the token's own program summed,
+    at the segment that follows, and what that segment's program did.
+
+    NARROW: queries are contiguous, and an offset among those of one group, or their scores, fits into 32 bits. Rows are
+    loaded in halves, as in `_gather_kernel`.
+    """
+    wait_for_previous_kernel()
+    program = tl.program_id(0)
+    n_extra = n_block_documents * n_segments
+    if program < n_extra:
+        local = (program // n_segments).to(tl.int64)
+        flat = first_document + local
+        boundary, token, start, end, mine = _segment(
+            winners_ptr, list_ptr, starts_ptr, cu_seqlens_ptr, flat, local, program % n_segments, n_rows,
+            document_length, SEGMENT, PACKED,
+        )  # fmt: skip
+        low = boundary
+        high = tl.where(mine, tl.minimum(boundary + SEGMENT, end), boundary)
+        in_parts = mine
+        exists = mine
+        part = program.to(tl.int64) * 2 + 1
+    else:
+        if PACKED:
+            at = tl.load(cu_seqlens_ptr + first_document).to(tl.int64) + (program - n_extra)
+            exists = at < tl.load(cu_seqlens_ptr + first_document + n_block_documents).to(tl.int64)
+            flat = tl.load(owners_ptr + at, mask=exists, other=first_document).to(tl.int64)
+            local = flat - first_document
+            token = (at - tl.load(cu_seqlens_ptr + flat).to(tl.int64)).to(tl.int32)
+            starts_at = at + flat
+        else:
+            local = ((program - n_extra) // document_length).to(tl.int64)
+            flat = first_document + local
+            token = (program - n_extra) % document_length
+            exists = token >= 0
+            starts_at = local * (document_length + 1) + token
+        low = tl.load(starts_ptr + starts_at, mask=exists, other=0).to(tl.int32)
+        end = tl.load(starts_ptr + starts_at + 1, mask=exists, other=0).to(tl.int32)
+        boundary = (tl.cdiv(low, SEGMENT) + 1) * SEGMENT
+        in_parts = end > boundary
+        high = tl.minimum(end, boundary)
+        part = (local * n_segments + boundary // SEGMENT - 1) * 2
+
+    group, weights_ptr = group_of(
+        flat, grad_scores_ptr, candidates_ptr, n_documents, n_group_queries, n_groups, stride_grad_query,
+        stride_grad_document, HAS_CANDIDATES,
+    )  # fmt: skip
+    queries_ptr += group * n_group_queries * stride_query
+    list_ptr += local * n_rows
+    dims = tl.arange(0, BLOCK_EMBEDDING)
+    HALF: tl.constexpr = BLOCK_EMBEDDING // 2
+    halves = tl.arange(0, HALF)
+    left_sum = tl.zeros([BLOCK_ROWS, HALF], tl.float32)
+    right_sum = tl.zeros([BLOCK_ROWS, HALF], tl.float32)
+    for position in tl.range(low, high, BLOCK_ROWS):
+        positions = position + tl.arange(0, BLOCK_ROWS)
+        mask = positions < high
+        row = tl.load(list_ptr + positions, mask=mask, other=0).to(tl.int32)
+        query = quotient(row, magic, shift)
+        if NARROW:
+            weight = tl.load(weights_ptr + query * stride_grad_query, mask=mask, other=0.0)
+            source = row * stride_query_token
+        else:
+            weight = tl.load(weights_ptr + query.to(tl.int64) * stride_grad_query, mask=mask, other=0.0)
+            source = query.to(tl.int64) * stride_query + (row - query * query_length).to(tl.int64) * stride_query_token
+        if queries_scale_ptr is not None:
+            weight *= tl.load(queries_scale_ptr + group * n_rows + row, mask=mask, other=0.0)
+        at = queries_ptr + halves[None, :] + source[:, None]
+        if BLOCK_EMBEDDING == EMBEDDING:
+            left = tl.load(at, mask=mask[:, None], other=0.0)
+            right = tl.load(at + HALF, mask=mask[:, None], other=0.0)
+        else:
+            left = tl.load(at, mask=mask[:, None] & (halves < EMBEDDING)[None, :], other=0.0)
+            right = tl.load(at + HALF, mask=mask[:, None] & (HALF + halves < EMBEDDING)[None, :], other=0.0)
+        left_sum += weight[:, None] * left.to(tl.float32)
+        right_sum += weight[:, None] * right.to(tl.float32)
+    summed = joined(tl.sum(left_sum, axis=0)[None, :], tl.sum(right_sum, axis=0)[None, :], 1, BLOCK_EMBEDDING)
+    summed = tl.reshape(summed, [BLOCK_EMBEDDING])
+    if in_parts:
+        tl.store(parts_ptr + part * EMBEDDING + dims, summed, mask=dims < EMBEDDING)
+    else:
+        _store_token(
+            summed, documents_ptr, documents_scale_ptr, grad_documents_ptr, cu_seqlens_ptr, flat, token, n_documents,
+            document_length, stride_group, stride_document, stride_document_token, dims, exists,
+            EMBEDDING, PACKED, NORMALIZE,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["first_document", "n_rows", "n_documents", "document_length", "n_segments"])
+def _combine_kernel(
+    documents_ptr, documents_scale_ptr, cu_seqlens_ptr, winners_ptr, list_ptr, starts_ptr, parts_ptr,
+    grad_documents_ptr,
+    first_document, n_rows, n_documents, document_length, n_segments,
+    stride_group, stride_document, stride_document_token,
+    EMBEDDING: tl.constexpr,
+    BLOCK_EMBEDDING: tl.constexpr,
+    BLOCK_PARTS: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    PACKED: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+):  # fmt: skip
+    """The gradient of every token whose list was summed in parts, from `parts`; a program for each segment.
+
+    It acts if its segment is the first that was not summed by the token's own program.
+    """
+    wait_for_previous_kernel()
+    program = tl.program_id(0).to(tl.int64)
+    local = program // n_segments
+    flat = first_document + local
+    boundary, token, start, end, taken = _segment(
+        winners_ptr, list_ptr, starts_ptr, cu_seqlens_ptr, flat, local, tl.program_id(0) % n_segments, n_rows,
+        document_length, SEGMENT, PACKED,
+    )  # fmt: skip
+    if taken & (boundary < start + 2 * SEGMENT):
+        dims = tl.arange(0, BLOCK_EMBEDDING)
+        parts_ptr += program * 2 * EMBEDDING
+        total = tl.load(parts_ptr + dims, mask=dims < EMBEDDING, other=0.0)
+        count = tl.cdiv(end - boundary, SEGMENT)
+        for first in tl.range(0, count, BLOCK_PARTS):
+            parts = first + tl.arange(0, BLOCK_PARTS)
+            mask = (parts < count)[:, None] & (dims < EMBEDDING)[None, :]
+            at = (parts * 2 + 1)[:, None] * EMBEDDING + dims[None, :]
+            total += tl.sum(tl.load(parts_ptr + at, mask=mask, other=0.0), axis=0)
+        _store_token(
+            total, documents_ptr, documents_scale_ptr, grad_documents_ptr, cu_seqlens_ptr, flat, token, n_documents,
+            document_length, stride_group, stride_document, stride_document_token, dims, taken,
+            EMBEDDING, PACKED, NORMALIZE,
+        )  # fmt: skip
+
+
+_sum = Kernel(_sum_kernel, follows=True)
+_combine = Kernel(_combine_kernel, follows=True)
+
+
+def sum_lists(
+    problem: Problem, plan: select.ListsPlan, inputs: Inputs, block: Block, lists: Tensor, scratch: Scratch
+) -> None:
+    """Write the gradients of a block of documents from `lists` [number, rows of a document], their rows by token."""
+    first, number, starts, owners, grad_documents = block
+    size, length, n_segments, strides = problem.size, problem.document_length, plan.n_segments, problem.document_strides
+    block_embedding, num_warps = plan.block_embedding, plan.num_warps
+    packed, normalize, winners = problem.packed, problem.normalize, inputs.winners
+    parts = scratch.empty(number * n_segments * 2 * size, torch.float32, problem.device)
+    _sum(
+        (number * n_segments + min(problem.n_tokens, number * length), 1, 1),
+        (*inputs[:7], owners, winners, lists, starts, parts, grad_documents),
+        (first, number, n_segments, *layout(problem, inputs.grad_strides)),
+        (*problem.query_strides, *strides),
+        (
+            size, block_embedding, plan.rows, select.LIST_SEGMENT, packed, problem.has_candidates, normalize,
+            _is_narrow(problem, inputs),
+        ),
+        (num_warps, 1, None),
+    )  # fmt: skip
+    if n_segments > 0:
+        _combine(
+            (number * n_segments, 1, 1),
+            (
+                inputs.documents, inputs.documents_scale, inputs.documents_cu_seqlens, winners, lists, starts, parts,
+                grad_documents,
+            ),
+            (first, problem.rows, problem.n_documents, length, n_segments),
+            strides,
+            (size, block_embedding, 8, select.LIST_SEGMENT, packed, normalize),
+            (num_warps, 1, None),
+        )  # fmt: skip
+
+
+def _is_narrow(problem: Problem, inputs: Inputs) -> bool:
+    """Whether queries are contiguous, and offsets among one group's, and among their scores, fit into 32 bits."""
+    to_query, to_token = problem.query_strides
+    return (
+        to_query == problem.query_length * to_token
+        and problem.rows * to_token < 1 << 31
+        and problem.n_queries * inputs.grad_strides[0] < 1 << 31
+    )

@@ -1,0 +1,82 @@
+"""What the forward's kernels share."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...ops.problem import Problem
+from ..launch import Kernel
+from ..overlap import wait_for_previous_kernel
+from ..select import ForwardPlan
+from ..tiles import SUMMED_EMBEDDING as _SUMMED
+from ..tiles import power_of_two
+from .cuts import NO_WINNER
+
+SUMMED_EMBEDDING = tl.constexpr(_SUMMED)
+
+
+@triton.jit
+def winner_of(key, best):
+    """The winning token, -1 where no gradient flows because the best similarity is -inf."""
+    return tl.where((key == NO_WINNER) | (best == float("-inf")), -1, key)
+
+
+@triton.jit
+def with_masked_zeros(best, winner, first_masked, document_length):
+    """Best similarities and winners after the masked tokens, from `first_masked` on, have taken part with a 0."""
+    zero_wins = (best < 0.0) | ((best == 0.0) & (first_masked < winner))
+    zero_wins = zero_wins & (first_masked < document_length)
+    return tl.where(zero_wins, 0.0, best), tl.where(zero_wins, -1, winner)
+
+
+@triton.jit
+def document_range(
+    documents_ptr, cu_seqlens_ptr, group, document, document_length, stride_group, stride_document, stride_token,
+    PACKED: tl.constexpr,
+):  # fmt: skip
+    """Address of a document's first token, and its number of tokens."""
+    if PACKED:
+        start = tl.load(cu_seqlens_ptr + document).to(tl.int64)
+        length = (tl.load(cu_seqlens_ptr + document + 1).to(tl.int64) - start).to(tl.int32)
+        return documents_ptr + start * stride_token, length
+    offset = tl.cast(group, tl.int64) * stride_group + tl.cast(document, tl.int64) * stride_document
+    return documents_ptr + offset, document_length
+
+
+@triton.jit(do_not_specialize=["n_documents", "n_sums", "to_query", "to_sum"])
+def _add_sums_kernel(sums_ptr, scores_ptr, n_documents, n_sums, to_query, to_sum, BLOCK: tl.constexpr):
+    """scores[query] [n_documents] = its sums, `to_sum` elements from one to the next, in order; blocks x queries."""
+    wait_for_previous_kernel()
+    n_blocks = tl.cdiv(n_documents, BLOCK)
+    query = (tl.program_id(0) // n_blocks).to(tl.int64)
+    documents = tl.program_id(0) % n_blocks * BLOCK + tl.arange(0, BLOCK)
+    exists = documents < n_documents
+    sums_ptr += query * to_query + documents
+    total = tl.zeros([BLOCK], tl.float32)
+    for index in tl.range(0, n_sums):
+        total += tl.load(sums_ptr + tl.cast(index, tl.int64) * to_sum, mask=exists, other=0.0)
+    tl.store(scores_ptr + query * n_documents + documents, total, mask=exists)
+
+
+_add_sums = Kernel(_add_sums_kernel, follows=True)
+
+
+def add_sums(problem: Problem, plan: ForwardPlan, sums: Tensor) -> Tensor:
+    """The scores, from the sums that a kernel has left of each."""
+    n_documents, n_scores = problem.n_documents, math.prod(problem.scores_shape)
+    # The single kernel leaves [n_sums, scores], the stacked ones [queries, n_sums, n_documents].
+    to_query, to_sum = plan.n_sums * n_documents, n_documents
+    if plan.kernel == "single":
+        to_query, to_sum = n_documents, n_scores
+    scores = torch.empty(*problem.scores_shape, dtype=torch.float32, device=problem.device)
+    block = min(1024, power_of_two(n_documents))
+    programs = n_scores // n_documents * -(-n_documents // block)
+    _add_sums(
+        (programs, 1, 1), (sums, scores), (n_documents, plan.n_sums, to_query, to_sum), (), (block,), (4, 1, None)
+    )
+    return scores

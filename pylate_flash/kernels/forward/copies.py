@@ -1,0 +1,102 @@
+"""How the Hopper kernel gets document tokens into shared memory: four warps that do nothing else, tile by tile."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from ..gluon import next_slot
+
+
+@gluon.jit
+def document_range(
+    cu_seqlens_ptr, bounds_ptr, flat_document, document, document_length,
+    PACKED: gl.constexpr, HAS_DOCUMENTS_MASK: gl.constexpr,
+):  # fmt: skip
+    """The first of a document's tokens, counted over all documents, and how many of them take part."""
+    if PACKED:
+        start = gl.load(cu_seqlens_ptr + document).to(gl.int64)
+        length = (gl.load(cu_seqlens_ptr + document + 1).to(gl.int64) - start).to(gl.int32)
+    else:
+        start = flat_document * document_length
+        length = document_length
+        if HAS_DOCUMENTS_MASK:
+            length = gl.load(bounds_ptr + 2 * flat_document)
+    return start, length
+
+
+@gluon.jit
+def _tokens_read(left, BLOCK_TOKENS: gl.constexpr, TAIL: gl.constexpr):
+    """Tokens of a tile that a product reads, where so many tokens of the document are left."""
+    return gl.where(left <= TAIL, TAIL, BLOCK_TOKENS)
+
+
+@gluon.jit
+def _token_rows(
+    base, active_ptr, first_token, positions, dims, start, length, stride_token, HAS_DOCUMENTS_MASK: gl.constexpr
+):  # fmt: skip
+    """Addresses of these elements of a tile of a document's tokens."""
+    tokens = gl.minimum(start + positions, length - 1)
+    if HAS_DOCUMENTS_MASK:
+        tokens = gl.load(active_ptr + first_token + tokens)
+    return base + tokens.to(gl.int64)[:, None] * stride_token + dims[None, :]
+
+
+@gluon.jit
+def copy_documents(
+    documents_ptr, active_ptr, bounds_ptr, cu_seqlens_ptr, tiles, second_tiles, full, empty,
+    group, first, last, n_documents, document_length, stride_group, stride_document, stride_document_token,
+    EMBEDDING: gl.constexpr, BLOCK_EMBEDDING: gl.constexpr, SECOND: gl.constexpr, BLOCK_TOKENS: gl.constexpr,
+    TAIL: gl.constexpr, STAGES: gl.constexpr, PACKED: gl.constexpr, HAS_DOCUMENTS_MASK: gl.constexpr,
+):  # fmt: skip
+    """Copy the tokens of the run's documents, tile by tile, into the slots as they become empty."""
+    LANES: gl.constexpr = BLOCK_EMBEDDING // 8
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
+    positions = gl.arange(0, BLOCK_TOKENS, layout=gl.SliceLayout(1, layout))
+    dims = gl.arange(0, BLOCK_EMBEDDING, layout=gl.SliceLayout(0, layout))
+    if SECOND > 0:
+        SECOND_LANES: gl.constexpr = SECOND // 8
+        second_layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // SECOND_LANES, SECOND_LANES], [4, 1], [1, 0])
+        second_positions = gl.arange(0, BLOCK_TOKENS, layout=gl.SliceLayout(1, second_layout))
+        second_dims = BLOCK_EMBEDDING + gl.arange(0, SECOND, layout=gl.SliceLayout(0, second_layout))
+    slot = gl.to_tensor(0)
+    phase = gl.to_tensor(1)
+    for document in range(first, last):
+        flat_document = group.to(gl.int64) * n_documents + document
+        first_token, length = document_range(
+            cu_seqlens_ptr, bounds_ptr, flat_document, document, document_length, PACKED, HAS_DOCUMENTS_MASK
+        )
+        if PACKED:
+            base = documents_ptr + first_token * stride_document_token
+        else:
+            base = documents_ptr + group.to(gl.int64) * stride_group + gl.cast(document, gl.int64) * stride_document
+        for start in range(0, length, BLOCK_TOKENS):
+            rows = _token_rows(
+                base, active_ptr, first_token, positions, dims, start, length, stride_document_token,
+                HAS_DOCUMENTS_MASK,
+            )  # fmt: skip
+            mbarrier.wait(empty.index(slot), phase)
+            if TAIL > 0:
+                read = (positions < _tokens_read(length - start, BLOCK_TOKENS, TAIL))[:, None]
+                exists = read & (dims < EMBEDDING)[None, :]
+                async_copy.async_copy_global_to_shared(tiles.index(slot), rows, mask=exists)
+            elif BLOCK_EMBEDDING <= EMBEDDING:
+                async_copy.async_copy_global_to_shared(tiles.index(slot), rows)
+            else:
+                async_copy.async_copy_global_to_shared(tiles.index(slot), rows, mask=(dims < EMBEDDING)[None, :])
+            if SECOND > 0:
+                rows = _token_rows(
+                    base, active_ptr, first_token, second_positions, second_dims, start, length,
+                    stride_document_token, HAS_DOCUMENTS_MASK,
+                )  # fmt: skip
+                exists = (second_dims < EMBEDDING)[None, :]
+                if TAIL > 0:
+                    exists &= (second_positions < _tokens_read(length - start, BLOCK_TOKENS, TAIL))[:, None]
+                async_copy.async_copy_global_to_shared(second_tiles.index(slot), rows, mask=exists)
+            async_copy.mbarrier_arrive(full.index(slot), increment_count=False)
+            slot, phase = next_slot(slot, phase, STAGES)
+    # The parts look ahead to one tile more.
+    mbarrier.wait(empty.index(slot), phase)
+    async_copy.mbarrier_arrive(full.index(slot), increment_count=False)

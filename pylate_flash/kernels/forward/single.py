@@ -1,0 +1,249 @@
+"""The forward of one short query at a time: document tokens are the rows of the product, query tokens its columns.
+
+The running maximum is elementwise, with no work across lanes, until the document ends.
+"""
+
+from __future__ import annotations
+
+import math
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...ops.problem import Problem
+from ..launch import Kernel
+from ..norms import inverse_norm
+from ..reductions import larger, max_along
+from ..select import ForwardPlan
+from ..tiles import Tile, divided_strides
+from .common import SUMMED_EMBEDDING, document_range, winner_of, with_masked_zeros
+from .cuts import NO_WINNER, find_piece, owner_of
+from .inputs import Inputs
+
+
+@triton.jit(
+    do_not_specialize=[
+        "n_queries", "query_length", "n_documents", "document_length", "per_query", "run", "stride_sums",
+        "n_pieces", "cut", "whole", "empty_score",
+    ]
+)  # fmt: skip
+def _single_kernel(
+    queries_ptr, documents_ptr, queries_mask_ptr, active_ptr, bounds_ptr, cu_seqlens_ptr, candidates_ptr,
+    sums_ptr, winners_ptr, pieces_ptr, keys_ptr,
+    n_queries, query_length, n_documents, document_length, per_query, run, stride_sums, n_pieces, cut, whole,
+    empty_score,
+    stride_query, stride_query_token, stride_group, stride_document, stride_document_token,
+    EMBEDDING: tl.constexpr,
+    BLOCK_EMBEDDING: tl.constexpr,
+    SECOND: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    PACKED: tl.constexpr,
+    IN_PIECES: tl.constexpr,
+    HAS_CANDIDATES: tl.constexpr,
+    HAS_QUERIES_MASK: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    HAS_DOCUMENTS_MASK: tl.constexpr,
+    ZERO_MASKED: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    WITH_WINNERS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    QUERY_UNIT: tl.constexpr,
+    DOCUMENT_UNIT: tl.constexpr,
+):  # fmt: skip
+    """Sums of maxima over BLOCK_COLUMNS tokens of one query, [blocks of columns, Nq, K or documents], and winners.
+
+    Grid: (queries x runs of documents, blocks of a query's tokens). With HAS_CANDIDATES, query i owns the documents
+    `candidates[i]` to `candidates[i + 1]` of the packed ones, `per_query` at most; otherwise those of its group.
+    Under IN_PIECES, the first `n_pieces` programs of the first axis take a piece each of the documents of more than
+    `whole` tokens, and the other programs leave those out.
+    """
+    stride_query *= QUERY_UNIT
+    stride_query_token *= QUERY_UNIT
+    stride_group *= DOCUMENT_UNIT
+    stride_document *= DOCUMENT_UNIT
+    stride_document_token *= DOCUMENT_UNIT
+    n_runs = tl.cdiv(per_query, run)
+    program = tl.program_id(0)
+    if IN_PIECES:
+        program = tl.maximum(program - n_pieces, 0)
+    query = program // n_runs
+    first = program % n_runs * run
+    last = n_documents
+    sums_ptr += tl.program_id(1).to(tl.int64) * stride_sums
+    if HAS_CANDIDATES:
+        owned = tl.load(candidates_ptr + query).to(tl.int32)
+        first += owned
+        last = tl.load(candidates_ptr + query + 1).to(tl.int32)
+    else:
+        sums_ptr += query.to(tl.int64) * n_documents
+    last = tl.minimum(first + run, last)
+    if IN_PIECES:
+        piece = tl.program_id(0)
+        is_piece = piece < n_pieces
+        piece_first = n_pieces * 0
+        piece_length = piece_first
+        if is_piece:
+            first, piece_first, piece_length = find_piece(cu_seqlens_ptr, n_documents, piece, cut, whole)
+            last = first + (piece_length > 0).to(tl.int32)
+            if HAS_CANDIDATES:
+                query = owner_of(candidates_ptr, n_queries, first)
+
+    columns = tl.program_id(1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+    column_exists = columns < query_length
+    global_column = query.to(tl.int64) * query_length + columns
+    column_active = column_exists
+    if HAS_QUERIES_MASK:
+        column_weight = tl.load(queries_mask_ptr + global_column, mask=column_exists, other=0)
+        column_active = column_active & (column_weight != 0)
+    dims = tl.arange(0, BLOCK_EMBEDDING)
+    query_columns = (
+        queries_ptr + query.to(tl.int64) * stride_query + columns[None, :] * stride_query_token + dims[:, None]
+    )
+    if not SPLIT:
+        query_tile = tl.load(query_columns, mask=column_exists[None, :] & (dims < EMBEDDING)[:, None], other=0.0)
+    if SECOND > 0:
+        second_dims = BLOCK_EMBEDDING + tl.arange(0, SECOND)
+        second_columns = (
+            queries_ptr
+            + query.to(tl.int64) * stride_query
+            + columns[None, :] * stride_query_token
+            + second_dims[:, None]
+        )
+        second_exists = column_exists[None, :] & (second_dims < EMBEDDING)[:, None]
+        second_query_tile = tl.load(second_columns, mask=second_exists, other=0.0)
+    if NORMALIZE:
+        column_squares = tl.zeros([BLOCK_COLUMNS], tl.float32)
+        for dim in tl.range(0, EMBEDDING, BLOCK_EMBEDDING):
+            exists = column_exists[None, :] & (dim + dims < EMBEDDING)[:, None]
+            part = tl.load(query_columns + dim, mask=exists, other=0.0).to(tl.float32)
+            column_squares += tl.sum(part * part, axis=0)
+        column_scale = inverse_norm(column_squares)
+
+    for document in tl.range(first, last):
+        base, length = document_range(
+            documents_ptr, cu_seqlens_ptr, query, document, document_length,
+            stride_group, stride_document, stride_document_token, PACKED,
+        )  # fmt: skip
+        flat_document = tl.cast(document, tl.int64)
+        if not HAS_CANDIDATES:
+            flat_document += query.to(tl.int64) * n_documents
+        flat = flat_document * document_length
+        if HAS_DOCUMENTS_MASK:
+            length = tl.load(bounds_ptr + 2 * flat_document)
+        if IN_PIECES:
+            # A piece is a document here, and a document in pieces has no tokens.
+            is_whole = length <= whole
+            base += piece_first.to(tl.int64) * stride_document_token
+            length = tl.where(is_piece, piece_length, tl.where(is_whole, length, 0))
+        best = tl.full([BLOCK_TOKENS, BLOCK_COLUMNS], float("-inf"), tl.float32)
+        if WITH_WINNERS:
+            key = tl.full([BLOCK_TOKENS, BLOCK_COLUMNS], NO_WINNER, tl.int32)
+        for start in tl.range(0, length, BLOCK_TOKENS):
+            tokens = tl.minimum(start + tl.arange(0, BLOCK_TOKENS), length - 1)
+            if HAS_DOCUMENTS_MASK:
+                tokens = tl.load(active_ptr + flat + tokens)
+            token_rows = base + tokens[:, None].to(tl.int64) * stride_document_token + dims[None, :]
+            squares = tl.zeros([BLOCK_TOKENS], tl.float32)
+            if SPLIT:
+                similarities = tl.zeros([BLOCK_TOKENS, BLOCK_COLUMNS], tl.float32)
+                for sum_start in tl.static_range(0, EMBEDDING, SUMMED_EMBEDDING):
+                    products = tl.zeros([BLOCK_TOKENS, BLOCK_COLUMNS], tl.float32)
+                    for dim in tl.range(sum_start, min(EMBEDDING, sum_start + SUMMED_EMBEDDING), BLOCK_EMBEDDING):
+                        exists = dim + dims < EMBEDDING
+                        part = tl.load(query_columns + dim, mask=column_exists[None, :] & exists[:, None], other=0.0)
+                        tile = tl.load(token_rows + dim, mask=exists[None, :], other=0.0)
+                        products = tl.dot(tile, part, products, input_precision=PRECISION)
+                        if NORMALIZE:
+                            squares += tl.sum(tile.to(tl.float32) * tile.to(tl.float32), axis=1)
+                    similarities += products
+            else:
+                if BLOCK_EMBEDDING <= EMBEDDING:
+                    tile = tl.load(token_rows)
+                else:
+                    tile = tl.load(token_rows, mask=(dims < EMBEDDING)[None, :], other=0.0)
+                similarities = tl.dot(tile, query_tile, input_precision=PRECISION)
+                if NORMALIZE:
+                    squares = tl.sum(tile.to(tl.float32) * tile.to(tl.float32), axis=1)
+                if SECOND > 0:
+                    token_rows = base + tokens[:, None].to(tl.int64) * stride_document_token + second_dims[None, :]
+                    if BLOCK_EMBEDDING + SECOND == EMBEDDING:
+                        second_tile = tl.load(token_rows)
+                    else:
+                        second_tile = tl.load(token_rows, mask=(second_dims < EMBEDDING)[None, :], other=0.0)
+                    similarities = tl.dot(second_tile, second_query_tile, similarities, input_precision=PRECISION)
+                    if NORMALIZE:
+                        squares += tl.sum(second_tile.to(tl.float32) * second_tile.to(tl.float32), axis=1)
+            if NORMALIZE:
+                similarities *= inverse_norm(squares)[:, None]
+            if WITH_WINNERS:
+                later = (similarities > best) | ((similarities != similarities) & (best == best))
+                key = tl.where(later, tokens[:, None], key)
+            best = larger(best, similarities)
+
+        column_best = max_along(best, 0)
+        counted = column_active & (length > 0)
+        winner = tl.full([BLOCK_COLUMNS], -1, tl.int32)
+        if WITH_WINNERS:
+            won = (best == column_best[None, :]) | (best != best)
+            column_key = tl.min(tl.where(won, key, NO_WINNER), axis=0)
+            winner = winner_of(column_key, column_best)
+        stored = column_exists
+        if IN_PIECES:
+            stored = column_exists & is_whole
+            piece_columns = piece.to(tl.int64) * tl.num_programs(1) * BLOCK_COLUMNS + columns
+            tl.store(pieces_ptr + piece_columns, column_best, mask=column_exists & is_piece)
+            if WITH_WINNERS:
+                tl.store(keys_ptr + piece_columns, column_key, mask=column_exists & is_piece)
+        if ZERO_MASKED:
+            column_best, winner = with_masked_zeros(
+                column_best, winner, tl.load(bounds_ptr + 2 * flat_document + 1), document_length
+            )
+        if WITH_WINNERS:
+            winner = tl.where(counted, winner, -1)
+            winners_row = flat_document * query_length + columns
+            tl.store(winners_ptr + winners_row, winner.to(winners_ptr.dtype.element_ty), mask=stored)
+        if NORMALIZE:
+            column_best *= column_scale
+        if WEIGHTED:
+            column_best *= column_weight.to(tl.float32)
+        total = tl.sum(tl.where(counted, column_best, 0.0), axis=0)
+        if PACKED or HAS_DOCUMENTS_MASK:
+            # One of the sums of a query is the score of an empty document; the others add nothing to it.
+            total = tl.where(length > 0, total, tl.where(tl.program_id(1) == 0, empty_score, 0.0))
+        if IN_PIECES:
+            tl.store(sums_ptr + document, total, mask=is_whole)
+        else:
+            tl.store(sums_ptr + document, total)
+
+
+_single = Kernel(_single_kernel)
+
+
+def score_single(problem: Problem, plan: ForwardPlan, inputs: Inputs, sums: Tensor, winners: Tensor | None) -> None:
+    """Leave the sums [n_sums, scores] of every score, and the winners."""
+    tile = plan.tile
+    assert isinstance(tile, Tile)
+    strides, *units = divided_strides(problem.query_strides, problem.document_strides)
+    n_pieces = 2 * plan.cuts.number if plan.in_pieces else 0
+    _single(
+        (n_pieces + plan.n_runs * problem.n_queries, plan.row_blocks, 1),
+        (
+            inputs.queries, inputs.documents, inputs.queries_mask, inputs.active, inputs.bounds, inputs.cu_seqlens,
+            inputs.candidates, sums, winners, inputs.pieces, inputs.piece_winners,
+        ),
+        (
+            problem.n_queries, problem.query_length, problem.n_documents, problem.document_length, plan.per_query,
+            plan.run, math.prod(problem.scores_shape), n_pieces, plan.cuts.cut, plan.cuts.whole, problem.empty_score,
+        ),
+        strides,
+        (
+            problem.size, plan.block_embedding, plan.second, tile.rows, tile.columns, plan.split, problem.packed,
+            plan.in_pieces, problem.has_candidates, problem.queries_mask is not None, problem.weighted,
+            problem.documents_mask is not None, problem.zero_masked, problem.normalize, problem.with_winners,
+            problem.precision, *units,
+        ),
+        (tile.num_warps, tile.num_stages, None),
+    )  # fmt: skip

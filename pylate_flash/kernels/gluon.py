@@ -1,0 +1,53 @@
+"""What kernels in Gluon share. Not every Triton has Gluon: imported where `select.has_gluon` says so."""
+
+from __future__ import annotations
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+@gluon.jit
+def larger_of(a, b):
+    return gl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@gluon.jit
+def add(a, b):
+    return a + b
+
+
+@gluon.jit
+def execute(INSTRUCTION: gl.constexpr, WARPS: gl.constexpr = 4):
+    """Execute an instruction that is not about a tensor, in each of the WARPS warps of a part."""
+    threads = gl.arange(0, 32 * WARPS, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
+    gl.inline_asm_elementwise(
+        INSTRUCTION + " mov.b32 $0, $1;", "=r,r", [threads], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def find_document(cu_seqlens_ptr, n_documents, position, COST: gl.constexpr):
+    """The first document that begins at `position` or later, where each costs its tokens and COST more.
+
+    `cuts.lower_bound` of one target.
+    """
+    probes = gl.arange(0, 256, layout=gl.BlockedLayout([2], [32], [4], [0]))
+    low = gl.to_tensor(0)
+    left = gl.to_tensor(n_documents)
+    while left > 0:
+        step = gl.cdiv(left, 256)
+        entries = low + (probes + 1) * step - 1
+        exists = entries < low + left
+        values = gl.load(cu_seqlens_ptr + entries, mask=exists, other=0).to(gl.int64)
+        below = exists & (values + entries.to(gl.int64) * COST < position)
+        skipped = gl.reduce(below.to(gl.int32), 0, add) * step
+        left = gl.minimum(gl.maximum(step - 1, 0), left - skipped)
+        low += skipped
+    return low
+
+
+@gluon.jit
+def next_slot(slot, phase, STAGES: gl.constexpr):
+    last = slot == STAGES - 1
+    return gl.where(last, 0, slot + 1), gl.where(last, phase ^ 1, phase)

@@ -1,0 +1,181 @@
+"""The computation of scores and gradients on tensors: by Triton kernels, or in blocks of plain torch."""
+
+from __future__ import annotations
+
+import functools
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from ..kernels.select import choose
+from .blocked import Inputs, blocked_backward, blocked_forward
+from .blocked_varlen import blocked_varlen_backward, blocked_varlen_forward
+from .checks import checked_mask
+from .norms import scales
+from .packing import host_bounds_of
+from .problem import Options, Problem, Tensors, problem_of
+
+Gradients = tuple[Tensor | None, Tensor | None]
+
+
+def compute(tensors: Tensors, options: Options, with_winners: bool) -> tuple[Tensor, Tensor | None]:
+    """Scores, float32, and the winners [documents, rows], if asked for."""
+    problem = problem_of(tensors, options, with_winners)
+    mean = options.reduction == "mean"
+    if mean:
+        # The score of an empty document is not divided.
+        problem = problem._replace(empty_score=0.0)
+    implementation = choose(options.implementation, problem.device, problem.dtype, problem.size)
+    if problem.is_empty:
+        scores, winners = _without_tokens(problem, tensors)
+    elif implementation == "triton":
+        scores, winners = kernels().scores(problem, tensors)
+    else:
+        scores, winners = _in_blocks(problem, tensors)
+    if mean:
+        scores = with_empty_score(scores / active_counts(problem, tensors), tensors, options.empty_score)
+    return scores, winners
+
+
+def compute_gradients(
+    tensors: Tensors,
+    options: Options,
+    grad_scores: Tensor,
+    winners: Tensor,
+    need_queries: bool,
+    need_documents: bool,
+) -> Gradients:
+    """The gradients of queries and documents, contiguous in their type; None for one that is not needed."""
+    problem = problem_of(tensors, options)
+    if options.reduction == "mean":
+        grad_scores = grad_scores / active_counts(problem, tensors)
+    if problem.is_empty or 0 in tensors.queries.shape:
+        zeros = [torch.zeros_like(t, memory_format=torch.contiguous_format) for t in tensors[:2]]
+        return zeros[0] if need_queries else None, zeros[1] if need_documents else None
+    implementation = choose(options.implementation, problem.device, problem.dtype, problem.size)
+    compute = kernels().gradients if implementation == "triton" else _gradients_in_blocks
+    return compute(problem, tensors, grad_scores, winners, need_queries, need_documents)
+
+
+def _without_tokens(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor | None]:
+    """Scores where there is no token of a query, of a document, or neither."""
+    device, winners = problem.device, None
+    if problem.with_winners:
+        winners = torch.full(problem.winners_shape, -1, dtype=problem.winners_dtype, device=device)
+    scores = torch.zeros(problem.scores_shape, device=device)
+    return with_empty_score(scores, tensors, problem.empty_score), winners
+
+
+def with_empty_score(scores: Tensor, tensors: Tensors, empty_score: float) -> Tensor:
+    """The scores, `empty_score` where a document has no active token."""
+    if empty_score == 0.0:
+        return scores
+    if tensors.documents_cu_seqlens is not None:
+        empty = tensors.documents_cu_seqlens.diff().to(scores.device, non_blocking=True) == 0
+    elif tensors.documents_mask is not None:
+        empty = (tensors.documents_mask == 0).all(dim=-1)
+    elif tensors.documents.shape[-2] > 0:
+        return scores
+    else:
+        empty = torch.ones_like(scores, dtype=torch.bool)
+    return scores.masked_fill(empty, empty_score)
+
+
+def active_counts(problem: Problem, tensors: Tensors) -> Tensor:
+    """The number of active tokens of each score's query, at least 1, to divide the scores by."""
+    if tensors.queries_mask is not None:
+        counts = (tensors.queries_mask != 0).sum(dim=-1)
+    elif tensors.queries_cu_seqlens is not None:
+        counts = tensors.queries_cu_seqlens.diff().to(problem.device, non_blocking=True)
+    else:
+        counts = torch.full((problem.n_queries,), problem.query_length, device=problem.device)
+    counts = counts.clamp(min=1)
+    if tensors.candidates_cu_seqlens is None:
+        return counts.unsqueeze(1)
+    owned = tensors.candidates_cu_seqlens.diff().to(problem.device, non_blocking=True)
+    return counts.repeat_interleave(owned, output_size=problem.n_documents)
+
+
+@functools.cache
+def kernels() -> ModuleType:
+    """What computes by kernels, imported when first needed, because Triton is not everywhere."""
+    from . import kernel_calls
+
+    return kernel_calls
+
+
+def checked_masks(tensors: Tensors) -> tuple[Tensor | None, Tensor | None]:
+    """Both masks after a look at their values, where that waits for nothing."""
+    return (
+        checked_mask("queries_mask", tensors.queries_mask, weights=True),
+        checked_mask("documents_mask", tensors.documents_mask),
+    )
+
+
+def _blocked_inputs(problem: Problem, tensors: Tensors) -> tuple[Inputs, Tensor | None]:
+    """In the grouped layout [groups, documents, Ld, d], or flat where documents are packed; and weights of queries."""
+    queries, documents, *_ = tensors
+    queries_mask, documents_mask = checked_masks(tensors)
+    weights = None
+    if queries_mask is not None and queries_mask.is_floating_point():
+        weights = queries_mask.to(torch.float64 if problem.dtype == torch.float64 else torch.float32)
+        queries_mask = queries_mask != 0
+    if problem.packed and queries.dim() == 3:
+        queries = queries.flatten(0, 1)
+        queries_mask, weights = (None if tensor is None else tensor.flatten() for tensor in (queries_mask, weights))
+    if not problem.packed and documents.dim() == 3:
+        documents = documents.unsqueeze(0)
+        documents_mask = None if documents_mask is None else documents_mask.unsqueeze(0)
+    scaled_by = scales(queries, documents, problem.normalize)
+    return Inputs(queries, documents, queries_mask, documents_mask, *scaled_by), weights
+
+
+def _weighted(inputs: Inputs, weights: Tensor | None) -> Inputs:
+    """With weights among what query rows are scaled by: positive, they commute with the maximum as norms do."""
+    if weights is None:
+        return inputs
+    scale = inputs.queries_scale
+    return inputs._replace(queries_scale=weights if scale is None else scale * weights)
+
+
+def _in_blocks(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor | None]:
+    # Under autocast the inputs have the autocast type already; the products inside must not be rounded to it.
+    with torch.autocast(problem.device.type, enabled=False):
+        inputs = _weighted(*_blocked_inputs(problem, tensors))
+        if problem.packed:
+            bounds = host_bounds_of(problem, tensors)
+            scores, winners = blocked_varlen_forward(inputs, bounds, problem.query_length, problem.with_winners)
+        else:
+            scores, winners = blocked_forward(inputs, problem.zero_masked, problem.with_winners)
+        scores = with_empty_score(scores.float(), tensors, problem.empty_score)
+    if winners is not None:
+        winners = winners.to(problem.winners_dtype).view(problem.winners_shape)
+    return scores, winners
+
+
+def _gradients_in_blocks(
+    problem: Problem, tensors: Tensors, grad_scores: Tensor, winners: Tensor, need_queries: bool, need_documents: bool
+) -> Gradients:
+    inputs, weights = _blocked_inputs(problem, tensors)
+
+    def gradients(inputs: Inputs, need_queries: bool, need_documents: bool) -> Gradients:
+        needs = need_queries, need_documents
+        if problem.packed:
+            bounds = host_bounds_of(problem, tensors)
+            return blocked_varlen_backward(inputs, bounds, problem.query_length, grad_scores, winners, *needs)
+        grouped = winners.view(*inputs.documents.shape[:2], problem.rows)
+        return blocked_backward(inputs, grad_scores.contiguous(), grouped, *needs)
+
+    if weights is None:
+        grad_queries, grad_documents = gradients(inputs, need_queries, need_documents)
+    else:
+        # The Jacobian of the norms is that of the queries without their weights.
+        grad_queries = gradients(inputs, True, False)[0] if need_queries else None
+        grad_documents = gradients(_weighted(inputs, weights), False, True)[1] if need_documents else None
+        if grad_queries is not None:
+            grad_queries = (grad_queries * weights.unsqueeze(-1)).to(problem.dtype)
+    return (
+        None if grad_queries is None else grad_queries.view(tensors.queries.shape),
+        None if grad_documents is None else grad_documents.view(tensors.documents.shape),
+    )

@@ -1,0 +1,108 @@
+"""What serves a call, and why: the same choices that are made when it runs."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ..kernels.select import BackwardPlan, ForwardPlan, backward_plan, choose, forward_plan, why
+from .maxsim import checked, needs_gradient
+from .problem import Options, Problem, Tensors, problem_of
+from .varlen import with_lengths
+
+
+class Explanation(NamedTuple):
+    """What serves a call; `str` of it says so in a few lines.
+
+    Attributes
+    ----------
+    implementation, reason
+        "triton" or "blocked", and why.
+    forward
+        The plan of the forward: its kernel, tile and grid, and why. None where no kernel serves the call.
+    backward
+        The plan of the gradient of the documents, and why. None also where no gradient is needed.
+    """
+
+    implementation: str
+    reason: str
+    forward: ForwardPlan | None
+    backward: BackwardPlan | None
+
+    def __str__(self) -> str:
+        lines = [f"{self.implementation}: {self.reason}"]
+        if self.forward is not None:
+            plan = self.forward
+            tile = ", ".join(f"{name} {value}" for name, value in plan.tile._asdict().items())
+            lines.append(f"forward: the {plan.kernel} kernel, because {plan.reason}; tile: {tile}")
+        if self.backward is not None:
+            lines.append(f"gradient of the documents: {self.backward.kernel}, because {self.backward.reason}")
+        return "\n".join(lines)
+
+
+def explain(
+    queries: Tensor,
+    documents: Tensor,
+    *,
+    queries_mask: Tensor | None = None,
+    documents_mask: Tensor | None = None,
+    queries_cu_seqlens: Tensor | None = None,
+    documents_cu_seqlens: Tensor | None = None,
+    candidates_cu_seqlens: Tensor | None = None,
+    max_query_length: int | None = None,
+    max_document_length: int | None = None,
+    normalize: bool = False,
+    masking: str = "exclude",
+    implementation: str = "auto",
+) -> Explanation:
+    """Say what serves a call of `maxsim`, or with boundaries of `maxsim_varlen`, and why. Computes nothing.
+
+    Parameters
+    ----------
+    queries, documents
+        As in `maxsim`, padded; or as in `maxsim_varlen`, packed. Where one requires a gradient, and gradients are
+        enabled, the backward is explained too.
+    queries_mask, documents_mask
+        As in `maxsim`, for padded tokens.
+    queries_cu_seqlens, documents_cu_seqlens, candidates_cu_seqlens, max_query_length, max_document_length
+        As in `maxsim_varlen`, for packed tokens; the call waits for a GPU where that one does.
+    normalize, masking, implementation
+        As in `maxsim`.
+
+    Returns
+    -------
+    Explanation
+        The implementation, the plans of its kernels, and the reasons; print it.
+
+    Raises
+    ------
+    TypeError, ValueError, RuntimeError
+        As the call does, but for values of masks, at which this does not look.
+
+    Examples
+    --------
+    >>> import torch
+    >>> explain(torch.zeros(2, 3, 8), torch.zeros(4, 5, 8)).implementation
+    'blocked'
+    """
+    tensors = Tensors(
+        queries, documents, queries_mask, documents_mask, queries_cu_seqlens, documents_cu_seqlens,
+        candidates_cu_seqlens,
+    )  # fmt: skip
+    options = Options(normalize=bool(normalize), masking=masking, implementation=implementation)
+    if documents_cu_seqlens is not None:
+        options = with_lengths(tensors, options, max_query_length, max_document_length)
+    tensors = checked("explain", tensors, options)
+    return explain_problem(problem_of(tensors, options, needs_gradient(*tensors[:2])), implementation)
+
+
+def explain_problem(problem: Problem, implementation: str = "auto") -> Explanation:
+    """`explain` of a problem."""
+    kind = implementation, problem.device, problem.dtype, problem.size
+    chosen = choose(*kind)
+    forward = backward = None
+    if chosen == "triton" and not problem.is_empty:
+        forward = forward_plan(problem)
+        backward = backward_plan(problem) if problem.with_winners else None
+    return Explanation(chosen, why(*kind), forward, backward)

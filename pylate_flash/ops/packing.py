@@ -1,0 +1,149 @@
+"""Sequences packed one after the other in [T, d], and cu_seqlens [N + 1], which tells where each begins.
+
+Sequence i is rows cu_seqlens[i] to cu_seqlens[i + 1].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .checks import check_boundaries, is_readable
+from .problem import Problem, Tensors
+
+
+def pack(sequences: Sequence[Tensor | np.ndarray]) -> tuple[Tensor, Tensor]:
+    """Lay sequences of token embeddings one after the other.
+
+    Parameters
+    ----------
+    sequences
+        Tensors or arrays [L_i, d], with one d, dtype and device; L_i may be 0. At least one.
+
+    Returns
+    -------
+    tuple of Tensor
+        The tokens [T, d], through which gradients flow, and cu_seqlens [N + 1], int32 (int64 where T needs it), on the
+        same device.
+
+    Raises
+    ------
+    ValueError
+        If there are none, or one is not of shape [L_i, d].
+
+    Examples
+    --------
+    >>> import torch
+    >>> values, cu_seqlens = pack([torch.ones(2, 4), torch.ones(0, 4), torch.ones(1, 4)])
+    >>> values.shape, cu_seqlens
+    (torch.Size([3, 4]), tensor([0, 2, 2, 3], dtype=torch.int32))
+    """
+    if len(sequences) == 0:
+        raise ValueError("sequences must hold at least one sequence, got none")
+    tensors = [torch.as_tensor(sequence) for sequence in sequences]
+    size = tensors[0].shape[-1] if tensors[0].dim() else 0
+    for index, tensor in enumerate(tensors):
+        if tensor.dim() != 2 or tensor.shape[1] != size:
+            raise ValueError(
+                f"sequences must have shape [L_i, d] with one d, got {list(tensor.shape)} at {index} "
+                f"and {list(tensors[0].shape)} at 0"
+            )
+    lengths = np.fromiter((tensor.shape[0] for tensor in tensors), dtype=np.int64, count=len(tensors))
+    bounds = np.concatenate([[0], np.cumsum(lengths)])
+    boundaries = torch.from_numpy(bounds.astype(np.int32 if bounds[-1] < 2**31 else np.int64))
+    values = torch.cat(tensors)
+    return values, boundaries.to(values.device, non_blocking=True)
+
+
+def unpack(values: Tensor, cu_seqlens: Tensor) -> list[Tensor]:
+    """The sequences that `pack` laid one after the other.
+
+    Parameters
+    ----------
+    values
+        [T, ...]: tokens, or anything else that there is one of per token.
+    cu_seqlens
+        [N + 1], int32 or int64, not decreasing, from 0 to T. On a GPU, the call waits for it.
+
+    Returns
+    -------
+    list of Tensor
+        N views [L_i, ...] of `values`, through which gradients flow.
+
+    Raises
+    ------
+    TypeError
+        If an argument is no tensor, or `cu_seqlens` neither int32 nor int64.
+    ValueError
+        If `cu_seqlens` does not rise from 0 to T.
+
+    Examples
+    --------
+    >>> import torch
+    >>> values, cu_seqlens = pack([torch.ones(2, 1), torch.zeros(1, 1)])
+    >>> [sequence.tolist() for sequence in unpack(values, cu_seqlens)]
+    [[[1.0], [1.0]], [[0.0]]]
+    """
+    if not isinstance(values, Tensor):
+        raise TypeError(f"values must be a torch.Tensor, got {type(values).__name__}")
+    if values.dim() == 0:
+        raise ValueError("values must have shape [T, ...], got []")
+    check_boundaries("cu_seqlens", cu_seqlens)
+    bounds = host_bounds("cu_seqlens", cu_seqlens, values.shape[0], "values")
+    return list(values.split(np.diff(bounds).tolist()))
+
+
+def host_bounds(name: str, cu_seqlens: Tensor, total: int, of: str, most: int | None = None) -> np.ndarray:
+    """The boundaries on the host, int64, after a check of their values: no sequence of `of` is longer than `most`."""
+    bounds = cu_seqlens.cpu().numpy().astype(np.int64)
+    lengths = np.diff(bounds)
+    counted = f"tokens of {of}" if name in ("queries_cu_seqlens", "documents_cu_seqlens") else of
+    falling = bool((lengths < 0).any())
+    if falling or bounds[0] != 0 or bounds[-1] != total:
+        raise ValueError(
+            f"{name} must rise from 0 to the number of {counted}, {total}, got {bounds[0]} to {bounds[-1]}"
+            + (", falling in between" if falling else "")
+        )
+    if most is not None and lengths.max(initial=0) > most:
+        raise ValueError(f"{name} has a sequence of length {lengths.max()}, more than {_OPTIONS[of]} = {most}")
+    return bounds
+
+
+# What the option is called that tells the longest.
+_OPTIONS = {"queries": "max_query_length", "documents": "max_document_length"}
+
+
+def longest(name: str, cu_seqlens: Tensor, total: int, of: str, given: int | None) -> int:
+    """Length of the longest sequence, or a bound on it: `given`, or found out. On the CPU, values are checked."""
+    if given is not None and given < 0:
+        raise ValueError(f"{_OPTIONS[of]} must be at least 0, got {given}")
+    if is_readable(cu_seqlens):
+        lengths = np.diff(host_bounds(name, cu_seqlens, total, of, given))
+        return given if given is not None else int(lengths.max(initial=0))
+    if given is not None:
+        return given
+    # A single sequence is all there is. Where nothing can be looked at, any bound will do.
+    if cu_seqlens.shape[0] <= 2 or cu_seqlens.is_meta:
+        return total
+    return int(cu_seqlens.diff().max())
+
+
+def host_bounds_of(problem: Problem, tensors: Tensors) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """The boundaries of a packed call's queries, documents and candidates on the host, checked; waits for a GPU."""
+    if tensors.queries_cu_seqlens is None:
+        queries = np.arange(problem.n_queries + 1) * problem.query_length
+    else:
+        queries = host_bounds(
+            "queries_cu_seqlens", tensors.queries_cu_seqlens, tensors.queries.shape[0], "queries", problem.query_length
+        )
+    assert tensors.documents_cu_seqlens is not None
+    documents = host_bounds(
+        "documents_cu_seqlens", tensors.documents_cu_seqlens, problem.n_tokens, "documents", problem.document_length
+    )
+    if tensors.candidates_cu_seqlens is None:
+        return queries, documents, None
+    candidates = host_bounds("candidates_cu_seqlens", tensors.candidates_cu_seqlens, problem.n_documents, "documents")
+    return queries, documents, candidates

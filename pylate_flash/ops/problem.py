@@ -1,0 +1,245 @@
+"""One description of what a call asks for: its tensors, its options, and the `Problem` that they make.
+
+`problem_of` looks at nothing but what tensors say of themselves (shapes, strides, types), makes every check there is,
+and leaves the description that implementations and kernels take in place of twenty arguments.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .checks import check_boundaries, check_embeddings, check_mask_layout, check_same
+
+_QUERIES = {3: "[Nq, Lq, d]"}
+_DOCUMENTS = {3: "[Nd, Ld, d]", 4: "[Nq, K, Ld, d]"}
+_PACKED_QUERIES = {2: "[Tq, d]", 3: "[Nq, Lq, d]"}
+_PACKED_DOCUMENTS = {2: "[Td, d]"}
+
+
+class Tensors(NamedTuple):
+    """The tensors of a call.
+
+    Padded: `queries` [Nq, Lq, d]; `documents` [Nd, Ld, d], which all queries meet, or [Nq, K, Ld, d]; masks of their
+    tokens. Packed, with `documents_cu_seqlens` [Nd + 1]: `documents` [Td, d], and `candidates_cu_seqlens` [Nq + 1]
+    where query i meets only documents candidates[i] to candidates[i + 1]; `queries` [Tq, d] with `queries_cu_seqlens`,
+    or padded with their mask.
+    """
+
+    queries: Tensor
+    documents: Tensor
+    queries_mask: Tensor | None = None
+    documents_mask: Tensor | None = None
+    queries_cu_seqlens: Tensor | None = None
+    documents_cu_seqlens: Tensor | None = None
+    candidates_cu_seqlens: Tensor | None = None
+
+
+class Options(NamedTuple):
+    """The options of a call; the lengths are those of the longest sequences, or more, where they are packed."""
+
+    max_query_length: int = 0
+    max_document_length: int = 0
+    max_candidates: int = 0
+    normalize: bool = False
+    reduction: str = "sum"
+    masking: str = "exclude"
+    empty_score: float = 0.0
+    implementation: str = "auto"
+
+
+class Problem(NamedTuple):
+    """What a call asks for, but for the values of its tensors.
+
+    Documents come in groups: one that all queries meet (`groups` 1), or one of each query (`groups` = `n_queries`).
+    Padded documents are [groups, n_documents, document_length, size] by their strides; of packed ones there are
+    `n_documents` and `n_tokens` in all, the longest of `document_length`, and with candidates every query has a group.
+    Queries are [n_queries, query_length, size], where packed ones are padded to the longest.
+    """
+
+    dtype: torch.dtype
+    device: torch.device
+    n_queries: int
+    query_length: int
+    size: int
+    groups: int
+    n_documents: int
+    document_length: int
+    n_tokens: int
+    query_strides: tuple[int, ...]
+    document_strides: tuple[int, ...]
+    # The types of masks and boundaries, None where there are none.
+    queries_mask: torch.dtype | None
+    documents_mask: torch.dtype | None
+    cu_seqlens: torch.dtype | None
+    candidates: torch.dtype | None
+    max_candidates: int
+    normalize: bool
+    zero_masked: bool
+    empty_score: float
+    # Whether documents begin at a multiple of 16 bytes.
+    aligned: bool
+    # Triton's name for the precision of products of float32.
+    precision: str
+    with_winners: bool
+
+    @property
+    def packed(self) -> bool:
+        return self.cu_seqlens is not None
+
+    @property
+    def has_candidates(self) -> bool:
+        return self.candidates is not None
+
+    @property
+    def all_documents(self) -> int:
+        """Documents of all groups."""
+        return self.n_documents if self.packed else self.groups * self.n_documents
+
+    @property
+    def rows(self) -> int:
+        """Query tokens, padding included, that every document of a group meets."""
+        return self.n_queries // self.groups * self.query_length if self.groups else 0
+
+    @property
+    def weighted(self) -> bool:
+        """Whether the queries' mask holds weights."""
+        return self.queries_mask is not None and self.queries_mask.is_floating_point
+
+    @property
+    def scores_shape(self) -> tuple[int, ...]:
+        return (self.n_documents,) if self.has_candidates else (self.n_queries, self.n_documents)
+
+    @property
+    def winners_shape(self) -> tuple[int, int]:
+        """Of every document of every group, which token each of the rows has chosen."""
+        return self.all_documents, self.rows
+
+    @property
+    def winners_dtype(self) -> torch.dtype:
+        return winners_dtype(self.document_length)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no score, or nothing to compute one of."""
+        return 0 in (self.n_queries, self.query_length, self.n_documents, self.document_length, self.n_tokens)
+
+
+def winners_dtype(document_length: int) -> torch.dtype:
+    """The type that holds a winner among so many tokens, or -1 for none."""
+    return torch.int16 if document_length <= 32767 else torch.int32
+
+
+def check(tensors: Tensors) -> None:
+    """Raise unless the tensors of a call fit together.
+
+    Raises
+    ------
+    TypeError
+        If a type is not one of those that it may be, or those of queries and documents differ.
+    ValueError
+        If shapes, devices or embedding sizes do not fit together.
+    """
+    queries, documents, queries_mask, documents_mask, queries_cu_seqlens, documents_cu_seqlens, candidates = tensors
+    packed = documents_cu_seqlens is not None
+    check_embeddings("queries", queries, _PACKED_QUERIES if packed else _QUERIES)
+    check_embeddings("documents", documents, _PACKED_DOCUMENTS if packed else _DOCUMENTS)
+    check_same(queries, documents)
+    if documents.dim() == 4 and documents.shape[0] != queries.shape[0]:
+        raise ValueError(
+            f"documents of shape [Nq, K, Ld, d] must have one row of candidates per query, Nq = {queries.shape[0]}, "
+            f"got {list(documents.shape)}"
+        )
+    if queries_mask is not None:
+        check_mask_layout("queries_mask", queries_mask, queries)
+    if documents_mask is not None:
+        check_mask_layout("documents_mask", documents_mask, documents)
+    if packed:
+        check_boundaries("documents_cu_seqlens", documents_cu_seqlens)
+        n_queries = queries.shape[0]
+        if queries_cu_seqlens is not None:
+            check_boundaries("queries_cu_seqlens", queries_cu_seqlens)
+            n_queries = queries_cu_seqlens.shape[0] - 1
+        if candidates is not None:
+            check_boundaries("candidates_cu_seqlens", candidates)
+            if candidates.shape[0] != n_queries + 1:
+                raise ValueError(
+                    f"candidates_cu_seqlens must have Nq + 1 = {n_queries + 1} entries, got {candidates.shape[0]}"
+                )
+
+
+class Sizes(NamedTuple):
+    """How many of everything there are, as in `Problem`; symbolic ones too."""
+
+    n_queries: int
+    query_length: int
+    groups: int
+    n_documents: int
+    document_length: int
+    scores_shape: tuple[int, ...]
+    winners_shape: tuple[int, int]
+
+
+def sizes_of(tensors: Tensors, options: Options) -> Sizes:
+    """The sizes of a call, which may be symbolic, for what needs no more than them."""
+    queries, documents, _, _, queries_cu_seqlens, cu_seqlens, candidates = tensors
+    n_queries, query_length = queries.shape[:2]
+    if queries_cu_seqlens is not None:
+        n_queries, query_length = queries_cu_seqlens.shape[0] - 1, options.max_query_length
+    if cu_seqlens is not None:
+        n_documents, length = cu_seqlens.shape[0] - 1, options.max_document_length
+        shape = (n_queries, n_documents) if candidates is None else (n_documents,)
+        rows = query_length if candidates is not None else n_queries * query_length
+        return Sizes(n_queries, query_length, 1, n_documents, length, shape, (n_documents, rows))
+    *groups, n_documents, length, _ = documents.shape
+    rows = query_length if groups else n_queries * query_length
+    every = groups[0] * n_documents if groups else n_documents
+    return Sizes(
+        n_queries, query_length, groups[0] if groups else 1, n_documents, length, (n_queries, n_documents),
+        (every, rows),
+    )  # fmt: skip
+
+
+def problem_of(tensors: Tensors, options: Options, with_winners: bool = False) -> Problem:
+    """The problem of a call, after every check of its tensors (`check`)."""
+    check(tensors)
+    queries, documents, queries_mask, documents_mask, queries_cu_seqlens, documents_cu_seqlens, candidates = tensors
+    dtype = queries.dtype
+    shape, strides = documents.shape, documents.stride()
+    document_strides: tuple[int, ...]
+    if documents_cu_seqlens is not None:
+        n_documents, document_length, n_tokens = (
+            documents_cu_seqlens.shape[0] - 1, options.max_document_length, shape[0],
+        )  # fmt: skip
+        groups, document_strides = 1, (0, 0, strides[0])
+    elif len(shape) == 3:
+        groups, n_documents, document_length = 1, shape[0], shape[1]
+        n_tokens, document_strides = n_documents * document_length, (0, *strides[:2])
+    else:
+        groups, n_documents, document_length = shape[:3]
+        n_tokens, document_strides = groups * n_documents * document_length, strides[:3]
+    if queries_cu_seqlens is None:
+        n_queries, query_length, size = queries.shape
+        query_strides = queries.stride()[:2]
+    else:
+        n_queries, query_length, size = queries_cu_seqlens.shape[0] - 1, options.max_query_length, queries.shape[1]
+        query_strides = (query_length * queries.stride(0), queries.stride(0))
+    if candidates is not None:
+        groups = n_queries
+    return Problem(
+        dtype, queries.device, n_queries, query_length, size, groups, n_documents, document_length, n_tokens,
+        query_strides, document_strides,
+        None if queries_mask is None else queries_mask.dtype,
+        None if documents_mask is None else documents_mask.dtype,
+        None if documents_cu_seqlens is None else documents_cu_seqlens.dtype,
+        None if candidates is None else candidates.dtype,
+        options.max_candidates, options.normalize, options.masking == "zero" and documents_mask is not None,
+        options.empty_score, documents.data_ptr() % 16 == 0, product_precision(dtype), with_winners,
+    )  # fmt: skip
+
+
+def product_precision(dtype: torch.dtype) -> str:
+    """Triton's name for `torch.get_float32_matmul_precision()`; half inputs are multiplied exactly either way."""
+    return "ieee" if dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest" else "tf32"

@@ -1,0 +1,35 @@
+"""What the docstrings of the public operations say: their examples, and every parameter."""
+
+from __future__ import annotations
+
+import doctest
+import inspect
+import re
+
+import pytest
+
+import pylate_flash
+from pylate_flash import ops
+
+OPERATIONS = [name for name in ops.__all__ if not name[0].isupper()]
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_examples(name: str) -> None:
+    names = {public: getattr(pylate_flash, public) for public in pylate_flash.__all__}
+    failures: list[str] = []
+    for example in doctest.DocTestFinder().find(getattr(ops, name), name=name, globs=names):
+        doctest.DocTestRunner(verbose=False).run(example, out=failures.append)
+    assert not failures, "".join(failures)
+
+
+@pytest.mark.parametrize("name", [name for name in OPERATIONS if not name.endswith("_reference")])
+def test_parameters_results_and_errors_are_named(name: str) -> None:
+    operation = getattr(ops, name)
+    sections = re.split(r"\n *(\w+)\n *-+\n", inspect.getdoc(operation) or "")
+    text = dict(zip(sections[1::2], sections[2::2], strict=True))
+    assert {"Parameters", "Returns", "Raises"} <= text.keys()
+    headings = re.findall(r"^(\w+(?:, \w+)*)$", text["Parameters"], flags=re.MULTILINE)
+    named = [parameter for heading in headings for parameter in heading.split(", ")]
+    assert named == list(dict.fromkeys(named))
+    assert set(named) == inspect.signature(operation).parameters.keys()

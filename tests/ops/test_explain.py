@@ -1,0 +1,68 @@
+"""`explain` says what runs: it asks the same functions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pylate_flash import explain, pack
+from pylate_flash.kernels import select
+
+
+def test_on_a_cpu() -> None:
+    explanation = explain(torch.zeros(2, 3, 8), torch.zeros(4, 5, 8))
+    assert explanation.implementation == "blocked"
+    assert "need a CUDA device" in str(explanation)
+    assert explanation.forward is explanation.backward is None
+    named = explain(torch.zeros(2, 3, 8), torch.zeros(4, 5, 8), implementation="blocked")
+    assert str(named) == "blocked: asked for by name"
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a Hopper GPU."""
+    monkeypatch.setattr(select, "_kernels_take", lambda *kind: None)
+    monkeypatch.setattr(select, "architecture", lambda device: (9, 132))
+    monkeypatch.setattr("pylate_flash.ops.explanation.choose", lambda *kind: "triton")
+
+
+@pytest.mark.parametrize(
+    ("queries", "documents", "kernel", "backward"),
+    [
+        ((1, 32, 128), (100, 180, 128), "single", "compare_winners"),
+        ((10, 32, 128), (10, 100, 180, 128), "single", "compare_winners"),
+        ((64, 32, 128), (64, 180, 128), "hopper", "lists"),
+        ((2, 20, 128), (64, 180, 128), "stacked", "compare_winners"),
+    ],
+)
+def test_of_kernels(queries: tuple, documents: tuple, kernel: str, backward: str, kernels: None) -> None:
+    tensors = [torch.zeros(shape, dtype=torch.bfloat16, requires_grad=True) for shape in (queries, documents)]
+    explanation = explain(*tensors)
+    assert explanation.forward is not None
+    assert explanation.backward is not None
+    assert explanation.forward.kernel == kernel
+    assert explanation.backward.kernel == backward
+    for word in (f"the {kernel} kernel", "tile: rows", f"documents: {backward}", "triton: cpu tensors"):
+        assert word in str(explanation)
+    assert explain(*(tensor.detach() for tensor in tensors)).backward is None
+
+
+def test_of_packed_tokens(kernels: None) -> None:
+    documents, bounds = pack([torch.zeros(5000, 128).bfloat16(), torch.zeros(3, 128).bfloat16()])
+    queries, queries_bounds = pack([torch.zeros(32, 128).bfloat16()] * 40)
+    boundaries = {"queries_cu_seqlens": queries_bounds, "documents_cu_seqlens": bounds}
+    explanation = explain(queries, documents, **boundaries)
+    assert explanation.forward is not None
+    assert explanation.forward.in_pieces
+    assert "in pieces" in str(explanation)
+    candidates = torch.tensor([0, *[2] * 40])
+    explanation = explain(queries, documents, **boundaries, candidates_cu_seqlens=candidates)
+    assert explanation.forward is not None
+    assert explanation.forward.kernel == "single"
+
+
+def test_bad_input_is_refused_as_by_the_call() -> None:
+    with pytest.raises(ValueError, match="embedding size of queries, 8, got 7"):
+        explain(torch.zeros(2, 3, 8), torch.zeros(4, 5, 7))
+    with pytest.raises(TypeError, match=r"queries must be a torch.Tensor"):
+        explain([1.0], torch.zeros(4, 5, 7))
