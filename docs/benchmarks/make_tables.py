@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from pylate_flash.bench import load_suite, results
-from pylate_flash.bench.report import cell, duration, heading, titles
+from pylate_flash.bench.report import cell, counted, duration, heading, multiple, titles
 from pylate_flash.bench.suite import OURS, Suite
 
 MARKER = "<!-- bench:{}:{} -->"
@@ -47,7 +47,9 @@ def render(suite: Suite, result: dict[str, Any] | None) -> str:
         )
     heads = titles(suite, result)
     protocol = result["protocol"]
-    columns = ["name", "Nq x Nd, Lq x Ld", "floor", *heads.values(), "ours / floor", "best other / ours"]
+    multiples = counted(heads, result)
+    ratios = ["ours / floor", *(f"ours / {head}" for head in multiples.values()), "best other / ours"]
+    columns = ["name", "Nq x Nd, Lq x Ld", "floor", *heads.values(), *ratios]
     about = "; ".join(
         f"{system.title} is {system.about}"
         for system in (*suite.systems, *suite.compiled)
@@ -78,6 +80,7 @@ def render(suite: Suite, result: dict[str, Any] | None) -> str:
             duration(row["floor_ms"], suite.unit),
             *(_cell(name, row["systems"].get(name), suite.unit) for name in heads),
             "-" if over_floor is None else f"{over_floor:.2f}",
+            *(multiple(row, name) for name in multiples),
             "-" if ratio is None else f"{ratio:.2f}",
         ]
         lines.append("| " + " | ".join(cells) + " |")

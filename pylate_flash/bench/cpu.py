@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from pylate_flash.bench import forward, varlen
-from pylate_flash.bench.launch import either, make_inputs, reference
 from pylate_flash.bench.peers import MAXSIM_CPU, PYLATE
 from pylate_flash.bench.suite import OURS, Candidate, Suite, System, Unavailable
 
@@ -23,6 +22,23 @@ ROWS = (
 )
 
 Inputs = forward.Inputs | varlen.Request
+
+
+def make_inputs(row: forward.Shape | varlen.Ragged, device: torch.device, dtype: torch.dtype) -> Any:
+    """As the row's own suite."""
+    if isinstance(row, forward.Shape):
+        return forward.make_inputs(row, device, dtype)
+    return varlen.make_inputs(row, device, dtype)
+
+
+def reference(inputs: Inputs) -> torch.Tensor:
+    """As the inputs' own suite."""
+    return forward.reference(inputs) if isinstance(inputs, forward.Inputs) else varlen.reference(inputs)
+
+
+def ours(inputs: Inputs) -> Sequence[Candidate]:
+    """`maxsim` of padded batches, `rank.rerank` of requests."""
+    return forward.ours(inputs) if isinstance(inputs, forward.Inputs) else varlen.ours(inputs)
 
 
 def pylate(inputs: Inputs) -> list[Candidate]:
@@ -101,7 +117,7 @@ def suite() -> Suite:
         title="MaxSim on the CPU",
         rows=ROWS,
         systems=(
-            System(OURS, "pylate_flash", either(forward.ours, varlen.ours)),
+            System(OURS, "pylate_flash", ours),
             System("pylate", "PyLate", pylate, peer=PYLATE, about="its scorer in torch"),
             System("maxsim_cpu", "maxsim-cpu", maxsim_cpu, peer=MAXSIM_CPU),
             System("products", "products alone", products, about="of all tokens, the fastest of three", yardstick=True),

@@ -41,10 +41,22 @@ class Shape:
     def within(self, flops: float) -> Shape:
         """The same row with fewer documents (and queries, where there are several), costing no more than ``flops``."""
         share = min(1.0, flops / self.work(torch.float32).flops)
-        if self.Nq == 1:
-            return replace(self, Nd=max(1, int(self.Nd * share)))
-        return replace(self, Nq=max(1, int(self.Nq * math.sqrt(share))), Nd=max(1, int(self.Nd * math.sqrt(share))))
+        Nq = max(1, int(self.Nq * math.sqrt(share)))
+        # Where that leaves too many of few queries, the documents are cut the more.
+        part = min(math.sqrt(share), self.Nq * share / Nq)
+        return replace(self, Nq=Nq, Nd=max(1, int(self.Nd * part)))
 
+
+# Beside the common shapes: sizes and lengths that are no powers of 2, numbers of queries that fill no tile. Such ones
+# have been slow.
+ODD = (
+    Shape("odd-5-d320", 5, 3000, 32, 64, d=320),
+    Shape("odd-7-d72", 7, 1000, 77, 77, d=72),
+    Shape("odd-3-d96", 3, 2000, 32, 333, d=96),
+    Shape("odd-2", 2, 4000, 512, 77),
+    Shape("odd-96", 96, 512, 33, 333),
+    Shape("odd-256-d96", 256, 2048, 32, 333, d=96),
+)
 
 # The first five are those of the Flash-MaxSim paper; then a wide rerank, a served batch, an in-batch training step, and
 # a small embedding as in models for the edge.
@@ -58,6 +70,7 @@ ROWS = (
     Shape("serve-32", 32, 1024, 32, 180),
     Shape("batch-512", 512, 512, 32, 180),
     Shape("edge-48", 1, 16000, 32, 512, d=48),
+    *ODD,
 )
 
 

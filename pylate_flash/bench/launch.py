@@ -1,59 +1,196 @@
 """The suite `launch`: how long a call keeps the host, and how often a new shape makes it compile.
 
 On a small batch the GPU is done before the host has launched the next call, and the host's time is what a user waits
-for. It is shown beside the two things that any implementation is built of, the launch of an empty Triton kernel and one
-operation of torch, and beside the same call replayed as a CUDA graph.
+for. Each row is a call as users make it (`calls`, and `steps` for training). It is shown beside the two things that any
+implementation is built of, the launch of an empty Triton kernel and one operation of torch, and beside the same call
+replayed as a CUDA graph.
 """
 
 from __future__ import annotations
 
+import math
 import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
-from pylate_flash.bench import forward, fresh, varlen
+from pylate_flash.bench import calls, forward, fresh, steps, varlen
+from pylate_flash.bench.calls import Call
 from pylate_flash.bench.peers import FLASH_MAXSIM, LIK
-from pylate_flash.bench.protocol import HostStopwatch
+from pylate_flash.bench.protocol import HostStopwatch, Work
 from pylate_flash.bench.suite import OURS, Candidate, Suite, System, Unavailable
 
+
+@dataclass(frozen=True)
+class Row:
+    """``Nq`` queries of ``Lq`` tokens against ``Nd`` documents of ``Ld``, in a call that ``make`` makes.
+
+    ``own``: each query has ``Nd`` documents of its own. ``shortest``: documents have that many to ``Ld`` tokens.
+    ``note``: what else there is to say of the shape.
+    """
+
+    name: str
+    make: Callable[[Row, torch.Generator, torch.dtype], Call]
+    Nq: int = 32
+    Nd: int = 32
+    Lq: int = 32
+    Ld: int = 180
+    own: bool = False
+    shortest: int | None = None
+    note: str = ""
+    d: int = 128
+
+    @property
+    def shape(self) -> str:
+        """The shape, for people."""
+        longest = f"{self.Ld}" if self.shortest is None else f"{self.shortest}..{self.Ld}"
+        text = f"{self.Nq} x {self.Nd}{' of its own' if self.own else ''}, {self.Lq} x {longest}"
+        return f"{text}, {self.note}" if self.note else text
+
+    @property
+    def documents(self) -> int:
+        """How many documents there are in all."""
+        return self.Nq * self.Nd if self.own else self.Nd
+
+    def work(self, dtype: torch.dtype) -> Work:
+        """The products of the scores, and the embeddings read, as if there were no padding; no floor is made of it."""
+        return Work(
+            flops=2.0 * self.Nq * self.Nd * self.Lq * self.Ld * self.d,
+            bytes=float(dtype.itemsize * self.d * (self.Nq * self.Lq + self.documents * self.Ld)),
+        )
+
+    def within(self, flops: float) -> Row:
+        """The same row with fewer queries and documents, costing no more than ``flops``."""
+        share = min(1.0, flops / self.work(torch.float32).flops)
+        if self.own:
+            return replace(self, Nq=max(1, int(self.Nq * share)))
+        Nq = max(1, int(self.Nq * math.sqrt(share)))
+        # Where that leaves too many of few queries, the documents are cut the more.
+        part = min(math.sqrt(share), self.Nq * share / Nq)
+        return replace(self, Nq=Nq, Nd=max(1, int(self.Nd * part)))
+
+
+def padded(
+    row: Row,
+    generator: torch.Generator,
+    dtype: torch.dtype,
+    *,
+    kind: type[calls.Padded] = calls.Padded,
+    masks: str = "",
+    mask_type: torch.dtype = torch.bool,
+    autocast: bool = False,
+) -> calls.Padded:
+    """Unit vectors, in float32 where the call casts them, and masks of ``"documents"`` or ``"both"``."""
+    stored = torch.float32 if autocast and kind is not steps.Contrastive else dtype
+    documents = (row.Nq, row.Nd) if row.own else (row.Nd,)
+    mask = partial(calls.prefixes, generator=generator, dtype=mask_type)
+    draw = partial(forward.unit_vectors, generator=generator, dtype=stored)
+    call = kind(
+        draw(row.Nq, row.Lq, row.d),
+        draw(*documents, row.Ld, row.d),
+        mask(row.Nq, row.Lq) if masks == "both" else None,
+        mask(*documents, row.Ld) if masks else None,
+        calls.autocast_type(dtype) if autocast else None,
+    )
+    if issubclass(kind, steps.Step):
+        call.queries.requires_grad_()
+        call.documents.requires_grad_()
+    return call
+
+
+def packed(row: Row, generator: torch.Generator, dtype: torch.dtype, *, changing: bool = False) -> calls.Varlen:
+    """Documents of many lengths, `IN_TURN` times with another number of tokens if it is ``changing``.
+
+    Of candidates, every 17th has no tokens.
+    """
+    queries = forward.unit_vectors(row.Nq * row.Lq, row.d, generator=generator, dtype=dtype)
+    documents = forward.unit_vectors(row.documents * row.Ld, row.d, generator=generator, dtype=dtype)
+    drawn = torch.Generator().manual_seed(0)
+    found: dict[int, torch.Tensor] = {}
+    wanted = IN_TURN if changing else 1
+    # Very few documents do not have so many different totals.
+    for _ in range(100 * wanted):
+        if len(found) == wanted:
+            break
+        lengths = torch.randint(row.shortest or row.Ld, row.Ld + 1, (row.documents,), generator=drawn)
+        if row.own:
+            lengths[1::17] = 0
+        found[int(lengths.sum())] = lengths
+    batches = [calls.Packed(queries, documents[:tokens], row.Lq, lengths) for tokens, lengths in found.items()]
+    return calls.Varlen(batches, row.own)
+
+
+def from_hidden(row: Row, generator: torch.Generator, dtype: torch.dtype, *, masks: str = "") -> calls.FromHidden:
+    """Hidden states of a small encoder, and masks as in `padded`."""
+    draw = partial(torch.randn, generator=generator, device=generator.device)
+    mask = partial(calls.prefixes, generator=generator)
+    return calls.FromHidden(
+        forward.unit_vectors(row.Nq, row.Lq, row.d, generator=generator, dtype=dtype),
+        draw(row.Nd, row.Ld, HIDDEN_SIZE).to(dtype),
+        (draw(row.d, HIDDEN_SIZE) / math.sqrt(HIDDEN_SIZE)).to(dtype),
+        mask(row.Nq, row.Lq) if masks == "both" else None,
+        mask(row.Nd, row.Ld) if masks else None,
+    )
+
+
+def candidates(row: Row, generator: torch.Generator, dtype: torch.dtype) -> calls.Rerank:
+    """Queries and the candidates of each one as tensors, each with memory of its own as a model returns them."""
+    draw = partial(forward.unit_vectors, generator=generator, dtype=dtype)
+    drawn = torch.Generator().manual_seed(0)
+    lengths = torch.randint(row.shortest or row.Ld, row.Ld + 1, (row.Nq, row.Nd), generator=drawn).tolist()
+    ids = torch.arange(row.documents).view(row.Nq, row.Nd).tolist()
+    queries = [draw(row.Lq, row.d) for _ in lengths]
+    documents = [[draw(length, row.d) for length in of_query] for of_query in lengths]
+    return calls.Rerank(varlen.Request(ids, queries, documents, generator.device))
+
+
+# How many inputs the rows take in turn whose number of tokens changes, and the size of the hidden states.
+IN_TURN = 64
+HIDDEN_SIZE = 768
+
+under_autocast = partial(padded, masks="both", autocast=True)
+changing = partial(packed, changing=True)
+in_turn = f"{IN_TURN} in turn"
+projected = f"{HIDDEN_SIZE} to 128"
 ROWS = (
-    forward.Shape("query", 1, 100, 32, 100),
-    forward.Shape("in-batch", 32, 32, 32, 180),
-    varlen.Ragged("packed", 1, 100, 32, 40, 180),
+    Row("maxsim-query", padded, Nq=1, Nd=100),
+    Row("maxsim-batch", padded),
+    Row("maxsim-documents-mask", partial(padded, masks="documents")),
+    Row("maxsim-masks", partial(padded, masks="both")),
+    Row("maxsim-int64-masks", partial(padded, masks="both", mask_type=torch.int64)),
+    Row("maxsim-autocast", under_autocast),
+    Row("maxsim-candidates", partial(padded, masks="documents"), Nd=8, own=True),
+    Row("maxsim-pairwise", partial(padded, kind=calls.Pairwise, masks="both"), Nd=1, own=True),
+    Row("varlen", packed, Nq=1, Nd=100, shortest=40),
+    Row("varlen-changing", changing, Nq=1, Nd=100, shortest=40, note=in_turn),
+    Row("varlen-candidates", changing, Nd=8, own=True, shortest=40, note=in_turn),
+    Row("hidden", from_hidden, Nq=2, note=projected),
+    Row("hidden-documents-mask", partial(from_hidden, masks="documents"), Nq=2, note=projected),
+    Row("hidden-masks", partial(from_hidden, masks="both"), Nq=2, note=projected),
+    Row("step-cross-entropy", partial(under_autocast, kind=steps.FusedStep)),
+    Row("step-maxsim", partial(under_autocast, kind=steps.Step)),
+    Row("step-contrastive", partial(under_autocast, kind=steps.Contrastive)),
+    # So many tokens that one of PyLate's padding, which it does not mask in `rerank`, is never the best.
+    Row("rerank", candidates, Nq=10, Nd=100, own=True, shortest=40),
 )
 
-Inputs = forward.Inputs | varlen.Inputs
+
+def make_inputs(row: Row, device: torch.device, dtype: torch.dtype) -> Call:
+    """Draw a row's inputs, the same ones for the same row on the same kind of device."""
+    return row.make(row, torch.Generator(device).manual_seed(0), dtype)
 
 
-def make_inputs(row: forward.Shape | varlen.Ragged, device: torch.device, dtype: torch.dtype) -> Any:
-    """As the row's own suite."""
-    module = forward if isinstance(row, forward.Shape) else varlen
-    return module.make_inputs(row, device, dtype)
-
-
-def reference(inputs: Inputs) -> torch.Tensor:
-    """As the inputs' own suite."""
-    return forward.reference(inputs) if isinstance(inputs, forward.Inputs) else varlen.reference(inputs)
-
-
-def either(
-    padded: Callable[[Any], Sequence[Candidate]], packed: Callable[[Any], Sequence[Candidate]]
-) -> Callable[[Inputs], Sequence[Candidate]]:
-    """Return the candidates of the one for padded inputs, and of the other for packed ones."""
-    return lambda inputs: (padded if isinstance(inputs, forward.Inputs) else packed)(inputs)
-
-
-ours = either(forward.ours, varlen.ours)
-
-
-def replayed(inputs: Inputs) -> list[Candidate]:
-    """Our call, with everything on the device, captured into a CUDA graph."""
-    if not inputs.queries.is_cuda:
+def replayed(inputs: Call) -> list[Candidate]:
+    """Our call, captured into a CUDA graph."""
+    if inputs.device.type != "cuda":
         raise Unavailable("a CUDA graph needs a CUDA GPU")
-    candidate = ours(inputs)[0]
+    if not inputs.replayable:
+        raise Unavailable("only a call without gradients, of the same inputs every time, is captured here")
+    candidate = inputs.ours()[0]
     if _waits(candidate):
         raise Unavailable("the call waits for the device, which a CUDA graph cannot hold")
     graph = torch.cuda.CUDAGraph()
@@ -88,9 +225,9 @@ def _waits(candidate: Candidate) -> bool:
     return False
 
 
-def empty_kernel(inputs: Inputs) -> list[Candidate]:
+def empty_kernel(inputs: Call) -> list[Candidate]:
     """The launch of a Triton kernel that does nothing, as `triton.jit` launches it."""
-    if not inputs.queries.is_cuda:
+    if inputs.device.type != "cuda":
         raise Unavailable("a Triton kernel needs a CUDA GPU")
     import triton
 
@@ -98,13 +235,13 @@ def empty_kernel(inputs: Inputs) -> list[Candidate]:
     def nothing(pointer):
         pass
 
-    tensor = torch.zeros(1, device=inputs.queries.device)
+    tensor = torch.zeros(1, device=inputs.device)
     return [Candidate("empty kernel", lambda: nothing[(1,)](tensor))]
 
 
-def torch_operation(inputs: Inputs) -> list[Candidate]:
+def torch_operation(inputs: Call) -> list[Candidate]:
     """One operation of torch on one element."""
-    tensor = torch.zeros(1, device=inputs.queries.device)
+    tensor = torch.zeros(1, device=inputs.device)
     return [Candidate("add_", lambda: tensor.add_(1.0))]
 
 
@@ -155,6 +292,14 @@ def count_here(device: torch.device, dtype: torch.dtype) -> int:
     return len(compiled)
 
 
+# Where similarities are rounded elsewhere than ours, other tokens win, and a step's gradients differ by that much.
+GRADIENT_TOLERANCE = 0.3
+
+# Calls that are made before the device is waited for: of a training step in torch, with some 70 launches, more would
+# fill the device's queue.
+CALLS = 10
+
+
 def suite() -> Suite:
     """Return the suite."""
     return Suite(
@@ -162,26 +307,43 @@ def suite() -> Suite:
         title="Host time of a call",
         rows=ROWS,
         systems=(
-            System(OURS, "pylate_flash", ours),
+            System(OURS, "pylate_flash", lambda inputs: inputs.ours()),
             System(f"{OURS}_graph", "replayed", replayed, about="the same call as a CUDA graph"),
-            System("lik", "LIK", either(forward.lik, varlen.lik), peer=LIK, about="late-interaction-kernels"),
+            System(
+                "lik",
+                "LIK",
+                lambda inputs: inputs.lik(),
+                peer=LIK,
+                about="late-interaction-kernels",
+                tolerance=GRADIENT_TOLERANCE,
+            ),
             System(
                 "flash_maxsim",
                 "FM",
-                either(forward.flash_maxsim, varlen.flash_maxsim),
+                lambda inputs: inputs.flash_maxsim(),
                 peer=FLASH_MAXSIM,
                 about="flash-maxsim",
+                tolerance=GRADIENT_TOLERANCE,
             ),
-            System("torch", "torch", either(forward.torch_eager, varlen.torch_eager), about="an einsum"),
-            System("triton_launch", "empty kernel", empty_kernel, about="a bare launch by Triton", yardstick=True),
+            System("torch", "torch", lambda inputs: inputs.torch(), about="an einsum", tolerance=GRADIENT_TOLERANCE),
+            System(
+                "triton_launch",
+                "empty kernel",
+                empty_kernel,
+                about="a bare launch by Triton",
+                yardstick=True,
+                counted=True,
+            ),
             System("torch_operation", "torch op", torch_operation, about="add_ to one element", yardstick=True),
         ),
         compiled=(),
         make_inputs=make_inputs,
-        reference=reference,
+        reference=lambda inputs: inputs.reference(),
         accuracy=forward.accuracy,
+        accuracy_of=lambda inputs, dtype: inputs.accuracy(dtype),
+        error=calls.error,
         unit="us",
-        stopwatch=lambda device, flush_bytes: HostStopwatch(device),
+        stopwatch=lambda device, flush_bytes: HostStopwatch(device, CALLS),
         facts=compilations,
     )
 

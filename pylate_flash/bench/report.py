@@ -19,7 +19,7 @@ TORCH = "torch"
 def make_console() -> Console:
     """Return a console that does not fold the table where the output goes to a file."""
     console = Console()
-    return console if console.is_terminal else Console(width=max(console.width, 200))
+    return console if console.is_terminal else Console(width=max(console.width, 240))
 
 
 class Progress(Observer):
@@ -103,6 +103,18 @@ def titles(suite: Suite, result: dict[str, Any]) -> dict[str, str]:
     return heads
 
 
+def counted(heads: dict[str, str], result: dict[str, Any]) -> dict[str, str]:
+    """Return those of the heads of whose time ours is given as a multiple, which not every result has."""
+    names = {name for row in result["rows"] for name in row.get("multiples", {})}
+    return {name: head for name, head in heads.items() if name in names}
+
+
+def multiple(row: dict[str, Any], name: str) -> str:
+    """Return what a table shows for our time as a multiple of a system's."""
+    value = row.get("multiples", {}).get(name)
+    return "-" if value is None else f"{value:.2f}"
+
+
 def show(console: Console, suite: Suite, result: dict[str, Any]) -> None:
     """Print a result: the table, then one line for each remark."""
     protocol = result["protocol"]
@@ -126,6 +138,9 @@ def show(console: Console, suite: Suite, result: dict[str, Any]) -> None:
     for head in heads.values():
         table.add_column(head, justify="right")
     table.add_column("ours / floor", justify="right")
+    multiples = counted(heads, result)
+    for head in multiples.values():
+        table.add_column(f"ours / {head}", justify="right")
     table.add_column("best other / ours", justify="right")
     if TORCH in heads:
         table.add_column("torch / ours", justify="right")
@@ -139,6 +154,7 @@ def show(console: Console, suite: Suite, result: dict[str, Any]) -> None:
             duration(row["floor_ms"], suite.unit),
             *(_styled(row["systems"].get(name), suite.unit) for name in heads),
             f"{ours['over_floor']:.2f}" if "over_floor" in ours else "-",
+            *(multiple(row, name) for name in multiples),
             f"[{'green' if ratio >= 1 else 'red'}]{ratio:.2f}[/]" if ratio is not None else "-",
             *([_over_ours(row, TORCH)] if TORCH in heads else []),
             f"{ours['error']:.1e}" if ours.get("error") is not None else "-",

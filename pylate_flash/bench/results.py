@@ -11,7 +11,8 @@ The layout, version 1::
     ceilings:  flops_per_second, bytes_per_second, and l2_bytes_per_second (None where no row needs it)
     rows:      [name, shape, flops, bytes, floor_ms, bound (what sets the floor: compute or memory, "... and L2" where
                 reads of the cache come after it, or the name of a system that is a yardstick), best_peer,
-                best_peer_over_ours,
+                best_peer_over_ours, multiples (our time over that of each system that is counted, in suites that have
+                some),
                 systems: {name: status, and what that status has}]
     facts:     numbers and words that belong to no row (in suites that have them)
 

@@ -85,6 +85,8 @@ class System:
     yardstick
         It computes something else, to show what is possible: its result is not checked, it is not compared with
         pylate_flash, and the fastest yardstick of a row is its floor, in place of the ceilings.
+    counted
+        Our time is also given as a multiple of its time.
     """
 
     name: str
@@ -93,6 +95,7 @@ class System:
     peer: peers.Peer | None = None
     about: str = ""
     yardstick: bool = False
+    counted: bool = False
     tolerance: float = WRONG
 
 
@@ -132,6 +135,8 @@ class Suite:
         From the inputs, the right answer in float64.
     accuracy
         The relative error that pylate_flash promises for a type.
+    accuracy_of
+        ``(inputs, dtype) -> relative error``: the same, where rows differ in it.
     error
         ``(result, reference) -> relative error`` of what a candidate read from its result, infinite where it is not
         finite.
@@ -157,6 +162,7 @@ class Suite:
     unit: str = "ms"
     stopwatch: Callable[[torch.device, int], Stopwatch] = make_stopwatch
     device: str | None = None
+    accuracy_of: Callable[[Any, torch.dtype], float] | None = None
     facts: Callable[[torch.device, torch.dtype], dict[str, Any]] | None = None
 
 
@@ -308,6 +314,7 @@ def _run_row(
     observer.doing(f"{row.name}: timing")
     timings = measure({name: candidate.call for name, candidate in ready.items()}, stopwatch, rounds)
     work = row.work(dtype)
+    accuracy = suite.accuracy(dtype) if suite.accuracy_of is None else suite.accuracy_of(inputs, dtype)
     yardsticks = {system.name: timings[system.name] for system in systems if system.yardstick and system.name in ready}
     floor = _fastest(yardsticks) if yardsticks else floor_of(work, ceilings)
     tolerances = {system.name: system.tolerance for system in systems}
@@ -317,7 +324,7 @@ def _run_row(
             # Once more on the way out: an error that has moved since the check is a race.
             error = max(states[name]["error"], check(ready[name], reference, suite.error))
         states[name] = _state_after(
-            name, error, tolerances[name], suite.accuracy(dtype), ready[name].label, timing, floor.milliseconds
+            name, error, tolerances[name], accuracy, ready[name].label, timing, floor.milliseconds
         )
     return {
         "name": row.name,
@@ -328,7 +335,17 @@ def _run_row(
         "bound": floor.bound,
         "systems": states,
         **compare({name: state for name, state in states.items() if name not in yardsticks}),
+        **_multiples([system.name for system in systems if system.counted], states),
     }
+
+
+def _multiples(counted: Sequence[str], states: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Our time as a multiple of each of these systems' (None where either is missing), if there are any."""
+    if not counted:
+        return {}
+    ours = states.get(OURS, {}).get("median_ms")
+    times = {name: states[name].get("median_ms") for name in counted}
+    return {"multiples": {name: ours / time if ours and time else None for name, time in times.items()}}
 
 
 def _fastest(yardsticks: dict[str, Timing]) -> Floor:

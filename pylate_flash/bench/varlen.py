@@ -116,11 +116,14 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Request:
-    """What `rank.rerank` is given: for each query its tokens and its documents, and ids that count them all from 0."""
+    """What `rank.rerank` is given: for each query its tokens and its documents, and ids that count them all from 0.
+
+    Arrays in this suite; the suite `launch` has tensors.
+    """
 
     ids: list[list[int]]
-    queries: list[np.ndarray]
-    documents: list[list[np.ndarray]]
+    queries: list[Any]
+    documents: list[list[Any]]
     device: torch.device
 
 

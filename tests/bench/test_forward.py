@@ -8,7 +8,7 @@ import torch
 
 from pylate_flash.bench import forward
 from pylate_flash.bench.forward import ROWS, Shape
-from pylate_flash.bench.protocol import relative_error
+from pylate_flash.bench.protocol import Ceilings, floor_of, relative_error
 from pylate_flash.bench.suite import CPU_FLOPS, WRONG
 
 CPU = torch.device("cpu")
@@ -65,6 +65,18 @@ def test_rows_shrink_to_what_a_cpu_does_in_reasonable_time(row):
     assert small.Nq >= 1
     assert small.Nd >= 1
     assert row.within(1e15) == row
+
+
+def test_odd_rows_have_a_floor_of_their_own_size():
+    assert set(forward.ODD) <= set(ROWS)
+    row = forward.ODD[0]
+    assert (row.d, row.shape) == (320, "5 x 3000, 32 x 64, d = 320")
+    work = row.work(torch.bfloat16)
+    assert work.flops == 2 * 5 * 3000 * 32 * 64 * 320
+    assert work.bytes == 2 * 320 * (5 * 32 + 3000 * 64) + 4 * 5 * 3000
+    floor = floor_of(work, Ceilings(790e12, 4.3e12))
+    assert floor.bound == "memory"
+    assert floor.milliseconds == pytest.approx(1e3 * work.bytes / 4.3e12)
 
 
 def test_chunks_are_the_largest_that_fit():

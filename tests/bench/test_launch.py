@@ -1,22 +1,247 @@
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
+from unittest.mock import create_autospec
 
 import pytest
 import torch
 
-from pylate_flash.bench import forward, launch, suite, varlen
-from pylate_flash.bench.protocol import Rounds, relative_error
-from pylate_flash.bench.suite import Candidate
+from pylate_flash.bench import calls, forward, launch, suite
+from pylate_flash.bench.protocol import Rounds
+from pylate_flash.bench.suite import CPU_FLOPS, Candidate
 
 CPU = torch.device("cpu")
 ROUNDS = Rounds(warmup=0, repetitions=2, flush_bytes=0)
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
 
 
+def small(row):
+    """The same row at a size for a test; no document is so short that PyLate's padding wins."""
+    shortest = None if row.shortest is None else 30
+    return replace(row, Nq=min(row.Nq, 3), Nd=min(row.Nd, 3), Lq=4, Ld=40, shortest=shortest, d=16)
+
+
+@pytest.fixture
+def few_in_turn(monkeypatch):
+    monkeypatch.setattr(launch, "IN_TURN", 3)
+
+
+by_name = {row.name: row for row in launch.ROWS}
+each_row = pytest.mark.parametrize("row", launch.ROWS, ids=lambda row: row.name)
+
+
+def inputs_of(row, dtype=torch.float32):
+    if row.name in ("step-contrastive", "rerank"):
+        pytest.importorskip("pylate")
+    return launch.make_inputs(small(row), CPU, dtype)
+
+
+@pytest.mark.usefixtures("few_in_turn")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@each_row
+def test_our_call_and_the_plain_one_are_right(row, dtype):
+    inputs = inputs_of(row, dtype)
+    with torch.no_grad():
+        reference = inputs.reference()
+        (ours,) = inputs.ours()
+        assert calls.error(ours.read(ours.call()), reference) < 5 * inputs.accuracy(dtype)
+        for candidate in inputs.torch():
+            assert calls.error(candidate.read(candidate.call()), reference) < launch.GRADIENT_TOLERANCE
+
+
+@pytest.mark.usefixtures("few_in_turn")
+@each_row
+def test_inputs_are_the_same_each_time(row):
+    first, second = (inputs_of(row).reference() for _ in range(2))
+    if isinstance(first, torch.Tensor):
+        first, second = (first,), (second,)
+    assert all(torch.equal(*pair) for pair in zip(first, second, strict=True))
+
+
+@each_row
+def test_rows_shrink_to_what_a_cpu_does_in_reasonable_time(row):
+    less = row.within(CPU_FLOPS)
+    assert less.work(torch.float32).flops <= CPU_FLOPS
+    assert (less.Lq, less.Ld, less.d) == (row.Lq, row.Ld, row.d)
+    assert row.within(1e15) == row
+
+
+def test_the_rows_are_what_their_names_say():
+    def masks(name):
+        inputs = launch.make_inputs(small(by_name[name]), CPU, torch.bfloat16)
+        return [None if mask is None else mask.dtype for mask in (inputs.queries_mask, inputs.documents_mask)]
+
+    assert masks("maxsim-batch") == masks("maxsim-query") == masks("hidden") == [None, None]
+    assert masks("maxsim-documents-mask") == masks("maxsim-candidates") == [None, torch.bool]
+    assert masks("hidden-documents-mask") == [None, torch.bool]
+    assert masks("maxsim-masks") == masks("maxsim-pairwise") == masks("hidden-masks") == [torch.bool, torch.bool]
+    assert masks("maxsim-int64-masks") == [torch.int64, torch.int64]
+    for name in ("maxsim-autocast", "step-cross-entropy", "step-maxsim", "step-contrastive"):
+        inputs = launch.make_inputs(small(by_name[name]), CPU, torch.bfloat16)
+        assert inputs.cast == torch.bfloat16
+        # A model's embeddings under autocast, and what `Contrastive` makes of them when it normalises.
+        assert inputs.queries.dtype == (torch.bfloat16 if name == "step-contrastive" else torch.float32)
+        assert inputs.queries.requires_grad == inputs.documents.requires_grad == name.startswith("step")
+    assert by_name["maxsim-candidates"].shape == "32 x 8 of its own, 32 x 180"
+    assert by_name["varlen-changing"].shape == "1 x 100, 32 x 40..180, 64 in turn"
+    assert by_name["hidden"].shape == "2 x 32, 32 x 180, 768 to 128"
+    assert len(by_name) == len(launch.ROWS)
+
+
+def test_masks_are_prefixes_of_many_lengths():
+    mask = calls.prefixes(50, 9, generator=torch.Generator().manual_seed(0))
+    lengths = calls.lengths_of(mask)
+    assert lengths.dtype == torch.int32
+    assert set(lengths.tolist()) == {5, 6, 7, 8, 9}
+    assert torch.equal(mask, torch.arange(9) < lengths.unsqueeze(1))
+
+
+@pytest.mark.parametrize("name", ["varlen-changing", "varlen-candidates"])
+def test_the_number_of_tokens_is_another_at_every_call(name):
+    row = replace(small(by_name[name]), Nd=40 if name == "varlen-changing" else 20)
+    inputs = launch.make_inputs(row, CPU, torch.float32)
+    totals = [len(batch.documents) for batch in inputs.batches]
+    assert len(set(totals)) == len(totals) == 64
+    assert all(int(batch.lengths.sum()) == total for batch, total in zip(inputs.batches, totals, strict=True))
+    assert any(0 in batch.lengths for batch in inputs.batches) == (name == "varlen-candidates")
+    assert not inputs.replayable
+
+
+def test_calls_in_turn_are_all_read_in_order():
+    made = []
+
+    def call(index):
+        made.append(index)
+        return torch.tensor([float(index)])
+
+    turn = calls.InTurn([partial(call, index) for index in range(3)])
+    turn()
+    assert turn.all_after(turn()).flatten().tolist() == [0, 1, 2]
+    assert made == [0, 1, 2, 0]
+    turn()
+    assert made[-1] == 1
+    # What is wrong in the last call is not hidden by another one.
+    assert turn.all_after(torch.tensor([9.0])).flatten().tolist() == [0, 9, 2]
+
+
+def test_wrong_scores_are_wrong_and_wrong_gradients_have_their_own_error():
+    expected = torch.tensor([1.0, 2.0], dtype=torch.float64)
+    assert calls.error(torch.tensor([1.0, 2.0]), expected) == 0
+    assert calls.error(torch.tensor([1.0, 2.1]), expected) == float("inf")
+    assert calls.error((expected[0], expected * 1.1), (expected[0], expected)) == pytest.approx(0.1)
+    assert calls.error((expected[0] * 1.1, expected), (expected[0], expected)) == float("inf")
+    assert calls.error((expected[0],), (expected[0], expected)) == float("inf")
+
+
+@pytest.mark.usefixtures("few_in_turn")
+@each_row
+def test_lik_is_called_as_it_declares(row, monkeypatch):
+    package = pytest.importorskip("late_interaction_kernels")
+    import late_interaction_kernels.forward as kernels
+    import late_interaction_kernels.fused_head as fused
+
+    def from_hidden(Q, H, W, d_mask=None):
+        embeddings = torch.nn.functional.normalize(H @ W.T, dim=-1)
+        return calls.einsum_scores(Q, embeddings, None, d_mask)
+
+    def pairs(Q, D, q_mask=None, d_mask=None):
+        return calls.einsum_scores(Q, D.unsqueeze(1), q_mask, d_mask.unsqueeze(1)).squeeze(1)
+
+    def packed(Q, D, cu_q, cu_d, max_q=None, max_d=None, **longest):
+        documents = D.split(cu_d.diff().tolist())
+        return torch.cat([calls.einsum_scores(Q.unsqueeze(0), document.unsqueeze(0)) for document in documents], 1)
+
+    def scores(Q, D, q_mask=None, d_mask=None):
+        return calls.einsum_scores(Q, D, q_mask, d_mask)
+
+    stand_in(monkeypatch, package, "maxsim", scores)
+    stand_in(monkeypatch, package, "maxsim_pairs", pairs)
+    stand_in(monkeypatch, package, "maxsim_varlen", packed)
+    stand_in(monkeypatch, kernels, "maxsim_forward", lambda *arguments: (scores(*arguments), None))
+    stand_in(monkeypatch, fused, "maxsim_from_hidden", from_hidden)
+    check_peer(row, "lik", missing=("varlen-candidates", "hidden-masks"))
+
+
+@pytest.mark.usefixtures("few_in_turn")
+@each_row
+def test_flash_maxsim_is_called_as_it_declares(row, monkeypatch):
+    package = pytest.importorskip("flash_maxsim")
+
+    def batched(Q, D, doc_lengths=None, shared_docs=True, query_lengths=None):
+        mask = None if doc_lengths is None else prefix(doc_lengths, D.shape[-2]).view(D.shape[:-1])
+        queries_mask = None if query_lengths is None else prefix(query_lengths, Q.shape[1])
+        assert shared_docs == (D.dim() == 3)
+        return calls.einsum_scores(Q, D, queries_mask, mask)
+
+    def train(Q, D, shared_docs=True, doc_lengths=None, query_lengths=None):
+        return batched(Q, D, doc_lengths, shared_docs, query_lengths)
+
+    def packed(Q, D, cu_d, longest):
+        documents = D.split(cu_d.diff().tolist())
+        assert longest == max(map(len, documents))
+        return torch.cat([calls.einsum_scores(Q[None], document[None])[0] for document in documents])
+
+    def prefix(lengths, longest):
+        assert lengths.dtype == torch.int32
+        return torch.arange(longest) < lengths.unsqueeze(1)
+
+    stand_in(monkeypatch, package, "flash_maxsim", lambda Q, D, lengths: batched(Q[None], D, lengths)[0])
+    stand_in(
+        monkeypatch, package, "flash_maxsim_persistent", lambda Q, D, lengths: batched(Q.view(-1, *Q.shape[-2:]), D)
+    )
+    stand_in(monkeypatch, package, "flash_maxsim_batched", batched)
+    stand_in(monkeypatch, package, "flash_maxsim_batched_train", train)
+    stand_in(monkeypatch, package, "flash_maxsim_packed", packed)
+    check_peer(row, "flash_maxsim", missing=("varlen-candidates", "hidden", "hidden-documents-mask", "hidden-masks"))
+
+
+def stand_in(monkeypatch, module, name, function):
+    """Replace a peer's function by one of the same signature that computes here."""
+    monkeypatch.setattr(module, name, create_autospec(getattr(module, name), side_effect=function))
+
+
+def check_peer(row, system, missing):
+    """Check that a peer's calls give the right result, or that they are said to be missing."""
+    if row.name in ("step-contrastive", "rerank"):
+        pytest.skip("through PyLate, which calls the peer")
+    inputs = inputs_of(row)
+    if row.name in missing:
+        with pytest.raises(suite.Unavailable):
+            getattr(inputs, system)()
+        return
+    with torch.no_grad():
+        reference = inputs.reference()
+        candidates = getattr(inputs, system)()
+        assert candidates
+        for candidate in candidates:
+            assert calls.error(candidate.read(candidate.call()), reference) < launch.GRADIENT_TOLERANCE
+
+
+@pytest.mark.parametrize(("system", "backend"), [("lik", "lik"), ("flash_maxsim", "flash"), ("torch", "torch")])
+def test_pylates_own_loss_gets_the_backend_of_the_system(system, backend, monkeypatch):
+    colbert = pytest.importorskip("pylate.scores.colbert")
+    inputs = inputs_of(by_name["step-contrastive"])
+    seen = []
+
+    def watch(self, *arguments, backend, **options):
+        seen.append(backend)
+        raise RuntimeError("no GPU here")
+
+    monkeypatch.setattr(colbert.ColBERTScores, "__call__", watch)
+    (candidate,) = getattr(inputs, system)()
+    with pytest.raises(RuntimeError, match="no GPU here"):
+        candidate.call()
+    assert seen == [backend]
+
+
 def test_the_suite_runs_here_beside_its_floor(ceilings):
-    result = suite.run(launch.suite(), CPU, torch.float32, ROUNDS, ceilings=ceilings, rows=["query", "packed"])
-    assert [row["name"] for row in result["rows"]] == ["query", "packed"]
+    own = launch.suite()
+    names = ["maxsim-masks", "varlen", "step-cross-entropy"]
+    tiny = replace(own, rows=[small(by_name[name]) for name in names])
+    result = suite.run(tiny, CPU, torch.float32, ROUNDS, ceilings=ceilings)
+    assert [row["name"] for row in result["rows"]] == names
     for row in result["rows"]:
         systems = row["systems"]
         assert systems["pylate_flash"]["status"] == systems["torch"]["status"] == "ok"
@@ -24,18 +249,9 @@ def test_the_suite_runs_here_beside_its_floor(ceilings):
         assert row["floor_ms"] == systems["torch_operation"]["median_ms"]
         assert systems["pylate_flash_graph"] == {"status": "absent", "reason": "a CUDA graph needs a CUDA GPU"}
         assert systems["triton_launch"]["status"] == "absent"
+        assert row["multiples"] == {"triton_launch": None}
         assert row["best_peer"] == "torch"
     assert result["facts"] == {}
-
-
-def test_both_kinds_of_inputs_go_to_their_own_functions():
-    padded = launch.make_inputs(launch.ROWS[0], CPU, torch.float32)
-    packed = launch.make_inputs(launch.ROWS[2], CPU, torch.float32)
-    assert isinstance(padded, forward.Inputs)
-    assert isinstance(packed, varlen.Inputs)
-    chosen = launch.either(lambda inputs: ["padded"], lambda inputs: ["packed"])
-    assert chosen(padded) == ["padded"]
-    assert chosen(packed) == ["packed"]
 
 
 def test_a_call_that_waits_for_the_device_is_found_and_the_mode_restored(monkeypatch):
@@ -58,11 +274,23 @@ def test_a_call_that_waits_for_the_device_is_found_and_the_mode_restored(monkeyp
     assert modes == ["default"] + ["error", "default"] * 3
 
 
+def on_a_gpu(**attributes):
+    return SimpleNamespace(device=torch.device("cuda", 0), ours=lambda: [Candidate("maxsim", None)], **attributes)
+
+
 def test_a_call_that_waits_is_not_captured(monkeypatch):
     monkeypatch.setattr(launch, "_waits", lambda candidate: True)
-    monkeypatch.setattr(launch, "ours", lambda inputs: [Candidate("maxsim", lambda: None)])
     with pytest.raises(suite.Unavailable, match="waits for the device"):
-        launch.replayed(SimpleNamespace(queries=SimpleNamespace(is_cuda=True)))
+        launch.replayed(on_a_gpu(replayable=True))
+
+
+@pytest.mark.usefixtures("few_in_turn")
+def test_only_the_same_call_without_gradients_is_captured():
+    with pytest.raises(suite.Unavailable, match="the same inputs every time"):
+        launch.replayed(on_a_gpu(replayable=False))
+    replayable = {row.name: launch.make_inputs(small(row), CPU, torch.float32).replayable for row in launch.ROWS}
+    never = {"varlen-changing", "varlen-candidates", "step-cross-entropy", "step-maxsim", "step-contrastive"}
+    assert {name for name, can in replayable.items() if not can} == never
 
 
 def test_compilations_are_counted_and_the_hook_is_given_back(monkeypatch):
@@ -113,12 +341,24 @@ def test_a_count_is_that_of_a_fresh_process(monkeypatch):
 
 @needs_gpu
 @pytest.mark.gpu
-@pytest.mark.parametrize("row", launch.ROWS[:2], ids=lambda row: row.name)
-def test_a_replayed_graph_is_right(row):
-    inputs = launch.make_inputs(row, torch.device("cuda", 0), torch.bfloat16)
+@pytest.mark.parametrize("name", ["maxsim-batch", "maxsim-masks", "maxsim-autocast", "varlen", "hidden-masks"])
+def test_a_replayed_graph_is_right(name):
+    inputs = launch.make_inputs(by_name[name], torch.device("cuda", 0), torch.bfloat16)
     with torch.no_grad():
         (candidate,) = launch.replayed(inputs)
-        assert relative_error(candidate.call(), launch.reference(inputs)) < 1e-5
+        assert calls.error(candidate.call(), inputs.reference()) < 5 * inputs.accuracy(torch.bfloat16)
+
+
+@needs_gpu
+@pytest.mark.gpu
+@each_row
+def test_our_call_is_right_on_a_gpu(row):
+    if row.name in ("step-contrastive", "rerank"):
+        pytest.importorskip("pylate")
+    inputs = launch.make_inputs(row, torch.device("cuda", 0), torch.bfloat16)
+    with torch.no_grad():
+        (candidate,) = inputs.ours()
+        assert calls.error(candidate.read(candidate.call()), inputs.reference()) < 5 * inputs.accuracy(torch.bfloat16)
 
 
 @needs_gpu

@@ -131,7 +131,29 @@ def test_floor_is_the_longer_of_the_two_times():
 
 @pytest.mark.parametrize(
     ("row", "milliseconds"),
-    list(zip(ROWS, (0.018, 0.061, 0.061, 0.170, 0.340, 0.179, 0.061, 0.489, 0.183), strict=True)),
+    list(
+        zip(
+            ROWS,
+            (
+                0.018,
+                0.061,
+                0.061,
+                0.170,
+                0.340,
+                0.179,
+                0.061,
+                0.489,
+                0.183,
+                0.0286,
+                0.0076,
+                0.0297,
+                0.102,
+                0.175,
+                1.358,
+            ),
+            strict=True,
+        )
+    ),
     ids=lambda value: getattr(value, "name", None),
 )
 def test_floors_of_the_forward_rows_on_an_h200(row, milliseconds):

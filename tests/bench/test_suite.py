@@ -163,6 +163,23 @@ def test_a_result_is_read_after_the_call(tiny_suite, ceilings):
     assert row["systems"]["peer"]["error"] < 1e-6
 
 
+def test_our_time_is_a_multiple_of_that_of_what_is_counted(tiny_suite, ceilings):
+    peer = System("peer", "Peer", right, counted=True)
+    (row,) = run(tiny_suite(System(suite.OURS, "ours", right), peer), ceilings, rows=["one"])["rows"]
+    times = [row["systems"][name]["median_ms"] for name in (suite.OURS, "peer")]
+    assert row["multiples"] == {"peer": pytest.approx(times[0] / times[1])}
+    (row,) = run(tiny_suite(System(suite.OURS, "ours", right)), ceilings, rows=["one"])["rows"]
+    assert "multiples" not in row
+
+
+def test_inputs_may_have_an_accuracy_of_their_own(tiny_suite, ceilings):
+    off = System(suite.OURS, "ours", lambda inputs: [Candidate("off", lambda: forward.reference(inputs) * 1.0001)])
+    for accuracy, status in ((1e-3, "ok"), (1e-6, "inaccurate")):
+        found = replace(tiny_suite(off), accuracy_of=lambda inputs, dtype, accuracy=accuracy: accuracy)
+        (row,) = run(found, ceilings, rows=["one"])["rows"]
+        assert row["systems"][suite.OURS]["status"] == status
+
+
 def test_a_yardstick_is_the_floor_and_neither_checked_nor_compared(tiny_suite, ceilings):
     durations = {"ours": 6e-3, "peer": 8e-3, "slow": 4e-3, "fast": 2e-3}
 

@@ -52,6 +52,14 @@ def test_the_unit_and_a_measured_floor_are_named(result):
     assert "| 18.00 | **30.00** | 120 |" in lines[4]
 
 
+def test_multiples_have_a_column_where_the_result_has_them(result):
+    result["rows"][0]["multiples"] = {"torch": 2.345}
+    lines = tables.render(forward.suite(), result).splitlines()
+    assert lines[2].endswith("| ours / floor | ours / torch | best other / ours |")
+    assert lines[4].endswith("| 1.67 | 2.35 | 4.00 |")
+    assert lines[5].endswith("| 25.20 | - | 10.00 |")
+
+
 def test_memory_has_a_table_of_its_own_where_it_was_measured(result):
     systems = result["rows"][1]["systems"]
     systems["pylate_flash"]["memory_bytes"] = 3 << 19
