@@ -31,8 +31,10 @@ def pack(sequences: Sequence[Tensor | np.ndarray]) -> tuple[Tensor, Tensor]:
 
     Raises
     ------
+    TypeError
+        If there is more than one dtype.
     ValueError
-        If there are none, or one is not of shape [L_i, d].
+        If there are none, one is not of shape [L_i, d], or they lie on several devices.
 
     Examples
     --------
@@ -50,6 +52,12 @@ def pack(sequences: Sequence[Tensor | np.ndarray]) -> tuple[Tensor, Tensor]:
             raise ValueError(
                 f"sequences must have shape [L_i, d] with one d, got {list(tensor.shape)} at {index} "
                 f"and {list(tensors[0].shape)} at 0"
+            )
+        if tensor.dtype != tensors[0].dtype:
+            raise TypeError(f"sequences must have one dtype, got {tensor.dtype} at {index} and {tensors[0].dtype} at 0")
+        if tensor.device != tensors[0].device:
+            raise ValueError(
+                f"sequences must lie on one device, got {tensor.device} at {index} and {tensors[0].device} at 0"
             )
     lengths = np.fromiter((tensor.shape[0] for tensor in tensors), dtype=np.int64, count=len(tensors))
     bounds = np.concatenate([[0], np.cumsum(lengths)])
