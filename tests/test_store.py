@@ -163,6 +163,24 @@ def test_compact_leaves_as_few_files_as_the_size_of_a_shard_allows(
     assert not (tmp_path / "never written").exists()
 
 
+def test_small_additions_are_read_from_what_was_written(tmp_path: Path) -> None:
+    """Not from the caller's memory, and also where the journal was copied, or merged away by another writer, since."""
+    documents = documents_of([3, 2, 4, 1])
+    kept = [document.clone() for document in documents]
+    opened = PackedStore(tmp_path)
+    for i, document in enumerate(documents[:3]):
+        opened.add([str(i)], [document])
+        document.zero_()
+    (journal,) = tmp_path.glob("journal-*")
+    copy = tmp_path / "copy"
+    copy.write_bytes(journal.read_bytes())
+    copy.replace(journal)
+    opened.add(["3"], [documents[3]])
+    PackedStore(tmp_path).compact()
+    assert not list(tmp_path.glob("journal-*"))
+    assert torch.equal(opened.read(np.arange(4)), torch.cat(kept))
+
+
 def test_tokens_that_are_not_read_take_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = PackedStore(tmp_path)
     opened.add(["a", "b", "c"], documents_of([1000, 1, 3000], size=2000))

@@ -21,8 +21,10 @@ import contextlib
 import hashlib
 import os
 import struct
+import threading
 import time
 import warnings
+import weakref
 import zlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -91,7 +93,7 @@ class _Damage(ValueError):
 
 
 class Journal:
-    """The additions of a journal: their embeddings, `values` [rows, d], are kept in memory.
+    """The additions of a journal: their embeddings, `values` [rows, d], are in memory from the first look at them on.
 
     Only the process that has the turn to write may call what changes it.
     """
@@ -103,6 +105,12 @@ class Journal:
         self._dtype, self._row = dtype, size * dtype.itemsize
         self._room = torch.empty(0, size, dtype=dtype)
         self._room_bytes = bytes_of(self._room)
+        # Values that this object has written but not read again: where they begin in the room and in the file, and how
+        # many bytes they are. A run of additions copies none of them.
+        self._unread: list[tuple[int, int, int]] = []
+        self._file: _File | None = None
+        # Threads that search read them at the same time as one that adds.
+        self._reading = threading.RLock()
         self._head = self._seen = _Head()
         self._heads = b""  # as they are in the file, if known
         self._flush_due = 0.0
@@ -199,10 +207,12 @@ class Journal:
     @property
     def values(self) -> torch.Tensor:
         """The tokens of all documents, as a view that stays as it is when more follow. Shape: [rows, d]."""
+        self._read()
         return self._room[: self.rows]
 
     def read_into(self, out: torch.Tensor, start: int) -> None:
         """Fill `out` [n, d] with the tokens from `start` on."""
+        self._read()
         out.copy_(self._room[start : start + len(out)])
 
     def is_current(self) -> bool:
@@ -238,8 +248,9 @@ class Journal:
         head = before.next(start + _RECORD_BYTES + length, before.flushed, digest)
         descriptor = open_regular(self.path, os.O_RDWR)
         try:
+            status = os.fstat(descriptor)
             # What a process that was killed has left behind the end.
-            if os.fstat(descriptor).st_size > start:
+            if status.st_size > start:
                 os.ftruncate(descriptor, start)
             write_all(descriptor, b"".join([_opening(length, digest), *pieces]), start)
             head.write(descriptor)
@@ -253,10 +264,13 @@ class Journal:
                 for number in (2, 3):
                     before._replace(number=head.number + number).write(descriptor)
                 os.ftruncate(descriptor, before.end)
-            raise
-        finally:
             os.close(descriptor)
-        self._take(memory, head)
+            raise
+        offset = start + _RECORD_BYTES + sum(map(len, pieces[:2]))
+        with self._reading:
+            self._keep(descriptor, (status.st_dev, status.st_ino))
+            self._unread.append((self.rows * self._row, offset, len(memory)))
+            self.rows, self.records, self._head = self.rows + len(memory) // self._row, self.records + 1, head
         self._seen, self._heads = head, heads
 
     @property
@@ -277,15 +291,50 @@ class Journal:
     def _take(self, values: memoryview, head: _Head) -> None:
         """Take in the memory of a record's values; `head` is that of the file with it."""
         rows = self.rows + len(values) // self._row
-        if rows > len(self._room):
-            # Memory that is not written to is not taken, so a journal has room for all that it will hold.
-            nbytes = max(rows, JOURNAL_BYTES // self._row) * self._row
-            # By NumPy, which asks the system for huge pages: taking small ones takes longer than filling them.
-            room = torch.from_numpy(np.empty(nbytes, dtype=np.uint8)).view(self._dtype).view(-1, self._room.shape[1])
-            room[: self.rows] = self.values
-            self._room, self._room_bytes = room, bytes_of(room)
+        self._make_room(rows)
         self._room_bytes[self.rows * self._row : rows * self._row] = values
         self.rows, self.records, self._head = rows, self.records + 1, head
+
+    def _make_room(self, rows: int) -> None:
+        if rows <= len(self._room):
+            return
+        # Memory that is not written to is not taken, so a journal has room for all that it will hold.
+        nbytes = max(rows, JOURNAL_BYTES // self._row) * self._row
+        # By NumPy, which asks the system for huge pages: taking small ones takes longer than filling them.
+        room = torch.from_numpy(np.empty(nbytes, dtype=np.uint8)).view(self._dtype).view(-1, self._room.shape[1])
+        room[: len(self._room)] = self._room
+        self._room, self._room_bytes = room, bytes_of(room)
+
+    def _keep(self, descriptor: int, identity: tuple[int, int]) -> None:
+        """Keep the file open for `_read`: another process may merge the journal into a shard, and delete it."""
+        if self._file is not None and self._file.identity == identity:
+            os.close(descriptor)
+            return
+        self._read()
+        self._file = _File(descriptor, identity)
+
+    def _read(self) -> None:
+        """Read what was only written so far."""
+        with self._reading:
+            if not self._unread:
+                return
+            assert self._file is not None
+            self._make_room(self.rows)
+            try:
+                for place, offset, nbytes in self._unread:
+                    read_exactly(self._file.descriptor, self._room_bytes[place : place + nbytes], offset)
+            except (OSError, ValueError) as error:
+                raise ValueError(f"{self.path} is damaged: {error}") from None
+            self._unread = []
+
+
+class _File:
+    """An open file, closed with this object; `identity` is its device and its number there."""
+
+    def __init__(self, descriptor: int, identity: tuple[int, int]) -> None:
+        self.descriptor = descriptor
+        self.identity = identity
+        weakref.finalize(self, os.close, descriptor)
 
 
 def _digest(before: bytes, payload: Iterable[memoryview | bytes]) -> bytes:
