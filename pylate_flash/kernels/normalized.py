@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .backward.common import through_unit
+from .backward.common import through_normalized
 from .launch import Kernel
 from .norms import inverse_norm
 
@@ -47,7 +47,7 @@ def _through_normalized_kernel(
     grad = tl.load(grad_ptr + offset, mask=mask, other=0.0).to(tl.float32)
     normalized = tl.load(normalized_ptr + offset, mask=mask, other=0.0).to(tl.float32)
     scale = tl.load(scales_ptr + rows, mask=rows < n_rows, other=1.0)
-    tl.store(grad_ptr + offset, through_unit(grad, normalized, scale).to(grad_ptr.dtype.element_ty), mask=mask)
+    tl.store(grad_ptr + offset, through_normalized(grad, normalized, scale).to(grad_ptr.dtype.element_ty), mask=mask)
 
 
 _normalized = Kernel(_normalized_kernel)

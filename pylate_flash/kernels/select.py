@@ -294,7 +294,7 @@ _SPLIT_PROGRAMS = 8
 _SPLIT_DOCUMENTS = 32
 
 # Memory of the lists of a block of documents: at least so many bytes, or half of what the winners take. At 64 x 64 the
-# whole backward takes 0.472 and 44 MiB, its gradients among them, and did 0.492 and 52 where nothing was laid in them.
+# whole backward takes 0.472 and 44 MiB, its gradients among them; with nothing laid in these, 0.492 and 52.
 _LISTS_MEMORY = 12 << 20
 # Bytes of a gradient's memory that tensors laid in it, which begin at multiples of 16, may leave unused.
 _SLACK = 128

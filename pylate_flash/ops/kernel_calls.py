@@ -28,6 +28,7 @@ def scores(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor | None]:
 def gradients(
     problem: Problem, tensors: Tensors, grad_scores: Tensor, winners: Tensor, need_queries: bool, need_documents: bool
 ) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of queries and documents, in their shapes and type; None for one that is not needed."""
     with on_device(tensors.queries):
         problem, given = _for_kernels(problem, tensors)
         queries = given.queries

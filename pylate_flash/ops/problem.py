@@ -171,35 +171,28 @@ def check(tensors: Tensors) -> None:
 
 
 class Sizes(NamedTuple):
-    """How many of everything there are, as in `Problem`; symbolic ones too."""
+    """The sizes of a call's results, as in `Problem`; symbolic ones too."""
 
-    n_queries: int
-    query_length: int
-    groups: int
-    n_documents: int
     document_length: int
     scores_shape: tuple[int, ...]
     winners_shape: tuple[int, int]
 
 
 def sizes_of(tensors: Tensors, options: Options) -> Sizes:
-    """The sizes of a call, which may be symbolic, for what needs no more than them."""
+    """The sizes of a call's results, which may be symbolic, for a compiler, which has no `Problem`."""
     queries, documents, _, _, queries_cu_seqlens, cu_seqlens, candidates = tensors
     n_queries, query_length = queries.shape[:2]
     if queries_cu_seqlens is not None:
         n_queries, query_length = queries_cu_seqlens.shape[0] - 1, options.max_query_length
     if cu_seqlens is not None:
-        n_documents, length = cu_seqlens.shape[0] - 1, options.max_document_length
+        n_documents = cu_seqlens.shape[0] - 1
         shape = (n_queries, n_documents) if candidates is None else (n_documents,)
         rows = query_length if candidates is not None else n_queries * query_length
-        return Sizes(n_queries, query_length, 1, n_documents, length, shape, (n_documents, rows))
+        return Sizes(options.max_document_length, shape, (n_documents, rows))
     *groups, n_documents, length, _ = documents.shape
     rows = query_length if groups else n_queries * query_length
     every = groups[0] * n_documents if groups else n_documents
-    return Sizes(
-        n_queries, query_length, groups[0] if groups else 1, n_documents, length, (n_queries, n_documents),
-        (every, rows),
-    )  # fmt: skip
+    return Sizes(length, (n_queries, n_documents), (every, rows))
 
 
 def problem_of(tensors: Tensors, options: Options, with_winners: bool = False) -> Problem:

@@ -102,11 +102,11 @@ def through_norm(grad, embeddings, scale):
     The Jacobian maps g to (g - y <y, g>) / |x|. Where the norm was clamped, y is linear in x. A gradient of zeros stays
     one whatever x holds: masked tokens may be NaN.
     """
-    return through_unit(grad, embeddings.to(tl.float32) * scale[:, None], scale)
+    return through_normalized(grad, embeddings.to(tl.float32) * scale[:, None], scale)
 
 
 @triton.jit
-def through_unit(grad, normalized, scale):
+def through_normalized(grad, normalized, scale):
     """The same from y itself, in float32."""
     along = tl.where(scale < _LARGEST_SCALE, tl.sum(normalized * grad, axis=1), 0.0)
     some = tl.max((grad != 0.0).to(tl.int32), axis=1) > 0

@@ -1,9 +1,8 @@
 """Packed documents cut into equal shares of work, on the device, with nothing known there but their boundaries.
 
-A document costs its tokens and `DOCUMENT_COST` more. Laid one
-after the other at these costs, document j begins at the position cu_seqlens[j] + j * _DOCUMENT_COST, and cut number i
-is the positions i * cut to (i + 1) * cut. A document belongs to the cut in which it begins, so every cut is about equal
-work, whatever the lengths.
+A document costs its tokens and `DOCUMENT_COST` more. Laid one after the other at these costs, document j begins at the
+position cu_seqlens[j] + j * DOCUMENT_COST, and cut number i is the positions i * cut to (i + 1) * cut. A document
+belongs to the cut in which it begins, so every cut is about equal work, whatever the lengths.
 
 A document of more than `whole` tokens is itself cut: each cut that it reaches into takes its tokens there, a piece. As
 such a document is longer than a cut, a cut has at most two pieces: one of a document that began before it (piece
