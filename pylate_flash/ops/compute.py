@@ -147,7 +147,7 @@ def _in_blocks(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor | Non
             bounds = host_bounds_of(problem, tensors)
             scores, winners = blocked_varlen_forward(inputs, bounds, problem.query_length, problem.with_winners)
         else:
-            scores, winners = blocked_forward(inputs, problem.zero_masked, problem.with_winners)
+            scores, winners = blocked_forward(inputs, problem.kind.zero_masked, problem.with_winners)
         scores = with_empty_score(scores.float(), tensors, problem.empty_score)
     if winners is not None:
         winners = winners.to(problem.winners_dtype).view(problem.winners_shape)

@@ -63,6 +63,9 @@ def test_gradients(case: Case) -> None:
         ((5, 70, 40), (9, 129, 40)),
         ((16, 32, 256), (16, 70, 256)),
         ((1, 256, 200), (7, 600, 200)),
+        ((5, 32, 320), (40, 64, 320)),
+        ((3, 77, 300), (20, 100, 300)),
+        ((9, 40, 384), (20, 333, 384)),
         ((16, 32, 512), (16, 70, 512)),
         ((16, 32, 1000), (16, 150, 1000)),
         ((1, 32, 768), (50, 150, 768)),
@@ -110,7 +113,7 @@ def test_ties_go_to_the_lowest_index(n_queries: int) -> None:
 
 @pytest.mark.parametrize("lowest", [-3, -9], ids=["mixed", "negative"])
 @pytest.mark.parametrize("n_queries", [1, 40], ids=["single", "stacked"])
-@pytest.mark.parametrize("size", [16, 128, 256])
+@pytest.mark.parametrize("size", [16, 128, 256, 320])
 def test_winners_are_the_first_of_the_best_tokens(size: int, n_queries: int, lowest: int) -> None:
     """Small integers, whose products are exact: most maxima are reached more than once, and every column wins."""
     generator = torch.Generator("cuda").manual_seed(size)
