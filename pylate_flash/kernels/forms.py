@@ -55,15 +55,12 @@ def single_form(
 
 
 @functools.cache
-def tile_of_hopper(capability: int, kind: Kind, rows: int, long: bool) -> tuple[HopperTile | None, str]:
-    """The Hopper kernel's tile, or None and why, for `rows` query rows at least, where documents are `long` or not."""
-    item = kind.dtype.itemsize
-    tile = hopper_tile(capability, kind.size, item, rows, long, kind.with_winners)
+def tile_of_hopper(capability: int, kind: Kind, narrow: bool, long: bool) -> tuple[HopperTile | None, str]:
+    """The Hopper kernel's tile, or None and why, where query rows are few (`narrow`) and documents `long`, or not."""
+    tile = hopper_tile(capability, kind.size, kind.dtype.itemsize, narrow, long, kind.with_winners)
     if tile is not None or capability != 9:
         return tile, ""
-    if item != 2 or kind.size > HOPPER_MAX_SIZE:
-        return None, f"; the Hopper kernel takes half precision and at most {HOPPER_MAX_SIZE} dimensions"
-    return None, "; the Hopper kernel pays for more rows"
+    return None, f"; the Hopper kernel takes half precision and at most {HOPPER_MAX_SIZE} dimensions"
 
 
 @functools.cache

@@ -14,6 +14,7 @@ import torch
 
 from .forms import Form, hopper_form, single_form, stacked_form, tile_of_hopper, tile_of_stacked
 from .tiles import (
+    HOPPER_NARROW_ROWS,
     HOPPER_WIDE_MIN_LENGTH,
     FusedTile,
     HopperTile,
@@ -194,10 +195,8 @@ def _stacked_plan(problem: Problem) -> ForwardPlan:
     padded, group = padded_query_length(problem.query_length, unpadded)
     rows = problem.n_queries // groups * padded
     strides, *units = divided_strides(problem.query_strides, problem.document_strides)
-    # Tiles differ by multiples of 64 rows, up to 129.
-    wide, why_not = tile_of_hopper(
-        capability, kind, min(rows - 1, 128) // 64 * 64 + 1, not packed and length >= HOPPER_WIDE_MIN_LENGTH
-    )
+    long = not packed and length >= HOPPER_WIDE_MIN_LENGTH
+    wide, why_not = tile_of_hopper(capability, kind, rows <= HOPPER_NARROW_ROWS, long)
     why = _ONE_MATRIX
     if wide is None:
         why += why_not

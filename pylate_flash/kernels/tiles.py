@@ -70,11 +70,11 @@ HOPPER_WIDE_MIN_LENGTH = 512
 _HOPPER_TAILS = (16, 32)
 _HOPPER_TAIL_SAVES = 1 / 8
 # Fewer rows leave half of the tile empty, and are bound by memory. Microseconds by `_STACKED`, and by this narrow one:
-#   3 x 2000, 32 x 333, d = 96: 51 and 47    4 x 4000, 32 x 180: 60 and 57    1 x 1000, 128 x 1024: 76 and 75.
-# Of longer embeddings, the tiles have so many rows anyway: 82 and 59 at 4 x 2000, 32 x 180, d = 256.
+#   3 x 2000, 32 x 333, d = 96: 51 and 46    2 x 4000, 32 x 180: 58 and 56    4 x 2000, 32 x 180, winners: 48 and 36.
+# Tiles of longer embeddings have so many rows anyway: 74 and 59 at 2 x 2000, 32 x 180, d = 256, and 156 and 135 at
+# 1 x 1000, 128 x 1024, where a wide one takes 166.
 _HOPPER_NARROW = HopperTile(128, 64, 2, 6)
-_HOPPER_NARROW_ROWS = 128
-HOPPER_MIN_ROWS = 65
+HOPPER_NARROW_ROWS = 128
 # Elements of an embedding of which 64 query rows fit into the registers of four warps.
 HOPPER_MAX_SIZE = 384
 # The fused projection of hidden states: two parts of 128, a chunk of one swizzled row of shared memory, and at most so
@@ -181,21 +181,20 @@ def hopper_blocks(size: int) -> Blocks:
 
 
 def hopper_tile(
-    capability: int, size: int, element_size: int, rows: int, long: bool, with_winners: bool
+    capability: int, size: int, element_size: int, narrow: bool, long: bool, with_winners: bool
 ) -> HopperTile | None:
-    """Tile of the Hopper kernel for `rows` stacked query rows of `size` elements, or None where it serves none.
+    """Tile of the Hopper kernel for stacked query rows of `size` elements, or None where it serves none.
 
-    `long`: documents are padded to at least `HOPPER_WIDE_MIN_LENGTH`.
+    `narrow`: there are at most `HOPPER_NARROW_ROWS` rows. `long`: documents are padded to `HOPPER_WIDE_MIN_LENGTH` or
+    more.
     """
-    if capability != 9 or element_size != 2 or size > HOPPER_MAX_SIZE or rows < HOPPER_MIN_ROWS or not has_gluon():
+    if capability != 9 or element_size != 2 or size > HOPPER_MAX_SIZE or not has_gluon():
         return None
     if size <= 128:
-        if rows <= _HOPPER_NARROW_ROWS:
-            return None if with_winners else _HOPPER_NARROW
-        return _HOPPER_WINNERS if with_winners else _HOPPER
-    if size > 256:
-        return _HOPPER_LONGEST
-    return _HOPPER_LONG_WIDE if long and not with_winners else _HOPPER_LONG
+        return _HOPPER_NARROW if narrow else _HOPPER_WINNERS if with_winners else _HOPPER
+    if size <= 256:
+        return _HOPPER_LONG_WIDE if long and not narrow and not with_winners else _HOPPER_LONG
+    return _HOPPER_LONGEST
 
 
 @functools.lru_cache(maxsize=1024)
