@@ -118,6 +118,11 @@ def side(name: str, embeddings: Any, mask: Any = None) -> Side:
     if isinstance(embeddings, list):
         sequences = [tokens if isinstance(tokens, Tensor) else as_tensor(tokens) for tokens in embeddings]
         lengths: Sequence[int] = [_length(tokens) for tokens in sequences]
+        if len(sequences) == 1 and sequences[0].dim() == 2:
+            # A batch as it stands.
+            batch = sequences[0].unsqueeze(0)
+            if mask is None:
+                mask = torch.ones(batch.shape[:2], dtype=torch.bool, device=batch.device)
     else:
         batch = as_tensor(embeddings)
         if batch.dim() == 2:
@@ -127,10 +132,10 @@ def side(name: str, embeddings: Any, mask: Any = None) -> Side:
         lengths = [batch.shape[1]] * batch.shape[0]
     if mask is not None and lengths:
         width = max(lengths)
-        if mask.dim() not in (1, 2) or mask.shape[-1] != width:
+        if mask.dim() not in (1, 2) or (mask.dim() == 2 and mask.shape[0] not in (1, len(lengths))):
             raise ValueError(f"{name}_mask must have shape {[len(lengths), width]}, got {list(mask.shape)}")
-        if mask.dim() == 2 and mask.shape[0] not in (1, len(lengths)):
-            raise ValueError(f"{name}_mask must have shape {[len(lengths), width]}, got {list(mask.shape)}")
+        if mask.shape[-1] != width:
+            raise ValueError(f"{name}_mask covers {mask.shape[-1]} tokens, and must cover the {width} of {name}")
         mask = mask.expand(len(lengths), width)
     return Side(name, batch, sequences, lengths, mask)
 
@@ -138,7 +143,8 @@ def side(name: str, embeddings: Any, mask: Any = None) -> Side:
 def blocks(sides: Sequence[Side], device: torch.device, elements: int | None) -> list[tuple[int, int]]:
     """Consecutive items of sides of one length, by what is copied at once of them: `elements`, or a single item."""
     n_items = len(sides[0])
-    copied = [found for one in sides if (found := one.copied_elements(device)) is not None]
+    costs = [one.copied_elements(device) for one in sides]
+    copied = [cost for cost in costs if cost is not None]
     if not copied:
         return [(0, n_items)]
     ends = np.sum(copied, axis=0).cumsum() // max(1, CHUNK_ELEMENTS if elements is None else elements)

@@ -144,7 +144,9 @@ def maxsim_pairwise(
         return _original("maxsim_pairwise")(a, b, a_mask, b_mask, chunk_elements, length_normalize, device)
     queries, documents = side("a", a, a_mask), side("b", b, b_mask)
     if len(queries) != len(documents):
-        raise ValueError(f"b must hold one document per query of a, {len(queries)}, got {len(documents)}")
+        raise ValueError(
+            f"a and b must hold the same number of items, to be paired, got {len(queries)} and {len(documents)}"
+        )
     home, place = _devices(queries, documents, device)
     if len(queries) == 0:
         return torch.zeros(0, device=home)
