@@ -147,9 +147,15 @@ def blocks(sides: Sequence[Side], device: torch.device, elements: int | None) ->
     copied = [cost for cost in costs if cost is not None]
     if not copied:
         return [(0, n_items)]
-    ends = np.sum(copied, axis=0).cumsum() // max(1, CHUNK_ELEMENTS if elements is None else elements)
-    starts = [0, *(np.flatnonzero(np.diff(ends)) + 1).tolist(), n_items]
-    return list(zip(starts[:-1], starts[1:], strict=True))
+    budget = CHUNK_ELEMENTS if elements is None else elements
+    ends = np.sum(copied, axis=0).cumsum()
+    found, start = [], 0
+    while start < n_items:
+        before = ends[start - 1] if start else 0
+        stop = max(start + 1, int(np.searchsorted(ends, before + budget, side="right")))
+        found.append((start, stop))
+        start = stop
+    return found
 
 
 def as_tensor(value: Any) -> Tensor:
