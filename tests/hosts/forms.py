@@ -73,10 +73,3 @@ def forms(draw: st.DrawFn, n_items: int, size: int, weights: bool, kinds: tuple[
     if "array" in kind:
         return Form(padded.numpy(), None if mask is None else mask.numpy())
     return Form(padded, mask)
-
-
-def widened(form: Form) -> Any:
-    """The same embeddings in float64."""
-    if isinstance(form.embeddings, list):
-        return [torch.as_tensor(item).double() if not isinstance(item, list) else item for item in form.embeddings]
-    return torch.as_tensor(np.asarray(form.embeddings)).double()

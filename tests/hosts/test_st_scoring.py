@@ -7,14 +7,12 @@ import logging
 
 import numpy as np
 import pytest
+import sentence_transformers.multi_vector_encoder.scoring as their_scoring
+import sentence_transformers.util.similarity as their_similarity
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-pytest.importorskip("sentence_transformers", minversion="6.0")
-import sentence_transformers.multi_vector_encoder.scoring as their_scoring
-import sentence_transformers.util.similarity as their_similarity
 
 from pylate_flash.hosts import sentence_transformers as ours
 from pylate_flash.hosts.sentence_transformers import operands

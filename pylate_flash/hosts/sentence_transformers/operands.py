@@ -91,7 +91,7 @@ class Side(NamedTuple):
         rows = torch.from_numpy(np.flatnonzero(places)).to(device)
         padded = values.new_zeros(places.size, values.shape[1]).index_copy(0, rows, values)
         mask = torch.from_numpy(places).to(device) if mask is None else mask[:, :longest]
-        return Operand(padded.view(*places.shape, -1), mask)
+        return Operand(padded.view(*places.shape, values.shape[1]), mask)
 
 
 def side(name: str, embeddings: Any, mask: Any = None) -> Side:
