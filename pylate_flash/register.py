@@ -1,4 +1,4 @@
-"""Make the installed hosts (PyLate, sentence-transformers) run through this package, reversibly.
+"""Make the installed hosts (PyLate, sentence-transformers, colpali-engine) run through this package, reversibly.
 
 `pylate_flash.hosts` has what of each host is routed, and how. Importing this module imports neither torch nor a host,
 and changes nothing.
@@ -23,7 +23,7 @@ _registered: set[str] = set()  # names of hosts
 
 
 def register(host: str | None = None, *, masking: str = "exclude", strict: bool = True) -> None:
-    """Make PyLate and sentence-transformers score, train and evaluate through the fused MaxSim.
+    """Make PyLate, sentence-transformers and colpali-engine score, train and evaluate through the fused MaxSim.
 
     PyLate: `pylate.scores.colbert_scores`, `colbert_scores_pairwise` and `colbert_kd_scores` gain the backend
     `"pylate_flash"`, as their argument `backend`, in the environment variable `PYLATE_SCORES_BACKEND` (read at every
@@ -34,12 +34,15 @@ def register(host: str | None = None, *, masking: str = "exclude", strict: bool 
     XTR's, are served by `pylate_flash.hosts.sentence_transformers`, also where they were imported before. With them go
     `MultiVectorEncoder.similarity` and `similarity_pairwise`, the evaluators and the losses.
 
+    colpali-engine: `utils.maxsim.maxsim_inbatch` and `maxsim_kd`, also where they were imported before, and with them
+    its losses and `score_multi_vector`, but for a smooth maximum. `COLPALI_SCORES_BACKEND` still names another backend.
+
     Registering again only updates `masking`.
 
     Parameters
     ----------
     host
-        `"pylate"` or `"sentence-transformers"`. None: all that are installed.
+        `"pylate"`, `"sentence-transformers"` or `"colpali-engine"`. None: all that are installed.
     masking
         PyLate only: what a masked document token does, where a call or a model does not say: `"exclude"` (it never wins
         the max) or `"zero"` (its similarity counts as 0, as in PyLate's torch scorer).

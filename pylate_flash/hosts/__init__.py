@@ -30,6 +30,13 @@ SENTENCE_TRANSFORMERS = Routes(
     }
 )
 
+COLPALI = Routes(
+    {
+        f"colpali_engine.utils.maxsim:{name}": f"{__name__}.colpali:served_{name}"
+        for name in ("maxsim_inbatch", "maxsim_kd")
+    }
+)
+
 HOSTS = {
     host.name: host
     for host in (
@@ -43,6 +50,16 @@ HOSTS = {
             "6.0",
             SENTENCE_TRANSFORMERS.hold,
             SENTENCE_TRANSFORMERS.release,
+        ),
+        Host(
+            "colpali-engine",
+            "colpali-engine",
+            "colpali_engine",
+            "colpali",
+            ">=0.3.18,<0.4",
+            "0.3.18",
+            COLPALI.hold,
+            COLPALI.release,
         ),
     )
 }
