@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -75,6 +76,14 @@ def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     with _skipped_without_host():
         return (yield)
+
+
+@pytest.fixture(scope="session")
+def pylate() -> ModuleType:
+    """PyLate; a test that asks for it is skipped without."""
+    import pylate
+
+    return pylate
 
 
 @pytest.fixture(scope="session")
