@@ -18,6 +18,9 @@ are float32 whatever the embeddings' type, and a masked document token does not 
 
 from __future__ import annotations
 
+from . import _needs_pylate  # noqa: F401
+
+# isort: split
 import functools
 import logging
 from contextlib import suppress
