@@ -3,7 +3,10 @@
 
 PYTHON ?= python3
 VENV ?= .venv
+ST_VENV ?= .venv-st
 PYTEST_ARGS ?=
+# What is installed for the tests: with PyLate, or (dev-st) with sentence-transformers 6.
+TESTED ?= dev
 INTERPRETED := tests/kernels/interpreted
 NUMERICAL := tests/ops tests/test_losses.py tests/test_projection.py tests/test_scores.py tests/test_rank.py \
 	tests/test_models.py tests/test_indexes.py tests/test_trainer.py tests/test_distributed.py
@@ -11,12 +14,12 @@ NUMERICAL := tests/ops tests/test_losses.py tests/test_projection.py tests/test_
 # A relative VENV is one in this folder.
 override VENV := $(abspath $(VENV))
 BIN := $(VENV)/bin
-PYTEST = $(BIN)/python -m pytest -n 2 --dist worksteal
+PYTEST = $(BIN)/python -m pytest -n 2 --dist worksteal $(PYTEST_OPTIONS)
 
 comma := ,
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-avx2 lint format bench-docs clean
+.PHONY: help demo test test-st test-avx2 lint format bench-docs clean
 
 help: ## List the commands.
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | expand -t 16
@@ -26,7 +29,7 @@ demo: $(VENV)/.installed-demo ## Train, search and evaluate a ColBERT model on r
 
 # Kernels run in Triton's interpreter where there is no GPU; Triton decides on it when it is imported, so that these
 # tests have a run of their own, which follows unless PYTEST_ARGS chose others.
-test: $(VENV)/.installed-dev ## Run the tests (PYTEST_ARGS="tests/cli -x" runs some of them).
+test: $(VENV)/.installed-$(TESTED) ## Run the tests (PYTEST_ARGS="tests/cli -x" runs some of them).
 	@cache=$$(mktemp -d) && trap 'rm -rf "$$cache"' EXIT && \
 	export HF_HOME="$$cache/hf" HF_HUB_OFFLINE=1 IR_DATASETS_HOME="$$cache/ir_datasets" \
 		TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1 && \
@@ -34,6 +37,10 @@ test: $(VENV)/.installed-dev ## Run the tests (PYTEST_ARGS="tests/cli -x" runs s
 	{ $(PYTEST) $(PYTEST_ARGS) || status=1; } && \
 	{ [ -n "$(PYTEST_ARGS)" ] || TRITON_INTERPRET=1 $(PYTEST) $(INTERPRETED) || status=1; } && \
 	exit $$status
+
+# Tests that import PyLate are skipped there, by a rule of tests/conftest.py, and named at the end.
+test-st: ## Run the tests with the newest sentence-transformers, PyTorch and Triton, in an environment of its own.
+	$(MAKE) test VENV="$(ST_VENV)" TESTED=dev-st PYTEST_OPTIONS=-rs
 
 test-avx2: $(VENV)/.installed-dev ## Run the tests that compare numbers as a processor without AVX-512 computes them.
 	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 \
@@ -62,18 +69,29 @@ $(BIN)/python:
 	$(PYTHON) -m venv "$(VENV)"
 
 # The stamps say what is installed; a changed pyproject.toml installs again. pip reports each download and how long it
-# will take. The metrics of ranx are compiled at their first use: here, not in the middle of an evaluation.
+# will take.
 define install
 	@echo "Installing into $(VENV): PyTorch and what else is needed, some 3 GB. With a fast line that is 2 to 5 minutes."
 	$(BIN)/python -m pip install --disable-pip-version-check --progress-bar on -e ".[$(1)]"
+endef
+
+# The metrics of ranx are compiled at their first use: here, not in the middle of an evaluation.
+define compile_metrics
 	@echo "Compiling the metrics of ranx, about half a minute."
 	@$(BIN)/python -c "from ranx import Qrels, Run, evaluate; evaluate(Qrels({'q': {'d': 1}}), Run({'q': {'d': 1.0}}), \
 		['ndcg@10', 'map', 'recall@100', 'mrr@10'])"
-	@touch $@
 endef
 
 $(VENV)/.installed-demo: pyproject.toml | $(BIN)/python
 	$(call install,demo$(comma)eval)
+	$(compile_metrics)
+	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml | $(BIN)/python
 	$(call install,dev)
+	$(compile_metrics)
+	@touch $@
+
+$(VENV)/.installed-dev-st: pyproject.toml | $(BIN)/python
+	$(call install,dev-st)
+	@touch $@

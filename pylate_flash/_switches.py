@@ -5,11 +5,8 @@ Importing this module imports neither torch nor PyLate.
 
 from __future__ import annotations
 
-import importlib
 import os
-from collections.abc import Callable
 from contextvars import ContextVar
-from types import FunctionType
 from typing import NamedTuple
 
 BACKENDS = ("auto", "pylate_flash", "torch", "flash", "lik")
@@ -27,8 +24,6 @@ class Scorer(NamedTuple):
 # What `register` was given; None: not registered.
 registered_masking: str | None = None
 default: ContextVar[Scorer | None] = ContextVar("pylate_flash_scorer", default=None)
-# PyLate's own code of each scoring function, while the functions are routed.
-twins: dict[str, FunctionType] = {}
 
 
 def backend_in_force(backend: str | None = None) -> str:
@@ -74,8 +69,3 @@ def check_masking(masking: object) -> str:
     if masking not in MASKINGS:
         raise ValueError(f"masking must be one of {', '.join(map(repr, MASKINGS))}, got {masking!r}")
     return masking
-
-
-def original(name: str) -> Callable:
-    """PyLate's own scoring function `name`: never routed, so it knows only PyLate's own backends."""
-    return twins.get(name) or getattr(importlib.import_module("pylate.scores.colbert"), name)

@@ -10,6 +10,9 @@ The names of `pylate.evaluation` are here too, so that `from pylate import evalu
 
 from __future__ import annotations
 
+from . import _needs_pylate  # noqa: F401
+
+# isort: split
 import contextlib
 import os
 import re

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from . import _needs_pylate  # noqa: F401
+
+# isort: split
 import os
 from collections.abc import Sequence
 from pathlib import Path

@@ -8,6 +8,9 @@ whose flag is changed later, and a model that the trainer has meanwhile wrapped 
 
 from __future__ import annotations
 
+from . import _needs_pylate  # noqa: F401
+
+# isort: split
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any

@@ -9,6 +9,9 @@ Plain PyLate and sentence-transformers checkpoints load here too.
 
 from __future__ import annotations
 
+from . import _needs_pylate  # noqa: F401
+
+# isort: split
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -6,6 +6,9 @@ and one bias together (`fold_dense`), and `hidden_states` makes the model return
 
 from __future__ import annotations
 
+from . import _needs_pylate  # noqa: F401
+
+# isort: split
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any

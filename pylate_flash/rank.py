@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from . import _needs_pylate  # noqa: F401
+
+# isort: split
 from collections.abc import Callable
 from itertools import chain
 from typing import Any

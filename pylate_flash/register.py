@@ -1,125 +1,131 @@
-"""Everything that touches PyLate's modules: the backend "pylate_flash", its switches, and the way back.
+"""Make the installed hosts (PyLate, sentence-transformers, colpali-engine) run through this package, reversibly.
 
-Two mechanisms, because two kinds of references to PyLate's objects exist.
-
-- The three scoring functions are held everywhere: `from pylate.scores import colbert_scores` in user code, the default
-  argument of `Distillation`, the `similarity` of every loaded model. No rebinding of names reaches all of these, so the
-  function objects stay and their `__code__` is exchanged, for code that asks this module who serves the call. PyLate's
-  own code lives on in a twin function, which serves the backends "torch", "flash" and "lik".
-- `rerank`, `ColBERTScores`, the losses and the evaluators are looked up by name when they are used, so their names are
-  rebound in every loaded PyLate module that holds them.
-
-Importing this module imports neither torch nor PyLate, and changes nothing.
+`pylate_flash.hosts` has what of each host is routed, and how. Importing this module imports neither torch nor a host,
+and changes nothing.
 """
 
 from __future__ import annotations
 
-import importlib
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FunctionType
-from typing import Any
-
-from packaging.specifiers import SpecifierSet
 
 from . import _switches
+from .hosts import HOSTS
+from .hosts.host import Host
+from .hosts.pylate import ROUTES as _PYLATE_ROUTES
+from .hosts.pylate import SUPPORTED as SUPPORTED_PYLATE
 
-SUPPORTED_PYLATE = ">=1.6,<1.7"
-
-# What is routed: functions of pylate.scores that keep their identity and gain the backend ...
-SCORING_FUNCTIONS = ("colbert_scores", "colbert_scores_pairwise", "colbert_kd_scores")
-# ... and names of pylate.<module> that stand for those of pylate_flash.<module> while registered.
-REBOUND = {
-    "scores": ("ColBERTScores",),
-    "rank": ("rerank",),
-    "losses": ("Contrastive", "CachedContrastive", "Distillation"),
-    "evaluation": (
-        "ColBERTTripletEvaluator",
-        "ColBERTDistillationEvaluator",
-        "PyLateInformationRetrievalEvaluator",
-        "NanoBEIREvaluator",
-    ),
-}
-
+__all__ = ["SUPPORTED_PYLATE", "register", "registered", "unregister", "use_scorer"]
 
 _lock = threading.RLock()
-_rebound: list[tuple[Any, Any]] = []  # (PyLate's object, ours) for each name of REBOUND, while registered
-_route_holders = 0  # register() and every open use_scorer() block hold the routes
+_registered: set[str] = set()  # names of hosts
 
 
-def register(masking: str = "exclude") -> None:
-    """Make PyLate score, train, rerank and evaluate through the fused MaxSim.
+def register(host: str | None = None, *, masking: str = "exclude", strict: bool = True) -> None:
+    """Make PyLate, sentence-transformers and colpali-engine score, train and evaluate through the fused MaxSim.
 
-    `pylate.scores.colbert_scores`, `colbert_scores_pairwise` and `colbert_kd_scores` gain the backend
+    PyLate: `pylate.scores.colbert_scores`, `colbert_scores_pairwise` and `colbert_kd_scores` gain the backend
     `"pylate_flash"`, as their argument `backend`, in the environment variable `PYLATE_SCORES_BACKEND` (read at every
     call), and as the one that `"auto"` prefers; also where they were imported before. `pylate.rank.rerank`,
     `pylate.scores.ColBERTScores` and PyLate's losses and evaluators become those of this package.
+
+    sentence-transformers: `util.maxsim`, `maxsim_pairwise`, and the functions of `multi_vector_encoder.scoring` but for
+    XTR's, are served by `pylate_flash.hosts.sentence_transformers`, also where they were imported before. With them go
+    `MultiVectorEncoder.similarity` and `similarity_pairwise`, the evaluators and the losses.
+
+    colpali-engine: `utils.maxsim.maxsim_inbatch` and `maxsim_kd`, also where they were imported before, and with them
+    its losses and `score_multi_vector`, but for a smooth maximum. `COLPALI_SCORES_BACKEND` still names another backend.
 
     Registering again only updates `masking`.
 
     Parameters
     ----------
+    host
+        `"pylate"`, `"sentence-transformers"` or `"colpali-engine"`. None: all that are installed.
     masking
-        What a masked document token does, where a call or a model does not say: `"exclude"` (it never wins the max) or
-        `"zero"` (its similarity counts as 0, as in PyLate's torch scorer).
+        PyLate only: what a masked document token does, where a call or a model does not say: `"exclude"` (it never wins
+        the max) or `"zero"` (its similarity counts as 0, as in PyLate's torch scorer).
+    strict
+        Whether a version that the tests do not run with is an error.
 
     Raises
     ------
     ValueError
-        If `masking` is neither of the two.
+        If `host` or `masking` is unknown.
     ImportError
-        If the installed PyLate is outside the supported range. Nothing was changed then.
+        If the host, or every one of them, is missing, or in a version outside the supported range. Nothing was changed
+        then.
+
+    Examples
+    --------
+    >>> register("pylate")
+    >>> unregister()
     """
     _switches.check_masking(masking)
     with _lock:
-        if _switches.registered_masking is None:
-            _check_pylate_version()
-            pairs = []
-            for module, names in REBOUND.items():
-                pylate_module = importlib.import_module(f"pylate.{module}")
-                our_module = importlib.import_module(f"pylate_flash.{module}")
-                pairs += [(getattr(pylate_module, name), getattr(our_module, name)) for name in names]
-            _hold_routes()
-            for theirs, ours in pairs:
-                _rebind(theirs, ours)
-            _rebound[:] = pairs
-        _switches.registered_masking = masking
+        hosts = _hosts(host)
+        for found in hosts:
+            found.check(strict)
+        held: list[Host] = []
+        try:
+            for found in hosts:
+                if found.name not in _registered:
+                    found.hold()
+                    held.append(found)
+        except BaseException:
+            for found in held:
+                found.release()
+            raise
+        _registered.update(found.name for found in held)
+        if "pylate" in [found.name for found in hosts]:
+            _switches.registered_masking = masking
 
 
-def unregister() -> None:
-    """Undo `register()`: every PyLate module holds the very objects that it held before. Without it, do nothing."""
+def unregister(host: str | None = None) -> None:
+    """Undo `register()`: every module of the host holds the very objects that it held before. Without it, do nothing.
+
+    Parameters
+    ----------
+    host
+        As in `register`. None: all that are registered.
+
+    Raises
+    ------
+    ValueError
+        If `host` is unknown.
+    """
     with _lock:
-        if _switches.registered_masking is None:
-            return
-        for theirs, ours in _rebound:
-            _rebind(ours, theirs)
-        _rebound.clear()
-        _release_routes()
-        _switches.registered_masking = None
+        for name in sorted(_registered) if host is None else [_known(host).name]:
+            if name in _registered:
+                HOSTS[name].release()
+                _registered.discard(name)
+                if name == "pylate":
+                    _switches.registered_masking = None
 
 
 @contextmanager
-def registered(masking: str = "exclude") -> Iterator[None]:
+def registered(host: str | None = None, *, masking: str = "exclude", strict: bool = True) -> Iterator[None]:
     """Register for the block of a `with`, then go back to the state before it, registered or not.
 
     Parameters
     ----------
-    masking
+    host, masking, strict
         As in `register`.
     """
     with _lock:
-        before = _switches.registered_masking
-        register(masking)
+        before, masking_before = set(_registered), _switches.registered_masking
+        register(host, masking=masking, strict=strict)
+        touched = [found.name for found in _hosts(host)]
     try:
         yield
     finally:
         with _lock:
-            if before is None:
-                unregister()
-            else:
-                register(before)
+            for name in touched:
+                if name not in before:
+                    unregister(name)
+                else:
+                    register(name, masking=masking_before or "exclude", strict=False)
 
 
 @contextmanager
@@ -149,103 +155,30 @@ def use_scorer(backend: str | None = None, masking: str | None = None) -> Iterat
         outer.backend if backend is None else _switches.check_backend(backend),
         outer.masking if masking is None else _switches.check_masking(masking),
     )
-    _hold_routes()
+    with _lock:
+        if _PYLATE_ROUTES.holders == 0:
+            HOSTS["pylate"].check()
+        _PYLATE_ROUTES.hold()
     token = _switches.default.set(default)
     try:
         yield
     finally:
         _switches.default.reset(token)
-        _release_routes()
+        _PYLATE_ROUTES.release()
 
 
-def _serve(name: str, *arguments: Any, backend: str | None) -> Any:
-    """A call of PyLate's scoring function `name` while it is routed."""
-    if _switches.registered_masking is None and _switches.default.get() is None:
-        # Routed for a use_scorer() block elsewhere: this caller gets PyLate as it is.
-        return _switches.original(name)(*arguments, backend=backend)
-    from . import scores
-
-    return getattr(scores, name)(*arguments, backend=backend)
+def _known(host: str) -> Host:
+    if host not in HOSTS:
+        raise ValueError(f"host must be one of {', '.join(map(repr, HOSTS))}, or None, got {host!r}")
+    return HOSTS[host]
 
 
-# The code that the scoring functions of PyLate run while routed. It sees PyLate's globals, hence the import inside; the
-# parameters are PyLate's, and its defaults stay on the function.
-
-
-def _route_colbert_scores(
-    queries_embeddings, documents_embeddings, queries_mask=None, documents_mask=None, backend=None
-):
-    from pylate_flash.register import _serve
-
-    return _serve(
-        "colbert_scores", queries_embeddings, documents_embeddings, queries_mask, documents_mask, backend=backend
-    )
-
-
-def _route_colbert_scores_pairwise(queries_embeddings, documents_embeddings, backend=None):
-    from pylate_flash.register import _serve
-
-    return _serve("colbert_scores_pairwise", queries_embeddings, documents_embeddings, backend=backend)
-
-
-def _route_colbert_kd_scores(
-    queries_embeddings, documents_embeddings, queries_mask=None, documents_mask=None, backend=None
-):
-    from pylate_flash.register import _serve
-
-    return _serve(
-        "colbert_kd_scores", queries_embeddings, documents_embeddings, queries_mask, documents_mask, backend=backend
-    )
-
-
-def _hold_routes() -> None:
-    """Route PyLate's scoring functions, if this is their first holder."""
-    global _route_holders
-    with _lock:
-        if _route_holders == 0:
-            _check_pylate_version()
-            module = importlib.import_module("pylate.scores.colbert")
-            routes = {name: globals()[f"_route_{name}"].__code__ for name in SCORING_FUNCTIONS}
-            for name, route in routes.items():
-                function = getattr(module, name)
-                _switches.twins[name] = FunctionType(
-                    function.__code__, function.__globals__, name, function.__defaults__, function.__closure__
-                )
-                function.__code__ = route
-        _route_holders += 1
-
-
-def _release_routes() -> None:
-    """Give PyLate's scoring functions their own code back, if this was the last holder."""
-    global _route_holders
-    with _lock:
-        _route_holders -= 1
-        if _route_holders == 0:
-            module = importlib.import_module("pylate.scores.colbert")
-            for name, twin in _switches.twins.items():
-                getattr(module, name).__code__ = twin.__code__
-            _switches.twins.clear()
-
-
-def _rebind(old: Any, new: Any) -> None:
-    """Bind every name of a loaded PyLate module that is bound to `old` to `new`."""
-    for module_name, module in list(sys.modules.items()):
-        if module is None or module_name.partition(".")[0] != "pylate":
-            continue
-        if isinstance(old, type) and module_name == old.__module__:
-            # PyLate's losses say `super(Contrastive, self)`: there the name has to remain the class itself, or the
-            # constructor of a subclass of it would call itself.
-            continue
-        for name, value in list(vars(module).items()):
-            if value is old:
-                setattr(module, name, new)
-
-
-def _check_pylate_version() -> None:
-    import pylate
-
-    if not SpecifierSet(SUPPORTED_PYLATE).contains(pylate.__version__, prereleases=True):
-        raise ImportError(
-            f"this version of pylate_flash supports PyLate {SUPPORTED_PYLATE}, and PyLate {pylate.__version__} is "
-            f'installed; install a supported one: pip install "pylate{SUPPORTED_PYLATE}"'
-        )
+def _hosts(host: str | None) -> list[Host]:
+    """The host of this name, or all that are installed."""
+    if host is not None:
+        return [_known(host)]
+    found = [known for known in HOSTS.values() if known.is_there()]
+    if not found:
+        extras = " or ".join(f'"pylate-flash[{known.extra}]"' for known in HOSTS.values())
+        raise ImportError(f"there is nothing to register: install a host, with pip install {extras}")
+    return found

@@ -18,10 +18,11 @@ are float32 whatever the embeddings' type, and a masked document token does not 
 
 from __future__ import annotations
 
+from . import _needs_pylate  # noqa: F401
+
+# isort: split
 import functools
 import logging
-import os
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
@@ -31,7 +32,9 @@ from pylate import scores as pylate_scores
 from pylate.utils import convert_to_tensor
 from torch import Tensor
 
-from ._switches import backend_in_force, check_backend, check_masking, masking_in_force, original
+from ._switches import backend_in_force, check_backend, check_masking, masking_in_force
+from .hosts.pylate import original
+from .hosts.staging import concatenate
 from .ops import maxsim, maxsim_pairwise, maxsim_varlen_pairwise
 from .ops.checks import FLOATING
 
@@ -438,7 +441,7 @@ def concatenated(
     # An empty list has no embedding size of its own, and any will do if there are no others.
     size = next((tokens.shape[1] for tokens in (*queries, *documents) if tokens.dim() == 2), 1)
     all_queries, all_documents = (
-        _cat([tokens if tokens.dim() == 2 else tokens.new_empty(0, size) for tokens in sequences], device)
+        concatenate([tokens if tokens.dim() == 2 else tokens.new_empty(0, size) for tokens in sequences], device)
         for sequences in (queries, documents)
     )
     if all_queries.shape[1] != all_documents.shape[1]:
@@ -447,40 +450,6 @@ def concatenated(
             f"got {all_documents.shape[1]}"
         )
     return _promoted(all_queries, all_documents)
-
-
-# What a thread copies at a time, and below how much threads are not worth their while.
-_COPY_BYTES = 16 << 20
-
-
-def _cat(sequences: list[Tensor], device: str | torch.device | None) -> Tensor:
-    """`torch.cat(sequences).to(device)`; much of it, from the host to a GPU, by several threads through pinned memory.
-
-    One thread is what limits such a copy: 0.25 s for 0.56 GB in 10,000 arrays, most of it the concatenation.
-    """
-    first = sequences[0]
-    target = first.device if device is None else torch.device(device)
-    row_bytes = first.shape[1] * first.element_size()
-    ends = np.cumsum([tokens.shape[0] for tokens in sequences])
-    staged = target.type == "cuda" and first.device.type == "cpu" and ends[-1] * row_bytes > 2 * _COPY_BYTES
-    if not staged or any(tokens.dtype != first.dtype for tokens in sequences):
-        return torch.cat(sequences).to(target)
-    result = torch.empty(int(ends[-1]), first.shape[1], dtype=first.dtype, device=target)
-    stream = torch.cuda.current_stream(target)
-    # The end of every block; a block ends with the sequence that fills it.
-    stops = np.searchsorted(ends, np.arange(1, ends[-1] * row_bytes // _COPY_BYTES + 1) * (_COPY_BYTES // row_bytes))
-    stops = np.unique(np.append(np.minimum(stops + 1, len(sequences)), len(sequences)))
-
-    def copy(start: int, stop: int) -> None:
-        begin = int(ends[start - 1]) if start else 0
-        block = torch.empty(int(ends[stop - 1]) - begin, first.shape[1], dtype=first.dtype, pin_memory=True)
-        torch.cat(sequences[start:stop], out=block)
-        with torch.cuda.stream(stream):
-            result[begin : begin + block.shape[0]].copy_(block, non_blocking=True)
-
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        list(pool.map(copy, [0, *stops[:-1].tolist()], stops.tolist()))
-    return result
 
 
 def cu_seqlens(lengths: list[int]) -> Tensor:

@@ -7,6 +7,9 @@ negatives per query, tokens per second, and peak memory.
 
 from __future__ import annotations
 
+from . import _needs_pylate  # noqa: F401
+
+# isort: split
 import copy
 import json
 import logging

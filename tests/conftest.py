@@ -1,10 +1,14 @@
-"""Fixtures that the tests share: real weights and a tiny model, both without a network."""
+"""What the tests share: real weights and a tiny model, without a network; what is left out without a host."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -17,8 +21,69 @@ os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", tempfile.mkdtemp(prefix="pylate
 
 import torch
 
+from pylate_flash._extras import HOSTS
+
 # The suite runs in two workers on two cores.
 torch.set_num_threads(1)
+
+# The hosts that are not installed: tests of an environment with PyLate, and of one with sentence-transformers 6, which
+# PyLate does not allow, are the same files. tests/test_extras.py says what has to work without any.
+ABSENT = {name for name in HOSTS if importlib.util.find_spec(name) is None}
+
+
+def absent_host(error: BaseException | None) -> str | None:
+    """The host that an error names, if it says that one is missing which is not installed."""
+    return error.name if isinstance(error, ModuleNotFoundError) and error.name in ABSENT else None
+
+
+class HostModule(pytest.Module):
+    """A file of tests, which is skipped as a whole where it imports a host that is not installed."""
+
+    def collect(self) -> list[pytest.Item | pytest.Collector]:
+        try:
+            return list(super().collect())
+        except self.CollectError as error:
+            host = absent_host(error.__cause__)
+            if host is None:
+                raise
+            reason = f"{self.nodeid} imports {host}, which is not installed"
+            raise pytest.skip.Exception(reason, allow_module_level=True) from None
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module:
+    return HostModule.from_parent(parent, path=module_path)
+
+
+@contextmanager
+def _skipped_without_host() -> Iterator[None]:
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        host = absent_host(error)
+        if host is None:
+            raise
+        pytest.skip(f"imports {host}, which is not installed")
+
+
+# So is a single test that imports one, by a fixture or itself.
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
+    with _skipped_without_host():
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    with _skipped_without_host():
+        return (yield)
+
+
+@pytest.fixture(scope="session")
+def pylate() -> ModuleType:
+    """PyLate; a test that asks for it is skipped without."""
+    import pylate
+
+    return pylate
 
 
 @pytest.fixture(scope="session")

@@ -54,7 +54,7 @@ def test_defaults(model: ColBERT) -> None:
     assert model.masking == "exclude"
     assert model.similarity_fn_name == "MaxSim"
     assert scorer_of(model) == ("auto", "exclude")
-    with registered("zero"):
+    with registered(masking="zero"):
         assert model.masking == "zero"
         model.masking = "exclude"
         assert model.masking == "exclude"

@@ -27,8 +27,9 @@ from pylate.scores import colbert as pylate_colbert
 
 import pylate_flash
 from pylate_flash import register, registered, unregister
+from pylate_flash.hosts.pylate import REBOUND, ROUTES, SCORING_FUNCTIONS
 from pylate_flash.ops import maxsim_reference
-from pylate_flash.register import REBOUND, SCORING_FUNCTIONS, use_scorer
+from pylate_flash.register import use_scorer
 
 QUERIES = torch.tensor([[[1.0, 2.0], [0.5, -1.0]]])
 DOCUMENTS = torch.tensor([[[-1.0, -2.0], [-3.0, 0.5], [9.0, 9.0]]])
@@ -64,7 +65,7 @@ def unchanged_pylate(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     after = pylate_state()
     assert after.keys() >= before.keys()
     assert [key for key, value in before.items() if after[key] is not value] == []
-    assert sys.modules["pylate_flash.register"]._route_holders == 0
+    assert ROUTES.holders == 0
 
 
 def test_values_of_the_two_maskings_differ_here() -> None:
@@ -76,7 +77,7 @@ def test_importing_changes_nothing_and_does_not_import_pylate() -> None:
     code = """
 import sys
 import pylate_flash
-from pylate_flash.register import REBOUND, SCORING_FUNCTIONS
+from pylate_flash.hosts.pylate import REBOUND, SCORING_FUNCTIONS
 assert not [name for name in sys.modules if name.partition(".")[0] == "pylate"]
 import pylate.scores, pylate.rank, pylate.losses, pylate.evaluation
 code = {name: getattr(pylate.scores, name).__code__ for name in SCORING_FUNCTIONS}
@@ -163,7 +164,7 @@ def test_unknown_masking_changes_nothing(masking: object) -> None:
     with pytest.raises(ValueError, match="masking must be one of 'exclude', 'zero', got"):
         register(masking=masking)
     assert not is_fused()
-    with registered("zero"):
+    with registered(masking="zero"):
         with pytest.raises(ValueError, match="masking must be one of"):
             register(masking=masking)
         assert torch.equal(colbert_scores(QUERIES, DOCUMENTS, None, MASK), ZERO)
@@ -246,9 +247,9 @@ def test_registered_restores_the_state_before_it() -> None:
         return colbert_scores(QUERIES, DOCUMENTS, None, MASK)
 
     with registered():
-        with registered("zero"):
+        with registered(masking="zero"):
             assert torch.equal(scores(), ZERO)
-            with pytest.raises(KeyError, match=str(EXCLUDE.item())), registered("exclude"):
+            with pytest.raises(KeyError, match=str(EXCLUDE.item())), registered(masking="exclude"):
                 raise KeyError(scores().item())
             assert torch.equal(scores(), ZERO)
         assert torch.equal(scores(), EXCLUDE)
@@ -354,7 +355,7 @@ def test_use_scorer_without_register() -> None:
         assert is_fused()
         assert torch.equal(colbert_scores(QUERIES, DOCUMENTS, None, MASK), ZERO)
         assert pylate.rank.rerank is rerank
-        with registered("exclude"):
+        with registered(masking="exclude"):
             assert torch.equal(colbert_scores(QUERIES, DOCUMENTS, None, MASK), ZERO)
         assert is_fused()
     assert not is_fused()

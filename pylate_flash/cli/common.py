@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, cast
 import typer
 from rich.console import Console
 
+from .._extras import MissingExtraError
 from .model_folder import check_model_folder, no_missing_weights
 
 if TYPE_CHECKING:
@@ -59,15 +60,15 @@ class UserError(Exception):
 def command(function: Callable[..., None]) -> Callable[..., None]:
     """End a command tidily: one line on standard error, and an exit code that says what kind of end it was.
 
-    A `UserError` exits with 2, Ctrl-C with 130, any other exception with `UNEXPECTED`. With the environment variable
-    `PYLATE_FLASH_TRACEBACK` set, the traceback comes before that line.
+    A `UserError`, and an extra that is not installed, exit with 2, Ctrl-C with 130, any other exception with
+    `UNEXPECTED`. With the environment variable `PYLATE_FLASH_TRACEBACK` set, the traceback comes before that line.
     """
 
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> None:
         try:
             function(*args, **kwargs)
-        except UserError as error:
+        except (UserError, MissingExtraError) as error:
             _fail(" ".join(str(error).split()), 2)
         except KeyboardInterrupt:
             print("pylate-flash: interrupted", file=sys.stderr)

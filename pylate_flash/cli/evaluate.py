@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
+from .._extras import check_host
 from .common import (
     Scorer,
     TrustRemoteCode,
@@ -70,6 +71,7 @@ def evaluate(
     Prints nDCG@10, MAP, recall@100 and MRR@10 over the 100 best documents of each query. An encoder without a
     projection gets a random one, as in PyLate: train it first.
     """
+    check_host("pylate", "pylate-flash evaluate")
     if compare_torch and scorer is Scorer.torch:
         raise UserError("--compare-torch compares another scorer with torch; leave out --scorer torch")
     if index is not None:

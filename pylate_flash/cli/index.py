@@ -14,6 +14,7 @@ import typer
 from rich.filesize import decimal
 from typer.core import TyperGroup
 
+from .._extras import check_host
 from ..corpus_files import Corpus, read_lines
 from .common import (
     TrustRemoteCode,
@@ -114,6 +115,7 @@ def build(
     adds the documents whose ids are not in the index yet. An index that holds documents of another corpus, or was
     built with another model, is left as it is.
     """
+    check_host("pylate", "pylate-flash index build")
     place = index_path(index)
     check_new_folder(place, "--index")
     _check_nothing_else(place)
@@ -179,6 +181,7 @@ def add(
     Documents whose ids are in the index already are skipped, so after an interruption the same command goes on where
     it stopped. To replace a document, remove it first.
     """
+    check_host("pylate", "pylate-flash index add")
     place = index_path(index)
     check_index(place)
     corpus = open_corpus(data)

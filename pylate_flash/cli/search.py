@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text as RichText
 
+from .._extras import check_host
 from ..corpus_files import Corpus, Text, read_queries
 from .common import TrustRemoteCode, UserError, be_quiet, check_file, check_text, console, explained
 from .indexing import (
@@ -94,6 +95,7 @@ def search(
     Into a pipe or a file goes one line per document: rank, score, id and, where it is known, the text, separated by
     tabs; with `--queries`, the query's `_id` or line number comes first.
     """
+    check_host("pylate", "pylate-flash search")
     if query == "-" and queries is None:
         query, queries = None, "-"
     if (query is None) == (queries is None):

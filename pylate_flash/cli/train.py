@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from .._extras import check_host
 from .checkpoints import CHECKPOINTS, Checkpoints
 from .common import (
     Scorer,
@@ -128,6 +129,7 @@ def train(
     Ctrl-C, or SIGTERM, ends the training after the step it is in with a checkpoint, which is a model too; `--resume`
     continues from it. Once the model is written, the checkpoints are removed.
     """
+    check_host("pylate", "pylate-flash train")
     given = {name for name in context.params if _is_given(context, name)}
     _check_options(given, data, epochs, lr, temperature)
     check_model_name(model)

@@ -1,10 +1,18 @@
-"""What kernels in Gluon share. Not every Triton has Gluon: imported where `select.has_gluon` says so."""
+"""What kernels in Gluon share. Not every Triton has Gluon: imported where `versions.has_gluon` says so."""
 
 from __future__ import annotations
 
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import tma
+
+from . import versions
+
+# Every thread copies some bytes; or the copy engine a block of a described matrix.
+copy_to_shared = versions.copy_to_shared(async_copy)
+copy_block_to_shared = versions.copy_to_shared(tma)
 
 
 @gluon.jit

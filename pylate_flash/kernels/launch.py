@@ -20,6 +20,7 @@ from torch import Tensor
 from triton import knobs
 
 from .overlap import starts_early
+from .versions import launcher_is_known
 
 _INT32_MAX = 2**31 - 1
 _or = functools.partial(functools.reduce, operator.or_)
@@ -101,6 +102,8 @@ class Kernel:
             code(grid, device, tensors, pointers, integers + constants, described)
             return
         options: dict[str, Any] = {"num_warps": warps[0], "num_stages": warps[1], "maxnreg": warps[2]}
+        # Triton is about to change what it does where nobody says.
+        options["enable_fp_fusion"] = True
         given: list[Any] = [tensor_of(tensor) for tensor in tensors]
         if self.follows and starts_early(given[0].device):
             options["launch_pdl"] = True
@@ -114,9 +117,9 @@ class Kernel:
 def _code(compiled: Any) -> Callable[..., None]:
     """What launches a compiled kernel, given the grid, the device, tensors, their addresses, the rest, descriptions.
 
-    With Triton 3.6 it calls Triton's C function itself: around it, Triton looks for scratch memory and for hooks that
-    are rarely there, and describes matrices to the copy engine at every launch, where a tensor at the address of an
-    earlier one, as allocators give them out, has a description already.
+    It calls Triton's C function itself, where the arguments of that are known: around it, Triton looks for scratch
+    memory and for hooks that are rarely there, and describes matrices to the copy engine at every launch, where a
+    tensor at the address of an earlier one, as allocators give them out, has a description already.
     """
 
     def by_triton(
@@ -125,7 +128,7 @@ def _code(compiled: Any) -> Callable[..., None]:
         first = [matrix.of(tensor) for matrix, tensor in zip(described, tensors, strict=False)]
         compiled[grid](*first, *pointers[len(first) :], *rest, stream=_current_stream(device))
 
-    if not triton.__version__.startswith("3.6."):
+    if not launcher_is_known():
         return by_triton
     from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST, CudaLauncher
 

@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 import torch
 
+from .versions import has_gluon
+
 
 class Tile(NamedTuple):
     """Rows and columns of a product, its warps, and how many loads are in flight."""
@@ -255,15 +257,6 @@ def fused_tile(capability: int, rows: int, size: int, d_model: int, element_size
     free = _FUSED_SHARED_MEMORY - blocks * columns * embedding * element_size
     stages = min(6, free // ((_FUSED_ROWS + embedding) * _FUSED_CHUNK * element_size))
     return FusedTile(_FUSED_ROWS, _FUSED_CHUNK, embedding, blocks, columns, stages)
-
-
-@functools.cache
-def has_gluon() -> bool:
-    try:
-        from triton.experimental.gluon.language.nvidia import hopper  # noqa: F401
-    except ImportError:
-        return False
-    return True
 
 
 def single_columns(query_length: int) -> int:

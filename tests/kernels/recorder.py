@@ -26,7 +26,7 @@ TYPES = {
     torch.int64: "*i64",
 }  # fmt: skip
 # Shared memory that one block may take, in bytes, by compute capability.
-SHARED_MEMORY = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
+SHARED_MEMORY = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 
 
 class Recorder(Kernel):
@@ -93,7 +93,9 @@ class Recorder(Kernel):
 
             current_target.__triton_builtin__ = True
             patch.setattr(target_info, "current_target", current_target)
-            compiled = triton.compile(source, target=target, options=self.options | {"launch_pdl": overlaps})
+            compiled = triton.compile(
+                source, target=target, options=self.options | {"launch_pdl": overlaps, "enable_fp_fusion": True}
+            )
         # Programs that start early wait for what they read; older devices know neither.
         assert ("griddepcontrol.wait" in compiled.asm["ptx"]) is overlaps
         assert compiled.asm["cubin"]

@@ -1,4 +1,4 @@
-"""Every kernel of the forward and of the losses compiles for compute capability 8.0, 9.0 and 10.0, without a GPU.
+"""Every kernel of the forward and of the losses compiles for compute capability 8.0, 9.0, 10.0 and 12.0, without a GPU.
 
 The backward's are in test_compile_backward.py.
 """

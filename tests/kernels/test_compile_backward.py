@@ -1,4 +1,4 @@
-"""Every kernel of the backward compiles for compute capability 8.0, 9.0 and 10.0, with the arguments of a launch."""
+"""Every kernel of the backward compiles for compute capability 8.0, 9.0, 10.0 and 12.0, as it is launched."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from types import ModuleType
 
 import pytest
 import torch
@@ -15,20 +16,27 @@ from pylate_flash import (
     maxsim_pairwise,
 )
 from pylate_flash.ops import cross_entropy_reference, kl_divergence_reference, maxsim_reference
-from pylate_flash.scores import colbert_kd_scores, colbert_scores
 from tests.ops.cases import relative_error
 
 QUERIES, DOCUMENTS = torch.randn(2, 3, 4), torch.randn(2, 5, 4)
 QUERIES_MASK = torch.tensor([[1, 1, 0], [1, 0, 1]])
 DOCUMENTS_MASK = torch.tensor([[1, 1, 0, 1, 1], [1, 1, 1, 0, 0]])
 
+
+def pylate_scores() -> ModuleType:
+    """PyLate's names, which need PyLate."""
+    from pylate_flash import scores
+
+    return scores
+
+
 CALLS = {
     "maxsim": lambda **masks: maxsim(QUERIES, DOCUMENTS, **masks),
     "pairs": lambda **masks: maxsim_pairwise(QUERIES, DOCUMENTS, **masks),
     "loss": lambda **masks: maxsim_cross_entropy(QUERIES, DOCUMENTS, **masks),
     "hidden": lambda **masks: maxsim_from_hidden(QUERIES, DOCUMENTS, torch.eye(4), **masks),
-    "PyLate's": lambda **masks: colbert_scores(QUERIES, DOCUMENTS, **masks),
-    "PyLate's for distillation": lambda queries_mask=None, documents_mask=None: colbert_kd_scores(
+    "PyLate's": lambda **masks: pylate_scores().colbert_scores(QUERIES, DOCUMENTS, **masks),
+    "PyLate's for distillation": lambda queries_mask=None, documents_mask=None: pylate_scores().colbert_kd_scores(
         QUERIES, DOCUMENTS.unsqueeze(1), queries_mask, None if documents_mask is None else documents_mask.unsqueeze(1)
     ),
 }

@@ -7,7 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from ..gluon import next_slot
+from ..gluon import copy_to_shared, next_slot
 
 
 @gluon.jit
@@ -81,11 +81,11 @@ def copy_documents(
             if TAIL > 0:
                 read = (positions < _tokens_read(length - start, BLOCK_TOKENS, TAIL))[:, None]
                 exists = read & (dims < EMBEDDING)[None, :]
-                async_copy.async_copy_global_to_shared(tiles.index(slot), rows, mask=exists)
+                copy_to_shared(tiles.index(slot), rows, mask=exists)
             elif BLOCK_EMBEDDING <= EMBEDDING:
-                async_copy.async_copy_global_to_shared(tiles.index(slot), rows)
+                copy_to_shared(tiles.index(slot), rows)
             else:
-                async_copy.async_copy_global_to_shared(tiles.index(slot), rows, mask=(dims < EMBEDDING)[None, :])
+                copy_to_shared(tiles.index(slot), rows, mask=(dims < EMBEDDING)[None, :])
             if SECOND > 0:
                 rows = _token_rows(
                     base, active_ptr, first_token, second_positions, second_dims, start, length,
@@ -94,7 +94,7 @@ def copy_documents(
                 exists = (second_dims < EMBEDDING)[None, :]
                 if TAIL > 0:
                     exists &= (second_positions < _tokens_read(length - start, BLOCK_TOKENS, TAIL))[:, None]
-                async_copy.async_copy_global_to_shared(second_tiles.index(slot), rows, mask=exists)
+                copy_to_shared(second_tiles.index(slot), rows, mask=exists)
             async_copy.mbarrier_arrive(full.index(slot), increment_count=False)
             slot, phase = next_slot(slot, phase, STAGES)
     # The parts look ahead to one tile more.

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from ..gluon import add, execute, next_slot
+from ..gluon import add, copy_block_to_shared, execute, next_slot
 from ..launch import Described
 from ..norms import SMALLEST_NORM
 from ..tiles import FusedTile
@@ -78,10 +78,8 @@ def _copy(
             mbarrier.expect(full.index(slot), BYTES)
             for part in gl.static_range(PARTS):
                 first = (tile * PARTS + part) * PART_ROWS
-                tma.async_copy_global_to_shared(
-                    hidden, [first, start], full.index(slot), states.index(slot * PARTS + part)
-                )
-            tma.async_copy_global_to_shared(weight, [0, start], full.index(slot), weights.index(slot))
+                copy_block_to_shared(hidden, [first, start], full.index(slot), states.index(slot * PARTS + part))
+            copy_block_to_shared(weight, [0, start], full.index(slot), weights.index(slot))
             slot, phase = next_slot(slot, phase, STAGES)
     # The next kernel may get ready, if it is one that waits.
     execute("griddepcontrol.launch_dependents;", 1)

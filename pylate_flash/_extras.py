@@ -1,0 +1,56 @@
+"""What the extras of this package install, and the error where one of it is needed and not there.
+
+Importing this module imports none of it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import NamedTuple
+
+
+class Host(NamedTuple):
+    """A library that embeds texts: what it is called, its distribution, our extra of it, the versions it installs."""
+
+    title: str
+    distribution: str
+    extra: str
+    supported: str
+
+
+# By the name that it is imported by.
+HOSTS = {
+    "pylate": Host("PyLate", "pylate", "pylate", ">=1.6,<1.7"),
+    "sentence_transformers": Host(
+        "sentence-transformers", "sentence-transformers", "sentence-transformers", ">=6.0,<7"
+    ),
+    "colpali_engine": Host("colpali-engine", "colpali-engine", "colpali", ">=0.3.18,<0.4"),
+}
+
+
+class MissingExtraError(ModuleNotFoundError):
+    """A part of this package needs a library that is not installed; the message names the extra that installs it.
+
+    `name` is the module that was looked for.
+    """
+
+
+def check_host(module: str, needed_by: str) -> None:
+    """Refuse what needs a library of `HOSTS` that is not installed. It is not imported, which takes seconds.
+
+    Parameters
+    ----------
+    module
+        The name that it is imported by.
+    needed_by
+        What needs it, for the message.
+
+    Raises
+    ------
+    MissingExtraError
+        If there is no module of this name.
+    """
+    if importlib.util.find_spec(module) is None:
+        host = HOSTS[module]
+        message = f'{needed_by} needs {host.title}, which is not installed: pip install "pylate-flash[{host.extra}]"'
+        raise MissingExtraError(message, name=module)

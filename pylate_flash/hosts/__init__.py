@@ -1,0 +1,65 @@
+"""The libraries that pylate_flash serves, and what of each is routed while it is registered.
+
+    pylate.py              PyLate: its scoring functions, and the names that this package's own modules stand for
+    sentence_transformers/ sentence-transformers 6: MaxSim, the scores of its losses, and the cached loss
+    colpali.py             colpali-engine: the MaxSim of its losses and processors
+
+Importing this module imports neither torch nor a host.
+"""
+
+from __future__ import annotations
+
+from . import pylate
+from .host import Host
+from .routes import Routes
+
+_SIMILARITY = "sentence_transformers.util.similarity"
+_SCORING = "sentence_transformers.multi_vector_encoder.scoring.colbert"
+_CACHED = "sentence_transformers.multi_vector_encoder.losses.cached_multiple_negatives_ranking"
+
+# Its other scoring functions, `mean_maxsim` and the like, call these, and so do its other losses.
+SENTENCE_TRANSFORMERS = Routes(
+    {
+        f"{_SIMILARITY}:maxsim": f"{__name__}.sentence_transformers.scoring:maxsim",
+        f"{_SIMILARITY}:maxsim_pairwise": f"{__name__}.sentence_transformers.scoring:maxsim_pairwise",
+        f"{_SCORING}:colbert_scores": f"{__name__}.sentence_transformers.scoring:colbert_scores",
+        f"{_SCORING}:colbert_kd_scores": f"{__name__}.sentence_transformers.scoring:colbert_kd_scores",
+        f"{_CACHED}:CachedMultiVectorMultipleNegativesRankingLoss.calculate_loss": (
+            f"{__name__}.sentence_transformers.losses:calculate_loss"
+        ),
+    }
+)
+
+COLPALI = Routes(
+    {
+        f"colpali_engine.utils.maxsim:{name}": f"{__name__}.colpali:served_{name}"
+        for name in ("maxsim_inbatch", "maxsim_kd")
+    }
+)
+
+HOSTS = {
+    host.name: host
+    for host in (
+        Host("pylate", "PyLate", "pylate", "pylate", pylate.SUPPORTED, "0", pylate.hold, pylate.release),
+        Host(
+            "sentence-transformers",
+            "sentence-transformers",
+            "sentence_transformers",
+            "sentence-transformers",
+            ">=6.0,<7",
+            "6.0",
+            SENTENCE_TRANSFORMERS.hold,
+            SENTENCE_TRANSFORMERS.release,
+        ),
+        Host(
+            "colpali-engine",
+            "colpali-engine",
+            "colpali_engine",
+            "colpali",
+            ">=0.3.18,<0.4",
+            "0.3.18",
+            COLPALI.hold,
+            COLPALI.release,
+        ),
+    )
+}

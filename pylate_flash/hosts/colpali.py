@@ -1,0 +1,98 @@
+"""colpali-engine's MaxSim, fused.
+
+Its batches are padded with zeros and have no masks, so a padded token competes with similarity 0, here as there. Scores
+are float32, where its own have the type of the embeddings.
+"""
+
+from __future__ import annotations
+
+import os
+
+from torch import Tensor
+
+from ..ops import maxsim
+from ..ops.checks import check_tensor
+from . import COLPALI
+
+__all__ = ["maxsim_inbatch", "maxsim_kd"]
+
+
+def maxsim_inbatch(query: Tensor, doc: Tensor) -> Tensor:
+    """Score every query against every document.
+
+    Parameters
+    ----------
+    query
+        [Nq, Lq, d], padded with zeros.
+    doc
+        [Nd, Ld, d], padded with zeros.
+
+    Returns
+    -------
+    Tensor
+        [Nq, Nd], float32, differentiable.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As in `pylate_flash.maxsim`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> maxsim_inbatch(torch.ones(1, 2, 3), torch.tensor([[[1.0, 1.0, 1.0]], [[-1.0, -1.0, -1.0]]]))
+    tensor([[ 6., -6.]])
+    """
+    check_tensor("query", query, {3: "[Nq, Lq, d]"})
+    check_tensor("doc", doc, {3: "[Nd, Ld, d]"})
+    return maxsim(query, doc)
+
+
+def maxsim_kd(query: Tensor, doc: Tensor) -> Tensor:
+    """Score every query against its own candidates.
+
+    Parameters
+    ----------
+    query
+        [Nq, Lq, d], padded with zeros.
+    doc
+        [Nq, K, Ld, d], padded with zeros.
+
+    Returns
+    -------
+    Tensor
+        [Nq, K], float32, differentiable.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As in `pylate_flash.maxsim`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> maxsim_kd(torch.ones(1, 2, 3), torch.ones(1, 2, 1, 3))
+    tensor([[6., 6.]])
+    """
+    check_tensor("query", query, {3: "[Nq, Lq, d]"})
+    check_tensor("doc", doc, {4: "[Nq, K, Ld, d]"})
+    return maxsim(query, doc)
+
+
+def served_maxsim_inbatch(query: Tensor, doc: Tensor) -> Tensor:
+    """A call of colpali-engine's `maxsim_inbatch` while it is routed."""
+    return maxsim_inbatch(query, doc) if _is_ours() else _own("maxsim_inbatch", query, doc)
+
+
+def served_maxsim_kd(query: Tensor, doc: Tensor) -> Tensor:
+    """A call of colpali-engine's `maxsim_kd` while it is routed."""
+    return maxsim_kd(query, doc) if _is_ours() else _own("maxsim_kd", query, doc)
+
+
+def _is_ours() -> bool:
+    """Whether `COLPALI_SCORES_BACKEND` names no other backend; the host says which there are."""
+    return os.environ.get("COLPALI_SCORES_BACKEND", "auto").lower() in ("auto", "pylate_flash")
+
+
+def _own(name: str, query: Tensor, doc: Tensor) -> Tensor:
+    return COLPALI.original(f"colpali_engine.utils.maxsim:{name}")(query, doc)

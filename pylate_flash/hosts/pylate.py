@@ -1,0 +1,120 @@
+"""What of PyLate is routed to this package.
+
+- The three scoring functions run other code, and stay the objects that they are (`routes`). PyLate's own code serves
+  the backends "torch", "flash" and "lik".
+- `rerank`, `ColBERTScores`, the losses and the evaluators are looked up by name when they are used, so their names are
+  rebound in every loaded PyLate module that holds them.
+
+Importing this module imports neither torch nor PyLate.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from .. import _switches
+from .routes import Routes
+
+SUPPORTED = ">=1.6,<1.7"
+
+# What is routed: functions of pylate.scores that keep their identity and gain the backend ...
+SCORING_FUNCTIONS = ("colbert_scores", "colbert_scores_pairwise", "colbert_kd_scores")
+# ... and names of pylate.<module> that stand for those of pylate_flash.<module> while registered.
+REBOUND = {
+    "scores": ("ColBERTScores",),
+    "rank": ("rerank",),
+    "losses": ("Contrastive", "CachedContrastive", "Distillation"),
+    "evaluation": (
+        "ColBERTTripletEvaluator",
+        "ColBERTDistillationEvaluator",
+        "PyLateInformationRetrievalEvaluator",
+        "NanoBEIREvaluator",
+    ),
+}
+
+# register() and every open use_scorer() block hold the routes.
+ROUTES = Routes({f"pylate.scores.colbert:{name}": f"{__name__}:{name}" for name in SCORING_FUNCTIONS})
+_rebound: list[tuple[Any, Any]] = []  # (PyLate's object, ours) for each name of REBOUND, while registered
+
+
+def hold() -> None:
+    """Route PyLate's functions, and rebind its names."""
+    pairs = []
+    for module, names in REBOUND.items():
+        pylate_module = importlib.import_module(f"pylate.{module}")
+        our_module = importlib.import_module(f"pylate_flash.{module}")
+        pairs += [(getattr(pylate_module, name), getattr(our_module, name)) for name in names]
+    ROUTES.hold()
+    for theirs, ours in pairs:
+        _rebind(theirs, ours)
+    _rebound[:] = pairs
+
+
+def release() -> None:
+    """Undo `hold`."""
+    for theirs, ours in _rebound:
+        _rebind(ours, theirs)
+    _rebound.clear()
+    ROUTES.release()
+
+
+def original(name: str) -> Callable:
+    """PyLate's own scoring function `name`: never routed, so it knows only PyLate's own backends."""
+    return ROUTES.original(f"pylate.scores.colbert:{name}")
+
+
+def colbert_scores(
+    queries_embeddings: Any,
+    documents_embeddings: Any,
+    queries_mask: Any,
+    documents_mask: Any,
+    backend: str | None,
+) -> Any:
+    """A call of PyLate's `colbert_scores` while it is routed."""
+    return _serve(
+        "colbert_scores", queries_embeddings, documents_embeddings, queries_mask, documents_mask, backend=backend
+    )
+
+
+def colbert_scores_pairwise(queries_embeddings: Any, documents_embeddings: Any, backend: str | None) -> Any:
+    """A call of PyLate's `colbert_scores_pairwise` while it is routed."""
+    return _serve("colbert_scores_pairwise", queries_embeddings, documents_embeddings, backend=backend)
+
+
+def colbert_kd_scores(
+    queries_embeddings: Any,
+    documents_embeddings: Any,
+    queries_mask: Any,
+    documents_mask: Any,
+    backend: str | None,
+) -> Any:
+    """A call of PyLate's `colbert_kd_scores` while it is routed."""
+    return _serve(
+        "colbert_kd_scores", queries_embeddings, documents_embeddings, queries_mask, documents_mask, backend=backend
+    )
+
+
+def _serve(name: str, *arguments: Any, backend: str | None) -> Any:
+    if _switches.registered_masking is None and _switches.default.get() is None:
+        # Routed for a use_scorer() block elsewhere: this caller gets PyLate as it is.
+        return original(name)(*arguments, backend=backend)
+    from .. import scores
+
+    return getattr(scores, name)(*arguments, backend=backend)
+
+
+def _rebind(old: Any, new: Any) -> None:
+    """Bind every name of a loaded PyLate module that is bound to `old` to `new`."""
+    for module_name, module in list(sys.modules.items()):
+        if module is None or module_name.partition(".")[0] != "pylate":
+            continue
+        if isinstance(old, type) and module_name == old.__module__:
+            # PyLate's losses say `super(Contrastive, self)`: there the name has to remain the class itself, or the
+            # constructor of a subclass of it would call itself.
+            continue
+        for name, value in list(vars(module).items()):
+            if value is old:
+                setattr(module, name, new)

@@ -1,0 +1,110 @@
+"""Functions of a host that run code of this package for a while, and stay the objects that they are.
+
+A scoring function is held everywhere: by `from ... import` in user code, as a default argument, by every loaded model.
+No rebinding of names reaches all of these, so the function object stays, and its `__code__` is exchanged for code that
+calls a function of this package with the same arguments. The host's own code lives on in a twin function meanwhile.
+
+Importing this module imports neither torch nor a host.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import threading
+from collections.abc import Callable, Mapping
+from operator import attrgetter
+from types import CodeType, FunctionType
+from typing import Any
+
+_lock = threading.RLock()
+
+
+class Routes:
+    """Functions of a host, and the function of this package that serves each while somebody holds the routes.
+
+    Parameters
+    ----------
+    served
+        "module:name" of the host's function, to "module:name" of ours; a method is "module:Class.name". Defaults stay
+        those of the host's function, and ours gets every argument by its name.
+    """
+
+    def __init__(self, served: Mapping[str, str]) -> None:
+        self.served = dict(served)
+        self.twins: dict[str, FunctionType] = {}
+        self.holders = 0
+
+    def hold(self) -> None:
+        """Route the functions, if this is their first holder.
+
+        Raises
+        ------
+        ImportError
+            If the host lacks one of the functions, or one has a parameter that ours does not know. Nothing was changed.
+        """
+        with _lock:
+            if self.holders == 0:
+                functions = {path: _function(path) for path in self.served}
+                routes = {path: _route(path, function, self.served[path]) for path, function in functions.items()}
+                for path, function in functions.items():
+                    twin = FunctionType(
+                        function.__code__,
+                        function.__globals__,
+                        function.__name__,
+                        function.__defaults__,
+                        function.__closure__,
+                    )
+                    twin.__kwdefaults__ = function.__kwdefaults__
+                    self.twins[path] = twin
+                    function.__code__ = routes[path]
+            self.holders += 1
+
+    def release(self) -> None:
+        """Give the functions their own code back, if this was the last holder."""
+        with _lock:
+            self.holders -= 1
+            if self.holders == 0:
+                for path, twin in self.twins.items():
+                    _function(path).__code__ = twin.__code__
+                self.twins.clear()
+
+    def original(self, path: str) -> Callable:
+        """The host's own function "module:name", whether it is routed or not."""
+        return self.twins.get(path) or _function(path)
+
+
+def find(path: str) -> Any:
+    """The object "module:name"."""
+    module, _, name = path.partition(":")
+    return attrgetter(name)(importlib.import_module(module))
+
+
+def _function(path: str) -> FunctionType:
+    try:
+        return find(path)
+    except AttributeError as error:
+        raise ImportError(f"{path.replace(':', '.')} is not in the installed version: {error}") from error
+
+
+def _route(path: str, function: FunctionType, ours: str) -> CodeType:
+    """Code with the parameters of `function` that calls ours, and imports it first: it sees the globals of the host."""
+    parameters = inspect.signature(function).parameters
+    known = inspect.signature(find(ours)).parameters
+    unknown = [name for name in parameters if name not in known]
+    if unknown:
+        raise ImportError(
+            f"{path.replace(':', '.')} has the parameter {unknown[0]!r} in the installed version, which this version "
+            "of pylate_flash does not know"
+        )
+    positional = [name for name, parameter in parameters.items() if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
+    keyword = [name for name, parameter in parameters.items() if parameter.kind is parameter.KEYWORD_ONLY]
+    module, _, served_by = ours.partition(":")
+    signature = ", ".join([*positional, *(["*", *keyword] if keyword else [])])
+    arguments = ", ".join(f"{name}={name}" for name in parameters)
+    source = f"def {function.__name__}({signature}):\n"
+    source += f"    from {module} import {served_by} as _pylate_flash\n"
+    source += f"    return _pylate_flash({arguments})\n"
+    namespace: dict[str, Any] = {}
+    exec(compile(source, f"<route of {path}>", "exec"), namespace)
+    return namespace[function.__name__].__code__

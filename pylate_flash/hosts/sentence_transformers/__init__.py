@@ -1,0 +1,36 @@
+"""sentence-transformers' scoring functions, fused: its arguments, shapes and meaning, to the letter.
+
+    from pylate_flash.hosts.sentence_transformers import colbert_scores
+
+    loss = MultiVectorMultipleNegativesRankingLoss(model, similarity_fct=colbert_scores)
+
+`pylate_flash.register("sentence-transformers")` puts them in the place of its own.
+"""
+
+from __future__ import annotations
+
+from .scoring import (
+    colbert_kd_scores,
+    colbert_scores,
+    colbert_scores_pairwise,
+    maxsim,
+    maxsim_pairwise,
+    mean_colbert_kd_scores,
+    mean_colbert_scores,
+    mean_colbert_scores_pairwise,
+    mean_maxsim,
+    mean_maxsim_pairwise,
+)
+
+__all__ = [
+    "colbert_kd_scores",
+    "colbert_scores",
+    "colbert_scores_pairwise",
+    "maxsim",
+    "maxsim_pairwise",
+    "mean_colbert_kd_scores",
+    "mean_colbert_scores",
+    "mean_colbert_scores_pairwise",
+    "mean_maxsim",
+    "mean_maxsim_pairwise",
+]

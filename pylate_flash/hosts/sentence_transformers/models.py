@@ -1,0 +1,103 @@
+"""sentence-transformers' `MultiVectorEncoder` with the flag `scorer`, saved with the model.
+
+model = MultiVectorEncoder("lightonai/GTE-ModernColBERT-v1", scorer="pylate_flash")
+model.save_pretrained("my-model")          # keeps the flag; sentence_transformers.MultiVectorEncoder loads it too
+MultiVectorEncoder("my-model").scorer      # "pylate_flash"
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import sentence_transformers.multi_vector_encoder.model as host
+from torch import Tensor
+
+from .. import SENTENCE_TRANSFORMERS
+from . import scoring
+
+__all__ = ["MultiVectorEncoder"]
+
+logger = logging.getLogger(__name__)
+
+SCORERS = ("auto", "pylate_flash", "torch")
+# What PyLate's models can be saved with besides.
+_OF_PYLATE = ("flash", "lik")
+
+
+class MultiVectorEncoder(host.MultiVectorEncoder):
+    """The host's model, which also says how `similarity` and `similarity_pairwise` compute.
+
+    The host's losses and evaluators ask for a scoring function by its name, and follow `register` instead.
+
+    Parameters
+    ----------
+    *args, **kwargs
+        Those of `sentence_transformers.MultiVectorEncoder`.
+    scorer
+        `"pylate_flash"`: this package. `"torch"`: the host's own code, registered or not. `"auto"`: this package while
+        it is registered. None: the saved one, else `"auto"`.
+
+    Raises
+    ------
+    ValueError
+        If `scorer`, given or saved, is none of these.
+    """
+
+    def __init__(self, *args: Any, scorer: str | None = None, **kwargs: Any) -> None:
+        # Before the weights are loaded, which takes long, and which finds the saved one.
+        self._scorer = None if scorer is None else _checked(scorer)
+        super().__init__(*args, **kwargs)
+
+    @property
+    def scorer(self) -> str:
+        """What computes the similarities: `"auto"`, `"pylate_flash"` or `"torch"`."""
+        return self._scorer or "auto"
+
+    @scorer.setter
+    def scorer(self, value: str) -> None:
+        self._scorer = _checked(value)
+
+    def similarity(self, embeddings1: Any, embeddings2: Any, **kwargs: Any) -> Tensor:
+        """Scores [Nq, Nd] of all pairs, by the model's flags; arguments as `scoring.maxsim` takes them."""
+        function = self._function("maxsim")
+        if function is None:
+            return super().similarity(embeddings1, embeddings2, **kwargs)
+        return function(embeddings1, embeddings2, **self._options(kwargs))
+
+    def similarity_pairwise(self, embeddings1: Any, embeddings2: Any, **kwargs: Any) -> Tensor:
+        """Scores [N] of N pairs, by the model's flags; arguments as `scoring.maxsim_pairwise` takes them."""
+        function = self._function("maxsim_pairwise")
+        if function is None:
+            return super().similarity_pairwise(embeddings1, embeddings2, **kwargs)
+        return function(embeddings1, embeddings2, **self._options(kwargs))
+
+    def _function(self, name: str) -> Callable[..., Tensor] | None:
+        """What computes, or None for the host's function, registered or not."""
+        if self.scorer == "pylate_flash":
+            return getattr(scoring, name)
+        if self.scorer == "torch":
+            return SENTENCE_TRANSFORMERS.original(f"sentence_transformers.util.similarity:{name}")
+        return None
+
+    def _options(self, given: dict[str, Any]) -> dict[str, Any]:
+        return {"length_normalize": self.similarity_fn_name == "meanmaxsim"} | given
+
+    def _get_model_config(self) -> dict[str, Any]:
+        return super()._get_model_config() | {"scorer": self.scorer}
+
+    def _parse_model_config(self, model_config: dict[str, Any]) -> None:
+        super()._parse_model_config(model_config)
+        saved = model_config.get("scorer")
+        if self._scorer is None and saved is not None:
+            if saved in _OF_PYLATE:
+                logger.warning('the model was saved with the scorer %r, which PyLate alone has: "auto" it is', saved)
+                saved = "auto"
+            self._scorer = _checked(saved)
+
+
+def _checked(scorer: object) -> str:
+    if scorer not in SCORERS:
+        raise ValueError(f"scorer must be one of {', '.join(map(repr, SCORERS))}, got {scorer!r}")
+    return str(scorer)

@@ -1,0 +1,212 @@
+"""What sentence-transformers' scoring functions are given, as the operations take it.
+
+It gives padded batches [N, L, d] and lists of [L_i, d], tensors or arrays, with masks or without. Of a batch without a
+mask, tokens of zeros are padding. Of a list without a mask, every token is one. A mask of a list says what of the
+padded list counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from ..staging import concatenate
+
+# Elements of embeddings that are copied at once, to be packed or to reach another device, where a call does not say.
+CHUNK_ELEMENTS = 100_000_000
+
+
+class Operand(NamedTuple):
+    """Queries or documents on the device that scores them: [N, L, d] with a mask [N, L], or [T, d] with boundaries."""
+
+    values: Tensor
+    mask: Tensor | None
+    # [N + 1], on the CPU, where packed, and the length of the longest.
+    cu_seqlens: Tensor | None = None
+    longest: int | None = None
+
+    def counts(self) -> Tensor:
+        """[N]: active tokens, at least 1."""
+        if self.cu_seqlens is not None:
+            return self.cu_seqlens.diff().clamp(min=1).to(self.values.device, non_blocking=True)
+        assert self.mask is not None
+        return (self.mask != 0).sum(dim=-1).clamp(min=1)
+
+
+class Side(NamedTuple):
+    """Queries or documents as given: a batch [N, L, d], or a list of [L_i, d]."""
+
+    name: str
+    batch: Tensor | None
+    sequences: list[Tensor]
+    # Tokens of each sequence, or of all, padding included.
+    lengths: Sequence[int]
+    mask: Tensor | None
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where it lies."""
+        if self.batch is not None:
+            return self.batch.device
+        return self.sequences[0].device if self.sequences else None
+
+    @property
+    def packs(self) -> bool:
+        """Whether it is packed to be scored."""
+        return self.batch is None and self.mask is None
+
+    def copied_elements(self, device: torch.device) -> np.ndarray | None:
+        """[N]: elements of each that are copied to be scored on `device`; None if it is scored where it lies."""
+        if self.batch is None:
+            size = max((tokens.shape[-1] for tokens in self.sequences[:1]), default=1)
+        elif self.batch.device != device:
+            size = self.batch.shape[-1]
+        else:
+            return None
+        return np.asarray(self.lengths, dtype=np.int64) * size
+
+    def operand(self, start: int, stop: int, device: torch.device, packed: bool) -> Operand:
+        """The items from `start` to `stop` on `device`; `packed` if they may be, and are a list without a mask."""
+        mask = None if self.mask is None else self.mask[start:stop].to(device)
+        if self.batch is not None:
+            values = _floating(self.batch[start:stop].to(device))
+            return Operand(values, values.any(dim=-1) if mask is None else mask)
+        lengths = np.asarray(self.lengths[start:stop], dtype=np.int64)
+        bounds = np.concatenate([[0], np.cumsum(lengths)])
+        values = _floating(_concatenated(self.name, self.sequences[start:stop], start, device))
+        longest = int(lengths.max())
+        if packed and mask is None:
+            cu_seqlens = torch.from_numpy(bounds.astype(np.int32 if bounds[-1] < 2**31 else np.int64))
+            return Operand(values, None, cu_seqlens, longest)
+        places = np.arange(longest) < lengths[:, None]
+        rows = torch.from_numpy(np.flatnonzero(places)).to(device)
+        padded = values.new_zeros(places.size, values.shape[1]).index_copy(0, rows, values)
+        mask = torch.from_numpy(places).to(device) if mask is None else mask[:, :longest]
+        return Operand(padded.view(*places.shape, values.shape[1]), mask)
+
+
+def side(name: str, embeddings: Any, mask: Any = None) -> Side:
+    """One side of a call.
+
+    Parameters
+    ----------
+    name
+        Of the argument. Its mask is `name` with `_mask`.
+    embeddings
+        [N, L, d] or [L, d], a tensor or an array, or a list of N [L_i, d]: tensors, arrays or nested lists.
+    mask
+        [N, L], [1, L] or [L], a tensor or an array, or a list of N [L_i]. None: see the module's description.
+
+    Raises
+    ------
+    TypeError
+        If the mask is none of these.
+    ValueError
+        If a shape does not fit.
+    """
+    mask = _mask(f"{name}_mask", mask)
+    batch, sequences = None, []
+    if isinstance(embeddings, list):
+        sequences = [tokens if isinstance(tokens, Tensor) else as_tensor(tokens) for tokens in embeddings]
+        lengths: Sequence[int] = [_length(tokens) for tokens in sequences]
+        if len(sequences) == 1 and sequences[0].dim() == 2:
+            # A batch as it stands.
+            batch = sequences[0].unsqueeze(0)
+            if mask is None:
+                mask = torch.ones(batch.shape[:2], dtype=torch.bool, device=batch.device)
+    else:
+        batch = as_tensor(embeddings)
+        if batch.dim() == 2:
+            batch = batch.unsqueeze(0)
+        if batch.dim() != 3:
+            raise ValueError(f"{name} must have shape [N, L, d] or [L, d], got {list(batch.shape)}")
+        lengths = [batch.shape[1]] * batch.shape[0]
+    if mask is not None and lengths:
+        width = max(lengths)
+        if mask.dim() not in (1, 2) or (mask.dim() == 2 and mask.shape[0] not in (1, len(lengths))):
+            raise ValueError(f"{name}_mask must have shape {[len(lengths), width]}, got {list(mask.shape)}")
+        if mask.shape[-1] != width:
+            raise ValueError(f"{name}_mask covers {mask.shape[-1]} tokens, and must cover the {width} of {name}")
+        mask = mask.expand(len(lengths), width)
+    return Side(name, batch, sequences, lengths, mask)
+
+
+def blocks(sides: Sequence[Side], device: torch.device, elements: int | None) -> list[tuple[int, int]]:
+    """Consecutive items of sides of one length, by what is copied at once of them: `elements`, or a single item."""
+    n_items = len(sides[0])
+    costs = [one.copied_elements(device) for one in sides]
+    copied = [cost for cost in costs if cost is not None]
+    if not copied:
+        return [(0, n_items)]
+    budget = CHUNK_ELEMENTS if elements is None else elements
+    ends = np.sum(copied, axis=0).cumsum()
+    found, start = [], 0
+    while start < n_items:
+        before = ends[start - 1] if start else 0
+        stop = max(start + 1, int(np.searchsorted(ends, before + budget, side="right")))
+        found.append((start, stop))
+        start = stop
+    return found
+
+
+def as_tensor(value: Any) -> Tensor:
+    """A tensor of what may be an array, a list of tensors or arrays of one shape, or nested lists of numbers."""
+    if isinstance(value, Tensor):
+        return value
+    if isinstance(value, np.ndarray):
+        # What cannot be written to would be warned of, and some types of numpy are none of torch.
+        with suppress(TypeError):
+            return torch.from_numpy(value if value.flags.writeable else value.copy())
+        return torch.tensor(value)
+    if isinstance(value, (list, tuple)) and value and isinstance(value[0], (Tensor, np.ndarray)):
+        return torch.stack([as_tensor(item) for item in value])
+    return torch.tensor(value)
+
+
+def _length(tokens: Tensor) -> int:
+    return tokens.shape[0] if tokens.dim() else 0
+
+
+def _mask(name: str, mask: Any) -> Tensor | None:
+    if mask is None or isinstance(mask, Tensor):
+        return mask
+    if isinstance(mask, (list, tuple)):
+        return pad_sequence([as_tensor(item) for item in mask], batch_first=True)
+    if isinstance(mask, np.ndarray):
+        return as_tensor(mask)
+    raise TypeError(
+        f"{name} must be a tensor, an array, a list of one mask per item or None, got {type(mask).__name__}"
+    )
+
+
+def _floating(embeddings: Tensor) -> Tensor:
+    return embeddings if embeddings.is_floating_point() else embeddings.float()
+
+
+def _concatenated(name: str, sequences: list[Tensor], first: int, device: torch.device) -> Tensor:
+    """The tokens [T, d] of a list; an error names the item."""
+    try:
+        values = concatenate(sequences, device)
+    except (RuntimeError, IndexError) as error:
+        values, cause = None, error
+    if values is not None and (values.dim() == 2 or values.numel() == 0):
+        return values if values.dim() == 2 else values.view(0, 1)
+    size = next((tokens.shape[1] for tokens in sequences if tokens.dim() == 2), None)
+    for index, tokens in enumerate(sequences, first):
+        if tokens.dim() != 2 or tokens.shape[1] != size:
+            raise ValueError(
+                f"{name}[{index}] must have shape [L, d]{'' if size is None else f' with d = {size}'}, "
+                f"got {list(tokens.shape)}"
+            )
+        if tokens.device != sequences[0].device:
+            raise ValueError(f"{name} must lie on one device, got {sequences[0].device} and {tokens.device} at {index}")
+    raise cause

@@ -1,0 +1,465 @@
+"""MaxSim with the meaning of sentence-transformers: `util.similarity` and `multi_vector_encoder.scoring`.
+
+Scores are float32. A masked token takes no part: it never wins, and adds nothing. Where there is no mask, tokens of
+zeros in a padded batch count as masked; in a list, all tokens count. A document without tokens scores -1e9.
+
+What differs from its own functions: half embeddings are multiplied exactly and accumulated in float32, where its own
+round every similarity; embeddings of two floating types are promoted, where its own raise an error; and weights of
+query tokens must not be negative, infinite or NaN.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...ops.maxsim import scores_of
+from ...ops.problem import Options, Tensors
+from ...ops.varlen import with_lengths
+from .. import SENTENCE_TRANSFORMERS
+from .operands import Operand, Side, as_tensor, blocks, side
+
+__all__ = [
+    "colbert_kd_scores",
+    "colbert_scores",
+    "colbert_scores_pairwise",
+    "maxsim",
+    "maxsim_pairwise",
+    "mean_colbert_kd_scores",
+    "mean_colbert_scores",
+    "mean_colbert_scores_pairwise",
+    "mean_maxsim",
+    "mean_maxsim_pairwise",
+]
+
+logger = logging.getLogger(__name__)
+
+Embeddings = list | np.ndarray | Tensor
+Mask = Tensor | np.ndarray | list | None
+
+# What a document without tokens scores, before it is divided by a number of query tokens.
+EMPTY_DOCUMENT_SCORE = -1e9
+
+
+def maxsim(
+    a: Embeddings,
+    b: Embeddings,
+    a_mask: Mask = None,
+    b_mask: Mask = None,
+    chunk_elements: int | None = None,
+    length_normalize: bool = False,
+    device: str | torch.device | None = None,
+) -> Tensor:
+    """Score every query of `a` against every document of `b`: for each query token its best document token, summed.
+
+    Parameters
+    ----------
+    a, b
+        Queries and documents: a padded batch [N, L, d], a list of N [L_i, d], or one [L, d]; tensors or arrays, of
+        floating or integer type.
+    a_mask
+        [Nq, Lq], also for a padded list, or a list of masks: 0 takes a token out, and other values weigh it.
+    b_mask
+        [Nd, Ld], likewise: 0 takes a token out.
+    chunk_elements
+        Elements of embeddings that are copied at once, to be packed or to reach `device`. None: 100 million. No
+        similarities are stored, so that they do not count.
+    length_normalize
+        Divide by the number of active query tokens, at least 1.
+    device
+        Where to compute. None: where `b` lies, or `a` if `b` is of arrays.
+
+    Returns
+    -------
+    Tensor
+        [Nq, Nd], float32, differentiable, where `b` lies, or `a` if `b` is of arrays.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If shapes or types do not fit.
+
+    Examples
+    --------
+    >>> import torch
+    >>> queries = [torch.tensor([[1.0, 0.0], [0.0, 1.0]])]
+    >>> documents = [torch.tensor([[1.0, 0.0], [0.5, 0.5]]), torch.tensor([[0.0, -1.0]])]
+    >>> maxsim(queries, documents)
+    tensor([[ 1.5000, -1.0000]])
+    """
+    if _learns(a_mask):
+        return _original("maxsim")(a, b, a_mask, b_mask, chunk_elements, length_normalize, device)
+    queries, documents = side("a", a, a_mask), side("b", b, b_mask)
+    home, place = _devices(queries, documents, device)
+    if len(queries) == 0 or len(documents) == 0:
+        return torch.zeros(len(queries), len(documents), device=home)
+    operand = queries.operand(0, len(queries), place, documents.packs)
+    return _joined(
+        [
+            _scores(operand, documents.operand(start, stop, place, True), length_normalize).to(home)
+            for start, stop in blocks([documents], place, chunk_elements)
+        ],
+        dim=1,
+    )
+
+
+def maxsim_pairwise(
+    a: Embeddings,
+    b: Embeddings,
+    a_mask: Mask = None,
+    b_mask: Mask = None,
+    chunk_elements: int | None = None,
+    length_normalize: bool = False,
+    device: str | torch.device | None = None,
+) -> Tensor:
+    """Score every query of `a` against the document of the same index in `b`.
+
+    Parameters
+    ----------
+    a, b, a_mask, b_mask, chunk_elements, length_normalize, device
+        As in `maxsim`, with as many documents as queries.
+
+    Returns
+    -------
+    Tensor
+        [N], float32, differentiable, where `b` lies, or `a` if `b` is of arrays.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As in `maxsim`; ValueError also if there are not as many documents as queries.
+
+    Examples
+    --------
+    >>> import torch
+    >>> maxsim_pairwise([torch.eye(2)], [torch.ones(3, 2)])
+    tensor([2.])
+    """
+    if _learns(a_mask):
+        return _original("maxsim_pairwise")(a, b, a_mask, b_mask, chunk_elements, length_normalize, device)
+    queries, documents = side("a", a, a_mask), side("b", b, b_mask)
+    if len(queries) != len(documents):
+        raise ValueError(
+            f"a and b must hold the same number of items, to be paired, got {len(queries)} and {len(documents)}"
+        )
+    home, place = _devices(queries, documents, device)
+    if len(queries) == 0:
+        return torch.zeros(0, device=home)
+    return _joined(
+        [
+            _scores(
+                queries.operand(start, stop, place, documents.packs),
+                documents.operand(start, stop, place, True),
+                length_normalize,
+                pairs=True,
+            ).to(home)
+            for start, stop in blocks([queries, documents], place, chunk_elements)
+        ],
+        dim=0,
+    )
+
+
+def mean_maxsim(
+    a: Embeddings,
+    b: Embeddings,
+    a_mask: Mask = None,
+    b_mask: Mask = None,
+    chunk_elements: int | None = None,
+    length_normalize: bool = True,
+    device: str | torch.device | None = None,
+) -> Tensor:
+    """`maxsim` that divides by the number of query tokens, unless told otherwise. Arguments and errors are its own."""
+    return maxsim(a, b, a_mask, b_mask, chunk_elements, length_normalize, device)
+
+
+def mean_maxsim_pairwise(
+    a: Embeddings,
+    b: Embeddings,
+    a_mask: Mask = None,
+    b_mask: Mask = None,
+    chunk_elements: int | None = None,
+    length_normalize: bool = True,
+    device: str | torch.device | None = None,
+) -> Tensor:
+    """`maxsim_pairwise` that divides by the number of query tokens, unless told otherwise."""
+    return maxsim_pairwise(a, b, a_mask, b_mask, chunk_elements, length_normalize, device)
+
+
+def colbert_scores(
+    queries_embeddings: Embeddings,
+    documents_embeddings: Embeddings,
+    queries_mask: Mask = None,
+    documents_mask: Mask = None,
+    chunk_elements: int | None = None,
+    length_normalize: bool = False,
+) -> Tensor:
+    """Score every query against every document of every group, in one call: the `similarity_fct` of its losses.
+
+    Parameters
+    ----------
+    queries_embeddings
+        [Nq, Lq, d], a tensor, an array, or a list of equally long ones.
+    documents_embeddings
+        [G, N, Ld, d], likewise: G groups of N documents.
+    queries_mask
+        [Nq, Lq]: 0 takes a token out, and other values weigh it. None: tokens of zeros are padding.
+    documents_mask
+        [G, N, Ld]: 0 takes a token out. None: tokens of zeros are padding.
+    chunk_elements
+        Accepted for its sake: nothing is copied here.
+    length_normalize
+        Divide by the number of active query tokens, at least 1.
+
+    Returns
+    -------
+    Tensor
+        [Nq, G * N], float32, differentiable; column g * N + n belongs to document n of group g.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If shapes or types do not fit.
+
+    Examples
+    --------
+    >>> import torch
+    >>> colbert_scores(torch.ones(2, 1, 1), torch.tensor([1.0, 2.0, 3.0, 4.0]).view(2, 2, 1, 1))
+    tensor([[1., 2., 3., 4.],
+            [1., 2., 3., 4.]])
+    """
+    if _learns(queries_mask):
+        return _original("colbert_scores")(
+            queries_embeddings, documents_embeddings, queries_mask, documents_mask, chunk_elements, length_normalize
+        )
+    documents, documents_mask = _groups(documents_embeddings, documents_mask)
+    if documents_mask is not None:
+        documents_mask = documents_mask.flatten(0, 1)
+    queries = _queries(queries_embeddings, queries_mask, documents.device)
+    operand = side("documents_embeddings", documents.flatten(0, 1), documents_mask)
+    return _scores(queries, operand.operand(0, len(operand), documents.device, True), length_normalize)
+
+
+def colbert_scores_pairwise(
+    queries_embeddings: Embeddings,
+    documents_embeddings: Embeddings,
+    queries_mask: Mask = None,
+    documents_mask: Mask = None,
+    chunk_elements: int | None = None,
+    length_normalize: bool = False,
+) -> Tensor:
+    """`maxsim_pairwise` by the names of the other scores of its losses."""
+    return maxsim_pairwise(
+        queries_embeddings, documents_embeddings, queries_mask, documents_mask, chunk_elements, length_normalize
+    )
+
+
+def colbert_kd_scores(
+    queries_embeddings: Embeddings,
+    documents_embeddings: Embeddings,
+    queries_mask: Mask = None,
+    documents_mask: Mask = None,
+    chunk_elements: int | None = None,
+    length_normalize: bool = False,
+) -> Tensor:
+    """Score every query against its own candidates, in one call: the `similarity_fct` of distillation.
+
+    Parameters
+    ----------
+    queries_embeddings
+        [Nq, Lq, d], a tensor, an array, or a list of equally long ones.
+    documents_embeddings
+        [Nq, K, Ld, d], likewise: K candidates of each query.
+    queries_mask, chunk_elements, length_normalize
+        As in `colbert_scores`.
+    documents_mask
+        [Nq, K, Ld]: 0 takes a token out. None: tokens of zeros are padding.
+
+    Returns
+    -------
+    Tensor
+        [Nq, K], float32, differentiable.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If shapes or types do not fit.
+
+    Examples
+    --------
+    >>> import torch
+    >>> colbert_kd_scores(torch.ones(2, 1, 1), torch.tensor([1.0, 2.0, 3.0, 4.0]).view(2, 2, 1, 1))
+    tensor([[1., 2.],
+            [3., 4.]])
+    """
+    if _learns(queries_mask):
+        return _original("colbert_kd_scores")(
+            queries_embeddings, documents_embeddings, queries_mask, documents_mask, chunk_elements, length_normalize
+        )
+    documents, documents_mask = _groups(documents_embeddings, documents_mask)
+    queries = _queries(queries_embeddings, queries_mask, documents.device)
+    if not documents.is_floating_point():
+        documents = documents.float()
+    return _scores(
+        queries,
+        Operand(documents, documents.any(dim=-1) if documents_mask is None else documents_mask),
+        length_normalize,
+    )
+
+
+def mean_colbert_scores(
+    queries_embeddings: Embeddings,
+    documents_embeddings: Embeddings,
+    queries_mask: Mask = None,
+    documents_mask: Mask = None,
+    chunk_elements: int | None = None,
+    length_normalize: bool = True,
+) -> Tensor:
+    """`colbert_scores` that divides by the number of query tokens, unless told otherwise."""
+    return colbert_scores(
+        queries_embeddings, documents_embeddings, queries_mask, documents_mask, chunk_elements, length_normalize
+    )
+
+
+def mean_colbert_scores_pairwise(
+    queries_embeddings: Embeddings,
+    documents_embeddings: Embeddings,
+    queries_mask: Mask = None,
+    documents_mask: Mask = None,
+    chunk_elements: int | None = None,
+    length_normalize: bool = True,
+) -> Tensor:
+    """`colbert_scores_pairwise` that divides by the number of query tokens, unless told otherwise."""
+    return colbert_scores_pairwise(
+        queries_embeddings, documents_embeddings, queries_mask, documents_mask, chunk_elements, length_normalize
+    )
+
+
+def mean_colbert_kd_scores(
+    queries_embeddings: Embeddings,
+    documents_embeddings: Embeddings,
+    queries_mask: Mask = None,
+    documents_mask: Mask = None,
+    chunk_elements: int | None = None,
+    length_normalize: bool = True,
+) -> Tensor:
+    """`colbert_kd_scores` that divides by the number of query tokens, unless told otherwise."""
+    return colbert_kd_scores(
+        queries_embeddings, documents_embeddings, queries_mask, documents_mask, chunk_elements, length_normalize
+    )
+
+
+def _scores(queries: Operand, documents: Operand, length_normalize: bool, pairs: bool = False) -> Tensor:
+    """Scores [Nq, Nd], of candidates [Nq, K], or of pairs [N], of operands on one device."""
+    _warn_of_empty(documents)
+    values, document_values = queries.values, documents.values
+    if documents.cu_seqlens is not None and document_values.shape[0] == 0:
+        # A list of empty documents has no embedding size.
+        document_values = values.new_zeros(0, values.shape[-1])
+    if queries.cu_seqlens is not None and values.shape[0] == 0:
+        values = document_values.new_zeros(0, document_values.shape[-1])
+    if values.dtype != document_values.dtype:
+        dtype = torch.promote_types(values.dtype, document_values.dtype)
+        values, document_values = values.to(dtype), document_values.to(dtype)
+    weights, documents_mask = queries.mask, documents.mask
+    if weights is not None and weights.dtype != torch.bool:
+        weights = weights.detach() if weights.is_floating_point() else weights.float()
+    if documents_mask is not None and documents_mask.dtype != torch.bool:
+        documents_mask = documents_mask != 0
+    options = Options(empty_score=EMPTY_DOCUMENT_SCORE)
+    if documents.cu_seqlens is not None:
+        candidates = None
+        if pairs:
+            candidates = torch.arange(documents.cu_seqlens.shape[0], dtype=torch.int32, device=values.device)
+        tensors = Tensors(values, document_values, weights, None, queries.cu_seqlens, documents.cu_seqlens, candidates)
+        options = with_lengths(tensors, options, queries.longest, documents.longest, 1 if pairs else None)
+    else:
+        assert documents_mask is not None
+        if pairs:
+            document_values, documents_mask = document_values.unsqueeze(1), documents_mask.unsqueeze(1)
+        tensors = Tensors(values, document_values, weights, documents_mask)
+    scores = scores_of("maxsim", tensors, options)
+    if pairs and scores.dim() == 2:
+        scores = scores.squeeze(1)
+    if not length_normalize:
+        return scores
+    counts = queries.counts()
+    return scores / (counts if pairs else counts.unsqueeze(1))
+
+
+def _queries(embeddings: Embeddings, mask: Mask, device: torch.device) -> Operand:
+    """The queries of a loss: a padded batch."""
+    queries = side("queries_embeddings", _stacked("queries_embeddings", embeddings), mask)
+    return queries.operand(0, len(queries), device, False)
+
+
+def _groups(embeddings: Embeddings, mask: Mask) -> tuple[Tensor, Tensor | None]:
+    """The documents of a loss, [G, N, Ld, d], and their mask [G, N, Ld]."""
+    documents = _stacked("documents_embeddings", embeddings)
+    if documents.dim() != 4:
+        raise ValueError(f"documents_embeddings must have shape [G, N, Ld, d], got {list(documents.shape)}")
+    if mask is None:
+        return documents, None
+    mask = _stacked("documents_mask", mask).to(documents.device)
+    if mask.shape != documents.shape[:3]:
+        raise ValueError(f"documents_mask must have shape {list(documents.shape[:3])}, got {list(mask.shape)}")
+    return documents, mask
+
+
+def _stacked(name: str, value: Any) -> Tensor:
+    try:
+        return as_tensor(value)
+    except (RuntimeError, ValueError, TypeError) as error:
+        raise ValueError(f"{name} must be a tensor, an array, or a list of ones of one shape: {error}") from error
+
+
+def _devices(queries: Side, documents: Side, device: str | torch.device | None) -> tuple[torch.device, torch.device]:
+    """Where the scores are wanted, and where they are computed."""
+    home = documents.device or queries.device or torch.device("cpu")
+    return home, home if device is None else torch.device(device)
+
+
+def _joined(scores: list[Tensor], dim: int) -> Tensor:
+    return scores[0] if len(scores) == 1 else torch.cat(scores, dim=dim)
+
+
+def _learns(mask: Mask) -> bool:
+    """Whether a gradient flows to weights of query tokens, which the operation has none for."""
+    if isinstance(mask, Tensor) and mask.requires_grad and torch.is_grad_enabled():
+        _log_learned_weights()
+        return True
+    return False
+
+
+@functools.cache
+def _log_learned_weights() -> None:
+    logger.warning(
+        "weights of query tokens that require a gradient are scored by sentence-transformers itself: pylate_flash has "
+        "no gradient for them"
+    )
+
+
+def _original(name: str) -> Any:
+    [path] = [path for path in SENTENCE_TRANSFORMERS.served if path.endswith(f":{name}")]
+    return SENTENCE_TRANSFORMERS.original(path)
+
+
+def _warn_of_empty(documents: Operand) -> None:
+    """Say once that a document has no tokens, where looking waits for nothing."""
+    if torch.compiler.is_compiling():
+        return
+    if documents.cu_seqlens is not None:
+        empty = bool((documents.cu_seqlens.diff() == 0).any())
+    else:
+        assert documents.mask is not None
+        empty = documents.mask.device.type == "cpu" and not bool((documents.mask != 0).any(dim=-1).all())
+    if empty:
+        # transformers gives every logger this.
+        getattr(logger, "warning_once", logger.warning)(
+            f"a document has no token, and scores {EMPTY_DOCUMENT_SCORE:.0e}: its embedding is empty, or all of its "
+            "tokens are masked, as MultiVectorMask does with skiplist_words and keep_only_token_ids"
+        )

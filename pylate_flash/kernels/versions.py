@@ -1,0 +1,45 @@
+"""What differs between the versions of Triton that the kernels are tested with: 3.6 to 3.9."""
+
+from __future__ import annotations
+
+import functools
+from types import ModuleType
+from typing import Any
+
+# The first version and the last one.
+TESTED = (3, 6), (3, 9)
+
+
+@functools.cache
+def triton_version() -> tuple[int, int]:
+    """Major and minor number of the installed Triton."""
+    import triton
+
+    major, minor = triton.__version__.split(".")[:2]
+    return int(major), int(minor)
+
+
+@functools.cache
+def has_gluon() -> bool:
+    """Whether there is Gluon, in the form that the kernels for Hopper are written in."""
+    try:
+        from triton.experimental.gluon.language.nvidia import hopper  # noqa: F401
+    except ImportError:
+        return False
+    return triton_version() >= TESTED[0]
+
+
+def copy_to_shared(module: ModuleType) -> Any:
+    """What copies from global to shared memory, of the module of Gluon for one kind of copies.
+
+    Since 3.8 it is called `async_load`, and the name before it raises an error.
+    """
+    return getattr(module, "async_load", None) or module.async_copy_global_to_shared
+
+
+def launcher_is_known() -> bool:
+    """Whether the arguments of Triton's own C function are known, which launches a compiled kernel.
+
+    It is private. In 3.6 it takes a kernel's arguments themselves, since 3.7 a description of them too.
+    """
+    return triton_version() == (3, 6)

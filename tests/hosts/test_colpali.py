@@ -1,0 +1,144 @@
+"""hosts.colpali against colpali-engine's own MaxSim; what needs that library is skipped where it cannot be imported."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from pylate_flash import registered
+from pylate_flash.hosts import COLPALI, HOSTS
+from pylate_flash.hosts import colpali as ours
+from pylate_flash.ops import maxsim_reference
+
+HOST = "colpali-engine"
+
+
+def without_padding(gradient: torch.Tensor, embeddings: torch.Tensor) -> torch.Tensor:
+    """The gradient of what is no padding.
+
+    All similarities of a padded token are equal. Its gradient, which theirs shares out among the equals and ours gives
+    to the first, ends at the model's mask.
+    """
+    return gradient.masked_fill(~embeddings.any(dim=-1, keepdim=True), 0.0)
+
+
+def batch(seed: int, *shape: int) -> torch.Tensor:
+    """Unit embeddings, some of them padded with zeros."""
+    generator = torch.Generator().manual_seed(seed)
+    values = F.normalize(torch.randn(*shape, generator=generator), dim=-1)
+    lengths = torch.randint(1, shape[-2] + 1, shape[:-2], generator=generator)
+    return values * (torch.arange(shape[-2]) < lengths.unsqueeze(-1)).unsqueeze(-1)
+
+
+QUERIES, DOCUMENTS, CANDIDATES = batch(1, 4, 5, 16), batch(2, 6, 9, 16), batch(3, 4, 3, 9, 16)
+
+
+@pytest.fixture(scope="module")
+def host() -> Any:
+    """The host, with what of it is used here."""
+    if not HOSTS[HOST].is_there():
+        pytest.skip("colpali-engine is not installed, or too old to have utils.maxsim")
+    import colpali_engine.loss.late_interaction_losses
+    import colpali_engine.utils.maxsim
+    import colpali_engine.utils.processing_utils
+
+    return colpali_engine
+
+
+@pytest.fixture(autouse=True)
+def routes_are_released(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.delenv("COLPALI_SCORES_BACKEND", raising=False)
+    yield
+    assert (COLPALI.holders, COLPALI.twins) == (0, {})
+
+
+@pytest.mark.parametrize(("name", "documents"), [("maxsim_inbatch", DOCUMENTS), ("maxsim_kd", CANDIDATES)])
+def test_padded_tokens_compete_at_0(name: str, documents: torch.Tensor) -> None:
+    """By the definition without masks, and not by the one that leaves zeros out."""
+    queries, documents = -QUERIES.abs(), documents.abs()
+    scores = getattr(ours, name)(queries, documents)
+    expected = maxsim_reference(queries.double(), documents.double())
+    assert torch.allclose(scores.double(), expected, rtol=1e-6, atol=1e-6)
+    left_out = maxsim_reference(queries, documents, documents_mask=documents.any(dim=-1))
+    assert (scores == 0).any()
+    assert (left_out < 0).all()
+
+
+@pytest.mark.parametrize(("name", "documents"), [("maxsim_inbatch", DOCUMENTS), ("maxsim_kd", CANDIDATES)])
+def test_scores_and_gradients_are_theirs(name: str, documents: torch.Tensor, host: Any) -> None:
+    results = []
+    for function, dtype in ((getattr(ours, name), torch.float32), (getattr(host.utils.maxsim, name), torch.float64)):
+        query, doc = (values.clone().to(dtype).requires_grad_() for values in (QUERIES, documents))
+        scores = function(query, doc)
+        (scores * torch.arange(scores.numel(), dtype=dtype).view_as(scores)).sum().backward()
+        gradients = [without_padding(side.grad, side.detach()) for side in (query, doc)]
+        results.append([value.detach().double() for value in (scores, *gradients)])
+    for found, expected in zip(*results, strict=True):
+        assert (found - expected).norm() <= 1e-6 * expected.norm()
+
+
+def test_routed_where_they_were_imported_before(host: Any) -> None:
+    functions = [host.loss.late_interaction_losses.maxsim_inbatch, host.utils.processing_utils.maxsim_inbatch]
+    halves = QUERIES.bfloat16(), DOCUMENTS.bfloat16()
+    for function in functions:
+        signature = inspect.signature(function)
+        assert function(*halves).dtype == torch.bfloat16
+        with registered(HOST):
+            assert function(*halves).dtype == torch.float32
+            assert inspect.signature(function) == signature
+        assert function(*halves).dtype == torch.bfloat16
+    with registered(HOST):
+        assert host.loss.late_interaction_losses.maxsim_kd(halves[0], CANDIDATES.bfloat16()).dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", ["ColbertLoss", "ColbertPairwiseCELoss", "ColbertNegativeCELoss"])
+@pytest.mark.parametrize("filters", [False, True])
+def test_losses(name: str, filters: bool, host: Any) -> None:
+    loss = getattr(host.loss, name)(pos_aware_negative_filtering=filters)
+    sides = [QUERIES, DOCUMENTS[:4], *([CANDIDATES] if "Negative" in name else [])]
+
+    def value_and_gradients() -> list[torch.Tensor]:
+        leaves = [side.clone().requires_grad_() for side in sides]
+        value = loss(*leaves)
+        value.backward()
+        return [value.detach(), *(without_padding(leaf.grad, leaf.detach()) for leaf in leaves)]
+
+    expected = value_and_gradients()
+    with registered(HOST):
+        found = value_and_gradients()
+    for mine, theirs in zip(found, expected, strict=True):
+        assert (mine - theirs).norm() <= 1e-5 * theirs.norm()
+
+
+def test_score_multi_vector_of_ragged_lists(host: Any) -> None:
+    score = host.utils.processing_utils.BaseVisualRetrieverProcessor.score_multi_vector
+    queries, documents = [q[: i + 1] for i, q in enumerate(QUERIES)], [d[: 3 + i] for i, d in enumerate(DOCUMENTS)]
+    expected = score(queries, documents, batch_size=3, device="cpu")
+    with registered(HOST):
+        assert torch.allclose(score(queries, documents, batch_size=3, device="cpu"), expected, rtol=1e-6)
+
+
+def test_the_environment_names_another_backend(host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    halves = QUERIES.bfloat16(), DOCUMENTS.bfloat16()
+    function = host.utils.maxsim.maxsim_inbatch
+    with registered(HOST):
+        for backend, dtype in (("torch", torch.bfloat16), ("AUTO", torch.float32), ("pylate_flash", torch.float32)):
+            monkeypatch.setenv("COLPALI_SCORES_BACKEND", backend)
+            assert function(*halves).dtype == dtype
+        monkeypatch.setenv("COLPALI_SCORES_BACKEND", "fast")
+        with pytest.raises(ValueError, match="COLPALI_SCORES_BACKEND"):
+            function(*halves)
+
+
+def test_bad_shapes() -> None:
+    with pytest.raises(ValueError, match=r"doc must have shape \[Nd, Ld, d\], got \[4, 3, 9, 16\]"):
+        ours.maxsim_inbatch(QUERIES, CANDIDATES)
+    with pytest.raises(ValueError, match=r"doc must have shape \[Nq, K, Ld, d\], got \[6, 9, 16\]"):
+        ours.maxsim_kd(QUERIES, DOCUMENTS)
+    with pytest.raises(TypeError, match="query must be a torch.Tensor, got list"):
+        ours.maxsim_kd([], CANDIDATES)

@@ -1,0 +1,123 @@
+"""Routes: functions that run other code for a while, on a host made here."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import types
+from collections.abc import Iterator
+
+import pytest
+
+from pylate_flash.hosts.host import Host
+from pylate_flash.hosts.routes import Routes
+
+
+class Model:
+    """A class of the host, with a method that is routed."""
+
+    factor = 2
+
+    def scale(self, value, *, by=3):
+        return value * by * self.factor
+
+
+def add(a, b=10, *, c=100):
+    return a + b + c
+
+
+def our_add(a, b, c, unused=None):
+    return ("ours", a, b, c)
+
+
+def our_scale(self, value, by):
+    return ("ours", self.factor, value, by)
+
+
+@pytest.fixture
+def host() -> Iterator[types.ModuleType]:
+    module = types.ModuleType("host_of_routes")
+    module.add, module.Model, module.our_add, module.our_scale = add, Model, our_add, our_scale
+    sys.modules[module.__name__] = module
+    yield module
+    del sys.modules[module.__name__]
+
+
+def routes(**served: str) -> Routes:
+    return Routes({f"host_of_routes:{theirs}": f"host_of_routes:{ours}" for theirs, ours in served.items()})
+
+
+def test_arguments_defaults_and_identity(host: types.ModuleType) -> None:
+    found, signature, code = routes(add="our_add"), inspect.signature(add), add.__code__
+    found.hold()
+    try:
+        assert add(1) == ("ours", 1, 10, 100)
+        assert add(1, 2, c=3) == ("ours", 1, 2, 3)
+        assert add(b=5, a=4) == ("ours", 4, 5, 100)
+        assert inspect.signature(add) == signature
+        assert found.original("host_of_routes:add")(1, c=2) == 13
+        with pytest.raises(TypeError, match="add"):
+            add()
+    finally:
+        found.release()
+    assert add.__code__ is code
+    assert add(1) == 111
+    assert found.original("host_of_routes:add") is add
+
+
+def test_methods(host: types.ModuleType) -> None:
+    found = Routes({"host_of_routes:Model.scale": "host_of_routes:our_scale"})
+    model = Model()
+    bound = model.scale
+    found.hold()
+    assert bound(5) == model.scale(5) == ("ours", 2, 5, 3)
+    assert found.original("host_of_routes:Model.scale")(model, 5, by=1) == 10
+    found.release()
+    assert bound(5, by=1) == 10
+
+
+def test_several_holders(host: types.ModuleType) -> None:
+    found = routes(add="our_add")
+    found.hold()
+    found.hold()
+    found.release()
+    assert add(1)[0] == "ours"
+    found.release()
+    assert add(1) == 111
+
+
+def test_a_function_that_is_missing_changes_nothing(host: types.ModuleType) -> None:
+    found = routes(add="our_add", subtract="our_add")
+    with pytest.raises(ImportError, match="host_of_routes.subtract is not in the installed version"):
+        found.hold()
+    assert (add(1), found.holders, found.twins) == (111, 0, {})
+
+
+def test_a_parameter_that_ours_does_not_know_changes_nothing(host: types.ModuleType) -> None:
+    host.fewer = lambda a, b: None
+    with pytest.raises(ImportError, match="host_of_routes.add has the parameter 'c' .* does not know"):
+        routes(add="fewer").hold()
+    assert add(1) == 111
+
+
+def test_a_host_that_is_not_installed_names_the_extra() -> None:
+    missing = Host("no-host", "No Host", "no_host_of_this_name", "an-extra", ">=1", "1", lambda: None, lambda: None)
+    assert not missing.is_there()
+    with pytest.raises(ImportError, match=r'No Host is not installed: pip install "pylate-flash\[an-extra\]"'):
+        missing.check()
+
+
+@pytest.mark.parametrize(("version", "there", "strict", "loose"), [
+    ("0.9", False, False, False), ("1.0", True, True, True), ("1.9.dev0", True, True, True), ("2.1", True, False, True),
+])  # fmt: skip
+def test_versions(version: str, there: bool, strict: bool, loose: bool, host: types.ModuleType) -> None:
+    host.__version__ = version
+    host.__spec__ = types.SimpleNamespace()
+    found = Host("a-host", "A Host", "host_of_routes", "a-host", ">=1.0,<2", "1.0", lambda: None, lambda: None)
+    assert found.is_there() is there
+    for accepted, is_strict in ((strict, True), (loose, False)):
+        if accepted:
+            found.check(is_strict)
+        else:
+            with pytest.raises(ImportError, match=f"supports A Host >=1.0,<2, and A Host {version} is installed"):
+                found.check(is_strict)

@@ -1,0 +1,141 @@
+"""The four multi-vector losses while registered: values and gradients of parameters are those without."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from sentence_transformers import MultiVectorEncoder
+from sentence_transformers.multi_vector_encoder import losses, scoring
+
+from pylate_flash import registered
+from pylate_flash.hosts import sentence_transformers as ours
+
+HOST = "sentence-transformers"
+WORLD = 2
+Columns = list[dict[str, Any]]
+
+IN_BATCH = "MultiVectorMultipleNegativesRankingLoss"
+CACHED = f"Cached{IN_BATCH}"
+# Class, its arguments, columns of documents, and columns of labels.
+CASES = {
+    "in-batch": (IN_BATCH, {}, 1, 0),
+    "in-batch, hard negatives": (IN_BATCH, {"scale": 0.3}, 3, 0),
+    "in-batch, scored in parts": (IN_BATCH, {"score_mini_batch_size": 2, "mini_batch_size": 3}, 2, 0),
+    "in-batch, mean": (IN_BATCH, {"similarity_fct": scoring.mean_colbert_scores, "scale": 8.0}, 2, 0),
+    "in-batch, XTR": (IN_BATCH, {"similarity_fct": scoring.XTRScores(top_k=16)}, 2, 0),
+    "cached": (CACHED, {"mini_batch_size": 2}, 1, 0),
+    "cached, hard negatives": (CACHED, {"mini_batch_size": 3, "scale": 0.3, "score_mini_batch_size": 4}, 3, 0),
+    "cached, mean": (CACHED, {"mini_batch_size": 2, "similarity_fct": scoring.mean_colbert_scores}, 2, 0),
+    "distillation": ("MultiVectorDistillKLDivLoss", {"temperature": 0.7}, 3, 3),
+    "distillation, mean": ("MultiVectorDistillKLDivLoss", {"similarity_fct": scoring.mean_colbert_kd_scores}, 3, 3),
+    "margins": ("MultiVectorMarginMSELoss", {}, 3, 2),
+    "margins of scores": ("MultiVectorMarginMSELoss", {"mini_batch_size": 2}, 2, 2),
+}
+
+
+def columns(model: MultiVectorEncoder, texts: Any, count: int, n_texts: int = 5) -> Columns:
+    """Queries, and `count` columns of documents, each padded to its own longest."""
+    return [model.preprocess(texts(10 * count + i, n_texts, 4 + 2 * i)) for i in range(count + 1)]
+
+
+def value_and_gradients(
+    loss: torch.nn.Module, model: MultiVectorEncoder, features: Columns, labels: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    model.zero_grad()
+    value = loss([dict(column) for column in features], labels)
+    value.backward()
+    return value.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def assert_close(found: tuple[torch.Tensor, torch.Tensor], expected: tuple[torch.Tensor, torch.Tensor]) -> None:
+    assert found[0].item() == pytest.approx(expected[0].item(), rel=1e-5)
+    assert (found[1] - expected[1]).norm() <= 1e-5 * expected[1].norm()
+    assert expected[1].norm() > 1e-4
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_values_and_gradients(case: str, tiny_encoder: MultiVectorEncoder, texts: Any) -> None:
+    name, arguments, count, n_labels = CASES[case]
+    loss, features = getattr(losses, name)(tiny_encoder, **arguments), columns(tiny_encoder, texts, count)
+    labels = torch.randn(5, n_labels, generator=torch.Generator().manual_seed(0)) if n_labels else None
+    expected = value_and_gradients(loss, tiny_encoder, features, labels)
+    with registered(HOST):
+        assert_close(value_and_gradients(loss, tiny_encoder, features, labels), expected)
+        with torch.no_grad():
+            value = loss([dict(column) for column in features], labels)
+        assert value.item() == pytest.approx(expected[0].item(), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "scorer", "count"),
+    [
+        (IN_BATCH, "colbert_scores", 2),
+        (CACHED, "colbert_scores", 2),
+        ("MultiVectorDistillKLDivLoss", "colbert_kd_scores", 3),
+        ("MultiVectorMarginMSELoss", "colbert_scores_pairwise", 2),
+    ],
+)
+def test_as_similarity_fct(name: str, scorer: str, count: int, tiny_encoder: MultiVectorEncoder, texts: Any) -> None:
+    """Without register()."""
+    loss_class, features = getattr(losses, name), columns(tiny_encoder, texts, count)
+    labels = torch.randn(5, count, generator=torch.Generator().manual_seed(0))
+    mine = loss_class(tiny_encoder, similarity_fct=getattr(ours, scorer))
+    assert mine.get_config_dict()["similarity_fct"].endswith(scorer)
+    assert_close(
+        value_and_gradients(mine, tiny_encoder, features, labels),
+        value_and_gradients(loss_class(tiny_encoder), tiny_encoder, features, labels),
+    )
+
+
+def test_a_document_without_tokens(tiny_encoder: MultiVectorEncoder, texts: Any) -> None:
+    """All of its tokens are masked: it scores -1e9, as a negative and as the positive."""
+    loss = losses.CachedMultiVectorMultipleNegativesRankingLoss(tiny_encoder, mini_batch_size=2)
+    for position in (0, 1):
+        embeddings = [
+            [torch.randn(3, 4, 8, generator=torch.Generator().manual_seed(seed)).requires_grad_()] for seed in range(3)
+        ]
+        masks = [[torch.ones(3, 4, dtype=torch.bool)] for _ in embeddings]
+        masks[1 + position][0][1] = False
+        results = []
+        for _ in range(2):
+            for [chunk] in embeddings:
+                chunk.grad = None
+            with registered(HOST) if results else torch.enable_grad():
+                value = loss.calculate_loss(embeddings, masks, with_backward=True)
+            results.append((value, torch.cat([chunk.grad.flatten() for [chunk] in embeddings])))
+        assert_close(*results)
+
+
+def work(rank: int, path: str, folder: Path, features: list[list[list[str]]]) -> None:
+    """What each process does; the results go to a file, to be compared by the test."""
+    torch.set_num_threads(1)
+    os.environ.update(HF_HUB_OFFLINE="1")
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'rendezvous'}", rank=rank, world_size=WORLD)
+    model, results = MultiVectorEncoder(path, device="cpu"), {}
+    for name, arguments in ((IN_BATCH, {}), (CACHED, {"mini_batch_size": 2})):
+        loss = getattr(losses, name)(model, gather_across_devices=True, **arguments)
+        batch = [model.preprocess(column) for column in features[rank]]
+        results[name] = [value_and_gradients(loss, model, batch, None)]
+        with registered(HOST):
+            results[name].append(value_and_gradients(loss, model, batch, None))
+    torch.save(results, folder / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+def test_two_processes_with_unequal_lengths(tiny_encoder_path: str, tmp_path: Path, texts: Any) -> None:
+    features = [[texts(10 * rank + i, 3, 4 + 4 * rank + i) for i in range(3)] for rank in range(WORLD)]
+    mp.spawn(work, (tiny_encoder_path, tmp_path, features), nprocs=WORLD)
+    values = []
+    for rank in range(WORLD):
+        for expected, found in torch.load(tmp_path / f"{rank}.pt").values():
+            assert_close(found, expected)
+            values.append(expected[0].item())
+    # Each rank has its own queries, and both losses are one.
+    assert values[0] == pytest.approx(values[1], rel=1e-5)
+    assert values[0] != pytest.approx(values[2], rel=1e-3)

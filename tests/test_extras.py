@@ -1,0 +1,144 @@
+"""What works without PyLate, sentence-transformers and colpali-engine, and what says that it needs one, and which."""
+
+from __future__ import annotations
+
+import os
+import pkgutil
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pylate_flash._extras import HOSTS, MissingExtraError, check_host
+from pylate_flash.register import SUPPORTED_PYLATE
+
+ROOT = Path(__file__).parents[1]
+# What comes with a host, or with an extra, and never with the package alone.
+BLOCKED = (*HOSTS, "transformers", "datasets", "ranx", "beir", "matplotlib")
+PYLATE = "evaluation", "indexes", "losses", "models", "projection", "rank", "retrieve", "scores", "trainer"
+NEEDS_PYLATE = 'needs PyLate, which is not installed: pip install "pylate-flash[pylate]"'
+
+
+def run(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """Run code in a fresh process, where nothing of BLOCKED can be imported."""
+    code = f"import sys; sys.modules.update(dict.fromkeys({BLOCKED!r}))\n{code}"
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200"}
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+
+
+def test_every_operation_computes_without_a_host() -> None:
+    done = run(
+        """
+import torch, pylate_flash
+from pylate_flash import explain, maxsim, maxsim_cross_entropy, maxsim_from_hidden, maxsim_pairwise, maxsim_varlen, pack
+from pylate_flash.ops import maxsim_reference
+torch.manual_seed(0)
+queries, documents = torch.randn(2, 3, 8, requires_grad=True), torch.randn(2, 5, 8)
+expected = maxsim_reference(queries, documents)
+torch.testing.assert_close(maxsim(queries, documents), expected)
+torch.testing.assert_close(maxsim_pairwise(queries, documents), expected.diagonal())
+(tokens, bounds), (query_tokens, query_bounds) = pack(list(documents)), pack(list(queries))
+torch.testing.assert_close(maxsim_varlen(query_tokens, tokens, query_bounds, bounds), expected)
+torch.testing.assert_close(maxsim_from_hidden(queries, documents, torch.eye(8), normalize=False), expected)
+maxsim_cross_entropy(queries, documents).backward()
+assert queries.grad.abs().sum() > 0
+print(explain(queries, documents))
+"""
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_what_needs_no_host_imports_without_one() -> None:
+    """`ops` and `kernels`, the store, the command line but for what trains, and the benchmark."""
+    modules = [
+        module.name
+        for package in ("ops", "kernels", "index", "cli", "bench")
+        for module in pkgutil.walk_packages([str(ROOT / "pylate_flash" / package)], f"pylate_flash.{package}.")
+        if module.name not in ("pylate_flash.index.search", "pylate_flash.cli.training_run")
+        and not module.name.endswith("__main__")
+    ]
+    assert {"pylate_flash.ops.maxsim", "pylate_flash.kernels.backward.lists", "pylate_flash.index.store"} <= {*modules}
+    done = run(f"import importlib\nfor name in {modules!r}: importlib.import_module(name)")
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_module_that_needs_pylate_says_which_extra_installs_it() -> None:
+    """Also the second time, and as what can be caught as a module that is missing."""
+    done = run(
+        f"""
+import importlib
+for name in {PYLATE * 2!r}:
+    try:
+        importlib.import_module(f"pylate_flash.{{name}}")
+    except ModuleNotFoundError as error:
+        print(name, error.name, error)
+"""
+    )
+    expected = [f"{name} pylate this part of pylate_flash {NEEDS_PYLATE}" for name in PYLATE * 2]
+    assert done.stdout.splitlines() == expected, done.stderr
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("demo",), ("train", "--data", "d", "--model", "m", "--output", "o"),
+        ("evaluate", "--data", "d", "--model", "m"), ("search", "text"), ("index", "add", "--data", "d"),
+        ("index", "build", "--data", "d", "--model", "m"),
+    ],
+    ids=lambda command: " ".join(command[:2]),
+)  # fmt: skip
+def test_a_command_that_needs_pylate_says_which_extra_installs_it(command: tuple[str, ...], tmp_path: Path) -> None:
+    done = run(f"import os; os.chdir({str(tmp_path)!r})\nfrom pylate_flash.cli import main; main()", *command)
+    name = " ".join(command[: 2 if command[0] == "index" else 1])
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"pylate-flash: pylate-flash {name} {NEEDS_PYLATE}\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_commands_that_need_no_host_work_without_one(tmp_path: Path) -> None:
+    """What looks after an index, and doctor, which names the extra and says that there is nothing to register."""
+    done = run(
+        """
+import torch
+from pathlib import Path
+from pylate_flash.index.store import PackedStore
+PackedStore(Path(sys.argv[1])).add(["a", "b"], [torch.ones(2, 16), torch.ones(3, 16)])
+""",
+        tmp_path / "index",
+    )
+    assert done.returncode == 0, done.stderr
+    main = "from pylate_flash.cli import main; main()"
+    for command in (("info",), ("remove", "a"), ("compact",), ("verify",)):
+        done = run(main, "index", *command, "--index", tmp_path / "index")
+        assert done.returncode == 0, done.stderr
+    done = run(main, "doctor")
+    assert done.returncode == 1, done.stderr
+    for host in HOSTS.values():
+        assert f"pip install 'pylate-flash[{host.extra}]'" in done.stdout
+    assert 'register(): no host is installed; for PyLate: pip install "pylate-flash[pylate]"' in done.stdout
+
+
+@pytest.mark.parametrize("module", HOSTS)
+def test_each_host_has_an_extra(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    host = HOSTS[module]
+    with pytest.raises(MissingExtraError) as raised:
+        check_host(module, "this test")
+    assert raised.value.name == module
+    assert str(raised.value) == (
+        f'this test needs {host.title}, which is not installed: pip install "pylate-flash[{host.extra}]"'
+    )
+    # It installs the versions that are served.
+    project = (ROOT / "pyproject.toml").read_text()
+    assert re.search(rf'^{host.extra} = \["{host.distribution}(\[\w+\])?{re.escape(host.supported)}"\]$', project, re.M)
+
+
+def test_the_package_alone_installs_no_host() -> None:
+    project = (ROOT / "pyproject.toml").read_text()
+    dependencies = project.partition("\ndependencies = [")[2].partition("\n]")[0]
+    found = set(re.findall(r'^    "([\w-]+)', dependencies, re.M))
+    assert found == {"torch", "triton", "safetensors", "numpy", "packaging", "typer", "rich", "tqdm"}
+    assert HOSTS["pylate"].supported == SUPPORTED_PYLATE
