@@ -4,21 +4,32 @@ from __future__ import annotations
 
 from .explanation import Explanation, explain
 from .hidden import maxsim_from_hidden, maxsim_from_hidden_reference
-from .losses import cross_entropy_reference, kl_divergence_reference, maxsim_cross_entropy, maxsim_kl_divergence
+from .losses import (
+    LossStatistics,
+    cross_entropy_reference,
+    kl_divergence_reference,
+    margin_mse_reference,
+    maxsim_cross_entropy,
+    maxsim_kl_divergence,
+    maxsim_margin_mse,
+)
 from .maxsim import maxsim, maxsim_pairwise, maxsim_reference
 from .packing import pack, unpack
 from .varlen import maxsim_varlen, maxsim_varlen_pairwise
 
 __all__ = [
     "Explanation",
+    "LossStatistics",
     "cross_entropy_reference",
     "explain",
     "kl_divergence_reference",
+    "margin_mse_reference",
     "maxsim",
     "maxsim_cross_entropy",
     "maxsim_from_hidden",
     "maxsim_from_hidden_reference",
     "maxsim_kl_divergence",
+    "maxsim_margin_mse",
     "maxsim_pairwise",
     "maxsim_reference",
     "maxsim_varlen",

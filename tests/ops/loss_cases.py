@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+from hypothesis import assume
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pylate_flash import maxsim_cross_entropy, maxsim_kl_divergence
-from pylate_flash.ops import cross_entropy_reference, kl_divergence_reference, maxsim_reference
+from pylate_flash import maxsim_cross_entropy, maxsim_kl_divergence, maxsim_margin_mse
+from pylate_flash.ops import (
+    cross_entropy_reference,
+    kl_divergence_reference,
+    margin_mse_reference,
+    maxsim_reference,
+)
 from tests.ops.cases import Case, cases
 
-LOSSES = ("cross entropy", "divergence")
+LOSSES = ("cross entropy", "divergence", "margin MSE")
 
 
 @dataclass(frozen=True)
@@ -23,52 +29,94 @@ class LossCase:
     loss: str
     target: Tensor | None
     options: dict
+    # Whether the operation gets its documents packed, without what their mask masks.
+    packed: bool = False
+
+    def leaves(self) -> tuple[Tensor, ...]:
+        """What gradients are computed of: queries, documents (padded), and the temperature if it is a tensor."""
+        leaves = self.case.queries, self.case.documents
+        temperature = self.options.get("temperature")
+        return tuple(
+            leaf.detach().requires_grad_() for leaf in (*leaves, temperature) if isinstance(leaf, torch.Tensor)
+        )
+
+    def doubled(self) -> LossCase:
+        """The same in float64."""
+        temperature = self.options.get("temperature")
+        other = {"temperature": temperature.double()} if isinstance(temperature, Tensor) else {}
+        return replace(self, case=self.case.doubled(), options=self.options | other)
+
+    def loss_of(self, leaves: tuple[Tensor, ...], **options) -> Tensor | tuple:
+        """What the operation returns."""
+        queries, documents, *temperature = leaves
+        keywords = (
+            self.case.keywords | self.options | ({"temperature": temperature[0]} if temperature else {}) | options
+        )
+        if self.packed:
+            documents, bounds = self.pack(documents)
+            longest = self.case.documents.shape[1]
+            keywords |= {"documents_cu_seqlens": bounds, "max_document_length": longest, "documents_mask": None}
+        if self.loss == "divergence":
+            return maxsim_kl_divergence(queries, documents, self.target, **keywords)
+        if self.loss == "margin MSE":
+            return maxsim_margin_mse(queries, documents, self.target, **keywords)
+        return maxsim_cross_entropy(queries, documents, labels=self.target, **keywords)
+
+    def pack(self, documents: Tensor) -> tuple[Tensor, Tensor]:
+        mask = self.case.documents_mask
+        active = torch.ones(documents.shape[:2], dtype=torch.bool) if mask is None else mask != 0
+        bounds = torch.tensor([0, *active.sum(dim=1).cumsum(dim=0).tolist()], dtype=torch.int32)
+        return documents[active.to(documents.device)], bounds.to(documents.device)
+
+    def definition(self, leaves: tuple[Tensor, ...]) -> Tensor:
+        queries, documents, *temperature = leaves
+        options = self.options | ({"temperature": temperature[0]} if temperature else {})
+        scores = maxsim_reference(queries, documents, **self.case.keywords)
+        if self.loss == "divergence":
+            return kl_divergence_reference(scores, self.target, **options)
+        if self.loss == "margin MSE":
+            return margin_mse_reference(scores, self.target, **options)
+        labels = self.target
+        if labels is None and documents.dim() == 4:
+            labels = torch.zeros(len(scores), dtype=torch.int64, device=scores.device)
+        return cross_entropy_reference(scores, labels, **options)
 
     def run(self, **options) -> tuple[Tensor, ...]:
-        """The loss, and both gradients."""
-        leaves = self.leaves(self.case)
-        options |= self.case.keywords | self.options
-        if self.loss == "divergence":
-            loss = maxsim_kl_divergence(*leaves, self.target, **options)
-        else:
-            loss = maxsim_cross_entropy(*leaves, labels=self.target, **options)
-        return self.differentiated(loss, leaves)
+        """The loss, and the gradients of all leaves."""
+        leaves = self.leaves()
+        return differentiated(self.loss_of(leaves, **options), leaves)
 
     def expected(self) -> tuple[Tensor, ...]:
         """The same by autograd through the definitions, in float64."""
-        doubled = self.case.doubled()
-        leaves = self.leaves(doubled)
-        scores = maxsim_reference(*leaves, **doubled.keywords)
-        if self.loss == "divergence":
-            loss = kl_divergence_reference(scores, self.target, **self.options)
-        else:
-            labels = self.target
-            if labels is None and doubled.documents.dim() == 4:
-                labels = torch.zeros(len(scores), dtype=torch.int64, device=scores.device)
-            loss = cross_entropy_reference(scores, labels, **self.options)
-        return self.differentiated(loss, leaves)
-
-    @staticmethod
-    def leaves(case: Case) -> tuple[Tensor, Tensor]:
-        return case.queries.detach().requires_grad_(), case.documents.detach().requires_grad_()
-
-    @staticmethod
-    def differentiated(loss: Tensor, leaves: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-        """Under a gradient of the loss that is not 1, and differs from query to query."""
-        weight = 1.5 + torch.cos(torch.arange(loss.numel(), device=loss.device, dtype=loss.dtype)).view(loss.shape)
-        return loss.detach(), *torch.autograd.grad((loss * weight).sum(), leaves)
+        doubled = self.doubled()
+        leaves = doubled.leaves()
+        return differentiated(doubled.definition(leaves), leaves)
 
     def check(self, rounding: float, **options) -> None:
         """`rounding` is that of the gradients' type."""
-        (loss, *found), (expected_loss, *expected) = self.run(**options), self.expected()
-        assert loss.dtype == torch.float32
-        assert loss.shape == expected_loss.shape
-        torch.testing.assert_close(loss.double(), expected_loss, rtol=1e-5, atol=1e-5)
-        scale = max(gradient.norm() for gradient in expected)
-        for gradient, reference in zip(found, expected, strict=True):
-            assert gradient.dtype == self.case.queries.dtype
-            # A gradient may vanish where the right document is certain, and what is left is the softmax's rounding.
-            assert (gradient.double() - reference).norm() <= rounding * reference.norm() + 1e-6 * scale + 1e-6
+        check_results(self.run(**options), self.expected(), rounding, self.case.queries.dtype)
+
+
+def check_results(found: tuple[Tensor, ...], expected: tuple[Tensor, ...], rounding: float, dtype: torch.dtype) -> None:
+    """The loss, the gradients of queries and documents, and maybe that of a temperature."""
+    loss, expected_loss = found[0], expected[0]
+    assert loss.dtype == torch.float32
+    assert loss.shape == expected_loss.shape
+    torch.testing.assert_close(loss.double(), expected_loss, rtol=1e-5, atol=1e-5)
+    scale = max(gradient.norm() for gradient in expected[1:3])
+    for gradient, reference in zip(found[1:3], expected[1:3], strict=True):
+        assert gradient.dtype == dtype
+        # A gradient may vanish where the right document is certain, and what is left is the softmax's rounding.
+        assert (gradient.double() - reference).norm() <= rounding * reference.norm() + 1e-6 * scale + 1e-6
+    for gradient, reference in zip(found[3:], expected[3:], strict=True):
+        assert gradient.shape == reference.shape
+        torch.testing.assert_close(gradient.double(), reference, rtol=1e-4, atol=1e-4)
+
+
+def differentiated(loss: Tensor, leaves: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The loss, and gradients under one of the loss that is not 1, and differs from query to query."""
+    weight = 1.5 + torch.cos(torch.arange(loss.numel(), device=loss.device, dtype=loss.dtype)).view(loss.shape)
+    return loss.detach(), *torch.autograd.grad((loss * weight).sum(), leaves)
 
 
 @st.composite
@@ -76,17 +124,50 @@ def loss_cases(draw: st.DrawFn, dtypes: tuple[torch.dtype, ...] = (torch.float32
     case = draw(cases(dtypes=dtypes, **limits))
     loss = draw(st.sampled_from(LOSSES))
     shape = case.queries.shape[0], case.documents.shape[-3]
+    assume(shape[1] > 1 or loss != "margin MSE")
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    options: dict = {"loss_reduction": draw(st.sampled_from(["mean", "sum", "none"]))}
+    in_batch = case.documents.dim() == 3
+    packed = in_batch and draw(st.booleans())
+    if packed:
+        case = replace(case, options=case.options | {"masking": "exclude"})
+    target: Tensor | None
+    if loss != "margin MSE":
+        temperature = draw(st.sampled_from([1.0, 0.3, 20]))
+        as_tensor = draw(st.sampled_from([None, (), (1,)]))
+        options["temperature"] = temperature if as_tensor is None else torch.full(as_tensor, float(temperature))
+    scores = maxsim_reference(*case.doubled().tensors, **case.keywords)
+    if loss == "cross entropy":
+        target = torch.randint(shape[1], shape[:1], generator=generator)
+        if shape[0] <= shape[1] and draw(st.booleans()):
+            target = None
+        options |= _cross_entropy_options(draw, scores, target, in_batch, generator)
+    else:
+        target = torch.randn(shape, generator=generator)
     if loss == "divergence":
-        target: Tensor | None = torch.randn(shape, generator=generator)
         if shape[1] > 1 and draw(st.booleans()):
             target[:, 0] = -torch.inf  # type: ignore[index]
-    elif shape[0] <= shape[1] and draw(st.booleans()):
-        target = None
-    else:
-        target = torch.randint(shape[1], shape[:1], generator=generator)
-    options = {
-        "temperature": draw(st.sampled_from([1.0, 0.3, 20])),
-        "loss_reduction": draw(st.sampled_from(["mean", "sum", "none"])),
-    }
-    return LossCase(case, loss, target, options)
+        options["teacher_temperature"] = draw(st.sampled_from([1.0, 2.5]))
+        if options["teacher_temperature"] != 1.0 and draw(st.booleans()):
+            options["normalize_scores"] = True
+            # Rounding must not move the extremes, nor a range near 0 blow it up.
+            ordered = scores.sort(dim=1).values
+            assume(shape[1] < 2 or (ordered.diff(dim=1)[:, [0, -1]] > 1e-2).all())
+    return LossCase(case, loss, target, options, packed)
+
+
+def _cross_entropy_options(
+    draw: st.DrawFn, scores: Tensor, target: Tensor | None, in_batch: bool, generator: torch.Generator
+) -> dict:
+    options: dict = {"symmetric": in_batch and draw(st.booleans())}
+    labels = torch.arange(len(scores)) * in_batch if target is None else target
+    if draw(st.booleans()):
+        options["exclude"] = torch.rand(scores.shape, generator=generator) > 0.5
+        options["exclude"].scatter_(1, labels.unsqueeze(1), False)
+    if draw(st.booleans()):
+        options["margin"] = draw(st.sampled_from([0.0, 0.37, -0.61]))
+        limits = scores.gather(1, labels.unsqueeze(1)) - options["margin"]
+        near = (scores - limits).abs() < 1e-3
+        # Rounding must not decide what is left out.
+        assume(not near.scatter(1, labels.unsqueeze(1), False).any())
+    return options

@@ -1,0 +1,164 @@
+"""What a loss over MaxSim is given beside its tensors: what the scores are compared with, and how; and every check."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .checks import FLOATING, check_boundaries, check_choice, is_readable
+from .problem import Tensors
+
+LOSS_REDUCTIONS = ("mean", "sum", "none")
+CROSS_ENTROPY, DIVERGENCE, MARGIN_MSE = KINDS = ("cross entropy", "divergence", "margin MSE")
+
+
+class Targets(NamedTuple):
+    """The tensors that scores [Nq, N] are compared with.
+
+    `target`: labels [Nq], or None for document i of query i (of candidates the first); or a teacher's scores [Nq, N].
+    `exclude` [Nq, N], bool. `temperature`, of one element, in place of the number in `Comparison`.
+    """
+
+    target: Tensor | None
+    exclude: Tensor | None = None
+    temperature: Tensor | None = None
+
+
+class Comparison(NamedTuple):
+    """How they are compared: one of `KINDS`, and the options of all of them."""
+
+    kind: str
+    temperature: float = 1.0
+    margin: float | None = None
+    symmetric: bool = False
+    teacher_temperature: float = 1.0
+    normalize_scores: bool = False
+    loss_reduction: str = "mean"
+    with_statistics: bool = False
+    max_scratch_bytes: int | None = None
+
+
+def check_comparison(comparison: Comparison) -> None:
+    """Raise TypeError or ValueError for an option that is none of those it may be."""
+    for name in ("temperature", "teacher_temperature"):
+        value = getattr(comparison, name)
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            also = " or a tensor of one element" if name == "temperature" else ""
+            raise TypeError(f"{name} must be a number{also}, got {type(value).__name__}")
+        if not 0.0 < value < math.inf:
+            raise ValueError(f"{name} must be positive and finite, got {value}")
+    margin, budget = comparison.margin, comparison.max_scratch_bytes
+    if margin is not None:
+        if isinstance(margin, bool) or not isinstance(margin, (int, float)):
+            raise TypeError(f"margin must be a number or None, got {type(margin).__name__}")
+        if not math.isfinite(margin):
+            raise ValueError(f"margin must be finite, got {margin}")
+    if budget is not None:
+        if isinstance(budget, bool) or not isinstance(budget, int):
+            raise TypeError(f"max_scratch_bytes must be an int or None, got {type(budget).__name__}")
+        if budget < 1:
+            raise ValueError(f"max_scratch_bytes must be at least 1, got {budget}")
+    check_choice("loss_reduction", comparison.loss_reduction, LOSS_REDUCTIONS)
+
+
+def checked_targets(targets: Targets, comparison: Comparison, tensors: Tensors) -> Targets:
+    """Targets that fit the queries and documents, whose ranks are checked already; the temperature made a scalar.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If one is of another type, shape or device than it must be, or holds a value that it may not, where that can
+        be seen without waiting.
+    """
+    queries, documents = tensors.queries, tensors.documents
+    n_documents = documents.shape[-3] if tensors.documents_cu_seqlens is None else len(tensors.documents_cu_seqlens) - 1
+    shape = queries.shape[0], n_documents
+    least = 2 if comparison.kind == MARGIN_MSE else 1
+    if n_documents < least:
+        kind = "a positive and a negative for margin MSE" if least == 2 else "at least one for a loss"
+        raise ValueError(f"documents must be {kind}, got {n_documents or 'none'}")
+    target, exclude, temperature = targets
+    if comparison.symmetric and documents.dim() == 4:
+        raise ValueError(
+            "symmetric must be False where each query has documents of its own, as no other query meets them, got True "
+            f"with documents of shape {list(documents.shape)}"
+        )
+    if comparison.kind != CROSS_ENTROPY:
+        _check("teacher_scores", target, shape, queries.device, FLOATING)
+        assert target is not None
+        if target.requires_grad:
+            raise ValueError("teacher_scores must not require a gradient, as none flows to them: detach them")
+    elif target is not None:
+        _check("labels", target, shape[:1], queries.device, (torch.int64, torch.int32), " or None")
+        if target.numel() and is_readable(target):
+            low, high = target.min().item(), target.max().item()
+            if low < 0 or high >= n_documents:
+                raise ValueError(f"labels must be from 0 to {n_documents - 1}, got values from {low} to {high}")
+    elif documents.dim() != 4 and shape[0] > n_documents:
+        raise ValueError(
+            f"labels must be given where there are fewer documents than queries, got None for {shape[0]} queries "
+            f"and {n_documents} documents"
+        )
+    if exclude is not None:
+        _check("exclude", exclude, shape, queries.device, (torch.bool,), " or None")
+        if exclude.numel() and is_readable(exclude) and (target is None or is_readable(target)):
+            labels = labels_of(target, shape[0], documents.dim() == 4, queries.device).unsqueeze(1)
+            wrong = exclude.gather(1, labels).squeeze(1)
+            if wrong.any():
+                query = int(wrong.int().argmax())
+                raise ValueError(f"exclude must be False for each query's label, got True for that of query {query}")
+    if temperature is not None:
+        if temperature.numel() != 1:
+            raise ValueError(f"temperature must have one element, got shape {list(temperature.shape)}")
+        _check("temperature", temperature, tuple(temperature.shape), queries.device, FLOATING)
+        if is_readable(temperature) and not 0.0 < temperature.item() < math.inf:
+            raise ValueError(f"temperature must be positive and finite, got {temperature.item()}")
+        temperature = temperature.reshape(())
+    return Targets(target, exclude, temperature)
+
+
+def _check(
+    name: str,
+    value: object,
+    shape: tuple[int, ...],
+    device: torch.device,
+    dtypes: tuple[torch.dtype, ...],
+    otherwise: str = "",
+) -> None:
+    """Raise unless a value is a tensor of this shape, on this device and of one of these types."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor{otherwise}, got {type(value).__name__}")
+    if tuple(value.shape) != shape:
+        raise ValueError(f"{name} must have shape {list(shape)}, got {list(value.shape)}")
+    if value.device != device:
+        raise ValueError(f"{name} must be on the device of queries, {device}, got {value.device}")
+    if value.dtype not in dtypes:
+        *others, last = (str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise TypeError(f"{name} must be {', '.join(others)}{' or ' if others else ''}{last}, got {value.dtype}")
+
+
+def check_packing(tensors: Tensors, max_document_length: int | None) -> None:
+    """Raise unless boundaries go with packed documents, which have no mask."""
+    if tensors.documents_cu_seqlens is None:
+        if max_document_length is not None:
+            raise ValueError(
+                "max_document_length must be None without documents_cu_seqlens, as padded documents have a length, "
+                f"got {max_document_length}"
+            )
+        return
+    check_boundaries("documents_cu_seqlens", tensors.documents_cu_seqlens)
+    if tensors.documents_mask is not None:
+        raise ValueError(
+            "documents_mask must be None with documents_cu_seqlens: leave masked tokens out of the packed documents"
+        )
+
+
+def labels_of(target: Tensor | None, n_queries: int, own_candidates: bool, device: torch.device) -> Tensor:
+    """Labels [Nq], int64: those given, or those that None stands for."""
+    if target is not None:
+        return target.long()
+    every = torch.arange(n_queries, device=device)
+    return torch.zeros_like(every) if own_candidates else every
