@@ -32,7 +32,7 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class Ranks(NamedTuple):
-    """What every rank holds, and the lengths of all documents [ranks, documents of the rank with most], on the device."""
+    """What every rank holds; `lengths` of the documents [ranks, documents of the rank with most] is on the device."""
 
     queries: list[int]
     documents: list[int]
@@ -96,7 +96,7 @@ class _AllGather(torch.autograd.Function):
         return torch.cat([block[:total] for block, total in zip(everywhere.split(most), totals, strict=True)])
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
         here = ctx.totals[dist.get_rank()]
         received = gradient.new_empty(len(ctx.totals), here, gradient.shape[1])
         dist.all_to_all_single(
@@ -226,13 +226,14 @@ class _RingCrossEntropy(torch.autograd.Function):
         return (lse - right).sum()
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor | None, ...]:
         queries, tokens, temperature, lse = ctx.saved_tensors
         ring: _Ring = ctx.ring
         wide = torch.promote_types(tokens.dtype, torch.float32)
         of_queries = torch.zeros_like(queries, dtype=wide)
         of_temperature = torch.zeros((), device=queries.device)
-        received, works = torch.empty(0), []
+        received = torch.empty(0)
+        works: list[Any] = []
         for owner, block in ring.blocks(tokens):
             of_block = torch.zeros(max(ring.ranks.tokens), tokens.shape[1], dtype=wide, device=tokens.device)
             block = block.detach().requires_grad_()

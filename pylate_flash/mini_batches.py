@@ -142,15 +142,15 @@ def mini_batches(
     limits
         Of a mini-batch. A single text may have more tokens than that.
     zero_masked
-        Of each column: whether a text of which not all tokens are kept gets a token of zeros in their place, with which the similarity of any
-        query is 0: what ``masking="zero"`` says of a masked token.
+        Of each column: whether a text of which not all tokens are kept gets a token of zeros in their place, with which
+        the similarity of any query token is 0: what ``masking="zero"`` says of a masked token.
     """
     measured = []
     for features, keep in zip(columns, kept, strict=True):
         places = torch.arange(1, keep.shape[1] + 1, device=keep.device)
         # Not the number of tokens: padding may stand on the left.
-        ends = (places * (keep | features["attention_mask"].bool())).amax(dim=1)
-        measured += [keep.sum(dim=1), ends]
+        last = (places * (keep | features["attention_mask"].bool())).amax(dim=1)
+        measured += [keep.sum(dim=1), last]
     numbers = iter(torch.cat(measured).tolist())
     found = []
     for features, keep, zeros in zip(columns, kept, zero_masked, strict=True):
