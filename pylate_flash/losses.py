@@ -164,10 +164,11 @@ class Contrastive(PyLateContrastive):
             Not used; the trainer passes it.
         """
         columns = document_columns(self, sentence_features)
-        if not is_scored_here(self):
+        fused = fuses(self)
+        if not fused and not is_scored_here(self):
             return super().forward(_for_pylate(self, columns), labels)
         right = torch.arange(len(columns[0]["input_ids"]), device=columns[0]["input_ids"].device)
-        if fuses(self):
+        if fused:
             return cross_entropy_of_scores(self, fused_scores(self, columns), right, self.size_average)
         queries, *documents = [self.model(features)["token_embeddings"] for features in columns]
         queries_mask, masks = masks_of(self, columns)
@@ -284,15 +285,15 @@ class CachedContrastive(PyLateCachedContrastive):
             # second one that runs in the caller's autocast too.
             "cache_enabled": False,
         }
-        if not is_scored_here(self):
+        fused = fuses(self)
+        if not fused and not is_scored_here(self):
             return super().forward(_for_pylate(self, columns), labels)
-        return self._of_mini_batches(columns)
+        return self._of_mini_batches(columns, fused)
 
-    def _of_mini_batches(self, columns: list[dict[str, Tensor]]) -> Tensor:
+    def _of_mini_batches(self, columns: list[dict[str, Tensor]], fused: bool) -> Tensor:
         """The loss, which in its backward encodes again."""
         queries_mask, masks = masks_of(self, columns)
         kept = [torch.ones_like(columns[0]["input_ids"], dtype=torch.bool) if queries_mask is None else queries_mask]
-        fused, with_grad = fuses(self), torch.is_grad_enabled()
         # A hidden state of zeros is no embedding of zeros.
         zero_masked = masking_of(self) == "zero" and not fused
         limits = Limits(self.mini_batch_size, self.mini_batch_num_tokens)  # type: ignore[arg-type]
@@ -305,6 +306,7 @@ class CachedContrastive(PyLateCachedContrastive):
         with hidden_states(self.model) if fused else nullcontext():
             tokens = [encode(part, self.model, self._autocast, self.show_progress_bar) for part in parts]
         projection = fold_dense(dense_layers(self.model)) if fused else (None, None)
+        with_grad = torch.is_grad_enabled()
         leaves = [
             None if tensor is None else tensor.detach().requires_grad_(with_grad) for tensor in (*tokens, *projection)
         ]
@@ -454,9 +456,10 @@ class Distillation(PyLateDistillation):
             The teacher's scores, [Nq, K].
         """
         columns, labels = candidate_columns(self, sentence_features, labels)
-        if not is_scored_here(self):
+        fused = fuses(self)
+        if not fused and not is_scored_here(self):
             return super().forward(columns, labels)
-        if fuses(self):
+        if fused:
             scores = fused_scores(self, columns, own_candidates=True)
             if self.normalize_scores:
                 least, most = scores.min(dim=1, keepdim=True).values, scores.max(dim=1, keepdim=True).values
