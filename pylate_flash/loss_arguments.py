@@ -19,6 +19,9 @@ from .ops.checks import check_choice
 from .projection import dense_layers, unwrapped
 from .scores import scorer_of
 
+# The scorers of a loss, or none, that leave it to this package.
+_OURS = (None, "auto", "pylate_flash")
+
 
 def check_temperature(temperature: Any) -> None:
     """A number above 0, or a tensor of one element, as a learned temperature is."""
@@ -75,7 +78,7 @@ def set_gathering(loss: Any, score_metric: Callable | None, gather: Any) -> None
     """Check and store how documents are gathered."""
     check_choice("gather", gather, GATHERINGS)
     loss.gather = gather
-    if score_metric is not None:
+    if score_metric is not None or loss.scorer not in _OURS:
         check_pylates_way(loss)
 
 
@@ -84,7 +87,7 @@ def set_token_limit(loss: Any, score_metric: Callable | None, mini_batch_num_tok
     if mini_batch_num_tokens is not None:
         check_size("mini_batch_num_tokens", mini_batch_num_tokens)
     loss.mini_batch_num_tokens = mini_batch_num_tokens
-    if score_metric is not None:
+    if score_metric is not None or loss.scorer not in _OURS:
         check_pylates_way(loss)
 
 

@@ -83,10 +83,10 @@ class Contrastive(PyLateContrastive):
         Average over the queries of the batch; otherwise sum.
     gather_across_devices
         Take the documents of all ranks as negatives. Ranks may have different batch sizes, numbers of document columns
-        and padded lengths (with a ``score_metric`` or a scorer of PyLate's, different padded lengths only). As in
-        PyLate, the loss is the number of ranks times the mean over the queries of all ranks, or the sum over those of
-        this one, so that with the mean of gradients that DistributedDataParallel takes, the gradient is that of one
-        process with the whole batch: of its sum, or as many times its mean as there are ranks.
+        and padded lengths (with a ``score_metric`` or a scorer of PyLate's, different padded lengths only). A rank's
+        loss is the sum over its own queries times the number of ranks, with ``size_average`` divided by the mean number
+        of queries of a rank: PyLate's convention. DistributedDataParallel takes the mean of the ranks' gradients, which
+        is then the gradient of one process with the whole batch: of its sum; of its mean, times the number of ranks.
     temperature
         Divides the scores: a number above 0, or a parameter of one element, which is then learned. 1.0 suits sums of
         the maxima of 32 query tokens, which differ by whole units where a single cosine differs by hundredths (and is
