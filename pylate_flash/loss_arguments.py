@@ -14,8 +14,13 @@ from pylate.utils import get_world_size
 from torch import Tensor
 
 from ._switches import check_backend, check_masking
+from .gathering import GATHERINGS
+from .ops.checks import check_choice
 from .projection import dense_layers, unwrapped
 from .scores import scorer_of
+
+# The scorers of a loss, or none, that leave it to this package.
+_OURS = (None, "auto", "pylate_flash")
 
 
 def check_temperature(temperature: Any) -> None:
@@ -64,22 +69,42 @@ def set_fusion(loss: Any, score_metric: Callable | None, fuse_projection: bool |
 
 
 def check_fusion(loss: Any) -> None:
-    if getattr(loss, "gather_across_devices", False):
-        raise ValueError(
-            "fuse_projection: given together with gather_across_devices, which exchanges the projected embeddings, as "
-            "hidden states are several times as large"
-        )
     scorer = loss.scorer or scorer_of(loss.model)[0]
     if scorer not in ("auto", "pylate_flash"):
         raise ValueError(f'fuse_projection: needs the scorer "pylate_flash" or "auto", and it is "{scorer}"')
 
 
-def document_columns(loss: Any, sentence_features: Iterable[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
-    """Check the columns of a contrastive batch, and bring its documents to one padded length.
+def set_gathering(loss: Any, score_metric: Callable | None, gather: Any) -> None:
+    """Check and store how documents are gathered."""
+    check_choice("gather", gather, GATHERINGS)
+    loss.gather = gather
+    if score_metric is not None or loss.scorer not in _OURS:
+        check_pylates_way(loss)
 
-    PyLate's collator pads every document to ``document_length``, and its losses stack the columns. Columns tokenized
-    one by one (``pad=False``) end where their longest text ends: they get masked padding here, which changes no score.
-    """
+
+def set_token_limit(loss: Any, score_metric: Callable | None, mini_batch_num_tokens: Any) -> None:
+    """Check and store how many tokens a mini-batch may have."""
+    if mini_batch_num_tokens is not None:
+        check_size("mini_batch_num_tokens", mini_batch_num_tokens)
+    loss.mini_batch_num_tokens = mini_batch_num_tokens
+    if score_metric is not None or loss.scorer not in _OURS:
+        check_pylates_way(loss)
+
+
+def check_pylates_way(loss: Any) -> None:
+    """Raise ValueError if PyLate's code, which computes this loss, does not know what it was asked for."""
+    asked = [f"gather={loss.gather!r}"] if loss.gather != "all_gather" else []
+    if getattr(loss, "mini_batch_num_tokens", None) is not None:
+        asked.append(f"mini_batch_num_tokens={loss.mini_batch_num_tokens}")
+    if asked:
+        raise ValueError(
+            f'{", ".join(asked)}: needs the scorer "pylate_flash" or "auto", and the loss has another one or a '
+            "score_metric"
+        )
+
+
+def document_columns(loss: Any, sentence_features: Iterable[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+    """Check the columns of a contrastive batch, and bring its documents to one padded length, see `padded_to`."""
     query, *documents = sentence_features
     if not documents:
         raise ValueError("sentence_features: got only the queries; expected them and at least one column of documents")
@@ -96,19 +121,29 @@ def document_columns(loss: Any, sentence_features: Iterable[dict[str, Tensor]]) 
             "a contrastive batch of one query and one document has no negatives: its loss is 0, and nothing is learned "
             "from it; use larger batches, or hard negatives",
         )
-    lengths = [features["input_ids"].shape[1] for features in documents]
-    if len(set(lengths)) == 1:
-        return [query, *documents]
+    length = max(features["input_ids"].shape[1] for features in documents)
+    return padded_to(loss, length, [query, *documents])
+
+
+def padded_to(loss: Any, length: int, columns: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+    """Columns whose documents are padded to so many tokens.
+
+    PyLate's collator pads every document to ``document_length``, and its losses stack the columns. Columns tokenized
+    one by one (``pad=False``) end where their longest text ends: they get masked padding here, which changes no score.
+    """
+    query, *documents = columns
+    if all(features["input_ids"].shape[1] == length for features in documents):
+        return columns
     # The mask is 0 there, so the token is never looked at; the padding token is what the encoder expects to see.
     padding_token = unwrapped(loss.model).tokenizer.pad_token_id
     padded = [
         {
-            name: F.pad(value, (0, max(lengths) - length), value=padding_token if name == "input_ids" else 0)
-            if value.ndim == 2 and value.shape[1] == length
+            name: F.pad(value, (0, length - value.shape[1]), value=padding_token if name == "input_ids" else 0)
+            if value.ndim == 2 and value.shape[1] == features["input_ids"].shape[1]
             else value
             for name, value in features.items()
         }
-        for features, length in zip(documents, lengths, strict=True)
+        for features in documents
     ]
     return [query, *padded]
 

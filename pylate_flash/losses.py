@@ -1,9 +1,11 @@
-"""PyLate's losses, scored by the scorer that the model names.
+"""PyLate's losses, computed by the operations of this package.
 
 ``from pylate import losses`` becomes ``from pylate_flash import losses``. Each class is PyLate's own, with its
-constructor arguments and its forward: what changes is the function that turns embeddings into scores. It is looked up
-at every call, first in the loss (``scorer``, ``masking``), then in the model's flags, so that a loss follows a model
-whose flag is changed later, and a model that the trainer has meanwhile wrapped for several GPUs.
+constructor arguments and its values. What scores is looked up at every call, first in the loss (``scorer``,
+``masking``), then in the model's flags, so that a loss follows a model whose flag is changed later, and a model that
+the trainer has meanwhile wrapped for several GPUs. Where it is this package, scores, loss and gradients are one
+operation (`maxsim_cross_entropy`, `maxsim_kl_divergence`); another scorer, or a ``score_metric``, is called by PyLate's
+code.
 """
 
 from __future__ import annotations
@@ -12,125 +14,56 @@ from . import _needs_pylate  # noqa: F401
 
 # isort: split
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed.nn  # PyLate's gather with gradients uses it without importing it
 import torch.nn.functional as F
-import tqdm
 from pylate.losses.cached_contrastive import CachedContrastive as PyLateCachedContrastive
-from pylate.losses.cached_contrastive import RandContext
 from pylate.losses.contrastive import Contrastive as PyLateContrastive
-from pylate.losses.contrastive import extract_skiplist_mask
 from pylate.losses.distillation import Distillation as PyLateDistillation
 from pylate.models import ColBERT
 from torch import Tensor
 
 from .loss_arguments import (
     candidate_columns,
-    check_fusion,
+    check_pylates_way,
     check_size,
     check_temperature,
     document_columns,
+    padded_to,
     set_fusion,
+    set_gathering,
     set_scoring,
+    set_token_limit,
 )
-from .ops import maxsim_from_hidden
-from .projection import BIAS, WEIGHT, dense_layers, fold_dense, hidden_states, unwrapped
-from .scores import ColBERTScores, colbert_kd_scores, scorer_of
+from .loss_scoring import (
+    FlagScores,
+    Padded,
+    check_sizes_of_ranks,
+    cross_entropy,
+    cross_entropy_of_scores,
+    fused_scores,
+    fuses,
+    gathers,
+    is_scored_here,
+    masking_of,
+    masks_of,
+    scores_of_states,
+)
+from .mini_batches import Column, Limits, Packed, encode, encode_again, mini_batches, unpack_padded
+from .ops import maxsim_kl_divergence
+from .projection import BIAS, WEIGHT, dense_layers, fold_dense, hidden_states
 
 __all__ = ["Contrastive", "CachedContrastive", "Distillation"]
 
 
-class _FlagScores:
-    """The score function of a loss that was given none: it reads the flags at the time of the call.
-
-    The queries are [Nq, Lq, d]. The documents are [Nd, N, Ld, d], one group of N per query, and give [Nq, Nd * N]; or,
-    with ``own_candidates``, [Nq, K, Ld, d], and give [Nq, K].
-    """
-
-    def __init__(self, loss: Any, own_candidates: bool = False) -> None:
-        self.loss = loss
-        self.own_candidates = own_candidates
-
-    def __call__(
-        self,
-        queries_embeddings: Tensor,
-        documents_embeddings: Tensor,
-        queries_mask: Tensor | None = None,
-        documents_mask: Tensor | None = None,
-    ) -> Tensor:
-        scorer, masking = scorer_of(self.loss.model)
-        scorer, masking = self.loss.scorer or scorer, self.loss.masking or masking
-        # "auto" asks for nothing by name, so PYLATE_SCORES_BACKEND and use_scorer() still have their say.
-        backend = None if scorer == "auto" else scorer
-        if self.own_candidates:
-            return colbert_kd_scores(
-                queries_embeddings, documents_embeddings, queries_mask, documents_mask, backend, masking=masking
-            )
-        scores = ColBERTScores(backend, masking)
-        return scores(queries_embeddings, documents_embeddings, queries_mask, documents_mask)
-
-
-def _fuses(loss: Any) -> bool:
-    """Whether the loss scores from hidden states: as it was told, or else as the model says."""
-    fuse = loss.fuse_projection
-    if fuse is None:
-        fuse = getattr(unwrapped(loss.model), "fuse_projection", False)
-    if fuse:
-        # The flags may have been set since.
-        check_fusion(loss)
-    return bool(fuse)
-
-
-def _fused_scores(loss: Any, sentence_features: list[dict[str, Tensor]], own_candidates: bool = False) -> Tensor:
-    """Scores of tokenized columns from hidden states, as `_scores_of_states`."""
-    with hidden_states(loss.model):
-        outputs = [loss.model(features) for features in sentence_features]
-    states = [output["token_embeddings"] for output in outputs]
-    return _scores_of_states(
-        loss, sentence_features, states, outputs[-1][WEIGHT], outputs[-1].get(BIAS), own_candidates
-    )
-
-
-def _scores_of_states(
-    loss: Any,
-    sentence_features: list[dict[str, Tensor]],
-    states: list[Tensor],
-    weight: Tensor,
-    bias: Tensor | None,
-    own_candidates: bool = False,
-) -> Tensor:
-    """Scores [Nq, Nd * N], query-major as PyLate's, or with `own_candidates` [Nq, K].
-
-    `states` are each column's hidden states [texts, L, d_model], those of the queries first.
-    """
-    model = unwrapped(loss.model)
-    masks = extract_skiplist_mask(sentence_features=sentence_features, skiplist=model.skiplist)
-    queries, *columns = states
-    # Column by column: stacked, the hidden states would be copied.
-    scores = [
-        maxsim_from_hidden(
-            queries,
-            column.unflatten(0, (len(queries), -1)) if own_candidates else column,
-            weight,
-            bias,
-            queries_mask=None if model.do_query_expansion else masks[0],
-            documents_mask=mask.unflatten(0, (len(queries), -1)) if own_candidates else mask,
-            queries_weight=weight,
-            queries_bias=bias,
-            masking=loss.masking or scorer_of(loss.model)[1],
-        )
-        for column, mask in zip(columns, masks[1:], strict=True)
-    ]
-    return scores[0] if len(scores) == 1 else torch.stack(scores, dim=-1).flatten(1)
-
-
-def _cross_entropy(loss: Any, scores: Tensor, reduction: str) -> Tensor:
-    """Cross entropy of query-major scores [Nq, Nq * N]: the positive of query i is the first document of its group."""
-    positives = torch.arange(len(scores), device=scores.device) * (scores.shape[1] // len(scores))
-    return F.cross_entropy(scores / loss.temperature, positives, reduction=reduction)
+def _for_pylate(loss: Any, columns: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+    """The columns of a batch for PyLate's code, which knows less than this package's."""
+    check_pylates_way(loss)
+    return padded_to(loss, check_sizes_of_ranks(loss, columns), columns) if gathers(loss) else columns
 
 
 class Contrastive(PyLateContrastive):
@@ -147,11 +80,16 @@ class Contrastive(PyLateContrastive):
         Function of queries [Nq, Lq, d], stacked documents [Nd, N, Ld, d], ``queries_mask`` and ``documents_mask`` that
         returns [Nq, Nd * N], query-major. Default: the MaxSim scorer that the flags name.
     score_mini_batch_size
-        Score so many queries at a time. Default: the whole batch.
+        Where PyLate's code scores (see ``scorer``): so many queries at a time. Default: the whole batch. This package's
+        operation bounds its memory itself, and takes no notice.
     size_average
         Average over the queries of the batch; otherwise sum.
     gather_across_devices
-        Take the documents of all ranks as negatives. Every rank needs the same batch size and the same padded length.
+        Take the documents of all ranks as negatives. Ranks may have different batch sizes, numbers of document columns
+        and padded lengths (with a ``score_metric`` or a scorer of PyLate's, different padded lengths only). A rank's
+        loss is the sum over its own queries times the number of ranks, with ``size_average`` divided by the mean number
+        of queries of a rank: PyLate's convention. DistributedDataParallel takes the mean of the ranks' gradients, which
+        is then the gradient of one process with the whole batch: of its sum; of its mean, times the number of ranks.
     temperature
         Divides the scores: a number above 0, or a parameter of one element, which is then learned. 1.0 suits sums of
         the maxima of 32 query tokens, which differ by whole units where a single cosine differs by hundredths (and is
@@ -162,16 +100,22 @@ class Contrastive(PyLateContrastive):
         ``"exclude"`` or ``"zero"`` (PyLate's torch rule); overrides the model's flag.
     fuse_projection
         Score from the encoder's hidden states, and leave the model's Dense layers to `maxsim_from_hidden`, which stores
-        no projected document embeddings beyond a small scratch. Value and gradients are the same but for rounding, and
-        ``score_mini_batch_size`` has no effect. Default: as the model's flag says; without one, False.
+        no projected document embeddings beyond a small scratch. Value and gradients are the same but for rounding. It
+        pays in reranking and in search, and is no help in training: a step keeps the encoder's activations, beside
+        which the projected embeddings are small. Ranks that gather exchange projected embeddings, and fuse nothing.
+        Default: as the model's flag says; without one, False.
+    gather
+        How documents are gathered, with ``gather_across_devices``: ``"all_gather"``, all on every rank, or ``"ring"``,
+        passed round the ranks, each scored while the next one is on its way, in the forward and again in the backward.
+        The ring's memory does not grow with the number of ranks. Value and gradients are the same but for rounding.
 
     Raises
     ------
     ValueError
-        For an unknown ``scorer`` or ``masking``, or one given together with ``score_metric``; for a ``temperature``
-        that is not finite and above 0, and a ``score_mini_batch_size`` below 1. If the projection is to be fused, and
-        the model is not an encoder followed by linear Dense layers, another scorer is asked for, or
-        ``gather_across_devices`` is set.
+        For an unknown ``scorer``, ``masking`` or ``gather``, or one given together with ``score_metric``; for a
+        ``temperature`` that is not finite and above 0, and a ``score_mini_batch_size`` below 1. If the projection is to
+        be fused, and the model is not an encoder followed by linear Dense layers, or another scorer is asked for. In
+        the forward, on all ranks, if they gather embeddings of different sizes.
     TypeError
         If ``temperature``, ``score_mini_batch_size`` or ``fuse_projection`` is of none of these types.
 
@@ -194,13 +138,14 @@ class Contrastive(PyLateContrastive):
         scorer: str | None = None,
         masking: str | None = None,
         fuse_projection: bool | None = None,
+        gather: str = "all_gather",
     ) -> None:
         check_temperature(temperature)
         if score_mini_batch_size is not None:
             check_size("score_mini_batch_size", score_mini_batch_size)
         super().__init__(
             model,
-            score_metric if score_metric is not None else _FlagScores(self),
+            score_metric if score_metric is not None else FlagScores(self),
             score_mini_batch_size,
             size_average,
             gather_across_devices,
@@ -208,6 +153,7 @@ class Contrastive(PyLateContrastive):
         )
         set_scoring(self, score_metric, scorer, masking)
         set_fusion(self, score_metric, fuse_projection)
+        set_gathering(self, score_metric, gather)
 
     def forward(self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None = None) -> Tensor:
         """Return the loss, a float32 scalar.
@@ -221,21 +167,33 @@ class Contrastive(PyLateContrastive):
             Not used; the trainer passes it.
         """
         columns = document_columns(self, sentence_features)
-        if not _fuses(self):
-            return super().forward(columns, labels)
-        scores = _fused_scores(self, columns)
-        return _cross_entropy(self, scores, "mean" if self.size_average else "sum")
+        fused = fuses(self)
+        if not fused and not is_scored_here(self):
+            return super().forward(_for_pylate(self, columns), labels)
+        right = torch.arange(len(columns[0]["input_ids"]), device=columns[0]["input_ids"].device)
+        if fused:
+            return cross_entropy_of_scores(self, fused_scores(self, columns), right, self.size_average)
+        queries, *documents = [self.model(features)["token_embeddings"] for features in columns]
+        queries_mask, masks = masks_of(self, columns)
+        # The documents of the first column come first: that of query i is document i.
+        together = Padded(*(values[0] if len(values) == 1 else torch.cat(values) for values in (documents, masks)))
+        return cross_entropy(self, queries, queries_mask, together, right, self.size_average)
 
 
 class CachedContrastive(PyLateCachedContrastive):
     """PyLate's contrastive loss with cached gradients (GradCache): large batches in the memory of small ones.
 
-    The embeddings are computed ``mini_batch_size`` texts at a time, first without a graph, then, after the scores have
-    given each embedding its gradient, a second time with one.
+    The embeddings are computed a mini-batch at a time, first without a graph, then, when the loss has given each
+    embedding its gradient, a second time with one. The texts of a column are sorted by length, each mini-batch is
+    padded to its own longest text (or a few tokens more), and tokens that are not scored, padding and those of the
+    skiplist, are not kept.
 
-    The value is that of :class:`Contrastive`. The gradient is PyLate's, which is that of the sum over the queries also
-    with ``size_average``: as many times :class:`Contrastive`'s as the batch has queries. Adam does not notice, a limit
-    on the gradient's norm does.
+    Value and gradient are those of :class:`Contrastive`, but for rounding. (PyLate's gradient is that of the sum over
+    the queries also with ``size_average``: as many times this one as the batch has queries. While ``register()`` is on,
+    ``pylate.losses.CachedContrastive`` keeps that. Adam does not notice, a limit on the gradient's norm does.)
+
+    Under DistributedDataParallel, the ranks exchange gradients once per step, after the last mini-batch, and may have
+    different numbers of mini-batches.
 
     Parameters
     ----------
@@ -244,13 +202,14 @@ class CachedContrastive(PyLateCachedContrastive):
     score_metric
         As in :class:`Contrastive`.
     mini_batch_size
-        Texts per forward pass of the encoder.
+        Texts per forward pass of the encoder, at most. Default: 32, as in PyLate, or with ``mini_batch_num_tokens`` any
+        number.
     score_mini_batch_size
-        Score so many queries at a time. Default: ``mini_batch_size``.
+        As in :class:`Contrastive`. Default: ``mini_batch_size``.
     size_average
         Average over the queries of the batch; otherwise sum.
     gather_across_devices
-        Take the documents of all ranks as negatives. Every rank needs the same batch size and the same padded length.
+        As in :class:`Contrastive`.
     show_progress_bar
         Show a bar over the mini-batches.
     temperature
@@ -259,22 +218,30 @@ class CachedContrastive(PyLateCachedContrastive):
         As in :class:`Contrastive`; they override the model's flags.
     fuse_projection
         As in :class:`Contrastive`. It costs memory: what is kept between the two passes are then hidden states and
-        their gradients, each d_model wide where embeddings are d wide (768 and 128, say). Under autocast they are kept
-        in its type, where embeddings are kept in float32.
+        their gradients, each d_model wide where embeddings are d wide (768 and 128, say).
+    gather
+        As in :class:`Contrastive`.
+    mini_batch_num_tokens
+        Tokens per forward pass of the encoder, at most, padding included: short texts go together in greater numbers
+        than long ones. A text that has more goes alone. With ``mini_batch_size``, both limits hold.
 
     Raises
     ------
     ValueError
-        As in :class:`Contrastive`, and for a ``mini_batch_size`` below 1.
+        As in :class:`Contrastive`, for a ``mini_batch_size`` or ``mini_batch_num_tokens`` below 1, and for
+        ``mini_batch_num_tokens`` where PyLate's code scores, which pads as the batch is padded.
     TypeError
         As in :class:`Contrastive`.
     """
+
+    # Of the loss that `size_average` gives the value of.
+    _gradient_is_averaged = True
 
     def __init__(
         self,
         model: ColBERT,
         score_metric: Callable | None = None,
-        mini_batch_size: int = 32,
+        mini_batch_size: int | None = None,
         score_mini_batch_size: int | None = None,
         size_average: bool = True,
         gather_across_devices: bool = False,
@@ -284,15 +251,19 @@ class CachedContrastive(PyLateCachedContrastive):
         scorer: str | None = None,
         masking: str | None = None,
         fuse_projection: bool | None = None,
+        gather: str = "all_gather",
+        mini_batch_num_tokens: int | None = None,
     ) -> None:
         check_temperature(temperature)
-        check_size("mini_batch_size", mini_batch_size)
-        if score_mini_batch_size is not None:
-            check_size("score_mini_batch_size", score_mini_batch_size)
+        for name, size in (("mini_batch_size", mini_batch_size), ("score_mini_batch_size", score_mini_batch_size)):
+            if size is not None:
+                check_size(name, size)
+        if mini_batch_size is None and mini_batch_num_tokens is None:
+            mini_batch_size = 32
         super().__init__(
             model,
-            score_metric if score_metric is not None else _FlagScores(self),
-            mini_batch_size,
+            score_metric if score_metric is not None else FlagScores(self),
+            mini_batch_size,  # type: ignore[arg-type]
             score_mini_batch_size,
             size_average,
             gather_across_devices,
@@ -301,12 +272,14 @@ class CachedContrastive(PyLateCachedContrastive):
         )
         set_scoring(self, score_metric, scorer, masking)
         set_fusion(self, score_metric, fuse_projection)
+        set_gathering(self, score_metric, gather)
+        set_token_limit(self, score_metric, mini_batch_num_tokens)
         self._autocast: dict[str, Any] = {"device_type": "cpu", "enabled": False}
 
     def forward(self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None = None) -> Tensor:
         """Return the loss, a float32 scalar; columns as in :meth:`Contrastive.forward`."""
-        sentence_features = document_columns(self, sentence_features)
-        device = sentence_features[0]["input_ids"].device.type
+        columns = document_columns(self, sentence_features)
+        device = columns[0]["input_ids"].device.type
         self._autocast = {
             "device_type": device,
             "dtype": torch.get_autocast_dtype(device),
@@ -315,9 +288,87 @@ class CachedContrastive(PyLateCachedContrastive):
             # second one that runs in the caller's autocast too.
             "cache_enabled": False,
         }
-        if not _fuses(self):
-            return super().forward(sentence_features, labels)
-        return self._fused(sentence_features)
+        fused = fuses(self)
+        if not fused and not is_scored_here(self):
+            return super().forward(_for_pylate(self, columns), labels)
+        return self._of_mini_batches(columns, fused)
+
+    def _of_mini_batches(self, columns: list[dict[str, Tensor]], fused: bool) -> Tensor:
+        """The loss, which in its backward encodes again."""
+        queries_mask, masks = masks_of(self, columns)
+        kept = [torch.ones_like(columns[0]["input_ids"], dtype=torch.bool) if queries_mask is None else queries_mask]
+        # A hidden state of zeros is no embedding of zeros.
+        zero_masked = masking_of(self) == "zero" and not fused
+        limits = Limits(self.mini_batch_size, self.mini_batch_num_tokens)  # type: ignore[arg-type]
+        queries, *documents = mini_batches(
+            columns, [*kept, *masks], limits, [False] + [zero_masked] * (len(columns) - 1)
+        )
+        place = {text: place for place, text in enumerate(documents[0].order)}
+        labels = torch.tensor([place[text] for text in queries.order], device=kept[0].device)
+        parts = [queries.batches, [batch for column in documents for batch in column.batches]]
+        with hidden_states(self.model) if fused else nullcontext():
+            tokens = [encode(part, self.model, self._autocast, self.show_progress_bar) for part in parts]
+        projection = fold_dense(dense_layers(self.model)) if fused else (None, None)
+        with_grad = torch.is_grad_enabled()
+        leaves = [
+            None if tensor is None else tensor.detach().requires_grad_(with_grad) for tensor in (*tokens, *projection)
+        ]
+        averaged = self.size_average and self._gradient_is_averaged
+        loss = self._of_tokens(queries, documents, leaves, labels, averaged)
+        value = loss.detach()
+        if self.size_average and not averaged:
+            value = value / len(labels)
+        if with_grad:
+            value.requires_grad_().register_hook(functools.partial(self._encode_again, parts, leaves, loss))
+        return value
+
+    def _of_tokens(
+        self,
+        queries: Column,
+        documents: list[Column],
+        leaves: list[Tensor | None],
+        labels: Tensor,
+        size_average: bool,
+    ) -> Tensor:
+        """The loss of kept tokens: embeddings, or hidden states and the projection."""
+        of_queries, of_documents, weight, bias = leaves
+        assert of_queries is not None
+        assert of_documents is not None
+        padded, queries_mask = unpack_padded(of_queries, queries.n_kept, max(queries.lengths))
+        lengths = torch.cat([column.n_kept for column in documents])
+        longest = max(max(column.lengths) for column in documents)
+        packed = Packed(of_documents, lengths, longest)
+        if weight is None:
+            return cross_entropy(self, padded, queries_mask, packed, labels, size_average)
+        together: Padded | Packed = packed
+        if masking_of(self) == "zero":
+            # With a place of padding where a text has masked tokens, and with none where it has not.
+            states, mask = unpack_padded(of_documents, lengths, min(longest + 1, documents[0].kept.shape[1]))
+            all_there = states.new_ones(states.shape[:2], dtype=torch.bool)
+            together = Padded(states, all_there if mask is None else mask)
+        scores = scores_of_states(self, padded, queries_mask, together, (weight, bias))
+        return cross_entropy_of_scores(self, scores, labels, size_average)
+
+    def _encode_again(self, parts: list, leaves: list[Any], loss: Tensor, grad_loss: Tensor) -> None:
+        """Give the kept tokens their gradients, and pass these on to the parameters.
+
+        Not before the loss has its own: a loss scaled for float16 is, so that no gradient of it is lost in rounding.
+        """
+        torch.autograd.backward(loss, grad_loss.to(loss.dtype))
+        gradients: list[Any] = [None if leaf is None else leaf.grad for leaf in leaves]
+        projection = {
+            name: value for name, value in zip((WEIGHT, BIAS), gradients[2:], strict=True) if value is not None
+        }
+        with hidden_states(self.model) if projection else nullcontext():
+            encode_again(
+                list(zip(parts, gradients[:2], strict=True)),
+                self.model,
+                self._autocast,
+                self.show_progress_bar,
+                projection,
+            )
+
+    # What PyLate's code calls where it computes the loss.
 
     def embed_minibatch(self, *args, **kwargs):
         """Embed a slice of a column, under the autocast of the forward.
@@ -328,76 +379,29 @@ class CachedContrastive(PyLateCachedContrastive):
         with torch.autocast(**self._autocast):
             return super().embed_minibatch(*args, **kwargs)
 
-    def _fused(self, sentence_features: list[dict[str, Tensor]]) -> Tensor:
-        """The loss from hidden states, whose gradients, and those of the projection, are computed here and now."""
-        columns = [_Column(features, self.mini_batch_size) for features in sentence_features]
-        with torch.no_grad(), hidden_states(self.model):
-            states = [self._cached_states(column) for column in columns]
-            projection = [tensor for tensor in fold_dense(dense_layers(self.model)) if tensor is not None]
-        with_grad = torch.is_grad_enabled()
-        leaves = [tensor.detach().requires_grad_(with_grad) for tensor in (*states, *projection)]
-        states, (weight, *bias) = leaves[: len(columns)], leaves[len(columns) :]
-        scores = _scores_of_states(self, sentence_features, states, weight, bias[0] if bias else None)
-        loss = _cross_entropy(self, scores, "sum")
-        value = loss.detach() / (len(scores) if self.size_average else 1)
-        if with_grad:
-            learns_temperature = isinstance(self.temperature, Tensor) and self.temperature.requires_grad
-            gradients = list(torch.autograd.grad(loss, leaves, retain_graph=learns_temperature))
-            if learns_temperature:
-                # Here and now, as without fusion.
-                torch.autograd.backward(loss, inputs=self.temperature)  # type: ignore[arg-type]
-            value.requires_grad_().register_hook(functools.partial(self._pass_on, columns, gradients))
-        return value
-
-    def _cached_states(self, column: _Column) -> Tensor:
-        """Hidden states [texts, L, d_model] of a column; keeps the random state of each mini-batch."""
-        states = torch.empty(0)
-        for rows, features in column.mini_batches(self.show_progress_bar):
-            column.random_states.append(RandContext(*features.values()))
-            with torch.autocast(**self._autocast):
-                output = self.model(features)["token_embeddings"]
-            if rows.start == 0:
-                # What they will be cast to anyway, which would keep them twice.
-                cast = self._autocast["enabled"] and output.dtype != torch.float64
-                dtype = self._autocast["dtype"] if cast else output.dtype
-                states = output.new_empty(column.size, *output.shape[1:], dtype=dtype)
-            states[rows] = output
-        return states
-
-    def _pass_on(self, columns: list[_Column], gradients: list[Tensor], grad_loss: Tensor) -> None:
-        """Encode again, with a graph, and pass the gradients of the hidden states and of the projection on into it."""
-        of_states, of_projection = gradients[: len(columns)], gradients[len(columns) :]
-        with torch.enable_grad(), hidden_states(self.model):
-            for column, gradient in zip(columns, of_states, strict=True):
-                mini_batches = column.mini_batches(self.show_progress_bar)
-                for (rows, features), random_state in zip(mini_batches, column.random_states, strict=True):
-                    with random_state, torch.autocast(**self._autocast):
-                        output = self.model(features)
-                    tensors = [output[name] for name in ("token_embeddings", WEIGHT, BIAS) if name in output]
-                    reached = {
-                        tensor: cached.to(tensor.dtype) * grad_loss
-                        for tensor, cached in zip(tensors, (gradient[rows], *of_projection), strict=True)
-                        if tensor.requires_grad
-                    }
-                    torch.autograd.backward(list(reached), list(reached.values()))
-                    # The first mini-batch has taken the projection's. DDP waits for some of it with each of the others.
-                    of_projection = [torch.zeros_like(cached) for cached in of_projection]
+    def calculate_loss_and_cache_gradients(self, reps: list, masks: list) -> Tensor:
+        """PyLate's, whose gradients are those of the sum, with those of the mean where they are averaged."""
+        if not (self.size_average and self._gradient_is_averaged):
+            return super().calculate_loss_and_cache_gradients(reps, masks)
+        size = sum(len(embeddings) for embeddings in reps[0])
+        temperature = self.temperature
+        hook = None
+        if isinstance(temperature, Tensor) and temperature.requires_grad:
+            hook = temperature.register_hook(lambda gradient: gradient / size)
+        try:
+            loss = super().calculate_loss_and_cache_gradients(reps, masks)
+        finally:
+            if hook is not None:
+                hook.remove()
+        assert self.cache is not None
+        self.cache = [[gradient / size for gradient in column] for column in self.cache]
+        return loss
 
 
-class _Column:
-    """A tokenized column of a batch, in mini-batches, and the random state in which each was encoded first."""
+class RegisteredCachedContrastive(CachedContrastive):
+    """What ``pylate.losses.CachedContrastive`` is while registered: its gradient is that of the sum, as PyLate's."""
 
-    def __init__(self, features: dict[str, Tensor], mini_batch_size: int) -> None:
-        self.features, self.mini_batch_size = features, mini_batch_size
-        self.size = len(features["input_ids"])
-        self.random_states: list[RandContext] = []
-
-    def mini_batches(self, show_progress: bool) -> Iterator[tuple[slice, dict[str, Tensor]]]:
-        """The rows of each mini-batch, and its features."""
-        starts = range(0, self.size, self.mini_batch_size)
-        for start in tqdm.tqdm(starts, desc="Embed mini-batches", disable=not show_progress):
-            rows = slice(start, start + self.mini_batch_size)
-            yield rows, {name: value[rows] for name, value in self.features.items()}
+    _gradient_is_averaged = False
 
 
 class Distillation(PyLateDistillation):
@@ -437,7 +441,7 @@ class Distillation(PyLateDistillation):
     ) -> None:
         super().__init__(
             model,
-            score_metric if score_metric is not None else _FlagScores(self, own_candidates=True),
+            score_metric if score_metric is not None else FlagScores(self, own_candidates=True),
             size_average,
             normalize_scores,
         )
@@ -454,11 +458,26 @@ class Distillation(PyLateDistillation):
         labels
             The teacher's scores, [Nq, K].
         """
-        sentence_features, labels = candidate_columns(self, sentence_features, labels)
-        if not _fuses(self):
-            return super().forward(sentence_features, labels)
-        scores = _fused_scores(self, sentence_features, own_candidates=True)
-        if self.normalize_scores:
-            least, most = scores.min(dim=1, keepdim=True).values, scores.max(dim=1, keepdim=True).values
-            scores = (scores - least) / (most - least + 1e-8)
-        return self.loss_function(F.log_softmax(scores, dim=-1), F.log_softmax(labels, dim=-1))
+        columns, labels = candidate_columns(self, sentence_features, labels)
+        fused = fuses(self)
+        if not fused and not is_scored_here(self):
+            return super().forward(columns, labels)
+        if fused:
+            scores = fused_scores(self, columns, own_candidates=True)
+            if self.normalize_scores:
+                least, most = scores.min(dim=1, keepdim=True).values, scores.max(dim=1, keepdim=True).values
+                scores = (scores - least) / (most - least + 1e-8)
+            return self.loss_function(F.log_softmax(scores, dim=-1), F.log_softmax(labels, dim=-1))
+        queries, documents = [self.model(features)["token_embeddings"] for features in columns]
+        queries_mask, (mask,) = masks_of(self, columns)
+        return maxsim_kl_divergence(
+            queries,
+            documents.unflatten(0, labels.shape),
+            labels,
+            queries_mask=queries_mask,
+            documents_mask=mask.unflatten(0, labels.shape),
+            normalize=True,
+            normalize_scores=self.normalize_scores,
+            masking=masking_of(self),
+            loss_reduction="mean" if self.loss_function.reduction == "batchmean" else "sum",
+        )

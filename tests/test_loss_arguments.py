@@ -56,14 +56,12 @@ def test_a_temperature_can_be_learned(model: models.ColBERT, kind: type, fuse_pr
         return temperature.grad
 
     learned, reference = (torch.nn.Parameter(torch.tensor(2.0)) for _ in range(2))
-    # The cached loss has the gradient of the sum, as PyLate's.
-    average = kind is losses.Contrastive
     found = gradient(kind(model, temperature=learned, fuse_projection=fuse_projection), learned)
-    expected = gradient(losses.Contrastive(model, size_average=average, temperature=reference), reference)
+    expected = gradient(losses.Contrastive(model, scorer="torch", temperature=reference), reference)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["mini_batch_size", "score_mini_batch_size"])
+@pytest.mark.parametrize("name", ["mini_batch_size", "score_mini_batch_size", "mini_batch_num_tokens"])
 @pytest.mark.parametrize(("size", "error"), [(0, ValueError), (-1, ValueError), (True, TypeError), (2.0, TypeError)])
 def test_a_mini_batch_has_at_least_one_text(
     model: models.ColBERT, name: str, size: Any, error: type[Exception]
@@ -72,6 +70,46 @@ def test_a_mini_batch_has_at_least_one_text(
     for kind in kinds:
         with pytest.raises(error, match=f"^{name}: .*expected"):
             kind(model, **{name: size})
+
+
+@pytest.mark.parametrize("kind", CONTRASTIVE)
+def test_gather_is_one_of_two(model: models.ColBERT, kind: type) -> None:
+    with pytest.raises(ValueError, match="gather must be one of 'all_gather', 'ring', got 'tree'"):
+        kind(model, gather="tree")
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "named"),
+    [
+        (losses.Contrastive, {"gather": "ring"}, "gather='ring'"),
+        (losses.CachedContrastive, {"gather": "ring"}, "gather='ring'"),
+        (losses.CachedContrastive, {"mini_batch_num_tokens": 64}, "mini_batch_num_tokens=64"),
+    ],
+)
+def test_what_pylates_code_cannot_do_is_refused(
+    model: models.ColBERT, kind: type, arguments: dict, named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When the loss is made, as far as it is known then, and when it is called."""
+    message = f'^{named}: needs the scorer "pylate_flash" or "auto"'
+    with pytest.raises(ValueError, match=message):
+        kind(model, scorer="torch", **arguments)
+    with pytest.raises(ValueError, match=message):
+        kind(model, score_metric=lambda *_, **__: None, **arguments)
+    loss = kind(model, **arguments)
+    loss(columns(model, 2))
+    monkeypatch.setenv("PYLATE_SCORES_BACKEND", "torch")
+    with pytest.raises(ValueError, match=message):
+        loss(columns(model, 2))
+
+
+def test_the_size_of_mini_batches_is_pylates_by_default(model: models.ColBERT) -> None:
+    def limits(**arguments: int) -> tuple:
+        loss = losses.CachedContrastive(model, **arguments)
+        return loss.mini_batch_size, loss.mini_batch_num_tokens
+
+    assert limits() == (32, None)
+    assert limits(mini_batch_num_tokens=100) == (None, 100)
+    assert limits(mini_batch_num_tokens=100, mini_batch_size=3) == (3, 100)
 
 
 def test_fuse_projection_is_a_bool_or_none(model: models.ColBERT) -> None:

@@ -27,7 +27,7 @@ from pylate.scores import colbert as pylate_colbert
 
 import pylate_flash
 from pylate_flash import register, registered, unregister
-from pylate_flash.hosts.pylate import REBOUND, ROUTES, SCORING_FUNCTIONS
+from pylate_flash.hosts.pylate import REBOUND, RENAMED, ROUTES, SCORING_FUNCTIONS
 from pylate_flash.ops import maxsim_reference
 from pylate_flash.register import use_scorer
 
@@ -184,7 +184,7 @@ def test_names_are_rebound_in_every_module_that_holds_them() -> None:
         assert sys.modules["pylate.losses.contrastive"].ColBERTScores is pylate_flash.scores.ColBERTScores
         state = pylate_state()
         for (module, name), value in theirs.items():
-            ours = getattr(importlib.import_module(f"pylate_flash.{module}"), name)
+            ours = getattr(importlib.import_module(f"pylate_flash.{module}"), RENAMED.get(name, name))
             assert ours is not value
             assert getattr(importlib.import_module(f"pylate.{module}"), name) is ours
             # A class keeps its name where it is defined, since its methods say super(Name, self).
@@ -211,7 +211,9 @@ def test_no_name_is_forgotten(module: str, names: list[str]) -> None:
     theirs, ours = (importlib.import_module(f"{package}.{module}") for package in ("pylate", "pylate_flash"))
     with registered():
         for name in names:
-            assert getattr(theirs, name) is getattr(ours, name)
+            # PyLate's gradient of the cached loss is another one than ours.
+            instead = {"CachedContrastive": "RegisteredCachedContrastive"}.get(name, name)
+            assert getattr(theirs, name) is getattr(ours, instead)
 
 
 def test_modules_loaded_while_registered_are_restored_too() -> None:
@@ -235,7 +237,7 @@ def test_pylates_and_our_losses_can_be_constructed_while_registered() -> None:
             assert type(theirs(model)) is theirs
             assert isinstance(theirs(model), torch.nn.Module)
             ours = getattr(pylate.losses, name)(model)
-            assert type(ours) is getattr(pylate_flash.losses, name)
+            assert isinstance(ours, getattr(pylate_flash.losses, name))
             assert isinstance(ours, theirs)
         # A loss of PyLate that was imported before gets the one-call score metric.
         assert type(Contrastive(model).score_metric) is pylate_flash.scores.ColBERTScores

@@ -22,7 +22,7 @@ SUPPORTED = ">=1.6,<1.7"
 
 # What is routed: functions of pylate.scores that keep their identity and gain the backend ...
 SCORING_FUNCTIONS = ("colbert_scores", "colbert_scores_pairwise", "colbert_kd_scores")
-# ... and names of pylate.<module> that stand for those of pylate_flash.<module> while registered.
+# ... and names of pylate.<module> that stand for those of pylate_flash.<module> while registered, the same ones ...
 REBOUND = {
     "scores": ("ColBERTScores",),
     "rank": ("rerank",),
@@ -34,6 +34,8 @@ REBOUND = {
         "NanoBEIREvaluator",
     ),
 }
+# ... or these.
+RENAMED = {"CachedContrastive": "RegisteredCachedContrastive"}
 
 # register() and every open use_scorer() block hold the routes.
 ROUTES = Routes({f"pylate.scores.colbert:{name}": f"{__name__}:{name}" for name in SCORING_FUNCTIONS})
@@ -46,7 +48,7 @@ def hold() -> None:
     for module, names in REBOUND.items():
         pylate_module = importlib.import_module(f"pylate.{module}")
         our_module = importlib.import_module(f"pylate_flash.{module}")
-        pairs += [(getattr(pylate_module, name), getattr(our_module, name)) for name in names]
+        pairs += [(getattr(pylate_module, name), getattr(our_module, RENAMED.get(name, name))) for name in names]
     ROUTES.hold()
     for theirs, ours in pairs:
         _rebind(theirs, ours)

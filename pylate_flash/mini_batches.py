@@ -1,0 +1,266 @@
+"""The texts of a batch in mini-batches of about one length, encoded twice: without a graph, and with one (GradCache).
+
+(Gao et al., "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup", 2021.) `mini_batches` sorts the
+texts of every column by length and cuts them; a mini-batch is as long as its longest text. `encode` keeps the tokens
+that are scored, packed; `encode_again` takes the gradient of each of these and passes it on to the parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.nn.functional as F
+import tqdm
+from pylate.losses.cached_contrastive import RandContext
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+# Texts are cut at a multiple of so many tokens, where they are padded at all: half products of other lengths are slow.
+_MULTIPLE = 8
+
+
+_T = TypeVar("_T")
+
+
+class Limits(NamedTuple):
+    """What a mini-batch holds at most: texts, and tokens with their padding. None: no limit of this kind."""
+
+    texts: int | None
+    tokens: int | None
+
+
+class Packed(NamedTuple):
+    """Documents one after the other in [T, d], of which the longest has `longest` tokens; `lengths` [N] are int64."""
+
+    tokens: Tensor
+    lengths: Tensor
+    longest: int
+
+    @property
+    def cu_seqlens(self) -> Tensor:
+        return F.pad(self.lengths.cumsum(0), (1, 0)).int()
+
+
+class MiniBatch:
+    """Texts of a column that are encoded at once.
+
+    Attributes
+    ----------
+    lengths : list of int
+        How many tokens of each text are kept.
+    """
+
+    def __init__(self, column: Column, start: int, stop: int) -> None:
+        self._column, self._texts = column, slice(start, stop)
+        self.lengths = column.lengths[start:stop]
+        self._padded_length = column.ends[start]
+        self._random_state: RandContext | None = None
+
+    def encode(self, model: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> dict[str, Tensor]:
+        """The model's output, always in the random state of the first time."""
+        padded = self._column.kept.shape[1]
+        features = {
+            name: value[self._texts, : self._padded_length]
+            if value.ndim == 2 and value.shape[1] == padded
+            else value[self._texts]
+            for name, value in self._column.features.items()
+        }
+        if self._random_state is None:
+            self._random_state = RandContext(*features.values())
+            return model(features)
+        with self._random_state:
+            return model(features)
+
+    def pack(self, output: Tensor) -> Tensor:
+        """The kept tokens [tokens, d] of an output [texts, padded length, d]."""
+        kept = self._column.kept[self._texts]
+        cut = kept[:, : self._padded_length]
+        if self._column.zero_masked:
+            output, cut = F.pad(output, (0, 0, 0, 1)), torch.cat([cut, ~kept.all(dim=1, keepdim=True)], dim=1)
+        return kept_tokens(output, cut, sum(self.lengths))
+
+
+class Column:
+    """A tokenized column, its texts sorted by length and cut into mini-batches, the longest first.
+
+    Attributes
+    ----------
+    order : list of int
+        The text that stands at each place now.
+    lengths, ends : list of int
+        Of each text, in the new order: the tokens that are kept, and those that are encoded, up to its last.
+    n_kept : Tensor
+        `lengths` on the device.
+    batches : list of MiniBatch
+    """
+
+    def __init__(
+        self,
+        features: dict[str, Tensor],
+        kept: Tensor,
+        lengths: list[int],
+        ends: list[int],
+        limits: Limits,
+        zero_masked: bool,
+    ) -> None:
+        # What does not fit into memory fails with the first mini-batch.
+        self.order = sorted(range(len(ends)), key=lambda text: -ends[text])
+        on_device = torch.tensor(self.order, device=kept.device)
+        self.features = {name: value[on_device] for name, value in features.items()}
+        self.kept, self.zero_masked = kept[on_device], zero_masked
+        self.lengths, self.ends = ([values[text] for text in self.order] for values in (lengths, ends))
+        self.n_kept = self.kept.sum(dim=1)
+        if zero_masked:
+            self.n_kept += ~self.kept.all(dim=1)
+        self.batches: list[MiniBatch] = []
+        start = 0
+        while start < len(ends):
+            size = len(ends) if limits.texts is None else limits.texts
+            if limits.tokens is not None:
+                size = min(size, max(1, limits.tokens // self.ends[start]))
+            self.batches.append(MiniBatch(self, start, min(start + size, len(ends))))
+            start += size
+
+
+def mini_batches(
+    columns: Sequence[dict[str, Tensor]], kept: Sequence[Tensor], limits: Limits, zero_masked: Sequence[bool]
+) -> list[Column]:
+    """Cut columns into mini-batches of texts of about one length.
+
+    Waits once for the device, to read all lengths.
+
+    Parameters
+    ----------
+    columns
+        Tokenized, with ``input_ids`` and ``attention_mask`` [N, L].
+    kept
+        Of each column [N, L], bool: the tokens whose embeddings are kept. A text is cut after the last token that is
+        kept or attended to.
+    limits
+        Of a mini-batch. A single text may have more tokens than that.
+    zero_masked
+        Of each column: whether a text of which not all tokens are kept gets a token of zeros in their place, with which
+        the similarity of any query token is 0: what ``masking="zero"`` says of a masked token.
+    """
+    measured = []
+    for features, keep in zip(columns, kept, strict=True):
+        places = torch.arange(1, keep.shape[1] + 1, device=keep.device)
+        # Not the number of tokens: padding may stand on the left.
+        last = (places * (keep | features["attention_mask"].bool())).amax(dim=1)
+        measured += [keep.sum(dim=1), last]
+    numbers = iter(torch.cat(measured).tolist())
+    found = []
+    for features, keep, zeros in zip(columns, kept, zero_masked, strict=True):
+        size, padded = keep.shape
+        lengths = [next(numbers) for _ in range(size)]
+        ends = [min(padded, -(-max(1, next(numbers)) // _MULTIPLE) * _MULTIPLE) for _ in range(size)]
+        if zeros:
+            lengths = [length + (length < padded) for length in lengths]
+        found.append(Column(features, keep, lengths, ends, limits, zeros))
+    return found
+
+
+def encode(
+    batches: Sequence[MiniBatch],
+    model: Callable[[dict[str, Tensor]], dict[str, Tensor]],
+    autocast: dict[str, Any],
+    show_progress: bool = False,
+) -> Tensor:
+    """The kept tokens [T, d] of all mini-batches, in their order, without a graph.
+
+    `autocast` are the arguments of `torch.autocast`, as in `encode_again`, where the caller's is not in force. Under
+    it the tokens have its type, which they would be cast to next, but for float64.
+    """
+    tokens, start = torch.empty(0), 0
+    for number, batch in enumerate(_shown(batches, show_progress)):
+        with torch.no_grad(), torch.autocast(**autocast):
+            found = batch.pack(batch.encode(model)["token_embeddings"])
+        if number == 0:
+            cast = autocast["enabled"] and found.dtype != torch.float64
+            dtype = autocast["dtype"] if cast else found.dtype
+            tokens = found.new_empty(sum(sum(batch.lengths) for batch in batches), found.shape[1], dtype=dtype)
+        tokens[start : start + len(found)] = found
+        start += len(found)
+    return tokens
+
+
+def encode_again(
+    parts: Sequence[tuple[Sequence[MiniBatch], Tensor]],
+    model: Callable[[dict[str, Tensor]], dict[str, Tensor]],
+    autocast: dict[str, Any],
+    show_progress: bool = False,
+    others: dict[str, Tensor] | None = None,
+) -> None:
+    """Encode with a graph, and pass the gradients of the kept tokens on to the parameters.
+
+    DistributedDataParallel averages the sums over all mini-batches, once, with the last one: ranks may have different
+    numbers of them.
+
+    Parameters
+    ----------
+    parts
+        What `encode` was given each time, and the gradient [T, d] of what it returned.
+    model, autocast, show_progress
+        As in `encode`.
+    others
+        Gradients of further outputs of the model, by name, which do not depend on the texts.
+    """
+    slices = [
+        (batch, part)
+        for batches, gradient in parts
+        for batch, part in zip(batches, gradient.split([sum(batch.lengths) for batch in batches]), strict=True)
+    ]
+    for number, (batch, gradient) in enumerate(_shown(slices, show_progress)):
+        is_last = number == len(slices) - 1
+        with nullcontext() if is_last else _no_sync(model), torch.enable_grad():
+            with torch.autocast(**autocast):
+                output = batch.encode(model)
+                reached = [(batch.pack(output["token_embeddings"]), gradient)]
+            if is_last:
+                reached += [(output[name], value) for name, value in (others or {}).items()]
+            reached = [(tensor, value.to(tensor.dtype)) for tensor, value in reached if tensor.requires_grad]
+            if reached:
+                torch.autograd.backward([tensor for tensor, _ in reached], [value for _, value in reached])
+
+
+def _shown(items: Sequence[_T], show_progress: bool) -> Iterable[_T]:
+    return tqdm.tqdm(items, desc="Embed mini-batches", disable=not show_progress)
+
+
+def _no_sync(model: Any) -> AbstractContextManager:
+    """In this block, the gradients of a model in DistributedDataParallel stay with the rank."""
+    inner = getattr(model, "_orig_mod", model)
+    return inner.no_sync() if isinstance(inner, DistributedDataParallel) else nullcontext()
+
+
+def kept_tokens(values: Tensor, kept: Tensor, total: int) -> Tensor:
+    """The rows [total, d] of values [N, L, d] where kept [N, L] is true."""
+    return values.flatten(0, 1).index_select(0, _first_true(kept, total))
+
+
+def pack_padded(values: Tensor, mask: Tensor, zero_masked: bool) -> Packed:
+    """Documents [N, L, d] without what is masked; `zero_masked` as in `mini_batches`. Waits for the device."""
+    if zero_masked:
+        values, mask = F.pad(values, (0, 0, 0, 1)), torch.cat([mask, ~mask.all(dim=1, keepdim=True)], dim=1)
+    lengths = mask.sum(dim=1)
+    total, longest = torch.stack([lengths.sum(), lengths.max()]).tolist()
+    return Packed(kept_tokens(values, mask, total), lengths, longest)
+
+
+def unpack_padded(values: Tensor, lengths: Tensor, padded_length: int) -> tuple[Tensor, Tensor | None]:
+    """Packed tokens [T, d] as [N, padded_length, d], and their mask, None where there is no padding."""
+    if len(values) == len(lengths) * padded_length:
+        return values.view(len(lengths), padded_length, values.shape[1]), None
+    mask = torch.arange(padded_length, device=values.device) < lengths.unsqueeze(1)
+    places = _first_true(mask, len(values))
+    padded = values.new_zeros(mask.numel(), values.shape[1]).index_copy(0, places, values)
+    return padded.view(*mask.shape, -1), mask
+
+
+def _first_true(mask: Tensor, total: int) -> Tensor:
+    """Where a mask is true, of the flattened one, in order: found without waiting for the device."""
+    # A stable sort keeps the order of equal elements.
+    return mask.flatten().to(torch.uint8).argsort(descending=True, stable=True)[:total]

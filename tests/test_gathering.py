@@ -1,0 +1,267 @@
+"""Negatives gathered over ranks that have other numbers of queries and other lengths, against one process with all.
+
+Two and four processes over gloo, in float64. Scores are float32.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from pylate_flash import losses, models
+
+QUERIES = ["sort a list", "open a file", "hash table", "sum of squares", "trim space", "join strings", "what is it?"]
+POSITIVES = [
+    "Sort it, in place.",
+    "Open; then read!",
+    "Maps keys to values.",
+    "x*x + y*y",
+    "Strip it...",
+    "Join: a, b, c and d, in this order, and return one string",
+    "It",
+]
+NEGATIVES = ["Reverse it?", "Close.", "A heap, a tree.", "The product", "Split on a comma.", "Repeat (n)", "No"]
+# The rows of the batch on each rank, of which one has a single query.
+ROWS = {2: [slice(0, 6), slice(6, 7)], 4: [slice(0, 2), slice(2, 3), slice(3, 6), slice(6, 7)]}
+
+MEAN, RING = {}, {"gather": "ring"}
+CASES = {
+    "Contrastive": (losses.Contrastive, MEAN),
+    "Contrastive, ring": (losses.Contrastive, RING),
+    "Contrastive, summed": (losses.Contrastive, {"size_average": False}),
+    "Contrastive, summed, ring": (losses.Contrastive, {"size_average": False, "temperature": 0.3, **RING}),
+    "CachedContrastive": (losses.CachedContrastive, {"mini_batch_size": 2}),
+    "CachedContrastive, ring": (losses.CachedContrastive, {"mini_batch_num_tokens": 30, **RING}),
+    "Contrastive, zero": (losses.Contrastive, {"masking": "zero"}),
+    "CachedContrastive, zero, ring": (losses.CachedContrastive, {"masking": "zero", **RING}),
+    "Contrastive, fused": (losses.Contrastive, {"fuse_projection": True}),
+    "CachedContrastive, fused, ring": (losses.CachedContrastive, {"fuse_projection": True, **RING}),
+}
+WITHOUT_EXPANSION = ["Contrastive", "Contrastive, ring", "CachedContrastive, ring"]
+
+
+def load(path: str) -> models.ColBERT:
+    return models.ColBERT(path, device="cpu", query_length=8, document_length=16).eval().double()
+
+
+def batch(model: models.ColBERT, rows: slice, pad: bool, columns: int = 2) -> list[dict[str, Tensor]]:
+    documents = [model.tokenize(texts[rows], is_query=False, pad=pad) for texts in (POSITIVES, NEGATIVES)[:columns]]
+    return [model.tokenize(QUERIES[rows], is_query=True, pad=pad), *documents]
+
+
+def gradient_of(model: nn.Module) -> Tensor:
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def value_and_gradient(loss: nn.Module, model: models.ColBERT, columns: list) -> tuple[Tensor, Tensor]:
+    model.zero_grad()
+    value = loss(columns)
+    value.backward()
+    return value.detach(), gradient_of(model)
+
+
+def mean_over_ranks(found: tuple[Tensor, ...]) -> list[Tensor]:
+    """What DistributedDataParallel makes of gradients."""
+    for tensor in found:
+        dist.all_reduce(tensor)
+    return [tensor / dist.get_world_size() for tensor in found]
+
+
+def learned_temperature(model: models.ColBERT, columns: list, **arguments) -> tuple[Tensor, Tensor]:
+    temperature = nn.Parameter(torch.tensor([0.7], dtype=torch.float64))
+    value = losses.Contrastive(model, temperature=temperature, **arguments)(columns)
+    # As a loss scaler does.
+    (8 * value).backward()
+    return value.detach(), temperature.grad / 8
+
+
+def passes(model: models.ColBERT) -> tuple[list[int], Callable[[], None]]:
+    """How many texts each forward of the encoder has, and what ends the list."""
+    sizes: list[int] = []
+    hook = model[0].register_forward_pre_hook(lambda module, args: sizes.append(len(args[0]["input_ids"])))
+    return sizes, hook.remove
+
+
+def work(rank: int, path: str, folder: Path, world: int) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(HF_HUB_OFFLINE="1")
+    # A rank that waits for what another one never sends ends with an error.
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder / 'rendezvous'}",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=90),
+    )
+    model, rows = load(path), ROWS[world][rank]
+    own = batch(model, rows, pad=False)
+    results: dict = {"lengths": [features["input_ids"].shape for features in own]}
+    for expansion in (True, False):
+        model.do_query_expansion = expansion
+        for name in CASES if expansion else WITHOUT_EXPANSION:
+            kind, arguments = CASES[name]
+            loss = kind(model, gather_across_devices=True, **arguments)
+            columns = batch(model, rows, pad="zero" in name)
+            results[name, expansion] = mean_over_ranks(value_and_gradient(loss, model, columns))
+    model.do_query_expansion = True
+    for gather in ("all_gather", "ring"):
+        found = learned_temperature(model, own, gather_across_devices=True, gather=gather)
+        results["temperature", gather] = mean_over_ranks(found)
+        # One column of documents on some ranks, two on the others.
+        loss = losses.Contrastive(model, gather_across_devices=True, gather=gather)
+        columns = batch(model, rows, pad=False, columns=1 + rank % 2)
+        results["other columns", gather] = mean_over_ranks(value_and_gradient(loss, model, columns))
+        with torch.no_grad():
+            results["evaluated", gather] = mean_over_ranks((loss(own),))[0]
+
+    wrapped = DistributedDataParallel(model, find_unused_parameters=True)
+    for name, arguments in (("texts", {"mini_batch_size": 2}), ("tokens", {"mini_batch_num_tokens": 40})):
+        loss = losses.CachedContrastive(wrapped, gather_across_devices=True, gather="ring", **arguments)
+        sizes, end = passes(model)
+        results["DDP", name] = value_and_gradient(loss, model, own)[1]
+        end()
+        results["DDP, passes", name] = sizes
+    del wrapped, loss
+
+    half = load(path).float()
+    for gather in ("all_gather", "ring"):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = losses.Contrastive(half, gather_across_devices=True, gather=gather)
+            value = loss(own)
+        half.zero_grad()
+        value.backward()
+        results["bfloat16", gather] = mean_over_ranks((value.detach(), gradient_of(half)))
+
+    # PyLate's gathering needs equal shapes: lengths are made equal, batch sizes cannot be.
+    texts = slice(0, 2) if rank else slice(4, 6)
+    columns = batch(model, texts, pad=False)
+    results["lengths for PyLate"] = columns[1]["input_ids"].shape[1]
+    for scorer in ("torch", "pylate_flash"):
+        for kind in (losses.Contrastive, losses.CachedContrastive):
+            loss = kind(model, gather_across_devices=True, scorer=scorer, masking="zero")
+            features = batch(model, texts, pad=True) if scorer == "pylate_flash" else columns
+            results["PyLate's scorer", kind.__name__, scorer] = value_and_gradient(loss, model, features)
+    try:
+        losses.Contrastive(model, gather_across_devices=True, scorer="torch")(own)
+    except ValueError as error:
+        results["refused"] = str(error)
+    torch.save(results, folder / f"rank-{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def ranks(request: pytest.FixtureRequest, tiny_colbert_path: str, tmp_path_factory: pytest.TempPathFactory) -> list:
+    world = request.param
+    folder = tmp_path_factory.mktemp("gathering")
+    mp.spawn(work, args=(tiny_colbert_path, folder, world), nprocs=world)
+    found = [torch.load(folder / f"rank-{rank}.pt") for rank in range(world)]
+    for column in (1, 2):
+        assert len({results["lengths"][column] for results in found}) > 1, "the ranks must differ"
+    return found
+
+
+@pytest.fixture(scope="module")
+def model(tiny_colbert_path: str) -> models.ColBERT:
+    return load(tiny_colbert_path)
+
+
+def assert_same(found: list, expected: tuple, tolerance: float = 1e-5) -> None:
+    torch.testing.assert_close(found[0].double(), expected[0].double(), rtol=tolerance, atol=1e-7)
+    assert (found[1] - expected[1]).norm() <= tolerance * expected[1].norm()
+
+
+def whole(model: models.ColBERT, name: str, expansion: bool = True) -> tuple[Tensor, Tensor]:
+    """The loss of one process with the whole batch, times the ranks where that is averaged over the ranks."""
+    kind, arguments = CASES[name]
+    arguments = {key: value for key, value in arguments.items() if key != "gather"}
+    model.do_query_expansion = expansion
+    return value_and_gradient(kind(model, **arguments), model, batch(model, slice(None), pad=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "expansion"), [*((name, True) for name in CASES), *((name, False) for name in WITHOUT_EXPANSION)]
+)
+def test_the_ranks_together_are_one_process_with_the_whole_batch(
+    ranks: list, model: models.ColBERT, name: str, expansion: bool
+) -> None:
+    value, gradient = whole(model, name, expansion)
+    times = 1 if "summed" in name else len(ranks)
+    for results in ranks:
+        assert_same(results[name, expansion], (value * times, gradient * times))
+
+
+@pytest.mark.parametrize("gather", ["all_gather", "ring"])
+def test_a_learned_temperature(ranks: list, model: models.ColBERT, gather: str) -> None:
+    model.do_query_expansion = True
+    expected = learned_temperature(model, batch(model, slice(None), pad=True))
+    for results in ranks:
+        assert_same(results["temperature", gather], tuple(len(ranks) * value for value in expected))
+
+
+@pytest.mark.parametrize("gather", ["all_gather", "ring"])
+def test_numbers_of_columns_may_differ(ranks: list, model: models.ColBERT, gather: str) -> None:
+    """The negatives of some ranks are missing: every query meets all documents that there are."""
+    world = len(ranks)
+    model.do_query_expansion = True
+    model.zero_grad()
+    queries, positives, negatives = (
+        nn.functional.normalize(model(features)["token_embeddings"], dim=-1)
+        for features in batch(model, slice(None), True)
+    )
+    there = [i for rank, rows in enumerate(ROWS[world]) for i in range(rows.start, rows.stop) if rank % 2]
+    masks = losses.masks_of(losses.Contrastive(model), batch(model, slice(None), True))[1]
+    documents, mask = torch.cat([positives, negatives[there]]), torch.cat([masks[0], masks[1][there]])
+    similarities = torch.einsum("qsd,ntd->qnst", queries, documents).masked_fill(~mask[None, :, None], -torch.inf)
+    value = nn.functional.cross_entropy(similarities.amax(-1).sum(-1), torch.arange(len(queries)))
+    value.backward()
+    for results in ranks:
+        assert_same(results["other columns", gather], (world * value.detach(), world * gradient_of(model)))
+
+
+@pytest.mark.parametrize("gather", ["all_gather", "ring"])
+def test_without_gradients(ranks: list, model: models.ColBERT, gather: str) -> None:
+    value, _ = whole(model, "Contrastive")
+    for results in ranks:
+        torch.testing.assert_close(
+            results["evaluated", gather].double(), len(ranks) * value.double(), rtol=1e-5, atol=0
+        )
+
+
+@pytest.mark.parametrize("limit", ["texts", "tokens"])
+def test_ranks_in_ddp_may_have_other_numbers_of_mini_batches(ranks: list, model: models.ColBERT, limit: str) -> None:
+    assert len({len(results["DDP, passes", limit]) for results in ranks}) > 1
+    for results in ranks:
+        gradient, expected = results["DDP", limit], len(ranks) * whole(model, "Contrastive")[1]
+        assert (gradient - expected).norm() <= 1e-5 * expected.norm()
+
+
+@pytest.mark.parametrize("gather", ["all_gather", "ring"])
+def test_in_bfloat16_autocast(ranks: list, model: models.ColBERT, gather: str) -> None:
+    value, gradient = whole(model, "Contrastive")
+    for results in ranks:
+        found = results["bfloat16", gather]
+        torch.testing.assert_close(found[0].double(), len(ranks) * value.double(), rtol=0.03, atol=0.03)
+        assert torch.cosine_similarity(found[1].double(), gradient, dim=0) > 0.95
+
+
+@pytest.mark.parametrize("name", ["Contrastive", "CachedContrastive"])
+def test_pylates_scorer_gathers_other_lengths(ranks: list, name: str) -> None:
+    assert len({results["lengths for PyLate"] for results in ranks}) > 1
+    for results in ranks:
+        found, expected = (results["PyLate's scorer", name, scorer] for scorer in ("torch", "pylate_flash"))
+        assert_same(found, expected)
+
+
+def test_pylates_scorer_refuses_other_batch_sizes_on_all_ranks(ranks: list) -> None:
+    sizes = [rows.stop - rows.start for rows in ROWS[len(ranks)]]
+    for results in ranks:
+        assert results["refused"].startswith(f"gather_across_devices: {sizes} queries and {[2] * len(ranks)} columns")
