@@ -15,7 +15,7 @@ from ..kernels.norms import inverse_norms
 from ..kernels.padding import packed_again, pad
 from .compute import active_counts, checked_masks, with_empty_score
 from .loss_call import Comparison, Found, Targets
-from .problem import Options, Problem, Tensors, problem_of, with_queries_mask
+from .problem import Options, Problem, Tensors, problem_of, replaced
 
 __all__ = [
     "gradients", "loss", "normalized_rows", "on_device", "rescale_gradients", "scores", "through_normalized_rows",
@@ -74,7 +74,9 @@ def loss(
         if comparison.symmetric and chunks.number > 1:
             # All queries are met before the loss of one is known.
             for first in firsts:
-                chunk = _chunk(problem._replace(with_winners=False), given, first, chunks.queries)
+                chunk = _chunk(
+                    problem._replace(kind=replaced(problem.kind, "with_winners", False)), given, first, chunks.queries
+                )
                 run.meet(_scores_of_chunk(*chunk, options)[0], first)
         gradients = _Gradients(problem, given, chunks, needs)
         for first in firsts:
@@ -205,7 +207,7 @@ def _for_kernels(problem: Problem, tensors: Tensors) -> tuple[Problem, Tensors]:
         # Under Triton's interpreter.
         queries_mask, documents_mask = checked_masks(tensors)
         dtype = None if queries_mask is None else queries_mask.dtype
-        problem = problem._replace(kind=with_queries_mask(problem.kind, dtype))
+        problem = problem._replace(kind=replaced(problem.kind, "queries_mask", dtype))
     if queries_mask is not None:
         queries_mask = queries_mask.contiguous()
     if documents_mask is not None:
@@ -217,7 +219,7 @@ def _for_kernels(problem: Problem, tensors: Tensors) -> tuple[Problem, Tensors]:
         if queries_bounds is not None and queries.shape[0] != problem.n_queries * problem.query_length:
             queries_bounds = _on_device(queries_bounds, problem.device)
             queries, queries_mask = pad(queries, queries_bounds, problem.query_length)
-            kind = with_queries_mask(problem.kind, torch.bool)
+            kind = replaced(problem.kind, "queries_mask", torch.bool)
             problem = problem._replace(query_strides=queries.stride()[:2], kind=kind)
     return problem, Tensors(queries, documents, queries_mask, documents_mask, queries_bounds, bounds, candidates)
 

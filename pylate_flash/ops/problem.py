@@ -90,11 +90,9 @@ kind_of = functools.cache(Kind)
 
 
 @functools.cache
-def with_queries_mask(kind: Kind, queries_mask: torch.dtype | None) -> Kind:
-    """The kind that differs in the type of the queries' mask."""
-    return kind_of(
-        *[queries_mask if field.name == "queries_mask" else getattr(kind, field.name) for field in fields(kind)]
-    )
+def replaced(kind: Kind, field: str, value: object) -> Kind:
+    """The kind that differs in this field."""
+    return kind_of(*[value if each.name == field else getattr(kind, each.name) for each in fields(kind)])
 
 
 class Problem(NamedTuple):
