@@ -38,8 +38,9 @@ def loss_of(
         check_tensor("queries", tensors.queries, {3: "[Nq, Lq, d]"})
         check_tensor("documents", tensors.documents, {2: "[Td, d]"})
         options = with_lengths(tensors, options, None, max_document_length)
-    # What is compared with the scores relies on this much.
-    check(tensors)
+    # The operators make every check; those of what is compared with the scores rely on this much.
+    elif tensors.queries.dim() != 3 or tensors.documents.dim() not in (3, 4):
+        check(tensors)
     target, exclude, temperature = targets = checked_targets(targets, comparison, tensors)
     queries, documents, queries_mask, documents_mask, _, bounds, _ = tensors
     if comparison.loss_reduction == "none" or 0 in queries.shape or 0 in documents.shape:
