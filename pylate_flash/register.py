@@ -14,9 +14,8 @@ from . import _switches
 from .hosts import HOSTS
 from .hosts.host import Host
 from .hosts.pylate import ROUTES as _PYLATE_ROUTES
-from .hosts.pylate import SUPPORTED as SUPPORTED_PYLATE
 
-__all__ = ["SUPPORTED_PYLATE", "register", "registered", "unregister", "use_scorer"]
+__all__ = ["register", "registered", "unregister", "use_scorer"]
 
 _lock = threading.RLock()
 _registered: set[str] = set()  # names of hosts
@@ -179,6 +178,6 @@ def _hosts(host: str | None) -> list[Host]:
         return [_known(host)]
     found = [known for known in HOSTS.values() if known.is_there()]
     if not found:
-        extras = " or ".join(f'"pylate-flash[{known.extra}]"' for known in HOSTS.values())
+        extras = " or ".join(f'"pylate-flash[{known.about.extra}]"' for known in HOSTS.values())
         raise ImportError(f"there is nothing to register: install a host, with pip install {extras}")
     return found

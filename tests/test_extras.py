@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from pylate_flash._extras import HOSTS, MissingExtraError, check_host
-from pylate_flash.register import SUPPORTED_PYLATE
 
 ROOT = Path(__file__).parents[1]
 # What comes with a host, or with an extra, and never with the package alone.
@@ -141,4 +140,28 @@ def test_the_package_alone_installs_no_host() -> None:
     dependencies = project.partition("\ndependencies = [")[2].partition("\n]")[0]
     found = set(re.findall(r'^    "([\w-]+)', dependencies, re.M))
     assert found == {"torch", "triton", "safetensors", "numpy", "packaging", "typer", "rich", "tqdm"}
-    assert HOSTS["pylate"].supported == SUPPORTED_PYLATE
+
+
+def test_the_scores_of_hosts_need_no_host_and_registering_one_does() -> None:
+    done = run("""
+import torch
+import pylate_flash
+from pylate_flash.hosts import colpali, sentence_transformers
+assert sentence_transformers.maxsim([torch.eye(2)], [torch.eye(2), torch.ones(1, 2)]).tolist() == [[2.0, 2.0]]
+assert colpali.maxsim_inbatch(torch.ones(1, 2, 3), torch.ones(1, 1, 3)).tolist() == [[6.0]]
+for arguments in ((), ("pylate",), ("sentence-transformers",), ("colpali-engine",)):
+    try:
+        pylate_flash.register(*arguments)
+    except ImportError as error:
+        print(error)
+try:
+    import pylate_flash.hosts.sentence_transformers.models
+except ImportError as error:
+    print(error)
+""")
+    assert done.returncode == 0, done.stderr
+    nothing, pylate, transformers, colpali, model = done.stdout.splitlines()
+    assert nothing.startswith('there is nothing to register: install a host, with pip install "pylate-flash[pylate]"')
+    for line, extra in ((pylate, "pylate"), (transformers, "sentence-transformers"), (colpali, "colpali")):
+        assert line.endswith(f'which is not installed: pip install "pylate-flash[{extra}]"')
+    assert model == transformers

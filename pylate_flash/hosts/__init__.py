@@ -9,6 +9,7 @@ Importing this module imports neither torch nor a host.
 
 from __future__ import annotations
 
+from .._extras import HOSTS as ABOUT
 from . import pylate
 from .host import Host
 from .routes import Routes
@@ -37,29 +38,19 @@ COLPALI = Routes(
     }
 )
 
+# By the names of their distributions, which `register` takes.
 HOSTS = {
     host.name: host
     for host in (
-        Host("pylate", "PyLate", "pylate", "pylate", pylate.SUPPORTED, "0", pylate.hold, pylate.release),
+        # An older PyLate has scores too, but not these.
+        Host(ABOUT["pylate"], "pylate", "0", pylate.hold, pylate.release),
         Host(
-            "sentence-transformers",
-            "sentence-transformers",
+            ABOUT["sentence_transformers"],
             "sentence_transformers",
-            "sentence-transformers",
-            ">=6.0,<7",
             "6.0",
             SENTENCE_TRANSFORMERS.hold,
             SENTENCE_TRANSFORMERS.release,
         ),
-        Host(
-            "colpali-engine",
-            "colpali-engine",
-            "colpali_engine",
-            "colpali",
-            ">=0.3.18,<0.4",
-            "0.3.18",
-            COLPALI.hold,
-            COLPALI.release,
-        ),
+        Host(ABOUT["colpali_engine"], "colpali_engine", "0.3.18", COLPALI.hold, COLPALI.release),
     )
 }

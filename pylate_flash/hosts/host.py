@@ -11,36 +11,35 @@ from typing import NamedTuple
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
+from .._extras import Host as About
+from .._extras import check_host
+
 
 class Host(NamedTuple):
     """A library that this package serves.
 
     Parameters
     ----------
-    name
-        Of its distribution, which `register` takes.
-    title
-        What its users call it.
+    about
+        What it is called, and the versions that the tests run with.
     package
         What is imported.
-    extra
-        The extra of this package that installs it.
-    supported
-        The versions that the tests run with.
     since
         The first version that has what is served. An older one, which another host may need, is no host.
     hold, release
         Route its functions to this package, and give them back.
     """
 
-    name: str
-    title: str
+    about: About
     package: str
-    extra: str
-    supported: str
     since: str
     hold: Callable[[], None]
     release: Callable[[], None]
+
+    @property
+    def name(self) -> str:
+        """That of its distribution, which `register` takes."""
+        return self.about.distribution
 
     def is_there(self) -> bool:
         """Whether it is installed, in a version that has what is served."""
@@ -59,13 +58,12 @@ class Host(NamedTuple):
         ImportError
             Which says what to install.
         """
-        if importlib.util.find_spec(self.package) is None:
-            raise ImportError(f'{self.title} is not installed: pip install "pylate-flash[{self.extra}]"')
-        found = self.version()
-        outside = not SpecifierSet(self.supported).contains(found, prereleases=True)
-        if outside and (strict or Version(found) < Version(self.since)):
+        check_host(self.package, f'register("{self.name}")')
+        found, (title, _, _, supported) = self.version(), self.about
+        has_it = Version(found) >= Version(self.since)
+        if not SpecifierSet(supported).contains(found, prereleases=True) and (strict or not has_it):
             raise ImportError(
-                f"this version of pylate_flash supports {self.title} {self.supported}, and {self.title} {found} is "
-                f'installed; install a supported one: pip install "{self.name}{self.supported}"'
-                + (", or try it with register(strict=False)" if Version(found) >= Version(self.since) else "")
+                f"this version of pylate_flash supports {title} {supported}, and {title} {found} is installed; install "
+                f'a supported one: pip install "{self.name}{supported}"'
+                + (", or try this one with register(strict=False)" if has_it else "")
             )

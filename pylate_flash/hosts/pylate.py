@@ -18,8 +18,6 @@ from typing import Any
 from .. import _switches
 from .routes import Routes
 
-SUPPORTED = ">=1.6,<1.7"
-
 # What is routed: functions of pylate.scores that keep their identity and gain the backend ...
 SCORING_FUNCTIONS = ("colbert_scores", "colbert_scores_pairwise", "colbert_kd_scores")
 # ... and names of pylate.<module> that stand for those of pylate_flash.<module> while registered, the same ones ...

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from pylate_flash import _extras
 from pylate_flash.hosts.host import Host
 from pylate_flash.hosts.routes import Routes
 
@@ -100,20 +101,35 @@ def test_a_parameter_that_ours_does_not_know_changes_nothing(host: types.ModuleT
     assert add(1) == 111
 
 
-def test_a_host_that_is_not_installed_names_the_extra() -> None:
-    missing = Host("no-host", "No Host", "no_host_of_this_name", "an-extra", ">=1", "1", lambda: None, lambda: None)
+def host_of(package: str, monkeypatch: pytest.MonkeyPatch) -> Host:
+    about = _extras.Host("A Host", "a-host", "an-extra", ">=1.0,<2")
+    monkeypatch.setitem(_extras.HOSTS, package, about)
+    return Host(about, package, "1.0", lambda: None, lambda: None)
+
+
+def test_a_host_that_is_not_installed_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = host_of("no_host_of_this_name", monkeypatch)
     assert not missing.is_there()
-    with pytest.raises(ImportError, match=r'No Host is not installed: pip install "pylate-flash\[an-extra\]"'):
+    message = r'register\("a-host"\) needs A Host, which is not installed: pip install "pylate-flash\[an-extra\]"'
+    with pytest.raises(ImportError, match=message):
         missing.check()
 
 
-@pytest.mark.parametrize(("version", "there", "strict", "loose"), [
-    ("0.9", False, False, False), ("1.0", True, True, True), ("1.9.dev0", True, True, True), ("2.1", True, False, True),
-])  # fmt: skip
-def test_versions(version: str, there: bool, strict: bool, loose: bool, host: types.ModuleType) -> None:
+@pytest.mark.parametrize(
+    ("version", "there", "strict", "loose"),
+    [
+        ("0.9", False, False, False),
+        ("1.0", True, True, True),
+        ("1.9.dev0", True, True, True),
+        ("2.1", True, False, True),
+    ],
+)
+def test_versions(
+    version: str, there: bool, strict: bool, loose: bool, host: types.ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     host.__version__ = version
     host.__spec__ = types.SimpleNamespace()
-    found = Host("a-host", "A Host", "host_of_routes", "a-host", ">=1.0,<2", "1.0", lambda: None, lambda: None)
+    found = host_of("host_of_routes", monkeypatch)
     assert found.is_there() is there
     for accepted, is_strict in ((strict, True), (loose, False)):
         if accepted:

@@ -7,6 +7,9 @@ MultiVectorEncoder("my-model").scorer      # "pylate_flash"
 
 from __future__ import annotations
 
+from . import _needs  # noqa: F401
+
+# isort: split
 import logging
 from collections.abc import Callable
 from typing import Any
