@@ -416,8 +416,11 @@ class ListsPlan(NamedTuple):
     num_warps: int
 
 
-def lists_plan(problem: Problem, lent: bool) -> ListsPlan:
-    """`lent`: the memory of the gradient of the queries may be used, which is computed later."""
+def lists_plan(problem: Problem, lent: bool, adds: bool = False) -> ListsPlan:
+    """`lent`: the memory of the gradient of the queries may be used, which is computed later.
+
+    `adds`: what is in that of the documents is kept, and sums are added to it.
+    """
     rows, length, size, documents = problem.rows, problem.document_length, problem.size, problem.all_documents
     item, packed = problem.dtype.itemsize, problem.packed
     bins = widest = 1 << LIST_BIN_BITS
@@ -442,7 +445,7 @@ def lists_plan(problem: Problem, lent: bool) -> ListsPlan:
     listed = len(digits) * rows * list_dtype.itemsize
     ends = 4 if packed else (length + 1) * starts_dtype.itemsize + 4
     # Of packed documents it is not known here where their gradients begin.
-    sorts_in_gradient = not packed and sorting + _SLACK <= length * size * item
+    sorts_in_gradient = not packed and not adds and sorting + _SLACK <= length * size * item
     shared = summing if sorts_in_gradient else max(sorting, summing)
     memory = max(_LISTS_MEMORY, documents * rows * problem.winners_dtype.itemsize // 2)
     block = min(documents, memory // (listed + shared + ends)) or 1

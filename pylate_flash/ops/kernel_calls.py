@@ -5,13 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..kernels.backward import maxsim_backward
+from ..kernels.backward import Destination, finish_documents, maxsim_backward, write_gradients
+from ..kernels.chunks import Chunks, chunks_of
 from ..kernels.forward import maxsim_forward
 from ..kernels.launch import on_device
-from ..kernels.losses import Comparison, losses_of, rescale, sum_and_gradient_of, sum_of
+from ..kernels.losses import ChunkedLoss, rescale
 from ..kernels.normalized import normalized_rows, through_normalized_rows
+from ..kernels.norms import inverse_norms
 from ..kernels.padding import packed_again, pad
 from .compute import active_counts, checked_masks, with_empty_score
+from .loss_call import Comparison, Found, Targets
 from .problem import Options, Problem, Tensors, problem_of
 
 __all__ = [
@@ -48,39 +51,128 @@ def gradients(
 
 
 def loss(
-    tensors: Tensors,
-    target: Tensor | None,
-    options: Options,
-    comparison: tuple[bool, float, str],
-    needs: tuple[bool, bool],
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """A loss of the scores of a padded call by kernels, and the gradients of queries and documents that are needed.
+    tensors: Tensors, targets: Targets, options: Options, comparison: Comparison, needs: tuple[bool, bool, bool]
+) -> Found:
+    """A loss that is reduced by kernels, a chunk of queries after the other; no size is 0.
 
-    `comparison`: whether the target is a teacher's scores (float32 of the scores' shape) or labels (or None); the
-    temperature; and how losses are reduced, "mean" or "sum".
+    `needs`: whether the gradients of queries, documents and temperature are needed. Those of float16 embeddings are
+    float32, and are to be cast after they were multiplied by that of the loss.
     """
-    divergence, temperature, loss_reduction = comparison
-    compared = Comparison(divergence, tensors.documents.dim() == 4, temperature, loss_reduction)
-    with_gradient, mean, counts = needs[0] or needs[1], options.reduction == "mean", None
+    need_queries, need_documents, need_slope = needs
+    with_gradient = need_queries or need_documents
     with on_device(tensors.queries):
         problem = problem_of(tensors, options, with_gradient)
-        if mean:
+        chunks = chunks_of(problem, comparison.max_scratch_bytes)
+        own = problem.groups != 1 or tensors.documents.dim() == 4
+        problem, given = _for_kernels(problem, tensors)
+        if options.reduction == "mean":
             # The score of an empty document is not divided.
             problem = problem._replace(empty_score=0.0)
-            counts = active_counts(problem, tensors)
-        problem, given = _for_kernels(problem, tensors)
-        scores, winners = maxsim_forward(problem, given)
-        if counts is not None:
-            scores = with_empty_score(scores / counts, tensors, options.empty_score)
-            counts = counts.float()
-        losses = losses_of(scores, target, compared)
+        shape = problem.n_queries, problem.n_documents, chunks.queries
+        run = ChunkedLoss(comparison, targets, shape, own, need_slope, tensors.queries)
+        firsts = range(0, problem.n_queries, chunks.queries)
+        if comparison.symmetric and chunks.number > 1:
+            # All queries are met before the loss of one is known.
+            for first in firsts:
+                chunk = _chunk(problem._replace(with_winners=False), given, first, chunks.queries)
+                run.meet(_scores_of_chunk(*chunk, options)[0], first)
+        gradients = _Gradients(problem, given, chunks, needs)
+        for first in firsts:
+            # What is made there is free before the next chunk takes as much.
+            _run_chunk(
+                run, *_chunk(problem, given, first, chunks.queries), options, first, gradients.destination(first)
+            )
         if not with_gradient:
-            return sum_of(scores, losses, compared), None, None
+            run.sum()
+        return Found(run.loss, run.statistics, *gradients.finished(), run.slope)
+
+
+def _run_chunk(
+    run: ChunkedLoss, problem: Problem, tensors: Tensors, options: Options, first: int, destination: Destination
+) -> None:
+    """The losses of a chunk's queries, and their gradients."""
+    scores, winners, counts = _scores_of_chunk(problem, tensors, options)
+    if run.comparison.symmetric and problem.n_queries == run.n_queries:
+        run.meet(scores, first)
+    run.compare(scores, first)
+    if winners is not None:
         # What the gradient is divided by is in it.
-        loss, grad_scores = sum_and_gradient_of(scores, target, losses, counts, compared)
-        del scores, losses
-        assert winners is not None
-        return loss, *maxsim_backward(problem, given, grad_scores, winners, *needs)
+        grad_scores = run.gradient(scores, first, counts)
+        del scores
+        write_gradients(problem, tensors, grad_scores, winners, destination)
+
+
+def _chunk(problem: Problem, tensors: Tensors, first: int, number: int) -> tuple[Problem, Tensors]:
+    """The problem of `number` queries from `first` on."""
+    if number >= problem.n_queries:
+        return problem, tensors
+    chunk = slice(first, min(first + number, problem.n_queries))
+    number = chunk.stop - first
+    queries, documents, queries_mask, documents_mask, *packing = tensors
+    problem = problem._replace(n_queries=number)
+    if documents.dim() == 4:
+        documents = documents[chunk]
+        documents_mask = None if documents_mask is None else documents_mask[chunk]
+        problem = problem._replace(
+            groups=number,
+            n_tokens=number * problem.n_documents * problem.document_length,
+            aligned=documents.data_ptr() % 16 == 0,
+        )
+    queries_mask = None if queries_mask is None else queries_mask[chunk]
+    return problem, Tensors(queries[chunk], documents, queries_mask, documents_mask, *packing)
+
+
+def _scores_of_chunk(
+    problem: Problem, tensors: Tensors, options: Options
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Scores, winners if the problem has them, and for a mean what scores were divided by."""
+    scores, winners = maxsim_forward(problem, tensors)
+    if options.reduction != "mean":
+        return scores, winners, None
+    counts = active_counts(problem, tensors)
+    return with_empty_score(scores / counts, tensors, options.empty_score), winners, counts.float()
+
+
+class _Gradients:
+    """The gradients of queries and documents while chunks of queries add to them.
+
+    What all chunks add to is summed in float32. So is every gradient of float16 embeddings.
+    """
+
+    def __init__(self, problem: Problem, tensors: Tensors, chunks: Chunks, needs: tuple[bool, bool, bool]) -> None:
+        self._problem, self._tensors, self._queries_of_chunk = problem, tensors, chunks.queries
+        self._one = chunks.number == 1
+        self._partial = not self._one and tensors.documents.dim() != 4
+        dtype = torch.float32 if problem.dtype == torch.float16 else problem.dtype
+        self._queries = self._documents = None
+        if needs[0]:
+            self._queries = torch.empty(tensors.queries.shape, dtype=dtype, device=problem.device)
+        if needs[1]:
+            dtype = torch.float32 if self._partial else dtype
+            self._documents = torch.empty(tensors.documents.shape, dtype=dtype, device=problem.device)
+
+    def destination(self, first: int) -> Destination:
+        """Where those of the chunk go whose first query this is."""
+        queries, documents = self._queries, self._documents
+        if self._one:
+            return Destination(queries, documents)
+        chunk = slice(first, first + self._queries_of_chunk)
+        if documents is not None and not self._partial:
+            documents = documents[chunk]
+        adds = self._partial and first > 0
+        return Destination(None if queries is None else queries[chunk], documents, self._partial, adds)
+
+    def finished(self) -> tuple[Tensor | None, Tensor | None]:
+        documents, problem = self._documents, self._problem
+        if documents is None or not self._partial:
+            return self._queries, documents
+        if problem.normalize:
+            given = self._tensors.documents
+            dtype = torch.float32 if problem.dtype == torch.float16 else problem.dtype
+            found = torch.empty(given.shape, dtype=dtype, device=problem.device)
+            finish_documents(problem, given, inverse_norms(given), documents, found)
+            return self._queries, found
+        return self._queries, documents if problem.dtype == torch.float16 else documents.to(problem.dtype)
 
 
 def rescale_gradients(grad_loss: Tensor, grad_queries: Tensor | None, grad_documents: Tensor | None) -> None:

@@ -41,6 +41,16 @@ class Comparison(NamedTuple):
     max_scratch_bytes: int | None = None
 
 
+class Found(NamedTuple):
+    """A loss, its statistics ([3], or [0] without), and, if needed, its gradients and derivative by the temperature."""
+
+    loss: Tensor
+    statistics: Tensor
+    grad_queries: Tensor | None = None
+    grad_documents: Tensor | None = None
+    slope: Tensor | None = None
+
+
 def check_comparison(comparison: Comparison) -> None:
     """Raise TypeError or ValueError for an option that is none of those it may be."""
     for name in ("temperature", "teacher_temperature"):

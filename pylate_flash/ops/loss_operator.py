@@ -1,13 +1,24 @@
-"""What is between the public losses and what computes them."""
+"""The operator of the losses, `pylate_flash::maxsim_loss`: scores, loss and gradients, a chunk of queries at a time.
+
+The gradients are computed with the loss, and multiplied by its gradient in the backward, so that a chunk's winners and
+scores live no longer than the chunk. Those of float16 embeddings are held in float32 until then, because a loss of them
+is scaled so that small gradients are not lost in rounding, and the scale is not known before.
+
+A loss of each query, and one over no tokens, are torch's operations after `maxsim`.
+"""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from .checks import check_tensor
-from .loss_call import Comparison, Targets, check_comparison, check_packing, checked_targets
+from ..kernels.select import choose
+from .checks import check_tensor, no_second_derivative
+from .compute import kernels
+from .loss_blocks import loss_in_blocks
+from .loss_call import Comparison, Found, Targets, check_comparison, check_packing, checked_targets
 from .loss_scores import compared, reduced, statistics_of
-from .maxsim import checked, scores_of
+from .maxsim import checked, is_plain, needs_gradient, scores_of
 from .problem import Options, Tensors, check
 from .varlen import with_lengths
 
@@ -29,8 +40,182 @@ def loss_of(
         options = with_lengths(tensors, options, None, max_document_length)
     # What is compared with the scores relies on this much.
     check(tensors)
-    targets = checked_targets(targets, comparison, tensors)
-    scores = scores_of("maxsim", tensors, options)
-    found = compared(scores, targets, comparison, tensors.documents.dim() == 4)
-    statistics = statistics_of(found) if comparison.with_statistics else scores.new_empty(0)
-    return reduced(found.losses, comparison.loss_reduction), statistics
+    target, exclude, temperature = targets = checked_targets(targets, comparison, tensors)
+    queries, documents, queries_mask, documents_mask, _, bounds, _ = tensors
+    if comparison.loss_reduction == "none" or 0 in queries.shape or 0 in documents.shape:
+        scores = scores_of("maxsim", tensors, options)
+        found = compared(scores, targets, comparison, documents.dim() == 4)
+        statistics = statistics_of(found) if comparison.with_statistics else scores.new_empty(0)
+        return reduced(found.losses, comparison.loss_reduction), statistics
+    if target is not None:
+        target = (target.float() if target.is_floating_point() else target).contiguous()
+    exclude = None if exclude is None else exclude.contiguous()
+    return _maxsim_loss(
+        queries, documents, queries_mask, documents_mask, bounds, target, exclude, temperature,
+        options.max_document_length, *options[3:], *comparison,
+    )  # fmt: skip
+
+
+# The fields of `Tensors` that a loss has, and those of `Targets`; then the same of `Options`, and `Comparison`.
+_LIBRARY = torch.library.Library("pylate_flash", "FRAGMENT")
+_CALL = (
+    "Tensor queries, Tensor documents, Tensor? queries_mask, Tensor? documents_mask, Tensor? documents_cu_seqlens, "
+    "Tensor? target, Tensor? exclude, Tensor? temperature, SymInt max_document_length, bool normalize, str reduction, "
+    "str masking, float empty_score, str implementation, str kind, float temperature_number, float? margin, "
+    "bool symmetric, float teacher_temperature, bool normalize_scores, str loss_reduction, bool with_statistics, "
+    "int? max_scratch_bytes"
+)
+_N_TENSORS = 8
+_N_COMPARISON = len(Comparison._fields)
+# Of queries, documents and temperature among them, the gradients are computed.
+_DIFFERENTIABLE = (0, 1, 7)
+_LIBRARY.define(f"maxsim_loss({_CALL}) -> (Tensor, Tensor)")
+# What `maxsim_loss` is in a graph that has a backward: the loss, its statistics, and its gradients.
+_LIBRARY.define(
+    f"maxsim_loss_gradients({_CALL}, bool need_queries, bool need_documents, bool need_temperature) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+_LIBRARY.define(
+    "maxsim_loss_backward(Tensor grad_loss, Tensor queries, Tensor documents, Tensor? temperature, "
+    "Tensor grad_queries, Tensor grad_documents, Tensor slope) -> (Tensor, Tensor, Tensor)"
+)
+_maxsim_loss = torch.ops.pylate_flash.maxsim_loss.default
+_maxsim_loss_gradients = torch.ops.pylate_flash.maxsim_loss_gradients.default
+_maxsim_loss_backward = torch.ops.pylate_flash.maxsim_loss_backward.default
+
+
+def _by_kernels(queries: Tensor, options: tuple) -> bool:
+    implementation = options[-_N_COMPARISON - 1]
+    return choose(implementation, queries.device, queries.dtype, queries.shape[-1]) == "triton"
+
+
+def _computed(tensors: tuple, options: tuple, needs: tuple[bool, bool, bool]) -> Found:
+    """The loss and what is needed of its gradients, from the operator's arguments: tensors, and what follows them."""
+    queries, documents, queries_mask, documents_mask, bounds, *targets = tensors
+    longest, *scoring = options[:-_N_COMPARISON]
+    comparison = Comparison(*options[-_N_COMPARISON:])
+    compute = kernels().loss if _by_kernels(queries, options) else loss_in_blocks
+    given = Tensors(queries, documents, queries_mask, documents_mask, None, bounds)
+    return compute(given, Targets(*targets), Options(0, longest, 0, *scoring), comparison, needs)
+
+
+def _loss_alone(*arguments) -> tuple[Tensor, Tensor]:
+    found = _computed(arguments[:_N_TENSORS], arguments[_N_TENSORS:], (False, False, False))
+    return found.loss, found.statistics
+
+
+def _loss_and_gradients(*arguments) -> tuple[Tensor, ...]:
+    loss, *others = _computed(arguments[:_N_TENSORS], arguments[_N_TENSORS:-3], arguments[-3:])
+    return loss, *[loss.new_empty(0) if tensor is None else tensor for tensor in others]
+
+
+def _times(gradient: Tensor, grad_loss: Tensor, like: Tensor | None) -> Tensor:
+    """A gradient of a loss of gradient 1 times `grad_loss`, in the type of `like`."""
+    if like is None or gradient.dtype == like.dtype:
+        return (gradient * grad_loss).to(gradient.dtype)
+    # Rounded once, with nothing between.
+    return torch.mul(gradient, grad_loss, out=torch.empty_like(gradient, dtype=like.dtype))
+
+
+class _MaxsimLoss(torch.autograd.Function):
+    """The operator where a gradient is needed: computes the gradients with the loss, and keeps them.
+
+    The backward multiplies them by the gradient of the loss and gives them away, so that a second one
+    (retain_graph=True) computes them again. They are not computed in the backward, which runs in another thread, whose
+    caches are cold: the same launches take the host twice as long there.
+    """
+
+    @staticmethod
+    def forward(ctx, options, *tensors):
+        needs = tuple([ctx.needs_input_grad[1 + index] for index in _DIFFERENTIABLE])
+        ctx.plain = is_plain(*tensors[:2])
+        if ctx.plain:
+            loss, statistics, *ctx.gradients = _computed(tensors, options, needs)
+        else:
+            loss, statistics, *ctx.gradients = _maxsim_loss_gradients(*tensors, *options, *needs)
+        ctx.save_for_backward(*tensors)
+        ctx.options, ctx.needs = options, needs
+        ctx.mark_non_differentiable(statistics)
+        return loss, statistics
+
+    @staticmethod
+    def backward(ctx, grad_loss, _):
+        gradients, eager = ctx.gradients, ctx.plain and is_plain(grad_loss)
+        tensors = ctx.saved_tensors
+        if eager:
+            ctx.gradients = None
+            if gradients is None:
+                gradients = _computed(tensors, ctx.options, ctx.needs)[2:]
+        if eager and not torch.is_grad_enabled():
+            found = _scaled(grad_loss, tensors, ctx.options, gradients)
+        else:
+            given = [grad_loss.new_empty(0) if gradient is None else gradient for gradient in gradients]
+            found = _maxsim_loss_backward(grad_loss, *[tensors[index] for index in _DIFFERENTIABLE], *given)
+        result: list[Tensor | None] = [None] * (1 + _N_TENSORS)
+        for index, gradient, need in zip(_DIFFERENTIABLE, found, ctx.needs, strict=True):
+            result[1 + index] = gradient if need else None
+        return tuple(result)
+
+
+def _scaled(grad_loss: Tensor, tensors: tuple, options: tuple, gradients: tuple) -> list[Tensor | None]:
+    """The gradients times that of the loss, in place where they have the type that they are to have."""
+    *of_embeddings, slope = gradients
+    queries = tensors[0]
+    if queries.dtype != torch.float16 and _by_kernels(queries, options):
+        kernels().rescale_gradients(grad_loss, *of_embeddings)
+    else:
+        of_embeddings = [None if given is None else _times(given, grad_loss, queries) for given in of_embeddings]
+    return [*of_embeddings, None if slope is None else _times(slope, grad_loss, tensors[-1])]
+
+
+def _differentiable(*arguments) -> tuple[Tensor, Tensor]:
+    """The operator for tensors that may require a gradient."""
+    if needs_gradient(*[arguments[index] for index in _DIFFERENTIABLE]):
+        return _MaxsimLoss.apply(arguments[_N_TENSORS:], *arguments[:_N_TENSORS])
+    if is_plain(*arguments[:2]):
+        return _loss_alone(*arguments)
+    with torch._C._AutoDispatchBelowAutograd():
+        return _maxsim_loss(*arguments)
+
+
+def _loss_shapes(*arguments) -> tuple[Tensor, Tensor]:
+    queries, documents, queries_mask, documents_mask, bounds = arguments[:5]
+    check(Tensors(queries, documents, queries_mask, documents_mask, None, bounds))
+    with_statistics = Comparison(*arguments[-_N_COMPARISON:]).with_statistics
+    return queries.new_empty((), dtype=torch.float32), queries.new_empty(3 * with_statistics, dtype=torch.float32)
+
+
+def _gradient_shapes(*arguments) -> tuple[Tensor, ...]:
+    *call, need_queries, need_documents, need_temperature = arguments
+    loss, statistics = _loss_shapes(*call)
+    held = torch.float32 if call[0].dtype == torch.float16 else call[0].dtype
+    return loss, statistics, *(
+        loss.new_empty(tensor.shape if need else 0, dtype=dtype)
+        for tensor, need, dtype in (
+            (call[0], need_queries, held), (call[1], need_documents, held), (loss, need_temperature, torch.float32),
+        )
+    )  # fmt: skip
+
+
+def _backward(grad_loss: Tensor, queries: Tensor, documents: Tensor, temperature: Tensor | None, *gradients: Tensor):
+    likes = queries, documents, temperature
+    return tuple([_times(gradient, grad_loss, like) for gradient, like in zip(gradients, likes, strict=True)])
+
+
+def _backward_shapes(
+    grad_loss: Tensor, queries: Tensor, documents: Tensor, temperature: Tensor | None, *gradients: Tensor
+):
+    likes = queries, documents, grad_loss if temperature is None else temperature
+    return tuple(
+        [torch.empty_like(gradient, dtype=like.dtype) for gradient, like in zip(gradients, likes, strict=True)]
+    )
+
+
+_LIBRARY.impl("maxsim_loss", _loss_alone, "CompositeExplicitAutograd")
+_LIBRARY.impl("maxsim_loss", _differentiable, "Autograd")
+_LIBRARY.impl("maxsim_loss_gradients", _loss_and_gradients, "CompositeExplicitAutograd")
+_LIBRARY.impl("maxsim_loss_backward", _backward, "CompositeExplicitAutograd")
+torch.library.register_fake("pylate_flash::maxsim_loss", _loss_shapes)
+torch.library.register_fake("pylate_flash::maxsim_loss_gradients", _gradient_shapes)
+torch.library.register_fake("pylate_flash::maxsim_loss_backward", _backward_shapes)
+torch.library.register_autograd("pylate_flash::maxsim_loss_backward", no_second_derivative("maxsim"))

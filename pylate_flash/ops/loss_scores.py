@@ -40,7 +40,17 @@ def temperature_of(targets: Targets, comparison: Comparison) -> Tensor | float:
     return comparison.temperature if targets.temperature is None else targets.temperature
 
 
-def _cross_entropy(scores: Tensor, labels: Tensor, targets: Targets, comparison: Comparison) -> Compared:
+class _Labelled(NamedTuple):
+    """Scores beside their labels: which may be right, which document is, and which are left out of the denominator."""
+
+    valid: Tensor
+    at: Tensor
+    positives: Tensor
+    is_label: Tensor
+    left_out: Tensor
+
+
+def _labelled(scores: Tensor, labels: Tensor, targets: Targets, comparison: Comparison) -> _Labelled:
     n_documents = scores.shape[1]
     at = labels.clamp(0, n_documents - 1).unsqueeze(1)
     valid = (labels >= 0) & (labels < n_documents)
@@ -52,9 +62,18 @@ def _cross_entropy(scores: Tensor, labels: Tensor, targets: Targets, comparison:
     if comparison.margin is not None:
         left_out |= scores > positives - comparison.margin
     is_label = torch.arange(n_documents, device=scores.device) == at
-    left_out &= ~is_label
-    logits = scores.masked_fill(left_out, 0.0) / temperature_of(targets, comparison)
-    logits = logits.masked_fill(left_out, -torch.inf)
+    return _Labelled(valid, at, positives.squeeze(1), is_label, left_out & ~is_label)
+
+
+def _logits(scores: Tensor, left_out: Tensor, targets: Targets, comparison: Comparison) -> Tensor:
+    # Twice, as no gradient of the temperature is to meet what is left out.
+    scores = scores.masked_fill(left_out, 0.0) / temperature_of(targets, comparison)
+    return scores.masked_fill(left_out, -torch.inf)
+
+
+def _cross_entropy(scores: Tensor, labels: Tensor, targets: Targets, comparison: Comparison) -> Compared:
+    valid, at, positives, is_label, left_out = _labelled(scores, labels, targets, comparison)
+    logits = _logits(scores, left_out, targets, comparison)
     # Not `nll_loss`, which stops the process at a label out of range on a GPU, and leaves -100 out.
     losses = -logits.log_softmax(dim=1).gather(1, at).squeeze(1)
     if comparison.symmetric:
@@ -63,14 +82,13 @@ def _cross_entropy(scores: Tensor, labels: Tensor, targets: Targets, comparison:
     losses = losses * torch.where(valid, 1.0, torch.nan).to(scores.dtype)
     if not comparison.with_statistics:
         return Compared(losses)
-    with torch.no_grad():
-        hardest = scores.masked_fill(left_out | is_label, -torch.inf).amax(dim=1)
-        return Compared(losses, positives.squeeze(1) > hardest, positives.detach().squeeze(1), hardest)
+    positives, hardest = positives.detach(), scores.detach().masked_fill(left_out | is_label, -torch.inf).amax(dim=1)
+    return Compared(losses, positives > hardest, positives, hardest)
 
 
 def _divergence(scores: Tensor, teacher: Tensor, targets: Targets, comparison: Comparison) -> Tensor:
     if comparison.normalize_scores:
-        least, most = (extreme(dim=1, keepdim=True).values for extreme in (scores.min, scores.max))
+        least, most = scores.min(dim=1, keepdim=True).values, scores.max(dim=1, keepdim=True).values
         scores = (scores - least) / (most - least + RANGE_EPSILON)
     log_q = (scores / temperature_of(targets, comparison)).log_softmax(dim=1)
     log_p = (teacher / comparison.teacher_temperature).log_softmax(dim=1)
@@ -81,6 +99,51 @@ def _divergence(scores: Tensor, teacher: Tensor, targets: Targets, comparison: C
 def _margin_mse(scores: Tensor, teacher: Tensor, targets: Targets, comparison: Comparison) -> Tensor:
     margins, wanted = (values[:, :1] - values[:, 1:] for values in (scores, teacher))
     return (margins - wanted).square().mean(dim=1)
+
+
+def gradient_of(
+    scores: Tensor, targets: Targets, comparison: Comparison, own_candidates: bool
+) -> tuple[Tensor, Tensor]:
+    """The gradient [n, N] of the sum of the losses of `compared`, and its derivative by the temperature.
+
+    Written out, as operators compute where autograd does not see.
+    """
+    temperature = temperature_of(targets, comparison)
+    if comparison.kind == CROSS_ENTROPY:
+        labels = labels_of(targets.target, len(scores), own_candidates, scores.device)
+        valid, at, _, is_label, left_out = _labelled(scores, labels, targets, comparison)
+        logits, right = _logits(scores, left_out, targets, comparison), is_label.to(scores.dtype)
+        gradient = logits.softmax(dim=1) - right
+        if comparison.symmetric:
+            # Of no query's label, a column may be empty, and its softmax no number.
+            columns = torch.where(right.any(dim=0), logits.softmax(dim=0) * right.sum(dim=0), 0.0)
+            gradient = (gradient + columns - right) / 2
+        gradient = gradient * torch.where(valid, 1.0, torch.nan).to(scores.dtype).unsqueeze(1)
+        return gradient / temperature, _slope(gradient, scores.masked_fill(left_out, 0.0), temperature)
+    assert targets.target is not None
+    teacher = targets.target.to(scores.dtype)
+    if comparison.kind != DIVERGENCE:
+        errors = (scores[:, :1] - scores[:, 1:]) - (teacher[:, :1] - teacher[:, 1:])
+        gradient = torch.cat([errors.sum(dim=1, keepdim=True), -errors], dim=1) * (2 / errors.shape[1])
+        return gradient, gradient.new_zeros(())
+    least, most = scores.min(dim=1, keepdim=True), scores.max(dim=1, keepdim=True)
+    extent = most.values - least.values + RANGE_EPSILON
+    relative = scores - most.values
+    if comparison.normalize_scores:
+        relative = relative / extent
+    p = (teacher / comparison.teacher_temperature).softmax(dim=1)
+    gradient = (relative / temperature).softmax(dim=1) - p
+    slope = _slope(gradient, relative, temperature)
+    if comparison.normalize_scores:
+        of_range = torch.where(gradient == 0, 0.0, gradient * relative).sum(dim=1, keepdim=True)
+        gradient = gradient.scatter_add(1, least.indices, of_range).scatter_add(1, most.indices, -of_range) / extent
+    return gradient / temperature, slope
+
+
+def _slope(gradient: Tensor, values: Tensor, temperature: Tensor | float) -> Tensor:
+    """The derivative by the temperature of a loss of values / temperature, whose gradient by these is `gradient`."""
+    products = torch.where(gradient == 0, 0.0, gradient.double() * values.double())
+    return (-products.sum() / temperature**2).to(values.dtype)
 
 
 def reduced(losses: Tensor, loss_reduction: str) -> Tensor:

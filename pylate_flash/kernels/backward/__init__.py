@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .. import select
 from ..norms import inverse_norms
-from .common import Inputs
+from .common import Destination, Inputs, finish_documents
 from .compare import compare_winners
 from .gather import gather_queries
 from .lists import sum_by_lists
@@ -24,11 +24,29 @@ from .lists import sum_by_lists
 if TYPE_CHECKING:
     from ...ops.problem import Problem, Tensors
 
+__all__ = ["Destination", "finish_documents", "maxsim_backward", "write_gradients"]
+
 
 def maxsim_backward(
     problem: Problem, tensors: Tensors, grad_scores: Tensor, winners: Tensor, need_queries: bool, need_documents: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of `tensors.queries` and `tensors.documents`, contiguous, in their type; None for what is not needed.
+
+    The arguments are those of `write_gradients`.
+    """
+    grad_queries = grad_documents = None
+    if need_queries:
+        grad_queries = torch.empty_like(tensors.queries, memory_format=torch.contiguous_format)
+    if need_documents:
+        grad_documents = torch.empty_like(tensors.documents, memory_format=torch.contiguous_format)
+    write_gradients(problem, tensors, grad_scores, winners, Destination(grad_queries, grad_documents))
+    return grad_queries, grad_documents
+
+
+def write_gradients(
+    problem: Problem, tensors: Tensors, grad_scores: Tensor, winners: Tensor, destination: Destination
+) -> None:
+    """Compute the gradients of `tensors.queries` and `tensors.documents` into their `destination`.
 
     Queries are padded [Nq, Lq, d], and rows of embeddings contiguous; no dimension is 0, but packed documents may be
     empty. Boundaries are on the device, which is the current one. `grad_scores` of `problem.scores_shape` is float32
@@ -49,20 +67,16 @@ def maxsim_backward(
         grad_scores, queries, documents, queries_scale, documents_scale, tensors.documents_cu_seqlens,
         tensors.candidates_cu_seqlens, winners, weight, grad_strides,
     )  # fmt: skip
-    grad_queries, grad_documents = None, None
-    if need_queries:
-        grad_queries = torch.empty_like(queries, memory_format=torch.contiguous_format)
-    if need_documents:
+    if destination.documents is not None:
         weighted = inputs
         if weight is not None:
             scale = weight if queries_scale is None else queries_scale * weight
             weighted = inputs._replace(queries_scale=scale)
         if select.backward_plan(problem).kernel == "lists":
-            grad_documents = torch.empty_like(documents, memory_format=torch.contiguous_format)
-            sum_by_lists(problem, weighted, grad_documents, grad_queries)
+            sum_by_lists(problem, weighted, destination)
         else:
-            grad_documents = torch.zeros_like(documents, memory_format=torch.contiguous_format)
-            compare_winners(problem, weighted, grad_documents)
-    if grad_queries is not None:
-        gather_queries(problem, inputs, grad_queries)
-    return grad_queries, grad_documents
+            if not destination.adds:
+                destination.documents.zero_()
+            compare_winners(problem, weighted, destination)
+    if destination.queries is not None:
+        gather_queries(problem, inputs, destination.queries)

@@ -38,6 +38,19 @@ class Inputs(NamedTuple):
     grad_strides: tuple[int, ...]
 
 
+class Destination(NamedTuple):
+    """Where gradients go: contiguous tensors of the shapes of queries and documents, or None for what is not needed.
+
+    Of any floating type. `partial`: what documents get is a part of their gradient, summed in float32 over several
+    calls, so that `normalize` has its Jacobian later (`finish_documents`). `adds`: to what is there already.
+    """
+
+    queries: Tensor | None
+    documents: Tensor | None
+    partial: bool = False
+    adds: bool = False
+
+
 def layout(problem: Problem, grad_strides: tuple[int, ...]) -> tuple[int, ...]:
     """The numbers that tell a kernel where the rows of a document stand, from `n_rows` to `n_groups`."""
     groups, length = problem.groups, problem.query_length
@@ -162,5 +175,21 @@ def finish_queries(problem: Problem, inputs: Inputs, sums: Tensor, n_sums: int, 
         (rows, n_sums, problem.n_queries, problem.query_length),
         (0, *problem.query_strides),
         (problem.size, plan.block_embedding, plan.rows, problem.normalize),
+        (plan.num_warps, 3, None),
+    )
+
+
+def finish_documents(
+    problem: Problem, documents: Tensor, documents_scale: Tensor, sums: Tensor, grad_documents: Tensor
+) -> None:
+    """The gradient of normalized documents from its `sums`, float32 and complete."""
+    plan = select.finish_plan(problem)
+    n_documents, length = (1, problem.n_tokens) if problem.packed else (problem.n_documents, problem.document_length)
+    _finish(
+        (-(-problem.n_tokens // plan.rows), 1, 1),
+        (sums, documents, documents_scale, None, grad_documents),
+        (problem.n_tokens, 1, n_documents, length),
+        problem.document_strides,
+        (problem.size, plan.block_embedding, plan.rows, True),
         (plan.num_warps, 3, None),
     )

@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from .. import select
 from ..launch import Kernel
 from ..overlap import wait_for_previous_kernel
-from .common import Inputs, group_of, layout, quotient, through_norm
+from .common import Destination, Inputs, group_of, layout, quotient, through_norm
 
 if TYPE_CHECKING:
     from ...ops.problem import Problem
@@ -41,10 +40,11 @@ def _compare_kernel(
     PACKED: tl.constexpr,
     HAS_CANDIDATES: tl.constexpr,
     NORMALIZE: tl.constexpr,
+    ADD: tl.constexpr,
 ):  # fmt: skip
     """grad_documents[winner of a row] = sum of grad_score * queries[row] over the rows of the same winner.
 
-    Grid: blocks of rows x documents. Only the first row of a winner, which leads, sums and writes.
+    Grid: blocks of rows x documents. Only the first row of a winner, which leads, sums and writes, or ADDs.
     """
     wait_for_previous_kernel()
     n_blocks = tl.cdiv(n_rows, BLOCK_ROWS)
@@ -104,27 +104,26 @@ def _compare_kernel(
             embeddings = tl.load(documents_ptr + source[:, None] + dims[None, :], mask=mask, other=0.0)
             scale = tl.load(documents_scale_ptr + at, mask=leads, other=1.0)
             total = through_norm(total, embeddings, scale)
-        tl.store(
-            grad_documents_ptr + at[:, None] * EMBEDDING + dims[None, :],
-            total.to(grad_documents_ptr.dtype.element_ty),
-            mask=mask,
-        )
+        to = grad_documents_ptr + at[:, None] * EMBEDDING + dims[None, :]
+        if ADD:
+            total += tl.load(to, mask=mask, other=0.0)
+        tl.store(to, total.to(grad_documents_ptr.dtype.element_ty), mask=mask)
 
 
 _compare = Kernel(_compare_kernel, follows=True)
 
 
-def compare_winners(problem: Problem, inputs: Inputs, grad_documents: Tensor) -> None:
-    """Write the gradient of the documents into one of zeros, without scratch."""
+def compare_winners(problem: Problem, inputs: Inputs, destination: Destination) -> None:
+    """Write the gradient of the documents into one of zeros, or add it to another, without scratch."""
     plan = select.compare_plan(problem)
     _compare(
         (-(-problem.rows // plan.rows) * problem.all_documents, 1, 1),
-        (*inputs[:8], grad_documents),
+        (*inputs[:8], destination.documents),
         layout(problem, inputs.grad_strides),
         (*problem.query_strides, *problem.document_strides),
         (
             problem.size, plan.block_embedding, plan.rows, plan.compared, problem.packed, problem.has_candidates,
-            problem.normalize,
+            problem.normalize and not destination.partial, destination.adds,
         ),
         (plan.num_warps, 1, None),
     )  # fmt: skip

@@ -22,7 +22,7 @@ from torch import Tensor
 from .. import select
 from ..launch import Kernel, Region, Scratch
 from ..overlap import wait_for_previous_kernel
-from .common import Inputs
+from .common import Destination, Inputs
 from .sums import Block, sum_lists
 
 if TYPE_CHECKING:
@@ -288,9 +288,11 @@ _place = Kernel(_place_kernel, follows=True)
 _starts = Kernel(_starts_kernel, follows=True)
 
 
-def sum_by_lists(problem: Problem, inputs: Inputs, grad_documents: Tensor, grad_queries: Tensor | None) -> None:
-    """Compute the gradient of the documents. What is in `grad_queries`, to be computed later, is overwritten."""
-    plan = select.lists_plan(problem, grad_queries is not None)
+def sum_by_lists(problem: Problem, inputs: Inputs, destination: Destination) -> None:
+    """Compute the gradient of the documents. That of the queries, to be computed later, is overwritten."""
+    grad_queries, grad_documents, partial, adds = destination
+    assert grad_documents is not None
+    plan = select.lists_plan(problem, grad_queries is not None, adds)
     documents, ends, device = problem.all_documents, problem.document_length + 1, problem.device
     if plan.transposes and inputs.grad_strides[0] != 1:
         grad_scores = inputs.grad_scores.t().contiguous()
@@ -306,7 +308,7 @@ def sum_by_lists(problem: Problem, inputs: Inputs, grad_documents: Tensor, grad_
             problem, plan, inputs,
             Block(
                 first, number, scratch.empty(number * ends, plan.starts_dtype, device) if starts is None else starts,
-                owners, grad_documents,
+                owners, grad_documents, partial, adds,
             ),
             scratch,
         )  # fmt: skip
@@ -319,7 +321,7 @@ def _sum_block(problem: Problem, plan: select.ListsPlan, inputs: Inputs, block: 
     else:
         n_listed = scratch.empty(block.number, torch.int32, problem.device)
         if plan.sorts_in_gradient:
-            own = problem.document_length * problem.size * problem.dtype.itemsize
+            own = problem.document_length * problem.size * block.grad_documents.element_size()
             sorting = Scratch(block.grad_documents, block.first * own, block.number * own)
         else:
             # Sums of segments, later, take the same memory.
@@ -352,7 +354,7 @@ def _sorted_lists(
     scratch: Scratch,
 ) -> Tensor:
     """The rows of every document of a block, listed by as many programs as they have chunks. Fills `block.starts`."""
-    first, number, starts, owners, _ = block
+    first, number, starts, owners = block[:4]
     winners, bounds, device, digits = inputs.winners, inputs.documents_cu_seqlens, problem.device, plan.digits
     rows, length, packed, n_chunks = problem.rows, problem.document_length, problem.packed, plan.n_chunks
     bin_bits, chunk_bits, block_bins = select.LIST_BIN_BITS, select.LIST_CHUNK_BITS, select.LIST_BLOCK_BINS

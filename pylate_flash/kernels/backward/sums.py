@@ -28,6 +28,7 @@ class Block(NamedTuple):
 
     `starts` [number, Ld + 1] tells where the lists of tokens begin; that of packed documents, [tokens + documents], is
     for all of them, as is `owners` [tokens], the documents that tokens belong to, and `grad_documents`, contiguous.
+    `partial` and `adds` are those of `Destination`.
     """
 
     first: int
@@ -35,6 +36,8 @@ class Block(NamedTuple):
     starts: Tensor | Region | None
     owners: Tensor | None
     grad_documents: Tensor
+    partial: bool
+    adds: bool
 
 
 @triton.jit
@@ -71,8 +74,9 @@ def _store_token(
     EMBEDDING: tl.constexpr,
     PACKED: tl.constexpr,
     NORMALIZE: tl.constexpr,
+    ADD: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient [d] of a token of a document from its sum, where `exists`."""
+    """Write the gradient [d] of a token of a document from its sum, or ADD the sum to it, where `exists`."""
     if PACKED:
         at = tl.load(cu_seqlens_ptr + flat).to(tl.int64) + token
         source = at * stride_document_token
@@ -85,7 +89,10 @@ def _store_token(
         embedding = tl.load(documents_ptr + source + dims, mask=mask, other=0.0)
         scale = tl.load(documents_scale_ptr + at + tl.arange(0, 1), mask=exists, other=1.0)
         total = tl.reshape(through_norm(total[None, :], embedding[None, :], scale), total.shape)
-    tl.store(grad_documents_ptr + at * EMBEDDING + dims, total.to(grad_documents_ptr.dtype.element_ty), mask=mask)
+    grad_documents_ptr += at * EMBEDDING
+    if ADD:
+        total += tl.load(grad_documents_ptr + dims, mask=mask, other=0.0)
+    tl.store(grad_documents_ptr + dims, total.to(grad_documents_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(
@@ -108,6 +115,7 @@ def _sum_kernel(
     HAS_CANDIDATES: tl.constexpr,
     NORMALIZE: tl.constexpr,
     NARROW: tl.constexpr,
+    ADD: tl.constexpr,
 ):  # fmt: skip
     """grad_documents[token] = sum of grad_score * queries[row] over the rows on its list, in their order.
 
@@ -116,7 +124,8 @@ def _sum_kernel(
     at the segment that follows, and what that segment's program did.
 
     NARROW: queries are contiguous, and an offset among those of one group, or their scores, fits into 32 bits. Rows are
-    loaded in halves, as in `_gather_kernel`.
+    loaded in halves, as in `_gather_kernel`. ADD: to what is there, float32, of which tokens without a list stay as
+    they are.
     """
     wait_for_previous_kernel()
     program = tl.program_id(0)
@@ -149,6 +158,8 @@ def _sum_kernel(
             starts_at = local * (document_length + 1) + token
         low = tl.load(starts_ptr + starts_at, mask=exists, other=0).to(tl.int32)
         end = tl.load(starts_ptr + starts_at + 1, mask=exists, other=0).to(tl.int32)
+        if ADD:
+            exists = exists & (end > low)
         boundary = (tl.cdiv(low, SEGMENT) + 1) * SEGMENT
         in_parts = end > boundary
         high = tl.minimum(end, boundary)
@@ -195,7 +206,7 @@ def _sum_kernel(
         _store_token(
             summed, documents_ptr, documents_scale_ptr, grad_documents_ptr, cu_seqlens_ptr, flat, token, n_documents,
             document_length, stride_group, stride_document, stride_document_token, dims, exists,
-            EMBEDDING, PACKED, NORMALIZE,
+            EMBEDDING, PACKED, NORMALIZE, ADD,
         )  # fmt: skip
 
 
@@ -211,6 +222,7 @@ def _combine_kernel(
     SEGMENT: tl.constexpr,
     PACKED: tl.constexpr,
     NORMALIZE: tl.constexpr,
+    ADD: tl.constexpr,
 ):  # fmt: skip
     """The gradient of every token whose list was summed in parts, from `parts`; a program for each segment.
 
@@ -237,7 +249,7 @@ def _combine_kernel(
         _store_token(
             total, documents_ptr, documents_scale_ptr, grad_documents_ptr, cu_seqlens_ptr, flat, token, n_documents,
             document_length, stride_group, stride_document, stride_document_token, dims, taken,
-            EMBEDDING, PACKED, NORMALIZE,
+            EMBEDDING, PACKED, NORMALIZE, ADD,
         )  # fmt: skip
 
 
@@ -248,11 +260,11 @@ _combine = Kernel(_combine_kernel, follows=True)
 def sum_lists(
     problem: Problem, plan: select.ListsPlan, inputs: Inputs, block: Block, lists: Tensor, scratch: Scratch
 ) -> None:
-    """Write the gradients of a block of documents from `lists` [number, rows of a document], their rows by token."""
-    first, number, starts, owners, grad_documents = block
+    """Write, or add, the gradients of a block of documents from `lists` [number, rows of a document], rows by token."""
+    first, number, starts, owners, grad_documents = block[:5]
     size, length, n_segments, strides = problem.size, problem.document_length, plan.n_segments, problem.document_strides
     block_embedding, num_warps = plan.block_embedding, plan.num_warps
-    packed, normalize, winners = problem.packed, problem.normalize, inputs.winners
+    packed, normalize, winners = problem.packed, problem.normalize and not block.partial, inputs.winners
     parts = scratch.empty(number * n_segments * 2 * size, torch.float32, problem.device)
     _sum(
         (number * n_segments + min(problem.n_tokens, number * length), 1, 1),
@@ -261,7 +273,7 @@ def sum_lists(
         (*problem.query_strides, *strides),
         (
             size, block_embedding, plan.rows, select.LIST_SEGMENT, packed, problem.has_candidates, normalize,
-            _is_narrow(problem, inputs),
+            _is_narrow(problem, inputs), block.adds,
         ),
         (num_warps, 1, None),
     )  # fmt: skip
@@ -274,7 +286,7 @@ def sum_lists(
             ),
             (first, problem.rows, problem.n_documents, length, n_segments),
             strides,
-            (size, block_embedding, 8, select.LIST_SEGMENT, packed, normalize),
+            (size, block_embedding, 8, select.LIST_SEGMENT, packed, normalize, block.adds),
             (num_warps, 1, None),
         )  # fmt: skip
 

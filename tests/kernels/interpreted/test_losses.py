@@ -8,8 +8,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 
-from pylate_flash.kernels import losses, select
-from pylate_flash.ops import maxsim_cross_entropy, maxsim_kl_divergence
+from pylate_flash.kernels import select
+from pylate_flash.kernels.losses import ChunkedLoss, common, rescale
+from pylate_flash.ops.loss_call import Comparison, Targets
 from pylate_flash.ops.problem import Options, Tensors
 from tests.ops.cases import Case, relative_error
 from tests.ops.loss_cases import LOSSES, LossCase, loss_cases
@@ -25,8 +26,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(losses, "_BLOCK", 4)
-    monkeypatch.setattr(losses, "_TILE", 4)
+    monkeypatch.setattr(common, "BLOCK", 4)
+    monkeypatch.setattr(common, "TILE", 4)
 
 
 @settings(max_examples=20, **OPTIONS)

@@ -1,0 +1,193 @@
+"""Losses over scores [Nq, N], and the gradient of the scores.
+
+Plain torch launches a kernel for every step of a loss, forward and backward, which on a batch of some hundred queries
+takes more host time than the scores. Here the losses of a chunk of queries are one launch, and their sum with the
+gradient another, which leaves the gradient in the layout that the backward wants.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..launch import Region
+from ..tiles import power_of_two
+from . import common, cross_entropy, distillation
+from .rescale import rescale
+
+if TYPE_CHECKING:
+    from ...ops.loss_call import Comparison, Targets
+
+__all__ = ["ChunkedLoss", "rescale"]
+
+# Numbers that each query of a chunk keeps for its gradient.
+_KEPT = {"cross entropy": 3, "divergence": 8, "margin MSE": 1}
+
+
+class ChunkedLoss:
+    """A loss of scores [Nq, N] that come a chunk of queries at a time, their gradient, and what they sum up to.
+
+    Of each chunk, with its `first` query: `compare`, then `gradient`; without gradients, `sum` after the last. A
+    symmetric loss has to `meet` all chunks before.
+
+    Parameters
+    ----------
+    comparison, targets
+        As in `ops.loss_call`, of a loss that is reduced; tensors contiguous, a teacher's scores float32.
+    shape
+        Nq, N and the largest number of queries in a chunk; none is 0.
+    own_candidates
+        Whether every query has documents of its own.
+    like
+        A tensor on the device.
+
+    Attributes
+    ----------
+    loss, statistics
+        float32, of shapes [] and [3] or, where not asked for, [0]; filled by the last chunk.
+    slope
+        The derivative of the loss by the temperature, [], if that is a tensor that requires a gradient.
+    """
+
+    def __init__(
+        self,
+        comparison: Comparison,
+        targets: Targets,
+        shape: tuple[int, int, int],
+        own_candidates: bool,
+        with_slope: bool,
+        like: Tensor,
+    ) -> None:
+        self.comparison, self.targets, self.own_candidates = comparison, targets, own_candidates
+        self.n_queries, self.n_documents, chunk = shape
+        self.n_values = 6 if comparison.with_statistics else 2 if with_slope else 1
+        count, kept = self.n_values * self.n_queries, _KEPT[comparison.kind] * chunk
+        # All in one allocation, the second from a multiple of 16 bytes on.
+        start = -(-count // 4) * 4
+        memory = torch.empty(start + kept, dtype=torch.float32, device=like.device)
+        address = memory.data_ptr()
+        self._values = Region(memory, address, count, torch.float32)
+        self._kept = Region(memory, address + 4 * start, kept, torch.float32)
+        # A third of the host time of `new_empty(())`.
+        self.loss = memory.new_empty_strided((), ())
+        self.slope = memory.new_empty_strided((), ()) if with_slope else None
+        self.statistics = memory.new_empty(3 if comparison.with_statistics else 0)
+        exclude = targets.exclude
+        self._labels = targets.target, None if exclude is None else exclude.view(torch.uint8), targets.temperature
+        self._scale = 1.0 / comparison.temperature
+        self._margin = float("-inf") if comparison.margin is None else comparison.margin
+        self._share = 1.0 / self.n_queries if comparison.loss_reduction == "mean" else 1.0
+        self._columns = self._labelled = None
+        if comparison.symmetric:
+            self._columns = memory.new_empty(3, self.n_documents)
+            self._labelled = self._count_labels(memory)
+
+    def _count_labels(self, like: Tensor) -> Tensor:
+        """[N]: of how many queries each document is the label."""
+        labels, n_documents = self.targets.target, self.n_documents
+        if labels is None:
+            return (torch.arange(n_documents, device=like.device) < self.n_queries).float()
+        valid = (labels >= 0) & (labels < n_documents)
+        # Sums of ones are exact in any order.
+        return like.new_zeros(n_documents).index_add_(0, labels.clamp(0, n_documents - 1), valid.float())
+
+    def meet(self, scores: Tensor, first: int) -> None:
+        """Take the scores of a chunk into what is known of each document; chunks in their order."""
+        tile = common.TILE
+        cross_entropy.columns(
+            (-(-self.n_documents // tile), 1, 1),
+            (scores, *self._labels, self._columns),
+            (scores.shape[0], self.n_documents, first, self._scale, self._margin),
+            (),
+            (tile, first == 0),
+            (4, 1, None),
+        )
+
+    def compare(self, scores: Tensor, first: int) -> None:
+        """Leave the losses of the queries from `first` on, of contiguous float32 scores [n, N]."""
+        n_queries, n_documents = scores.shape
+        kind, scale, target = self.comparison.kind, self._scale, self.targets.target
+        block = min(common.BLOCK, max(32, power_of_two(n_documents)))
+        grid, warps = (n_queries, 1, 1), (block // 256 or 1, 1, None)
+        if kind == "cross entropy":
+            cross_entropy.losses(
+                grid,
+                (scores, *self._labels, self._columns, self._kept, self._values),
+                (n_documents, first, self.n_queries, scale, self._margin),
+                (),
+                (block, self.own_candidates, self.n_values),
+                warps,
+            )
+        elif kind == "divergence":
+            distillation.divergence(
+                grid,
+                (scores, target, self.targets.temperature, self._kept, self._values),
+                (n_documents, first, self.n_queries, scale, 1.0 / self.comparison.teacher_temperature),
+                (),
+                (block, self.comparison.normalize_scores, self.n_values),
+                warps,
+            )
+        else:
+            distillation.margin_mse(
+                grid, (scores, target, self._kept, self._values), (n_documents, first), (), (block,), warps
+            )
+
+    def gradient(self, scores: Tensor, first: int, counts: Tensor | None) -> Tensor:
+        """The gradient of the chunk's scores, after `compare`; every query's is divided by its `counts`, if given.
+
+        Where queries have documents in common, all scores of one document lie together.
+        """
+        n_queries, n_documents = scores.shape
+        strides = (n_documents, 1) if self.own_candidates else (1, n_queries)
+        grad_scores = scores.new_empty_strided(scores.shape, strides)
+        last = first + n_queries == self.n_queries
+        kind, target, tile = self.comparison.kind, self.targets.target, common.TILE
+        grid, warps = (-(-n_queries // tile) * -(-n_documents // tile), 1, 1), (4, 1, None)
+        filled = (self.loss, self.slope) if last else (None, None)
+        sizes = n_queries, n_documents, first, self.n_queries
+        if kind == "cross entropy":
+            statistics = self.statistics if last and self.n_values > 2 else None
+            cross_entropy.gradient(
+                grid,
+                (
+                    scores, *self._labels, self._columns, self._labelled, self._kept, counts, grad_scores,
+                    self._values, *filled, statistics,
+                ),
+                (*sizes, self._scale, self._share),
+                strides,
+                (tile, common.BLOCK, self.own_candidates, self.n_values),
+                warps,
+            )  # fmt: skip
+        elif kind == "divergence":
+            distillation.divergence_gradient(
+                grid,
+                (scores, target, self._kept, counts, grad_scores, self._values, *filled),
+                (*sizes, 1.0 / self.comparison.teacher_temperature, self._share),
+                strides,
+                (tile, common.BLOCK, self.comparison.normalize_scores, self.n_values),
+                warps,
+            )
+        else:
+            distillation.margin_mse_gradient(
+                grid,
+                (scores, target, self._kept, counts, grad_scores, self._values, filled[0]),
+                (*sizes, self._share),
+                strides,
+                (tile, common.BLOCK),
+                warps,
+            )
+        return grad_scores
+
+    def sum(self) -> None:
+        """Fill the loss and the statistics after all chunks were compared, where no gradient does."""
+        statistics = self.statistics if self.n_values > 2 else None
+        common.total(
+            (1, 1, 1),
+            (self._values, self.loss, self.slope, statistics),
+            (self.n_queries, self._share),
+            (),
+            (self.n_values, common.BLOCK),
+            (4, 1, None),
+        )

@@ -1,0 +1,92 @@
+"""Losses over MaxSim in blocks of plain torch, a chunk of queries after the other, with their gradients."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..kernels.chunks import chunks_of
+from .blocked import accumulation_dtype
+from .compute import compute, compute_gradients
+from .loss_call import CROSS_ENTROPY, Comparison, Found, Targets, labels_of
+from .loss_scores import Compared, compared, gradient_of, reduced, statistics_of
+from .problem import Options, Tensors, problem_of
+
+
+def loss_in_blocks(
+    tensors: Tensors, targets: Targets, options: Options, comparison: Comparison, needs: tuple[bool, bool, bool]
+) -> Found:
+    """A loss that is reduced, and what is needed of its gradients, as `kernel_calls.loss`; no size is 0.
+
+    Half embeddings are widened first, so that their gradients are summed in float32 whatever the chunks. A symmetric
+    loss compares all scores at once, and has one chunk.
+    """
+    need_queries, need_documents, need_slope = needs
+    queries, documents, dtype = tensors.queries, tensors.documents, tensors.queries.dtype
+    wide = accumulation_dtype(dtype)
+    tensors = tensors._replace(queries=queries.to(wide), documents=documents.to(wide))
+    options = options._replace(implementation="blocked")
+    problem = problem_of(tensors, options, need_queries or need_documents)
+    own, n_queries = documents.dim() == 4, problem.n_queries
+    step = n_queries if comparison.symmetric else chunks_of(problem, comparison.max_scratch_bytes).queries
+    share = 1.0 / n_queries if comparison.loss_reduction == "mean" else 1.0
+    results, slopes = [], []
+    grad_queries = torch.empty_like(tensors.queries, memory_format=torch.contiguous_format) if need_queries else None
+    # Of own candidates, each chunk has its part.
+    grad_documents = (
+        torch.zeros_like(tensors.documents, memory_format=torch.contiguous_format) if need_documents else None
+    )
+    for first in range(0, n_queries, step):
+        chunk = slice(first, first + step)
+        of_chunk = _rows(tensors, chunk, own)
+        compared_with = _rows_of_targets(targets, chunk, comparison, n_queries, own, queries.device)
+        scores, winners = compute(of_chunk, options, problem.with_winners)
+        results.append(compared(scores, compared_with, comparison, own))
+        if not any(needs):
+            continue
+        grad_scores, slope = gradient_of(scores, compared_with, comparison, own)
+        slopes.append(slope)
+        if winners is None:
+            continue
+        found = compute_gradients(of_chunk, options, grad_scores * share, winners, need_queries, need_documents)
+        if grad_queries is not None and found[0] is not None:
+            grad_queries[chunk] = found[0]
+        if grad_documents is not None and found[1] is not None:
+            (grad_documents[chunk] if own else grad_documents).add_(found[1])
+    result = _joined(results)
+    held = torch.float32 if dtype == torch.float16 else dtype
+    return Found(
+        reduced(result.losses, comparison.loss_reduction),
+        statistics_of(result) if comparison.with_statistics else scores.new_empty(0),
+        None if grad_queries is None else grad_queries.to(held),
+        None if grad_documents is None else grad_documents.to(held),
+        torch.stack(slopes).sum() * share if need_slope else None,
+    )
+
+
+def _joined(results: list[Compared]) -> Compared:
+    losses, *others = (None if of[0] is None else torch.cat(of) for of in zip(*results, strict=True))
+    assert losses is not None
+    return Compared(losses, *others)
+
+
+def _rows(tensors: Tensors, chunk: slice, own: bool) -> Tensors:
+    """The tensors of a chunk of queries."""
+
+    def cut(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor[chunk]
+
+    part = tensors._replace(queries=tensors.queries[chunk], queries_mask=cut(tensors.queries_mask))
+    if own:
+        part = part._replace(documents=tensors.documents[chunk], documents_mask=cut(tensors.documents_mask))
+    return part
+
+
+def _rows_of_targets(
+    targets: Targets, chunk: slice, comparison: Comparison, n_queries: int, own: bool, device: torch.device
+) -> Targets:
+    target, exclude, temperature = targets
+    if comparison.kind == CROSS_ENTROPY:
+        target = labels_of(target, n_queries, own, device)
+    assert target is not None
+    return Targets(target[chunk], None if exclude is None else exclude[chunk], temperature)
