@@ -47,7 +47,7 @@ class ColBERT(pylate.models.ColBERT):
         `register`), which is `"exclude"` by default.
     fuse_projection
         Whether the losses, and `rank.rerank` of texts, score from the encoder's hidden states, so that the projected
-        documents are not stored. None: the saved one, else False.
+        documents are not stored: it pays in reranking, and is no help in training. None: the saved one, else False.
 
     Raises
     ------

@@ -59,8 +59,8 @@ class ColBERTTrainingArguments(SentenceTransformerTrainingArguments):
     masking
         ``"exclude"`` or ``"zero"``, written to the same place.
     fuse_projection
-        Whether the losses score from the encoder's hidden states (see :class:`pylate_flash.losses.Contrastive`),
-        written to the same place.
+        Whether the losses score from the encoder's hidden states, which is no help in training (see
+        :class:`pylate_flash.losses.Contrastive`), written to the same place.
     batch_sampler
         Default: ``"batch_sampler"``, sentence-transformers' own, in place of which :class:`ColBERTTrainer` takes
         ``"no_duplicates"`` if every loss uses in-batch negatives, because a text that occurs twice in a batch would be

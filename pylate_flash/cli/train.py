@@ -48,10 +48,19 @@ class Loss(str, Enum):
     distillation = "distillation"
 
 
+class Precision(str, Enum):
+    """What the model computes in; weights are float32."""
+
+    fp32 = "fp32"
+    bf16 = "bf16"
+    fp16 = "fp16"
+
+
 # The options that only some of the losses use.
 _USED_BY = {
     "temperature": (Loss.contrastive, Loss.cached),
     "mini_batch_size": (Loss.cached,),
+    "mini_batch_tokens": (Loss.cached,),
 }
 
 
@@ -70,7 +79,20 @@ def train(
         Loss.contrastive
     ),
     batch_size: Annotated[int, typer.Option(min=1, help="Lines per step and device.")] = 32,
-    mini_batch_size: Annotated[int, typer.Option(min=1, help="Texts encoded at a time, with `--loss cached`.")] = 32,
+    mini_batch_size: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Texts encoded at a time, with `--loss cached`. Default: 32, or as `--mini-batch-tokens` says."
+        ),
+    ] = None,
+    mini_batch_tokens: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N|auto",
+            help="Tokens encoded at a time, at most, with `--loss cached`. `auto`: as many as fit into the GPU's "
+            "memory, found by trial.",
+        ),
+    ] = None,
     epochs: Annotated[float, typer.Option(help="Times that the data are seen. Not with `--max-steps`.")] = 1.0,
     max_steps: Annotated[
         int | None, typer.Option(min=1, help="Train for so many steps. Not with `--epochs`, which it replaces.")
@@ -91,7 +113,20 @@ def train(
     seed: Annotated[
         int, typer.Option(min=0, max=2**32 - 1, help="Of the order of lines, of dropout, and of a new projection.")
     ] = 42,
-    bf16: Annotated[bool, typer.Option("--bf16", help="Compute in bfloat16 where that is safe (autocast).")] = False,
+    precision: Annotated[
+        Precision,
+        typer.Option(
+            help="`bf16` and `fp16` compute in half precision where that is safe (autocast); `fp16` on a GPU."
+        ),
+    ] = Precision.fp32,
+    eval_data: Annotated[
+        Path | None,
+        typer.Option(help="More lines as in `--data`, which are not trained on: their loss is shown on the way."),
+    ] = None,
+    eval_steps: Annotated[
+        int | None,
+        typer.Option(min=1, help="Evaluate after every so many steps, with `--eval-data`. Default: after each epoch."),
+    ] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, ... Default: a GPU if there is one.")] = None,
     save_steps: Annotated[
         int | None,
@@ -131,7 +166,10 @@ def train(
     """
     check_host("pylate", "pylate-flash train")
     given = {name for name in context.params if _is_given(context, name)}
-    _check_options(given, data, epochs, lr, temperature)
+    tokens = _tokens(mini_batch_tokens)
+    _check_options(given, data, eval_data, epochs, lr, temperature)
+    if tokens is not None and scorer not in (Scorer.pylate_flash, Scorer.auto):
+        raise UserError(f"--mini-batch-tokens needs --scorer pylate_flash or auto, got {scorer.value}")
     check_model_name(model)
     with explained(kinds=(ValueError, OSError, RuntimeError)):  # a link that leads to itself
         output = output.resolve()
@@ -143,6 +181,9 @@ def train(
         from ..training_data import read_training_file
 
         lines = read_training_file(data, distillation=loss is Loss.distillation)
+        evaluated = None
+        if eval_data is not None:
+            evaluated = read_training_file(eval_data, distillation=loss is Loss.distillation)
     if loss is not Loss.distillation and lines.documents_per_query == 1 and 1 in (batch_size, len(lines.rows)):
         raise UserError(
             "a batch of one line with one document has no negatives to learn from: raise --batch-size, or give "
@@ -161,7 +202,9 @@ def train(
         "--document-length": document_length,
         "--scorer": scorer.value,
         "--seed": seed,
-        "--bf16": bf16,
+        "--precision": precision.value,
+        "--eval-data": None if evaluated is None else evaluated.digest,
+        "--eval-steps": eval_steps,
     }
     checkpoint = checkpoints.check(settings) if resume else None
     import torch
@@ -179,6 +222,7 @@ def train(
             document_length=document_length,
         )
         check_scorer(None if scorer is Scorer.auto else scorer.value, colbert.device)
+        _check_device(colbert, precision, tokens if loss is Loss.cached else None)
         if checkpoint is None:
             checkpoints.begin(settings)
         try:
@@ -186,19 +230,28 @@ def train(
                 trainer = _trainer(
                     colbert,
                     lines,
-                    _loss(colbert, loss, mini_batch_size, temperature),
+                    evaluated,
+                    _loss(colbert, loss, mini_batch_size, tokens, temperature),
                     output_dir=str(checkpoints.folder),
                     num_train_epochs=epochs,
                     max_steps=max_steps or -1,
                     per_device_train_batch_size=batch_size,
                     learning_rate=lr,
                     seed=seed,
-                    bf16=bf16,
+                    per_device_eval_batch_size=batch_size,
+                    bf16=precision is Precision.bf16,
+                    fp16=precision is Precision.fp16,
+                    eval_strategy="no" if evaluated is None else "steps" if eval_steps else "epoch",
+                    eval_steps=eval_steps,
                     scorer=scorer.value,
                     save_strategy="no" if save_steps is None else "steps",
                     save_steps=save_steps or 1,
                 )
                 _print_summary(trainer, lines, loss, scorer)
+                if evaluated is not None:
+                    print(f"{len(evaluated.rows)} lines to evaluate with", flush=True)
+                if loss is Loss.cached and tokens == "auto":
+                    _find_budget(trainer, batch_size * lines.documents_per_query, precision)
                 _print_notes(lines, loss, given)
                 _run(trainer, colbert, request, checkpoint, output)
                 if request.signal is not None and trainer.state.global_step < trainer.state.max_steps:
@@ -215,7 +268,28 @@ def _is_given(context: typer.Context, name: str) -> bool:
     return source is not None and source.name != "DEFAULT"
 
 
-def _check_options(given: set[str], data: Path, epochs: float, lr: float, temperature: float) -> None:
+def _tokens(mini_batch_tokens: str | None) -> int | str | None:
+    """`--mini-batch-tokens`, read."""
+    if mini_batch_tokens in (None, "auto"):
+        return mini_batch_tokens
+    if not mini_batch_tokens.isascii() or not mini_batch_tokens.isdigit() or int(mini_batch_tokens) < 1:
+        raise UserError(f"--mini-batch-tokens must be a number of tokens from 1 on, or auto, got {mini_batch_tokens}")
+    return int(mini_batch_tokens)
+
+
+def _check_device(colbert: ColBERT, precision: Precision, tokens: int | str | None) -> None:
+    if precision is Precision.fp16 and colbert.device.type == "cpu":
+        raise UserError("--precision fp16 needs a GPU; bf16 is for CPUs too")
+    if tokens == "auto" and colbert.device.type != "cuda":
+        raise UserError(
+            f"--mini-batch-tokens auto tries what fits into a GPU's memory, and the model is on {colbert.device}; give "
+            "a number, 8192 say"
+        )
+
+
+def _check_options(
+    given: set[str], data: Path, eval_data: Path | None, epochs: float, lr: float, temperature: float
+) -> None:
     for one, other in (("resume", "overwrite"), ("max_steps", "epochs")):
         if {one, other} <= given:
             options = [f"--{name.replace('_', '-')}" for name in (one, other)]
@@ -223,11 +297,16 @@ def _check_options(given: set[str], data: Path, epochs: float, lr: float, temper
     for name, value in (("--epochs", epochs), ("--lr", lr), ("--temperature", temperature)):
         if not 0 < value < math.inf:
             raise UserError(f"{name} must be a finite number above 0, got {value:g}")
-    if data.is_dir():
-        raise UserError(f"{data} is a folder; --data expects a file of JSON lines")
-    # Not `is_file`: a pipe, as of `<(zcat train.jsonl.gz)`, is read as well.
-    if not data.exists():
-        raise UserError(f"there is no file {data}")
+    if "eval_steps" in given and eval_data is None:
+        raise UserError("--eval-steps says how often to evaluate; give --eval-data, what to evaluate with")
+    for name, path in (("--data", data), ("--eval-data", eval_data)):
+        if path is None:
+            continue
+        if path.is_dir():
+            raise UserError(f"{path} is a folder; {name} expects a file of JSON lines")
+        # Not `is_file`: a pipe, as of `<(zcat train.jsonl.gz)`, is read as well.
+        if not path.exists():
+            raise UserError(f"there is no file {path}")
 
 
 def _check_output(output: Path, checkpoints: Checkpoints, overwrite: bool, resume: bool) -> None:
@@ -255,17 +334,45 @@ def _check_output(output: Path, checkpoints: Checkpoints, overwrite: bool, resum
         )
 
 
-def _loss(colbert: ColBERT, loss: Loss, mini_batch_size: int, temperature: float) -> Any:
+def _loss(
+    colbert: ColBERT, loss: Loss, mini_batch_size: int | None, tokens: int | str | None, temperature: float
+) -> Any:
     from .. import losses
 
     if loss is Loss.distillation:
         return losses.Distillation(colbert)
     if loss is Loss.cached:
-        return losses.CachedContrastive(colbert, mini_batch_size=mini_batch_size, temperature=temperature)
+        # What "auto" is, is found when the trainer has put the model where it will be.
+        return losses.CachedContrastive(
+            colbert,
+            mini_batch_size=mini_batch_size,
+            mini_batch_num_tokens=1 if tokens == "auto" else tokens,  # type: ignore[arg-type]
+            temperature=temperature,
+        )
     return losses.Contrastive(colbert, temperature=temperature)
 
 
-def _trainer(colbert: ColBERT, lines: TrainingData, loss: Any, **arguments: Any) -> ColBERTTrainer:
+def _find_budget(trainer: ColBERTTrainer, documents: int, precision: Precision) -> None:
+    import torch
+
+    from ..token_budget import largest_token_budget
+
+    loss: Any = trainer.loss
+    dtype = {Precision.fp32: None, Precision.bf16: torch.bfloat16, Precision.fp16: torch.float16}[precision]
+    try:
+        loss.mini_batch_num_tokens = largest_token_budget(loss, documents, dtype)
+    except torch.OutOfMemoryError as error:
+        raise UserError(
+            f"out of memory on {trainer.model.device}: {error}; a smaller --batch-size needs less"
+        ) from error
+    print(
+        f"mini-batches of at most {loss.mini_batch_num_tokens} tokens, by trial on {trainer.model.device}", flush=True
+    )
+
+
+def _trainer(
+    colbert: ColBERT, lines: TrainingData, evaluated: TrainingData | None, loss: Any, **arguments: Any
+) -> ColBERTTrainer:
     from transformers.trainer_callback import PrinterCallback
 
     from ..trainer import ColBERTTrainer, ColBERTTrainingArguments
@@ -285,6 +392,7 @@ def _trainer(colbert: ColBERT, lines: TrainingData, loss: Any, **arguments: Any)
             **arguments,
         ),
         train_dataset=lines.rows,
+        eval_dataset=None if evaluated is None else evaluated.rows,
         loss=loss,
     )
     # It prints every log entry to standard output.
@@ -341,7 +449,7 @@ def _run(
     except torch.OutOfMemoryError as error:
         raise UserError(
             f"out of memory on {colbert.device}; a smaller --batch-size needs less, and so does --loss cached "
-            "with a smaller --mini-batch-size"
+            "with a smaller --mini-batch-size or --mini-batch-tokens"
         ) from error
     except Exception as error:
         if checkpoint is not None and not guard.started:

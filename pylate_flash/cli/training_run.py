@@ -100,6 +100,11 @@ class Progress(TrainerCallback):
         self.bar.update(state.global_step - self.bar.n if not self.bar.disable else 0)
 
     def on_log(self, args, state, control, logs=None, **kwargs) -> None:
+        if logs and "eval_loss" in logs:
+            tqdm.write(
+                f"step {state.global_step} of {state.max_steps}, loss {logs['eval_loss']:.4g} of --eval-data",
+                sys.stderr,
+            )
         if not logs or "loss" not in logs:
             return
         parts = [f"step {state.global_step} of {state.max_steps}", f"loss {logs['loss']:.4g}"]

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import Result
 
+from pylate_flash import loss_scoring, losses
 from pylate_flash.cli.checkpoints import Checkpoints
 from pylate_flash.cli.common import UserError
 from pylate_flash.cli.training_run import Progress, StopRequest
@@ -58,6 +59,92 @@ def test_train_with_the_other_losses(loss: str, tiny_colbert_path: str, pairs: P
     unused = {"cached": [], "distillation": ["--mini-batch-size", "--temperature"]}[loss]
     notes = [line for line in result.stderr.splitlines() if "note: " in line]
     assert notes == [f"pylate-flash: note: {option} has no effect with --loss {loss}" for option in unused]
+
+
+def test_train_with_mini_batches_of_so_many_tokens(
+    tiny_colbert_path: str, pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits, encode = [], losses.mini_batches
+    monkeypatch.setattr(losses, "mini_batches", lambda *arguments: limits.append(arguments[2]) or encode(*arguments))
+    options = ("--loss", "cached", "--batch-size", 4, "--max-steps", 1, "--mini-batch-tokens", 40)
+    trained(pairs, tiny_colbert_path, tmp_path / "out", *options)
+    trained(pairs, tiny_colbert_path, tmp_path / "both", *options, "--mini-batch-size", 3)
+    assert [tuple(found) for found in limits] == [(None, 40), (3, 40)]
+    result = trained(pairs, tiny_colbert_path, tmp_path / "none", "--max-steps", 1, "--mini-batch-tokens", "auto")
+    assert "note: --mini-batch-tokens has no effect with --loss contrastive" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            ("--mini-batch-tokens", "many"),
+            "--mini-batch-tokens must be a number of tokens from 1 on, or auto, got many",
+        ),
+        (("--mini-batch-tokens", "0"), "--mini-batch-tokens must be a number of tokens from 1 on, or auto, got 0"),
+        (("--mini-batch-tokens", "auto"), "--mini-batch-tokens auto tries what fits into a GPU's memory"),
+        (("--mini-batch-tokens", "40", "--scorer", "torch"), "--mini-batch-tokens needs --scorer pylate_flash or auto"),
+        (("--precision", "fp16"), "--precision fp16 needs a GPU"),
+        (("--eval-steps", "2"), "--eval-steps says how often to evaluate; give --eval-data"),
+        (("--eval-data", "no-such-file"), "there is no file no-such-file"),
+    ],
+)
+def test_train_refuses_what_cannot_be(
+    options: tuple[str, ...], message: str, tiny_colbert_path: str, pairs: Path, tmp_path: Path
+) -> None:
+    result = train(pairs, tiny_colbert_path, tmp_path / "out", "--loss", "cached", *options)
+    assert_one_clear_sentence(result, message)
+    assert not (tmp_path / "out").exists()
+
+
+def test_train_finds_the_largest_mini_batch(
+    tiny_colbert_path: str, pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the processor is taken for a GPU on which all documents of a batch fit."""
+    monkeypatch.setattr("pylate_flash.cli.train._check_device", lambda *_: None)
+    options = ("--loss", "cached", "--batch-size", 4, "--max-steps", 1, "--mini-batch-tokens", "auto")
+    result = trained(pairs, tiny_colbert_path, tmp_path / "out", *options)
+    documents = len(json.loads(pairs.read_text().splitlines()[0])) - 1
+    assert f"mini-batches of at most {4 * documents * 32} tokens, by trial on cpu" in result.stdout.splitlines()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_train_computes_in_the_precision_that_is_asked_for(
+    precision: str, tiny_colbert_path: str, pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dtypes, operation = [], loss_scoring.maxsim_cross_entropy
+    monkeypatch.setattr(
+        loss_scoring,
+        "maxsim_cross_entropy",
+        lambda queries, **options: dtypes.append(queries.dtype) or operation(queries, **options),
+    )
+    trained(pairs, tiny_colbert_path, tmp_path / "out", "--max-steps", 1, "--precision", precision)
+    assert dtypes == [{"fp32": torch.float32, "bf16": torch.bfloat16}[precision]]
+
+
+@pytest.mark.parametrize("loss", ["contrastive", "cached", "distillation"])
+def test_train_evaluates_on_lines_of_their_own(loss: str, tiny_colbert_path: str, pairs: Path, tmp_path: Path) -> None:
+    """After each epoch, or after so many steps; what the model becomes does not depend on it."""
+    if loss == "distillation":
+        write(pairs, *({**LISTS, "query": f"query {i}"} for i in range(8)))
+    lines = pairs.read_text().splitlines()
+    pairs.write_text("\n".join(lines[:6]))
+    others = tmp_path / "eval.jsonl"
+    others.write_text("\n".join(lines[6:]))
+    options = ("--loss", loss, "--batch-size", 3, "--epochs", 2)
+    trained(pairs, tiny_colbert_path, tmp_path / "without", *options)
+    each_epoch = trained(pairs, tiny_colbert_path, tmp_path / "epochs", *options, "--eval-data", others)
+    assert f"{len(lines) - 6} lines to evaluate with" in each_epoch.stdout.splitlines()
+    each_step = trained(
+        pairs, tiny_colbert_path, tmp_path / "steps", *options, "--eval-data", others, "--eval-steps", 1
+    )
+    for result, steps in ((each_epoch, [2, 4]), (each_step, [1, 2, 3, 4])):
+        shown = [line for line in result.stderr.splitlines() if line.endswith("of --eval-data")]
+        assert [line.partition(", loss ")[0] for line in shown] == [f"step {step} of 4" for step in steps]
+    weights = [load_file(tmp_path / name / "model.safetensors") for name in ("without", "epochs", "steps")]
+    for name, tensor in weights[0].items():
+        assert torch.equal(weights[1][name], tensor)
+        assert torch.equal(weights[2][name], tensor)
 
 
 def test_train_says_what_it_trains_on(tiny_colbert_path: str, tmp_path: Path) -> None:

@@ -1,0 +1,112 @@
+"""How many tokens a GPU encodes at once in training, found by trying."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .losses import CachedContrastive
+from .projection import unwrapped
+
+__all__ = ["largest_token_budget"]
+
+# Of the device's memory: what the encoder of other texts, and the allocator's fragments, may need beyond the trial.
+_RESERVE = 0.1
+# Bytes per parameter of Adam's two moments, which are there from the first step's end on.
+_OPTIMIZER_BYTES = 8
+
+
+def largest_token_budget(loss: CachedContrastive, documents: int, dtype: torch.dtype | None = None) -> int:
+    """The largest `mini_batch_num_tokens` of a cached loss that fits into the memory of its model's GPU, by trial.
+
+    Documents of the model's greatest length are encoded in training mode, and the way back is gone, with twice as many
+    each time until memory does not suffice, beside what a step will hold: the embeddings of the whole batch with their
+    gradients, Adam's moments, and a tenth of the memory for what is not foreseen. Random states and gradients are as
+    before; gradients that there are, are dropped.
+
+    Parameters
+    ----------
+    loss
+        Its model lies where it will be trained.
+    documents
+        Of a batch, all columns together: more tokens than they have are not tried.
+    dtype
+        That of autocast in the training. None: no autocast.
+
+    Returns
+    -------
+    int
+        Tokens.
+
+    Raises
+    ------
+    torch.OutOfMemoryError
+        If not even one document fits.
+
+    Examples
+    --------
+    >>> loss = losses.CachedContrastive(model.cuda())  # doctest: +SKIP
+    >>> loss.mini_batch_num_tokens = largest_token_budget(loss, 4096, torch.bfloat16)  # doctest: +SKIP
+    """
+    model = unwrapped(loss.model)
+    length, training = model.document_length, model.training
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    device = model.device
+
+    def fits(texts: int) -> bool:
+        try:
+            held = _held(model, documents * length, parameters, device)
+            _encode_and_back(model, texts, dtype)
+            del held
+        except torch.OutOfMemoryError:
+            return False
+        finally:
+            model.zero_grad(set_to_none=True)
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+        return True
+
+    try:
+        model.train()
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            texts = _largest(fits, documents)
+    finally:
+        model.train(training)
+    if texts == 0:
+        raise torch.OutOfMemoryError(f"not even one document of {length} tokens can be encoded beside the batch")
+    return texts * length
+
+
+def _largest(fits: Callable[[int], bool], most: int) -> int:
+    """The largest number tried that fits, at most `most`: a power of two or one and a half; 0 if not even 1 does."""
+    found, size = 0, 1
+    while fits(size):
+        found = size
+        if size == most:
+            return found
+        size = min(2 * size, most)
+    between = found + found // 2
+    return between if found < between < size and fits(between) else found
+
+
+def _held(model: Any, tokens: int, parameters: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """As many bytes as a step will hold beside what the encoder needs."""
+    embedding = model.get_sentence_embedding_dimension() or 128
+    # Embeddings and gradients in four bytes at most, and the operation's float32 sums.
+    size = tokens * embedding * 12 + _OPTIMIZER_BYTES * sum(parameter.numel() for parameter in parameters)
+    if device.type == "cuda":
+        size += int(_RESERVE * torch.cuda.get_device_properties(device).total_memory)
+    return torch.empty(size if device.type == "cuda" else 0, dtype=torch.uint8, device=device)
+
+
+def _encode_and_back(model: Any, texts: int, dtype: torch.dtype | None) -> None:
+    features = model.tokenize(["a"] * texts, is_query=False, pad=True)
+    # No token is like another, as in the batch that needs most.
+    features["input_ids"] = torch.randint(0, len(model.tokenizer), features["input_ids"].shape)
+    features["attention_mask"] = torch.ones_like(features["attention_mask"])
+    features = {name: value.to(model.device) for name, value in features.items()}
+    with torch.autocast(model.device.type, dtype=dtype, enabled=dtype is not None):
+        embeddings = model(features)["token_embeddings"]
+    embeddings.backward(torch.zeros_like(embeddings))

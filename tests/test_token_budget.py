@@ -1,0 +1,64 @@
+"""The largest mini-batch that fits, on a model that says when it does not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pylate_flash import losses, models
+from pylate_flash.token_budget import _largest, largest_token_budget
+
+
+@pytest.fixture
+def model(tiny_colbert_path: str) -> models.ColBERT:
+    return models.ColBERT(tiny_colbert_path, device="cpu", document_length=16)
+
+
+@pytest.mark.parametrize(
+    ("fitting", "most", "expected"),
+    [(0, 8, 0), (1, 8, 1), (2, 8, 2), (3, 8, 3), (5, 8, 4), (6, 8, 6), (7, 8, 6), (8, 8, 8), (100, 9, 9), (9, 1, 1)],
+)
+def test_doubled_until_it_does_not_fit(fitting: int, most: int, expected: int) -> None:
+    tried = []
+    assert _largest(lambda size: tried.append(size) or size <= fitting, most) == expected
+    assert max(tried) <= most
+    assert len(tried) == len(set(tried))
+
+
+def test_full_documents_are_encoded_and_the_way_back_is_gone(
+    model: models.ColBERT, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loss = losses.CachedContrastive(model)
+    shapes, forward = [], type(model).forward
+
+    def limited(self, features):
+        shapes.append(tuple(features["input_ids"].shape))
+        assert features["attention_mask"].all()
+        assert self.training
+        assert torch.is_autocast_enabled("cpu")
+        if len(features["input_ids"]) > 12:
+            raise torch.OutOfMemoryError
+        output = forward(self, features)
+        assert output["token_embeddings"].requires_grad
+        return output
+
+    monkeypatch.setattr(type(model), "forward", limited)
+    model.eval()
+    before = torch.get_rng_state()
+    assert largest_token_budget(loss, 64, torch.bfloat16) == 12 * 16
+    assert [rows for rows, _ in shapes] == [1, 2, 4, 8, 16, 12]
+    assert {length for _, length in shapes} == {16}
+    # As if nothing had been tried.
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not model.training
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert largest_token_budget(loss, 5, torch.bfloat16) == 5 * 16
+
+
+def test_not_even_one_document(model: models.ColBERT, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self, features):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(type(model), "forward", full)
+    with pytest.raises(torch.OutOfMemoryError, match="not even one document of 16 tokens"):
+        largest_token_budget(losses.CachedContrastive(model), 4)
