@@ -209,7 +209,8 @@ def _stacked_plan(problem: Problem) -> ForwardPlan:
             cuts = _cuts(problem, row_blocks, processors, per_processor=1, largest=16384)
             run, n_runs = cuts.cut, cuts.number
         else:
-            tail = hopper_tail(wide, length)
+            # Winners are found in a whole tile.
+            tail = 0 if kind.with_winners else hopper_tail(wide, length)
             run = _run_length(n_documents, row_blocks * groups, processors, per_processor=1, longest=64)
             n_runs = -(-n_documents // run)
         if not packed or length <= cuts.whole:

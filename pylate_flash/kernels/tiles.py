@@ -203,7 +203,7 @@ def hopper_tile(
 def hopper_tail(tile: HopperTile, document_length: int) -> int:
     """Columns of a narrower product for the last tokens of a document (0: there is none), where that saves much.
 
-    Winners are found in a whole tile, and longer embeddings leave less of their time to what follows a product.
+    Longer embeddings leave less of their time to what follows a product.
     """
     left = document_length % tile.columns
     columns = document_length - left + tile.columns

@@ -173,7 +173,6 @@ def test_where_the_last_tile_is_narrower() -> None:
     tile = hopper_tile(9, 128, 2, False, False, False)
     tails = {7: 16, 30: 32, 64: 0, 77: 16, 96: 32, 97: 0, 180: 0, 256: 0, 333: 16, 350: 0, 400: 0}
     assert {length: hopper_tail(tile, length) for length in tails} == tails
-    assert hopper_tail(hopper_tile(9, 128, 2, False, False, True), 77) == 0
     assert hopper_tail(hopper_tile(9, 256, 2, False, False, False), 77) == 0
 
 
@@ -204,6 +203,16 @@ def packed(n_queries: int, longest: int, normalize: bool = False) -> Problem:
     bounds = torch.tensor([0, 10, 20, 30, longest + 30])
     options = Options(max_document_length=longest, normalize=normalize)
     return problem_of(Tensors(queries, documents, documents_cu_seqlens=bounds), options)
+
+
+@pytest.mark.parametrize("n_queries", [4, 16])
+def test_winners_are_found_in_whole_tiles(n_queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(select, "architecture", lambda device: (9, 132))
+    tails = []
+    monkeypatch.setattr(select, "hopper_form", lambda capability, kind, tile, tail, *rest: tails.append(tail))
+    for winners in (False, True):
+        forward_plan(problem((n_queries, 32, 128), (40, 77, 128), winners=winners))
+    assert tails == [16, 0]
 
 
 def test_what_the_kernel_serves(monkeypatch: pytest.MonkeyPatch) -> None:
