@@ -114,7 +114,7 @@ def test_a_step(queries, documents, lists: bool, loss_reduction: str, loss: str,
 
 
 @pytest.mark.parametrize("lists", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(
     ("loss", "documents", "packed", "scoring", "options"),
     [
@@ -135,8 +135,8 @@ def test_chunks(loss, documents, packed: bool, scoring: dict, options: dict, dty
     case = problem(loss, (5, 4, 8), documents, False, "queries documents", scoring, **options)
     embeddings = (tensor.to(dtype) for tensor in case.case.tensors)
     case = replace(case, case=Case(*embeddings, *list(case.case.keywords.values())[:2], scoring), packed=packed)
-    # What a score takes: itself, its gradient, and its winners with their lists.
-    found = case.run(implementation="triton", max_scratch_bytes=2 * documents[-3] * (8 + 4 * 3))
+    # What a score takes: itself, its gradient, the sums of its tokens, and their winners with their lists.
+    found = case.run(implementation="triton", max_scratch_bytes=2 * documents[-3] * (8 + 4 * 4 + 4 * 3))
     check_results(found, case.expected(), 1e-5 if dtype == torch.float32 else 4e-3, dtype)
 
 
