@@ -8,9 +8,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 
-from pylate_flash.kernels import select
+from pylate_flash.kernels import chunks, select
+from pylate_flash.kernels.backward import write_gradients
 from pylate_flash.kernels.losses import ChunkedLoss, common, rescale
-from pylate_flash.ops import kl_divergence_reference, margin_mse_reference
+from pylate_flash.ops import kernel_calls, kl_divergence_reference, margin_mse_reference
 from pylate_flash.ops.loss_call import Comparison, Targets
 from tests.ops.cases import Case, relative_error
 from tests.ops.loss_cases import LOSSES, LossCase, check_results, loss_cases
@@ -138,6 +139,31 @@ def test_chunks(loss, documents, packed: bool, scoring: dict, options: dict, dty
     # What a score takes: itself, its gradient, the sums of its tokens, and their winners with their lists.
     found = case.run(implementation="triton", max_scratch_bytes=2 * documents[-3] * (8 + 4 * 4 + 4 * 3))
     check_results(found, case.expected(), 1e-5 if dtype == torch.float32 else 4e-3, dtype)
+
+
+def test_short_memory_halves_the_chunk(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Five queries at once, then three, do not fit; where one alone does not, that is the caller's error."""
+    case = problem("cross entropy", (5, 4, 8), (6, 7, 8))
+    expected, met, most = case.expected(), [], 2
+
+    def write(problem, *others) -> None:
+        met.append(problem.n_queries)
+        if problem.n_queries > most:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        write_gradients(problem, *others)
+
+    monkeypatch.setattr(kernel_calls, "write_gradients", write)
+    chunks._log_halving.cache_clear()
+    for _ in range(2):
+        check_results(case.run(implementation="triton"), expected, 1e-5, torch.float32)
+    assert met == [5, 3, 2, 2, 1] * 2
+    assert [record.message.split(":")[0] for record in caplog.records] == [
+        "a loss over MaxSim ran out of memory, and goes on in chunks of half as many queries"
+    ]
+    most = 0
+    with pytest.raises(torch.OutOfMemoryError):
+        case.run(implementation="triton")
+    assert met[10:] == [5, 3, 2, 1]
 
 
 @pytest.mark.parametrize(("queries", "documents"), [((5, 4, 8), (7, 6, 8)), ((3, 100, 8), (3, 4, 9, 8))])
