@@ -73,7 +73,7 @@ class ChunkedLoss:
         # A third of the host time of `new_empty(())`.
         self.loss = memory.new_empty_strided((), ())
         self.slope = memory.new_empty_strided((), ()) if with_slope else None
-        self.statistics = memory.new_empty(3 if comparison.with_statistics else 0)
+        self.statistics = memory.new_empty_strided((3 if comparison.with_statistics else 0,), (1,))
         exclude = targets.exclude
         self._labels = targets.target, None if exclude is None else exclude.view(torch.uint8), targets.temperature
         self._scale = 1.0 / comparison.temperature

@@ -8,12 +8,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 
-from pylate_flash.kernels import select
+from pylate_flash.kernels import chunks, select
+from pylate_flash.kernels.backward import write_gradients
 from pylate_flash.kernels.losses import ChunkedLoss, common, rescale
-from pylate_flash.ops import kl_divergence_reference, margin_mse_reference
+from pylate_flash.ops import kernel_calls, kl_divergence_reference, margin_mse_reference
 from pylate_flash.ops.loss_call import Comparison, Targets
 from tests.ops.cases import Case, relative_error
-from tests.ops.loss_cases import LOSSES, LossCase, check_chunks, chunk_cases, loss_cases
+from tests.ops.loss_cases import LOSSES, LossCase, check_results, loss_cases
 
 OPTIONS = {
     "deadline": None,
@@ -34,15 +35,6 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 @given(case=loss_cases(dtypes=(torch.float32, torch.float16), max_batch=6, max_length=12))
 def test_losses(case: LossCase) -> None:
     case.check(1e-5 if case.case.queries.dtype == torch.float32 else 1e-2, implementation="triton")
-
-
-@settings(max_examples=10, **OPTIONS)
-@given(case=chunk_cases(dtypes=(torch.float32, torch.float16, torch.bfloat16), max_length=12))
-def test_chunks(case: LossCase) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        # Lists of winners, where most of these would compare them.
-        patch.setattr(select, "_FEW_ROWS", 8)
-        check_chunks(case, implementation="triton")
 
 
 def problem(
@@ -120,6 +112,58 @@ def check_step(case: LossCase) -> None:
 def test_a_step(queries, documents, lists: bool, loss_reduction: str, loss: str, monkeypatch):
     monkeypatch.setattr(select, "_FEW_ROWS", 0 if lists else 1 << 20)
     check_step(problem(loss, queries, documents, loss_reduction=loss_reduction))
+
+
+@pytest.mark.parametrize("lists", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    ("loss", "documents", "packed", "scoring", "options"),
+    [
+        ("cross entropy", (6, 7, 8), False, {}, {"exclude": True, "margin": -2.0}),
+        ("cross entropy", (6, 7, 8), True, {"normalize": True}, {"symmetric": True, "exclude": True, "margin": 0.1}),
+        ("cross entropy", (5, 3, 7, 8), False, {"reduction": "mean", "empty_score": -3.0}, {}),
+        ("divergence", (6, 7, 8), False, {"normalize": True}, {"normalize_scores": True, "teacher_temperature": 3}),
+        ("margin MSE", (6, 7, 8), True, {"reduction": "mean"}, {}),
+    ],
+)
+def test_chunks(loss, documents, packed: bool, scoring: dict, options: dict, dtype, lists: bool, monkeypatch) -> None:
+    """Two queries at a time, of five."""
+    monkeypatch.setattr(select, "_FEW_ROWS", 0 if lists else 1 << 20)
+    if loss != "margin MSE":
+        options = options | {"temperature": torch.tensor(2.0)}
+    if "exclude" in options:
+        options = options | {"exclude": torch.eye(5, documents[-3], dtype=torch.bool).roll(2, 1)}
+    case = problem(loss, (5, 4, 8), documents, False, "queries documents", scoring, **options)
+    embeddings = (tensor.to(dtype) for tensor in case.case.tensors)
+    case = replace(case, case=Case(*embeddings, *list(case.case.keywords.values())[:2], scoring), packed=packed)
+    # What a score takes: itself, its gradient, the sums of its tokens, and their winners with their lists.
+    found = case.run(implementation="triton", max_scratch_bytes=2 * documents[-3] * (8 + 4 * 4 + 4 * 3))
+    check_results(found, case.expected(), 1e-5 if dtype == torch.float32 else 4e-3, dtype)
+
+
+def test_short_memory_halves_the_chunk(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Five queries at once, then three, do not fit; where one alone does not, that is the caller's error."""
+    case = problem("cross entropy", (5, 4, 8), (6, 7, 8))
+    expected, met, most = case.expected(), [], 2
+
+    def write(problem, *others) -> None:
+        met.append(problem.n_queries)
+        if problem.n_queries > most:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        write_gradients(problem, *others)
+
+    monkeypatch.setattr(kernel_calls, "write_gradients", write)
+    chunks._log_halving.cache_clear()
+    for _ in range(2):
+        check_results(case.run(implementation="triton"), expected, 1e-5, torch.float32)
+    assert met == [5, 3, 2, 2, 1] * 2
+    assert [record.message.split(":")[0] for record in caplog.records] == [
+        "a loss over MaxSim ran out of memory, and goes on in chunks of half as many queries"
+    ]
+    most = 0
+    with pytest.raises(torch.OutOfMemoryError):
+        case.run(implementation="triton")
+    assert met[10:] == [5, 3, 2, 1]
 
 
 @pytest.mark.parametrize(("queries", "documents"), [((5, 4, 8), (7, 6, 8)), ((3, 100, 8), (3, 4, 9, 8))])
@@ -226,8 +270,8 @@ def test_opcheck(loss: str, implementation: str) -> None:
     torch.library.opcheck(
         torch.ops.pylate_flash.maxsim_loss.default,
         (
-            *leaves, case.case.queries_mask, case.case.documents_mask, None, case.target, None,
-            torch.tensor(0.5, requires_grad=True), 0, True, "sum", "exclude", 0.0, implementation, *comparison,
+            *leaves, torch.tensor(0.5, requires_grad=True), case.case.queries_mask, case.case.documents_mask, None,
+            case.target, None, 0, True, "sum", "exclude", 0.0, implementation, *comparison,
         ),
     )  # fmt: skip
 
