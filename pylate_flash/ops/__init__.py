@@ -15,6 +15,7 @@ from .losses import (
 )
 from .maxsim import maxsim, maxsim_pairwise, maxsim_reference
 from .packing import pack, unpack
+from .ragged import maxsim_ragged, maxsim_ragged_pairwise
 from .varlen import maxsim_varlen, maxsim_varlen_pairwise
 
 __all__ = [
@@ -31,6 +32,8 @@ __all__ = [
     "maxsim_kl_divergence",
     "maxsim_margin_mse",
     "maxsim_pairwise",
+    "maxsim_ragged",
+    "maxsim_ragged_pairwise",
     "maxsim_reference",
     "maxsim_varlen",
     "maxsim_varlen_pairwise",

@@ -52,6 +52,18 @@ class Options(NamedTuple):
     implementation: str = "auto"
 
 
+class Places(NamedTuple):
+    """Where packed documents begin that do not follow each other; `documents` of `Tensors` is where it is counted from.
+
+    `offsets` [Nd], int64 on the device, in units of `unit` elements, 16 bytes where every document begins at a multiple
+    of that, else 1. The documents have `n_tokens` in all, each by its own boundaries of contiguous rows.
+    """
+
+    offsets: Tensor
+    unit: int
+    n_tokens: int
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class Kind:
     """What a problem is but for its sizes, and so what the code that serves it is compiled for; one object for each."""
@@ -70,6 +82,8 @@ class Kind:
     # `torch.get_float32_matmul_precision()`.
     float32_precision: str
     with_winners: bool
+    # The unit of `Places`; 0: packed documents follow each other.
+    offset_unit: int = 0
 
     @property
     def zero_masked(self) -> bool:
