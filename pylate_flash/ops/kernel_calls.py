@@ -76,15 +76,20 @@ def loss(
             for first in firsts:
                 chunk = _chunk(problem._replace(with_winners=False), given, first, chunks.queries)
                 run.meet(_scores_of_chunk(*chunk, options)[0], first)
-        gradients = _Gradients(problem, given, chunks, needs)
-        for first in firsts:
-            # What is made there is free before the next chunk takes as much.
-            _run_chunk(
-                run, *_chunk(problem, given, first, chunks.queries), options, first, gradients.destination(first)
-            )
+        gradients = _empty(problem, given, chunks, needs)
+        if chunks.number == 1:
+            _run_chunk(run, problem, given, options, 0, gradients)
+        else:
+            for first in firsts:
+                chunk = _chunk(problem, given, first, chunks.queries)
+                # What is made there is free before the next chunk takes as much.
+                _run_chunk(run, *chunk, options, first, _of_chunk(gradients, first, chunks.queries))
         if not with_gradient:
             run.sum()
-        return Found(run.loss, run.statistics, *gradients.finished(), run.slope)
+        grad_documents = gradients.documents
+        if grad_documents is not None and gradients.partial:
+            grad_documents = _finished(problem, given.documents, grad_documents)
+        return Found(run.loss, run.statistics, gradients.queries, grad_documents, run.slope)
 
 
 def _run_chunk(
@@ -104,8 +109,6 @@ def _run_chunk(
 
 def _chunk(problem: Problem, tensors: Tensors, first: int, number: int) -> tuple[Problem, Tensors]:
     """The problem of `number` queries from `first` on."""
-    if number >= problem.n_queries:
-        return problem, tensors
     chunk = slice(first, min(first + number, problem.n_queries))
     number = chunk.stop - first
     queries, documents, queries_mask, documents_mask, *packing = tensors
@@ -133,46 +136,38 @@ def _scores_of_chunk(
     return with_empty_score(scores / counts, tensors, options.empty_score), winners, counts.float()
 
 
-class _Gradients:
-    """The gradients of queries and documents while chunks of queries add to them.
+def _empty(problem: Problem, tensors: Tensors, chunks: Chunks, needs: tuple[bool, bool, bool]) -> Destination:
+    """Memory for the gradients that are needed, contiguous.
 
-    What all chunks add to is summed in float32. So is every gradient of float16 embeddings.
+    What several chunks add to is summed in float32. So is every gradient of float16 embeddings.
     """
+    partial = chunks.number > 1 and tensors.documents.dim() != 4
+    dtype = torch.float32 if problem.dtype == torch.float16 else problem.dtype
+    grad_queries = grad_documents = None
+    if needs[0]:
+        grad_queries = torch.empty_like(tensors.queries, dtype=dtype, memory_format=torch.contiguous_format)
+    if needs[1]:
+        dtype = torch.float32 if partial else dtype
+        grad_documents = torch.empty_like(tensors.documents, dtype=dtype, memory_format=torch.contiguous_format)
+    return Destination(grad_queries, grad_documents, partial)
 
-    def __init__(self, problem: Problem, tensors: Tensors, chunks: Chunks, needs: tuple[bool, bool, bool]) -> None:
-        self._problem, self._tensors, self._queries_of_chunk = problem, tensors, chunks.queries
-        self._one = chunks.number == 1
-        self._partial = not self._one and tensors.documents.dim() != 4
-        dtype = torch.float32 if problem.dtype == torch.float16 else problem.dtype
-        self._queries = self._documents = None
-        if needs[0]:
-            self._queries = torch.empty(tensors.queries.shape, dtype=dtype, device=problem.device)
-        if needs[1]:
-            dtype = torch.float32 if self._partial else dtype
-            self._documents = torch.empty(tensors.documents.shape, dtype=dtype, device=problem.device)
 
-    def destination(self, first: int) -> Destination:
-        """Where those of the chunk go whose first query this is."""
-        queries, documents = self._queries, self._documents
-        if self._one:
-            return Destination(queries, documents)
-        chunk = slice(first, first + self._queries_of_chunk)
-        if documents is not None and not self._partial:
-            documents = documents[chunk]
-        adds = self._partial and first > 0
-        return Destination(None if queries is None else queries[chunk], documents, self._partial, adds)
+def _of_chunk(gradients: Destination, first: int, number: int) -> Destination:
+    """Where those of a chunk of queries go."""
+    chunk, (queries, documents, partial, _) = slice(first, first + number), gradients
+    if documents is not None and not partial:
+        documents = documents[chunk]
+    return Destination(None if queries is None else queries[chunk], documents, partial, partial and first > 0)
 
-    def finished(self) -> tuple[Tensor | None, Tensor | None]:
-        documents, problem = self._documents, self._problem
-        if documents is None or not self._partial:
-            return self._queries, documents
-        if problem.normalize:
-            given = self._tensors.documents
-            dtype = torch.float32 if problem.dtype == torch.float16 else problem.dtype
-            found = torch.empty(given.shape, dtype=dtype, device=problem.device)
-            finish_documents(problem, given, inverse_norms(given), documents, found)
-            return self._queries, found
-        return self._queries, documents if problem.dtype == torch.float16 else documents.to(problem.dtype)
+
+def _finished(problem: Problem, documents: Tensor, total: Tensor) -> Tensor:
+    """The gradient of documents from the sum of all chunks."""
+    dtype = torch.float32 if problem.dtype == torch.float16 else problem.dtype
+    if not problem.normalize:
+        return total.to(dtype)
+    found = torch.empty_like(total, dtype=dtype)
+    finish_documents(problem, documents, inverse_norms(documents), total, found)
+    return found
 
 
 def rescale_gradients(grad_loss: Tensor, grad_queries: Tensor | None, grad_documents: Tensor | None) -> None:

@@ -53,13 +53,8 @@ class Found(NamedTuple):
 
 def check_comparison(comparison: Comparison) -> None:
     """Raise TypeError or ValueError for an option that is none of those it may be."""
-    for name in ("temperature", "teacher_temperature"):
-        value = getattr(comparison, name)
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            also = " or a tensor of one element" if name == "temperature" else ""
-            raise TypeError(f"{name} must be a number{also}, got {type(value).__name__}")
-        if not 0.0 < value < math.inf:
-            raise ValueError(f"{name} must be positive and finite, got {value}")
+    _check_temperature("temperature", comparison.temperature, " or a tensor of one element")
+    _check_temperature("teacher_temperature", comparison.teacher_temperature)
     margin, budget = comparison.margin, comparison.max_scratch_bytes
     if margin is not None:
         if isinstance(margin, bool) or not isinstance(margin, (int, float)):
@@ -72,6 +67,13 @@ def check_comparison(comparison: Comparison) -> None:
         if budget < 1:
             raise ValueError(f"max_scratch_bytes must be at least 1, got {budget}")
     check_choice("loss_reduction", comparison.loss_reduction, LOSS_REDUCTIONS)
+
+
+def _check_temperature(name: str, value: object, otherwise: str = "") -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a number{otherwise}, got {type(value).__name__}")
+    if not 0.0 < value < math.inf:
+        raise ValueError(f"{name} must be positive and finite, got {value}")
 
 
 def checked_targets(targets: Targets, comparison: Comparison, tensors: Tensors) -> Targets:

@@ -38,8 +38,9 @@ def loss_of(
         check_tensor("queries", tensors.queries, {3: "[Nq, Lq, d]"})
         check_tensor("documents", tensors.documents, {2: "[Td, d]"})
         options = with_lengths(tensors, options, None, max_document_length)
-    # What is compared with the scores relies on this much.
-    check(tensors)
+    # The operators make every check; those of what is compared with the scores rely on this much.
+    elif tensors.queries.dim() != 3 or tensors.documents.dim() not in (3, 4):
+        check(tensors)
     target, exclude, temperature = targets = checked_targets(targets, comparison, tensors)
     queries, documents, queries_mask, documents_mask, _, bounds, _ = tensors
     if comparison.loss_reduction == "none" or 0 in queries.shape or 0 in documents.shape:
@@ -51,7 +52,7 @@ def loss_of(
         target = (target.float() if target.is_floating_point() else target).contiguous()
     exclude = None if exclude is None else exclude.contiguous()
     return _maxsim_loss(
-        queries, documents, queries_mask, documents_mask, bounds, target, exclude, temperature,
+        queries, documents, temperature, queries_mask, documents_mask, bounds, target, exclude,
         options.max_document_length, *options[3:], *comparison,
     )  # fmt: skip
 
@@ -59,16 +60,16 @@ def loss_of(
 # The fields of `Tensors` that a loss has, and those of `Targets`; then the same of `Options`, and `Comparison`.
 _LIBRARY = torch.library.Library("pylate_flash", "FRAGMENT")
 _CALL = (
-    "Tensor queries, Tensor documents, Tensor? queries_mask, Tensor? documents_mask, Tensor? documents_cu_seqlens, "
-    "Tensor? target, Tensor? exclude, Tensor? temperature, SymInt max_document_length, bool normalize, str reduction, "
-    "str masking, float empty_score, str implementation, str kind, float temperature_number, float? margin, "
-    "bool symmetric, float teacher_temperature, bool normalize_scores, str loss_reduction, bool with_statistics, "
-    "int? max_scratch_bytes"
+    "Tensor queries, Tensor documents, Tensor? temperature, Tensor? queries_mask, Tensor? documents_mask, "
+    "Tensor? documents_cu_seqlens, Tensor? target, Tensor? exclude, SymInt max_document_length, bool normalize, "
+    "str reduction, str masking, float empty_score, str implementation, str kind, float temperature_number, "
+    "float? margin, bool symmetric, float teacher_temperature, bool normalize_scores, str loss_reduction, "
+    "bool with_statistics, int? max_scratch_bytes"
 )
 _N_TENSORS = 8
 _N_COMPARISON = len(Comparison._fields)
-# Of queries, documents and temperature among them, the gradients are computed.
-_DIFFERENTIABLE = (0, 1, 7)
+# Of the first of them, the gradients are computed.
+_N_DIFFERENTIABLE = 3
 _LIBRARY.define(f"maxsim_loss({_CALL}) -> (Tensor, Tensor)")
 # What `maxsim_loss` is in a graph that has a backward: the loss, its statistics, and its gradients.
 _LIBRARY.define(
@@ -91,12 +92,12 @@ def _by_kernels(queries: Tensor, options: tuple) -> bool:
 
 def _computed(tensors: tuple, options: tuple, needs: tuple[bool, bool, bool]) -> Found:
     """The loss and what is needed of its gradients, from the operator's arguments: tensors, and what follows them."""
-    queries, documents, queries_mask, documents_mask, bounds, *targets = tensors
+    queries, documents, temperature, queries_mask, documents_mask, bounds, target, exclude = tensors
     longest, *scoring = options[:-_N_COMPARISON]
     comparison = Comparison(*options[-_N_COMPARISON:])
     compute = kernels().loss if _by_kernels(queries, options) else loss_in_blocks
     given = Tensors(queries, documents, queries_mask, documents_mask, None, bounds)
-    return compute(given, Targets(*targets), Options(0, longest, 0, *scoring), comparison, needs)
+    return compute(given, Targets(target, exclude, temperature), Options(0, longest, 0, *scoring), comparison, needs)
 
 
 def _loss_alone(*arguments) -> tuple[Tensor, Tensor]:
@@ -127,7 +128,7 @@ class _MaxsimLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, options, *tensors):
-        needs = tuple([ctx.needs_input_grad[1 + index] for index in _DIFFERENTIABLE])
+        needs = ctx.needs_input_grad[1 : 1 + _N_DIFFERENTIABLE]
         ctx.plain = is_plain(*tensors[:2])
         if ctx.plain:
             loss, statistics, *ctx.gradients = _computed(tensors, options, needs)
@@ -136,6 +137,7 @@ class _MaxsimLoss(torch.autograd.Function):
         ctx.save_for_backward(*tensors)
         ctx.options, ctx.needs = options, needs
         ctx.mark_non_differentiable(statistics)
+        ctx.set_materialize_grads(False)
         return loss, statistics
 
     @staticmethod
@@ -150,27 +152,30 @@ class _MaxsimLoss(torch.autograd.Function):
             found = _scaled(grad_loss, tensors, ctx.options, gradients)
         else:
             given = [grad_loss.new_empty(0) if gradient is None else gradient for gradient in gradients]
-            found = _maxsim_loss_backward(grad_loss, *[tensors[index] for index in _DIFFERENTIABLE], *given)
-        result: list[Tensor | None] = [None] * (1 + _N_TENSORS)
-        for index, gradient, need in zip(_DIFFERENTIABLE, found, ctx.needs, strict=True):
-            result[1 + index] = gradient if need else None
-        return tuple(result)
+            found = _maxsim_loss_backward(grad_loss, *tensors[:_N_DIFFERENTIABLE], *given)
+            found = [gradient if need else None for gradient, need in zip(found, ctx.needs, strict=True)]
+        return None, *found, *_NO_GRADIENTS
+
+
+# Of what comes after the temperature.
+_NO_GRADIENTS = (None,) * (_N_TENSORS - _N_DIFFERENTIABLE)
 
 
 def _scaled(grad_loss: Tensor, tensors: tuple, options: tuple, gradients: tuple) -> list[Tensor | None]:
     """The gradients times that of the loss, in place where they have the type that they are to have."""
-    *of_embeddings, slope = gradients
-    queries = tensors[0]
+    grad_queries, grad_documents, slope = gradients
+    queries, _, temperature = tensors[:_N_DIFFERENTIABLE]
     if queries.dtype != torch.float16 and _by_kernels(queries, options):
-        kernels().rescale_gradients(grad_loss, *of_embeddings)
+        kernels().rescale_gradients(grad_loss, grad_queries, grad_documents)
     else:
-        of_embeddings = [None if given is None else _times(given, grad_loss, queries) for given in of_embeddings]
-    return [*of_embeddings, None if slope is None else _times(slope, grad_loss, tensors[-1])]
+        grad_queries = None if grad_queries is None else _times(grad_queries, grad_loss, queries)
+        grad_documents = None if grad_documents is None else _times(grad_documents, grad_loss, queries)
+    return [grad_queries, grad_documents, None if slope is None else _times(slope, grad_loss, temperature)]
 
 
 def _differentiable(*arguments) -> tuple[Tensor, Tensor]:
     """The operator for tensors that may require a gradient."""
-    if needs_gradient(*[arguments[index] for index in _DIFFERENTIABLE]):
+    if needs_gradient(*arguments[:_N_DIFFERENTIABLE]):
         return _MaxsimLoss.apply(arguments[_N_TENSORS:], *arguments[:_N_TENSORS])
     if is_plain(*arguments[:2]):
         return _loss_alone(*arguments)
@@ -179,7 +184,7 @@ def _differentiable(*arguments) -> tuple[Tensor, Tensor]:
 
 
 def _loss_shapes(*arguments) -> tuple[Tensor, Tensor]:
-    queries, documents, queries_mask, documents_mask, bounds = arguments[:5]
+    queries, documents, _, queries_mask, documents_mask, bounds = arguments[:6]
     check(Tensors(queries, documents, queries_mask, documents_mask, None, bounds))
     with_statistics = Comparison(*arguments[-_N_COMPARISON:]).with_statistics
     return queries.new_empty((), dtype=torch.float32), queries.new_empty(3 * with_statistics, dtype=torch.float32)

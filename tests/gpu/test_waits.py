@@ -13,6 +13,7 @@ from pylate_flash import (
     maxsim,
     maxsim_cross_entropy,
     maxsim_kl_divergence,
+    maxsim_margin_mse,
     maxsim_pairwise,
     maxsim_varlen,
     maxsim_varlen_pairwise,
@@ -69,7 +70,7 @@ def padded(
         if "int64" in masks:
             options["documents_mask"] = documents_mask.long()
     target: tuple = ()
-    if function is maxsim_kl_divergence:
+    if function in (maxsim_kl_divergence, maxsim_margin_mse):
         target = (torch.randn(queries[0], documents[-3], device="cuda", generator=generator),)
     return Call(function, (unit(*queries, dtype=dtype), unit(*documents, dtype=dtype, seed=1)), *target, **options)
 
@@ -81,6 +82,16 @@ def packed(function: Callable[..., Tensor], query_lengths: list[int], lengths: l
     )
     options = {"max_query_length": max(query_lengths), "max_document_length": max(lengths)} | options
     return Call(function, (queries, documents), *bounds, **options)
+
+
+def packed_documents(lengths: list[int]) -> Call:
+    """A loss of padded queries over packed documents, in chunks."""
+    call = packed(maxsim_varlen, [32] * 6, lengths)
+    queries, documents = call.leaves
+    return Call(
+        maxsim_cross_entropy, (queries.view(6, 32, -1), documents), documents_cu_seqlens=call.others[1],
+        max_document_length=max(lengths), max_scratch_bytes=10_000,
+    )  # fmt: skip
 
 
 IN_BATCH, CANDIDATES = ((16, 32, 128), (20, 70, 128)), ((6, 32, 64), (6, 5, 70, 64))
@@ -116,6 +127,20 @@ CALLS = {
     ),
     "cross entropy in float16": lambda: padded(
         maxsim_cross_entropy, *IN_BATCH, "weights", dtype=torch.float16, **EVERYTHING
+    ),
+    "cross entropy in chunks": lambda: padded(
+        maxsim_cross_entropy, *IN_BATCH, "weights int64", temperature=0.1, max_scratch_bytes=20_000, **EVERYTHING
+    ),
+    "cross entropy of all kinds": lambda: padded(
+        maxsim_cross_entropy, *IN_BATCH, "bool", temperature=torch.tensor(0.1, device="cuda"), symmetric=True,
+        margin=0.01, exclude=~torch.eye(16, 20, dtype=torch.bool, device="cuda").roll(1, 1), max_scratch_bytes=20_000,
+        labels=torch.arange(1, 17, device="cuda"),
+    ),
+    "cross entropy of packed documents": lambda: packed_documents([40, 3, 0, 90] * 5),
+    "margin MSE": lambda: padded(maxsim_margin_mse, *CANDIDATES, "weights int64", **EVERYTHING),
+    "margin MSE in chunks": lambda: padded(maxsim_margin_mse, *CANDIDATES, "bool", max_scratch_bytes=1),
+    "divergence of normalized scores": lambda: padded(
+        maxsim_kl_divergence, *CANDIDATES, normalize_scores=True, temperature=0.1, max_scratch_bytes=1
     ),
     "divergence": lambda: padded(maxsim_kl_divergence, *CANDIDATES, "weights int64", temperature=0.1, **EVERYTHING),
     "divergence in-batch": lambda: padded(maxsim_kl_divergence, *IN_BATCH, "bool", loss_reduction="sum"),

@@ -1,6 +1,6 @@
-"""Every kernel of the forward and of the losses compiles for compute capability 8.0, 9.0 and 10.0, without a GPU.
+"""Every kernel of the forward compiles for compute capability 8.0, 9.0 and 10.0, without a GPU.
 
-The backward's are in test_compile_backward.py.
+Those of the backward and of the losses are in files of their own.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pylate_flash.kernels import losses, masks, norms, padding
+from pylate_flash.kernels import masks, norms, padding
 from pylate_flash.kernels.forward import common, cuts, hopper, maxsim_forward, single, stacked
 from pylate_flash.ops.problem import Options, Tensors, problem_of
 from tests.kernels.recorder import check, check_launches, record
@@ -29,7 +29,6 @@ KERNELS = {
     masks: ("_active_tokens",),
     norms: ("_inverse_norms",),
 }
-LOSSES = {losses: ("_losses", "_total", "_gradient")}
 
 
 def forward(tensors: Tensors, options: Options | None = None, with_winners: bool = False) -> Callable[[], object]:
@@ -280,33 +279,3 @@ def test_padding(size: int, dtype: torch.dtype, bounds_dtype: torch.dtype, capab
     bounds = torch.tensor([0, 32, 38, 70], dtype=bounds_dtype)
     check(padding, "_pad", lambda: padding.pad(packed, bounds, 32), capability, monkeypatch)
     check(padding, "_pad", lambda: padding.packed_again(padded, bounds, 70), capability, monkeypatch)
-
-
-@pytest.mark.parametrize(
-    ("divergence", "target"),
-    [
-        (True, torch.empty(40, 3000)), (False, None), (False, torch.zeros(40, dtype=torch.int64)),
-        (False, torch.zeros(40, dtype=torch.int32)),
-    ],
-    ids=["divergence", "in order", "int64", "int32"],
-)  # fmt: skip
-@pytest.mark.parametrize("own_candidates", [False, True])
-def test_losses(own_candidates: bool, divergence: bool, target: Tensor | None, capability: int, monkeypatch) -> None:
-    comparison = losses.Comparison(divergence, own_candidates, 0.1, "mean")
-
-    def run(with_counts: bool) -> None:
-        scores, counts = torch.empty(40, 3000), torch.empty(40, 1) if with_counts else None
-        found = losses.losses_of(scores, target, comparison)
-        losses.sum_of(scores, found, comparison)
-        losses.sum_and_gradient_of(scores, target, found, counts, comparison)
-
-    for with_counts in (False, True):
-        names = {"_losses", "_total", "_gradient"}
-        check_launches(LOSSES, lambda c=with_counts: run(c), names, capability, monkeypatch)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("sizes", [(70, 9), (70, 0), (0, 9)])
-def test_rescale(sizes: tuple[int, int], dtype: torch.dtype, capability: int, monkeypatch) -> None:
-    tensors = [torch.empty(size, dtype=dtype) if size else None for size in sizes]
-    check(losses, "_rescale", lambda: losses.rescale(torch.ones(()), *tensors), capability, monkeypatch)

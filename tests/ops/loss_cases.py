@@ -171,3 +171,29 @@ def _cross_entropy_options(
         # Rounding must not decide what is left out.
         assume(not near.scatter(1, labels.unsqueeze(1), False).any())
     return options
+
+
+@st.composite
+def chunk_cases(draw: st.DrawFn, **limits) -> LossCase:
+    """Losses that are reduced, of several queries."""
+    case = draw(loss_cases(max_batch=7, **limits))
+    assume(case.case.queries.shape[0] > 2 and case.options["loss_reduction"] != "none")
+    return case
+
+
+def check_chunks(case: LossCase, **options) -> None:
+    """A few queries at a time: the same but for rounding, which in half precision is that of the last step alone."""
+    half = case.case.queries.dtype.itemsize == 2
+    whole = case.run(max_scratch_bytes=1 << 40, **options)
+    per_query = case.case.documents.shape[-3] * (8 + case.case.queries.shape[1] * 3)
+    for budget in (1, 2 * per_query):
+        chunked = case.run(max_scratch_bytes=budget, **options)
+        # The same sum of the same losses; those of a symmetric loss are sums over the queries.
+        torch.testing.assert_close(chunked[0], whole[0], rtol=1e-6, atol=1e-6)
+        scale = max(gradient.float().norm() for gradient in whole[1:3])
+        for found, expected in zip(chunked[1:], whole[1:], strict=True):
+            rounding = 2**-8 if half and found.dim() > 1 else 2e-6
+            difference = (found.double() - expected.double()).norm()
+            assert difference <= rounding * expected.double().norm() + 1e-6 * scale + 1e-6
+        again = case.run(max_scratch_bytes=budget, **options)
+        assert all(torch.equal(a, b) for a, b in zip(again, chunked, strict=True))

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from pylate_flash import maxsim, maxsim_cross_entropy, maxsim_kl_divergence
 from pylate_flash.ops import cross_entropy_reference, kl_divergence_reference
 from tests.ops.cases import FLOAT32_SCORES
-from tests.ops.loss_cases import LossCase, loss_cases
+from tests.ops.loss_cases import LossCase, check_chunks, chunk_cases, loss_cases
 
 OPTIONS = {"max_examples": 40, "deadline": None, "derandomize": True}
 
@@ -28,6 +28,12 @@ def test_losses_equal_the_definition(case: LossCase) -> None:
 @given(case=loss_cases(dtypes=(torch.bfloat16,)))
 def test_half_gradients_are_close(case: LossCase) -> None:
     case.check(1e-2)
+
+
+@settings(**OPTIONS)
+@given(case=chunk_cases(dtypes=(torch.float32, torch.bfloat16, torch.float16, torch.float64)))
+def test_chunks_change_nothing(case: LossCase) -> None:
+    check_chunks(case)
 
 
 @pytest.mark.parametrize("loss_reduction", ["mean", "sum", "none"])

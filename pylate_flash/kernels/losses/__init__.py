@@ -15,7 +15,7 @@ from torch import Tensor
 from ..launch import Region
 from ..tiles import power_of_two
 from . import common, cross_entropy, distillation
-from .rescale import rescale
+from .rescaling import rescale
 
 if TYPE_CHECKING:
     from ...ops.loss_call import Comparison, Targets
@@ -73,11 +73,11 @@ class ChunkedLoss:
         # A third of the host time of `new_empty(())`.
         self.loss = memory.new_empty_strided((), ())
         self.slope = memory.new_empty_strided((), ()) if with_slope else None
-        self.statistics = memory.new_empty(3 if comparison.with_statistics else 0)
+        self.statistics = memory.new_empty_strided((3 if comparison.with_statistics else 0,), (1,))
         exclude = targets.exclude
         self._labels = targets.target, None if exclude is None else exclude.view(torch.uint8), targets.temperature
         self._scale = 1.0 / comparison.temperature
-        self._margin = float("-inf") if comparison.margin is None else comparison.margin
+        self._margin = float("-inf" if comparison.margin is None else comparison.margin)
         self._share = 1.0 / self.n_queries if comparison.loss_reduction == "mean" else 1.0
         self._columns = self._labelled = None
         if comparison.symmetric:

@@ -10,10 +10,10 @@ from hypothesis import HealthCheck, given, settings
 
 from pylate_flash.kernels import select
 from pylate_flash.kernels.losses import ChunkedLoss, common, rescale
+from pylate_flash.ops import kl_divergence_reference, margin_mse_reference
 from pylate_flash.ops.loss_call import Comparison, Targets
-from pylate_flash.ops.problem import Options, Tensors
 from tests.ops.cases import Case, relative_error
-from tests.ops.loss_cases import LOSSES, LossCase, loss_cases
+from tests.ops.loss_cases import LOSSES, LossCase, check_results, loss_cases
 
 OPTIONS = {
     "deadline": None,
@@ -58,22 +58,15 @@ def problem(
     case = Case(*embeddings, *found, scoring or {})
     shape = queries[0], documents[-3]
     target = None
-    if loss == "divergence":
+    if loss != "cross entropy":
         target = torch.randn(shape, generator=generator)
     elif labelled:
         target = torch.randint(shape[1], shape[:1], generator=generator)
-    return LossCase(case, loss, target, {"temperature": 2.0} | options)
-
-
-def loss_of(case: LossCase, leaves: tuple[torch.Tensor, ...], **options) -> torch.Tensor:
-    options = case.case.keywords | case.options | options
-    if case.loss == "divergence":
-        return maxsim_kl_divergence(*leaves, case.target, **options)
-    return maxsim_cross_entropy(*leaves, labels=case.target, **options)
+    return LossCase(case, loss, target, ({} if loss == "margin MSE" else {"temperature": 2.0}) | options)
 
 
 def by_kernels(case: LossCase, leaves: tuple[torch.Tensor, ...], **options) -> torch.Tensor:
-    return loss_of(case, leaves, implementation="triton", **options)
+    return case.loss_of(leaves, implementation="triton", **options)
 
 
 def is_one_operator(loss: torch.Tensor) -> bool:
@@ -83,13 +76,13 @@ def is_one_operator(loss: torch.Tensor) -> bool:
 
 def check_step(case: LossCase) -> None:
     """The loss and each gradient against torch's in float64, and whatever else is asked for with them."""
-    leaves = case.leaves(case.case)
+    leaves = case.leaves()
     loss = by_kernels(case, leaves)
     assert is_one_operator(loss)
     found = loss.detach(), *torch.autograd.grad(loss, leaves)
-    doubled = replace(case, case=case.case.doubled())
-    others = doubled.leaves(doubled.case)
-    expected = loss_of(doubled, others)
+    doubled = case.doubled()
+    others = doubled.leaves()
+    expected = doubled.definition(others)
     for value, reference in zip(found, (expected.detach(), *torch.autograd.grad(expected, others)), strict=True):
         assert value.shape == reference.shape
         assert relative_error(value, reference) <= 1e-5
@@ -120,6 +113,33 @@ def test_a_step(queries, documents, lists: bool, loss_reduction: str, loss: str,
     check_step(problem(loss, queries, documents, loss_reduction=loss_reduction))
 
 
+@pytest.mark.parametrize("lists", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("loss", "documents", "packed", "scoring", "options"),
+    [
+        ("cross entropy", (6, 7, 8), False, {}, {"exclude": True, "margin": -2.0}),
+        ("cross entropy", (6, 7, 8), True, {"normalize": True}, {"symmetric": True, "exclude": True, "margin": 0.1}),
+        ("cross entropy", (5, 3, 7, 8), False, {"reduction": "mean", "empty_score": -3.0}, {}),
+        ("divergence", (6, 7, 8), False, {"normalize": True}, {"normalize_scores": True, "teacher_temperature": 3}),
+        ("margin MSE", (6, 7, 8), True, {"reduction": "mean"}, {}),
+    ],
+)
+def test_chunks(loss, documents, packed: bool, scoring: dict, options: dict, dtype, lists: bool, monkeypatch) -> None:
+    """Two queries at a time, of five."""
+    monkeypatch.setattr(select, "_FEW_ROWS", 0 if lists else 1 << 20)
+    if loss != "margin MSE":
+        options = options | {"temperature": torch.tensor(2.0)}
+    if "exclude" in options:
+        options = options | {"exclude": torch.eye(5, documents[-3], dtype=torch.bool).roll(2, 1)}
+    case = problem(loss, (5, 4, 8), documents, False, "queries documents", scoring, **options)
+    embeddings = (tensor.to(dtype) for tensor in case.case.tensors)
+    case = replace(case, case=Case(*embeddings, *list(case.case.keywords.values())[:2], scoring), packed=packed)
+    # What a score takes: itself, its gradient, and its winners with their lists.
+    found = case.run(implementation="triton", max_scratch_bytes=2 * documents[-3] * (8 + 4 * 3))
+    check_results(found, case.expected(), 1e-5 if dtype == torch.float32 else 4e-3, dtype)
+
+
 @pytest.mark.parametrize(("queries", "documents"), [((5, 4, 8), (7, 6, 8)), ((3, 100, 8), (3, 4, 9, 8))])
 @pytest.mark.parametrize(
     ("masks", "scoring"),
@@ -142,7 +162,7 @@ def test_zeros_and_ones_of_any_type_give_the_same_bits(loss: str) -> None:
     results = []
     for dtype in ("", " int64", " float"):
         case = problem(loss, (5, 4, 8), (7, 6, 8), True, "queries documents" + dtype, {"normalize": True})
-        leaves = case.leaves(case.case)
+        leaves = case.leaves()
         found = by_kernels(case, leaves)
         results.append((found.detach(), *torch.autograd.grad(found, leaves)))
     assert all(torch.equal(a, b) for result in results for a, b in zip(result, results[0], strict=True))
@@ -152,23 +172,21 @@ def test_zeros_and_ones_of_any_type_give_the_same_bits(loss: str) -> None:
 def test_what_is_one_operator(loss: str) -> None:
     """What is not, torch's operations follow."""
     plain = problem(loss, (5, 4, 8), (7, 6, 8), True)
-    leaves = plain.leaves(plain.case)
+    leaves = plain.leaves()
     half = tuple(leaf.detach().half().requires_grad_() for leaf in leaves)
     strided = leaves[0].transpose(0, 1).contiguous().transpose(0, 1), leaves[1].flip(1)[:, 1:].expand(7, 5, 8)
-    assert is_one_operator(by_kernels(plain, leaves))
-    assert is_one_operator(by_kernels(plain, strided))
-    assert is_one_operator(by_kernels(plain, leaves, loss_reduction="sum"))
-    for other in (
-        by_kernels(plain, half),
-        by_kernels(plain, leaves, loss_reduction="none"),
-        by_kernels(plain, tuple(leaf[:, :0] for leaf in leaves)),
-        loss_of(plain, leaves, implementation="blocked"),
-        loss_of(plain, leaves, implementation="auto"),
+    for embeddings, options in (
+        (leaves, {}),
+        (strided, {}),
+        (half, {}),
+        (leaves, {"loss_reduction": "sum"}),
+        (leaves, {"implementation": "blocked"}),
     ):
-        assert not is_one_operator(other)
+        assert is_one_operator(plain.loss_of(embeddings, **{"implementation": "triton"} | options))
+    for embeddings, options in ((leaves, {"loss_reduction": "none"}), (tuple(leaf[:, :0] for leaf in leaves), {})):
+        assert not is_one_operator(by_kernels(plain, embeddings, **options))
     if loss == "cross entropy":
         int32 = replace(plain, target=plain.target.int())
-        assert is_one_operator(by_kernels(int32, leaves))
         assert torch.equal(by_kernels(int32, leaves), by_kernels(plain, leaves))
     else:
         doubled = replace(plain, target=plain.target.double())
@@ -179,7 +197,7 @@ def test_what_is_one_operator(loss: str) -> None:
 def test_a_second_backward(loss: str) -> None:
     """The gradients of the first were given away, and may have been changed."""
     case = problem(loss, (5, 4, 8), (7, 6, 8), True)
-    leaves = case.leaves(case.case)
+    leaves = case.leaves()
     found = by_kernels(case, leaves)
     first = torch.autograd.grad(found, leaves, retain_graph=True)
     kept = [gradient.clone() for gradient in first]
@@ -196,7 +214,7 @@ def test_a_second_backward(loss: str) -> None:
 
 def test_second_derivative_is_refused() -> None:
     case = problem("divergence", (5, 4, 8), (7, 6, 8))
-    leaves = case.leaves(case.case)
+    leaves = case.leaves()
     expected = torch.autograd.grad(by_kernels(case, leaves), leaves)
     found = torch.autograd.grad(by_kernels(case, leaves), leaves, create_graph=True)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
@@ -207,7 +225,7 @@ def test_second_derivative_is_refused() -> None:
 @pytest.mark.parametrize("loss", LOSSES)
 def test_compiles_into_one_graph(loss: str) -> None:
     case = problem(loss, (5, 4, 8), (7, 6, 8), True, "queries weights documents", {"reduction": "mean"})
-    leaves = case.leaves(case.case)
+    leaves = case.leaves()
     compiled = torch.compile(lambda *t: by_kernels(case, t), fullgraph=True, backend="aot_eager")
     found = [torch.autograd.grad(step(*leaves) * 3, leaves) for step in (compiled, lambda *t: by_kernels(case, t))]
     torch.testing.assert_close(*found, rtol=1e-6, atol=1e-6)
@@ -215,15 +233,33 @@ def test_compiles_into_one_graph(loss: str) -> None:
         torch.testing.assert_close(compiled(*leaves), by_kernels(case, leaves))
 
 
+@pytest.mark.parametrize("implementation", ["triton", "blocked"])
 @pytest.mark.parametrize("loss", LOSSES)
-def test_opcheck(loss: str) -> None:
+def test_opcheck(loss: str, implementation: str) -> None:
     case = problem(loss, (5, 4, 8), (7, 6, 8), True, "queries weights documents")
-    tensors = Tensors(*case.leaves(case.case), case.case.queries_mask, case.case.documents_mask)
-    options = Options(normalize=True, implementation="triton")
+    leaves = case.leaves()
+    with_statistics = loss == "cross entropy"
+    comparison = Comparison(loss, with_statistics=with_statistics, symmetric=with_statistics)
+    # All on the way to one loss: the gradient of what is not differentiable is not asked for.
     torch.library.opcheck(
         torch.ops.pylate_flash.maxsim_loss.default,
-        (*tensors[:4], case.target, *options[3:], loss == "divergence", 0.5, "mean"),
-    )
+        (
+            *leaves, torch.tensor(0.5, requires_grad=True), case.case.queries_mask, case.case.documents_mask, None,
+            case.target, None, 0, True, "sum", "exclude", 0.0, implementation, *comparison,
+        ),
+    )  # fmt: skip
+
+
+def compare(scores: torch.Tensor, target: torch.Tensor | None, comparison: Comparison, own: bool = False):
+    """A loss of scores by kernels: that of each query, the loss, and the gradient of the scores."""
+    targets = Targets(target)
+    found = ChunkedLoss(comparison, targets, (*scores.shape, len(scores)), own, False, scores)
+    found.compare(scores, 0)
+    found.sum()
+    alone = found.loss.clone()
+    gradient = found.gradient(scores, 0, None)
+    assert torch.equal(found.loss.nan_to_num(7.0), alone.nan_to_num(7.0))
+    return found._values.tensor()[: len(scores)], found.loss, gradient
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
@@ -232,48 +268,54 @@ def test_scores_that_are_not_finite(value: float) -> None:
     scores = torch.randn(3, 6)
     scores[1, 4] = value
     teacher = torch.randn(3, 6)
-    for divergence, target in ((False, torch.tensor([2, 0, 5])), (True, teacher)):
-        comparison = losses.Comparison(divergence, False, 0.5, "sum")
-        found = losses.losses_of(scores, target, comparison)
-        loss, gradient = losses.sum_and_gradient_of(scores, target, found, None, comparison)
+    for kind, target in (("cross entropy", torch.tensor([2, 0, 5])), ("divergence", teacher)):
+        values, loss, gradient = compare(scores, target, Comparison(kind, 0.5, loss_reduction="sum"))
         leaf = scores.double().requires_grad_()
-        if divergence:
+        if kind == "divergence":
             expected = torch.nn.functional.kl_div(
                 (leaf / 0.5).log_softmax(-1), teacher.double().log_softmax(-1), reduction="none", log_target=True
             ).sum(-1)
         else:
             expected = torch.nn.functional.cross_entropy(leaf / 0.5, target, reduction="none")
-        values = found.values.tensor().double()
-        torch.testing.assert_close(values, expected.detach(), equal_nan=True, rtol=1e-5, atol=1e-5)
-        for total in (loss, losses.sum_of(scores, found, comparison)):
-            torch.testing.assert_close(total.double(), expected.sum().detach(), equal_nan=True, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(values.double(), expected.detach(), equal_nan=True, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(loss.double(), expected.sum().detach(), equal_nan=True, rtol=1e-5, atol=1e-5)
         (reference,) = torch.autograd.grad(expected.sum(), leaf)
         torch.testing.assert_close(gradient.double(), reference, equal_nan=True, rtol=1e-5, atol=1e-5)
         assert gradient[[0, 2]].isfinite().all()
 
 
 def test_a_label_out_of_range_is_not_a_number() -> None:
-    scores, labels = torch.randn(4, 6), torch.tensor([5, 6, -1, 0])
-    comparison = losses.Comparison(False, False, 1.0, "sum")
-    found = losses.losses_of(scores, labels, comparison)
-    assert found.values.tensor().isnan().tolist() == [False, True, True, False]
-    loss, gradient = losses.sum_and_gradient_of(scores, labels, found, None, comparison)
+    values, loss, gradient = compare(torch.randn(4, 6), torch.tensor([5, 6, -1, 0]), Comparison("cross entropy"))
+    assert values.isnan().tolist() == [False, True, True, False]
     assert loss.isnan()
     assert gradient.isnan().all(-1).tolist() == [False, True, True, False]
 
 
+def test_an_excluded_label_is_not_a_number() -> None:
+    scores, exclude = torch.randn(4, 6), torch.rand(4, 6) > 0.5
+    exclude[[0, 1, 2, 3], [0, 1, 2, 3]] = torch.tensor([False, True, False, False])
+    found = ChunkedLoss(Comparison("cross entropy"), Targets(None, exclude), (4, 6, 4), False, False, scores)
+    found.compare(scores, 0)
+    assert found._values.tensor().isnan().tolist() == [False, True, False, False]
+    assert found.gradient(scores, 0, None).isnan().all(-1).tolist() == [False, True, False, False]
+
+
 @pytest.mark.parametrize("own_candidates", [False, True])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_gradients_of_scores_are_divided_and_lie_as_the_backward_wants_them(reduction: str, own_candidates: bool):
+@pytest.mark.parametrize("kind", ["divergence", "margin MSE"])
+def test_gradients_of_scores_are_divided_and_lie_as_the_backward_wants_them(kind, reduction: str, own_candidates: bool):
     scores, teacher, counts = torch.randn(5, 9), torch.randn(5, 9), torch.tensor([[1.0], [7.0], [2.0], [3.0], [32.0]])
-    comparison = losses.Comparison(True, own_candidates, 0.5, reduction)
-    found = losses.losses_of(scores, teacher, comparison)
-    plain, divided = (losses.sum_and_gradient_of(scores, teacher, found, c, comparison)[1] for c in (None, counts))
+    comparison = Comparison(kind, 0.5, loss_reduction=reduction)
+    found = ChunkedLoss(comparison, Targets(teacher), (5, 9, 5), own_candidates, False, scores)
+    found.compare(scores, 0)
+    plain, divided = (found.gradient(scores, 0, given) for given in (None, counts))
     torch.testing.assert_close(divided, plain / counts, rtol=1e-6, atol=0)
     assert plain.stride() == ((9, 1) if own_candidates else (1, 5))
     leaf = scores.double().requires_grad_()
-    log_q, p = (leaf / 0.5).log_softmax(-1), teacher.double().softmax(-1)
-    loss = (p * (p.log() - log_q)).sum() / (5 if reduction == "mean" else 1)
+    if kind == "divergence":
+        loss = kl_divergence_reference(leaf, teacher.double(), temperature=0.5, loss_reduction=reduction)
+    else:
+        loss = margin_mse_reference(leaf, teacher.double(), loss_reduction=reduction)
     torch.testing.assert_close(plain.double(), torch.autograd.grad(loss, leaf)[0], rtol=1e-5, atol=1e-6)
 
 
@@ -282,7 +324,7 @@ def test_gradients_of_scores_are_divided_and_lie_as_the_backward_wants_them(redu
 def test_gradients_are_multiplied_in_place(factor: float, sizes: tuple[int, int]) -> None:
     given = [torch.randn(size).half() if size else None for size in sizes]
     found = [None if tensor is None else tensor.clone() for tensor in given]
-    losses.rescale(torch.tensor(factor), *found)
+    rescale(torch.tensor(factor), *found)
     for tensor, before in zip(found, given, strict=True):
         if tensor is not None:
             torch.testing.assert_close(tensor, before * factor, equal_nan=True)
