@@ -22,11 +22,12 @@ from torch import Tensor
 
 from .mini_batches import Packed
 from .ops import maxsim_varlen
+from .ops.problem import winners_dtype
 
 GATHERINGS = ("all_gather", "ring")
 
 # What the winners of a block's similarities with some of the queries take at most, in the backward of the ring.
-_WINNERS_BYTES = 128 << 20
+_WINNERS_BYTES = 256 << 20
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -187,10 +188,11 @@ class _Ring:
         ]
         return incoming, dist.batch_isend_irecv(operations)
 
-    def chunks(self, n_documents: int) -> Iterator[tuple[slice, slice]]:
-        """Rows of queries, and of their tokens, so few that their winners among so many documents stay small."""
+    def chunks(self, owner: int) -> Iterator[tuple[slice, slice]]:
+        """Rows of queries, and of their tokens, so few that their winners in the owner's block stay small."""
         queries = len(self.bounds) - 1
-        size = max(1, _WINNERS_BYTES // max(1, 4 * self.longest * n_documents))
+        of_one = self.longest * self.ranks.documents[owner] * winners_dtype(self.ranks.longest[owner]).itemsize
+        size = max(1, _WINNERS_BYTES // max(1, of_one))
         for start in range(0, queries, size):
             stop = min(queries, start + size)
             yield slice(start, stop), slice(self.bounds[start], self.bounds[stop])
@@ -216,7 +218,7 @@ class _RingCrossEntropy(torch.autograd.Function):
         lse = torch.full((len(ring.labels),), -torch.inf, device=queries.device)
         right = torch.zeros_like(lse)
         for owner, block in ring.blocks(tokens):
-            for rows, of_tokens in ring.chunks(ring.ranks.documents[owner]):
+            for rows, of_tokens in ring.chunks(owner):
                 logits = ring.scores(queries[of_tokens], rows, block, owner) / temperature.float()
                 lse[rows] = torch.logaddexp(lse[rows], logits.logsumexp(dim=1))
                 if owner == ring.rank:
@@ -237,7 +239,7 @@ class _RingCrossEntropy(torch.autograd.Function):
         for owner, block in ring.blocks(tokens):
             of_block = torch.zeros(max(ring.ranks.tokens), tokens.shape[1], dtype=wide, device=tokens.device)
             block = block.detach().requires_grad_()
-            for rows, of_tokens in ring.chunks(ring.ranks.documents[owner]):
+            for rows, of_tokens in ring.chunks(owner):
                 chunk = queries[of_tokens].detach().requires_grad_()
                 with torch.enable_grad():
                     scores = ring.scores(chunk, rows, block, owner)

@@ -184,6 +184,8 @@ def encode(
             tokens = found.new_empty(sum(sum(batch.lengths) for batch in batches), found.shape[1], dtype=dtype)
         tokens[start : start + len(found)] = found
         start += len(found)
+    # An autocast of the model's own may have kept weights that it cast without a graph, for a pass that needs one.
+    torch.clear_autocast_cache()
     return tokens
 
 

@@ -17,7 +17,7 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pylate_flash import losses, models
+from pylate_flash import gathering, losses, models
 
 QUERIES = ["sort a list", "open a file", "hash table", "sum of squares", "trim space", "join strings", "what is it?"]
 POSITIVES = [
@@ -123,6 +123,27 @@ def work(rank: int, path: str, folder: Path, world: int) -> None:
         with torch.no_grad():
             results["evaluated", gather] = mean_over_ranks((loss(own),))[0]
 
+    # Blocks of documents, and chunks of queries.
+    calls: list[tuple[int, int]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        score = gathering.maxsim_varlen
+        patch.setattr(
+            gathering,
+            "maxsim_varlen",
+            lambda queries, documents, *bounds, **options: (
+                calls.append((len(bounds[0]) - 1, len(documents))) or score(queries, documents, *bounds, **options)
+            ),
+        )
+        loss = losses.Contrastive(model, gather_across_devices=True, gather="ring")
+        results["ring"] = mean_over_ranks(value_and_gradient(loss, model, own))
+        results["ring, calls"] = list(calls)
+        calls.clear()
+        patch.setattr(gathering, "_WINNERS_BYTES", 1)
+        results["ring in chunks"] = mean_over_ranks(value_and_gradient(loss, model, own))
+        results["ring in chunks, calls"] = list(calls)
+    masks = losses.masks_of(loss, own)[1]
+    results["tokens"] = sum(mask.sum().item() for mask in masks)
+
     wrapped = DistributedDataParallel(model, find_unused_parameters=True)
     for name, arguments in (("texts", {"mini_batch_size": 2}), ("tokens", {"mini_batch_num_tokens": 40})):
         loss = losses.CachedContrastive(wrapped, gather_across_devices=True, gather="ring", **arguments)
@@ -197,6 +218,19 @@ def test_the_ranks_together_are_one_process_with_the_whole_batch(
     times = 1 if "summed" in name else len(ranks)
     for results in ranks:
         assert_same(results[name, expansion], (value * times, gradient * times))
+
+
+def test_the_ring_brings_one_block_at_a_time(ranks: list, model: models.ColBERT) -> None:
+    """Each of them once in the forward and once in the backward; the rows of a chunk do not matter."""
+    value, gradient = whole(model, "Contrastive")
+    tokens = [results["tokens"] for results in ranks]
+    for rank, results in enumerate(ranks):
+        queries = ROWS[len(ranks)][rank].stop - ROWS[len(ranks)][rank].start
+        order = [tokens[(rank - step) % len(ranks)] for step in range(len(ranks))]
+        assert results["ring, calls"] == [(queries, size) for size in order] * 2
+        assert results["ring in chunks, calls"] == [(1, size) for size in order for _ in range(queries)] * 2
+        for name in ("ring", "ring in chunks"):
+            assert_same(results[name], (len(ranks) * value, len(ranks) * gradient))
 
 
 @pytest.mark.parametrize("gather", ["all_gather", "ring"])

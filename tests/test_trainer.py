@@ -17,7 +17,7 @@ from sentence_transformers import SentenceTransformerTrainer, SentenceTransforme
 from sentence_transformers.evaluation import SentenceEvaluator
 from sentence_transformers.training_args import BatchSamplers
 
-from pylate_flash import losses, models
+from pylate_flash import loss_scoring, losses, models
 from pylate_flash.trainer import ColBERTTrainer, ColBERTTrainingArguments
 
 TOPICS = ["sorting", "hashing", "parsing", "reading", "writing", "joining", "slicing", "mapping"]
@@ -240,6 +240,48 @@ def test_no_warning_where_accumulation_is_fine(
             train_dataset=distillation,
             loss=losses.Distillation(model),
         )
+
+
+@pytest.mark.parametrize("name", ["Contrastive", "CachedContrastive", "Distillation"])
+def test_under_bf16_the_loss_is_computed_in_it_and_is_the_same(
+    model: models.ColBERT,
+    triplets: Dataset,
+    distillation: Dataset,
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """accelerate gives the loss float32 embeddings outside of autocast. They are bfloat16 numbers."""
+    module, operation = losses, "maxsim_kl_divergence"
+    if name != "Distillation":
+        module, operation = loss_scoring, "maxsim_cross_entropy"
+    values, compute = [], getattr(module, operation)
+
+    def compared(*args, **kwargs):
+        assert torch.is_autocast_enabled("cpu")
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            exact = compute(*(value.float() for value in args), **kwargs | tensors_in_float32(kwargs))
+        value = compute(*args, **kwargs)
+        values.append((value.item(), exact.item()))
+        return value
+
+    monkeypatch.setattr(module, operation, compared)
+    data = distillation if name == "Distillation" else triplets
+    arguments_of_loss = {"temperature": 0.2} if name != "Distillation" else {}
+    loss = getattr(losses, name)(model, **arguments_of_loss)
+    ColBERTTrainer(model=model, args=arguments(tmp_path, bf16=True), train_dataset=data, loss=loss).train()
+    assert len(values) == 2
+    for value, exact in values:
+        assert value == pytest.approx(exact, rel=1e-5)
+        assert value > 0
+
+
+def tensors_in_float32(arguments: dict) -> dict:
+    return {
+        name: value.float()
+        for name, value in arguments.items()
+        if isinstance(value, torch.Tensor) and value.is_floating_point()
+    }
 
 
 def test_distillation_on_kd_columns(model: models.ColBERT, distillation: Dataset, tmp_path: Path) -> None:
