@@ -6,6 +6,7 @@ import functools
 import logging
 from typing import TYPE_CHECKING, NamedTuple
 
+from .select import gather_wave
 from .tiles import padded_query_length
 
 if TYPE_CHECKING:
@@ -29,13 +30,13 @@ class Chunks(NamedTuple):
 def chunks_of(problem: Problem, max_scratch_bytes: int | None) -> Chunks:
     """Cut the queries of a problem so that a chunk takes at most `max_scratch_bytes`, but has at least one query.
 
-    None: `SCRATCH`, or as much as the documents take. So chunks do not shrink where the batch, and with it what a query
-    takes, grows; and where the gradient of half documents is summed in float32, its copy in their type, at the end,
-    takes the place of the scratch.
+    None: `SCRATCH`, or a fifth more than the documents take. So chunks do not shrink where the batch, and with it what
+    a query takes, grows; and where the gradient of half documents is summed in float32, its copy in their type, at the
+    end, takes the place of most of the scratch.
     """
     n_queries, length = problem.n_queries, problem.query_length
     if max_scratch_bytes is None:
-        max_scratch_bytes = max(SCRATCH, problem.n_tokens * problem.size * problem.dtype.itemsize)
+        max_scratch_bytes = max(SCRATCH, problem.n_tokens * problem.size * problem.dtype.itemsize * 6 // 5)
     # Of a score: the score and its gradient, the sums that it is of, winners, and the lists of half a block of them.
     padded, group = padded_query_length(length, True)
     of_score = 8 + (4 * padded // group if padded > group else 0)
@@ -45,6 +46,9 @@ def chunks_of(problem: Problem, max_scratch_bytes: int | None) -> Chunks:
     most = max(1, max_scratch_bytes // max(1, of_score * documents))
     if most >= n_queries:
         return Chunks(n_queries, 1)
+    # Programs that gather the gradient of the queries fill whole waves.
+    wave = gather_wave(problem) // length
+    most = most // wave * wave if most >= wave > 0 else most
     step = _MULTIPLE if most >= _MULTIPLE else 1
     most -= most % step
     number = -(-n_queries // most)

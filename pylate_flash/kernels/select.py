@@ -385,6 +385,13 @@ def gather_plan(problem: Problem) -> GatherPlan:
     return GatherPlan(block, block_rows, block_documents, num_warps, programs, n_splits)
 
 
+def gather_wave(problem: Problem) -> int:
+    """Query rows of the programs that gather on all multiprocessors at a time, where there are rows for so many."""
+    slots, _ = _GATHERS[0]
+    block = max(128, power_of_two(problem.size))
+    return max(2, slots * 128 // block) * _GATHER_PROGRAMS * architecture(problem.device)[1]
+
+
 class ListsPlan(NamedTuple):
     """How the query rows of each document are listed by token, and summed, a block of documents at a time."""
 
