@@ -203,10 +203,10 @@ def test_memory_is_linear_in_the_batch() -> None:
 def test_one_chunk_takes_no_sum_in_float32() -> None:
     peak(512, torch.bfloat16)
     taken, gradients = peak(1024, torch.bfloat16)
-    # Winners, and as much again of lists and scores; 1024 documents in float32 would be 45 MiB more.
-    winners = 1024 * 1024 * 32 * 2
-    assert winners * 3 // 2 < SCRATCH
-    assert taken <= gradients + winners + (12 << 20) + 2 * 4 * 1024 * 1024 + (8 << 20)
+    # Winners and half as much of lists, scores and their gradient; 1024 documents in float32 would be 45 MiB more.
+    chunk = 1024 * 1024 * (32 * 2 * 3 // 2 + 2 * 4)
+    assert chunk < SCRATCH
+    assert taken <= gradients + chunk + (8 << 20)
 
 
 def test_a_scaled_loss_of_float16_keeps_small_gradients() -> None:
