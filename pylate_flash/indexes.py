@@ -1,27 +1,28 @@
-"""`Flat`, an exact index for multi-vector retrieval, behind PyLate's index interface."""
+"""`Flat`, an exact index for multi-vector retrieval: PyLate's index interface, for the embeddings of any model."""
 
 from __future__ import annotations
 
-from . import _needs_pylate  # noqa: F401
-
-# isort: split
+import importlib.util
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from pylate.indexes.base import Base
-from pylate.rank import RerankResult
 from torch import Tensor
 
 from .index.arguments import Embeddings, check_distinct, check_name, ids_of, sequences_of
 from .index.info import IndexInfo
 from .index.model_record import ModelRecord
-from .index.search import EMPTY_SCORE, Search
+from .index.search import EMPTY_SCORE, Search, SearchResult
 from .index.store import PackedStore
-from .projection import dense_layers, fold_dense
+
+# Where PyLate is, its retriever takes nothing but an index of its own.
+if TYPE_CHECKING or importlib.util.find_spec("pylate") is not None:
+    from pylate.indexes.base import Base
+else:
+    Base = object
 
 __all__ = ["EMPTY_SCORE", "Flat", "IndexInfo", "ModelRecord"]
 
@@ -356,7 +357,7 @@ class Flat(Base):
         queries_embeddings: Embeddings,
         k: int = 10,
         subset: Sequence[Sequence[str]] | Sequence[str] | None = None,
-    ) -> list[list[RerankResult]]:
+    ) -> list[list[SearchResult]]:
         """Return the `k` best documents of every query.
 
         Parameters
@@ -371,7 +372,7 @@ class Flat(Base):
 
         Returns
         -------
-        list[list[RerankResult]]
+        list[list[SearchResult]]
             For every query `{"id", "score"}`, best first; equal scores in the order in which the documents were
             added. A document without tokens scores -10000.
 
@@ -472,6 +473,8 @@ class Flat(Base):
 def _linear_layer(projection: Any) -> tuple[Tensor, Tensor | None]:
     """Weight and bias of the argument `projection`."""
     if not isinstance(projection, tuple):
+        from .projection import dense_layers, fold_dense
+
         return fold_dense(dense_layers(projection))
     shapes = [list(tensor.shape) if isinstance(tensor, Tensor) else tensor for tensor in projection]
     pair = len(projection) == 2 and isinstance(projection[0], Tensor) and projection[0].ndim == 2

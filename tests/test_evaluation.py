@@ -15,7 +15,6 @@ import torch
 
 from pylate_flash import evaluation, indexes, models, register, registered, scores, unregister
 from pylate_flash.evaluation import evaluate_retrieval, load_beir_folder
-from pylate_flash.index import search
 
 CORPUS = [
     {"_id": "d1", "title": "First", "text": "one"},
@@ -169,7 +168,7 @@ METRICS = {
 @pytest.mark.parametrize("scorer", ["pylate_flash", "torch"])
 def test_metrics_are_those_of_a_ranking_worked_out_by_hand(scorer: str) -> None:
     model = OneHot(scorer=scorer)
-    with mock.patch.object(search, "colbert_scores", wraps=search.colbert_scores) as theirs:
+    with mock.patch.object(scores, "colbert_scores", wraps=scores.colbert_scores) as theirs:
         result = evaluate_retrieval(model, DOCUMENTS, TEXTS, JUDGED, show_progress=False)
     assert result.scorer == scorer
     assert theirs.called == (scorer == "torch")

@@ -16,7 +16,7 @@ from pylate_flash._extras import HOSTS, MissingExtraError, check_host
 ROOT = Path(__file__).parents[1]
 # What comes with a host, or with an extra, and never with the package alone.
 BLOCKED = (*HOSTS, "transformers", "datasets", "ranx", "beir", "matplotlib")
-PYLATE = "evaluation", "indexes", "losses", "models", "projection", "rank", "retrieve", "scores", "trainer"
+PYLATE = "evaluation", "losses", "models", "projection", "rank", "retrieve", "scores", "trainer"
 NEEDS_PYLATE = 'needs PyLate, which is not installed: pip install "pylate-flash[pylate]"'
 
 
@@ -56,12 +56,34 @@ def test_what_needs_no_host_imports_without_one() -> None:
         module.name
         for package in ("ops", "kernels", "index", "cli", "bench")
         for module in pkgutil.walk_packages([str(ROOT / "pylate_flash" / package)], f"pylate_flash.{package}.")
-        if module.name not in ("pylate_flash.index.search", "pylate_flash.cli.training_run")
-        and not module.name.endswith("__main__")
+        if module.name != "pylate_flash.cli.training_run" and not module.name.endswith("__main__")
     ]
     assert {"pylate_flash.ops.maxsim", "pylate_flash.kernels.backward.lists", "pylate_flash.index.store"} <= {*modules}
     done = run(f"import importlib\nfor name in {modules!r}: importlib.import_module(name)")
     assert done.returncode == 0, done.stderr
+
+
+def test_an_index_needs_no_host(tmp_path: Path) -> None:
+    done = run(
+        f"""
+import torch
+from pylate_flash import indexes
+index = indexes.Flat({str(tmp_path)!r}, "example", device="cpu")
+index.add_documents(["a", "b"], [torch.eye(2), torch.ones(1, 2)])
+print(index([torch.ones(1, 2)], k=2))
+print(index.verify().documents)
+index.scorer = "torch"
+try:
+    index([torch.ones(1, 2)])
+except ImportError as error:
+    print(error)
+"""
+    )
+    assert done.stdout.splitlines() == [
+        "[[{'id': 'b', 'score': 2.0}, {'id': 'a', 'score': 1.0}]]",
+        "2",
+        f"this part of pylate_flash {NEEDS_PYLATE}",
+    ], done.stderr
 
 
 def test_a_module_that_needs_pylate_says_which_extra_installs_it() -> None:

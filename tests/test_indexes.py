@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pylate_flash import retrieve
+from pylate_flash import retrieve, scores
 from pylate_flash.index import search
 from pylate_flash.indexes import EMPTY_SCORE, Flat
 
@@ -127,7 +127,7 @@ def test_scorers_agree_where_a_padding_token_would_win(tmp_path: Path) -> None:
 def test_torch_scorer_calls_pylate_and_ours_does_not(tmp_path: Path) -> None:
     index = flat(tmp_path, ["a", "b"], embeddings_of([3, 2]))
     with (
-        mock.patch.object(search, "colbert_scores", wraps=search.colbert_scores) as theirs,
+        mock.patch.object(scores, "colbert_scores", wraps=scores.colbert_scores) as theirs,
         mock.patch.object(search, "maxsim_varlen", wraps=search.maxsim_varlen) as ours,
     ):
         index(embeddings_of([2]))

@@ -16,6 +16,10 @@ __all__ = ["ModelRecord", "fingerprint"]
 
 # Attributes of PyLate's ColBERT that change what `encode` returns, beside those that have fields of their own.
 _SETTINGS = ("do_query_expansion", "attend_to_expansion_tokens", "skiplist_words", "prompts", "default_prompt_name")
+# Settings of the modules of a `MultiVectorEncoder` that do so.
+_OF_MODULES = (
+    "query_length", "document_length", "query_expansion", "skiplist_words", "skiplist_tasks", "keep_only_token_ids",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,9 @@ class ModelRecord:
         modules = list(model.children()) if isinstance(model, nn.Module) else []
         modules = modules[:1] if hidden_states else modules
         settings["modules"] = [" ".join([type(module).__name__, *_activation(module)]) for module in modules]
+        if getattr(model, "model_type", None) == "MultiVectorEncoder":
+            found = [module.get_config_dict() for module in modules]
+            settings["tokens"] = [{key: one[key] for key in _OF_MODULES if key in one} for one in found]
         return cls(
             name=name,
             relative=relative,

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from pylate.rank import RerankResult
 from torch import Tensor
 from tqdm import tqdm
 
 from ..ops import maxsim_from_hidden, maxsim_varlen, pack
-from ..scores import colbert_scores
 from .store import PackedStore
 from .tables import blocks
 
-__all__ = ["EMPTY_SCORE", "Search"]
+__all__ = ["EMPTY_SCORE", "Search", "SearchResult"]
 
 # A document without tokens has nothing that could match, so it comes after every document that has.
 EMPTY_SCORE = float(np.finfo(np.float32).min)
@@ -28,6 +26,13 @@ _BLOCK_BYTES_CUDA = 512 << 20
 _QUERY_TOKENS = 4096
 # PyLate's torch scorer builds the similarities of all token pairs; this bounds how many at a time.
 _TORCH_PAIRS = 1 << 24
+
+
+class SearchResult(TypedDict):
+    """A document that was found: its id and its score, as PyLate's `RerankResult`."""
+
+    id: str
+    score: float
 
 
 class _Packed(NamedTuple):
@@ -82,7 +87,7 @@ class Search:
         disable = not self.show_progress or len(stretches) < 2
         return tqdm(stretches, desc="Searching", unit="block", disable=disable)
 
-    def among(self, queries: list[Tensor], positions: np.ndarray, k: int) -> list[list[RerankResult]]:
+    def among(self, queries: list[Tensor], positions: np.ndarray, k: int) -> list[list[SearchResult]]:
         """The `k` best for every query [L_i, d] among the documents at `positions` [N], which ascend.
 
         Raises
@@ -117,7 +122,7 @@ class Search:
             for scores, found in zip(chunk_scores.tolist(), chunk_found.tolist(), strict=True)
         ]
 
-    def among_candidates(self, queries: list[Tensor], candidates: list[np.ndarray], k: int) -> list[list[RerankResult]]:
+    def among_candidates(self, queries: list[Tensor], candidates: list[np.ndarray], k: int) -> list[list[SearchResult]]:
         """The same, for every query among documents of its own."""
         counts = np.array([len(positions) for positions in candidates])
         positions = np.concatenate(candidates)
@@ -143,12 +148,12 @@ class Search:
             results.append(self._results(own[order].tolist(), found[order].tolist()))
         return results
 
-    def _results(self, scores: list[float], positions: list[int]) -> list[RerankResult]:
+    def _results(self, scores: list[float], positions: list[int]) -> list[SearchResult]:
         for score, i in zip(scores, positions, strict=True):
             # A sort puts NaN first, so none that was computed is missed.
             if not math.isfinite(score):
                 self._refuse(i)
-        return [RerankResult(id=self.store.ids[i], score=score) for score, i in zip(scores, positions, strict=True)]
+        return [SearchResult(id=self.store.ids[i], score=score) for score, i in zip(scores, positions, strict=True)]
 
     def _refuse(self, position: int) -> None:
         raise ValueError(
@@ -201,6 +206,9 @@ def _pylate_scores(queries: _Packed, documents: _Packed, candidates: Tensor | No
     It takes padded tensors and counts a padded document token as a similarity of 0, so documents are stacked with
     others of their length. Padded query tokens add 0 to a sum, which is right.
     """
+    # It needs PyLate, and the search does not.
+    from ..scores import colbert_scores
+
     values, cu_seqlens = queries.values, queries.cu_seqlens.tolist()
     split = [values[start:stop] for start, stop in zip(cu_seqlens[:-1], cu_seqlens[1:], strict=True)]
     if candidates is not None:

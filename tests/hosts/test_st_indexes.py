@@ -1,0 +1,57 @@
+"""`indexes.Flat` with a MultiVectorEncoder: what it finds, and which models may search it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sentence_transformers import MultiVectorEncoder
+from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
+
+from pylate_flash import indexes
+
+
+@pytest.fixture
+def index(tiny_encoder: MultiVectorEncoder, texts: Any, tmp_path: Path) -> indexes.Flat:
+    index = indexes.Flat(tmp_path, "example", device="cpu", show_progress=False)
+    index.add_documents([f"d{i}" for i in range(40)], tiny_encoder.encode_document(texts(1, 40)))
+    return index
+
+
+@pytest.mark.parametrize("convert_to_numpy", [False, True])
+def test_it_finds_what_the_models_similarity_ranks_first(
+    convert_to_numpy: bool, index: indexes.Flat, tiny_encoder: MultiVectorEncoder, texts: Any
+) -> None:
+    queries = tiny_encoder.encode_query(texts(2, 6), convert_to_numpy=convert_to_numpy)
+    scores = tiny_encoder.similarity(queries, tiny_encoder.encode_document(texts(1, 40)))
+    expected = scores.sort(dim=1, descending=True, stable=True)
+    for found, best, order in zip(index(queries, k=7), expected.values, expected.indices, strict=True):
+        assert [result["score"] for result in found] == pytest.approx(best[:7].tolist(), rel=1e-5)
+        # Texts may be there twice, and what scores the same may come in any order.
+        assert {result["id"] for result in found if result["score"] > best[6] + 1e-4} <= {f"d{i}" for i in order[:7]}
+
+
+def test_another_model_is_refused(
+    index: indexes.Flat, tiny_encoder: MultiVectorEncoder, tiny_encoder_path: str, tmp_path: Path
+) -> None:
+    index.record_model(tiny_encoder, tiny_encoder_path)
+    again = indexes.Flat(tmp_path, "example", device="cpu")
+    assert again.model is not None
+    assert again.model.locate(again.index_path) == tiny_encoder_path
+    again.check_model(MultiVectorEncoder(tiny_encoder_path, device="cpu"))
+
+    other = MultiVectorEncoder(tiny_encoder_path, device="cpu")
+    with torch.no_grad():
+        other[1].linear.weight.mul_(2)
+    with pytest.raises(ValueError, match="another one: it differs in weights"):
+        again.check_model(other)
+    for name, change in (
+        ("tokens", lambda model: setattr(model, "3", MultiVectorMask(skiplist_words=["the"]))),
+        ("prompts", lambda model: model.prompts.update(query="search: ")),
+    ):
+        other = MultiVectorEncoder(tiny_encoder_path, device="cpu")
+        change(other)
+        with pytest.raises(ValueError, match=f"another one: it differs in .*{name}"):
+            again.check_model(other)
