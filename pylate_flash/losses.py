@@ -49,6 +49,7 @@ from .loss_scoring import (
     masking_of,
     masks_of,
     scores_of_states,
+    timed,
 )
 from .mini_batches import Column, Limits, Packed, encode, encode_again, mini_batches, unpack_padded
 from .ops import maxsim_kl_divergence
@@ -174,7 +175,8 @@ class Contrastive(PyLateContrastive):
         queries_mask, masks = masks_of(self, columns)
         # The documents of the first column come first: that of query i is document i.
         together = Padded(*(values[0] if len(values) == 1 else torch.cat(values) for values in (documents, masks)))
-        return cross_entropy(self, queries, queries_mask, together, right, self.size_average)
+        with timed(self, queries.device):
+            return cross_entropy(self, queries, queries_mask, together, right, self.size_average)
 
 
 class CachedContrastive(PyLateCachedContrastive):
@@ -311,7 +313,8 @@ class CachedContrastive(PyLateCachedContrastive):
             None if tensor is None else tensor.detach().requires_grad_(with_grad) for tensor in (*tokens, *projection)
         ]
         averaged = self.size_average and self._gradient_is_averaged
-        loss = self._of_tokens(queries, documents, leaves, labels, averaged)
+        with timed(self, labels.device):
+            loss = self._of_tokens(queries, documents, leaves, labels, averaged)
         value = loss.detach()
         if self.size_average and not averaged:
             value = value / len(labels)
@@ -351,7 +354,8 @@ class CachedContrastive(PyLateCachedContrastive):
 
         Not before the loss has its own: a loss scaled for float16 is, so that no gradient of it is lost in rounding.
         """
-        torch.autograd.backward(loss, grad_loss.to(loss.dtype))
+        with timed(self, loss.device):
+            torch.autograd.backward(loss, grad_loss.to(loss.dtype))
         gradients: list[Any] = [None if leaf is None else leaf.grad for leaf in leaves]
         projection = {
             name: value for name, value in zip((WEIGHT, BIAS), gradients[2:], strict=True) if value is not None
@@ -467,14 +471,15 @@ class Distillation(PyLateDistillation):
             return self.loss_function(F.log_softmax(scores, dim=-1), F.log_softmax(labels, dim=-1))
         queries, documents = [self.model(features)["token_embeddings"] for features in columns]
         queries_mask, (mask,) = masks_of(self, columns)
-        return maxsim_kl_divergence(
-            queries,
-            documents.unflatten(0, labels.shape),
-            labels,
-            queries_mask=queries_mask,
-            documents_mask=mask.unflatten(0, labels.shape),
-            normalize=True,
-            normalize_scores=self.normalize_scores,
-            masking=masking_of(self),
-            loss_reduction="mean" if self.loss_function.reduction == "batchmean" else "sum",
-        )
+        with timed(self, queries.device):
+            return maxsim_kl_divergence(
+                queries,
+                documents.unflatten(0, labels.shape),
+                labels,
+                queries_mask=queries_mask,
+                documents_mask=mask.unflatten(0, labels.shape),
+                normalize=True,
+                normalize_scores=self.normalize_scores,
+                masking=masking_of(self),
+                loss_reduction="mean" if self.loss_function.reduction == "batchmean" else "sum",
+            )
