@@ -319,7 +319,9 @@ class CachedContrastive(PyLateCachedContrastive):
         if self.size_average and not averaged:
             value = value / len(labels)
         if with_grad:
-            value.requires_grad_().register_hook(functools.partial(self._encode_again, parts, leaves, loss))
+            # In a list, which gives them away: they are freed before the encoder needs the memory.
+            held = [loss, *leaves]
+            value.requires_grad_().register_hook(functools.partial(self._encode_again, parts, held))
         return value
 
     def _of_tokens(
@@ -349,14 +351,17 @@ class CachedContrastive(PyLateCachedContrastive):
         scores = scores_of_states(self, padded, queries_mask, together, (weight, bias))
         return cross_entropy_of_scores(self, scores, labels, size_average)
 
-    def _encode_again(self, parts: list, leaves: list[Any], loss: Tensor, grad_loss: Tensor) -> None:
+    def _encode_again(self, parts: list, held: list[Any], grad_loss: Tensor) -> None:
         """Give the kept tokens their gradients, and pass these on to the parameters.
 
         Not before the loss has its own: a loss scaled for float16 is, so that no gradient of it is lost in rounding.
         """
-        with timed(self, loss.device):
-            torch.autograd.backward(loss, grad_loss.to(loss.dtype))
-        gradients: list[Any] = [None if leaf is None else leaf.grad for leaf in leaves]
+        if not held:
+            raise RuntimeError("the gradient of a cached loss is computed once: do not ask for its backward again")
+        with timed(self, grad_loss.device):
+            torch.autograd.backward(held[0], grad_loss.to(held[0].dtype))
+        gradients: list[Any] = [None if leaf is None else leaf.grad for leaf in held[1:]]
+        held.clear()
         projection = {
             name: value for name, value in zip((WEIGHT, BIAS), gradients[2:], strict=True) if value is not None
         }
