@@ -6,6 +6,9 @@ score function that it calls.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +24,42 @@ from .mini_batches import Packed, pack_padded
 from .ops import maxsim_cross_entropy, maxsim_from_hidden
 from .projection import BIAS, WEIGHT, hidden_states, unwrapped
 from .scores import ColBERTScores, colbert_kd_scores, scorer_of
+
+
+class Stopwatch:
+    """How long the operations of a loss take on their device, which is read when all is done there."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    @contextmanager
+    def running(self, device: torch.device) -> Iterator[None]:
+        """Count what is launched in this block."""
+        if device.type == "cuda":
+            events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            events[0].record()
+            yield
+            events[1].record()
+            self._events.append(events)
+        else:
+            start = time.perf_counter()
+            yield
+            self._seconds += time.perf_counter() - start
+
+    def read(self) -> float:
+        """Seconds since the last reading; waits for the device."""
+        for start, end in self._events:
+            end.synchronize()
+            self._seconds += start.elapsed_time(end) / 1000
+        seconds, self._seconds, self._events = self._seconds, 0.0, []
+        return seconds
+
+
+def timed(loss: Any, device: torch.device) -> AbstractContextManager[None]:
+    """Count what this block takes on the loss's stopwatch, if a trainer has given it one."""
+    stopwatch = getattr(loss, "stopwatch", None)
+    return nullcontext() if stopwatch is None else stopwatch.running(device)
 
 
 class FlagScores:

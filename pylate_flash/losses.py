@@ -52,6 +52,7 @@ from .loss_scoring import (
     masking_of,
     masks_of,
     scores_of_states,
+    timed,
 )
 from .mini_batches import Column, Limits, Packed, encode, encode_again, mini_batches, unpack_padded
 from .ops import maxsim_kl_divergence
@@ -177,7 +178,8 @@ class Contrastive(PyLateContrastive):
         queries_mask, masks = masks_of(self, columns)
         # The documents of the first column come first: that of query i is document i.
         together = Padded(*(values[0] if len(values) == 1 else torch.cat(values) for values in (documents, masks)))
-        return cross_entropy(self, queries, queries_mask, together, right, self.size_average)
+        with timed(self, queries.device):
+            return cross_entropy(self, queries, queries_mask, together, right, self.size_average)
 
 
 class CachedContrastive(PyLateCachedContrastive):
@@ -314,12 +316,15 @@ class CachedContrastive(PyLateCachedContrastive):
             None if tensor is None else tensor.detach().requires_grad_(with_grad) for tensor in (*tokens, *projection)
         ]
         averaged = self.size_average and self._gradient_is_averaged
-        loss = self._of_tokens(queries, documents, leaves, labels, averaged)
+        with timed(self, labels.device):
+            loss = self._of_tokens(queries, documents, leaves, labels, averaged)
         value = loss.detach()
         if self.size_average and not averaged:
             value = value / len(labels)
         if with_grad:
-            value.requires_grad_().register_hook(functools.partial(self._encode_again, parts, leaves, loss))
+            # In a list, which gives them away: they are freed before the encoder needs the memory.
+            held = [loss, *leaves]
+            value.requires_grad_().register_hook(functools.partial(self._encode_again, parts, held))
         return value
 
     def _of_tokens(
@@ -349,13 +354,17 @@ class CachedContrastive(PyLateCachedContrastive):
         scores = scores_of_states(self, padded, queries_mask, together, (weight, bias))
         return cross_entropy_of_scores(self, scores, labels, size_average)
 
-    def _encode_again(self, parts: list, leaves: list[Any], loss: Tensor, grad_loss: Tensor) -> None:
+    def _encode_again(self, parts: list, held: list[Any], grad_loss: Tensor) -> None:
         """Give the kept tokens their gradients, and pass these on to the parameters.
 
         Not before the loss has its own: a loss scaled for float16 is, so that no gradient of it is lost in rounding.
         """
-        torch.autograd.backward(loss, grad_loss.to(loss.dtype))
-        gradients: list[Any] = [None if leaf is None else leaf.grad for leaf in leaves]
+        if not held:
+            raise RuntimeError("the gradient of a cached loss is computed once: do not ask for its backward again")
+        with timed(self, grad_loss.device):
+            torch.autograd.backward(held[0], grad_loss.to(held[0].dtype))
+        gradients: list[Any] = [None if leaf is None else leaf.grad for leaf in held[1:]]
+        held.clear()
         projection = {
             name: value for name, value in zip((WEIGHT, BIAS), gradients[2:], strict=True) if value is not None
         }
@@ -470,14 +479,15 @@ class Distillation(PyLateDistillation):
             return self.loss_function(F.log_softmax(scores, dim=-1), F.log_softmax(labels, dim=-1))
         queries, documents = [self.model(features)["token_embeddings"] for features in columns]
         queries_mask, (mask,) = masks_of(self, columns)
-        return maxsim_kl_divergence(
-            queries,
-            documents.unflatten(0, labels.shape),
-            labels,
-            queries_mask=queries_mask,
-            documents_mask=mask.unflatten(0, labels.shape),
-            normalize=True,
-            normalize_scores=self.normalize_scores,
-            masking=masking_of(self),
-            loss_reduction="mean" if self.loss_function.reduction == "batchmean" else "sum",
-        )
+        with timed(self, queries.device):
+            return maxsim_kl_divergence(
+                queries,
+                documents.unflatten(0, labels.shape),
+                labels,
+                queries_mask=queries_mask,
+                documents_mask=mask.unflatten(0, labels.shape),
+                normalize=True,
+                normalize_scores=self.normalize_scores,
+                masking=masking_of(self),
+                loss_reduction="mean" if self.loss_function.reduction == "batchmean" else "sum",
+            )

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 
 from ._switches import check_backend, check_masking
-from .loss_scoring import is_scored_here
+from .loss_scoring import Stopwatch, is_scored_here
 from .losses import CachedContrastive, Contrastive, Distillation
 
 __all__ = ["ColBERTTrainer", "ColBERTTrainingArguments"]
@@ -110,6 +110,7 @@ class _Meter(TrainerCallback):
         self.finite: Tensor | None = None
         self.tokens: Tensor | None = None
         self.negatives: list[int] = []
+        self.stopwatch = Stopwatch()
         self.seconds = 0.0
         self.since = time.perf_counter()
 
@@ -182,6 +183,9 @@ class ColBERTTrainer(SentenceTransformerTrainer):
       loss that gathers, all ranks (the mean over the batches since the last entry; contrastive losses only),
     - ``tokens_per_second``: tokens of queries and documents that are not padding, all ranks together, by the time since
       the last entry without evaluation and saving,
+    - ``loss_time_share``: how much of that time this package's scores, loss and their gradients took, on this rank
+      (of a loss of this package; without the backward of the encoder, and without that of ``fuse_projection`` and of
+      ``gather="ring"`` where the embeddings are not cached),
     - ``peak_memory_mib``: most memory that torch had allocated on the GPU so far, or, without a GPU, most resident
       memory of the process; the highest of the ranks.
 
@@ -375,7 +379,12 @@ class ColBERTTrainer(SentenceTransformerTrainer):
         if isinstance(loss, _CONTRASTIVE):
             documents = (len(features) - 1) * features[0]["input_ids"].shape[0]
             self._meter.negatives.append(documents * (get_world_size() if loss.gather_across_devices else 1) - 1)
-        value = super().training_step(model, inputs, *args, **kwargs)
+        # Not in evaluations, which take none of the time that is measured.
+        loss.stopwatch = self._meter.stopwatch  # type: ignore[assignment]
+        try:
+            value = super().training_step(model, inputs, *args, **kwargs)
+        finally:
+            loss.stopwatch = None  # type: ignore[assignment]
         finite = torch.isfinite(value)
         self._meter.finite = finite if self._meter.finite is None else self._meter.finite & finite
         return value
@@ -418,6 +427,8 @@ class ColBERTTrainer(SentenceTransformerTrainer):
             "tokens_per_second": round(tokens / meter.seconds, 1),
             "peak_memory_mib": round(peak / 2**20, 1),
         }
+        if any(isinstance(loss, _FOLLOWING) for loss in self._losses()):
+            measured["loss_time_share"] = round(meter.stopwatch.read() / meter.seconds, 4)
         if meter.negatives:
             measured["in_batch_negatives_per_query"] = round(sum(meter.negatives) / len(meter.negatives), 2)
         meter.reset()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -156,6 +158,28 @@ def test_the_second_pass_has_the_dropout_of_the_first(model: ColBERT) -> None:
         model.eval()
         for dropout, rate in zip(dropouts, rates, strict=True):
             dropout.p = rate
+
+
+def test_embeddings_are_freed_before_the_second_pass(model: ColBERT) -> None:
+    kept: list[weakref.ref] = []
+
+    class Observed(losses.CachedContrastive):
+        def _of_tokens(self, queries, documents, leaves, labels, size_average):
+            kept.extend(weakref.ref(leaf) for leaf in leaves if leaf is not None)
+            return super()._of_tokens(queries, documents, leaves, labels, size_average)
+
+    loss = Observed(model, mini_batch_size=3)
+    value = loss(batch(model))
+    assert len(kept) == 2
+    assert all(leaf() is not None for leaf in kept)
+    alive = []
+    hook = model.register_forward_pre_hook(lambda *_: alive.append([leaf() is not None for leaf in kept]))
+    value.backward()
+    hook.remove()
+    assert len(alive) > 6
+    assert not any(any(leaves) for leaves in alive)
+    with pytest.raises(RuntimeError, match="the gradient of a cached loss is computed once"):
+        value.backward()
 
 
 def test_a_scaled_loss_scales_all_gradients(model: ColBERT) -> None:

@@ -195,6 +195,49 @@ def test_logged_numbers(
     assert not any("tokens_per_second" in entry for entry in others)
 
 
+@pytest.mark.parametrize(("name", "passes"), [("Contrastive", 2), ("CachedContrastive", 4), ("Distillation", 2)])
+def test_the_share_of_the_loss(
+    model: models.ColBERT,
+    pairs: Dataset,
+    distillation: Dataset,
+    name: str,
+    passes: int,
+    tmp_path: Path,
+    clock: Clock,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An operation of half a second, after and before passes of the encoder of one; evaluation does not count."""
+    monkeypatch.setattr("pylate_flash.loss_scoring.time", clock)
+    module, operation = losses, "maxsim_kl_divergence"
+    if name != "Distillation":
+        module, operation = loss_scoring, "maxsim_cross_entropy"
+    compute = getattr(module, operation)
+
+    def pass_time(seconds: float) -> None:
+        clock.now += seconds
+
+    monkeypatch.setattr(module, operation, lambda *args, **kwargs: pass_time(0.5) or compute(*args, **kwargs))
+    model[0].register_forward_pre_hook(lambda *_: pass_time(1.0))
+    data = distillation if name == "Distillation" else pairs
+    trainer = ColBERTTrainer(
+        model=model,
+        args=arguments(tmp_path, eval_strategy="steps", eval_steps=1),
+        train_dataset=data,
+        eval_dataset=data,
+        loss=getattr(losses, name)(model),
+    )
+    trainer.train()
+    entries = training_logs(trainer)
+    assert [entry["loss_time_share"] for entry in entries] == [round(0.5 / (passes + 0.5), 4)] * 2
+
+
+def test_no_share_of_a_loss_from_elsewhere(model: models.ColBERT, pairs: Dataset, tmp_path: Path) -> None:
+    loss = pylate.losses.Contrastive(model)
+    trainer = ColBERTTrainer(model=model, args=arguments(tmp_path, max_steps=1), train_dataset=pairs, loss=loss)
+    trainer.train()
+    assert "loss_time_share" not in training_logs(trainer)[0]
+
+
 def test_negatives_of_a_short_last_batch_are_averaged(
     model: models.ColBERT, pairs: Dataset, tmp_path: Path, clock: Clock
 ) -> None:
