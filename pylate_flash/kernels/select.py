@@ -284,6 +284,10 @@ _COMPARED = 32
 _GATHERS = ((64, 1), (64, 4), (32, 4))
 _GATHERS_OF_ONE = ((64, 1), (32, 1))
 _GATHER_PROGRAMS = 2
+# Of the first, so many find room on a multiprocessor. Where there are fewer, but at least so many documents for each of
+# up to four, these share the documents.
+_GATHER_ROOM, _GATHER_SHARES = 4, 4
+_GATHER_SHARE = 1024
 # Programs per multiprocessor at which the documents of a gather are split no more, and documents of a split at least.
 _SPLIT_PROGRAMS = 8
 _SPLIT_DOCUMENTS = 32
@@ -376,20 +380,22 @@ def gather_plan(problem: Problem) -> GatherPlan:
             slots = max(2, slots * 128 // block)
             block_documents = min(block_documents, slots)
         block_rows = slots // block_documents
-        programs = -(-rows // block_rows) * groups
+        programs, n_splits = -(-rows // block_rows) * groups, 1
+        shares = min(_GATHER_SHARES, _GATHER_ROOM * processors // programs, walked // _GATHER_SHARE)
+        if block_documents == 1 and shares > 1 and shares * programs >= wanted:
+            n_splits = shares
+            break
         if programs >= wanted and block_rows < 2 * rows:
             break
-    n_splits = 1
-    if programs < wanted:
+    if programs < wanted and n_splits == 1:
         n_splits = max(1, min(_SPLIT_PROGRAMS * processors // programs, walked // _SPLIT_DOCUMENTS))
     return GatherPlan(block, block_rows, block_documents, num_warps, programs, n_splits)
 
 
 def gather_wave(problem: Problem) -> int:
     """Query rows of the programs that gather on all multiprocessors at a time, where there are rows for so many."""
-    slots, _ = _GATHERS[0]
     block = max(128, power_of_two(problem.size))
-    return max(2, slots * 128 // block) * _GATHER_PROGRAMS * architecture(problem.device)[1]
+    return max(2, _GATHERS[0][0] * 128 // block) * _GATHER_PROGRAMS * architecture(problem.device)[1]
 
 
 class ListsPlan(NamedTuple):
