@@ -84,8 +84,9 @@ def _loss_in_chunks(
     needs: tuple[bool, bool, bool],
     chunks: Chunks,
 ) -> Found:
+    """`loss` of tensors as the kernels take them, so many queries at a time."""
     shape = problem.n_queries, problem.n_documents, chunks.queries
-    run = ChunkedLoss(comparison, targets, shape, tensors.documents.dim() == 4, needs[2], tensors.queries)
+    run = ChunkedLoss(comparison, targets, shape, tensors.documents.dim() == 4, needs[2], problem.device)
     firsts = range(0, problem.n_queries, chunks.queries)
     if comparison.symmetric and chunks.number > 1:
         # All queries are met before the loss of one is known.

@@ -279,7 +279,7 @@ def test_opcheck(loss: str, implementation: str) -> None:
 def compare(scores: torch.Tensor, target: torch.Tensor | None, comparison: Comparison, own: bool = False):
     """A loss of scores by kernels: that of each query, the loss, and the gradient of the scores."""
     targets = Targets(target)
-    found = ChunkedLoss(comparison, targets, (*scores.shape, len(scores)), own, False, scores)
+    found = ChunkedLoss(comparison, targets, (*scores.shape, len(scores)), own, False, scores.device)
     found.compare(scores, 0)
     found.sum()
     alone = found.loss.clone()
@@ -320,7 +320,7 @@ def test_a_label_out_of_range_is_not_a_number() -> None:
 def test_an_excluded_label_is_not_a_number() -> None:
     scores, exclude = torch.randn(4, 6), torch.rand(4, 6) > 0.5
     exclude[[0, 1, 2, 3], [0, 1, 2, 3]] = torch.tensor([False, True, False, False])
-    found = ChunkedLoss(Comparison("cross entropy"), Targets(None, exclude), (4, 6, 4), False, False, scores)
+    found = ChunkedLoss(Comparison("cross entropy"), Targets(None, exclude), (4, 6, 4), False, False, scores.device)
     found.compare(scores, 0)
     assert found._values.tensor().isnan().tolist() == [False, True, False, False]
     assert found.gradient(scores, 0, None).isnan().all(-1).tolist() == [False, True, False, False]
@@ -332,7 +332,7 @@ def test_an_excluded_label_is_not_a_number() -> None:
 def test_gradients_of_scores_are_divided_and_lie_as_the_backward_wants_them(kind, reduction: str, own_candidates: bool):
     scores, teacher, counts = torch.randn(5, 9), torch.randn(5, 9), torch.tensor([[1.0], [7.0], [2.0], [3.0], [32.0]])
     comparison = Comparison(kind, 0.5, loss_reduction=reduction)
-    found = ChunkedLoss(comparison, Targets(teacher), (5, 9, 5), own_candidates, False, scores)
+    found = ChunkedLoss(comparison, Targets(teacher), (5, 9, 5), own_candidates, False, scores.device)
     found.compare(scores, 0)
     plain, divided = (found.gradient(scores, 0, given) for given in (None, counts))
     torch.testing.assert_close(divided, plain / counts, rtol=1e-6, atol=0)
