@@ -45,8 +45,8 @@ class Side(NamedTuple):
     name: str
     batch: Tensor | None
     sequences: list[Tensor]
-    # Tokens of each sequence, or of all, padding included.
-    lengths: Sequence[int]
+    # [N]: tokens of each, padding included.
+    lengths: np.ndarray
     mask: Tensor | None
 
     def __len__(self) -> int:
@@ -72,7 +72,7 @@ class Side(NamedTuple):
             size = self.batch.shape[-1]
         else:
             return None
-        return np.asarray(self.lengths, dtype=np.int64) * size
+        return self.lengths * size
 
     def operand(self, start: int, stop: int, device: torch.device, packed: bool) -> Operand:
         """The items from `start` to `stop` on `device`; `packed` if they may be, and are a list without a mask."""
@@ -80,7 +80,7 @@ class Side(NamedTuple):
         if self.batch is not None:
             values = _floating(self.batch[start:stop].to(device))
             return Operand(values, values.any(dim=-1) if mask is None else mask)
-        lengths = np.asarray(self.lengths[start:stop], dtype=np.int64)
+        lengths = self.lengths[start:stop]
         bounds = np.concatenate([[0], np.cumsum(lengths)])
         values = _floating(_concatenated(self.name, self.sequences[start:stop], start, device))
         longest = int(lengths.max())
@@ -117,7 +117,7 @@ def side(name: str, embeddings: Any, mask: Any = None) -> Side:
     batch, sequences = None, []
     if isinstance(embeddings, list):
         sequences = [tokens if isinstance(tokens, Tensor) else as_tensor(tokens) for tokens in embeddings]
-        lengths: Sequence[int] = [_length(tokens) for tokens in sequences]
+        lengths = _lengths(name, sequences)
         if len(sequences) == 1 and sequences[0].dim() == 2:
             # A batch as it stands.
             batch = sequences[0].unsqueeze(0)
@@ -129,9 +129,9 @@ def side(name: str, embeddings: Any, mask: Any = None) -> Side:
             batch = batch.unsqueeze(0)
         if batch.dim() != 3:
             raise ValueError(f"{name} must have shape [N, L, d] or [L, d], got {list(batch.shape)}")
-        lengths = [batch.shape[1]] * batch.shape[0]
-    if mask is not None and lengths:
-        width = max(lengths)
+        lengths = np.full(batch.shape[0], batch.shape[1])
+    if mask is not None and len(lengths):
+        width = int(lengths.max())
         if mask.dim() not in (1, 2) or (mask.dim() == 2 and mask.shape[0] not in (1, len(lengths))):
             raise ValueError(f"{name}_mask must have shape {[len(lengths), width]}, got {list(mask.shape)}")
         if mask.shape[-1] != width:
@@ -172,8 +172,12 @@ def as_tensor(value: Any) -> Tensor:
     return torch.tensor(value)
 
 
-def _length(tokens: Tensor) -> int:
-    return tokens.shape[0] if tokens.dim() else 0
+def _lengths(name: str, sequences: list[Tensor]) -> np.ndarray:
+    try:
+        return np.array([tokens.shape[0] for tokens in sequences], dtype=np.int64)
+    except IndexError:
+        index = next(i for i, tokens in enumerate(sequences) if tokens.dim() == 0)
+        raise ValueError(f"{name}[{index}] must have shape [L, d], got a single number") from None
 
 
 def _mask(name: str, mask: Any) -> Tensor | None:
