@@ -17,8 +17,8 @@ _BLOCK_ROWS = 64
 
 @triton.jit
 def inverse_norm(squares):
-    """One over the norm, from the sum of squares."""
-    return tl.div_rn(1.0, tl.maximum(tl.sqrt_rn(squares), _SMALLEST_NORM))
+    """One over the norm, from the sum of squares; NaN of NaN, as in `torch.nn.functional.normalize`."""
+    return tl.div_rn(1.0, tl.maximum(tl.sqrt_rn(squares), _SMALLEST_NORM, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit(do_not_specialize=["n_rows", "n_sequences", "length"])

@@ -7,6 +7,7 @@ from .hidden import maxsim_from_hidden, maxsim_from_hidden_reference
 from .losses import cross_entropy_reference, kl_divergence_reference, maxsim_cross_entropy, maxsim_kl_divergence
 from .maxsim import maxsim, maxsim_pairwise, maxsim_reference
 from .packing import pack, unpack
+from .ragged import maxsim_ragged, maxsim_ragged_pairwise
 from .varlen import maxsim_varlen, maxsim_varlen_pairwise
 
 __all__ = [
@@ -20,6 +21,8 @@ __all__ = [
     "maxsim_from_hidden_reference",
     "maxsim_kl_divergence",
     "maxsim_pairwise",
+    "maxsim_ragged",
+    "maxsim_ragged_pairwise",
     "maxsim_reference",
     "maxsim_varlen",
     "maxsim_varlen_pairwise",

@@ -14,14 +14,20 @@ from .blocked_varlen import blocked_varlen_backward, blocked_varlen_forward
 from .checks import checked_mask
 from .norms import scales
 from .packing import host_bounds_of
-from .problem import Options, Problem, Tensors, problem_of
+from .problem import Options, Places, Problem, Tensors, problem_of
 
 Gradients = tuple[Tensor | None, Tensor | None]
 
 
-def compute(tensors: Tensors, options: Options, with_winners: bool) -> tuple[Tensor, Tensor | None]:
-    """Scores, float32, and the winners [documents, rows], if asked for."""
+def compute(
+    tensors: Tensors, options: Options, with_winners: bool, places: Places | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Scores, float32, and the winners [documents, rows], if asked for. Only kernels take `places`."""
     problem = problem_of(tensors, options, with_winners)
+    if places is not None:
+        problem = problem._replace(
+            n_tokens=places.n_tokens, offset_unit=places.unit, aligned=places.unit * problem.dtype.itemsize == 16
+        )
     mean = options.reduction == "mean"
     if mean:
         # The score of an empty document is not divided.
@@ -30,7 +36,7 @@ def compute(tensors: Tensors, options: Options, with_winners: bool) -> tuple[Ten
     if problem.is_empty:
         scores, winners = _without_tokens(problem, tensors)
     elif implementation == "triton":
-        scores, winners = kernels().scores(problem, tensors)
+        scores, winners = kernels().scores(problem, tensors, None if places is None else places.offsets)
     else:
         scores, winners = _in_blocks(problem, tensors)
     if mean:

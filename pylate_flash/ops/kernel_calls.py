@@ -19,10 +19,10 @@ __all__ = [
 ]  # fmt: skip
 
 
-def scores(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor | None]:
-    """Scores, and winners if the problem has them; no size is 0."""
+def scores(problem: Problem, tensors: Tensors, offsets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    """Scores, and winners if the problem has them; no size is 0. `offsets` are those of `Places`."""
     with on_device(tensors.queries):
-        return maxsim_forward(*_for_kernels(problem, tensors))
+        return maxsim_forward(*_for_kernels(problem, tensors), offsets)
 
 
 def gradients(

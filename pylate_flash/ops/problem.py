@@ -50,6 +50,18 @@ class Options(NamedTuple):
     implementation: str = "auto"
 
 
+class Places(NamedTuple):
+    """Where packed documents begin that do not follow each other; `documents` of `Tensors` is where it is counted from.
+
+    `offsets` [Nd], int64 on the device, in units of `unit` elements, 16 bytes where every document begins at a multiple
+    of that, else 1. The documents have `n_tokens` in all, each by its own boundaries of contiguous rows.
+    """
+
+    offsets: Tensor
+    unit: int
+    n_tokens: int
+
+
 class Problem(NamedTuple):
     """What a call asks for, but for the values of its tensors.
 
@@ -84,6 +96,8 @@ class Problem(NamedTuple):
     # Triton's name for the precision of products of float32.
     precision: str
     with_winners: bool
+    # The unit of `Places`; 0: packed documents follow each other.
+    offset_unit: int = 0
 
     @property
     def packed(self) -> bool:

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -199,7 +200,7 @@ def test_lengths_above_the_positions_are_refused(small_model: Path, beir: Path, 
 
 @pytest.mark.parametrize(("offline", "part"), [("1", "HF_HUB_OFFLINE is set"), ("", "could not be fetched")])
 def test_a_name_that_is_not_found_names_the_offline_mode(
-    beir: Path, monkeypatch: pytest.MonkeyPatch, offline: str, part: str
+    pylate: ModuleType, beir: Path, monkeypatch: pytest.MonkeyPatch, offline: str, part: str
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", offline)
     monkeypatch.delenv("TRANSFORMERS_OFFLINE", raising=False)

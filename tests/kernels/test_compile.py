@@ -251,6 +251,28 @@ def test_packed(
         assert "wgmma" in compiled[name].asm["ptx"]
 
 
+@pytest.mark.parametrize(("dtype", "size"), [(torch.bfloat16, 128), (torch.float16, 96), (torch.float32, 128)])
+@pytest.mark.parametrize("aligned", [True, False])
+@pytest.mark.parametrize(("n_queries", "longest"), [(1, 40), (1, 9000), (32, 40), (32, 9000)])
+def test_documents_that_lie_apart(
+    n_queries: int, longest: int, aligned: bool, size: int, dtype: torch.dtype, capability: int, monkeypatch
+) -> None:
+    """They are loaded by 16 bytes where every one of them begins at a multiple of that."""
+    unit = 16 // dtype.itemsize if aligned else 1
+    bounds = torch.tensor([0, 10, 20, 30, 30 + longest])
+    queries, origin = torch.empty(n_queries, 32, size, dtype=dtype), torch.empty(1, size, dtype=dtype)
+    tensors = Tensors(queries, origin, documents_cu_seqlens=bounds)
+    problem = problem_of(tensors, Options(max_document_length=longest))
+    problem = problem._replace(n_tokens=30 + longest, offset_unit=unit, aligned=aligned)
+    name = "_single" if n_queries == 1 else tall(capability, dtype, size) if aligned and longest == 40 else "_stacked"
+    names = {name, "_merge"} if longest == 9000 else {name}
+    compiled = check_launches(
+        KERNELS, lambda: maxsim_forward(problem, tensors, torch.zeros(4).long()), names, capability, monkeypatch
+    )
+    copies = {copied for copied, _ in _LOADS.findall(compiled[name].asm["ptx"])} - {""}
+    assert (copies == {"0x10"}) == aligned
+
+
 @pytest.mark.parametrize("mask_dtype", [torch.bool, torch.int64])
 def test_packed_queries_of_many_tokens(mask_dtype: torch.dtype, capability: int, monkeypatch) -> None:
     """With candidates, a query of any length is scored by itself; of long documents, in pieces."""

@@ -29,11 +29,12 @@ from .stacked import score_stacked
 __all__ = ["maxsim_forward"]
 
 
-def maxsim_forward(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor | None]:
+def maxsim_forward(problem: Problem, tensors: Tensors, offsets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
     """Scores, float32, of `problem.scores_shape`, and winners of `problem.winners_shape` if it has them.
 
     Queries are padded, or packed with one length; all tensors lie on the device, with contiguous rows, masks and
-    boundaries contiguous. No dimension is 0; a document may be empty.
+    boundaries contiguous. No dimension is 0; a document may be empty. With `offsets`, packed documents that are not
+    normalised begin there (`ops.problem.Places`).
     """
     plan = forward_plan(problem)
     queries, documents, queries_mask, documents_mask, _, cu_seqlens, candidates = tensors
@@ -58,8 +59,8 @@ def maxsim_forward(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor |
     shape = problem.scores_shape if plan.n_sums == 1 else (plan.n_sums, *problem.scores_shape)
     sums = torch.empty(*shape, dtype=torch.float32, device=device)
     inputs = Inputs(
-        queries, documents, queries_mask, active, bounds, queries_scale, documents_scale, cu_seqlens, candidates,
-        pieces, piece_winners,
+        queries, documents, queries_mask, active, bounds, queries_scale, documents_scale, cu_seqlens, offsets,
+        candidates, pieces, piece_winners,
     )  # fmt: skip
     if single:
         score_single(problem, plan, inputs, sums, winners)

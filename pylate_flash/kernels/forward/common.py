@@ -36,14 +36,22 @@ def with_masked_zeros(best, winner, first_masked, document_length):
 
 @triton.jit
 def document_range(
-    documents_ptr, cu_seqlens_ptr, group, document, document_length, stride_group, stride_document, stride_token,
+    documents_ptr, cu_seqlens_ptr, offsets_ptr, group, document, document_length, stride_group, stride_document,
+    stride_token,
     PACKED: tl.constexpr,
+    OFFSET_UNIT: tl.constexpr,
 ):  # fmt: skip
-    """Address of a document's first token, and its number of tokens."""
+    """Address of a document's first token, and its number of tokens.
+
+    Packed documents follow each other or, with an OFFSET_UNIT, begin so many elements times their offset further on.
+    """
     if PACKED:
         start = tl.load(cu_seqlens_ptr + document).to(tl.int64)
         length = (tl.load(cu_seqlens_ptr + document + 1).to(tl.int64) - start).to(tl.int32)
-        return documents_ptr + start * stride_token, length
+        offset = start * stride_token
+        if OFFSET_UNIT > 0:
+            offset = tl.load(offsets_ptr + document) * OFFSET_UNIT
+        return documents_ptr + offset, length
     offset = tl.cast(group, tl.int64) * stride_group + tl.cast(document, tl.int64) * stride_document
     return documents_ptr + offset, document_length
 

@@ -46,10 +46,11 @@ def _token_rows(
 
 @gluon.jit
 def copy_documents(
-    documents_ptr, active_ptr, bounds_ptr, cu_seqlens_ptr, tiles, second_tiles, full, empty,
+    documents_ptr, active_ptr, bounds_ptr, cu_seqlens_ptr, offsets_ptr, tiles, second_tiles, full, empty,
     group, first, last, n_documents, document_length, stride_group, stride_document, stride_document_token,
     EMBEDDING: gl.constexpr, BLOCK_EMBEDDING: gl.constexpr, SECOND: gl.constexpr, BLOCK_TOKENS: gl.constexpr,
     TAIL: gl.constexpr, STAGES: gl.constexpr, PACKED: gl.constexpr, HAS_DOCUMENTS_MASK: gl.constexpr,
+    OFFSET_UNIT: gl.constexpr,
 ):  # fmt: skip
     """Copy the tokens of the run's documents, tile by tile, into the slots as they become empty."""
     LANES: gl.constexpr = BLOCK_EMBEDDING // 8
@@ -68,7 +69,9 @@ def copy_documents(
         first_token, length = document_range(
             cu_seqlens_ptr, bounds_ptr, flat_document, document, document_length, PACKED, HAS_DOCUMENTS_MASK
         )
-        if PACKED:
+        if OFFSET_UNIT > 0:
+            base = documents_ptr + gl.load(offsets_ptr + document) * OFFSET_UNIT
+        elif PACKED:
             base = documents_ptr + first_token * stride_document_token
         else:
             base = documents_ptr + group.to(gl.int64) * stride_group + gl.cast(document, gl.int64) * stride_document

@@ -275,11 +275,12 @@ def _score_part(
 def _copy_part(
     arguments, EMBEDDING: gl.constexpr, BLOCK_EMBEDDING: gl.constexpr, SECOND: gl.constexpr,
     BLOCK_TOKENS: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr, PACKED: gl.constexpr,
-    HAS_DOCUMENTS_MASK: gl.constexpr,
+    HAS_DOCUMENTS_MASK: gl.constexpr, OFFSET_UNIT: gl.constexpr,
 ):  # fmt: skip
     copy_documents(
-        *arguments, EMBEDDING, BLOCK_EMBEDDING, SECOND, BLOCK_TOKENS, TAIL, STAGES, PACKED, HAS_DOCUMENTS_MASK
-    )
+        *arguments, EMBEDDING, BLOCK_EMBEDDING, SECOND, BLOCK_TOKENS, TAIL, STAGES, PACKED, HAS_DOCUMENTS_MASK,
+        OFFSET_UNIT,
+    )  # fmt: skip
 
 
 @gluon.jit(
@@ -290,7 +291,7 @@ def _copy_part(
 )  # fmt: skip
 def _hopper_kernel(
     queries_ptr, documents_ptr, queries_mask_ptr, active_ptr, bounds_ptr, queries_scale_ptr, documents_scale_ptr,
-    cu_seqlens_ptr, sums_ptr, winners_ptr,
+    cu_seqlens_ptr, offsets_ptr, sums_ptr, winners_ptr,
     n_queries, query_length, padded_query_length, n_documents, document_length, n_runs, run, empty_score,
     stride_query, stride_query_token, stride_group, stride_document, stride_document_token,
     EMBEDDING: gl.constexpr,
@@ -311,6 +312,7 @@ def _hopper_kernel(
     WITH_WINNERS: gl.constexpr,
     QUERY_UNIT: gl.constexpr,
     DOCUMENT_UNIT: gl.constexpr,
+    OFFSET_UNIT: gl.constexpr,
 ):  # fmt: skip
     """As `stacked._stacked_kernel`, with every document whole."""
     stride_query *= QUERY_UNIT
@@ -354,7 +356,7 @@ def _hopper_kernel(
         stride_query_token,
     )  # fmt: skip
     copied = (
-        documents_ptr, active_ptr, bounds_ptr, cu_seqlens_ptr, tiles, second_tiles, full, empty,
+        documents_ptr, active_ptr, bounds_ptr, cu_seqlens_ptr, offsets_ptr, tiles, second_tiles, full, empty,
         group, first, last, n_documents, document_length, stride_group, stride_document, stride_document_token,
     )  # fmt: skip
     if PARTS == 4:
@@ -382,6 +384,7 @@ def _hopper_kernel(
                 )),
                 (_copy_part, (
                     copied, EMBEDDING, BLOCK_EMBEDDING, SECOND, BLOCK_TOKENS, TAIL, STAGES, PACKED, HAS_DOCUMENTS_MASK,
+                    OFFSET_UNIT,
                 )),
             ],
             [4, 4, 4, 4],
@@ -402,6 +405,7 @@ def _hopper_kernel(
                 )),
                 (_copy_part, (
                     copied, EMBEDDING, BLOCK_EMBEDDING, SECOND, BLOCK_TOKENS, TAIL, STAGES, PACKED, HAS_DOCUMENTS_MASK,
+                    OFFSET_UNIT,
                 )),
             ],
             [4, 4],
@@ -421,7 +425,7 @@ def score_hopper(problem: Problem, plan: ForwardPlan, inputs: Inputs, sums: Tens
         (plan.row_blocks * plan.n_runs * (1 if problem.packed else problem.groups), 1, 1),
         (
             inputs.queries, inputs.documents, inputs.queries_mask, inputs.active, inputs.bounds, inputs.queries_scale,
-            inputs.documents_scale, inputs.cu_seqlens, sums, winners,
+            inputs.documents_scale, inputs.cu_seqlens, inputs.offsets, sums, winners,
         ),
         (
             problem.n_queries // problem.groups, problem.query_length, plan.padded, problem.n_documents,
@@ -433,6 +437,7 @@ def score_hopper(problem: Problem, plan: ForwardPlan, inputs: Inputs, sums: Tens
             0 if problem.packed else hopper_tail(tile, problem.document_length), plan.group, tile.num_stages,
             tile.parts, problem.packed, problem.queries_mask is not None, problem.weighted,
             problem.documents_mask is not None, problem.zero_masked, problem.normalize, problem.with_winners, *units,
+            problem.offset_unit,
         ),
         (4, 1, None),
     )  # fmt: skip

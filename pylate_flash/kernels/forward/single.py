@@ -29,7 +29,7 @@ from .inputs import Inputs
     ]
 )  # fmt: skip
 def _single_kernel(
-    queries_ptr, documents_ptr, queries_mask_ptr, active_ptr, bounds_ptr, cu_seqlens_ptr, candidates_ptr,
+    queries_ptr, documents_ptr, queries_mask_ptr, active_ptr, bounds_ptr, cu_seqlens_ptr, offsets_ptr, candidates_ptr,
     sums_ptr, winners_ptr, pieces_ptr, keys_ptr,
     n_queries, query_length, n_documents, document_length, per_query, run, stride_sums, n_pieces, cut, whole,
     empty_score,
@@ -52,6 +52,7 @@ def _single_kernel(
     PRECISION: tl.constexpr,
     QUERY_UNIT: tl.constexpr,
     DOCUMENT_UNIT: tl.constexpr,
+    OFFSET_UNIT: tl.constexpr,
 ):  # fmt: skip
     """Sums of maxima over BLOCK_COLUMNS tokens of one query, [blocks of columns, Nq, K or documents], and winners.
 
@@ -124,8 +125,8 @@ def _single_kernel(
 
     for document in tl.range(first, last):
         base, length = document_range(
-            documents_ptr, cu_seqlens_ptr, query, document, document_length,
-            stride_group, stride_document, stride_document_token, PACKED,
+            documents_ptr, cu_seqlens_ptr, offsets_ptr, query, document, document_length,
+            stride_group, stride_document, stride_document_token, PACKED, OFFSET_UNIT,
         )  # fmt: skip
         flat_document = tl.cast(document, tl.int64)
         if not HAS_CANDIDATES:
@@ -232,7 +233,7 @@ def score_single(problem: Problem, plan: ForwardPlan, inputs: Inputs, sums: Tens
         (n_pieces + plan.n_runs * problem.n_queries, plan.row_blocks, 1),
         (
             inputs.queries, inputs.documents, inputs.queries_mask, inputs.active, inputs.bounds, inputs.cu_seqlens,
-            inputs.candidates, sums, winners, inputs.pieces, inputs.piece_winners,
+            inputs.offsets, inputs.candidates, sums, winners, inputs.pieces, inputs.piece_winners,
         ),
         (
             problem.n_queries, problem.query_length, problem.n_documents, problem.document_length, plan.per_query,
@@ -243,7 +244,7 @@ def score_single(problem: Problem, plan: ForwardPlan, inputs: Inputs, sums: Tens
             problem.size, plan.block_embedding, plan.second, tile.rows, tile.columns, plan.split, problem.packed,
             plan.in_pieces, problem.has_candidates, problem.queries_mask is not None, problem.weighted,
             problem.documents_mask is not None, problem.zero_masked, problem.normalize, problem.with_winners,
-            problem.precision, *units,
+            problem.precision, *units, problem.offset_unit,
         ),
         (tile.num_warps, tile.num_stages, None),
     )  # fmt: skip

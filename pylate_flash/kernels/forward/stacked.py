@@ -30,7 +30,7 @@ from .inputs import Inputs
 )  # fmt: skip
 def _stacked_kernel(
     queries_ptr, documents_ptr, queries_mask_ptr, active_ptr, bounds_ptr, queries_scale_ptr, documents_scale_ptr,
-    cu_seqlens_ptr, sums_ptr, winners_ptr, pieces_ptr, keys_ptr,
+    cu_seqlens_ptr, offsets_ptr, sums_ptr, winners_ptr, pieces_ptr, keys_ptr,
     n_queries, query_length, padded_query_length, n_documents, document_length, n_runs, run, whole, empty_score,
     stride_query, stride_query_token, stride_group, stride_document, stride_document_token,
     EMBEDDING: tl.constexpr,
@@ -51,6 +51,7 @@ def _stacked_kernel(
     PRECISION: tl.constexpr,
     QUERY_UNIT: tl.constexpr,
     DOCUMENT_UNIT: tl.constexpr,
+    OFFSET_UNIT: tl.constexpr,
 ):  # fmt: skip
     """Sums of maxima over groups of GROUP query rows, [G, Nq / G * groups per query, K], and winners [G, K, rows].
 
@@ -103,8 +104,8 @@ def _stacked_kernel(
     # H200 at the same tile: 0.493 to 0.428 ms at 1 x 1000, 1024 x 1024; 0.126 to 0.094 ms at 32 x 1024, 32 x 180.
     for document in tl.range(first, last, flatten=not SPLIT):
         base, length = document_range(
-            documents_ptr, cu_seqlens_ptr, group, document, document_length,
-            stride_group, stride_document, stride_document_token, PACKED,
+            documents_ptr, cu_seqlens_ptr, offsets_ptr, group, document, document_length,
+            stride_group, stride_document, stride_document_token, PACKED, OFFSET_UNIT,
         )  # fmt: skip
         flat_document = group.to(tl.int64) * n_documents + document
         flat = flat_document * document_length
@@ -207,7 +208,8 @@ def score_stacked(problem: Problem, plan: ForwardPlan, inputs: Inputs, sums: Ten
         (plan.row_blocks * plan.n_runs * (1 if problem.packed else problem.groups), 1, 1),
         (
             inputs.queries, inputs.documents, inputs.queries_mask, inputs.active, inputs.bounds, inputs.queries_scale,
-            inputs.documents_scale, inputs.cu_seqlens, sums, winners, inputs.pieces, inputs.piece_winners,
+            inputs.documents_scale, inputs.cu_seqlens, inputs.offsets, sums, winners, inputs.pieces,
+            inputs.piece_winners,
         ),
         (
             problem.n_queries // problem.groups, problem.query_length, plan.padded, problem.n_documents,
@@ -218,7 +220,7 @@ def score_stacked(problem: Problem, plan: ForwardPlan, inputs: Inputs, sums: Ten
             problem.size, plan.block_embedding, plan.second, tile.rows, tile.columns, plan.group, plan.split,
             problem.packed, plan.in_pieces, problem.queries_mask is not None, problem.weighted,
             problem.documents_mask is not None, problem.zero_masked, problem.normalize, problem.with_winners,
-            problem.precision, *units,
+            problem.precision, *units, problem.offset_unit,
         ),
         (tile.num_warps, tile.num_stages, plan.max_registers),
     )  # fmt: skip

@@ -17,7 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from ..gluon import add, copy_block_to_shared, execute, next_slot
+from ..gluon import add, copy_block_to_shared, execute, larger_of, next_slot
 from ..launch import Described
 from ..norms import SMALLEST_NORM
 from ..tiles import FusedTile
@@ -32,7 +32,7 @@ def inverse_norms(embeddings):
     """One over the norm of each row, as `norms.inverse_norm`."""
     widened = embeddings.to(gl.float32)
     squares = gl.reduce(widened * widened, 1, add)
-    return gl.div_rn(1.0, gl.maximum(gl.sqrt_rn(squares), _SMALLEST_NORM))
+    return gl.div_rn(1.0, larger_of(gl.sqrt_rn(squares), _SMALLEST_NORM))
 
 
 @gluon.jit

@@ -1,4 +1,4 @@
-"""Run here under TRITON_INTERPRET=1 alone, as `make test` does, and make Triton's interpreter fast enough."""
+"""Run here under TRITON_INTERPRET=1 alone, as `make test` does, with an interpreter that is fast enough."""
 
 from __future__ import annotations
 
@@ -59,3 +59,19 @@ def known_reductions(monkeypatch: pytest.MonkeyPatch) -> None:
         return apply(self, arguments)
 
     monkeypatch.setattr(ReduceOps, "apply_impl", apply_known)
+
+
+@pytest.fixture(autouse=True)
+def masks_stay_bool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter makes integers of a bool that meets a block, and since Triton 3.9 takes none for a mask."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    splat = InterpreterBuilder.create_splat
+
+    def splat_as_it_is(self: InterpreterBuilder, shape, scalar):
+        handle = splat(self, shape, scalar)
+        if scalar.data.dtype == np.bool_:
+            handle.data = handle.data.astype(np.bool_)
+        return handle
+
+    monkeypatch.setattr(InterpreterBuilder, "create_splat", splat_as_it_is)

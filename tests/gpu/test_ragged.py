@@ -1,0 +1,106 @@
+"""Documents that kernels read where they lie, on a GPU: the bits of the packed ones, and the definition."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+from pylate_flash import maxsim_ragged, maxsim_ragged_pairwise, maxsim_varlen, pack
+from pylate_flash.ops import ragged
+from pylate_flash.ops.varlen import maxsim_varlen_reference
+from tests.gpu.embeddings import unit
+from tests.gpu.test_varlen import DTYPES, OPTIONS, SIZES
+from tests.ops.test_ragged import lists_of
+from tests.ops.test_varlen import packed
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture
+def units(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The units of the offsets of every call whose documents were read where they lie."""
+    found: list[int] = []
+    compute = ragged.compute
+
+    def noted(tensors, options, with_winners, places):
+        found.append(places.unit)
+        return compute(tensors, options, with_winners, places)
+
+    monkeypatch.setattr(ragged, "compute", noted)
+    return found
+
+
+def lists(lengths: list[int], size: int, dtype: torch.dtype, shift: int = 0) -> list[torch.Tensor]:
+    """Tensors of these lengths, each in memory of its own, `shift` elements after where that begins."""
+    values = [unit(length, size, dtype=dtype, seed=index) for index, length in enumerate(lengths)]
+    return [torch.cat([t.new_zeros(shift), t.flatten()])[shift:].view(t.shape) for t in values]
+
+
+@settings(max_examples=40, **OPTIONS)
+@given(case=packed(dtypes=DTYPES, sizes=SIZES))
+def test_scores(case: tuple) -> None:
+    (queries, documents, *bounds), options = case
+    queries_list, documents_list = ([t.cuda() for t in tensors] for tensors in lists_of(case))
+    with torch.no_grad():
+        found = maxsim_ragged(queries_list, documents_list, **options)
+    expected = maxsim_varlen_reference(queries.double(), documents.double(), *bounds, **options)
+    torch.testing.assert_close(found.cpu().double(), expected, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("shift", [0, 1, 8])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n_queries", [1, 3, 16])
+@pytest.mark.parametrize("longest", [300, 9000])
+def test_the_bits_are_those_of_packed_documents(
+    n_queries: int, longest: int, dtype: torch.dtype, shift: int, units: list[int]
+) -> None:
+    """By each kernel, whole and in pieces; where nothing is aligned, by the one that takes such addresses."""
+    queries = lists([32] * n_queries, 128, dtype)
+    documents = lists([180, 0, longest, 7, 64] * 40, 128, dtype, shift)
+    (q, q_bounds), (d, d_bounds) = pack(queries), pack(documents)
+    found = maxsim_ragged(queries, documents)
+    expected = maxsim_varlen(q, d, q_bounds, d_bounds, max_query_length=32, max_document_length=longest)
+    unit_of_16_bytes = 16 // dtype.itemsize
+    assert units == [unit_of_16_bytes if shift * dtype.itemsize % 16 == 0 else 1]
+    if units == [1]:
+        torch.testing.assert_close(found, expected, rtol=2e-6, atol=2e-6)
+    else:
+        assert torch.equal(found, expected)
+
+
+def test_pairs_and_candidates(units: list[int]) -> None:
+    queries, documents = lists([5, 32, 9], 96, torch.bfloat16), lists([180, 33, 7], 96, torch.bfloat16)
+    every = maxsim_ragged(queries, documents)
+    torch.testing.assert_close(maxsim_ragged_pairwise(queries, documents), every.diagonal(), rtol=2e-6, atol=2e-6)
+    candidates = torch.tensor([0, 2, 2, 3])
+    found = maxsim_ragged(queries, documents, candidates_cu_seqlens=candidates)
+    torch.testing.assert_close(found, torch.stack([every[0, 0], every[0, 1], every[2, 2]]), rtol=2e-6, atol=2e-6)
+    assert units == [8] * 3
+
+
+def test_documents_on_the_host_go_to_the_gpu_in_one_copy() -> None:
+    """Tensors and arrays; with a gradient, it flows back to the host."""
+    queries = lists([32, 7], 128, torch.float32)
+    documents = [t.cpu() for t in lists([180, 0, 33], 128, torch.float32)]
+    expected = maxsim_ragged(queries, [t.cuda() for t in documents])
+    for others in (documents, [t.numpy() for t in documents]):
+        found = maxsim_ragged(queries, others)
+        assert found.is_cuda
+        torch.testing.assert_close(found, expected)
+    documents[0].requires_grad_()
+    maxsim_ragged(queries, documents).sum().backward()
+    assert documents[0].grad is not None
+    assert documents[0].grad.abs().sum() > 0
+
+
+def test_no_call_waits() -> None:
+    queries, documents = lists([32] * 4, 128, torch.bfloat16), lists([180, 7, 64] * 20, 128, torch.bfloat16)
+    expected = maxsim_ragged(queries, documents)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = maxsim_ragged(queries, documents)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(found, expected)

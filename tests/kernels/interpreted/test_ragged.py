@@ -1,0 +1,110 @@
+"""Documents that the kernels read where they lie, by Triton's interpreter, against the definition."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+from pylate_flash import maxsim_ragged, maxsim_ragged_pairwise
+from pylate_flash.kernels import select
+from pylate_flash.ops import ragged
+from pylate_flash.ops.varlen import maxsim_varlen_reference
+from tests.kernels.interpreted.test_kernels import HALF_AND_FLOAT, OPTIONS
+from tests.ops.test_ragged import lists_of
+from tests.ops.test_varlen import packed
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")
+
+
+@pytest.fixture(autouse=True)
+def units(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The units of the offsets of every call whose documents were read where they lie."""
+    found: list[int] = []
+    compute = ragged.compute
+
+    def noted(tensors, options, with_winners, places):
+        found.append(places.unit)
+        return compute(tensors, options, with_winners, places)
+
+    monkeypatch.setattr(ragged, "compute", noted)
+    return found
+
+
+def apart(tensors: list[torch.Tensor], shift: int) -> list[torch.Tensor]:
+    """The same documents, each in memory of its own, `shift` elements after a multiple of 16 bytes."""
+    moved = []
+    for tensor in reversed(tensors):
+        memory = torch.full((tensor.numel() + shift + 16,), torch.nan, dtype=tensor.dtype)
+        begin = -memory.data_ptr() % 16 // tensor.element_size() + shift
+        moved.append(memory[begin : begin + tensor.numel()].view(tensor.shape).copy_(tensor))
+    return moved[::-1]
+
+
+def check(case: tuple, shift: int, units: list[int]) -> None:
+    (queries, documents, *bounds), options = case
+    options = options | {"normalize": False}
+    queries_list, documents_list = lists_of(case)
+    before = len(units)
+    found = maxsim_ragged(queries_list, apart(documents_list, shift), **options, implementation="triton")
+    expected = maxsim_varlen_reference(queries.double(), documents.double(), *bounds, **options)
+    torch.testing.assert_close(found.double(), expected, rtol=2e-6, atol=2e-6)
+    aligned = shift * documents.element_size() % 16 == 0 or len(documents) == 0
+    assert units[before:] == [16 // documents.element_size() if aligned else 1]
+
+
+@settings(max_examples=25, **OPTIONS)
+@given(case=packed(dtypes=HALF_AND_FLOAT))
+def test_documents_apart(case: tuple, units: list[int]) -> None:
+    check(case, 0, units)
+
+
+@settings(max_examples=10, **OPTIONS)
+@given(case=packed(dtypes=HALF_AND_FLOAT))
+def test_documents_that_begin_anywhere(case: tuple, units: list[int]) -> None:
+    check(case, 1, units)
+
+
+def sequences(*lengths: int, size: int = 16) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(sum(lengths))
+    return [torch.randn(length, size, generator=generator).half() for length in lengths]
+
+
+def expected_of(queries: list[torch.Tensor], documents: list[torch.Tensor]) -> torch.Tensor:
+    values = [torch.cat(tensors).double() for tensors in (queries, documents)]
+    bounds = [torch.tensor([0, *map(len, tensors)]).cumsum(0) for tensors in (queries, documents)]
+    return maxsim_varlen_reference(*values, *bounds)
+
+
+@pytest.mark.parametrize("n_queries", [1, 3])
+def test_a_document_in_pieces(n_queries: int, units: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(select, "_SMALLEST_CUT", 128)
+    monkeypatch.setattr(select, "_LONGEST_WHOLE", 100)
+    queries, documents = sequences(*[40] * n_queries), apart(sequences(3, 700, 0, 90, 120), 0)
+    found = maxsim_ragged(queries, documents, implementation="triton")
+    torch.testing.assert_close(found.double(), expected_of(queries, documents), rtol=2e-6, atol=2e-6)
+    assert units == [8]
+
+
+def test_pairs(units: list[int]) -> None:
+    queries, documents = sequences(5, 9, 2), apart(sequences(33, 7, 80), 0)
+    found = maxsim_ragged_pairwise(queries, documents, implementation="triton")
+    torch.testing.assert_close(found.double(), expected_of(queries, documents).diagonal(), rtol=2e-6, atol=2e-6)
+    assert units == [8]
+
+
+def test_the_same_document_twice_is_read_twice() -> None:
+    queries, (document, other) = sequences(5), sequences(20, 6)
+    found = maxsim_ragged(queries, [document, other, document], implementation="triton")
+    assert found[0, 0] == found[0, 2] != found[0, 1]
+
+
+def test_what_the_kernels_cannot_read_in_place_is_packed(units: list[int]) -> None:
+    queries, documents = sequences(5, 3), sequences(20, 6)
+    maxsim_ragged(queries, documents, normalize=True, implementation="triton")
+    documents[1].requires_grad_()
+    assert maxsim_ragged(queries, documents, implementation="triton").requires_grad
+    assert units == []
+    with torch.no_grad():
+        maxsim_ragged(queries, documents, implementation="triton")
+    assert units == [8]

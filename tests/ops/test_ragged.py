@@ -1,0 +1,162 @@
+"""`maxsim_ragged` and `maxsim_ragged_pairwise` against one pair at a time, and against what they stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+
+import pylate_flash
+from pylate_flash import maxsim_ragged, maxsim_ragged_pairwise, maxsim_varlen, pack, unpack
+from pylate_flash.ops import maxsim_reference
+from pylate_flash.ops.ragged import _alike
+from pylate_flash.ops.varlen import maxsim_varlen_reference
+from tests.ops.cases import FLOAT32_SCORES
+from tests.ops.test_varlen import OPTIONS, packed
+
+
+def lists_of(case: tuple) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    (queries, documents, queries_cu_seqlens, documents_cu_seqlens), _ = case
+    return unpack(queries, queries_cu_seqlens), unpack(documents, documents_cu_seqlens)
+
+
+@settings(max_examples=60, **OPTIONS)
+@given(case=packed())
+def test_scores_are_those_of_every_pair(case: tuple) -> None:
+    (queries, documents, *bounds), options = case
+    expected = maxsim_varlen_reference(queries.double(), documents.double(), *bounds, **options)
+    found = maxsim_ragged(*lists_of(case), **options)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), expected, **FLOAT32_SCORES)
+
+
+def ragged(*lengths: int, size: int = 8, seed: int = 0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(length, size, generator=generator) for length in lengths]
+
+
+def test_the_gradient_flows_to_every_tensor_of_a_list() -> None:
+    queries, documents = ragged(3, 0, 2), ragged(5, 1, 0, 7, seed=1)
+    weights = torch.randn(3, 4)
+    found, expected = [], []
+    for function, gradients in (("ragged", found), ("packed", expected)):
+        leaves = [[t.clone().requires_grad_() for t in values] for values in (queries, documents)]
+        if function == "ragged":
+            scores = maxsim_ragged(*leaves)
+        else:
+            (q, q_bounds), (d, d_bounds) = pack(leaves[0]), pack(leaves[1])
+            scores = maxsim_varlen_reference(q.double(), d.double(), q_bounds, d_bounds).float()
+        (scores * weights).sum().backward()
+        gradients += [t.grad for values in leaves for t in values]
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["masked", "weighted", "whole"])
+def test_padded_queries_may_have_a_mask(kind: str) -> None:
+    queries, documents = torch.stack(ragged(4, 4, 4)), ragged(5, 1, 7, seed=1)
+    mask = {
+        "masked": torch.tensor([[1, 1, 0, 0], [1, 0, 0, 1], [1, 1, 1, 1]]),
+        "weighted": torch.tensor([[0.5, 2.0, 0.0, 0.0], [1.0, 0.0, 0.0, 3.0], [1.0, 1.0, 1.0, 1.0]]),
+        "whole": None,
+    }[kind]
+    expected = [maxsim_reference(queries.double(), d.double().unsqueeze(0), queries_mask=mask) for d in documents]
+    found = maxsim_ragged(queries, documents, queries_mask=mask)
+    torch.testing.assert_close(found.double(), torch.cat(expected, dim=1), rtol=1e-5, atol=1e-5)
+
+
+def test_pairs_are_the_diagonal() -> None:
+    queries, documents = ragged(3, 0, 2), ragged(5, 1, 0, seed=1)
+    every = maxsim_ragged(queries, documents, empty_score=-7.0)
+    found = maxsim_ragged_pairwise(queries, documents, empty_score=-7.0)
+    torch.testing.assert_close(found, every.diagonal())
+    padded = torch.stack(ragged(3, 3))
+    torch.testing.assert_close(
+        maxsim_ragged_pairwise(padded, documents[:2]), maxsim_ragged(padded, documents[:2]).diagonal()
+    )
+
+
+def test_arrays_tuples_and_rows_that_are_not_contiguous_are_sequences() -> None:
+    queries, documents = ragged(3, 2), ragged(5, 1, 7, seed=1)
+    expected = maxsim_ragged(queries, documents)
+    wide = [torch.cat([t, t + 1], dim=1)[:, :8] for t in documents]
+    turned = [t.T.contiguous().T for t in documents]
+    every_other = [t.repeat_interleave(2, dim=0)[::2] for t in documents]
+    arrays = [t.numpy() for t in documents]
+    mixed = [documents[0].numpy(), *documents[1:]]
+    parameters = [torch.nn.Parameter(documents[0]), *documents[1:]]
+    for others in (wide, turned, every_other, arrays, mixed, tuple(documents), parameters):
+        assert torch.equal(maxsim_ragged([t.numpy() for t in queries], others).detach(), expected)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "alike"),
+    [
+        (ragged(3, 0, 1), True),
+        ([torch.ones(3, 8), torch.ones(1, 4)], False),
+        ([torch.ones(1, 8), torch.ones(1, 16)], False),
+        ([torch.ones(3, 8)[:, :4], torch.ones(3, 8)[:, :4]], False),
+        ([torch.ones(8, 3).T], False),
+        ([torch.ones(3, 8), torch.ones(3, 8).half()], False),
+        ([torch.ones(3, 0)], False),
+        ([torch.ones(8)], False),
+        ([torch.ones(2, 3, 8)], False),
+        ([torch.ones(3, 8), torch.ones(8)], False),
+    ],
+)
+def test_the_short_look_at_a_list_sees_what_differs(tensors: Sequence[torch.Tensor], alike: bool) -> None:
+    found = _alike(tensors)
+    assert (found is not None) == alike
+    if found is not None:
+        assert (found.lengths.tolist(), found.size, found.longest, found.n_tokens) == ([3, 0, 1], 8, 3, 4)
+        assert found.bounds.tolist() == [0, 3, 3, 4]
+
+
+def test_autocast_is_that_of_packed_sequences() -> None:
+    queries, documents = ragged(3, 2), ragged(5, 1, 7, seed=1)
+    (q, q_bounds), (d, d_bounds) = pack(queries), pack(documents)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(maxsim_ragged(queries, documents), maxsim_varlen(q, d, q_bounds, d_bounds))
+
+
+LIST = "must be a list of tensors or arrays"
+
+
+@pytest.mark.parametrize(
+    ("queries", "documents", "options", "error", "message"),
+    [
+        (ragged(2), torch.ones(1, 2, 8), {}, TypeError, f"documents {LIST} .* got Tensor"),
+        (ragged(2), "text", {}, TypeError, f"documents {LIST} .* got str"),
+        (5, ragged(2), {}, TypeError, f"queries {LIST} .* got int"),
+        (ragged(2), [], {}, ValueError, "documents must hold at least one sequence, got none"),
+        ([], ragged(2), {}, ValueError, "queries must hold at least one sequence, got none"),
+        (ragged(2), [*ragged(2), [1.0]], {}, TypeError, r"documents\[1\] must be a torch.Tensor .* got list"),
+        (ragged(2), [*ragged(2), torch.ones(8)], {}, ValueError, r"documents\[1\] must have shape \[L, d\], got \[8\]"),
+        (ragged(2), [*ragged(2), torch.ones(2, 4)], {}, ValueError, "documents must have one embedding size, got 4 at"),
+        (ragged(2), [*ragged(2), np.ones((1, 8))], {}, TypeError, "documents must have one dtype, got torch.float64"),
+        (ragged(2), [t.half() for t in ragged(2)], {}, TypeError, "documents must have the dtype of queries"),
+        (ragged(2), ragged(2, size=4), {}, ValueError, "documents must have the embedding size of queries, 8, got 4"),
+        (ragged(2), [torch.ones(2, 8).int()], {}, TypeError, "documents must be float16, bfloat16, float32 or float64"),
+        (torch.ones(2, 8), ragged(2), {}, ValueError, r"queries must have shape \[Nq, Lq, d\], got \[2, 8\]"),
+        (ragged(2), ragged(2), {"queries_mask": torch.ones(1, 2)}, ValueError, "queries_mask must be None"),
+        (ragged(2), ragged(2), {"reduction": "max"}, ValueError, "reduction must be one of"),
+        (ragged(2), ragged(2), {"implementation": "fast"}, ValueError, "implementation must be one of"),
+        (ragged(2), ragged(2), {"candidates_cu_seqlens": torch.tensor([0, 2])}, ValueError, "from 0 to the number of"),
+        (ragged(2), ragged(2), {"candidates_cu_seqlens": torch.ones(2)}, TypeError, "must be int32 or int64"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_clear_error(queries, documents, options: dict, error: type, message: str) -> None:
+    with pytest.raises(error, match=message):
+        maxsim_ragged(queries, documents, **options)
+
+
+def test_pairs_need_as_many_documents_as_queries() -> None:
+    with pytest.raises(ValueError, match="documents must have one document per query, 2, got 3 documents"):
+        maxsim_ragged_pairwise(ragged(1, 2), ragged(1, 2, 3))
+
+
+def test_it_is_public() -> None:
+    assert {"maxsim_ragged", "maxsim_ragged_pairwise"} <= {*pylate_flash.__all__}
+    assert pylate_flash.maxsim_ragged is maxsim_ragged
