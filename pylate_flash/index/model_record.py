@@ -7,7 +7,7 @@ import json
 import os
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -78,7 +78,7 @@ class ModelRecord:
         modules = modules[:1] if hidden_states else modules
         settings["modules"] = [" ".join([type(module).__name__, *_activation(module)]) for module in modules]
         if getattr(model, "model_type", None) == "MultiVectorEncoder":
-            found = [module.get_config_dict() for module in modules]
+            found = [cast(Any, module).get_config_dict() for module in modules]
             settings["tokens"] = [{key: one[key] for key in _OF_MODULES if key in one} for one in found]
         return cls(
             name=name,

@@ -1,7 +1,9 @@
-"""The example for sentence-transformers runs as it stands, with a tiny model."""
+"""The example and the notebook for sentence-transformers run as they stand, with a tiny model."""
 
 from __future__ import annotations
 
+import json
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -10,7 +12,9 @@ import pytest
 
 import pylate_flash
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "sentence_transformers_6.py"
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "sentence_transformers_6.py"
+NOTEBOOK = ROOT / "notebooks" / "sentence_transformers_6.ipynb"
 
 
 def test_example(
@@ -25,3 +29,31 @@ def test_example(
     assert variables["ours"].shape == (40, 80)
     assert (variables["ours"] - variables["theirs"]).abs().max() < 1e-4
     assert "nDCG@10" in capsys.readouterr().out
+
+
+def test_notebook(
+    tiny_encoder_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    cells = [cell for cell in json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == "code"]
+    variables: dict[str, object] = {}
+    try:
+        for cell in cells:
+            parameters = "parameters" in cell["metadata"].get("tags", [])
+            source = f"encoder = {tiny_encoder_path!r}" if parameters else "".join(cell["source"])
+            exec(compile(source, NOTEBOOK.name, "exec"), variables)
+    finally:
+        pylate_flash.unregister()
+    printed = capsys.readouterr().out
+    assert "the very same function: True" in printed
+    assert "no padding has won: True and the empty one scores -1000000000.0" in printed
+    assert "first by both: 20 of 20" in printed
+
+
+def test_notebook_is_committed_with_outputs_and_without_machine_paths() -> None:
+    text = NOTEBOOK.read_text(encoding="utf-8")
+    cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
+    assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
+    assert sum(bool(cell["outputs"]) for cell in cells) == 5
+    assert not any(output["output_type"] == "error" for cell in cells for output in cell["outputs"])
+    assert not re.search(r"/(?:home|root|Users|tmp|work|usr)/|[A-Z]:\\\\", text)

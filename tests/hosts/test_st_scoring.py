@@ -230,6 +230,7 @@ ITEMS = {"a": torch.ones(2, 3, 4), "b": torch.ones(2, 5, 4)}
         ({"a": torch.ones(4)}, r"a must have shape \[N, L, d\] or \[L, d\], got \[4\]"),
         ({"b": [torch.ones(3, 4), torch.ones(3, 5)]}, r"b\[1\] must have shape \[L, d\] with d = 4, got \[3, 5\]"),
         ({"b": [torch.ones(3, 4), torch.ones(3)]}, r"b\[1\] must have shape \[L, d\] with d = 4, got \[3\]"),
+        ({"b": [torch.ones(3, 4), torch.tensor(1.0)]}, r"b\[1\] must have shape \[L, d\], got a single number"),
         ({"a_mask": -torch.ones(2, 3)}, "positive weights, got -1"),
     ],
 )

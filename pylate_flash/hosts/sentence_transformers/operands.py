@@ -45,12 +45,12 @@ class Side(NamedTuple):
     name: str
     batch: Tensor | None
     sequences: list[Tensor]
-    # Tokens of each sequence, or of all, padding included.
-    lengths: Sequence[int]
+    # [N]: tokens of each of a list. Of a batch there are none: a compiler would take an array for data.
+    lengths: np.ndarray | None
     mask: Tensor | None
 
     def __len__(self) -> int:
-        return len(self.lengths)
+        return len(self.sequences) if self.batch is None else self.batch.shape[0]
 
     @property
     def device(self) -> torch.device | None:
@@ -66,13 +66,10 @@ class Side(NamedTuple):
 
     def copied_elements(self, device: torch.device) -> np.ndarray | None:
         """[N]: elements of each that are copied to be scored on `device`; None if it is scored where it lies."""
-        if self.batch is None:
-            size = max((tokens.shape[-1] for tokens in self.sequences[:1]), default=1)
-        elif self.batch.device != device:
-            size = self.batch.shape[-1]
-        else:
-            return None
-        return np.asarray(self.lengths, dtype=np.int64) * size
+        if self.batch is not None:
+            return None if self.batch.device == device else np.full(len(self), self.batch[0].numel())
+        assert self.lengths is not None
+        return self.lengths * self.sequences[0].shape[-1]
 
     def operand(self, start: int, stop: int, device: torch.device, packed: bool) -> Operand:
         """The items from `start` to `stop` on `device`; `packed` if they may be, and are a list without a mask."""
@@ -80,7 +77,8 @@ class Side(NamedTuple):
         if self.batch is not None:
             values = _floating(self.batch[start:stop].to(device))
             return Operand(values, values.any(dim=-1) if mask is None else mask)
-        lengths = np.asarray(self.lengths[start:stop], dtype=np.int64)
+        assert self.lengths is not None
+        lengths = self.lengths[start:stop]
         bounds = np.concatenate([[0], np.cumsum(lengths)])
         values = _floating(_concatenated(self.name, self.sequences[start:stop], start, device))
         longest = int(lengths.max())
@@ -114,30 +112,34 @@ def side(name: str, embeddings: Any, mask: Any = None) -> Side:
         If a shape does not fit.
     """
     mask = _mask(f"{name}_mask", mask)
-    batch, sequences = None, []
     if isinstance(embeddings, list):
         sequences = [tokens if isinstance(tokens, Tensor) else as_tensor(tokens) for tokens in embeddings]
-        lengths: Sequence[int] = [_length(tokens) for tokens in sequences]
         if len(sequences) == 1 and sequences[0].dim() == 2:
             # A batch as it stands.
             batch = sequences[0].unsqueeze(0)
             if mask is None:
                 mask = torch.ones(batch.shape[:2], dtype=torch.bool, device=batch.device)
-    else:
-        batch = as_tensor(embeddings)
-        if batch.dim() == 2:
-            batch = batch.unsqueeze(0)
-        if batch.dim() != 3:
-            raise ValueError(f"{name} must have shape [N, L, d] or [L, d], got {list(batch.shape)}")
-        lengths = [batch.shape[1]] * batch.shape[0]
-    if mask is not None and lengths:
-        width = max(lengths)
-        if mask.dim() not in (1, 2) or (mask.dim() == 2 and mask.shape[0] not in (1, len(lengths))):
-            raise ValueError(f"{name}_mask must have shape {[len(lengths), width]}, got {list(mask.shape)}")
-        if mask.shape[-1] != width:
-            raise ValueError(f"{name}_mask covers {mask.shape[-1]} tokens, and must cover the {width} of {name}")
-        mask = mask.expand(len(lengths), width)
-    return Side(name, batch, sequences, lengths, mask)
+            return Side(name, batch, [], None, _fitted(name, mask, 1, batch.shape[1]))
+        lengths = _lengths(name, sequences)
+        longest = int(lengths.max(initial=0))
+        return Side(name, None, sequences, lengths, _fitted(name, mask, len(sequences), longest))
+    batch = as_tensor(embeddings)
+    if batch.dim() == 2:
+        batch = batch.unsqueeze(0)
+    if batch.dim() != 3:
+        raise ValueError(f"{name} must have shape [N, L, d] or [L, d], got {list(batch.shape)}")
+    return Side(name, batch, [], None, _fitted(name, mask, *batch.shape[:2]))
+
+
+def _fitted(name: str, mask: Tensor | None, n_items: int, width: int) -> Tensor | None:
+    """The mask of N items of `width` tokens, [N, width], which may be given as one row for all."""
+    if mask is None or n_items == 0:
+        return mask
+    if mask.dim() not in (1, 2) or (mask.dim() == 2 and mask.shape[0] not in (1, n_items)):
+        raise ValueError(f"{name}_mask must have shape {[n_items, width]}, got {list(mask.shape)}")
+    if mask.shape[-1] != width:
+        raise ValueError(f"{name}_mask covers {mask.shape[-1]} tokens, and must cover the {width} of {name}")
+    return mask.expand(n_items, width)
 
 
 def blocks(sides: Sequence[Side], device: torch.device, elements: int | None) -> list[tuple[int, int]]:
@@ -172,8 +174,12 @@ def as_tensor(value: Any) -> Tensor:
     return torch.tensor(value)
 
 
-def _length(tokens: Tensor) -> int:
-    return tokens.shape[0] if tokens.dim() else 0
+def _lengths(name: str, sequences: list[Tensor]) -> np.ndarray:
+    try:
+        return np.array([tokens.shape[0] for tokens in sequences], dtype=np.int64)
+    except IndexError:
+        index = next(i for i, tokens in enumerate(sequences) if tokens.dim() == 0)
+        raise ValueError(f"{name}[{index}] must have shape [L, d], got a single number") from None
 
 
 def _mask(name: str, mask: Any) -> Tensor | None:
