@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -251,23 +252,24 @@ def test_packed(
 
 
 @pytest.mark.parametrize(("dtype", "size"), [(torch.bfloat16, 128), (torch.float16, 96), (torch.float32, 128)])
-@pytest.mark.parametrize("aligned", [True, False])
+@pytest.mark.parametrize("lie", ["together", "apart", "anywhere"])
 @pytest.mark.parametrize(("n_queries", "longest"), [(1, 40), (1, 9000), (32, 40), (32, 9000)])
-def test_documents_that_lie_apart(
-    n_queries: int, longest: int, aligned: bool, size: int, dtype: torch.dtype, capability: int, monkeypatch
+def test_packed_documents_are_loaded_by_16_bytes(
+    n_queries: int, longest: int, lie: str, size: int, dtype: torch.dtype, capability: int, monkeypatch
 ) -> None:
-    """They are loaded by 16 bytes where every one of them begins at a multiple of that."""
-    unit = 16 // dtype.itemsize if aligned else 1
-    bounds = torch.tensor([0, 10, 20, 30, 30 + longest])
-    queries, origin = torch.empty(n_queries, 32, size, dtype=dtype), torch.empty(1, size, dtype=dtype)
-    tensors = Tensors(queries, origin, documents_cu_seqlens=bounds)
+    """Whether they follow each other or not, where every one of them begins at a multiple of that."""
+    aligned, n_tokens, offsets = lie != "anywhere", 30 + longest, None
+    bounds = torch.tensor([0, 10, 20, 30, n_tokens])
+    documents = torch.empty(n_tokens if lie == "together" else 1, size, dtype=dtype)
+    tensors = Tensors(torch.empty(n_queries, 32, size, dtype=dtype), documents, documents_cu_seqlens=bounds)
     problem = problem_of(tensors, Options(max_document_length=longest))
-    problem = problem._replace(n_tokens=30 + longest, offset_unit=unit, aligned=aligned)
+    if lie != "together":
+        unit, offsets = 16 // dtype.itemsize if aligned else 1, torch.zeros(4, dtype=torch.int64)
+        problem = problem._replace(n_tokens=n_tokens, offset_unit=unit, aligned=aligned)
     name = "_single" if n_queries == 1 else tall(capability, dtype, size) if aligned and longest == 40 else "_stacked"
     names = {name, "_merge"} if longest == 9000 else {name}
-    compiled = check_launches(
-        KERNELS, lambda: maxsim_forward(problem, tensors, torch.zeros(4).long()), names, capability, monkeypatch
-    )
+    launch = partial(maxsim_forward, problem, tensors, offsets)
+    compiled = check_launches(KERNELS, launch, names, capability, monkeypatch)
     copies = {copied for copied, _ in _LOADS.findall(compiled[name].asm["ptx"])} - {""}
     assert (copies == {"0x10"}) == aligned
 
