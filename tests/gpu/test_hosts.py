@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 
 from pylate_flash.hosts import HOSTS, colpali
 from pylate_flash.hosts import sentence_transformers as ours
+from pylate_flash.hosts.sentence_transformers import scoring
 from pylate_flash.ops import maxsim_reference
 
 pytestmark = pytest.mark.gpu
@@ -72,6 +74,17 @@ def test_scores_are_theirs(form: str, dtype: torch.dtype, mean: bool, host: Any)
     if form in ("padded", "lists"):
         pairs = ours.maxsim_pairwise(queries, documents[:QUERIES], length_normalize=mean)
         assert torch.allclose(pairs, scores.diagonal(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["maxsim", "maxsim_pairwise"])
+def test_lists_are_read_where_they_lie(name: str) -> None:
+    operation = "maxsim_ragged" if name == "maxsim" else "maxsim_ragged_pairwise"
+    a, b = ragged(1, QUERIES, 20), ragged(2, QUERIES, 90)
+    expected = getattr(ours, name)(padded(a), padded(b))
+    with mock.patch.object(scoring, operation, wraps=getattr(scoring, operation)) as served:
+        for queries in (a, padded(a)):
+            assert torch.allclose(getattr(ours, name)(queries, b, device="cuda"), expected, rtol=1e-5, atol=1e-5)
+    assert served.call_count == 2
 
 
 @pytest.mark.parametrize("kind", ["tensors", "arrays"])

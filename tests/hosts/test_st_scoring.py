@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pylate_flash.hosts import sentence_transformers as ours
-from pylate_flash.hosts.sentence_transformers import operands
+from pylate_flash.hosts.sentence_transformers import operands, scoring
 
 from .forms import Form, forms, numbers
 
@@ -73,6 +74,40 @@ def test_pairs_are_theirs_to_the_bit(data: st.DataObject, n_pairs: int, size: in
         options["chunk_elements"] = data.draw(st.sampled_from([None, 1, 40]))
     name = data.draw(st.sampled_from(["maxsim_pairwise", "mean_maxsim_pairwise", "colbert_scores_pairwise"]))
     assert_same(*both(name, a.embeddings, b.embeddings, a.mask, b.mask, **options))
+
+
+@MANY
+@given(st.data(), st.integers(1, 4), st.integers(2, 4), st.integers(1, 5))
+def test_lists_that_are_read_in_place(data: st.DataObject, n_queries: int, n_documents: int, size: int) -> None:
+    """As on a GPU, where kernels read them; here the operation packs them itself."""
+    a = data.draw(forms(n_queries, size, weights=True))
+    b = data.draw(forms(n_documents, size, weights=False, kinds=("list", "integer list", "masked list", "arrays")))
+    pairs = data.draw(forms(n_documents, size, weights=True))
+    options = {"length_normalize": data.draw(st.booleans())}
+    with mock.patch.object(scoring, "_lie_on_a_gpu", lambda sequences: isinstance(sequences[0], torch.Tensor)):
+        assert_same(*both("maxsim", a.embeddings, b.embeddings, a.mask, b.mask, **options))
+        assert_same(*both("maxsim_pairwise", pairs.embeddings, b.embeddings, pairs.mask, b.mask, **options))
+
+
+@pytest.mark.parametrize("name", ["maxsim", "maxsim_pairwise"])
+def test_the_operation_on_lists_serves_them(name: str) -> None:
+    operation = "maxsim_ragged" if name == "maxsim" else "maxsim_ragged_pairwise"
+    a, b = [numbers(1, 3, 4), numbers(2, 2, 4)], [numbers(3, 5, 4), numbers(4, 2, 4)]
+    with (
+        mock.patch.object(scoring, "_lie_on_a_gpu", return_value=True),
+        mock.patch.object(scoring, operation, wraps=getattr(scoring, operation)) as served,
+    ):
+        expected = getattr(their_similarity, name)(a, b)
+        for queries in (a, torch.nn.utils.rnn.pad_sequence(a, batch_first=True)):
+            assert_same(getattr(ours, name)(queries, b), expected)
+        assert served.call_count == 2
+        # Another device, a mask, and what has to be brought to one type, are packed; mistakes have the host's names.
+        getattr(ours, name)(a, b, b_mask=torch.ones(2, 5))
+        assert served.call_count == 2
+        mixed = [b[0].half(), b[1]]
+        assert_same(getattr(ours, name)(a, mixed), expected)
+        with pytest.raises(ValueError, match=r"b\[1\] must have shape \[L, d\] with d = 4, got \[2, 3\]"):
+            getattr(ours, name)(a, [b[0], torch.ones(2, 3)])
 
 
 BATCHES = ("batch", "masked batch", "array", "integers")

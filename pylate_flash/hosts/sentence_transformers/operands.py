@@ -64,6 +64,11 @@ class Side(NamedTuple):
         """Whether it is packed to be scored."""
         return self.batch is None and self.mask is None
 
+    def token_counts(self) -> np.ndarray:
+        """[N]: tokens of each of a list, at least 1."""
+        assert self.lengths is not None
+        return self.lengths.clip(min=1)
+
     def copied_elements(self, device: torch.device) -> np.ndarray | None:
         """[N]: elements of each that are copied to be scored on `device`; None if it is scored where it lies."""
         if self.batch is not None:
@@ -86,9 +91,9 @@ class Side(NamedTuple):
             cu_seqlens = torch.from_numpy(bounds.astype(np.int32 if bounds[-1] < 2**31 else np.int64))
             return Operand(values, None, cu_seqlens, longest)
         places = np.arange(longest) < lengths[:, None]
-        rows = torch.from_numpy(np.flatnonzero(places)).to(device)
+        rows = torch.from_numpy(np.flatnonzero(places)).to(device, non_blocking=True)
         padded = values.new_zeros(places.size, values.shape[1]).index_copy(0, rows, values)
-        mask = torch.from_numpy(places).to(device) if mask is None else mask[:, :longest]
+        mask = torch.from_numpy(places).to(device, non_blocking=True) if mask is None else mask[:, :longest]
         return Operand(padded.view(*places.shape, values.shape[1]), mask)
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ...ops.maxsim import scores_of
 from ...ops.problem import Options, Tensors
+from ...ops.ragged import maxsim_ragged, maxsim_ragged_pairwise
 from ...ops.varlen import with_lengths
 from .. import SENTENCE_TRANSFORMERS
 from .operands import Operand, Side, as_tensor, blocks, side
@@ -94,7 +95,11 @@ def maxsim(
     """
     if _learns(a_mask):
         return _original("maxsim")(a, b, a_mask, b_mask, chunk_elements, length_normalize, device)
-    queries, documents = side("a", a, a_mask), side("b", b, b_mask)
+    queries = side("a", a, a_mask)
+    scores = _read_in_place(queries, b, b_mask, length_normalize, device)
+    if scores is not None:
+        return scores
+    documents = side("b", b, b_mask)
     home, place = _devices(queries, documents, device)
     if len(queries) == 0 or len(documents) == 0:
         return torch.zeros(len(queries), len(documents), device=home)
@@ -142,7 +147,11 @@ def maxsim_pairwise(
     """
     if _learns(a_mask):
         return _original("maxsim_pairwise")(a, b, a_mask, b_mask, chunk_elements, length_normalize, device)
-    queries, documents = side("a", a, a_mask), side("b", b, b_mask)
+    queries = side("a", a, a_mask)
+    scores = _read_in_place(queries, b, b_mask, length_normalize, device, pairs=True)
+    if scores is not None:
+        return scores
+    documents = side("b", b, b_mask)
     if len(queries) != len(documents):
         raise ValueError(
             f"a and b must hold the same number of items, to be paired, got {len(queries)} and {len(documents)}"
@@ -365,9 +374,7 @@ def _scores(queries: Operand, documents: Operand, length_normalize: bool, pairs:
     if values.dtype != document_values.dtype:
         dtype = torch.promote_types(values.dtype, document_values.dtype)
         values, document_values = values.to(dtype), document_values.to(dtype)
-    weights, documents_mask = queries.mask, documents.mask
-    if weights is not None and weights.dtype != torch.bool:
-        weights = weights.detach() if weights.is_floating_point() else weights.float()
+    weights, documents_mask = _weights(queries.mask), documents.mask
     if documents_mask is not None and documents_mask.dtype != torch.bool:
         documents_mask = documents_mask != 0
     options = Options(empty_score=EMPTY_DOCUMENT_SCORE)
@@ -385,9 +392,59 @@ def _scores(queries: Operand, documents: Operand, length_normalize: bool, pairs:
     scores = scores_of("maxsim", tensors, options)
     if pairs and scores.dim() == 2:
         scores = scores.squeeze(1)
-    if not length_normalize:
-        return scores
-    counts = queries.counts()
+    return _divided(scores, queries.counts(), pairs) if length_normalize else scores
+
+
+def _read_in_place(
+    queries: Side,
+    documents: Any,
+    documents_mask: Mask,
+    length_normalize: bool,
+    device: str | torch.device | None,
+    pairs: bool = False,
+) -> Tensor | None:
+    """Scores by kernels that read the documents of a list where they lie, or None where they have to be packed."""
+    if documents_mask is not None or not isinstance(documents, list) or not _lie_on_a_gpu(documents):
+        return None
+    place = documents[0].device
+    if len(queries) == 0 or (pairs and len(queries) != len(documents)) or _placed(device, place) != place:
+        return None
+    given: Any
+    if queries.packs and queries.device == place:
+        given, mask = queries.sequences, None
+        counts = torch.from_numpy(queries.token_counts()).to(place, non_blocking=True) if length_normalize else None
+    else:
+        operand = queries.operand(0, len(queries), place, False)
+        given, mask = operand.values, _weights(operand.mask)
+        counts = operand.counts() if length_normalize else None
+    operation = maxsim_ragged_pairwise if pairs else maxsim_ragged
+    try:
+        scores = operation(given, documents, queries_mask=mask, empty_score=EMPTY_DOCUMENT_SCORE)
+    except (TypeError, ValueError):
+        # Integers, several types, several devices: they are brought together, or there is an error in the host's words.
+        return None
+    return scores if counts is None else _divided(scores, counts, pairs)
+
+
+def _lie_on_a_gpu(sequences: list) -> bool:
+    """Whether a list is one that kernels may read as it is, by its first sequence; the operation looks at all."""
+    return (
+        len(sequences) > 1
+        and isinstance(sequences[0], Tensor)
+        and sequences[0].is_cuda
+        and not torch.compiler.is_compiling()
+    )
+
+
+def _weights(mask: Tensor | None) -> Tensor | None:
+    """A mask of queries as the operations take it: bool, or weights without a gradient."""
+    if mask is None or mask.dtype == torch.bool:
+        return mask
+    return mask.detach() if mask.is_floating_point() else mask.float()
+
+
+def _divided(scores: Tensor, counts: Tensor, pairs: bool) -> Tensor:
+    """Scores [Nq, N], or of pairs [N], by the numbers of query tokens [Nq]."""
     return scores / (counts if pairs else counts.unsqueeze(1))
 
 
@@ -420,7 +477,17 @@ def _stacked(name: str, value: Any) -> Tensor:
 def _devices(queries: Side, documents: Side, device: str | torch.device | None) -> tuple[torch.device, torch.device]:
     """Where the scores are wanted, and where they are computed."""
     home = documents.device or queries.device or torch.device("cpu")
-    return home, home if device is None else torch.device(device)
+    return home, _placed(device, home)
+
+
+def _placed(device: str | torch.device | None, home: torch.device) -> torch.device:
+    """The device that is meant: "cuda" is the current one of several."""
+    if device is None:
+        return home
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    return device
 
 
 def _joined(scores: list[Tensor], dim: int) -> Tensor:

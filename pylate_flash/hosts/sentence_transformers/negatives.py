@@ -1,0 +1,123 @@
+"""Hard negatives by exact search over multi-vector embeddings, which the host's own mining does not take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .scoring import maxsim, mean_maxsim
+
+__all__ = ["mine_hard_negatives"]
+
+# Queries that are scored against the whole corpus at a time.
+_QUERIES = 256
+
+
+def mine_hard_negatives(
+    model: Any,
+    anchors: Sequence[str],
+    positives: Sequence[str],
+    corpus: Sequence[str] | None = None,
+    *,
+    num_negatives: int = 3,
+    range_min: int = 0,
+    max_score: float | None = None,
+    absolute_margin: float | None = None,
+    relative_margin: float | None = None,
+    batch_size: int = 32,
+    show_progress_bar: bool = False,
+) -> list[dict[str, str]]:
+    """Find for every pair the texts that score highest and are no positive of its anchor.
+
+    Parameters
+    ----------
+    model
+        A `MultiVectorEncoder`.
+    anchors, positives
+        N queries, and a text that answers each. An anchor may come several times, with a positive each.
+    corpus
+        Texts among which to look. None: the positives. A text that is there twice is looked at once.
+    num_negatives
+        Negatives of every pair.
+    range_min
+        How many of the highest ranks to pass over, positives not counted: what is that close may be an answer too.
+    max_score
+        The most that a negative may score.
+    absolute_margin
+        By how much at least a negative scores less than the positive of the pair.
+    relative_margin
+        The same as a part of the positive's score: 0.05 asks for at most 95 % of it. That score has to be positive.
+    batch_size
+        Texts that are encoded at a time.
+    show_progress_bar
+        Show the progress of the encoding.
+
+    Returns
+    -------
+    list of dict
+        `{"anchor", "positive", "negative_1", ..., "negative_n"}` of every pair that has as many negatives, in the order
+        of the pairs: what `datasets.Dataset.from_list` takes, and its losses.
+
+    Raises
+    ------
+    ValueError
+        If there are not as many positives as anchors, or a number is out of range.
+    """
+    if len(anchors) != len(positives):
+        raise ValueError(f"positives must have one text per anchor, {len(anchors)}, got {len(positives)}")
+    for name, number, least in (("num_negatives", num_negatives, 1), ("range_min", range_min, 0)):
+        if isinstance(number, bool) or not isinstance(number, int) or number < least:
+            raise ValueError(f"{name} must be an integer of at least {least}, got {number!r}")
+    if relative_margin is not None and not 0 <= relative_margin < 1:
+        raise ValueError(f"relative_margin must be at least 0 and less than 1, got {relative_margin}")
+    texts = list(dict.fromkeys([*(positives if corpus is None else corpus), *positives]))
+    n_candidates = len(texts) if corpus is None else len(set(corpus))
+    place = {text: index for index, text in enumerate(texts)}
+    queries = list(dict.fromkeys(anchors))
+    answers: dict[str, list[int]] = {query: [] for query in queries}
+    for anchor, positive in zip(anchors, positives, strict=True):
+        answers[anchor].append(place[positive])
+    options = {"batch_size": batch_size, "show_progress_bar": show_progress_bar}
+    documents = model.encode_document(texts, **options)
+    scorer = mean_maxsim if model.similarity_fn_name == "meanmaxsim" else maxsim
+    pairs_of: dict[str, list[int]] = {}
+    for index, anchor in enumerate(anchors):
+        pairs_of.setdefault(anchor, []).append(index)
+    found: list[dict[str, str] | None] = [None] * len(anchors)
+    for start in range(0, len(queries), _QUERIES):
+        block = queries[start : start + _QUERIES]
+        scores = scorer(model.encode_query(block, **options), documents)
+        for query, row in zip(block, scores, strict=True):
+            # Beyond the candidates are positives that the corpus lacks: their scores are asked for, and no more.
+            candidates = row[:n_candidates].clone()
+            candidates[[i for i in answers[query] if i < n_candidates]] = -torch.inf
+            for index in pairs_of[query]:
+                bound = _bound(row[place[positives[index]]], max_score, absolute_margin, relative_margin)
+                chosen = _best(candidates, range_min, num_negatives, bound)
+                if len(chosen) == num_negatives:
+                    negatives = {f"negative_{n}": texts[i] for n, i in enumerate(chosen, 1)}
+                    found[index] = {"anchor": query, "positive": positives[index], **negatives}
+    return [row for row in found if row is not None]
+
+
+def _bound(
+    positive: Tensor, max_score: float | None, absolute_margin: float | None, relative_margin: float | None
+) -> float:
+    """The most that a negative of a pair may score."""
+    score = positive.item()
+    bounds = [torch.inf if max_score is None else max_score]
+    if absolute_margin is not None:
+        bounds.append(score - absolute_margin)
+    if relative_margin is not None:
+        bounds.append(score * (1 - relative_margin))
+    return min(bounds)
+
+
+def _best(scores: Tensor, range_min: int, count: int, bound: float) -> list[int]:
+    """The places of the highest scores of at most `bound` after the first `range_min`, and none of -inf."""
+    order = torch.sort(scores, descending=True, stable=True)
+    values, places = order.values[range_min:], order.indices[range_min:]
+    return places[(values <= bound) & (values > -torch.inf)][:count].tolist()
