@@ -22,6 +22,7 @@ from pylate.scores import XTRScores, xtr_kd_scores
 from torch import nn
 
 from pylate_flash import losses, registered
+from pylate_flash.loss_scoring import masks_of
 from pylate_flash.register import use_scorer
 from pylate_flash.scores import colbert_kd_scores
 
@@ -233,6 +234,23 @@ def test_the_skiplist_matters(model: ColBERT, name: str, monkeypatch: pytest.Mon
     ours = value_and_gradients(getattr(losses, name)(model, masking="zero"), features, labels)
     assert not torch.isclose(before, ours[0], rtol=1e-4)
     assert_same(ours, pylates(name, model, features, labels))
+
+
+@pytest.mark.parametrize("skiplist", [[], [0], [7, 3, 7], list(range(5, 40))])
+@pytest.mark.parametrize("expansion", [True, False])
+def test_the_tokens_that_are_scored_are_pylates(skiplist: list[int], expansion: bool) -> None:
+    model = WordVectors([[1.0]])
+    model.skiplist, model.do_query_expansion = skiplist, expansion
+    torch.manual_seed(0)
+    columns = [
+        {"input_ids": torch.randint(0, 50, (4, length)), "attention_mask": torch.randint(0, 2, (4, length))}
+        for length in (6, 9, 11)
+    ]
+    expected = extract_skiplist_mask(columns, skiplist)
+    queries, documents = masks_of(losses.Contrastive(model), columns)
+    assert queries is None if expansion else torch.equal(queries, expected[0])
+    for found, mask in zip(documents, expected[1:], strict=True):
+        assert torch.equal(found, mask)
 
 
 @pytest.mark.parametrize("name", ["Contrastive", "CachedContrastive"])

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from typing import TYPE_CHECKING, NamedTuple
 
 from .tiles import padded_query_length
 
 if TYPE_CHECKING:
     from ..ops.problem import Problem
+
+logger = logging.getLogger(__name__)
 
 # What a chunk of queries may take unless the documents take more, in bytes.
 SCRATCH = 256 << 20
@@ -46,3 +50,21 @@ def chunks_of(problem: Problem, max_scratch_bytes: int | None) -> Chunks:
     number = -(-n_queries // most)
     queries = -(-n_queries // (number * step)) * step
     return Chunks(queries, -(-n_queries // queries))
+
+
+def halved(chunks: Chunks, n_queries: int) -> Chunks:
+    """Chunks of half as many queries, for a device whose memory is less than what the others would take."""
+    queries = -(-chunks.queries // 2)
+    if queries > _MULTIPLE:
+        queries = -(-queries // _MULTIPLE) * _MULTIPLE
+    _log_halving()
+    return Chunks(queries, -(-n_queries // queries))
+
+
+@functools.cache
+def _log_halving() -> None:
+    """Say once per process that memory was short."""
+    logger.warning(
+        "a loss over MaxSim ran out of memory, and goes on in chunks of half as many queries: a smaller "
+        "max_scratch_bytes spares it the attempt"
+    )

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.backward import Destination, finish_documents, maxsim_backward, write_gradients
-from ..kernels.chunks import Chunks, chunks_of
+from ..kernels.chunks import Chunks, chunks_of, halved
 from ..kernels.forward import maxsim_forward
 from ..kernels.launch import on_device
 from ..kernels.losses import ChunkedLoss, rescale
@@ -58,38 +58,55 @@ def loss(
     `needs`: whether the gradients of queries, documents and temperature are needed. Those of float16 embeddings are
     float32, and are to be cast after they were multiplied by that of the loss.
     """
-    need_queries, need_documents, need_slope = needs
-    with_gradient = need_queries or need_documents
     with on_device(tensors.queries):
-        problem = problem_of(tensors, options, with_gradient)
+        problem = problem_of(tensors, options, needs[0] or needs[1])
         chunks = chunks_of(problem, comparison.max_scratch_bytes)
-        own = problem.groups != 1 or tensors.documents.dim() == 4
         problem, given = _for_kernels(problem, tensors)
         if options.reduction == "mean":
             # The score of an empty document is not divided.
             problem = problem._replace(empty_score=0.0)
-        shape = problem.n_queries, problem.n_documents, chunks.queries
-        run = ChunkedLoss(comparison, targets, shape, own, need_slope, tensors.queries)
-        firsts = range(0, problem.n_queries, chunks.queries)
-        if comparison.symmetric and chunks.number > 1:
-            # All queries are met before the loss of one is known.
-            for first in firsts:
-                chunk = _chunk(problem._replace(with_winners=False), given, first, chunks.queries)
-                run.meet(_scores_of_chunk(*chunk, options)[0], first)
-        gradients = _empty(problem, given, chunks, needs)
-        if chunks.number == 1:
-            _run_chunk(run, problem, given, options, 0, gradients)
-        else:
-            for first in firsts:
-                chunk = _chunk(problem, given, first, chunks.queries)
-                # What is made there is free before the next chunk takes as much.
-                _run_chunk(run, *chunk, options, first, _of_chunk(gradients, first, chunks.queries))
-        if not with_gradient:
-            run.sum()
-        grad_documents = gradients.documents
-        if grad_documents is not None and gradients.partial:
-            grad_documents = _finished(problem, given.documents, grad_documents)
-        return Found(run.loss, run.statistics, gradients.queries, grad_documents, run.slope)
+        while True:
+            try:
+                return _loss_in_chunks(problem, given, targets, options, comparison, needs, chunks)
+            except torch.OutOfMemoryError:
+                if chunks.queries == 1:
+                    raise
+            # Out of the handler, which holds what was allocated.
+            chunks = halved(chunks, problem.n_queries)
+
+
+def _loss_in_chunks(
+    problem: Problem,
+    tensors: Tensors,
+    targets: Targets,
+    options: Options,
+    comparison: Comparison,
+    needs: tuple[bool, bool, bool],
+    chunks: Chunks,
+) -> Found:
+    """`loss` of tensors as the kernels take them, so many queries at a time."""
+    shape = problem.n_queries, problem.n_documents, chunks.queries
+    run = ChunkedLoss(comparison, targets, shape, tensors.documents.dim() == 4, needs[2], problem.device)
+    firsts = range(0, problem.n_queries, chunks.queries)
+    if comparison.symmetric and chunks.number > 1:
+        # All queries are met before the loss of one is known.
+        for first in firsts:
+            chunk = _chunk(problem._replace(with_winners=False), tensors, first, chunks.queries)
+            run.meet(_scores_of_chunk(*chunk, options)[0], first)
+    gradients = _empty(problem, tensors, chunks, needs)
+    if chunks.number == 1:
+        _run_chunk(run, problem, tensors, options, 0, gradients)
+    else:
+        for first in firsts:
+            chunk = _chunk(problem, tensors, first, chunks.queries)
+            # What is made there is free before the next chunk takes as much.
+            _run_chunk(run, *chunk, options, first, _of_chunk(gradients, first, chunks.queries))
+    if not problem.with_winners:
+        run.sum()
+    grad_documents = gradients.documents
+    if grad_documents is not None and gradients.partial:
+        grad_documents = _finished(problem, tensors.documents, grad_documents)
+    return Found(run.loss, run.statistics, gradients.queries, grad_documents, run.slope)
 
 
 def _run_chunk(

@@ -31,11 +31,7 @@ def loss_in_blocks(
     step = n_queries if comparison.symmetric else chunks_of(problem, comparison.max_scratch_bytes).queries
     share = 1.0 / n_queries if comparison.loss_reduction == "mean" else 1.0
     results, slopes = [], []
-    grad_queries = torch.empty_like(tensors.queries, memory_format=torch.contiguous_format) if need_queries else None
-    # Of own candidates, each chunk has its part.
-    grad_documents = (
-        torch.zeros_like(tensors.documents, memory_format=torch.contiguous_format) if need_documents else None
-    )
+    grad_queries = grad_documents = None
     for first in range(0, n_queries, step):
         chunk = slice(first, first + step)
         of_chunk = _rows(tensors, chunk, own)
@@ -49,10 +45,12 @@ def loss_in_blocks(
         if winners is None:
             continue
         found = compute_gradients(of_chunk, options, grad_scores * share, winners, need_queries, need_documents)
-        if grad_queries is not None and found[0] is not None:
-            grad_queries[chunk] = found[0]
-        if grad_documents is not None and found[1] is not None:
-            (grad_documents[chunk] if own else grad_documents).add_(found[1])
+        if found[0] is not None:
+            grad_queries = _placed(grad_queries, found[0], chunk, n_queries)
+        if found[1] is not None and own:
+            grad_documents = _placed(grad_documents, found[1], chunk, n_queries)
+        elif found[1] is not None:
+            grad_documents = found[1] if grad_documents is None else grad_documents.add_(found[1])
     result = _joined(results)
     held = torch.float32 if dtype == torch.float16 else dtype
     return Found(
@@ -62,6 +60,16 @@ def loss_in_blocks(
         None if grad_documents is None else grad_documents.to(held),
         torch.stack(slopes).sum() * share if need_slope else None,
     )
+
+
+def _placed(total: Tensor | None, part: Tensor, chunk: slice, n_queries: int) -> Tensor:
+    """A chunk's part [n, ...] in its place of the total [Nq, ...], which is not made where the part is all of it."""
+    if len(part) == n_queries:
+        return part
+    if total is None:
+        total = part.new_empty(n_queries, *part.shape[1:])
+    total[chunk] = part
+    return total
 
 
 def _joined(results: list[Compared]) -> Compared:

@@ -12,7 +12,7 @@ from .checks import FLOATING, check_boundaries, check_choice, is_readable
 from .problem import Tensors
 
 LOSS_REDUCTIONS = ("mean", "sum", "none")
-CROSS_ENTROPY, DIVERGENCE, MARGIN_MSE = KINDS = ("cross entropy", "divergence", "margin MSE")
+CROSS_ENTROPY, DIVERGENCE, MARGIN_MSE = "cross entropy", "divergence", "margin MSE"
 
 
 class Targets(NamedTuple):
@@ -28,7 +28,7 @@ class Targets(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """How they are compared: one of `KINDS`, and the options of all of them."""
+    """How they are compared: the kind of the loss, one of the three above, and the options of all of them."""
 
     kind: str
     temperature: float = 1.0

@@ -33,7 +33,7 @@ def check_loss(
 
     def run() -> None:
         with_slope = targets.temperature is not None
-        found = losses.ChunkedLoss(comparison, targets, (QUERIES, DOCUMENTS, 32), own, with_slope, torch.empty(0))
+        found = losses.ChunkedLoss(comparison, targets, (QUERIES, DOCUMENTS, 32), own, with_slope, torch.device("cpu"))
         for first, number, counts in ((0, 32, None), (32, 8, torch.empty(8, 1))):
             scores = torch.empty(number, DOCUMENTS)
             if comparison.symmetric:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from hypothesis import given, settings
 
-from pylate_flash import maxsim, maxsim_cross_entropy, maxsim_kl_divergence
+from pylate_flash import maxsim, maxsim_cross_entropy, maxsim_kl_divergence, maxsim_margin_mse
 from pylate_flash.ops import cross_entropy_reference, kl_divergence_reference
 from tests.ops.cases import FLOAT32_SCORES
 from tests.ops.loss_cases import LossCase, check_chunks, chunk_cases, loss_cases
@@ -158,6 +158,7 @@ def test_compiles_into_one_graph() -> None:
 
 
 Q, D, K = torch.zeros(2, 3, 4), torch.zeros(3, 5, 4), torch.zeros(2, 6, 5, 4)
+BOUNDS = torch.tensor([0, 3, 5])
 
 
 @pytest.mark.parametrize(
@@ -212,5 +213,214 @@ Q, D, K = torch.zeros(2, 3, 4), torch.zeros(3, 5, 4), torch.zeros(2, 6, 5, 4)
     ],
 )
 def test_bad_input_names_the_argument(call, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_exclude_margin_and_symmetric_by_hand() -> None:
+    scores = torch.tensor([[3.0, 2.9, 1.0], [0.5, 2.0, 9.0]], dtype=torch.float64)
+    wanted = {
+        "margin 0.2": (math.log1p(math.exp(-2)) + math.log1p(math.exp(-1.5))) / 2,
+        "margin -0.5": (math.log1p(math.exp(-0.1) + math.exp(-2)) + math.log1p(math.exp(-1.5))) / 2,
+        "exclude": (math.log1p(math.exp(-0.1) + math.exp(-2)) + math.log1p(math.exp(-1.5))) / 2,
+        # The columns of documents 0 and 1.
+        "symmetric": (
+            math.log1p(math.exp(-0.1) + math.exp(-2)) + math.log1p(math.exp(-1.5) + math.exp(7))
+            + math.log1p(math.exp(-2.5)) + math.log1p(math.exp(0.9))
+        ) / 4,
+    }  # fmt: skip
+    exclude = torch.tensor([[False, False, False], [False, False, True]])
+    for name, options in (
+        ("margin 0.2", {"margin": 0.2}),
+        ("margin -0.5", {"margin": -0.5}),
+        ("exclude", {"exclude": exclude}),
+        ("symmetric", {"symmetric": True}),
+    ):
+        assert cross_entropy_reference(scores, **options).item() == pytest.approx(wanted[name], rel=1e-12)
+        # Of queries and documents with these scores: one dimension each.
+        found = maxsim_cross_entropy(scores.unsqueeze(1), torch.eye(3, dtype=torch.float64).unsqueeze(1), **options)
+        assert found.item() == pytest.approx(wanted[name], rel=1e-6)
+
+
+def test_what_is_left_out_of_a_row_is_left_out_of_its_column() -> None:
+    queries, documents = torch.randn(4, 3, 8, dtype=torch.float64), torch.randn(5, 6, 8, dtype=torch.float64)
+    exclude = torch.zeros(4, 5, dtype=torch.bool)
+    exclude[2, 1] = True
+    scores = maxsim(queries, documents).masked_fill(exclude, -torch.inf)
+    expected = (F.cross_entropy(scores, torch.arange(4)) + F.cross_entropy(scores[:, :4].T, torch.arange(4))) / 2
+    found = maxsim_cross_entropy(queries, documents, exclude=exclude, symmetric=True)
+    torch.testing.assert_close(found, expected, **FLOAT32_SCORES)
+
+
+def test_normalized_scores_are_those_of_pylate() -> None:
+    queries, documents, teacher = torch.randn(3, 4, 8), torch.randn(3, 5, 6, 8), torch.randn(3, 5)
+    scores = maxsim(queries, documents)
+    low, high = scores.min(dim=1, keepdim=True).values, scores.max(dim=1, keepdim=True).values
+    log_q = ((scores - low) / (high - low + 1e-8)).log_softmax(-1)
+    expected = F.kl_div(log_q, teacher.log_softmax(-1), reduction="batchmean", log_target=True)
+    torch.testing.assert_close(maxsim_kl_divergence(queries, documents, teacher, normalize_scores=True), expected)
+
+
+def test_margin_mse_is_that_of_sentence_transformers() -> None:
+    queries, documents, teacher = torch.randn(3, 4, 8), torch.randn(3, 5, 6, 8), torch.randn(3, 5)
+    scores = maxsim(queries, documents)
+    margins = [scores[:, 0] - scores[:, index] for index in range(1, 5)]
+    expected = F.mse_loss(torch.stack(margins, dim=1), teacher[:, :1] - teacher[:, 1:])
+    torch.testing.assert_close(maxsim_margin_mse(queries, documents, teacher), expected)
+
+
+@pytest.mark.parametrize("max_scratch_bytes", [None, 1])
+def test_statistics(max_scratch_bytes: int | None) -> None:
+    """Of scores [[3, 2.9, 1], [0.5, 2, 9]]: the second query's right document is not the best."""
+    queries = torch.tensor([[[3.0, 2.9, 1.0]], [[0.5, 2.0, 9.0]]], requires_grad=True)
+    documents = torch.eye(3).unsqueeze(1)
+    options = {"with_statistics": True, "max_scratch_bytes": max_scratch_bytes}
+    for loss_reduction in ("mean", "none"):
+        loss, statistics = maxsim_cross_entropy(queries, documents, loss_reduction=loss_reduction, **options)
+        assert loss.requires_grad
+        assert not any(value.requires_grad for value in statistics)
+        assert torch.stack(statistics).tolist() == pytest.approx([0.5, 2.5, (2.9 + 9.0) / 2])
+    _, statistics = maxsim_cross_entropy(queries, documents, margin=0.0, **options)
+    assert torch.stack(statistics).tolist() == pytest.approx([1.0, 2.5, (2.9 + 0.5) / 2])
+    # Documents that are left out are no negatives, nor is there one of a single document.
+    exclude = torch.tensor([[False, True, True], [False, False, True]])
+    _, statistics = maxsim_cross_entropy(queries, documents, exclude=exclude, **options)
+    assert torch.stack(statistics).tolist() == pytest.approx([1.0, 2.5, 0.5])
+    labels = torch.zeros(2, dtype=torch.int64)
+    _, statistics = maxsim_cross_entropy(queries, documents[:1], labels=labels, **options)
+    assert statistics.accuracy.item() == 1.0
+    assert statistics.hardest_negative_score.isnan()
+
+
+def test_a_temperature_that_is_learned() -> None:
+    queries, documents = torch.randn(3, 4, 8, dtype=torch.float64), torch.randn(5, 6, 8, dtype=torch.float64)
+    for temperature in (torch.tensor(0.7), torch.tensor([0.7]), torch.nn.Parameter(torch.tensor(0.7).double())):
+        leaf = temperature.detach().requires_grad_()
+        loss = maxsim_cross_entropy(queries, documents, temperature=leaf)
+        (found,) = torch.autograd.grad(loss, leaf)
+        assert (found.shape, found.dtype) == (leaf.shape, leaf.dtype)
+        other = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
+        expected = cross_entropy_reference(maxsim(queries, documents).double(), temperature=other)
+        torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=0)
+        torch.testing.assert_close(found.double().sum(), torch.autograd.grad(expected, other)[0], rtol=1e-5, atol=1e-6)
+
+
+def test_a_second_backward() -> None:
+    """The gradients of the first were given away, and may have been changed."""
+    leaves = torch.randn(3, 4, 8, requires_grad=True), torch.randn(5, 6, 8, requires_grad=True)
+    loss = maxsim_cross_entropy(*leaves, max_scratch_bytes=1)
+    first = torch.autograd.grad(loss, leaves, retain_graph=True)
+    kept = [gradient.clone() for gradient in first]
+    for gradient in first:
+        gradient.zero_()
+    again = torch.autograd.grad(loss * 2, leaves)
+    assert all(torch.equal(a, 2 * b) for a, b in zip(again, kept, strict=True))
+
+
+def test_a_scaled_loss_of_float16_keeps_small_gradients() -> None:
+    """1e-8 of the gradient would be 0 in float16."""
+    leaves = [torch.randn(shape).half().requires_grad_() for shape in ((3, 4, 8), (5, 6, 8))]
+    wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    for max_scratch_bytes in (None, 1):
+        loss = maxsim_cross_entropy(*leaves, temperature=1e5, max_scratch_bytes=max_scratch_bytes) * 2.0**16
+        expected = maxsim_cross_entropy(*wide, temperature=1e5) * 2.0**16
+        for found, reference in zip(
+            torch.autograd.grad(loss, leaves), torch.autograd.grad(expected, wide), strict=True
+        ):
+            assert found.dtype == torch.float16
+            assert (found.double() - reference).norm() <= 1e-2 * reference.norm()
+
+
+def test_winners_live_no_longer_than_their_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows of a chunk's winners are those of its queries: two of eight, by what the scratch holds."""
+    from pylate_flash.ops import loss_blocks
+
+    rows = []
+
+    def recorded(*arguments):
+        scores, winners = compute(*arguments)
+        rows.append(None if winners is None else winners.shape[1])
+        return scores, winners
+
+    compute = loss_blocks.compute
+    monkeypatch.setattr(loss_blocks, "compute", recorded)
+    queries, documents = torch.randn(8, 32, 16, requires_grad=True), torch.randn(10, 6, 16)
+    # A score and its gradient, and 32 winners with their lists.
+    maxsim_cross_entropy(queries, documents, max_scratch_bytes=2 * 10 * (8 + 32 * 3))
+    assert rows == [64] * 4
+    rows.clear()
+    with torch.no_grad():
+        maxsim_cross_entropy(queries, documents, max_scratch_bytes=3 * 10 * 8)
+    assert rows == [None] * 3
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: maxsim_cross_entropy(Q, D, exclude=[True]), TypeError, "exclude must be a torch.Tensor or None"),
+        (lambda: maxsim_cross_entropy(Q, D, exclude=torch.zeros(2, 3)), TypeError, "exclude must be bool, got"),
+        (lambda: maxsim_cross_entropy(Q, D, exclude=Q[0] > 0), ValueError, r"exclude must have shape \[2, 3\], got"),
+        (
+            lambda: maxsim_cross_entropy(Q, D, exclude=torch.tensor([[0, 1, 0], [0, 1, 0]]).bool()),
+            ValueError,
+            "exclude must be False for each query's label, got True for that of query 1",
+        ),
+        (lambda: maxsim_cross_entropy(Q, D, margin="0.1"), TypeError, "margin must be a number or None, got str"),
+        (lambda: maxsim_cross_entropy(Q, D, margin=float("inf")), ValueError, "margin must be finite, got inf"),
+        (
+            lambda: maxsim_cross_entropy(Q, D, temperature=torch.ones(2)),
+            ValueError,
+            "temperature must have one element",
+        ),
+        (lambda: maxsim_cross_entropy(Q, D, temperature=torch.ones(1).int()), TypeError, "temperature must be float16"),
+        (
+            lambda: maxsim_cross_entropy(Q, D, temperature=torch.ones(1, device="meta")),
+            ValueError,
+            "temperature must be on the device of queries, cpu, got meta",
+        ),
+        (lambda: maxsim_cross_entropy(Q, D, temperature=torch.zeros(())), ValueError, "must be positive .* got 0.0"),
+        (
+            lambda: maxsim_cross_entropy(Q, K, symmetric=True),
+            ValueError,
+            "symmetric must be False where each query has",
+        ),
+        (lambda: maxsim_cross_entropy(Q, D, max_scratch_bytes=0), ValueError, "max_scratch_bytes must be at least 1"),
+        (lambda: maxsim_cross_entropy(Q, D, max_scratch_bytes=1e9), TypeError, "max_scratch_bytes must be an int or"),
+        (lambda: maxsim_cross_entropy(Q, D, max_document_length=5), ValueError, "max_document_length must be None"),
+        (
+            lambda: maxsim_cross_entropy(Q, D[0], documents_cu_seqlens=BOUNDS, documents_mask=torch.ones(5)),
+            ValueError,
+            "documents_mask must be None with documents_cu_seqlens",
+        ),
+        (
+            lambda: maxsim_cross_entropy(Q, D, documents_cu_seqlens=BOUNDS),
+            ValueError,
+            r"documents must have shape \[Td",
+        ),
+        (lambda: maxsim_cross_entropy(Q[0], D[0], documents_cu_seqlens=BOUNDS), ValueError, r"queries must have shape"),
+        (
+            lambda: maxsim_cross_entropy(Q, D[0], documents_cu_seqlens=BOUNDS, max_document_length=2),
+            ValueError,
+            "documents_cu_seqlens has a sequence of length 3, more than max_document_length = 2",
+        ),
+        (
+            lambda: maxsim_kl_divergence(Q, K, Q[:, :, 0], teacher_temperature=0),
+            ValueError,
+            "teacher_temperature must be positive and finite, got 0",
+        ),
+        (
+            lambda: maxsim_kl_divergence(Q, K, Q[:, :, 0], teacher_temperature=torch.ones(())),
+            TypeError,
+            "teacher_temperature must be a number, got Tensor",
+        ),
+        (
+            lambda: maxsim_margin_mse(Q, K[:, :1], Q[:, :1, 0]),
+            ValueError,
+            "documents must be a positive and a negative",
+        ),
+        (lambda: maxsim_margin_mse(Q, K, Q[:, :, 0]), ValueError, r"teacher_scores must have shape \[2, 6\], got"),
+    ],
+)
+def test_bad_options_name_the_argument(call, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         call()

@@ -7,23 +7,19 @@ gradient another, which leaves the gradient in the layout that the backward want
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
+from ...ops.loss_call import CROSS_ENTROPY, DIVERGENCE, MARGIN_MSE, Comparison, Targets
 from ..launch import Region
 from ..tiles import power_of_two
 from . import common, cross_entropy, distillation
 from .rescaling import rescale
 
-if TYPE_CHECKING:
-    from ...ops.loss_call import Comparison, Targets
-
 __all__ = ["ChunkedLoss", "rescale"]
 
 # Numbers that each query of a chunk keeps for its gradient.
-_KEPT = {"cross entropy": 3, "divergence": 8, "margin MSE": 1}
+_KEPT = {CROSS_ENTROPY: 3, DIVERGENCE: 8, MARGIN_MSE: 1}
 
 
 class ChunkedLoss:
@@ -40,15 +36,17 @@ class ChunkedLoss:
         Nq, N and the largest number of queries in a chunk; none is 0.
     own_candidates
         Whether every query has documents of its own.
-    like
-        A tensor on the device.
+    with_slope
+        Whether the loss is to be differentiated by the temperature, a tensor.
+    device
+        Where the scores will be.
 
     Attributes
     ----------
     loss, statistics
         float32, of shapes [] and [3] or, where not asked for, [0]; filled by the last chunk.
     slope
-        The derivative of the loss by the temperature, [], if that is a tensor that requires a gradient.
+        Its derivative by the temperature, [], if asked for.
     """
 
     def __init__(
@@ -58,7 +56,7 @@ class ChunkedLoss:
         shape: tuple[int, int, int],
         own_candidates: bool,
         with_slope: bool,
-        like: Tensor,
+        device: torch.device,
     ) -> None:
         self.comparison, self.targets, self.own_candidates = comparison, targets, own_candidates
         self.n_queries, self.n_documents, chunk = shape
@@ -66,7 +64,7 @@ class ChunkedLoss:
         count, kept = self.n_values * self.n_queries, _KEPT[comparison.kind] * chunk
         # All in one allocation, the second from a multiple of 16 bytes on.
         start = -(-count // 4) * 4
-        memory = torch.empty(start + kept, dtype=torch.float32, device=like.device)
+        memory = torch.empty(start + kept, dtype=torch.float32, device=device)
         address = memory.data_ptr()
         self._values = Region(memory, address, count, torch.float32)
         self._kept = Region(memory, address + 4 * start, kept, torch.float32)
@@ -82,16 +80,17 @@ class ChunkedLoss:
         self._columns = self._labelled = None
         if comparison.symmetric:
             self._columns = memory.new_empty(3, self.n_documents)
-            self._labelled = self._count_labels(memory)
+            self._labelled = self._count_labels(device)
 
-    def _count_labels(self, like: Tensor) -> Tensor:
-        """[N]: of how many queries each document is the label."""
+    def _count_labels(self, device: torch.device) -> Tensor:
+        """[N], float32: of how many queries each document is the label."""
         labels, n_documents = self.targets.target, self.n_documents
         if labels is None:
-            return (torch.arange(n_documents, device=like.device) < self.n_queries).float()
+            return (torch.arange(n_documents, device=device) < self.n_queries).float()
         valid = (labels >= 0) & (labels < n_documents)
+        counts = torch.zeros(n_documents, dtype=torch.float32, device=device)
         # Sums of ones are exact in any order.
-        return like.new_zeros(n_documents).index_add_(0, labels.clamp(0, n_documents - 1), valid.float())
+        return counts.index_add_(0, labels.clamp(0, n_documents - 1), valid.float())
 
     def meet(self, scores: Tensor, first: int) -> None:
         """Take the scores of a chunk into what is known of each document; chunks in their order."""
@@ -111,7 +110,7 @@ class ChunkedLoss:
         kind, scale, target = self.comparison.kind, self._scale, self.targets.target
         block = min(common.BLOCK, max(32, power_of_two(n_documents)))
         grid, warps = (n_queries, 1, 1), (block // 256 or 1, 1, None)
-        if kind == "cross entropy":
+        if kind == CROSS_ENTROPY:
             cross_entropy.losses(
                 grid,
                 (scores, *self._labels, self._columns, self._kept, self._values),
@@ -120,7 +119,7 @@ class ChunkedLoss:
                 (block, self.own_candidates, self.n_values),
                 warps,
             )
-        elif kind == "divergence":
+        elif kind == DIVERGENCE:
             distillation.divergence(
                 grid,
                 (scores, target, self.targets.temperature, self._kept, self._values),
@@ -147,7 +146,7 @@ class ChunkedLoss:
         grid, warps = (-(-n_queries // tile) * -(-n_documents // tile), 1, 1), (4, 1, None)
         filled = (self.loss, self.slope) if last else (None, None)
         sizes = n_queries, n_documents, first, self.n_queries
-        if kind == "cross entropy":
+        if kind == CROSS_ENTROPY:
             statistics = self.statistics if last and self.n_values > 2 else None
             cross_entropy.gradient(
                 grid,
@@ -160,7 +159,7 @@ class ChunkedLoss:
                 (tile, common.BLOCK, self.own_candidates, self.n_values),
                 warps,
             )  # fmt: skip
-        elif kind == "divergence":
+        elif kind == DIVERGENCE:
             distillation.divergence_gradient(
                 grid,
                 (scores, target, self._kept, counts, grad_scores, self._values, *filled),
