@@ -343,15 +343,16 @@ def test_own_score_metric_is_called_as_pylate_calls_it(model: ColBERT) -> None:
     )
 
 
+@pytest.mark.parametrize("scorer", ["pylate_flash", "torch"])
 @pytest.mark.parametrize("name", PYLATE)
-def test_in_bfloat16_autocast(model: ColBERT, name: str) -> None:
+def test_in_bfloat16_autocast(model: ColBERT, name: str, scorer: str) -> None:
     """The loss is a finite float32 near float32's, also where the second pass of GradCache runs outside autocast."""
     # Which leaves float64 as it is.
     model = copy.deepcopy(model).float()
     features, labels = batch_for(name, model)
     # Without min-max normalisation, which divides by small differences of scores and so enlarges their rounding.
     arguments = {"CachedContrastive": {"mini_batch_size": 2}, "Distillation": {"normalize_scores": False}}
-    loss = getattr(losses, name)(model, **arguments.get(name, {}))
+    loss = getattr(losses, name)(model, **arguments.get(name, {}), scorer=scorer)
     expected, gradients = value_and_gradients(loss, features, labels)
     model.zero_grad()
     with torch.autocast("cpu", dtype=torch.bfloat16):
