@@ -6,6 +6,7 @@ score function that it calls.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -13,7 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from pylate.losses.contrastive import extract_skiplist_mask
 from pylate.utils import get_rank, get_world_size
 from torch import Tensor
 
@@ -125,8 +125,24 @@ def gathers(loss: Any) -> bool:
 def masks_of(loss: Any, columns: list[dict[str, Tensor]]) -> tuple[Tensor | None, list[Tensor]]:
     """Which tokens are scored: of the queries, None where all are, and of each column of documents."""
     model = unwrapped(loss.model)
-    queries, *documents = extract_skiplist_mask(sentence_features=columns, skiplist=model.skiplist)
-    return None if model.do_query_expansion else queries, documents
+    queries, *documents = columns
+    scored = _scored_tokens(tuple(model.skiplist), queries["input_ids"].device)
+    masks = [
+        scored[features["input_ids"].clamp(max=len(scored) - 1)] & features["attention_mask"].bool()
+        for features in documents
+    ]
+    return None if model.do_query_expansion else queries["attention_mask"].bool(), masks
+
+
+@functools.lru_cache(maxsize=16)
+def _scored_tokens(skiplist: tuple[int, ...], device: torch.device) -> Tensor:
+    """Of each token up to the last one of the skiplist, and of all that follow together, whether it is scored.
+
+    PyLate compares a text with one token of the skiplist after the other: a hundred launches.
+    """
+    scored = torch.ones(max(skiplist, default=-1) + 2, dtype=torch.bool)
+    scored[list(skiplist)] = False
+    return scored.to(device)
 
 
 class Padded(NamedTuple):

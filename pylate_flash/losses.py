@@ -195,7 +195,8 @@ class CachedContrastive(PyLateCachedContrastive):
     ``pylate.losses.CachedContrastive`` keeps that. Adam does not notice, a limit on the gradient's norm does.)
 
     Under DistributedDataParallel, the ranks exchange gradients once per step, after the last mini-batch, and may have
-    different numbers of mini-batches.
+    different numbers of mini-batches. Where ranks exchange weights in every forward (FSDP, ZeRO 3), they must have as
+    many: leave ``mini_batch_num_tokens`` alone there, and make batches of one size.
 
     Parameters
     ----------

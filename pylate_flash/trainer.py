@@ -189,6 +189,8 @@ class ColBERTTrainer(SentenceTransformerTrainer):
     - ``peak_memory_mib``: most memory that torch had allocated on the GPU so far, or, without a GPU, most resident
       memory of the process; the highest of the ranks.
 
+    Under ``bf16`` and ``fp16``, the losses of this package are computed in autocast, as the model is.
+
     A loss that is not finite ends the training at the next log entry or checkpoint, because every weight has become NaN
     by then; under ``fp16``, whose loss scaler leaves such steps out, it does not. A run that resumes from a checkpoint
     continues, on a CPU to the bit, as if it had not been interrupted.

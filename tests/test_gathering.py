@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pylate_flash import gathering, losses, models
+from pylate_flash.mini_batches import Packed
 
 QUERIES = ["sort a list", "open a file", "hash table", "sum of squares", "trim space", "join strings", "what is it?"]
 POSITIVES = [
@@ -33,6 +34,7 @@ NEGATIVES = ["Reverse it?", "Close.", "A heap, a tree.", "The product", "Split o
 # The rows of the batch on each rank, of which one has a single query.
 ROWS = {2: [slice(0, 6), slice(6, 7)], 4: [slice(0, 2), slice(2, 3), slice(3, 6), slice(6, 7)]}
 
+TYPES = torch.float32, torch.bfloat16
 MEAN, RING = {}, {"gather": "ring"}
 CASES = {
     "Contrastive": (losses.Contrastive, MEAN),
@@ -144,6 +146,12 @@ def work(rank: int, path: str, folder: Path, world: int) -> None:
     masks = losses.masks_of(loss, own)[1]
     results["tokens"] = sum(mask.sum().item() for mask in masks)
 
+    for what, tokens in (("sizes", torch.zeros(3, 4 + rank)), ("types", torch.zeros(3, 4).to(TYPES[rank % 2]))):
+        try:
+            gathering.exchange(Packed(tokens, torch.tensor([3]), 3), 1)
+        except (TypeError, ValueError) as error:
+            results["other", what] = type(error), str(error)
+
     wrapped = DistributedDataParallel(model, find_unused_parameters=True)
     for name, arguments in (("texts", {"mini_batch_size": 2}), ("tokens", {"mini_batch_num_tokens": 40})):
         loss = losses.CachedContrastive(wrapped, gather_across_devices=True, gather="ring", **arguments)
@@ -184,7 +192,7 @@ def ranks(request: pytest.FixtureRequest, tiny_colbert_path: str, tmp_path_facto
     world = request.param
     folder = tmp_path_factory.mktemp("gathering")
     mp.spawn(work, args=(tiny_colbert_path, folder, world), nprocs=world)
-    found = [torch.load(folder / f"rank-{rank}.pt") for rank in range(world)]
+    found = [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in range(world)]
     for column in (1, 2):
         assert len({results["lengths"][column] for results in found}) > 1, "the ranks must differ"
     return found
@@ -231,6 +239,16 @@ def test_the_ring_brings_one_block_at_a_time(ranks: list, model: models.ColBERT)
         assert results["ring in chunks, calls"] == [(1, size) for size in order for _ in range(queries)] * 2
         for name in ("ring", "ring in chunks"):
             assert_same(results[name], (len(ranks) * value, len(ranks) * gradient))
+
+
+def test_embeddings_that_do_not_go_together_are_an_error_on_all_ranks(ranks: list) -> None:
+    sizes = [4 + rank for rank in range(len(ranks))]
+    types = [TYPES[rank % 2] for rank in range(len(ranks))]
+    for results in ranks:
+        message = f"gather_across_devices: embeddings of {sizes} elements on the ranks; expected one size"
+        assert results["other", "sizes"] == (ValueError, message)
+        message = f"gather_across_devices: embeddings of {types} on the ranks; expected one type"
+        assert results["other", "types"] == (TypeError, message)
 
 
 @pytest.mark.parametrize("gather", ["all_gather", "ring"])

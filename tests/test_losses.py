@@ -22,6 +22,7 @@ from pylate.scores import XTRScores, xtr_kd_scores
 from torch import nn
 
 from pylate_flash import losses, registered
+from pylate_flash.loss_scoring import masks_of
 from pylate_flash.register import use_scorer
 from pylate_flash.scores import colbert_kd_scores
 
@@ -235,6 +236,23 @@ def test_the_skiplist_matters(model: ColBERT, name: str, monkeypatch: pytest.Mon
     assert_same(ours, pylates(name, model, features, labels))
 
 
+@pytest.mark.parametrize("skiplist", [[], [0], [7, 3, 7], list(range(5, 40))])
+@pytest.mark.parametrize("expansion", [True, False])
+def test_the_tokens_that_are_scored_are_pylates(skiplist: list[int], expansion: bool) -> None:
+    model = WordVectors([[1.0]])
+    model.skiplist, model.do_query_expansion = skiplist, expansion
+    torch.manual_seed(0)
+    columns = [
+        {"input_ids": torch.randint(0, 50, (4, length)), "attention_mask": torch.randint(0, 2, (4, length))}
+        for length in (6, 9, 11)
+    ]
+    expected = extract_skiplist_mask(columns, skiplist)
+    queries, documents = masks_of(losses.Contrastive(model), columns)
+    assert queries is None if expansion else torch.equal(queries, expected[0])
+    for found, mask in zip(documents, expected[1:], strict=True):
+        assert torch.equal(found, mask)
+
+
 @pytest.mark.parametrize("name", ["Contrastive", "CachedContrastive"])
 def test_masking_decides_where_a_masked_token_would_win(name: str) -> None:
     """Document 0 has similarity -1 and a masked token: -1 under "exclude", 0 under "zero"; document 1 has 0.6."""
@@ -325,15 +343,16 @@ def test_own_score_metric_is_called_as_pylate_calls_it(model: ColBERT) -> None:
     )
 
 
+@pytest.mark.parametrize("scorer", ["pylate_flash", "torch"])
 @pytest.mark.parametrize("name", PYLATE)
-def test_in_bfloat16_autocast(model: ColBERT, name: str) -> None:
+def test_in_bfloat16_autocast(model: ColBERT, name: str, scorer: str) -> None:
     """The loss is a finite float32 near float32's, also where the second pass of GradCache runs outside autocast."""
     # Which leaves float64 as it is.
     model = copy.deepcopy(model).float()
     features, labels = batch_for(name, model)
     # Without min-max normalisation, which divides by small differences of scores and so enlarges their rounding.
     arguments = {"CachedContrastive": {"mini_batch_size": 2}, "Distillation": {"normalize_scores": False}}
-    loss = getattr(losses, name)(model, **arguments.get(name, {}))
+    loss = getattr(losses, name)(model, **arguments.get(name, {}), scorer=scorer)
     expected, gradients = value_and_gradients(loss, features, labels)
     model.zero_grad()
     with torch.autocast("cpu", dtype=torch.bfloat16):
