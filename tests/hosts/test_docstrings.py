@@ -1,0 +1,19 @@
+"""The examples in the docstrings of the hosts' functions give what they say."""
+
+from __future__ import annotations
+
+import doctest
+from types import ModuleType
+
+import pytest
+
+from pylate_flash.hosts import colpali
+from pylate_flash.hosts.sentence_transformers import scoring
+
+
+@pytest.mark.parametrize(("module", "examples"), [(scoring, 4), (colpali, 2)])
+def test_examples(module: ModuleType, examples: int) -> None:
+    found = [test for test in doctest.DocTestFinder().find(module) if test.examples]
+    assert len(found) == examples
+    for test in found:
+        assert doctest.DocTestRunner().run(test).failed == 0
