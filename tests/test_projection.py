@@ -23,6 +23,7 @@ from tests.test_losses import (
     assert_same,
     batch_for,
     contrastive_batch,
+    least_spread,
     no_masked_token_wins,
     value_and_gradients,
 )
@@ -140,7 +141,9 @@ def test_the_same_value_and_gradients(model: ColBERT, name: str, arguments: dict
         # The cached loss has all columns of documents together.
         assert len(calls) == (1 if name == "CachedContrastive" else len(features) - 1)
         calls.clear()
-        assert_same(found, expected)
+        # Scores of 8 to 16 are rounded to float32, both ways, by up to 2^-21; min-max normalisation divides them.
+        rounding = 2.0**-19 / least_spread(model, features) if arguments == {} and name == "Distillation" else 0.0
+        assert_same(found, expected, tolerance=1e-5 + rounding)
 
 
 @pytest.mark.parametrize("name", ["Contrastive", "CachedContrastive"])
