@@ -28,7 +28,11 @@ SENTENCE_TRANSFORMERS = Routes(
         f"{_CACHED}:CachedMultiVectorMultipleNegativesRankingLoss.calculate_loss": (
             f"{__name__}.sentence_transformers.losses:calculate_loss"
         ),
-    }
+    },
+    helpers={
+        f"{_SIMILARITY}:maxsim": "_maxsim_score_documents",
+        f"{_SIMILARITY}:maxsim_pairwise": "_maxsim_score_pairs",
+    },
 )
 
 COLPALI = Routes(

@@ -18,6 +18,7 @@ from types import CodeType, FunctionType
 from typing import Any
 
 _lock = threading.RLock()
+_twins: dict[str, FunctionType] = {}  # of all routes that are held
 
 
 class Routes:
@@ -28,10 +29,14 @@ class Routes:
     served
         "module:name" of the host's function, to "module:name" of ours; a method is "module:Class.name". Defaults stay
         those of the host's function, and ours gets every argument by its name.
+    helpers
+        For some of them, the name of a function of the same module that the host's own code calls and ours does not.
+        Where somebody has put another in its place, to watch or to change it, the host's own code runs.
     """
 
-    def __init__(self, served: Mapping[str, str]) -> None:
+    def __init__(self, served: Mapping[str, str], helpers: Mapping[str, str] | None = None) -> None:
         self.served = dict(served)
+        self.helpers = dict(helpers or {})
         self.twins: dict[str, FunctionType] = {}
         self.holders = 0
 
@@ -46,7 +51,10 @@ class Routes:
         with _lock:
             if self.holders == 0:
                 functions = {path: _function(path) for path in self.served}
-                routes = {path: _route(path, function, self.served[path]) for path, function in functions.items()}
+                routes = {
+                    path: _route(path, function, self.served[path], self.helpers.get(path))
+                    for path, function in functions.items()
+                }
                 for path, function in functions.items():
                     twin = FunctionType(
                         function.__code__,
@@ -56,7 +64,7 @@ class Routes:
                         function.__closure__,
                     )
                     twin.__kwdefaults__ = function.__kwdefaults__
-                    self.twins[path] = twin
+                    self.twins[path] = _twins[path] = twin
                     function.__code__ = routes[path]
             self.holders += 1
 
@@ -67,6 +75,7 @@ class Routes:
             if self.holders == 0:
                 for path, twin in self.twins.items():
                     _function(path).__code__ = twin.__code__
+                    del _twins[path]
                 self.twins.clear()
 
     def original(self, path: str) -> Callable:
@@ -87,7 +96,12 @@ def _function(path: str) -> FunctionType:
         raise ImportError(f"{path.replace(':', '.')} is not in the installed version: {error}") from error
 
 
-def _route(path: str, function: FunctionType, ours: str) -> CodeType:
+def twin(path: str) -> FunctionType:
+    """The host's own code of a function that is routed."""
+    return _twins[path]
+
+
+def _route(path: str, function: FunctionType, ours: str, helper: str | None) -> CodeType:
     """Code with the parameters of `function` that calls ours, and imports it first: it sees the globals of the host."""
     parameters = inspect.signature(function).parameters
     known = inspect.signature(find(ours)).parameters
@@ -103,6 +117,10 @@ def _route(path: str, function: FunctionType, ours: str) -> CodeType:
     signature = ", ".join([*positional, *(["*", *keyword] if keyword else [])])
     arguments = ", ".join(f"{name}={name}" for name in parameters)
     source = f"def {function.__name__}({signature}):\n"
+    if helper is not None:
+        source += f"    if {helper}.__module__ != __name__:\n"
+        source += f"        from {__name__} import twin as _pylate_flash\n"
+        source += f"        return _pylate_flash({path!r})({arguments})\n"
     source += f"    from {module} import {served_by} as _pylate_flash\n"
     source += f"    return _pylate_flash({arguments})\n"
     namespace: dict[str, Any] = {}

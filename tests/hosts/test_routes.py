@@ -27,6 +27,14 @@ def add(a, b=10, *, c=100):
     return a + b + c
 
 
+def inner(a):
+    return a
+
+
+def outer(a):
+    return inner(a)
+
+
 def our_add(a, b, c, unused=None):
     return ("ours", a, b, c)
 
@@ -75,6 +83,24 @@ def test_methods(host: types.ModuleType) -> None:
     assert found.original("host_of_routes:Model.scale")(model, 5, by=1) == 10
     found.release()
     assert bound(5, by=1) == 10
+
+
+def test_the_hosts_own_code_runs_where_somebody_watches_it(
+    host: types.ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host.outer, host.our_outer = outer, lambda a: ("ours", a)
+    watched = types.FunctionType((lambda a: ("watched", a)).__code__, {"__name__": "elsewhere"})
+    found = Routes({"host_of_routes:outer": "host_of_routes:our_outer"}, helpers={"host_of_routes:outer": "inner"})
+    found.hold()
+    try:
+        assert outer(1) == ("ours", 1)
+        with monkeypatch.context() as patch:
+            patch.setattr(sys.modules[__name__], "inner", watched)
+            assert outer(1) == ("watched", 1)
+        assert outer(1) == ("ours", 1)
+    finally:
+        found.release()
+    assert outer(1) == 1
 
 
 def test_several_holders(host: types.ModuleType) -> None:
