@@ -34,6 +34,15 @@ def both(name: str, *arguments, **options) -> tuple[torch.Tensor, torch.Tensor]:
     return getattr(ours, name)(*arguments, **options), getattr(FUNCTIONS[name], name)(*arguments, **options)
 
 
+def test_arrays_lie_nowhere() -> None:
+    """Scores of queries on a GPU against documents of arrays are computed there, and stay there."""
+    tokens = np.ones((3, 4), dtype=np.float32)
+    for arrays in (tokens, [tokens, tokens], [tokens], [tokens.tolist()], []):
+        assert operands.side("b", arrays).device is None
+    for tensors in (torch.ones(3, 4, device="meta"), [torch.ones(3, 4, device="meta")] * 2):
+        assert operands.side("b", tensors).device == torch.device("meta")
+
+
 def unit(seed: int, *shape: int) -> torch.Tensor:
     return F.normalize(torch.randn(*shape, generator=torch.Generator().manual_seed(seed)), dim=-1)
 

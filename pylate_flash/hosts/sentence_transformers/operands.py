@@ -48,16 +48,11 @@ class Side(NamedTuple):
     # [N]: tokens of each of a list. Of a batch there are none: a compiler would take an array for data.
     lengths: np.ndarray | None
     mask: Tensor | None
+    # Where it lies; arrays lie nowhere.
+    device: torch.device | None
 
     def __len__(self) -> int:
         return len(self.sequences) if self.batch is None else self.batch.shape[0]
-
-    @property
-    def device(self) -> torch.device | None:
-        """Where it lies."""
-        if self.batch is not None:
-            return self.batch.device
-        return self.sequences[0].device if self.sequences else None
 
     @property
     def packs(self) -> bool:
@@ -117,6 +112,8 @@ def side(name: str, embeddings: Any, mask: Any = None) -> Side:
         If a shape does not fit.
     """
     mask = _mask(f"{name}_mask", mask)
+    first = embeddings[0] if isinstance(embeddings, list) and embeddings else embeddings
+    device = first.device if isinstance(first, Tensor) else None
     if isinstance(embeddings, list):
         sequences = [tokens if isinstance(tokens, Tensor) else as_tensor(tokens) for tokens in embeddings]
         if len(sequences) == 1 and sequences[0].dim() == 2:
@@ -124,16 +121,16 @@ def side(name: str, embeddings: Any, mask: Any = None) -> Side:
             batch = sequences[0].unsqueeze(0)
             if mask is None:
                 mask = torch.ones(batch.shape[:2], dtype=torch.bool, device=batch.device)
-            return Side(name, batch, [], None, _fitted(name, mask, 1, batch.shape[1]))
+            return Side(name, batch, [], None, _fitted(name, mask, 1, batch.shape[1]), device)
         lengths = _lengths(name, sequences)
         longest = int(lengths.max(initial=0))
-        return Side(name, None, sequences, lengths, _fitted(name, mask, len(sequences), longest))
+        return Side(name, None, sequences, lengths, _fitted(name, mask, len(sequences), longest), device)
     batch = as_tensor(embeddings)
     if batch.dim() == 2:
         batch = batch.unsqueeze(0)
     if batch.dim() != 3:
         raise ValueError(f"{name} must have shape [N, L, d] or [L, d], got {list(batch.shape)}")
-    return Side(name, batch, [], None, _fitted(name, mask, *batch.shape[:2]))
+    return Side(name, batch, [], None, _fitted(name, mask, *batch.shape[:2]), device)
 
 
 def _fitted(name: str, mask: Tensor | None, n_items: int, width: int) -> Tensor | None:
