@@ -12,22 +12,22 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from .forms import Form, hopper_form, single_form, stacked_form, tile_of_hopper, tile_of_stacked
 from .tiles import (
-    HOPPER_MIN_ROWS,
+    HOPPER_NARROW_ROWS,
+    HOPPER_WIDE_MIN_LENGTH,
     FusedTile,
     HopperTile,
     Tile,
     architecture,
     copied_by_16_bytes,
-    embedding_blocks,
+    divided_strides,
     fused_tile,
-    hopper_blocks,
-    hopper_tile,
+    hopper_tail,
     kernels_run_on,
     padded_query_length,
     power_of_two,
-    single_tile,
-    stacked_tile,
+    single_columns,
 )
 
 if TYPE_CHECKING:
@@ -90,8 +90,6 @@ def why(implementation: str, device: torch.device, dtype: torch.dtype, embedding
 
 # Up to this many query tokens, one query is scored by the single kernel.
 _SINGLE_MAX_QUERY_LENGTH = 64
-# Registers of a processor.
-_REGISTERS = 1 << 16
 # A query is summed row by row where documents have so many tokens, so that what is stored costs little, and the sums
 # take no more than so much memory.
 _UNPADDED_MIN_LENGTH = 64
@@ -114,21 +112,13 @@ class Cuts(NamedTuple):
 
 
 class ForwardPlan(NamedTuple):
-    """How a problem is scored.
+    """How a problem is scored."""
 
-    `kernel` is "single" (one short query at a time), "stacked" (the tokens of all queries as one tall matrix) or
-    "hopper" (the same for compute capability 9.0).
-    """
-
-    kernel: str
-    tile: Tile | HopperTile
-    # Elements of an embedding that a tile holds, those of a second block, and whether they are only a part of it.
-    block_embedding: int
-    second: int
-    split: bool
-    # Rows that a stacked query takes, and of which sums are left.
+    form: Form
+    # Strides of queries and of documents, divided by the units that the kernel multiplies them by.
+    strides: tuple[int, ...]
+    # Rows that a stacked query takes.
     padded: int
-    group: int
     # Documents that one program walks (stacked and packed: the work of its cut), and how many programs that takes.
     run: int
     n_runs: int
@@ -141,8 +131,15 @@ class ForwardPlan(NamedTuple):
     row_blocks: int
     # Sums that the kernel leaves for each score.
     n_sums: int
-    max_registers: int | None
     reason: str
+
+    @property
+    def kernel(self) -> str:
+        return self.form.kernel
+
+    @property
+    def tile(self) -> Tile | HopperTile:
+        return self.form.tile
 
     @property
     def block_rows(self) -> int:
@@ -153,92 +150,90 @@ class ForwardPlan(NamedTuple):
 def forward_plan(problem: Problem) -> ForwardPlan:
     """Choose the forward's kernel, tile and grid."""
     if problem.groups == problem.n_queries and (
-        problem.has_candidates or problem.query_length <= _SINGLE_MAX_QUERY_LENGTH
+        problem.query_length <= _SINGLE_MAX_QUERY_LENGTH or problem.has_candidates
     ):
         return _single_plan(problem)
     return _stacked_plan(problem)
 
 
 _NO_CUTS = Cuts(0, 0, 0)
+_OWN_DOCUMENTS = "every query has documents of its own"
+_ONE_QUERY = f"one query of at most {_SINGLE_MAX_QUERY_LENGTH} tokens"
+_ONE_MATRIX = "the tokens of all queries are the rows of one matrix"
 
 
 def _single_plan(problem: Problem) -> ForwardPlan:
-    capability, processors = architecture(problem.device)
-    item = problem.dtype.itemsize
-    blocks = embedding_blocks(capability, problem.size, item)
-    tile = single_tile(capability, problem.size, item, problem.query_length, problem.packed)
-    column_blocks = -(-problem.query_length // tile.columns)
-    per_query = problem.max_candidates if problem.has_candidates else problem.n_documents
-    run = _run_length(per_query, problem.n_queries * column_blocks, processors, per_processor=4, longest=2)
-    cuts = _NO_CUTS
-    if problem.packed:
+    kind, n_queries, query_length, n_documents = (
+        problem.kind,
+        problem.n_queries,
+        problem.query_length,
+        problem.n_documents,
+    )
+    capability, processors = architecture(kind.device)
+    columns = single_columns(query_length)
+    column_blocks = -(-query_length // columns)
+    per_query = n_documents if kind.candidates is None else problem.max_candidates
+    run = _run_length(per_query, n_queries * column_blocks, processors, per_processor=4, longest=2)
+    cuts, in_pieces = _NO_CUTS, False
+    if kind.cu_seqlens is not None:
         cuts = _cuts(problem, column_blocks, processors, per_processor=4, largest=4096)
+        in_pieces = problem.document_length > cuts.whole
+    strides, *units = divided_strides(problem.query_strides, problem.document_strides)
     return ForwardPlan(
-        "single", tile, *blocks, tile.columns, 0, run, -(-per_query // run), per_query, cuts,
-        problem.packed and problem.document_length > cuts.whole, column_blocks, column_blocks, None,
-        "every query has documents of its own"
-        if problem.n_queries > 1
-        else f"one query of at most {_SINGLE_MAX_QUERY_LENGTH} tokens",
+        single_form(capability, kind, columns, in_pieces, *units), strides, columns, run, -(-per_query // run),
+        per_query, cuts, in_pieces, column_blocks, column_blocks, _OWN_DOCUMENTS if n_queries > 1 else _ONE_QUERY,
     )  # fmt: skip
 
 
 def _stacked_plan(problem: Problem) -> ForwardPlan:
-    capability, processors = architecture(problem.device)
-    size, item, groups = problem.size, problem.dtype.itemsize, problem.groups
+    kind, groups, length, n_documents = problem.kind, problem.groups, problem.document_length, problem.n_documents
+    packed = kind.cu_seqlens is not None
+    capability, processors = architecture(kind.device)
     all_rows = problem.n_queries * problem.query_length
     unpadded = problem.n_tokens >= _UNPADDED_MIN_LENGTH * problem.all_documents
-    unpadded = unpadded and 4 * all_rows * problem.n_documents <= _UNPADDED_MEMORY
+    unpadded = unpadded and 4 * all_rows * n_documents <= _UNPADDED_MEMORY
     padded, group = padded_query_length(problem.query_length, unpadded)
     rows = problem.n_queries // groups * padded
-    why = "the tokens of all queries are the rows of one matrix"
-    length = 0 if problem.packed else problem.document_length
-    wide = hopper_tile(capability, size, item, min(rows, HOPPER_MIN_ROWS), length, problem.with_winners)
+    strides, *units = divided_strides(problem.query_strides, problem.document_strides)
+    long = not packed and length >= HOPPER_WIDE_MIN_LENGTH
+    wide, why_not = tile_of_hopper(capability, kind, rows <= HOPPER_NARROW_ROWS, long)
+    why = _ONE_MATRIX
     if wide is None:
-        why += _why_not_hopper(capability, size, item, rows)
-    elif not (problem.aligned and copied_by_16_bytes(size, problem.document_strides)):
+        why += why_not
+    elif not (problem.aligned and copied_by_16_bytes(kind.size, problem.document_strides)):
         why += "; documents cannot be copied 16 bytes at a time"
     else:
         row_blocks = -(-rows // wide.rows)
-        if problem.packed:
+        cuts, tail = _NO_CUTS, 0
+        if packed:
             cuts = _cuts(problem, row_blocks, processors, per_processor=1, largest=16384)
             run, n_runs = cuts.cut, cuts.number
         else:
-            cuts = _NO_CUTS
-            run = _run_length(problem.n_documents, row_blocks * groups, processors, per_processor=1, longest=64)
-            n_runs = -(-problem.n_documents // run)
-        if not problem.packed or problem.document_length <= cuts.whole:
+            # Winners are found in a whole tile.
+            tail = 0 if kind.with_winners else hopper_tail(wide, length)
+            run = _run_length(n_documents, row_blocks * groups, processors, per_processor=1, longest=64)
+            n_runs = -(-n_documents // run)
+        if not packed or length <= cuts.whole:
             group = min(group, wide.rows // wide.parts)
             return ForwardPlan(
-                "hopper", wide, *hopper_blocks(size), padded, group, run, n_runs, problem.n_documents,
-                cuts, False, row_blocks, padded // group, None, why + ", on a Hopper GPU",
+                hopper_form(capability, kind, wide, tail, group, *units), strides, padded, run, n_runs, n_documents,
+                cuts, False, row_blocks, padded // group, why + ", on a Hopper GPU",
             )  # fmt: skip
         why += f"; a document may be longer than {cuts.whole} tokens, and is scored in pieces"
-    blocks = embedding_blocks(capability, size, item)
-    tile = stacked_tile(capability, size, item, min(rows, 256), problem.with_winners)
+    tile = tile_of_stacked(capability, kind, min(rows, 256))
     group = min(group, tile.rows)
     row_blocks = -(-rows // tile.rows)
-    cuts, in_pieces, registers = _NO_CUTS, False, None
-    if problem.packed:
+    cuts, in_pieces = _NO_CUTS, False
+    if packed:
         cuts = _cuts(problem, row_blocks, processors, per_processor=2, largest=4096)
-        run, n_runs, in_pieces = cuts.cut, cuts.number, problem.document_length > cuts.whole
+        run, n_runs, in_pieces = cuts.cut, cuts.number, length > cuts.whole
     else:
-        run = _run_length(problem.n_documents, row_blocks * groups, processors, per_processor=2, longest=16)
-        n_runs = -(-problem.n_documents // run)
-    if in_pieces and not blocks.split and not problem.normalize and item == 2:
-        # Two programs share a processor. Left alone, ptxas takes a few registers more for the pieces than that leaves.
-        registers = _REGISTERS // (2 * 32 * tile.num_warps)
+        run = _run_length(n_documents, row_blocks * groups, processors, per_processor=2, longest=16)
+        n_runs = -(-n_documents // run)
     return ForwardPlan(
-        "stacked", tile, *blocks, padded, group, run, n_runs, problem.n_documents, cuts, in_pieces,
-        row_blocks, padded // group, registers, why,
+        stacked_form(capability, kind, tile, in_pieces, group, *units), strides, padded, run, n_runs, n_documents,
+        cuts, in_pieces, row_blocks, padded // group, why,
     )  # fmt: skip
-
-
-def _why_not_hopper(capability: int, size: int, element_size: int, rows: int) -> str:
-    if capability != 9:
-        return ""
-    if element_size != 2 or size > 256:
-        return "; the Hopper kernel takes half precision and at most 256 dimensions"
-    return f"; the Hopper kernel pays from {HOPPER_MIN_ROWS} rows on, and there are {rows}"
 
 
 def _run_length(documents: int, programs: int, processors: int, per_processor: int, longest: int) -> int:

@@ -63,14 +63,22 @@ _HOPPER = HopperTile(256, 64, 2, 6)
 _HOPPER_WINNERS = HopperTile(256, 64, 4, 6)
 _HOPPER_LONG = HopperTile(128, 64, 2, 5)
 _HOPPER_LONG_WIDE = HopperTile(128, 128, 2, 3)
-_HOPPER_WIDE_MIN_LENGTH = 512
+# 54 microseconds instead of 86 by `_STACKED_IN_TWO` at 5 x 3000, 32 x 64, d = 320, and 123 instead of 406 at 8 x 2000,
+# 32 x 180, d = 384; with 128 columns, 121 of d = 320.
+_HOPPER_LONGEST = HopperTile(128, 64, 2, 4)
+HOPPER_WIDE_MIN_LENGTH = 512
 # Columns that a document's last product may have, and the least share of all columns that it is to save. Each is
 # compiled for itself: 0.166 ms instead of 0.207 at 2 x 4000, 512 x 77.
 _HOPPER_TAILS = (16, 32)
 _HOPPER_TAIL_SAVES = 1 / 8
-# Fewer query rows are bound by memory, and leave half of the tile empty: 0.100 ms, and 0.076 ms by `_STACKED`, at
-# 1 x 1000, 128 x 1024; with 160 rows, 0.037 and 0.043 ms at 1000 x 300.
-HOPPER_MIN_ROWS = 129
+# Fewer rows leave half of the tile empty, and are bound by memory. Microseconds by `_STACKED`, and by this narrow one:
+#   3 x 2000, 32 x 333, d = 96: 51 and 46    2 x 4000, 32 x 180: 58 and 56    4 x 2000, 32 x 180, winners: 48 and 36.
+# Tiles of longer embeddings have so many rows anyway: 74 and 59 at 2 x 2000, 32 x 180, d = 256, and 156 and 135 at
+# 1 x 1000, 128 x 1024, where a wide one takes 166.
+_HOPPER_NARROW = HopperTile(128, 64, 2, 6)
+HOPPER_NARROW_ROWS = 128
+# Elements of an embedding of which 64 query rows fit into the registers of four warps.
+HOPPER_MAX_SIZE = 384
 # The fused projection of hidden states: two parts of 128, a chunk of one swizzled row of shared memory, and at most so
 # many query rows. With more, their products take longer than reading the states, and projecting to memory first is
 # faster.
@@ -147,7 +155,6 @@ def embedding_blocks(capability: int, size: int, element_size: int) -> Blocks:
     return Blocks(_SPLIT_ROW_BYTES // element_size if split else whole, 0, split)
 
 
-@functools.lru_cache(maxsize=1024)
 def stacked_tile(capability: int, size: int, element_size: int, rows: int, with_winners: bool) -> Tile:
     """Tile for `rows` stacked query rows of `size` elements, on compute capability major `capability`.
 
@@ -175,28 +182,33 @@ def hopper_blocks(size: int) -> Blocks:
     return Blocks(max(16, power_of_two(size)), 0, False) if blocks.split else blocks
 
 
-@functools.lru_cache(maxsize=1024)
 def hopper_tile(
-    capability: int, size: int, element_size: int, rows: int, document_length: int, with_winners: bool
+    capability: int, size: int, element_size: int, narrow: bool, long: bool, with_winners: bool
 ) -> HopperTile | None:
-    """Tile of the Hopper kernel for `rows` stacked query rows of `size` elements, or None where it serves none."""
-    if capability != 9 or element_size != 2 or size > 256 or rows < HOPPER_MIN_ROWS or not has_gluon():
+    """Tile of the Hopper kernel for stacked query rows of `size` elements, or None where it serves none.
+
+    `narrow`: there are at most `HOPPER_NARROW_ROWS` rows. `long`: documents are padded to `HOPPER_WIDE_MIN_LENGTH` or
+    more.
+    """
+    if capability != 9 or element_size != 2 or size > HOPPER_MAX_SIZE or not has_gluon():
         return None
     if size <= 128:
-        return _HOPPER_WINNERS if with_winners else _HOPPER
-    return _HOPPER_LONG if with_winners or document_length < _HOPPER_WIDE_MIN_LENGTH else _HOPPER_LONG_WIDE
+        return _HOPPER_NARROW if narrow else _HOPPER_WINNERS if with_winners else _HOPPER
+    if size <= 256:
+        return _HOPPER_LONG_WIDE if long and not narrow and not with_winners else _HOPPER_LONG
+    return _HOPPER_LONGEST
 
 
 @functools.lru_cache(maxsize=1024)
 def hopper_tail(tile: HopperTile, document_length: int) -> int:
     """Columns of a narrower product for the last tokens of a document (0: there is none), where that saves much.
 
-    Winners are found in a whole tile, and longer embeddings leave less of their time to what follows a product.
+    Longer embeddings leave less of their time to what follows a product.
     """
     left = document_length % tile.columns
     columns = document_length - left + tile.columns
     tail = next((tail for tail in _HOPPER_TAILS if 0 < left <= tail), 0)
-    return tail if tile == _HOPPER and tile.columns - tail >= _HOPPER_TAIL_SAVES * columns else 0
+    return tail if tile in (_HOPPER, _HOPPER_NARROW) and tile.columns - tail >= _HOPPER_TAIL_SAVES * columns else 0
 
 
 def stride_unit(strides: tuple[int, ...]) -> int:
@@ -212,12 +224,13 @@ def stride_unit(strides: tuple[int, ...]) -> int:
 
 def divided_strides(queries: tuple[int, ...], documents: tuple[int, ...]) -> tuple[tuple[int, ...], int, int]:
     """The strides of queries and of documents, divided by their units, and these units."""
+    query, query_token = queries
+    group, document, document_token = documents
+    if not (query | query_token | group | document | document_token) & 15:
+        return (query, query_token, group, document, document_token), 1, 1
     of_queries, of_documents = stride_unit(queries), stride_unit(documents)
-    if of_queries > 1:
-        queries = tuple([stride // of_queries for stride in queries])
-    if of_documents > 1:
-        documents = tuple([stride // of_documents for stride in documents])
-    return (*queries, *documents), of_queries, of_documents
+    divided = [stride // of_queries for stride in queries] + [stride // of_documents for stride in documents]
+    return tuple(divided), of_queries, of_documents
 
 
 def copied_by_16_bytes(size: int, strides: tuple[int, ...]) -> bool:
@@ -246,16 +259,19 @@ def fused_tile(capability: int, rows: int, size: int, d_model: int, element_size
     return FusedTile(_FUSED_ROWS, _FUSED_CHUNK, embedding, blocks, columns, stages)
 
 
-@functools.lru_cache(maxsize=1024)
-def single_tile(capability: int, size: int, element_size: int, query_length: int, packed: bool) -> Tile:
-    """Tile for one query of `query_length` tokens of `size` elements against its documents."""
+def single_columns(query_length: int) -> int:
+    """Columns of the tile of one query of `query_length` tokens."""
+    return _SINGLE.columns if query_length > _SINGLE.columns // 2 else max(16, power_of_two(query_length))
+
+
+def single_tile(capability: int, size: int, element_size: int, columns: int, packed: bool) -> Tile:
+    """Tile of `columns` tokens of one query, of `size` elements, against its documents."""
     blocks = embedding_blocks(capability, size, element_size)
     split, row_bytes = blocks.split, blocks.held * element_size
     tile = _SINGLE_SPLIT if split else _SINGLE_PACKED if packed else _SINGLE
     if row_bytes > _MAX_ROW_BYTES:
         tile = _SINGLE_IN_TWO
-    tile = tile._replace(columns=max(16, min(tile.columns, power_of_two(query_length))))
-    return _fit(tile, capability, row_bytes, split)
+    return _fit(tile._replace(columns=columns), capability, row_bytes, split)
 
 
 def _fits(tile: Tile, capability: int, row_bytes: int) -> bool:

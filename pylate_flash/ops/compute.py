@@ -14,7 +14,7 @@ from .blocked_varlen import blocked_varlen_backward, blocked_varlen_forward
 from .checks import checked_mask
 from .norms import scales
 from .packing import host_bounds_of
-from .problem import Options, Places, Problem, Tensors, problem_of
+from .problem import Options, Places, Problem, Tensors, problem_of, replaced
 
 Gradients = tuple[Tensor | None, Tensor | None]
 
@@ -25,9 +25,9 @@ def compute(
     """Scores, float32, and the winners [documents, rows], if asked for. Only kernels take `places`."""
     problem = problem_of(tensors, options, with_winners)
     if places is not None:
-        problem = problem._replace(
-            n_tokens=places.n_tokens, offset_unit=places.unit, aligned=places.unit * problem.dtype.itemsize == 16
-        )
+        kind, aligned = problem.kind, places.unit * problem.dtype.itemsize == 16
+        kind = replaced(kind, "offset_unit", places.unit)
+        problem = problem._replace(kind=kind, n_tokens=places.n_tokens, aligned=aligned)
     mean = options.reduction == "mean"
     if mean:
         # The score of an empty document is not divided.
@@ -153,7 +153,7 @@ def _in_blocks(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor | Non
             bounds = host_bounds_of(problem, tensors)
             scores, winners = blocked_varlen_forward(inputs, bounds, problem.query_length, problem.with_winners)
         else:
-            scores, winners = blocked_forward(inputs, problem.zero_masked, problem.with_winners)
+            scores, winners = blocked_forward(inputs, problem.kind.zero_masked, problem.with_winners)
         scores = with_empty_score(scores.float(), tensors, problem.empty_score)
     if winners is not None:
         winners = winners.to(problem.winners_dtype).view(problem.winners_shape)

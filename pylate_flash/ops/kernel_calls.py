@@ -12,7 +12,7 @@ from ..kernels.losses import Comparison, losses_of, rescale, sum_and_gradient_of
 from ..kernels.normalized import normalized_rows, through_normalized_rows
 from ..kernels.padding import packed_again, pad
 from .compute import active_counts, checked_masks, with_empty_score
-from .problem import Options, Problem, Tensors, problem_of
+from .problem import Options, Problem, Tensors, problem_of, replaced
 
 __all__ = [
     "gradients", "loss", "normalized_rows", "on_device", "rescale_gradients", "scores", "through_normalized_rows",
@@ -112,7 +112,8 @@ def _for_kernels(problem: Problem, tensors: Tensors) -> tuple[Problem, Tensors]:
     if not queries.is_cuda:
         # Under Triton's interpreter.
         queries_mask, documents_mask = checked_masks(tensors)
-        problem = problem._replace(queries_mask=None if queries_mask is None else queries_mask.dtype)
+        dtype = None if queries_mask is None else queries_mask.dtype
+        problem = problem._replace(kind=replaced(problem.kind, "queries_mask", dtype))
     if queries_mask is not None:
         queries_mask = queries_mask.contiguous()
     if documents_mask is not None:
@@ -124,7 +125,8 @@ def _for_kernels(problem: Problem, tensors: Tensors) -> tuple[Problem, Tensors]:
         if queries_bounds is not None and queries.shape[0] != problem.n_queries * problem.query_length:
             queries_bounds = _on_device(queries_bounds, problem.device)
             queries, queries_mask = pad(queries, queries_bounds, problem.query_length)
-            problem = problem._replace(query_strides=queries.stride()[:2], queries_mask=torch.bool)
+            kind = replaced(problem.kind, "queries_mask", torch.bool)
+            problem = problem._replace(query_strides=queries.stride()[:2], kind=kind)
     return problem, Tensors(queries, documents, queries_mask, documents_mask, queries_bounds, bounds, candidates)
 
 

@@ -322,9 +322,10 @@ _NO_GRADIENTS = (None,) * (_N_TENSORS - 2 + len(Options._fields))
 
 def _differentiable(*arguments) -> Tensor:
     """The operator for tensors that may require a gradient."""
-    if needs_gradient(*arguments[:2]):
+    queries, documents = arguments[:2]
+    if needs_gradient(queries, documents):
         return _Maxsim.apply(*arguments)
-    if is_plain(*arguments[:2]):
+    if is_plain(queries, documents):
         return _scores(*arguments)
     with torch._C._AutoDispatchBelowAutograd():
         return _maxsim(*arguments)

@@ -6,6 +6,8 @@ and leaves the description that implementations and kernels take in place of twe
 
 from __future__ import annotations
 
+import functools
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 import torch
@@ -50,6 +52,51 @@ class Options(NamedTuple):
     implementation: str = "auto"
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class Kind:
+    """What a problem is but for its sizes, and so what the code that serves it is compiled for; one object for each."""
+
+    dtype: torch.dtype
+    device: torch.device
+    # Elements of an embedding.
+    size: int
+    # The types of masks and boundaries, None where there are none.
+    queries_mask: torch.dtype | None
+    documents_mask: torch.dtype | None
+    cu_seqlens: torch.dtype | None
+    candidates: torch.dtype | None
+    normalize: bool
+    masking: str
+    # `torch.get_float32_matmul_precision()`.
+    float32_precision: str
+    with_winners: bool
+    # The unit of `Places`; 0: packed documents follow each other.
+    offset_unit: int
+
+    @property
+    def zero_masked(self) -> bool:
+        return self.masking == "zero" and self.documents_mask is not None
+
+    @property
+    def weighted(self) -> bool:
+        """Whether the queries' mask holds weights."""
+        return self.queries_mask is not None and self.queries_mask.is_floating_point
+
+    @property
+    def precision(self) -> str:
+        """Triton's name for the precision of products, where half inputs are multiplied exactly either way."""
+        return "ieee" if self.dtype != torch.float32 or self.float32_precision == "highest" else "tf32"
+
+
+kind_of = functools.cache(Kind)
+
+
+@functools.cache
+def replaced(kind: Kind, field: str, value: object) -> Kind:
+    """The kind that differs in this field."""
+    return kind_of(*[value if each.name == field else getattr(kind, each.name) for each in fields(kind)])
+
+
 class Places(NamedTuple):
     """Where packed documents begin that do not follow each other; `documents` of `Tensors` is where it is counted from.
 
@@ -71,41 +118,47 @@ class Problem(NamedTuple):
     Queries are [n_queries, query_length, size], where packed ones are padded to the longest.
     """
 
-    dtype: torch.dtype
-    device: torch.device
+    kind: Kind
     n_queries: int
     query_length: int
-    size: int
     groups: int
     n_documents: int
     document_length: int
     n_tokens: int
+    max_candidates: int
     query_strides: tuple[int, ...]
     document_strides: tuple[int, ...]
-    # The types of masks and boundaries, None where there are none.
-    queries_mask: torch.dtype | None
-    documents_mask: torch.dtype | None
-    cu_seqlens: torch.dtype | None
-    candidates: torch.dtype | None
-    max_candidates: int
-    normalize: bool
-    zero_masked: bool
     empty_score: float
     # Whether documents begin at a multiple of 16 bytes.
     aligned: bool
-    # Triton's name for the precision of products of float32.
-    precision: str
-    with_winners: bool
-    # The unit of `Places`; 0: packed documents follow each other.
-    offset_unit: int = 0
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.kind.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.kind.device
+
+    @property
+    def size(self) -> int:
+        return self.kind.size
+
+    @property
+    def normalize(self) -> bool:
+        return self.kind.normalize
+
+    @property
+    def with_winners(self) -> bool:
+        return self.kind.with_winners
 
     @property
     def packed(self) -> bool:
-        return self.cu_seqlens is not None
+        return self.kind.cu_seqlens is not None
 
     @property
     def has_candidates(self) -> bool:
-        return self.candidates is not None
+        return self.kind.candidates is not None
 
     @property
     def all_documents(self) -> int:
@@ -116,11 +169,6 @@ class Problem(NamedTuple):
     def rows(self) -> int:
         """Query tokens, padding included, that every document of a group meets."""
         return self.n_queries // self.groups * self.query_length if self.groups else 0
-
-    @property
-    def weighted(self) -> bool:
-        """Whether the queries' mask holds weights."""
-        return self.queries_mask is not None and self.queries_mask.is_floating_point
 
     @property
     def scores_shape(self) -> tuple[int, ...]:
@@ -138,7 +186,8 @@ class Problem(NamedTuple):
     @property
     def is_empty(self) -> bool:
         """Whether there is no score, or nothing to compute one of."""
-        return 0 in (self.n_queries, self.query_length, self.n_documents, self.document_length, self.n_tokens)
+        some_queries, some_documents = self.n_queries and self.query_length, self.n_documents and self.document_length
+        return not (some_queries and some_documents and self.n_tokens)
 
 
 def winners_dtype(document_length: int) -> torch.dtype:
@@ -213,40 +262,35 @@ def problem_of(tensors: Tensors, options: Options, with_winners: bool = False) -
     """The problem of a call, after every check of its tensors (`check`)."""
     check(tensors)
     queries, documents, queries_mask, documents_mask, queries_cu_seqlens, documents_cu_seqlens, candidates = tensors
-    dtype = queries.dtype
-    shape, strides = documents.shape, documents.stride()
-    document_strides: tuple[int, ...]
-    if documents_cu_seqlens is not None:
-        n_documents, document_length, n_tokens = (
-            documents_cu_seqlens.shape[0] - 1, options.max_document_length, shape[0],
-        )  # fmt: skip
-        groups, document_strides = 1, (0, 0, strides[0])
-    elif len(shape) == 3:
-        groups, n_documents, document_length = 1, shape[0], shape[1]
-        n_tokens, document_strides = n_documents * document_length, (0, *strides[:2])
-    else:
-        groups, n_documents, document_length = shape[:3]
-        n_tokens, document_strides = groups * n_documents * document_length, strides[:3]
-    if queries_cu_seqlens is None:
-        n_queries, query_length, size = queries.shape
-        query_strides = queries.stride()[:2]
-    else:
-        n_queries, query_length, size = queries_cu_seqlens.shape[0] - 1, options.max_query_length, queries.shape[1]
-        query_strides = (query_length * queries.stride(0), queries.stride(0))
-    if candidates is not None:
-        groups = n_queries
-    return Problem(
-        dtype, queries.device, n_queries, query_length, size, groups, n_documents, document_length, n_tokens,
-        query_strides, document_strides,
+    kind = kind_of(
+        queries.dtype, queries.device, queries.shape[-1],
         None if queries_mask is None else queries_mask.dtype,
         None if documents_mask is None else documents_mask.dtype,
         None if documents_cu_seqlens is None else documents_cu_seqlens.dtype,
         None if candidates is None else candidates.dtype,
-        options.max_candidates, options.normalize, options.masking == "zero" and documents_mask is not None,
-        options.empty_score, documents.data_ptr() % 16 == 0, product_precision(dtype), with_winners,
+        options.normalize, options.masking, torch.get_float32_matmul_precision(), with_winners, 0,
     )  # fmt: skip
-
-
-def product_precision(dtype: torch.dtype) -> str:
-    """Triton's name for `torch.get_float32_matmul_precision()`; half inputs are multiplied exactly either way."""
-    return "ieee" if dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest" else "tf32"
+    document_strides: tuple[int, ...]
+    if documents_cu_seqlens is not None:
+        n_tokens = documents.shape[0]
+        groups, n_documents, document_length = 1, documents_cu_seqlens.shape[0] - 1, options.max_document_length
+        document_strides = (0, 0, documents.stride(0))
+    elif documents.dim() == 3:
+        groups, (n_documents, document_length, _) = 1, documents.shape
+        n_tokens, (document, token, _) = n_documents * document_length, documents.stride()
+        document_strides = (0, document, token)
+    else:
+        groups, n_documents, document_length, _ = documents.shape
+        n_tokens, document_strides = groups * n_documents * document_length, documents.stride()[:3]
+    if queries_cu_seqlens is None:
+        n_queries, query_length, _ = queries.shape
+        query_strides = queries.stride()[:2]
+    else:
+        n_queries, query_length = queries_cu_seqlens.shape[0] - 1, options.max_query_length
+        query_strides = (query_length * queries.stride(0), queries.stride(0))
+    if candidates is not None:
+        groups = n_queries
+    return Problem(
+        kind, n_queries, query_length, groups, n_documents, document_length, n_tokens, options.max_candidates,
+        query_strides, document_strides, options.empty_score, documents.data_ptr() % 16 == 0,
+    )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if here in item.path.parents:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU of compute capability 8.0 or higher"))
+
+
+@pytest.fixture(autouse=True)
+def _give_memory_back() -> Iterator[None]:
+    """What a test's tensors took is there for the other processes that test on the same GPU."""
+    yield
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture(scope="session")

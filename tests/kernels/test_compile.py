@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pylate_flash.kernels import losses, masks, norms, padding
 from pylate_flash.kernels.forward import common, cuts, hopper, maxsim_forward, single, stacked
-from pylate_flash.ops.problem import Options, Tensors, problem_of
+from pylate_flash.ops.problem import Options, Tensors, problem_of, replaced
 from tests.kernels.recorder import check, check_launches, record
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
@@ -266,7 +266,7 @@ def test_packed_documents_are_loaded_by_16_bytes(
     problem = problem_of(tensors, Options(max_document_length=longest))
     if lie != "together":
         unit, offsets = 16 // dtype.itemsize if aligned else 1, torch.zeros(4, dtype=torch.int64)
-        problem = problem._replace(n_tokens=n_tokens, offset_unit=unit, aligned=aligned)
+        problem = problem._replace(kind=replaced(problem.kind, "offset_unit", unit), n_tokens=n_tokens, aligned=aligned)
     name = "_single" if n_queries == 1 else tall(capability, dtype, size) if aligned and longest == 40 else "_stacked"
     names = {name, "_merge"} if longest == 9000 else {name}
     launch = partial(maxsim_forward, problem, tensors, offsets)

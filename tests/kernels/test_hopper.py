@@ -16,8 +16,8 @@ from triton.experimental.gluon.language._core import builtin
 
 from pylate_flash.kernels import select
 from pylate_flash.kernels.forward import hopper, maxima, maxsim_forward, stacked
-from pylate_flash.kernels.select import copied_by_16_bytes, forward_plan, fused_tile, hopper_tile
-from pylate_flash.kernels.tiles import hopper_tail
+from pylate_flash.kernels.select import forward_plan
+from pylate_flash.kernels.tiles import copied_by_16_bytes, fused_tile, hopper_tail, hopper_tile
 from pylate_flash.ops.problem import Options, Problem, Tensors, problem_of
 from tests.kernels.recorder import record
 
@@ -139,9 +139,11 @@ def compiled(**options) -> str:
         {"EMBEDDING": 48, "BLOCK_EMBEDDING": 64},
         {"EMBEDDING": 96, "BLOCK_EMBEDDING": 64, "SECOND": 32},
         {"TAIL": 16},
+        {"TAIL": 16, "EMBEDDING": 96, "BLOCK_EMBEDDING": 64, "SECOND": 32, "BLOCK_ROWS": 128},
         {"TAIL": 32, "EMBEDDING": 96, "BLOCK_EMBEDDING": 64, "SECOND": 32},
         {"EMBEDDING": 72, "BLOCK_EMBEDDING": 64, "SECOND": 16, "WITH_WINNERS": True, "PARTS": 4},
         {"EMBEDDING": 256, "BLOCK_EMBEDDING": 256, "BLOCK_ROWS": 128},
+        {"EMBEDDING": 320, "BLOCK_EMBEDDING": 256, "SECOND": 64, "BLOCK_ROWS": 128, "STAGES": 4},
     ],
     ids=str,
 )
@@ -168,20 +170,18 @@ def test_a_narrow_product_reads_what_a_wide_one_would(tail: int, blocks: tuple[i
 
 
 def test_where_the_last_tile_is_narrower() -> None:
-    tile = hopper_tile(9, 128, 2, 1024, 77, False)
+    tile = hopper_tile(9, 128, 2, False, False, False)
     tails = {7: 16, 30: 32, 64: 0, 77: 16, 96: 32, 97: 0, 180: 0, 256: 0, 333: 16, 350: 0, 400: 0}
     assert {length: hopper_tail(tile, length) for length in tails} == tails
-    assert hopper_tail(hopper_tile(9, 128, 2, 1024, 77, True), 77) == 0
-    assert hopper_tail(hopper_tile(9, 256, 2, 1024, 77, False), 77) == 0
+    assert hopper_tail(hopper_tile(9, 256, 2, False, False, False), 77) == 0
 
 
 def test_the_choice_of_the_kernel() -> None:
-    assert hopper_tile(9, 128, 2, 1024, 180, False) is not None
-    assert hopper_tile(9, 128, 2, 128, 180, False) is None, "few rows are bound by memory"
-    assert hopper_tile(9, 128, 4, 1024, 180, False) is None, "float32 has no such product"
-    assert hopper_tile(9, 512, 2, 1024, 180, False) is None, "rows do not fit registers"
-    assert hopper_tile(8, 128, 2, 1024, 180, False) is None
-    assert hopper_tile(10, 128, 2, 1024, 180, False) is None
+    assert hopper_tile(9, 128, 2, False, False, False) is not None
+    assert hopper_tile(9, 128, 4, False, False, False) is None, "float32 has no such product"
+    assert hopper_tile(9, 512, 2, False, False, False) is None, "rows do not fit registers"
+    assert hopper_tile(8, 128, 2, False, False, False) is None
+    assert hopper_tile(10, 128, 2, False, False, False) is None
     assert copied_by_16_bytes(40, (480, 48, 48))
     assert copied_by_16_bytes(40, (400, 40, 40))
     assert not copied_by_16_bytes(40, (8 << 30, 40, 40)), "a stride of more than 32 bits is not multiplied"
@@ -205,14 +205,26 @@ def packed(n_queries: int, longest: int, normalize: bool = False) -> Problem:
     return problem_of(Tensors(queries, documents, documents_cu_seqlens=bounds), options)
 
 
+@pytest.mark.parametrize("n_queries", [4, 16])
+def test_winners_are_found_in_whole_tiles(n_queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(select, "architecture", lambda device: (9, 132))
+    tails = []
+    monkeypatch.setattr(select, "hopper_form", lambda capability, kind, tile, tail, *rest: tails.append(tail))
+    for winners in (False, True):
+        forward_plan(problem((n_queries, 32, 128), (40, 77, 128), winners=winners))
+    assert tails == [16, 0]
+
+
 def test_what_the_kernel_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(select, "architecture", lambda device: (9, 132))
     for served in (
         problem((16, 32, 128), (40, 180, 128)),
         problem((16, 32, 128), (40, 180, 128), torch.float16, winners=True),
+        problem((2, 8, 128), (40, 180, 128), winners=True),
         problem((5, 32, 48), (40, 7, 48)),
         problem((16, 32, 40), (40, 7, 40)),
         problem((1, 300, 256), (40, 180, 256)),
+        problem((5, 32, 320), (40, 64, 320), winners=True),
         problem((4, 150, 128), (4, 5, 180, 128)),
         packed(16, 40),
         packed(16, 2048, normalize=True),
@@ -220,12 +232,12 @@ def test_what_the_kernel_serves(monkeypatch: pytest.MonkeyPatch) -> None:
         plan = forward_plan(served)
         assert plan.kernel == "hopper", plan.reason
         assert not plan.in_pieces
-        assert plan.group <= plan.tile.rows // plan.tile.parts, "a sum lies within one part"
-        assert plan.n_sums * plan.group == plan.padded
+        group = plan.padded // plan.n_sums
+        assert group in plan.form.constants
+        assert group <= plan.tile.rows // plan.tile.parts, "a sum lies within one part"
     for not_served, reason in (
-        (problem((4, 32, 128), (40, 180, 128)), "pays from 129 rows on, and there are 128"),
         (problem((16, 32, 128), (40, 180, 128), torch.float32), "half precision"),
-        (problem((16, 32, 512), (40, 180, 512)), "at most 256 dimensions"),
+        (problem((16, 32, 512), (40, 180, 512)), "at most 384 dimensions"),
         (problem((16, 32, 44), (40, 7, 44)), "copied 16 bytes at a time"),
         (packed(16, 9000), "in pieces"),
     ):
@@ -245,7 +257,7 @@ def test_what_the_kernel_serves(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_few_rows_are_padding(query_length: int, padded: int, group: int) -> None:
     plan = forward_plan(problem((96, query_length, 128), (40, 180, 128)))
-    assert (plan.padded, plan.group, plan.n_sums) == (padded, group, padded // group)
+    assert (plan.padded, plan.n_sums) == (padded, padded // group)
 
 
 def test_where_storing_every_row_would_cost_more_than_padding() -> None:

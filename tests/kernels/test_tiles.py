@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pylate_flash.kernels.tiles import embedding_blocks, single_tile, stacked_tile
+from pylate_flash.kernels.tiles import embedding_blocks, single_columns, single_tile, stacked_tile
 from tests.kernels.recorder import SHARED_MEMORY
 
 # What a tile holds of an embedding of half precision, by its size.
@@ -37,6 +37,6 @@ def test_tiles_fit_into_shared_memory(size: int, capability: int, with_winners: 
         assert 2 * blocks.held * (loaded + tile.num_stages * tile.columns) <= budget
         assert tile.num_stages >= 2
     for query_length in (1, 32, 64):
-        tile = single_tile(capability, size, 2, query_length, False)
+        tile = single_tile(capability, size, 2, single_columns(query_length), False)
         loaded = tile.num_stages * (tile.columns if blocks.split else 0) + (0 if blocks.split else tile.columns)
         assert 2 * blocks.held * (loaded + tile.num_stages * tile.rows) <= budget

@@ -32,7 +32,8 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         ((1, 32, 128), (100, 180, 128), "single", "compare_winners"),
         ((10, 32, 128), (10, 100, 180, 128), "single", "compare_winners"),
         ((64, 32, 128), (64, 180, 128), "hopper", "lists"),
-        ((2, 20, 128), (64, 180, 128), "stacked", "compare_winners"),
+        ((2, 20, 128), (64, 180, 128), "hopper", "compare_winners"),
+        ((2, 20, 400), (64, 180, 400), "stacked", "compare_winners"),
     ],
 )
 def test_of_kernels(queries: tuple, documents: tuple, kernel: str, backward: str, kernels: None) -> None:

@@ -33,14 +33,14 @@ def maxsim_backward(
     Queries are padded [Nq, Lq, d], and rows of embeddings contiguous; no dimension is 0, but packed documents may be
     empty. Boundaries are on the device, which is the current one. `grad_scores` of `problem.scores_shape` is float32
     with any strides, and `winners` contiguous, of `problem.winners_shape` in any view; those of packed documents count
-    from the start of their document. Where `problem.weighted`, `tensors.queries_mask` [Nq, Lq] holds factors of the
+    from the start of their document. Where the kind is `weighted`, `tensors.queries_mask` [Nq, Lq] holds factors of the
     maxima that a score is the sum of.
     """
     queries, documents = tensors.queries, tensors.documents
     queries_scale, documents_scale, weight = None, None, None
     if problem.normalize:
         queries_scale, documents_scale = inverse_norms(queries), inverse_norms(documents)
-    if problem.weighted:
+    if problem.kind.weighted:
         weight = tensors.queries_mask.float().contiguous()  # type: ignore[union-attr]
     grad_strides = grad_scores.stride()
     if problem.has_candidates:

@@ -14,10 +14,11 @@ from ..launch import Kernel
 from ..overlap import wait_for_previous_kernel
 from ..select import ForwardPlan
 from ..tiles import SUMMED_EMBEDDING as _SUMMED
-from ..tiles import power_of_two
 from .cuts import NO_WINNER
 
 SUMMED_EMBEDDING = tl.constexpr(_SUMMED)
+# Scores that a program adds up the sums of, 16 bytes of each for a thread.
+_ADDED = 512
 
 
 @triton.jit
@@ -82,9 +83,8 @@ def add_sums(problem: Problem, plan: ForwardPlan, sums: Tensor) -> Tensor:
     if plan.kernel == "single":
         to_query, to_sum = n_documents, n_scores
     scores = torch.empty(*problem.scores_shape, dtype=torch.float32, device=problem.device)
-    block = min(1024, power_of_two(n_documents))
-    programs = n_scores // n_documents * -(-n_documents // block)
+    programs = n_scores // n_documents * -(-n_documents // _ADDED)
     _add_sums(
-        (programs, 1, 1), (sums, scores), (n_documents, plan.n_sums, to_query, to_sum), (), (block,), (4, 1, None)
+        (programs, 1, 1), (sums, scores), (n_documents, plan.n_sums, to_query, to_sum), (), (_ADDED,), (4, 1, None)
     )
     return scores

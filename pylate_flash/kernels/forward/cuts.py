@@ -217,7 +217,7 @@ def merge_pieces(problem: Problem, plan: ForwardPlan, inputs: Inputs, scores: Te
         (),
         (
             _MERGED_PIECES, min(_MERGED_ROWS, power_of_two(problem.query_length)), problem.has_candidates,
-            problem.queries_mask is not None, problem.weighted, problem.normalize, problem.with_winners,
+            problem.kind.queries_mask is not None, problem.kind.weighted, problem.normalize, problem.with_winners,
         ),
         (4, 1, None),
     )  # fmt: skip

@@ -33,7 +33,6 @@ from ...ops.problem import Problem
 from ..gluon import add, execute, find_document, larger_of, next_slot
 from ..launch import Kernel
 from ..select import DOCUMENT_COST, ForwardPlan
-from ..tiles import HopperTile, divided_strides, hopper_tail
 from .copies import copy_documents, document_range
 from .inputs import Inputs
 from .maxima import differ, first_maximum, split_by_lane
@@ -418,11 +417,9 @@ _hopper = Kernel(_hopper_kernel)
 
 def score_hopper(problem: Problem, plan: ForwardPlan, inputs: Inputs, sums: Tensor, winners: Tensor | None) -> None:
     """As `stacked.score_stacked`."""
-    tile = plan.tile
-    assert isinstance(tile, HopperTile)
-    strides, *units = divided_strides(problem.query_strides, problem.document_strides)
+    kind = problem.kind
     _hopper(
-        (plan.row_blocks * plan.n_runs * (1 if problem.packed else problem.groups), 1, 1),
+        (plan.row_blocks * plan.n_runs * (problem.groups if kind.cu_seqlens is None else 1), 1, 1),
         (
             inputs.queries, inputs.documents, inputs.queries_mask, inputs.active, inputs.bounds, inputs.queries_scale,
             inputs.documents_scale, inputs.cu_seqlens, inputs.offsets, sums, winners,
@@ -431,13 +428,5 @@ def score_hopper(problem: Problem, plan: ForwardPlan, inputs: Inputs, sums: Tens
             problem.n_queries // problem.groups, problem.query_length, plan.padded, problem.n_documents,
             problem.document_length, plan.n_runs, plan.run, problem.empty_score,
         ),
-        strides,
-        (
-            problem.size, plan.block_embedding, plan.second, tile.rows, tile.columns,
-            0 if problem.packed else hopper_tail(tile, problem.document_length), plan.group, tile.num_stages,
-            tile.parts, problem.packed, problem.queries_mask is not None, problem.weighted,
-            problem.documents_mask is not None, problem.zero_masked, problem.normalize, problem.with_winners, *units,
-            problem.offset_unit,
-        ),
-        (4, 1, None),
+        plan.strides, plan.form.constants, plan.form.warps,
     )  # fmt: skip

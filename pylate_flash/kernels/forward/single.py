@@ -5,8 +5,6 @@ The running maximum is elementwise, with no work across lanes, until the documen
 
 from __future__ import annotations
 
-import math
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -16,7 +14,6 @@ from ..launch import Kernel
 from ..norms import inverse_norm
 from ..reductions import larger, max_along
 from ..select import ForwardPlan
-from ..tiles import Tile, divided_strides
 from .common import SUMMED_EMBEDDING, document_range, winner_of, with_masked_zeros
 from .cuts import NO_WINNER, find_piece, owner_of
 from .inputs import Inputs
@@ -225,10 +222,8 @@ _single = Kernel(_single_kernel)
 
 def score_single(problem: Problem, plan: ForwardPlan, inputs: Inputs, sums: Tensor, winners: Tensor | None) -> None:
     """Leave the sums [n_sums, scores] of every score, and the winners."""
-    tile = plan.tile
-    assert isinstance(tile, Tile)
-    strides, *units = divided_strides(problem.query_strides, problem.document_strides)
     n_pieces = 2 * plan.cuts.number if plan.in_pieces else 0
+    n_scores = problem.n_documents if problem.kind.candidates else problem.n_queries * problem.n_documents
     _single(
         (n_pieces + plan.n_runs * problem.n_queries, plan.row_blocks, 1),
         (
@@ -237,14 +232,7 @@ def score_single(problem: Problem, plan: ForwardPlan, inputs: Inputs, sums: Tens
         ),
         (
             problem.n_queries, problem.query_length, problem.n_documents, problem.document_length, plan.per_query,
-            plan.run, math.prod(problem.scores_shape), n_pieces, plan.cuts.cut, plan.cuts.whole, problem.empty_score,
+            plan.run, n_scores, n_pieces, plan.cuts.cut, plan.cuts.whole, problem.empty_score,
         ),
-        strides,
-        (
-            problem.size, plan.block_embedding, plan.second, tile.rows, tile.columns, plan.split, problem.packed,
-            plan.in_pieces, problem.has_candidates, problem.queries_mask is not None, problem.weighted,
-            problem.documents_mask is not None, problem.zero_masked, problem.normalize, problem.with_winners,
-            problem.precision, *units, problem.offset_unit,
-        ),
-        (tile.num_warps, tile.num_stages, None),
+        plan.strides, plan.form.constants, plan.form.warps,
     )  # fmt: skip

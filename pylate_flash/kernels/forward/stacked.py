@@ -16,7 +16,6 @@ from ...ops.problem import Problem
 from ..launch import Kernel
 from ..reductions import larger, max_along
 from ..select import ForwardPlan
-from ..tiles import Tile, divided_strides
 from .common import SUMMED_EMBEDDING, document_range, winner_of, with_masked_zeros
 from .cuts import NO_WINNER, document_position, documents_of_cut, reaches_into, tokens_of_piece
 from .inputs import Inputs
@@ -204,11 +203,9 @@ _stacked = Kernel(_stacked_kernel)
 
 def score_stacked(problem: Problem, plan: ForwardPlan, inputs: Inputs, sums: Tensor, winners: Tensor | None) -> None:
     """Leave the sums [groups, queries, n_sums, n_documents] of every score, and the winners."""
-    tile = plan.tile
-    assert isinstance(tile, Tile)
-    strides, *units = divided_strides(problem.query_strides, problem.document_strides)
+    kind = problem.kind
     _stacked(
-        (plan.row_blocks * plan.n_runs * (1 if problem.packed else problem.groups), 1, 1),
+        (plan.row_blocks * plan.n_runs * (problem.groups if kind.cu_seqlens is None else 1), 1, 1),
         (
             inputs.queries, inputs.documents, inputs.queries_mask, inputs.active, inputs.bounds, inputs.queries_scale,
             inputs.documents_scale, inputs.cu_seqlens, inputs.offsets, sums, winners, inputs.pieces,
@@ -218,12 +215,5 @@ def score_stacked(problem: Problem, plan: ForwardPlan, inputs: Inputs, sums: Ten
             problem.n_queries // problem.groups, problem.query_length, plan.padded, problem.n_documents,
             problem.document_length, plan.n_runs, plan.run, plan.cuts.whole, problem.empty_score,
         ),
-        strides,
-        (
-            problem.size, plan.block_embedding, plan.second, tile.rows, tile.columns, plan.group, plan.split,
-            problem.packed, plan.in_pieces, problem.queries_mask is not None, problem.weighted,
-            problem.documents_mask is not None, problem.zero_masked, problem.normalize, problem.with_winners,
-            problem.precision, *units, problem.offset_unit,
-        ),
-        (tile.num_warps, tile.num_stages, plan.max_registers),
+        plan.strides, plan.form.constants, plan.form.warps,
     )  # fmt: skip

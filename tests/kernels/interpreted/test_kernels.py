@@ -108,7 +108,7 @@ def test_embeddings_in_two(
     queries = torch.randn(n_queries, 9, size, generator=generator).half()
     documents = torch.randn(3, 70, size, generator=generator).half()
     plan = select.forward_plan(problem_of(Tensors(queries, documents), Options()))
-    assert (plan.block_embedding, plan.second, plan.split) == (first, second, False)
+    assert plan.form.blocks == (first, second, False)
     expected = maxsim_reference(queries.double(), documents.double(), normalize=normalize)
     assert relative_error(kernel(queries, documents, normalize=normalize), expected) <= 2e-6
 

@@ -1,0 +1,99 @@
+"""What the kernels of the forward are compiled for, made once for each kind of problem."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, NamedTuple
+
+from .tiles import (
+    HOPPER_MAX_SIZE,
+    Blocks,
+    HopperTile,
+    Tile,
+    embedding_blocks,
+    hopper_blocks,
+    hopper_tile,
+    single_tile,
+    stacked_tile,
+)
+
+if TYPE_CHECKING:
+    from ..ops.problem import Kind
+
+# Registers of a processor.
+_REGISTERS = 1 << 16
+
+
+class Form(NamedTuple):
+    """A kernel of the forward, and all that it is compiled for.
+
+    `kernel` is "single" (one short query at a time), "stacked" (the tokens of all queries as one tall matrix) or
+    "hopper" (the same for compute capability 9.0).
+    """
+
+    kernel: str
+    tile: Tile | HopperTile
+    blocks: Blocks
+    # The kernel's constants, in its order; warps, stages and registers.
+    constants: tuple
+    warps: tuple[int, int, int | None]
+
+
+@functools.cache
+def single_form(
+    capability: int, kind: Kind, columns: int, in_pieces: bool, query_unit: int, document_unit: int
+) -> Form:
+    item, packed = kind.dtype.itemsize, kind.cu_seqlens is not None
+    blocks = embedding_blocks(capability, kind.size, item)
+    tile = single_tile(capability, kind.size, item, columns, packed)
+    constants = (
+        kind.size, *blocks[:2], tile.rows, tile.columns, blocks.split, packed, in_pieces, kind.candidates is not None,
+        kind.queries_mask is not None, kind.weighted, kind.documents_mask is not None, kind.zero_masked,
+        kind.normalize, kind.with_winners, kind.precision, query_unit, document_unit, kind.offset_unit,
+    )  # fmt: skip
+    return Form("single", tile, blocks, constants, (tile.num_warps, tile.num_stages, None))
+
+
+@functools.cache
+def tile_of_hopper(capability: int, kind: Kind, narrow: bool, long: bool) -> tuple[HopperTile | None, str]:
+    """The Hopper kernel's tile, or None and why, where query rows are few (`narrow`) and documents `long`, or not."""
+    tile = hopper_tile(capability, kind.size, kind.dtype.itemsize, narrow, long, kind.with_winners)
+    if tile is not None or capability != 9:
+        return tile, ""
+    return None, f"; the Hopper kernel takes half precision and at most {HOPPER_MAX_SIZE} dimensions"
+
+
+@functools.cache
+def hopper_form(
+    capability: int, kind: Kind, tile: HopperTile, tail: int, group: int, query_unit: int, document_unit: int
+) -> Form:
+    blocks = hopper_blocks(kind.size)
+    constants = (
+        kind.size, *blocks[:2], tile.rows, tile.columns, tail, group, tile.num_stages, tile.parts,
+        kind.cu_seqlens is not None, kind.queries_mask is not None, kind.weighted, kind.documents_mask is not None,
+        kind.zero_masked, kind.normalize, kind.with_winners, query_unit, document_unit, kind.offset_unit,
+    )  # fmt: skip
+    return Form("hopper", tile, blocks, constants, (4, 1, None))
+
+
+@functools.cache
+def tile_of_stacked(capability: int, kind: Kind, rows: int) -> Tile:
+    return stacked_tile(capability, kind.size, kind.dtype.itemsize, rows, kind.with_winners)
+
+
+@functools.cache
+def stacked_form(
+    capability: int, kind: Kind, tile: Tile, in_pieces: bool, group: int, query_unit: int, document_unit: int
+) -> Form:
+    item = kind.dtype.itemsize
+    blocks = embedding_blocks(capability, kind.size, item)
+    registers = None
+    if in_pieces and not blocks.split and not kind.normalize and item == 2:
+        # Two programs share a processor. Left alone, ptxas takes a few registers more for the pieces than that leaves.
+        registers = _REGISTERS // (2 * 32 * tile.num_warps)
+    constants = (
+        kind.size, *blocks[:2], tile.rows, tile.columns, group, blocks.split, kind.cu_seqlens is not None, in_pieces,
+        kind.queries_mask is not None, kind.weighted, kind.documents_mask is not None, kind.zero_masked,
+        kind.normalize, kind.with_winners, kind.precision, query_unit, document_unit, kind.offset_unit,
+    )  # fmt: skip
+    return Form("stacked", tile, blocks, constants, (tile.num_warps, tile.num_stages, registers))
