@@ -11,6 +11,9 @@ import torch
 from pylate_flash.indexes import Flat
 from tests.cli.commands import assert_one_clear_sentence, invoke, succeed
 
+# What it evaluates is a model of PyLate.
+pytestmark = pytest.mark.usefixtures("pylate")
+
 
 def test_evaluate_with_the_scorer_asked_for(beir: Path, tiny_colbert_path: str) -> None:
     arguments = ("evaluate", "--data", beir, "--model", tiny_colbert_path, "--device", "cpu")

@@ -254,6 +254,7 @@ def test_packed(
 @pytest.mark.parametrize(("dtype", "size"), [(torch.bfloat16, 128), (torch.float16, 96), (torch.float32, 128)])
 @pytest.mark.parametrize("lie", ["together", "apart", "anywhere"])
 @pytest.mark.parametrize(("n_queries", "longest"), [(1, 40), (1, 9000), (32, 40), (32, 9000)])
+@pytest.mark.parametrize("capability", [80, 90], indirect=True)
 def test_packed_documents_are_loaded_by_16_bytes(
     n_queries: int, longest: int, lie: str, size: int, dtype: torch.dtype, capability: int, monkeypatch
 ) -> None:
