@@ -49,8 +49,7 @@ def single_form(
     constants = (
         kind.size, *blocks[:2], tile.rows, tile.columns, blocks.split, packed, in_pieces, kind.candidates is not None,
         kind.queries_mask is not None, kind.weighted, kind.documents_mask is not None, kind.zero_masked,
-        kind.normalize, kind.with_winners, kind.precision, query_unit, document_unit,
-        kind.offset_unit,
+        kind.normalize, kind.with_winners, kind.precision, query_unit, document_unit, kind.offset_unit,
     )  # fmt: skip
     return Form("single", tile, blocks, constants, (tile.num_warps, tile.num_stages, None))
 
@@ -72,8 +71,7 @@ def hopper_form(
     constants = (
         kind.size, *blocks[:2], tile.rows, tile.columns, tail, group, tile.num_stages, tile.parts,
         kind.cu_seqlens is not None, kind.queries_mask is not None, kind.weighted, kind.documents_mask is not None,
-        kind.zero_masked, kind.normalize, kind.with_winners, query_unit, document_unit,
-        kind.offset_unit,
+        kind.zero_masked, kind.normalize, kind.with_winners, query_unit, document_unit, kind.offset_unit,
     )  # fmt: skip
     return Form("hopper", tile, blocks, constants, (4, 1, None))
 
@@ -96,7 +94,6 @@ def stacked_form(
     constants = (
         kind.size, *blocks[:2], tile.rows, tile.columns, group, blocks.split, kind.cu_seqlens is not None, in_pieces,
         kind.queries_mask is not None, kind.weighted, kind.documents_mask is not None, kind.zero_masked,
-        kind.normalize, kind.with_winners, kind.precision, query_unit, document_unit,
-        kind.offset_unit,
+        kind.normalize, kind.with_winners, kind.precision, query_unit, document_unit, kind.offset_unit,
     )  # fmt: skip
     return Form("stacked", tile, blocks, constants, (tile.num_warps, tile.num_stages, registers))

@@ -9,18 +9,14 @@
 
 from __future__ import annotations
 
-from .scoring import (
-    colbert_kd_scores,
-    colbert_scores,
-    colbert_scores_pairwise,
-    maxsim,
-    maxsim_pairwise,
+from .mean_scoring import (
     mean_colbert_kd_scores,
     mean_colbert_scores,
     mean_colbert_scores_pairwise,
     mean_maxsim,
     mean_maxsim_pairwise,
 )
+from .scoring import colbert_kd_scores, colbert_scores, colbert_scores_pairwise, maxsim, maxsim_pairwise
 
 __all__ = [
     "colbert_kd_scores",

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .scoring import maxsim, mean_maxsim
+from .mean_scoring import mean_maxsim
+from .scoring import maxsim
 
 __all__ = ["mine_hard_negatives"]
 
