@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import inspect
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from triton.language.core import is_builtin
 
 
@@ -22,6 +24,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                     reason="needs TRITON_INTERPRET=1 from the start, as `make test` sets it for this folder"
                 )
             )
+
+
+@pytest.fixture(autouse=True)
+def unwritten_memory_is_nan() -> Iterator[None]:
+    """Memory that no kernel writes is not 0 by luck: `torch.empty` gives NaN, or the largest integer."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture(autouse=True)
