@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .loss_scoring import timed
-from .mini_batches import MiniBatch, encode, encode_again
+from .mini_batches import Column, MiniBatch, Packed, encode, encode_again, unpack_padded
 from .projection import BIAS, WEIGHT, dense_layers, fold_dense, hidden_states
 
 # Of each part its tokens [T, d], then the weight and the bias of the projection where they are hidden states.
@@ -31,6 +31,17 @@ def autocast_in_force(device: str) -> dict[str, Any]:
         # second one that runs in the caller's autocast too.
         "cache_enabled": False,
     }
+
+
+def kept_operands(
+    queries: Column, documents: Sequence[Column], of_queries: Tensor | None, of_documents: Tensor | None
+) -> tuple[Tensor, Tensor | None, Packed]:
+    """The kept tokens of queries, padded, with their mask, and those of the columns of documents, packed."""
+    assert of_queries is not None
+    assert of_documents is not None
+    padded, queries_mask = unpack_padded(of_queries, queries.n_kept, max(queries.lengths))
+    lengths = torch.cat([column.n_kept for column in documents])
+    return padded, queries_mask, Packed(of_documents, lengths, max(max(column.lengths) for column in documents))
 
 
 def cached_loss(

@@ -25,7 +25,7 @@ from pylate.losses.distillation import Distillation as PyLateDistillation
 from pylate.models import ColBERT
 from torch import Tensor
 
-from .cached_gradients import Leaves, autocast_in_force, cached_loss
+from .cached_gradients import Leaves, autocast_in_force, cached_loss, kept_operands
 from .loss_arguments import (
     candidate_columns,
     check_pylates_way,
@@ -51,7 +51,7 @@ from .loss_flags import (
     masks_of,
 )
 from .loss_scoring import Padded, cross_entropy_of_scores, scores_of_states, timed
-from .mini_batches import Column, Limits, Packed, mini_batches, unpack_padded
+from .mini_batches import Column, Limits, Packed, mini_batches, right_documents, unpack_padded
 from .ops import maxsim_kl_divergence
 
 __all__ = ["Contrastive", "CachedContrastive", "Distillation"]
@@ -294,8 +294,7 @@ class CachedContrastive(PyLateCachedContrastive):
         queries, *documents = mini_batches(
             columns, [*kept, *masks], limits, [False] + [zero_masked] * (len(columns) - 1)
         )
-        place = {text: place for place, text in enumerate(documents[0].order)}
-        labels = torch.tensor([place[text] for text in queries.order], device=kept[0].device)
+        labels = right_documents(queries, documents[0])
         parts = [queries.batches, [batch for column in documents for batch in column.batches]]
         averaged = self.size_average and self._gradient_is_averaged
         return cached_loss(
@@ -317,18 +316,16 @@ class CachedContrastive(PyLateCachedContrastive):
     ) -> Tensor:
         """The loss of kept tokens: embeddings, or hidden states and the projection."""
         of_queries, of_documents, weight, bias = leaves
-        assert of_queries is not None
-        assert of_documents is not None
-        padded, queries_mask = unpack_padded(of_queries, queries.n_kept, max(queries.lengths))
-        lengths = torch.cat([column.n_kept for column in documents])
-        longest = max(max(column.lengths) for column in documents)
-        packed = Packed(of_documents, lengths, longest)
+        padded, queries_mask, packed = kept_operands(queries, documents, of_queries, of_documents)
         if weight is None:
             return contrastive_loss(self, padded, queries_mask, packed, labels, size_average)
         together: Padded | Packed = packed
         if masking_of(self) == "zero":
             # With a place of padding where a text has masked tokens, and with none where it has not.
-            states, mask = unpack_padded(of_documents, lengths, min(longest + 1, documents[0].kept.shape[1]))
+            assert of_documents is not None
+            states, mask = unpack_padded(
+                of_documents, packed.lengths, min(packed.longest + 1, documents[0].kept.shape[1])
+            )
             all_there = states.new_ones(states.shape[:2], dtype=torch.bool)
             together = Padded(states, all_there if mask is None else mask)
         scores = scores_of_states(contrast_of(self), padded, queries_mask, together, (weight, bias))

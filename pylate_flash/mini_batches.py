@@ -209,6 +209,12 @@ def mini_batches(
     return found
 
 
+def right_documents(queries: Column, documents: Column) -> Tensor:
+    """[Nq], int64: where the document of each query's place stands, which was beside it."""
+    place = {text: place for place, text in enumerate(documents.order)}
+    return torch.tensor([place[text] for text in queries.order], device=queries.kept.device)
+
+
 def encode(
     batches: Sequence[MiniBatch],
     model: Callable[..., dict[str, Tensor]],
