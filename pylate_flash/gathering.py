@@ -45,6 +45,16 @@ class Ranks(NamedTuple):
         return self.lengths[rank, : self.documents[rank]]
 
 
+def world_size() -> int:
+    """The number of ranks: 1 without a process group."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def rank() -> int:
+    """This rank: 0 without a process group."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
 def gather_sizes(sizes: list[int], device: torch.device) -> list[list[int]]:
     """What every rank has given, as lists [ranks, ...]. Waits for the device."""
     here = torch.tensor(sizes, device=device)
@@ -115,23 +125,26 @@ def ring_cross_entropy(
     ranks: Ranks,
     labels: Tensor,
     temperature: float | Tensor,
+    options: dict[str, Any],
 ) -> Tensor:
     """Sum over this rank's queries of the cross entropy among the documents of all ranks, differentiable.
 
     Parameters
     ----------
     queries
-        [Nq, Lq, d], not normalised.
+        [Nq, Lq, d].
     queries_mask
         [Nq, Lq], or None. With it, the call waits for the device.
     documents
-        This rank's, not normalised.
+        This rank's.
     ranks
         What `exchange` has found.
     labels
         [Nq], int64: which of this rank's documents is the right one.
     temperature
         Divides the scores; a tensor of one element has a gradient too.
+    options
+        Of the scores, as `maxsim_varlen` takes them.
 
     Returns
     -------
@@ -153,7 +166,7 @@ def ring_cross_entropy(
         tokens, block = (values.to(torch.get_autocast_dtype(device)) for values in (tokens, block))
     temperature = torch.as_tensor(temperature, dtype=None if isinstance(temperature, Tensor) else torch.float32)
     temperature = temperature.to(tokens.device)
-    ring = _Ring(ranks, bounds, lengths, longest, labels)
+    ring = _Ring(ranks, bounds, lengths, longest, labels, options)
     with torch.autocast(device, enabled=False):
         return _RingCrossEntropy.apply(tokens, block, temperature, ring)
 
@@ -161,8 +174,17 @@ def ring_cross_entropy(
 class _Ring:
     """The queries of this rank, packed, and how blocks of documents come by."""
 
-    def __init__(self, ranks: Ranks, bounds: list[int], lengths: Tensor, longest: int, labels: Tensor) -> None:
+    def __init__(
+        self,
+        ranks: Ranks,
+        bounds: list[int],
+        lengths: Tensor,
+        longest: int,
+        labels: Tensor,
+        options: dict[str, Any],
+    ) -> None:
         self.ranks, self.bounds, self.lengths, self.longest, self.labels = ranks, bounds, lengths, longest, labels
+        self.options = options
         self.size, self.rank = dist.get_world_size(), dist.get_rank()
 
     def blocks(self, tokens: Tensor) -> Iterator[tuple[int, Tensor]]:
@@ -206,7 +228,7 @@ class _Ring:
             _bounds(self.ranks.lengths_of(owner)),
             max_query_length=self.longest,
             max_document_length=self.ranks.longest[owner],
-            normalize=True,
+            **self.options,
         )
 
 

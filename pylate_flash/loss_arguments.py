@@ -10,14 +10,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from pylate.utils import get_world_size
 from torch import Tensor
 
 from ._switches import check_backend, check_masking
-from .gathering import GATHERINGS
+from .gathering import GATHERINGS, world_size
 from .ops.checks import check_choice
 from .projection import dense_layers, unwrapped
-from .scores import scorer_of
 
 # The scorers of a loss, or none, that leave it to this package.
 _OURS = (None, "auto", "pylate_flash")
@@ -69,6 +67,9 @@ def set_fusion(loss: Any, score_metric: Callable | None, fuse_projection: bool |
 
 
 def check_fusion(loss: Any) -> None:
+    """Raise ValueError if a loss of PyLate's is to be fused, and another scorer is asked for."""
+    from .scores import scorer_of
+
     scorer = loss.scorer or scorer_of(loss.model)[0]
     if scorer not in ("auto", "pylate_flash"):
         raise ValueError(f'fuse_projection: needs the scorer "pylate_flash" or "auto", and it is "{scorer}"')
@@ -114,7 +115,7 @@ def document_columns(loss: Any, sentence_features: Iterable[dict[str, Tensor]]) 
             f"sentence_features: columns of {batch_sizes} texts; a contrastive loss expects as many documents in each "
             "column as there are queries"
         )
-    others = batch_sizes[0] * len(documents) * (get_world_size() if loss.gather_across_devices else 1) - 1
+    others = batch_sizes[0] * len(documents) * (world_size() if loss.gather_across_devices else 1) - 1
     if others == 0:
         _warn_once(
             loss,

@@ -13,9 +13,7 @@ from __future__ import annotations
 from . import _needs_pylate  # noqa: F401
 
 # isort: split
-import functools
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -27,6 +25,7 @@ from pylate.losses.distillation import Distillation as PyLateDistillation
 from pylate.models import ColBERT
 from torch import Tensor
 
+from .cached_gradients import Leaves, autocast_in_force, cached_loss, kept_operands
 from .loss_arguments import (
     candidate_columns,
     check_pylates_way,
@@ -39,24 +38,21 @@ from .loss_arguments import (
     set_scoring,
     set_token_limit,
 )
-from .loss_scoring import (
+from .loss_flags import (
     FlagScores,
-    Padded,
     check_sizes_of_ranks,
-    cross_entropy,
-    cross_entropy_of_scores,
+    contrast_of,
+    contrastive_loss,
     fused_scores,
     fuses,
     gathers,
     is_scored_here,
     masking_of,
     masks_of,
-    scores_of_states,
-    timed,
 )
-from .mini_batches import Column, Limits, Packed, encode, encode_again, mini_batches, unpack_padded
+from .loss_scoring import Padded, cross_entropy_of_scores, scores_of_states, timed
+from .mini_batches import Column, Limits, Packed, mini_batches, right_documents, unpack_padded
 from .ops import maxsim_kl_divergence
-from .projection import BIAS, WEIGHT, dense_layers, fold_dense, hidden_states
 
 __all__ = ["Contrastive", "CachedContrastive", "Distillation"]
 
@@ -173,13 +169,13 @@ class Contrastive(PyLateContrastive):
             return super().forward(_for_pylate(self, columns), labels)
         right = torch.arange(len(columns[0]["input_ids"]), device=columns[0]["input_ids"].device)
         if fused:
-            return cross_entropy_of_scores(self, fused_scores(self, columns), right, self.size_average)
+            return cross_entropy_of_scores(fused_scores(self, columns), right, self.temperature, self.size_average)
         queries, *documents = [self.model(features)["token_embeddings"] for features in columns]
         queries_mask, masks = masks_of(self, columns)
         # The documents of the first column come first: that of query i is document i.
         together = Padded(*(values[0] if len(values) == 1 else torch.cat(values) for values in (documents, masks)))
         with timed(self, queries.device):
-            return cross_entropy(self, queries, queries_mask, together, right, self.size_average)
+            return contrastive_loss(self, queries, queries_mask, together, right, self.size_average)
 
 
 class CachedContrastive(PyLateCachedContrastive):
@@ -282,15 +278,7 @@ class CachedContrastive(PyLateCachedContrastive):
     def forward(self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None = None) -> Tensor:
         """Return the loss, a float32 scalar; columns as in :meth:`Contrastive.forward`."""
         columns = document_columns(self, sentence_features)
-        device = columns[0]["input_ids"].device.type
-        self._autocast = {
-            "device_type": device,
-            "dtype": torch.get_autocast_dtype(device),
-            "enabled": torch.is_autocast_enabled(device),
-            # It would hold weights that were cast in the first pass, and so lead no gradient to the parameters, for a
-            # second one that runs in the caller's autocast too.
-            "cache_enabled": False,
-        }
+        self._autocast = autocast_in_force(columns[0]["input_ids"].device.type)
         fused = fuses(self)
         if not fused and not is_scored_here(self):
             return super().forward(_for_pylate(self, columns), labels)
@@ -306,77 +294,42 @@ class CachedContrastive(PyLateCachedContrastive):
         queries, *documents = mini_batches(
             columns, [*kept, *masks], limits, [False] + [zero_masked] * (len(columns) - 1)
         )
-        place = {text: place for place, text in enumerate(documents[0].order)}
-        labels = torch.tensor([place[text] for text in queries.order], device=kept[0].device)
+        labels = right_documents(queries, documents[0])
         parts = [queries.batches, [batch for column in documents for batch in column.batches]]
-        with hidden_states(self.model) if fused else nullcontext():
-            tokens = [encode(part, self.model, self._autocast, self.show_progress_bar) for part in parts]
-        projection = fold_dense(dense_layers(self.model)) if fused else (None, None)
-        with_grad = torch.is_grad_enabled()
-        leaves = [
-            None if tensor is None else tensor.detach().requires_grad_(with_grad) for tensor in (*tokens, *projection)
-        ]
         averaged = self.size_average and self._gradient_is_averaged
-        with timed(self, labels.device):
-            loss = self._of_tokens(queries, documents, leaves, labels, averaged)
-        value = loss.detach()
-        if self.size_average and not averaged:
-            value = value / len(labels)
-        if with_grad:
-            # In a list, which gives them away: they are freed before the encoder needs the memory.
-            held = [loss, *leaves]
-            value.requires_grad_().register_hook(functools.partial(self._encode_again, parts, held))
-        return value
+        return cached_loss(
+            self,
+            parts,
+            lambda leaves: self._of_tokens(queries, documents, leaves, labels, averaged),
+            self._autocast,
+            fused,
+            value_over=len(labels) if self.size_average and not averaged else 1,
+        )
 
     def _of_tokens(
         self,
         queries: Column,
         documents: list[Column],
-        leaves: list[Tensor | None],
+        leaves: Leaves,
         labels: Tensor,
         size_average: bool,
     ) -> Tensor:
         """The loss of kept tokens: embeddings, or hidden states and the projection."""
         of_queries, of_documents, weight, bias = leaves
-        assert of_queries is not None
-        assert of_documents is not None
-        padded, queries_mask = unpack_padded(of_queries, queries.n_kept, max(queries.lengths))
-        lengths = torch.cat([column.n_kept for column in documents])
-        longest = max(max(column.lengths) for column in documents)
-        packed = Packed(of_documents, lengths, longest)
+        padded, queries_mask, packed = kept_operands(queries, documents, of_queries, of_documents)
         if weight is None:
-            return cross_entropy(self, padded, queries_mask, packed, labels, size_average)
+            return contrastive_loss(self, padded, queries_mask, packed, labels, size_average)
         together: Padded | Packed = packed
         if masking_of(self) == "zero":
             # With a place of padding where a text has masked tokens, and with none where it has not.
-            states, mask = unpack_padded(of_documents, lengths, min(longest + 1, documents[0].kept.shape[1]))
+            assert of_documents is not None
+            states, mask = unpack_padded(
+                of_documents, packed.lengths, min(packed.longest + 1, documents[0].kept.shape[1])
+            )
             all_there = states.new_ones(states.shape[:2], dtype=torch.bool)
             together = Padded(states, all_there if mask is None else mask)
-        scores = scores_of_states(self, padded, queries_mask, together, (weight, bias))
-        return cross_entropy_of_scores(self, scores, labels, size_average)
-
-    def _encode_again(self, parts: list, held: list[Any], grad_loss: Tensor) -> None:
-        """Give the kept tokens their gradients, and pass these on to the parameters.
-
-        Not before the loss has its own: a loss scaled for float16 is, so that no gradient of it is lost in rounding.
-        """
-        if not held:
-            raise RuntimeError("the gradient of a cached loss is computed once: do not ask for its backward again")
-        with timed(self, grad_loss.device):
-            torch.autograd.backward(held[0], grad_loss.to(held[0].dtype))
-        gradients: list[Any] = [None if leaf is None else leaf.grad for leaf in held[1:]]
-        held.clear()
-        projection = {
-            name: value for name, value in zip((WEIGHT, BIAS), gradients[2:], strict=True) if value is not None
-        }
-        with hidden_states(self.model) if projection else nullcontext():
-            encode_again(
-                list(zip(parts, gradients[:2], strict=True)),
-                self.model,
-                self._autocast,
-                self.show_progress_bar,
-                projection,
-            )
+        scores = scores_of_states(contrast_of(self), padded, queries_mask, together, (weight, bias))
+        return cross_entropy_of_scores(scores, labels, self.temperature, size_average)
 
     # What PyLate's code calls where it computes the loss.
 

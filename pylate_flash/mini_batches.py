@@ -7,19 +7,22 @@ that are scored, packed; `encode_again` takes the gradient of each of these and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
 import tqdm
-from pylate.losses.cached_contrastive import RandContext
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import get_device_states, set_device_states
 
 # Texts are cut at a multiple of so many tokens, where they are padded at all: half products of other lengths are slow.
 _MULTIPLE = 8
+
+# Features that say one thing of a whole column, whatever their shape.
+_OF_A_COLUMN = ("prompt_length",)
 
 
 _T = TypeVar("_T")
@@ -44,6 +47,22 @@ class Packed(NamedTuple):
         return F.pad(self.lengths.cumsum(0), (1, 0)).int()
 
 
+class RandomStates:
+    """What the random generators of the CPU, and of the devices of some values, will draw from now on."""
+
+    def __init__(self, values: Iterable[Any]) -> None:
+        self._of_cpu = torch.get_rng_state()
+        self._devices, self._of_devices = get_device_states(*values)
+
+    @contextmanager
+    def repeated(self) -> Iterator[None]:
+        """In this block they draw it again; after it, what they would have drawn without."""
+        with torch.random.fork_rng(devices=self._devices):
+            torch.set_rng_state(self._of_cpu)
+            set_device_states(self._devices, self._of_devices)
+            yield
+
+
 class MiniBatch:
     """Texts of a column that are encoded at once.
 
@@ -57,22 +76,25 @@ class MiniBatch:
         self._column, self._texts = column, slice(start, stop)
         self.lengths = column.lengths[start:stop]
         self._padded_length = column.ends[start]
-        self._random_state: RandContext | None = None
+        self._random_states: RandomStates | None = None
 
-    def encode(self, model: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> dict[str, Tensor]:
+    def encode(self, model: Callable[..., dict[str, Tensor]]) -> dict[str, Tensor]:
         """The model's output, always in the random state of the first time."""
-        padded = self._column.kept.shape[1]
+        column = self._column
         features = {
-            name: value[self._texts, : self._padded_length]
-            if value.ndim == 2 and value.shape[1] == padded
-            else value[self._texts]
-            for name, value in self._column.features.items()
+            name: self._cut(value) if name in column.of_texts else value for name, value in column.features.items()
         }
-        if self._random_state is None:
-            self._random_state = RandContext(*features.values())
-            return model(features)
-        with self._random_state:
-            return model(features)
+        if self._random_states is None:
+            self._random_states = RandomStates(features.values())
+            return model(features, **column.arguments)
+        with self._random_states.repeated():
+            return model(features, **column.arguments)
+
+    def _cut(self, value: Tensor) -> Tensor:
+        """The texts of this mini-batch, of a tensor [N, ...], and their tokens of one [N, L]."""
+        if value.ndim == 2 and value.shape[1] == self._column.kept.shape[1]:
+            return value[self._texts, : self._padded_length]
+        return value[self._texts]
 
     def pack(self, output: Tensor) -> Tensor:
         """The kept tokens [tokens, d] of an output [texts, padded length, d]."""
@@ -90,6 +112,10 @@ class Column:
     ----------
     order : list of int
         The text that stands at each place now.
+    features : dict
+        Of the texts in this order, and what belongs to no single text as it was.
+    arguments : dict
+        What the model is called with besides.
     lengths, ends : list of int
         Of each text, in the new order: the tokens that are kept, and those that are encoded, up to its last.
     n_kept : Tensor
@@ -105,11 +131,14 @@ class Column:
         ends: list[int],
         limits: Limits,
         zero_masked: bool,
+        arguments: dict[str, Any],
     ) -> None:
         # What does not fit into memory fails with the first mini-batch.
         self.order = sorted(range(len(ends)), key=lambda text: -ends[text])
         on_device = torch.tensor(self.order, device=kept.device)
-        self.features = {name: value[on_device] for name, value in features.items()}
+        self.of_texts = of_texts(features)
+        self.features = {name: value[on_device] if name in self.of_texts else value for name, value in features.items()}
+        self.arguments = arguments
         self.kept, self.zero_masked = kept[on_device], zero_masked
         self.lengths, self.ends = ([values[text] for text in self.order] for values in (lengths, ends))
         self.n_kept = self.kept.sum(dim=1)
@@ -125,8 +154,22 @@ class Column:
             start += size
 
 
+def of_texts(features: dict[str, Any]) -> list[str]:
+    """The names of a column's features that are tensors [N, ...] of its N texts."""
+    size = len(features["input_ids"])
+    return [
+        name
+        for name, value in features.items()
+        if isinstance(value, Tensor) and value.ndim > 0 and len(value) == size and name not in _OF_A_COLUMN
+    ]
+
+
 def mini_batches(
-    columns: Sequence[dict[str, Tensor]], kept: Sequence[Tensor], limits: Limits, zero_masked: Sequence[bool]
+    columns: Sequence[dict[str, Any]],
+    kept: Sequence[Tensor],
+    limits: Limits,
+    zero_masked: Sequence[bool],
+    arguments: Sequence[dict[str, Any]] | None = None,
 ) -> list[Column]:
     """Cut columns into mini-batches of texts of about one length.
 
@@ -144,7 +187,10 @@ def mini_batches(
     zero_masked
         Of each column: whether a text of which not all tokens are kept gets a token of zeros in their place, with which
         the similarity of any query token is 0: what ``masking="zero"`` says of a masked token.
+    arguments
+        Of each column: what the model is called with besides the features.
     """
+    arguments = [{} for _ in columns] if arguments is None else arguments
     measured = []
     for features, keep in zip(columns, kept, strict=True):
         places = torch.arange(1, keep.shape[1] + 1, device=keep.device)
@@ -153,19 +199,25 @@ def mini_batches(
         measured += [keep.sum(dim=1), last]
     numbers = iter(torch.cat(measured).tolist())
     found = []
-    for features, keep, zeros in zip(columns, kept, zero_masked, strict=True):
+    for features, keep, zeros, others in zip(columns, kept, zero_masked, arguments, strict=True):
         size, padded = keep.shape
         lengths = [next(numbers) for _ in range(size)]
         ends = [min(padded, -(-max(1, next(numbers)) // _MULTIPLE) * _MULTIPLE) for _ in range(size)]
         if zeros:
             lengths = [length + (length < padded) for length in lengths]
-        found.append(Column(features, keep, lengths, ends, limits, zeros))
+        found.append(Column(features, keep, lengths, ends, limits, zeros, others))
     return found
+
+
+def right_documents(queries: Column, documents: Column) -> Tensor:
+    """[Nq], int64: where the document of each query's place stands, which was beside it."""
+    place = {text: place for place, text in enumerate(documents.order)}
+    return torch.tensor([place[text] for text in queries.order], device=queries.kept.device)
 
 
 def encode(
     batches: Sequence[MiniBatch],
-    model: Callable[[dict[str, Tensor]], dict[str, Tensor]],
+    model: Callable[..., dict[str, Tensor]],
     autocast: dict[str, Any],
     show_progress: bool = False,
 ) -> Tensor:
@@ -191,7 +243,7 @@ def encode(
 
 def encode_again(
     parts: Sequence[tuple[Sequence[MiniBatch], Tensor]],
-    model: Callable[[dict[str, Tensor]], dict[str, Tensor]],
+    model: Callable[..., dict[str, Tensor]],
     autocast: dict[str, Any],
     show_progress: bool = False,
     others: dict[str, Tensor] | None = None,

@@ -1,26 +1,80 @@
-"""A PyLate model's hidden states and its projection, apart: what `ops.maxsim_from_hidden` takes in place of embeddings.
+"""A model's hidden states and its projection, apart: what `ops.maxsim_from_hidden` takes in place of embeddings.
 
-A ColBERT of PyLate is an encoder followed by one or several Dense layers. Where these are linear, they are one matrix
-and one bias together (`fold_dense`), and `hidden_states` makes the model return what the encoder does.
+A ColBERT of PyLate is an encoder followed by one or several Dense layers, whose output is normalised where it is
+scored. A `MultiVectorEncoder` of sentence-transformers 6 has modules that normalise, and that say which tokens are
+scored, as well. Where the Dense layers are linear, they are one matrix and one bias together (`fold_dense`), and
+`hidden_states` makes the model return what the encoder does.
 """
 
 from __future__ import annotations
 
-from . import _needs_pylate  # noqa: F401
-
-# isort: split
-from collections.abc import Iterator, Sequence
+import functools
+import importlib.util
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
-import pylate.models
 import torch
-from sentence_transformers.models import Dense as SentenceTransformersDense
-from sentence_transformers.models import Transformer
 from torch import Tensor, nn
+
+from .hosts import HOSTS
 
 # What `hidden_states` adds to the features that the model returns.
 WEIGHT, BIAS = "projection_weight", "projection_bias"
+
+_TOKENS = "token_embeddings"
+
+
+class _Host(NamedTuple):
+    """The classes of a host: its model, and the modules that such a model may have. A subclass may compute anything.
+
+    `encode` is what encodes documents by a model.
+    """
+
+    title: str
+    model: type
+    encode: Callable[[Any], Callable[..., Any]]
+    encoder: type
+    dense: tuple[type, ...]
+    normalize: tuple[type, ...] = ()
+    # What leaves embeddings alone.
+    masks: tuple[type, ...] = ()
+
+
+@functools.cache
+def _hosts() -> list[_Host]:
+    """The hosts that are installed."""
+    found = []
+    if importlib.util.find_spec("pylate") is not None:
+        import pylate.models
+        from sentence_transformers.models import Dense, Transformer
+
+        found.append(
+            _Host(
+                "a ColBERT of PyLate",
+                pylate.models.ColBERT,
+                lambda model: functools.partial(model.encode, is_query=False),
+                Transformer,
+                (pylate.models.Dense, Dense),
+            )
+        )
+    if HOSTS["sentence-transformers"].is_there():
+        from sentence_transformers.base import modules
+        from sentence_transformers.multi_vector_encoder.model import MultiVectorEncoder
+        from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
+
+        found.append(
+            _Host(
+                "a MultiVectorEncoder",
+                MultiVectorEncoder,
+                lambda model: model.encode_document,
+                modules.Transformer,
+                (modules.Dense,),
+                (modules.Normalize,),
+                (MultiVectorMask,),
+            )
+        )
+    return found
 
 
 def fold_dense(modules: Sequence[nn.Module]) -> tuple[Tensor, Tensor | None]:
@@ -63,8 +117,7 @@ def fold_dense(modules: Sequence[nn.Module]) -> tuple[Tensor, Tensor | None]:
 
 def _linear(module: Any, index: int) -> tuple[Tensor, Tensor | None]:
     name = f"modules: layer {index}, {type(module).__name__},"
-    # A subclass may compute anything in its forward.
-    if type(module) not in (pylate.models.Dense, SentenceTransformersDense):
+    if type(module) not in [kind for host in _hosts() for kind in host.dense]:
         raise ValueError(f"{name} is no Dense layer of PyLate or sentence-transformers, so it cannot be fused")
     if type(module.activation_function) is not nn.Identity:
         activation = type(module.activation_function).__name__
@@ -85,13 +138,23 @@ def _linear(module: Any, index: int) -> tuple[Tensor, Tensor | None]:
     return weight, module.linear.bias
 
 
+class _Projection(NamedTuple):
+    """What stands between the encoder's hidden states and the embeddings that are scored."""
+
+    dense: list[nn.Module]
+    normalize: list[nn.Module]
+    # Whether embeddings are normalised: by the model, or where they are scored.
+    normalizes: bool
+
+
 def dense_layers(model: Any) -> list[nn.Module]:
     """The Dense layers after a model's encoder, where `ops.maxsim_from_hidden` can take their place.
 
     Parameters
     ----------
     model
-        A ColBERT of PyLate, also inside DDP or another wrapper with `.module`, or compiled.
+        A ColBERT of PyLate or a MultiVectorEncoder of sentence-transformers 6, also inside DDP or another wrapper with
+        `.module`, or compiled.
 
     Returns
     -------
@@ -101,29 +164,69 @@ def dense_layers(model: Any) -> list[nn.Module]:
     Raises
     ------
     ValueError
-        If the model is not an encoder followed by linear Dense layers; it names the module and says why.
+        If the model is not an encoder followed by linear Dense layers, and for a MultiVectorEncoder by no more than a
+        Normalize and masks; it names the module and says why.
     """
+    return _projection(model).dense
+
+
+def normalizes(model: Any) -> bool:
+    """Whether the projected embeddings of a model, which is as in `dense_layers`, are normalised to be scored."""
+    return _projection(model).normalizes
+
+
+def _projection(model: Any) -> _Projection:
     model = unwrapped(model)
-    if not isinstance(model, pylate.models.ColBERT):
-        raise ValueError(f"fuse_projection: the model must be a ColBERT of PyLate, got {type(model).__name__}")
-    encoder, *layers = model.children()
-    if not isinstance(encoder, Transformer):
+    host = _host_of(model)
+    encoder, *others = model.children()
+    if not isinstance(encoder, host.encoder):
         raise ValueError(
             f"fuse_projection: module 0 of the model is a {type(encoder).__name__}, expected a Transformer that gives "
             "token embeddings"
         )
+    normalize = [module for module in others if type(module) in host.normalize]
+    layers = [module for module in others if type(module) not in host.normalize + host.masks]
     if not layers:
         raise ValueError("fuse_projection: the model has no Dense layer after its encoder, so there is nothing to fuse")
     try:
         fold_dense(layers)
     except ValueError as error:
         raise ValueError(f"fuse_projection: the model cannot be fused after its encoder; {error}") from None
-    return layers
+    if host.normalize:
+        _check_tokens([*layers, *normalize])
+        if normalize and others.index(normalize[0]) < others.index(layers[-1]):
+            raise ValueError(
+                "fuse_projection: the model normalises before its last Dense layer; only what is normalised after it "
+                "can be fused"
+            )
+    # PyLate normalises where it scores.
+    return _Projection(layers, normalize, bool(normalize) or not host.normalize)
+
+
+def _host_of(model: Any) -> _Host:
+    """The host of an unwrapped model."""
+    for host in _hosts():
+        if isinstance(model, host.model):
+            return host
+    titles = " or ".join(host.title for host in _hosts()) or "of a host, and none is installed"
+    raise ValueError(f"fuse_projection: the model must be {titles}, got {type(model).__name__}")
+
+
+def _check_tokens(modules: Sequence[Any]) -> None:
+    """Raise ValueError unless modules, which name what they read and write, do so with the embeddings of tokens."""
+    for module in modules:
+        names = module.module_input_name, module.module_output_name
+        if names != (_TOKENS, _TOKENS):
+            raise ValueError(
+                f"fuse_projection: a {type(module).__name__} of the model makes {names[1]!r} of {names[0]!r}; only "
+                f"what makes {_TOKENS!r} of {_TOKENS!r} can be fused"
+            )
 
 
 def unwrapped(model: Any) -> Any:
     """The model inside DDP, `torch.compile` and other wrappers."""
-    while not isinstance(model, pylate.models.ColBERT):
+    # The models of the hosts are sequences of modules.
+    while not isinstance(model, nn.Sequential):
         inner = getattr(model, "module", None) or getattr(model, "_orig_mod", None)
         if inner is None:
             return model
@@ -148,7 +251,8 @@ def hidden_states(model: Any) -> Iterator[None]:
     ValueError
         As `dense_layers`.
     """
-    first, *others = layers = dense_layers(model)
+    layers, normalize, _ = _projection(model)
+    first, *others = [*layers, *normalize]
 
     def hand_over(features: dict[str, Tensor]) -> dict[str, Tensor]:
         weight, bias = fold_dense(layers)
@@ -164,7 +268,7 @@ def hidden_states(model: Any) -> Iterator[None]:
             layer.forward = lambda features: features
         yield
     finally:
-        for layer in layers:
+        for layer in (first, *others):
             # The class's forward is the one again.
             layer.__dict__.pop("forward", None)
 
@@ -179,7 +283,8 @@ def encode_hidden_states(
 ) -> list[Any]:
     """The encoder's hidden states of documents, of those tokens of which `model.encode` gives embeddings.
 
-    They are what `indexes.Flat(..., projection=model)` keeps. Prefix, lengths, prompt and skiplist are `encode`'s.
+    They are what `indexes.Flat(..., projection=model)` keeps. Prefix, lengths, prompt and skiplist are `encode`'s, of
+    documents.
 
     Parameters
     ----------
@@ -207,11 +312,11 @@ def encode_hidden_states(
     with hidden_states(model):
         if not documents:
             return []
-        return unwrapped(model).encode(
+        model = unwrapped(model)
+        return _host_of(model).encode(model)(
             list(documents),
             batch_size=batch_size,
             show_progress_bar=show_progress_bar,
             convert_to_numpy=convert_to_numpy,
             normalize_embeddings=False,
-            is_query=False,
         )

@@ -34,7 +34,8 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 
 from ._switches import check_backend, check_masking
-from .loss_scoring import Stopwatch, is_scored_here
+from .loss_flags import is_scored_here
+from .loss_scoring import Stopwatch
 from .losses import CachedContrastive, Contrastive, Distillation
 
 __all__ = ["ColBERTTrainer", "ColBERTTrainingArguments"]

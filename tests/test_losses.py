@@ -22,7 +22,7 @@ from pylate.scores import XTRScores, xtr_kd_scores
 from torch import nn
 
 from pylate_flash import losses, registered
-from pylate_flash.loss_scoring import masks_of
+from pylate_flash.loss_flags import masks_of
 from pylate_flash.register import use_scorer
 from pylate_flash.scores import colbert_kd_scores
 

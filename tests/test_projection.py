@@ -313,7 +313,7 @@ def test_a_model_that_cannot_be_fused_says_why(tiny_colbert_path: str, tmp_path:
     ):
         with pytest.raises(ValueError, match="fuse_projection: .*layer 1, Normalize, is no Dense layer"):
             fuse()
-    with pytest.raises(ValueError, match="must be a ColBERT of PyLate, got Linear"):
+    with pytest.raises(ValueError, match="the model must be a ColBERT of PyLate, got Linear"):
         dense_layers(nn.Linear(2, 2))
     del model[2], model[1]
     with pytest.raises(ValueError, match="no Dense layer after its encoder"):

@@ -70,7 +70,7 @@ def tiny_encoder(tiny_encoder_path: str) -> Any:
     return MultiVectorEncoder(tiny_encoder_path, device="cpu")
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def texts() -> Any:
     """A function that draws texts of several lengths: `texts(seed, count)`."""
 

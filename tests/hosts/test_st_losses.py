@@ -12,9 +12,11 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from sentence_transformers import MultiVectorEncoder
 from sentence_transformers.multi_vector_encoder import losses, scoring
+from torch.nn.parallel import DistributedDataParallel
 
 from pylate_flash import registered
 from pylate_flash.hosts import sentence_transformers as ours
+from pylate_flash.hosts.sentence_transformers import losses as loss_classes
 
 HOST = "sentence-transformers"
 WORLD = 2
@@ -112,30 +114,102 @@ def test_a_document_without_tokens(tiny_encoder: MultiVectorEncoder, texts: Any)
         assert_close(*results)
 
 
-def work(rank: int, path: str, folder: Path, features: list[list[list[str]]]) -> None:
-    """What each process does; the results go to a file, to be compared by the test."""
+# What of this package gathers, as the host does with batches of one size.
+GATHERED = {
+    "in-batch": (IN_BATCH, {}),
+    "in-batch, ring": (IN_BATCH, {"gather": "ring"}),
+    "in-batch, mean, ring": (IN_BATCH, {"gather": "ring", "similarity_fct": scoring.mean_colbert_scores, "scale": 5.0}),
+    "cached": (CACHED, {"mini_batch_size": 2}),
+    "cached, ring": (CACHED, {"mini_batch_num_tokens": 20, "gather": "ring"}),
+    "fused": (IN_BATCH, {"fuse_projection": True}),
+    "margin": (CACHED, {"margin": 0.1}),
+}
+# Also of batches that differ in size, with one rank that has a single query, in the last.
+TEXTS = [("equal", [3, 3]), ("unequal", [5, 1])]
+
+
+def batches(texts: Any, sizes: list[int]) -> list[list[list[str]]]:
+    """The columns of each rank: queries, positives and negatives, longer ones on the second."""
+    return [[texts(10 * rank + i, size, 4 + 4 * rank + i) for i in range(3)] for rank, size in enumerate(sizes)]
+
+
+def work(rank: int, path: str, folder: Path, given: dict[str, list[list[list[str]]]]) -> None:
+    """What each process does; the results go to a file, to be compared by the tests."""
     torch.set_num_threads(1)
     os.environ.update(HF_HUB_OFFLINE="1")
     dist.init_process_group("gloo", init_method=f"file://{folder / 'rendezvous'}", rank=rank, world_size=WORLD)
     model, results = MultiVectorEncoder(path, device="cpu"), {}
     for name, arguments in ((IN_BATCH, {}), (CACHED, {"mini_batch_size": 2})):
         loss = getattr(losses, name)(model, gather_across_devices=True, **arguments)
-        batch = [model.preprocess(column) for column in features[rank]]
+        batch = [model.preprocess(column) for column in given["equal"][rank]]
         results[name] = [value_and_gradients(loss, model, batch, None)]
         with registered(HOST):
             results[name].append(value_and_gradients(loss, model, batch, None))
+    for sizes, columns in given.items():
+        batch = [model.preprocess(column) for column in columns[rank]]
+        for case, (name, arguments) in GATHERED.items():
+            loss = getattr(loss_classes, name)(model, gather_across_devices=True, **arguments)
+            results[case, sizes] = value_and_gradients(loss, model, batch, None)
+    # BERT's pooler leads nowhere, for which DDP would wait.
+    model[0].auto_model.pooler.requires_grad_(False)
+    wrapped = DistributedDataParallel(model, broadcast_buffers=False)
+    cached = loss_classes.CachedMultiVectorMultipleNegativesRankingLoss
+    loss = cached(wrapped, gather_across_devices=True, mini_batch_size=2)
+    results["DDP"] = value_and_gradients(loss, model, batch, None)
+    loss = cached(wrapped, mini_batch_size=2, fuse_projection=True)
+    results["DDP, fused"] = value_and_gradients(loss, model, batch, None)
+    results["own negatives"] = value_and_gradients(cached(model, mini_batch_size=2), model, batch, None)
     torch.save(results, folder / f"{rank}.pt")
     dist.destroy_process_group()
 
 
-def test_two_processes_with_unequal_lengths(tiny_encoder_path: str, tmp_path: Path, texts: Any) -> None:
-    features = [[texts(10 * rank + i, 3, 4 + 4 * rank + i) for i in range(3)] for rank in range(WORLD)]
-    mp.spawn(work, (tiny_encoder_path, tmp_path, features), nprocs=WORLD)
+@pytest.fixture(scope="module")
+def ranks(tiny_encoder_path: str, tmp_path_factory: pytest.TempPathFactory, texts: Any) -> list[dict[Any, Any]]:
+    folder = tmp_path_factory.mktemp("ranks")
+    given = {name: batches(texts, sizes) for name, sizes in TEXTS}
+    mp.spawn(work, (tiny_encoder_path, folder, given), nprocs=WORLD)
+    return [torch.load(folder / f"{rank}.pt") for rank in range(WORLD)]
+
+
+def test_two_processes_with_unequal_lengths(ranks: list[dict[Any, Any]]) -> None:
     values = []
-    for rank in range(WORLD):
-        for expected, found in torch.load(tmp_path / f"{rank}.pt").values():
+    for results in ranks:
+        for name in (IN_BATCH, CACHED):
+            expected, found = results[name]
             assert_close(found, expected)
             values.append(expected[0].item())
     # Each rank has its own queries, and both losses are one.
     assert values[0] == pytest.approx(values[1], rel=1e-5)
     assert values[0] != pytest.approx(values[2], rel=1e-3)
+
+
+@pytest.mark.parametrize("case", ["in-batch", "in-batch, ring", "cached", "cached, ring", "fused"])
+def test_gathered_by_the_classes_as_by_the_host(case: str, ranks: list[dict[Any, Any]]) -> None:
+    for results in ranks:
+        assert_close(results[case, "equal"], results[IN_BATCH][0])
+
+
+@pytest.mark.parametrize("sizes", [name for name, _ in TEXTS])
+@pytest.mark.parametrize("case", GATHERED)
+def test_the_ranks_together_are_one_large_batch(
+    case: str, sizes: str, ranks: list[dict[Any, Any]], tiny_encoder: MultiVectorEncoder, texts: Any
+) -> None:
+    """Of each rank's value and gradients, the mean is that of one process with all texts."""
+    name, arguments = GATHERED[case]
+    whole = [sum(parts, []) for parts in zip(*batches(texts, dict(TEXTS)[sizes]), strict=True)]
+    arguments = {name: value for name, value in arguments.items() if name != "gather"}
+    loss = getattr(loss_classes, name)(tiny_encoder, **arguments)
+    features = [tiny_encoder.preprocess(column) for column in whole]
+    expected = value_and_gradients(loss, tiny_encoder, features, None)
+    found = [results[case, sizes] for results in ranks]
+    value, gradients = (sum(parts) / WORLD for parts in zip(*found, strict=True))
+    assert_close((value, gradients), expected)
+
+
+def test_in_distributed_data_parallel(ranks: list[dict[Any, Any]]) -> None:
+    """Ranks with different numbers of mini-batches exchange gradients once; the frozen pooler has none anyway."""
+    for case, alone in (("DDP", ("cached", "unequal")), ("DDP, fused", "own negatives")):
+        expected = sum(results[alone][1] for results in ranks) / WORLD
+        for results in ranks:
+            assert (results[case][1] - expected).norm() <= 1e-5 * expected.norm()
+            assert results[case][0].item() == pytest.approx(results[alone][0].item(), rel=1e-5)

@@ -51,7 +51,8 @@ def with_default(a: torch.Tensor, b: torch.Tensor, scorer: Callable = maxsim) ->
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The operations that this package was asked for."""
-    from pylate_flash.hosts.sentence_transformers import losses, scoring
+    from pylate_flash import loss_scoring
+    from pylate_flash.hosts.sentence_transformers import scoring
 
     asked: list[str] = []
 
@@ -66,7 +67,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         monkeypatch.setattr(module, name, call)
 
     spy(scoring, "scores_of")
-    spy(losses, "maxsim_cross_entropy")
+    spy(loss_scoring, "maxsim_cross_entropy")
     return asked
 
 

@@ -1,27 +1,466 @@
-"""What of sentence-transformers' losses is more than a call of a scoring function."""
+"""sentence-transformers' multi-vector losses, computed by the operations of this package.
+
+    from pylate_flash.hosts.sentence_transformers import losses
+
+    loss = losses.CachedMultiVectorMultipleNegativesRankingLoss(model, mini_batch_num_tokens=16384)
+
+Each class is the host's own, with its arguments, its values and its gradients, and takes a few more. Scores, loss and
+gradients are one operation (`maxsim_cross_entropy`, `maxsim_kl_divergence`, `maxsim_margin_mse`), whether the host is
+registered or not. A `similarity_fct` that is not MaxSim is called by the host's code.
+"""
 
 from __future__ import annotations
 
+from . import _needs  # noqa: F401
+
+# isort: split
+import itertools
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import sentence_transformers.multi_vector_encoder.losses as host
 import torch
+import torch.nn.functional as F
+from sentence_transformers.multi_vector_encoder.losses.cached_multiple_negatives_ranking import (
+    cat_padded_token_embeddings,
+)
+from sentence_transformers.multi_vector_encoder.losses.distill_kl_div import (
+    check_teacher_targets,
+    similarity_fct_name,
+    stack_padded_token_embeddings,
+)
+from sentence_transformers.multi_vector_encoder.model import MultiVectorEncoder
 from torch import Tensor
 
-from ...ops import maxsim_cross_entropy
+from ...cached_gradients import Leaves, autocast_in_force, cached_loss, kept_operands
+from ...gathering import GATHERINGS
+from ...loss_arguments import check_size
+from ...loss_scoring import Contrast, Padded, cross_entropy, cross_entropy_of_scores, scores_of_states
+from ...mini_batches import Column, Limits, mini_batches, right_documents
+from ...ops import maxsim_kl_divergence, maxsim_margin_mse
+from ...ops.checks import check_choice
+from ...projection import normalizes
 from .. import SENTENCE_TRANSFORMERS
 from . import scoring
+from .loss_inputs import (
+    Columns,
+    check_asked,
+    check_scale,
+    checked_exclude,
+    columns_of,
+    contrast_of,
+    duplicates,
+    embed,
+    embed_states,
+    fuses,
+    gathers,
+    reduction_of,
+    scored_tokens,
+    set_fusion,
+    teacher_margins,
+    teacher_scores,
+)
+
+__all__ = [
+    "CachedMultiVectorMultipleNegativesRankingLoss",
+    "MultiVectorDistillKLDivLoss",
+    "MultiVectorMarginMSELoss",
+    "MultiVectorMultipleNegativesRankingLoss",
+    "duplicates",
+]
 
 _CACHED = "sentence_transformers.multi_vector_encoder.losses.cached_multiple_negatives_ranking"
+
+
+class MultiVectorMultipleNegativesRankingLoss(host.MultiVectorMultipleNegativesRankingLoss):
+    """The host's contrastive loss with in-batch negatives: cross entropy of each query's positive among all documents.
+
+    Parameters
+    ----------
+    model
+        `MultiVectorEncoder`, the host's or ours.
+    scale
+        Multiplies the scores: a number above 0, or a parameter of one element, which is then learned.
+    similarity_fct
+        `colbert_scores` (the default) or `mean_colbert_scores`, the host's or ours; a document without tokens scores
+        -1e9 under both. Another function is called by the host's code, which knows none of the further arguments.
+    mini_batch_size
+        Documents per forward pass of the model. None: all.
+    score_mini_batch_size
+        Queries that the host's code scores at a time. The operation bounds its memory itself, and takes no notice.
+    gather_across_devices
+        Take the documents of all ranks as negatives. Ranks may have different batch sizes, numbers of columns and
+        padded lengths. A rank's loss is the sum over its own queries over the mean number of queries of a rank. With as
+        many on each, that is the host's; and the mean over ranks that DistributedDataParallel takes of the gradients is
+        that of one process with the whole batch.
+    margin
+        Leave every document out of the denominator that scores above the right one's score less `margin`, as
+        `maxsim_cross_entropy` does. None: none. Not with the ring.
+    symmetric
+        The mean of this loss and of that of the other direction. Not with gathered documents.
+    exclude
+        A function of the tokenized columns that returns [Nq, Nq * columns of documents], bool: True leaves a document
+        out of the query's denominator; the documents of the first column come first. `duplicates` is one. Not with
+        gathered documents.
+    gather
+        ``"all_gather"``: all documents on every rank. ``"ring"``: passed round the ranks, each scored while the next is
+        on its way, so that memory does not grow with the number of ranks.
+    fuse_projection
+        Score from the encoder's hidden states, and leave the model's Dense and Normalize modules to
+        `maxsim_from_hidden`. Values and gradients are the same but for rounding. It is no help in training, where a
+        step keeps the encoder's activations. Not with `margin`, `symmetric` or `exclude`; ranks that gather fuse
+        nothing.
+
+    Raises
+    ------
+    ValueError
+        For arguments out of their range or that do not go together, and if the projection is to be fused and the model
+        is not a Transformer followed by linear Dense layers and at most a Normalize, beside masks. In the forward, for
+        columns of different numbers of texts, and on all ranks if they gather embeddings of different sizes.
+    TypeError
+        For arguments of another type.
+
+    Examples
+    --------
+    >>> from sentence_transformers import MultiVectorEncoder  # doctest: +SKIP
+    >>> model = MultiVectorEncoder("answerdotai/ModernBERT-base")  # doctest: +SKIP
+    >>> loss = MultiVectorMultipleNegativesRankingLoss(model, exclude=duplicates)  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        model: MultiVectorEncoder,
+        *,
+        scale: float = 1.0,
+        similarity_fct: Callable | None = None,
+        mini_batch_size: int | None = None,
+        score_mini_batch_size: int | None = None,
+        gather_across_devices: bool = False,
+        margin: float | None = None,
+        symmetric: bool = False,
+        exclude: Callable[[Columns], Tensor] | None = None,
+        gather: str = "all_gather",
+        fuse_projection: bool = False,
+    ) -> None:
+        check_scale(scale)
+        _check_sizes(mini_batch_size=mini_batch_size, score_mini_batch_size=score_mini_batch_size)
+        super().__init__(
+            model,
+            scale=scale,
+            similarity_fct=similarity_fct,
+            mini_batch_size=mini_batch_size,
+            score_mini_batch_size=score_mini_batch_size,
+            gather_across_devices=gather_across_devices,
+        )
+        _set_contrast(self, margin, symmetric, exclude, gather, fuse_projection)
+
+    def get_config_dict(self) -> dict[str, Any]:
+        """The arguments, for the model card."""
+        return super().get_config_dict() | _contrast_config(self)
+
+    def forward(self, sentence_features: Iterable[dict[str, Any]], labels: Tensor | None = None) -> Tensor:
+        """Return the loss, a float32 scalar.
+
+        Parameters
+        ----------
+        sentence_features
+            Tokenized columns: the queries, their positives, then any number of columns of hard negatives. They may
+            differ in length.
+        labels
+            Not used; the trainer passes it.
+        """
+        columns = columns_of(sentence_features, least=2)
+        if reduction_of(self.similarity_fct) is None:
+            return super().forward(columns, labels)
+        contrast, out = contrast_of(self), checked_exclude(self.exclude, columns)
+        if not fuses(self):
+            queries, queries_mask, *documents = embed(self, columns)
+            together = Padded(*cat_padded_token_embeddings(*documents))
+            right = torch.arange(len(queries), device=queries.device)
+            return cross_entropy(contrast, queries, queries_mask, together, right, True, out)
+        queries, queries_mask, states, masks, projection = embed_states(self, columns)
+        # Column by column: together, the hidden states would be copied.
+        scores = [
+            scores_of_states(contrast, queries, queries_mask, Padded(*column), projection)
+            for column in zip(states, masks, strict=True)
+        ]
+        right = torch.arange(len(queries), device=queries.device)
+        return cross_entropy_of_scores(torch.cat(scores, dim=1), right, contrast.temperature, True)
+
+
+class CachedMultiVectorMultipleNegativesRankingLoss(host.CachedMultiVectorMultipleNegativesRankingLoss):
+    """The host's contrastive loss with cached gradients (GradCache): large batches in the memory of small ones.
+
+    Texts of about one length are encoded together, padded to the longest of them, and only tokens that are scored are
+    kept. Value and gradient are those of :class:`MultiVectorMultipleNegativesRankingLoss`, but for rounding. Under
+    DistributedDataParallel, the ranks exchange gradients once per step, and may have different numbers of mini-batches.
+
+    Texts that cannot be sorted, as images and what is flattened for flash attention, and those of a model with modules
+    that make other tokens, as pooling does, go through the model by the host's code in the order of the batch, and
+    `mini_batch_num_tokens` counts no padding then.
+
+    Parameters
+    ----------
+    model, scale, similarity_fct, gather_across_devices, margin, symmetric, exclude, gather
+        As in :class:`MultiVectorMultipleNegativesRankingLoss`.
+    mini_batch_size
+        Texts per forward pass of the model.
+    mini_batch_num_tokens
+        Tokens per forward pass, at most, padding included, in place of `mini_batch_size`: short texts go together in
+        greater numbers than long ones. A text that has more goes alone. None: no limit.
+    score_mini_batch_size
+        As in :class:`MultiVectorMultipleNegativesRankingLoss`. None: `mini_batch_size`.
+    show_progress_bar
+        Show a bar over the mini-batches.
+    fuse_projection
+        As in :class:`MultiVectorMultipleNegativesRankingLoss`. It costs memory here: what is kept between the two
+        passes are hidden states and their gradients, each d_model wide where embeddings are d wide.
+
+    Raises
+    ------
+    ValueError, TypeError
+        As in :class:`MultiVectorMultipleNegativesRankingLoss`; in the forward, ValueError also if the projection is to
+        be fused of texts that cannot be sorted.
+    """
+
+    def __init__(
+        self,
+        model: MultiVectorEncoder,
+        *,
+        scale: float = 1.0,
+        similarity_fct: Callable | None = None,
+        mini_batch_size: int = 32,
+        mini_batch_num_tokens: int | None = None,
+        score_mini_batch_size: int | None = None,
+        gather_across_devices: bool = False,
+        show_progress_bar: bool = False,
+        margin: float | None = None,
+        symmetric: bool = False,
+        exclude: Callable[[Columns], Tensor] | None = None,
+        gather: str = "all_gather",
+        fuse_projection: bool = False,
+    ) -> None:
+        check_scale(scale)
+        check_size("mini_batch_size", mini_batch_size)
+        _check_sizes(mini_batch_num_tokens=mini_batch_num_tokens, score_mini_batch_size=score_mini_batch_size)
+        super().__init__(
+            model,
+            scale=scale,
+            similarity_fct=similarity_fct,
+            mini_batch_size=mini_batch_size,
+            mini_batch_num_tokens=mini_batch_num_tokens,
+            score_mini_batch_size=score_mini_batch_size,
+            gather_across_devices=gather_across_devices,
+            show_progress_bar=show_progress_bar,
+        )
+        _set_contrast(self, margin, symmetric, exclude, gather, fuse_projection)
+        # What the host's code is to leave out: it asks for the loss of embeddings only.
+        self._out: Tensor | None = None
+
+    def get_config_dict(self) -> dict[str, Any]:
+        """The arguments, for the model card."""
+        return super().get_config_dict() | _contrast_config(self)
+
+    def forward(self, sentence_features: Iterable[dict[str, Any]], labels: Tensor | None = None) -> Tensor:
+        """Return the loss, a float32 scalar; columns as in :meth:`MultiVectorMultipleNegativesRankingLoss.forward`."""
+        columns = columns_of(sentence_features, least=2)
+        if reduction_of(self.similarity_fct) is None:
+            return super().forward(columns, labels)
+        out = checked_exclude(self.exclude, columns)
+        kept = [scored_tokens(self.model, features) for features in columns]
+        sortable = [mask for mask in kept if mask is not None]
+        if len(sortable) == len(columns):
+            return self._of_mini_batches(columns, sortable, out)
+        if fuses(self):
+            raise ValueError(
+                "fuse_projection: needs padded texts, and a model whose modules leave their tokens as they are; got "
+                f"columns with {[sorted(features) for features in columns]}"
+            )
+        self._out = out
+        return super().forward(columns, labels)
+
+    def _of_mini_batches(self, columns: Columns, kept: list[Tensor], out: Tensor | None) -> Tensor:
+        """The loss of texts that are sorted by length, which in its backward encodes again."""
+        tokens = self.mini_batch_num_tokens
+        limits = Limits(self.mini_batch_size if tokens is None else None, tokens)
+        tasks = [{"task": features.pop("task")} for features in columns]
+        queries, *documents = mini_batches(columns, kept, limits, [False] * len(columns), tasks)
+        right = right_documents(queries, documents[0])
+        if out is not None:
+            size = len(right)
+            places = [index * size + text for index, column in enumerate(documents) for text in column.order]
+            out = out[queries.order][:, places]
+        return cached_loss(
+            self,
+            [queries.batches, [batch for column in documents for batch in column.batches]],
+            lambda leaves: self._of_tokens(queries, documents, leaves, right, out),
+            autocast_in_force(kept[0].device.type),
+            fuses(self),
+        )
+
+    def _of_tokens(
+        self, queries: Column, documents: list[Column], leaves: Leaves, right: Tensor, out: Tensor | None
+    ) -> Tensor:
+        """The loss of kept tokens: embeddings, or hidden states and the projection."""
+        of_queries, of_documents, weight, bias = leaves
+        contrast = contrast_of(self)
+        padded, queries_mask, packed = kept_operands(queries, documents, of_queries, of_documents)
+        if weight is None:
+            return cross_entropy(contrast, padded, queries_mask, packed, right, True, out)
+        scores = scores_of_states(contrast, padded, queries_mask, packed, (weight, bias))
+        return cross_entropy_of_scores(scores, right, contrast.temperature, True)
+
+    def calculate_loss(
+        self, reps: list[list[Tensor]], masks_chunks: list[list[Tensor]], *, with_backward: bool = False
+    ) -> Tensor:
+        """The loss of the embeddings of mini-batches, which the host's code has encoded, as its method computes it."""
+        if reduction_of(self.similarity_fct) is None:
+            return super().calculate_loss(reps, masks_chunks, with_backward=with_backward)
+        out, self._out = self._out, None
+        return _loss_of_chunks(contrast_of(self), reps, masks_chunks, out, with_backward)
+
+
+class MultiVectorDistillKLDivLoss(host.MultiVectorDistillKLDivLoss):
+    """The host's distillation: KL divergence between a teacher's scores of each query's candidates and the model's.
+
+    Parameters
+    ----------
+    model, mini_batch_size, fuse_projection
+        As in :class:`MultiVectorMultipleNegativesRankingLoss`.
+    similarity_fct
+        `colbert_kd_scores` (the default) or `mean_colbert_kd_scores`, the host's or ours. Another function is called by
+        the host's code, and nothing is fused.
+    temperature
+        Divides the scores of the teacher and the model's. The loss is multiplied by the square of the model's.
+    student_temperature, teacher_temperature
+        In place of `temperature` for the model's scores, or the teacher's. None: `temperature`.
+
+    Raises
+    ------
+    ValueError
+        For a temperature that is not finite and above 0, as in :class:`MultiVectorMultipleNegativesRankingLoss` for the
+        other arguments, and in the forward for labels that do not fit the columns, or hold NaN in the first batch.
+    TypeError
+        For arguments of another type.
+    """
+
+    _checked_teacher_scale: bool
+
+    def __init__(
+        self,
+        model: MultiVectorEncoder,
+        *,
+        similarity_fct: Callable | None = None,
+        temperature: float = 1.0,
+        student_temperature: float | None = None,
+        teacher_temperature: float | None = None,
+        mini_batch_size: int | None = None,
+        fuse_projection: bool = False,
+    ) -> None:
+        _check_sizes(mini_batch_size=mini_batch_size)
+        super().__init__(
+            model,
+            similarity_fct=similarity_fct,
+            temperature=temperature,
+            student_temperature=student_temperature,
+            teacher_temperature=teacher_temperature,
+            mini_batch_size=mini_batch_size,
+        )
+        set_fusion(self, fuse_projection)
+
+    def forward(self, sentence_features: Iterable[dict[str, Any]], labels: Tensor) -> Tensor:
+        """Return the loss, a float32 scalar.
+
+        Parameters
+        ----------
+        sentence_features
+            Tokenized columns: N queries, then at least two columns of their candidates.
+        labels
+            The teacher's scores [N, candidates].
+        """
+        columns = columns_of(sentence_features, least=3)
+        reduction = reduction_of(self.similarity_fct)
+        if reduction is None:
+            return super().forward(columns, labels)
+        teacher = teacher_scores(labels, len(columns[0]["attention_mask"]), len(columns) - 1)
+        if not self._checked_teacher_scale:
+            self._checked_teacher_scale = True
+            expected = (teacher / self.teacher_temperature).softmax(dim=-1)
+            check_teacher_targets(expected, teacher, self.teacher_temperature, type(self).__name__)
+        if fuses(self):
+            scores = _candidate_scores(self, columns, reduction) / self.student_temperature
+            found = self.loss_function(
+                scores.log_softmax(dim=-1), (teacher / self.teacher_temperature).log_softmax(dim=-1)
+            )
+        else:
+            found = maxsim_kl_divergence(
+                teacher_scores=teacher,
+                temperature=self.student_temperature,
+                teacher_temperature=self.teacher_temperature,
+                **_candidates(self, columns, reduction),
+            )
+        return found * self.student_temperature**2
+
+
+class MultiVectorMarginMSELoss(host.MultiVectorMarginMSELoss):
+    """The host's margin MSE: squared differences from a teacher's margins between each positive and its negatives.
+
+    Parameters
+    ----------
+    model, mini_batch_size, fuse_projection
+        As in :class:`MultiVectorMultipleNegativesRankingLoss`.
+    similarity_fct
+        `colbert_scores_pairwise` (the default) or `mean_colbert_scores_pairwise`, the host's or ours. Another function
+        is called by the host's code, and nothing is fused.
+
+    Raises
+    ------
+    ValueError, TypeError
+        As in :class:`MultiVectorMultipleNegativesRankingLoss`; ValueError in the forward for labels that do not fit the
+        columns.
+    """
+
+    def __init__(
+        self,
+        model: MultiVectorEncoder,
+        *,
+        similarity_fct: Callable | None = None,
+        mini_batch_size: int | None = None,
+        fuse_projection: bool = False,
+    ) -> None:
+        _check_sizes(mini_batch_size=mini_batch_size)
+        super().__init__(model, similarity_fct=similarity_fct, mini_batch_size=mini_batch_size)
+        set_fusion(self, fuse_projection)
+
+    def forward(self, sentence_features: Iterable[dict[str, Any]], labels: Tensor) -> Tensor:
+        """Return the loss, a float32 scalar.
+
+        Parameters
+        ----------
+        sentence_features
+            Tokenized columns: N queries, their positives, then at least one column of negatives.
+        labels
+            The teacher's scores [N, 1 + negatives], or its margins [N, negatives], or [N] for one negative.
+        """
+        columns = columns_of(sentence_features, least=3)
+        reduction = reduction_of(self.similarity_fct)
+        if reduction is None:
+            return super().forward(columns, labels)
+        teacher = teacher_margins(labels, len(columns[0]["attention_mask"]), len(columns) - 2)
+        if fuses(self):
+            errors = _candidate_scores(self, columns, reduction) - teacher
+            return F.mse_loss(errors[:, :1].expand_as(errors[:, 1:]), errors[:, 1:])
+        return maxsim_margin_mse(teacher_scores=teacher, **_candidates(self, columns, reduction))
 
 
 def calculate_loss(
     self: Any, reps: list[list[Tensor]], masks_chunks: list[list[Tensor]], *, with_backward: bool = False
 ) -> Tensor:
-    """`CachedMultiVectorMultipleNegativesRankingLoss.calculate_loss`, with all queries scored in one call.
+    """The host's `CachedMultiVectorMultipleNegativesRankingLoss.calculate_loss`, with all queries scored in one call.
 
     Its own scores `score_mini_batch_size` queries at a time, which bounds the memory of the similarities. There are
-    none here, and each part would compute the gradient of all documents once more. With another `similarity_fct` than
-    `colbert_scores`, the host's own method computes.
+    none here, and each part would compute the gradient of all documents once more. With a `similarity_fct` that is not
+    MaxSim, the host's own method computes.
 
     Parameters
     ----------
@@ -39,31 +478,103 @@ def calculate_loss(
     Tensor
         float32, a scalar; detached if the backward was done.
     """
-    import sentence_transformers.multi_vector_encoder.losses.cached_multiple_negatives_ranking as host
-
-    if self.similarity_fct not in (host.colbert_scores, scoring.colbert_scores):
+    if reduction_of(self.similarity_fct) != "sum":
         own = SENTENCE_TRANSFORMERS.original(f"{_CACHED}:CachedMultiVectorMultipleNegativesRankingLoss.calculate_loss")
         return own(self, reps, masks_chunks, with_backward=with_backward)
-    (queries, queries_mask), *columns = [
-        host.cat_padded_token_embeddings(*column) for column in zip(reps, masks_chunks, strict=True)
-    ]
-    if self.gather_across_devices:
-        columns = [host.all_gather_padded(embeddings, mask, with_grad=True) for embeddings, mask in columns]
-    documents, documents_mask = host.stack_padded_token_embeddings(*map(list, zip(*columns, strict=True)))
-    n_queries, n_columns = queries.shape[0], len(columns)
-    labels = torch.arange(n_queries, device=queries.device) * n_columns
-    if self.gather_across_devices:
-        labels = labels + host.get_rank() * n_queries * n_columns
-    loss = maxsim_cross_entropy(
-        queries,
-        documents.flatten(0, 1),
-        queries_mask=queries_mask,
-        documents_mask=documents_mask.flatten(0, 1),
-        labels=labels,
-        temperature=1.0 / self.scale,
+    contrast = Contrast(
+        1.0 / self.scale,
+        normalize=False,
         empty_score=scoring.EMPTY_DOCUMENT_SCORE,
+        gather="all_gather" if gathers(self) else None,
     )
+    return _loss_of_chunks(contrast, reps, masks_chunks, None, with_backward)
+
+
+def _loss_of_chunks(
+    contrast: Contrast,
+    reps: list[list[Tensor]],
+    masks_chunks: list[list[Tensor]],
+    out: Tensor | None,
+    with_backward: bool,
+) -> Tensor:
+    """The contrastive loss of the embeddings of mini-batches, detached and with gradients in them if it is to be."""
+    queries, queries_mask = cat_padded_token_embeddings(reps[0], masks_chunks[0])
+    documents = Padded(
+        *cat_padded_token_embeddings(
+            list(itertools.chain.from_iterable(reps[1:])), list(itertools.chain.from_iterable(masks_chunks[1:]))
+        )
+    )
+    right = torch.arange(len(queries), device=queries.device)
+    loss = cross_entropy(contrast, queries, queries_mask, documents, right, True, out)
     if with_backward:
         loss.backward()
         loss = loss.detach()
     return loss
+
+
+def _candidates(loss: Any, columns: Columns, reduction: str) -> dict[str, Any]:
+    """Each query and its candidates [N, K, L, d], as the operations of distillation take them."""
+    queries, queries_mask, *documents = embed(loss, columns)
+    candidates, candidates_mask = stack_padded_token_embeddings(*documents)
+    return {
+        "queries": queries,
+        "documents": candidates,
+        "queries_mask": queries_mask,
+        "documents_mask": candidates_mask,
+        "reduction": reduction,
+        "empty_score": scoring.EMPTY_DOCUMENT_SCORE,
+    }
+
+
+def _candidate_scores(loss: Any, columns: Columns, reduction: str) -> Tensor:
+    """Scores [N, K] from hidden states, each query with its candidates."""
+    queries, queries_mask, states, masks, projection = embed_states(loss, columns)
+    contrast = Contrast(normalize=normalizes(loss.model), reduction=reduction, empty_score=scoring.EMPTY_DOCUMENT_SCORE)
+    candidates = Padded(*stack_padded_token_embeddings(states, masks))
+    return scores_of_states(contrast, queries, queries_mask, candidates, projection)
+
+
+def _check_sizes(**sizes: Any) -> None:
+    for name, size in sizes.items():
+        if size is not None:
+            check_size(name, size)
+
+
+def _set_contrast(
+    loss: Any,
+    margin: float | None,
+    symmetric: bool,
+    exclude: Callable[[Columns], Tensor] | None,
+    gather: str,
+    fuse_projection: bool,
+) -> None:
+    """Check and store what a contrastive loss is asked for beyond the host's."""
+    check_choice("gather", gather, GATHERINGS)
+    if not isinstance(symmetric, bool):
+        raise TypeError(f"symmetric: {symmetric!r}; expected True or False")
+    if exclude is not None and not callable(exclude):
+        raise TypeError(f"exclude: {type(exclude).__name__}; expected a function of the columns, or None")
+    asked = {"margin": margin, "symmetric": symmetric, "exclude": exclude}
+    check_asked(loss, {**asked, "gather": gather if gather != "all_gather" else None})
+    set_fusion(loss, fuse_projection)
+    beyond = [name for name, value in asked.items() if value not in (None, False)]
+    if fuse_projection and beyond:
+        raise ValueError(f"fuse_projection: given together with {', '.join(beyond)}, which needs embeddings")
+    if loss.gather_across_devices and {"symmetric", "exclude"} & set(beyond):
+        raise ValueError(
+            f"gather_across_devices: given together with {', '.join(beyond)}; a rank knows no queries of the others, "
+            "and no texts"
+        )
+    if loss.gather_across_devices and gather == "ring" and margin is not None:
+        raise ValueError('margin: given together with gather="ring", which scores no documents twice; use "all_gather"')
+    loss.margin, loss.symmetric, loss.exclude, loss.gather = margin, symmetric, exclude, gather
+
+
+def _contrast_config(loss: Any) -> dict[str, Any]:
+    """What differs from the host's defaults."""
+    config = {"margin": loss.margin, "symmetric": loss.symmetric, "fuse_projection": loss.fuse_projection}
+    if loss.exclude is not None:
+        config["exclude"] = similarity_fct_name(loss.exclude)
+    if loss.gather != "all_gather":
+        config["gather"] = loss.gather
+    return {name: value for name, value in config.items() if value not in (None, False)}

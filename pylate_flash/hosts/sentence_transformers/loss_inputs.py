@@ -1,0 +1,246 @@
+"""What the losses are given, checked, and what they read off a `MultiVectorEncoder`."""
+
+from __future__ import annotations
+
+from . import _needs  # noqa: F401
+
+# isort: split
+import math
+import numbers
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from sentence_transformers.base.losses.merged_forward import embed_columns_padded
+from sentence_transformers.base.modules import Dense, Normalize, Transformer
+from sentence_transformers.multi_vector_encoder import scoring as host_scoring
+from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
+from torch import Tensor
+
+from ...gathering import world_size
+from ...loss_scoring import Contrast
+from ...mini_batches import of_texts
+from ...projection import BIAS, WEIGHT, dense_layers, hidden_states, normalizes, unwrapped
+from . import mean_scoring, scoring
+
+Columns = list[dict[str, Any]]
+
+# The scoring functions whose loss is one operation, by how that reduces the best similarities of a query's tokens.
+_REDUCTIONS = {
+    "sum": ("colbert_scores", "colbert_kd_scores", "colbert_scores_pairwise"),
+    "mean": ("mean_colbert_scores", "mean_colbert_kd_scores", "mean_colbert_scores_pairwise"),
+}
+
+
+def reduction_of(similarity_fct: Callable) -> str | None:
+    """ "sum" or "mean", for MaxSim by the host's name or ours; None for another `similarity_fct`, which is called."""
+    for reduction, names in _REDUCTIONS.items():
+        for module in (host_scoring, scoring, mean_scoring):
+            if any(similarity_fct is getattr(module, name, None) for name in names):
+                return reduction
+    return None
+
+
+def check_scale(scale: Any) -> None:
+    """A number above 0, or a tensor of one element, as a learned scale is."""
+    if isinstance(scale, Tensor):
+        if scale.numel() != 1:
+            raise ValueError(f"scale: a tensor of shape {tuple(scale.shape)}; expected a number or one element")
+    elif isinstance(scale, bool) or not isinstance(scale, numbers.Real):
+        raise TypeError(f"scale: {type(scale).__name__}; expected a number or a tensor of one element")
+    elif not 0 < float(scale) < math.inf:
+        raise ValueError(f"scale: {scale}; expected a finite number above 0")
+
+
+def check_asked(loss: Any, asked: dict[str, Any]) -> None:
+    """Raise ValueError where the scores are another function's, and more is asked of the loss than the host's has.
+
+    Parameters
+    ----------
+    loss
+        Has the `similarity_fct`.
+    asked
+        The arguments that the host's loss has not, of which those that ask for something are named.
+    """
+    given = [name for name, value in asked.items() if value not in (None, False)]
+    if given and reduction_of(loss.similarity_fct) is None:
+        raise ValueError(
+            f"{', '.join(given)}: given together with a similarity_fct that the loss has to call; expected MaxSim, "
+            "which colbert_scores and mean_colbert_scores and their like compute"
+        )
+
+
+def set_fusion(loss: Any, fuse_projection: Any) -> None:
+    """Check and store whether a loss scores from hidden states."""
+    if not isinstance(fuse_projection, bool):
+        raise TypeError(f"fuse_projection: {fuse_projection!r}; expected True or False")
+    check_asked(loss, {"fuse_projection": fuse_projection})
+    if fuse_projection:
+        dense_layers(loss.model)
+    loss.fuse_projection = fuse_projection
+
+
+def gathers(loss: Any) -> bool:
+    return getattr(loss, "gather_across_devices", False) and world_size() > 1
+
+
+def fuses(loss: Any) -> bool:
+    """Whether a loss scores from hidden states: what ranks exchange are embeddings, which are smaller."""
+    return loss.fuse_projection and not gathers(loss)
+
+
+def contrast_of(loss: Any) -> Contrast:
+    """How a contrastive loss compares what its model gives it, which is not normalised once more."""
+    return Contrast(
+        1.0 / loss.scale,
+        normalize=fuses(loss) and normalizes(loss.model),
+        reduction=reduction_of(loss.similarity_fct) or "sum",
+        empty_score=scoring.EMPTY_DOCUMENT_SCORE,
+        margin=loss.margin,
+        symmetric=loss.symmetric,
+        gather=loss.gather if gathers(loss) else None,
+    )
+
+
+def columns_of(sentence_features: Iterable[dict[str, Any]], least: int) -> Columns:
+    """The columns of a batch, queries first, to be changed by the model; each with its task.
+
+    Raises
+    ------
+    ValueError
+        If there are fewer than `least`, or they have different numbers of texts.
+    """
+    columns = [dict(features) for features in sentence_features]
+    if len(columns) < least:
+        raise ValueError(
+            f"sentence_features: {len(columns)} columns; expected the queries and at least {least - 1} of documents"
+        )
+    for index, features in enumerate(columns):
+        features.setdefault("task", "query" if index == 0 else "document")
+    sizes = [len(features["input_ids"]) for features in columns if padded_text(features)]
+    if len(set(sizes)) > 1:
+        raise ValueError(
+            f"sentence_features: columns of {sizes} texts; expected as many documents in each as there are queries"
+        )
+    return columns
+
+
+def padded_text(features: dict[str, Any]) -> bool:
+    """Whether a column is of texts, padded to one length, so that any of them can be encoded together."""
+    ids = features.get("input_ids")
+    if not isinstance(ids, Tensor) or ids.ndim != 2 or features.get("modality", "text") != "text":
+        return False
+    tensors = [name for name, value in features.items() if isinstance(value, Tensor) and name != "prompt_length"]
+    return "attention_mask" in features and "cu_seq_lens_q" not in features and set(tensors) <= set(of_texts(features))
+
+
+def scored_tokens(model: Any, features: dict[str, Any]) -> Tensor | None:
+    """Which tokens of a column of padded texts are scored, [N, L]; None where only the model's forward can tell."""
+    if not padded_text(features):
+        return None
+    known = {
+        name: value
+        for name, value in features.items()
+        if name in ("input_ids", "attention_mask", "query_expansion_positions")
+    }
+    for module in unwrapped(model).children():
+        if type(module) is MultiVectorMask:
+            known = module(known, task=features["task"])
+        elif type(module) not in (Transformer, Dense, Normalize):
+            return None
+    return known["attention_mask"].bool()
+
+
+def embed(loss: Any, columns: Columns) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
+    """Embeddings of the queries [N, L, d] and their mask [N, L], and of each column of documents likewise.
+
+    The model gets a copy of each column: it writes into what it is given.
+    """
+    query, *documents = columns
+    output = loss.model(dict(query), task=query["task"])
+    embeddings, masks = embed_columns_padded(
+        loss.model, [dict(features) for features in documents], loss.mini_batch_size, task_default="document"
+    )
+    return output["token_embeddings"], output["attention_mask"].bool(), embeddings, masks
+
+
+def embed_states(
+    loss: Any, columns: Columns
+) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor], tuple[Tensor, Tensor | None]]:
+    """Hidden states in place of embeddings, and the projection that makes these of them."""
+    query, *documents = columns
+    with hidden_states(loss.model):
+        output = loss.model(dict(query), task=query["task"])
+        states, masks = embed_columns_padded(
+            loss.model, [dict(features) for features in documents], loss.mini_batch_size, task_default="document"
+        )
+    projection = output[WEIGHT], output.get(BIAS)
+    return output["token_embeddings"], output["attention_mask"].bool(), states, masks, projection
+
+
+def teacher_margins(labels: Any, n_queries: int, n_negatives: int) -> Tensor:
+    """A teacher's scores [N, 1 + negatives] whose margins are those of the labels, float32.
+
+    The labels are such scores, or the margins themselves, [N, negatives], or [N] for one negative.
+    """
+    shape = tuple(labels.shape) if isinstance(labels, Tensor) else None
+    if shape == (n_queries, n_negatives + 1):
+        return labels.detach().float()
+    if shape == (n_queries, n_negatives) or (shape == (n_queries,) and n_negatives == 1):
+        # The teacher scores the positive 0.
+        return F.pad(-labels.detach().float().view(n_queries, n_negatives), (1, 0))
+    raise ValueError(
+        f"labels: {type(labels).__name__ if shape is None else f'shape {shape}'}; expected the teacher's scores "
+        f"{(n_queries, n_negatives + 1)}, or its margins {(n_queries, n_negatives)}, for {n_queries} queries and "
+        f"{n_negatives} columns of negatives"
+    )
+
+
+def teacher_scores(labels: Any, n_queries: int, n_candidates: int) -> Tensor:
+    """A teacher's scores [N, candidates], floating."""
+    if not isinstance(labels, Tensor) or tuple(labels.shape) != (n_queries, n_candidates):
+        got = f"shape {tuple(labels.shape)}" if isinstance(labels, Tensor) else type(labels).__name__
+        raise ValueError(
+            f"labels: {got}; expected the teacher's scores {(n_queries, n_candidates)}, one of each candidate"
+        )
+    labels = labels.detach()
+    return labels if labels.is_floating_point() else labels.float()
+
+
+def checked_exclude(exclude: Callable[[Columns], Tensor] | None, columns: Columns) -> Tensor | None:
+    """What a loss leaves out of each query's denominator, [Nq, Nq * columns of documents], if anything."""
+    if exclude is None:
+        return None
+    out = exclude(columns)
+    n_queries = len(columns[0]["input_ids"])
+    shape = (n_queries, n_queries * (len(columns) - 1))
+    if not isinstance(out, Tensor) or out.dtype != torch.bool or tuple(out.shape) != shape:
+        got = f"{out.dtype} of shape {tuple(out.shape)}" if isinstance(out, Tensor) else type(out).__name__
+        raise ValueError(f"exclude: returned {got}; expected torch.bool of shape {shape}")
+    return out
+
+
+def duplicates(columns: Columns) -> Tensor:
+    """Documents that are the same text as a query's right one, so that it is no negative: an `exclude` of the losses.
+
+    Waits for the device.
+
+    Parameters
+    ----------
+    columns
+        Tokenized and padded, the queries first, with ``input_ids`` and ``attention_mask`` [Nq, L].
+
+    Returns
+    -------
+    Tensor
+        [Nq, Nq * columns of documents], bool: the documents of the first column come first.
+    """
+    documents = columns[1:]
+    longest = max(features["input_ids"].shape[1] for features in documents)
+    # Padding says -1, whatever its token is.
+    ids = [features["input_ids"].masked_fill(~features["attention_mask"].bool(), -1) for features in documents]
+    texts = torch.cat([F.pad(tokens, (0, longest - tokens.shape[1]), value=-1) for tokens in ids])
+    group = texts.unique(dim=0, return_inverse=True)[1]
+    right = group[: len(ids[0])]
+    return (right.unsqueeze(1) == group).fill_diagonal_(False)

@@ -1,0 +1,436 @@
+"""hosts.sentence_transformers.losses: its classes against the host's, and what they take beyond them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from sentence_transformers import (
+    MultiVectorEncoder,
+    MultiVectorEncoderTrainer,
+    MultiVectorEncoderTrainingArguments,
+)
+from sentence_transformers.base.modules import Dense, Normalize
+from sentence_transformers.multi_vector_encoder import losses as host
+from sentence_transformers.multi_vector_encoder import scoring
+from sentence_transformers.multi_vector_encoder.modules import HierarchicalTokenPooling
+from torch import Tensor, nn
+
+from pylate_flash import loss_scoring
+from pylate_flash.hosts.sentence_transformers import losses, mean_colbert_scores
+from pylate_flash.hosts.sentence_transformers.loss_inputs import scored_tokens
+from pylate_flash.ops.losses import cross_entropy_reference
+from tests.hosts.test_st_losses import (
+    CACHED,
+    CASES,
+    IN_BATCH,
+    Columns,
+    assert_close,
+    columns,
+    value_and_gradients,
+)
+
+KL, MARGINS = "MultiVectorDistillKLDivLoss", "MultiVectorMarginMSELoss"
+# Class, columns of documents, and columns of labels.
+FOUR = [(IN_BATCH, 2, 0), (CACHED, 2, 0), (KL, 3, 3), (MARGINS, 3, 3)]
+
+
+def labels_of(count: int) -> Tensor | None:
+    return torch.randn(5, count, generator=torch.Generator().manual_seed(0)) if count else None
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_values_and_gradients_are_the_hosts(case: str, tiny_encoder: MultiVectorEncoder, texts: Any) -> None:
+    name, arguments, count, n_labels = CASES[case]
+    features, labels = columns(tiny_encoder, texts, count), labels_of(n_labels)
+    expected = value_and_gradients(getattr(host, name)(tiny_encoder, **arguments), tiny_encoder, features, labels)
+    loss = getattr(losses, name)(tiny_encoder, **arguments)
+    assert isinstance(loss, getattr(host, name))
+    assert_close(value_and_gradients(loss, tiny_encoder, features, labels), expected)
+    with torch.no_grad():
+        value = loss(features, labels)
+    assert value.item() == pytest.approx(expected[0].item(), rel=1e-5)
+    assert not value.requires_grad
+    assert loss.get_config_dict() == getattr(host, name)(tiny_encoder, **arguments).get_config_dict()
+
+
+@pytest.mark.parametrize(("name", "count", "n_labels"), FOUR)
+def test_a_loss_is_one_operation(
+    name: str, count: int, n_labels: int, tiny_encoder: MultiVectorEncoder, texts: Any, monkeypatch: Any
+) -> None:
+    """Whose similarities no function of the host computes; of the cached loss, of packed documents."""
+    asked: list[dict[str, Any]] = []
+    for module, operation in (
+        (loss_scoring, "maxsim_cross_entropy"),
+        (losses, "maxsim_kl_divergence"),
+        (losses, "maxsim_margin_mse"),
+    ):
+        own = getattr(module, operation)
+
+        def call(*arguments: Any, _own: Callable = own, **options: Any) -> Tensor:
+            asked.append(options)
+            return _own(*arguments, **options)
+
+        monkeypatch.setattr(module, operation, call)
+    loss = getattr(losses, name)(tiny_encoder)
+    monkeypatch.setattr(loss, "similarity_fct", scoring.mean_colbert_scores)
+    loss(columns(tiny_encoder, texts, count), labels_of(n_labels))
+    (options,) = asked
+    assert (options["reduction"], options["empty_score"]) == ("mean", -1e9)
+    assert ("documents_cu_seqlens" in options) == (name == CACHED)
+
+
+@pytest.mark.parametrize("labels", [(5, 3), (5, 2), (5,)], ids=["scores", "margins", "one margin"])
+def test_labels_of_margins(labels: tuple[int, ...], tiny_encoder: MultiVectorEncoder, texts: Any) -> None:
+    features = columns(tiny_encoder, texts, 3 if len(labels) == 2 else 2)
+    teacher = torch.randint(-4, 5, labels, generator=torch.Generator().manual_seed(1))
+    for values in (teacher, teacher.double()):
+        expected = value_and_gradients(host.MultiVectorMarginMSELoss(tiny_encoder), tiny_encoder, features, values)
+        found = value_and_gradients(losses.MultiVectorMarginMSELoss(tiny_encoder), tiny_encoder, features, values)
+        assert_close(found, expected)
+
+
+class Watch:
+    """The shapes of the ids that a model is given."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.shapes: list[tuple[int, int]] = []
+        self._hook = model.register_forward_pre_hook(
+            lambda module, arguments: self.shapes.append(tuple(arguments[0]["input_ids"].shape))
+        )
+
+    def __enter__(self) -> Watch:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._hook.remove()
+
+
+@pytest.mark.parametrize("expansion", [False, True])
+@pytest.mark.parametrize("arguments", [{"mini_batch_size": 2}, {"mini_batch_num_tokens": 30}])
+def test_the_cached_loss_sorts_texts_and_cuts_padding(
+    arguments: dict[str, int], expansion: bool, tiny_encoder: MultiVectorEncoder, texts: Any
+) -> None:
+    if expansion:
+        tiny_encoder[0].query_expansion = {"strategy": "fixed", "length": 20, "attend": False}
+    queries = tiny_encoder.preprocess(texts(1, 7, 4), task="query")
+    assert ("query_expansion_positions" in queries) == expansion
+    documents = [tiny_encoder.preprocess(texts(seed, 7, 25), task="document") for seed in (2, 3)]
+    features = [queries, *documents]
+    expected = value_and_gradients(
+        losses.MultiVectorMultipleNegativesRankingLoss(tiny_encoder), tiny_encoder, features, None
+    )
+    assert_close(
+        value_and_gradients(host.MultiVectorMultipleNegativesRankingLoss(tiny_encoder), tiny_encoder, features, None),
+        expected,
+    )
+    loss = losses.CachedMultiVectorMultipleNegativesRankingLoss(tiny_encoder, **arguments)
+    with Watch(tiny_encoder) as watch:
+        assert_close(value_and_gradients(loss, tiny_encoder, features, None), expected)
+    # Every text twice, in forwards of no more texts, or tokens with their padding, than were asked for.
+    assert sum(rows for rows, _ in watch.shapes) == 2 * 3 * 7
+    if "mini_batch_size" in arguments:
+        assert max(rows for rows, _ in watch.shapes) == 2
+    else:
+        assert all(rows == 1 or rows * length <= 30 for rows, length in watch.shapes)
+    assert sum(rows * length for rows, length in watch.shapes) < 2 * sum(f["input_ids"].numel() for f in features)
+
+
+@pytest.mark.parametrize("task", ["query", "document"])
+def test_which_tokens_are_scored_is_known_before_the_forward(
+    task: str, tiny_encoder: MultiVectorEncoder, texts: Any
+) -> None:
+    tiny_encoder[0].query_expansion = {"strategy": "fixed", "length": 12, "attend": False}
+    tiny_encoder[3].skiplist_words = [".", "the"]
+    tiny_encoder[3].resolve_with_tokenizer(tiny_encoder.tokenizer)
+    features = tiny_encoder.preprocess([f"the {text} ." for text in texts(4, 6)], task=task)
+    found = scored_tokens(tiny_encoder, {**features, "task": task})
+    expected = tiny_encoder(dict(features), task=task)["attention_mask"].bool()
+    assert torch.equal(found, expected)
+    assert not torch.equal(found, features["attention_mask"].bool())
+    # Not of what has no texts beside each other, nor where a module makes other tokens.
+    for other in ({"modality": "image"}, {"cu_seq_lens_q": torch.arange(7)}, {"pixel_values": torch.zeros(3, 2)}):
+        assert scored_tokens(tiny_encoder, {**features, "task": task, **other}) is None
+    tiny_encoder.append(HierarchicalTokenPooling(2))
+    assert scored_tokens(tiny_encoder, {**features, "task": task}) is None
+
+
+def test_a_model_that_pools_tokens_goes_by_the_hosts_code(tiny_encoder: MultiVectorEncoder, texts: Any) -> None:
+    """Which asks for the loss of embeddings, whose options are this package's."""
+    features = columns(tiny_encoder, texts, 2)
+    tiny_encoder.append(HierarchicalTokenPooling(2))
+    expected = value_and_gradients(
+        host.CachedMultiVectorMultipleNegativesRankingLoss(tiny_encoder, mini_batch_size=2),
+        tiny_encoder,
+        features,
+        None,
+    )
+    loss = losses.CachedMultiVectorMultipleNegativesRankingLoss(tiny_encoder, mini_batch_size=2)
+    assert_close(value_and_gradients(loss, tiny_encoder, features, None), expected)
+
+    def others(columns: Columns) -> Tensor:
+        return torch.arange(10) // 5 == torch.ones(5, 1)
+
+    loss = losses.CachedMultiVectorMultipleNegativesRankingLoss(tiny_encoder, mini_batch_size=2, exclude=others)
+    without = host.CachedMultiVectorMultipleNegativesRankingLoss(tiny_encoder, mini_batch_size=2)
+    assert_close(
+        value_and_gradients(loss, tiny_encoder, features, None),
+        value_and_gradients(without, tiny_encoder, features[:2], None),
+    )
+    with pytest.raises(ValueError, match="fuse_projection: .*HierarchicalTokenPooling, is no Dense layer"):
+        losses.CachedMultiVectorMultipleNegativesRankingLoss(tiny_encoder, fuse_projection=True)
+
+
+def excluded(columns: Columns) -> Tensor:
+    """Something that is different for every query and document."""
+    size = len(columns[0]["input_ids"])
+    out = torch.arange(size).unsqueeze(1) * 7 + torch.arange(size * (len(columns) - 1)) * 3
+    return (out % 5 == 0) & (torch.arange(size).unsqueeze(1) != torch.arange(size * (len(columns) - 1)))
+
+
+@pytest.mark.parametrize("name", [IN_BATCH, CACHED])
+@pytest.mark.parametrize(
+    "options",
+    [{"margin": 0.2}, {"margin": -0.5, "symmetric": True}, {"exclude": excluded, "scale": 3.0}, {"symmetric": True}],
+    ids=["margin", "negative margin", "exclude", "symmetric"],
+)
+def test_options_are_those_of_the_definition(
+    name: str, options: dict[str, Any], tiny_encoder: MultiVectorEncoder, texts: Any
+) -> None:
+    features = columns(tiny_encoder, texts, 2)
+    scale = options.get("scale", 1.0)
+
+    class Definition(nn.Module):
+        """The definition over the host's scores, the documents of the first column first."""
+
+        def forward(self, columns: Columns, labels: None) -> Tensor:
+            queries, *documents = [
+                tiny_encoder(column, task="document" if index else "query") for index, column in enumerate(columns)
+            ]
+            scores = [
+                scoring.colbert_scores(
+                    queries["token_embeddings"],
+                    column["token_embeddings"].unsqueeze(1),
+                    queries_mask=queries["attention_mask"],
+                    documents_mask=column["attention_mask"].unsqueeze(1),
+                )
+                for column in documents
+            ]
+            return cross_entropy_reference(
+                torch.cat(scores, dim=1),
+                exclude=excluded(columns) if "exclude" in options else None,
+                margin=options.get("margin"),
+                symmetric=options.get("symmetric", False),
+                temperature=1 / scale,
+            )
+
+    expected = value_and_gradients(Definition(), tiny_encoder, features, None)
+    arguments = {"mini_batch_size": 2} if name == CACHED else {}
+    loss = getattr(losses, name)(tiny_encoder, **arguments, **options)
+    assert_close(value_and_gradients(loss, tiny_encoder, features, None), expected)
+    plain = getattr(losses, name)(tiny_encoder, scale=scale, **arguments)
+    assert value_and_gradients(plain, tiny_encoder, features, None)[0] != pytest.approx(expected[0].item(), rel=1e-3)
+    named = options.keys() - {"scale", "exclude"}
+    assert {name: loss.get_config_dict()[name] for name in named} == {name: options[name] for name in named}
+
+
+def test_duplicates(tiny_encoder: MultiVectorEncoder) -> None:
+    """Also in another column, padded to another length."""
+    batch = [["sea", "cat", "old"], ["a cat", "a dog", "a cat"], ["the big red fish", "a dog", "new"]]
+    features = [tiny_encoder.preprocess(column) for column in batch]
+    assert losses.duplicates(features).nonzero().tolist() == [[0, 2], [1, 4], [2, 0]]
+    loss = losses.MultiVectorMultipleNegativesRankingLoss(tiny_encoder, exclude=losses.duplicates)
+    cached = losses.CachedMultiVectorMultipleNegativesRankingLoss(
+        tiny_encoder, exclude=losses.duplicates, mini_batch_size=2
+    )
+    assert cached(features).item() == pytest.approx(loss(features).item(), rel=1e-5)
+    assert loss.get_config_dict()["exclude"].endswith("duplicates")
+
+
+@pytest.mark.parametrize("name", [IN_BATCH, CACHED])
+def test_a_learned_scale(name: str, tiny_encoder: MultiVectorEncoder, texts: Any) -> None:
+    features, found = columns(tiny_encoder, texts, 1), []
+    for kind in (losses, host):
+        scale = nn.Parameter(torch.tensor(0.7))
+        loss = getattr(kind, name)(tiny_encoder, scale=scale)
+        value_and_gradients(loss, tiny_encoder, features, None)
+        found.append(scale.grad.item())
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+    assert abs(found[1]) > 1e-3
+
+
+def test_cached_texts_keep_their_dropout(tiny_encoder: MultiVectorEncoder, texts: Any) -> None:
+    for module in tiny_encoder.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.3
+    tiny_encoder.train()
+    outputs: list[Tensor] = []
+    hook = tiny_encoder.register_forward_hook(
+        lambda module, arguments, output: outputs.append(output["token_embeddings"].detach().clone())
+    )
+    loss = losses.CachedMultiVectorMultipleNegativesRankingLoss(tiny_encoder, mini_batch_size=3)
+    value = loss(columns(tiny_encoder, texts, 2))
+    torch.rand(5)
+    value.backward()
+    hook.remove()
+    half = len(outputs) // 2
+    assert half > 3
+    assert all(torch.equal(*pair) for pair in zip(outputs[:half], outputs[half:], strict=True))
+    assert loss(columns(tiny_encoder, texts, 2)) != value
+    with pytest.raises(RuntimeError, match="the gradient of a cached loss is computed once"):
+        value.backward()
+
+
+def test_documents_without_tokens(tiny_encoder: MultiVectorEncoder) -> None:
+    """The skiplist takes all: such a document scores -1e9, and its query, if it is the right one, learns nothing."""
+    tiny_encoder[3].skiplist_tasks = ["document"]
+    tiny_encoder[3].skiplist_words = [".", "[CLS]", "[SEP]"]
+    tiny_encoder[3].resolve_with_tokenizer(tiny_encoder.tokenizer)
+    features = [tiny_encoder.preprocess(column) for column in (["cat", "dog"], ["a cat", "old dog"], [".", "sea"])]
+    for name in (IN_BATCH, CACHED):
+        expected = value_and_gradients(getattr(host, name)(tiny_encoder), tiny_encoder, features, None)
+        assert_close(value_and_gradients(getattr(losses, name)(tiny_encoder), tiny_encoder, features, None), expected)
+        swapped = [features[0], features[2], features[1]]
+        value = getattr(losses, name)(tiny_encoder)(swapped)
+        assert value.item() == pytest.approx(getattr(host, name)(tiny_encoder)(swapped).item(), rel=1e-5)
+        assert value > 1e8
+
+
+FORMS: dict[str, Callable[[list[nn.Module]], list[nn.Module]]] = {
+    "as loaded": lambda modules: modules,
+    "mask first": lambda modules: [modules[0], modules[1], modules[3], modules[2]],
+    "not normalised": lambda modules: [modules[0], modules[1], modules[3]],
+    "two layers, biased": lambda modules: [
+        modules[0], dense(32, 24), dense(24, 16, use_residual=True), *modules[2:]
+    ],
+}  # fmt: skip
+
+
+def dense(*sizes: int, activation: nn.Module | None = None, **options: Any) -> Dense:
+    torch.manual_seed(0)
+    return Dense(*sizes, activation_function=activation, module_input_name="token_embeddings", **options)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("name", "count", "n_labels"), FOUR)
+def test_a_fused_projection_changes_nothing(
+    name: str, count: int, n_labels: int, form: str, tiny_encoder: MultiVectorEncoder, texts: Any, monkeypatch: Any
+) -> None:
+    model = MultiVectorEncoder(modules=FORMS[form](list(tiny_encoder.children())), device="cpu")
+    features, labels = columns(model, texts, count), labels_of(n_labels)
+    if form == "not normalised":
+        # Whose scores are as large as the hidden states.
+        with torch.no_grad():
+            model[1].linear.weight.mul_(0.1)
+    expected = value_and_gradients(getattr(host, name)(model), model, features, labels)
+    calls, fused = [], loss_scoring.maxsim_from_hidden
+    monkeypatch.setattr(
+        loss_scoring, "maxsim_from_hidden", lambda *args, **options: calls.append(1) or fused(*args, **options)
+    )
+    loss = getattr(losses, name)(model, fuse_projection=True)
+    assert_close(value_and_gradients(loss, model, features, labels), expected)
+    assert len(calls) == (2 if name == IN_BATCH else 1)
+    # The model is as before.
+    assert_close(value_and_gradients(getattr(host, name)(model), model, features, labels), expected)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda m: [m[0], dense(32, 16, activation=nn.Tanh()), *m[2:]],
+            "layer 0, Dense, has the activation function Tanh",
+        ),
+        (lambda m: [m[0], *m[2:]], "the model has no Dense layer after its encoder"),
+        (lambda m: [m[0], m[2], m[1], m[3]], "the model normalises before its last Dense layer"),
+        (lambda m: [*m[:2], Normalize(), m[3]], "a Normalize of the model makes 'sentence_embedding' of"),
+        (lambda m: [*m, HierarchicalTokenPooling(2)], "layer 1, HierarchicalTokenPooling, is no Dense layer"),
+        (lambda m: [m[0], nn.Identity(), *m[1:]], "layer 0, Identity, is no Dense layer"),
+    ],
+)
+def test_a_model_that_cannot_be_fused_says_why(
+    change: Callable, message: str, tiny_encoder: MultiVectorEncoder
+) -> None:
+    model = MultiVectorEncoder(modules=change(list(tiny_encoder.children())), device="cpu")
+    for name, _, _ in FOUR:
+        with pytest.raises(ValueError, match=f"fuse_projection: .*{message}"):
+            getattr(losses, name)(model, fuse_projection=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"scale": 0.0}, "scale: 0.0; expected a finite number above 0"),
+        ({"scale": "2"}, "scale: str; expected a number or a tensor of one element"),
+        ({"scale": torch.ones(2)}, r"scale: a tensor of shape \(2,\); expected"),
+        ({"mini_batch_size": 0}, "mini_batch_size: 0; expected at least 1"),
+        ({"score_mini_batch_size": 1.5}, "score_mini_batch_size: float; expected an integer"),
+        ({"gather": "star"}, "gather must be"),
+        ({"symmetric": 1}, "symmetric: 1; expected True or False"),
+        ({"exclude": [1]}, "exclude: list; expected a function"),
+        ({"fuse_projection": None}, "fuse_projection: None; expected True or False"),
+        ({"fuse_projection": True, "margin": 0.1}, "fuse_projection: given together with margin"),
+        ({"gather_across_devices": True, "symmetric": True}, "gather_across_devices: given together with symmetric"),
+        ({"gather_across_devices": True, "gather": "ring", "margin": 0.1}, 'margin: given together with gather="ring"'),
+        ({"similarity_fct": scoring.XTRScores(), "margin": 0.1}, "margin: given together with a similarity_fct"),
+        ({"similarity_fct": scoring.XTRScores(), "gather": "ring"}, "gather: given together with a similarity_fct"),
+        (
+            {"similarity_fct": scoring.XTRScores(), "fuse_projection": True},
+            "fuse_projection: given together with a sim",
+        ),
+    ],
+)
+def test_arguments_that_cannot_be(arguments: dict, message: str, tiny_encoder: MultiVectorEncoder) -> None:
+    for name in (IN_BATCH, CACHED):
+        with pytest.raises((TypeError, ValueError), match=message):
+            getattr(losses, name)(tiny_encoder, **arguments)
+
+
+def test_columns_and_labels_that_cannot_be(tiny_encoder: MultiVectorEncoder, texts: Any) -> None:
+    three = columns(tiny_encoder, texts, 2)
+    for name, least in ((IN_BATCH, 1), (CACHED, 1), (KL, 2), (MARGINS, 2)):
+        loss = getattr(losses, name)(tiny_encoder)
+        message = f"sentence_features: {least} columns; expected the queries and at least {least} of documents"
+        with pytest.raises(ValueError, match=message):
+            loss(three[:least], None)
+        uneven = [*three[:2], tiny_encoder.preprocess(texts(1, 4))]
+        with pytest.raises(ValueError, match=r"sentence_features: columns of \[5, 5, 4\] texts"):
+            loss(uneven, labels_of(2))
+    for name, labels, message in (
+        (KL, torch.zeros(5, 3), r"labels: shape \(5, 3\); expected the teacher's scores \(5, 2\)"),
+        (KL, [1.0], r"labels: list; expected the teacher's scores \(5, 2\)"),
+        (MARGINS, torch.zeros(5, 4), r"labels: shape \(5, 4\); expected the teacher's scores \(5, 2\), or its margins"),
+        (MARGINS, None, "labels: NoneType; expected the teacher's scores"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            getattr(losses, name)(tiny_encoder)(three, labels)
+    with pytest.raises(ValueError, match="teacher scores contain NaN"):
+        losses.MultiVectorDistillKLDivLoss(tiny_encoder)(three, torch.full((5, 2), torch.nan))
+    loss = losses.MultiVectorMultipleNegativesRankingLoss(tiny_encoder, exclude=lambda columns: torch.ones(5, 10))
+    with pytest.raises(ValueError, match=r"exclude: returned torch.float32 of shape \(5, 10\); expected torch.bool"):
+        loss(three)
+
+
+def test_the_hosts_trainer(tiny_encoder: MultiVectorEncoder, texts: Any, tmp_path: Any) -> None:
+    """Two steps each give the very same model, with the host's loss and with this one."""
+    data = Dataset.from_dict({"query": texts(1, 8, 4), "positive": texts(2, 8), "negative": texts(3, 8)})
+    path, weights = str(tmp_path / "model"), []
+    tiny_encoder.save_pretrained(path)
+    for kind in (host, losses):
+        model = MultiVectorEncoder(path, device="cpu")
+        loss = kind.CachedMultiVectorMultipleNegativesRankingLoss(
+            model, mini_batch_size=2, similarity_fct=mean_colbert_scores, scale=5.0
+        )
+        arguments = MultiVectorEncoderTrainingArguments(
+            output_dir=str(tmp_path), per_device_train_batch_size=4, max_steps=2, learning_rate=0.01, optim="sgd",
+            save_strategy="no", report_to="none", use_cpu=True, disable_tqdm=True,
+        )  # fmt: skip
+        MultiVectorEncoderTrainer(model=model, args=arguments, train_dataset=data, loss=loss).train()
+        weights.append(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
+    before = torch.cat([parameter.detach().flatten() for parameter in tiny_encoder.parameters()])
+    step = (weights[0] - before).norm()
+    assert step > 0.01
+    assert (weights[1] - weights[0]).norm() <= 1e-4 * step
