@@ -5,8 +5,8 @@
 
 The first needs what the demo needs, and packs its text and its encoder into one file, so that the second, which wants a
 GPU, gives the same wherever it runs. The encoder's weights are rounded to half precision there, and the vectors of
-tokens that no text has are replaced by their mean. But for the batch size, the number of steps and the seed, all is as in
-`demo.FULL`; gradients are cached in all runs, and a GPU computes in bfloat16.
+tokens that no text has are replaced by their mean. But for the batch size, the number of steps and the seed, all is as
+in `demo.FULL`; gradients are cached in all runs, and a GPU computes in bfloat16.
 """
 
 from __future__ import annotations
