@@ -62,9 +62,12 @@ def render(suite: Suite, result: dict[str, Any] | None) -> str:
         else "the longer of a row's operations and its bytes at the two ceilings"
         + (", and the rows gathered at that of the L2 cache" if result["ceilings"].get("l2_bytes_per_second") else "")
     )
+    made = {state["repetitions"] for row in result["rows"] for state in row["systems"].values() if "median_ms" in state}
+    fewest = min(made, default=protocol["repetitions"])
     lines = [
         f"{suite.title}, {suite.unit}. {heading(result)}; {result['date'][:10]}. "
-        f"Median of {protocol['repetitions']} calls{' from a cold cache' if protocol['flush_bytes'] else ''}, "
+        f"Median of {protocol['repetitions']} calls{' from a cold cache' if protocol['flush_bytes'] else ''}"
+        f"{f', of {fewest} and more in the longest rows' if fewest < protocol['repetitions'] else ''}, "
         f"systems in turn within one run; the floor is {floor}, measured in the same run."
         + (f" {about}." if about else ""),
         "",

@@ -6,7 +6,7 @@
   of work.
 - `suite`: what a suite is (rows, systems, a reference), and the loop that checks, times and compares the systems.
 - `forward`, `fat`, `varlen`, `training`, `losses`, `hidden`, `launch`, `cpu`: the suites. Another one is one more file
-  like them, named in `SUITES`. `calls` and `steps` are what `launch` times.
+  like them, named in `SUITES`. `calls` and `steps` are what `launch` times, `loss_steps` what `losses` does.
 - `peers`: the other packages that a suite may measure, and what is particular to them.
 - `memory`: the memory of one system, measured in a process of its own (`fresh`).
 - `results`, `report`, `plot`: a result as JSON, as a table on the terminal, as a picture.

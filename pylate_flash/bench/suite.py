@@ -148,6 +148,8 @@ class Suite:
         The only type of device that it measures, or None for any.
     facts
         ``(device, dtype) -> {name: number or words}``: what belongs to no row.
+    rounds_of
+        ``(row, rounds) -> rounds``: how often the calls of a row are made, where some rows take long.
     """
 
     name: str
@@ -164,6 +166,7 @@ class Suite:
     device: str | None = None
     accuracy_of: Callable[[Any, torch.dtype], float] | None = None
     facts: Callable[[torch.device, torch.dtype], dict[str, Any]] | None = None
+    rounds_of: Callable[[Any, Rounds], Rounds] | None = None
 
 
 class Observer:
@@ -312,6 +315,7 @@ def _run_row(
             ready[system.name] = candidate
 
     observer.doing(f"{row.name}: timing")
+    rounds = rounds if suite.rounds_of is None else suite.rounds_of(row, rounds)
     timings = measure({name: candidate.call for name, candidate in ready.items()}, stopwatch, rounds)
     work = row.work(dtype)
     accuracy = suite.accuracy(dtype) if suite.accuracy_of is None else suite.accuracy_of(inputs, dtype)

@@ -1,23 +1,39 @@
 from __future__ import annotations
 
+import sys
+from dataclasses import replace
+
 import pytest
 import torch
 
-from pylate_flash.bench import losses, training
-from pylate_flash.bench.training import Batch
+from pylate_flash import maxsim_cross_entropy
+from pylate_flash.bench import loss_steps, losses, suite, training
+from pylate_flash.bench.losses import GivenBatch
+from pylate_flash.bench.protocol import Rounds
+from pylate_flash.bench.training import TEMPERATURE, Batch
 
+CPU = torch.device("cpu")
 ROW = Batch("small", 40, 40, 4, 6, d=16)
+GIVEN = GivenBatch("given", 40, 40, 4, 6, d=16)
+SYSTEMS = {system.name: system for system in losses.suite().systems}
+OF_GIVEN = ("pylate_flash", "pylate_flash_contrastive", "pylate_flash_cached")
 
 
 @pytest.fixture
 def inputs():
-    return training.make_inputs(ROW, torch.device("cpu"), torch.bfloat16)
+    return losses.make_inputs(ROW, CPU, torch.bfloat16)
+
+
+@pytest.fixture
+def given():
+    return losses.make_inputs(GIVEN, CPU, torch.float32)
 
 
 @pytest.mark.parametrize("pieces", [False, True])
 def test_the_sample_is_that_of_the_whole_reference(inputs, pieces, monkeypatch):
     if pieces:
         monkeypatch.setattr(training, "REFERENCE_BYTES", 1)
+        monkeypatch.setattr(losses, "REFERENCE_QUERIES", 16)
     whole = losses.sample_of(training.reference(inputs))
     for found, expected in zip(losses.reference(inputs), whole, strict=True):
         assert found.dtype == torch.float64
@@ -27,17 +43,122 @@ def test_the_sample_is_that_of_the_whole_reference(inputs, pieces, monkeypatch):
     assert losses.sampled(40)[[0, -1]].tolist() == [0, 39]
 
 
-@pytest.mark.parametrize("system", losses.suite().systems, ids=lambda system: system.name)
-def test_every_system_computes_the_step(inputs, system, monkeypatch):
-    monkeypatch.setattr(losses, "LOOP_QUERIES", 16)
-    expected = losses.reference(inputs)
-    for candidate in system.candidates(inputs):
-        found = candidate.read(candidate.call())
-        assert losses.error(found, expected) <= 1e-2
+def test_given_embeddings_are_not_normalised_and_masked(given):
+    assert given.queries.dtype == torch.bfloat16
+    norms = given.documents.float().norm(dim=-1)
+    assert norms.min() < 0.7
+    assert norms.max() > 1.3
+    for mask, length in ((given.queries_mask, 4), (given.documents_mask, 6)):
+        lengths = mask.sum(dim=1)
+        assert length // 2 <= lengths.min() < lengths.max() == length
+
+
+def test_the_reference_of_given_embeddings_is_the_definition(given):
+    leaves = [e.detach().double().requires_grad_() for e in (given.queries, given.documents)]
+    # As the operation rounds them, without a gradient of the rounding.
+    normalized = [torch.nn.functional.normalize(leaf, dim=-1) for leaf in leaves]
+    rounded = [unit + (unit.to(torch.bfloat16).double() - unit).detach() for unit in normalized]
+    similarities = torch.einsum("qsd,ntd->qnst", *rounded)
+    best = similarities.masked_fill(~given.documents_mask[None, :, None], -torch.inf).amax(dim=-1)
+    scores = (best * given.queries_mask[:, None]).sum(dim=-1)
+    loss = torch.nn.functional.cross_entropy(scores / TEMPERATURE, torch.arange(40))
+    gradients = torch.autograd.grad(loss, leaves)
+    expected = losses.sample_of(training.Step(loss.detach(), None, *gradients))
+    assert losses.error(losses.reference(given), expected) <= 1e-4
+
+
+@pytest.mark.parametrize("system", SYSTEMS.values(), ids=SYSTEMS)
+@pytest.mark.parametrize("kind", ["batch", "given"])
+def test_every_system_computes_the_step(system, kind, inputs, given, monkeypatch):
+    monkeypatch.setattr(loss_steps, "LOOP_QUERIES", 16)
+    monkeypatch.setattr(loss_steps, "CHUNKS", (16, 64))
+    if system.peer is not None and system.peer.unavailable(CPU):
+        pytest.skip(system.peer.unavailable(CPU))
+    row = given if kind == "given" else inputs
+    if (system.name in OF_GIVEN) != (kind == "given") and system.name != "pylate_flash":
+        with pytest.raises(suite.Unavailable, match="measure it|needs sentence-transformers 6"):
+            system.candidates(row)
+        return
+    try:
+        candidates = system.candidates(row)
+    except suite.Unavailable as why:
+        pytest.skip(str(why))
+    expected = losses.reference(row)
+    limit = system.tolerance
+    if system.name.startswith("pylate_flash"):
+        limit = suite.MARGIN * losses.accuracy_of(row, torch.bfloat16)
+        assert limit == pytest.approx(system.tolerance if kind == "given" else 1e-2)
+    for candidate in candidates:
+        for _ in range(2):
+            found = candidate.read(candidate.call())
+            assert losses.error(found, expected) <= limit
         wrong = found._replace(grad_documents=found.grad_documents.roll(1, 0))
-        assert losses.error(wrong, expected) > 0.1
+        assert losses.error(wrong, expected) > 2 * limit
+
+
+@pytest.mark.parametrize("name", OF_GIVEN[1:])
+def test_a_loss_of_given_embeddings_is_the_bare_operation(given, name, pylate):
+    """So their times are of the same work."""
+    (bare,), (loss,) = (SYSTEMS[name].candidates(given) for name in (OF_GIVEN[0], name))
+    for found, expected in zip(loss.read(loss.call()), bare.read(bare.call()), strict=True):
+        assert (found.double() - expected.double()).norm() <= 2e-3 * expected.double().norm()
+
+
+def test_flash_maxsims_step_is_told_the_temperature(inputs, monkeypatch):
+    def step(queries, documents):
+        leaves = [tensor.detach().float().requires_grad_() for tensor in (queries, documents)]
+        loss = maxsim_cross_entropy(*leaves)
+        loss.backward()
+        for tensor, leaf in zip((queries, documents), leaves, strict=True):
+            tensor.grad = leaf.grad.to(tensor.dtype)
+        return loss.detach()
+
+    module = type("module", (), {"colbert_contrastive_step": staticmethod(step)})
+    monkeypatch.setitem(sys.modules, "flash_maxsim", type("package", (), {}))
+    monkeypatch.setitem(sys.modules, "flash_maxsim.flash_maxsim_contrastive", module)
+    candidates = loss_steps.flash_maxsim(inputs)
+    assert [candidate.label for candidate in candidates] == ["bfloat16", "float16"]
+    for candidate in candidates:
+        assert losses.error(candidate.read(candidate.call()), losses.reference(inputs)) <= loss_steps.ROUNDED / 2
 
 
 def test_rows_are_four_times_as_large():
-    assert [row.Nq for row in losses.ROWS] == [1024, 4096, 16384, 65536]
+    batches = [row for row in losses.ROWS if not isinstance(row, GivenBatch)]
+    assert [row.Nq for row in batches] == [256, 1024, 4096, 16384, 65536]
+    assert [row.Nq for row in losses.ROWS[5:]] == [128, 1024, 4096]
     assert all(row.Nq == row.Nd for row in losses.ROWS)
+    # On a CPU a row is a smaller one of its kind.
+    assert isinstance(losses.ROWS[-1].within(suite.CPU_FLOPS), GivenBatch)
+
+
+def test_long_rows_have_fewer_calls():
+    made = {row.name: losses.rounds_of(row, Rounds()).repetitions for row in losses.ROWS}
+    assert made == {
+        **dict.fromkeys(("batch-256", "batch-1024", "given-128", "given-1024"), 50),
+        **dict.fromkeys(("batch-4096", "given-4096"), 20),
+        **dict.fromkeys(("batch-16384", "batch-65536"), 3),
+    }
+    assert losses.rounds_of(losses.ROWS[3], Rounds(warmup=0, repetitions=2)).repetitions == 2
+
+
+@pytest.mark.parametrize(("row", "expected"), [(1, 3), (2, 1), (3, 1), (4, 0)], ids=lambda value: str(value))
+def test_what_would_take_minutes_is_not_offered(row, expected):
+    shape = losses.ROWS[row]
+    queries, documents = (torch.empty(shape.Nq, length, 128, device="meta") for length in (32, 180))
+    inputs = training.Inputs(queries, documents, None, None, 0)
+    for offered in (lambda: loss_steps.chunks_for(inputs, 100 * loss_steps.LONG), lambda: loss_steps.loop(inputs)):
+        if not expected:
+            with pytest.raises(suite.Unavailable, match="a minute or more"):
+                offered()
+        else:
+            assert len(offered()) in (1, expected)
+    assert len(loss_steps.ours(inputs)) == 1
+
+
+def test_the_suite_runs(ceilings, pylate):
+    found = replace(losses.suite(), rows=(ROW, GIVEN))
+    result = suite.run(found, CPU, torch.float32, Rounds(0, 2, 0), ceilings=ceilings)
+    for row, present in zip(result["rows"], (("pylate_flash", "pylate_flash_loop"), OF_GIVEN), strict=True):
+        for name in present:
+            assert row["systems"][name]["status"] == "ok", row["systems"][name]
+    assert result["rows"][1]["multiples"].keys() == {"pylate_flash_contrastive", "pylate_flash_cached"}
