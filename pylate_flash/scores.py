@@ -34,9 +34,9 @@ from torch import Tensor
 
 from ._switches import backend_in_force, check_backend, check_masking, masking_in_force
 from .hosts.pylate import original
-from .hosts.staging import concatenate
 from .ops import maxsim, maxsim_pairwise, maxsim_varlen_pairwise
 from .ops.checks import FLOATING
+from .ops.staging import concatenate
 
 __all__ = ["ColBERTScores", "colbert_kd_scores", "colbert_scores", "colbert_scores_pairwise", "scorer_of"]
 

@@ -14,7 +14,7 @@ from .blocked_varlen import blocked_varlen_backward, blocked_varlen_forward
 from .checks import checked_mask
 from .norms import scales
 from .packing import host_bounds_of
-from .problem import Options, Places, Problem, Tensors, problem_of, replaced
+from .problem import Options, Places, Problem, Tensors, problem_of
 
 Gradients = tuple[Tensor | None, Tensor | None]
 
@@ -23,11 +23,7 @@ def compute(
     tensors: Tensors, options: Options, with_winners: bool, places: Places | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """Scores, float32, and the winners [documents, rows], if asked for. Only kernels take `places`."""
-    problem = problem_of(tensors, options, with_winners)
-    if places is not None:
-        kind = replaced(problem.kind, "offset_unit", places.unit)
-        aligned = places.unit * problem.dtype.itemsize == 16
-        problem = problem._replace(kind=kind, n_tokens=places.n_tokens, aligned=aligned)
+    problem = problem_of(tensors, options, with_winners, places)
     mean = options.reduction == "mean"
     if mean:
         # The score of an empty document is not divided.

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 from torch import Tensor
 
 from ..kernels.select import BackwardPlan, ForwardPlan, backward_plan, choose, forward_plan, why
 from .maxsim import checked, needs_gradient
 from .problem import Options, Problem, Tensors, problem_of
+from .ragged import call_of
 from .varlen import with_lengths
 
 
@@ -23,12 +26,15 @@ class Explanation(NamedTuple):
         The plan of the forward: its kernel, tile and grid, and why. None where no kernel serves the call.
     backward
         The plan of the gradient of the documents, and why. None also where no gradient is needed.
+    lists
+        Whether the documents of a list are read where they lie, or why they are packed. None where they are no list.
     """
 
     implementation: str
     reason: str
     forward: ForwardPlan | None
     backward: BackwardPlan | None
+    lists: str | None = None
 
     def __str__(self) -> str:
         lines = [f"{self.implementation}: {self.reason}"]
@@ -36,14 +42,16 @@ class Explanation(NamedTuple):
             plan = self.forward
             tile = ", ".join(f"{name} {value}" for name, value in plan.tile._asdict().items())
             lines.append(f"forward: the {plan.kernel} kernel, because {plan.reason}; tile: {tile}")
+        if self.lists is not None:
+            lines.append(f"list of documents: {self.lists}")
         if self.backward is not None:
             lines.append(f"gradient of the documents: {self.backward.kernel}, because {self.backward.reason}")
         return "\n".join(lines)
 
 
 def explain(
-    queries: Tensor,
-    documents: Tensor,
+    queries: Tensor | Sequence[Tensor | np.ndarray],
+    documents: Tensor | Sequence[Tensor | np.ndarray],
     *,
     queries_mask: Tensor | None = None,
     documents_mask: Tensor | None = None,
@@ -56,17 +64,20 @@ def explain(
     masking: str = "exclude",
     implementation: str = "auto",
 ) -> Explanation:
-    """Say what serves a call of `maxsim`, or with boundaries of `maxsim_varlen`, and why. Computes nothing.
+    """Say what serves a call of `maxsim`, with boundaries of `maxsim_varlen`, or of lists of `maxsim_ragged`, and why.
+
+    It computes nothing, and brings lists together as the call does.
 
     Parameters
     ----------
     queries, documents
-        As in `maxsim`, padded; or as in `maxsim_varlen`, packed. Where one requires a gradient, and gradients are
-        enabled, the backward is explained too.
+        As in `maxsim`, padded; as in `maxsim_varlen`, packed; or as in `maxsim_ragged`, lists. Where one requires a
+        gradient, and gradients are enabled, the backward is explained too.
     queries_mask, documents_mask
         As in `maxsim`, for padded tokens.
     queries_cu_seqlens, documents_cu_seqlens, candidates_cu_seqlens, max_query_length, max_document_length
-        As in `maxsim_varlen`, for packed tokens; the call waits for a GPU where that one does.
+        As in `maxsim_varlen`, for packed tokens; the call waits for a GPU where that one does. Of these and the masks,
+        lists of documents go with `queries_mask` and `candidates_cu_seqlens`.
     normalize, masking, implementation
         As in `maxsim`.
 
@@ -86,11 +97,26 @@ def explain(
     >>> explain(torch.zeros(2, 3, 8), torch.zeros(4, 5, 8)).implementation
     'blocked'
     """
+    options = Options(normalize=bool(normalize), masking=masking, implementation=implementation)
+    if not isinstance(documents, Tensor):
+        for name, value in (
+            ("documents_mask", documents_mask), ("queries_cu_seqlens", queries_cu_seqlens),
+            ("documents_cu_seqlens", documents_cu_seqlens), ("max_query_length", max_query_length),
+            ("max_document_length", max_document_length),
+        ):  # fmt: skip
+            if value is not None:
+                raise ValueError(f"{name} must be None where documents are a list, got {type(value).__name__}")
+        call = call_of("explain", queries, documents, queries_mask, candidates_cu_seqlens, options)
+        tensors = checked("explain", call.tensors, call.options)
+        problem = problem_of(tensors, call.options, needs_gradient(*tensors[:2]), call.places)
+        how = "read where they lie" if call.packed_because is None else f"packed, because {call.packed_because}"
+        return explain_problem(problem, implementation)._replace(lists=how)
+    if not isinstance(queries, Tensor):
+        raise TypeError(f"queries must be a torch.Tensor where documents are one, got {type(queries).__name__}")
     tensors = Tensors(
         queries, documents, queries_mask, documents_mask, queries_cu_seqlens, documents_cu_seqlens,
         candidates_cu_seqlens,
     )  # fmt: skip
-    options = Options(normalize=bool(normalize), masking=masking, implementation=implementation)
     if documents_cu_seqlens is not None:
         options = with_lengths(tensors, options, max_query_length, max_document_length)
     tensors = checked("explain", tensors, options)

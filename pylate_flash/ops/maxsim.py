@@ -240,7 +240,7 @@ def needs_gradient(*tensors: Tensor | None) -> bool:
 def is_plain(*tensors: Tensor) -> bool:
     """Whether these can be computed with at once: no compiler, subclass, mode, transform, tangent or meta tensor."""
     for tensor in tensors:
-        if type(tensor) not in _PLAIN_TYPES or tensor.is_meta:
+        if type(tensor) not in PLAIN_TYPES or tensor.is_meta:
             return False
     return (
         torch._C._len_torch_dispatch_stack() == 0
@@ -250,7 +250,7 @@ def is_plain(*tensors: Tensor) -> bool:
     )
 
 
-_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 
 # The schemas are written out, because inference from annotations costs more host time per call than the launch of a

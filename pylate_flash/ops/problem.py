@@ -258,8 +258,8 @@ def sizes_of(tensors: Tensors, options: Options) -> Sizes:
     return Sizes(length, (n_queries, n_documents), (every, rows))
 
 
-def problem_of(tensors: Tensors, options: Options, with_winners: bool = False) -> Problem:
-    """The problem of a call, after every check of its tensors (`check`)."""
+def problem_of(tensors: Tensors, options: Options, with_winners: bool = False, places: Places | None = None) -> Problem:
+    """The problem of a call, after every check of its tensors (`check`); with `places`, of documents that lie there."""
     check(tensors)
     queries, documents, queries_mask, documents_mask, queries_cu_seqlens, documents_cu_seqlens, candidates = tensors
     kind = kind_of(
@@ -269,12 +269,16 @@ def problem_of(tensors: Tensors, options: Options, with_winners: bool = False) -
         None if documents_cu_seqlens is None else documents_cu_seqlens.dtype,
         None if candidates is None else candidates.dtype,
         options.normalize, options.masking, torch.get_float32_matmul_precision(), with_winners,
+        0 if places is None else places.unit,
     )  # fmt: skip
+    aligned = documents.data_ptr() % 16 == 0
     document_strides: tuple[int, ...]
     if documents_cu_seqlens is not None:
         n_tokens = documents.shape[0]
         groups, n_documents, document_length = 1, documents_cu_seqlens.shape[0] - 1, options.max_document_length
         document_strides = (0, 0, documents.stride(0))
+        if places is not None:
+            n_tokens, aligned = places.n_tokens, places.unit * documents.element_size() == 16
     elif documents.dim() == 3:
         groups, (n_documents, document_length, _) = 1, documents.shape
         n_tokens, (document, token, _) = n_documents * document_length, documents.stride()
@@ -292,5 +296,5 @@ def problem_of(tensors: Tensors, options: Options, with_winners: bool = False) -
         groups = n_queries
     return Problem(
         kind, n_queries, query_length, groups, n_documents, document_length, n_tokens, options.max_candidates,
-        query_strides, document_strides, options.empty_score, documents.data_ptr() % 16 == 0,
+        query_strides, document_strides, options.empty_score, aligned,
     )  # fmt: skip

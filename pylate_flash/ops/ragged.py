@@ -2,48 +2,26 @@
 
 `maxsim_ragged` is `maxsim_varlen` of the same sequences, packed, which is its definition. Where no gradient is needed,
 the kernels read each document where it lies: they get a table of addresses, in one small copy, in place of a copy of
-all tokens. What a list costs then is the host's time to ask every tensor for its address, length and type.
+all tokens. What a list costs then is the host's time to ask every tensor for its address, length and type (`lists`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import attrgetter
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..kernels.select import IMPLEMENTATIONS, choose
-from .checks import check_boundaries, check_choice, check_same, check_tensor
+from .checks import check_boundaries, check_choice, check_same, check_tensor, is_readable
 from .compute import compute
+from .lists import Sequences, check_list, sequences_of
 from .maxsim import autocast, checked, is_plain, needs_gradient, scores_of
 from .packing import longest
 from .problem import Options, Places, Tensors
-
-_PLAIN_TYPES = {Tensor, torch.nn.Parameter}
-
-
-class _Sequences(NamedTuple):
-    """A list of tensors [L_i, size], contiguous, of one dtype and device, and their lengths [N], int64."""
-
-    tensors: Sequence[Tensor]
-    lengths: np.ndarray
-    size: int
-
-    @property
-    def n_tokens(self) -> int:
-        return int(self.lengths.sum())
-
-    @property
-    def longest(self) -> int:
-        return int(self.lengths.max())
-
-    @property
-    def bounds(self) -> np.ndarray:
-        """Boundaries [N + 1] of the sequences, one after the other, int64."""
-        return np.concatenate([[0], np.cumsum(self.lengths)])
+from .staging import concatenate
 
 
 def maxsim_ragged(
@@ -136,9 +114,9 @@ def maxsim_ragged_pairwise(
     >>> maxsim_ragged_pairwise(values, values)
     tensor([6., 9.])
     """
-    _check_list("documents", documents)
+    check_list("documents", documents)
     if not isinstance(queries, Tensor):
-        _check_list("queries", queries)
+        check_list("queries", queries)
     if len(queries) != len(documents):
         raise ValueError(f"documents must have one document per query, {len(queries)}, got {len(documents)} documents")
     candidates = torch.arange(len(documents) + 1, dtype=torch.int32)
@@ -146,145 +124,126 @@ def maxsim_ragged_pairwise(
     return _scores("maxsim_ragged_pairwise", queries, documents, queries_mask, candidates, options)
 
 
-def _scores(
+class Call(NamedTuple):
+    """A call on lists, as the operator takes it, packed, or as the kernels take it with `places`."""
+
+    tensors: Tensors
+    options: Options
+    places: Places | None
+    # Why its documents are packed, or None.
+    packed_because: str | None
+
+
+def call_of(
     operation: str,
     queries: Tensor | Sequence[Tensor | np.ndarray],
     documents: Sequence[Tensor | np.ndarray],
     queries_mask: Tensor | None,
     candidates: Tensor | None,
     options: Options,
-) -> Tensor:
+) -> Call:
+    """A call on lists with its tensors brought together, after the checks of what is not in them any more."""
     check_choice("implementation", options.implementation, IMPLEMENTATIONS)
-    found = _sequences("documents", documents)
-    queries_cu_seqlens = None
+    found = sequences_of("documents", documents)
+    bounds = None
     if isinstance(queries, Tensor):
         check_tensor("queries", queries, {3: "[Nq, Lq, d]"})
     elif queries_mask is not None:
         raise ValueError("queries_mask must be None where queries are a list, which has no padding to mask")
     else:
-        of_queries = _sequences("queries", queries)
-        queries = torch.cat(list(of_queries.tensors))
-        queries_cu_seqlens = _boundaries(of_queries.bounds, queries.device)
+        of_queries = sequences_of("queries", queries)
+        queries, bounds = _together(of_queries)
         options = options._replace(max_query_length=of_queries.longest)
     if candidates is not None:
         check_boundaries("candidates_cu_seqlens", candidates)
         most = longest("candidates_cu_seqlens", candidates, len(found.tensors), "documents", None)
         options = options._replace(max_candidates=most)
     options = options._replace(max_document_length=found.longest)
-    tensors = Tensors(queries, found.tensors[0], queries_mask, None, queries_cu_seqlens, None, candidates)
-    if _read_where_they_lie(queries, found, options):
-        return _scores_in_place(operation, tensors, found, options)
-    values = _concatenated(found, queries.device)
-    bounds = _boundaries(found.bounds, values.device)
-    return scores_of(operation, tensors._replace(documents=values, documents_cu_seqlens=bounds), options)
-
-
-def _read_where_they_lie(queries: Tensor, documents: _Sequences, options: Options) -> bool:
-    """Whether kernels can take the documents as they are."""
-    first = documents.tensors[0]
-    return (
-        not options.normalize  # the norms of all tokens are computed of packed ones
-        and first.device == queries.device
-        and choose(options.implementation, queries.device, queries.dtype, queries.shape[-1]) == "triton"
-        and is_plain(queries, first)
-        and _PLAIN_TYPES.issuperset(map(type, documents.tensors))
-        and autocast(queries)[0] is queries
-        and not needs_gradient(queries, *documents.tensors)
+    reason = _why_packed(queries, found, options)
+    tensors = Tensors(queries, found.tensors[0], queries_mask, None, None, None, candidates)
+    if reason is None:
+        return Call(*_in_place(operation, tensors, bounds, found, options), None)
+    # From the host they follow the queries; from anywhere else that is for the caller to say.
+    on_host = found.examples[0].device.type == "cpu"
+    values = concatenate(found.tensors, queries.device if on_host and queries.is_cuda else None)
+    tensors = tensors._replace(
+        documents=values,
+        queries_cu_seqlens=None if bounds is None else _boundaries(bounds, queries.device),
+        documents_cu_seqlens=_boundaries(found.bounds, values.device),
     )
+    return Call(tensors, options, None, reason)
 
 
-def _scores_in_place(operation: str, tensors: Tensors, documents: _Sequences, options: Options) -> Tensor:
-    """Scores by kernels that get the documents' addresses, and their boundaries as if they were packed."""
-    queries, first = tensors[:2]
+def _scores(operation: str, *arguments: Any) -> Tensor:
+    call = call_of(operation, *arguments)
+    if call.places is None:
+        return scores_of(operation, call.tensors, call.options)
+    return compute(call.tensors, call.options, False, call.places)[0]
+
+
+def _together(queries: Sequences) -> tuple[Tensor, np.ndarray | None]:
+    """Queries of one length [Nq, Lq, d], or packed [Tq, d], with their boundaries on the host."""
+    tensors = queries.tensors
+    if len(tensors) == 1:
+        return tensors[0].unsqueeze(0), None
+    values = torch.cat(list(tensors))
+    if (queries.lengths == queries.lengths[0]).all():
+        return values.view(len(tensors), int(queries.lengths[0]), queries.size), None
+    return values, queries.bounds
+
+
+def _why_packed(queries: Tensor, documents: Sequences, options: Options) -> str | None:
+    """Why kernels cannot take the documents as they are, or None."""
+    first = documents.examples[0]
+    if options.normalize:
+        return "the norms of all tokens are computed of packed ones"
+    if first.device != queries.device:
+        return "they lie on another device than the queries"
+    if choose(options.implementation, queries.device, queries.dtype, queries.shape[-1]) != "triton":
+        return "no kernel serves the call"
+    if not is_plain(queries, *documents.examples):
+        return "they are not plain tensors, or the call is compiled or transformed"
+    if autocast(queries)[0] is not queries:
+        return "autocast casts them"
+    if needs_gradient(queries, *documents.examples):
+        return "a gradient is asked for"
+    return None
+
+
+def _in_place(
+    operation: str, tensors: Tensors, queries_bounds: np.ndarray | None, documents: Sequences, options: Options
+) -> tuple[Tensors, Options, Places]:
+    """The call of kernels that get the documents' addresses, and their boundaries as if they were packed."""
+    queries, first, *_, candidates = tensors
     check_same(queries, first)
     item, n = first.element_size(), len(documents.tensors)
     # Memory of this call's own to count from: it begins at a multiple of 16 bytes, and where is all that matters of it.
     origin = first.new_empty(1, documents.size)
-    table = torch.empty(2 * n + 1, dtype=torch.int64, pin_memory=queries.is_cuda)
-    entries = table.numpy()
-    offsets = entries[:n]
-    offsets[:] = np.fromiter(map(Tensor.data_ptr, documents.tensors), dtype=np.int64, count=n)
+    offsets = np.fromiter(map(Tensor.data_ptr, documents.tensors), dtype=np.int64, count=n)
     # A document without tokens need not lie anywhere.
     offsets[documents.lengths == 0] = origin.data_ptr()
     offsets -= origin.data_ptr()
     unit = 16 // item if not np.bitwise_or.reduce(offsets) & 15 else 1
-    offsets //= unit * item
-    entries[n:] = documents.bounds
-    if queries.is_cuda:
-        table = table.to(queries.device, non_blocking=True)
-    tensors = checked(operation, tensors._replace(documents=origin, documents_cu_seqlens=table[n:]), options)
-    return compute(tensors, options, False, Places(table[:n], unit, documents.n_tokens))[0]
+    # Units are powers of two.
+    offsets >>= (unit * item).bit_length() - 1
+    arrays = {"offsets": offsets, "documents_cu_seqlens": documents.bounds}
+    if queries_bounds is not None:
+        arrays["queries_cu_seqlens"] = queries_bounds
+    if candidates is not None and is_readable(candidates):
+        arrays["candidates_cu_seqlens"] = candidates.numpy()
+    copies = _in_one_copy(arrays, queries.device)
+    places = Places(copies.pop("offsets"), unit, int(arrays["documents_cu_seqlens"][-1]))
+    return checked(operation, tensors._replace(documents=origin, **copies), options), options, places
 
 
-def _sequences(name: str, values: Sequence[Tensor | np.ndarray]) -> _Sequences:
-    """The tensors of a list, and their lengths, after a check of each."""
-    _check_list(name, values)
-    if _PLAIN_TYPES.issuperset(map(type, values)):
-        found = _alike(cast("Sequence[Tensor]", values))
-        if found is not None:
-            return found
-    tensors = [_tensor(f"{name}[{index}]", value) for index, value in enumerate(values)]
-    first = tensors[0]
-    for index, tensor in enumerate(tensors):
-        if tensor.shape[1] != first.shape[1]:
-            raise ValueError(
-                f"{name} must have one embedding size, got {tensor.shape[1]} at {index} and {first.shape[1]} at 0"
-            )
-        if tensor.dtype != first.dtype:
-            raise TypeError(f"{name} must have one dtype, got {tensor.dtype} at {index} and {first.dtype} at 0")
-        if tensor.device != first.device:
-            raise ValueError(f"{name} must lie on one device, got {tensor.device} at {index} and {first.device} at 0")
-    lengths = np.array([tensor.shape[0] for tensor in tensors], dtype=np.int64)
-    return _Sequences([tensor.contiguous() for tensor in tensors], lengths, first.shape[1])
-
-
-def _alike(tensors: Sequence[Tensor]) -> _Sequences | None:
-    """Tensors that need no further look, as all of them are contiguous rows of one size, dtype and device; else None.
-
-    Ten thousand tensors answer a question in half a millisecond to one; of their shapes, in more than two. The strides
-    (size, 1) of what is contiguous tell the shape as well, but for windows of a single row that overlap.
-    """
-    strides = set(map(Tensor.stride, tensors))
-    size = tensors[0].shape[-1] if tensors[0].dim() == 2 else 0
-    if (
-        size == 0
-        or strides != {(size, 1)}
-        or not all(map(Tensor.is_contiguous, tensors))
-        or len(set(map(attrgetter("dtype"), tensors))) > 1
-        or len(set(map(Tensor.get_device, tensors))) > 1
-    ):
-        return None
-    elements = np.fromiter(map(Tensor.numel, tensors), dtype=np.int64, count=len(tensors))
-    return None if (elements % size).any() else _Sequences(tensors, elements // size, size)
-
-
-def _tensor(name: str, value: object) -> Tensor:
-    if not isinstance(value, Tensor | np.ndarray):
-        raise TypeError(f"{name} must be a torch.Tensor or a numpy.ndarray, got {type(value).__name__}")
-    tensor = torch.as_tensor(value)
-    if tensor.dim() != 2:
-        raise ValueError(f"{name} must have shape [L, d], got {list(tensor.shape)}")
-    return tensor
-
-
-def _check_list(name: str, values: object) -> None:
-    """Raise unless these may be a list of sequences."""
-    if isinstance(values, str | Tensor) or not isinstance(values, Sequence):
-        raise TypeError(f"{name} must be a list of tensors or arrays [L_i, d], got {type(values).__name__}")
-    if len(values) == 0:
-        raise ValueError(f"{name} must hold at least one sequence, got none")
-
-
-def _concatenated(documents: _Sequences, device: torch.device) -> Tensor:
-    """All tokens [T, d]; from the CPU to a GPU in one copy, out of pinned memory if there is no gradient to record."""
-    tensors = list(documents.tensors)
-    first = tensors[0]
-    if first.device.type != "cpu" or device.type != "cuda":
-        return torch.cat(tensors)
-    if needs_gradient(*tensors):
-        return torch.cat(tensors).to(device)
-    staged = torch.empty(documents.n_tokens, documents.size, dtype=first.dtype, pin_memory=True)
-    return torch.cat(tensors, out=staged).to(device, non_blocking=True)
+def _in_one_copy(arrays: dict[str, np.ndarray], device: torch.device) -> dict[str, Tensor]:
+    """Integers of the host on a device, int64, each array from a multiple of 16 bytes on."""
+    sizes = [len(array) + len(array) % 2 for array in arrays.values()]
+    table = torch.empty(sum(sizes), dtype=torch.int64, pin_memory=device.type == "cuda")
+    for array, part in zip(arrays.values(), np.split(table.numpy(), np.cumsum(sizes)), strict=False):
+        part[: len(array)] = array
+    parts = table.to(device, non_blocking=True).split(sizes)
+    return {name: part[: len(array)] for (name, array), part in zip(arrays.items(), parts, strict=True)}
 
 
 def _boundaries(bounds: np.ndarray, device: torch.device) -> Tensor:

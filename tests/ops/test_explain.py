@@ -23,7 +23,8 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a Hopper GPU."""
     monkeypatch.setattr(select, "_kernels_take", lambda *kind: None)
     monkeypatch.setattr(select, "architecture", lambda device: (9, 132))
-    monkeypatch.setattr("pylate_flash.ops.explanation.choose", lambda *kind: "triton")
+    for module in ("explanation", "ragged"):
+        monkeypatch.setattr(f"pylate_flash.ops.{module}.choose", lambda *kind: "triton")
 
 
 @pytest.mark.parametrize(
@@ -60,6 +61,50 @@ def test_of_packed_tokens(kernels: None) -> None:
     explanation = explain(queries, documents, **boundaries, candidates_cu_seqlens=candidates)
     assert explanation.forward is not None
     assert explanation.forward.kernel == "single"
+
+
+@pytest.mark.parametrize(("n_queries", "kernel"), [(1, "single"), (40, "hopper")])
+def test_of_lists(n_queries: int, kernel: str, kernels: None) -> None:
+    """The plan is that of packed documents, and says where they are read."""
+    queries = [torch.zeros(32, 128).bfloat16()] * n_queries
+    documents = [torch.zeros(length, 128).bfloat16() for length in (180, 0, 7)]
+    explanation = explain(queries, documents)
+    (q, q_bounds), (d, d_bounds) = pack(queries), pack(documents)
+    packed = explain(q, d, queries_cu_seqlens=q_bounds, documents_cu_seqlens=d_bounds)
+    assert explanation.forward is not None
+    assert packed.forward is not None
+    assert explanation.forward.kernel == kernel
+    for field in ("tile", "cuts", "in_pieces", "row_blocks", "n_runs"):
+        assert getattr(explanation.forward, field) == getattr(packed.forward, field)
+    assert "list of documents: read where they lie" in str(explanation)
+    assert "list of documents" not in str(packed)
+    # A unit of 16 bytes, that the compiled kernel counts addresses by.
+    assert explanation.forward.form.constants[-1] == 8
+    assert packed.forward.form.constants[-1] == 0
+
+
+def test_of_lists_that_are_packed(kernels: None) -> None:
+    queries, documents = torch.zeros(3, 32, 128), [torch.zeros(length, 128) for length in (180, 7)]
+    assert "list of documents: packed, because the norms" in str(explain(queries, documents, normalize=True))
+    learned = explain(queries.requires_grad_(), documents)
+    assert "list of documents: packed, because a gradient is asked for" in str(learned)
+    assert learned.backward is not None
+    with torch.no_grad():
+        assert explain(queries, documents).lists == "read where they lie"
+        with torch.autocast("cpu", torch.bfloat16):
+            assert explain(queries, documents).lists == "packed, because autocast casts them"
+
+
+def test_of_lists_on_a_cpu() -> None:
+    explanation = explain([torch.zeros(2, 8)], [torch.zeros(3, 8), torch.zeros(1, 8)])
+    assert explanation.implementation == "blocked"
+    assert explanation.lists == "packed, because no kernel serves the call"
+    candidates = torch.tensor([0, 2])
+    assert explain([torch.zeros(2, 8)], [torch.zeros(3, 8)] * 2, candidates_cu_seqlens=candidates).forward is None
+    with pytest.raises(ValueError, match="documents_mask must be None where documents are a list, got Tensor"):
+        explain(torch.zeros(1, 2, 8), [torch.zeros(3, 8)], documents_mask=torch.ones(1, 3))
+    with pytest.raises(ValueError, match="max_query_length must be None where documents are a list, got int"):
+        explain(torch.zeros(1, 2, 8), [torch.zeros(3, 8)], max_query_length=5)
 
 
 def test_bad_input_is_refused_as_by_the_call() -> None:

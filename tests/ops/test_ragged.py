@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import pytest
 import torch
@@ -12,7 +10,6 @@ from hypothesis import given, settings
 import pylate_flash
 from pylate_flash import maxsim_ragged, maxsim_ragged_pairwise, maxsim_varlen, pack, unpack
 from pylate_flash.ops import maxsim_reference
-from pylate_flash.ops.ragged import _alike
 from pylate_flash.ops.varlen import maxsim_varlen_reference
 from tests.ops.cases import FLOAT32_SCORES
 from tests.ops.test_varlen import OPTIONS, packed
@@ -91,27 +88,28 @@ def test_arrays_tuples_and_rows_that_are_not_contiguous_are_sequences() -> None:
         assert torch.equal(maxsim_ragged([t.numpy() for t in queries], others).detach(), expected)
 
 
-@pytest.mark.parametrize(
-    ("tensors", "alike"),
-    [
-        (ragged(3, 0, 1), True),
-        ([torch.ones(3, 8), torch.ones(1, 4)], False),
-        ([torch.ones(1, 8), torch.ones(1, 16)], False),
-        ([torch.ones(3, 8)[:, :4], torch.ones(3, 8)[:, :4]], False),
-        ([torch.ones(8, 3).T], False),
-        ([torch.ones(3, 8), torch.ones(3, 8).half()], False),
-        ([torch.ones(3, 0)], False),
-        ([torch.ones(8)], False),
-        ([torch.ones(2, 3, 8)], False),
-        ([torch.ones(3, 8), torch.ones(8)], False),
-    ],
-)
-def test_the_short_look_at_a_list_sees_what_differs(tensors: Sequence[torch.Tensor], alike: bool) -> None:
-    found = _alike(tensors)
-    assert (found is not None) == alike
-    if found is not None:
-        assert (found.lengths.tolist(), found.size, found.longest, found.n_tokens) == ([3, 0, 1], 8, 3, 4)
-        assert found.bounds.tolist() == [0, 3, 3, 4]
+def test_a_row_of_a_window_is_one_row() -> None:
+    """Its strides are those of contiguous rows, of which it has as many as elements fill."""
+    queries, documents = ragged(2, size=4), [torch.ones(3, 4), torch.arange(16.0)[None].unfold(1, 8, 4)[0][:1]]
+    assert documents[1].shape == (1, 8)
+    assert documents[1].stride() == (4, 1)
+    with pytest.raises(ValueError, match="documents must have one embedding size, got 8 at 1 and 4 at 0"):
+        maxsim_ragged(queries, documents)
+    with pytest.raises(ValueError, match="documents must have one embedding size, got 4 at 1 and 8 at 0"):
+        maxsim_ragged(queries, documents[::-1])
+    alone = maxsim_ragged(ragged(2), documents[1:])
+    assert torch.equal(alone, maxsim_ragged(ragged(2), [torch.arange(8.0)[None]]))
+
+
+@pytest.mark.parametrize("length", [0, 1, 3])
+def test_queries_of_one_length_are_those_of_several(length: int) -> None:
+    queries, documents = ragged(*[length] * 3), ragged(5, 0, 7, seed=1)
+    (q, q_bounds), (d, d_bounds) = pack(queries), pack(documents)
+    for number in (1, 3):
+        expected = maxsim_varlen(q[: number * length], d, q_bounds[: number + 1], d_bounds, empty_score=-2.0)
+        assert torch.equal(maxsim_ragged(queries[:number], documents, empty_score=-2.0), expected)
+        mixed = maxsim_ragged([*queries[:number], torch.ones(4, 8)], documents, empty_score=-2.0)
+        torch.testing.assert_close(mixed[:-1], expected)
 
 
 def test_autocast_is_that_of_packed_sequences() -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from ..staging import concatenate
+from ...ops.staging import concatenate
 
 # Elements of embeddings that are copied at once, to be packed or to reach another device, where a call does not say.
 CHUNK_ELEMENTS = 100_000_000
@@ -58,11 +58,6 @@ class Side(NamedTuple):
     def packs(self) -> bool:
         """Whether it is packed to be scored."""
         return self.batch is None and self.mask is None
-
-    def token_counts(self) -> np.ndarray:
-        """[N]: tokens of each of a list, at least 1."""
-        assert self.lengths is not None
-        return self.lengths.clip(min=1)
 
     def copied_elements(self, device: torch.device) -> np.ndarray | None:
         """[N]: elements of each that are copied to be scored on `device`; None if it is scored where it lies."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -90,11 +90,10 @@ def maxsim(
     """
     if _learns(a_mask):
         return _original("maxsim")(a, b, a_mask, b_mask, chunk_elements, length_normalize, device)
-    queries = side("a", a, a_mask)
-    scores = _read_in_place(queries, b, b_mask, length_normalize, device)
+    scores = _read_in_place(a, b, a_mask, b_mask, length_normalize, device)
     if scores is not None:
         return scores
-    documents = side("b", b, b_mask)
+    queries, documents = side("a", a, a_mask), side("b", b, b_mask)
     home, place = _devices(queries, documents, device)
     if len(queries) == 0 or len(documents) == 0:
         return torch.zeros(len(queries), len(documents), device=home)
@@ -142,11 +141,10 @@ def maxsim_pairwise(
     """
     if _learns(a_mask):
         return _original("maxsim_pairwise")(a, b, a_mask, b_mask, chunk_elements, length_normalize, device)
-    queries = side("a", a, a_mask)
-    scores = _read_in_place(queries, b, b_mask, length_normalize, device, pairs=True)
+    scores = _read_in_place(a, b, a_mask, b_mask, length_normalize, device, pairs=True)
     if scores is not None:
         return scores
-    documents = side("b", b, b_mask)
+    queries, documents = side("a", a, a_mask), side("b", b, b_mask)
     if len(queries) != len(documents):
         raise ValueError(
             f"a and b must hold the same number of items, to be paired, got {len(queries)} and {len(documents)}"
@@ -323,40 +321,49 @@ def _scores(queries: Operand, documents: Operand, length_normalize: bool, pairs:
 
 
 def _read_in_place(
-    queries: Side,
-    documents: Any,
+    queries: Embeddings,
+    documents: Embeddings,
+    queries_mask: Mask,
     documents_mask: Mask,
     length_normalize: bool,
     device: str | torch.device | None,
     pairs: bool = False,
 ) -> Tensor | None:
     """Scores by kernels that read the documents of a list where they lie, or None where they have to be packed."""
-    if documents_mask is not None or not isinstance(documents, list) or not _lie_on_a_gpu(documents):
+    if documents_mask is not None or not _lies_on_a_gpu(documents):
         return None
     place = documents[0].device
-    if len(queries) == 0 or (pairs and len(queries) != len(documents)) or _placed(device, place) != place:
+    if _placed(device, place) != place:
         return None
-    given: Any
-    if queries.packs and queries.device == place:
-        given, mask = queries.sequences, None
-        counts = torch.from_numpy(queries.token_counts()).to(place, non_blocking=True) if length_normalize else None
-    else:
-        operand = queries.operand(0, len(queries), place, False)
+    given: Any = queries
+    mask = operand = None
+    if queries_mask is not None or not _lies_on_a_gpu(queries) or queries[0].device != place:
+        batch = side("a", queries, queries_mask)
+        if len(batch) == 0:
+            return None
+        operand = batch.operand(0, len(batch), place, False)
         given, mask = operand.values, _weights(operand.mask)
-        counts = operand.counts() if length_normalize else None
+    if pairs and len(given) != len(documents):
+        return None
     operation = maxsim_ragged_pairwise if pairs else maxsim_ragged
     try:
         scores = operation(given, documents, queries_mask=mask, empty_score=EMPTY_DOCUMENT_SCORE)
     except (TypeError, ValueError):
         # Integers, several types, several devices: they are brought together, or there is an error in the host's words.
         return None
-    return scores if counts is None else _divided(scores, counts, pairs)
+    if not length_normalize:
+        return scores
+    if operand is not None:
+        return _divided(scores, operand.counts(), pairs)
+    counts = torch.tensor([max(1, tokens.shape[0]) for tokens in given])
+    return _divided(scores, counts.to(place, non_blocking=True), pairs)
 
 
-def _lie_on_a_gpu(sequences: list) -> bool:
-    """Whether a list is one that kernels may read as it is, by its first sequence; the operation looks at all."""
+def _lies_on_a_gpu(sequences: Any) -> TypeGuard[list]:
+    """Whether this is a list that kernels may read as it is, by its first sequence; the operation looks at all."""
     return (
-        len(sequences) > 1
+        isinstance(sequences, list)
+        and len(sequences) > 0
         and isinstance(sequences[0], Tensor)
         and sequences[0].is_cuda
         and not torch.compiler.is_compiling()

@@ -1,0 +1,150 @@
+"""A list of sequences, as an operation takes it: every tensor is looked at once, and where all are alike, in C.
+
+Of ten thousand tensors, one question to each takes half a millisecond to one, and a statement of Python more, while the
+kernel that scores them takes a fifth of one. So all that has to be known of every tensor is asked at once, by what
+`torch.compile` asks whether compiled code serves another tensor.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .maxsim import PLAIN_TYPES
+
+
+class Sequences(NamedTuple):
+    """A list of tensors [L_i, size], contiguous, of one dtype and device, and their lengths [N], int64."""
+
+    tensors: Sequence[Tensor]
+    lengths: np.ndarray
+    size: int
+    # Those that tell what types there are, and whether one needs a gradient: of tensors that are alike, the first.
+    examples: Sequence[Tensor]
+
+    @property
+    def longest(self) -> int:
+        return int(self.lengths.max())
+
+    @property
+    def bounds(self) -> np.ndarray:
+        """Boundaries [N + 1] of the sequences, one after the other, int64."""
+        bounds = np.zeros(len(self.lengths) + 1, dtype=np.int64)
+        np.cumsum(self.lengths, out=bounds[1:])
+        return bounds
+
+
+def sequences_of(name: str, values: Sequence[Tensor | np.ndarray]) -> Sequences:
+    """The tensors of a list, and their lengths, after a check of each.
+
+    Raises
+    ------
+    TypeError
+        If this is no list, an item is neither a tensor nor an array, or the dtypes differ.
+    ValueError
+        If there is no item, an item is not [L, d], or sizes or devices differ.
+    """
+    check_list(name, values)
+    return _alike(values) or _one_by_one(name, values)
+
+
+def check_list(name: str, values: object) -> None:
+    """Raise unless these may be a list of sequences."""
+    if isinstance(values, str | Tensor) or not isinstance(values, Sequence):
+        raise TypeError(f"{name} must be a list of tensors or arrays [L_i, d], got {type(values).__name__}")
+    if len(values) == 0:
+        raise ValueError(f"{name} must hold at least one sequence, got none")
+
+
+def _alike(values: Sequence[object]) -> Sequences | None:
+    """Tensors that need no further look, as all of them are contiguous rows like the first's; else None."""
+    first = values[0]
+    if type(first) not in PLAIN_TYPES or torch.compiler.is_compiling():
+        return None
+    first = cast("Tensor", first)
+    if first.dim() != 2 or first.shape[1] == 0 or not all(map(_look(first), values)):
+        return None
+    tensors, size = cast("Sequence[Tensor]", values), first.shape[1]
+    elements = np.fromiter(map(Tensor.numel, tensors), dtype=np.int64, count=len(tensors))
+    return Sequences(tensors, elements // size, size, tensors[:1])
+
+
+def _look(first: Tensor) -> Callable[[object], bool]:
+    """What says of an object whether it is like a tensor [L, d], as `is_like` does, by torch's own guard if it can."""
+    return _guard(first) if _guards_see() else functools.partial(is_like, first)
+
+
+def is_like(first: Tensor, other: object) -> bool:
+    """Whether this is a tensor of the type, dtype, device and embedding size d of `first` [L, d], in contiguous rows.
+
+    Contiguous rows have strides (d, 1), and as all are d long, nothing else does. It needs a gradient if `first` does.
+    """
+    return (
+        type(other) is type(first)
+        and isinstance(other, Tensor)
+        and (other.dtype, other.device, other.requires_grad) == (first.dtype, first.device, first.requires_grad)
+        and other.dim() == 2
+        and other.shape[1] == first.shape[1]
+        and other.stride() == (first.shape[1], 1)
+    )
+
+
+def _guard(first: Tensor) -> Callable[[object], bool]:
+    """`is_like`, by the guard with which `torch.compile` tells whether compiled code serves a tensor.
+
+    It is private, and asks everything in one call of C, in a third of the time.
+    """
+    from torch._C._dynamo import guards
+
+    # Its declared types are not those that it takes.
+    make: Any = guards.TensorGuards
+    size = first.shape[1]
+    return make(first, dynamic_dims_sizes=[[None, size]], dynamic_dims_strides=[[size, 1]]).check
+
+
+@functools.cache
+def _guards_see() -> bool:
+    """Whether the installed torch has such guards, and they tell apart what they have to."""
+    rows = torch.zeros(2, 4)
+    others = (
+        [0.0], rows.numpy(), torch.nn.Parameter(rows, requires_grad=False), rows.half(), rows.to("meta"), rows[:, :2],
+        rows.T, rows.view(-1), rows.view(1, 2, 4), rows.view(1, 8), rows.view(-1).unfold(0, 8, 4), rows.unfold(1, 3, 1),
+        torch.zeros(2, 4, requires_grad=True),
+    )  # fmt: skip
+    try:
+        look = _guard(rows)
+        return all(map(look, (rows, rows[:0], rows[1:], torch.zeros(3, 4)))) and not any(map(look, others))
+    except (ImportError, AttributeError, TypeError, RuntimeError):
+        return False
+
+
+def _one_by_one(name: str, values: Sequence[Tensor | np.ndarray]) -> Sequences:
+    """The tensors of a list of other than tensors that are alike; an error names the item."""
+    tensors = [_tensor(f"{name}[{index}]", value) for index, value in enumerate(values)]
+    first = tensors[0]
+    for index, tensor in enumerate(tensors):
+        if tensor.shape[1] != first.shape[1]:
+            raise ValueError(
+                f"{name} must have one embedding size, got {tensor.shape[1]} at {index} and {first.shape[1]} at 0"
+            )
+        if tensor.dtype != first.dtype:
+            raise TypeError(f"{name} must have one dtype, got {tensor.dtype} at {index} and {first.dtype} at 0")
+        if tensor.device != first.device:
+            raise ValueError(f"{name} must lie on one device, got {tensor.device} at {index} and {first.device} at 0")
+    lengths = np.array([tensor.shape[0] for tensor in tensors], dtype=np.int64)
+    tensors = [tensor.contiguous() for tensor in tensors]
+    return Sequences(tensors, lengths, first.shape[1], tensors)
+
+
+def _tensor(name: str, value: object) -> Tensor:
+    if not isinstance(value, Tensor | np.ndarray):
+        raise TypeError(f"{name} must be a torch.Tensor or a numpy.ndarray, got {type(value).__name__}")
+    tensor = torch.as_tensor(value)
+    if tensor.dim() != 2:
+        raise ValueError(f"{name} must have shape [L, d], got {list(tensor.shape)}")
+    return tensor

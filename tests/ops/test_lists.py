@@ -1,0 +1,93 @@
+"""A list of tensors is looked at in C, which sees what the definition of the look sees."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pylate_flash.ops import lists
+from pylate_flash.ops.lists import Sequences, is_like, sequences_of
+
+
+def rows(length: int, size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.arange(length * size).view(length, size).to(dtype)
+
+
+FORMS = {
+    "rows": rows,
+    "of a longer one": lambda length, size: rows(length + 2, size)[1 : length + 1],
+    "columns": lambda length, size: rows(length, size + 3)[:, :size],
+    "turned": lambda length, size: rows(size, length).T,
+    "one row many times": lambda length, size: rows(1, size).expand(length, size),
+    "overlapping windows": lambda length, size: torch.arange(4.0 * (length + 1) + size).unfold(0, size, 4)[:length],
+    "flat": lambda length, size: rows(length, size).view(-1),
+    "with a dimension more": lambda length, size: rows(length, size)[None],
+    "half": lambda length, size: rows(length, size, torch.float16),
+    "float64": lambda length, size: rows(length, size, torch.float64),
+    "elsewhere": lambda length, size: rows(length, size).to("meta"),
+    "with a gradient": lambda length, size: rows(length, size).requires_grad_(),
+    "parameter": lambda length, size: torch.nn.Parameter(rows(length, size)),
+    "array": lambda length, size: rows(length, size).numpy(),
+    "list": lambda length, size: rows(length, size).tolist(),
+}  # fmt: skip
+SIZES = st.integers(0, 3), st.sampled_from([1, 2, 4, 8])
+
+
+def forms(names: Sequence[str]) -> st.SearchStrategy:
+    return st.builds(lambda name, length, size: FORMS[name](length, size), st.sampled_from(names), *SIZES)
+
+
+@settings(max_examples=400, deadline=None, derandomize=True)
+@given(first=forms(["rows", "half", "with a gradient", "parameter", "overlapping windows"]), other=forms(list(FORMS)))
+def test_the_guard_of_torch_sees_what_the_definition_sees(first: torch.Tensor, other: object) -> None:
+    assert lists._guards_see()
+    assert lists._guard(first)(other) == is_like(first, other)
+
+
+@pytest.mark.parametrize("guards", [True, False])
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(values=st.lists(forms(["rows", "of a longer one", "overlapping windows", "columns", "array"]), min_size=1))
+def test_lists_are_what_their_items_are(values: list, guards: bool) -> None:
+    """With the guards of torch, or without, as an older torch has none."""
+    expected = [torch.as_tensor(value) for value in values]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lists, "_guards_see", lambda: guards)
+        if len({tensor.shape[1] for tensor in expected}) > 1:
+            with pytest.raises(ValueError, match="values must have one embedding size"):
+                sequences_of("values", values)
+            return
+        found = sequences_of("values", values)
+    assert (found.size, found.longest) == (expected[0].shape[1], max(map(len, expected)))
+    assert found.lengths.tolist() == [len(tensor) for tensor in expected]
+    assert found.bounds.tolist() == [0, *np.cumsum([len(tensor) for tensor in expected])]
+    for tensor, value in zip(found.tensors, expected, strict=True):
+        assert tensor.is_contiguous()
+        assert torch.equal(tensor, value)
+
+
+def test_tensors_that_are_alike_have_one_example() -> None:
+    def examples(*values: torch.Tensor) -> int:
+        found: Sequences = sequences_of("values", values)
+        return len(found.examples)
+
+    assert examples(rows(3, 8), rows(0, 8), rows(1, 8)) == 1
+    assert examples(*[rows(2, 8).requires_grad_()] * 3) == 1
+    assert examples(rows(2, 8), rows(2, 8), rows(2, 8).requires_grad_()) == 3
+
+
+def test_guards_that_see_too_little_are_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of another torch, which take other arguments or tell other things apart."""
+
+    def refuse(first: torch.Tensor) -> None:
+        raise TypeError
+
+    for guard in (lambda first: lambda other: True, lambda first: lambda other: other is first, refuse):
+        lists._guards_see.cache_clear()
+        monkeypatch.setattr(lists, "_guard", guard)
+        assert not lists._guards_see()
+    lists._guards_see.cache_clear()
