@@ -28,8 +28,10 @@ from .xtr_retrieval import Pool, Retrieval, pool_of, retrieve_in_blocks, scoring
 NORMALIZERS = ("positive", "retrieved")
 # The least Z of each: PyLate's, and sentence-transformers'.
 _LEAST = {"positive": 1e-3, "retrieved": 1.0}
-# Maxima that are held at once, for several tensors of them and for what else kernels keep of their query tokens.
+# Maxima of query tokens and documents that are computed at once, and what else kernels keep of a query token, which
+# takes as much memory as the maxima with so many documents.
 _MAXIMA_AT_ONCE = 1 << 23
+_BESIDE_MAXIMA = 1 << 10
 
 
 def xtr_scores_reference(
@@ -42,7 +44,7 @@ def xtr_scores_reference(
     normalizer: str = "positive",
     empty_score: float = 0.0,
 ) -> Tensor:
-    """The definition of `xtr_scores`, in plain torch: builds the whole similarity tensor, and autograd differentiates it.
+    """The definition of `xtr_scores`, in plain torch: builds all similarities, and autograd differentiates it.
 
     Arguments and result are those of `xtr_scores`, except that it checks nothing, and computes in, and returns, the
     type that the inputs widen to: float64 for float64 inputs, else float32.
@@ -179,7 +181,7 @@ def _scores(
     if not problem.is_empty:
         retrieve = kernels().xtr_retrieval if chosen == "triton" else retrieve_in_blocks
         length = problem.query_length
-        step = max(1, _MAXIMA_AT_ONCE // (problem.n_documents * length))
+        step = max(1, _MAXIMA_AT_ONCE // (max(problem.n_documents, _BESIDE_MAXIMA) * length))
         for first in range(0, problem.n_queries, step):
             chunk = slice(first, first + step)
             part = Tensors(queries[chunk], documents, None, documents_mask)

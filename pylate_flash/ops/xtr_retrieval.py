@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .blocked import accumulation_dtype, block_budget, inner_products
+from .blocked import block_budget, inner_products
 from .problem import Problem, Tensors
 
 
@@ -110,14 +110,16 @@ def retrieve_in_blocks(problem: Problem, tensors: Tensors, pool: Pool) -> Retrie
     best, winners, thresholds, n_equal, tallied = (
         torch.cat(parts, dim=-1) for parts in zip(*(block[:5] for block in blocks), strict=True)
     )
-    above, equal = None, None
-    if any(block.above is not None for block in blocks):
-        above, equal = torch.zeros_like(winners), torch.zeros_like(winners)
-        for index, block in enumerate(blocks):
-            if block.above is not None:
-                above[:, index * step : (index + 1) * step] = block.above
-                equal[:, index * step : (index + 1) * step] = block.equal
-    return Retrieval(best, winners, thresholds, n_equal, tallied if above is not None else None, above, equal)
+    found = Retrieval(best, winners, thresholds, n_equal)
+    if all(block.above is None for block in blocks):
+        return found
+    above, equal = (
+        torch.cat(
+            [torch.zeros_like(b.winners) if part is None else part for b, part in zip(blocks, parts, strict=True)], 1
+        )
+        for parts in ([block.above for block in blocks], [block.equal for block in blocks])
+    )
+    return found._replace(tallied=tallied, above=above, equal=equal)
 
 
 def _block(rows: Tensor, pooled: Tensor, mask: Tensor | None, pool: Pool) -> Retrieval:

@@ -10,10 +10,9 @@ from ..launch import Kernel
 from ..overlap import wait_for_previous_kernel
 from ..tiles import power_of_two
 from .keys import LOWEST, keys_of
-from .plan import BIN_BITS
+from .plan import BIN_BITS, MOST_MAXIMA
 
-# Maxima that a program bounds a threshold by, and those that it takes at a time for the largest of all.
-_MOST_MAXIMA = 4096
+# Documents of which a program looks at the maxima at a time, for the largest of all.
 _BLOCK = 1024
 
 
@@ -25,7 +24,7 @@ def _begin_kernel(
     BLOCK: tl.constexpr,
     BIN_BITS: tl.constexpr,
 ):  # fmt: skip
-    """Of one row: as lowest key the `wanted`-th largest of the first MAXIMA groups, and bins up to the largest key.
+    """Of one row: as lowest key the `wanted`-th largest of at most MAXIMA groups, and bins up to the largest key.
 
     The largest key is found bit by bit that so many maxima reach; the lowest of all, where there are not as many.
     """
@@ -46,9 +45,9 @@ def _begin_kernel(
     largest = lowest
     for start in tl.range(0, n_documents, BLOCK):
         documents = start + tl.arange(0, BLOCK)
-        at = best_ptr + documents.to(tl.int64) * n_rows + row
-        keys = keys_of(tl.load(at, mask=documents < n_documents, other=float("-inf")))
-        largest = tl.maximum(largest, tl.max(keys, axis=0))
+        of_row = best_ptr + documents.to(tl.int64) * n_rows + row
+        best = tl.load(of_row, mask=documents < n_documents, other=float("-inf"))
+        largest = tl.maximum(largest, tl.max(keys_of(best), axis=0))
     span = (largest - lowest).to(tl.uint32, bitcast=True)
     width = 0
     for bits in tl.static_range(32 - BIN_BITS):
@@ -100,8 +99,8 @@ def begin(groups: Tensor, best: Tensor, wanted: Tensor, state: Tensor) -> None:
     state
         [4, rows], int32, zeros (`kernels.xtr.retrieve`).
     """
-    rows, n_groups = groups.shape
-    maxima = min(_MOST_MAXIMA, max(16, power_of_two(n_groups)))
+    rows, n_groups = len(groups), min(groups.shape[1], MOST_MAXIMA)
+    maxima = max(16, power_of_two(n_groups))
     _begin(
         (rows, 1, 1), (groups, best, wanted, state), (rows, n_groups, len(best), *groups.stride()), (),
         (maxima, min(_BLOCK, max(16, power_of_two(len(best)))), BIN_BITS), (4 if maxima > 512 else 1, 1, None),

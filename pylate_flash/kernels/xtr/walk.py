@@ -52,8 +52,8 @@ def _walk_kernel(
     BIN_BITS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """MAXIMA: best [Nd, rows] and winners, and the maxima of GROUPS groups of the tokens of each tile, [rows, n_groups];
-    of tiles without an active token nothing.
+    """MAXIMA: best [Nd, rows] and winners; and maxima of GROUPS groups of each tile's tokens, [rows, n_groups], but
+    those of tiles without an active token, and of groups from `n_groups` on.
 
     BINS: adds to counts [rows, bins] the similarities of each bin of 2**width keys, from the row's key on, of rows with
     a width from 0 on. TALLY: counts [2, Nd, rows] of tokens above the row's key, and equal to it, of tallied rows.
@@ -129,8 +129,10 @@ def _walk_kernel(
                     found = tl.where((start + slots < length)[None, :], similarities, float("-inf"))
                     found = tl.reshape(found, [BLOCK_ROWS, BLOCK_TOKENS // GROUPS, GROUPS])
                     group = (flat * tl.cdiv(document_length, BLOCK_TOKENS) + start // BLOCK_TOKENS) * GROUPS
-                    to = groups_ptr + rows[:, None].to(tl.int64) * n_groups + group + tl.arange(0, GROUPS)[None, :]
-                    tl.store(to, max_along(found, 1), mask=row_exists[:, None])
+                    group += tl.arange(0, GROUPS)
+                    to = groups_ptr + rows[:, None].to(tl.int64) * n_groups + group[None, :]
+                    mask = row_exists[:, None] & (group < n_groups)[None, :]
+                    tl.store(to, max_along(found, 1), mask=mask)
             else:
                 keys = keys_of(similarities)
                 exists = counted[:, None] & (start + slots < length)[None, :]
@@ -155,9 +157,7 @@ def _walk_kernel(
 _walk = Kernel(_walk_kernel)
 
 
-def find_maxima(
-    problem: Problem, plan: Plan, inputs: Inputs, best: Tensor, winners: Tensor, groups: Tensor
-) -> None:
+def find_maxima(problem: Problem, plan: Plan, inputs: Inputs, best: Tensor, winners: Tensor, groups: Tensor) -> None:
     """Leave the best similarities [Nd, rows], their tokens, and the maxima of groups [rows, n_groups] if there are."""
     to = best, winners, groups if plan.groups else None, None, None, None, None
     _launch(problem, plan, inputs, to, _MAXIMA)
