@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         maxsim_varlen_pairwise,
         pack,
         unpack,
+        xtr_scores,
     )
 
 __version__ = "0.1.0"
@@ -42,6 +43,7 @@ _OPERATIONS = (
     "maxsim_varlen_pairwise",
     "pack",
     "unpack",
+    "xtr_scores",
 )
 
 __all__ = [
@@ -62,6 +64,7 @@ __all__ = [
     "registered",
     "unpack",
     "unregister",
+    "xtr_scores",
 ]
 
 

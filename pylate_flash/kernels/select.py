@@ -173,7 +173,7 @@ def _single_plan(problem: Problem) -> ForwardPlan:
     columns = single_columns(query_length)
     column_blocks = -(-query_length // columns)
     per_query = n_documents if kind.candidates is None else problem.max_candidates
-    run = _run_length(per_query, n_queries * column_blocks, processors, per_processor=4, longest=2)
+    run = run_length(per_query, n_queries * column_blocks, processors, per_processor=4, longest=2)
     cuts, in_pieces = _NO_CUTS, False
     if kind.cu_seqlens is not None:
         cuts = _cuts(problem, column_blocks, processors, per_processor=4, largest=4096)
@@ -211,7 +211,7 @@ def _stacked_plan(problem: Problem) -> ForwardPlan:
         else:
             # Winners are found in a whole tile.
             tail = 0 if kind.with_winners else hopper_tail(wide, length)
-            run = _run_length(n_documents, row_blocks * groups, processors, per_processor=1, longest=64)
+            run = run_length(n_documents, row_blocks * groups, processors, per_processor=1, longest=64)
             n_runs = -(-n_documents // run)
         if not packed or length <= cuts.whole:
             group = min(group, wide.rows // wide.parts)
@@ -228,7 +228,7 @@ def _stacked_plan(problem: Problem) -> ForwardPlan:
         cuts = _cuts(problem, row_blocks, processors, per_processor=2, largest=4096)
         run, n_runs, in_pieces = cuts.cut, cuts.number, length > cuts.whole
     else:
-        run = _run_length(n_documents, row_blocks * groups, processors, per_processor=2, longest=16)
+        run = run_length(n_documents, row_blocks * groups, processors, per_processor=2, longest=16)
         n_runs = -(-n_documents // run)
     return ForwardPlan(
         stacked_form(capability, kind, tile, in_pieces, group, *units), strides, padded, run, n_runs, n_documents,
@@ -236,7 +236,7 @@ def _stacked_plan(problem: Problem) -> ForwardPlan:
     )  # fmt: skip
 
 
-def _run_length(documents: int, programs: int, processors: int, per_processor: int, longest: int) -> int:
+def run_length(documents: int, programs: int, processors: int, per_processor: int, longest: int) -> int:
     """Documents that one program walks: about `longest`, or fewer so that every processor gets work.
 
     `programs` programs share each run, and `per_processor` of them fit on a processor at a time. The runs are cut so

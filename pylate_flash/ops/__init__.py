@@ -17,6 +17,7 @@ from .maxsim import maxsim, maxsim_pairwise, maxsim_reference
 from .packing import pack, unpack
 from .ragged import maxsim_ragged, maxsim_ragged_pairwise
 from .varlen import maxsim_varlen, maxsim_varlen_pairwise
+from .xtr import xtr_scores, xtr_scores_reference
 
 __all__ = [
     "Explanation",
@@ -39,4 +40,6 @@ __all__ = [
     "maxsim_varlen_pairwise",
     "pack",
     "unpack",
+    "xtr_scores",
+    "xtr_scores_reference",
 ]

@@ -13,9 +13,11 @@ from ..kernels.losses import ChunkedLoss, rescale
 from ..kernels.normalized import normalized_rows, through_normalized_rows
 from ..kernels.norms import inverse_norms
 from ..kernels.padding import packed_again, pad
+from ..kernels.xtr import retrieve
 from .compute import active_counts, checked_masks, with_empty_score
 from .loss_call import Comparison, Found, Targets
 from .problem import Options, Problem, Tensors, problem_of, replaced
+from .xtr_retrieval import Pool, Retrieval
 
 __all__ = [
     "gradients", "loss", "normalized_rows", "on_device", "rescale_gradients", "scores", "through_normalized_rows",
@@ -26,6 +28,12 @@ def scores(problem: Problem, tensors: Tensors, offsets: Tensor | None = None) ->
     """Scores, and winners if the problem has them; no size is 0. `offsets` are those of `Places`."""
     with on_device(tensors.queries):
         return maxsim_forward(*_for_kernels(problem, tensors), offsets)
+
+
+def xtr_retrieval(problem: Problem, tensors: Tensors, pool: Pool) -> Retrieval:
+    """What query tokens retrieve of all documents; no size is 0."""
+    with on_device(tensors.queries):
+        return retrieve(*_for_kernels(problem, tensors), pool)
 
 
 def gradients(

@@ -291,6 +291,16 @@ def _gradients(grad_scores: Tensor, winners: Tensor, *arguments) -> tuple[Tensor
     return tuple(tensors.queries.new_empty(0) if gradient is None else gradient for gradient in found)
 
 
+def maxsim_gradients(
+    grad_scores: Tensor, winners: Tensor, tensors: Tensors, options: Options, need_queries: bool, need_documents: bool
+) -> tuple[Tensor, Tensor]:
+    """The gradients of queries and documents of scores that are sums over `winners`, by the operator of the backward.
+
+    One that is not needed has no elements.
+    """
+    return _maxsim_backward(grad_scores, winners, *tensors, *options, need_queries, need_documents)
+
+
 class _Maxsim(torch.autograd.Function):
     """The operator where a gradient is needed: keeps the winners."""
 

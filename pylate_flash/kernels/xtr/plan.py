@@ -1,0 +1,58 @@
+"""The tile, the grid, and the groups of tokens of a search for thresholds."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from .. import select
+from ..tiles import Tile, embedding_blocks, power_of_two, stacked_tile
+
+if TYPE_CHECKING:
+    from ...ops.problem import Problem
+
+# Bins of a step, as a power of two, and the steps that narrow 32 bits down to 1 value.
+BIN_BITS = 10
+STEPS = 4
+# Maxima that bound a threshold: the more there are for each token that is retrieved, the fewer tokens lie above the
+# bound, and the fewer are counted. Documents are cut into groups of tokens where they are fewer; so many groups of a
+# tile, and maxima in all, at most.
+_MAXIMA_PER_TOKEN = 4
+_MAX_GROUPS = 4
+MOST_MAXIMA = 4096
+
+
+class Plan(NamedTuple):
+    """How similarities are walked through: a tile, elements of an embedding in a block, and whether it takes several.
+
+    `groups` of each tile have a maximum of their own (0: only documents have); of all, the first `n_groups` are looked
+    at.
+    """
+
+    tile: Tile
+    block_embedding: int
+    split: bool
+    row_blocks: int
+    run: int
+    n_runs: int
+    groups: int
+    n_groups: int
+
+
+def plan_of(problem: Problem, k: int) -> Plan:
+    capability, processors = select.architecture(problem.device)
+    item, n_documents = problem.dtype.itemsize, problem.n_documents
+    tile = stacked_tile(capability, problem.size, item, problem.rows, True)
+    blocks = embedding_blocks(capability, problem.size, item)
+    # One block, of which a part is padding, where the forward takes two.
+    block_embedding = blocks.first if blocks.split or not blocks.second else max(16, power_of_two(problem.size))
+    row_blocks = -(-problem.rows // tile.rows)
+    run = select.run_length(n_documents, row_blocks, processors, per_processor=2, longest=16)
+    groups, n_groups, wanted = 0, n_documents, min(MOST_MAXIMA, _MAXIMA_PER_TOKEN * k)
+    if n_documents < wanted:
+        n_tiles = n_documents * -(-problem.document_length // tile.columns)
+        groups = next((few for few in (1, 2) if few * n_tiles >= wanted), _MAX_GROUPS)
+        n_groups = groups * n_tiles
+    return Plan(
+        tile, block_embedding, blocks.split, row_blocks, run, -(-n_documents // run), groups,
+        min(MOST_MAXIMA, n_groups),
+    )  # fmt: skip

@@ -1,0 +1,191 @@
+"""The kernel that walks through all similarities, and what it leaves of them: maxima, counts of bins, or of documents.
+
+As in `forward.stacked`, the tokens of all queries are the rows of one tall matrix, a tile of which stays on the chip
+while a program walks its run of documents. All modes take the same products, so that they see the same bits.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..forward.common import SUMMED_EMBEDDING, winner_of
+from ..forward.cuts import NO_WINNER
+from ..launch import Kernel, Region
+from ..reductions import larger, max_along
+from .keys import keys_of
+from .plan import BIN_BITS, Plan
+
+if TYPE_CHECKING:
+    from ...ops.problem import Problem
+
+_MAXIMA, _BINS, _TALLY = 0, 1, 2
+MAXIMA, BINS, TALLY = tl.constexpr(_MAXIMA), tl.constexpr(_BINS), tl.constexpr(_TALLY)
+
+
+class Inputs(NamedTuple):
+    """Padded queries and documents, and of masked documents the active tokens and their numbers (`kernels.masks`)."""
+
+    queries: Tensor
+    documents: Tensor
+    active: Tensor | None
+    bounds: Tensor | Region | None
+
+
+@triton.jit(do_not_specialize=["n_rows", "query_length", "n_documents", "document_length", "n_runs", "run", "n_groups"])
+def _walk_kernel(
+    queries_ptr, documents_ptr, active_ptr, bounds_ptr, best_ptr, winners_ptr, groups_ptr, keys_ptr, widths_ptr,
+    tallied_ptr, counts_ptr,
+    n_rows, query_length, n_documents, document_length, n_runs, run, n_groups,
+    stride_query, stride_query_token, stride_group, stride_document, stride_document_token,
+    EMBEDDING: tl.constexpr,
+    BLOCK_EMBEDDING: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    MODE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BIN_BITS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """MAXIMA: best [Nd, rows] and winners; and maxima of GROUPS groups of each tile's tokens, [rows, n_groups], but
+    those of tiles without an active token, and of groups from `n_groups` on.
+
+    BINS: adds to counts [rows, bins] the similarities of each bin of 2**width keys, from the row's key on, of rows with
+    a width from 0 on. TALLY: counts [2, Nd, rows] of tokens above the row's key, and equal to it, of tallied rows.
+
+    Grid: blocks of rows x runs of documents. Programs that run together read the same documents, out of L2.
+    """
+    n_row_blocks = tl.cdiv(n_rows, BLOCK_ROWS)
+    rows = tl.program_id(0) % n_row_blocks * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    row_exists = rows < n_rows
+    first = tl.program_id(0) // n_row_blocks * run
+    last = tl.minimum(first + run, n_documents)
+    if MODE != MAXIMA:
+        lowest = tl.load(keys_ptr + rows, mask=row_exists, other=0)
+        if MODE == BINS:
+            width = tl.load(widths_ptr + rows, mask=row_exists, other=-1)
+            counted = width >= 0
+            width = tl.maximum(width, 0).to(tl.uint32)
+        else:
+            counted = tl.load(tallied_ptr + rows, mask=row_exists, other=0) != 0
+        # Nothing is walked through for rows that are done.
+        last = tl.where(tl.max(counted.to(tl.int32), axis=0) > 0, last, first)
+
+    dims = tl.arange(0, BLOCK_EMBEDDING)
+    query_offset = (rows // query_length).to(tl.int64) * stride_query + rows % query_length * stride_query_token
+    query_rows = queries_ptr + query_offset[:, None] + dims[None, :]
+    if not SPLIT:
+        query_tile = tl.load(query_rows, mask=row_exists[:, None] & (dims < EMBEDDING)[None, :], other=0.0)
+    slots = tl.arange(0, BLOCK_TOKENS)
+    for index in tl.range(0, last - first, flatten=not SPLIT):
+        document = first + index
+        flat = document.to(tl.int64)
+        base = documents_ptr + flat * stride_document
+        length = document_length
+        if HAS_MASK:
+            length = tl.load(bounds_ptr + 2 * flat)
+        best = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
+        key = tl.full([BLOCK_ROWS], NO_WINNER, tl.int32)
+        above = tl.zeros([BLOCK_ROWS], tl.int32)
+        equal = tl.zeros([BLOCK_ROWS], tl.int32)
+        for start in tl.range(0, length, BLOCK_TOKENS):
+            # The last token is seen several times: no maximum notices, and what is counted has to exist.
+            tokens = tl.minimum(start + slots, length - 1)
+            if HAS_MASK:
+                tokens = tl.load(active_ptr + flat * document_length + tokens)
+            token_rows = base + tokens[None, :].to(tl.int64) * stride_document_token + dims[:, None]
+            if SPLIT:
+                similarities = tl.zeros([BLOCK_ROWS, BLOCK_TOKENS], tl.float32)
+                for sum_start in tl.static_range(0, EMBEDDING, SUMMED_EMBEDDING):
+                    products = tl.zeros([BLOCK_ROWS, BLOCK_TOKENS], tl.float32)
+                    for dim in tl.range(sum_start, min(EMBEDDING, sum_start + SUMMED_EMBEDDING), BLOCK_EMBEDDING):
+                        exists = dim + dims < EMBEDDING
+                        part = tl.load(query_rows + dim, mask=row_exists[:, None] & exists[None, :], other=0.0)
+                        tile = tl.load(token_rows + dim, mask=exists[:, None], other=0.0)
+                        products = tl.dot(part, tile, products, input_precision=PRECISION)
+                    similarities += products
+            else:
+                if BLOCK_EMBEDDING == EMBEDDING:
+                    tile = tl.load(token_rows)
+                else:
+                    tile = tl.load(token_rows, mask=(dims < EMBEDDING)[:, None], other=0.0)
+                similarities = tl.dot(query_tile, tile, input_precision=PRECISION)
+            if MODE == MAXIMA:
+                tile_best = max_along(similarities, 1)
+                won = (similarities == tile_best[:, None]) | (similarities != similarities)
+                tile_key = tl.min(tl.where(won, tokens[None, :], NO_WINNER), axis=1)
+                # A later tile must be strictly better, or the first NaN.
+                later = (tile_best > best) | ((tile_best != tile_best) & (best == best))
+                key = tl.where(later, tile_key, key)
+                best = larger(best, tile_best)
+                if GROUPS > 0:
+                    # Every GROUPS-th token: those lie within a thread, or close to it. What does not exist is no more
+                    # than one of them.
+                    found = tl.where((start + slots < length)[None, :], similarities, float("-inf"))
+                    found = tl.reshape(found, [BLOCK_ROWS, BLOCK_TOKENS // GROUPS, GROUPS])
+                    group = (flat * tl.cdiv(document_length, BLOCK_TOKENS) + start // BLOCK_TOKENS) * GROUPS
+                    group += tl.arange(0, GROUPS)
+                    to = groups_ptr + rows[:, None].to(tl.int64) * n_groups + group[None, :]
+                    mask = row_exists[:, None] & (group < n_groups)[None, :]
+                    tl.store(to, max_along(found, 1), mask=mask)
+            else:
+                keys = keys_of(similarities)
+                exists = counted[:, None] & (start + slots < length)[None, :]
+                if MODE == BINS:
+                    bins = (keys - lowest[:, None]).to(tl.uint32, bitcast=True) >> width[:, None]
+                    inside = exists & (keys >= lowest[:, None]) & (bins < (1 << BIN_BITS))
+                    to = counts_ptr + (rows[:, None].to(tl.int64) << BIN_BITS) + bins.to(tl.int64)
+                    tl.atomic_add(to, 1, mask=inside, sem="relaxed")
+                else:
+                    above += tl.sum((exists & (keys > lowest[:, None])).to(tl.int32), axis=1)
+                    equal += tl.sum((exists & (keys == lowest[:, None])).to(tl.int32), axis=1)
+        to = flat * n_rows + rows
+        if MODE == MAXIMA:
+            tl.store(best_ptr + to, best, mask=row_exists)
+            tl.store(winners_ptr + to, winner_of(key, best).to(winners_ptr.dtype.element_ty), mask=row_exists)
+        if MODE == TALLY:
+            dtype = counts_ptr.dtype.element_ty
+            tl.store(counts_ptr + to, above.to(dtype), mask=counted)
+            tl.store(counts_ptr + tl.cast(n_documents, tl.int64) * n_rows + to, equal.to(dtype), mask=counted)
+
+
+_walk = Kernel(_walk_kernel)
+
+
+def find_maxima(problem: Problem, plan: Plan, inputs: Inputs, best: Tensor, winners: Tensor, groups: Tensor) -> None:
+    """Leave the best similarities [Nd, rows], their tokens, and the maxima of groups [rows, n_groups] if there are."""
+    to = best, winners, groups if plan.groups else None, None, None, None, None
+    _launch(problem, plan, inputs, to, _MAXIMA)
+
+
+def count_bins(problem: Problem, plan: Plan, inputs: Inputs, state: Tensor, bins: Tensor) -> None:
+    """Add to `bins` [rows, bins] what lies in each bin of the rows whose search goes on."""
+    _launch(problem, plan, inputs, (None, None, None, state[0], state[1], None, bins), _BINS)
+
+
+def tally(problem: Problem, plan: Plan, inputs: Inputs, keys: Tensor, tallied: Tensor, counts: Tensor) -> None:
+    """Leave `counts` [2, Nd, rows] of tokens above the rows' keys, and of those equal to them, of rows `tallied`."""
+    _launch(problem, plan, inputs, (None, None, None, keys, None, tallied, counts), _TALLY)
+
+
+def _launch(problem: Problem, plan: Plan, inputs: Inputs, to: tuple[Tensor | None, ...], mode: int) -> None:
+    tile = plan.tile
+    _walk(
+        (plan.row_blocks * plan.n_runs, 1, 1),
+        (*inputs, *to),
+        (
+            problem.rows, problem.query_length, problem.n_documents, problem.document_length, plan.n_runs, plan.run,
+            plan.n_groups,
+        ),
+        (*problem.query_strides, *problem.document_strides),
+        (
+            problem.size, plan.block_embedding, tile.rows, tile.columns, plan.split, inputs.active is not None, mode,
+            plan.groups if mode == _MAXIMA else 0, BIN_BITS, problem.kind.precision,
+        ),
+        (tile.num_warps, tile.num_stages, None),
+    )  # fmt: skip

@@ -1,0 +1,244 @@
+"""XTR's scores: query tokens retrieve their k best document tokens of the whole batch, and only these score.
+
+    score[i, j] = sum over s of best[i, s, j] / Z[i, j],   best[i, s, j] = max over retrieved t of <q[i, s], d[j, t]>
+
+(Lee et al., "Rethinking the Role of Token Retrieval in Multi-Vector Retrieval", NeurIPS 2023.) A document of which a
+query token retrieves nothing gets 0 from it. `xtr_scores_reference` is the definition, in plain torch; it says what the
+two normalizers Z are. `xtr_scores` computes the same without its [Nq, Lq, Nd, Ld] tensor: what a query token retrieves
+is all that reaches its k-th largest similarity, and of a document's tokens only the best one scores. So it takes the
+maxima [Nd, Nq * Lq], the thresholds [Nq * Lq], and a comparison; similarities are computed again instead of kept, by
+Triton kernels on CUDA (`kernels.xtr`), and in blocks of plain torch elsewhere (`ops.xtr_retrieval`).
+
+The gradient is that of `maxsim`, with only the winners that count, of scores divided by Z. No gradient flows through
+the thresholds and Z, which are constant between changes of what is retrieved.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..kernels.select import choose
+from .checks import check_choice, check_tensor
+from .compute import checked_masks, kernels
+from .maxsim import checked, maxsim_gradients
+from .problem import Options, Tensors, check, problem_of, sizes_of, winners_dtype
+from .xtr_retrieval import Pool, Retrieval, pool_of, retrieve_in_blocks, scoring
+
+NORMALIZERS = ("positive", "retrieved")
+# The least Z of each: PyLate's, and sentence-transformers'.
+_LEAST = {"positive": 1e-3, "retrieved": 1.0}
+# Maxima of query tokens and documents that are computed at once, and what else kernels keep of a query token, which
+# takes as much memory as the maxima with so many documents.
+_MAXIMA_AT_ONCE = 1 << 23
+_BESIDE_MAXIMA = 1 << 10
+
+
+def xtr_scores_reference(
+    queries: Tensor,
+    documents: Tensor,
+    *,
+    k: int = 256,
+    queries_mask: Tensor | None = None,
+    documents_mask: Tensor | None = None,
+    normalizer: str = "positive",
+    empty_score: float = 0.0,
+) -> Tensor:
+    """The definition of `xtr_scores`, in plain torch: builds all similarities, and autograd differentiates it.
+
+    Arguments and result are those of `xtr_scores`, except that it checks nothing, and computes in, and returns, the
+    type that the inputs widen to: float64 for float64 inputs, else float32.
+    """
+    wide = torch.promote_types(queries.dtype, torch.float32)
+    (n_queries, query_length, _), (n_documents, length, _) = queries.shape, documents.shape
+    on = queries.new_ones(queries.shape[:-1]) if queries_mask is None else queries_mask
+    there = documents.new_ones(documents.shape[:-1]) if documents_mask is None else documents_mask
+    weights, on, there = on.to(wide).unsqueeze(-1), on.bool().unsqueeze(-1), there.bool()
+    queries = queries.to(wide).masked_fill(~on, 0.0)
+    documents = documents.to(wide).masked_fill(~there.unsqueeze(-1), 0.0)
+    similarities = queries.flatten(0, 1) @ documents.flatten(0, 1).T
+    # Of equal similarities the first comes first, NaN before all, and masked tokens after all.
+    order = similarities.detach().sort(dim=-1, descending=True, stable=True).indices
+    masked = ~there.flatten()[order]
+    order = order.gather(-1, masked.to(torch.uint8).sort(dim=-1, stable=True).indices)
+    retrieved = torch.zeros_like(similarities, dtype=torch.bool).scatter(-1, order[:, :k], True)
+    retrieved |= similarities.isnan()
+    # [Nq, Lq, Nd, Ld]
+    similarities, retrieved = (x.view(n_queries, query_length, n_documents, length) for x in (similarities, retrieved))
+    scoring = retrieved & there
+    padded = torch.nn.functional.pad(similarities.masked_fill(~scoring, -torch.inf), (0, 1), value=-torch.inf)
+    best, counts = padded.max(dim=-1).values, scoring.any(dim=-1) & on
+    if normalizer == "positive":
+        # A token that was not retrieved counts as 0, and wins over negative ones.
+        counts &= ~(best <= 0) | retrieved.all(dim=-1)
+    best = best.masked_fill(~counts, 0.0) * weights
+    divisors = ((best > 0) if normalizer == "positive" else counts).sum(dim=1).clamp(min=_LEAST[normalizer])
+    return (best.sum(dim=1) / divisors).masked_fill(~there.any(dim=-1), empty_score)
+
+
+def xtr_scores(
+    queries: Tensor,
+    documents: Tensor,
+    *,
+    k: int = 256,
+    queries_mask: Tensor | None = None,
+    documents_mask: Tensor | None = None,
+    normalizer: str = "positive",
+    empty_score: float = 0.0,
+    implementation: str = "auto",
+) -> Tensor:
+    """XTR scores of queries against documents, differentiable, in memory that does not grow with Lq * Ld.
+
+    Each query token retrieves the k tokens, of all documents together, that are most similar to it. A document scores
+    the sum, over query tokens, of the best similarity among its retrieved tokens, divided by a normalizer.
+
+    Parameters
+    ----------
+    queries
+        [Nq, Lq, d], float16, bfloat16, float32 or float64. Under autocast, the inputs take the autocast type.
+    documents
+        [Nd, Ld, d]: every query token retrieves from all of them.
+    k
+        How many document tokens each query token retrieves, at least 1; all, where there are not as many. Of equally
+        similar ones, those of the lowest index, counted through all documents.
+    queries_mask
+        [Nq, Lq], as in `maxsim`: a masked token adds nothing, and a floating mask may hold weights.
+    documents_mask
+        [Nd, Ld], as in `maxsim`. A masked token is retrieved after all active ones, and never scores.
+    normalizer
+        "positive", as in PyLate: a token of a document that is not retrieved counts as 0, which wins over negative
+        similarities, and the sum is divided by the number of query tokens of which the document's best is positive, at
+        least 0.001. "retrieved", as in sentence-transformers and in XTR's paper: retrieved tokens score whatever their
+        sign, and the sum is divided by the number of query tokens that retrieved one of the document's, at least 1.
+    empty_score
+        Score of a document with no active token.
+    implementation
+        "auto", "triton" or "blocked", as in `maxsim`.
+
+    Returns
+    -------
+    Tensor
+        float32, [Nq, Nd]; precision as in `maxsim`. NaN in an active token makes the scores of its document, or of its
+        query, NaN. The gradient flows to the best retrieved token only, of the lowest index; none flows through
+        what is retrieved, or through the normalizer. Scores and gradients are bitwise reproducible.
+
+    Raises
+    ------
+    TypeError
+        As in `maxsim`; also if k is no integer.
+    ValueError
+        As in `maxsim`; also if k is less than 1, or `normalizer` is neither of its choices.
+    RuntimeError
+        As in `maxsim`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> queries = torch.tensor([[[1.0, 0.0], [0.0, 1.0]]])
+    >>> documents = torch.tensor([[[0.9, 0.1], [0.8, 0.2]], [[0.1, 0.7], [0.0, 0.6]]])
+    >>> xtr_scores(queries, documents, k=2)
+    tensor([[0.9000, 0.7000]])
+    """
+    if isinstance(k, bool) or not isinstance(k, (int, torch.SymInt)):
+        raise TypeError(f"k must be an integer, got {type(k).__name__}")
+    if k < 1:
+        raise ValueError(f"k must be at least 1, got {k}")
+    check_choice("normalizer", normalizer, NORMALIZERS)
+    check_tensor("documents", documents, {3: "[Nd, Ld, d]"})
+    options = Options(empty_score=empty_score, implementation=implementation)
+    given = checked("xtr_scores", Tensors(queries, documents, queries_mask, documents_mask), options)
+    return _xtr(*given[:4], k, normalizer, empty_score, implementation)[0]
+
+
+_LIBRARY = torch.library.Library("pylate_flash", "FRAGMENT")
+# Scores, the winners that a gradient flows to, and what scores were divided by.
+_LIBRARY.define(
+    "xtr_scores(Tensor queries, Tensor documents, Tensor? queries_mask, Tensor? documents_mask, SymInt k, "
+    "str normalizer, float empty_score, str implementation) -> (Tensor, Tensor, Tensor)"
+)
+_xtr = torch.ops.pylate_flash.xtr_scores.default
+
+
+def _scores(
+    queries: Tensor,
+    documents: Tensor,
+    queries_mask: Tensor | None,
+    documents_mask: Tensor | None,
+    k: int,
+    normalizer: str,
+    empty_score: float,
+    implementation: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    tensors = Tensors(queries, documents, queries_mask, documents_mask)
+    problem = problem_of(tensors, Options(), with_winners=True)
+    chosen = choose(implementation, problem.device, problem.dtype, problem.size)
+    queries_mask, documents_mask = checked_masks(tensors)
+    active = documents.new_ones(documents.shape[:2], dtype=torch.bool)
+    pool = pool_of(active if documents_mask is None else documents_mask, k, normalizer == "positive")
+    scores = torch.zeros(problem.scores_shape, device=problem.device)
+    divisors = torch.full_like(scores, _LEAST[normalizer])
+    winners = torch.full(problem.winners_shape, -1, dtype=problem.winners_dtype, device=problem.device)
+    if not problem.is_empty:
+        retrieve = kernels().xtr_retrieval if chosen == "triton" else retrieve_in_blocks
+        length = problem.query_length
+        step = max(1, _MAXIMA_AT_ONCE // (max(problem.n_documents, _BESIDE_MAXIMA) * length))
+        for first in range(0, problem.n_queries, step):
+            chunk = slice(first, first + step)
+            part = Tensors(queries[chunk], documents, None, documents_mask)
+            # Under autocast the inputs have the autocast type already; the products inside must not be rounded to it.
+            with torch.autocast(problem.device.type, enabled=False):
+                found = retrieve(problem_of(part, Options(), with_winners=True), part, pool)
+            mask = None if queries_mask is None else queries_mask[chunk].flatten()
+            best, kept = _counted(found, pool, mask)
+            counted = (best > 0) if pool.with_whole else kept
+            for values, to in ((best, scores), (counted, divisors)):
+                to[chunk] = values.unflatten(1, (-1, length)).sum(dim=2, dtype=best.dtype).T
+            winners[:, first * length : (first + step) * length] = found.winners.where(kept, -1)
+        scores /= divisors.clamp_(min=_LEAST[normalizer])
+    return scores.masked_fill(pool.counts == 0, empty_score), winners, divisors
+
+
+def _counted(found: Retrieval, pool: Pool, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """What each row adds to each score [Nd, rows], and where it is a retrieved token's similarity, not 0 in its place.
+
+    `mask` [rows] of the query tokens is bool, or has weights.
+    """
+    counts, whole = scoring(found, pool)
+    if pool.with_whole:
+        # A token that was not retrieved counts as 0, and wins over negative ones.
+        counts &= ~(found.best <= 0) | whole
+    if mask is not None:
+        counts &= mask != 0
+    best = found.best.where(counts, 0.0)
+    return best * mask if mask is not None and mask.is_floating_point() else best, counts
+
+
+def _backward(ctx, grad_scores: Tensor, _winners: Tensor | None, _divisors: Tensor | None) -> tuple:
+    queries, documents, queries_mask, documents_mask, winners, divisors = ctx.saved_tensors
+    needs = ctx.needs_input_grad[:2]
+    found = maxsim_gradients(
+        grad_scores / divisors, winners, Tensors(queries, documents, queries_mask, documents_mask), ctx.options, *needs
+    )
+    return *(gradient if need else None for gradient, need in zip(found, needs, strict=True)), *(None,) * 6
+
+
+def _setup_context(ctx, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:
+    _, winners, divisors = output
+    ctx.mark_non_differentiable(winners, divisors)
+    ctx.save_for_backward(*inputs[:4], winners, divisors)
+    ctx.options = Options(implementation=inputs[-1])
+
+
+def _shapes(queries: Tensor, documents: Tensor, queries_mask: Tensor | None, documents_mask: Tensor | None, *_):
+    """Uninitialised scores, winners and divisors."""
+    tensors = Tensors(queries, documents, queries_mask, documents_mask)
+    check(tensors)
+    sizes = sizes_of(tensors, Options())
+    scores = queries.new_empty(sizes.scores_shape, dtype=torch.float32)
+    winners = queries.new_empty(sizes.winners_shape, dtype=winners_dtype(sizes.document_length))
+    return scores, winners, torch.empty_like(scores)
+
+
+_LIBRARY.impl("xtr_scores", _scores, "CompositeExplicitAutograd")
+torch.library.register_fake("pylate_flash::xtr_scores", _shapes)
+torch.library.register_autograd("pylate_flash::xtr_scores", _backward, setup_context=_setup_context)

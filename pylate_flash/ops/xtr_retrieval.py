@@ -1,0 +1,148 @@
+"""What query tokens retrieve of a pool of documents: found in blocks of plain torch, and what of it scores.
+
+Rows are query tokens. A row retrieves k tokens of the pool: those with the largest similarities, of equal ones the
+first. So it retrieves whatever lies above its threshold, the k-th largest similarity, and as many of those equal to it
+as are left. A document's best token scores if it is retrieved.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .blocked import block_budget, inner_products
+from .problem import Problem, Tensors
+
+
+class Pool(NamedTuple):
+    """The documents that query tokens retrieve from.
+
+    Attributes
+    ----------
+    k
+        How many tokens each row retrieves, at most.
+    counts
+        [Nd], int64: active tokens of each document.
+    complete
+        [Nd], bool: whether, after all active tokens, all masked ones of the document are retrieved too.
+    with_whole
+        Whether it matters which documents are retrieved as a whole.
+    """
+
+    k: int
+    counts: Tensor
+    complete: Tensor
+    with_whole: bool
+
+    @property
+    def nonempty(self) -> Tensor:
+        """[Nd, 1]: whether a document has an active token."""
+        return (self.counts > 0).unsqueeze(1)
+
+
+def pool_of(active: Tensor, k: int, with_whole: bool) -> Pool:
+    """The pool of documents whose tokens are `active` [Nd, Ld] or not."""
+    counts = active.sum(dim=1)
+    masked = active.shape[1] - counts
+    # Masked tokens come after all active ones, in their order.
+    complete = (masked == 0) | (masked.cumsum(0) <= k - counts.sum())
+    return Pool(k, counts, complete, with_whole)
+
+
+class Retrieval(NamedTuple):
+    """What rows retrieve.
+
+    Attributes
+    ----------
+    best, winners
+        [Nd, rows]: the best similarity of a row with a document, NaN if any is, and the lowest index that attains it.
+        Undefined where a document has no active token.
+    thresholds
+        [rows]: what lies above is retrieved, and unless rows are tallied, what is equal too.
+    n_equal
+        [rows], int32: of rows that are tallied, how many of the tokens equal to the threshold are retrieved.
+    tallied
+        [rows], bool: the rows of which tokens had to be counted, because not all that equal the threshold are
+        retrieved, or documents may be retrieved as a whole with a negative best. None: there is none.
+    above, equal
+        [Nd, rows]: of rows that are tallied, a document's tokens above the threshold, NaN among them, and equal to it.
+    """
+
+    best: Tensor
+    winners: Tensor
+    thresholds: Tensor
+    n_equal: Tensor
+    tallied: Tensor | None = None
+    above: Tensor | None = None
+    equal: Tensor | None = None
+
+
+def scoring(found: Retrieval, pool: Pool) -> tuple[Tensor, Tensor]:
+    """Which documents a row retrieves a token of, and which of them as a whole, [Nd, rows]; False for empty ones.
+
+    What is retrieved as a whole is told only if the pool asks for it and the best similarity is not positive.
+    """
+    nan = found.best.isnan()
+    retrieved = (found.best >= found.thresholds) | nan
+    whole = torch.zeros_like(retrieved)
+    if found.tallied is not None:
+        assert found.above is not None
+        assert found.equal is not None
+        before = found.equal.cumsum(dim=0, dtype=torch.int32) - found.equal
+        count = found.above + (found.n_equal - before).clamp(min=0).minimum(found.equal)
+        retrieved = torch.where(found.tallied, (count > 0) | nan, retrieved)
+        if pool.with_whole:
+            whole = found.tallied & (count >= pool.counts.unsqueeze(1)) & pool.complete.unsqueeze(1)
+    return retrieved & pool.nonempty, whole
+
+
+def retrieve_in_blocks(problem: Problem, tensors: Tensors, pool: Pool) -> Retrieval:
+    """What query tokens [Nq, Lq, d] retrieve of documents [Nd, Ld, d] with a bool mask or none; no size is 0.
+
+    A block of similarities of a few rows with all documents is held at a time.
+    """
+    queries, documents, _, mask, *_ = tensors
+    rows, pooled = queries.flatten(0, 1), documents.flatten(0, 1)
+    step = max(1, block_budget(problem.device) // problem.n_tokens)
+    blocks = [_block(rows[first : first + step], pooled, mask, pool) for first in range(0, len(rows), step)]
+    best, winners, thresholds, n_equal, tallied = (
+        torch.cat(parts, dim=-1) for parts in zip(*(block[:5] for block in blocks), strict=True)
+    )
+    found = Retrieval(best, winners, thresholds, n_equal)
+    if all(block.above is None for block in blocks):
+        return found
+    above, equal = (
+        torch.cat(
+            [torch.zeros_like(b.winners) if part is None else part for b, part in zip(blocks, parts, strict=True)], 1
+        )
+        for parts in ([block.above for block in blocks], [block.equal for block in blocks])
+    )
+    return found._replace(tallied=tallied, above=above, equal=equal)
+
+
+def _block(rows: Tensor, pooled: Tensor, mask: Tensor | None, pool: Pool) -> Retrieval:
+    """What rows [R, d] retrieve of the tokens [Nd * Ld, d]; `tallied` is always there."""
+    n_documents = len(pool.counts)
+    similarities = inner_products(pooled, rows).T.contiguous()
+    if mask is not None:
+        similarities.masked_fill_(~mask.flatten(), -torch.inf)
+    # Of masked tokens, the threshold is -inf, and all active ones are retrieved.
+    thresholds = similarities.topk(min(pool.k, len(pooled)), dim=1, sorted=True).values[:, -1]
+    above = (similarities > thresholds.unsqueeze(1)) | similarities.isnan()
+    equal = similarities == thresholds.unsqueeze(1)
+    if mask is not None:
+        equal &= mask.flatten()
+    n_equal = pool.k - above.sum(dim=1)
+    tallied = equal.sum(dim=1) > n_equal
+    if pool.with_whole:
+        tallied |= thresholds <= 0
+    by_document = similarities.unflatten(1, (n_documents, -1))
+    best, winners = by_document.max(dim=2)
+    found = Retrieval(best.T, winners.T, thresholds, n_equal.to(torch.int32), tallied)
+    # To know that none is tallied, a GPU would be waited for.
+    if similarities.device.type == "cpu" and not tallied.any():
+        return found
+    counts = (x.view(by_document.shape).sum(dim=2, dtype=torch.int32).T for x in (above, equal))
+    return found._replace(above=next(counts), equal=next(counts))

@@ -1,0 +1,219 @@
+"""`xtr_scores` against its definition, over shapes, masks and values that hypothesis draws, and by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pylate_flash import maxsim, xtr_scores
+from pylate_flash.ops import blocked, xtr, xtr_scores_reference
+from tests.ops.cases import Case, gradients, relative_error
+from tests.ops.xtr_cases import check_scores_and_gradients, xtr_cases
+
+NORMALIZERS = ("positive", "retrieved")
+DOUBLE = torch.ones(3, 5, 4, dtype=torch.float64)
+
+
+@settings(max_examples=120, deadline=None, derandomize=True)
+@given(case=xtr_cases(), blocks=st.booleans())
+def test_scores_and_gradients_equal_the_definition(case: Case, blocks: bool) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        if blocks:
+            # A row or two at a time, and a query or two.
+            patch.setattr(blocked, "_BLOCK_CPU", 100)
+            patch.setattr(xtr, "_BESIDE_MAXIMA", 1)
+            patch.setattr(xtr, "_MAXIMA_AT_ONCE", 50)
+        check_scores_and_gradients(xtr_scores, case)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("normalizer", NORMALIZERS)
+def test_unit_vectors(normalizer: str, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    queries, documents = (
+        F.normalize(torch.randn(*shape, 64, generator=generator), dim=-1).to(dtype) for shape in ((5, 8), (20, 30))
+    )
+    mask = torch.rand(20, 30, generator=generator) > 0.2
+    case = Case(queries, documents, None, mask, {"k": 3, "normalizer": normalizer})
+    with torch.no_grad():
+        found = xtr_scores(*case.tensors, **case.keywords)
+        expected = xtr_scores_reference(*case.doubled().tensors, **case.keywords)
+    assert 0.1 < (expected == 0).double().mean() < 0.9
+    assert relative_error(found, expected) <= 2e-6
+    bound = 1e-2 if dtype == torch.bfloat16 else 1e-5
+    for gradient, right in zip(
+        gradients(xtr_scores, case), gradients(xtr_scores_reference, case.doubled()), strict=True
+    ):
+        assert relative_error(gradient, right) <= bound
+
+
+def test_definition_passes_gradcheck() -> None:
+    torch.manual_seed(0)
+    queries = torch.randn(2, 2, 3, dtype=torch.float64, requires_grad=True)
+    documents = torch.randn(3, 3, 3, dtype=torch.float64, requires_grad=True)
+    mask = torch.tensor([[True, True, False], [True, False, True], [True, True, True]])
+    for normalizer in NORMALIZERS:
+        assert torch.autograd.gradcheck(
+            lambda q, d, n=normalizer: xtr_scores_reference(q, d, k=4, documents_mask=mask, normalizer=n),
+            (queries, documents),
+        )
+
+
+@pytest.mark.parametrize("function", [xtr_scores, xtr_scores_reference])
+def test_by_hand(function) -> None:
+    queries = torch.tensor([[[1.0, 0.0], [0.0, 1.0]]])
+    documents = torch.tensor([[[3.0, -1.0], [2.0, -2.0]], [[1.0, -3.0], [-1.0, 4.0]]])
+    # Token 0 retrieves 3 and 2, both of document 0; token 1 retrieves 4, of document 1, and -1, of document 0.
+    assert function(queries, documents, k=2, normalizer="retrieved").tolist() == [[1.0, 4.0]]
+    # As positive ones, only the 3 counts for document 0: its other token has a 0 for token 1.
+    assert function(queries, documents, k=2).tolist() == [[3.0, 4.0]]
+    # Token 1 retrieves both tokens of document 0 now, and so no 0, and three of all for token 0 leave one out.
+    assert function(queries, documents, k=3).tolist() == [[2.0, 2.5]]
+    mask = torch.tensor([[True, True], [False, True]])
+    # With one more, that is the masked token, and document 1 is retrieved as a whole: -1 and 4.
+    assert function(queries, documents, k=3, documents_mask=mask).tolist() == [[2.0, 4.0]]
+    assert function(queries, documents, k=4, documents_mask=mask).tolist() == [[2.0, 3.0]]
+    assert function(queries, documents, k=3, documents_mask=mask, normalizer="retrieved").tolist() == [[1.0, 1.5]]
+    weights = torch.tensor([[0.5, 2.0]])
+    assert function(queries, documents, k=2, queries_mask=weights).tolist() == [[1.5, 8.0]]
+    assert function(queries, documents, k=2, queries_mask=weights, normalizer="retrieved").tolist() == [[-0.25, 8.0]]
+
+
+def test_all_tokens_are_mean_maxsim() -> None:
+    queries, documents = torch.randn(3, 5, 6), torch.randn(4, 7, 6)
+    mask, queries_mask = torch.rand(4, 7) > 0.4, torch.rand(3, 5) > 0.3
+    mask[:, 0] = True
+    masks = {"queries_mask": queries_mask, "documents_mask": mask}
+    found = xtr_scores(queries, documents, k=10**6, normalizer="retrieved", **masks)
+    torch.testing.assert_close(found, maxsim(queries, documents, reduction="mean", **masks), rtol=1e-6, atol=1e-6)
+
+
+def test_of_equal_tokens_the_first_are_retrieved() -> None:
+    documents = torch.tensor([1.0, -0.0, 2.0, 0.0]).view(1, 4, 1).repeat(3, 1, 1).requires_grad_()
+    scores = xtr_scores(torch.ones(1, 1, 1), documents, k=2)
+    assert scores.tolist() == [[2.0, 2.0, 0.0]]
+    (gradient,) = torch.autograd.grad(scores.sum(), documents)
+    assert gradient.nonzero().tolist() == [[0, 2, 0], [1, 2, 0]]
+    # -0.0 and 0.0 are equal: of six of them, the first three are taken, two of document 0 and one of document 1.
+    scores = xtr_scores(torch.ones(1, 1, 1), documents[:, [1, 3]] - 1, k=3, normalizer="retrieved")
+    assert scores.tolist() == [[-1.0, -1.0, 0.0]]
+
+
+def test_nan_and_infinity() -> None:
+    queries, documents = torch.randn(2, 3, 4), torch.randn(3, 5, 4)
+    documents[1, 4, 0] = torch.nan
+    for normalizer in NORMALIZERS:
+        scores = xtr_scores(queries, documents, k=2, normalizer=normalizer)
+        assert scores[:, 1].isnan().all()
+        assert scores[:, [0, 2]].isfinite().all()
+        # A masked one is as if it were not there.
+        mask = ~documents.isnan().any(dim=-1)
+        leaf = documents.clone().requires_grad_()
+        scores = xtr_scores(queries, leaf, k=2, documents_mask=mask, normalizer=normalizer)
+        assert scores.isfinite().all()
+        assert torch.autograd.grad(scores.sum(), leaf)[0].isfinite().all()
+    queries[0, 1] = torch.nan
+    assert xtr_scores(queries, documents[:1]).isnan().tolist() == [[True], [False]]
+    assert xtr_scores(queries, documents[:1], queries_mask=torch.tensor([[1, 0, 1]] * 2)).isfinite().all()
+    lines = torch.tensor([torch.inf, 1.0, -torch.inf]).view(3, 1, 1)
+    assert xtr_scores(torch.ones(1, 1, 1), lines, k=2).tolist() == [[torch.inf, 1.0, 0.0]]
+    assert xtr_scores(torch.ones(1, 1, 1), lines, k=3).tolist() == [[torch.inf, 1.0, -torch.inf]]
+
+
+@pytest.mark.parametrize("normalizer", NORMALIZERS)
+@pytest.mark.parametrize("shapes", [((0, 3), (2, 5)), ((2, 0), (2, 5)), ((2, 3), (0, 5)), ((2, 3), (4, 0))])
+def test_without_tokens(shapes: tuple, normalizer: str) -> None:
+    (n_queries, query_length), (n_documents, length) = shapes
+    queries = torch.ones(n_queries, query_length, 4, requires_grad=True)
+    documents = torch.ones(n_documents, length, 4, requires_grad=True)
+    scores = xtr_scores(queries, documents, normalizer=normalizer, empty_score=-5.0)
+    assert torch.equal(scores, torch.full((n_queries, n_documents), 0.0 if length else -5.0))
+    assert not any(g.any() for g in torch.autograd.grad(scores.sum(), (queries, documents)))
+
+
+def test_one_token() -> None:
+    queries, documents = torch.tensor([[[2.0]]]), torch.tensor([[[-3.0]]])
+    assert xtr_scores(queries, documents).item() == pytest.approx(-6.0 / 1e-3)
+    assert xtr_scores(queries, documents, normalizer="retrieved").item() == -6.0
+
+
+class Largest(TorchDispatchMode):
+    """Remembers the largest number of elements of a result."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(tensor, Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return result
+
+
+def test_the_similarities_are_never_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocked, "_BLOCK_CPU", 10_000)
+    queries, documents = torch.randn(10, 16, 4, requires_grad=True), torch.randn(60, 40, 4, requires_grad=True)
+    with Largest() as largest:
+        xtr_scores(queries, documents, k=50).sum().backward()
+    # [Nd, rows], or the documents.
+    assert largest.elements <= 60 * 10 * 16
+    assert largest.elements < queries.shape[0] * 16 * 60 * 40 / 30
+
+
+@pytest.mark.parametrize(
+    ("error", "match", "arguments"),
+    [
+        (TypeError, "k must be an integer, got float", {"k": 2.0}),
+        (TypeError, "k must be an integer, got bool", {"k": True}),
+        (ValueError, "k must be at least 1, got 0", {"k": 0}),
+        (ValueError, "normalizer must be one of 'positive', 'retrieved', got 'mean'", {"normalizer": "mean"}),
+        (ValueError, r"documents must have shape \[Nd, Ld, d\], got \[1, 3, 5, 4\]", {"documents": DOUBLE[None]}),
+        (ValueError, r"documents_mask must have shape \[3, 5\], got \[3, 4\]", {"documents_mask": torch.ones(3, 4)}),
+        (TypeError, "documents must have the dtype of queries", {"documents": torch.ones(3, 5, 4).half()}),
+        (ValueError, "queries_mask must hold only 0 .* got -1", {"queries_mask": -torch.ones(2, 3)}),
+        (ValueError, "cannot serve", {"implementation": "triton", "documents": DOUBLE, "queries": DOUBLE}),
+    ],
+)
+def test_errors(error: type[Exception], match: str, arguments: dict) -> None:
+    call = {"queries": torch.ones(2, 3, 4), "documents": torch.ones(3, 5, 4), **arguments}
+    with pytest.raises(error, match=match):
+        xtr_scores(**call)
+
+
+def test_opcheck() -> None:
+    queries, documents = torch.randn(2, 3, 4, requires_grad=True), torch.randn(3, 5, 4, requires_grad=True)
+    masks = torch.ones(2, 3), torch.rand(3, 5) > 0.3
+    torch.library.opcheck(
+        torch.ops.pylate_flash.xtr_scores.default, (queries, documents, *masks, 4, "retrieved", -1.0, "auto")
+    )
+
+
+def test_compiles_for_other_lengths_too() -> None:
+    compiled = torch.compile(xtr_scores, fullgraph=True, backend="aot_eager", dynamic=True)
+    for length, k in ((5, 4), (9, 4), (9, 30)):
+        leaves = torch.randn(2, 3, 4, requires_grad=True), torch.randn(3, length, 4, requires_grad=True)
+        found, expected = (function(*leaves, k=k) for function in (compiled, xtr_scores))
+        assert torch.equal(found, expected)
+        for pair in zip(*(torch.autograd.grad(scores.sum(), leaves) for scores in (found, expected)), strict=True):
+            assert torch.equal(*pair)
+
+
+def test_no_second_derivative() -> None:
+    queries, documents = torch.randn(2, 3, 4, requires_grad=True), torch.randn(3, 5, 4)
+    (gradient,) = torch.autograd.grad(xtr_scores(queries, documents, k=4).square().sum(), queries, create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        gradient.sum().backward()
+
+
+def test_autocast() -> None:
+    queries, documents = torch.randn(2, 3, 8, requires_grad=True), torch.randn(3, 5, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        scores = xtr_scores(queries, documents, k=4)
+    assert scores.dtype == torch.float32
+    assert torch.equal(scores, xtr_scores(queries.bfloat16(), documents.bfloat16(), k=4))
+    assert torch.autograd.grad(scores.sum(), queries)[0].dtype == torch.float32

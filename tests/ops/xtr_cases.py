@@ -1,0 +1,77 @@
+"""Random calls of `xtr_scores`, drawn by hypothesis, for every implementation's tests.
+
+Embeddings are multiples of 1/4 of at most 1, of few elements: every product and every sum is exact in any floating
+type that accumulates in float32, so what is retrieved does not hang on rounding, and ties abound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from pylate_flash.ops import xtr_scores_reference
+from tests.ops.cases import Case, gradients, relative_error
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+@st.composite
+def xtr_cases(
+    draw: st.DrawFn, dtypes: tuple[torch.dtype, ...] = DTYPES, max_batch: int = 5, max_length: int = 12
+) -> Case:
+    """Masks, weights, empty queries and documents, and k up to more than there are tokens."""
+    n_queries, n_documents = draw(st.integers(1, max_batch)), draw(st.integers(1, max_batch))
+    query_length, length, size = (
+        draw(st.integers(1, max_length)),
+        draw(st.integers(1, max_length)),
+        draw(st.integers(1, 9)),
+    )
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    dtype = draw(st.sampled_from(dtypes))
+
+    def numbers(*shape: int) -> Tensor:
+        # Where all similarities are negative, PyLate's imputation and ours must not be mistaken for each other.
+        low = draw(st.sampled_from([-4, -4, 0, 1]))
+        return torch.randint(low, 5, shape, generator=generator).div(4).to(dtype)
+
+    queries, documents = numbers(n_queries, query_length, size), -numbers(n_documents, length, size)
+    if draw(st.booleans()):
+        documents = -documents
+    queries_mask = documents_mask = None
+    kind = draw(st.sampled_from(["none", "bool", "int64", "weights"]))
+    if kind != "none":
+        queries_mask = torch.rand(n_queries, query_length, generator=generator) > 0.3
+        if kind == "weights":
+            queries_mask = queries_mask * torch.randint(1, 5, queries_mask.shape, generator=generator) / 2
+        else:
+            queries_mask = queries_mask.to(getattr(torch, kind))
+    kind = draw(st.sampled_from(["none", "bool", "float32", "empty"]))
+    if kind != "none":
+        documents_mask = torch.rand(n_documents, length, generator=generator) > 0.3
+        if kind == "empty":
+            documents_mask[draw(st.integers(0, n_documents - 1))] = False
+        else:
+            documents_mask = documents_mask.to(getattr(torch, kind))
+    options = {
+        "k": draw(st.integers(1, n_documents * length + 2)),
+        "normalizer": draw(st.sampled_from(["positive", "retrieved"])),
+        "empty_score": draw(st.sampled_from([0.0, -100.0])),
+    }
+    return Case(queries, documents, queries_mask, documents_mask, options)
+
+
+def check_scores_and_gradients(function: Callable[..., Tensor], case: Case) -> None:
+    """Scores equal those of the definition in float64, and gradients too, as far as their type holds them."""
+    with torch.no_grad():
+        scores = function(*case.tensors, **case.keywords)
+        expected = xtr_scores_reference(*case.doubled().tensors, **case.keywords)
+    assert scores.dtype == torch.float32
+    assert scores.shape == expected.shape
+    torch.testing.assert_close(scores.double(), expected, rtol=2e-6, atol=1e-7)
+    tolerance = 1e-2 if case.queries.dtype.itemsize == 2 else 1e-5
+    for gradient, right in zip(gradients(function, case), gradients(xtr_scores_reference, case.doubled()), strict=True):
+        assert gradient.dtype == case.queries.dtype
+        assert relative_error(gradient, right) <= tolerance
