@@ -23,6 +23,8 @@ if TYPE_CHECKING:
         maxsim_varlen,
         maxsim_varlen_pairwise,
         pack,
+        soft_maxsim,
+        soft_maxsim_varlen,
         unpack,
     )
 
@@ -41,6 +43,8 @@ _OPERATIONS = (
     "maxsim_varlen",
     "maxsim_varlen_pairwise",
     "pack",
+    "soft_maxsim",
+    "soft_maxsim_varlen",
     "unpack",
 )
 
@@ -60,6 +64,8 @@ __all__ = [
     "pack",
     "register",
     "registered",
+    "soft_maxsim",
+    "soft_maxsim_varlen",
     "unpack",
     "unregister",
 ]
