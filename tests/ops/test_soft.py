@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import math
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pylate_flash import maxsim, soft_maxsim, soft_maxsim_varlen
-from pylate_flash.ops import soft_blocks, soft_maxsim_reference
-from pylate_flash.ops.problem import Options, Tensors
-from tests.ops.cases import FLOAT32_SCORES, Case, cases, relative_error
+from pylate_flash import soft_maxsim, soft_maxsim_varlen
+from pylate_flash.ops import soft_maxsim_reference
+from tests.ops.cases import Case, cases, relative_error
 from tests.ops.test_definitions import dot, lists, unit
 from tests.ops.test_varlen import packed
 
