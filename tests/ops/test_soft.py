@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pylate_flash import soft_maxsim, soft_maxsim_varlen
-from pylate_flash.ops import soft_maxsim_reference
-from tests.ops.cases import Case, cases, relative_error
+from pylate_flash import maxsim, soft_maxsim, soft_maxsim_varlen
+from pylate_flash.ops import soft_blocks, soft_maxsim_reference
+from pylate_flash.ops.problem import Options, Tensors
+from tests.ops.cases import FLOAT32_SCORES, Case, cases, relative_error
 from tests.ops.test_definitions import dot, lists, unit
 from tests.ops.test_varlen import packed
 
@@ -83,10 +85,11 @@ def test_the_definition_is_a_loop_over_numbers(case: Case, beta: float) -> None:
 
     queries, documents = case.queries.tolist(), case.documents.tolist()
     queries_on, on = lists(case.queries_mask, case.queries), lists(case.documents_mask, case.documents)
-    own = case.documents.dim() == 4
+    if case.documents.dim() == 3:
+        documents, on = [documents] * len(queries), [on] * len(queries)
     expected = [
-        [score(q, *pair) for pair in zip(documents[i] if own else documents, [w] * 99, on[i] if own else on)]  # noqa: B905
-        for i, (q, w) in enumerate(zip(queries, queries_on, strict=True))
+        [score(query, document, weights, there) for document, there in zip(own, own_on, strict=True)]
+        for query, weights, own, own_on in zip(queries, queries_on, documents, on, strict=True)
     ]
     found = soft_maxsim_reference(*case.tensors, beta, **case.keywords)
     torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64))
@@ -121,3 +124,150 @@ def test_packed_tokens(case: tuple, beta: float) -> None:
         return
     found = varlen_gradients(soft_maxsim_varlen, case, beta)
     check_gradients(found, varlen_gradients(varlen_reference, case, beta, torch.float64), 1e-5)
+
+
+@settings(max_examples=10, deadline=None, derandomize=True)
+@given(case=cases(dtypes=(torch.float64,)), beta=BETAS)
+def test_blocks_do_not_change_the_result(case: Case, beta: float) -> None:
+    scores, expected = soft_maxsim(*case.tensors, beta, **case.keywords), soft_gradients(soft_maxsim, case, beta)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(soft_blocks, "block_budget", lambda device: 40)
+        torch.testing.assert_close(soft_maxsim(*case.tensors, beta, **case.keywords), scores, **FLOAT32_SCORES)
+        check_gradients(soft_gradients(soft_maxsim, case, beta), expected, 1e-6)
+
+
+def test_the_definition_passes_gradcheck() -> None:
+    generator = torch.Generator().manual_seed(0)
+    queries, documents = (
+        torch.randn(*shape, 4, dtype=torch.float64, generator=generator) for shape in ((2, 3), (3, 5))
+    )
+    beta, mask = torch.tensor(1.5, dtype=torch.float64), torch.rand(3, 5, generator=generator) > 0.3
+    leaves = [tensor.requires_grad_() for tensor in (queries, documents, beta)]
+    for masking in ("exclude", "zero"):
+        assert torch.autograd.gradcheck(
+            lambda q, d, b, m=masking: soft_maxsim_reference(q, d, b, documents_mask=mask, masking=m), leaves
+        )
+
+
+def test_a_large_beta_is_the_maximum() -> None:
+    generator = torch.Generator().manual_seed(0)
+    queries, documents = (
+        torch.nn.functional.normalize(torch.randn(*shape, generator=generator), dim=-1)
+        for shape in ((3, 7, 16), (4, 9, 16))
+    )
+    torch.testing.assert_close(soft_maxsim(queries, documents, 1e4), maxsim(queries, documents), rtol=1e-3, atol=1e-3)
+    # And larger at every beta: by the logarithm of the number of tokens where all are alike.
+    alike = documents[:, :1].expand(4, 9, 16)
+    more = soft_maxsim(queries, alike, 2.0) - maxsim(queries, alike)
+    torch.testing.assert_close(more, torch.full((3, 4), 7 * math.log(9) / 2), rtol=1e-5, atol=1e-5)
+
+
+def test_no_token() -> None:
+    queries, documents = torch.ones(2, 3, 4, requires_grad=True), torch.ones(3, 0, 4)
+    scores = soft_maxsim(queries, documents, 2.0, empty_score=-7.0)
+    assert (scores == -7.0).all()
+    (gradient,) = torch.autograd.grad(scores.sum(), queries)
+    assert (gradient == 0.0).all()
+    assert (soft_maxsim(queries[:, :0], torch.ones(3, 2, 4), 2.0) == 0.0).all()
+    assert soft_maxsim(queries[:0], documents, 2.0).shape == (0, 3)
+    bounds = torch.tensor([0, 0]), torch.tensor([0, 2])
+    assert soft_maxsim_varlen(torch.ones(0, 4), torch.ones(2, 4), 2.0, *bounds, max_query_length=2).tolist() == [[0.0]]
+
+
+def test_masked_tokens_may_be_anything() -> None:
+    queries, documents = torch.randn(2, 3, 4), torch.randn(3, 20, 4)
+    case = Case(queries, documents, torch.ones(2, 3).bool(), torch.ones(3, 20).bool(), {"masking": "zero"})
+    case.queries_mask[1, 1:], case.documents_mask[:, 3:9], case.documents_mask[1] = False, False, False
+    clean = soft_gradients(soft_maxsim, case, 2.0)
+    queries[1, 1:], documents[:, 3:9], documents[1] = torch.nan, torch.inf, torch.nan
+    for found, expected in zip(soft_gradients(soft_maxsim, case, 2.0), clean, strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_nan_and_infinity_behave_as_in_torch() -> None:
+    queries, documents = torch.rand(2, 3, 4) + 0.1, torch.randn(4, 5, 4)
+    documents[0, 3, 1], documents[1, 2, 0], documents[2], documents[3, 2, 0] = math.nan, math.inf, -math.inf, -math.inf
+    found, expected = soft_maxsim(queries, documents, 2.0), soft_maxsim_reference(queries, documents, 2.0)
+    torch.testing.assert_close(found, expected, equal_nan=True)
+    assert found.isnan().any(dim=0).tolist() == [True, False, False, False]
+    # Whose documents are finite has a finite gradient.
+    leaf = documents.requires_grad_()
+    (gradient,) = torch.autograd.grad(soft_maxsim(queries, leaf, 2.0).sum(), leaf)
+    assert gradient[0].isnan().all()
+    assert gradient[3].isfinite().all()
+
+
+@pytest.mark.parametrize("learned", [False, True])
+def test_autocast(learned: bool) -> None:
+    queries, documents = torch.randn(2, 3, 4, requires_grad=True), torch.randn(3, 5, 4)
+    beta = torch.tensor(2.0, requires_grad=True) if learned else 2.0
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        scores = soft_maxsim(queries, documents, beta)
+        expected = soft_maxsim(queries.bfloat16(), documents.bfloat16(), beta)
+        (gradient,) = torch.autograd.grad(scores.sum(), queries)
+    assert torch.equal(scores, expected)
+    assert gradient.dtype == torch.float32
+
+
+def test_a_learned_beta_of_one_element_keeps_its_shape_and_type() -> None:
+    queries, documents = torch.randn(2, 3, 4), torch.randn(3, 5, 4)
+    for beta in (torch.tensor([2.0]), torch.tensor(2.0, dtype=torch.bfloat16)):
+        beta.requires_grad_()
+        scores = soft_maxsim(queries, documents, beta)
+        assert torch.equal(scores, soft_maxsim(queries, documents, 2.0))
+        (gradient,) = torch.autograd.grad(scores.sum(), beta)
+        assert (gradient.shape, gradient.dtype) == (beta.shape, beta.dtype)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"beta": "2"}, TypeError, "beta must be a number or a floating tensor of one element, got str"),
+        ({"beta": True}, TypeError, "beta must be a number or a floating tensor of one element, got bool"),
+        ({"beta": torch.tensor(2)}, TypeError, "beta must be a number or a floating tensor .*, got torch.int64"),
+        ({"beta": torch.ones(2)}, ValueError, r"beta must be a number or a tensor of one element, got shape \[2\]"),
+        ({"beta": torch.ones((), device="meta")}, ValueError, "beta must be on the device of queries, cpu, got meta"),
+        ({"beta": 0.0}, ValueError, "beta must be above 0 and finite, got 0"),
+        ({"beta": math.inf}, ValueError, "beta must be above 0 and finite, got inf"),
+        ({"beta": torch.tensor(math.nan)}, ValueError, "beta must be above 0 and finite, got nan"),
+        ({"max_scratch_bytes": -1}, ValueError, "max_scratch_bytes must be at least 0, got -1"),
+        ({"reduction": "max"}, ValueError, "reduction must be one of 'sum', 'mean', got 'max'"),
+        ({"masking": "none"}, ValueError, "masking must be one of 'exclude', 'zero', got 'none'"),
+        ({"implementation": "triton"}, ValueError, 'implementation="triton" cannot serve this input'),
+        ({"documents": torch.ones(3, 5, 3)}, ValueError, "documents must have the embedding size of queries, 4, got 3"),
+        ({"documents": torch.ones(3, 5, 4).half()}, TypeError, "documents must have the dtype of queries"),
+        ({"documents_mask": torch.ones(3, 4)}, ValueError, r"documents_mask must have shape \[3, 5\], got \[3, 4\]"),
+        ({"queries_mask": -torch.ones(2, 3)}, ValueError, "queries_mask must hold only 0"),
+    ],
+)  # fmt: skip
+def test_bad_input(change: dict, error: type[Exception], message: str) -> None:
+    arguments = {"queries": torch.ones(2, 3, 4), "documents": torch.ones(3, 5, 4), "beta": 2.0} | change
+    with pytest.raises(error, match=message):
+        soft_maxsim(**arguments)
+
+
+def test_no_second_derivative() -> None:
+    queries = torch.randn(2, 3, 4, requires_grad=True)
+    scores = soft_maxsim(queries, torch.randn(3, 5, 4), 2.0)
+    (gradient,) = torch.autograd.grad(scores.sum(), queries, create_graph=True)
+    with pytest.raises(RuntimeError, match="soft_maxsim has no second derivative"):
+        gradient.sum().backward()
+
+
+@pytest.mark.parametrize("candidates", [False, True])
+def test_opcheck(candidates: bool) -> None:
+    beta, queries = torch.tensor(2.0, requires_grad=True), torch.randn(2, 3, 4, requires_grad=True)
+    documents = torch.randn(*((2, 3) if candidates else (3,)), 5, 4, requires_grad=True)
+    masks = torch.rand(2, 3) > 0.3, torch.rand(documents.shape[:-1]) > 0.3
+    tensors = Tensors(queries, documents, *masks)
+    torch.library.opcheck(torch.ops.pylate_flash.soft_maxsim.default, (beta, *tensors, *Options(normalize=True), 0))
+
+
+def test_compiled() -> None:
+    leaves = [torch.randn(2, 3, 4), torch.randn(3, 5, 4), torch.tensor(2.0)]
+    for leaf in leaves:
+        leaf.requires_grad_()
+    found = torch.compile(soft_maxsim, fullgraph=True, backend="aot_eager")(*leaves)
+    expected = soft_maxsim(*leaves)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(*(torch.autograd.grad(scores.sum(), leaves) for scores in (found, expected)))

@@ -16,6 +16,7 @@ from pylate_flash import (
     maxsim_kl_divergence,
     maxsim_pairwise,
     maxsim_varlen,
+    soft_maxsim,
 )
 
 QUERIES, DOCUMENTS, CANDIDATES = torch.randn(2, 3, 4), torch.randn(3, 5, 4), torch.randn(2, 3, 5, 4)
@@ -30,6 +31,7 @@ OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
         queries.flatten(0, 1), DOCUMENTS.flatten(0, 1), *BOUNDS, max_query_length=3, max_document_length=5
     ),
     "from hidden states": lambda queries: maxsim_from_hidden(queries, DOCUMENTS, WEIGHT),
+    "soft": lambda queries: soft_maxsim(queries, DOCUMENTS, 2.0),
     "cross entropy": lambda queries: maxsim_cross_entropy(queries, DOCUMENTS),
     "divergence": lambda queries: maxsim_kl_divergence(queries, CANDIDATES, TEACHER),
 }

@@ -123,8 +123,7 @@ def _documents_kernel(
             )  # fmt: skip
         else:
             exponents = tl.dot(tile, tl.trans(of_queries), input_precision=PRECISION)
-        # Of a row that takes no part, every probability is 0.
-        lse = tl.load(lse_ptr + flat_document * n_rows + rows, mask=row_active, other=float("inf")) * LOG2E
+        lse = tl.load(lse_ptr + flat_document * n_rows + rows, mask=row_active, other=0.0) * LOG2E
         grad = tl.load(grad_scores_ptr + query * stride_grad_query, mask=row_active, other=0.0)
         if HAS_QUERIES_MASK:
             grad *= weight
@@ -134,22 +133,21 @@ def _documents_kernel(
             exponents *= token_scale[:, None]
             row_factor = row_scale[None, :] * to_exponent
         exponents = exponents * row_factor - lse[None, :]
-        probabilities = tl.where(token_exists[:, None], tl.exp2(exponents), 0.0)
+        # A row that takes no part, of zeros, meets an infinite token too.
+        probabilities = tl.where(token_exists[:, None] & row_active[None, :], tl.exp2(exponents), 0.0)
         if slopes_ptr is not None:
             slope += grad * tl.sum(tl.where(probabilities == 0.0, 0.0, probabilities * exponents), axis=0)
             if ZERO_MASKED:
                 # The masked tokens are those of the first program.
                 masked = tl.where((block == 0) & (length > 0), document_length - length, 0).to(tl.float32)
-                zero = tl.exp2(-lse)
+                zero = tl.where(row_active, tl.exp2(-lse), 0.0)
                 slope += grad * tl.where((zero == 0.0) | (masked == 0.0), 0.0, -zero * lse * masked)
         flows = probabilities * grad[None, :]
         if partials_ptr is not None:
             partial_flows = flows
             if NORMALIZE:
                 partial_flows *= token_scale[:, None]
-            partial = tl.dot(
-                tl.trans(factor(partial_flows, ROUNDED)), factor(tile, ROUNDED), input_precision=PRECISION
-            )
+            partial = tl.dot(tl.trans(factor(partial_flows, ROUNDED)), factor(tile, ROUNDED), input_precision=PRECISION)
             part = (launched * n_blocks + block).to(tl.int64) * n_groups * n_rows
             offset = (part + global_row)[:, None] * EMBEDDING + owned[None, :]
             tl.store(partials_ptr + offset, partial, mask=row_exists[:, None] & inside[None, :])
@@ -166,8 +164,8 @@ def _documents_kernel(
             mask=token_exists[:, None] & inside[None, :],
         )  # fmt: skip
     if slopes_ptr is not None:
-        if tl.program_id(1) == 0:
-            tl.store(slopes_ptr + tl.program_id(0), tl.sum(slope, axis=0))
+        # Of an embedding in parts, all programs have the same.
+        tl.store(slopes_ptr + tl.program_id(0), tl.sum(slope, axis=0), mask=tl.program_id(1) == 0)
 
 
 _documents = Kernel(_documents_kernel)

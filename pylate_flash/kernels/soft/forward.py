@@ -85,9 +85,7 @@ def _forward_kernel(
     inside = dims < EMBEDDING
     query_rows = queries_ptr + (group * n_queries + query).to(tl.int64) * stride_query + token * stride_query_token
     if not SPLIT:
-        query_tile = tl.load(
-            query_rows[:, None] + dims[None, :], mask=row_exists[:, None] & inside[None, :], other=0.0
-        )
+        query_tile = tl.load(query_rows[:, None] + dims[None, :], mask=row_exists[:, None] & inside[None, :], other=0.0)
     beta = tl.load(beta_ptr)
     # From similarities to exponents of 2.
     row_factor = tl.full([BLOCK_ROWS], LOG2E, tl.float32) * beta

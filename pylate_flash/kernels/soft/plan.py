@@ -13,8 +13,10 @@ from ..tiles import Tile, divided_strides, padded_query_length, power_of_two
 if TYPE_CHECKING:
     from ...ops.problem import Problem
 
-# Bytes of an embedding, as a power of two, up to which a tile holds it whole; a longer one is read in parts of so many.
-_MAX_ROW_BYTES = 512
+# Elements of an embedding, as a power of two, up to which a tile holds it whole, by the bytes of each; a longer one is
+# read in blocks of so many bytes. Exact products of float32 are computed outside tensor cores, unrolled: of longer rows
+# they leave no registers.
+_MAX_WHOLE = {2: 256, 4: 32}
 _PART_BYTES = 128
 # Elements of a gradient that a program sums, of an embedding that is read in parts.
 _SPLIT_OWNED = 64
@@ -139,15 +141,14 @@ def soft_gradient_plan(problem: Problem, both: bool, max_scratch_bytes: int) -> 
 def operands_of(problem: Problem) -> Operands:
     """How tiles hold the embeddings of a problem."""
     item, whole = problem.dtype.itemsize, max(16, power_of_two(problem.size))
-    if whole * item <= _MAX_ROW_BYTES:
+    if whole <= _MAX_WHOLE[item]:
         return Operands(whole, False, whole, 1)
     return Operands(_PART_BYTES // item, True, _SPLIT_OWNED, -(-problem.size // _SPLIT_OWNED))
 
 
 def _tile(problem: Problem, narrow: Tile, wide: Tile) -> Tile:
-    """The tile for embeddings of the problem's size: `wide` where a row of an operand takes more than 256 bytes."""
-    operands = operands_of(problem)
-    return wide if operands.block * problem.dtype.itemsize > _MAX_ROW_BYTES // 2 else narrow
+    """The tile for the problem's embeddings: `wide` where one takes more than 256 bytes, or is of float32."""
+    return wide if problem.dtype == torch.float32 or operands_of(problem).block > 128 else narrow
 
 
 def _narrowed(tile: Tile, rows: int, columns: int) -> Tile:

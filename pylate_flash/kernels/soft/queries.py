@@ -105,8 +105,7 @@ def _queries_kernel(
             flat = flat_document * document_length
         if HAS_DOCUMENTS_MASK:
             length = tl.load(bounds_ptr + 2 * flat_document)
-        # Of a row that takes no part, every probability is 0.
-        lse = tl.load(lse_ptr + flat_document * n_rows + rows, mask=row_active, other=float("inf")) * LOG2E
+        lse = tl.load(lse_ptr + flat_document * n_rows + rows, mask=row_active, other=0.0) * LOG2E
         to_grad = query * stride_grad_query + tl.cast(document, tl.int64) * stride_grad_document
         grad = tl.load(grad_scores_ptr + to_grad, mask=row_active, other=0.0)
         if HAS_QUERIES_MASK:
@@ -136,6 +135,8 @@ def _queries_kernel(
             if NORMALIZE:
                 flows *= token_scale[None, :]
             total = tl.dot(factor(flows, ROUNDED), factor(tile, ROUNDED), total, input_precision=PRECISION)
+    # A row that takes no part, of zeros, has met infinite tokens too.
+    total = tl.where(row_active[:, None], total, 0.0)
     if THROUGH_NORM:
         total = through_norm(total, query_tile, row_scale)
     offset = (tl.program_id(1).to(tl.int64) * n_groups * n_rows + global_row)[:, None] * EMBEDDING + owned[None, :]
