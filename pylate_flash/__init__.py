@@ -23,6 +23,8 @@ if TYPE_CHECKING:
         maxsim_varlen,
         maxsim_varlen_pairwise,
         pack,
+        soft_maxsim,
+        soft_maxsim_varlen,
         unpack,
         xtr_scores,
     )
@@ -42,6 +44,8 @@ _OPERATIONS = (
     "maxsim_varlen",
     "maxsim_varlen_pairwise",
     "pack",
+    "soft_maxsim",
+    "soft_maxsim_varlen",
     "unpack",
     "xtr_scores",
 )
@@ -62,6 +66,8 @@ __all__ = [
     "pack",
     "register",
     "registered",
+    "soft_maxsim",
+    "soft_maxsim_varlen",
     "unpack",
     "unregister",
     "xtr_scores",

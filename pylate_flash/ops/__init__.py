@@ -16,6 +16,7 @@ from .losses import (
 from .maxsim import maxsim, maxsim_pairwise, maxsim_reference
 from .packing import pack, unpack
 from .ragged import maxsim_ragged, maxsim_ragged_pairwise
+from .soft import soft_maxsim, soft_maxsim_reference, soft_maxsim_varlen
 from .varlen import maxsim_varlen, maxsim_varlen_pairwise
 from .xtr import xtr_scores, xtr_scores_reference
 
@@ -39,6 +40,9 @@ __all__ = [
     "maxsim_varlen",
     "maxsim_varlen_pairwise",
     "pack",
+    "soft_maxsim",
+    "soft_maxsim_reference",
+    "soft_maxsim_varlen",
     "unpack",
     "xtr_scores",
     "xtr_scores_reference",

@@ -124,14 +124,14 @@ def blocked_backward(
                 per_sample_weights=weight.gather(2, order).flatten(),
             ).view(*shape, bags, size)[:, :, :length]
             scale = None if documents_scale is None else documents_scale[group, block]
-            grad = _unscaled(grad, documents[group, block], scale)
+            grad = unscaled(grad, documents[group, block], scale)
             grad_documents = _placed(grad_documents, grad, (group, block), documents.shape)
     if grad_queries is not None:
-        grad_queries = _unscaled(grad_queries.view(queries.shape), queries, queries_scale)
+        grad_queries = unscaled(grad_queries.view(queries.shape), queries, queries_scale)
     return grad_queries, grad_documents
 
 
-def _unscaled(grad: Tensor, embeddings: Tensor, scale: Tensor | None) -> Tensor:
+def unscaled(grad: Tensor, embeddings: Tensor, scale: Tensor | None) -> Tensor:
     """`through_norms`, and 0 where there is no gradient: a token that won nothing may be NaN, and so is its norm."""
     found = through_norms(grad, embeddings, scale)
     return found if scale is None else found.masked_fill_(~grad.any(dim=-1, keepdim=True), 0.0)

@@ -61,8 +61,8 @@ def blocked_varlen_forward(
             owners = np.repeat(
                 np.arange(first_query, last_query), np.diff(candidate_bounds[first_query : last_query + 1])
             )
-            query_tokens, active = _padded(query_bounds, owners, device)
-            document_tokens, exist = _padded(document_bounds, np.arange(first_document, last_document), device)
+            query_tokens, active = padded_tokens(query_bounds, owners, device)
+            document_tokens, exist = padded_tokens(document_bounds, np.arange(first_document, last_document), device)
             if queries_mask is not None:
                 active &= queries_mask.flatten()[query_tokens]
             padded = Inputs(
@@ -207,10 +207,12 @@ def _candidate_blocks(
     return [*blocks, (first, len(counts))]
 
 
-def _padded(bounds: np.ndarray, sequences: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The tokens [N, longest, at least 1] of these sequences, and whether each exists."""
+def padded_tokens(
+    bounds: np.ndarray, sequences: np.ndarray, device: torch.device, length: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """The tokens [N, L] of these sequences, and whether each exists; L is `length`, or that of the longest, or 1."""
     starts, ends = bounds[sequences, None], bounds[sequences + 1, None]
-    tokens = starts + np.arange(max(1, (ends - starts).max()))
+    tokens = starts + np.arange(max(1, (ends - starts).max()) if length is None else length)
     exist = tokens < ends
     return torch.from_numpy(np.where(exist, tokens, 0)).to(device), torch.from_numpy(exist).to(device)
 

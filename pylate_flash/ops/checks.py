@@ -154,12 +154,14 @@ def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
 
 
-def no_second_derivative(operation: str) -> Callable[..., None]:
+def no_second_derivative(
+    operation: str, reason: str = "its gradient is constant between changes of a winner"
+) -> Callable[..., None]:
     """Return what stands in for the gradient of an operation's gradient: a RuntimeError that says why there is none."""
 
     def refuse(*_: object) -> None:
         raise RuntimeError(
-            f"{operation} has no second derivative: its gradient is constant between changes of a winner. "
+            f"{operation} has no second derivative: {reason}. "
             "Do not differentiate through the gradient (create_graph=True) of a MaxSim score."
         )
 

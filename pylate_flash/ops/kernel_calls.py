@@ -13,6 +13,7 @@ from ..kernels.losses import ChunkedLoss, rescale
 from ..kernels.normalized import normalized_rows, through_normalized_rows
 from ..kernels.norms import inverse_norms
 from ..kernels.padding import packed_again, pad
+from ..kernels.soft import soft_backward, soft_forward
 from ..kernels.xtr import retrieve
 from .compute import active_counts, checked_masks, with_empty_score
 from .loss_call import Comparison, Found, Targets
@@ -20,7 +21,8 @@ from .problem import Options, Problem, Tensors, problem_of, replaced
 from .xtr_retrieval import Pool, Retrieval
 
 __all__ = [
-    "gradients", "loss", "normalized_rows", "on_device", "rescale_gradients", "scores", "through_normalized_rows",
+    "gradients", "loss", "normalized_rows", "on_device", "rescale_gradients", "scores", "soft_gradients", "soft_scores",
+    "through_normalized_rows",
 ]  # fmt: skip
 
 
@@ -41,21 +43,52 @@ def gradients(
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of queries and documents, in their shapes and type; None for one that is not needed."""
     with on_device(tensors.queries):
-        problem, given = _for_kernels(problem, tensors)
-        queries = given.queries
-        if queries.dim() == 2:
-            # All of one length.
-            given = given._replace(queries=queries.unflatten(0, (problem.n_queries, problem.query_length)))
+        problem, given = _with_padded_queries(*_for_kernels(problem, tensors))
         grad_queries, grad_documents = maxsim_backward(
             problem, given, grad_scores, winners, need_queries, need_documents
         )
-        if grad_queries is not None and tensors.queries.dim() == 2:
-            if queries.dim() == 2:
-                grad_queries = grad_queries.view(queries.shape)
-            else:
-                assert given.queries_cu_seqlens is not None
-                grad_queries = packed_again(grad_queries, given.queries_cu_seqlens, tensors.queries.shape[0])
-    return grad_queries, grad_documents
+        return _as_given(grad_queries, tensors, given), grad_documents
+
+
+def soft_scores(problem: Problem, tensors: Tensors, beta: Tensor, with_lse: bool) -> tuple[Tensor, Tensor | None]:
+    """Soft scores, and if asked for log(sum(exp(beta * similarity))) [documents, rows]; no size is 0."""
+    with on_device(tensors.queries):
+        return soft_forward(*_for_kernels(problem, tensors), beta, with_lse)
+
+
+def soft_gradients(
+    problem: Problem,
+    tensors: Tensors,
+    beta: Tensor,
+    grad_scores: Tensor,
+    lse: Tensor,
+    needs: tuple[bool, bool, bool],
+    max_scratch_bytes: int,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The gradients of beta, queries and documents, in their shapes and types; None for one that is not needed."""
+    with on_device(tensors.queries):
+        problem, given = _with_padded_queries(*_for_kernels(problem, tensors))
+        slope, grad_queries, grad_documents = soft_backward(
+            problem, given, beta, grad_scores, lse, needs, max_scratch_bytes
+        )
+        return slope, _as_given(grad_queries, tensors, given), grad_documents
+
+
+def _with_padded_queries(problem: Problem, given: Tensors) -> tuple[Problem, Tensors]:
+    """Both with the queries as [Nq, Lq, d]: packed ones that are not padded by now are all of one length."""
+    if given.queries.dim() == 2:
+        given = given._replace(queries=given.queries.unflatten(0, (problem.n_queries, problem.query_length)))
+    return problem, given
+
+
+def _as_given(grad_queries: Tensor | None, tensors: Tensors, given: Tensors) -> Tensor | None:
+    """The gradient of padded queries in the shape of those of the call."""
+    if grad_queries is None or tensors.queries.dim() == 3:
+        return grad_queries
+    if grad_queries.shape[:2].numel() == tensors.queries.shape[0]:
+        return grad_queries.view(tensors.queries.shape)
+    assert given.queries_cu_seqlens is not None
+    return packed_again(grad_queries, given.queries_cu_seqlens, tensors.queries.shape[0])
 
 
 def loss(

@@ -256,16 +256,16 @@ PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 # The schemas are written out, because inference from annotations costs more host time per call than the launch of a
 # kernel. Lengths are SymInt, so that another one is no other graph.
 _LIBRARY = torch.library.Library("pylate_flash", "DEF")
-_CALL = (
+CALL_SCHEMA = (
     "Tensor queries, Tensor documents, Tensor? queries_mask, Tensor? documents_mask, Tensor? queries_cu_seqlens, "
     "Tensor? documents_cu_seqlens, Tensor? candidates_cu_seqlens, SymInt max_query_length, SymInt max_document_length, "
     "SymInt max_candidates, bool normalize, str reduction, str masking, float empty_score, str implementation"
 )
-_LIBRARY.define(f"maxsim({_CALL}) -> Tensor")
+_LIBRARY.define(f"maxsim({CALL_SCHEMA}) -> Tensor")
 # What `maxsim` is in a graph that has a backward.
-_LIBRARY.define(f"maxsim_winners({_CALL}) -> (Tensor, Tensor)")
+_LIBRARY.define(f"maxsim_winners({CALL_SCHEMA}) -> (Tensor, Tensor)")
 _LIBRARY.define(
-    f"maxsim_backward(Tensor grad_scores, Tensor winners, {_CALL}, bool need_queries, bool need_documents) "
+    f"maxsim_backward(Tensor grad_scores, Tensor winners, {CALL_SCHEMA}, bool need_queries, bool need_documents) "
     "-> (Tensor, Tensor)"
 )
 _maxsim = torch.ops.pylate_flash.maxsim.default

@@ -16,6 +16,7 @@ from pylate_flash import (
     maxsim_kl_divergence,
     maxsim_pairwise,
     maxsim_varlen,
+    soft_maxsim,
     xtr_scores,
 )
 
@@ -32,6 +33,7 @@ OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     ),
     "XTR": lambda queries: xtr_scores(queries, DOCUMENTS, k=4),
     "from hidden states": lambda queries: maxsim_from_hidden(queries, DOCUMENTS, WEIGHT),
+    "soft": lambda queries: soft_maxsim(queries, DOCUMENTS, 2.0),
     "cross entropy": lambda queries: maxsim_cross_entropy(queries, DOCUMENTS),
     "divergence": lambda queries: maxsim_kl_divergence(queries, CANDIDATES, TEACHER),
 }

@@ -6,9 +6,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from pylate_flash.kernels.xtr import plan
-from pylate_flash.ops import xtr_scores, xtr_scores_reference
-from tests.ops.cases import Case, gradients, relative_error
+from pylate_flash.ops import xtr_scores
+from tests.ops.cases import Case
 from tests.ops.xtr_cases import check_scores_and_gradients, xtr_cases
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")

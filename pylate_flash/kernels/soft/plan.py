@@ -1,0 +1,158 @@
+"""How soft scores and their gradients are computed: tiles and grids, made from a `Problem`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from triton import knobs
+
+from .. import select
+from ..tiles import Tile, divided_strides, padded_query_length, power_of_two
+
+if TYPE_CHECKING:
+    from ...ops.problem import Problem
+
+# Elements of an embedding, as a power of two, up to which a tile holds it whole, by the bytes of each; a longer one is
+# read in blocks of so many bytes. Exact products of float32 are computed outside tensor cores, unrolled: of longer rows
+# they leave no registers.
+_MAX_WHOLE = {2: 256, 4: 32}
+_PART_BYTES = 128
+# Elements of a gradient that a program sums, of an embedding that is read in parts.
+_SPLIT_OWNED = 64
+# Query rows x document tokens of the forward. A logarithm of a sum needs every product once, so that an exponential of
+# one tile runs beside the products of another program: several find room on a processor.
+_FORWARD = Tile(128, 64, 4, 3)
+_FORWARD_WIDE = Tile(64, 32, 4, 2)
+# Tokens or rows whose gradient a program keeps in registers, and those that it walks at once.
+_GRADIENT = Tile(128, 64, 8, 2)
+_GRADIENT_WIDE = Tile(64, 32, 4, 2)
+# Documents that one program of the forward walks at most, programs that fill a processor, and programs per processor
+# at which the documents of a query's gradient are shared out no more.
+_LONGEST_RUN = 16
+_PER_PROCESSOR = 2
+# Documents that a program of the queries' gradient walks at least.
+_SMALLEST_SHARE = 8
+
+
+class Operands(NamedTuple):
+    """How a kernel holds embeddings: whole in one block, or `split`, read block by block."""
+
+    block: int
+    split: bool
+    # Elements of a gradient that one program sums, and programs that share an embedding.
+    owned: int
+    parts: int
+
+
+class ForwardPlan(NamedTuple):
+    """How soft scores are computed."""
+
+    tile: Tile
+    operands: Operands
+    # Strides divided by the units that the kernel multiplies them by.
+    strides: tuple[int, ...]
+    units: tuple[int, int]
+    # Rows that a stacked query takes, those that one sum takes, and sums of each score.
+    padded: int
+    group: int
+    n_sums: int
+    row_blocks: int
+    # Documents that one program walks, and how many programs that takes.
+    run: int
+    n_runs: int
+    kernel: str = "soft"
+
+
+class GradientPlan(NamedTuple):
+    """How the gradients of soft scores are computed.
+
+    Where the probabilities are computed `once`, the programs that own documents leave partial sums of the gradient of
+    the queries, `documents_at_once` in memory; else other programs own query rows, and `n_splits` of them share the
+    documents.
+    """
+
+    once: bool
+    reason: str
+    documents: Tile
+    queries: Tile
+    operands: Operands
+    strides: tuple[int, ...]
+    units: tuple[int, int]
+    # Programs that own the tokens of a document.
+    n_blocks: int
+    documents_at_once: int
+    n_splits: int
+    # Whether probabilities are rounded to bfloat16 before they are multiplied.
+    rounded: bool
+
+
+def soft_forward_plan(problem: Problem) -> ForwardPlan:
+    """Choose the tile and the grid of the forward."""
+    capability_free = operands_of(problem)
+    padded, group = padded_query_length(problem.query_length, False)
+    rows = problem.n_queries // problem.groups * padded
+    tile = _tile(problem, _FORWARD, _FORWARD_WIDE)
+    tile = _narrowed(tile, rows, problem.document_length)
+    group = min(group, tile.rows)
+    row_blocks = -(-rows // tile.rows)
+    per_query = problem.max_candidates if problem.has_candidates else problem.n_documents
+    slots = _PER_PROCESSOR * select.architecture(problem.device)[1]
+    run = max(1, min(_LONGEST_RUN, per_query * row_blocks * problem.groups // slots))
+    strides, *units = divided_strides(problem.query_strides, problem.document_strides)
+    return ForwardPlan(
+        tile, capability_free, strides, (units[0], units[1]), padded, group, padded // group, row_blocks, run,
+        -(-per_query // run) or 1,
+    )  # fmt: skip
+
+
+def soft_gradient_plan(problem: Problem, both: bool, max_scratch_bytes: int) -> GradientPlan:
+    """Choose how gradients are computed; `both`: of queries and of documents."""
+    processors = select.architecture(problem.device)[1]
+    tile = _tile(problem, _GRADIENT, _GRADIENT_WIDE)
+    documents, queries = (
+        _narrowed(tile, owned, walked)
+        for owned, walked in ((problem.document_length, problem.rows), (problem.rows, problem.document_length))
+    )
+    n_blocks = -(-problem.document_length // documents.rows)
+    # Bytes of the partial sums that all documents of one number leave.
+    leaves = n_blocks * problem.n_queries * problem.query_length * problem.size * 4
+    at_once = min(problem.n_documents, max_scratch_bytes // leaves)
+    once, reason = False, "only one gradient is needed"
+    if both and problem.packed:
+        reason = "packed documents have no number of programs each"
+    elif both:
+        wanted = min(problem.n_documents, -(-processors // (n_blocks * problem.groups)))
+        once = at_once >= wanted
+        reason = f"the partial sums of {wanted} documents take {wanted * leaves} bytes, of {max_scratch_bytes}"
+    walked = problem.n_documents
+    if problem.has_candidates:
+        walked = problem.max_candidates
+    programs = -(-problem.rows // queries.rows) * problem.groups
+    n_splits = max(1, min(_PER_PROCESSOR * processors // programs, walked // _SMALLEST_SHARE))
+    strides, *units = divided_strides(problem.query_strides, problem.document_strides)
+    rounded = problem.dtype != torch.float32 and not knobs.runtime.interpret
+    return GradientPlan(
+        once, reason, documents, queries, operands_of(problem), strides, (units[0], units[1]), n_blocks,
+        at_once if once else problem.n_documents, n_splits, rounded,
+    )  # fmt: skip
+
+
+def operands_of(problem: Problem) -> Operands:
+    """How tiles hold the embeddings of a problem."""
+    item, whole = problem.dtype.itemsize, max(16, power_of_two(problem.size))
+    if whole <= _MAX_WHOLE[item]:
+        return Operands(whole, False, whole, 1)
+    return Operands(_PART_BYTES // item, True, _SPLIT_OWNED, -(-problem.size // _SPLIT_OWNED))
+
+
+def _tile(problem: Problem, narrow: Tile, wide: Tile) -> Tile:
+    """The tile for the problem's embeddings: `wide` where one takes more than 256 bytes, or is of float32."""
+    return wide if problem.dtype == torch.float32 or operands_of(problem).block > 128 else narrow
+
+
+def _narrowed(tile: Tile, rows: int, columns: int) -> Tile:
+    """The tile with no more rows and columns than there are, as powers of two from 16 on."""
+    rows, columns = (max(16, min(most, power_of_two(n))) for most, n in ((tile.rows, rows), (tile.columns, columns)))
+    warps = min(tile.num_warps, max(1, rows // 16))
+    return tile._replace(rows=rows, columns=columns, num_warps=warps)

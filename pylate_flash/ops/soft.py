@@ -1,0 +1,363 @@
+"""Soft MaxSim: a smooth maximum over document tokens, summed over the query, whose gradient reaches every token.
+
+    score[i, j] = sum over active s of  (1 / beta) log sum over active t of  exp(beta <queries[i, s], documents[j, t]>)
+
+As beta grows, the smooth maximum falls to the maximum, and the score to that of `maxsim`; it is larger by at most
+log(Ld) / beta for each query token. `soft_maxsim_reference` is the definition, in plain torch. `soft_maxsim` and
+`soft_maxsim_varlen` compute the same without its [Nq, Nd, Lq, Ld] tensor: by Triton kernels on CUDA (`kernels.soft`),
+and in blocks of plain torch elsewhere (`ops.soft_blocks`).
+
+Where a gradient is needed, the forward keeps the logarithm of the sum, [documents, rows], from which the backward makes
+the probabilities of the tokens again.
+
+The operator `pylate_flash::soft_maxsim` is the one way in, eager and compiled, for padded and packed tokens alike: it
+takes beta and the fields of `Tensors` and of `Options`.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .checks import check_differentiation, check_tensor, is_readable, no_second_derivative
+from .maxsim import CALL_SCHEMA, checked, is_plain, needs_gradient
+from .problem import Options, Tensors, check, sizes_of
+from .soft_compute import compute_soft, compute_soft_gradients, lse_dtype
+from .varlen import with_lengths
+
+# Bytes of the partial sums that a gradient may take, unless a call says otherwise.
+MAX_SCRATCH_BYTES = 32 << 20
+
+
+def soft_maxsim_reference(
+    queries: Tensor,
+    documents: Tensor,
+    beta: float | Tensor,
+    *,
+    queries_mask: Tensor | None = None,
+    documents_mask: Tensor | None = None,
+    normalize: bool = False,
+    reduction: str = "sum",
+    masking: str = "exclude",
+    empty_score: float = 0.0,
+) -> Tensor:
+    """The definition of `soft_maxsim`, in plain torch: builds the whole similarity tensor, and autograd differentiates.
+
+    Arguments and result are those of `soft_maxsim`, except that it checks nothing, and computes in, and returns, the
+    type that the inputs widen to: float64 for float64 inputs, else float32. Products are taken in that type.
+    """
+    wide = torch.promote_types(queries.dtype, torch.float32)
+    # One group of candidates for all queries, [1, Nd, Ld, d], or one for each, [Nq, K, Ld, d].
+    groups = documents if documents.dim() == 4 else documents.unsqueeze(0)
+    on = queries.new_ones(queries.shape[:-1]) if queries_mask is None else queries_mask
+    there = groups.new_ones(groups.shape[:-1]) if documents_mask is None else documents_mask.view(groups.shape[:-1])
+    weights, on, there = on.to(wide), on.bool(), there.bool()
+    # What a masked token is, a NaN even, does not matter.
+    queries = queries.to(wide).masked_fill(~on.unsqueeze(-1), 0.0)
+    groups = groups.to(wide).masked_fill(~there.unsqueeze(-1), 0.0)
+    if normalize:
+        queries, groups = F.normalize(queries, dim=-1), F.normalize(groups, dim=-1)
+    exponents = beta * (queries.unsqueeze(1) @ groups.transpose(-1, -2))
+    exponents = exponents.masked_fill(~there.unsqueeze(-2), 0.0 if masking == "zero" else -torch.inf)
+    # One more token, with no weight unless it is alone, as the logarithm of a sum of nothing has no gradient.
+    empty = ~there.any(dim=-1)
+    alone = torch.where(empty, 0.0, -torch.inf).to(wide)
+    exponents = torch.cat([exponents, alone[..., None, None].expand(*exponents.shape[:-1], 1)], dim=-1)
+    best = exponents.logsumexp(dim=-1) / beta
+    best = best.masked_fill(empty.unsqueeze(-1) | ~on.unsqueeze(1), 0.0)
+    scores = (best * weights.unsqueeze(1)).sum(dim=-1)
+    if reduction == "mean":
+        scores = scores / on.sum(dim=-1, keepdim=True).clamp(min=1)
+    return scores.masked_fill(empty, empty_score)
+
+
+def soft_maxsim(
+    queries: Tensor,
+    documents: Tensor,
+    beta: float | Tensor,
+    *,
+    queries_mask: Tensor | None = None,
+    documents_mask: Tensor | None = None,
+    normalize: bool = False,
+    reduction: str = "sum",
+    masking: str = "exclude",
+    empty_score: float = 0.0,
+    implementation: str = "auto",
+    max_scratch_bytes: int = MAX_SCRATCH_BYTES,
+) -> Tensor:
+    """Soft MaxSim scores of queries against documents, differentiable, in memory that does not grow with Lq * Ld.
+
+    Parameters
+    ----------
+    queries
+        [Nq, Lq, d], float16, bfloat16, float32 or float64. Under autocast, the inputs take the autocast type.
+    documents
+        [Nd, Ld, d]: every query meets every document. [Nq, K, Ld, d]: each query meets its own K candidates.
+    beta
+        How sharp the maximum is, above 0 and finite: a number, or a floating tensor of one element on the device of the
+        queries, which gets its gradient. Computed with in float32 (float64 with float64 inputs). A tensor on a GPU is
+        taken as it is, because to look at it would be to wait for it.
+    queries_mask
+        [Nq, Lq], bool, 0/1 of any dtype, or floating weights, as in `maxsim`. None: all.
+    documents_mask
+        [Nd, Ld] or [Nq, K, Ld], bool or 0/1 of any dtype, as in `maxsim`. None: all.
+    normalize
+        Divide every embedding by its Euclidean norm (at least 1e-12) first.
+    reduction
+        "sum" over the active query tokens, or "mean": divided by their number.
+    masking
+        "exclude": a masked document token takes no part. "zero": its similarity counts as 0, one term of the sum for
+        each masked token, as of embeddings padded with zeros; no gradient flows to it.
+    empty_score
+        Score of a document with no active token. A query with no active token scores 0 against every other document.
+    implementation
+        "auto", or by name: "triton" (CUDA, compute capability >= 8.0, at most 4096 dimensions, no float64) or
+        "blocked" (plain torch in blocks).
+    max_scratch_bytes
+        How many bytes the kernels of the gradient may take for partial sums of that of the queries. Where as many
+        documents fit as keep the GPU busy, the probabilities of the tokens are computed once for both gradients, so
+        many documents at a time; else, with 0, and for packed documents, once for each.
+
+    Returns
+    -------
+    Tensor
+        float32, [Nq, Nd] or [Nq, K]. Half inputs multiply in their own type and accumulate in float32; their gradients
+        multiply probabilities rounded to bfloat16. float32 inputs follow `torch.get_float32_matmul_precision()`;
+        float64 inputs compute in float64. NaN in an active token gives NaN, and infinities behave as in
+        `torch.logsumexp`. Scores and gradients are bitwise reproducible.
+
+    Raises
+    ------
+    TypeError
+        If an argument is no tensor, of another dtype than named above, or the two dtypes differ; if beta is neither a
+        number nor a floating tensor.
+    ValueError
+        If shapes, devices or embedding sizes do not fit together, a mask holds values that it may not, or requires a
+        gradient, beta is not one finite value above 0, max_scratch_bytes is negative, an option is none of its choices,
+        or implementation="triton" cannot take the input.
+    RuntimeError
+        If the call is differentiated by `torch.func`, in forward mode, or twice.
+
+    Examples
+    --------
+    >>> import torch
+    >>> queries = torch.tensor([[[1.0, 0.0], [0.0, 1.0]]])
+    >>> documents = torch.tensor([[[1.0, 0.0], [0.5, 0.5]], [[0.0, -1.0], [-1.0, 0.0]]])
+    >>> soft_maxsim(queries, documents, 2.0)
+    tensor([[1.8133, 0.1269]])
+    >>> soft_maxsim(queries, documents, 1e4)
+    tensor([[1.5000, 0.0000]])
+    """
+    options = Options(0, 0, 0, bool(normalize), reduction, masking, empty_score, implementation)
+    tensors = Tensors(queries, documents, queries_mask, documents_mask)
+    return _scores_of("soft_maxsim", tensors, beta, options, max_scratch_bytes)
+
+
+def soft_maxsim_varlen(
+    queries: Tensor,
+    documents: Tensor,
+    beta: float | Tensor,
+    queries_cu_seqlens: Tensor,
+    documents_cu_seqlens: Tensor,
+    *,
+    candidates_cu_seqlens: Tensor | None = None,
+    max_query_length: int | None = None,
+    max_document_length: int | None = None,
+    normalize: bool = False,
+    reduction: str = "sum",
+    empty_score: float = 0.0,
+    implementation: str = "auto",
+) -> Tensor:
+    """Soft MaxSim scores of packed queries against packed documents, differentiable.
+
+    Parameters
+    ----------
+    queries, documents
+        [Tq, d] and [Td, d], of the types that `soft_maxsim` takes.
+    beta
+        As in `soft_maxsim`.
+    queries_cu_seqlens, documents_cu_seqlens, candidates_cu_seqlens, max_query_length, max_document_length
+        As in `maxsim_varlen`.
+    normalize, reduction, empty_score, implementation
+        As in `soft_maxsim`.
+
+    Returns
+    -------
+    Tensor
+        float32: [Nq, Nd], or [Nd] with candidates. Precision, NaN, infinities and gradients as in `soft_maxsim`.
+
+    Raises
+    ------
+    TypeError, ValueError, RuntimeError
+        As in `soft_maxsim`, and for boundaries as in `maxsim_varlen`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from pylate_flash import pack
+    >>> queries, queries_cu_seqlens = pack([torch.eye(2)])
+    >>> documents, documents_cu_seqlens = pack([torch.tensor([[1.0, 0.0], [0.5, 0.5]]), torch.tensor([[0.0, -1.0]])])
+    >>> soft_maxsim_varlen(queries, documents, 2.0, queries_cu_seqlens, documents_cu_seqlens)
+    tensor([[ 1.8133, -1.0000]])
+    """
+    check_tensor("queries", queries, {2: "[Tq, d]"})
+    check_tensor("documents", documents, {2: "[Td, d]"})
+    tensors = Tensors(queries, documents, None, None, queries_cu_seqlens, documents_cu_seqlens, candidates_cu_seqlens)
+    options = Options(0, 0, 0, bool(normalize), reduction, "exclude", empty_score, implementation)
+    options = with_lengths(tensors, options, max_query_length, max_document_length)
+    return _scores_of("soft_maxsim_varlen", tensors, beta, options, 0)
+
+
+def _scores_of(
+    operation: str, tensors: Tensors, beta: float | Tensor, options: Options, max_scratch_bytes: int
+) -> Tensor:
+    """The scores of a call by the operator, after what comes before it."""
+    tensors = checked(operation, tensors, options)
+    if max_scratch_bytes < 0:
+        raise ValueError(f"max_scratch_bytes must be at least 0, got {max_scratch_bytes}")
+    if isinstance(beta, Tensor):
+        check_differentiation(operation, beta)
+    return _soft_maxsim(checked_beta(beta, tensors.queries), *tensors, *options, max_scratch_bytes)
+
+
+def checked_beta(beta: float | Tensor, queries: Tensor, name: str = "beta") -> Tensor:
+    """`beta` as a tensor without dimensions on the device of `queries`, in the type that they are accumulated in.
+
+    Raises
+    ------
+    TypeError
+        If it is neither a number nor a floating tensor.
+    ValueError
+        If it is a tensor of more than one element or on another device, or, as far as that can be seen without waiting,
+        not above 0 and finite.
+    """
+    dtype = lse_dtype(queries.dtype)
+    if isinstance(beta, Tensor):
+        if not beta.is_floating_point():
+            raise TypeError(f"{name} must be a number or a floating tensor of one element, got {beta.dtype}")
+        if beta.numel() != 1:
+            raise ValueError(f"{name} must be a number or a tensor of one element, got shape {list(beta.shape)}")
+        if beta.device != queries.device:
+            raise ValueError(f"{name} must be on the device of queries, {queries.device}, got {beta.device}")
+        if is_readable(beta):
+            _check_value(name, beta.item())
+        return beta.to(dtype).reshape(())
+    if isinstance(beta, bool) or not isinstance(beta, numbers.Real):
+        raise TypeError(f"{name} must be a number or a floating tensor of one element, got {type(beta).__name__}")
+    _check_value(name, float(beta))
+    return torch.full((), float(beta), dtype=dtype, device=queries.device)
+
+
+def _check_value(name: str, value: float) -> None:
+    if not 0.0 < value < math.inf:
+        raise ValueError(f"{name} must be above 0 and finite, got {value:g}")
+
+
+_LIBRARY = torch.library.Library("pylate_flash", "FRAGMENT")
+_CALL = f"Tensor beta, {CALL_SCHEMA}, int max_scratch_bytes"
+_LIBRARY.define(f"soft_maxsim({_CALL}) -> Tensor")
+# What `soft_maxsim` is in a graph that has a backward.
+_LIBRARY.define(f"soft_maxsim_lse({_CALL}) -> (Tensor, Tensor)")
+_LIBRARY.define(
+    f"soft_maxsim_backward(Tensor grad_scores, Tensor lse, {_CALL}, bool need_beta, bool need_queries, "
+    "bool need_documents) -> (Tensor, Tensor, Tensor)"
+)
+_soft_maxsim = torch.ops.pylate_flash.soft_maxsim.default
+_soft_maxsim_lse = torch.ops.pylate_flash.soft_maxsim_lse.default
+_soft_maxsim_backward = torch.ops.pylate_flash.soft_maxsim_backward.default
+# Beta and those of `Tensors`.
+_N_TENSORS = 1 + len(Tensors._fields)
+
+
+def _taken_apart(arguments: tuple) -> tuple[Tensor, Tensors, Options, int]:
+    beta, *tensors = arguments[:_N_TENSORS]
+    *options, max_scratch_bytes = arguments[_N_TENSORS:]
+    return beta, Tensors(*tensors), Options(*options), max_scratch_bytes
+
+
+def _scores(*arguments) -> Tensor:
+    beta, tensors, options, _ = _taken_apart(arguments)
+    return compute_soft(tensors, options, beta, False)[0]
+
+
+def _scores_and_lse(*arguments) -> tuple[Tensor, Tensor]:
+    beta, tensors, options, _ = _taken_apart(arguments)
+    scores, lse = compute_soft(tensors, options, beta, True)
+    assert lse is not None
+    return scores, lse
+
+
+def _gradients(grad_scores: Tensor, lse: Tensor, *arguments) -> tuple[Tensor, ...]:
+    beta, tensors, options, max_scratch_bytes = _taken_apart(arguments[:-3])
+    found = compute_soft_gradients(tensors, options, beta, grad_scores, lse, arguments[-3:], max_scratch_bytes)
+    return tuple(tensors.queries.new_empty(0) if gradient is None else gradient for gradient in found)
+
+
+class _SoftMaxsim(torch.autograd.Function):
+    """The operator where a gradient is needed: keeps the logarithms of the sums."""
+
+    @staticmethod
+    def forward(ctx, *arguments):
+        # Of other than plain tensors, the operator goes into a graph, or to what else there is between.
+        scores, lse = (_scores_and_lse if is_plain(*arguments[:3]) else _soft_maxsim_lse)(*arguments)
+        ctx.save_for_backward(*arguments[:_N_TENSORS], lse)
+        ctx.options = arguments[_N_TENSORS:]
+        return scores
+
+    @staticmethod
+    def backward(ctx, grad_scores):
+        *tensors, lse = ctx.saved_tensors
+        needs = ctx.needs_input_grad[:3]
+        # Where a graph of the backward is asked for, the operator has one, which says that there is no second
+        # derivative.
+        plain = not torch.is_grad_enabled() and is_plain(grad_scores, *tensors[:3])
+        gradients = (_gradients if plain else _soft_maxsim_backward)(grad_scores, lse, *tensors, *ctx.options, *needs)
+        found = [gradient if need else None for gradient, need in zip(gradients, needs, strict=True)]
+        return *found, *_NO_GRADIENTS
+
+
+# Of what comes after beta, queries and documents: masks, boundaries, options and the budget.
+_NO_GRADIENTS = (None,) * (_N_TENSORS - 3 + len(Options._fields) + 1)
+
+
+def _differentiable(*arguments) -> Tensor:
+    """The operator for tensors that may require a gradient."""
+    if needs_gradient(*arguments[:3]):
+        return _SoftMaxsim.apply(*arguments)
+    if is_plain(*arguments[:3]):
+        return _scores(*arguments)
+    with torch._C._AutoDispatchBelowAutograd():
+        return _soft_maxsim(*arguments)
+
+
+def _shapes(*arguments) -> tuple[Tensor, Tensor]:
+    """Uninitialised scores and logarithms of sums."""
+    _, tensors, options, _ = _taken_apart(arguments)
+    check(tensors)
+    sizes, queries = sizes_of(tensors, options), tensors.queries
+    scores = queries.new_empty(sizes.scores_shape, dtype=torch.float32)
+    return scores, queries.new_empty(sizes.winners_shape, dtype=lse_dtype(queries.dtype))
+
+
+def _gradient_shapes(grad_scores: Tensor, lse: Tensor, *arguments) -> tuple[Tensor, ...]:
+    return tuple(
+        torch.empty_like(tensor, memory_format=torch.contiguous_format) if need else arguments[1].new_empty(0)
+        for tensor, need in zip(arguments[:3], arguments[-3:], strict=True)
+    )
+
+
+_LIBRARY.impl("soft_maxsim", _scores, "CompositeExplicitAutograd")
+_LIBRARY.impl("soft_maxsim", _differentiable, "Autograd")
+_LIBRARY.impl("soft_maxsim_lse", _scores_and_lse, "CompositeExplicitAutograd")
+_LIBRARY.impl("soft_maxsim_backward", _gradients, "CompositeExplicitAutograd")
+torch.library.register_fake("pylate_flash::soft_maxsim", lambda *arguments: _shapes(*arguments)[0])
+torch.library.register_fake("pylate_flash::soft_maxsim_lse", _shapes)
+torch.library.register_fake("pylate_flash::soft_maxsim_backward", _gradient_shapes)
+torch.library.register_autograd(
+    "pylate_flash::soft_maxsim_backward",
+    no_second_derivative("soft_maxsim", "the probabilities of its tokens are not kept"),
+)

@@ -1,0 +1,69 @@
+"""The computation of soft scores and their gradients on tensors: by Triton kernels, or in blocks of plain torch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..kernels.select import choose
+from .compute import active_counts, kernels, with_empty_score
+from .problem import Options, Problem, Tensors, problem_of
+from .soft_blocks import soft_blocked_backward, soft_blocked_forward
+
+SoftGradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+
+def lse_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The type of beta and of the logarithms of sums, for embeddings of this type."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def compute_soft(tensors: Tensors, options: Options, beta: Tensor, with_lse: bool) -> tuple[Tensor, Tensor | None]:
+    """Scores, float32, and if asked for log(sum(exp(beta * similarity))) over the tokens, [documents, rows]."""
+    problem = problem_of(tensors, options)
+    mean = options.reduction == "mean"
+    if mean:
+        # The score of an empty document is not divided.
+        problem = problem._replace(empty_score=0.0)
+    lse = None
+    if problem.is_empty or 0 in tensors.queries.shape:
+        scores = torch.zeros(problem.scores_shape, device=problem.device)
+        scores = with_empty_score(scores, tensors, problem.empty_score)
+        if with_lse:
+            lse = torch.zeros(problem.winners_shape, dtype=beta.dtype, device=problem.device)
+    elif _implementation(problem, options) == "triton":
+        scores, lse = kernels().soft_scores(problem, tensors, beta, with_lse)
+    else:
+        # Under autocast the inputs have the autocast type already; the products inside must not be rounded to it.
+        with torch.autocast(problem.device.type, enabled=False):
+            scores, lse = soft_blocked_forward(problem, tensors, beta, with_lse)
+            scores = with_empty_score(scores.float(), tensors, problem.empty_score)
+    if mean:
+        scores = with_empty_score(scores / active_counts(problem, tensors), tensors, options.empty_score)
+    return scores, lse
+
+
+def compute_soft_gradients(
+    tensors: Tensors,
+    options: Options,
+    beta: Tensor,
+    grad_scores: Tensor,
+    lse: Tensor,
+    needs: tuple[bool, bool, bool],
+    max_scratch_bytes: int,
+) -> SoftGradients:
+    """The gradients of beta, queries and documents, contiguous in their types; None for one that is not needed."""
+    problem = problem_of(tensors, options)
+    if options.reduction == "mean":
+        grad_scores = grad_scores / active_counts(problem, tensors)
+    if problem.is_empty or 0 in tensors.queries.shape:
+        zeros = [torch.zeros_like(t, memory_format=torch.contiguous_format) for t in (beta, *tensors[:2])]
+        return tuple(zero if need else None for zero, need in zip(zeros, needs, strict=True))  # type: ignore[return-value]
+    if _implementation(problem, options) == "triton":
+        return kernels().soft_gradients(problem, tensors, beta, grad_scores, lse, needs, max_scratch_bytes)
+    with torch.autocast(problem.device.type, enabled=False):
+        return soft_blocked_backward(problem, tensors, beta, grad_scores, lse, needs)
+
+
+def _implementation(problem: Problem, options: Options) -> str:
+    return choose(options.implementation, problem.device, problem.dtype, problem.size)

@@ -1,0 +1,122 @@
+"""The kernels of soft MaxSim, run by Triton's interpreter on the CPU, against the definition."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+
+from pylate_flash.kernels.soft import plan as plans
+from pylate_flash.ops import soft_maxsim, soft_maxsim_reference, soft_maxsim_varlen
+from pylate_flash.ops.problem import Options, Tensors, problem_of
+from tests.ops.cases import Case, cases, relative_error
+from tests.ops.test_soft import (
+    BETAS,
+    check_gradients,
+    soft_gradients,
+    varlen_gradients,
+    varlen_reference,
+)
+from tests.ops.test_varlen import packed
+
+OPTIONS = {
+    "deadline": None,
+    "derandomize": True,
+    "suppress_health_check": [HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+}
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")
+
+kernel = functools.partial(soft_maxsim, implementation="triton")
+varlen_kernel = functools.partial(soft_maxsim_varlen, implementation="triton")
+
+
+@settings(max_examples=6, **OPTIONS)
+@given(case=cases(dtypes=(torch.float16, torch.float32), max_batch=3), beta=BETAS)
+def test_scores_and_gradients(case: Case, beta: float) -> None:
+    with torch.no_grad():
+        scores = kernel(*case.tensors, beta, **case.keywords)
+    expected = soft_maxsim_reference(*case.doubled().tensors, beta, **case.keywords)
+    torch.testing.assert_close(scores.double(), expected, rtol=2e-6, atol=2e-6)
+    tolerance = 1e-5 if case.queries.dtype == torch.float32 else 1e-2
+    expected = soft_gradients(soft_maxsim_reference, case.doubled(), beta)
+    # The probabilities computed once for both gradients, and once for each.
+    for budget in (1 << 20, 0):
+        found = soft_gradients(functools.partial(kernel, max_scratch_bytes=budget), case, beta)
+        check_gradients(found, expected, tolerance)
+
+
+@settings(max_examples=6, **OPTIONS)
+@given(case=packed(dtypes=(torch.float32,)), beta=BETAS)
+def test_packed_tokens(case: tuple, beta: float) -> None:
+    (queries, documents, *bounds), options = case
+    scores = varlen_kernel(queries, documents, beta, *bounds, **options)
+    expected = varlen_reference(queries.double(), documents.double(), beta, *bounds, **options)
+    torch.testing.assert_close(scores.double(), expected, rtol=2e-6, atol=2e-6)
+    found = varlen_gradients(varlen_kernel, case, beta)
+    check_gradients(found, varlen_gradients(varlen_reference, case, beta, torch.float64), 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("queries_shape", "documents_shape", "normalize"),
+    [
+        ((3, 50, 16), (2, 130, 16), False),  # several blocks of rows and of tokens, and sums of each score
+        ((2, 5, 16), (18, 3, 16), False),  # programs that walk several documents, and share them
+        ((1, 5, 300), (2, 3, 300), True),  # embeddings that are read block by block
+        ((2, 7, 16), (2, 3, 70, 16), True),  # candidates
+    ],
+)
+def test_tile_boundaries(queries_shape: tuple, documents_shape: tuple, normalize: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    queries, documents = (torch.randn(shape, generator=generator) for shape in (queries_shape, documents_shape))
+    masks = [torch.rand(shape[:-1], generator=generator) > 0.2 for shape in (queries_shape, documents_shape)]
+    case = Case(queries, documents, *masks, {"normalize": normalize, "masking": "zero"})
+    beta = 5.0 if normalize else 5.0 / queries_shape[-1]
+    expected = soft_maxsim_reference(*case.doubled().tensors, beta, **case.keywords)
+    assert relative_error(kernel(*case.tensors, beta, **case.keywords), expected) <= 2e-6
+    problem = problem_of(Tensors(queries, documents), Options())
+    assert not plans.soft_gradient_plan(problem, True, 0).once
+    # Two documents of each query at a time.
+    room = plans.soft_gradient_plan(problem, True, 1 << 40).n_blocks * queries.nbytes * 2
+    assert plans.soft_gradient_plan(problem, True, room)[0]
+    assert plans.soft_gradient_plan(problem, True, room).documents_at_once == 2
+    expected = soft_gradients(soft_maxsim_reference, case.doubled(), beta)
+    for budget in (0, room):
+        found = soft_gradients(functools.partial(kernel, max_scratch_bytes=budget), case, beta)
+        check_gradients(found, expected, 1e-5)
+
+
+def test_more_products_than_one_sum_takes() -> None:
+    generator = torch.Generator().manual_seed(0)
+    queries, documents = (torch.randn(2, length, 1100, generator=generator) for length in (3, 5))
+    expected = soft_maxsim_reference(queries.double(), documents.double(), 0.01)
+    assert relative_error(kernel(queries, documents, 0.01), expected) <= 2e-6
+
+
+def test_nan_and_infinity() -> None:
+    generator = torch.Generator().manual_seed(0)
+    queries, documents = torch.rand(2, 3, 4, generator=generator) + 0.1, torch.randn(4, 40, 4, generator=generator)
+    documents[0, 35, 1] = torch.nan
+    documents[1, 2, 0] = torch.inf
+    documents[2] = -torch.inf
+    documents[3, 38, 0] = -torch.inf
+    expected = soft_maxsim_reference(queries, documents, 2.0)
+    found = kernel(queries, documents.requires_grad_(), 2.0)
+    torch.testing.assert_close(found, expected, equal_nan=True)
+    # What is not finite stays in its document.
+    (gradient,) = torch.autograd.grad(found.sum(), documents)
+    assert gradient[0].isnan().all()
+    assert gradient[3].isfinite().all()
+
+
+def test_masked_tokens_may_be_anything() -> None:
+    generator = torch.Generator().manual_seed(0)
+    queries, documents = torch.randn(2, 3, 4, generator=generator), torch.randn(3, 20, 4, generator=generator)
+    case = Case(queries, documents, torch.rand(2, 3) > -1, torch.rand(3, 20) > -1, {"masking": "zero"})
+    case.queries_mask[1, 1:], case.documents_mask[:, 3:9] = False, False
+    clean = soft_gradients(kernel, case, 2.0)
+    queries[1, 1:], documents[:, 3:9] = torch.nan, torch.inf
+    for found, expected in zip(soft_gradients(kernel, case, 2.0), clean, strict=True):
+        assert torch.equal(found, expected)

@@ -1,0 +1,273 @@
+"""`soft_maxsim` against its definition, over shapes, masks and values that hypothesis draws."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from pylate_flash import maxsim, soft_maxsim, soft_maxsim_varlen
+from pylate_flash.ops import soft_blocks, soft_maxsim_reference
+from pylate_flash.ops.problem import Options, Tensors
+from tests.ops.cases import FLOAT32_SCORES, Case, cases, relative_error
+from tests.ops.test_definitions import dot, lists, unit
+from tests.ops.test_varlen import packed
+
+OPTIONS = {"max_examples": 30, "deadline": None, "derandomize": True}
+BETAS = st.sampled_from([0.3, 2.0, 30.0])
+
+
+def soft_gradients(function, case: Case, beta: float | Tensor) -> tuple[Tensor, ...]:
+    """Gradients of beta, queries and documents under a fixed, uneven weighting of the scores."""
+    beta = torch.tensor(float(beta), dtype=torch.float64, device=case.queries.device).requires_grad_()
+    queries, documents = case.queries.detach().requires_grad_(), case.documents.detach().requires_grad_()
+    scores = function(queries, documents, beta, **case.keywords)
+    weight = torch.cos(torch.arange(scores.numel(), device=scores.device, dtype=scores.dtype)).view(scores.shape)
+    return torch.autograd.grad((scores * weight).sum(), (beta, queries, documents), materialize_grads=True)
+
+
+def varlen_reference(queries, documents, beta, queries_cu_seqlens, documents_cu_seqlens, **options) -> Tensor:
+    """One query and one document at a time, by the definition of padded ones."""
+    options = dict(options)
+    candidates = options.pop("candidates_cu_seqlens")
+    split_queries, split_documents = (
+        values.tensor_split(bounds[1:-1].tolist())
+        for values, bounds in ((queries, queries_cu_seqlens), (documents, documents_cu_seqlens))
+    )
+    met = [(0, len(split_documents))] * len(split_queries)
+    if candidates is not None:
+        met = list(zip(candidates[:-1].tolist(), candidates[1:].tolist(), strict=True))
+    scores = [
+        soft_maxsim_reference(query[None], document[None], beta, **options)[0, 0]
+        for query, (first, last) in zip(split_queries, met, strict=True)
+        for document in split_documents[first:last]
+    ]
+    shape = (len(split_queries), -1) if candidates is None else (-1,)
+    return torch.stack(scores).view(shape)
+
+
+def varlen_gradients(function, case: tuple, beta: float, dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
+    (queries, documents, *bounds), options = case
+    learned = torch.tensor(beta, dtype=torch.float64).requires_grad_()
+    queries, documents = (t.detach().to(dtype or t.dtype).requires_grad_() for t in (queries, documents))
+    scores = function(queries, documents, learned, *bounds, **options)
+    weight = torch.cos(torch.arange(scores.numel(), dtype=scores.dtype)).view(scores.shape)
+    return torch.autograd.grad((scores * weight).sum(), (learned, queries, documents), materialize_grads=True)
+
+
+def check_gradients(found: tuple[Tensor, ...], expected: tuple[Tensor, ...], tolerance: float) -> None:
+    """Of beta, relative to what it is a difference of: terms of the size of the scores."""
+    assert abs(found[0] - expected[0]) <= tolerance * max(1.0, abs(expected[0]))
+    for gradient, reference in zip(found[1:], expected[1:], strict=True):
+        assert relative_error(gradient, reference) <= tolerance
+
+
+@settings(**OPTIONS)
+@given(case=cases(dtypes=(torch.float64,), max_batch=3, max_length=6, sizes=st.integers(1, 4)), beta=BETAS)
+def test_the_definition_is_a_loop_over_numbers(case: Case, beta: float) -> None:
+    def score(query: list, document: list, query_on: list, on: list) -> float:
+        options = case.options
+        if not any(on):
+            return options["empty_score"]
+        if options["normalize"]:
+            query, document = [unit(x) for x in query], [unit(y) for y in document]
+        total = 0.0
+        for x, weight in zip(query, query_on, strict=True):
+            exponents = [beta * dot(x, y) for y, there in zip(document, on, strict=True) if there]
+            exponents += [0.0] * (len(document) - len(exponents)) if options["masking"] == "zero" else []
+            total += weight * math.log(sum(map(math.exp, exponents))) / beta
+        active = sum(weight != 0 for weight in query_on)
+        return total / max(active, 1) if options["reduction"] == "mean" else total
+
+    queries, documents = case.queries.tolist(), case.documents.tolist()
+    queries_on, on = lists(case.queries_mask, case.queries), lists(case.documents_mask, case.documents)
+    if case.documents.dim() == 3:
+        documents, on = [documents] * len(queries), [on] * len(queries)
+    expected = [
+        [score(query, document, weights, there) for document, there in zip(own, own_on, strict=True)]
+        for query, weights, own, own_on in zip(queries, queries_on, documents, on, strict=True)
+    ]
+    found = soft_maxsim_reference(*case.tensors, beta, **case.keywords)
+    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64))
+
+
+@settings(**OPTIONS)
+@given(case=cases(), beta=BETAS)
+def test_scores_equal_the_definition(case: Case, beta: float) -> None:
+    scores = soft_maxsim(*case.tensors, beta, **case.keywords)
+    expected = soft_maxsim_reference(*case.doubled().tensors, beta, **case.keywords)
+    assert scores.dtype == torch.float32
+    assert scores.shape == expected.shape
+    torch.testing.assert_close(scores.double(), expected, rtol=2e-6, atol=2e-6)
+
+
+@settings(**OPTIONS)
+@given(case=cases(dtypes=(torch.float32, torch.float64)), beta=BETAS)
+def test_gradients_equal_those_of_the_definition(case: Case, beta: float) -> None:
+    found = soft_gradients(soft_maxsim, case, beta)
+    check_gradients(found, soft_gradients(soft_maxsim_reference, case.doubled(), beta), 1e-5)
+    assert found[1].dtype == found[2].dtype == case.queries.dtype
+
+
+@settings(**OPTIONS)
+@given(case=packed(), beta=BETAS)
+def test_packed_tokens(case: tuple, beta: float) -> None:
+    (queries, documents, *bounds), options = case
+    scores = soft_maxsim_varlen(queries, documents, beta, *bounds, **options)
+    expected = varlen_reference(queries.double(), documents.double(), beta, *bounds, **options)
+    torch.testing.assert_close(scores.double(), expected, rtol=2e-6, atol=2e-6)
+    if queries.dtype == torch.float16:
+        return
+    found = varlen_gradients(soft_maxsim_varlen, case, beta)
+    check_gradients(found, varlen_gradients(varlen_reference, case, beta, torch.float64), 1e-5)
+
+
+@settings(max_examples=10, deadline=None, derandomize=True)
+@given(case=cases(dtypes=(torch.float64,)), beta=BETAS)
+def test_blocks_do_not_change_the_result(case: Case, beta: float) -> None:
+    scores, expected = soft_maxsim(*case.tensors, beta, **case.keywords), soft_gradients(soft_maxsim, case, beta)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(soft_blocks, "block_budget", lambda device: 40)
+        torch.testing.assert_close(soft_maxsim(*case.tensors, beta, **case.keywords), scores, **FLOAT32_SCORES)
+        check_gradients(soft_gradients(soft_maxsim, case, beta), expected, 1e-6)
+
+
+def test_the_definition_passes_gradcheck() -> None:
+    generator = torch.Generator().manual_seed(0)
+    queries, documents = (
+        torch.randn(*shape, 4, dtype=torch.float64, generator=generator) for shape in ((2, 3), (3, 5))
+    )
+    beta, mask = torch.tensor(1.5, dtype=torch.float64), torch.rand(3, 5, generator=generator) > 0.3
+    leaves = [tensor.requires_grad_() for tensor in (queries, documents, beta)]
+    for masking in ("exclude", "zero"):
+        assert torch.autograd.gradcheck(
+            lambda q, d, b, m=masking: soft_maxsim_reference(q, d, b, documents_mask=mask, masking=m), leaves
+        )
+
+
+def test_a_large_beta_is_the_maximum() -> None:
+    generator = torch.Generator().manual_seed(0)
+    queries, documents = (
+        torch.nn.functional.normalize(torch.randn(*shape, generator=generator), dim=-1)
+        for shape in ((3, 7, 16), (4, 9, 16))
+    )
+    torch.testing.assert_close(soft_maxsim(queries, documents, 1e4), maxsim(queries, documents), rtol=1e-3, atol=1e-3)
+    # And larger at every beta: by the logarithm of the number of tokens where all are alike.
+    alike = documents[:, :1].expand(4, 9, 16)
+    more = soft_maxsim(queries, alike, 2.0) - maxsim(queries, alike)
+    torch.testing.assert_close(more, torch.full((3, 4), 7 * math.log(9) / 2), rtol=1e-5, atol=1e-5)
+
+
+def test_no_token() -> None:
+    queries, documents = torch.ones(2, 3, 4, requires_grad=True), torch.ones(3, 0, 4)
+    scores = soft_maxsim(queries, documents, 2.0, empty_score=-7.0)
+    assert (scores == -7.0).all()
+    (gradient,) = torch.autograd.grad(scores.sum(), queries)
+    assert (gradient == 0.0).all()
+    assert (soft_maxsim(queries[:, :0], torch.ones(3, 2, 4), 2.0) == 0.0).all()
+    assert soft_maxsim(queries[:0], documents, 2.0).shape == (0, 3)
+    bounds = torch.tensor([0, 0]), torch.tensor([0, 2])
+    assert soft_maxsim_varlen(torch.ones(0, 4), torch.ones(2, 4), 2.0, *bounds, max_query_length=2).tolist() == [[0.0]]
+
+
+def test_masked_tokens_may_be_anything() -> None:
+    queries, documents = torch.randn(2, 3, 4), torch.randn(3, 20, 4)
+    case = Case(queries, documents, torch.ones(2, 3).bool(), torch.ones(3, 20).bool(), {"masking": "zero"})
+    case.queries_mask[1, 1:], case.documents_mask[:, 3:9], case.documents_mask[1] = False, False, False
+    clean = soft_gradients(soft_maxsim, case, 2.0)
+    queries[1, 1:], documents[:, 3:9], documents[1] = torch.nan, torch.inf, torch.nan
+    for found, expected in zip(soft_gradients(soft_maxsim, case, 2.0), clean, strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_nan_and_infinity_behave_as_in_torch() -> None:
+    queries, documents = torch.rand(2, 3, 4) + 0.1, torch.randn(4, 5, 4)
+    documents[0, 3, 1], documents[1, 2, 0], documents[2], documents[3, 2, 0] = math.nan, math.inf, -math.inf, -math.inf
+    found, expected = soft_maxsim(queries, documents, 2.0), soft_maxsim_reference(queries, documents, 2.0)
+    torch.testing.assert_close(found, expected, equal_nan=True)
+    assert found.isnan().any(dim=0).tolist() == [True, False, False, False]
+    # Whose documents are finite has a finite gradient.
+    leaf = documents.requires_grad_()
+    (gradient,) = torch.autograd.grad(soft_maxsim(queries, leaf, 2.0).sum(), leaf)
+    assert gradient[0].isnan().all()
+    assert gradient[3].isfinite().all()
+
+
+@pytest.mark.parametrize("learned", [False, True])
+def test_autocast(learned: bool) -> None:
+    queries, documents = torch.randn(2, 3, 4, requires_grad=True), torch.randn(3, 5, 4)
+    beta = torch.tensor(2.0, requires_grad=True) if learned else 2.0
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        scores = soft_maxsim(queries, documents, beta)
+        expected = soft_maxsim(queries.bfloat16(), documents.bfloat16(), beta)
+        (gradient,) = torch.autograd.grad(scores.sum(), queries)
+    assert torch.equal(scores, expected)
+    assert gradient.dtype == torch.float32
+
+
+def test_a_learned_beta_of_one_element_keeps_its_shape_and_type() -> None:
+    queries, documents = torch.randn(2, 3, 4), torch.randn(3, 5, 4)
+    for beta in (torch.tensor([2.0]), torch.tensor(2.0, dtype=torch.bfloat16)):
+        beta.requires_grad_()
+        scores = soft_maxsim(queries, documents, beta)
+        assert torch.equal(scores, soft_maxsim(queries, documents, 2.0))
+        (gradient,) = torch.autograd.grad(scores.sum(), beta)
+        assert (gradient.shape, gradient.dtype) == (beta.shape, beta.dtype)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"beta": "2"}, TypeError, "beta must be a number or a floating tensor of one element, got str"),
+        ({"beta": True}, TypeError, "beta must be a number or a floating tensor of one element, got bool"),
+        ({"beta": torch.tensor(2)}, TypeError, "beta must be a number or a floating tensor .*, got torch.int64"),
+        ({"beta": torch.ones(2)}, ValueError, r"beta must be a number or a tensor of one element, got shape \[2\]"),
+        ({"beta": torch.ones((), device="meta")}, ValueError, "beta must be on the device of queries, cpu, got meta"),
+        ({"beta": 0.0}, ValueError, "beta must be above 0 and finite, got 0"),
+        ({"beta": math.inf}, ValueError, "beta must be above 0 and finite, got inf"),
+        ({"beta": torch.tensor(math.nan)}, ValueError, "beta must be above 0 and finite, got nan"),
+        ({"max_scratch_bytes": -1}, ValueError, "max_scratch_bytes must be at least 0, got -1"),
+        ({"reduction": "max"}, ValueError, "reduction must be one of 'sum', 'mean', got 'max'"),
+        ({"masking": "none"}, ValueError, "masking must be one of 'exclude', 'zero', got 'none'"),
+        ({"implementation": "triton"}, ValueError, 'implementation="triton" cannot serve this input'),
+        ({"documents": torch.ones(3, 5, 3)}, ValueError, "documents must have the embedding size of queries, 4, got 3"),
+        ({"documents": torch.ones(3, 5, 4).half()}, TypeError, "documents must have the dtype of queries"),
+        ({"documents_mask": torch.ones(3, 4)}, ValueError, r"documents_mask must have shape \[3, 5\], got \[3, 4\]"),
+        ({"queries_mask": -torch.ones(2, 3)}, ValueError, "queries_mask must hold only 0"),
+    ],
+)  # fmt: skip
+def test_bad_input(change: dict, error: type[Exception], message: str) -> None:
+    arguments = {"queries": torch.ones(2, 3, 4), "documents": torch.ones(3, 5, 4), "beta": 2.0} | change
+    with pytest.raises(error, match=message):
+        soft_maxsim(**arguments)
+
+
+def test_no_second_derivative() -> None:
+    queries = torch.randn(2, 3, 4, requires_grad=True)
+    scores = soft_maxsim(queries, torch.randn(3, 5, 4), 2.0)
+    (gradient,) = torch.autograd.grad(scores.sum(), queries, create_graph=True)
+    with pytest.raises(RuntimeError, match="soft_maxsim has no second derivative"):
+        gradient.sum().backward()
+
+
+@pytest.mark.parametrize("candidates", [False, True])
+def test_opcheck(candidates: bool) -> None:
+    beta, queries = torch.tensor(2.0, requires_grad=True), torch.randn(2, 3, 4, requires_grad=True)
+    documents = torch.randn(*((2, 3) if candidates else (3,)), 5, 4, requires_grad=True)
+    masks = torch.rand(2, 3) > 0.3, torch.rand(documents.shape[:-1]) > 0.3
+    tensors = Tensors(queries, documents, *masks)
+    torch.library.opcheck(torch.ops.pylate_flash.soft_maxsim.default, (beta, *tensors, *Options(normalize=True), 0))
+
+
+def test_compiled() -> None:
+    leaves = [torch.randn(2, 3, 4), torch.randn(3, 5, 4), torch.tensor(2.0)]
+    for leaf in leaves:
+        leaf.requires_grad_()
+    found = torch.compile(soft_maxsim, fullgraph=True, backend="aot_eager")(*leaves)
+    expected = soft_maxsim(*leaves)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(*(torch.autograd.grad(scores.sum(), leaves) for scores in (found, expected)))
