@@ -58,9 +58,10 @@ class Flat(Base):
     show_progress
         Draw progress bars over additions of several batches and searches of several blocks.
     projection
-        A ColBERT model, whose Dense layers as they are now project hidden states [L, d_model] to embeddings [L, d]; or
-        a weight [d, d_model] and a bias [d] (or None). `projection.encode_hidden_states` gives the states to add. It is
-        not saved: give it again to open the index. Queries are embeddings, and normalised as well.
+        A ColBERT model or a MultiVectorEncoder, whose Dense layers as they are now project hidden states [L, d_model]
+        to embeddings [L, d]; or a weight [d, d_model] and a bias [d] (or None). `projection.encode_hidden_states` gives
+        the states to add. It is not saved: give it again to open the index. Queries are embeddings, and normalised as
+        well.
 
     Raises
     ------
@@ -473,15 +474,15 @@ class Flat(Base):
 def _linear_layer(projection: Any) -> tuple[Tensor, Tensor | None]:
     """Weight and bias of the argument `projection`."""
     if not isinstance(projection, tuple):
-        from .projection import dense_layers, fold_dense
+        from .projection import dense_layers, fold_dense, normalizes
 
+        if not normalizes(projection):
+            raise ValueError("projection: the model does not normalise its embeddings, as the index does")
         return fold_dense(dense_layers(projection))
     shapes = [list(tensor.shape) if isinstance(tensor, Tensor) else tensor for tensor in projection]
     pair = len(projection) == 2 and isinstance(projection[0], Tensor) and projection[0].ndim == 2
     if not pair or not (projection[1] is None or shapes[1] == shapes[0][:1]):
-        raise ValueError(
-            f"projection must be a ColBERT model, or a weight [d, d_model] and a bias [d] or None, got {shapes}"
-        )
+        raise ValueError(f"projection must be a model, or a weight [d, d_model] and a bias [d] or None, got {shapes}")
     return projection
 
 

@@ -16,7 +16,9 @@ from pylate_flash._extras import HOSTS, MissingExtraError, check_host
 ROOT = Path(__file__).parents[1]
 # What comes with a host, or with an extra, and never with the package alone.
 BLOCKED = (*HOSTS, "transformers", "datasets", "ranx", "beir", "matplotlib")
-PYLATE = "evaluation", "losses", "models", "projection", "rank", "retrieve", "scores", "trainer"
+PYLATE = "evaluation", "losses", "models", "rank", "retrieve", "scores", "trainer"
+# What the losses of all hosts share.
+SHARED = ("projection", "loss_arguments", "loss_scoring", "cached_gradients", "mini_batches", "gathering")
 NEEDS_PYLATE = 'needs PyLate, which is not installed: pip install "pylate-flash[pylate]"'
 
 
@@ -51,13 +53,14 @@ print(explain(queries, documents))
 
 
 def test_what_needs_no_host_imports_without_one() -> None:
-    """`ops` and `kernels`, the store, the command line but for what trains, and the benchmark."""
+    """`ops` and `kernels`, the store, the command line but for what trains, the benchmark, and what losses share."""
     modules = [
         module.name
         for package in ("ops", "kernels", "index", "cli", "bench")
         for module in pkgutil.walk_packages([str(ROOT / "pylate_flash" / package)], f"pylate_flash.{package}.")
         if module.name != "pylate_flash.cli.training_run" and not module.name.endswith("__main__")
     ]
+    modules += [f"pylate_flash.{name}" for name in SHARED]
     assert {"pylate_flash.ops.maxsim", "pylate_flash.kernels.backward.lists", "pylate_flash.index.store"} <= {*modules}
     done = run(f"import importlib\nfor name in {modules!r}: importlib.import_module(name)")
     assert done.returncode == 0, done.stderr

@@ -322,7 +322,7 @@ def test_a_projection_and_what_it_is_given_have_one_size(tmp_path: Path) -> None
     with pytest.raises(ValueError, match=r"queries_embeddings\[0\] has embedding size 6"):
         index(embeddings_of([3], size=6))
     for wrong in ((torch.zeros(4), None), (torch.zeros(4, 6), torch.zeros(6)), (torch.zeros(4, 6),), ("weight", None)):
-        with pytest.raises(ValueError, match=r"projection must be a ColBERT model, or a weight \[d, d_model\]"):
+        with pytest.raises(ValueError, match=r"projection must be a model, or a weight \[d, d_model\]"):
             Flat(tmp_path, "index", projection=wrong, override=True)
     with pytest.raises(ValueError, match="fuse_projection: the model must be a ColBERT of PyLate, got Linear"):
         Flat(tmp_path, "index", projection=torch.nn.Linear(6, 4), override=True)

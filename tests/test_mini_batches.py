@@ -242,11 +242,15 @@ def test_every_text_is_encoded_once_and_its_kept_tokens_are_kept(lengths, texts,
     kept = attended & torch.tensor([[random.random() < 0.7 for _ in range(padded)] for _ in lengths])
     ids = torch.arange(attended.numel()).view(attended.shape)
     features = {"input_ids": ids, "attention_mask": attended.long(), "of_text": torch.arange(len(lengths))}
-    (column,) = mini_batches([features], [kept], Limits(texts, tokens), [zero_masked])
+    of_all = {"prompt_length": torch.ones(len(lengths)), "modality": "text", "scale": torch.tensor(2.0)}
+    (column,) = mini_batches([features | of_all], [kept], Limits(texts, tokens), [zero_masked], [{"task": "query"}])
     seen = []
 
-    def model(features: dict[str, Tensor]) -> dict[str, Tensor]:
+    def model(features: dict[str, Tensor], task: str) -> dict[str, Tensor]:
         seen.append(features)
+        assert task == "query"
+        # What is none of the texts' own comes as it was.
+        assert all(features[name] is value for name, value in of_all.items())
         assert features["attention_mask"].shape == features["input_ids"].shape
         return {"token_embeddings": features["input_ids"].unsqueeze(-1).double() + 1}
 

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from pylate_flash.bench import load_suite, results
-from pylate_flash.bench.report import cell, counted, duration, heading, multiple, titles
+from pylate_flash.bench.report import cell, counted, duration, heading, multiple, titles, two_times
 from pylate_flash.bench.suite import OURS, Suite
 
 MARKER = "<!-- bench:{}:{} -->"
@@ -69,7 +69,8 @@ def render(suite: Suite, result: dict[str, Any] | None) -> str:
         f"Median of {protocol['repetitions']} calls{' from a cold cache' if protocol['flush_bytes'] else ''}"
         f"{f', of {fewest} and more in the longest rows' if fewest < protocol['repetitions'] else ''}, "
         f"systems in turn within one run; the floor is {floor}, measured in the same run."
-        + (f" {about}." if about else ""),
+        + (f" {about}." if about else "")
+        + (f" {sentence}" if (sentence := two_times(result)) else ""),
         "",
         "| " + " | ".join(columns) + " |",
         "|---|---|" + "---:|" * (len(columns) - 2),

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from importlib import metadata
 
 import torch
+from packaging.version import Version
 
 
 @dataclass(frozen=True)
@@ -24,11 +25,14 @@ class Peer:
         Its name on PyPI, and the name that it is imported by.
     device
         The only type of device that it computes on, or None for any.
+    since
+        The first version that has what is measured, or None for any.
     """
 
     distribution: str
     module: str
     device: str | None = "cuda"
+    since: str | None = None
 
     def unavailable(self, device: torch.device) -> str | None:
         """Return why the package cannot be measured on a device, or None if it can."""
@@ -38,6 +42,9 @@ class Peer:
             importlib.import_module(self.module)
         except ImportError as error:
             return f"not installed ({error})"
+        version = self.version()
+        if self.since is not None and (version is None or Version(version) < Version(self.since)):
+            return f"version {version} is installed, and what is measured is there since {self.since}"
         return None
 
     def version(self) -> str | None:
@@ -72,4 +79,5 @@ LIK = Peer("late-interaction-kernels", "late_interaction_kernels")
 FLASH_MAXSIM = Peer("flash-maxsim", "flash_maxsim")
 PYLATE = Peer("pylate", "pylate", device=None)
 MAXSIM_CPU = Peer("maxsim-cpu", "maxsim_cpu", device="cpu")
-PEERS = (LIK, FLASH_MAXSIM, PYLATE, MAXSIM_CPU)
+SENTENCE_TRANSFORMERS = Peer("sentence-transformers", "sentence_transformers", device=None, since="6.0")
+PEERS = (LIK, FLASH_MAXSIM, PYLATE, MAXSIM_CPU, SENTENCE_TRANSFORMERS)

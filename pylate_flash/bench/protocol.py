@@ -20,8 +20,8 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -52,10 +52,14 @@ QUICK = Rounds(warmup=3, repetitions=10)
 
 
 class Sample(NamedTuple):
-    """One timed call: ``seconds`` until its result was there, ``host_seconds`` until the call returned."""
+    """One timed call: ``seconds`` until its result was there, ``host_seconds`` until the call returned.
+
+    ``device_seconds``, where they were measured: what the device took once the host had launched all of it.
+    """
 
     seconds: float
     host_seconds: float
+    device_seconds: float | None = None
 
 
 class Stopwatch(Protocol):
@@ -91,8 +95,14 @@ class CudaStopwatch:
     def time(self, call: Callable[[], object]) -> Sample:
         """Flush the cache, make the call, and return how long the call took."""
         if self.flush_bytes:
-            self._writes += 1
-            self._buffer.fill_(self._writes)
+            self._write()
+        return self._timed(call)
+
+    def _write(self) -> None:
+        self._writes += 1
+        self._buffer.fill_(self._writes)
+
+    def _timed(self, call: Callable[[], object]) -> Sample:
         self._start.record()
         started = time.perf_counter()
         result = call()
@@ -102,6 +112,33 @@ class CudaStopwatch:
         # Only now: the result's memory stays its own until the call is over.
         del result
         return Sample(self._start.elapsed_time(self._stop) / 1e3, returned - started)
+
+
+# How much longer than the host needs for a call the device is kept busy before it, and for how long at most.
+_HEAD_START = 2.0
+_LONGEST_HEAD_START = 0.2
+
+
+class TwoTimesStopwatch(CudaStopwatch):
+    """Makes every call twice: as `CudaStopwatch` does, and with the device busy until the host has launched all of it.
+
+    The second time is the device's alone, unless the call waits for the device on the way.
+    """
+
+    clock = "CUDA events, from an empty queue and again behind a head start of the host"
+
+    def __init__(self, device: torch.device, flush_bytes: int) -> None:
+        super().__init__(device, flush_bytes or 128 * MIB)
+        self._write()
+        self._write_seconds = self._timed(self._write).seconds
+
+    def time(self, call: Callable[[], object]) -> Sample:
+        """Flush the cache, make the call, and once more; return both times."""
+        sample = super().time(call)
+        needed = min(_HEAD_START * sample.host_seconds, _LONGEST_HEAD_START)
+        for _ in range(1 + math.ceil(needed / self._write_seconds)):
+            self._write()
+        return sample._replace(device_seconds=self._timed(call).seconds)
 
 
 class CpuStopwatch:
@@ -151,6 +188,11 @@ class HostStopwatch:
         return Sample(seconds, seconds)
 
 
+def make_two_times_stopwatch(device: torch.device, flush_bytes: int) -> TwoTimesStopwatch | CpuStopwatch:
+    """Return the stopwatch of a device that also tells a GPU's own time; a CPU's is the host's."""
+    return TwoTimesStopwatch(device, flush_bytes) if device.type == "cuda" else CpuStopwatch(flush_bytes)
+
+
 def make_stopwatch(device: torch.device, flush_bytes: int) -> CudaStopwatch | CpuStopwatch:
     """Return the stopwatch of a device."""
     return CudaStopwatch(device, flush_bytes) if device.type == "cuda" else CpuStopwatch(flush_bytes)
@@ -158,12 +200,17 @@ def make_stopwatch(device: torch.device, flush_bytes: int) -> CudaStopwatch | Cp
 
 @dataclass(frozen=True)
 class Timing:
-    """The calls of one system, summarised, in milliseconds."""
+    """The calls of one system, summarised, in milliseconds; ``device_ms`` is None where it was not measured."""
 
     median_ms: float
     iqr_ms: float
     host_ms: float
     repetitions: int
+    device_ms: float | None = None
+
+    def known(self) -> dict[str, Any]:
+        """What was measured, by name."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 def summarise(samples: Sequence[Sample]) -> Timing:
@@ -173,11 +220,13 @@ def summarise(samples: Sequence[Sample]) -> Timing:
         lower, _, upper = statistics.quantiles(milliseconds, n=4, method="inclusive")
     else:
         lower = upper = milliseconds[0]
+    on_device = [1e3 * sample.device_seconds for sample in samples if sample.device_seconds is not None]
     return Timing(
         median_ms=statistics.median(milliseconds),
         iqr_ms=upper - lower,
         host_ms=1e3 * statistics.median(sample.host_seconds for sample in samples),
         repetitions=len(samples),
+        device_ms=statistics.median(on_device) if on_device else None,
     )
 
 

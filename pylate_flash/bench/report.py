@@ -12,6 +12,12 @@ from rich.table import Table
 
 from pylate_flash.bench.suite import BROKEN, OURS, Observer, Suite
 
+# What the two times of a cell are.
+TWO_TIMES = (
+    "Two times: of the call, with the host's part in view, by which systems are compared; and of the GPU alone, once "
+    "the host has launched all of it."
+)
+
 # The system that is compared with pylate_flash even where another is faster: what a user has without a package.
 TORCH = "torch"
 
@@ -66,10 +72,20 @@ def duration(milliseconds: float, unit: str) -> str:
 
 
 def cell(state: dict[str, Any], unit: str) -> str:
-    """Return what a table shows for a system's state: its median, or the status that it has instead."""
+    """Return what a table shows for a system's state: its median, or the status that it has instead.
+
+    After a stroke, the device's own time where it was measured (`TWO_TIMES`).
+    """
     if "median_ms" not in state:
         return "-" if state["status"] == "absent" else str(state["status"])
-    return duration(state["median_ms"], unit) + (" (inaccurate)" if state["status"] == "inaccurate" else "")
+    alone = f" / {duration(state['device_ms'], unit)}" if "device_ms" in state else ""
+    return duration(state["median_ms"], unit) + alone + (" (inaccurate)" if state["status"] == "inaccurate" else "")
+
+
+def two_times(result: dict[str, Any]) -> str:
+    """Return the sentence that explains cells of two times, or nothing where a result has none."""
+    states = (state for row in result["rows"] for state in row["systems"].values())
+    return TWO_TIMES if any("device_ms" in state for state in states) else ""
 
 
 def heading(result: dict[str, Any]) -> str:
@@ -130,6 +146,8 @@ def show(console: Console, suite: Suite, result: dict[str, Any]) -> None:
             "[yellow]No GPU: these are times of a CPU, on smaller batches of the same rows, and the peers' kernels "
             "need a GPU.[/yellow]"
         )
+    if sentence := two_times(result):
+        console.print(sentence, highlight=False)
     heads = titles(suite, result)
     table = Table(header_style="bold")
     table.add_column("name", no_wrap=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -448,7 +448,7 @@ def _state_after(
         "status": "inaccurate" if inaccurate else "ok",
         "variant": variant,
         "error": error,
-        **asdict(timing),
+        **timing.known(),
         "over_floor": timing.median_ms / floor_ms,
     }
 

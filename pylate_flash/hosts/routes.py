@@ -78,6 +78,14 @@ class Routes:
                     del _twins[path]
                 self.twins.clear()
 
+    def routed(self, path: str) -> FunctionType:
+        """A function that does what the host's function "module:name" does while it is routed, whether it is or not."""
+        own = self.twins.get(path) or _function(path)
+        code = _route(path, own, self.served[path], self.helpers.get(path))
+        found = FunctionType(code, own.__globals__, own.__name__, own.__defaults__)
+        found.__kwdefaults__ = own.__kwdefaults__
+        return found
+
     def original(self, path: str) -> Callable:
         """The host's own function "module:name", whether it is routed or not."""
         return self.twins.get(path) or _function(path)

@@ -11,6 +11,7 @@ from sentence_transformers import MultiVectorEncoder
 from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
 
 from pylate_flash import indexes
+from pylate_flash.projection import encode_hidden_states
 
 
 @pytest.fixture
@@ -55,3 +56,27 @@ def test_another_model_is_refused(
         change(other)
         with pytest.raises(ValueError, match=f"another one: it differs in .*{name}"):
             again.check_model(other)
+
+
+def test_kept_hidden_states_find_what_embeddings_find(
+    index: indexes.Flat, tiny_encoder: MultiVectorEncoder, texts: Any, tmp_path: Path
+) -> None:
+    """Of the tokens that are scored, in the order given; and with another projection, its embeddings' results."""
+    documents, queries = texts(1, 40), tiny_encoder.encode_query(texts(2, 6))
+    states = encode_hidden_states(tiny_encoder, documents, batch_size=7)
+    for state, embedding in zip(states, tiny_encoder.encode_document(documents), strict=True):
+        projected = torch.nn.functional.normalize(torch.from_numpy(state) @ tiny_encoder[1].linear.weight.T, dim=-1)
+        torch.testing.assert_close(projected, embedding)
+    of_states = indexes.Flat(tmp_path, "states", device="cpu", show_progress=False, projection=tiny_encoder)
+    of_states.add_documents([f"d{i}" for i in range(40)], states)
+    for found, expected in zip(of_states(queries, k=5), index(queries, k=5), strict=True):
+        assert [result["score"] for result in found] == pytest.approx(
+            [result["score"] for result in expected], rel=1e-5
+        )
+
+    del tiny_encoder[2]
+    with pytest.raises(ValueError, match="projection: the model does not normalise its embeddings, as the index does"):
+        indexes.Flat(tmp_path, "others", device="cpu", projection=tiny_encoder)
+    assert [tuple(state.shape) for state in encode_hidden_states(tiny_encoder, documents[:3])] == [
+        tuple(state.shape) for state in states[:3]
+    ]

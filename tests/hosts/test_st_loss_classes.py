@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from sentence_transformers import (
     MultiVectorEncoder,
     MultiVectorEncoderTrainer,
@@ -21,7 +23,7 @@ from torch import Tensor, nn
 
 from pylate_flash import loss_scoring
 from pylate_flash.hosts.sentence_transformers import losses, mean_colbert_scores
-from pylate_flash.hosts.sentence_transformers.loss_inputs import scored_tokens
+from pylate_flash.hosts.sentence_transformers.loss_inputs import scored_tokens, size_of
 from pylate_flash.ops.losses import cross_entropy_reference
 from tests.hosts.test_st_losses import (
     CACHED,
@@ -248,6 +250,34 @@ def test_duplicates(tiny_encoder: MultiVectorEncoder) -> None:
     )
     assert cached(features).item() == pytest.approx(loss(features).item(), rel=1e-5)
     assert loss.get_config_dict()["exclude"].endswith("duplicates")
+
+
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(
+    st.lists(st.tuples(st.text("ab", max_size=3), st.text("ab", max_size=3)), min_size=1, max_size=7), st.integers(0, 2)
+)
+def test_duplicates_are_texts_of_the_same_tokens(pairs: list[tuple[str, str]], padding: int) -> None:
+    """Whatever stands where nothing is attended to, and however long the columns are."""
+
+    def column(texts: tuple[str, ...], longest: int) -> dict[str, Tensor]:
+        mask = torch.tensor([[place < len(text) for place in range(longest)] for text in texts])
+        ids = torch.tensor(
+            [[ord(text[place]) if place < len(text) else 7 for place in range(longest)] for text in texts]
+        )
+        return {"input_ids": ids, "attention_mask": mask.long()}
+
+    positives, negatives = zip(*pairs, strict=True)
+    found = losses.duplicates([column(positives, 3), column(positives, 3), column(negatives, 3 + padding)])
+    documents = [*positives, *negatives]
+    expected = [[i != j and documents[j] == text for j in range(len(documents))] for i, text in enumerate(positives)]
+    assert found.tolist() == expected
+
+
+def test_sizes_of_columns_of_other_forms() -> None:
+    pixels, ids = torch.zeros(12, 3), torch.zeros(4, 5)
+    assert size_of({"pixel_values": pixels, "input_ids": ids, "prompt_length": torch.tensor(2)}) == 4
+    assert size_of({"input_ids": torch.zeros(1, 20), "cu_seq_lens_q": torch.tensor([0, 5, 20])}) == 2
+    assert size_of({"prompt_length": torch.tensor(2), "pixel_values": pixels}) == 12
 
 
 @pytest.mark.parametrize("name", [IN_BATCH, CACHED])

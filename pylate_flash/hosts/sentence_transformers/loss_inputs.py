@@ -118,12 +118,23 @@ def columns_of(sentence_features: Iterable[dict[str, Any]], least: int) -> Colum
         )
     for index, features in enumerate(columns):
         features.setdefault("task", "query" if index == 0 else "document")
-    sizes = [len(features["input_ids"]) for features in columns if padded_text(features)]
+    sizes = [size_of(features) for features in columns]
     if len(set(sizes)) > 1:
         raise ValueError(
             f"sentence_features: columns of {sizes} texts; expected as many documents in each as there are queries"
         )
     return columns
+
+
+def size_of(features: dict[str, Any]) -> int:
+    """How many texts a column has, or images."""
+    if "cu_seq_lens_q" in features:
+        # Flattened, one after the other.
+        return len(features["cu_seq_lens_q"]) - 1
+    tensors = {name: value for name, value in features.items() if isinstance(value, Tensor) and value.ndim > 0}
+    # Pixels may be those of several images of a text.
+    first = next((name for name in ("input_ids", "attention_mask") if name in tensors), next(iter(tensors)))
+    return len(tensors[first])
 
 
 def padded_text(features: dict[str, Any]) -> bool:
@@ -213,7 +224,7 @@ def checked_exclude(exclude: Callable[[Columns], Tensor] | None, columns: Column
     if exclude is None:
         return None
     out = exclude(columns)
-    n_queries = len(columns[0]["input_ids"])
+    n_queries = size_of(columns[0])
     shape = (n_queries, n_queries * (len(columns) - 1))
     if not isinstance(out, Tensor) or out.dtype != torch.bool or tuple(out.shape) != shape:
         got = f"{out.dtype} of shape {tuple(out.shape)}" if isinstance(out, Tensor) else type(out).__name__

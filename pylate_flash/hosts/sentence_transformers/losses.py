@@ -57,6 +57,7 @@ from .loss_inputs import (
     reduction_of,
     scored_tokens,
     set_fusion,
+    size_of,
     teacher_margins,
     teacher_scores,
 )
@@ -382,7 +383,7 @@ class MultiVectorDistillKLDivLoss(host.MultiVectorDistillKLDivLoss):
         reduction = reduction_of(self.similarity_fct)
         if reduction is None:
             return super().forward(columns, labels)
-        teacher = teacher_scores(labels, len(columns[0]["attention_mask"]), len(columns) - 1)
+        teacher = teacher_scores(labels, size_of(columns[0]), len(columns) - 1)
         if not self._checked_teacher_scale:
             self._checked_teacher_scale = True
             expected = (teacher / self.teacher_temperature).softmax(dim=-1)
@@ -446,7 +447,7 @@ class MultiVectorMarginMSELoss(host.MultiVectorMarginMSELoss):
         reduction = reduction_of(self.similarity_fct)
         if reduction is None:
             return super().forward(columns, labels)
-        teacher = teacher_margins(labels, len(columns[0]["attention_mask"]), len(columns) - 2)
+        teacher = teacher_margins(labels, size_of(columns[0]), len(columns) - 2)
         if fuses(self):
             errors = _candidate_scores(self, columns, reduction) - teacher
             return F.mse_loss(errors[:, :1].expand_as(errors[:, 1:]), errors[:, 1:])
