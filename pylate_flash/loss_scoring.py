@@ -128,7 +128,7 @@ def masks_of(loss: Any, columns: list[dict[str, Tensor]]) -> tuple[Tensor | None
     queries, *documents = columns
     scored = _scored_tokens(tuple(model.skiplist), queries["input_ids"].device)
     masks = [
-        scored[features["input_ids"].clamp(max=len(scored) - 1)] & features["attention_mask"].bool()
+        scored.take(features["input_ids"].clamp(max=len(scored) - 1)) & features["attention_mask"].bool()
         for features in documents
     ]
     return None if model.do_query_expansion else queries["attention_mask"].bool(), masks
@@ -157,7 +157,7 @@ def cross_entropy(
     queries: Tensor,
     queries_mask: Tensor | None,
     documents: Padded | Packed,
-    labels: Tensor,
+    labels: Tensor | None,
     size_average: bool,
 ) -> Tensor:
     """The contrastive loss of embeddings that are not normalised yet.
@@ -171,7 +171,7 @@ def cross_entropy(
     documents
         Of this rank. Packed ones have the token of zeros that ``masking="zero"`` asks for.
     labels
-        [Nq], int64: which document is the right one.
+        [Nq], int64: which document of this rank is the right one. None: that of query i is document i.
     size_average
         Average over the queries; otherwise sum. With gathered documents, the number of ranks times either: the average
         is over the queries of all ranks, and the gradients, of which DistributedDataParallel takes the mean, are those
@@ -183,6 +183,8 @@ def cross_entropy(
     if isinstance(documents, Padded):
         documents = pack_padded(documents.tokens, documents.mask, masking_of(loss) == "zero")
     ranks, world = exchange(documents, len(queries)), get_world_size()
+    if labels is None:
+        labels = torch.arange(len(queries), device=queries.device)
     if loss.gather == "ring":
         total = ring_cross_entropy(queries, queries_mask, documents, ranks, labels, loss.temperature)
     else:
@@ -196,7 +198,7 @@ def _cross_entropy(
     queries: Tensor,
     queries_mask: Tensor | None,
     documents: Padded | Packed,
-    labels: Tensor,
+    labels: Tensor | None,
     loss_reduction: str,
 ) -> Tensor:
     return maxsim_cross_entropy(
