@@ -87,7 +87,7 @@ def masks_of(loss: Any, columns: list[dict[str, Tensor]]) -> tuple[Tensor | None
     queries, *documents = columns
     scored = _scored_tokens(tuple(model.skiplist), queries["input_ids"].device)
     masks = [
-        scored[features["input_ids"].clamp(max=len(scored) - 1)] & features["attention_mask"].bool()
+        scored.take(features["input_ids"].clamp(max=len(scored) - 1)) & features["attention_mask"].bool()
         for features in documents
     ]
     return None if model.do_query_expansion else queries["attention_mask"].bool(), masks
@@ -114,7 +114,7 @@ def contrastive_loss(
     queries: Tensor,
     queries_mask: Tensor | None,
     documents: Padded | Packed,
-    labels: Tensor,
+    labels: Tensor | None,
     size_average: bool,
 ) -> Tensor:
     """`cross_entropy`, with gathered documents times the number of ranks, as PyLate has it."""

@@ -81,7 +81,7 @@ def cross_entropy(
     queries: Tensor,
     queries_mask: Tensor | None,
     documents: Padded | Packed,
-    labels: Tensor,
+    labels: Tensor | None,
     size_average: bool,
     exclude: Tensor | None = None,
 ) -> Tensor:
@@ -96,7 +96,7 @@ def cross_entropy(
     documents
         Of this rank. Packed ones have the token of zeros that ``masking="zero"`` asks for.
     labels
-        [Nq], int64: which document is the right one.
+        [Nq], int64: which document of this rank is the right one. None: that of query i is document i.
     size_average
         Average over the queries; otherwise sum. With gathered documents, the sum over this rank's queries, or that over
         the mean number of queries of a rank: DistributedDataParallel takes the mean of the ranks' gradients, which is
@@ -111,6 +111,8 @@ def cross_entropy(
     if isinstance(documents, Padded):
         documents = pack_padded(documents.tokens, documents.mask, contrast.masking == "zero")
     ranks = exchange(documents, len(queries))
+    if labels is None:
+        labels = torch.arange(len(queries), device=queries.device)
     if contrast.gather == "ring":
         options = {name: getattr(contrast, name) for name in ("normalize", "reduction", "empty_score")}
         total = ring_cross_entropy(queries, queries_mask, documents, ranks, labels, contrast.temperature, options)
@@ -125,7 +127,7 @@ def _cross_entropy(
     queries: Tensor,
     queries_mask: Tensor | None,
     documents: Padded | Packed,
-    labels: Tensor,
+    labels: Tensor | None,
     loss_reduction: str,
     exclude: Tensor | None = None,
 ) -> Tensor:

@@ -167,15 +167,16 @@ class Contrastive(PyLateContrastive):
         fused = fuses(self)
         if not fused and not is_scored_here(self):
             return super().forward(_for_pylate(self, columns), labels)
-        right = torch.arange(len(columns[0]["input_ids"]), device=columns[0]["input_ids"].device)
         if fused:
-            return cross_entropy_of_scores(fused_scores(self, columns), right, self.temperature, self.size_average)
+            scores = fused_scores(self, columns)
+            right = torch.arange(len(scores), device=scores.device)
+            return cross_entropy_of_scores(scores, right, self.temperature, self.size_average)
         queries, *documents = [self.model(features)["token_embeddings"] for features in columns]
         queries_mask, masks = masks_of(self, columns)
         # The documents of the first column come first: that of query i is document i.
         together = Padded(*(values[0] if len(values) == 1 else torch.cat(values) for values in (documents, masks)))
         with timed(self, queries.device):
-            return contrastive_loss(self, queries, queries_mask, together, right, self.size_average)
+            return contrastive_loss(self, queries, queries_mask, together, None, self.size_average)
 
 
 class CachedContrastive(PyLateCachedContrastive):

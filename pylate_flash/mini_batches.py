@@ -137,9 +137,12 @@ class Column:
         self.order = sorted(range(len(ends)), key=lambda text: -ends[text])
         on_device = torch.tensor(self.order, device=kept.device)
         self.of_texts = of_texts(features)
-        self.features = {name: value[on_device] if name in self.of_texts else value for name, value in features.items()}
+        self.features = {
+            name: value.index_select(0, on_device) if name in self.of_texts else value
+            for name, value in features.items()
+        }
         self.arguments = arguments
-        self.kept, self.zero_masked = kept[on_device], zero_masked
+        self.kept, self.zero_masked = kept.index_select(0, on_device), zero_masked
         self.lengths, self.ends = ([values[text] for text in self.order] for values in (lengths, ends))
         self.n_kept = self.kept.sum(dim=1)
         if zero_masked:
@@ -315,6 +318,5 @@ def unpack_padded(values: Tensor, lengths: Tensor, padded_length: int) -> tuple[
 
 
 def _first_true(mask: Tensor, total: int) -> Tensor:
-    """Where a mask is true, of the flattened one, in order: found without waiting for the device."""
-    # A stable sort keeps the order of equal elements.
-    return mask.flatten().to(torch.uint8).argsort(descending=True, stable=True)[:total]
+    """Where a mask is true so many times, of the flattened one, in order: found without waiting for the device."""
+    return torch.nonzero_static(mask.flatten(), size=total).squeeze(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ from .projection import unwrapped
 
 __all__ = ["largest_token_budget"]
 
-# Of the device's memory: what the encoder of other texts, and the allocator's fragments, may need beyond the trial.
+# Of the memory that the process may have: what other texts, and the allocator's fragments, may need beyond the trial.
 _RESERVE = 0.1
 # Bytes per parameter of Adam's two moments, which are there from the first step's end on.
 _OPTIMIZER_BYTES = 8
@@ -23,8 +24,9 @@ def largest_token_budget(loss: CachedContrastive, documents: int, dtype: torch.d
 
     Documents of the model's greatest length are encoded in training mode, and the way back is gone, with twice as many
     each time until memory does not suffice, beside what a step will hold: the embeddings of the whole batch with their
-    gradients, Adam's moments, and a tenth of the memory for what is not foreseen. Random states and gradients are as
-    before; gradients that there are, are dropped.
+    gradients, the gradients of the parameters, Adam's moments, and a tenth of the memory for what is not foreseen.
+    Random states are as before; gradients that there are, are dropped. What the trainer puts around the model later
+    (gradient checkpointing, DistributedDataParallel) is not tried.
 
     Parameters
     ----------
@@ -56,23 +58,24 @@ def largest_token_budget(loss: CachedContrastive, documents: int, dtype: torch.d
     device = model.device
 
     def fits(texts: int) -> bool:
+        found = True
         try:
-            held = _held(model, documents * length, parameters, device)
-            _encode_and_back(model, texts, dtype)
-            del held
+            _try(model, texts, documents * length, parameters, dtype)
         except torch.OutOfMemoryError:
-            return False
-        finally:
-            model.zero_grad(set_to_none=True)
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
-        return True
+            found = False
+        model.zero_grad(set_to_none=True)
+        if device.type == "cuda":
+            # What the error's frames held is gone by now, but for cycles.
+            gc.collect()
+            torch.cuda.empty_cache()
+        return found
 
     try:
         model.train()
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             texts = _largest(fits, documents)
     finally:
+        model.zero_grad(set_to_none=True)
         model.train(training)
     if texts == 0:
         raise torch.OutOfMemoryError(f"not even one document of {length} tokens can be encoded beside the batch")
@@ -91,14 +94,32 @@ def _largest(fits: Callable[[int], bool], most: int) -> int:
     return between if found < between < size and fits(between) else found
 
 
+def _try(model: Any, texts: int, tokens: int, parameters: list[torch.Tensor], dtype: torch.dtype | None) -> None:
+    """Encode so many documents and go the way back, beside what a step with so many tokens will hold."""
+    held = _held(model, tokens, parameters, model.device)
+    # From the second mini-batch on, they are there while the encoder's activations grow.
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    _encode_and_back(model, texts, dtype)
+    del held
+
+
 def _held(model: Any, tokens: int, parameters: list[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """As many bytes as a step will hold beside what the encoder needs."""
+    """As many bytes as a step will hold beside what the encoder needs and the gradients of the parameters."""
     embedding = model.get_sentence_embedding_dimension() or 128
     # Embeddings and gradients in four bytes at most, and the operation's float32 sums.
     size = tokens * embedding * 12 + _OPTIMIZER_BYTES * sum(parameter.numel() for parameter in parameters)
     if device.type == "cuda":
-        size += int(_RESERVE * torch.cuda.get_device_properties(device).total_memory)
+        size += int(_RESERVE * _most(device))
     return torch.empty(size if device.type == "cuda" else 0, dtype=torch.uint8, device=device)
+
+
+def _most(device: torch.device) -> int:
+    """The bytes of a GPU that this process may have: what others leave, up to its limit if it has been given one."""
+    free, total = torch.cuda.mem_get_info(device)
+    # Older versions of PyTorch do not tell it.
+    limit = getattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0)(device)
+    return min(free + torch.cuda.memory_reserved(device), int(limit * total))
 
 
 def _encode_and_back(model: Any, texts: int, dtype: torch.dtype | None) -> None:
@@ -106,6 +127,8 @@ def _encode_and_back(model: Any, texts: int, dtype: torch.dtype | None) -> None:
     # No token is like another, as in the batch that needs most.
     features["input_ids"] = torch.randint(0, len(model.tokenizer), features["input_ids"].shape)
     features["attention_mask"] = torch.ones_like(features["attention_mask"])
+    # Where nothing is padded, attention makes no mask of all pairs of tokens, and other kernels may compute it.
+    features["attention_mask"][0, -1] = 0
     features = {name: value.to(model.device) for name, value in features.items()}
     with torch.autocast(model.device.type, dtype=dtype, enabled=dtype is not None):
         embeddings = model(features)["token_embeddings"]

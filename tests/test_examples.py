@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
 import sys
 from pathlib import Path
 
+import matplotlib.pyplot as plt
 import nbformat
 import pylate.scores
 import pytest
@@ -24,6 +26,8 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 SNIPPETS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
 PAGES = ["README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
 NOTEBOOK = ROOT / "notebooks" / "quickstart.ipynb"
+LARGE_BATCHES = ROOT / "notebooks" / "large_batches.ipynb"
+RESULTS = ROOT / "docs" / "benchmarks" / "results"
 
 # What the notebook's settings become in the test.
 TINY_PARAMETERS = """
@@ -154,12 +158,104 @@ def test_the_notebook_runs_at_a_small_size(
     assert len(pictures) == 2
 
 
-def test_the_notebook_is_committed_with_outputs_and_without_machine_paths() -> None:
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
+def test_the_notebook_about_large_batches_measures_where_nothing_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.delenv("MPLBACKEND", raising=False)
+    notebook = nbformat.read(LARGE_BATCHES, as_version=4)
+    (parameters,) = [cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", [])]
+    parameters.source = "folder, sizes = Path('.'), (4, 8)"
+    done = NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    outputs = [output for cell in done.cells for output in cell.get("outputs", [])]
+    assert sum("image/png" in output.get("data", {}) for output in outputs) == 1
+    printed = "".join(output.get("text", "") for output in outputs)
+    assert re.search(r"batch-8\n +pylate_flash +[0-9.]+ s +maxsim_cross_entropy", printed)
+    assert re.search(r"gradients one query at a time: differ by at most [0-9]e-0[6-9]", printed)
+    assert "not trained yet" in printed
+
+
+def test_the_notebook_about_large_batches_draws_what_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    timed = {"status": "ok", "error": 1e-3, "iqr_ms": 0.1, "host_ms": 0.1, "repetitions": 3, "over_floor": 2.0}
+    kept = {
+        "schema": 1, "suite": "losses", "date": "2026-03-01T12:00:00+00:00", "complete": False, "quick": False,
+        "machine": {"device": "cuda", "name": "Test Card", "compute_capability": "9.0", "memory_bytes": 10**11,
+                    "driver": None, "cuda": "13.0"},
+        "versions": {"torch": "2.11.0", "triton": "3.6.0", "pylate": "1.6.0"},
+        "protocol": {"dtype": "bfloat16", "reduced": False},
+        "ceilings": {"flops_per_second": 8e14, "bytes_per_second": 4e12},
+        "rows": [
+            {
+                "name": name, "shape": f"{size} x {size}, 32 x 180", "flops": 1.0, "bytes": 1.0, "floor_ms": 1.0,
+                "bound": "compute", "best_peer": None, "best_peer_over_ours": None,
+                "multiples": {"pylate_flash_contrastive": 0.8} if name.startswith("given") else {},
+                "systems": {
+                    "pylate_flash": {**timed, "variant": "maxsim_cross_entropy", "median_ms": 5.6, "memory_bytes": 1e9},
+                    "pylate": {"status": "absent", "reason": "a step takes a minute or more"},
+                    "pylate_flash_contrastive": {**timed, "variant": "Contrastive", "median_ms": 7.0},
+                },
+            }
+            for name, size in (("batch-1024", 1024), ("batch-65536", 65536), ("given-128", 128))
+        ],
+    }  # fmt: skip
+    (tmp_path / "losses-test-card.json").write_text(json.dumps(kept), encoding="utf-8")
+    runs = [
+        {"batch_size": size, "steps": steps, "examples": size * steps, "ndcg@10": 0.5 + size / 1000 + seed / 100}
+        for size, steps in ((64, 8), (64, 32), (256, 8))
+        for seed in (1, 2)
+    ]
+    trainings = {
+        "date": "2026-03-02T12:00:00+00:00",
+        "machine": {"name": "Test Card"},
+        "compared": {"steps": 8, "examples": 2048},
+        "runs": runs,
+    }
+    (tmp_path / "batches").mkdir()
+    (tmp_path / "batches" / "sizes.json").write_text(json.dumps(trainings), encoding="utf-8")
+
+    drawn = []
+    monkeypatch.setattr(plt, "show", lambda: drawn.append([axes.get_title("left") for axes in plt.gcf().axes]))
+    variables: dict[str, object] = {}
+    for cell in nbformat.read(LARGE_BATCHES, as_version=4).cells:
+        if cell.cell_type == "code":
+            source = cell.source
+            if "parameters" in cell.metadata.get("tags", []):
+                source = f"folder, sizes = Path({str(tmp_path)!r}), (4,)"
+            exec(compile(source, "large_batches.ipynb", "exec"), variables)
+    plt.close("all")
+    assert drawn == [
+        ["loss and both gradients, s", "memory beyond the embeddings, GB"],
+        ["nDCG@10 after 8 steps", "nDCG@10 after 2048 examples"],
+    ]
+    assert variables["stored"] == [(size, 2e-9 * size**2 * 32 * 180) for size in (1024, 65536)]
+    printed = capsys.readouterr().out
+    assert "Test Card, compute capability 9.0" in printed
+    assert "1.00 GB   maxsim_cross_entropy" in printed
+    assert "given-128 {'Contrastive': 1.25}" in printed
+    assert "8 steps, batch of 256: nDCG@10 0.766, 0.776" in printed
+    assert "2048 examples, batch of 64: nDCG@10 0.574, 0.584" in printed
+
+
+@pytest.mark.parametrize("path", [NOTEBOOK, LARGE_BATCHES], ids=lambda path: path.stem)
+def test_the_notebook_is_committed_with_outputs_and_without_machine_paths(path: Path) -> None:
+    notebook = nbformat.read(path, as_version=4)
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
     outputs = [output for cell in cells for output in cell.outputs]
-    assert sum("image/png" in output.get("data", {}) for output in outputs) == 2
+    trained = (RESULTS / "batches" / "sizes.json").exists()
+    expected = 2 if path == NOTEBOOK else 1 + trained
+    assert sum("image/png" in output.get("data", {}) for output in outputs) == expected
     assert not any(output.output_type == "error" for output in outputs)
-    text = NOTEBOOK.read_text(encoding="utf-8")
+    text = path.read_text(encoding="utf-8")
     assert not re.search(r"/(?:home|root|Users|tmp|work|usr)/|[A-Z]:\\\\", text)
+
+
+def test_the_notebook_about_large_batches_shows_what_is_committed() -> None:
+    """Executed again with every new result."""
+    notebook = nbformat.read(LARGE_BATCHES, as_version=4)
+    printed = "".join(output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", []))
+    for kept in (RESULTS.glob("losses-*.json"), RESULTS.glob("batches/sizes.json")):
+        dates = [json.loads(path.read_text(encoding="utf-8"))["date"] for path in kept]
+        assert max(dates, default="")[:10] in printed

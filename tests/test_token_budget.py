@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pylate_flash import losses, models
+from pylate_flash import losses, models, token_budget
 from pylate_flash.token_budget import _largest, largest_token_budget
 
 
@@ -33,7 +33,11 @@ def test_full_documents_are_encoded_and_the_way_back_is_gone(
 
     def limited(self, features):
         shapes.append(tuple(features["input_ids"].shape))
-        assert features["attention_mask"].all()
+        # A single token is padding, for which attention needs a mask.
+        assert not features["attention_mask"][0, -1]
+        assert features["attention_mask"].sum() == features["attention_mask"].numel() - 1
+        # As from the second mini-batch of a step on.
+        assert all(parameter.grad is not None for parameter in self.parameters())
         assert self.training
         assert torch.is_autocast_enabled("cpu")
         if len(features["input_ids"]) > 12:
@@ -62,3 +66,15 @@ def test_not_even_one_document(model: models.ColBERT, monkeypatch: pytest.Monkey
     monkeypatch.setattr(type(model), "forward", full)
     with pytest.raises(torch.OutOfMemoryError, match="not even one document of 16 tokens"):
         largest_token_budget(losses.CachedContrastive(model), 4)
+
+
+def test_what_a_process_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is free and what it has reserved itself, but no more than its limit."""
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (600, 1000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 100)
+    for limit, expected in ((1.0, 700), (0.2, 200)):
+        monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device, limit=limit: limit)
+        assert token_budget._most(gpu) == expected
+    monkeypatch.delattr(torch.cuda, "get_per_process_memory_fraction")
+    assert token_budget._most(gpu) == 700

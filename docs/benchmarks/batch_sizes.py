@@ -1,7 +1,7 @@
 """What larger batches teach: the demo's model, trained with several batch sizes, each for as many steps and examples.
 
     python docs/benchmarks/batch_sizes.py prepare batch-sizes.tar.gz
-    python docs/benchmarks/batch_sizes.py run batch-sizes.tar.gz --output docs/benchmarks/results/batch-sizes.json
+    python docs/benchmarks/batch_sizes.py run batch-sizes.tar.gz --output docs/benchmarks/results/batches/sizes.json
 
 The first needs what the demo needs, and packs its text and its encoder into one file, so that the second, which wants a
 GPU, gives the same wherever it runs. The encoder's weights are rounded to half precision there, and the vectors of
@@ -216,8 +216,13 @@ def train(folder: Path, run: Run, settings: demo.Settings) -> dict[str, Any]:
     }
 
 
-def train_all(archive: Path, wanted: list[Run], settings: demo.Settings, output: Path, jobs: int) -> dict[str, Any]:
-    """Train all, `jobs` at a time, and write the result after each, so that what is cut short leaves what it has."""
+def train_all(
+    archive: Path, wanted: list[Run], settings: demo.Settings, output: Path, jobs: int, compared: dict[str, int]
+) -> dict[str, Any]:
+    """Train all, `jobs` at a time, and write the result after each, so that what is cut short leaves what it has.
+
+    `compared` says what runs have in common that are to be compared: "steps" and "examples".
+    """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     result: dict[str, Any] = {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -225,6 +230,7 @@ def train_all(archive: Path, wanted: list[Run], settings: demo.Settings, output:
         "versions": describe_versions(),
         "settings": asdict(settings),
         "mini_batch_tokens": MINI_BATCH_TOKENS,
+        "compared": compared,
         "planned": len(wanted),
         "runs": [],
     }
@@ -270,7 +276,8 @@ def run(
     jobs: Annotated[int, typer.Option(help="Trainings at a time, on the same GPU.")] = 3,
 ) -> None:
     """Train and evaluate."""
-    train_all(archive, runs(BATCH_SIZES, STEPS, EXAMPLES, SEEDS), SETTINGS, output, jobs)
+    wanted = runs(BATCH_SIZES, STEPS, EXAMPLES, SEEDS)
+    train_all(archive, wanted, SETTINGS, output, jobs, {"steps": STEPS, "examples": EXAMPLES})
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """A complete training step of a ColBERT model of ModernBERT's size, with cached gradients, by this package and PyLate.
 
-    python docs/benchmarks/encoder_step.py run --output docs/benchmarks/results/encoder-step.json
+    python docs/benchmarks/encoder_step.py run --output docs/benchmarks/results/batches/encoder-step.json
 
 Weights are random, as are the words of the texts: 60 to 150 of a document, each one token, of 180 that there may be. A
 step is a forward and a backward of the loss, in bfloat16 autocast on a GPU, and one of AdamW. Every system runs in a

@@ -94,12 +94,14 @@ def test_trainings_differ_in_nothing_else(archive: Path, tmp_path: Path, monkeyp
     monkeypatch.setattr(batch_sizes, "MINI_BATCH_TOKENS", 128)
     *longer, shortest = batch_sizes.runs((4, 8), steps=2, examples=16, seeds=(1,))
     output = tmp_path / "out" / "result.json"
-    batch_sizes.train_all(archive, [*longer, shortest, shortest], SETTINGS, output, jobs=1)
+    compared = {"steps": 2, "examples": 16}
+    batch_sizes.train_all(archive, [*longer, shortest, shortest], SETTINGS, output, 1, compared)
     result = json.loads(output.read_text(encoding="utf-8"))
     made = result["runs"]
     found = [(run["batch_size"], run["steps"], run["examples"]) for run in made]
     assert found == [(4, 2, 8), (4, 2, 8), (4, 4, 16), (8, 2, 16)]
     assert result["planned"] == 4
+    assert result["compared"] == compared
     # Drawn from the same seed, and not trained yet.
     assert len({run["ndcg@10_before"] for run in made}) == 1
     assert made[0]["loss"] == made[1]["loss"]

@@ -1,0 +1,273 @@
+"""The contrastive loss with negatives of all ranks: the same as in one process, what it takes, and in what memory.
+
+    torchrun --nproc-per-node 2 docs/benchmarks/ranks.py --output docs/benchmarks/results/batches/ranks.json
+
+`losses.Contrastive` gets embeddings that are there already, in bfloat16 on GPUs (NCCL) and float32 on CPUs (gloo). Each
+rank pads its documents to a length of its own. Two batches are compared with one process that has all of it: a full
+one, shared evenly, and the last one of an epoch, of which the last rank has less. The full one is timed, on all ranks
+and on the first alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import time
+from dataclasses import dataclass
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import typer
+
+from pylate_flash.bench.steps import Embedded
+
+TEMPERATURE = 0.5
+GATHERINGS = ("all_gather", "ring")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Queries of a full batch on all ranks together, and of each text's tokens; documents have ``shortest`` or more."""
+
+    batch_size: int = 8192
+    query_length: int = 32
+    document_length: int = 180
+    shortest: int = 60
+    embedding_size: int = 128
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a rank has: embeddings [N, L, d], which require gradients, and the mask of its documents [N, L]."""
+
+    queries: torch.Tensor
+    documents: torch.Tensor
+    documents_mask: torch.Tensor
+
+    @property
+    def leaves(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """What gradients are computed of."""
+        return self.queries, self.documents
+
+
+def counts(sizes: Sizes, world: int, ragged: bool) -> list[int]:
+    """How many queries each rank has: as many, or the last one a third of that."""
+    found = [sizes.batch_size // world] * world
+    if ragged:
+        found[-1] = max(1, found[-1] // 3)
+    return found
+
+
+def share_of(rank: int, count: int, sizes: Sizes, device: torch.device) -> Share:
+    """Draw what a rank has; every other rank has shorter documents."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    random = torch.Generator(device).manual_seed(rank)
+    longest = sizes.document_length - (sizes.document_length - sizes.shortest) // 4 * (rank % 2)
+    lengths = torch.randint(sizes.shortest, longest + 1, (count, 1), generator=random, device=device)
+    padded = int(lengths.max())
+
+    def draw(length: int) -> torch.Tensor:
+        drawn = torch.randn(count, length, sizes.embedding_size, generator=random, device=device)
+        return drawn.to(dtype).requires_grad_()
+
+    return Share(draw(sizes.query_length), draw(padded), torch.arange(padded, device=device) < lengths)
+
+
+def whole(shares: list[Share]) -> Share:
+    """All shares as one, documents padded to the longest."""
+    longest = max(share.documents.shape[1] for share in shares)
+    with torch.no_grad():
+        documents = torch.cat(
+            [F.pad(share.documents, (0, 0, 0, longest - share.documents.shape[1])) for share in shares]
+        )
+        masks = torch.cat(
+            [F.pad(share.documents_mask, (0, longest - share.documents_mask.shape[1])) for share in shares]
+        )
+        queries = torch.cat([share.queries for share in shares])
+    return Share(queries.requires_grad_(), documents.requires_grad_(), masks)
+
+
+def step(share: Share, **arguments: Any) -> torch.Tensor:
+    """The loss; the gradients are left in the share."""
+    from pylate_flash import losses
+
+    model: Any = Embedded()
+    model.do_query_expansion = True
+    loss = losses.Contrastive(model, temperature=TEMPERATURE, scorer="pylate_flash", **arguments)
+    for leaf in share.leaves:
+        leaf.grad = None
+    ids = [torch.full(leaf.shape[:2], 100, device=leaf.device) for leaf in share.leaves]
+    masks = [torch.ones_like(ids[0]), share.documents_mask.long()]
+    value = loss(
+        [
+            {"input_ids": tokens, "attention_mask": mask, "token_embeddings": leaf}
+            for tokens, mask, leaf in zip(ids, masks, share.leaves, strict=True)
+        ]
+    )
+    value.backward()
+    return value.detach()
+
+
+def gathered(tensors: list[torch.Tensor], rank: int, like: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
+    """On the first rank, the tensors of all ranks, which have the shapes of those given; elsewhere those of this one.
+
+    They travel in float32.
+    """
+    if rank:
+        for tensor in tensors:
+            dist.send(tensor.float().contiguous(), 0)
+        return [tensors]
+    found = [tensors]
+    for source in range(1, dist.get_world_size()):
+        received = [torch.empty(other.shape, dtype=torch.float32, device=other.device) for other in like[source]]
+        for tensor in received:
+            dist.recv(tensor, source)
+        found.append(received)
+    return found
+
+
+def errors(sizes: Sizes, ragged: bool, gather: str, rank: int, device: torch.device) -> dict[str, float] | None:
+    """How far the loss and the gradients of all ranks are from one process's: relative, in Frobenius norm.
+
+    None on ranks but the first.
+    """
+    world = dist.get_world_size()
+    shares = [share_of(other, count, sizes, device) for other, count in enumerate(counts(sizes, world, ragged))]
+    value = step(shares[rank], gather_across_devices=True, gather=gather)
+    dist.all_reduce(value)
+    own = [leaf.grad for leaf in shares[rank].leaves if leaf.grad is not None]
+    everywhere = gathered(own, rank, [list(share.leaves) for share in shares])
+    if rank:
+        return None
+    together = whole(shares)
+    expected = step(together)
+    # The mean over all queries, and each rank's loss counts as often as there are ranks; so do gradients.
+    value /= world**2
+    gradients = [[gradient.double() / world**2 for gradient in of_rank] for of_rank in everywhere]
+    return {"loss": abs(value.item() / expected.item() - 1.0), **distances(gradients, shares, together)}
+
+
+def distances(gradients: list[list[torch.Tensor]], shares: list[Share], together: Share) -> dict[str, float]:
+    """How far the gradients of the shares are from those that one process has left in all of them together."""
+    found = {}
+    for index, name in enumerate(("queries", "documents")):
+        gradient = together.leaves[index].grad
+        assert gradient is not None
+        difference, start = 0.0, 0
+        for share, of_rank in zip(shares, gradients, strict=True):
+            count, length, _ = share.leaves[index].shape
+            right = gradient[start : start + count, :length].double()
+            difference += (of_rank[index] - right).square().sum().item()
+            start += count
+        found[name] = (difference / gradient.double().square().sum().item()) ** 0.5
+    return found
+
+
+def measure(share: Share, steps: int, device: torch.device, **arguments: Any) -> tuple[float, int]:
+    """Median seconds of a step, and the bytes that it takes beyond what lay there before (0 on a CPU)."""
+    seconds = []
+    peak = before = 0
+    for number in range(steps + 2):
+        for leaf in share.leaves:
+            leaf.grad = None
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+        if arguments:
+            dist.barrier()
+        started = time.perf_counter()
+        step(share, **arguments)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+            peak = torch.cuda.max_memory_allocated() - before
+        if number >= 2:
+            seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds), peak
+
+
+def largest(values: tuple[float, int], device: torch.device) -> tuple[float, int]:
+    """Of all ranks the longest time, and the most memory."""
+    found = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return found[0].item(), int(found[1])
+
+
+def compare(sizes: Sizes, steps: int) -> dict[str, Any]:
+    """What the ranks of the default process group find; the errors are the first rank's to know.
+
+    Returns
+    -------
+    dict
+        "world"; "errors": of each gathering and batch those of loss, queries and documents; "rows": ranks, gathering
+        (None for one process with the whole batch), "seconds", and "bytes" of a rank, None on CPUs.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+    result: dict[str, Any] = {"world": world, "errors": {}, "rows": []}
+    for gather in GATHERINGS:
+        for name, ragged in (("full batch", False), ("last batch", True)):
+            result["errors"][f"{gather}, {name}"] = errors(sizes, ragged, gather, rank, device)
+    even = counts(sizes, world, False)
+    if rank == 0:
+        alone = whole([share_of(other, count, sizes, device) for other, count in enumerate(even)])
+        seconds, taken = measure(alone, steps, device)
+        result["rows"].append({"ranks": 1, "gather": None, "seconds": seconds, "bytes": taken or None})
+        del alone
+    dist.barrier()
+    share = share_of(rank, even[rank], sizes, device)
+    for gather in GATHERINGS:
+        found = measure(share, steps, device, gather_across_devices=True, gather=gather)
+        seconds, taken = largest(found, device)
+        result["rows"].append({"ranks": world, "gather": gather, "seconds": seconds, "bytes": taken or None})
+    return result
+
+
+def table(result: dict[str, Any]) -> str:
+    """What was found, for people."""
+    first = result["rows"][0]["seconds"]
+    lines = ["| ranks | gathered | s | of one rank's | GB of a rank |", "|---:|---|---:|---:|---:|"]
+    for row in result["rows"]:
+        taken = "-" if row["bytes"] is None else f"{row['bytes'] / 1e9:.2f}"
+        share = row["seconds"] / first
+        lines.append(f"| {row['ranks']} | {row['gather'] or '-'} | {row['seconds']:.4f} | {share:.2f} | {taken} |")
+    lines += ["", "| batch | loss | queries | documents |", "|---|---:|---:|---:|"]
+    for name, found in result["errors"].items():
+        lines.append(f"| {name} | {found['loss']:.1e} | {found['queries']:.1e} | {found['documents']:.1e} |")
+    return "\n".join(lines)
+
+
+def main(
+    output: Annotated[Path, typer.Option(help="A .json file, which the first rank writes.")],
+    batch_size: Annotated[int, typer.Option(help="Queries of all ranks together.")] = Sizes.batch_size,
+    steps: Annotated[int, typer.Option(help="Steps that are timed.")] = 10,
+) -> None:
+    """Compare and measure, in the processes that torchrun starts."""
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    # A rank that waits for what another one never sends ends with an error.
+    dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(minutes=3))
+    try:
+        result = compare(Sizes(batch_size), steps)
+        if dist.get_rank() == 0:
+            result |= {
+                "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+                "machine": torch.cuda.get_device_name() if on_gpu else "CPU",
+                "batch_size": batch_size,
+                "torch": str(torch.__version__),
+            }
+            output.parent.mkdir(parents=True, exist_ok=True)
+            output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+            print(table(result), flush=True)
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    typer.run(main)
