@@ -238,12 +238,15 @@ def _in_place(
 
 def _in_one_copy(arrays: dict[str, np.ndarray], device: torch.device) -> dict[str, Tensor]:
     """Integers of the host on a device, int64, each array from a multiple of 16 bytes on."""
-    sizes = [len(array) + len(array) % 2 for array in arrays.values()]
+    # Of every array, and of what comes between it and the next.
+    sizes = [size for array in arrays.values() for size in (len(array), len(array) % 2)]
     table = torch.empty(sum(sizes), dtype=torch.int64, pin_memory=device.type == "cuda")
-    for array, part in zip(arrays.values(), np.split(table.numpy(), np.cumsum(sizes)), strict=False):
-        part[: len(array)] = array
+    entries, start = table.numpy(), 0
+    for array in arrays.values():
+        entries[start : start + len(array)] = array
+        start += len(array) + len(array) % 2
     parts = table.to(device, non_blocking=True).split(sizes)
-    return {name: part[: len(array)] for (name, array), part in zip(arrays.items(), parts, strict=True)}
+    return dict(zip(arrays, parts[::2], strict=True))
 
 
 def _boundaries(bounds: np.ndarray, device: torch.device) -> Tensor:

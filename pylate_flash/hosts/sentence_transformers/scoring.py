@@ -301,7 +301,8 @@ def _scores(queries: Operand, documents: Operand, length_normalize: bool, pairs:
         values, document_values = values.to(dtype), document_values.to(dtype)
     weights, documents_mask = _weights(queries.mask), documents.mask
     if documents_mask is not None and documents_mask.dtype != torch.bool:
-        documents_mask = documents_mask != 0
+        # On a GPU the operation takes any value but 0 as active itself.
+        documents_mask = documents_mask.detach() if documents_mask.is_cuda else documents_mask != 0
     options = Options(empty_score=EMPTY_DOCUMENT_SCORE)
     if documents.cu_seqlens is not None:
         candidates = None
