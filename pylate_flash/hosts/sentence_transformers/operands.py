@@ -135,7 +135,7 @@ def side(name: str, embeddings: Any, mask: Any = None) -> Side:
 
 def _fitted(name: str, mask: Tensor | None, n_items: int, width: int) -> Tensor | None:
     """The mask of N items of `width` tokens, [N, width], which may be given as one row for all."""
-    if mask is None or n_items == 0:
+    if mask is None or n_items == 0 or mask.shape == (n_items, width):
         return mask
     if mask.dim() not in (1, 2) or (mask.dim() == 2 and mask.shape[0] not in (1, n_items)):
         raise ValueError(f"{name}_mask must have shape {[n_items, width]}, got {list(mask.shape)}")
