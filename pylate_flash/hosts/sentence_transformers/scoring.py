@@ -11,6 +11,7 @@ query tokens must not be negative, infinite or NaN.
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 from typing import Any, TypeGuard
 
@@ -356,8 +357,8 @@ def _read_in_place(
         return scores
     if operand is not None:
         return _divided(scores, operand.counts(), pairs)
-    counts = torch.tensor([max(1, tokens.shape[0]) for tokens in given])
-    return _divided(scores, counts.to(place, non_blocking=True), pairs)
+    lengths = np.fromiter(map(Tensor.size, given, itertools.repeat(0)), dtype=np.int64, count=len(given))
+    return _divided(scores, torch.from_numpy(lengths.clip(min=1)).to(place, non_blocking=True), pairs)
 
 
 def _lies_on_a_gpu(sequences: Any) -> TypeGuard[list]:
