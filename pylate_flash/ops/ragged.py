@@ -187,8 +187,9 @@ def _together(queries: Sequences) -> tuple[Tensor, np.ndarray | None]:
     if len(tensors) == 1:
         return tensors[0].unsqueeze(0), None
     values = torch.cat(list(tensors))
-    if (queries.lengths == queries.lengths[0]).all():
-        return values.view(len(tensors), int(queries.lengths[0]), queries.size), None
+    lengths = queries.lengths.tolist()
+    if lengths.count(lengths[0]) == len(lengths):
+        return values.view(len(lengths), lengths[0], queries.size), None
     return values, queries.bounds
 
 
@@ -238,12 +239,18 @@ def _in_place(
 
 def _in_one_copy(arrays: dict[str, np.ndarray], device: torch.device) -> dict[str, Tensor]:
     """Integers of the host on a device, int64, each array from a multiple of 16 bytes on."""
-    sizes = [len(array) + len(array) % 2 for array in arrays.values()]
-    table = torch.empty(sum(sizes), dtype=torch.int64, pin_memory=device.type == "cuda")
-    for array, part in zip(arrays.values(), np.split(table.numpy(), np.cumsum(sizes)), strict=False):
-        part[: len(array)] = array
-    parts = table.to(device, non_blocking=True).split(sizes)
-    return {name: part[: len(array)] for (name, array), part in zip(arrays.items(), parts, strict=True)}
+    starts, end = [], 0
+    for array in arrays.values():
+        starts.append(end)
+        end += len(array) + len(array) % 2
+    table = torch.empty(end, dtype=torch.int64, pin_memory=device.type == "cuda")
+    entries = table.numpy()
+    for start, array in zip(starts, arrays.values(), strict=True):
+        entries[start : start + len(array)] = array
+    table = table.to(device, non_blocking=True)
+    return {
+        name: table.narrow(0, start, len(array)) for start, (name, array) in zip(starts, arrays.items(), strict=True)
+    }
 
 
 def _boundaries(bounds: np.ndarray, device: torch.device) -> Tensor:

@@ -76,6 +76,18 @@ def test_scores_are_theirs(form: str, dtype: torch.dtype, mean: bool, host: Any)
         assert torch.allclose(pairs, scores.diagonal(), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.float32, torch.bfloat16])
+def test_a_documents_mask_of_any_type_is_what_is_not_zero(dtype: torch.dtype) -> None:
+    """It reaches the kernel as it is, and theirs by a comparison."""
+    queries, documents = padded(ragged(1, QUERIES, 20)), padded(ragged(2, DOCUMENTS, 90))
+    values = torch.randint(0, 3, documents.shape[:2], generator=torch.Generator().manual_seed(3)).to("cuda", dtype)
+    expected = ours.maxsim(queries, documents, b_mask=values != 0)
+    assert torch.equal(ours.maxsim(queries, documents, b_mask=values), expected)
+    if dtype.is_floating_point:
+        # No gradient flows to it, and none is refused.
+        assert torch.equal(ours.maxsim(queries, documents, b_mask=values.requires_grad_()), expected)
+
+
 @pytest.mark.parametrize("name", ["maxsim", "maxsim_pairwise"])
 def test_lists_are_read_where_they_lie(name: str) -> None:
     operation = "maxsim_ragged" if name == "maxsim" else "maxsim_ragged_pairwise"

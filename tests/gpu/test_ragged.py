@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from pylate_flash import maxsim_ragged, maxsim_ragged_pairwise, maxsim_varlen, pack
+from pylate_flash import explain, maxsim_ragged, maxsim_ragged_pairwise, maxsim_varlen, pack
 from pylate_flash.ops import ragged
 from pylate_flash.ops.varlen import maxsim_varlen_reference
 from tests.gpu.embeddings import unit
@@ -94,13 +94,40 @@ def test_documents_on_the_host_go_to_the_gpu_in_one_copy() -> None:
     assert documents[0].grad.abs().sum() > 0
 
 
-def test_no_call_waits() -> None:
-    queries, documents = lists([32] * 4, 128, torch.bfloat16), lists([180, 7, 64] * 20, 128, torch.bfloat16)
+def test_a_list_of_two_devices_is_refused() -> None:
+    queries, (first, second) = lists([5], 128, torch.bfloat16), lists([180, 33], 128, torch.bfloat16)
+    for documents in ([first, second.cpu()], [first.cpu(), second]):
+        with pytest.raises(ValueError, match="documents must lie on one device, got"):
+            maxsim_ragged(queries, documents)
+    with pytest.raises(ValueError, match="documents must be on the device of queries, cpu, got cuda"):
+        maxsim_ragged([t.cpu() for t in queries], [first, second])
+
+
+@pytest.mark.parametrize("lengths", [[32] * 4, [32, 7, 0, 9], [5]])
+@pytest.mark.parametrize("where", ["on the GPU", "on the host"])
+def test_no_call_waits(lengths: list[int], where: str) -> None:
+    queries, documents = lists(lengths, 128, torch.bfloat16), lists([180, 7, 64] * 20, 128, torch.bfloat16)
     expected = maxsim_ragged(queries, documents)
+    if where == "on the host":
+        documents = [t.cpu() for t in documents]
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
         found = maxsim_ragged(queries, documents)
+        pairs = maxsim_ragged_pairwise(queries, documents[: len(queries)])
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert torch.equal(found, expected)
+    torch.testing.assert_close(found, expected, rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(pairs, expected.diagonal(), rtol=2e-6, atol=2e-6)
+
+
+def test_explain_says_where_they_are_read() -> None:
+    queries, documents = lists([32, 7], 128, torch.bfloat16), lists([180, 7, 64], 128, torch.bfloat16)
+    explanation = explain(queries, documents)
+    assert explanation.implementation == "triton"
+    assert explanation.lists == "read where they lie"
+    there = explain(queries, [t.cpu() for t in documents])
+    assert there.lists == "packed, because they lie on another device than the queries"
+    assert there.forward is not None
+    assert explanation.forward is not None
+    assert there.forward.kernel == explanation.forward.kernel

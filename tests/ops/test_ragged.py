@@ -10,6 +10,8 @@ from hypothesis import given, settings
 import pylate_flash
 from pylate_flash import maxsim_ragged, maxsim_ragged_pairwise, maxsim_varlen, pack, unpack
 from pylate_flash.ops import maxsim_reference
+from pylate_flash.ops import ragged as ragged_operation
+from pylate_flash.ops.problem import Options
 from pylate_flash.ops.varlen import maxsim_varlen_reference
 from tests.ops.cases import FLOAT32_SCORES
 from tests.ops.test_varlen import OPTIONS, packed
@@ -110,6 +112,33 @@ def test_queries_of_one_length_are_those_of_several(length: int) -> None:
         assert torch.equal(maxsim_ragged(queries[:number], documents, empty_score=-2.0), expected)
         mixed = maxsim_ragged([*queries[:number], torch.ones(4, 8)], documents, empty_score=-2.0)
         torch.testing.assert_close(mixed[:-1], expected)
+
+
+def addresses(tensors: list[torch.Tensor]) -> list[int]:
+    return [tensor.data_ptr() for tensor in tensors]
+
+
+@pytest.mark.parametrize("lengths", [(4, 4, 4), (3, 0, 2), (5,)])
+def test_all_that_the_kernels_are_told_of_lists_is_in_one_copy(lengths: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Addresses and boundaries, each from a multiple of 16 bytes on, and of queries of one length none."""
+    monkeypatch.setattr(ragged_operation, "choose", lambda *call: "triton")
+    queries, documents = ragged(*lengths), ragged(5, 1, 7, seed=1)
+    candidates = torch.tensor([0, *[3] * len(lengths)], dtype=torch.int32)
+    call = ragged_operation.call_of("ragged", queries, documents, None, candidates, Options())
+    assert call.packed_because is None
+    tensors, places = call.tensors, call.places
+    assert places is not None
+    assert torch.equal(tensors.queries.flatten(0, -2), torch.cat(queries))
+    assert (tensors.queries_cu_seqlens is None) == (len(set(lengths)) == 1)
+    found = places.offsets * places.unit * 4 + tensors.documents.data_ptr()
+    assert found.tolist() == addresses(documents)
+    assert (places.n_tokens, places.unit) == (13, 4 if all(at % 16 == 0 for at in addresses(documents)) else 1)
+    of_queries = () if tensors.queries_cu_seqlens is None else (tensors.queries_cu_seqlens,)
+    parts = places.offsets, tensors.documents_cu_seqlens, *of_queries, tensors.candidates_cu_seqlens
+    expected = [[0, 5, 6, 13], *([[0, 3, 3, 5]] * len(of_queries)), candidates.tolist()]
+    assert [part.tolist() for part in parts[1:]] == expected
+    assert len({part.untyped_storage().data_ptr() for part in parts}) == 1
+    assert all(part.storage_offset() % 2 == 0 for part in parts)
 
 
 def test_autocast_is_that_of_packed_sequences() -> None:

@@ -68,9 +68,14 @@ class Side(NamedTuple):
 
     def operand(self, start: int, stop: int, device: torch.device, packed: bool) -> Operand:
         """The items from `start` to `stop` on `device`; `packed` if they may be, and are a list without a mask."""
-        mask = None if self.mask is None else self.mask[start:stop].to(device)
-        if self.batch is not None:
-            values = _floating(self.batch[start:stop].to(device))
+        values, mask = self.batch, self.mask
+        if stop - start < len(self):
+            values = None if values is None else values[start:stop]
+            mask = None if mask is None else mask[start:stop]
+        if mask is not None:
+            mask = mask.to(device)
+        if values is not None:
+            values = _floating(values.to(device))
             return Operand(values, values.any(dim=-1) if mask is None else mask)
         assert self.lengths is not None
         lengths = self.lengths[start:stop]
@@ -130,7 +135,7 @@ def side(name: str, embeddings: Any, mask: Any = None) -> Side:
 
 def _fitted(name: str, mask: Tensor | None, n_items: int, width: int) -> Tensor | None:
     """The mask of N items of `width` tokens, [N, width], which may be given as one row for all."""
-    if mask is None or n_items == 0:
+    if mask is None or n_items == 0 or mask.shape == (n_items, width):
         return mask
     if mask.dim() not in (1, 2) or (mask.dim() == 2 and mask.shape[0] not in (1, n_items)):
         raise ValueError(f"{name}_mask must have shape {[n_items, width]}, got {list(mask.shape)}")

@@ -11,6 +11,7 @@ query tokens must not be negative, infinite or NaN.
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 from typing import Any, TypeGuard
 
@@ -301,7 +302,8 @@ def _scores(queries: Operand, documents: Operand, length_normalize: bool, pairs:
         values, document_values = values.to(dtype), document_values.to(dtype)
     weights, documents_mask = _weights(queries.mask), documents.mask
     if documents_mask is not None and documents_mask.dtype != torch.bool:
-        documents_mask = documents_mask != 0
+        # On a GPU the operation takes any value but 0 as active itself.
+        documents_mask = documents_mask.detach() if documents_mask.is_cuda else documents_mask != 0
     options = Options(empty_score=EMPTY_DOCUMENT_SCORE)
     if documents.cu_seqlens is not None:
         candidates = None
@@ -355,8 +357,8 @@ def _read_in_place(
         return scores
     if operand is not None:
         return _divided(scores, operand.counts(), pairs)
-    counts = torch.tensor([max(1, tokens.shape[0]) for tokens in given])
-    return _divided(scores, counts.to(place, non_blocking=True), pairs)
+    lengths = np.fromiter(map(Tensor.size, given, itertools.repeat(0)), dtype=np.int64, count=len(given))
+    return _divided(scores, torch.from_numpy(lengths.clip(min=1)).to(place, non_blocking=True), pairs)
 
 
 def _lies_on_a_gpu(sequences: Any) -> TypeGuard[list]:
