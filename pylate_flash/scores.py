@@ -33,12 +33,23 @@ from pylate.utils import convert_to_tensor
 from torch import Tensor
 
 from ._switches import backend_in_force, check_backend, check_masking, masking_in_force
-from .hosts.pylate import original
+from .hosts.pylate import original, original_xtr
 from .ops import maxsim, maxsim_pairwise, maxsim_varlen_pairwise
+from .ops import xtr_scores as scores_by_xtr
 from .ops.checks import FLOATING
 from .ops.staging import concatenate
 
-__all__ = ["ColBERTScores", "colbert_kd_scores", "colbert_scores", "colbert_scores_pairwise", "scorer_of"]
+__all__ = [
+    "ColBERTScores",
+    "XTRKDScores",
+    "XTRScores",
+    "colbert_kd_scores",
+    "colbert_scores",
+    "colbert_scores_pairwise",
+    "scorer_of",
+    "xtr_kd_scores",
+    "xtr_scores",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -302,19 +313,82 @@ class ColBERTScores(pylate_scores.ColBERTScores):
                 queries_embeddings, documents_embeddings, queries_mask, documents_mask, backend=backend
             )
         documents = _tensor("documents_embeddings", documents_embeddings, "[G, N, Ld, d]")
-        documents_mask = _mask("documents_mask", documents_mask)
-        if documents_mask is not None and documents_mask.shape != documents.shape[:3]:
-            raise ValueError(
-                f"documents_mask must have shape {list(documents.shape[:3])}, got {list(documents_mask.shape)}"
-            )
         return colbert_scores(
             queries_embeddings,
             documents.flatten(0, 1),
             queries_mask,
-            None if documents_mask is None else documents_mask.flatten(0, 1),
+            _flat_mask(_mask("documents_mask", documents_mask), documents),
             backend=backend,
             masking=self.masking,
         )
+
+
+class XTRScores(pylate_scores.XTRScores):
+    """XTR's scores as the score metric of PyLate's contrastive losses, without the grid of all similarities.
+
+    Each query token retrieves its k best document tokens of the whole batch, and documents score by these alone
+    (`pylate_flash.xtr_scores`). Values are PyLate's. Of equally similar tokens, the first are retrieved, as on PyLate's
+    GPUs; where there are fewer than k, all are, which PyLate refuses. Half embeddings are accumulated in float32.
+
+    Parameters
+    ----------
+    k
+        How many document tokens each query token retrieves.
+    document_chunk_size
+        Accepted for PyLate's sake: similarities are not kept. Where PyLate's own code scores, because another backend
+        is in force, so many documents at a time.
+
+    Examples
+    --------
+    >>> import torch
+    >>> documents = torch.tensor([0.9, 0.8, 0.3, 0.2]).view(2, 2, 1, 1)
+    >>> XTRScores(k=3)(torch.ones(1, 1, 1), documents)
+    tensor([[0.9000, 0.8000, 0.3000, 0.0000]])
+    """
+
+    def _score(
+        self,
+        queries_embeddings: Tensor,
+        documents_embeddings: Tensor,
+        queries_mask: Tensor | None,
+        documents_mask: Tensor | None,
+    ) -> Tensor:
+        return score_by_xtr(self, queries_embeddings, documents_embeddings, queries_mask, documents_mask)
+
+
+class XTRKDScores(pylate_scores.XTRKDScores, XTRScores):
+    """`XTRScores` for distillation: each query's scores [Nq, K] of its own candidates [Nq, K, Ld, d].
+
+    A query token retrieves from the candidates of all queries. The parameters are those of `XTRScores`.
+    """
+
+
+def score_by_xtr(
+    metric: Any,
+    queries_embeddings: Tensor,
+    documents_embeddings: Tensor,
+    queries_mask: Tensor | None,
+    documents_mask: Tensor | None,
+) -> Tensor:
+    """Scores [Nq, G * N] of documents [G, N, Ld, d] by an XTR metric, PyLate's or ours, and the backend in force."""
+    backend = backend_in_force(None)
+    queries = _tensor("queries_embeddings", queries_embeddings, "[Nq, Lq, d]")
+    documents = _tensor("documents_embeddings", documents_embeddings, "[G, N, Ld, d]")
+    queries_mask, documents_mask = _mask("queries_mask", queries_mask), _mask("documents_mask", documents_mask)
+    if backend not in ("auto", "pylate_flash") or (backend == "auto" and left_to_pylate(queries, documents)):
+        return original_xtr()(metric, queries, documents, queries_mask, documents_mask)
+    documents_mask = _flat_mask(documents_mask, documents)
+    return scores_by_xtr(
+        *_promoted(queries, documents.flatten(0, 1)),
+        k=metric.k,
+        queries_mask=queries_mask,
+        documents_mask=documents_mask,
+    )
+
+
+# The instances that PyLate has under these names.
+xtr_scores = XTRScores()
+xtr_kd_scores = XTRKDScores()
 
 
 def scorer_of(model: Any) -> tuple[str, str]:
@@ -397,6 +471,15 @@ def _mask(name: str, value: Any) -> Tensor | None:
     if tensor is None:
         raise TypeError(f"{name} must be a tensor, an array, a nested list or None, got {_kind(value)}")
     return tensor
+
+
+def _flat_mask(mask: Tensor | None, documents: Tensor) -> Tensor | None:
+    """The mask [G, N, Ld] of documents in groups as [G * N, Ld]."""
+    if mask is None:
+        return None
+    if mask.shape != documents.shape[:3]:
+        raise ValueError(f"documents_mask must have shape {list(documents.shape[:3])}, got {list(mask.shape)}")
+    return mask.flatten(0, 1)
 
 
 def _kind(value: Any) -> str:

@@ -5,8 +5,9 @@
 - `protocol`: how one call is timed, the card's ceilings (`l2`: that of its cache), and the floor that they give a piece
   of work.
 - `suite`: what a suite is (rows, systems, a reference), and the loop that checks, times and compares the systems.
-- `forward`, `fat`, `varlen`, `training`, `losses`, `hidden`, `hosts`, `launch`, `cpu`: the suites. Another one is one
-  more file like them, named in `SUITES`. `calls` and `steps` are what `launch` times, `loss_steps` what `losses` does.
+- `forward`, `fat`, `varlen`, `training`, `losses`, `soft`, `xtr`, `quantized`, `hidden`, `hosts`, `launch`, `cpu`: the
+  suites. Another one is one more file like them, named in `SUITES`. `calls` and `steps` are what `launch` times,
+  `loss_steps` what `losses` does.
 - `peers`: the other packages that a suite may measure, and what is particular to them.
 - `memory`: the memory of one system, measured in a process of its own (`fresh`).
 - `results`, `report`, `plot`: a result as JSON, as a table on the terminal, as a picture.
@@ -29,6 +30,7 @@ SUITES = {
     "varlen": "pylate_flash.bench.varlen",
     "training": "pylate_flash.bench.training",
     "losses": "pylate_flash.bench.losses",
+    "xtr": "pylate_flash.bench.xtr",
     "hidden": "pylate_flash.bench.hidden",
     "hosts": "pylate_flash.bench.hosts",
     "launch": "pylate_flash.bench.launch",

@@ -457,4 +457,4 @@ def error(found: Result, expected: Result) -> float:
     scores = relative_error(found[0], expected[0])
     if scores > WRONG:
         return math.inf
-    return max(scores, *(training._frobenius(*pair) for pair in zip(found[1:], expected[1:], strict=True)), 0.0)
+    return max(scores, *(training.frobenius(*pair) for pair in zip(found[1:], expected[1:], strict=True)), 0.0)

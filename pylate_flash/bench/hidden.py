@@ -22,7 +22,7 @@ from pylate_flash.bench.forward import unit_vectors
 from pylate_flash.bench.peers import LIK
 from pylate_flash.bench.protocol import Work, relative_error
 from pylate_flash.bench.suite import OURS, Candidate, Suite, System, Unavailable
-from pylate_flash.bench.training import TEMPERATURE, _frobenius, _gradients, _winners
+from pylate_flash.bench.training import TEMPERATURE, _gradients, _winners, frobenius
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ def error(found: Result, expected: Result) -> float:
     if len(found) != len(expected):
         return math.inf
     gradients = zip(found[1:], expected[1:], strict=True)
-    return max(relative_error(found[0], expected[0]), *(_frobenius(*pair) for pair in gradients), 0.0)
+    return max(relative_error(found[0], expected[0]), *(frobenius(*pair) for pair in gradients), 0.0)
 
 
 def accuracy(dtype: torch.dtype) -> float:

@@ -250,12 +250,13 @@ def error(found: Step, expected: Step) -> float:
     return max(
         relative_error(found.loss, expected.loss),
         0.0 if found.scores is None else relative_error(found.scores, expected.scores),
-        _frobenius(found.grad_queries, expected.grad_queries),
-        _frobenius(found.grad_documents, expected.grad_documents),
+        frobenius(found.grad_queries, expected.grad_queries),
+        frobenius(found.grad_documents, expected.grad_documents),
     )
 
 
-def _frobenius(found: torch.Tensor, expected: torch.Tensor) -> float:
+def frobenius(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the relative error in Frobenius norm, infinite where it is not finite."""
     if found.numel() != expected.numel():
         return math.inf
     difference = (found.reshape(expected.shape).double() - expected).norm().item()

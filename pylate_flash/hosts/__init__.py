@@ -16,15 +16,17 @@ from .routes import Routes
 
 _SIMILARITY = "sentence_transformers.util.similarity"
 _SCORING = "sentence_transformers.multi_vector_encoder.scoring.colbert"
+_XTR = "sentence_transformers.multi_vector_encoder.scoring.xtr"
 _CACHED = "sentence_transformers.multi_vector_encoder.losses.cached_multiple_negatives_ranking"
 
-# Its other scoring functions, `mean_maxsim` and the like, call these, and so do its other losses.
+# Its other scoring functions, `mean_maxsim`, `XTRScores` and the like, call these, and so do its other losses.
 SENTENCE_TRANSFORMERS = Routes(
     {
         f"{_SIMILARITY}:maxsim": f"{__name__}.sentence_transformers.scoring:maxsim",
         f"{_SIMILARITY}:maxsim_pairwise": f"{__name__}.sentence_transformers.scoring:maxsim_pairwise",
         f"{_SCORING}:colbert_scores": f"{__name__}.sentence_transformers.scoring:colbert_scores",
         f"{_SCORING}:colbert_kd_scores": f"{__name__}.sentence_transformers.scoring:colbert_kd_scores",
+        f"{_XTR}:xtr_scores": f"{__name__}.sentence_transformers.xtr_scoring:xtr_scores",
         f"{_CACHED}:CachedMultiVectorMultipleNegativesRankingLoss.calculate_loss": (
             f"{__name__}.sentence_transformers.losses:calculate_loss"
         ),

@@ -1,7 +1,7 @@
 """What of PyLate is routed to this package.
 
 - The three scoring functions run other code, and stay the objects that they are (`routes`). PyLate's own code serves
-  the backends "torch", "flash" and "lik".
+  the backends "torch", "flash" and "lik". So does the method of `XTRScores` that scores.
 - `rerank`, `ColBERTScores`, the losses and the evaluators are looked up by name when they are used, so their names are
   rebound in every loaded PyLate module that holds them.
 
@@ -36,7 +36,10 @@ REBOUND = {
 RENAMED = {"CachedContrastive": "RegisteredCachedContrastive"}
 
 # register() and every open use_scorer() block hold the routes.
-ROUTES = Routes({f"pylate.scores.colbert:{name}": f"{__name__}:{name}" for name in SCORING_FUNCTIONS})
+ROUTES = Routes(
+    {f"pylate.scores.colbert:{name}": f"{__name__}:{name}" for name in SCORING_FUNCTIONS}
+    | {"pylate.scores.xtr:XTRScores._score": f"{__name__}:xtr_score"}
+)
 _rebound: list[tuple[Any, Any]] = []  # (PyLate's object, ours) for each name of REBOUND, while registered
 
 
@@ -64,6 +67,11 @@ def release() -> None:
 def original(name: str) -> Callable:
     """PyLate's own scoring function `name`: never routed, so it knows only PyLate's own backends."""
     return ROUTES.original(f"pylate.scores.colbert:{name}")
+
+
+def original_xtr() -> Callable:
+    """PyLate's own method `XTRScores._score`."""
+    return ROUTES.original("pylate.scores.xtr:XTRScores._score")
 
 
 def colbert_scores(
@@ -97,9 +105,26 @@ def colbert_kd_scores(
     )
 
 
+def xtr_score(
+    self: Any, queries_embeddings: Any, documents_embeddings: Any, queries_mask: Any, documents_mask: Any
+) -> Any:
+    """A call of PyLate's `XTRScores._score` while it is routed, by the backend in force."""
+    arguments = queries_embeddings, documents_embeddings, queries_mask, documents_mask
+    if _serves_this_caller():
+        from .. import scores
+
+        return scores.score_by_xtr(self, *arguments)
+    return original_xtr()(self, *arguments)
+
+
+def _serves_this_caller() -> bool:
+    """Whether it is routed for this caller: otherwise only for a use_scorer() block elsewhere."""
+    return _switches.registered_masking is not None or _switches.default.get() is not None
+
+
 def _serve(name: str, *arguments: Any, backend: str | None) -> Any:
-    if _switches.registered_masking is None and _switches.default.get() is None:
-        # Routed for a use_scorer() block elsewhere: this caller gets PyLate as it is.
+    if not _serves_this_caller():
+        # This caller gets PyLate as it is.
         return original(name)(*arguments, backend=backend)
     from .. import scores
 

@@ -8,10 +8,10 @@ from types import ModuleType
 import pytest
 
 from pylate_flash.hosts import colpali
-from pylate_flash.hosts.sentence_transformers import scoring
+from pylate_flash.hosts.sentence_transformers import scoring, xtr_scoring
 
 
-@pytest.mark.parametrize(("module", "examples"), [(scoring, 4), (colpali, 2)])
+@pytest.mark.parametrize(("module", "examples"), [(scoring, 4), (xtr_scoring, 2), (colpali, 2)])
 def test_examples(module: ModuleType, examples: int) -> None:
     found = [test for test in doctest.DocTestFinder().find(module) if test.examples]
     assert len(found) == examples

@@ -24,6 +24,7 @@ FUNCTIONS = {
     **dict.fromkeys(("maxsim", "maxsim_pairwise", "mean_maxsim", "mean_maxsim_pairwise"), their_similarity),
     **dict.fromkeys(("colbert_scores", "colbert_kd_scores", "colbert_scores_pairwise"), their_scoring),
     **{f"mean_{name}": their_scoring for name in ("colbert_scores", "colbert_kd_scores", "colbert_scores_pairwise")},
+    **dict.fromkeys(("xtr_scores", "xtr_kd_scores", "xtr_scores_pairwise"), their_scoring),
 }
 MANY = settings(max_examples=250, deadline=None)
 FEW = settings(max_examples=60, deadline=None)

@@ -18,6 +18,7 @@ from .mean_scoring import (
     mean_maxsim_pairwise,
 )
 from .scoring import colbert_kd_scores, colbert_scores, colbert_scores_pairwise, maxsim, maxsim_pairwise
+from .xtr_scoring import xtr_kd_scores, xtr_scores, xtr_scores_pairwise
 
 __all__ = [
     "colbert_kd_scores",
@@ -30,4 +31,7 @@ __all__ = [
     "mean_colbert_scores_pairwise",
     "mean_maxsim",
     "mean_maxsim_pairwise",
+    "xtr_kd_scores",
+    "xtr_scores",
+    "xtr_scores_pairwise",
 ]

@@ -22,7 +22,7 @@ from .plan import BIN_BITS, STEPS, plan_of
 from .search import begin, narrow
 from .walk import Inputs, count_bins, find_maxima, tally
 
-__all__ = ["retrieve"]
+__all__ = ["plan_of", "retrieve"]
 
 
 def retrieve(problem: Problem, tensors: Tensors, pool: Pool) -> Retrieval:

@@ -77,8 +77,11 @@ def _narrow_kernel(bins_ptr, state_ptr, n_rows, BINS: tl.constexpr, BIN_BITS: tl
         wanted -= tl.sum(tl.where(found, reached - counts, 0), axis=0)
         over = (count == wanted) | (width == 0)
         lowest = tl.load(state_ptr + row) + ((BINS - 1 - place) << width)
-        tl.store(state_ptr + row, lowest)
-        tl.store(state_ptr + n_rows + row, tl.where(over, -1, tl.maximum(width - BIN_BITS, 0)))
+        narrower = tl.maximum(width - BIN_BITS, 0)
+        # The next bins end where this one does, and where they are more than it has keys, they begin before it.
+        begin = lowest + (1 << width) - (1 << (narrower + BIN_BITS))
+        tl.store(state_ptr + row, tl.where(over, lowest, begin))
+        tl.store(state_ptr + n_rows + row, tl.where(over, -1, narrower))
         tl.store(state_ptr + 2 * n_rows + row, wanted)
         tl.store(state_ptr + 3 * n_rows + row, (over & (count != wanted)).to(tl.int32))
 

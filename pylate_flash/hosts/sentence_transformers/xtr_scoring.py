@@ -1,0 +1,152 @@
+"""XTR's scores with the meaning of sentence-transformers: `multi_vector_encoder.scoring.xtr`.
+
+What differs from its own functions is what does in `scoring`; and of tokens that are equally similar, the first are
+retrieved, where `torch.topk` takes any on a CPU.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ...ops.xtr import xtr_scores as scores_of
+from .operands import as_tensor, side
+from .scoring import (
+    EMPTY_DOCUMENT_SCORE,
+    Embeddings,
+    Mask,
+    _groups,
+    _learns,
+    _original,
+    _queries,
+    _warn_of_empty,
+    _weights,
+)
+
+__all__ = ["xtr_kd_scores", "xtr_scores", "xtr_scores_pairwise"]
+
+
+def xtr_scores(
+    queries_embeddings: Embeddings,
+    documents_embeddings: Embeddings,
+    queries_mask: Mask = None,
+    documents_mask: Mask = None,
+    top_k: int = 256,
+    chunk_elements: int | None = None,
+) -> torch.Tensor:
+    """Score every query against every document of every group by the tokens that it retrieves of all of them.
+
+    Parameters
+    ----------
+    queries_embeddings
+        [Nq, Lq, d], a tensor, an array, or a list of equally long ones.
+    documents_embeddings
+        [G, N, Ld, d], likewise: G groups of N documents.
+    queries_mask
+        [Nq, Lq]: 0 takes a token out, and other values weigh it. None: tokens of zeros are padding.
+    documents_mask
+        [G, N, Ld]: 0 takes a token out. None: tokens of zeros are padding.
+    top_k
+        How many document tokens each query token retrieves, at least 1; all, where there are not as many.
+    chunk_elements
+        Accepted for its sake: similarities are not kept.
+
+    Returns
+    -------
+    torch.Tensor
+        [Nq, G * N], float32, differentiable; column g * N + n belongs to document n of group g.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If shapes or types do not fit, or `top_k` is not a positive integer.
+
+    Examples
+    --------
+    >>> import torch
+    >>> documents = torch.tensor([[0.9, 0.8], [0.1, -0.7]]).view(2, 1, 2, 1)
+    >>> xtr_scores(torch.ones(1, 1, 1), documents, top_k=2)
+    tensor([[0.9000, 0.0000]])
+    """
+    if isinstance(top_k, bool) or top_k <= 0:
+        raise ValueError(f"top_k must be a positive integer, got {top_k!r}")
+    if _learns(queries_mask):
+        return _original("xtr_scores")(
+            queries_embeddings, documents_embeddings, queries_mask, documents_mask, top_k, chunk_elements
+        )
+    documents, documents_mask = _groups(documents_embeddings, documents_mask)
+    if documents_mask is not None:
+        documents_mask = documents_mask.flatten(0, 1)
+    queries = _queries(queries_embeddings, queries_mask, documents.device)
+    pooled = side("documents_embeddings", documents.flatten(0, 1), documents_mask)
+    operand = pooled.operand(0, len(pooled), documents.device, True)
+    _warn_of_empty(operand)
+    assert operand.mask is not None
+    dtype = torch.promote_types(queries.values.dtype, operand.values.dtype)
+    return scores_of(
+        queries.values.to(dtype),
+        operand.values.to(dtype),
+        k=top_k,
+        queries_mask=_weights(queries.mask),
+        documents_mask=operand.mask != 0,
+        normalizer="retrieved",
+        empty_score=EMPTY_DOCUMENT_SCORE,
+    )
+
+
+def xtr_kd_scores(
+    queries_embeddings: Embeddings,
+    documents_embeddings: Embeddings,
+    queries_mask: Mask = None,
+    documents_mask: Mask = None,
+    top_k: int = 256,
+    chunk_elements: int | None = None,
+) -> torch.Tensor:
+    """Score every query against its own candidates, by the tokens that it retrieves of those of all queries.
+
+    Parameters
+    ----------
+    queries_embeddings, queries_mask, top_k, chunk_elements
+        As in `xtr_scores`.
+    documents_embeddings, documents_mask
+        [Nq, N, Ld, d] and [Nq, N, Ld], as in `xtr_scores`: N candidates of each query.
+
+    Returns
+    -------
+    torch.Tensor
+        [Nq, N], float32, differentiable.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As in `xtr_scores`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> documents = torch.tensor([[0.9, 0.8], [0.5, 0.7]]).view(2, 2, 1, 1)
+    >>> xtr_kd_scores(torch.ones(2, 1, 1), documents, top_k=3)
+    tensor([[0.9000, 0.8000],
+            [0.0000, 0.7000]])
+    """
+    scores = xtr_scores(
+        queries_embeddings, documents_embeddings, queries_mask, documents_mask, top_k, chunk_elements
+    ).unflatten(1, (len(documents_embeddings), -1))
+    return scores.diagonal().T
+
+
+def xtr_scores_pairwise(
+    queries_embeddings: Embeddings,
+    documents_embeddings: Embeddings,
+    queries_mask: Mask = None,
+    documents_mask: Mask = None,
+    top_k: int = 256,
+    chunk_elements: int | None = None,
+) -> torch.Tensor:
+    """`xtr_kd_scores` of one candidate of each query, [N, 1, Ld, d] or [N, Ld, d]: scores [N]."""
+    documents = as_tensor(documents_embeddings)
+    mask = None if documents_mask is None else as_tensor(documents_mask)
+    if documents.dim() == 3:
+        documents = documents.unsqueeze(1)
+    if mask is not None and mask.dim() == 2:
+        mask = mask.unsqueeze(1)
+    return xtr_kd_scores(queries_embeddings, documents, queries_mask, mask, top_k, chunk_elements).squeeze(-1)

@@ -1,0 +1,48 @@
+"""XTR's kernels compile for compute capability 8.0 and 9.0, as they are launched."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from pylate_flash.kernels import masks
+from pylate_flash.kernels.xtr import plan_of, retrieve, search, walk
+from pylate_flash.ops.problem import Options, Problem, Tensors, problem_of
+from pylate_flash.ops.xtr_retrieval import Pool, pool_of
+from tests.kernels.recorder import record
+
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
+
+
+def problem(dtype: torch.dtype, size: int, masked: bool) -> tuple[Problem, Tensors, Pool]:
+    queries, documents = torch.zeros(64, 32, size, dtype=dtype), torch.zeros(100, 180, size, dtype=dtype)
+    active = torch.ones(100, 180, dtype=torch.bool)
+    tensors = Tensors(queries, documents, None, active if masked else None)
+    return problem_of(tensors, Options(), True), tensors, pool_of(active, 256, True)
+
+
+@pytest.mark.parametrize("capability", [80, 90], indirect=True)
+@pytest.mark.parametrize(("dtype", "size", "masked"), [(torch.bfloat16, 128, False), (torch.float32, 96, True)])
+def test_each_step_of_a_search(dtype: torch.dtype, size: int, masked: bool, capability: int, monkeypatch) -> None:
+    given, tensors, pool = problem(dtype, size, masked)
+    plan = plan_of(given, pool.k)
+    assert plan.groups == 4
+    names = {search: ("_begin", "_narrow"), masks: ("_active_tokens",), walk: ("_walk",)}
+    recorders = {name: record(module, name, monkeypatch) for module, found in names.items() for name in found}
+    retrieve(given, tensors, pool)
+    launches = {name: recorder.launches for name, recorder in recorders.items()}
+    assert launches == {"_begin": 1, "_narrow": 4, "_active_tokens": int(masked), "_walk": 6}
+
+    walked, places = recorders["_walk"], torch.zeros(2, 2, dtype=torch.int32)
+    inputs = walk.Inputs(tensors.queries, tensors.documents, *([places, places] if masked else [None, None]))
+    walk.count_bins(given, plan, inputs, places, places)
+    walked.compile(capability)
+    if not masked:
+        recorders["_begin"].compile(capability)
+        recorders["_narrow"].compile(capability)
+        walk.find_maxima(given, plan, inputs, torch.zeros(2), places.short(), torch.zeros(2))
+        walked.compile(capability)
+        walk.tally(given, plan, inputs, places, places[0] != 0, places.short())
+        walked.compile(capability)
