@@ -64,13 +64,14 @@ def soft_backward(
         if sums is not grad_documents:
             assert sums is not None
             assert grad_documents is not None
-            common.finish_documents(problem, tensors.documents, inputs.tensors[6], sums, grad_documents)
+            assert inputs.documents_scale is not None
+            common.finish_documents(problem, tensors.documents, inputs.documents_scale, sums, grad_documents)
     if grad_queries is not None:
         if total is None:
             total = _queries(problem, plan, inputs, grad_queries)
         if total is not None:
             finished = common.Inputs(
-                grad_scores, tensors.queries, tensors.documents, inputs.tensors[5], None, None, None, lse, None,
+                grad_scores, tensors.queries, tensors.documents, inputs.queries_scale, None, None, None, lse, None,
                 inputs.grad_strides,
             )  # fmt: skip
             common.finish_queries(problem, finished, total, total.shape[0], grad_queries)
@@ -89,11 +90,8 @@ def _inputs(problem: Problem, tensors: Tensors, beta: Tensor, grad_scores: Tenso
         queries_mask = queries_mask != 0
     strides = grad_scores.stride()
     return Inputs(
-        (
-            queries, documents, queries_mask, active, bounds, queries_scale, documents_scale, cu_seqlens, candidates,
-            beta, lse, grad_scores,
-        ),
-        (0, *strides) if problem.has_candidates else strides,
+        queries, documents, queries_mask, active, bounds, queries_scale, documents_scale, cu_seqlens, candidates, beta,
+        lse, grad_scores, (0, *strides) if problem.has_candidates else strides,
     )  # fmt: skip
 
 

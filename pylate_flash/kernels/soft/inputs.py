@@ -10,11 +10,26 @@ from ..launch import Region
 
 
 class Inputs(NamedTuple):
-    """The tensors in the kernels' order, and what the host knows of them."""
+    """The tensors that the kernels read, in their order, and what the host knows of them."""
 
-    # Queries, documents, the mask of queries, the active tokens of masked documents and their numbers
-    # (`kernels.masks`), one over the norms of both, boundaries of packed documents and of candidates, beta, lse
-    # [documents, rows] and the gradient of the scores.
-    tensors: tuple[Tensor | Region | None, ...]
+    queries: Tensor
+    documents: Tensor
+    queries_mask: Tensor | None
+    # The active tokens of masked documents, and their numbers (`kernels.masks`).
+    active: Tensor | None
+    bounds: Region | None
+    # One over the norms of embeddings that are to be normalised.
+    queries_scale: Tensor | None
+    documents_scale: Tensor | None
+    cu_seqlens: Tensor | None
+    candidates: Tensor | None
+    beta: Tensor
+    # log(sum(exp(beta * similarity))) [documents, rows].
+    lse: Tensor
+    grad_scores: Tensor
     # From one query's score to the next one's, and from one document's.
     grad_strides: tuple[int, ...]
+
+    @property
+    def tensors(self) -> tuple[Tensor | Region | None, ...]:
+        return self[:12]
