@@ -22,6 +22,9 @@ from .gathering import all_gather, exchange, gather_sizes, ring_cross_entropy
 from .loss_arguments import check_fusion
 from .mini_batches import Packed, pack_padded
 from .ops import maxsim_cross_entropy, maxsim_from_hidden
+from .ops.problem import Options, Tensors
+from .ops.soft import soft_scores_of
+from .ops.varlen import with_lengths
 from .projection import BIAS, WEIGHT, hidden_states, unwrapped
 from .scores import ColBERTScores, colbert_kd_scores, scorer_of
 
@@ -199,6 +202,9 @@ def _cross_entropy(
     labels: Tensor,
     loss_reduction: str,
 ) -> Tensor:
+    if getattr(loss, "smooth", None) is not None:
+        scores = soft_scores(loss, queries, queries_mask, documents)
+        return cross_entropy_of_scores(loss, scores, labels, loss_reduction == "mean")
     return maxsim_cross_entropy(
         queries,
         queries_mask=queries_mask,
@@ -209,6 +215,22 @@ def _cross_entropy(
         masking=masking_of(loss),
         **_layout("documents", documents),
     )
+
+
+def soft_scores(loss: Any, queries: Tensor, queries_mask: Tensor | None, documents: Padded | Packed) -> Tensor:
+    """Scores by the smooth maximum of the loss, of embeddings that are not normalised yet."""
+    masking = masking_of(loss)
+    if isinstance(documents, Padded):
+        tensors = Tensors(queries, documents.tokens, queries_mask, documents.mask)
+        return soft_scores_of("soft_maxsim", tensors, loss.smooth, Options(normalize=True, masking=masking))
+    if masking == "zero":
+        raise ValueError(
+            'smooth: needs masking="exclude" where ranks gather documents, as masked tokens are not gathered, and it '
+            'is "zero"'
+        )
+    tensors = Tensors(queries, documents.tokens, queries_mask, None, None, documents.cu_seqlens)
+    options = with_lengths(tensors, Options(normalize=True), None, documents.longest)
+    return soft_scores_of("soft_maxsim_varlen", tensors, loss.smooth, options)
 
 
 def _layout(name: str, documents: Padded | Packed) -> dict[str, Any]:
