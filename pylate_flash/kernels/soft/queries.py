@@ -92,7 +92,9 @@ def _queries_kernel(
     first += tl.program_id(1) * share
     last = tl.minimum(first + share, last)
     total = tl.zeros([BLOCK_ROWS, OWNED], tl.float32)
-    for document in tl.range(first, last):
+    # One loop of both, as in the forward.
+    for index in tl.range(0, last - first, flatten=not SPLIT):
+        document = first + index
         base, length = document_range(
             documents_ptr, cu_seqlens_ptr, None, group, document, document_length,
             stride_group, stride_document, stride_document_token, PACKED, 0,
