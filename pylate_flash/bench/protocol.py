@@ -316,8 +316,8 @@ class Floor:
 def floor_of(work: Work, ceilings: Ceilings) -> Floor:
     """Return the floor of a piece of work: the longer of its two times at the ceilings.
 
-    What it reads from the L2 cache comes after that, where that cache was measured, and exponentials that follow; others
-    are a third time, where they were measured.
+    What it reads from the L2 cache comes after that, where that cache was measured. Exponentials, where they were
+    measured, are a third time, or if they follow come after that too.
     """
     compute = 1e3 * work.flops / ceilings.flops_per_second
     memory = 1e3 * work.bytes / ceilings.bytes_per_second
