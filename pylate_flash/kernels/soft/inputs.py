@@ -10,11 +10,11 @@ from ..launch import Region
 
 
 class Inputs(NamedTuple):
-    """The tensors that the kernels read, in their order, and what the host knows of them."""
+    """The tensors that the kernels read, in their order."""
 
+    # [Nq, Lq, d], rows at equal distances, zeros where a token is masked.
     queries: Tensor
     documents: Tensor
-    queries_mask: Tensor | None
     # The active tokens of masked documents, and their numbers (`kernels.masks`).
     active: Tensor | None
     bounds: Region | None
@@ -26,10 +26,5 @@ class Inputs(NamedTuple):
     beta: Tensor
     # log(sum(exp(beta * similarity))) [documents, rows].
     lse: Tensor
-    grad_scores: Tensor
-    # From one query's score to the next one's, and from one document's.
-    grad_strides: tuple[int, ...]
-
-    @property
-    def tensors(self) -> tuple[Tensor | Region | None, ...]:
-        return self[:12]
+    # What the gradient of a row's smooth maximum is multiplied by, [documents, rows], 0 where a token is masked.
+    grad_rows: Tensor

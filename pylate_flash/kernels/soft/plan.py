@@ -80,6 +80,7 @@ class GradientPlan(NamedTuple):
     documents: Tile
     queries: Tile
     operands: Operands
+    # From one query row to the next one, and those of the documents, divided by the units.
     strides: tuple[int, ...]
     units: tuple[int, int]
     # Programs that own the tokens of a document.
@@ -136,7 +137,7 @@ def soft_gradient_plan(problem: Problem, both: bool, max_scratch_bytes: int) -> 
     strides, *units = divided_strides(problem.query_strides, problem.document_strides)
     rounded = problem.dtype != torch.float32 and not knobs.runtime.interpret
     return GradientPlan(
-        once, reason, documents, queries, operands_of(problem), strides, (units[0], units[1]), n_blocks,
+        once, reason, documents, queries, operands_of(problem), strides[1:], (units[0], units[1]), n_blocks,
         at_once if once else problem.n_documents, n_splits, rounded,
     )  # fmt: skip
 
