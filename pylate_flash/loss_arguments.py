@@ -21,17 +21,15 @@ from .projection import dense_layers, unwrapped
 _OURS = (None, "auto", "pylate_flash")
 
 
-def check_temperature(temperature: Any) -> None:
+def check_temperature(temperature: Any, name: str = "temperature") -> None:
     """A number above 0, or a tensor of one element, as a learned temperature is."""
     if isinstance(temperature, Tensor):
         if temperature.numel() != 1:
-            raise ValueError(
-                f"temperature: a tensor of shape {tuple(temperature.shape)}; expected a number or one element"
-            )
+            raise ValueError(f"{name}: a tensor of shape {tuple(temperature.shape)}; expected a number or one element")
     elif isinstance(temperature, bool) or not isinstance(temperature, numbers.Real):
-        raise TypeError(f"temperature: {type(temperature).__name__}; expected a number or a tensor of one element")
+        raise TypeError(f"{name}: {type(temperature).__name__}; expected a number or a tensor of one element")
     elif not 0 < float(temperature) < math.inf:
-        raise ValueError(f"temperature: {temperature}; expected a finite number above 0")
+        raise ValueError(f"{name}: {temperature}; expected a finite number above 0")
 
 
 def check_size(name: str, size: Any) -> None:
@@ -83,6 +81,21 @@ def set_gathering(loss: Any, score_metric: Callable | None, gather: Any) -> None
         check_pylates_way(loss)
 
 
+def set_smoothing(loss: Any, score_metric: Callable | None, smooth: Any) -> None:
+    """Check and store how sharp the maximum is, after how documents are gathered; None: it is the maximum."""
+    loss.smooth = smooth
+    if smooth is None:
+        return
+    check_temperature(smooth, "smooth")
+    if loss.fuse_projection:
+        raise ValueError("smooth: given together with fuse_projection, which has no smooth maximum")
+    if getattr(loss, "gather", None) == "ring":
+        raise ValueError('smooth: given together with gather="ring", which has no smooth maximum')
+    loss.fuse_projection = False
+    if score_metric is not None or loss.scorer not in _OURS:
+        check_pylates_way(loss)
+
+
 def set_token_limit(loss: Any, score_metric: Callable | None, mini_batch_num_tokens: Any) -> None:
     """Check and store how many tokens a mini-batch may have."""
     if mini_batch_num_tokens is not None:
@@ -94,7 +107,9 @@ def set_token_limit(loss: Any, score_metric: Callable | None, mini_batch_num_tok
 
 def check_pylates_way(loss: Any) -> None:
     """Raise ValueError if PyLate's code, which computes this loss, does not know what it was asked for."""
-    asked = [f"gather={loss.gather!r}"] if loss.gather != "all_gather" else []
+    asked = [f"gather={loss.gather!r}"] if getattr(loss, "gather", "all_gather") != "all_gather" else []
+    if getattr(loss, "smooth", None) is not None:
+        asked.append(f"smooth={loss.smooth}")
     if getattr(loss, "mini_batch_num_tokens", None) is not None:
         asked.append(f"mini_batch_num_tokens={loss.mini_batch_num_tokens}")
     if asked:

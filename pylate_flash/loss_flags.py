@@ -106,7 +106,12 @@ def _scored_tokens(skiplist: tuple[int, ...], device: torch.device) -> Tensor:
 
 def contrast_of(loss: Any) -> Contrast:
     """How a loss compares embeddings that are not normalised yet."""
-    return Contrast(loss.temperature, masking_of(loss), gather=loss.gather if gathers(loss) else None)
+    return Contrast(
+        loss.temperature,
+        masking_of(loss),
+        gather=loss.gather if gathers(loss) else None,
+        smooth=getattr(loss, "smooth", None),
+    )
 
 
 def contrastive_loss(

@@ -14,6 +14,9 @@ from torch import Tensor
 from .gathering import all_gather, exchange, rank, ring_cross_entropy, world_size
 from .mini_batches import Packed, pack_padded
 from .ops import maxsim_cross_entropy, maxsim_from_hidden
+from .ops.problem import Options, Tensors
+from .ops.soft import soft_scores_of
+from .ops.varlen import with_lengths
 
 
 class Stopwatch:
@@ -63,7 +66,8 @@ class Contrast(NamedTuple):
     """How a contrastive loss compares a query's right document with the others: options of `maxsim_cross_entropy`.
 
     `gather` is one of `gathering.GATHERINGS` where the documents of all ranks are compared, and None where there is one
-    rank, or each has its own. The ring takes neither `margin` nor `symmetric`.
+    rank, or each has its own. The ring takes neither `margin` nor `symmetric`. With `smooth` scores are of
+    `soft_maxsim`, which takes neither these two nor the ring.
     """
 
     temperature: float | Tensor = 1.0
@@ -74,6 +78,7 @@ class Contrast(NamedTuple):
     margin: float | None = None
     symmetric: bool = False
     gather: str | None = None
+    smooth: float | Tensor | None = None
 
 
 def cross_entropy(
@@ -131,8 +136,13 @@ def _cross_entropy(
     loss_reduction: str,
     exclude: Tensor | None = None,
 ) -> Tensor:
+    if contrast.smooth is not None:
+        scores = soft_scores(contrast, queries, queries_mask, documents)
+        if labels is None:
+            labels = torch.arange(len(scores), device=scores.device)
+        return cross_entropy_of_scores(scores, labels, contrast.temperature, loss_reduction == "mean")
     options = contrast._asdict()
-    del options["gather"]
+    del options["gather"], options["smooth"]
     return maxsim_cross_entropy(
         queries,
         queries_mask=queries_mask,
@@ -142,6 +152,27 @@ def _cross_entropy(
         **options,
         **_layout("documents", documents),
     )
+
+
+def soft_scores(contrast: Contrast, queries: Tensor, queries_mask: Tensor | None, documents: Padded | Packed) -> Tensor:
+    """Scores of embeddings by the smooth maximum of a loss."""
+    options = Options(
+        normalize=contrast.normalize,
+        reduction=contrast.reduction,
+        masking=contrast.masking,
+        empty_score=contrast.empty_score,
+    )
+    if isinstance(documents, Padded):
+        tensors = Tensors(queries, documents.tokens, queries_mask, documents.mask)
+        return soft_scores_of("soft_maxsim", tensors, contrast.smooth, options)
+    if contrast.masking == "zero":
+        raise ValueError(
+            'smooth: needs masking="exclude" where ranks gather documents, as masked tokens are not gathered, and it '
+            'is "zero"'
+        )
+    tensors = Tensors(queries, documents.tokens, queries_mask, None, None, documents.cu_seqlens)
+    options = with_lengths(tensors, options, None, documents.longest)
+    return soft_scores_of("soft_maxsim_varlen", tensors, contrast.smooth, options)
 
 
 def _layout(name: str, documents: Padded | Packed) -> dict[str, Any]:

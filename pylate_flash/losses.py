@@ -36,6 +36,7 @@ from .loss_arguments import (
     set_fusion,
     set_gathering,
     set_scoring,
+    set_smoothing,
     set_token_limit,
 )
 from .loss_flags import (
@@ -50,7 +51,7 @@ from .loss_flags import (
     masking_of,
     masks_of,
 )
-from .loss_scoring import Padded, cross_entropy_of_scores, scores_of_states, timed
+from .loss_scoring import Padded, cross_entropy_of_scores, scores_of_states, soft_scores, timed
 from .mini_batches import Column, Limits, Packed, mini_batches, right_documents, unpack_padded
 from .ops import maxsim_kl_divergence
 
@@ -105,14 +106,20 @@ class Contrastive(PyLateContrastive):
         How documents are gathered, with ``gather_across_devices``: ``"all_gather"``, all on every rank, or ``"ring"``,
         passed round the ranks, each scored while the next one is on its way, in the forward and again in the backward.
         The ring's memory does not grow with the number of ranks. Value and gradients are the same but for rounding.
+    smooth
+        Take a smooth maximum over the document tokens, ``(1 / smooth) log sum exp(smooth * similarity)``, by
+        `soft_maxsim`: the gradient reaches every token, and not only the best one. A number above 0, or a parameter of
+        one element, which is then learned; 10 to 100 for unit embeddings. Nothing is fused then, and under
+        ``masking="zero"`` ranks do not gather. Default: the maximum.
 
     Raises
     ------
     ValueError
         For an unknown ``scorer``, ``masking`` or ``gather``, or one given together with ``score_metric``; for a
-        ``temperature`` that is not finite and above 0, and a ``score_mini_batch_size`` below 1. If the projection is to
-        be fused, and the model is not an encoder followed by linear Dense layers, or another scorer is asked for. In
-        the forward, on all ranks, if they gather embeddings of different sizes.
+        ``temperature`` or ``smooth`` that is not finite and above 0, and a ``score_mini_batch_size`` below 1; for a
+        ``smooth`` together with ``score_metric``, another scorer, ``fuse_projection`` or ``gather="ring"``. If the
+        projection is to be fused, and the model is not an encoder followed by linear Dense layers, or another scorer is
+        asked for. In the forward, on all ranks, if they gather embeddings of different sizes.
     TypeError
         If ``temperature``, ``score_mini_batch_size`` or ``fuse_projection`` is of none of these types.
 
@@ -136,6 +143,7 @@ class Contrastive(PyLateContrastive):
         masking: str | None = None,
         fuse_projection: bool | None = None,
         gather: str = "all_gather",
+        smooth: float | Tensor | None = None,
     ) -> None:
         check_temperature(temperature)
         if score_mini_batch_size is not None:
@@ -151,6 +159,7 @@ class Contrastive(PyLateContrastive):
         set_scoring(self, score_metric, scorer, masking)
         set_fusion(self, score_metric, fuse_projection)
         set_gathering(self, score_metric, gather)
+        set_smoothing(self, score_metric, smooth)
 
     def forward(self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None = None) -> Tensor:
         """Return the loss, a float32 scalar.
@@ -382,8 +391,8 @@ class Distillation(PyLateDistillation):
         Average over the queries of the batch; otherwise sum.
     normalize_scores
         Rescale the model's scores of each query to [0, 1] first.
-    scorer, masking, fuse_projection
-        As in :class:`Contrastive`; they override the model's flags.
+    scorer, masking, fuse_projection, smooth
+        As in :class:`Contrastive`; the first three override the model's flags.
 
     Raises
     ------
@@ -402,6 +411,7 @@ class Distillation(PyLateDistillation):
         scorer: str | None = None,
         masking: str | None = None,
         fuse_projection: bool | None = None,
+        smooth: float | Tensor | None = None,
     ) -> None:
         super().__init__(
             model,
@@ -411,6 +421,7 @@ class Distillation(PyLateDistillation):
         )
         set_scoring(self, score_metric, scorer, masking)
         set_fusion(self, score_metric, fuse_projection)
+        set_smoothing(self, score_metric, smooth)
 
     def forward(self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor) -> Tensor:
         """Return the loss, a float32 scalar.
@@ -425,24 +436,31 @@ class Distillation(PyLateDistillation):
         columns, labels = candidate_columns(self, sentence_features, labels)
         fused = fuses(self)
         if not fused and not is_scored_here(self):
+            check_pylates_way(self)
             return super().forward(columns, labels)
         if fused:
-            scores = fused_scores(self, columns, own_candidates=True)
-            if self.normalize_scores:
-                least, most = scores.min(dim=1, keepdim=True).values, scores.max(dim=1, keepdim=True).values
-                scores = (scores - least) / (most - least + 1e-8)
-            return self.loss_function(F.log_softmax(scores, dim=-1), F.log_softmax(labels, dim=-1))
+            return self._of_scores(fused_scores(self, columns, own_candidates=True), labels)
         queries, documents = [self.model(features)["token_embeddings"] for features in columns]
         queries_mask, (mask,) = masks_of(self, columns)
+        candidates = Padded(documents.unflatten(0, labels.shape), mask.unflatten(0, labels.shape))
         with timed(self, queries.device):
+            if self.smooth is not None:
+                return self._of_scores(soft_scores(contrast_of(self), queries, queries_mask, candidates), labels)
             return maxsim_kl_divergence(
                 queries,
-                documents.unflatten(0, labels.shape),
+                candidates.tokens,
                 labels,
                 queries_mask=queries_mask,
-                documents_mask=mask.unflatten(0, labels.shape),
+                documents_mask=candidates.mask,
                 normalize=True,
                 normalize_scores=self.normalize_scores,
                 masking=masking_of(self),
                 loss_reduction="mean" if self.loss_function.reduction == "batchmean" else "sum",
             )
+
+    def _of_scores(self, scores: Tensor, labels: Tensor) -> Tensor:
+        """The loss of scores that are there."""
+        if self.normalize_scores:
+            least, most = scores.min(dim=1, keepdim=True).values, scores.max(dim=1, keepdim=True).values
+            scores = (scores - least) / (most - least + 1e-8)
+        return self.loss_function(F.log_softmax(scores, dim=-1), F.log_softmax(labels, dim=-1))

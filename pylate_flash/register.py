@@ -34,7 +34,8 @@ def register(host: str | None = None, *, masking: str = "exclude", strict: bool 
     `MultiVectorEncoder.similarity` and `similarity_pairwise`, the evaluators and the losses.
 
     colpali-engine: `utils.maxsim.maxsim_inbatch` and `maxsim_kd`, also where they were imported before, and with them
-    its losses and `score_multi_vector`, but for a smooth maximum. `COLPALI_SCORES_BACKEND` still names another backend.
+    its losses and `score_multi_vector`; and the smooth maximum of a batch in its losses, but not that of their explicit
+    negatives. `COLPALI_SCORES_BACKEND` still names another backend.
 
     Registering again only updates `masking`.
 

@@ -43,6 +43,7 @@ CASES = {
     "Contrastive, summed, ring": (losses.Contrastive, {"size_average": False, "temperature": 0.3, **RING}),
     "CachedContrastive": (losses.CachedContrastive, {"mini_batch_size": 2}),
     "CachedContrastive, ring": (losses.CachedContrastive, {"mini_batch_num_tokens": 30, **RING}),
+    "Contrastive, soft": (losses.Contrastive, {"smooth": 5.0}),
     "Contrastive, zero": (losses.Contrastive, {"masking": "zero"}),
     "CachedContrastive, zero, ring": (losses.CachedContrastive, {"masking": "zero", **RING}),
     "Contrastive, fused": (losses.Contrastive, {"fuse_projection": True}),

@@ -61,6 +61,11 @@ def render(suite: Suite, result: dict[str, Any] | None) -> str:
         if yardsticks
         else "the longer of a row's operations and its bytes at the two ceilings"
         + (", and the rows gathered at that of the L2 cache" if result["ceilings"].get("l2_bytes_per_second") else "")
+        + (
+            ", or a row's exponentials at theirs, which a step adds"
+            if result["ceilings"].get("exponentials_per_second")
+            else ""
+        )
     )
     made = {state["repetitions"] for row in result["rows"] for state in row["systems"].values() if "median_ms" in state}
     fewest = min(made, default=protocol["repetitions"])

@@ -2,8 +2,8 @@
 
 ``pylate-flash bench [SUITE]`` and ``python -m pylate_flash.bench [SUITE]`` run it. From the bottom up:
 
-- `protocol`: how one call is timed, the card's ceilings (`l2`: that of its cache), and the floor that they give a piece
-  of work.
+- `protocol`: how one call is timed, the card's ceilings (`l2`: that of its cache; `exponentials`), and the floor that
+  they give a piece of work.
 - `suite`: what a suite is (rows, systems, a reference), and the loop that checks, times and compares the systems.
 - `forward`, `fat`, `varlen`, `training`, `losses`, `soft`, `xtr`, `quantized`, `hidden`, `hosts`, `launch`, `cpu`: the
   suites. Another one is one more file like them, named in `SUITES`. `calls` and `steps` are what `launch` times,
@@ -31,6 +31,7 @@ SUITES = {
     "training": "pylate_flash.bench.training",
     "losses": "pylate_flash.bench.losses",
     "xtr": "pylate_flash.bench.xtr",
+    "soft": "pylate_flash.bench.soft",
     "hidden": "pylate_flash.bench.hidden",
     "hosts": "pylate_flash.bench.hosts",
     "launch": "pylate_flash.bench.launch",

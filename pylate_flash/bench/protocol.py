@@ -269,12 +269,13 @@ def measure(calls: Mapping[str, Callable[[], object]], stopwatch: Stopwatch, rou
 class Ceilings:
     """What the machine reached at its best in this run: a matrix product, and a copy (bytes read plus written).
 
-    And where rows need it, on a GPU: reads of its L2 cache.
+    And where rows need them, on a GPU: reads of its L2 cache, and exponentials.
     """
 
     flops_per_second: float
     bytes_per_second: float
     l2_bytes_per_second: float | None = None
+    exponentials_per_second: float | None = None
 
 
 def measure_ceilings(
@@ -282,6 +283,7 @@ def measure_ceilings(
     dtype: torch.dtype,
     *,
     with_l2: bool = False,
+    with_exponentials: bool = False,
     matmul_size: int | None = None,
     copy_bytes: int | None = None,
 ) -> Ceilings:
@@ -293,6 +295,8 @@ def measure_ceilings(
         Where, and the type of the matrices. float32 follows `torch.get_float32_matmul_precision`, as the systems do.
     with_l2
         Whether to measure the L2 cache of a GPU too.
+    with_exponentials
+        Whether to measure a GPU's exponentials too.
     matmul_size
         Rows and columns of the square matrices. Default: 8192 on a GPU, 2048 on a CPU.
     copy_bytes
@@ -322,10 +326,16 @@ def measure_ceilings(
         from pylate_flash.bench.l2 import measure_l2
 
         l2 = measure_l2(device)
+    exponentials = None
+    if with_exponentials and on_gpu:
+        from pylate_flash.bench.exponentials import measure_exponentials
+
+        exponentials = measure_exponentials(device)
     return Ceilings(
         flops_per_second=2 * matmul_size**3 / (timings["matmul"].median_ms / 1e3),
         bytes_per_second=2 * copy_bytes / (timings["copy"].median_ms / 1e3),
         l2_bytes_per_second=l2,
+        exponentials_per_second=exponentials,
     )
 
 
@@ -334,11 +344,14 @@ class Work:
     """What a computation cannot avoid: its operations, and its bytes (inputs read once, the output written once).
 
     ``l2_bytes`` are read from tensors that fit the L2 cache, again and again, once the operations are done.
+    ``exponentials`` are computed beside the operations or, if they follow, after them.
     """
 
     flops: float
     bytes: float
     l2_bytes: float = 0.0
+    exponentials: float = 0.0
+    exponentials_follow: bool = False
 
 
 @dataclass(frozen=True)
@@ -352,11 +365,18 @@ class Floor:
 def floor_of(work: Work, ceilings: Ceilings) -> Floor:
     """Return the floor of a piece of work: the longer of its two times at the ceilings.
 
-    What it reads from the L2 cache comes after that, where that cache was measured.
+    What it reads from the L2 cache comes after that, where that cache was measured. Exponentials, where they were
+    measured, are a third time, or if they follow come after that too.
     """
     compute = 1e3 * work.flops / ceilings.flops_per_second
     memory = 1e3 * work.bytes / ceilings.bytes_per_second
     floor = Floor(compute, "compute") if compute > memory else Floor(memory, "memory")
+    if work.exponentials and ceilings.exponentials_per_second is not None:
+        exponentials = 1e3 * work.exponentials / ceilings.exponentials_per_second
+        if work.exponentials_follow:
+            floor = Floor(floor.milliseconds + exponentials, f"{floor.bound} and exponentials")
+        elif exponentials > floor.milliseconds:
+            floor = Floor(exponentials, "exponentials")
     if not work.l2_bytes or ceilings.l2_bytes_per_second is None:
         return floor
     return Floor(floor.milliseconds + 1e3 * work.l2_bytes / ceilings.l2_bytes_per_second, f"{floor.bound} and L2")

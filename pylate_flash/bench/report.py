@@ -104,6 +104,7 @@ def heading(result: dict[str, Any]) -> str:
         f"ceilings {ceilings['flops_per_second'] / 1e12:.3g} TFLOP/s and {ceilings['bytes_per_second'] / 1e12:.3g} TB/s"
         # Results of other suites have none.
         + (f" (L2: {l2 / 1e12:.3g} TB/s)" if (l2 := ceilings.get("l2_bytes_per_second")) else "")
+        + (f", {exp / 1e12:.3g} T exponentials/s" if (exp := ceilings.get("exponentials_per_second")) else "")
     )
     return ", ".join(parts)
 

@@ -243,7 +243,13 @@ def run(
         torch.cuda.set_device(device)
     if ceilings is None:
         observer.doing("measuring the ceilings")
-        ceilings = measure_ceilings(device, dtype, with_l2=any(row.work(dtype).l2_bytes for row in chosen))
+        works = [row.work(dtype) for row in chosen]
+        ceilings = measure_ceilings(
+            device,
+            dtype,
+            with_l2=any(work.l2_bytes for work in works),
+            with_exponentials=any(work.exponentials for work in works),
+        )
         release(device)
     stopwatch = suite.stopwatch(device, rounds.flush_bytes)
     result = results.make(

@@ -2,7 +2,7 @@
 
     pylate.py              PyLate: its scoring functions, and the names that this package's own modules stand for
     sentence_transformers/ sentence-transformers 6: MaxSim, the scores of its losses, and the cached loss
-    colpali.py             colpali-engine: the MaxSim of its losses and processors
+    colpali.py             colpali-engine: the MaxSim of its losses and processors, and the smooth maximum of its losses
 
 Importing this module imports neither torch nor a host.
 """
@@ -17,6 +17,7 @@ from .routes import Routes
 _SIMILARITY = "sentence_transformers.util.similarity"
 _SCORING = "sentence_transformers.multi_vector_encoder.scoring.colbert"
 _XTR = "sentence_transformers.multi_vector_encoder.scoring.xtr"
+_COLPALI_LOSS = "colpali_engine.loss.late_interaction_losses:ColbertModule"
 _CACHED = "sentence_transformers.multi_vector_encoder.losses.cached_multiple_negatives_ranking"
 
 # Its other scoring functions, `mean_maxsim`, `XTRScores` and the like, call these, and so do its other losses.
@@ -42,6 +43,7 @@ COLPALI = Routes(
         f"colpali_engine.utils.maxsim:{name}": f"{__name__}.colpali:served_{name}"
         for name in ("maxsim_inbatch", "maxsim_kd")
     }
+    | {f"{_COLPALI_LOSS}._inbatch_scores": f"{__name__}.colpali:served_inbatch_scores"}
 )
 
 # By the names of their distributions, which `register` takes.

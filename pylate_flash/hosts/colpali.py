@@ -1,16 +1,17 @@
-"""colpali-engine's MaxSim, fused.
+"""colpali-engine's MaxSim, fused, and the smooth maximum of its losses.
 
-Its batches are padded with zeros and have no masks, so a padded token competes with similarity 0, here as there. Scores
-are float32, where its own have the type of the embeddings.
+Its batches are padded with zeros and have no masks, so a padded token competes with similarity 0, here as there: in a
+smooth maximum, each is a term of the sum. Scores are float32, where its own have the type of the embeddings.
 """
 
 from __future__ import annotations
 
 import os
+from typing import Any
 
 from torch import Tensor
 
-from ..ops import maxsim
+from ..ops import maxsim, soft_maxsim
 from ..ops.checks import check_tensor
 from . import COLPALI
 
@@ -87,6 +88,19 @@ def served_maxsim_inbatch(query: Tensor, doc: Tensor) -> Tensor:
 def served_maxsim_kd(query: Tensor, doc: Tensor) -> Tensor:
     """A call of colpali-engine's `maxsim_kd` while it is routed."""
     return maxsim_kd(query, doc) if _is_ours() else _own("maxsim_kd", query, doc)
+
+
+def served_inbatch_scores(self: Any, query_embeddings: Tensor, doc_embeddings: Tensor) -> Tensor:
+    """A call of `ColbertModule._inbatch_scores`, which the losses score a batch by, while it is routed."""
+    if not (self.use_smooth_max and _is_ours()):
+        # Which calls `maxsim_inbatch` for the maximum.
+        original = COLPALI.original("colpali_engine.loss.late_interaction_losses:ColbertModule._inbatch_scores")
+        return original(self, query_embeddings, doc_embeddings)
+    scores = soft_maxsim(query_embeddings, doc_embeddings, 1.0 / self.tau)
+    if not self.normalize_scores:
+        return scores
+    # A query's tokens are those that are no padding, as the host counts them.
+    return self._apply_normalization(scores, query_embeddings[..., 0].count_nonzero(dim=1))
 
 
 def _is_ours() -> bool:

@@ -154,7 +154,7 @@ def soft_maxsim(
     """
     options = Options(0, 0, 0, bool(normalize), reduction, masking, empty_score, implementation)
     tensors = Tensors(queries, documents, queries_mask, documents_mask)
-    return _scores_of("soft_maxsim", tensors, beta, options, max_scratch_bytes)
+    return soft_scores_of("soft_maxsim", tensors, beta, options, max_scratch_bytes)
 
 
 def soft_maxsim_varlen(
@@ -209,11 +209,11 @@ def soft_maxsim_varlen(
     tensors = Tensors(queries, documents, None, None, queries_cu_seqlens, documents_cu_seqlens, candidates_cu_seqlens)
     options = Options(0, 0, 0, bool(normalize), reduction, "exclude", empty_score, implementation)
     options = with_lengths(tensors, options, max_query_length, max_document_length)
-    return _scores_of("soft_maxsim_varlen", tensors, beta, options, 0)
+    return soft_scores_of("soft_maxsim_varlen", tensors, beta, options)
 
 
-def _scores_of(
-    operation: str, tensors: Tensors, beta: float | Tensor, options: Options, max_scratch_bytes: int
+def soft_scores_of(
+    operation: str, tensors: Tensors, beta: float | Tensor, options: Options, max_scratch_bytes: int = MAX_SCRATCH_BYTES
 ) -> Tensor:
     """The scores of a call by the operator, after what comes before it."""
     tensors = checked(operation, tensors, options)

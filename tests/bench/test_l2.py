@@ -8,7 +8,7 @@ triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from pylate_flash.bench import l2, protocol  # noqa: E402
+from pylate_flash.bench import exponentials, l2, protocol  # noqa: E402
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
@@ -32,3 +32,19 @@ def test_it_is_measured_on_request_and_on_a_gpu_only(monkeypatch):
     cpu = torch.device("cpu")
     for with_l2 in (False, True):
         assert protocol.measure_ceilings(cpu, torch.float32, with_l2=with_l2, **sizes).l2_bytes_per_second is None
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_exponentials_are_one_instruction_each_and_stay_in_registers(capability):
+    """One instruction of the special function units for every value of a thread, and one store of the sum."""
+    source = ASTSource(
+        exponentials._exponentials,
+        signature={"sums": "*fp32", "repeats": "i32", "TILE": "constexpr"},
+        constexprs={"TILE": exponentials.TILE},
+        attrs={},
+    )
+    kernel = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 8})
+    lines = kernel.asm["ptx"].splitlines()
+    assert sum("ex2.approx" in line for line in lines) == exponentials.TILE // 256
+    assert sum("ld.global" in line for line in lines) == 0
+    assert sum("st.global" in line for line in lines) == 1

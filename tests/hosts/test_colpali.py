@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from pylate_flash import registered
 from pylate_flash.hosts import COLPALI, HOSTS
 from pylate_flash.hosts import colpali as ours
-from pylate_flash.ops import maxsim_reference
+from pylate_flash.ops import maxsim_reference, soft_maxsim
 
 HOST = "colpali-engine"
 
@@ -113,6 +113,42 @@ def test_losses(name: str, filters: bool, host: Any) -> None:
         found = value_and_gradients()
     for mine, theirs in zip(found, expected, strict=True):
         assert (mine - theirs).norm() <= 1e-5 * theirs.norm()
+
+
+@pytest.mark.parametrize("tau", [0.1, 0.7])
+@pytest.mark.parametrize("normalize_scores", [True, False])
+@pytest.mark.parametrize("name", ["ColbertLoss", "ColbertPairwiseCELoss", "ColbertNegativeCELoss"])
+def test_losses_of_a_smooth_maximum(
+    name: str, normalize_scores: bool, tau: float, host: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Padded tokens of documents are terms of the sum, and those of queries count. Theirs in float64."""
+    loss = getattr(host.loss, name)(use_smooth_max=True, tau=tau, normalize_scores=normalize_scores)
+    sides = [QUERIES, DOCUMENTS[:4], *([CANDIDATES] if "Negative" in name else [])]
+    calls = []
+    monkeypatch.setattr(ours, "soft_maxsim", lambda *tensors: calls.append(tensors) or soft_maxsim(*tensors))
+
+    def value_and_gradients(dtype: torch.dtype) -> list[torch.Tensor]:
+        leaves = [side.clone().to(dtype).detach().requires_grad_() for side in sides]
+        value = loss(*leaves)
+        value.backward()
+        return [value.detach(), *(leaf.grad for leaf in leaves)]
+
+    expected = value_and_gradients(torch.float64)
+    assert not calls
+    with registered(HOST):
+        found = value_and_gradients(torch.float32)
+    assert len(calls) == 1
+    for mine, theirs in zip(found, expected, strict=True):
+        assert (mine - theirs).norm() <= 1e-5 * theirs.norm()
+
+
+def test_another_backend_keeps_their_smooth_maximum(host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    loss = host.loss.ColbertLoss(use_smooth_max=True)
+    with registered(HOST):
+        assert loss._inbatch_scores(QUERIES.bfloat16(), DOCUMENTS.bfloat16()).dtype == torch.float32
+        monkeypatch.setenv("COLPALI_SCORES_BACKEND", "torch")
+        assert loss._inbatch_scores(QUERIES.bfloat16(), DOCUMENTS.bfloat16()).dtype == torch.bfloat16
+    assert loss._inbatch_scores(QUERIES.bfloat16(), DOCUMENTS.bfloat16()).dtype == torch.bfloat16
 
 
 def test_score_multi_vector_of_ragged_lists(host: Any) -> None:

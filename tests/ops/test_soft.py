@@ -52,10 +52,10 @@ def varlen_reference(queries, documents, beta, queries_cu_seqlens, documents_cu_
 
 def varlen_gradients(function, case: tuple, beta: float, dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
     (queries, documents, *bounds), options = case
-    learned = torch.tensor(beta, dtype=torch.float64).requires_grad_()
+    learned = torch.tensor(beta, dtype=torch.float64, device=queries.device).requires_grad_()
     queries, documents = (t.detach().to(dtype or t.dtype).requires_grad_() for t in (queries, documents))
     scores = function(queries, documents, learned, *bounds, **options)
-    weight = torch.cos(torch.arange(scores.numel(), dtype=scores.dtype)).view(scores.shape)
+    weight = torch.cos(torch.arange(scores.numel(), device=scores.device, dtype=scores.dtype)).view(scores.shape)
     return torch.autograd.grad((scores * weight).sum(), (learned, queries, documents), materialize_grads=True)
 
 

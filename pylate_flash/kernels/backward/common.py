@@ -74,7 +74,7 @@ def division(divisor: int) -> tuple[int, int]:
 
 
 @triton.jit
-def _owner(bounds_ptr, count, value):
+def owner(bounds_ptr, count, value):
     """The sequence, of `count`, whose boundaries bounds[i] <= value < bounds[i + 1] enclose `value`."""
     low = count * 0
     high = count - 1
@@ -94,7 +94,7 @@ def group_of(
 ):  # fmt: skip
     """Group of the layout that a document belongs to, and where its score with the group's first query stands."""
     if HAS_CANDIDATES:
-        group = _owner(candidates_ptr, n_groups, flat).to(tl.int64)
+        group = owner(candidates_ptr, n_groups, flat).to(tl.int64)
         offset = flat * stride_grad_document
     else:
         group = flat // n_documents

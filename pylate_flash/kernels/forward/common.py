@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -15,6 +16,9 @@ from ..overlap import wait_for_previous_kernel
 from ..select import ForwardPlan
 from ..tiles import SUMMED_EMBEDDING as _SUMMED
 from .cuts import NO_WINNER
+
+if TYPE_CHECKING:
+    from ..soft.plan import ForwardPlan as SoftForwardPlan
 
 SUMMED_EMBEDDING = tl.constexpr(_SUMMED)
 # Scores that a program adds up the sums of, 16 bytes of each for a thread.
@@ -75,7 +79,7 @@ def _add_sums_kernel(sums_ptr, scores_ptr, n_documents, n_sums, to_query, to_sum
 _add_sums = Kernel(_add_sums_kernel, follows=True)
 
 
-def add_sums(problem: Problem, plan: ForwardPlan, sums: Tensor) -> Tensor:
+def add_sums(problem: Problem, plan: ForwardPlan | SoftForwardPlan, sums: Tensor) -> Tensor:
     """The scores, from the sums that a kernel has left of each."""
     n_documents, n_scores = problem.n_documents, math.prod(problem.scores_shape)
     # The single kernel leaves [n_sums, scores], the stacked ones [queries, n_sums, n_documents].

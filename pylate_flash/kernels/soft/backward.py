@@ -42,8 +42,9 @@ def soft_backward(
     contiguous, as `soft_forward` leaves it.
     """
     need_beta, need_queries, need_documents = needs
-    plan = soft_gradient_plan(problem, need_queries and need_documents, max_scratch_bytes)
     inputs = _inputs(problem, tensors, beta, grad_scores, lse)
+    problem = problem._replace(query_strides=inputs.queries.stride()[:2])
+    plan = soft_gradient_plan(problem, need_queries and need_documents, max_scratch_bytes)
     grad_queries = grad_documents = slopes = total = None
     if need_queries:
         grad_queries = torch.empty_like(tensors.queries, memory_format=torch.contiguous_format)
@@ -64,14 +65,14 @@ def soft_backward(
         if sums is not grad_documents:
             assert sums is not None
             assert grad_documents is not None
-            common.finish_documents(problem, tensors.documents, inputs.tensors[6], sums, grad_documents)
+            assert inputs.documents_scale is not None
+            common.finish_documents(problem, tensors.documents, inputs.documents_scale, sums, grad_documents)
     if grad_queries is not None:
         if total is None:
             total = _queries(problem, plan, inputs, grad_queries)
         if total is not None:
             finished = common.Inputs(
-                grad_scores, tensors.queries, tensors.documents, inputs.tensors[5], None, None, None, lse, None,
-                inputs.grad_strides,
+                grad_scores, inputs.queries, inputs.documents, inputs.queries_scale, None, None, None, lse, None, (),
             )  # fmt: skip
             common.finish_queries(problem, finished, total, total.shape[0], grad_queries)
     return None if slopes is None else _slope(slopes, beta), grad_queries, grad_documents
@@ -80,21 +81,40 @@ def soft_backward(
 def _inputs(problem: Problem, tensors: Tensors, beta: Tensor, grad_scores: Tensor, lse: Tensor) -> Inputs:
     queries, documents, queries_mask, documents_mask, _, cu_seqlens, candidates = tensors
     active = bounds = queries_scale = documents_scale = None
+    if queries_mask is not None:
+        queries = queries.masked_fill((queries_mask == 0).unsqueeze(-1), 0.0)
+    if queries.stride(0) != problem.query_length * queries.stride(1):
+        queries = queries.contiguous()
     if documents_mask is not None:
         active, bounds = active_tokens(documents_mask)
     if problem.normalize:
         queries_scale, documents_scale = inverse_norms(queries), inverse_norms(documents)
-    if queries_mask is not None and queries_mask.dtype != torch.bool and not problem.kind.weighted:
-        # Integers other than 0 count as 1.
-        queries_mask = queries_mask != 0
-    strides = grad_scores.stride()
     return Inputs(
-        (
-            queries, documents, queries_mask, active, bounds, queries_scale, documents_scale, cu_seqlens, candidates,
-            beta, lse, grad_scores,
-        ),
-        (0, *strides) if problem.has_candidates else strides,
+        queries, documents, active, bounds, queries_scale, documents_scale, cu_seqlens, candidates, beta, lse,
+        _grad_rows(problem, queries_mask, candidates, grad_scores),
     )  # fmt: skip
+
+
+def _grad_rows(problem: Problem, queries_mask: Tensor | None, candidates: Tensor | None, grad_scores: Tensor) -> Tensor:
+    """The gradient of every score times the weight of each row, [documents, rows], contiguous."""
+    if candidates is not None:
+        # [documents, 1 query, rows of it]
+        grad = grad_scores[:, None, None]
+        owners = torch.arange(problem.n_queries, device=problem.device)
+        owners = owners.repeat_interleave(candidates.diff(), output_size=problem.n_documents)
+        of_rows = None if queries_mask is None else queries_mask[owners].unsqueeze(1)
+    elif problem.groups == 1:
+        # [documents, queries, rows of each]
+        grad, of_rows = grad_scores.T.unsqueeze(-1), queries_mask
+    else:
+        # [queries, documents, rows of the query]
+        grad, of_rows = grad_scores.unsqueeze(-1), None if queries_mask is None else queries_mask.unsqueeze(1)
+    if of_rows is None:
+        rows = grad.expand(*grad.shape[:2], problem.query_length)
+    else:
+        weights = of_rows if problem.kind.weighted else of_rows != 0
+        rows = (grad * weights).masked_fill_(of_rows == 0, 0.0)
+    return rows.contiguous().view(problem.winners_shape)
 
 
 def _documents(

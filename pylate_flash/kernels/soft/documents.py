@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..backward.common import group_of, through_norm
+from ..backward.common import owner, through_norm
 from ..launch import Kernel, Region
 from .common import LOG2E, factor, split_products
 
@@ -24,25 +24,23 @@ if TYPE_CHECKING:
 
 @triton.jit(
     do_not_specialize=[
-        "n_rows", "query_length", "n_documents", "document_length", "first_document", "n_launched", "n_blocks",
-        "n_groups", "stride_grad_query", "stride_grad_document",
+        "n_documents", "document_length", "first_document", "n_launched", "n_blocks", "n_groups",
     ]
 )  # fmt: skip
 def _documents_kernel(
-    queries_ptr, documents_ptr, queries_mask_ptr, active_ptr, bounds_ptr, queries_scale_ptr, documents_scale_ptr,
-    cu_seqlens_ptr, candidates_ptr, beta_ptr, lse_ptr, grad_scores_ptr, grad_documents_ptr, partials_ptr, slopes_ptr,
-    n_rows, query_length, n_documents, document_length, first_document, n_launched, n_blocks, n_groups,
-    stride_grad_query, stride_grad_document,
-    stride_query, stride_query_token, stride_group, stride_document, stride_document_token,
+    queries_ptr, documents_ptr, active_ptr, bounds_ptr, queries_scale_ptr, documents_scale_ptr, cu_seqlens_ptr,
+    candidates_ptr, beta_ptr, lse_ptr, grad_rows_ptr, grad_documents_ptr, partials_ptr, slopes_ptr,
+    n_documents, document_length, first_document, n_launched, n_blocks, n_groups,
+    n_rows, stride_row, stride_group, stride_document, stride_document_token,
     EMBEDDING: tl.constexpr,
     BLOCK_EMBEDDING: tl.constexpr,
     SPLIT: tl.constexpr,
     OWNED: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
+    EVEN: tl.constexpr,
     PACKED: tl.constexpr,
     HAS_CANDIDATES: tl.constexpr,
-    HAS_QUERIES_MASK: tl.constexpr,
     HAS_DOCUMENTS_MASK: tl.constexpr,
     ZERO_MASKED: tl.constexpr,
     NORMALIZE: tl.constexpr,
@@ -51,27 +49,26 @@ def _documents_kernel(
     QUERY_UNIT: tl.constexpr,
     DOCUMENT_UNIT: tl.constexpr,
 ):  # fmt: skip
-    """grad_documents[token] = sum over rows of grad_score * probability * queries[row], of the rows of one group.
+    """grad_documents[token] = sum over rows of grad * probability * queries[row], of the rows of one group.
 
     Grid: (blocks of tokens x documents of this launch x groups, parts of an embedding). Of a split embedding under
     NORMALIZE, what is left in float32 is the gradient of the scaled one. `partials` [documents of the launch x blocks,
     rows of all groups, d], float32, if any, are those of the queries, and `slopes` [programs] the sums of
-    grad_score * probability * log2(probability), for beta.
+    grad * probability * log2(probability), for beta. EVEN: the last block of rows is full.
+
+    What is loaded for a row of the tile is spread over all threads that hold a part of it, each of which computes its
+    address: it is one addition, as rows are contiguous.
     """
-    stride_query *= QUERY_UNIT
-    stride_query_token *= QUERY_UNIT
+    stride_row *= QUERY_UNIT
     stride_group *= DOCUMENT_UNIT
     stride_document *= DOCUMENT_UNIT
     stride_document_token *= DOCUMENT_UNIT
     block = tl.program_id(0) % n_blocks
     launched = (tl.program_id(0) // n_blocks) % n_launched
-    flat_document = (tl.program_id(0) // (n_blocks * n_launched)).to(tl.int64) * n_documents
-    flat_document += first_document + launched
-    n_queries = n_rows // query_length
-    group, grad_scores_ptr = group_of(
-        flat_document, grad_scores_ptr, candidates_ptr, n_documents, n_queries, n_groups, stride_grad_query,
-        stride_grad_document, HAS_CANDIDATES,
-    )  # fmt: skip
+    group = (tl.program_id(0) // (n_blocks * n_launched)).to(tl.int64)
+    flat_document = group * n_documents + first_document + launched
+    if HAS_CANDIDATES:
+        group = owner(candidates_ptr, n_groups, flat_document).to(tl.int64)
     if PACKED:
         flat = tl.load(cu_seqlens_ptr + flat_document).to(tl.int64)
         length = (tl.load(cu_seqlens_ptr + flat_document + 1).to(tl.int64) - flat).to(tl.int32)
@@ -98,7 +95,12 @@ def _documents_kernel(
         token_scale = tl.load(documents_scale_ptr + flat + tokens, mask=token_exists, other=1.0)
     to_exponent = tl.load(beta_ptr) * LOG2E
     total = tl.zeros([BLOCK_TOKENS, OWNED], tl.float32)
-    slope = tl.zeros([BLOCK_ROWS], tl.float32)
+    slope = tl.zeros([BLOCK_TOKENS], tl.float32)
+    if ZERO_MASKED:
+        zeros_slope = tl.zeros([BLOCK_ROWS], tl.float32)
+    lse_ptr += flat_document * n_rows
+    grad_rows_ptr += flat_document * n_rows
+    query_rows = queries_ptr + group * n_rows * stride_row
     walked = n_rows
     if partials_ptr is None:
         # Else a program of no token has zeros to leave.
@@ -106,50 +108,47 @@ def _documents_kernel(
     for start in tl.range(0, walked, BLOCK_ROWS):
         rows = start + tl.arange(0, BLOCK_ROWS)
         row_exists = rows < n_rows
-        query = rows // query_length
-        global_row = group * n_rows + rows
-        row_active = row_exists
-        if HAS_QUERIES_MASK:
-            weight = tl.load(queries_mask_ptr + global_row, mask=row_exists, other=0).to(tl.float32)
-            row_active = row_active & (weight != 0.0)
-        query_rows = queries_ptr + (group * n_queries + query) * stride_query + rows % query_length * stride_query_token
-        of_queries = tl.load(
-            query_rows[:, None] + owned[None, :], mask=row_active[:, None] & inside[None, :], other=0.0
-        )
+        row_starts = query_rows + rows.to(tl.int64) * stride_row
+        if EVEN:
+            lse = tl.load(lse_ptr + rows)
+            grad = tl.load(grad_rows_ptr + rows)
+        else:
+            lse = tl.load(lse_ptr + rows, mask=row_exists, other=0.0)
+            grad = tl.load(grad_rows_ptr + rows, mask=row_exists, other=0.0)
+        if EVEN and OWNED == EMBEDDING:
+            of_queries = tl.load(row_starts[:, None] + owned[None, :])
+        else:
+            of_queries = tl.load(
+                row_starts[:, None] + owned[None, :], mask=row_exists[:, None] & inside[None, :], other=0.0
+            )
         if SPLIT:
             exponents = split_products(
-                token_rows, query_rows, token_exists, row_active, EMBEDDING, BLOCK_EMBEDDING, BLOCK_TOKENS, BLOCK_ROWS,
+                token_rows, row_starts, token_exists, row_exists, EMBEDDING, BLOCK_EMBEDDING, BLOCK_TOKENS, BLOCK_ROWS,
                 PRECISION,
             )  # fmt: skip
         else:
             exponents = tl.dot(tile, tl.trans(of_queries), input_precision=PRECISION)
-        lse = tl.load(lse_ptr + flat_document * n_rows + rows, mask=row_active, other=0.0) * LOG2E
-        grad = tl.load(grad_scores_ptr + query * stride_grad_query, mask=row_active, other=0.0)
-        if HAS_QUERIES_MASK:
-            grad *= weight
         row_factor = to_exponent
         if NORMALIZE:
-            row_scale = tl.load(queries_scale_ptr + global_row, mask=row_active, other=1.0)
+            row_scale = tl.load(queries_scale_ptr + group * n_rows + rows, mask=row_exists, other=1.0)
             exponents *= token_scale[:, None]
             row_factor = row_scale[None, :] * to_exponent
-        exponents = exponents * row_factor - lse[None, :]
-        # A row that takes no part, of zeros, meets an infinite token too.
-        probabilities = tl.where(token_exists[:, None] & row_active[None, :], tl.exp2(exponents), 0.0)
+        exponents = exponents * row_factor - (lse * LOG2E)[None, :]
+        probabilities = tl.exp2(exponents)
+        # A row that takes no part, of zeros, meets infinite tokens too.
+        flows = tl.where((grad != 0.0)[None, :], probabilities * grad[None, :], 0.0)
         if slopes_ptr is not None:
-            slope += grad * tl.sum(tl.where(probabilities == 0.0, 0.0, probabilities * exponents), axis=0)
+            slope += tl.sum(tl.where(flows == 0.0, 0.0, flows * exponents), axis=1)
             if ZERO_MASKED:
-                # The masked tokens are those of the first program.
-                masked = tl.where((block == 0) & (length > 0), document_length - length, 0).to(tl.float32)
-                zero = tl.where(row_active, tl.exp2(-lse), 0.0)
-                slope += grad * tl.where((zero == 0.0) | (masked == 0.0), 0.0, -zero * lse * masked)
-        flows = probabilities * grad[None, :]
+                zero = tl.exp2(-lse * LOG2E)
+                zeros_slope -= tl.where((grad == 0.0) | (zero == 0.0), 0.0, grad * zero * (lse * LOG2E))
         if partials_ptr is not None:
-            partial_flows = flows
+            partial_flows = tl.where(token_exists[:, None], flows, 0.0)
             if NORMALIZE:
                 partial_flows *= token_scale[:, None]
             partial = tl.dot(tl.trans(factor(partial_flows, ROUNDED)), factor(tile, ROUNDED), input_precision=PRECISION)
             part = (launched * n_blocks + block).to(tl.int64) * n_groups * n_rows
-            offset = (part + global_row)[:, None] * EMBEDDING + owned[None, :]
+            offset = (part + group * n_rows + rows)[:, None] * EMBEDDING + owned[None, :]
             tl.store(partials_ptr + offset, partial, mask=row_exists[:, None] & inside[None, :])
         if grad_documents_ptr is not None:
             if NORMALIZE:
@@ -164,8 +163,13 @@ def _documents_kernel(
             mask=token_exists[:, None] & inside[None, :],
         )  # fmt: skip
     if slopes_ptr is not None:
+        all_slopes = tl.sum(tl.where(token_exists, slope, 0.0), axis=0)
+        if ZERO_MASKED:
+            # The masked tokens of a document that has others are those of its first program.
+            masked = tl.where((block == 0) & (length > 0), document_length - length, 0).to(tl.float32)
+            all_slopes += tl.where(masked > 0.0, masked * tl.sum(zeros_slope, axis=0), 0.0)
         # Of an embedding in parts, all programs have the same.
-        tl.store(slopes_ptr + tl.program_id(0), tl.sum(slope, axis=0), mask=tl.program_id(1) == 0)
+        tl.store(slopes_ptr + tl.program_id(0), all_slopes, mask=tl.program_id(1) == 0)
 
 
 _documents = Kernel(_documents_kernel)
@@ -186,15 +190,12 @@ def walk_rows(
     kind, tile, groups = problem.kind, plan.documents, 1 if problem.packed else problem.groups
     _documents(
         (plan.n_blocks * number * groups, plan.operands.parts, 1),
-        (*inputs.tensors, *results),
-        (
-            problem.rows, problem.query_length, problem.n_documents, problem.document_length, first, number,
-            plan.n_blocks, problem.groups, *inputs.grad_strides,
-        ),
-        plan.strides,
+        (*inputs, *results),
+        (problem.n_documents, problem.document_length, first, number, plan.n_blocks, problem.groups),
+        (problem.rows, *plan.strides),
         (
             problem.size, plan.operands.block, plan.operands.split, plan.operands.owned, tile.rows, tile.columns,
-            problem.packed, problem.has_candidates, kind.queries_mask is not None, kind.documents_mask is not None,
+            problem.rows % tile.columns == 0, problem.packed, problem.has_candidates, kind.documents_mask is not None,
             kind.zero_masked, problem.normalize, plan.rounded, kind.precision, *plan.units,
         ),
         (tile.num_warps, tile.num_stages, None),

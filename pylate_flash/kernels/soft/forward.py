@@ -92,7 +92,8 @@ def _forward_kernel(
     if NORMALIZE:
         row_factor *= tl.load(queries_scale_ptr + global_row, mask=row_exists, other=1.0)
 
-    for index in tl.range(0, last - first):
+    # One loop of both, so that loads of the next document overlap the products of this one, as in `forward.stacked`.
+    for index in tl.range(0, last - first, flatten=not SPLIT):
         document = first + index
         base, length = document_range(
             documents_ptr, cu_seqlens_ptr, None, group, document, document_length,

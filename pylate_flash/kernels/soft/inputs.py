@@ -10,11 +10,21 @@ from ..launch import Region
 
 
 class Inputs(NamedTuple):
-    """The tensors in the kernels' order, and what the host knows of them."""
+    """The tensors that the kernels read, in their order."""
 
-    # Queries, documents, the mask of queries, the active tokens of masked documents and their numbers
-    # (`kernels.masks`), one over the norms of both, boundaries of packed documents and of candidates, beta, lse
-    # [documents, rows] and the gradient of the scores.
-    tensors: tuple[Tensor | Region | None, ...]
-    # From one query's score to the next one's, and from one document's.
-    grad_strides: tuple[int, ...]
+    # [Nq, Lq, d], rows at equal distances, zeros where a token is masked.
+    queries: Tensor
+    documents: Tensor
+    # The active tokens of masked documents, and their numbers (`kernels.masks`).
+    active: Tensor | None
+    bounds: Region | None
+    # One over the norms of embeddings that are to be normalised.
+    queries_scale: Tensor | None
+    documents_scale: Tensor | None
+    cu_seqlens: Tensor | None
+    candidates: Tensor | None
+    beta: Tensor
+    # log(sum(exp(beta * similarity))) [documents, rows].
+    lse: Tensor
+    # What the gradient of a row's smooth maximum is multiplied by, [documents, rows], 0 where a token is masked.
+    grad_rows: Tensor

@@ -1,4 +1,7 @@
-"""How soft scores and their gradients are computed: tiles and grids, made from a `Problem`."""
+"""How soft scores and their gradients are computed: every choice of a tile and a grid, made from a `Problem`.
+
+Who serves a call, kernels or plain torch, is chosen in `kernels.select`, as of every operation.
+"""
 
 from __future__ import annotations
 
@@ -77,6 +80,7 @@ class GradientPlan(NamedTuple):
     documents: Tile
     queries: Tile
     operands: Operands
+    # From one query row to the next one, and those of the documents, divided by the units.
     strides: tuple[int, ...]
     units: tuple[int, int]
     # Programs that own the tokens of a document.
@@ -89,7 +93,7 @@ class GradientPlan(NamedTuple):
 
 def soft_forward_plan(problem: Problem) -> ForwardPlan:
     """Choose the tile and the grid of the forward."""
-    capability_free = operands_of(problem)
+    operands = operands_of(problem)
     padded, group = padded_query_length(problem.query_length, False)
     rows = problem.n_queries // problem.groups * padded
     tile = _tile(problem, _FORWARD, _FORWARD_WIDE)
@@ -101,7 +105,7 @@ def soft_forward_plan(problem: Problem) -> ForwardPlan:
     run = max(1, min(_LONGEST_RUN, per_query * row_blocks * problem.groups // slots))
     strides, *units = divided_strides(problem.query_strides, problem.document_strides)
     return ForwardPlan(
-        tile, capability_free, strides, (units[0], units[1]), padded, group, padded // group, row_blocks, run,
+        tile, operands, strides, (units[0], units[1]), padded, group, padded // group, row_blocks, run,
         -(-per_query // run) or 1,
     )  # fmt: skip
 
@@ -133,7 +137,7 @@ def soft_gradient_plan(problem: Problem, both: bool, max_scratch_bytes: int) -> 
     strides, *units = divided_strides(problem.query_strides, problem.document_strides)
     rounded = problem.dtype != torch.float32 and not knobs.runtime.interpret
     return GradientPlan(
-        once, reason, documents, queries, operands_of(problem), strides, (units[0], units[1]), n_blocks,
+        once, reason, documents, queries, operands_of(problem), strides[1:], (units[0], units[1]), n_blocks,
         at_once if once else problem.n_documents, n_splits, rounded,
     )  # fmt: skip
 

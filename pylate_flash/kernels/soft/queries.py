@@ -21,15 +21,14 @@ if TYPE_CHECKING:
 
 @triton.jit(
     do_not_specialize=[
-        "n_rows", "query_length", "n_documents", "document_length", "n_groups", "n_splits", "stride_grad_query",
-        "stride_grad_document",
+        "n_documents", "document_length", "n_groups", "n_splits",
     ]
 )  # fmt: skip
 def _queries_kernel(
-    queries_ptr, documents_ptr, queries_mask_ptr, active_ptr, bounds_ptr, queries_scale_ptr, documents_scale_ptr,
-    cu_seqlens_ptr, candidates_ptr, beta_ptr, lse_ptr, grad_scores_ptr, grad_queries_ptr,
-    n_rows, query_length, n_documents, document_length, n_groups, n_splits, stride_grad_query, stride_grad_document,
-    stride_query, stride_query_token, stride_group, stride_document, stride_document_token,
+    queries_ptr, documents_ptr, active_ptr, bounds_ptr, queries_scale_ptr, documents_scale_ptr, cu_seqlens_ptr,
+    candidates_ptr, beta_ptr, lse_ptr, grad_rows_ptr, grad_queries_ptr,
+    n_documents, document_length, n_groups, n_splits,
+    n_rows, stride_row, stride_group, stride_document, stride_document_token,
     EMBEDDING: tl.constexpr,
     BLOCK_EMBEDDING: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -38,7 +37,6 @@ def _queries_kernel(
     BLOCK_TOKENS: tl.constexpr,
     PACKED: tl.constexpr,
     HAS_CANDIDATES: tl.constexpr,
-    HAS_QUERIES_MASK: tl.constexpr,
     HAS_DOCUMENTS_MASK: tl.constexpr,
     NORMALIZE: tl.constexpr,
     THROUGH_NORM: tl.constexpr,
@@ -47,13 +45,12 @@ def _queries_kernel(
     QUERY_UNIT: tl.constexpr,
     DOCUMENT_UNIT: tl.constexpr,
 ):  # fmt: skip
-    """grad_queries[row] = sum over tokens of grad_score * probability * documents[token], [splits, rows of all, d].
+    """grad_queries[row] = sum over tokens of grad * probability * documents[token], [splits, rows of all, d].
 
     Grid: (blocks of rows x groups, splits of the documents, parts of an embedding). Without THROUGH_NORM, what is left
     under NORMALIZE is the gradient of the scaled queries.
     """
-    stride_query *= QUERY_UNIT
-    stride_query_token *= QUERY_UNIT
+    stride_row *= QUERY_UNIT
     stride_group *= DOCUMENT_UNIT
     stride_document *= DOCUMENT_UNIT
     stride_document_token *= DOCUMENT_UNIT
@@ -61,21 +58,15 @@ def _queries_kernel(
     group = (tl.program_id(0) // n_row_blocks).to(tl.int64)
     rows = tl.program_id(0) % n_row_blocks * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     row_exists = rows < n_rows
-    n_queries = n_rows // query_length
-    query = group * n_queries + rows // query_length
     global_row = group * n_rows + rows
-    row_active = row_exists
-    if HAS_QUERIES_MASK:
-        weight = tl.load(queries_mask_ptr + global_row, mask=row_exists, other=0).to(tl.float32)
-        row_active = row_active & (weight != 0.0)
-    query_rows = queries_ptr + query * stride_query + rows % query_length * stride_query_token
+    query_rows = queries_ptr + global_row * stride_row
     dims = tl.arange(0, BLOCK_EMBEDDING)
     if not SPLIT:
-        query_mask = row_active[:, None] & (dims < EMBEDDING)[None, :]
+        query_mask = row_exists[:, None] & (dims < EMBEDDING)[None, :]
         query_tile = tl.load(query_rows[:, None] + dims[None, :], mask=query_mask, other=0.0)
     row_factor = tl.full([BLOCK_ROWS], LOG2E, tl.float32) * tl.load(beta_ptr)
     if NORMALIZE:
-        row_scale = tl.load(queries_scale_ptr + global_row, mask=row_active, other=1.0)
+        row_scale = tl.load(queries_scale_ptr + global_row, mask=row_exists, other=1.0)
         row_factor *= row_scale
     owned = tl.arange(0, OWNED)
     if SPLIT:
@@ -87,12 +78,13 @@ def _queries_kernel(
     if HAS_CANDIDATES:
         first = tl.load(candidates_ptr + group).to(tl.int32)
         last = tl.load(candidates_ptr + group + 1).to(tl.int32)
-        query *= 0
     share = tl.cdiv(last - first, n_splits)
     first += tl.program_id(1) * share
     last = tl.minimum(first + share, last)
     total = tl.zeros([BLOCK_ROWS, OWNED], tl.float32)
-    for document in tl.range(first, last):
+    # One loop of both, as in the forward.
+    for index in tl.range(0, last - first, flatten=not SPLIT):
+        document = first + index
         base, length = document_range(
             documents_ptr, cu_seqlens_ptr, None, group, document, document_length,
             stride_group, stride_document, stride_document_token, PACKED, 0,
@@ -105,11 +97,8 @@ def _queries_kernel(
             flat = flat_document * document_length
         if HAS_DOCUMENTS_MASK:
             length = tl.load(bounds_ptr + 2 * flat_document)
-        lse = tl.load(lse_ptr + flat_document * n_rows + rows, mask=row_active, other=0.0) * LOG2E
-        to_grad = query * stride_grad_query + tl.cast(document, tl.int64) * stride_grad_document
-        grad = tl.load(grad_scores_ptr + to_grad, mask=row_active, other=0.0)
-        if HAS_QUERIES_MASK:
-            grad *= weight
+        lse = tl.load(lse_ptr + flat_document * n_rows + rows, mask=row_exists, other=0.0) * LOG2E
+        grad = tl.load(grad_rows_ptr + flat_document * n_rows + rows, mask=row_exists, other=0.0)
         for start in tl.range(0, length, BLOCK_TOKENS):
             positions = start + tl.arange(0, BLOCK_TOKENS)
             token_exists = positions < length
@@ -122,7 +111,7 @@ def _queries_kernel(
             )
             if SPLIT:
                 exponents = split_products(
-                    query_rows, token_rows, row_active, token_exists, EMBEDDING, BLOCK_EMBEDDING, BLOCK_ROWS,
+                    query_rows, token_rows, row_exists, token_exists, EMBEDDING, BLOCK_EMBEDDING, BLOCK_ROWS,
                     BLOCK_TOKENS, PRECISION,
                 )  # fmt: skip
             else:
@@ -131,12 +120,12 @@ def _queries_kernel(
                 token_scale = tl.load(documents_scale_ptr + flat + tokens, mask=token_exists, other=1.0)
                 exponents *= token_scale[None, :]
             exponents = exponents * row_factor[:, None] - lse[:, None]
-            flows = tl.where(token_exists[None, :], tl.exp2(exponents), 0.0) * grad[:, None]
+            # A row that takes no part, of zeros, meets infinite tokens too.
+            some = token_exists[None, :] & (grad != 0.0)[:, None]
+            flows = tl.where(some, tl.exp2(exponents) * grad[:, None], 0.0)
             if NORMALIZE:
                 flows *= token_scale[None, :]
             total = tl.dot(factor(flows, ROUNDED), factor(tile, ROUNDED), total, input_precision=PRECISION)
-    # A row that takes no part, of zeros, has met infinite tokens too.
-    total = tl.where(row_active[:, None], total, 0.0)
     if THROUGH_NORM:
         total = through_norm(total, query_tile, row_scale)
     offset = (tl.program_id(1).to(tl.int64) * n_groups * n_rows + global_row)[:, None] * EMBEDDING + owned[None, :]
@@ -154,16 +143,13 @@ def walk_documents(problem: Problem, plan: GradientPlan, inputs: Inputs, grad_qu
     kind, tile = problem.kind, plan.queries
     _queries(
         (-(-problem.rows // tile.rows) * problem.groups, plan.n_splits, plan.operands.parts),
-        (*inputs.tensors, grad_queries),
-        (
-            problem.rows, problem.query_length, problem.n_documents, problem.document_length, problem.groups,
-            plan.n_splits, *inputs.grad_strides,
-        ),
-        plan.strides,
+        (*inputs, grad_queries),
+        (problem.n_documents, problem.document_length, problem.groups, plan.n_splits),
+        (problem.rows, *plan.strides),
         (
             problem.size, plan.operands.block, plan.operands.split, plan.operands.owned, tile.rows, tile.columns,
-            problem.packed, problem.has_candidates, kind.queries_mask is not None, kind.documents_mask is not None,
-            problem.normalize, problem.normalize and whole, plan.rounded, kind.precision, *plan.units,
+            problem.packed, problem.has_candidates, kind.documents_mask is not None, problem.normalize,
+            problem.normalize and whole, plan.rounded, kind.precision, *plan.units,
         ),
         (tile.num_warps, tile.num_stages, None),
     )  # fmt: skip

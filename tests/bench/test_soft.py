@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from pylate_flash.bench import protocol, soft
+from pylate_flash.bench.protocol import Ceilings, Rounds, Work, floor_of
+from pylate_flash.bench.soft import SoftBatch
+from pylate_flash.bench.suite import run
+from pylate_flash.bench.training import Step
+from pylate_flash.ops import soft_maxsim_reference
+
+CPU = torch.device("cpu")
+SCORES = SoftBatch("scores", 5, 5, 4, 7, d=16)
+STEP = replace(SCORES, name="step", step=True)
+CEILINGS = Ceilings(flops_per_second=1e12, bytes_per_second=1e10)
+
+
+@pytest.mark.parametrize("pieces", [False, True])
+def test_the_reference_is_the_definition(pieces, monkeypatch):
+    if pieces:
+        monkeypatch.setattr(soft.training, "REFERENCE_BYTES", 1)
+    inputs = soft.make_inputs(STEP, CPU, torch.bfloat16)
+    leaves = [
+        tensor.detach().double().requires_grad_() for tensor in (inputs.tensors.queries, inputs.tensors.documents)
+    ]
+    scores = soft_maxsim_reference(*leaves, soft.BETA)
+    loss = inputs.tensors.loss(scores)
+    expected = Step(loss.detach(), scores.detach(), *torch.autograd.grad(loss, leaves))
+    for found, wanted in zip(soft.reference(inputs), expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(soft.reference(inputs._replace(step=False)), expected.scores)
+
+
+def test_every_system_runs_small():
+    """And the package does as well as it promises."""
+    small = replace(soft.suite(), rows=(SCORES, STEP))
+    for dtype in (torch.float32, torch.bfloat16):
+        result = run(small, CPU, dtype, Rounds(0, 1, 0), ceilings=CEILINGS)
+        states = [row["systems"] for row in result["rows"]]
+        assert [state["pylate_flash"]["status"] for state in states] == ["ok", "ok"]
+        assert [state["torch"]["status"] for state in states] == ["ok", "ok"]
+        assert [state["pylate_flash_recomputing"]["status"] for state in states] == ["absent", "ok"]
+
+
+def test_a_wrong_step_has_an_error():
+    inputs = soft.make_inputs(STEP, CPU, torch.float32)
+    expected = soft.reference(inputs)
+    (candidate,) = soft.ours(inputs)
+    found = candidate.call()
+    assert soft.error(found, expected) <= soft.accuracy(inputs, torch.float32)
+    assert soft.error(found._replace(grad_queries=found.grad_queries.roll(1, 0)), expected) > 0.1
+
+
+def test_floors():
+    """Of scores the longest of three times; of a step the sum of products and exponentials."""
+    ceilings = replace(CEILINGS, exponentials_per_second=1e9)
+    work = Work(flops=2e9, bytes=1e7, exponentials=1e6)
+    assert floor_of(work, ceilings) == protocol.Floor(2.0, "compute")
+    assert floor_of(replace(work, exponentials=3e6), ceilings) == protocol.Floor(3.0, "exponentials")
+    assert floor_of(replace(work, exponentials_follow=True), ceilings) == protocol.Floor(
+        3.0, "compute and exponentials"
+    )
+    assert floor_of(work, CEILINGS) == protocol.Floor(2.0, "compute")
+    row = next(row for row in soft.ROWS if row.name == "colpali-64-step")
+    assert row.work(torch.bfloat16).flops == 4 * 2 * 2**32 * 128
+    assert row.work(torch.bfloat16).exponentials == 2 * 2**32

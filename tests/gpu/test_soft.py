@@ -1,0 +1,153 @@
+"""The kernels of soft MaxSim on a GPU against the definition in float64, on the same, already rounded, inputs."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from pylate_flash.ops import maxsim, soft_maxsim, soft_maxsim_reference, soft_maxsim_varlen
+from tests.gpu.embeddings import packed_of, unit
+from tests.ops.cases import Case, cases, relative_error
+from tests.ops.test_soft import check_gradients, soft_gradients, varlen_gradients, varlen_reference
+
+pytestmark = pytest.mark.gpu
+OPTIONS = {"deadline": None, "derandomize": True}
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+SIZES = st.sampled_from([7, 48, 128])
+# The probabilities computed once for both gradients, and once for each.
+BUDGETS = (1 << 30, 0)
+
+kernel = functools.partial(soft_maxsim, implementation="triton")
+varlen_kernel = functools.partial(soft_maxsim_varlen, implementation="triton")
+
+
+def check(case: Case, beta: float) -> None:
+    """Scores, and gradients both ways."""
+    exact = case.queries.dtype == torch.float32
+    expected = soft_maxsim_reference(*case.doubled().tensors, beta, **case.keywords)
+    scores = kernel(*case.tensors, beta, **case.keywords)
+    torch.testing.assert_close(scores.double(), expected, rtol=2e-6, atol=2e-6)
+    expected = soft_gradients(soft_maxsim_reference, case.doubled(), beta)
+    for budget in BUDGETS:
+        found = soft_gradients(functools.partial(kernel, max_scratch_bytes=budget), case, beta)
+        check_gradients(found, expected, 1e-5 if exact else 1e-2)
+        for gradient, reference in zip(found[1:], expected[1:], strict=True):
+            assert gradient.dtype == case.queries.dtype
+            if reference.any():
+                assert F.cosine_similarity(gradient.double().flatten(), reference.flatten(), dim=0) >= 0.9999
+
+
+@settings(max_examples=40, **OPTIONS)
+@given(case=cases(dtypes=DTYPES, max_batch=7, max_length=200, sizes=SIZES), beta=st.sampled_from([0.3, 2.0, 20.0]))
+def test_scores_and_gradients(case: Case, beta: float) -> None:
+    check(case.to("cuda"), beta)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("queries_shape", "documents_shape"),
+    [
+        ((1, 32, 128), (100, 300, 128)),
+        ((1, 1024, 128), (20, 1000, 128)),
+        ((32, 32, 128), (64, 180, 128)),
+        ((130, 33, 128), (70, 45, 128)),
+        ((16, 32, 96), (16, 70, 96)),
+        ((16, 32, 256), (16, 70, 256)),
+        ((5, 32, 320), (40, 64, 320)),
+        ((2, 200, 4096), (3, 150, 4096)),
+        ((8, 32, 128), (8, 16, 300, 128)),
+        ((64, 1, 128), (64, 1, 128)),
+    ],
+)
+def test_shapes_in_use(queries_shape: tuple[int, ...], documents_shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    check(Case(unit(*queries_shape, dtype=dtype), unit(*documents_shape, dtype=dtype, seed=1), None, None, {}), 10.0)
+
+
+@pytest.mark.parametrize("candidates", [None, torch.tensor([0, 2, 2, 5], dtype=torch.int32)])
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_packed_tokens(dtype: torch.dtype, normalize: bool, candidates: Tensor | None) -> None:
+    queries = [unit(length, 128, dtype=dtype, seed=length) for length in (32, 0, 70)]
+    documents = [unit(length, 128, dtype=dtype, seed=length) for length in (300, 1, 0, 64, 129)]
+    options = {"normalize": normalize, "candidates_cu_seqlens": candidates, "reduction": "mean", "empty_score": -5.0}
+    arguments = packed_of(queries, documents)
+    expected = varlen_reference(*(t.double() for t in arguments[:2]), 10.0, *arguments[2:], **options)
+    torch.testing.assert_close(
+        varlen_kernel(*arguments[:2], 10.0, *arguments[2:], **options).double(), expected, rtol=2e-6, atol=2e-6
+    )
+    found = varlen_gradients(varlen_kernel, (arguments, options), 10.0)
+    expected = varlen_gradients(varlen_reference, (arguments, options), 10.0, torch.float64)
+    check_gradients(found, expected, 1e-5 if dtype == torch.float32 else 1e-2)
+
+
+def test_a_large_beta_is_the_maximum() -> None:
+    queries, documents = unit(8, 32, 128, dtype=torch.bfloat16), unit(9, 180, 128, dtype=torch.bfloat16, seed=1)
+    torch.testing.assert_close(kernel(queries, documents, 1e4), maxsim(queries, documents), rtol=1e-3, atol=1e-3)
+
+
+def test_float16_holds_the_gradient_of_a_loss_that_was_scaled() -> None:
+    """Before it is summed, and where it fits the result: probabilities times 65536 are no float16."""
+    queries, documents = unit(4, 32, 128, dtype=torch.float16), unit(5, 180, 128, dtype=torch.float16, seed=1)
+    queries.requires_grad_()
+    documents.requires_grad_()
+    gradients = torch.autograd.grad((65536.0 * kernel(queries, documents, 100.0)).sum() * 0.25, (queries, documents))
+    plain = torch.autograd.grad(kernel(queries, documents, 100.0).sum(), (queries, documents))
+    for found, expected in zip(gradients, plain, strict=True):
+        fits = expected.double().abs() * 16384 < 65504
+        assert relative_error(found[fits], expected[fits].double() * 16384) <= 1e-3
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_same_bits_every_time(dtype: torch.dtype, budget: int) -> None:
+    queries, documents = unit(24, 32, 128, dtype=dtype), unit(40, 180, 128, dtype=dtype, seed=1)
+    case = Case(queries, documents, None, None, {"max_scratch_bytes": budget})
+    first = kernel(queries, documents, 10.0), *soft_gradients(kernel, case, 10.0)
+    for _ in range(20):
+        again = kernel(queries, documents, 10.0), *soft_gradients(kernel, case, 10.0)
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+def test_memory_does_not_hold_the_similarities() -> None:
+    """64 x 64 of 1024 x 1024 tokens: 16 GiB of float32 similarities."""
+    queries, documents = (unit(64, 1024, 128, dtype=torch.bfloat16, seed=seed).requires_grad_() for seed in (0, 1))
+    beta = torch.tensor(10.0, device="cuda", requires_grad=True)
+    grad = torch.ones(64, 64, device="cuda")
+    torch.autograd.grad(kernel(queries, documents, beta), (queries, documents, beta), grad)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    gradients = torch.autograd.grad(kernel(queries, documents, beta), (queries, documents, beta), grad)
+    taken = torch.cuda.max_memory_allocated() - before - sum(gradient.nbytes for gradient in gradients)
+    assert taken <= 64 << 20
+
+
+def test_a_step_in_a_cuda_graph() -> None:
+    queries, documents = (unit(n, 40, 64, seed=n).requires_grad_() for n in (8, 9))
+    beta = torch.tensor(10.0, device="cuda", requires_grad=True)
+    leaves = queries, documents, beta
+
+    def step() -> tuple[Tensor, ...]:
+        scores = kernel(*leaves)
+        return scores.detach(), *torch.autograd.grad(scores.sum(), leaves)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    with torch.no_grad():
+        queries.copy_(unit(8, 40, 64, seed=5))
+        beta.fill_(3.0)
+    graph.replay()
+    for found, expected in zip(captured, step(), strict=True):
+        assert torch.equal(found, expected)
