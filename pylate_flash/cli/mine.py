@@ -138,7 +138,7 @@ def mine(
     rows = ({"query" if key == "anchor" else key: text for key, text in row.items()} for row in found)
     write_file(output, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), "--output")
     print(
-        f"{output} holds {counted(len(found), 'line')} with {counted(num_negatives, 'negative')} each, among the {among}"
+        f"{output} holds {counted(len(found), 'line')}, each with {counted(num_negatives, 'negative')} of the {among}"
     )
     if len(found) < len(queries):
         print(f"Left out: {counted(len(queries) - len(found), 'pair')} with fewer within the bounds")
