@@ -15,7 +15,7 @@ from pylate_flash import __version__
 from pylate_flash.cli.common import UserError, check_file
 from tests.cli.commands import assert_one_clear_sentence, invoke, succeed
 
-COMMANDS = ("demo", "train", "evaluate", "index", "search", "bench", "doctor")
+COMMANDS = ("demo", "train", "mine", "evaluate", "index", "search", "bench", "doctor")
 
 
 def test_help_names_every_command_and_every_command_explains_itself() -> None:
