@@ -137,9 +137,7 @@ def mine(
         )
     rows = ({"query" if key == "anchor" else key: text for key, text in row.items()} for row in found)
     write_file(output, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), "--output")
-    print(
-        f"{output} holds {counted(len(found), 'line')}, each with {counted(num_negatives, 'negative')} of the {among}"
-    )
+    print(f"{output} holds {counted(len(found), 'line')} of {counted(num_negatives, 'negative')} out of the {among}")
     if len(found) < len(queries):
         print(f"Left out: {counted(len(queries) - len(found), 'pair')} with fewer within the bounds")
     print(f"Next: pylate-flash train --data {shlex.quote(str(output))} ...")
