@@ -94,4 +94,5 @@ $(VENV)/.installed-dev: pyproject.toml | $(BIN)/python
 
 $(VENV)/.installed-dev-st: pyproject.toml | $(BIN)/python
 	$(call install,dev-st)
+	$(compile_metrics)
 	@touch $@

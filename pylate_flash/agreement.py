@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .evaluation import RetrievalEvaluation
+from .beir import RetrievalEvaluation
 
 __all__ = ["Agreement", "compare"]
 
@@ -45,7 +45,7 @@ def compare(
     Parameters
     ----------
     first, second
-        Results of `evaluation.evaluate_retrieval` for the same queries and metrics.
+        Results of `beir.evaluate_retrieval` for the same queries and metrics.
     depth
         How many of the best documents of each query are compared.
     tolerance

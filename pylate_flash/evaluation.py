@@ -4,8 +4,8 @@
     result = evaluate_retrieval(model, documents, queries, qrels)
     result.metrics                 # {"ndcg@10": ..., "map": ..., "recall@100": ..., "mrr@10": ...}
 
-The names of `pylate.evaluation` are here too, so that `from pylate import evaluation` becomes
-`from pylate_flash import evaluation`.
+These are those of `pylate_flash.beir`, which needs no PyLate. The names of `pylate.evaluation` are here too, so that
+`from pylate import evaluation` becomes `from pylate_flash import evaluation`.
 """
 
 from __future__ import annotations
@@ -13,19 +13,9 @@ from __future__ import annotations
 from . import _needs_pylate  # noqa: F401
 
 # isort: split
-import contextlib
-import os
-import re
-import reprlib
-import tempfile
-import time
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
-import torch
 from pylate.evaluation import evaluate, get_beir_triples, load_beir, load_custom_dataset
 from pylate.evaluation.colbert_distillation import ColBERTDistillationEvaluator as _PyLateDistillation
 from pylate.evaluation.colbert_triplet import ColBERTTripletEvaluator as _PyLateTriplet
@@ -33,17 +23,10 @@ from pylate.evaluation.nano_beir_evaluator import NanoBEIREvaluator as _PyLateNa
 from pylate.evaluation.pylate_information_retrieval_evaluator import (
     PyLateInformationRetrievalEvaluator as _PyLateInformationRetrieval,
 )
-from pylate.rank import RerankResult
 from sentence_transformers.evaluation import SentenceEvaluator
-from tqdm import tqdm
 
-from ._switches import backend_in_force
-from .corpus_files import Corpus, read_lines, read_records
-from .index.store import SHARD_BYTES
-from .indexes import Flat
-from .projection import encode_hidden_states
+from .beir import RetrievalEvaluation, evaluate_retrieval, load_beir_folder
 from .register import use_scorer
-from .retrieve import ColBERT
 from .scores import scorer_of
 
 __all__ = [
@@ -59,200 +42,6 @@ __all__ = [
     "load_beir_folder",
     "load_custom_dataset",
 ]
-
-Qrels = Mapping[str, Mapping[str, int]]
-# ranx keeps relevances in 64 bits, and computes with powers and sums of them.
-_INTEGER = re.compile("[+-]?[0-9]{1,9}")
-_NUMBER = re.compile("[+-]?[0-9.]")
-# Batches of documents between two writes to the index: texts are sorted by length within them, so few would waste
-# work on padding, and many would leave the progress bar standing still.
-_BATCHES_PER_STEP = 16
-
-
-def load_beir_folder(
-    path: str | os.PathLike[str], split: str = "test"
-) -> tuple[list[dict[str, str]], dict[str, str], dict[str, dict[str, int]]]:
-    """Load a collection in BEIR's layout from a folder.
-
-        corpus.jsonl         {"_id": "d1", "title": "optional", "text": "..."} per line
-        queries.jsonl        {"_id": "q1", "text": "..."} per line
-        qrels/<split>.tsv    query id, document id and an integer relevance per line, tab-separated; a header is skipped
-
-    Parameters
-    ----------
-    path
-        The folder.
-    split
-        Which file of `qrels/`.
-
-    Returns
-    -------
-    documents
-        `{"id", "text"}` of every document, in the order of the file; `text` is title and text, joined by a space.
-    queries
-        Id and text of the queries that the split judges, in the order of its file.
-    qrels
-        For each of them, document ids and relevances.
-
-    Raises
-    ------
-    ValueError
-        If a file is missing, or a line malformed: the message names the file and the line. Among these are repeated
-        ids, a judgement given twice with different relevances, and one of a query or document that does not exist.
-    """
-    folder = Path(path)
-    files = [folder / "corpus.jsonl", folder / "queries.jsonl", folder / "qrels" / f"{split}.tsv"]
-    missing = [str(file.relative_to(folder)) for file in files if not file.is_file()]
-    if missing:
-        splits = ", ".join(sorted(file.stem for file in folder.glob("qrels/*.tsv"))) or "none"
-        raise ValueError(
-            f"{folder} is not a BEIR folder with a split {split!r}: expected corpus.jsonl, queries.jsonl and "
-            f"qrels/{split}.tsv, missing {', '.join(missing)}; splits found: {splits}"
-        )
-    documents = [document._asdict() for document in Corpus(files[0])]
-    ids = {document["id"] for document in documents}
-    with files[1].open("rb") as lines:
-        texts = {query_id: record["text"] for query_id, record in read_records(lines, files[1])}
-    qrels: dict[str, dict[str, int]] = {}
-    for where, query_id, document_id, relevance in _read_qrels(files[2]):
-        if query_id not in texts:
-            raise ValueError(f"{where}: query {query_id!r} is not in {files[1].name}")
-        if document_id not in ids:
-            raise ValueError(f"{where}: document {document_id!r} is not in {files[0].name}")
-        if qrels.setdefault(query_id, {}).setdefault(document_id, relevance) != relevance:
-            raise ValueError(
-                f"{where}: document {document_id!r} has been judged {qrels[query_id][document_id]} for query "
-                f"{query_id!r} before, and {relevance} here"
-            )
-    return documents, {query_id: texts[query_id] for query_id in qrels}, qrels
-
-
-@dataclass(frozen=True)
-class RetrievalEvaluation:
-    """What `evaluate_retrieval` found.
-
-    Attributes
-    ----------
-    metrics
-        Mean of each metric over the queries.
-    per_query
-        For each metric, its value for every query id.
-    run
-        For every query id what was retrieved, `{"id", "score"}`, best first.
-    timings
-        Seconds of the steps that were taken: "encode_documents", "index", "encode_queries", "search".
-    scorer
-        What computed the scores.
-    """
-
-    metrics: dict[str, float]
-    per_query: dict[str, dict[str, float]]
-    run: dict[str, list[RerankResult]]
-    timings: dict[str, float]
-    scorer: str
-
-
-def evaluate_retrieval(
-    model: Any,
-    documents: Sequence[Mapping[str, str]],
-    queries: Mapping[str, str],
-    qrels: Qrels,
-    *,
-    index: Flat | str | os.PathLike[str] | None = None,
-    k: int = 100,
-    batch_size: int = 32,
-    scorer: str | None = None,
-    metrics: Sequence[str] = ("ndcg@10", "map", "recall@100", "mrr@10"),
-    show_progress: bool = True,
-) -> RetrievalEvaluation:
-    """Encode a collection, index it exactly, retrieve, and compute metrics by `ranx`.
-
-    The metrics are those of the order that the index returns, in which equal scores are in the order of `documents`.
-    A document is not skipped for having the id of the query, as some BEIR data sets ask for.
-
-    Parameters
-    ----------
-    model
-        A ColBERT model of this package or of PyLate.
-    documents
-        `{"id", "text"}` of every document, as from `load_beir_folder`.
-    queries
-        Id and text. Those without judgements are left out.
-    qrels
-        For every query id, document ids and relevances; 1 and above is relevant.
-    index
-        None: a temporary one. A folder: a new index is built there. A `Flat`: if it is empty the documents are added
-        to it, and it remembers the model; otherwise it must hold just these documents, of this model if it remembers
-        one, and is searched as it is, without encoding them again. One with a projection gets hidden states.
-    k
-        Documents retrieved per query: metrics without a cutoff, such as "map", see no more than these.
-    batch_size
-        Texts encoded at a time.
-    scorer
-        As in `indexes.Flat`. None: the model's flag, else what `use_scorer` or the environment variable
-        `PYLATE_SCORES_BACKEND` says, else "pylate_flash".
-    metrics
-        Names as `ranx` knows them.
-    show_progress
-        Draw progress bars.
-
-    Returns
-    -------
-    RetrievalEvaluation
-        Metrics, their values per query, the retrieved documents, and timings.
-
-    Raises
-    ------
-    ValueError
-        If a metric is unknown or its cutoff exceeds `k`, there is nothing to evaluate, `qrels` name unknown queries or
-        documents, or `index` holds other documents or another model's, or a folder already holds an index.
-    ModuleNotFoundError
-        If `ranx` is not installed.
-    """
-    _check_metrics(metrics, k)
-    ids = [document["id"] for document in documents]
-    _check_judgements(set(ids), queries, qrels)
-    with contextlib.ExitStack() as stack:
-        if index is None:
-            index = Path(stack.enter_context(tempfile.TemporaryDirectory()), "index")
-        if not isinstance(index, Flat):
-            index = Flat(Path(index).parent, Path(index).name, show_progress=show_progress)
-            if len(index):
-                raise ValueError(
-                    f"index: {index.index_path} already holds an index of {len(index)} documents: to search it as it "
-                    "is pass indexes.Flat(folder, name), to build it anew indexes.Flat(folder, name, override=True)"
-                )
-        elif len(index) and set(index.documents_ids) != set(ids):
-            raise ValueError(
-                f"index: {index.index_path} holds {len(index)} documents that are not the {len(ids)} documents to "
-                "evaluate on"
-            )
-        timings: dict[str, float] = {}
-        if len(index):
-            index.check_model(model)
-        else:
-            # What is no module has no weights to remember it by.
-            if isinstance(model, torch.nn.Module):
-                index.record_model(model)
-            _add(index, model, documents, batch_size, timings, show_progress)
-        with _timed(timings, "encode_queries"):
-            queries_embeddings = model.encode(
-                [queries[query_id] for query_id in qrels],
-                batch_size=batch_size,
-                is_query=True,
-                show_progress_bar=show_progress,
-            )
-        if scorer is None:
-            flag = scorer_of(model)[0]
-            scorer = backend_in_force(None if flag == "auto" else flag)
-        scorer = "pylate_flash" if scorer == "auto" else scorer
-        stack.callback(setattr, index, "scorer", index.scorer)
-        index.scorer = scorer
-        with _timed(timings, "search"):
-            retrieved = ColBERT(index=index).retrieve(queries_embeddings, k=k)
-    run = dict(zip(qrels, retrieved, strict=True))
-    means, per_query = _compute(run, qrels, metrics)
-    return RetrievalEvaluation(means, per_query, run, timings, scorer)
 
 
 class _ScoredAsTheModelSays(SentenceEvaluator):
@@ -294,119 +83,3 @@ class PyLateInformationRetrievalEvaluator(_AsksTheModel, _PyLateInformationRetri
 
 class NanoBEIREvaluator(_AsksTheModel, _PyLateNanoBEIR):
     """PyLate's `NanoBEIREvaluator`, scored by the flags of the model that it evaluates."""
-
-
-def _add(
-    index: Flat,
-    model: Any,
-    documents: Sequence[Mapping[str, str]],
-    batch_size: int,
-    timings: dict[str, float],
-    show_progress: bool,
-) -> None:
-    """Encode documents and add them to the index, a shard's worth at a time, so that memory stays bounded."""
-    step = batch_size * _BATCHES_PER_STEP
-    ids: list[str] = []
-    embeddings: list[Any] = []
-    with tqdm(total=len(documents), desc="Encoding documents", unit="doc", disable=not show_progress) as progress:
-        for start in range(0, len(documents), step):
-            some = documents[start : start + step]
-            with _timed(timings, "encode_documents"):
-                texts = [document["text"] for document in some]
-                if index.projection is None:
-                    embeddings += model.encode(texts, batch_size=batch_size, is_query=False, show_progress_bar=False)
-                else:
-                    embeddings += encode_hidden_states(model, texts, batch_size=batch_size)
-            ids += [document["id"] for document in some]
-            progress.update(len(some))
-            if start + step >= len(documents) or sum(array.nbytes for array in embeddings) >= SHARD_BYTES:
-                with _timed(timings, "index"):
-                    index.add_documents(ids, embeddings)
-                ids, embeddings = [], []
-
-
-@contextlib.contextmanager
-def _timed(timings: dict[str, float], name: str) -> Iterator[None]:
-    start = time.perf_counter()
-    yield
-    timings[name] = timings.get(name, 0.0) + time.perf_counter() - start
-
-
-def _check_metrics(metrics: Sequence[str], k: int) -> None:
-    """Before anything is encoded: every metric must be known, and `k` documents must be enough for it."""
-    from ranx.metrics import metric_switch
-
-    if isinstance(metrics, str) or not metrics:
-        raise ValueError(f"metrics must be a list of at least one name, got {metrics!r}")
-    for metric in metrics:
-        name, _, cutoff = metric.partition("-l")[0].partition("@")
-        try:
-            metric_switch(name.partition(".")[0])
-            # The number of rank-biased precision is its persistence, not a cutoff.
-            exceeded = bool(cutoff) and name != "rbp" and int(cutoff) > k
-        except ValueError as error:
-            raise ValueError(f"metrics: {metric!r} is no metric of ranx: {error}") from None
-        if exceeded:
-            raise ValueError(f"metrics: {metric!r} needs {cutoff} documents per query, but k is {k}")
-
-
-def _check_judgements(ids: set[str], queries: Mapping[str, str], qrels: Qrels) -> None:
-    if not ids or not qrels:
-        raise ValueError(f"there is nothing to evaluate: {len(ids)} documents, {len(qrels)} judged queries")
-    for query_id, judged in qrels.items():
-        if query_id not in queries:
-            raise ValueError(f"qrels: query {query_id!r} is not in queries")
-        for document_id in judged:
-            if document_id not in ids:
-                raise ValueError(f"qrels: document {document_id!r} of query {query_id!r} is not in documents")
-
-
-def _compute(
-    run: Mapping[str, Sequence[RerankResult]], qrels: Qrels, metrics: Sequence[str]
-) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
-    """Means and values per query of ranx's metrics."""
-    from ranx import Qrels as RanxQrels
-    from ranx import Run
-    from ranx import evaluate as ranx_evaluate
-
-    # ranx sorts by score with an unstable sort, so equal scores would fall as they may: give it ranks instead.
-    ranks = {
-        query_id: {result["id"]: float(len(results) - rank) for rank, result in enumerate(results)}
-        for query_id, results in run.items()
-        if results
-    }
-    if not ranks:
-        return dict.fromkeys(metrics, 0.0), {metric: dict.fromkeys(qrels, 0.0) for metric in metrics}
-    ranx_run = Run(ranks)
-    judged = {query_id: dict(documents) for query_id, documents in qrels.items()}
-    with warnings.catch_warnings():
-        # Numba's warning, while it compiles ranx, about the cast of a loop index.
-        warnings.filterwarnings("ignore", message="unsafe cast from uint64 to int64")
-        ranx_evaluate(RanxQrels(judged), ranx_run, list(metrics), make_comparable=True)
-    means = {metric: float(ranx_run.mean_scores[metric]) for metric in metrics}
-    per_query = {
-        metric: {query_id: float(ranx_run.scores[metric][query_id]) for query_id in qrels} for metric in metrics
-    }
-    return means, per_query
-
-
-def _read_qrels(file: Path) -> Iterator[tuple[str, str, str, int]]:
-    """Place, query id, document id and relevance of every judgement."""
-    first, judgements = True, 0
-    with file.open("rb") as lines:
-        for _, where, line in read_lines(lines, file):
-            fields = line.split("\t")
-            if len(fields) != 3:
-                raise ValueError(
-                    f"{where}: expected query id, document id and relevance, tab-separated; got {len(fields)} field(s)"
-                )
-            relevance = fields[2].strip()
-            if _INTEGER.fullmatch(relevance):
-                judgements += 1
-                yield where, fields[0], fields[1], int(relevance)
-            elif not first or _NUMBER.match(relevance):
-                digits = " of at most 9 digits" if relevance.lstrip("+-").isdigit() else ""
-                raise ValueError(f"{where}: the relevance must be an integer{digits}, got {reprlib.repr(fields[2])}")
-            first = False
-    if not judgements:
-        raise ValueError(f"{file} holds no judgements")

@@ -51,8 +51,8 @@ class Flat(Base):
         How embeddings are kept: "float32", "float16" or "bfloat16". None: as the existing index does, or float32,
         which keeps float32 and narrower embeddings exactly. Queries are rounded to it before they are scored.
     scorer
-        "pylate_flash" (or "auto"): this package's kernels. "torch", "flash" or "lik": PyLate's scorer of that name, for
-        comparison; every document is scored without padding, so all of them give the same scores up to rounding.
+        "pylate_flash" (or "auto"): this package's kernels. For comparison, with equal scores up to rounding: PyLate's
+        "torch", "flash" or "lik"; without PyLate, "torch" is `util.maxsim` of sentence-transformers.
     device
         Where to score. None: CUDA if there is one, else the CPU.
     show_progress
@@ -240,7 +240,7 @@ class Flat(Base):
         Parameters
         ----------
         model
-            A ColBERT model of this package or of PyLate.
+            A ColBERT model of this package or of PyLate, or a `MultiVectorEncoder` of sentence-transformers.
         name
             What it was loaded from: a folder or a name. A folder is also remembered as seen from the index, so that
             both can be moved together. None: as recorded before, if anything was.

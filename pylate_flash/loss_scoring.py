@@ -156,6 +156,7 @@ def _cross_entropy(
 
 def soft_scores(contrast: Contrast, queries: Tensor, queries_mask: Tensor | None, documents: Padded | Packed) -> Tensor:
     """Scores of embeddings by the smooth maximum of a loss."""
+    assert contrast.smooth is not None
     options = Options(
         normalize=contrast.normalize,
         reduction=contrast.reduction,

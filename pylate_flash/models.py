@@ -22,6 +22,7 @@ from pylate.models import Dense
 from torch import Tensor
 
 from ._switches import check_backend, check_masking, masking_in_force
+from .encoders import longest_input
 from .projection import dense_layers
 from .scores import colbert_scores, colbert_scores_pairwise
 
@@ -143,14 +144,7 @@ class ColBERT(pylate.models.ColBERT):
     @property
     def longest_input(self) -> int | None:
         """The most tokens that the encoder has positions for, special tokens included; None if nothing limits them."""
-        encoder: Any = self[0].auto_model
-        limit = getattr(encoder.config, "max_position_embeddings", None)
-        if not isinstance(limit, int) or limit < 1:
-            return None
-        # RoBERTa's family counts positions from the one after that of padding.
-        tables = (module for name, module in encoder.named_modules() if name.endswith("position_embeddings"))
-        padding = getattr(next(tables, None), "padding_idx", None)
-        return limit if padding is None else limit - padding - 1
+        return longest_input(self)
 
     def append(self, module: Any) -> ColBERT:
         """Add a module at the end, as `torch.nn.Sequential.append` does."""

@@ -13,8 +13,6 @@ from . import _needs_pylate  # noqa: F401
 import copy
 import json
 import logging
-import sys
-import time
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -22,21 +20,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from pylate.losses.cached_contrastive import CachedContrastive as PyLateCachedContrastive
 from pylate.losses.contrastive import Contrastive as PyLateContrastive
 from pylate.losses.distillation import Distillation as PyLateDistillation
-from pylate.utils import ColBERTCollator, get_world_size
+from pylate.utils import ColBERTCollator
 from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer, SentenceTransformerTrainingArguments
 from sentence_transformers.sampler import DefaultBatchSampler
 from sentence_transformers.training_args import BatchSamplers
 from torch import Tensor, nn
-from transformers import TrainerCallback
 
 from ._switches import check_backend, check_masking
 from .loss_flags import is_scored_here
 from .loss_scoring import Stopwatch
 from .losses import CachedContrastive, Contrastive, Distillation
+from .training_measures import MeasuredTrainer, Meter
 
 __all__ = ["ColBERTTrainer", "ColBERTTrainingArguments"]
 
@@ -101,48 +98,12 @@ class ColBERTTrainingArguments(SentenceTransformerTrainingArguments):
         super().__post_init__()
 
 
-class _Meter(TrainerCallback):
-    """Counts tokens, negatives and time between two log entries; evaluation and saving do not count as time."""
-
-    def __init__(self) -> None:
-        self.reset()
+class _Meter(Meter):
+    """Counts the time of this package's losses too."""
 
     def reset(self) -> None:
-        self.finite: Tensor | None = None
-        self.tokens: Tensor | None = None
-        self.negatives: list[int] = []
+        super().reset()
         self.stopwatch = Stopwatch()
-        self.seconds = 0.0
-        self.since = time.perf_counter()
-
-    def add_time(self) -> None:
-        now = time.perf_counter()
-        self.seconds += now - self.since
-        self.since = now
-
-    def on_train_begin(self, args, state, control, **kwargs) -> None:
-        self.reset()
-
-    def on_step_end(self, args, state, control, **kwargs) -> None:
-        self.add_time()
-
-    def _leave_out(self, args, state, control, **kwargs) -> None:
-        self.since = time.perf_counter()
-
-    # The trainer logs, evaluates and saves after the end of a step: what passed since then was none of the training.
-    on_log = on_evaluate = on_save = _leave_out
-
-
-class _Epochs(TrainerCallback):
-    """Tells the sampler its epoch, also that of a run that resumes in the middle of one.
-
-    The data loader that skips the batches of before keeps this from it, so that they would come in the first epoch's
-    order.
-    """
-
-    def on_epoch_begin(self, args, state, control, train_dataloader=None, **kwargs) -> None:
-        if hasattr(train_dataloader, "set_epoch"):
-            train_dataloader.set_epoch(int(state.epoch or 0))
 
 
 class _Collator(ColBERTCollator):
@@ -170,7 +131,7 @@ def _listed(lengths: set[int | None]) -> str:
     return " and ".join(str(length) for length in sorted(lengths, key=lambda length: length or 0))
 
 
-class ColBERTTrainer(SentenceTransformerTrainer):
+class ColBERTTrainer(MeasuredTrainer, SentenceTransformerTrainer):
     """sentence-transformers' trainer with the defaults of a ColBERT model.
 
     Columns are what PyLate's collator expects: the query first, in a column with ``query`` or ``anchor`` in its name,
@@ -220,6 +181,8 @@ class ColBERTTrainer(SentenceTransformerTrainer):
         While it trains, if the loss is not finite.
     """
 
+    contrastive = _CONTRASTIVE
+
     def __init__(
         self,
         model: SentenceTransformer | None = None,
@@ -264,14 +227,9 @@ class ColBERTTrainer(SentenceTransformerTrainer):
         if self.accelerator.dataloader_config.dispatch_batches is None:
             # By default one rank reads an IterableDataset for all, and can hand on nothing but tensors.
             self.accelerator.dataloader_config.dispatch_batches = False
-        self._meter = _Meter()
-        self.add_callback(self._meter)
-        self.add_callback(_Epochs())
+        self.measure(_Meter())
 
     # Setting up
-
-    def _losses(self) -> list[nn.Module]:
-        return list(self.loss.values()) if isinstance(self.loss, dict) else [self.loss]
 
     def _apply_scorer(self) -> None:
         """Write ``args.scorer``, ``args.masking`` and ``args.fuse_projection`` where the losses read them."""
@@ -280,8 +238,8 @@ class ColBERTTrainer(SentenceTransformerTrainer):
         if not flags:
             return
         model_has_flags = hasattr(self.model, "scorer")
-        following = [loss for loss in self._losses() if isinstance(loss, _FOLLOWING)]
-        for loss in self._losses():
+        following = [loss for loss in self.losses() if isinstance(loss, _FOLLOWING)]
+        for loss in self.losses():
             # A loss from elsewhere may read the model's flags; PyLate's never do.
             if loss not in following and (not model_has_flags or isinstance(loss, _PYLATE)):
                 raise ValueError(
@@ -298,7 +256,7 @@ class ColBERTTrainer(SentenceTransformerTrainer):
                     setattr(loss, name, value)
 
     def _resolve_batch_sampler(self) -> None:
-        in_batch_negatives = all(isinstance(loss, _CONTRASTIVE) for loss in self._losses())
+        in_batch_negatives = all(isinstance(loss, _CONTRASTIVE) for loss in self.losses())
         indexed = hasattr(self.train_dataset, "__len__")
         if getattr(self.args, "_chooses_sampler", False) and in_batch_negatives and indexed:
             # In a copy: the same arguments may serve another trainer, with another loss.
@@ -307,7 +265,7 @@ class ColBERTTrainer(SentenceTransformerTrainer):
 
     def _warn_about_accumulation(self) -> None:
         steps = self.args.gradient_accumulation_steps
-        names = sorted({type(loss).__name__ for loss in self._losses() if isinstance(loss, _CONTRASTIVE)})
+        names = sorted({type(loss).__name__ for loss in self.losses() if isinstance(loss, _CONTRASTIVE)})
         if steps == 1 or not names:
             return
         size = self.args.per_device_train_batch_size
@@ -364,89 +322,29 @@ class ColBERTTrainer(SentenceTransformerTrainer):
         accelerate ends autocast after the model's forward, and makes its output float32. Embeddings that a layer has
         computed in half precision are such numbers still: multiplied as such, their products are the same, and faster.
         """
-        loss = self._loss_of(inputs)
+        loss = self.loss_of(inputs)
         autocast = isinstance(loss, _FOLLOWING) and is_scored_here(loss)
         with self.accelerator.autocast() if autocast else nullcontext():
             return super().compute_loss(model, inputs, *args, **kwargs)  # type: ignore[arg-type]
 
-    def _loss_of(self, inputs: dict[str, Any]) -> nn.Module:
-        return self.loss[inputs["dataset_name"]] if isinstance(self.loss, dict) else self.loss
-
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args, **kwargs) -> Tensor:
         """One forward and backward of a batch, counted."""
-        features, _ = self.collect_features(inputs)
-        # On a GPU this stays there until the next log entry: reading it here would wait for the device at every step.
-        tokens = torch.stack([column["attention_mask"].sum() for column in features]).sum()
-        self._meter.tokens = tokens if self._meter.tokens is None else self._meter.tokens + tokens
-        loss = self._loss_of(inputs)
-        if isinstance(loss, _CONTRASTIVE):
-            documents = (len(features) - 1) * features[0]["input_ids"].shape[0]
-            self._meter.negatives.append(documents * (get_world_size() if loss.gather_across_devices else 1) - 1)
+        loss: Any = self.loss_of(inputs)
         # Not in evaluations, which take none of the time that is measured.
-        loss.stopwatch = self._meter.stopwatch  # type: ignore[assignment]
+        loss.stopwatch = self._stopwatch
         try:
-            value = super().training_step(model, inputs, *args, **kwargs)
+            return super().training_step(model, inputs, *args, **kwargs)
         finally:
-            loss.stopwatch = None  # type: ignore[assignment]
-        finite = torch.isfinite(value)
-        self._meter.finite = finite if self._meter.finite is None else self._meter.finite & finite
-        return value
+            loss.stopwatch = None
 
-    def train(self, *args, **kwargs) -> Any:
-        """Train as sentence-transformers does."""
-        result = super().train(*args, **kwargs)
-        self._check_finite()
-        return result
-
-    def _check_finite(self) -> None:
-        if self._meter.finite is None or self.args.fp16:
-            return
-        # On all ranks together: one that stopped alone would leave the others waiting for it.
-        if not self.accelerator.gather(self._meter.finite.reshape(1)).all():
-            raise FloatingPointError(
-                f"the loss is not finite (step {self.state.global_step} or shortly before); a lower learning rate may "
-                "help, or the scores in the data may be too large"
-            )
-
-    def _save_checkpoint(self, *args, **kwargs) -> None:
-        self._check_finite()
-        super()._save_checkpoint(*args, **kwargs)
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log, with negatives, speed and memory if the entry is one of the training."""
-        if "loss" in logs and self._meter.tokens is not None:
-            self._check_finite()
-            logs = {**logs, **self._measurements(self._meter.tokens)}
-        super().log(logs, start_time)
-
-    def _measurements(self, tokens_here: Tensor) -> dict[str, float]:
-        meter, device = self._meter, self.args.device
-        here = torch.stack([tokens_here.to(device), torch.tensor(_peak_memory(device), device=device)])
-        ranks = self.accelerator.gather(here.unsqueeze(0))
-        tokens, peak = ranks[:, 0].sum().item(), ranks[:, 1].max().item()
-        # Reading the tokens has waited for the device: this is the time of all that was started since the last entry.
-        meter.add_time()
-        measured = {
-            "tokens_per_second": round(tokens / meter.seconds, 1),
-            "peak_memory_mib": round(peak / 2**20, 1),
-        }
-        if any(isinstance(loss, _FOLLOWING) for loss in self._losses()):
-            measured["loss_time_share"] = round(meter.stopwatch.read() / meter.seconds, 4)
-        if meter.negatives:
-            measured["in_batch_negatives_per_query"] = round(sum(meter.negatives) / len(meter.negatives), 2)
-        meter.reset()
+    def measurements(self, tokens_here: Tensor) -> dict[str, float]:
+        """What has been counted since the last entry of the log, with the share of time of this package's losses."""
+        measured = super().measurements(tokens_here)
+        if any(isinstance(loss, _FOLLOWING) for loss in self.losses()):
+            measured["loss_time_share"] = round(self._stopwatch.read() / self._meter.seconds, 4)
         return measured
 
-
-def _peak_memory(device: torch.device) -> int:
-    """Most bytes so far: allocated by torch on a CUDA device; resident in the process for any other device."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    if sys.platform == "win32":
-        import psutil
-
-        return psutil.Process().memory_info().peak_wset
-    import resource
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    @property
+    def _stopwatch(self) -> Stopwatch:
+        assert isinstance(self._meter, _Meter)
+        return self._meter.stopwatch

@@ -121,6 +121,19 @@ def tiny_colbert_path(minilm_path: str, tmp_path_factory: pytest.TempPathFactory
 
 
 @pytest.fixture(scope="session")
+def pylate_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a tiny ColBERT as PyLate saves it, which PyLate loads, and sentence-transformers 6 as well."""
+    if set(ABSENT) >= {"pylate", "sentence_transformers"}:
+        pytest.skip("needs PyLate or sentence-transformers")
+    from tests.pylate_checkpoint import write_checkpoint
+
+    folder = tmp_path_factory.mktemp("saved-by-pylate") / "model"
+    folder.mkdir()
+    write_checkpoint(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def cranfield() -> Path:
     """Folder of the Cranfield collection in BEIR format, where it lies beside the project."""
     folder = Path(__file__).parents[2] / "shared" / "data" / "cranfield"

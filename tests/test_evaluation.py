@@ -13,7 +13,7 @@ import pylate.models
 import pytest
 import torch
 
-from pylate_flash import evaluation, indexes, models, register, registered, scores, unregister
+from pylate_flash import beir, evaluation, indexes, models, register, registered, scores, unregister
 from pylate_flash.evaluation import evaluate_retrieval, load_beir_folder
 
 CORPUS = [
@@ -239,8 +239,8 @@ def test_an_index_remembers_the_model_and_another_one_is_refused(tiny_colbert_pa
 
 
 def test_documents_are_indexed_in_steps_of_bounded_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(evaluation, "SHARD_BYTES", 100)
-    monkeypatch.setattr(evaluation, "_BATCHES_PER_STEP", 1)
+    monkeypatch.setattr(beir, "SHARD_BYTES", 100)
+    monkeypatch.setattr(beir, "_BATCHES_PER_STEP", 1)
     index = indexes.Flat(tmp_path, "index", device="cpu", show_progress=False)
     with mock.patch.object(index, "add_documents", wraps=index.add_documents) as add:
         evaluate_retrieval(OneHot(), DOCUMENTS, TEXTS, JUDGED, index=index, batch_size=1, show_progress=False)

@@ -20,6 +20,10 @@ PYLATE = "evaluation", "losses", "models", "rank", "retrieve", "scores", "traine
 # What the losses of all hosts share.
 SHARED = ("projection", "loss_arguments", "loss_scoring", "cached_gradients", "mini_batches", "gathering")
 NEEDS_PYLATE = 'needs PyLate, which is not installed: pip install "pylate-flash[pylate]"'
+NEEDS_EITHER = (
+    'needs PyLate or sentence-transformers 6, and neither is installed: pip install "pylate-flash[pylate]" or pip '
+    'install "pylate-flash[sentence-transformers]"'
+)
 
 
 def run(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
@@ -61,6 +65,7 @@ def test_what_needs_no_host_imports_without_one() -> None:
         if module.name != "pylate_flash.cli.training_run" and not module.name.endswith("__main__")
     ]
     modules += [f"pylate_flash.{name}" for name in SHARED]
+    modules += ["pylate_flash.beir", "pylate_flash.encoders", "pylate_flash.negatives", "pylate_flash.agreement"]
     assert {"pylate_flash.ops.maxsim", "pylate_flash.kernels.backward.lists", "pylate_flash.index.store"} <= {*modules}
     done = run(f"import importlib\nfor name in {modules!r}: importlib.import_module(name)")
     assert done.returncode == 0, done.stderr
@@ -106,19 +111,25 @@ for name in {PYLATE * 2!r}:
 
 
 @pytest.mark.parametrize(
-    "command",
+    ("command", "needs"),
     [
-        ("demo",), ("train", "--data", "d", "--model", "m", "--output", "o"),
-        ("evaluate", "--data", "d", "--model", "m"), ("search", "text"), ("index", "add", "--data", "d"),
-        ("index", "build", "--data", "d", "--model", "m"),
+        (("demo",), NEEDS_PYLATE),
+        (("train", "--data", "d", "--model", "m", "--output", "o"), NEEDS_EITHER),
+        (("mine", "--data", "d", "--model", "m", "--output", "o"), NEEDS_EITHER),
+        (("evaluate", "--data", "d", "--model", "m"), NEEDS_EITHER),
+        (("search", "text"), NEEDS_EITHER),
+        (("index", "add", "--data", "d"), NEEDS_EITHER),
+        (("index", "build", "--data", "d", "--model", "m"), NEEDS_EITHER),
     ],
-    ids=lambda command: " ".join(command[:2]),
-)  # fmt: skip
-def test_a_command_that_needs_pylate_says_which_extra_installs_it(command: tuple[str, ...], tmp_path: Path) -> None:
+    ids=lambda value: " ".join(value[:2]) if isinstance(value, tuple) else "",
+)
+def test_a_command_that_needs_a_host_says_which_extra_installs_it(
+    command: tuple[str, ...], needs: str, tmp_path: Path
+) -> None:
     done = run(f"import os; os.chdir({str(tmp_path)!r})\nfrom pylate_flash.cli import main; main()", *command)
     name = " ".join(command[: 2 if command[0] == "index" else 1])
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == f"pylate-flash: pylate-flash {name} {NEEDS_PYLATE}\n"
+    assert done.stderr == f"pylate-flash: pylate-flash {name} {needs}\n"
     assert list(tmp_path.iterdir()) == []
 
 

@@ -95,7 +95,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr("pylate_flash.trainer.time", clock)
+    monkeypatch.setattr("pylate_flash.training_measures.time", clock)
     return clock
 
 
@@ -167,7 +167,7 @@ def test_logged_numbers(
 ) -> None:
     """Two log entries of two steps of two batches each; evaluation after every step takes no training time."""
     loss = Observed(model, clock=clock)
-    monkeypatch.setattr("pylate_flash.trainer._peak_memory", lambda device: 3 * 2**20)
+    monkeypatch.setattr("pylate_flash.training_measures._peak_memory", lambda device: 3 * 2**20)
     args = arguments(
         tmp_path,
         max_steps=4,

@@ -1,4 +1,4 @@
-"""The command line: `pylate-flash demo | train | evaluate | index | search | bench | doctor`, a file for each.
+"""The command line: `pylate-flash demo | train | mine | evaluate | index | search | bench | doctor`, a file for each.
 
 Everything heavy is imported inside the commands, so that `--help` answers at once.
 """
@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from .. import __version__
-from . import bench, demo, doctor, evaluate, index, search, train
+from . import bench, demo, doctor, evaluate, index, mine, search, train
 from .common import command
 
 __all__ = ["app", "main"]
@@ -18,7 +18,7 @@ __all__ = ["app", "main"]
 
 app = typer.Typer(
     name="pylate-flash",
-    help="Score, train and retrieve with PyLate through fused, exact MaxSim.",
+    help="Score, train and retrieve with PyLate or sentence-transformers through fused, exact MaxSim.",
     epilog="Start with `pylate-flash demo`. Every command explains itself: `pylate-flash train --help`. Exit codes: "
     "0 done, 1 a check of the results failed, 2 something to put right, which one sentence names, 70 a mistake of the "
     "program (PYLATE_FLASH_TRACEBACK=1 shows where), 130 interrupted.",
@@ -52,6 +52,10 @@ app.command(
     epilog="Example: `pylate-flash train --model bert-base-uncased --data train.jsonl --output my-colbert "
     "--loss cached --batch-size 1024 --mini-batch-size 32`"
 )(command(train.train))
+app.command(
+    epilog="Example: `pylate-flash mine --data train.jsonl --model my-colbert --corpus corpus.jsonl --output "
+    "mined.jsonl --relative-margin 0.05`, then `pylate-flash train --data mined.jsonl ...`"
+)(command(mine.mine))
 app.command(
     epilog="Example: `pylate-flash evaluate --data demo-output/data --model demo-output/model --compare-torch`"
 )(command(evaluate.evaluate))

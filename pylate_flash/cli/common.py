@@ -13,16 +13,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, cast
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
 
 from .._extras import MissingExtraError
-from .model_folder import check_model_folder, no_missing_weights
-
-if TYPE_CHECKING:
-    from ..models import ColBERT
 
 console = Console()
 """Standard output: the results, and nothing else."""
@@ -138,149 +134,10 @@ def be_quiet() -> None:
         transformers_logging.disable_progress_bar()
 
 
-def load_model(model: str, *, searching: bool = False, trust_remote_code: bool = False, **options: Any) -> ColBERT:
-    """Load a model that can be used: it has been seen to encode, and its lengths are ones that its encoder allows.
-
-    Parameters
-    ----------
-    model
-        A folder, or a name on the model hub.
-    searching
-        Whether it is loaded to search or to be searched: a projection drawn at random is refused then.
-    trust_remote_code
-        Whether code that comes with the model may run.
-    **options
-        Those of `models.ColBERT`.
-
-    Raises
-    ------
-    UserError
-        If it cannot be loaded, whatever the loader raised, or cannot be used.
-    """
-    what = f"the model in {model}" if os.path.isdir(model) else f"the model {model!r}"
-    if os.path.isdir(model):
-        with explained(f"{what} cannot be loaded: "):
-            check_model_folder(Path(model), trust_remote_code)
-    from ..models import ColBERT
-
-    with _loader_errors(model, what):
-        with no_missing_weights():
-            colbert = ColBERT(model, trust_remote_code=trust_remote_code, **options)
-        _check_words(colbert)
-    _check_lengths(colbert, what, options)
-    if searching and colbert.projection_is_random:
-        raise UserError(
-            f"{what} is an encoder without a projection: a random one would be drawn, which finds nothing; train it "
-            "first with `pylate-flash train`"
-        )
-    _check_encodes(colbert, what)
-    return colbert
-
-
-@contextmanager
-def _loader_errors(model: str, what: str) -> Iterator[None]:
-    """Turn whatever a loader raises about a model into a `UserError`."""
-    try:
-        yield
-    except (KeyboardInterrupt, SystemExit, GeneratorExit):
-        raise
-    except BaseException as error:
-        if "trust_remote_code" in str(error):
-            text = f"{what} cannot be loaded: it comes with code of its own; --trust-remote-code runs it"
-        elif "ignore_mismatched_sizes" in str(error):
-            text = f"{what} cannot be loaded: its weights have other sizes than its config.json says"
-        elif os.path.isdir(model) or not isinstance(error, OSError):
-            text = f"{what} cannot be loaded: {cause(error)}"
-        else:
-            offline = [name for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE") if _is_set(name)]
-            why = (
-                f"it is not in the cache, and {offline[0]} is set, so that nothing was fetched"
-                if offline
-                else "it could not be fetched by that name"
-            )
-            text = f"{what} cannot be loaded: there is no such folder, and {why}"
-        raise UserError(text) from error
-
-
-def _is_set(variable: str) -> bool:
-    return os.environ.get(variable, "").upper() in ("1", "ON", "YES", "TRUE")
-
-
-def _check_words(colbert: ColBERT) -> None:
-    """The tokenizer must have words, and the encoder an embedding of each: transformers and PyLate ask for neither."""
-    added = colbert.tokenizer.get_added_vocab()
-    numbers = [number for word, number in colbert.tokenizer.get_vocab().items() if word not in added]
-    if not numbers:
-        raise ValueError("its tokenizer has no words; are tokenizer.json or the vocabulary missing?")
-    encoder: Any = colbert[0]
-    rows = getattr(encoder.auto_model.get_input_embeddings(), "num_embeddings", None)
-    if rows is not None and max(numbers) >= rows:
-        raise ValueError(f"the number of a word in its tokenizer is {max(numbers)}, and its encoder knows {rows} words")
-
-
-def _check_lengths(colbert: ColBERT, what: str, options: dict[str, Any]) -> None:
-    limit = colbert.longest_input
-    for name in ("query_length", "document_length"):
-        value = getattr(colbert, name)
-        given = options.get(name) is not None
-        subject = f"--{name.replace('_', '-')} {value}" if given else f"{what}: its {name}, {value!r},"
-        if not isinstance(value, int) or isinstance(value, bool) or value < 4:
-            raise UserError(f"{subject} must be a whole number of at least 4")
-        if limit is not None and value > limit:
-            more = "" if given else f"; give a lower --{name.replace('_', '-')}"
-            raise UserError(f"{subject} is more than the {limit} tokens that {what if given else 'it'} can read{more}")
-
-
-def _check_encodes(colbert: ColBERT, what: str) -> None:
-    """Encode a word: what does not fit together in a model, or is not finite, says so before the work starts."""
-    import numpy as np
-
-    for is_query in (True, False):
-        try:
-            embeddings = cast("list[Any]", colbert.encode(["a"], is_query=is_query, show_progress_bar=False))
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as error:
-            raise UserError(f"{what} cannot encode: {cause(error)}") from error
-        if not np.isfinite(embeddings[0]).all():
-            raise UserError(f"{what} encodes a text as NaN or infinity: its weights are broken")
-
-
-def check_scorer(scorer: str | None, device: Any) -> None:
-    """Score one token with it: what is not installed, or cannot compute here, says so before the work starts."""
-    import torch
-
-    from ..scores import colbert_scores
-
-    one = torch.ones(1, 1, 16, device=device)
-    try:
-        colbert_scores(one, one, backend=scorer)
-    except Exception as error:
-        raise UserError(f"--scorer {scorer} cannot compute on {device}: {cause(error)}") from error
-
-
-def check_model_name(model: str) -> None:
-    """A folder must hold a model; what looks like a path must exist; anything else may be the name of one."""
-    check_text(model, "--model")
-    if os.path.isdir(model):
-        if not any(os.path.isfile(os.path.join(model, name)) for name in ("modules.json", "config.json")):
-            raise UserError(f"{model} holds no model: it has neither modules.json nor config.json")
-    elif os.path.exists(model):
-        raise UserError(f"{model} is a file; --model expects the folder of a model, or a name")
-    elif (
-        model.startswith((".", "/", "~"))
-        or model.count("/") > 1
-        or Path(model).parts[:1] == ("demo-output",)
-        or not model.strip()
-    ):
-        hint = "; run `pylate-flash demo` first, or name one with --model" if model == "demo-output/model" else ""
-        raise UserError(f"there is no model in {model!r}{hint}")
-
-
-def check_installed(*modules: str) -> None:
+def check_installed(*modules: str, extras: str) -> None:
     for module in modules:
         if importlib.util.find_spec(module) is None:
-            raise UserError(f"{module} is not installed: pip install 'pylate-flash[demo,eval]'")
+            raise UserError(f"{module} is not installed: pip install 'pylate-flash[{extras}]'")
 
 
 def check_device(device: str | None) -> None:

@@ -11,7 +11,8 @@ from typing import Annotated
 import typer
 
 from .._extras import check_host
-from .common import be_quiet, check_device, check_installed, check_model_name, console, explained
+from .common import be_quiet, check_device, check_installed, console, explained
+from .models import check_model_name
 
 
 def demo(
@@ -44,7 +45,7 @@ def demo(
     be_quiet()
     from ..demo import job
 
-    check_installed("ranx", "matplotlib")
+    check_installed("ranx", "matplotlib", extras="demo,eval")
     with explained():
         if model is None:
             job.default_model()

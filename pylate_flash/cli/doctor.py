@@ -58,6 +58,7 @@ def doctor(
         console.print(escape(_about_triton(devices[1])), highlight=False)
     if len(devices) == 1:
         console.print("No CUDA device was found: everything runs on the CPU.")
+    console.print(f"Models: {escape(_who_loads_models())}", highlight=False)
     works, text = _try_register() if check else _look_at_hosts()
     console.print(f"register(): {escape(text)}", highlight=False)
     if not works:
@@ -118,6 +119,25 @@ def _look_at_hosts() -> tuple[bool, str]:
     if version is None:
         return False, f'no host is installed; for {host.title}: pip install "pylate-flash[{host.extra}]"'
     return False, f'{host.title} {version} is not supported: pip install "{host.distribution}{host.supported}"'
+
+
+def _who_loads_models() -> str:
+    """Which library the commands load models by, see `cli.models.host_of`."""
+    versions = {module: _version_of(module, HOSTS[module]) for module in ("pylate", "sentence_transformers")}
+    found = [module for module, version in versions.items() if version and _is_supported(HOSTS[module], version)]
+    if not found:
+        return "none can be loaded, as no library is installed that does."
+    loads = {
+        "pylate": "PyLate's and encoders by PyLate",
+        "sentence_transformers": "MultiVectorEncoder by sentence-transformers"
+        if "pylate" in found
+        else "MultiVectorEncoder, PyLate's and encoders by sentence-transformers",
+    }
+    text = ", ".join(loads[module] for module in found)
+    if "sentence_transformers" not in found:
+        extra = HOSTS["sentence_transformers"].extra
+        text += f"; a MultiVectorEncoder needs pip install 'pylate-flash[{extra}]', in an environment of its own"
+    return f"{text}."
 
 
 def _version_of(module: str, host: Host) -> str | None:

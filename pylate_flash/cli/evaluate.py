@@ -13,7 +13,6 @@ from typing import Annotated, Any
 
 import typer
 
-from .._extras import check_host
 from .common import (
     Scorer,
     TrustRemoteCode,
@@ -21,16 +20,21 @@ from .common import (
     be_quiet,
     check_device,
     check_installed,
-    check_model_name,
     check_new_file,
     check_new_folder,
-    check_scorer,
     console,
     explained,
-    load_model,
     loading,
     notes,
     write_file,
+)
+from .models import (
+    check_encoding_host,
+    check_model_name,
+    check_scorer,
+    has_random_projection,
+    load_model,
+    title_of,
 )
 
 
@@ -43,14 +47,15 @@ def evaluate(
             "if relevant, between tabs."
         ),
     ],
-    model: Annotated[str, typer.Option(help="ColBERT model, or an encoder: a folder or a name.")],
+    model: Annotated[str, typer.Option(help="ColBERT model, MultiVectorEncoder, or an encoder: a folder or a name.")],
     split: Annotated[str, typer.Option(help="Which file of qrels/.")] = "test",
     scorer: Annotated[Scorer, typer.Option(help="Computes the scores. auto: as the model says.")] = Scorer.auto,
     compare_torch: Annotated[
         bool,
         typer.Option(
             "--compare-torch",
-            help="Search the same index with PyLate's torch scorer too; exit 1 if unequal. Not with `--scorer torch`.",
+            help="Search the same index with the torch scorer of the model's library too; exit 1 if unequal. Not with "
+            "`--scorer torch`.",
         ),
     ] = False,
     index: Annotated[Path | None, typer.Option(help="Keep the index in this new folder, for `search`.")] = None,
@@ -69,9 +74,9 @@ def evaluate(
     """Evaluate a model's retrieval on a collection in BEIR's layout, by exact search.
 
     Prints nDCG@10, MAP, recall@100 and MRR@10 over the 100 best documents of each query. An encoder without a
-    projection gets a random one, as in PyLate: train it first.
+    projection gets a random one, as in its library: train it first.
     """
-    check_host("pylate", "pylate-flash evaluate")
+    check_encoding_host("pylate-flash evaluate")
     if compare_torch and scorer is Scorer.torch:
         raise UserError("--compare-torch compares another scorer with torch; leave out --scorer torch")
     if index is not None:
@@ -81,21 +86,21 @@ def evaluate(
     if json_file is not None:
         check_new_file(json_file, "--json")
     check_model_name(model)
-    check_installed("ranx")
+    check_installed("ranx", extras="eval")
     be_quiet()
     loading(f"the model {model}")
-    from .. import evaluation, indexes
+    from .. import beir, indexes
     from ..agreement import compare
     from ..demo.job import METRICS, metrics_table, versions
 
     with explained():
-        documents, queries, qrels = evaluation.load_beir_folder(data, split=split)
+        documents, queries, qrels = beir.load_beir_folder(data, split=split)
     check_device(device)
     import torch
 
     # A projection that the encoder has not got is drawn at random: the same one at every call.
     torch.manual_seed(42)
-    colbert = load_model(
+    loaded = load_model(
         model,
         searching=index is not None,
         trust_remote_code=trust_remote_code,
@@ -103,7 +108,7 @@ def evaluate(
         query_length=query_length,
         document_length=document_length,
     )
-    if colbert.projection_is_random:
+    if has_random_projection(loaded, model):
         notes.print(
             f"Warning: {model} is an encoder without a projection. A random one was drawn, so the numbers below say "
             "nothing about a model of use; train it first with `pylate-flash train`.",
@@ -112,18 +117,18 @@ def evaluate(
             soft_wrap=True,
         )
     chosen = None if scorer is Scorer.auto else scorer.value
-    check_scorer(chosen, colbert.device)
+    check_scorer(chosen, loaded)
     with _place_of_index(index) as place, explained():
         # A RuntimeError is another process that writes there.
         with explained(kinds=(ValueError, OSError, RuntimeError)):
             flat = indexes.Flat(
-                place.parent, place.name, override=True, device=str(colbert.device), show_progress=notes.is_terminal
+                place.parent, place.name, override=True, device=str(loaded.device), show_progress=notes.is_terminal
             )
-            flat.record_model(colbert, model)
+            flat.record_model(loaded, model)
 
-        def run(name: str | None) -> evaluation.RetrievalEvaluation:
-            return evaluation.evaluate_retrieval(
-                colbert,
+        def run(name: str | None) -> beir.RetrievalEvaluation:
+            return beir.evaluate_retrieval(
+                loaded,
                 documents,
                 queries,
                 qrels,
@@ -136,7 +141,7 @@ def evaluate(
 
         result = run(chosen)
         theirs = run("torch") if compare_torch else None
-    rows = [(result.scorer, result.metrics)] + ([("PyLate's torch", theirs.metrics)] if theirs else [])
+    rows = [(result.scorer, result.metrics)] + ([(f"torch of {title_of(loaded)}", theirs.metrics)] if theirs else [])
     console.print(metrics_table(rows, f"{len(documents)} documents, {len(qrels)} queries ({split})"))
     seconds = ", ".join(f"{name.replace('_', ' ')} {value:.1f} s" for name, value in result.timings.items())
     console.print(seconds, highlight=False)

@@ -14,18 +14,15 @@ import typer
 from rich.filesize import decimal
 from typer.core import TyperGroup
 
-from .._extras import check_host
 from ..corpus_files import Corpus, read_lines
 from .common import (
     TrustRemoteCode,
     UserError,
     be_quiet,
     check_file,
-    check_model_name,
     check_new_folder,
     command,
     explained,
-    load_model,
     loading,
 )
 from .indexing import (
@@ -43,6 +40,7 @@ from .indexing import (
     open_store,
     read_ids,
 )
+from .models import check_encoding_host, check_model_name, load_model
 
 if TYPE_CHECKING:
     from ..index.store import PackedStore
@@ -93,7 +91,7 @@ Device = Annotated[str | None, typer.Option(help="cpu, cuda, ... Default: a GPU 
 @command
 def build(
     data: Data,
-    model: Annotated[str, typer.Option(help="ColBERT model: a folder or a name.")],
+    model: Annotated[str, typer.Option(help="ColBERT model or MultiVectorEncoder: a folder or a name.")],
     index: Index = DEFAULT_INDEX,
     batch_size: BatchSize = 32,
     query_length: Annotated[int | None, typer.Option(min=4, help="Tokens of a query. Default: the model's.")] = None,
@@ -115,7 +113,7 @@ def build(
     adds the documents whose ids are not in the index yet. An index that holds documents of another corpus, or was
     built with another model, is left as it is.
     """
-    check_host("pylate", "pylate-flash index build")
+    check_encoding_host("pylate-flash index build")
     place = index_path(index)
     check_new_folder(place, "--index")
     _check_nothing_else(place)
@@ -129,7 +127,7 @@ def build(
         flat = open_flat(place, device, dtype=kept_as)
         _check_belongs(flat, corpus, set(ids))
     loading(f"the model {model}")
-    colbert = load_model(
+    encoder = load_model(
         model,
         searching=True,
         device=device,
@@ -141,7 +139,7 @@ def build(
         flat = open_flat(place, device, dtype=kept_as, override=True)
     with explained(kinds=INDEX_ERRORS):
         # Refuses another model than that of the documents which are there.
-        flat.record_model(colbert, name=model)
+        flat.record_model(encoder, name=model)
     before = len(flat)
     if before == len(ids):
         print(f"Nothing to do: {place} holds the {counted(before, 'document')} of {corpus.path}, by their ids, already")
@@ -151,7 +149,7 @@ def build(
             f"Going on: {place} holds {before:,} of the {len(ids):,} documents of {corpus.path}, by their ids, already"
         )
     try:
-        add_texts(flat, colbert, (text for text in corpus if text.id not in flat), len(ids) - before, batch_size)
+        add_texts(flat, encoder, (text for text in corpus if text.id not in flat), len(ids) - before, batch_size)
     except KeyboardInterrupt:
         print(
             f"{len(flat):,} of {len(ids):,} documents are in {place}; the same command"
@@ -181,7 +179,7 @@ def add(
     Documents whose ids are in the index already are skipped, so after an interruption the same command goes on where
     it stopped. To replace a document, remove it first.
     """
-    check_host("pylate", "pylate-flash index add")
+    check_encoding_host("pylate-flash index add")
     place = index_path(index)
     check_index(place)
     corpus = open_corpus(data)
@@ -192,8 +190,8 @@ def add(
     if new < len(ids):
         print(f"{len(ids) - new} of the {len(ids)} documents of {corpus.path} are in {place} already")
     if new:
-        colbert = load_model_of(flat, model, device, trust_remote_code)
-        add_texts(flat, colbert, (text for text in corpus if text.id not in flat), new, batch_size)
+        encoder = load_model_of(flat, model, device, trust_remote_code)
+        add_texts(flat, encoder, (text for text in corpus if text.id not in flat), new, batch_size)
     print(f"Added {counted(new, 'document')}; {place} holds {len(flat):,}")
 
 

@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..corpus_files import Corpus, Text
-from .common import UserError, check_device, check_file, check_model_name, explained, load_model, loading, notes
+from ..encoders import encode
+from .common import UserError, check_device, check_file, explained, loading, notes
+from .models import check_model_name, document_tokens, load_model, read_lengths
 
 if TYPE_CHECKING:
     from ..index.store import PackedStore
     from ..indexes import Flat
-    from ..models import ColBERT
+    from .models import Model
 
 DEFAULT_INDEX = Path("index")
 # How much work is lost, at most, when the process is killed; the step that is under way comes on top.
@@ -91,7 +93,7 @@ def open_flat(place: Path, device: str | None, **options: Any) -> Flat:
         return Flat(place.parent, place.name, device=device, show_progress=False, **options)
 
 
-def load_model_of(flat: Flat, model: str | None, device: str | None, trust_remote_code: bool) -> ColBERT:
+def load_model_of(flat: Flat, model: str | None, device: str | None, trust_remote_code: bool) -> Model:
     """Load the model that an index was built with, from `model` or else from where the index says that it is."""
     record = flat.model
     if record is not None and record.settings.get("hidden_states"):
@@ -111,13 +113,13 @@ def load_model_of(flat: Flat, model: str | None, device: str | None, trust_remot
     check_model_name(model)
     loading(f"the model {model}")
     lengths = {name: getattr(record, name, None) for name in ("query_length", "document_length")}
-    colbert = load_model(model, searching=True, device=device, trust_remote_code=trust_remote_code, **lengths)
+    loaded = load_model(model, searching=True, device=device, trust_remote_code=trust_remote_code, **lengths)
     with explained():
-        flat.check_model(colbert)
-    return colbert
+        flat.check_model(loaded)
+    return loaded
 
 
-def add_texts(flat: Flat, colbert: ColBERT, texts: Iterable[Text], total: int, batch_size: int) -> None:
+def add_texts(flat: Flat, model: Model, texts: Iterable[Text], total: int, batch_size: int) -> None:
     """Encode texts and add them to an index, with progress on standard error.
 
     They are added every few seconds, so that what has been encoded outlives the process, and memory stays bounded.
@@ -126,7 +128,7 @@ def add_texts(flat: Flat, colbert: ColBERT, texts: Iterable[Text], total: int, b
     ----------
     flat
         The index.
-    colbert
+    model
         Its model.
     texts
         Documents that are not in the index.
@@ -155,11 +157,11 @@ def add_texts(flat: Flat, colbert: ColBERT, texts: Iterable[Text], total: int, b
         for some in steps:
             some_texts = [text for _, text in some]
             if not done:
-                _note_truncation(colbert, some_texts)
+                _note_truncation(model, some_texts)
             try:
-                embeddings += colbert.encode(some_texts, batch_size=batch_size, is_query=False, show_progress_bar=False)
+                embeddings += encode(model, some_texts, is_query=False, batch_size=batch_size)
             except torch.cuda.OutOfMemoryError:
-                raise UserError(f"--batch-size {batch_size} is too large for the memory of {colbert.device}") from None
+                raise UserError(f"--batch-size {batch_size} is too large for the memory of {model.device}") from None
             ids += [id_ for id_, _ in some]
             done += len(some)
             progress.update(len(some))
@@ -183,14 +185,14 @@ def _write(flat: Flat, ids: list[str], embeddings: list[Any]) -> None:
         flat.add_documents(ids, embeddings)
 
 
-def _note_truncation(colbert: ColBERT, texts: list[str]) -> None:
+def _note_truncation(model: Model, texts: list[str]) -> None:
     """Say how many of the first texts are longer than what is read of them; tokenizing all would cost too much."""
     from tqdm import tqdm
 
-    length = colbert.document_length
-    assert length is not None  # as `load_model` has made sure
-    # One token is the marker of documents, which PyLate puts in.
-    longer = sum(len(tokens) + 1 > length for tokens in colbert.tokenizer(texts, truncation=False)["input_ids"])
+    _, length = read_lengths(model)
+    if length is None:
+        return
+    longer = sum(tokens > length for tokens in document_tokens(model, texts))
     if longer:
         # Above the bar, not in the middle of it.
         tqdm.write(

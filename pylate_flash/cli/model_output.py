@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from .common import UserError
 
 if TYPE_CHECKING:
-    from ..models import ColBERT
+    from .models import Model
 
 # What models consist of, by the names that sentence-transformers, transformers and tokenizers read.
 _OF_A_MODEL = re.compile(
@@ -69,7 +69,7 @@ def writable_folder(path: Path) -> Iterator[None]:
                 folder.rmdir()
 
 
-def first_non_finite(model: ColBERT) -> str | None:
+def first_non_finite(model: Model) -> str | None:
     """Name of the first tensor of a model that holds NaN or an infinity, if there is one."""
     for name, tensor in model.state_dict().items():
         if tensor.is_floating_point() and not tensor.isfinite().all():
@@ -77,7 +77,7 @@ def first_non_finite(model: ColBERT) -> str | None:
     return None
 
 
-def write_model(model: ColBERT, folder: Path) -> list[str]:
+def write_model(model: Model, folder: Path) -> list[str]:
     """Write a model into a folder in place of the one that may be there, and return the names of what else is there.
 
     The model is written whole beside the old one's files, and then takes their places. Were the program killed between
@@ -107,14 +107,14 @@ def write_model(model: ColBERT, folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.name not in written)
 
 
-def save_elsewhere(model: ColBERT) -> Path:
+def save_elsewhere(model: Model) -> Path:
     """Save a model where temporary files go, and return the folder."""
     folder = Path(tempfile.mkdtemp(prefix="pylate-flash-model-"))
     model.save_pretrained(str(folder))
     return folder
 
 
-def _saved_elsewhere(model: ColBERT, folder: Path, error: Exception) -> str:
+def _saved_elsewhere(model: Model, folder: Path, error: Exception) -> str:
     """Save a model that could not be written to its folder, and say where."""
     failed = f"the model could not be written to {folder}: {error}"
     try:

@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text as RichText
 
-from .._extras import check_host
 from ..corpus_files import Corpus, Text, read_queries
+from ..encoders import encode
 from .common import TrustRemoteCode, UserError, be_quiet, check_file, check_text, console, explained
 from .indexing import (
     DEFAULT_INDEX,
@@ -29,10 +29,11 @@ from .indexing import (
     open_corpus,
     open_flat,
 )
+from .models import check_encoding_host
 
 if TYPE_CHECKING:
     from ..indexes import Flat
-    from ..models import ColBERT
+    from .models import Model
 
 _DEMO_INDEX = Path("demo-output/index")
 # Queries encoded and searched together: many, as every search walks over the whole index, yet not so many that their
@@ -95,7 +96,7 @@ def search(
     Into a pipe or a file goes one line per document: rank, score, id and, where it is known, the text, separated by
     tabs; with `--queries`, the query's `_id` or line number comes first.
     """
-    check_host("pylate", "pylate-flash search")
+    check_encoding_host("pylate-flash search")
     if query == "-" and queries is None:
         query, queries = None, "-"
     if (query is None) == (queries is None):
@@ -105,13 +106,13 @@ def search(
     corpus = _find_corpus(place, data)
     be_quiet()
     flat = open_flat(place, device)
-    colbert = load_model_of(flat, model, device, trust_remote_code)
+    encoder = load_model_of(flat, model, device, trust_remote_code)
     if isinstance(sys.stdout, io.TextIOWrapper):
         # What the output cannot write, in an encoding other than UTF-8, is no reason to lose the rest.
         sys.stdout.reconfigure(errors="backslashreplace")
     for start in range(0, len(asked), _QUERIES_AT_A_TIME):
         some = asked[start : start + _QUERIES_AT_A_TIME]
-        found = _retrieve(flat, colbert, [text for _, text in some], k)
+        found = _retrieve(flat, encoder, [text for _, text in some], k)
         # Into a pipe, texts come too, so that a line is all that is known about a document.
         texts = _texts(corpus, {document.id for documents in found for document in documents})
         for asked_, documents in zip(some, found, strict=True):
@@ -201,14 +202,11 @@ def _find_corpus(index: Path, data: Path | None) -> Corpus | None:
     return next((open_corpus(place) for place in places if os.path.isfile(place)), None)
 
 
-def _retrieve(flat: Flat, colbert: ColBERT, queries: list[str], k: int) -> list[list[Found]]:
-    from .. import retrieve
-
+def _retrieve(flat: Flat, model: Model, queries: list[str], k: int) -> list[list[Found]]:
     with explained():
-        embeddings: Any = colbert.encode(queries, is_query=True, show_progress_bar=False)
-        results = retrieve.ColBERT(index=flat).retrieve(embeddings, k=k)
+        results = flat(encode(model, queries, is_query=True), k=k)
     return [
-        [Found(rank, str(result["id"]), result["score"], None) for rank, result in enumerate(documents, start=1)]
+        [Found(rank, result["id"], result["score"], None) for rank, result in enumerate(documents, start=1)]
         for documents in results
     ]
 

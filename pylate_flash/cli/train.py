@@ -6,11 +6,10 @@ import math
 import sys
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from .._extras import check_host
 from .checkpoints import CHECKPOINTS, Checkpoints
 from .common import (
     Scorer,
@@ -18,10 +17,7 @@ from .common import (
     UserError,
     be_quiet,
     check_device,
-    check_model_name,
-    check_scorer,
     explained,
-    load_model,
 )
 from .model_output import (
     UNFINISHED,
@@ -32,20 +28,22 @@ from .model_output import (
     writable_folder,
     write_model,
 )
+from .models import (
+    SENTENCE_TRANSFORMERS,
+    check_encoding_host,
+    check_model_name,
+    check_scorer,
+    host_of,
+    load_model,
+    read_lengths,
+)
+from .training_hosts import USED_BY, Loss, make_loss, make_trainer, scored_by
 
 if TYPE_CHECKING:
-    from ..models import ColBERT
-    from ..trainer import ColBERTTrainer
     from ..training_data import TrainingData
+    from ..training_measures import MeasuredTrainer
+    from .models import Model
     from .training_run import StopRequest
-
-
-class Loss(str, Enum):
-    """The losses of `pylate_flash.losses`."""
-
-    contrastive = "contrastive"
-    cached = "cached"
-    distillation = "distillation"
 
 
 class Precision(str, Enum):
@@ -54,14 +52,6 @@ class Precision(str, Enum):
     fp32 = "fp32"
     bf16 = "bf16"
     fp16 = "fp16"
-
-
-# The options that only some of the losses use.
-_USED_BY = {
-    "temperature": (Loss.contrastive, Loss.cached),
-    "mini_batch_size": (Loss.cached,),
-    "mini_batch_tokens": (Loss.cached,),
-}
 
 
 def train(
@@ -73,7 +63,9 @@ def train(
             '`--loss distillation`: `{"query": "...", "documents": ["...", "..."], "scores": [9.5, 0.3]}`.'
         ),
     ],
-    model: Annotated[str, typer.Option(help="Encoder or ColBERT model to start from: a folder or a name.")],
+    model: Annotated[
+        str, typer.Option(help="Encoder, ColBERT model or MultiVectorEncoder to start from: a folder or a name.")
+    ],
     output: Annotated[Path, typer.Option(help="Folder for the trained model; checkpoints are kept in it meanwhile.")],
     loss: Annotated[Loss, typer.Option(help="`cached` trains large batches in the memory of small ones.")] = (
         Loss.contrastive
@@ -101,15 +93,18 @@ def train(
     temperature: Annotated[
         float,
         typer.Option(
-            help="Divides the scores in the contrastive losses. 1 suits sums of the maxima of 32 query tokens, which "
-            "differ by whole units; 0.02, as for single cosines, would be far too low."
+            help="Divides the scores in the contrastive losses, and those of a MultiVectorEncoder in distillation. 1 "
+            "suits sums of the maxima of 32 query tokens, which differ by whole units; 0.02, as for single cosines, "
+            "would be far too low."
         ),
     ] = 1.0,
     query_length: Annotated[int | None, typer.Option(min=4, help="Tokens of a query. Default: the model's.")] = None,
     document_length: Annotated[
         int | None, typer.Option(min=4, help="Tokens of a document, at most. Default: the model's.")
     ] = None,
-    scorer: Annotated[Scorer, typer.Option(help="Computes the scores; saved with the model.")] = Scorer.pylate_flash,
+    scorer: Annotated[
+        Scorer, typer.Option(help="Computes the scores; saved with the model. flash and lik are PyLate's alone.")
+    ] = Scorer.pylate_flash,
     seed: Annotated[
         int, typer.Option(min=0, max=2**32 - 1, help="Of the order of lines, of dropout, and of a new projection.")
     ] = 42,
@@ -154,7 +149,9 @@ def train(
     ] = False,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
-    """Train a ColBERT model on a file of JSON lines.
+    """Train a ColBERT model, or a MultiVectorEncoder of sentence-transformers 6, on a file of JSON lines.
+
+    What `--model` holds, and what is installed, decides which of the two libraries trains it.
 
     `contrastive` and `cached` expect `{"query": "...", "positive": "...", "negative": "..."}` in each line, with any
     number of hard negatives, the same in every line: none, `negative`, or `negative_1`, `negative_2` and so on. The
@@ -164,18 +161,18 @@ def train(
     Ctrl-C, or SIGTERM, ends the training after the step it is in with a checkpoint, which is a model too; `--resume`
     continues from it. Once the model is written, the checkpoints are removed.
     """
-    check_host("pylate", "pylate-flash train")
+    check_encoding_host("pylate-flash train")
     given = {name for name in context.params if _is_given(context, name)}
     tokens = _tokens(mini_batch_tokens)
     _check_options(given, data, eval_data, epochs, lr, temperature)
-    if tokens is not None and scorer not in (Scorer.pylate_flash, Scorer.auto):
-        raise UserError(f"--mini-batch-tokens needs --scorer pylate_flash or auto, got {scorer.value}")
     check_model_name(model)
     with explained(kinds=(ValueError, OSError, RuntimeError)):  # a link that leads to itself
         output = output.resolve()
         checkpoints = Checkpoints(output)
         _check_output(output, checkpoints, overwrite, resume)
     be_quiet()
+    host = host_of(model, trust_remote_code)
+    _check_tokens(tokens, host, scorer)
     with explained():
         check_device(device)
         from ..training_data import read_training_file
@@ -197,7 +194,7 @@ def train(
         "--epochs": None if max_steps else epochs,
         "--max-steps": max_steps,
         "--lr": lr,
-        "--temperature": temperature if loss in _USED_BY["temperature"] else None,
+        "--temperature": temperature if loss in USED_BY[host]["temperature"] else None,
         "--query-length": query_length,
         "--document-length": document_length,
         "--scorer": scorer.value,
@@ -213,7 +210,7 @@ def train(
 
     torch.manual_seed(seed)
     with writable_folder(output):
-        colbert = load_model(
+        loaded = load_model(
             model,
             trust_remote_code=trust_remote_code,
             device=device,
@@ -221,17 +218,18 @@ def train(
             query_length=query_length,
             document_length=document_length,
         )
-        check_scorer(None if scorer is Scorer.auto else scorer.value, colbert.device)
-        _check_device(colbert, precision, tokens if loss is Loss.cached else None)
+        check_scorer(None if scorer is Scorer.auto else scorer.value, loaded)
+        _check_device(loaded, precision, tokens if loss is Loss.cached else None)
         if checkpoint is None:
             checkpoints.begin(settings)
         try:
-            with StopRequest() as request:
-                trainer = _trainer(
-                    colbert,
+            with StopRequest() as request, scored_by(loaded, scorer.value):
+                trainer = make_trainer(
+                    loaded,
                     lines,
                     evaluated,
-                    _loss(colbert, loss, mini_batch_size, tokens, temperature),
+                    make_loss(loaded, loss, mini_batch_size, tokens, temperature),
+                    scorer.value,
                     output_dir=str(checkpoints.folder),
                     num_train_epochs=epochs,
                     max_steps=max_steps or -1,
@@ -243,7 +241,6 @@ def train(
                     fp16=precision is Precision.fp16,
                     eval_strategy="no" if evaluated is None else "steps" if eval_steps else "epoch",
                     eval_steps=eval_steps,
-                    scorer=scorer.value,
                     save_strategy="no" if save_steps is None else "steps",
                     save_steps=save_steps or 1,
                 )
@@ -252,12 +249,12 @@ def train(
                     print(f"{len(evaluated.rows)} lines to evaluate with", flush=True)
                 if loss is Loss.cached and tokens == "auto":
                     _find_budget(trainer, batch_size * lines.documents_per_query, precision)
-                _print_notes(lines, loss, given)
-                _run(trainer, colbert, request, checkpoint, output)
+                _print_notes(lines, loss, given, host)
+                _run(trainer, loaded, request, checkpoint, output)
                 if request.signal is not None and trainer.state.global_step < trainer.state.max_steps:
                     _say_where_it_is(trainer, checkpoints, overwrite)
                     raise typer.Exit(128 + request.signal)
-                _write(colbert, output)
+                _write(loaded, output)
             checkpoints.remove()
         finally:
             checkpoints.tidy()
@@ -277,12 +274,23 @@ def _tokens(mini_batch_tokens: str | None) -> int | str | None:
     return int(mini_batch_tokens)
 
 
-def _check_device(colbert: ColBERT, precision: Precision, tokens: int | str | None) -> None:
-    if precision is Precision.fp16 and colbert.device.type == "cpu":
-        raise UserError("--precision fp16 needs a GPU; bf16 is for CPUs too")
-    if tokens == "auto" and colbert.device.type != "cuda":
+def _check_tokens(tokens: int | str | None, host: str, scorer: Scorer) -> None:
+    """What `--mini-batch-tokens` may be depends on the library that has the loss, and on the scorer."""
+    if tokens == "auto" and host == SENTENCE_TRANSFORMERS:
         raise UserError(
-            f"--mini-batch-tokens auto tries what fits into a GPU's memory, and the model is on {colbert.device}; give "
+            "--mini-batch-tokens auto is for PyLate's models, and sentence-transformers loads this one; give a number, "
+            "8192 say"
+        )
+    if tokens is not None and host != SENTENCE_TRANSFORMERS and scorer not in (Scorer.pylate_flash, Scorer.auto):
+        raise UserError(f"--mini-batch-tokens needs --scorer pylate_flash or auto, got {scorer.value}")
+
+
+def _check_device(loaded: Model, precision: Precision, tokens: int | str | None) -> None:
+    if precision is Precision.fp16 and loaded.device.type == "cpu":
+        raise UserError("--precision fp16 needs a GPU; bf16 is for CPUs too")
+    if tokens == "auto" and loaded.device.type != "cuda":
+        raise UserError(
+            f"--mini-batch-tokens auto tries what fits into a GPU's memory, and the model is on {loaded.device}; give "
             "a number, 8192 say"
         )
 
@@ -334,77 +342,24 @@ def _check_output(output: Path, checkpoints: Checkpoints, overwrite: bool, resum
         )
 
 
-def _loss(
-    colbert: ColBERT, loss: Loss, mini_batch_size: int | None, tokens: int | str | None, temperature: float
-) -> Any:
-    from .. import losses
-
-    if loss is Loss.distillation:
-        return losses.Distillation(colbert)
-    if loss is Loss.cached:
-        # What "auto" is, is found when the trainer has put the model where it will be.
-        return losses.CachedContrastive(
-            colbert,
-            mini_batch_size=mini_batch_size,
-            mini_batch_num_tokens=1 if tokens == "auto" else tokens,  # type: ignore[arg-type]
-            temperature=temperature,
-        )
-    return losses.Contrastive(colbert, temperature=temperature)
-
-
-def _find_budget(trainer: ColBERTTrainer, documents: int, precision: Precision) -> None:
+def _find_budget(trainer: MeasuredTrainer, documents: int, precision: Precision) -> None:
     import torch
 
     from ..token_budget import largest_token_budget
 
-    loss: Any = trainer.loss
+    loss, device = trainer.loss, next(trainer.loss.parameters()).device
     dtype = {Precision.fp32: None, Precision.bf16: torch.bfloat16, Precision.fp16: torch.float16}[precision]
     try:
         loss.mini_batch_num_tokens = largest_token_budget(loss, documents, dtype)
     except torch.OutOfMemoryError as error:
-        raise UserError(
-            f"out of memory on {trainer.model.device}: {error}; a smaller --batch-size needs less"
-        ) from error
-    print(
-        f"mini-batches of at most {loss.mini_batch_num_tokens} tokens, by trial on {trainer.model.device}", flush=True
-    )
+        raise UserError(f"out of memory on {device}: {error}; a smaller --batch-size needs less") from error
+    print(f"mini-batches of at most {loss.mini_batch_num_tokens} tokens, by trial on {device}", flush=True)
 
 
-def _trainer(
-    colbert: ColBERT, lines: TrainingData, evaluated: TrainingData | None, loss: Any, **arguments: Any
-) -> ColBERTTrainer:
-    from transformers.trainer_callback import PrinterCallback
-
-    from ..trainer import ColBERTTrainer, ColBERTTrainingArguments
-    from .training_run import Progress
-
-    trainer = ColBERTTrainer(
-        model=colbert,
-        args=ColBERTTrainingArguments(
-            warmup_steps=0.1,
-            save_total_limit=2,
-            use_cpu=colbert.device.type == "cpu",
-            logging_steps=10,
-            logging_first_step=True,
-            report_to="none",
-            disable_tqdm=True,
-            dataloader_pin_memory=colbert.device.type == "cuda",
-            **arguments,
-        ),
-        train_dataset=lines.rows,
-        eval_dataset=None if evaluated is None else evaluated.rows,
-        loss=loss,
-    )
-    # It prints every log entry to standard output.
-    trainer.remove_callback(PrinterCallback)
-    trainer.add_callback(Progress())
-    return trainer
-
-
-def _print_summary(trainer: ColBERTTrainer, lines: TrainingData, loss: Loss, scorer: Scorer) -> None:
-    args, rows, colbert = trainer.args, lines.rows, trainer.model
+def _print_summary(trainer: MeasuredTrainer, lines: TrainingData, loss: Loss, scorer: Scorer) -> None:
+    args, rows, loaded = trainer.args, lines.rows, cast("Model", trainer.model)
     print(f"{len(rows)} lines ({', '.join(rows.column_names)}), {loss.value} loss, scorer {scorer.value}, ", end="")
-    print(colbert.device)
+    print(loaded.device)
     size = min(args.train_batch_size, len(rows))
     if loss is Loss.distillation:
         compared = f"{lines.documents_per_query} documents per query"
@@ -413,34 +368,33 @@ def _print_summary(trainer: ColBERTTrainer, lines: TrainingData, loss: Loss, sco
         compared = f"{hard} hard negative{'' if hard == 1 else 's'} per query, "
         compared += f"{size * lines.documents_per_query - 1} negatives with those of the batch"
     query, document = lines.longest()
+    query_length, document_length = read_lengths(loaded)
     print(
         f"{compared}; longest query {query} characters, longest document {document}, "
-        f"cut at {colbert.query_length} and {colbert.document_length} tokens"
+        f"cut at {query_length} and {document_length} tokens"
     )
     per_epoch = math.ceil(len(rows) / args.train_batch_size)
     steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * per_epoch)
     print(f"{steps} steps of {size} lines, {steps / per_epoch:.3g} epochs", flush=True)
 
 
-def _print_notes(lines: TrainingData, loss: Loss, given: set[str]) -> None:
+def _print_notes(lines: TrainingData, loss: Loss, given: set[str], host: str) -> None:
     if lines.ignored:
         names = ", ".join(map(repr, lines.ignored[:10])) + (", ..." if len(lines.ignored) > 10 else "")
         print(f"pylate-flash: note: keys that are not used: {names}", file=sys.stderr)
-    for name in sorted(given & _USED_BY.keys()):
-        if loss not in _USED_BY[name]:
+    for name in sorted(given & USED_BY[host].keys()):
+        if loss not in USED_BY[host][name]:
             option = f"--{name.replace('_', '-')}"
             print(f"pylate-flash: note: {option} has no effect with --loss {loss.value}", file=sys.stderr)
 
 
-def _run(
-    trainer: ColBERTTrainer, colbert: ColBERT, request: StopRequest, checkpoint: Path | None, output: Path
-) -> None:
+def _run(trainer: MeasuredTrainer, loaded: Model, request: StopRequest, checkpoint: Path | None, output: Path) -> None:
     """Train; what ends the training early is one sentence."""
     import torch
 
     from .training_run import Guard
 
-    guard = Guard(colbert, request)
+    guard = Guard(loaded, request)
     trainer.add_callback(guard)
     try:
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
@@ -448,7 +402,7 @@ def _run(
         raise UserError(f"{error}; nothing was written to {output}") from error
     except torch.OutOfMemoryError as error:
         raise UserError(
-            f"out of memory on {colbert.device}; a smaller --batch-size needs less, and so does --loss cached "
+            f"out of memory on {loaded.device}; a smaller --batch-size needs less, and so does --loss cached "
             "with a smaller --mini-batch-size or --mini-batch-tokens"
         ) from error
     except Exception as error:
@@ -456,12 +410,12 @@ def _run(
             raise UserError(f"--resume: the checkpoint {checkpoint} cannot be loaded: {error}") from error
         if guard.saving:
             raise UserError(
-                f"a checkpoint could not be written: {error}; the model as it is is in {save_elsewhere(colbert)}"
+                f"a checkpoint could not be written: {error}; the model as it is is in {save_elsewhere(loaded)}"
             ) from error
         raise
 
 
-def _say_where_it_is(trainer: ColBERTTrainer, checkpoints: Checkpoints, overwrite: bool) -> None:
+def _say_where_it_is(trainer: MeasuredTrainer, checkpoints: Checkpoints, overwrite: bool) -> None:
     step, steps = trainer.state.global_step, trainer.state.max_steps
     instead = "--resume in place of --overwrite" if overwrite else "--resume"
     print(
@@ -471,13 +425,13 @@ def _say_where_it_is(trainer: ColBERTTrainer, checkpoints: Checkpoints, overwrit
     )
 
 
-def _write(colbert: ColBERT, output: Path) -> None:
-    tensor = first_non_finite(colbert)
+def _write(loaded: Model, output: Path) -> None:
+    tensor = first_non_finite(loaded)
     if tensor is not None:
         raise UserError(
             f"the trained model is not finite (first such tensor: {tensor}), so nothing was written to {output}; a "
             "lower --lr may help"
         )
-    kept = write_model(colbert, output)
+    kept = write_model(loaded, output)
     kept = [name for name in kept if name != CHECKPOINTS]
     print(f"Model written to {output}" + (f"; kept beside it: {', '.join(kept)}" if kept else ""))

@@ -15,7 +15,7 @@ from transformers import TrainerCallback
 from .model_output import first_non_finite
 
 if TYPE_CHECKING:
-    from ..models import ColBERT
+    from .models import Model
 
 
 class StopRequest:
@@ -63,7 +63,7 @@ class Guard(TrainerCallback):
         Whether a checkpoint is being written.
     """
 
-    def __init__(self, model: ColBERT, request: StopRequest) -> None:
+    def __init__(self, model: Model, request: StopRequest) -> None:
         self.model, self.request = model, request
         self.started = self.saving = False
 

@@ -8,9 +8,9 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -355,8 +355,12 @@ def train(colbert: Any, corpus: Corpus, settings: Settings, console: Console) ->
 def versions() -> dict[str, str]:
     """Versions of Python and of what the results depend on."""
     names = ("torch", "pylate", "sentence-transformers", "transformers")
-    found = {name: version(name) for name in names}
-    return {"pylate-flash": __version__, "python": platform.python_version(), **found}
+    found = {"pylate-flash": __version__, "python": platform.python_version()}
+    for name in names:
+        # What is evaluated without PyLate has a version less.
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def metrics_table(rows: list[tuple[str, dict[str, float]]], title: str | None = None) -> Table:

@@ -12,6 +12,8 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from ..encoders import TextLengths, is_multi_vector_encoder, text_lengths
+
 __all__ = ["ModelRecord", "fingerprint"]
 
 # Attributes of PyLate's ColBERT that change what `encode` returns, beside those that have fields of their own.
@@ -20,6 +22,7 @@ _SETTINGS = ("do_query_expansion", "attend_to_expansion_tokens", "skiplist_words
 _OF_MODULES = (
     "query_length", "document_length", "query_expansion", "skiplist_words", "skiplist_tasks", "keep_only_token_ids",
 )  # fmt: skip
+_PREFIXES = ("query_prefix", "document_prefix")
 
 
 @dataclass(frozen=True)
@@ -77,14 +80,15 @@ class ModelRecord:
         modules = list(model.children()) if isinstance(model, nn.Module) else []
         modules = modules[:1] if hidden_states else modules
         settings["modules"] = [" ".join([type(module).__name__, *_activation(module)]) for module in modules]
-        if getattr(model, "model_type", None) == "MultiVectorEncoder":
+        if is_multi_vector_encoder(model):
             found = [cast(Any, module).get_config_dict() for module in modules]
             settings["tokens"] = [{key: one[key] for key in _OF_MODULES if key in one} for one in found]
         return cls(
             name=name,
             relative=relative,
             fingerprint=fingerprint(modules[0] if hidden_states and modules else model),
-            **{key: getattr(model, key, None) for key in _OWN},
+            **text_lengths(model)._asdict(),
+            **{key: getattr(model, key, None) for key in _PREFIXES},
             # As it comes back from the manifest: a tuple is a list there.
             settings=json.loads(json.dumps(settings, default=repr)),
         )
@@ -126,7 +130,7 @@ class ModelRecord:
     def differences(self, other: ModelRecord) -> list[str]:
         """What makes `other` another model, in words; empty if it is the same. Names do not count."""
         found = []
-        for key in ("fingerprint", *_OWN):
+        for key in ("fingerprint", *TextLengths._fields, *_PREFIXES):
             mine, theirs = getattr(self, key), getattr(other, key)
             if mine != theirs:
                 if key == "fingerprint":
@@ -164,9 +168,6 @@ class ModelRecord:
             if not isinstance(value[name], kinds[name]):
                 raise ValueError(f"its model's {name} is {value[name]!r:.100}")
         return cls(**value)
-
-
-_OWN = ("query_length", "document_length", "query_prefix", "document_prefix")
 
 
 def fingerprint(model: nn.Module) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from dataclasses import dataclass
 from typing import NamedTuple, TypedDict
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
+from ..hosts import HOSTS, SENTENCE_TRANSFORMERS
 from ..ops import maxsim_from_hidden, maxsim_varlen, pack
 from .store import PackedStore
 from .tables import blocks
@@ -171,7 +173,7 @@ class Search:
         """Scores [Nq, Nd] of packed queries and documents; with `candidates` [Nq + 1], of each document's own query."""
         if self.scorer not in ("pylate_flash", "auto"):
             documents = documents._replace(values=self.embeddings(documents.values))
-            return _pylate_scores(queries, documents, candidates, self.scorer)
+            return _host_scores(queries, documents, candidates, self.scorer)
         if self.projection is None:
             return maxsim_varlen(
                 queries.values,
@@ -200,8 +202,39 @@ def _packed(sequences: list[Tensor]) -> _Packed:
     return _Packed(*pack(sequences), max(len(sequence) for sequence in sequences))
 
 
-def _pylate_scores(queries: _Packed, documents: _Packed, candidates: Tensor | None, backend: str) -> Tensor:
-    """As `Search._score`, by PyLate's scorer.
+def _host_scores(queries: _Packed, documents: _Packed, candidates: Tensor | None, backend: str) -> Tensor:
+    """As `Search._score`, by the scorer of this name of a host: PyLate's or, without it, sentence-transformers'."""
+    if candidates is not None:
+        bounds = candidates.tolist()
+        owned = [
+            _host_scores(
+                _packed([query]), documents._replace(cu_seqlens=documents.cu_seqlens[start : stop + 1]), None, backend
+            )[0]
+            for query, start, stop in zip(_split(queries), bounds[:-1], bounds[1:], strict=True)
+        ]
+        return torch.cat(owned)
+    if backend == "torch" and importlib.util.find_spec("pylate") is None and HOSTS["sentence-transformers"].is_there():
+        return _sentence_transformers_scores(queries, documents)
+    return _pylate_scores(queries, documents, backend)
+
+
+def _split(packed: _Packed) -> list[Tensor]:
+    bounds = packed.cu_seqlens.tolist()
+    return [packed.values[start:stop] for start, stop in zip(bounds[:-1], bounds[1:], strict=True)]
+
+
+def _sentence_transformers_scores(queries: _Packed, documents: _Packed) -> Tensor:
+    """Scores [Nq, Nd] by the host's own `util.maxsim`, registered or not."""
+    maxsim = SENTENCE_TRANSFORMERS.original("sentence_transformers.util.similarity:maxsim")
+    # It rounds every similarity to the inputs' type, where the others accumulate in float32.
+    queries, documents = (packed._replace(values=packed.values.float()) for packed in (queries, documents))
+    scores = maxsim(_split(queries), _split(documents))
+    # Where there is nothing to match it has a score of its own.
+    return scores.masked_fill((documents.cu_seqlens.diff() == 0).to(scores.device), EMPTY_SCORE)
+
+
+def _pylate_scores(queries: _Packed, documents: _Packed, backend: str) -> Tensor:
+    """Scores [Nq, Nd] by PyLate's scorer.
 
     It takes padded tensors and counts a padded document token as a similarity of 0, so documents are stacked with
     others of their length. Padded query tokens add 0 to a sum, which is right.
@@ -209,17 +242,7 @@ def _pylate_scores(queries: _Packed, documents: _Packed, candidates: Tensor | No
     # It needs PyLate, and the search does not.
     from ..scores import colbert_scores
 
-    values, cu_seqlens = queries.values, queries.cu_seqlens.tolist()
-    split = [values[start:stop] for start, stop in zip(cu_seqlens[:-1], cu_seqlens[1:], strict=True)]
-    if candidates is not None:
-        bounds = candidates.tolist()
-        owned = [
-            _pylate_scores(
-                _packed([query]), documents._replace(cu_seqlens=documents.cu_seqlens[start : stop + 1]), None, backend
-            )[0]
-            for query, start, stop in zip(split, bounds[:-1], bounds[1:], strict=True)
-        ]
-        return torch.cat(owned)
+    values, split = queries.values, _split(queries)
     padded = torch.nn.utils.rnn.pad_sequence(split, batch_first=True)
     if backend == "torch":
         # It rounds every similarity to the inputs' type, where the others accumulate in float32.

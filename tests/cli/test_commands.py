@@ -15,7 +15,7 @@ from pylate_flash import __version__
 from pylate_flash.cli.common import UserError, check_file
 from tests.cli.commands import assert_one_clear_sentence, invoke, succeed
 
-COMMANDS = ("demo", "train", "evaluate", "index", "search", "bench", "doctor")
+COMMANDS = ("demo", "train", "mine", "evaluate", "index", "search", "bench", "doctor")
 
 
 def test_help_names_every_command_and_every_command_explains_itself() -> None:
@@ -103,6 +103,26 @@ def test_doctor_says_what_is_here_and_what_serves_what(pylate: ModuleType) -> No
     for part in (__version__, "pylate", "1.6", "float32", "bfloat16", "blocked", "maxsim_varlen"):
         assert part in printed
     assert f"register(): PyLate {pylate.__version__} is supported" in printed
+
+
+@pytest.mark.parametrize(
+    ("versions", "expected"),
+    [
+        ({"pylate": "1.6.0"}, "PyLate's and encoders by PyLate; a MultiVectorEncoder needs pip install"),
+        ({"sentence_transformers": "6.2.0"}, "MultiVectorEncoder, PyLate's and encoders by sentence-transformers."),
+        (
+            {"pylate": "1.6.0", "sentence_transformers": "6.2.0"},
+            "PyLate's and encoders by PyLate, MultiVectorEncoder by sentence-transformers.",
+        ),
+        ({"pylate": "1.6.0", "sentence_transformers": "5.3.0"}, "PyLate's and encoders by PyLate; a MultiVectorEnc"),
+        ({}, "none can be loaded"),
+    ],
+)
+def test_doctor_says_which_library_loads_models(
+    versions: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pylate_flash.cli.doctor._version_of", lambda module, host: versions.get(module))
+    assert f"Models: {expected}" in " ".join(invoke("doctor").stdout.split())
 
 
 def test_doctor_tries_register_if_asked(pylate: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

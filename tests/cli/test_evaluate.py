@@ -135,7 +135,7 @@ def test_an_index_that_was_not_finished_is_not_left(
         index.add_documents(["d1"], [torch.ones(1, 4)])
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("pylate_flash.evaluation.evaluate_retrieval", stop)
+    monkeypatch.setattr("pylate_flash.beir.evaluate_retrieval", stop)
     result = invoke(
         *("evaluate", "--data", beir, "--model", small_model, "--device", "cpu", "--index", tmp_path / "index")
     )

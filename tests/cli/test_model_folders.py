@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import Result
 
-from pylate_flash.cli.common import UserError, load_model
+from pylate_flash.cli.common import UserError
+from pylate_flash.cli.models import load_model
 from tests.cli.commands import assert_one_clear_sentence, invoke
 
 DEEP = "[" * 200_000

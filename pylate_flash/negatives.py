@@ -1,4 +1,4 @@
-"""Hard negatives by exact search over multi-vector embeddings, which the host's own mining does not take."""
+"""Hard negatives by exact search over the embeddings of a multi-vector model, of PyLate or of sentence-transformers."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
-from .mean_scoring import mean_maxsim
-from .scoring import maxsim
+from .encoders import encode
+from .hosts.sentence_transformers.scoring import EMPTY_DOCUMENT_SCORE
+from .ops import maxsim_varlen, pack
 
 __all__ = ["mine_hard_negatives"]
 
@@ -33,10 +35,13 @@ def mine_hard_negatives(
 ) -> list[dict[str, str]]:
     """Find for every pair the texts that score highest and are no positive of its anchor.
 
+    The embeddings of all texts are kept where the model is.
+
     Parameters
     ----------
     model
-        A `MultiVectorEncoder`.
+        A ColBERT model of this package or of PyLate, or a `MultiVectorEncoder` of sentence-transformers, which scores
+        by the mean over a query's tokens if that is its similarity.
     anchors, positives
         N queries, and a text that answers each. An anchor may come several times, with a positive each.
     corpus
@@ -54,7 +59,7 @@ def mine_hard_negatives(
     batch_size
         Texts that are encoded at a time.
     show_progress_bar
-        Show the progress of the encoding.
+        Show the progress of the encoding, and of the search.
 
     Returns
     -------
@@ -66,6 +71,12 @@ def mine_hard_negatives(
     ------
     ValueError
         If there are not as many positives as anchors, or a number is out of range.
+
+    Examples
+    --------
+    >>> rows = mine_hard_negatives(model, queries, answers, relative_margin=0.05)  # doctest: +SKIP
+    >>> datasets.Dataset.from_list(rows).column_names  # doctest: +SKIP
+    ['anchor', 'positive', 'negative_1', 'negative_2', 'negative_3']
     """
     if len(anchors) != len(positives):
         raise ValueError(f"positives must have one text per anchor, {len(anchors)}, got {len(positives)}")
@@ -74,6 +85,8 @@ def mine_hard_negatives(
             raise ValueError(f"{name} must be an integer of at least {least}, got {number!r}")
     if relative_margin is not None and not 0 <= relative_margin < 1:
         raise ValueError(f"relative_margin must be at least 0 and less than 1, got {relative_margin}")
+    if not anchors:
+        return []
     texts = list(dict.fromkeys([*(positives if corpus is None else corpus), *positives]))
     n_candidates = len(texts) if corpus is None else len(set(corpus))
     place = {text: index for index, text in enumerate(texts)}
@@ -81,16 +94,25 @@ def mine_hard_negatives(
     answers: dict[str, list[int]] = {query: [] for query in queries}
     for anchor, positive in zip(anchors, positives, strict=True):
         answers[anchor].append(place[positive])
-    options = {"batch_size": batch_size, "show_progress_bar": show_progress_bar}
-    documents = model.encode_document(texts, **options)
-    scorer = mean_maxsim if model.similarity_fn_name == "meanmaxsim" else maxsim
+    reduction = "mean" if getattr(model, "similarity_fn_name", None) == "meanmaxsim" else "sum"
+    documents, documents_bounds = _packed(model, texts, False, batch_size, show_progress_bar)
+    tokens, bounds = _packed(model, queries, True, batch_size, show_progress_bar)
     pairs_of: dict[str, list[int]] = {}
     for index, anchor in enumerate(anchors):
         pairs_of.setdefault(anchor, []).append(index)
     found: list[dict[str, str] | None] = [None] * len(anchors)
-    for start in range(0, len(queries), _QUERIES):
+    blocks = range(0, len(queries), _QUERIES)
+    for start in tqdm(blocks, desc="Searching", unit="block", disable=not show_progress_bar):
         block = queries[start : start + _QUERIES]
-        scores = scorer(model.encode_query(block, **options), documents)
+        some = bounds[start : start + len(block) + 1]
+        scores = maxsim_varlen(
+            tokens[some[0] : some[-1]],
+            documents,
+            some - some[0],
+            documents_bounds,
+            reduction=reduction,
+            empty_score=EMPTY_DOCUMENT_SCORE,
+        )
         for query, row in zip(block, scores, strict=True):
             # Beyond the candidates are positives that the corpus lacks: their scores are asked for, and no more.
             candidates = row[:n_candidates].clone()
@@ -102,6 +124,15 @@ def mine_hard_negatives(
                     negatives = {f"negative_{n}": texts[i] for n, i in enumerate(chosen, 1)}
                     found[index] = {"anchor": query, "positive": positives[index], **negatives}
     return [row for row in found if row is not None]
+
+
+def _packed(
+    model: Any, texts: list[str], is_query: bool, batch_size: int, show_progress: bool
+) -> tuple[Tensor, Tensor]:
+    """Embeddings of texts, one after the other, and their boundaries, on the model's device."""
+    found = encode(model, texts, is_query=is_query, batch_size=batch_size, show_progress=show_progress)
+    packed, bounds = pack([torch.as_tensor(embeddings) for embeddings in found])
+    return packed.to(model.device), bounds.to(model.device)
 
 
 def _bound(

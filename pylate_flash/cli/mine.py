@@ -1,0 +1,170 @@
+"""`pylate-flash mine`."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .common import (
+    TrustRemoteCode,
+    UserError,
+    be_quiet,
+    check_device,
+    check_file,
+    check_new_file,
+    explained,
+    loading,
+    write_file,
+)
+from .indexing import counted, open_corpus
+from .models import check_encoding_host, check_model_name, load_model
+
+
+def mine(
+    data: Annotated[
+        Path,
+        typer.Option(
+            help='JSON lines, a file or a pipe: `{"query": "...", "positive": "..."}`. A query may come several '
+            "times, with a positive each."
+        ),
+    ],
+    model: Annotated[str, typer.Option(help="ColBERT model or MultiVectorEncoder: a folder or a name.")],
+    output: Annotated[
+        Path,
+        typer.Option(
+            help='New file for what `train` reads: `{"query": "...", "positive": "...", "negative_1": "...", ...}` in '
+            "each line."
+        ),
+    ],
+    corpus: Annotated[
+        Path | None,
+        typer.Option(
+            help='Where to look: corpus.jsonl, as in BEIR, `{"_id": "d1", "title": "optional", "text": "..."}` per '
+            "line, or a folder as in `index`. Default: the positives of `--data`."
+        ),
+    ] = None,
+    num_negatives: Annotated[int, typer.Option(min=1, help="Negatives of every pair.")] = 3,
+    range_min: Annotated[
+        int,
+        typer.Option(
+            min=0, help="Pass over so many of the best texts that are no positive: what is that close may be an answer."
+        ),
+    ] = 0,
+    max_score: Annotated[float | None, typer.Option(help="A negative scores this much at most.")] = None,
+    absolute_margin: Annotated[
+        float | None, typer.Option(help="A negative scores so much less than the positive, at least.")
+    ] = None,
+    relative_margin: Annotated[
+        float | None,
+        typer.Option(help="The same, as a part of the positive's score: 0.05 asks for 95 % of it at most."),
+    ] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Texts encoded at a time.")] = 32,
+    query_length: Annotated[int | None, typer.Option(min=4, help="Tokens of a query. Default: the model's.")] = None,
+    document_length: Annotated[
+        int | None, typer.Option(min=4, help="Tokens of a document, at most. Default: the model's.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, ... Default: a GPU if there is one.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file that is already there.")] = False,
+    trust_remote_code: TrustRemoteCode = False,
+) -> None:
+    """Find hard negatives for pairs of a query and a positive: the texts that a model wrongly scores highest.
+
+    Every query meets every text, exactly. What is a positive of the query is no negative of it, and texts may be kept
+    at a distance from the positive: texts that answer the query too, and are no positive in `--data`, score high, and
+    to train on those as negatives does harm. `--relative-margin 0.05` is a good start.
+
+    A pair that has fewer than `--num-negatives` within the bounds is left out. The file is written at once, at the end.
+    """
+    check_encoding_host("pylate-flash mine")
+    _check_margins(max_score, absolute_margin, relative_margin)
+    check_model_name(model)
+    check_file(data)
+    _check_output(output, overwrite, data, corpus)
+    be_quiet()
+    with explained():
+        from ..training_data import read_training_file
+
+        lines = read_training_file(data)
+    unused = [*lines.rows.column_names[2:], *lines.ignored]
+    if unused:
+        print(f"pylate-flash: note: keys that are not used: {', '.join(map(repr, unused[:10]))}", file=sys.stderr)
+    queries, positives = list(lines.rows["query"]), list(lines.rows["positive"])
+    texts = None if corpus is None else _texts(corpus)
+    check_device(device)
+    loading(f"the model {model}")
+    loaded = load_model(
+        model,
+        searching=True,
+        trust_remote_code=trust_remote_code,
+        device=device,
+        query_length=query_length,
+        document_length=document_length,
+    )
+    import torch
+
+    from ..negatives import mine_hard_negatives
+
+    try:
+        found = mine_hard_negatives(
+            loaded,
+            queries,
+            positives,
+            texts,
+            num_negatives=num_negatives,
+            range_min=range_min,
+            max_score=max_score,
+            absolute_margin=absolute_margin,
+            relative_margin=relative_margin,
+            batch_size=batch_size,
+            show_progress_bar=sys.stderr.isatty(),
+        )
+    except torch.OutOfMemoryError as error:
+        raise UserError(
+            f"out of memory on {loaded.device}: {error}; a smaller --batch-size or --corpus needs less"
+        ) from error
+    among = f"{counted(len(set(positives if texts is None else texts)), 'text')} of {corpus or data}"
+    if not found:
+        raise UserError(
+            f"no pair has {counted(num_negatives, 'negative')} among the {among} within the bounds, so nothing was "
+            "written; ask for fewer, or give a larger --corpus or a smaller margin"
+        )
+    rows = ({"query" if key == "anchor" else key: text for key, text in row.items()} for row in found)
+    write_file(output, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), "--output")
+    print(f"{output} holds {counted(len(found), 'line')} of {counted(num_negatives, 'negative')} out of the {among}")
+    if len(found) < len(queries):
+        print(f"Left out: {counted(len(queries) - len(found), 'pair')} with fewer within the bounds")
+    print(f"Next: pylate-flash train --data {shlex.quote(str(output))} ...")
+
+
+def _check_margins(max_score: float | None, absolute_margin: float | None, relative_margin: float | None) -> None:
+    for name, value in (("--max-score", max_score), ("--absolute-margin", absolute_margin)):
+        if value is not None and not math.isfinite(value):
+            raise UserError(f"{name} must be a finite number, got {value:g}")
+    if relative_margin is not None and not 0 <= relative_margin < 1:
+        raise UserError(f"--relative-margin must be at least 0 and less than 1, got {relative_margin:g}")
+
+
+def _check_output(output: Path, overwrite: bool, data: Path, corpus: Path | None) -> None:
+    """There is no file yet, or one that may be replaced, and none that is read: what is left out would be lost."""
+    check_new_file(output, "--output")
+    if not os.path.isfile(output):
+        return
+    for option, read in (("--data", data), ("--corpus", corpus)):
+        if read is not None and os.path.exists(read) and os.path.samefile(output, read):
+            raise UserError(f"--output {output} is the file of {option}; name another one")
+    if not overwrite:
+        raise UserError(f"there is a file {output} already; --overwrite replaces it")
+
+
+def _texts(path: Path) -> list[str]:
+    """The texts of a corpus; what is empty is nobody's negative."""
+    corpus = open_corpus(path)
+    with explained():
+        return [text for _, text in corpus if text.strip()]

@@ -1,0 +1,334 @@
+"""Loading the model of a command: what the checkpoint is decides which library does, and what is broken says so."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .._extras import HOSTS as ABOUT
+from .._extras import MissingExtraError
+from ..encoders import encode, is_multi_vector_encoder, longest_input, set_text_lengths, text_lengths
+from ..hosts import HOSTS
+from .common import Scorer, UserError, cause, check_text, explained
+from .model_folder import check_model_folder, no_missing_weights
+
+if TYPE_CHECKING:
+    from ..hosts.sentence_transformers.models import MultiVectorEncoder
+    from ..models import ColBERT
+
+    Model = ColBERT | MultiVectorEncoder
+
+PYLATE, SENTENCE_TRANSFORMERS = "pylate", "sentence-transformers"
+# The module of PyLate's that sentence-transformers 6 loads too, as its own.
+_PYLATE_DENSE = "pylate.models.Dense.Dense"
+
+
+def check_encoding_host(needed_by: str) -> None:
+    """Refuse what encodes texts where neither PyLate nor sentence-transformers 6 is installed.
+
+    Raises
+    ------
+    MissingExtraError
+        Which names the extras.
+    """
+    if not any(HOSTS[name].is_there() for name in (PYLATE, SENTENCE_TRANSFORMERS)):
+        raise MissingExtraError(
+            f"{needed_by} needs PyLate or sentence-transformers 6, and neither is installed: "
+            'pip install "pylate-flash[pylate]" or pip install "pylate-flash[sentence-transformers]"',
+            name="pylate",
+        )
+
+
+def title_of(model: Any) -> str:
+    """What the library of a loaded model is called."""
+    return ABOUT["sentence_transformers" if is_multi_vector_encoder(model) else "pylate"].title
+
+
+def host_of(model: str, trust_remote_code: bool = False) -> str:
+    """Which library loads a checkpoint, a folder or a name: "pylate" or "sentence-transformers".
+
+    A `MultiVectorEncoder` needs sentence-transformers 6. PyLate's models, and encoders that are no such model yet, are
+    PyLate's where it is installed; sentence-transformers 6 loads them too.
+
+    Raises
+    ------
+    UserError
+        If its configurations are broken, or name code of its own which may not run, or the library that it needs is not
+        installed, or in a version that is not served; then the message names the extra.
+    """
+    what = _described(model)
+    if os.path.isdir(model):
+        with explained(f"{what} cannot be loaded: "):
+            check_model_folder(Path(model), trust_remote_code)
+    with _loader_errors(model, what):
+        return _host_of(model, what)
+
+
+def _host_of(model: str, what: str) -> str:
+    kind = (_read(model, "config_sentence_transformers.json") or {}).get("model_type")
+    has_pylate = HOSTS[PYLATE].is_there()
+    if kind == "MultiVectorEncoder":
+        if not HOSTS[SENTENCE_TRANSFORMERS].is_there():
+            raise UserError(
+                f"{what} is a MultiVectorEncoder of sentence-transformers 6, which is not installed: "
+                'pip install "pylate-flash[sentence-transformers]"'
+                + (", into another environment than PyLate's, which asks for an older one" if has_pylate else "")
+            )
+        host = SENTENCE_TRANSFORMERS
+    else:
+        host = PYLATE if has_pylate else SENTENCE_TRANSFORMERS
+    if host == SENTENCE_TRANSFORMERS:
+        with explained(kinds=(ImportError,)):
+            HOSTS[host].check()
+        modules = {str(entry.get("type")) for entry in _modules(model)}
+        of_pylate = sorted(name for name in modules if name.startswith("pylate.") and name != _PYLATE_DENSE)
+        if of_pylate:
+            raise UserError(
+                f"{what} has the module {of_pylate[0]}, which only PyLate loads, and it is not installed: "
+                'pip install "pylate-flash[pylate]"'
+            )
+    return host
+
+
+def load_model(
+    model: str,
+    *,
+    searching: bool = False,
+    trust_remote_code: bool = False,
+    device: str | None = None,
+    scorer: str | None = None,
+    query_length: int | None = None,
+    document_length: int | None = None,
+) -> Model:
+    """Load a model that can be used: it has been seen to encode, and its lengths are ones that its encoder allows.
+
+    Parameters
+    ----------
+    model
+        A folder, or a name on the model hub. What it holds decides which library loads it, see `host_of`.
+    searching
+        Whether it is loaded to search or to be searched: a projection drawn at random is refused then.
+    trust_remote_code
+        Whether code that comes with the model may run.
+    device
+        Where it goes. None: a GPU if there is one.
+    scorer
+        The model's flag. None: the saved one.
+    query_length, document_length
+        Tokens of a query, and of a document at most. None: as the model is set up.
+
+    Raises
+    ------
+    UserError
+        If it cannot be loaded, whatever the loader raised, or cannot be used.
+    """
+    what, host = _described(model), host_of(model, trust_remote_code)
+    lengths = {"query_length": query_length, "document_length": document_length}
+    options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "device": device}
+    with _loader_errors(model, what):
+        loaded: Model
+        with no_missing_weights():
+            if host == PYLATE:
+                from ..models import ColBERT
+
+                options |= lengths
+                loaded = ColBERT(model, scorer=scorer, **options)
+            else:
+                from ..hosts.sentence_transformers.models import MultiVectorEncoder
+
+                _check_scorer_of_encoder(scorer)
+                loaded = MultiVectorEncoder(model, scorer=scorer, **options)
+        _check_words(loaded)
+    with explained(f"{what}: "):
+        if host == SENTENCE_TRANSFORMERS:
+            set_text_lengths(loaded, **lengths)
+    _check_lengths(loaded, what, lengths)
+    if searching and has_random_projection(loaded, model):
+        raise UserError(
+            f"{what} is an encoder without a projection: a random one would be drawn, which finds nothing; train it "
+            "first with `pylate-flash train`"
+        )
+    _check_encodes(loaded, what)
+    return loaded
+
+
+def has_random_projection(model: Any, name: str) -> bool:
+    """Whether a layer of a model's projection was drawn at random when it was loaded from `name`."""
+    if not is_multi_vector_encoder(model):
+        return model.projection_is_random
+    if not any(type(module).__name__ == "Dense" for module in model.children()):
+        return False
+    architectures = (_read(name, "config.json") or {}).get("architectures") or []
+    saved = any(str(entry.get("type")).endswith(".Dense") for entry in _modules(name))
+    return not saved and "HF_ColBERT" not in architectures
+
+
+def read_lengths(model: Any) -> tuple[int | None, int | None]:
+    """The tokens that are read of a query and of a document, at most; None where nothing limits them."""
+    limits = [longest_input(model)]
+    if is_multi_vector_encoder(model):
+        # PyLate sets this one with every text that it encodes.
+        limits.append(getattr(model[0], "max_seq_length", None))
+    query, document = (
+        min((number for number in (length, *limits) if number is not None), default=None)
+        for length in text_lengths(model)
+    )
+    return query, document
+
+
+def prompt_of(model: Any, is_query: bool) -> str:
+    """What a `MultiVectorEncoder` puts before a query, or before a document."""
+    names = ("query",) if is_query else ("document", "passage", "corpus")
+    return next((model.prompts[name] for name in names if name in model.prompts), "")
+
+
+def document_tokens(model: Any, texts: list[str]) -> list[int]:
+    """How many tokens documents have, uncut, with the marker or the prompt that comes before them."""
+    # PyLate's marker is a token that it puts in.
+    prompt, marker = (prompt_of(model, is_query=False), 0) if is_multi_vector_encoder(model) else ("", 1)
+    found = model.tokenizer([prompt + text for text in texts], truncation=False)["input_ids"]
+    return [len(tokens) + marker for tokens in found]
+
+
+def check_scorer(scorer: str | None, model: Any) -> None:
+    """Score one token with it: what is not installed, or cannot compute here, says so before the work starts."""
+    import torch
+
+    one = torch.ones(1, 1, 16, device=model.device)
+    try:
+        if is_multi_vector_encoder(model):
+            _check_scorer_of_encoder(scorer)
+            model.similarity(one, one)
+        else:
+            from ..scores import colbert_scores
+
+            colbert_scores(one, one, backend=scorer)
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"--scorer {scorer} cannot compute on {model.device}: {cause(error)}") from error
+
+
+def _check_scorer_of_encoder(scorer: str | None) -> None:
+    if scorer in (Scorer.flash.value, Scorer.lik.value):
+        raise UserError(
+            f"--scorer {scorer} is one of PyLate's, and sentence-transformers loads this model; expected pylate_flash, "
+            "torch or auto"
+        )
+
+
+def _described(model: str) -> str:
+    return f"the model in {model}" if os.path.isdir(model) else f"the model {model!r}"
+
+
+def _modules(model: str) -> list[dict[str, Any]]:
+    """What modules.json says of each module; nothing of a model without it."""
+    found = _read(model, "modules.json") or []
+    return [entry for entry in found if isinstance(entry, dict)]
+
+
+def _read(model: str, file: str) -> Any:
+    """The JSON of a file of a model, or None if it has no such file."""
+    if os.path.isdir(model):
+        path: str | None = os.path.join(model, file)
+    else:
+        # From the cache, or from the hub: both hosts bring it.
+        from sentence_transformers.util import load_file_path
+
+        path = load_file_path(model, file)
+    if path is None or not os.path.isfile(path):
+        return None
+    return json.loads(Path(path).read_bytes())
+
+
+@contextmanager
+def _loader_errors(model: str, what: str) -> Iterator[None]:
+    """Turn whatever a loader raises about a model into a `UserError`."""
+    try:
+        yield
+    except (UserError, KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:
+        if "trust_remote_code" in str(error):
+            text = f"{what} cannot be loaded: it comes with code of its own; --trust-remote-code runs it"
+        elif "ignore_mismatched_sizes" in str(error):
+            text = f"{what} cannot be loaded: its weights have other sizes than its config.json says"
+        elif os.path.isdir(model) or not isinstance(error, OSError):
+            text = f"{what} cannot be loaded: {cause(error)}"
+        else:
+            offline = [name for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE") if _is_set(name)]
+            why = (
+                f"it is not in the cache, and {offline[0]} is set, so that nothing was fetched"
+                if offline
+                else "it could not be fetched by that name"
+            )
+            text = f"{what} cannot be loaded: there is no such folder, and {why}"
+        raise UserError(text) from error
+
+
+def _is_set(variable: str) -> bool:
+    return os.environ.get(variable, "").upper() in ("1", "ON", "YES", "TRUE")
+
+
+def _check_words(model: Any) -> None:
+    """The tokenizer must have words, and the encoder an embedding of each: no loader asks for either."""
+    tokenizer = model.tokenizer
+    added = tokenizer.get_added_vocab()
+    numbers = [number for word, number in tokenizer.get_vocab().items() if word not in added]
+    if not numbers:
+        raise ValueError("its tokenizer has no words; are tokenizer.json or the vocabulary missing?")
+    rows = getattr(model[0].auto_model.get_input_embeddings(), "num_embeddings", None)
+    if rows is not None and max(numbers) >= rows:
+        raise ValueError(f"the number of a word in its tokenizer is {max(numbers)}, and its encoder knows {rows} words")
+
+
+def _check_lengths(model: Any, what: str, given: dict[str, int | None]) -> None:
+    limit = longest_input(model)
+    for name, value in text_lengths(model)._asdict().items():
+        subject = f"--{name.replace('_', '-')} {value}" if given[name] else f"{what}: its {name}, {value!r},"
+        if value is None and is_multi_vector_encoder(model):
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or value < 4:
+            raise UserError(f"{subject} must be a whole number of at least 4")
+        if limit is not None and value > limit:
+            more = "" if given[name] else f"; give a lower --{name.replace('_', '-')}"
+            raise UserError(
+                f"{subject} is more than the {limit} tokens that {what if given[name] else 'it'} can read{more}"
+            )
+
+
+def _check_encodes(model: Any, what: str) -> None:
+    """Encode a word: what does not fit together in a model, or is not finite, says so before the work starts."""
+    import numpy as np
+
+    for is_query in (True, False):
+        try:
+            (embeddings,) = encode(model, ["a"], is_query=is_query)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:
+            raise UserError(f"{what} cannot encode: {cause(error)}") from error
+        if not np.isfinite(embeddings).all():
+            raise UserError(f"{what} encodes a text as NaN or infinity: its weights are broken")
+
+
+def check_model_name(model: str) -> None:
+    """A folder must hold a model; what looks like a path must exist; anything else may be the name of one."""
+    check_text(model, "--model")
+    if os.path.isdir(model):
+        if not any(os.path.isfile(os.path.join(model, name)) for name in ("modules.json", "config.json")):
+            raise UserError(f"{model} holds no model: it has neither modules.json nor config.json")
+    elif os.path.exists(model):
+        raise UserError(f"{model} is a file; --model expects the folder of a model, or a name")
+    elif (
+        model.startswith((".", "/", "~"))
+        or model.count("/") > 1
+        or Path(model).parts[:1] == ("demo-output",)
+        or not model.strip()
+    ):
+        hint = "; run `pylate-flash demo` first, or name one with --model" if model == "demo-output/model" else ""
+        raise UserError(f"there is no model in {model!r}{hint}")

@@ -1,0 +1,117 @@
+"""What PyLate's models and sentence-transformers' `MultiVectorEncoder` are asked alike: to encode, and how much.
+
+Importing this module imports neither of the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    import numpy as np
+
+__all__ = ["TextLengths", "encode", "is_multi_vector_encoder", "longest_input", "set_text_lengths", "text_lengths"]
+
+
+class TextLengths(NamedTuple):
+    """Tokens of a query, and of a document at most, as a model is set up; None where only its tokenizer limits them."""
+
+    query_length: int | None
+    document_length: int | None
+
+
+def is_multi_vector_encoder(model: Any) -> bool:
+    """Whether a model is a `MultiVectorEncoder` of sentence-transformers; if not, it is taken for one of PyLate's."""
+    return getattr(model, "model_type", None) == "MultiVectorEncoder"
+
+
+def encode(
+    model: Any, texts: Sequence[str], *, is_query: bool, batch_size: int = 32, show_progress: bool = False
+) -> list[np.ndarray]:
+    """Encode texts by a model of either library.
+
+    Parameters
+    ----------
+    model
+        PyLate's `ColBERT`, or a `MultiVectorEncoder` of sentence-transformers.
+    texts
+        N texts.
+    is_query
+        Whether they are queries; else they are documents.
+    batch_size
+        Texts encoded at a time.
+    show_progress
+        Draw a progress bar.
+
+    Returns
+    -------
+    list of numpy.ndarray
+        [L_i, d] for every text, without padding.
+    """
+    texts = list(texts)
+    if is_multi_vector_encoder(model):
+        function = model.encode_query if is_query else model.encode_document
+        return function(texts, batch_size=batch_size, show_progress_bar=show_progress, convert_to_numpy=True)
+    return list(model.encode(texts, batch_size=batch_size, is_query=is_query, show_progress_bar=show_progress))
+
+
+def text_lengths(model: Any) -> TextLengths:
+    """The lengths that a model of either library is set up with.
+
+    Where queries are filled up to a fixed length, which sentence-transformers keeps with the expansion, it is that.
+    """
+    if not is_multi_vector_encoder(model):
+        return TextLengths(getattr(model, "query_length", None), getattr(model, "document_length", None))
+    encoder = model[0]
+    expansion = getattr(encoder, "query_expansion", None)
+    if expansion is not None and expansion["strategy"] == "fixed":
+        query_length = expansion["length"]
+    else:
+        query_length = getattr(encoder, "query_length", None)
+    return TextLengths(query_length, getattr(encoder, "document_length", None))
+
+
+def set_text_lengths(model: Any, query_length: int | None = None, document_length: int | None = None) -> None:
+    """Set the lengths of a `MultiVectorEncoder`, which `text_lengths` reads; None leaves one as it is.
+
+    Raises
+    ------
+    ValueError
+        If the first module of the model has no such lengths.
+    """
+    encoder = model[0]
+    for name, length in (("query_length", query_length), ("document_length", document_length)):
+        if length is not None and not hasattr(encoder, name):
+            raise ValueError(f"{name}: the first module of the model, {type(encoder).__name__}, has none to set")
+    if query_length is not None:
+        expansion = encoder.query_expansion
+        if expansion is not None:
+            fixed = expansion["strategy"] == "fixed"
+            length = query_length if fixed else min(query_length, expansion["length"])
+            # It must not be longer than what queries are cut at, so that limit goes first.
+            encoder.query_length = None
+            encoder.query_expansion = {**expansion, "length": length}
+            encoder.query_length = None if fixed else query_length
+        else:
+            encoder.query_length = query_length
+    if document_length is not None:
+        encoder.document_length = document_length
+
+
+def longest_input(model: Any) -> int | None:
+    """The most tokens that a model's encoder has positions for, special tokens included; None if nothing limits them.
+
+    Parameters
+    ----------
+    model
+        Of either library.
+    """
+    encoder = getattr(model[0], "auto_model", None)
+    limit = getattr(getattr(encoder, "config", None), "max_position_embeddings", None)
+    if encoder is None or not isinstance(limit, int) or limit < 1:
+        return None
+    # RoBERTa's family counts positions from the one after that of padding.
+    tables = (module for name, module in encoder.named_modules() if name.endswith("position_embeddings"))
+    padding = getattr(next(tables, None), "padding_idx", None)
+    return limit if padding is None else limit - padding - 1

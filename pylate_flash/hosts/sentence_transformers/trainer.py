@@ -1,0 +1,54 @@
+"""sentence-transformers' trainer of multi-vector models, which counts, checks and resumes as PyLate's does here."""
+
+from __future__ import annotations
+
+from . import _needs  # noqa: F401
+
+# isort: split
+from typing import Any
+
+import sentence_transformers.multi_vector_encoder.trainer as host
+from sentence_transformers.multi_vector_encoder.losses import (
+    CachedMultiVectorMultipleNegativesRankingLoss,
+    MultiVectorMultipleNegativesRankingLoss,
+)
+
+from ...training_measures import MeasuredTrainer, Meter
+
+__all__ = ["MultiVectorEncoderTrainer"]
+
+
+class MultiVectorEncoderTrainer(MeasuredTrainer, host.MultiVectorEncoderTrainer):
+    """The host's trainer, with numbers of the run in its log.
+
+    Each log entry of the training also has
+
+    - `in_batch_negatives_per_query`: documents that a query's positive competes with, over all document columns and,
+      for a loss that gathers, all ranks (the mean over the batches since the last entry; for the losses with in-batch
+      negatives),
+    - `tokens_per_second`: tokens of queries and documents that are not padding, all ranks together, by the time since
+      the last entry without evaluation and saving,
+    - `peak_memory_mib`: most memory that torch had allocated on the GPU so far, or, without a GPU, most resident memory
+      of the process; the highest of the ranks.
+
+    A loss that is not finite ends the training at the next log entry or checkpoint, because every weight has become NaN
+    by then; under `fp16`, whose loss scaler leaves such steps out, it does not. A run that resumes from a checkpoint
+    continues, on a CPU to the bit, as if it had not been interrupted.
+
+    Parameters
+    ----------
+    *args, **kwargs
+        Those of `sentence_transformers.MultiVectorEncoderTrainer`. What computes the scores is up to
+        `pylate_flash.register`, and to the loss.
+
+    Raises
+    ------
+    FloatingPointError
+        While it trains, if the loss is not finite.
+    """
+
+    contrastive = (CachedMultiVectorMultipleNegativesRankingLoss, MultiVectorMultipleNegativesRankingLoss)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.measure(Meter())

@@ -1,0 +1,226 @@
+"""The same commands, with the same checkpoint, in an environment of PyLate and in one of sentence-transformers 6."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from pylate_flash.cli.common import UserError
+from pylate_flash.cli.models import PYLATE, SENTENCE_TRANSFORMERS, check_encoding_host, host_of, load_model
+from pylate_flash.encoders import encode
+from pylate_flash.hosts import HOSTS
+from tests.cli.commands import assert_one_clear_sentence, invoke, succeed
+
+HERE = PYLATE if HOSTS[PYLATE].is_there() else SENTENCE_TRANSFORMERS
+CPU = ("--device", "cpu")
+TEXTS = {"d1": "cats and dogs", "d2": "planes and old trains", "d3": "bread and butter .", "d4": "red cats"}
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    path = tmp_path / "beir" / "corpus.jsonl"
+    path.parent.mkdir()
+    path.write_text("".join(json.dumps({"_id": id_, "text": text}) + "\n" for id_, text in TEXTS.items()))
+    return path
+
+
+@pytest.fixture
+def checkpoint(pylate_checkpoint: Path, tmp_path: Path) -> Path:
+    """One that a test may spoil."""
+    return shutil.copytree(pylate_checkpoint, tmp_path / "model")
+
+
+def change(file: Path, **values: object) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+def scores_by_hand(model: Path, query: str, **lengths: int) -> list[tuple[str, float]]:
+    loaded = load_model(str(model), device="cpu", **lengths)
+    (tokens,) = encode(loaded, [query], is_query=True)
+    documents = encode(loaded, list(TEXTS.values()), is_query=False)
+    similarities = (torch.as_tensor(tokens).double() @ torch.as_tensor(one).double().T for one in documents)
+    scores = (similarity.max(dim=1).values.sum().item() for similarity in similarities)
+    return sorted(zip(TEXTS, scores, strict=True), key=lambda pair: -pair[1])
+
+
+def test_index_and_search_with_the_lengths_that_were_asked_for(
+    corpus: Path, pylate_checkpoint: Path, tmp_path: Path
+) -> None:
+    lengths = {"query_length": 6, "document_length": 5}
+    options = [str(part) for name, value in lengths.items() for part in (f"--{name.replace('_', '-')}", value)]
+    here = ("--index", tmp_path / "index")
+    result = invoke("index", "--data", corpus, "--model", pylate_checkpoint, *here, *CPU, *options)
+    assert result.exit_code == 0, result.output
+    # [CLS], a marker, the words and [SEP].
+    assert "Note: 3 of the first 4 documents are longer than the 5 tokens that are read of each" in result.stderr
+    (record,) = map(json.loads, succeed("search", "old cats", *here, *CPU, "--json", "-k", 3).splitlines())
+    expected = scores_by_hand(pylate_checkpoint, "old cats", **lengths)[:3]
+    assert [found["id"] for found in record["results"]] == [id_ for id_, _ in expected]
+    assert [found["score"] for found in record["results"]] == pytest.approx([score for _, score in expected], rel=1e-5)
+    (tmp_path / "more.jsonl").write_text('{"_id": "d9", "text": "old planes"}\n')
+    assert "holds 5" in succeed("index", "add", "--data", tmp_path / "more.jsonl", *here, *CPU)
+
+
+def test_evaluate_agrees_with_the_librarys_own_scorer(corpus: Path, pylate_checkpoint: Path, tmp_path: Path) -> None:
+    pytest.importorskip("ranx")
+    folder = corpus.parent
+    (folder / "queries.jsonl").write_text('{"_id": "q1", "text": "old trains"}\n{"_id": "q2", "text": "butter"}\n')
+    (folder / "qrels").mkdir()
+    (folder / "qrels" / "test.tsv").write_text("q1\td1\t1\nq2\td3\t1\nq2\td4\t1\n")
+    record = tmp_path / "metrics.json"
+    printed = succeed(
+        *("evaluate", "--data", folder, "--model", pylate_checkpoint, "--compare-torch", "--json", record, *CPU),
+        *("--index", tmp_path / "index"),
+    )
+    assert f"torch of {HOSTS[HERE].about.title}" in printed
+    metrics = json.loads(record.read_text())
+    assert metrics["agreement"]["holds"]
+    ranks = [[id_ for id_, _ in scores_by_hand(pylate_checkpoint, query)] for query in ("old trains", "butter")]
+    first = min(ranks[1].index(id_) for id_ in ("d3", "d4"))
+    expected = (1 / (1 + ranks[0].index("d1")) + 1 / (1 + first)) / 2
+    assert metrics["mrr@10"] == pytest.approx(expected)
+    assert succeed("search", "old trains", "--index", tmp_path / "index", "-k", 1).startswith("1\t")
+
+
+def test_train_mine_and_train_again(pylate_checkpoint: Path, tmp_path: Path) -> None:
+    pairs = tmp_path / "pairs.jsonl"
+    rows = [{"query": f"{text} new", "positive": text, "url": "x"} for text in TEXTS.values()]
+    pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = ("--max-steps", 2, "--batch-size", 2, "--lr", 1e-3, *CPU)
+    first, second, mined = tmp_path / "first", tmp_path / "second", tmp_path / "mined.jsonl"
+    printed = succeed("train", "--data", pairs, "--model", pylate_checkpoint, "--output", first, *options)
+    assert "contrastive loss, scorer pylate_flash, cpu" in printed
+    assert "cut at 8 and 12 tokens" in printed
+    assert json.loads((first / "config_sentence_transformers.json").read_text())["scorer"] == "pylate_flash"
+    result = invoke("mine", "--data", pairs, "--model", first, "--output", mined, "--num-negatives", 2, *CPU)
+    assert result.exit_code == 0, result.output
+    assert f"{mined} holds 4 lines of 2 negatives out of the 4 texts of {pairs}\nNext: " in result.stdout
+    assert "note: keys that are not used: 'url'" in result.stderr
+    for row, line in zip(rows, map(json.loads, mined.read_text().splitlines()), strict=True):
+        assert list(line) == ["query", "positive", "negative_1", "negative_2"]
+        assert (line["query"], line["positive"]) == (row["query"], row["positive"])
+        assert {line["negative_1"], line["negative_2"]} <= set(TEXTS.values()) - {row["positive"]}
+    printed = succeed("train", "--data", mined, "--model", first, "--output", second, *options, "--loss", "cached")
+    assert "2 hard negatives per query, 5 negatives with those of the batch" in printed
+
+
+def test_mine_keeps_its_hands_off_other_files(
+    corpus: Path, pylate_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pairs, out = tmp_path / "pairs.jsonl", tmp_path / "out.jsonl"
+    pairs.write_text('{"query": "cats", "positive": "dogs"}\n')
+    out.write_text("mine")
+    before = {path: path.read_bytes() for path in (pairs, out, corpus)}
+    mine = ("mine", "--data", pairs, "--model", pylate_checkpoint, *CPU, "--output")
+    assert_one_clear_sentence(invoke(*mine, out), out, "--overwrite replaces it")
+    assert_one_clear_sentence(invoke(*mine, pairs, "--overwrite"), "is the file of --data")
+    assert_one_clear_sentence(invoke(*mine, corpus, "--corpus", corpus, "--overwrite"), "is the file of --corpus")
+    assert_one_clear_sentence(invoke(*mine, tmp_path / "no" / "out"), "--output: there is no folder", tmp_path / "no")
+    assert_one_clear_sentence(invoke(*mine, tmp_path / "new", "--relative-margin", 1), "--relative-margin must be")
+    assert_one_clear_sentence(invoke(*mine, tmp_path / "new", "--max-score", "nan"), "--max-score must be a finite")
+    assert_one_clear_sentence(invoke(*mine, out, "--overwrite"), "no pair has 3 negatives", "nothing was written")
+
+    def interrupted(*arguments: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("pylate_flash.negatives.mine_hard_negatives", interrupted)
+        assert invoke(*mine, out, "--overwrite").exit_code == 130
+    assert {path: path.read_bytes() for path in before} == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["beir", "out.jsonl", "pairs.jsonl"]
+
+    result = invoke(*mine, out, "--overwrite", "--corpus", corpus, "--max-score", 7.9, "--num-negatives", 4)
+    assert result.exit_code == 0, result.output
+    assert len(json.loads(out.read_text())) == 6
+    pairs.write_text(pairs.read_text() + '{"query": "butter .", "positive": "red cats"}\n')
+    result = invoke(*mine, out, "--overwrite", "--corpus", corpus, "--num-negatives", 4)
+    assert "\nLeft out: 1 pair with fewer within the bounds\n" in result.stdout
+
+
+@pytest.mark.parametrize("config", [{"model_type": "ColBERT"}, {"model_type": "SentenceTransformer"}, {}])
+def test_what_both_load_goes_to_the_one_that_is_there(config: dict, checkpoint: Path) -> None:
+    (checkpoint / "config_sentence_transformers.json").write_text(json.dumps(config))
+    assert host_of(str(checkpoint)) == HERE
+
+
+def test_a_multi_vector_encoder_goes_to_sentence_transformers(
+    checkpoint: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    change(checkpoint / "config_sentence_transformers.json", model_type="MultiVectorEncoder")
+    if HERE == SENTENCE_TRANSFORMERS:
+        assert host_of(str(checkpoint)) == HERE
+        return
+    for command in (
+        ("index", "--data", corpus, "--index", tmp_path / "index"),
+        ("mine", "--data", corpus, "--output", tmp_path / "out"),
+        ("train", "--data", corpus, "--output", tmp_path / "out"),
+    ):
+        if command[0] != "index":
+            corpus.write_text('{"query": "cats", "positive": "dogs"}\n{"query": "a", "positive": "cats"}\n')
+        result = invoke(*command, "--model", checkpoint)
+        assert_one_clear_sentence(
+            result,
+            f"the model in {checkpoint} is a MultiVectorEncoder of sentence-transformers 6, which is not installed",
+            'pip install "pylate-flash[sentence-transformers]", into another environment than PyLate',
+        )
+    assert not (tmp_path / "index").exists()
+    assert not (tmp_path / "out").exists()
+
+
+def test_where_both_are_there_the_checkpoint_decides(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class There:
+        def is_there(self) -> bool:
+            return True
+
+        def check(self) -> None:
+            pass
+
+    for name in (PYLATE, SENTENCE_TRANSFORMERS):
+        monkeypatch.setitem(HOSTS, name, There())
+    assert host_of(str(checkpoint)) == PYLATE
+    change(checkpoint / "config_sentence_transformers.json", model_type="MultiVectorEncoder")
+    assert host_of(str(checkpoint)) == SENTENCE_TRANSFORMERS
+
+
+def test_a_module_that_only_pylate_has_names_its_extra(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    modules = json.loads((checkpoint / "modules.json").read_text())
+    modules[1]["type"] = "pylate.models.Other"
+    (checkpoint / "modules.json").write_text(json.dumps(modules))
+    if HERE == PYLATE:
+        assert host_of(str(checkpoint)) == PYLATE
+        return
+    with pytest.raises(UserError, match=r"has the module pylate.models.Other, .* pip install \"pylate-flash\[pylate\]"):
+        host_of(str(checkpoint))
+
+
+def test_some_library_is_here() -> None:
+    check_encoding_host("this test")
+
+
+@pytest.mark.parametrize(
+    ("damage", "part"),
+    [
+        (lambda folder: (folder / "config_sentence_transformers.json").write_text("["), "is not valid JSON"),
+        (lambda folder: (folder / "modules.json").write_text("{}"), "modules.json must hold a JSON list"),
+        (lambda folder: (folder / "1_Dense" / "model.safetensors").unlink(), "cannot be loaded"),
+        (lambda folder: change(folder / "config.json", hidden_size=18), "cannot be loaded"),
+    ],
+)
+def test_a_damaged_checkpoint_is_one_sentence(damage, part: str, checkpoint: Path, corpus: Path) -> None:
+    damage(checkpoint)
+    result = invoke("index", "--data", corpus, "--model", checkpoint, "--index", corpus.parent / "index", *CPU)
+    assert_one_clear_sentence(result, f"the model in {checkpoint}", part)
+
+
+def test_weights_that_are_missing_are_named(checkpoint: Path, corpus: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(checkpoint / "model.safetensors")
+    name = next(name for name in weights if "attention.self.query.weight" in name)
+    save_file({key: value for key, value in weights.items() if key != name}, checkpoint / "model.safetensors")
+    result = invoke("index", "--data", corpus, "--model", checkpoint, "--index", corpus.parent / "index", *CPU)
+    assert_one_clear_sentence(result, f"the model in {checkpoint} cannot be loaded", "its weights lack")

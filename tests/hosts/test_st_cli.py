@@ -1,0 +1,287 @@
+"""`pylate-flash` with sentence-transformers 6: it trains what the host trains, and nothing is lost on the way."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from sentence_transformers import (
+    MultiVectorEncoder,
+    MultiVectorEncoderTrainer,
+    MultiVectorEncoderTrainingArguments,
+)
+from sentence_transformers.multi_vector_encoder import losses
+from typer.testing import Result
+
+from pylate_flash.cli.models import load_model, read_lengths
+from pylate_flash.encoders import encode, text_lengths
+from pylate_flash.hosts import SENTENCE_TRANSFORMERS
+from pylate_flash.hosts.sentence_transformers import trainer as our_trainer
+from tests.cli.commands import assert_one_clear_sentence, invoke, succeed
+from tests.pylate_checkpoint import WORDS
+
+CPU = ("--device", "cpu")
+STEPS, BATCH = 3, 4
+QUERIES = [f"{WORDS[i % 6]} {WORDS[i % 5 + 7]}" for i in range(12)]
+POSITIVES = [f"{WORDS[i % 6]} and {WORDS[(i + 3) % 6]} ." for i in range(12)]
+NEGATIVES = [f"{WORDS[(i + 1) % 6]} a {WORDS[i % 4 + 8]}" for i in range(12)]
+
+
+@pytest.fixture
+def pairs(tmp_path: Path) -> Path:
+    return write(tmp_path / "pairs.jsonl", query=QUERIES, positive=POSITIVES, negative=NEGATIVES)
+
+
+@pytest.fixture
+def lists(tmp_path: Path) -> Path:
+    scores = [[i % 3 + 1.0, 0.5, -0.25 * i] for i in range(12)]
+    documents = [list(row) for row in zip(POSITIVES, NEGATIVES, QUERIES, strict=True)]
+    return write(tmp_path / "lists.jsonl", query=QUERIES, documents=documents, scores=scores)
+
+
+def write(path: Path, **columns: list) -> Path:
+    rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def train(data: Path, model: object, output: Path, *options: object) -> Result:
+    return invoke("train", "--data", data, "--model", model, "--output", output, *CPU, *options)
+
+
+def trained(data: Path, model: object, output: Path, *options: object) -> Result:
+    result = train(data, model, output, *options)
+    assert result.exit_code == 0, result.output + repr(result.exception)
+    return result
+
+
+def trained_by_the_host(folder: Path, rows: Dataset, loss: Any, output: Path, **arguments: Any) -> MultiVectorEncoder:
+    """By its own trainer, its own losses and its own scores, with the prompts that its `encode` puts before texts."""
+    model = MultiVectorEncoder(str(folder), device="cpu")
+    texts = [name for name in rows.column_names if name != "scores"]
+    MultiVectorEncoderTrainer(
+        model=model,
+        args=MultiVectorEncoderTrainingArguments(
+            output_dir=str(output),
+            max_steps=STEPS,
+            per_device_train_batch_size=BATCH,
+            learning_rate=1e-3,
+            warmup_steps=0.1,
+            seed=7,
+            use_cpu=True,
+            save_strategy="no",
+            report_to="none",
+            prompts={name: "[Q] " if name == "query" else "[D] " for name in texts},
+            **arguments,
+        ),
+        train_dataset=rows,
+        loss=loss(model),
+    ).train()
+    return model
+
+
+def embeddings(model: Any) -> torch.Tensor:
+    found = [*encode(model, QUERIES, is_query=True), *encode(model, POSITIVES, is_query=False)]
+    return torch.cat([torch.as_tensor(one) for one in found])
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "loss"),
+    [
+        (
+            "contrastive",
+            ("--temperature", 0.5),
+            lambda model: losses.MultiVectorMultipleNegativesRankingLoss(model, scale=2.0),
+        ),
+        (
+            "cached",
+            ("--mini-batch-size", 3),
+            lambda model: losses.CachedMultiVectorMultipleNegativesRankingLoss(model, mini_batch_size=3),
+        ),
+        (
+            "cached",
+            ("--mini-batch-tokens", 20),
+            lambda model: losses.CachedMultiVectorMultipleNegativesRankingLoss(model, mini_batch_num_tokens=20),
+        ),
+        (
+            "distillation",
+            ("--temperature", 0.5),
+            lambda model: losses.MultiVectorDistillKLDivLoss(model, temperature=0.5),
+        ),
+    ],
+    ids=["contrastive", "cached", "tokens", "distillation"],
+)
+def test_train_does_what_the_hosts_trainer_does_through_fused_scores(
+    kind: str,
+    options: tuple,
+    loss: Any,
+    pylate_checkpoint: Path,
+    pairs: Path,
+    lists: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if kind == "distillation":
+        data = json.loads("[" + ",".join(lists.read_text().splitlines()) + "]")
+        columns = {f"document_{n + 1}": [row["documents"][n] for row in data] for n in range(3)}
+        rows = Dataset.from_dict({"query": QUERIES, **columns, "scores": [row["scores"] for row in data]})
+    else:
+        rows = Dataset.from_dict({"query": QUERIES, "positive": POSITIVES, "negative": NEGATIVES})
+    sampler = {} if kind == "distillation" else {"batch_sampler": "no_duplicates"}
+    expected = embeddings(trained_by_the_host(pylate_checkpoint, rows, loss, tmp_path / "host", **sampler))
+    fused = []
+    step = our_trainer.MultiVectorEncoderTrainer.training_step
+
+    def observed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        fused.append(SENTENCE_TRANSFORMERS.holders > 0)
+        return step(self, *args, **kwargs)
+
+    monkeypatch.setattr(our_trainer.MultiVectorEncoderTrainer, "training_step", observed)
+    settings = ("--loss", kind, "--max-steps", STEPS, "--batch-size", BATCH, "--lr", 1e-3, "--seed", 7)
+    data = lists if kind == "distillation" else pairs
+    result = trained(data, pylate_checkpoint, tmp_path / "out", *settings, *options)
+    assert f"{kind} loss, scorer pylate_flash, cpu" in result.stdout
+    assert "note: " not in result.stderr
+    assert fused == [True] * STEPS
+    assert SENTENCE_TRANSFORMERS.holders == 0
+    found = embeddings(MultiVectorEncoder(str(tmp_path / "out"), device="cpu"))
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+    assert (expected - embeddings(MultiVectorEncoder(str(pylate_checkpoint), device="cpu"))).abs().max() > 0.01
+
+    fused.clear()
+    if kind == "contrastive":
+        trained(data, pylate_checkpoint, tmp_path / "torch", *settings, *options, "--scorer", "torch")
+        assert fused == [False] * STEPS
+        assert json.loads((tmp_path / "torch" / "config_sentence_transformers.json").read_text())["scorer"] == "torch"
+
+
+def test_an_interrupted_run_resumes_to_the_same_model(
+    pylate_checkpoint: Path, pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the middle of the second of three epochs."""
+    import signal
+
+    options = ("--batch-size", 6, "--epochs", 3, "--lr", 1e-3, "--eval-data", pairs)
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    result = trained(pairs, pylate_checkpoint, whole, *options)
+    assert result.stderr.count("of --eval-data") == 3
+    step = our_trainer.MultiVectorEncoderTrainer.training_step
+    steps: list[int] = []
+
+    def interrupted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        steps.append(1)
+        if len(steps) == 3:
+            signal.raise_signal(signal.SIGINT)
+        return step(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(our_trainer.MultiVectorEncoderTrainer, "training_step", interrupted)
+        result = train(pairs, pylate_checkpoint, out, *options)
+    assert result.exit_code == 130
+    checkpoint = out / "checkpoints" / "checkpoint-3"
+    assert f"interrupted after step 3 of 6; the model as it is is in {checkpoint}" in result.stderr
+    assert embeddings(MultiVectorEncoder(str(checkpoint), device="cpu")).isfinite().all()
+    assert_one_clear_sentence(train(pairs, pylate_checkpoint, out, *options), "--resume", "--overwrite")
+    trained(pairs, pylate_checkpoint, out, *options, "--resume")
+    assert sorted(path.name for path in out.iterdir()) == sorted(path.name for path in whole.iterdir())
+    for file in ("model.safetensors", "1_Dense/model.safetensors"):
+        assert (out / file).read_bytes() == (whole / file).read_bytes()
+
+
+def test_a_loss_that_is_not_finite_writes_nothing(pylate_checkpoint: Path, pairs: Path, tmp_path: Path) -> None:
+    result = train(pairs, pylate_checkpoint, tmp_path / "out", "--lr", 1e38, "--batch-size", 2, "--save-steps", 1)
+    assert result.exit_code == 2
+    assert "not finite" in result.stderr.splitlines()[-1]
+    assert not (tmp_path / "out" / "modules.json").exists()
+
+
+def test_the_log_has_the_numbers_of_the_run(tiny_encoder: MultiVectorEncoder, tmp_path: Path) -> None:
+    columns = {"query": QUERIES, "positive": POSITIVES, "negative": NEGATIVES}
+    trainer = our_trainer.MultiVectorEncoderTrainer(
+        model=tiny_encoder,
+        args=MultiVectorEncoderTrainingArguments(
+            str(tmp_path), max_steps=2, per_device_train_batch_size=4, logging_steps=1, use_cpu=True, report_to="none"
+        ),
+        train_dataset=Dataset.from_dict(columns),
+    )
+    trainer.train()
+    entries = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert [entry["in_batch_negatives_per_query"] for entry in entries] == [7, 7]
+    assert all(entry["tokens_per_second"] > 0 and entry["peak_memory_mib"] > 1 for entry in entries)
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        (("--scorer", "flash"), ["--scorer flash is one of PyLate's", "pylate_flash, torch or auto"]),
+        (("--loss", "cached", "--mini-batch-tokens", "auto"), ["--mini-batch-tokens auto is for PyLate's models"]),
+        (("--query-length", 100), ["--query-length 100 is more than the 32 tokens"]),
+        (("--document-length", 100), ["--document-length 100 is more than the 32 tokens"]),
+    ],
+)
+def test_what_its_models_do_not_take_is_one_sentence(
+    options: tuple, parts: list[str], pylate_checkpoint: Path, pairs: Path, tmp_path: Path
+) -> None:
+    assert_one_clear_sentence(train(pairs, pylate_checkpoint, tmp_path / "out", *options), *parts)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_encoder_is_trained_before_it_is_searched(tiny_encoder_path: str, pairs: Path, tmp_path: Path) -> None:
+    encoder = Path(tiny_encoder_path).with_name("bert")
+    corpus = write(tmp_path / "corpus.jsonl", _id=["a", "b"], text=["red cat", "blue dog"])
+    index = ("index", "--data", corpus, "--index", tmp_path / "index", *CPU, "--model")
+    assert_one_clear_sentence(invoke(*index, encoder), "encoder without a projection", "pylate-flash train")
+    assert not (tmp_path / "index").exists()
+    trained(pairs, encoder, tmp_path / "out", "--max-steps", 1)
+    succeed(*index, tmp_path / "out")
+    assert len(succeed("search", "red", "--index", tmp_path / "index", *CPU).splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("expansion", "given", "query"),
+    [
+        (None, {}, (None, 64)),
+        (None, {"query_length": 5}, (5, 5)),
+        ({"strategy": "min", "length": 8}, {"query_length": 5}, (5, 5)),
+        ({"strategy": "min", "length": 8}, {"query_length": 12}, (12, 12)),
+        ({"strategy": "fixed", "length": 8}, {"query_length": 12}, (12, 12)),
+    ],
+)
+def test_lengths_of_queries(
+    expansion: dict | None, given: dict, query: tuple, tiny_encoder: MultiVectorEncoder, tmp_path: Path
+) -> None:
+    """As they are set up, and as many tokens as are read; given again, they change nothing, as an index needs it."""
+    tiny_encoder.max_seq_length = 64
+    tiny_encoder[0].query_expansion = expansion
+    tiny_encoder.save_pretrained(str(tmp_path))
+    model = load_model(str(tmp_path), device="cpu", **given)
+    assert (text_lengths(model).query_length, read_lengths(model)[0]) == query
+    (long,) = encode(model, ["cat dog bird fish " * 20], is_query=True)
+    assert len(long) == query[1]
+    again = load_model(str(tmp_path), device="cpu", **text_lengths(model)._asdict())
+    assert again[0].get_config_dict() == model[0].get_config_dict()
+
+
+def test_an_index_searched_with_the_hosts_own_scorer(tiny_encoder: MultiVectorEncoder, tmp_path: Path) -> None:
+    from pylate_flash import indexes, registered
+
+    generator = torch.Generator().manual_seed(0)
+    documents = [torch.randn(length, 16, generator=generator) for length in (3, 0, 7, 1, 5, 3)]
+    queries = [torch.randn(length, 16, generator=generator) for length in (4, 2, 0)]
+    index = indexes.Flat(tmp_path, "index", device="cpu", show_progress=False)
+    index.add_documents([f"d{i}" for i in range(6)], documents)
+    for subset in (None, [["d0", "d1", "d4"], ["d2"], ["d3", "d5"]]):
+        index.scorer = "pylate_flash"
+        ours = index(queries, k=4, subset=subset)
+        index.scorer = "torch"
+        theirs = index(queries, k=4, subset=subset)
+        with registered("sentence-transformers"):
+            assert index(queries, k=4, subset=subset) == theirs
+        for mine, other in zip(ours, theirs, strict=True):
+            assert [result["id"] for result in mine] == [result["id"] for result in other]
+            scores = [result["score"] for result in mine]
+            assert scores == pytest.approx([result["score"] for result in other], rel=1e-5, abs=1e-6)

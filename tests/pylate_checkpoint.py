@@ -1,0 +1,102 @@
+"""A ColBERT model in a folder as PyLate saves it, written without PyLate: what both libraries load."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+QUERY_LENGTH, DOCUMENT_LENGTH = 8, 12
+_SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+WORDS = ["cats", "dogs", "planes", "trains", "bread", "butter", "and", "a", "old", "new", "red", "blue", "."]
+_VOCABULARY = {word: number for number, word in enumerate([*_SPECIAL, *WORDS])}
+# PyLate adds these to the tokenizer, spaces and all.
+_PREFIXES = {"[Q] ": len(_VOCABULARY), "[D] ": len(_VOCABULARY) + 1}
+
+
+def write_checkpoint(folder: Path) -> None:
+    """Random weights: one BERT layer, words as tokens, d = 8. Full stops are not kept of documents."""
+    from safetensors.torch import save_file
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.WordLevel(_VOCABULARY, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[(name, _VOCABULARY[name]) for name in ("[CLS]", "[SEP]")]
+    )
+    names = {f"{token.strip('[]').lower()}_token": token for token in _SPECIAL}
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=32, **names)
+    fast.add_tokens(list(_PREFIXES))
+    fast.save_pretrained(folder)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        config = BertConfig(
+            vocab_size=len(_VOCABULARY) + len(_PREFIXES),
+            hidden_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            intermediate_size=16,
+            max_position_embeddings=32,
+            # Scaled up from BERT's 0.02, so that different tokens get clearly different embeddings.
+            initializer_range=0.2,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+        )
+        BertModel(config).save_pretrained(folder)
+        weight = torch.randn(8, 16)
+    (folder / "1_Dense").mkdir()
+    save_file({"linear.weight": weight}, folder / "1_Dense" / "model.safetensors", {"format": "pt"})
+    for file, content in {
+        "1_Dense/config.json": {
+            "in_features": 16,
+            "out_features": 8,
+            "bias": False,
+            "activation_function": "torch.nn.modules.linear.Identity",
+            "use_residual": False,
+        },
+        "modules.json": [
+            {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
+            {"idx": 1, "name": "1", "path": "1_Dense", "type": "pylate.models.Dense.Dense"},
+        ],
+        "sentence_bert_config.json": {"max_seq_length": 32, "do_lower_case": False},
+        "config_sentence_transformers.json": {
+            "model_type": "ColBERT",
+            "__version__": {"sentence_transformers": "5.3.0", "transformers": "5.3.0", "pytorch": "2.10.0"},
+            "prompts": {"query": "", "document": ""},
+            "default_prompt_name": None,
+            "similarity_fn_name": "MaxSim",
+            "query_prefix": "[Q] ",
+            "document_prefix": "[D] ",
+            "query_length": QUERY_LENGTH,
+            "document_length": DOCUMENT_LENGTH,
+            "attend_to_expansion_tokens": False,
+            "skiplist_words": ["."],
+            "do_query_expansion": True,
+        },
+    }.items():
+        (folder / file).write_text(json.dumps(content))
+
+
+def embeddings_by_hand(folder: Path, text: str, is_query: bool) -> torch.Tensor:
+    """What the model in the folder is meant to make of a text of WORDS: unit vectors [L, 8]."""
+    from safetensors.torch import load_file
+    from transformers import BertModel
+
+    encoder = BertModel.from_pretrained(folder).eval()
+    weight = load_file(folder / "1_Dense" / "model.safetensors")["linear.weight"]
+    length = QUERY_LENGTH if is_query else DOCUMENT_LENGTH
+    words = [_VOCABULARY[word] for word in text.split()][: length - 3]
+    tokens = [_VOCABULARY["[CLS]"], _PREFIXES["[Q] " if is_query else "[D] "], *words, _VOCABULARY["[SEP]"]]
+    seen = len(tokens)
+    if is_query:
+        # Filled up, and no other token looks at what fills it up.
+        tokens += [_VOCABULARY["[MASK]"]] * (length - seen)
+    mask = torch.arange(len(tokens)) < seen
+    with torch.no_grad():
+        states = encoder(torch.tensor([tokens]), attention_mask=mask[None].long()).last_hidden_state[0]
+    found = F.normalize(states @ weight.T, dim=-1)
+    kept = torch.tensor([is_query or token != _VOCABULARY["."] for token in tokens])
+    return found[kept]

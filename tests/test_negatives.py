@@ -1,0 +1,118 @@
+"""Hard negatives by a model of whichever library is installed, against all scores sorted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pylate_flash.cli.models import load_model
+from pylate_flash.encoders import encode, is_multi_vector_encoder
+from pylate_flash.negatives import mine_hard_negatives
+from tests.pylate_checkpoint import WORDS
+
+
+@pytest.fixture(scope="module")
+def model(pylate_checkpoint: Path) -> Any:
+    return load_model(str(pylate_checkpoint), device="cpu")
+
+
+def texts(seed: int, count: int, longest: int = 9) -> list[str]:
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, longest + 1, (count,), generator=generator).tolist()
+    return [" ".join(WORDS[int(i)] for i in torch.randint(len(WORDS), (n,), generator=generator)) for n in lengths]
+
+
+def all_scores(model: Any, queries: list[str], documents: list[str]) -> dict[str, dict[str, float]]:
+    """The definition, in float64: of each query, the score of each document."""
+    found = {}
+    documents_embeddings = [torch.as_tensor(one).double() for one in encode(model, documents, is_query=False)]
+    for query, tokens in zip(queries, encode(model, queries, is_query=True), strict=True):
+        similarities = (torch.as_tensor(tokens).double() @ one.T for one in documents_embeddings)
+        scores = (similarity.max(dim=1).values.sum().item() for similarity in similarities)
+        found[query] = dict(zip(documents, scores, strict=True))
+    return found
+
+
+@pytest.mark.parametrize("own_corpus", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"range_min": 3, "num_negatives": 2},
+        {"absolute_margin": 0.2},
+        {"relative_margin": 0.1},
+        {"max_score": 6.5, "num_negatives": 1},
+    ],
+)
+def test_they_are_the_best_that_the_bounds_allow(
+    own_corpus: bool, options: dict, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Several blocks, the last of them not full.
+    monkeypatch.setattr("pylate_flash.negatives._QUERIES", 4)
+    anchors = texts(1, 10)
+    # One anchor has two answers, and neither is a negative of the other.
+    anchors[4] = anchors[2]
+    positives = list(dict.fromkeys(texts(2, 20, 12)))[:10]
+    corpus = list(dict.fromkeys([*texts(3, 25, 12), *positives[:5]])) if own_corpus else None
+    found = mine_hard_negatives(model, anchors, positives, corpus, **options)
+    count, skipped = options.get("num_negatives", 3), options.get("range_min", 0)
+    scores = all_scores(model, anchors, [*positives, *(corpus or [])])
+    expected = []
+    for anchor, positive in zip(anchors, positives, strict=True):
+        answers = {other for query, other in zip(anchors, positives, strict=True) if query == anchor}
+        ranked = sorted((-scores[anchor][text], text) for text in corpus or positives if text not in answers)
+        of_positive = scores[anchor][positive]
+        bound = min(
+            options.get("max_score", torch.inf),
+            of_positive - options.get("absolute_margin", -torch.inf),
+            of_positive * (1 - options["relative_margin"]) if "relative_margin" in options else torch.inf,
+        )
+        allowed = [(-value, text) for value, text in ranked[skipped:] if -value <= bound][:count]
+        if len(allowed) == count:
+            expected.append((anchor, positive, allowed))
+    assert expected
+    assert [(row["anchor"], row["positive"]) for row in found] == [pair[:2] for pair in expected]
+    for row, (anchor, positive, allowed) in zip(found, expected, strict=True):
+        names = [f"negative_{n}" for n in range(1, count + 1)]
+        assert list(row) == ["anchor", "positive", *names]
+        # Texts that score the same may come in any order.
+        values = [scores[anchor][row[name]] for name in names]
+        assert values == pytest.approx([value for value, _ in allowed], abs=1e-4)
+        assert positive not in [row[name] for name in names]
+
+
+def test_the_mean_over_query_tokens_where_that_is_the_similarity(model: Any) -> None:
+    if not is_multi_vector_encoder(model):
+        pytest.skip("PyLate's models have one similarity")
+    anchors, positives, corpus = texts(1, 6), texts(2, 6, 12), texts(3, 20, 12)
+    sums = mine_hard_negatives(model, anchors, positives, corpus, max_score=6.4, num_negatives=1)
+    model.similarity_fn_name = "meanmaxsim"
+    try:
+        # Every query has eight tokens.
+        assert mine_hard_negatives(model, anchors, positives, corpus, max_score=0.8, num_negatives=1) == sums
+    finally:
+        model.similarity_fn_name = "maxsim"
+
+
+def test_too_few_negatives_leave_a_pair_out(model: Any) -> None:
+    pairs = ["red cats", "blue dogs"], ["a cats", "a dogs"]
+    assert mine_hard_negatives(model, *pairs, num_negatives=2) == []
+    assert len(mine_hard_negatives(model, *pairs, num_negatives=1)) == 2
+    assert mine_hard_negatives(model, [], []) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"positives": ["b"]}, "positives must have one text per anchor, 2, got 1"),
+        ({"num_negatives": 0}, "num_negatives must be an integer of at least 1, got 0"),
+        ({"range_min": -1}, "range_min must be an integer of at least 0, got -1"),
+        ({"relative_margin": 1.5}, "relative_margin must be at least 0 and less than 1, got 1.5"),
+    ],
+)
+def test_bad_arguments(options: dict, message: str, model: Any) -> None:
+    with pytest.raises(ValueError, match=message):
+        mine_hard_negatives(model, **{"anchors": ["a", "b"], "positives": ["c", "d"]} | options)
