@@ -105,9 +105,9 @@ def _scored_tokens(skiplist: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 def contrast_of(loss: Any) -> Contrast:
-    """How a loss compares embeddings that are not normalised yet."""
+    """How a loss compares embeddings that are not normalised yet; a distillation has no temperature."""
     return Contrast(
-        loss.temperature,
+        getattr(loss, "temperature", 1.0),
         masking_of(loss),
         gather=loss.gather if gathers(loss) else None,
         smooth=getattr(loss, "smooth", None),
