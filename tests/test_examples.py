@@ -180,7 +180,7 @@ def test_the_notebook_about_large_batches_draws_what_is_kept(
 ) -> None:
     timed = {"status": "ok", "error": 1e-3, "iqr_ms": 0.1, "host_ms": 0.1, "repetitions": 3, "over_floor": 2.0}
     kept = {
-        "schema": 1, "suite": "losses", "date": "2026-03-01T12:00:00+00:00", "complete": False, "quick": False,
+        "schema": 1, "suite": "losses", "date": "2026-03-01T12:00:00+00:00", "complete": True, "quick": False,
         "machine": {"device": "cuda", "name": "Test Card", "compute_capability": "9.0", "memory_bytes": 10**11,
                     "driver": None, "cuda": "13.0"},
         "versions": {"torch": "2.11.0", "triton": "3.6.0", "pylate": "1.6.0"},
@@ -201,6 +201,13 @@ def test_the_notebook_about_large_batches_draws_what_is_kept(
         ],
     }  # fmt: skip
     (tmp_path / "losses-test-card.json").write_text(json.dumps(kept), encoding="utf-8")
+    of_another = json.loads(json.dumps({**kept, "complete": False, "date": "2026-03-03T12:00:00+00:00"}))
+    of_another["rows"] = of_another["rows"][:1]
+    of_another["rows"][0]["systems"] = {
+        "pylate_flash": {**timed, "variant": "maxsim_cross_entropy", "median_ms": 9.9},
+        "sentence_transformers": {**timed, "variant": "32 queries at a time", "median_ms": 150.0},
+    }
+    (tmp_path / "losses-of-another-environment.json").write_text(json.dumps(of_another), encoding="utf-8")
     runs = [
         {"batch_size": size, "steps": steps, "examples": size * steps, "ndcg@10": 0.5 + size / 1000 + seed / 100}
         for size, steps in ((64, 8), (64, 32), (256, 8))
@@ -233,6 +240,8 @@ def test_the_notebook_about_large_batches_draws_what_is_kept(
     printed = capsys.readouterr().out
     assert "Test Card, compute capability 9.0" in printed
     assert "1.00 GB   maxsim_cross_entropy" in printed
+    assert "0.1500 s   32 queries at a time" in printed, "from the other result"
+    assert "0.0099 s" not in printed, "the complete one has it"
     assert "given-128 {'Contrastive': 1.25}" in printed
     assert "8 steps, batch of 256: nDCG@10 0.766, 0.776" in printed
     assert "2048 examples, batch of 64: nDCG@10 0.574, 0.584" in printed

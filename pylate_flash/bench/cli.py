@@ -65,6 +65,10 @@ def bench(
         Optional[Path],  # noqa: UP007, UP045
         typer.Option(help="Write the result here, after every row: a .json file, or a folder, which gets one."),
     ] = None,
+    add: Annotated[
+        Optional[Path],  # noqa: UP007, UP045
+        typer.Option(help="A result of other rows, measured alike, whose rows --json writes too."),
+    ] = None,
     picture: Annotated[
         Optional[Path],  # noqa: UP007, UP045
         typer.Option("--plot", help="Draw the result here (.png, .svg, .pdf)."),
@@ -81,12 +85,13 @@ def bench(
         names = [name for item in rows or [] for name in item.split(",") if name]
         chosen = suites.choose(found, names)
         _can_write(picture, memory, where)
+        earlier = _earlier(add, json)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     kind = getattr(torch, dtype.value) if dtype else (torch.bfloat16 if where.type == "cuda" else torch.float32)
     rounds = QUICK if quick else Rounds()
     console = report.make_console()
-    keep = partial(_keep, json) if json else None
+    keep = partial(_keep, json, earlier, [row.name for row in found.rows]) if json else None
     with report.Progress(console, len(chosen), found.unit) as progress:
         result = suites.run(
             found,
@@ -122,7 +127,23 @@ def _can_write(picture: Path | None, memory: bool, device: torch.device) -> None
         raise ValueError(f"memory: on a CPU it is measured on Linux only, and this is {sys.platform}")
 
 
-def _keep(path: Path, result: dict[str, Any]) -> None:
+def _earlier(add: Path | None, json: Path | None) -> dict[str, Any] | None:
+    """Return the result to which rows are added, if there is one; raise a ValueError if it is none."""
+    if add is None:
+        return None
+    if json is None:
+        raise ValueError(f"add: {add} is of no use without --json, where its rows would be written")
+    if not add.is_file():
+        raise ValueError(f"add: there is no file {add}")
+    return results.load(add)
+
+
+def _keep(path: Path, earlier: dict[str, Any] | None, rows: list[str], result: dict[str, Any]) -> None:
+    if earlier is not None:
+        try:
+            result = results.joined(earlier, result, rows)
+        except ValueError as error:
+            raise typer.BadParameter(f"add: {error}") from None
     results.save(result, results.place(path, result))
 
 

@@ -33,6 +33,7 @@ import platform
 import re
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -184,6 +185,34 @@ def load(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path}: not a JSON file ({error})") from error
     validate(result, str(path))
     return dict(result)
+
+
+def joined(earlier: dict[str, Any], later: dict[str, Any], rows: Sequence[str]) -> dict[str, Any]:
+    """Return the later result with the rows of an earlier one that it does not have.
+
+    Ceilings and date are the later one's; a row keeps the floor of its own run.
+
+    Parameters
+    ----------
+    earlier, later
+        Results of one suite.
+    rows
+        The names of all its rows, in their order. Others are left out.
+
+    Raises
+    ------
+    ValueError
+        If the two were not measured alike: of another suite, or on another machine, with other versions or in another
+        way.
+    """
+    for key in ("suite", "machine", "versions", "protocol"):
+        if earlier[key] != later[key]:
+            raise ValueError(
+                f"{key}: {earlier[key]} of the rows to be added to, and {later[key]} of those measured now"
+            )
+    found = {row["name"]: row for row in (*earlier["rows"], *later["rows"])}
+    kept = [found[name] for name in rows if name in found]
+    return {**later, "rows": kept, "complete": len(kept) == len(rows)}
 
 
 def validate(result: Any, where: str) -> None:

@@ -68,6 +68,20 @@ def test_rows_are_named_with_commas_too(invoke):
     assert outcome.exit_code == 0, outcome.output
 
 
+def test_rows_are_added_to_those_of_an_earlier_run(invoke, tmp_path):
+    first, both = tmp_path / "first.json", tmp_path / "both.json"
+    arguments = ("--quick", "--device", "cpu", "--no-peers", "--rows")
+    assert invoke(*arguments, "several", "--json", str(first)).exit_code == 0
+    outcome = invoke(*arguments, "one", "--json", str(both), "--add", str(first))
+    assert outcome.exit_code == 0, outcome.output
+    result = results.load(both)
+    assert [row["name"] for row in result["rows"]] == ["one", "several"]
+    assert result["complete"]
+    outcome = invoke(*arguments, "one", "--json", str(both), "--add", str(first), "--dtype", "bfloat16")
+    assert outcome.exit_code == 2
+    assert "add: protocol" in outcome.output
+
+
 def test_a_wrong_result_of_ours_is_shown_kept_and_the_exit_code(invoke, tmp_path):
     wrong = System("pylate_flash", "pylate_flash", lambda inputs: [Candidate("wrong", lambda: inputs.documents.sum())])
     path = tmp_path / "forward-here.json"
@@ -86,6 +100,8 @@ def test_a_wrong_result_of_ours_is_shown_kept_and_the_exit_code(invoke, tmp_path
         (["--device", "meta"], ["meta"]),
         (["--dtype", "int8"], ["int8"]),
         (["--plot", "picture.docx"], ["picture.docx"]),
+        (["--add", "first.json"], ["first.json", "--json"]),
+        (["--add", "nowhere.json", "--json", "result.json"], ["nowhere.json"]),
     ],
 )
 def test_a_bad_argument_is_one_sentence_and_exit_code_two(invoke, arguments, words):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import json
 
 import pytest
@@ -79,3 +80,25 @@ def test_a_write_that_is_interrupted_leaves_the_previous_file(result, tmp_path, 
 def test_a_folder_gets_a_file_named_by_suite_machine_and_day(result, tmp_path):
     assert results.place(tmp_path, result) == tmp_path / "forward-nvidia-test-card-2026-03-01.json"
     assert results.place(tmp_path / "mine.json", result) == tmp_path / "mine.json"
+
+
+def test_rows_of_two_runs_are_one_result(result):
+    earlier, later = copy.deepcopy(result), copy.deepcopy(result)
+    earlier["rows"], later["rows"] = result["rows"][1:], result["rows"][:1]
+    earlier["rows"].append({**result["rows"][0], "floor_ms": 5.0})
+    later.update(date="2026-03-02T12:00:00+00:00", complete=False)
+    names = ["textual", "batch-512"]
+    found = results.joined(earlier, later, names)
+    assert [row["name"] for row in found["rows"]] == names
+    assert found["rows"][0]["floor_ms"] == 0.018, "what was measured again takes the place of what was there"
+    assert found["complete"]
+    assert found["date"] == later["date"]
+    assert not results.joined(earlier, later, [*names, "colpali"])["complete"]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("suite", "fat"), ("machine", {"name": "another"}), ("versions", {}), ("protocol", {})]
+)
+def test_what_was_measured_otherwise_is_not_added(result, key, value):
+    with pytest.raises(ValueError, match=f"{key}: .* to be added to, and .* measured now"):
+        results.joined({**result, key: value}, result, ["textual"])
