@@ -18,7 +18,8 @@ from .loss_call import Comparison, Found, Targets
 from .problem import Options, Problem, Tensors, problem_of, replaced
 
 __all__ = [
-    "gradients", "loss", "normalized_rows", "on_device", "rescale_gradients", "scores", "through_normalized_rows",
+    "gradients", "loss", "normalized_rows", "on_device", "padded", "rescale_gradients", "scores",
+    "through_normalized_rows",
 ]  # fmt: skip
 
 
@@ -26,6 +27,12 @@ def scores(problem: Problem, tensors: Tensors, offsets: Tensor | None = None) ->
     """Scores, and winners if the problem has them; no size is 0. `offsets` are those of `Places`."""
     with on_device(tensors.queries):
         return maxsim_forward(*_for_kernels(problem, tensors), offsets)
+
+
+def padded(origin: Tensor, cu_seqlens: Tensor, length: int, offsets: Tensor, unit: int) -> tuple[Tensor, Tensor]:
+    """Sequences [N, length, d] and their mask, from where they lie: `offsets` from `origin`, as those of `Places`."""
+    with on_device(origin):
+        return pad(origin, cu_seqlens, length, offsets, unit)
 
 
 def gradients(
