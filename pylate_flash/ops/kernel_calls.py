@@ -21,7 +21,8 @@ from .problem import Options, Problem, Tensors, problem_of, replaced
 from .xtr_retrieval import Pool, Retrieval
 
 __all__ = [
-    "gradients", "loss", "normalized_rows", "on_device", "rescale_gradients", "scores", "soft_gradients", "soft_scores",
+    "gradients", "loss", "normalized_rows", "on_device", "padded", "rescale_gradients", "scores", "soft_gradients",
+    "soft_scores",
     "through_normalized_rows",
 ]  # fmt: skip
 
@@ -36,6 +37,12 @@ def xtr_retrieval(problem: Problem, tensors: Tensors, pool: Pool) -> Retrieval:
     """What query tokens retrieve of all documents; no size is 0."""
     with on_device(tensors.queries):
         return retrieve(*_for_kernels(problem, tensors), pool)
+
+
+def padded(origin: Tensor, cu_seqlens: Tensor, length: int, offsets: Tensor, unit: int) -> tuple[Tensor, Tensor]:
+    """Sequences [N, length, d] and their mask, from where they lie: `offsets` from `origin`, as those of `Places`."""
+    with on_device(origin):
+        return pad(origin, cu_seqlens, length, offsets, unit)
 
 
 def gradients(

@@ -8,7 +8,7 @@ all tokens. What a list costs then is the host's time to ask every tensor for it
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..kernels.select import IMPLEMENTATIONS, choose
 from .checks import check_boundaries, check_choice, check_same, check_tensor, is_readable
-from .compute import compute
+from .compute import compute, kernels
 from .lists import Sequences, check_list, sequences_of
 from .maxsim import autocast, checked, is_plain, needs_gradient, scores_of
 from .packing import longest
@@ -145,33 +145,25 @@ def call_of(
     """A call on lists with its tensors brought together, after the checks of what is not in them any more."""
     check_choice("implementation", options.implementation, IMPLEMENTATIONS)
     found = sequences_of("documents", documents)
-    bounds = None
+    listed, examples = None, cast("Sequence[Tensor]", [queries])
     if isinstance(queries, Tensor):
         check_tensor("queries", queries, {3: "[Nq, Lq, d]"})
     elif queries_mask is not None:
         raise ValueError("queries_mask must be None where queries are a list, which has no padding to mask")
     else:
-        of_queries = sequences_of("queries", queries)
-        queries, bounds = _together(of_queries)
-        options = options._replace(max_query_length=of_queries.longest)
+        listed = sequences_of("queries", queries)
+        examples = listed.examples
+        options = options._replace(max_query_length=listed.longest)
     if candidates is not None:
         check_boundaries("candidates_cu_seqlens", candidates)
         most = longest("candidates_cu_seqlens", candidates, len(found.tensors), "documents", None)
         options = options._replace(max_candidates=most)
     options = options._replace(max_document_length=found.longest)
-    reason = _why_packed(queries, found, options)
-    tensors = Tensors(queries, found.tensors[0], queries_mask, None, None, None, candidates)
+    reason = _why_packed(examples, found, options)
+    tensors = Tensors(examples[0], found.examples[0], queries_mask, None, None, None, candidates)
     if reason is None:
-        return Call(*_in_place(operation, tensors, bounds, found, options), None)
-    # From the host they follow the queries; from anywhere else that is for the caller to say.
-    on_host = found.examples[0].device.type == "cpu"
-    values = concatenate(found.tensors, queries.device if on_host and queries.is_cuda else None)
-    tensors = tensors._replace(
-        documents=values,
-        queries_cu_seqlens=None if bounds is None else _boundaries(bounds, queries.device),
-        documents_cu_seqlens=_boundaries(found.bounds, values.device),
-    )
-    return Call(tensors, options, None, reason)
+        return Call(*_in_place(operation, tensors, listed, found, options), None)
+    return Call(_packed(tensors, listed, found), options, None, reason)
 
 
 def _scores(operation: str, *arguments: Any) -> Tensor:
@@ -181,60 +173,97 @@ def _scores(operation: str, *arguments: Any) -> Tensor:
     return compute(call.tensors, call.options, False, call.places)[0]
 
 
+def _packed(tensors: Tensors, queries: Sequences | None, documents: Sequences) -> Tensors:
+    """The tensors of a call whose lists are packed; queries that are no list are among them."""
+    values, of_queries = (tensors.queries, None) if queries is None else _together(queries)
+    # From the host, documents follow the queries; from anywhere else that is for the caller to say.
+    on_host = tensors.documents.device.type == "cpu"
+    packed = concatenate(documents.tensors, values.device if on_host and values.is_cuda else None)
+    return tensors._replace(
+        queries=values,
+        documents=packed,
+        queries_cu_seqlens=None if of_queries is None else _boundaries(of_queries, values.device),
+        documents_cu_seqlens=_boundaries(documents.bounds, packed.device),
+    )
+
+
 def _together(queries: Sequences) -> tuple[Tensor, np.ndarray | None]:
     """Queries of one length [Nq, Lq, d], or packed [Tq, d], with their boundaries on the host."""
     tensors = queries.tensors
     if len(tensors) == 1:
         return tensors[0].unsqueeze(0), None
     values = torch.cat(list(tensors))
-    lengths = queries.lengths.tolist()
-    if lengths.count(lengths[0]) == len(lengths):
-        return values.view(len(lengths), lengths[0], queries.size), None
+    if _of_one_length(queries):
+        return values.view(len(tensors), queries.longest, queries.size), None
     return values, queries.bounds
 
 
-def _why_packed(queries: Tensor, documents: Sequences, options: Options) -> str | None:
-    """Why kernels cannot take the documents as they are, or None."""
-    first = documents.examples[0]
+def _of_one_length(sequences: Sequences) -> bool:
+    lengths = sequences.lengths.tolist()
+    return lengths.count(lengths[0]) == len(lengths)
+
+
+def _why_packed(queries: Sequence[Tensor], documents: Sequences, options: Options) -> str | None:
+    """Why kernels cannot take the documents as they are, or None; `queries` are examples of all."""
+    query, document = queries[0], documents.examples[0]
     if options.normalize:
         return "the norms of all tokens are computed of packed ones"
-    if first.device != queries.device:
+    if document.device != query.device:
         return "they lie on another device than the queries"
-    if choose(options.implementation, queries.device, queries.dtype, queries.shape[-1]) != "triton":
+    if choose(options.implementation, query.device, query.dtype, query.shape[-1]) != "triton":
         return "no kernel serves the call"
-    if not is_plain(queries, *documents.examples):
+    if not is_plain(*queries, *documents.examples):
         return "they are not plain tensors, or the call is compiled or transformed"
-    if autocast(queries)[0] is not queries:
+    if autocast(query)[0] is not query:
         return "autocast casts them"
-    if needs_gradient(queries, *documents.examples):
+    if needs_gradient(*queries, *documents.examples):
         return "a gradient is asked for"
     return None
 
 
 def _in_place(
-    operation: str, tensors: Tensors, queries_bounds: np.ndarray | None, documents: Sequences, options: Options
+    operation: str, tensors: Tensors, queries: Sequences | None, documents: Sequences, options: Options
 ) -> tuple[Tensors, Options, Places]:
-    """The call of kernels that get the documents' addresses, and their boundaries as if they were packed."""
-    queries, first, *_, candidates = tensors
-    check_same(queries, first)
-    item, n = first.element_size(), len(documents.tensors)
+    """The call of kernels that get the addresses of sequences: documents stay there, and queries are padded from there.
+
+    Documents have boundaries as if they were packed.
+    """
+    query, document, queries_mask, *_, candidates = tensors
+    check_same(query, document)
     # Memory of this call's own to count from: it begins at a multiple of 16 bytes, and where is all that matters of it.
-    origin = first.new_empty(1, documents.size)
-    offsets = np.fromiter(map(Tensor.data_ptr, documents.tensors), dtype=np.int64, count=n)
-    # A document without tokens need not lie anywhere.
-    offsets[documents.lengths == 0] = origin.data_ptr()
+    origin = document.new_empty(1, documents.size)
+    offsets, unit = _offsets(documents, origin)
+    arrays = {"offsets": offsets, "bounds": documents.bounds}
+    apart = queries if queries is not None and len(queries.tensors) > 1 and queries.longest > 0 else None
+    if apart is not None:
+        arrays["queries_offsets"], queries_unit = _offsets(apart, origin)
+        arrays["queries_bounds"] = apart.bounds
+    if candidates is not None and is_readable(candidates):
+        arrays["candidates"] = candidates.numpy()
+    table = _in_one_copy(arrays, query.device)
+    if apart is not None:
+        query, mask = kernels().padded(
+            origin, table["queries_bounds"], apart.longest, table["queries_offsets"], queries_unit
+        )
+        queries_mask = None if _of_one_length(apart) else mask
+    elif queries is not None:
+        query = _together(queries)[0]
+    tensors = Tensors(query, origin, queries_mask, None, None, table["bounds"], table.get("candidates", candidates))
+    places = Places(table["offsets"], unit, int(arrays["bounds"][-1]))
+    return checked(operation, tensors, options), options, places
+
+
+def _offsets(sequences: Sequences, origin: Tensor) -> tuple[np.ndarray, int]:
+    """Where sequences begin, counted from `origin`, and the unit that it is counted in, as in `Places`."""
+    item = origin.element_size()
+    offsets = np.fromiter(map(Tensor.data_ptr, sequences.tensors), dtype=np.int64, count=len(sequences.tensors))
+    # A sequence without tokens need not lie anywhere.
+    offsets[sequences.lengths == 0] = origin.data_ptr()
     offsets -= origin.data_ptr()
     unit = 16 // item if not np.bitwise_or.reduce(offsets) & 15 else 1
     # Units are powers of two.
     offsets >>= (unit * item).bit_length() - 1
-    arrays = {"offsets": offsets, "documents_cu_seqlens": documents.bounds}
-    if queries_bounds is not None:
-        arrays["queries_cu_seqlens"] = queries_bounds
-    if candidates is not None and is_readable(candidates):
-        arrays["candidates_cu_seqlens"] = candidates.numpy()
-    copies = _in_one_copy(arrays, queries.device)
-    places = Places(copies.pop("offsets"), unit, int(arrays["documents_cu_seqlens"][-1]))
-    return checked(operation, tensors._replace(documents=origin, **copies), options), options, places
+    return offsets, unit
 
 
 def _in_one_copy(arrays: dict[str, np.ndarray], device: torch.device) -> dict[str, Tensor]:

@@ -305,3 +305,13 @@ def test_padding(size: int, dtype: torch.dtype, bounds_dtype: torch.dtype, capab
     bounds = torch.tensor([0, 32, 38, 70], dtype=bounds_dtype)
     check(padding, "_pad", lambda: padding.pad(packed, bounds, 32), capability, monkeypatch)
     check(padding, "_pad", lambda: padding.packed_again(padded, bounds, 70), capability, monkeypatch)
+
+
+@pytest.mark.parametrize("unit", [1, 8])
+def test_padding_from_where_sequences_lie(unit: int, capability: int, monkeypatch) -> None:
+    """By 16 bytes at a time, where they begin at multiples of that."""
+    origin, numbers = torch.empty(1, 128, dtype=torch.bfloat16), torch.tensor([0, 32, 38, 70])
+    compiled = check(
+        padding, "_pad", lambda: padding.pad(origin, numbers, 32, numbers[:3], unit), capability, monkeypatch
+    )
+    assert ("ld.global.v4.b32" in compiled.asm["ptx"]) == (unit == 8)

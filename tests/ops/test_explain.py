@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -25,6 +27,12 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(select, "architecture", lambda device: (9, 132))
     for module in ("explanation", "ragged"):
         monkeypatch.setattr(f"pylate_flash.ops.{module}.choose", lambda *kind: "triton")
+
+    def padded(origin, bounds, length, offsets, unit):
+        shape = bounds.shape[0] - 1, length
+        return origin.new_zeros(*shape, origin.shape[1]), torch.zeros(shape, dtype=torch.bool)
+
+    monkeypatch.setattr("pylate_flash.ops.ragged.kernels", lambda: SimpleNamespace(padded=padded))
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -118,25 +120,37 @@ def addresses(tensors: list[torch.Tensor]) -> list[int]:
     return [tensor.data_ptr() for tensor in tensors]
 
 
-@pytest.mark.parametrize("lengths", [(4, 4, 4), (3, 0, 2), (5,)])
+@pytest.mark.parametrize("lengths", [(4, 4, 4), (3, 1, 2), (5,)])
 def test_all_that_the_kernels_are_told_of_lists_is_in_one_copy(lengths: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Addresses and boundaries, each from a multiple of 16 bytes on, and of queries of one length none."""
+    """Addresses and boundaries, each from a multiple of 16 bytes on; one query is taken as it is."""
+    padded: list[tuple] = []
+
+    def pad(origin, bounds, length, offsets, unit):
+        padded.append((offsets * unit * 4 + origin.data_ptr(), bounds, length))
+        return torch.zeros(len(lengths), length, 8), torch.zeros(len(lengths), length, dtype=torch.bool)
+
     monkeypatch.setattr(ragged_operation, "choose", lambda *call: "triton")
+    monkeypatch.setattr(ragged_operation, "kernels", lambda: SimpleNamespace(padded=pad))
     queries, documents = ragged(*lengths), ragged(5, 1, 7, seed=1)
     candidates = torch.tensor([0, *[3] * len(lengths)], dtype=torch.int32)
     call = ragged_operation.call_of("ragged", queries, documents, None, candidates, Options())
     assert call.packed_because is None
     tensors, places = call.tensors, call.places
     assert places is not None
-    assert torch.equal(tensors.queries.flatten(0, -2), torch.cat(queries))
-    assert (tensors.queries_cu_seqlens is None) == (len(set(lengths)) == 1)
-    found = places.offsets * places.unit * 4 + tensors.documents.data_ptr()
-    assert found.tolist() == addresses(documents)
+    assert (places.offsets * places.unit * 4 + tensors.documents.data_ptr()).tolist() == addresses(documents)
     assert (places.n_tokens, places.unit) == (13, 4 if all(at % 16 == 0 for at in addresses(documents)) else 1)
-    of_queries = () if tensors.queries_cu_seqlens is None else (tensors.queries_cu_seqlens,)
-    parts = places.offsets, tensors.documents_cu_seqlens, *of_queries, tensors.candidates_cu_seqlens
-    expected = [[0, 5, 6, 13], *([[0, 3, 3, 5]] * len(of_queries)), candidates.tolist()]
-    assert [part.tolist() for part in parts[1:]] == expected
+    assert tensors.documents_cu_seqlens.tolist() == [0, 5, 6, 13]
+    assert tensors.candidates_cu_seqlens.tolist() == candidates.tolist()
+    parts = [places.offsets, tensors.documents_cu_seqlens, tensors.candidates_cu_seqlens]
+    if len(lengths) == 1:
+        assert tensors.queries.data_ptr() == queries[0].data_ptr()
+        assert padded == []
+    else:
+        [(found, bounds, longest)] = padded
+        assert (found.tolist(), longest) == (addresses(queries), max(lengths))
+        assert bounds.diff().tolist() == [*lengths]
+        parts.append(bounds)
+    assert (tensors.queries_mask is None) == (len(set(lengths)) == 1)
     assert len({part.untyped_storage().data_ptr() for part in parts}) == 1
     assert all(part.storage_offset() % 2 == 0 for part in parts)
 

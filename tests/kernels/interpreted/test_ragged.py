@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from pylate_flash import maxsim_ragged, maxsim_ragged_pairwise
+from pylate_flash import maxsim_ragged, maxsim_ragged_pairwise, maxsim_varlen, pack
 from pylate_flash.kernels import select
 from pylate_flash.ops import ragged
 from pylate_flash.ops.varlen import maxsim_varlen_reference
@@ -91,6 +91,23 @@ def test_pairs(units: list[int]) -> None:
     found = maxsim_ragged_pairwise(queries, documents, implementation="triton")
     torch.testing.assert_close(found.double(), expected_of(queries, documents).diagonal(), rtol=2e-6, atol=2e-6)
     assert units == [8]
+
+
+@pytest.mark.parametrize("lengths", [(9, 9, 9), (5, 0, 9), (9,), (0, 0)])
+@pytest.mark.parametrize("shift", [0, 1])
+def test_queries_are_padded_from_where_they_lie(lengths: tuple[int, ...], shift: int, units: list[int]) -> None:
+    """To the bits of packed ones; what lies around them is never read, or it would be NaN."""
+    queries, documents = apart(sequences(*lengths), shift), apart(sequences(33, 0, 80), 0)
+    (q, q_bounds), (d, d_bounds) = pack(queries), pack(documents)
+    for options in ({}, {"reduction": "mean"}):
+        expected = maxsim_varlen(q, d, q_bounds, d_bounds, empty_score=-3.0, implementation="triton", **options)
+        found = maxsim_ragged(queries, documents, empty_score=-3.0, implementation="triton", **options)
+        assert torch.equal(found, expected)
+    if len(lengths) == 3:
+        pairs = maxsim_ragged_pairwise(queries, documents, empty_score=-3.0, implementation="triton")
+        every = maxsim_ragged(queries, documents, empty_score=-3.0, implementation="triton")
+        torch.testing.assert_close(pairs, every.diagonal())
+    assert set(units) == {8}
 
 
 def test_the_same_document_twice_is_read_twice() -> None:
