@@ -26,11 +26,12 @@ def register(host: str | None = None, *, masking: str = "exclude", strict: bool 
 
     PyLate: `pylate.scores.colbert_scores`, `colbert_scores_pairwise` and `colbert_kd_scores` gain the backend
     `"pylate_flash"`, as their argument `backend`, in the environment variable `PYLATE_SCORES_BACKEND` (read at every
-    call), and as the one that `"auto"` prefers; also where they were imported before. `pylate.rank.rerank`,
-    `pylate.scores.ColBERTScores` and PyLate's losses and evaluators become those of this package.
+    call), and as the one that `"auto"` prefers; also where they were imported before. `pylate.scores.XTRScores` and
+    `XTRKDScores` follow the backend in force. `pylate.rank.rerank`, `pylate.scores.ColBERTScores` and PyLate's losses
+    and evaluators become those of this package.
 
-    sentence-transformers: `util.maxsim`, `maxsim_pairwise`, and the functions of `multi_vector_encoder.scoring` but for
-    XTR's, are served by `pylate_flash.hosts.sentence_transformers`, also where they were imported before. With them go
+    sentence-transformers: `util.maxsim`, `maxsim_pairwise`, and the functions of `multi_vector_encoder.scoring` are
+    served by `pylate_flash.hosts.sentence_transformers`, also where they were imported before. With them go
     `MultiVectorEncoder.similarity` and `similarity_pairwise`, the evaluators and the losses.
 
     colpali-engine: `utils.maxsim.maxsim_inbatch` and `maxsim_kd`, also where they were imported before, and with them

@@ -128,21 +128,23 @@ def _block(rows: Tensor, pooled: Tensor, mask: Tensor | None, pool: Pool) -> Ret
     similarities = inner_products(pooled, rows).T.contiguous()
     if mask is not None:
         similarities.masked_fill_(~mask.flatten(), -torch.inf)
-    # Of masked tokens, the threshold is -inf, and all active ones are retrieved.
-    thresholds = similarities.topk(min(pool.k, len(pooled)), dim=1, sorted=True).values[:, -1]
-    above = (similarities > thresholds.unsqueeze(1)) | similarities.isnan()
-    equal = similarities == thresholds.unsqueeze(1)
-    if mask is not None:
-        equal &= mask.flatten()
-    n_equal = pool.k - above.sum(dim=1)
-    tallied = equal.sum(dim=1) > n_equal
+    # -inf where masked tokens are left to be retrieved; then all active ones are.
+    highest = similarities.topk(min(pool.k, len(pooled)), dim=1, sorted=False).values
+    thresholds = highest.masked_fill_(highest.isnan(), torch.inf).amin(dim=1)
+    below = similarities < thresholds.unsqueeze(1)
+    tallied = len(pooled) - below.sum(dim=1, dtype=torch.int32) > pool.k
     if pool.with_whole:
         tallied |= thresholds <= 0
     by_document = similarities.unflatten(1, (n_documents, -1))
     best, winners = by_document.max(dim=2)
-    found = Retrieval(best.T, winners.T, thresholds, n_equal.to(torch.int32), tallied)
+    found = Retrieval(best.T, winners.T, thresholds, torch.zeros_like(thresholds, dtype=torch.int32), tallied)
     # To know that none is tallied, a GPU would be waited for.
     if similarities.device.type == "cpu" and not tallied.any():
         return found
+    equal = similarities == thresholds.unsqueeze(1)
+    above = ~(below | equal)
+    if mask is not None:
+        equal &= mask.flatten()
     counts = (x.view(by_document.shape).sum(dim=2, dtype=torch.int32).T for x in (above, equal))
-    return found._replace(above=next(counts), equal=next(counts))
+    n_equal = pool.k - above.sum(dim=1, dtype=torch.int32)
+    return found._replace(n_equal=n_equal, above=next(counts), equal=next(counts))

@@ -49,6 +49,7 @@ def retrieve(problem: Problem, tensors: Tensors, pool: Pool) -> Retrieval:
     # over), how many are retrieved from there on, and whether there are more than these.
     state = torch.zeros(4, rows, dtype=torch.int32, device=device)
     begin(groups, best, wanted, state)
+    del groups
     bins = torch.zeros(rows, 1 << BIN_BITS, dtype=torch.int32, device=device)
     for _ in range(STEPS):
         count_bins(problem, plan, inputs, state, bins)

@@ -1,0 +1,146 @@
+"""XTR's scores on a GPU: against their definition, to the last token, reproducible, and in little memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+from pylate_flash.kernels.xtr import plan_of, retrieve, walk
+from pylate_flash.ops import xtr, xtr_scores, xtr_scores_reference
+from pylate_flash.ops.problem import Options, Tensors, problem_of
+from pylate_flash.ops.xtr_retrieval import pool_of
+from tests.gpu.embeddings import unit
+from tests.ops.cases import Case, gradients, relative_error
+from tests.ops.xtr_cases import DTYPES, check_scores_and_gradients, xtr_cases
+
+pytestmark = pytest.mark.gpu
+
+HALF, FLOAT = torch.bfloat16, torch.float32
+# Queries, documents, k and type.
+SHAPES = [
+    ((16, 32, 128), (60, 180, 128), 256, HALF),
+    ((16, 32, 128), (60, 180, 128), 256, FLOAT),
+    ((3, 300, 64), (1200, 20, 64), 256, torch.float16),
+    ((2, 7, 96), (40, 70, 96), 10, HALF),
+    ((5, 9, 300), (30, 33, 300), 50, FLOAT),
+    ((2, 40, 768), (20, 130, 768), 3, HALF),
+    ((4, 32, 128), (5000, 3, 128), 1000, HALF),
+    ((1, 1, 17), (1, 1, 17), 1, FLOAT),
+]
+
+
+def kernel(*tensors: torch.Tensor, **options) -> torch.Tensor:
+    return xtr_scores(*tensors, **options, implementation="triton")
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(case=xtr_cases(dtypes=DTYPES[:3], max_length=100))
+def test_scores_and_gradients_equal_the_definition(case: Case) -> None:
+    check_scores_and_gradients(kernel, case.to("cuda"))
+
+
+@pytest.mark.parametrize("normalizer", ["positive", "retrieved"])
+@pytest.mark.parametrize(("queries", "documents", "k", "dtype"), SHAPES)
+def test_shapes_with_many_ties(queries, documents, k: int, dtype: torch.dtype, normalizer: str) -> None:
+    """Multiples of 1/4, whose products and sums are exact: which of thousands of equal tokens are retrieved counts."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    embeddings = [
+        torch.randint(-3, 4, shape, device="cuda", generator=generator).div(4).to(dtype)
+        for shape in (queries, documents)
+    ]
+    for masked in (False, True):
+        masks = [None, None]
+        if masked:
+            masks = [torch.rand(e.shape[:2], device="cuda", generator=generator) > 0.2 for e in embeddings]
+        case = Case(*embeddings, *masks, {"k": k, "normalizer": normalizer, "empty_score": -3.0})
+        check_scores_and_gradients(kernel, case)
+
+
+@pytest.mark.parametrize("precision", ["highest", "high"])
+@pytest.mark.parametrize(("queries", "documents", "k", "dtype"), SHAPES)
+def test_exactly_k_tokens_are_retrieved(queries, documents, k: int, dtype: torch.dtype, precision: str) -> None:
+    """All steps of a search see the same bits: of any row, k tokens reach the threshold that it found."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        tensors = Tensors(unit(*queries, dtype=dtype), unit(*documents, dtype=dtype, seed=1))
+        problem = problem_of(tensors, Options(), True)
+        pool = pool_of(torch.ones(documents[:2], dtype=torch.bool, device="cuda"), k, False)
+        found = retrieve(problem, tensors, pool)
+        bits = found.thresholds.view(torch.int32)
+        keys = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+        counts = torch.zeros(2, problem.n_documents, problem.rows, dtype=problem.winners_dtype, device="cuda")
+        everywhere = torch.ones_like(keys, dtype=torch.bool)
+        walk.tally(problem, plan_of(problem, k), walk.Inputs(*tensors[:2], None, None), keys, everywhere, counts)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    above, equal = counts.sum(dim=1, dtype=torch.int64)
+    assert torch.equal(torch.where(found.tallied, above + found.n_equal, above + equal), torch.full_like(above, k))
+    assert (equal[found.tallied] > found.n_equal[found.tallied]).all()
+    # A document's best reaches the threshold where one of its tokens does.
+    assert torch.equal(found.best >= found.thresholds, counts.sum(dim=0) > 0)
+
+
+@pytest.mark.parametrize("dtype", [HALF, FLOAT])
+def test_unit_vectors(dtype: torch.dtype) -> None:
+    """A token on the other side of a threshold, by the last bit, moves one of thousands of scores."""
+    case = Case(
+        unit(32, 32, 128, dtype=dtype), unit(100, 180, 128, dtype=dtype, seed=1), None, None,
+        {"k": 256, "normalizer": "positive"},
+    )  # fmt: skip
+    with torch.no_grad():
+        found = kernel(*case.tensors, **case.keywords)
+        expected = xtr_scores_reference(*case.doubled().tensors, **case.keywords)
+    assert relative_error(found, expected) <= 1e-3
+    assert ((found - expected).abs() <= 2e-6 * expected.abs()).double().mean() >= 0.99
+    for gradient, right in zip(gradients(kernel, case), gradients(xtr_scores_reference, case.doubled()), strict=True):
+        assert relative_error(gradient, right) <= 1e-2
+
+
+def test_the_same_bits_every_time() -> None:
+    queries, documents = unit(16, 32, 128, dtype=HALF), unit(64, 180, 128, dtype=HALF, seed=1)
+    case = Case(queries, documents, None, None, {"k": 100})
+    scores, expected = kernel(*case.tensors, k=100), gradients(kernel, case)
+    for _ in range(20):
+        assert torch.equal(kernel(*case.tensors, k=100), scores)
+        assert all(torch.equal(a, b) for a, b in zip(gradients(kernel, case), expected, strict=True))
+
+
+def test_a_few_queries_at_a_time_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(unit(9, 32, 64), unit(40, 50, 64, seed=1), None, None, {"k": 30})
+    scores, expected = kernel(*case.tensors, k=30), gradients(kernel, case)
+    monkeypatch.setattr(xtr, "_MAXIMA_AT_ONCE", 2 * 32 * 1024)
+    assert torch.equal(kernel(*case.tensors, k=30), scores)
+    assert all(torch.equal(a, b) for a, b in zip(gradients(kernel, case), expected, strict=True))
+
+
+def test_views_and_cuda_graphs() -> None:
+    queries, documents = unit(6, 20, 64, dtype=HALF), unit(40, 50, 64, dtype=HALF, seed=1)
+    mask = torch.rand(40, 50, device="cuda") > 0.3
+    expected = kernel(queries, documents, k=30, documents_mask=mask)
+    strided = queries.transpose(0, 1).contiguous().transpose(0, 1), documents.repeat(1, 1, 2)[..., :64]
+    assert torch.equal(kernel(*strided, k=30, documents_mask=mask.T.contiguous().T), expected)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        kernel(queries, documents, k=30, documents_mask=mask)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = kernel(queries, documents, k=30, documents_mask=mask)
+    queries.copy_(unit(6, 20, 64, dtype=HALF, seed=2))
+    graph.replay()
+    assert torch.equal(captured, kernel(queries, documents, k=30, documents_mask=mask))
+    assert not torch.equal(captured, expected)
+
+
+def test_a_step_takes_a_tenth_of_the_similarities() -> None:
+    queries, documents = unit(128, 32, 128, dtype=HALF), unit(256, 180, 128, dtype=HALF, seed=1)
+    case = Case(queries, documents, None, None, {"k": 256})
+    gradients(kernel, case)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    found = gradients(kernel, case)
+    similarities = 4 * 128 * 32 * 256 * 180
+    assert torch.cuda.max_memory_allocated() - before - sum(g.nbytes for g in found) <= similarities / 10
