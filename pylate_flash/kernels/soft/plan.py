@@ -30,6 +30,7 @@ _FORWARD_WIDE = Tile(64, 32, 4, 2)
 # Tokens or rows whose gradient a program keeps in registers, and those that it walks at once.
 _GRADIENT = Tile(128, 64, 8, 2)
 _GRADIENT_WIDE = Tile(64, 32, 4, 2)
+_HALF_ROWS = 64
 # Documents that one program of the forward walks at most, programs that fill a processor, and programs per processor
 # at which the documents of a query's gradient are shared out no more.
 _LONGEST_RUN = 16
@@ -76,7 +77,6 @@ class GradientPlan(NamedTuple):
     """
 
     once: bool
-    reason: str
     documents: Tile
     queries: Tile
     operands: Operands
@@ -113,31 +113,26 @@ def soft_forward_plan(problem: Problem) -> ForwardPlan:
 def soft_gradient_plan(problem: Problem, both: bool, max_scratch_bytes: int) -> GradientPlan:
     """Choose how gradients are computed; `both`: of queries and of documents."""
     processors = select.architecture(problem.device)[1]
-    tile = _tile(problem, _GRADIENT, _GRADIENT_WIDE)
-    documents, queries = (
-        _narrowed(tile, owned, walked)
-        for owned, walked in ((problem.document_length, problem.rows), (problem.rows, problem.document_length))
-    )
-    n_blocks = -(-problem.document_length // documents.rows)
-    # Bytes of the partial sums that all documents of one number leave.
+    tile, length = _tile(problem, _GRADIENT, _GRADIENT_WIDE), problem.document_length
+    queries = _narrowed(tile, problem.rows, length)
+    if -(-length // _HALF_ROWS) % 2:
+        # A whole tile would be empty by half or more at the end of the document.
+        tile = tile._replace(rows=_HALF_ROWS, num_warps=4)
+    documents = _narrowed(tile, length, problem.rows)
+    n_blocks = -(-length // documents.rows)
+    # Bytes of the partial sums that one document of each group leaves. Packed ones do not have as many programs each.
     leaves = n_blocks * problem.n_queries * problem.query_length * problem.size * 4
     at_once = min(problem.n_documents, max_scratch_bytes // leaves)
-    once, reason = False, "only one gradient is needed"
-    if both and problem.packed:
-        reason = "packed documents have no number of programs each"
-    elif both:
-        wanted = min(problem.n_documents, -(-processors // (n_blocks * problem.groups)))
-        once = at_once >= wanted
-        reason = f"the partial sums of {wanted} documents take {wanted * leaves} bytes, of {max_scratch_bytes}"
-    walked = problem.n_documents
-    if problem.has_candidates:
-        walked = problem.max_candidates
-    programs = -(-problem.rows // queries.rows) * problem.groups
+    fill = -(-processors // (n_blocks * problem.groups))
+    once = both and not problem.packed and at_once >= min(problem.n_documents, fill)
+    walked = problem.max_candidates if problem.has_candidates else problem.n_documents
+    operands = operands_of(problem)
+    programs = -(-problem.rows // queries.rows) * problem.groups * operands.parts
     n_splits = max(1, min(_PER_PROCESSOR * processors // programs, walked // _SMALLEST_SHARE))
     strides, *units = divided_strides(problem.query_strides, problem.document_strides)
     rounded = problem.dtype != torch.float32 and not knobs.runtime.interpret
     return GradientPlan(
-        once, reason, documents, queries, operands_of(problem), strides[1:], (units[0], units[1]), n_blocks,
+        once, documents, queries, operands, strides[1:], (units[0], units[1]), n_blocks,
         at_once if once else problem.n_documents, n_splits, rounded,
     )  # fmt: skip
 
