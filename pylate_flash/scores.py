@@ -34,7 +34,7 @@ from torch import Tensor
 
 from ._switches import backend_in_force, check_backend, check_masking, masking_in_force
 from .hosts.pylate import original, original_xtr
-from .ops import maxsim, maxsim_pairwise, maxsim_varlen_pairwise
+from .ops import maxsim, maxsim_pairwise, maxsim_ragged_pairwise
 from .ops import xtr_scores as scores_by_xtr
 from .ops.checks import FLOATING
 from .ops.staging import concatenate
@@ -171,43 +171,10 @@ def colbert_scores_pairwise(
     documents_list = [as_tokens(value, "documents_embeddings", i) for i, value in enumerate(documents_embeddings)]
     if not queries_list:
         return torch.zeros(0)
-    blocks = _blocks(queries_list, documents_list)
-    scores = []
-    for block in blocks:
-        queries, documents = concatenated([queries_list[i] for i in block], [documents_list[i] for i in block])
-        if backend == "auto" and left_to_pylate(queries, documents):
-            return original("colbert_scores_pairwise")(queries_list, documents_list, backend="auto")
-        # The boundaries stay on the host, where the op looks at them without waiting.
-        bounds = [cu_seqlens([values[i].shape[0] for i in block]) for values in (queries_list, documents_list)]
-        scores.append(maxsim_varlen_pairwise(queries, documents, *bounds))
-    if len(blocks) == 1:
-        return scores[0]
-    order = torch.from_numpy(np.argsort(np.concatenate(blocks)))
-    return torch.cat(scores)[order]
-
-
-# Embeddings packed at once on the CPU: they stay in its caches between the copy and the product.
-_BLOCK_BYTES = 8 << 20
-
-
-def _blocks(queries: list[Tensor], documents: list[Tensor]) -> list[list[int]]:
-    """The indices of pairs to score together: all of few pairs, and elsewhere than on the CPU.
-
-    There, documents of about one length go together, to be padded little. Embeddings that differ in place, type or size
-    are kept together too, to be checked against each other.
-    """
-    tensors = (*queries, *documents)
-    lengths = np.array([tokens.shape[0] for tokens in documents])
-    sizes = (lengths + [tokens.shape[0] for tokens in queries]) * tensors[0].shape[-1] * tensors[0].element_size()
-    if (
-        sizes.sum() <= _BLOCK_BYTES
-        or tensors[0].device.type != "cpu"
-        or len({(tokens.device, tokens.dtype, tokens.shape[-1]) for tokens in tensors}) > 1
-    ):
-        return [list(range(len(queries)))]
-    order = np.argsort(lengths, kind="stable")
-    ends = sizes[order].cumsum() // _BLOCK_BYTES
-    return [block.tolist() for block in np.split(order, np.flatnonzero(np.diff(ends)) + 1)]
+    queries_list, documents_list = of_one_type(queries_list, documents_list)
+    if backend == "auto" and left_to_pylate(queries_list[0], documents_list[0]):
+        return original("colbert_scores_pairwise")(queries_list, documents_list, backend="auto")
+    return maxsim_ragged_pairwise(queries_list, documents_list)
 
 
 def colbert_kd_scores(
@@ -502,18 +469,15 @@ def as_tokens(value: Any, name: str, *index: int) -> Tensor:
     )
 
 
-def concatenated(
-    queries: list[Tensor], documents: list[Tensor], device: str | torch.device | None = None
-) -> tuple[Tensor, Tensor]:
-    """All query tokens [Tq, d] and all document tokens [Td, d] of what `as_tokens` gave, in their common type.
-
-    They go to `device`, or stay where they are if that is None.
+def of_one_type(queries: list[Tensor], documents: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Query tokens and document tokens [L_i, d] of what `as_tokens` gave, each in the common type of all.
 
     Raises
     ------
     ValueError
         If the queries or the documents lie on several devices, or if there are two embedding sizes.
     """
+    found = []
     for name, sequences in (("queries_embeddings", queries), ("documents_embeddings", documents)):
         devices = sorted(map(str, {tokens.device for tokens in sequences}))
         if len(devices) > 1:
@@ -521,18 +485,32 @@ def concatenated(
         sizes = sorted({tokens.shape[1] for tokens in sequences if tokens.dim() == 2})
         if len(sizes) > 1:
             raise ValueError(f"{name} must have one embedding size, got {' and '.join(map(str, sizes))}")
+        found.append(sizes)
     # An empty list has no embedding size of its own, and any will do if there are no others.
-    size = next((tokens.shape[1] for tokens in (*queries, *documents) if tokens.dim() == 2), 1)
-    all_queries, all_documents = (
-        concatenate([tokens if tokens.dim() == 2 else tokens.new_empty(0, size) for tokens in sequences], device)
-        for sequences in (queries, documents)
-    )
-    if all_queries.shape[1] != all_documents.shape[1]:
+    size = next((sizes[0] for sizes in found if sizes), 1)
+    if found[0] and found[1] and found[0] != found[1]:
         raise ValueError(
-            f"documents_embeddings must have the embedding size of queries_embeddings, {all_queries.shape[1]}, "
-            f"got {all_documents.shape[1]}"
+            f"documents_embeddings must have the embedding size of queries_embeddings, {found[0][0]}, got {found[1][0]}"
         )
-    return _promoted(all_queries, all_documents)
+    dtype = _common_type(*queries, *documents)
+    return _alike(queries, size, dtype), _alike(documents, size, dtype)
+
+
+def _alike(sequences: list[Tensor], size: int, dtype: torch.dtype | None) -> list[Tensor]:
+    """Sequences [L_i, size], also those without tokens, in a type; None: in their own."""
+    found = [tokens if tokens.dim() == 2 else tokens.new_empty(0, size) for tokens in sequences]
+    return found if dtype is None else [tokens if tokens.dtype is dtype else tokens.to(dtype) for tokens in found]
+
+
+def concatenated(
+    queries: list[Tensor], documents: list[Tensor], device: str | torch.device | None = None
+) -> tuple[Tensor, Tensor]:
+    """All query tokens [Tq, d] and all document tokens [Td, d] of what `as_tokens` gave, `of_one_type`.
+
+    They go to `device`, or stay where they are if that is None.
+    """
+    of_queries, of_documents = of_one_type(queries, documents)
+    return concatenate(of_queries, device), concatenate(of_documents, device)
 
 
 def cu_seqlens(lengths: list[int]) -> Tensor:
@@ -542,7 +520,11 @@ def cu_seqlens(lengths: list[int]) -> Tensor:
 
 def _promoted(queries: Tensor, documents: Tensor) -> tuple[Tensor, Tensor]:
     """Both in their common floating type: float16 with float32 gives float32, float16 with bfloat16 too."""
-    if queries.dtype == documents.dtype or not (queries.is_floating_point() and documents.is_floating_point()):
-        return queries, documents
-    dtype = torch.promote_types(queries.dtype, documents.dtype)
-    return queries.to(dtype), documents.to(dtype)
+    dtype = _common_type(queries, documents)
+    return queries.to(dtype or queries.dtype), documents.to(dtype or documents.dtype)
+
+
+def _common_type(*embeddings: Tensor) -> torch.dtype | None:
+    """The floating type that all of them have in common; None where one has none, for the operation to refuse."""
+    dtypes = {tensor.dtype for tensor in embeddings}
+    return functools.reduce(torch.promote_types, dtypes) if all(dtype.is_floating_point for dtype in dtypes) else None

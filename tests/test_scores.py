@@ -188,34 +188,27 @@ def test_pairwise_takes_ragged_lists(grad: bool) -> None:
             torch.testing.assert_close(our_grad, their_grad)
 
 
-def test_pairwise_scores_ragged_lists_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-    varlen = pylate_flash.scores.maxsim_varlen_pairwise
-    monkeypatch.setattr(
-        pylate_flash.scores, "maxsim_varlen_pairwise", lambda *args: calls.append(args) or varlen(*args)
-    )
-    colbert_scores_pairwise([torch.ones(n, 4) for n in range(1, 9)], [torch.ones(n, 4) for n in range(9, 17)])
-    assert len(calls) == 1
-    assert calls[0][1].shape == (sum(range(9, 17)), 4)
-
-
-@pytest.mark.parametrize("budget", [1, 400, 1 << 30])
-def test_pairwise_packs_a_few_lists_at_a_time(budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU, in the order of their lengths; the scores are in the order of the pairs, with their gradients."""
-    monkeypatch.setattr(pylate_flash.scores, "_BLOCK_BYTES", budget)
-    calls, varlen = [], pylate_flash.scores.maxsim_varlen_pairwise
-    monkeypatch.setattr(
-        pylate_flash.scores, "maxsim_varlen_pairwise", lambda *args: calls.append(args) or varlen(*args)
-    )
-    queries = [torch.randn(n, 4, requires_grad=True) for n in (3, 1, 0, 6, 2, 5)]
-    documents = [torch.randn(n, 4, requires_grad=True) for n in (9, 2, 4, 1, 0, 7)]
+@pytest.mark.parametrize("grad", [False, True])
+def test_pairwise_scores_are_in_the_order_of_the_lists(grad: bool) -> None:
+    """Of pairs of any lengths, some without tokens, with their gradients."""
+    queries = [torch.randn(n, 4, requires_grad=grad) for n in (3, 1, 0, 6, 2, 5)]
+    documents = [torch.randn(n, 4, requires_grad=grad) for n in (9, 2, 4, 1, 0, 7)]
     scores = colbert_scores_pairwise(queries, documents)
-    assert len(calls) == {1: 6, 400: 2, 1 << 30: 1}[budget]
-    expected = [maxsim_reference(q[None], d[None])[0, 0] for q, d in zip(queries, documents, strict=True)]
-    torch.testing.assert_close(scores, torch.stack(expected))
-    leaves, weight = [*queries, *documents], torch.arange(1.0, 7.0)
-    found, wanted = (torch.autograd.grad((values * weight).sum(), leaves) for values in (scores, torch.stack(expected)))
-    torch.testing.assert_close(found, wanted)
+    expected = torch.stack([maxsim_reference(q[None], d[None])[0, 0] for q, d in zip(queries, documents, strict=True)])
+    torch.testing.assert_close(scores, expected)
+    if grad:
+        leaves, weight = [*queries, *documents], torch.arange(1.0, 7.0)
+        found, wanted = (torch.autograd.grad((values * weight).sum(), leaves) for values in (scores, expected))
+        torch.testing.assert_close(found, wanted)
+
+
+def test_pairwise_lists_have_one_type() -> None:
+    """The common one of all, also within a list."""
+    queries = [torch.randn(2, 4).half(), torch.randn(3, 4).double()]
+    documents = [torch.randn(3, 4), torch.randn(1, 4).bfloat16()]
+    scores = colbert_scores_pairwise(queries, documents)
+    expected = [(q.double() @ d.double().T).amax(1).sum() for q, d in zip(queries, documents, strict=True)]
+    torch.testing.assert_close(scores, torch.stack(expected).float(), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("grad", [False, True])

@@ -39,8 +39,8 @@ class Sequences(NamedTuple):
         return bounds
 
 
-def sequences_of(name: str, values: Sequence[Tensor | np.ndarray]) -> Sequences:
-    """The tensors of a list, and their lengths, after a check of each.
+def sequences_of(name: str, values: Sequence[Tensor | np.ndarray] | Sequences) -> Sequences:
+    """The tensors of a list, and their lengths, after a check of each, unless that was made before.
 
     Raises
     ------
@@ -49,6 +49,8 @@ def sequences_of(name: str, values: Sequence[Tensor | np.ndarray]) -> Sequences:
     ValueError
         If there is no item, an item is not [L, d], or sizes or devices differ.
     """
+    if isinstance(values, Sequences):
+        return values
     check_list(name, values)
     return _alike(values) or _one_by_one(name, values)
 

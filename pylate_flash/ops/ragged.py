@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.select import IMPLEMENTATIONS, choose
+from .blocked_pairs import scores_of_pairs
 from .checks import check_boundaries, check_choice, check_same, check_tensor, is_readable
 from .compute import compute, kernels
 from .lists import Sequences, check_list, sequences_of
@@ -119,9 +120,32 @@ def maxsim_ragged_pairwise(
         check_list("queries", queries)
     if len(queries) != len(documents):
         raise ValueError(f"documents must have one document per query, {len(queries)}, got {len(documents)} documents")
-    candidates = torch.arange(len(documents) + 1, dtype=torch.int32)
     options = Options(0, 0, 0, bool(normalize), reduction, "exclude", empty_score, implementation)
-    return _scores("maxsim_ragged_pairwise", queries, documents, queries_mask, candidates, options)
+    candidates = torch.arange(len(documents) + 1, dtype=torch.int32)
+    operation, found = "maxsim_ragged_pairwise", sequences_of("documents", documents)
+    if isinstance(queries, Tensor) or queries_mask is not None:
+        return _scores(operation, queries, found, queries_mask, candidates, options)
+    listed = sequences_of("queries", queries)
+    if _are_scored_one_by_one(operation, listed, found, options):
+        return scores_of_pairs(listed, found, options)
+    return _scores(operation, listed, found, None, candidates, options)
+
+
+def _are_scored_one_by_one(operation: str, queries: Sequences, documents: Sequences, options: Options) -> bool:
+    """Whether pairs are scored by plain torch where they lie, after the checks of such a call."""
+    check_choice("implementation", options.implementation, IMPLEMENTATIONS)
+    examples, query = (*queries.examples, *documents.examples), queries.examples[0]
+    if (
+        options.normalize
+        or any(example.device.type != "cpu" for example in examples)
+        or not is_plain(*examples)
+        or needs_gradient(*examples)
+        or choose(options.implementation, query.device, query.dtype, query.shape[-1]) != "blocked"
+    ):
+        return False
+    tensors = Tensors(query, documents.examples[0])
+    check_same(*tensors[:2])
+    return checked(operation, tensors, options) is tensors
 
 
 class Call(NamedTuple):
@@ -136,8 +160,8 @@ class Call(NamedTuple):
 
 def call_of(
     operation: str,
-    queries: Tensor | Sequence[Tensor | np.ndarray],
-    documents: Sequence[Tensor | np.ndarray],
+    queries: Tensor | Sequence[Tensor | np.ndarray] | Sequences,
+    documents: Sequence[Tensor | np.ndarray] | Sequences,
     queries_mask: Tensor | None,
     candidates: Tensor | None,
     options: Options,

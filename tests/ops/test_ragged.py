@@ -79,6 +79,28 @@ def test_pairs_are_the_diagonal() -> None:
     )
 
 
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_pairs_on_the_host_are_those_of_packed_sequences(dtype: torch.dtype, reduction: str) -> None:
+    """Where they lie, also without tokens, with NaN and infinity; or packed where there is a gradient."""
+    generator = torch.Generator().manual_seed(0)
+    queries, documents = (
+        [torch.randn(n, 8, generator=generator).to(dtype) for n in lengths]
+        for lengths in ((3, 1, 0, 6, 2, 0, 4, 2), (9, 2, 4, 1, 0, 0, 5, 3))
+    )
+    documents[6][2, 1], documents[7][0] = torch.nan, torch.inf
+    options = {"reduction": reduction, "empty_score": -2.0}
+    scores = maxsim_ragged_pairwise(queries, documents, **options)
+    bounds = [torch.tensor([0, *(len(tokens) for tokens in values)]).cumsum(0) for values in (queries, documents)]
+    candidates = torch.arange(9)
+    packed = torch.cat(queries).double(), torch.cat(documents).double()
+    expected = maxsim_varlen_reference(*packed, *bounds, candidates_cu_seqlens=candidates, **options)
+    assert scores.dtype == torch.float32
+    torch.testing.assert_close(scores, expected.float(), rtol=2e-6, atol=2e-6, equal_nan=True)
+    with_gradient = maxsim_ragged_pairwise([query.requires_grad_() for query in queries], documents, **options)
+    torch.testing.assert_close(with_gradient.detach(), scores, rtol=2e-6, atol=2e-6, equal_nan=True)
+
+
 def test_arrays_tuples_and_rows_that_are_not_contiguous_are_sequences() -> None:
     queries, documents = ragged(3, 2), ragged(5, 1, 7, seed=1)
     expected = maxsim_ragged(queries, documents)
