@@ -92,9 +92,6 @@ def mine(
         from ..training_data import read_training_file
 
         lines = read_training_file(data)
-    unused = [*lines.rows.column_names[2:], *lines.ignored]
-    if unused:
-        print(f"pylate-flash: note: keys that are not used: {', '.join(map(repr, unused[:10]))}", file=sys.stderr)
     queries, positives = list(lines.rows["query"]), list(lines.rows["positive"])
     texts = None if corpus is None else _texts(corpus)
     check_device(device)
@@ -135,6 +132,9 @@ def mine(
             f"no pair has {counted(num_negatives, 'negative')} among the {among} within the bounds, so nothing was "
             "written; ask for fewer, or give a larger --corpus or a smaller margin"
         )
+    unused = [*lines.rows.column_names[2:], *lines.ignored]
+    if unused:
+        print(f"pylate-flash: note: keys that are not used: {', '.join(map(repr, unused[:10]))}", file=sys.stderr)
     rows = ({"query" if key == "anchor" else key: text for key, text in row.items()} for row in found)
     write_file(output, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), "--output")
     print(f"{output} holds {counted(len(found), 'line')} of {counted(num_negatives, 'negative')} out of the {among}")

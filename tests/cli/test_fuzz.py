@@ -39,15 +39,17 @@ TARGETS = {
     "journal": ("index", ("search", "cats", "--index", "index", *MODEL), 2),
     "shards": ("compacted", ("search", "cats", "--index", "compacted", *MODEL), 3),
     "verified": ("compacted", ("index", "verify", "--index", "compacted"), 2),
+    "mined": ("pairs.jsonl", ("mine", *MODEL, "--output", OUTPUT, "--data", "pairs.jsonl", "--num-negatives", 1), 1),
     "model": ("model", EVALUATE, 6),
 }
 
 
 @pytest.fixture(scope="module")
-def workspace(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def workspace(pylate_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Everything that the commands read, as small as it can be: a model of few words, an index of one document."""
+    pytest.importorskip("ranx")
     folder = tmp_path_factory.mktemp("fuzz") / "workspace"
-    shutil.copytree(small_model, folder / "model")
+    shutil.copytree(pylate_checkpoint, folder / "model")
     (folder / "beir" / "qrels").mkdir(parents=True)
     (folder / "beir" / "corpus.jsonl").write_text('{"_id": "d1", "title": "cats", "text": "cats and dogs"}\n')
     (folder / "beir" / "queries.jsonl").write_text('{"_id": "q1", "text": "cats"}\n')
