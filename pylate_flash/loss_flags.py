@@ -139,9 +139,11 @@ def fused_scores(loss: Any, columns: list[dict[str, Tensor]], own_candidates: bo
     if own_candidates:
         documents, masks = ([values[0].unflatten(0, (len(queries), -1))] for values in (documents, masks))
     projection = outputs[-1][WEIGHT], outputs[-1].get(BIAS)
+    # Distillation has no temperature, and none is needed for scores.
+    how = Contrast(masking=masking_of(loss))
     # Column by column: together, the hidden states would be copied.
     scores = [
-        scores_of_states(contrast_of(loss), queries, queries_mask, Padded(*column), projection)
+        scores_of_states(how, queries, queries_mask, Padded(*column), projection)
         for column in zip(documents, masks, strict=True)
     ]
     return scores[0] if len(scores) == 1 else torch.cat(scores, dim=1)

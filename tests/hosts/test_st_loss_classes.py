@@ -22,7 +22,7 @@ from sentence_transformers.multi_vector_encoder.modules import HierarchicalToken
 from torch import Tensor, nn
 
 from pylate_flash import loss_scoring
-from pylate_flash.hosts.sentence_transformers import losses, mean_colbert_scores
+from pylate_flash.hosts.sentence_transformers import distillation_losses, losses, mean_colbert_scores
 from pylate_flash.hosts.sentence_transformers.loss_inputs import scored_tokens, size_of
 from pylate_flash.ops.losses import cross_entropy_reference
 from tests.hosts.test_st_losses import (
@@ -67,8 +67,8 @@ def test_a_loss_is_one_operation(
     asked: list[dict[str, Any]] = []
     for module, operation in (
         (loss_scoring, "maxsim_cross_entropy"),
-        (losses, "maxsim_kl_divergence"),
-        (losses, "maxsim_margin_mse"),
+        (distillation_losses, "maxsim_kl_divergence"),
+        (distillation_losses, "maxsim_margin_mse"),
     ):
         own = getattr(module, operation)
 

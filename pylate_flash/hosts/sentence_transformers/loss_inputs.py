@@ -19,6 +19,7 @@ from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
 from torch import Tensor
 
 from ...gathering import world_size
+from ...loss_arguments import check_size
 from ...loss_scoring import Contrast
 from ...mini_batches import of_texts
 from ...projection import BIAS, WEIGHT, dense_layers, hidden_states, normalizes, unwrapped
@@ -51,6 +52,13 @@ def check_scale(scale: Any) -> None:
         raise TypeError(f"scale: {type(scale).__name__}; expected a number or a tensor of one element")
     elif not 0 < float(scale) < math.inf:
         raise ValueError(f"scale: {scale}; expected a finite number above 0")
+
+
+def check_sizes(**sizes: Any) -> None:
+    """Numbers of texts, tokens or queries, by their names, or None."""
+    for name, size in sizes.items():
+        if size is not None:
+            check_size(name, size)
 
 
 def check_asked(loss: Any, asked: dict[str, Any]) -> None:

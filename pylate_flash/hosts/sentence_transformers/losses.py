@@ -20,15 +20,10 @@ from typing import Any
 
 import sentence_transformers.multi_vector_encoder.losses as host
 import torch
-import torch.nn.functional as F
 from sentence_transformers.multi_vector_encoder.losses.cached_multiple_negatives_ranking import (
     cat_padded_token_embeddings,
 )
-from sentence_transformers.multi_vector_encoder.losses.distill_kl_div import (
-    check_teacher_targets,
-    similarity_fct_name,
-    stack_padded_token_embeddings,
-)
+from sentence_transformers.multi_vector_encoder.losses.distill_kl_div import similarity_fct_name
 from sentence_transformers.multi_vector_encoder.model import MultiVectorEncoder
 from torch import Tensor
 
@@ -37,15 +32,15 @@ from ...gathering import GATHERINGS
 from ...loss_arguments import check_size
 from ...loss_scoring import Contrast, Padded, cross_entropy, cross_entropy_of_scores, scores_of_states
 from ...mini_batches import Column, Limits, mini_batches, right_documents
-from ...ops import maxsim_kl_divergence, maxsim_margin_mse
 from ...ops.checks import check_choice
-from ...projection import normalizes
 from .. import SENTENCE_TRANSFORMERS
 from . import scoring
+from .distillation_losses import MultiVectorDistillKLDivLoss, MultiVectorMarginMSELoss
 from .loss_inputs import (
     Columns,
     check_asked,
     check_scale,
+    check_sizes,
     checked_exclude,
     columns_of,
     contrast_of,
@@ -57,9 +52,6 @@ from .loss_inputs import (
     reduction_of,
     scored_tokens,
     set_fusion,
-    size_of,
-    teacher_margins,
-    teacher_scores,
 )
 
 __all__ = [
@@ -144,7 +136,7 @@ class MultiVectorMultipleNegativesRankingLoss(host.MultiVectorMultipleNegativesR
         fuse_projection: bool = False,
     ) -> None:
         check_scale(scale)
-        _check_sizes(mini_batch_size=mini_batch_size, score_mini_batch_size=score_mini_batch_size)
+        check_sizes(mini_batch_size=mini_batch_size, score_mini_batch_size=score_mini_batch_size)
         super().__init__(
             model,
             scale=scale,
@@ -243,7 +235,7 @@ class CachedMultiVectorMultipleNegativesRankingLoss(host.CachedMultiVectorMultip
     ) -> None:
         check_scale(scale)
         check_size("mini_batch_size", mini_batch_size)
-        _check_sizes(mini_batch_num_tokens=mini_batch_num_tokens, score_mini_batch_size=score_mini_batch_size)
+        check_sizes(mini_batch_num_tokens=mini_batch_num_tokens, score_mini_batch_size=score_mini_batch_size)
         super().__init__(
             model,
             scale=scale,
@@ -321,139 +313,6 @@ class CachedMultiVectorMultipleNegativesRankingLoss(host.CachedMultiVectorMultip
         return _loss_of_chunks(contrast_of(self), reps, masks_chunks, out, with_backward)
 
 
-class MultiVectorDistillKLDivLoss(host.MultiVectorDistillKLDivLoss):
-    """The host's distillation: KL divergence between a teacher's scores of each query's candidates and the model's.
-
-    Parameters
-    ----------
-    model, mini_batch_size, fuse_projection
-        As in :class:`MultiVectorMultipleNegativesRankingLoss`.
-    similarity_fct
-        `colbert_kd_scores` (the default) or `mean_colbert_kd_scores`, the host's or ours. Another function is called by
-        the host's code, and nothing is fused.
-    temperature
-        Divides the scores of the teacher and the model's. The loss is multiplied by the square of the model's.
-    student_temperature, teacher_temperature
-        In place of `temperature` for the model's scores, or the teacher's. None: `temperature`.
-
-    Raises
-    ------
-    ValueError
-        For a temperature that is not finite and above 0, as in :class:`MultiVectorMultipleNegativesRankingLoss` for the
-        other arguments, and in the forward for labels that do not fit the columns, or hold NaN in the first batch.
-    TypeError
-        For arguments of another type.
-    """
-
-    _checked_teacher_scale: bool
-
-    def __init__(
-        self,
-        model: MultiVectorEncoder,
-        *,
-        similarity_fct: Callable | None = None,
-        temperature: float = 1.0,
-        student_temperature: float | None = None,
-        teacher_temperature: float | None = None,
-        mini_batch_size: int | None = None,
-        fuse_projection: bool = False,
-    ) -> None:
-        _check_sizes(mini_batch_size=mini_batch_size)
-        super().__init__(
-            model,
-            similarity_fct=similarity_fct,
-            temperature=temperature,
-            student_temperature=student_temperature,
-            teacher_temperature=teacher_temperature,
-            mini_batch_size=mini_batch_size,
-        )
-        set_fusion(self, fuse_projection)
-
-    def forward(self, sentence_features: Iterable[dict[str, Any]], labels: Tensor) -> Tensor:
-        """Return the loss, a float32 scalar.
-
-        Parameters
-        ----------
-        sentence_features
-            Tokenized columns: N queries, then at least two columns of their candidates.
-        labels
-            The teacher's scores [N, candidates].
-        """
-        columns = columns_of(sentence_features, least=3)
-        reduction = reduction_of(self.similarity_fct)
-        if reduction is None:
-            return super().forward(columns, labels)
-        teacher = teacher_scores(labels, size_of(columns[0]), len(columns) - 1)
-        if not self._checked_teacher_scale:
-            self._checked_teacher_scale = True
-            expected = (teacher / self.teacher_temperature).softmax(dim=-1)
-            check_teacher_targets(expected, teacher, self.teacher_temperature, type(self).__name__)
-        if fuses(self):
-            scores = _candidate_scores(self, columns, reduction) / self.student_temperature
-            found = self.loss_function(
-                scores.log_softmax(dim=-1), (teacher / self.teacher_temperature).log_softmax(dim=-1)
-            )
-        else:
-            found = maxsim_kl_divergence(
-                teacher_scores=teacher,
-                temperature=self.student_temperature,
-                teacher_temperature=self.teacher_temperature,
-                **_candidates(self, columns, reduction),
-            )
-        return found * self.student_temperature**2
-
-
-class MultiVectorMarginMSELoss(host.MultiVectorMarginMSELoss):
-    """The host's margin MSE: squared differences from a teacher's margins between each positive and its negatives.
-
-    Parameters
-    ----------
-    model, mini_batch_size, fuse_projection
-        As in :class:`MultiVectorMultipleNegativesRankingLoss`.
-    similarity_fct
-        `colbert_scores_pairwise` (the default) or `mean_colbert_scores_pairwise`, the host's or ours. Another function
-        is called by the host's code, and nothing is fused.
-
-    Raises
-    ------
-    ValueError, TypeError
-        As in :class:`MultiVectorMultipleNegativesRankingLoss`; ValueError in the forward for labels that do not fit the
-        columns.
-    """
-
-    def __init__(
-        self,
-        model: MultiVectorEncoder,
-        *,
-        similarity_fct: Callable | None = None,
-        mini_batch_size: int | None = None,
-        fuse_projection: bool = False,
-    ) -> None:
-        _check_sizes(mini_batch_size=mini_batch_size)
-        super().__init__(model, similarity_fct=similarity_fct, mini_batch_size=mini_batch_size)
-        set_fusion(self, fuse_projection)
-
-    def forward(self, sentence_features: Iterable[dict[str, Any]], labels: Tensor) -> Tensor:
-        """Return the loss, a float32 scalar.
-
-        Parameters
-        ----------
-        sentence_features
-            Tokenized columns: N queries, their positives, then at least one column of negatives.
-        labels
-            The teacher's scores [N, 1 + negatives], or its margins [N, negatives], or [N] for one negative.
-        """
-        columns = columns_of(sentence_features, least=3)
-        reduction = reduction_of(self.similarity_fct)
-        if reduction is None:
-            return super().forward(columns, labels)
-        teacher = teacher_margins(labels, size_of(columns[0]), len(columns) - 2)
-        if fuses(self):
-            errors = _candidate_scores(self, columns, reduction) - teacher
-            return F.mse_loss(errors[:, :1].expand_as(errors[:, 1:]), errors[:, 1:])
-        return maxsim_margin_mse(teacher_scores=teacher, **_candidates(self, columns, reduction))
-
-
 def calculate_loss(
     self: Any, reps: list[list[Tensor]], masks_chunks: list[list[Tensor]], *, with_backward: bool = False
 ) -> Tensor:
@@ -511,34 +370,6 @@ def _loss_of_chunks(
         loss.backward()
         loss = loss.detach()
     return loss
-
-
-def _candidates(loss: Any, columns: Columns, reduction: str) -> dict[str, Any]:
-    """Each query and its candidates [N, K, L, d], as the operations of distillation take them."""
-    queries, queries_mask, *documents = embed(loss, columns)
-    candidates, candidates_mask = stack_padded_token_embeddings(*documents)
-    return {
-        "queries": queries,
-        "documents": candidates,
-        "queries_mask": queries_mask,
-        "documents_mask": candidates_mask,
-        "reduction": reduction,
-        "empty_score": scoring.EMPTY_DOCUMENT_SCORE,
-    }
-
-
-def _candidate_scores(loss: Any, columns: Columns, reduction: str) -> Tensor:
-    """Scores [N, K] from hidden states, each query with its candidates."""
-    queries, queries_mask, states, masks, projection = embed_states(loss, columns)
-    contrast = Contrast(normalize=normalizes(loss.model), reduction=reduction, empty_score=scoring.EMPTY_DOCUMENT_SCORE)
-    candidates = Padded(*stack_padded_token_embeddings(states, masks))
-    return scores_of_states(contrast, queries, queries_mask, candidates, projection)
-
-
-def _check_sizes(**sizes: Any) -> None:
-    for name, size in sizes.items():
-        if size is not None:
-            check_size(name, size)
 
 
 def _set_contrast(
