@@ -307,8 +307,8 @@ class CachedContrastive(PyLateCachedContrastive):
         queries, *documents = mini_batches(
             columns, [*kept, *masks], limits, [False] + [zero_masked] * (len(columns) - 1)
         )
-        place = {text: place for place, text in enumerate(documents[0].order)}
-        labels = torch.tensor([place[text] for text in queries.order], device=kept[0].device)
+        # The place of each text's document: a permutation's inverse is what sorts it.
+        labels = documents[0].order.argsort()[queries.order].to(kept[0].device)
         parts = [queries.batches, [batch for column in documents for batch in column.batches]]
         with hidden_states(self.model) if fused else nullcontext():
             tokens = [encode(part, self.model, self._autocast, self.show_progress_bar) for part in parts]
