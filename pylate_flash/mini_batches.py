@@ -110,8 +110,8 @@ class Column:
 
     Attributes
     ----------
-    order : list of int
-        The text that stands at each place now.
+    order : Tensor
+        The text that stands at each place now, int64, on the host.
     features : dict
         Of the texts in this order, and what belongs to no single text as it was.
     arguments : dict
@@ -127,15 +127,16 @@ class Column:
         self,
         features: dict[str, Tensor],
         kept: Tensor,
-        lengths: list[int],
-        ends: list[int],
+        lengths: Tensor,
+        ends: Tensor,
         limits: Limits,
         zero_masked: bool,
         arguments: dict[str, Any],
     ) -> None:
         # What does not fit into memory fails with the first mini-batch.
-        self.order = sorted(range(len(ends)), key=lambda text: -ends[text])
-        on_device = torch.tensor(self.order, device=kept.device)
+        self.order = ends.argsort(descending=True, stable=True)
+        lengths, ends = lengths[self.order], ends[self.order]
+        on_device, self.n_kept = torch.stack([self.order, lengths]).to(kept.device)
         self.of_texts = of_texts(features)
         self.features = {
             name: value.index_select(0, on_device) if name in self.of_texts else value
@@ -143,17 +144,14 @@ class Column:
         }
         self.arguments = arguments
         self.kept, self.zero_masked = kept.index_select(0, on_device), zero_masked
-        self.lengths, self.ends = ([values[text] for text in self.order] for values in (lengths, ends))
-        self.n_kept = self.kept.sum(dim=1)
-        if zero_masked:
-            self.n_kept += ~self.kept.all(dim=1)
+        self.lengths, self.ends = lengths.tolist(), ends.tolist()
         self.batches: list[MiniBatch] = []
         start = 0
-        while start < len(ends):
-            size = len(ends) if limits.texts is None else limits.texts
+        while start < len(self.ends):
+            size = len(self.ends) if limits.texts is None else limits.texts
             if limits.tokens is not None:
                 size = min(size, max(1, limits.tokens // self.ends[start]))
-            self.batches.append(MiniBatch(self, start, min(start + size, len(ends))))
+            self.batches.append(MiniBatch(self, start, min(start + size, len(self.ends))))
             start += size
 
 
@@ -200,22 +198,24 @@ def mini_batches(
         # Not the number of tokens: padding may stand on the left.
         last = (places * (keep | features["attention_mask"].bool())).amax(dim=1)
         measured += [keep.sum(dim=1), last]
-    numbers = iter(torch.cat(measured).tolist())
+    # The device has nothing to do until mini-batches are made: by a few operations on the host, not text by text.
+    numbers = iter(torch.cat(measured).cpu().split([len(values) for values in measured]))
     found = []
     for features, keep, zeros, others in zip(columns, kept, zero_masked, arguments, strict=True):
-        size, padded = keep.shape
-        lengths = [next(numbers) for _ in range(size)]
-        ends = [min(padded, -(-max(1, next(numbers)) // _MULTIPLE) * _MULTIPLE) for _ in range(size)]
+        padded = keep.shape[1]
+        lengths, ends = next(numbers), next(numbers)
+        ends = (ends.clamp(min=1) + (_MULTIPLE - 1)).div(_MULTIPLE, rounding_mode="floor") * _MULTIPLE
+        ends = ends.clamp(max=padded)
         if zeros:
-            lengths = [length + (length < padded) for length in lengths]
+            lengths = lengths + (lengths < padded)
         found.append(Column(features, keep, lengths, ends, limits, zeros, others))
     return found
 
 
 def right_documents(queries: Column, documents: Column) -> Tensor:
     """[Nq], int64: where the document of each query's place stands, which was beside it."""
-    place = {text: place for place, text in enumerate(documents.order)}
-    return torch.tensor([place[text] for text in queries.order], device=queries.kept.device)
+    # A permutation's inverse is what sorts it.
+    return documents.order.argsort()[queries.order].to(queries.kept.device)
 
 
 def encode(

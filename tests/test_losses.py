@@ -20,8 +20,9 @@ from pylate.losses.distillation import Distillation as PyLateDistillation
 from pylate.models import ColBERT
 from pylate.scores import XTRScores, xtr_kd_scores
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from pylate_flash import losses, registered
+from pylate_flash import loss_scoring, losses, registered
 from pylate_flash.loss_flags import masks_of
 from pylate_flash.register import use_scorer
 from pylate_flash.scores import colbert_kd_scores
@@ -445,3 +446,44 @@ def test_wrong_batches(model: ColBERT) -> None:
         loss(features, None)
     with pytest.raises(ValueError, match="for 5 queries and 14 candidates"):
         loss([features[0], {key: value[:14] for key, value in features[1].items()}], labels)
+
+
+class Launches(TorchDispatchMode):
+    """The names of the operations that compute something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        found = function(*args, **(kwargs or {}))
+        if not function.is_view and function.overloadpacket.__name__ != "detach":
+            self.names.append(function.overloadpacket.__name__)
+        return found
+
+
+def test_between_embeddings_and_operation_there_is_the_mask_of_the_documents(
+    model: ColBERT, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing else is launched: neither labels, nor a copy, a cast or a normalisation of the embeddings."""
+    columns = contrastive_batch(model, columns=2)
+    columns = [{**features, "attention_mask": features["attention_mask"].bool()} for features in columns]
+    embeddings = [model(dict(features))["token_embeddings"].detach() for features in columns]
+    given = iter(embeddings)
+    monkeypatch.setattr(type(model), "forward", lambda self, features: {"token_embeddings": next(given)})
+    calls = []
+
+    def operation(queries, **options):
+        calls.append((queries, options))
+        return queries.new_zeros(())
+
+    monkeypatch.setattr(loss_scoring, "maxsim_cross_entropy", operation)
+    loss = losses.Contrastive(model, scorer="pylate_flash")
+    with Launches() as launches:
+        loss(columns)
+    assert launches.names == ["clamp", "take", "bitwise_and", "new_zeros"]
+    ((queries, options),) = calls
+    assert queries is embeddings[0]
+    assert options["documents"] is embeddings[1]
+    assert options["labels"] is None
+    assert torch.equal(options["documents_mask"], masks_of(loss, columns)[1][0])

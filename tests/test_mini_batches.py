@@ -255,8 +255,8 @@ def test_every_text_is_encoded_once_and_its_kept_tokens_are_kept(lengths, texts,
         return {"token_embeddings": features["input_ids"].unsqueeze(-1).double() + 1}
 
     found = encode(column.batches, model, {"device_type": "cpu", "enabled": False})
-    assert torch.cat([features["of_text"] for features in seen]).tolist() == column.order
-    assert sorted(column.order) == list(range(len(lengths)))
+    assert torch.cat([features["of_text"] for features in seen]).tolist() == column.order.tolist()
+    assert sorted(column.order.tolist()) == list(range(len(lengths)))
     for features in seen:
         rows, length = features["input_ids"].shape
         longest = max(lengths[text] for text in features["of_text"].tolist())
@@ -265,7 +265,7 @@ def test_every_text_is_encoded_once_and_its_kept_tokens_are_kept(lengths, texts,
         assert tokens is None or rows == 1 or rows * length <= tokens
     assert column.ends == sorted(column.ends, reverse=True)
     expected = []
-    for text in column.order:
+    for text in column.order.tolist():
         row = (ids[text][kept[text]] + 1).tolist()
         expected.append(row + [0] * zero_masked)
     assert column.lengths == column.n_kept.tolist() == [len(row) for row in expected]

@@ -281,7 +281,7 @@ class CachedMultiVectorMultipleNegativesRankingLoss(host.CachedMultiVectorMultip
         right = right_documents(queries, documents[0])
         if out is not None:
             size = len(right)
-            places = [index * size + text for index, column in enumerate(documents) for text in column.order]
+            places = torch.cat([index * size + column.order for index, column in enumerate(documents)])
             out = out[queries.order][:, places]
         return cached_loss(
             self,

@@ -1,0 +1,46 @@
+"""The suite of losses on a GPU, at a small size: its reference, and every system that is installed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from pylate_flash.bench import losses, suite
+from pylate_flash.bench.losses import GivenBatch
+from pylate_flash.bench.protocol import Ceilings, Rounds
+from pylate_flash.bench.training import Batch
+from tests.gpu.embeddings import unit
+
+pytestmark = pytest.mark.gpu
+
+ROWS = (Batch("batch", 96, 96, 32, 180), GivenBatch("given", 64, 64, 32, 180))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("size", [128, 136])
+def test_the_products_of_the_reference_are_in_float32(dtype: torch.dtype, size: int) -> None:
+    rows, documents = unit(70, size, dtype=dtype), unit(9, 20, size, dtype=dtype, seed=1)
+    found = losses.products(rows, documents)
+    assert found.dtype == torch.float32
+    expected = torch.einsum("rd,ntd->rnt", rows.double(), documents.double()).flatten(1)
+    # Sums of 136 products of which none exceeds 1, in float32.
+    assert (found - expected).abs().max() <= 136 * torch.finfo(torch.float32).eps
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_system_computes_the_step(dtype: torch.dtype) -> None:
+    found = replace(losses.suite(), rows=ROWS)
+    result = suite.run(found, torch.device("cuda"), dtype, Rounds(1, 2, 0), ceilings=Ceilings(1e14, 1e12))
+    for row in result["rows"]:
+        for name, state in row["systems"].items():
+            # Whether another package is accurate is for its row to say.
+            right = ("ok", "absent") if name.startswith(suite.OURS) else ("ok", "absent", "wrong")
+            assert state["status"] in right, f"{row['name']}, {name}: {state}"
+        assert row["systems"]["pylate_flash"]["status"] == "ok"
+    batch, given = (row["systems"] for row in result["rows"])
+    assert batch["pylate_flash_loop"]["status"] == "ok"
+    if find_spec("pylate"):
+        assert given["pylate_flash_contrastive"]["status"] == given["pylate_flash_cached"]["status"] == "ok"

@@ -1,0 +1,54 @@
+"""Kept tokens on a GPU: the right ones, found without waiting for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+pytest.importorskip("pylate")
+
+from pylate_flash.mini_batches import kept_tokens, unpack_padded
+from tests.gpu.embeddings import unit
+
+pytestmark = pytest.mark.gpu
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    """A call in this block that waits for the GPU is an error."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+# The last has more tokens than one block of a scan.
+@pytest.mark.parametrize(("texts", "length"), [(1, 1), (5, 9), (64, 180), (3000, 180)])
+@pytest.mark.parametrize("share", [0.0, 0.6, 1.0])
+def test_kept_tokens_are_those_of_the_mask_in_order(texts: int, length: int, share: float) -> None:
+    generator = torch.Generator("cuda").manual_seed(texts)
+    kept = torch.rand(texts, length, device="cuda", generator=generator) < share
+    values = unit(texts, length, 32, dtype=torch.bfloat16)
+    expected, total = values[kept], int(kept.sum())
+    kept_tokens(values, kept, total)
+    with no_waiting():
+        found = kept_tokens(values, kept, total)
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(("texts", "length"), [(5, 9), (1000, 180)])
+def test_packed_tokens_are_padded_again(texts: int, length: int) -> None:
+    lengths = torch.randint(1, length + 1, (texts,), device="cuda")
+    mask = torch.arange(length, device="cuda") < lengths.unsqueeze(1)
+    values = unit(texts, length, 16)
+    packed = values[mask]
+    unpack_padded(packed, lengths, length)
+    with no_waiting():
+        padded, found = unpack_padded(packed, lengths, length)
+    assert torch.equal(found, mask)
+    assert torch.equal(padded, values * mask.unsqueeze(-1))
