@@ -23,26 +23,31 @@ def problem(dtype: torch.dtype, size: int, masked: bool) -> tuple[Problem, Tenso
     return problem_of(tensors, Options(), True), tensors, pool_of(active, 256, True)
 
 
-@pytest.mark.parametrize("capability", [80, 90], indirect=True)
-@pytest.mark.parametrize(("dtype", "size", "masked"), [(torch.bfloat16, 128, False), (torch.float32, 96, True)])
+@pytest.mark.parametrize(
+    ("dtype", "size", "masked", "capability"),
+    [(torch.bfloat16, 128, False, 80), (torch.bfloat16, 128, False, 90), (torch.float32, 96, True, 90)],
+    indirect=["capability"],
+)
 def test_each_step_of_a_search(dtype: torch.dtype, size: int, masked: bool, capability: int, monkeypatch) -> None:
     given, tensors, pool = problem(dtype, size, masked)
     plan = plan_of(given, pool.k)
     assert plan.groups == 4
-    names = {search: ("_begin", "_narrow"), masks: ("_active_tokens",), walk: ("_walk",)}
+    names = {search: ("_begin", "_select", "_narrow"), masks: ("_active_tokens",), walk: ("_walk",)}
     recorders = {name: record(module, name, monkeypatch) for module, found in names.items() for name in found}
     retrieve(given, tensors, pool)
     launches = {name: recorder.launches for name, recorder in recorders.items()}
-    assert launches == {"_begin": 1, "_narrow": 4, "_active_tokens": int(masked), "_walk": 6}
+    assert launches == {"_begin": 1, "_select": 1, "_narrow": 4, "_active_tokens": int(masked), "_walk": 7}
 
     walked, places = recorders["_walk"], torch.zeros(2, 2, dtype=torch.int32)
     inputs = walk.Inputs(tensors.queries, tensors.documents, *([places, places] if masked else [None, None]))
     walk.count_bins(given, plan, inputs, places, places)
     walked.compile(capability)
     if not masked:
-        recorders["_begin"].compile(capability)
-        recorders["_narrow"].compile(capability)
+        for name in ("_begin", "_select", "_narrow"):
+            recorders[name].compile(capability)
         walk.find_maxima(given, plan, inputs, torch.zeros(2), places.short(), torch.zeros(2))
+        walked.compile(capability)
+        walk.collect(given, plan, inputs, places, places, places)
         walked.compile(capability)
         walk.tally(given, plan, inputs, places, places[0] != 0, places.short())
         walked.compile(capability)

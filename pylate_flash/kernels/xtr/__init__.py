@@ -2,10 +2,11 @@
 
 `walk` computes all similarities again for every step, by the same products, so that each step sees the same bits. The
 first leaves maxima. Of those, and of the maxima of groups of tokens, `search` makes bounds of every row's threshold:
-where k maxima lie above a value, so do k tokens. Then steps count the similarities between the bounds, by bins, and
-narrow them down to the bin with the k-th largest, until all of that bin is retrieved or all in it are equal. The number
-of steps is fixed, but a program whose rows are done ends at once, and mostly that is so after two. A last step counts
-the tokens of each document, of rows where more tokens equal the threshold than are retrieved.
+where k maxima lie above a value, so do k tokens. The second step collects the similarities above the lower bound, few
+more than k, and finds the k-th largest of them. Of rows for which there was no room, the next steps count the
+similarities between the bounds, by bins, and narrow them down to the bin with the k-th largest, until all of that bin
+is retrieved or all in it are equal. The number of steps is fixed, but a program whose rows are done ends at once. A
+last step counts the tokens of each document, of rows where more tokens equal the threshold than are retrieved.
 
 Counts are integers, so that no order of programs changes the result.
 """
@@ -19,8 +20,8 @@ from ...ops.problem import Problem, Tensors
 from ...ops.xtr_retrieval import Pool, Retrieval
 from ..masks import active_tokens
 from .plan import BIN_BITS, STEPS, plan_of
-from .search import begin, narrow
-from .walk import Inputs, count_bins, find_maxima, tally
+from .search import begin, narrow, select_threshold
+from .walk import Inputs, collect, count_bins, find_maxima, tally
 
 __all__ = ["plan_of", "retrieve"]
 
@@ -50,6 +51,13 @@ def retrieve(problem: Problem, tensors: Tensors, pool: Pool) -> Retrieval:
     state = torch.zeros(4, rows, dtype=torch.int32, device=device)
     begin(groups, best, wanted, state)
     del groups
+    if plan.collection.n_runs:
+        _, n_runs, depth = plan.collection
+        counts = torch.empty(rows, n_runs, plan.tile.columns, dtype=torch.int32, device=device)
+        places = torch.empty(*counts.shape, depth, dtype=torch.int32, device=device)
+        collect(problem, plan, inputs, state, places, counts)
+        select_threshold(places, counts, state)
+        del places, counts
     bins = torch.zeros(rows, 1 << BIN_BITS, dtype=torch.int32, device=device)
     for _ in range(STEPS):
         count_bins(problem, plan, inputs, state, bins)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, NamedTuple
 
 from .. import select
@@ -19,6 +20,24 @@ STEPS = 4
 _MAXIMA_PER_TOKEN = 4
 _MAX_GROUPS = 4
 MOST_MAXIMA = 4096
+# Places of a row for the tokens above its bound, at most. A column has enough of them, but for one in a million, where
+# half as many tokens again as are retrieved lie above the bound, in columns by chance.
+_MOST_PLACES = 8192
+
+
+class Collection(NamedTuple):
+    """How the tokens above a bound are collected: runs of so many documents, and places of a run's column.
+
+    None are collected where `n_runs` is 0.
+    """
+
+    run: int
+    n_runs: int
+    depth: int
+
+    def places(self, columns: int) -> int:
+        """Places of a row, for tiles of so many columns."""
+        return self.n_runs * columns * self.depth
 
 
 class Plan(NamedTuple):
@@ -36,6 +55,7 @@ class Plan(NamedTuple):
     n_runs: int
     groups: int
     n_groups: int
+    collection: Collection
 
 
 def plan_of(problem: Problem, k: int) -> Plan:
@@ -54,5 +74,20 @@ def plan_of(problem: Problem, k: int) -> Plan:
         n_groups = groups * n_tiles
     return Plan(
         tile, block_embedding, blocks.split, row_blocks, run, -(-n_documents // run), groups,
-        min(MOST_MAXIMA, n_groups),
+        min(MOST_MAXIMA, n_groups), _collection(n_documents, k, tile.columns, row_blocks, processors),
     )  # fmt: skip
+
+
+def _collection(n_documents: int, k: int, columns: int, row_blocks: int, processors: int) -> Collection:
+    """Collect by as many programs as run at a time, or not at all if there are not places for half of the processors.
+
+    A program has places of its own, so that it needs to ask no other where to put a token.
+    """
+    n_runs = min(n_documents, max(1, 2 * processors // row_blocks))
+    while n_runs > 0:
+        mean = 1.5 * k / (columns * n_runs)
+        found = Collection(-(-n_documents // n_runs), n_runs, math.ceil(mean + 4 * math.sqrt(mean) + 4))
+        if found.places(columns) <= _MOST_PLACES and 2 * row_blocks * n_runs >= processors:
+            return found._replace(n_runs=-(-n_documents // found.run))
+        n_runs //= 2
+    return Collection(0, 0, 0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -16,6 +18,18 @@ from .plan import BIN_BITS, MOST_MAXIMA
 _BLOCK = 1024
 
 
+@triton.jit
+def _largest(keys, exists, wanted):
+    """The `wanted`-th largest of the keys that exist, found bit by bit; the lowest integer if there are not as many."""
+    reach = tl.sum((exists & (keys >= 0)).to(tl.int32), axis=0)
+    found = tl.where(reach >= wanted, 0, -2147483648)
+    for bit in tl.static_range(31):
+        higher = found | (1 << (30 - bit))
+        reach = tl.sum((exists & (keys >= higher)).to(tl.int32), axis=0)
+        found = tl.where(reach >= wanted, higher, found)
+    return found
+
+
 @triton.jit(do_not_specialize=["n_rows", "n_groups", "n_documents", "stride_row", "stride_group"])
 def _begin_kernel(
     groups_ptr, best_ptr, wanted_ptr, state_ptr,
@@ -24,10 +38,7 @@ def _begin_kernel(
     BLOCK: tl.constexpr,
     BIN_BITS: tl.constexpr,
 ):  # fmt: skip
-    """Of one row: as lowest key the `wanted`-th largest of at most MAXIMA groups, and bins up to the largest key.
-
-    The largest key is found bit by bit that so many maxima reach; the lowest of all, where there are not as many.
-    """
+    """Of one row: as lowest key the `wanted`-th largest of at most MAXIMA groups, and bins up to the largest key."""
     wait_for_previous_kernel()
     row = tl.program_id(0).to(tl.int64)
     wanted = tl.load(wanted_ptr)
@@ -35,13 +46,7 @@ def _begin_kernel(
     at = groups_ptr + row * stride_row + slots.to(tl.int64) * stride_group
     exists = slots < n_groups
     keys = keys_of(tl.load(at, mask=exists, other=float("-inf")))
-    reach = tl.sum((exists & (keys >= 0)).to(tl.int32), axis=0)
-    lowest = tl.where(reach >= wanted, 0, -2147483648)
-    for bit in tl.static_range(31):
-        higher = lowest | (1 << (30 - bit))
-        reach = tl.sum((exists & (keys >= higher)).to(tl.int32), axis=0)
-        lowest = tl.where(reach >= wanted, higher, lowest)
-    lowest = tl.maximum(lowest, LOWEST)
+    lowest = tl.maximum(_largest(keys, exists, wanted), LOWEST)
     largest = lowest
     for start in tl.range(0, n_documents, BLOCK):
         documents = start + tl.arange(0, BLOCK)
@@ -55,6 +60,32 @@ def _begin_kernel(
     tl.store(state_ptr + row, lowest)
     tl.store(state_ptr + n_rows + row, tl.where(wanted > 0, width, -1))
     tl.store(state_ptr + 2 * n_rows + row, wanted)
+
+
+@triton.jit(do_not_specialize=["n_rows", "n_columns"])
+def _select_kernel(
+    places_ptr, counts_ptr, state_ptr,
+    n_rows, n_columns,
+    PLACES: tl.constexpr,
+    DEPTH: tl.constexpr,
+):  # fmt: skip
+    """Of one row: its search is over, if all keys from the lowest on have found a place."""
+    wait_for_previous_kernel()
+    row = tl.program_id(0).to(tl.int64)
+    places = tl.arange(0, PLACES)
+    columns = places // DEPTH
+    counts = tl.load(counts_ptr + row * n_columns + columns, mask=columns < n_columns, other=0)
+    if (tl.load(state_ptr + n_rows + row) >= 0) & (tl.max(counts, axis=0) <= DEPTH):
+        exists = places % DEPTH < counts
+        keys = tl.load(places_ptr + row * n_columns * DEPTH + places, mask=exists, other=-2147483648)
+        wanted = tl.load(state_ptr + 2 * n_rows + row)
+        found = _largest(keys, exists, wanted)
+        wanted -= tl.sum((exists & (keys > found)).to(tl.int32), axis=0)
+        equal = tl.sum((exists & (keys == found)).to(tl.int32), axis=0)
+        tl.store(state_ptr + row, found)
+        tl.store(state_ptr + n_rows + row, -1)
+        tl.store(state_ptr + 2 * n_rows + row, wanted)
+        tl.store(state_ptr + 3 * n_rows + row, (equal > wanted).to(tl.int32))
 
 
 @triton.jit(do_not_specialize=["n_rows"])
@@ -87,6 +118,7 @@ def _narrow_kernel(bins_ptr, state_ptr, n_rows, BINS: tl.constexpr, BIN_BITS: tl
 
 
 _begin = Kernel(_begin_kernel, follows=True)
+_select = Kernel(_select_kernel, follows=True)
 _narrow = Kernel(_narrow_kernel, follows=True)
 
 
@@ -107,6 +139,17 @@ def begin(groups: Tensor, best: Tensor, wanted: Tensor, state: Tensor) -> None:
     _begin(
         (rows, 1, 1), (groups, best, wanted, state), (rows, n_groups, len(best), *groups.stride()), (),
         (maxima, min(_BLOCK, max(16, power_of_two(len(best)))), BIN_BITS), (4 if maxima > 512 else 1, 1, None),
+    )  # fmt: skip
+
+
+def select_threshold(places: Tensor, counts: Tensor, state: Tensor) -> None:
+    """End the search of every row of which all keys from the lowest on have found a place (`walk.collect`)."""
+    (rows, *columns), depth = counts.shape, places.shape[-1]
+    n_columns = math.prod(columns)
+    padded = power_of_two(n_columns * depth)
+    _select(
+        (rows, 1, 1), (places, counts, state), (rows, n_columns), (), (padded, depth),
+        (8 if padded > 4096 else 4 if padded > 512 else 1, 1, None),
     )  # fmt: skip
 
 

@@ -22,8 +22,9 @@ from .plan import BIN_BITS, Plan
 if TYPE_CHECKING:
     from ...ops.problem import Problem
 
-_MAXIMA, _BINS, _TALLY = 0, 1, 2
-MAXIMA, BINS, TALLY = tl.constexpr(_MAXIMA), tl.constexpr(_BINS), tl.constexpr(_TALLY)
+_MAXIMA, _COLLECT, _BINS, _TALLY = 0, 1, 2, 3
+MAXIMA, COLLECT = tl.constexpr(_MAXIMA), tl.constexpr(_COLLECT)
+BINS, TALLY = tl.constexpr(_BINS), tl.constexpr(_TALLY)
 
 
 class Inputs(NamedTuple):
@@ -49,11 +50,15 @@ def _walk_kernel(
     HAS_MASK: tl.constexpr,
     MODE: tl.constexpr,
     GROUPS: tl.constexpr,
+    DEPTH: tl.constexpr,
     BIN_BITS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """MAXIMA: best [Nd, rows] and winners; and maxima of GROUPS groups of each tile's tokens, [rows, n_groups], but
     those of tiles without an active token, and of groups from `n_groups` on.
+
+    COLLECT: groups [rows, runs, BLOCK_TOKENS, DEPTH] are the keys from the row's on, of every column of the tiles of a
+    run, counts [rows, runs, BLOCK_TOKENS] how many there are, also if they are more. Of rows with a width from 0 on.
 
     BINS: adds to counts [rows, bins] the similarities of each bin of 2**width keys, from the row's key on, of rows with
     a width from 0 on. TALLY: counts [2, Nd, rows] of tokens above the row's key, and equal to it, of tallied rows.
@@ -67,7 +72,7 @@ def _walk_kernel(
     last = tl.minimum(first + run, n_documents)
     if MODE != MAXIMA:
         lowest = tl.load(keys_ptr + rows, mask=row_exists, other=0)
-        if MODE == BINS:
+        if MODE != TALLY:
             width = tl.load(widths_ptr + rows, mask=row_exists, other=-1)
             counted = width >= 0
             width = tl.maximum(width, 0).to(tl.uint32)
@@ -82,6 +87,10 @@ def _walk_kernel(
     if not SPLIT:
         query_tile = tl.load(query_rows, mask=row_exists[:, None] & (dims < EMBEDDING)[None, :], other=0.0)
     slots = tl.arange(0, BLOCK_TOKENS)
+    if MODE == COLLECT:
+        places = tl.program_id(0) // n_row_blocks * BLOCK_TOKENS + slots
+        row_places = rows[:, None].to(tl.int64) * n_runs * BLOCK_TOKENS + places[None, :]
+        taken = tl.zeros([BLOCK_ROWS, BLOCK_TOKENS], tl.int32)
     for index in tl.range(0, last - first, flatten=not SPLIT):
         document = first + index
         flat = document.to(tl.int64)
@@ -93,9 +102,13 @@ def _walk_kernel(
         key = tl.full([BLOCK_ROWS], NO_WINNER, tl.int32)
         above = tl.zeros([BLOCK_ROWS], tl.int32)
         equal = tl.zeros([BLOCK_ROWS], tl.int32)
+        columns = slots
+        if MODE == COLLECT:
+            # Markers begin every document, and would all seek a place in one column.
+            columns = (slots + document) % BLOCK_TOKENS
         for start in tl.range(0, length, BLOCK_TOKENS):
             # The last token is seen several times: no maximum notices, and what is counted has to exist.
-            tokens = tl.minimum(start + slots, length - 1)
+            tokens = tl.minimum(start + columns, length - 1)
             if HAS_MASK:
                 tokens = tl.load(active_ptr + flat * document_length + tokens)
             token_rows = base + tokens[None, :].to(tl.int64) * stride_document_token + dims[:, None]
@@ -126,7 +139,7 @@ def _walk_kernel(
                 if GROUPS > 0:
                     # Every GROUPS-th token: those lie within a thread, or close to it. What does not exist is no more
                     # than one of them.
-                    found = tl.where((start + slots < length)[None, :], similarities, float("-inf"))
+                    found = tl.where((start + columns < length)[None, :], similarities, float("-inf"))
                     found = tl.reshape(found, [BLOCK_ROWS, BLOCK_TOKENS // GROUPS, GROUPS])
                     group = (flat * tl.cdiv(document_length, BLOCK_TOKENS) + start // BLOCK_TOKENS) * GROUPS
                     group += tl.arange(0, GROUPS)
@@ -135,8 +148,12 @@ def _walk_kernel(
                     tl.store(to, max_along(found, 1), mask=mask)
             else:
                 keys = keys_of(similarities)
-                exists = counted[:, None] & (start + slots < length)[None, :]
-                if MODE == BINS:
+                exists = counted[:, None] & (start + columns < length)[None, :]
+                if MODE == COLLECT:
+                    reaches = exists & (keys >= lowest[:, None])
+                    tl.store(groups_ptr + row_places * DEPTH + taken, keys, mask=reaches & (taken < DEPTH))
+                    taken += reaches.to(tl.int32)
+                elif MODE == BINS:
                     bins = (keys - lowest[:, None]).to(tl.uint32, bitcast=True) >> width[:, None]
                     inside = exists & (keys >= lowest[:, None]) & (bins < (1 << BIN_BITS))
                     to = counts_ptr + (rows[:, None].to(tl.int64) << BIN_BITS) + bins.to(tl.int64)
@@ -152,6 +169,8 @@ def _walk_kernel(
             dtype = counts_ptr.dtype.element_ty
             tl.store(counts_ptr + to, above.to(dtype), mask=counted)
             tl.store(counts_ptr + tl.cast(n_documents, tl.int64) * n_rows + to, equal.to(dtype), mask=counted)
+    if MODE == COLLECT:
+        tl.store(counts_ptr + row_places, taken, mask=row_exists[:, None])
 
 
 _walk = Kernel(_walk_kernel)
@@ -161,6 +180,16 @@ def find_maxima(problem: Problem, plan: Plan, inputs: Inputs, best: Tensor, winn
     """Leave the best similarities [Nd, rows], their tokens, and the maxima of groups [rows, n_groups] if there are."""
     to = best, winners, groups if plan.groups else None, None, None, None, None
     _launch(problem, plan, inputs, to, _MAXIMA)
+
+
+def collect(problem: Problem, plan: Plan, inputs: Inputs, state: Tensor, places: Tensor, counts: Tensor) -> None:
+    """Leave the keys from the lowest on, of rows whose search goes on, in `places` [rows, runs, columns, depth].
+
+    `counts` [rows, runs, columns] tells how many there are, which may be more than there is room for.
+    """
+    run, n_runs, depth = plan.collection
+    plan = plan._replace(run=run, n_runs=n_runs)
+    _launch(problem, plan, inputs, (None, None, places, state[0], state[1], None, counts), _COLLECT, depth)
 
 
 def count_bins(problem: Problem, plan: Plan, inputs: Inputs, state: Tensor, bins: Tensor) -> None:
@@ -173,7 +202,9 @@ def tally(problem: Problem, plan: Plan, inputs: Inputs, keys: Tensor, tallied: T
     _launch(problem, plan, inputs, (None, None, None, keys, None, tallied, counts), _TALLY)
 
 
-def _launch(problem: Problem, plan: Plan, inputs: Inputs, to: tuple[Tensor | None, ...], mode: int) -> None:
+def _launch(
+    problem: Problem, plan: Plan, inputs: Inputs, to: tuple[Tensor | None, ...], mode: int, depth: int = 0
+) -> None:
     tile = plan.tile
     _walk(
         (plan.row_blocks * plan.n_runs, 1, 1),
@@ -185,7 +216,7 @@ def _launch(problem: Problem, plan: Plan, inputs: Inputs, to: tuple[Tensor | Non
         (*problem.query_strides, *problem.document_strides),
         (
             problem.size, plan.block_embedding, tile.rows, tile.columns, plan.split, inputs.active is not None, mode,
-            plan.groups if mode == _MAXIMA else 0, BIN_BITS, problem.kind.precision,
+            plan.groups if mode == _MAXIMA else 0, depth, BIN_BITS, problem.kind.precision,
         ),
         (tile.num_warps, tile.num_stages, None),
     )  # fmt: skip

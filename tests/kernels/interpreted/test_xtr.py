@@ -61,9 +61,11 @@ def test_thresholds_are_found_to_the_last_bit() -> None:
     problem = problem_of(Tensors(queries, documents), Options(), True)
     for k in (12, 19):
         pool = pool_of(torch.ones(10, 3, dtype=torch.bool), k, True)
-        for maxima in (0, 4):
+        # A bound that leaves too little room, and one that leaves enough; no places at all.
+        for maxima, collection in ((0, (10, 1, 1)), (4, (5, 2, 8)), (4, (0, 0, 0))):
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(plan, "_MAXIMA_PER_TOKEN", maxima)
+                patch.setattr(plan, "_collection", lambda *sizes, found=collection: plan.Collection(*found))
                 found = retrieve(problem, Tensors(queries, documents), pool)
             counts, _ = scoring(found, pool)
             expected = torch.zeros(30, dtype=torch.bool)
