@@ -157,8 +157,8 @@ def suite() -> Suite:
                 f"{OURS}_once",
                 "once",
                 once,
-                about="the same with 8 GiB for partial sums (`max_scratch_bytes`), which computes probabilities once for "
-                "both gradients",
+                about="the same with 8 GiB for partial sums (`max_scratch_bytes`), so that probabilities are computed "
+                "once for both gradients",
             ),
             System(
                 "torch",
