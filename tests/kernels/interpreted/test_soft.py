@@ -33,7 +33,7 @@ kernel = functools.partial(soft_maxsim, implementation="triton")
 varlen_kernel = functools.partial(soft_maxsim_varlen, implementation="triton")
 
 
-@settings(max_examples=6, **OPTIONS)
+@settings(max_examples=12, **OPTIONS)
 @given(case=cases(dtypes=(torch.float16, torch.float32), max_batch=3), beta=BETAS)
 def test_scores_and_gradients(case: Case, beta: float) -> None:
     with torch.no_grad():
@@ -48,7 +48,7 @@ def test_scores_and_gradients(case: Case, beta: float) -> None:
         check_gradients(found, expected, tolerance)
 
 
-@settings(max_examples=6, **OPTIONS)
+@settings(max_examples=10, **OPTIONS)
 @given(case=packed(dtypes=(torch.float32,)), beta=BETAS)
 def test_packed_tokens(case: tuple, beta: float) -> None:
     (queries, documents, *bounds), options = case
