@@ -42,7 +42,7 @@ def test_every_system_runs_small():
         states = [row["systems"] for row in result["rows"]]
         assert [state["pylate_flash"]["status"] for state in states] == ["ok", "ok"]
         assert [state["torch"]["status"] for state in states] == ["ok", "ok"]
-        assert [state["pylate_flash_recomputing"]["status"] for state in states] == ["absent", "ok"]
+        assert [state["pylate_flash_once"]["status"] for state in states] == ["absent", "ok"]
 
 
 def test_a_wrong_step_has_an_error():

@@ -17,6 +17,8 @@ from pylate_flash import (
     maxsim_pairwise,
     maxsim_varlen,
     maxsim_varlen_pairwise,
+    soft_maxsim,
+    soft_maxsim_varlen,
 )
 from tests.gpu.embeddings import packed_of, unit
 
@@ -94,6 +96,11 @@ def packed_documents(lengths: list[int]) -> Call:
     )  # fmt: skip
 
 
+def soft(queries: Tensor, documents: Tensor, *bounds: Tensor, **options) -> Tensor:
+    """Of padded tokens, or with boundaries of packed ones."""
+    return (soft_maxsim_varlen if bounds else soft_maxsim)(queries, documents, 10.0, *bounds, **options)
+
+
 IN_BATCH, CANDIDATES = ((16, 32, 128), (20, 70, 128)), ((6, 32, 64), (6, 5, 70, 64))
 LONG_QUERIES = ((3, 300, 64), (5, 70, 64))
 PACKED_OPTIONS = {"normalize": True, "reduction": "mean", "empty_score": -1.0}
@@ -113,6 +120,13 @@ CALLS = {
     "packed pairs": lambda: packed(maxsim_varlen_pairwise, [32, 7, 9], [40, 0, 90], **PACKED_OPTIONS),
     "packed candidates": lambda: packed(
         maxsim_varlen, [32, 7, 9], [40, 3, 0, 90, 7], candidates_cu_seqlens=torch.tensor([0, 2, 2, 5]), **PACKED_OPTIONS
+    ),
+    "soft": lambda: padded(soft, *IN_BATCH, "weights int64", **EVERYTHING),
+    "soft, probabilities once": lambda: padded(soft, *IN_BATCH, "bool", max_scratch_bytes=1 << 30, **EVERYTHING),
+    "soft, candidates": lambda: padded(soft, *CANDIDATES, "weights", **EVERYTHING),
+    "soft, packed": lambda: packed(soft, [32, 7, 0, 20], [40, 3, 0, 90], **PACKED_OPTIONS),
+    "soft, packed candidates": lambda: packed(
+        soft, [32, 7, 9], [40, 3, 0, 90, 7], candidates_cu_seqlens=torch.tensor([0, 2, 2, 5]), **PACKED_OPTIONS
     ),
     "cross entropy": lambda: padded(maxsim_cross_entropy, *IN_BATCH, temperature=0.1),
     "cross entropy with masks": lambda: padded(
@@ -145,8 +159,8 @@ CALLS = {
     "divergence": lambda: padded(maxsim_kl_divergence, *CANDIDATES, "weights int64", temperature=0.1, **EVERYTHING),
     "divergence in-batch": lambda: padded(maxsim_kl_divergence, *IN_BATCH, "bool", loss_reduction="sum"),
 }  # fmt: skip
-# Its candidates are on the host.
-NOT_IN_A_GRAPH = {"packed candidates"}
+# Their candidates are on the host.
+NOT_IN_A_GRAPH = {"packed candidates", "soft, packed candidates"}
 
 
 @contextmanager

@@ -59,9 +59,11 @@ def varlen_gradients(function, case: tuple, beta: float, dtype: torch.dtype | No
     return torch.autograd.grad((scores * weight).sum(), (learned, queries, documents), materialize_grads=True)
 
 
-def check_gradients(found: tuple[Tensor, ...], expected: tuple[Tensor, ...], tolerance: float) -> None:
-    """Of beta, relative to what it is a difference of: terms of the size of the scores."""
-    assert abs(found[0] - expected[0]) <= tolerance * max(1.0, abs(expected[0]))
+def check_gradients(
+    found: tuple[Tensor, ...], expected: tuple[Tensor, ...], tolerance: float, beta_scale: float = 1.0
+) -> None:
+    """Relative errors; that of beta's gradient, a sum of terms of both signs, at least of `beta_scale`."""
+    assert abs(found[0] - expected[0]) <= tolerance * max(beta_scale, abs(expected[0]))
     for gradient, reference in zip(found[1:], expected[1:], strict=True):
         assert relative_error(gradient, reference) <= tolerance
 

@@ -33,7 +33,7 @@ kernel = functools.partial(soft_maxsim, implementation="triton")
 varlen_kernel = functools.partial(soft_maxsim_varlen, implementation="triton")
 
 
-@settings(max_examples=6, **OPTIONS)
+@settings(max_examples=12, **OPTIONS)
 @given(case=cases(dtypes=(torch.float16, torch.float32), max_batch=3), beta=BETAS)
 def test_scores_and_gradients(case: Case, beta: float) -> None:
     with torch.no_grad():
@@ -48,7 +48,7 @@ def test_scores_and_gradients(case: Case, beta: float) -> None:
         check_gradients(found, expected, tolerance)
 
 
-@settings(max_examples=6, **OPTIONS)
+@settings(max_examples=10, **OPTIONS)
 @given(case=packed(dtypes=(torch.float32,)), beta=BETAS)
 def test_packed_tokens(case: tuple, beta: float) -> None:
     (queries, documents, *bounds), options = case
@@ -120,3 +120,15 @@ def test_masked_tokens_may_be_anything() -> None:
     queries[1, 1:], documents[:, 3:9] = torch.nan, torch.inf
     for found, expected in zip(soft_gradients(kernel, case, 2.0), clean, strict=True):
         assert torch.equal(found, expected)
+
+
+def test_strides_that_differ() -> None:
+    """Queries and documents within wider tensors, and queries whose rows are not at equal distances."""
+    generator = torch.Generator().manual_seed(0)
+    wide, documents = torch.randn(3, 5, 22, generator=generator), torch.randn(2, 20, 28, generator=generator)[..., 8:]
+    for queries in (wide[..., :20], wide.transpose(0, 1)[..., 1:21]):
+        case = Case(queries, documents, None, None, {})
+        expected = soft_gradients(soft_maxsim_reference, case.doubled(), 0.5)
+        check_gradients(soft_gradients(kernel, case, 0.5), expected, 1e-5)
+        scores = soft_maxsim_reference(queries.double(), documents.double(), 0.5)
+        assert relative_error(kernel(queries, documents, 0.5), scores) <= 2e-6
