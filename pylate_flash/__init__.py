@@ -11,6 +11,7 @@ from .register import register, registered, unregister
 
 if TYPE_CHECKING:
     from .ops import (
+        QuantizedEmbeddings,
         explain,
         maxsim,
         maxsim_cross_entropy,
@@ -23,12 +24,14 @@ if TYPE_CHECKING:
         maxsim_varlen,
         maxsim_varlen_pairwise,
         pack,
+        quantize,
         unpack,
     )
 
 __version__ = "0.1.0"
 
 _OPERATIONS = (
+    "QuantizedEmbeddings",
     "explain",
     "maxsim",
     "maxsim_cross_entropy",
@@ -41,10 +44,12 @@ _OPERATIONS = (
     "maxsim_varlen",
     "maxsim_varlen_pairwise",
     "pack",
+    "quantize",
     "unpack",
 )
 
 __all__ = [
+    "QuantizedEmbeddings",
     "__version__",
     "explain",
     "maxsim",
@@ -58,6 +63,7 @@ __all__ = [
     "maxsim_varlen",
     "maxsim_varlen_pairwise",
     "pack",
+    "quantize",
     "register",
     "registered",
     "unpack",

@@ -15,12 +15,14 @@ from .losses import (
 )
 from .maxsim import maxsim, maxsim_pairwise, maxsim_reference
 from .packing import pack, unpack
+from .quantization import QuantizedEmbeddings, quantize
 from .ragged import maxsim_ragged, maxsim_ragged_pairwise
 from .varlen import maxsim_varlen, maxsim_varlen_pairwise
 
 __all__ = [
     "Explanation",
     "LossStatistics",
+    "QuantizedEmbeddings",
     "cross_entropy_reference",
     "explain",
     "kl_divergence_reference",
@@ -38,5 +40,6 @@ __all__ = [
     "maxsim_varlen",
     "maxsim_varlen_pairwise",
     "pack",
+    "quantize",
     "unpack",
 ]

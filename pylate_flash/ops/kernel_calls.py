@@ -13,12 +13,14 @@ from ..kernels.losses import ChunkedLoss, rescale
 from ..kernels.normalized import normalized_rows, through_normalized_rows
 from ..kernels.norms import inverse_norms
 from ..kernels.padding import packed_again, pad
+from ..kernels.quantized import quantized_forward
 from .compute import active_counts, checked_masks, with_empty_score
 from .loss_call import Comparison, Found, Targets
 from .problem import Options, Problem, Tensors, problem_of, replaced
 
 __all__ = [
-    "gradients", "loss", "normalized_rows", "on_device", "rescale_gradients", "scores", "through_normalized_rows",
+    "gradients", "loss", "normalized_rows", "on_device", "quantized_scores", "rescale_gradients", "scores",
+    "through_normalized_rows",
 ]  # fmt: skip
 
 
@@ -26,6 +28,13 @@ def scores(problem: Problem, tensors: Tensors, offsets: Tensor | None = None) ->
     """Scores, and winners if the problem has them; no size is 0. `offsets` are those of `Places`."""
     with on_device(tensors.queries):
         return maxsim_forward(*_for_kernels(problem, tensors), offsets)
+
+
+def quantized_scores(problem: Problem, tensors: Tensors, scales: Tensor, offsets: Tensor | None) -> Tensor:
+    """Scores of quantized documents, whose values are in the place of documents; no size is 0."""
+    with on_device(tensors.queries):
+        offsets = None if offsets is None else offsets.contiguous()
+        return quantized_forward(*_for_kernels(problem, tensors), scales.contiguous(), offsets)
 
 
 def gradients(
