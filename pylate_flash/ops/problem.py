@@ -141,6 +141,12 @@ class Problem(NamedTuple):
         return self.kind.dtype
 
     @property
+    def deciding_dtype(self) -> torch.dtype:
+        """The type by which an implementation is chosen: that of quantized documents, if kernels take the queries."""
+        quantized = self.kind.quantized
+        return self.dtype if quantized is None or self.dtype == torch.float64 else quantized
+
+    @property
     def device(self) -> torch.device:
         return self.kind.device
 

@@ -56,6 +56,12 @@ def scores_of_quantized(
     operation: str, tensors: Tensors, options: Options, documents: QuantizedEmbeddings, quantize_queries: bool
 ) -> Tensor:
     """The scores of a call by the operator; `tensors` have the values of the documents in their place."""
+    tensors = checked_with_values(operation, tensors, options)
+    return _maxsim_quantized(*tensors, *options, documents.scales, documents.offsets, bool(quantize_queries))
+
+
+def checked_with_values(operation: str, tensors: Tensors, options: Options) -> Tensors:
+    """`maxsim.checked` for tensors with the values of quantized documents."""
     # The documents are checked already, and autocast has no say in their type.
     queries = checked(operation, tensors._replace(documents=tensors.queries), options).queries
     if needs_gradient(queries):
@@ -63,8 +69,7 @@ def scores_of_quantized(
             f"{operation} of quantized documents has no gradient: call it under torch.no_grad(), or with "
             "queries.detach()"
         )
-    tensors = tensors._replace(queries=queries)
-    return _maxsim_quantized(*tensors, *options, documents.scales, documents.offsets, bool(quantize_queries))
+    return tensors._replace(queries=queries)
 
 
 def problem_of_quantized(tensors: Tensors, options: Options, quantize_queries: bool) -> Problem:
@@ -74,19 +79,10 @@ def problem_of_quantized(tensors: Tensors, options: Options, quantize_queries: b
     return problem._replace(kind=replaced(kind, "quantize_queries", quantize_queries))
 
 
-def choose_quantized(problem: Problem, implementation: str) -> str:
-    """What serves such a problem, which has to take both types."""
-    assert problem.kind.quantized is not None
-    for dtype in (problem.dtype, problem.kind.quantized):
-        chosen = choose(implementation, problem.device, dtype, problem.size)
-        if chosen == "blocked":
-            break
-    return chosen
-
-
 def _compute(tensors: Tensors, options: Options, quantization: Quantization) -> Tensor:
     problem = problem_of_quantized(tensors, options, quantization.quantize_queries)
-    if choose_quantized(problem, options.implementation) == "blocked" or problem.is_empty:
+    implementation = choose(options.implementation, problem.device, problem.deciding_dtype, problem.size)
+    if implementation == "blocked" or problem.is_empty:
         return _in_blocks(problem, tensors, options, quantization)
     mean = options.reduction == "mean"
     if mean:

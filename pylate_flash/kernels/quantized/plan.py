@@ -8,15 +8,17 @@ from typing import TYPE_CHECKING
 import torch
 
 from .. import select
-from ..forms import Form
+from ..forms import REGISTERS, Form
 from ..select import Cuts, ForwardPlan
 from ..tiles import Blocks, Tile, divided_strides, fitted, padded_query_length, power_of_two
 
 if TYPE_CHECKING:
     from ...ops.problem import Kind, Problem
 
-# Query rows x document tokens; few rows, as of one short query, take half of the tile's. Not measured.
+# Query rows x document tokens; few rows, as of one short query, take half of the tile's. Of documents that are widened,
+# a tile has half as many tokens, or products and what is widened need more registers than two programs find room for.
 _TILE = Tile(128, 128, 8, 4)
+_WIDENED = Tile(128, 64, 8, 4)
 _FEW_ROWS = Tile(64, 128, 4, 4)
 # Bytes of an embedding, of the type that is multiplied, which a tile holds whole, and of a block of a longer one.
 _MAX_ROW_BYTES = 256
@@ -55,7 +57,7 @@ def quantized_plan(problem: Problem) -> ForwardPlan:
         query_strides = problem.query_length * kind.size, kind.size
     strides, *units = divided_strides(query_strides, problem.document_strides)
     return ForwardPlan(
-        _form(kind, tile, group, *units), strides, padded, run, n_runs, per_query, cuts, False, row_blocks,
+        _form(capability, kind, tile, group, *units), strides, padded, run, n_runs, per_query, cuts, False, row_blocks,
         padded // group, _REASON,
     )  # fmt: skip
 
@@ -70,16 +72,22 @@ def _blocks(kind: Kind) -> Blocks:
 @functools.cache
 def _tile(capability: int, kind: Kind, few: bool) -> Tile:
     item, blocks = 1 if kind.quantize_queries else kind.dtype.itemsize, _blocks(kind)
-    return fitted(_FEW_ROWS if few else _TILE, capability, blocks.held * item, blocks.split)
+    tile = _FEW_ROWS if few else _TILE if kind.quantize_queries else _WIDENED
+    return fitted(tile, capability, blocks.held * item, blocks.split)
 
 
 @functools.cache
-def _form(kind: Kind, tile: Tile, group: int, query_unit: int, document_unit: int) -> Form:
+def _form(capability: int, kind: Kind, tile: Tile, group: int, query_unit: int, document_unit: int) -> Form:
     blocks = _blocks(kind)
+    # Two programs share a processor, so that products of one run beside the maxima of the other. Left alone, ptxas
+    # takes 193 registers, which leaves room for one; with 128 it spills none.
+    registers = (
+        REGISTERS // (2 * 32 * tile.num_warps) if capability == 9 and tile == _TILE and not blocks.split else None
+    )
     constants = (
         kind.size, blocks.first, tile.rows, tile.columns, group, blocks.split, kind.cu_seqlens is not None,
         kind.candidates is not None, kind.queries_mask is not None, kind.weighted, kind.documents_mask is not None,
         kind.zero_masked, kind.quantize_queries or kind.normalize, kind.quantized == torch.uint8, kind.precision,
         query_unit, document_unit,
     )  # fmt: skip
-    return Form("quantized", tile, blocks, constants, (tile.num_warps, tile.num_stages, None))
+    return Form("quantized", tile, blocks, constants, (tile.num_warps, tile.num_stages, registers))
