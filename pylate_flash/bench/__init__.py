@@ -5,8 +5,8 @@
 - `protocol`: how one call is timed, the card's ceilings (`l2`: that of its cache), and the floor that they give a piece
   of work.
 - `suite`: what a suite is (rows, systems, a reference), and the loop that checks, times and compares the systems.
-- `forward`, `fat`, `varlen`, `training`, `losses`, `hidden`, `launch`, `cpu`: the suites. Another one is one more file
-  like them, named in `SUITES`. `calls` and `steps` are what `launch` times.
+- `forward`, `fat`, `quantized`, `varlen`, `training`, `losses`, `hidden`, `launch`, `cpu`: the suites. Another one is
+  one more file like them, named in `SUITES`. `calls` and `steps` are what `launch` times.
 - `peers`: the other packages that a suite may measure, and what is particular to them.
 - `memory`: the memory of one system, measured in a process of its own (`fresh`).
 - `results`, `report`, `plot`: a result as JSON, as a table on the terminal, as a picture.
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 SUITES = {
     "forward": "pylate_flash.bench.forward",
     "fat": "pylate_flash.bench.fat",
+    "quantized": "pylate_flash.bench.quantized",
     "varlen": "pylate_flash.bench.varlen",
     "training": "pylate_flash.bench.training",
     "losses": "pylate_flash.bench.losses",

@@ -29,12 +29,11 @@ def bench(
     suite: Annotated[
         str,
         typer.Argument(
-            help="forward: scores of padded batches, on this device. fat: of long embeddings. varlen: of packed "
-            "documents of many lengths, and reranking through PyLate. training: forward, loss and backward, with "
-            "uniform and with skewed winners. losses: the same of large batches, up to 65536, in chunks. "
-            "hidden: from an encoder's hidden states, with the projection. "
-            "launch: how long a call keeps the host, in microseconds, and what it compiles. cpu: float32 batches, and "
-            "reranking, on the processor."
+            help="forward: scores of padded batches, on this device. fat: of long embeddings. quantized: of documents "
+            "in 8 bits. varlen: of packed documents of many lengths, and reranking through PyLate. training: forward, "
+            "loss and backward, with uniform and with skewed winners. losses: the same of large batches, up to 65536, "
+            "in chunks. hidden: from an encoder's hidden states, with the projection. launch: how long a call keeps "
+            "the host, in microseconds, and what it compiles. cpu: float32 batches, and reranking, on the processor."
         ),
     ] = "forward",
     rows: Annotated[

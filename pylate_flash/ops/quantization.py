@@ -117,7 +117,8 @@ class QuantizedEmbeddings:
         if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise TypeError(f"dtype must be a floating torch.dtype, got {dtype}")
         wide = torch.promote_types(dtype, torch.float32) if dtype.itemsize > 1 else torch.float32
-        embeddings = self.values.to(wide) * self.scales.to(wide).unsqueeze(-1)
+        embeddings = self.values.to(wide)
+        embeddings *= self.scales.to(wide).unsqueeze(-1)
         if self.offsets is not None:
             embeddings += self.offsets.to(wide).unsqueeze(-1)
         return embeddings.to(dtype)
