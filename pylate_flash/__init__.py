@@ -11,6 +11,7 @@ from .register import register, registered, unregister
 
 if TYPE_CHECKING:
     from .ops import (
+        QuantizedEmbeddings,
         explain,
         maxsim,
         maxsim_cross_entropy,
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
         maxsim_varlen,
         maxsim_varlen_pairwise,
         pack,
+        quantize,
         soft_maxsim,
         soft_maxsim_varlen,
         unpack,
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _OPERATIONS = (
+    "QuantizedEmbeddings",
     "explain",
     "maxsim",
     "maxsim_cross_entropy",
@@ -46,11 +49,13 @@ _OPERATIONS = (
     "pack",
     "soft_maxsim",
     "soft_maxsim_varlen",
+    "quantize",
     "unpack",
     "xtr_scores",
 )
 
 __all__ = [
+    "QuantizedEmbeddings",
     "__version__",
     "explain",
     "maxsim",
@@ -64,6 +69,7 @@ __all__ = [
     "maxsim_varlen",
     "maxsim_varlen_pairwise",
     "pack",
+    "quantize",
     "register",
     "registered",
     "soft_maxsim",

@@ -5,7 +5,7 @@
 - `protocol`: how one call is timed, the card's ceilings (`l2`: that of its cache; `exponentials`), and the floor that
   they give a piece of work.
 - `suite`: what a suite is (rows, systems, a reference), and the loop that checks, times and compares the systems.
-- `forward`, `fat`, `varlen`, `training`, `losses`, `soft`, `xtr`, `quantized`, `hidden`, `hosts`, `launch`, `cpu`: the
+- `forward`, `fat`, `quantized`, `varlen`, `training`, `losses`, `soft`, `xtr`, `hidden`, `hosts`, `launch`, `cpu`: the
   suites. Another one is one more file like them, named in `SUITES`. `calls` and `steps` are what `launch` times,
   `loss_steps` what `losses` does.
 - `peers`: the other packages that a suite may measure, and what is particular to them.
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 SUITES = {
     "forward": "pylate_flash.bench.forward",
     "fat": "pylate_flash.bench.fat",
+    "quantized": "pylate_flash.bench.quantized",
     "varlen": "pylate_flash.bench.varlen",
     "training": "pylate_flash.bench.training",
     "losses": "pylate_flash.bench.losses",

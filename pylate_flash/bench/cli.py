@@ -29,11 +29,11 @@ def bench(
     suite: Annotated[
         str,
         typer.Argument(
-            help="forward: scores of padded batches, on this device. fat: of long embeddings. varlen: of packed "
-            "documents of many lengths, and reranking through PyLate. training: forward, loss and backward, with "
-            "uniform and with skewed winners. losses: the same of large batches, up to 65536, in chunks, and by the "
-            "losses of PyLate's users. soft: scores and steps by a smooth maximum. xtr: with XTR's scores. "
-            "hidden: from an encoder's hidden states, with the projection. "
+            help="forward: scores of padded batches, on this device. fat: of long embeddings. quantized: of documents "
+            "in 8 bits. varlen: of packed documents of many lengths, and reranking through PyLate. training: forward, "
+            "loss and backward, with uniform and with skewed winners. losses: the same of large batches, up to 65536, "
+            "in chunks, and by the losses of PyLate's users. soft: scores and steps by a smooth maximum. "
+            "xtr: with XTR's scores. hidden: from an encoder's hidden states, with the projection. "
             "hosts: what a user of sentence-transformers 6 calls, by its own code and while registered. "
             "launch: how long a call keeps the host, in microseconds, and what it compiles. cpu: float32 batches, and "
             "reranking, on the processor."

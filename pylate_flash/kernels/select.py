@@ -36,14 +36,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 IMPLEMENTATIONS = ("auto", "triton", "blocked")
-KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.int8, torch.uint8, torch.float8_e4m3fn)
 # What the tests reach; the kernels sum longer embeddings block by block.
 KERNEL_MAX_EMBEDDING_SIZE = 4096
 
 
 def _kernels_take(device: torch.device, dtype: torch.dtype, embedding_size: int) -> str | None:
     """None if the Triton kernels take such an input, else the reason why they do not."""
-    if (reason := kernels_run_on(device)) is not None:
+    if (reason := kernels_run_on(device, dtype)) is not None:
         return reason
     if dtype not in KERNEL_DTYPES:
         return f"the Triton kernels take float16, bfloat16 and float32, and the tensors are {dtype}"
@@ -176,7 +176,7 @@ def _single_plan(problem: Problem) -> ForwardPlan:
     run = run_length(per_query, n_queries * column_blocks, processors, per_processor=4, longest=2)
     cuts, in_pieces = _NO_CUTS, False
     if kind.cu_seqlens is not None:
-        cuts = _cuts(problem, column_blocks, processors, per_processor=4, largest=4096)
+        cuts = cuts_of(problem, column_blocks, processors, per_processor=4, largest=4096)
         in_pieces = problem.document_length > cuts.whole
     strides, *units = divided_strides(problem.query_strides, problem.document_strides)
     return ForwardPlan(
@@ -206,7 +206,7 @@ def _stacked_plan(problem: Problem) -> ForwardPlan:
         row_blocks = -(-rows // wide.rows)
         cuts, tail = _NO_CUTS, 0
         if packed:
-            cuts = _cuts(problem, row_blocks, processors, per_processor=1, largest=16384)
+            cuts = cuts_of(problem, row_blocks, processors, per_processor=1, largest=16384)
             run, n_runs = cuts.cut, cuts.number
         else:
             # Winners are found in a whole tile.
@@ -225,7 +225,7 @@ def _stacked_plan(problem: Problem) -> ForwardPlan:
     row_blocks = -(-rows // tile.rows)
     cuts, in_pieces = _NO_CUTS, False
     if packed:
-        cuts = _cuts(problem, row_blocks, processors, per_processor=2, largest=4096)
+        cuts = cuts_of(problem, row_blocks, processors, per_processor=2, largest=4096)
         run, n_runs, in_pieces = cuts.cut, cuts.number, length > cuts.whole
     else:
         run = run_length(n_documents, row_blocks * groups, processors, per_processor=2, longest=16)
@@ -247,7 +247,7 @@ def run_length(documents: int, programs: int, processors: int, per_processor: in
     return max(1, -(-documents // max(1, slots * waves // programs)))
 
 
-def _cuts(problem: Problem, programs: int, processors: int, per_processor: int, largest: int) -> Cuts:
+def cuts_of(problem: Problem, programs: int, processors: int, per_processor: int, largest: int) -> Cuts:
     """Cut packed documents so that every processor gets an equal share, in whole waves.
 
     `programs` programs share each cut, and `per_processor` of them fit on a processor at a time. A cut has at most

@@ -172,7 +172,7 @@ def stacked_tile(capability: int, size: int, element_size: int, rows: int, with_
         tile = tile._replace(columns=128, num_stages=4)
     # Fewer rows take no less time, and each number of them would be compiled for itself.
     tile = tile._replace(rows=max(_MIN_STACKED_ROWS, min(tile.rows, power_of_two(rows))))
-    return _fit(tile, capability, row_bytes, split)
+    return fitted(tile, capability, row_bytes, split)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -271,15 +271,15 @@ def single_tile(capability: int, size: int, element_size: int, columns: int, pac
     tile = _SINGLE_SPLIT if split else _SINGLE_PACKED if packed else _SINGLE
     if row_bytes > _MAX_ROW_BYTES:
         tile = _SINGLE_IN_TWO
-    return _fit(tile._replace(columns=columns), capability, row_bytes, split)
+    return fitted(tile._replace(columns=columns), capability, row_bytes, split)
 
 
 def _fits(tile: Tile, capability: int, row_bytes: int) -> bool:
     """Whether a tile of whole embeddings keeps all its stages."""
-    return _fit(tile, capability, row_bytes, False) == tile
+    return fitted(tile, capability, row_bytes, False) == tile
 
 
-def _fit(tile: Tile, capability: int, row_bytes: int, split: bool) -> Tile:
+def fitted(tile: Tile, capability: int, row_bytes: int, split: bool) -> Tile:
     """Take stages away until the operands fit into the architecture's shared memory.
 
     Whole query rows are loaded once, and tokens in stages; of split embeddings, both are.
@@ -306,8 +306,8 @@ def architecture(device: torch.device) -> tuple[int, int]:
 
 
 @functools.cache
-def kernels_run_on(device: torch.device) -> str | None:
-    """None if the Triton kernels run on `device`, else the reason why they do not."""
+def kernels_run_on(device: torch.device, dtype: torch.dtype) -> str | None:
+    """None if the Triton kernels run on `device` with elements of `dtype`, else the reason why they do not."""
     try:
         from triton import knobs
     except ImportError:
@@ -321,4 +321,6 @@ def kernels_run_on(device: torch.device) -> str | None:
     capability = torch.cuda.get_device_capability(device)
     if capability < (8, 0):
         return f"the Triton kernels need compute capability 8.0, and {device} has {capability[0]}.{capability[1]}"
+    if dtype == torch.float8_e4m3fn and capability < (8, 9):
+        return f"the Triton kernels need compute capability 8.9 for fp8, and {device} has 8.{capability[1]}"
     return None

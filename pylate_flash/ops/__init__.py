@@ -15,6 +15,7 @@ from .losses import (
 )
 from .maxsim import maxsim, maxsim_pairwise, maxsim_reference
 from .packing import pack, unpack
+from .quantization import QuantizedEmbeddings, quantize
 from .ragged import maxsim_ragged, maxsim_ragged_pairwise
 from .soft import soft_maxsim, soft_maxsim_reference, soft_maxsim_varlen
 from .varlen import maxsim_varlen, maxsim_varlen_pairwise
@@ -23,6 +24,7 @@ from .xtr import xtr_scores, xtr_scores_reference
 __all__ = [
     "Explanation",
     "LossStatistics",
+    "QuantizedEmbeddings",
     "cross_entropy_reference",
     "explain",
     "kl_divergence_reference",
@@ -43,6 +45,7 @@ __all__ = [
     "soft_maxsim",
     "soft_maxsim_reference",
     "soft_maxsim_varlen",
+    "quantize",
     "unpack",
     "xtr_scores",
     "xtr_scores_reference",

@@ -90,7 +90,7 @@ def blocked_backward(
     # Where no gradient flows, the winner is one more token of zeros. To know that all do, a GPU would be waited for.
     bags = length + int(device.type != "cpu" or bool((winners < 0).any()))
     step = max(1, min(WINNERS_AT_ONCE // rows, 4 * block_budget(device) // (bags * size)))
-    for group, block in _document_blocks(groups, candidates, step):
+    for group, block in document_blocks(groups, candidates, step):
         winner = winners[group, block]
         winner = winner.to(torch.int32).where(winner >= 0, length)
         shape = winner.shape[:2]
@@ -178,12 +178,12 @@ def _blocks(shape: torch.Size, rows: int, device: torch.device) -> Iterator[tupl
     step = budget // (length * max(rows, size))
     if groups == 1 or step < 2 * candidates:
         step = min(candidates, max(1, budget // (row_step * length)))
-    for group, block in _document_blocks(groups, candidates, step):
+    for group, block in document_blocks(groups, candidates, step):
         for row in range(0, rows, row_step):
             yield group, block, slice(row, row + row_step)
 
 
-def _document_blocks(groups: int, candidates: int, step: int) -> Iterator[tuple[slice, slice]]:
+def document_blocks(groups: int, candidates: int, step: int) -> Iterator[tuple[slice, slice]]:
     """Groups and documents, `step` documents at a time: of one group, or all those of several."""
     group_step, step = max(1, step // candidates), min(step, candidates)
     for group in range(0, groups, group_step):

@@ -42,7 +42,7 @@ def blocked_varlen_forward(
         scores = torch.zeros(n_queries, n_documents, device=device)
         # As many rows as the longest document leaves room for, as no document is cut.
         rows = budget // max(256, int(np.diff(document_bounds).max()))
-        tasks = [(first, last, 0, n_documents) for first, last in _blocks(query_bounds, rows)]
+        tasks = [(first, last, 0, n_documents) for first, last in sequence_blocks(query_bounds, rows)]
     else:
         scores = torch.zeros(n_documents, device=device)
         blocks = _candidate_blocks(query_bounds, document_bounds, candidate_bounds, budget, documents.shape[1])
@@ -81,7 +81,7 @@ def blocked_varlen_forward(
         owners, places = _owners(query_bounds[first_query : last_query + 1])
         columns = torch.from_numpy(places + (owners + first_query) * max_query_length * (candidate_bounds is None))
         columns, owners_of_rows = columns.to(device), torch.from_numpy(owners).to(device)
-        for first, last in _blocks(
+        for first, last in sequence_blocks(
             document_bounds[first_document : last_document + 1], budget // block_queries.shape[0]
         ):
             first, last = first + first_document, last + first_document
@@ -139,7 +139,7 @@ def blocked_varlen_backward(
     weights = weights.T if candidate_bounds is None else weights.unsqueeze(1)
     owners = None if candidate_bounds is None else np.repeat(np.arange(n_queries), np.diff(candidate_bounds))
     step = max(1, WINNERS_AT_ONCE // winners.shape[1])
-    blocks = _blocks(document_bounds, 4 * block_budget(device) // documents.shape[1])
+    blocks = sequence_blocks(document_bounds, 4 * block_budget(device) // documents.shape[1])
     for first, last in ((start, min(start + step, end)) for begin, end in blocks for start in range(begin, end, step)):
         tokens = slice(document_bounds[first], document_bounds[last])
         if tokens.start == tokens.stop:
@@ -229,7 +229,7 @@ def _owners(bounds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return owners, np.arange(len(owners)) - (bounds[:-1] - bounds[0])[owners]
 
 
-def _blocks(bounds: np.ndarray, budget: int) -> list[tuple[int, int]]:
+def sequence_blocks(bounds: np.ndarray, budget: int) -> list[tuple[int, int]]:
     """Consecutive sequences whose tokens fit into `budget` together; a longer sequence stands alone."""
     blocks, first = [], 0
     while first < len(bounds) - 1:

@@ -43,8 +43,8 @@ def check_embeddings(name: str, value: object, layouts: dict[int, str]) -> Tenso
     return value
 
 
-def check_same(queries: Tensor, documents: Tensor) -> None:
-    """Raise unless `queries` and `documents` agree in device, dtype and embedding size.
+def check_same(queries: Tensor, documents: Tensor, same_dtype: bool = True) -> None:
+    """Raise unless `queries` and `documents` agree in device, dtype (if they are to) and embedding size.
 
     Raises
     ------
@@ -55,7 +55,7 @@ def check_same(queries: Tensor, documents: Tensor) -> None:
     """
     if queries.device != documents.device:
         raise ValueError(f"documents must be on the device of queries, {queries.device}, got {documents.device}")
-    if queries.dtype != documents.dtype:
+    if same_dtype and queries.dtype != documents.dtype:
         raise TypeError(f"documents must have the dtype of queries, {queries.dtype}, got {documents.dtype}")
     if queries.shape[-1] != documents.shape[-1]:
         raise ValueError(

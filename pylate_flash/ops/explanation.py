@@ -11,6 +11,8 @@ from torch import Tensor
 from ..kernels.select import BackwardPlan, ForwardPlan, backward_plan, choose, forward_plan, why
 from .maxsim import checked, needs_gradient
 from .problem import Options, Problem, Tensors, problem_of
+from .quantization import QuantizedEmbeddings
+from .quantized import checked_with_values, problem_of_quantized
 from .ragged import call_of
 from .varlen import with_lengths
 
@@ -51,7 +53,7 @@ class Explanation(NamedTuple):
 
 def explain(
     queries: Tensor | Sequence[Tensor | np.ndarray],
-    documents: Tensor | Sequence[Tensor | np.ndarray],
+    documents: Tensor | QuantizedEmbeddings | Sequence[Tensor | np.ndarray],
     *,
     queries_mask: Tensor | None = None,
     documents_mask: Tensor | None = None,
@@ -62,6 +64,7 @@ def explain(
     max_document_length: int | None = None,
     normalize: bool = False,
     masking: str = "exclude",
+    quantize_queries: bool = True,
     implementation: str = "auto",
 ) -> Explanation:
     """Say what serves a call of `maxsim`, with boundaries of `maxsim_varlen`, or of lists of `maxsim_ragged`, and why.
@@ -71,14 +74,14 @@ def explain(
     Parameters
     ----------
     queries, documents
-        As in `maxsim`, padded; as in `maxsim_varlen`, packed; or as in `maxsim_ragged`, lists. Where one requires a
-        gradient, and gradients are enabled, the backward is explained too.
+        As in `maxsim`, padded; as in `maxsim_varlen`, packed; documents quantized; or as in `maxsim_ragged`, lists.
+        Where one requires a gradient, and gradients are enabled, the backward is explained too.
     queries_mask, documents_mask
         As in `maxsim`, for padded tokens.
     queries_cu_seqlens, documents_cu_seqlens, candidates_cu_seqlens, max_query_length, max_document_length
         As in `maxsim_varlen`, for packed tokens; the call waits for a GPU where that one does. Of these and the masks,
         lists of documents go with `queries_mask` and `candidates_cu_seqlens`.
-    normalize, masking, implementation
+    normalize, masking, quantize_queries, implementation
         As in `maxsim`.
 
     Returns
@@ -98,7 +101,7 @@ def explain(
     'blocked'
     """
     options = Options(normalize=bool(normalize), masking=masking, implementation=implementation)
-    if not isinstance(documents, Tensor):
+    if not isinstance(documents, Tensor | QuantizedEmbeddings):
         for name, value in (
             ("documents_mask", documents_mask), ("queries_cu_seqlens", queries_cu_seqlens),
             ("documents_cu_seqlens", documents_cu_seqlens), ("max_query_length", max_query_length),
@@ -113,22 +116,32 @@ def explain(
         return explain_problem(problem, implementation)._replace(lists=how)
     if not isinstance(queries, Tensor):
         raise TypeError(f"queries must be a torch.Tensor where documents are one, got {type(queries).__name__}")
+    values = documents.values if isinstance(documents, QuantizedEmbeddings) else documents
     tensors = Tensors(
-        queries, documents, queries_mask, documents_mask, queries_cu_seqlens, documents_cu_seqlens,
-        candidates_cu_seqlens,
+        queries, values, queries_mask, documents_mask, queries_cu_seqlens, documents_cu_seqlens, candidates_cu_seqlens,
     )  # fmt: skip
     if documents_cu_seqlens is not None:
         options = with_lengths(tensors, options, max_query_length, max_document_length)
+    if isinstance(documents, QuantizedEmbeddings):
+        tensors = checked_with_values("explain", tensors, options)
+        return explain_problem(problem_of_quantized(tensors, options, bool(quantize_queries)), implementation)
     tensors = checked("explain", tensors, options)
     return explain_problem(problem_of(tensors, options, needs_gradient(*tensors[:2])), implementation)
 
 
 def explain_problem(problem: Problem, implementation: str = "auto") -> Explanation:
     """`explain` of a problem."""
-    kind = implementation, problem.device, problem.dtype, problem.size
+    kind = implementation, problem.device, problem.deciding_dtype, problem.size
     chosen = choose(*kind)
     forward = backward = None
     if chosen == "triton" and not problem.is_empty:
-        forward = forward_plan(problem)
+        forward = _plan_of_quantized(problem) if problem.kind.quantized is not None else forward_plan(problem)
         backward = backward_plan(problem) if problem.with_winners else None
     return Explanation(chosen, why(*kind), forward, backward)
+
+
+def _plan_of_quantized(problem: Problem) -> ForwardPlan:
+    # Its package needs Triton, which is not everywhere.
+    from ..kernels.quantized.plan import quantized_plan
+
+    return quantized_plan(problem)

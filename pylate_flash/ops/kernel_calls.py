@@ -13,6 +13,7 @@ from ..kernels.losses import ChunkedLoss, rescale
 from ..kernels.normalized import normalized_rows, through_normalized_rows
 from ..kernels.norms import inverse_norms
 from ..kernels.padding import packed_again, pad
+from ..kernels.quantized import quantized_forward
 from ..kernels.soft import soft_backward, soft_forward
 from ..kernels.xtr import retrieve
 from .compute import active_counts, checked_masks, with_empty_score
@@ -21,8 +22,8 @@ from .problem import Options, Problem, Tensors, problem_of, replaced
 from .xtr_retrieval import Pool, Retrieval
 
 __all__ = [
-    "gradients", "loss", "normalized_rows", "on_device", "padded", "rescale_gradients", "scores", "soft_gradients",
-    "soft_scores",
+    "gradients", "loss", "normalized_rows", "on_device", "padded", "quantized_scores", "rescale_gradients", "scores",
+    "soft_gradients", "soft_scores",
     "through_normalized_rows",
 ]  # fmt: skip
 
@@ -43,6 +44,13 @@ def padded(origin: Tensor, cu_seqlens: Tensor, length: int, offsets: Tensor, uni
     """Sequences [N, length, d] and their mask, from where they lie: `offsets` from `origin`, as those of `Places`."""
     with on_device(origin):
         return pad(origin, cu_seqlens, length, offsets, unit)
+
+
+def quantized_scores(problem: Problem, tensors: Tensors, scales: Tensor, offsets: Tensor | None) -> Tensor:
+    """Scores of quantized documents, whose values are in the place of documents; no size is 0."""
+    with on_device(tensors.queries):
+        offsets = None if offsets is None else offsets.contiguous()
+        return quantized_forward(*_for_kernels(problem, tensors), scales.contiguous(), offsets)
 
 
 def gradients(

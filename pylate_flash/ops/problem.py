@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .checks import check_boundaries, check_embeddings, check_mask_layout, check_same
+from .checks import check_boundaries, check_embeddings, check_mask_layout, check_same, check_tensor
 
 _QUERIES = {3: "[Nq, Lq, d]"}
 _DOCUMENTS = {3: "[Nd, Ld, d]", 4: "[Nq, K, Ld, d]"}
@@ -84,6 +84,10 @@ class Kind:
     with_winners: bool
     # The unit of `Places`; 0: packed documents follow each other.
     offset_unit: int = 0
+    # The type of the values of quantized documents (None: documents have that of queries), and whether queries are
+    # quantized too before they are multiplied.
+    quantized: torch.dtype | None = None
+    quantize_queries: bool = False
 
     @property
     def zero_masked(self) -> bool:
@@ -135,6 +139,12 @@ class Problem(NamedTuple):
     @property
     def dtype(self) -> torch.dtype:
         return self.kind.dtype
+
+    @property
+    def deciding_dtype(self) -> torch.dtype:
+        """The type by which an implementation is chosen: that of quantized documents, if kernels take the queries."""
+        quantized = self.kind.quantized
+        return self.dtype if quantized is None or self.dtype == torch.float64 else quantized
 
     @property
     def device(self) -> torch.device:
@@ -195,8 +205,8 @@ def winners_dtype(document_length: int) -> torch.dtype:
     return torch.int16 if document_length <= 32767 else torch.int32
 
 
-def check(tensors: Tensors) -> None:
-    """Raise unless the tensors of a call fit together.
+def check(tensors: Tensors, quantized: bool = False) -> None:
+    """Raise unless the tensors of a call fit together; `quantized` documents have a type of their own.
 
     Raises
     ------
@@ -208,8 +218,10 @@ def check(tensors: Tensors) -> None:
     queries, documents, queries_mask, documents_mask, queries_cu_seqlens, documents_cu_seqlens, candidates = tensors
     packed = documents_cu_seqlens is not None
     check_embeddings("queries", queries, _PACKED_QUERIES if packed else _QUERIES)
-    check_embeddings("documents", documents, _PACKED_DOCUMENTS if packed else _DOCUMENTS)
-    check_same(queries, documents)
+    (check_tensor if quantized else check_embeddings)(
+        "documents", documents, _PACKED_DOCUMENTS if packed else _DOCUMENTS
+    )
+    check_same(queries, documents, same_dtype=not quantized)
     if documents.dim() == 4 and documents.shape[0] != queries.shape[0]:
         raise ValueError(
             f"documents of shape [Nq, K, Ld, d] must have one row of candidates per query, Nq = {queries.shape[0]}, "
@@ -258,9 +270,15 @@ def sizes_of(tensors: Tensors, options: Options) -> Sizes:
     return Sizes(length, (n_queries, n_documents), (every, rows))
 
 
-def problem_of(tensors: Tensors, options: Options, with_winners: bool = False, places: Places | None = None) -> Problem:
+def problem_of(
+    tensors: Tensors,
+    options: Options,
+    with_winners: bool = False,
+    places: Places | None = None,
+    quantized: bool = False,
+) -> Problem:
     """The problem of a call, after every check of its tensors (`check`); with `places`, of documents that lie there."""
-    check(tensors)
+    check(tensors, quantized)
     queries, documents, queries_mask, documents_mask, queries_cu_seqlens, documents_cu_seqlens, candidates = tensors
     kind = kind_of(
         queries.dtype, queries.device, queries.shape[-1],

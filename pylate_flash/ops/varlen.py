@@ -17,6 +17,7 @@ from .checks import check_boundaries, check_tensor
 from .maxsim import needs_gradient, scores_of
 from .packing import longest
 from .problem import Options, Tensors
+from .quantization import QuantizedEmbeddings
 
 
 def maxsim_varlen_reference(
@@ -60,7 +61,7 @@ def maxsim_varlen_reference(
 
 def maxsim_varlen(
     queries: Tensor,
-    documents: Tensor,
+    documents: Tensor | QuantizedEmbeddings,
     queries_cu_seqlens: Tensor,
     documents_cu_seqlens: Tensor,
     *,
@@ -70,6 +71,7 @@ def maxsim_varlen(
     normalize: bool = False,
     reduction: str = "sum",
     empty_score: float = 0.0,
+    quantize_queries: bool = True,
     implementation: str = "auto",
 ) -> Tensor:
     """MaxSim scores of packed queries against packed documents, differentiable.
@@ -79,7 +81,7 @@ def maxsim_varlen(
     queries
         [Tq, d], float16, bfloat16, float32 or float64. Under autocast, the inputs take the autocast type.
     documents
-        [Td, d], of the same dtype and on the same device.
+        [Td, d], of the same dtype and on the same device, or quantized to 8 bits (`quantize`), as in `maxsim`.
     queries_cu_seqlens, documents_cu_seqlens
         [Nq + 1] and [Nd + 1], int32 or int64, not decreasing, from 0 to Tq and to Td, on any device. On the CPU their
         values are checked. On a GPU they are taken as they are, because to look at them would be to wait for it.
@@ -91,7 +93,7 @@ def maxsim_varlen(
         it finds them out, and waits for the GPU if the boundaries lie there; without a gradient it can do without
         `max_document_length`, but not know whether a document is so long that it is worth cutting into pieces. Under
         `torch.compile`, give both.
-    normalize, reduction, implementation
+    normalize, reduction, quantize_queries, implementation
         As in `maxsim`.
     empty_score
         Score of a document without tokens. A query without tokens scores 0 against every other document.
@@ -120,10 +122,16 @@ def maxsim_varlen(
     tensor([[ 1.5000, -1.0000]])
     """
     check_tensor("queries", queries, {2: "[Tq, d]"})
-    check_tensor("documents", documents, {2: "[Td, d]"})
-    tensors = Tensors(queries, documents, None, None, queries_cu_seqlens, documents_cu_seqlens, candidates_cu_seqlens)
+    values = documents.values if isinstance(documents, QuantizedEmbeddings) else documents
+    check_tensor("documents", values, {2: "[Td, d]"})
+    tensors = Tensors(queries, values, None, None, queries_cu_seqlens, documents_cu_seqlens, candidates_cu_seqlens)
     options = Options(0, 0, 0, bool(normalize), reduction, "exclude", empty_score, implementation)
     options = with_lengths(tensors, options, max_query_length, max_document_length)
+    if isinstance(documents, QuantizedEmbeddings):
+        # It builds on this module.
+        from .quantized import scores_of_quantized
+
+        return scores_of_quantized("maxsim_varlen", tensors, options, documents, quantize_queries)
     return scores_of("maxsim_varlen", tensors, options)
 
 

@@ -22,8 +22,8 @@ from pylate_flash.kernels.launch import Described, Kernel, Region, tensor_of
 
 TYPES = {
     torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64",
-    torch.bool: "*i1", torch.uint8: "*u8", torch.int16: "*i16", torch.uint16: "*u16", torch.int32: "*i32",
-    torch.int64: "*i64",
+    torch.bool: "*i1", torch.int8: "*i8", torch.uint8: "*u8", torch.int16: "*i16", torch.uint16: "*u16",
+    torch.int32: "*i32", torch.int64: "*i64", torch.float8_e4m3fn: "*fp8e4nv",
 }  # fmt: skip
 # Shared memory that one block may take, in bytes, by compute capability.
 SHARED_MEMORY = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}

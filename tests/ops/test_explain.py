@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pylate_flash import explain, pack
-from pylate_flash.kernels import select
+from pylate_flash import explain, pack, quantize
+from pylate_flash.kernels import select, tiles
 
 
 def test_on_a_cpu() -> None:
@@ -113,6 +113,29 @@ def test_of_lists_on_a_cpu() -> None:
         explain(torch.zeros(1, 2, 8), [torch.zeros(3, 8)], documents_mask=torch.ones(1, 3))
     with pytest.raises(ValueError, match="max_query_length must be None where documents are a list, got int"):
         explain(torch.zeros(1, 2, 8), [torch.zeros(3, 8)], max_query_length=5)
+
+
+def test_of_quantized_documents(kernels: None) -> None:
+    queries, documents = torch.zeros(64, 32, 128).bfloat16(), torch.zeros(40, 180, 128)
+    for precision in ("int8", "fp8"):
+        for quantize_queries, columns in ((True, 128), (False, 64)):
+            explanation = explain(queries, quantize(documents, precision), quantize_queries=quantize_queries)
+            assert f"the quantized kernel, because documents are quantized; tile: rows 128, columns {columns}" in str(
+                explanation
+            )
+            assert explanation.backward is None
+    with pytest.raises(RuntimeError, match="explain of quantized documents has no gradient"):
+        explain(queries.requires_grad_(), quantize(documents))
+
+
+def test_fp8_needs_its_capability(monkeypatch: pytest.MonkeyPatch) -> None:
+    documents, queries = quantize(torch.zeros(2, 3, 8), "fp8"), torch.zeros(2, 3, 8)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    reason = tiles.kernels_run_on.__wrapped__(torch.device("cuda"), documents.values.dtype)
+    assert reason == "the Triton kernels need compute capability 8.9 for fp8, and cuda has 8.6"
+    assert tiles.kernels_run_on.__wrapped__(torch.device("cuda"), torch.int8) is None
+    with pytest.raises(ValueError, match='implementation="triton" cannot serve this input'):
+        explain(queries.double(), documents, implementation="triton")
 
 
 def test_bad_input_is_refused_as_by_the_call() -> None:

@@ -161,7 +161,7 @@ def small_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
         work = problem.n_tokens + problem.n_documents * select.DOCUMENT_COST
         return select.Cuts(70, 70, -(-work // 70))
 
-    monkeypatch.setattr(select, "_cuts", cuts)
+    monkeypatch.setattr(select, "cuts_of", cuts)
 
 
 @pytest.mark.parametrize(

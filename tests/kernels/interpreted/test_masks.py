@@ -115,7 +115,7 @@ def test_packed(in_pieces: bool, query_lengths, candidates, normalize: bool, red
             work = problem.n_tokens + problem.n_documents * select.DOCUMENT_COST
             return select.Cuts(70, 70, -(-work // 70))
 
-        monkeypatch.setattr(select, "_cuts", cuts)
+        monkeypatch.setattr(select, "cuts_of", cuts)
     generator = torch.Generator().manual_seed(0)
     lengths = [71, 0, 30, 150, 0]
     queries, documents = (

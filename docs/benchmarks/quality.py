@@ -1,0 +1,129 @@
+"""What quantizing documents costs in retrieval: nDCG@10, and how many of the best 20 documents stay.
+
+    python docs/benchmarks/quality.py demo-output/data demo-output/model --output quality.json
+
+Every query is scored against every document of a collection in BEIR's layout, exactly: with embeddings in bfloat16,
+with documents in 8 bits and queries too, and with queries as they are.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any, Optional
+
+import torch
+import typer
+from torch import Tensor
+
+from pylate_flash import maxsim_varlen, pack, quantize
+from pylate_flash.bench.results import describe_machine, describe_versions
+from pylate_flash.ops.quantization import PRECISIONS
+
+# Documents of a query that are kept, and those whose overlap is told.
+_KEPT = 100
+OVERLAP = 20
+# Queries that are scored at a time.
+_QUERIES = 64
+
+
+def best_documents(scores: Tensor, k: int) -> Tensor:
+    """The `k` best documents of each query [Nq, k], or all, best first; of equal scores the first document."""
+    return scores.cpu().argsort(dim=1, descending=True, stable=True)[:, :k]
+
+
+def overlap(first: Tensor, second: Tensor) -> float:
+    """Mean share of the documents [Nq, k] of the first that are among those of the second."""
+    return (first.unsqueeze(2) == second.unsqueeze(1)).any(dim=2).double().mean().item()
+
+
+def measure(documents: list[Tensor], queries: list[Tensor], evaluate: Any) -> list[dict[str, Any]]:
+    """The table: a row for each precision, bfloat16 first.
+
+    Parameters
+    ----------
+    documents, queries
+        Token embeddings [L_i, d], on one device.
+    evaluate
+        From scores [Nq, Nd], the nDCG@10.
+    """
+    values, bounds = pack([document.bfloat16() for document in documents])
+    query_values, query_bounds = pack([query.bfloat16() for query in queries])
+
+    def scores(precision: str | None, quantize_queries: bool) -> Tensor:
+        kept = values if precision is None else quantize(values, precision)
+        found = []
+        for first in range(0, len(queries), _QUERIES):
+            part = query_bounds[first : first + _QUERIES + 1]
+            some = query_values[int(part[0]) : int(part[-1])]
+            found.append(maxsim_varlen(some, kept, part - part[0], bounds, quantize_queries=quantize_queries))
+        return torch.cat(found)
+
+    rows: list[dict[str, Any]] = []
+    plain = scores(None, False)
+    for precision in (None, *PRECISIONS):
+        for quantize_queries in (False,) if precision is None else (True, False):
+            found = plain if precision is None else scores(precision, quantize_queries)
+            ndcg = evaluate(found)
+            rows.append(
+                {
+                    "documents": precision or "bfloat16",
+                    "queries": "bfloat16" if not quantize_queries else "fp8" if precision == "fp8" else "int8",
+                    "ndcg@10": ndcg,
+                    "difference": ndcg - (rows[0]["ndcg@10"] if rows else ndcg),
+                    f"overlap@{OVERLAP}": overlap(best_documents(found, OVERLAP), best_documents(plain, OVERLAP)),
+                    "bytes": values.nbytes if precision is None else quantize(values, precision).nbytes,
+                }
+            )
+    return rows
+
+
+def run(data: Path, model: str) -> list[dict[str, Any]]:
+    """The table of a collection and a model."""
+    from pylate_flash import evaluation, models
+
+    documents, queries, qrels = evaluation.load_beir_folder(data)
+    queries = {key: text for key, text in queries.items() if key in qrels}
+    colbert = models.ColBERT(model)
+    ids = [document["id"] for document in documents]
+
+    def encode(texts: list[str], is_query: bool) -> list[Tensor]:
+        embeddings = colbert.encode(texts, is_query=is_query, convert_to_tensor=True, show_progress_bar=False)
+        return [torch.as_tensor(embedding, device=colbert.device) for embedding in embeddings]
+
+    def evaluate(scores: Tensor) -> float:
+        best = best_documents(scores, _KEPT)
+        kept = scores.cpu().gather(1, best).tolist()
+        found = [
+            [{"id": ids[document], "score": score} for document, score in zip(*row, strict=True)]
+            for row in zip(best.tolist(), kept, strict=True)
+        ]
+        # Of a single metric, ranx returns the number alone.
+        return evaluation.evaluate(found, qrels, queries=list(queries), metrics=["ndcg@10", "recall@100"])["ndcg@10"]
+
+    with torch.no_grad():
+        return measure(
+            encode([document["text"] for document in documents], False), encode(list(queries.values()), True), evaluate
+        )
+
+
+def main(
+    data: Annotated[Path, typer.Argument(help="A folder in BEIR's layout.")],
+    model: Annotated[str, typer.Argument(help="A model folder.")],
+    output: Annotated[
+        Optional[Path],  # noqa: UP007, UP045 - typer evaluates this on Python 3.10 as well
+        typer.Option(help="Where the table goes, as JSON."),
+    ] = None,
+) -> None:
+    """Print what quantizing the documents of a collection changes."""
+    rows = run(data, model)
+    for row in rows:
+        print("  ".join(f"{key} {value:.4f}" if isinstance(value, float) else f"{value}" for key, value in row.items()))
+    if output is not None:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        result = {"machine": describe_machine(device), "versions": describe_versions(), "rows": rows}
+        output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    typer.run(main)

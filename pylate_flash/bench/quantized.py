@@ -1,0 +1,200 @@
+"""The suite `quantized`: scores of documents in 8 bits, in the rows of `forward` that are bound by more than a launch.
+
+Every system is checked against float64. Those of this package are held to the scores of their own dequantized
+embeddings, which they compute; bfloat16 and the other packages, which quantize in their own ways, to the scores of the
+embeddings before that. Documents are quantized before the calls; queries in every call of this package, and before it
+for the others, which can take them so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from pylate_flash.bench import forward
+from pylate_flash.bench.forward import Shape
+from pylate_flash.bench.peers import FLASH_MAXSIM, LIK
+from pylate_flash.bench.protocol import Work, relative_error
+from pylate_flash.bench.suite import OURS, Candidate, Suite, System, Unavailable
+from pylate_flash.ops.quantization import PRECISIONS, QuantizedEmbeddings, quantize
+from pylate_flash.ops.quantized import query_precision
+
+# Bytes of a token's scale.
+_SCALE = 4
+# Multiplications of 8 bits that tensor cores make in the time of one of 16, in which the ceilings are measured.
+_RATE = 2
+
+
+class Quantized(Shape):
+    """A shape whose documents have 8 bits."""
+
+    def work(self, dtype: torch.dtype) -> Work:
+        """Operations as many of the ceilings' as take that time; documents read with their scales."""
+        wide = super().work(dtype)
+        saved = self.Nd * self.Ld * (self.d * (dtype.itemsize - 1) - _SCALE)
+        return Work(flops=wide.flops / _RATE, bytes=wide.bytes - saved)
+
+
+ROWS = tuple(
+    Quantized(row.name, row.Nq, row.Nd, row.Lq, row.Ld, row.d)
+    for row in forward.ROWS
+    if row.name in ("rerank-10k", "colpali", "serve-32")
+)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """A row's tensors as `forward` makes them, and the documents by precision."""
+
+    plain: forward.Inputs
+    documents: dict[str, QuantizedEmbeddings]
+
+
+class Reference(NamedTuple):
+    """Scores [Nq, Nd] in float64: of the embeddings, and of what they are in each precision, queries too."""
+
+    plain: torch.Tensor
+    int8: torch.Tensor
+    uint8: torch.Tensor
+    fp8: torch.Tensor
+    # Queries as they are, documents in int8.
+    widened: torch.Tensor
+
+
+class Scores(NamedTuple):
+    """What a system returned, and which of the references it is held to."""
+
+    of: str
+    scores: torch.Tensor
+
+
+def make_inputs(row: Shape, device: torch.device, dtype: torch.dtype) -> Inputs:
+    """Random unit vectors, and the documents quantized."""
+    plain = forward.make_inputs(row, device, dtype)
+    return Inputs(plain, {precision: quantize(plain.documents, precision) for precision in PRECISIONS})
+
+
+def reference(inputs: Inputs) -> Reference:
+    """The scores in float64."""
+
+    def scores(precision: str, quantize_queries: bool = True) -> torch.Tensor:
+        queries, documents = inputs.plain.queries, inputs.documents[precision]
+        if quantize_queries:
+            queries = quantize(queries, query_precision(documents.values.dtype)).dequantize(torch.float64)
+        step = max(1, forward.REFERENCE_BYTES // (8 * documents.values[0].numel()))
+        found = []
+        for start in range(0, len(documents.values), step):
+            part = slice(start, start + step)
+            offsets = None if documents.offsets is None else documents.offsets[part]
+            some = QuantizedEmbeddings(documents.values[part], documents.scales[part], offsets)
+            found.append(
+                forward.reference(forward.Inputs(queries, some.dequantize(torch.float64), inputs.plain.lengths))
+            )
+        return torch.cat(found, dim=1)
+
+    plain = forward.reference(inputs.plain)
+    return Reference(plain, scores("int8"), scores("uint8"), scores("fp8"), scores("int8", False))
+
+
+def error(found: Scores, expected: Reference) -> float:
+    """The relative error of the scores, against the reference that they are held to."""
+    return relative_error(found.scores, getattr(expected, found.of))
+
+
+def accuracy(dtype: torch.dtype) -> float:
+    """What products of fp8 may be off by, which tensor cores sum with few bits; other types are far closer."""
+    return 2e-4
+
+
+def candidate(label: str, call: Callable[[], torch.Tensor], of: str = "plain") -> Candidate:
+    """A way to compute the row, held to a reference."""
+    return Candidate(label, call, partial(Scores, of))
+
+
+def ours(inputs: Inputs, precision: str) -> list[Candidate]:
+    """The public `pylate_flash.maxsim`, as a user calls it, on documents of this precision."""
+    from pylate_flash import maxsim
+
+    queries, documents = inputs.plain.queries, inputs.documents[precision]
+    return [candidate("maxsim", lambda: maxsim(queries, documents), precision)]
+
+
+def ours_widened(inputs: Inputs) -> list[Candidate]:
+    """The same with queries as they are, and documents in int8."""
+    from pylate_flash import maxsim
+
+    queries, documents = inputs.plain.queries, inputs.documents["int8"]
+    call = partial(maxsim, queries, documents, quantize_queries=False)
+    return [candidate("maxsim, quantize_queries=False", call, "widened")]
+
+
+def ours_plain(inputs: Inputs) -> list[Candidate]:
+    """The same with nothing quantized."""
+    return [candidate(*given[:2]) for given in forward.ours(inputs.plain)]
+
+
+def lik(inputs: Inputs) -> list[Candidate]:
+    """late-interaction-kernels: fp8 with a scale per token, which is its own way to quantize too."""
+    from late_interaction_kernels.fp8 import maxsim_inference_fp8, quantize_fp8_per_token
+
+    (queries, of_queries), (documents, of_documents) = map(
+        quantize_fp8_per_token, (inputs.plain.queries, inputs.plain.documents)
+    )
+    call = partial(maxsim_inference_fp8, queries, documents, scale_Q=of_queries, scale_D=of_documents)
+    return [candidate("maxsim_inference_fp8", call)]
+
+
+def flash_maxsim(inputs: Inputs) -> list[Candidate]:
+    """flash-maxsim: int8 by int8, and its kernels that widen int8 and affine uint8; of one query."""
+    import flash_maxsim as package
+
+    if len(inputs.plain.queries) > 1:
+        raise Unavailable("scores one query at a time")
+    query, lengths = inputs.plain.queries[0], inputs.plain.lengths
+    documents, scales = package.quantize_int8_symmetric(inputs.plain.documents)
+    affine = package.quantize_int8(inputs.plain.documents)
+    quantized, query_scales = package.quantize_query_int8(query)
+    return [
+        candidate(
+            "flash_maxsim_int8x8",
+            lambda: package.flash_maxsim_int8x8(query, documents, scales, quantized, query_scales, lengths),
+        ),
+        candidate(
+            "flash_maxsim_int8_symmetric",
+            lambda: package.flash_maxsim_int8_symmetric(query, documents, scales, lengths),
+        ),
+        candidate("flash_maxsim_int8", lambda: package.flash_maxsim_int8(query, *affine, lengths)),
+    ]
+
+
+def suite() -> Suite:
+    """Return the suite."""
+    return Suite(
+        name="quantized",
+        title="MaxSim of quantized documents",
+        rows=ROWS,
+        systems=(
+            System(OURS, "int8", partial(ours, precision="int8"), about="pylate_flash, queries and documents in int8"),
+            System(f"{OURS}_fp8", "fp8", partial(ours, precision="fp8"), about="pylate_flash, both in fp8 (e4m3)"),
+            System(
+                f"{OURS}_uint8", "uint8", partial(ours, precision="uint8"),
+                about="pylate_flash, documents in affine uint8, queries in int8",
+            ),
+            System(
+                f"{OURS}_widened", "int8, widened", ours_widened,
+                about="pylate_flash, documents in int8, queries as they are",
+            ),
+            System(f"{OURS}_plain", "not quantized", ours_plain, about="pylate_flash, nothing quantized"),
+            System("lik", "LIK", lik, peer=LIK, about="late-interaction-kernels, fp8"),
+            System("flash_maxsim", "FM", flash_maxsim, peer=FLASH_MAXSIM, about="flash-maxsim, int8 or uint8"),
+        ),
+        compiled=(),
+        make_inputs=make_inputs,
+        reference=reference,
+        accuracy=accuracy,
+        error=error,
+    )  # fmt: skip

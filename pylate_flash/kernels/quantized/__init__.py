@@ -1,0 +1,46 @@
+"""The forward of quantized documents: scores of 8-bit values, in memory of the scores' size."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...ops.problem import Problem, Tensors
+from ..forward.common import add_sums
+from ..forward.inputs import Inputs
+from ..masks import active_tokens
+from ..norms import inverse_norms
+from .plan import quantized_plan
+from .rows import divided_by_norms, quantized_rows
+from .stacked import score_quantized
+
+__all__ = ["quantized_forward"]
+
+
+def quantized_forward(problem: Problem, tensors: Tensors, scales: Tensor, offsets: Tensor | None) -> Tensor:
+    """Scores, float32, of `problem.scores_shape`; the documents are values, with contiguous scales and offsets.
+
+    Tensors are as `kernels.forward.maxsim_forward` takes them; no dimension is 0, and a document may be empty.
+    """
+    plan = quantized_plan(problem)
+    queries, documents, queries_mask, documents_mask, _, cu_seqlens, candidates = tensors
+    kind = problem.kind
+    active = bounds = queries_scale = None
+    if documents_mask is not None:
+        active, bounds = active_tokens(documents_mask)
+    if kind.quantize_queries:
+        shape = problem.n_queries, problem.query_length, problem.size
+        precision = "fp8" if kind.quantized == torch.float8_e4m3fn else "int8"
+        queries, queries_scale = quantized_rows(queries, problem.query_strides, shape, precision, kind.normalize)
+    elif kind.normalize:
+        queries_scale = inverse_norms(queries)
+    if kind.normalize:
+        scales, offsets = divided_by_norms(documents, problem.document_strides, scales, offsets)
+    sums_shape = problem.scores_shape if plan.n_sums == 1 else (plan.n_sums, *problem.scores_shape)
+    sums = torch.empty(*sums_shape, dtype=torch.float32, device=problem.device)
+    inputs = Inputs(
+        queries, documents, queries_mask, active, bounds, queries_scale, scales, cu_seqlens, None, candidates, None,
+        None,
+    )  # fmt: skip
+    score_quantized(problem, plan, inputs, offsets, sums)
+    return sums if plan.n_sums == 1 else add_sums(problem, plan, sums)

@@ -1,0 +1,253 @@
+"""Embeddings in 8 bits: one scale for every token, and `QuantizedEmbeddings`, which keeps both.
+
+    int8    x = value * scale             values -127 .. 127, scale = max |x| / 127
+    uint8   x = value * scale + offset    values 0 .. 255, scale = (max x - min x) / 255, offset = min x
+    fp8     x = value * scale             values of float8_e4m3fn up to 448, scale = max |x| / 448
+
+Values are x (less its offset) divided by the scale, rounded to the nearest, ties to even.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from .checks import check_boundaries, check_choice, check_embeddings, check_tensor
+
+# The types of values, by the name of the precision.
+PRECISIONS = {"int8": torch.int8, "uint8": torch.uint8, "fp8": torch.float8_e4m3fn}
+# The largest value of the symmetric ones, and of the affine one, whose smallest is 0.
+LARGEST = {"int8": 127.0, "uint8": 255.0, "fp8": 448.0}
+_FORMAT = {"format": "pylate_flash.QuantizedEmbeddings", "version": "1"}
+_LAYOUTS = {2: "[T, d]", 3: "[N, L, d]", 4: "[N, K, L, d]"}
+# Tokens that are widened at a time.
+_TOKENS_AT_ONCE = 1 << 16
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedEmbeddings:
+    """Token embeddings in 8 bits, as `quantize` makes them and `maxsim` takes them for documents.
+
+    Parameters
+    ----------
+    values
+        [..., d], int8, uint8 or float8_e4m3fn: [N, L, d] padded, [N, K, L, d] candidates, or [T, d] packed.
+    scales
+        [...], float32, on the same device: what the values of a token are multiplied by, not negative.
+    offsets
+        [...], float32, of uint8 only: what is added then.
+    cu_seqlens
+        [N + 1], int32 or int64: the boundaries of packed sequences, which are kept with them; or None.
+
+    Raises
+    ------
+    TypeError
+        If one is no tensor of the dtype named above.
+    ValueError
+        If shapes or devices do not fit together, or offsets are missing, or there are some where there are none.
+    """
+
+    values: Tensor
+    scales: Tensor
+    offsets: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        values = self.values
+        check_tensor("values", values, _LAYOUTS)
+        if values.dtype not in PRECISIONS.values():
+            raise TypeError(f"values must be int8, uint8 or float8_e4m3fn, got {values.dtype}")
+        if values.shape[-1] == 0:
+            raise ValueError(f"values must have an embedding size of at least 1, got shape {list(values.shape)}")
+        if (self.offsets is None) == (values.dtype == torch.uint8):
+            raise ValueError(
+                f"offsets must be {'given' if self.offsets is None else 'None'} for values of {values.dtype}, "
+                f"got {'None' if self.offsets is None else 'a tensor'}"
+            )
+        for name, tensor in (("scales", self.scales), ("offsets", self.offsets)):
+            if tensor is None and name == "offsets":
+                continue
+            check_tensor(name, tensor)
+            assert tensor is not None
+            if tensor.dtype != torch.float32:
+                raise TypeError(f"{name} must be float32, got {tensor.dtype}")
+            if tensor.shape != values.shape[:-1]:
+                raise ValueError(f"{name} must have shape {list(values.shape[:-1])}, got {list(tensor.shape)}")
+            if tensor.device != values.device:
+                raise ValueError(f"{name} must be on the device of values, {values.device}, got {tensor.device}")
+        if self.cu_seqlens is not None:
+            check_boundaries("cu_seqlens", self.cu_seqlens)
+            if values.dim() != 2:
+                raise ValueError(f"cu_seqlens are of packed values [T, d], got values of shape {list(values.shape)}")
+
+    @property
+    def precision(self) -> str:
+        """Of `PRECISIONS`: "int8", "uint8" or "fp8"."""
+        return next(name for name, dtype in PRECISIONS.items() if dtype == self.values.dtype)
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of the embeddings, [..., d]."""
+        return self.values.shape
+
+    @property
+    def device(self) -> torch.device:
+        return self.values.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self._tensors().values())
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The embeddings [..., d], computed in float32 (float64 for float64) and rounded to `dtype`.
+
+        Raises
+        ------
+        TypeError
+            If `dtype` is not a floating one.
+        """
+        if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise TypeError(f"dtype must be a floating torch.dtype, got {dtype}")
+        wide = torch.promote_types(dtype, torch.float32) if dtype.itemsize > 1 else torch.float32
+        embeddings = self.values.to(wide)
+        embeddings *= self.scales.to(wide).unsqueeze(-1)
+        if self.offsets is not None:
+            embeddings += self.offsets.to(wide).unsqueeze(-1)
+        return embeddings.to(dtype)
+
+    def to(self, device: torch.device | str) -> QuantizedEmbeddings:
+        """The same on a device."""
+        return QuantizedEmbeddings(**{name: tensor.to(device) for name, tensor in self._tensors().items()})
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Write a safetensors file, which holds at every moment what it held before, or all of this.
+
+        Raises
+        ------
+        OSError
+            If it cannot be written.
+        """
+        place = Path(path)
+        tensors = {name: tensor.contiguous() for name, tensor in self._tensors().items()}
+        handle, temporary = tempfile.mkstemp(dir=place.parent, prefix=f".{place.name[:32]}.")
+        os.close(handle)
+        try:
+            save_file(tensors, temporary, metadata=_FORMAT)
+            # mkstemp makes a file that only its owner may read.
+            os.chmod(temporary, 0o644)
+            with open(temporary, "rb") as file:
+                os.fsync(file.fileno())
+            os.replace(temporary, place)
+        except BaseException as error:
+            os.unlink(temporary)
+            if isinstance(error, SafetensorError):
+                raise OSError(f"cannot write {place}: {error}") from error
+            raise
+
+    @classmethod
+    def load(cls, path: str | os.PathLike, device: torch.device | str = "cpu") -> QuantizedEmbeddings:
+        """Read what `save` wrote.
+
+        Raises
+        ------
+        ValueError
+            If the file is damaged or of another kind. The message names it.
+        OSError
+            If it cannot be read.
+        """
+        # Safetensors has an error of its own for a folder, and for what may not be read.
+        with open(path, "rb"):
+            pass
+        try:
+            with safe_open(path, "pt", device=str(device)) as file:
+                found = file.metadata()
+                if found != _FORMAT:
+                    raise ValueError(f"its metadata are {found}, expected {_FORMAT}")
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no mapping)
+            return cls(**tensors)
+        except (SafetensorError, TypeError, ValueError) as error:
+            raise ValueError(f"{path} holds no quantized embeddings: {error}") from error
+
+    def _tensors(self) -> dict[str, Tensor]:
+        named = {"values": self.values, "scales": self.scales, "offsets": self.offsets, "cu_seqlens": self.cu_seqlens}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+
+def quantize(embeddings: Tensor, precision: str = "int8", *, cu_seqlens: Tensor | None = None) -> QuantizedEmbeddings:
+    """Embeddings in 8 bits, a scale for every token: a quarter of float32's memory, half of bfloat16's.
+
+    Parameters
+    ----------
+    embeddings
+        [N, L, d] padded, [N, K, L, d] candidates, or [T, d] packed; float16, bfloat16, float32 or float64, which is
+        rounded to float32 first.
+    precision
+        "int8": symmetric, steps of 1/127 of the token's largest element. "uint8": affine, 255 steps from its smallest
+        element to its largest. "fp8": float8_e4m3fn, 3 bits behind the point of every element, of which the largest is
+        448; what scores it by kernels is a GPU of compute capability 8.9 or higher.
+    cu_seqlens
+        [N + 1], boundaries of packed sequences, which are to be kept with them; or None.
+
+    Returns
+    -------
+    QuantizedEmbeddings
+        On the same device, without a gradient. A token with NaN or an infinity is NaN in all its elements.
+
+    Raises
+    ------
+    TypeError
+        If `embeddings` are no floating tensor, or `cu_seqlens` neither int32 nor int64.
+    ValueError
+        If a shape is none of those above, `precision` is none of its choices, or `cu_seqlens` come with padded
+        embeddings.
+
+    Examples
+    --------
+    >>> import torch
+    >>> quantized = quantize(torch.tensor([[1.0, -0.5], [0.0, 0.25]]), "int8")
+    >>> quantized.values.tolist(), quantized.dequantize().shape
+    ([[127, -64], [0, 127]], torch.Size([2, 2]))
+    """
+    check_choice("precision", precision, tuple(PRECISIONS))
+    check_embeddings("embeddings", embeddings, _LAYOUTS)
+    embeddings = embeddings.detach()
+    values = torch.empty(embeddings.shape, dtype=PRECISIONS[precision], device=embeddings.device)
+    scales = torch.empty(embeddings.shape[:-1], dtype=torch.float32, device=embeddings.device)
+    offsets = torch.empty_like(scales) if precision == "uint8" else None
+    size = embeddings.shape[-1]
+    tokens, flat_values, flat_scales = embeddings.reshape(-1, size), values.view(-1, size), scales.view(-1)
+    for start in range(0, len(tokens), _TOKENS_AT_ONCE):
+        block = slice(start, start + _TOKENS_AT_ONCE)
+        flat_values[block], flat_scales[block], offset = _quantized(tokens[block].float(), precision)
+        if offsets is not None:
+            assert offset is not None
+            offsets.view(-1)[block] = offset
+    return QuantizedEmbeddings(values, scales, offsets, cu_seqlens)
+
+
+def _quantized(tokens: Tensor, precision: str) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Values, scales and offsets of tokens [T, d] in float32."""
+    largest, offset = LARGEST[precision], None
+    if precision == "uint8":
+        offset = tokens.amin(dim=-1)
+        scale = (tokens.amax(dim=-1) - offset) / largest
+        tokens = tokens - offset.unsqueeze(-1)
+        smallest = 0.0
+    else:
+        scale = tokens.abs().amax(dim=-1) / largest
+        smallest = -largest
+    # Nothing is divided by 0, nor by NaN. Where a scale is NaN or infinite, what the values are does not matter.
+    values = tokens / torch.where(scale > 0, scale, 1.0).unsqueeze(-1)
+    if precision != "fp8":
+        values = values.round()
+    # A scale so small that it is rounded itself may leave a larger value.
+    values = values.clamp(smallest, largest).nan_to_num_(0.0)
+    return values.to(PRECISIONS[precision]), scale, offset

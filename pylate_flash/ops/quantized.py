@@ -1,0 +1,191 @@
+"""MaxSim of quantized documents: what `maxsim` and `maxsim_varlen` do with `QuantizedEmbeddings`.
+
+`maxsim_quantized_reference` is the definition: dequantize, then score. The operator `pylate_flash::maxsim_quantized`
+computes the same on the 8-bit values, by a Triton kernel (`kernels.quantized`); elsewhere documents are dequantized a
+block at a time, and scored as any others. (torch has no public product of int8 matrices on the CPU.)
+
+Quantized queries differ from the given ones about as much as quantized documents do from theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..kernels.select import choose
+from .blocked import block_budget, document_blocks
+from .blocked_varlen import sequence_blocks
+from .compute import active_counts, compute, kernels, with_empty_score
+from .maxsim import checked, maxsim_reference, needs_gradient
+from .packing import host_bounds_of
+from .problem import Options, Problem, Tensors, check, problem_of, replaced, sizes_of
+from .quantization import QuantizedEmbeddings, quantize
+from .varlen import maxsim_varlen_reference
+
+
+class Quantization(NamedTuple):
+    """What belongs to the values of quantized documents, and whether queries are quantized as well."""
+
+    scales: Tensor
+    offsets: Tensor | None
+    quantize_queries: bool
+
+
+def query_precision(dtype: torch.dtype) -> str:
+    """The precision that queries are quantized to for documents with values of this type; never an affine one."""
+    return "fp8" if dtype == torch.float8_e4m3fn else "int8"
+
+
+def maxsim_quantized_reference(
+    queries: Tensor, documents: QuantizedEmbeddings, *cu_seqlens: Tensor, quantize_queries: bool = True, **options
+) -> Tensor:
+    """The definition: dequantizes both in float64, and scores them as `maxsim_reference` does.
+
+    With `queries_cu_seqlens` and `documents_cu_seqlens`, as `maxsim_varlen_reference` does.
+    """
+    if quantize_queries:
+        queries = quantize(queries, query_precision(documents.values.dtype)).dequantize(torch.float64)
+    score = maxsim_varlen_reference if cu_seqlens else maxsim_reference
+    return score(queries.double(), documents.dequantize(torch.float64), *cu_seqlens, **options)
+
+
+def scores_of_quantized(
+    operation: str, tensors: Tensors, options: Options, documents: QuantizedEmbeddings, quantize_queries: bool
+) -> Tensor:
+    """The scores of a call by the operator; `tensors` have the values of the documents in their place."""
+    tensors = checked_with_values(operation, tensors, options)
+    return _maxsim_quantized(*tensors, *options, documents.scales, documents.offsets, bool(quantize_queries))
+
+
+def checked_with_values(operation: str, tensors: Tensors, options: Options) -> Tensors:
+    """`maxsim.checked` for tensors with the values of quantized documents."""
+    # The documents are checked already, and autocast has no say in their type.
+    queries = checked(operation, tensors._replace(documents=tensors.queries), options).queries
+    if needs_gradient(queries):
+        raise RuntimeError(
+            f"{operation} of quantized documents has no gradient: call it under torch.no_grad(), or with "
+            "queries.detach()"
+        )
+    return tensors._replace(queries=queries)
+
+
+def problem_of_quantized(tensors: Tensors, options: Options, quantize_queries: bool) -> Problem:
+    """The problem of a call whose documents are 8-bit values."""
+    problem = problem_of(tensors, options, quantized=True)
+    kind = replaced(problem.kind, "quantized", tensors.documents.dtype)
+    return problem._replace(kind=replaced(kind, "quantize_queries", quantize_queries))
+
+
+def _compute(tensors: Tensors, options: Options, quantization: Quantization) -> Tensor:
+    problem = problem_of_quantized(tensors, options, quantization.quantize_queries)
+    implementation = choose(options.implementation, problem.device, problem.deciding_dtype, problem.size)
+    if implementation == "blocked" or problem.is_empty:
+        return _in_blocks(problem, tensors, options, quantization)
+    mean = options.reduction == "mean"
+    if mean:
+        # The score of an empty document is not divided.
+        problem = problem._replace(empty_score=0.0)
+    scores = kernels().quantized_scores(problem, tensors, *quantization[:2])
+    if mean:
+        scores = with_empty_score(scores / active_counts(problem, tensors), tensors, options.empty_score)
+    return scores
+
+
+def _in_blocks(problem: Problem, tensors: Tensors, options: Options, quantization: Quantization) -> Tensor:
+    """Scores of a block of dequantized documents after the other."""
+    options = options._replace(implementation="blocked")
+    queries, values = tensors[:2]
+    # Nothing is lost, and documents need not be rounded to half precision.
+    dtype = torch.promote_types(queries.dtype, torch.float32)
+    if quantization.quantize_queries:
+        queries = quantize(queries, query_precision(values.dtype)).dequantize(dtype)
+    tensors = tensors._replace(queries=queries.to(dtype))
+    scores = None
+    for part, places, found in _blocks(problem, tensors, options, quantization):
+        some = compute(part, found, False)[0]
+        if some.shape == problem.scores_shape:
+            return some
+        if scores is None:
+            scores = some.new_empty(problem.scores_shape)
+        scores[places] = some
+    if scores is None:
+        # There are no documents, and so no block of them.
+        documents = values.new_empty(values.shape, dtype=dtype)
+        return compute(tensors._replace(documents=documents), options, False)[0]
+    return scores
+
+
+# The tensors of a block, the place of its scores, and its options.
+_Block = tuple[Tensors, tuple[slice, ...], Options]
+
+
+def _blocks(problem: Problem, tensors: Tensors, options: Options, quantization: Quantization) -> Iterator[_Block]:
+    """The documents, dequantized, as many at a time as similarities are held at once."""
+    budget = max(1, 4 * block_budget(problem.device) // problem.size)
+    if problem.packed:
+        yield from _packed_blocks(problem, tensors, options, quantization, budget)
+        return
+    values, mask = tensors.documents, tensors.documents_mask
+    own = values.dim() == 4
+    step = max(1, budget // max(1, problem.document_length))
+    if 0 in values.shape[:-2]:
+        return
+    for group, block in document_blocks(problem.groups, problem.n_documents, step):
+        place = (group, block) if own else (block,)
+        documents = _dequantized(values[place], quantization, place, tensors.queries.dtype)
+        part = tensors._replace(documents=documents, documents_mask=None if mask is None else mask[place])
+        if own:
+            queries_mask = None if tensors.queries_mask is None else tensors.queries_mask[group]
+            part = part._replace(queries=tensors.queries[group], queries_mask=queries_mask)
+        yield part, (group if own else slice(None), block), options
+
+
+def _packed_blocks(
+    problem: Problem, tensors: Tensors, options: Options, quantization: Quantization, budget: int
+) -> Iterator[_Block]:
+    _, bounds, candidates = host_bounds_of(problem, tensors)
+    for first, last in sequence_blocks(bounds, budget):
+        tokens = slice(bounds[first], bounds[last])
+        documents = _dequantized(tensors.documents[tokens], quantization, (tokens,), tensors.queries.dtype)
+        own = torch.from_numpy(bounds[first : last + 1] - bounds[first])
+        part = tensors._replace(documents=documents, documents_cu_seqlens=own)
+        if candidates is not None:
+            part = part._replace(candidates_cu_seqlens=torch.from_numpy(candidates.clip(first, last) - first))
+        yield part, (slice(first, last),) if candidates is not None else (slice(None), slice(first, last)), options
+
+
+def _dequantized(values: Tensor, quantization: Quantization, place: tuple[slice, ...], dtype: torch.dtype) -> Tensor:
+    scales, offsets = quantization.scales[place], quantization.offsets
+    return QuantizedEmbeddings(values, scales, None if offsets is None else offsets[place]).dequantize(dtype)
+
+
+_LIBRARY = torch.library.Library("pylate_flash", "FRAGMENT")
+_LIBRARY.define(
+    "maxsim_quantized(Tensor queries, Tensor documents, Tensor? queries_mask, Tensor? documents_mask, "
+    "Tensor? queries_cu_seqlens, Tensor? documents_cu_seqlens, Tensor? candidates_cu_seqlens, "
+    "SymInt max_query_length, SymInt max_document_length, SymInt max_candidates, bool normalize, str reduction, "
+    "str masking, float empty_score, str implementation, Tensor scales, Tensor? offsets, bool quantize_queries) "
+    "-> Tensor"
+)
+_maxsim_quantized = torch.ops.pylate_flash.maxsim_quantized.default
+_N_TENSORS = len(Tensors._fields)
+_N_CALL = _N_TENSORS + len(Options._fields)
+
+
+def _scores(*arguments) -> Tensor:
+    call, quantization = arguments[:_N_CALL], Quantization(*arguments[_N_CALL:])
+    return _compute(Tensors(*call[:_N_TENSORS]), Options(*call[_N_TENSORS:]), quantization)
+
+
+def _shape(*arguments) -> Tensor:
+    """Uninitialised scores."""
+    tensors, options = Tensors(*arguments[:_N_TENSORS]), Options(*arguments[_N_TENSORS:_N_CALL])
+    check(tensors, quantized=True)
+    return tensors.queries.new_empty(sizes_of(tensors, options).scores_shape, dtype=torch.float32)
+
+
+_LIBRARY.impl("maxsim_quantized", _scores, "CompositeExplicitAutograd")
+torch.library.register_fake("pylate_flash::maxsim_quantized", _shape)

@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pylate_flash.bench import forward, quantized
+from pylate_flash.bench.protocol import Ceilings, floor_of
+from pylate_flash.bench.quantized import ROWS, Quantized
+from pylate_flash.bench.suite import CPU_FLOPS, OURS, WRONG
+
+CPU = torch.device("cpu")
+TINY = (Quantized("one", 1, 70, 8, 17, d=64), Quantized("several", 3, 6, 8, 19, d=64))
+
+
+@pytest.mark.parametrize("row", TINY, ids=lambda row: row.name)
+def test_every_system_of_ours_is_held_to_its_own_reference(row, monkeypatch):
+    inputs = quantized.make_inputs(row, CPU, torch.float32)
+    # Several documents at a time.
+    monkeypatch.setattr(forward, "REFERENCE_BYTES", 4 * 8 * row.Ld * row.d)
+    expected = quantized.reference(inputs)
+    systems = [system for system in quantized.suite().systems if system.name.startswith(OURS)]
+    assert len(systems) == 5
+    for system in systems:
+        for candidate in system.candidates(inputs):
+            found = candidate.read(candidate.call())
+            assert quantized.error(found, expected) < 2e-6
+            others = set(expected._fields) - {found.of}
+            # Quantized, the scores are others, and not by much.
+            assert all(1e-5 < quantized.error(found._replace(of=other), expected) < 10 * WRONG for other in others)
+
+
+def test_floors_are_those_of_a_card():
+    """The table of an H200: 790 TFLOP/s of bfloat16 and 4.45 TB/s."""
+    ceilings = Ceilings(flops_per_second=790e12, bytes_per_second=4.45e12)
+    floors = {row.name: floor_of(row.work(torch.bfloat16), ceilings).milliseconds for row in ROWS}
+    assert floors == pytest.approx({"rerank-10k": 0.089, "colpali": 0.170, "serve-32": 0.031}, rel=0.02)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_a_row_is_cut_for_a_cpu(row):
+    cut = row.within(CPU_FLOPS)
+    assert isinstance(cut, Quantized)
+    assert cut.work(torch.float32).flops <= CPU_FLOPS

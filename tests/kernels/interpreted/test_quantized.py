@@ -1,0 +1,94 @@
+"""The kernels of quantized documents, run by Triton's interpreter, against the definition in float64.
+
+The interpreter truncates what it converts to fp8, so queries are quantized to that where nothing is rounded only.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pylate_flash import maxsim, maxsim_varlen, quantize
+from pylate_flash.kernels.quantized.rows import quantized_rows
+from pylate_flash.ops.quantized import maxsim_quantized_reference
+from tests.kernels.interpreted.test_kernels import HALF_AND_FLOAT, OPTIONS
+from tests.ops.cases import Case, cases
+from tests.ops.test_quantized import CLOSE, fp8_exact
+from tests.ops.test_varlen import packed
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")
+# With 8-bit queries, and without.
+PRECISIONS = [("int8", True), ("uint8", True), ("int8", False), ("uint8", False), ("fp8", False)]
+
+
+@settings(max_examples=20, **OPTIONS)
+@given(case=cases(dtypes=HALF_AND_FLOAT, max_batch=3), precision=st.sampled_from(PRECISIONS))
+def test_scores(case: Case, precision: tuple[str, bool]) -> None:
+    documents, options = quantize(case.documents, precision[0]), {"quantize_queries": precision[1], **case.keywords}
+    found = maxsim(case.queries, documents, **options, implementation="triton")
+    torch.testing.assert_close(found.double(), maxsim_quantized_reference(case.queries, documents, **options), **CLOSE)
+
+
+@settings(max_examples=15, **OPTIONS)
+@given(case=packed(dtypes=HALF_AND_FLOAT), precision=st.sampled_from(PRECISIONS))
+def test_packed(case: tuple, precision: tuple[str, bool]) -> None:
+    (queries, documents, *bounds), options = case
+    documents, options = quantize(documents, precision[0]), {"quantize_queries": precision[1], **options}
+    found = maxsim_varlen(queries, documents, *bounds, **options, implementation="triton")
+    expected = maxsim_quantized_reference(queries, documents, *bounds, **options)
+    torch.testing.assert_close(found.double(), expected, **CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("queries_shape", "documents_shape", "quantize_queries"),
+    [
+        ((3, 33, 24), (2, 150, 24), True),  # two blocks of rows, two tiles of tokens, sums of 8 rows
+        ((2, 5, 300), (2, 40, 300), True),  # embeddings that are split into blocks
+        ((2, 5, 1100), (2, 20, 1100), False),  # more products than one sum takes
+        ((1, 3, 8), (40, 3, 8), True),  # a program that walks several documents
+    ],
+)
+@pytest.mark.parametrize("precision", ["int8", "uint8", "fp8"])
+def test_tile_boundaries(
+    precision: str, queries_shape: tuple[int, ...], documents_shape: tuple[int, ...], quantize_queries: bool
+) -> None:
+    torch.manual_seed(0)
+    queries, documents = torch.randn(queries_shape), quantize(torch.randn(documents_shape), precision)
+    if precision == "fp8" and quantize_queries:
+        queries = fp8_exact(queries)
+    options = {
+        "queries_mask": torch.rand(queries_shape[:-1]), "documents_mask": torch.rand(documents_shape[:-1]) > 0.2,
+        "normalize": precision == "fp8", "masking": "zero", "quantize_queries": quantize_queries,
+    }  # fmt: skip
+    found = maxsim(queries, documents, **options, implementation="triton")
+    torch.testing.assert_close(found.double(), maxsim_quantized_reference(queries, documents, **options), **CLOSE)
+
+
+def test_a_token_that_is_not_a_number() -> None:
+    """The scores of its document, and of its query, and no others; masked, none."""
+    torch.manual_seed(0)
+    queries, documents = torch.randn(3, 4, 16), torch.randn(3, 5, 16)
+    queries[1, 2, 3], documents[2, 1, 0] = torch.nan, torch.inf
+    quantized = quantize(documents)
+    found = maxsim(queries, quantized, implementation="triton")
+    assert found.isnan().tolist() == [[False, False, True], [True, True, True], [False, False, True]]
+    masks = {"queries_mask": ~queries.isnan().any(dim=-1), "documents_mask": ~documents.isinf().any(dim=-1)}
+    assert not maxsim(queries, quantized, **masks, implementation="triton").isnan().any()
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+def test_queries_are_quantized_to_the_bit(normalize: bool) -> None:
+    torch.manual_seed(0)
+    queries = torch.randn(3, 4, 20) * torch.logspace(-44, 30, 4).unsqueeze(1)
+    queries[0, 1], queries[1, 1, 7], queries[2, 1, 3] = 0.0, torch.nan, torch.inf
+    # Ties: halves, after the division by a scale of 1.
+    queries[0, 2] = torch.tensor([127.0, *(torch.arange(19) - 9.5)])
+    expected = quantize(queries)
+    values, scales = quantized_rows(queries, queries.stride()[:2], tuple(queries.shape), "int8", normalize)
+    assert torch.equal(values, expected.values)
+    scale = expected.scales
+    if normalize:
+        scale = scale / torch.linalg.vector_norm(expected.dequantize(), dim=-1).clamp(min=1e-12)
+    torch.testing.assert_close(scales, scale, rtol=1e-6 if normalize else 0.0, atol=0.0, equal_nan=True)

@@ -1,0 +1,280 @@
+"""`quantize`, `QuantizedEmbeddings`, and the scores of quantized documents against the definition in float64."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from torch import Tensor
+
+from pylate_flash import QuantizedEmbeddings, maxsim, maxsim_pairwise, maxsim_varlen, pack, quantize
+from pylate_flash.ops import blocked
+from pylate_flash.ops.quantized import maxsim_quantized_reference
+from tests.ops.cases import Case, cases
+from tests.ops.test_varlen import packed
+
+OPTIONS = {"deadline": None, "derandomize": True}
+PRECISIONS = ["int8", "uint8", "fp8"]
+CLOSE = {"rtol": 2e-6, "atol": 2e-6, "equal_nan": True}
+
+
+def fp8_exact(embeddings: Tensor) -> Tensor:
+    """Embeddings that quantizing to fp8 changes nothing of: of its values, with a scale of 1."""
+    exact = (embeddings * 100).clamp(-448, 448).to(torch.float8_e4m3fn).float()
+    exact[..., 0] = 448.0
+    return exact
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_quantized_to_the_nearest_value(dtype: torch.dtype, precision: str) -> None:
+    torch.manual_seed(0)
+    embeddings = (torch.randn(3, 7, 40) * torch.tensor([0.01, 1.0, 100.0]).view(3, 1, 1)).to(dtype)
+    quantized = quantize(embeddings, precision)
+    wide = embeddings.float().double()
+    found, scales = quantized.dequantize(torch.float64), quantized.scales.double().unsqueeze(-1)
+    if precision == "fp8":
+        # Half a unit in the last of 3 bits behind the point, or of the smallest value, 2^-9.
+        step = torch.maximum(wide.abs() / 16, scales * 2.0**-10)
+    else:
+        # What is rounded has lost its offset, with a rounding of its own.
+        step = scales / 2 * (1 + 1e-4)
+        levels = (wide.amax(-1) - wide.amin(-1)) / 255 if precision == "uint8" else wide.abs().amax(-1) / 127
+        torch.testing.assert_close(scales.squeeze(-1), levels, rtol=1e-6, atol=0.0)
+    assert ((found - wide).abs() <= step * (1 + 1e-6)).all()
+    largest = wide.abs().amax(-1, keepdim=True)
+    assert ((quantized.dequantize().double() - found).abs() <= 1e-6 * largest).all()
+    assert quantized.dequantize(torch.bfloat16).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_tokens_of_one_value_and_of_zeros(precision: str) -> None:
+    embeddings = torch.tensor([[0.0, 0.0], [0.3, 0.3], [-2.0, -2.0], [1e-45, 0.0]])
+    found = quantize(embeddings, precision).dequantize()
+    torch.testing.assert_close(found, embeddings, rtol=1e-6, atol=1e-44)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_token_that_is_not_a_number_is_none_as_a_whole(precision: str) -> None:
+    embeddings = torch.ones(4, 3)
+    embeddings[1, 2], embeddings[2, 0] = torch.nan, -torch.inf
+    found = quantize(embeddings, precision).dequantize()
+    assert found.isnan().tolist() == [[False] * 3, [True] * 3, [True] * 3, [False] * 3]
+
+
+def test_a_block_of_tokens_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pylate_flash.ops import quantization
+
+    embeddings = torch.randn(5, 7, 8, generator=torch.Generator().manual_seed(0))
+    expected = quantize(embeddings, "uint8")
+    monkeypatch.setattr(quantization, "_TOKENS_AT_ONCE", 4)
+    found = quantize(embeddings, "uint8")
+    assert torch.equal(found.values, expected.values)
+    assert torch.equal(found.scales, expected.scales)
+    assert torch.equal(found.offsets, expected.offsets)
+
+
+@settings(max_examples=60, **OPTIONS)
+@given(case=cases(), precision=st.sampled_from(PRECISIONS), quantize_queries=st.booleans())
+def test_scores_are_those_of_dequantized_embeddings(case: Case, precision: str, quantize_queries: bool) -> None:
+    documents, options = quantize(case.documents, precision), {"quantize_queries": quantize_queries, **case.keywords}
+    found = maxsim(case.queries, documents, **options)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), maxsim_quantized_reference(case.queries, documents, **options), **CLOSE)
+
+
+@settings(max_examples=40, **OPTIONS)
+@given(case=packed(), precision=st.sampled_from(PRECISIONS), quantize_queries=st.booleans())
+def test_packed(case: tuple, precision: str, quantize_queries: bool) -> None:
+    (queries, documents, *bounds), options = case
+    documents, options = quantize(documents, precision), {"quantize_queries": quantize_queries, **options}
+    found = maxsim_varlen(queries, documents, *bounds, **options)
+    expected = maxsim_quantized_reference(queries, documents, *bounds, **options)
+    torch.testing.assert_close(found.double(), expected, **CLOSE)
+
+
+@pytest.mark.parametrize("shape", [(9, 20, 16), (4, 3, 20, 16)])
+def test_several_blocks_of_documents(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    queries, documents = torch.randn(4, 5, 16), quantize(torch.randn(shape), "uint8")
+    masks = {"queries_mask": torch.rand(4, 5), "documents_mask": torch.rand(shape[:-1]) > 0.5}
+    expected = maxsim_quantized_reference(queries, documents, **masks)
+    flat = quantize(torch.randn(180, 16)), torch.tensor([0, 20, 20, 60, 100, 180])
+    owners = {"candidates_cu_seqlens": torch.tensor([0, 2, 2, 4, 5])}
+    bounds = torch.tensor([0, 5, 10, 15, 20]), flat[1]
+    for block in (1, 160, 1 << 20):
+        monkeypatch.setattr(blocked, "_BLOCK_CPU", block)
+        torch.testing.assert_close(maxsim(queries, documents, **masks).double(), expected, **CLOSE)
+        for options in ({}, owners):
+            packed_queries = queries.flatten(0, 1)
+            found = maxsim_varlen(packed_queries, flat[0], *bounds, **options, empty_score=-1.0)
+            of_packed = maxsim_quantized_reference(packed_queries, flat[0], *bounds, **options, empty_score=-1.0)
+            torch.testing.assert_close(found.double(), of_packed, **CLOSE)
+
+
+@pytest.mark.parametrize("shape", [(0, 5, 8), (3, 0, 8)])
+def test_no_documents_and_no_tokens(shape: tuple[int, ...]) -> None:
+    documents = quantize(torch.ones(shape))
+    found = maxsim(torch.ones(2, 4, 8), documents, empty_score=-7.0, reduction="mean")
+    assert torch.equal(found, torch.full((2, shape[0]), -7.0))
+    packed_documents, bounds = quantize(torch.ones(0, 8)), torch.zeros(shape[0] + 1, dtype=torch.int32)
+    found = maxsim_varlen(torch.ones(4, 8), packed_documents, torch.tensor([0, 4, 4]), bounds, empty_score=-7.0)
+    assert torch.equal(found, torch.full((2, shape[0]), -7.0))
+
+
+def test_queries_as_they_are_are_not_rounded() -> None:
+    """Where quantizing the queries changes the score, and where not."""
+    queries, documents = torch.tensor([[[1.0, 0.001]]]), quantize(torch.eye(2).view(1, 2, 2))
+    assert maxsim(queries * torch.tensor([0.0, 1.0]) + 0.0, documents).item() == pytest.approx(0.001)
+    second = quantize(torch.tensor([[[0.0, 1.0]]]))
+    assert maxsim(queries, second).item() == 0.0
+    assert maxsim(queries, second, quantize_queries=False).item() == pytest.approx(0.001)
+
+
+def test_under_autocast_queries_take_its_type() -> None:
+    queries, documents = torch.randn(2, 3, 8), quantize(torch.randn(2, 4, 8))
+    expected = maxsim(queries.bfloat16(), documents, quantize_queries=False)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(maxsim(queries, documents, quantize_queries=False), expected)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_opcheck_and_compile(precision: str) -> None:
+    torch.manual_seed(0)
+    queries, documents = torch.randn(2, 3, 8), quantize(torch.randn(4, 5, 8), precision)
+    call = (queries, documents.values, *[None] * 5, 0, 0, 0, False, "mean", "exclude", 0.0, "auto")
+    arguments = (*call, documents.scales, documents.offsets, True)
+    # The test of the schema multiplies the inputs, and torch has no product of fp8 elements.
+    tests = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
+    tests += [] if precision == "fp8" else ["test_schema"]
+    torch.library.opcheck(torch.ops.pylate_flash.maxsim_quantized.default, arguments, test_utils=tests)
+    found = torch.compile(maxsim, fullgraph=True)(queries, documents, reduction="mean")
+    torch.testing.assert_close(found, maxsim(queries, documents, reduction="mean"))
+
+
+def test_a_gradient_is_refused() -> None:
+    queries, documents = torch.randn(2, 3, 8, requires_grad=True), quantize(torch.randn(2, 4, 8, requires_grad=True))
+    with pytest.raises(RuntimeError, match="maxsim of quantized documents has no gradient"):
+        maxsim(queries, documents)
+    with torch.no_grad():
+        assert torch.equal(maxsim(queries, documents), maxsim(queries.detach(), documents))
+
+
+def tensors_of(quantized: QuantizedEmbeddings) -> dict[str, Tensor | None]:
+    return {name: getattr(quantized, name) for name in ("values", "scales", "offsets", "cu_seqlens")}
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_saved_and_loaded_to_the_bit(precision: str, is_packed: bool, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    embeddings, bounds = pack([torch.randn(3, 8), torch.randn(0, 8), torch.randn(2, 8)])
+    if is_packed:
+        quantized = quantize(embeddings, precision, cu_seqlens=bounds)
+    else:
+        # Views of larger tensors, which safetensors does not take as they are.
+        whole = quantize(torch.randn(4, 6, 8), precision)
+        offsets = None if whole.offsets is None else whole.offsets[:, :3]
+        quantized = QuantizedEmbeddings(whole.values[:, :3], whole.scales[:, :3], offsets)
+    path = tmp_path / "documents.safetensors"
+    for _ in range(2):
+        quantized.save(path)
+    found = QuantizedEmbeddings.load(path)
+    assert found.precision == precision
+    assert found.nbytes == quantized.nbytes
+    for name, tensor in tensors_of(quantized).items():
+        read = getattr(found, name)
+        assert (read is None) == (tensor is None)
+        if tensor is not None:
+            assert read.dtype == tensor.dtype
+            assert torch.equal(read.contiguous().view(torch.uint8), tensor.contiguous().view(torch.uint8))
+    assert os.listdir(tmp_path) == ["documents.safetensors"]
+
+
+def test_a_write_that_fails_leaves_the_file_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from pylate_flash.ops import quantization
+
+    path = tmp_path / "documents.safetensors"
+    quantize(torch.ones(1, 2, 4)).save(path)
+    before = path.read_bytes()
+
+    def half(tensors: dict, name: str, metadata: dict) -> None:
+        Path(name).write_bytes(before[:20])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(quantization, "save_file", half)
+    with pytest.raises(OSError, match="No space left"):
+        quantize(torch.zeros(1, 2, 4)).save(path)
+    assert path.read_bytes() == before
+    assert os.listdir(tmp_path) == ["documents.safetensors"]
+
+
+def test_other_files_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "documents.safetensors"
+    quantize(torch.ones(1, 2, 4)).save(path)
+    content = path.read_bytes()
+    for damaged in (b"", content[: len(content) // 2], b"x" * 100):
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"documents.safetensors holds no quantized embeddings"):
+            QuantizedEmbeddings.load(path)
+    save_file({"values": torch.ones(2)}, path)
+    with pytest.raises(ValueError, match="its metadata are None"):
+        QuantizedEmbeddings.load(path)
+    with pytest.raises(FileNotFoundError):
+        QuantizedEmbeddings.load(tmp_path / "missing")
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: quantize(torch.ones(2, 3), "int4"), ValueError, "precision must be one of 'int8', 'uint8', 'fp8'"),
+        (lambda: quantize(torch.ones(2, 3, dtype=torch.int64)), TypeError, "embeddings must be float16"),
+        (lambda: quantize(torch.ones(3)), ValueError, r"embeddings must have shape \[T, d\] or"),
+        (lambda: quantize(torch.ones(1, 2, 3), cu_seqlens=torch.tensor([0, 2])), ValueError, "are of packed"),
+        (lambda: QuantizedEmbeddings(torch.ones(2, 3), torch.ones(2)), TypeError, "values must be int8"),
+        (
+            lambda: QuantizedEmbeddings(torch.ones(2, 3, dtype=torch.int8), torch.ones(3)),
+            ValueError, r"scales must have shape \[2\], got \[3\]",
+        ),
+        (
+            lambda: QuantizedEmbeddings(torch.ones(2, 3, dtype=torch.int8), torch.ones(2).half()),
+            TypeError, "scales must be float32, got torch.float16",
+        ),
+        (
+            lambda: QuantizedEmbeddings(torch.ones(2, 3, dtype=torch.uint8), torch.ones(2)),
+            ValueError, "offsets must be given for values of torch.uint8, got None",
+        ),
+        (
+            lambda: QuantizedEmbeddings(torch.ones(2, 3, dtype=torch.int8), torch.ones(2), torch.ones(2)),
+            ValueError, "offsets must be None for values of torch.int8, got a tensor",
+        ),
+        (lambda: quantize(torch.ones(2, 3)).dequantize(torch.int8), TypeError, "dtype must be a floating torch.dtype"),
+        (lambda: maxsim(torch.ones(1, 2, 3), quantize(torch.ones(2, 3))), ValueError, r"documents must have shape"),
+        (
+            lambda: maxsim(torch.ones(1, 2, 3), quantize(torch.ones(1, 2, 4))),
+            ValueError, "documents must have the embedding size of queries, 3, got 4",
+        ),
+        (
+            lambda: maxsim_pairwise(torch.ones(1, 2, 3), quantize(torch.ones(1, 2, 3))),
+            TypeError, "documents must be a torch.Tensor, got QuantizedEmbeddings",
+        ),
+        (
+            lambda: maxsim(torch.ones(1, 2, 3), quantize(torch.ones(1, 2, 3)), reduction="max"),
+            ValueError, "reduction must be one of",
+        ),
+        (
+            lambda: maxsim_varlen(
+                torch.ones(2, 3), quantize(torch.ones(2, 3)), torch.tensor([0, 2]), torch.tensor([0, 3])
+            ),
+            ValueError, "documents_cu_seqlens must rise from 0",
+        ),
+    ],
+)  # fmt: skip
+def test_one_error_for_each_mistake(call, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()
