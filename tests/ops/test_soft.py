@@ -115,6 +115,14 @@ def test_gradients_equal_those_of_the_definition(case: Case, beta: float) -> Non
     assert found[1].dtype == found[2].dtype == case.queries.dtype
 
 
+@settings(max_examples=10, deadline=None, derandomize=True)
+@given(case=cases(dtypes=(torch.bfloat16, torch.float16)), beta=BETAS)
+def test_half_gradients_are_close(case: Case, beta: float) -> None:
+    found = soft_gradients(soft_maxsim, case, beta)
+    check_gradients(found, soft_gradients(soft_maxsim_reference, case.doubled(), beta), 1e-2)
+    assert found[1].dtype == found[2].dtype == case.queries.dtype
+
+
 @settings(**OPTIONS)
 @given(case=packed(), beta=BETAS)
 def test_packed_tokens(case: tuple, beta: float) -> None:
@@ -246,6 +254,18 @@ def test_bad_input(change: dict, error: type[Exception], message: str) -> None:
     arguments = {"queries": torch.ones(2, 3, 4), "documents": torch.ones(3, 5, 4), "beta": 2.0} | change
     with pytest.raises(error, match=message):
         soft_maxsim(**arguments)
+
+
+def test_bad_packed_input() -> None:
+    tokens, bounds = torch.ones(3, 4), torch.tensor([0, 1, 3])
+    with pytest.raises(ValueError, match=r"queries must have shape \[Tq, d\], got \[1, 3, 4\]"):
+        soft_maxsim_varlen(tokens[None], tokens, 2.0, bounds, bounds)
+    with pytest.raises(
+        ValueError, match="documents_cu_seqlens must rise from 0 to the number of tokens of documents, 3"
+    ):
+        soft_maxsim_varlen(tokens, tokens, 2.0, bounds, bounds[:2])
+    with pytest.raises(ValueError, match="beta must be above 0 and finite, got -1"):
+        soft_maxsim_varlen(tokens, tokens, -1.0, bounds, bounds)
 
 
 def test_no_second_derivative() -> None:

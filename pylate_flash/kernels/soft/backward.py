@@ -7,6 +7,7 @@ probabilities once more. Sums have an order: the same bits every time.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -99,10 +100,11 @@ def _grad_rows(problem: Problem, queries_mask: Tensor | None, candidates: Tensor
     """The gradient of every score times the weight of each row, [documents, rows], contiguous."""
     if candidates is not None:
         # [documents, 1 query, rows of it]
-        grad = grad_scores[:, None, None]
-        owners = torch.arange(problem.n_queries, device=problem.device)
-        owners = owners.repeat_interleave(candidates.diff(), output_size=problem.n_documents)
-        of_rows = None if queries_mask is None else queries_mask[owners].unsqueeze(1)
+        grad, of_rows = grad_scores[:, None, None], None
+        if queries_mask is not None:
+            owners = torch.arange(problem.n_queries, device=problem.device)
+            owners = owners.repeat_interleave(candidates.diff(), output_size=problem.n_documents)
+            of_rows = queries_mask[owners].unsqueeze(1)
     elif problem.groups == 1:
         # [documents, queries, rows of each]
         grad, of_rows = grad_scores.T.unsqueeze(-1), queries_mask
@@ -155,4 +157,4 @@ def _queries(problem: Problem, plan: GradientPlan, inputs: Inputs, grad_queries:
 
 def _slope(slopes: Tensor, beta: Tensor) -> Tensor:
     """The gradient of beta, from the sums of grad * p * log2(p): that of (1 / beta) lse is -entropy / beta**2."""
-    return (slopes.sum(dtype=torch.float64) * 0.6931471805599453 / beta.double().square()).to(beta.dtype)
+    return (slopes.sum(dtype=torch.float64) * math.log(2.0) / beta.double().square()).to(beta.dtype)

@@ -23,11 +23,12 @@ _MAX_WHOLE = {2: 256, 4: 32}
 _PART_BYTES = 128
 # Elements of a gradient that a program sums, of an embedding that is read in parts.
 _SPLIT_OWNED = 64
-# Query rows x document tokens of the forward. A logarithm of a sum needs every product once, so that an exponential of
-# one tile runs beside the products of another program: several find room on a processor.
+# Query rows x document tokens of the forward. Two programs find room on a processor, and the exponentials of one are
+# computed beside the products of the other.
 _FORWARD = Tile(128, 64, 4, 3)
 _FORWARD_WIDE = Tile(64, 32, 4, 2)
-# Tokens or rows whose gradient a program keeps in registers, and those that it walks at once.
+# Tokens or rows whose gradient a program keeps in registers, and those that it walks at once. So many take the tile of
+# what is walked, rows or tokens, from L2 half as often as half as many.
 _GRADIENT = Tile(128, 64, 8, 2)
 _GRADIENT_WIDE = Tile(64, 32, 4, 2)
 _HALF_ROWS = 64
