@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ..ops.problem import Kind
 
 # Registers of a processor.
-_REGISTERS = 1 << 16
+REGISTERS = 1 << 16
 
 
 class Form(NamedTuple):
@@ -90,7 +90,7 @@ def stacked_form(
     registers = None
     if in_pieces and not blocks.split and not kind.normalize and item == 2:
         # Two programs share a processor. Left alone, ptxas takes a few registers more for the pieces than that leaves.
-        registers = _REGISTERS // (2 * 32 * tile.num_warps)
+        registers = REGISTERS // (2 * 32 * tile.num_warps)
     constants = (
         kind.size, *blocks[:2], tile.rows, tile.columns, group, blocks.split, kind.cu_seqlens is not None, in_pieces,
         kind.queries_mask is not None, kind.weighted, kind.documents_mask is not None, kind.zero_masked,

@@ -53,8 +53,9 @@ def retrieve(problem: Problem, tensors: Tensors, pool: Pool) -> Retrieval:
     del groups
     if plan.collection.n_runs:
         _, n_runs, depth = plan.collection
-        counts = torch.empty(rows, n_runs, plan.tile.columns, dtype=torch.int32, device=device)
-        places = torch.empty(*counts.shape, depth, dtype=torch.int32, device=device)
+        columns = plan.tile.columns
+        counts = torch.empty(rows, n_runs, columns, dtype=torch.int32, device=device)
+        places = torch.empty(rows, n_runs, depth, columns, dtype=torch.int32, device=device)
         collect(problem, plan, inputs, state, places, counts)
         select_threshold(places, counts, state)
         del places, counts
