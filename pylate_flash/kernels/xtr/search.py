@@ -68,7 +68,7 @@ def _select_kernel(
     DEPTH: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Of one row: its search is over, if all keys from the lowest on have found a place."""
+    """Of one row: its search is over, if all similarities from that of its key on have found a place."""
     wait_for_previous_kernel()
     row = tl.program_id(0).to(tl.int64)
     places = tl.arange(0, PLACES)
@@ -77,7 +77,8 @@ def _select_kernel(
     counts = tl.load(counts_ptr + of_column, mask=run < n_runs, other=0)
     if (tl.load(state_ptr + n_rows + row) >= 0) & (tl.max(counts, axis=0) <= DEPTH):
         exists = places // COLUMNS % DEPTH < counts
-        keys = tl.load(places_ptr + row * n_runs * DEPTH * COLUMNS + places, mask=exists, other=-2147483648)
+        bits = tl.load(places_ptr + row * n_runs * DEPTH * COLUMNS + places, mask=exists, other=0)
+        keys = keys_of(bits.to(tl.float32, bitcast=True))
         wanted = tl.load(state_ptr + 2 * n_rows + row)
         found = _largest(keys, exists, wanted)
         wanted -= tl.sum((exists & (keys > found)).to(tl.int32), axis=0)
@@ -143,7 +144,7 @@ def begin(groups: Tensor, best: Tensor, wanted: Tensor, state: Tensor) -> None:
 
 
 def select_threshold(places: Tensor, counts: Tensor, state: Tensor) -> None:
-    """End the search of every row of which all keys from the lowest on have found a place (`walk.collect`)."""
+    """End the search of every row of which all similarities above its bound have found a place (`walk.collect`)."""
     rows, n_runs, depth, columns = places.shape
     padded = power_of_two(n_runs * depth * columns)
     _select(

@@ -17,7 +17,7 @@ from ..forward.common import SUMMED_EMBEDDING, winner_of
 from ..forward.cuts import NO_WINNER
 from ..launch import Kernel, Region
 from ..reductions import larger, max_along
-from .keys import keys_of
+from .keys import keys_of, similarities_of
 from .plan import BIN_BITS, Plan
 from .scatter import count, scatter
 
@@ -60,8 +60,9 @@ def _walk_kernel(
     """MAXIMA: best [Nd, rows] and winners; and maxima of GROUPS groups of each tile's tokens, [rows, n_groups], but
     those of tiles without an active token, and of groups from `n_groups` on.
 
-    COLLECT: groups [rows, runs, DEPTH, BLOCK_TOKENS] are the keys from the row's on, of every column of the tiles of a
-    run, counts [rows, runs, BLOCK_TOKENS] how many there are, also if they are more. Of rows with a width from 0 on.
+    COLLECT: groups [rows, runs, DEPTH, BLOCK_TOKENS] are the bits of similarities, from that of the row's key on, of
+    every column of the tiles of a run; counts [rows, runs, BLOCK_TOKENS] how many there are, also where they are more.
+    Of rows with a width from 0 on.
 
     BINS: adds to counts [rows, bins] the similarities of each bin of 2**width keys, from the row's key on, of rows with
     a width from 0 on. TALLY: counts [2, Nd, rows] of tokens above the row's key, and equal to it, of tallied rows.
@@ -100,6 +101,7 @@ def _walk_kernel(
         run_index = tl.program_id(0) // n_row_blocks
         groups_ptr += (first_row.to(tl.int64) * n_runs + run_index) * ROOM
         row_begins = tl.arange(0, BLOCK_ROWS) * (n_runs * ROOM)
+        bound = similarities_of(lowest)
         place = row_begins[:, None] + slots[None, :]
     for index in tl.range(0, last - first, flatten=not SPLIT):
         document = first + index
@@ -157,17 +159,19 @@ def _walk_kernel(
                     mask = row_exists[:, None] & (group < n_groups)[None, :]
                     tl.store(to, max_along(found, 1), mask=mask)
             else:
-                keys = keys_of(similarities)
                 exists = counted[:, None] & (start + columns < length)[None, :]
                 if MODE == COLLECT:
-                    reaches = exists & (keys >= lowest[:, None])
-                    scatter(groups_ptr, place, keys, reaches & (place < (row_begins + ROOM)[:, None]), PTX)
+                    reaches = exists & ~(similarities < bound[:, None])
+                    fits = reaches & (place < (row_begins + ROOM)[:, None])
+                    scatter(groups_ptr, place, similarities.to(tl.int32, bitcast=True), fits, PTX)
                     place += tl.where(reaches, BLOCK_TOKENS, 0)
                 elif MODE == BINS:
+                    keys = keys_of(similarities)
                     bins = (keys - lowest[:, None]).to(tl.uint32, bitcast=True) >> width[:, None]
                     inside = exists & (keys >= lowest[:, None]) & (bins < (1 << BIN_BITS))
                     count(counts_ptr, row_bins[:, None] + bins.to(tl.int32, bitcast=True), inside, PTX)
                 else:
+                    keys = keys_of(similarities)
                     above += tl.sum((exists & (keys > lowest[:, None])).to(tl.int32), axis=1)
                     equal += tl.sum((exists & (keys == lowest[:, None])).to(tl.int32), axis=1)
         to = flat * n_rows + rows
@@ -193,9 +197,10 @@ def find_maxima(problem: Problem, plan: Plan, inputs: Inputs, best: Tensor, winn
 
 
 def collect(problem: Problem, plan: Plan, inputs: Inputs, state: Tensor, places: Tensor, counts: Tensor) -> None:
-    """Leave the keys from the lowest on, of rows whose search goes on, in `places` [rows, runs, depth, columns].
+    """Leave the similarities from that of the row's key on in `places` [rows, runs, depth, columns], int32 bits.
 
-    `counts` [rows, runs, columns] tells how many there are, which may be more than there is room for.
+    Only of rows whose search goes on. `counts` [rows, runs, columns] tells how many there are, which may be more than
+    there is room for.
     """
     run, n_runs, depth = plan.collection
     plan = plan._replace(run=run, n_runs=n_runs)
