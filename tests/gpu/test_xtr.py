@@ -105,6 +105,22 @@ def test_unit_vectors(dtype: torch.dtype) -> None:
         assert relative_error(gradient, right) <= 1e-2
 
 
+@pytest.mark.parametrize("dtype", [HALF, FLOAT])
+def test_nan_and_infinity_are_as_on_a_cpu(dtype: torch.dtype) -> None:
+    queries, documents = unit(3, 5, 32, dtype=dtype), unit(40, 30, 32, dtype=dtype, seed=1)
+    documents[3, 7, 1] = torch.nan
+    documents[5, :, 2] = torch.inf
+    documents[6] = -torch.inf
+    queries[1, 2, 3] = torch.nan
+    for normalizer in ("positive", "retrieved"):
+        for k in (1, 50, 1190, 1200, 5000):
+            options = {"k": k, "normalizer": normalizer}
+            found = kernel(queries, documents, **options).cpu()
+            expected = xtr_scores(queries.cpu(), documents.cpu(), **options)
+            assert expected[:, 3].isnan().all()
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
 def test_the_same_bits_every_time() -> None:
     queries, documents = unit(16, 32, 128, dtype=HALF), unit(64, 180, 128, dtype=HALF, seed=1)
     case = Case(queries, documents, None, None, {"k": 100})

@@ -42,7 +42,7 @@ def retrieve(problem: Problem, tensors: Tensors, pool: Pool) -> Retrieval:
     # [rows, n_groups]: the documents, or parts of them, of which those without an active token are not written.
     groups = best.T
     if plan.groups:
-        groups = torch.full((rows, plan.n_groups), -torch.inf, device=device)
+        groups = torch.full((rows, plan.n_groups), -torch.inf, dtype=torch.float32, device=device)
     find_maxima(problem, plan, inputs, best, winners, groups)
 
     wanted = pool.counts.sum().clamp(max=pool.k).to(torch.int32)
