@@ -76,7 +76,8 @@ class Contrastive(PyLateContrastive):
         ColBERT model, PyLate's or ours.
     score_metric
         Function of queries [Nq, Lq, d], stacked documents [Nd, N, Ld, d], ``queries_mask`` and ``documents_mask`` that
-        returns [Nq, Nd * N], query-major. Default: the MaxSim scorer that the flags name.
+        returns [Nq, Nd * N], query-major, such as ``scores.XTRScores(k)``. Default: the MaxSim scorer that the flags
+        name.
     score_mini_batch_size
         Where PyLate's code scores (see ``scorer``): so many queries at a time. Default: the whole batch. This package's
         operation bounds its memory itself, and takes no notice.
@@ -386,7 +387,7 @@ class Distillation(PyLateDistillation):
         ColBERT model, PyLate's or ours.
     score_metric
         Function of queries [Nq, Lq, d], candidates [Nq, K, Ld, d], ``queries_mask`` and ``documents_mask`` that returns
-        [Nq, K]. Default: the MaxSim scorer that the flags name.
+        [Nq, K], such as ``scores.XTRKDScores(k)``. Default: the MaxSim scorer that the flags name.
     size_average
         Average over the queries of the batch; otherwise sum.
     normalize_scores

@@ -175,7 +175,7 @@ def _scores(
     queries_mask, documents_mask = checked_masks(tensors)
     active = documents.new_ones(documents.shape[:2], dtype=torch.bool)
     pool = pool_of(active if documents_mask is None else documents_mask, k, normalizer == "positive")
-    scores = torch.zeros(problem.scores_shape, device=problem.device)
+    scores = torch.zeros(problem.scores_shape, dtype=torch.float32, device=problem.device)
     divisors = torch.full_like(scores, _LEAST[normalizer])
     winners = torch.full(problem.winners_shape, -1, dtype=problem.winners_dtype, device=problem.device)
     if not problem.is_empty:

@@ -92,7 +92,8 @@ def scoring(found: Retrieval, pool: Pool) -> tuple[Tensor, Tensor]:
         assert found.equal is not None
         before = found.equal.cumsum(dim=0, dtype=torch.int32) - found.equal
         count = found.above + (found.n_equal - before).clamp(min=0).minimum(found.equal)
-        retrieved = torch.where(found.tallied, (count > 0) | nan, retrieved)
+        # Where nothing was counted, all that reaches the threshold is retrieved.
+        retrieved &= (count > 0) | ~found.tallied | nan
         if pool.with_whole:
             whole = found.tallied & (count >= pool.counts.unsqueeze(1)) & pool.complete.unsqueeze(1)
     return retrieved & pool.nonempty, whole

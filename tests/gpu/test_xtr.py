@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from pylate_flash.kernels.xtr import plan_of, retrieve, walk
+from pylate_flash.kernels.xtr import plan, plan_of, retrieve, walk
 from pylate_flash.ops import xtr, xtr_scores, xtr_scores_reference
 from pylate_flash.ops.problem import Options, Tensors, problem_of
 from pylate_flash.ops.xtr_retrieval import pool_of
@@ -57,10 +57,17 @@ def test_shapes_with_many_ties(queries, documents, k: int, dtype: torch.dtype, n
         check_scores_and_gradients(kernel, case)
 
 
+@pytest.mark.parametrize("way", ["as planned", "no room", "bins"])
 @pytest.mark.parametrize("precision", ["highest", "high"])
 @pytest.mark.parametrize(("queries", "documents", "k", "dtype"), SHAPES)
-def test_exactly_k_tokens_are_retrieved(queries, documents, k: int, dtype: torch.dtype, precision: str) -> None:
+def test_exactly_k_tokens_are_retrieved(
+    queries, documents, k: int, dtype: torch.dtype, precision: str, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All steps of a search see the same bits: of any row, k tokens reach the threshold that it found."""
+    if way != "as planned":
+        # Few places, of which some rows take too many; none.
+        collection = plan.Collection(-(-documents[0] // 2), 2, 2) if way == "no room" else plan.Collection(0, 0, 0)
+        monkeypatch.setattr(plan, "_collection", lambda *sizes: collection)
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)
     try:
@@ -96,6 +103,22 @@ def test_unit_vectors(dtype: torch.dtype) -> None:
     assert ((found - expected).abs() <= 2e-6 * expected.abs()).double().mean() >= 0.99
     for gradient, right in zip(gradients(kernel, case), gradients(xtr_scores_reference, case.doubled()), strict=True):
         assert relative_error(gradient, right) <= 1e-2
+
+
+@pytest.mark.parametrize("dtype", [HALF, FLOAT])
+def test_nan_and_infinity_are_as_on_a_cpu(dtype: torch.dtype) -> None:
+    queries, documents = unit(3, 5, 32, dtype=dtype), unit(40, 30, 32, dtype=dtype, seed=1)
+    documents[3, 7, 1] = torch.nan
+    documents[5, :, 2] = torch.inf
+    documents[6] = -torch.inf
+    queries[1, 2, 3] = torch.nan
+    for normalizer in ("positive", "retrieved"):
+        for k in (1, 50, 1190, 1200, 5000):
+            options = {"k": k, "normalizer": normalizer}
+            found = kernel(queries, documents, **options).cpu()
+            expected = xtr_scores(queries.cpu(), documents.cpu(), **options)
+            assert expected[:, 3].isnan().all()
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
 def test_the_same_bits_every_time() -> None:
@@ -135,7 +158,7 @@ def test_views_and_cuda_graphs() -> None:
     assert not torch.equal(captured, expected)
 
 
-def test_a_step_takes_a_tenth_of_the_similarities() -> None:
+def test_a_step_takes_a_fifth_of_the_similarities() -> None:
     queries, documents = unit(128, 32, 128, dtype=HALF), unit(256, 180, 128, dtype=HALF, seed=1)
     case = Case(queries, documents, None, None, {"k": 256})
     gradients(kernel, case)
@@ -143,4 +166,4 @@ def test_a_step_takes_a_tenth_of_the_similarities() -> None:
     torch.cuda.reset_peak_memory_stats()
     found = gradients(kernel, case)
     similarities = 4 * 128 * 32 * 256 * 180
-    assert torch.cuda.max_memory_allocated() - before - sum(g.nbytes for g in found) <= similarities / 10
+    assert torch.cuda.max_memory_allocated() - before - sum(g.nbytes for g in found) <= similarities / 5

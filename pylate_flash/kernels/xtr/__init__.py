@@ -42,7 +42,7 @@ def retrieve(problem: Problem, tensors: Tensors, pool: Pool) -> Retrieval:
     # [rows, n_groups]: the documents, or parts of them, of which those without an active token are not written.
     groups = best.T
     if plan.groups:
-        groups = torch.full((rows, plan.n_groups), -torch.inf, device=device)
+        groups = torch.full((rows, plan.n_groups), -torch.inf, dtype=torch.float32, device=device)
     find_maxima(problem, plan, inputs, best, winners, groups)
 
     wanted = pool.counts.sum().clamp(max=pool.k).to(torch.int32)
@@ -53,8 +53,9 @@ def retrieve(problem: Problem, tensors: Tensors, pool: Pool) -> Retrieval:
     del groups
     if plan.collection.n_runs:
         _, n_runs, depth = plan.collection
-        counts = torch.empty(rows, n_runs, plan.tile.columns, dtype=torch.int32, device=device)
-        places = torch.empty(*counts.shape, depth, dtype=torch.int32, device=device)
+        columns = plan.tile.columns
+        counts = torch.empty(rows, n_runs, columns, dtype=torch.int32, device=device)
+        places = torch.empty(rows, n_runs, depth, columns, dtype=torch.int32, device=device)
         collect(problem, plan, inputs, state, places, counts)
         select_threshold(places, counts, state)
         del places, counts

@@ -11,6 +11,12 @@ HIGHEST = tl.constexpr(2147483647)
 
 
 @triton.jit
+def similarities_of(keys):
+    """The similarities that have these keys."""
+    return tl.where(keys < 0, keys ^ 0x7FFFFFFF, keys).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def keys_of(similarities):
     """int32 keys in the order of float32 similarities: equal where these are, -0.0 and 0.0 too; NaN above all."""
     bits = tl.where(similarities == 0.0, 0.0, similarities).to(tl.int32, bitcast=True)

@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING, NamedTuple
 
 from .. import select
+from ..forms import REGISTERS
 from ..tiles import Tile, embedding_blocks, power_of_two, stacked_tile
 
 if TYPE_CHECKING:
@@ -56,6 +57,8 @@ class Plan(NamedTuple):
     groups: int
     n_groups: int
     collection: Collection
+    # Registers of a thread, so that two programs share a processor, where that needs no memory in their place.
+    registers: int | None
 
 
 def plan_of(problem: Problem, k: int) -> Plan:
@@ -75,6 +78,7 @@ def plan_of(problem: Problem, k: int) -> Plan:
     return Plan(
         tile, block_embedding, blocks.split, row_blocks, run, -(-n_documents // run), groups,
         min(MOST_MAXIMA, n_groups), _collection(n_documents, k, tile.columns, row_blocks, processors),
+        None if blocks.split or item > 2 else REGISTERS // (2 * 32 * tile.num_warps),
     )  # fmt: skip
 
 

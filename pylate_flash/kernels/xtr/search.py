@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -62,22 +60,25 @@ def _begin_kernel(
     tl.store(state_ptr + 2 * n_rows + row, wanted)
 
 
-@triton.jit(do_not_specialize=["n_rows", "n_columns"])
+@triton.jit(do_not_specialize=["n_rows", "n_runs"])
 def _select_kernel(
     places_ptr, counts_ptr, state_ptr,
-    n_rows, n_columns,
+    n_rows, n_runs,
     PLACES: tl.constexpr,
     DEPTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Of one row: its search is over, if all keys from the lowest on have found a place."""
+    """Of one row: its search is over, if all similarities from that of its key on have found a place."""
     wait_for_previous_kernel()
     row = tl.program_id(0).to(tl.int64)
     places = tl.arange(0, PLACES)
-    columns = places // DEPTH
-    counts = tl.load(counts_ptr + row * n_columns + columns, mask=columns < n_columns, other=0)
+    run = places // (DEPTH * COLUMNS)
+    of_column = (row * n_runs + run) * COLUMNS + places % COLUMNS
+    counts = tl.load(counts_ptr + of_column, mask=run < n_runs, other=0)
     if (tl.load(state_ptr + n_rows + row) >= 0) & (tl.max(counts, axis=0) <= DEPTH):
-        exists = places % DEPTH < counts
-        keys = tl.load(places_ptr + row * n_columns * DEPTH + places, mask=exists, other=-2147483648)
+        exists = places // COLUMNS % DEPTH < counts
+        bits = tl.load(places_ptr + row * n_runs * DEPTH * COLUMNS + places, mask=exists, other=0)
+        keys = keys_of(bits.to(tl.float32, bitcast=True))
         wanted = tl.load(state_ptr + 2 * n_rows + row)
         found = _largest(keys, exists, wanted)
         wanted -= tl.sum((exists & (keys > found)).to(tl.int32), axis=0)
@@ -143,12 +144,11 @@ def begin(groups: Tensor, best: Tensor, wanted: Tensor, state: Tensor) -> None:
 
 
 def select_threshold(places: Tensor, counts: Tensor, state: Tensor) -> None:
-    """End the search of every row of which all keys from the lowest on have found a place (`walk.collect`)."""
-    (rows, *columns), depth = counts.shape, places.shape[-1]
-    n_columns = math.prod(columns)
-    padded = power_of_two(n_columns * depth)
+    """End the search of every row of which all similarities above its bound have found a place (`walk.collect`)."""
+    rows, n_runs, depth, columns = places.shape
+    padded = power_of_two(n_runs * depth * columns)
     _select(
-        (rows, 1, 1), (places, counts, state), (rows, n_columns), (), (padded, depth),
+        (rows, 1, 1), (places, counts, state), (rows, n_runs), (), (padded, depth, columns),
         (8 if padded > 4096 else 4 if padded > 512 else 1, 1, None),
     )  # fmt: skip
 

@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING, NamedTuple
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton import knobs
 
 from ..forward.common import SUMMED_EMBEDDING, winner_of
 from ..forward.cuts import NO_WINNER
 from ..launch import Kernel, Region
 from ..reductions import larger, max_along
-from .keys import keys_of
+from .keys import keys_of, similarities_of
 from .plan import BIN_BITS, Plan
+from .scatter import count, scatter
 
 if TYPE_CHECKING:
     from ...ops.problem import Problem
@@ -52,13 +54,15 @@ def _walk_kernel(
     GROUPS: tl.constexpr,
     DEPTH: tl.constexpr,
     BIN_BITS: tl.constexpr,
+    PTX: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """MAXIMA: best [Nd, rows] and winners; and maxima of GROUPS groups of each tile's tokens, [rows, n_groups], but
     those of tiles without an active token, and of groups from `n_groups` on.
 
-    COLLECT: groups [rows, runs, BLOCK_TOKENS, DEPTH] are the keys from the row's on, of every column of the tiles of a
-    run, counts [rows, runs, BLOCK_TOKENS] how many there are, also if they are more. Of rows with a width from 0 on.
+    COLLECT: groups [rows, runs, DEPTH, BLOCK_TOKENS] are the bits of similarities, from that of the row's key on, of
+    every column of the tiles of a run; counts [rows, runs, BLOCK_TOKENS] how many there are, also where they are more.
+    Of rows with a width from 0 on.
 
     BINS: adds to counts [rows, bins] the similarities of each bin of 2**width keys, from the row's key on, of rows with
     a width from 0 on. TALLY: counts [2, Nd, rows] of tokens above the row's key, and equal to it, of tallied rows.
@@ -87,10 +91,18 @@ def _walk_kernel(
     if not SPLIT:
         query_tile = tl.load(query_rows, mask=row_exists[:, None] & (dims < EMBEDDING)[None, :], other=0.0)
     slots = tl.arange(0, BLOCK_TOKENS)
+    first_row = tl.program_id(0) % n_row_blocks * BLOCK_ROWS
+    if MODE == BINS:
+        counts_ptr += first_row.to(tl.int64) << BIN_BITS
+        row_bins = tl.arange(0, BLOCK_ROWS) << BIN_BITS
     if MODE == COLLECT:
-        places = tl.program_id(0) // n_row_blocks * BLOCK_TOKENS + slots
-        row_places = rows[:, None].to(tl.int64) * n_runs * BLOCK_TOKENS + places[None, :]
-        taken = tl.zeros([BLOCK_ROWS, BLOCK_TOKENS], tl.int32)
+        # All that is kept of an element is its next place, which takes it past the end of its row's when there is none.
+        ROOM: tl.constexpr = DEPTH * BLOCK_TOKENS
+        run_index = tl.program_id(0) // n_row_blocks
+        groups_ptr += (first_row.to(tl.int64) * n_runs + run_index) * ROOM
+        row_begins = tl.arange(0, BLOCK_ROWS) * (n_runs * ROOM)
+        bound = similarities_of(lowest)
+        place = row_begins[:, None] + slots[None, :]
     for index in tl.range(0, last - first, flatten=not SPLIT):
         document = first + index
         flat = document.to(tl.int64)
@@ -147,18 +159,19 @@ def _walk_kernel(
                     mask = row_exists[:, None] & (group < n_groups)[None, :]
                     tl.store(to, max_along(found, 1), mask=mask)
             else:
-                keys = keys_of(similarities)
                 exists = counted[:, None] & (start + columns < length)[None, :]
                 if MODE == COLLECT:
-                    reaches = exists & (keys >= lowest[:, None])
-                    tl.store(groups_ptr + row_places * DEPTH + taken, keys, mask=reaches & (taken < DEPTH))
-                    taken += reaches.to(tl.int32)
+                    reaches = exists & ~(similarities < bound[:, None])
+                    fits = reaches & (place < (row_begins + ROOM)[:, None])
+                    scatter(groups_ptr, place, similarities.to(tl.int32, bitcast=True), fits, PTX)
+                    place += tl.where(reaches, BLOCK_TOKENS, 0)
                 elif MODE == BINS:
+                    keys = keys_of(similarities)
                     bins = (keys - lowest[:, None]).to(tl.uint32, bitcast=True) >> width[:, None]
                     inside = exists & (keys >= lowest[:, None]) & (bins < (1 << BIN_BITS))
-                    to = counts_ptr + (rows[:, None].to(tl.int64) << BIN_BITS) + bins.to(tl.int64)
-                    tl.atomic_add(to, 1, mask=inside, sem="relaxed")
+                    count(counts_ptr, row_bins[:, None] + bins.to(tl.int32, bitcast=True), inside, PTX)
                 else:
+                    keys = keys_of(similarities)
                     above += tl.sum((exists & (keys > lowest[:, None])).to(tl.int32), axis=1)
                     equal += tl.sum((exists & (keys == lowest[:, None])).to(tl.int32), axis=1)
         to = flat * n_rows + rows
@@ -170,7 +183,8 @@ def _walk_kernel(
             tl.store(counts_ptr + to, above.to(dtype), mask=counted)
             tl.store(counts_ptr + tl.cast(n_documents, tl.int64) * n_rows + to, equal.to(dtype), mask=counted)
     if MODE == COLLECT:
-        tl.store(counts_ptr + row_places, taken, mask=row_exists[:, None])
+        to = (rows.to(tl.int64) * n_runs + run_index)[:, None] * BLOCK_TOKENS + slots[None, :]
+        tl.store(counts_ptr + to, (place - row_begins[:, None]) // BLOCK_TOKENS, mask=row_exists[:, None])
 
 
 _walk = Kernel(_walk_kernel)
@@ -183,9 +197,10 @@ def find_maxima(problem: Problem, plan: Plan, inputs: Inputs, best: Tensor, winn
 
 
 def collect(problem: Problem, plan: Plan, inputs: Inputs, state: Tensor, places: Tensor, counts: Tensor) -> None:
-    """Leave the keys from the lowest on, of rows whose search goes on, in `places` [rows, runs, columns, depth].
+    """Leave the similarities from that of the row's key on in `places` [rows, runs, depth, columns], int32 bits.
 
-    `counts` [rows, runs, columns] tells how many there are, which may be more than there is room for.
+    Only of rows whose search goes on. `counts` [rows, runs, columns] tells how many there are, which may be more than
+    there is room for.
     """
     run, n_runs, depth = plan.collection
     plan = plan._replace(run=run, n_runs=n_runs)
@@ -216,7 +231,8 @@ def _launch(
         (*problem.query_strides, *problem.document_strides),
         (
             problem.size, plan.block_embedding, tile.rows, tile.columns, plan.split, inputs.active is not None, mode,
-            plan.groups if mode == _MAXIMA else 0, depth, BIN_BITS, problem.kind.precision,
+            plan.groups if mode == _MAXIMA else 0, depth, BIN_BITS, not knobs.runtime.interpret,
+            problem.kind.precision,
         ),
-        (tile.num_warps, tile.num_stages, None),
+        (tile.num_warps, tile.num_stages, plan.registers),
     )  # fmt: skip

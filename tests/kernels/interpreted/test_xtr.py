@@ -59,21 +59,21 @@ def test_thresholds_are_found_to_the_last_bit() -> None:
     ordered = documents.flatten().sort(descending=True).values
     queries = torch.ones(1, 1, 1)
     problem = problem_of(Tensors(queries, documents), Options(), True)
-    for k in (12, 19):
-        pool = pool_of(torch.ones(10, 3, dtype=torch.bool), k, True)
-        # A bound that leaves too little room, and one that leaves enough; no places at all.
-        for maxima, collection in ((0, (10, 1, 1)), (4, (5, 2, 8)), (4, (0, 0, 0))):
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(plan, "_MAXIMA_PER_TOKEN", maxima)
-                patch.setattr(plan, "_collection", lambda *sizes, found=collection: plan.Collection(*found))
-                found = retrieve(problem, Tensors(queries, documents), pool)
-            counts, _ = scoring(found, pool)
-            expected = torch.zeros(30, dtype=torch.bool)
-            expected[documents.flatten().sort(descending=True, stable=True).indices[:k]] = True
-            assert torch.equal(counts.flatten(), expected.view(10, 3).any(dim=1))
-            # All that lies above what is not retrieved, and nothing else, reaches the threshold.
-            reach = documents.flatten() >= found.thresholds
-            assert reach.sum() == (ordered >= ordered[k - 1]).sum()
+    k = 12
+    pool = pool_of(torch.ones(10, 3, dtype=torch.bool), k, True)
+    # A bound that leaves too little room, and one that leaves enough; no places at all.
+    for maxima, collection in ((0, (10, 1, 1)), (4, (5, 2, 8)), (4, (0, 0, 0))):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(plan, "_MAXIMA_PER_TOKEN", maxima)
+            patch.setattr(plan, "_collection", lambda *sizes, found=collection: plan.Collection(*found))
+            found = retrieve(problem, Tensors(queries, documents), pool)
+        counts, _ = scoring(found, pool)
+        expected = torch.zeros(30, dtype=torch.bool)
+        expected[documents.flatten().sort(descending=True, stable=True).indices[:k]] = True
+        assert torch.equal(counts.flatten(), expected.view(10, 3).any(dim=1))
+        # All that lies above what is not retrieved, and nothing else, reaches the threshold.
+        reach = documents.flatten() >= found.thresholds
+        assert reach.sum() == (ordered >= ordered[k - 1]).sum()
 
 
 def test_nan_is_retrieved_first() -> None:
