@@ -138,6 +138,10 @@ def _quantized_kernel(
             tokens = tl.minimum(start + tl.arange(0, BLOCK_TOKENS), length - 1)
             if HAS_DOCUMENTS_MASK:
                 tokens = tl.load(active_ptr + flat + tokens)
+            # Before the products, beside which they are waited for.
+            scale = tl.load(documents_scale_ptr + flat + tokens)
+            if AFFINE:
+                offset = tl.load(documents_offset_ptr + flat + tokens) + _MIDDLE * scale
             token_rows = base + tokens[None, :].to(tl.int64) * stride_document_token + dims[:, None]
             if SPLIT:
                 similarities = tl.zeros([BLOCK_ROWS, BLOCK_TOKENS], tl.float32)
@@ -152,10 +156,8 @@ def _quantized_kernel(
             else:
                 tile = _token_tile(token_rows, (dims < EMBEDDING)[:, None], PADDED, AFFINE, DTYPE)
                 similarities = tl.dot(query_tile, tile, input_precision=PRECISION, out_dtype=SUM).to(tl.float32)
-            scale = tl.load(documents_scale_ptr + flat + tokens)
             similarities *= scale[None, :]
             if AFFINE:
-                offset = tl.load(documents_offset_ptr + flat + tokens) + _MIDDLE * scale
                 similarities += row_sum[:, None] * offset[None, :]
             best = larger(best, max_along(similarities, 1))
 

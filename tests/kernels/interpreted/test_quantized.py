@@ -44,7 +44,7 @@ def test_packed(case: tuple, precision: tuple[str, bool]) -> None:
 @pytest.mark.parametrize(
     ("queries_shape", "documents_shape", "quantize_queries"),
     [
-        ((3, 33, 24), (2, 150, 24), True),  # two blocks of rows, two tiles of tokens, sums of 8 rows
+        ((9, 33, 24), (2, 150, 24), True),  # two blocks of rows, three tiles of tokens, sums of 8 rows
         ((2, 5, 300), (2, 40, 300), True),  # embeddings that are split into blocks
         ((2, 5, 1100), (2, 20, 1100), False),  # more products than one sum takes
         ((1, 3, 8), (40, 3, 8), True),  # a program that walks several documents
