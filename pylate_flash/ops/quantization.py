@@ -236,13 +236,15 @@ def quantize(embeddings: Tensor, precision: str = "int8", *, cu_seqlens: Tensor 
 def _quantized(tokens: Tensor, precision: str) -> tuple[Tensor, Tensor, Tensor | None]:
     """Values, scales and offsets of tokens [T, d] in float32."""
     largest, offset = LARGEST[precision], None
+    # A tensor, because on a GPU torch multiplies by one over a number, which is rounded.
+    divisor = torch.full((), largest, device=tokens.device)
     if precision == "uint8":
         offset = tokens.amin(dim=-1)
-        scale = (tokens.amax(dim=-1) - offset) / largest
+        scale = (tokens.amax(dim=-1) - offset) / divisor
         tokens = tokens - offset.unsqueeze(-1)
         smallest = 0.0
     else:
-        scale = tokens.abs().amax(dim=-1) / largest
+        scale = tokens.abs().amax(dim=-1) / divisor
         smallest = -largest
     # Nothing is divided by 0, nor by NaN. Where a scale is NaN or infinite, what the values are does not matter.
     values = tokens / torch.where(scale > 0, scale, 1.0).unsqueeze(-1)
