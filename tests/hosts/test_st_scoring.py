@@ -115,9 +115,12 @@ def test_the_operation_on_lists_serves_them(name: str) -> None:
         for queries in (a, torch.nn.utils.rnn.pad_sequence(a, batch_first=True)):
             assert_same(getattr(ours, name)(queries, b), expected)
         assert served.call_count == 2
+        # A list of one is a list.
+        assert_same(getattr(ours, name)(a[:1], b[:1]), getattr(their_similarity, name)(a[:1], b[:1]))
+        assert served.call_count == 3
         # Another device, a mask, and what has to be brought to one type, are packed; mistakes have the host's names.
         getattr(ours, name)(a, b, b_mask=torch.ones(2, 5))
-        assert served.call_count == 2
+        assert served.call_count == 3
         mixed = [b[0].half(), b[1]]
         assert_same(getattr(ours, name)(a, mixed), expected)
         with pytest.raises(ValueError, match=r"b\[1\] must have shape \[L, d\] with d = 4, got \[2, 3\]"):
