@@ -332,7 +332,7 @@ class Spy:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.ours = self.theirs = 0
-        for name in ("maxsim", "maxsim_pairwise", "maxsim_varlen_pairwise"):
+        for name in ("maxsim", "maxsim_pairwise", "maxsim_ragged_pairwise"):
             monkeypatch.setattr(scores, name, self.counting("ours", getattr(scores, name)))
         original = scores.original
         monkeypatch.setattr(scores, "original", lambda name: self.counting("theirs", original(name)))
