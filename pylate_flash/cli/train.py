@@ -37,7 +37,7 @@ from .models import (
     load_model,
     read_lengths,
 )
-from .training_hosts import USED_BY, Loss, make_loss, make_trainer, scored_by
+from .training_hosts import USED_BY, Loss, make_loss, make_trainer
 
 if TYPE_CHECKING:
     from ..training_data import TrainingData
@@ -223,12 +223,12 @@ def train(
         if checkpoint is None:
             checkpoints.begin(settings)
         try:
-            with StopRequest() as request, scored_by(loaded, scorer.value):
+            with StopRequest() as request:
                 trainer = make_trainer(
                     loaded,
                     lines,
                     evaluated,
-                    make_loss(loaded, loss, mini_batch_size, tokens, temperature),
+                    make_loss(loaded, loss, scorer.value, mini_batch_size, tokens, temperature),
                     scorer.value,
                     output_dir=str(checkpoints.folder),
                     num_train_epochs=epochs,

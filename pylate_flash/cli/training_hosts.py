@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -35,11 +34,11 @@ USED_BY: dict[str, dict[str, tuple[Loss, ...]]] = {
 
 
 def make_loss(
-    model: Model, loss: Loss, mini_batch_size: int | None, tokens: int | str | None, temperature: float
+    model: Model, loss: Loss, scorer: str, mini_batch_size: int | None, tokens: int | str | None, temperature: float
 ) -> Any:
     """The loss of a kind, of the library of a model."""
     if is_multi_vector_encoder(model):
-        return _loss_of_sentence_transformers(model, loss, mini_batch_size, tokens, temperature)
+        return _loss_of_sentence_transformers(model, loss, scorer, mini_batch_size, tokens, temperature)
     from .. import losses
 
     if loss is Loss.distillation:
@@ -56,9 +55,12 @@ def make_loss(
 
 
 def _loss_of_sentence_transformers(
-    model: Any, loss: Loss, mini_batch_size: int | None, tokens: Any, temperature: float
+    model: Any, loss: Loss, scorer: str, mini_batch_size: int | None, tokens: Any, temperature: float
 ) -> Any:
-    from sentence_transformers.multi_vector_encoder import losses
+    if scorer == "torch":
+        from sentence_transformers.multi_vector_encoder import losses
+    else:
+        from ..hosts.sentence_transformers import losses  # type: ignore[no-redef]
 
     if loss is Loss.distillation:
         return losses.MultiVectorDistillKLDivLoss(model, temperature=temperature)
@@ -67,15 +69,6 @@ def _loss_of_sentence_transformers(
             model, mini_batch_size=mini_batch_size or 32, mini_batch_num_tokens=tokens, scale=1 / temperature
         )
     return losses.MultiVectorMultipleNegativesRankingLoss(model, scale=1 / temperature)
-
-
-def scored_by(model: Model, scorer: str) -> AbstractContextManager[None]:
-    """Where a model trains: sentence-transformers' losses follow `register`, and PyLate's models their own flag."""
-    if not is_multi_vector_encoder(model) or scorer == "torch":
-        return nullcontext()
-    from ..register import registered
-
-    return registered(SENTENCE_TRANSFORMERS)
 
 
 def make_trainer(
