@@ -60,7 +60,7 @@ def _loss_of_sentence_transformers(
     if scorer == "torch":
         from sentence_transformers.multi_vector_encoder import losses
     else:
-        from ..hosts.sentence_transformers import losses  # type: ignore[no-redef]
+        from ..hosts.sentence_transformers import losses
 
     if loss is Loss.distillation:
         return losses.MultiVectorDistillKLDivLoss(model, temperature=temperature)
