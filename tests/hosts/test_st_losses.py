@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+import sentence_transformers.multi_vector_encoder.losses.cached_multiple_negatives_ranking as cached_host
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -93,6 +95,27 @@ def test_as_similarity_fct(name: str, scorer: str, count: int, tiny_encoder: Mul
         value_and_gradients(mine, tiny_encoder, features, labels),
         value_and_gradients(loss_class(tiny_encoder), tiny_encoder, features, labels),
     )
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_cached_loss_gathers_by_the_hosts_own_function(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is looked up in the host's module at every call. A copy of all documents costs log 2."""
+    generator = torch.Generator().manual_seed(0)
+    embeddings = [
+        [torch.randn(2, length, 8, generator=generator) for length in lengths] for lengths in ((3, 4), (6, 5), (4, 7))
+    ]
+    masks = [[chunk.new_ones(chunk.shape[:2], dtype=torch.bool) for chunk in column] for column in embeddings]
+    monkeypatch.setattr(
+        cached_host, "all_gather_padded", lambda *both, with_grad: [torch.cat([one, one]) for one in both]
+    )
+    monkeypatch.setattr(cached_host, "get_rank", lambda: rank)
+    with registered(HOST):
+        alone, gathered = (
+            losses.CachedMultiVectorMultipleNegativesRankingLoss(torch.nn.Identity(), gather_across_devices=gather)
+            for gather in (False, True)
+        )
+        value = gathered.calculate_loss(embeddings, masks)
+        assert value.item() == pytest.approx(alone.calculate_loss(embeddings, masks).item() + math.log(2), rel=1e-5)
 
 
 def test_a_document_without_tokens(tiny_encoder: MultiVectorEncoder, texts: Any) -> None:

@@ -14,11 +14,11 @@ from __future__ import annotations
 from . import _needs  # noqa: F401
 
 # isort: split
-import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import sentence_transformers.multi_vector_encoder.losses as host
+import sentence_transformers.multi_vector_encoder.losses.cached_multiple_negatives_ranking as cached_host
 import torch
 from sentence_transformers.multi_vector_encoder.losses.cached_multiple_negatives_ranking import (
     cat_padded_token_embeddings,
@@ -48,7 +48,6 @@ from .loss_inputs import (
     embed,
     embed_states,
     fuses,
-    gathers,
     reduction_of,
     scored_tokens,
     set_fusion,
@@ -310,7 +309,8 @@ class CachedMultiVectorMultipleNegativesRankingLoss(host.CachedMultiVectorMultip
         if reduction_of(self.similarity_fct) is None:
             return super().calculate_loss(reps, masks_chunks, with_backward=with_backward)
         out, self._out = self._out, None
-        return _loss_of_chunks(contrast_of(self), reps, masks_chunks, out, with_backward)
+        columns = [cat_padded_token_embeddings(*column) for column in zip(reps, masks_chunks, strict=True)]
+        return _loss_of_columns(contrast_of(self), columns, None, out, with_backward)
 
 
 def calculate_loss(
@@ -320,7 +320,7 @@ def calculate_loss(
 
     Its own scores `score_mini_batch_size` queries at a time, which bounds the memory of the similarities. There are
     none here, and each part would compute the gradient of all documents once more. With a `similarity_fct` that is not
-    MaxSim, the host's own method computes.
+    MaxSim, the host's own method computes. Ranks gather by the host's function.
 
     Parameters
     ----------
@@ -341,30 +341,27 @@ def calculate_loss(
     if reduction_of(self.similarity_fct) != "sum":
         own = SENTENCE_TRANSFORMERS.original(f"{_CACHED}:CachedMultiVectorMultipleNegativesRankingLoss.calculate_loss")
         return own(self, reps, masks_chunks, with_backward=with_backward)
-    contrast = Contrast(
-        1.0 / self.scale,
-        normalize=False,
-        empty_score=scoring.EMPTY_DOCUMENT_SCORE,
-        gather="all_gather" if gathers(self) else None,
-    )
-    return _loss_of_chunks(contrast, reps, masks_chunks, None, with_backward)
+    columns = [cat_padded_token_embeddings(*column) for column in zip(reps, masks_chunks, strict=True)]
+    rank = 0
+    if self.gather_across_devices:
+        columns[1:] = [cached_host.all_gather_padded(*column, with_grad=True) for column in columns[1:]]
+        rank = cached_host.get_rank()
+    right = torch.arange(len(columns[0][0]), device=columns[0][0].device)
+    contrast = Contrast(1.0 / self.scale, normalize=False, empty_score=scoring.EMPTY_DOCUMENT_SCORE)
+    return _loss_of_columns(contrast, columns, right + rank * len(right), None, with_backward)
 
 
-def _loss_of_chunks(
+def _loss_of_columns(
     contrast: Contrast,
-    reps: list[list[Tensor]],
-    masks_chunks: list[list[Tensor]],
+    columns: list[tuple[Tensor, Tensor]],
+    right: Tensor | None,
     out: Tensor | None,
     with_backward: bool,
 ) -> Tensor:
-    """The contrastive loss of the embeddings of mini-batches, detached and with gradients in them if it is to be."""
-    queries, queries_mask = cat_padded_token_embeddings(reps[0], masks_chunks[0])
-    documents = Padded(
-        *cat_padded_token_embeddings(
-            list(itertools.chain.from_iterable(reps[1:])), list(itertools.chain.from_iterable(masks_chunks[1:]))
-        )
-    )
-    right = torch.arange(len(queries), device=queries.device)
+    """The contrastive loss of embeddings and masks, queries first; detached, with gradients in them, if it is to be."""
+    (queries, queries_mask), *others = columns
+    together = others[0] if len(others) == 1 else cat_padded_token_embeddings(*map(list, zip(*others, strict=True)))
+    documents = Padded(*together)
     loss = cross_entropy(contrast, queries, queries_mask, documents, right, True, out)
     if with_backward:
         loss.backward()
