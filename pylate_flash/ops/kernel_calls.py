@@ -10,6 +10,7 @@ from ..kernels.chunks import Chunks, chunks_of, halved
 from ..kernels.forward import maxsim_forward
 from ..kernels.launch import on_device
 from ..kernels.losses import ChunkedLoss, rescale
+from ..kernels.nonzero import nonzero_rows
 from ..kernels.normalized import normalized_rows, through_normalized_rows
 from ..kernels.norms import inverse_norms
 from ..kernels.padding import packed_again, pad
@@ -22,9 +23,8 @@ from .problem import Options, Problem, Tensors, problem_of, replaced
 from .xtr_retrieval import Pool, Retrieval
 
 __all__ = [
-    "gradients", "loss", "normalized_rows", "on_device", "padded", "quantized_scores", "rescale_gradients", "scores",
-    "soft_gradients", "soft_scores",
-    "through_normalized_rows",
+    "gradients", "loss", "nonzero_rows", "normalized_rows", "on_device", "padded", "quantized_scores",
+    "rescale_gradients", "scores", "soft_gradients", "soft_scores", "through_normalized_rows",
 ]  # fmt: skip
 
 
