@@ -39,7 +39,7 @@ _nonzero_rows = Kernel(_nonzero_rows_kernel)
 
 
 def nonzero_rows(embeddings: Tensor) -> Tensor:
-    """Whether rows of `embeddings` [.., d] have an element other than zero, as NaN is; rows are contiguous, not empty."""
+    """Whether rows of `embeddings` [.., d] have an element other than zero, as NaN is. Rows are contiguous, d not 0."""
     found = torch.empty(embeddings.shape[:-1], dtype=torch.bool, device=embeddings.device)
     launch_rows(_nonzero_rows, embeddings, found)
     return found
