@@ -1,0 +1,30 @@
+"""Random calls of `maxsim_sparse_queries`, drawn by hypothesis, for every implementation's tests."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import strategies as st
+
+from tests.ops.cases import SIZES, Case, cases
+
+
+@st.composite
+def sparse_cases(
+    draw: st.DrawFn,
+    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.float16, torch.bfloat16, torch.float64),
+    max_batch: int = 4,
+    max_length: int = 20,
+    max_chosen: int = 24,
+    sizes: st.SearchStrategy[int] = SIZES,
+) -> Case:
+    """Those of `maxsim`, with positions that repeat, and places of none; of all queries alike, or of each pair."""
+    case = draw(cases(dtypes=dtypes, max_batch=max_batch, max_length=max_length, sizes=sizes))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    n_queries, length, _ = case.queries.shape
+    shape = [n_queries, case.documents.shape[-3], draw(st.integers(0, max_chosen))]
+    if case.documents.dim() == 3 and draw(st.booleans()):
+        shape = shape[1:]
+    dtype = draw(st.sampled_from([torch.int32, torch.int64]))
+    positions = torch.randint(-1, length, shape, generator=generator, dtype=dtype)
+    case.options["query_tokens"] = positions
+    return case
