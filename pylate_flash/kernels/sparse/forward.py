@@ -21,6 +21,9 @@ from ..reductions import larger, max_along
 from ..soft.common import split_products
 from .plan import sparse_plan
 
+# Places of chosen tokens that a program compares its own with at once.
+_COMPARED = tl.constexpr(16)
+
 
 @triton.jit(
     do_not_specialize=[
@@ -83,15 +86,16 @@ def _sparse_kernel(
     total = 0.0
     for first in tl.range(0, n_chosen, BLOCK_COLUMNS):
         columns = first + slots
-        chosen = tl.load(query_tokens_ptr + columns, mask=columns < n_chosen, other=-1).to(tl.int64)
+        chosen = tl.load(query_tokens_ptr + columns, mask=columns < n_chosen, other=-1)
         counted = (chosen >= 0) & (chosen < query_length)
-        # A token that is named twice counts where it is named first.
-        for start in tl.range(0, first + BLOCK_COLUMNS, BLOCK_COLUMNS):
-            others = start + slots
-            other = tl.load(query_tokens_ptr + others, mask=others < n_chosen, other=-1).to(tl.int64)
+        # A token that is named twice counts where it is named first. So few are compared at once that the comparisons
+        # take fewer registers than the products do.
+        for start in tl.range(0, tl.minimum(first + BLOCK_COLUMNS, n_chosen), _COMPARED):
+            others = start + tl.arange(0, _COMPARED)
+            other = tl.load(query_tokens_ptr + others, mask=others < n_chosen, other=-1)
             again = (other[None, :] == chosen[:, None]) & (others[None, :] < columns[:, None])
             counted = counted & (tl.max(again.to(tl.int32), axis=1) == 0)
-        token = tl.where(counted, chosen, 0)
+        token = tl.where(counted, chosen, 0).to(tl.int64)
         if HAS_QUERIES_MASK:
             weight = tl.load(queries_mask_ptr + query * query_length + token, mask=counted, other=0)
             counted = counted & (weight != 0)
