@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reaso
 # Type, elements of an embedding, tokens chosen, masks and options, winners, and capability.
 CASES = [
     (torch.bfloat16, 128, 16, False, False, 80),
-    (torch.bfloat16, 128, 64, False, True, 90),
+    (torch.bfloat16, 128, 128, False, True, 90),
     (torch.float16, 96, 40, True, True, 100),
     (torch.float32, 128, 32, True, True, 90),
     (torch.bfloat16, 768, 32, True, True, 120),
