@@ -13,13 +13,16 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from ..kernels.select import choose
-from .blocked import Inputs, block_budget, blocked_forward
 from .checks import check_tensor, is_readable
-from .compute import blocked_inputs, kernels, weighted, with_empty_score
+from .compute import kernels, with_empty_score
+from .loss_call import check_packing
 from .maxsim import checked, maxsim_gradients, maxsim_reference, needs_gradient
-from .problem import Options, Problem, Tensors, check, problem_of, sizes_of, winners_dtype
+from .problem import Options, Tensors, check, problem_of, sizes_of, winners_dtype
+from .sparse_blocks import sparse_blocked_forward
+from .varlen import with_lengths
 
 
 def maxsim_sparse_queries_reference(
@@ -29,6 +32,8 @@ def maxsim_sparse_queries_reference(
     *,
     queries_mask: Tensor | None = None,
     documents_mask: Tensor | None = None,
+    documents_cu_seqlens: Tensor | None = None,
+    max_document_length: int | None = None,
     normalize: bool = False,
     reduction: str = "sum",
     masking: str = "exclude",
@@ -39,6 +44,13 @@ def maxsim_sparse_queries_reference(
     Arguments and result are those of `maxsim_sparse_queries`, except that it checks nothing, and computes in, and
     returns, the type that the inputs widen to: float64 for float64 inputs, else float32.
     """
+    if documents_cu_seqlens is not None:
+        # There is no masked token among those that are packed.
+        masking = "exclude"
+        sequences = documents.tensor_split(documents_cu_seqlens[1:-1].long().cpu())
+        documents = pad_sequence(list(sequences), batch_first=True)
+        lengths = documents_cu_seqlens.diff().to(documents.device).unsqueeze(1)
+        documents_mask = torch.arange(documents.shape[1], device=documents.device) < lengths
     chosen = _chosen(query_tokens, queries)
     pairs = chosen.shape[:2]
     on = queries.new_ones(queries.shape[:2]) if queries_mask is None else queries_mask
@@ -63,6 +75,8 @@ def maxsim_sparse_queries(
     *,
     queries_mask: Tensor | None = None,
     documents_mask: Tensor | None = None,
+    documents_cu_seqlens: Tensor | None = None,
+    max_document_length: int | None = None,
     normalize: bool = False,
     reduction: str = "sum",
     masking: str = "exclude",
@@ -76,7 +90,8 @@ def maxsim_sparse_queries(
     queries
         [Nq, Lq, d], of the types that `maxsim` takes.
     documents
-        [Nd, Ld, d]: every query meets every document. [Nq, K, Ld, d]: each query meets its own K candidates.
+        [Nd, Ld, d]: every query meets every document. [Nq, K, Ld, d]: each query meets its own K candidates. [Td, d]
+        with `documents_cu_seqlens`: every query meets all, packed one after the other without padding.
     query_tokens
         The positions, from 0 to Lq - 1, of the query tokens that a document is scored by, int32 or int64: [Nq, Nd, k],
         of every pair, or [Nq, K, k] with candidates; [Nd, k]: the same positions in every query. -1 chooses none, so
@@ -85,7 +100,10 @@ def maxsim_sparse_queries(
     queries_mask
         [Nq, Lq], which may hold weights, as in `maxsim`: a masked token adds nothing where it is chosen.
     documents_mask
-        [Nd, Ld] or [Nq, K, Ld], as in `maxsim`.
+        [Nd, Ld] or [Nq, K, Ld], as in `maxsim`. Packed documents have no mask.
+    documents_cu_seqlens, max_document_length
+        [Nd + 1], and the tokens of the longest document or more, as in `maxsim_varlen`: where a gradient is needed,
+        the call waits for the GPU to find out the second if it is not given.
     normalize, masking, empty_score, implementation
         As in `maxsim`.
     reduction
@@ -100,10 +118,10 @@ def maxsim_sparse_queries(
     Raises
     ------
     TypeError
-        As in `maxsim`; also if query_tokens is no tensor of int32 or int64.
+        As in `maxsim`, and for boundaries as in `maxsim_varlen`; also if query_tokens is no tensor of int32 or int64.
     ValueError
-        As in `maxsim`; also if query_tokens has another shape or device than named above, or holds values that it may
-        not.
+        As in `maxsim`, and for boundaries as in `maxsim_varlen`; also if query_tokens has another shape or device than
+        named above, or holds values that it may not, or if packed documents have a mask.
     RuntimeError
         As in `maxsim`.
 
@@ -118,15 +136,21 @@ def maxsim_sparse_queries(
     tensor([[1., 0.]])
     """
     check_tensor("queries", queries, {3: "[Nq, Lq, d]"})
-    check_tensor("documents", documents, {3: "[Nd, Ld, d]", 4: "[Nq, K, Ld, d]"})
+    packed = documents_cu_seqlens is not None
+    layouts = {2: "[Td, d]"} if packed else {3: "[Nd, Ld, d]", 4: "[Nq, K, Ld, d]"}
+    check_tensor("documents", documents, layouts)
     options = Options(0, 0, 0, bool(normalize), reduction, masking, empty_score, implementation)
     if not isinstance(query_tokens, Tensor):
         raise TypeError(f"query_tokens must be a torch.Tensor, got {type(query_tokens).__name__}")
-    tensors = checked("maxsim_sparse_queries", Tensors(queries, documents, queries_mask, documents_mask), options)
+    tensors = Tensors(queries, documents, queries_mask, documents_mask, None, documents_cu_seqlens)
+    check_packing(tensors, max_document_length)
+    tensors = checked("maxsim_sparse_queries", tensors, options)
+    if packed:
+        options = with_lengths(tensors, options, None, max_document_length)
     mean = reduction == "mean"
     scores, _ = _sparse_queries(
-        *tensors[:2], query_tokens, *tensors[2:4], bool(normalize), masking, 0.0 if mean else empty_score,
-        implementation, needs_gradient(*tensors[:2]),
+        *tensors[:2], query_tokens, *tensors[2:4], documents_cu_seqlens, options.max_document_length, bool(normalize),
+        masking, 0.0 if mean else empty_score, implementation, needs_gradient(*tensors[:2]),
     )  # fmt: skip
     if not mean:
         return scores
@@ -156,8 +180,8 @@ _LIBRARY = torch.library.Library("pylate_flash", "FRAGMENT")
 # Scores, and the winners that a gradient flows to, of no elements unless they are asked for.
 _LIBRARY.define(
     "maxsim_sparse_queries(Tensor queries, Tensor documents, Tensor query_tokens, Tensor? queries_mask, "
-    "Tensor? documents_mask, bool normalize, str masking, float empty_score, str implementation, bool with_winners) "
-    "-> (Tensor, Tensor)"
+    "Tensor? documents_mask, Tensor? documents_cu_seqlens, SymInt max_document_length, bool normalize, str masking, "
+    "float empty_score, str implementation, bool with_winners) -> (Tensor, Tensor)"
 )
 _sparse_queries = torch.ops.pylate_flash.maxsim_sparse_queries.default
 
@@ -169,8 +193,9 @@ def _check_query_tokens(query_tokens: Tensor, tensors: Tensors) -> None:
         raise TypeError(f"query_tokens must be int32 or int64, got {query_tokens.dtype}")
     if query_tokens.device != queries.device:
         raise ValueError(f"query_tokens must be on {queries.device}, got {query_tokens.device}")
-    n_queries, n_documents, shape = queries.shape[0], documents.shape[-3], query_tokens.shape
-    alike = documents.dim() == 3
+    n_queries, shape, cu_seqlens = queries.shape[0], query_tokens.shape, tensors.documents_cu_seqlens
+    n_documents = documents.shape[-3] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    alike = documents.dim() < 4
     if shape[:-1] != (n_queries, n_documents) and not (alike and shape[:-1] == (n_documents,)):
         raise ValueError(
             f"query_tokens must have shape [{n_queries}, {n_documents}, k]"
@@ -192,14 +217,16 @@ def _scores(
     query_tokens: Tensor,
     queries_mask: Tensor | None,
     documents_mask: Tensor | None,
+    documents_cu_seqlens: Tensor | None,
+    max_document_length: int,
     normalize: bool,
     masking: str,
     empty_score: float,
     implementation: str,
     with_winners: bool,
 ) -> tuple[Tensor, Tensor]:
-    tensors = Tensors(queries, documents, queries_mask, documents_mask)
-    options = Options(normalize=normalize, masking=masking, empty_score=empty_score)
+    tensors = _tensors(queries, documents, queries_mask, documents_mask, documents_cu_seqlens)
+    options = Options(0, max_document_length, 0, normalize, "sum", masking, empty_score)
     problem = problem_of(tensors, options, with_winners)
     _check_query_tokens(query_tokens, tensors)
     chosen = choose(implementation, problem.device, problem.dtype, problem.size)
@@ -215,78 +242,42 @@ def _scores(
         return kernels().sparse_scores(problem, tensors, query_tokens, found), winners
     # Under autocast the inputs have the autocast type already; the products inside must not be rounded to it.
     with torch.autocast(problem.device.type, enabled=False):
-        scores = _in_blocks(problem, tensors, _positions(query_tokens, queries), found)
+        scores = sparse_blocked_forward(problem, tensors, _positions(query_tokens, queries), found)
     return with_empty_score(scores.float(), tensors, empty_score), winners
 
 
-def _in_blocks(problem: Problem, tensors: Tensors, query_tokens: Tensor, winners: Tensor | None) -> Tensor:
-    """Scores in the accumulation dtype, in blocks of plain torch: gathered query tokens [documents, k, d] as pairs.
-
-    `query_tokens` [Nq, Nd or K, k]. Winners are written into `winners`, which holds -1.
-    """
-    given = weighted(*blocked_inputs(problem, tensors))
-    length, (n_groups, n_documents) = problem.query_length, given.documents.shape[:2]
-    step = max(1, block_budget(problem.device) // (query_tokens.shape[-1] * problem.size))
-    scores = []
-    for query in range(problem.n_queries):
-        group = query if n_groups > 1 else 0
-        for first in range(0, n_documents, step):
-            block = slice(first, first + step)
-            chosen = query_tokens[query, block].sort(dim=-1).values
-            counted = chosen >= 0
-            counted[:, 1:] &= chosen[:, 1:] != chosen[:, :-1]
-            chosen = chosen.clamp(min=0).long()
-            mask = counted if given.queries_mask is None else counted & given.queries_mask[query][chosen]
-            pairs = Inputs(
-                given.queries[query][chosen],
-                given.documents[group, block].unsqueeze(1),
-                mask,
-                None if given.documents_mask is None else given.documents_mask[group, block].unsqueeze(1),
-                None if given.queries_scale is None else given.queries_scale[query][chosen],
-                None if given.documents_scale is None else given.documents_scale[group, block].unsqueeze(1),
-            )
-            of_block, found = blocked_forward(pairs, problem.kind.zero_masked, winners is not None)
-            scores.append(of_block.squeeze(1))
-            if winners is not None and found is not None:
-                # In the last place, what does not count.
-                placed = winners.new_full((len(chosen), length + 1), -1)
-                placed.scatter_(1, torch.where(counted, chosen, length), found.squeeze(1).to(winners.dtype))
-                of_query = winners.view(-1, n_documents, problem.rows)[group, block]
-                start = 0 if problem.groups > 1 else query * length
-                of_query[:, start : start + length] = placed[:, :length]
-    return torch.cat(scores).view(problem.scores_shape)
-
-
 def _backward(ctx, grad_scores: Tensor, _winners: Tensor | None) -> tuple:
-    queries, documents, queries_mask, documents_mask, winners = ctx.saved_tensors
+    *given, winners = ctx.saved_tensors
     needs = ctx.needs_input_grad[:2]
-    tensors = Tensors(queries, documents, queries_mask, documents_mask)
-    found = maxsim_gradients(grad_scores, winners, tensors, ctx.options, *needs)
-    return *(gradient if need else None for gradient, need in zip(found, needs, strict=True)), *(None,) * 8
+    found = maxsim_gradients(grad_scores, winners, _tensors(*given), ctx.options, *needs)
+    return *(gradient if need else None for gradient, need in zip(found, needs, strict=True)), *(None,) * 10
 
 
 def _setup_context(ctx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    queries, documents, _, queries_mask, documents_mask, normalize, masking, _, implementation, _ = inputs
+    queries, documents, _, *masks_and_bounds, max_document_length, normalize, masking, _, implementation, _ = inputs
     ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(queries, documents, queries_mask, documents_mask, output[1])
-    ctx.options = Options(normalize=normalize, masking=masking, implementation=implementation)
+    ctx.save_for_backward(queries, documents, *masks_and_bounds, output[1])
+    ctx.options = Options(0, max_document_length, 0, normalize, "sum", masking, implementation=implementation)
 
 
-def _shapes(
+def _tensors(
     queries: Tensor,
     documents: Tensor,
-    query_tokens: Tensor,
     queries_mask: Tensor | None,
     documents_mask: Tensor | None,
-    *options,
-) -> tuple[Tensor, Tensor]:
+    documents_cu_seqlens: Tensor | None,
+) -> Tensors:
+    return Tensors(queries, documents, queries_mask, documents_mask, None, documents_cu_seqlens)
+
+
+def _shapes(queries: Tensor, documents: Tensor, query_tokens: Tensor, *others) -> tuple[Tensor, Tensor]:
     """Uninitialised scores and winners."""
-    tensors = Tensors(queries, documents, queries_mask, documents_mask)
+    tensors = _tensors(queries, documents, *others[:3])
     check(tensors)
     _check_query_tokens(query_tokens, tensors)
-    sizes = sizes_of(tensors, Options())
+    sizes = sizes_of(tensors, Options(max_document_length=others[3]))
     scores = queries.new_empty(sizes.scores_shape, dtype=torch.float32)
-    shape = sizes.winners_shape if options[-1] else (0,)
+    shape = sizes.winners_shape if others[-1] else (0,)
     return scores, queries.new_empty(shape, dtype=winners_dtype(sizes.document_length))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -34,7 +36,9 @@ def kernel(*tensors: torch.Tensor, **options) -> torch.Tensor:
 
 
 def on_gpu(case: Case) -> Case:
-    case.options["query_tokens"] = case.options["query_tokens"].cuda()
+    for name in ("query_tokens", "documents_cu_seqlens"):
+        if name in case.options:
+            case.options[name] = case.options[name].cuda()
     return case.to("cuda")
 
 
@@ -73,6 +77,16 @@ def test_scores_and_gradients_equal_the_definition(case: Case) -> None:
 @pytest.mark.parametrize(("queries", "documents", "n_chosen", "dtype"), SHAPES)
 def test_shapes(queries: tuple, documents: tuple, n_chosen: int, dtype: torch.dtype, masked: bool) -> None:
     check(drawn(queries, documents, n_chosen, dtype, masked))
+
+
+@pytest.mark.parametrize("dtype", [HALF, FLOAT])
+def test_packed_documents(dtype: torch.dtype) -> None:
+    lengths = torch.randint(0, 200, (300,), generator=torch.Generator().manual_seed(0))
+    cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]).cuda()
+    case = drawn((3, 40, 128), (300, 1, 128), 20, dtype)
+    documents = unit(int(lengths.sum()), 128, dtype=dtype, seed=2)
+    options = {"documents_cu_seqlens": cu_seqlens, "normalize": True, "empty_score": -5.0}
+    check(replace(case, documents=documents, options=case.options | options))
 
 
 @pytest.mark.parametrize("dtype", [HALF, FLOAT])

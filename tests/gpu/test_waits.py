@@ -102,6 +102,15 @@ def soft(queries: Tensor, documents: Tensor, *bounds: Tensor, **options) -> Tens
     return (soft_maxsim_varlen if bounds else soft_maxsim)(queries, documents, 10.0, *bounds, **options)
 
 
+def chosen_of_packed(lengths: list[int]) -> Call:
+    call = packed(maxsim_varlen, [32] * 6, lengths)
+    queries, documents = call.leaves
+    return Call(
+        maxsim_sparse_queries, (queries.view(6, 32, -1), documents), chosen(len(lengths), 9),
+        documents_cu_seqlens=call.others[1], max_document_length=max(lengths), **PACKED_OPTIONS,
+    )  # fmt: skip
+
+
 def chosen(*shape: int) -> Tensor:
     """Positions of the first 32 query tokens, and of none."""
     return torch.randint(-1, 32, shape, device="cuda", generator=torch.Generator("cuda").manual_seed(6))
@@ -140,6 +149,7 @@ CALLS = {
     "chosen query tokens, candidates": lambda: padded(
         maxsim_sparse_queries, *CANDIDATES, "weights", query_tokens=chosen(6, 5, 9), **EVERYTHING
     ),
+    "chosen query tokens, packed": lambda: chosen_of_packed([40, 3, 0, 90]),
     "cross entropy": lambda: padded(maxsim_cross_entropy, *IN_BATCH, temperature=0.1),
     "cross entropy with masks": lambda: padded(
         maxsim_cross_entropy, *IN_BATCH, "weights int64", temperature=0.1, **EVERYTHING

@@ -38,3 +38,14 @@ def test_compiles(
     chosen = torch.zeros(1, 3, n_chosen, dtype=torch.int64)
     winners = torch.zeros(problem.winners_shape, dtype=problem.winners_dtype) if with_winners else None
     check(forward, "_sparse", lambda: sparse_forward(problem, tensors, chosen, winners), capability, monkeypatch)
+
+
+@pytest.mark.parametrize("capability", [80, 90], indirect=True)
+def test_packed_documents(capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = Tensors(
+        torch.zeros(2, 64, 128, dtype=torch.bfloat16), torch.zeros(300, 128, dtype=torch.bfloat16), None, None, None,
+        torch.tensor([0, 40, 300]),
+    )  # fmt: skip
+    problem = problem_of(tensors, Options(0, 260), False)
+    chosen = torch.zeros(2, 2, 16, dtype=torch.int32)
+    check(forward, "_sparse", lambda: sparse_forward(problem, tensors, chosen, None), capability, monkeypatch)

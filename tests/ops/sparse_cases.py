@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from hypothesis import strategies as st
 
@@ -17,14 +19,21 @@ def sparse_cases(
     max_chosen: int = 24,
     sizes: st.SearchStrategy[int] = SIZES,
 ) -> Case:
-    """Those of `maxsim`, with positions that repeat, and places of none; of all queries alike, or of each pair."""
+    """Those of `maxsim`, and packed documents; positions that repeat, of none, of all queries alike or of each."""
     case = draw(cases(dtypes=dtypes, max_batch=max_batch, max_length=max_length, sizes=sizes))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     n_queries, length, _ = case.queries.shape
     shape = [n_queries, case.documents.shape[-3], draw(st.integers(0, max_chosen))]
-    if case.documents.dim() == 3 and draw(st.booleans()):
+    in_batch = case.documents.dim() == 3
+    if in_batch and draw(st.booleans()):
         shape = shape[1:]
     dtype = draw(st.sampled_from([torch.int32, torch.int64]))
-    positions = torch.randint(-1, length, shape, generator=generator, dtype=dtype)
-    case.options["query_tokens"] = positions
+    case.options["query_tokens"] = torch.randint(-1, length, shape, generator=generator, dtype=dtype)
+    if in_batch and draw(st.booleans()):
+        n_documents, longest, size = case.documents.shape
+        lengths = torch.randint(0, longest + 1, (n_documents,), generator=generator)
+        case.options["documents_cu_seqlens"] = torch.cat([torch.zeros(1, dtype=dtype), lengths.cumsum(0).to(dtype)])
+        case.options["max_document_length"] = draw(st.sampled_from([None, longest, longest + 3]))
+        packed = case.documents.reshape(-1, size)[: int(lengths.sum())]
+        case = replace(case, documents=packed, documents_mask=None)
     return case

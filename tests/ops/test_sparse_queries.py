@@ -62,6 +62,15 @@ def test_by_hand(function) -> None:
     assert function(QUERIES, DOCUMENTS, chosen, reduction="mean", **options).tolist() == [[1.0, -9.0]]
 
 
+@BOTH
+def test_packed_documents_by_hand(function) -> None:
+    """Both documents above, and an empty one between them."""
+    packed = {"documents_cu_seqlens": torch.tensor([0, 2, 2, 4]), "empty_score": -9.0}
+    chosen, documents = torch.tensor([[2, 0], [0, 1], [1, -1]]), DOCUMENTS.flatten(0, 1)
+    assert function(QUERIES, documents, chosen, **packed).tolist() == [[5.0, -9.0, 4.0]]
+    assert function(QUERIES, documents, chosen, reduction="mean", **packed).tolist() == [[2.5, -9.0, 4.0]]
+
+
 def test_all_tokens_in_any_order_are_maxsim() -> None:
     queries, documents = torch.randn(3, 5, 6), torch.randn(4, 7, 6)
     order = torch.rand(3, 4, 5).argsort(dim=-1)
@@ -111,6 +120,18 @@ def test_memory_does_not_grow_with_the_similarities(monkeypatch: pytest.MonkeyPa
         }),
         (ValueError, r"documents must have shape .* got \[5, 4\]", {"documents": torch.ones(5, 4)}),
         (ValueError, r"documents_mask must have shape \[3, 5\], got \[3, 4\]", {"documents_mask": torch.ones(3, 4)}),
+        (ValueError, r"documents must have shape \[Td, d\]", {"documents_cu_seqlens": torch.tensor([0, 3])}),
+        (ValueError, "documents_mask must be None with documents_cu_seqlens", {
+            "documents": torch.ones(5, 4), "documents_cu_seqlens": torch.tensor([0, 5]),
+            "documents_mask": torch.ones(5),
+        }),
+        (ValueError, r"shape \[2, 2, k\] or \[2, k\], got \[3, 2\]", {
+            "documents": torch.ones(5, 4), "documents_cu_seqlens": torch.tensor([0, 2, 5]),
+        }),
+        (ValueError, "documents_cu_seqlens", {
+            "documents": torch.ones(5, 4), "documents_cu_seqlens": torch.tensor([0, 2, 6, 5]),
+        }),
+        (ValueError, "max_document_length must be None without documents_cu_seqlens", {"max_document_length": 5}),
         (ValueError, "reduction must be one of 'sum', 'mean'", {"reduction": "max"}),
         (ValueError, "cannot serve", {
             "implementation": "triton", "queries": torch.ones(2, 3, 4).double(),
@@ -131,9 +152,10 @@ def test_opcheck() -> None:
     queries, documents = torch.randn(2, 3, 4, requires_grad=True), torch.randn(3, 5, 4, requires_grad=True)
     masks, chosen = (torch.ones(2, 3), torch.rand(3, 5) > 0.3), torch.randint(-1, 3, (2, 3, 4))
     operator = torch.ops.pylate_flash.maxsim_sparse_queries.default
-    torch.library.opcheck(operator, (queries, documents, chosen, *masks, True, "zero", -1.0, "auto", True))
-    plain = queries.detach(), documents.detach()
-    torch.library.opcheck(operator, (*plain, chosen[0], None, None, False, "exclude", 0.0, "auto", False))
+    torch.library.opcheck(operator, (queries, documents, chosen, *masks, None, 0, True, "zero", -1.0, "auto", True))
+    packed = queries.detach(), documents.detach().flatten(0, 1), chosen[0], None, None, torch.tensor([0, 7, 7, 15]), 8
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(operator, (*packed, False, "exclude", 0.0, "auto", False), test_utils=checks)
 
 
 def test_compiles_for_other_lengths_too() -> None:
@@ -146,6 +168,12 @@ def test_compiles_for_other_lengths_too() -> None:
             assert torch.equal(found, expected)
             for pair in zip(*(torch.autograd.grad(scores.sum(), leaves) for scores in (found, expected)), strict=True):
                 assert torch.equal(*pair)
+    leaves = torch.randn(2, 3, 4, requires_grad=True), torch.randn(9, 4, requires_grad=True)
+    options = {"documents_cu_seqlens": torch.tensor([0, 2, 9]), "max_document_length": 7}
+    chosen = torch.tensor([[0, 2], [1, -1]])
+    found, expected = (f(*leaves, chosen, **options) for f in (compiled, maxsim_sparse_queries))
+    for pair in zip(*(torch.autograd.grad(scores.sum(), leaves) for scores in (found, expected)), strict=True):
+        assert torch.equal(*pair)
 
 
 def test_no_second_derivative() -> None:

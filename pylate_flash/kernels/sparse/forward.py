@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...ops.problem import Problem, Tensors
-from ..forward.common import winner_of, with_masked_zeros
+from ..forward.common import document_range, winner_of, with_masked_zeros
 from ..forward.cuts import NO_WINNER
 from ..launch import Kernel
 from ..masks import active_tokens
@@ -33,7 +33,7 @@ _COMPARED = tl.constexpr(16)
 )  # fmt: skip
 def _sparse_kernel(
     queries_ptr, documents_ptr, query_tokens_ptr, queries_mask_ptr, active_ptr, bounds_ptr, queries_scale_ptr,
-    documents_scale_ptr, scores_ptr, winners_ptr,
+    documents_scale_ptr, cu_seqlens_ptr, scores_ptr, winners_ptr,
     n_queries, query_length, n_documents, document_length, n_chosen, stride_chosen_query, stride_chosen_document,
     empty_score,
     stride_query, stride_query_token, stride_group, stride_document, stride_document_token,
@@ -43,6 +43,7 @@ def _sparse_kernel(
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
     CANDIDATES: tl.constexpr,
+    PACKED: tl.constexpr,
     HAS_QUERIES_MASK: tl.constexpr,
     WEIGHTED: tl.constexpr,
     HAS_DOCUMENTS_MASK: tl.constexpr,
@@ -73,9 +74,13 @@ def _sparse_kernel(
         query = (tl.program_id(0) % n_queries).to(tl.int64)
         flat_document = document
         first_row = (document * n_queries + query) * query_length
-    base = documents_ptr + query * stride_group + document * stride_document
+    base, length = document_range(
+        documents_ptr, cu_seqlens_ptr, None, query, document, document_length, stride_group, stride_document,
+        stride_document_token, PACKED, 0,
+    )  # fmt: skip
     flat = flat_document * document_length
-    length = document_length
+    if PACKED:
+        flat = tl.load(cu_seqlens_ptr + document).to(tl.int64)
     if HAS_DOCUMENTS_MASK:
         length = tl.load(bounds_ptr + 2 * flat_document)
     query_tokens_ptr += query * stride_chosen_query + document * stride_chosen_document
@@ -146,7 +151,7 @@ def _sparse_kernel(
         if WEIGHTED:
             column_best *= weight.to(tl.float32)
         total += tl.sum(tl.where(counted, column_best, 0.0), axis=0)
-    if HAS_DOCUMENTS_MASK:
+    if PACKED or HAS_DOCUMENTS_MASK:
         total = tl.where(length > 0, total, empty_score)
     tl.store(scores_ptr + query * n_documents + document, total)
 
@@ -157,12 +162,13 @@ _sparse = Kernel(_sparse_kernel)
 def sparse_forward(problem: Problem, tensors: Tensors, query_tokens: Tensor, winners: Tensor | None) -> Tensor:
     """Scores [Nq, K] or [Nq, Nd], float32; winners of the chosen tokens are written into `winners`, if any.
 
-    Queries, documents and masks are as in `forward.maxsim_forward`, and padded. `query_tokens` [Nq, K or Nd, k], int32
-    or int64 with contiguous rows, holds positions of query tokens; what is no position chooses none. No size is 0.
+    Tensors are as in `forward.maxsim_forward`, with padded queries; packed documents are met by all of them.
+    `query_tokens` [Nq, K or Nd, k], int32 or int64 with contiguous rows, holds positions of query tokens; what is no
+    position chooses none. No size is 0, but packed documents may be empty.
     """
     n_chosen, kind = query_tokens.shape[2], problem.kind
     plan = sparse_plan(problem, n_chosen)
-    queries, documents, queries_mask, documents_mask, *_ = tensors
+    queries, documents, queries_mask, documents_mask, _, cu_seqlens, _ = tensors
     active = bounds = queries_scale = documents_scale = None
     if documents_mask is not None:
         active, bounds = active_tokens(documents_mask)
@@ -172,8 +178,8 @@ def sparse_forward(problem: Problem, tensors: Tensors, query_tokens: Tensor, win
     _sparse(
         (plan.programs, 1, 1),
         (
-            queries, documents, query_tokens, queries_mask, active, bounds, queries_scale, documents_scale, scores,
-            winners,
+            queries, documents, query_tokens, queries_mask, active, bounds, queries_scale, documents_scale,
+            cu_seqlens, scores, winners,
         ),
         (
             problem.n_queries, problem.query_length, problem.n_documents, problem.document_length, n_chosen,
@@ -182,7 +188,7 @@ def sparse_forward(problem: Problem, tensors: Tensors, query_tokens: Tensor, win
         plan.strides,
         (
             problem.size, plan.operands.block, plan.operands.split, plan.tile.rows, plan.tile.columns,
-            documents.dim() == 4, queries_mask is not None, kind.weighted, documents_mask is not None,
+            documents.dim() == 4, problem.packed, queries_mask is not None, kind.weighted, documents_mask is not None,
             kind.zero_masked, problem.normalize, winners is not None, kind.precision, *plan.units,
         ),
         (plan.tile.num_warps, plan.tile.num_stages, None),
