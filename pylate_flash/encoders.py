@@ -11,7 +11,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["TextLengths", "encode", "is_multi_vector_encoder", "longest_input", "set_text_lengths", "text_lengths"]
+__all__ = [
+    "TextLengths", "encode", "is_multi_vector_encoder", "longest_input", "read_lengths", "set_text_lengths",
+    "text_lengths",
+]  # fmt: skip
 
 
 class TextLengths(NamedTuple):
@@ -115,3 +118,22 @@ def longest_input(model: Any) -> int | None:
     tables = (module for name, module in encoder.named_modules() if name.endswith("position_embeddings"))
     padding = getattr(next(tables, None), "padding_idx", None)
     return limit if padding is None else limit - padding - 1
+
+
+def read_lengths(model: Any) -> tuple[int | None, int | None]:
+    """The tokens that are read of a query and of a document, at most; None where nothing limits them.
+
+    Parameters
+    ----------
+    model
+        Of either library.
+    """
+    limits = [longest_input(model)]
+    if is_multi_vector_encoder(model):
+        # PyLate sets this one with every text that it encodes.
+        limits.append(getattr(model[0], "max_seq_length", None))
+    query, document = (
+        min((number for number in (length, *limits) if number is not None), default=None)
+        for length in text_lengths(model)
+    )
+    return query, document

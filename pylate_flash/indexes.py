@@ -30,7 +30,7 @@ SCORERS = ("pylate_flash", "auto", "torch", "flash", "lik")
 
 
 class Flat(Base):
-    """Exact MaxSim search over all documents: no clustering, no quantisation, no candidates missed.
+    """Exact MaxSim search over all documents, as they are kept: no clustering, no candidates missed.
 
     Embeddings are kept packed (no padding) in safetensors shards on the disk; see `pylate_flash.index.store` for the
     files and what happens when a write is interrupted. A search scores the collection block by block and keeps the
@@ -49,7 +49,10 @@ class Flat(Base):
         Start from an empty index; an existing one is emptied at once.
     dtype
         How embeddings are kept: "float32", "float16" or "bfloat16". None: as the existing index does, or float32,
-        which keeps float32 and narrower embeddings exactly. Queries are rounded to it before they are scored.
+        which keeps float32 and narrower embeddings exactly. Queries are rounded to it before they are scored. Or in 8
+        bits with a scale for each token, as `quantize` makes them: "int8", "uint8" or "fp8", 16 bytes and a byte for
+        each element. Then this package's scorer quantizes queries as well, as `maxsim_varlen` does, and those of other
+        packages score what was kept, dequantized.
     scorer
         "pylate_flash" (or "auto"): this package's kernels. For comparison, with equal scores up to rounding: PyLate's
         "torch", "flash" or "lik"; without PyLate, "torch" is `util.maxsim` of sentence-transformers.
@@ -102,6 +105,11 @@ class Flat(Base):
         self.projection: tuple[Tensor, Tensor | None] | None = None
         if layer is None:
             return
+        if self._store.layout.quantized:
+            raise ValueError(
+                f"projection: the index in {self.index_path} keeps {self._store.layout.kept_as!r}, and hidden states "
+                "are kept in float32, float16 or bfloat16"
+            )
         size = layer[0].shape[1]
         if self._store.embedding_size not in (None, size):
             raise ValueError(
@@ -110,7 +118,7 @@ class Flat(Base):
             )
         # Copies: training may go on with the model's own.
         weight, bias = (
-            tensor if tensor is None else tensor.detach().to(self.device, self._store.dtype, copy=True)
+            tensor if tensor is None else tensor.detach().to(self.device, self._store.layout.dtype, copy=True)
             for tensor in layer
         )
         assert weight is not None
@@ -433,7 +441,7 @@ class Flat(Base):
             device = None if self.projection is None else self.device
             read = (self._store.read(positions[j : j + 1], device) for j in range(len(positions)))
             # A copy: what is read is the index's own memory.
-            found.append([search.embeddings(values).to("cpu", torch.float32, copy=True) for values in read])
+            found.append([search.embeddings(rows).to("cpu", torch.float32, copy=True) for rows in read])
         return found
 
     def _positions(self, name: str, ids: list[str]) -> np.ndarray:
@@ -464,7 +472,7 @@ class Flat(Base):
             raise ValueError(
                 f"queries_embeddings[{i}] has embedding size {query.shape[1]}, the index in {self.index_path} {size}"
             )
-        query = query.detach().to(self.device, self._store.dtype)
+        query = query.detach().to(self.device, self._store.layout.given)
         if not torch.isfinite(query).all():
             raise ValueError(f"queries_embeddings[{i}] holds NaN or infinite values")
         return query

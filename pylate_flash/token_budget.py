@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .losses import CachedContrastive
+from .encoders import is_multi_vector_encoder, read_lengths
 from .projection import unwrapped
 
 __all__ = ["largest_token_budget"]
@@ -19,7 +19,7 @@ _RESERVE = 0.1
 _OPTIMIZER_BYTES = 8
 
 
-def largest_token_budget(loss: CachedContrastive, documents: int, dtype: torch.dtype | None = None) -> int:
+def largest_token_budget(loss: Any, documents: int, dtype: torch.dtype | None = None) -> int:
     """The largest `mini_batch_num_tokens` of a cached loss that fits into the memory of its model's GPU, by trial.
 
     Documents of the model's greatest length are encoded in training mode, and the way back is gone, with twice as many
@@ -31,7 +31,8 @@ def largest_token_budget(loss: CachedContrastive, documents: int, dtype: torch.d
     Parameters
     ----------
     loss
-        Its model lies where it will be trained.
+        `losses.CachedContrastive`, or `CachedMultiVectorMultipleNegativesRankingLoss` of
+        `hosts.sentence_transformers.losses`. Its model lies where it will be trained.
     documents
         Of a batch, all columns together: more tokens than they have are not tried.
     dtype
@@ -46,6 +47,9 @@ def largest_token_budget(loss: CachedContrastive, documents: int, dtype: torch.d
     ------
     torch.OutOfMemoryError
         If not even one document fits.
+    ValueError
+        If nothing limits the length of a document, or the texts of a `MultiVectorEncoder` cannot be sorted by length,
+        so that a number of tokens would not limit the memory.
 
     Examples
     --------
@@ -53,14 +57,15 @@ def largest_token_budget(loss: CachedContrastive, documents: int, dtype: torch.d
     >>> loss.mini_batch_num_tokens = largest_token_budget(loss, 4096, torch.bfloat16)  # doctest: +SKIP
     """
     model = unwrapped(loss.model)
-    length, training = model.document_length, model.training
+    length, training = _document_length(model), model.training
+    _check_sorted(model)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     device = model.device
 
     def fits(texts: int) -> bool:
         found = True
         try:
-            _try(model, texts, documents * length, parameters, dtype)
+            _try(model, texts, length, documents * length, parameters, dtype)
         except torch.OutOfMemoryError:
             found = False
         model.zero_grad(set_to_none=True)
@@ -94,19 +99,42 @@ def _largest(fits: Callable[[int], bool], most: int) -> int:
     return between if found < between < size and fits(between) else found
 
 
-def _try(model: Any, texts: int, tokens: int, parameters: list[torch.Tensor], dtype: torch.dtype | None) -> None:
+def _document_length(model: Any) -> int:
+    length = read_lengths(model)[1] if is_multi_vector_encoder(model) else model.document_length
+    if length is None:
+        raise ValueError("nothing limits the length of a document; set the model's document_length")
+    return length
+
+
+def _check_sorted(model: Any) -> None:
+    if not is_multi_vector_encoder(model):
+        return
+    from .hosts.sentence_transformers.loss_inputs import scored_tokens
+
+    features = model.preprocess(["a"], task="document")
+    if scored_tokens(model, {**features, "task": "document"}) is None:
+        raise ValueError(
+            "the texts of this model cannot be sorted by length, so that a number of tokens would not limit the "
+            "memory; give mini_batch_size"
+        )
+
+
+def _try(
+    model: Any, texts: int, length: int, tokens: int, parameters: list[torch.Tensor], dtype: torch.dtype | None
+) -> None:
     """Encode so many documents and go the way back, beside what a step with so many tokens will hold."""
     held = _held(model, tokens, parameters, model.device)
     # From the second mini-batch on, they are there while the encoder's activations grow.
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
-    _encode_and_back(model, texts, dtype)
+    _encode_and_back(model, texts, length, dtype)
     del held
 
 
 def _held(model: Any, tokens: int, parameters: list[torch.Tensor], device: torch.device) -> torch.Tensor:
     """As many bytes as a step will hold beside what the encoder needs and the gradients of the parameters."""
-    embedding = model.get_sentence_embedding_dimension() or 128
+    of_host = is_multi_vector_encoder(model)
+    embedding = (model.get_embedding_dimension() if of_host else model.get_sentence_embedding_dimension()) or 128
     # Embeddings and gradients in four bytes at most, and the operation's float32 sums.
     size = tokens * embedding * 12 + _OPTIMIZER_BYTES * sum(parameter.numel() for parameter in parameters)
     if device.type == "cuda":
@@ -122,14 +150,27 @@ def _most(device: torch.device) -> int:
     return min(free + torch.cuda.memory_reserved(device), int(limit * total))
 
 
-def _encode_and_back(model: Any, texts: int, dtype: torch.dtype | None) -> None:
-    features = model.tokenize(["a"] * texts, is_query=False, pad=True)
+def _encode_and_back(model: Any, texts: int, length: int, dtype: torch.dtype | None) -> None:
+    features, arguments = _documents(model, texts, length)
     # No token is like another, as in the batch that needs most.
     features["input_ids"] = torch.randint(0, len(model.tokenizer), features["input_ids"].shape)
     features["attention_mask"] = torch.ones_like(features["attention_mask"])
     # Where nothing is padded, attention makes no mask of all pairs of tokens, and other kernels may compute it.
     features["attention_mask"][0, -1] = 0
-    features = {name: value.to(model.device) for name, value in features.items()}
+    features = {
+        name: value.to(model.device) if isinstance(value, torch.Tensor) else value for name, value in features.items()
+    }
     with torch.autocast(model.device.type, dtype=dtype, enabled=dtype is not None):
-        embeddings = model(features)["token_embeddings"]
+        embeddings = model(features, **arguments)["token_embeddings"]
     embeddings.backward(torch.zeros_like(embeddings))
+
+
+def _documents(model: Any, texts: int, length: int) -> tuple[dict[str, Any], dict[str, str]]:
+    """Features of so many documents of so many tokens, and what the model is called with besides."""
+    if not is_multi_vector_encoder(model):
+        return model.tokenize(["a"] * texts, is_query=False, pad=True), {}
+    features = model.preprocess(["a"], task="document")
+    return {
+        name: value.new_zeros(texts, length) if isinstance(value, torch.Tensor) and value.ndim == 2 else value
+        for name, value in features.items()
+    }, {"task": "document"}

@@ -272,7 +272,7 @@ def test_a_run_of_additions_is_flushed_when_its_store_is_given_up(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"version": 99}, "has format version 99, and this pylate_flash reads up to 2: upgrade"),
+        ({"version": 99}, "has format version 99, and this pylate_flash reads up to 3: upgrade"),
         ({"version": True}, "is not the manifest of a pylate_flash index: its version is True"),
         ({"format": "something else"}, "is not the manifest of a pylate_flash index"),
         ({"dtype": "int3"}, "is damaged: .*int3"),

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..corpus_files import Corpus, Text
-from ..encoders import encode
+from ..encoders import encode, read_lengths
 from .common import UserError, check_device, check_file, explained, loading, notes
-from .models import check_model_name, document_tokens, load_model, read_lengths
+from .models import check_model_name, document_tokens, load_model
 
 if TYPE_CHECKING:
     from ..index.store import PackedStore

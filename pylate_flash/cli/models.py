@@ -167,19 +167,6 @@ def has_random_projection(model: Any, name: str) -> bool:
     return not saved and "HF_ColBERT" not in architectures
 
 
-def read_lengths(model: Any) -> tuple[int | None, int | None]:
-    """The tokens that are read of a query and of a document, at most; None where nothing limits them."""
-    limits = [longest_input(model)]
-    if is_multi_vector_encoder(model):
-        # PyLate sets this one with every text that it encodes.
-        limits.append(getattr(model[0], "max_seq_length", None))
-    query, document = (
-        min((number for number in (length, *limits) if number is not None), default=None)
-        for length in text_lengths(model)
-    )
-    return query, document
-
-
 def prompt_of(model: Any, is_query: bool) -> str:
     """What a `MultiVectorEncoder` puts before a query, or before a document."""
     names = ("query",) if is_query else ("document", "passage", "corpus")

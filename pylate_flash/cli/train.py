@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
+from ..encoders import read_lengths
 from .checkpoints import CHECKPOINTS, Checkpoints
 from .common import (
     Scorer,
@@ -35,7 +36,6 @@ from .models import (
     check_scorer,
     host_of,
     load_model,
-    read_lengths,
 )
 from .training_hosts import USED_BY, Loss, make_loss, make_trainer
 
@@ -276,13 +276,12 @@ def _tokens(mini_batch_tokens: str | None) -> int | str | None:
 
 def _check_tokens(tokens: int | str | None, host: str, scorer: Scorer) -> None:
     """What `--mini-batch-tokens` may be depends on the library that has the loss, and on the scorer."""
-    if tokens == "auto" and host == SENTENCE_TRANSFORMERS:
-        raise UserError(
-            "--mini-batch-tokens auto is for PyLate's models, and sentence-transformers loads this one; give a number, "
-            "8192 say"
-        )
-    if tokens is not None and host != SENTENCE_TRANSFORMERS and scorer not in (Scorer.pylate_flash, Scorer.auto):
-        raise UserError(f"--mini-batch-tokens needs --scorer pylate_flash or auto, got {scorer.value}")
+    if scorer in (Scorer.pylate_flash, Scorer.auto):
+        return
+    # sentence-transformers' own loss takes a number, but counts no padding, so that this does not limit the memory.
+    name = "--mini-batch-tokens auto" if host == SENTENCE_TRANSFORMERS else "--mini-batch-tokens"
+    if tokens == "auto" or (tokens is not None and host != SENTENCE_TRANSFORMERS):
+        raise UserError(f"{name} needs --scorer pylate_flash or auto, got {scorer.value}")
 
 
 def _check_device(loaded: Model, precision: Precision, tokens: int | str | None) -> None:
@@ -353,6 +352,8 @@ def _find_budget(trainer: MeasuredTrainer, documents: int, precision: Precision)
         loss.mini_batch_num_tokens = largest_token_budget(loss, documents, dtype)
     except torch.OutOfMemoryError as error:
         raise UserError(f"out of memory on {device}: {error}; a smaller --batch-size needs less") from error
+    except ValueError as error:
+        raise UserError(f"--mini-batch-tokens auto: {error}") from error
     print(f"mini-batches of at most {loss.mini_batch_num_tokens} tokens, by trial on {device}", flush=True)
 
 

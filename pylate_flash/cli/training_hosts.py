@@ -37,6 +37,9 @@ def make_loss(
     model: Model, loss: Loss, scorer: str, mini_batch_size: int | None, tokens: int | str | None, temperature: float
 ) -> Any:
     """The loss of a kind, of the library of a model."""
+    if tokens == "auto":
+        # What it is, is found when the trainer has put the model where it will be.
+        tokens = 1
     if is_multi_vector_encoder(model):
         return _loss_of_sentence_transformers(model, loss, scorer, mini_batch_size, tokens, temperature)
     from .. import losses
@@ -44,11 +47,10 @@ def make_loss(
     if loss is Loss.distillation:
         return losses.Distillation(model)
     if loss is Loss.cached:
-        # What "auto" is, is found when the trainer has put the model where it will be.
         return losses.CachedContrastive(
             model,
             mini_batch_size=mini_batch_size,
-            mini_batch_num_tokens=1 if tokens == "auto" else tokens,  # type: ignore[arg-type]
+            mini_batch_num_tokens=tokens,  # type: ignore[arg-type]
             temperature=temperature,
         )
     return losses.Contrastive(model, temperature=temperature)

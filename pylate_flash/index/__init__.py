@@ -3,6 +3,7 @@
 store.py          the documents of an index: reading, adding, removing, merging, verifying
 folder.py         its folder: the manifest that makes a write take effect, and whose turn it is (`turns.py`)
 manifest.py       manifest.json, checked in full before anything of it is used
+layout.py         how a token's embedding is kept: in a floating type, or in 8 bits with its scale
 shards.py         one safetensors file of many documents
 journal.py        one file to which small additions are appended
 pieces.py         the embeddings, put end to end from shards and journal, or from copies on a GPU

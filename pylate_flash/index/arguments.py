@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .layout import Layout, is_finite
+
 __all__ = ["Embeddings", "check_distinct", "check_name", "ids_of", "joined", "sequences_of"]
 
 Embeddings = Sequence[np.ndarray | Tensor | list] | np.ndarray | Tensor
@@ -79,23 +81,25 @@ def sequences_of(name: str, embeddings: object) -> list[Tensor]:
     return tensors
 
 
-def joined(ids: Sequence[str], documents: Sequence[Tensor], lengths: np.ndarray, dtype: torch.dtype) -> Tensor:
-    """Pack documents [L_i, d] into [T, d] of type `dtype` on the CPU.
+def joined(ids: Sequence[str], documents: Sequence[Tensor], lengths: np.ndarray, layout: Layout) -> Tensor:
+    """Pack documents [L_i, d] into rows [T, width] of a layout, on the CPU.
 
     Raises
     ------
     ValueError
-        If a value is NaN or infinite in that type.
+        If a value is NaN or infinite as it is kept.
     """
-    converted = [document.detach().to("cpu", dtype) for document in documents]
+    converted = [document.detach().to("cpu", layout.given) for document in documents]
     values = converted[0] if len(converted) == 1 else torch.cat(converted)
     # A sum is NaN or infinite if one value is, and this is the cheapest look at all of them; but it may overflow.
-    if not math.isfinite(values.sum().item()) and not torch.isfinite(values).all():
-        row = int(torch.argmin(torch.isfinite(values).all(dim=1).to(torch.int8)))
+    finite = math.isfinite(values.sum().item()) or bool(torch.isfinite(values).all())
+    rows = layout.rows(values)
+    # The difference of two finite values may be infinite.
+    if not (finite and (not layout.quantized or is_finite(rows).all())):
+        row = int(torch.argmin((torch.isfinite(values).all(dim=1) & is_finite(rows)).to(torch.int8)))
         document = int(np.searchsorted(np.cumsum(lengths), row, side="right"))
-        kept_as = str(dtype).removeprefix("torch.")
         raise ValueError(
-            f"the embeddings of document {ids[document]!r} hold NaN or infinite values (as {kept_as}), "
+            f"the embeddings of document {ids[document]!r} hold NaN or infinite values (as {layout.kept_as}), "
             f"first in token {row - int(lengths[:document].sum())}"
         )
-    return values
+    return rows

@@ -23,7 +23,7 @@ class IndexInfo:
     bytes
         Of all its files.
     dtype
-        How embeddings are kept: "float32", "float16" or "bfloat16".
+        How embeddings are kept: "float32", "float16", "bfloat16", "int8", "uint8" or "fp8".
     embedding_size
         Elements of an embedding (or of a hidden state); None if nothing was ever added.
     shards

@@ -33,6 +33,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from .layout import Layout
 from .shards import bytes_of, check_finite, decode, encode, open_regular, read_exactly, write_all
 
 __all__ = ["Journal", "flush"]
@@ -93,17 +94,17 @@ class _Damage(ValueError):
 
 
 class Journal:
-    """The additions of a journal: their embeddings, `values` [rows, d], are in memory from the first look at them on.
+    """The additions of a journal: the rows of their tokens, `values`, are in memory from the first look at them on.
 
     Only the process that has the turn to write may call what changes it.
     """
 
-    def __init__(self, path: Path, dtype: torch.dtype, size: int) -> None:
+    def __init__(self, path: Path, layout: Layout) -> None:
         self.path = path
         self.records = 0
         self.rows = 0
-        self._dtype, self._row = dtype, size * dtype.itemsize
-        self._room = torch.empty(0, size, dtype=dtype)
+        self._layout, self._row = layout, layout.nbytes
+        self._room = torch.empty(0, layout.width, dtype=layout.dtype)
         self._room_bytes = bytes_of(self._room)
         # Values that this object has written but not read again: where they begin in the room and in the file, and how
         # many bytes they are. A run of additions copies none of them.
@@ -116,16 +117,16 @@ class Journal:
         self._flush_due = 0.0
 
     @classmethod
-    def create(cls, path: Path, dtype: torch.dtype, size: int) -> Journal:
+    def create(cls, path: Path, layout: Layout) -> Journal:
         """Make an empty journal, which the first addition flushes to the disk."""
-        journal = cls(path, dtype, size)
+        journal = cls(path, layout)
         with path.open("xb", buffering=0) as file:
             journal._head._replace(number=0).write(file.fileno())
             journal._head.write(file.fileno())
         return journal
 
     @classmethod
-    def open(cls, path: Path, dtype: torch.dtype, size: int) -> tuple[Journal, list[str], np.ndarray]:
+    def open(cls, path: Path, layout: Layout) -> tuple[Journal, list[str], np.ndarray]:
         """Open a journal, and return it with the ids and the lengths of its documents.
 
         Warns if additions that had not been flushed are lost, as after a power failure.
@@ -135,7 +136,7 @@ class Journal:
         ValueError
             If the file is missing or damaged. The message names it.
         """
-        journal = cls(path, dtype, size)
+        journal = cls(path, layout)
         ids: list[str] = []
         lengths = [np.zeros(0, dtype=np.int64)]
         descriptor = open_regular(path)
@@ -193,8 +194,8 @@ class Journal:
         if _digest(self._head.digest, [payload]) != digest:
             raise ValueError("the sha256 of a record is another")
         found = decode(lambda offset, n: bytes(payload[offset : offset + n]), length)
-        if (found.dtype, found.size) != (self._dtype, self._room.shape[1]):
-            raise ValueError(f"it holds values of type {found.dtype} and size {found.size}")
+        if found.layout != self._layout:
+            raise ValueError(f"it holds values of type {found.layout.dtype} and size {found.layout.size}")
         values = payload[found.values_offset :][: found.tokens * self._row]
         self._take(values, self._head.next(start + length, self._head.flushed, digest))
         return found.ids, found.lengths
@@ -206,12 +207,12 @@ class Journal:
 
     @property
     def values(self) -> torch.Tensor:
-        """The tokens of all documents, as a view that stays as it is when more follow. Shape: [rows, d]."""
+        """The tokens of all documents, as a view that stays as it is when more follow. Shape: [rows, width]."""
         self._read()
         return self._room[: self.rows]
 
     def read_into(self, out: torch.Tensor, start: int) -> None:
-        """Fill `out` [n, d] with the tokens from `start` on."""
+        """Fill `out` [n, width] with the rows of the tokens from `start` on."""
         self._read()
         out.copy_(self._room[start : start + len(out)])
 
@@ -240,7 +241,7 @@ class Journal:
         """
         before, start = self._head, self._head.end
         memory = bytes_of(values)
-        pieces = [*encode(ids, lengths, [memory], self._dtype, self._room.shape[1])]
+        pieces = [*encode(ids, lengths, [memory], self._layout)]
         length = sum(map(len, pieces))
         pieces.append(bytes(-length % _RECORD_BYTES))
         length += len(pieces[-1])
@@ -301,7 +302,7 @@ class Journal:
         # Memory that is not written to is not taken, so a journal has room for all that it will hold.
         nbytes = max(rows, JOURNAL_BYTES // self._row) * self._row
         # By NumPy, which asks the system for huge pages: taking small ones takes longer than filling them.
-        room = torch.from_numpy(np.empty(nbytes, dtype=np.uint8)).view(self._dtype).view(-1, self._room.shape[1])
+        room = torch.from_numpy(np.empty(nbytes, dtype=np.uint8)).view(self._layout.dtype).view(-1, self._layout.width)
         room[: len(self._room)] = self._room
         self._room, self._room_bytes = room, bytes_of(room)
 

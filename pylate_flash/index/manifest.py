@@ -11,14 +11,15 @@ from typing import Any
 
 import torch
 
+from .layout import DTYPES, Layout
 from .model_record import ModelRecord
 
-__all__ = ["DTYPES", "FORMAT", "FORMAT_VERSION", "Entry", "Manifest", "SHARD_NAME", "JOURNAL_NAME"]
+__all__ = ["FORMAT", "FORMAT_VERSION", "Entry", "Manifest", "SHARD_NAME", "JOURNAL_NAME"]
 
 FORMAT = "pylate_flash.packed"
-# 1: no journal, no checksums, no model. A package that reads up to 1 refuses an index of version 2 by its number.
-FORMAT_VERSION = 2
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+# 1: no journal, no checksums, no model. 2: no embeddings in 8 bits. What has none is written as version 2, so that a
+# package that reads up to 2 takes it, and refuses another one by its number.
+FORMAT_VERSION = 3
 SHARD_NAME = re.compile(r"shard-\d{5,}-[0-9a-f]{8}\.safetensors")
 JOURNAL_NAME = re.compile(r"journal-\d{5,}-[0-9a-f]{8}")
 
@@ -46,6 +47,11 @@ class Manifest:
     model: ModelRecord | None = None
     created_with: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def layout(self) -> Layout:
+        """How embeddings are kept; of size 0 as long as nothing was added."""
+        return Layout(self.dtype, self.embedding_size or 0)
+
     def next(self, **changes: Any) -> Manifest:
         """The manifest of the next generation."""
         from .. import __version__
@@ -57,7 +63,7 @@ class Manifest:
         """As `parse` takes it."""
         record = {
             "format": FORMAT,
-            "version": FORMAT_VERSION,
+            "version": FORMAT_VERSION if self.layout.quantized else 2,
             "generation": self.generation,
             "dtype": self.dtype,
             "embedding_size": self.embedding_size,

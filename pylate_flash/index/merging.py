@@ -17,7 +17,7 @@ __all__ = ["Part", "grouped"]
 class Part:
     """Documents of a write: `shard` if they are all of one that is there already.
 
-    `values` gives their tokens, in pieces [*, d].
+    `values` gives their tokens, as rows, in pieces.
     """
 
     ids: Sequence[str]

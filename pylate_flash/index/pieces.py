@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from .journal import Journal
+from .layout import Layout
 from .shards import Shard
 
 __all__ = ["Pieces"]
@@ -24,10 +25,10 @@ class Pieces:
         Where `read` finds the embeddings: the CPU stands for the files.
     """
 
-    def __init__(self, dtype: torch.dtype, size: int, shards: list[Shard], journal: Journal | None) -> None:
+    def __init__(self, layout: Layout, shards: list[Shard], journal: Journal | None) -> None:
         self.shards, self.journal = shards, journal
         self.kept_on = torch.device("cpu")
-        self._dtype, self._size = dtype, size
+        self._layout = layout
         self._all: list[Shard | Journal] = [*shards, *([] if journal is None else [journal])]
         # The last piece may grow, and where it begins stays.
         self._starts = np.cumsum([0] + [piece.rows for piece in self._all[:-1]])
@@ -39,19 +40,19 @@ class Pieces:
     def __len__(self) -> int:
         return len(self._all)
 
-    def followed_by(self, dtype: torch.dtype, size: int, shards: list[Shard], journal: Journal | None) -> Pieces:
+    def followed_by(self, layout: Layout, shards: list[Shard], journal: Journal | None) -> Pieces:
         """Other pieces, for which the copies of those that stay need not be made again."""
-        pieces = Pieces(dtype, size, shards, journal)
+        pieces = Pieces(layout, shards, journal)
         pieces._copies = {piece: self._copies[piece] for piece in pieces if piece in self._copies}
         return pieces
 
     def read(self, runs: list[tuple[int, int]], device: torch.device, room: torch.Tensor | None = None) -> torch.Tensor:
-        """Rows of all pieces put end to end: the runs from start to stop, packed; in `room` [*, size] if they fit.
+        """Rows of all pieces put end to end: the runs from start to stop, packed; in `room` [*, width] if they fit.
 
         Returns
         -------
         torch.Tensor
-            [T, size] on `device`. It may be the pieces' own memory, so it must not be written to.
+            [T, width] on `device`. It may be the pieces' own memory, so it must not be written to.
 
         Raises
         ------
@@ -70,7 +71,7 @@ class Pieces:
                 return piece.values[first:last].to(device)
         rows = sum(last - first for _, first, last in slices)
         fits = room is not None and rows <= len(room)
-        values = room[:rows] if room is not None and fits else torch.empty(rows, self._size, dtype=self._dtype)
+        values = room[:rows] if room is not None and fits else self._empty(rows)
         done = 0
         for piece, first, last in slices:
             piece.read_into(values[done : done + last - first], first)
@@ -79,9 +80,7 @@ class Pieces:
 
     def bytes_to_copy(self, device: torch.device) -> int:
         """Bytes that `keep_on` would copy to `device`, beside those that are there already."""
-        return (
-            sum(piece.rows for piece in self._all if not self._is_on(device, piece)) * self._size * self._dtype.itemsize
-        )
+        return sum(piece.rows for piece in self._all if not self._is_on(device, piece)) * self._layout.nbytes
 
     def keep_on(self, device: torch.device) -> None:
         """Copy all embeddings to `device`, from where `read` serves them; with the CPU, give the copies up."""
@@ -93,10 +92,13 @@ class Pieces:
             return
         for piece in self._all:
             if not self._is_on(device, piece):
-                values = torch.empty(piece.rows, self._size, dtype=self._dtype)
+                values = self._empty(piece.rows)
                 piece.read_into(values, 0)
                 self._copies[piece] = values.to(device)
         self.kept_on = device
+
+    def _empty(self, rows: int) -> torch.Tensor:
+        return torch.empty(rows, self._layout.width, dtype=self._layout.dtype)
 
     def _is_on(self, device: torch.device, piece: Shard | Journal) -> bool:
         copy = self._copies.get(piece)

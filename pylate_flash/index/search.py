@@ -14,7 +14,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ..hosts import HOSTS, SENTENCE_TRANSFORMERS
-from ..ops import maxsim_from_hidden, maxsim_varlen, pack
+from ..ops import QuantizedEmbeddings, maxsim_from_hidden, maxsim_varlen, pack
 from .store import PackedStore
 from .tables import blocks
 
@@ -38,7 +38,7 @@ class SearchResult(TypedDict):
 
 
 class _Packed(NamedTuple):
-    """Packed tokens [T, d], their cu_seqlens [N + 1], on one device, and the length of the longest sequence."""
+    """Packed tokens [T, d], or rows of the store, their cu_seqlens [N + 1], and the length of the longest sequence."""
 
     values: Tensor
     cu_seqlens: Tensor
@@ -58,7 +58,7 @@ class Search:
     scorer
         As in `indexes.Flat`.
     projection
-        Weight [d, d_model] and bias [d] (or None) on `device` in the store's dtype, or None.
+        Weight [d, d_model] and bias [d] (or None) on `device` in the type that the store keeps, or None.
     show_progress
         Draw a progress bar over several blocks.
     """
@@ -69,9 +69,12 @@ class Search:
     projection: tuple[Tensor, Tensor | None] | None
     show_progress: bool
 
-    def embeddings(self, values: Tensor) -> Tensor:
-        """Embeddings [T, d] from what the store keeps."""
-        return values if self.projection is None else F.normalize(F.linear(values, *self.projection), dim=-1)
+    def embeddings(self, rows: Tensor) -> Tensor:
+        """Embeddings [T, d] from rows of the store."""
+        kept = self.store.layout.embeddings(rows)
+        if isinstance(kept, QuantizedEmbeddings):
+            return kept.dequantize()
+        return kept if self.projection is None else F.normalize(F.linear(kept, *self.projection), dim=-1)
 
     @property
     def _limit(self) -> int:
@@ -82,7 +85,7 @@ class Search:
     def _room(self) -> Tensor:
         """Memory for a block, which every block is read into in turn."""
         rows = min(self._limit, self.store.tokens)
-        return torch.empty(rows, self.store.embedding_size or 0, dtype=self.store.dtype)
+        return torch.empty(rows, self.store.layout.width, dtype=self.store.layout.dtype)
 
     def _blocks(self, lengths: np.ndarray) -> tqdm:
         stretches = blocks(lengths, self._limit)
@@ -177,7 +180,7 @@ class Search:
         if self.projection is None:
             return maxsim_varlen(
                 queries.values,
-                documents.values,
+                self.store.layout.embeddings(documents.values),
                 queries.cu_seqlens,
                 documents.cu_seqlens,
                 candidates_cu_seqlens=candidates,

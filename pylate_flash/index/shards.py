@@ -18,7 +18,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from .manifest import DTYPES, FORMAT, Entry, Manifest
+from .layout import DTYPES, Layout, is_finite
+from .manifest import FORMAT, Entry, Manifest
 
 __all__ = [
     "Content",
@@ -33,25 +34,27 @@ __all__ = [
 ]
 
 # What safetensors calls the types.
-_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64, "U8": torch.uint8}
+_TYPES = {
+    "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64, "U8": torch.uint8,
+    "I8": torch.int8, "F8_E4M3": torch.float8_e4m3fn,
+}  # fmt: skip
 _NAMES = {dtype: name for name, dtype in _TYPES.items()}
 _VERIFIED_AT_A_TIME = 16 << 20
 
 
 @dataclass(frozen=True)
 class Content:
-    """The documents of a file: `values_offset` is where its embeddings [tokens, size] of type `dtype` begin."""
+    """The documents of a file: `values_offset` is where the rows of its tokens begin."""
 
     ids: list[str]
     lengths: np.ndarray
-    dtype: torch.dtype
+    layout: Layout
     tokens: int
-    size: int
     values_offset: int
 
 
 def encode(
-    ids: Sequence[str], lengths: np.ndarray, values: Iterable[memoryview], dtype: torch.dtype, size: int
+    ids: Sequence[str], lengths: np.ndarray, values: Iterable[memoryview], layout: Layout
 ) -> Iterator[memoryview | bytes]:
     """The bytes of a safetensors file, piece by piece, so that never more than one piece is in memory.
 
@@ -60,16 +63,20 @@ def encode(
     ids, lengths
         Of the documents. Shape: [N].
     values
-        The memory of their tokens, as `bytes_of` gives it, in pieces [*, size] of type `dtype`.
+        The memory of their rows, as `bytes_of` gives it, in pieces.
+    layout
+        Of the rows. Where they hold more than the embeddings, the size of these is among the metadata.
     """
     names, tokens = json.dumps(list(ids)).encode(), int(lengths.sum())
     # Longer types first, so that each tensor is aligned to its type.
     values_begin = 8 * len(lengths)
-    ids_begin = values_begin + tokens * size * dtype.itemsize
+    ids_begin = values_begin + tokens * layout.nbytes
+    dtype, shape = _NAMES[layout.dtype], f"[{tokens},{layout.width}]"
+    size = f',"embedding_size":"{layout.size}"' if layout.quantized else ""
     text = (
-        f'{{"__metadata__":{{"format":"{FORMAT}"}},'
+        f'{{"__metadata__":{{"format":"{FORMAT}"{size}}},'
         f'"lengths":{{"dtype":"I64","shape":[{len(lengths)}],"data_offsets":[0,{values_begin}]}},'
-        f'"values":{{"dtype":"{_NAMES[dtype]}","shape":[{tokens},{size}],"data_offsets":[{values_begin},{ids_begin}]}},'
+        f'"values":{{"dtype":"{dtype}","shape":{shape},"data_offsets":[{values_begin},{ids_begin}]}},'
         f'"ids":{{"dtype":"U8","shape":[{len(names)}],"data_offsets":[{ids_begin},{ids_begin + len(names)}]}}}}'
     ).encode()
     text += b" " * (-len(text) % 8)
@@ -109,6 +116,7 @@ def decode(read: Callable[[int, int], bytes], nbytes: int) -> Content:
     (dtype, shape, begin, _), (kind, _, first, last), (text, _, start, stop) = found.values()
     if len(shape) != 2 or shape[1] < 1 or dtype not in DTYPES.values() or kind != torch.int64 or text != torch.uint8:
         raise ValueError(f"its values are of type {dtype} and shape {shape}, lengths of {kind}, ids of {text}")
+    layout = _layout(dtype, shape[1], header)
     offset = 8 + length
     lengths = np.frombuffer(read(offset + first, last - first), dtype="<i8").astype(np.int64)
     try:
@@ -124,7 +132,23 @@ def decode(read: Callable[[int, int], bytes], nbytes: int) -> Content:
             f"it has {len(ids)} ids, {len(lengths)} lengths of {lengths.sum(dtype=np.float64):.0f} tokens in all, and "
             f"values of {shape[0]} tokens; the least length is {lengths.min(initial=0)}"
         )
-    return Content(ids, lengths, dtype, shape[0], shape[1], offset + begin)
+    return Content(ids, lengths, layout, shape[0], offset + begin)
+
+
+def _layout(dtype: torch.dtype, width: int, header: dict) -> Layout:
+    """The layout of rows of so many elements."""
+    kept_as = next(name for name, kept in DTYPES.items() if kept == dtype)
+    layout = Layout(kept_as, width)
+    if not layout.quantized:
+        return layout
+    metadata = header.get("__metadata__")
+    size = metadata.get("embedding_size") if isinstance(metadata, dict) else None
+    if not (isinstance(size, str) and size.isdecimal() and len(size) < 10):
+        raise ValueError(f"its metadata have the embedding_size {size!r:.100}")
+    layout = Layout(kept_as, int(size))
+    if layout.width != width:
+        raise ValueError(f"embeddings of size {size} in {kept_as} take rows of {layout.width}, its rows have {width}")
+    return layout
 
 
 def _tensor(described: dict, nbytes: int) -> tuple[torch.dtype, list[int], int, int]:
@@ -147,10 +171,10 @@ class Shard:
     It can be read as long as this object exists, also when a later write has deleted it from its folder.
     """
 
-    def __init__(self, path: Path, entry: Entry, dtype: torch.dtype, size: int, values_offset: int) -> None:
+    def __init__(self, path: Path, entry: Entry, layout: Layout, values_offset: int) -> None:
         self.path, self.entry = path, entry
         self.rows = entry.tokens
-        self._dtype, self._size, self._offset = dtype, size, values_offset
+        self._layout, self._offset = layout, values_offset
         self._descriptor = open_regular(path)
         weakref.finalize(self, os.close, self._descriptor)
 
@@ -161,22 +185,21 @@ class Shard:
         ids: Sequence[str],
         lengths: np.ndarray,
         values: Iterable[torch.Tensor],
-        dtype: torch.dtype,
-        size: int,
+        layout: Layout,
     ) -> Shard:
         """Write a new file, flush it to the disk, and open it.
 
         Parameters
         ----------
-        ids, lengths, dtype, size
+        ids, lengths, layout
             As `encode` takes them.
         values
-            Tokens of the documents, in pieces [*, size] of type `dtype` on the CPU.
+            Rows of the documents' tokens, in pieces [*, width] on the CPU.
         """
         digest, nbytes, offset = hashlib.sha256(), 0, 0
         # Unbuffered: the pieces are large, and nothing is left to be written when a full disk ends it.
         with path.open("xb", buffering=0) as file:
-            for i, piece in enumerate(encode(ids, lengths, map(bytes_of, values), dtype, size)):
+            for i, piece in enumerate(encode(ids, lengths, map(bytes_of, values), layout)):
                 digest.update(piece)
                 write_all(file.fileno(), piece, nbytes)
                 nbytes += len(piece)
@@ -184,7 +207,7 @@ class Shard:
                     offset = nbytes
             os.fsync(file.fileno())
         entry = Entry(path.name, len(lengths), int(lengths.sum()), nbytes, digest.hexdigest())
-        return cls(path, entry, dtype, size, offset)
+        return cls(path, entry, layout, offset)
 
     @classmethod
     def open(cls, path: Path, entry: Entry, manifest: Manifest) -> tuple[Shard, list[str], np.ndarray]:
@@ -195,9 +218,8 @@ class Shard:
         ValueError
             If the file is missing, damaged, or not what the manifest says. The message names it.
         """
-        dtype, size = DTYPES[manifest.dtype], manifest.embedding_size
-        assert size is not None
-        shard = cls(path, entry, dtype, size, 0)
+        layout = manifest.layout
+        shard = cls(path, entry, layout, 0)
         nbytes = os.fstat(shard._descriptor).st_size
         try:
             if nbytes != entry.bytes:
@@ -206,8 +228,8 @@ class Shard:
             found = {
                 "documents": (len(content.ids), entry.documents),
                 "tokens": (content.tokens, entry.tokens),
-                "dtype": (content.dtype, dtype),
-                "embedding_size": (content.size, size),
+                "dtype": (content.layout.dtype, layout.dtype),
+                "embedding_size": (content.layout.size, layout.size),
             }
             for key, (here, there) in found.items():
                 if here != there:
@@ -218,7 +240,7 @@ class Shard:
         return shard, content.ids, content.lengths
 
     def read_into(self, out: torch.Tensor, start: int) -> None:
-        """Fill `out` [n, d] with the tokens from `start` on.
+        """Fill `out` [n, width] with the rows of the tokens from `start` on.
 
         Raises
         ------
@@ -229,7 +251,7 @@ class Shard:
         """
         if not len(out):
             return
-        offset = self._offset + start * self._size * self._dtype.itemsize
+        offset = self._offset + start * self._layout.nbytes
         try:
             read_exactly(self._descriptor, bytes_of(out), offset)
         except ValueError as error:
@@ -257,16 +279,16 @@ class Shard:
                 raise ValueError(
                     f"{self.path} is damaged: its sha256 is {digest.hexdigest()}, the manifest says {self.entry.sha256}"
                 )
-        step = max(1, _VERIFIED_AT_A_TIME // (self._size * self._dtype.itemsize))
+        step = max(1, _VERIFIED_AT_A_TIME // self._layout.nbytes)
         for start in range(0, self.rows, step):
-            values = torch.empty(min(step, self.rows - start), self._size, dtype=self._dtype)
+            values = torch.empty(min(step, self.rows - start), self._layout.width, dtype=self._layout.dtype)
             self.read_into(values, start)
             check_finite(values, self.path, start)
 
 
 def check_finite(values: torch.Tensor, path: Path, start: int = 0) -> None:
-    """Raise a ValueError that names the file and the token if one of `values` [n, d] is NaN or infinite."""
-    finite = torch.isfinite(values).all(dim=1)
+    """Raise a ValueError that names the file and the token if one of the rows `values` is NaN or infinite."""
+    finite = is_finite(values)
     if not finite.all():
         token = start + int(torch.argmin(finite.to(torch.int8)))
         raise ValueError(f"{path} holds NaN or infinite values, first in its token {token}")

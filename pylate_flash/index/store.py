@@ -6,6 +6,8 @@
       journal-00001-77d0a1be             the last small additions, see `journal.py`
       lock                               held by the process that is writing; its content means nothing
 
+Values in 8 bits are rows that begin with their scales (`layout.py`).
+
 A shard is never changed once written. A write first writes new shards and flushes them to the disk, then replaces
 `manifest.json` in one atomic step, and only then deletes the files that the new manifest no longer names. A small
 addition is appended to the journal, which is atomic as well; what it holds comes after all shards. A process killed at
@@ -38,7 +40,8 @@ from . import journal as journals
 from .arguments import joined
 from .folder import Folder
 from .journal import Journal
-from .manifest import DTYPES, Manifest
+from .layout import DTYPES, Layout
+from .manifest import Manifest
 from .merging import Part, grouped
 from .model_record import ModelRecord
 from .pieces import Pieces
@@ -67,15 +70,15 @@ class PackedStore:
     path
         The folder. It is created by the first write.
     dtype
-        "float32", "float16" or "bfloat16": how embeddings are kept. None: as the existing store does, or float32,
-        which keeps float32 (and narrower) embeddings exactly as given.
+        "float32", "float16" or "bfloat16", or in 8 bits "int8", "uint8" or "fp8" (`ops.quantize`): how embeddings are
+        kept. None: as the existing store does, or float32, which keeps float32 (and narrower) embeddings exactly.
     override
         Start from an empty store. An existing one is emptied at once; other files in the folder are left alone.
 
     Raises
     ------
     ValueError
-        If `dtype` is not one of the three or differs from the existing store's, if `path` cannot be a folder, or if a
+        If `dtype` is none of these or differs from the existing store's, if `path` cannot be a folder, or if a
         file of the existing store is missing, damaged, or of a newer format.
     OSError
         If the folder cannot be read. The message names it.
@@ -87,7 +90,7 @@ class PackedStore:
         self._folder = Folder(Path(path), dtype or "float32")
         self._to_flush: tuple[Path, weakref.finalize] | None = None
         self.documents = Documents()
-        self._pieces = Pieces(self.dtype, 0, [], None)
+        self._pieces = Pieces(self.layout, [], None)
         if override:
             self._empty()
         else:
@@ -111,9 +114,9 @@ class PackedStore:
         return self._folder.manifest
 
     @property
-    def dtype(self) -> torch.dtype:
-        """The type in which embeddings are kept."""
-        return DTYPES[self.manifest.dtype]
+    def layout(self) -> Layout:
+        """How embeddings are kept; of size 0 as long as nothing was added."""
+        return self.manifest.layout
 
     @property
     def embedding_size(self) -> int | None:
@@ -123,7 +126,7 @@ class PackedStore:
     @property
     def token_bytes(self) -> int:
         """Bytes of one token's embedding; 0 as long as nothing was added."""
-        return (self.embedding_size or 0) * self.dtype.itemsize
+        return self.layout.nbytes
 
     @property
     def tokens(self) -> int:
@@ -165,13 +168,13 @@ class PackedStore:
         device
             Where the result must be; None is the CPU.
         room
-            Memory of the CPU, [*, embedding_size] in the store's dtype, to read into if the result fits: new memory
+            Memory of the CPU, rows [*, width] of the store's layout, to read into if the result fits: new memory
             costs more than reading does.
 
         Returns
         -------
         torch.Tensor
-            [T, embedding_size] in the store's dtype. It may be the store's own memory, so it must not be written to.
+            Rows [T, width] of the store's layout. It may be the store's own memory, so it must not be written to.
 
         Raises
         ------
@@ -265,13 +268,13 @@ class PackedStore:
                     f"the embeddings of document {ids[i]!r} have size {document.shape[1]}, those of {belongs} {size}"
                 )
         lengths = np.array([document.shape[0] for document in documents], dtype=np.int64)
-        row = size * self.dtype.itemsize
+        layout = Layout(self.manifest.dtype, size)
         progress: tqdm | None = None
 
         def converted(start: int, stop: int) -> Iterator[torch.Tensor]:
             for begin in range(start, stop, batch_size):
                 end = min(begin + batch_size, stop)
-                yield joined(ids[begin:end], documents[begin:end], lengths[begin:end], self.dtype)
+                yield joined(ids[begin:end], documents[begin:end], lengths[begin:end], layout)
                 if progress is not None:
                     progress.update(end - begin)
 
@@ -279,7 +282,7 @@ class PackedStore:
             self.documents.extend(ids, lengths)
 
         journal = self._pieces.journal
-        nbytes = int(np.maximum(lengths, 1).sum()) * row
+        nbytes = int(np.maximum(lengths, 1).sum()) * layout.nbytes
         held, records = (0, 0) if journal is None else (journal.nbytes, journal.records)
         small = nbytes <= journals.ADDITION_BYTES
         with self._writing(), contextlib.ExitStack() as stack:
@@ -290,7 +293,7 @@ class PackedStore:
                 values = list(converted(0, len(documents)))
                 new = journal is None
                 if journal is None:
-                    journal = Journal.create(self._folder.new_path("journal"), self.dtype, size)
+                    journal = Journal.create(self._folder.new_path("journal"), layout)
                 journal.append(ids, lengths, values[0] if len(values) == 1 else torch.cat(values))
                 if new:
                     self._commit(self._pieces.shards, journal, update, embedding_size=size)
@@ -299,9 +302,9 @@ class PackedStore:
                 return
             parts = [
                 Part(ids[start:stop], lengths[start:stop], lambda start=start, stop=stop: converted(start, stop))  # type: ignore[misc]
-                for start, stop in blocks(lengths, max(1, SHARD_BYTES // row))
+                for start, stop in blocks(lengths, max(1, SHARD_BYTES // layout.nbytes))
             ]
-            shards = self._merged([*self._parts(), *parts], size)
+            shards = self._merged([*self._parts(), *parts], layout)
             self._commit(shards, None, update, embedding_size=size)
 
     def remove(self, positions: np.ndarray) -> None:
@@ -329,7 +332,7 @@ class PackedStore:
                 kept = start + np.flatnonzero(keep[start : start + len(part.ids)])
                 start += len(part.ids)
                 parts.append(part if len(kept) == len(part.ids) else self._some(kept))
-            shards = self._merged([part for part in parts if len(part.ids)], self.embedding_size or 0)
+            shards = self._merged([part for part in parts if len(part.ids)], self.layout)
             documents = Documents()
             documents.extend([self.ids[i] for i in np.flatnonzero(keep)], self.lengths[keep])
             self._commit(shards, None, lambda: setattr(self, "documents", documents))
@@ -356,7 +359,7 @@ class PackedStore:
                 if (start, stop) in there:
                     shards.append(there[start, stop])
                 else:
-                    shards.append(self._save([self._some(np.arange(start, stop))], self.embedding_size or 0))
+                    shards.append(self._save([self._some(np.arange(start, stop))], self.layout))
             if shards != self._pieces.shards or self._pieces.journal is not None:
                 self._commit(shards, None)
 
@@ -392,20 +395,20 @@ class PackedStore:
         for start, stop in blocks(self.lengths[positions], max(1, _COPIED_BYTES // self.token_bytes)):
             yield self.read(positions[start:stop], torch.device("cpu"))
 
-    def _merged(self, parts: list[Part], size: int) -> list[Shard]:
+    def _merged(self, parts: list[Part], layout: Layout) -> list[Shard]:
         """Write parts as shards; neighbours of similar sizes become one, the others that are shards already stay."""
-        limit = max(1, SHARD_BYTES // (size * self.dtype.itemsize))
+        limit = max(1, SHARD_BYTES // layout.nbytes)
         return [
-            group[0].shard if len(group) == 1 and group[0].shard is not None else self._save(group, size)
+            group[0].shard if len(group) == 1 and group[0].shard is not None else self._save(group, layout)
             for group in grouped(parts, limit)
         ]
 
-    def _save(self, parts: list[Part], size: int) -> Shard:
+    def _save(self, parts: list[Part], layout: Layout) -> Shard:
         """Write one shard that no manifest names yet, and open it."""
         ids = [id_ for part in parts for id_ in part.ids]
         lengths = np.concatenate([part.lengths for part in parts])
         values = (piece for part in parts for piece in part.values())
-        return Shard.write(self._folder.new_path("shard", ".safetensors"), ids, lengths, values, self.dtype, size)
+        return Shard.write(self._folder.new_path("shard", ".safetensors"), ids, lengths, values, layout)
 
     def _appended(self, ids: Sequence[str], lengths: np.ndarray, journal: Journal) -> None:
         """Take note of documents that have been appended to the journal, the last piece."""
@@ -436,7 +439,7 @@ class PackedStore:
         )
 
         def take_effect() -> None:
-            self._pieces = self._pieces.followed_by(self.dtype, self.embedding_size or 0, shards, journal)
+            self._pieces = self._pieces.followed_by(self.layout, shards, journal)
             if update is not None:
                 update()
 
@@ -475,12 +478,9 @@ class PackedStore:
             shards.append(shard)
             _extend(documents, ids, lengths, shard.path)
         if manifest.journal is not None:
-            assert manifest.embedding_size is not None
-            journal, ids, lengths = Journal.open(
-                self.path / manifest.journal, DTYPES[manifest.dtype], manifest.embedding_size
-            )
+            journal, ids, lengths = Journal.open(self.path / manifest.journal, manifest.layout)
             _extend(documents, ids, lengths, journal.path)
-        return documents, Pieces(DTYPES[manifest.dtype], manifest.embedding_size or 0, shards, journal)
+        return documents, Pieces(manifest.layout, shards, journal)
 
 
 def _flush(lock: Path, journal: Path) -> None:

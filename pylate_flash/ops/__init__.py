@@ -18,6 +18,7 @@ from .packing import pack, unpack
 from .quantization import QuantizedEmbeddings, quantize
 from .ragged import maxsim_ragged, maxsim_ragged_pairwise
 from .soft import soft_maxsim, soft_maxsim_reference, soft_maxsim_varlen
+from .sparse_queries import maxsim_sparse_queries, maxsim_sparse_queries_reference
 from .varlen import maxsim_varlen, maxsim_varlen_pairwise
 from .xtr import xtr_scores, xtr_scores_reference
 
@@ -39,6 +40,8 @@ __all__ = [
     "maxsim_ragged",
     "maxsim_ragged_pairwise",
     "maxsim_reference",
+    "maxsim_sparse_queries",
+    "maxsim_sparse_queries_reference",
     "maxsim_varlen",
     "maxsim_varlen_pairwise",
     "pack",

@@ -66,8 +66,8 @@ def blocked_varlen_forward(
             if queries_mask is not None:
                 active &= queries_mask.flatten()[query_tokens]
             padded = Inputs(
-                _rows(queries, query_tokens),
-                _rows(documents, document_tokens).unsqueeze(1),
+                rows_of(queries, query_tokens),
+                rows_of(documents, document_tokens).unsqueeze(1),
                 active,
                 exist.unsqueeze(1),
                 None if queries_scale is None else queries_scale[query_tokens],
@@ -217,7 +217,7 @@ def padded_tokens(
     return torch.from_numpy(np.where(exist, tokens, 0)).to(device), torch.from_numpy(exist).to(device)
 
 
-def _rows(embeddings: Tensor, tokens: Tensor) -> Tensor:
+def rows_of(embeddings: Tensor, tokens: Tensor) -> Tensor:
     """Embeddings [N, L, d] of tokens [N, L]."""
     return embeddings.index_select(0, tokens.flatten()).view(*tokens.shape, embeddings.shape[1])
 

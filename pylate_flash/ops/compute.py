@@ -115,7 +115,7 @@ def checked_masks(tensors: Tensors) -> tuple[Tensor | None, Tensor | None]:
     )
 
 
-def _blocked_inputs(problem: Problem, tensors: Tensors) -> tuple[Inputs, Tensor | None]:
+def blocked_inputs(problem: Problem, tensors: Tensors) -> tuple[Inputs, Tensor | None]:
     """In the grouped layout [groups, documents, Ld, d], or flat where documents are packed; and weights of queries."""
     queries, documents, *_ = tensors
     queries_mask, documents_mask = checked_masks(tensors)
@@ -133,7 +133,7 @@ def _blocked_inputs(problem: Problem, tensors: Tensors) -> tuple[Inputs, Tensor 
     return Inputs(queries, documents, queries_mask, documents_mask, *scaled_by), weights
 
 
-def _weighted(inputs: Inputs, weights: Tensor | None) -> Inputs:
+def weighted(inputs: Inputs, weights: Tensor | None) -> Inputs:
     """With weights among what query rows are scaled by: positive, they commute with the maximum as norms do."""
     if weights is None:
         return inputs
@@ -144,7 +144,7 @@ def _weighted(inputs: Inputs, weights: Tensor | None) -> Inputs:
 def _in_blocks(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor | None]:
     # Under autocast the inputs have the autocast type already; the products inside must not be rounded to it.
     with torch.autocast(problem.device.type, enabled=False):
-        inputs = _weighted(*_blocked_inputs(problem, tensors))
+        inputs = weighted(*blocked_inputs(problem, tensors))
         if problem.packed:
             bounds = host_bounds_of(problem, tensors)
             scores, winners = blocked_varlen_forward(inputs, bounds, problem.query_length, problem.with_winners)
@@ -159,7 +159,7 @@ def _in_blocks(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor | Non
 def _gradients_in_blocks(
     problem: Problem, tensors: Tensors, grad_scores: Tensor, winners: Tensor, need_queries: bool, need_documents: bool
 ) -> Gradients:
-    inputs, weights = _blocked_inputs(problem, tensors)
+    inputs, weights = blocked_inputs(problem, tensors)
 
     def gradients(inputs: Inputs, need_queries: bool, need_documents: bool) -> Gradients:
         needs = need_queries, need_documents
@@ -174,7 +174,7 @@ def _gradients_in_blocks(
     else:
         # The Jacobian of the norms is that of the queries without their weights.
         grad_queries = gradients(inputs, True, False)[0] if need_queries else None
-        grad_documents = gradients(_weighted(inputs, weights), False, True)[1] if need_documents else None
+        grad_documents = gradients(weighted(inputs, weights), False, True)[1] if need_documents else None
         if grad_queries is not None:
             grad_queries = (grad_queries * weights.unsqueeze(-1)).to(problem.dtype)
     return (

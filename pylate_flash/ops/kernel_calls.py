@@ -16,6 +16,7 @@ from ..kernels.norms import inverse_norms
 from ..kernels.padding import packed_again, pad
 from ..kernels.quantized import quantized_forward
 from ..kernels.soft import soft_backward, soft_forward
+from ..kernels.sparse import sparse_forward
 from ..kernels.xtr import retrieve
 from .compute import active_counts, checked_masks, with_empty_score
 from .loss_call import Comparison, Found, Targets
@@ -24,7 +25,7 @@ from .xtr_retrieval import Pool, Retrieval
 
 __all__ = [
     "gradients", "loss", "nonzero_rows", "normalized_rows", "on_device", "padded", "quantized_scores",
-    "rescale_gradients", "scores", "soft_gradients", "soft_scores", "through_normalized_rows",
+    "rescale_gradients", "scores", "soft_gradients", "soft_scores", "sparse_scores", "through_normalized_rows",
 ]  # fmt: skip
 
 
@@ -38,6 +39,14 @@ def xtr_retrieval(problem: Problem, tensors: Tensors, pool: Pool) -> Retrieval:
     """What query tokens retrieve of all documents; no size is 0."""
     with on_device(tensors.queries):
         return retrieve(*_for_kernels(problem, tensors), pool)
+
+
+def sparse_scores(problem: Problem, tensors: Tensors, query_tokens: Tensor, winners: Tensor | None) -> Tensor:
+    """Scores of chosen query tokens [Nq, Nd or K, k], whose winners are written into those of -1; no size is 0."""
+    if query_tokens.stride(-1) != 1:
+        query_tokens = query_tokens.contiguous()
+    with on_device(tensors.queries):
+        return sparse_forward(*_for_kernels(problem, tensors), query_tokens, winners)
 
 
 def padded(origin: Tensor, cu_seqlens: Tensor, length: int, offsets: Tensor, unit: int) -> tuple[Tensor, Tensor]:

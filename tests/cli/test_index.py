@@ -188,6 +188,16 @@ def test_a_build_keeps_the_type_that_was_asked_for(corpus: Path, tmp_path: Path,
     assert_one_clear_sentence(invoke(*here, "--dtype", "bfloat16"), "bfloat16", "float16")
 
 
+def test_a_build_keeps_8_bits_that_are_searched(corpus: Path, tmp_path: Path, tiny_colbert_path: str) -> None:
+    here = ("index", "--data", corpus, "--model", tiny_colbert_path, "--index", tmp_path / "i", *CPU)
+    succeed(*here, "--dtype", "int8")
+    assert "32 numbers each, int8" in succeed("index", "info", "--index", tmp_path / "i")
+    text = json.loads(corpus.read_text().splitlines()[1])
+    found = json.loads(succeed("search", text["text"], "--index", tmp_path / "i", "--json", *CPU))
+    assert found["results"][0]["id"] == text["_id"]
+    assert_one_clear_sentence(invoke(*here, "--dtype", "float32"), "float32", "int8")
+
+
 @pytest.mark.parametrize("what", ["corpus", "encoder", "model", "place", "files", "device"])
 def test_what_cannot_be_built_leaves_nothing_behind(
     what: str, corpus: Path, tmp_path: Path, tiny_colbert_path: str, minilm_path: str

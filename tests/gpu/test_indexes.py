@@ -39,3 +39,33 @@ def test_search_equals_the_cpu(tmp_path: Path, dtype: str, free: int) -> None:
                 assert gpu(queries, k=30, subset=subset) == cpu(queries, k=30, subset=subset)
         assert (gpu._store.kept_on.type == "cuda") == bool(free)
         assert (gpu._store.bytes_to_copy(gpu.device) == 0) == bool(free)
+
+
+@pytest.mark.parametrize("free", [0, 1 << 40], ids=["streamed", "resident"])
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "fp8"])
+def test_a_search_of_8_bits_equals_the_cpu(tmp_path: Path, dtype: str, free: int) -> None:
+    if dtype == "fp8" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("fp8 needs compute capability 8.9")
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(0, 60, (200,), generator=generator).tolist()
+    documents, queries = (
+        [torch.nn.functional.normalize(torch.randn(n, 72, generator=generator), dim=1) for n in some]
+        for some in (lengths, (32, 5, 17))
+    )
+    ids = [str(i) for i in range(200)]
+    index = Flat(tmp_path, "index", dtype=dtype, device="cpu", show_progress=False)
+    index.add_documents(ids[:150], documents[:150]).add_documents(ids[150:], documents[150:])
+    with (
+        mock.patch.object(indexes, "_free_memory", return_value=free),
+        mock.patch.object(search, "_BLOCK_BYTES_CUDA", 1000 * 96),
+    ):
+        gpu = Flat(tmp_path, "index", device="cuda", show_progress=False)
+        for subset in (None, ids[20:180], [ids[:50], [], ids[100:]]):
+            for found, expected in zip(gpu(queries, 200, subset), index(queries, 200, subset), strict=True):
+                scores = {result["id"]: result["score"] for result in expected}
+                assert {result["id"] for result in found} == scores.keys()
+                for result in found:
+                    # Sums of fp8 have about 13 bits.
+                    tolerance = 1e-3 if dtype == "fp8" else 1e-5
+                    assert result["score"] == pytest.approx(scores[result["id"]], rel=tolerance, abs=tolerance)
+        assert (gpu._store.kept_on.type == "cuda") == bool(free)

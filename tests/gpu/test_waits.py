@@ -15,6 +15,7 @@ from pylate_flash import (
     maxsim_kl_divergence,
     maxsim_margin_mse,
     maxsim_pairwise,
+    maxsim_sparse_queries,
     maxsim_varlen,
     maxsim_varlen_pairwise,
     soft_maxsim,
@@ -101,6 +102,20 @@ def soft(queries: Tensor, documents: Tensor, *bounds: Tensor, **options) -> Tens
     return (soft_maxsim_varlen if bounds else soft_maxsim)(queries, documents, 10.0, *bounds, **options)
 
 
+def chosen_of_packed(lengths: list[int]) -> Call:
+    call = packed(maxsim_varlen, [32] * 6, lengths)
+    queries, documents = call.leaves
+    return Call(
+        maxsim_sparse_queries, (queries.view(6, 32, -1), documents), chosen(len(lengths), 9),
+        documents_cu_seqlens=call.others[1], max_document_length=max(lengths), **PACKED_OPTIONS,
+    )  # fmt: skip
+
+
+def chosen(*shape: int) -> Tensor:
+    """Positions of the first 32 query tokens, and of none."""
+    return torch.randint(-1, 32, shape, device="cuda", generator=torch.Generator("cuda").manual_seed(6))
+
+
 IN_BATCH, CANDIDATES = ((16, 32, 128), (20, 70, 128)), ((6, 32, 64), (6, 5, 70, 64))
 LONG_QUERIES = ((3, 300, 64), (5, 70, 64))
 PACKED_OPTIONS = {"normalize": True, "reduction": "mean", "empty_score": -1.0}
@@ -128,6 +143,13 @@ CALLS = {
     "soft, packed candidates": lambda: packed(
         soft, [32, 7, 9], [40, 3, 0, 90, 7], candidates_cu_seqlens=torch.tensor([0, 2, 2, 5]), **PACKED_OPTIONS
     ),
+    "chosen query tokens": lambda: padded(
+        maxsim_sparse_queries, *IN_BATCH, "weights int64", query_tokens=chosen(20, 9), **EVERYTHING
+    ),
+    "chosen query tokens, candidates": lambda: padded(
+        maxsim_sparse_queries, *CANDIDATES, "weights", query_tokens=chosen(6, 5, 9), **EVERYTHING
+    ),
+    "chosen query tokens, packed": lambda: chosen_of_packed([40, 3, 0, 90]),
     "cross entropy": lambda: padded(maxsim_cross_entropy, *IN_BATCH, temperature=0.1),
     "cross entropy with masks": lambda: padded(
         maxsim_cross_entropy, *IN_BATCH, "weights int64", temperature=0.1, **EVERYTHING

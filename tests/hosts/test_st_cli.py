@@ -17,8 +17,8 @@ from sentence_transformers import (
 from sentence_transformers.multi_vector_encoder import losses
 from typer.testing import Result
 
-from pylate_flash.cli.models import load_model, read_lengths
-from pylate_flash.encoders import encode, text_lengths
+from pylate_flash.cli.models import load_model
+from pylate_flash.encoders import encode, read_lengths, text_lengths
 from pylate_flash.hosts.sentence_transformers import losses as our_losses
 from pylate_flash.hosts.sentence_transformers import trainer as our_trainer
 from tests.cli.commands import assert_one_clear_sentence, invoke, succeed
@@ -222,7 +222,11 @@ def test_the_log_has_the_numbers_of_the_run(tiny_encoder: MultiVectorEncoder, tm
     ("options", "parts"),
     [
         (("--scorer", "flash"), ["--scorer flash is one of PyLate's", "pylate_flash, torch or auto"]),
-        (("--loss", "cached", "--mini-batch-tokens", "auto"), ["--mini-batch-tokens auto is for PyLate's models"]),
+        (("--loss", "cached", "--mini-batch-tokens", "auto"), ["--mini-batch-tokens auto tries what fits into a GPU"]),
+        (
+            ("--loss", "cached", "--mini-batch-tokens", "auto", "--scorer", "torch"),
+            ["--mini-batch-tokens auto needs --scorer pylate_flash or auto, got torch"],
+        ),
         (("--query-length", 100), ["--query-length 100 is more than the 32 tokens"]),
         (("--document-length", 100), ["--document-length 100 is more than the 32 tokens"]),
     ],
@@ -232,6 +236,25 @@ def test_what_its_models_do_not_take_is_one_sentence(
 ) -> None:
     assert_one_clear_sentence(train(pairs, pylate_checkpoint, tmp_path / "out", *options), *parts)
     assert not (tmp_path / "out").exists()
+
+
+def test_train_finds_the_largest_mini_batch(
+    pylate_checkpoint: Path, pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the processor is taken for a GPU on which all documents of a batch fit."""
+    monkeypatch.setattr("pylate_flash.cli.train._check_device", lambda *_: None)
+    budgets, step = [], our_trainer.MultiVectorEncoderTrainer.training_step
+
+    def observed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        budgets.append(self.loss.mini_batch_num_tokens)
+        return step(self, *args, **kwargs)
+
+    monkeypatch.setattr(our_trainer.MultiVectorEncoderTrainer, "training_step", observed)
+    options = ("--loss", "cached", "--batch-size", BATCH, "--max-steps", 1, "--mini-batch-tokens", "auto")
+    result = trained(pairs, pylate_checkpoint, tmp_path / "out", *options, "--document-length", 16)
+    # Four lines of a positive and a negative each.
+    assert f"mini-batches of at most {BATCH * 2 * 16} tokens, by trial on cpu" in result.stdout.splitlines()
+    assert budgets == [BATCH * 2 * 16]
 
 
 def test_an_encoder_is_trained_before_it_is_searched(tiny_encoder_path: str, pairs: Path, tmp_path: Path) -> None:

@@ -1,0 +1,85 @@
+"""How a token's embedding is kept: in a floating type as it is, or in 8 bits with its scale, in one row of bytes.
+
+A row of 8 bits begins with the scale and the offset of the token (float32, an offset of 0 where there is none) and 8
+bytes of zeros, then come the values (`ops.quantization`), and zeros up to a multiple of 16 bytes. So the rows are read,
+copied and merged like any others, and the kernels take the values from where they lie, 16 bytes at a time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..ops.quantization import PRECISIONS, QuantizedEmbeddings, quantize
+
+__all__ = ["DTYPES", "Layout", "is_finite"]
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, **PRECISIONS}
+# Bytes before the values of a token in 8 bits; rows are multiples of as many.
+_HEAD = 16
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The rows of a store: `kept_as` is one of `DTYPES`, `size` the elements of an embedding."""
+
+    kept_as: str
+    size: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of a row's elements."""
+        return DTYPES[self.kept_as]
+
+    @property
+    def quantized(self) -> bool:
+        """Whether a row holds 8 bits for each element of an embedding."""
+        return self.kept_as in PRECISIONS
+
+    @property
+    def width(self) -> int:
+        """Elements of a row."""
+        return _HEAD + -(-self.size // _HEAD) * _HEAD if self.quantized and self.size else self.size
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a row."""
+        return self.width * self.dtype.itemsize
+
+    @property
+    def given(self) -> torch.dtype:
+        """The type that embeddings are brought to before they are kept, and queries before they are scored."""
+        return torch.float32 if self.quantized else self.dtype
+
+    def rows(self, embeddings: Tensor) -> Tensor:
+        """Rows [T, width] from embeddings [T, size] of the type `given`."""
+        if not self.quantized:
+            return embeddings
+        found = quantize(embeddings, self.kept_as)
+        rows = torch.zeros(len(embeddings), self.width, dtype=torch.uint8)
+        numbers = rows[:, :8].view(torch.float32)
+        numbers[:, 0] = found.scales
+        if found.offsets is not None:
+            numbers[:, 1] = found.offsets
+        rows[:, _HEAD : _HEAD + self.size] = found.values.view(torch.uint8)
+        return rows.view(self.dtype)
+
+    def embeddings(self, rows: Tensor) -> Tensor | QuantizedEmbeddings:
+        """Embeddings [T, size] from rows, without a copy."""
+        if not self.quantized:
+            return rows
+        numbers = _numbers(rows)
+        offsets = numbers[:, 1] if self.kept_as == "uint8" else None
+        return QuantizedEmbeddings(rows[:, _HEAD : _HEAD + self.size], numbers[:, 0], offsets)
+
+
+def _numbers(rows: Tensor) -> Tensor:
+    """The scale and the offset [T, 2] of rows of 8 bits."""
+    return rows[:, :8].view(torch.float32)
+
+
+def is_finite(rows: Tensor) -> Tensor:
+    """Whether the embedding of a row is finite; of 8 bits, whether its scale and offset are. Shape: [T], bool."""
+    return torch.isfinite(_numbers(rows) if rows.dtype in PRECISIONS.values() else rows).all(dim=1)

@@ -1,0 +1,286 @@
+"""MaxSim of chosen query tokens: every document meets only those tokens of a query that were chosen for it.
+
+    score[i, j] = sum over s in query_tokens[i, j] of  max over active t of  <queries[i, s], documents[j, t]>
+
+That is what reranking with pruned queries computes. `maxsim_sparse_queries_reference` is the definition, in plain
+torch. `maxsim_sparse_queries` takes no products of tokens that were not chosen: by a Triton kernel on CUDA
+(`kernels.sparse`), which gathers the rows of the query for each document, and in blocks of plain torch elsewhere.
+
+The gradient is that of `maxsim`, where tokens that were not chosen have no winner.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from ..kernels.select import choose
+from .checks import check_tensor, is_readable
+from .compute import kernels, with_empty_score
+from .loss_call import check_packing
+from .maxsim import checked, maxsim_gradients, maxsim_reference, needs_gradient
+from .problem import Options, Tensors, check, problem_of, sizes_of, winners_dtype
+from .sparse_blocks import sparse_blocked_forward
+from .varlen import with_lengths
+
+
+def maxsim_sparse_queries_reference(
+    queries: Tensor,
+    documents: Tensor,
+    query_tokens: Tensor,
+    *,
+    queries_mask: Tensor | None = None,
+    documents_mask: Tensor | None = None,
+    documents_cu_seqlens: Tensor | None = None,
+    max_document_length: int | None = None,
+    normalize: bool = False,
+    reduction: str = "sum",
+    masking: str = "exclude",
+    empty_score: float = 0.0,
+) -> Tensor:
+    """The definition of `maxsim_sparse_queries`, in plain torch: `maxsim` of every pair, its other tokens masked.
+
+    Arguments and result are those of `maxsim_sparse_queries`, except that it checks nothing, and computes in, and
+    returns, the type that the inputs widen to: float64 for float64 inputs, else float32.
+    """
+    if documents_cu_seqlens is not None:
+        # There is no masked token among those that are packed.
+        masking = "exclude"
+        sequences = documents.tensor_split(documents_cu_seqlens[1:-1].long().cpu())
+        documents = pad_sequence(list(sequences), batch_first=True)
+        lengths = documents_cu_seqlens.diff().to(documents.device).unsqueeze(1)
+        documents_mask = torch.arange(documents.shape[1], device=documents.device) < lengths
+    chosen = _chosen(query_tokens, queries)
+    pairs = chosen.shape[:2]
+    on = queries.new_ones(queries.shape[:2]) if queries_mask is None else queries_mask
+    there = None if documents_mask is None else documents_mask.expand(*pairs, -1).flatten(0, 1).unsqueeze(1)
+    scores = maxsim_reference(
+        queries.unsqueeze(1).expand(*pairs, -1, -1).flatten(0, 1),
+        documents.expand(*pairs, -1, -1).flatten(0, 1).unsqueeze(1),
+        queries_mask=(on.unsqueeze(1) * chosen).flatten(0, 1),
+        documents_mask=there,
+        normalize=normalize,
+        reduction=reduction,
+        masking=masking,
+        empty_score=empty_score,
+    )
+    return scores.view(pairs)
+
+
+def maxsim_sparse_queries(
+    queries: Tensor,
+    documents: Tensor,
+    query_tokens: Tensor,
+    *,
+    queries_mask: Tensor | None = None,
+    documents_mask: Tensor | None = None,
+    documents_cu_seqlens: Tensor | None = None,
+    max_document_length: int | None = None,
+    normalize: bool = False,
+    reduction: str = "sum",
+    masking: str = "exclude",
+    empty_score: float = 0.0,
+    implementation: str = "auto",
+) -> Tensor:
+    """MaxSim scores of the query tokens that are chosen for each document, differentiable.
+
+    Parameters
+    ----------
+    queries
+        [Nq, Lq, d], of the types that `maxsim` takes.
+    documents
+        [Nd, Ld, d]: every query meets every document. [Nq, K, Ld, d]: each query meets its own K candidates. [Td, d]
+        with `documents_cu_seqlens`: every query meets all, packed one after the other without padding.
+    query_tokens
+        The positions, from 0 to Lq - 1, of the query tokens that a document is scored by, int32 or int64: [Nq, Nd, k],
+        of every pair, or [Nq, K, k] with candidates; [Nd, k]: the same positions in every query. -1 chooses none, so
+        that documents may have fewer than k. A token that is named twice counts once. Other values are an error on the
+        CPU. On a GPU, where to look would be to wait, they choose none.
+    queries_mask
+        [Nq, Lq], which may hold weights, as in `maxsim`: a masked token adds nothing where it is chosen.
+    documents_mask
+        [Nd, Ld] or [Nq, K, Ld], as in `maxsim`. Packed documents have no mask.
+    documents_cu_seqlens, max_document_length
+        [Nd + 1], and the tokens of the longest document or more, as in `maxsim_varlen`: where a gradient is needed,
+        the call waits for the GPU to find out the second if it is not given.
+    normalize, masking, empty_score, implementation
+        As in `maxsim`.
+    reduction
+        "sum" over the chosen tokens that are active, or "mean": divided by their number.
+
+    Returns
+    -------
+    Tensor
+        float32, [Nq, Nd] or [Nq, K]; precision, NaN, ties and gradients as in `maxsim`. A document of which no token is
+        chosen scores 0. Scores and gradients are bitwise reproducible.
+
+    Raises
+    ------
+    TypeError
+        As in `maxsim`, and for boundaries as in `maxsim_varlen`; also if query_tokens is no tensor of int32 or int64.
+    ValueError
+        As in `maxsim`, and for boundaries as in `maxsim_varlen`; also if query_tokens has another shape or device than
+        named above, or holds values that it may not, or if packed documents have a mask.
+    RuntimeError
+        As in `maxsim`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> queries = torch.tensor([[[1.0, 0.0], [0.0, 1.0]]])
+    >>> documents = torch.tensor([[[1.0, 0.0], [0.5, 0.5]], [[0.0, -1.0], [-1.0, 0.0]]])
+    >>> maxsim_sparse_queries(queries, documents, torch.tensor([[1, 0], [1, -1]]))
+    tensor([[1.5000, 0.0000]])
+    >>> maxsim_sparse_queries(queries, documents, torch.tensor([[0], [0]]))
+    tensor([[1., 0.]])
+    """
+    check_tensor("queries", queries, {3: "[Nq, Lq, d]"})
+    packed = documents_cu_seqlens is not None
+    layouts = {2: "[Td, d]"} if packed else {3: "[Nd, Ld, d]", 4: "[Nq, K, Ld, d]"}
+    check_tensor("documents", documents, layouts)
+    options = Options(0, 0, 0, bool(normalize), reduction, masking, empty_score, implementation)
+    if not isinstance(query_tokens, Tensor):
+        raise TypeError(f"query_tokens must be a torch.Tensor, got {type(query_tokens).__name__}")
+    tensors = Tensors(queries, documents, queries_mask, documents_mask, None, documents_cu_seqlens)
+    check_packing(tensors, max_document_length)
+    tensors = checked("maxsim_sparse_queries", tensors, options)
+    if packed:
+        options = with_lengths(tensors, options, None, max_document_length)
+    mean = reduction == "mean"
+    scores, _ = _sparse_queries(
+        *tensors[:2], query_tokens, *tensors[2:4], documents_cu_seqlens, options.max_document_length, bool(normalize),
+        masking, 0.0 if mean else empty_score, implementation, needs_gradient(*tensors[:2]),
+    )  # fmt: skip
+    if not mean:
+        return scores
+    counted = _chosen(query_tokens, queries)
+    if queries_mask is not None:
+        counted = counted & (queries_mask != 0).unsqueeze(1)
+    # The score of an empty document is not divided.
+    return with_empty_score(scores / counted.sum(dim=-1).clamp(min=1), tensors, empty_score)
+
+
+def _chosen(query_tokens: Tensor, queries: Tensor) -> Tensor:
+    """[Nq, Nd or K, Lq], bool: whether a query token is chosen for a document."""
+    n_queries, length = queries.shape[:2]
+    query_tokens = _positions(query_tokens, queries).long()
+    chosen = query_tokens.new_zeros(*query_tokens.shape[:-1], length + 1, dtype=torch.bool)
+    # In the last place, what chooses none.
+    chosen.scatter_(-1, torch.where(query_tokens < 0, length, query_tokens), True)
+    return chosen[..., :length].expand(n_queries, -1, -1)
+
+
+def _positions(query_tokens: Tensor, queries: Tensor) -> Tensor:
+    """The same with -1 where it chooses none: past the end of a query too."""
+    return torch.where((query_tokens >= 0) & (query_tokens < queries.shape[1]), query_tokens, -1)
+
+
+_LIBRARY = torch.library.Library("pylate_flash", "FRAGMENT")
+# Scores, and the winners that a gradient flows to, of no elements unless they are asked for.
+_LIBRARY.define(
+    "maxsim_sparse_queries(Tensor queries, Tensor documents, Tensor query_tokens, Tensor? queries_mask, "
+    "Tensor? documents_mask, Tensor? documents_cu_seqlens, SymInt max_document_length, bool normalize, str masking, "
+    "float empty_score, str implementation, bool with_winners) -> (Tensor, Tensor)"
+)
+_sparse_queries = torch.ops.pylate_flash.maxsim_sparse_queries.default
+
+
+def _check_query_tokens(query_tokens: Tensor, tensors: Tensors) -> None:
+    """Raise unless these are positions of query tokens for each document."""
+    queries, documents = tensors[:2]
+    if query_tokens.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"query_tokens must be int32 or int64, got {query_tokens.dtype}")
+    if query_tokens.device != queries.device:
+        raise ValueError(f"query_tokens must be on {queries.device}, got {query_tokens.device}")
+    n_queries, shape, cu_seqlens = queries.shape[0], query_tokens.shape, tensors.documents_cu_seqlens
+    n_documents = documents.shape[-3] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    alike = documents.dim() < 4
+    if shape[:-1] != (n_queries, n_documents) and not (alike and shape[:-1] == (n_documents,)):
+        raise ValueError(
+            f"query_tokens must have shape [{n_queries}, {n_documents}, k]"
+            f"{f' or [{n_documents}, k]' if alike else ''}, got {list(shape)}"
+        )
+    if not is_readable(query_tokens):
+        return
+    length = queries.shape[1]
+    wrong = query_tokens[(query_tokens < -1) | (query_tokens >= length)]
+    if wrong.numel():
+        raise ValueError(
+            f"query_tokens must hold positions from 0 to {length - 1}, or -1 for none, got {wrong[0].item()}"
+        )
+
+
+def _scores(
+    queries: Tensor,
+    documents: Tensor,
+    query_tokens: Tensor,
+    queries_mask: Tensor | None,
+    documents_mask: Tensor | None,
+    documents_cu_seqlens: Tensor | None,
+    max_document_length: int,
+    normalize: bool,
+    masking: str,
+    empty_score: float,
+    implementation: str,
+    with_winners: bool,
+) -> tuple[Tensor, Tensor]:
+    tensors = _tensors(queries, documents, queries_mask, documents_mask, documents_cu_seqlens)
+    options = Options(0, max_document_length, 0, normalize, "sum", masking, empty_score)
+    problem = problem_of(tensors, options, with_winners)
+    _check_query_tokens(query_tokens, tensors)
+    chosen = choose(implementation, problem.device, problem.dtype, problem.size)
+    winners = queries.new_empty(0, dtype=problem.winners_dtype)
+    if with_winners:
+        winners = torch.full(problem.winners_shape, -1, dtype=problem.winners_dtype, device=problem.device)
+    if problem.is_empty or query_tokens.numel() == 0:
+        scores = torch.zeros(problem.scores_shape, device=problem.device)
+        return with_empty_score(scores, tensors, empty_score), winners
+    query_tokens = query_tokens.expand(problem.n_queries, -1, -1)
+    found = winners if with_winners else None
+    if chosen == "triton":
+        return kernels().sparse_scores(problem, tensors, query_tokens, found), winners
+    # Under autocast the inputs have the autocast type already; the products inside must not be rounded to it.
+    with torch.autocast(problem.device.type, enabled=False):
+        scores = sparse_blocked_forward(problem, tensors, _positions(query_tokens, queries), found)
+    return with_empty_score(scores.float(), tensors, empty_score), winners
+
+
+def _backward(ctx, grad_scores: Tensor, _winners: Tensor | None) -> tuple:
+    *given, winners = ctx.saved_tensors
+    needs = ctx.needs_input_grad[:2]
+    found = maxsim_gradients(grad_scores, winners, _tensors(*given), ctx.options, *needs)
+    return *(gradient if need else None for gradient, need in zip(found, needs, strict=True)), *(None,) * 10
+
+
+def _setup_context(ctx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+    queries, documents, _, *masks_and_bounds, max_document_length, normalize, masking, _, implementation, _ = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(queries, documents, *masks_and_bounds, output[1])
+    ctx.options = Options(0, max_document_length, 0, normalize, "sum", masking, implementation=implementation)
+
+
+def _tensors(
+    queries: Tensor,
+    documents: Tensor,
+    queries_mask: Tensor | None,
+    documents_mask: Tensor | None,
+    documents_cu_seqlens: Tensor | None,
+) -> Tensors:
+    return Tensors(queries, documents, queries_mask, documents_mask, None, documents_cu_seqlens)
+
+
+def _shapes(queries: Tensor, documents: Tensor, query_tokens: Tensor, *others) -> tuple[Tensor, Tensor]:
+    """Uninitialised scores and winners."""
+    tensors = _tensors(queries, documents, *others[:3])
+    check(tensors)
+    _check_query_tokens(query_tokens, tensors)
+    sizes = sizes_of(tensors, Options(max_document_length=others[3]))
+    scores = queries.new_empty(sizes.scores_shape, dtype=torch.float32)
+    shape = sizes.winners_shape if others[-1] else (0,)
+    return scores, queries.new_empty(shape, dtype=winners_dtype(sizes.document_length))
+
+
+_LIBRARY.impl("maxsim_sparse_queries", _scores, "CompositeExplicitAutograd")
+torch.library.register_fake("pylate_flash::maxsim_sparse_queries", _shapes)
+torch.library.register_autograd("pylate_flash::maxsim_sparse_queries", _backward, setup_context=_setup_context)

@@ -1,0 +1,194 @@
+"""`maxsim_sparse_queries` against its definition, over shapes, masks and choices that hypothesis draws, and by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from pylate_flash import maxsim, maxsim_sparse_queries
+from pylate_flash.ops import blocked, maxsim_sparse_queries_reference
+from tests.ops.cases import Case, gradients, relative_error
+from tests.ops.sparse_cases import sparse_cases
+
+BOTH = pytest.mark.parametrize("function", [maxsim_sparse_queries, maxsim_sparse_queries_reference])
+
+
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(case=sparse_cases(), blocks=st.booleans())
+def test_scores_and_gradients_equal_the_definition(case: Case, blocks: bool) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        if blocks:
+            # A document or two at a time.
+            patch.setattr(blocked, "_BLOCK_CPU", 300)
+        with torch.no_grad():
+            scores = maxsim_sparse_queries(*case.tensors, **case.keywords)
+        found = gradients(maxsim_sparse_queries, case)
+    with torch.no_grad():
+        expected = maxsim_sparse_queries_reference(*case.doubled().tensors, **case.keywords)
+    assert scores.dtype == torch.float32
+    torch.testing.assert_close(scores.double(), expected, rtol=2e-6, atol=2e-6)
+    tolerance = 1e-2 if case.queries.dtype.itemsize == 2 else 1e-5
+    right = gradients(maxsim_sparse_queries_reference, case.doubled())
+    for gradient, expected in zip(found, right, strict=True):
+        assert gradient.dtype == case.queries.dtype
+        assert relative_error(gradient, expected) <= tolerance
+
+
+QUERIES = torch.tensor([[[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]]])
+DOCUMENTS = torch.tensor([[[3.0, -1.0], [2.0, -2.0]], [[1.0, -3.0], [-1.0, 4.0]]])
+
+
+@BOTH
+def test_by_hand(function) -> None:
+    """The best similarities are 3, -1, 2 of document 0, and 1, 4, 3 of document 1."""
+    for chosen, expected in (
+        ([[0, 1], [2, 0]], [[2.0, 4.0]]),
+        ([[2, -1], [-1, -1]], [[2.0, 0.0]]),
+        ([[1, 1], [0, 0]], [[-1.0, 1.0]]),
+        ([[[2, 1, 0], [1, -1, 1]]], [[4.0, 4.0]]),
+    ):
+        assert function(QUERIES, DOCUMENTS, torch.tensor(chosen)).tolist() == expected
+    chosen, mask = torch.tensor([[0, 2, 2], [1, 2, -1]]), torch.tensor([[True, True, False]])
+    assert function(QUERIES, DOCUMENTS, chosen, reduction="mean").tolist() == [[2.5, 3.5]]
+    assert function(QUERIES, DOCUMENTS, chosen, reduction="mean", queries_mask=mask).tolist() == [[3.0, 4.0]]
+    weights = torch.tensor([[0.5, 2.0, 0.25]])
+    assert function(QUERIES, DOCUMENTS, chosen, queries_mask=weights).tolist() == [[2.0, 8.75]]
+    mask = torch.tensor([[False, True], [False, False]])
+    options = {"documents_mask": mask, "empty_score": -9.0}
+    assert function(QUERIES, DOCUMENTS, chosen, **options).tolist() == [[2.0, -9.0]]
+    assert function(QUERIES, DOCUMENTS, chosen, reduction="mean", **options).tolist() == [[1.0, -9.0]]
+
+
+@BOTH
+def test_packed_documents_by_hand(function) -> None:
+    """Both documents above, and an empty one between them."""
+    packed = {"documents_cu_seqlens": torch.tensor([0, 2, 2, 4]), "empty_score": -9.0}
+    chosen, documents = torch.tensor([[2, 0], [0, 1], [1, -1]]), DOCUMENTS.flatten(0, 1)
+    assert function(QUERIES, documents, chosen, **packed).tolist() == [[5.0, -9.0, 4.0]]
+    assert function(QUERIES, documents, chosen, reduction="mean", **packed).tolist() == [[2.5, -9.0, 4.0]]
+
+
+def test_all_tokens_in_any_order_are_maxsim() -> None:
+    queries, documents = torch.randn(3, 5, 6), torch.randn(4, 7, 6)
+    order = torch.rand(3, 4, 5).argsort(dim=-1)
+    for reduction in ("sum", "mean"):
+        found = maxsim_sparse_queries(queries, documents, order, reduction=reduction)
+        torch.testing.assert_close(found, maxsim(queries, documents, reduction=reduction))
+
+
+@BOTH
+def test_nan_reaches_the_scores_that_chose_it(function) -> None:
+    queries = QUERIES.clone()
+    queries[0, 1] = torch.nan
+    assert function(queries, DOCUMENTS, torch.tensor([[0, 2], [0, 1]])).isnan().tolist() == [[False, True]]
+
+
+def test_memory_does_not_grow_with_the_similarities(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is gathered and multiplied at a time stays within the budget of a block."""
+    largest = 0
+    products = torch.bmm
+
+    def watched(*tensors: Tensor) -> Tensor:
+        nonlocal largest
+        found = products(*tensors)
+        largest = max(largest, found.numel(), *(tensor.numel() for tensor in tensors))
+        return found
+
+    monkeypatch.setattr(torch, "bmm", watched)
+    monkeypatch.setattr(blocked, "_BLOCK_CPU", 4000)
+    maxsim_sparse_queries(torch.randn(2, 30, 8), torch.randn(50, 40, 8), torch.randint(0, 30, (50, 10)))
+    assert 0 < largest <= 8 * 4000
+
+
+@pytest.mark.parametrize(
+    ("error", "match", "arguments"),
+    [
+        (TypeError, "query_tokens must be a torch.Tensor, got list", {"query_tokens": [[0]]}),
+        (TypeError, "query_tokens must be int32 or int64, got torch.bool", {"query_tokens": torch.ones(3, 2).bool()}),
+        (ValueError, r"shape \[2, 3, k\] or \[3, k\], got \[2, 2\]", {"query_tokens": torch.zeros(2, 2).long()}),
+        (ValueError, r"shape \[2, 3, k\] or \[3, k\], got \[1, 3, 1\]", {"query_tokens": torch.zeros(1, 3, 1).long()}),
+        (ValueError, r"shape \[2, 4, k\], got \[4, 1\]", {
+            "query_tokens": torch.zeros(4, 1).long(), "documents": torch.ones(2, 4, 5, 4),
+        }),
+        (ValueError, "from 0 to 2, or -1 for none, got 3", {"query_tokens": torch.full((3, 1), 3)}),
+        (ValueError, "from 0 to 2, or -1 for none, got -2", {"query_tokens": torch.full((3, 1), -2)}),
+        (ValueError, "query_tokens must be on cpu, got meta", {
+            "query_tokens": torch.zeros(3, 1, device="meta", dtype=torch.int64),
+        }),
+        (ValueError, r"documents must have shape .* got \[5, 4\]", {"documents": torch.ones(5, 4)}),
+        (ValueError, r"documents_mask must have shape \[3, 5\], got \[3, 4\]", {"documents_mask": torch.ones(3, 4)}),
+        (ValueError, r"documents must have shape \[Td, d\]", {"documents_cu_seqlens": torch.tensor([0, 3])}),
+        (ValueError, "documents_mask must be None with documents_cu_seqlens", {
+            "documents": torch.ones(5, 4), "documents_cu_seqlens": torch.tensor([0, 5]),
+            "documents_mask": torch.ones(5),
+        }),
+        (ValueError, r"shape \[2, 2, k\] or \[2, k\], got \[3, 2\]", {
+            "documents": torch.ones(5, 4), "documents_cu_seqlens": torch.tensor([0, 2, 5]),
+        }),
+        (ValueError, "documents_cu_seqlens", {
+            "documents": torch.ones(5, 4), "documents_cu_seqlens": torch.tensor([0, 2, 6, 5]),
+        }),
+        (ValueError, "max_document_length must be None without documents_cu_seqlens", {"max_document_length": 5}),
+        (ValueError, "reduction must be one of 'sum', 'mean'", {"reduction": "max"}),
+        (ValueError, "cannot serve", {
+            "implementation": "triton", "queries": torch.ones(2, 3, 4).double(),
+            "documents": torch.ones(3, 5, 4).double(),
+        }),
+    ],
+)  # fmt: skip
+def test_errors(error: type[Exception], match: str, arguments: dict) -> None:
+    call = {
+        "queries": torch.ones(2, 3, 4), "documents": torch.ones(3, 5, 4),
+        "query_tokens": torch.zeros(3, 2, dtype=torch.int64), **arguments,
+    }  # fmt: skip
+    with pytest.raises(error, match=match):
+        maxsim_sparse_queries(**call)
+
+
+def test_opcheck() -> None:
+    queries, documents = torch.randn(2, 3, 4, requires_grad=True), torch.randn(3, 5, 4, requires_grad=True)
+    masks, chosen = (torch.ones(2, 3), torch.rand(3, 5) > 0.3), torch.randint(-1, 3, (2, 3, 4))
+    operator = torch.ops.pylate_flash.maxsim_sparse_queries.default
+    torch.library.opcheck(operator, (queries, documents, chosen, *masks, None, 0, True, "zero", -1.0, "auto", True))
+    packed = queries.detach(), documents.detach().flatten(0, 1), chosen[0], None, None, torch.tensor([0, 7, 7, 15]), 8
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(operator, (*packed, False, "exclude", 0.0, "auto", False), test_utils=checks)
+
+
+def test_compiles_for_other_lengths_too() -> None:
+    compiled = torch.compile(maxsim_sparse_queries, fullgraph=True, backend="aot_eager", dynamic=True)
+    for length, k in ((5, 4), (9, 4), (9, 2)):
+        leaves = torch.randn(2, 3, 4, requires_grad=True), torch.randn(3, length, 4, requires_grad=True)
+        chosen = torch.randint(-1, 3, (3, k))
+        for reduction in ("sum", "mean"):
+            found, expected = (f(*leaves, chosen, reduction=reduction) for f in (compiled, maxsim_sparse_queries))
+            assert torch.equal(found, expected)
+            for pair in zip(*(torch.autograd.grad(scores.sum(), leaves) for scores in (found, expected)), strict=True):
+                assert torch.equal(*pair)
+    leaves = torch.randn(2, 3, 4, requires_grad=True), torch.randn(9, 4, requires_grad=True)
+    options = {"documents_cu_seqlens": torch.tensor([0, 2, 9]), "max_document_length": 7}
+    chosen = torch.tensor([[0, 2], [1, -1]])
+    found, expected = (f(*leaves, chosen, **options) for f in (compiled, maxsim_sparse_queries))
+    for pair in zip(*(torch.autograd.grad(scores.sum(), leaves) for scores in (found, expected)), strict=True):
+        assert torch.equal(*pair)
+
+
+def test_no_second_derivative() -> None:
+    queries, documents = torch.randn(2, 3, 4, requires_grad=True), torch.randn(3, 5, 4)
+    scores = maxsim_sparse_queries(queries, documents, torch.zeros(3, 1, dtype=torch.int64))
+    (gradient,) = torch.autograd.grad(scores.square().sum(), queries, create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        gradient.sum().backward()
+
+
+def test_autocast() -> None:
+    queries, documents = torch.randn(2, 3, 8, requires_grad=True), torch.randn(3, 5, 8)
+    chosen = torch.tensor([[0, 2]] * 3)
+    with torch.autocast("cpu", torch.bfloat16):
+        scores = maxsim_sparse_queries(queries, documents, chosen)
+    assert scores.dtype == torch.float32
+    assert torch.equal(scores, maxsim_sparse_queries(queries.bfloat16(), documents.bfloat16(), chosen))
+    assert torch.autograd.grad(scores.sum(), queries)[0].dtype == torch.float32

@@ -1,0 +1,321 @@
+"""Indexes that keep embeddings in 8 bits: what lies on the disk, what is found, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pylate_flash import QuantizedEmbeddings, quantize
+from pylate_flash.beir import load_beir_folder
+from pylate_flash.index import journal, search
+from pylate_flash.index.layout import Layout
+from pylate_flash.index.store import PackedStore
+from pylate_flash.indexes import EMPTY_SCORE, Flat
+from pylate_flash.ops.quantization import PRECISIONS
+from pylate_flash.ops.quantized import maxsim_quantized_reference
+from tests.stores import documents_of
+
+EACH = pytest.mark.parametrize("precision", PRECISIONS)
+
+
+def tensors_of(embeddings: QuantizedEmbeddings) -> list[torch.Tensor]:
+    values = embeddings.values.contiguous().view(torch.uint8)
+    return [values, embeddings.scales, torch.empty(0) if embeddings.offsets is None else embeddings.offsets]
+
+
+def assert_keeps(store: PackedStore, documents: dict[str, torch.Tensor]) -> None:
+    """What is read is what `quantize` gives, to the bit, and lies where kernels can take it from."""
+    assert store.ids == list(documents)
+    for position, document in enumerate(documents.values()):
+        kept = store.layout.embeddings(store.read(np.array([position])))
+        assert isinstance(kept, QuantizedEmbeddings)
+        assert kept.values.stride(-1) == 1
+        assert kept.values.stride(0) % 16 == kept.values.data_ptr() % 16 == 0
+        for found, expected in zip(tensors_of(kept), tensors_of(quantize(document, kept.precision)), strict=True):
+            assert torch.equal(found, expected)
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(
+    lengths=st.lists(st.integers(0, 4), min_size=2, max_size=6),
+    size=st.integers(1, 40),
+    precision=st.sampled_from(sorted(PRECISIONS)),
+    journal_bytes=st.sampled_from([0, 300, 1 << 20]),
+)
+def test_a_store_keeps_what_was_quantized(
+    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], size: int, precision: str, journal_bytes: int
+) -> None:
+    path = tmp_path_factory.mktemp("store")
+    documents = {str(i): document for i, document in enumerate(documents_of(lengths, size))}
+    with mock.patch.object(journal, "JOURNAL_BYTES", journal_bytes):
+        store = PackedStore(path, dtype=precision)
+        for id_, document in documents.items():
+            store.add([id_], [document.double()])
+        assert_keeps(store, documents)
+        assert_keeps(PackedStore(path), documents)
+        store.remove(np.array([0]))
+        store.compact()
+    del documents["0"]
+    opened = PackedStore(path, dtype=precision)
+    assert_keeps(opened, documents)
+    opened.verify()
+    assert (opened.embedding_size, opened.manifest.dtype) == (size, precision)
+
+
+@EACH
+def test_a_token_takes_a_byte_for_each_element_and_sixteen(tmp_path: Path, precision: str) -> None:
+    documents = documents_of([400], 128)
+    sizes = {}
+    for dtype in (precision, "bfloat16"):
+        store = PackedStore(tmp_path / dtype, dtype=dtype)
+        store.add(["a"], documents)
+        store.compact()
+        sizes[dtype] = store.bytes_on_disk
+    assert PackedStore(tmp_path / precision).nbytes == 400 * 144
+    assert sizes[precision] < 0.58 * sizes["bfloat16"]
+
+
+@EACH
+def test_the_values_are_tensors_of_a_safetensors_file(tmp_path: Path, precision: str) -> None:
+    (document,) = documents_of([3], 5)
+    store = PackedStore(tmp_path, dtype=precision)
+    store.add(["a"], [document])
+    store.compact()
+    (file,) = tmp_path.glob("shard-*")
+    rows = safetensors.torch.load_file(file)["values"]
+    assert rows.dtype == PRECISIONS[precision]
+    quantized = quantize(document, precision)
+    numbers = rows[:, :16].contiguous().view(torch.float32)
+    offsets = torch.zeros(3) if quantized.offsets is None else quantized.offsets
+    assert torch.equal(numbers, torch.stack([quantized.scales, offsets, *torch.zeros(2, 3)], dim=1))
+    assert torch.equal(rows[:, 16:21].view(torch.uint8), quantized.values.view(torch.uint8))
+    assert not rows[:, 21:].view(torch.uint8).any()
+
+
+def test_the_format_has_a_version_of_its_own(tmp_path: Path) -> None:
+    """A package that knows no 8 bits refuses them by the version, and takes everything else."""
+    for dtype, version in (("int8", 3), ("bfloat16", 2)):
+        PackedStore(tmp_path / dtype, dtype=dtype).add(["a"], documents_of([2]))
+        assert json.loads((tmp_path / dtype / "manifest.json").read_bytes())["version"] == version
+
+
+# Search
+
+
+def score(query: torch.Tensor, document: torch.Tensor, precision: str, quantize_queries: bool = True) -> float:
+    """The definition, in float64."""
+    if not len(document):
+        return EMPTY_SCORE
+    kept = quantize(document.unsqueeze(0), precision)
+    return maxsim_quantized_reference(query.unsqueeze(0), kept, quantize_queries=quantize_queries).item()
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(
+    query_lengths=st.lists(st.integers(0, 5), min_size=1, max_size=4),
+    lengths=st.lists(st.integers(0, 6), min_size=1, max_size=12),
+    size=st.integers(1, 20),
+    precision=st.sampled_from(sorted(PRECISIONS)),
+    block_tokens=st.integers(1, 20),
+    k=st.integers(1, 14),
+)
+def test_search_equals_the_definition_of_what_is_kept(
+    tmp_path_factory: pytest.TempPathFactory,
+    query_lengths: list[int],
+    lengths: list[int],
+    size: int,
+    precision: str,
+    block_tokens: int,
+    k: int,
+) -> None:
+    queries, documents = documents_of(query_lengths, size, seed=1), documents_of(lengths, size, seed=2)
+    ids = [str(i) for i in range(len(documents))]
+    index = Flat(tmp_path_factory.mktemp("flat"), dtype=precision, device="cpu", show_progress=False)
+    index.add_documents(ids, documents)
+    own = [ids[i:] for i in range(len(queries))]
+    with mock.patch.object(search, "_BLOCK_BYTES_CPU", block_tokens * Layout(precision, size).nbytes):
+        for subset in (None, own):
+            for i, found in enumerate(index(queries, k=k, subset=subset)):
+                among = ids if subset is None else subset[i]
+                expected = {id_: score(queries[i], documents[int(id_)], precision) for id_ in among}
+                best = sorted(expected.values(), reverse=True)[:k]
+                np.testing.assert_allclose([result["score"] for result in found], best, rtol=1e-5, atol=1e-5)
+                for result in found:
+                    assert result["score"] == pytest.approx(expected[result["id"]], rel=1e-5, abs=1e-5)
+
+
+@EACH
+def test_embeddings_come_back_as_they_were_kept(tmp_path: Path, precision: str) -> None:
+    documents = documents_of([3, 0, 5], 8)
+    index = Flat(tmp_path, dtype=precision, device="cpu").add_documents(list("abc"), documents, batch_size=2)
+    for found, document in zip(index.get_documents_embeddings([list("abc")])[0], documents, strict=True):
+        assert torch.equal(found, quantize(document, precision).dequantize())
+    assert index.info().dtype == precision
+    assert Flat(tmp_path, device="cpu").verify().tokens == 8
+
+
+@EACH
+def test_the_scorer_of_a_host_scores_what_was_kept(tmp_path: Path, precision: str) -> None:
+    queries, documents = documents_of([4, 2], 8, seed=1), documents_of([3, 6], 8)
+    index = Flat(tmp_path, dtype=precision, device="cpu", scorer="torch", show_progress=False)
+    index.add_documents(["a", "b"], documents)
+    for query, found in zip(queries, index(queries), strict=True):
+        for result in found:
+            document = documents["ab".index(result["id"])]
+            # It does not quantize queries.
+            assert result["score"] == pytest.approx(score(query, document, precision, False), rel=1e-5, abs=1e-5)
+
+
+WORD = re.compile("[a-z]+")
+
+
+def embedded(texts: list[str], vectors: torch.Tensor, vocabulary: dict[str, int]) -> list[torch.Tensor]:
+    """Every word a vector of its own, moved a little towards its neighbours."""
+    found = []
+    for text in texts:
+        words = [vocabulary.setdefault(word, len(vocabulary)) for word in WORD.findall(text.lower())]
+        tokens = vectors[words]
+        around = tokens + 0.3 * (tokens.roll(1, 0) + tokens.roll(-1, 0))
+        found.append(torch.nn.functional.normalize(around, dim=1))
+    return found
+
+
+def test_retrieval_is_about_as_good(cranfield: Path, tmp_path: Path) -> None:
+    """nDCG@10 and the best 20 documents of a collection of abstracts, beside embeddings that are not quantized."""
+    documents, queries, qrels = load_beir_folder(cranfield)
+    vectors, vocabulary = torch.randn(20000, 32, generator=torch.Generator().manual_seed(0)), {}
+    judged = [id_ for id_ in queries if max(qrels.get(id_, {"": 0}).values()) > 0]
+    asked = {id_: queries[id_] for id_ in judged[::2]}
+    ids = [document["id"] for document in documents]
+    document_embeddings = embedded([document["text"] for document in documents], vectors, vocabulary)
+    query_embeddings = embedded(list(asked.values()), vectors, vocabulary)
+
+    def gain(grades: list[float]) -> float:
+        return sum(grade / math.log2(rank + 2) for rank, grade in enumerate(grades[:10]))
+
+    found, ndcg = {}, {}
+    for dtype in ("bfloat16", *PRECISIONS):
+        index = Flat(tmp_path, dtype, dtype=dtype, device="cpu", show_progress=False)
+        results = index.add_documents(ids, document_embeddings)(query_embeddings, k=20)
+        found[dtype] = [{result["id"] for result in one} for one in results]
+        scores = []
+        for id_, one in zip(asked, results, strict=True):
+            ideal = gain(sorted(qrels[id_].values(), reverse=True))
+            scores.append(gain([qrels[id_].get(result["id"], 0) for result in one]) / ideal)
+        ndcg[dtype] = sum(scores) / len(scores)
+    # Words alone find something.
+    assert ndcg["bfloat16"] > 0.15
+    for precision in PRECISIONS:
+        assert abs(ndcg[precision] - ndcg["bfloat16"]) <= 0.003
+        shared = [len(a & b) / 20 for a, b in zip(found[precision], found["bfloat16"], strict=True)]
+        assert sum(shared) / len(shared) >= 0.95
+
+
+# What is refused
+
+
+def test_an_index_of_another_kind_is_refused(tmp_path: Path) -> None:
+    Flat(tmp_path, "eight", dtype="int8", device="cpu").add_documents(["a"], documents_of([2]))
+    Flat(tmp_path, "half", dtype="bfloat16", device="cpu").add_documents(["a"], documents_of([2]))
+    for name, asked, kept in (
+        ("eight", "uint8", "int8"),
+        ("eight", "float32", "int8"),
+        ("half", "int8", "bfloat16"),
+    ):
+        with pytest.raises(ValueError, match=f"dtype='{asked}' was asked for, but the index in .* keeps '{kept}'"):
+            Flat(tmp_path, name, dtype=asked, device="cpu")
+    with pytest.raises(ValueError, match="projection: the index in .* keeps 'int8', and hidden states are kept in"):
+        Flat(tmp_path, "eight", device="cpu", projection=(torch.eye(4), None))
+
+
+@EACH
+def test_what_is_not_finite_is_refused(tmp_path: Path, precision: str) -> None:
+    store = PackedStore(tmp_path, dtype=precision)
+    documents = documents_of([2, 3])
+    documents[1][2, 1] = torch.inf
+    message = rf"document 'b' hold NaN or infinite values \(as {precision}\), first in token 2"
+    with pytest.raises(ValueError, match=message):
+        store.add(["a", "b"], documents)
+    # Float32 does not hold 1e300, nor the difference of these two, which the steps of uint8 span.
+    wide = [document.double() for document in documents]
+    wide[1][2] = 1e300 if precision != "uint8" else torch.tensor([3e38, -3e38, 0.0, 0.0])
+    with pytest.raises(ValueError, match=message):
+        store.add(["a", "b"], wide)
+    assert not store.ids
+
+
+def damaged(path: Path, change) -> PackedStore:
+    """Change the bytes of the only shard, with a manifest that knows no checksum, and open the store."""
+    (file,) = path.glob("shard-*")
+    manifest = json.loads((path / "manifest.json").read_bytes())
+    content = change(bytearray(file.read_bytes()))
+    file.write_bytes(content)
+    manifest["shards"][0] |= {"sha256": None, "bytes": len(content)}
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    return PackedStore(path)
+
+
+@pytest.fixture
+def shard(tmp_path: Path) -> Path:
+    store = PackedStore(tmp_path, dtype="int8")
+    store.add(["a", "b"], documents_of([2, 3], 5))
+    store.compact()
+    return tmp_path
+
+
+def test_a_scale_that_is_not_finite_is_found(shard: Path) -> None:
+    def change(content: bytearray) -> bytearray:
+        (length,) = np.frombuffer(content[:8], dtype="<u8")
+        scale = 8 + int(length) + 2 * 8 + 3 * 32
+        content[scale : scale + 4] = np.float32(np.nan).tobytes()
+        return content
+
+    store = damaged(shard, change)
+    with pytest.raises(ValueError, match="NaN or infinite values, first in its token 3"):
+        store.verify()
+    with pytest.raises(ValueError, match="is damaged: the score of document 'b' is not finite"):
+        Flat(shard.parent, shard.name, device="cpu")([torch.ones(1, 5)])
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (b'"embedding_size":"5"', b'"embedding_size":"6"', "its embedding_size is 6, the manifest says 5"),
+        (b'"embedding_size":"5"', b'"embedding_size":"x"', "its metadata have the embedding_size 'x'"),
+        (b',"embedding_size":"5"', b"", "its metadata have the embedding_size None"),
+        (b'"embedding_size":"5"', b'"embedding_size":"99"', "embeddings of size 99 in int8 take rows of 128"),
+        (b'"dtype":"I8"', b'"dtype":"U8"', "its dtype is torch.uint8, the manifest says torch.int8"),
+    ],
+)
+def test_a_shard_of_other_rows_is_one_error(shard: Path, old: bytes, new: bytes, message: str) -> None:
+    def change(content: bytearray) -> bytearray:
+        (length,) = np.frombuffer(content[:8], dtype="<u8")
+        header = bytes(content[8 : 8 + int(length)])
+        changed = header.replace(old, new, 1)
+        assert changed != header
+        changed += b" " * (-len(changed) % 8)
+        return bytearray(np.uint64(len(changed)).tobytes()) + changed + content[8 + int(length) :]
+
+    with pytest.raises(ValueError, match=message):
+        damaged(shard, change)
+
+
+def test_embeddings_are_views_of_the_rows() -> None:
+    """Nothing is copied but the block that a search reads."""
+    kept = Layout("uint8", 20)
+    rows = kept.rows(torch.randn(7, 20))
+    found = kept.embeddings(rows)
+    assert isinstance(found, QuantizedEmbeddings)
+    assert found.offsets is not None
+    for tensor in (found.values, found.scales, found.offsets):
+        assert tensor.untyped_storage().data_ptr() == rows.untyped_storage().data_ptr()
