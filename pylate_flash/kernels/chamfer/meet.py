@@ -71,8 +71,9 @@ def _meet_kernel(
 ):  # fmt: skip
     """keys[point] = the largest of what is there and of the key of the nearest point of the other set.
 
-    Keys lie by set and position among its active points, and hold such positions. Grid: shares of y x blocks of x x
-    pairs. Beyond the last point of a set, it is met again, which no maximum notices.
+    Keys lie by set and position among its active points, and hold such positions; of NaN, that of a point of its tile,
+    not after it. Grid: shares of y x blocks of x x pairs. Beyond the last point of a set, it is met again, which no
+    maximum notices.
     """
     stride_x *= X_UNIT
     stride_x_point *= X_UNIT
@@ -98,49 +99,53 @@ def _meet_kernel(
             x_tile = tl.load(x_rows[:, None] + dims[None, :], mask=(dims < SIZE)[None, :], other=0.0)
         if SQUARED and not DIRECT:
             x_halves = tl.load(x_halves_ptr + x_start + rows)
+        # Every GROUPS-th column is of one group, in a thread of its own.
+        N_STEPS: tl.constexpr = BLOCK_Y // GROUPS
+        places = tl.arange(0, N_STEPS)[:, None] * GROUPS + tl.arange(0, GROUPS)[None, :]
         best = tl.full([BLOCK_X, GROUPS], float("-inf"), tl.float32)
         position = tl.full([BLOCK_X, GROUPS], NO_WINNER, tl.int32)
         for start in tl.range(first, last, BLOCK_Y):
-            columns = points_at(tl.minimum(start + slots, y_count - 1), y_active_ptr, y_start)
-            y_rows = y_ptr + columns.to(tl.int64) * stride_y_point
+            # [N_STEPS, BLOCK_X, GROUPS]
             if DIRECT:
-                near = tl.zeros([BLOCK_X, BLOCK_Y], tl.float32)
+                columns = points_at(tl.minimum(start + places, y_count - 1), y_active_ptr, y_start)
+                y_rows = y_ptr + columns.to(tl.int64) * stride_y_point
+                near = tl.zeros([N_STEPS, BLOCK_X, GROUPS], tl.float32)
                 for dim in tl.static_range(0, SIZE):
-                    others = tl.load(y_rows + dim).to(tl.float32)
+                    others = tl.load(y_rows + dim).to(tl.float32)[:, None, :]
                     if SQUARED:
-                        difference = coordinates[dim][:, None] - others[None, :]
+                        difference = coordinates[dim][None, :, None] - others
                         near -= difference * difference
                     else:
-                        near += coordinates[dim][:, None] * others[None, :]
+                        near += coordinates[dim][None, :, None] * others
             else:
+                columns = points_at(tl.minimum(start + slots, y_count - 1), y_active_ptr, y_start)
+                y_rows = y_ptr + columns.to(tl.int64) * stride_y_point
                 if SPLIT:
-                    everywhere = row_slots >= 0
-                    near = split_products(
-                        x_rows, y_rows, everywhere, slots >= 0, SIZE, BLOCK_SIZE, BLOCK_X, BLOCK_Y, PRECISION
+                    products = split_products(
+                        x_rows, y_rows, row_slots >= 0, slots >= 0, SIZE, BLOCK_SIZE, BLOCK_X, BLOCK_Y, PRECISION
                     )
                 else:
                     y_tile = tl.load(y_rows[None, :] + dims[:, None], mask=(dims < SIZE)[:, None], other=0.0)
-                    near = tl.dot(x_tile, y_tile, input_precision=PRECISION)
+                    products = tl.dot(x_tile, y_tile, input_precision=PRECISION)
                 if SQUARED:
-                    near -= tl.load(y_halves_ptr + y_start + columns)[None, :]
-                    near -= x_halves[:, None]
+                    products -= tl.load(y_halves_ptr + y_start + columns)[None, :]
+                    products -= x_halves[:, None]
+                near = tl.permute(tl.reshape(products, [BLOCK_X, N_STEPS, GROUPS]), (1, 0, 2))
 
-            # A row's columns lie in groups, of which each thread has one.
-            grouped = tl.reshape(near, [BLOCK_X, BLOCK_Y // GROUPS, GROUPS])
-            tile_best = max_along(grouped, 1)
-            won = (grouped == tile_best[:, None, :]) | (grouped != grouped)
-            places = tl.reshape(slots, [1, BLOCK_Y // GROUPS, GROUPS])
-            place = tl.min(tl.where(won, places, BLOCK_Y), axis=1)
+            # Where a maximum is NaN, all win, and the first of the tile is told: `settle` looks for the NaN from there on.
+            tile_best = max_along(near, 0)
+            won = ~(near < tile_best[None, :, :])
+            place = tl.min(tl.where(won, places[:, None, :], BLOCK_Y), axis=0)
             # A later tile must be strictly better, or the first NaN.
             later = (tile_best > best) | ((tile_best != tile_best) & (best == best))
             position = tl.where(later, start + place, position)
             best = larger(best, tile_best)
 
-            tile_best = max_along(near, 0)
-            won = (near == tile_best[None, :]) | (near != near)
-            place = tl.min(tl.where(won, row_slots[:, None], BLOCK_X), axis=0)
+            tile_best = max_along(near, 1)
+            won = ~(near < tile_best[:, None, :])
+            place = tl.min(tl.where(won, row_slots[None, :, None], BLOCK_X), axis=1)
             keys = keys_at(tile_best, tl.minimum(first_row + place, x_count - 1))
-            at = start + slots
+            at = start + places
             tl.atomic_max(y_keys_ptr + y_start + at, keys, mask=at < y_count, sem="relaxed")
 
         row_best = max_along(best, 1)
