@@ -48,10 +48,9 @@ def chamfer_reference(
     y_on = torch.ones_like(y[..., 0], dtype=torch.bool) if y_mask is None else y_mask != 0
     # What a masked point is, a NaN even, does not matter.
     x, y = x.to(wide).masked_fill(~x_on.unsqueeze(-1), 0.0), y.to(wide).masked_fill(~y_on.unsqueeze(-1), 0.0)
+    near = x @ y.transpose(1, 2)
     if metric == "sqeuclidean":
         near = -(x.unsqueeze(2) - y.unsqueeze(1)).square().sum(dim=-1)
-    else:
-        near = x @ y.transpose(1, 2)
 
     def one_way(near: Tensor, on: Tensor, others: Tensor) -> Tensor:
         near = near.masked_fill(~others.unsqueeze(1), -torch.inf)

@@ -80,10 +80,9 @@ def gradients_in_blocks(
                 continue
             # What each point of this side gets by its own winner, and what those of the other side send to theirs.
             own = _pulls(halves[at], halves[1 - at], of_pairs[at], squared) * factors[at]
+            sent = halves[1 - at].points
             if squared:
                 sent = -_pulls(halves[1 - at], halves[at], of_pairs[1 - at], squared)
-            else:
-                sent = halves[1 - at].points
             own += _received(sent * factors[1 - at], of_pairs[1 - at], own.shape[1])
             rows, active = halves[at].rows, halves[at].active
             if rows is None:
@@ -117,12 +116,15 @@ def _bounds(name: str, points: Tensor, _mask: Tensor | None, cu_seqlens: Tensor 
 
 
 def _half(points: Tensor, mask: Tensor | None, bounds: np.ndarray | None, pairs: slice, length: int) -> _Half:
-    rows = None
+    rows: Tensor | None = None
+    active: Tensor | None = None
     if bounds is not None:
         rows, active = padded_tokens(bounds, np.arange(pairs.start, pairs.stop), points.device, length)
         values = points[rows]
     else:
-        values, active = points[pairs], None if mask is None else mask[pairs] != 0
+        values = points[pairs]
+        if mask is not None:
+            active = mask[pairs] != 0
     values = values.to(accumulation_dtype(points.dtype))
     if active is not None:
         values = values.masked_fill(~active.unsqueeze(-1), 0.0)
@@ -171,10 +173,7 @@ def _nearness(x: Tensor, y: Tensor, squared: bool) -> Tensor:
 def _values(near: _Half, far: _Half, winners: Tensor, squared: bool) -> Tensor:
     """How near the winners [n, L] are to the points of `near`, from the two points themselves."""
     others = _picked(far.points, winners)
-    if squared:
-        values = (near.points - others).square_().sum(dim=-1)
-    else:
-        values = (near.points * others).sum(dim=-1)
+    values = ((near.points - others).square_() if squared else near.points * others).sum(dim=-1)
     values = values.masked_fill(winners < 0, torch.inf if squared else -torch.inf)
     alone = torch.zeros_like(winners, dtype=torch.bool)
     if near.active is not None:

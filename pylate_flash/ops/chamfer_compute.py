@@ -1,4 +1,4 @@
-"""The computation of Chamfer distances and their gradients on tensors: by Triton kernels, or in blocks of plain torch."""
+"""The computation of Chamfer distances and gradients on tensors: by Triton kernels, or in blocks of plain torch."""
 
 from __future__ import annotations
 

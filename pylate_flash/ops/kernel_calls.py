@@ -26,8 +26,8 @@ from .problem import Options, Problem, Tensors, problem_of, replaced
 from .xtr_retrieval import Pool, Retrieval
 
 __all__ = [
-    "chamfer_gradients", "chamfer_nearest", "gradients", "loss", "normalized_rows", "on_device", "padded", "quantized_scores", "rescale_gradients", "scores",
-    "soft_gradients", "soft_scores",
+    "chamfer_gradients", "chamfer_nearest", "gradients", "loss", "normalized_rows", "on_device", "padded",
+    "quantized_scores", "rescale_gradients", "scores", "soft_gradients", "soft_scores",
     "through_normalized_rows",
 ]  # fmt: skip
 

@@ -331,7 +331,7 @@ def sum_by_lists(problem: Problem, inputs: Inputs, destination: Destination) -> 
 def _sum_block(problem: Problem, plan: select.ListsPlan, inputs: Inputs, block: Block, scratch: Scratch) -> None:
     """Write the gradients of a block of documents. Its memory is free before the next block's is allocated."""
     assert block.starts is not None
-    wanted = _Lists(*block[:4], inputs.winners, inputs.documents_cu_seqlens)
+    wanted = _Lists(block.first, block.number, block.starts, block.owners, inputs.winners, inputs.documents_cu_seqlens)
     if plan.alone_bits:
         lists = _listed(problem, plan, wanted)
     else:

@@ -40,8 +40,8 @@ def _gradient_kernel(
 ):  # fmt: skip
     """grad[point of x], contiguous: what its winner gives by the weight of x, and those that chose it by that of y.
 
-    Grid: a program for each of `x_length` points of every pair. `weights` [N] multiply differences x - y, if SQUARED, or
-    the other point.
+    Grid: a program for each of `x_length` points of every pair. `weights` [N] multiply differences x - y, if SQUARED,
+    or the other point.
     """
     pair = (tl.program_id(0) // x_length).to(tl.int64)
     point = tl.program_id(0) % x_length

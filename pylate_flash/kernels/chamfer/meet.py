@@ -81,8 +81,12 @@ def _meet_kernel(
     stride_y_point *= Y_UNIT
     program = tl.program_id(0)
     pair = (program // (n_shares * n_row_blocks)).to(tl.int64)
-    x_ptr, x_count, x_start = set_of(pair, x_ptr, x_counts_ptr, x_bounds_ptr, x_length, stride_x, stride_x_point, PACKED)
-    y_ptr, y_count, y_start = set_of(pair, y_ptr, y_counts_ptr, y_bounds_ptr, y_length, stride_y, stride_y_point, PACKED)
+    x_ptr, x_count, x_start = set_of(
+        pair, x_ptr, x_counts_ptr, x_bounds_ptr, x_length, stride_x, stride_x_point, PACKED
+    )
+    y_ptr, y_count, y_start = set_of(
+        pair, y_ptr, y_counts_ptr, y_bounds_ptr, y_length, stride_y, stride_y_point, PACKED
+    )
     first_row = program // n_shares % n_row_blocks * BLOCK_X
     first = program % n_shares * share
     last = tl.minimum(first + share, y_count)
@@ -94,7 +98,7 @@ def _meet_kernel(
         if DIRECT:
             coordinates = (tl.load(x_rows).to(tl.float32),)
             for dim in tl.static_range(1, SIZE):
-                coordinates = coordinates + (tl.load(x_rows + dim).to(tl.float32),)  # noqa: RUF005
+                coordinates = coordinates + (tl.load(x_rows + dim).to(tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
         elif not SPLIT:
             x_tile = tl.load(x_rows[:, None] + dims[None, :], mask=(dims < SIZE)[None, :], other=0.0)
         if SQUARED and not DIRECT:
@@ -132,7 +136,7 @@ def _meet_kernel(
                     products -= x_halves[:, None]
                 near = tl.permute(tl.reshape(products, [BLOCK_X, N_STEPS, GROUPS]), (1, 0, 2))
 
-            # Where a maximum is NaN, all win, and the first of the tile is told: `settle` looks for the NaN from there on.
+            # Where a maximum is NaN, all win, and the first of them is told: `settle` looks for the NaN from there.
             tile_best = max_along(near, 0)
             won = ~(near < tile_best[None, :, :])
             place = tl.min(tl.where(won, places[:, None, :], BLOCK_Y), axis=0)
@@ -202,5 +206,3 @@ def half_squares(points: Tensor) -> Tensor:
         (4, 3, None),
     )
     return halves
-
-

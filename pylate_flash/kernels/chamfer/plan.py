@@ -21,9 +21,9 @@ _DIRECT = Tile(64, 128, 4, 1)
 _DIRECT_LONG = Tile(32, 128, 4, 1)
 _HALF = Tile(128, 64, 4, 3)
 _HALF_LONG = Tile(64, 64, 4, 2)
-_FLOAT = Tile(64, 64, 4, 2)
-# Elements of a point, as a power of two, up to which a tile holds it whole, by the bytes of each; of a longer one so many
-# bytes at a time.
+_FLOAT = Tile(128, 32, 4, 2)
+# Elements of a point, as a power of two, up to which a tile holds it whole, by the bytes of each; of a longer one so
+# many bytes at a time.
 _MAX_WHOLE = {2: 256, 4: 64}
 _PART_BYTES = 128
 # Columns among which a row's maximum is kept apart. So many lie in registers of other threads: what is left is one
@@ -71,8 +71,8 @@ def meeting_plan(problem: Problem) -> MeetingPlan:
     share = -(-tiles // shares)
     precision = problem.kind.precision
     if problem.dtype == torch.float32 and precision == "ieee":
-        # Three products of tensor cores, which leave of float32's 24 bits 22. The distances themselves are computed from
-        # their points, in float32.
+        # Three products of tensor cores, which leave 22 of float32's 24 bits. The distances themselves are computed
+        # from their points, in float32.
         precision = "tf32x3"
     strides, *units = divided_strides(problem.query_strides, problem.document_strides)
     # A set of y is a document alone in its group.

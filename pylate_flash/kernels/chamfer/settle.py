@@ -63,8 +63,12 @@ def _settle_kernel(
 ):  # fmt: skip
     """values [N, x_length] and winners, of the points of x that have met one; nothing is written for others."""
     pair = (tl.program_id(0) // n_blocks).to(tl.int64)
-    x_ptr, x_count, x_start = set_of(pair, x_ptr, x_counts_ptr, x_bounds_ptr, x_length, stride_x, stride_x_point, PACKED)
-    y_ptr, y_count, y_start = set_of(pair, y_ptr, y_counts_ptr, y_bounds_ptr, y_length, stride_y, stride_y_point, PACKED)
+    x_ptr, x_count, x_start = set_of(
+        pair, x_ptr, x_counts_ptr, x_bounds_ptr, x_length, stride_x, stride_x_point, PACKED
+    )
+    y_ptr, y_count, y_start = set_of(
+        pair, y_ptr, y_counts_ptr, y_bounds_ptr, y_length, stride_y, stride_y_point, PACKED
+    )
     if (x_count > 0) & (y_count > 0):
         at = tl.program_id(0) % n_blocks * BLOCK_POINTS + tl.arange(0, BLOCK_POINTS)
         keys = tl.load(keys_ptr + x_start + at, mask=at < x_count, other=_NO_KEY)
