@@ -5,9 +5,9 @@
 - `protocol`: how one call is timed, the card's ceilings (`l2`: that of its cache; `exponentials`), and the floor that
   they give a piece of work.
 - `suite`: what a suite is (rows, systems, a reference), and the loop that checks, times and compares the systems.
-- `forward`, `fat`, `quantized`, `varlen`, `training`, `losses`, `soft`, `xtr`, `hidden`, `hosts`, `launch`, `cpu`: the
-  suites. Another one is one more file like them, named in `SUITES`. `calls` and `steps` are what `launch` times,
-  `loss_steps` what `losses` does.
+- `forward`, `fat`, `quantized`, `varlen`, `training`, `losses`, `soft`, `xtr`, `chamfer`, `hidden`, `hosts`, `launch`,
+  `cpu`: the suites. Another one is one more file like them, named in `SUITES`. `calls` and `steps` are what `launch`
+  times, `loss_steps` what `losses` does.
 - `peers`: the other packages that a suite may measure, and what is particular to them.
 - `memory`: the memory of one system, measured in a process of its own (`fresh`).
 - `results`, `report`, `plot`: a result as JSON, as a table on the terminal, as a picture.
@@ -33,6 +33,7 @@ SUITES = {
     "losses": "pylate_flash.bench.losses",
     "xtr": "pylate_flash.bench.xtr",
     "soft": "pylate_flash.bench.soft",
+    "chamfer": "pylate_flash.bench.chamfer",
     "hidden": "pylate_flash.bench.hidden",
     "hosts": "pylate_flash.bench.hosts",
     "launch": "pylate_flash.bench.launch",
