@@ -91,24 +91,27 @@ def compute_chamfer(sets: Sets, options: ChamferOptions) -> tuple[Tensor, Tensor
     check_sets(sets)
     problem = problem_of_sets(sets, options)
     implementation = choose(options.implementation, problem.device, problem.dtype, problem.size)
-    x_counts, y_counts = point_counts(problem, sets)
-    empty = (x_counts == 0) | (y_counts == 0)
     if problem.is_empty or 0 in sets.x.shape:
-        scores = torch.zeros(problem.n_queries, dtype=torch.float32, device=problem.device)
-        winners = [
-            torch.full((problem.n_queries, length), -1, dtype=torch.int32, device=problem.device)
+        # All of x, or all of y, have no point.
+        n, device = problem.n_queries, problem.device
+        x_winners, y_winners = (
+            torch.full((n, length), -1, dtype=torch.int32, device=device)
             for length in (problem.query_length, problem.document_length)
-        ]
-        return scores.masked_fill(empty, options.empty_score), winners[0], winners[1]
+        )
+        return torch.full((n,), options.empty_score, dtype=torch.float32, device=device), x_winners, y_winners
     squared = options.metric == "sqeuclidean"
     # Under autocast the inputs have the autocast type already; the products inside must not be rounded to it.
     with torch.autocast(problem.device.type, enabled=False):
         nearest = kernels().chamfer_nearest if implementation == "triton" else nearest_in_blocks
         found: Found = nearest(problem, with_bool_masks(sets), squared)
+    counts = point_counts(problem, sets)
     sums = [values.sum(dim=1) for values in (found.x_values, found.y_values)]
     if options.reduction == "mean":
-        sums = [total / count.clamp(min=1) for total, count in zip(sums, (x_counts, y_counts), strict=True)]
-    scores = (sums[0] + sums[1]).float().masked_fill(empty, options.empty_score)
+        sums = [_divided(total, count) for total, count in zip(sums, counts, strict=True)]
+    scores = (sums[0] + sums[1]).float()
+    for count in counts:
+        if isinstance(count, Tensor):
+            scores = scores.masked_fill(count == 0, options.empty_score)
     return scores, found.x_winners, found.y_winners
 
 
@@ -129,7 +132,7 @@ def compute_chamfer_gradients(
     grad = grad_scores.to(torch.promote_types(problem.dtype, torch.float32)) * (2.0 if squared else 1.0)
     weights = [grad, grad]
     if options.reduction == "mean":
-        weights = [grad / count.clamp(min=1) for count in point_counts(problem, sets)]
+        weights = [_divided(grad, count) for count in point_counts(problem, sets)]
     implementation = choose(options.implementation, problem.device, problem.dtype, problem.size)
     gradients = kernels().chamfer_gradients if implementation == "triton" else gradients_in_blocks
     with torch.autocast(problem.device.type, enabled=False):
@@ -141,14 +144,16 @@ def with_bool_masks(sets: Sets) -> Sets:
     return sets._replace(x_mask=checked_mask("x_mask", sets.x_mask), y_mask=checked_mask("y_mask", sets.y_mask))
 
 
-def point_counts(problem: Problem, sets: Sets) -> tuple[Tensor, Tensor]:
-    """The number of active points of every set of x and of y [N]."""
+def point_counts(problem: Problem, sets: Sets) -> tuple[Tensor | int, Tensor | int]:
+    """The number of active points of every set of x and of y [N], or the one number of all sets."""
 
-    def of(points: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+    def of(points: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor | int:
         if cu_seqlens is not None:
             return cu_seqlens.diff().to(problem.device, non_blocking=True)
-        if mask is not None:
-            return (mask != 0).sum(dim=1)
-        return torch.full((problem.n_queries,), points.shape[1], device=problem.device)
+        return points.shape[1] if mask is None else (mask != 0).sum(dim=1)
 
     return of(*sets[::2]), of(*sets[1::2])
+
+
+def _divided(values: Tensor, count: Tensor | int) -> Tensor:
+    return values / (count if isinstance(count, int) else count.clamp(min=1))

@@ -78,9 +78,8 @@ def check_gradients(found: tuple[Tensor, ...], expected: tuple[Tensor, ...], dty
 
 def packed_of(points: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """The active points of all sets, one after the other, and the boundaries of the sets."""
-    on = torch.ones(points.shape[:2], dtype=torch.bool) if mask is None else mask != 0
-    bounds = torch.cat([torch.zeros(1, dtype=torch.int32), on.sum(dim=1).cumsum(0).int()])
-    return points[on.to(points.device)], bounds
+    on = torch.ones_like(points[..., 0], dtype=torch.bool) if mask is None else mask != 0
+    return points[on], torch.nn.functional.pad(on.sum(dim=1).cumsum(0), (1, 0)).int()
 
 
 def check_packed(sets: tuple[Tensor, Tensor], options: dict, implementation: str = "auto") -> None:
@@ -90,9 +89,8 @@ def check_packed(sets: tuple[Tensor, Tensor], options: dict, implementation: str
     others = {name: options[name] for name in ("metric", "reduction", "empty_score")}
 
     def of_packed(x: Tensor, y: Tensor, **given) -> Tensor:
-        bounds = (part[1].to(x.device) for part in packed)
         lengths = {"max_x_length": sets[0].shape[1], "max_y_length": sets[1].shape[1]}
-        return chamfer_varlen(x, y, *bounds, **lengths, **given, implementation=implementation)
+        return chamfer_varlen(x, y, packed[0][1], packed[1][1], **lengths, **given, implementation=implementation)
 
     values = packed[0][0], packed[1][0]
     expected = chamfer(*sets, **options, implementation=implementation)
