@@ -15,8 +15,8 @@ from ..tiles import DIRECT_SIZE, Tile, divided_strides, power_of_two
 if TYPE_CHECKING:
     from ...ops.problem import Problem
 
-# Points of x and of y in a tile. A thread of a tile that is computed directly has whole columns, and the coordinates of
-# their rows, in its registers.
+# Points of x and of y in a tile, as many as leave the two maxima of each element in registers (compute capability 8.0
+# and 9.0). Where a tile is computed directly, a thread has the coordinates of its rows there too.
 _DIRECT = Tile(64, 128, 4, 1)
 _DIRECT_LONG = Tile(32, 128, 4, 1)
 _HALF = Tile(128, 64, 4, 3)
@@ -26,12 +26,13 @@ _FLOAT = Tile(128, 32, 4, 2)
 # many bytes at a time.
 _MAX_WHOLE = {2: 256, 4: 64}
 _PART_BYTES = 128
-# Columns among which a row's maximum is kept apart. So many lie in registers of other threads: what is left is one
-# maximum for each thread, and threads meet only at the end.
+# Columns from one to the next of a group, for which a row has a maximum of its own: those of a group lie in one thread,
+# and threads compare theirs only at the end.
 _DIRECT_GROUPS = 32
 _GROUPS = 8
-# Programs for each processor at which the points of y are shared out no more.
-_PER_PROCESSOR = 4
+# Programs that a processor has room for, and tiles that one of them walks at most.
+_PER_PROCESSOR = 2
+_LONGEST_SHARE = 16
 
 
 class MeetingPlan(NamedTuple):
@@ -67,8 +68,7 @@ def meeting_plan(problem: Problem) -> MeetingPlan:
     row_blocks = -(-problem.query_length // tile.rows)
     programs = row_blocks * problem.n_queries
     tiles = -(-problem.document_length // tile.columns)
-    shares = max(1, min(tiles, _PER_PROCESSOR * select.architecture(problem.device)[1] // programs))
-    share = -(-tiles // shares)
+    share = select.run_length(tiles, programs, select.architecture(problem.device)[1], _PER_PROCESSOR, _LONGEST_SHARE)
     precision = problem.kind.precision
     if problem.dtype == torch.float32 and precision == "ieee":
         # Three products of tensor cores, which leave 22 of float32's 24 bits. The distances themselves are computed

@@ -51,7 +51,7 @@ def winners(sets: Sets, metric: str, implementation: str) -> tuple[torch.Tensor,
 @pytest.mark.parametrize("size", [3, 10, 300])
 def test_the_same_points_win_in_all_tiles(size: int, metric: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of integers, of which many are equal; some programs share the points of y."""
-    monkeypatch.setattr(plan.select, "architecture", lambda device: (8, 3))
+    monkeypatch.setattr(plan.select, "architecture", lambda device: (8, 12))
     generator = torch.Generator().manual_seed(size)
     x, y = (torch.randint(-1, 2, (2, length, size), generator=generator).float() for length in (35, 150))
     x[0, 20:], y[0, 100:] = x[0, :15].clone(), y[0, :50].clone()
