@@ -83,8 +83,8 @@ def chamfer(
     Parameters
     ----------
     x
-        [N, Lx, d], float16, bfloat16, float32 or float64: points, or embeddings. Under autocast, the inputs take the
-        autocast type.
+        [N, Lx, d], float16, bfloat16, float32 or float64: points, or embeddings. Under autocast, inner products take
+        the autocast type; squared distances keep that of the points, the wider one if those of x and y differ.
     y
         [N, Ly, d], of the same dtype and on the same device.
     x_mask, y_mask
@@ -209,7 +209,18 @@ def _scores_of(operation: str, sets: Sets, options: ChamferOptions) -> Tensor:
         if not (mask is None or isinstance(mask, Tensor)):
             raise TypeError(f"{name} must be a torch.Tensor or None, got {type(mask).__name__}")
     check_differentiation(operation, sets.x, sets.y)
-    return _chamfer(*autocast(sets.x, sets.y), *sets[2:], *options)[0]
+    return _chamfer(*_cast(sets.x, sets.y, options.metric), *sets[2:], *options)[0]
+
+
+def _cast(x: Tensor, y: Tensor, metric: str) -> tuple[Tensor, ...]:
+    """Both as autocast has them: squared distances of rounded points would be far off."""
+    if metric == "inner_product":
+        return autocast(x, y)
+    device = x.device.type
+    if x.dtype == y.dtype or device == "meta" or not torch.is_autocast_enabled(device):
+        return x, y
+    wide = torch.promote_types(x.dtype, y.dtype)
+    return x.to(wide), y.to(wide)
 
 
 _LIBRARY = torch.library.Library("pylate_flash", "FRAGMENT")

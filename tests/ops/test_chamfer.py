@@ -268,6 +268,10 @@ def test_no_second_derivative() -> None:
 def test_autocast() -> None:
     x, y = torch.randn(2, 30, 16, requires_grad=True), torch.randn(2, 50, 16)
     with torch.autocast("cpu", torch.bfloat16):
-        scores = chamfer(x, y)
-    assert torch.equal(scores, chamfer(x.bfloat16(), y.bfloat16()))
-    assert torch.autograd.grad(scores.sum(), x)[0].dtype == torch.float32
+        products = chamfer(x, y, metric="inner_product")
+        distances, mixed = chamfer(x, y), chamfer(x, y.bfloat16())
+    assert torch.equal(products, chamfer(x.bfloat16(), y.bfloat16(), metric="inner_product"))
+    assert torch.equal(distances, chamfer(x, y))
+    assert torch.equal(mixed, chamfer(x, y.bfloat16().float()))
+    for scores in (products, distances, mixed):
+        assert torch.autograd.grad(scores.sum(), x)[0].dtype == torch.float32
