@@ -217,7 +217,8 @@ def _cast(x: Tensor, y: Tensor, metric: str) -> tuple[Tensor, ...]:
     if metric == "inner_product":
         return autocast(x, y)
     device = x.device.type
-    if x.dtype == y.dtype or device == "meta" or not torch.is_autocast_enabled(device):
+    both = x.is_floating_point() and y.is_floating_point() and x.dtype != y.dtype
+    if not both or device == "meta" or not torch.is_autocast_enabled(device):
         return x, y
     wide = torch.promote_types(x.dtype, y.dtype)
     return x.to(wide), y.to(wide)
