@@ -197,11 +197,12 @@ def accuracy_of(inputs: Inputs, dtype: torch.dtype) -> float:
 
 
 def rounds_of(row: Batch, rounds: Rounds) -> Rounds:
-    """Fewer calls of a row whose calls take long: 20 from a tenth of a second, 3 from a second on, about."""
+    """Fewer calls of a row whose calls take long: about 20 from a tenth of a second, 3 from a second, 2 from ten on."""
     flops = row.work(torch.float32).flops
     if flops < LONG:
         return rounds
-    warmup, repetitions = (2, 20) if flops < 10 * LONG else (1, 3)
+    # What was checked has warmed up the longest.
+    warmup, repetitions = (2, 20) if flops < 10 * LONG else (1, 3) if flops < 100 * LONG else (0, 2)
     return Rounds(min(warmup, rounds.warmup), min(repetitions, rounds.repetitions), rounds.flush_bytes)
 
 

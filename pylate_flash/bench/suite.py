@@ -239,7 +239,7 @@ def run(
     observer = observer or Observer()
     systems = [system for system in suite.systems if with_peers or system.peer is None]
     systems += suite.compiled if with_compiled else []
-    if device.type == "cuda":
+    if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
     if ceilings is None:
         observer.doing("measuring the ceilings")

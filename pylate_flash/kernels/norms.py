@@ -21,6 +21,17 @@ def inverse_norm(squares):
     return tl.div_rn(1.0, tl.maximum(tl.sqrt_rn(squares), _SMALLEST_NORM, propagate_nan=tl.PropagateNan.ALL))
 
 
+@triton.jit
+def row_addresses(rows, n_sequences, length, stride_group, stride_sequence, stride_token):
+    """Where the tokens [groups, n_sequences, length], counted as rows, begin."""
+    sequence = rows // length
+    return (
+        (sequence // n_sequences) * stride_group
+        + (sequence % n_sequences) * stride_sequence
+        + (rows % length) * stride_token
+    )
+
+
 @triton.jit(do_not_specialize=["n_rows", "n_sequences", "length"])
 def _inverse_norms_kernel(
     embeddings_ptr, scales_ptr, n_rows, n_sequences, length, stride_group, stride_sequence, stride_token,
@@ -31,13 +42,7 @@ def _inverse_norms_kernel(
     """scales[row] for the tokens [groups, sequences, length] of `embeddings`, counted as rows."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     exists = rows < n_rows
-    sequence = rows // length
-    base = (
-        embeddings_ptr
-        + (sequence // n_sequences) * stride_group
-        + (sequence % n_sequences) * stride_sequence
-        + (rows % length) * stride_token
-    )
+    base = embeddings_ptr + row_addresses(rows, n_sequences, length, stride_group, stride_sequence, stride_token)
     squares = tl.zeros([BLOCK_ROWS], tl.float32)
     for start in tl.range(0, EMBEDDING, BLOCK_EMBEDDING):
         dims = start + tl.arange(0, BLOCK_EMBEDDING)
@@ -52,15 +57,20 @@ _inverse_norms = Kernel(_inverse_norms_kernel)
 
 def inverse_norms(embeddings: Tensor) -> Tensor:
     """Inverse norms [T], [N, L] or [G, K, L], float32, of `embeddings` [.., d] of contiguous rows; no size is 0."""
-    shape, size = embeddings.shape[:-1], embeddings.shape[-1]
-    scales = torch.empty(shape, dtype=torch.float32, device=embeddings.device)
+    scales = torch.empty(embeddings.shape[:-1], dtype=torch.float32, device=embeddings.device)
+    launch_rows(_inverse_norms, embeddings, scales)
+    return scales
+
+
+def launch_rows(kernel: Kernel, embeddings: Tensor, found: Tensor) -> None:
+    """Launch a kernel that finds a number of every row of `embeddings` [.., d], up to [G, K, L, d]."""
+    shape, size = found.shape, embeddings.shape[-1]
     rows = shape.numel()
-    _inverse_norms(
+    kernel(
         (-(-rows // _BLOCK_ROWS), 1, 1),
-        (embeddings, scales),
+        (embeddings, found),
         (rows, *(1, *shape)[-2:]),
         (0, 0, *embeddings.stride())[-4:-1],
         (size, min(128, 1 << (size - 1).bit_length()), _BLOCK_ROWS),
         (4, 3, None),
     )
-    return scales

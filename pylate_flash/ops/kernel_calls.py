@@ -12,6 +12,7 @@ from ..kernels.forward import maxsim_forward
 from ..kernels.launch import on_device
 from ..kernels.losses import ChunkedLoss, rescale
 from ..kernels.masks import active_tokens
+from ..kernels.nonzero import nonzero_rows
 from ..kernels.normalized import normalized_rows, through_normalized_rows
 from ..kernels.norms import inverse_norms
 from ..kernels.padding import packed_again, pad
@@ -26,8 +27,8 @@ from .problem import Options, Problem, Tensors, problem_of, replaced
 from .xtr_retrieval import Pool, Retrieval
 
 __all__ = [
-    "chamfer_gradients", "chamfer_nearest", "gradients", "loss", "normalized_rows", "on_device", "padded",
-    "quantized_scores", "rescale_gradients", "scores", "soft_gradients", "soft_scores",
+    "chamfer_gradients", "chamfer_nearest", "gradients", "loss", "nonzero_rows", "normalized_rows", "on_device",
+    "padded", "quantized_scores", "rescale_gradients", "scores", "soft_gradients", "soft_scores",
     "through_normalized_rows",
 ]  # fmt: skip
 

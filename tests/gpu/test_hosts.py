@@ -14,6 +14,7 @@ from pylate_flash.hosts import HOSTS, colpali
 from pylate_flash.hosts import sentence_transformers as ours
 from pylate_flash.hosts.sentence_transformers import scoring
 from pylate_flash.ops import maxsim_reference
+from pylate_flash.ops.nonzero import nonzero_rows
 
 pytestmark = pytest.mark.gpu
 
@@ -154,6 +155,19 @@ def test_scores_of_losses_under_autocast() -> None:
     assert torch.allclose(scores, expected, rtol=1e-5, atol=1e-5)
     own = expected.view(6, 6, 2).diagonal(dim1=0, dim2=1).T
     assert torch.allclose(candidates, own, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int32])
+@pytest.mark.parametrize("shape", [(1000, 130), (7, 300, 128), (3, 4, 50, 128), (2, 2, 2, 5, 16), (4, 0, 8)])
+def test_tokens_of_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    generator = torch.Generator("cuda").manual_seed(0)
+    embeddings = torch.randint(-1, 2, shape, device="cuda", generator=generator).to(dtype)
+    embeddings[torch.rand(shape[:-1], device="cuda", generator=generator) < 0.3] = 0
+    if dtype.is_floating_point:
+        embeddings[torch.rand(shape[:-1], device="cuda", generator=generator) < 0.1] *= -1
+        embeddings[torch.rand(shape, device="cuda", generator=generator) < 1e-3] = torch.nan
+    for given in (embeddings, embeddings[..., 1:], embeddings[..., ::2], embeddings[:, :3], embeddings.transpose(0, 1)):
+        assert torch.equal(nonzero_rows(given), given.any(dim=-1))
 
 
 def test_zeros_of_colpali_compete() -> None:

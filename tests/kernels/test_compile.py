@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pylate_flash.kernels import masks, norms, padding
+from pylate_flash.kernels import masks, nonzero, norms, padding
 from pylate_flash.kernels.forward import common, cuts, hopper, maxsim_forward, single, stacked
 from pylate_flash.ops.problem import Options, Tensors, problem_of, replaced
 from tests.kernels.recorder import check, check_launches, record
@@ -29,6 +29,7 @@ KERNELS = {
     cuts: ("_merge",),
     masks: ("_active_tokens",),
     norms: ("_inverse_norms",),
+    nonzero: ("_nonzero_rows",),
 }
 
 
@@ -296,6 +297,13 @@ def test_packed_queries_of_many_tokens(mask_dtype: torch.dtype, capability: int,
 def test_active_tokens(dtype: torch.dtype, length: int, capability: int, monkeypatch) -> None:
     mask = torch.ones(4, length, dtype=dtype)
     check(masks, "_active_tokens", lambda: masks.active_tokens(mask), capability, monkeypatch)
+
+
+@pytest.mark.parametrize(("size", "dtype"), [(128, torch.bfloat16), (48, torch.float32), (4096, torch.float16)])
+def test_nonzero_rows(size: int, dtype: torch.dtype, capability: int, monkeypatch) -> None:
+    embeddings = torch.empty(4, 180, size, dtype=dtype)
+    compiled = check(nonzero, "_nonzero_rows", lambda: nonzero.nonzero_rows(embeddings), capability, monkeypatch)
+    assert "ld.global.v4.b32" in compiled.asm["ptx"]
 
 
 @pytest.mark.parametrize("bounds_dtype", [torch.int32, torch.int64])

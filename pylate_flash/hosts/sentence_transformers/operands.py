@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from ...ops.nonzero import nonzero_rows
 from ...ops.staging import concatenate
 
 # Elements of embeddings that are copied at once, to be packed or to reach another device, where a call does not say.
@@ -76,7 +77,7 @@ class Side(NamedTuple):
             mask = mask.to(device)
         if values is not None:
             values = _floating(values.to(device))
-            return Operand(values, values.any(dim=-1) if mask is None else mask)
+            return Operand(values, nonzero_rows(values) if mask is None else mask)
         assert self.lengths is not None
         lengths = self.lengths[start:stop]
         bounds = np.concatenate([[0], np.cumsum(lengths)])

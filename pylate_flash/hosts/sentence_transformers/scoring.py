@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ...ops.maxsim import scores_of
+from ...ops.nonzero import nonzero_rows
 from ...ops.problem import Options, Tensors
 from ...ops.ragged import maxsim_ragged, maxsim_ragged_pairwise
 from ...ops.varlen import with_lengths
@@ -283,7 +284,7 @@ def colbert_kd_scores(
         documents = documents.float()
     return _scores(
         queries,
-        Operand(documents, documents.any(dim=-1) if documents_mask is None else documents_mask),
+        Operand(documents, nonzero_rows(documents) if documents_mask is None else documents_mask),
         length_normalize,
     )
 

@@ -1,0 +1,25 @@
+"""The kernel that finds rows of zeros, interpreted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pylate_flash.kernels.nonzero import nonzero_rows
+
+MINUS_ZERO, NAN = -0.0, float("nan")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("shape", "size"), [((70,), 16), ((3, 5), 130), ((2, 3, 33), 7)])
+def test_rows_with_an_element_other_than_zero(shape: tuple[int, ...], size: int, dtype: torch.dtype) -> None:
+    wide = torch.zeros(*shape, size + 3, dtype=dtype)
+    embeddings = wide[..., :size]
+    # Past a row's end, nothing counts.
+    wide[..., size:] = 1
+    rows = wide.view(-1, size + 3)[:, :size]
+    rows[1, -1], rows[3, 0], rows[4], rows[5, size // 2] = 1e-7, NAN, MINUS_ZERO, float("-inf")
+    found = nonzero_rows(embeddings)
+    assert found.dtype == torch.bool
+    assert torch.equal(found, embeddings.any(dim=-1))
+    assert found.flatten().nonzero().flatten().tolist() == [1, 3, 5]
