@@ -12,6 +12,8 @@ from .register import register, registered, unregister
 if TYPE_CHECKING:
     from .ops import (
         QuantizedEmbeddings,
+        chamfer,
+        chamfer_varlen,
         explain,
         maxsim,
         maxsim_cross_entropy,
@@ -36,6 +38,8 @@ __version__ = "0.1.0"
 
 _OPERATIONS = (
     "QuantizedEmbeddings",
+    "chamfer",
+    "chamfer_varlen",
     "explain",
     "maxsim",
     "maxsim_cross_entropy",
@@ -59,6 +63,8 @@ _OPERATIONS = (
 __all__ = [
     "QuantizedEmbeddings",
     "__version__",
+    "chamfer",
+    "chamfer_varlen",
     "explain",
     "maxsim",
     "maxsim_cross_entropy",

@@ -5,8 +5,8 @@
 - `protocol`: how one call is timed, the card's ceilings (`l2`: that of its cache; `exponentials`), and the floor that
   they give a piece of work.
 - `suite`: what a suite is (rows, systems, a reference), and the loop that checks, times and compares the systems.
-- `forward`, `fat`, `quantized`, `varlen`, `training`, `losses`, `soft`, `xtr`, `sparse`, `hidden`, `hosts`, `launch`,
-  `cpu`: the suites. Another one is one more file like them, named in `SUITES`. `calls` and `steps` are what `launch`
+- `forward`, `fat`, `quantized`, `varlen`, `training`, `losses`, `soft`, `xtr`, `sparse`, `chamfer`, `hidden`, `hosts`,
+  `launch`, `cpu`: the suites. Another one is one more file like them, named in `SUITES`. `calls` and `steps` are what `launch`
   times, `loss_steps` what `losses` does.
 - `peers`: the other packages that a suite may measure, and what is particular to them.
 - `memory`: the memory of one system, measured in a process of its own (`fresh`).
@@ -34,6 +34,7 @@ SUITES = {
     "xtr": "pylate_flash.bench.xtr",
     "soft": "pylate_flash.bench.soft",
     "sparse": "pylate_flash.bench.sparse",
+    "chamfer": "pylate_flash.bench.chamfer",
     "hidden": "pylate_flash.bench.hidden",
     "hosts": "pylate_flash.bench.hosts",
     "launch": "pylate_flash.bench.launch",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .chamfer import chamfer, chamfer_reference, chamfer_varlen
 from .explanation import Explanation, explain
 from .hidden import maxsim_from_hidden, maxsim_from_hidden_reference
 from .losses import (
@@ -26,6 +27,9 @@ __all__ = [
     "Explanation",
     "LossStatistics",
     "QuantizedEmbeddings",
+    "chamfer",
+    "chamfer_reference",
+    "chamfer_varlen",
     "cross_entropy_reference",
     "explain",
     "kl_divergence_reference",

@@ -162,18 +162,18 @@ def blocked_varlen_backward(
                 grad_documents[tokens] = 0.0
             continue
         if grad_documents is not None:
-            grad = _weighted_sums(scaled[own], row, weight, token, won, tokens.stop - tokens.start)
+            grad = weighted_sums(scaled[own], row, weight, token, won, tokens.stop - tokens.start)
             scale = None if documents_scale is None else documents_scale[tokens]
             grad_documents[tokens] = through_norms(grad, documents[tokens], scale)
         if grad_queries is not None:
             block_documents = documents[tokens].to(dtype)
             if documents_scale is not None:
                 block_documents = block_documents * documents_scale[tokens].unsqueeze(1)
-            grad_queries[own] += _weighted_sums(block_documents, token, weight, row, won, own.stop - own.start)
+            grad_queries[own] += weighted_sums(block_documents, token, weight, row, won, own.stop - own.start)
     return None if grad_queries is None else through_norms(grad_queries, queries, queries_scale), grad_documents
 
 
-def _weighted_sums(
+def weighted_sums(
     source: Tensor, picked: Tensor, weights: Tensor, destination: Tensor, won: Tensor, count: int
 ) -> Tensor:
     """[count, d]: for each destination the sum of weights * source[picked], in the order of the entries that won.

@@ -43,8 +43,10 @@ def check_embeddings(name: str, value: object, layouts: dict[int, str]) -> Tenso
     return value
 
 
-def check_same(queries: Tensor, documents: Tensor, same_dtype: bool = True) -> None:
-    """Raise unless `queries` and `documents` agree in device, dtype (if they are to) and embedding size.
+def check_same(
+    queries: Tensor, documents: Tensor, same_dtype: bool = True, names: tuple[str, str] = ("queries", "documents")
+) -> None:
+    """Raise unless `queries` and `documents`, by their names, agree in device, dtype (if they are to) and size.
 
     Raises
     ------
@@ -53,13 +55,14 @@ def check_same(queries: Tensor, documents: Tensor, same_dtype: bool = True) -> N
     ValueError
         If their devices or their embedding sizes differ.
     """
+    first, second = names
     if queries.device != documents.device:
-        raise ValueError(f"documents must be on the device of queries, {queries.device}, got {documents.device}")
+        raise ValueError(f"{second} must be on the device of {first}, {queries.device}, got {documents.device}")
     if same_dtype and queries.dtype != documents.dtype:
-        raise TypeError(f"documents must have the dtype of queries, {queries.dtype}, got {documents.dtype}")
+        raise TypeError(f"{second} must have the dtype of {first}, {queries.dtype}, got {documents.dtype}")
     if queries.shape[-1] != documents.shape[-1]:
         raise ValueError(
-            f"documents must have the embedding size of queries, {queries.shape[-1]}, got {documents.shape[-1]}"
+            f"{second} must have the embedding size of {first}, {queries.shape[-1]}, got {documents.shape[-1]}"
         )
 
 

@@ -6,10 +6,12 @@ import torch
 from torch import Tensor
 
 from ..kernels.backward import Destination, finish_documents, maxsim_backward, write_gradients
+from ..kernels.chamfer import Side, chamfer_gradient, meet, settle
 from ..kernels.chunks import Chunks, chunks_of, halved
 from ..kernels.forward import maxsim_forward
 from ..kernels.launch import on_device
 from ..kernels.losses import ChunkedLoss, rescale
+from ..kernels.masks import active_tokens
 from ..kernels.nonzero import nonzero_rows
 from ..kernels.normalized import normalized_rows, through_normalized_rows
 from ..kernels.norms import inverse_norms
@@ -18,14 +20,17 @@ from ..kernels.quantized import quantized_forward
 from ..kernels.soft import soft_backward, soft_forward
 from ..kernels.sparse import sparse_forward
 from ..kernels.xtr import retrieve
+from .chamfer_blocks import Found as Nearest
+from .chamfer_compute import Sets
 from .compute import active_counts, checked_masks, with_empty_score
 from .loss_call import Comparison, Found, Targets
 from .problem import Options, Problem, Tensors, problem_of, replaced
 from .xtr_retrieval import Pool, Retrieval
 
 __all__ = [
-    "gradients", "loss", "nonzero_rows", "normalized_rows", "on_device", "padded", "quantized_scores",
-    "rescale_gradients", "scores", "soft_gradients", "soft_scores", "sparse_scores", "through_normalized_rows",
+    "chamfer_gradients", "chamfer_nearest", "gradients", "loss", "nonzero_rows", "normalized_rows", "on_device",
+    "padded", "quantized_scores", "rescale_gradients", "scores", "soft_gradients", "soft_scores", "sparse_scores",
+    "through_normalized_rows",
 ]  # fmt: skip
 
 
@@ -96,6 +101,64 @@ def soft_gradients(
             problem, given, beta, grad_scores, lse, needs, max_scratch_bytes
         )
         return slope, _as_given(grad_queries, tensors, given), grad_documents
+
+
+def chamfer_nearest(problem: Problem, sets: Sets, squared: bool) -> Nearest:
+    """How near the nearest points of both sides are, float32, and which they are; no size is 0."""
+    with on_device(sets.x):
+        problem, reverse, x, y = _sides(problem, sets, True)
+        x_keys, y_keys = meet(problem, x, y, squared)
+        x_values, x_winners = settle(problem, x, y, x_keys, squared)
+        y_values, y_winners = settle(reverse, y, x, y_keys, squared)
+        return Nearest(x_values, y_values, x_winners, y_winners)
+
+
+def chamfer_gradients(
+    problem: Problem,
+    sets: Sets,
+    winners: tuple[Tensor, Tensor],
+    weights: tuple[Tensor, Tensor],
+    needs: tuple[bool, bool],
+    squared: bool,
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of x and y; `weights` [N] are those of differences or of other points, by either way."""
+    with on_device(sets.x):
+        problem, reverse, x, y = _sides(problem, sets, False)
+        winners = winners[0].contiguous(), winners[1].contiguous()
+        weights = weights[0].float().contiguous(), weights[1].float().contiguous()
+        return (
+            chamfer_gradient(problem, x, y, winners, weights, squared) if needs[0] else None,
+            chamfer_gradient(reverse, y, x, winners[::-1], weights[::-1], squared) if needs[1] else None,
+        )
+
+
+def _sides(problem: Problem, sets: Sets, with_masks: bool) -> tuple[Problem, Problem, Side, Side]:
+    """Both sides of contiguous rows, with boundaries on the device, and the problems of x with y, and of y with x."""
+    x, y = (_side(*of_side, problem.device, with_masks) for of_side in (sets[::2], sets[1::2]))
+    return _meeting(problem, x, y), _meeting(_reversed(problem), y, x), x, y
+
+
+def _side(
+    points: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, device: torch.device, with_masks: bool
+) -> Side:
+    points = points if points.stride(-1) == 1 else points.contiguous()
+    active = counts = None
+    if mask is not None and with_masks:
+        active, counts = active_tokens(mask.contiguous())
+    return Side(points, active, counts, None if cu_seqlens is None else _on_device(cu_seqlens, device))
+
+
+def _reversed(problem: Problem) -> Problem:
+    """The problem with the lengths of both sides changed for each other."""
+    return problem._replace(query_length=problem.document_length, document_length=problem.query_length)
+
+
+def _meeting(problem: Problem, x: Side, y: Side) -> Problem:
+    """The problem with the strides of the sides, and the points of y."""
+    (*_, x_set, x_point, _), (*_, y_set, y_point, _) = (0, *x.points.stride()), (0, *y.points.stride())
+    return problem._replace(
+        query_strides=(x_set, x_point), document_strides=(y_set, 0, y_point), n_tokens=y.points.shape[:-1].numel()
+    )
 
 
 def _with_padded_queries(problem: Problem, given: Tensors) -> tuple[Problem, Tensors]:

@@ -108,7 +108,7 @@ def host_bounds(name: str, cu_seqlens: Tensor, total: int, of: str, most: int | 
     """The boundaries on the host, int64, after a check of their values: no sequence of `of` is longer than `most`."""
     bounds = cu_seqlens.cpu().numpy().astype(np.int64)
     lengths = np.diff(bounds)
-    counted = f"tokens of {of}" if name in ("queries_cu_seqlens", "documents_cu_seqlens") else of
+    counted = f"{_COUNTED[name]} of {of}" if name in _COUNTED else of
     falling = bool((lengths < 0).any())
     if falling or bounds[0] != 0 or bounds[-1] != total:
         raise ValueError(
@@ -120,8 +120,20 @@ def host_bounds(name: str, cu_seqlens: Tensor, total: int, of: str, most: int | 
     return bounds
 
 
+# What boundaries tell the sequences of, unless sequences are given as a whole.
+_COUNTED = {
+    "queries_cu_seqlens": "tokens",
+    "documents_cu_seqlens": "tokens",
+    "x_cu_seqlens": "points",
+    "y_cu_seqlens": "points",
+}
 # What the option is called that tells the longest.
-_OPTIONS = {"queries": "max_query_length", "documents": "max_document_length"}
+_OPTIONS = {
+    "queries": "max_query_length",
+    "documents": "max_document_length",
+    "x": "max_x_length",
+    "y": "max_y_length",
+}
 
 
 def longest(name: str, cu_seqlens: Tensor, total: int, of: str, given: int | None) -> int:

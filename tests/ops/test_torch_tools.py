@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from pylate_flash import (
+    chamfer,
     maxsim,
     maxsim_cross_entropy,
     maxsim_from_hidden,
@@ -32,6 +33,7 @@ OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "packed": lambda queries: maxsim_varlen(
         queries.flatten(0, 1), DOCUMENTS.flatten(0, 1), *BOUNDS, max_query_length=3, max_document_length=5
     ),
+    "Chamfer": lambda queries: chamfer(queries, DOCUMENTS[:2]),
     "XTR": lambda queries: xtr_scores(queries, DOCUMENTS, k=4),
     "from hidden states": lambda queries: maxsim_from_hidden(queries, DOCUMENTS, WEIGHT),
     "sparse": lambda queries: maxsim_sparse_queries(queries, DOCUMENTS, torch.tensor([[0]]).expand(len(DOCUMENTS), 1)),

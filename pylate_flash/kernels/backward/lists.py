@@ -12,7 +12,7 @@ list itself has memory of its own then.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
@@ -288,6 +288,20 @@ _place = Kernel(_place_kernel, follows=True)
 _starts = Kernel(_starts_kernel, follows=True)
 
 
+class _Lists(NamedTuple):
+    """What lists are made of, for `number` documents from `first` on, and where `starts` and `owners` go.
+
+    They are those of `sums.Block`; `cu_seqlens` are the boundaries of packed documents.
+    """
+
+    first: int
+    number: int
+    starts: Tensor | Region
+    owners: Tensor | None
+    winners: Tensor
+    cu_seqlens: Tensor | None
+
+
 def sum_by_lists(problem: Problem, inputs: Inputs, destination: Destination) -> None:
     """Compute the gradient of the documents. That of the queries, to be computed later, is overwritten."""
     grad_queries, grad_documents, partial, adds = destination
@@ -316,8 +330,10 @@ def sum_by_lists(problem: Problem, inputs: Inputs, destination: Destination) -> 
 
 def _sum_block(problem: Problem, plan: select.ListsPlan, inputs: Inputs, block: Block, scratch: Scratch) -> None:
     """Write the gradients of a block of documents. Its memory is free before the next block's is allocated."""
+    assert block.starts is not None
+    wanted = _Lists(block.first, block.number, block.starts, block.owners, inputs.winners, inputs.documents_cu_seqlens)
     if plan.alone_bits:
-        lists = _listed(problem, plan, inputs.winners, block)
+        lists = _listed(problem, plan, wanted)
     else:
         n_listed = scratch.empty(block.number, torch.int32, problem.device)
         if plan.sorts_in_gradient:
@@ -326,18 +342,35 @@ def _sum_block(problem: Problem, plan: select.ListsPlan, inputs: Inputs, block: 
         else:
             # Sums of segments, later, take the same memory.
             sorting = scratch.fork()
-        lists = _sorted_lists(problem, plan, inputs, block, n_listed, sorting)
+        lists = _sorted_lists(problem, plan, wanted, n_listed, sorting)
     sum_lists(problem, plan, inputs, block, lists, scratch)
 
 
-def _listed(problem: Problem, plan: select.ListsPlan, winners: Tensor, block: Block) -> Tensor:
-    """The rows of every document of a block, listed by one program for each."""
-    number, rows, length = block.number, problem.rows, problem.document_length
+def rows_by_token(problem: Problem, winners: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The rows of every document by the token that they chose [documents, rows], and where each token's begin.
+
+    `winners` are those of `write_gradients`, and `cu_seqlens` the boundaries of packed documents. The latter, for token
+    t of a document, is at its first token among those of all documents, plus its index, plus t; after the last one's
+    comes where that ends.
+    """
+    plan, documents, device = select.lists_plan(problem, lent=False), problem.all_documents, problem.device
+    starts = torch.empty(problem.n_tokens + documents, dtype=plan.starts_dtype, device=device)
+    owners = torch.empty(problem.n_tokens, dtype=torch.int32, device=device) if problem.packed else None
+    wanted = _Lists(0, documents, starts, owners, winners, cu_seqlens)
+    if plan.alone_bits:
+        return _listed(problem, plan, wanted), starts
+    scratch = Scratch(None)
+    return _sorted_lists(problem, plan, wanted, scratch.empty(documents, torch.int32, device), scratch), starts
+
+
+def _listed(problem: Problem, plan: select.ListsPlan, wanted: _Lists) -> Tensor:
+    """The rows of every document wanted, listed by one program for each."""
+    number, rows, length = wanted.number, problem.rows, problem.document_length
     listed = torch.empty(number * rows, dtype=plan.list_dtype, device=problem.device)
     _list(
         (number, 1, 1),
-        (winners, listed, block.starts),
-        (block.first, rows, length),
+        (wanted.winners, listed, wanted.starts),
+        (wanted.first, rows, length),
         (),
         (plan.alone_bits, 1 << length.bit_length()),
         (plan.alone_warps, 1, None),
@@ -346,16 +379,11 @@ def _listed(problem: Problem, plan: select.ListsPlan, winners: Tensor, block: Bl
 
 
 def _sorted_lists(
-    problem: Problem,
-    plan: select.ListsPlan,
-    inputs: Inputs,
-    block: Block,
-    n_listed: Region,
-    scratch: Scratch,
+    problem: Problem, plan: select.ListsPlan, wanted: _Lists, n_listed: Region, scratch: Scratch
 ) -> Tensor:
-    """The rows of every document of a block, listed by as many programs as they have chunks. Fills `block.starts`."""
-    first, number, starts, owners = block[:4]
-    winners, bounds, device, digits = inputs.winners, inputs.documents_cu_seqlens, problem.device, plan.digits
+    """The rows of every document wanted, listed by as many programs as they have chunks. Fills `wanted.starts`."""
+    first, number, starts, owners, winners, bounds = wanted
+    device, digits = problem.device, plan.digits
     rows, length, packed, n_chunks = problem.rows, problem.document_length, problem.packed, plan.n_chunks
     bin_bits, chunk_bits, block_bins = select.LIST_BIN_BITS, select.LIST_CHUNK_BITS, select.LIST_BLOCK_BINS
     programs, bins, one_pass = number * n_chunks, digits[0][1], len(digits) == 1

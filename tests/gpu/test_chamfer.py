@@ -1,0 +1,226 @@
+"""Chamfer distances on a GPU: against their definition, to the last point, reproducible, and in little memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+from pylate_flash import chamfer, chamfer_varlen
+from pylate_flash.ops import chamfer_reference
+from pylate_flash.ops.chamfer_compute import ChamferOptions, Sets, compute_chamfer
+from tests.ops.cases import relative_error
+from tests.ops.chamfer_cases import (
+    DTYPES,
+    METRICS,
+    chamfer_cases,
+    check_gradients,
+    check_packed,
+    check_scores_and_gradients,
+    gradients,
+)
+
+pytestmark = pytest.mark.gpu
+
+HALF, FLOAT = torch.bfloat16, torch.float32
+# Pairs, points of x and of y, coordinates and type: direct, on tensor cores, read block by block; few and many of each.
+SHAPES = [
+    (16, 1000, 1500, 3, FLOAT),
+    (1, 5000, 3000, 3, FLOAT),
+    (3, 700, 300, 2, torch.float16),
+    (2, 2049, 777, 8, FLOAT),
+    (4, 300, 5000, 9, FLOAT),
+    (4, 1000, 1100, 64, HALF),
+    (4, 1000, 1100, 64, FLOAT),
+    (2, 600, 900, 72, torch.float16),
+    (2, 300, 400, 96, FLOAT),
+    (2, 900, 600, 200, HALF),
+    (1, 700, 800, 512, HALF),
+    (1, 300, 200, 768, FLOAT),
+    (300, 40, 50, 32, HALF),
+    (1, 1, 1, 3, FLOAT),
+]
+
+
+def on_gpu(case: tuple) -> tuple[tuple, dict]:
+    sets, options = case
+    given = {name: value.cuda() if isinstance(value, torch.Tensor) else value for name, value in options.items()}
+    return (sets[0].cuda(), sets[1].cuda()), given
+
+
+def normal(*shape: int, dtype: torch.dtype = FLOAT, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return torch.randn(*shape, device="cuda", generator=generator).to(dtype)
+
+
+def winners(sets: Sets, metric: str, implementation: str) -> tuple[torch.Tensor, ...]:
+    return compute_chamfer(sets, ChamferOptions(0, 0, metric, "mean", 0.0, implementation))
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(case=chamfer_cases(dtypes=DTYPES[:3], max_length=200))
+def test_scores_and_gradients_equal_the_definition(case: tuple) -> None:
+    check_scores_and_gradients(*on_gpu(case), "triton")
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(case=chamfer_cases(dtypes=DTYPES[:3], max_length=200))
+def test_packed_sets_are_masked_ones(case: tuple) -> None:
+    check_packed(*on_gpu(case), "triton")
+
+
+@pytest.mark.parametrize("metric", METRICS)
+@pytest.mark.parametrize(("n", "x_length", "y_length", "size", "dtype"), SHAPES)
+def test_the_same_points_win(n: int, x_length: int, y_length: int, size: int, dtype: torch.dtype, metric: str) -> None:
+    """Of multiples of 1/4, whose products, differences and sums are exact: which of many equal points is told."""
+    generator = torch.Generator("cuda").manual_seed(size)
+    x, y = (
+        torch.randint(-3, 4, (n, length, size), device="cuda", generator=generator).div(4).to(dtype)
+        for length in (x_length, y_length)
+    )
+    masks = [torch.rand(points.shape[:2], device="cuda", generator=generator) > 0.3 for points in (x, y)]
+    for sets in (Sets(x, y), Sets(x, y, *masks)):
+        scores, *found = winners(sets, metric, "triton")
+        expected, *right = winners(sets, metric, "blocked")
+        torch.testing.assert_close(scores, expected, rtol=2e-6, atol=1e-6)
+        assert torch.equal(found[0], right[0])
+        assert torch.equal(found[1], right[1])
+        options = {"x_mask": sets.x_mask, "y_mask": sets.y_mask, "metric": metric}
+        of_kernels, of_blocks = (
+            gradients(chamfer, (x, y), **options, implementation=implementation)
+            for implementation in ("triton", "blocked")
+        )
+        check_gradients(of_kernels, of_blocks, dtype)
+
+
+def score_of_winners(x: torch.Tensor, y: torch.Tensor, x_winners: torch.Tensor, y_winners: torch.Tensor, metric: str):
+    """The score if these are the nearest points."""
+
+    def one_way(points: torch.Tensor, others: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        picked = others.gather(1, chosen.long().unsqueeze(-1).expand(*chosen.shape, others.shape[-1]))
+        values = (points - picked).square() if metric == "sqeuclidean" else points * picked
+        return values.sum(dim=2).mean(dim=1)
+
+    return one_way(x, y, x_winners) + one_way(y, x, y_winners)
+
+
+@pytest.mark.parametrize("dtype", [HALF, FLOAT])
+@pytest.mark.parametrize(("n", "length", "size"), [(2, 500, 3), (2, 500, 64), (16, 4096, 3), (16, 4096, 64)])
+@pytest.mark.parametrize("metric", METRICS)
+def test_normal_points(metric: str, n: int, length: int, size: int, dtype: torch.dtype) -> None:
+    """Of points that are equally near but for the last bits, any may win: gradients are those of the ones that did."""
+    x, y = normal(n, length, size, dtype=dtype), normal(n, length + 100, size, dtype=dtype, seed=1)
+    found, *chosen = winners(Sets(x, y), metric, "triton")
+    expected = chamfer(x.double(), y.double(), metric=metric)
+    assert relative_error(found, expected) <= 2e-6
+    options = {"x_winners": chosen[0], "y_winners": chosen[1], "metric": metric}
+    right = gradients(score_of_winners, (x.double(), y.double()), **options)
+    check_gradients(gradients(chamfer, (x, y), metric=metric), right, dtype)
+    _, *exact = winners(Sets(x.double(), y.double()), metric, "blocked")
+    for pair in zip(chosen, exact, strict=True):
+        assert (pair[0] == pair[1]).double().mean() >= 0.999
+
+
+@pytest.mark.parametrize("size", [3, 32])
+def test_near_points_far_from_the_origin(size: int) -> None:
+    """Norms and products would leave nothing of such distances, and of their gradients."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    x = 64 * torch.rand(2, 50, size, device="cuda", generator=generator) + 64
+    y = x.flip(1) + 2e-3 * torch.randn(2, 50, size, device="cuda", generator=generator)
+    expected = chamfer_reference(x.double(), y.double())
+    assert expected.max() < 1e-3
+    torch.testing.assert_close(chamfer(x, y).double(), expected, rtol=1e-6, atol=0.0)
+    right = gradients(chamfer_reference, (x.double(), y.double()))
+    check_gradients(gradients(chamfer, (x, y)), right, FLOAT)
+
+
+@pytest.mark.parametrize("precision", ["highest", "high"])
+def test_float32_follows_the_precision_of_products(precision: str) -> None:
+    x, y = normal(2, 1000, 64), normal(2, 1200, 64, seed=1)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        found = chamfer(x, y)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert relative_error(found, chamfer(x.double(), y.double())) <= (2e-6 if precision == "highest" else 1e-3)
+
+
+@pytest.mark.parametrize("dtype", [HALF, FLOAT])
+@pytest.mark.parametrize("size", [3, 20, 600])
+@pytest.mark.parametrize("metric", METRICS)
+def test_nan_wins_where_it_is(metric: str, size: int, dtype: torch.dtype) -> None:
+    """In tiles of which it is neither the first row nor the first column; the first of several."""
+    x, y = normal(2, 350, size, dtype=dtype), normal(2, 1000, size, dtype=dtype, seed=1)
+    y[0, 755, 1] = y[0, 900, 0] = x[1, 213] = torch.nan
+    scores, *found = winners(Sets(x, y), metric, "triton")
+    assert scores.isnan().all()
+    assert (found[0][0] == 755).all()
+    assert (found[1][1] == 213).all()
+    assert found[1][0, 755] == found[0][1, 213] == 0
+    grad_x, grad_y = gradients(chamfer, (x, y), metric=metric)
+    assert grad_x[0].isnan().any()
+    assert grad_y[1].isnan().any()
+    # A masked one is as if it were not there.
+    options = {"x_mask": ~x.isnan().any(dim=2), "y_mask": ~y.isnan().any(dim=2), "metric": metric}
+    assert chamfer(x, y, **options).isfinite().all()
+    assert all(gradient.isfinite().all() for gradient in gradients(chamfer, (x, y), **options))
+
+
+@pytest.mark.parametrize(("size", "dtype"), [(3, FLOAT), (64, HALF), (64, FLOAT)])
+def test_the_same_bits_every_time(size: int, dtype: torch.dtype) -> None:
+    x, y = normal(3, 2000, size, dtype=dtype), normal(3, 1700, size, dtype=dtype, seed=1)
+    scores, expected = chamfer(x, y), gradients(chamfer, (x, y))
+    for _ in range(20):
+        assert torch.equal(chamfer(x, y), scores)
+        assert all(torch.equal(*pair) for pair in zip(gradients(chamfer, (x, y)), expected, strict=True))
+
+
+def test_all_choose_one_point() -> None:
+    """Sets collapsed into a point, as those of an untrained model: one list of all points."""
+    x, y = torch.zeros(2, 3000, 3, device="cuda"), normal(2, 4000, 3).abs()
+    found, right = (
+        gradients(chamfer, (points, y.to(points.dtype)), reduction="sum", implementation=implementation)
+        for points, implementation in ((x, "triton"), (x.double(), "blocked"))
+    )
+    check_gradients(found, (right[0].float(), right[1].float()), FLOAT)
+
+
+def test_views_and_cuda_graphs() -> None:
+    x, y = normal(4, 500, 64, dtype=HALF), normal(4, 700, 64, dtype=HALF, seed=1)
+    mask = torch.rand(4, 700, device="cuda") > 0.3
+    expected = chamfer(x, y, y_mask=mask)
+    strided = x.transpose(0, 1).contiguous().transpose(0, 1), y.repeat(1, 1, 2)[..., :64]
+    assert torch.equal(chamfer(*strided, y_mask=mask.T.contiguous().T), expected)
+    turned = x.transpose(1, 2).contiguous().transpose(1, 2), y.transpose(1, 2).contiguous().transpose(1, 2)
+    assert torch.equal(chamfer(*turned, y_mask=mask), expected)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        chamfer(x, y, y_mask=mask)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = chamfer(x, y, y_mask=mask)
+    x.copy_(normal(4, 500, 64, dtype=HALF, seed=2))
+    graph.replay()
+    assert torch.equal(captured, chamfer(x, y, y_mask=mask))
+    assert not torch.equal(captured, expected)
+
+
+def test_boundaries_on_the_host() -> None:
+    x, y = normal(70, 3), normal(90, 3, seed=1)
+    bounds = torch.tensor([0, 10, 10, 70]), torch.tensor([0, 40, 50, 90])
+    on_host = chamfer_varlen(x, y, *bounds, empty_score=-1.0)
+    assert torch.equal(on_host, chamfer_varlen(x, y, *(b.cuda() for b in bounds), empty_score=-1.0))
+    assert on_host[1] == -1.0
+
+
+def test_memory_is_that_of_points() -> None:
+    """A matrix of these distances would take 1.6 GB."""
+    x, y = normal(1, 20_000, 3), normal(1, 20_000, 3, seed=1)
+    gradients(chamfer, (x, y))
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    gradients(chamfer, (x, y))
+    assert torch.cuda.max_memory_allocated() - before <= 16 << 20

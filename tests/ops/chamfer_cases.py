@@ -1,0 +1,100 @@
+"""Random calls of `chamfer`, drawn by hypothesis, for every implementation's tests.
+
+Coordinates are multiples of 1/4 of at most 1: every product, difference and sum is exact in any floating type that
+accumulates in float32, so who wins does not hang on rounding, and ties abound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from pylate_flash import chamfer, chamfer_varlen
+from pylate_flash.ops import chamfer_reference
+from tests.ops.cases import relative_error
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+METRICS = ("sqeuclidean", "inner_product")
+# Both sides of the size up to which coordinates are subtracted.
+SIZES = (1, 2, 3, 8, 9, 17)
+
+
+@st.composite
+def chamfer_cases(
+    draw: st.DrawFn, dtypes: tuple[torch.dtype, ...] = DTYPES, max_batch: int = 4, max_length: int = 20
+) -> tuple[tuple[Tensor, Tensor], dict]:
+    """Both sets, masks (some of them of no point) and all options."""
+    n, size = draw(st.integers(1, max_batch)), draw(st.sampled_from(SIZES))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    dtype = draw(st.sampled_from(dtypes))
+    points, options = [], {}
+    for name in ("x", "y"):
+        length = draw(st.integers(1, max_length))
+        points.append(torch.randint(-4, 5, (n, length, size), generator=generator).div(4).to(dtype))
+        kind = draw(st.sampled_from(["none", "bool", "int64", "float32", "empty"]))
+        mask = torch.rand(n, length, generator=generator) > 0.3
+        if kind == "empty":
+            mask[draw(st.integers(0, n - 1))] = False
+        elif kind != "none":
+            mask = mask.to(getattr(torch, kind))
+        options[f"{name}_mask"] = None if kind == "none" else mask
+    options["metric"] = draw(st.sampled_from(METRICS))
+    options["reduction"] = draw(st.sampled_from(["mean", "sum"]))
+    options["empty_score"] = draw(st.sampled_from([0.0, -100.0]))
+    return (points[0], points[1]), options
+
+
+def gradients(function: Callable[..., Tensor], sets: tuple[Tensor, Tensor], **options) -> tuple[Tensor, Tensor]:
+    """Gradients of both sets under a fixed, uneven weighting of the scores."""
+    x, y = (points.detach().requires_grad_() for points in sets)
+    scores = function(x, y, **options)
+    weight = torch.cos(torch.arange(len(scores), device=scores.device, dtype=scores.dtype))
+    return torch.autograd.grad((scores * weight).sum(), (x, y))
+
+
+def check_scores_and_gradients(sets: tuple[Tensor, Tensor], options: dict, implementation: str = "auto") -> None:
+    """Scores equal those of the definition in float64, and gradients too, as far as their type holds them."""
+    doubled = sets[0].double(), sets[1].double()
+    with torch.no_grad():
+        scores = chamfer(*sets, **options, implementation=implementation)
+        expected = chamfer_reference(*doubled, **options)
+    assert scores.dtype == torch.float32
+    torch.testing.assert_close(scores.double(), expected, rtol=2e-6, atol=1e-6)
+    check_gradients(
+        gradients(chamfer, sets, **options, implementation=implementation),
+        gradients(chamfer_reference, doubled, **options),
+        sets[0].dtype,
+    )
+
+
+def check_gradients(found: tuple[Tensor, ...], expected: tuple[Tensor, ...], dtype: torch.dtype) -> None:
+    for gradient, right in zip(found, expected, strict=True):
+        assert gradient.dtype == dtype
+        assert relative_error(gradient, right) <= (1e-2 if dtype.itemsize == 2 else 1e-5)
+
+
+def packed_of(points: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The active points of all sets, one after the other, and the boundaries of the sets."""
+    on = torch.ones_like(points[..., 0], dtype=torch.bool) if mask is None else mask != 0
+    return points[on], torch.nn.functional.pad(on.sum(dim=1).cumsum(0), (1, 0)).int()
+
+
+def check_packed(sets: tuple[Tensor, Tensor], options: dict, implementation: str = "auto") -> None:
+    """Packed sets have the scores and gradients of masked ones."""
+    masks = [options[f"{name}_mask"] for name in ("x", "y")]
+    packed = [packed_of(points, mask) for points, mask in zip(sets, masks, strict=True)]
+    others = {name: options[name] for name in ("metric", "reduction", "empty_score")}
+
+    def of_packed(x: Tensor, y: Tensor, **given) -> Tensor:
+        lengths = {"max_x_length": sets[0].shape[1], "max_y_length": sets[1].shape[1]}
+        return chamfer_varlen(x, y, packed[0][1], packed[1][1], **lengths, **given, implementation=implementation)
+
+    values = packed[0][0], packed[1][0]
+    expected = chamfer(*sets, **options, implementation=implementation)
+    torch.testing.assert_close(of_packed(*values, **others), expected, rtol=1e-6, atol=1e-6)
+    right = gradients(chamfer, sets, **options, implementation=implementation)
+    for found, gradient, mask in zip(gradients(of_packed, values, **others), right, masks, strict=True):
+        torch.testing.assert_close(found, packed_of(gradient, mask)[0], rtol=1e-5, atol=1e-6)

@@ -1,0 +1,277 @@
+"""`chamfer` against its definition, over shapes, masks and values that hypothesis draws, and by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pylate_flash import chamfer, chamfer_varlen, maxsim_pairwise, pack
+from pylate_flash.ops import blocked, chamfer_reference
+from tests.ops.cases import relative_error
+from tests.ops.chamfer_cases import METRICS, chamfer_cases, check_packed, check_scores_and_gradients, gradients
+
+OPTIONS = {"max_examples": 60, "deadline": None, "derandomize": True}
+
+
+@pytest.mark.parametrize("budget", [1, 150, None])
+@settings(**OPTIONS)
+@given(case=chamfer_cases())
+def test_scores_and_gradients_equal_the_definition(budget: int | None, case: tuple) -> None:
+    """Whatever fits into a block: a point of x, some, or some pairs."""
+    with pytest.MonkeyPatch.context() as patch:
+        if budget is not None:
+            patch.setattr(blocked, "_BLOCK_CPU", budget)
+        check_scores_and_gradients(*case)
+
+
+@settings(**OPTIONS)
+@given(case=chamfer_cases())
+def test_packed_sets_are_masked_ones(case: tuple) -> None:
+    check_packed(*case)
+
+
+@settings(**OPTIONS)
+@given(case=chamfer_cases(dtypes=(torch.float64,), max_batch=2, max_length=4))
+def test_definition(case: tuple) -> None:
+    """Against loops over numbers."""
+    sets, options = case
+    masks = [options[f"{name}_mask"] for name in ("x", "y")]
+    masks = [
+        (torch.ones(points.shape[:2]) if mask is None else mask).tolist()
+        for points, mask in zip(sets, masks, strict=True)
+    ]
+    expected = []
+    for pair in range(len(sets[0])):
+        x, y = (
+            [point for point, on in zip(points[pair].tolist(), mask[pair], strict=True) if on]
+            for points, mask in zip(sets, masks, strict=True)
+        )
+        if not (x and y):
+            expected.append(options["empty_score"])
+            continue
+        total = 0.0
+        for own, others in ((x, y), (y, x)):
+            if options["metric"] == "sqeuclidean":
+                best = [min(sum((a - b) ** 2 for a, b in zip(p, q, strict=True)) for q in others) for p in own]
+            else:
+                best = [max(sum(a * b for a, b in zip(p, q, strict=True)) for q in others) for p in own]
+            total += sum(best) / (len(best) if options["reduction"] == "mean" else 1)
+        expected.append(total)
+    torch.testing.assert_close(chamfer_reference(*sets, **options), torch.tensor(expected, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("metric", METRICS)
+def test_definition_passes_gradcheck(metric: str) -> None:
+    torch.manual_seed(0)
+    x, y = (torch.randn(2, length, 3, dtype=torch.float64, requires_grad=True) for length in (4, 5))
+    mask = torch.tensor([[1, 1, 0, 1], [0, 1, 1, 1]])
+    assert torch.autograd.gradcheck(lambda a, b: chamfer_reference(a, b, x_mask=mask, metric=metric), (x, y))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("size", [3, 32])
+@pytest.mark.parametrize("metric", METRICS)
+def test_normal_points(metric: str, size: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(3, length, size, generator=generator).to(dtype) for length in (90, 120))
+    found, expected = chamfer(x, y, metric=metric), chamfer_reference(x.double(), y.double(), metric=metric)
+    assert relative_error(found, expected) <= 1e-6
+    bound = 1e-2 if dtype == torch.bfloat16 else 1e-5
+    right = gradients(chamfer_reference, (x.double(), y.double()), metric=metric)
+    for gradient, wanted in zip(gradients(chamfer, (x, y), metric=metric), right, strict=True):
+        assert relative_error(gradient, wanted) <= bound
+
+
+@pytest.mark.parametrize("function", [chamfer, chamfer_reference])
+def test_by_hand(function) -> None:
+    x = torch.tensor([[[0.0, 0.0], [1.0, 0.0]]])
+    y = torch.tensor([[[0.0, 2.0], [3.0, 0.0], [1.0, 1.0]]])
+    # Of x: 2 and 1, to the last; of y: 4 to the first, 4 and 1 to the second.
+    assert function(x, y, reduction="sum").item() == 12.0
+    assert function(x, y).item() == 4.5
+    assert function(x, y, y_mask=torch.tensor([[1, 1, 0]]), reduction="sum").item() == 16.0
+    assert function(x, y, metric="inner_product", reduction="sum").item() == 7.0
+    assert [g.tolist() for g in gradients(function, (x, y), reduction="sum")] == [
+        [[[-2.0, -6.0], [-4.0, -4.0]]],
+        [[[0.0, 4.0], [4.0, 0.0], [2.0, 6.0]]],
+    ]
+
+
+def test_inner_products_are_maxsim_both_ways() -> None:
+    x, y = torch.randn(3, 20, 16), torch.randn(3, 30, 16)
+    x_mask, y_mask = torch.rand(3, 20) > 0.3, torch.rand(3, 30) > 0.3
+    expected = maxsim_pairwise(x, y, queries_mask=x_mask, documents_mask=y_mask)
+    expected += maxsim_pairwise(y, x, queries_mask=y_mask, documents_mask=x_mask)
+    found = chamfer(x, y, x_mask=x_mask, y_mask=y_mask, metric="inner_product", reduction="sum")
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [3, 32])
+def test_near_points_far_from_the_origin(size: int) -> None:
+    """Norms and products would leave nothing of such distances, and of their gradients."""
+    torch.manual_seed(0)
+    x = 64 * torch.rand(2, 50, size) + 64
+    y = x.flip(1) + 2e-3 * torch.randn(2, 50, size)
+    expected = chamfer_reference(x.double(), y.double())
+    assert expected.max() < 1e-3
+    torch.testing.assert_close(chamfer(x, y).double(), expected, rtol=1e-6, atol=0.0)
+    right = gradients(chamfer_reference, (x.double(), y.double()))
+    for gradient, wanted in zip(gradients(chamfer, (x, y)), right, strict=True):
+        assert relative_error(gradient, wanted) <= 1e-6
+
+
+def test_of_equal_points_the_first_wins() -> None:
+    x = torch.ones(1, 4, 2, requires_grad=True)
+    y = torch.zeros(1, 3, 2, requires_grad=True)
+    grad_x, grad_y = torch.autograd.grad(chamfer(x, y, reduction="sum").sum(), (x, y))
+    assert grad_x[0, :, 0].tolist() == [8.0, 2.0, 2.0, 2.0]
+    assert grad_y[0, :, 0].tolist() == [-10.0, -2.0, -2.0]
+
+
+@pytest.mark.parametrize("size", [2, 12])
+@pytest.mark.parametrize("metric", METRICS)
+def test_nan(metric: str, size: int) -> None:
+    x, y = torch.randn(3, 5, size), torch.randn(3, 7, size)
+    y[1, 4, 1] = torch.nan
+    assert chamfer(x, y, metric=metric).isnan().tolist() == [False, True, False]
+    grad_x, _ = gradients(chamfer, (x, y), metric=metric)
+    assert grad_x.isnan().flatten(1).any(dim=1).tolist() == [False, True, False]
+    # A masked one is as if it were not there.
+    mask = ~y.isnan().any(dim=2)
+    assert chamfer(x, y, y_mask=mask, metric=metric).isfinite().all()
+    assert all(gradient.isfinite().all() for gradient in gradients(chamfer, (x, y), y_mask=mask, metric=metric))
+
+
+def test_infinity() -> None:
+    x, y = torch.randn(2, 5, 3), torch.randn(2, 7, 3)
+    y[1, 4, 1] = torch.inf
+    assert chamfer(x, y).tolist()[1] == torch.inf
+    assert chamfer(x, y)[0].isfinite()
+    long = [torch.cat([points] * 4, dim=2) for points in (x, y)]
+    assert chamfer(*long).isfinite().tolist() == [True, False]
+    # What is infinitely far from all others has no winner, and no gradient.
+    assert gradients(chamfer, (x, y))[1][1, 4].tolist() == [0.0] * 3
+
+
+@pytest.mark.parametrize("shapes", [((0, 3), (0, 5)), ((2, 0), (2, 5)), ((2, 3), (2, 0)), ((2, 0), (2, 0))])
+def test_without_points(shapes: tuple) -> None:
+    x, y = (torch.ones(*shape, 4, requires_grad=True) for shape in shapes)
+    scores = chamfer(x, y, empty_score=-5.0)
+    assert scores.tolist() == [-5.0] * shapes[0][0]
+    assert not any(gradient.any() for gradient in torch.autograd.grad(scores.sum(), (x, y)))
+
+
+def test_one_point() -> None:
+    x, y = torch.tensor([[[2.0]]]), torch.tensor([[[-3.0]]])
+    assert chamfer(x, y).item() == 50.0
+    assert chamfer(x, y, metric="inner_product").item() == -12.0
+
+
+class Largest(TorchDispatchMode):
+    """Remembers the largest number of elements of a result."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(tensor, Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return result
+
+
+@pytest.mark.parametrize("size", [3, 12])
+def test_the_distances_are_never_together(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocked, "_BLOCK_CPU", 2000)
+    x, y = torch.randn(3, 200, size, requires_grad=True), torch.randn(3, 300, size, requires_grad=True)
+    with Largest() as largest:
+        chamfer(x, y).sum().backward()
+    assert largest.elements <= max(2000, y.numel())
+
+
+BOUNDS = torch.tensor([0, 2, 6])
+DOUBLE = torch.ones(2, 5, 4, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("error", "match", "arguments"),
+    [
+        (TypeError, "x must be a torch.Tensor, got list", {"x": [1.0]}),
+        (TypeError, "y must be float16, .* got torch.int64", {"y": torch.ones(2, 5, 4, dtype=torch.int64)}),
+        (ValueError, r"x must have shape \[N, Lx, d\], got \[2, 4\]", {"x": torch.ones(2, 4)}),
+        (ValueError, "y must have one set for each set of x, 2, got 3 sets", {"y": torch.ones(3, 5, 4)}),
+        (ValueError, "y must have the embedding size of x, 4, got 3", {"y": torch.ones(2, 5, 3)}),
+        (TypeError, "y must have the dtype of x, torch.float32, got torch.float64", {"y": DOUBLE}),
+        (ValueError, "y must be on the device of x, cpu, got meta", {"y": torch.ones(2, 5, 4, device="meta")}),
+        (ValueError, "metric must be one of 'sqeuclidean', 'inner_product', got 'l1'", {"metric": "l1"}),
+        (ValueError, "reduction must be one of 'sum', 'mean', got 'max'", {"reduction": "max"}),
+        (TypeError, "x_mask must be a torch.Tensor or None, got int", {"x_mask": 1}),
+        (ValueError, r"y_mask must have shape \[2, 5\], got \[2, 3\]", {"y_mask": torch.ones(2, 3)}),
+        (ValueError, "x_mask must hold only 0 .* got 0.5", {"x_mask": torch.full((2, 3), 0.5)}),
+        (ValueError, "cannot serve", {"implementation": "triton", "x": DOUBLE, "y": DOUBLE}),
+    ],
+)
+def test_errors(error: type[Exception], match: str, arguments: dict) -> None:
+    with pytest.raises(error, match=match):
+        chamfer(**{"x": torch.ones(2, 3, 4), "y": torch.ones(2, 5, 4), **arguments})
+
+
+@pytest.mark.parametrize(
+    ("error", "match", "arguments"),
+    [
+        (ValueError, r"x must have shape \[Tx, d\], got \[1, 6, 4\]", {"x": torch.ones(1, 6, 4)}),
+        (TypeError, "y_cu_seqlens must be int32 or int64", {"y_cu_seqlens": BOUNDS.float()}),
+        (ValueError, "y_cu_seqlens must have as many entries as x_cu_seqlens, 3, got 2", {"y_cu_seqlens": BOUNDS[::2]}),
+        (ValueError, "x_cu_seqlens must rise from 0 to the number of points of x, 6, got 0 to 2",
+         {"x_cu_seqlens": torch.tensor([0, 1, 2])}),
+        (ValueError, "y_cu_seqlens has a sequence of length 4, more than max_y_length = 3", {"max_y_length": 3}),
+        (ValueError, "max_x_length must be at least 0, got -1", {"max_x_length": -1}),
+    ],
+)  # fmt: skip
+def test_errors_of_packed_sets(error: type[Exception], match: str, arguments: dict) -> None:
+    call = {"x": torch.ones(6, 4), "y": torch.ones(6, 4), "x_cu_seqlens": BOUNDS, "y_cu_seqlens": BOUNDS, **arguments}
+    with pytest.raises(error, match=match):
+        chamfer_varlen(**call)
+
+
+def test_opcheck() -> None:
+    x, y = torch.randn(2, 3, 4, requires_grad=True), torch.randn(2, 5, 4, requires_grad=True)
+    masks = torch.ones(2, 3), torch.rand(2, 5) > 0.3
+    call = x, y, *masks, None, None, 0, 0, "sqeuclidean", "mean", -1.0, "auto"
+    torch.library.opcheck(torch.ops.pylate_flash.chamfer.default, call)
+    packed = [pack(list(points.detach())) for points in (x, y)]
+    values = [values.requires_grad_() for values, _ in packed]
+    call = *values, None, None, packed[0][1], packed[1][1], 3, 5, "inner_product", "sum", 0.0, "auto"
+    torch.library.opcheck(torch.ops.pylate_flash.chamfer.default, call)
+
+
+def test_compiles_for_other_lengths_too() -> None:
+    compiled = torch.compile(chamfer, fullgraph=True, backend="aot_eager", dynamic=True)
+    for length in (5, 9):
+        leaves = torch.randn(2, 3, 4, requires_grad=True), torch.randn(2, length, 4, requires_grad=True)
+        found, expected = compiled(*leaves), chamfer(*leaves)
+        assert torch.equal(found, expected)
+        for pair in zip(*(torch.autograd.grad(scores.sum(), leaves) for scores in (found, expected)), strict=True):
+            assert torch.equal(*pair)
+
+
+def test_no_second_derivative() -> None:
+    x, y = torch.randn(2, 3, 4, requires_grad=True), torch.randn(2, 5, 4)
+    (gradient,) = torch.autograd.grad(chamfer(x, y).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="chamfer has no second derivative"):
+        gradient.sum().backward()
+
+
+def test_autocast() -> None:
+    x, y = torch.randn(2, 30, 16, requires_grad=True), torch.randn(2, 50, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        products = chamfer(x, y, metric="inner_product")
+        distances, mixed = chamfer(x, y), chamfer(x, y.bfloat16())
+    assert torch.equal(products, chamfer(x.bfloat16(), y.bfloat16(), metric="inner_product"))
+    assert torch.equal(distances, chamfer(x, y))
+    assert torch.equal(mixed, chamfer(x, y.bfloat16().float()))
+    for scores in (products, distances, mixed):
+        assert torch.autograd.grad(scores.sum(), x)[0].dtype == torch.float32
