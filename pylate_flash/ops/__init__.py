@@ -17,6 +17,9 @@ from .maxsim import maxsim, maxsim_pairwise, maxsim_reference
 from .packing import pack, unpack
 from .quantization import QuantizedEmbeddings, quantize
 from .ragged import maxsim_ragged, maxsim_ragged_pairwise
+from .residual import maxsim_residual, maxsim_residual_reference
+from .residual_codec import ResidualCodec, read_fast_plaid, train_residual_codec
+from .residual_codes import ResidualCodes
 from .soft import soft_maxsim, soft_maxsim_reference, soft_maxsim_varlen
 from .varlen import maxsim_varlen, maxsim_varlen_pairwise
 from .xtr import xtr_scores, xtr_scores_reference
@@ -25,6 +28,8 @@ __all__ = [
     "Explanation",
     "LossStatistics",
     "QuantizedEmbeddings",
+    "ResidualCodec",
+    "ResidualCodes",
     "cross_entropy_reference",
     "explain",
     "kl_divergence_reference",
@@ -39,13 +44,17 @@ __all__ = [
     "maxsim_ragged",
     "maxsim_ragged_pairwise",
     "maxsim_reference",
+    "maxsim_residual",
+    "maxsim_residual_reference",
     "maxsim_varlen",
     "maxsim_varlen_pairwise",
     "pack",
+    "read_fast_plaid",
     "soft_maxsim",
     "soft_maxsim_reference",
     "soft_maxsim_varlen",
     "quantize",
+    "train_residual_codec",
     "unpack",
     "xtr_scores",
     "xtr_scores_reference",
