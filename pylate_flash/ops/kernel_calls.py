@@ -57,9 +57,7 @@ def quantized_scores(problem: Problem, tensors: Tensors, scales: Tensor, offsets
         return quantized_forward(*_for_kernels(problem, tensors), scales.contiguous(), offsets)
 
 
-def residual_scores(
-    problem: Problem, tensors: Tensors, codes: Sequence[Tensor | None]
-) -> tuple[Tensor, Tensor | None]:
+def residual_scores(problem: Problem, tensors: Tensors, codes: Sequence[Tensor | None]) -> tuple[Tensor, Tensor | None]:
     """Scores of residual codes, and winners if the problem has them; `codes` are those of `Codes`, no size is 0."""
     with on_device(tensors.queries):
         return residual_forward(*_with_codes(problem, tensors, codes))
@@ -73,9 +71,7 @@ def residual_gradient(
         return residual_backward(*_with_codes(problem, tensors, codes), grad_scores, winners)
 
 
-def _with_codes(
-    problem: Problem, tensors: Tensors, codes: Sequence[Tensor | None]
-) -> tuple[Problem, Tensors, Codes]:
+def _with_codes(problem: Problem, tensors: Tensors, codes: Sequence[Tensor | None]) -> tuple[Problem, Tensors, Codes]:
     given = Codes(*[None if tensor is None else tensor.contiguous() for tensor in codes])  # type: ignore[arg-type]
     return *_for_kernels(problem, tensors._replace(documents=given.residuals)), given
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..kernels.select import choose
 from .blocked import block_budget
 from .blocked_varlen import sequence_blocks
-from .checks import check_tensor, is_readable, no_second_derivative
+from .checks import check_embeddings, check_tensor, is_readable, no_second_derivative
 from .compute import active_counts, compute, compute_gradients, kernels
 from .maxsim import checked, is_plain, maxsim_reference, needs_gradient
 from .packing import host_bounds
@@ -114,6 +114,7 @@ def maxsim_residual(
     """
     if not isinstance(documents, ResidualCodes):
         raise TypeError(f"documents must be ResidualCodes, got {type(documents).__name__}")
+    check_embeddings("queries", queries, {3: "[Nq, Lq, d]"})
     options = Options(0, 0, 0, False, reduction, "exclude", empty_score, implementation)
     # The documents are checked already, and autocast has no say in their type.
     queries = checked("maxsim_residual", Tensors(queries, queries, queries_mask), options).queries

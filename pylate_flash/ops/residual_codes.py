@@ -1,7 +1,7 @@
 """Residual codes, as of ColBERTv2 and PLAID: a centroid for every token, and a few bits for what it leaves.
 
-An embedding is its centroid plus, for every element, the weight of one of 2 or of 4 bits' buckets, and is divided by its
-norm:
+An embedding is its centroid plus a weight for every element, one of as many as its bits tell apart, and is divided by
+its norm:
 
     embedding = (centroids[code] + bucket_weights[indices]) / |centroids[code] + bucket_weights[indices]|
 
@@ -109,9 +109,8 @@ class ResidualCodes:
         if is_readable(self.codes) and len(self.codes):
             lowest, highest = (int(value) for value in self.codes.aminmax())
             if lowest < 0 or highest >= len(self.centroids):
-                raise ValueError(
-                    f"codes must be from 0 to {len(self.centroids) - 1}, the last of centroids, got {lowest} to {highest}"
-                )
+                last = len(self.centroids) - 1
+                raise ValueError(f"codes must be from 0 to {last}, the last of centroids, got {lowest} to {highest}")
         if self.scales is None:
             object.__setattr__(self, "scales", self._computed_scales())
 

@@ -52,9 +52,7 @@ def residual_forward(problem: Problem, tensors: Tensors, codes: Codes) -> tuple[
     return sums if plan.n_sums == 1 else add_sums(problem, plan, sums), winners
 
 
-def residual_backward(
-    problem: Problem, tensors: Tensors, codes: Codes, grad_scores: Tensor, winners: Tensor
-) -> Tensor:
+def residual_backward(problem: Problem, tensors: Tensors, codes: Codes, grad_scores: Tensor, winners: Tensor) -> Tensor:
     """The gradient of the queries [Nq, Lq, d], in their type, from that of the scores, float32 with any strides."""
     sums = gradient_sums(problem, residual_gradient_plan(problem), codes, grad_scores, winners)
     total = sums.sum(dim=0).view(tensors.queries.shape)

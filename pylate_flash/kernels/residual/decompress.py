@@ -24,7 +24,7 @@ def bucket_indices(
     ROW_BYTES: tl.constexpr = EMBEDDING * NBITS // 8
     groups = dim // 8 + tl.arange(0, BLOCK_EMBEDDING // 8)
     places = groups[:, None] * NBITS + tl.arange(0, NBITS)[None, :]
-    at = residuals_ptr + places[:, None, :] + tokens[None, :, None] * ROW_BYTES
+    at = residuals_ptr + places[:, None, :] + tokens[None, :, None].to(tl.int64) * ROW_BYTES
     if PADDED:
         packed = tl.load(at, mask=exists[None, :, None] & (places < ROW_BYTES)[:, None, :], other=0)
     else:

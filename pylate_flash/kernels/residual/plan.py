@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 # Query rows x document tokens. A tile of tokens is decompressed for each block of rows, so a block has many. With three
 # stages, a thread keeps more than the 128 registers that two programs of a processor leave it.
 _TILE = Tile(256, 64, 8, 2)
+# Rows that find room in shared memory beside two tiles of tokens, as copied and as decompressed, by the capability.
+_MOST_ROWS = {9: 256, 10: 256}
+_MOST_ROWS_ELSEWHERE = 128
 _FEW_ROWS = Tile(64, 64, 4, 3)
 # Bytes of an embedding, of the type that is multiplied, which a tile holds whole, and of a block of a longer one.
 _MAX_ROW_BYTES = 256
@@ -89,9 +92,9 @@ def _blocks(kind: Kind) -> Blocks:
 def _tile(capability: int, kind: Kind, rows: int, with_winners: bool) -> Tile:
     blocks = _blocks(kind)
     tile = _FEW_ROWS if rows <= _FEW_ROWS.rows or kind.dtype == torch.float32 else _TILE._replace(rows=rows)
-    if with_winners:
-        # They take registers.
-        tile = tile._replace(rows=min(tile.rows, 128))
+    most = _MOST_ROWS.get(capability, _MOST_ROWS_ELSEWHERE)
+    # Winners take registers.
+    tile = tile._replace(rows=min(tile.rows, 128 if with_winners else most))
     return fitted(tile, capability, blocks.held * kind.dtype.itemsize, blocks.split)
 
 
