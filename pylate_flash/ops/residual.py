@@ -263,7 +263,7 @@ def _blocks(call: _Call) -> Iterator[_Block]:
     # Nothing is lost of what was rounded, and sums are of more bits.
     wide = torch.promote_types(call.queries.dtype, torch.float32)
     queries = call.queries.to(wide)
-    budget = max(1, 4 * block_budget(call.queries.device) // documents.size)
+    budget = max(1, block_budget(call.queries.device) // documents.size)
     for first, last in sequence_blocks(bounds, budget):
         tokens: slice | Tensor = slice(int(bounds[first]), int(bounds[last]))
         if candidates is not None:
