@@ -56,9 +56,13 @@ def test_centroids_are_copied_ahead(capability: int, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("capability", [90], indirect=True)
-@pytest.mark.parametrize(("nbits", "n_queries"), [(4, 1), (4, 32), (2, 1), (2, 32)])
-def test_hopper_keeps_everything_in_registers(nbits: int, n_queries: int, capability: int, monkeypatch) -> None:
-    arguments = call(torch.empty(n_queries, 32, 128).bfloat16(), nbits)
+@pytest.mark.parametrize(
+    ("nbits", "n_queries", "with_winners"), [(4, 1, False), (4, 32, False), (4, 32, True), (2, 1, False)]
+)
+def test_hopper_keeps_everything_in_registers(
+    nbits: int, n_queries: int, with_winners: bool, capability: int, monkeypatch
+) -> None:
+    arguments = call(torch.empty(n_queries, 32, 128).bfloat16(), nbits, with_winners=with_winners)
     compiled = compiled_forward(arguments, {"_residual"}, capability, monkeypatch)
     assert re.search(r"wgmma\S*\.bf16\.bf16", compiled.asm["ptx"])
     check_copies(compiled.asm["ptx"])
@@ -74,7 +78,7 @@ def check_copies(ptx: str) -> None:
 
 @pytest.mark.parametrize("capability", [80, 90], indirect=True)
 @pytest.mark.parametrize(
-    ("shape", "dtype"), [((2, 160, 96), torch.float16), ((3, 20, 768), torch.bfloat16), ((1, 16, 32), torch.float32)]
+    ("shape", "dtype"), [((2, 160, 96), torch.float16), ((3, 20, 768), torch.bfloat16), ((1, 32, 32), torch.float32)]
 )
 def test_everything(shape: tuple[int, ...], dtype: torch.dtype, capability: int, monkeypatch) -> None:
     """Winners and weights, of padded and split embeddings; and the gradient, with its documents shared out."""

@@ -15,12 +15,9 @@ from ..tiles import Blocks, Tile, fitted, padded_query_length, power_of_two, str
 if TYPE_CHECKING:
     from ...ops.problem import Kind, Problem
 
-# Query rows x document tokens. A tile of tokens is decompressed for each block of rows, so a block has many. With three
-# stages, a thread keeps more than the 128 registers that two programs of a processor leave it.
-_TILE = Tile(256, 64, 8, 2)
-# Rows that find room in shared memory beside two tiles of tokens, as copied and as decompressed, by the capability.
-_MOST_ROWS = {9: 256, 10: 256}
-_MOST_ROWS_ELSEWHERE = 128
+# Query rows x document tokens. A tile of tokens is decompressed for each block of rows, so a block has many; with more
+# tokens, a thread keeps more than the 128 registers that two programs of a processor leave it.
+_TILE = Tile(256, 32, 8, 3)
 _FEW_ROWS = Tile(64, 64, 4, 3)
 # Bytes of an embedding, of the type that is multiplied, which a tile holds whole, and of a block of a longer one.
 _MAX_ROW_BYTES = 256
@@ -54,7 +51,7 @@ def residual_plan(problem: Problem, nbits: int, own_documents: bool) -> ForwardP
     capability, processors = select.architecture(kind.device)
     padded, group = padded_query_length(problem.query_length, False)
     rows = problem.n_queries // groups * padded
-    tile = _tile(capability, kind, min(_TILE.rows, power_of_two(rows)), problem.with_winners)
+    tile = _tile(capability, kind, min(_TILE.rows, power_of_two(rows)))
     group = min(group, tile.rows)
     row_blocks = -(-rows // tile.rows)
     cuts, per_processor = Cuts(0, 0, 0), _PER_PROCESSOR[tile.num_warps]
@@ -89,12 +86,9 @@ def _blocks(kind: Kind) -> Blocks:
 
 
 @functools.cache
-def _tile(capability: int, kind: Kind, rows: int, with_winners: bool) -> Tile:
+def _tile(capability: int, kind: Kind, rows: int) -> Tile:
     blocks = _blocks(kind)
     tile = _FEW_ROWS if rows <= _FEW_ROWS.rows or kind.dtype == torch.float32 else _TILE._replace(rows=rows)
-    most = _MOST_ROWS.get(capability, _MOST_ROWS_ELSEWHERE)
-    # Winners take registers.
-    tile = tile._replace(rows=min(tile.rows, 128 if with_winners else most))
     return fitted(tile, capability, blocks.held * kind.dtype.itemsize, blocks.split)
 
 
@@ -102,7 +96,7 @@ def _tile(capability: int, kind: Kind, rows: int, with_winners: bool) -> Tile:
 def _form(capability: int, kind: Kind, tile: Tile, group: int, nbits: int, own_documents: bool, unit: int) -> Form:
     blocks = _blocks(kind)
     registers = None
-    if capability == 9 and kind.dtype != torch.float32 and kind.size == blocks.first:
+    if capability == 9 and kind.dtype != torch.float32 and not blocks.split:
         # Left alone, ptxas takes a few registers more than leave room for so many programs.
         registers = REGISTERS // (_PER_PROCESSOR[tile.num_warps] * 32 * tile.num_warps)
     constants = (
