@@ -3,7 +3,8 @@
     python docs/benchmarks/quality.py demo-output/data demo-output/model --output quality.json
 
 Every query is scored against every document of a collection in BEIR's layout, exactly: with embeddings in bfloat16,
-with documents in 8 bits and queries too, and with queries as they are.
+with documents in 8 bits and queries too, and with queries as they are; and with documents as residual codes, by a codec
+that is trained on them.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ from typing import Annotated, Any, Optional
 import torch
 import typer
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from pylate_flash import maxsim_varlen, pack, quantize
+from pylate_flash import ResidualCodes, maxsim_residual, maxsim_varlen, pack, quantize, train_residual_codec
 from pylate_flash.bench.results import describe_machine, describe_versions
 from pylate_flash.ops.quantization import PRECISIONS
+from pylate_flash.ops.residual_codes import NBITS
 
 # Documents of a query that are kept, and those whose overlap is told.
 _KEPT = 100
@@ -38,7 +41,7 @@ def overlap(first: Tensor, second: Tensor) -> float:
 
 
 def measure(documents: list[Tensor], queries: list[Tensor], evaluate: Any) -> list[dict[str, Any]]:
-    """The table: a row for each precision, bfloat16 first.
+    """The table: a row for each precision, bfloat16 first, and for residual codes; bytes are those of documents.
 
     Parameters
     ----------
@@ -59,22 +62,39 @@ def measure(documents: list[Tensor], queries: list[Tensor], evaluate: Any) -> li
             found.append(maxsim_varlen(some, kept, part - part[0], bounds, quantize_queries=quantize_queries))
         return torch.cat(found)
 
+    def residual_scores(kept: ResidualCodes) -> Tensor:
+        found = []
+        for first in range(0, len(queries), _QUERIES):
+            some = [query.bfloat16() for query in queries[first : first + _QUERIES]]
+            mask = pad_sequence([query.new_ones(len(query), dtype=torch.bool) for query in some], batch_first=True)
+            found.append(maxsim_residual(pad_sequence(some, batch_first=True), kept, queries_mask=mask))
+        return torch.cat(found)
+
     rows: list[dict[str, Any]] = []
     plain = scores(None, False)
-    for precision in (None, *PRECISIONS):
-        for quantize_queries in (False,) if precision is None else (True, False):
-            found = plain if precision is None else scores(precision, quantize_queries)
-            ndcg = evaluate(found)
-            rows.append(
-                {
-                    "documents": precision or "bfloat16",
-                    "queries": "bfloat16" if not quantize_queries else "fp8" if precision == "fp8" else "int8",
-                    "ndcg@10": ndcg,
-                    "difference": ndcg - (rows[0]["ndcg@10"] if rows else ndcg),
-                    f"overlap@{OVERLAP}": overlap(best_documents(found, OVERLAP), best_documents(plain, OVERLAP)),
-                    "bytes": values.nbytes if precision is None else quantize(values, precision).nbytes,
-                }
-            )
+
+    def add(kept: str, queries: str, found: Tensor, n_bytes: int) -> None:
+        ndcg = evaluate(found)
+        rows.append(
+            {
+                "documents": kept,
+                "queries": queries,
+                "ndcg@10": ndcg,
+                "difference": ndcg - (rows[0]["ndcg@10"] if rows else ndcg),
+                f"overlap@{OVERLAP}": overlap(best_documents(found, OVERLAP), best_documents(plain, OVERLAP)),
+                "bytes": n_bytes,
+            }
+        )
+
+    add("bfloat16", "bfloat16", plain, values.nbytes)
+    for precision in PRECISIONS:
+        for quantize_queries in (True, False):
+            of_queries = "bfloat16" if not quantize_queries else "fp8" if precision == "fp8" else "int8"
+            found = scores(precision, quantize_queries)
+            add(precision, of_queries, found, quantize(values, precision).nbytes)
+    for nbits in reversed(NBITS):
+        kept = train_residual_codec(values, nbits=nbits).compress(values, bounds)
+        add(f"residual, {nbits} bits", "bfloat16", residual_scores(kept), kept.nbytes)
     return rows
 
 

@@ -5,9 +5,9 @@
 - `protocol`: how one call is timed, the card's ceilings (`l2`: that of its cache; `exponentials`), and the floor that
   they give a piece of work.
 - `suite`: what a suite is (rows, systems, a reference), and the loop that checks, times and compares the systems.
-- `forward`, `fat`, `quantized`, `varlen`, `training`, `losses`, `soft`, `xtr`, `sparse`, `chamfer`, `hidden`, `hosts`,
-  `launch`, `cpu`: the suites. Another one is one more file like them, named in `SUITES`. `calls` and `steps` are what `launch`
-  times, `loss_steps` what `losses` does.
+- `forward`, `fat`, `quantized`, `residual`, `varlen`, `training`, `losses`, `soft`, `xtr`, `sparse`, `chamfer`,
+  `hidden`, `hosts`, `launch`, `cpu`: the suites. Another one is one more file like them, named in `SUITES`. `calls` and
+  `steps` are what `launch` times, `loss_steps` what `losses` does.
 - `peers`: the other packages that a suite may measure, and what is particular to them.
 - `memory`: the memory of one system, measured in a process of its own (`fresh`).
 - `results`, `report`, `plot`: a result as JSON, as a table on the terminal, as a picture.
@@ -28,6 +28,7 @@ SUITES = {
     "forward": "pylate_flash.bench.forward",
     "fat": "pylate_flash.bench.fat",
     "quantized": "pylate_flash.bench.quantized",
+    "residual": "pylate_flash.bench.residual",
     "varlen": "pylate_flash.bench.varlen",
     "training": "pylate_flash.bench.training",
     "losses": "pylate_flash.bench.losses",

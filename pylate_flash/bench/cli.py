@@ -30,7 +30,8 @@ def bench(
         str,
         typer.Argument(
             help="forward: scores of padded batches, on this device. fat: of long embeddings. quantized: of documents "
-            "in 8 bits. varlen: of packed documents of many lengths, and reranking through PyLate. training: forward, "
+            "in 8 bits. residual: of residual codes, as of PLAID. varlen: of packed documents of many lengths, and "
+            "reranking through PyLate. training: forward, "
             "loss and backward, with uniform and with skewed winners. losses: the same of large batches, up to 65536, "
             "in chunks, and by the losses of PyLate's users. soft: scores and steps by a smooth maximum. "
             "xtr: with XTR's scores. sparse: reranking by a few tokens of a query. "

@@ -18,6 +18,9 @@ from .maxsim import maxsim, maxsim_pairwise, maxsim_reference
 from .packing import pack, unpack
 from .quantization import QuantizedEmbeddings, quantize
 from .ragged import maxsim_ragged, maxsim_ragged_pairwise
+from .residual import maxsim_residual, maxsim_residual_reference
+from .residual_codec import ResidualCodec, read_fast_plaid, train_residual_codec
+from .residual_codes import ResidualCodes
 from .soft import soft_maxsim, soft_maxsim_reference, soft_maxsim_varlen
 from .sparse_queries import maxsim_sparse_queries, maxsim_sparse_queries_reference
 from .varlen import maxsim_varlen, maxsim_varlen_pairwise
@@ -30,6 +33,8 @@ __all__ = [
     "chamfer",
     "chamfer_reference",
     "chamfer_varlen",
+    "ResidualCodec",
+    "ResidualCodes",
     "cross_entropy_reference",
     "explain",
     "kl_divergence_reference",
@@ -46,13 +51,17 @@ __all__ = [
     "maxsim_reference",
     "maxsim_sparse_queries",
     "maxsim_sparse_queries_reference",
+    "maxsim_residual",
+    "maxsim_residual_reference",
     "maxsim_varlen",
     "maxsim_varlen_pairwise",
     "pack",
+    "read_fast_plaid",
     "soft_maxsim",
     "soft_maxsim_reference",
     "soft_maxsim_varlen",
     "quantize",
+    "train_residual_codec",
     "unpack",
     "xtr_scores",
     "xtr_scores_reference",

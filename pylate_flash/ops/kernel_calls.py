@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -17,6 +19,7 @@ from ..kernels.normalized import normalized_rows, through_normalized_rows
 from ..kernels.norms import inverse_norms
 from ..kernels.padding import packed_again, pad
 from ..kernels.quantized import quantized_forward
+from ..kernels.residual import Codes, residual_backward, residual_forward
 from ..kernels.soft import soft_backward, soft_forward
 from ..kernels.sparse import sparse_forward
 from ..kernels.xtr import retrieve
@@ -29,8 +32,8 @@ from .xtr_retrieval import Pool, Retrieval
 
 __all__ = [
     "chamfer_gradients", "chamfer_nearest", "gradients", "loss", "nonzero_rows", "normalized_rows", "on_device",
-    "padded", "quantized_scores", "rescale_gradients", "scores", "soft_gradients", "soft_scores", "sparse_scores",
-    "through_normalized_rows",
+    "padded", "quantized_scores", "rescale_gradients", "residual_gradient", "residual_scores", "scores",
+    "soft_gradients", "soft_scores", "sparse_scores", "through_normalized_rows",
 ]  # fmt: skip
 
 
@@ -65,6 +68,25 @@ def quantized_scores(problem: Problem, tensors: Tensors, scales: Tensor, offsets
     with on_device(tensors.queries):
         offsets = None if offsets is None else offsets.contiguous()
         return quantized_forward(*_for_kernels(problem, tensors), scales.contiguous(), offsets)
+
+
+def residual_scores(problem: Problem, tensors: Tensors, codes: Sequence[Tensor | None]) -> tuple[Tensor, Tensor | None]:
+    """Scores of residual codes, and winners if the problem has them; `codes` are those of `Codes`, no size is 0."""
+    with on_device(tensors.queries):
+        return residual_forward(*_with_codes(problem, tensors, codes))
+
+
+def residual_gradient(
+    problem: Problem, tensors: Tensors, codes: Sequence[Tensor | None], grad_scores: Tensor, winners: Tensor
+) -> Tensor:
+    """The gradient of the queries."""
+    with on_device(tensors.queries):
+        return residual_backward(*_with_codes(problem, tensors, codes), grad_scores, winners)
+
+
+def _with_codes(problem: Problem, tensors: Tensors, codes: Sequence[Tensor | None]) -> tuple[Problem, Tensors, Codes]:
+    given = Codes(*[None if tensor is None else tensor.contiguous() for tensor in codes])  # type: ignore[arg-type]
+    return *_for_kernels(problem, tensors._replace(documents=given.residuals)), given
 
 
 def gradients(

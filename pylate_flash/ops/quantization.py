@@ -10,22 +10,19 @@ Values are x (less its offset) divided by the scale, rounded to the nearest, tie
 from __future__ import annotations
 
 import os
-import tempfile
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from .checks import check_boundaries, check_choice, check_embeddings, check_tensor
+from .tensor_files import load_tensors, save_tensors
 
 # The types of values, by the name of the precision.
 PRECISIONS = {"int8": torch.int8, "uint8": torch.uint8, "fp8": torch.float8_e4m3fn}
 # The largest value of the symmetric ones, and of the affine one, whose smallest is 0.
 LARGEST = {"int8": 127.0, "uint8": 255.0, "fp8": 448.0}
-_FORMAT = {"format": "pylate_flash.QuantizedEmbeddings", "version": "1"}
+_KIND = "QuantizedEmbeddings"
 _LAYOUTS = {2: "[T, d]", 3: "[N, L, d]", 4: "[N, K, L, d]"}
 # Tokens that are widened at a time.
 _TOKENS_AT_ONCE = 1 << 16
@@ -135,22 +132,7 @@ class QuantizedEmbeddings:
         OSError
             If it cannot be written.
         """
-        place = Path(path)
-        tensors = {name: tensor.contiguous() for name, tensor in self._tensors().items()}
-        handle, temporary = tempfile.mkstemp(dir=place.parent, prefix=f".{place.name[:32]}.")
-        os.close(handle)
-        try:
-            save_file(tensors, temporary, metadata=_FORMAT)
-            # mkstemp makes a file that only its owner may read.
-            os.chmod(temporary, 0o644)
-            with open(temporary, "rb") as file:
-                os.fsync(file.fileno())
-            os.replace(temporary, place)
-        except BaseException as error:
-            os.unlink(temporary)
-            if isinstance(error, SafetensorError):
-                raise OSError(f"cannot write {place}: {error}") from error
-            raise
+        save_tensors(path, self._tensors(), _KIND)
 
     @classmethod
     def load(cls, path: str | os.PathLike, device: torch.device | str = "cpu") -> QuantizedEmbeddings:
@@ -163,18 +145,7 @@ class QuantizedEmbeddings:
         OSError
             If it cannot be read.
         """
-        # Safetensors has an error of its own for a folder, and for what may not be read.
-        with open(path, "rb"):
-            pass
-        try:
-            with safe_open(path, "pt", device=str(device)) as file:
-                found = file.metadata()
-                if found != _FORMAT:
-                    raise ValueError(f"its metadata are {found}, expected {_FORMAT}")
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no mapping)
-            return cls(**tensors)
-        except (SafetensorError, TypeError, ValueError) as error:
-            raise ValueError(f"{path} holds no quantized embeddings: {error}") from error
+        return load_tensors(path, _KIND, "quantized embeddings", cls, device)
 
     def _tensors(self) -> dict[str, Tensor]:
         named = {"values": self.values, "scales": self.scales, "offsets": self.offsets, "cu_seqlens": self.cu_seqlens}

@@ -39,7 +39,7 @@ def test_the_table_begins_with_what_retrieval_finds(tiny_colbert_path: str, tmp_
     rows = json.loads((tmp_path / "quality.json").read_text(encoding="utf-8"))["rows"]
     assert [(row["documents"], row["queries"]) for row in rows] == [
         ("bfloat16", "bfloat16"), ("int8", "int8"), ("int8", "bfloat16"), ("uint8", "int8"), ("uint8", "bfloat16"),
-        ("fp8", "fp8"), ("fp8", "bfloat16"),
+        ("fp8", "fp8"), ("fp8", "bfloat16"), ("residual, 4 bits", "bfloat16"), ("residual, 2 bits", "bfloat16"),
     ]  # fmt: skip
     loaded = evaluation.load_beir_folder(tmp_path)
     found = evaluation.evaluate_retrieval(
@@ -50,5 +50,6 @@ def test_the_table_begins_with_what_retrieval_finds(tiny_colbert_path: str, tmp_
     for row in rows:
         assert row["difference"] == row["ndcg@10"] - rows[0]["ndcg@10"]
         assert 0.7 <= row["overlap@20"] <= 1.0
-        assert row["bytes"] < rows[0]["bytes"] or row is rows[0]
+        # So few tokens take less memory than centroids do.
+        assert row["bytes"] < rows[0]["bytes"] or row is rows[0] or "residual" in row["documents"]
     assert rows[0]["overlap@20"] == 1.0

@@ -197,7 +197,7 @@ def test_saved_and_loaded_to_the_bit(precision: str, is_packed: bool, tmp_path: 
 
 
 def test_a_write_that_fails_leaves_the_file_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from pylate_flash.ops import quantization
+    from pylate_flash.ops import tensor_files
 
     path = tmp_path / "documents.safetensors"
     quantize(torch.ones(1, 2, 4)).save(path)
@@ -207,7 +207,7 @@ def test_a_write_that_fails_leaves_the_file_before_it(tmp_path: Path, monkeypatc
         Path(name).write_bytes(before[:20])
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(quantization, "save_file", half)
+    monkeypatch.setattr(tensor_files, "save_file", half)
     with pytest.raises(OSError, match="No space left"):
         quantize(torch.zeros(1, 2, 4)).save(path)
     assert path.read_bytes() == before

@@ -1,0 +1,96 @@
+"""The gradient of the queries of residual codes: sums of the rows that have won, decompressed on the way."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..launch import Kernel
+from .decompress import decompressed
+
+if TYPE_CHECKING:
+    from ...ops.problem import Problem
+    from . import Codes
+    from .plan import GradientPlan
+
+
+@triton.jit(
+    do_not_specialize=[
+        "n_rows", "query_length", "n_documents", "n_splits", "stride_grad_query", "stride_grad_document",
+    ]
+)  # fmt: skip
+def _gradient_kernel(
+    grad_scores_ptr, winners_ptr, codes_ptr, residuals_ptr, centroids_ptr, weights_ptr, cu_seqlens_ptr, scales_ptr,
+    candidates_ptr, sums_ptr,
+    n_rows, query_length, n_documents, n_splits, stride_grad_query, stride_grad_document,
+    EMBEDDING: tl.constexpr,
+    BLOCK_EMBEDDING: tl.constexpr,
+    NBITS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    HAS_CANDIDATES: tl.constexpr,
+    DTYPE: tl.constexpr,
+):  # fmt: skip
+    """sums[split, row] = sum over the documents of a split of grad_score * document[winner], [splits, Nq * Lq, d].
+
+    Grid: (blocks of rows x groups, splits of the documents, parts of an embedding). `n_rows` are those of a group.
+    """
+    PADDED: tl.constexpr = True
+    n_blocks = tl.cdiv(n_rows, BLOCK_ROWS)
+    n_groups = tl.num_programs(0) // n_blocks
+    group = (tl.program_id(0) // n_blocks).to(tl.int64)
+    rows = tl.program_id(0) % n_blocks * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    row_exists = rows < n_rows
+    query = group * (n_rows // query_length) + rows // query_length
+    dim = tl.program_id(2) * BLOCK_EMBEDDING
+    share = tl.cdiv(n_documents, n_splits)
+    first = tl.program_id(1) * share
+    total = tl.zeros([BLOCK_ROWS, BLOCK_EMBEDDING], tl.float32)
+    for place in tl.range(first, tl.minimum(first + share, n_documents)):
+        flat_place = group * n_documents + place
+        document = tl.cast(place, tl.int32)
+        if HAS_CANDIDATES:
+            # Of none, nothing has won.
+            document = tl.maximum(tl.load(candidates_ptr + flat_place).to(tl.int32), 0)
+        winner = tl.load(winners_ptr + flat_place * n_rows + rows, mask=row_exists, other=-1)
+        won = winner >= 0
+        tokens = tl.load(cu_seqlens_ptr + document).to(tl.int64) + winner
+        codes = tl.load(codes_ptr + tokens, mask=won, other=0).to(tl.int64)
+        scale = tl.load(scales_ptr + tokens, mask=won, other=0.0)
+        weight = tl.load(
+            grad_scores_ptr + query * stride_grad_query + place * stride_grad_document, mask=won, other=0.0
+        )
+        tile = decompressed(
+            residuals_ptr, centroids_ptr, weights_ptr, tokens, codes, scale, won, dim,
+            EMBEDDING, BLOCK_EMBEDDING, NBITS, PADDED, DTYPE,
+        )  # fmt: skip
+        total += weight[:, None] * tile.to(tl.float32)
+    dims = dim + tl.arange(0, BLOCK_EMBEDDING)
+    sums_row = (tl.program_id(1) * n_groups + group) * n_rows + rows
+    at = sums_ptr + sums_row[:, None] * EMBEDDING + dims[None, :]
+    tl.store(at, total, mask=row_exists[:, None] & (dims < EMBEDDING)[None, :])
+
+
+_gradient = Kernel(_gradient_kernel)
+_TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+
+
+def gradient_sums(problem: Problem, plan: GradientPlan, codes: Codes, grad_scores: Tensor, winners: Tensor) -> Tensor:
+    """Partial sums [splits, Nq * Lq, d] of the gradient of the queries, float32, without the weights of their mask."""
+    shape = plan.n_splits, problem.groups * problem.rows, problem.size
+    sums = torch.empty(shape, dtype=torch.float32, device=problem.device)
+    _gradient(
+        (-(-problem.rows // plan.rows) * problem.groups, plan.n_splits, plan.parts),
+        (grad_scores, winners, *codes, sums),
+        (problem.rows, problem.query_length, problem.n_documents, plan.n_splits, *grad_scores.stride()),
+        (),
+        (
+            problem.size, plan.blocks.first, codes.nbits, plan.rows, codes.candidates is not None,
+            _TYPES[problem.dtype],
+        ),
+        (4, 1, None),
+    )  # fmt: skip
+    return sums

@@ -1,0 +1,397 @@
+"""MaxSim of documents that are residual codes, decompressed while they are scored.
+
+`maxsim_residual_reference` is the definition: decompress, then score. The operator `pylate_flash::maxsim_residual`
+computes the same on the codes, by Triton kernels (`kernels.residual`), in which no decompressed embedding goes to
+memory; elsewhere documents are decompressed a block at a time, and scored as any others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..kernels.select import choose
+from .blocked import block_budget
+from .blocked_varlen import sequence_blocks
+from .checks import check_embeddings, check_tensor, is_readable, no_second_derivative
+from .compute import active_counts, compute, compute_gradients, kernels
+from .maxsim import checked, is_plain, maxsim_reference, needs_gradient
+from .packing import host_bounds
+from .problem import Options, Problem, Tensors, check, problem_of
+from .residual_codes import ResidualCodes
+
+
+def maxsim_residual_reference(
+    queries: Tensor,
+    documents: ResidualCodes,
+    *,
+    queries_mask: Tensor | None = None,
+    candidates: Tensor | None = None,
+    reduction: str = "sum",
+    empty_score: float = 0.0,
+) -> Tensor:
+    """The definition: decompresses to the type of the queries, and scores as `maxsim_reference` does, in float64.
+
+    Arguments and result are those of `maxsim_residual`, except that it checks nothing and returns float64.
+    """
+    embeddings = documents.decompress(queries.dtype).double()
+    lengths = documents.cu_seqlens.diff()
+    starts, longest = documents.cu_seqlens[:-1], int(lengths.max()) if len(lengths) else 0
+    if candidates is not None:
+        there = candidates >= 0
+        lengths = torch.where(there, lengths[candidates.clamp(min=0)], 0)
+        starts = torch.where(there, starts[candidates.clamp(min=0)], 0)
+    places = torch.arange(longest, device=documents.device)
+    mask = places < lengths.unsqueeze(-1)
+    padded = embeddings[torch.where(mask, starts.unsqueeze(-1) + places, 0)]
+    return maxsim_reference(
+        queries.double(), padded, queries_mask=queries_mask, documents_mask=mask, reduction=reduction,
+        empty_score=empty_score,
+    )  # fmt: skip
+
+
+def maxsim_residual(
+    queries: Tensor,
+    documents: ResidualCodes,
+    *,
+    queries_mask: Tensor | None = None,
+    candidates: Tensor | None = None,
+    reduction: str = "sum",
+    empty_score: float = 0.0,
+    implementation: str = "auto",
+) -> Tensor:
+    """MaxSim scores of queries against documents that are residual codes, differentiable by the queries.
+
+    Parameters
+    ----------
+    queries
+        [Nq, Lq, d], float16, bfloat16, float32 or float64. Under autocast, they take the autocast type.
+    documents
+        Nd documents, on the device of the queries (`ResidualCodec.compress`, `read_fast_plaid`). Decompressed, they are
+        normalised, and rounded to the type of the queries.
+    queries_mask
+        [Nq, Lq], bool, 0/1 of any dtype, or floating weights, as in `maxsim`. None: all.
+    candidates
+        None: every query meets every document. [Nq, K], int32 or int64: query i meets only documents candidates[i], as
+        when a search is reranked; -1 stands for no document. Other values are an error on the CPU. On a GPU, where to
+        look would be to wait, they are taken as they are.
+    reduction
+        "sum" over the active query tokens, or "mean": divided by their number.
+    empty_score
+        Score of a document without tokens, and of no document. A query with no active token scores 0 against others.
+    implementation
+        "auto", or by name: "triton" (CUDA, compute capability >= 8.0, at most 4096 dimensions, no float64) or
+        "blocked" (plain torch in blocks).
+
+    Returns
+    -------
+    Tensor
+        float32, [Nq, Nd] or [Nq, K]; precision, NaN, ties and the gradient of the queries as in `maxsim` of the
+        decompressed embeddings.
+
+    Raises
+    ------
+    TypeError
+        If an argument is no tensor of the dtype named above, or `documents` are no `ResidualCodes`.
+    ValueError
+        If shapes, devices or embedding sizes do not fit together, a mask holds values that it may not, a candidate is
+        no document, an option is none of its choices, or implementation="triton" cannot take the input.
+    RuntimeError
+        If the call is differentiated by `torch.func`, in forward mode, or twice.
+
+    Examples
+    --------
+    >>> import torch
+    >>> codec = ResidualCodec(torch.eye(8), torch.tensor([-0.1, 0.0, 0.1]), torch.tensor([-0.2, 0.0, 0.0, 0.2]))
+    >>> documents = codec.compress(torch.eye(8), torch.tensor([0, 3, 8]))
+    >>> maxsim_residual(torch.eye(8).view(2, 4, 8), documents)
+    tensor([[3., 1.],
+            [0., 4.]])
+    """
+    if not isinstance(documents, ResidualCodes):
+        raise TypeError(f"documents must be ResidualCodes, got {type(documents).__name__}")
+    check_embeddings("queries", queries, {3: "[Nq, Lq, d]"})
+    options = Options(0, 0, 0, False, reduction, "exclude", empty_score, implementation)
+    # The documents are checked already, and autocast has no say in their type.
+    queries = checked("maxsim_residual", Tensors(queries, queries, queries_mask), options).queries
+    _check_candidates(candidates, documents, queries)
+    return _maxsim_residual(
+        queries, queries_mask, documents.codes, documents.residuals, documents.centroids, documents.bucket_weights,
+        documents.cu_seqlens, documents.scales, candidates, reduction, empty_score, implementation,
+    )  # fmt: skip
+
+
+def _check_candidates(candidates: Tensor | None, documents: ResidualCodes, queries: Tensor) -> None:
+    if candidates is None:
+        return
+    check_tensor("candidates", candidates, {2: "[Nq, K]"})
+    if candidates.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"candidates must be int32 or int64, got {candidates.dtype}")
+    if candidates.shape[0] != queries.shape[0]:
+        raise ValueError(
+            f"candidates must have one row per query, Nq = {queries.shape[0]}, got {list(candidates.shape)}"
+        )
+    if candidates.device != documents.device:
+        raise ValueError(f"candidates must be on the device of documents, {documents.device}, got {candidates.device}")
+    if is_readable(candidates) and candidates.numel():
+        lowest, highest = (int(value) for value in candidates.aminmax())
+        if lowest < -1 or highest >= documents.n_documents:
+            raise ValueError(
+                f"candidates must be numbers of documents, 0 to {documents.n_documents - 1}, or -1 for none, got "
+                f"{lowest} to {highest}"
+            )
+
+
+class _Call(NamedTuple):
+    """The arguments of the operator."""
+
+    queries: Tensor
+    queries_mask: Tensor | None
+    codes: Tensor
+    residuals: Tensor
+    centroids: Tensor
+    bucket_weights: Tensor
+    cu_seqlens: Tensor
+    scales: Tensor
+    candidates: Tensor | None
+    reduction: str
+    empty_score: float
+    implementation: str
+
+    @property
+    def documents(self) -> ResidualCodes:
+        return ResidualCodes(*self[2:8])
+
+    @property
+    def options(self) -> Options:
+        # Any bound on the length of a document will do.
+        length = self.codes.shape[0]
+        return Options(0, length, 0, False, self.reduction, "exclude", self.empty_score, self.implementation)
+
+    @property
+    def tensors(self) -> Tensors:
+        """With what has the shape of the decompressed documents in their place."""
+        shaped = self.scales.unsqueeze(1).expand(-1, self.centroids.shape[1])
+        return Tensors(self.queries, shaped, self.queries_mask, documents_cu_seqlens=self.cu_seqlens)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """That of the scores."""
+        met = self.cu_seqlens.shape[0] - 1 if self.candidates is None else self.candidates.shape[1]
+        return self.queries.shape[0], met
+
+    @property
+    def winners_shape(self) -> tuple[int, int]:
+        """Every document of every group, and its rows, as in `Problem`."""
+        (n_queries, met), length = self.shape, self.queries.shape[1]
+        return (met, n_queries * length) if self.candidates is None else (n_queries * met, length)
+
+
+def _problem_of(call: _Call, with_winners: bool) -> Problem:
+    """The problem; where there are candidates, every query is a group with as many documents."""
+    problem = problem_of(call.tensors, call.options, with_winners, quantized=True)
+    if call.candidates is None:
+        return problem
+    return problem._replace(groups=problem.n_queries, n_documents=call.candidates.shape[1])
+
+
+def _by_kernels(problem: Problem, call: _Call) -> bool:
+    chosen = choose(call.implementation, problem.device, problem.dtype, problem.size)
+    return chosen == "triton" and not (problem.is_empty or problem.n_documents == 0)
+
+
+def _compute(call: _Call, with_winners: bool) -> tuple[Tensor, Tensor | None]:
+    """Scores, and the winners, int32, of `winners_shape`, if asked for."""
+    problem = _problem_of(call, with_winners)
+    if not _by_kernels(problem, call):
+        return _in_blocks(call, with_winners)
+    mean = call.reduction == "mean"
+    if mean:
+        # The score of an empty document is not divided.
+        problem = problem._replace(empty_score=0.0)
+    scores, winners = kernels().residual_scores(problem, call.tensors, call[2:9])
+    if mean:
+        scores = scores / active_counts(problem, call.tensors)
+        if call.empty_score != 0.0:
+            scores = scores.masked_fill(_is_empty(call), call.empty_score)
+    return scores, winners
+
+
+def _is_empty(call: _Call) -> Tensor:
+    """Which scores are of documents without tokens, or of none."""
+    empty = call.cu_seqlens.diff() == 0
+    if call.candidates is None:
+        return empty
+    return (call.candidates < 0) | empty[call.candidates.clamp(min=0)]
+
+
+def _compute_gradient(call: _Call, grad_scores: Tensor, winners: Tensor) -> Tensor:
+    """The gradient of the queries, contiguous and in their type."""
+    problem = _problem_of(call, False)
+    if not _by_kernels(problem, call):
+        return _gradient_in_blocks(call, grad_scores, winners)
+    if call.reduction == "mean":
+        grad_scores = grad_scores / active_counts(problem, call.tensors)
+    return kernels().residual_gradient(problem, call.tensors, call[2:9], grad_scores, winners)
+
+
+class _Block(NamedTuple):
+    """Documents decompressed, as packed ones of their own; those of candidates are counted query by query."""
+
+    first: int
+    last: int
+    tensors: Tensors
+    options: Options
+
+
+def _blocks(call: _Call) -> Iterator[_Block]:
+    """The documents, as many at a time as similarities are held at once."""
+    documents, (n_queries, met) = call.documents, call.shape
+    bounds = host_bounds("cu_seqlens", call.cu_seqlens, call.codes.shape[0], "codes")
+    starts, candidates = bounds[:-1], None
+    if call.candidates is not None:
+        found = call.candidates.cpu().numpy().ravel()
+        there = found >= 0
+        starts = np.where(there, starts[np.where(there, found, 0)], 0) if len(starts) else np.zeros_like(found)
+        lengths = np.diff(bounds)[np.where(there, found, 0)] * there if len(bounds) > 1 else np.zeros_like(found)
+        bounds = np.concatenate([[0], np.cumsum(lengths)])
+        candidates = np.arange(n_queries + 1) * met
+    # Nothing is lost of what was rounded, and sums are of more bits.
+    wide = torch.promote_types(call.queries.dtype, torch.float32)
+    queries = call.queries.to(wide)
+    budget = max(1, block_budget(call.queries.device) // documents.size)
+    for first, last in sequence_blocks(bounds, budget):
+        tokens: slice | Tensor = slice(int(bounds[first]), int(bounds[last]))
+        if candidates is not None:
+            lengths = np.diff(bounds[first : last + 1])
+            within = np.arange(bounds[first], bounds[last]) - np.repeat(bounds[first:last], lengths)
+            tokens = torch.from_numpy(np.repeat(starts[first:last], lengths) + within).to(call.codes.device)
+        embeddings = documents.decompress_tokens(tokens, call.queries.dtype).to(wide)
+        own = torch.from_numpy(bounds[first : last + 1] - bounds[first])
+        owned = None if candidates is None else torch.from_numpy(candidates.clip(first, last) - first)
+        tensors = Tensors(queries, embeddings, call.queries_mask, None, None, own, owned)
+        longest = int(np.diff(bounds[first : last + 1]).max(initial=0))
+        options = call.options._replace(max_document_length=longest, max_candidates=met, implementation="blocked")
+        yield _Block(first, last, tensors, options)
+
+
+def _in_blocks(call: _Call, with_winners: bool) -> tuple[Tensor, Tensor | None]:
+    """Scores and winners of a block of decompressed documents after the other."""
+    scores = torch.empty(call.shape, device=call.queries.device)
+    # Where nothing of the scores is computed, nothing has won.
+    winners = torch.full(call.winners_shape, -1, dtype=torch.int32, device=scores.device) if with_winners else None
+    for first, last, tensors, options in _blocks(call):
+        some, won = compute(tensors, options, with_winners)
+        if call.candidates is None:
+            scores[:, first:last] = some
+        else:
+            scores.view(-1)[first:last] = some
+        if winners is not None and won is not None:
+            winners[first:last] = won
+    return scores, winners
+
+
+def _gradient_in_blocks(call: _Call, grad_scores: Tensor, winners: Tensor) -> Tensor:
+    wide = torch.promote_types(call.queries.dtype, torch.float32)
+    total = torch.zeros_like(call.queries, dtype=wide, memory_format=torch.contiguous_format)
+    for first, last, tensors, options in _blocks(call):
+        grad = grad_scores[:, first:last] if call.candidates is None else grad_scores.reshape(-1)[first:last]
+        found = compute_gradients(tensors, options, grad, winners[first:last], True, False)[0]
+        assert found is not None
+        total += found
+    return total.to(call.queries.dtype)
+
+
+_LIBRARY = torch.library.Library("pylate_flash", "FRAGMENT")
+_CALL = (
+    "Tensor queries, Tensor? queries_mask, Tensor codes, Tensor residuals, Tensor centroids, Tensor bucket_weights, "
+    "Tensor cu_seqlens, Tensor scales, Tensor? candidates, str reduction, float empty_score, str implementation"
+)
+_LIBRARY.define(f"maxsim_residual({_CALL}) -> Tensor")
+# What `maxsim_residual` is in a graph that has a backward.
+_LIBRARY.define(f"maxsim_residual_winners({_CALL}) -> (Tensor, Tensor)")
+_LIBRARY.define(f"maxsim_residual_backward(Tensor grad_scores, Tensor winners, {_CALL}) -> Tensor")
+_maxsim_residual = torch.ops.pylate_flash.maxsim_residual.default
+_maxsim_residual_winners = torch.ops.pylate_flash.maxsim_residual_winners.default
+_maxsim_residual_backward = torch.ops.pylate_flash.maxsim_residual_backward.default
+# Those of the arguments that are tensors come first.
+_N_TENSORS = 9
+
+
+def _scores(*arguments) -> Tensor:
+    return _compute(_Call(*arguments), False)[0]
+
+
+def _scores_and_winners(*arguments) -> tuple[Tensor, Tensor]:
+    scores, winners = _compute(_Call(*arguments), True)
+    assert winners is not None
+    return scores, winners
+
+
+def _gradient(grad_scores: Tensor, winners: Tensor, *arguments) -> Tensor:
+    return _compute_gradient(_Call(*arguments), grad_scores, winners)
+
+
+class _MaxsimResidual(torch.autograd.Function):
+    """The operator where a gradient is needed: keeps the winners."""
+
+    @staticmethod
+    def forward(ctx, *arguments):
+        # Of other than plain tensors, the operator goes into a graph, or to what else there is between.
+        found = (_scores_and_winners if is_plain(arguments[0]) else _maxsim_residual_winners)(*arguments)
+        scores, winners = found
+        ctx.save_for_backward(*arguments[:_N_TENSORS], winners)
+        ctx.options = arguments[_N_TENSORS:]
+        return scores
+
+    @staticmethod
+    def backward(ctx, grad_scores):
+        *tensors, winners = ctx.saved_tensors
+        # Where a graph of the backward is asked for, the operator has one, which says that there is no second
+        # derivative.
+        plain = not torch.is_grad_enabled() and is_plain(grad_scores, tensors[0])
+        gradient = (_gradient if plain else _maxsim_residual_backward)(grad_scores, winners, *tensors, *ctx.options)
+        return gradient, *_NO_GRADIENTS
+
+
+# Of what comes after the queries.
+_NO_GRADIENTS = (None,) * (len(_Call._fields) - 1)
+
+
+def _differentiable(*arguments) -> Tensor:
+    """The operator for queries that may require a gradient."""
+    if needs_gradient(arguments[0]):
+        return _MaxsimResidual.apply(*arguments)
+    if is_plain(arguments[0]):
+        return _scores(*arguments)
+    with torch._C._AutoDispatchBelowAutograd():
+        return _maxsim_residual(*arguments)
+
+
+def _shapes(*arguments) -> tuple[Tensor, Tensor]:
+    """Uninitialised scores and winners."""
+    call = _Call(*arguments)
+    check(call.tensors, quantized=True)
+    queries = call.queries
+    return (
+        queries.new_empty(call.shape, dtype=torch.float32),
+        queries.new_empty(call.winners_shape, dtype=torch.int32),
+    )
+
+
+def _gradient_shape(grad_scores: Tensor, winners: Tensor, *arguments) -> Tensor:
+    return torch.empty_like(arguments[0], memory_format=torch.contiguous_format)
+
+
+_LIBRARY.impl("maxsim_residual", _scores, "CompositeExplicitAutograd")
+_LIBRARY.impl("maxsim_residual", _differentiable, "Autograd")
+_LIBRARY.impl("maxsim_residual_winners", _scores_and_winners, "CompositeExplicitAutograd")
+_LIBRARY.impl("maxsim_residual_backward", _gradient, "CompositeExplicitAutograd")
+torch.library.register_fake("pylate_flash::maxsim_residual", lambda *arguments: _shapes(*arguments)[0])
+torch.library.register_fake("pylate_flash::maxsim_residual_winners", _shapes)
+torch.library.register_fake("pylate_flash::maxsim_residual_backward", _gradient_shape)
+torch.library.register_autograd("pylate_flash::maxsim_residual_backward", no_second_derivative("maxsim_residual"))

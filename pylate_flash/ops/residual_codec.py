@@ -1,0 +1,334 @@
+"""What turns embeddings into residual codes: trained here, or read with the index that fast-plaid wrote.
+
+As in PLAID, centroids are those of k-means, normalised. What embeddings leave of their centroids is put into buckets
+between quantiles, with as many elements in each; a bucket's weight is the quantile in its middle.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .._extras import MissingExtraError
+from .checks import check_boundaries, check_embeddings, check_tensor
+from .residual_codes import CENTROID_DTYPES, NBITS, ResidualCodes
+
+# Elements of residuals whose quantiles are taken.
+_MOST_ELEMENTS = 1 << 22
+# Products of tokens and centroids that are held at once.
+_PRODUCTS_AT_ONCE = 1 << 24
+_SEED = 42
+_LARGEST_CODE = 2**31 - 1
+
+
+@dataclass(frozen=True, eq=False)
+class ResidualCodec:
+    """Centroids and buckets, by which embeddings are compressed to residual codes (`train_residual_codec`).
+
+    Parameters
+    ----------
+    centroids
+        [C, d], float16, bfloat16 or float32.
+    bucket_cutoffs
+        [3] or [15], of that dtype: an element is in the bucket of as many as its residual is larger than.
+    bucket_weights
+        [4] or [16], of that dtype.
+
+    Raises
+    ------
+    TypeError
+        If one is no tensor, or the dtypes are others.
+    ValueError
+        If the shapes or devices do not fit together.
+    """
+
+    centroids: Tensor
+    bucket_cutoffs: Tensor
+    bucket_weights: Tensor
+
+    def __post_init__(self) -> None:
+        for name, layout in (("centroids", {2: "[C, d]"}), ("bucket_cutoffs", {1: "[3] or [15]"})):
+            check_tensor(name, getattr(self, name), layout)
+        if len(self.bucket_cutoffs) != len(self.bucket_weights) - 1:
+            raise ValueError(
+                f"bucket_cutoffs must have shape [{len(self.bucket_weights) - 1}], one less than bucket_weights, "
+                f"got {list(self.bucket_cutoffs.shape)}"
+            )
+        if self.bucket_cutoffs.dtype != self.centroids.dtype:
+            raise TypeError(
+                f"bucket_cutoffs must be of the dtype of centroids, {self.centroids.dtype}, got "
+                f"{self.bucket_cutoffs.dtype}"
+            )
+        # What is checked of codes without tokens is all that is left.
+        self._codes(torch.empty(0, dtype=torch.int32), torch.empty(0, self._row_bytes, dtype=torch.uint8), None)
+
+    @property
+    def nbits(self) -> int:
+        """Bits of an element: 2 or 4."""
+        return self.bucket_weights.shape[0].bit_length() - 1
+
+    def compress(self, embeddings: Tensor, cu_seqlens: Tensor) -> ResidualCodes:
+        """Residual codes of packed embeddings, by the centroids with the largest inner products.
+
+        Parameters
+        ----------
+        embeddings
+            [T, d], float16, bfloat16, float32 or float64, on the device of the centroids; of norm 1, as is all that is
+            decompressed.
+        cu_seqlens
+            [N + 1], int32 or int64: the boundaries of the documents.
+
+        Returns
+        -------
+        ResidualCodes
+            On the same device, without a gradient.
+
+        Raises
+        ------
+        TypeError
+            If `embeddings` are no floating tensor, or `cu_seqlens` neither int32 nor int64.
+        ValueError
+            If shapes, devices or embedding sizes do not fit together, embeddings are not finite, or boundaries do not
+            span the tokens.
+        """
+        _check_embeddings(embeddings)
+        check_boundaries("cu_seqlens", cu_seqlens)
+        if embeddings.shape[1] != self.centroids.shape[1]:
+            raise ValueError(
+                f"embeddings must have the embedding size of centroids, {self.centroids.shape[1]}, got "
+                f"{embeddings.shape[1]}"
+            )
+        if embeddings.device != self.centroids.device:
+            raise ValueError(
+                f"embeddings must be on the device of centroids, {self.centroids.device}, got {embeddings.device}"
+            )
+        codes = torch.empty(len(embeddings), dtype=torch.int32, device=embeddings.device)
+        residuals = torch.empty(len(embeddings), self._row_bytes, dtype=torch.uint8, device=embeddings.device)
+        centroids, cutoffs = self.centroids.float(), self.bucket_cutoffs.float()
+        per_byte = 8 // self.nbits
+        powers = (1 << torch.arange(8 - self.nbits, -1, -self.nbits, device=embeddings.device)).int()
+        for block in _blocks(len(embeddings), len(centroids)):
+            some = embeddings[block].detach().float()
+            nearest = _nearest(some, centroids)
+            codes[block] = nearest
+            indices = torch.bucketize(some - centroids[nearest], cutoffs, out_int32=True)
+            residuals[block] = (indices.unflatten(1, (-1, per_byte)) * powers).sum(dim=-1).to(torch.uint8)
+        return self._codes(codes, residuals, cu_seqlens.to(embeddings.device))
+
+    @property
+    def _row_bytes(self) -> int:
+        return self.centroids.shape[1] * self.nbits // 8
+
+    def _codes(self, codes: Tensor, residuals: Tensor, cu_seqlens: Tensor | None) -> ResidualCodes:
+        if cu_seqlens is None:
+            cu_seqlens = torch.zeros(1, dtype=torch.int32)
+            codes, residuals, cu_seqlens = (
+                tensor.to(self.centroids.device) for tensor in (codes, residuals, cu_seqlens)
+            )
+        return ResidualCodes(codes, residuals, self.centroids, self.bucket_weights, cu_seqlens)
+
+
+def train_residual_codec(
+    embeddings: Tensor, num_centroids: int | None = None, nbits: int = 4, *, dtype: torch.dtype = torch.float16
+) -> ResidualCodec:
+    """Centroids by k-means, and buckets by quantiles of what embeddings leave of them.
+
+    Needs fastkmeans, which the extra `residual` installs, and `pylate` too. Its seed is fixed: on one machine, the same
+    embeddings give the same codec.
+
+    Parameters
+    ----------
+    embeddings
+        [T, d], float16, bfloat16, float32 or float64, of norm 1: those of the documents, or of a sample. Centroids are
+        trained on at most 256 for each.
+    num_centroids
+        None: 16 * sqrt(T) rounded down to a power of two, as in PLAID, and at most T.
+    nbits
+        Bits of an element: 2 or 4.
+    dtype
+        That of the codec: float16, bfloat16 or float32.
+
+    Returns
+    -------
+    ResidualCodec
+        On the device of `embeddings`.
+
+    Raises
+    ------
+    TypeError
+        If `embeddings` are no floating tensor, or `dtype` is none of those above.
+    ValueError
+        If `embeddings` are not of that shape, not finite, or none; if `nbits` is neither 2 nor 4, an embedding does not
+        take whole bytes of so many bits, or `num_centroids` is not from 1 to T.
+    MissingExtraError
+        If fastkmeans is not installed. The message names the extra.
+
+    Examples
+    --------
+    >>> import torch
+    >>> embeddings = torch.nn.functional.normalize(torch.randn(500, 16, generator=torch.Generator().manual_seed(0)))
+    >>> codec = train_residual_codec(embeddings, nbits=4)
+    >>> codec.centroids.shape, codec.bucket_weights.shape
+    (torch.Size([256, 16]), torch.Size([16]))
+    >>> found = codec.compress(embeddings, torch.tensor([0, 200, 500])).decompress()
+    >>> bool((found * embeddings).sum(dim=1).mean() > 0.95)
+    True
+    """
+    _check_embeddings(embeddings)
+    n_tokens, size = embeddings.shape
+    if nbits not in NBITS:
+        raise ValueError(f"nbits must be 2 or 4, got {nbits!r}")
+    if size * nbits % 8:
+        raise ValueError(f"embeddings must have an embedding size that takes whole bytes of {nbits} bits, got {size}")
+    if dtype not in CENTROID_DTYPES:
+        raise TypeError(f"dtype must be torch.float16, torch.bfloat16 or torch.float32, got {dtype}")
+    if n_tokens == 0:
+        raise ValueError("embeddings must hold at least one token, got none")
+    if num_centroids is None:
+        num_centroids = min(n_tokens, 1 << int(math.log2(16 * math.sqrt(n_tokens))))
+    if not 1 <= num_centroids <= n_tokens:
+        raise ValueError(f"num_centroids must be from 1 to the number of tokens, {n_tokens}, got {num_centroids}")
+    tokens = embeddings.detach().float()
+    centroids = F.normalize(_kmeans(tokens, num_centroids), dim=-1).to(dtype)
+    generator = torch.Generator().manual_seed(_SEED)
+    sample = torch.randperm(n_tokens, generator=generator)[: max(1, _MOST_ELEMENTS // size)]
+    wide, residuals = centroids.float(), []
+    for block in _blocks(len(sample), num_centroids):
+        some = tokens[sample[block].to(tokens.device)]
+        residuals.append(some - wide[_nearest(some, wide)])
+    values = torch.cat(residuals).flatten().sort().values
+    buckets = 1 << nbits
+    cutoffs = _quantiles(values, torch.arange(1, buckets) / buckets)
+    weights = _quantiles(values, (torch.arange(buckets) + 0.5) / buckets)
+    return ResidualCodec(centroids, cutoffs.to(dtype), weights.to(dtype))
+
+
+def read_fast_plaid(folder: str | os.PathLike, device: torch.device | str = "cpu") -> ResidualCodes:
+    """The documents of an index that fast-plaid wrote, as residual codes, in the order of its document ids.
+
+    PyLate's `PLAID` index keeps such a folder, `fast_plaid_index`. Nothing is unpickled. fast-plaid rounds to float16
+    between its own steps, so that its embeddings differ from these by up to about 1e-3.
+
+    Parameters
+    ----------
+    folder
+        The index, with 2 or 4 bits.
+    device
+        Where the codes go.
+
+    Returns
+    -------
+    ResidualCodes
+        With centroids in float16.
+
+    Raises
+    ------
+    OSError
+        If a file is missing or cannot be read.
+    ValueError
+        If the folder has no such index, of 2 or 4 bits. The message names the file.
+    """
+    place = Path(folder)
+    metadata = _read_json(place / "metadata.json")
+    try:
+        nbits, n_chunks = int(metadata["nbits"]), int(metadata["num_chunks"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{place / 'metadata.json'} must have nbits and num_chunks: {error!r}") from error
+    if nbits not in NBITS:
+        raise ValueError(f"{place / 'metadata.json'} must have nbits of 2 or 4, got {nbits}")
+    centroids, weights = (_read_array(place / f"{name}.npy", "f") for name in ("centroids", "bucket_weights"))
+    chunks = range(n_chunks)
+    codes = [_read_array(place / f"{chunk}.codes.npy", "iu") for chunk in chunks]
+    residuals = [_read_array(place / f"{chunk}.residuals.npy", "u") for chunk in chunks]
+    lengths = [_read_json(place / f"doclens.{chunk}.json") for chunk in chunks]
+    try:
+        bounds = np.cumsum([0, *(length for some in lengths for length in some)], dtype=np.int64)
+        found = ResidualCodes(
+            # A number without a centroid stays one.
+            torch.from_numpy(np.concatenate(codes).clip(-1, _LARGEST_CODE).astype(np.int32)),
+            torch.from_numpy(np.concatenate(residuals)),
+            torch.from_numpy(centroids).half(),
+            # The bits of an index are written from its lowest to its highest.
+            torch.from_numpy(weights).half()[_with_reversed_bits(nbits)],
+            torch.from_numpy(bounds),
+        )
+    except (IndexError, TypeError, ValueError) as error:
+        raise ValueError(f"{place} holds no index of fast-plaid: {error}") from error
+    return found.to(device)
+
+
+def _with_reversed_bits(nbits: int) -> Tensor:
+    """Of the numbers of so many bits, those with their bits in the other order."""
+    numbers = torch.arange(1 << nbits)
+    return sum((numbers >> bit & 1) << (nbits - 1 - bit) for bit in range(nbits))  # type: ignore[return-value]
+
+
+def _read_array(path: Path, kinds: str) -> np.ndarray:
+    """The array of a file, of a dtype of these kinds, as numpy calls them."""
+    try:
+        found = np.load(path, allow_pickle=False)
+    except (ValueError, EOFError) as error:
+        raise ValueError(f"{path} holds no array: {error}") from error
+    if found.dtype.kind not in kinds:
+        raise ValueError(f"{path} must hold numbers of kind {' or '.join(kinds)}, got {found.dtype}")
+    return found
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} holds no JSON: {error}") from error
+
+
+def _check_embeddings(embeddings: Tensor) -> None:
+    check_embeddings("embeddings", embeddings, {2: "[T, d]"})
+    if not torch.isfinite(embeddings).all():
+        raise ValueError("embeddings must be finite, got NaN or infinity")
+
+
+def _kmeans(tokens: Tensor, number: int) -> Tensor:
+    """Centroids [number, d], float32, on the device of `tokens`."""
+    if importlib.util.find_spec("fastkmeans") is None:
+        message = 'train_residual_codec needs fastkmeans, which is not installed: pip install "pylate-flash[residual]"'
+        raise MissingExtraError(message, name="fastkmeans")
+    from fastkmeans import FastKMeans
+
+    # It seeds torch's and numpy's generators, which are the caller's.
+    state = np.random.get_state()
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        kmeans = FastKMeans(
+            tokens.shape[1], number, niter=8, gpu=tokens.is_cuda, seed=_SEED, max_points_per_centroid=256,
+            device=str(tokens.device), use_triton=False,
+        )  # fmt: skip
+        kmeans.train(tokens.cpu().numpy())
+    np.random.set_state(state)
+    return torch.from_numpy(kmeans.centroids).to(tokens.device)
+
+
+def _nearest(tokens: Tensor, centroids: Tensor) -> Tensor:
+    """The centroid of the largest inner product of each token [n], int64."""
+    return (tokens @ centroids.T).argmax(dim=1)
+
+
+def _blocks(n_tokens: int, n_centroids: int) -> list[slice]:
+    step = max(1, _PRODUCTS_AT_ONCE // n_centroids)
+    return [slice(start, start + step) for start in range(0, n_tokens, step)]
+
+
+def _quantiles(values: Tensor, at: Tensor) -> Tensor:
+    """Quantiles of sorted values, between two neighbours by their distance."""
+    places = at.to(values.device) * (len(values) - 1)
+    below = places.long()
+    above = (below + 1).clamp(max=len(values) - 1)
+    return torch.lerp(values[below], values[above], places - below)

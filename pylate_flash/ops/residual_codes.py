@@ -1,0 +1,226 @@
+"""Residual codes, as of ColBERTv2 and PLAID: a centroid for every token, and a few bits for what it leaves.
+
+An embedding is its centroid plus a weight for every element, one of as many as its bits tell apart, and is divided by
+its norm:
+
+    embedding = (centroids[code] + bucket_weights[indices]) / |centroids[code] + bucket_weights[indices]|
+
+The sum is rounded to the type of the centroids, and multiplied by its scale, one over its norm, in float32. The indices
+of an embedding lie one after the other, the first in the highest bits of the first byte.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from .checks import check_boundaries, check_tensor, is_readable
+from .packing import host_bounds
+from .tensor_files import load_tensors, save_tensors
+
+# Bits of an element.
+NBITS = (2, 4)
+CENTROID_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+# Centroids and weights are divided by no less than this norm, as by `torch.nn.functional.normalize`.
+_SMALLEST_NORM = 1e-12
+_KIND = "ResidualCodes"
+# What has so many bytes.
+_WORDS = {4: torch.int32, 8: torch.int64, 16: torch.complex128}
+# Elements that are decompressed at a time where all are.
+_ELEMENTS_AT_ONCE = 1 << 23
+
+
+@dataclass(frozen=True, eq=False)
+class ResidualCodes:
+    """Documents as residual codes, packed, as `ResidualCodec.compress` or `read_fast_plaid` makes them.
+
+    A token of 128 elements takes 72 bytes with 4 bits and 40 with 2, where bfloat16 takes 256.
+
+    Parameters
+    ----------
+    codes
+        [T], int32: the centroid of every token.
+    residuals
+        [T, d * nbits / 8], uint8: the bucket indices of its elements, the first in the highest bits of the first byte.
+    centroids
+        [C, d], float16, bfloat16 or float32.
+    bucket_weights
+        [4] or [16], of the dtype of the centroids: what is added to an element by its index, of 2 bits or of 4.
+    cu_seqlens
+        [N + 1], int32 or int64: document i is tokens cu_seqlens[i] to cu_seqlens[i + 1].
+    scales
+        [T], float32: one over the norm of centroid plus weights. None: they are computed, which takes a pass over all
+        tokens.
+
+    Raises
+    ------
+    TypeError
+        If one is no tensor of the dtype named above.
+    ValueError
+        If shapes or devices do not fit together. On the CPU, if there is a code without a centroid, or boundaries do
+        not rise from 0 to T; on a GPU, where to look would be to wait, they are taken as they are.
+
+    Examples
+    --------
+    >>> import torch
+    >>> weights = torch.tensor([-1.0, -0.25, 0.25, 1.0])
+    >>> residuals = torch.tensor([[0b10_11_01_00], [0b00_00_00_00]], dtype=torch.uint8)
+    >>> codes = ResidualCodes(torch.tensor([0, 0], dtype=torch.int32), residuals, torch.ones(1, 4), weights,
+    ...                       torch.tensor([0, 2]))
+    >>> codes.nbits, codes.n_documents, codes.decompress()[0] * 2.45
+    (2, 1, tensor([1.2506, 2.0010, 0.7504, 0.0000]))
+    """
+
+    codes: Tensor
+    residuals: Tensor
+    centroids: Tensor
+    bucket_weights: Tensor
+    cu_seqlens: Tensor
+    scales: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        for name, layout, dtypes in (
+            ("codes", {1: "[T]"}, (torch.int32,)),
+            ("residuals", {2: "[T, d * nbits / 8]"}, (torch.uint8,)),
+            ("centroids", {2: "[C, d]"}, CENTROID_DTYPES),
+            ("bucket_weights", {1: "[4] or [16]"}, (self.centroids.dtype,)),
+            ("scales", {1: "[T]"}, (torch.float32,)),
+        ):
+            tensor = getattr(self, name)
+            if name == "scales" and tensor is None:
+                continue
+            check_tensor(name, tensor, layout)
+            if tensor.dtype not in dtypes:
+                expected = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+                raise TypeError(f"{name} must be {expected}, got {tensor.dtype}")
+            if tensor.device != self.codes.device:
+                raise ValueError(f"{name} must be on the device of codes, {self.codes.device}, got {tensor.device}")
+            if tensor.requires_grad:
+                raise ValueError(f"{name} must not require a gradient, as none flows to it: detach it")
+        check_boundaries("cu_seqlens", self.cu_seqlens)
+        if self.cu_seqlens.device != self.codes.device:
+            raise ValueError(
+                f"cu_seqlens must be on the device of codes, {self.codes.device}, got {self.cu_seqlens.device}"
+            )
+        self._check_sizes()
+        if is_readable(self.cu_seqlens):
+            host_bounds("cu_seqlens", self.cu_seqlens, len(self.codes), "codes")
+        if is_readable(self.codes) and len(self.codes):
+            lowest, highest = (int(value) for value in self.codes.aminmax())
+            if lowest < 0 or highest >= len(self.centroids):
+                last = len(self.centroids) - 1
+                raise ValueError(f"codes must be from 0 to {last}, the last of centroids, got {lowest} to {highest}")
+        if self.scales is None:
+            object.__setattr__(self, "scales", self._computed_scales())
+
+    def _check_sizes(self) -> None:
+        weights, size = self.bucket_weights.shape[0], self.size
+        if weights not in [1 << nbits for nbits in NBITS]:
+            raise ValueError(f"bucket_weights must have shape [4] or [16], got [{weights}]")
+        if size == 0 or size * self.nbits % 8:
+            raise ValueError(
+                f"centroids must have an embedding size that takes whole bytes of {self.nbits} bits, got {size}"
+            )
+        expected = [len(self.codes), size * self.nbits // 8]
+        if list(self.residuals.shape) != expected:
+            raise ValueError(f"residuals must have shape {expected}, got {list(self.residuals.shape)}")
+        if self.scales is not None and self.scales.shape != self.codes.shape:
+            raise ValueError(f"scales must have shape {expected[:1]}, got {list(self.scales.shape)}")
+
+    @property
+    def nbits(self) -> int:
+        """Bits of an element: 2 or 4."""
+        return self.bucket_weights.shape[0].bit_length() - 1
+
+    @property
+    def size(self) -> int:
+        """Elements of an embedding."""
+        return self.centroids.shape[1]
+
+    @property
+    def n_documents(self) -> int:
+        return self.cu_seqlens.shape[0] - 1
+
+    @property
+    def device(self) -> torch.device:
+        return self.codes.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self._tensors().values())
+
+    def decompress(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The normalised embeddings [T, d], computed in float32 (float64 for float64) and rounded to `dtype`.
+
+        Raises
+        ------
+        TypeError
+            If `dtype` is not a floating one.
+        """
+        if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise TypeError(f"dtype must be a floating torch.dtype, got {dtype}")
+        embeddings = torch.empty(len(self.codes), self.size, dtype=dtype, device=self.device)
+        for block in self._token_blocks():
+            embeddings[block] = self.decompress_tokens(block, dtype)
+        return embeddings
+
+    def decompress_tokens(self, tokens: slice | Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The same of some tokens [n, d]: a slice, or their numbers [n], int64."""
+        assert self.scales is not None
+        wide = torch.promote_types(dtype, torch.float32)
+        return self._sums(tokens).to(wide).mul_(self.scales[tokens].to(wide).unsqueeze(1)).to(dtype)
+
+    def to(self, device: torch.device | str) -> ResidualCodes:
+        """The same on a device."""
+        return ResidualCodes(**{name: tensor.to(device) for name, tensor in self._tensors().items()})
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Write a safetensors file, which holds at every moment what it held before, or all of this.
+
+        Raises
+        ------
+        OSError
+            If it cannot be written.
+        """
+        save_tensors(path, self._tensors(), _KIND)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike, device: torch.device | str = "cpu") -> ResidualCodes:
+        """Read what `save` wrote. It is read on the CPU first, and checked.
+
+        Raises
+        ------
+        ValueError
+            If the file is damaged or of another kind, or has a code without a centroid. The message names it.
+        OSError
+            If it cannot be read.
+        """
+        return load_tensors(path, _KIND, "residual codes", cls).to(device)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    def _token_blocks(self) -> list[slice]:
+        step = max(1, _ELEMENTS_AT_ONCE // self.size)
+        return [slice(start, start + step) for start in range(0, len(self.codes), step)]
+
+    def _sums(self, tokens: slice | Tensor) -> Tensor:
+        """Centroids plus weights [n, d] of these tokens, in their type."""
+        places = torch.arange(8 - self.nbits, -1, -self.nbits, device=self.device)
+        bytes_ = torch.arange(256, device=self.device).unsqueeze(1)
+        # What every byte stands for, as one number each, which the CPU looks up many times faster than a row.
+        table = self.bucket_weights[(bytes_ >> places) & ((1 << self.nbits) - 1)]
+        words = table.view(_WORDS[table.shape[1] * table.itemsize]).squeeze(1)
+        weights = words.index_select(0, self.residuals[tokens].int().flatten()).view(self.centroids.dtype)
+        return self.centroids.index_select(0, self.codes[tokens]).add_(weights.view(-1, self.size))
+
+    def _computed_scales(self) -> Tensor:
+        scales = torch.empty(len(self.codes), dtype=torch.float32, device=self.device)
+        for block in self._token_blocks():
+            norms = torch.linalg.vector_norm(self._sums(block).float(), dim=-1)
+            scales[block] = norms.clamp_(min=_SMALLEST_NORM).reciprocal_()
+        return scales

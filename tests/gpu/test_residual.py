@@ -1,0 +1,147 @@
+"""Residual codes on a GPU, against the definition in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from pylate_flash import ResidualCodes, maxsim_residual, train_residual_codec
+from pylate_flash.ops.residual import maxsim_residual_reference
+from tests.gpu.embeddings import unit
+from tests.gpu.test_varlen import OPTIONS
+from tests.ops.cases import relative_error
+from tests.ops.residual_cases import residual_cases, residual_codes, residual_gradient
+
+pytestmark = pytest.mark.gpu
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+SIZES = st.sampled_from([4, 24, 48, 64, 72, 96, 128, 136, 256, 384, 768])
+CLOSE = {"rtol": 2e-6, "atol": 2e-6, "equal_nan": True}
+
+
+@pytest.fixture(autouse=True)
+def exact_products() -> None:
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+def by_kernels(*arguments, **options) -> Tensor:
+    return maxsim_residual(*arguments, **options, implementation="triton")
+
+
+def on_gpu(case: tuple) -> tuple[Tensor, ResidualCodes, dict]:
+    queries, documents, options = case
+    moved = {name: value.cuda() if isinstance(value, Tensor) else value for name, value in options.items()}
+    return queries.cuda(), documents.to("cuda"), moved
+
+
+def check(queries: Tensor, documents: ResidualCodes, options: dict) -> Tensor:
+    found = by_kernels(queries, documents, **options)
+    torch.testing.assert_close(found.double(), maxsim_residual_reference(queries, documents, **options), **CLOSE)
+    return found
+
+
+@settings(max_examples=80, **OPTIONS)
+@given(case=residual_cases(dtypes=DTYPES, sizes=SIZES, max_length=150))
+def test_scores(case: tuple) -> None:
+    check(*on_gpu(case))
+
+
+@settings(max_examples=60, **OPTIONS)
+@given(case=residual_cases(dtypes=(torch.float32,), sizes=SIZES))
+def test_gradient(case: tuple) -> None:
+    queries, documents, options = on_gpu(case)
+    found = residual_gradient(by_kernels, queries, documents, options)
+    expected = residual_gradient(maxsim_residual_reference, queries, documents, options)
+    assert relative_error(found, expected) <= 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("with_candidates", [False, True])
+def test_half_gradient(dtype: torch.dtype, with_candidates: bool) -> None:
+    queries, documents = unit(8, 32, 128, dtype=dtype), residual_codes([180, 0, 300, 7] * 20, 128, 4).to("cuda")
+    options: dict = {"queries_mask": torch.rand(8, 32, device="cuda")}
+    if with_candidates:
+        options["candidates"] = torch.randint(-1, 80, (8, 50), device="cuda")
+    found = residual_gradient(by_kernels, queries, documents, options).double()
+    expected = residual_gradient(maxsim_residual_reference, queries, documents, options).double()
+    # Of two tokens with nearly the same similarity, float32 may prefer the other one.
+    assert torch.nn.functional.cosine_similarity(found.flatten(), expected.flatten(), dim=0) >= 0.9999
+
+
+@pytest.mark.parametrize("nbits", [2, 4])
+@pytest.mark.parametrize(
+    ("shape", "n_documents", "dtype"),
+    [
+        ((1, 32, 128), 2000, torch.bfloat16), ((32, 32, 128), 300, torch.float16), ((1, 1024, 128), 50, torch.bfloat16),
+        ((7, 77, 96), 100, torch.bfloat16), ((3, 200, 768), 30, torch.float16), ((5, 33, 64), 100, torch.float32),
+    ],
+)  # fmt: skip
+def test_real_shapes_and_the_same_bits_again(
+    shape: tuple[int, ...], n_documents: int, dtype: torch.dtype, nbits: int
+) -> None:
+    lengths = [(37 * index) % 301 for index in range(n_documents)]
+    documents = residual_codes(lengths, shape[-1], nbits, n_centroids=1000).to("cuda")
+    queries = unit(*shape, dtype=dtype)
+    candidates = torch.randint(-1, n_documents, (shape[0], 70), device="cuda")
+    for options in ({}, {"candidates": candidates, "reduction": "mean", "empty_score": -1.0}):
+        found = check(queries, documents, options)
+        gradient = residual_gradient(by_kernels, queries, documents, options)
+        for _ in range(20):
+            assert torch.equal(maxsim_residual(queries, documents, **options), found)
+        assert torch.equal(residual_gradient(by_kernels, queries, documents, options), gradient)
+
+
+def test_nan_and_a_long_document() -> None:
+    documents = residual_codes([20000, 3], 128, 4).to("cuda")
+    queries = unit(2, 32, 128, dtype=torch.bfloat16)
+    check(queries, documents, {})
+    queries[1, 3, 5] = torch.nan
+    assert by_kernels(queries, documents).isnan().tolist() == [[False, False], [True, True]]
+
+
+def test_graph_and_compile() -> None:
+    documents, queries = residual_codes([180, 0, 40] * 20, 128, 4).to("cuda"), unit(4, 32, 128, dtype=torch.bfloat16)
+    expected = maxsim_residual(queries, documents)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = maxsim_residual(queries, documents)
+    found.zero_()
+    graph.replay()
+    assert torch.equal(found, expected)
+    assert torch.equal(torch.compile(maxsim_residual, fullgraph=True)(queries, documents), expected)
+
+
+def test_waits_for_nothing() -> None:
+    documents, queries = residual_codes([180, 0, 40] * 20, 128, 4).to("cuda"), unit(4, 32, 128, dtype=torch.bfloat16)
+    candidates = torch.randint(-1, 60, (4, 20), device="cuda")
+    queries.requires_grad_()
+    for options in ({}, {"candidates": candidates, "reduction": "mean", "empty_score": -1.0}):
+        maxsim_residual(queries, documents, **options).sum().backward()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            maxsim_residual(queries, documents, **options).sum().backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def test_memory_is_that_of_scores() -> None:
+    documents, queries = residual_codes([180] * 2000, 128, 4).to("cuda"), unit(32, 32, 128, dtype=torch.bfloat16)
+    maxsim_residual(queries, documents)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    maxsim_residual(queries, documents)
+    assert torch.cuda.max_memory_allocated() - before < 2 * 4 * 32 * 2000
+
+
+def test_trained_and_compressed_here() -> None:
+    pytest.importorskip("fastkmeans")
+    embeddings, bounds = unit(4000, 64), torch.arange(0, 4001, 100, device="cuda")
+    codec = train_residual_codec(embeddings, nbits=4)
+    documents = codec.compress(embeddings, bounds)
+    assert documents.device.type == "cuda"
+    assert (documents.decompress() * embeddings).sum(dim=1).mean() > 0.95
+    check(unit(4, 32, 64, dtype=torch.bfloat16, seed=1), documents, {})

@@ -1,0 +1,73 @@
+"""The kernels of residual codes, run by Triton's interpreter, against the definition in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pylate_flash import maxsim_residual
+from pylate_flash.kernels import select
+from pylate_flash.ops.residual import maxsim_residual_reference
+from tests.kernels.interpreted.test_kernels import HALF_AND_FLOAT, OPTIONS
+from tests.ops.cases import relative_error
+from tests.ops.residual_cases import residual_cases, residual_codes, residual_gradient
+from tests.ops.test_residual import CLOSE
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")
+# The interpreter multiplies and adds elements of bfloat16 as integers.
+DTYPES = {"dtypes": HALF_AND_FLOAT, "codec_dtypes": HALF_AND_FLOAT}
+
+
+def by_kernels(*arguments, **options) -> torch.Tensor:
+    return maxsim_residual(*arguments, **options, implementation="triton")
+
+
+def check(queries: torch.Tensor, documents, options: dict, with_gradient: bool = True) -> None:
+    found = by_kernels(queries, documents, **options)
+    torch.testing.assert_close(found.double(), maxsim_residual_reference(queries, documents, **options), **CLOSE)
+    if with_gradient:
+        gradient = residual_gradient(by_kernels, queries, documents, options)
+        expected = residual_gradient(maxsim_residual_reference, queries, documents, options)
+        assert gradient.dtype == queries.dtype
+        assert relative_error(gradient, expected) <= (1e-5 if queries.dtype == torch.float32 else 1e-2)
+
+
+@settings(max_examples=12, **OPTIONS)
+@given(case=residual_cases(**DTYPES), with_gradient=st.booleans())
+def test_scores_and_gradients(case: tuple, with_gradient: bool) -> None:
+    check(*case, with_gradient)
+
+
+@pytest.mark.parametrize(
+    ("shape", "lengths", "dtype"),
+    [
+        ((9, 33, 24), [150, 0, 70], torch.float16),  # two blocks of rows, three tiles of tokens, sums of 8 rows
+        ((2, 5, 200), [40, 3], torch.float32),  # embeddings that are split into blocks
+        ((1, 3, 8), [3] * 20, torch.float16),  # a program that walks several documents
+        ((1, 3, 1032), [5], torch.float16),  # more products than one sum takes
+    ],
+)
+@pytest.mark.parametrize("nbits", [2, 4])
+def test_tile_boundaries(nbits: int, shape: tuple[int, ...], lengths: list[int], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    queries, documents = (
+        torch.nn.functional.normalize(torch.randn(shape), dim=-1),
+        residual_codes(lengths, shape[-1], nbits),
+    )
+    options = {"queries_mask": torch.rand(shape[:-1])}
+    check(queries.to(dtype), documents, options)
+
+
+def test_the_documents_of_a_gradient_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(select, "architecture", lambda device: (9, 2))
+    queries, documents = torch.randn(1, 4, 8), residual_codes([3, 0, 5] * 6, 8, 4)
+    check(queries, documents, {})
+    check(queries, documents, {"candidates": torch.arange(-1, 17).view(1, 18)})
+
+
+def test_a_query_token_that_is_not_a_number() -> None:
+    queries, documents = torch.randn(2, 3, 8), residual_codes([4, 0], 8, 4)
+    queries[1, 1, 2] = torch.nan
+    assert by_kernels(queries, documents).isnan().tolist() == [[False, False], [True, False]]

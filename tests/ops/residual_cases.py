@@ -1,0 +1,71 @@
+"""Random residual codes and queries, drawn by hypothesis, for every implementation's tests."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from pylate_flash import ResidualCodes
+
+# Elements that take whole bytes of 2 bits and of 4.
+SIZES = st.sampled_from([4, 8, 12, 24, 32, 40])
+
+
+def residual_codes(
+    lengths: list[int], size: int, nbits: int, dtype: torch.dtype = torch.float16, n_centroids: int = 7, seed: int = 0
+) -> ResidualCodes:
+    """Documents of these lengths, of random codes."""
+    generator = torch.Generator().manual_seed(seed)
+    n_tokens = sum(lengths)
+    return ResidualCodes(
+        torch.randint(0, n_centroids, (n_tokens,), generator=generator, dtype=torch.int32),
+        torch.randint(0, 256, (n_tokens, size * nbits // 8), generator=generator, dtype=torch.uint8),
+        torch.nn.functional.normalize(torch.randn(n_centroids, size, generator=generator), dim=-1).to(dtype),
+        (torch.randn(1 << nbits, generator=generator) / size**0.5).to(dtype),
+        torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int64 if seed % 2 else torch.int32),
+    )
+
+
+@st.composite
+def residual_cases(
+    draw: st.DrawFn,
+    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.float16, torch.bfloat16, torch.float64),
+    codec_dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16, torch.float32),
+    sizes: st.SearchStrategy[int] = SIZES,
+    max_length: int = 40,
+) -> tuple[Tensor, ResidualCodes, dict]:
+    """Queries, documents of lengths from 0, and all options: masks and weights, candidates with some missing."""
+    seed = draw(st.integers(0, 2**31))
+    generator = torch.Generator().manual_seed(seed)
+    lengths = draw(st.lists(st.integers(0, max_length), min_size=1, max_size=6))
+    size, nbits = draw(sizes), draw(st.sampled_from([2, 4]))
+    documents = residual_codes(lengths, size, nbits, draw(st.sampled_from(codec_dtypes)), seed=seed)
+    n_queries, query_length = draw(st.integers(1, 4)), draw(st.integers(1, max_length))
+    queries = torch.nn.functional.normalize(torch.randn(n_queries, query_length, size, generator=generator), dim=-1)
+    kind, mask = draw(st.sampled_from(["none", "bool", "int64", "weights"])), None
+    if kind != "none":
+        mask = torch.rand(n_queries, query_length, generator=generator) > 0.4
+        mask = mask.long() if kind == "int64" else mask
+        mask = mask * (0.25 + torch.rand(mask.shape, generator=generator)) if kind == "weights" else mask
+    candidates = None
+    if draw(st.booleans()):
+        number = draw(st.integers(1, 5))
+        candidates = torch.randint(-1, len(lengths), (n_queries, number), generator=generator)
+        candidates = candidates.to(draw(st.sampled_from([torch.int32, torch.int64])))
+    options = {
+        "queries_mask": mask,
+        "candidates": candidates,
+        "reduction": draw(st.sampled_from(["sum", "mean"])),
+        "empty_score": draw(st.sampled_from([0.0, -5.0])),
+    }
+    return queries.to(draw(st.sampled_from(dtypes))), documents, options
+
+
+def residual_gradient(function, queries: Tensor, documents: ResidualCodes, options: dict) -> Tensor:
+    """The gradient of the queries under a fixed, uneven weighting of the scores."""
+    queries = queries.detach().requires_grad_()
+    scores = function(queries, documents, **options)
+    weight = torch.cos(torch.arange(scores.numel(), device=scores.device, dtype=scores.dtype)).view(scores.shape)
+    return torch.autograd.grad((scores * weight).sum(), queries)[0]

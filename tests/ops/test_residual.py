@@ -1,0 +1,269 @@
+"""`ResidualCodes` and `maxsim_residual` against the definition in float64."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from safetensors.torch import save_file
+
+from pylate_flash import ResidualCodes, maxsim, maxsim_residual, maxsim_varlen
+from pylate_flash.ops import blocked, residual_codes
+from pylate_flash.ops.residual import maxsim_residual_reference
+from tests.ops.cases import relative_error
+from tests.ops.residual_cases import residual_cases, residual_gradient
+from tests.ops.residual_cases import residual_codes as codes_of
+
+OPTIONS = {"deadline": None, "derandomize": True}
+CLOSE = {"rtol": 2e-6, "atol": 2e-6, "equal_nan": True}
+FIELDS = ("codes", "residuals", "centroids", "bucket_weights", "cu_seqlens", "scales")
+
+
+def element_by_element(documents: ResidualCodes) -> torch.Tensor:
+    """What codes stand for, in float64, bit by bit."""
+    rows = []
+    for code, packed in zip(documents.codes.tolist(), documents.residuals.tolist(), strict=True):
+        bits = "".join(f"{byte:08b}" for byte in packed)
+        indices = [int(bits[i : i + documents.nbits], 2) for i in range(0, len(bits), documents.nbits)]
+        row = documents.centroids[code] + documents.bucket_weights[indices]
+        rows.append(row.double() / row.double().norm())
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("nbits", [2, 4])
+def test_decompressed_as_the_bits_say(nbits: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    documents = codes_of([3, 0, 5], 24, nbits, dtype)
+    expected = element_by_element(documents)
+    # Both with a block of two tokens, and with all at once.
+    for step in (48, 1 << 20):
+        monkeypatch.setattr(residual_codes, "_ELEMENTS_AT_ONCE", step)
+        again = replace(documents, scales=None)
+        torch.testing.assert_close(again.decompress(torch.float64), expected, rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(again.decompress().double(), expected, rtol=1e-6, atol=1e-7)
+        assert torch.equal(again.decompress(torch.bfloat16), again.decompress().bfloat16())
+    assert documents.nbits == nbits
+    assert documents.size == 24
+    assert documents.n_documents == 3
+
+
+def test_a_token_of_zeros_stays_one() -> None:
+    documents = ResidualCodes(
+        torch.zeros(1, dtype=torch.int32), torch.zeros(1, 1, dtype=torch.uint8), torch.ones(1, 4), -torch.ones(4),
+        torch.tensor([0, 1]),
+    )  # fmt: skip
+    assert torch.equal(documents.decompress(), torch.zeros(1, 4))
+
+
+@settings(max_examples=80, **OPTIONS)
+@given(case=residual_cases())
+def test_scores(case: tuple) -> None:
+    queries, documents, options = case
+    found = maxsim_residual(queries, documents, **options)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), maxsim_residual_reference(queries, documents, **options), **CLOSE)
+
+
+@settings(max_examples=40, **OPTIONS)
+@given(case=residual_cases(dtypes=(torch.float32, torch.float64)))
+def test_gradient(case: tuple) -> None:
+    queries, documents, options = case
+    found = residual_gradient(maxsim_residual, queries, documents, options)
+    expected = residual_gradient(maxsim_residual_reference, queries, documents, options)
+    assert found.dtype == queries.dtype
+    assert relative_error(found, expected) <= 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_gradient(dtype: torch.dtype) -> None:
+    queries, documents = torch.randn(3, 5, 8).to(dtype), codes_of([4, 9], 8, 4)
+    found = residual_gradient(maxsim_residual, queries, documents, {})
+    expected = residual_gradient(maxsim_residual_reference, queries, documents, {})
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.double(), expected.double(), rtol=1e-2, atol=1e-6)
+
+
+def test_the_definition_is_maxsim_of_what_is_decompressed() -> None:
+    queries, documents = torch.randn(3, 5, 8, dtype=torch.float64), codes_of([4, 0, 9], 8, 4)
+    bounds = torch.tensor([0, 5, 10, 15])
+    expected = maxsim_varlen(
+        queries.flatten(0, 1), documents.decompress(torch.float64), bounds, documents.cu_seqlens, empty_score=-2.0
+    )
+    found = maxsim_residual_reference(queries, documents, empty_score=-2.0)
+    torch.testing.assert_close(found.float(), expected)
+    candidates = torch.tensor([[2, 0], [-1, 1], [0, 0]])
+    found = maxsim_residual_reference(queries, documents, candidates=candidates, empty_score=-2.0)
+    assert found[1].tolist() == [-2.0, -2.0]
+    kept = candidates.clamp(min=0)
+    torch.testing.assert_close(found[[0, 2]].float(), expected.gather(1, kept)[[0, 2]])
+
+
+@pytest.mark.parametrize("with_candidates", [False, True])
+def test_several_blocks_of_documents(with_candidates: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    queries, documents = torch.randn(3, 5, 16), codes_of([20, 0, 3, 17, 40], 16, 2)
+    options = {"queries_mask": torch.rand(3, 5), "empty_score": -1.0}
+    if with_candidates:
+        options["candidates"] = torch.tensor([[4, 0, -1], [1, 1, 2], [3, 4, 3]])
+    expected = maxsim_residual_reference(queries, documents, **options)
+    gradient = residual_gradient(maxsim_residual_reference, queries, documents, options)
+    for block in (1, 80, 1 << 20):
+        monkeypatch.setattr(blocked, "_BLOCK_CPU", block)
+        torch.testing.assert_close(maxsim_residual(queries, documents, **options).double(), expected, **CLOSE)
+        assert relative_error(residual_gradient(maxsim_residual, queries, documents, options), gradient) <= 1e-5
+
+
+@pytest.mark.parametrize(("lengths", "n_queries"), [([], 2), ([0, 0], 2), ([3, 4], 0)])
+def test_nothing_to_score(lengths: list[int], n_queries: int) -> None:
+    queries, documents = torch.ones(n_queries, 3, 8, requires_grad=True), codes_of(lengths, 8, 4)
+    found = maxsim_residual(queries, documents, empty_score=-7.0, reduction="mean")
+    assert torch.equal(found, torch.full((n_queries, len(lengths)), -7.0))
+    found.sum().backward()
+    assert torch.equal(queries.grad, torch.zeros_like(queries))
+    none = torch.full((n_queries, 2), -1)
+    assert torch.equal(maxsim_residual(queries, documents, candidates=none, empty_score=-7.0), none * 7.0)
+    assert maxsim_residual(queries, documents, candidates=none[:, :0]).shape == (n_queries, 0)
+
+
+def test_a_query_token_that_is_not_a_number() -> None:
+    queries, documents = torch.randn(2, 3, 8), codes_of([4, 0], 8, 4)
+    queries[1, 1, 2] = torch.nan
+    assert maxsim_residual(queries, documents).isnan().tolist() == [[False, False], [True, False]]
+    mask = ~queries.isnan().any(dim=-1)
+    assert not maxsim_residual(queries, documents, queries_mask=mask).isnan().any()
+
+
+def test_under_autocast_queries_take_its_type() -> None:
+    queries, documents = torch.randn(2, 3, 8), codes_of([4, 5], 8, 4)
+    expected = maxsim_residual(queries.bfloat16(), documents)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(maxsim_residual(queries, documents), expected)
+
+
+@pytest.mark.parametrize("candidates", [None, torch.tensor([[1, -1, 0], [0, 1, 1]])])
+def test_opcheck_and_compile(candidates: torch.Tensor | None) -> None:
+    torch.manual_seed(0)
+    queries, documents = torch.randn(2, 3, 8, requires_grad=True), codes_of([4, 0, 5], 8, 4)
+    mask = torch.rand(2, 3)
+    tensors = (getattr(documents, name) for name in FIELDS)
+    arguments = (queries, mask, *tensors, candidates, "mean", -1.0, "auto")
+    torch.library.opcheck(torch.ops.pylate_flash.maxsim_residual.default, arguments)
+    options = {"queries_mask": mask, "candidates": candidates, "reduction": "mean", "empty_score": -1.0}
+    compiled = torch.compile(maxsim_residual, fullgraph=True)
+    torch.testing.assert_close(compiled(queries, documents, **options), maxsim_residual(queries, documents, **options))
+    found = residual_gradient(compiled, queries, documents, options)
+    torch.testing.assert_close(found, residual_gradient(maxsim_residual, queries, documents, options))
+
+
+def test_no_second_derivative() -> None:
+    queries = torch.randn(2, 3, 8, requires_grad=True)
+    (gradient,) = torch.autograd.grad(maxsim_residual(queries, codes_of([4], 8, 4)).sum(), queries, create_graph=True)
+    with pytest.raises(RuntimeError, match="maxsim_residual has no second derivative"):
+        gradient.sum().backward()
+
+
+@pytest.mark.parametrize("nbits", [2, 4])
+def test_saved_and_loaded_to_the_bit(nbits: int, tmp_path: Path) -> None:
+    documents, path = codes_of([3, 0, 2], 8, nbits, torch.bfloat16, seed=1), tmp_path / "documents.safetensors"
+    documents.save(path)
+    found = ResidualCodes.load(path)
+    assert found.nbytes == documents.nbytes
+    for name in FIELDS:
+        assert getattr(found, name).dtype == getattr(documents, name).dtype
+        assert torch.equal(getattr(found, name), getattr(documents, name))
+    assert os.listdir(tmp_path) == ["documents.safetensors"]
+
+
+def test_other_files_are_refused(tmp_path: Path) -> None:
+    documents, path = codes_of([3], 8, 4), tmp_path / "documents.safetensors"
+    documents.save(path)
+    content = path.read_bytes()
+    for damaged in (b"", content[: len(content) // 2], b"x" * 100):
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"documents.safetensors holds no residual codes"):
+            ResidualCodes.load(path)
+    save_file({"codes": torch.ones(2)}, path)
+    with pytest.raises(ValueError, match="its metadata are None"):
+        ResidualCodes.load(path)
+    # A code without a centroid would be read from memory that is not the centroids'.
+    object.__setattr__(documents, "codes", documents.codes + 7)
+    documents.save(path)
+    with pytest.raises(ValueError, match="holds no residual codes: codes must be from 0 to 6"):
+        ResidualCodes.load(path)
+
+
+def changed(**tensors: torch.Tensor) -> ResidualCodes:
+    return replace(codes_of([2, 1], 8, 4), **tensors)
+
+
+QUERIES = torch.ones(2, 3, 8)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: changed(codes=torch.zeros(3)), TypeError, "codes must be int32, got torch.float32"),
+        (
+            lambda: changed(codes=torch.tensor([0, -1, 2], dtype=torch.int32)),
+            ValueError, "codes must be from 0 to 6, the last of centroids, got -1 to 2",
+        ),
+        (
+            lambda: changed(residuals=torch.zeros(3, 5, dtype=torch.uint8)),
+            ValueError, r"residuals must have shape \[3, 4\], got \[3, 5\]",
+        ),
+        (lambda: changed(residuals=torch.zeros(3, 4)), TypeError, "residuals must be uint8"),
+        (lambda: changed(centroids=torch.zeros(7, 8).double()), TypeError, "centroids must be float16 or bfloat16"),
+        (lambda: changed(bucket_weights=torch.ones(16)), TypeError, "bucket_weights must be float16, got"),
+        (
+            lambda: changed(bucket_weights=torch.ones(8).half()),
+            ValueError, r"bucket_weights must have shape \[4\] or \[16\], got \[8\]",
+        ),
+        (
+            lambda: changed(centroids=torch.zeros(7, 7).half()),
+            ValueError, "an embedding size that takes whole bytes of 4 bits, got 7",
+        ),
+        (lambda: changed(cu_seqlens=torch.tensor([0, 2])), ValueError, "cu_seqlens must rise from 0 to .* 3, got 0 to"),
+        (lambda: changed(scales=torch.ones(2)), ValueError, r"scales must have shape \[3\], got \[2\]"),
+        (
+            lambda: changed(centroids=torch.zeros(7, 8, dtype=torch.float16, requires_grad=True)),
+            ValueError, "centroids must not require a gradient",
+        ),
+        (lambda: changed().decompress(torch.int8), TypeError, "dtype must be a floating torch.dtype"),
+        (lambda: maxsim_residual(QUERIES, torch.ones(2, 3, 8)), TypeError, "documents must be ResidualCodes"),
+        (lambda: maxsim(QUERIES, changed()), TypeError, "documents must be a torch.Tensor, got ResidualCodes"),
+        (lambda: maxsim_residual(QUERIES[0], changed()), ValueError, r"queries must have shape \[Nq, Lq, d\]"),
+        (
+            lambda: maxsim_residual(QUERIES[..., :4], changed()),
+            ValueError, "documents must have the embedding size of queries, 4, got 8",
+        ),
+        (
+            lambda: maxsim_residual(QUERIES, changed(), queries_mask=torch.ones(2, 4)),
+            ValueError, r"queries_mask must have shape \[2, 3\]",
+        ),
+        (
+            lambda: maxsim_residual(QUERIES, changed(), queries_mask=torch.full((2, 3), 2)),
+            ValueError, "queries_mask must hold only 0",
+        ),
+        (
+            lambda: maxsim_residual(QUERIES, changed(), candidates=torch.tensor([[0], [2]])),
+            ValueError, "candidates must be numbers of documents, 0 to 1, or -1 for none, got 0 to 2",
+        ),
+        (
+            lambda: maxsim_residual(QUERIES, changed(), candidates=torch.tensor([[0, 1]])),
+            ValueError, "candidates must have one row per query, Nq = 2",
+        ),
+        (
+            lambda: maxsim_residual(QUERIES, changed(), candidates=torch.ones(2, 1)),
+            TypeError, "candidates must be int32 or int64",
+        ),
+        (lambda: maxsim_residual(QUERIES, changed(), reduction="max"), ValueError, "reduction must be one of"),
+        (lambda: maxsim_residual(QUERIES, changed(), implementation="triton"), ValueError, "cannot serve this input"),
+    ],
+)  # fmt: skip
+def test_one_error_for_each_mistake(call, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()
