@@ -1,4 +1,4 @@
-"""Inverse Euclidean norms of token embeddings, in float32, by which normalised similarities are scaled."""
+"""Norms of token embeddings, in float32: inverse ones, by which normalised similarities are scaled, and squares."""
 
 from __future__ import annotations
 
@@ -32,6 +32,24 @@ def row_addresses(rows, n_sequences, length, stride_group, stride_sequence, stri
     )
 
 
+@triton.jit
+def _squares_of(
+    embeddings_ptr, rows, n_rows, n_sequences, length, stride_group, stride_sequence, stride_token,
+    EMBEDDING: tl.constexpr,
+    BLOCK_EMBEDDING: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+):  # fmt: skip
+    """Squared norms of the tokens [groups, n_sequences, length], counted as rows, float32."""
+    base = embeddings_ptr + row_addresses(rows, n_sequences, length, stride_group, stride_sequence, stride_token)
+    squares = tl.zeros([BLOCK_ROWS], tl.float32)
+    for start in tl.range(0, EMBEDDING, BLOCK_EMBEDDING):
+        dims = start + tl.arange(0, BLOCK_EMBEDDING)
+        mask = (rows < n_rows)[:, None] & (dims < EMBEDDING)[None, :]
+        values = tl.load(base[:, None] + dims[None, :], mask=mask, other=0.0).to(tl.float32)
+        squares += tl.sum(values * values, axis=1)
+    return squares
+
+
 @triton.jit(do_not_specialize=["n_rows", "n_sequences", "length"])
 def _inverse_norms_kernel(
     embeddings_ptr, scales_ptr, n_rows, n_sequences, length, stride_group, stride_sequence, stride_token,
@@ -41,18 +59,31 @@ def _inverse_norms_kernel(
 ):  # fmt: skip
     """scales[row] for the tokens [groups, sequences, length] of `embeddings`, counted as rows."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    exists = rows < n_rows
-    base = embeddings_ptr + row_addresses(rows, n_sequences, length, stride_group, stride_sequence, stride_token)
-    squares = tl.zeros([BLOCK_ROWS], tl.float32)
-    for start in tl.range(0, EMBEDDING, BLOCK_EMBEDDING):
-        dims = start + tl.arange(0, BLOCK_EMBEDDING)
-        mask = exists[:, None] & (dims < EMBEDDING)[None, :]
-        values = tl.load(base[:, None] + dims[None, :], mask=mask, other=0.0).to(tl.float32)
-        squares += tl.sum(values * values, axis=1)
-    tl.store(scales_ptr + rows, inverse_norm(squares), mask=exists)
+    squares = _squares_of(
+        embeddings_ptr, rows, n_rows, n_sequences, length, stride_group, stride_sequence, stride_token, EMBEDDING,
+        BLOCK_EMBEDDING, BLOCK_ROWS,
+    )  # fmt: skip
+    tl.store(scales_ptr + rows, inverse_norm(squares), mask=rows < n_rows)
+
+
+@triton.jit(do_not_specialize=["n_rows", "n_sequences", "length"])
+def _half_squares_kernel(
+    embeddings_ptr, halves_ptr, n_rows, n_sequences, length, stride_group, stride_sequence, stride_token,
+    EMBEDDING: tl.constexpr,
+    BLOCK_EMBEDDING: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+):  # fmt: skip
+    """halves[row] for the tokens [groups, sequences, length] of `embeddings`, counted as rows."""
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    squares = _squares_of(
+        embeddings_ptr, rows, n_rows, n_sequences, length, stride_group, stride_sequence, stride_token, EMBEDDING,
+        BLOCK_EMBEDDING, BLOCK_ROWS,
+    )  # fmt: skip
+    tl.store(halves_ptr + rows, 0.5 * squares, mask=rows < n_rows)
 
 
 _inverse_norms = Kernel(_inverse_norms_kernel)
+_half_squares = Kernel(_half_squares_kernel)
 
 
 def inverse_norms(embeddings: Tensor) -> Tensor:
@@ -60,6 +91,13 @@ def inverse_norms(embeddings: Tensor) -> Tensor:
     scales = torch.empty(embeddings.shape[:-1], dtype=torch.float32, device=embeddings.device)
     launch_rows(_inverse_norms, embeddings, scales)
     return scales
+
+
+def half_squares(embeddings: Tensor) -> Tensor:
+    """Half the squared norms, with the shapes of `inverse_norms`."""
+    halves = torch.empty(embeddings.shape[:-1], dtype=torch.float32, device=embeddings.device)
+    launch_rows(_half_squares, embeddings, halves)
+    return halves
 
 
 def launch_rows(kernel: Kernel, embeddings: Tensor, found: Tensor) -> None:

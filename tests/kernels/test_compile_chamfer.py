@@ -8,6 +8,7 @@ import os
 import pytest
 import torch
 
+from pylate_flash.kernels import norms
 from pylate_flash.kernels.chamfer.plan import meeting_plan
 from pylate_flash.ops import kernel_calls
 from pylate_flash.ops.chamfer_compute import ChamferOptions, Sets, problem_of_sets
@@ -20,7 +21,8 @@ _MEET, _SETTLE, _GRADIENT = (
     importlib.import_module(f"pylate_flash.kernels.chamfer.{name}") for name in ("meet", "settle", "gradient")
 )
 KERNELS = {
-    _MEET: ("_meet", "_half_squares"),
+    norms: ("_half_squares",),
+    _MEET: ("_meet",),
     _SETTLE: ("_settle",),
     _GRADIENT: ("_gradient",),
 }

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..forward.cuts import NO_WINNER
 from ..launch import Kernel
+from ..norms import half_squares
 from ..reductions import larger, max_along
 from ..soft.common import split_products
 from .inputs import Side, points_at, set_of
@@ -26,28 +27,6 @@ from .plan import meeting_plan
 
 if TYPE_CHECKING:
     from ...ops.problem import Problem
-
-_BLOCK_POINTS = 64
-
-
-@triton.jit(do_not_specialize=["n_points", "length"])
-def _half_squares_kernel(
-    points_ptr, halves_ptr, n_points, length, stride_set, stride_point,
-    SIZE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_POINTS: tl.constexpr,
-):  # fmt: skip
-    """halves[point] = half its squared norm, of all points of sets [n_points / length, length]."""
-    points = tl.program_id(0).to(tl.int64) * BLOCK_POINTS + tl.arange(0, BLOCK_POINTS)
-    exists = points < n_points
-    rows = points_ptr + (points // length) * stride_set + (points % length) * stride_point
-    squares = tl.zeros([BLOCK_POINTS], tl.float32)
-    for start in tl.range(0, SIZE, BLOCK_SIZE):
-        dims = start + tl.arange(0, BLOCK_SIZE)
-        mask = exists[:, None] & (dims < SIZE)[None, :]
-        values = tl.load(rows[:, None] + dims[None, :], mask=mask, other=0.0).to(tl.float32)
-        squares += tl.sum(values * values, axis=1)
-    tl.store(halves_ptr + points, 0.5 * squares, mask=exists)
 
 
 @triton.jit(do_not_specialize=["x_length", "y_length", "n_row_blocks", "n_shares", "share"])
@@ -160,7 +139,6 @@ def _meet_kernel(
         tl.atomic_max(x_keys_ptr + x_start + at, keys, mask=at < x_count, sem="relaxed")
 
 
-_half_squares = Kernel(_half_squares_kernel)
 _meet = Kernel(_meet_kernel)
 
 
@@ -190,19 +168,3 @@ def meet(problem: Problem, x: Side, y: Side, squared: bool) -> tuple[Tensor, Ten
         (tile.num_warps, tile.num_stages, None),
     )  # fmt: skip
     return x_keys, y_keys
-
-
-def half_squares(points: Tensor) -> Tensor:
-    """Half the squared norm of every point, float32, of [N, L, d] or [T, d] of contiguous rows; no size is 0."""
-    *_, length, size = points.shape
-    n_points = points.shape[:-1].numel()
-    halves = torch.empty(n_points, dtype=torch.float32, device=points.device)
-    _half_squares(
-        (-(-n_points // _BLOCK_POINTS), 1, 1),
-        (points, halves),
-        (n_points, length),
-        (0, *points.stride())[-3:-1],
-        (size, min(128, 1 << (size - 1).bit_length()), _BLOCK_POINTS),
-        (4, 3, None),
-    )
-    return halves
