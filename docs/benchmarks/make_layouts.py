@@ -82,6 +82,14 @@ def descriptor(start: int, width: int) -> int:
     return (start // UNIT & 0x3FFF) | (ATOM_ROWS * width // UNIT) << 32 | MODES[width] << 62
 
 
+def blackwell_descriptor(start: int, width: int) -> int:
+    """Return the same for products of tcgen05, on Blackwell.
+
+    A 1 in bits 46 to 48 says that it is of this form; the width takes bits 61 to 63, in another numbering.
+    """
+    return (start // UNIT & 0x3FFF) | (ATOM_ROWS * width // UNIT) << 32 | 1 << 46 | 2 * MODES[width] << 61
+
+
 def step_starts(tokens: int, size: int) -> list[int]:
     """Return where each instruction's operand begins in a tile, in the order of the embedding."""
     width = width_of(size)
