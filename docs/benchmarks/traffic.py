@@ -35,16 +35,16 @@ from pylate_flash.ops.problem import Options, Problem, Tensors, problem_of
 
 RESULTS = Path(__file__).resolve().parent / "results" / "traffic"
 
-# Bytes between memory and L2, of L2 in all, and what multiprocessors read from it and wrote to it, in sectors of 32.
+# Bytes between memory and L2, of L2 in all, and what multiprocessors read from it and wrote to it.
 METRICS = {
-    "dram__bytes_read.sum": ("memory_read", 1),
-    "dram__bytes_write.sum": ("memory_written", 1),
-    "lts__t_bytes.sum": ("l2_all", 1),
-    "lts__t_sectors_srcunit_tex_op_read.sum": ("l2_read", 32),
-    "lts__t_sectors_srcunit_tex_op_write.sum": ("l2_written", 32),
+    "dram__bytes_read.sum": ("memory_read", "byte"),
+    "dram__bytes_write.sum": ("memory_written", "byte"),
+    "lts__t_bytes.sum": ("l2_all", "byte"),
+    "lts__t_sectors_srcunit_tex_op_read.sum": ("l2_read", "sector"),
+    "lts__t_sectors_srcunit_tex_op_write.sum": ("l2_written", "sector"),
 }
+UNITS = {"byte": 1, "sector": 32}
 _NAMES = tuple(name for name, _ in METRICS.values())
-UNITS = {"byte": 1, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9, "sector": 1, "Ksector": 1e3, "Msector": 1e6, "": 1}
 # Where Nsight Compute is installed, if it is not on PATH.
 PLACES = ("/opt/nvidia/nsight-compute/*/ncu", "/usr/local/cuda*/bin/ncu", "/usr/local/cuda*/nsight-compute-*/ncu")
 
@@ -204,7 +204,7 @@ def parse(printed: str) -> dict[str, dict[str, float]]:
     Parameters
     ----------
     printed
-        What `ncu --csv --page raw` printed: a line of names, a line of units, and a line for each launch.
+        What `ncu --csv --page raw --print-units base` printed: a line of names, one of units, and one for each launch.
 
     Raises
     ------
@@ -220,11 +220,11 @@ def parse(printed: str) -> dict[str, dict[str, float]]:
     for launch in launches:
         of_kernel = found.setdefault(launch["Kernel Name"], dict.fromkeys(("launches", *_NAMES), 0))
         of_kernel["launches"] += 1
-        for metric, (name, size) in METRICS.items():
+        for metric, (name, unit) in METRICS.items():
             value = launch.get(metric) or ""
-            if not re.fullmatch(r"[0-9.,]+", value) or units[metric] not in UNITS:
-                raise ValueError(f"ncu must measure {metric}, got {value!r} {units.get(metric)!r}")
-            of_kernel[name] += float(value.replace(",", "")) * UNITS[units[metric]] * size
+            if not re.fullmatch(r"[0-9.,]+", value) or units[metric] != unit:
+                raise ValueError(f"ncu must measure {metric} by {unit}, got {value!r} {units.get(metric)!r}")
+            of_kernel[name] += float(value.replace(",", "")) * UNITS[unit]
     return found
 
 
@@ -237,7 +237,8 @@ def measure(shape: Shape) -> dict[str, dict[str, float]]:
         If `ncu` fails; the message ends with what it printed.
     """
     command = [
-        profiler(), "--csv", "--page", "raw", "--profile-from-start", "off", "--metrics", ",".join(METRICS),
+        profiler(), "--csv", "--page", "raw", "--print-units", "base", "--profile-from-start", "off",
+        "--metrics", ",".join(METRICS),
         "--kernel-name", "regex:_(hopper|add_sums|gather|finish|sort|scan|place|sum|combine)_kernel",
         sys.executable, str(Path(__file__).resolve()), "--profiled", shape.name,
     ]  # fmt: skip

@@ -15,16 +15,16 @@ from pylate_flash.kernels.backward import gather, lists, sums
 from pylate_flash.kernels.forward import common
 from pylate_flash.ops.problem import Options, Problem, Tensors, problem_of
 
-# As `ncu --csv --page raw` prints: what it says besides, names, units, and a line for each launch.
+# As `ncu --csv --page raw --print-units base` prints: what it says besides, names, units, and a line for each launch.
 COLUMNS = ('"ID"', '"Kernel Name"', *(f'"{metric}"' for metric in traffic.METRICS))
 PRINTED = "\n".join(
     [
         "==PROF== Connected to process 7",
         "what the process prints",
         ",".join(COLUMNS),
-        '"","","Mbyte","byte","Kbyte","sector","sector"',
-        '"0","_sort_kernel","1.5","2,000","3","10","20"',
-        '"1","_sort_kernel","0.5","1,000","1","30","40"',
+        '"","","byte","byte","byte","sector","sector"',
+        '"0","_sort_kernel","1,500","2,000","3","10","20"',
+        '"1","_sort_kernel","500","1,000","1","30","40"',
         '"2","_sum_kernel","7","8","9","1,000","2"',
         "==PROF== Disconnected from process 7",
     ]
@@ -87,11 +87,11 @@ def test_the_table_of_a_profile() -> None:
     found = traffic.parse(PRINTED)
     assert found == {
         "_sort_kernel": {
-            "launches": 2, "memory_read": 2e6, "memory_written": 3000, "l2_all": 4000, "l2_read": 1280,
+            "launches": 2, "memory_read": 2000, "memory_written": 3000, "l2_all": 4, "l2_read": 1280,
             "l2_written": 1920,
         },
         "_sum_kernel": {
-            "launches": 1, "memory_read": 7e6, "memory_written": 8, "l2_all": 9000, "l2_read": 32000, "l2_written": 64,
+            "launches": 1, "memory_read": 7, "memory_written": 8, "l2_all": 9, "l2_read": 32000, "l2_written": 64,
         },
     }  # fmt: skip
 
@@ -100,8 +100,8 @@ def test_the_table_of_a_profile() -> None:
     ("printed", "message"),
     [
         ("==ERROR== ERR_NVGPUCTRPERM", "must print a table, got: ==ERROR== ERR_NVGPUCTRPERM"),
-        (PRINTED.replace('"1.5"', '"n/a"'), "must measure dram__bytes_read.sum, got 'n/a'"),
-        (PRINTED.replace("Mbyte", "furlong"), "must measure dram__bytes_read.sum, got '1.5' 'furlong'"),
+        (PRINTED.replace('"1,500"', '"n/a"'), "must measure dram__bytes_read.sum by byte, got 'n/a'"),
+        (PRINTED.replace('"byte"', '"Mbyte"'), "must measure dram__bytes_read.sum by byte, got '1,500' 'Mbyte'"),
     ],
 )
 def test_a_profile_that_lacks_something_is_an_error(printed: str, message: str) -> None:
