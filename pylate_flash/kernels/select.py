@@ -20,6 +20,7 @@ from .tiles import (
     HopperTile,
     Tile,
     architecture,
+    blackwell_takes,
     copied_by_16_bytes,
     divided_strides,
     fused_tile,
@@ -65,14 +66,16 @@ def choose(implementation: str, device: torch.device, dtype: torch.dtype, embedd
     Raises
     ------
     ValueError
-        If "triton" was asked for by name and the kernels cannot take the input.
+        If kernels were asked for by name, "triton" or "blackwell", and they cannot take the input.
     """
     if implementation == "blocked":
         return "blocked"
     reason = _kernels_take(device, dtype, embedding_size)
-    if implementation == "triton":
+    if reason is None and implementation == "blackwell":
+        reason = blackwell_takes(device, dtype, embedding_size)
+    if implementation != "auto":
         if reason is not None:
-            raise ValueError(f'implementation="triton" cannot serve this input: {reason}')
+            raise ValueError(f'implementation="{implementation}" cannot serve this input: {reason}')
         return "triton"
     if device.type == "cuda" and reason is not None:
         _log_fallback(reason)
@@ -163,12 +166,8 @@ _ONE_MATRIX = "the tokens of all queries are the rows of one matrix"
 
 
 def _single_plan(problem: Problem) -> ForwardPlan:
-    kind, n_queries, query_length, n_documents = (
-        problem.kind,
-        problem.n_queries,
-        problem.query_length,
-        problem.n_documents,
-    )
+    kind, n_queries = problem.kind, problem.n_queries
+    query_length, n_documents = problem.query_length, problem.n_documents
     capability, processors = architecture(kind.device)
     columns = single_columns(query_length)
     column_blocks = -(-query_length // columns)

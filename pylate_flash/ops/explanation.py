@@ -8,8 +8,9 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
+from ..kernels.blackwell.plan import blackwell_plan
 from ..kernels.select import BackwardPlan, ForwardPlan, backward_plan, choose, forward_plan, why
-from .maxsim import checked, needs_gradient
+from .maxsim import FORWARD_IMPLEMENTATIONS, checked, needs_gradient
 from .problem import Options, Problem, Tensors, problem_of
 from .quantization import QuantizedEmbeddings
 from .quantized import checked_with_values, problem_of_quantized
@@ -125,7 +126,7 @@ def explain(
     if isinstance(documents, QuantizedEmbeddings):
         tensors = checked_with_values("explain", tensors, options)
         return explain_problem(problem_of_quantized(tensors, options, bool(quantize_queries)), implementation)
-    tensors = checked("explain", tensors, options)
+    tensors = checked("explain", tensors, options, FORWARD_IMPLEMENTATIONS)
     return explain_problem(problem_of(tensors, options, needs_gradient(*tensors[:2])), implementation)
 
 
@@ -135,12 +136,16 @@ def explain_problem(problem: Problem, implementation: str = "auto") -> Explanati
     chosen = choose(*kind)
     forward = backward = None
     if chosen == "triton" and not problem.is_empty:
-        forward = _plan_of_quantized(problem) if problem.kind.quantized is not None else forward_plan(problem)
+        forward = _plan_of(problem)
         backward = backward_plan(problem) if problem.with_winners else None
     return Explanation(chosen, why(*kind), forward, backward)
 
 
-def _plan_of_quantized(problem: Problem) -> ForwardPlan:
+def _plan_of(problem: Problem) -> ForwardPlan:
+    if problem.kind.blackwell:
+        return blackwell_plan(problem)
+    if problem.kind.quantized is None:
+        return forward_plan(problem)
     # Its package needs Triton, which is not everywhere.
     from ..kernels.quantized.plan import quantized_plan
 

@@ -28,6 +28,8 @@ from .quantization import QuantizedEmbeddings
 
 REDUCTIONS = ("sum", "mean")
 MASKINGS = ("exclude", "zero")
+# Also the forward that has never run.
+FORWARD_IMPLEMENTATIONS = (*IMPLEMENTATIONS, "blackwell")
 
 
 def maxsim_reference(
@@ -118,7 +120,9 @@ def maxsim(
         are widened while they are multiplied.
     implementation
         "auto", or by name: "triton" (CUDA, compute capability >= 8.0, 8.9 for fp8, at most 4096 dimensions, no float64)
-        or "blocked" (plain torch in blocks). `explain` tells which it is, and why.
+        or "blocked" (plain torch in blocks). `explain` tells which it is, and why. "blackwell" is "triton" with a
+        forward for compute capability 10.0 that has been compiled and has never run (half precision, at most 256
+        dimensions): "auto" never takes it.
 
     Returns
     -------
@@ -135,7 +139,7 @@ def maxsim(
         If an argument is no tensor, of another dtype than named above, or the two dtypes differ.
     ValueError
         If shapes, devices or embedding sizes do not fit together, a mask holds values that it may not, or requires a
-        gradient, an option is none of its choices, or implementation="triton" cannot take the input.
+        gradient, an option is none of its choices, or an implementation asked for by name cannot take the input.
     RuntimeError
         If the call is differentiated by `torch.func`, in forward mode, or twice; or with quantized documents at all.
 
@@ -215,14 +219,16 @@ def maxsim_pairwise(
 
 def scores_of(operation: str, tensors: Tensors, options: Options) -> Tensor:
     """The scores of a call by the operator, after what comes before it."""
-    return _maxsim(*checked(operation, tensors, options), *options)
+    return _maxsim(*checked(operation, tensors, options, FORWARD_IMPLEMENTATIONS), *options)
 
 
-def checked(operation: str, tensors: Tensors, options: Options) -> Tensors:
+def checked(
+    operation: str, tensors: Tensors, options: Options, implementations: tuple[str, ...] = IMPLEMENTATIONS
+) -> Tensors:
     """What comes before an operator: checks of the options, and of what it would not take; autocast."""
     check_choice("reduction", options.reduction, REDUCTIONS)
     check_choice("masking", options.masking, MASKINGS)
-    check_choice("implementation", options.implementation, IMPLEMENTATIONS)
+    check_choice("implementation", options.implementation, implementations)
     queries, documents, queries_mask, documents_mask = tensors[:4]
     check_tensor("queries", queries)
     check_tensor("documents", documents)

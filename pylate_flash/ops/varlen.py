@@ -109,7 +109,8 @@ def maxsim_varlen(
         If an argument is no tensor of the dtype named above, or the dtypes differ.
     ValueError
         If shapes, devices or embedding sizes do not fit together, boundaries do not span the tokens, a sequence is
-        longer than it may be, an option is none of its choices, or implementation="triton" cannot take the input.
+        longer than it may be, an option is none of its choices, or an implementation asked for by name cannot take the
+        input.
     RuntimeError
         As in `maxsim`.
 

@@ -14,6 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language._core import builtin
 
+import make_layouts
 from pylate_flash.kernels import select
 from pylate_flash.kernels.forward import hopper, maxima, maxsim_forward, stacked
 from pylate_flash.kernels.select import forward_plan
@@ -59,22 +60,6 @@ def layout_of(kernel, monkeypatch: pytest.MonkeyPatch, **constants: int):
     return SEEN[0]
 
 
-def atoms(tokens: int, size: int) -> list[list[int]]:
-    """Token and element at every power of two of a K-major operand, from the arithmetic of its swizzle atoms.
-
-    An atom is 8 rows of `width` bytes, stored in one piece; atoms follow each other along the rows first, then along
-    the embedding. Within 1024 bytes, the 16-byte unit is exchanged by the bits of the address above it.
-    """
-    width = min(128, 2 * size)
-    bases = []
-    for bit in range((tokens * size).bit_length() - 1):
-        stored = 2 << bit
-        plain = stored ^ ((stored >> 7) & (width // 16 - 1)) << 4
-        block, inside = divmod(plain, tokens * width)
-        bases.append([inside // width, (block * width + inside % width) // 2])
-    return bases
-
-
 def instructions(layout, tokens: int, size: int) -> str:
     constants = {"LAYOUT": layout, "TOKENS": tokens, "SIZE": size}
     source = GluonASTSource(_stored_kernel, {"values_ptr": "*bf16"} | dict.fromkeys(constants, "constexpr"), constants)
@@ -85,9 +70,9 @@ def instructions(layout, tokens: int, size: int) -> str:
 @pytest.mark.parametrize("size", [16, 32, 64, 128, 256])
 @pytest.mark.parametrize("tokens", [64, 128])
 def test_tokens_lie_in_swizzle_atoms(tokens: int, size: int) -> None:
-    """The same instructions store and load a tile in the kernel's layout, and in one made from the arithmetic."""
+    """The same instructions store and load a tile in the kernel's layout, and in one made from docs/layouts.md."""
     layout = gl.NVMMASharedLayout.get_default_for([tokens, size], gl.bfloat16)
-    bases = atoms(tokens, size)
+    bases = make_layouts.bases(tokens, size)
     expected = instructions(gl.SharedLinearLayout(bases, [], 1024), tokens, size)
     assert instructions(layout, tokens, size) == expected
     # Another order of the units must make a difference, or the claim above would be empty.

@@ -11,12 +11,13 @@ Packed documents are cut by their tokens and not by their number (`cuts`).
 from __future__ import annotations
 
 import functools
-from types import ModuleType
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from ...ops.problem import Problem, Tensors
+from ..blackwell.plan import blackwell_plan
 from ..masks import active_tokens
 from ..norms import inverse_norms
 from ..select import forward_plan
@@ -36,7 +37,7 @@ def maxsim_forward(problem: Problem, tensors: Tensors, offsets: Tensor | None = 
     boundaries contiguous. No dimension is 0; a document may be empty. With `offsets`, packed documents that are not
     normalised begin there (`ops.problem.Places`).
     """
-    plan = forward_plan(problem)
+    plan = blackwell_plan(problem) if problem.kind.blackwell else forward_plan(problem)
     queries, documents, queries_mask, documents_mask, _, cu_seqlens, candidates = tensors
     device, normalize, single = problem.device, problem.normalize, plan.kernel == "single"
     active = bounds = queries_scale = documents_scale = pieces = piece_winners = winners = None
@@ -67,7 +68,7 @@ def maxsim_forward(problem: Problem, tensors: Tensors, offsets: Tensor | None = 
     elif plan.kernel == "stacked":
         score_stacked(problem, plan, inputs, sums, winners)
     else:
-        _hopper().score_hopper(problem, plan, inputs, sums, winners)
+        _in_gluon(plan.kernel)(problem, plan, inputs, sums, winners)
     scores = sums if plan.n_sums == 1 else add_sums(problem, plan, sums)
     if plan.in_pieces:
         merge_pieces(problem, plan, inputs, scores, winners)
@@ -75,8 +76,12 @@ def maxsim_forward(problem: Problem, tensors: Tensors, offsets: Tensor | None = 
 
 
 @functools.cache
-def _hopper() -> ModuleType:
-    """The Hopper kernel, imported where it runs only: not every Triton has Gluon."""
-    from . import hopper
+def _in_gluon(kernel: str) -> Callable[..., None]:
+    """What launches a kernel in Gluon, imported where it runs only: not every Triton has Gluon."""
+    if kernel == "hopper":
+        from .hopper import score_hopper
 
-    return hopper
+        return score_hopper
+    from ..blackwell.forward import score_blackwell
+
+    return score_blackwell

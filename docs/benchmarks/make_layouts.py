@@ -1,0 +1,252 @@
+"""The pictures of docs/layouts.md: where the Hopper kernel's operands lie in shared memory, from arithmetic.
+
+    python docs/benchmarks/make_layouts.py
+
+The arithmetic stands here once; `tests/kernels/test_layouts.py` holds it against Gluon's layouts and against the
+descriptors in compiled kernels.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+# Bytes: of what a swizzle moves as a whole, and of all banks together, four each of 32.
+UNIT = 16
+BANKS = 128
+# Rows of an atom, and elements along the embedding that one instruction multiplies.
+ATOM_ROWS = 8
+STEP = 16
+# Two bits of a descriptor, by the width of its atoms in bytes.
+MODES = {128: 1, 64: 2, 32: 3}
+
+FOLDER = Path(__file__).resolve().parents[1] / "layouts"
+
+
+def width_of(size: int) -> int:
+    """Return the bytes of a row of an atom, in a tile whose rows have `size` elements of two bytes.
+
+    Raises
+    ------
+    ValueError
+        If no atom is as wide: rows must be multiples of 32 bytes.
+    """
+    for width in MODES:
+        if 2 * size % width == 0:
+            return width
+    raise ValueError(f"size must be a multiple of 16, got {size}")
+
+
+def offset(token: int, byte: int, width: int, tokens: int) -> int:
+    """Return where a byte of a token's row lies in a tile.
+
+    Parameters
+    ----------
+    token, byte
+        The row, and the byte of it.
+    width
+        Bytes of a row of an atom: 128, 64 or 32.
+    tokens
+        Rows of the tile.
+    """
+    column, inside = divmod(byte, width)
+    plain = column * tokens * width + token * width + inside
+    return swizzled(plain, width)
+
+
+def swizzled(address: int, width: int) -> int:
+    """Return an address whose units are exchanged: their number, from bit 4 on, xor the bits from 7 on."""
+    return address ^ ((address >> 7) & (width // UNIT - 1)) << 4
+
+
+def bases(tokens: int, size: int) -> list[list[int]]:
+    """Return token and element at every power of two of a tile's elements, as Gluon's linear layouts have them."""
+    width = width_of(size)
+    found = []
+    for bit in range((tokens * size).bit_length() - 1):
+        # A swizzle is its own inverse.
+        column, inside = divmod(swizzled(2 << bit, width), tokens * width)
+        found.append([inside // width, (column * width + inside % width) // 2])
+    return found
+
+
+def descriptor(start: int, width: int) -> int:
+    """Return the 64 bits by which a product finds an operand in shared memory that begins at the byte `start`.
+
+    Bits 0 to 13 have the start, and bits 32 to 45 the distance of atoms that lie below each other, in units of 16
+    bytes; bits 62 and 63 the width of atoms. Bits 16 to 29, the distance of atoms side by side, are not used where the
+    embedding lies along the rows: an instruction meets one atom there.
+    """
+    return (start // UNIT & 0x3FFF) | (ATOM_ROWS * width // UNIT) << 32 | MODES[width] << 62
+
+
+def blackwell_descriptor(start: int, width: int) -> int:
+    """Return the same for products of tcgen05, on Blackwell.
+
+    A 1 in bits 46 to 48 says that it is of this form; the width takes bits 61 to 63, in another numbering.
+    """
+    return (start // UNIT & 0x3FFF) | (ATOM_ROWS * width // UNIT) << 32 | 1 << 46 | 2 * MODES[width] << 61
+
+
+def step_starts(tokens: int, size: int) -> list[int]:
+    """Return where each instruction's operand begins in a tile, in the order of the embedding."""
+    width = width_of(size)
+    per_atom = width // (2 * STEP)
+    return [step // per_atom * tokens * width + step % per_atom * 2 * STEP for step in range(size // STEP)]
+
+
+def held_by(lane: int, register: int) -> tuple[int, int]:
+    """Return row and column of what a lane's register has of a product of 16 rows of a warp."""
+    return lane // 4 + 8 * (register // 2 % 2), 8 * (register // 4) + 2 * (lane % 4) + register % 2
+
+
+def table() -> str:
+    """The table of docs/layouts.md: atoms and descriptors by the width of a tile's rows."""
+    lines = [
+        "| row of a tile | atom | xor | atoms below each other | mode | bits 32 to 63 of a descriptor |",
+        "|---|---|---|---:|---:|---|",
+    ]
+    names = {128: "128 bytes or a multiple", 64: "64 bytes", 32: "32 bytes"}
+    for width, mode in MODES.items():
+        bits = width.bit_length() - UNIT.bit_length()
+        to = f"bits 4 to {3 + bits} by 7 to {6 + bits}" if bits > 1 else "bit 4 by 7"
+        lines.append(
+            f"| {names[width]} | {ATOM_ROWS} x {width} bytes | {to} | {ATOM_ROWS * width} bytes | {mode} | "
+            f"`{descriptor(0, width) >> 32:#010x}` |"
+        )
+    return "\n".join(lines)
+
+
+def bank_pictures() -> dict[str, Any]:
+    """Units of eight rows of 256 bytes, by where they lie: plainly, and in atoms."""
+    row = 2 * BANKS
+    plain = [[(token * row + unit * UNIT) % BANKS // UNIT for unit in range(row // UNIT)] for token in range(ATOM_ROWS)]
+    atoms = [[offset(token, unit * UNIT, 128, 64) % BANKS // UNIT for unit in range(row // UNIT)] for token in range(8)]
+    return {"row after row": plain, "in atoms": atoms}
+
+
+def atom_pictures() -> dict[str, Any]:
+    """Of atoms of each width, the units in memory, 128 bytes to a line: which row and which unit of it lies there."""
+    found = {}
+    for width in MODES:
+        lines = [["" for _ in range(BANKS // UNIT)] for _ in range(ATOM_ROWS * width // BANKS)]
+        for token in range(ATOM_ROWS):
+            for unit in range(width // UNIT):
+                line, place = divmod(offset(token, unit * UNIT, width, ATOM_ROWS) // UNIT, BANKS // UNIT)
+                lines[line][place] = f"{token}.{unit}"
+        found[str(width)] = lines
+    return found
+
+
+def tile_picture() -> dict[str, Any]:
+    """A tile of 64 tokens of 128 elements: where each atom begins, and each instruction's operand."""
+    return {
+        "atoms": [[offset(token, byte, 128, 64) for byte in (0, 128)] for token in range(0, 64, ATOM_ROWS)],
+        "steps": step_starts(64, 128),
+    }
+
+
+def lanes_picture() -> dict[str, Any]:
+    """The lane that has each element of 16 rows and 16 columns of a product."""
+    lanes = [[0] * 16 for _ in range(16)]
+    for lane in range(32):
+        for register in range(8):
+            row, column = held_by(lane, register)
+            lanes[row][column] = lane
+    return {"lanes": lanes}
+
+
+def _cells(axes: Any, values: list[list[Any]], labels: list[list[Any]], colours: str = "Pastel1") -> None:
+    """A grid of coloured, labelled cells."""
+    axes.imshow(values, cmap=colours, aspect="auto")
+    for row, line in enumerate(labels):
+        for column, label in enumerate(line):
+            axes.text(column, row, label, ha="center", va="center", fontsize=6)
+    axes.set_xticks([])
+    axes.set_yticks([])
+
+
+def _draw_banks(figure: Any, contents: dict[str, Any]) -> None:
+    for axes, (title, values) in zip(figure.subplots(1, 2), contents.items(), strict=True):
+        _cells(axes, values, values, "tab10")
+        axes.add_patch(_rectangle(-0.5, -0.5, 1, 8))
+        axes.set_title(f"{title}: banks of each unit, in fours", loc="left", fontsize=8)
+        axes.set_xlabel("units of 16 bytes of the rows of eight tokens", fontsize=7)
+
+
+def _draw_atoms(figure: Any, contents: dict[str, Any]) -> None:
+    for axes, (width, lines) in zip(figure.subplots(1, 3), contents.items(), strict=True):
+        _cells(axes, [[int(cell.partition(".")[0]) for cell in line] for line in lines], lines)
+        axes.set_title(f"an atom of {width} bytes: row.unit", loc="left", fontsize=8)
+        axes.set_xlabel("a line: 128 bytes of shared memory", fontsize=7)
+
+
+def _draw_tile(figure: Any, contents: dict[str, Any]) -> None:
+    left, right = figure.subplots(1, 2)
+    starts = contents["atoms"]
+    _cells(left, starts, [[f"atom from byte {start}" for start in line] for line in starts], "Blues")
+    left.images[0].set_alpha(0.5)
+    left.set_title("64 tokens (down) of 128 elements (across)", loc="left", fontsize=8)
+    steps = contents["steps"]
+    labels = [[f"+{start}" for start in steps]]
+    _cells(right, [[step // 4 for step in range(len(steps))]], labels, "Blues")
+    right.images[0].set_alpha(0.5)
+    right.set_title("where each of 8 instructions begins, in bytes", loc="left", fontsize=8)
+    right.set_xlabel("elements of the embedding, 16 each", fontsize=7)
+
+
+def _draw_lanes(figure: Any, contents: dict[str, Any]) -> None:
+    axes = figure.subplots()
+    _cells(axes, [[lane % 4 for lane in line] for line in contents["lanes"]], contents["lanes"])
+    axes.set_title("which lane has each element; colour: of the four that share a row", loc="left", fontsize=8)
+    axes.set_xlabel("document tokens: 16 of 64", fontsize=7)
+    axes.set_ylabel("16 query tokens of a warp", fontsize=7)
+
+
+def _rectangle(left: float, top: float, width: float, height: float) -> Any:
+    from matplotlib.patches import Rectangle
+
+    return Rectangle((left, top), width, height, fill=False, edgecolor="black", linewidth=1.5)
+
+
+# Each picture's name, size in inches, contents, and what draws them.
+PICTURES: dict[str, tuple[tuple[float, float], Callable[[], dict[str, Any]], Callable[[Any, dict[str, Any]], None]]] = {
+    "banks": ((8, 2), bank_pictures, _draw_banks),
+    "atoms": ((8, 2), atom_pictures, _draw_atoms),
+    "tile": ((8, 2), tile_picture, _draw_tile),
+    "lanes": ((4.5, 3), lanes_picture, _draw_lanes),
+}
+
+
+def draw(name: str, folder: Path = FOLDER) -> Path:
+    """Draw a picture as a PNG, which holds its contents as text, and return its path."""
+    import numpy as np
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from PIL import Image
+    from PIL.PngImagePlugin import PngInfo
+
+    size, contents_of, draw_into = PICTURES[name]
+    figure = Figure(figsize=size, dpi=110, layout="constrained")
+    canvas, contents = FigureCanvasAgg(figure), contents_of()
+    draw_into(figure, contents)
+    canvas.draw()
+    picture = Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB").quantize(64)
+    description = PngInfo()
+    description.add_text("Description", json.dumps(contents))
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.png"
+    picture.save(path, optimize=True, dpi=(110, 110), pnginfo=description)
+    return path
+
+
+def main() -> None:
+    """Draw all pictures again."""
+    for name in PICTURES:
+        print(f"{draw(name)}: drawn")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,309 @@
+"""What the kernels read and write of a GPU's memory: counted from their plans, and by NVIDIA's profiler.
+
+    python docs/benchmarks/traffic.py --output docs/benchmarks/results/traffic
+
+`expected` counts what every kernel of a forward and a backward loads and stores; `notebooks/walkthrough.ipynb` steps
+through the same kernels load by load, and arrives at the same numbers. This script measures them as well: it starts
+itself under `ncu` (Nsight Compute) for every shape, and writes both side by side. Before every kernel `ncu` empties the
+caches.
+"""
+
+from __future__ import annotations
+
+import csv
+import glob
+import json
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import torch
+import triton
+import typer
+
+from pylate_flash import maxsim
+from pylate_flash.bench.results import describe_machine
+from pylate_flash.kernels import select
+from pylate_flash.kernels.forward import maxsim_forward
+from pylate_flash.kernels.tiles import hopper_tail
+from pylate_flash.ops.problem import Options, Problem, Tensors, problem_of
+
+RESULTS = Path(__file__).resolve().parent / "results" / "traffic"
+
+# Bytes between memory and L2, of L2 in all, and what multiprocessors read from it and wrote to it.
+METRICS = {
+    "dram__bytes_read.sum": ("memory_read", "byte"),
+    "dram__bytes_write.sum": ("memory_written", "byte"),
+    "lts__t_bytes.sum": ("l2_all", "byte"),
+    "lts__t_sectors_srcunit_tex_op_read.sum": ("l2_read", "sector"),
+    "lts__t_sectors_srcunit_tex_op_write.sum": ("l2_written", "sector"),
+}
+UNITS = {"byte": 1, "sector": 32}
+_NAMES = tuple(name for name, _ in METRICS.values())
+# Where Nsight Compute is installed, if it is not on PATH.
+PLACES = ("/opt/nvidia/nsight-compute/*/ncu", "/usr/local/cuda*/bin/ncu", "/usr/local/cuda*/nsight-compute-*/ncu")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Queries and documents, tokens of each, and whether gradients are computed too."""
+
+    name: str
+    Nq: int
+    Nd: int
+    Lq: int
+    Ld: int
+    backward: bool
+    d: int = 128
+
+    def tensors(self, device: torch.device, dtype: torch.dtype) -> Tensors:
+        """Random unit vectors."""
+        random = torch.Generator(device).manual_seed(0)
+        drawn = (
+            torch.randn(*shape, self.d, generator=random, device=device)
+            for shape in ((self.Nq, self.Lq), (self.Nd, self.Ld))
+        )
+        return Tensors(*(torch.nn.functional.normalize(embeddings, dim=-1).to(dtype) for embeddings in drawn))
+
+
+SHAPES = (
+    Shape("long-query", 1, 1000, 1024, 1024, backward=False),
+    Shape("in-batch", 512, 512, 32, 180, backward=True),
+    Shape("pages", 64, 64, 1024, 1024, backward=True),
+)
+
+
+class Traffic(NamedTuple):
+    """Bytes of a kernel: of every element that its programs load and store, as often as they do, and of each once.
+
+    Caches save at most what is loaded more often than it is `read`.
+    """
+
+    loaded: int
+    stored: int
+    read: int
+    written: int
+
+
+def expected(problem: Problem, winners: torch.Tensor | None = None) -> dict[str, Traffic]:
+    """Return what each kernel of a forward, and of a backward where there are winners, loads and stores.
+
+    Parameters
+    ----------
+    problem
+        Queries [Nq, Lq, d] and documents [Nd, Ld, d], contiguous, in one batch, with neither masks nor `normalize`;
+        with winners, where there are some.
+    winners
+        The winning tokens [Nd, Nq * Lq], every one of them a token.
+
+    Returns
+    -------
+    dict
+        Traffic by the kernel's name. Left out are what long lists are looked up by, and what adds up their parts, which
+        take less than a hundredth.
+
+    Raises
+    ------
+    ValueError
+        If other kernels serve the problem than those that are counted here.
+    """
+    plan = select.forward_plan(problem)
+    if plan.kernel != "hopper":
+        raise ValueError(f"problem must be one of the Hopper kernel's, got one of the kernel {plan.kernel!r}")
+    found = {"_hopper_kernel": _forward(problem, plan)}
+    if plan.n_sums > 1:
+        scores = 4 * problem.n_queries * problem.n_documents
+        found["_add_sums_kernel"] = Traffic(plan.n_sums * scores, scores, plan.n_sums * scores, scores)
+    if winners is not None:
+        found["_gather_kernel"] = _gather(problem, winners)
+        found |= _lists(problem, winners)
+    return found
+
+
+def _forward(problem: Problem, plan: select.ForwardPlan) -> Traffic:
+    row, columns, length = problem.size * problem.dtype.itemsize, plan.tile.columns, problem.document_length
+    tokens = -(-length // columns) * columns
+    tail = 0 if problem.with_winners else hopper_tail(plan.tile, length)
+    if tail:
+        # The last product of a document is narrower.
+        tokens -= columns - tail
+    loaded = (plan.n_runs * problem.rows + plan.row_blocks * problem.n_documents * tokens) * row
+    written = 4 * plan.n_sums * problem.n_queries * problem.n_documents
+    if problem.with_winners:
+        written += problem.rows * problem.n_documents * problem.winners_dtype.itemsize
+    return Traffic(loaded, written, (problem.rows + problem.n_documents * length) * row, written)
+
+
+def _gather(problem: Problem, winners: torch.Tensor) -> Traffic:
+    if (shares := select.gather_plan(problem).n_splits) > 1:
+        raise ValueError(f"problem must have rows for all processors, but {shares} programs share those of each")
+    row, pairs = problem.size * problem.dtype.itemsize, winners.numel()
+    written = problem.rows * row
+    each = problem.winners_dtype.itemsize
+    chosen = sum(len(document.unique()) for document in winners)
+    read = pairs * each + 4 * problem.n_queries * problem.n_documents + chosen * row
+    return Traffic(pairs * (each + 4 + row), written, read, written)
+
+
+def _lists(problem: Problem, winners: torch.Tensor) -> dict[str, Traffic]:
+    plan = select.lists_plan(problem, lent=True)
+    if plan.alone_bits or len(plan.digits) > 1:
+        raise ValueError("problem must have lists that several programs sort, in one pass")
+    documents, rows, length, segment = problem.n_documents, problem.rows, problem.document_length, select.LIST_SEGMENT
+    each, listed, chunk = problem.winners_dtype.itemsize, plan.list_dtype.itemsize, 1 << select.LIST_CHUNK_BITS
+    pairs, row, part = winners.numel(), problem.size * problem.dtype.itemsize, problem.size * 4
+    starts = documents * (length + 1) * plan.starts_dtype.itemsize
+    order = documents * plan.n_chunks * chunk * 2
+    counts = documents * plan.n_chunks * length * 4
+    reached = documents * plan.n_chunks * -(-length // select.LIST_BLOCK_BINS) * 4
+    # Tokens that the rows of a chunk chose; each has a beginning and an end there, of two bytes.
+    runs = 4 * sum(len(part.unique()) for document in winners for part in document.split(chunk))
+    sorts = order + counts + reached
+    scans = counts + starts + 4 * documents
+
+    # A token's own program sums up to a boundary of its list, and others from there on, each into a part.
+    chosen = torch.stack([document.long().bincount(minlength=length) for document in winners])
+    ends = chosen.cumsum(1)
+    boundaries = (-(-(ends - chosen) // segment) + 1) * segment
+    more = -(-(ends - boundaries).clamp(min=0) // segment)
+    in_parts = int((more > 0).sum())
+    stored = (documents * length - in_parts) * row + (in_parts + int(more.sum())) * part
+    read = starts + pairs * listed + 4 * problem.n_queries * documents + rows * row
+    return {
+        "_sort_kernel": Traffic(pairs * each, sorts + runs, pairs * each, sorts),
+        "_scan_kernel": Traffic(2 * counts + reached, scans, counts + reached, scans),
+        "_place_kernel": Traffic(
+            order + pairs * (each + 4), pairs * listed, order + pairs * each + runs, pairs * listed
+        ),
+        "_sum_kernel": Traffic(2 * starts + pairs * (listed + 4 + row), stored, read, stored),
+    }
+
+
+def profiler(places: tuple[str, ...] = PLACES) -> str:
+    """Return the path of `ncu`.
+
+    Raises
+    ------
+    FileNotFoundError
+        If it is neither on PATH nor in one of `places`, patterns of paths.
+    """
+    found = shutil.which("ncu") or next((path for place in places for path in sorted(glob.glob(place))[::-1]), None)
+    if found is None:
+        raise FileNotFoundError(f"ncu (NVIDIA Nsight Compute) must be on PATH or in one of {', '.join(places)}")
+    return found
+
+
+def parse(printed: str) -> dict[str, dict[str, float]]:
+    """Return what a profile says of each kernel, summed over its launches.
+
+    Parameters
+    ----------
+    printed
+        What `ncu --csv --page raw --print-units base` printed: a line of names, one of units, and one for each launch.
+
+    Raises
+    ------
+    ValueError
+        If there is no table in it, or a metric is missing.
+    """
+    # What ncu says besides begins with ==.
+    table = [line for line in printed.splitlines() if line.startswith('"')]
+    if len(table) < 3 or not table[0].startswith('"ID"'):
+        raise ValueError(f"ncu must print a table, got: {printed[-2000:]}")
+    units, *launches = csv.DictReader(table)
+    found: dict[str, dict[str, float]] = {}
+    for launch in launches:
+        of_kernel = found.setdefault(launch["Kernel Name"], dict.fromkeys(("launches", *_NAMES), 0))
+        of_kernel["launches"] += 1
+        for metric, (name, unit) in METRICS.items():
+            value = launch.get(metric) or ""
+            if not re.fullmatch(r"[0-9.,]+", value) or units[metric] != unit:
+                raise ValueError(f"ncu must measure {metric} by {unit}, got {value!r} {units.get(metric)!r}")
+            of_kernel[name] += float(value.replace(",", "")) * UNITS[unit]
+    return found
+
+
+def measure(shape: Shape) -> dict[str, dict[str, float]]:
+    """Profile a shape in a process of its own; as `parse`.
+
+    Raises
+    ------
+    RuntimeError
+        If `ncu` fails; the message ends with what it printed.
+    """
+    command = [
+        profiler(), "--csv", "--page", "raw", "--print-units", "base", "--profile-from-start", "off",
+        "--metrics", ",".join(METRICS),
+        "--kernel-name", "regex:_(hopper|add_sums|gather|finish|sort|scan|place|sum|combine)_kernel",
+        sys.executable, str(Path(__file__).resolve()), "--profiled", shape.name,
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command[:1])} failed ({done.returncode}): {done.stdout}{done.stderr}")
+    return parse(done.stdout)
+
+
+def run(shape: Shape) -> None:
+    """A call, once to compile, and once between the marks that a profiler waits for."""
+    device = torch.device("cuda")
+    tensors = shape.tensors(device, torch.bfloat16)
+    queries, documents = (tensor.requires_grad_(shape.backward) for tensor in tensors[:2])
+    weights = torch.randn(shape.Nq, shape.Nd, device=device)
+    for profiled in (False, True):
+        torch.cuda.synchronize()
+        if profiled:
+            torch.cuda.profiler.start()
+        scores = maxsim(queries, documents)
+        if shape.backward:
+            torch.autograd.grad(scores, (queries, documents), weights)
+        torch.cuda.synchronize()
+    torch.cuda.profiler.stop()
+
+
+def compare(shape: Shape, device: torch.device) -> dict[str, Any]:
+    """Return a shape's kernels, each with what is expected of it and what was measured."""
+    tensors = shape.tensors(device, torch.bfloat16)
+    problem = problem_of(tensors, Options(), shape.backward)
+    winners = maxsim_forward(problem, tensors)[1]
+    counted = expected(problem, winners)
+    kernels = {
+        name: {"expected": counted[name]._asdict() if name in counted else None, "measured": measured}
+        for name, measured in measure(shape).items()
+    }
+    if missing := counted.keys() - kernels.keys():
+        raise RuntimeError(f"{shape.name}: ncu saw no launch of {', '.join(sorted(missing))}")
+    return {"name": shape.name, "shape": f"{shape.Nq} x {shape.Nd}, {shape.Lq} x {shape.Ld}", "kernels": kernels}
+
+
+def main(
+    output: Annotated[Path, typer.Option(help="Folder that the result is written to.")] = RESULTS,
+    profiled: Annotated[str, typer.Option(help="What is run under the profiler: the name of a shape.")] = "",
+) -> None:
+    """Profile every shape, and write a JSON file named after the GPU and the date."""
+    if profiled:
+        run(next(shape for shape in SHAPES if shape.name == profiled))
+        return
+    device = torch.device("cuda")
+    profiler()
+    machine, now = describe_machine(device), datetime.now(timezone.utc)
+    result = {
+        "date": now.isoformat(timespec="seconds"),
+        "machine": machine,
+        "versions": {"torch": torch.__version__, "triton": triton.__version__},
+        "l2_bytes": torch.cuda.get_device_properties(device).L2_cache_size,
+        "rows": [compare(shape, device) for shape in SHAPES],
+    }
+    output.mkdir(parents=True, exist_ok=True)
+    card = re.sub(r"[^a-z0-9]+", "-", machine["name"].lower()).strip("-")
+    path = output / f"traffic-{card}-{now:%Y-%m-%d}.json"
+    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    print(f"{path}: written")
+
+
+if __name__ == "__main__":
+    typer.run(main)

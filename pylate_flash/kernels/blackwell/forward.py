@@ -1,0 +1,353 @@
+"""The stacked forward on Blackwell (compute capability 10.0), in Gluon. It has been compiled, and has never run.
+
+It computes what `stacked._stacked_kernel` computes, from the same arguments, in the way of the Hopper kernel
+(`forward.hopper`): warps that copy document tokens, and parts that take maxima. What differs is who multiplies. One
+warp starts the products of tcgen05, which read both operands from shared memory and leave what they compute in tensor
+memory, so that no registers hold it and no part waits for the tensor cores as long as there is room: each of two parts
+has 128 query rows, and two products of them. A thread of a part has a row of a product to itself; its maximum meets no
+other lane.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.blackwell import (
+    TensorMemoryLayout,
+    allocate_tensor_memory,
+    fence_async_shared,
+    mbarrier,
+    tcgen05_mma,
+)
+
+from ...ops.problem import Problem
+from ..forward.copies import copy_documents, document_range
+from ..forward.inputs import Inputs
+from ..gluon import add, execute, find_document, larger_of, next_slot
+from ..launch import Kernel
+from ..select import DOCUMENT_COST, ForwardPlan
+
+_DOCUMENT_COST = gl.constexpr(DOCUMENT_COST)
+# Rows of a part, which are the lanes of tensor memory, and columns of a product that a thread looks at together.
+_ROWS = gl.constexpr(128)
+_COLUMNS = gl.constexpr(32)
+# Query rows that are loaded at once.
+_LOADED_ROWS = gl.constexpr(32)
+# Products of a part: one is looked at while the next is computed.
+_BUFFERS = gl.constexpr(2)
+_NO_WINNER = gl.constexpr(0x7FFFFFFF)
+# Tensor memory is not ordered by barriers alone: between what a thread reads and what it says of it, and between what
+# it hears and what it starts.
+_BEFORE_SIGNAL = gl.constexpr("tcgen05.fence::before_thread_sync;")
+_AFTER_SIGNAL = gl.constexpr("tcgen05.fence::after_thread_sync;")
+
+
+@gluon.jit
+def _lower_of(a, b):
+    return gl.minimum(a, b)
+
+
+@gluon.jit
+def _store_queries(
+    queries_ptr, query_tiles, row_block, group, n_queries, query_length, padded_query_length, stride_query,
+    stride_query_token,
+    EMBEDDING: gl.constexpr, BLOCK_EMBEDDING: gl.constexpr, PARTS: gl.constexpr,
+):  # fmt: skip
+    """The query rows of every part, in shared memory."""
+    LANES: gl.constexpr = BLOCK_EMBEDDING // 8
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
+    dims = gl.arange(0, BLOCK_EMBEDDING, layout=gl.SliceLayout(0, layout))
+    for part in gl.static_range(PARTS):
+        # Some at a time: before warps go their own ways, each thread has a quarter of the registers.
+        for start in gl.static_range(0, _ROWS, _LOADED_ROWS):
+            rows = start + gl.arange(0, _LOADED_ROWS, layout=gl.SliceLayout(1, layout))
+            rows += (row_block * PARTS + part) * _ROWS
+            query, token = rows // padded_query_length, rows % padded_query_length
+            exists = ((query < n_queries) & (token < query_length))[:, None] & (dims < EMBEDDING)[None, :]
+            offset = (group * n_queries + query).to(gl.int64) * stride_query + token * stride_query_token
+            loaded = gl.load(queries_ptr + offset[:, None] + dims[None, :], mask=exists, other=0.0)
+            query_tiles.index(part).slice(start, _LOADED_ROWS).store(loaded)
+
+
+@gluon.jit
+def _multiply(
+    cu_seqlens_ptr, bounds_ptr, query_tiles, tiles, products, full, empty, done, free, group, first, last, n_documents,
+    document_length,
+    BLOCK_TOKENS: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr, PACKED: gl.constexpr,
+    HAS_DOCUMENTS_MASK: gl.constexpr,
+):  # fmt: skip
+    """Multiply the rows of every part with every tile, in one warp, which waits for room but not for products."""
+    slot = gl.to_tensor(0)
+    phase = gl.to_tensor(0)
+    buffer = gl.to_tensor(0)
+    free_phase = gl.to_tensor(1)
+    for document in range(first, last):
+        flat_document = group.to(gl.int64) * n_documents + document
+        _, length = document_range(
+            cu_seqlens_ptr, bounds_ptr, flat_document, document, document_length, PACKED, HAS_DOCUMENTS_MASK
+        )
+        for _start in range(0, length, BLOCK_TOKENS):
+            mbarrier.wait(full.index(slot), phase)
+            # The copies are ordinary writes, and the tensor cores read past the path of those.
+            fence_async_shared()
+            tile = tiles.index(slot).permute((1, 0))
+            for part in gl.static_range(PARTS):
+                mbarrier.wait(free.index(part * _BUFFERS + buffer), free_phase)
+                execute(_AFTER_SIGNAL, 1)
+                product = products.index(part * _BUFFERS + buffer)
+                ready = done.index(part * _BUFFERS + buffer)
+                # Products end in the order in which they began: after the last part's, the tile has been read.
+                if part == PARTS - 1:
+                    tcgen05_mma(
+                        query_tiles.index(part), tile, product, use_acc=False, mbarriers=[ready, empty.index(slot)]
+                    )
+                else:
+                    tcgen05_mma(query_tiles.index(part), tile, product, use_acc=False, mbarriers=[ready])
+            slot, phase = next_slot(slot, phase, STAGES)
+            buffer, free_phase = next_slot(buffer, free_phase, _BUFFERS)
+
+
+@gluon.jit
+def _score(
+    queries_mask_ptr, active_ptr, bounds_ptr, queries_scale_ptr, documents_scale_ptr, cu_seqlens_ptr, sums_ptr,
+    winners_ptr, products, done, free, row_block, group, first, last, n_queries, query_length, padded_query_length,
+    n_documents, document_length, empty_score,
+    PARTS: gl.constexpr, BLOCK_TOKENS: gl.constexpr, GROUP: gl.constexpr, PACKED: gl.constexpr,
+    HAS_QUERIES_MASK: gl.constexpr, WEIGHTED: gl.constexpr, HAS_DOCUMENTS_MASK: gl.constexpr,
+    ZERO_MASKED: gl.constexpr, NORMALIZE: gl.constexpr, WITH_WINNERS: gl.constexpr, PART: gl.constexpr,
+):  # fmt: skip
+    """Leave sums (and winners) of a part's rows for every document of the run."""
+    held: gl.constexpr = gl.BlockedLayout([1, _COLUMNS], [32, 1], [4, 1], [0, 1])
+    by_row: gl.constexpr = gl.SliceLayout(1, held)
+    rows = (row_block * PARTS + PART) * _ROWS + gl.arange(0, _ROWS, layout=by_row)
+    query, token = rows // padded_query_length, rows % padded_query_length
+    row_exists = (query < n_queries) & (token < query_length)
+    global_row = (group * n_queries + query).to(gl.int64) * query_length + token
+    row_active = row_exists
+    if HAS_QUERIES_MASK:
+        row_weight = gl.load(queries_mask_ptr + global_row, mask=row_exists, other=0)
+        row_active = row_active & (row_weight != 0)
+    if NORMALIZE:
+        row_scale = gl.load(queries_scale_ptr + global_row, mask=row_exists, other=0.0)
+    columns = gl.arange(0, _COLUMNS, layout=gl.SliceLayout(0, held))
+    group_row = query.to(gl.int64) * query_length + token
+    n_sums = n_queries * (padded_query_length // GROUP)
+
+    buffer = gl.to_tensor(0)
+    phase = gl.to_tensor(0)
+    for document in range(first, last):
+        flat_document = group.to(gl.int64) * n_documents + document
+        first_token, length = document_range(
+            cu_seqlens_ptr, bounds_ptr, flat_document, document, document_length, PACKED, HAS_DOCUMENTS_MASK
+        )
+        best = gl.full([_ROWS], float("-inf"), gl.float32, by_row)
+        key = gl.full([_ROWS], _NO_WINNER, gl.int32, by_row)
+        for start in range(0, length, BLOCK_TOKENS):
+            mbarrier.wait(done.index(PART * _BUFFERS + buffer), phase)
+            execute(_AFTER_SIGNAL)
+            product = products.index(PART * _BUFFERS + buffer)
+            for piece in gl.static_range(BLOCK_TOKENS // _COLUMNS):
+                similarities = product.slice(piece * _COLUMNS, _COLUMNS).load(held)
+                # Past the end the last token is repeated, which changes neither a maximum nor its first token.
+                tokens = gl.minimum(start + piece * _COLUMNS + columns, length - 1)
+                if NORMALIZE:
+                    places = tokens
+                    if HAS_DOCUMENTS_MASK:
+                        places = gl.load(active_ptr + first_token + tokens)
+                    similarities *= gl.load(documents_scale_ptr + first_token + places)[None, :]
+                piece_best = gl.reduce(similarities, 1, larger_of)
+                if WITH_WINNERS:
+                    won = (similarities == piece_best[:, None]) | (similarities != similarities)
+                    piece_key = gl.reduce(gl.where(won, tokens[None, :], _NO_WINNER), 1, _lower_of)
+                    # A later one must be strictly better, or the first NaN.
+                    later = (piece_best > best) | ((piece_best != piece_best) & (best == best))
+                    key = gl.where(later, piece_key, key)
+                best = larger_of(best, piece_best)
+            # Each thread for itself: what it has read is its own row.
+            execute(_BEFORE_SIGNAL)
+            async_copy.mbarrier_arrive(free.index(PART * _BUFFERS + buffer), increment_count=False)
+            buffer, phase = next_slot(buffer, phase, _BUFFERS)
+
+        counted = row_active & (length > 0)
+        if WITH_WINNERS:
+            winner = gl.where(counted & (key != _NO_WINNER) & (best != float("-inf")), key, -1)
+            if HAS_DOCUMENTS_MASK:
+                chosen = gl.load(active_ptr + first_token + winner, mask=winner >= 0, other=0)
+                winner = gl.where(winner >= 0, chosen, -1)
+        if ZERO_MASKED:
+            first_masked = gl.load(bounds_ptr + 2 * flat_document + 1)
+            masked_exists = first_masked < document_length
+            if WITH_WINNERS:
+                earlier = (best == 0.0) & (first_masked < winner)
+                winner = gl.where(((best < 0.0) | earlier) & masked_exists, -1, winner)
+            best = gl.where((best < 0.0) & masked_exists, 0.0, best)
+        if WITH_WINNERS:
+            winner_offset = flat_document * n_queries * query_length + group_row
+            gl.store(winners_ptr + winner_offset, winner.to(winners_ptr.dtype.element_ty), mask=row_exists)
+        if NORMALIZE:
+            best *= row_scale
+        if WEIGHTED:
+            best *= row_weight.to(gl.float32)
+        best = gl.where(counted, best, 0.0)
+        sums = gl.reduce(gl.reshape(best, [_ROWS // GROUP, GROUP]), 1, add)
+        first_sum = (row_block * PARTS + PART) * (_ROWS // GROUP)
+        sum_row = first_sum + gl.arange(0, _ROWS // GROUP, layout=sums.type.layout)
+        if PACKED or HAS_DOCUMENTS_MASK:
+            # One of the sums of a query is the score of an empty document; the others add nothing to it.
+            of_empty = gl.where(sum_row % (padded_query_length // GROUP) == 0, empty_score, 0.0)
+            sums = gl.where(length > 0, sums, of_empty)
+        sum_offset = (group * n_sums + sum_row).to(gl.int64) * n_documents + document
+        gl.store(sums_ptr + sum_offset, sums, mask=sum_row < n_sums)
+
+
+# What runs in warps of its own takes tensors as one tuple, which has no constants.
+@gluon.jit
+def _score_part(
+    arguments, PARTS: gl.constexpr, BLOCK_TOKENS: gl.constexpr, GROUP: gl.constexpr, PACKED: gl.constexpr,
+    HAS_QUERIES_MASK: gl.constexpr, WEIGHTED: gl.constexpr, HAS_DOCUMENTS_MASK: gl.constexpr,
+    ZERO_MASKED: gl.constexpr, NORMALIZE: gl.constexpr, WITH_WINNERS: gl.constexpr, PART: gl.constexpr,
+):  # fmt: skip
+    _score(
+        *arguments, PARTS, BLOCK_TOKENS, GROUP, PACKED, HAS_QUERIES_MASK, WEIGHTED, HAS_DOCUMENTS_MASK, ZERO_MASKED,
+        NORMALIZE, WITH_WINNERS, PART,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _multiply_part(
+    arguments, BLOCK_TOKENS: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr, PACKED: gl.constexpr,
+    HAS_DOCUMENTS_MASK: gl.constexpr,
+):  # fmt: skip
+    _multiply(*arguments, BLOCK_TOKENS, STAGES, PARTS, PACKED, HAS_DOCUMENTS_MASK)
+
+
+@gluon.jit
+def _copy_part(
+    arguments, EMBEDDING: gl.constexpr, BLOCK_EMBEDDING: gl.constexpr, BLOCK_TOKENS: gl.constexpr,
+    STAGES: gl.constexpr, PACKED: gl.constexpr, HAS_DOCUMENTS_MASK: gl.constexpr,
+):  # fmt: skip
+    copy_documents(*arguments, EMBEDDING, BLOCK_EMBEDDING, 0, BLOCK_TOKENS, 0, STAGES, PACKED, HAS_DOCUMENTS_MASK, 0)
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "n_queries", "query_length", "padded_query_length", "n_documents", "document_length", "n_runs", "run",
+        "empty_score",
+    ]
+)  # fmt: skip
+def _blackwell_kernel(
+    queries_ptr, documents_ptr, queries_mask_ptr, active_ptr, bounds_ptr, queries_scale_ptr, documents_scale_ptr,
+    cu_seqlens_ptr, sums_ptr, winners_ptr,
+    n_queries, query_length, padded_query_length, n_documents, document_length, n_runs, run, empty_score,
+    stride_query, stride_query_token, stride_group, stride_document, stride_document_token,
+    EMBEDDING: gl.constexpr,
+    BLOCK_EMBEDDING: gl.constexpr,
+    BLOCK_TOKENS: gl.constexpr,
+    GROUP: gl.constexpr,
+    STAGES: gl.constexpr,
+    PACKED: gl.constexpr,
+    HAS_QUERIES_MASK: gl.constexpr,
+    WEIGHTED: gl.constexpr,
+    HAS_DOCUMENTS_MASK: gl.constexpr,
+    ZERO_MASKED: gl.constexpr,
+    NORMALIZE: gl.constexpr,
+    WITH_WINNERS: gl.constexpr,
+    QUERY_UNIT: gl.constexpr,
+    DOCUMENT_UNIT: gl.constexpr,
+):  # fmt: skip
+    """As `stacked._stacked_kernel`, with every document whole, and an embedding in one block."""
+    PARTS: gl.constexpr = 2
+    stride_query *= QUERY_UNIT
+    stride_query_token *= QUERY_UNIT
+    stride_group *= DOCUMENT_UNIT
+    stride_document *= DOCUMENT_UNIT
+    stride_document_token *= DOCUMENT_UNIT
+    n_row_blocks = gl.cdiv(n_queries * padded_query_length, PARTS * _ROWS)
+    row_block = gl.program_id(0) % n_row_blocks
+    run_index = (gl.program_id(0) // n_row_blocks) % n_runs
+    group = gl.program_id(0) // (n_row_blocks * n_runs)
+    if PACKED:
+        first = find_document(cu_seqlens_ptr, n_documents, run_index.to(gl.int64) * run, _DOCUMENT_COST)
+        last = find_document(cu_seqlens_ptr, n_documents, (run_index + 1).to(gl.int64) * run, _DOCUMENT_COST)
+    else:
+        first = run_index * run
+        last = gl.minimum(first + run, n_documents)
+
+    dtype: gl.constexpr = documents_ptr.dtype.element_ty
+    of_queries: gl.constexpr = gl.NVMMASharedLayout.get_default_for([_ROWS, BLOCK_EMBEDDING], dtype)
+    of_tokens: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_TOKENS, BLOCK_EMBEDDING], dtype)
+    query_tiles = gl.allocate_shared_memory(dtype, [PARTS, _ROWS, BLOCK_EMBEDDING], of_queries)
+    tiles = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_TOKENS, BLOCK_EMBEDDING], of_tokens)
+    of_products: gl.constexpr = TensorMemoryLayout([_ROWS, BLOCK_TOKENS], col_stride=1)
+    products = allocate_tensor_memory(gl.float32, [PARTS * _BUFFERS, _ROWS, BLOCK_TOKENS], of_products)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    done = gl.allocate_shared_memory(gl.int64, [PARTS * _BUFFERS, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [PARTS * _BUFFERS, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        # Every copying thread says when its copies have arrived, and the tensor cores when they have read a tile.
+        mbarrier.init(full.index(stage), count=128)
+        mbarrier.init(empty.index(stage), count=1)
+    for buffer in gl.static_range(PARTS * _BUFFERS):
+        # The tensor cores say when a product is there, and every thread of its part when it has read it.
+        mbarrier.init(done.index(buffer), count=1)
+        mbarrier.init(free.index(buffer), count=128)
+    _store_queries(
+        queries_ptr, query_tiles, row_block, group, n_queries, query_length, padded_query_length, stride_query,
+        stride_query_token, EMBEDDING, BLOCK_EMBEDDING, PARTS,
+    )  # fmt: skip
+    fence_async_shared()
+
+    scored = (
+        queries_mask_ptr, active_ptr, bounds_ptr, queries_scale_ptr, documents_scale_ptr, cu_seqlens_ptr, sums_ptr,
+        winners_ptr, products, done, free, row_block, group, first, last, n_queries, query_length, padded_query_length,
+        n_documents, document_length, empty_score,
+    )  # fmt: skip
+    multiplied = (
+        cu_seqlens_ptr, bounds_ptr, query_tiles, tiles, products, full, empty, done, free, group, first, last,
+        n_documents, document_length,
+    )  # fmt: skip
+    copied = (
+        documents_ptr, active_ptr, bounds_ptr, cu_seqlens_ptr, None, tiles, tiles, full, empty, group, first, last,
+        n_documents, document_length, stride_group, stride_document, stride_document_token,
+    )  # fmt: skip
+    gl.warp_specialize(
+        [
+            (_score_part, (
+                scored, PARTS, BLOCK_TOKENS, GROUP, PACKED, HAS_QUERIES_MASK, WEIGHTED, HAS_DOCUMENTS_MASK, ZERO_MASKED,
+                NORMALIZE, WITH_WINNERS, gl.constexpr(0),
+            )),
+            (_score_part, (
+                scored, PARTS, BLOCK_TOKENS, GROUP, PACKED, HAS_QUERIES_MASK, WEIGHTED, HAS_DOCUMENTS_MASK, ZERO_MASKED,
+                NORMALIZE, WITH_WINNERS, gl.constexpr(1),
+            )),
+            (_copy_part, (
+                copied, EMBEDDING, BLOCK_EMBEDDING, BLOCK_TOKENS, STAGES, PACKED, HAS_DOCUMENTS_MASK,
+            )),
+            (_multiply_part, (multiplied, BLOCK_TOKENS, STAGES, PARTS, PACKED, HAS_DOCUMENTS_MASK)),
+        ],
+        [4, 4, 1],
+        [192, 64, 64],
+    )  # fmt: skip
+
+
+_blackwell = Kernel(_blackwell_kernel)
+
+
+def score_blackwell(problem: Problem, plan: ForwardPlan, inputs: Inputs, sums: Tensor, winners: Tensor | None) -> None:
+    """As `stacked.score_stacked`."""
+    kind = problem.kind
+    _blackwell(
+        (plan.row_blocks * plan.n_runs * (problem.groups if kind.cu_seqlens is None else 1), 1, 1),
+        (
+            inputs.queries, inputs.documents, inputs.queries_mask, inputs.active, inputs.bounds, inputs.queries_scale,
+            inputs.documents_scale, inputs.cu_seqlens, sums, winners,
+        ),
+        (
+            problem.n_queries // problem.groups, problem.query_length, plan.padded, problem.n_documents,
+            problem.document_length, plan.n_runs, plan.run, problem.empty_score,
+        ),
+        plan.strides, plan.form.constants, plan.form.warps,
+    )  # fmt: skip

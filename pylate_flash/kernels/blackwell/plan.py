@@ -1,0 +1,79 @@
+"""What the Blackwell kernel serves, and its tile and grid. It has never run, and nothing here is measured."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+from .. import select
+from ..forms import Form
+from ..tiles import (
+    Blocks,
+    HopperTile,
+    copied_by_16_bytes,
+    divided_strides,
+    padded_query_length,
+    power_of_two,
+)
+
+if TYPE_CHECKING:
+    from ...ops.problem import Kind, Problem
+
+
+# What 16 elements of a product take from shared memory: of 128 rows and 128 columns 8 KB in 64 cycles, of 64 columns
+# 6 KB in 32. Embeddings of more than 128 elements leave no room for as many columns.
+_TILE = HopperTile(256, 128, 2, 4)
+_LONG = HopperTile(256, 64, 2, 3)
+
+
+def blackwell_plan(problem: Problem) -> select.ForwardPlan:
+    """Choose tile and grid of the Blackwell kernel, on a device and for embeddings that it takes.
+
+    Raises
+    ------
+    ValueError
+        If the kernel cannot serve the problem.
+    """
+    kind, groups, length, n_documents = problem.kind, problem.groups, problem.document_length, problem.n_documents
+    packed, tile = kind.cu_seqlens is not None, tile_of(kind.size)
+    # A query is always padded: a sum of single rows is no sum.
+    padded, group = padded_query_length(problem.query_length, False)
+    group = min(group, tile.rows // tile.parts)
+    row_blocks = -(-(problem.n_queries // groups * padded) // tile.rows)
+    strides, *units = divided_strides(problem.query_strides, problem.document_strides)
+    processors = select.architecture(kind.device)[1]
+    cuts, reason = select.Cuts(0, 0, 0), None
+    if packed:
+        cuts = select.cuts_of(problem, row_blocks, processors, per_processor=1, largest=16384)
+        run, n_runs = cuts.cut, cuts.number
+        if length > cuts.whole:
+            reason = f"a document may be longer than {cuts.whole} tokens"
+    else:
+        run = select.run_length(n_documents, row_blocks * groups, processors, per_processor=1, longest=64)
+        n_runs = -(-n_documents // run)
+    if problem.has_candidates:
+        reason = "packed queries have candidates of their own"
+    elif not (problem.aligned and copied_by_16_bytes(kind.size, problem.document_strides)):
+        reason = "documents cannot be copied 16 bytes at a time"
+    if reason is not None:
+        raise ValueError(f'implementation="blackwell" cannot serve this input: {reason}')
+    return select.ForwardPlan(
+        blackwell_form(kind, group, *units), strides, padded, run, n_runs, n_documents, cuts, False, row_blocks,
+        padded // group, "asked for by name: it has never run",
+    )  # fmt: skip
+
+
+def tile_of(size: int) -> HopperTile:
+    """Tile for embeddings of `size` elements."""
+    return _TILE if size <= 128 else _LONG
+
+
+@functools.cache
+def blackwell_form(kind: Kind, group: int, query_unit: int, document_unit: int) -> Form:
+    tile, block = tile_of(kind.size), max(16, power_of_two(kind.size))
+    constants = (
+        kind.size, block, tile.columns, group, tile.num_stages, kind.cu_seqlens is not None,
+        kind.queries_mask is not None, kind.weighted, kind.documents_mask is not None, kind.zero_masked,
+        kind.normalize, kind.with_winners, query_unit, document_unit,
+    )  # fmt: skip
+    return Form("blackwell", tile, Blocks(block, 0, False), constants, (4, 1, None))

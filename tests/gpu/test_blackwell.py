@@ -1,0 +1,69 @@
+"""The Blackwell kernel against the definition in float64, where there is such a GPU: nobody has run it yet."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pylate_flash.ops import maxsim, maxsim_reference, maxsim_varlen, pack
+from pylate_flash.ops.varlen import maxsim_varlen_reference
+from tests.gpu.embeddings import unit
+from tests.ops.cases import Case, cases, gradients, relative_error
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 10,
+        reason="needs a GPU of compute capability 10.0",
+    ),
+]
+OPTIONS = {"deadline": None, "derandomize": True}
+SIZES = st.sampled_from([8, 48, 128])
+DTYPES = (torch.float16, torch.bfloat16)
+
+
+def kernel(queries: torch.Tensor, documents: torch.Tensor, *masks: torch.Tensor, **options) -> torch.Tensor:
+    # Documents that cannot be copied 16 bytes at a time are an error.
+    return maxsim(queries, documents.contiguous(), *masks, **options, implementation="blackwell")
+
+
+@settings(max_examples=40, **OPTIONS)
+@given(case=cases(dtypes=DTYPES, max_batch=7, max_length=200, sizes=SIZES))
+def test_scores(case: Case) -> None:
+    case = case.to("cuda")
+    with torch.no_grad():
+        scores = kernel(*case.tensors, **case.keywords)
+    expected = maxsim_reference(*case.doubled().tensors, **case.keywords)
+    torch.testing.assert_close(scores.double(), expected, rtol=2e-6, atol=2e-6)
+
+
+@settings(max_examples=40, **OPTIONS)
+@given(case=cases(dtypes=DTYPES, max_batch=7, max_length=200, sizes=SIZES))
+def test_gradients(case: Case) -> None:
+    case = case.to("cuda")
+    expected = gradients(maxsim_reference, case.doubled())
+    for gradient, reference in zip(gradients(kernel, case), expected, strict=True):
+        assert relative_error(gradient, reference) <= 1e-2
+
+
+@pytest.mark.parametrize("size", [128, 256])
+def test_runs_of_many_documents_bitwise(size: int) -> None:
+    """Barriers and buffers go round many times, and the result is the same every time."""
+    queries, documents = unit(40, 32, size).bfloat16(), unit(3000, 130, size).bfloat16()
+    first = kernel(queries, documents)
+    for start in range(0, 3000, 500):
+        expected = maxsim_reference(queries.double(), documents[start : start + 500].double())
+        torch.testing.assert_close(first[:, start : start + 500].double(), expected, rtol=2e-6, atol=2e-6)
+    assert all(torch.equal(kernel(queries, documents), first) for _ in range(20))
+
+
+def test_packed_documents() -> None:
+    queries = unit(20, 32, 128).bfloat16()
+    documents = [unit(1, length, 128)[0].bfloat16() for length in (1, 0, 200, 64, 128, 129, 30)]
+    tokens, bounds = pack(documents)
+    query_bounds = torch.arange(0, 20 * 32 + 1, 32, dtype=torch.int32, device="cuda")
+    scores = maxsim_varlen(queries.flatten(0, 1), tokens, query_bounds, bounds, implementation="blackwell")
+    expected = maxsim_varlen_reference(queries.flatten(0, 1).double(), tokens.double(), query_bounds, bounds)
+    torch.testing.assert_close(scores.double(), expected, rtol=2e-6, atol=2e-6)

@@ -1,0 +1,88 @@
+"""What `docs/benchmarks/traffic.py` expects the backward's kernels to load and store is what they do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import traffic
+from pylate_flash.kernels import select
+from pylate_flash.kernels.backward import maxsim_backward
+from pylate_flash.kernels.launch import Kernel
+from pylate_flash.ops.problem import Options, Tensors, problem_of
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")
+
+
+class Counted:
+    """Bytes that each kernel loads and stores, and the addresses of each."""
+
+    def __init__(self) -> None:
+        self.kernel = ""
+        self.every: dict[tuple[str, str], int] = {}
+        self.addresses: dict[tuple[str, str], set[int]] = {}
+
+    def add(self, way: str, pointers: Any, mask: Any) -> None:
+        key, size = (self.kernel, way), pointers.get_element_ty().primitive_bitwidth // 8
+        found = pointers.data[np.broadcast_to(mask.data, pointers.data.shape).astype(bool)]
+        self.every[key] = self.every.get(key, 0) + found.size * size
+        self.addresses.setdefault(key, set()).update((found.ravel()[:, None] + np.arange(size)).ravel().tolist())
+
+    def traffic(self, kernel: str) -> traffic.Traffic:
+        once = [len(self.addresses[kernel, way]) for way in ("load", "store")]
+        return traffic.Traffic(self.every[kernel, "load"], self.every[kernel, "store"], *once)
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    counts, call = Counted(), Kernel.__call__
+    load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
+
+    def called(self: Kernel, *arguments: Any, **options: Any) -> None:
+        counts.kernel = self.function.fn.__name__
+        call(self, *arguments, **options)
+
+    def loaded(self: InterpreterBuilder, pointers: Any, mask: Any, *others: Any) -> Any:
+        counts.add("load", pointers, mask)
+        return load(self, pointers, mask, *others)
+
+    def stored(self: InterpreterBuilder, pointers: Any, value: Any, mask: Any, *others: Any) -> Any:
+        counts.add("store", pointers, mask)
+        return store(self, pointers, value, mask, *others)
+
+    monkeypatch.setattr(Kernel, "__call__", called)
+    monkeypatch.setattr(InterpreterBuilder, "create_masked_load", loaded)
+    monkeypatch.setattr(InterpreterBuilder, "create_masked_store", stored)
+    return counts
+
+
+@pytest.mark.parametrize("skewed", [False, True])
+def test_the_backward(skewed: bool, counted: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With chunks of 16 rows, and lists that are summed in parts of 16."""
+    for name, value in {"LIST_CHUNK_BITS": 4, "LIST_SEGMENT": 16, "_ALONE_ROWS": 0, "_FEW_ROWS": 0}.items():
+        monkeypatch.setattr(select, name, value)
+    monkeypatch.setattr(select, "architecture", lambda device: (9, 1))
+    random = torch.Generator().manual_seed(0)
+    queries, documents = (torch.randn(*shape, generator=random).bfloat16() for shape in ((5, 8, 16), (3, 13, 16)))
+    winners = torch.randint(0, 13, (3, 40), generator=random, dtype=torch.int16)
+    if skewed:
+        winners[torch.rand(winners.shape, generator=random) < 0.9] = 4
+    tensors = Tensors(queries, documents)
+    grad_scores = torch.randn(5, 3, generator=random)
+    maxsim_backward(problem_of(tensors, Options(), True), tensors, grad_scores, winners, True, True)
+    expected = traffic.expected(problem_of(tensors, Options(), True), winners)
+    del expected["_hopper_kernel"]
+    for kernel in expected.keys() - {"_sum_kernel"}:
+        assert counted.traffic(kernel) == expected[kernel], kernel
+    # What the parts of long lists are looked up by is left out, a few bytes at the multiples of 16.
+    found, without = counted.traffic("_sum_kernel"), expected["_sum_kernel"]
+    n_boundaries = 3 * 2
+    assert found[1::2] == without[1::2]
+    assert 0 < found.loaded - without.loaded <= n_boundaries * 12
+    assert 0 <= found.read - without.read <= n_boundaries * 12
+    assert (counted.every.get(("_combine_kernel", "store"), 0) > 0) == skewed
