@@ -23,7 +23,7 @@ from pylate_flash.ops.residual_codes import ResidualCodes
 # Bytes of a token's code and of its scale.
 _CODE_AND_SCALE = 8
 # The largest bucket weights, of elements of a norm of 1 in all, as those of a codec of a model's embeddings.
-_LARGEST_WEIGHT = 2.0
+_LARGEST_WEIGHT = 1.0
 
 
 @dataclass(frozen=True)

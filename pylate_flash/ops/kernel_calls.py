@@ -86,6 +86,9 @@ def residual_gradient(
 
 def _with_codes(problem: Problem, tensors: Tensors, codes: Sequence[Tensor | None]) -> tuple[Problem, Tensors, Codes]:
     given = Codes(*[None if tensor is None else tensor.contiguous() for tensor in codes])  # type: ignore[arg-type]
+    if given.residuals.data_ptr() % 4:
+        # They are loaded by words.
+        given = given._replace(residuals=given.residuals.clone())
     return *_for_kernels(problem, tensors._replace(documents=given.residuals)), given
 
 

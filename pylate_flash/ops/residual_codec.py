@@ -38,7 +38,7 @@ class ResidualCodec:
     Parameters
     ----------
     centroids
-        [C, d], float16, bfloat16 or float32.
+        [C, d], float16, bfloat16 or float32; d is a multiple of 8.
     bucket_cutoffs
         [3] or [15], of that dtype: an element is in the bucket of as many as its residual is larger than.
     bucket_weights
@@ -149,8 +149,8 @@ def train_residual_codec(
     Parameters
     ----------
     embeddings
-        [T, d], float16, bfloat16, float32 or float64, of norm 1: those of the documents, or of a sample. Centroids are
-        trained on at most 256 for each.
+        [T, d], float16, bfloat16, float32 or float64, of norm 1: those of the documents, or of a sample. d is a
+        multiple of 8. Centroids are trained on at most 256 for each.
     num_centroids
         None: 16 * sqrt(T) rounded down to a power of two, as in PLAID, and at most T.
     nbits
@@ -168,8 +168,8 @@ def train_residual_codec(
     TypeError
         If `embeddings` are no floating tensor, or `dtype` is none of those above.
     ValueError
-        If `embeddings` are not of that shape, not finite, or none; if `nbits` is neither 2 nor 4, an embedding does not
-        take whole bytes of so many bits, or `num_centroids` is not from 1 to T.
+        If `embeddings` are not of that shape, not finite, or none; if `nbits` is neither 2 nor 4, d no multiple
+        of 8, or `num_centroids` not from 1 to T.
     MissingExtraError
         If fastkmeans is not installed. The message names the extra.
 
@@ -188,8 +188,8 @@ def train_residual_codec(
     n_tokens, size = embeddings.shape
     if nbits not in NBITS:
         raise ValueError(f"nbits must be 2 or 4, got {nbits!r}")
-    if size * nbits % 8:
-        raise ValueError(f"embeddings must have an embedding size that takes whole bytes of {nbits} bits, got {size}")
+    if size % 8:
+        raise ValueError(f"embeddings must have an embedding size that is a multiple of 8, got {size}")
     if dtype not in CENTROID_DTYPES:
         raise TypeError(f"dtype must be torch.float16, torch.bfloat16 or torch.float32, got {dtype}")
     if n_tokens == 0:

@@ -46,7 +46,7 @@ class ResidualCodes:
     residuals
         [T, d * nbits / 8], uint8: the bucket indices of its elements, the first in the highest bits of the first byte.
     centroids
-        [C, d], float16, bfloat16 or float32.
+        [C, d], float16, bfloat16 or float32; d is a multiple of 8.
     bucket_weights
         [4] or [16], of the dtype of the centroids: what is added to an element by its index, of 2 bits or of 4.
     cu_seqlens
@@ -66,12 +66,12 @@ class ResidualCodes:
     Examples
     --------
     >>> import torch
-    >>> weights = torch.tensor([-1.0, -0.25, 0.25, 1.0])
-    >>> residuals = torch.tensor([[0b10_11_01_00], [0b00_00_00_00]], dtype=torch.uint8)
-    >>> codes = ResidualCodes(torch.tensor([0, 0], dtype=torch.int32), residuals, torch.ones(1, 4), weights,
-    ...                       torch.tensor([0, 2]))
-    >>> codes.nbits, codes.n_documents, codes.decompress()[0] * 2.45
-    (2, 1, tensor([1.2506, 2.0010, 0.7504, 0.0000]))
+    >>> weights = torch.tensor([-1.0, -0.5, 0.5, 1.0])
+    >>> residuals = torch.tensor([[0b11_10_01_00, 0b00_00_00_00]], dtype=torch.uint8)
+    >>> bounds = torch.tensor([0, 1])
+    >>> codes = ResidualCodes(torch.zeros(1, dtype=torch.int32), residuals, torch.ones(1, 8), weights, bounds)
+    >>> codes.nbits, codes.n_documents, (codes.decompress() / codes.scales).tolist()
+    (2, 1, [[2.0, 1.5, 0.5, 0.0, 0.0, 0.0, 0.0, 0.0]])
     """
 
     codes: Tensor
@@ -120,10 +120,8 @@ class ResidualCodes:
         weights, size = self.bucket_weights.shape[0], self.size
         if weights not in [1 << nbits for nbits in NBITS]:
             raise ValueError(f"bucket_weights must have shape [4] or [16], got [{weights}]")
-        if size == 0 or size * self.nbits % 8:
-            raise ValueError(
-                f"centroids must have an embedding size that takes whole bytes of {self.nbits} bits, got {size}"
-            )
+        if size == 0 or size % 8:
+            raise ValueError(f"centroids must have an embedding size that is a multiple of 8, got {size}")
         expected = [len(self.codes), size * self.nbits // 8]
         if list(self.residuals.shape) != expected:
             raise ValueError(f"residuals must have shape {expected}, got {list(self.residuals.shape)}")

@@ -53,10 +53,10 @@ def test_decompressed_as_the_bits_say(nbits: int, dtype: torch.dtype, monkeypatc
 
 def test_a_token_of_zeros_stays_one() -> None:
     documents = ResidualCodes(
-        torch.zeros(1, dtype=torch.int32), torch.zeros(1, 1, dtype=torch.uint8), torch.ones(1, 4), -torch.ones(4),
+        torch.zeros(1, dtype=torch.int32), torch.zeros(1, 2, dtype=torch.uint8), torch.ones(1, 8), -torch.ones(4),
         torch.tensor([0, 1]),
     )  # fmt: skip
-    assert torch.equal(documents.decompress(), torch.zeros(1, 4))
+    assert torch.equal(documents.decompress(), torch.zeros(1, 8))
 
 
 @settings(max_examples=80, **OPTIONS)
@@ -224,7 +224,7 @@ QUERIES = torch.ones(2, 3, 8)
         ),
         (
             lambda: changed(centroids=torch.zeros(7, 7).half()),
-            ValueError, "an embedding size that takes whole bytes of 4 bits, got 7",
+            ValueError, "centroids must have an embedding size that is a multiple of 8, got 7",
         ),
         (lambda: changed(cu_seqlens=torch.tensor([0, 2])), ValueError, "cu_seqlens must rise from 0 to .* 3, got 0 to"),
         (lambda: changed(scales=torch.ones(2)), ValueError, r"scales must have shape \[3\], got \[2\]"),

@@ -188,7 +188,7 @@ CODEC = ResidualCodec(torch.eye(8), torch.zeros(3), torch.zeros(4))
     ("call", "error", "message"),
     [
         (lambda: train_residual_codec(torch.eye(8), nbits=3), ValueError, "nbits must be 2 or 4, got 3"),
-        (lambda: train_residual_codec(torch.eye(7)), ValueError, "embedding size that takes whole bytes of 4 bits"),
+        (lambda: train_residual_codec(torch.eye(7)), ValueError, "an embedding size that is a multiple of 8, got 7"),
         (lambda: train_residual_codec(torch.eye(8), 9), ValueError, "num_centroids must be from 1 to .* 8, got 9"),
         (lambda: train_residual_codec(torch.ones(0, 8)), ValueError, "at least one token"),
         (lambda: train_residual_codec(torch.full((2, 8), torch.nan)), ValueError, "embeddings must be finite"),

@@ -16,15 +16,18 @@ from pylate_flash import (
     maxsim_from_hidden,
     maxsim_kl_divergence,
     maxsim_pairwise,
+    maxsim_residual,
     maxsim_sparse_queries,
     maxsim_varlen,
     soft_maxsim,
     xtr_scores,
 )
+from tests.ops.residual_cases import residual_codes
 
 QUERIES, DOCUMENTS, CANDIDATES = torch.randn(2, 3, 4), torch.randn(3, 5, 4), torch.randn(2, 3, 5, 4)
 WEIGHT, TEACHER = torch.randn(4, 4), torch.randn(2, 3)
 BOUNDS = torch.tensor([0, 3, 6]), torch.tensor([0, 5, 10, 15])
+CODES = residual_codes([5, 0, 3], 8, 4)
 
 OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "in-batch": lambda queries: maxsim(queries, DOCUMENTS),
@@ -37,6 +40,7 @@ OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "XTR": lambda queries: xtr_scores(queries, DOCUMENTS, k=4),
     "from hidden states": lambda queries: maxsim_from_hidden(queries, DOCUMENTS, WEIGHT),
     "sparse": lambda queries: maxsim_sparse_queries(queries, DOCUMENTS, torch.tensor([[0]]).expand(len(DOCUMENTS), 1)),
+    "residual": lambda queries: maxsim_residual(torch.nn.functional.pad(queries, (0, 4)), CODES),
     "soft": lambda queries: soft_maxsim(queries, DOCUMENTS, 2.0),
     "cross entropy": lambda queries: maxsim_cross_entropy(queries, DOCUMENTS),
     "divergence": lambda queries: maxsim_kl_divergence(queries, CANDIDATES, TEACHER),

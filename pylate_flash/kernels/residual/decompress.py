@@ -16,25 +16,25 @@ def bucket_indices(
 ):  # fmt: skip
     """Bucket indices [tokens, BLOCK_EMBEDDING] from element `dim` on; 0 past the end, or where no token exists.
 
-    Eight elements are loaded together, as many as of a centroid in 16 bytes, so that a thread has those of both. Their
-    groups come before the tokens, because Triton gives neighbours along the first dimension to neighbouring threads
-    where none is contiguous.
+    Eight elements are loaded as a word, as many as of a centroid in 16 bytes, so that a thread has those of both. The
+    words' dimension comes first, and they are addressed by bytes: Triton gives neighbours along the first dimension to
+    neighbouring threads, a word each, where it takes nothing for contiguous.
     """
-    TOKENS: tl.constexpr = tokens.shape[0]
     ROW_BYTES: tl.constexpr = EMBEDDING * NBITS // 8
-    groups = dim // 8 + tl.arange(0, BLOCK_EMBEDDING // 8)
-    places = groups[:, None] * NBITS + tl.arange(0, NBITS)[None, :]
-    at = residuals_ptr + places[:, None, :] + tokens[None, :, None].to(tl.int64) * ROW_BYTES
-    if PADDED:
-        packed = tl.load(at, mask=exists[None, :, None] & (places < ROW_BYTES)[:, None, :], other=0)
-    else:
-        packed = tl.load(at)
-    packed = tl.permute(packed, (1, 0, 2)).to(tl.int32)
-    # The first of the elements of a byte is in its highest bits.
-    indices = tl.join(packed >> 4, packed & 15)
+    WORD: tl.constexpr = tl.int32 if NBITS == 4 else tl.int16
+    places = (dim // 8 + tl.arange(0, BLOCK_EMBEDDING // 8)) * NBITS
+    at = residuals_ptr + places[:, None] + tokens[None, :].to(tl.int64) * ROW_BYTES
+    at = at.to(tl.pointer_type(WORD), bitcast=True)
+    words = tl.load(at, mask=exists[None, :] & (places < ROW_BYTES)[:, None], other=0) if PADDED else tl.load(at)
+    words = tl.trans(words).to(tl.int32)
+    # The first of the elements of a byte is in its highest bits, and the first byte of a word in its lowest.
+    if NBITS == 4:
+        words = tl.join(words, words >> 16)
+    words = tl.join(words, words >> 8)
+    words = tl.join(words >> 4, words)
     if NBITS == 2:
-        indices = tl.join(indices >> 2, indices & 3)
-    return tl.reshape(indices, [TOKENS, BLOCK_EMBEDDING])
+        words = tl.join(words >> 2, words)
+    return tl.reshape(words & ((1 << NBITS) - 1), [tokens.shape[0], BLOCK_EMBEDDING])
 
 
 @triton.jit

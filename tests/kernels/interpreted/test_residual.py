@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -71,3 +73,11 @@ def test_a_query_token_that_is_not_a_number() -> None:
     queries, documents = torch.randn(2, 3, 8), residual_codes([4, 0], 8, 4)
     queries[1, 1, 2] = torch.nan
     assert by_kernels(queries, documents).isnan().tolist() == [[False, False], [True, False]]
+
+
+def test_residuals_that_begin_within_a_word() -> None:
+    documents = residual_codes([4, 3], 8, 4)
+    whole = torch.zeros(documents.residuals.numel() + 1, dtype=torch.uint8)
+    moved = whole[1:].view_as(documents.residuals).copy_(documents.residuals)
+    assert moved.data_ptr() % 4
+    check(torch.randn(2, 3, 8), replace(documents, residuals=moved), {})
