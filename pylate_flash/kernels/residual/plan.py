@@ -15,10 +15,11 @@ from ..tiles import Blocks, Tile, fitted, padded_query_length, power_of_two, str
 if TYPE_CHECKING:
     from ...ops.problem import Kind, Problem
 
-# Query rows x document tokens. A tile of tokens is decompressed for each block of rows, so a block has many; with more
-# tokens, a thread keeps more than the 128 registers that two programs of a processor leave it.
+# Query rows x document tokens. A tile of tokens is decompressed for each block of rows, so a block has many. With more
+# tokens, a thread keeps more than the 128 registers that two programs of a processor leave it, and of few rows more
+# than the 96 of five, of which some compute while others wait for centroids.
 _TILE = Tile(256, 32, 8, 3)
-_FEW_ROWS = Tile(64, 64, 4, 3)
+_FEW_ROWS = Tile(64, 32, 4, 3)
 # Bytes of an embedding, of the type that is multiplied, which a tile holds whole, and of a block of a longer one.
 _MAX_ROW_BYTES = 256
 _SPLIT_ROW_BYTES = 128
@@ -26,7 +27,7 @@ _SPLIT_ROW_BYTES = 128
 _MIN_BLOCK = 32
 # Candidates that one program walks at most, and programs of a processor, by the warps of a tile.
 _LONGEST_RUN = 16
-_PER_PROCESSOR = {_TILE.num_warps: 2, _FEW_ROWS.num_warps: 4}
+_PER_PROCESSOR = {_TILE.num_warps: 2, _FEW_ROWS.num_warps: 5}
 # Rows of a program of the gradient, and programs of a processor at which the documents are shared out no more.
 _GRADIENT_ROWS = 32
 _GRADIENT_PROGRAMS = 8
@@ -97,8 +98,8 @@ def _form(capability: int, kind: Kind, tile: Tile, group: int, nbits: int, own_d
     blocks = _blocks(kind)
     registers = None
     if capability == 9 and kind.dtype != torch.float32 and not blocks.split:
-        # Left alone, ptxas takes a few registers more than leave room for so many programs.
-        registers = REGISTERS // (_PER_PROCESSOR[tile.num_warps] * 32 * tile.num_warps)
+        # Left alone, ptxas takes a few registers more than leave room for so many programs. They come by eights.
+        registers = REGISTERS // (_PER_PROCESSOR[tile.num_warps] * 32 * tile.num_warps) // 8 * 8
     constants = (
         kind.size, blocks.first, nbits, tile.rows, tile.columns, group, blocks.split, own_documents,
         kind.queries_mask is not None, kind.weighted, kind.with_winners, kind.precision, unit,
