@@ -30,7 +30,8 @@ def _nonzero_rows_kernel(
     for start in tl.range(0, EMBEDDING, BLOCK_EMBEDDING):
         dims = start + tl.arange(0, BLOCK_EMBEDDING)
         mask = exists[:, None] & (dims < EMBEDDING)[None, :]
-        values = tl.load(base[:, None] + dims[None, :], mask=mask, other=0.0)
+        # float32: an interpreter compares bfloat16 by its bits, in which -0 is not 0.
+        values = tl.load(base[:, None] + dims[None, :], mask=mask, other=0.0).to(tl.float32)
         found |= tl.max((values != 0.0).to(tl.int32), axis=1)
     tl.store(nonzero_ptr + rows, found != 0, mask=exists)
 
