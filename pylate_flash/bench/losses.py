@@ -224,7 +224,8 @@ def suite() -> Suite:
                 f"{OURS}_loop",
                 "loop",
                 loss_steps.loop,
-                about=f"`maxsim` and torch's loss for {loss_steps.LOOP_QUERIES} queries at a time, each checkpointed",
+                about=f"`maxsim_cross_entropy` of {loss_steps.LOOP_QUERIES} queries at a time",
+                tolerance=loss_steps.ROUNDED,
             ),
             System(
                 f"{OURS}_contrastive",
