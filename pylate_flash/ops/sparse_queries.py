@@ -211,21 +211,10 @@ def _check_query_tokens(query_tokens: Tensor, tensors: Tensors) -> None:
         )
 
 
-def _scores(
-    queries: Tensor,
-    documents: Tensor,
-    query_tokens: Tensor,
-    queries_mask: Tensor | None,
-    documents_mask: Tensor | None,
-    documents_cu_seqlens: Tensor | None,
-    max_document_length: int,
-    normalize: bool,
-    masking: str,
-    empty_score: float,
-    implementation: str,
-    with_winners: bool,
-) -> tuple[Tensor, Tensor]:
-    tensors = _tensors(queries, documents, queries_mask, documents_mask, documents_cu_seqlens)
+def _scores(queries: Tensor, documents: Tensor, query_tokens: Tensor, *others) -> tuple[Tensor, Tensor]:
+    """Scores and winners; `others` are the further arguments of the operator."""
+    *masks_and_bounds, max_document_length, normalize, masking, empty_score, implementation, with_winners = others
+    tensors = _tensors(queries, documents, *masks_and_bounds)
     options = Options(0, max_document_length, 0, normalize, "sum", masking, empty_score)
     problem = problem_of(tensors, options, with_winners)
     _check_query_tokens(query_tokens, tensors)
