@@ -11,7 +11,16 @@ import torch
 from triton import knobs
 
 from .. import select
-from ..tiles import Tile, divided_strides, padded_query_length, power_of_two
+from ..forms import hopper_form
+from ..tiles import (
+    HOPPER_NARROW_ROWS,
+    Tile,
+    copied_by_16_bytes,
+    divided_strides,
+    hopper_tile,
+    padded_query_length,
+    power_of_two,
+)
 
 if TYPE_CHECKING:
     from ...ops.problem import Problem
@@ -32,6 +41,9 @@ _FORWARD_WIDE = Tile(64, 32, 4, 2)
 _GRADIENT = Tile(128, 64, 8, 2)
 _GRADIENT_WIDE = Tile(64, 32, 4, 2)
 _HALF_ROWS = 64
+# Query rows from which on the Hopper kernel serves: one part of it has so many. Columns of its narrowest product.
+_HOPPER_MIN_ROWS = 64
+_NARROWEST = 16
 # Documents that one program of the forward walks at most, programs that fill a processor, and programs per processor
 # at which the documents of a query's gradient are shared out no more.
 _LONGEST_RUN = 16
@@ -92,8 +104,43 @@ class GradientPlan(NamedTuple):
     rounded: bool
 
 
-def soft_forward_plan(problem: Problem) -> ForwardPlan:
-    """Choose the tile and the grid of the forward."""
+def soft_forward_plan(problem: Problem) -> ForwardPlan | select.ForwardPlan:
+    """Choose the kernel, the tile and the grid of the forward; the plan of the Hopper kernel is that of any scores."""
+    hopper = _hopper_plan(problem)
+    return _plain_plan(problem) if hopper is None else hopper
+
+
+def _hopper_plan(problem: Problem) -> select.ForwardPlan | None:
+    """The plan of the Hopper kernel, or None where it does not serve the problem."""
+    kind, groups, n_documents = problem.kind, problem.groups, problem.n_documents
+    capability, processors = select.architecture(problem.device)
+    padded, group = padded_query_length(problem.query_length, False)
+    rows = problem.n_queries // groups * padded
+    # Exponentials take longer than winners do: they have their tiles.
+    tile = hopper_tile(capability, kind.size, kind.dtype.itemsize, rows <= HOPPER_NARROW_ROWS, False, True)
+    copied = problem.aligned and copied_by_16_bytes(kind.size, problem.document_strides)
+    if tile is None or not copied or rows < _HOPPER_MIN_ROWS or problem.has_candidates:
+        return None
+    group = min(group, tile.rows // tile.parts)
+    row_blocks, cuts, tail = -(-rows // tile.rows), select.Cuts(0, 0, 0), tile.columns
+    if problem.packed:
+        cuts = select.cuts_of(problem, row_blocks, processors, per_processor=1, largest=16384)
+        run, n_runs = cuts.cut, cuts.number
+    else:
+        run = select.run_length(n_documents, row_blocks * groups, processors, per_processor=1, longest=64)
+        n_runs = -(-n_documents // run)
+        if kind.documents_mask is None:
+            # All documents leave as many tokens after whole tiles.
+            left = problem.document_length % tile.columns
+            tail = max(_NARROWEST, power_of_two(left)) if left else 0
+    strides, *units = divided_strides(problem.query_strides, problem.document_strides)
+    return select.ForwardPlan(
+        hopper_form(capability, kind, tile, tail, group, *units, soft=True), strides, padded, run, n_runs, n_documents,
+        cuts, False, row_blocks, padded // group, "many query tokens of half precision, on a Hopper GPU",
+    )  # fmt: skip
+
+
+def _plain_plan(problem: Problem) -> ForwardPlan:
     operands = operands_of(problem)
     padded, group = padded_query_length(problem.query_length, False)
     rows = problem.n_queries // problem.groups * padded
