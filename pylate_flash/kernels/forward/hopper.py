@@ -465,7 +465,7 @@ def score_hopper(
     beta: Tensor | None = None,
     lse: Tensor | None = None,
 ) -> None:
-    """As `stacked.score_stacked`. With `beta`, of smooth maxima, and with `lse` [documents, rows], leave those there."""
+    """As `stacked.score_stacked`; with `beta`, of smooth maxima, and with `lse` [documents, rows], leave those too."""
     kind = problem.kind
     _hopper(
         (plan.row_blocks * plan.n_runs * (problem.groups if kind.cu_seqlens is None else 1), 1, 1),

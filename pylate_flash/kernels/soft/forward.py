@@ -201,9 +201,7 @@ def soft_forward(problem: Problem, tensors: Tensors, beta: Tensor, with_lse: boo
     return add_sums(problem, plan, sums), lse
 
 
-def _score(
-    problem: Problem, plan: ForwardPlan, inputs: Inputs, beta: Tensor, sums: Tensor, lse: Tensor | None
-) -> None:
+def _score(problem: Problem, plan: ForwardPlan, inputs: Inputs, beta: Tensor, sums: Tensor, lse: Tensor | None) -> None:
     """Leave the sums of every score, and if asked for lse."""
     kind = problem.kind
     _forward(
