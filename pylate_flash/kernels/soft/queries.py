@@ -120,9 +120,10 @@ def _queries_kernel(
                 token_scale = tl.load(documents_scale_ptr + flat + tokens, mask=token_exists, other=1.0)
                 exponents *= token_scale[None, :]
             exponents = exponents * row_factor[:, None] - lse[:, None]
+            # A probability is at most 1. What is left here of a token past the end, of zeros, is finite, and adds none.
+            exponents = tl.minimum(exponents, 1.0, propagate_nan=tl.PropagateNan.ALL)
             # A row that takes no part, of zeros, meets infinite tokens too.
-            some = token_exists[None, :] & (grad != 0.0)[:, None]
-            flows = tl.where(some, tl.exp2(exponents) * grad[:, None], 0.0)
+            flows = tl.where((grad != 0.0)[:, None], tl.exp2(exponents) * grad[:, None], 0.0)
             if NORMALIZE:
                 flows *= token_scale[None, :]
             total = tl.dot(factor(flows, ROUNDED), factor(tile, ROUNDED), total, input_precision=PRECISION)
