@@ -1,6 +1,7 @@
 """The forward of soft MaxSim: stacked queries, one tall matrix of their tokens, which meets a run of documents.
 
 The sum of exponentials of a row is kept relative to the largest exponent so far, and rescaled when a larger one comes.
+Many rows of half precision are scored by `forward.hopper` on a GPU that it runs on.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from triton import knobs
 from .. import select
 from ..forms import hopper_form
 from ..tiles import (
+    HOPPER_MAX_SIZE,
     HOPPER_NARROW_ROWS,
     Tile,
     copied_by_16_bytes,
@@ -78,6 +79,7 @@ class ForwardPlan(NamedTuple):
     # Documents that one program walks, and how many programs that takes.
     run: int
     n_runs: int
+    reason: str
     kernel: str = "soft"
 
 
@@ -107,20 +109,25 @@ class GradientPlan(NamedTuple):
 def soft_forward_plan(problem: Problem) -> ForwardPlan | select.ForwardPlan:
     """Choose the kernel, the tile and the grid of the forward; the plan of the Hopper kernel is that of any scores."""
     hopper = _hopper_plan(problem)
-    return _plain_plan(problem) if hopper is None else hopper
+    return _plain_plan(problem, hopper) if isinstance(hopper, str) else hopper
 
 
-def _hopper_plan(problem: Problem) -> select.ForwardPlan | None:
-    """The plan of the Hopper kernel, or None where it does not serve the problem."""
+def _hopper_plan(problem: Problem) -> select.ForwardPlan | str:
+    """The plan of the Hopper kernel, or why it does not serve the problem."""
     kind, groups, n_documents = problem.kind, problem.groups, problem.n_documents
     capability, processors = select.architecture(problem.device)
     padded, group = padded_query_length(problem.query_length, False)
     rows = problem.n_queries // groups * padded
     # Exponentials take longer than winners do: they have their tiles.
     tile = hopper_tile(capability, kind.size, kind.dtype.itemsize, rows <= HOPPER_NARROW_ROWS, False, True)
-    copied = problem.aligned and copied_by_16_bytes(kind.size, problem.document_strides)
-    if tile is None or not copied or rows < _HOPPER_MIN_ROWS or problem.has_candidates:
-        return None
+    if tile is None:
+        return f"the Hopper kernel needs such a GPU, half precision and at most {HOPPER_MAX_SIZE} dimensions"
+    if problem.has_candidates:
+        return "packed queries have candidates of their own"
+    if rows < _HOPPER_MIN_ROWS:
+        return f"fewer than {_HOPPER_MIN_ROWS} query tokens meet a document"
+    if not (problem.aligned and copied_by_16_bytes(kind.size, problem.document_strides)):
+        return "documents cannot be copied 16 bytes at a time"
     group = min(group, tile.rows // tile.parts)
     row_blocks, cuts, tail = -(-rows // tile.rows), select.Cuts(0, 0, 0), tile.columns
     if problem.packed:
@@ -136,11 +143,11 @@ def _hopper_plan(problem: Problem) -> select.ForwardPlan | None:
     strides, *units = divided_strides(problem.query_strides, problem.document_strides)
     return select.ForwardPlan(
         hopper_form(capability, kind, tile, tail, group, *units, soft=True), strides, padded, run, n_runs, n_documents,
-        cuts, False, row_blocks, padded // group, "many query tokens of half precision, on a Hopper GPU",
+        cuts, False, row_blocks, padded // group, f"at least {_HOPPER_MIN_ROWS} query tokens meet a document",
     )  # fmt: skip
 
 
-def _plain_plan(problem: Problem) -> ForwardPlan:
+def _plain_plan(problem: Problem, reason: str) -> ForwardPlan:
     operands = operands_of(problem)
     padded, group = padded_query_length(problem.query_length, False)
     rows = problem.n_queries // problem.groups * padded
@@ -154,7 +161,7 @@ def _plain_plan(problem: Problem) -> ForwardPlan:
     strides, *units = divided_strides(problem.query_strides, problem.document_strides)
     return ForwardPlan(
         tile, operands, strides, (units[0], units[1]), padded, group, padded // group, row_blocks, run,
-        -(-per_query // run) or 1,
+        -(-per_query // run) or 1, reason,
     )  # fmt: skip
 
 
