@@ -38,8 +38,9 @@ _SPLIT_OWNED = 64
 _FORWARD = Tile(128, 64, 4, 3)
 _FORWARD_WIDE = Tile(64, 32, 4, 2)
 # Tokens or rows whose gradient a program keeps in registers, and those that it walks at once. So many take the tile of
-# what is walked, rows or tokens, from L2 half as often as half as many.
-_GRADIENT = Tile(128, 64, 8, 2)
+# what is walked, rows or tokens, from L2 half as often as half as many. With two stages, a tile is asked for when the
+# one before it has been multiplied, and waited for at once.
+_GRADIENT = Tile(128, 64, 8, 3)
 _GRADIENT_WIDE = Tile(64, 32, 4, 2)
 _HALF_ROWS = 64
 # Query rows from which on the Hopper kernel serves: one part of it has so many. Columns of its narrowest product.
