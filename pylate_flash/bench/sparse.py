@@ -81,7 +81,8 @@ def ours(inputs: Inputs) -> list[Candidate]:
 
 def flash_maxsim(inputs: Inputs) -> list[Candidate]:
     """flash-maxsim's function for chosen tokens of one query."""
-    from flash_maxsim import flash_maxsim_sparse
+    # The package itself names only the module so.
+    from flash_maxsim.flash_maxsim_sparse import flash_maxsim_sparse
 
     queries, documents, lengths = inputs.tensors.queries, inputs.tensors.documents, inputs.tensors.lengths
 

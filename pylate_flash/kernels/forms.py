@@ -65,13 +65,20 @@ def tile_of_hopper(capability: int, kind: Kind, narrow: bool, long: bool) -> tup
 
 @functools.cache
 def hopper_form(
-    capability: int, kind: Kind, tile: HopperTile, tail: int, group: int, query_unit: int, document_unit: int
+    capability: int,
+    kind: Kind,
+    tile: HopperTile,
+    tail: int,
+    group: int,
+    query_unit: int,
+    document_unit: int,
+    soft: bool = False,
 ) -> Form:
     blocks = hopper_blocks(kind.size)
     constants = (
         kind.size, *blocks[:2], tile.rows, tile.columns, tail, group, tile.num_stages, tile.parts,
         kind.cu_seqlens is not None, kind.queries_mask is not None, kind.weighted, kind.documents_mask is not None,
-        kind.zero_masked, kind.normalize, kind.with_winners, query_unit, document_unit, kind.offset_unit,
+        kind.zero_masked, kind.normalize, kind.with_winners, soft, query_unit, document_unit, kind.offset_unit,
     )  # fmt: skip
     return Form("hopper", tile, blocks, constants, (4, 1, None))
 

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from torch import Tensor
 
 from ..kernels.blackwell.plan import blackwell_plan
 from ..kernels.select import BackwardPlan, ForwardPlan, backward_plan, choose, forward_plan, why
+from ..kernels.tiles import HopperTile, Tile
 from .maxsim import FORWARD_IMPLEMENTATIONS, checked, needs_gradient
 from .problem import Options, Problem, Tensors, problem_of
 from .quantization import QuantizedEmbeddings
 from .quantized import checked_with_values, problem_of_quantized
 from .ragged import call_of
+from .soft import MAX_SCRATCH_BYTES
 from .varlen import with_lengths
+
+if TYPE_CHECKING:
+    from ..kernels.soft.plan import ForwardPlan as SoftForwardPlan
+    from ..kernels.soft.plan import GradientPlan
 
 
 class Explanation(NamedTuple):
@@ -31,25 +37,35 @@ class Explanation(NamedTuple):
         The plan of the gradient of the documents, and why. None also where no gradient is needed.
     lists
         Whether the documents of a list are read where they lie, or why they are packed. None where they are no list.
+    gradients
+        The plan of the gradients of soft MaxSim. None of other calls, and where no gradient is needed.
     """
 
     implementation: str
     reason: str
-    forward: ForwardPlan | None
+    forward: ForwardPlan | SoftForwardPlan | None
     backward: BackwardPlan | None
     lists: str | None = None
+    gradients: GradientPlan | None = None
 
     def __str__(self) -> str:
         lines = [f"{self.implementation}: {self.reason}"]
         if self.forward is not None:
             plan = self.forward
-            tile = ", ".join(f"{name} {value}" for name, value in plan.tile._asdict().items())
-            lines.append(f"forward: the {plan.kernel} kernel, because {plan.reason}; tile: {tile}")
+            lines.append(f"forward: the {plan.kernel} kernel, because {plan.reason}; tile: {_words(plan.tile)}")
         if self.lists is not None:
             lines.append(f"list of documents: {self.lists}")
         if self.backward is not None:
             lines.append(f"gradient of the documents: {self.backward.kernel}, because {self.backward.reason}")
+        if self.gradients is not None:
+            times = "once, for both" if self.gradients.once else "by each of both"
+            tiles = f"documents: {_words(self.gradients.documents)}; queries: {_words(self.gradients.queries)}"
+            lines.append(f"gradients: probabilities computed {times}; tile of {tiles}")
         return "\n".join(lines)
+
+
+def _words(tile: Tile | HopperTile) -> str:
+    return ", ".join(f"{name} {value}" for name, value in tile._asdict().items())
 
 
 def explain(
@@ -67,6 +83,7 @@ def explain(
     masking: str = "exclude",
     quantize_queries: bool = True,
     implementation: str = "auto",
+    soft: bool = False,
 ) -> Explanation:
     """Say what serves a call of `maxsim`, with boundaries of `maxsim_varlen`, or of lists of `maxsim_ragged`, and why.
 
@@ -84,6 +101,8 @@ def explain(
         lists of documents go with `queries_mask` and `candidates_cu_seqlens`.
     normalize, masking, quantize_queries, implementation
         As in `maxsim`.
+    soft
+        Explain `soft_maxsim`, or with boundaries `soft_maxsim_varlen`, which take no lists and no quantized documents.
 
     Returns
     -------
@@ -102,6 +121,8 @@ def explain(
     'blocked'
     """
     options = Options(normalize=bool(normalize), masking=masking, implementation=implementation)
+    if soft and not isinstance(documents, Tensor):
+        raise TypeError(f"documents must be a torch.Tensor where soft is True, got {type(documents).__name__}")
     if not isinstance(documents, Tensor | QuantizedEmbeddings):
         for name, value in (
             ("documents_mask", documents_mask), ("queries_cu_seqlens", queries_cu_seqlens),
@@ -126,6 +147,9 @@ def explain(
     if isinstance(documents, QuantizedEmbeddings):
         tensors = checked_with_values("explain", tensors, options)
         return explain_problem(problem_of_quantized(tensors, options, bool(quantize_queries)), implementation)
+    if soft:
+        tensors = checked("explain", tensors, options)
+        return _explain_soft(problem_of(tensors, options), needs_gradient(*tensors[:2]), implementation)
     tensors = checked("explain", tensors, options, FORWARD_IMPLEMENTATIONS)
     return explain_problem(problem_of(tensors, options, needs_gradient(*tensors[:2])), implementation)
 
@@ -139,6 +163,18 @@ def explain_problem(problem: Problem, implementation: str = "auto") -> Explanati
         forward = _plan_of(problem)
         backward = backward_plan(problem) if problem.with_winners else None
     return Explanation(chosen, why(*kind), forward, backward)
+
+
+def _explain_soft(problem: Problem, with_gradients: bool, implementation: str) -> Explanation:
+    kind = implementation, problem.device, problem.dtype, problem.size
+    found = Explanation(choose(*kind), why(*kind), None, None)
+    if found.implementation != "triton" or problem.is_empty:
+        return found
+    # Its package needs Triton, which is not everywhere.
+    from ..kernels.soft.plan import soft_forward_plan, soft_gradient_plan
+
+    gradients = soft_gradient_plan(problem, True, MAX_SCRATCH_BYTES) if with_gradients else None
+    return found._replace(forward=soft_forward_plan(problem), gradients=gradients)
 
 
 def _plan_of(problem: Problem) -> ForwardPlan:

@@ -45,6 +45,16 @@ def test_every_system_runs_small():
         assert [state["pylate_flash_once"]["status"] for state in states] == ["absent", "ok"]
 
 
+def test_which_einsum_is_timed():
+    """A step with scores that were summed in bfloat16 is wrong at every size in use; with float32 sums it is right."""
+    long = replace(STEP, Nq=8, Nd=8, Lq=200, Ld=200, d=128)
+    inputs = soft.make_inputs(long, CPU, torch.bfloat16)
+    expected = soft.reference(inputs)
+    plain, widened = (soft.error(candidate.call(), expected) for candidate in soft.einsum(inputs))
+    assert plain > soft.ROUNDED > widened
+    assert [candidate.label for candidate in soft.einsum(soft.make_inputs(long, CPU, torch.float32))] == ["einsum"]
+
+
 def test_a_wrong_step_has_an_error():
     inputs = soft.make_inputs(STEP, CPU, torch.float32)
     expected = soft.reference(inputs)

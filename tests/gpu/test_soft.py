@@ -91,6 +91,87 @@ def test_packed_tokens(dtype: torch.dtype, normalize: bool, candidates: Tensor |
     check_gradients(found, expected, 1e-5 if dtype == torch.float32 else 1e-2)
 
 
+@pytest.mark.parametrize(
+    ("size", "length"),
+    [(128, length) for length in (1, 15, 17, 63, 64, 65, 80, 96, 130, 191)]
+    + [(size, length) for size in (64, 96, 256, 320) for length in (96, 191)],
+)
+def test_what_is_left_after_whole_tiles(size: int, length: int) -> None:
+    """Of padded documents by a product of its own, in every width; under a mask, other numbers of tokens are left."""
+    queries, documents = (unit(9, n, size, dtype=torch.bfloat16, seed=n) for n in (70, length))
+    generator = torch.Generator("cuda").manual_seed(length)
+    masks = [torch.rand(9, n, device="cuda", generator=generator) > 0.3 for n in (70, length)]
+    masks[1][3] = False
+    everything = {"normalize": True, "masking": "zero", "empty_score": -2.0}
+    for case in (
+        Case(queries, documents, None, None, {}),
+        Case(queries, documents, masks[0].float() * 1.5, masks[1], everything),
+    ):
+        expected = soft_maxsim_reference(*case.doubled().tensors, 10.0, **case.keywords)
+        found = kernel(*case.tensors, 10.0, **case.keywords)
+        torch.testing.assert_close(found.double(), expected, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_logarithms_of_sums(dtype: torch.dtype) -> None:
+    """Which the gradient is made from: of every row and document, in both layouts."""
+    queries, documents = unit(4, 100, 128, dtype=dtype), unit(4, 3, 150, 128, dtype=dtype, seed=1)
+    for of_documents, similarities in (
+        (documents[:, 0], torch.einsum("qsd,ntd->nqst", queries.double(), documents[:, 0].double())),
+        (documents, torch.einsum("qsd,qntd->qnst", queries.double(), documents.double())),
+    ):
+        tensors, beta = Tensors(queries, of_documents), torch.tensor(10.0, device="cuda")
+        _, lse = torch.ops.pylate_flash.soft_maxsim_lse(beta, *tensors, *Options(implementation="triton"), 0)
+        expected = torch.logsumexp(10.0 * similarities, dim=-1).view(lse.shape)
+        torch.testing.assert_close(lse.double(), expected, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_packed_documents_of_all_lengths(dtype: torch.dtype) -> None:
+    """Shared out by their tokens, many to a program and one to many; some are empty."""
+    lengths = torch.randint(0, 300, (400,), generator=torch.Generator().manual_seed(0)).tolist()
+    queries = [unit(32, 128, dtype=dtype, seed=seed) for seed in range(5)]
+    for of_documents in (lengths, [0, 5000, 0, 1, 7000, 64]):
+        documents = [unit(length, 128, dtype=dtype, seed=length) for length in of_documents]
+        arguments = packed_of(queries, documents)
+        options = {"candidates_cu_seqlens": None, "empty_score": -5.0}
+        expected = varlen_reference(*(t.double() for t in arguments[:2]), 10.0, *arguments[2:], **options)
+        found = varlen_kernel(*arguments[:2], 10.0, *arguments[2:], **options)
+        torch.testing.assert_close(found.double(), expected, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("length", [40, 128, 150])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nan_and_infinity(dtype: torch.dtype, length: int) -> None:
+    """What is not finite stays in its document, wherever in a tile it is."""
+    queries, documents = unit(3, 70, 128, dtype=dtype).abs() + 0.01, unit(8, length, 128, dtype=dtype, seed=1)
+    documents[0, length - 1, 1] = torch.nan
+    documents[1, 2, 0] = torch.inf
+    documents[2] = -torch.inf
+    documents[3, 38, 0] = -torch.inf
+    documents[4, : length - 1] = -torch.inf
+    documents[5, :4, 0], documents[5, 7, 3] = torch.inf, torch.nan
+    documents[6, 1, 0], documents[6, 2, 0] = -torch.inf, torch.inf
+    expected = soft_maxsim_reference(queries.double(), documents.double(), 10.0)
+    found = kernel(queries, documents.requires_grad_(), 10.0)
+    torch.testing.assert_close(found.double(), expected, rtol=2e-6, atol=2e-6, equal_nan=True)
+    assert found.isnan().any(dim=0).tolist() == [True, False, False, False, False, True, False, False]
+    assert found.isinf().any(dim=0).tolist() == [False, True, True, False, False, False, True, False]
+    (gradient,) = torch.autograd.grad(found.sum(), documents)
+    assert gradient[[3, 7]].isfinite().all()
+
+
+def test_exponents_that_grow_from_tile_to_tile() -> None:
+    """Every tile's largest is larger than those before it, or smaller: sums are rescaled, or stay."""
+    queries, documents = unit(2, 64, 128, dtype=torch.bfloat16), unit(2, 64 * 5 + 20, 128, dtype=torch.bfloat16, seed=1)
+    scale = torch.linspace(0.1, 8.0, documents.shape[1], device="cuda")
+    for scales in (scale, scale.flip(0)):
+        scaled = (documents * scales[None, :, None]).to(documents.dtype)
+        for beta in (0.1, 10.0, 1000.0):
+            expected = soft_maxsim_reference(queries.double(), scaled.double(), beta)
+            torch.testing.assert_close(kernel(queries, scaled, beta).double(), expected, rtol=2e-6, atol=2e-6)
+
+
 def test_a_large_beta_is_the_maximum() -> None:
     queries, documents = unit(8, 32, 128, dtype=torch.bfloat16), unit(9, 180, 128, dtype=torch.bfloat16, seed=1)
     torch.testing.assert_close(kernel(queries, documents, 1e4), maxsim(queries, documents), rtol=1e-3, atol=1e-3)

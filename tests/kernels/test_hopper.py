@@ -96,8 +96,8 @@ def compiled(**options) -> str:
     constants = {
         "EMBEDDING": 128, "BLOCK_EMBEDDING": 128, "SECOND": 0, "BLOCK_ROWS": 256, "BLOCK_TOKENS": 64, "TAIL": 0,
         "GROUP": 32, "STAGES": 6, "PARTS": 2, "PACKED": False, "HAS_QUERIES_MASK": False, "WEIGHTED": False,
-        "HAS_DOCUMENTS_MASK": False, "ZERO_MASKED": False, "NORMALIZE": False, "WITH_WINNERS": False, "QUERY_UNIT": 1,
-        "DOCUMENT_UNIT": 1, "OFFSET_UNIT": 0,
+        "HAS_DOCUMENTS_MASK": False, "ZERO_MASKED": False, "NORMALIZE": False, "WITH_WINNERS": False, "SOFT": False,
+        "QUERY_UNIT": 1, "DOCUMENT_UNIT": 1, "OFFSET_UNIT": 0,
     } | options  # fmt: skip
     pointers = {"queries_ptr": "*bf16", "documents_ptr": "*bf16", "sums_ptr": "*fp32"}
     if constants["WITH_WINNERS"]:

@@ -57,6 +57,27 @@ def test_of_kernels(queries: tuple, documents: tuple, kernel: str, backward: str
     assert explain(*(tensor.detach() for tensor in tensors)).backward is None
 
 
+@pytest.mark.parametrize(
+    ("n_queries", "dtype", "kernel", "reason"),
+    [
+        (64, torch.bfloat16, "hopper", "at least 64 query tokens"),
+        (64, torch.float32, "soft", "the Hopper kernel needs such a GPU, half precision"),
+        (1, torch.bfloat16, "soft", "fewer than 64 query tokens"),
+    ],
+)
+def test_of_soft_scores(n_queries: int, dtype: torch.dtype, kernel: str, reason: str, kernels: None) -> None:
+    tensors = [torch.zeros(n, 32, 128, dtype=dtype, requires_grad=True) for n in (n_queries, 6)]
+    explanation = explain(*tensors, soft=True)
+    assert explanation.backward is None
+    for words in (f"forward: the {kernel} kernel, because {reason}", "tile: rows", "gradients: probabilities computed"):
+        assert words in str(explanation)
+    assert explain(*(tensor.detach() for tensor in tensors), soft=True).gradients is None
+    many = torch.zeros(4096, 32, 128, dtype=dtype, requires_grad=True)
+    assert "probabilities computed by each of both" in str(explain(many, many, soft=True))
+    with pytest.raises(TypeError, match="documents must be a torch.Tensor where soft is True, got list"):
+        explain(tensors[0], [tensors[1]], soft=True)
+
+
 def test_of_packed_tokens(kernels: None) -> None:
     documents, bounds = pack([torch.zeros(5000, 128).bfloat16(), torch.zeros(3, 128).bfloat16()])
     queries, queries_bounds = pack([torch.zeros(32, 128).bfloat16()] * 40)

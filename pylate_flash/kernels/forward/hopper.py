@@ -1,9 +1,9 @@
 """The stacked forward on Hopper (compute capability 9.0), in Gluon: operands, copies and products placed by hand.
 
-It computes what `stacked._stacked_kernel` computes, from the same arguments. What plain Triton leaves unused
-there is the tensor cores' time: it reads both operands of every product from shared memory, whose bandwidth a tile of
-64 tokens then exhausts (4 KB per 32 cycles of a 64 x 64 x 16 product), and it takes the row maxima while the tensor
-cores wait. Here
+It computes what `stacked._stacked_kernel` computes, from the same arguments, or (SOFT) the smooth maxima of
+`soft.forward`. What plain Triton leaves unused there is the tensor cores' time: it reads both operands of every product
+from shared memory, whose bandwidth a tile of 64 tokens then exhausts (4 KB per 32 cycles of a 64 x 64 x 16 product),
+and it takes the row maxima while the tensor cores wait. Here
 
 - the query rows stay in registers for as long as the program runs, and only document tokens come from shared memory,
   in one block or two (as in `stacked`);
@@ -34,6 +34,7 @@ from ..gluon import add, execute, find_document, larger_of, next_slot
 from ..launch import Kernel
 from ..select import DOCUMENT_COST, ForwardPlan
 from .copies import copy_documents, document_range
+from .exponentials import LOG2E, add_exponentials, log_sums
 from .inputs import Inputs
 from .maxima import differ, first_maximum, split_by_lane
 
@@ -79,15 +80,21 @@ def _query_rows(
 @gluon.jit
 def _score(
     queries_ptr, queries_mask_ptr, active_ptr, bounds_ptr, queries_scale_ptr, documents_scale_ptr, cu_seqlens_ptr,
-    sums_ptr, winners_ptr, tiles, second_tiles, full, empty, row_block, group, first, last,
+    sums_ptr, winners_ptr, beta_ptr, lse_ptr, tiles, second_tiles, full, empty, row_block, group, first, last,
     n_queries, query_length, padded_query_length, n_documents, document_length, empty_score, stride_query,
     stride_query_token,
     EMBEDDING: gl.constexpr, BLOCK_EMBEDDING: gl.constexpr, SECOND: gl.constexpr, ROWS: gl.constexpr,
     PARTS: gl.constexpr, BLOCK_TOKENS: gl.constexpr, TAIL: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
     PACKED: gl.constexpr, HAS_QUERIES_MASK: gl.constexpr, WEIGHTED: gl.constexpr, HAS_DOCUMENTS_MASK: gl.constexpr,
-    ZERO_MASKED: gl.constexpr, NORMALIZE: gl.constexpr, WITH_WINNERS: gl.constexpr, PART: gl.constexpr,
+    ZERO_MASKED: gl.constexpr, NORMALIZE: gl.constexpr, WITH_WINNERS: gl.constexpr, SOFT: gl.constexpr,
+    PART: gl.constexpr,
 ):  # fmt: skip
-    """Multiply a part's ROWS query rows with every tile; leave sums (and winners) of every document of the run."""
+    """Multiply a part's ROWS query rows with every tile; leave sums (and winners, or lse) of every document of the run.
+
+    SOFT: of smooth maxima. What is left after whole tiles then always takes a product of TAIL columns, as a token that
+    is repeated would count twice.
+    """
+    IN_TURN: gl.constexpr = WITH_WINNERS or SOFT
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_TOKENS, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     first_row = (row_block * PARTS + PART) * ROWS
@@ -115,6 +122,13 @@ def _score(
         row_active = row_active & (row_weight != 0)
     if NORMALIZE:
         row_scale = gl.load(queries_scale_ptr + global_row, mask=row_exists, other=0.0)
+    if SOFT:
+        beta = gl.load(beta_ptr)
+        # From similarities to exponents of 2.
+        row_factor = gl.full([ROWS], LOG2E, gl.float32, by_row) * beta
+        if NORMALIZE:
+            row_factor *= row_scale
+        row_factor = row_factor[:, None]
     group_row = query.to(gl.int64) * query_length + token
     by_sum: gl.constexpr = _sums(gl.zeros([ROWS], gl.float32, by_row), ROWS, GROUP).type.layout
     n_sums = n_queries * (padded_query_length // GROUP)
@@ -130,7 +144,8 @@ def _score(
     # Finding winners takes the ALUs nearly as long as the products take the tensor cores, and parts that all wait for
     # their products at once leave one of the two idle. So products are started in turn, and what follows them is out
     # of step: 1.74 ms against 1.83 at 64 x 64, 1024 x 1024. Maxima alone are over too soon for it to matter.
-    if WITH_WINNERS and PART == PARTS - 1:
+    # Exponentials take as long as products of 128 elements.
+    if IN_TURN and PART == PARTS - 1:
         execute(_GIVE_TURN[0])
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(0)
@@ -143,14 +158,16 @@ def _score(
             cu_seqlens_ptr, bounds_ptr, flat_document, document, document_length, PACKED, HAS_DOCUMENTS_MASK
         )
         best = gl.full([ROWS, 4], float("-inf"), gl.float32, gl.SliceLayout(2, by_lane))
-        if WITH_WINNERS:
+        if SOFT:
+            total = gl.zeros([ROWS, 4], gl.float32, gl.SliceLayout(2, by_lane))
+        elif WITH_WINNERS:
             key = gl.full([ROWS, 4], 0, gl.int32, gl.SliceLayout(2, by_lane))
         # What is left after whole tiles takes a product of TAIL columns if it fits into one.
         in_tiles = length
         if TAIL > 0:
             in_tiles -= gl.where(length % BLOCK_TOKENS <= TAIL, length % BLOCK_TOKENS, 0)
         for start in range(0, in_tiles, BLOCK_TOKENS):
-            if WITH_WINNERS:
+            if IN_TURN:
                 execute(_AWAIT_TURN[PART])
             similarities = warpgroup_mma(
                 query_tile, tiles.index(slot).permute((1, 0)), zeros, use_acc=False, is_async=True
@@ -159,7 +176,7 @@ def _score(
                 similarities = warpgroup_mma(
                     second_query_tile, second_tiles.index(slot).permute((1, 0)), similarities, is_async=True
                 )
-            if WITH_WINNERS:
+            if IN_TURN:
                 execute(_GIVE_TURN[(PART + 1) % PARTS])
             if NORMALIZE:
                 tokens = gl.minimum(start + columns, length - 1)
@@ -172,7 +189,7 @@ def _score(
             mbarrier.wait(full.index(slot), phase)
             fence_async_shared()
             similarities = warpgroup_mma_wait(0, deps=[similarities])
-            if WITH_WINNERS:
+            if IN_TURN:
                 # Each thread for itself, which spares the part a barrier: 0.647 ms against 0.667 at 512 x 512, 32 x
                 # 180. Without winners it is slower, 0.589 against 0.573.
                 async_copy.mbarrier_arrive(empty.index(read), increment_count=False)
@@ -180,7 +197,9 @@ def _score(
                 mbarrier.arrive(empty.index(read), count=1)
             if NORMALIZE:
                 similarities *= scale[None, :]
-            if WITH_WINNERS:
+            if SOFT:
+                best, total = add_exponentials(similarities, row_factor, best, total, ROWS, BLOCK_TOKENS)
+            elif WITH_WINNERS:
                 tile_best, column = first_maximum(similarities, ROWS)
                 tile_best = gl.convert_layout(tile_best, gl.SliceLayout(2, by_lane), assert_trivial=True)
                 column = gl.convert_layout(column, gl.SliceLayout(2, by_lane), assert_trivial=True)
@@ -195,6 +214,9 @@ def _score(
             for start in range(in_tiles, length, TAIL):
                 tail_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TAIL, 16])
                 tail_operand: gl.constexpr = gl.DotOperandLayout(0, tail_mma, 2)
+                tail_columns = gl.arange(0, TAIL, layout=gl.SliceLayout(0, tail_mma))
+                if IN_TURN:
+                    execute(_AWAIT_TURN[PART])
                 similarities = warpgroup_mma(
                     gl.convert_layout(query_tile, tail_operand, assert_trivial=True),
                     tiles.index(slot).slice(0, TAIL).permute((1, 0)),
@@ -205,8 +227,9 @@ def _score(
                         gl.convert_layout(second_query_tile, tail_operand, assert_trivial=True),
                         second_tiles.index(slot).slice(0, TAIL).permute((1, 0)), similarities, is_async=True,
                     )  # fmt: skip
+                if IN_TURN:
+                    execute(_GIVE_TURN[(PART + 1) % PARTS])
                 if NORMALIZE:
-                    tail_columns = gl.arange(0, TAIL, layout=gl.SliceLayout(0, tail_mma))
                     tokens = gl.minimum(start + tail_columns, length - 1)
                     if HAS_DOCUMENTS_MASK:
                         tokens = gl.load(active_ptr + first_token + tokens)
@@ -216,14 +239,28 @@ def _score(
                 mbarrier.wait(full.index(slot), phase)
                 fence_async_shared()
                 similarities = warpgroup_mma_wait(0, deps=[similarities])
-                mbarrier.arrive(empty.index(read), count=1)
+                if IN_TURN:
+                    async_copy.mbarrier_arrive(empty.index(read), increment_count=False)
+                else:
+                    mbarrier.arrive(empty.index(read), count=1)
                 if NORMALIZE:
                     similarities *= scale[None, :]
-                tail_best = gl.reduce(split_by_lane(similarities, ROWS, TAIL), 2, larger_of)
-                best = larger_of(best, gl.convert_layout(tail_best, gl.SliceLayout(2, by_lane), assert_trivial=True))
+                if SOFT:
+                    similarities = gl.where((start + tail_columns < length)[None, :], similarities, float("-inf"))
+                    best, total = add_exponentials(similarities, row_factor, best, total, ROWS, TAIL)
+                else:
+                    tail_best = gl.reduce(split_by_lane(similarities, ROWS, TAIL), 2, larger_of)
+                    tail_best = gl.convert_layout(tail_best, gl.SliceLayout(2, by_lane), assert_trivial=True)
+                    best = larger_of(best, tail_best)
 
         counted = row_active & (length > 0)
-        row_best = gl.reduce(best, 1, larger_of)
+        if SOFT:
+            lse = log_sums(best, total, (document_length - length).to(gl.float32), ZERO_MASKED)
+            if lse_ptr is not None:
+                gl.store(lse_ptr + flat_document * n_queries * query_length + group_row, lse, mask=row_exists)
+            row_best = lse / beta
+        else:
+            row_best = gl.reduce(best, 1, larger_of)
         if WITH_WINNERS:
             # Past the end, the last token was repeated.
             key = gl.minimum(key + 2 * lanes, length - 1)
@@ -233,7 +270,7 @@ def _score(
                 winner = gl.where(
                     winner >= 0, gl.load(active_ptr + first_token + winner, mask=winner >= 0, other=0), -1
                 )
-        if ZERO_MASKED:
+        if ZERO_MASKED and not SOFT:
             first_masked = gl.load(bounds_ptr + 2 * flat_document + 1)
             masked_exists = first_masked < document_length
             if WITH_WINNERS:
@@ -243,7 +280,7 @@ def _score(
         if WITH_WINNERS:
             winner_offset = flat_document * n_queries * query_length + group_row
             gl.store(winners_ptr + winner_offset, winner.to(winners_ptr.dtype.element_ty), mask=row_exists)
-        if NORMALIZE:
+        if NORMALIZE and not SOFT:
             row_best *= row_scale
         if WEIGHTED:
             row_best *= row_weight.to(gl.float32)
@@ -252,7 +289,7 @@ def _score(
         if PACKED or HAS_DOCUMENTS_MASK:
             sums = gl.where(length > 0, sums, of_empty)
         gl.store(sums_ptr + sum_offset + document, sums, mask=sum_exists)
-    if WITH_WINNERS and PART == 0:
+    if IN_TURN and PART == 0:
         # The last part gave a turn once more.
         execute(_AWAIT_TURN[0])
 
@@ -262,11 +299,12 @@ def _score_part(
     arguments, EMBEDDING: gl.constexpr, BLOCK_EMBEDDING: gl.constexpr, SECOND: gl.constexpr, ROWS: gl.constexpr,
     PARTS: gl.constexpr, BLOCK_TOKENS: gl.constexpr, TAIL: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
     PACKED: gl.constexpr, HAS_QUERIES_MASK: gl.constexpr, WEIGHTED: gl.constexpr, HAS_DOCUMENTS_MASK: gl.constexpr,
-    ZERO_MASKED: gl.constexpr, NORMALIZE: gl.constexpr, WITH_WINNERS: gl.constexpr, PART: gl.constexpr,
+    ZERO_MASKED: gl.constexpr, NORMALIZE: gl.constexpr, WITH_WINNERS: gl.constexpr, SOFT: gl.constexpr,
+    PART: gl.constexpr,
 ):  # fmt: skip
     _score(
         *arguments, EMBEDDING, BLOCK_EMBEDDING, SECOND, ROWS, PARTS, BLOCK_TOKENS, TAIL, GROUP, STAGES, PACKED,
-        HAS_QUERIES_MASK, WEIGHTED, HAS_DOCUMENTS_MASK, ZERO_MASKED, NORMALIZE, WITH_WINNERS, PART,
+        HAS_QUERIES_MASK, WEIGHTED, HAS_DOCUMENTS_MASK, ZERO_MASKED, NORMALIZE, WITH_WINNERS, SOFT, PART,
     )  # fmt: skip
 
 
@@ -290,7 +328,7 @@ def _copy_part(
 )  # fmt: skip
 def _hopper_kernel(
     queries_ptr, documents_ptr, queries_mask_ptr, active_ptr, bounds_ptr, queries_scale_ptr, documents_scale_ptr,
-    cu_seqlens_ptr, offsets_ptr, sums_ptr, winners_ptr,
+    cu_seqlens_ptr, offsets_ptr, sums_ptr, winners_ptr, beta_ptr, lse_ptr,
     n_queries, query_length, padded_query_length, n_documents, document_length, n_runs, run, empty_score,
     stride_query, stride_query_token, stride_group, stride_document, stride_document_token,
     EMBEDDING: gl.constexpr,
@@ -309,6 +347,7 @@ def _hopper_kernel(
     ZERO_MASKED: gl.constexpr,
     NORMALIZE: gl.constexpr,
     WITH_WINNERS: gl.constexpr,
+    SOFT: gl.constexpr,
     QUERY_UNIT: gl.constexpr,
     DOCUMENT_UNIT: gl.constexpr,
     OFFSET_UNIT: gl.constexpr,
@@ -320,6 +359,8 @@ def _hopper_kernel(
     stride_document *= DOCUMENT_UNIT
     stride_document_token *= DOCUMENT_UNIT
     ROWS: gl.constexpr = BLOCK_ROWS // PARTS
+    # Whole tiles are copied whole, the last ones too.
+    COPIED_TAIL: gl.constexpr = TAIL if TAIL < BLOCK_TOKENS else 0
     n_row_blocks = gl.cdiv(n_queries * padded_query_length, BLOCK_ROWS)
     row_block = gl.program_id(0) % n_row_blocks
     run_index = (gl.program_id(0) // n_row_blocks) % n_runs
@@ -344,15 +385,15 @@ def _hopper_kernel(
         # Every copying thread says when its copies have arrived, and every part when it has read a tile; with winners,
         # each of its threads.
         mbarrier.init(full.index(stage), count=128)
-        mbarrier.init(empty.index(stage), count=PARTS * 128 if WITH_WINNERS else PARTS)
+        mbarrier.init(empty.index(stage), count=PARTS * 128 if WITH_WINNERS or SOFT else PARTS)
 
     # The parts are written out one by one: Gluon takes no list made in a loop, and a tuple that has a name, like these
     # two, turns constants into values.
     arguments = (
         queries_ptr, queries_mask_ptr, active_ptr, bounds_ptr, queries_scale_ptr, documents_scale_ptr,
-        cu_seqlens_ptr, sums_ptr, winners_ptr, tiles, second_tiles, full, empty, row_block, group, first, last,
-        n_queries, query_length, padded_query_length, n_documents, document_length, empty_score, stride_query,
-        stride_query_token,
+        cu_seqlens_ptr, sums_ptr, winners_ptr, beta_ptr, lse_ptr, tiles, second_tiles, full, empty, row_block, group,
+        first, last, n_queries, query_length, padded_query_length, n_documents, document_length, empty_score,
+        stride_query, stride_query_token,
     )  # fmt: skip
     copied = (
         documents_ptr, active_ptr, bounds_ptr, cu_seqlens_ptr, offsets_ptr, tiles, second_tiles, full, empty,
@@ -364,26 +405,26 @@ def _hopper_kernel(
                 (_score_part, (
                     arguments, EMBEDDING, BLOCK_EMBEDDING, SECOND, ROWS, PARTS, BLOCK_TOKENS, TAIL, GROUP, STAGES,
                     PACKED, HAS_QUERIES_MASK, WEIGHTED, HAS_DOCUMENTS_MASK, ZERO_MASKED, NORMALIZE, WITH_WINNERS,
-                    gl.constexpr(0),
+                    SOFT, gl.constexpr(0),
                 )),
                 (_score_part, (
                     arguments, EMBEDDING, BLOCK_EMBEDDING, SECOND, ROWS, PARTS, BLOCK_TOKENS, TAIL, GROUP, STAGES,
                     PACKED, HAS_QUERIES_MASK, WEIGHTED, HAS_DOCUMENTS_MASK, ZERO_MASKED, NORMALIZE, WITH_WINNERS,
-                    gl.constexpr(1),
+                    SOFT, gl.constexpr(1),
                 )),
                 (_score_part, (
                     arguments, EMBEDDING, BLOCK_EMBEDDING, SECOND, ROWS, PARTS, BLOCK_TOKENS, TAIL, GROUP, STAGES,
                     PACKED, HAS_QUERIES_MASK, WEIGHTED, HAS_DOCUMENTS_MASK, ZERO_MASKED, NORMALIZE, WITH_WINNERS,
-                    gl.constexpr(2),
+                    SOFT, gl.constexpr(2),
                 )),
                 (_score_part, (
                     arguments, EMBEDDING, BLOCK_EMBEDDING, SECOND, ROWS, PARTS, BLOCK_TOKENS, TAIL, GROUP, STAGES,
                     PACKED, HAS_QUERIES_MASK, WEIGHTED, HAS_DOCUMENTS_MASK, ZERO_MASKED, NORMALIZE, WITH_WINNERS,
-                    gl.constexpr(3),
+                    SOFT, gl.constexpr(3),
                 )),
                 (_copy_part, (
-                    copied, EMBEDDING, BLOCK_EMBEDDING, SECOND, BLOCK_TOKENS, TAIL, STAGES, PACKED, HAS_DOCUMENTS_MASK,
-                    OFFSET_UNIT,
+                    copied, EMBEDDING, BLOCK_EMBEDDING, SECOND, BLOCK_TOKENS, COPIED_TAIL, STAGES, PACKED,
+                    HAS_DOCUMENTS_MASK, OFFSET_UNIT,
                 )),
             ],
             [4, 4, 4, 4],
@@ -395,16 +436,16 @@ def _hopper_kernel(
                 (_score_part, (
                     arguments, EMBEDDING, BLOCK_EMBEDDING, SECOND, ROWS, PARTS, BLOCK_TOKENS, TAIL, GROUP, STAGES,
                     PACKED, HAS_QUERIES_MASK, WEIGHTED, HAS_DOCUMENTS_MASK, ZERO_MASKED, NORMALIZE, WITH_WINNERS,
-                    gl.constexpr(0),
+                    SOFT, gl.constexpr(0),
                 )),
                 (_score_part, (
                     arguments, EMBEDDING, BLOCK_EMBEDDING, SECOND, ROWS, PARTS, BLOCK_TOKENS, TAIL, GROUP, STAGES,
                     PACKED, HAS_QUERIES_MASK, WEIGHTED, HAS_DOCUMENTS_MASK, ZERO_MASKED, NORMALIZE, WITH_WINNERS,
-                    gl.constexpr(1),
+                    SOFT, gl.constexpr(1),
                 )),
                 (_copy_part, (
-                    copied, EMBEDDING, BLOCK_EMBEDDING, SECOND, BLOCK_TOKENS, TAIL, STAGES, PACKED, HAS_DOCUMENTS_MASK,
-                    OFFSET_UNIT,
+                    copied, EMBEDDING, BLOCK_EMBEDDING, SECOND, BLOCK_TOKENS, COPIED_TAIL, STAGES, PACKED,
+                    HAS_DOCUMENTS_MASK, OFFSET_UNIT,
                 )),
             ],
             [4, 4],
@@ -415,14 +456,22 @@ def _hopper_kernel(
 _hopper = Kernel(_hopper_kernel)
 
 
-def score_hopper(problem: Problem, plan: ForwardPlan, inputs: Inputs, sums: Tensor, winners: Tensor | None) -> None:
-    """As `stacked.score_stacked`."""
+def score_hopper(
+    problem: Problem,
+    plan: ForwardPlan,
+    inputs: Inputs,
+    sums: Tensor,
+    winners: Tensor | None,
+    beta: Tensor | None = None,
+    lse: Tensor | None = None,
+) -> None:
+    """As `stacked.score_stacked`; with `beta`, of smooth maxima, and with `lse` [documents, rows], leave those too."""
     kind = problem.kind
     _hopper(
         (plan.row_blocks * plan.n_runs * (problem.groups if kind.cu_seqlens is None else 1), 1, 1),
         (
             inputs.queries, inputs.documents, inputs.queries_mask, inputs.active, inputs.bounds, inputs.queries_scale,
-            inputs.documents_scale, inputs.cu_seqlens, inputs.offsets, sums, winners,
+            inputs.documents_scale, inputs.cu_seqlens, inputs.offsets, sums, winners, beta, lse,
         ),
         (
             problem.n_queries // problem.groups, problem.query_length, plan.padded, problem.n_documents,

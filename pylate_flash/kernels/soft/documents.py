@@ -101,6 +101,8 @@ def _documents_kernel(
     lse_ptr += flat_document * n_rows
     grad_rows_ptr += flat_document * n_rows
     query_rows = queries_ptr + group * n_rows * stride_row
+    # What is the same for every tile is not computed for each.
+    row_offsets = tl.arange(0, BLOCK_ROWS).to(tl.int64) * stride_row
     walked = n_rows
     if partials_ptr is None:
         # Else a program of no token has zeros to leave.
@@ -108,7 +110,7 @@ def _documents_kernel(
     for start in tl.range(0, walked, BLOCK_ROWS):
         rows = start + tl.arange(0, BLOCK_ROWS)
         row_exists = rows < n_rows
-        row_starts = query_rows + rows.to(tl.int64) * stride_row
+        row_starts = query_rows + tl.cast(start, tl.int64) * stride_row + row_offsets
         if EVEN:
             lse = tl.load(lse_ptr + rows)
             grad = tl.load(grad_rows_ptr + rows)

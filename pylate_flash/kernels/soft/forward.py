@@ -1,6 +1,7 @@
 """The forward of soft MaxSim: stacked queries, one tall matrix of their tokens, which meets a run of documents.
 
 The sum of exponentials of a row is kept relative to the largest exponent so far, and rescaled when a larger one comes.
+Many rows of half precision are scored by `forward.hopper` on a GPU that it runs on.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .. import select
 from ..forward.common import add_sums, document_range
+from ..forward.inputs import Inputs
 from ..launch import Kernel
 from ..masks import active_tokens
 from ..norms import inverse_norms
 from .common import LN2, LOG2E, split_products
-from .plan import soft_forward_plan
+from .plan import ForwardPlan, soft_forward_plan
 
 if TYPE_CHECKING:
     from ...ops.problem import Problem, Tensors
@@ -172,7 +175,7 @@ def soft_forward(problem: Problem, tensors: Tensors, beta: Tensor, with_lse: boo
 
     Tensors are as in `forward.maxsim_forward`; `beta` is a float32 tensor of one element.
     """
-    plan, kind = soft_forward_plan(problem), problem.kind
+    plan = soft_forward_plan(problem)
     queries, documents, queries_mask, documents_mask, _, cu_seqlens, candidates = tensors
     active = bounds = queries_scale = documents_scale = lse = None
     if documents_mask is not None:
@@ -183,11 +186,30 @@ def soft_forward(problem: Problem, tensors: Tensors, beta: Tensor, with_lse: boo
         lse = torch.empty(problem.winners_shape, dtype=torch.float32, device=problem.device)
     n_queries = 1 if problem.has_candidates else problem.n_queries
     sums = torch.empty(n_queries, plan.n_sums, problem.n_documents, dtype=torch.float32, device=problem.device)
+    inputs = Inputs(
+        queries, documents, queries_mask, active, bounds, queries_scale, documents_scale, cu_seqlens, None, candidates,
+        None, None,
+    )  # fmt: skip
+    if isinstance(plan, select.ForwardPlan):
+        # Not every Triton has what it is written in.
+        from ..forward.hopper import score_hopper
+
+        score_hopper(problem, plan, inputs, sums, None, beta, lse)
+    else:
+        _score(problem, plan, inputs, beta, sums, lse)
+    if plan.n_sums == 1:
+        return sums.view(problem.scores_shape), lse
+    return add_sums(problem, plan, sums), lse
+
+
+def _score(problem: Problem, plan: ForwardPlan, inputs: Inputs, beta: Tensor, sums: Tensor, lse: Tensor | None) -> None:
+    """Leave the sums of every score, and if asked for lse."""
+    kind = problem.kind
     _forward(
         (plan.row_blocks * plan.n_runs * problem.groups, 1, 1),
         (
-            queries, documents, queries_mask, active, bounds, queries_scale, documents_scale, cu_seqlens, candidates,
-            beta, sums, lse,
+            inputs.queries, inputs.documents, inputs.queries_mask, inputs.active, inputs.bounds, inputs.queries_scale,
+            inputs.documents_scale, inputs.cu_seqlens, inputs.candidates, beta, sums, lse,
         ),
         (
             problem.n_queries // problem.groups, problem.query_length, plan.padded, problem.n_documents,
@@ -197,11 +219,8 @@ def soft_forward(problem: Problem, tensors: Tensors, beta: Tensor, with_lse: boo
         (
             problem.size, plan.operands.block, plan.operands.split, plan.tile.rows, plan.tile.columns, plan.group,
             problem.packed, problem.has_candidates, kind.queries_mask is not None, kind.weighted,
-            kind.documents_mask is not None, kind.zero_masked, problem.normalize, with_lse, kind.precision,
+            kind.documents_mask is not None, kind.zero_masked, problem.normalize, lse is not None, kind.precision,
             *plan.units,
         ),
         (plan.tile.num_warps, plan.tile.num_stages, None),
     )  # fmt: skip
-    if plan.n_sums == 1:
-        return sums.view(problem.scores_shape), lse
-    return add_sums(problem, plan, sums), lse

@@ -11,7 +11,17 @@ import torch
 from triton import knobs
 
 from .. import select
-from ..tiles import Tile, divided_strides, padded_query_length, power_of_two
+from ..forms import hopper_form
+from ..tiles import (
+    HOPPER_MAX_SIZE,
+    HOPPER_NARROW_ROWS,
+    Tile,
+    copied_by_16_bytes,
+    divided_strides,
+    hopper_tile,
+    padded_query_length,
+    power_of_two,
+)
 
 if TYPE_CHECKING:
     from ...ops.problem import Problem
@@ -28,10 +38,14 @@ _SPLIT_OWNED = 64
 _FORWARD = Tile(128, 64, 4, 3)
 _FORWARD_WIDE = Tile(64, 32, 4, 2)
 # Tokens or rows whose gradient a program keeps in registers, and those that it walks at once. So many take the tile of
-# what is walked, rows or tokens, from L2 half as often as half as many.
-_GRADIENT = Tile(128, 64, 8, 2)
+# what is walked, rows or tokens, from L2 half as often as half as many. With two stages, a tile is asked for when the
+# one before it has been multiplied, and waited for at once.
+_GRADIENT = Tile(128, 64, 8, 3)
 _GRADIENT_WIDE = Tile(64, 32, 4, 2)
 _HALF_ROWS = 64
+# Query rows from which on the Hopper kernel serves: one part of it has so many. Columns of its narrowest product.
+_HOPPER_MIN_ROWS = 64
+_NARROWEST = 16
 # Documents that one program of the forward walks at most, programs that fill a processor, and programs per processor
 # at which the documents of a query's gradient are shared out no more.
 _LONGEST_RUN = 16
@@ -66,6 +80,7 @@ class ForwardPlan(NamedTuple):
     # Documents that one program walks, and how many programs that takes.
     run: int
     n_runs: int
+    reason: str
     kernel: str = "soft"
 
 
@@ -92,8 +107,48 @@ class GradientPlan(NamedTuple):
     rounded: bool
 
 
-def soft_forward_plan(problem: Problem) -> ForwardPlan:
-    """Choose the tile and the grid of the forward."""
+def soft_forward_plan(problem: Problem) -> ForwardPlan | select.ForwardPlan:
+    """Choose the kernel, the tile and the grid of the forward; the plan of the Hopper kernel is that of any scores."""
+    hopper = _hopper_plan(problem)
+    return _plain_plan(problem, hopper) if isinstance(hopper, str) else hopper
+
+
+def _hopper_plan(problem: Problem) -> select.ForwardPlan | str:
+    """The plan of the Hopper kernel, or why it does not serve the problem."""
+    kind, groups, n_documents = problem.kind, problem.groups, problem.n_documents
+    capability, processors = select.architecture(problem.device)
+    padded, group = padded_query_length(problem.query_length, False)
+    rows = problem.n_queries // groups * padded
+    # Exponentials take longer than winners do: they have their tiles.
+    tile = hopper_tile(capability, kind.size, kind.dtype.itemsize, rows <= HOPPER_NARROW_ROWS, False, True)
+    if tile is None:
+        return f"the Hopper kernel needs such a GPU, half precision and at most {HOPPER_MAX_SIZE} dimensions"
+    if problem.has_candidates:
+        return "packed queries have candidates of their own"
+    if rows < _HOPPER_MIN_ROWS:
+        return f"fewer than {_HOPPER_MIN_ROWS} query tokens meet a document"
+    if not (problem.aligned and copied_by_16_bytes(kind.size, problem.document_strides)):
+        return "documents cannot be copied 16 bytes at a time"
+    group = min(group, tile.rows // tile.parts)
+    row_blocks, cuts, tail = -(-rows // tile.rows), select.Cuts(0, 0, 0), tile.columns
+    if problem.packed:
+        cuts = select.cuts_of(problem, row_blocks, processors, per_processor=1, largest=16384)
+        run, n_runs = cuts.cut, cuts.number
+    else:
+        run = select.run_length(n_documents, row_blocks * groups, processors, per_processor=1, longest=64)
+        n_runs = -(-n_documents // run)
+        if kind.documents_mask is None:
+            # All documents leave as many tokens after whole tiles.
+            left = problem.document_length % tile.columns
+            tail = max(_NARROWEST, power_of_two(left)) if left else 0
+    strides, *units = divided_strides(problem.query_strides, problem.document_strides)
+    return select.ForwardPlan(
+        hopper_form(capability, kind, tile, tail, group, *units, soft=True), strides, padded, run, n_runs, n_documents,
+        cuts, False, row_blocks, padded // group, f"at least {_HOPPER_MIN_ROWS} query tokens meet a document",
+    )  # fmt: skip
+
+
+def _plain_plan(problem: Problem, reason: str) -> ForwardPlan:
     operands = operands_of(problem)
     padded, group = padded_query_length(problem.query_length, False)
     rows = problem.n_queries // problem.groups * padded
@@ -107,7 +162,7 @@ def soft_forward_plan(problem: Problem) -> ForwardPlan:
     strides, *units = divided_strides(problem.query_strides, problem.document_strides)
     return ForwardPlan(
         tile, operands, strides, (units[0], units[1]), padded, group, padded // group, row_blocks, run,
-        -(-per_query // run) or 1,
+        -(-per_query // run) or 1, reason,
     )  # fmt: skip
 
 

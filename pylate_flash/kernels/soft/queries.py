@@ -73,6 +73,8 @@ def _queries_kernel(
         owned += tl.program_id(2) * OWNED
     inside = owned < EMBEDDING
 
+    # What is the same for every tile is not computed for each.
+    token_offsets = tl.arange(0, BLOCK_TOKENS).to(tl.int64) * stride_document_token
     first = 0
     last = n_documents
     if HAS_CANDIDATES:
@@ -102,10 +104,12 @@ def _queries_kernel(
         for start in tl.range(0, length, BLOCK_TOKENS):
             positions = start + tl.arange(0, BLOCK_TOKENS)
             token_exists = positions < length
-            tokens = positions
             if HAS_DOCUMENTS_MASK:
                 tokens = tl.load(active_ptr + flat + positions, mask=token_exists, other=0)
-            token_rows = base + tokens.to(tl.int64) * stride_document_token
+                token_rows = base + tokens.to(tl.int64) * stride_document_token
+            else:
+                tokens = positions
+                token_rows = base + tl.cast(start, tl.int64) * stride_document_token + token_offsets
             tile = tl.load(
                 token_rows[:, None] + owned[None, :], mask=token_exists[:, None] & inside[None, :], other=0.0
             )
@@ -120,9 +124,10 @@ def _queries_kernel(
                 token_scale = tl.load(documents_scale_ptr + flat + tokens, mask=token_exists, other=1.0)
                 exponents *= token_scale[None, :]
             exponents = exponents * row_factor[:, None] - lse[:, None]
+            # A probability is at most 1. What is left here of a token past the end, of zeros, is finite, and adds none.
+            exponents = tl.minimum(exponents, 1.0, propagate_nan=tl.PropagateNan.ALL)
             # A row that takes no part, of zeros, meets infinite tokens too.
-            some = token_exists[None, :] & (grad != 0.0)[:, None]
-            flows = tl.where(some, tl.exp2(exponents) * grad[:, None], 0.0)
+            flows = tl.where((grad != 0.0)[:, None], tl.exp2(exponents) * grad[:, None], 0.0)
             if NORMALIZE:
                 flows *= token_scale[None, :]
             total = tl.dot(factor(flows, ROUNDED), factor(tile, ROUNDED), total, input_precision=PRECISION)

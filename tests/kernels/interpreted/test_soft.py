@@ -111,6 +111,18 @@ def test_nan_and_infinity() -> None:
     assert gradient[3].isfinite().all()
 
 
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+def test_padding_of_a_document_that_is_far_from_every_query() -> None:
+    """A token of zeros is nearer by a factor that float32 does not hold."""
+    generator = torch.Generator().manual_seed(0)
+    queries, documents = torch.ones(2, 3, 16), -10.0 * torch.rand(3, 21, 16, generator=generator)
+    case = Case(queries, documents, None, None, {})
+    expected = soft_gradients(soft_maxsim_reference, case.doubled(), 5.0)
+    for budget in (0, 1 << 20):
+        found = soft_gradients(functools.partial(kernel, max_scratch_bytes=budget), case, 5.0)
+        check_gradients(found, expected, 1e-5)
+
+
 def test_masked_tokens_may_be_anything() -> None:
     generator = torch.Generator().manual_seed(0)
     queries, documents = torch.randn(2, 3, 4, generator=generator), torch.randn(3, 20, 4, generator=generator)
