@@ -102,6 +102,10 @@ def compiled(**options) -> str:
     pointers = {"queries_ptr": "*bf16", "documents_ptr": "*bf16", "sums_ptr": "*fp32"}
     if constants["WITH_WINNERS"]:
         pointers["winners_ptr"] = "*i16"
+    if constants["NORMALIZE"]:
+        pointers |= {"queries_scale_ptr": "*fp32", "documents_scale_ptr": "*fp32"}
+    if constants["HAS_DOCUMENTS_MASK"]:
+        pointers |= {"active_ptr": "*i32", "bounds_ptr": "*i32"}
     signature, attributes = {}, {}
     function = hopper._hopper.function
     for index, parameter in enumerate(function.params):
@@ -138,6 +142,26 @@ def test_products_take_queries_from_registers_and_tokens_by_16_bytes(options: di
     assert set(products) == {"{"}, "the first operand must be a list of registers"
     copies = re.findall(r"cp\.async\.(\w+)\.shared\.global \[[^]]*\], \[[^]]*\], (\w+)", ptx)
     assert set(copies) == {("cg", "0x10")}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"WITH_WINNERS": True, "PARTS": 4},
+        {"TAIL": 32},
+        {"EMBEDDING": 256, "BLOCK_EMBEDDING": 256, "BLOCK_ROWS": 128, "BLOCK_TOKENS": 128, "STAGES": 3},
+    ],
+    ids=str,
+)
+def test_inverse_norms_come_with_the_tokens(options: dict) -> None:
+    """While a product is under way, the parts that multiply load nothing from global memory."""
+    ptx = compiled(NORMALIZE=True, HAS_DOCUMENTS_MASK=True, **options)
+    copies = re.findall(r"cp\.async\.(\w+)\.shared\.global \[[^]]*\], \[[^]]*\], (\w+)", ptx)
+    assert set(copies) == {("cg", "0x10"), ("ca", "0x4")}
+    under_way = re.findall(r"wgmma\.commit_group.*?wgmma\.wait_group", ptx, re.DOTALL)
+    assert under_way
+    assert not any("ld.global" in part for part in under_way)
+    assert all("ld.shared" in part for part in under_way)
 
 
 @pytest.mark.parametrize("tail", [16, 32])

@@ -228,7 +228,9 @@ def _copy_part(
     arguments, EMBEDDING: gl.constexpr, BLOCK_EMBEDDING: gl.constexpr, BLOCK_TOKENS: gl.constexpr,
     STAGES: gl.constexpr, PACKED: gl.constexpr, HAS_DOCUMENTS_MASK: gl.constexpr,
 ):  # fmt: skip
-    copy_documents(*arguments, EMBEDDING, BLOCK_EMBEDDING, 0, BLOCK_TOKENS, 0, STAGES, PACKED, HAS_DOCUMENTS_MASK, 0)
+    copy_documents(
+        *arguments, EMBEDDING, BLOCK_EMBEDDING, 0, BLOCK_TOKENS, 0, STAGES, PACKED, HAS_DOCUMENTS_MASK, 0, False
+    )  # fmt: skip
 
 
 @gluon.jit(
@@ -310,8 +312,8 @@ def _blackwell_kernel(
         n_documents, document_length,
     )  # fmt: skip
     copied = (
-        documents_ptr, active_ptr, bounds_ptr, cu_seqlens_ptr, None, tiles, tiles, full, empty, group, first, last,
-        n_documents, document_length, stride_group, stride_document, stride_document_token,
+        documents_ptr, active_ptr, bounds_ptr, None, cu_seqlens_ptr, None, tiles, tiles, full, full, empty, group,
+        first, last, n_documents, document_length, stride_group, stride_document, stride_document_token,
     )  # fmt: skip
     gl.warp_specialize(
         [

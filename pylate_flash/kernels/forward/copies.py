@@ -34,25 +34,36 @@ def _tokens_read(left, BLOCK_TOKENS: gl.constexpr, TAIL: gl.constexpr):
 
 
 @gluon.jit
+def _tokens(active_ptr, first_token, positions, start, length, HAS_DOCUMENTS_MASK: gl.constexpr):
+    """A tile of a document's tokens that take part, of which the last is repeated."""
+    tokens = gl.minimum(start + positions, length - 1)
+    if HAS_DOCUMENTS_MASK:
+        tokens = gl.load(active_ptr + first_token + tokens)
+    return tokens
+
+
+@gluon.jit
 def _token_rows(
     base, active_ptr, first_token, positions, dims, start, length, stride_token, HAS_DOCUMENTS_MASK: gl.constexpr
 ):  # fmt: skip
     """Addresses of these elements of a tile of a document's tokens."""
-    tokens = gl.minimum(start + positions, length - 1)
-    if HAS_DOCUMENTS_MASK:
-        tokens = gl.load(active_ptr + first_token + tokens)
+    tokens = _tokens(active_ptr, first_token, positions, start, length, HAS_DOCUMENTS_MASK)
     return base + tokens.to(gl.int64)[:, None] * stride_token + dims[None, :]
 
 
 @gluon.jit
 def copy_documents(
-    documents_ptr, active_ptr, bounds_ptr, cu_seqlens_ptr, offsets_ptr, tiles, second_tiles, full, empty,
-    group, first, last, n_documents, document_length, stride_group, stride_document, stride_document_token,
+    documents_ptr, active_ptr, bounds_ptr, scale_ptr, cu_seqlens_ptr, offsets_ptr, tiles, second_tiles, scales, full,
+    empty, group, first, last, n_documents, document_length, stride_group, stride_document, stride_document_token,
     EMBEDDING: gl.constexpr, BLOCK_EMBEDDING: gl.constexpr, SECOND: gl.constexpr, BLOCK_TOKENS: gl.constexpr,
     TAIL: gl.constexpr, STAGES: gl.constexpr, PACKED: gl.constexpr, HAS_DOCUMENTS_MASK: gl.constexpr,
-    OFFSET_UNIT: gl.constexpr,
+    OFFSET_UNIT: gl.constexpr, NORMALIZE: gl.constexpr,
 ):  # fmt: skip
-    """Copy the tokens of the run's documents, tile by tile, into the slots as they become empty."""
+    """Copy the tokens of the run's documents, tile by tile, into the slots as they become empty.
+
+    With what similarities are multiplied by, if they are to be NORMALIZEd: a thread that multiplies would load that of
+    every fourth token, and the token's number, 32 loads beside as many products.
+    """
     LANES: gl.constexpr = BLOCK_EMBEDDING // 8
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
     positions = gl.arange(0, BLOCK_TOKENS, layout=gl.SliceLayout(1, layout))
@@ -62,6 +73,8 @@ def copy_documents(
         second_layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // SECOND_LANES, SECOND_LANES], [4, 1], [1, 0])
         second_positions = gl.arange(0, BLOCK_TOKENS, layout=gl.SliceLayout(1, second_layout))
         second_dims = BLOCK_EMBEDDING + gl.arange(0, SECOND, layout=gl.SliceLayout(0, second_layout))
+    if NORMALIZE:
+        scale_positions = gl.arange(0, BLOCK_TOKENS, layout=gl.BlockedLayout([1], [32], [4], [0]))
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(1)
     for document in range(first, last):
@@ -98,6 +111,9 @@ def copy_documents(
                 if TAIL > 0:
                     exists &= (second_positions < _tokens_read(length - start, BLOCK_TOKENS, TAIL))[:, None]
                 copy_to_shared(second_tiles.index(slot), rows, mask=exists)
+            if NORMALIZE:
+                tokens = _tokens(active_ptr, first_token, scale_positions, start, length, HAS_DOCUMENTS_MASK)
+                copy_to_shared(scales.index(slot), scale_ptr + first_token + tokens)
             async_copy.mbarrier_arrive(full.index(slot), increment_count=False)
             slot, phase = next_slot(slot, phase, STAGES)
     # The parts look ahead to one tile more.

@@ -79,8 +79,8 @@ def _query_rows(
 
 @gluon.jit
 def _score(
-    queries_ptr, queries_mask_ptr, active_ptr, bounds_ptr, queries_scale_ptr, documents_scale_ptr, cu_seqlens_ptr,
-    sums_ptr, winners_ptr, beta_ptr, lse_ptr, tiles, second_tiles, full, empty, row_block, group, first, last,
+    queries_ptr, queries_mask_ptr, active_ptr, bounds_ptr, queries_scale_ptr, cu_seqlens_ptr, sums_ptr, winners_ptr,
+    beta_ptr, lse_ptr, tiles, second_tiles, scales, full, empty, row_block, group, first, last,
     n_queries, query_length, padded_query_length, n_documents, document_length, empty_score, stride_query,
     stride_query_token,
     EMBEDDING: gl.constexpr, BLOCK_EMBEDDING: gl.constexpr, SECOND: gl.constexpr, ROWS: gl.constexpr,
@@ -140,7 +140,6 @@ def _score(
     sum_offset = (group * n_sums + sum_row).to(gl.int64) * n_documents
 
     lanes = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, by_lane)))[None, :]
-    columns = gl.arange(0, BLOCK_TOKENS, layout=gl.SliceLayout(0, mma))
     # Finding winners takes the ALUs nearly as long as the products take the tensor cores, and parts that all wait for
     # their products at once leave one of the two idle. So products are started in turn, and what follows them is out
     # of step: 1.74 ms against 1.83 at 64 x 64, 1024 x 1024. Maxima alone are over too soon for it to matter.
@@ -179,10 +178,7 @@ def _score(
             if IN_TURN:
                 execute(_GIVE_TURN[(PART + 1) % PARTS])
             if NORMALIZE:
-                tokens = gl.minimum(start + columns, length - 1)
-                if HAS_DOCUMENTS_MASK:
-                    tokens = gl.load(active_ptr + first_token + tokens)
-                scale = gl.load(documents_scale_ptr + first_token + tokens)
+                scale = scales.index(slot).load(gl.SliceLayout(0, mma))
             # While the product is under way, see to the next tile: of this document or another, or the one at the end.
             read = slot
             slot, phase = next_slot(slot, phase, STAGES)
@@ -230,10 +226,7 @@ def _score(
                 if IN_TURN:
                     execute(_GIVE_TURN[(PART + 1) % PARTS])
                 if NORMALIZE:
-                    tokens = gl.minimum(start + tail_columns, length - 1)
-                    if HAS_DOCUMENTS_MASK:
-                        tokens = gl.load(active_ptr + first_token + tokens)
-                    scale = gl.load(documents_scale_ptr + first_token + tokens)
+                    scale = scales.index(slot).slice(0, TAIL).load(gl.SliceLayout(0, tail_mma))
                 read = slot
                 slot, phase = next_slot(slot, phase, STAGES)
                 mbarrier.wait(full.index(slot), phase)
@@ -312,11 +305,11 @@ def _score_part(
 def _copy_part(
     arguments, EMBEDDING: gl.constexpr, BLOCK_EMBEDDING: gl.constexpr, SECOND: gl.constexpr,
     BLOCK_TOKENS: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr, PACKED: gl.constexpr,
-    HAS_DOCUMENTS_MASK: gl.constexpr, OFFSET_UNIT: gl.constexpr,
+    HAS_DOCUMENTS_MASK: gl.constexpr, OFFSET_UNIT: gl.constexpr, NORMALIZE: gl.constexpr,
 ):  # fmt: skip
     copy_documents(
         *arguments, EMBEDDING, BLOCK_EMBEDDING, SECOND, BLOCK_TOKENS, TAIL, STAGES, PACKED, HAS_DOCUMENTS_MASK,
-        OFFSET_UNIT,
+        OFFSET_UNIT, NORMALIZE,
     )  # fmt: skip
 
 
@@ -380,6 +373,10 @@ def _hopper_kernel(
         second_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_TOKENS, SECOND], dtype)
         second_tiles = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_TOKENS, SECOND], second_layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    scales = full
+    if NORMALIZE:
+        by_token: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+        scales = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_TOKENS], by_token)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         # Every copying thread says when its copies have arrived, and every part when it has read a tile; with winners,
@@ -390,14 +387,15 @@ def _hopper_kernel(
     # The parts are written out one by one: Gluon takes no list made in a loop, and a tuple that has a name, like these
     # two, turns constants into values.
     arguments = (
-        queries_ptr, queries_mask_ptr, active_ptr, bounds_ptr, queries_scale_ptr, documents_scale_ptr,
-        cu_seqlens_ptr, sums_ptr, winners_ptr, beta_ptr, lse_ptr, tiles, second_tiles, full, empty, row_block, group,
+        queries_ptr, queries_mask_ptr, active_ptr, bounds_ptr, queries_scale_ptr, cu_seqlens_ptr, sums_ptr,
+        winners_ptr, beta_ptr, lse_ptr, tiles, second_tiles, scales, full, empty, row_block, group,
         first, last, n_queries, query_length, padded_query_length, n_documents, document_length, empty_score,
         stride_query, stride_query_token,
     )  # fmt: skip
     copied = (
-        documents_ptr, active_ptr, bounds_ptr, cu_seqlens_ptr, offsets_ptr, tiles, second_tiles, full, empty,
-        group, first, last, n_documents, document_length, stride_group, stride_document, stride_document_token,
+        documents_ptr, active_ptr, bounds_ptr, documents_scale_ptr, cu_seqlens_ptr, offsets_ptr, tiles, second_tiles,
+        scales, full, empty, group, first, last, n_documents, document_length, stride_group, stride_document,
+        stride_document_token,
     )  # fmt: skip
     if PARTS == 4:
         gl.warp_specialize(
@@ -424,7 +422,7 @@ def _hopper_kernel(
                 )),
                 (_copy_part, (
                     copied, EMBEDDING, BLOCK_EMBEDDING, SECOND, BLOCK_TOKENS, COPIED_TAIL, STAGES, PACKED,
-                    HAS_DOCUMENTS_MASK, OFFSET_UNIT,
+                    HAS_DOCUMENTS_MASK, OFFSET_UNIT, NORMALIZE,
                 )),
             ],
             [4, 4, 4, 4],
@@ -445,7 +443,7 @@ def _hopper_kernel(
                 )),
                 (_copy_part, (
                     copied, EMBEDDING, BLOCK_EMBEDDING, SECOND, BLOCK_TOKENS, COPIED_TAIL, STAGES, PACKED,
-                    HAS_DOCUMENTS_MASK, OFFSET_UNIT,
+                    HAS_DOCUMENTS_MASK, OFFSET_UNIT, NORMALIZE,
                 )),
             ],
             [4, 4],
