@@ -280,10 +280,9 @@ def _in_place(
 def _offsets(sequences: Sequences, origin: Tensor) -> tuple[np.ndarray, int]:
     """Where sequences begin, counted from `origin`, and the unit that it is counted in, as in `Places`."""
     item = origin.element_size()
-    offsets = np.fromiter(map(Tensor.data_ptr, sequences.tensors), dtype=np.int64, count=len(sequences.tensors))
+    offsets = sequences.addresses - origin.data_ptr()
     # A sequence without tokens need not lie anywhere.
-    offsets[sequences.lengths == 0] = origin.data_ptr()
-    offsets -= origin.data_ptr()
+    offsets[sequences.lengths == 0] = 0
     unit = 16 // item if not np.bitwise_or.reduce(offsets) & 15 else 1
     # Units are powers of two.
     offsets >>= (unit * item).bit_length() - 1
