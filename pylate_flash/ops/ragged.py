@@ -291,18 +291,15 @@ def _offsets(sequences: Sequences, origin: Tensor) -> tuple[np.ndarray, int]:
 
 def _in_one_copy(arrays: dict[str, np.ndarray], device: torch.device) -> dict[str, Tensor]:
     """Integers of the host on a device, int64, each array from a multiple of 16 bytes on."""
-    starts, end = [], 0
-    for array in arrays.values():
-        starts.append(end)
-        end += len(array) + len(array) % 2
-    table = torch.empty(end, dtype=torch.int64, pin_memory=device.type == "cuda")
-    entries = table.numpy()
-    for start, array in zip(starts, arrays.values(), strict=True):
-        entries[start : start + len(array)] = array
-    table = table.to(device, non_blocking=True)
-    return {
-        name: table.narrow(0, start, len(array)) for start, (name, array) in zip(starts, arrays.items(), strict=True)
-    }
+    pieces = [piece for array in arrays.values() for piece in (array, _FILL[: len(array) % 2])]
+    sizes = [len(piece) for piece in pieces]
+    table = torch.empty(sum(sizes), dtype=torch.int64, pin_memory=device.type == "cuda")
+    np.concatenate(pieces, out=table.numpy())
+    return dict(zip(arrays, table.to(device, non_blocking=True).split(sizes)[::2], strict=True))
+
+
+# What fills 8 bytes up to 16.
+_FILL = np.zeros(1, dtype=np.int64)
 
 
 def _boundaries(bounds: np.ndarray, device: torch.device) -> Tensor:
