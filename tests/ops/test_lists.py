@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
+import sysconfig
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -55,8 +57,9 @@ def test_the_guard_of_torch_sees_what_the_definition_sees(first: torch.Tensor, o
 compiles = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None
     or not hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
-    or not any(map(shutil.which, ("cc", "gcc", "clang"))),
-    reason="no Triton, no C compiler, or an older torch",
+    or not any(map(shutil.which, ("gcc", "clang")))
+    or not Path(sysconfig.get_paths()["include"], "Python.h").exists(),
+    reason="no Triton, nothing that compiles for Python, or an older torch",
 )
 
 
