@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -48,10 +49,15 @@ static int learns(PyObject *tensor, PyObject *name) {
     return answer == NULL ? -1 : answer == Py_True;
 }
 
-static int look_at_all(const Table *table, PyObject *tensors, PyObject *name, int64_t *lengths, int64_t *addresses) {
+/* 1 if all are alike; then `found` has their lengths, addresses and boundaries, the shortest length and the longest. */
+static int look_at_all(const Table *table, PyObject *tensors, PyObject *name, int64_t *found) {
     Description one, first;
     int first_learns = 0;
     Py_ssize_t count = PyTuple_GET_SIZE(tensors);
+    int64_t *lengths = found, *addresses = lengths + count, *bounds = addresses + count, *extremes = bounds + count + 1;
+    bounds[0] = 0;
+    extremes[0] = INT64_MAX;
+    extremes[1] = 0;
     for (Py_ssize_t i = 0; i < count; ++i) {
         PyObject *tensor = PyTuple_GET_ITEM(tensors, i);
         if (Py_TYPE(tensor) != Py_TYPE(PyTuple_GET_ITEM(tensors, 0)) || table->describe(tensor, &one) != 0)
@@ -63,13 +69,17 @@ static int look_at_all(const Table *table, PyObject *tensors, PyObject *name, in
         }
         if (one_learns < 0 || one_learns != first_learns || !is_like(&one, &first))
             return 0;
-        lengths[i] = one.shape[0];
+        int64_t length = one.shape[0];
+        lengths[i] = length;
         addresses[i] = (int64_t)((char *)one.data + one.offset);
+        bounds[i + 1] = bounds[i] + length;
+        extremes[0] = length < extremes[0] ? length : extremes[0];
+        extremes[1] = length > extremes[1] ? length : extremes[1];
     }
     return 1;
 }
 
-/* look(table, tensors, name): lengths and addresses [2, N] as bytes, or None; `name` is None or "requires_grad". */
+/* look(table, tensors, name): 3 * N + 3 integers of 64 bits, or None; `name` is None or "requires_grad". */
 static PyObject *look(PyObject *module, PyObject *const *given, Py_ssize_t n_given) {
     if (n_given != 3) {
         PyErr_SetString(PyExc_TypeError, "look takes a table, tensors and a name");
@@ -83,15 +93,12 @@ static PyObject *look(PyObject *module, PyObject *const *given, Py_ssize_t n_giv
     if (tensors == NULL)
         return NULL;
     Py_ssize_t count = PyTuple_GET_SIZE(tensors);
-    PyObject *found = PyByteArray_FromStringAndSize(NULL, 2 * count * (Py_ssize_t)sizeof(int64_t));
-    if (found != NULL) {
-        int64_t *lengths = (int64_t *)PyByteArray_AS_STRING(found);
-        if (table->major != 1 || table->describe == NULL ||
-            !look_at_all(table, tensors, given[2], lengths, lengths + count)) {
-            PyErr_Clear();
-            Py_DECREF(found);
-            found = Py_NewRef(Py_None);
-        }
+    PyObject *found = PyByteArray_FromStringAndSize(NULL, (3 * count + 3) * (Py_ssize_t)sizeof(int64_t));
+    if (found != NULL && (table->major != 1 || table->describe == NULL ||
+                          !look_at_all(table, tensors, given[2], (int64_t *)PyByteArray_AS_STRING(found)))) {
+        PyErr_Clear();
+        Py_DECREF(found);
+        found = Py_NewRef(Py_None);
     }
     Py_DECREF(tensors);
     return found;
@@ -108,8 +115,18 @@ def _compiled() -> Callable[..., bytearray | None]:
     return compile_module_from_src(_SOURCE, "pylate_flash_listed").look
 
 
-def look(tensors: Sequence[object]) -> np.ndarray | None:
-    """Lengths and addresses [2, N], int64, of contiguous matrices that are alike, or None if one is not.
+class Listed(NamedTuple):
+    """Of tensors [L_i, d]: lengths [N], addresses [N] and boundaries [N + 1], int64, and the lengths' extremes."""
+
+    lengths: np.ndarray
+    addresses: np.ndarray
+    bounds: np.ndarray
+    shortest: int
+    longest: int
+
+
+def look(tensors: Sequence[object]) -> Listed | None:
+    """What a list of at least one tensor is, if they are contiguous matrices that are alike, else None.
 
     Alike: of the type, the dtype, the device and the embedding size of the first, and where gradients are recorded,
     each of them needs one if the first does.
@@ -124,4 +141,7 @@ def look(tensors: Sequence[object]) -> np.ndarray | None:
     found = _compiled()(
         torch.Tensor.__dlpack_c_exchange_api__, tensors, "requires_grad" if torch.is_grad_enabled() else None
     )
-    return None if found is None else np.frombuffer(found, dtype=np.int64).reshape(2, -1)
+    if found is None:
+        return None
+    numbers, count = np.frombuffer(found, dtype=np.int64), len(tensors)
+    return Listed(numbers[:count], numbers[count : 2 * count], numbers[2 * count : -2], *numbers[-2:].tolist())

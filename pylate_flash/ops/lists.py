@@ -26,15 +26,19 @@ logger = logging.getLogger(__name__)
 
 
 class Sequences(NamedTuple):
-    """A list of tensors [L_i, size], contiguous, of one dtype and device, and their lengths [N], int64."""
+    """A list of N tensors [L_i, size], contiguous, of one dtype and device."""
 
     tensors: Sequence[Tensor]
-    lengths: np.ndarray
     size: int
     # Those that tell what types there are, and whether one needs a gradient: of tensors that are alike, the first.
     examples: Sequence[Tensor]
-    # Where they begin [N], int64, if that was asked along with the lengths.
-    known_addresses: np.ndarray | None = None
+    # int64: lengths [N], and boundaries [N + 1] of the sequences one after the other.
+    lengths: np.ndarray
+    bounds: np.ndarray
+    shortest: int
+    longest: int
+    # Where they begin [N], int64, if that was asked along with the rest.
+    known_addresses: np.ndarray | None
 
     @property
     def addresses(self) -> np.ndarray:
@@ -43,16 +47,11 @@ class Sequences(NamedTuple):
             return self.known_addresses
         return np.fromiter(map(Tensor.data_ptr, self.tensors), dtype=np.int64, count=len(self.tensors))
 
-    @property
-    def longest(self) -> int:
-        return int(self.lengths.max())
 
-    @property
-    def bounds(self) -> np.ndarray:
-        """Boundaries [N + 1] of the sequences, one after the other, int64."""
-        bounds = np.zeros(len(self.lengths) + 1, dtype=np.int64)
-        np.cumsum(self.lengths, out=bounds[1:])
-        return bounds
+def _sequences(tensors: Sequence[Tensor], size: int, examples: Sequence[Tensor], lengths: np.ndarray) -> Sequences:
+    bounds = np.zeros(len(lengths) + 1, dtype=np.int64)
+    np.cumsum(lengths, out=bounds[1:])
+    return Sequences(tensors, size, examples, lengths, bounds, int(lengths.min()), int(lengths.max()), None)
 
 
 def sequences_of(name: str, values: Sequence[Tensor | np.ndarray] | Sequences) -> Sequences:
@@ -90,11 +89,14 @@ def _alike(values: Sequence[object]) -> Sequences | None:
     tensors, size = cast("Sequence[Tensor]", values), first.shape[1]
     if kernels_run_on(first.device, first.dtype) is None and _kernels_look():
         found = kernels().look(values)
-        return None if found is None else Sequences(tensors, found[0], size, tensors[:1], found[1])
+        if found is None:
+            return None
+        lengths, addresses, bounds, shortest, longest = found
+        return Sequences(tensors, size, tensors[:1], lengths, bounds, shortest, longest, addresses)
     if not all(map(_look(first), values)):
         return None
     elements = np.fromiter(map(Tensor.numel, tensors), dtype=np.int64, count=len(tensors))
-    return Sequences(tensors, elements // size, size, tensors[:1])
+    return _sequences(tensors, size, tensors[:1], elements // size)
 
 
 def _look(first: Tensor) -> Callable[[object], bool]:
@@ -181,7 +183,7 @@ def _one_by_one(name: str, values: Sequence[Tensor | np.ndarray]) -> Sequences:
             raise ValueError(f"{name} must lie on one device, got {tensor.device} at {index} and {first.device} at 0")
     lengths = np.array([tensor.shape[0] for tensor in tensors], dtype=np.int64)
     tensors = [tensor.contiguous() for tensor in tensors]
-    return Sequences(tensors, lengths, first.shape[1], tensors)
+    return _sequences(tensors, first.shape[1], tensors, lengths)
 
 
 def _tensor(name: str, value: object) -> Tensor:

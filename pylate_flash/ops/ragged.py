@@ -217,14 +217,9 @@ def _together(queries: Sequences) -> tuple[Tensor, np.ndarray | None]:
     if len(tensors) == 1:
         return tensors[0].unsqueeze(0), None
     values = torch.cat(list(tensors))
-    if _of_one_length(queries):
+    if queries.shortest == queries.longest:
         return values.view(len(tensors), queries.longest, queries.size), None
     return values, queries.bounds
-
-
-def _of_one_length(sequences: Sequences) -> bool:
-    lengths = sequences.lengths.tolist()
-    return lengths.count(lengths[0]) == len(lengths)
 
 
 def _why_packed(queries: Sequence[Tensor], documents: Sequences, options: Options) -> str | None:
@@ -269,7 +264,7 @@ def _in_place(
         query, mask = kernels().padded(
             origin, table["queries_bounds"], apart.longest, table["queries_offsets"], queries_unit
         )
-        queries_mask = None if _of_one_length(apart) else mask
+        queries_mask = None if apart.shortest == apart.longest else mask
     elif queries is not None:
         query = _together(queries)[0]
     tensors = Tensors(query, origin, queries_mask, None, None, table["bounds"], table.get("candidates", candidates))
@@ -281,8 +276,9 @@ def _offsets(sequences: Sequences, origin: Tensor) -> tuple[np.ndarray, int]:
     """Where sequences begin, counted from `origin`, and the unit that it is counted in, as in `Places`."""
     item = origin.element_size()
     offsets = sequences.addresses - origin.data_ptr()
-    # A sequence without tokens need not lie anywhere.
-    offsets[sequences.lengths == 0] = 0
+    if sequences.shortest == 0:
+        # A sequence without tokens need not lie anywhere.
+        offsets[sequences.lengths == 0] = 0
     unit = 16 // item if not np.bitwise_or.reduce(offsets) & 15 else 1
     # Units are powers of two.
     offsets >>= (unit * item).bit_length() - 1
@@ -295,7 +291,7 @@ def _in_one_copy(arrays: dict[str, np.ndarray], device: torch.device) -> dict[st
     sizes = [len(piece) for piece in pieces]
     table = torch.empty(sum(sizes), dtype=torch.int64, pin_memory=device.type == "cuda")
     np.concatenate(pieces, out=table.numpy())
-    return dict(zip(arrays, table.to(device, non_blocking=True).split(sizes)[::2], strict=True))
+    return dict(zip(arrays, table.to(device, non_blocking=True).split_with_sizes(sizes)[::2], strict=True))
 
 
 # What fills 8 bytes up to 16.
