@@ -56,7 +56,7 @@ def bench(
     quick: Annotated[
         bool,
         typer.Option(
-            "--quick", help="10 calls instead of 50, and peers keep their first tuning: a look, not a record."
+            "--quick", help="At most 10 calls instead of 50, and little tuning of peers: a look, not a record."
         ),
     ] = False,
     peers: Annotated[bool, typer.Option(help="Measure the other packages too, those that are installed.")] = True,

@@ -217,7 +217,8 @@ def run(
         Whether to measure each system's memory beyond its inputs, in a process of its own (`memory`).
     quick
         Spare the peers' tuning for every row: a peer then keeps for a row what it found best for an earlier one that
-        shares its key. The result says that it is a quick one.
+        shares its key, and one call of each candidate of a system decides between them. The result says that it is a
+        quick one.
     ceilings
         Already measured ones, instead of measuring them first.
     observer
@@ -414,9 +415,10 @@ def _prepare(
                 continue
             seconds = 0.0
             if len(candidates) > 1:
-                # The first calls of a kernel are slower; one to settle is enough to choose between candidates.
-                stopwatch.time(candidate.call)
-                seconds = statistics.median(stopwatch.time(candidate.call).seconds for _ in range(5))
+                # The first calls of a kernel are slower; one to settle is enough to choose between candidates. For a
+                # look, that was the check.
+                times = [stopwatch.time(candidate.call).seconds for _ in range(1 if quick else 6)]
+                seconds = statistics.median(times[-5:])
             right.append((seconds, error, candidate))
         except Exception as exception:
             # Whatever another package raises (out of memory, a compiler's error) is that candidate's result.

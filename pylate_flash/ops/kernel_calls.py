@@ -12,6 +12,7 @@ from ..kernels.chamfer import Side, chamfer_gradient, meet, settle
 from ..kernels.chunks import Chunks, chunks_of, halved
 from ..kernels.forward import maxsim_forward
 from ..kernels.launch import on_device
+from ..kernels.listed import look
 from ..kernels.losses import ChunkedLoss, rescale
 from ..kernels.masks import active_tokens
 from ..kernels.nonzero import nonzero_rows
@@ -31,7 +32,7 @@ from .problem import Options, Problem, Tensors, problem_of, replaced
 from .xtr_retrieval import Pool, Retrieval
 
 __all__ = [
-    "chamfer_gradients", "chamfer_nearest", "gradients", "loss", "nonzero_rows", "normalized_rows", "on_device",
+    "chamfer_gradients", "chamfer_nearest", "gradients", "look", "loss", "nonzero_rows", "normalized_rows", "on_device",
     "padded", "quantized_scores", "rescale_gradients", "residual_gradient", "residual_scores", "scores",
     "soft_gradients", "soft_scores", "sparse_scores", "through_normalized_rows",
 ]  # fmt: skip

@@ -1,42 +1,57 @@
 """A list of sequences, as an operation takes it: every tensor is looked at once, and where all are alike, in C.
 
 Of ten thousand tensors, one question to each takes half a millisecond to one, and a statement of Python more, while the
-kernel that scores them takes a fifth of one. So all that has to be known of every tensor is asked at once, by what
-`torch.compile` asks whether compiled code serves another tensor.
+kernel that scores them takes a fifth of one. So all that has to be known of every tensor is asked at once: where there
+are kernels by a function of our own (`kernels.listed`), else by what `torch.compile` asks whether compiled code serves
+another tensor.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Sequence
+from subprocess import CalledProcessError
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ..kernels.tiles import kernels_run_on
+from .compute import kernels
 from .maxsim import PLAIN_TYPES
+
+logger = logging.getLogger(__name__)
 
 
 class Sequences(NamedTuple):
-    """A list of tensors [L_i, size], contiguous, of one dtype and device, and their lengths [N], int64."""
+    """A list of N tensors [L_i, size], contiguous, of one dtype and device."""
 
     tensors: Sequence[Tensor]
-    lengths: np.ndarray
     size: int
     # Those that tell what types there are, and whether one needs a gradient: of tensors that are alike, the first.
     examples: Sequence[Tensor]
+    # int64: lengths [N], and boundaries [N + 1] of the sequences one after the other.
+    lengths: np.ndarray
+    bounds: np.ndarray
+    shortest: int
+    longest: int
+    # Where they begin [N], int64, if that was asked along with the rest.
+    known_addresses: np.ndarray | None
 
     @property
-    def longest(self) -> int:
-        return int(self.lengths.max())
+    def addresses(self) -> np.ndarray:
+        """Where they begin [N], int64."""
+        if self.known_addresses is not None:
+            return self.known_addresses
+        return np.fromiter(map(Tensor.data_ptr, self.tensors), dtype=np.int64, count=len(self.tensors))
 
-    @property
-    def bounds(self) -> np.ndarray:
-        """Boundaries [N + 1] of the sequences, one after the other, int64."""
-        bounds = np.zeros(len(self.lengths) + 1, dtype=np.int64)
-        np.cumsum(self.lengths, out=bounds[1:])
-        return bounds
+
+def _sequences(tensors: Sequence[Tensor], size: int, examples: Sequence[Tensor], lengths: np.ndarray) -> Sequences:
+    bounds = np.zeros(len(lengths) + 1, dtype=np.int64)
+    np.cumsum(lengths, out=bounds[1:])
+    return Sequences(tensors, size, examples, lengths, bounds, int(lengths.min()), int(lengths.max()), None)
 
 
 def sequences_of(name: str, values: Sequence[Tensor | np.ndarray] | Sequences) -> Sequences:
@@ -69,11 +84,19 @@ def _alike(values: Sequence[object]) -> Sequences | None:
     if type(first) not in PLAIN_TYPES or torch.compiler.is_compiling():
         return None
     first = cast("Tensor", first)
-    if first.dim() != 2 or first.shape[1] == 0 or not all(map(_look(first), values)):
+    if first.dim() != 2 or first.shape[1] == 0:
         return None
     tensors, size = cast("Sequence[Tensor]", values), first.shape[1]
+    if kernels_run_on(first.device, first.dtype) is None and _kernels_look():
+        found = kernels().look(values)
+        if found is None:
+            return None
+        lengths, addresses, bounds, shortest, longest = found
+        return Sequences(tensors, size, tensors[:1], lengths, bounds, shortest, longest, addresses)
+    if not all(map(_look(first), values)):
+        return None
     elements = np.fromiter(map(Tensor.numel, tensors), dtype=np.int64, count=len(tensors))
-    return Sequences(tensors, elements // size, size, tensors[:1])
+    return _sequences(tensors, size, tensors[:1], elements // size)
 
 
 def _look(first: Tensor) -> Callable[[object], bool]:
@@ -112,17 +135,37 @@ def _guard(first: Tensor) -> Callable[[object], bool]:
 @functools.cache
 def _guards_see() -> bool:
     """Whether the installed torch has such guards, and they tell apart what they have to."""
+    rows, alike, others = _samples()
+    try:
+        look = _guard(rows)
+        return all(map(look, alike)) and not any(map(look, others))
+    except (ImportError, AttributeError, TypeError, RuntimeError):
+        return False
+
+
+@functools.cache
+def _kernels_look() -> bool:
+    """Whether what looks beside the kernels can be compiled, and tells apart what it has to."""
+    rows, alike, others = _samples()
+    look = kernels().look
+    try:
+        with torch.enable_grad():
+            return look([rows, *alike]) is not None and all(look([rows, other]) is None for other in others)
+    except (ImportError, AttributeError, OSError, RuntimeError, CalledProcessError) as error:
+        logger.info("tensors of lists are looked at by torch's guards, as what does it faster is not there: %s", error)
+        return False
+
+
+def _samples() -> tuple[Tensor, Sequence[Tensor], Sequence[object]]:
+    """A tensor [L, d], some that are like it, and some that are not."""
     rows = torch.zeros(2, 4)
+    alike = rows, rows[:0], rows[1:], torch.zeros(3, 4)
     others = (
         [0.0], rows.numpy(), torch.nn.Parameter(rows, requires_grad=False), rows.half(), rows.to("meta"), rows[:, :2],
         rows.T, rows.view(-1), rows.view(1, 2, 4), rows.view(1, 8), rows.view(-1).unfold(0, 8, 4), rows.unfold(1, 3, 1),
         torch.zeros(2, 4, requires_grad=True),
     )  # fmt: skip
-    try:
-        look = _guard(rows)
-        return all(map(look, (rows, rows[:0], rows[1:], torch.zeros(3, 4)))) and not any(map(look, others))
-    except (ImportError, AttributeError, TypeError, RuntimeError):
-        return False
+    return rows, alike, others
 
 
 def _one_by_one(name: str, values: Sequence[Tensor | np.ndarray]) -> Sequences:
@@ -140,7 +183,7 @@ def _one_by_one(name: str, values: Sequence[Tensor | np.ndarray]) -> Sequences:
             raise ValueError(f"{name} must lie on one device, got {tensor.device} at {index} and {first.device} at 0")
     lengths = np.array([tensor.shape[0] for tensor in tensors], dtype=np.int64)
     tensors = [tensor.contiguous() for tensor in tensors]
-    return Sequences(tensors, lengths, first.shape[1], tensors)
+    return _sequences(tensors, first.shape[1], tensors, lengths)
 
 
 def _tensor(name: str, value: object) -> Tensor:

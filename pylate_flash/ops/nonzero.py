@@ -17,14 +17,29 @@ def nonzero_rows(embeddings: Tensor) -> Tensor:
     Tensor
         bool, [..], on the same device.
     """
-    if (
+    if _kernel_takes(embeddings):
+        with kernels().on_device(embeddings):
+            return kernels().nonzero_rows(embeddings)[0]
+    return embeddings.any(dim=-1)
+
+
+def nonzero_rows_of_both(queries: Tensor, documents: Tensor) -> tuple[Tensor, Tensor]:
+    """`nonzero_rows` of each, by one launch where a kernel takes both."""
+    alike = (queries.dtype, queries.device, queries.shape[-1]) == (
+        documents.dtype, documents.device, documents.shape[-1],
+    )  # fmt: skip
+    if alike and _kernel_takes(queries) and _kernel_takes(documents):
+        with kernels().on_device(queries):
+            return kernels().nonzero_rows(queries, documents)
+    return nonzero_rows(queries), nonzero_rows(documents)
+
+
+def _kernel_takes(embeddings: Tensor) -> bool:
+    return (
         embeddings.is_cuda
         and 2 <= embeddings.dim() <= 4
         and embeddings.stride(-1) == 1
         and embeddings.numel() > 0
         and is_plain(embeddings)
         and choose("auto", embeddings.device, embeddings.dtype, embeddings.shape[-1]) == "triton"
-    ):
-        with kernels().on_device(embeddings):
-            return kernels().nonzero_rows(embeddings)
-    return embeddings.any(dim=-1)
+    )

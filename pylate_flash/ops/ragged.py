@@ -217,14 +217,9 @@ def _together(queries: Sequences) -> tuple[Tensor, np.ndarray | None]:
     if len(tensors) == 1:
         return tensors[0].unsqueeze(0), None
     values = torch.cat(list(tensors))
-    if _of_one_length(queries):
+    if queries.shortest == queries.longest:
         return values.view(len(tensors), queries.longest, queries.size), None
     return values, queries.bounds
-
-
-def _of_one_length(sequences: Sequences) -> bool:
-    lengths = sequences.lengths.tolist()
-    return lengths.count(lengths[0]) == len(lengths)
 
 
 def _why_packed(queries: Sequence[Tensor], documents: Sequences, options: Options) -> str | None:
@@ -269,7 +264,7 @@ def _in_place(
         query, mask = kernels().padded(
             origin, table["queries_bounds"], apart.longest, table["queries_offsets"], queries_unit
         )
-        queries_mask = None if _of_one_length(apart) else mask
+        queries_mask = None if apart.shortest == apart.longest else mask
     elif queries is not None:
         query = _together(queries)[0]
     tensors = Tensors(query, origin, queries_mask, None, None, table["bounds"], table.get("candidates", candidates))
@@ -280,10 +275,10 @@ def _in_place(
 def _offsets(sequences: Sequences, origin: Tensor) -> tuple[np.ndarray, int]:
     """Where sequences begin, counted from `origin`, and the unit that it is counted in, as in `Places`."""
     item = origin.element_size()
-    offsets = np.fromiter(map(Tensor.data_ptr, sequences.tensors), dtype=np.int64, count=len(sequences.tensors))
-    # A sequence without tokens need not lie anywhere.
-    offsets[sequences.lengths == 0] = origin.data_ptr()
-    offsets -= origin.data_ptr()
+    offsets = sequences.addresses - origin.data_ptr()
+    if sequences.shortest == 0:
+        # A sequence without tokens need not lie anywhere.
+        offsets[sequences.lengths == 0] = 0
     unit = 16 // item if not np.bitwise_or.reduce(offsets) & 15 else 1
     # Units are powers of two.
     offsets >>= (unit * item).bit_length() - 1
@@ -292,18 +287,15 @@ def _offsets(sequences: Sequences, origin: Tensor) -> tuple[np.ndarray, int]:
 
 def _in_one_copy(arrays: dict[str, np.ndarray], device: torch.device) -> dict[str, Tensor]:
     """Integers of the host on a device, int64, each array from a multiple of 16 bytes on."""
-    starts, end = [], 0
-    for array in arrays.values():
-        starts.append(end)
-        end += len(array) + len(array) % 2
-    table = torch.empty(end, dtype=torch.int64, pin_memory=device.type == "cuda")
-    entries = table.numpy()
-    for start, array in zip(starts, arrays.values(), strict=True):
-        entries[start : start + len(array)] = array
-    table = table.to(device, non_blocking=True)
-    return {
-        name: table.narrow(0, start, len(array)) for start, (name, array) in zip(starts, arrays.items(), strict=True)
-    }
+    pieces = [piece for array in arrays.values() for piece in (array, _FILL[: len(array) % 2])]
+    sizes = [len(piece) for piece in pieces]
+    table = torch.empty(sum(sizes), dtype=torch.int64, pin_memory=device.type == "cuda")
+    np.concatenate(pieces, out=table.numpy())
+    return dict(zip(arrays, table.to(device, non_blocking=True).split_with_sizes(sizes)[::2], strict=True))
+
+
+# What fills 8 bytes up to 16.
+_FILL = np.zeros(1, dtype=np.int64)
 
 
 def _boundaries(bounds: np.ndarray, device: torch.device) -> Tensor:

@@ -82,6 +82,14 @@ def test_a_run_on_a_cpu(ceilings):
         assert not any("device_ms" in state for state in row["systems"].values())
 
 
+@pytest.mark.parametrize(("rounds", "calls"), [(Rounds(), (2, 20)), (protocol.QUICK, (0, 4))])
+@each_row
+def test_a_loss_is_called_less_often(row, rounds, calls):
+    found = hosts.rounds_of(row, rounds)
+    assert (found.warmup, found.repetitions) == (calls if row.form == "loss" else (rounds.warmup, rounds.repetitions))
+    assert found.flush_bytes == rounds.flush_bytes
+
+
 def test_without_the_host_the_operation_alone_is_measured(ceilings, monkeypatch):
     monkeypatch.setattr(type(SENTENCE_TRANSFORMERS), "version", lambda peer: "5.3.0")
     tiny = replace(hosts.suite(), rows=[small(hosts.ROWS[0])])

@@ -126,6 +126,24 @@ def test_the_fastest_right_candidate_is_kept(tiny_suite, ceilings):
     assert row["systems"]["peer"]["median_ms"] == 1000.0
 
 
+@pytest.mark.parametrize(("quick", "calls"), [(False, 6), (True, 1)])
+def test_a_quick_run_chooses_a_candidate_by_one_call(tiny_suite, ceilings, quick, calls):
+    counts = [0, 0]
+
+    def candidates(inputs):
+        scores = forward.reference(inputs).float()
+
+        def counting(index):
+            counts[index] += 1
+            return scores
+
+        return [Candidate(str(index), lambda index=index: counting(index)) for index in range(2)]
+
+    run(tiny_suite(System("peer", "Peer", candidates)), ceilings, rows=["one"], quick=quick)
+    # Both are checked; the one that is kept is timed, and checked once more.
+    assert sorted(counts) == [1 + calls, 2 + calls + ROUNDS.warmup + ROUNDS.repetitions]
+
+
 def test_what_is_not_installed_is_reported_as_absent(tiny_suite, ceilings, monkeypatch):
     missing = Peer("no-such-distribution", "no_such_module")
     monkeypatch.setattr("pylate_flash.bench.suite.measure_ceilings", None)

@@ -14,7 +14,8 @@ from pylate_flash.hosts import HOSTS, colpali
 from pylate_flash.hosts import sentence_transformers as ours
 from pylate_flash.hosts.sentence_transformers import scoring
 from pylate_flash.ops import maxsim_reference
-from pylate_flash.ops.nonzero import nonzero_rows
+from pylate_flash.ops.compute import kernels
+from pylate_flash.ops.nonzero import nonzero_rows, nonzero_rows_of_both
 
 pytestmark = pytest.mark.gpu
 
@@ -168,6 +169,27 @@ def test_tokens_of_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> None:
         embeddings[torch.rand(shape, device="cuda", generator=generator) < 1e-3] = torch.nan
     for given in (embeddings, embeddings[..., 1:], embeddings[..., ::2], embeddings[:, :3], embeddings.transpose(0, 1)):
         assert torch.equal(nonzero_rows(given), given.any(dim=-1))
+    for more in (embeddings[:1], embeddings[..., 1:], embeddings.flatten()):
+        both = nonzero_rows_of_both(embeddings, more)
+        assert torch.equal(both[0], embeddings.any(dim=-1))
+        assert torch.equal(both[1], more.any(dim=-1))
+
+
+@pytest.mark.parametrize("pairs", [False, True])
+def test_zeros_of_queries_and_documents_are_found_by_one_launch(pairs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    launches: list[int] = []
+    find = kernels().nonzero_rows
+    monkeypatch.setattr(kernels(), "nonzero_rows", lambda *given: launches.append(len(given)) or find(*given))
+    queries, documents = padded(ragged(1, 4, 20)), padded(ragged(2, 4, 50))
+    function = scoring.maxsim_pairwise if pairs else scoring.maxsim
+    found = function(queries, documents)
+    assert launches == [2]
+    masks = {"a_mask": queries.any(dim=-1), "b_mask": documents.any(dim=-1)}
+    assert torch.equal(found, function(queries, documents, **masks))
+    assert launches == [2]
+    # One that has a mask leaves the other to a launch of its own.
+    assert torch.equal(found, function(queries, documents, a_mask=masks["a_mask"]))
+    assert launches == [2, 1]
 
 
 def test_zeros_of_colpali_compete() -> None:

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 
 from pylate_flash import explain, maxsim_ragged, maxsim_ragged_pairwise, maxsim_varlen, pack
 from pylate_flash.ops import ragged
+from pylate_flash.ops.lists import sequences_of
 from pylate_flash.ops.varlen import maxsim_varlen_reference
 from tests.gpu.embeddings import unit
 from tests.gpu.test_varlen import DTYPES, OPTIONS, SIZES
@@ -35,6 +36,23 @@ def lists(lengths: list[int], size: int, dtype: torch.dtype, shift: int = 0) -> 
     """Tensors of these lengths, each in memory of its own, `shift` elements after where that begins."""
     values = [unit(length, size, dtype=dtype, seed=index) for index, length in enumerate(lengths)]
     return [torch.cat([t.new_zeros(shift), t.flatten()])[shift:].view(t.shape) for t in values]
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"), reason="a torch before 2.10")
+@pytest.mark.parametrize("recorded", [True, False])
+def test_lists_are_looked_at_beside_the_kernels(recorded: bool) -> None:
+    values = lists([3, 0, 180], 128, torch.bfloat16, shift=1)
+    with torch.set_grad_enabled(recorded):
+        found = sequences_of("values", values)
+        assert found.known_addresses is not None
+        assert found.addresses.tolist() == [value.data_ptr() for value in values]
+        assert found.lengths.tolist() == [3, 0, 180]
+        with pytest.raises(ValueError, match=r"values must lie on one device, got cpu at 3 and cuda:\d at 0"):
+            sequences_of("values", [*values, values[0].cpu()])
+        with pytest.raises(TypeError, match="values must have one dtype"):
+            sequences_of("values", [*values, values[0].half()])
+        # Columns as rows are copied first.
+        assert sequences_of("values", [*values, values[2][:128].T]).known_addresses is None
 
 
 @settings(max_examples=40, **OPTIONS)

@@ -301,9 +301,10 @@ def test_active_tokens(dtype: torch.dtype, length: int, capability: int, monkeyp
 
 @pytest.mark.parametrize(("size", "dtype"), [(128, torch.bfloat16), (48, torch.float32), (4096, torch.float16)])
 def test_nonzero_rows(size: int, dtype: torch.dtype, capability: int, monkeypatch) -> None:
-    embeddings = torch.empty(4, 180, size, dtype=dtype)
-    compiled = check(nonzero, "_nonzero_rows", lambda: nonzero.nonzero_rows(embeddings), capability, monkeypatch)
-    assert "ld.global.v4.b32" in compiled.asm["ptx"]
+    embeddings, more = torch.empty(4, 180, size, dtype=dtype), torch.empty(3, 32, size, dtype=dtype)
+    for given in ((embeddings,), (embeddings, more)):
+        compiled = check(nonzero, "_nonzero_rows", lambda g=given: nonzero.nonzero_rows(*g), capability, monkeypatch)
+        assert "ld.global.v4.b32" in compiled.asm["ptx"]
 
 
 @pytest.mark.parametrize("bounds_dtype", [torch.int32, torch.int64])

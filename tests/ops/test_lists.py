@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
+import shutil
+import sysconfig
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pylate_flash.ops import lists
+from pylate_flash.ops import compute, lists
 from pylate_flash.ops.lists import Sequences, is_like, sequences_of
 
 
@@ -49,22 +53,56 @@ def test_the_guard_of_torch_sees_what_the_definition_sees(first: torch.Tensor, o
     assert lists._guard(first)(other) == is_like(first, other)
 
 
-@pytest.mark.parametrize("guards", [True, False])
+# What compiles Triton's own launcher compiles the look that is beside the kernels.
+compiles = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None
+    or not hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
+    or not any(map(shutil.which, ("gcc", "clang")))
+    or not Path(sysconfig.get_paths()["include"], "Python.h").exists(),
+    reason="no Triton, nothing that compiles for Python, or an older torch",
+)
+
+
+@compiles
+@pytest.mark.parametrize("recorded", [True, False], ids=["gradients", "no gradients"])
+@settings(max_examples=400, deadline=None, derandomize=True)
+@given(first=forms(["rows", "half", "with a gradient", "parameter", "overlapping windows"]), other=forms(list(FORMS)))
+def test_the_look_beside_the_kernels_sees_what_the_definition_sees(
+    first: torch.Tensor, other: object, recorded: bool
+) -> None:
+    """Where no gradient is recorded, it does not matter which tensor needs one."""
+    assert lists._kernels_look()
+    compared = [first, other]
+    if not recorded:
+        compared = [value.detach() if type(value) is torch.Tensor else value for value in compared]
+    expected = is_like(compared[0], compared[0]) and is_like(*compared)
+    with torch.set_grad_enabled(recorded):
+        found = compute.kernels().look([first, other])
+    assert (found is not None) == expected
+    if found is not None:
+        assert found.lengths.tolist() == [len(v) for v in (first, other)]
+        assert found.addresses.tolist() == [v.data_ptr() for v in (first, other)]
+
+
+@pytest.mark.parametrize("way", [pytest.param("kernels", marks=compiles), "guards", "definition"])
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(values=st.lists(forms(["rows", "of a longer one", "overlapping windows", "columns", "array"]), min_size=1))
-def test_lists_are_what_their_items_are(values: list, guards: bool) -> None:
-    """With the guards of torch, or without, as an older torch has none."""
+def test_lists_are_what_their_items_are(values: list, way: str) -> None:
+    """Beside kernels, or with the guards of torch, or without, as an older torch has none."""
     expected = [torch.as_tensor(value) for value in values]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lists, "_guards_see", lambda: guards)
+        patch.setattr(lists, "kernels_run_on", lambda *kind: None if way == "kernels" else "they do not")
+        patch.setattr(lists, "_guards_see", lambda: way == "guards")
         if len({tensor.shape[1] for tensor in expected}) > 1:
             with pytest.raises(ValueError, match="values must have one embedding size"):
                 sequences_of("values", values)
             return
         found = sequences_of("values", values)
-    assert (found.size, found.longest) == (expected[0].shape[1], max(map(len, expected)))
+    assert found.size == expected[0].shape[1]
+    assert (found.shortest, found.longest) == (min(map(len, expected)), max(map(len, expected)))
     assert found.lengths.tolist() == [len(tensor) for tensor in expected]
     assert found.bounds.tolist() == [0, *np.cumsum([len(tensor) for tensor in expected])]
+    assert found.addresses.tolist() == [tensor.data_ptr() for tensor in found.tensors]
     for tensor, value in zip(found.tensors, expected, strict=True):
         assert tensor.is_contiguous()
         assert torch.equal(tensor, value)
@@ -91,3 +129,28 @@ def test_guards_that_see_too_little_are_not_asked(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(lists, "_guard", guard)
         assert not lists._guards_see()
     lists._guards_see.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "error", [AttributeError("no such type"), OSError("no cache"), RuntimeError("no compiler"), None], ids=repr
+)
+def test_without_the_look_beside_the_kernels_guards_look(error: Exception | None, monkeypatch, caplog) -> None:
+    """Where it cannot be compiled, or sees too little (None); which is logged, as results are the same."""
+    pytest.importorskip("triton")
+
+    def look(values: Sequence[object]) -> object:
+        if error is not None:
+            raise error
+        return "all are alike"
+
+    monkeypatch.setattr(compute.kernels(), "look", look)
+    monkeypatch.setattr(lists, "kernels_run_on", lambda *kind: None)
+    lists._kernels_look.cache_clear()
+    values = [rows(3, 8), rows(1, 8)]
+    with caplog.at_level("INFO", logger=lists.__name__):
+        found = sequences_of("values", values)
+        sequences_of("values", values)
+    lists._kernels_look.cache_clear()
+    assert found.lengths.tolist() == [3, 1]
+    assert found.addresses.tolist() == [value.data_ptr() for value in values]
+    assert [record.getMessage().endswith(str(error)) for record in caplog.records] == [True] * (error is not None)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from ...ops.nonzero import nonzero_rows
+from ...ops.nonzero import nonzero_rows, nonzero_rows_of_both
 from ...ops.staging import concatenate
 
 # Elements of embeddings that are copied at once, to be packed or to reach another device, where a call does not say.
@@ -59,6 +59,10 @@ class Side(NamedTuple):
     def packs(self) -> bool:
         """Whether it is packed to be scored."""
         return self.batch is None and self.mask is None
+
+    def with_mask(self, mask: Tensor) -> Side:
+        """The same with that mask. (`_replace` takes the length of a tuple for the number of its fields.)"""
+        return Side(self.name, self.batch, self.sequences, self.lengths, mask, self.device)
 
     def copied_elements(self, device: torch.device) -> np.ndarray | None:
         """[N]: elements of each that are copied to be scored on `device`; None if it is scored where it lies."""
@@ -132,6 +136,21 @@ def side(name: str, embeddings: Any, mask: Any = None) -> Side:
     if batch.dim() != 3:
         raise ValueError(f"{name} must have shape [N, L, d] or [L, d], got {list(batch.shape)}")
     return Side(name, batch, [], None, _fitted(name, mask, *batch.shape[:2]), device)
+
+
+def with_masks(queries: Side, documents: Side, device: torch.device) -> tuple[Side, Side]:
+    """Both sides, with masks of what is no padding if both are batches without a mask, where they are scored.
+
+    By one launch. Other batches without a mask get theirs when they are an operand.
+    """
+    for one in (queries, documents):
+        batch = one.batch
+        if batch is None or one.mask is not None or batch.device != device or not batch.is_floating_point():
+            return queries, documents
+    assert queries.batch is not None
+    assert documents.batch is not None
+    of_queries, of_documents = nonzero_rows_of_both(queries.batch, documents.batch)
+    return queries.with_mask(of_queries), documents.with_mask(of_documents)
 
 
 def _fitted(name: str, mask: Tensor | None, n_items: int, width: int) -> Tensor | None:

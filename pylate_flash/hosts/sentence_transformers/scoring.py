@@ -25,7 +25,7 @@ from ...ops.problem import Options, Tensors
 from ...ops.ragged import maxsim_ragged, maxsim_ragged_pairwise
 from ...ops.varlen import with_lengths
 from .. import SENTENCE_TRANSFORMERS
-from .operands import Operand, Side, as_tensor, blocks, side
+from .operands import Operand, Side, as_tensor, blocks, side, with_masks
 
 __all__ = [
     "colbert_kd_scores",
@@ -99,6 +99,7 @@ def maxsim(
     home, place = _devices(queries, documents, device)
     if len(queries) == 0 or len(documents) == 0:
         return torch.zeros(len(queries), len(documents), device=home)
+    queries, documents = with_masks(queries, documents, place)
     operand = queries.operand(0, len(queries), place, documents.packs)
     return _joined(
         [
@@ -154,6 +155,7 @@ def maxsim_pairwise(
     home, place = _devices(queries, documents, device)
     if len(queries) == 0:
         return torch.zeros(0, device=home)
+    queries, documents = with_masks(queries, documents, place)
     return _joined(
         [
             _scores(

@@ -19,7 +19,15 @@ def test_rows_with_an_element_other_than_zero(shape: tuple[int, ...], size: int,
     wide[..., size:] = 1
     rows = wide.view(-1, size + 3)[:, :size]
     rows[1, -1], rows[3, 0], rows[4], rows[5, size // 2] = 1e-7, NAN, MINUS_ZERO, float("-inf")
-    found = nonzero_rows(embeddings)
+    found, nothing = nonzero_rows(embeddings)
+    assert nothing is None
     assert found.dtype == torch.bool
     assert torch.equal(found, embeddings.any(dim=-1))
     assert found.flatten().nonzero().flatten().tolist() == [1, 3, 5]
+    # Of two batches, each has programs of its own, whichever has more of them.
+    more = torch.zeros(9, 40, size + 1, dtype=dtype)[..., :size].transpose(0, 1)
+    more[7, 8, 0] = more[39, 0, -1] = 1
+    for first, second in ((embeddings, more), (more, embeddings), (embeddings, embeddings)):
+        of_first, of_second = nonzero_rows(first, second)
+        assert torch.equal(of_first, first.any(dim=-1))
+        assert torch.equal(of_second, second.any(dim=-1))
