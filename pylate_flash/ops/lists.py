@@ -1,18 +1,17 @@
-"""A list of sequences, as an operation takes it: every tensor is looked at once, and where all are alike, in C.
+"""A list of sequences, as an operation takes it: every tensor is looked at once, and beside the kernels in C.
 
 Of ten thousand tensors, one question to each takes half a millisecond to one, and a statement of Python more, while the
-kernel that scores them takes a fifth of one. So all that has to be known of every tensor is asked at once: where there
-are kernels by a function of our own (`kernels.listed`), else by what `torch.compile` asks whether compiled code serves
-another tensor.
+kernel that scores them takes a fifth of one. So where there are kernels, all that has to be known of every tensor is
+asked at once, by a function of our own (`kernels.listed`).
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from subprocess import CalledProcessError
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -93,15 +92,10 @@ def _alike(values: Sequence[object]) -> Sequences | None:
             return None
         lengths, addresses, bounds, shortest, longest = found
         return Sequences(tensors, size, tensors[:1], lengths, bounds, shortest, longest, addresses)
-    if not all(map(_look(first), values)):
+    if not all(is_like(first, value) for value in values):
         return None
     elements = np.fromiter(map(Tensor.numel, tensors), dtype=np.int64, count=len(tensors))
     return _sequences(tensors, size, tensors[:1], elements // size)
-
-
-def _look(first: Tensor) -> Callable[[object], bool]:
-    """What says of an object whether it is like a tensor [L, d], as `is_like` does, by torch's own guard if it can."""
-    return _guard(first) if _guards_see() else functools.partial(is_like, first)
 
 
 def is_like(first: Tensor, other: object) -> bool:
@@ -112,35 +106,13 @@ def is_like(first: Tensor, other: object) -> bool:
     return (
         type(other) is type(first)
         and isinstance(other, Tensor)
-        and (other.dtype, other.device, other.requires_grad) == (first.dtype, first.device, first.requires_grad)
+        and other.dtype is first.dtype
         and other.dim() == 2
         and other.shape[1] == first.shape[1]
         and other.stride() == (first.shape[1], 1)
+        and other.device == first.device
+        and other.requires_grad is first.requires_grad
     )
-
-
-def _guard(first: Tensor) -> Callable[[object], bool]:
-    """`is_like`, by the guard with which `torch.compile` tells whether compiled code serves a tensor.
-
-    It is private, and asks everything in one call of C, in a third of the time.
-    """
-    from torch._C._dynamo import guards
-
-    # Its declared types are not those that it takes.
-    make: Any = guards.TensorGuards
-    size = first.shape[1]
-    return make(first, dynamic_dims_sizes=[[None, size]], dynamic_dims_strides=[[size, 1]]).check
-
-
-@functools.cache
-def _guards_see() -> bool:
-    """Whether the installed torch has such guards, and they tell apart what they have to."""
-    rows, alike, others = _samples()
-    try:
-        look = _guard(rows)
-        return all(map(look, alike)) and not any(map(look, others))
-    except (ImportError, AttributeError, TypeError, RuntimeError):
-        return False
 
 
 @functools.cache
@@ -152,7 +124,7 @@ def _kernels_look() -> bool:
         with torch.enable_grad():
             return look([rows, *alike]) is not None and all(look([rows, other]) is None for other in others)
     except (ImportError, AttributeError, OSError, RuntimeError, CalledProcessError) as error:
-        logger.info("tensors of lists are looked at by torch's guards, as what does it faster is not there: %s", error)
+        logger.info("tensors of lists are looked at one by one, as what looks at all in C is not there: %s", error)
         return False
 
 

@@ -46,13 +46,6 @@ def forms(names: Sequence[str]) -> st.SearchStrategy:
     return st.builds(lambda name, length, size: FORMS[name](length, size), st.sampled_from(names), *SIZES)
 
 
-@settings(max_examples=400, deadline=None, derandomize=True)
-@given(first=forms(["rows", "half", "with a gradient", "parameter", "overlapping windows"]), other=forms(list(FORMS)))
-def test_the_guard_of_torch_sees_what_the_definition_sees(first: torch.Tensor, other: object) -> None:
-    assert lists._guards_see()
-    assert lists._guard(first)(other) == is_like(first, other)
-
-
 # What compiles Triton's own launcher compiles the look that is beside the kernels.
 compiles = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None
@@ -84,15 +77,13 @@ def test_the_look_beside_the_kernels_sees_what_the_definition_sees(
         assert found.addresses.tolist() == [v.data_ptr() for v in (first, other)]
 
 
-@pytest.mark.parametrize("way", [pytest.param("kernels", marks=compiles), "guards", "definition"])
+@pytest.mark.parametrize("way", [pytest.param("kernels", marks=compiles), "definition"])
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(values=st.lists(forms(["rows", "of a longer one", "overlapping windows", "columns", "array"]), min_size=1))
 def test_lists_are_what_their_items_are(values: list, way: str) -> None:
-    """Beside kernels, or with the guards of torch, or without, as an older torch has none."""
     expected = [torch.as_tensor(value) for value in values]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lists, "kernels_run_on", lambda *kind: None if way == "kernels" else "they do not")
-        patch.setattr(lists, "_guards_see", lambda: way == "guards")
         if len({tensor.shape[1] for tensor in expected}) > 1:
             with pytest.raises(ValueError, match="values must have one embedding size"):
                 sequences_of("values", values)
@@ -118,23 +109,10 @@ def test_tensors_that_are_alike_have_one_example() -> None:
     assert examples(rows(2, 8), rows(2, 8), rows(2, 8).requires_grad_()) == 3
 
 
-def test_guards_that_see_too_little_are_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of another torch, which take other arguments or tell other things apart."""
-
-    def refuse(first: torch.Tensor) -> None:
-        raise TypeError
-
-    for guard in (lambda first: lambda other: True, lambda first: lambda other: other is first, refuse):
-        lists._guards_see.cache_clear()
-        monkeypatch.setattr(lists, "_guard", guard)
-        assert not lists._guards_see()
-    lists._guards_see.cache_clear()
-
-
 @pytest.mark.parametrize(
     "error", [AttributeError("no such type"), OSError("no cache"), RuntimeError("no compiler"), None], ids=repr
 )
-def test_without_the_look_beside_the_kernels_guards_look(error: Exception | None, monkeypatch, caplog) -> None:
+def test_without_the_look_beside_the_kernels_the_definition_looks(error: Exception | None, monkeypatch, caplog) -> None:
     """Where it cannot be compiled, or sees too little (None); which is logged, as results are the same."""
     pytest.importorskip("triton")
 
