@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +19,10 @@ os.environ.setdefault("HF_HOME", tempfile.mkdtemp(prefix="pylate-flash-hf-"))
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Kernels that Inductor has compiled, and keeps, for another processor's instructions give NaN.
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", tempfile.mkdtemp(prefix="pylate-flash-inductor-"))
+
+# A shell lets its background jobs ignore it, and tests interrupt a training run.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import torch
 
