@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import re
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from triton.tools.disasm import get_sass
 
 from pylate_flash.kernels import quantized
+from pylate_flash.kernels.forward import products
 from pylate_flash.kernels.quantized.plan import quantized_plan
 from pylate_flash.kernels.versions import triton_version
 from pylate_flash.ops.problem import Options, Problem, Tensors
@@ -53,6 +55,21 @@ def test_hopper_has_queries_in_registers_and_scales_beside_the_tokens(
     sass = get_sass(compiled.asm["cubin"])
     assert "LDL" not in sass or triton_version() > (3, 6)
     assert "I2FP" not in sass
+
+
+def test_a_multiply_add_makes_of_an_integers_bits_what_a_conversion_and_a_product_make() -> None:
+    """The arithmetic of `products.scaled` and `unscaled`, with the kernel's constants, rounded to the same bits."""
+    generator = np.random.default_rng(0)
+    largest = 128 * 127 * 512
+    integers = np.concatenate([np.arange(-1000, 1001), generator.integers(-largest, largest + 1, 200_000), [-largest]])
+    scales = np.exp2(generator.uniform(-60, 60, len(integers))).astype(np.float32)
+    floats = (integers + products._BITS_OF_ONE.value).astype(np.int32).view(np.float32)
+    # The product has 48 bits, and float64 room for 53: rounded once, when it becomes float32.
+    scaled = (floats.astype(np.float64) * scales - scales).astype(np.float32)
+    unit = np.float32(products._INTEGER_UNIT.value)
+    assert np.array_equal(scaled * np.where(scaled < 0, 2 * unit, unit), integers.astype(np.float32) * scales)
+    # Halved, what is negative stays below what is not.
+    assert np.array_equal(scaled < 0, integers < 0)
 
 
 @pytest.mark.parametrize("capability", [90], indirect=True)
