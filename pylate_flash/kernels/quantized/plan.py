@@ -41,7 +41,7 @@ _PER_PROCESSOR = {_TILE.num_warps: 2, _FEW_ROWS.num_warps: 3}
 _REASON = "documents are quantized"
 # The same of the Hopper kernel, which serves products of 8 bits. Of a tile of 256 x 128 at d = 128, products take the
 # tensor cores 1024 cycles, and the loop has 902 instructions for a scheduler with int8 and 646 with fp8; of 256 x 64,
-# 512 cycles, and 510 and 378, or in four parts 608 and 484. (By instructions: no time was taken.) Half as many rows of
+# 512 cycles, and 506 and 378, or in four parts 728 and 484. (By instructions: no time was taken.) Half as many rows of
 # longer embeddings fit into registers, and 5 tiles of 256 elements into shared memory.
 _HOPPER = HopperTile(256, 128, 2, 6)
 _HOPPER_NARROW = HopperTile(128, 128, 2, 6)
