@@ -74,11 +74,13 @@ def hopper_form(
     document_unit: int,
     soft: bool = False,
 ) -> Form:
-    blocks = hopper_blocks(kind.size)
+    quantized = kind.quantized is not None
+    blocks = hopper_blocks(kind.size, 1 if quantized else 2)
     constants = (
         kind.size, *blocks[:2], tile.rows, tile.columns, tail, group, tile.num_stages, tile.parts,
         kind.cu_seqlens is not None, kind.queries_mask is not None, kind.weighted, kind.documents_mask is not None,
-        kind.zero_masked, kind.normalize, kind.with_winners, soft, query_unit, document_unit, kind.offset_unit,
+        kind.zero_masked, kind.normalize or quantized, kind.with_winners, soft, query_unit, document_unit,
+        kind.offset_unit,
     )  # fmt: skip
     return Form("hopper", tile, blocks, constants, (4, 1, None))
 

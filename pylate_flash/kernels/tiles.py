@@ -181,10 +181,16 @@ def stacked_tile(capability: int, size: int, element_size: int, rows: int, with_
 
 
 @functools.lru_cache(maxsize=1024)
-def hopper_blocks(size: int) -> Blocks:
-    """How the Hopper kernel holds embeddings of `size` half-precision elements."""
-    blocks = embedding_blocks(9, size, 2)
-    return Blocks(max(16, power_of_two(size)), 0, False) if blocks.split else blocks
+def hopper_blocks(size: int, element_size: int = 2) -> Blocks:
+    """How the Hopper kernel holds embeddings of `size` elements, of 2 bytes or of 1."""
+    # Rows of 32 bytes are the narrowest that its tensor cores take.
+    least = 32 // element_size
+    whole = max(least, power_of_two(size))
+    if element_size == 2:
+        blocks = embedding_blocks(9, size, 2)
+        return Blocks(whole, 0, False) if blocks.split else blocks
+    blocks = Blocks(whole // 2, max(least, power_of_two(size - whole // 2)), False)
+    return blocks if size >= _MIN_IN_TWO and blocks.held < whole else Blocks(whole, 0, False)
 
 
 def hopper_tile(
@@ -238,9 +244,10 @@ def divided_strides(queries: tuple[int, ...], documents: tuple[int, ...]) -> tup
     return tuple(divided), of_queries, of_documents
 
 
-def copied_by_16_bytes(size: int, strides: tuple[int, ...]) -> bool:
-    """Whether rows of `size` half-precision elements can be copied 16 bytes at a time, and Triton can tell."""
-    return size % 8 == 0 and (stride_unit(strides) == 8 or not functools.reduce(operator.or_, strides) & 15)
+def copied_by_16_bytes(size: int, strides: tuple[int, ...], element_size: int = 2) -> bool:
+    """Whether rows of `size` elements of 2 bytes or of 1 can be copied 16 bytes at a time, and Triton can tell."""
+    unit = 16 // element_size
+    return size % unit == 0 and (stride_unit(strides) == unit or not functools.reduce(operator.or_, strides) & 15)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pylate_flash import QuantizedEmbeddings, explain, maxsim, maxsim_varlen, pack, quantize
+from pylate_flash.kernels.quantized import plan
 from pylate_flash.kernels.quantized.rows import quantized_rows
 from pylate_flash.ops.quantized import maxsim_quantized_reference
 from tests.gpu.embeddings import unit
@@ -124,7 +125,7 @@ def test_a_graph_and_a_saved_file(precision: str, tmp_path) -> None:
     graph.replay()
     assert torch.equal(found, expected)
     assert torch.equal(torch.compile(maxsim, fullgraph=True)(queries, documents), expected)
-    assert "the quantized kernel" in str(explain(queries, documents))
+    assert "because documents are quantized" in str(explain(queries, documents))
 
 
 def test_memory_is_that_of_scores_and_queries() -> None:
@@ -135,3 +136,110 @@ def test_memory_is_that_of_scores_and_queries() -> None:
     before = torch.cuda.memory_allocated()
     maxsim(queries, documents)
     assert torch.cuda.max_memory_allocated() - before < 2 * 4 * 32 * 2000 + 2 * queries.nbytes
+
+
+def on_hopper() -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+
+
+hopper_only = pytest.mark.skipif(not on_hopper(), reason="the kernel is for compute capability 9.0")
+
+
+def by_hopper(queries: Tensor, documents: QuantizedEmbeddings, **options) -> Tensor:
+    """Scores by the Hopper kernel."""
+    explained = {name: value for name, value in options.items() if name not in ("empty_score", "reduction")}
+    assert "on a Hopper GPU" in str(explain(queries, documents, **explained))
+    return maxsim(queries, documents, **options, implementation="triton")
+
+
+@hopper_only
+@settings(max_examples=30, **OPTIONS)
+@given(
+    shape=st.tuples(st.integers(65, 400), st.just(1)) | st.tuples(st.integers(3, 20), st.just(32)),
+    length=st.integers(1, 300), size=st.sampled_from([48, 96, 128, 256]), precision=st.sampled_from(["int8", "fp8"]),
+    masked=st.booleans(), weighted=st.booleans(), normalize=st.booleans(),
+    masking=st.sampled_from(["exclude", "zero"]),
+)  # fmt: skip
+def test_hopper(
+    shape: tuple[int, int], length: int, size: int, precision: str, masked: bool, weighted: bool, normalize: bool,
+    masking: str,
+) -> None:  # fmt: skip
+    """Every option, tails of every length, parts without rows; and a document of no active token."""
+    queries, documents = unit(*shape, size, dtype=torch.bfloat16), unit(20, length, size, seed=1)
+    if precision == "int8":
+        # Of the last queries, all similarities are negative. (Sums of fp8 are so inexact that more would cancel.)
+        queries -= torch.linspace(0, 0.1, len(queries), device="cuda").to(queries.dtype)[:, None, None]
+        documents += 0.1
+    documents, options = quantize(documents, precision), {"normalize": normalize, "masking": masking}
+    if masked:
+        options["documents_mask"] = torch.rand(20, length, device="cuda") > 0.5
+        options["documents_mask"][7] = False
+    if weighted:
+        options["queries_mask"] = torch.rand(queries.shape[:2], device="cuda").round(decimals=1)
+    found = by_hopper(queries, documents, **options)
+    close(found, maxsim_quantized_reference(queries, documents, **options), precision, True)
+
+
+@hopper_only
+@pytest.mark.parametrize("length", [64, 129, 300, 1024])
+@pytest.mark.parametrize("size", [32, 96, 128, 256])
+def test_hopper_finds_the_maxima_of_the_plain_kernel_to_the_bit(size: int, length: int, monkeypatch) -> None:
+    """Of queries of one token, whose score is one maximum: int8 products lose nothing, and the rest is rounded alike.
+
+    Longer queries are summed in another order.
+    """
+    queries = torch.randn(500, 1, size, device="cuda", dtype=torch.bfloat16)
+    # Large and small ones, and tokens of which all similarities are negative.
+    queries *= torch.logspace(-6, 6, 500, device="cuda")[:, None, None].to(queries.dtype)
+    values = torch.randint(-127, 128, (30, length, size), device="cuda", dtype=torch.int8)
+    queries[::3] = -queries[::3].abs()
+    values[::2] = values[::2].abs()
+    # The largest sums that there are, of both signs.
+    queries[3], queries[4], values[4, 0] = -1.0, 1.0, 127
+    scales = torch.logspace(-9, 9, 30 * length, device="cuda").view(30, length)[:, torch.randperm(length)]
+    scales[5, 0], scales[6, :] = torch.nan, 0.0
+    documents = QuantizedEmbeddings(values, scales.contiguous())
+    mask = torch.rand(30, length, device="cuda") > 0.3
+    mask[5, 0] = True
+    for options in ({}, {"documents_mask": mask, "masking": "zero"}, {"documents_mask": mask, "normalize": True}):
+        found = by_hopper(queries, documents, **options)
+        with monkeypatch.context() as patch:
+            patch.setattr(plan, "_HOPPER_MIN_ROWS", 1 << 40)
+            assert "on a Hopper GPU" not in str(explain(queries, documents, **options))
+            expected = maxsim(queries, documents, **options, implementation="triton")
+        torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0, equal_nan=True)
+        assert found[:, 5].isnan().all()
+        # Every document has a masked token, which is worth 0 then.
+        assert (found < 0.0).any() == ("masking" not in options)
+
+
+@hopper_only
+@pytest.mark.parametrize("precision", ["int8", "fp8"])
+def test_hopper_of_packed_documents_and_candidates(precision: str) -> None:
+    lengths = [180, 0, 9000, 7, 64, 65, 128, 129] * 40
+    documents, bounds = pack([unit(length, 96, seed=index) for index, length in enumerate(lengths)])
+    queries = unit(9, 77, 96, dtype=torch.bfloat16)
+    quantized = quantize(documents, precision, cu_seqlens=bounds)
+    query_bounds = torch.arange(0, 10, device="cuda") * 77
+    call = queries.flatten(0, 1), quantized, query_bounds, bounds
+    explained = explain(*call[:2], queries_cu_seqlens=query_bounds, documents_cu_seqlens=bounds)
+    assert "on a Hopper GPU" in str(explained)
+    found = maxsim_varlen(*call, empty_score=-1.0, implementation="triton")
+    close(found, maxsim_quantized_reference(*call, empty_score=-1.0), precision, True)
+    assert (found[:, 1::8] == -1.0).all()
+    for _ in range(20):
+        assert torch.equal(maxsim_varlen(*call, empty_score=-1.0), found)
+    own = quantize(unit(9, 5, 333, 128, seed=1), precision)
+    queries = unit(9, 130, 128, dtype=torch.float16)
+    close(by_hopper(queries, own), maxsim_quantized_reference(queries, own), precision, True)
+
+
+@hopper_only
+@pytest.mark.parametrize("precision", ["int8", "fp8"])
+@pytest.mark.parametrize("shape", [(3, 32, 128), (1, 1024, 128), (5, 200, 256), (40, 32, 48)])
+def test_hopper_gives_the_same_bits_again(shape: tuple[int, int, int], precision: str) -> None:
+    queries, documents = unit(*shape, dtype=torch.bfloat16), quantize(unit(300, 250, shape[2], seed=1), precision)
+    found = by_hopper(queries, documents)
+    close(found, maxsim_quantized_reference(queries, documents), precision, True)
+    for _ in range(50):
+        assert torch.equal(maxsim(queries, documents), found)

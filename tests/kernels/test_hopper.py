@@ -35,9 +35,11 @@ def see(layout, _semantic=None):
 @gluon.jit
 def _stored_kernel(values_ptr, LAYOUT: gl.constexpr, TOKENS: gl.constexpr, SIZE: gl.constexpr):
     """A tile as the kernel copies it, 16 bytes per thread, and read back in pairs."""
-    by_unit: gl.constexpr = gl.BlockedLayout([1, 8], [256 // SIZE, SIZE // 8], [4, 1], [1, 0])
+    dtype: gl.constexpr = values_ptr.dtype.element_ty
+    UNIT: gl.constexpr = 128 // dtype.primitive_bitwidth
+    by_unit: gl.constexpr = gl.BlockedLayout([1, UNIT], [32 * UNIT // SIZE, SIZE // UNIT], [4, 1], [1, 0])
     by_pair: gl.constexpr = gl.BlockedLayout([1, 2], [4, 8], [4, 1], [1, 0])
-    tile = gl.allocate_shared_memory(gl.bfloat16, [TOKENS, SIZE], LAYOUT)
+    tile = gl.allocate_shared_memory(dtype, [TOKENS, SIZE], LAYOUT)
     rows = gl.arange(0, TOKENS, layout=gl.SliceLayout(1, by_unit))[:, None]
     tile.store(gl.load(values_ptr + rows * SIZE + gl.arange(0, SIZE, layout=gl.SliceLayout(0, by_unit))[None, :]))
     rows = gl.arange(0, TOKENS, layout=gl.SliceLayout(1, by_pair))[:, None]
@@ -60,9 +62,9 @@ def layout_of(kernel, monkeypatch: pytest.MonkeyPatch, **constants: int):
     return SEEN[0]
 
 
-def instructions(layout, tokens: int, size: int) -> str:
+def instructions(layout, tokens: int, size: int, dtype: str = "*bf16") -> str:
     constants = {"LAYOUT": layout, "TOKENS": tokens, "SIZE": size}
-    source = GluonASTSource(_stored_kernel, {"values_ptr": "*bf16"} | dict.fromkeys(constants, "constexpr"), constants)
+    source = GluonASTSource(_stored_kernel, {"values_ptr": dtype} | dict.fromkeys(constants, "constexpr"), constants)
     ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["ptx"]
     return ptx[: ptx.index(".section")]
 
@@ -80,7 +82,16 @@ def test_tokens_lie_in_swizzle_atoms(tokens: int, size: int) -> None:
     assert instructions(gl.SharedLinearLayout(bases, [], 1024), tokens, size) != expected
 
 
-@pytest.mark.parametrize(("rows", "tokens"), [(128, 64), (64, 64), (64, 128)])
+@pytest.mark.parametrize("size", [32, 64, 128, 256])
+def test_tokens_of_8_bits_lie_in_the_same_atoms(size: int) -> None:
+    """Two of them where one in half precision lies."""
+    layout = gl.NVMMASharedLayout.get_default_for([128, size], gl.int8)
+    bases = [[0, 1], *([row, 2 * column] for row, column in make_layouts.bases(128, size // 2))]
+    expected = instructions(gl.SharedLinearLayout(bases, [], 1024), 128, size, "*i8")
+    assert instructions(layout, 128, size, "*i8") == expected
+
+
+@pytest.mark.parametrize(("rows", "tokens"), [(128, 64), (64, 64), (64, 128), (128, 128)])
 def test_a_maximum_over_a_lanes_columns_stays_in_the_lane(rows: int, tokens: int, monkeypatch) -> None:
     layout = layout_of(_register_layout_kernel, monkeypatch, ROWS=rows, TOKENS=tokens)
     elsewhere = layout.lane_bases + layout.warp_bases + layout.block_bases
@@ -197,6 +208,9 @@ def test_the_choice_of_the_kernel() -> None:
     assert copied_by_16_bytes(48, (16 << 30, 48, 48))
     assert not copied_by_16_bytes(44, (480, 48, 48))
     assert not copied_by_16_bytes(40, (440, 44, 44))
+    assert copied_by_16_bytes(48, (960, 48, 48), 1)
+    assert not copied_by_16_bytes(40, (480, 48, 48), 1)
+    assert not copied_by_16_bytes(48, (1120, 56, 56), 1)
 
 
 def problem(

@@ -64,13 +64,14 @@ def copy_documents(
     With what similarities are multiplied by, if they are to be NORMALIZEd: a thread that multiplies would load that of
     every fourth token, and the token's number, 32 loads beside as many products.
     """
-    LANES: gl.constexpr = BLOCK_EMBEDDING // 8
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
+    UNIT: gl.constexpr = 128 // documents_ptr.dtype.element_ty.primitive_bitwidth
+    LANES: gl.constexpr = BLOCK_EMBEDDING // UNIT
+    layout: gl.constexpr = gl.BlockedLayout([1, UNIT], [32 // LANES, LANES], [4, 1], [1, 0])
     positions = gl.arange(0, BLOCK_TOKENS, layout=gl.SliceLayout(1, layout))
     dims = gl.arange(0, BLOCK_EMBEDDING, layout=gl.SliceLayout(0, layout))
     if SECOND > 0:
-        SECOND_LANES: gl.constexpr = SECOND // 8
-        second_layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // SECOND_LANES, SECOND_LANES], [4, 1], [1, 0])
+        SECOND_LANES: gl.constexpr = SECOND // UNIT
+        second_layout: gl.constexpr = gl.BlockedLayout([1, UNIT], [32 // SECOND_LANES, SECOND_LANES], [4, 1], [1, 0])
         second_positions = gl.arange(0, BLOCK_TOKENS, layout=gl.SliceLayout(1, second_layout))
         second_dims = BLOCK_EMBEDDING + gl.arange(0, SECOND, layout=gl.SliceLayout(0, second_layout))
     if NORMALIZE:

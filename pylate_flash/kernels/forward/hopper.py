@@ -1,9 +1,10 @@
 """The stacked forward on Hopper (compute capability 9.0), in Gluon: operands, copies and products placed by hand.
 
 It computes what `stacked._stacked_kernel` computes, from the same arguments, or (SOFT) the smooth maxima of
-`soft.forward`. What plain Triton leaves unused there is the tensor cores' time: it reads both operands of every product
-from shared memory, whose bandwidth a tile of 64 tokens then exhausts (4 KB per 32 cycles of a 64 x 64 x 16 product),
-and it takes the row maxima while the tensor cores wait. Here
+`soft.forward`, or, of operands in 8 bits, what `quantized.stacked` does of int8 and fp8. What plain Triton leaves
+unused there is the tensor cores' time: it reads both operands of every product from shared memory, whose bandwidth a
+tile of 64 tokens then exhausts (4 KB per 32 cycles of a 64 x 64 x 16 product), and it takes the row maxima while the
+tensor cores wait. Here
 
 - the query rows stay in registers for as long as the program runs, and only document tokens come from shared memory,
   in one block or two (as in `stacked`);
@@ -30,13 +31,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ...ops.problem import Problem
-from ..gluon import add, execute, find_document, larger_of, next_slot
+from ..gluon import execute, find_document, larger_of, next_slot
 from ..launch import Kernel
 from ..select import DOCUMENT_COST, ForwardPlan
 from .copies import copy_documents, document_range
 from .exponentials import LOG2E, add_exponentials, log_sums
 from .inputs import Inputs
 from .maxima import differ, first_maximum, split_by_lane
+from .products import query_rows, scaled, sums_of, unscaled
 
 _DOCUMENT_COST = gl.constexpr(DOCUMENT_COST)
 
@@ -49,32 +51,6 @@ _GIVE_TURN = gl.constexpr(tuple(gl.constexpr(f"bar.arrive {8 + part}, 256;") for
 @gluon.jit
 def _lower_of(a, b):
     return gl.minimum(a, b)
-
-
-@gluon.jit
-def _sums(values, ROWS: gl.constexpr, GROUP: gl.constexpr):
-    """Sums of every GROUP of values [ROWS], which lie as rows of products do: a warp has 16 of every 64."""
-    of_warps = gl.reduce(gl.reshape(values, [ROWS // min(GROUP, 16), min(GROUP, 16)]), 1, add)
-    if GROUP > 16:
-        together: gl.constexpr = gl.BlockedLayout([GROUP // 16], [32], [4], [0])
-        of_warps = gl.convert_layout(of_warps, together)
-        of_warps = gl.reduce(gl.reshape(of_warps, [ROWS // GROUP, GROUP // 16]), 1, add)
-    return of_warps
-
-
-@gluon.jit
-def _query_rows(
-    queries_ptr, first_row, group, n_queries, query_length, padded_query_length, stride_query, stride_query_token,
-    FIRST: gl.constexpr, BLOCK: gl.constexpr, EMBEDDING: gl.constexpr, ROWS: gl.constexpr, operand: gl.constexpr,
-):  # fmt: skip
-    """The BLOCK elements from FIRST on of ROWS query rows, in registers."""
-    loaded: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (BLOCK // 8), BLOCK // 8], [4, 1], [1, 0])
-    rows = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, loaded))
-    query, token = rows // padded_query_length, rows % padded_query_length
-    dims = FIRST + gl.arange(0, BLOCK, layout=gl.SliceLayout(0, loaded))
-    exists = ((query < n_queries) & (token < query_length))[:, None] & (dims < EMBEDDING)[None, :]
-    offset = (group * n_queries + query).to(gl.int64) * stride_query + token * stride_query_token
-    return gl.convert_layout(gl.load(queries_ptr + offset[:, None] + dims[None, :], mask=exists, other=0.0), operand)
 
 
 @gluon.jit
@@ -94,21 +70,24 @@ def _score(
     SOFT: of smooth maxima. What is left after whole tiles then always takes a product of TAIL columns, as a token that
     is repeated would count twice.
     """
-    IN_TURN: gl.constexpr = WITH_WINNERS or SOFT
-    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_TOKENS, 16])
-    operand: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    ITEM: gl.constexpr = queries_ptr.dtype.element_ty.primitive_bitwidth // 8
+    INTEGER: gl.constexpr = queries_ptr.dtype.element_ty == gl.int8
+    SUM: gl.constexpr = gl.int32 if INTEGER else gl.float32
+    IN_TURN: gl.constexpr = WITH_WINNERS or SOFT or ITEM == 1
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_TOKENS, 32 // ITEM])
+    operand: gl.constexpr = gl.DotOperandLayout(0, mma, 4 // ITEM)
     first_row = (row_block * PARTS + PART) * ROWS
-    query_tile = _query_rows(
+    query_tile = query_rows(
         queries_ptr, first_row, group, n_queries, query_length, padded_query_length, stride_query, stride_query_token,
         0, BLOCK_EMBEDDING, EMBEDDING, ROWS, operand,
     )  # fmt: skip
     if SECOND > 0:
-        second_query_tile = _query_rows(
+        second_query_tile = query_rows(
             queries_ptr, first_row, group, n_queries, query_length, padded_query_length, stride_query,
             stride_query_token, BLOCK_EMBEDDING, SECOND, EMBEDDING, ROWS, operand,
         )  # fmt: skip
 
-    zeros = gl.zeros([ROWS, BLOCK_TOKENS], gl.float32, mma)
+    zeros = gl.zeros([ROWS, BLOCK_TOKENS], SUM, mma)
     by_lane: gl.constexpr = split_by_lane(zeros, ROWS, BLOCK_TOKENS).type.layout
     # What a document leaves stays where the products' rows are: four lanes, which share a row, have the same.
     by_row: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, by_lane))
@@ -130,7 +109,9 @@ def _score(
             row_factor *= row_scale
         row_factor = row_factor[:, None]
     group_row = query.to(gl.int64) * query_length + token
-    by_sum: gl.constexpr = _sums(gl.zeros([ROWS], gl.float32, by_row), ROWS, GROUP).type.layout
+    by_sum: gl.constexpr = sums_of(gl.zeros([ROWS], gl.float32, by_row), ROWS, GROUP).type.layout
+    # A 1 that the compiler does not know, see `products.scaled`.
+    one = gl.minimum(n_queries, 1)
     n_sums = n_queries * (padded_query_length // GROUP)
     sum_row = first_row // GROUP + gl.arange(0, ROWS // GROUP, layout=by_sum)
     sum_exists = sum_row < n_sums
@@ -192,7 +173,7 @@ def _score(
             else:
                 mbarrier.arrive(empty.index(read), count=1)
             if NORMALIZE:
-                similarities *= scale[None, :]
+                similarities = scaled(similarities, scale, one)
             if SOFT:
                 best, total = add_exponentials(similarities, row_factor, best, total, ROWS, BLOCK_TOKENS)
             elif WITH_WINNERS:
@@ -208,15 +189,15 @@ def _score(
         if TAIL > 0:
             # Once or not at all: a loop, as a condition crashes ptxas 12.8 at 256 elements.
             for start in range(in_tiles, length, TAIL):
-                tail_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TAIL, 16])
-                tail_operand: gl.constexpr = gl.DotOperandLayout(0, tail_mma, 2)
+                tail_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TAIL, 32 // ITEM])
+                tail_operand: gl.constexpr = gl.DotOperandLayout(0, tail_mma, 4 // ITEM)
                 tail_columns = gl.arange(0, TAIL, layout=gl.SliceLayout(0, tail_mma))
                 if IN_TURN:
                     execute(_AWAIT_TURN[PART])
                 similarities = warpgroup_mma(
                     gl.convert_layout(query_tile, tail_operand, assert_trivial=True),
                     tiles.index(slot).slice(0, TAIL).permute((1, 0)),
-                    gl.zeros([ROWS, TAIL], gl.float32, tail_mma), use_acc=False, is_async=True,
+                    gl.zeros([ROWS, TAIL], SUM, tail_mma), use_acc=False, is_async=True,
                 )  # fmt: skip
                 if SECOND > 0:
                     similarities = warpgroup_mma(
@@ -237,7 +218,7 @@ def _score(
                 else:
                     mbarrier.arrive(empty.index(read), count=1)
                 if NORMALIZE:
-                    similarities *= scale[None, :]
+                    similarities = scaled(similarities, scale, one)
                 if SOFT:
                     similarities = gl.where((start + tail_columns < length)[None, :], similarities, float("-inf"))
                     best, total = add_exponentials(similarities, row_factor, best, total, ROWS, TAIL)
@@ -254,6 +235,8 @@ def _score(
             row_best = lse / beta
         else:
             row_best = gl.reduce(best, 1, larger_of)
+            if INTEGER:
+                row_best = unscaled(row_best)
         if WITH_WINNERS:
             # Past the end, the last token was repeated.
             key = gl.minimum(key + 2 * lanes, length - 1)
@@ -278,7 +261,7 @@ def _score(
         if WEIGHTED:
             row_best *= row_weight.to(gl.float32)
         row_best = gl.where(counted, row_best, 0.0)
-        sums = _sums(row_best, ROWS, GROUP)
+        sums = sums_of(row_best, ROWS, GROUP)
         if PACKED or HAS_DOCUMENTS_MASK:
             sums = gl.where(length > 0, sums, of_empty)
         gl.store(sums_ptr + sum_offset + document, sums, mask=sum_exists)
@@ -366,6 +349,7 @@ def _hopper_kernel(
         last = gl.minimum(first + run, n_documents)
 
     dtype: gl.constexpr = documents_ptr.dtype.element_ty
+    IN_TURN: gl.constexpr = WITH_WINNERS or SOFT or dtype.primitive_bitwidth == 8
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_TOKENS, BLOCK_EMBEDDING], dtype)
     tiles = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_TOKENS, BLOCK_EMBEDDING], layout)
     second_tiles = tiles
@@ -379,11 +363,14 @@ def _hopper_kernel(
         scales = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_TOKENS], by_token)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
-        # Every copying thread says when its copies have arrived, and every part when it has read a tile; with winners,
-        # each of its threads.
+        # Every copying thread says when its copies have arrived, and every part when it has read a tile; in turn, each
+        # of its threads.
         mbarrier.init(full.index(stage), count=128)
-        mbarrier.init(empty.index(stage), count=PARTS * 128 if WITH_WINNERS or SOFT else PARTS)
+        mbarrier.init(empty.index(stage), count=PARTS * 128 if IN_TURN else PARTS)
 
+    # Registers of a thread that copies, of the 280 of it and of one that multiplies. With 64 rows, tiles of 8 bits may
+    # be of long embeddings, of which a thread copies 16 pieces.
+    COPYING: gl.constexpr = 72 if dtype.primitive_bitwidth == 8 and ROWS == 64 else 56
     # The parts are written out one by one: Gluon takes no list made in a loop, and a tuple that has a name, like these
     # two, turns constants into values.
     arguments = (
@@ -447,7 +434,7 @@ def _hopper_kernel(
                 )),
             ],
             [4, 4],
-            [224, 56],
+            [280 - COPYING, COPYING],
         )  # fmt: skip
 
 

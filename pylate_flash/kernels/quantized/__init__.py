@@ -42,5 +42,11 @@ def quantized_forward(problem: Problem, tensors: Tensors, scales: Tensor, offset
         queries, documents, queries_mask, active, bounds, queries_scale, scales, cu_seqlens, None, candidates, None,
         None,
     )  # fmt: skip
-    score_quantized(problem, plan, inputs, offsets, sums)
+    if plan.kernel == "hopper":
+        # Not every Triton has what it is written in.
+        from ..forward.hopper import score_hopper
+
+        score_hopper(problem, plan, inputs, sums, None)
+    else:
+        score_quantized(problem, plan, inputs, offsets, sums)
     return sums if plan.n_sums == 1 else add_sums(problem, plan, sums)

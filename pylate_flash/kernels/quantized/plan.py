@@ -8,9 +8,20 @@ from typing import TYPE_CHECKING
 import torch
 
 from .. import select
-from ..forms import REGISTERS, Form
+from ..forms import REGISTERS, Form, hopper_form
 from ..select import Cuts, ForwardPlan
-from ..tiles import Blocks, Tile, divided_strides, fitted, padded_query_length, power_of_two
+from ..tiles import (
+    HOPPER_NARROW_ROWS,
+    Blocks,
+    HopperTile,
+    Tile,
+    copied_by_16_bytes,
+    divided_strides,
+    fitted,
+    padded_query_length,
+    power_of_two,
+)
+from ..versions import has_gluon
 
 if TYPE_CHECKING:
     from ...ops.problem import Kind, Problem
@@ -28,13 +39,70 @@ _MIN_BLOCK = 32
 _LONGEST_RUN = 16
 _PER_PROCESSOR = {_TILE.num_warps: 2, _FEW_ROWS.num_warps: 3}
 _REASON = "documents are quantized"
+# The same of the Hopper kernel, which serves products of 8 bits. Of a tile of 256 x 128 at d = 128, products take the
+# tensor cores 1024 cycles, and the loop has 902 instructions for a scheduler with int8 and 646 with fp8; of 256 x 64,
+# 512 cycles, and 506 and 378, or in four parts 728 and 484. (By instructions: no time was taken.) Half as many rows of
+# longer embeddings fit into registers, and 5 tiles of 256 elements into shared memory.
+_HOPPER = HopperTile(256, 128, 2, 6)
+_HOPPER_NARROW = HopperTile(128, 128, 2, 6)
+_HOPPER_LONG = HopperTile(128, 128, 2, 5)
+_HOPPER_MAX_SIZE = 256
+# Query rows from which on it serves: a part multiplies 64. Fewer are bound by memory: of 64 rows and 128 tokens at
+# d = 128, `_FEW_ROWS` has 396 instructions, and reading the tokens takes a processor of an H200 980 cycles.
+_HOPPER_MIN_ROWS = 65
+# Columns of the product of a document's last tokens, where they fit into half a tile.
+_HOPPER_TAIL = 64
 
 
 def quantized_plan(problem: Problem) -> ForwardPlan:
-    """Choose the tile and the grid of the kernel of quantized documents.
+    """Choose the kernel, the tile and the grid of a call with quantized documents.
 
     Packed documents are shared out by their tokens, whole ones; those of candidates by their number.
     """
+    hopper = _hopper_plan(problem)
+    return _stacked_plan(problem, hopper) if isinstance(hopper, str) else hopper
+
+
+def _hopper_plan(problem: Problem) -> ForwardPlan | str:
+    """The plan of the Hopper kernel, or why it does not serve the problem."""
+    kind, length, n_documents = problem.kind, problem.document_length, problem.n_documents
+    capability, processors = select.architecture(kind.device)
+    if capability != 9 or not has_gluon():
+        return _REASON
+    if not kind.quantize_queries or kind.quantized == torch.uint8:
+        return _REASON + "; the Hopper kernel multiplies int8 or fp8 by the same"
+    if kind.size > _HOPPER_MAX_SIZE:
+        return _REASON + f"; the Hopper kernel takes at most {_HOPPER_MAX_SIZE} dimensions"
+    if problem.has_candidates:
+        return _REASON + "; packed documents are candidates"
+    padded, group = padded_query_length(problem.query_length, False)
+    rows = problem.n_queries // problem.groups * padded
+    if rows < _HOPPER_MIN_ROWS:
+        return _REASON + f"; fewer than {_HOPPER_MIN_ROWS} query tokens meet a document"
+    if not (problem.aligned and copied_by_16_bytes(kind.size, problem.document_strides, 1)):
+        return _REASON + "; documents cannot be copied 16 bytes at a time"
+    tile = _HOPPER_NARROW if rows <= HOPPER_NARROW_ROWS else _HOPPER
+    if kind.size > 128:
+        tile = _HOPPER_LONG
+    group = min(group, tile.rows // tile.parts)
+    row_blocks, cuts, tail = -(-rows // tile.rows), Cuts(0, 0, 0), _HOPPER_TAIL
+    if problem.packed:
+        cuts = select.cuts_of(problem, row_blocks, processors, per_processor=1, largest=16384)
+        run, n_runs = cuts.cut, cuts.number
+    else:
+        if kind.documents_mask is None and not 0 < length % tile.columns <= tail:
+            tail = 0
+        run = select.run_length(n_documents, row_blocks * problem.groups, processors, per_processor=1, longest=64)
+        n_runs = -(-n_documents // run)
+    # Queries are written anew, one row after the other.
+    strides, *units = divided_strides((problem.query_length * kind.size, kind.size), problem.document_strides)
+    return ForwardPlan(
+        hopper_form(capability, kind, tile, tail, group, units[0], units[1]), strides, padded, run, n_runs,
+        n_documents, cuts, False, row_blocks, padded // group, _REASON + ", on a Hopper GPU",
+    )  # fmt: skip
+
+
+def _stacked_plan(problem: Problem, reason: str) -> ForwardPlan:
     kind, groups, n_documents = problem.kind, problem.groups, problem.n_documents
     capability, processors = select.architecture(kind.device)
     padded, group = padded_query_length(problem.query_length, False)
@@ -57,7 +125,7 @@ def quantized_plan(problem: Problem) -> ForwardPlan:
     strides, *units = divided_strides(query_strides, problem.document_strides)
     return ForwardPlan(
         _form(capability, kind, tile, group, *units), strides, padded, run, n_runs, per_query, cuts, False, row_blocks,
-        padded // group, _REASON,
+        padded // group, reason,
     )  # fmt: skip
 
 

@@ -1,5 +1,7 @@
 """Scores of quantized documents: one tall matrix of the tokens of all queries, which meets a run of documents.
 
+On Hopper GPUs, many rows of int8 and fp8 are scored by `kernels.forward.hopper`.
+
 As in `kernels.forward.stacked`, the rows of a program stay on the chip while it walks the documents of its run.
 Products are of 8 bits (int8 summed in int32, fp8 in float32), or of the queries' type, to which a tile of documents is
 widened on the chip; that loses nothing. With q = a v and d = s w + m, of values v and w, the similarity is
