@@ -35,7 +35,7 @@ def bench(
             "loss and backward, with uniform and with skewed winners. losses: the same of large batches, up to 65536, "
             "in chunks, and by the losses of PyLate's users. soft: scores and steps by a smooth maximum. "
             "xtr: with XTR's scores. sparse: reranking by a few tokens of a query. "
-            "xtr: with XTR's scores. chamfer: distances between sets of points, and steps. "
+            "chamfer: distances between sets of points, and steps. "
             "hidden: from an encoder's hidden states, with the projection. "
             "hosts: what a user of sentence-transformers 6 calls, by its own code and while registered. "
             "launch: how long a call keeps the host, in microseconds, and what it compiles. cpu: float32 batches, and "

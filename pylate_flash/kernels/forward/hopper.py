@@ -48,6 +48,12 @@ _AWAIT_TURN = gl.constexpr(tuple(gl.constexpr(f"bar.sync {8 + part}, 256;") for 
 _GIVE_TURN = gl.constexpr(tuple(gl.constexpr(f"bar.arrive {8 + part}, 256;") for part in range(4)))
 
 
+@gluon.constexpr_function
+def _in_turn(dtype, with_winners, soft):
+    """Whether parts start their products in turn: where what follows a product takes as long as it does."""
+    return with_winners or soft or dtype.primitive_bitwidth == 8
+
+
 @gluon.jit
 def _lower_of(a, b):
     return gl.minimum(a, b)
@@ -73,7 +79,7 @@ def _score(
     ITEM: gl.constexpr = queries_ptr.dtype.element_ty.primitive_bitwidth // 8
     INTEGER: gl.constexpr = queries_ptr.dtype.element_ty == gl.int8
     SUM: gl.constexpr = gl.int32 if INTEGER else gl.float32
-    IN_TURN: gl.constexpr = WITH_WINNERS or SOFT or ITEM == 1
+    IN_TURN: gl.constexpr = _in_turn(queries_ptr.dtype.element_ty, WITH_WINNERS, SOFT)
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_TOKENS, 32 // ITEM])
     operand: gl.constexpr = gl.DotOperandLayout(0, mma, 4 // ITEM)
     first_row = (row_block * PARTS + PART) * ROWS
@@ -349,7 +355,7 @@ def _hopper_kernel(
         last = gl.minimum(first + run, n_documents)
 
     dtype: gl.constexpr = documents_ptr.dtype.element_ty
-    IN_TURN: gl.constexpr = WITH_WINNERS or SOFT or dtype.primitive_bitwidth == 8
+    IN_TURN: gl.constexpr = _in_turn(dtype, WITH_WINNERS, SOFT)
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_TOKENS, BLOCK_EMBEDDING], dtype)
     tiles = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_TOKENS, BLOCK_EMBEDDING], layout)
     second_tiles = tiles
