@@ -87,21 +87,26 @@ def blocked_backward(
     dtype, device = accumulation_dtype(queries.dtype), queries.device
     grad_queries = grad_documents = None
     weights = grad_scores.to(dtype).view(groups, -1, candidates).transpose(1, 2)
-    # Where no gradient flows, the winner is one more token of zeros. To know that all do, a GPU would be waited for.
-    bags = length + int(device.type != "cpu" or bool((winners < 0).any()))
+    # Rows from which no gradient flows are left out. To know how many they are, a GPU would be waited for: there they
+    # have chosen one more token, of zeros.
+    leaves_out = device.type == "cpu"
+    bags = length if leaves_out else length + 1
     step = max(1, min(WINNERS_AT_ONCE // rows, 4 * block_budget(device) // (bags * size)))
     for group, block in document_blocks(groups, candidates, step):
-        winner = winners[group, block]
-        winner = winner.to(torch.int32).where(winner >= 0, length)
+        winner = winners[group, block].to(torch.int32)
         shape = winner.shape[:2]
         weight = weights[group, block].unsqueeze(-1).expand(-1, -1, -1, queries.shape[1]).reshape(winner.shape)
-        document = torch.arange(shape.numel(), dtype=torch.int32, device=device).view(*shape, 1)
+        flows = winner >= 0 if leaves_out else torch.ones_like(winner, dtype=torch.bool)
+        # What is left out counts as one more token's.
+        winner = winner.where(winner >= 0, length)
         if need_queries:
-            grad = F.embedding_bag(
-                (winner + document * bags).transpose(1, 2).flatten(0, 1),
+            document = torch.arange(shape.numel(), dtype=torch.int32, device=device).view(*shape, 1)
+            grad = _weighted_sums(
                 _table(documents, documents_scale, group, block, bags),
-                mode="sum",
-                per_sample_weights=weight.transpose(1, 2).flatten(0, 1),
+                (winner + document * bags).transpose(1, 2),
+                weight.transpose(1, 2),
+                flows.transpose(1, 2),
+                flows.sum(dim=1),
             ).view(-1, rows, size)
             if block.start:
                 grad_queries[group] += grad  # type: ignore[index]
@@ -112,16 +117,14 @@ def blocked_backward(
             if queries_scale is not None:
                 group_queries = group_queries * queries_scale.reshape(groups, rows, 1)[group]
             winner, order = torch.sort(winner, dim=-1, stable=True)
-            counts = torch.zeros(*shape, bags, dtype=order.dtype, device=device)
+            counts = torch.zeros(*shape, length + 1, dtype=order.dtype, device=device)
             counts.scatter_add_(2, winner.long(), torch.ones_like(order))
-            # Each document's rows are sorted, and there are as many of every document.
-            starts = counts.flatten().cumsum(0) - counts.flatten()
-            grad = F.embedding_bag(
-                (order + torch.arange(shape[0], device=device).view(-1, 1, 1) * rows).flatten(),
+            grad = _weighted_sums(
                 group_queries.flatten(0, 1),
-                offsets=starts,
-                mode="sum",
-                per_sample_weights=weight.gather(2, order).flatten(),
+                order + torch.arange(shape[0], device=device).view(-1, 1, 1) * rows,
+                weight.gather(2, order),
+                flows.gather(2, order),
+                counts[:, :, :bags],
             ).view(*shape, bags, size)[:, :, :length]
             scale = None if documents_scale is None else documents_scale[group, block]
             grad = unscaled(grad, documents[group, block], scale)
@@ -129,6 +132,16 @@ def blocked_backward(
     if grad_queries is not None:
         grad_queries = unscaled(grad_queries.view(queries.shape), queries, queries_scale)
     return grad_queries, grad_documents
+
+
+def _weighted_sums(table: Tensor, index: Tensor, weight: Tensor, flows: Tensor, sizes: Tensor) -> Tensor:
+    """Sums [bags, d] of rows of the table, `sizes` of them one after the other, of those that `flows` leaves."""
+    index, weight, sizes = index.flatten(), weight.flatten(), sizes.flatten()
+    if table.device.type == "cpu" and not flows.all():
+        places = flows.flatten().nonzero().squeeze(1)
+        index, weight = index.index_select(0, places), weight.index_select(0, places)
+    starts = sizes.cumsum(0) - sizes
+    return F.embedding_bag(index, table, offsets=starts, mode="sum", per_sample_weights=weight)
 
 
 def unscaled(grad: Tensor, embeddings: Tensor, scale: Tensor | None) -> Tensor:

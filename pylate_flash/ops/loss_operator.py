@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.select import choose
-from .checks import check_tensor, no_second_derivative
+from .checks import check_tensor, is_readable, no_second_derivative
 from .compute import kernels
 from .loss_blocks import loss_in_blocks
 from .loss_call import Comparison, Found, Targets, check_comparison, check_packing, checked_targets
@@ -167,7 +167,7 @@ def _scaled(grad_loss: Tensor, tensors: tuple, options: tuple, gradients: tuple)
     queries, _, temperature = tensors[:_N_DIFFERENTIABLE]
     if queries.dtype != torch.float16 and _by_kernels(queries, options):
         kernels().rescale_gradients(grad_loss, grad_queries, grad_documents)
-    else:
+    elif queries.dtype == torch.float16 or not (is_readable(grad_loss) and grad_loss == 1):
         grad_queries = None if grad_queries is None else _times(grad_queries, grad_loss, queries)
         grad_documents = None if grad_documents is None else _times(grad_documents, grad_loss, queries)
     return [grad_queries, grad_documents, None if slope is None else _times(slope, grad_loss, temperature)]
