@@ -109,5 +109,7 @@ def __getattr__(name: str) -> Any:
     if name in _OPERATIONS:
         from . import ops
 
-        return getattr(ops, name)
+        # Later calls find it without this function.
+        globals()[name] = getattr(ops, name)
+        return globals()[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
