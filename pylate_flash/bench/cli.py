@@ -38,8 +38,8 @@ def bench(
             "chamfer: distances between sets of points, and steps. "
             "hidden: from an encoder's hidden states, with the projection. "
             "hosts: what a user of sentence-transformers 6 calls, by its own code and while registered. "
-            "launch: how long a call keeps the host, in microseconds, and what it compiles. cpu: float32 batches, and "
-            "reranking, on the processor."
+            "launch: how long a call keeps the host, in microseconds, and what it compiles. cpu: float32 batches, "
+            "reranking and steps of distillation, on the processor."
         ),
     ] = "forward",
     rows: Annotated[

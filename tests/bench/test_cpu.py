@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from pylate_flash.bench import cpu, forward, suite, varlen
+from pylate_flash.bench import cpu, forward, suite, training, varlen
 from pylate_flash.bench.forward import Shape
 from pylate_flash.bench.peers import MAXSIM_CPU
 from pylate_flash.bench.protocol import relative_error
@@ -42,6 +42,7 @@ def stand_in(monkeypatch):
 def test_rows_are_measured_at_their_full_size():
     found = cpu.suite()
     shapes = ["1 x 1000, 32 x 300", "1 x 1000, 32 x 180", "32 x 256, 32 x 180", "100 x 100, 32 x 40..180"]
+    shapes += ["256 x 2 of its own, 32 x 32", "64 x 4 of its own, 32 x 32"]
     assert [row.shape for row in found.rows] == shapes
     assert all(suite.fit(found, row, CPU) == row for row in found.rows)
 
@@ -102,6 +103,20 @@ def test_reranking_is_that_of_pylate():
         (candidate,) = system.candidates(request)
         assert relative_error(candidate.read(candidate.call()), reference) < 1e-5
     assert cpu.maxsim_cpu(request) == []
+
+
+def test_distillation_is_that_of_pylate():
+    """The loss and both gradients, of candidates with masked tokens, whose 0 is the best of some query tokens."""
+    pytest.importorskip("pylate")
+    found = cpu.suite()
+    step = found.make_inputs(training.Batch("few", 8, 3, 6, 8, candidates=True, d=16), CPU, torch.float32)
+    reference = found.reference(step)
+    similarities = torch.einsum("nsd,ntd->nst", step.queries.repeat_interleave(3, dim=0), step.documents)
+    assert (similarities.masked_fill(~step.mask.unsqueeze(1), -torch.inf).amax(dim=-1) < 0).any()
+    for system in found.systems[:2]:
+        (candidate,) = system.candidates(step)
+        assert found.error(candidate.read(candidate.call()), reference) < found.accuracy_of(step, torch.float32)
+    assert cpu.maxsim_cpu(step) == cpu.products(step) == []
 
 
 @pytest.mark.parametrize("row", [ROWS[0], RERANK], ids=lambda row: row.name)
