@@ -101,10 +101,13 @@ def blocked_backward(
         winner = winner.where(winner >= 0, length)
         if need_queries:
             document = torch.arange(shape.numel(), dtype=torch.int32, device=device).view(*shape, 1)
+            scaled = weight
+            if documents_scale is not None:
+                scaled = weight * F.pad(documents_scale[group, block], (0, 1)).gather(2, winner.long())
             grad = _weighted_sums(
-                _table(documents, documents_scale, group, block, bags),
+                _table(documents, group, block, bags),
                 (winner + document * bags).transpose(1, 2),
-                weight.transpose(1, 2),
+                scaled.transpose(1, 2),
                 flows.transpose(1, 2),
                 flows.sum(dim=1),
             ).view(-1, rows, size)
@@ -113,14 +116,13 @@ def blocked_backward(
             else:
                 grad_queries = _placed(grad_queries, grad, (group,), (groups, rows, size))
         if need_documents:
-            group_queries = queries.reshape(groups, rows, size)[group].to(dtype)
             if queries_scale is not None:
-                group_queries = group_queries * queries_scale.reshape(groups, rows, 1)[group]
+                weight = weight * queries_scale.reshape(groups, 1, rows)[group]
             winner, order = torch.sort(winner, dim=-1, stable=True)
             counts = torch.zeros(*shape, length + 1, dtype=order.dtype, device=device)
             counts.scatter_add_(2, winner.long(), torch.ones_like(order))
             grad = _weighted_sums(
-                group_queries.flatten(0, 1),
+                queries.reshape(groups, rows, size)[group].to(dtype).flatten(0, 1),
                 order + torch.arange(shape[0], device=device).view(-1, 1, 1) * rows,
                 weight.gather(2, order),
                 flows.gather(2, order),
@@ -146,8 +148,10 @@ def _weighted_sums(table: Tensor, index: Tensor, weight: Tensor, flows: Tensor, 
 
 def unscaled(grad: Tensor, embeddings: Tensor, scale: Tensor | None) -> Tensor:
     """`through_norms`, and 0 where there is no gradient: a token that won nothing may be NaN, and so is its norm."""
-    found = through_norms(grad, embeddings, scale)
-    return found if scale is None else found.masked_fill_(~grad.any(dim=-1, keepdim=True), 0.0)
+    if scale is None or (grad.device.type == "cpu" and (scale > 0).all()):
+        return through_norms(grad, embeddings, scale)
+    without = ~grad.any(dim=-1, keepdim=True)
+    return through_norms(grad, embeddings, scale).masked_fill_(without, 0.0)
 
 
 def _placed(total: Tensor | None, block: Tensor, place: tuple[slice, ...], shape: tuple[int, ...]) -> Tensor:
@@ -160,15 +164,12 @@ def _placed(total: Tensor | None, block: Tensor, place: tuple[slice, ...], shape
     return total
 
 
-def _table(documents: Tensor, scale: Tensor | None, group: slice, block: slice, length: int) -> Tensor:
-    """The tokens [.., d] of a block of documents, scaled, in the accumulation dtype, with zeros up to `length`."""
+def _table(documents: Tensor, group: slice, block: slice, length: int) -> Tensor:
+    """The tokens [.., d] of a block of documents in the accumulation dtype, with zeros up to `length`."""
     block_documents = documents[group, block]
-    dtype = accumulation_dtype(documents.dtype)
-    if scale is not None:
-        block_documents = block_documents.to(dtype) * scale[group, block].unsqueeze(-1)
     padding = length - documents.shape[2]
     table = F.pad(block_documents, (0, 0, 0, padding)) if padding else block_documents
-    return table.to(dtype).flatten(0, 2)
+    return table.to(accumulation_dtype(documents.dtype)).flatten(0, 2)
 
 
 def block_budget(device: torch.device) -> int:

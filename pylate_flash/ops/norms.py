@@ -25,13 +25,15 @@ def scales(queries: Tensor, documents: Tensor, normalize: bool) -> tuple[Tensor 
 
 
 def through_norms(grad: Tensor, embeddings: Tensor, scale: Tensor | None) -> Tensor:
-    """The gradient of the embeddings from that of the scaled ones, in the type of the embeddings.
+    """The gradient of the embeddings from that of the scaled ones, which it may overwrite, in the embeddings' type.
 
     With y = x / |x|, the Jacobian maps g to (g - y <y, g>) / |x|. Where the norm was clamped, y = x * scale is linear.
     """
     if scale is not None:
         scale = scale.unsqueeze(-1)
-        scaled = embeddings.to(grad.dtype) * scale
-        along = torch.where(scale < 1.0 / SMALLEST_NORM, (scaled * grad).sum(dim=-1, keepdim=True), 0.0)
-        grad = (grad - scaled * along) * scale
+        embeddings_wide = embeddings.to(grad.dtype)
+        products = embeddings_wide * grad
+        along = torch.where(scale < 1.0 / SMALLEST_NORM, products.sum(dim=-1, keepdim=True) * scale, 0.0)
+        # Of one size all three, and no more of them than it takes: on a CPU, new memory costs more than what fills it.
+        grad.sub_(torch.mul(embeddings_wide, along * scale, out=products)).mul_(scale)
     return grad.to(embeddings.dtype)
