@@ -74,14 +74,12 @@ class Distillation:
 Inputs = forward.Inputs | varlen.Request | Distillation
 
 
-def make_inputs(
-    row: forward.Shape | varlen.Ragged | training.Batch, device: torch.device, dtype: torch.dtype
-) -> Inputs:
+def make_inputs(row: forward.Shape | varlen.Ragged | training.Batch, device: torch.device, dtype: torch.dtype) -> Any:
     """As the row's own suite; of a step, candidates of several lengths."""
     if isinstance(row, forward.Shape):
         return forward.make_inputs(row, device, dtype)
     if not isinstance(row, training.Batch):
-        return varlen.make_inputs(row, device, dtype)  # type: ignore[return-value]
+        return varlen.make_inputs(row, device, dtype)
     given = training.make_inputs(row, device, dtype)
     assert given.teacher is not None
     generator = torch.Generator(device).manual_seed(1)
