@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from .forms import Form, hopper_form, single_form, stacked_form, tile_of_hopper, tile_of_stacked
+from .forms import REGISTERS, Form, hopper_form, single_form, stacked_form, tile_of_hopper, tile_of_stacked
 from .tiles import (
     HOPPER_NARROW_ROWS,
     HOPPER_WIDE_MIN_LENGTH,
@@ -283,8 +283,9 @@ _COMPARED = 32
 _GATHERS = ((64, 1), (64, 4), (32, 4))
 _GATHERS_OF_ONE = ((64, 1), (32, 1))
 _GATHER_PROGRAMS = 2
-# Of the first, so many find room on a multiprocessor. Where there are fewer, but at least so many documents for each of
-# up to four, these share the documents.
+# Of the first, so many find room on a multiprocessor. With norms, the compiler would give a thread 79 registers where 64
+# are left: three programs, and then the fourth, took 2.69 ms at 1024 x 1024, where those without norms took 1.23. Where
+# there are fewer, but at least so many documents for each of up to four, these share the documents.
 _GATHER_ROOM, _GATHER_SHARES = 4, 4
 _GATHER_SHARE = 1024
 # Programs per multiprocessor at which the documents of a gather are split no more, and documents of a split at least.
@@ -363,6 +364,8 @@ class GatherPlan(NamedTuple):
     num_warps: int
     programs: int
     n_splits: int
+    # That a thread has at most, or None: as many as the compiler likes.
+    registers: int | None
 
 
 def gather_plan(problem: Problem) -> GatherPlan:
@@ -388,7 +391,10 @@ def gather_plan(problem: Problem) -> GatherPlan:
             break
     if programs < wanted and n_splits == 1:
         n_splits = max(1, min(_SPLIT_PROGRAMS * processors // programs, walked // _SPLIT_DOCUMENTS))
-    return GatherPlan(block, block_rows, block_documents, num_warps, programs, n_splits)
+    registers = None
+    if (num_warps * 8, block_documents) == _GATHERS[0] and problem.dtype.itemsize == 2:
+        registers = REGISTERS // (_GATHER_ROOM * 32 * num_warps)
+    return GatherPlan(block, block_rows, block_documents, num_warps, programs, n_splits, registers)
 
 
 def gather_wave(problem: Problem) -> int:

@@ -142,7 +142,7 @@ _gather = Kernel(_gather_kernel, follows=True)
 
 def gather_queries(problem: Problem, inputs: Inputs, grad_queries: Tensor) -> None:
     """Compute the gradient of the queries."""
-    block_embedding, rows, documents, num_warps, programs, n_splits = select.gather_plan(problem)
+    block_embedding, rows, documents, num_warps, programs, n_splits, registers = select.gather_plan(problem)
     split = n_splits > 1
     sums, weight = grad_queries, inputs.queries_weight
     if split:
@@ -160,7 +160,7 @@ def gather_queries(problem: Problem, inputs: Inputs, grad_queries: Tensor) -> No
             problem.size, block_embedding, rows, documents, problem.packed, problem.has_candidates, problem.normalize,
             split, _is_narrow(problem, inputs),
         ),
-        (num_warps, 3, None),
+        (num_warps, 3, registers),
     )  # fmt: skip
     if split:
         finish_queries(problem, inputs, sums, n_splits, grad_queries)
