@@ -191,6 +191,24 @@ def measure(share: Share, steps: int, device: torch.device, **arguments: Any) ->
     return statistics.median(seconds), peak
 
 
+def link(share: Share, steps: int, device: torch.device) -> dict[str, float]:
+    """Median seconds in which the ranks give each other their documents, and the bytes that each of them gives."""
+    given = share.documents.detach().contiguous()
+    longest = torch.tensor(given.shape[1], device=device)
+    dist.all_reduce(longest, dist.ReduceOp.MAX)
+    given = F.pad(given, (0, 0, 0, int(longest) - given.shape[1]))
+    received = [torch.empty_like(given) for _ in range(dist.get_world_size())]
+    seconds = []
+    for _ in range(steps + 2):
+        dist.barrier()
+        started = time.perf_counter()
+        dist.all_gather(received, given)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - started)
+    return {"seconds": largest((statistics.median(seconds[2:]), 0), device)[0], "bytes": given.nbytes}
+
+
 def largest(values: tuple[float, int], device: torch.device) -> tuple[float, int]:
     """Of all ranks the longest time, and the most memory."""
     found = torch.tensor(values, dtype=torch.float64, device=device)
@@ -205,7 +223,7 @@ def compare(sizes: Sizes, steps: int) -> dict[str, Any]:
     -------
     dict
         "world"; "errors": of each gathering and batch those of loss, queries and documents; "rows": ranks, gathering
-        (None for one process with the whole batch), "seconds", and "bytes" of a rank, None on CPUs.
+        (None for one process with the whole batch), "seconds", and "bytes" of a rank, None on CPUs; "link": as `link`.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
@@ -225,6 +243,7 @@ def compare(sizes: Sizes, steps: int) -> dict[str, Any]:
         found = measure(share, steps, device, gather_across_devices=True, gather=gather)
         seconds, taken = largest(found, device)
         result["rows"].append({"ranks": world, "gather": gather, "seconds": seconds, "bytes": taken or None})
+    result["link"] = link(share, steps, device)
     return result
 
 
@@ -236,6 +255,8 @@ def table(result: dict[str, Any]) -> str:
         taken = "-" if row["bytes"] is None else f"{row['bytes'] / 1e9:.2f}"
         share = row["seconds"] / first
         lines.append(f"| {row['ranks']} | {row['gather'] or '-'} | {row['seconds']:.4f} | {share:.2f} | {taken} |")
+    alone = result["link"]
+    lines += ["", f"Gathering the documents, {alone['bytes'] / 1e6:.0f} MB of each rank, alone: {alone['seconds']:.4f} s."]
     lines += ["", "| batch | loss | queries | documents |", "|---|---:|---:|---:|"]
     for name, found in result["errors"].items():
         lines.append(f"| {name} | {found['loss']:.1e} | {found['queries']:.1e} | {found['documents']:.1e} |")

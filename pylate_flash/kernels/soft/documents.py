@@ -15,6 +15,7 @@ from torch import Tensor
 from ..backward.common import owner, through_norm
 from ..launch import Kernel, Region
 from .common import LOG2E, factor, split_products
+from .plan import gradient_warps
 
 if TYPE_CHECKING:
     from ...ops.problem import Problem
@@ -200,5 +201,5 @@ def walk_rows(
             problem.rows % tile.columns == 0, problem.packed, problem.has_candidates, kind.documents_mask is not None,
             kind.zero_masked, problem.normalize, plan.rounded, kind.precision, *plan.units,
         ),
-        (tile.num_warps, tile.num_stages, None),
+        gradient_warps(tile),
     )  # fmt: skip

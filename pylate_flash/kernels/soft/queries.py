@@ -12,6 +12,7 @@ from ..backward.common import through_norm
 from ..forward.common import document_range
 from ..launch import Kernel
 from .common import LOG2E, factor, split_products
+from .plan import gradient_warps
 
 if TYPE_CHECKING:
     from ...ops.problem import Problem
@@ -156,5 +157,5 @@ def walk_documents(problem: Problem, plan: GradientPlan, inputs: Inputs, grad_qu
             problem.packed, problem.has_candidates, kind.documents_mask is not None, problem.normalize,
             problem.normalize and whole, plan.rounded, kind.precision, *plan.units,
         ),
-        (tile.num_warps, tile.num_stages, None),
+        gradient_warps(tile),
     )  # fmt: skip
