@@ -256,7 +256,10 @@ def table(result: dict[str, Any]) -> str:
         share = row["seconds"] / first
         lines.append(f"| {row['ranks']} | {row['gather'] or '-'} | {row['seconds']:.4f} | {share:.2f} | {taken} |")
     alone = result["link"]
-    lines += ["", f"Gathering the documents, {alone['bytes'] / 1e6:.0f} MB of each rank, alone: {alone['seconds']:.4f} s."]
+    lines += [
+        "",
+        f"Gathering the documents, {alone['bytes'] / 1e6:.0f} MB of each rank, alone: {alone['seconds']:.4f} s.",
+    ]
     lines += ["", "| batch | loss | queries | documents |", "|---|---:|---:|---:|"]
     for name, found in result["errors"].items():
         lines.append(f"| {name} | {found['loss']:.1e} | {found['queries']:.1e} | {found['documents']:.1e} |")

@@ -283,9 +283,9 @@ _COMPARED = 32
 _GATHERS = ((64, 1), (64, 4), (32, 4))
 _GATHERS_OF_ONE = ((64, 1), (32, 1))
 _GATHER_PROGRAMS = 2
-# Of the first, so many find room on a multiprocessor. With norms, the compiler would give a thread 79 registers where 64
-# are left: three programs, and then the fourth, took 2.69 ms at 1024 x 1024, where those without norms took 1.23. Where
-# there are fewer, but at least so many documents for each of up to four, these share the documents.
+# Of the first, so many find room on a multiprocessor. With norms, the compiler would give a thread 79 registers where
+# 64 are left: three programs and then the fourth took 2.69 ms at 1024 x 1024, and together they take 0.96. Where there
+# are fewer, but at least so many documents for each of up to four, these share the documents.
 _GATHER_ROOM, _GATHER_SHARES = 4, 4
 _GATHER_SHARE = 1024
 # Programs per multiprocessor at which the documents of a gather are split no more, and documents of a split at least.

@@ -23,7 +23,7 @@ from ..kernels.quantized import quantized_forward
 from ..kernels.residual import Codes, residual_backward, residual_forward
 from ..kernels.soft import soft_backward, soft_forward
 from ..kernels.sparse import sparse_forward
-from ..kernels.xtr import retrieve
+from ..kernels.xtr import retrieve, score_retrieved
 from .chamfer_blocks import Found as Nearest
 from .chamfer_compute import Sets
 from .compute import active_counts, checked_masks, with_empty_score
@@ -48,6 +48,21 @@ def xtr_retrieval(problem: Problem, tensors: Tensors, pool: Pool) -> Retrieval:
     """What query tokens retrieve of all documents; no size is 0."""
     with on_device(tensors.queries):
         return retrieve(*_for_kernels(problem, tensors), pool)
+
+
+def xtr_scores(
+    found: Retrieval,
+    pool: Pool,
+    queries_mask: Tensor | None,
+    least: float,
+    empty_score: float,
+    to: tuple[Tensor, Tensor, Tensor],
+) -> None:
+    """As `kernels.xtr.score_retrieved`; no size is 0."""
+    with on_device(found.best):
+        score_retrieved(
+            found, pool, None if queries_mask is None else queries_mask.contiguous(), least, empty_score, to
+        )
 
 
 def sparse_scores(problem: Problem, tensors: Tensors, query_tokens: Tensor, winners: Tensor | None) -> Tensor:

@@ -173,44 +173,59 @@ def _scores(
     problem = problem_of(tensors, Options(), with_winners=True)
     chosen = choose(implementation, problem.device, problem.dtype, problem.size)
     queries_mask, documents_mask = checked_masks(tensors)
-    active = documents.new_ones(documents.shape[:2], dtype=torch.bool)
-    pool = pool_of(active if documents_mask is None else documents_mask, k, normalizer == "positive")
-    scores = torch.zeros(problem.scores_shape, dtype=torch.float32, device=problem.device)
-    divisors = torch.full_like(scores, _LEAST[normalizer])
-    winners = torch.full(problem.winners_shape, -1, dtype=problem.winners_dtype, device=problem.device)
-    if not problem.is_empty:
-        retrieve = kernels().xtr_retrieval if chosen == "triton" else retrieve_in_blocks
-        length = problem.query_length
-        step = max(1, _MAXIMA_AT_ONCE // (max(problem.n_documents, _BESIDE_MAXIMA) * length))
-        for first in range(0, problem.n_queries, step):
-            chunk = slice(first, first + step)
-            part = Tensors(queries[chunk], documents, None, documents_mask)
-            # Under autocast the inputs have the autocast type already; the products inside must not be rounded to it.
-            with torch.autocast(problem.device.type, enabled=False):
-                found = retrieve(problem_of(part, Options(), with_winners=True), part, pool)
-            mask = None if queries_mask is None else queries_mask[chunk].flatten()
-            best, kept = _counted(found, pool, mask)
-            counted = (best > 0) if pool.with_whole else kept
-            for values, to in ((best, scores), (counted, divisors)):
-                to[chunk] = values.unflatten(1, (-1, length)).sum(dim=2, dtype=best.dtype).T
-            winners[:, first * length : (first + step) * length] = found.winners.where(kept, -1)
-        scores /= divisors.clamp_(min=_LEAST[normalizer])
-    return scores.masked_fill(pool.counts == 0, empty_score), winners, divisors
+    scores = torch.empty(problem.scores_shape, dtype=torch.float32, device=problem.device)
+    divisors = torch.empty_like(scores)
+    winners = torch.empty(problem.winners_shape, dtype=problem.winners_dtype, device=problem.device)
+    active = documents.new_ones(documents.shape[:2], dtype=torch.bool) if documents_mask is None else documents_mask
+    pool = pool_of(active, k, normalizer == "positive")
+    if problem.is_empty:
+        scores.zero_().masked_fill_(pool.counts == 0, empty_score)
+        return scores, winners.fill_(-1), divisors.fill_(_LEAST[normalizer])
+    on_kernels = chosen == "triton"
+    retrieve, score = (
+        (kernels().xtr_retrieval, kernels().xtr_scores) if on_kernels else (retrieve_in_blocks, _score_in_blocks)
+    )
+    length = problem.query_length
+    step = max(1, _MAXIMA_AT_ONCE // (max(problem.n_documents, _BESIDE_MAXIMA) * length))
+    for first in range(0, problem.n_queries, step):
+        chunk = slice(first, first + step)
+        part = Tensors(queries[chunk], documents, None, documents_mask)
+        # Under autocast the inputs have the autocast type already; the products inside must not be rounded to it.
+        with torch.autocast(problem.device.type, enabled=False):
+            found = retrieve(problem_of(part, Options(), with_winners=True), part, pool)
+        mask = None if queries_mask is None else queries_mask[chunk]
+        columns = winners[:, first * length : (first + step) * length]
+        score(found, pool, mask, _LEAST[normalizer], empty_score, (scores[chunk], divisors[chunk], columns))
+    return scores, winners, divisors
 
 
-def _counted(found: Retrieval, pool: Pool, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """What each row adds to each score [Nd, rows], and where it is a retrieved token's similarity, not 0 in its place.
+def _score_in_blocks(
+    found: Retrieval,
+    pool: Pool,
+    mask: Tensor | None,
+    least: float,
+    empty_score: float,
+    to: tuple[Tensor, Tensor, Tensor],
+) -> None:
+    """Leave scores and divisors [Nq, Nd], and the winners [Nd, Nq * Lq] that count, others -1.
 
-    `mask` [rows] of the query tokens is bool, or has weights.
+    `mask` [Nq, Lq] of the query tokens is bool, or has weights.
     """
+    scores, divisors, winners = to
     counts, whole = scoring(found, pool)
     if pool.with_whole:
         # A token that was not retrieved counts as 0, and wins over negative ones.
         counts &= ~(found.best <= 0) | whole
     if mask is not None:
-        counts &= mask != 0
+        counts &= mask.flatten() != 0
     best = found.best.where(counts, 0.0)
-    return best * mask if mask is not None and mask.is_floating_point() else best, counts
+    if mask is not None and mask.is_floating_point():
+        best = best * mask.flatten()
+    counted = (best > 0) if pool.with_whole else counts
+    sums, numbers = (values.unflatten(1, (len(scores), -1)).sum(dim=2, dtype=best.dtype) for values in (best, counted))
+    divisors.copy_(numbers.T).clamp_(min=least)
+    scores.copy_(sums.T).div_(divisors).masked_fill_(pool.counts == 0, empty_score)
+    winners.copy_(found.winners.where(counts, -1))
 
 
 def _backward(ctx, grad_scores: Tensor, _winners: Tensor | None, _divisors: Tensor | None) -> tuple:

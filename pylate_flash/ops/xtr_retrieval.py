@@ -68,6 +68,7 @@ class Retrieval(NamedTuple):
         retrieved, or documents may be retrieved as a whole with a negative best. None: there is none.
     above, equal
         [Nd, rows]: of rows that are tallied, a document's tokens above the threshold, NaN among them, and equal to it.
+        Undefined for others.
     """
 
     best: Tensor

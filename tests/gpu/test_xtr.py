@@ -78,8 +78,12 @@ def test_exactly_k_tokens_are_retrieved(
         bits = found.thresholds.view(torch.int32)
         keys = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
         counts = torch.zeros(2, problem.n_documents, problem.rows, dtype=problem.winners_dtype, device="cuda")
-        everywhere = torch.ones_like(keys, dtype=torch.bool)
-        walk.tally(problem, plan_of(problem, k), walk.Inputs(*tensors[:2], None, None), keys, everywhere, counts)
+        # As if every row had more tokens equal to its threshold than it retrieves.
+        state = torch.stack([keys, keys, keys, torch.ones_like(keys)])
+        to = torch.empty_like(found.thresholds), torch.empty_like(found.tallied), counts
+        walk.tally(problem, plan_of(problem, k), walk.Inputs(*tensors[:2], None, None), state, False, to)
+        assert torch.equal(to[0], found.thresholds)
+        assert to[1].all()
     finally:
         torch.set_float32_matmul_precision(before)
     above, equal = counts.sum(dim=1, dtype=torch.int64)

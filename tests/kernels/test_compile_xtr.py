@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from pylate_flash.kernels import masks
-from pylate_flash.kernels.xtr import plan_of, retrieve, search, walk
+from pylate_flash.kernels.xtr import plan_of, retrieve, score_retrieved, scores, search, walk
 from pylate_flash.ops.problem import Options, Problem, Tensors, problem_of
-from pylate_flash.ops.xtr_retrieval import Pool, pool_of
+from pylate_flash.ops.xtr_retrieval import Pool, Retrieval, pool_of
 from tests.kernels.recorder import record
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
@@ -49,5 +49,21 @@ def test_each_step_of_a_search(dtype: torch.dtype, size: int, masked: bool, capa
         walked.compile(capability)
         walk.count_bins(given, plan, inputs, places, places)
         walked.compile(capability)
-        walk.tally(given, plan, inputs, places, places[0] != 0, places.short())
+        state = torch.zeros(4, 2, dtype=torch.int32)
+        walk.tally(given, plan, inputs, state, True, (torch.zeros(2), places[0] != 0, places.short()))
         walked.compile(capability)
+
+
+@pytest.mark.parametrize(("weights", "with_whole"), [(None, True), (torch.float32, False), (torch.bool, True)])
+@pytest.mark.parametrize("capability", [80, 90], indirect=True)
+def test_scores_of_what_is_retrieved(
+    weights: torch.dtype | None, with_whole: bool, capability: int, monkeypatch
+) -> None:
+    recorder, rows = record(scores, "_score", monkeypatch), 4 * 48
+    of_rows, of_both = torch.zeros(rows), torch.zeros(300, rows)
+    found = Retrieval(of_both, of_both.short(), of_rows, of_rows.int(), of_rows != 0, of_both.short(), of_both.short())
+    active = torch.ones(300, 180, dtype=torch.bool)
+    mask = None if weights is None else torch.ones(4, 48, dtype=weights)
+    to = torch.zeros(4, 300), torch.zeros(4, 300), of_both.short()
+    score_retrieved(found, pool_of(active, 256, with_whole), mask, 1.0, 0.0, to)
+    recorder.compile(capability)

@@ -37,10 +37,11 @@ _SPLIT_OWNED = 64
 # computed beside the products of the other.
 _FORWARD = Tile(128, 64, 4, 3)
 _FORWARD_WIDE = Tile(64, 32, 4, 2)
-# Tokens or rows whose gradient a program keeps in registers, and those that it walks at once. With two stages, a tile is
-# asked for when the one before it has been multiplied, and waited for at once. Twice as many rows take what is walked
-# from L2 half as often, but fewer programs hide each other's waits: gradients of documents and queries at 64 x 64,
-# 1024 x 1024, take 3.62 and 3.69 ms where three programs share a processor, and of 128 rows 3.98 and 3.74 where two do.
+# Tokens or rows whose gradient a program keeps in registers, and those that it walks at once. With two stages, a tile
+# is asked for when the one before it has been multiplied, and waited for at once. Twice as many rows take what is
+# walked from L2 half as often, but fewer programs hide each other's waits: gradients of documents and queries at
+# 64 x 64, 1024 x 1024, take 3.62 and 3.69 ms where three programs share a processor, and of 128 rows 3.98 and 3.74
+# where two do.
 _GRADIENT = Tile(64, 64, 4, 3)
 _GRADIENT_WIDE = Tile(64, 32, 4, 2)
 _GRADIENT_PER_PROCESSOR = 3

@@ -6,7 +6,8 @@ where k maxima lie above a value, so do k tokens. The second step collects the s
 more than k, and finds the k-th largest of them. Of rows for which there was no room, the next steps count the
 similarities between the bounds, by bins, and narrow them down to the bin with the k-th largest, until all of that bin
 is retrieved or all in it are equal. The number of steps is fixed, but a program whose rows are done ends at once. A
-last step counts the tokens of each document, of rows where more tokens equal the threshold than are retrieved.
+last step counts the tokens of each document, of rows where more tokens equal the threshold than are retrieved. `scores`
+makes scores of all that.
 
 Counts are integers, so that no order of programs changes the result.
 """
@@ -14,16 +15,16 @@ Counts are integers, so that no order of programs changes the result.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from ...ops.problem import Problem, Tensors
 from ...ops.xtr_retrieval import Pool, Retrieval
 from ..masks import active_tokens
 from .plan import BIN_BITS, STEPS, plan_of
+from .scores import score_retrieved
 from .search import begin, narrow, select_threshold
 from .walk import Inputs, collect, count_bins, find_maxima, tally
 
-__all__ = ["plan_of", "retrieve"]
+__all__ = ["plan_of", "retrieve", "score_retrieved"]
 
 
 def retrieve(problem: Problem, tensors: Tensors, pool: Pool) -> Retrieval:
@@ -64,16 +65,8 @@ def retrieve(problem: Problem, tensors: Tensors, pool: Pool) -> Retrieval:
         count_bins(problem, plan, inputs, state, bins)
         narrow(bins, state)
     del bins
-    keys, _, n_equal, tied = state
-    thresholds = similarities_of(keys)
-    tallied = tied != 0
-    if pool.with_whole:
-        tallied = tallied | (thresholds <= 0)
-    counts = torch.zeros(2, problem.n_documents, rows, dtype=problem.winners_dtype, device=device)
-    tally(problem, plan, inputs, keys, tallied, counts)
-    return Retrieval(best, winners, thresholds, n_equal, tallied, counts[0], counts[1])
-
-
-def similarities_of(keys: Tensor) -> Tensor:
-    """The similarities that have these keys (`kernels.xtr.keys`)."""
-    return torch.where(keys < 0, keys ^ 0x7FFFFFFF, keys).view(torch.float32)
+    thresholds = torch.empty(rows, dtype=torch.float32, device=device)
+    tallied = torch.empty(rows, dtype=torch.bool, device=device)
+    counts = torch.empty(2, problem.n_documents, rows, dtype=problem.winners_dtype, device=device)
+    tally(problem, plan, inputs, state, pool.with_whole, (thresholds, tallied, counts))
+    return Retrieval(best, winners, thresholds, state[2], tallied, counts[0], counts[1])

@@ -53,6 +53,7 @@ def _walk_kernel(
     MODE: tl.constexpr,
     GROUPS: tl.constexpr,
     DEPTH: tl.constexpr,
+    WITH_WHOLE: tl.constexpr,
     BIN_BITS: tl.constexpr,
     PTX: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -65,7 +66,11 @@ def _walk_kernel(
     Of rows with a width from 0 on.
 
     BINS: adds to counts [rows, bins] the similarities of each bin of 2**width keys, from the row's key on, of rows with
-    a width from 0 on. TALLY: counts [2, Nd, rows] of tokens above the row's key, and equal to it, of tallied rows.
+    a width from 0 on.
+
+    TALLY: tallied [rows], the rows of which not all tokens of the threshold are retrieved (`widths` tells), or, under
+    WITH_WHOLE, whose threshold is not positive; groups [rows], the thresholds; counts [2, Nd, rows] of tokens above
+    the row's key, and equal to it, of tallied rows.
 
     Grid: blocks of rows x runs of documents. Programs that run together read the same documents, out of L2.
     """
@@ -81,7 +86,12 @@ def _walk_kernel(
             counted = width >= 0
             width = tl.maximum(width, 0).to(tl.uint32)
         else:
-            counted = tl.load(tallied_ptr + rows, mask=row_exists, other=0) != 0
+            counted = tl.load(widths_ptr + rows, mask=row_exists, other=0) != 0
+            if WITH_WHOLE:
+                counted = counted | (row_exists & (lowest <= 0))
+            of_one = row_exists & (tl.program_id(0) < n_row_blocks)
+            tl.store(tallied_ptr + rows, counted, mask=of_one)
+            tl.store(groups_ptr + rows, similarities_of(lowest), mask=of_one)
         # Nothing is walked through for rows that are done.
         last = tl.where(tl.max(counted.to(tl.int32), axis=0) > 0, last, first)
 
@@ -212,13 +222,25 @@ def count_bins(problem: Problem, plan: Plan, inputs: Inputs, state: Tensor, bins
     _launch(problem, plan, inputs, (None, None, None, state[0], state[1], None, bins), _BINS)
 
 
-def tally(problem: Problem, plan: Plan, inputs: Inputs, keys: Tensor, tallied: Tensor, counts: Tensor) -> None:
-    """Leave `counts` [2, Nd, rows] of tokens above the rows' keys, and of those equal to them, of rows `tallied`."""
-    _launch(problem, plan, inputs, (None, None, None, keys, None, tallied, counts), _TALLY)
+def tally(
+    problem: Problem, plan: Plan, inputs: Inputs, state: Tensor, with_whole: bool, to: tuple[Tensor, Tensor, Tensor]
+) -> None:
+    """Leave the thresholds [rows], which rows are tallied [rows], and of those `counts` [2, Nd, rows] of tokens above
+    the threshold, and equal to it.
+    """
+    thresholds, tallied, counts = to
+    to_all = None, None, thresholds, state[0], state[3], tallied, counts
+    _launch(problem, plan, inputs, to_all, _TALLY, with_whole=with_whole)
 
 
 def _launch(
-    problem: Problem, plan: Plan, inputs: Inputs, to: tuple[Tensor | None, ...], mode: int, depth: int = 0
+    problem: Problem,
+    plan: Plan,
+    inputs: Inputs,
+    to: tuple[Tensor | None, ...],
+    mode: int,
+    depth: int = 0,
+    with_whole: bool = False,
 ) -> None:
     tile = plan.tile
     _walk(
@@ -231,7 +253,7 @@ def _launch(
         (*problem.query_strides, *problem.document_strides),
         (
             problem.size, plan.block_embedding, tile.rows, tile.columns, plan.split, inputs.active is not None, mode,
-            plan.groups if mode == _MAXIMA else 0, depth, BIN_BITS, not knobs.runtime.interpret,
+            plan.groups if mode == _MAXIMA else 0, depth, with_whole, BIN_BITS, not knobs.runtime.interpret,
             problem.kind.precision,
         ),
         (tile.num_warps, tile.num_stages, plan.registers),

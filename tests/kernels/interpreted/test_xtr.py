@@ -6,7 +6,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from pylate_flash.kernels.xtr import plan, retrieve
+from pylate_flash.kernels import select
+from pylate_flash.kernels.xtr import plan, retrieve, scores
 from pylate_flash.kernels.xtr.plan import plan_of
 from pylate_flash.ops import xtr_scores, xtr_scores_reference
 from pylate_flash.ops.problem import Options, Tensors, problem_of
@@ -84,3 +85,19 @@ def test_nan_is_retrieved_first() -> None:
     ):
         scores = kernel(torch.ones(1, 1, 1), documents, k=k)
         torch.testing.assert_close(scores, torch.tensor([expected]), equal_nan=True)
+
+
+@pytest.mark.parametrize("processors", [1, 64])
+@pytest.mark.parametrize("normalizer", ["positive", "retrieved"])
+def test_ties_across_programs(normalizer: str, processors: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Documents of a query that several programs share: of equal tokens, those of earlier documents are retrieved."""
+    monkeypatch.setattr(select, "architecture", lambda device: (9, processors))
+    monkeypatch.setattr(scores, "_DOCUMENTS", 4)
+    generator = torch.Generator().manual_seed(0)
+    queries, documents = (torch.randint(-1, 2, shape, generator=generator).float() for shape in ((3, 5, 2), (23, 4, 2)))
+    active = torch.rand(23, 4, generator=generator) > 0.2
+    weights = torch.rand(3, 5, generator=generator).round(decimals=1)
+    for k in (1, 17, 60, 90):
+        options = {"k": k, "normalizer": normalizer, "queries_mask": weights, "documents_mask": active}
+        expected = xtr_scores_reference(queries.double(), documents.double(), **options)
+        torch.testing.assert_close(kernel(queries, documents, **options).double(), expected, rtol=2e-6, atol=2e-6)
