@@ -1,4 +1,4 @@
-"""The tables of `docs/benchmarks.md`, each from the newest committed result of its suite.
+"""The tables of `docs/benchmarks.md`, each from the newest committed result of its suite, a complete one if there is.
 
     python docs/benchmarks/make_tables.py
 
@@ -26,16 +26,16 @@ RESULTS = HERE / "results"
 
 
 def newest(suite: str, folder: Path = RESULTS) -> dict[str, Any] | None:
-    """Return the newest complete result of a suite among ``folder``'s ``<suite>-*.json``, or None.
+    """Return the newest result of a suite among ``folder``'s ``<suite>-*.json``, of complete ones if any is, or None.
 
-    Results that are quick, lack rows, or are of a CPU's smaller batches are passed over: no table is made of them.
+    Results that are quick, or are of a CPU's smaller batches, are passed over: no table is made of them.
     """
     kept = [result for path in sorted(folder.glob(f"{suite}-*.json")) if _keepable(result := results.load(path))]
-    return max(kept, key=lambda result: datetime.fromisoformat(result["date"]), default=None)
+    return max(kept, key=lambda result: (result["complete"], datetime.fromisoformat(result["date"])), default=None)
 
 
 def _keepable(result: dict[str, Any]) -> bool:
-    return bool(result["complete"]) and not result["quick"] and not result["protocol"]["reduced"]
+    return not result["quick"] and not result["protocol"]["reduced"]
 
 
 def render(suite: Suite, result: dict[str, Any] | None) -> str:
@@ -93,7 +93,16 @@ def render(suite: Suite, result: dict[str, Any] | None) -> str:
             "-" if ratio is None else f"{ratio:.2f}",
         ]
         lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join([*lines, *_memory(result, heads)])
+    return "\n".join([*lines, *_memory(result, heads), *_missing(suite, result)])
+
+
+def _missing(suite: Suite, result: dict[str, Any]) -> list[str]:
+    """The line that names the rows which an incomplete result does not have, or none."""
+    if result["complete"]:
+        return []
+    measured = {row["name"] for row in result["rows"]}
+    missing = [row.name for row in suite.rows if row.name not in measured]
+    return ["", f"Not measured: {', '.join(missing)}."]
 
 
 def _memory(result: dict[str, Any], heads: dict[str, str]) -> list[str]:

@@ -158,6 +158,17 @@ def test_the_newest_result_worth_keeping_is_found(result, tmp_path):
     assert tables.newest("forward", tmp_path)["date"] == "2026-04-01T00:00:00+00:00"
 
 
+def test_an_incomplete_result_names_what_it_lacks(result, tmp_path):
+    result["complete"] = False
+    results.save(result, tmp_path / "forward-a.json")
+    found = tables.newest("forward", tmp_path)
+    assert found == result
+    *_, empty, last = tables.render(forward.suite(), found).splitlines()
+    assert empty == ""
+    assert last.startswith("Not measured: long-doc, medium, visual, ")
+    assert "textual" not in last
+
+
 def test_every_committed_result_is_valid():
     for path in tables.RESULTS.glob("*.json"):
         results.load(path)
