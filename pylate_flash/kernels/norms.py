@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -84,6 +86,13 @@ def _half_squares_kernel(
 
 _inverse_norms = Kernel(_inverse_norms_kernel)
 _half_squares = Kernel(_half_squares_kernel)
+
+
+class Norms(NamedTuple):
+    """Inverse norms of queries and of documents, as `inverse_norms` returns them."""
+
+    queries: Tensor
+    documents: Tensor
 
 
 def inverse_norms(embeddings: Tensor) -> Tensor:

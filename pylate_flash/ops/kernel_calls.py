@@ -17,7 +17,7 @@ from ..kernels.losses import ChunkedLoss, rescale
 from ..kernels.masks import active_tokens
 from ..kernels.nonzero import nonzero_rows
 from ..kernels.normalized import normalized_rows, through_normalized_rows
-from ..kernels.norms import inverse_norms
+from ..kernels.norms import Norms, inverse_norms
 from ..kernels.padding import packed_again, pad
 from ..kernels.quantized import quantized_forward
 from ..kernels.residual import Codes, residual_backward, residual_forward
@@ -264,26 +264,39 @@ def _loss_in_chunks(
             chunk = _chunk(without_winners, tensors, first, chunks.queries)
             run.meet(_scores_of_chunk(*chunk, options)[0], first)
     gradients = _empty(problem, tensors, chunks, needs)
+    norms = None
+    if problem.normalize and problem.with_winners:
+        # Scores and gradients of all chunks ask for them.
+        norms = Norms(inverse_norms(tensors.queries), inverse_norms(tensors.documents))
     if chunks.number == 1:
-        _run_chunk(run, problem, tensors, options, 0, gradients)
+        _run_chunk(run, problem, tensors, norms, options, 0, gradients)
     else:
         for first in firsts:
             chunk = _chunk(problem, tensors, first, chunks.queries)
             # What is made there is free before the next chunk takes as much.
-            _run_chunk(run, *chunk, options, first, _of_chunk(gradients, first, chunks.queries))
+            _run_chunk(
+                run, *chunk, _norms_of_chunk(norms, first, chunks.queries), options, first,
+                _of_chunk(gradients, first, chunks.queries),
+            )  # fmt: skip
     if not problem.with_winners:
         run.sum()
     grad_documents = gradients.documents
     if grad_documents is not None and gradients.partial:
-        grad_documents = _finished(problem, tensors.documents, grad_documents)
+        grad_documents = _finished(problem, tensors.documents, norms, grad_documents)
     return Found(run.loss, run.statistics, gradients.queries, grad_documents, run.slope)
 
 
 def _run_chunk(
-    run: ChunkedLoss, problem: Problem, tensors: Tensors, options: Options, first: int, destination: Destination
+    run: ChunkedLoss,
+    problem: Problem,
+    tensors: Tensors,
+    norms: Norms | None,
+    options: Options,
+    first: int,
+    destination: Destination,
 ) -> None:
     """The losses of a chunk's queries, and their gradients."""
-    scores, winners, counts = _scores_of_chunk(problem, tensors, options)
+    scores, winners, counts = _scores_of_chunk(problem, tensors, options, norms)
     if run.comparison.symmetric and problem.n_queries == run.n_queries:
         run.meet(scores, first)
     run.compare(scores, first)
@@ -291,7 +304,7 @@ def _run_chunk(
         # What the gradient is divided by is in it.
         grad_scores = run.gradient(scores, first, counts)
         del scores
-        write_gradients(problem, tensors, grad_scores, winners, destination)
+        write_gradients(problem, tensors, grad_scores, winners, destination, norms)
 
 
 def _chunk(problem: Problem, tensors: Tensors, first: int, number: int) -> tuple[Problem, Tensors]:
@@ -312,11 +325,19 @@ def _chunk(problem: Problem, tensors: Tensors, first: int, number: int) -> tuple
     return problem, Tensors(queries[chunk], documents, queries_mask, documents_mask, *packing)
 
 
+def _norms_of_chunk(norms: Norms | None, first: int, number: int) -> Norms | None:
+    """The norms of `number` queries from `first` on, and of the documents that they meet."""
+    if norms is None:
+        return None
+    chunk, (queries, documents) = slice(first, first + number), norms
+    return Norms(queries[chunk], documents[chunk] if documents.dim() == 3 else documents)
+
+
 def _scores_of_chunk(
-    problem: Problem, tensors: Tensors, options: Options
+    problem: Problem, tensors: Tensors, options: Options, norms: Norms | None = None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Scores, winners if the problem has them, and for a mean what scores were divided by."""
-    scores, winners = maxsim_forward(problem, tensors)
+    scores, winners = maxsim_forward(problem, tensors, norms=norms)
     if options.reduction != "mean":
         return scores, winners, None
     counts = active_counts(problem, tensors)
@@ -347,13 +368,13 @@ def _of_chunk(gradients: Destination, first: int, number: int) -> Destination:
     return Destination(None if queries is None else queries[chunk], documents, partial, partial and first > 0)
 
 
-def _finished(problem: Problem, documents: Tensor, total: Tensor) -> Tensor:
+def _finished(problem: Problem, documents: Tensor, norms: Norms | None, total: Tensor) -> Tensor:
     """The gradient of documents from the sum of all chunks."""
     dtype = torch.float32 if problem.dtype == torch.float16 else problem.dtype
-    if not problem.normalize:
+    if norms is None:
         return total.to(dtype)
     found = torch.empty_like(total, dtype=dtype)
-    finish_documents(problem, documents, inverse_norms(documents), total, found)
+    finish_documents(problem, documents, norms.documents, total, found)
     return found
 
 

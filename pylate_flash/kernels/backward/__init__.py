@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import select
-from ..norms import inverse_norms
+from ..norms import Norms, inverse_norms
 from .common import Destination, Inputs, finish_documents
 from .compare import compare_winners
 from .gather import gather_queries
@@ -44,7 +44,12 @@ def maxsim_backward(
 
 
 def write_gradients(
-    problem: Problem, tensors: Tensors, grad_scores: Tensor, winners: Tensor, destination: Destination
+    problem: Problem,
+    tensors: Tensors,
+    grad_scores: Tensor,
+    winners: Tensor,
+    destination: Destination,
+    norms: Norms | None = None,
 ) -> None:
     """Compute the gradients of `tensors.queries` and `tensors.documents` into their `destination`.
 
@@ -52,12 +57,12 @@ def write_gradients(
     empty. Boundaries are on the device, which is the current one. `grad_scores` of `problem.scores_shape` is float32
     with any strides, and `winners` contiguous, of `problem.winners_shape` in any view; those of packed documents count
     from the start of their document. Where the kind is `weighted`, `tensors.queries_mask` [Nq, Lq] holds factors of the
-    maxima that a score is the sum of.
+    maxima that a score is the sum of. `norms` are those of queries and documents, where they are known.
     """
     queries, documents = tensors.queries, tensors.documents
     queries_scale, documents_scale, weight = None, None, None
     if problem.normalize:
-        queries_scale, documents_scale = inverse_norms(queries), inverse_norms(documents)
+        queries_scale, documents_scale = norms or (inverse_norms(queries), inverse_norms(documents))
     if problem.kind.weighted:
         weight = tensors.queries_mask.float().contiguous()  # type: ignore[union-attr]
     grad_strides = grad_scores.stride()

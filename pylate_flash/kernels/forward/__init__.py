@@ -19,7 +19,7 @@ from torch import Tensor
 from ...ops.problem import Problem, Tensors
 from ..blackwell.plan import blackwell_plan
 from ..masks import active_tokens
-from ..norms import inverse_norms
+from ..norms import Norms, inverse_norms
 from ..select import forward_plan
 from .common import add_sums
 from .cuts import merge_pieces
@@ -30,12 +30,14 @@ from .stacked import score_stacked
 __all__ = ["maxsim_forward"]
 
 
-def maxsim_forward(problem: Problem, tensors: Tensors, offsets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+def maxsim_forward(
+    problem: Problem, tensors: Tensors, offsets: Tensor | None = None, norms: Norms | None = None
+) -> tuple[Tensor, Tensor | None]:
     """Scores, float32, of `problem.scores_shape`, and winners of `problem.winners_shape` if it has them.
 
     Queries are padded, or packed with one length; all tensors lie on the device, with contiguous rows, masks and
     boundaries contiguous. No dimension is 0; a document may be empty. With `offsets`, packed documents that are not
-    normalised begin there (`ops.problem.Places`).
+    normalised begin there (`ops.problem.Places`). `norms` are those of queries and documents, where they are known.
     """
     plan = blackwell_plan(problem) if problem.kind.blackwell else forward_plan(problem)
     queries, documents, queries_mask, documents_mask, _, cu_seqlens, candidates = tensors
@@ -44,11 +46,11 @@ def maxsim_forward(problem: Problem, tensors: Tensors, offsets: Tensor | None = 
     if documents_mask is not None:
         active, bounds = active_tokens(documents_mask)
     if normalize and (not single or plan.in_pieces):
-        queries_scale = inverse_norms(queries)
+        queries_scale = inverse_norms(queries) if norms is None else norms.queries
     if normalize and not single:
         # Norms of their own are read once per token; in the kernel, a token would be squared once per block of rows.
         # The programs of the single kernel, which meet every token once, take norms themselves.
-        documents_scale = inverse_norms(documents)
+        documents_scale = inverse_norms(documents) if norms is None else norms.documents
     if plan.in_pieces:
         n_pieces, rows = 2 * plan.cuts.number, plan.row_blocks * plan.block_rows
         pieces = torch.empty(n_pieces, rows, dtype=torch.float32, device=device)
