@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import importlib.util
 import os
+import shutil
 import signal
 import tempfile
 from collections.abc import Iterator
@@ -15,10 +17,14 @@ import pytest
 
 # Before transformers is imported: no test may reach a model hub, or leave anything in the user's cache.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("HF_HOME", tempfile.mkdtemp(prefix="pylate-flash-hf-"))
+if "HF_HOME" not in os.environ:
+    os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="pylate-flash-hf-")
+    atexit.register(shutil.rmtree, os.environ["HF_HOME"], ignore_errors=True)
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Kernels that Inductor has compiled, and keeps, for another processor's instructions give NaN.
-os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", tempfile.mkdtemp(prefix="pylate-flash-inductor-"))
+if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="pylate-flash-inductor-")
+    atexit.register(shutil.rmtree, os.environ["TORCHINDUCTOR_CACHE_DIR"], ignore_errors=True)
 
 # A shell lets its background jobs ignore it, and tests interrupt a training run.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
