@@ -265,12 +265,8 @@ def cuts_of(problem: Problem, programs: int, processors: int, per_processor: int
 # tokens), at 512 x 512 (32 x 180) and at 64 x 64 (1024 x 1024), in this order, with uniform winners.
 
 # Winners are compared where at most so many query rows choose tokens of a document, and listed where more do: lists
-# take a program for every token, chosen or not, which costs more than few rows do. Milliseconds of grad_D on an H200:
-#   1024 documents of 300 tokens,   32 rows   lists 0.221   compared 0.036
-#                                  128 rows         0.220            0.066
-#                                  512 rows         0.222            0.347
-#   1024 documents of 40 tokens,    32 rows   lists 0.054   compared 0.017
-#                                  128 rows         0.055            0.055
+# take a program for every token, chosen or not, which costs more than few rows do: 0.220 and 0.066 at 128 rows and 1024
+# documents of 300 tokens, 0.222 and 0.347 at 512 rows, 0.055 each at 128 rows and documents of 40 tokens.
 _FEW_ROWS = 128
 # Rows that pull in one program, at d = 128 of one warp, and winners that they are compared with at once. Two rows in
 # flight for each of them take 168 registers instead of 105, so that two thirds as many programs run side by side.
@@ -356,7 +352,7 @@ def finish_plan(problem: Problem) -> RowsPlan:
 
 
 class GatherPlan(NamedTuple):
-    """How the gradient of the queries is computed: rows and documents in flight, programs, splits of the documents."""
+    """Of the gradient of the queries: rows and documents in flight, programs, splits, registers of a thread at most."""
 
     block_embedding: int
     rows: int
@@ -364,7 +360,6 @@ class GatherPlan(NamedTuple):
     num_warps: int
     programs: int
     n_splits: int
-    # That a thread has at most, or None: as many as the compiler likes.
     registers: int | None
 
 
@@ -391,9 +386,8 @@ def gather_plan(problem: Problem) -> GatherPlan:
             break
     if programs < wanted and n_splits == 1:
         n_splits = max(1, min(_SPLIT_PROGRAMS * processors // programs, walked // _SPLIT_DOCUMENTS))
-    registers = None
-    if (num_warps * 8, block_documents) == _GATHERS[0] and problem.dtype.itemsize == 2:
-        registers = REGISTERS // (_GATHER_ROOM * 32 * num_warps)
+    packs = (num_warps * 8, block_documents) == _GATHERS[0] and problem.dtype.itemsize == 2
+    registers = REGISTERS // (_GATHER_ROOM * 32 * num_warps) if packs else None
     return GatherPlan(block, block_rows, block_documents, num_warps, programs, n_splits, registers)
 
 

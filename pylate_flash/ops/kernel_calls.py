@@ -34,7 +34,7 @@ from .xtr_retrieval import Pool, Retrieval
 __all__ = [
     "chamfer_gradients", "chamfer_nearest", "gradients", "look", "loss", "nonzero_rows", "normalized_rows", "on_device",
     "padded", "quantized_scores", "rescale_gradients", "residual_gradient", "residual_scores", "scores",
-    "soft_gradients", "soft_scores", "sparse_scores", "through_normalized_rows",
+    "soft_gradients", "soft_scores", "sparse_scores", "through_normalized_rows", "xtr_retrieval", "xtr_scores",
 ]  # fmt: skip
 
 

@@ -181,10 +181,9 @@ def _scores(
     if problem.is_empty:
         scores.zero_().masked_fill_(pool.counts == 0, empty_score)
         return scores, winners.fill_(-1), divisors.fill_(_LEAST[normalizer])
-    on_kernels = chosen == "triton"
-    retrieve, score = (
-        (kernels().xtr_retrieval, kernels().xtr_scores) if on_kernels else (retrieve_in_blocks, _score_in_blocks)
-    )
+    retrieve, score = retrieve_in_blocks, _score_in_blocks
+    if chosen == "triton":
+        retrieve, score = kernels().xtr_retrieval, kernels().xtr_scores
     length = problem.query_length
     step = max(1, _MAXIMA_AT_ONCE // (max(problem.n_documents, _BESIDE_MAXIMA) * length))
     for first in range(0, problem.n_queries, step):

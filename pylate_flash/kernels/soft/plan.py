@@ -195,7 +195,7 @@ def soft_gradient_plan(problem: Problem, both: bool, max_scratch_bytes: int) -> 
 def gradient_warps(tile: Tile) -> tuple[int, int, int | None]:
     """Warps, stages and registers of a thread of a program that computes gradients."""
     registers = None
-    if (tile.rows, tile.columns) == (_GRADIENT.rows, _GRADIENT.columns):
+    if tile == _GRADIENT:
         # They are given out by 8.
         registers = REGISTERS // (_GRADIENT_PER_PROCESSOR * 32 * tile.num_warps) & -8
     return tile.num_warps, tile.num_stages, registers

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -125,7 +124,7 @@ def score_retrieved(
         (),
         (
             block_documents, block_rows, pool.with_whole, queries_mask is not None,
-            queries_mask is not None and queries_mask.dtype != torch.bool,
+            queries_mask is not None and queries_mask.is_floating_point(),
         ),
         (4, 1, None),
     )  # fmt: skip
