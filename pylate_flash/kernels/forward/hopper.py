@@ -49,9 +49,9 @@ _GIVE_TURN = gl.constexpr(tuple(gl.constexpr(f"bar.arrive {8 + part}, 256;") for
 
 
 @gluon.constexpr_function
-def _in_turn(dtype, with_winners, soft):
+def _in_turn(with_winners, soft):
     """Whether parts start their products in turn: where what follows a product takes as long as it does."""
-    return with_winners or soft or dtype.primitive_bitwidth == 8
+    return with_winners or soft
 
 
 @gluon.jit
@@ -79,7 +79,7 @@ def _score(
     ITEM: gl.constexpr = queries_ptr.dtype.element_ty.primitive_bitwidth // 8
     INTEGER: gl.constexpr = queries_ptr.dtype.element_ty == gl.int8
     SUM: gl.constexpr = gl.int32 if INTEGER else gl.float32
-    IN_TURN: gl.constexpr = _in_turn(queries_ptr.dtype.element_ty, WITH_WINNERS, SOFT)
+    IN_TURN: gl.constexpr = _in_turn(WITH_WINNERS, SOFT)
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_TOKENS, 32 // ITEM])
     operand: gl.constexpr = gl.DotOperandLayout(0, mma, 4 // ITEM)
     first_row = (row_block * PARTS + PART) * ROWS
@@ -127,11 +127,11 @@ def _score(
     sum_offset = (group * n_sums + sum_row).to(gl.int64) * n_documents
 
     lanes = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, by_lane)))[None, :]
-    # Finding winners takes the ALUs nearly as long as the products take the tensor cores, and so do exponentials, and
-    # maxima of 8 bits. Parts that wait for their products at once leave one of the two idle. So a part and the one
-    # PARTS // 2 on multiply in turn, each when the product of the other has ended: 0.27 ms against 0.32 with int8 at
-    # 1 x 1000, 1024 x 1024, where a turn ended as soon as a product was under way. Of four parts, another two fill
-    # what is left between the products. Maxima alone are over too soon: 0.384 against 0.348.
+    # Finding winners takes the ALUs nearly as long as the products take the tensor cores, and so do exponentials. Parts
+    # that wait for their products at once leave one of the two idle. So a part and the one PARTS // 2 on multiply in
+    # turn, each when the product of the other has ended: given as soon as that is under way, a turn costs 4 % where
+    # documents have masks. Of four parts, another two fill what is left between the products. Maxima alone are over too
+    # soon: 0.384 against 0.348; so are those of 8 bits, 0.281 against 0.263 with fp8 at 1 x 1000, 1024 x 1024.
     OTHER: gl.constexpr = (PART + PARTS // 2) % PARTS
     if IN_TURN and PART >= PARTS // 2:
         execute(_GIVE_TURN[OTHER])
@@ -355,7 +355,7 @@ def _hopper_kernel(
         last = gl.minimum(first + run, n_documents)
 
     dtype: gl.constexpr = documents_ptr.dtype.element_ty
-    IN_TURN: gl.constexpr = _in_turn(dtype, WITH_WINNERS, SOFT)
+    IN_TURN: gl.constexpr = _in_turn(WITH_WINNERS, SOFT)
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_TOKENS, BLOCK_EMBEDDING], dtype)
     tiles = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_TOKENS, BLOCK_EMBEDDING], layout)
     second_tiles = tiles

@@ -41,8 +41,8 @@ _PER_PROCESSOR = {_TILE.num_warps: 2, _FEW_ROWS.num_warps: 3}
 _REASON = "documents are quantized"
 # The same of the Hopper kernel, which serves products of 8 bits. Of a tile of 256 x 128 at d = 128, products take the
 # tensor cores 1024 cycles, and the loop has 902 instructions for a scheduler with int8 and 646 with fp8; of 256 x 64,
-# 512 cycles, and 506 and 378, or in four parts 728 and 484: 0.269 and 0.281 ms at 1 x 1000, 1024 x 1024, and 0.300 and
-# 0.301, or 0.341 and 0.315, where `_TILE` takes 0.451 and 0.421. Half as many rows of longer embeddings fit into
+# 512 cycles, and 506 and 378, or in four parts 728 and 484: 0.267 and 0.263 ms at 1 x 1000, 1024 x 1024, and 0.304 and
+# 0.278, or 0.340 and 0.340, where `_TILE` takes 0.451 and 0.421. Half as many rows of longer embeddings fit into
 # registers, and 5 tiles of 256 elements into shared memory.
 _HOPPER = HopperTile(256, 128, 2, 6)
 _HOPPER_NARROW = HopperTile(128, 128, 2, 6)
