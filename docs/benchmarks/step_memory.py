@@ -48,7 +48,8 @@ def measure(model: str, step: Step) -> int:
         If the process fails; the message ends with what it wrote.
     """
     request = json.dumps([model, asdict(step)])
-    return fresh.run_for_memory(Path(__file__).resolve(), request)
+    (taken,) = fresh.run_for_memory(Path(__file__).resolve(), request)
+    return taken
 
 
 def measure_here(model: str, step: Step) -> int:

@@ -8,36 +8,40 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
 
-from pylate_flash.bench import fresh
+from pylate_flash.bench import fresh, load_suite
 
 
-def measure(suite: str, row: str, system: str, variant: str, device: torch.device, dtype: torch.dtype) -> int:
-    """Return the bytes that a system takes for a row beyond its inputs.
+def measure(
+    suite: str, row: str, variants: Mapping[str, str], device: torch.device, dtype: torch.dtype
+) -> dict[str, int]:
+    """Return the bytes that systems take for a row beyond its inputs.
 
     Parameters
     ----------
-    suite, row, system, variant
+    suite, row
         Names, as in a result.
+    variants
+        Names of systems, and of which of its candidates each is measured with.
     device, dtype
         Where, and the type of the inputs.
 
     Raises
     ------
     RuntimeError
-        If the process fails; the message ends with what it wrote.
+        If a process fails; the message ends with what it wrote.
     """
-    request = json.dumps([suite, row, system, variant, str(device), str(dtype).removeprefix("torch.")])
-    return fresh.run_for_memory("pylate_flash.bench.memory", request)
+    where = str(device), str(dtype).removeprefix("torch.")
+    requests = [json.dumps([suite, row, system, variant, *where]) for system, variant in variants.items()]
+    return dict(zip(variants, fresh.run_for_memory("pylate_flash.bench.memory", *requests), strict=True))
 
 
 def measure_here(suite: str, row: str, system: str, variant: str, device: torch.device, dtype: torch.dtype) -> int:
     """The same in this process, which should have done nothing else."""
-    from pylate_flash.bench import load_suite
     from pylate_flash.bench.suite import fit, release
 
     found = load_suite(suite)
@@ -78,4 +82,6 @@ def _resident(field: str) -> int:
 
 if __name__ == "__main__":
     suite_name, row_name, system_name, label, device_name, dtype_name = json.loads(sys.argv[1])
+    load_suite(suite_name)
+    fresh.wait_for_turn()
     print(measure_here(suite_name, row_name, system_name, label, torch.device(device_name), getattr(torch, dtype_name)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from rich.console import Console
@@ -29,7 +30,7 @@ def make_console() -> Console:
 
 
 class Progress(Observer):
-    """A progress bar over the rows; where the output is no terminal, a line for each row as soon as it is there."""
+    """A progress bar over the rows; where the output is no terminal, a line for each step, and for each row."""
 
     def __init__(self, console: Console, rows: int, unit: str) -> None:
         self.console = console
@@ -44,6 +45,7 @@ class Progress(Observer):
             transient=True,
         )
         self.task = self.bar.add_task("", total=rows)
+        self.started = time.monotonic()
 
     def __enter__(self) -> Progress:
         self.bar.start()
@@ -53,8 +55,11 @@ class Progress(Observer):
         self.bar.stop()
 
     def doing(self, what: str) -> None:
-        """Show what is being done."""
+        """Show what is being done, and since the start of the run which second that begins in."""
         self.bar.update(self.task, description=escape(what))
+        if not self.console.is_terminal:
+            seconds = time.monotonic() - self.started
+            self.console.print(f"{seconds:5.0f} s: {what}", highlight=False, markup=False)
 
     def finished(self, row: dict[str, Any]) -> None:
         """Count the row, and print it where no bar can show."""

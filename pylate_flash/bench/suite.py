@@ -261,10 +261,11 @@ def run(
             measured = _run_row(suite, systems, row, device, dtype, rounds, stopwatch, ceilings, quick, observer)
         release(device)
         if with_memory:
-            for name, state in measured["systems"].items():
-                if "median_ms" in state:
-                    observer.doing(f"{row.name}: measuring the memory of {name}")
-                    state["memory_bytes"] = memory.measure(suite.name, row.name, name, state["variant"], device, dtype)
+            observer.doing(f"{row.name}: measuring the memory")
+            timed = {name: state for name, state in measured["systems"].items() if "median_ms" in state}
+            variants = {name: state["variant"] for name, state in timed.items()}
+            for name, taken in memory.measure(suite.name, row.name, variants, device, dtype).items():
+                timed[name]["memory_bytes"] = taken
         result["rows"].append(measured)
         result["complete"] = len(result["rows"]) == len(suite.rows)
         observer.finished(measured)
@@ -316,8 +317,10 @@ def _run_row(
     states: dict[str, dict[str, Any]] = {}
     ready: dict[str, Candidate] = {}
     for system in systems:
-        observer.doing(f"{row.name}: preparing {system.title}")
-        states[system.name], candidate = _prepare(suite, system, inputs, reference, device, stopwatch, quick)
+        what = f"{row.name}: preparing {system.title}"
+        states[system.name], candidate = _prepare(
+            suite, system, inputs, reference, device, stopwatch, quick, observer, what
+        )
         if candidate is not None:
             ready[system.name] = candidate
 
@@ -385,8 +388,14 @@ def _prepare(
     device: torch.device,
     stopwatch: Stopwatch,
     quick: bool,
+    observer: Observer,
+    what: str,
 ) -> tuple[dict[str, Any], Candidate | None]:
-    """Compile, check and compare a system's candidates; return its state, and the fastest right one if there is one."""
+    """Compile, check and compare a system's candidates; return its state, and the fastest right one if there is one.
+
+    The observer hears of each candidate, after `what`: some compile for minutes.
+    """
+    observer.doing(what)
     if system.peer is not None:
         reason = system.peer.unavailable(device)
         if reason is not None:
@@ -404,6 +413,7 @@ def _prepare(
     except Exception as exception:
         return {"status": "failed", "reason": _sentence(exception)}, None
     for candidate in candidates:
+        observer.doing(f"{what}, {candidate.label}")
         try:
             error = 0.0
             if system.yardstick:
