@@ -399,11 +399,13 @@ class Flat(Base):
         if not len(self):
             raise ValueError(f"the index in {self.index_path} is empty: add documents before searching")
         subsets = self._subsets(subset, len(queries))
-        queries = [self._query(i, query) for i, query in enumerate(queries)]
         if not queries:
             return []
+        queries = self._queries(queries)
         if self.device.type == "cuda":
-            fits = self._store.bytes_to_copy(self.device) < 0.8 * _free_memory(self.device)
+            nbytes = self._store.bytes_to_copy(self.device)
+            # To ask what is free takes the host about as long as a small search takes the GPU.
+            fits = nbytes == 0 or nbytes < 0.8 * _free_memory(self.device)
             self._store.keep_on(self.device if fits else torch.device("cpu"))
         with torch.no_grad():
             if isinstance(subsets, list):
@@ -466,16 +468,23 @@ class Flat(Base):
         ids = [ids_of(f"subset[{i}]", item) for i, item in enumerate(subset)]
         return [np.array(sorted({known[id_] for id_ in item if id_ in known}), dtype=np.int64) for item in ids]
 
-    def _query(self, i: int, query: Tensor) -> Tensor:
+    def _queries(self, queries: list[Tensor]) -> list[Tensor]:
+        """At least one query, checked, in the type that is scored: on the host if all are there, else on the device."""
         size = self._store.embedding_size if self.projection is None else self.projection[0].shape[0]
-        if query.shape[1] != size:
-            raise ValueError(
-                f"queries_embeddings[{i}] has embedding size {query.shape[1]}, the index in {self.index_path} {size}"
-            )
-        query = query.detach().to(self.device, self._store.layout.given)
-        if not torch.isfinite(query).all():
+        for i, query in enumerate(queries):
+            if query.shape[1] != size:
+                raise ValueError(
+                    f"queries_embeddings[{i}] has embedding size {query.shape[1]}, the index in {self.index_path} "
+                    f"{size}"
+                )
+        on_host = all(query.device.type == "cpu" for query in queries)
+        place = torch.device("cpu") if on_host else self.device
+        queries = [query.detach().to(place, self._store.layout.given) for query in queries]
+        # All at once, as a look at values on a GPU waits for it.
+        if not torch.isfinite(torch.cat(queries)).all():
+            i = next(i for i, query in enumerate(queries) if not torch.isfinite(query).all())
             raise ValueError(f"queries_embeddings[{i}] holds NaN or infinite values")
-        return query
+        return queries
 
 
 def _linear_layer(projection: Any) -> tuple[Tensor, Tensor | None]:

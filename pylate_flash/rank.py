@@ -20,7 +20,7 @@ from ._switches import backend_in_force
 from .ops import maxsim_from_hidden, maxsim_varlen
 from .projection import dense_layers, encode_hidden_states, fold_dense, unwrapped
 from .register import use_scorer
-from .scores import as_tokens, concatenated, cu_seqlens, left_to_pylate, scorer_of
+from .scores import concatenated, cu_seqlens, left_to_pylate, scorer_of, tokens_of
 
 __all__ = ["RerankResult", "rerank", "score_xtr"]
 
@@ -123,11 +123,11 @@ def rerank(
         with use_scorer(backend):
             return _pylate_rerank(documents_ids, queries_embeddings, documents_embeddings, device)
 
-    queries = [as_tokens(tokens, "queries_embeddings", i) for i, tokens in enumerate(queries_embeddings)]
+    queries = tokens_of(queries_embeddings, "queries_embeddings")
     documents = [
-        as_tokens(tokens, "documents_embeddings", i, j)
+        tokens
         for i, candidates in enumerate(documents_embeddings)
-        for j, tokens in enumerate(candidates)
+        for tokens in tokens_of(candidates, "documents_embeddings", i)
     ]
     counts = [len(query_ids) for query_ids in documents_ids]
     first_document = np.cumsum([0, *counts])

@@ -24,6 +24,7 @@ from . import _needs_pylate  # noqa: F401
 import functools
 import logging
 from contextlib import suppress
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -167,8 +168,8 @@ def colbert_scores_pairwise(
             return original("colbert_scores_pairwise")(queries, documents, backend="auto")
         return maxsim_pairwise(*_promoted(queries, documents))
 
-    queries_list = [as_tokens(value, "queries_embeddings", i) for i, value in enumerate(queries_embeddings)]
-    documents_list = [as_tokens(value, "documents_embeddings", i) for i, value in enumerate(documents_embeddings)]
+    queries_list = tokens_of(queries_embeddings, "queries_embeddings")
+    documents_list = tokens_of(documents_embeddings, "documents_embeddings")
     if not queries_list:
         return torch.zeros(0)
     queries_list, documents_list = of_one_type(queries_list, documents_list)
@@ -453,11 +454,17 @@ def _kind(value: Any) -> str:
     return f"list of {type(value[0]).__name__}" if isinstance(value, list) and value else type(value).__name__
 
 
-def as_tokens(value: Any, name: str, *index: int) -> Tensor:
-    """One query or document, `name[index...]` in errors, as a tensor [L, d], or [0] if it is an empty list."""
-    if isinstance(value, np.ndarray):
-        value = torch.from_numpy(value)
-    elif isinstance(value, list):
+def tokens_of(values: Any, name: str, *index: int) -> list[Tensor]:
+    """Queries or documents, `name[index...][i]` in errors, each as a tensor [L, d], or [0] if it is an empty list."""
+    found = [torch.from_numpy(value) if isinstance(value, np.ndarray) else value for value in values]
+    # Of a thousand, what is asked of each alone takes longer than a kernel that scores them.
+    if set(map(type, found)) == {Tensor} and set(map(Tensor.dim, found)) == {2}:
+        return found
+    return [_tokens(value, name, *index, i) for i, value in enumerate(found)]
+
+
+def _tokens(value: Any, name: str, *index: int) -> Tensor:
+    if isinstance(value, list):
         with suppress(RuntimeError, ValueError):  # a ragged list stays one, and is refused below
             value = convert_to_tensor(value)
     if isinstance(value, Tensor) and (value.dim() == 2 or value.shape == (0,)):
@@ -470,13 +477,17 @@ def as_tokens(value: Any, name: str, *index: int) -> Tensor:
 
 
 def of_one_type(queries: list[Tensor], documents: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Query tokens and document tokens [L_i, d] of what `as_tokens` gave, each in the common type of all.
+    """Query tokens and document tokens [L_i, d] of what `tokens_of` gave, each in the common type of all.
 
     Raises
     ------
     ValueError
         If the queries or the documents lie on several devices, or if there are two embedding sizes.
     """
+    # Mostly all are alike, which one look at each tells.
+    looks = set(map(attrgetter("device", "dtype", "shape"), (*queries, *documents)))
+    if len({(device, dtype, *shape[1:]) for device, dtype, shape in looks}) == 1 and queries[0].dim() == 2:
+        return queries, documents
     found = []
     for name, sequences in (("queries_embeddings", queries), ("documents_embeddings", documents)):
         devices = sorted(map(str, {tokens.device for tokens in sequences}))
@@ -505,7 +516,7 @@ def _alike(sequences: list[Tensor], size: int, dtype: torch.dtype | None) -> lis
 def concatenated(
     queries: list[Tensor], documents: list[Tensor], device: str | torch.device | None = None
 ) -> tuple[Tensor, Tensor]:
-    """All query tokens [Tq, d] and all document tokens [Td, d] of what `as_tokens` gave, `of_one_type`.
+    """All query tokens [Tq, d] and all document tokens [Td, d] of what `tokens_of` gave, `of_one_type`.
 
     They go to `device`, or stay where they are if that is None.
     """

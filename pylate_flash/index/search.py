@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple, TypedDict
 
@@ -14,7 +15,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ..hosts import HOSTS, SENTENCE_TRANSFORMERS
-from ..ops import QuantizedEmbeddings, maxsim_from_hidden, maxsim_varlen, pack
+from ..ops import QuantizedEmbeddings, maxsim_from_hidden, maxsim_varlen
 from .store import PackedStore
 from .tables import blocks
 
@@ -38,7 +39,10 @@ class SearchResult(TypedDict):
 
 
 class _Packed(NamedTuple):
-    """Packed tokens [T, d], or rows of the store, their cu_seqlens [N + 1], and the length of the longest sequence."""
+    """Packed tokens [T, d], or rows of the store, their cu_seqlens [N + 1], and the length of the longest sequence.
+
+    The boundaries of queries stay on the host.
+    """
 
     values: Tensor
     cu_seqlens: Tensor
@@ -82,15 +86,18 @@ class Search:
         nbytes = _BLOCK_BYTES_CUDA if self.device.type == "cuda" else _BLOCK_BYTES_CPU
         return max(1, nbytes // self.store.token_bytes)
 
-    def _room(self) -> Tensor:
-        """Memory for a block, which every block is read into in turn."""
+    def _room(self) -> Tensor | None:
+        """Memory for a block, which every block is read into in turn; None where they need not be read."""
+        if self.store.kept_on.type != "cpu":
+            return None
         rows = min(self._limit, self.store.tokens)
         return torch.empty(rows, self.store.layout.width, dtype=self.store.layout.dtype)
 
-    def _blocks(self, lengths: np.ndarray) -> tqdm:
+    def _blocks(self, lengths: np.ndarray) -> Iterable[tuple[int, int]]:
         stretches = blocks(lengths, self._limit)
-        disable = not self.show_progress or len(stretches) < 2
-        return tqdm(stretches, desc="Searching", unit="block", disable=disable)
+        if not self.show_progress or len(stretches) < 2:
+            return stretches
+        return tqdm(stretches, desc="Searching", unit="block")
 
     def among(self, queries: list[Tensor], positions: np.ndarray, k: int) -> list[list[SearchResult]]:
         """The `k` best for every query [L_i, d] among the documents at `positions` [N], which ascend.
@@ -100,31 +107,31 @@ class Search:
         ValueError
             If a score is NaN or infinite, which finite embeddings do not give. The message names the index.
         """
+        if not len(positions):
+            return [[] for _ in queries]
         lengths = np.array([len(query) for query in queries])
-        chunks = [_packed(queries[start:stop]) for start, stop in blocks(lengths, _QUERY_TOKENS)]
-        sizes = [len(chunk.cu_seqlens) - 1 for chunk in chunks]
-        best = [
-            (
-                torch.empty(size, 0, dtype=torch.float32, device=self.device),
-                torch.empty(size, 0, dtype=torch.int64, device=self.device),
-            )
-            for size in sizes
-        ]
+        chunks = [_packed(queries[start:stop], self.device) for start, stop in blocks(lengths, _QUERY_TOKENS)]
+        # Scores of each chunk's best so far, and their places in `positions`.
+        best: list[tuple[Tensor, Tensor]] = []
         # The store is walked once, whatever the number of queries: it may have to come from the disk.
         room = self._room()
         for start, stop in self._blocks(self.store.lengths[positions]):
             documents = self._documents(positions[start:stop], room)
-            block = torch.from_numpy(positions[start:stop]).to(self.device)
+            merged = []
             for i, chunk in enumerate(chunks):
-                scores = torch.cat([best[i][0], self._score(chunk, documents)], dim=1)
-                found = torch.cat([best[i][1], block.expand(sizes[i], -1)], dim=1)
+                scores = self._score(chunk, documents)
+                found = torch.arange(start, stop, device=self.device).expand(len(scores), -1)
+                if best:
+                    scores, found = torch.cat([best[i][0], scores], dim=1), torch.cat([best[i][1], found], dim=1)
                 # Columns are in the order of insertion, and only a stable sort keeps it among equals; topk does not.
                 scores, order = torch.sort(scores, dim=1, descending=True, stable=True)
-                best[i] = scores[:, :k].clone(), found.gather(1, order[:, :k])
+                merged.append((scores[:, :k].clone(), found.gather(1, order[:, :k])))
+            best = merged
         return [
-            self._results(scores, found)
-            for chunk_scores, chunk_found in best
-            for scores, found in zip(chunk_scores.tolist(), chunk_found.tolist(), strict=True)
+            self._results(scores, positions[np.array(found, dtype=np.int64)].tolist())
+            for chunk in best
+            # Both are exact in float64, and one copy to the host.
+            for scores, found in zip(*torch.stack([each.double() for each in chunk]).tolist(), strict=True)
         ]
 
     def among_candidates(self, queries: list[Tensor], candidates: list[np.ndarray], k: int) -> list[list[SearchResult]]:
@@ -144,7 +151,8 @@ class Search:
             # On the host, where the op plans its launch.
             cu_seqlens = torch.from_numpy(np.concatenate([[0], np.cumsum(owned)]).astype(np.int32))
             documents = self._documents(positions[start:stop], room)
-            scores[start:stop] = self._score(_packed(queries[low:high]), documents, cu_seqlens).cpu().numpy()
+            owning = _packed(queries[low:high], self.device)
+            scores[start:stop] = self._score(owning, documents, cu_seqlens).cpu().numpy()
         if not np.isfinite(scores).all():
             self._refuse(int(positions[np.argmin(np.isfinite(scores))]))
         results = []
@@ -166,7 +174,7 @@ class Search:
             "finite, so its embeddings hold NaN or infinite values; verify() names the file"
         )
 
-    def _documents(self, positions: np.ndarray, room: Tensor) -> _Packed:
+    def _documents(self, positions: np.ndarray, room: Tensor | None) -> _Packed:
         lengths = self.store.lengths[positions]
         cu_seqlens = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
         values = self.store.read(positions, self.device, room)
@@ -201,8 +209,11 @@ class Search:
         )
 
 
-def _packed(sequences: list[Tensor]) -> _Packed:
-    return _Packed(*pack(sequences), max(len(sequence) for sequence in sequences))
+def _packed(sequences: list[Tensor], device: torch.device) -> _Packed:
+    """Queries [L_i, d], packed on `device`."""
+    lengths = [sequence.shape[0] for sequence in sequences]
+    cu_seqlens = torch.from_numpy(np.cumsum([0, *lengths], dtype=np.int32))
+    return _Packed(torch.cat(sequences).to(device, non_blocking=True), cu_seqlens, max(lengths))
 
 
 def _host_scores(queries: _Packed, documents: _Packed, candidates: Tensor | None, backend: str) -> Tensor:
@@ -211,7 +222,10 @@ def _host_scores(queries: _Packed, documents: _Packed, candidates: Tensor | None
         bounds = candidates.tolist()
         owned = [
             _host_scores(
-                _packed([query]), documents._replace(cu_seqlens=documents.cu_seqlens[start : stop + 1]), None, backend
+                _packed([query], query.device),
+                documents._replace(cu_seqlens=documents.cu_seqlens[start : stop + 1]),
+                None,
+                backend,
             )[0]
             for query, start, stop in zip(_split(queries), bounds[:-1], bounds[1:], strict=True)
         ]

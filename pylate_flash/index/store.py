@@ -30,6 +30,7 @@ import contextlib
 import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -185,10 +186,10 @@ class PackedStore:
         """
         cu = self.documents.cu
         # Neighbouring documents are neighbouring rows: read each run of consecutive positions at once.
-        breaks = np.flatnonzero(np.diff(positions) != 1) + 1
+        breaks = (np.flatnonzero(np.diff(positions) != 1) + 1).tolist()
         runs = [
             (int(cu[positions[first]]), int(cu[positions[last - 1] + 1]))
-            for first, last in zip(np.r_[0, breaks], np.r_[breaks, len(positions)], strict=True)
+            for first, last in pairwise([0, *breaks, len(positions)])
             if first < last
         ]
         return self._pieces.read(runs, device or torch.device("cpu"), room)
