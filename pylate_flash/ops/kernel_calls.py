@@ -23,18 +23,18 @@ from ..kernels.quantized import quantized_forward
 from ..kernels.residual import Codes, residual_backward, residual_forward
 from ..kernels.soft import soft_backward, soft_forward
 from ..kernels.sparse import sparse_forward
-from ..kernels.xtr import retrieve, score_retrieved
+from ..kernels.xtr import Inputs, retrieve, score_retrieved
 from .chamfer_blocks import Found as Nearest
 from .chamfer_compute import Sets
 from .compute import active_counts, checked_masks, with_empty_score
 from .loss_call import Comparison, Found, Targets
 from .problem import Options, Problem, Tensors, problem_of, replaced
-from .xtr_retrieval import Pool, Retrieval
+from .xtr_retrieval import Results, Rule, chunks
 
 __all__ = [
     "chamfer_gradients", "chamfer_nearest", "gradients", "look", "loss", "nonzero_rows", "normalized_rows", "on_device",
     "padded", "quantized_scores", "rescale_gradients", "residual_gradient", "residual_scores", "scores",
-    "soft_gradients", "soft_scores", "sparse_scores", "through_normalized_rows", "xtr_retrieval", "xtr_scores",
+    "soft_gradients", "soft_scores", "sparse_scores", "through_normalized_rows", "xtr_scores",
 ]  # fmt: skip
 
 
@@ -44,25 +44,16 @@ def scores(problem: Problem, tensors: Tensors, offsets: Tensor | None = None) ->
         return maxsim_forward(*_for_kernels(problem, tensors), offsets)
 
 
-def xtr_retrieval(problem: Problem, tensors: Tensors, pool: Pool) -> Retrieval:
-    """What query tokens retrieve of all documents; no size is 0."""
+def xtr_scores(problem: Problem, tensors: Tensors, rule: Rule, number: int, to: Results) -> None:
+    """Leave XTR's scores, and what comes with them, in `to`, `number` queries at a time; no size is 0."""
     with on_device(tensors.queries):
-        return retrieve(*_for_kernels(problem, tensors), pool)
-
-
-def xtr_scores(
-    found: Retrieval,
-    pool: Pool,
-    queries_mask: Tensor | None,
-    least: float,
-    empty_score: float,
-    to: tuple[Tensor, Tensor, Tensor],
-) -> None:
-    """As `kernels.xtr.score_retrieved`; no size is 0."""
-    with on_device(found.best):
-        score_retrieved(
-            found, pool, None if queries_mask is None else queries_mask.contiguous(), least, empty_score, to
-        )
+        problem, given = _for_kernels(problem, tensors)
+        active = bounds = None
+        if given.documents_mask is not None:
+            active, bounds = active_tokens(given.documents_mask)
+        for chunk, part, results in chunks(problem, given, to, number):
+            found = retrieve(chunk, Inputs(part.queries, part.documents, active, bounds), rule)
+            score_retrieved(chunk, found, bounds, part.queries_mask, rule, results)
 
 
 def sparse_scores(problem: Problem, tensors: Tensors, query_tokens: Tensor, winners: Tensor | None) -> Tensor:

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from ..kernels.select import choose
 from .checks import check_choice, check_tensor
-from .compute import checked_masks, kernels
-from .maxsim import checked, maxsim_gradients
+from .compute import Gradients, checked_masks, compute_gradients, kernels, with_empty_score
+from .maxsim import checked, is_plain, maxsim_gradients, needs_gradient
 from .problem import Options, Tensors, check, problem_of, sizes_of, winners_dtype
-from .xtr_retrieval import Pool, Retrieval, pool_of, retrieve_in_blocks, scoring
+from .xtr_retrieval import Results, Rule, scores_in_blocks
 
 NORMALIZERS = ("positive", "retrieved")
 # The least Z of each: PyLate's, and sentence-transformers'.
@@ -170,77 +170,60 @@ def _scores(
     implementation: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     tensors = Tensors(queries, documents, queries_mask, documents_mask)
-    problem = problem_of(tensors, Options(), with_winners=True)
+    problem = problem_of(tensors, Options(empty_score=empty_score), with_winners=True)
     chosen = choose(implementation, problem.device, problem.dtype, problem.size)
-    queries_mask, documents_mask = checked_masks(tensors)
+    tensors = Tensors(queries, documents, *checked_masks(tensors))
     scores = torch.empty(problem.scores_shape, dtype=torch.float32, device=problem.device)
-    divisors = torch.empty_like(scores)
     winners = torch.empty(problem.winners_shape, dtype=problem.winners_dtype, device=problem.device)
-    active = documents.new_ones(documents.shape[:2], dtype=torch.bool) if documents_mask is None else documents_mask
-    pool = pool_of(active, k, normalizer == "positive")
+    divisors = torch.empty_like(scores)
+    least = _LEAST[normalizer]
     if problem.is_empty:
-        scores.zero_().masked_fill_(pool.counts == 0, empty_score)
-        return scores, winners.fill_(-1), divisors.fill_(_LEAST[normalizer])
-    retrieve, score = retrieve_in_blocks, _score_in_blocks
-    if chosen == "triton":
-        retrieve, score = kernels().xtr_retrieval, kernels().xtr_scores
-    length = problem.query_length
-    step = max(1, _MAXIMA_AT_ONCE // (max(problem.n_documents, _BESIDE_MAXIMA) * length))
-    for first in range(0, problem.n_queries, step):
-        chunk = slice(first, first + step)
-        part = Tensors(queries[chunk], documents, None, documents_mask)
-        # Under autocast the inputs have the autocast type already; the products inside must not be rounded to it.
-        with torch.autocast(problem.device.type, enabled=False):
-            found = retrieve(problem_of(part, Options(), with_winners=True), part, pool)
-        mask = None if queries_mask is None else queries_mask[chunk]
-        columns = winners[:, first * length : (first + step) * length]
-        score(found, pool, mask, _LEAST[normalizer], empty_score, (scores[chunk], divisors[chunk], columns))
+        return with_empty_score(scores.zero_(), tensors, empty_score), winners.fill_(-1), divisors.fill_(least)
+    rule = Rule(min(k, problem.n_tokens), normalizer == "positive", least)
+    number = max(1, _MAXIMA_AT_ONCE // (max(problem.n_documents, _BESIDE_MAXIMA) * problem.query_length))
+    compute = kernels().xtr_scores if chosen == "triton" else scores_in_blocks
+    compute(problem, tensors, rule, number, Results(scores, winners, divisors))
     return scores, winners, divisors
 
 
-def _score_in_blocks(
-    found: Retrieval,
-    pool: Pool,
-    mask: Tensor | None,
-    least: float,
-    empty_score: float,
-    to: tuple[Tensor, Tensor, Tensor],
-) -> None:
-    """Leave scores and divisors [Nq, Nd], and the winners [Nd, Nq * Lq] that count, others -1.
+class _XtrScores(torch.autograd.Function):
+    """The operator where a gradient is needed: keeps the winners and the divisors."""
 
-    `mask` [Nq, Lq] of the query tokens is bool, or has weights.
-    """
-    scores, divisors, winners = to
-    counts, whole = scoring(found, pool)
-    if pool.with_whole:
-        # A token that was not retrieved counts as 0, and wins over negative ones.
-        counts &= ~(found.best <= 0) | whole
-    if mask is not None:
-        counts &= mask.flatten() != 0
-    best = found.best.where(counts, 0.0)
-    if mask is not None and mask.is_floating_point():
-        best = best * mask.flatten()
-    counted = (best > 0) if pool.with_whole else counts
-    sums, numbers = (values.unflatten(1, (len(scores), -1)).sum(dim=2, dtype=best.dtype) for values in (best, counted))
-    divisors.copy_(numbers.T).clamp_(min=least)
-    scores.copy_(sums.T).div_(divisors).masked_fill_(pool.counts == 0, empty_score)
-    winners.copy_(found.winners.where(counts, -1))
+    @staticmethod
+    def forward(ctx, *arguments):
+        # Of other than plain tensors, the operator goes into a graph, or to what else there is between.
+        scores, winners, divisors = (_scores if is_plain(*arguments[:2]) else _xtr)(*arguments)
+        ctx.save_for_backward(*arguments[:4], winners, divisors)
+        ctx.options = Options(implementation=arguments[-1])
+        ctx.mark_non_differentiable(winners, divisors)
+        # Of those two there is no gradient, and zeros in place of them are as large as they are.
+        ctx.set_materialize_grads(False)
+        return scores, winners, divisors
 
-
-def _backward(ctx, grad_scores: Tensor, _winners: Tensor | None, _divisors: Tensor | None) -> tuple:
-    queries, documents, queries_mask, documents_mask, winners, divisors = ctx.saved_tensors
-    needs = ctx.needs_input_grad[:2]
-    found = maxsim_gradients(
-        grad_scores / divisors, winners, Tensors(queries, documents, queries_mask, documents_mask), ctx.options, *needs
-    )
-    return *(gradient if need else None for gradient, need in zip(found, needs, strict=True)), *(None,) * 6
+    @staticmethod
+    def backward(ctx, grad_scores, _winners, _divisors):
+        if grad_scores is None:
+            return (None,) * len(ctx.needs_input_grad)
+        *tensors, winners, divisors = ctx.saved_tensors
+        needs = ctx.needs_input_grad[:2]
+        given, grad_sums = Tensors(*tensors), grad_scores / divisors
+        if torch.is_grad_enabled() or not is_plain(grad_scores, *tensors[:2]):
+            # A graph of the backward is asked for: the operator has one, which says that there is no second derivative.
+            gradients: Gradients = maxsim_gradients(grad_sums, winners, given, ctx.options, *needs)
+        else:
+            gradients = compute_gradients(given, ctx.options, grad_sums, winners, *needs)
+        found = [gradient if need else None for gradient, need in zip(gradients, needs, strict=True)]
+        return *found, *(None,) * (len(ctx.needs_input_grad) - 2)
 
 
-def _setup_context(ctx, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:
-    _, winners, divisors = output
-    ctx.mark_non_differentiable(winners, divisors)
-    ctx.save_for_backward(*inputs[:4], winners, divisors)
-    ctx.options = Options(implementation=inputs[-1])
+def _differentiable(*arguments) -> tuple[Tensor, Tensor, Tensor]:
+    """The operator for tensors that may require a gradient."""
+    if needs_gradient(*arguments[:2]):
+        return _XtrScores.apply(*arguments)
+    if is_plain(*arguments[:2]):
+        return _scores(*arguments)
+    with torch._C._AutoDispatchBelowAutograd():
+        return _xtr(*arguments)
 
 
 def _shapes(queries: Tensor, documents: Tensor, queries_mask: Tensor | None, documents_mask: Tensor | None, *_):
@@ -254,5 +237,5 @@ def _shapes(queries: Tensor, documents: Tensor, queries_mask: Tensor | None, doc
 
 
 _LIBRARY.impl("xtr_scores", _scores, "CompositeExplicitAutograd")
+_LIBRARY.impl("xtr_scores", _differentiable, "Autograd")
 torch.library.register_fake("pylate_flash::xtr_scores", _shapes)
-torch.library.register_autograd("pylate_flash::xtr_scores", _backward, setup_context=_setup_context)

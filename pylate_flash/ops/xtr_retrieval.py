@@ -7,6 +7,7 @@ as are left. A document's best token scores if it is retrieved.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -16,25 +17,71 @@ from .blocked import block_budget, inner_products
 from .problem import Problem, Tensors
 
 
+class Rule(NamedTuple):
+    """How query tokens retrieve, and how what they retrieve scores.
+
+    Attributes
+    ----------
+    k
+        How many tokens each row retrieves, at most as many as there are.
+    with_whole
+        Whether a token that is not retrieved counts as 0, so that it matters which documents are retrieved as a whole.
+    least
+        What scores are divided by at least.
+    """
+
+    k: int
+    with_whole: bool
+    least: float
+
+
+class Results(NamedTuple):
+    """Where the results of a call go.
+
+    Attributes
+    ----------
+    scores, divisors
+        [Nq, Nd], float32: the scores, and what they were divided by.
+    winners
+        [Nd, Nq * Lq]: the tokens that score, -1 where none does. They may be columns of more.
+    """
+
+    scores: Tensor
+    winners: Tensor
+    divisors: Tensor
+
+
+def chunks(problem: Problem, tensors: Tensors, to: Results, number: int) -> Iterator[tuple[Problem, Tensors, Results]]:
+    """The call, `number` of its queries at a time, with where their results go."""
+    if number >= problem.n_queries:
+        yield problem, tensors, to
+        return
+    mask, length = tensors.queries_mask, problem.query_length
+    for first in range(0, problem.n_queries, number):
+        chunk = slice(first, min(first + number, problem.n_queries))
+        yield (
+            problem._replace(n_queries=chunk.stop - first),
+            tensors._replace(queries=tensors.queries[chunk], queries_mask=None if mask is None else mask[chunk]),
+            Results(to.scores[chunk], to.winners[:, first * length : chunk.stop * length], to.divisors[chunk]),
+        )
+
+
 class Pool(NamedTuple):
     """The documents that query tokens retrieve from.
 
     Attributes
     ----------
-    k
-        How many tokens each row retrieves, at most.
+    rule
+        How rows retrieve.
     counts
         [Nd], int64: active tokens of each document.
     complete
         [Nd], bool: whether, after all active tokens, all masked ones of the document are retrieved too.
-    with_whole
-        Whether it matters which documents are retrieved as a whole.
     """
 
-    k: int
+    rule: Rule
     counts: Tensor
     complete: Tensor
-    with_whole: bool
 
     @property
     def nonempty(self) -> Tensor:
@@ -42,13 +89,13 @@ class Pool(NamedTuple):
         return (self.counts > 0).unsqueeze(1)
 
 
-def pool_of(active: Tensor, k: int, with_whole: bool) -> Pool:
+def pool_of(active: Tensor, rule: Rule) -> Pool:
     """The pool of documents whose tokens are `active` [Nd, Ld] or not."""
     counts = active.sum(dim=1)
     masked = active.shape[1] - counts
     # Masked tokens come after all active ones, in their order.
-    complete = (masked == 0) | (masked.cumsum(0) <= k - counts.sum())
-    return Pool(k, counts, complete, with_whole)
+    complete = (masked == 0) | (masked.cumsum(0) <= rule.k - counts.sum())
+    return Pool(rule, counts, complete)
 
 
 class Retrieval(NamedTuple):
@@ -80,6 +127,40 @@ class Retrieval(NamedTuple):
     equal: Tensor | None = None
 
 
+def scores_in_blocks(problem: Problem, tensors: Tensors, rule: Rule, number: int, to: Results) -> None:
+    """Leave the results of a call in `to`, `number` queries at a time; no size is 0.
+
+    The mask of documents is bool, that of queries bool or weights.
+    """
+    mask, documents = tensors.documents_mask, tensors.documents
+    active = documents.new_ones(documents.shape[:2], dtype=torch.bool) if mask is None else mask
+    pool = pool_of(active, rule)
+    # Under autocast the inputs have the autocast type already; the products inside must not be rounded to it.
+    with torch.autocast(problem.device.type, enabled=False):
+        for chunk, given, results in chunks(problem, tensors, to, number):
+            _score(retrieve_in_blocks(chunk, given, pool), pool, given.queries_mask, problem.empty_score, results)
+
+
+def _score(found: Retrieval, pool: Pool, mask: Tensor | None, empty_score: float, to: Results) -> None:
+    """Leave the results of what rows retrieve in `to`; `mask` [Nq, Lq] of the query tokens is bool, or has weights."""
+    counts, whole = scoring(found, pool)
+    if pool.rule.with_whole:
+        # A token that was not retrieved counts as 0, and wins over negative ones.
+        counts &= ~(found.best <= 0) | whole
+    if mask is not None:
+        counts &= mask.flatten() != 0
+    best = found.best.where(counts, 0.0)
+    if mask is not None and mask.is_floating_point():
+        best = best * mask.flatten()
+    counted = (best > 0) if pool.rule.with_whole else counts
+    sums, numbers = (
+        values.unflatten(1, (len(to.scores), -1)).sum(dim=2, dtype=best.dtype) for values in (best, counted)
+    )
+    to.divisors.copy_(numbers.T).clamp_(min=pool.rule.least)
+    to.scores.copy_(sums.T).div_(to.divisors).masked_fill_(pool.counts == 0, empty_score)
+    to.winners.copy_(found.winners.where(counts, -1))
+
+
 def scoring(found: Retrieval, pool: Pool) -> tuple[Tensor, Tensor]:
     """Which documents a row retrieves a token of, and which of them as a whole, [Nd, rows]; False for empty ones.
 
@@ -95,7 +176,7 @@ def scoring(found: Retrieval, pool: Pool) -> tuple[Tensor, Tensor]:
         count = found.above + (found.n_equal - before).clamp(min=0).minimum(found.equal)
         # Where nothing was counted, all that reaches the threshold is retrieved.
         retrieved &= (count > 0) | ~found.tallied | nan
-        if pool.with_whole:
+        if pool.rule.with_whole:
             whole = found.tallied & (count >= pool.counts.unsqueeze(1)) & pool.complete.unsqueeze(1)
     return retrieved & pool.nonempty, whole
 
@@ -131,11 +212,11 @@ def _block(rows: Tensor, pooled: Tensor, mask: Tensor | None, pool: Pool) -> Ret
     if mask is not None:
         similarities.masked_fill_(~mask.flatten(), -torch.inf)
     # -inf where masked tokens are left to be retrieved; then all active ones are.
-    highest = similarities.topk(min(pool.k, len(pooled)), dim=1, sorted=False).values
+    highest = similarities.topk(pool.rule.k, dim=1, sorted=False).values
     thresholds = highest.masked_fill_(highest.isnan(), torch.inf).amin(dim=1)
     below = similarities < thresholds.unsqueeze(1)
-    tallied = len(pooled) - below.sum(dim=1, dtype=torch.int32) > pool.k
-    if pool.with_whole:
+    tallied = len(pooled) - below.sum(dim=1, dtype=torch.int32) > pool.rule.k
+    if pool.rule.with_whole:
         tallied |= thresholds <= 0
     by_document = similarities.unflatten(1, (n_documents, -1))
     best, winners = by_document.max(dim=2)
@@ -148,5 +229,5 @@ def _block(rows: Tensor, pooled: Tensor, mask: Tensor | None, pool: Pool) -> Ret
     if mask is not None:
         equal &= mask.flatten()
     counts = (x.view(by_document.shape).sum(dim=2, dtype=torch.int32).T for x in (above, equal))
-    n_equal = pool.k - above.sum(dim=1, dtype=torch.int32)
+    n_equal = pool.rule.k - above.sum(dim=1, dtype=torch.int32)
     return found._replace(n_equal=n_equal, above=next(counts), equal=next(counts))

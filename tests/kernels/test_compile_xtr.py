@@ -7,20 +7,19 @@ import os
 import pytest
 import torch
 
-from pylate_flash.kernels import masks
-from pylate_flash.kernels.xtr import plan_of, retrieve, score_retrieved, scores, search, walk
+from pylate_flash.kernels.xtr import Inputs, plan_of, retrieve, score_retrieved, scores, search, walk
+from pylate_flash.kernels.xtr.scores import Retrieved
 from pylate_flash.ops.problem import Options, Problem, Tensors, problem_of
-from pylate_flash.ops.xtr_retrieval import Pool, Retrieval, pool_of
+from pylate_flash.ops.xtr_retrieval import Results, Rule
 from tests.kernels.recorder import record
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
 
 
-def problem(dtype: torch.dtype, size: int, masked: bool) -> tuple[Problem, Tensors, Pool]:
+def call(dtype: torch.dtype, size: int, masked: bool) -> tuple[Problem, Inputs]:
     queries, documents = torch.zeros(64, 32, size, dtype=dtype), torch.zeros(100, 180, size, dtype=dtype)
-    active = torch.ones(100, 180, dtype=torch.bool)
-    tensors = Tensors(queries, documents, None, active if masked else None)
-    return problem_of(tensors, Options(), True), tensors, pool_of(active, 256, True)
+    active, bounds = (torch.zeros(100, n, dtype=torch.int32) if masked else None for n in (180, 2))
+    return problem_of(Tensors(queries, documents), Options(), True), Inputs(queries, documents, active, bounds)
 
 
 @pytest.mark.parametrize(
@@ -29,41 +28,44 @@ def problem(dtype: torch.dtype, size: int, masked: bool) -> tuple[Problem, Tenso
     indirect=["capability"],
 )
 def test_each_step_of_a_search(dtype: torch.dtype, size: int, masked: bool, capability: int, monkeypatch) -> None:
-    given, tensors, pool = problem(dtype, size, masked)
-    plan = plan_of(given, pool.k)
+    given, inputs = call(dtype, size, masked)
+    rule = Rule(256, True, 1e-3)
+    plan = plan_of(given, rule.k)
     assert plan.groups == 4
-    names = {search: ("_begin", "_select", "_narrow"), masks: ("_active_tokens",), walk: ("_walk",)}
+    names = {search: ("_begin", "_select", "_narrow"), walk: ("_walk",)}
     recorders = {name: record(module, name, monkeypatch) for module, found in names.items() for name in found}
-    retrieve(given, tensors, pool)
+    best, winners, state, counts = retrieve(given, inputs, rule)
     launches = {name: recorder.launches for name, recorder in recorders.items()}
-    assert launches == {"_begin": 1, "_select": 1, "_narrow": 4, "_active_tokens": int(masked), "_walk": 7}
+    assert launches == {"_begin": 1, "_select": 1, "_narrow": 3, "_walk": 6}
 
-    walked, places = recorders["_walk"], torch.zeros(2, 2, dtype=torch.int32)
-    inputs = walk.Inputs(tensors.queries, tensors.documents, *([places, places] if masked else [None, None]))
-    walk.collect(given, plan, inputs, places, places, places)
+    walked, scratch = recorders["_walk"], torch.zeros(2, 2, dtype=torch.int32)
+    walk.collect(given, plan, inputs, scratch, state, scratch)
     walked.compile(capability)
+    recorders["_begin"].compile(capability)
     if not masked and capability == 90:
-        for name in ("_begin", "_select", "_narrow"):
-            recorders[name].compile(capability)
-        walk.find_maxima(given, plan, inputs, torch.zeros(2), places.short(), torch.zeros(2))
+        recorders["_select"].compile(capability)
+        recorders["_narrow"].compile(capability)
+        walk.find_maxima(given, plan, inputs, best, winners, scratch)
         walked.compile(capability)
-        walk.count_bins(given, plan, inputs, places, places)
+        walk.count_bins(given, plan, inputs, scratch, state)
         walked.compile(capability)
-        state = torch.zeros(4, 2, dtype=torch.int32)
-        walk.tally(given, plan, inputs, state, True, (torch.zeros(2), places[0] != 0, places.short()))
+        walk.tally(given, plan, inputs, state, counts)
         walked.compile(capability)
 
 
-@pytest.mark.parametrize(("weights", "with_whole"), [(None, True), (torch.float32, False), (torch.bool, True)])
+@pytest.mark.parametrize(
+    ("weights", "with_whole", "masked"), [(None, True, False), (torch.float32, False, True), (torch.bool, True, True)]
+)
 @pytest.mark.parametrize("capability", [80, 90], indirect=True)
 def test_scores_of_what_is_retrieved(
-    weights: torch.dtype | None, with_whole: bool, capability: int, monkeypatch
+    weights: torch.dtype | None, with_whole: bool, masked: bool, capability: int, monkeypatch
 ) -> None:
-    recorder, rows = record(scores, "_score", monkeypatch), 4 * 48
-    of_rows, of_both = torch.zeros(rows), torch.zeros(300, rows)
-    found = Retrieval(of_both, of_both.short(), of_rows, of_rows.int(), of_rows != 0, of_both.short(), of_both.short())
-    active = torch.ones(300, 180, dtype=torch.bool)
+    recorder = record(scores, "_score", monkeypatch)
+    of_both = torch.zeros(300, 4 * 48)
+    bounds = torch.zeros(300, 2, dtype=torch.int32) if masked else None
+    given = problem_of(Tensors(torch.zeros(4, 48, 16), torch.zeros(300, 180, 16)), Options(), True)
+    found = Retrieved(of_both, of_both.short(), torch.zeros(4, 4 * 48, dtype=torch.int32), of_both.short())
     mask = None if weights is None else torch.ones(4, 48, dtype=weights)
-    to = torch.zeros(4, 300), torch.zeros(4, 300), of_both.short()
-    score_retrieved(found, pool_of(active, 256, with_whole), mask, 1.0, 0.0, to)
+    to = Results(torch.zeros(4, 300), of_both.short(), torch.zeros(4, 300))
+    score_retrieved(given, found, bounds, mask, Rule(256, with_whole, 1.0), to)
     recorder.compile(capability)

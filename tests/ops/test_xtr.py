@@ -203,6 +203,24 @@ def test_compiles_for_other_lengths_too() -> None:
             assert torch.equal(*pair)
 
 
+class NoGradient(torch.autograd.Function):
+    """The identity, through which no gradient flows back."""
+
+    @staticmethod
+    def forward(ctx, scores: Tensor) -> Tensor:
+        return scores.clone()
+
+    @staticmethod
+    def backward(ctx, grad_scores: Tensor) -> None:
+        return None
+
+
+def test_scores_without_a_gradient() -> None:
+    queries, documents = torch.randn(2, 3, 4, requires_grad=True), torch.randn(3, 5, 4)
+    NoGradient.apply(xtr_scores(queries, documents, k=4)).sum().backward()
+    assert queries.grad is None
+
+
 def test_no_second_derivative() -> None:
     queries, documents = torch.randn(2, 3, 4, requires_grad=True), torch.randn(3, 5, 4)
     (gradient,) = torch.autograd.grad(xtr_scores(queries, documents, k=4).square().sum(), queries, create_graph=True)

@@ -16,57 +16,42 @@ from __future__ import annotations
 
 import torch
 
-from ...ops.problem import Problem, Tensors
-from ...ops.xtr_retrieval import Pool, Retrieval
-from ..masks import active_tokens
-from .plan import BIN_BITS, STEPS, plan_of
-from .scores import score_retrieved
+from ...ops.problem import Problem
+from ...ops.xtr_retrieval import Rule
+from .plan import STEPS, plan_of
+from .scores import Retrieved, score_retrieved
 from .search import begin, narrow, select_threshold
 from .walk import Inputs, collect, count_bins, find_maxima, tally
 
-__all__ = ["plan_of", "retrieve", "score_retrieved"]
+__all__ = ["Inputs", "plan_of", "retrieve", "score_retrieved"]
 
 
-def retrieve(problem: Problem, tensors: Tensors, pool: Pool) -> Retrieval:
+def retrieve(problem: Problem, inputs: Inputs, rule: Rule) -> Retrieved:
     """What the rows of padded queries retrieve of documents [Nd, Ld, d], which all of them meet.
 
-    All tensors lie on the device, with contiguous rows and mask; no dimension is 0.
+    All tensors lie on the device, with contiguous rows; no dimension is 0.
     """
-    device, rows = problem.device, problem.rows
-    plan = plan_of(problem, pool.k)
-    active = bounds = None
-    if tensors.documents_mask is not None:
-        active, bounds = active_tokens(tensors.documents_mask)
-    inputs = Inputs(tensors.queries, tensors.documents, active, bounds)
-    best = torch.empty(problem.n_documents, rows, dtype=torch.float32, device=device)
-    winners = torch.empty(problem.n_documents, rows, dtype=problem.winners_dtype, device=device)
-    # [rows, n_groups]: the documents, or parts of them, of which those without an active token are not written.
-    groups = best.T
-    if plan.groups:
-        groups = torch.full((rows, plan.n_groups), -torch.inf, dtype=torch.float32, device=device)
-    find_maxima(problem, plan, inputs, best, winners, groups)
+    device, rows, n_documents = problem.device, problem.rows, problem.n_documents
+    plan = plan_of(problem, rule.k)
+    best = torch.empty(n_documents, rows, dtype=torch.float32, device=device)
+    winners = torch.empty(n_documents, rows, dtype=problem.winners_dtype, device=device)
+    # What is kept of each row from one step to the next: maxima of groups, then similarities, then counts of bins.
+    scratch = torch.empty(rows, plan.scratch, dtype=torch.int32, device=device)
+    find_maxima(problem, plan, inputs, best, winners, scratch)
 
-    wanted = pool.counts.sum().clamp(max=pool.k).to(torch.int32)
     # Of each row: the lowest key that its threshold may have, the width of a bin as a power of two (-1: the search is
-    # over), how many are retrieved from there on, and whether there are more than these.
-    state = torch.zeros(4, rows, dtype=torch.int32, device=device)
-    begin(groups, best, wanted, state)
-    del groups
+    # over), how many are retrieved from there on, and whether its tokens are to be counted by document.
+    state = torch.empty(4, rows, dtype=torch.int32, device=device)
+    begin(problem, plan, best, inputs.bounds, rule.k, scratch, state)
     if plan.collection.n_runs:
-        _, n_runs, depth = plan.collection
-        columns = plan.tile.columns
-        counts = torch.empty(rows, n_runs, columns, dtype=torch.int32, device=device)
-        places = torch.empty(rows, n_runs, depth, columns, dtype=torch.int32, device=device)
-        collect(problem, plan, inputs, state, places, counts)
-        select_threshold(places, counts, state)
-        del places, counts
-    bins = torch.zeros(rows, 1 << BIN_BITS, dtype=torch.int32, device=device)
+        counts = torch.empty(rows, plan.collection.n_runs, plan.tile.columns, dtype=torch.int32, device=device)
+        collect(problem, plan, inputs, scratch, state, counts)
+        select_threshold(plan, counts, rule.with_whole, scratch, state)
+        del counts
     for _ in range(STEPS):
-        count_bins(problem, plan, inputs, state, bins)
-        narrow(bins, state)
-    del bins
-    thresholds = torch.empty(rows, dtype=torch.float32, device=device)
-    tallied = torch.empty(rows, dtype=torch.bool, device=device)
-    counts = torch.empty(2, problem.n_documents, rows, dtype=problem.winners_dtype, device=device)
-    tally(problem, plan, inputs, state, pool.with_whole, (thresholds, tallied, counts))
-    return Retrieval(best, winners, thresholds, state[2], tallied, counts[0], counts[1])
+        count_bins(problem, plan, inputs, scratch, state)
+        narrow(plan, rule.with_whole, scratch, state)
+    del scratch
+    counts = torch.empty(2, n_documents, rows, dtype=problem.winners_dtype, device=device)
+    tally(problem, plan, inputs, state, counts)
+    return Retrieved(best, winners, state, counts)

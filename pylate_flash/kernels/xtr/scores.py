@@ -2,44 +2,79 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...ops.xtr_retrieval import Pool, Retrieval
 from .. import select
-from ..launch import Kernel
+from ..launch import Kernel, Region
 from ..overlap import wait_for_previous_kernel
 from ..tiles import power_of_two
+from .keys import similarities_of
+
+if TYPE_CHECKING:
+    from ...ops.problem import Problem
+    from ...ops.xtr_retrieval import Results, Rule
 
 # Documents x query tokens of a tile, and documents of it at most; programs of a processor that share the documents.
 _TILE = 2048
 _DOCUMENTS = 32
 _PER_PROCESSOR = 2
+# Documents whose masked tokens are counted at a time.
+_COUNTED = 1024
+
+
+class Retrieved(NamedTuple):
+    """What rows retrieve.
+
+    Attributes
+    ----------
+    best, winners
+        [Nd, rows]: the best similarity of a row with a document, and the lowest index that attains it, as in
+        `ops.xtr_retrieval.Retrieval`.
+    state
+        [4, rows], int32: the keys of the thresholds; -1; and of rows that are tallied, how many of the tokens equal to
+        the threshold are retrieved; whether a row is tallied.
+    counts
+        [2, Nd, rows]: of rows that are tallied, a document's tokens above the threshold, and equal to it.
+    """
+
+    best: Tensor
+    winners: Tensor
+    state: Tensor
+    counts: Tensor
 
 
 @triton.jit(
-    do_not_specialize=["n_rows", "query_length", "n_documents", "run", "stride_winners", "least", "empty_score"]
-)
+    do_not_specialize=[
+        "n_rows", "query_length", "n_documents", "document_length", "run", "k", "stride_winners", "least",
+        "empty_score",
+    ]
+)  # fmt: skip
 def _score_kernel(
-    best_ptr, found_ptr, thresholds_ptr, n_equal_ptr, tallied_ptr, above_ptr, equal_ptr, counts_ptr, complete_ptr,
-    mask_ptr, scores_ptr, divisors_ptr, winners_ptr,
-    n_rows, query_length, n_documents, run, stride_winners, least, empty_score,
+    best_ptr, found_ptr, state_ptr, counts_ptr, bounds_ptr, mask_ptr, scores_ptr, divisors_ptr, winners_ptr,
+    n_rows, query_length, n_documents, document_length, run, k, stride_winners, least, empty_score,
     BLOCK_DOCUMENTS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
+    COUNTED: tl.constexpr,
     WITH_WHOLE: tl.constexpr,
+    HAS_DOCUMENTS_MASK: tl.constexpr,
     HAS_MASK: tl.constexpr,
     WEIGHTED: tl.constexpr,
 ):  # fmt: skip
-    """Of one query and a run of documents. Grid: queries, runs. As `ops.xtr._score_in_blocks`."""
+    """Of one query and a run of documents. Grid: queries, runs. As `ops.xtr_retrieval.scores_in_blocks`."""
     wait_for_previous_kernel()
     query = tl.program_id(0).to(tl.int64)
     tokens = tl.arange(0, BLOCK_ROWS)
     rows = query * query_length + tokens
     row_exists = tokens < query_length
-    threshold = tl.load(thresholds_ptr + rows, mask=row_exists, other=0.0)[None, :]
-    n_equal = tl.load(n_equal_ptr + rows, mask=row_exists, other=0)[None, :]
-    tallied = tl.load(tallied_ptr + rows, mask=row_exists, other=0) != 0
+    threshold = similarities_of(tl.load(state_ptr + rows, mask=row_exists, other=0))[None, :]
+    n_equal = tl.load(state_ptr + 2 * n_rows + rows, mask=row_exists, other=0)[None, :]
+    tallied = tl.load(state_ptr + 3 * n_rows + rows, mask=row_exists, other=0) != 0
+    any_tallied = tl.max(tallied.to(tl.int32), axis=0) > 0
+    equal_ptr = counts_ptr + tl.cast(n_documents, tl.int64) * n_rows
     row_counts = row_exists
     if HAS_MASK:
         weight = tl.load(mask_ptr + rows, mask=row_exists, other=0)
@@ -48,13 +83,23 @@ def _score_kernel(
     last = tl.minimum(first + run, n_documents)
     # Of equal tokens, those of earlier documents are retrieved first.
     before = tl.zeros([BLOCK_ROWS], tl.int32)
-    earlier = tl.where(tl.max(tallied.to(tl.int32), axis=0) > 0, first, 0)
-    for start in tl.range(0, earlier, BLOCK_DOCUMENTS):
+    for start in tl.range(0, tl.where(any_tallied, first, 0), BLOCK_DOCUMENTS):
         documents = start + tl.arange(0, BLOCK_DOCUMENTS)
         at = documents[:, None].to(tl.int64) * n_rows + rows[None, :]
         before += tl.sum(
             tl.load(equal_ptr + at, mask=(documents < first)[:, None] & tallied[None, :], other=0).to(tl.int32), axis=0
         )
+    if WITH_WHOLE and HAS_DOCUMENTS_MASK:
+        # Masked tokens are retrieved after all active ones, in their order.
+        n_active_in_all = tl.zeros([COUNTED], tl.int64)
+        n_masked_before = tl.zeros([COUNTED], tl.int64)
+        for start in tl.range(0, tl.where(any_tallied, n_documents, 0), COUNTED):
+            documents = start + tl.arange(0, COUNTED)
+            n_active = tl.load(bounds_ptr + 2 * documents.to(tl.int64), mask=documents < n_documents, other=0)
+            n_active_in_all += n_active
+            n_masked_before += tl.where(documents < first, document_length - n_active, 0)
+        n_masked_retrieved = k - tl.sum(n_active_in_all, axis=0)
+        masked_before = tl.sum(n_masked_before, axis=0)
     for start in tl.range(first, last, BLOCK_DOCUMENTS):
         documents = start + tl.arange(0, BLOCK_DOCUMENTS)
         exists = documents < last
@@ -62,9 +107,11 @@ def _score_kernel(
         inside = exists[:, None] & row_exists[None, :]
         best = tl.load(best_ptr + at, mask=inside, other=0.0)
         winner = tl.load(found_ptr + at, mask=inside, other=0)
-        above = tl.load(above_ptr + at, mask=inside & tallied[None, :], other=0).to(tl.int32)
+        above = tl.load(counts_ptr + at, mask=inside & tallied[None, :], other=0).to(tl.int32)
         equal = tl.load(equal_ptr + at, mask=inside & tallied[None, :], other=0).to(tl.int32)
-        n_active = tl.load(counts_ptr + documents, mask=exists, other=0)
+        n_active = tl.where(exists, document_length, 0)
+        if HAS_DOCUMENTS_MASK:
+            n_active = tl.load(bounds_ptr + 2 * documents.to(tl.int64), mask=exists, other=0)
         reached = before[None, :] + tl.cumsum(equal, axis=0)
         taken = above + tl.minimum(tl.maximum(n_equal - (reached - equal), 0), equal)
         before += tl.sum(equal, axis=0)
@@ -74,8 +121,12 @@ def _score_kernel(
         scores = scores & (n_active > 0)[:, None] & row_counts[None, :]
         if WITH_WHOLE:
             # A token that was not retrieved counts as 0, and wins over negative ones.
-            complete = tl.load(complete_ptr + documents, mask=exists, other=0) != 0
-            whole = tallied[None, :] & (taken >= n_active[:, None]) & complete[:, None]
+            whole = tallied[None, :] & (taken >= n_active[:, None])
+            if HAS_DOCUMENTS_MASK:
+                n_masked = tl.where(exists, document_length - n_active, 0).to(tl.int64)
+                complete = (n_masked == 0) | (masked_before + tl.cumsum(n_masked, axis=0) <= n_masked_retrieved)
+                masked_before += tl.sum(n_masked, axis=0)
+                whole = whole & complete[:, None]
             scores = scores & (whole | ~(best <= 0.0))
         best = tl.where(scores, best, 0.0)
         if WEIGHTED:
@@ -98,32 +149,29 @@ _score = Kernel(_score_kernel, follows=True)
 
 
 def score_retrieved(
-    found: Retrieval,
-    pool: Pool,
-    queries_mask: Tensor | None,
-    least: float,
-    empty_score: float,
-    to: tuple[Tensor, Tensor, Tensor],
+    problem: Problem, found: Retrieved, bounds: Region | None, queries_mask: Tensor | None, rule: Rule, to: Results
 ) -> None:
-    """Leave scores and divisors [Nq, Nd], and the winners [Nd, Nq * Lq] that count, others -1.
+    """Leave the results of what rows retrieve in `to`.
 
-    `queries_mask` [Nq, Lq] is contiguous, bool or weights. The winners may be columns of more.
+    `bounds` are those of documents with a mask (`kernels.masks`). `queries_mask` [Nq, Lq] is contiguous, bool or
+    weights.
     """
-    scores, divisors, winners = to
-    (n_queries, n_documents), rows = scores.shape, found.best.shape[1]
-    length = rows // n_queries
+    n_queries, n_documents, length = problem.n_queries, problem.n_documents, problem.query_length
     block_rows = power_of_two(length)
     block_documents = max(1, min(_DOCUMENTS, _TILE // block_rows))
-    slots = _PER_PROCESSOR * select.architecture(scores.device)[1]
+    slots = _PER_PROCESSOR * select.architecture(problem.device)[1]
     n_runs = max(1, min(slots // n_queries, -(-n_documents // block_documents)))
     run = -(-n_documents // n_runs)
     _score(
         (n_queries, -(-n_documents // run), 1),
-        (*found, pool.counts, pool.complete, queries_mask, scores, divisors, winners),
-        (rows, length, n_documents, run, winners.stride(0), least, empty_score),
+        (*found, bounds, queries_mask, to.scores, to.divisors, to.winners),
+        (
+            problem.rows, length, n_documents, problem.document_length, run, rule.k, to.winners.stride(0), rule.least,
+            problem.empty_score,
+        ),
         (),
         (
-            block_documents, block_rows, pool.with_whole, queries_mask is not None,
+            block_documents, block_rows, _COUNTED, rule.with_whole, bounds is not None, queries_mask is not None,
             queries_mask is not None and queries_mask.is_floating_point(),
         ),
         (4, 1, None),

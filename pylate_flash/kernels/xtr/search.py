@@ -2,95 +2,177 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import Kernel
+from ..launch import Kernel, Region
 from ..overlap import wait_for_previous_kernel
 from ..tiles import power_of_two
 from .keys import LOWEST, keys_of
-from .plan import BIN_BITS, MOST_MAXIMA
+from .plan import BIN_BITS, Plan
+
+if TYPE_CHECKING:
+    from ...ops.problem import Problem
 
 # Documents of which a program looks at the maxima at a time, for the largest of all.
 _BLOCK = 1024
+# Bits of a bound after the sign: the exponent, and 12 of the mantissa. What lies between the bound and the maximum that
+# the other bits would tell is collected for nothing: next to no tokens.
+_BOUND_BITS = tl.constexpr(20)
+# Elements of a thread. Counts of a few threads are added up sooner than those of many.
+_PER_THREAD = 32
 
 
 @triton.jit
-def _largest(keys, exists, wanted):
-    """The `wanted`-th largest of the keys that exist, found bit by bit; the lowest integer if there are not as many."""
+def _lower_bound(keys, exists, wanted):
+    """A bound of the `wanted`-th largest of the keys that exist from below: its first bits, found one by one.
+
+    The lowest integer if there are not as many.
+    """
     reach = tl.sum((exists & (keys >= 0)).to(tl.int32), axis=0)
     found = tl.where(reach >= wanted, 0, -2147483648)
-    for bit in tl.static_range(31):
+    for bit in tl.static_range(_BOUND_BITS):
         higher = found | (1 << (30 - bit))
         reach = tl.sum((exists & (keys >= higher)).to(tl.int32), axis=0)
         found = tl.where(reach >= wanted, higher, found)
     return found
 
 
-@triton.jit(do_not_specialize=["n_rows", "n_groups", "n_documents", "stride_row", "stride_group"])
+@triton.jit
+def _is_tallied(key, count, wanted, WITH_WHOLE: tl.constexpr):
+    """Whether a row's tokens are to be counted by document: because it does not retrieve all of the `count` tokens that
+    its threshold leaves to choose from, or may retrieve documents as a whole with a negative best.
+    """
+    tallied = count > wanted
+    if WITH_WHOLE:
+        tallied = tallied | (key <= 0)
+    return tallied
+
+
+@triton.jit(do_not_specialize=["n_rows", "n_groups", "n_documents", "n_tiles", "k"])
 def _begin_kernel(
-    groups_ptr, best_ptr, wanted_ptr, state_ptr,
-    n_rows, n_groups, n_documents, stride_row, stride_group,
+    best_ptr, bounds_ptr, scratch_ptr, state_ptr,
+    n_rows, n_groups, n_documents, n_tiles, k, stride_scratch,
     MAXIMA: tl.constexpr,
     BLOCK: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    STEPS_FOLLOW: tl.constexpr,
+    BINS: tl.constexpr,
     BIN_BITS: tl.constexpr,
 ):  # fmt: skip
-    """Of one row: as lowest key the `wanted`-th largest of at most MAXIMA groups, and bins up to the largest key."""
+    """Of one row: as lowest key the k-th largest of at most MAXIMA groups, and bins up to the largest key.
+
+    If the STEPS_FOLLOW at once, counts of bins are zeros.
+    """
     wait_for_previous_kernel()
     row = tl.program_id(0).to(tl.int64)
-    wanted = tl.load(wanted_ptr)
-    slots = tl.arange(0, MAXIMA)
-    at = groups_ptr + row * stride_row + slots.to(tl.int64) * stride_group
-    exists = slots < n_groups
-    keys = keys_of(tl.load(at, mask=exists, other=float("-inf")))
-    lowest = tl.maximum(_largest(keys, exists, wanted), LOWEST)
-    largest = lowest
+    n_active = tl.zeros([BLOCK], tl.int64)
+    largest = LOWEST
     for start in tl.range(0, n_documents, BLOCK):
         documents = start + tl.arange(0, BLOCK)
-        of_row = best_ptr + documents.to(tl.int64) * n_rows + row
-        best = tl.load(of_row, mask=documents < n_documents, other=float("-inf"))
+        exists = documents < n_documents
+        best = tl.load(best_ptr + documents.to(tl.int64) * n_rows + row, mask=exists, other=float("-inf"))
         largest = tl.maximum(largest, tl.max(keys_of(best), axis=0))
-    span = (largest - lowest).to(tl.uint32, bitcast=True)
+        if HAS_MASK:
+            n_active += tl.load(bounds_ptr + 2 * documents.to(tl.int64), mask=exists, other=0)
+    wanted = k
+    if HAS_MASK:
+        wanted = tl.minimum(k, tl.sum(n_active, axis=0)).to(tl.int32)
+    slots = tl.arange(0, MAXIMA)
+    exists = slots < n_groups
+    of_row = scratch_ptr + row * stride_scratch
+    if GROUPS > 0:
+        if HAS_MASK:
+            # Tiles without an active token have left no maximum.
+            tile = slots // GROUPS
+            count = tl.load(bounds_ptr + 2 * (tile // n_tiles).to(tl.int64), mask=exists, other=0)
+            exists = exists & (tile % n_tiles * BLOCK_TOKENS < count)
+        maxima = tl.load(of_row + slots, mask=exists, other=0).to(tl.float32, bitcast=True)
+    else:
+        maxima = tl.load(best_ptr + slots.to(tl.int64) * n_rows + row, mask=exists, other=0.0)
+    lowest = tl.maximum(_lower_bound(keys_of(maxima), exists, wanted), LOWEST)
+    span = (tl.maximum(largest, lowest) - lowest).to(tl.uint32, bitcast=True)
     width = 0
     for bits in tl.static_range(32 - BIN_BITS):
         width += ((span >> bits) >= (1 << BIN_BITS)).to(tl.int32)
     tl.store(state_ptr + row, lowest)
     tl.store(state_ptr + n_rows + row, tl.where(wanted > 0, width, -1))
     tl.store(state_ptr + 2 * n_rows + row, wanted)
+    tl.store(state_ptr + 3 * n_rows + row, 0)
+    if STEPS_FOLLOW:
+        tl.store(of_row + tl.arange(0, BINS), tl.zeros([BINS], tl.int32))
 
 
 @triton.jit(do_not_specialize=["n_rows", "n_runs"])
 def _select_kernel(
-    places_ptr, counts_ptr, state_ptr,
-    n_rows, n_runs,
-    PLACES: tl.constexpr,
+    counts_ptr, scratch_ptr, state_ptr,
+    n_rows, n_runs, stride_scratch,
+    SLOTS: tl.constexpr,
+    PACKED: tl.constexpr,
     DEPTH: tl.constexpr,
     COLUMNS: tl.constexpr,
+    WITH_WHOLE: tl.constexpr,
+    BIN_BITS: tl.constexpr,
 ):  # fmt: skip
-    """Of one row: its search is over, if all similarities from that of its key on have found a place."""
+    """Of one row: its search is over, if all similarities from that of its key on have found a place, PACKED at most.
+
+    If it goes on, counts of bins take their places, zeros.
+    """
     wait_for_previous_kernel()
     row = tl.program_id(0).to(tl.int64)
-    places = tl.arange(0, PLACES)
-    run = places // (DEPTH * COLUMNS)
-    of_column = (row * n_runs + run) * COLUMNS + places % COLUMNS
-    counts = tl.load(counts_ptr + of_column, mask=run < n_runs, other=0)
-    if (tl.load(state_ptr + n_rows + row) >= 0) & (tl.max(counts, axis=0) <= DEPTH):
-        exists = places // COLUMNS % DEPTH < counts
-        bits = tl.load(places_ptr + row * n_runs * DEPTH * COLUMNS + places, mask=exists, other=0)
-        keys = keys_of(bits.to(tl.float32, bitcast=True))
+    slots = tl.arange(0, SLOTS)
+    counts = tl.load(counts_ptr + row * n_runs * COLUMNS + slots, mask=slots < n_runs * COLUMNS, other=0)
+    of_row = scratch_ptr + row * stride_scratch
+    width = tl.load(state_ptr + n_rows + row)
+    goes_on = width >= 0
+    deepest, total = tl.max(counts, axis=0), tl.sum(counts, axis=0)
+    fits = (deepest <= DEPTH) & (total <= PACKED)
+    if goes_on & fits:
+        # Most places are empty, and all of them would be looked at once for every bit.
+        of_column = of_row + slots // COLUMNS * (DEPTH * COLUMNS) + slots % COLUMNS
+        packed = of_row + n_runs * (DEPTH * COLUMNS)
+        to = packed + tl.cumsum(counts, axis=0) - counts
+        for depth in tl.range(0, deepest):
+            there = depth < counts
+            tl.store(to + depth, tl.load(of_column + depth * COLUMNS, mask=there), mask=there)
+        tl.debug_barrier()
+        at = tl.arange(0, PACKED)
+        exists = at < total
+        keys = keys_of(tl.load(packed + at, mask=exists, other=0).to(tl.float32, bitcast=True))
+        lowest = tl.load(state_ptr + row)
         wanted = tl.load(state_ptr + 2 * n_rows + row)
-        found = _largest(keys, exists, wanted)
-        wanted -= tl.sum((exists & (keys > found)).to(tl.int32), axis=0)
-        equal = tl.sum((exists & (keys == found)).to(tl.int32), axis=0)
-        tl.store(state_ptr + row, found)
+        # Below 2**(width + BIN_BITS), which may be 2**32.
+        distances = tl.where(exists, keys - lowest, 0).to(tl.uint32, bitcast=True)
+        found = tl.full([], 0, tl.uint32)
+        bit = tl.full([], 1 << 31, tl.uint32) >> (32 - BIN_BITS - width).to(tl.uint32)
+        for _ in tl.range(0, width + BIN_BITS):
+            higher = found | bit
+            bit >>= 1
+            reach = tl.sum((distances >= higher).to(tl.int32), axis=0)
+            found = tl.where(reach >= wanted, higher, found)
+        wanted -= tl.sum((distances > found).to(tl.int32), axis=0)
+        equal = tl.sum((exists & (distances == found)).to(tl.int32), axis=0)
+        key = lowest + found.to(tl.int32, bitcast=True)
+        tl.store(state_ptr + row, key)
         tl.store(state_ptr + n_rows + row, -1)
         tl.store(state_ptr + 2 * n_rows + row, wanted)
-        tl.store(state_ptr + 3 * n_rows + row, (equal > wanted).to(tl.int32))
+        tl.store(state_ptr + 3 * n_rows + row, _is_tallied(key, equal, wanted, WITH_WHOLE).to(tl.int32))
+    if goes_on & ~fits:
+        tl.store(of_row + tl.arange(0, 1 << BIN_BITS), tl.zeros([1 << BIN_BITS], tl.int32))
 
 
 @triton.jit(do_not_specialize=["n_rows"])
-def _narrow_kernel(bins_ptr, state_ptr, n_rows, BINS: tl.constexpr, BIN_BITS: tl.constexpr):
+def _narrow_kernel(
+    scratch_ptr, state_ptr, n_rows, stride_scratch,
+    BINS: tl.constexpr,
+    WITH_WHOLE: tl.constexpr,
+    BIN_BITS: tl.constexpr,
+):  # fmt: skip
     """Of one row: its search goes on in the bin with the threshold, or is over; its counts are zeros again."""
     wait_for_previous_kernel()
     row = tl.program_id(0).to(tl.int64)
@@ -99,7 +181,7 @@ def _narrow_kernel(bins_ptr, state_ptr, n_rows, BINS: tl.constexpr, BIN_BITS: tl
         wanted = tl.load(state_ptr + 2 * n_rows + row)
         # The highest bin first.
         places = tl.arange(0, BINS)
-        at = bins_ptr + row * BINS + (BINS - 1 - places)
+        at = scratch_ptr + row * stride_scratch + (BINS - 1 - places)
         counts = tl.load(at)
         tl.store(at, tl.zeros([BINS], tl.int32))
         reached = tl.cumsum(counts, axis=0)
@@ -115,7 +197,8 @@ def _narrow_kernel(bins_ptr, state_ptr, n_rows, BINS: tl.constexpr, BIN_BITS: tl
         tl.store(state_ptr + row, tl.where(over, lowest, begin))
         tl.store(state_ptr + n_rows + row, tl.where(over, -1, narrower))
         tl.store(state_ptr + 2 * n_rows + row, wanted)
-        tl.store(state_ptr + 3 * n_rows + row, (over & (count != wanted)).to(tl.int32))
+        tallied = over & _is_tallied(lowest, count, wanted, WITH_WHOLE)
+        tl.store(state_ptr + 3 * n_rows + row, tallied.to(tl.int32))
 
 
 _begin = Kernel(_begin_kernel, follows=True)
@@ -123,36 +206,66 @@ _select = Kernel(_select_kernel, follows=True)
 _narrow = Kernel(_narrow_kernel, follows=True)
 
 
-def begin(groups: Tensor, best: Tensor, wanted: Tensor, state: Tensor) -> None:
-    """Begin the search of the `wanted`-th largest similarity of every row: bounds by maxima.
+def begin(
+    problem: Problem,
+    plan: Plan,
+    best: Tensor,
+    bounds: Tensor | Region | None,
+    k: int,
+    scratch: Tensor,
+    state: Tensor,
+) -> None:
+    """Begin the search of every row's k-th largest similarity, or least, if it has not as many: bounds by maxima.
 
     Parameters
     ----------
-    groups, best
-        [rows, n_groups] and [Nd, rows], float32: maxima of groups of tokens, and of documents.
-    wanted
-        One int32.
+    best
+        [Nd, rows], float32: maxima of documents.
+    bounds
+        Of documents with a mask (`kernels.masks`).
+    k
+        How many tokens each row retrieves, at most as many as there are, masked ones counted.
+    scratch
+        [rows, plan.scratch], int32: begins with the bits of the maxima of groups, if there are. Where no similarities
+        are collected before they are counted, it begins with zeros as counts of bins then.
     state
-        [4, rows], int32, zeros (`kernels.xtr.retrieve`).
+        [4, rows], int32 (`kernels.xtr.retrieve`), which is written.
     """
-    rows, n_groups = len(groups), min(groups.shape[1], MOST_MAXIMA)
+    rows, n_groups, n_documents, tile = problem.rows, plan.n_groups, problem.n_documents, plan.tile
     maxima = max(16, power_of_two(n_groups))
     _begin(
-        (rows, 1, 1), (groups, best, wanted, state), (rows, n_groups, len(best), *groups.stride()), (),
-        (maxima, min(_BLOCK, max(16, power_of_two(len(best)))), BIN_BITS), (4 if maxima > 512 else 1, 1, None),
+        (rows, 1, 1),
+        (best, bounds, scratch, state),
+        (rows, n_groups, n_documents, -(-problem.document_length // tile.columns), k),
+        (plan.scratch,),
+        (
+            maxima, min(_BLOCK, max(16, power_of_two(n_documents))), plan.groups, tile.columns, bounds is not None,
+            plan.collection.n_runs == 0, 1 << BIN_BITS, BIN_BITS,
+        ),
+        (_warps(maxima), 1, None),
     )  # fmt: skip
 
 
-def select_threshold(places: Tensor, counts: Tensor, state: Tensor) -> None:
-    """End the search of every row of which all similarities above its bound have found a place (`walk.collect`)."""
-    rows, n_runs, depth, columns = places.shape
-    padded = power_of_two(n_runs * depth * columns)
+def select_threshold(plan: Plan, counts: Tensor, with_whole: bool, scratch: Tensor, state: Tensor) -> None:
+    """End the search of every row of which all similarities above its bound have found a place (`walk.collect`).
+
+    The scratch of others begins with zeros as counts of bins then.
+    """
+    (rows, n_runs, columns), packed = counts.shape, plan.collection.packed
+    slots = power_of_two(n_runs * columns)
     _select(
-        (rows, 1, 1), (places, counts, state), (rows, n_runs), (), (padded, depth, columns),
-        (8 if padded > 4096 else 4 if padded > 512 else 1, 1, None),
+        (rows, 1, 1), (counts, scratch, state), (rows, n_runs), (plan.scratch,),
+        (slots, packed, plan.collection.depth, columns, with_whole, BIN_BITS), (_warps(max(slots, packed)), 1, None),
     )  # fmt: skip
 
 
-def narrow(bins: Tensor, state: Tensor) -> None:
-    """Narrow the search of every row by its counts [rows, bins], which are zeros then."""
-    _narrow((len(bins), 1, 1), (bins, state), (len(bins),), (), (1 << BIN_BITS, BIN_BITS), (2, 1, None))
+def _warps(elements: int) -> int:
+    return max(1, min(8, elements // (32 * _PER_THREAD)))
+
+
+def narrow(plan: Plan, with_whole: bool, scratch: Tensor, state: Tensor) -> None:
+    """Narrow the search of every row by the counts of bins that its scratch begins with, which are zeros then."""
+    _narrow(
+        (len(scratch), 1, 1), (scratch, state), (len(scratch),), (plan.scratch,),
+        (1 << BIN_BITS, with_whole, BIN_BITS), (4, 1, None),
+    )  # fmt: skip

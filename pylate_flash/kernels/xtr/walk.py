@@ -40,10 +40,10 @@ class Inputs(NamedTuple):
 
 @triton.jit(do_not_specialize=["n_rows", "query_length", "n_documents", "document_length", "n_runs", "run", "n_groups"])
 def _walk_kernel(
-    queries_ptr, documents_ptr, active_ptr, bounds_ptr, best_ptr, winners_ptr, groups_ptr, keys_ptr, widths_ptr,
-    tallied_ptr, counts_ptr,
+    queries_ptr, documents_ptr, active_ptr, bounds_ptr, best_ptr, winners_ptr, scratch_ptr, state_ptr, counts_ptr,
     n_rows, query_length, n_documents, document_length, n_runs, run, n_groups,
     stride_query, stride_query_token, stride_group, stride_document, stride_document_token,
+    stride_scratch,
     EMBEDDING: tl.constexpr,
     BLOCK_EMBEDDING: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -53,24 +53,23 @@ def _walk_kernel(
     MODE: tl.constexpr,
     GROUPS: tl.constexpr,
     DEPTH: tl.constexpr,
-    WITH_WHOLE: tl.constexpr,
     BIN_BITS: tl.constexpr,
     PTX: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """MAXIMA: best [Nd, rows] and winners; and maxima of GROUPS groups of each tile's tokens, [rows, n_groups], but
-    those of tiles without an active token, and of groups from `n_groups` on.
+    """MAXIMA: best [Nd, rows] and winners; and in each row's scratch the bits of the maxima of GROUPS groups of each
+    tile's tokens, but those of tiles without an active token, and of groups from `n_groups` on.
 
-    COLLECT: groups [rows, runs, DEPTH, BLOCK_TOKENS] are the bits of similarities, from that of the row's key on, of
-    every column of the tiles of a run; counts [rows, runs, BLOCK_TOKENS] how many there are, also where they are more.
-    Of rows with a width from 0 on.
+    COLLECT: in each row's scratch, [runs, DEPTH, BLOCK_TOKENS], the bits of similarities, from that of the row's key
+    on, of every column of the tiles of a run; counts [rows, runs, BLOCK_TOKENS] how many there are, also where they are
+    more. Of rows with a width from 0 on.
 
-    BINS: adds to counts [rows, bins] the similarities of each bin of 2**width keys, from the row's key on, of rows with
-    a width from 0 on.
+    BINS: adds to counts of bins in each row's scratch the similarities of each bin of 2**width keys, from the row's key
+    on, of rows with a width from 0 on.
 
-    TALLY: tallied [rows], the rows of which not all tokens of the threshold are retrieved (`widths` tells), or, under
-    WITH_WHOLE, whose threshold is not positive; groups [rows], the thresholds; counts [2, Nd, rows] of tokens above
-    the row's key, and equal to it, of tallied rows.
+    TALLY: counts [2, Nd, rows] of tokens above the row's key, and equal to it, of tallied rows.
+
+    Key, width, and whether a row is tallied are of its state [4, rows] (`kernels.xtr.retrieve`).
 
     Grid: blocks of rows x runs of documents. Programs that run together read the same documents, out of L2.
     """
@@ -80,18 +79,13 @@ def _walk_kernel(
     first = tl.program_id(0) // n_row_blocks * run
     last = tl.minimum(first + run, n_documents)
     if MODE != MAXIMA:
-        lowest = tl.load(keys_ptr + rows, mask=row_exists, other=0)
-        if MODE != TALLY:
-            width = tl.load(widths_ptr + rows, mask=row_exists, other=-1)
+        lowest = tl.load(state_ptr + rows, mask=row_exists, other=0)
+        if MODE == TALLY:
+            counted = tl.load(state_ptr + 3 * n_rows + rows, mask=row_exists, other=0) != 0
+        else:
+            width = tl.load(state_ptr + n_rows + rows, mask=row_exists, other=-1)
             counted = width >= 0
             width = tl.maximum(width, 0).to(tl.uint32)
-        else:
-            counted = tl.load(widths_ptr + rows, mask=row_exists, other=0) != 0
-            if WITH_WHOLE:
-                counted = counted | (row_exists & (lowest <= 0))
-            of_one = row_exists & (tl.program_id(0) < n_row_blocks)
-            tl.store(tallied_ptr + rows, counted, mask=of_one)
-            tl.store(groups_ptr + rows, similarities_of(lowest), mask=of_one)
         # Nothing is walked through for rows that are done.
         last = tl.where(tl.max(counted.to(tl.int32), axis=0) > 0, last, first)
 
@@ -102,15 +96,14 @@ def _walk_kernel(
         query_tile = tl.load(query_rows, mask=row_exists[:, None] & (dims < EMBEDDING)[None, :], other=0.0)
     slots = tl.arange(0, BLOCK_TOKENS)
     first_row = tl.program_id(0) % n_row_blocks * BLOCK_ROWS
-    if MODE == BINS:
-        counts_ptr += first_row.to(tl.int64) << BIN_BITS
-        row_bins = tl.arange(0, BLOCK_ROWS) << BIN_BITS
+    if MODE != TALLY:
+        scratch_ptr += first_row.to(tl.int64) * stride_scratch
+        row_scratch = tl.arange(0, BLOCK_ROWS) * stride_scratch
     if MODE == COLLECT:
         # All that is kept of an element is its next place, which takes it past the end of its row's when there is none.
         ROOM: tl.constexpr = DEPTH * BLOCK_TOKENS
         run_index = tl.program_id(0) // n_row_blocks
-        groups_ptr += (first_row.to(tl.int64) * n_runs + run_index) * ROOM
-        row_begins = tl.arange(0, BLOCK_ROWS) * (n_runs * ROOM)
+        row_begins = row_scratch + run_index * ROOM
         bound = similarities_of(lowest)
         place = row_begins[:, None] + slots[None, :]
     for index in tl.range(0, last - first, flatten=not SPLIT):
@@ -165,21 +158,21 @@ def _walk_kernel(
                     found = tl.reshape(found, [BLOCK_ROWS, BLOCK_TOKENS // GROUPS, GROUPS])
                     group = (flat * tl.cdiv(document_length, BLOCK_TOKENS) + start // BLOCK_TOKENS) * GROUPS
                     group += tl.arange(0, GROUPS)
-                    to = groups_ptr + rows[:, None].to(tl.int64) * n_groups + group[None, :]
+                    to = scratch_ptr + row_scratch[:, None] + group[None, :]
                     mask = row_exists[:, None] & (group < n_groups)[None, :]
-                    tl.store(to, max_along(found, 1), mask=mask)
+                    tl.store(to, max_along(found, 1).to(tl.int32, bitcast=True), mask=mask)
             else:
                 exists = counted[:, None] & (start + columns < length)[None, :]
                 if MODE == COLLECT:
                     reaches = exists & ~(similarities < bound[:, None])
                     fits = reaches & (place < (row_begins + ROOM)[:, None])
-                    scatter(groups_ptr, place, similarities.to(tl.int32, bitcast=True), fits, PTX)
+                    scatter(scratch_ptr, place, similarities.to(tl.int32, bitcast=True), fits, PTX)
                     place += tl.where(reaches, BLOCK_TOKENS, 0)
                 elif MODE == BINS:
                     keys = keys_of(similarities)
                     bins = (keys - lowest[:, None]).to(tl.uint32, bitcast=True) >> width[:, None]
                     inside = exists & (keys >= lowest[:, None]) & (bins < (1 << BIN_BITS))
-                    count(counts_ptr, row_bins[:, None] + bins.to(tl.int32, bitcast=True), inside, PTX)
+                    count(scratch_ptr, row_scratch[:, None] + bins.to(tl.int32, bitcast=True), inside, PTX)
                 else:
                     keys = keys_of(similarities)
                     above += tl.sum((exists & (keys > lowest[:, None])).to(tl.int32), axis=1)
@@ -200,37 +193,30 @@ def _walk_kernel(
 _walk = Kernel(_walk_kernel)
 
 
-def find_maxima(problem: Problem, plan: Plan, inputs: Inputs, best: Tensor, winners: Tensor, groups: Tensor) -> None:
-    """Leave the best similarities [Nd, rows], their tokens, and the maxima of groups [rows, n_groups] if there are."""
-    to = best, winners, groups if plan.groups else None, None, None, None, None
-    _launch(problem, plan, inputs, to, _MAXIMA)
+def find_maxima(problem: Problem, plan: Plan, inputs: Inputs, best: Tensor, winners: Tensor, scratch: Tensor) -> None:
+    """Leave the best similarities [Nd, rows], their tokens, and in the scratch the maxima of groups if there are."""
+    _launch(problem, plan, inputs, (best, winners, scratch, None, None), _MAXIMA)
 
 
-def collect(problem: Problem, plan: Plan, inputs: Inputs, state: Tensor, places: Tensor, counts: Tensor) -> None:
-    """Leave the similarities from that of the row's key on in `places` [rows, runs, depth, columns], int32 bits.
+def collect(problem: Problem, plan: Plan, inputs: Inputs, scratch: Tensor, state: Tensor, counts: Tensor) -> None:
+    """Leave the similarities from that of the row's key on in the scratch, [runs, depth, columns], int32 bits.
 
     Only of rows whose search goes on. `counts` [rows, runs, columns] tells how many there are, which may be more than
     there is room for.
     """
-    run, n_runs, depth = plan.collection
-    plan = plan._replace(run=run, n_runs=n_runs)
-    _launch(problem, plan, inputs, (None, None, places, state[0], state[1], None, counts), _COLLECT, depth)
+    collection = plan.collection
+    plan = plan._replace(run=collection.run, n_runs=collection.n_runs)
+    _launch(problem, plan, inputs, (None, None, scratch, state, counts), _COLLECT, collection.depth)
 
 
-def count_bins(problem: Problem, plan: Plan, inputs: Inputs, state: Tensor, bins: Tensor) -> None:
-    """Add to `bins` [rows, bins] what lies in each bin of the rows whose search goes on."""
-    _launch(problem, plan, inputs, (None, None, None, state[0], state[1], None, bins), _BINS)
+def count_bins(problem: Problem, plan: Plan, inputs: Inputs, scratch: Tensor, state: Tensor) -> None:
+    """Add what lies in each bin to the counts in the scratch, of the rows whose search goes on."""
+    _launch(problem, plan, inputs, (None, None, scratch, state, None), _BINS)
 
 
-def tally(
-    problem: Problem, plan: Plan, inputs: Inputs, state: Tensor, with_whole: bool, to: tuple[Tensor, Tensor, Tensor]
-) -> None:
-    """Leave the thresholds [rows], which rows are tallied [rows], and of those `counts` [2, Nd, rows] of tokens above
-    the threshold, and equal to it.
-    """
-    thresholds, tallied, counts = to
-    to_all = None, None, thresholds, state[0], state[3], tallied, counts
-    _launch(problem, plan, inputs, to_all, _TALLY, with_whole=with_whole)
+def tally(problem: Problem, plan: Plan, inputs: Inputs, state: Tensor, counts: Tensor) -> None:
+    """Leave the `counts` [2, Nd, rows] of tokens above the threshold, and equal to it, of rows that are tallied."""
+    _launch(problem, plan, inputs, (None, None, None, state, counts), _TALLY)
 
 
 def _launch(
@@ -240,7 +226,6 @@ def _launch(
     to: tuple[Tensor | None, ...],
     mode: int,
     depth: int = 0,
-    with_whole: bool = False,
 ) -> None:
     tile = plan.tile
     _walk(
@@ -250,10 +235,10 @@ def _launch(
             problem.rows, problem.query_length, problem.n_documents, problem.document_length, plan.n_runs, plan.run,
             plan.n_groups,
         ),
-        (*problem.query_strides, *problem.document_strides),
+        (*problem.query_strides, *problem.document_strides, plan.scratch),
         (
             problem.size, plan.block_embedding, tile.rows, tile.columns, plan.split, inputs.active is not None, mode,
-            plan.groups if mode == _MAXIMA else 0, depth, with_whole, BIN_BITS, not knobs.runtime.interpret,
+            plan.groups if mode == _MAXIMA else 0, depth, BIN_BITS, not knobs.runtime.interpret,
             problem.kind.precision,
         ),
         (tile.num_warps, tile.num_stages, plan.registers),

@@ -7,11 +7,12 @@ import torch
 from hypothesis import given, settings
 
 from pylate_flash.kernels import select
-from pylate_flash.kernels.xtr import plan, retrieve, scores
+from pylate_flash.kernels.launch import Kernel
+from pylate_flash.kernels.xtr import Inputs, plan, retrieve, scores, search
 from pylate_flash.kernels.xtr.plan import plan_of
-from pylate_flash.ops import xtr_scores, xtr_scores_reference
+from pylate_flash.ops import xtr, xtr_scores, xtr_scores_reference
 from pylate_flash.ops.problem import Options, Tensors, problem_of
-from pylate_flash.ops.xtr_retrieval import pool_of, scoring
+from pylate_flash.ops.xtr_retrieval import Retrieval, Rule, pool_of, scoring
 from tests.ops.cases import Case
 from tests.ops.xtr_cases import check_scores_and_gradients, xtr_cases
 
@@ -61,19 +62,23 @@ def test_thresholds_are_found_to_the_last_bit() -> None:
     queries = torch.ones(1, 1, 1)
     problem = problem_of(Tensors(queries, documents), Options(), True)
     k = 12
-    pool = pool_of(torch.ones(10, 3, dtype=torch.bool), k, True)
-    # A bound that leaves too little room, and one that leaves enough; no places at all.
-    for maxima, collection in ((0, (10, 1, 1)), (4, (5, 2, 8)), (4, (0, 0, 0))):
+    rule = Rule(k, True, 1.0)
+    pool = pool_of(torch.ones(10, 3, dtype=torch.bool), rule)
+    # A bound that leaves too little room, and one that leaves enough; not where all is packed; no places at all.
+    for maxima, collection in ((0, (10, 1, 1, 32)), (4, (5, 2, 8, 32)), (0, (5, 2, 8, 16)), (4, (0, 0, 0, 0))):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(plan, "_MAXIMA_PER_TOKEN", maxima)
             patch.setattr(plan, "_collection", lambda *sizes, found=collection: plan.Collection(*found))
-            found = retrieve(problem, Tensors(queries, documents), pool)
-        counts, _ = scoring(found, pool)
+            best, winners, state, counts = retrieve(problem, Inputs(queries, documents, None, None), rule)
+        keys, _, n_equal, tallied = state
+        thresholds = torch.where(keys < 0, keys ^ 0x7FFFFFFF, keys).view(torch.float32)
+        retrieval = Retrieval(best, winners, thresholds, n_equal, tallied.bool(), *counts)
+        retrieved, _ = scoring(retrieval, pool)
         expected = torch.zeros(30, dtype=torch.bool)
         expected[documents.flatten().sort(descending=True, stable=True).indices[:k]] = True
-        assert torch.equal(counts.flatten(), expected.view(10, 3).any(dim=1))
+        assert torch.equal(retrieved.flatten(), expected.view(10, 3).any(dim=1))
         # All that lies above what is not retrieved, and nothing else, reaches the threshold.
-        reach = documents.flatten() >= found.thresholds
+        reach = documents.flatten() >= thresholds
         assert reach.sum() == (ordered >= ordered[k - 1]).sum()
 
 
@@ -93,6 +98,10 @@ def test_ties_across_programs(normalizer: str, processors: int, monkeypatch: pyt
     """Documents of a query that several programs share: of equal tokens, those of earlier documents are retrieved."""
     monkeypatch.setattr(select, "architecture", lambda device: (9, processors))
     monkeypatch.setattr(scores, "_DOCUMENTS", 4)
+    # Documents counted, and looked at, in two parts; two queries at a time.
+    monkeypatch.setattr(scores, "_COUNTED", 16)
+    monkeypatch.setattr(search, "_BLOCK", 16)
+    monkeypatch.setattr(xtr, "_MAXIMA_AT_ONCE", 2 * 5 * 1024)
     generator = torch.Generator().manual_seed(0)
     queries, documents = (torch.randint(-1, 2, shape, generator=generator).float() for shape in ((3, 5, 2), (23, 4, 2)))
     active = torch.rand(23, 4, generator=generator) > 0.2
@@ -101,3 +110,17 @@ def test_ties_across_programs(normalizer: str, processors: int, monkeypatch: pyt
         options = {"k": k, "normalizer": normalizer, "queries_mask": weights, "documents_mask": active}
         expected = xtr_scores_reference(queries.double(), documents.double(), **options)
         torch.testing.assert_close(kernel(queries, documents, **options).double(), expected, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_torch_only_allocates(masked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small batch takes as long as its launches: every small operation of torch beside them would add to that."""
+    monkeypatch.setattr(Kernel, "__call__", lambda *_: None)
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
+    queries, documents = torch.randn(4, 8, 16), torch.randn(6, 40, 16)
+    masks = {"documents_mask": torch.ones(6, 40, dtype=torch.bool)} if masked else {}
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.no_grad(), torch.profiler.profile(activities=activities, acc_events=True) as profile:
+        kernel(queries, documents, k=5, **masks)
+    names = {event.name for event in profile.events() if event.name.startswith("aten::")}
+    assert names == {"aten::empty", "aten::empty_like", "aten::empty_strided"}
