@@ -6,10 +6,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from pylate_flash.kernels.xtr import plan, plan_of, retrieve, walk
+from pylate_flash.kernels.xtr import Inputs, plan, plan_of, retrieve, walk
 from pylate_flash.ops import xtr, xtr_scores, xtr_scores_reference
 from pylate_flash.ops.problem import Options, Tensors, problem_of
-from pylate_flash.ops.xtr_retrieval import pool_of
+from pylate_flash.ops.xtr_retrieval import Rule
 from tests.gpu.embeddings import unit
 from tests.ops.cases import Case, gradients, relative_error
 from tests.ops.xtr_cases import DTYPES, check_scores_and_gradients, xtr_cases
@@ -73,24 +73,23 @@ def test_exactly_k_tokens_are_retrieved(
     try:
         tensors = Tensors(unit(*queries, dtype=dtype), unit(*documents, dtype=dtype, seed=1))
         problem = problem_of(tensors, Options(), True)
-        pool = pool_of(torch.ones(documents[:2], dtype=torch.bool, device="cuda"), k, False)
-        found = retrieve(problem, tensors, pool)
-        bits = found.thresholds.view(torch.int32)
-        keys = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+        inputs = Inputs(*tensors[:2], None, None)
+        found = retrieve(problem, inputs, Rule(k, False, 1.0))
         counts = torch.zeros(2, problem.n_documents, problem.rows, dtype=problem.winners_dtype, device="cuda")
         # As if every row had more tokens equal to its threshold than it retrieves.
-        state = torch.stack([keys, keys, keys, torch.ones_like(keys)])
-        to = torch.empty_like(found.thresholds), torch.empty_like(found.tallied), counts
-        walk.tally(problem, plan_of(problem, k), walk.Inputs(*tensors[:2], None, None), state, False, to)
-        assert torch.equal(to[0], found.thresholds)
-        assert to[1].all()
+        state = found.state.clone()
+        state[3] = 1
+        walk.tally(problem, plan_of(problem, k), inputs, state, counts)
     finally:
         torch.set_float32_matmul_precision(before)
+    keys, _, n_equal, tallied = found.state
+    tallied = tallied.bool()
     above, equal = counts.sum(dim=1, dtype=torch.int64)
-    assert torch.equal(torch.where(found.tallied, above + found.n_equal, above + equal), torch.full_like(above, k))
-    assert (equal[found.tallied] > found.n_equal[found.tallied]).all()
+    assert torch.equal(torch.where(tallied, above + n_equal, above + equal), torch.full_like(above, k))
+    assert (equal[tallied] > n_equal[tallied]).all()
     # A document's best reaches the threshold where one of its tokens does.
-    assert torch.equal(found.best >= found.thresholds, counts.sum(dim=0) > 0)
+    thresholds = torch.where(keys < 0, keys ^ 0x7FFFFFFF, keys).view(torch.float32)
+    assert torch.equal(found.best >= thresholds, counts.sum(dim=0) > 0)
 
 
 @pytest.mark.parametrize("dtype", [HALF, FLOAT])
