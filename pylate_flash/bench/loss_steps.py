@@ -137,6 +137,23 @@ def contrastive(inputs: Inputs) -> list[Candidate]:
     return [call.step("Contrastive", loss_of)._replace(read=read)]
 
 
+class Picked(torch.autograd.Function):
+    """The rows of a tensor at places that are all different, so that its gradient is a copy, and no sum."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        """Pick them."""
+        ctx.save_for_backward(places)
+        ctx.shape = rows.shape
+        return rows.index_select(0, places)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Put their gradients back."""
+        (places,) = ctx.saved_tensors
+        return grad.new_zeros(ctx.shape).index_copy_(0, places, grad), None
+
+
 class Encoder:
     """Stands in for a model that a cached loss calls twice: it picks the embeddings of the texts that are asked for."""
 
@@ -149,7 +166,7 @@ class Encoder:
     def __call__(self, features: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         (name,) = self.embeddings.keys() & features.keys()
         length = features["input_ids"].shape[1]
-        return {"token_embeddings": self.embeddings[name].index_select(0, features[name])[:, :length]}
+        return {"token_embeddings": Picked.apply(self.embeddings[name], features[name])[:, :length]}
 
 
 class CachedStep:

@@ -66,7 +66,8 @@ def test_exactly_k_tokens_are_retrieved(
     """All steps of a search see the same bits: of any row, k tokens reach the threshold that it found."""
     if way != "as planned":
         # Few places, of which some rows take too many; none.
-        collection = plan.Collection(-(-documents[0] // 2), 2, 2) if way == "no room" else plan.Collection(0, 0, 0)
+        few = plan.Collection(-(-documents[0] // 2), 2, 2, 1024)
+        collection = few if way == "no room" else plan.Collection(0, 0, 0, 0)
         monkeypatch.setattr(plan, "_collection", lambda *sizes: collection)
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)
