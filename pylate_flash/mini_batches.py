@@ -284,7 +284,7 @@ def encode_again(
 
 
 def _shown(items: Sequence[_T], show_progress: bool) -> Iterable[_T]:
-    return tqdm.tqdm(items, desc="Embed mini-batches", disable=not show_progress)
+    return tqdm.tqdm(items, desc="Embed mini-batches") if show_progress else items
 
 
 def _no_sync(model: Any) -> AbstractContextManager:
