@@ -3,9 +3,9 @@
 `walk` computes all similarities again for every step, by the same products, so that each step sees the same bits. The
 first leaves maxima. Of those, and of the maxima of groups of tokens, `search` makes bounds of every row's threshold:
 where k maxima lie above a value, so do k tokens. The second step collects the similarities above the lower bound, few
-more than k, and finds the k-th largest of them. Of rows for which there was no room, the next steps count the
-similarities between the bounds, by bins, and narrow them down to the bin with the k-th largest, until all of that bin
-is retrieved or all in it are equal. The number of steps is fixed, but a program whose rows are done ends at once. A
+more than k; `search` packs them and finds the k-th largest. Of rows for which there was no room, the next steps count
+the similarities between the bounds, by bins, and narrow them down to the bin with the k-th largest, until all of that
+bin is retrieved or all in it are equal. The number of steps is fixed, but a program whose rows are done ends at once. A
 last step counts the tokens of each document, of rows where more tokens equal the threshold than are retrieved. `scores`
 makes scores of all that.
 

@@ -60,7 +60,7 @@ class Plan(NamedTuple):
     groups: int
     n_groups: int
     collection: Collection
-    # Elements of each row's scratch memory: for the groups, for the places of the collection, or for the bins.
+    # Elements of each row's scratch memory: for the groups, for the collection, places and packed, or for the bins.
     scratch: int
     # Registers of a thread, so that two programs share a processor, where that needs no memory in their place.
     registers: int | None

@@ -105,6 +105,7 @@ def _begin_kernel(
     tl.store(state_ptr + 2 * n_rows + row, wanted)
     tl.store(state_ptr + 3 * n_rows + row, 0)
     if STEPS_FOLLOW:
+        # Over the maxima, which the sums above have seen.
         tl.store(of_row + tl.arange(0, BINS), tl.zeros([BINS], tl.int32))
 
 
