@@ -148,14 +148,15 @@ def _caption(found: dict[str, dict[str, Any]]) -> str:
         versions, protocol = result["versions"], result["protocol"]
         places.append(
             f"{result['machine']['name']}, torch {versions['torch']}, triton {versions['triton']}, "
-            f"{protocol['dtype']}, d = 128. Median of {protocol['repetitions']} calls from a cold cache, "
-            "systems in turn."
+            f"{protocol['dtype']}, d = 128."
         )
     if len(set(places)) > 1:
         raise ValueError(f"one picture cannot show results of two kinds: {' / '.join(places)}")
+    made = sorted({result["protocol"]["repetitions"] for result in found.values()})
     dates = sorted({result["date"][:10] for result in found.values()})
     return (
-        f"{places[0]} {' and '.join(dates)}.\n"
+        f"{places[0]} Median of {' or '.join(map(str, made))} calls from a cold cache, systems in turn. "
+        f"{' and '.join(dates)}.\n"
         "Loss and gradients: from embeddings on, without the encoder. LIK: late-interaction-kernels, the faster of its "
         "backwards auto and unified;\n"
         "LIK lowmem: its third. FM: flash-maxsim. torch: an einsum over as many documents at a time as fit in memory; "

@@ -16,7 +16,17 @@ from typing import Annotated, Any
 import typer
 
 from pylate_flash.bench import load_suite, results
-from pylate_flash.bench.report import cell, counted, duration, heading, multiple, titles, two_times
+from pylate_flash.bench.report import (
+    best_other,
+    cell,
+    counted,
+    duration,
+    heading,
+    multiple,
+    over_floor,
+    titles,
+    two_times,
+)
 from pylate_flash.bench.suite import OURS, Suite
 
 MARKER = "<!-- bench:{}:{} -->"
@@ -81,16 +91,14 @@ def render(suite: Suite, result: dict[str, Any] | None) -> str:
         "|---|---|" + "---:|" * (len(columns) - 2),
     ]
     for row in result["rows"]:
-        over_floor = row["systems"].get(OURS, {}).get("over_floor")
-        ratio = row["best_peer_over_ours"]
         cells = [
             row["name"],
             row["shape"],
             duration(row["floor_ms"], suite.unit),
             *(_cell(name, row["systems"].get(name), suite.unit) for name in heads),
-            "-" if over_floor is None else f"{over_floor:.2f}",
+            over_floor(row),
             *(multiple(row, name) for name in multiples),
-            "-" if ratio is None else f"{ratio:.2f}",
+            best_other(row),
         ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join([*lines, *_memory(result, heads), *_missing(suite, result)])

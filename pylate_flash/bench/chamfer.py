@@ -19,7 +19,7 @@ import torch
 
 from pylate_flash.bench import training
 from pylate_flash.bench.peers import FLASH_MAXSIM
-from pylate_flash.bench.protocol import Work, make_two_times_stopwatch, relative_error
+from pylate_flash.bench.protocol import Work, relative_error
 from pylate_flash.bench.suite import OURS, Candidate, Suite, System
 
 
@@ -184,5 +184,4 @@ def suite() -> Suite:
         accuracy=lambda dtype: 2e-6,
         accuracy_of=accuracy,
         error=error,
-        stopwatch=make_two_times_stopwatch,
     )

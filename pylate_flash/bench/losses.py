@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from pylate_flash.bench import calls, hidden, loss_steps, training
 from pylate_flash.bench.loss_steps import LONG, Given
 from pylate_flash.bench.peers import FLASH_MAXSIM, PYLATE
-from pylate_flash.bench.protocol import Rounds
+from pylate_flash.bench.protocol import Rounds, make_stopwatch
 from pylate_flash.bench.suite import MARGIN, OURS, WRONG, Suite, System
 from pylate_flash.bench.training import TEMPERATURE, Batch, Inputs, Step
 
@@ -273,5 +273,7 @@ def suite() -> Suite:
         accuracy=training.accuracy,
         accuracy_of=accuracy_of,
         error=error,
+        # Of calls of seconds one time is enough.
+        stopwatch=make_stopwatch,
         rounds_of=rounds_of,
     )

@@ -18,7 +18,7 @@ import torch
 from pylate_flash.bench import forward
 from pylate_flash.bench.forward import Shape
 from pylate_flash.bench.peers import FLASH_MAXSIM, LIK
-from pylate_flash.bench.protocol import Work, make_two_times_stopwatch, relative_error
+from pylate_flash.bench.protocol import Work, relative_error
 from pylate_flash.bench.suite import OURS, Candidate, Suite, System, Unavailable
 from pylate_flash.ops.quantization import PRECISIONS, QuantizedEmbeddings, quantize
 from pylate_flash.ops.quantized import query_precision
@@ -200,5 +200,4 @@ def suite() -> Suite:
         reference=reference,
         accuracy=accuracy,
         error=error,
-        stopwatch=make_two_times_stopwatch,
     )  # fmt: skip

@@ -16,7 +16,7 @@ from pylate_flash.bench.suite import BROKEN, OURS, Observer, Suite
 # What the two times of a cell are.
 TWO_TIMES = (
     "Two times: of the call, with the host's part in view, by which systems are compared; and of the GPU alone, once "
-    "the host has launched all of it."
+    "the host has launched all of it. So with what is a multiple of them."
 )
 
 # The system that is compared with pylate_flash even where another is faster: what a user has without a package.
@@ -137,6 +137,28 @@ def multiple(row: dict[str, Any], name: str) -> str:
     return "-" if value is None else f"{value:.2f}"
 
 
+def over_floor(row: dict[str, Any]) -> str:
+    """Return what a table shows for our time as a multiple of the floor; after a stroke, of the device's own time."""
+    ours = row["systems"].get(OURS, {})
+    if "over_floor" not in ours:
+        return "-"
+    alone = f" / {ours['device_ms'] / row['floor_ms']:.2f}" if "device_ms" in ours else ""
+    return f"{ours['over_floor']:.2f}{alone}"
+
+
+def best_other(row: dict[str, Any]) -> str:
+    """Return what a table shows for the fastest other's time as a multiple of ours; after a stroke, of devices' own."""
+    ratio = row["best_peer_over_ours"]
+    if ratio is None:
+        return "-"
+    states = row["systems"]
+    others = [
+        state["device_ms"] for name, state in states.items() if not name.startswith(OURS) and "device_ms" in state
+    ]
+    alone = f" / {min(others) / states[OURS]['device_ms']:.2f}" if others and "device_ms" in states[OURS] else ""
+    return f"{ratio:.2f}{alone}"
+
+
 def show(console: Console, suite: Suite, result: dict[str, Any]) -> None:
     """Print a result: the table, then one line for each remark."""
     protocol = result["protocol"]
@@ -177,9 +199,9 @@ def show(console: Console, suite: Suite, result: dict[str, Any]) -> None:
             row["shape"],
             duration(row["floor_ms"], suite.unit),
             *(_styled(row["systems"].get(name), suite.unit) for name in heads),
-            f"{ours['over_floor']:.2f}" if "over_floor" in ours else "-",
+            over_floor(row),
             *(multiple(row, name) for name in multiples),
-            f"[{'green' if ratio >= 1 else 'red'}]{ratio:.2f}[/]" if ratio is not None else "-",
+            f"[{'green' if ratio >= 1 else 'red'}]{best_other(row)}[/]" if ratio is not None else "-",
             *([_over_ours(row, TORCH)] if TORCH in heads else []),
             f"{ours['error']:.1e}" if ours.get("error") is not None else "-",
         )

@@ -16,7 +16,7 @@ import torch
 from pylate_flash.bench import forward
 from pylate_flash.bench.forward import Shape, unit_vectors
 from pylate_flash.bench.peers import LIK
-from pylate_flash.bench.protocol import Work, make_two_times_stopwatch
+from pylate_flash.bench.protocol import Work
 from pylate_flash.bench.suite import OURS, Candidate, Suite, System
 from pylate_flash.ops.residual_codes import ResidualCodes
 
@@ -187,5 +187,4 @@ def suite() -> Suite:
         make_inputs=make_inputs,
         reference=reference,
         accuracy=forward.accuracy,
-        stopwatch=make_two_times_stopwatch,
     )  # fmt: skip

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 
 from pylate_flash.bench import training
-from pylate_flash.bench.protocol import Work, make_two_times_stopwatch, relative_error
+from pylate_flash.bench.protocol import Work, relative_error
 from pylate_flash.bench.suite import OURS, Candidate, Suite, System
 from pylate_flash.bench.training import Batch, Inputs, Step
 
@@ -192,5 +192,4 @@ def suite() -> Suite:
         accuracy=lambda dtype: SCORE_ACCURACY,
         accuracy_of=accuracy,
         error=error,
-        stopwatch=make_two_times_stopwatch,
     )

@@ -13,7 +13,7 @@ import torch
 from pylate_flash.bench import forward
 from pylate_flash.bench.forward import Shape
 from pylate_flash.bench.peers import FLASH_MAXSIM
-from pylate_flash.bench.protocol import Work, make_two_times_stopwatch
+from pylate_flash.bench.protocol import Work
 from pylate_flash.bench.suite import OURS, Candidate, Suite, System
 
 
@@ -125,5 +125,4 @@ def suite() -> Suite:
         make_inputs=make_inputs,
         reference=reference,
         accuracy=forward.accuracy,
-        stopwatch=make_two_times_stopwatch,
     )

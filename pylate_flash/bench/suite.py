@@ -23,7 +23,7 @@ from pylate_flash.bench.protocol import (
     Timing,
     Work,
     floor_of,
-    make_stopwatch,
+    make_two_times_stopwatch,
     measure,
     measure_ceilings,
     relative_error,
@@ -162,7 +162,7 @@ class Suite:
     accuracy: Callable[[torch.dtype], float]
     error: Callable[[Any, Any], float] = relative_error
     unit: str = "ms"
-    stopwatch: Callable[[torch.device, int], Stopwatch] = make_stopwatch
+    stopwatch: Callable[[torch.device, int], Stopwatch] = make_two_times_stopwatch
     device: str | None = None
     accuracy_of: Callable[[Any, torch.dtype], float] | None = None
     facts: Callable[[torch.device, torch.dtype], dict[str, Any]] | None = None

@@ -16,7 +16,6 @@ import torch.nn.functional as F
 
 from pylate_flash.bench import training
 from pylate_flash.bench.peers import PYLATE
-from pylate_flash.bench.protocol import make_two_times_stopwatch
 from pylate_flash.bench.suite import OURS, Candidate, Suite, System
 from pylate_flash.bench.training import TEMPERATURE, Batch, Inputs, Step
 
@@ -100,5 +99,4 @@ def suite() -> Suite:
         reference=reference,
         accuracy=lambda dtype: 1e-2,
         error=error,
-        stopwatch=make_two_times_stopwatch,
     )

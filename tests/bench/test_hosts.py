@@ -179,6 +179,11 @@ def test_a_cell_of_two_times_is_explained(result):
     table = render(load_suite("forward"), result)
     assert report.TWO_TIMES in table
     assert "**0.030 / 0.021**" in table
+    # Multiples are of both times too, as far as both sides have them.
+    floor, peer = result["rows"][0]["floor_ms"], result["rows"][0]["systems"]["lik"]
+    assert f"| 1.67 / {0.021 / floor:.2f} | 4.00 |" in table
+    peer["device_ms"] = 0.105
+    assert "| 4.00 / 5.00 |" in render(load_suite("forward"), result)
     console = report.make_console()
     with console.capture() as shown:
         report.show(console, load_suite("forward"), result)
