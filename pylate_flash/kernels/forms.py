@@ -13,6 +13,7 @@ from .tiles import (
     embedding_blocks,
     hopper_blocks,
     hopper_tile,
+    shared_memory,
     single_tile,
     stacked_tile,
 )
@@ -22,6 +23,18 @@ if TYPE_CHECKING:
 
 # Registers of a processor.
 REGISTERS = 1 << 16
+
+
+# Programs of the single kernel for which a processor has registers, and what each takes of its shared memory besides
+# operands.
+_SINGLE_PROGRAMS = 7
+_SINGLE_TAKES = 1536
+# Documents that one of them walks, at most: where all programs run at once, and where they do not. Microseconds with 2
+# and 16: 34.3 and 31.2 at 1 x 1000, 32 x 300; 186 and 185 at 1 x 10000; 200 and 210 at 1 x 16000, 32 x 512, d = 48.
+_SINGLE_LONGEST = 16, 2
+# Programs of a processor, and the same, where its loops are not one: documents differ in length, which short runs even
+# out, or `_flattened` says so.
+_SINGLE_UNLIKE = 4, 2, 2
 
 
 class Form(NamedTuple):
@@ -47,11 +60,37 @@ def single_form(
     blocks = embedding_blocks(capability, kind.size, item)
     tile = single_tile(capability, kind.size, item, columns, packed)
     constants = (
-        kind.size, *blocks[:2], tile.rows, tile.columns, blocks.split, packed, in_pieces, kind.candidates is not None,
-        kind.queries_mask is not None, kind.weighted, kind.documents_mask is not None, kind.zero_masked,
-        kind.normalize, kind.with_winners, kind.precision, query_unit, document_unit, kind.offset_unit,
+        kind.size, *blocks[:2], tile.rows, tile.columns, blocks.split, _flattened(capability, blocks), packed,
+        in_pieces, kind.candidates is not None, kind.queries_mask is not None, kind.weighted,
+        kind.documents_mask is not None, kind.zero_masked, kind.normalize, kind.with_winners, kind.precision,
+        query_unit, document_unit, kind.offset_unit,
     )  # fmt: skip
     return Form("single", tile, blocks, constants, (tile.num_warps, tile.num_stages, None))
+
+
+def _flattened(capability: int, blocks: Blocks) -> bool:
+    """Whether the single kernel's loops, over documents and their tokens, are one.
+
+    Triton 3.6 does not compile them so for compute capability 10.0, where products lie in tensor memory.
+    """
+    return not blocks.split and capability < 10
+
+
+@functools.cache
+def single_runs(capability: int, kind: Kind, columns: int) -> tuple[int, int, int]:
+    """Programs of the single kernel on a processor, and documents that one walks at most: in one wave, in several."""
+    item = kind.dtype.itemsize
+    blocks = embedding_blocks(capability, kind.size, item)
+    unlike = kind.cu_seqlens is not None or kind.documents_mask is not None
+    if unlike or not _flattened(capability, blocks):
+        return _SINGLE_UNLIKE
+    tile = single_tile(capability, kind.size, item, columns, False)
+    rows = tile.rows * tile.num_stages
+    if capability == 9 and tile.rows >= 64:
+        # An operand of Hopper's products.
+        rows += tile.columns
+    programs = shared_memory(capability) // (rows * blocks.held * item + _SINGLE_TAKES)
+    return max(1, min(_SINGLE_PROGRAMS, programs)), *_SINGLE_LONGEST
 
 
 @functools.cache

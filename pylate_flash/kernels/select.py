@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from .forms import REGISTERS, Form, hopper_form, single_form, stacked_form, tile_of_hopper, tile_of_stacked
+from .forms import REGISTERS, Form, hopper_form, single_form, single_runs, stacked_form, tile_of_hopper, tile_of_stacked
 from .tiles import (
     HOPPER_NARROW_ROWS,
     HOPPER_WIDE_MIN_LENGTH,
@@ -109,9 +109,9 @@ _LONGEST_WHOLE = 2048
 class Cuts(NamedTuple):
     """How packed documents are cut: work per cut, tokens up to which a document stays whole, and the number of cuts."""
 
-    cut: int
-    whole: int
-    number: int
+    cut: int = 0
+    whole: int = 0
+    number: int = 0
 
 
 class ForwardPlan(NamedTuple):
@@ -159,21 +159,22 @@ def forward_plan(problem: Problem) -> ForwardPlan:
     return _stacked_plan(problem)
 
 
-_NO_CUTS = Cuts(0, 0, 0)
 _OWN_DOCUMENTS = "every query has documents of its own"
 _ONE_QUERY = f"one query of at most {_SINGLE_MAX_QUERY_LENGTH} tokens"
 _ONE_MATRIX = "the tokens of all queries are the rows of one matrix"
 
 
 def _single_plan(problem: Problem) -> ForwardPlan:
-    kind, n_queries = problem.kind, problem.n_queries
-    query_length, n_documents = problem.query_length, problem.n_documents
+    kind, n_queries, n_documents = problem.kind, problem.n_queries, problem.n_documents
     capability, processors = architecture(kind.device)
-    columns = single_columns(query_length)
-    column_blocks = -(-query_length // columns)
+    columns = single_columns(problem.query_length)
+    column_blocks = -(-problem.query_length // columns)
     per_query = n_documents if kind.candidates is None else problem.max_candidates
-    run = run_length(per_query, n_queries * column_blocks, processors, per_processor=4, longest=2)
-    cuts, in_pieces = _NO_CUTS, False
+    per_processor, of_one_wave, longest = single_runs(capability, kind, columns)
+    if per_query * n_queries * column_blocks <= per_processor * processors * of_one_wave:
+        longest = of_one_wave
+    run = run_length(per_query, n_queries * column_blocks, processors, per_processor, longest)
+    cuts, in_pieces = Cuts(), False
     if kind.cu_seqlens is not None:
         cuts = cuts_of(problem, column_blocks, processors, per_processor=4, largest=4096)
         in_pieces = problem.document_length > cuts.whole
@@ -203,7 +204,7 @@ def _stacked_plan(problem: Problem) -> ForwardPlan:
         why += "; documents cannot be copied 16 bytes at a time"
     else:
         row_blocks = -(-rows // wide.rows)
-        cuts, tail = _NO_CUTS, 0
+        cuts, tail = Cuts(), 0
         if packed:
             cuts = cuts_of(problem, row_blocks, processors, per_processor=1, largest=16384)
             run, n_runs = cuts.cut, cuts.number
@@ -222,7 +223,7 @@ def _stacked_plan(problem: Problem) -> ForwardPlan:
     tile = tile_of_stacked(capability, kind, min(rows, 256))
     group = min(group, tile.rows)
     row_blocks = -(-rows // tile.rows)
-    cuts, in_pieces = _NO_CUTS, False
+    cuts, in_pieces = Cuts(), False
     if packed:
         cuts = cuts_of(problem, row_blocks, processors, per_processor=2, largest=4096)
         run, n_runs, in_pieces = cuts.cut, cuts.number, length > cuts.whole

@@ -286,6 +286,11 @@ def single_tile(capability: int, size: int, element_size: int, columns: int, pac
     return fitted(tile._replace(columns=columns), capability, row_bytes, split)
 
 
+def shared_memory(capability: int) -> int:
+    """Bytes of a processor that one program may take; an unknown one is taken for the smallest."""
+    return _SHARED_MEMORY.get(capability, _SHARED_MEMORY[8])
+
+
 def _fits(tile: Tile, capability: int, row_bytes: int) -> bool:
     """Whether a tile of whole embeddings keeps all its stages."""
     return fitted(tile, capability, row_bytes, False) == tile
@@ -296,7 +301,7 @@ def fitted(tile: Tile, capability: int, row_bytes: int, split: bool) -> Tile:
 
     Whole query rows are loaded once, and tokens in stages; of split embeddings, both are.
     """
-    budget = _SHARED_MEMORY.get(capability, _SHARED_MEMORY[8])
+    budget = shared_memory(capability)
     stages = tile.num_stages
     while stages > 1 and (tile.rows * (stages if split else 1) + tile.columns * stages) * row_bytes > budget:
         stages -= 1

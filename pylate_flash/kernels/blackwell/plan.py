@@ -42,7 +42,7 @@ def blackwell_plan(problem: Problem) -> select.ForwardPlan:
     row_blocks = -(-(problem.n_queries // groups * padded) // tile.rows)
     strides, *units = divided_strides(problem.query_strides, problem.document_strides)
     processors = select.architecture(kind.device)[1]
-    cuts, reason = select.Cuts(0, 0, 0), None
+    cuts, reason = select.Cuts(), None
     if packed:
         cuts = select.cuts_of(problem, row_blocks, processors, per_processor=1, largest=16384)
         run, n_runs = cuts.cut, cuts.number

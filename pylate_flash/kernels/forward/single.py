@@ -37,6 +37,7 @@ def _single_kernel(
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
     SPLIT: tl.constexpr,
+    FLATTEN: tl.constexpr,
     PACKED: tl.constexpr,
     IN_PIECES: tl.constexpr,
     HAS_CANDIDATES: tl.constexpr,
@@ -120,7 +121,10 @@ def _single_kernel(
             column_squares += tl.sum(part * part, axis=0)
         column_scale = inverse_norm(column_squares)
 
-    for document in tl.range(first, last):
+    # flatten and index: as in `stacked`. 31 microseconds instead of 36 at 1 x 1000, 32 x 300; 75 instead of 82 at 1 x
+    # 1000, 32 x 1024.
+    for index in tl.range(0, last - first, flatten=FLATTEN):
+        document = first + index
         base, length = document_range(
             documents_ptr, cu_seqlens_ptr, offsets_ptr, query, document, document_length,
             stride_group, stride_document, stride_document_token, PACKED, OFFSET_UNIT,

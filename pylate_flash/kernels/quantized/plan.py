@@ -86,7 +86,7 @@ def _hopper_plan(problem: Problem) -> ForwardPlan | str:
     if kind.size > 128:
         tile = _HOPPER_LONG
     group = min(group, tile.rows // tile.parts)
-    row_blocks, cuts, tail = -(-rows // tile.rows), Cuts(0, 0, 0), _HOPPER_TAIL
+    row_blocks, cuts, tail = -(-rows // tile.rows), Cuts(), _HOPPER_TAIL
     if problem.packed:
         cuts = select.cuts_of(problem, row_blocks, processors, per_processor=1, largest=16384)
         run, n_runs = cuts.cut, cuts.number
@@ -111,7 +111,7 @@ def _stacked_plan(problem: Problem, reason: str) -> ForwardPlan:
     tile = _tile(capability, kind, min(_TILE.rows, power_of_two(rows)))
     group = min(group, tile.rows)
     row_blocks = -(-rows // tile.rows)
-    cuts, per_processor = Cuts(0, 0, 0), _PER_PROCESSOR[tile.num_warps]
+    cuts, per_processor = Cuts(), _PER_PROCESSOR[tile.num_warps]
     if problem.packed and not problem.has_candidates:
         cuts = select.cuts_of(problem, row_blocks, processors, per_processor, largest=4096)
         run, n_runs, per_query = cuts.cut, cuts.number, n_documents

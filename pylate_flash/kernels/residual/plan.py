@@ -55,7 +55,7 @@ def residual_plan(problem: Problem, nbits: int, own_documents: bool) -> ForwardP
     tile = _tile(capability, kind, min(_TILE.rows, power_of_two(rows)))
     group = min(group, tile.rows)
     row_blocks = -(-rows // tile.rows)
-    cuts, per_processor = Cuts(0, 0, 0), _PER_PROCESSOR[tile.num_warps]
+    cuts, per_processor = Cuts(), _PER_PROCESSOR[tile.num_warps]
     if own_documents:
         run = select.run_length(n_documents, row_blocks * groups, processors, per_processor, _LONGEST_RUN)
         n_runs = -(-n_documents // run)

@@ -132,7 +132,7 @@ def _hopper_plan(problem: Problem) -> select.ForwardPlan | str:
     if not (problem.aligned and copied_by_16_bytes(kind.size, problem.document_strides)):
         return "documents cannot be copied 16 bytes at a time"
     group = min(group, tile.rows // tile.parts)
-    row_blocks, cuts, tail = -(-rows // tile.rows), select.Cuts(0, 0, 0), tile.columns
+    row_blocks, cuts, tail = -(-rows // tile.rows), select.Cuts(), tile.columns
     if problem.packed:
         cuts = select.cuts_of(problem, row_blocks, processors, per_processor=1, largest=16384)
         run, n_runs = cuts.cut, cuts.number
