@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .index.arguments import Embeddings, check_distinct, check_name, ids_of, sequences_of
+from .index.arguments import Embeddings, check_distinct, check_name, check_states, ids_of, linear_layer, sequences_of
 from .index.info import IndexInfo
 from .index.model_record import ModelRecord
 from .index.search import EMPTY_SCORE, Search, SearchResult
@@ -100,7 +100,7 @@ class Flat(Base):
         self.scorer = scorer
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.show_progress = show_progress
-        layer = None if projection is None else _linear_layer(projection)
+        layer = None if projection is None else linear_layer(projection)
         self._store = PackedStore(Path(index_folder) / index_name, dtype=dtype, override=override)
         self.projection: tuple[Tensor, Tensor | None] | None = None
         if layer is None:
@@ -194,7 +194,7 @@ class Flat(Base):
                 f"{len(documents)} documents"
             )
         if self.projection is not None:
-            _check_states(documents, self.projection[0].shape[1])
+            check_states(documents, self.projection[0].shape[1])
         check_distinct("documents_ids", ids)
         for id_ in ids:
             if id_ in self:
@@ -485,30 +485,6 @@ class Flat(Base):
             i = next(i for i, query in enumerate(queries) if not torch.isfinite(query).all())
             raise ValueError(f"queries_embeddings[{i}] holds NaN or infinite values")
         return queries
-
-
-def _linear_layer(projection: Any) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias of the argument `projection`."""
-    if not isinstance(projection, tuple):
-        from .projection import dense_layers, fold_dense, normalizes
-
-        if not normalizes(projection):
-            raise ValueError("projection: the model does not normalise its embeddings, as the index does")
-        return fold_dense(dense_layers(projection))
-    shapes = [list(tensor.shape) if isinstance(tensor, Tensor) else tensor for tensor in projection]
-    pair = len(projection) == 2 and isinstance(projection[0], Tensor) and projection[0].ndim == 2
-    if not pair or not (projection[1] is None or shapes[1] == shapes[0][:1]):
-        raise ValueError(f"projection must be a model, or a weight [d, d_model] and a bias [d] or None, got {shapes}")
-    return projection
-
-
-def _check_states(documents: list[Tensor], size: int) -> None:
-    for i, document in enumerate(documents):
-        if document.shape[1] != size:
-            raise ValueError(
-                f"documents_embeddings[{i}] has size {document.shape[1]}, and the index's projection takes hidden "
-                f"states of size {size}"
-            )
 
 
 def _free_memory(device: torch.device) -> int:

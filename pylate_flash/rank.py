@@ -17,10 +17,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ._switches import backend_in_force
+from .hosts.pylate.operands import concatenated, cu_seqlens, left_to_pylate, tokens_of
 from .ops import maxsim_from_hidden, maxsim_varlen
 from .projection import dense_layers, encode_hidden_states, fold_dense, unwrapped
 from .register import use_scorer
-from .scores import concatenated, cu_seqlens, left_to_pylate, scorer_of, tokens_of
+from .scores import scorer_of
 
 __all__ = ["RerankResult", "rerank", "score_xtr"]
 

@@ -21,24 +21,26 @@ from __future__ import annotations
 from . import _needs_pylate  # noqa: F401
 
 # isort: split
-import functools
-import logging
-from contextlib import suppress
-from operator import attrgetter
 from typing import Any
 
-import numpy as np
 import torch
 from pylate import scores as pylate_scores
-from pylate.utils import convert_to_tensor
 from torch import Tensor
 
 from ._switches import backend_in_force, check_backend, check_masking, masking_in_force
 from .hosts.pylate import original, original_xtr
+from .hosts.pylate.operands import (
+    Embeddings,
+    flat_mask,
+    left_to_pylate,
+    mask_of,
+    of_one_type,
+    promoted,
+    tensor_of,
+    tokens_of,
+)
 from .ops import maxsim, maxsim_pairwise, maxsim_ragged_pairwise
 from .ops import xtr_scores as scores_by_xtr
-from .ops.checks import FLOATING
-from .ops.staging import concatenate
 
 __all__ = [
     "ColBERTScores",
@@ -51,10 +53,6 @@ __all__ = [
     "xtr_kd_scores",
     "xtr_scores",
 ]
-
-logger = logging.getLogger(__name__)
-
-Embeddings = Tensor | np.ndarray | list
 
 
 def colbert_scores(
@@ -162,11 +160,11 @@ def colbert_scores_pairwise(
             f"{len(queries_embeddings)}, got {len(documents_embeddings)}"
         )
     if not isinstance(queries_embeddings, list) and not isinstance(documents_embeddings, list):
-        queries = _tensor("queries_embeddings", queries_embeddings, "[N, Lq, d]")
-        documents = _tensor("documents_embeddings", documents_embeddings, "[N, Ld, d]")
+        queries = tensor_of("queries_embeddings", queries_embeddings, "[N, Lq, d]")
+        documents = tensor_of("documents_embeddings", documents_embeddings, "[N, Ld, d]")
         if backend == "auto" and left_to_pylate(queries, documents):
             return original("colbert_scores_pairwise")(queries, documents, backend="auto")
-        return maxsim_pairwise(*_promoted(queries, documents))
+        return maxsim_pairwise(*promoted(queries, documents))
 
     queries_list = tokens_of(queries_embeddings, "queries_embeddings")
     documents_list = tokens_of(documents_embeddings, "documents_embeddings")
@@ -280,12 +278,12 @@ class ColBERTScores(pylate_scores.ColBERTScores):
             return super().__call__(
                 queries_embeddings, documents_embeddings, queries_mask, documents_mask, backend=backend
             )
-        documents = _tensor("documents_embeddings", documents_embeddings, "[G, N, Ld, d]")
+        documents = tensor_of("documents_embeddings", documents_embeddings, "[G, N, Ld, d]")
         return colbert_scores(
             queries_embeddings,
             documents.flatten(0, 1),
             queries_mask,
-            _flat_mask(_mask("documents_mask", documents_mask), documents),
+            flat_mask(mask_of("documents_mask", documents_mask), documents),
             backend=backend,
             masking=self.masking,
         )
@@ -340,14 +338,14 @@ def score_by_xtr(
 ) -> Tensor:
     """Scores [Nq, G * N] of documents [G, N, Ld, d] by an XTR metric, PyLate's or ours, and the backend in force."""
     backend = backend_in_force(None)
-    queries = _tensor("queries_embeddings", queries_embeddings, "[Nq, Lq, d]")
-    documents = _tensor("documents_embeddings", documents_embeddings, "[G, N, Ld, d]")
-    queries_mask, documents_mask = _mask("queries_mask", queries_mask), _mask("documents_mask", documents_mask)
+    queries = tensor_of("queries_embeddings", queries_embeddings, "[Nq, Lq, d]")
+    documents = tensor_of("documents_embeddings", documents_embeddings, "[G, N, Ld, d]")
+    queries_mask, documents_mask = mask_of("queries_mask", queries_mask), mask_of("documents_mask", documents_mask)
     if backend not in ("auto", "pylate_flash") or (backend == "auto" and left_to_pylate(queries, documents)):
         return original_xtr()(metric, queries, documents, queries_mask, documents_mask)
-    documents_mask = _flat_mask(documents_mask, documents)
+    documents_mask = flat_mask(documents_mask, documents)
     return scores_by_xtr(
-        *_promoted(queries, documents.flatten(0, 1)),
+        *promoted(queries, documents.flatten(0, 1)),
         k=metric.k,
         queries_mask=queries_mask,
         documents_mask=documents_mask,
@@ -391,151 +389,11 @@ def _scores(
     backend, masking = backend_in_force(backend), masking_in_force(masking)
     if backend not in ("auto", "pylate_flash"):
         return original(name)(queries_embeddings, documents_embeddings, queries_mask, documents_mask, backend=backend)
-    queries = _tensor("queries_embeddings", queries_embeddings, "[Nq, Lq, d]")
-    documents = _tensor("documents_embeddings", documents_embeddings, documents_shape)
-    queries_mask, documents_mask = _mask("queries_mask", queries_mask), _mask("documents_mask", documents_mask)
+    queries = tensor_of("queries_embeddings", queries_embeddings, "[Nq, Lq, d]")
+    documents = tensor_of("documents_embeddings", documents_embeddings, documents_shape)
+    queries_mask, documents_mask = mask_of("queries_mask", queries_mask), mask_of("documents_mask", documents_mask)
     if backend == "auto" and left_to_pylate(queries, documents):
         return original(name)(queries, documents, queries_mask, documents_mask, backend="auto")
     return maxsim(
-        *_promoted(queries, documents), queries_mask=queries_mask, documents_mask=documents_mask, masking=masking
+        *promoted(queries, documents), queries_mask=queries_mask, documents_mask=documents_mask, masking=masking
     )
-
-
-def left_to_pylate(*embeddings: Tensor) -> bool:
-    """Whether `"auto"` leaves these embeddings to PyLate, because the op does not take their type; logged once."""
-    for tensor in embeddings:
-        if tensor.dtype not in FLOATING:
-            _log_left_to_pylate(tensor.dtype)
-            return True
-    return False
-
-
-@functools.cache
-def _log_left_to_pylate(dtype: torch.dtype) -> None:
-    logger.warning('backend "auto": PyLate scores embeddings of %s, which pylate_flash does not take', dtype)
-
-
-def _tensor(name: str, value: Any, shape: str) -> Tensor:
-    """`value` as a tensor of as many dimensions as `shape` names, converted as PyLate converts it."""
-    try:
-        tensor = convert_to_tensor(value)
-    except (RuntimeError, ValueError) as error:
-        raise ValueError(
-            f"{name} must be {shape}, and the items of the list do not stack into that ({error}); pad them, for "
-            "example with torch.nn.utils.rnn.pad_sequence, and mask the padding"
-        ) from error
-    if tensor is None:
-        raise TypeError(f"{name} must be a tensor, an array or a list of them of shape {shape}, got {_kind(value)}")
-    if tensor.dim() != shape.count(",") + 1:
-        raise ValueError(f"{name} must be {shape}, got shape {list(tensor.shape)}")
-    return tensor
-
-
-def _mask(name: str, value: Any) -> Tensor | None:
-    """A mask as a tensor; its shape is left to the op."""
-    if value is None:
-        return None
-    tensor = convert_to_tensor(value)
-    if tensor is None:
-        raise TypeError(f"{name} must be a tensor, an array, a nested list or None, got {_kind(value)}")
-    return tensor
-
-
-def _flat_mask(mask: Tensor | None, documents: Tensor) -> Tensor | None:
-    """The mask [G, N, Ld] of documents in groups as [G * N, Ld]."""
-    if mask is None:
-        return None
-    if mask.shape != documents.shape[:3]:
-        raise ValueError(f"documents_mask must have shape {list(documents.shape[:3])}, got {list(mask.shape)}")
-    return mask.flatten(0, 1)
-
-
-def _kind(value: Any) -> str:
-    return f"list of {type(value[0]).__name__}" if isinstance(value, list) and value else type(value).__name__
-
-
-def tokens_of(values: Any, name: str, *index: int) -> list[Tensor]:
-    """Queries or documents, `name[index...][i]` in errors, each as a tensor [L, d], or [0] if it is an empty list."""
-    found = [torch.from_numpy(value) if isinstance(value, np.ndarray) else value for value in values]
-    # Of a thousand, what is asked of each alone takes longer than a kernel that scores them.
-    if set(map(type, found)) == {Tensor} and set(map(Tensor.dim, found)) == {2}:
-        return found
-    return [_tokens(value, name, *index, i) for i, value in enumerate(found)]
-
-
-def _tokens(value: Any, name: str, *index: int) -> Tensor:
-    if isinstance(value, list):
-        with suppress(RuntimeError, ValueError):  # a ragged list stays one, and is refused below
-            value = convert_to_tensor(value)
-    if isinstance(value, Tensor) and (value.dim() == 2 or value.shape == (0,)):
-        return value
-    found = f"shape {list(value.shape)}" if isinstance(value, Tensor) else _kind(value)
-    raise (ValueError if isinstance(value, (Tensor, list)) else TypeError)(
-        f"{name}{''.join(f'[{i}]' for i in index)} must be a tensor, an array or a nested list of shape "
-        f"[tokens, embedding size], got {found}"
-    )
-
-
-def of_one_type(queries: list[Tensor], documents: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Query tokens and document tokens [L_i, d] of what `tokens_of` gave, each in the common type of all.
-
-    Raises
-    ------
-    ValueError
-        If the queries or the documents lie on several devices, or if there are two embedding sizes.
-    """
-    # Mostly all are alike, which one look at each tells.
-    looks = set(map(attrgetter("device", "dtype", "shape"), (*queries, *documents)))
-    if len({(device, dtype, *shape[1:]) for device, dtype, shape in looks}) == 1 and queries[0].dim() == 2:
-        return queries, documents
-    found = []
-    for name, sequences in (("queries_embeddings", queries), ("documents_embeddings", documents)):
-        devices = sorted(map(str, {tokens.device for tokens in sequences}))
-        if len(devices) > 1:
-            raise ValueError(f"{name} must lie on one device, got {' and '.join(devices)}")
-        sizes = sorted({tokens.shape[1] for tokens in sequences if tokens.dim() == 2})
-        if len(sizes) > 1:
-            raise ValueError(f"{name} must have one embedding size, got {' and '.join(map(str, sizes))}")
-        found.append(sizes)
-    # An empty list has no embedding size of its own, and any will do if there are no others.
-    size = next((sizes[0] for sizes in found if sizes), 1)
-    if found[0] and found[1] and found[0] != found[1]:
-        raise ValueError(
-            f"documents_embeddings must have the embedding size of queries_embeddings, {found[0][0]}, got {found[1][0]}"
-        )
-    dtype = _common_type(*queries, *documents)
-    return _alike(queries, size, dtype), _alike(documents, size, dtype)
-
-
-def _alike(sequences: list[Tensor], size: int, dtype: torch.dtype | None) -> list[Tensor]:
-    """Sequences [L_i, size], also those without tokens, in a type; None: in their own."""
-    found = [tokens if tokens.dim() == 2 else tokens.new_empty(0, size) for tokens in sequences]
-    return found if dtype is None else [tokens if tokens.dtype is dtype else tokens.to(dtype) for tokens in found]
-
-
-def concatenated(
-    queries: list[Tensor], documents: list[Tensor], device: str | torch.device | None = None
-) -> tuple[Tensor, Tensor]:
-    """All query tokens [Tq, d] and all document tokens [Td, d] of what `tokens_of` gave, `of_one_type`.
-
-    They go to `device`, or stay where they are if that is None.
-    """
-    of_queries, of_documents = of_one_type(queries, documents)
-    return concatenate(of_queries, device), concatenate(of_documents, device)
-
-
-def cu_seqlens(lengths: list[int]) -> Tensor:
-    """Boundaries [N + 1] of sequences of these lengths in their concatenation, int32, on the CPU."""
-    return torch.from_numpy(np.cumsum([0, *lengths], dtype=np.int32))
-
-
-def _promoted(queries: Tensor, documents: Tensor) -> tuple[Tensor, Tensor]:
-    """Both in their common floating type: float16 with float32 gives float32, float16 with bfloat16 too."""
-    dtype = _common_type(queries, documents)
-    return queries.to(dtype or queries.dtype), documents.to(dtype or documents.dtype)
-
-
-def _common_type(*embeddings: Tensor) -> torch.dtype | None:
-    """The floating type that all of them have in common; None where one has none, for the operation to refuse."""
-    dtypes = {tensor.dtype for tensor in embeddings}
-    return functools.reduce(torch.promote_types, dtypes) if all(dtype.is_floating_point for dtype in dtypes) else None

@@ -12,6 +12,7 @@ import torch
 from pylate.scores import colbert as pylate_colbert
 
 import pylate_flash.scores
+from pylate_flash.hosts.pylate import operands
 from pylate_flash.ops import maxsim_reference
 from pylate_flash.register import registered, use_scorer
 from pylate_flash.scores import (
@@ -297,8 +298,8 @@ def test_environment_is_read_per_call(batch: dict, monkeypatch: pytest.MonkeyPat
 
 def test_auto_leaves_integers_to_pylate_and_says_so_once(batch: dict, caplog: pytest.LogCaptureFixture) -> None:
     queries, documents = (batch["queries"] * 9).int(), (batch["documents"] * 9).int()
-    pylate_flash.scores._log_left_to_pylate.cache_clear()
-    with caplog.at_level(logging.WARNING, logger="pylate_flash.scores"):
+    operands._log_left_to_pylate.cache_clear()
+    with caplog.at_level(logging.WARNING, logger="pylate_flash"):
         for _ in range(2):
             assert torch.equal(colbert_scores(queries, documents), pylate.scores.colbert_scores(queries, documents))
     assert [record.getMessage() for record in caplog.records if "torch.int32" in record.getMessage()] == [

@@ -1,9 +1,10 @@
-"""Ids and embeddings in the forms in which PyLate's users have them."""
+"""Ids, embeddings and projections in the forms in which users have them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,7 +12,16 @@ from torch import Tensor
 
 from .layout import Layout, is_finite
 
-__all__ = ["Embeddings", "check_distinct", "check_name", "ids_of", "joined", "sequences_of"]
+__all__ = [
+    "Embeddings",
+    "check_distinct",
+    "check_name",
+    "check_states",
+    "ids_of",
+    "joined",
+    "linear_layer",
+    "sequences_of",
+]
 
 Embeddings = Sequence[np.ndarray | Tensor | list] | np.ndarray | Tensor
 
@@ -79,6 +89,31 @@ def sequences_of(name: str, embeddings: object) -> list[Tensor]:
             raise ValueError(f"{name}[{i}] must have shape [L, d] with d of at least 1, got {list(item.shape)}")
         tensors.append(item)
     return tensors
+
+
+def check_states(documents: list[Tensor], size: int) -> None:
+    """Refuse documents that are not hidden states of the size that a projection takes."""
+    for i, document in enumerate(documents):
+        if document.shape[1] != size:
+            raise ValueError(
+                f"documents_embeddings[{i}] has size {document.shape[1]}, and the index's projection takes hidden "
+                f"states of size {size}"
+            )
+
+
+def linear_layer(projection: Any) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias of a projection: a model's Dense layers, or the two themselves."""
+    if not isinstance(projection, tuple):
+        from ..projection import dense_layers, fold_dense, normalizes
+
+        if not normalizes(projection):
+            raise ValueError("projection: the model does not normalise its embeddings, as the index does")
+        return fold_dense(dense_layers(projection))
+    shapes = [list(tensor.shape) if isinstance(tensor, Tensor) else tensor for tensor in projection]
+    pair = len(projection) == 2 and isinstance(projection[0], Tensor) and projection[0].ndim == 2
+    if not pair or not (projection[1] is None or shapes[1] == shapes[0][:1]):
+        raise ValueError(f"projection must be a model, or a weight [d, d_model] and a bias [d] or None, got {shapes}")
+    return projection
 
 
 def joined(ids: Sequence[str], documents: Sequence[Tensor], lengths: np.ndarray, layout: Layout) -> Tensor:

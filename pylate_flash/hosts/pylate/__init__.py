@@ -15,8 +15,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from .. import _switches
-from .routes import Routes
+from ... import _switches
+from ..routes import Routes
 
 # What is routed: functions of pylate.scores that keep their identity and gain the backend ...
 SCORING_FUNCTIONS = ("colbert_scores", "colbert_scores_pairwise", "colbert_kd_scores")
@@ -111,7 +111,7 @@ def xtr_score(
     """A call of PyLate's `XTRScores._score` while it is routed, by the backend in force."""
     arguments = queries_embeddings, documents_embeddings, queries_mask, documents_mask
     if _serves_this_caller():
-        from .. import scores
+        from ... import scores
 
         return scores.score_by_xtr(self, *arguments)
     return original_xtr()(self, *arguments)
@@ -126,7 +126,7 @@ def _serve(name: str, *arguments: Any, backend: str | None) -> Any:
     if not _serves_this_caller():
         # This caller gets PyLate as it is.
         return original(name)(*arguments, backend=backend)
-    from .. import scores
+    from ... import scores
 
     return getattr(scores, name)(*arguments, backend=backend)
 
