@@ -60,7 +60,7 @@ bench-docs: $(VENV)/.installed-dev ## Write the tables and the picture again fro
 	$(BIN)/python docs/benchmarks/make_picture.py
 
 clean: ## Remove the demo's output and the caches; the virtual environment stays.
-	rm -rf demo-output dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf demo-output notebooks/demo-output dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find pylate_flash tests examples docs -name __pycache__ -prune -exec rm -rf {} +
 
 $(BIN)/python:

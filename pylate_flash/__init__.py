@@ -1,6 +1,6 @@
-"""Fused MaxSim scoring, losses and retrieval for PyLate.
+"""Fused MaxSim scoring, losses and retrieval for PyLate, sentence-transformers and colpali-engine.
 
-Importing this package changes nothing; `register()` routes PyLate through it.
+Importing this package changes nothing; `register()` routes those of them through it that are installed.
 """
 
 from __future__ import annotations

@@ -90,7 +90,8 @@ def test_the_readmes_first_screen_shows_the_commands_a_picture_and_a_snippet() -
 
 
 def test_the_readme_shows_three_ways_of_use() -> None:
-    assert len(SNIPPETS[1:]) == 3
+    section = README.partition("## Three ways to use it\n")[2].partition("\n## ")[0]
+    assert [snippet in section for snippet in SNIPPETS] == [False, True, True, True, False, False]
     for snippet in SNIPPETS[1:]:
         assert len([line for line in snippet.splitlines() if line.strip()]) <= 10
 
@@ -125,7 +126,14 @@ def test_the_readmes_first_snippet_registers() -> None:
         pylate_flash.unregister()
 
 
-@pytest.mark.parametrize("snippet", SNIPPETS[1:], ids=["swap", "train", "evaluate"])
+def test_the_readmes_snippet_of_tensors() -> None:
+    variables: dict[str, object] = {}
+    exec(compile(SNIPPETS[5], "README.md", "exec"), variables)
+    assert variables["scores"].shape == (4, 100)
+    assert variables["scores"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("snippet", SNIPPETS[1:4], ids=["swap", "train", "evaluate"])
 def test_readme_snippet(folder: Path, snippet: str, capsys: pytest.CaptureFixture[str]) -> None:
     variables: dict[str, object] = {}
     exec(compile(snippet, "README.md", "exec"), variables)

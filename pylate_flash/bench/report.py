@@ -16,7 +16,7 @@ from pylate_flash.bench.suite import BROKEN, OURS, Observer, Suite
 # What the two times of a cell are.
 TWO_TIMES = (
     "Two times: of the call, with the host's part in view, by which systems are compared; and of the GPU alone, once "
-    "the host has launched all of it. So with what is a multiple of them."
+    "the host has launched all of it. Multiples are of both, in this order."
 )
 
 # The system that is compared with pylate_flash even where another is faster: what a user has without a package.

@@ -196,8 +196,14 @@ def excluded(columns: Columns) -> Tensor:
 @pytest.mark.parametrize("name", [IN_BATCH, CACHED])
 @pytest.mark.parametrize(
     "options",
-    [{"margin": 0.2}, {"margin": -0.5, "symmetric": True}, {"exclude": excluded, "scale": 3.0}, {"symmetric": True}],
-    ids=["margin", "negative margin", "exclude", "symmetric"],
+    [
+        {"margin": 0.2},
+        {"margin": 0.0},
+        {"margin": -0.5, "symmetric": True},
+        {"exclude": excluded, "scale": 3.0},
+        {"symmetric": True},
+    ],
+    ids=["margin", "margin of 0", "negative margin", "exclude", "symmetric"],
 )
 def test_options_are_those_of_the_definition(
     name: str, options: dict[str, Any], tiny_encoder: MultiVectorEncoder, texts: Any
@@ -404,9 +410,10 @@ def test_a_model_that_cannot_be_fused_says_why(
         ({"exclude": [1]}, "exclude: list; expected a function"),
         ({"fuse_projection": None}, "fuse_projection: None; expected True or False"),
         ({"fuse_projection": True, "margin": 0.1}, "fuse_projection: given together with margin"),
+        ({"fuse_projection": True, "margin": 0.0}, "fuse_projection: given together with margin"),
         ({"gather_across_devices": True, "symmetric": True}, "gather_across_devices: given together with symmetric"),
         ({"gather_across_devices": True, "gather": "ring", "margin": 0.1}, 'margin: given together with gather="ring"'),
-        ({"similarity_fct": scoring.XTRScores(), "margin": 0.1}, "margin: given together with a similarity_fct"),
+        ({"similarity_fct": scoring.XTRScores(), "margin": 0.0}, "margin: given together with a similarity_fct"),
         ({"similarity_fct": scoring.XTRScores(), "gather": "ring"}, "gather: given together with a similarity_fct"),
         (
             {"similarity_fct": scoring.XTRScores(), "fuse_projection": True},

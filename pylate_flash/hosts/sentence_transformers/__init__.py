@@ -4,8 +4,8 @@
 
     loss = MultiVectorMultipleNegativesRankingLoss(model, similarity_fct=colbert_scores)
 
-`pylate_flash.register("sentence-transformers")` puts them in the place of its own. The modules `losses`, `models` and
-`negatives` have its losses and its model, and hard negatives.
+`pylate_flash.register("sentence-transformers")` puts them in the place of its own. The modules `losses` and `models`
+have its losses and its model; hard negatives are in `pylate_flash.negatives`.
 """
 
 from __future__ import annotations

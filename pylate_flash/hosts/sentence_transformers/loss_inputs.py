@@ -61,6 +61,11 @@ def check_sizes(**sizes: Any) -> None:
             check_size(name, size)
 
 
+def asked_for(arguments: dict[str, Any]) -> list[str]:
+    """Names of the arguments that ask for something: neither None nor False, which 0.0 is not."""
+    return [name for name, value in arguments.items() if value is not None and value is not False]
+
+
 def check_asked(loss: Any, asked: dict[str, Any]) -> None:
     """Raise ValueError where the scores are another function's, and more is asked of the loss than the host's has.
 
@@ -71,7 +76,7 @@ def check_asked(loss: Any, asked: dict[str, Any]) -> None:
     asked
         The arguments that the host's loss has not, of which those that ask for something are named.
     """
-    given = [name for name, value in asked.items() if value not in (None, False)]
+    given = asked_for(asked)
     if given and reduction_of(loss.similarity_fct) is None:
         raise ValueError(
             f"{', '.join(given)}: given together with a similarity_fct that the loss has to call; expected MaxSim, "

@@ -38,6 +38,7 @@ from . import scoring
 from .distillation_losses import MultiVectorDistillKLDivLoss, MultiVectorMarginMSELoss
 from .loss_inputs import (
     Columns,
+    asked_for,
     check_asked,
     check_scale,
     check_sizes,
@@ -386,7 +387,7 @@ def _set_contrast(
     asked = {"margin": margin, "symmetric": symmetric, "exclude": exclude}
     check_asked(loss, {**asked, "gather": gather if gather != "all_gather" else None})
     set_fusion(loss, fuse_projection)
-    beyond = [name for name, value in asked.items() if value not in (None, False)]
+    beyond = asked_for(asked)
     if fuse_projection and beyond:
         raise ValueError(f"fuse_projection: given together with {', '.join(beyond)}, which needs embeddings")
     if loss.gather_across_devices and {"symmetric", "exclude"} & set(beyond):
@@ -400,10 +401,12 @@ def _set_contrast(
 
 
 def _contrast_config(loss: Any) -> dict[str, Any]:
-    """What differs from the host's defaults."""
+    """What differs from the host's defaults; a scale that is learned as the number that it is."""
     config = {"margin": loss.margin, "symmetric": loss.symmetric, "fuse_projection": loss.fuse_projection}
     if loss.exclude is not None:
         config["exclude"] = similarity_fct_name(loss.exclude)
     if loss.gather != "all_gather":
         config["gather"] = loss.gather
-    return {name: value for name, value in config.items() if value not in (None, False)}
+    if isinstance(loss.scale, Tensor):
+        config["scale"] = loss.scale.item()
+    return {name: config[name] for name in asked_for(config)}
