@@ -8,6 +8,7 @@ others. ``--check`` writes nothing and exits with 1 where the page and the resul
 
 from __future__ import annotations
 
+import json
 import re
 from datetime import datetime
 from pathlib import Path
@@ -104,6 +105,27 @@ def render(suite: Suite, result: dict[str, Any] | None) -> str:
     return "\n".join([*lines, *_memory(result, heads), *_missing(suite, result)])
 
 
+def quality(folder: Path = RESULTS) -> str:
+    """Return the table of what `quality.py` left in ``folder``: what fewer bits cost in retrieval."""
+    tables = []
+    for path in sorted((folder / "quality").glob("*.json")):
+        result = json.loads(path.read_text(encoding="utf-8"))
+        plain = result["rows"][0]["bytes"]
+        (overlap,) = (key for key in result["rows"][0] if key.startswith("overlap@"))
+        tables += [
+            f"{result['collection'].capitalize()}, {result['machine']['name']}; {result['date']}.",
+            "",
+            f"| documents | queries | bytes | nDCG@10 | difference | best {overlap.partition('@')[2]} kept |",
+            "|---|---|---:|---:|---:|---:|",
+            *(
+                f"| {row['documents']} | {row['queries']} | {row['bytes'] / plain:.2f} | {row['ndcg@10']:.4f} "
+                f"| {row['difference']:+.4f} | {row[overlap]:.1%} |"
+                for row in result["rows"]
+            ),
+        ]
+    return "\n".join(tables)
+
+
 def _missing(suite: Suite, result: dict[str, Any]) -> list[str]:
     """The line that names the rows which an incomplete result does not have, or none."""
     if result["complete"]:
@@ -149,6 +171,11 @@ def _cell(name: str, state: dict[str, Any] | None, unit: str) -> str:
     return f"**{cell(state, unit)}**" if name == OURS else cell(state, unit)
 
 
+def table_of(suite: str, folder: Path = RESULTS) -> str:
+    """Return what stands between the markers of a suite, or of "quality"."""
+    return quality(folder) if suite == "quality" else render(load_suite(suite), newest(suite, folder))
+
+
 def suites_of(page: str, where: str) -> list[str]:
     """Return the names of the suites that a page's text has markers for.
 
@@ -192,7 +219,7 @@ def command(
     try:
         wanted = text = page.read_text(encoding="utf-8")
         for suite in suites_of(text, str(page)):
-            wanted = insert(wanted, render(load_suite(suite), newest(suite, folder)), suite, str(page))
+            wanted = insert(wanted, table_of(suite, folder), suite, str(page))
     except (OSError, ValueError) as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(2) from None

@@ -1,6 +1,6 @@
 """What quantizing documents costs in retrieval: nDCG@10, and how many of the best 20 documents stay.
 
-    python docs/benchmarks/quality.py demo-output/data demo-output/model --output quality.json
+    python docs/benchmarks/quality.py demo-output/data demo-output/model --output docs/benchmarks/results/quality/
 
 Every query is scored against every document of a collection in BEIR's layout, exactly: with embeddings in bfloat16,
 with documents in 8 bits and queries too, and with queries as they are; and with documents as residual codes, by a codec
@@ -10,6 +10,7 @@ that is trained on them.
 from __future__ import annotations
 
 import json
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Annotated, Any, Optional
 
@@ -132,7 +133,7 @@ def main(
     model: Annotated[str, typer.Argument(help="A model folder.")],
     output: Annotated[
         Optional[Path],  # noqa: UP007, UP045 - typer evaluates this on Python 3.10 as well
-        typer.Option(help="Where the table goes, as JSON."),
+        typer.Option(help="A folder for the table, a JSON file named as the collection's folder."),
     ] = None,
 ) -> None:
     """Print what quantizing the documents of a collection changes."""
@@ -141,8 +142,15 @@ def main(
         print("  ".join(f"{key} {value:.4f}" if isinstance(value, float) else f"{value}" for key, value in row.items()))
     if output is not None:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        result = {"machine": describe_machine(device), "versions": describe_versions(), "rows": rows}
-        output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        result = {
+            "collection": data.resolve().name,
+            "date": datetime.now(timezone.utc).date().isoformat(),
+            "machine": describe_machine(device),
+            "versions": describe_versions(),
+            "rows": rows,
+        }
+        output.mkdir(parents=True, exist_ok=True)
+        (output / f"{result['collection']}.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 
+import make_tables
 import quality
 
 WORDS = ("sort", "read", "plot", "parse", "join", "fit", "open", "close", "draw", "count")
@@ -35,8 +36,8 @@ def test_the_table_begins_with_what_retrieval_finds(tiny_colbert_path: str, tmp_
         (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, entries)), encoding="utf-8")
     judged = "".join(f"q{i}\td{3 * i}\t1\n" for i in range(8))
     (tmp_path / "qrels" / "test.tsv").write_text("query-id\tcorpus-id\tscore\n" + judged, encoding="utf-8")
-    quality.main(tmp_path, tiny_colbert_path, tmp_path / "quality.json")
-    rows = json.loads((tmp_path / "quality.json").read_text(encoding="utf-8"))["rows"]
+    quality.main(tmp_path, tiny_colbert_path, tmp_path / "results" / "quality")
+    rows = json.loads((tmp_path / "results" / "quality" / f"{tmp_path.name}.json").read_text(encoding="utf-8"))["rows"]
     assert [(row["documents"], row["queries"]) for row in rows] == [
         ("bfloat16", "bfloat16"), ("int8", "int8"), ("int8", "bfloat16"), ("uint8", "int8"), ("uint8", "bfloat16"),
         ("fp8", "fp8"), ("fp8", "bfloat16"), ("residual, 4 bits", "bfloat16"), ("residual, 2 bits", "bfloat16"),
@@ -53,3 +54,7 @@ def test_the_table_begins_with_what_retrieval_finds(tiny_colbert_path: str, tmp_
         # So few tokens take less memory than centroids do.
         assert row["bytes"] < rows[0]["bytes"] or row is rows[0] or "residual" in row["documents"]
     assert rows[0]["overlap@20"] == 1.0
+    table = make_tables.quality(tmp_path / "results").splitlines()
+    assert table[0].startswith(tmp_path.name.capitalize())
+    assert len(table) == 4 + len(rows)
+    assert table[4].startswith(f"| bfloat16 | bfloat16 | 1.00 | {rows[0]['ndcg@10']:.4f} | +0.0000 | 100.0% |")
