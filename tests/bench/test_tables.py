@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 import make_tables as tables
 import pylate_flash
-from pylate_flash.bench import SUITES, forward, load_suite, results
+from pylate_flash.bench import SUITES, forward, results
 
 TEXT = "# Title\n\n<!-- bench:forward:begin -->\nold\n<!-- bench:forward:end -->\n\nMore.\n"
 
