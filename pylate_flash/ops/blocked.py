@@ -59,10 +59,10 @@ def blocked_forward(inputs: Inputs, zero_masked: bool, with_winners: bool) -> tu
             dropped |= ~active.gather(2, winner)
         best[block] = value
         winners[block] = winner.masked_fill_(dropped, -1)
-    if documents_mask is not None and not zero_masked:
-        best.masked_fill_(~documents_mask.any(dim=-1).unsqueeze(-1), 0.0)
     if queries_scale is not None:
         best *= queries_scale.reshape(groups, 1, rows)
+    if documents_mask is not None:
+        best.masked_fill_(~documents_mask.any(dim=-1).unsqueeze(-1), 0.0)
     if queries_mask is not None:
         inactive = ~queries_mask.reshape(groups, 1, rows)
         best.masked_fill_(inactive, 0.0)

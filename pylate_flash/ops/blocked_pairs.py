@@ -17,7 +17,8 @@ from .problem import Options
 
 def scores_of_pairs(queries: Sequences, documents: Sequences, options: Options) -> Tensor:
     """Scores [N], float32, of N queries and as many documents, of one type and size; no gradient."""
-    empty_score = torch.tensor(options.empty_score, dtype=accumulation_dtype(queries.tensors[0].dtype))
+    first = queries.tensors[0]
+    empty_score = first.new_tensor(options.empty_score, dtype=accumulation_dtype(first.dtype))
     scores = [
         inner_products(query, document).amax(dim=1).sum() if length else empty_score
         for query, document, length in zip(queries.tensors, documents.tensors, documents.lengths.tolist(), strict=True)

@@ -8,6 +8,8 @@ flows, with rows = Nq * max_query_length, or max_query_length for candidates: th
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -39,12 +41,12 @@ def blocked_varlen_forward(
     budget = block_budget(device)
     n_queries, n_documents = len(query_bounds) - 1, len(document_bounds) - 1
     if candidate_bounds is None:
-        scores = torch.zeros(n_queries, n_documents, device=device)
+        scores = torch.zeros(n_queries, n_documents, dtype=torch.float32, device=device)
         # As many rows as the longest document leaves room for, as no document is cut.
         rows = budget // max(256, int(np.diff(document_bounds).max()))
         tasks = [(first, last, 0, n_documents) for first, last in sequence_blocks(query_bounds, rows)]
     else:
-        scores = torch.zeros(n_documents, device=device)
+        scores = torch.zeros(n_documents, dtype=torch.float32, device=device)
         blocks = _candidate_blocks(query_bounds, document_bounds, candidate_bounds, budget, documents.shape[1])
         tasks = [(first, last, int(candidate_bounds[first]), int(candidate_bounds[last])) for first, last in blocks]
     masked = None if queries_mask is None else ~queries_mask.flatten()
@@ -180,6 +182,11 @@ def weighted_sums(
 
     A stable sort groups the entries by their destination; `embedding_bag` sums each group in a fixed order.
     """
+    if won.device.type == "cpu":
+        # What did not win is not sorted: of padded queries, that is most.
+        places = won.flatten().nonzero().squeeze(1)
+        picked, weights, destination = (x.flatten()[places] for x in (picked, weights, destination))
+        won = torch.ones_like(destination, dtype=torch.bool)
     destination, order = torch.sort(destination.where(won, count).flatten(), stable=True)
     starts = torch.searchsorted(destination, torch.arange(count + 1, device=destination.device))
     picked = picked.where(won, 0).flatten()[order]
@@ -215,6 +222,18 @@ def padded_tokens(
     tokens = starts + np.arange(max(1, (ends - starts).max()) if length is None else length)
     exist = tokens < ends
     return torch.from_numpy(np.where(exist, tokens, 0)).to(device), torch.from_numpy(exist).to(device)
+
+
+def runs(lengths: np.ndarray, start: int, stop: int, budget: int) -> Iterator[slice]:
+    """Consecutive documents of at most `budget` tokens, padded to the longest of them; or one alone."""
+    first, longest = start, 0
+    for document in range(start, stop):
+        longest = max(longest, int(lengths[document]))
+        if document > first and (document + 1 - first) * longest > budget:
+            yield slice(first, document)
+            first, longest = document, int(lengths[document])
+    if first < stop:
+        yield slice(first, stop)
 
 
 def rows_of(embeddings: Tensor, tokens: Tensor) -> Tensor:

@@ -21,7 +21,14 @@ from torch import Tensor
 
 from ..kernels.select import IMPLEMENTATIONS
 from .chamfer_compute import ChamferOptions, Sets, check_sets, compute_chamfer, compute_chamfer_gradients
-from .checks import check_boundaries, check_choice, check_differentiation, check_tensor, no_second_derivative
+from .checks import (
+    check_boundaries,
+    check_choice,
+    check_differentiation,
+    check_number,
+    check_tensor,
+    no_second_derivative,
+)
 from .maxsim import REDUCTIONS, autocast
 from .packing import longest
 
@@ -88,8 +95,8 @@ def chamfer(
     y
         [N, Ly, d], of the same dtype and on the same device.
     x_mask, y_mask
-        [N, Lx] and [N, Ly], bool or 0/1 of any dtype, 1 where a point is active; active points need not be a prefix.
-        None: all. Other values are an error on the CPU, and count as 1 on a GPU.
+        [N, Lx] and [N, Ly], bool or 0/1 of the dtypes of masks in `maxsim`, 1 where a point is active; active points
+        need not be a prefix. None: all. Other values are an error on the CPU, and count as 1 on a GPU.
     metric
         "sqeuclidean": squared Euclidean distances, the nearest point has the smallest one, and the result is a
         distance. "inner_product": the nearest point has the largest one, and the result is a similarity, with
@@ -133,7 +140,7 @@ def chamfer(
     >>> chamfer(x, y, metric="inner_product", reduction="sum")
     tensor([7.])
     """
-    options = ChamferOptions(0, 0, metric, reduction, float(empty_score), implementation)
+    options = ChamferOptions(0, 0, metric, reduction, empty_score, implementation)
     return _scores_of("chamfer", Sets(x, y, x_mask, y_mask), options)
 
 
@@ -194,7 +201,7 @@ def chamfer_varlen(
         longest("x_cu_seqlens", x_cu_seqlens, x.shape[0], "x", max_x_length),
         longest("y_cu_seqlens", y_cu_seqlens, y.shape[0], "y", max_y_length),
     )
-    options = ChamferOptions(*lengths, metric, reduction, float(empty_score), implementation)
+    options = ChamferOptions(*lengths, metric, reduction, empty_score, implementation)
     return _scores_of("chamfer_varlen", Sets(x, y, None, None, x_cu_seqlens, y_cu_seqlens), options)
 
 
@@ -203,6 +210,8 @@ def _scores_of(operation: str, sets: Sets, options: ChamferOptions) -> Tensor:
     check_choice("metric", options.metric, METRICS)
     check_choice("reduction", options.reduction, REDUCTIONS)
     check_choice("implementation", options.implementation, IMPLEMENTATIONS)
+    if type(options.empty_score) is not float:
+        check_number("empty_score", options.empty_score)
     check_tensor("x", sets.x)
     check_tensor("y", sets.y)
     for name, mask in (("x_mask", sets.x_mask), ("y_mask", sets.y_mask)):

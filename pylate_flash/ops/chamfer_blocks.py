@@ -54,8 +54,9 @@ def nearest_in_blocks(problem: Problem, sets: Sets, squared: bool) -> Found:
     for pairs, x, y in _blocks(problem, sets):
         x_winners, y_winners = _winners(x, y, squared)
         for near, far, winners, at in ((x, y, x_winners, 0), (y, x, y_winners, 1)):
-            found[2 + at][pairs] = winners.to(torch.int32)
-            found[at][pairs] = _values(near, far, winners, squared)
+            # Packed sets are padded to the longest of the block only.
+            found[2 + at][pairs, : winners.shape[1]] = winners.to(torch.int32)
+            found[at][pairs, : winners.shape[1]] = _values(near, far, winners, squared)
     return found
 
 
@@ -73,7 +74,7 @@ def gradients_in_blocks(
         for points, need in zip(sets[:2], needs, strict=True)
     ]
     for pairs, *halves in _blocks(problem, sets):
-        of_pairs = [side[pairs].long() for side in winners]
+        of_pairs = [side[pairs, : half.points.shape[1]].long() for side, half in zip(winners, halves, strict=True)]
         factors = [weight[pairs].view(-1, 1, 1).to(halves[0].points.dtype) for weight in weights]
         for at, grad in enumerate(found):
             if grad is None:
@@ -97,16 +98,32 @@ def _blocks(problem: Problem, sets: Sets) -> Iterator[tuple[slice, _Half, _Half]
     """Some pairs at a time, few enough that all products of theirs fit into a block, or one alone."""
     budget = block_budget(problem.device)
     sides = [_bounds("x", *sets[::2]), _bounds("y", *sets[1::2])]
-    step = max(1, budget // max(problem.query_length * problem.document_length, problem.size))
-    for first in range(0, problem.n_queries, step):
-        pairs = slice(first, min(first + step, problem.n_queries))
+    for pairs, lengths in _runs_of_pairs(problem, sides, budget):
         x, y = (
             _half(points, mask, bounds, pairs, length)
-            for points, mask, bounds, length in zip(
-                sets[:2], sets[2:4], sides, (problem.query_length, problem.document_length), strict=True
-            )
+            for points, mask, bounds, length in zip(sets[:2], sets[2:4], sides, lengths, strict=True)
         )
         yield pairs, x, y
+
+
+def _runs_of_pairs(
+    problem: Problem, sides: list[np.ndarray | None], budget: int
+) -> Iterator[tuple[slice, tuple[int, int]]]:
+    """Consecutive pairs, and the lengths that they are padded to: those of the longest of them."""
+    whole = problem.query_length, problem.document_length
+    sizes = [
+        np.full(problem.n_queries, length) if bounds is None else np.diff(bounds)
+        for bounds, length in zip(sides, whole, strict=True)
+    ]
+    first, longest = 0, (1, 1)
+    for pair, lengths in enumerate(zip(*(size.tolist() for size in sizes), strict=True)):
+        wider = max(longest[0], lengths[0]), max(longest[1], lengths[1])
+        if pair > first and (pair + 1 - first) * max(wider[0] * wider[1], problem.size) > budget:
+            yield slice(first, pair), longest
+            first, wider = pair, (max(1, lengths[0]), max(1, lengths[1]))
+        longest = wider
+    if first < problem.n_queries:
+        yield slice(first, problem.n_queries), longest
 
 
 def _bounds(name: str, points: Tensor, _mask: Tensor | None, cu_seqlens: Tensor | None) -> np.ndarray | None:

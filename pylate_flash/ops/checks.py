@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch._C._functorch import TransformType, get_interpreter_stack, peek_interpreter_stack
 from torch.autograd import forward_ad
 
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+# What torch compares and multiplies with other types.
+_MASKS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, *FLOATING)
+# The largest integer that an operator takes.
+LARGEST = 2**63 - 1
+_INTEGERS = (int, np.integer, torch.SymInt)
+_NUMBERS = (*_INTEGERS, float, np.floating, np.bool_, torch.SymFloat)
 
 
 def check_tensor(name: str, value: object, layouts: dict[int, str] | None = None) -> None:
@@ -66,18 +74,23 @@ def check_same(
         )
 
 
-def check_mask_layout(name: str, mask: Tensor, embeddings: Tensor) -> None:
+def check_mask_layout(name: str, mask: object, embeddings: Tensor) -> None:
     """Raise unless `mask` fits the tokens of `embeddings`.
 
     Raises
     ------
     TypeError
-        If it is complex.
+        If it is no tensor, or of a dtype that is not one of a mask.
     ValueError
         If its shape is not that of the tokens, it lies on another device, or it requires a gradient.
     """
-    if mask.is_complex():
-        raise TypeError(f"{name} must be bool, or 0/1 of an integer or floating dtype, got {mask.dtype}")
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor or None, got {type(mask).__name__}")
+    if mask.dtype not in _MASKS:
+        raise TypeError(
+            f"{name} must be bool, or 0/1 of uint8, a signed integer or a floating dtype of at least 16 bits, "
+            f"got {mask.dtype}"
+        )
     if mask.shape != embeddings.shape[:-1]:
         raise ValueError(f"{name} must have shape {list(embeddings.shape[:-1])}, got {list(mask.shape)}")
     if mask.device != embeddings.device:
@@ -126,7 +139,7 @@ def check_boundaries(name: str, cu_seqlens: object) -> None:
 def is_readable(tensor: Tensor) -> bool:
     """Whether the values of a tensor can be looked at, and that waits for nothing."""
     return (
-        type(tensor) is Tensor
+        type(tensor) in (Tensor, torch.nn.Parameter)
         and tensor.device.type == "cpu"
         and not torch.compiler.is_compiling()
         and torch._C._len_torch_dispatch_stack() == 0
@@ -149,6 +162,42 @@ def check_differentiation(operation: str, *tensors: Tensor) -> None:
             f"{operation} is differentiated by torch.autograd.grad and Tensor.backward only: it takes no part in "
             "torch.func.grad, vjp, jvp, jacrev, jacfwd, hessian and linearize, nor in torch.autograd.forward_ad"
         )
+
+
+def check_number(name: str, value: object) -> None:
+    """Raise TypeError unless `value` is a number, and ValueError unless a float can hold it."""
+    if not isinstance(value, _NUMBERS):
+        raise TypeError(f"{name} must be a number, got {type(value).__name__}")
+    if type(value) is int and abs(value) > sys.float_info.max:
+        raise ValueError(f"{name} must be a number that a float can hold, got {value}")
+
+
+def check_integer(name: str, value: object, least: int = 0) -> None:
+    """Raise TypeError unless `value` is an integer, and ValueError unless it is from `least` to 2**63 - 1."""
+    if isinstance(value, bool) or not isinstance(value, _INTEGERS):
+        raise TypeError(f"{name} must be an integer, got {type(value).__name__}")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")
+    if value > LARGEST:
+        raise ValueError(f"{name} must be less than 2**63, got {value}")
+
+
+def check_list(name: str, values: object) -> None:
+    """Raise unless these may be a list of sequences."""
+    if isinstance(values, str | Tensor) or not isinstance(values, Sequence):
+        raise TypeError(f"{name} must be a list of tensors or arrays [L_i, d], got {type(values).__name__}")
+    if len(values) == 0:
+        raise ValueError(f"{name} must hold at least one sequence, got none")
+
+
+def item_as_tensor(name: str, value: object) -> Tensor:
+    """An item of a list of sequences, a tensor or an array, as a tensor; `name` is that of the item."""
+    if not isinstance(value, Tensor | np.ndarray):
+        raise TypeError(f"{name} must be a torch.Tensor or a numpy.ndarray, got {type(value).__name__}")
+    try:
+        return torch.as_tensor(value)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{name} must be an array that torch can take as it is: {error}") from error
 
 
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

@@ -65,7 +65,7 @@ def _without_tokens(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor 
     device, winners = problem.device, None
     if problem.with_winners:
         winners = torch.full(problem.winners_shape, -1, dtype=problem.winners_dtype, device=device)
-    scores = torch.zeros(problem.scores_shape, device=device)
+    scores = torch.zeros(problem.scores_shape, dtype=torch.float32, device=device)
     return with_empty_score(scores, tensors, problem.empty_score), winners
 
 

@@ -144,6 +144,16 @@ def explain(
     )  # fmt: skip
     if documents_cu_seqlens is not None:
         options = with_lengths(tensors, options, max_query_length, max_document_length)
+    else:
+        for name, value in (
+            ("queries_cu_seqlens", queries_cu_seqlens), ("candidates_cu_seqlens", candidates_cu_seqlens),
+            ("max_query_length", max_query_length), ("max_document_length", max_document_length),
+        ):  # fmt: skip
+            if value is not None:
+                raise ValueError(
+                    f"{name} must be None where documents are padded (documents_cu_seqlens is None), "
+                    f"got {type(value).__name__}"
+                )
     if isinstance(documents, QuantizedEmbeddings):
         tensors = checked_with_values("explain", tensors, options)
         return explain_problem(problem_of_quantized(tensors, options, bool(quantize_queries)), implementation)

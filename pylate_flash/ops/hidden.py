@@ -26,6 +26,7 @@ from .checks import (
     check_differentiation,
     check_embeddings,
     check_mask_layout,
+    check_number,
     no_second_derivative,
 )
 from .hidden_blocks import (
@@ -143,10 +144,10 @@ def maxsim_from_hidden(
     weight, bias
         [d, d_model] and [d] or None: the linear layer, as `torch.nn.Linear` holds it.
     queries_mask
-        [Nq, Lq], bool, 0/1 of any dtype, 1 where a token is active, or floating weights, as in `maxsim`. None: all. Not
+        [Nq, Lq], bool, 0/1, 1 where a token is active, or floating weights, as in `maxsim`. None: all. Not
         for packed queries.
     documents_mask
-        [Nd, Ld] or [Nq, K, Ld], bool or 0/1 of any dtype. None: all. Not for packed documents.
+        [Nd, Ld] or [Nq, K, Ld], bool or 0/1. None: all. Not for packed documents.
     queries_weight, queries_bias
         [d, d_queries] and [d] or None: the linear layer of the queries. The tensors of `weight` and `bias` themselves
         where one layer serves both sides.
@@ -185,6 +186,8 @@ def maxsim_from_hidden(
     check_choice("implementation", implementation, IMPLEMENTATIONS)
     check_choice("reduction", reduction, REDUCTIONS)
     check_choice("masking", masking, MASKINGS)
+    if type(empty_score) is not float:
+        check_number("empty_score", empty_score)
     packed = documents_cu_seqlens is not None
     _check_layout(
         packed,
@@ -227,6 +230,7 @@ def maxsim_from_hidden(
         check_mask_layout("documents_mask", documents_mask, hidden)
     lengths = 0, 0, 0
     if documents_cu_seqlens is not None:
+        check_boundaries("documents_cu_seqlens", documents_cu_seqlens)
         if (
             max_document_length is None
             and documents_cu_seqlens.is_cuda
@@ -303,8 +307,10 @@ def _lengths(
     max_query_length: int | None,
     max_document_length: int | None,
 ) -> tuple[int, int, int]:
-    """Bounds on the lengths of queries and documents, and on a query's candidates, after checks of the boundaries."""
-    check_boundaries("documents_cu_seqlens", documents_cu_seqlens)
+    """Bounds on the lengths of queries and documents, and on a query's candidates, after checks of the boundaries.
+
+    That these may be boundaries of documents is checked already.
+    """
     n_queries, n_documents, max_candidates = queries.shape[0], documents_cu_seqlens.shape[0] - 1, 0
     if queries_cu_seqlens is not None:
         check_boundaries("queries_cu_seqlens", queries_cu_seqlens)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.tiles import kernels_run_on
+from .checks import check_embeddings, check_list, item_as_tensor
 from .compute import kernels
 from .maxsim import PLAIN_TYPES
 
@@ -59,22 +60,17 @@ def sequences_of(name: str, values: Sequence[Tensor | np.ndarray] | Sequences) -
     Raises
     ------
     TypeError
-        If this is no list, an item is neither a tensor nor an array, or the dtypes differ.
+        If this is no list, an item is neither a tensor nor an array, or the dtypes differ or are none of embeddings.
     ValueError
-        If there is no item, an item is not [L, d], or sizes or devices differ.
+        If there is no item, an item is not [L, d] with d at least 1, or sizes or devices differ.
     """
     if isinstance(values, Sequences):
         return values
     check_list(name, values)
-    return _alike(values) or _one_by_one(name, values)
-
-
-def check_list(name: str, values: object) -> None:
-    """Raise unless these may be a list of sequences."""
-    if isinstance(values, str | Tensor) or not isinstance(values, Sequence):
-        raise TypeError(f"{name} must be a list of tensors or arrays [L_i, d], got {type(values).__name__}")
-    if len(values) == 0:
-        raise ValueError(f"{name} must hold at least one sequence, got none")
+    found = _alike(values) or _one_by_one(name, values)
+    # All others are like it.
+    check_embeddings(name, found.tensors[0], {2: "[L, d]"})
+    return found
 
 
 def _alike(values: Sequence[object]) -> Sequences | None:
@@ -130,12 +126,13 @@ def _kernels_look() -> bool:
 
 def _samples() -> tuple[Tensor, Sequence[Tensor], Sequence[object]]:
     """A tensor [L, d], some that are like it, and some that are not."""
-    rows = torch.zeros(2, 4)
-    alike = rows, rows[:0], rows[1:], torch.zeros(3, 4)
+    # Whatever the default device is, as one of them becomes an array.
+    rows = torch.zeros(2, 4, device="cpu")
+    alike = rows, rows[:0], rows[1:], rows.new_zeros(3, 4)
     others = (
         [0.0], rows.numpy(), torch.nn.Parameter(rows, requires_grad=False), rows.half(), rows.to("meta"), rows[:, :2],
         rows.T, rows.view(-1), rows.view(1, 2, 4), rows.view(1, 8), rows.view(-1).unfold(0, 8, 4), rows.unfold(1, 3, 1),
-        torch.zeros(2, 4, requires_grad=True),
+        rows.new_zeros(2, 4, requires_grad=True),
     )  # fmt: skip
     return rows, alike, others
 
@@ -159,9 +156,7 @@ def _one_by_one(name: str, values: Sequence[Tensor | np.ndarray]) -> Sequences:
 
 
 def _tensor(name: str, value: object) -> Tensor:
-    if not isinstance(value, Tensor | np.ndarray):
-        raise TypeError(f"{name} must be a torch.Tensor or a numpy.ndarray, got {type(value).__name__}")
-    tensor = torch.as_tensor(value)
+    tensor = item_as_tensor(name, value)
     if tensor.dim() != 2:
         raise ValueError(f"{name} must have shape [L, d], got {list(tensor.shape)}")
     return tensor

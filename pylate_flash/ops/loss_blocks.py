@@ -10,7 +10,7 @@ from .blocked import accumulation_dtype
 from .compute import compute, compute_gradients
 from .loss_call import CROSS_ENTROPY, Comparison, Found, Targets, labels_of
 from .loss_scores import Compared, compared, gradient_of, reduced, statistics_of
-from .problem import Options, Tensors, problem_of
+from .problem import Options, Tensors, check, problem_of
 
 
 def loss_in_blocks(
@@ -21,6 +21,8 @@ def loss_in_blocks(
     Half embeddings are widened first, so that their gradients are summed in float32 whatever the chunks. A symmetric
     loss compares all scores at once, and has one chunk.
     """
+    # Before anything is widened.
+    check(tensors)
     need_queries, need_documents, need_slope = needs
     queries, documents, dtype = tensors.queries, tensors.documents, tensors.queries.dtype
     wide = accumulation_dtype(dtype)

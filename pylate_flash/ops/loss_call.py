@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import numbers
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .checks import FLOATING, check_boundaries, check_choice, is_readable
+from .checks import FLOATING, LARGEST, check_boundaries, check_choice, is_readable
 from .problem import Tensors
 
 LOSS_REDUCTIONS = ("mean", "sum", "none")
@@ -66,13 +67,15 @@ def check_comparison(comparison: Comparison) -> None:
             raise TypeError(f"max_scratch_bytes must be an int or None, got {type(budget).__name__}")
         if budget < 1:
             raise ValueError(f"max_scratch_bytes must be at least 1, got {budget}")
+        if budget > LARGEST:
+            raise ValueError(f"max_scratch_bytes must be less than 2**63, got {budget}")
     check_choice("loss_reduction", comparison.loss_reduction, LOSS_REDUCTIONS)
 
 
 def _check_temperature(name: str, value: object, otherwise: str = "") -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} must be a number{otherwise}, got {type(value).__name__}")
-    if not 0.0 < value < math.inf:
+    if not 0.0 < float(value) < math.inf:
         raise ValueError(f"{name} must be positive and finite, got {value}")
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.select import choose
-from .checks import check_tensor, is_readable, no_second_derivative
+from .checks import check_differentiation, check_tensor, is_readable, no_second_derivative
 from .compute import kernels
 from .loss_blocks import loss_in_blocks
 from .loss_call import Comparison, Found, Targets, check_comparison, check_packing, checked_targets
@@ -33,6 +33,8 @@ def loss_of(
     """The loss of a call and, where asked for, its statistics [3], after every check."""
     check_comparison(comparison)
     tensors = checked("maxsim", tensors, options)
+    if isinstance(targets.temperature, Tensor):
+        check_differentiation("maxsim", targets.temperature)
     check_packing(tensors, max_document_length)
     if tensors.documents_cu_seqlens is not None:
         check_tensor("queries", tensors.queries, {3: "[Nq, Lq, d]"})

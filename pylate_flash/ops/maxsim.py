@@ -21,7 +21,15 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ..kernels.select import IMPLEMENTATIONS
-from .checks import check_choice, check_differentiation, check_mask_layout, check_tensor, no_second_derivative
+from .checks import (
+    FLOATING,
+    check_choice,
+    check_differentiation,
+    check_mask_layout,
+    check_number,
+    check_tensor,
+    no_second_derivative,
+)
 from .compute import compute, compute_gradients
 from .problem import Options, Tensors, check, sizes_of, winners_dtype
 from .quantization import QuantizedEmbeddings
@@ -95,13 +103,14 @@ def maxsim(
         type of the queries, or quantized to 8 bits (`quantize`): then there is no gradient, and scores are those of the
         dequantized embeddings.
     queries_mask
-        [Nq, Lq], bool or 0/1 of any dtype, 1 where a token is active; active tokens need not be a prefix. None: all.
-        A floating mask may hold weights: a token's best similarity counts that many times in the sum. No gradient flows
-        to them. Negative and infinite weights, NaN, and integers other than 0 and 1 are an error on the CPU. On a GPU,
-        where to look would be to wait, such a weight is taken as it is, and such an integer counts as 1.
+        [Nq, Lq], bool or 0/1 of uint8, a signed integer or a floating dtype of at least 16 bits, 1 where a token is
+        active; active tokens need not be a prefix. None: all. A floating mask may hold weights: a token's best
+        similarity counts that many times in the sum. No gradient flows to them. Negative and infinite weights, NaN, and
+        integers other than 0 and 1 are an error on the CPU. On a GPU, where to look would be to wait, such a weight is
+        taken as it is, and such an integer counts as 1.
     documents_mask
-        [Nd, Ld] or [Nq, K, Ld], bool or 0/1 of any dtype. None: all. Other values are an error on the CPU, and count as
-        1 on a GPU.
+        [Nd, Ld] or [Nq, K, Ld], bool or 0/1 of these dtypes. None: all. Other values are an error on the CPU, and
+        count as 1 on a GPU.
     normalize
         Divide every embedding by its Euclidean norm (at least 1e-12) first.
     reduction
@@ -229,6 +238,8 @@ def checked(
     check_choice("reduction", options.reduction, REDUCTIONS)
     check_choice("masking", options.masking, MASKINGS)
     check_choice("implementation", options.implementation, implementations)
+    if type(options.empty_score) is not float:
+        check_number("empty_score", options.empty_score)
     queries, documents, queries_mask, documents_mask = tensors[:4]
     check_tensor("queries", queries)
     check_tensor("documents", documents)
@@ -242,12 +253,15 @@ def checked(
 
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Tensors in the autocast type under autocast, which leaves float64 alone, as for torch's own operations."""
+    """Tensors in the autocast type under autocast, which leaves float64 alone, as for torch's own operations.
+
+    What are no embeddings stay what they are, for the checks to refuse.
+    """
     device = tensors[0].device.type
     if device == "meta" or not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
-    return tuple([tensor if tensor.dtype == torch.float64 else tensor.to(dtype) for tensor in tensors])
+    return tuple([tensor.to(dtype) if tensor.dtype in _AUTOCAST else tensor for tensor in tensors])
 
 
 def needs_gradient(*tensors: Tensor | None) -> bool:
@@ -273,6 +287,7 @@ def is_plain(*tensors: Tensor) -> bool:
 
 
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+_AUTOCAST = tuple(dtype for dtype in FLOATING if dtype != torch.float64)
 
 
 # The schemas are written out, because inference from annotations costs more host time per call than the launch of a

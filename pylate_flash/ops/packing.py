@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .checks import check_boundaries, is_readable
+from .checks import LARGEST, check_boundaries, check_integer, check_list, is_readable, item_as_tensor
 from .problem import Problem, Tensors
 
 
@@ -32,9 +32,10 @@ def pack(sequences: Sequence[Tensor | np.ndarray]) -> tuple[Tensor, Tensor]:
     Raises
     ------
     TypeError
-        If there is more than one dtype.
+        If this is no list, an item is neither a tensor nor an array, or there is more than one dtype.
     ValueError
-        If there are none, one is not of shape [L_i, d], or they lie on several devices.
+        If there are none, torch cannot take an array as it lies, a sequence is not of shape [L_i, d], or they lie on
+        several devices.
 
     Examples
     --------
@@ -43,9 +44,8 @@ def pack(sequences: Sequence[Tensor | np.ndarray]) -> tuple[Tensor, Tensor]:
     >>> values.shape, cu_seqlens
     (torch.Size([3, 4]), tensor([0, 2, 2, 3], dtype=torch.int32))
     """
-    if len(sequences) == 0:
-        raise ValueError("sequences must hold at least one sequence, got none")
-    tensors = [torch.as_tensor(sequence) for sequence in sequences]
+    check_list("sequences", sequences)
+    tensors = [item_as_tensor(f"sequences[{index}]", sequence) for index, sequence in enumerate(sequences)]
     size = tensors[0].shape[-1] if tensors[0].dim() else 0
     for index, tensor in enumerate(tensors):
         if tensor.dim() != 2 or tensor.shape[1] != size:
@@ -138,8 +138,8 @@ _OPTIONS = {
 
 def longest(name: str, cu_seqlens: Tensor, total: int, of: str, given: int | None) -> int:
     """Length of the longest sequence, or a bound on it: `given`, or found out. On the CPU, values are checked."""
-    if given is not None and given < 0:
-        raise ValueError(f"{_OPTIONS[of]} must be at least 0, got {given}")
+    if given is not None and (type(given) is not int or not 0 <= given <= LARGEST):
+        check_integer(_OPTIONS[of], given)
     if is_readable(cu_seqlens):
         lengths = np.diff(host_bounds(name, cu_seqlens, total, of, given))
         return given if given is not None else int(lengths.max(initial=0))

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .checks import check_boundaries, check_choice, check_embeddings, check_tensor
+from .checks import check_boundaries, check_choice, check_embeddings, check_tensor, is_readable
+from .packing import host_bounds
 from .tensor_files import load_tensors, save_tensors
 
 # The types of values, by the name of the precision.
@@ -41,14 +42,17 @@ class QuantizedEmbeddings:
     offsets
         [...], float32, of uint8 only: what is added then.
     cu_seqlens
-        [N + 1], int32 or int64: the boundaries of packed sequences, which are kept with them; or None.
+        [N + 1], int32 or int64, on the same device: the boundaries of packed sequences, which are kept with them; or
+        None.
 
     Raises
     ------
     TypeError
         If one is no tensor of the dtype named above.
     ValueError
-        If shapes or devices do not fit together, or offsets are missing, or there are some where there are none.
+        If shapes or devices do not fit together, or offsets are missing, or there are some where there are none. On the
+        CPU, if boundaries do not rise from 0 to T; on a GPU, where to look would be to wait, they are taken as they
+        are.
     """
 
     values: Tensor
@@ -83,6 +87,12 @@ class QuantizedEmbeddings:
             check_boundaries("cu_seqlens", self.cu_seqlens)
             if values.dim() != 2:
                 raise ValueError(f"cu_seqlens are of packed values [T, d], got values of shape {list(values.shape)}")
+            if self.cu_seqlens.device != values.device:
+                raise ValueError(
+                    f"cu_seqlens must be on the device of values, {values.device}, got {self.cu_seqlens.device}"
+                )
+            if is_readable(self.cu_seqlens):
+                host_bounds("cu_seqlens", self.cu_seqlens, values.shape[0], "values")
 
     @property
     def precision(self) -> str:
@@ -136,16 +146,16 @@ class QuantizedEmbeddings:
 
     @classmethod
     def load(cls, path: str | os.PathLike, device: torch.device | str = "cpu") -> QuantizedEmbeddings:
-        """Read what `save` wrote.
+        """Read what `save` wrote. It is read on the CPU first, and checked.
 
         Raises
         ------
         ValueError
-            If the file is damaged or of another kind. The message names it.
+            If the file is damaged or of another kind, or has boundaries that do not fit. The message names it.
         OSError
             If it cannot be read.
         """
-        return load_tensors(path, _KIND, "quantized embeddings", cls, device)
+        return load_tensors(path, _KIND, "quantized embeddings", cls).to(device)
 
     def _tensors(self) -> dict[str, Tensor]:
         named = {"values": self.values, "scales": self.scales, "offsets": self.offsets, "cu_seqlens": self.cu_seqlens}
@@ -165,7 +175,7 @@ def quantize(embeddings: Tensor, precision: str = "int8", *, cu_seqlens: Tensor 
         element to its largest. "fp8": float8_e4m3fn, 3 bits behind the point of every element, of which the largest is
         448; what scores it by kernels is a GPU of compute capability 8.9 or higher.
     cu_seqlens
-        [N + 1], boundaries of packed sequences, which are to be kept with them; or None.
+        [N + 1], boundaries of packed sequences, on any device, which are to be kept with them; or None.
 
     Returns
     -------
@@ -178,7 +188,7 @@ def quantize(embeddings: Tensor, precision: str = "int8", *, cu_seqlens: Tensor 
         If `embeddings` are no floating tensor, or `cu_seqlens` neither int32 nor int64.
     ValueError
         If a shape is none of those above, `precision` is none of its choices, or `cu_seqlens` come with padded
-        embeddings.
+        embeddings, or do not span the tokens.
 
     Examples
     --------
@@ -201,6 +211,9 @@ def quantize(embeddings: Tensor, precision: str = "int8", *, cu_seqlens: Tensor 
         if offsets is not None:
             assert offset is not None
             offsets.view(-1)[block] = offset
+    if cu_seqlens is not None:
+        check_boundaries("cu_seqlens", cu_seqlens)
+        cu_seqlens = cu_seqlens.to(values.device)
     return QuantizedEmbeddings(values, scales, offsets, cu_seqlens)
 
 

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from ..kernels.select import IMPLEMENTATIONS, choose
 from .blocked_pairs import scores_of_pairs
-from .checks import check_boundaries, check_choice, check_same, check_tensor, is_readable
+from .checks import check_boundaries, check_choice, check_list, check_same, check_tensor, is_readable
 from .compute import compute, kernels
-from .lists import Sequences, check_list, sequences_of
+from .lists import Sequences, sequences_of
 from .maxsim import autocast, checked, is_plain, needs_gradient, scores_of
 from .packing import longest
 from .problem import Options, Places, Tensors
@@ -121,7 +121,7 @@ def maxsim_ragged_pairwise(
     if len(queries) != len(documents):
         raise ValueError(f"documents must have one document per query, {len(queries)}, got {len(documents)} documents")
     options = Options(0, 0, 0, bool(normalize), reduction, "exclude", empty_score, implementation)
-    candidates = torch.arange(len(documents) + 1, dtype=torch.int32)
+    candidates = torch.arange(len(documents) + 1, dtype=torch.int32, device="cpu")
     operation, found = "maxsim_ragged_pairwise", sequences_of("documents", documents)
     if isinstance(queries, Tensor) or queries_mask is not None:
         return _scores(operation, queries, found, queries_mask, candidates, options)
@@ -289,7 +289,7 @@ def _in_one_copy(arrays: dict[str, np.ndarray], device: torch.device) -> dict[st
     """Integers of the host on a device, int64, each array from a multiple of 16 bytes on."""
     pieces = [piece for array in arrays.values() for piece in (array, _FILL[: len(array) % 2])]
     sizes = [len(piece) for piece in pieces]
-    table = torch.empty(sum(sizes), dtype=torch.int64, pin_memory=device.type == "cuda")
+    table = torch.empty(sum(sizes), dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
     np.concatenate(pieces, out=table.numpy())
     return dict(zip(arrays, table.to(device, non_blocking=True).split_with_sizes(sizes)[::2], strict=True))
 

@@ -74,7 +74,7 @@ def maxsim_residual(
         Nd documents, on the device of the queries (`ResidualCodec.compress`, `read_fast_plaid`). Decompressed, they are
         normalised, and rounded to the type of the queries.
     queries_mask
-        [Nq, Lq], bool, 0/1 of any dtype, or floating weights, as in `maxsim`. None: all.
+        [Nq, Lq], bool, 0/1, or floating weights, as in `maxsim`. None: all.
     candidates
         None: every query meets every document. [Nq, K], int32 or int64: query i meets only documents candidates[i], as
         when a search is reranked; -1 stands for no document. Other values are an error on the CPU. On a GPU, where to
@@ -281,7 +281,7 @@ def _blocks(call: _Call) -> Iterator[_Block]:
 
 def _in_blocks(call: _Call, with_winners: bool) -> tuple[Tensor, Tensor | None]:
     """Scores and winners of a block of decompressed documents after the other."""
-    scores = torch.empty(call.shape, device=call.queries.device)
+    scores = torch.empty(call.shape, dtype=torch.float32, device=call.queries.device)
     # Where nothing of the scores is computed, nothing has won.
     winners = torch.full(call.winners_shape, -1, dtype=torch.int32, device=scores.device) if with_winners else None
     for first, last, tensors, options in _blocks(call):

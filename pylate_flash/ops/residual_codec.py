@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._extras import MissingExtraError
-from .checks import check_boundaries, check_embeddings, check_tensor
+from .checks import check_boundaries, check_embeddings, check_integer, check_tensor
 from .residual_codes import CENTROID_DTYPES, NBITS, ResidualCodes
 
 # Elements of residuals whose quantiles are taken.
@@ -49,7 +49,7 @@ class ResidualCodec:
     TypeError
         If one is no tensor, or the dtypes are others.
     ValueError
-        If the shapes or devices do not fit together.
+        If the shapes or devices do not fit together, or there is no centroid.
     """
 
     centroids: Tensor
@@ -57,8 +57,14 @@ class ResidualCodec:
     bucket_weights: Tensor
 
     def __post_init__(self) -> None:
-        for name, layout in (("centroids", {2: "[C, d]"}), ("bucket_cutoffs", {1: "[3] or [15]"})):
+        for name, layout in (
+            ("centroids", {2: "[C, d]"}),
+            ("bucket_cutoffs", {1: "[3] or [15]"}),
+            ("bucket_weights", {1: "[4] or [16]"}),
+        ):
             check_tensor(name, getattr(self, name), layout)
+        if len(self.centroids) == 0:
+            raise ValueError(f"centroids must be at least one, got shape {list(self.centroids.shape)}")
         if len(self.bucket_cutoffs) != len(self.bucket_weights) - 1:
             raise ValueError(
                 f"bucket_cutoffs must have shape [{len(self.bucket_weights) - 1}], one less than bucket_weights, "
@@ -166,7 +172,8 @@ def train_residual_codec(
     Raises
     ------
     TypeError
-        If `embeddings` are no floating tensor, or `dtype` is none of those above.
+        If `embeddings` are no floating tensor, `dtype` is none of those above, or `nbits` or `num_centroids` is no
+        integer.
     ValueError
         If `embeddings` are not of that shape, not finite, or none; if `nbits` is neither 2 nor 4, d no multiple
         of 8, or `num_centroids` not from 1 to T.
@@ -186,6 +193,7 @@ def train_residual_codec(
     """
     _check_embeddings(embeddings)
     n_tokens, size = embeddings.shape
+    check_integer("nbits", nbits)
     if nbits not in NBITS:
         raise ValueError(f"nbits must be 2 or 4, got {nbits!r}")
     if size % 8:
@@ -196,7 +204,8 @@ def train_residual_codec(
         raise ValueError("embeddings must hold at least one token, got none")
     if num_centroids is None:
         num_centroids = min(n_tokens, 1 << int(math.log2(16 * math.sqrt(n_tokens))))
-    if not 1 <= num_centroids <= n_tokens:
+    check_integer("num_centroids", num_centroids, 1)
+    if num_centroids > n_tokens:
         raise ValueError(f"num_centroids must be from 1 to the number of tokens, {n_tokens}, got {num_centroids}")
     tokens = embeddings.detach().float()
     centroids = F.normalize(_kmeans(tokens, num_centroids), dim=-1).to(dtype)

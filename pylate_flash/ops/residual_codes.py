@@ -82,6 +82,8 @@ class ResidualCodes:
     scales: Tensor | None = None
 
     def __post_init__(self) -> None:
+        # Its dtype is that of the weights.
+        check_tensor("centroids", self.centroids)
         for name, layout, dtypes in (
             ("codes", {1: "[T]"}, (torch.int32,)),
             ("residuals", {2: "[T, d * nbits / 8]"}, (torch.uint8,)),
@@ -169,7 +171,8 @@ class ResidualCodes:
     def decompress_tokens(self, tokens: slice | Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """The same of some tokens [n, d]: a slice, or their numbers [n], int64."""
         assert self.scales is not None
-        wide = torch.promote_types(dtype, torch.float32)
+        # Types of 8 bits are not promoted.
+        wide = torch.promote_types(dtype, torch.float32) if dtype.itemsize > 1 else torch.float32
         return self._sums(tokens).to(wide).mul_(self.scales[tokens].to(wide).unsqueeze(1)).to(dtype)
 
     def to(self, device: torch.device | str) -> ResidualCodes:

@@ -16,14 +16,13 @@ takes beta and the fields of `Tensors` and of `Options`.
 
 from __future__ import annotations
 
-import math
 import numbers
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .checks import check_differentiation, check_tensor, is_readable, no_second_derivative
+from .checks import check_differentiation, check_integer, check_tensor, is_readable, no_second_derivative
 from .maxsim import CALL_SCHEMA, checked, is_plain, needs_gradient
 from .problem import Options, Tensors, check, sizes_of
 from .soft_compute import compute_soft, compute_soft_gradients, lse_dtype
@@ -102,9 +101,9 @@ def soft_maxsim(
         queries, which gets its gradient. Computed with in float32 (float64 with float64 inputs). A tensor on a GPU is
         taken as it is, because to look at it would be to wait for it.
     queries_mask
-        [Nq, Lq], bool, 0/1 of any dtype, or floating weights, as in `maxsim`. None: all.
+        [Nq, Lq], bool, 0/1, or floating weights, as in `maxsim`. None: all.
     documents_mask
-        [Nd, Ld] or [Nq, K, Ld], bool or 0/1 of any dtype, as in `maxsim`. None: all.
+        [Nd, Ld] or [Nq, K, Ld], bool or 0/1, as in `maxsim`. None: all.
     normalize
         Divide every embedding by its Euclidean norm (at least 1e-12) first.
     reduction
@@ -134,11 +133,11 @@ def soft_maxsim(
     ------
     TypeError
         If an argument is no tensor, of another dtype than named above, or the two dtypes differ; if beta is neither a
-        number nor a floating tensor.
+        number nor a floating tensor, or max_scratch_bytes no integer.
     ValueError
         If shapes, devices or embedding sizes do not fit together, a mask holds values that it may not, or requires a
-        gradient, beta is not one finite value above 0, max_scratch_bytes is negative, an option is none of its choices,
-        or implementation="triton" cannot take the input.
+        gradient, beta is not one finite value above 0 in the type that it is computed with in, max_scratch_bytes is
+        negative, an option is none of its choices, or implementation="triton" cannot take the input.
     RuntimeError
         If the call is differentiated by `torch.func`, in forward mode, or twice.
 
@@ -217,8 +216,7 @@ def soft_scores_of(
 ) -> Tensor:
     """The scores of a call by the operator, after what comes before it."""
     tensors = checked(operation, tensors, options)
-    if max_scratch_bytes < 0:
-        raise ValueError(f"max_scratch_bytes must be at least 0, got {max_scratch_bytes}")
+    check_integer("max_scratch_bytes", max_scratch_bytes)
     if isinstance(beta, Tensor):
         check_differentiation(operation, beta)
     return _soft_maxsim(checked_beta(beta, tensors.queries), *tensors, *options, max_scratch_bytes)
@@ -244,17 +242,23 @@ def checked_beta(beta: float | Tensor, queries: Tensor, name: str = "beta") -> T
         if beta.device != queries.device:
             raise ValueError(f"{name} must be on the device of queries, {queries.device}, got {beta.device}")
         if is_readable(beta):
-            _check_value(name, beta.item())
+            _check_value(name, beta.item(), dtype)
         return beta.to(dtype).reshape(())
     if isinstance(beta, bool) or not isinstance(beta, numbers.Real):
         raise TypeError(f"{name} must be a number or a floating tensor of one element, got {type(beta).__name__}")
-    _check_value(name, float(beta))
+    _check_value(name, beta, dtype)
     return torch.full((), float(beta), dtype=dtype, device=queries.device)
 
 
-def _check_value(name: str, value: float) -> None:
-    if not 0.0 < value < math.inf:
-        raise ValueError(f"{name} must be above 0 and finite, got {value:g}")
+def _check_value(name: str, value: float, dtype: torch.dtype) -> None:
+    least, most = _ROUNDED_AWAY[dtype]
+    if not least < value < most:
+        used = str(dtype).removeprefix("torch.")
+        raise ValueError(f"{name} must be above 0 and finite, got {value} (it is computed with in {used})")
+
+
+# What is rounded to 0, and what to infinity: half of the smallest number, and half a step above the largest.
+_ROUNDED_AWAY = {torch.float32: (2.0**-150, 2.0**128 - 2.0**103), torch.float64: (0.0, torch.inf)}
 
 
 _LIBRARY = torch.library.Library("pylate_flash", "FRAGMENT")

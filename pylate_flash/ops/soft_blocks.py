@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .blocked import accumulation_dtype, block_budget, inner_products, unscaled
-from .blocked_varlen import padded_tokens
+from .blocked_varlen import padded_tokens, runs
 from .compute import checked_masks
 from .norms import inverse_norms
 from .packing import host_bounds_of
@@ -180,7 +180,7 @@ def _blocks(problem: Problem, tensors: Tensors, mask: Tensor | None) -> Iterator
     else:
         meetings = [(slice(i, i + 1), candidates[i], candidates[i + 1]) for i in range(problem.n_queries)]
     for queries, start, stop in meetings:
-        for block in _runs(lengths, int(start), int(stop), budget):
+        for block in runs(lengths, int(start), int(stop), budget):
             tokens, active = None, None
             if problem.packed:
                 tokens, active = padded_tokens(bounds, np.arange(block.start, block.stop), problem.device)
@@ -191,18 +191,6 @@ def _blocks(problem: Problem, tensors: Tensors, mask: Tensor | None) -> Iterator
                 values = values.masked_fill(~active.unsqueeze(-1), 0.0)
             scale = inverse_norms(values) if problem.normalize else None
             yield _Block(block, queries, tokens, values, active, scale)
-
-
-def _runs(lengths: np.ndarray, start: int, stop: int, budget: int) -> Iterator[slice]:
-    """Consecutive documents of at most `budget` tokens, padded to the longest of them; or one alone."""
-    first, longest = start, 0
-    for document in range(start, stop):
-        longest = max(longest, int(lengths[document]))
-        if document > first and (document + 1 - first) * longest > budget:
-            yield slice(first, document)
-            first, longest = document, int(lengths[document])
-    if first < stop:
-        yield slice(first, stop)
 
 
 def _parts(block: _Block, first: int, last: int) -> Iterator[slice]:

@@ -27,7 +27,7 @@ def compute_soft(tensors: Tensors, options: Options, beta: Tensor, with_lse: boo
         problem = problem._replace(empty_score=0.0)
     lse = None
     if problem.is_empty or 0 in tensors.queries.shape:
-        scores = torch.zeros(problem.scores_shape, device=problem.device)
+        scores = torch.zeros(problem.scores_shape, dtype=torch.float32, device=problem.device)
         scores = with_empty_score(scores, tensors, problem.empty_score)
         if with_lse:
             lse = torch.zeros(problem.winners_shape, dtype=beta.dtype, device=problem.device)

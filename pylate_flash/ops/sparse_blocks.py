@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .blocked import Inputs, accumulation_dtype, block_budget, blocked_forward
-from .blocked_varlen import padded_tokens, rows_of, sequence_blocks
+from .blocked_varlen import padded_tokens, rows_of, runs
 from .compute import blocked_inputs, weighted
 from .packing import host_bounds_of
 from .problem import Problem, Tensors
@@ -64,8 +64,14 @@ def _blocks(problem: Problem, n_chosen: int, bounds: np.ndarray | None) -> list[
     """Documents that are scored at once: not too many of their tokens, or of the query's tokens gathered for them."""
     budget = block_budget(problem.device) // problem.size
     step = max(1, budget // n_chosen)
-    stretches = [(0, problem.n_documents)] if bounds is None else sequence_blocks(bounds, budget)
-    return [slice(start, min(start + step, last)) for first, last in stretches for start in range(first, last, step)]
+    if bounds is None:
+        return [slice(start, min(start + step, problem.n_documents)) for start in range(0, problem.n_documents, step)]
+    # Padded to the longest of a block.
+    return [
+        slice(start, min(start + step, run.stop))
+        for run in runs(np.diff(bounds), 0, problem.n_documents, budget)
+        for start in range(run.start, run.stop, step)
+    ]
 
 
 def _documents(given: Inputs, group: int, block: slice, bounds: np.ndarray | None) -> _Documents:

@@ -223,7 +223,7 @@ def _scores(queries: Tensor, documents: Tensor, query_tokens: Tensor, *others) -
     if with_winners:
         winners = torch.full(problem.winners_shape, -1, dtype=problem.winners_dtype, device=problem.device)
     if problem.is_empty or query_tokens.numel() == 0:
-        scores = torch.zeros(problem.scores_shape, device=problem.device)
+        scores = torch.zeros(problem.scores_shape, dtype=torch.float32, device=problem.device)
         return with_empty_score(scores, tensors, empty_score), winners
     query_tokens = query_tokens.expand(problem.n_queries, -1, -1)
     found = winners if with_winners else None
@@ -236,16 +236,21 @@ def _scores(queries: Tensor, documents: Tensor, query_tokens: Tensor, *others) -
 
 
 def _backward(ctx, grad_scores: Tensor, _winners: Tensor | None) -> tuple:
-    *given, winners = ctx.saved_tensors
+    queries, documents, query_tokens, *masks_and_bounds, winners = ctx.saved_tensors
     needs = ctx.needs_input_grad[:2]
-    found = maxsim_gradients(grad_scores, winners, _tensors(*given), ctx.options, *needs)
+    if ctx.again is not None:
+        winners = _sparse_queries(queries, documents, query_tokens, *masks_and_bounds, *ctx.again, True)[1]
+    given = _tensors(queries, documents, *masks_and_bounds)
+    found = maxsim_gradients(grad_scores, winners, given, ctx.options, *needs)
     return *(gradient if need else None for gradient, need in zip(found, needs, strict=True)), *(None,) * 10
 
 
 def _setup_context(ctx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    queries, documents, _, *masks_and_bounds, max_document_length, normalize, masking, _, implementation, _ = inputs
+    *tensors, max_document_length, normalize, masking, empty_score, implementation, with_winners = inputs
+    # Inside `torch.func.vmap`, no tensor says that autograd records the call: then the backward finds the winners.
+    ctx.again = None if with_winners else (max_document_length, normalize, masking, empty_score, implementation)
     ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(queries, documents, *masks_and_bounds, output[1])
+    ctx.save_for_backward(*tensors, output[1])
     ctx.options = Options(0, max_document_length, 0, normalize, "sum", masking, implementation=implementation)
 
 

@@ -37,7 +37,7 @@ def concatenate(sequences: Sequence[Tensor], device: str | torch.device | None =
 
     def copy(start: int, stop: int) -> None:
         begin = int(ends[start - 1]) if start else 0
-        block = torch.empty(int(ends[stop - 1]) - begin, size, dtype=first.dtype, pin_memory=True)
+        block = torch.empty(int(ends[stop - 1]) - begin, size, dtype=first.dtype, device="cpu", pin_memory=True)
         # Both are of the thread, and not of the call.
         with torch.no_grad(), torch.cuda.stream(stream):
             torch.cat(list(sequences[start:stop]), out=block)

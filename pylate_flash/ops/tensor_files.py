@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -28,8 +27,7 @@ def save_tensors(path: str | os.PathLike, tensors: dict[str, Tensor], kind: str)
     handle, temporary = tempfile.mkstemp(dir=place.parent, prefix=f".{place.name[:32]}.")
     os.close(handle)
     try:
-        tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
-        save_file(tensors, temporary, metadata=_metadata(kind))
+        save_file(_apart(tensors), temporary, metadata=_metadata(kind))
         # mkstemp makes a file that only its owner may read.
         os.chmod(temporary, 0o644)
         with open(temporary, "rb") as file:
@@ -42,10 +40,8 @@ def save_tensors(path: str | os.PathLike, tensors: dict[str, Tensor], kind: str)
         raise
 
 
-def load_tensors(
-    path: str | os.PathLike, kind: str, what: str, make: Callable[..., Container], device: torch.device | str = "cpu"
-) -> Container:
-    """What `make` makes of the tensors that `save_tensors` wrote; `what` it is, for the message.
+def load_tensors(path: str | os.PathLike, kind: str, what: str, make: Callable[..., Container]) -> Container:
+    """What `make` makes of the tensors that `save_tensors` wrote, on the CPU; `what` it is, for the message.
 
     Raises
     ------
@@ -58,7 +54,7 @@ def load_tensors(
     with open(path, "rb"):
         pass
     try:
-        with safe_open(path, "pt", device=str(device)) as file:
+        with safe_open(path, "pt") as file:
             found = file.metadata()
             if found != _metadata(kind):
                 raise ValueError(f"its metadata are {found}, expected {_metadata(kind)}")
@@ -66,6 +62,18 @@ def load_tensors(
         return make(**tensors)
     except (SafetensorError, TypeError, ValueError) as error:
         raise ValueError(f"{path} holds no {what}: {error}") from error
+
+
+def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors, contiguous, and no two in one memory, which safetensors refuses."""
+    found: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in tensors.items():
+        tensor = tensor.contiguous()
+        place = tensor.untyped_storage().data_ptr()
+        found[name] = tensor.clone() if place in seen else tensor
+        seen.add(place)
+    return found
 
 
 def _metadata(kind: str) -> dict[str, str]:

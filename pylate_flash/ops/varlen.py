@@ -56,7 +56,7 @@ def maxsim_varlen_reference(
         owned = zip(split_queries, pairwise(candidates_cu_seqlens.tolist()), strict=True)
         scores = [score(query, document) for query, (first, last) in owned for document in split_documents[first:last]]
         shape = (len(split_documents),)
-    return torch.stack(scores).view(shape) if scores else torch.zeros(shape, device=queries.device)
+    return torch.stack(scores).view(shape) if scores else torch.zeros(shape, dtype=torch.float32, device=queries.device)
 
 
 def maxsim_varlen(

@@ -15,11 +15,14 @@ the thresholds and Z, which are constant between changes of what is retrieved.
 
 from __future__ import annotations
 
+import numbers
+import operator
+
 import torch
 from torch import Tensor
 
 from ..kernels.select import choose
-from .checks import check_choice, check_tensor
+from .checks import LARGEST, check_choice, check_tensor
 from .compute import Gradients, checked_masks, compute_gradients, kernels, with_empty_score
 from .maxsim import checked, is_plain, maxsim_gradients, needs_gradient
 from .problem import Options, Tensors, check, problem_of, sizes_of, winners_dtype
@@ -139,10 +142,15 @@ def xtr_scores(
     >>> xtr_scores(queries, documents, k=2)
     tensor([[0.9000, 0.7000]])
     """
-    if isinstance(k, bool) or not isinstance(k, (int, torch.SymInt)):
+    if isinstance(k, bool) or not isinstance(k, (numbers.Integral, torch.SymInt)):
         raise TypeError(f"k must be an integer, got {type(k).__name__}")
+    if not isinstance(k, (int, torch.SymInt)):
+        k = operator.index(k)
     if k < 1:
         raise ValueError(f"k must be at least 1, got {k}")
+    if k > LARGEST:
+        # That is more than there are of anything, and more than an operator takes.
+        k = LARGEST
     check_choice("normalizer", normalizer, NORMALIZERS)
     check_tensor("documents", documents, {3: "[Nd, Ld, d]"})
     options = Options(empty_score=empty_score, implementation=implementation)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -108,6 +109,23 @@ def gradients(function: Callable[..., Tensor], case: Case) -> tuple[Tensor, Tens
 # Of two results through float32 scores of up to 16 in magnitude, from inputs in float64: each score is rounded by at
 # most 2^-21, and a softmax of them passes that on to the gradients.
 FLOAT32_SCORES = {"rtol": 1e-6, "atol": 1e-6}
+
+
+class Elements:
+    """Counts the elements of what torch's functions are given, also inside operators: the `largest`, and in `total`."""
+
+    def __enter__(self) -> Elements:
+        self._profile = torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True, acc_events=True
+        )
+        self._profile.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._profile.__exit__(*error)
+        shapes = [shape for event in self._profile.events() for shape in event.input_shapes]
+        sizes = [math.prod(shape) for shape in shapes if shape and all(isinstance(size, int) for size in shape)]
+        self.largest, self.total = max(sizes), sum(sizes)
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from hypothesis import given, settings
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from pylate_flash import chamfer, chamfer_varlen, maxsim_pairwise, pack
 from pylate_flash.ops import blocked, chamfer_reference
-from tests.ops.cases import relative_error
+from tests.ops.cases import Elements, relative_error
 from tests.ops.chamfer_cases import METRICS, chamfer_cases, check_packed, check_scores_and_gradients, gradients
 
 OPTIONS = {"max_examples": 60, "deadline": None, "derandomize": True}
@@ -170,26 +168,23 @@ def test_one_point() -> None:
     assert chamfer(x, y, metric="inner_product").item() == -12.0
 
 
-class Largest(TorchDispatchMode):
-    """Remembers the largest number of elements of a result."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(tensor, Tensor):
-                self.elements = max(self.elements, tensor.numel())
-        return result
-
-
 @pytest.mark.parametrize("size", [3, 12])
 def test_the_distances_are_never_together(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocked, "_BLOCK_CPU", 2000)
     x, y = torch.randn(3, 200, size, requires_grad=True), torch.randn(3, 300, size, requires_grad=True)
-    with Largest() as largest:
+    with Elements() as elements:
         chamfer(x, y).sum().backward()
-    assert largest.elements <= max(2000, y.numel())
+    assert elements.largest <= max(2000, y.numel())
+
+
+def test_short_packed_sets_are_not_padded_to_a_long_one() -> None:
+    x, bounds = pack([torch.randn(length, 3) for length in [600, *[2] * 60]])
+    x.requires_grad_()
+    with Elements() as all_together:
+        chamfer_varlen(x, x.detach(), bounds, bounds).sum().backward()
+    with Elements() as alone:
+        chamfer_varlen(x[:600], x.detach()[:600], bounds[:2], bounds[:2]).sum().backward()
+    assert all_together.total <= 3 * alone.total
 
 
 BOUNDS = torch.tensor([0, 2, 6])

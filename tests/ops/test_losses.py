@@ -414,6 +414,18 @@ def test_winners_live_no_longer_than_their_chunk(monkeypatch: pytest.MonkeyPatch
             "teacher_temperature must be a number, got Tensor",
         ),
         (
+            lambda: maxsim_cross_entropy(Q, D, temperature=torch.nn.Parameter(torch.tensor(-2.0))),
+            ValueError,
+            "temperature must be positive and finite, got -2",
+        ),
+        (lambda: maxsim_cross_entropy(Q, D.half()), TypeError, "documents must have the dtype of queries"),
+        (lambda: maxsim_cross_entropy(Q.int(), D.int()), TypeError, "queries must be float16, .* got torch.int32"),
+        (
+            lambda: maxsim_kl_divergence(Q, K.double(), torch.ones(2, 6)),
+            TypeError,
+            "documents must have the dtype of queries",
+        ),
+        (
             lambda: maxsim_margin_mse(Q, K[:, :1], Q[:, :1, 0]),
             ValueError,
             "documents must be a positive and a negative",

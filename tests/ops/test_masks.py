@@ -213,6 +213,17 @@ def test_masked_tokens_have_no_gradient_under_normalize(value: float, candidates
     assert (results[0][2].view(2, 5, 4)[DOCUMENTS_MASK == 0] == 0).all()
 
 
+@pytest.mark.parametrize("empty_score", [0.0, -1.0])
+def test_a_query_that_is_not_a_number_leaves_an_empty_document_its_score(empty_score: float) -> None:
+    queries, mask = QUERIES.clone(), DOCUMENTS_MASK.clone()
+    queries[0, 0, 0] = torch.nan
+    mask[0] = 0
+    for function in (maxsim, maxsim_reference):
+        scores = function(queries, DOCUMENTS, documents_mask=mask, normalize=True, empty_score=empty_score)
+        assert (scores[:, 0] == empty_score).all()
+        assert scores[0, 1].isnan()
+
+
 def test_masked_hidden_states_have_no_gradient_under_normalize() -> None:
     hidden = DOCUMENTS.clone()
     hidden[DOCUMENTS_MASK == 0] = torch.nan

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pylate_flash import maxsim, maxsim_sparse_queries
+from pylate_flash import maxsim, maxsim_sparse_queries, pack
 from pylate_flash.ops import blocked, maxsim_sparse_queries_reference
-from tests.ops.cases import Case, gradients, relative_error
+from tests.ops.cases import Case, Elements, gradients, relative_error
 from tests.ops.sparse_cases import sparse_cases
 
 BOTH = pytest.mark.parametrize("function", [maxsim_sparse_queries, maxsim_sparse_queries_reference])
@@ -192,3 +192,12 @@ def test_autocast() -> None:
     assert scores.dtype == torch.float32
     assert torch.equal(scores, maxsim_sparse_queries(queries.bfloat16(), documents.bfloat16(), chosen))
     assert torch.autograd.grad(scores.sum(), queries)[0].dtype == torch.float32
+
+
+def test_short_packed_documents_are_not_padded_to_a_long_one() -> None:
+    documents, bounds = pack([torch.randn(length, 128) for length in [2000, *[1] * 200]])
+    with Elements() as elements:
+        maxsim_sparse_queries(
+            torch.randn(1, 32, 128), documents, torch.zeros(201, 1).long(), documents_cu_seqlens=bounds
+        )
+    assert elements.largest <= 4 * documents.numel()

@@ -8,11 +8,10 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from pylate_flash import maxsim, xtr_scores
 from pylate_flash.ops import blocked, xtr, xtr_scores_reference
-from tests.ops.cases import Case, gradients, relative_error
+from tests.ops.cases import Case, Elements, gradients, relative_error
 from tests.ops.xtr_cases import check_scores_and_gradients, xtr_cases
 
 NORMALIZERS = ("positive", "retrieved")
@@ -142,27 +141,14 @@ def test_one_token() -> None:
     assert xtr_scores(queries, documents, normalizer="retrieved").item() == -6.0
 
 
-class Largest(TorchDispatchMode):
-    """Remembers the largest number of elements of a result."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(tensor, Tensor):
-                self.elements = max(self.elements, tensor.numel())
-        return result
-
-
 def test_the_similarities_are_never_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocked, "_BLOCK_CPU", 10_000)
     queries, documents = torch.randn(10, 16, 4, requires_grad=True), torch.randn(60, 40, 4, requires_grad=True)
-    with Largest() as largest:
+    with Elements() as elements:
         xtr_scores(queries, documents, k=50).sum().backward()
     # [Nd, rows], or the documents.
-    assert largest.elements <= 60 * 10 * 16
-    assert largest.elements < queries.shape[0] * 16 * 60 * 40 / 30
+    assert elements.largest <= 60 * 10 * 16
+    assert elements.largest < queries.shape[0] * 16 * 60 * 40 / 30
 
 
 @pytest.mark.parametrize(

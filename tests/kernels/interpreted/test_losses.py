@@ -88,7 +88,8 @@ def check_step(case: LossCase) -> None:
         assert value.shape == reference.shape
         assert relative_error(value, reference) <= 1e-5
     with torch.no_grad():
-        assert torch.equal(by_kernels(case, leaves), found[0])
+        # Other tiles score where nothing has to win, and a BLAS adds up products in an order that may depend on them.
+        assert relative_error(by_kernels(case, leaves), found[0]) <= 1e-6
     for index, leaf in enumerate(leaves):
         given = [tensor if tensor is leaf else tensor.detach() for tensor in leaves]
         alone = by_kernels(case, tuple(given))

@@ -1,0 +1,416 @@
+"""Wrong arguments are one error that names the argument, and arguments that are right are not refused."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from pylate_flash import (
+    QuantizedEmbeddings,
+    ResidualCodec,
+    ResidualCodes,
+    chamfer,
+    chamfer_varlen,
+    explain,
+    maxsim,
+    maxsim_cross_entropy,
+    maxsim_from_hidden,
+    maxsim_kl_divergence,
+    maxsim_pairwise,
+    maxsim_ragged,
+    maxsim_ragged_pairwise,
+    maxsim_residual,
+    maxsim_sparse_queries,
+    maxsim_varlen,
+    maxsim_varlen_pairwise,
+    pack,
+    quantize,
+    soft_maxsim,
+    soft_maxsim_varlen,
+    train_residual_codec,
+    xtr_scores,
+)
+from pylate_flash.ops import lists
+from tests.ops.residual_cases import residual_codes
+
+QUERIES, DOCUMENTS, PAIRS = torch.ones(1, 2, 8), torch.ones(2, 3, 8), torch.ones(1, 3, 8)
+TOKENS, BOUNDS = torch.ones(5, 8), torch.tensor([0, 2, 5])
+LIST = [torch.ones(2, 8), torch.ones(3, 8)]
+CODES = residual_codes([5, 0, 3], 8, 4)
+CHOSEN = torch.zeros(2, 1, dtype=torch.int64)
+TEACHER = torch.ones(1, 2)
+CUTOFFS, WEIGHTS = torch.tensor([-0.1, 0.0, 0.1]), torch.tensor([-0.2, 0.0, 0.0, 0.2])
+HUGE = 10**30
+
+
+def packed(operation: Callable[..., Tensor], **options) -> Tensor:
+    return operation(TOKENS, TOKENS, BOUNDS, BOUNDS, **options)
+
+
+# Every operation that takes `empty_score`, as a call of which nothing else is wrong.
+OPERATIONS = {
+    "maxsim": lambda **options: maxsim(QUERIES, DOCUMENTS, **options),
+    "quantized": lambda **options: maxsim(QUERIES, quantize(DOCUMENTS), **options),
+    "pairwise": lambda **options: maxsim_pairwise(QUERIES, PAIRS, **options),
+    "varlen": lambda **options: packed(maxsim_varlen, **options),
+    "varlen pairwise": lambda **options: packed(maxsim_varlen_pairwise, **options),
+    "ragged": lambda **options: maxsim_ragged(LIST, LIST, **options),
+    "ragged pairwise": lambda **options: maxsim_ragged_pairwise(LIST, LIST, **options),
+    "soft": lambda **options: soft_maxsim(QUERIES, DOCUMENTS, 1.0, **options),
+    "soft varlen": lambda **options: soft_maxsim_varlen(TOKENS, TOKENS, 1.0, BOUNDS, BOUNDS, **options),
+    "sparse": lambda **options: maxsim_sparse_queries(QUERIES, DOCUMENTS, CHOSEN, **options),
+    "xtr": lambda **options: xtr_scores(QUERIES, DOCUMENTS, k=2, **options),
+    "hidden": lambda **options: maxsim_from_hidden(QUERIES, DOCUMENTS, torch.eye(8), **options),
+    "residual": lambda **options: maxsim_residual(QUERIES, CODES, **options),
+    "cross entropy": lambda **options: maxsim_cross_entropy(QUERIES, DOCUMENTS, **options),
+    "divergence": lambda **options: maxsim_kl_divergence(QUERIES, DOCUMENTS, TEACHER, **options),
+    "chamfer": lambda **options: chamfer(PAIRS, PAIRS, **options),
+    "chamfer varlen": lambda **options: packed(chamfer_varlen, **options),
+}
+
+
+@pytest.fixture(params=OPERATIONS)
+def operation(request) -> Callable[..., Tensor]:
+    return OPERATIONS[request.param]
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "message"),
+    [
+        (None, TypeError, "empty_score must be a number, got NoneType"),
+        ("x", TypeError, "empty_score must be a number, got str"),
+        (1j, TypeError, "empty_score must be a number, got complex"),
+        (10**400, ValueError, "empty_score must be a number that a float can hold, got 1000"),
+    ],
+    ids=["None", "str", "complex", "huge"],
+)
+def test_the_empty_score_is_a_number(operation, value: object, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        operation(empty_score=value)
+
+
+@pytest.mark.parametrize("value", [2, 2**70, np.float32(2.0), np.int64(2), True], ids=repr)
+def test_any_real_number_is_an_empty_score(value: object) -> None:
+    expected = torch.full((1, 2), float(value))
+    assert torch.equal(maxsim(QUERIES, DOCUMENTS, documents_mask=torch.zeros(2, 3), empty_score=value), expected)
+    ragged = maxsim_ragged_pairwise([torch.ones(2, 8)], [torch.ones(0, 8)], empty_score=value)
+    assert torch.equal(ragged, expected[0, :1])
+
+
+def hidden_of_boundaries(bounds: object) -> Tensor:
+    return maxsim_from_hidden(QUERIES, TOKENS, torch.eye(8), documents_cu_seqlens=bounds)
+
+
+def lengths(name: str, value: object) -> Callable[[], Tensor]:
+    operation = chamfer_varlen if name in ("max_x_length", "max_y_length") else maxsim_varlen
+    return lambda: packed(operation, **{name: value})
+
+
+def ragged_pairs(of_queries: object, of_documents: object) -> Callable[[], Tensor]:
+    return lambda: maxsim_ragged_pairwise([of_queries], [of_documents])
+
+
+ROWS = np.ones((2, 8), dtype=np.float32)
+ROWS_TURNED, ROWS_BIG = ROWS[::-1], ROWS.astype(">f4")
+EMPTY, COMPLEX = torch.ones(2, 0), torch.ones(2, 8).to(torch.complex64)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        # Lists of pairs.
+        (ragged_pairs(torch.ones(2, 8).int(), torch.ones(3, 8)), TypeError, "queries must be float16.*int32"),
+        (ragged_pairs(COMPLEX, COMPLEX), TypeError, "documents must be float16.* got torch.complex64"),
+        (ragged_pairs(torch.ones(2, 8), torch.ones(3, 8).int()), TypeError, "documents must be float16.*int32"),
+        (ragged_pairs(EMPTY, EMPTY), ValueError, "documents must have an embedding size of at least 1"),
+        # Masks and boundaries that are no tensors.
+        (
+            lambda: maxsim_pairwise(QUERIES, PAIRS, documents_mask=[[1, 1, 1]]),
+            TypeError,
+            "documents_mask must be a torch.Tensor or None, got list",
+        ),
+        (
+            lambda: maxsim_pairwise(QUERIES, PAIRS, documents_mask=np.ones((1, 3))),
+            TypeError,
+            "documents_mask must be a torch.Tensor or None, got ndarray",
+        ),
+        *(
+            (
+                lambda name=name: maxsim_from_hidden(QUERIES, DOCUMENTS, torch.eye(8), **{name: [[1, 1]]}),
+                TypeError,
+                f"{name} must be a torch.Tensor or None, got list",
+            )
+            for name in ("queries_mask", "documents_mask")
+        ),
+        (lambda: hidden_of_boundaries([0, 5]), TypeError, "documents_cu_seqlens must be a torch.Tensor, got list"),
+        (lambda: hidden_of_boundaries(torch.ones(2)), TypeError, "documents_cu_seqlens must be int32 or int64, got"),
+        # Lengths.
+        *(
+            (lengths(name, value), error, f"{name} must be {expected}, got {got}")
+            for name in ("max_query_length", "max_document_length", "max_x_length", "max_y_length")
+            for value, error, expected, got in (
+                ("5", TypeError, "an integer", "str"),
+                (5.0, TypeError, "an integer", "float"),
+                (True, TypeError, "an integer", "bool"),
+                (-1, ValueError, "at least 0", "-1"),
+                (2**63, ValueError, r"less than 2\*\*63", str(2**63)),
+            )
+        ),
+        # Scratch.
+        *(
+            (
+                lambda value=value: soft_maxsim(QUERIES, DOCUMENTS, 1.0, max_scratch_bytes=value),
+                error,
+                f"max_scratch_bytes must be {expected}, got {got}",
+            )
+            for value, error, expected, got in (
+                (None, TypeError, "an integer", "NoneType"),
+                ("x", TypeError, "an integer", "str"),
+                (1.5, TypeError, "an integer", "float"),
+                (HUGE, ValueError, r"less than 2\*\*63", str(HUGE)),
+            )
+        ),
+        (
+            lambda: maxsim_cross_entropy(QUERIES, DOCUMENTS, max_scratch_bytes=HUGE),
+            ValueError,
+            rf"max_scratch_bytes must be less than 2\*\*63, got {HUGE}",
+        ),
+        # Beta, which is rounded.
+        *(
+            (
+                lambda beta=beta: soft_maxsim(QUERIES, DOCUMENTS, beta),
+                ValueError,
+                rf"beta must be above 0 and finite, got {re.escape(got)}.* \(it is computed with in float32\)",
+            )
+            for beta, got in (
+                (1e39, "1e+39"),
+                (1e-46, "1e-46"),
+                (2.0**-150, "7.0"),
+                (10**400, "1000"),
+                (torch.tensor(1e39, dtype=torch.float64), "1e+39"),
+                (torch.tensor(1e-46, dtype=torch.float64), "1e-46"),
+            )
+        ),
+        # Codes and codecs.
+        *(
+            (
+                lambda value=value: ResidualCodes(CODES.codes, CODES.residuals, value, WEIGHTS, CODES.cu_seqlens),
+                TypeError,
+                f"centroids must be a torch.Tensor, got {type(value).__name__}",
+            )
+            for value in (None, [1.0])
+        ),
+        *(
+            (
+                lambda value=value: ResidualCodec(torch.eye(8), CUTOFFS, value),
+                TypeError,
+                f"bucket_weights must be a torch.Tensor, got {type(value).__name__}",
+            )
+            for value in (None, [0.0] * 4)
+        ),
+        (
+            lambda: ResidualCodec(torch.ones(0, 8), CUTOFFS, WEIGHTS),
+            ValueError,
+            re.escape("centroids must be at least one, got shape [0, 8]"),
+        ),
+        (lambda: train_residual_codec(TOKENS, "x"), TypeError, "num_centroids must be an integer, got str"),
+        (lambda: train_residual_codec(TOKENS, 2.5), TypeError, "num_centroids must be an integer, got float"),
+        (lambda: train_residual_codec(TOKENS, 2, 4.0), TypeError, "nbits must be an integer, got float"),
+        # Lists to pack.
+        (
+            lambda: pack([None]),
+            TypeError,
+            r"sequences\[0\] must be a torch.Tensor or a numpy.ndarray, got None",
+        ),
+        (lambda: pack("abc"), TypeError, "sequences must be a list of tensors or arrays .*, got str"),
+        (lambda: pack(5), TypeError, "sequences must be a list of tensors or arrays .*, got int"),
+        (lambda: pack(x for x in LIST), TypeError, "sequences must be a list of tensors .*, got generator"),
+        *(
+            (
+                lambda rows=rows: pack([ROWS, rows]),
+                error,
+                r"sequences\[1\] must be an array that torch can",
+            )
+            for rows, error in (
+                (ROWS_TURNED, ValueError),
+                (ROWS_BIG, ValueError),
+                (np.array([["a"]]), TypeError),
+            )
+        ),
+        *(
+            (
+                lambda rows=rows: maxsim_ragged(LIST, [ROWS, rows]),
+                ValueError,
+                re.escape("documents[1] must be an array that torch can take as it is: "),
+            )
+            for rows in (ROWS_TURNED, ROWS_BIG)
+        ),
+        # Boundaries that are kept with quantized embeddings.
+        *(
+            (
+                lambda bounds=bounds: quantize(TOKENS, cu_seqlens=torch.tensor(bounds)),
+                ValueError,
+                f"cu_seqlens must rise from 0 to the number of values, 5, got {got}",
+            )
+            for bounds, got in (([0, 99, -3], "0 to -3, falling"), ([0, 4], "0 to 4"), ([1, 5], "1 to 5"))
+        ),
+        (
+            lambda: QuantizedEmbeddings(
+                torch.ones(5, 8, dtype=torch.int8, device="meta"), torch.ones(5, device="meta"), None, BOUNDS
+            ),
+            ValueError,
+            "cu_seqlens must be on the device of values, meta, got cpu",
+        ),
+        # What belongs to packed documents.
+        *(
+            (
+                lambda given=given: explain(QUERIES, DOCUMENTS, **given),
+                ValueError,
+                re.escape(f"{name} must be None where documents are padded (documents_cu_seqlens is None), got {got}"),
+            )
+            for given, name, got in (
+                ({"queries_cu_seqlens": BOUNDS}, "queries_cu_seqlens", "Tensor"),
+                ({"candidates_cu_seqlens": BOUNDS}, "candidates_cu_seqlens", "Tensor"),
+                ({"max_query_length": 3}, "max_query_length", "int"),
+                ({"max_document_length": -3}, "max_document_length", "int"),
+            )
+        ),
+        (
+            lambda: explain(QUERIES, quantize(DOCUMENTS), max_document_length=3),
+            ValueError,
+            "max_document_length must be None where documents are padded",
+        ),
+    ],
+)
+def test_what_is_wrong_is_named(call: Callable[[], object], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.complex64])
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("documents_mask", lambda mask: maxsim(QUERIES, PAIRS, documents_mask=mask)),
+        ("documents_mask", lambda mask: maxsim_pairwise(QUERIES, PAIRS, documents_mask=mask)),
+        ("queries_mask", lambda mask: maxsim(PAIRS, DOCUMENTS, queries_mask=mask)),
+        ("queries_mask", lambda mask: soft_maxsim(PAIRS, DOCUMENTS, 1.0, queries_mask=mask)),
+        ("documents_mask", lambda mask: maxsim_from_hidden(QUERIES, PAIRS, torch.eye(8), documents_mask=mask)),
+        ("documents_mask", lambda mask: maxsim_cross_entropy(QUERIES, PAIRS, documents_mask=mask)),
+        ("documents_mask", lambda mask: xtr_scores(QUERIES, PAIRS, k=2, documents_mask=mask)),
+        ("x_mask", lambda mask: chamfer(PAIRS, PAIRS, x_mask=mask)),
+    ],
+)
+def test_masks_are_of_types_that_torch_compares(name: str, call: Callable, dtype: torch.dtype) -> None:
+    with pytest.raises(TypeError, match=f"{name} must be bool, or 0/1 of uint8, a signed integer or .*, got {dtype}"):
+        call(torch.ones(1, 3).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.complex64, torch.float8_e4m3fn])
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("queries", maxsim),
+        ("queries", maxsim_pairwise),
+        ("queries", lambda x, y: soft_maxsim(x, y, 1.0)),
+        ("documents", lambda x, y: maxsim_ragged([x[0]], [y[0]])),
+        ("queries", maxsim_cross_entropy),
+        ("x", lambda x, y: chamfer(x, y, metric="inner_product")),
+    ],
+)
+def test_autocast_makes_no_embeddings_of_other_types(name: str, call: Callable, dtype: torch.dtype) -> None:
+    with (
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        pytest.raises(TypeError, match=f"{name} must be float16, bfloat16, float32 or float64, got {dtype}"),
+    ):
+        call(PAIRS.to(dtype), PAIRS.to(dtype))
+
+
+@pytest.mark.parametrize("beta", [2.0**-149, torch.finfo(torch.float32).max])
+def test_a_beta_that_float32_holds_is_taken(beta: float) -> None:
+    soft_maxsim(QUERIES, DOCUMENTS, beta)
+    # What float32 does not hold, float64 does.
+    soft_maxsim(QUERIES.double(), DOCUMENTS.double(), 1e39)
+
+
+@pytest.mark.parametrize("k", [2**63, HUGE])
+def test_more_retrieved_than_an_operator_can_be_told_are_all(k: int) -> None:
+    queries, documents = torch.randn(2, 3, 8), torch.randn(4, 5, 8)
+    assert torch.equal(xtr_scores(queries, documents, k=k), xtr_scores(queries, documents, k=20))
+
+
+def test_pairs_of_lists_are_scored_on_their_device_whatever_the_default_one() -> None:
+    documents = [torch.ones(0, 8), torch.ones(3, 8)]
+    with torch.device("meta"):
+        found = maxsim_ragged_pairwise(LIST, documents, empty_score=-1.0)
+        again = maxsim_ragged_pairwise(LIST, documents, empty_score=-1.0, normalize=True)
+    assert found.tolist() == [-1.0, 24.0]
+    torch.testing.assert_close(again, torch.tensor([-1.0, 3.0]))
+
+
+def test_the_look_at_lists_is_tried_on_the_host_whatever_the_default_device() -> None:
+    with torch.device("meta"):
+        rows, alike, others = lists._samples()
+    assert {tensor.device.type for tensor in (rows, *alike)} == {"cpu"}
+    assert not any(lists.is_like(rows, other) for other in others)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_codes_are_decompressed_to_8_bits_too(dtype: torch.dtype) -> None:
+    assert torch.equal(CODES.decompress(dtype).float(), CODES.decompress().to(dtype).float())
+
+
+@pytest.mark.parametrize("loss_reduction", ["mean", "none"])
+def test_no_tangent_of_a_temperature_is_dropped(loss_reduction: str) -> None:
+    with torch.autograd.forward_ad.dual_level():
+        temperature = torch.autograd.forward_ad.make_dual(torch.tensor(1.0), torch.tensor(1.0))
+        for loss in (
+            lambda **options: maxsim_cross_entropy(QUERIES, DOCUMENTS, **options),
+            lambda **options: maxsim_kl_divergence(QUERIES, DOCUMENTS, TEACHER, **options),
+        ):
+            with pytest.raises(RuntimeError, match="takes no part in torch.func.grad"):
+                loss(temperature=temperature, loss_reduction=loss_reduction)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("learned", ["queries", "queries and documents"])
+@pytest.mark.filterwarnings("ignore")
+def test_the_gradient_of_a_vmap_over_chosen_query_tokens(compiled: bool, learned: str) -> None:
+    several = torch.randn(3, 1, 2, 4, requires_grad=True)
+    documents = torch.randn(2, 3, 4, requires_grad=learned != "queries")
+    inputs = several, *[documents] * documents.requires_grad
+    chosen = torch.tensor([[0, 1], [1, -1]])
+
+    def score(queries: Tensor) -> Tensor:
+        return maxsim_sparse_queries(queries, documents, chosen)
+
+    scores = torch.func.vmap(score)
+    scores = torch.compile(scores, backend="aot_eager") if compiled else scores
+    weights = torch.randn(3, 1, 2)
+    found = torch.autograd.grad((scores(several) * weights).sum(), inputs)
+    one_by_one = torch.stack(list(map(score, several)))
+    expected = torch.autograd.grad((one_by_one * weights).sum(), inputs)
+    torch.testing.assert_close(found, expected)
+
+
+def test_boundaries_that_do_not_fit_are_not_loaded(tmp_path) -> None:
+    quantized = quantize(TOKENS, cu_seqlens=BOUNDS)
+    quantized.cu_seqlens[-1] = 4
+    quantized.save(tmp_path / "file")
+    with pytest.raises(ValueError, match="file holds no quantized embeddings: cu_seqlens must rise from 0 to .* 5"):
+        QuantizedEmbeddings.load(tmp_path / "file")
+
+
+def test_fields_that_share_memory_are_saved(tmp_path) -> None:
+    numbers = torch.arange(10.0)
+    values = torch.randint(0, 255, (5, 8), dtype=torch.uint8)
+    for offsets in (numbers[:5], numbers[5:]):
+        QuantizedEmbeddings(values, numbers[:5], offsets).save(tmp_path / "file")
+        loaded = QuantizedEmbeddings.load(tmp_path / "file")
+        assert torch.equal(loaded.scales, numbers[:5])
+        assert torch.equal(loaded.offsets, offsets)
