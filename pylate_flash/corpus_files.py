@@ -99,15 +99,32 @@ class Corpus:
                 found[text.id] = text.text
         return found
 
+    def texts_and_bodies(self) -> Iterator[tuple[str, str]]:
+        """Read the text of every document, and what that is without the title.
+
+        Raises
+        ------
+        ValueError, OSError
+            As while iterating.
+        """
+        if self._files is not None:
+            yield from ((text, text) for _, text in self)
+            return
+        for _, record in self._records():
+            yield _with_title(record), record["text"].strip()
+
     def _open(self) -> IO[bytes]:
         return self.path.open("rb") if self._pipe is None else os.fdopen(os.dup(self._pipe.fileno()), "rb")
 
-    def _texts_of_lines(self) -> Iterator[Text]:
+    def _records(self) -> Iterator[tuple[str, dict[str, Any]]]:
         with self._open() as file:
             # What shares its place with an earlier reader, a copied pipe and on some systems /dev/fd/N, is at its end.
             file.seek(0)
-            for id_, record in read_records(file, self.path):
-                yield Text(id_, f"{record.get('title') or ''} {record['text']}".strip())
+            yield from read_records(file, self.path)
+
+    def _texts_of_lines(self) -> Iterator[Text]:
+        for id_, record in self._records():
+            yield Text(id_, _with_title(record))
 
     def _id(self, file: Path) -> str:
         return file.relative_to(self.path).as_posix()
@@ -121,6 +138,10 @@ class Corpus:
                 yield Text(id_, file.read_bytes().decode("utf-8-sig").strip())
             except UnicodeDecodeError as error:
                 raise ValueError(f"{file}: not UTF-8 text ({error})") from None
+
+
+def _with_title(record: dict[str, Any]) -> str:
+    return f"{record.get('title') or ''} {record['text']}".strip()
 
 
 def read_queries(lines: Iterable[bytes], name: str | os.PathLike[str]) -> list[Text]:

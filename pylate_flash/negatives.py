@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ def mine_hard_negatives(
     positives: Sequence[str],
     corpus: Sequence[str] | None = None,
     *,
+    other_forms: Mapping[str, Collection[str]] | None = None,
     num_negatives: int = 3,
     range_min: int = 0,
     max_score: float | None = None,
@@ -35,7 +36,8 @@ def mine_hard_negatives(
 ) -> list[dict[str, str]]:
     """Find for every pair the texts that score highest and are no positive of its anchor.
 
-    The embeddings of all texts are kept where the model is.
+    The embeddings of all texts are kept where the model is. Texts that differ only in the whitespace around them are
+    one text.
 
     Parameters
     ----------
@@ -46,6 +48,9 @@ def mine_hard_negatives(
         N queries, and a text that answers each. An anchor may come several times, with a positive each.
     corpus
         Texts among which to look. None: the positives. A text that is there twice is looked at once.
+    other_forms
+        Of a positive, texts of the corpus that are the same document, for example with a title before it: they are no
+        negatives of its anchor either.
     num_negatives
         Negatives of every pair.
     range_min
@@ -87,13 +92,17 @@ def mine_hard_negatives(
         raise ValueError(f"relative_margin must be at least 0 and less than 1, got {relative_margin}")
     if not anchors:
         return []
-    texts = list(dict.fromkeys([*(positives if corpus is None else corpus), *positives]))
-    n_candidates = len(texts) if corpus is None else len(set(corpus))
-    place = {text: index for index, text in enumerate(texts)}
+    texts: list[str] = []
+    place: dict[str, int] = {}
+    n_candidates = _add(positives if corpus is None else corpus, texts, place)
+    _add(positives, texts, place)
+    same = {positive.strip(): {positive.strip()} for positive in positives}
+    for positive, forms in (other_forms or {}).items():
+        same.setdefault(positive.strip(), set()).update(form.strip() for form in forms)
     queries = list(dict.fromkeys(anchors))
-    answers: dict[str, list[int]] = {query: [] for query in queries}
+    answers: dict[str, set[int]] = {query: set() for query in queries}
     for anchor, positive in zip(anchors, positives, strict=True):
-        answers[anchor].append(place[positive])
+        answers[anchor] |= {place[form] for form in same[positive.strip()] if form in place}
     reduction = "mean" if getattr(model, "similarity_fn_name", None) == "meanmaxsim" else "sum"
     documents, documents_bounds = _packed(model, texts, False, batch_size, show_progress_bar)
     tokens, bounds = _packed(model, queries, True, batch_size, show_progress_bar)
@@ -118,12 +127,20 @@ def mine_hard_negatives(
             candidates = row[:n_candidates].clone()
             candidates[[i for i in answers[query] if i < n_candidates]] = -torch.inf
             for index in pairs_of[query]:
-                bound = _bound(row[place[positives[index]]], max_score, absolute_margin, relative_margin)
+                bound = _bound(row[place[positives[index].strip()]], max_score, absolute_margin, relative_margin)
                 chosen = _best(candidates, range_min, num_negatives, bound)
                 if len(chosen) == num_negatives:
                     negatives = {f"negative_{n}": texts[i] for n, i in enumerate(chosen, 1)}
                     found[index] = {"anchor": query, "positive": positives[index], **negatives}
     return [row for row in found if row is not None]
+
+
+def _add(some: Sequence[str], texts: list[str], place: dict[str, int]) -> int:
+    """Append the texts that are not there, say where each stripped text is, and return how many there are then."""
+    for text in some:
+        if place.setdefault(text.strip(), len(texts)) == len(texts):
+            texts.append(text)
+    return len(texts)
 
 
 def _packed(

@@ -21,6 +21,14 @@ def test_a_corpus_is_read_as_beir_reads_it(tmp_path: Path) -> None:
         assert list(Corpus(path)) == expected
 
 
+def test_a_text_is_read_with_its_title_and_without(tmp_path: Path) -> None:
+    (tmp_path / "corpus.jsonl").write_text(GOOD + '{"_id": "c", "title": "Only", "text": " "}\n')
+    assert list(Corpus(tmp_path).texts_and_bodies()) == [("One first", "first"), ("second", "second"), ("Only", "")]
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "one.txt").write_text(" first\n")
+    assert list(Corpus(tmp_path / "texts").texts_and_bodies()) == [("first", "first")]
+
+
 # Little, and more than a pipe holds, so that it must be read while it is written.
 @pytest.mark.parametrize("count", [1, 200])
 def test_a_corpus_may_be_read_twice_even_from_a_pipe(count: int) -> None:

@@ -97,6 +97,28 @@ def test_the_mean_over_query_tokens_where_that_is_the_similarity(model: Any) -> 
         model.similarity_fn_name = "maxsim"
 
 
+def test_a_positive_with_other_whitespace_is_no_negative(model: Any) -> None:
+    """Whichever of the two has it."""
+    for positive, in_the_corpus in (("red cats ", "red cats"), ("red cats", "\tred cats\n")):
+        corpus = [in_the_corpus, "blue dogs", "a", "  blue dogs"]
+        (row,) = mine_hard_negatives(model, ["red cats"], [positive], corpus, num_negatives=2)
+        assert (row["anchor"], row["positive"]) == ("red cats", positive)
+        assert {row["negative_1"], row["negative_2"]} == {"blue dogs", "a"}
+        assert mine_hard_negatives(model, ["red cats"], [positive], corpus, num_negatives=3) == []
+
+
+def test_another_form_of_a_positive_is_no_negative(model: Any) -> None:
+    anchors, positives = ["red cats", "blue dogs"], ["red cats", "a"]
+    corpus = ["old red cats", "red cats new", "blue dogs", "a"]
+    options = {"other_forms": {" red cats": ["old red cats ", "red cats new", "elsewhere"], "nobody's": ["a"]}}
+    rows = mine_hard_negatives(model, anchors, positives, corpus, num_negatives=2, **options)
+    assert {rows[0]["negative_1"], rows[0]["negative_2"]} == {"blue dogs", "a"}
+    # They are one for the other anchor, whose positive they are not.
+    (row,) = mine_hard_negatives(model, anchors, positives, corpus, num_negatives=3, **options)
+    assert row["anchor"] == "blue dogs"
+    assert {row[f"negative_{n}"] for n in (1, 2, 3)} == set(corpus[:3])
+
+
 def test_too_few_negatives_leave_a_pair_out(model: Any) -> None:
     pairs = ["red cats", "blue dogs"], ["a cats", "a dogs"]
     assert mine_hard_negatives(model, *pairs, num_negatives=2) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import importlib.util
 import logging
@@ -57,13 +58,16 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
     """End a command tidily: one line on standard error, and an exit code that says what kind of end it was.
 
     A `UserError`, and an extra that is not installed, exit with 2, Ctrl-C with 130, any other exception with
-    `UNEXPECTED`. With the environment variable `PYLATE_FLASH_TRACEBACK` set, the traceback comes before that line.
+    `UNEXPECTED`; a disk that is full or fails, also behind standard output, with 2. With the environment variable
+    `PYLATE_FLASH_TRACEBACK` set, the traceback comes before that line.
     """
 
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> None:
         try:
             function(*args, **kwargs)
+            # What is still in memory is written here, where an error can be told. A closed output takes nothing.
+            print(end="", flush=True)
         except (UserError, MissingExtraError) as error:
             _fail(" ".join(str(error).split()), 2)
         except KeyboardInterrupt:
@@ -73,6 +77,13 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
             raise
         # Not only Exception: the panics of libraries in Rust, such as tokenizers, are none.
         except BaseException as error:
+            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EIO):
+                try:
+                    print(end="", flush=True)
+                except OSError:
+                    # Or the end of the process would try once more, and exit with a code of its own.
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+                _fail(f"reading or writing failed: {cause(error)}", 2)
             _fail(f"unexpected {cause(error, named=True)}; {TRACEBACK_VARIABLE}=1 shows where", UNEXPECTED)
 
     return wrapped
@@ -90,15 +101,20 @@ def cause(error: BaseException, named: bool = False) -> str:
 
     The name of its type comes first if it is `named`, or if the message alone may say little, as a KeyError's does.
     """
-    if isinstance(error, OSError) and error.strerror:
-        text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    else:
-        text = " ".join(str(error).split())
+    text = " ".join(_message(error).split())
     if len(text) > _LONGEST_CAUSE:
         text = text[:_LONGEST_CAUSE].rsplit(" ", 1)[0] + " ..."
     if named or not text or not isinstance(error, ValueError | OSError | ImportError):
         text = f"{type(error).__name__}: {text}" if text else type(error).__name__
     return text
+
+
+def _message(error: BaseException) -> str:
+    """What an exception says, without the number that the system's errors have."""
+    if isinstance(error, OSError) and error.strerror:
+        # No name where a file is written to that was opened before.
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return str(error)
 
 
 @contextmanager
@@ -109,8 +125,7 @@ def explained(prefix: str = "", kinds: tuple[type[Exception], ...] = (ValueError
     except ModuleNotFoundError as error:
         raise UserError(f"{prefix}{error.msg}") from error
     except kinds as error:
-        text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.strerror else str(error)
-        raise UserError(f"{prefix}{text}") from error
+        raise UserError(f"{prefix}{_message(error)}") from error
 
 
 def loading(what: str) -> None:

@@ -47,7 +47,8 @@ def mine(
         Path | None,
         typer.Option(
             help='Where to look: corpus.jsonl, as in BEIR, `{"_id": "d1", "title": "optional", "text": "..."}` per '
-            "line, or a folder as in `index`. Default: the positives of `--data`."
+            "line, whose title and text are joined by a space, or a folder as in `index`. A document is a positive "
+            "with its title or without. Default: the positives of `--data`."
         ),
     ] = None,
     num_negatives: Annotated[int, typer.Option(min=1, help="Negatives of every pair.")] = 3,
@@ -92,8 +93,9 @@ def mine(
         from ..training_data import read_training_file
 
         lines = read_training_file(data)
-    queries, positives = list(lines.rows["query"]), list(lines.rows["positive"])
-    texts = None if corpus is None else _texts(corpus)
+    # Stripped, as the texts of a corpus are.
+    queries, positives = list(lines.rows["query"]), [text.strip() for text in lines.rows["positive"]]
+    texts, with_titles = (None, None) if corpus is None else _texts(corpus, set(positives))
     check_device(device)
     loading(f"the model {model}")
     loaded = load_model(
@@ -114,6 +116,7 @@ def mine(
             queries,
             positives,
             texts,
+            other_forms=with_titles,
             num_negatives=num_negatives,
             range_min=range_min,
             max_score=max_score,
@@ -163,8 +166,15 @@ def _check_output(output: Path, overwrite: bool, data: Path, corpus: Path | None
         raise UserError(f"there is a file {output} already; --overwrite replaces it")
 
 
-def _texts(path: Path) -> list[str]:
-    """The texts of a corpus; what is empty is nobody's negative."""
+def _texts(path: Path, positives: set[str]) -> tuple[list[str], dict[str, list[str]]]:
+    """The texts of a corpus, and of each positive those that are it with a title. What is empty is no negative."""
+    texts: list[str] = []
+    with_titles: dict[str, list[str]] = {}
     corpus = open_corpus(path)
     with explained():
-        return [text for _, text in corpus if text.strip()]
+        for text, body in corpus.texts_and_bodies():
+            if text:
+                texts.append(text)
+            if body in positives:
+                with_titles.setdefault(body, []).append(text)
+    return texts, with_titles

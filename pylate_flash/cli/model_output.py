@@ -91,13 +91,13 @@ def write_model(model: Model, folder: Path) -> list[str]:
     try:
         aside = Path(tempfile.mkdtemp(dir=folder, prefix=UNFINISHED))
     except OSError as error:
-        raise UserError(_saved_elsewhere(model, folder, error)) from error
+        raise UserError(saved_elsewhere(model, f"the model could not be written to {folder}: {error}")) from error
     new, old = aside / "model", aside / "old"
     try:
         model.save_pretrained(str(new))
     except Exception as error:  # safetensors has an exception of its own for a full disk
         shutil.rmtree(aside, ignore_errors=True)
-        raise UserError(_saved_elsewhere(model, folder, error)) from error
+        raise UserError(saved_elsewhere(model, f"the model could not be written to {folder}: {error}")) from error
     try:
         _exchange(folder, new, old)
     except OSError as error:
@@ -107,20 +107,23 @@ def write_model(model: Model, folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.name not in written)
 
 
-def save_elsewhere(model: Model) -> Path:
-    """Save a model where temporary files go, and return the folder."""
-    folder = Path(tempfile.mkdtemp(prefix="pylate-flash-model-"))
-    model.save_pretrained(str(folder))
-    return folder
-
-
-def _saved_elsewhere(model: Model, folder: Path, error: Exception) -> str:
-    """Save a model that could not be written to its folder, and say where."""
-    failed = f"the model could not be written to {folder}: {error}"
+def saved_elsewhere(model: Model, failed: str) -> str:
+    """Save a model where temporary files go, after what failed, and say both: where it is, or that this failed too."""
     try:
-        return f"{failed}; it is in {save_elsewhere(model)}"
-    except Exception as second:
-        return f"{failed}; nor could it be saved among the temporary files: {second}"
+        return f"{failed}; the model is in {_save_elsewhere(model)}"
+    except Exception as second:  # safetensors has an exception of its own for a full disk
+        return f"{failed}; nor could the model be saved among the temporary files: {second}"
+
+
+def _save_elsewhere(model: Model) -> Path:
+    """Save a model where temporary files go, and return the folder; nothing is left of one that cannot be saved."""
+    folder = Path(tempfile.mkdtemp(prefix="pylate-flash-model-"))
+    try:
+        model.save_pretrained(str(folder))
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    return folder
 
 
 def _exchange(folder: Path, new: Path, old: Path) -> None:

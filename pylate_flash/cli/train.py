@@ -25,7 +25,7 @@ from .model_output import (
     first_non_finite,
     holds_model,
     other_files,
-    save_elsewhere,
+    saved_elsewhere,
     writable_folder,
     write_model,
 )
@@ -70,7 +70,14 @@ def train(
     loss: Annotated[Loss, typer.Option(help="`cached` trains large batches in the memory of small ones.")] = (
         Loss.contrastive
     ),
-    batch_size: Annotated[int, typer.Option(min=1, help="Lines per step and device.")] = 32,
+    batch_size: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Lines per step and device, at most: in `contrastive` and `cached`, lines that share a text are never "
+            "in one batch.",
+        ),
+    ] = 32,
     mini_batch_size: Annotated[
         int | None,
         typer.Option(
@@ -244,13 +251,13 @@ def train(
                     save_strategy="no" if save_steps is None else "steps",
                     save_steps=save_steps or 1,
                 )
-                _print_summary(trainer, lines, loss, scorer)
+                _print_summary(trainer, lines, loss, scorer, data)
                 if evaluated is not None:
                     print(f"{len(evaluated.rows)} lines to evaluate with", flush=True)
                 if loss is Loss.cached and tokens == "auto":
                     _find_budget(trainer, batch_size * lines.documents_per_query, precision)
                 _print_notes(lines, loss, given, host)
-                _run(trainer, loaded, request, checkpoint, output)
+                _run(trainer, loaded, request, checkpoint, checkpoints, output)
                 if request.signal is not None and trainer.state.global_step < trainer.state.max_steps:
                     _say_where_it_is(trainer, checkpoints, overwrite)
                     raise typer.Exit(128 + request.signal)
@@ -357,26 +364,40 @@ def _find_budget(trainer: MeasuredTrainer, documents: int, precision: Precision)
     print(f"mini-batches of at most {loss.mini_batch_num_tokens} tokens, by trial on {device}", flush=True)
 
 
-def _print_summary(trainer: MeasuredTrainer, lines: TrainingData, loss: Loss, scorer: Scorer) -> None:
+def _print_summary(trainer: MeasuredTrainer, lines: TrainingData, loss: Loss, scorer: Scorer, data: Path) -> None:
     args, rows, loaded = trainer.args, lines.rows, cast("Model", trainer.model)
+    per_epoch, full = len(trainer.get_train_dataloader()), math.ceil(len(rows) / args.train_batch_size)
+    size: float = min(args.train_batch_size, len(rows))
+    on_average = ""
+    if per_epoch > full:
+        if per_epoch == len(rows) and lines.documents_per_query == 1:
+            raise UserError(
+                f"any two lines of {data} share a text, and lines that do are never in one batch, so that there are no "
+                "negatives to learn from: give lines with other texts, or hard negatives"
+            )
+        size, on_average = len(rows) / per_epoch, " on average"
     print(f"{len(rows)} lines ({', '.join(rows.column_names)}), {loss.value} loss, scorer {scorer.value}, ", end="")
     print(loaded.device)
-    size = min(args.train_batch_size, len(rows))
     if loss is Loss.distillation:
         compared = f"{lines.documents_per_query} documents per query"
     else:
         hard = lines.documents_per_query - 1
         compared = f"{hard} hard negative{'' if hard == 1 else 's'} per query, "
-        compared += f"{size * lines.documents_per_query - 1} negatives with those of the batch"
+        compared += f"{round(size * lines.documents_per_query - 1, 1):g} negatives with those of the batch{on_average}"
     query, document = lines.longest()
     query_length, document_length = read_lengths(loaded)
     print(
         f"{compared}; longest query {query} characters, longest document {document}, "
         f"cut at {query_length} and {document_length} tokens"
     )
-    per_epoch = math.ceil(len(rows) / args.train_batch_size)
     steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * per_epoch)
-    print(f"{steps} steps of {size} lines, {steps / per_epoch:.3g} epochs", flush=True)
+    print(f"{steps} steps of {round(size, 1):g} lines{on_average}, {steps / per_epoch:.3g} epochs", flush=True)
+    if per_epoch > full:
+        print(
+            "note: texts repeat, and lines that share one are never in one batch, lest a positive be a negative: an "
+            f"epoch has {per_epoch} batches in place of {full}",
+            flush=True,
+        )
 
 
 def _print_notes(lines: TrainingData, loss: Loss, given: set[str], host: str) -> None:
@@ -389,7 +410,14 @@ def _print_notes(lines: TrainingData, loss: Loss, given: set[str], host: str) ->
             print(f"pylate-flash: note: {option} has no effect with --loss {loss.value}", file=sys.stderr)
 
 
-def _run(trainer: MeasuredTrainer, loaded: Model, request: StopRequest, checkpoint: Path | None, output: Path) -> None:
+def _run(
+    trainer: MeasuredTrainer,
+    loaded: Model,
+    request: StopRequest,
+    checkpoint: Path | None,
+    checkpoints: Checkpoints,
+    output: Path,
+) -> None:
     """Train; what ends the training early is one sentence."""
     import torch
 
@@ -410,9 +438,11 @@ def _run(trainer: MeasuredTrainer, loaded: Model, request: StopRequest, checkpoi
         if checkpoint is not None and not guard.started:
             raise UserError(f"--resume: the checkpoint {checkpoint} cannot be loaded: {error}") from error
         if guard.saving:
-            raise UserError(
-                f"a checkpoint could not be written: {error}; the model as it is is in {save_elsewhere(loaded)}"
-            ) from error
+            sentence = saved_elsewhere(loaded, f"a checkpoint could not be written: {error}")
+            last = checkpoints.last()
+            if last is not None:
+                sentence += f"; the last whole checkpoint is {last}, and --resume continues from it"
+            raise UserError(sentence) from error
         raise
 
 

@@ -93,8 +93,10 @@ def make_trainer(
     """
     from transformers.trainer_callback import PrinterCallback
 
-    from .training_run import Progress
+    from .training_run import DistinctTexts, Progress
 
+    if "scores" not in lines.rows.column_names:
+        arguments["batch_sampler"] = DistinctTexts
     arguments |= {
         "warmup_steps": 0.1,
         "save_total_limit": 2,
@@ -118,6 +120,11 @@ def make_trainer(
             eval_dataset=None if evaluated is None else evaluated.rows,
             loss=loss,
         )
+    args = trainer.args
+    steps = args.max_steps if args.max_steps > 0 else args.num_train_epochs * len(lines.rows) / args.train_batch_size
+    if steps < 10:
+        # A tenth would be rounded up to a step at a learning rate of 0, the only one perhaps.
+        args.warmup_steps = 0
     # It prints every log entry to standard output.
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(Progress())
@@ -138,8 +145,6 @@ def _trainer_of_sentence_transformers(
     return MultiVectorEncoderTrainer(
         model=model,
         args=MultiVectorEncoderTrainingArguments(
-            # A text that is there twice in a batch would be its own negative.
-            batch_sampler="batch_sampler" if "scores" in train.column_names else "no_duplicates",
             prompts={name: prompt for name, prompt in prompts.items() if prompt} or None,
             **arguments,
         ),

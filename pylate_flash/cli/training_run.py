@@ -1,21 +1,100 @@
-"""A run of `pylate-flash train`: what may interrupt it, and what it shows."""
+"""A run of `pylate-flash train`: its batches, what may interrupt it, and what it shows."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import sys
 import threading
+from collections import deque
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch.utils.data import BatchSampler
 from tqdm import tqdm
 from transformers import TrainerCallback
 
 from .model_output import first_non_finite
 
 if TYPE_CHECKING:
+    from datasets import Dataset
+
     from .models import Model
+
+
+class DistinctTexts(BatchSampler):
+    """Batches of lines in which no text comes twice, because it would be its own negative; of all lines in every epoch.
+
+    The batches are those of sentence-transformers' `no_duplicates`, whose length is that of batches which are all full.
+    Trainers count on the length: where texts repeat, they would end an epoch before most lines had their turn.
+
+    Every epoch has as many batches as the first, by which trainers count epochs and resume. In the order of another
+    one, a few more or fewer may be needed: it ends before the last ones, of a line or two, or begins again.
+
+    Parameters
+    ----------
+    dataset
+        The lines: columns of texts.
+    batch_size
+        Lines of a batch, at most.
+    drop_last, valid_label_columns
+        Given to every sampler, and not used.
+    generator
+        Draws the order of the lines.
+    seed
+        What `generator` begins the first epoch with.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        batch_size: int,
+        drop_last: bool = False,
+        valid_label_columns: list[str] | None = None,
+        generator: torch.Generator | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(range(len(dataset)), batch_size, drop_last)
+        self.generator = torch.Generator() if generator is None else generator
+        self.seed, self.epoch = seed, 0
+        numbers: dict[str, int] = {}
+        columns = (
+            [numbers.setdefault(text, len(numbers)) for text in dataset[name][:]] for name in dataset.column_names
+        )
+        self._texts = list(zip(*columns, strict=True))
+        self._length = sum(1 for _ in self._batches())
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[list[int]]:
+        again_and_again = itertools.chain.from_iterable(self._batches() for _ in itertools.count())
+        return itertools.islice(again_and_again, len(self))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Draw the order of this epoch next."""
+        self.epoch = epoch
+
+    def _batches(self) -> Iterator[list[int]]:
+        """Every line once: each batch takes the first ones of those left that fit into it."""
+        self.generator.manual_seed(self.seed + self.epoch)
+        left = deque(torch.randperm(len(self._texts), generator=self.generator).tolist())
+        while left:
+            batch: list[int] = []
+            texts: set[int] = set()
+            passed_over = []
+            while left and len(batch) < self.batch_size:
+                line = left.popleft()
+                if texts.isdisjoint(self._texts[line]):
+                    batch.append(line)
+                    texts.update(self._texts[line])
+                else:
+                    passed_over.append(line)
+            left.extendleft(reversed(passed_over))
+            yield batch
 
 
 class StopRequest:

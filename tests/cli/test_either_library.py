@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from datasets import Dataset
 
 from pylate_flash.cli.common import UserError
 from pylate_flash.cli.models import PYLATE, SENTENCE_TRANSFORMERS, check_encoding_host, host_of, load_model
+from pylate_flash.cli.training_run import DistinctTexts
 from pylate_flash.encoders import encode
 from pylate_flash.hosts import HOSTS
 from tests.cli.commands import assert_one_clear_sentence, invoke, succeed
@@ -105,7 +108,108 @@ def test_train_mine_and_train_again(pylate_checkpoint: Path, tmp_path: Path) -> 
         assert (line["query"], line["positive"]) == (row["query"], row["positive"])
         assert {line["negative_1"], line["negative_2"]} <= set(TEXTS.values()) - {row["positive"]}
     printed = succeed("train", "--data", mined, "--model", first, "--output", second, *options, "--loss", "cached")
-    assert "2 hard negatives per query, 5 negatives with those of the batch" in printed
+    # Every line holds three of the four texts.
+    assert "2 hard negatives per query, 2 negatives with those of the batch on average; " in printed
+    assert "\n2 steps of 1 lines on average, 0.5 epochs\n" in printed
+
+
+def test_mine_knows_a_positive_by_its_text_alone(pylate_checkpoint: Path, tmp_path: Path) -> None:
+    """With other whitespace around it, and with a title in the corpus."""
+    pairs, documents, out = tmp_path / "pairs.jsonl", tmp_path / "corpus.jsonl", tmp_path / "out.jsonl"
+    pairs.write_text('{"query": "cats", "positive": " red cats "}\n{"query": "dogs", "positive": "blue dogs\\n"}\n')
+    rows = [
+        {"_id": "d1", "title": "cats", "text": "red cats"},
+        {"_id": "d2", "text": "  blue dogs "},
+        {"_id": "d3", "title": "blue", "text": " "},
+        {"_id": "d4", "text": " "},
+    ]
+    documents.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    mine = ("mine", "--data", pairs, "--model", pylate_checkpoint, *CPU, "--output", out, "--num-negatives")
+    succeed(*mine, 2, "--corpus", documents)
+    first, second = ("cats", "red cats"), ("dogs", "blue dogs")
+    found = {(row.pop("query"), row.pop("positive")): set(row.values()) for row in map(json.loads, out.open())}
+    # The first pair has no third one: "cats red cats" is its positive.
+    assert found == {first: {"blue dogs", "blue"}, second: {"cats red cats", "blue"}}
+    assert_one_clear_sentence(invoke(*mine, 3, "--corpus", documents, "--overwrite"), "no pair has 3 negatives")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="it is a disk that is full")
+def test_mine_says_that_the_disk_is_full(pylate_checkpoint: Path, corpus: Path, tmp_path: Path) -> None:
+    (tmp_path / "pairs.jsonl").write_text('{"query": "cats", "positive": "dogs"}\n')
+    mine = ("mine", "--data", tmp_path / "pairs.jsonl", "--corpus", corpus, "--model", pylate_checkpoint, *CPU)
+    result = invoke(*mine, "--output", "/dev/full")
+    assert result.exit_code == 2
+    assert result.stderr.splitlines()[-1] == "pylate-flash: --output: No space left on device"
+
+
+@pytest.mark.parametrize("loss", ["contrastive", "cached"])
+def test_train_sees_all_lines_where_positives_repeat(
+    loss: str, pylate_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As often as it says, in batches of the size that it says."""
+    data = tmp_path / "pairs.jsonl"
+    rows = [{"query": f"cats {i}", "positive": f"dogs {i % 2}"} for i in range(12)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    batches: list[list[int]] = []
+    once = DistinctTexts.__iter__
+
+    def seen(self: DistinctTexts) -> Iterator[list[int]]:
+        for batch in once(self):
+            batches.append(batch)
+            yield batch
+
+    monkeypatch.setattr(DistinctTexts, "__iter__", seen)
+    options = ("--model", pylate_checkpoint, *CPU, "--loss", loss, "--batch-size", 8, "--epochs", 2)
+    result = invoke("train", "--data", data, "--output", tmp_path / "out", *options)
+    assert result.exit_code == 0, result.output
+    assert "0 hard negatives per query, 1 negatives with those of the batch on average; " in result.stdout
+    assert "\n12 steps of 2 lines on average, 2 epochs\n" in result.stdout
+    assert "\nnote: texts repeat, and lines that share one are never in one batch" in result.stdout
+    assert "an epoch has 6 batches in place of 2\n" in result.stdout
+    assert "step 10 of 12" in result.stderr
+    assert [len(batch) for batch in batches] == [2] * 12
+    assert all(len({rows[line]["positive"] for line in batch}) == 2 for batch in batches)
+    for epoch in (batches[:6], batches[6:]):
+        assert sorted(line for batch in epoch for line in batch) == list(range(12))
+    assert batches[:6] != batches[6:]
+
+
+def test_train_refuses_lines_that_all_share_a_text(pylate_checkpoint: Path, tmp_path: Path) -> None:
+    data = tmp_path / "pairs.jsonl"
+    data.write_text("".join(json.dumps({"query": f"cats {i}", "positive": "dogs"}) + "\n" for i in range(4)))
+    result = invoke("train", "--data", data, "--output", tmp_path / "out", "--model", pylate_checkpoint, *CPU)
+    assert result.exit_code == 2
+    # sentence-transformers shows a bar before it.
+    sentence = result.stderr.splitlines()[-1]
+    assert f"pylate-flash: any two lines of {data} share a text" in sentence
+    assert "no negatives to learn from" in sentence
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("answers", [200, 30, 1])
+def test_batches_are_those_of_the_host(answers: int) -> None:
+    """As many as in the first epoch: without the last ones where there are more, and from the first on where fewer."""
+    try:
+        from sentence_transformers.base.sampler import NoDuplicatesBatchSampler
+    except ImportError:
+        from sentence_transformers.sampler import NoDuplicatesBatchSampler
+
+    generator = torch.Generator().manual_seed(0)
+    chosen = (torch.rand(200, generator=generator) ** 2 * answers).int().tolist()
+    lines = Dataset.from_dict({"query": [f"q{i % 150}" for i in range(200)], "positive": [f"p{i}" for i in chosen]})
+    here = DistinctTexts(lines, 8, generator=torch.Generator())
+    there = NoDuplicatesBatchSampler(lines, 8, False, generator=torch.Generator())
+    lengths = set()
+    for epoch in range(6):
+        here.set_epoch(epoch)
+        there.set_epoch(epoch)
+        expected = list(there)
+        lengths.add(len(expected))
+        if epoch == 0:
+            assert len(here) == len(expected)
+        assert list(here) == (expected + expected)[: len(here)]
+    # Such numbers differ only where some texts repeat more than others.
+    assert len(lengths) > 1 or answers == 1
 
 
 def test_mine_keeps_its_hands_off_other_files(

@@ -136,10 +136,32 @@ def test_a_model_that_cannot_be_written_there_is_saved_elsewhere(folder: Path, t
                 raise RuntimeError("No space left on device")
 
     before = content(folder)
-    with pytest.raises(UserError, match=f"could not be written to {folder}: No space left.*; it is in ") as raised:
+    with pytest.raises(
+        UserError, match=f"could not be written to {folder}: No space left.*; the model is in "
+    ) as raised:
         write_model(FullDisk(), folder)  # type: ignore[arg-type]
     assert content(folder) == before
-    assert content(Path(str(raised.value).split("; it is in ")[1]))["model.safetensors"] == "new"
+    assert content(Path(str(raised.value).split("; the model is in ")[1]))["model.safetensors"] == "new"
+
+
+def test_a_model_that_cannot_be_written_anywhere_leaves_nothing(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class FullDisks(Model):
+        def save_pretrained(self, path: str) -> None:
+            super().save_pretrained(path)
+            raise RuntimeError(f"No space left for {Path(path).relative_to(tmp_path).parts[0]}")
+
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    before = content(folder)
+    both = (
+        "No space left for model; nor could the model be saved among the temporary files: No space left for temporary"
+    )
+    with pytest.raises(UserError, match=f"the model could not be written to {folder}: {both}$"):
+        write_model(FullDisks(), folder)  # type: ignore[arg-type]
+    assert content(folder) == before
+    assert list((tmp_path / "temporary").iterdir()) == []
 
 
 def test_a_folder_is_tried_out_and_leaves_nothing(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from pylate_flash import loss_scoring, losses
 from pylate_flash.cli.checkpoints import Checkpoints
 from pylate_flash.cli.common import UserError
 from pylate_flash.cli.training_run import Progress, StopRequest
+from pylate_flash.models import ColBERT
 from pylate_flash.trainer import ColBERTTrainer
 from tests.cli.commands import assert_one_clear_sentence, invoke
 
@@ -97,6 +98,12 @@ def test_train_refuses_what_cannot_be(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_single_step_has_a_learning_rate(tiny_colbert_path: str, pairs: Path, tmp_path: Path) -> None:
+    trained(pairs, tiny_colbert_path, tmp_path / "out", "--max-steps", 1)
+    before, after = (load_file(Path(folder) / "model.safetensors") for folder in (tiny_colbert_path, tmp_path / "out"))
+    assert max((after[name] - weight).abs().max().item() for name, weight in before.items()) > 0
+
+
 def test_train_finds_the_largest_mini_batch(
     tiny_colbert_path: str, pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -148,14 +155,17 @@ def test_train_evaluates_on_lines_of_their_own(loss: str, tiny_colbert_path: str
 
 
 def test_train_says_what_it_trains_on(tiny_colbert_path: str, tmp_path: Path) -> None:
-    row = {"query": "a question", "positive": "an answer", "negative_2": "b", "negative_1": "a", "url": "x", "id": 1}
-    data = write(tmp_path / "train.jsonl", *({**row, "query": f"question {i}"} for i in range(6)))
+    row = {"query": "question", "positive": "an answer", "negative_2": "b", "negative_1": "a", "url": "x", "id": 1}
+    data = write(
+        tmp_path / "train.jsonl",
+        *({key: f"{text} {i}" if isinstance(text, str) else text for key, text in row.items()} for i in range(6)),
+    )
     result = trained(data, tiny_colbert_path, tmp_path / "out", "--batch-size", 4, "--epochs", 1.5)
     printed = result.stdout.splitlines()
     assert printed == [
         "6 lines (query, positive, negative_1, negative_2), contrastive loss, scorer pylate_flash, cpu",
         "2 hard negatives per query, 11 negatives with those of the batch; longest query 10 characters, longest "
-        "document 9, cut at 16 and 32 tokens",
+        "document 11, cut at 16 and 32 tokens",
         "3 steps of 4 lines, 1.5 epochs",
         f"Model written to {tmp_path / 'out'}",
     ]
@@ -314,6 +324,33 @@ def test_a_checkpoint_that_cannot_be_written_does_not_lose_the_model(
     assert sentence.startswith("pylate-flash: a checkpoint could not be written: No space left on device")
     assert Path(sentence.split(" is in ")[1], "modules.json").is_file()
     assert not (tmp_path / "out").exists()
+
+
+def test_a_checkpoint_and_a_model_that_cannot_be_written_leave_the_last_checkpoint(
+    tiny_colbert_path: str, pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the disk is full, and that of the temporary files too."""
+    save = ColBERT.save_pretrained
+
+    def full(self: ColBERT, path: str, *arguments: object, **options: object) -> None:
+        save(self, path, *arguments, **options)
+        if Path(path).name != "checkpoint-1":
+            raise RuntimeError("No space left on device")
+
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    monkeypatch.setattr(ColBERT, "save_pretrained", full)
+    out = tmp_path / "out"
+    result = train(pairs, tiny_colbert_path, out, "--batch-size", 2, "--save-steps", 1)
+    assert result.exit_code == 2
+    full_twice = "No space left on device; nor could the model be saved among the temporary files: No space left on dev"
+    last = out / "checkpoints" / "checkpoint-1"
+    sentence = result.stderr.splitlines()[-1]
+    assert sentence.startswith(f"pylate-flash: a checkpoint could not be written: {full_twice}")
+    assert sentence.endswith(f"; the last whole checkpoint is {last}, and --resume continues from it")
+    assert list((tmp_path / "temporary").iterdir()) == []
+    monkeypatch.setattr(ColBERT, "save_pretrained", save)
+    trained(pairs, tiny_colbert_path, out, "--batch-size", 2, "--resume")
 
 
 def test_train_with_a_loss_that_is_not_finite_writes_nothing(
