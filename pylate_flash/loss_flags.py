@@ -106,8 +106,10 @@ def _scored_tokens(skiplist: tuple[int, ...], device: torch.device) -> Tensor:
 
 def contrast_of(loss: Any) -> Contrast:
     """How a loss compares embeddings that are not normalised yet; a distillation has no temperature."""
+    temperature = getattr(loss, "temperature", 1.0)
     return Contrast(
-        getattr(loss, "temperature", 1.0),
+        # A number of numpy's, or a fraction, is no operand of torch's everywhere.
+        temperature if isinstance(temperature, Tensor) else float(temperature),
         masking_of(loss),
         gather=loss.gather if gathers(loss) else None,
         smooth=getattr(loss, "smooth", None),

@@ -18,7 +18,9 @@ from .hosts.pylate import ROUTES as _PYLATE_ROUTES
 __all__ = ["register", "registered", "unregister", "use_scorer"]
 
 _lock = threading.RLock()
-_registered: set[str] = set()  # names of hosts
+# What holds each host registered, the latest last: register(), and every open block of registered(); with its masking.
+_holders: dict[str, dict[object, str]] = {name: {} for name in HOSTS}
+_REGISTER = "register()"
 
 
 def register(host: str | None = None, *, masking: str = "exclude", strict: bool = True) -> None:
@@ -40,6 +42,9 @@ def register(host: str | None = None, *, masking: str = "exclude", strict: bool 
 
     Registering again only updates `masking`.
 
+    Functions bound before run fused. Classes of PyLate's that were bound before keep its own code with fused scores,
+    and are not the classes that its names stand for then: register before losses are imported or subclassed.
+
     Parameters
     ----------
     host
@@ -55,36 +60,21 @@ def register(host: str | None = None, *, masking: str = "exclude", strict: bool 
     ValueError
         If `host` or `masking` is unknown.
     ImportError
-        If the host, or every one of them, is missing, or in a version outside the supported range. Nothing was changed
-        then.
+        If the host, or every one of them, is missing, in a version outside the supported range, or lacks what is
+        routed, or has something else in its place. Nothing was changed then.
 
     Examples
     --------
     >>> register("pylate")
     >>> unregister()
     """
-    _switches.check_masking(masking)
-    with _lock:
-        hosts = _hosts(host)
-        for found in hosts:
-            found.check(strict)
-        held: list[Host] = []
-        try:
-            for found in hosts:
-                if found.name not in _registered:
-                    found.hold()
-                    held.append(found)
-        except BaseException:
-            for found in held:
-                found.release()
-            raise
-        _registered.update(found.name for found in held)
-        if "pylate" in [found.name for found in hosts]:
-            _switches.registered_masking = masking
+    _hold(_REGISTER, host, masking, strict)
 
 
 def unregister(host: str | None = None) -> None:
     """Undo `register()`: every module of the host holds the very objects that it held before. Without it, do nothing.
+
+    While a block of `registered` is open, here or in another thread or task, the host stays registered until its end.
 
     Parameters
     ----------
@@ -96,37 +86,27 @@ def unregister(host: str | None = None) -> None:
     ValueError
         If `host` is unknown.
     """
-    with _lock:
-        for name in sorted(_registered) if host is None else [_known(host).name]:
-            if name in _registered:
-                HOSTS[name].release()
-                _registered.discard(name)
-                if name == "pylate":
-                    _switches.registered_masking = None
+    _let_go(_REGISTER, list(HOSTS) if host is None else [_known(host).name])
 
 
 @contextmanager
 def registered(host: str | None = None, *, masking: str = "exclude", strict: bool = True) -> Iterator[None]:
-    """Register for the block of a `with`, then go back to the state before it, registered or not.
+    """Register for the block of a `with`.
+
+    Afterwards a host is as it was, unless `register` or another block still open holds it: blocks may be nested, and
+    overlap in threads or tasks. All of them share one masking, that of the latest.
 
     Parameters
     ----------
     host, masking, strict
         As in `register`.
     """
-    with _lock:
-        before, masking_before = set(_registered), _switches.registered_masking
-        register(host, masking=masking, strict=strict)
-        touched = [found.name for found in _hosts(host)]
+    holder = object()
+    names = _hold(holder, host, masking, strict)
     try:
         yield
     finally:
-        with _lock:
-            for name in touched:
-                if name not in before:
-                    unregister(name)
-                else:
-                    register(name, masking=masking_before or "exclude", strict=False)
+        _let_go(holder, names)
 
 
 @contextmanager
@@ -166,6 +146,52 @@ def use_scorer(backend: str | None = None, masking: str | None = None) -> Iterat
     finally:
         _switches.default.reset(token)
         _PYLATE_ROUTES.release()
+
+
+def _hold(holder: object, host: str | None, masking: str, strict: bool) -> list[str]:
+    """Let somebody hold this host, or all that are installed; returns their names."""
+    _switches.check_masking(masking)
+    with _lock:
+        hosts = _hosts(host)
+        for found in hosts:
+            found.check(strict)
+        routed: list[Host] = []
+        try:
+            for found in hosts:
+                if not _holders[found.name]:
+                    _route(found)
+                    routed.append(found)
+        except BaseException:
+            for found in routed:
+                found.release()
+            raise
+        names = [found.name for found in hosts]
+        for name in names:
+            _holders[name].pop(holder, None)
+            _holders[name][holder] = masking
+        _update_masking()
+    return names
+
+
+def _let_go(holder: object, names: list[str]) -> None:
+    """Undo `_hold` of these hosts, of which the last holder gives back what was routed."""
+    with _lock:
+        for name in names:
+            if _holders[name].pop(holder, None) is not None and not _holders[name]:
+                HOSTS[name].release()
+        _update_masking()
+
+
+def _update_masking() -> None:
+    _switches.registered_masking = next(reversed(_holders["pylate"].values()), None)
+
+
+def _route(host: Host) -> None:
+    try:
+        host.hold()
+    except (AttributeError, ImportError) as error:
+        # What a newer version has not, or not any more as it was.
+        raise ImportError(f"{host.about.title} {host.version()} cannot be registered: {error}") from error
 
 
 def _known(host: str) -> Host:

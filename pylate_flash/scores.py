@@ -31,8 +31,10 @@ from ._switches import backend_in_force, check_backend, check_masking, masking_i
 from .hosts.pylate import original, original_xtr
 from .hosts.pylate.operands import (
     Embeddings,
+    expanded,
     flat_mask,
     left_to_pylate,
+    listed,
     mask_of,
     of_one_type,
     promoted,
@@ -74,6 +76,7 @@ def colbert_scores(
         [Nd, Ld, d], likewise. If the two types differ, both are promoted to their common type.
     queries_mask
         [Nq, Lq], bool or 0/1: tokens with 0 add nothing; or floating weights, as in `maxsim`. None: all count.
+        Axes of 1 are expanded, as PyLate does, in all masks.
     documents_mask
         [Nd, Ld], bool or 0/1. None: all count.
     backend
@@ -124,7 +127,7 @@ def colbert_scores_pairwise(
     Parameters
     ----------
     queries_embeddings
-        [N, Lq, d], or a list of N [Lq_i, d]: tensors, arrays or nested lists.
+        [N, Lq, d], or a list of N [Lq_i, d]: tensors, arrays or nested lists. An iterator is gone through.
     documents_embeddings
         [N, Ld, d], or a list of N [Ld_i, d], likewise. A document without tokens scores 0.
     backend
@@ -154,6 +157,8 @@ def colbert_scores_pairwise(
     masking_in_force(masking)
     if backend not in ("auto", "pylate_flash"):
         return original("colbert_scores_pairwise")(queries_embeddings, documents_embeddings, backend=backend)
+    queries_embeddings = listed(queries_embeddings, "queries_embeddings")
+    documents_embeddings = listed(documents_embeddings, "documents_embeddings")
     if len(queries_embeddings) != len(documents_embeddings):
         raise ValueError(
             "documents_embeddings must hold one document per query, "
@@ -169,7 +174,7 @@ def colbert_scores_pairwise(
     queries_list = tokens_of(queries_embeddings, "queries_embeddings")
     documents_list = tokens_of(documents_embeddings, "documents_embeddings")
     if not queries_list:
-        return torch.zeros(0)
+        return torch.zeros(0, dtype=torch.float32)
     queries_list, documents_list = of_one_type(queries_list, documents_list)
     if backend == "auto" and left_to_pylate(queries_list[0], documents_list[0]):
         return original("colbert_scores_pairwise")(queries_list, documents_list, backend="auto")
@@ -343,7 +348,7 @@ def score_by_xtr(
     queries_mask, documents_mask = mask_of("queries_mask", queries_mask), mask_of("documents_mask", documents_mask)
     if backend not in ("auto", "pylate_flash") or (backend == "auto" and left_to_pylate(queries, documents)):
         return original_xtr()(metric, queries, documents, queries_mask, documents_mask)
-    documents_mask = flat_mask(documents_mask, documents)
+    queries_mask, documents_mask = expanded(queries_mask, queries), flat_mask(documents_mask, documents)
     return scores_by_xtr(
         *promoted(queries, documents.flatten(0, 1)),
         k=metric.k,
@@ -395,5 +400,8 @@ def _scores(
     if backend == "auto" and left_to_pylate(queries, documents):
         return original(name)(queries, documents, queries_mask, documents_mask, backend="auto")
     return maxsim(
-        *promoted(queries, documents), queries_mask=queries_mask, documents_mask=documents_mask, masking=masking
+        *promoted(queries, documents),
+        queries_mask=expanded(queries_mask, queries),
+        documents_mask=expanded(documents_mask, documents),
+        masking=masking,
     )

@@ -10,8 +10,11 @@ import sys
 import threading
 import types
 from collections.abc import Iterator
+from fractions import Fraction
+from importlib.metadata import version
 from pathlib import Path
 
+import numpy as np
 import pylate
 import pylate.evaluation
 import pylate.losses
@@ -244,6 +247,27 @@ def test_pylates_and_our_losses_can_be_constructed_while_registered() -> None:
     assert type(Contrastive(model).score_metric) is ColBERTScores
 
 
+def test_a_temperature_of_numpy(tiny_colbert_path: str) -> None:
+    from pylate import models
+
+    queries, documents = torch.randn(3, 2, 4), torch.randn(3, 5, 4)
+    expected = pylate_flash.maxsim_cross_entropy(queries, documents, temperature=0.5)
+    for number in (np.float32(0.5), np.float64(0.5)):
+        assert torch.equal(pylate_flash.maxsim_cross_entropy(queries, documents, temperature=number), expected)
+    with pytest.raises(TypeError, match="temperature must be a number or a tensor of one element, got bool"):
+        pylate_flash.maxsim_cross_entropy(queries, documents, temperature=True)
+    model = models.ColBERT(tiny_colbert_path, device="cpu").eval()
+    texts = ["red", "the sky", "dogs sleep"], ["red fish", "blue sky", "big dogs"]
+    features = [model.tokenize(list(column), is_query=index == 0) for index, column in enumerate(texts)]
+    with registered():
+        for loss in (pylate.losses.Contrastive, pylate.losses.CachedContrastive):
+            values = [
+                loss(model, temperature=number)([dict(column) for column in features])
+                for number in (0.5, np.float32(0.5), Fraction(1, 2))
+            ]
+            assert values[0].item() == values[1].item() == values[2].item()
+
+
 def test_registered_restores_the_state_before_it() -> None:
     def scores() -> torch.Tensor:
         return colbert_scores(QUERIES, DOCUMENTS, None, MASK)
@@ -260,9 +284,37 @@ def test_registered_restores_the_state_before_it() -> None:
     with pytest.raises(KeyError), registered():
         raise KeyError
     assert not is_fused()
+
+
+def test_a_host_is_registered_while_anybody_holds_it() -> None:
     with registered(), registered():
+        # Undoes register() only, which has not been called.
         unregister()
-        assert not is_fused()
+        assert is_fused()
+    assert not is_fused()
+    with registered():
+        register(masking="zero")
+        assert torch.equal(colbert_scores(QUERIES, DOCUMENTS, None, MASK), ZERO)
+    assert torch.equal(colbert_scores(QUERIES, DOCUMENTS, None, MASK), ZERO)
+    with registered():
+        assert torch.equal(colbert_scores(QUERIES, DOCUMENTS, None, MASK), EXCLUDE)
+        unregister()
+        assert is_fused()
+        assert pylate.rank.rerank is pylate_flash.rank.rerank
+    assert not is_fused()
+
+
+def test_blocks_that_overlap() -> None:
+    """As those of threads and tasks do: neither ends what the other holds, nor leaves what it found behind."""
+    first, second = registered("pylate"), registered("pylate", masking="zero")
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert torch.equal(colbert_scores(QUERIES, DOCUMENTS, None, MASK), ZERO)
+    assert pylate.rank.rerank is pylate_flash.rank.rerank
+    second.__exit__(None, None, None)
+    assert not is_fused()
+    assert pylate.rank.rerank is rerank
 
 
 def test_environment_is_read_at_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,9 +373,23 @@ def test_supported_versions(version: str, monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_name_that_pylate_lacks_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(REBOUND, "losses", ("Contrastive", "Missing"))
     before = pylate_state()
-    with pytest.raises(AttributeError, match="Missing"):
+    with pytest.raises(ImportError, match=rf"PyLate {version('pylate')} cannot be registered: .*Missing"):
         register()
     assert pylate_state() == before
+
+
+def test_a_function_that_pylate_lacks_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that a newer version has renamed, which only strict=False lets in."""
+    with monkeypatch.context() as patch:
+        patch.setattr(pylate, "__version__", "9.0")
+        patch.delattr(pylate.rank, "rerank")
+        with pytest.raises(ImportError, match=r"PyLate 9\.0 cannot be registered: .*'pylate.rank' .*'rerank'"):
+            register("pylate", strict=False)
+    with monkeypatch.context() as patch:
+        patch.delattr(pylate.scores.XTRScores, "_score")
+        with pytest.raises(ImportError, match=r"cannot be registered: pylate.scores.xtr.XTRScores._score is not in"):
+            register("pylate")
+    assert pylate.losses.Contrastive is Contrastive
 
 
 def test_use_scorer_sets_the_default_of_the_block() -> None:

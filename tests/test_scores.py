@@ -172,6 +172,58 @@ def test_inputs_that_pylate_takes(batch: dict, kind: str) -> None:
         )
 
 
+@pytest.mark.parametrize("masking", ["zero", "exclude"])
+def test_masks_with_axes_of_one_serve_all(batch: dict, masking: str) -> None:
+    queries, documents, candidates = batch["queries"], batch["documents"], batch["candidates"]
+    queries_mask, documents_mask = batch["queries_mask"], batch["documents_mask"]
+    candidates_mask = batch["candidates_mask"]
+    cases = [
+        ("colbert_scores", documents, queries_mask[:1], documents_mask[:1]),
+        ("colbert_scores", documents, queries_mask[:, :1], documents_mask[:, :1]),
+        ("colbert_kd_scores", candidates, queries_mask[:1], candidates_mask[:1]),
+        ("colbert_kd_scores", candidates, queries_mask[:, :1], candidates_mask[:, :1, :]),
+        ("ColBERTScores", candidates, queries_mask[:1], candidates_mask[:1]),
+        ("ColBERTScores", candidates, None, candidates_mask[..., :1]),
+    ]
+    for name, values, of_queries, of_documents in cases:
+        theirs, ours = getattr(pylate.scores, name), getattr(pylate_flash.scores, name)
+        if name == "ColBERTScores":
+            theirs, ours = theirs(), ours()
+        whole = of_documents.expand(values.shape[:-1])
+        with use_scorer("pylate_flash", masking):
+            found = ours(queries, values, of_queries, of_documents)
+            assert torch.equal(found, ours(queries, values, of_queries, whole))
+        if masking == "zero":
+            assert_parity(found, theirs(queries, values, of_queries, of_documents))
+
+
+def test_pairwise_takes_what_can_be_gone_through(batch: dict) -> None:
+    queries, documents = batch["queries"], batch["documents"][:3]
+    expected = pylate.scores.colbert_scores_pairwise(queries, documents)
+    objects = np.empty(3, dtype=object)
+    objects[:] = [tokens.numpy()[:6] for tokens in documents]
+    assert_parity(colbert_scores_pairwise(tuple(queries), tuple(documents)), expected)
+    assert_parity(colbert_scores_pairwise(iter(queries), (tokens for tokens in documents)), expected)
+    assert_parity(colbert_scores_pairwise(queries, iter(documents)), expected)
+    assert_parity(colbert_scores_pairwise(queries, objects), pylate.scores.colbert_scores_pairwise(queries, objects))
+    # PyLate's own code gets what it can go through, too.
+    assert torch.equal(colbert_scores_pairwise(iter(queries), tuple(documents), backend="torch"), expected)
+    with pytest.raises(TypeError, match="documents_embeddings must be a tensor, an array or a list of them, got int"):
+        colbert_scores_pairwise(queries, 3)
+
+
+def test_arrays_with_negative_strides(batch: dict) -> None:
+    queries, documents = batch["queries"].numpy()[::-1], batch["documents"].numpy()[:3][::-1]
+    turned = batch["queries"].flip(0), batch["documents"][:3].flip(0)
+    assert_parity(
+        colbert_scores_pairwise(queries, documents), pylate.scores.colbert_scores_pairwise(queries, documents)
+    )
+    # In the array of one query, too, where a list holds it.
+    expected = colbert_scores_pairwise(*turned)
+    assert torch.equal(colbert_scores_pairwise(list(queries[:, ::-1]), list(documents[:, ::-1])), expected)
+    assert torch.equal(colbert_scores(queries, documents), colbert_scores(*turned))
+
+
 @pytest.mark.parametrize("grad", [False, True])
 def test_pairwise_takes_ragged_lists(grad: bool) -> None:
     generator = torch.Generator().manual_seed(1)

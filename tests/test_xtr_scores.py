@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 from typing import Any
 
+import numpy as np
 import pylate.scores
 import pytest
 import torch
@@ -67,6 +68,16 @@ def test_all_tokens_and_more() -> None:
     with pytest.raises(RuntimeError, match="out of range"):
         XTRScores(17)(**call)
     assert torch.equal(scores.XTRScores(17)(**call), scores.XTRScores(16)(**call))
+
+
+def test_k_of_numpy_and_masks_of_one_row() -> None:
+    call = batch(0, 2, 2, 3, 4, "masks")
+    check(scores.XTRScores(np.int64(3)), XTRScores(np.int64(3)), call)
+    call["queries_mask"] = call["queries_mask"][:1]
+    check(scores.XTRScores(3), XTRScores(3), call)
+    for k in (True, np.True_, np.float32(3), 3.0):
+        with pytest.raises(TypeError, match=f"k must be an integer, got {type(k).__name__}"):
+            scores.XTRScores(k)(**call)
 
 
 def test_instances_and_classes_stand_where_pylates_do() -> None:

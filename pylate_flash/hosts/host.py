@@ -5,14 +5,14 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Callable
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import NamedTuple
 
 from packaging.specifiers import SpecifierSet
-from packaging.version import Version
+from packaging.version import InvalidVersion, Version
 
 from .._extras import Host as About
-from .._extras import check_host
+from .._extras import MissingExtraError, check_host
 
 
 class Host(NamedTuple):
@@ -43,12 +43,23 @@ class Host(NamedTuple):
 
     def is_there(self) -> bool:
         """Whether it is installed, in a version that has what is served."""
-        return importlib.util.find_spec(self.package) is not None and Version(self.version()) >= Version(self.since)
+        return self._is_importable() and Version(self.version()) >= Version(self.since)
 
     def version(self) -> str:
-        """The version that was imported, or would be: importing it takes seconds."""
+        """The version that was imported, or would be: importing it takes seconds.
+
+        Raises
+        ------
+        ImportError
+            If it has none that can be compared, as a folder of its sources beside no installation has.
+        """
         found = getattr(sys.modules.get(self.package), "__version__", None)
-        return version(self.name) if found is None else found
+        try:
+            found = version(self.name) if found is None else found
+            Version(found)
+        except (PackageNotFoundError, InvalidVersion) as error:
+            raise self._unsupported("without a version" if found is None else repr(found)) from error
+        return found
 
     def check(self, strict: bool = True) -> None:
         """Raise ImportError unless it is installed, in one of the supported versions; any that has it, if not strict.
@@ -59,11 +70,26 @@ class Host(NamedTuple):
             Which says what to install.
         """
         check_host(self.package, f'register("{self.name}")')
-        found, (title, _, _, supported) = self.version(), self.about
+        title, _, extra, supported = self.about
+        if not self._is_importable():
+            raise MissingExtraError(
+                f'register("{self.name}") needs {title}, and {self.package} is a folder without an __init__.py here, '
+                f'which is no installation: pip install "pylate-flash[{extra}]"',
+                name=self.package,
+            )
+        found = self.version()
         has_it = Version(found) >= Version(self.since)
         if not SpecifierSet(supported).contains(found, prereleases=True) and (strict or not has_it):
-            raise ImportError(
-                f"this version of pylate_flash supports {title} {supported}, and {title} {found} is installed; install "
-                f'a supported one: pip install "{self.name}{supported}"'
-                + (", or try this one with register(strict=False)" if has_it else "")
-            )
+            raise self._unsupported(found, ", or try this one with register(strict=False)" if has_it else "")
+
+    def _is_importable(self) -> bool:
+        """Whether there is a module: a mere folder of this name, as of a clone, is a package of nothing."""
+        spec = importlib.util.find_spec(self.package)
+        return spec is not None and spec.origin is not None
+
+    def _unsupported(self, found: str, otherwise: str = "") -> ImportError:
+        title, _, _, supported = self.about
+        return ImportError(
+            f"this version of pylate_flash supports {title} {supported}, and {title} {found} is installed; install a "
+            f'supported one: pip install "{self.name}{supported}"{otherwise}'
+        )

@@ -38,6 +38,8 @@ class Routes:
         self.served = dict(served)
         self.helpers = dict(helpers or {})
         self.twins: dict[str, FunctionType] = {}
+        # The very functions that were routed: by then their names may be bound to others, for a test or by a reload.
+        self.held: dict[str, FunctionType] = {}
         self.holders = 0
 
     def hold(self) -> None:
@@ -46,11 +48,14 @@ class Routes:
         Raises
         ------
         ImportError
-            If the host lacks one of the functions, or one has a parameter that ours does not know. Nothing was changed.
+            If the host lacks one of the functions, something else was put in the place of one, or its parameters are
+            not those of ours. Nothing was changed.
         """
         with _lock:
             if self.holders == 0:
                 functions = {path: _function(path) for path in self.served}
+                for path, function in functions.items():
+                    _check_routable(path, function)
                 routes = {
                     path: _route(path, function, self.served[path], self.helpers.get(path))
                     for path, function in functions.items()
@@ -65,6 +70,7 @@ class Routes:
                     )
                     twin.__kwdefaults__ = function.__kwdefaults__
                     self.twins[path] = _twins[path] = twin
+                    self.held[path] = function
                     function.__code__ = routes[path]
             self.holders += 1
 
@@ -74,9 +80,10 @@ class Routes:
             self.holders -= 1
             if self.holders == 0:
                 for path, twin in self.twins.items():
-                    _function(path).__code__ = twin.__code__
+                    self.held[path].__code__ = twin.__code__
                     del _twins[path]
                 self.twins.clear()
+                self.held.clear()
 
     def routed(self, path: str) -> FunctionType:
         """A function that does what the host's function "module:name" does while it is routed, whether it is or not."""
@@ -104,6 +111,20 @@ def _function(path: str) -> FunctionType:
         raise ImportError(f"{path.replace(':', '.')} is not in the installed version: {error}") from error
 
 
+def _check_routable(path: str, function: object) -> None:
+    """Raise unless this can run other code: a plain function, and none that calls another, as a decorator's does."""
+    if not isinstance(function, FunctionType):
+        found = f"of type {type(function).__name__}"
+    elif function.__closure__ is not None or hasattr(function, "__wrapped__"):
+        found = "a function that wraps another"
+    else:
+        return
+    raise ImportError(
+        f"{path.replace(':', '.')} must be the host's own function, and is {found}: something was put in its place, as "
+        "a decorator or a mock does; register before that"
+    )
+
+
 def twin(path: str) -> FunctionType:
     """The host's own code of a function that is routed."""
     return _twins[path]
@@ -118,6 +139,13 @@ def _route(path: str, function: FunctionType, ours: str, helper: str | None) -> 
         raise ImportError(
             f"{path.replace(':', '.')} has the parameter {unknown[0]!r} in the installed version, which this version "
             "of pylate_flash does not know"
+        )
+    needed = [name for name, parameter in known.items() if parameter.default is parameter.empty]
+    lacking = [name for name in needed if name not in parameters]
+    if lacking:
+        raise ImportError(
+            f"{path.replace(':', '.')} has no parameter {lacking[0]!r} in the installed version, which this version of "
+            "pylate_flash needs"
         )
     positional = [name for name, parameter in parameters.items() if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
     keyword = [name for name, parameter in parameters.items() if parameter.kind is parameter.KEYWORD_ONLY]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 import types
 from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -113,6 +116,38 @@ def test_several_holders(host: types.ModuleType) -> None:
     assert add(1) == 111
 
 
+def add_in_its_place(a, b=10, *, c=100):
+    return "in its place"
+
+
+def test_what_is_given_back_is_what_was_routed(host: types.ModuleType) -> None:
+    """Whatever its name is bound to by then, as in a block of `mock.patch`, or after a reload."""
+    found, code, other = routes(add="our_add"), add.__code__, add_in_its_place.__code__
+    found.hold()
+    host.add = add_in_its_place
+    found.release()
+    assert (add.__code__, add_in_its_place.__code__) == (code, other)
+    assert add(1) == 111
+
+
+@pytest.mark.parametrize("kind", ["closure", "wrapped", "mock"])
+def test_what_is_not_the_hosts_own_function_changes_nothing(host: types.ModuleType, kind: str) -> None:
+    def closure(a, b=10, *, c=100):
+        return own(a, b, c=c)
+
+    own, scale = add, Model.scale.__code__
+    host.add = {
+        "closure": closure,
+        "wrapped": functools.wraps(add)(lambda *arguments, **options: add(*arguments, **options)),
+        "mock": mock.Mock(wraps=add),
+    }[kind]
+    code, found = add.__code__, routes(**{"Model.scale": "our_scale", "add": "our_add"})
+    with pytest.raises(ImportError, match="host_of_routes.add must be the host's own function.* register before that"):
+        found.hold()
+    assert (add.__code__, Model.scale.__code__) == (code, scale)
+    assert (found.holders, found.twins, found.held) == (0, {}, {})
+
+
 def test_a_function_that_is_missing_changes_nothing(host: types.ModuleType) -> None:
     found = routes(add="our_add", subtract="our_add")
     with pytest.raises(ImportError, match="host_of_routes.subtract is not in the installed version"):
@@ -124,6 +159,13 @@ def test_a_parameter_that_ours_does_not_know_changes_nothing(host: types.ModuleT
     host.fewer = lambda a, b: None
     with pytest.raises(ImportError, match="host_of_routes.add has the parameter 'c' .* does not know"):
         routes(add="fewer").hold()
+    assert add(1) == 111
+
+
+def test_a_parameter_that_ours_needs_and_the_host_has_not_changes_nothing(host: types.ModuleType) -> None:
+    host.more = lambda a, b, c, d: None
+    with pytest.raises(ImportError, match="host_of_routes.add has no parameter 'd' .* needs"):
+        routes(add="more").hold()
     assert add(1) == 111
 
 
@@ -141,6 +183,27 @@ def test_a_host_that_is_not_installed_names_the_extra(monkeypatch: pytest.Monkey
         missing.check()
 
 
+def test_a_mere_folder_is_no_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a clone in the working directory is, which Python imports as a package of nothing."""
+    (tmp_path / "folder_of_this_name").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    found = host_of("folder_of_this_name", monkeypatch)
+    assert not found.is_there()
+    with pytest.raises(_extras.MissingExtraError, match=r"a folder without an __init__.py.*pylate-flash\[an-extra\]"):
+        found.check()
+
+
+@pytest.mark.parametrize(("version", "got"), [("unknown", "'unknown'"), (None, "without a version")])
+def test_a_version_that_cannot_be_compared(
+    version: str | None, got: str, host: types.ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host.__version__, host.__spec__ = version, types.SimpleNamespace(origin="host.py")
+    found = host_of("host_of_routes", monkeypatch)
+    for call in (found.is_there, found.check, found.version):
+        with pytest.raises(ImportError, match=f"supports A Host >=1.0,<2, and A Host {got} is installed; install a"):
+            call()
+
+
 @pytest.mark.parametrize(
     ("version", "there", "strict", "loose"),
     [
@@ -154,7 +217,7 @@ def test_versions(
     version: str, there: bool, strict: bool, loose: bool, host: types.ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     host.__version__ = version
-    host.__spec__ = types.SimpleNamespace()
+    host.__spec__ = types.SimpleNamespace(origin="host.py")
     found = host_of("host_of_routes", monkeypatch)
     assert found.is_there() is there
     for accepted, is_strict in ((strict, True), (loose, False)):

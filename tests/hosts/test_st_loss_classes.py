@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset
@@ -22,8 +23,9 @@ from sentence_transformers.multi_vector_encoder.modules import HierarchicalToken
 from torch import Tensor, nn
 
 from pylate_flash import loss_scoring
+from pylate_flash.hosts import sentence_transformers as ours
 from pylate_flash.hosts.sentence_transformers import distillation_losses, losses, mean_colbert_scores
-from pylate_flash.hosts.sentence_transformers.loss_inputs import scored_tokens, size_of
+from pylate_flash.hosts.sentence_transformers.loss_inputs import reduction_of, scored_tokens, size_of
 from pylate_flash.ops.losses import cross_entropy_reference
 from tests.hosts.test_st_losses import (
     CACHED,
@@ -38,6 +40,13 @@ from tests.hosts.test_st_losses import (
 KL, MARGINS = "MultiVectorDistillKLDivLoss", "MultiVectorMarginMSELoss"
 # Class, columns of documents, and columns of labels.
 FOUR = [(IN_BATCH, 2, 0), (CACHED, 2, 0), (KL, 3, 3), (MARGINS, 3, 3)]
+
+MEAN_SCORES = {
+    IN_BATCH: scoring.mean_colbert_scores,
+    CACHED: scoring.mean_colbert_scores,
+    KL: scoring.mean_colbert_kd_scores,
+    MARGINS: scoring.mean_colbert_scores_pairwise,
+}
 
 
 def labels_of(count: int) -> Tensor | None:
@@ -78,11 +87,37 @@ def test_a_loss_is_one_operation(
 
         monkeypatch.setattr(module, operation, call)
     loss = getattr(losses, name)(tiny_encoder)
-    monkeypatch.setattr(loss, "similarity_fct", scoring.mean_colbert_scores)
+    monkeypatch.setattr(loss, "similarity_fct", MEAN_SCORES[name])
     loss(columns(tiny_encoder, texts, count), labels_of(n_labels))
     (options,) = asked
     assert (options["reduction"], options["empty_score"]) == ("mean", -1e9)
     assert ("documents_cu_seqlens" in options) == (name == CACHED)
+
+
+@pytest.mark.parametrize(("name", "count", "n_labels"), FOUR)
+@pytest.mark.parametrize("prefix", ["", "mean_"])
+def test_scores_of_another_loss_are_called(
+    prefix: str, name: str, count: int, n_labels: int, tiny_encoder: MultiVectorEncoder
+) -> None:
+    """Candidates' or pairs' scores are none of a batch: what they make of one is the host's to say."""
+    for module in (scoring, ours):
+        own = MEAN_SCORES[name].__name__.removeprefix("mean_")
+        for scores in ("colbert_scores", "colbert_kd_scores", "colbert_scores_pairwise"):
+            loss = getattr(losses, name)(tiny_encoder, similarity_fct=getattr(module, prefix + scores))
+            expected = (prefix.removesuffix("_") or "sum") if scores == own else None
+            assert reduction_of(loss) == expected
+
+
+@pytest.mark.parametrize("number", [np.float32(2), np.float64(2), np.int64(2)], ids=repr)
+@pytest.mark.parametrize("name", [IN_BATCH, CACHED, KL])
+def test_numbers_of_other_types(number: Any, name: str, tiny_encoder: MultiVectorEncoder, texts: Any) -> None:
+    argument = "temperature" if name == KL else "scale"
+    features, labels = columns(tiny_encoder, texts, 3 if name == KL else 2), labels_of(3 if name == KL else 0)
+    values = [
+        value_and_gradients(getattr(losses, name)(tiny_encoder, **{argument: given}), tiny_encoder, features, labels)
+        for given in (number, 2.0)
+    ]
+    assert_close(*values)
 
 
 @pytest.mark.parametrize("labels", [(5, 3), (5, 2), (5,)], ids=["scores", "margins", "one margin"])

@@ -226,6 +226,35 @@ def test_masks_of_one_row_serve_all() -> None:
         assert_same(*both("maxsim", a, b, a_mask, torch.tensor([[True, False, True, True, True, False]])))
 
 
+@pytest.mark.parametrize("name", ["colbert_scores", "colbert_kd_scores", "mean_colbert_scores"])
+def test_a_mask_of_one_group_serves_all(name: str) -> None:
+    queries, documents = numbers(1, 3, 2, 4), numbers(2, 3, 2, 5, 4)
+    mask = torch.tensor([[[1, 0, 1, 1, 0], [0, 1, 1, 0, 0]]])
+    scores, expected = both(name, queries, documents, None, mask)
+    assert_same(scores, expected)
+    assert torch.equal(scores, getattr(ours, name)(queries, documents, None, mask.expand(3, 2, 5)))
+
+
+def test_top_k_of_numpy_and_its_errors() -> None:
+    queries, documents = unit(1, 3, 2, 4), unit(2, 3, 2, 5, 4)
+    expected = their_scoring.xtr_scores(queries, documents, top_k=3)
+    torch.testing.assert_close(ours.xtr_scores(queries, documents, top_k=np.int64(3)), expected)
+    for top_k in (2.0, np.float32(2), "2"):
+        with pytest.raises(TypeError, match=f"top_k must be a positive integer, got {type(top_k).__name__}"):
+            ours.xtr_scores(queries, documents, top_k=top_k)
+    # Of XTR's scores, a mask of one group serves no others there, nor here.
+    with pytest.raises(ValueError, match=r"documents_mask must have shape \[3, 2, 5\], got \[1, 2, 5\]"):
+        ours.xtr_scores(queries, documents, documents_mask=torch.ones(1, 2, 5))
+
+
+def test_means_do_not_depend_on_chunks() -> None:
+    """A mask of a padded list may say that padding counts, also beyond the longest of a chunk."""
+    a, b = [numbers(seed, length, 4) for seed, length in enumerate((4, 1, 2))], [numbers(9, 3, 4)] * 3
+    mask = torch.ones(3, 4)
+    for options in ({}, {"chunk_elements": 1}):
+        assert_same(*both("mean_maxsim_pairwise", a, b, mask, **options))
+
+
 def test_what_is_copied_at_once_is_bounded() -> None:
     documents = [torch.ones(length, 4) for length in (5, 1, 2, 9, 1, 1)]
     side = operands.side("b", documents)

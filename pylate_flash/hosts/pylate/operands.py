@@ -20,8 +20,10 @@ __all__ = [
     "Embeddings",
     "concatenated",
     "cu_seqlens",
+    "expanded",
     "flat_mask",
     "left_to_pylate",
+    "listed",
     "mask_of",
     "of_one_type",
     "promoted",
@@ -51,7 +53,7 @@ def _log_left_to_pylate(dtype: torch.dtype) -> None:
 def tensor_of(name: str, value: Any, shape: str) -> Tensor:
     """`value` as a tensor of as many dimensions as `shape` names, converted as PyLate converts it."""
     try:
-        tensor = convert_to_tensor(value)
+        tensor = convert_to_tensor(_forwards(value))
     except (RuntimeError, ValueError) as error:
         raise ValueError(
             f"{name} must be {shape}, and the items of the list do not stack into that ({error}); pad them, for "
@@ -68,19 +70,44 @@ def mask_of(name: str, value: Any) -> Tensor | None:
     """A mask as a tensor; its shape is left to the op."""
     if value is None:
         return None
-    tensor = convert_to_tensor(value)
+    tensor = convert_to_tensor(_forwards(value))
     if tensor is None:
         raise TypeError(f"{name} must be a tensor, an array, a nested list or None, got {_kind(value)}")
     return tensor
 
 
+def expanded(mask: Tensor | None, embeddings: Tensor) -> Tensor | None:
+    """A mask of embeddings [..., d] with axes of 1 expanded, as PyLate does; one that does not fit as it is."""
+    shape = embeddings.shape[:-1]
+    if mask is None or mask.dim() != len(shape):
+        return mask
+    fits = all(given in (1, size) for given, size in zip(mask.shape, shape, strict=True))
+    return mask.expand(shape) if fits else mask
+
+
 def flat_mask(mask: Tensor | None, documents: Tensor) -> Tensor | None:
-    """The mask [G, N, Ld] of documents in groups as [G * N, Ld]."""
+    """The mask [G, N, Ld] of documents in groups, or one that expands to it, as [G * N, Ld]."""
+    mask = expanded(mask, documents)
     if mask is None:
         return None
     if mask.shape != documents.shape[:3]:
         raise ValueError(f"documents_mask must have shape {list(documents.shape[:3])}, got {list(mask.shape)}")
     return mask.flatten(0, 1)
+
+
+def _forwards(value: Any) -> Any:
+    """An array that torch takes, a copy of one with negative strides; anything else as it is."""
+    return value.copy() if isinstance(value, np.ndarray) and min(value.strides, default=0) < 0 else value
+
+
+def listed(value: Any, name: str) -> Tensor | np.ndarray | list:
+    """A list of what is neither a tensor nor a padded array, but can be gone through: a tuple, an iterator."""
+    if isinstance(value, Tensor) or (isinstance(value, np.ndarray) and value.ndim == 3 and value.dtype != object):
+        return value
+    try:
+        return list(value)
+    except TypeError as error:
+        raise TypeError(f"{name} must be a tensor, an array or a list of them, got {_kind(value)}") from error
 
 
 def _kind(value: Any) -> str:
@@ -89,7 +116,7 @@ def _kind(value: Any) -> str:
 
 def tokens_of(values: Any, name: str, *index: int) -> list[Tensor]:
     """Queries or documents, `name[index...][i]` in errors, each as a tensor [L, d], or [0] if it is an empty list."""
-    found = [torch.from_numpy(value) if isinstance(value, np.ndarray) else value for value in values]
+    found = [torch.from_numpy(_forwards(value)) if isinstance(value, np.ndarray) else value for value in values]
     # Of a thousand, what is asked of each alone takes longer than a kernel that scores them.
     if set(map(type, found)) == {Tensor} and set(map(Tensor.dim, found)) == {2}:
         return found

@@ -95,7 +95,7 @@ class MultiVectorDistillKLDivLoss(host.MultiVectorDistillKLDivLoss):
             The teacher's scores [N, candidates].
         """
         columns = columns_of(sentence_features, least=3)
-        reduction = reduction_of(self.similarity_fct)
+        reduction = reduction_of(self)
         if reduction is None:
             return super().forward(columns, labels)
         teacher = teacher_scores(labels, size_of(columns[0]), len(columns) - 1)
@@ -159,7 +159,7 @@ class MultiVectorMarginMSELoss(host.MultiVectorMarginMSELoss):
             The teacher's scores [N, 1 + negatives], or its margins [N, negatives], or [N] for one negative.
         """
         columns = columns_of(sentence_features, least=3)
-        reduction = reduction_of(self.similarity_fct)
+        reduction = reduction_of(self)
         if reduction is None:
             return super().forward(columns, labels)
         teacher = teacher_margins(labels, size_of(columns[0]), len(columns) - 2)

@@ -10,6 +10,7 @@ import numbers
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import sentence_transformers.multi_vector_encoder.losses as host
 import torch
 import torch.nn.functional as F
 from sentence_transformers.base.losses.merged_forward import embed_columns_padded
@@ -27,18 +28,24 @@ from . import mean_scoring, scoring
 
 Columns = list[dict[str, Any]]
 
-# The scoring functions whose loss is one operation, by how that reduces the best similarities of a query's tokens.
-_REDUCTIONS = {
-    "sum": ("colbert_scores", "colbert_kd_scores", "colbert_scores_pairwise"),
-    "mean": ("mean_colbert_scores", "mean_colbert_kd_scores", "mean_colbert_scores_pairwise"),
-}
+# How an operation reduces the best similarities of a query's tokens, by what the names of its scores begin with.
+_REDUCTIONS = {"sum": "", "mean": "mean_"}
 
 
-def reduction_of(similarity_fct: Callable) -> str | None:
-    """ "sum" or "mean", for MaxSim by the host's name or ours; None for another `similarity_fct`, which is called."""
-    for reduction, names in _REDUCTIONS.items():
+def reduction_of(loss: Any) -> str | None:
+    """ "sum" or "mean" for MaxSim, the host's or ours; None for another `similarity_fct`, which is called.
+
+    Each loss has one of its own: the others give scores of other shapes, which the host's code then has to refuse.
+    """
+    if isinstance(loss, host.MultiVectorDistillKLDivLoss):
+        scores = "colbert_kd_scores"
+    elif isinstance(loss, host.MultiVectorMarginMSELoss):
+        scores = "colbert_scores_pairwise"
+    else:
+        scores = "colbert_scores"
+    for reduction, prefix in _REDUCTIONS.items():
         for module in (host_scoring, scoring, mean_scoring):
-            if any(similarity_fct is getattr(module, name, None) for name in names):
+            if loss.similarity_fct is getattr(module, prefix + scores, None):
                 return reduction
     return None
 
@@ -77,7 +84,7 @@ def check_asked(loss: Any, asked: dict[str, Any]) -> None:
         The arguments that the host's loss has not, of which those that ask for something are named.
     """
     given = asked_for(asked)
-    if given and reduction_of(loss.similarity_fct) is None:
+    if given and reduction_of(loss) is None:
         raise ValueError(
             f"{', '.join(given)}: given together with a similarity_fct that the loss has to call; expected MaxSim, "
             "which colbert_scores and mean_colbert_scores and their like compute"
@@ -106,9 +113,9 @@ def fuses(loss: Any) -> bool:
 def contrast_of(loss: Any) -> Contrast:
     """How a contrastive loss compares what its model gives it, which is not normalised once more."""
     return Contrast(
-        1.0 / loss.scale,
+        1.0 / (loss.scale if isinstance(loss.scale, Tensor) else float(loss.scale)),
         normalize=fuses(loss) and normalizes(loss.model),
-        reduction=reduction_of(loss.similarity_fct) or "sum",
+        reduction=reduction_of(loss) or "sum",
         empty_score=scoring.EMPTY_DOCUMENT_SCORE,
         margin=loss.margin,
         symmetric=loss.symmetric,

@@ -163,7 +163,7 @@ class MultiVectorMultipleNegativesRankingLoss(host.MultiVectorMultipleNegativesR
             Not used; the trainer passes it.
         """
         columns = columns_of(sentence_features, least=2)
-        if reduction_of(self.similarity_fct) is None:
+        if reduction_of(self) is None:
             return super().forward(columns, labels)
         contrast, out = contrast_of(self), checked_exclude(self.exclude, columns)
         if not fuses(self):
@@ -257,7 +257,7 @@ class CachedMultiVectorMultipleNegativesRankingLoss(host.CachedMultiVectorMultip
     def forward(self, sentence_features: Iterable[dict[str, Any]], labels: Tensor | None = None) -> Tensor:
         """Return the loss, a float32 scalar; columns as in :meth:`MultiVectorMultipleNegativesRankingLoss.forward`."""
         columns = columns_of(sentence_features, least=2)
-        if reduction_of(self.similarity_fct) is None:
+        if reduction_of(self) is None:
             return super().forward(columns, labels)
         out = checked_exclude(self.exclude, columns)
         kept = [scored_tokens(self.model, features) for features in columns]
@@ -307,7 +307,7 @@ class CachedMultiVectorMultipleNegativesRankingLoss(host.CachedMultiVectorMultip
         self, reps: list[list[Tensor]], masks_chunks: list[list[Tensor]], *, with_backward: bool = False
     ) -> Tensor:
         """The loss of the embeddings of mini-batches, which the host's code has encoded, as its method computes it."""
-        if reduction_of(self.similarity_fct) is None:
+        if reduction_of(self) is None:
             return super().calculate_loss(reps, masks_chunks, with_backward=with_backward)
         out, self._out = self._out, None
         columns = [cat_padded_token_embeddings(*column) for column in zip(reps, masks_chunks, strict=True)]
@@ -339,7 +339,7 @@ def calculate_loss(
     Tensor
         float32, a scalar; detached if the backward was done.
     """
-    if reduction_of(self.similarity_fct) != "sum":
+    if reduction_of(self) != "sum":
         own = SENTENCE_TRANSFORMERS.original(f"{_CACHED}:CachedMultiVectorMultipleNegativesRankingLoss.calculate_loss")
         return own(self, reps, masks_chunks, with_backward=with_backward)
     columns = [cat_padded_token_embeddings(*column) for column in zip(reps, masks_chunks, strict=True)]

@@ -31,13 +31,16 @@ class Operand(NamedTuple):
     # [N + 1], on the CPU, where packed, and the length of the longest.
     cu_seqlens: Tensor | None = None
     longest: int | None = None
+    # [N, L'], of a list whose longest are elsewhere: its mask as given, which may have padding beyond these count.
+    given_mask: Tensor | None = None
 
     def counts(self) -> Tensor:
         """[N]: active tokens, at least 1."""
         if self.cu_seqlens is not None:
             return self.cu_seqlens.diff().clamp(min=1).to(self.values.device, non_blocking=True)
-        assert self.mask is not None
-        return (self.mask != 0).sum(dim=-1).clamp(min=1)
+        mask = self.mask if self.given_mask is None else self.given_mask
+        assert mask is not None
+        return (mask != 0).sum(dim=-1).clamp(min=1)
 
 
 class Side(NamedTuple):
@@ -93,8 +96,10 @@ class Side(NamedTuple):
         places = np.arange(longest) < lengths[:, None]
         rows = torch.from_numpy(np.flatnonzero(places)).to(device, non_blocking=True)
         padded = values.new_zeros(places.size, values.shape[1]).index_copy(0, rows, values)
-        mask = torch.from_numpy(places).to(device, non_blocking=True) if mask is None else mask[:, :longest]
-        return Operand(padded.view(*places.shape, values.shape[1]), mask)
+        padded = padded.view(*places.shape, values.shape[1])
+        if mask is None:
+            return Operand(padded, torch.from_numpy(places).to(device, non_blocking=True))
+        return Operand(padded, mask[:, :longest], given_mask=mask)
 
 
 def side(name: str, embeddings: Any, mask: Any = None) -> Side:

@@ -189,7 +189,7 @@ def colbert_scores(
     queries_mask
         [Nq, Lq]: 0 takes a token out, and other values weigh it. None: tokens of zeros are padding.
     documents_mask
-        [G, N, Ld]: 0 takes a token out. None: tokens of zeros are padding.
+        [G, N, Ld], or [1, N, Ld] for every group: 0 takes a token out. None: tokens of zeros are padding.
     chunk_elements
         Accepted for its sake: nothing is copied here.
     length_normalize
@@ -257,7 +257,7 @@ def colbert_kd_scores(
     queries_mask, chunk_elements, length_normalize
         As in `colbert_scores`.
     documents_mask
-        [Nq, K, Ld]: 0 takes a token out. None: tokens of zeros are padding.
+        [Nq, K, Ld], or [1, K, Ld] for every query: 0 takes a token out. None: tokens of zeros are padding.
 
     Returns
     -------
@@ -393,14 +393,16 @@ def _queries(embeddings: Embeddings, mask: Mask, device: torch.device) -> Operan
     return queries.operand(0, len(queries), device, False)
 
 
-def _groups(embeddings: Embeddings, mask: Mask) -> tuple[Tensor, Tensor | None]:
-    """The documents of a loss, [G, N, Ld, d], and their mask [G, N, Ld]."""
+def _groups(embeddings: Embeddings, mask: Mask, one_for_all: bool = True) -> tuple[Tensor, Tensor | None]:
+    """The documents of a loss, [G, N, Ld, d], and their mask [G, N, Ld], which may be given as one group's."""
     documents = _stacked("documents_embeddings", embeddings)
     if documents.dim() != 4:
         raise ValueError(f"documents_embeddings must have shape [G, N, Ld, d], got {list(documents.shape)}")
     if mask is None:
         return documents, None
     mask = _stacked("documents_mask", mask).to(documents.device)
+    if one_for_all and mask.dim() == 3 and mask.shape[0] == 1:
+        mask = mask.expand(documents.shape[0], -1, -1)
     if mask.shape != documents.shape[:3]:
         raise ValueError(f"documents_mask must have shape {list(documents.shape[:3])}, got {list(mask.shape)}")
     return documents, mask

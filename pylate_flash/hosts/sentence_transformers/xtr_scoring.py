@@ -6,6 +6,8 @@ retrieved, where `torch.topk` takes any on a CPU.
 
 from __future__ import annotations
 
+import numbers
+
 import torch
 
 from ...ops.xtr import xtr_scores as scores_of
@@ -67,13 +69,16 @@ def xtr_scores(
     >>> xtr_scores(torch.ones(1, 1, 1), documents, top_k=2)
     tensor([[0.9000, 0.0000]])
     """
+    if not isinstance(top_k, (numbers.Integral, torch.SymInt)):
+        raise TypeError(f"top_k must be a positive integer, got {type(top_k).__name__}")
     if isinstance(top_k, bool) or top_k <= 0:
         raise ValueError(f"top_k must be a positive integer, got {top_k!r}")
     if _learns(queries_mask):
         return _original("xtr_scores")(
             queries_embeddings, documents_embeddings, queries_mask, documents_mask, top_k, chunk_elements
         )
-    documents, documents_mask = _groups(documents_embeddings, documents_mask)
+    # As there, a mask of one group serves no others here.
+    documents, documents_mask = _groups(documents_embeddings, documents_mask, one_for_all=False)
     if documents_mask is not None:
         documents_mask = documents_mask.flatten(0, 1)
     queries = _queries(queries_embeddings, queries_mask, documents.device)
