@@ -137,7 +137,7 @@ class Flat(Base):
 
     @property
     def index_path(self) -> Path:
-        """The folder of this index."""
+        """The folder of this index, absolute."""
         return self._store.path
 
     @property
@@ -331,13 +331,15 @@ class Flat(Base):
         Raises
         ------
         ValueError
-            If a file is missing or malformed, a checksum or a count is wrong, an id is there twice, or a value is NaN
-            or infinite. The message names the file.
+            If a file is missing or malformed, or the folder is gone, a checksum or a count is wrong, an id is there
+            twice, or a value is NaN or infinite. The message names the file.
         OSError
             If a file cannot be read. The message names it.
         """
         # As they are now: what this object has open may have been replaced in the folder since.
         index = Flat(self.index_path.parent, self.index_path.name, device="cpu", show_progress=False)
+        if self._store.exists and not index._store.exists:
+            raise ValueError(f"{self.index_path / 'manifest.json'} is missing, though it was there: the index is gone")
         index._store.verify(show_progress)
         return index.info()
 
@@ -382,7 +384,7 @@ class Flat(Base):
         -------
         list[list[SearchResult]]
             For every query `{"id", "score"}`, best first; equal scores in the order in which the documents were
-            added. A document without tokens scores -10000.
+            added. A document without tokens scores `EMPTY_SCORE`, the least that float32 has.
 
         Raises
         ------
@@ -391,7 +393,7 @@ class Flat(Base):
         ValueError
             If the index is empty, `k` is less than 1, an embedding size differs from the index's, a query holds NaN or
             infinite values, there are not as many subsets as queries, or a file of the index has been damaged since it
-            was opened: truncated, or such that a score is not finite.
+            was opened: truncated, or such that a score is not finite, as where products of embeddings overflow.
         """
         queries = sequences_of("queries_embeddings", queries_embeddings)
         if isinstance(k, bool) or not isinstance(k, (int, np.integer)) or k < 1:

@@ -11,6 +11,7 @@ from pylate_flash import demo, evaluation, indexes, models
 from pylate_flash.demo.corpus import build_corpus, read_package, split_docstring
 from pylate_flash.demo.job import prepare_output
 from pylate_flash.demo.schedule import Schedule
+from tests.cli.commands import succeed
 from tests.tiny_demo import TINY, run_tiny_demo
 
 LONG = "It takes a number of words to say this, and more of them to be a document that is worth finding later on. " * 2
@@ -168,6 +169,19 @@ def test_demo_runs_again_over_its_own_output_and_spares_other_files(
     assert second["after"] == first["after"]
     assert second["training"]["loss"] == first["training"]["loss"]
     assert (output / "notes.txt").read_text() == "mine"
+
+
+def test_the_command_trains_the_model_that_it_has_checked(
+    finished: tuple[Path, dict[str, Any], str], tiny_colbert_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: object, **options: object) -> None:
+        raise AssertionError("loaded once more")
+
+    monkeypatch.setattr("pylate_flash.demo.job.Settings", lambda: TINY)
+    monkeypatch.setattr("pylate_flash.demo.job.load_encoder", refuse)
+    succeed("demo", "--model", tiny_colbert_path, "--device", "cpu", "--output", tmp_path / "out")
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert results["after"] == finished[1]["after"]
 
 
 def test_the_time_that_is_left_follows_the_pace_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from unittest import mock
 
@@ -399,6 +400,26 @@ def test_refused_searches(tmp_path: Path, queries, options: dict, error, message
         index(queries, **options)
 
 
+@pytest.mark.parametrize(
+    ("item", "error", "message"),
+    [
+        ([[1.0, 2.0], [3.0]], ValueError, "must be a list of rows of numbers, all of one length: .*inhomogeneous"),
+        ([["one", "two"]], ValueError, "must be a list of rows of numbers, all of one length: could not convert"),
+        ([[10**400]], ValueError, "must be a list of rows of numbers"),
+        ([torch.ones(2, requires_grad=True)], ValueError, "must be a list of rows of numbers"),
+        (np.ones((1, 2), dtype=">f4"), TypeError, "must be of a dtype that torch has, .* in this machine's byte order"),
+        (np.ones((1, 2), dtype=np.longdouble), TypeError, r"must be of a dtype that torch has, .* \(longdouble|float"),
+    ],
+)
+def test_arrays_that_torch_does_not_take_are_named(tmp_path: Path, item: object, error, message: str) -> None:
+    index = Flat(tmp_path, "index", device="cpu")
+    with pytest.raises(error, match=rf"documents_embeddings\[1\] {message}"):
+        index.add_documents(["a", "b"], [[[1.0, 2.0]], item])
+    index.add_documents(["a"], [[[1.0, 2.0]]])
+    with pytest.raises(error, match=rf"queries_embeddings\[0\] {message}"):
+        index([item])
+
+
 def test_other_errors_name_what_is_wrong(tmp_path: Path) -> None:
     index = Flat(tmp_path, "index", device="cpu")
     with pytest.raises(ValueError, match="the index in .* is empty: add documents before searching"):
@@ -458,6 +479,28 @@ def test_verify_reads_the_files_as_they_are_now(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is damaged: its sha256 is") as caught:
         index.verify()
     assert str(shard) in str(caught.value)
+
+
+def test_verify_looks_where_the_index_was_opened_and_misses_what_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    index = flat(Path("indexes"), ["a"], embeddings_of([3]))
+    monkeypatch.chdir("elsewhere")
+    assert index.verify().documents == 1
+    shutil.rmtree(tmp_path / "indexes")
+    with pytest.raises(ValueError, match=r"indexes/index/manifest\.json is missing"):
+        index.verify()
+
+
+@pytest.mark.parametrize("scorer", ["pylate_flash", "torch"])
+def test_products_that_overflow_are_not_called_damage(tmp_path: Path, scorer: str) -> None:
+    index = flat(tmp_path, ["a", "b"], [torch.ones(2, 4), torch.full((1, 4), 1e20)], scorer=scorer)
+    for subset in (None, [["a", "b"]]):
+        with pytest.raises(ValueError, match="the score of document 'b' .* is not finite, .* overflow float32"):
+            index(torch.full((1, 2, 4), 1e20), subset=subset)
+    index.verify()
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -262,22 +265,119 @@ def test_a_refused_document_leaves_no_trace(tmp_path: Path, monkeypatch: pytest.
     assert list(content(tmp_path)) == ["a", "b"]
 
 
-def test_an_interrupt_just_after_a_write_took_effect_loses_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("manifest", [1, 2])
+def test_an_interrupt_just_after_a_manifest_was_written_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, manifest: int
 ) -> None:
     opened = PackedStore(tmp_path)
-    replace = os.replace
+    replace, calls = os.replace, []
 
     def interrupted(source: Path, target: Path) -> None:
         replace(source, target)
-        raise KeyboardInterrupt
+        calls.append(target)
+        if len(calls) == manifest:
+            raise KeyboardInterrupt
 
     monkeypatch.setattr(os, "replace", interrupted)
     with pytest.raises(KeyboardInterrupt):
         opened.add(["a"], documents_of([2]))
+    if manifest == 1:
+        # That of no documents, before the first shard.
+        assert [file.name for file in tmp_path.iterdir()] == ["lock"]
+        opened.add(["a"], documents_of([2]))
+    else:
+        with pytest.raises(RuntimeError, match="has been written to since it was opened"):
+            opened.add(["b"], documents_of([1]))
     assert_content(tmp_path, ["a"], documents_of([2]))
-    with pytest.raises(RuntimeError, match="has been written to since it was opened"):
-        opened.add(["b"], documents_of([1]))
+
+
+def test_a_first_write_that_fails_leaves_no_index(tmp_path: Path) -> None:
+    opened = PackedStore(tmp_path)
+    with pytest.raises(ValueError, match="document 'a' hold NaN"):
+        opened.add(["a"], [torch.full((1, 4), float("nan"))])
+    assert [file.name for file in tmp_path.iterdir()] == ["lock"]
+    assert not opened.exists
+    opened.add(["a"], documents_of([2]))
+    assert_content(tmp_path, ["a"], documents_of([2]))
+
+
+# The first write, killed before its n-th file is flushed or put in its place.
+FIRST = """
+import os, signal, sys, torch
+from pylate_flash.index import journal
+from pylate_flash.index.store import PackedStore
+left = int(sys.argv[2])
+def watched(name):
+    call = getattr(os, name)
+    def watch(*arguments):
+        global left
+        left -= 1
+        if left <= 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return call(*arguments)
+    setattr(os, name, watch)
+for name in ("fsync", "replace"):
+    watched(name)
+journal.JOURNAL_BYTES = 0
+PackedStore(sys.argv[1]).add(["a"], [torch.ones(2, 4)])
+print("finished")
+"""
+
+
+def test_a_first_write_that_is_killed_can_be_repeated(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(Path(store.__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    with_shards = 0
+    # Before the folder, the first manifest, the folder again, the shard, and what makes it count.
+    for step in (2, 3, 4, 6):
+        place = tmp_path / str(step)
+        arguments = [sys.executable, "-c", FIRST, str(place), str(step)]
+        done = subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=120)
+        assert done.returncode == -signal.SIGKILL, done.stderr
+        with_shards += bool(shards_in(place))
+        opened = PackedStore(place)
+        assert opened.ids == []
+        opened.add(["a"], documents_of([2]))
+        assert_content(place, ["a"], documents_of([2]))
+        assert shards_in(place) == shards_named(place)
+    assert with_shards >= 2
+
+
+# Files that no manifest names
+
+
+def orphan(path: Path) -> Path:
+    """What a writer that was killed may leave."""
+    left = path / "shard-00007-0123abcd.safetensors"
+    left.write_bytes(b"half of a shard")
+    return left
+
+
+def test_what_a_killed_writer_left_goes_with_the_first_small_addition(tmp_path: Path) -> None:
+    PackedStore(tmp_path).add(["a"], documents_of([2]))
+    left = orphan(tmp_path)
+    opened = PackedStore(tmp_path)
+    assert left.exists()
+    opened.add(["b"], documents_of([1]))
+    assert opened.manifest.shards == ()
+    assert not left.exists()
+
+
+def test_a_compact_that_merges_nothing_deletes_what_a_killed_writer_left(tmp_path: Path) -> None:
+    opened = PackedStore(tmp_path)
+    opened.add(["a"], documents_of([2]))
+    opened.compact()
+    for ids in (["a"], []):
+        left = orphan(tmp_path)
+        generation = opened.manifest.generation
+        opened.compact()
+        assert not left.exists()
+        assert (opened.manifest.generation, opened.ids) == (generation, ids)
+        opened.remove(np.arange(len(opened)))
+
+
+def test_compacting_what_is_not_there_makes_nothing(tmp_path: Path) -> None:
+    PackedStore(tmp_path / "none").compact()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_embedding_size_must_stay_the_same(tmp_path: Path) -> None:
@@ -287,6 +387,32 @@ def test_embedding_size_must_stay_the_same(tmp_path: Path) -> None:
     opened.add(["a"], documents_of([1]))
     with pytest.raises(ValueError, match="document 'b' have size 5, those of the index in .* 4"):
         opened.add(["b"], documents_of([1], size=5))
+    # Of nothing, any size is the same.
+    opened.remove(np.array([0]))
+    assert opened.embedding_size is PackedStore(tmp_path).embedding_size is None
+    opened.add(["b"], documents_of([1], size=5))
+    assert_content(tmp_path, ["b"], documents_of([1], size=5))
+
+
+def test_an_index_that_an_older_version_emptied_takes_any_size(tmp_path: Path) -> None:
+    opened = PackedStore(tmp_path)
+    opened.add(["a"], documents_of([1]))
+    opened.remove(np.array([0]))
+    manifest = json.loads((tmp_path / "manifest.json").read_bytes())
+    (tmp_path / "manifest.json").write_text(json.dumps({**manifest, "embedding_size": 4}))
+    PackedStore(tmp_path).add(["b"], documents_of([1], size=5))
+    assert_content(tmp_path, ["b"], documents_of([1], size=5))
+
+
+def test_a_process_that_changes_its_folder_finds_its_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    opened = PackedStore("index")
+    opened.add(["a"], documents_of([2]))
+    monkeypatch.chdir("elsewhere")
+    opened.add(["b"], documents_of([1]))
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+    assert list(content(tmp_path / "index")) == ["a", "b"]
 
 
 # Writers and readers that meet

@@ -17,6 +17,7 @@ import torch
 
 import pylate_flash
 from pylate_flash.index import journal
+from pylate_flash.index.folder import Folder
 from pylate_flash.index.store import PackedStore
 from tests.stores import assert_content, content, documents_of, shards_in, store_of_two_shards
 
@@ -335,6 +336,65 @@ def test_a_manifest_that_is_no_manifest(two_shards: Path, text: str) -> None:
         PackedStore(two_shards)
 
 
+@pytest.mark.parametrize("kind", ["shard", "journal"])
+def test_a_manifest_that_is_lost_is_an_error_that_deletes_nothing(two_shards: Path, kind: str) -> None:
+    if kind == "journal":
+        two_shards = two_shards.parent / "small"
+        PackedStore(two_shards).add(["a"], documents_of([2]))
+    (two_shards / "manifest.json").unlink()
+    before = {file.name for file in two_shards.iterdir()}
+    assert any(name.startswith(kind) for name in before)
+    with pytest.raises(ValueError, match=rf"manifest\.json is missing, though {two_shards} holds .* {kind}-.*override"):
+        PackedStore(two_shards)
+    assert {file.name for file in two_shards.iterdir()} == before
+    PackedStore(two_shards, override=True)
+    assert {file.name for file in two_shards.iterdir()} == {"manifest.json", "lock"}
+    PackedStore(two_shards).add(["b"], documents_of([1]))
+    assert list(content(two_shards)) == ["b"]
+
+
+def test_a_reader_that_meets_the_first_write_does_not_miss_the_manifest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check = Folder.check_no_remains
+
+    def write_meanwhile(folder: Folder) -> None:
+        monkeypatch.undo()
+        PackedStore(tmp_path).add(["a"], documents_of([2]))
+        check(folder)
+
+    monkeypatch.setattr(Folder, "check_no_remains", write_meanwhile)
+    assert PackedStore(tmp_path).ids == ["a"]
+
+
+def test_a_manifest_that_is_a_pipe_is_an_error(two_shards: Path) -> None:
+    make_a_pipe(two_shards / "manifest.json")
+    with pytest.raises(ValueError, match=r"manifest\.json is damaged: it is no regular file"):
+        PackedStore(two_shards)
+
+
+@pytest.mark.parametrize("operation", ["compact", "override"])
+def test_links_that_an_index_brings_change_nothing_outside(with_journal: Path, operation: str) -> None:
+    victim = with_journal.parent / "victim.txt"
+    victim.write_text("mine")
+    (with_journal / "manifest.json.tmp").symlink_to("../victim.txt")
+    if operation == "compact":
+        PackedStore(with_journal).compact()
+        assert list(content(with_journal)) == list("abcde")
+    else:
+        PackedStore(with_journal, override=True)
+    assert victim.read_text() == "mine"
+    assert not (with_journal / "manifest.json").is_symlink()
+
+
+def test_a_lock_that_is_a_link_makes_no_file_outside(two_shards: Path) -> None:
+    (two_shards / "lock").unlink()
+    (two_shards / "lock").symlink_to("../new.txt")
+    with pytest.raises(OSError, match="cannot write to the index in .*: Too many levels of symbolic links"):
+        PackedStore(two_shards).add(["d"], documents_of([1]))
+    assert not (two_shards.parent / "new.txt").exists()
+
+
 def test_dtype_must_be_known_and_agree_with_the_store(two_shards: Path) -> None:
     with pytest.raises(ValueError, match="dtype must be one of .* got 'float8'"):
         PackedStore(two_shards / "new", dtype="float8")
@@ -487,6 +547,37 @@ def test_a_symbolic_link_to_a_folder_is_as_good_as_the_folder(tmp_path: Path) ->
     (tmp_path / "link").symlink_to(tmp_path / "folder")
     PackedStore(tmp_path / "link").add(["a"], documents_of([2]))
     assert_content(tmp_path / "folder", ["a"], documents_of([2]))
+
+
+MANY = """
+import resource, sys, torch
+from pylate_flash.index import journal, store
+from pylate_flash.index.store import PackedStore
+journal.JOURNAL_BYTES, store.SHARD_BYTES = 0, 16
+_, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, min(hard, 1024)))
+opened = PackedStore(sys.argv[1])
+opened.add([str(i) for i in range(150)], [torch.full((1, 4), float(i)) for i in range(150)])
+again = PackedStore(sys.argv[1])
+again.verify()
+print(len(opened.manifest.shards), len(again))
+del opened, again
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+try:
+    PackedStore(sys.argv[1])
+except OSError as error:
+    print(error)
+"""
+
+
+def test_more_shards_than_a_process_may_open_raise_the_limit_or_name_it(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(Path(pylate_flash.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    arguments = [sys.executable, "-c", MANY, str(tmp_path / "store")]
+    done = subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=300)
+    counts, error = done.stdout.splitlines()
+    assert counts == "150 150", done.stderr
+    assert "Too many open files: an index has one open for each of its shards; raise `ulimit -n`" in error
+    assert str(tmp_path / "store") in error
 
 
 @pytest.mark.skipif(hasattr(os, "geteuid") and os.geteuid() == 0, reason="root may write anywhere")

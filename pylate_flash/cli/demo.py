@@ -11,8 +11,8 @@ from typing import Annotated
 import typer
 
 from .._extras import check_host
-from .common import be_quiet, check_device, check_installed, console, explained
-from .models import check_model_name
+from .common import TrustRemoteCode, UserError, be_quiet, check_device, check_installed, console, explained
+from .models import PYLATE, check_model_name, host_of, load_model
 
 
 def demo(
@@ -24,6 +24,7 @@ def demo(
         bool, typer.Option("--full", help="Four times the training, twice the text: 6 to 20 minutes.")
     ] = False,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, ... Default: a GPU if there is one.")] = None,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Train, index, search and evaluate a ColBERT model on real text, offline, in two to four minutes on a CPU.
 
@@ -46,13 +47,28 @@ def demo(
     from ..demo import job
 
     check_installed("ranx", "matplotlib", extras="demo,eval")
-    with explained():
-        if model is None:
-            job.default_model()
-        check_device(device)
-        job.prepare_output(output)
     settings = job.FULL if full else job.Settings()
-    results = job.run(output, model, settings, device=device, console=console, started=started)
+    check_device(device)
+    encoder = None
+    if model is None:
+        with explained():
+            job.default_model()
+    else:
+        if host_of(model, trust_remote_code) != PYLATE:
+            raise UserError(f"the demo trains models of PyLate, and {model} is a MultiVectorEncoder; name another one")
+        # Loaded before anything is prepared: what cannot be used says so at once, and code of its own does not run.
+        job.seed(settings)
+        encoder = load_model(
+            model,
+            trust_remote_code=trust_remote_code,
+            device=device,
+            scorer="pylate_flash",
+            query_length=settings.query_length,
+            document_length=settings.document_length,
+        )
+    with explained():
+        job.prepare_output(output)
+    results = job.run(output, model, settings, device=device, console=console, started=started, encoder=encoder)
     if not all(agreement["holds"] for agreement in results["agreement"].values()):
         print("pylate-flash: the two scorers disagree; see results.json", file=sys.stderr)
         raise typer.Exit(1)

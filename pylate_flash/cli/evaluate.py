@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -9,7 +10,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -28,6 +29,7 @@ from .common import (
     notes,
     write_file,
 )
+from .indexing import INDEX_ERRORS, LEFTOVERS, check_place, holds_index
 from .models import (
     check_encoding_host,
     check_model_name,
@@ -36,6 +38,10 @@ from .models import (
     load_model,
     title_of,
 )
+
+if TYPE_CHECKING:
+    from ..indexes import Flat
+    from .models import Model
 
 
 def evaluate(
@@ -89,10 +95,12 @@ def evaluate(
     check_installed("ranx", extras="eval")
     be_quiet()
     loading(f"the model {model}")
-    from .. import beir, indexes
+    from .. import beir
     from ..agreement import compare
     from ..demo.job import METRICS, metrics_table, versions
 
+    if index is not None:
+        check_place(index.resolve())
     with explained():
         documents, queries, qrels = beir.load_beir_folder(data, split=split)
     check_device(device)
@@ -118,13 +126,10 @@ def evaluate(
         )
     chosen = None if scorer is Scorer.auto else scorer.value
     check_scorer(chosen, loaded)
-    with _place_of_index(index) as place, explained():
-        # A RuntimeError is another process that writes there.
-        with explained(kinds=(ValueError, OSError, RuntimeError)):
-            flat = indexes.Flat(
-                place.parent, place.name, override=True, device=str(loaded.device), show_progress=notes.is_terminal
-            )
-            flat.record_model(loaded, model)
+    if index is not None:
+        # Loading takes long enough for somebody else to have built one there.
+        _check_new_index(index, overwrite)
+    with _new_index(index, loaded, model) as flat, explained():
 
         def run(name: str | None) -> beir.RetrievalEvaluation:
             return beir.evaluate_retrieval(
@@ -167,26 +172,43 @@ def evaluate(
 
 
 @contextmanager
-def _place_of_index(index: Path | None) -> Iterator[Path]:
-    """Where to build the index; if it is not finished, nothing of it stays."""
-    if index is None:
-        with tempfile.TemporaryDirectory() as folder:
-            yield Path(folder, "index")
-        return
-    place = index.resolve()
-    try:
-        yield place
-    except BaseException:
-        shutil.rmtree(place, ignore_errors=True)
-        raise
+def _new_index(index: Path | None, model: Model, name: str) -> Iterator[Flat]:
+    """An empty index that knows the model; if the evaluation does not finish, none of its documents stay.
+
+    Nor does the folder, if it was not there before. Otherwise it stays, with whatever else is in it, and so does an
+    index that could not be emptied, or that another process has written to.
+    """
+    from ..indexes import Flat
+
+    with contextlib.ExitStack() as stack:
+        if index is None:
+            place, is_new = Path(stack.enter_context(tempfile.TemporaryDirectory()), "index"), False
+        else:
+            place, is_new = index.resolve(), not os.path.lexists(index)
+        with explained(kinds=INDEX_ERRORS):
+            flat = Flat(
+                place.parent, place.name, override=True, device=str(model.device), show_progress=notes.is_terminal
+            )
+        try:
+            with explained(kinds=INDEX_ERRORS):
+                flat.record_model(model, name)
+            yield flat
+        except BaseException:
+            # The index refuses both where another process has written to it, to which all is left then.
+            with contextlib.suppress(*INDEX_ERRORS):
+                flat.remove_documents(flat.documents_ids)
+                flat.compact()
+                if is_new and flat.info().generation:
+                    shutil.rmtree(place)
+            raise
 
 
 def _check_new_index(path: Path, overwrite: bool) -> None:
     check_new_folder(path, "--index")
     with explained("--index: "):
-        holds_files = os.path.isdir(path) and bool(os.listdir(path))
+        holds_files = os.path.isdir(path) and bool(set(os.listdir(path)) - LEFTOVERS)
     if holds_files:
-        if not os.path.isfile(path / "manifest.json"):
+        if not holds_index(path):
             raise UserError(f"--index: {path} holds files that are no index; name another folder")
         if not overwrite:
             raise UserError(f"--index: there is an index in {path} already; --overwrite replaces it")

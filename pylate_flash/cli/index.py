@@ -28,8 +28,10 @@ from .common import (
 from .indexing import (
     DEFAULT_INDEX,
     INDEX_ERRORS,
+    LEFTOVERS,
     add_texts,
     check_index,
+    check_place,
     counted,
     escaped,
     holds_index,
@@ -128,7 +130,9 @@ def build(
     ids = read_ids(corpus)
     be_quiet()
     kept_as = None if dtype is None else dtype.value
-    if not overwrite:
+    if overwrite:
+        check_place(place)
+    else:
         # Before the model is loaded, which takes longer.
         flat = open_flat(place, device, dtype=kept_as)
         _check_belongs(flat, corpus, set(ids))
@@ -314,7 +318,7 @@ def _check_nothing_else(place: Path) -> None:
         return
     with explained("--index: "):
         names = os.listdir(place)
-    if set(names) - {"lock", "manifest.json.tmp"}:
+    if set(names) - LEFTOVERS:
         raise UserError(f"{place} holds files that are no index; name another folder")
 
 

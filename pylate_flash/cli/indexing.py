@@ -31,6 +31,8 @@ _BATCHES_PER_STEP = 8
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 # What an index says of a change: RuntimeError where another process writes to it.
 INDEX_ERRORS = (ValueError, OSError, RuntimeError)
+# What a first write may leave that failed or was interrupted.
+LEFTOVERS = {"lock", "manifest.json.tmp"}
 
 
 def index_path(index: Path) -> Path:
@@ -82,15 +84,44 @@ def open_store(place: Path) -> PackedStore:
         return PackedStore(place)
 
 
-def open_flat(place: Path, device: str | None, **options: Any) -> Flat:
+def check_place(place: Path) -> None:
+    """The folder of an index must have a name that every system takes."""
+    from ..index.arguments import check_name
+
+    try:
+        check_name(place.name)
+    except ValueError:
+        raise UserError(
+            f"--index: {place} cannot be the folder of an index: expected a name without backslashes, and without a "
+            f"colon after its first character, got {place.name!r}"
+        ) from None
+
+
+def open_flat(place: Path, device: str | None, dtype: str | None = None, override: bool = False) -> Flat:
     """Open an index, or a new one, with options of `indexes.Flat`."""
-    if holds_index(place) and not options.get("override"):
+    there = holds_index(place) and not override
+    if there:
         loading(f"the index in {place}")
     check_device(device)
+    check_place(place)
     from ..indexes import Flat
 
-    with explained():
-        return Flat(place.parent, place.name, device=device, show_progress=False, **options)
+    with explained(kinds=INDEX_ERRORS):
+        flat = Flat(
+            place.parent,
+            place.name,
+            device=device,
+            show_progress=False,
+            dtype=None if there else dtype,
+            override=override,
+        )
+    kept_as = flat.info().dtype
+    if dtype not in (None, kept_as):
+        raise UserError(
+            f"--dtype {dtype}: the index in {place} keeps {kept_as}; leave out --dtype to use it as it is, or build it "
+            "anew with --overwrite"
+        )
+    return flat
 
 
 def load_model_of(flat: Flat, model: str | None, device: str | None, trust_remote_code: bool) -> Model:

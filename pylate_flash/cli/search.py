@@ -114,7 +114,13 @@ def search(
         some = asked[start : start + _QUERIES_AT_A_TIME]
         found = _retrieve(flat, encoder, [text for _, text in some], k)
         # Into a pipe, texts come too, so that a line is all that is known about a document.
-        texts = _texts(corpus, {document.id for documents in found for document in documents})
+        try:
+            texts = _texts(corpus, {document.id for documents in found for document in documents})
+        except UserError as error:
+            if data is not None:
+                raise
+            _note_no_texts(error)
+            corpus, texts = None, {}
         for asked_, documents in zip(some, found, strict=True):
             known = [document._replace(text=texts.get(document.id)) for document in documents]
             if json_lines:
@@ -174,6 +180,8 @@ def _checked(query: str) -> str:
 def _read_queries(name: str) -> list[Text]:
     with explained():
         if name == "-":
+            if sys.stdin is None:
+                raise UserError("standard input is closed, so there are no queries to read from it")
             return read_queries(sys.stdin.buffer, "standard input")
         check_file(Path(name))
         with open(name, "rb") as file:
@@ -199,7 +207,16 @@ def _find_corpus(index: Path, data: Path | None) -> Corpus | None:
     if data is not None:
         return open_corpus(data)
     places = (index.parent / "data" / "corpus.jsonl", index.parent / "corpus.jsonl")
-    return next((open_corpus(place) for place in places if os.path.isfile(place)), None)
+    try:
+        return next((open_corpus(place) for place in places if os.path.isfile(place)), None)
+    except UserError as error:
+        _note_no_texts(error)
+        return None
+
+
+def _note_no_texts(error: UserError) -> None:
+    """Say why no texts are shown: of a file that only happens to lie beside the index, nothing can be asked."""
+    print(f"Note: no texts are shown: {error}; --data names what was indexed", file=sys.stderr)
 
 
 def _retrieve(flat: Flat, model: Model, queries: list[str], k: int) -> list[list[Found]]:

@@ -85,6 +85,7 @@ def run(
     device: str | None = None,
     console: Console | None = None,
     started: float | None = None,
+    encoder: Any = None,
 ) -> dict[str, Any]:
     """Run the demo and leave its model, index, data, results and picture in a folder.
 
@@ -103,6 +104,8 @@ def run(
         Where to print. None: the terminal.
     started
         When it started, by `time.perf_counter`, if that was earlier than now: imports take seconds too.
+    encoder
+        `model` as `load_encoder` returns it, if it has been loaded already. It is trained in place.
 
     Returns
     -------
@@ -134,7 +137,7 @@ def run(
 
     schedule.step_done()
     begin("2. Before training")
-    colbert = load_encoder(model, settings, device)
+    colbert = load_encoder(model, settings, device) if encoder is None else encoder
     before, agreement_before = _evaluate(colbert, corpus, output, console)
 
     schedule.step_done()
@@ -263,12 +266,10 @@ def load_encoder(model: str | None = None, settings: Settings | None = None, dev
     models.ColBERT
         The model.
     """
-    import torch
-
     from .. import models
 
     settings = settings or Settings()
-    torch.manual_seed(settings.seed)
+    seed(settings)
     return models.ColBERT(
         model or default_model(),
         device=device,
@@ -276,6 +277,13 @@ def load_encoder(model: str | None = None, settings: Settings | None = None, dev
         document_length=settings.document_length,
         scorer="pylate_flash",
     )
+
+
+def seed(settings: Settings) -> None:
+    """Seed what draws the weights of a new projection."""
+    import torch
+
+    torch.manual_seed(settings.seed)
 
 
 def train(colbert: Any, corpus: Corpus, settings: Settings, console: Console) -> dict[str, Any]:

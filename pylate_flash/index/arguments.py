@@ -73,22 +73,34 @@ def sequences_of(name: str, embeddings: object) -> list[Tensor]:
         embeddings = [embeddings] if embeddings.ndim == 2 else list(embeddings)
     if not isinstance(embeddings, Sequence) or isinstance(embeddings, str):
         raise TypeError(f"{name} must be a list of [L, d] arrays or tensors, got {type(embeddings).__name__}")
-    tensors = []
-    for i, item in enumerate(embeddings):
-        if isinstance(item, list):
+    return [_tensor_of(f"{name}[{i}]", item) for i, item in enumerate(embeddings)]
+
+
+def _tensor_of(name: str, item: object) -> Tensor:
+    if isinstance(item, list):
+        try:
             item = np.asarray(item, dtype=np.float32)
-        if isinstance(item, np.ndarray) and item.dtype.kind in "iufc":
-            # torch warns about arrays that cannot be written to, and refuses negative strides.
-            plain = item.flags.c_contiguous and item.flags.writeable
-            item = torch.from_numpy(item if plain else np.require(item, requirements=["C", "W"]))
-        if not isinstance(item, Tensor):
-            raise TypeError(f"{name}[{i}] must be an array or tensor of numbers, got {type(item).__name__}")
-        if not item.is_floating_point():
-            raise TypeError(f"{name}[{i}] must be of a floating dtype, got {item.dtype}")
-        if item.ndim != 2 or item.shape[1] == 0:
-            raise ValueError(f"{name}[{i}] must have shape [L, d] with d of at least 1, got {list(item.shape)}")
-        tensors.append(item)
-    return tensors
+        # What NumPy raises of rows of several lengths, of words, of large integers and of tensors elsewhere.
+        except (ValueError, TypeError, OverflowError, RuntimeError) as error:
+            raise ValueError(f"{name} must be a list of rows of numbers, all of one length: {error}") from None
+    if isinstance(item, np.ndarray) and item.dtype.kind in "iufc":
+        array: np.ndarray = item
+        # torch warns about arrays that cannot be written to, and refuses negative strides.
+        plain = array.flags.c_contiguous and array.flags.writeable
+        try:
+            item = torch.from_numpy(array if plain else np.require(array, requirements=["C", "W"]))
+        except (TypeError, ValueError):
+            raise TypeError(
+                f"{name} must be of a dtype that torch has, such as float32, in this machine's byte order, got "
+                f"{array.dtype.str!r} ({array.dtype.name})"
+            ) from None
+    if not isinstance(item, Tensor):
+        raise TypeError(f"{name} must be an array or tensor of numbers, got {type(item).__name__}")
+    if not item.is_floating_point():
+        raise TypeError(f"{name} must be of a floating dtype, got {item.dtype}")
+    if item.ndim != 2 or item.shape[1] == 0:
+        raise ValueError(f"{name} must have shape [L, d] with d of at least 1, got {list(item.shape)}")
+    return item
 
 
 def check_states(documents: list[Tensor], size: int) -> None:

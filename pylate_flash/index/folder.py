@@ -8,10 +8,13 @@ import secrets
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from .files import open_regular
 from .manifest import JOURNAL_NAME, SHARD_NAME, Manifest
 from .turns import turn
 
 __all__ = ["Folder"]
+
+_TEMPORARY = "manifest.json.tmp"
 
 
 class Folder:
@@ -20,7 +23,7 @@ class Folder:
     Attributes
     ----------
     path
-        The folder. The first write makes it.
+        The folder, absolute: the process may change its own. The first write makes it.
     manifest
         Its manifest; one of an empty index if there is none.
 
@@ -32,11 +35,12 @@ class Folder:
 
     def __init__(self, path: Path, dtype: str) -> None:
         _check_folder(path)
-        self.path = path
+        self.path = path = path.absolute()
         self.manifest = Manifest(dtype=dtype)
         self.lock = path / "lock"
         self._manifest_path = path / "manifest.json"
         self._content: bytes | None = None  # of manifest.json
+        self._swept = False  # whether this object has deleted what writers left that were killed
 
     @property
     def exists(self) -> bool:
@@ -53,11 +57,13 @@ class Folder:
 
         Raises
         ------
+        ValueError
+            If it is no regular file. The message names it.
         OSError
             If there is one that cannot be read. The message names the folder.
         """
         try:
-            with self._manifest_path.open("rb", buffering=0) as file:
+            with open(open_regular(self._manifest_path), "rb", buffering=0) as file:
                 return file.read()
         except FileNotFoundError:
             return None
@@ -72,6 +78,25 @@ class Folder:
         """Take `content` for what the folder holds; without a manifest, to overwrite it."""
         self._content, self.manifest = content, manifest or self.manifest
 
+    def remains(self) -> list[str]:
+        """Names of shards and journals in the folder, whether the manifest names them or not."""
+        return sorted(path.name for path in self.path.iterdir() if _is_ours(path)) if self.path.is_dir() else []
+
+    def check_no_remains(self) -> None:
+        """Refuse a folder that has lost its manifest: the next write would take its shards for what nobody needs.
+
+        Raises
+        ------
+        ValueError
+            If there are shards or journals. The message names the manifest.
+        """
+        remains = self.remains()
+        if remains:
+            raise ValueError(
+                f"{self._manifest_path} is missing, though {self.path} holds files of an index, such as {remains[0]}: "
+                "bring the manifest back, or start from an empty index with override=True, which deletes them"
+            )
+
     def new_path(self, kind: str, suffix: str = "") -> Path:
         """Where to write a file that no manifest names yet."""
         # The random part keeps the names of a file lost to a crash and of its successor apart.
@@ -80,6 +105,8 @@ class Folder:
     @contextlib.contextmanager
     def writing(self, is_current: Callable[[], bool]) -> Iterator[None]:
         """Take the turn to write. What a failed write leaves behind is deleted.
+
+        The first write makes the folder, and a manifest of no documents.
 
         Parameters
         ----------
@@ -108,10 +135,20 @@ class Folder:
                         f"the index in {self.path} has been written to since it was opened here (generation "
                         f"{self.manifest.generation}): open it again and repeat the change"
                     )
+                first = self._content is None
                 try:
+                    if first:
+                        # So that whoever finds shards without a manifest knows that it was lost.
+                        self._replace_manifest(self.manifest)
+                    if not self._swept:
+                        self.delete_orphans()
+                        self._swept = True
                     yield
                 except BaseException:
-                    self._delete_orphans()
+                    self.delete_orphans()
+                    if first and self.read() == self.manifest.to_bytes():
+                        self._manifest_path.unlink()
+                        self._content = None
                     raise
         except OSError as error:
             reason = error.strerror or str(error)
@@ -122,28 +159,41 @@ class Folder:
 
         `then` is called as soon as it has, before anything can fail.
         """
+        self._replace_manifest(manifest)
+        then()
+        _fsync_folder(self.path)
+        self.delete_orphans()
+
+    def _replace_manifest(self, manifest: Manifest) -> None:
         content = manifest.to_bytes()
         _fsync_folder(self.path)
-        temporary = self.path / "manifest.json.tmp"
-        with temporary.open("wb") as file:
+        temporary = self.path / _TEMPORARY
+        # What is there may be a link out of the folder, which an index from elsewhere brought.
+        temporary.unlink(missing_ok=True)
+        with temporary.open("xb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, self._manifest_path)
         self._content, self.manifest = content, manifest
-        then()
-        _fsync_folder(self.path)
-        self._delete_orphans()
 
-    def _delete_orphans(self) -> None:
-        """Delete the shards and journals that the manifest on the disk does not name."""
+    def delete_orphans(self) -> None:
+        """Delete the shards and journals that the manifest on the disk does not name, and an unfinished manifest."""
         # Not what this object believes: a write may have been interrupted just after it took effect.
-        content = (self.read() or b"").decode(errors="replace")
-        named = {*SHARD_NAME.findall(content), *JOURNAL_NAME.findall(content)}
+        content = self.read()
+        (self.path / _TEMPORARY).unlink(missing_ok=True)
+        if content is None:
+            return
+        text = content.decode(errors="replace")
+        named = {*SHARD_NAME.findall(text), *JOURNAL_NAME.findall(text)}
         for path in self.path.iterdir():
-            ours = SHARD_NAME.fullmatch(path.name) or JOURNAL_NAME.fullmatch(path.name)
-            if path.name == "manifest.json.tmp" or (ours and path.name not in named):
+            if _is_ours(path) and path.name not in named:
                 path.unlink(missing_ok=True)
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether it has the name of a shard or a journal."""
+    return bool(SHARD_NAME.fullmatch(path.name) or JOURNAL_NAME.fullmatch(path.name))
 
 
 def _check_folder(path: Path) -> None:

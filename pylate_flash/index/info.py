@@ -25,7 +25,7 @@ class IndexInfo:
     dtype
         How embeddings are kept: "float32", "float16", "bfloat16", "int8", "uint8" or "fp8".
     embedding_size
-        Elements of an embedding (or of a hidden state); None if nothing was ever added.
+        Elements of an embedding (or of a hidden state); None if there are no documents.
     shards
         How many files hold the documents, the journal of small additions not counted.
     without_checksum

@@ -33,8 +33,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from .files import open_named, read_exactly, write_all
 from .layout import Layout
-from .shards import bytes_of, check_finite, decode, encode, open_regular, read_exactly, write_all
+from .shards import bytes_of, check_finite, decode, encode
 
 __all__ = ["Journal", "flush"]
 
@@ -139,7 +140,7 @@ class Journal:
         journal = cls(path, layout)
         ids: list[str] = []
         lengths = [np.zeros(0, dtype=np.int64)]
-        descriptor = open_regular(path)
+        descriptor = open_named(path)
         try:
             head, torn = _Head.read(os.pread(descriptor, _FIRST, 0))
             have = os.fstat(descriptor).st_size
@@ -218,7 +219,7 @@ class Journal:
 
     def is_current(self) -> bool:
         """Whether the file is as this object has seen it, and no other process has added to it since."""
-        descriptor = open_regular(self.path)
+        descriptor = open_named(self.path)
         try:
             heads = os.pread(descriptor, _FIRST, 0)
         finally:
@@ -247,7 +248,7 @@ class Journal:
         length += len(pieces[-1])
         digest = _digest(before.digest, pieces)
         head = before.next(start + _RECORD_BYTES + length, before.flushed, digest)
-        descriptor = open_regular(self.path, os.O_RDWR)
+        descriptor = open_named(self.path, os.O_RDWR)
         try:
             status = os.fstat(descriptor)
             # What a process that was killed has left behind the end.
@@ -354,7 +355,7 @@ def _opening(length: int, digest: bytes) -> bytes:
 
 def flush(path: Path) -> None:
     """Have all of a journal on the disk, whoever has written it."""
-    descriptor = open_regular(path, os.O_RDWR)
+    descriptor = open_named(path, os.O_RDWR)
     try:
         _flush(descriptor, _Head.read(os.pread(descriptor, _FIRST, 0))[0])
     finally:

@@ -57,7 +57,9 @@ class Manifest:
         from .. import __version__
 
         made_with = {"pylate_flash": __version__, "python": platform.python_version(), "torch": torch.__version__}
-        return replace(self, generation=self.generation + 1, created_with=made_with, **changes)
+        following = replace(self, generation=self.generation + 1, created_with=made_with, **changes)
+        # What is empty takes embeddings of any size.
+        return following if following.shards or following.journal else replace(following, embedding_size=None)
 
     def to_bytes(self) -> bytes:
         """As `parse` takes it."""
@@ -128,6 +130,9 @@ class Manifest:
             model = None if record["model"] is None else ModelRecord.from_json(record["model"])
         if size is not None or shards or journal:
             _integer("embedding_size", size, at_least=1)
+        if not (shards or journal):
+            # Older versions kept that of the documents that had been there.
+            size = None
         generation = _integer("generation", record["generation"])
         return cls(record["dtype"], generation, size, shards, journal, model, made_with)
 

@@ -105,7 +105,8 @@ class Search:
         Raises
         ------
         ValueError
-            If a score is NaN or infinite, which finite embeddings do not give. The message names the index.
+            If a score is NaN or infinite, which finite embeddings do not give unless their products overflow. The
+            message names the index.
         """
         if not len(positions):
             return [[] for _ in queries]
@@ -169,9 +170,16 @@ class Search:
         return [SearchResult(id=self.store.ids[i], score=score) for score, i in zip(scores, positions, strict=True)]
 
     def _refuse(self, position: int) -> None:
+        name = f"the score of document {self.store.ids[position]!r}"
+        kept = self.store.layout.embeddings(self.store.read(np.array([position]), torch.device("cpu")))
+        if torch.isfinite(kept.dequantize() if isinstance(kept, QuantizedEmbeddings) else kept).all():
+            raise ValueError(
+                f"{name} of the index in {self.store.path} is not finite, though its embeddings are: products of them "
+                "and of the query's overflow float32, so make them smaller, as normalised ones are"
+            )
         raise ValueError(
-            f"the index in {self.store.path} is damaged: the score of document {self.store.ids[position]!r} is not "
-            "finite, so its embeddings hold NaN or infinite values; verify() names the file"
+            f"the index in {self.store.path} is damaged: {name} is not finite, so its embeddings hold NaN or infinite "
+            "values; verify() names the file"
         )
 
     def _documents(self, positions: np.ndarray, room: Tensor | None) -> _Packed:

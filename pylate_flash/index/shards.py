@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import stat
 import struct
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,20 +17,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from .files import open_named, read_exactly, write_all
 from .layout import DTYPES, Layout, is_finite
 from .manifest import FORMAT, Entry, Manifest
 
-__all__ = [
-    "Content",
-    "Shard",
-    "bytes_of",
-    "check_finite",
-    "decode",
-    "encode",
-    "open_regular",
-    "read_exactly",
-    "write_all",
-]
+__all__ = ["Content", "Shard", "bytes_of", "check_finite", "decode", "encode"]
 
 # What safetensors calls the types.
 _TYPES = {
@@ -175,7 +165,7 @@ class Shard:
         self.path, self.entry = path, entry
         self.rows = entry.tokens
         self._layout, self._offset = layout, values_offset
-        self._descriptor = open_regular(path)
+        self._descriptor = open_named(path)
         weakref.finalize(self, os.close, self._descriptor)
 
     @classmethod
@@ -217,6 +207,8 @@ class Shard:
         ------
         ValueError
             If the file is missing, damaged, or not what the manifest says. The message names it.
+        OSError
+            If it cannot be opened, as where more shards are open than the system allows. The message names it.
         """
         layout = manifest.layout
         shard = cls(path, entry, layout, 0)
@@ -292,46 +284,6 @@ def check_finite(values: torch.Tensor, path: Path, start: int = 0) -> None:
     if not finite.all():
         token = start + int(torch.argmin(finite.to(torch.int8)))
         raise ValueError(f"{path} holds NaN or infinite values, first in its token {token}")
-
-
-def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
-    """Open a file of the index and return its descriptor.
-
-    Raises
-    ------
-    ValueError
-        If it is missing or no regular file (opening a pipe would wait for ever). The message names it.
-    OSError
-        If it cannot be opened for another reason.
-    """
-    try:
-        # Without waiting for somebody to open the other end of what may be a pipe.
-        descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK)
-    except FileNotFoundError:
-        raise ValueError(f"{path} is missing, though the manifest names it") from None
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise ValueError(f"{path} is damaged: it is no regular file")
-    return descriptor
-
-
-def read_exactly(descriptor: int, buffer: bytearray | memoryview, offset: int) -> memoryview:
-    """Fill `buffer` from the place `offset` of a file, or raise a ValueError that says where the file ends."""
-    view, done = memoryview(buffer), 0
-    while done < len(view):
-        count = os.preadv(descriptor, [view[done:]], offset + done)
-        if not count:
-            size = os.fstat(descriptor).st_size
-            raise ValueError(f"it ends after {size} bytes, {offset + len(view)} were expected")
-        done += count
-    return view
-
-
-def write_all(descriptor: int, data: memoryview | bytes, offset: int) -> None:
-    """Write all of `data` at the place `offset` of a file."""
-    view, done = memoryview(data), 0
-    while done < len(view):
-        done += os.pwrite(descriptor, view[done:], offset + done)
 
 
 def bytes_of(values: torch.Tensor) -> memoryview:

@@ -9,7 +9,8 @@
 Values in 8 bits are rows that begin with their scales (`layout.py`).
 
 A shard is never changed once written. A write first writes new shards and flushes them to the disk, then replaces
-`manifest.json` in one atomic step, and only then deletes the files that the new manifest no longer names. A small
+`manifest.json` in one atomic step, and only then deletes the files that the new manifest no longer names. Before its
+first shard an index gets a manifest of no documents: shards without any have lost theirs, which is an error. A small
 addition is appended to the journal, which is atomic as well; what it holds comes after all shards. A process killed at
 any moment therefore leaves either the state before or the state after, and at worst some files that no manifest names,
 which the next write deletes. A power failure is the same, save for additions that follow one another within a fifth
@@ -45,6 +46,7 @@ from .layout import DTYPES, Layout
 from .manifest import Manifest
 from .merging import Part, grouped
 from .model_record import ModelRecord
+from .opening import open_folder
 from .pieces import Pieces
 from .shards import Shard
 from .tables import Documents, blocks
@@ -69,7 +71,7 @@ class PackedStore:
     Parameters
     ----------
     path
-        The folder. It is created by the first write.
+        The folder. It is created by the first write, and is where it is now if the process changes its own.
     dtype
         "float32", "float16" or "bfloat16", or in 8 bits "int8", "uint8" or "fp8" (`ops.quantize`): how embeddings are
         kept. None: as the existing store does, or float32, which keeps float32 (and narrower) embeddings exactly.
@@ -95,7 +97,7 @@ class PackedStore:
         if override:
             self._empty()
         else:
-            self._open()
+            self.documents, self._pieces = open_folder(self._folder)
             if dtype is not None and dtype != self.manifest.dtype:
                 raise ValueError(
                     f"dtype={dtype!r} was asked for, but the index in {self.path} keeps {self.manifest.dtype!r}: leave "
@@ -110,23 +112,28 @@ class PackedStore:
         return self._folder.path
 
     @property
+    def exists(self) -> bool:
+        """Whether there is an index in the folder; the first write makes it."""
+        return self._folder.exists
+
+    @property
     def manifest(self) -> Manifest:
         """What the folder consists of."""
         return self._folder.manifest
 
     @property
     def layout(self) -> Layout:
-        """How embeddings are kept; of size 0 as long as nothing was added."""
+        """How embeddings are kept; of size 0 as long as there are no documents."""
         return self.manifest.layout
 
     @property
     def embedding_size(self) -> int | None:
-        """Elements of an embedding; None as long as nothing was added."""
+        """Elements of an embedding; None as long as there are no documents."""
         return self.manifest.embedding_size
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token's embedding; 0 as long as nothing was added."""
+        """Bytes of one token's embedding; 0 as long as there are no documents."""
         return self.layout.nbytes
 
     @property
@@ -348,7 +355,7 @@ class PackedStore:
         OSError
             If a file cannot be written, as on a full disk. The message names the index, which is as before.
         """
-        if not self._pieces:
+        if not self._folder.exists:
             return
         with self._writing():
             there, end = {}, 0
@@ -356,13 +363,15 @@ class PackedStore:
                 there[end, end + shard.entry.documents] = shard
                 end += shard.entry.documents
             shards = []
-            for start, stop in blocks(self.lengths, max(1, SHARD_BYTES // self.token_bytes)):
+            for start, stop in blocks(self.lengths, max(1, SHARD_BYTES // max(1, self.token_bytes))):
                 if (start, stop) in there:
                     shards.append(there[start, stop])
                 else:
                     shards.append(self._save([self._some(np.arange(start, stop))], self.layout))
             if shards != self._pieces.shards or self._pieces.journal is not None:
                 self._commit(shards, None)
+            else:
+                self._folder.delete_orphans()
 
     def set_model(self, model: ModelRecord) -> None:
         """Remember which model made the embeddings. It raises what `compact` does."""
@@ -449,50 +458,12 @@ class PackedStore:
     def _empty(self) -> None:
         """Start anew, whatever the folder holds, even a store that cannot be read."""
         self._folder.accept(self._folder.read())
-        if self._folder.exists:
+        if self._folder.exists or self._folder.remains():
             with self._writing():
                 self._commit([], None)
-
-    # Opening
-
-    def _open(self) -> None:
-        """Read the manifest and open its shards."""
-        while True:
-            content = self._folder.read()
-            if content is None:
-                return
-            manifest = self._folder.parse(content)
-            try:
-                self.documents, self._pieces = self._open_files(manifest)
-            except (OSError, ValueError):
-                # A writer may have replaced the manifest, and deleted shards, after it was read here.
-                if self._folder.read() != content:
-                    continue
-                raise
-            self._folder.accept(content, manifest)
-            return
-
-    def _open_files(self, manifest: Manifest) -> tuple[Documents, Pieces]:
-        documents, shards, journal = Documents(), [], None
-        found = (Shard.open(self.path / entry.file, entry, manifest) for entry in manifest.shards)
-        for shard, ids, lengths in found:
-            shards.append(shard)
-            _extend(documents, ids, lengths, shard.path)
-        if manifest.journal is not None:
-            journal, ids, lengths = Journal.open(self.path / manifest.journal, manifest.layout)
-            _extend(documents, ids, lengths, journal.path)
-        return documents, Pieces(manifest.layout, shards, journal)
 
 
 def _flush(lock: Path, journal: Path) -> None:
     """Flush a journal, unless it is gone, or somebody is writing to it, who will."""
     with contextlib.suppress(OSError, ValueError), turn(lock):
         journals.flush(journal)
-
-
-def _extend(documents: Documents, ids: list[str], lengths: np.ndarray, path: Path) -> None:
-    try:
-        documents.check_new(ids)
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged: {error}") from None
-    documents.extend(ids, lengths)

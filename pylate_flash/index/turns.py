@@ -23,8 +23,9 @@ def turn(path: Path) -> Iterator[None]:
     """
     import fcntl  # not on Windows, where the rest of the package can be imported all the same
 
+    # A link, which an index from elsewhere may bring, would make a file outside its folder.
     # `flock` and not a lock of POSIX, which a process loses when it closes any descriptor of the file.
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from pylate_flash.index.turns import turn
 from pylate_flash.indexes import Flat
 from tests.cli.commands import assert_one_clear_sentence, invoke, succeed
 
@@ -141,6 +142,84 @@ def test_an_index_that_was_not_finished_is_not_left(
     )
     assert result.exit_code == 130
     assert not (tmp_path / "index").exists()
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> Path:
+    """The folder of an index that somebody else has built, with a file beside its own."""
+    Flat(tmp_path, "index", device="cpu").add_documents(["old"], [torch.ones(1, 4)])
+    (tmp_path / "index" / "notes.txt").write_text("mine")
+    return tmp_path / "index"
+
+
+def test_overwrite_touches_nothing_while_another_process_writes(beir: Path, small_model: Path, kept: Path) -> None:
+    before = {path.name: path.read_bytes() for path in kept.iterdir()}
+    with turn(kept / "lock"):
+        result = invoke(
+            *("evaluate", "--data", beir, "--model", small_model, "--device", "cpu", "--index", kept, "--overwrite")
+        )
+    assert_one_clear_sentence(result, "another process is writing to the index", kept)
+    assert {path.name: path.read_bytes() for path in kept.iterdir()} == before
+
+
+@pytest.mark.parametrize("form", ["folder", "link", "."])
+def test_overwrite_that_is_not_finished_leaves_an_empty_index_and_other_files(
+    beir: Path, small_model: Path, kept: Path, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    def stop(*arguments: object, index: Flat, **options: object) -> None:
+        index.add_documents(["d1"], [torch.ones(1, 4)])
+        raise KeyboardInterrupt
+
+    place = kept
+    if form == "link":
+        place = kept.with_name("link")
+        place.symlink_to(kept)
+    elif form == ".":
+        monkeypatch.chdir(kept)
+        place = Path()
+    monkeypatch.setattr("pylate_flash.beir.evaluate_retrieval", stop)
+    result = invoke(
+        *("evaluate", "--data", beir, "--model", small_model, "--device", "cpu", "--index", place, "--overwrite")
+    )
+    assert result.exit_code == 130
+    assert {path.name for path in kept.iterdir()} == {"lock", "manifest.json", "notes.txt"}
+    assert (kept / "notes.txt").read_text() == "mine"
+    assert len(Flat(kept.parent, kept.name, device="cpu")) == 0
+
+
+def test_what_another_process_has_added_stays(
+    beir: Path, small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*arguments: object, index: Flat, **options: object) -> None:
+        Flat(tmp_path, "index", device="cpu").add_documents(["theirs"], [torch.ones(1, 4)])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("pylate_flash.beir.evaluate_retrieval", stop)
+    result = invoke(
+        *("evaluate", "--data", beir, "--model", small_model, "--device", "cpu", "--index", tmp_path / "index")
+    )
+    assert result.exit_code == 130
+    assert Flat(tmp_path, "index", device="cpu").documents_ids == ["theirs"]
+
+
+def test_an_index_that_appears_while_the_model_is_loaded_stays(
+    beir: Path, small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def appear(*arguments: object) -> None:
+        Flat(tmp_path, "index", device="cpu").add_documents(["theirs"], [torch.ones(1, 4)])
+
+    monkeypatch.setattr("pylate_flash.cli.evaluate.check_scorer", appear)
+    result = invoke(
+        *("evaluate", "--data", beir, "--model", small_model, "--device", "cpu", "--index", tmp_path / "index")
+    )
+    assert_one_clear_sentence(result, "there is an index in", "--overwrite replaces it")
+    assert Flat(tmp_path, "index", device="cpu").documents_ids == ["theirs"]
+
+
+def test_an_index_needs_a_name_that_every_system_takes(beir: Path, small_model: Path, tmp_path: Path) -> None:
+    result = invoke("evaluate", "--data", beir, "--model", small_model, "--index", tmp_path / "a:b")
+    assert_one_clear_sentence(result, "--index: ", "colon", "'a:b'")
+    assert "index_name" not in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import pytest
 
 from pylate_flash import indexes, models
 from pylate_flash.cli import indexing
+from pylate_flash.index.turns import turn
 from tests.cli.commands import assert_one_clear_sentence, invoke, succeed
 
 CPU = ("--device", "cpu")
@@ -225,6 +226,48 @@ def test_what_cannot_be_built_leaves_nothing_behind(
     assert not (tmp_path / "index").exists()
 
 
+def test_overwrite_is_refused_in_one_sentence_while_another_process_writes(
+    index: Path, corpus: Path, tiny_colbert_path: str
+) -> None:
+    before = files_in(index)
+    with turn(index / "lock"):
+        result = invoke(
+            *("index", "--data", corpus, "--model", tiny_colbert_path, "--index", index, "--overwrite", *CPU)
+        )
+    assert_one_clear_sentence(result, "another process is writing to the index", index)
+    assert files_in(index) == before
+
+
+@pytest.mark.parametrize("options", [(), ("--overwrite",)])
+def test_a_name_that_not_every_system_takes_is_refused(corpus: Path, tmp_path: Path, options: tuple[str, ...]) -> None:
+    # The model is not looked for.
+    result = invoke("index", "--data", corpus, "--model", "no-such/name", "--index", tmp_path / "a:b", *options, *CPU)
+    assert_one_clear_sentence(result, "--index: ", tmp_path / "a:b", "colon", "got 'a:b'")
+    assert "index_name" not in result.stderr
+    assert not (tmp_path / "a:b").exists()
+
+
+def test_another_type_than_the_index_has_is_refused_in_words_of_the_command_line(
+    index: Path, corpus: Path, tiny_colbert_path: str
+) -> None:
+    before = files_in(index)
+    here = ("index", "--data", corpus, "--model", tiny_colbert_path, "--index", index, *CPU)
+    result = invoke(*here, "--dtype", "int8")
+    assert_one_clear_sentence(result, "--dtype int8", f"the index in {index} keeps float32", "--overwrite")
+    assert "override" not in result.stderr
+    assert files_in(index) == before
+    succeed(*here, "--dtype", "float32")
+
+
+def test_an_index_that_was_emptied_takes_a_model_of_another_size(
+    corpus: Path, tmp_path: Path, tiny_colbert_path: str
+) -> None:
+    old = indexes.Flat(tmp_path, "index", device="cpu").add_documents(["x"], [np.eye(2, 5, dtype="float32")])
+    old.remove_documents(["x"])
+    succeed("index", "--data", corpus, "--model", tiny_colbert_path, "--index", tmp_path / "index", *CPU)
+    assert ids_in(tmp_path / "index") == ["a", "b", "c"]
+
+
 # Killed builds
 
 # Run in a process of its own, which imports everything once: every build is a child of it, and is killed after a part
@@ -368,6 +411,16 @@ def test_info_says_what_the_index_holds(index: Path, tiny_colbert_path: str) -> 
     table = succeed("index", "info", "--index", index)
     for part in ("documents", "3", f"{tokens:,}", "float32", record["model"]["fingerprint"][:12]):
         assert part in table
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_full_disk_behind_the_output_is_one_sentence(tmp_path: Path) -> None:
+    indexes.Flat(tmp_path, "index", device="cpu").add_documents(["a"], [np.eye(2, dtype="float32")])
+    arguments = [sys.executable, "-m", "pylate_flash", "index", "info", "--json", "--index", str(tmp_path / "index")]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(arguments, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[1:] == ["pylate-flash: reading or writing failed: No space left on device"]
 
 
 def test_what_does_not_encode_does_not_wait_for_pylate(index: Path) -> None:

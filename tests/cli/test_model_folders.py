@@ -163,6 +163,25 @@ def test_code_of_a_folder_runs_only_if_it_is_trusted(folder: Path, beir: Path, t
     assert ran.exists()
 
 
+def test_the_demo_runs_no_code_of_a_folder_that_is_not_trusted(
+    pylate: ModuleType, folder: Path, tmp_path: Path
+) -> None:
+    ran = bring_code(folder, tmp_path)
+    demo = ("demo", "--model", folder, "--device", "cpu", "--output", tmp_path / "out")
+    assert_one_clear_sentence(invoke(*demo), "modules.json names 'own.Own'", "--trust-remote-code")
+    assert not ran.exists()
+    # It is then another matter that this model reads 16 tokens, and the demo's queries have 32.
+    assert_one_clear_sentence(invoke(*demo, "--trust-remote-code"), "32 is more than the 16 tokens")
+    assert ran.exists()
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_demo_says_at_once_that_there_is_no_such_model(pylate: ModuleType, tmp_path: Path) -> None:
+    result = invoke("demo", "--model", "nomodel", "--device", "cpu", "--output", tmp_path / "out")
+    assert_one_clear_sentence(result, "the model 'nomodel' cannot be loaded: there is no such folder")
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(("key", "value"), [("activation_function", "os.getcwd"), ("types", {"a": "antigravity.fly"})])
 def test_functions_that_a_configuration_names_are_not_called(folder: Path, beir: Path, key: str, value: Any) -> None:
     edit(folder / "1_Dense" / "config.json", lambda config: config.update({key: value}))

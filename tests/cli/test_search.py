@@ -11,7 +11,8 @@ import pytest
 from rich.console import Console
 
 from pylate_flash import indexes, models
-from pylate_flash.cli.search import Found, show
+from pylate_flash.cli.common import UserError
+from pylate_flash.cli.search import Found, _read_queries, show
 from tests.cli.commands import assert_one_clear_sentence, invoke, succeed
 
 LONG = "a-long-name/" * 10 + "note.md"
@@ -216,6 +217,39 @@ def test_a_corpus_with_a_bad_line_is_one_sentence(index: Path, tmp_path: Path, l
     (tmp_path / "corpus.jsonl").write_bytes(b'{"_id": "a", "text": "b"}\n' + line + b"\n")
     result = invoke("search", "x", "--index", index, "--data", tmp_path)
     assert_one_clear_sentence(result, "corpus.jsonl, line 2")
+
+
+@pytest.mark.parametrize("content", [b"nonsense\n", b'{"_id": "x", "text": "\xe9"}\n', b"", b"PAR1\0\0"])
+def test_a_corpus_that_happens_to_lie_beside_the_index_breaks_no_search(
+    index: Path, tmp_path: Path, content: bytes
+) -> None:
+    shutil.copytree(index, tmp_path / "index")
+    (tmp_path / "corpus.jsonl").write_bytes(content)
+    result = invoke("search", "trains", "--index", tmp_path / "index", "-k", 2)
+    assert result.exit_code == 0, result.output
+    assert [line.count("\t") for line in result.stdout.splitlines()] == [2, 2]
+    note = result.stderr.splitlines()[-1]
+    assert note.startswith(f"Note: no texts are shown: {tmp_path / 'corpus.jsonl'}")
+    assert "--data" in note
+
+
+def test_a_corpus_beside_the_index_that_cannot_be_opened_breaks_no_search(
+    index: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: object) -> None:
+        raise PermissionError(13, "Permission denied", str(index.parent / "corpus.jsonl"))
+
+    monkeypatch.setattr("pylate_flash.cli.indexing.Corpus", refuse)
+    result = invoke("search", "trains", "--index", index, "-k", 1)
+    assert result.exit_code == 0, result.output
+    assert "Note: no texts are shown: " in result.stderr
+    assert "Permission denied" in result.stderr
+
+
+def test_a_standard_input_that_is_closed_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", None)
+    with pytest.raises(UserError, match="standard input is closed"):
+        _read_queries("-")
 
 
 def test_texts_may_come_from_a_pipe(index: Path, tmp_path: Path) -> None:

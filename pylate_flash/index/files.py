@@ -1,0 +1,98 @@
+"""The files of an index as the system has them: opened if they are regular, read and written in full."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+__all__ = ["open_named", "open_regular", "read_exactly", "write_all"]
+
+# Descriptors that are left to the rest of the process, which would fail in stranger places.
+_SPARE = 256
+
+
+def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
+    """Open a file of the index and return its descriptor.
+
+    An index has a file open for each of its shards, so the process's limit of open files is raised as they come.
+
+    Raises
+    ------
+    ValueError
+        If it is no regular file (opening a pipe would wait for ever). The message names it.
+    OSError
+        If it cannot be opened for another reason; a FileNotFoundError if it is missing.
+    """
+    # Without waiting for somebody to open the other end of what may be a pipe.
+    flags |= os.O_CLOEXEC | os.O_NONBLOCK
+    try:
+        descriptor = os.open(path, flags)
+    except OSError as error:
+        if error.errno != errno.EMFILE:
+            raise
+        if not _raise_limit():
+            reason = f"{error.strerror}: an index has one open for each of its shards; raise `ulimit -n`"
+            raise OSError(errno.EMFILE, reason, str(path)) from None
+        descriptor = os.open(path, flags)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise ValueError(f"{path} is damaged: it is no regular file")
+    # A new descriptor has the lowest number that is free, so it says about how many there are.
+    if descriptor + _SPARE > _limit():
+        _raise_limit()
+    return descriptor
+
+
+def open_named(path: Path, flags: int = os.O_RDONLY) -> int:
+    """As `open_regular`, of a file that the manifest names: that it is missing is a ValueError, which says so."""
+    try:
+        return open_regular(path, flags)
+    except FileNotFoundError:
+        raise ValueError(f"{path} is missing, though the manifest names it") from None
+
+
+def read_exactly(descriptor: int, buffer: bytearray | memoryview, offset: int) -> memoryview:
+    """Fill `buffer` from the place `offset` of a file, or raise a ValueError that says where the file ends."""
+    view, done = memoryview(buffer), 0
+    while done < len(view):
+        count = os.preadv(descriptor, [view[done:]], offset + done)
+        if not count:
+            size = os.fstat(descriptor).st_size
+            raise ValueError(f"it ends after {size} bytes, {offset + len(view)} were expected")
+        done += count
+    return view
+
+
+def write_all(descriptor: int, data: memoryview | bytes, offset: int) -> None:
+    """Write all of `data` at the place `offset` of a file."""
+    view, done = memoryview(data), 0
+    while done < len(view):
+        done += os.pwrite(descriptor, view[done:], offset + done)
+
+
+def _limit() -> float:
+    """How many files the process may have open, as it is set now."""
+    import resource  # not on Windows, where the rest of the package can be imported all the same
+
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return float("inf") if soft == resource.RLIM_INFINITY else soft
+
+
+def _raise_limit() -> bool:
+    """Let the process have twice as many files open, as far as the system allows; whether that was more than before.
+
+    No more than that: what waits for files with `select` takes no descriptors above 1023.
+    """
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 2 * soft if hard == resource.RLIM_INFINITY else min(2 * soft, hard)
+    if soft == resource.RLIM_INFINITY or wanted <= soft:
+        return False
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    except (OSError, ValueError):
+        return False
+    return True
