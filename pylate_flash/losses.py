@@ -90,9 +90,10 @@ class Contrastive(PyLateContrastive):
         of queries of a rank: PyLate's convention. DistributedDataParallel takes the mean of the ranks' gradients, which
         is then the gradient of one process with the whole batch: of its sum; of its mean, times the number of ranks.
     temperature
-        Divides the scores: a number above 0, or a parameter of one element, which is then learned. 1.0 suits sums of
-        the maxima of 32 query tokens, which differ by whole units where a single cosine differs by hundredths (and is
-        divided by 0.02 to 0.05); more query tokens want a higher one.
+        Divides the scores: a number above 0, or a parameter of one element, which is then learned (train it with
+        :class:`~pylate_flash.trainer.ColBERTTrainer`: sentence-transformers 5.3's own never clears its gradient). 1.0
+        suits sums of the maxima of 32 query tokens, which differ by whole units where a single cosine differs by
+        hundredths (and is divided by 0.02 to 0.05); more query tokens want a higher one.
     scorer
         ``"pylate_flash"``, ``"torch"``, ``"flash"``, ``"lik"`` or ``"auto"``; overrides the model's flag.
     masking
@@ -110,8 +111,8 @@ class Contrastive(PyLateContrastive):
     smooth
         Take a smooth maximum over the document tokens, ``(1 / smooth) log sum exp(smooth * similarity)``, by
         `soft_maxsim`: the gradient reaches every token, and not only the best one. A number above 0, or a parameter of
-        one element, which is then learned; 10 to 100 for unit embeddings. Nothing is fused then, and under
-        ``masking="zero"`` ranks do not gather. Default: the maximum.
+        one element, which is then learned as a ``temperature`` is; 10 to 100 for unit embeddings. Nothing is fused
+        then, and under ``masking="zero"`` ranks do not gather. Default: the maximum.
 
     Raises
     ------

@@ -46,6 +46,10 @@ _FOLLOWING = (Contrastive, CachedContrastive, Distillation)
 _FLAGS = ("scorer", "masking", "fuse_projection")
 
 
+class _Default(str):
+    """A batch sampler that nobody has named: equal to the one of its name, and told from it by its type."""
+
+
 @dataclass
 class ColBERTTrainingArguments(SentenceTransformerTrainingArguments):
     """sentence-transformers' training arguments, with the scorer of the run.
@@ -87,15 +91,15 @@ class ColBERTTrainingArguments(SentenceTransformerTrainingArguments):
     def __post_init__(self) -> None:
         if self.fuse_projection is not None and not isinstance(self.fuse_projection, bool):
             raise TypeError(f"fuse_projection: {self.fuse_projection!r}; expected True, False or None")
-        self._chooses_sampler = self.batch_sampler is None
-        if self.batch_sampler is None:
-            # Other trainers know nothing of a choice that is left open: they would make batches of one line.
-            self.batch_sampler = BatchSamplers.BATCH_SAMPLER
+        named = self.batch_sampler is not None and not isinstance(self.batch_sampler, _Default)
         if self.scorer is not None:
             self.scorer = check_backend(self.scorer, name="scorer")
         if self.masking is not None:
             check_masking(self.masking)
         super().__post_init__()
+        if not named:
+            # Other trainers know nothing of a choice that is left open: they would make batches of one line.
+            self.batch_sampler = _Default(BatchSamplers.BATCH_SAMPLER.value)
 
 
 class _Meter(Meter):
@@ -155,7 +159,11 @@ class ColBERTTrainer(MeasuredTrainer, SentenceTransformerTrainer):
 
     A loss that is not finite ends the training at the next log entry or checkpoint, because every weight has become NaN
     by then; under ``fp16``, whose loss scaler leaves such steps out, it does not. A run that resumes from a checkpoint
-    continues, on a CPU to the bit, as if it had not been interrupted.
+    continues, on a CPU to the bit, as if it had not been interrupted; over an ``IterableDataset``, whose length nobody
+    knows, it can do so within the first pass only.
+
+    Parameters of a loss, such as a learned ``temperature``, are trained as the model's are, on several GPUs too. They
+    are saved with each checkpoint, in ``losses.safetensors``, and not with the model.
 
     Parameters
     ----------
@@ -175,8 +183,11 @@ class ColBERTTrainer(MeasuredTrainer, SentenceTransformerTrainer):
     Raises
     ------
     ValueError
-        If ``args.scorer`` or ``args.masking`` is set and a loss would not follow it, and, while it trains, if lists of
-        candidates or scores differ in length within a batch.
+        If ``args.scorer`` or ``args.masking`` is set and a loss would not follow it; if there are several ranks, and
+        losses of a dictionary that do not gather documents alike. While it trains, if lists of candidates or scores
+        differ in length within a batch; when it resumes, if the checkpoint lies beyond the first pass over an
+        ``IterableDataset``, lacks weights of the model (as those of LoRA adapters do, which transformers 5.3 cannot
+        load), or holds parameters that the losses do not have.
     FloatingPointError
         While it trains, if the loss is not finite.
     """
@@ -258,7 +269,7 @@ class ColBERTTrainer(MeasuredTrainer, SentenceTransformerTrainer):
     def _resolve_batch_sampler(self) -> None:
         in_batch_negatives = all(isinstance(loss, _CONTRASTIVE) for loss in self.losses())
         indexed = hasattr(self.train_dataset, "__len__")
-        if getattr(self.args, "_chooses_sampler", False) and in_batch_negatives and indexed:
+        if isinstance(self.args.batch_sampler, _Default) and in_batch_negatives and indexed:
             # In a copy: the same arguments may serve another trainer, with another loss.
             self.args = copy.copy(self.args)
             self.args.batch_sampler = BatchSamplers.NO_DUPLICATES

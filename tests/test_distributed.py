@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
 from pylate.losses.cached_contrastive import CachedContrastive as PyLateCachedContrastive
 from pylate.losses.contrastive import Contrastive as PyLateContrastive
 from torch.nn.parallel import DistributedDataParallel
@@ -86,6 +87,52 @@ def train(model: models.ColBERT, folder: Path) -> list[dict[str, float]]:
     return trainer.state.log_history
 
 
+def learn(path: str, folder: Path, start: float, batch_size: int, together: bool) -> torch.Tensor:
+    """Three steps of gradient descent; returns the temperature, then the weights.
+
+    With `together`, one loss that gathers; otherwise a loss for each of two data sets, of which one has a temperature.
+    """
+    model = load(path)
+    temperature = torch.nn.Parameter(torch.tensor([start]))
+    data: Any = Dataset.from_dict({"query": QUERIES * 2, "positive": POSITIVES * 2})
+    loss: Any = losses.Contrastive(model, temperature=temperature, size_average=False, gather_across_devices=together)
+    if not together:
+        data, loss = DatasetDict(a=data, b=data.select(range(len(data)))), {"a": loss, "b": losses.Contrastive(model)}
+    args = ColBERTTrainingArguments(
+        output_dir=str(folder),
+        max_steps=3,
+        per_device_train_batch_size=batch_size,
+        optim="sgd",
+        learning_rate=0.01,
+        lr_scheduler_type="constant",
+        batch_sampler="batch_sampler",
+        multi_dataset_batch_sampler="round_robin",
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+        ddp_backend="gloo" if dist.is_initialized() else None,
+    )
+    ColBERTTrainer(model=model, args=args, train_dataset=data, loss=loss).train()
+    return torch.cat([temperature.detach(), *(parameter.detach().flatten() for parameter in model.parameters())])
+
+
+def refusal(path: str, folder: Path, **second: Any) -> str:
+    """What is said of a dictionary of losses of which the first one gathers at once."""
+    model = load(path)
+    data = Dataset.from_dict({"query": QUERIES, "positive": POSITIVES})
+    args = ColBERTTrainingArguments(output_dir=str(folder), max_steps=1, report_to="none", use_cpu=True)
+    loss = {
+        "a": losses.Contrastive(model, gather_across_devices=True),
+        "b": losses.CachedContrastive(model, **second),
+    }
+    # Where no batch of the training is of the other one, there is nothing to wait for.
+    ColBERTTrainer(model=model, args=args, train_dataset=DatasetDict(a=data), loss=loss)
+    with pytest.raises(ValueError, match="loss: ") as raised:
+        ColBERTTrainer(model=model, args=args, train_dataset=DatasetDict(a=data, b=data), loss=loss)
+    return str(raised.value)
+
+
 def work(rank: int, path: str, folder: Path) -> None:
     """What each process does; the results go to a file, to be compared by the tests."""
     torch.set_num_threads(1)
@@ -126,6 +173,11 @@ def work(rank: int, path: str, folder: Path) -> None:
             results["DDP, fused", name, unused] = value_and_gradient(loss, model, rows)[1]
         del loss, wrapped
     results["logs"] = train(load(path), folder / f"run-{rank}")
+    for together in (True, False):
+        results["learned", together] = learn(path, folder / f"run-{rank}", 2.0 + rank, 2, together)
+    results["refusals"] = [
+        refusal(path, folder, **second) for second in ({}, {"gather_across_devices": True, "gather": "ring"})
+    ]
     torch.save(results, folder / f"rank-{rank}.pt")
     dist.destroy_process_group()
 
@@ -184,3 +236,28 @@ def test_the_trainer_counts_all_ranks(ranks: list[dict]) -> None:
         assert entry["in_batch_negatives_per_query"] == WORLD * 2 - 1
         assert entry["tokens_per_second"] > 0
     assert entries[0]["peak_memory_mib"] == entries[1]["peak_memory_mib"] > 50
+
+
+def test_a_learned_temperature_is_that_of_one_process(
+    ranks: list[dict], tiny_colbert_path: str, tmp_path: Path
+) -> None:
+    """It begins as the first rank's, and its gradient is the mean of the ranks', as the model's is."""
+    first, second = (results["learned", True] for results in ranks)
+    assert torch.equal(first, second)
+    expected = learn(tiny_colbert_path, tmp_path, 2.0, 2 * WORLD, together=True)
+    assert abs(expected[0].item() - 2.0) > 0.001
+    torch.testing.assert_close(first, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_temperature_of_one_data_set_is_the_same_on_all_ranks(ranks: list[dict]) -> None:
+    """The batches of the first rank are of one data set, and those of the second are of the other one."""
+    first, second = (results["learned", False] for results in ranks)
+    assert torch.equal(first, second)
+    assert first[0].item() != 2.0
+
+
+def test_losses_that_would_wait_for_each_other_are_refused(ranks: list[dict]) -> None:
+    for results in ranks:
+        one, other = results["refusals"]
+        assert "loss: gather_across_devices=True, gather='all_gather' of 'a', gather_across_devices=False of 'b'" in one
+        assert "gather='ring' of 'b', on 2 ranks" in other

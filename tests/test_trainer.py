@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
+import pickle
 import warnings
 from pathlib import Path
 
@@ -369,6 +371,23 @@ def test_default_batch_sampler(model: models.ColBERT, pairs: Dataset, distillati
     ColBERTTrainer(model=model, args=reused, train_dataset=pairs)
     trainer = ColBERTTrainer(model=model, args=reused, train_dataset=distillation, loss=losses.Distillation(model))
     assert trainer.args.batch_sampler == BatchSamplers.BATCH_SAMPLER
+
+
+def test_a_batch_sampler_is_the_default_until_one_is_named(
+    model: models.ColBERT, pairs: Dataset, tmp_path: Path
+) -> None:
+    """Also in copies of the arguments, and in those that are set later."""
+    args = arguments(tmp_path)
+    copies = [dataclasses.replace(args, max_steps=3), pickle.loads(pickle.dumps(args))]
+    assert args.to_dict()["batch_sampler"] == "batch_sampler"
+    for copy in copies:
+        trainer = ColBERTTrainer(model=model, args=copy, train_dataset=pairs)
+        assert trainer.args.batch_sampler == BatchSamplers.NO_DUPLICATES
+    args.batch_sampler = BatchSamplers.GROUP_BY_LABEL
+    named = dataclasses.replace(copies[0], batch_sampler="batch_sampler")
+    for given, expected in ((args, "group_by_label"), (named, "batch_sampler")):
+        trainer = ColBERTTrainer(model=model, args=given, train_dataset=pairs)
+        assert trainer.args.batch_sampler == expected
 
 
 def test_the_arguments_make_full_batches_in_any_trainer(model: models.ColBERT, pairs: Dataset, tmp_path: Path) -> None:

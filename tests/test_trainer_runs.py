@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
+from safetensors.torch import load_file
+from torch import nn
+from transformers import TrainerCallback
 
 from pylate_flash import losses, models
 from pylate_flash.trainer import ColBERTTrainer
@@ -48,6 +52,128 @@ def test_resuming_in_a_later_epoch_gives_the_same_weights(
     whole = run("whole")
     torch.manual_seed(9)
     assert torch.equal(run("resumed", str(tmp_path / "whole" / "checkpoint-4")), whole)
+
+
+def parameter(value: float) -> nn.Parameter:
+    return nn.Parameter(torch.tensor([value]))
+
+
+class Gradients(TrainerCallback):
+    """What a parameter's gradient is at the beginning of each step, and before the optimizer's."""
+
+    def __init__(self, of: nn.Parameter) -> None:
+        self.of = of
+        self.at_first: list[torch.Tensor | None] = []
+        self.sizes: list[float] = []
+
+    def on_step_begin(self, args, state, control, **kwargs) -> None:
+        self.at_first.append(self.of.grad)
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs) -> None:
+        assert self.of.grad is not None
+        self.sizes.append(self.of.grad.abs().item())
+
+
+@pytest.mark.parametrize("name", ["temperature", "smooth"])
+def test_a_learned_parameter_of_a_loss_begins_each_step_without_a_gradient(
+    model: models.ColBERT, pairs: Dataset, tmp_path: Path, name: str
+) -> None:
+    learned = parameter(3.0)
+    learned.grad = torch.ones(1)
+    seen = Gradients(learned)
+    args = arguments(tmp_path, max_steps=3, gradient_accumulation_steps=2, per_device_train_batch_size=2)
+    with pytest.warns(UserWarning, match="gradient_accumulation_steps"):
+        trainer = ColBERTTrainer(
+            model=model,
+            args=args,
+            train_dataset=pairs,
+            loss=losses.Contrastive(model, **{name: learned}),
+            callbacks=[seen],
+        )
+    trainer.train()
+    assert seen.at_first == [None] * 3
+    assert min(seen.sizes) > 0
+    assert learned.item() != 3.0
+
+
+def learning(
+    tiny_colbert_path: str, folder: Path, pairs: Dataset, together: bool
+) -> tuple[ColBERTTrainer, list[nn.Parameter]]:
+    """A trainer, and what its losses learn: of one loss, or of a dictionary of two that share a temperature."""
+    model = models.ColBERT(tiny_colbert_path, device="cpu", **LENGTHS)
+    temperature, smooth = parameter(2.0), parameter(30.0)
+    loss: Any = losses.Contrastive(model, temperature=temperature, smooth=smooth)
+    data: Any = pairs
+    if together:
+        loss = {"a": loss, "b": losses.CachedContrastive(model, temperature=temperature, mini_batch_size=2)}
+        # Two objects: the host writes the name into each.
+        data = DatasetDict(a=pairs, b=pairs.select(range(len(pairs))))
+    steps = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "multi_dataset_batch_sampler": "round_robin"}
+    args = arguments(folder, learning_rate=0.05, **steps)
+    return ColBERTTrainer(model=model, args=args, train_dataset=data, loss=loss), [temperature, smooth]
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_resuming_goes_on_with_the_parameters_of_the_loss(
+    tiny_colbert_path: str, pairs: Dataset, tmp_path: Path, together: bool
+) -> None:
+    trainer, learned = learning(tiny_colbert_path, tmp_path, pairs, together)
+    trainer.train()
+    checkpoints = [tmp_path / "run" / f"checkpoint-{step}" for step in (2, 4)]
+    saved = load_file(checkpoints[1] / "losses.safetensors")
+    of_a = "a:" if together else ""
+    expected = {f"{of_a}temperature": learned[0], f"{of_a}smooth": learned[1]}
+    expected |= {"b:temperature": learned[0]} if together else {}
+    assert saved.keys() == expected.keys()
+    assert all(torch.equal(saved[name], value) for name, value in expected.items())
+    assert min(abs(value.item() - start) for value, start in zip(learned, (2, 30), strict=True)) > 0.05
+
+    again, resumed = learning(tiny_colbert_path, tmp_path / "again", pairs, together)
+    again.train(resume_from_checkpoint=str(checkpoints[0]))
+    assert all(torch.equal(*pair) for pair in zip(resumed, learned, strict=True))
+    weights = [torch.cat([one.detach().flatten() for one in each.model.parameters()]) for each in (trainer, again)]
+    assert torch.equal(*weights)
+
+    # As a checkpoint of before is read: it has no such file.
+    (checkpoints[1] / "losses.safetensors").unlink()
+    again, resumed = learning(tiny_colbert_path, tmp_path / "without", pairs, together)
+    again.train(resume_from_checkpoint=str(checkpoints[1]))
+    assert [value.item() for value in resumed] == [2.0, 30.0]
+
+
+def test_parameters_of_another_loss_are_not_read(tiny_colbert_path: str, pairs: Dataset, tmp_path: Path) -> None:
+    learning(tiny_colbert_path, tmp_path, pairs, together=True)[0].train()
+    checkpoint = tmp_path / "run" / "checkpoint-2"
+    with pytest.raises(
+        ValueError, match=r"losses.safetensors holds the parameter 'a:.* only \['smooth', 'temperature'"
+    ):
+        learning(tiny_colbert_path, tmp_path, pairs, together=False)[0].train(resume_from_checkpoint=str(checkpoint))
+
+
+def test_no_file_for_a_loss_without_parameters(model: models.ColBERT, pairs: Dataset, tmp_path: Path) -> None:
+    """Nor one that a run of before has left."""
+    checkpoint = tmp_path / "run" / "checkpoint-1"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "losses.safetensors").write_bytes(b"of another run")
+    args = arguments(tmp_path, max_steps=1, save_strategy="steps", save_steps=1)
+    ColBERTTrainer(model=model, args=args, train_dataset=pairs).train()
+    assert (checkpoint / "trainer_state.json").exists()
+    assert not (checkpoint / "losses.safetensors").exists()
+
+
+def test_resuming_does_not_go_on_with_other_adapters(tiny_colbert_path: str, pairs: Dataset, tmp_path: Path) -> None:
+    """transformers draws them at random where it does not find those of the checkpoint."""
+    peft = pytest.importorskip("peft")
+
+    def trainer() -> ColBERTTrainer:
+        model = models.ColBERT(tiny_colbert_path, device="cpu", **LENGTHS)
+        model.add_adapter(peft.LoraConfig(task_type="FEATURE_EXTRACTION", r=4, target_modules=["query", "value"]))
+        args = arguments(tmp_path, max_steps=2, save_strategy="steps", save_steps=1)
+        return ColBERTTrainer(model=model, args=args, train_dataset=pairs)
+
+    trainer().train()
+    with pytest.raises(ValueError, match=r"the weights in .*checkpoint-1 lack encoder\.layer.*lora_.* and \d+ more"):
+        trainer().train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-1"))
 
 
 class Spoiled(losses.Contrastive):
@@ -108,3 +234,28 @@ def test_an_iterable_dataset_is_read_in_its_order(model: models.ColBERT, pairs: 
             args=arguments(tmp_path, max_steps=-1, num_train_epochs=1),
             train_dataset=pairs.to_iterable_dataset(),
         )
+
+
+def test_resuming_an_iterable_dataset_in_its_first_pass_only(
+    tiny_colbert_path: str, pairs: Dataset, tmp_path: Path
+) -> None:
+    """Three batches are a pass, whose number nobody knows: in the second, as many as the run had would be skipped."""
+
+    def run(folder: str, checkpoint: str | bool | None = None, **overrides: Any) -> torch.Tensor:
+        model = models.ColBERT(tiny_colbert_path, device="cpu", **LENGTHS)
+        args = arguments(tmp_path, output_dir=str(tmp_path / folder), max_steps=5, **overrides)
+        data = pairs.to_iterable_dataset().shuffle(seed=1, buffer_size=12)
+        trainer = ColBERTTrainer(model=model, args=args, train_dataset=data)
+        trainer.train(resume_from_checkpoint=checkpoint)
+        assert trainer.state.global_step == 5
+        return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+    whole = run("whole", save_strategy="steps", save_steps=1)
+    for step in (2, 3):
+        assert torch.equal(run("resumed", str(tmp_path / "whole" / f"checkpoint-{step}")), whole)
+    message = r"resume_from_checkpoint: .*beyond the first pass over train_dataset, an IterableDataset \(epoch 1\.{}"
+    with pytest.raises(ValueError, match=message.format("2")):
+        run("resumed", str(tmp_path / "whole" / "checkpoint-4"))
+    with pytest.raises(ValueError, match=message.format("4")):
+        run("whole", True)
+    run("resumed", str(tmp_path / "whole" / "checkpoint-4"), ignore_data_skip=True)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -107,32 +105,3 @@ def _read(folder: Path, file: str) -> Any:
         raise ValueError(f"its {file} is not valid JSON: {error}") from None
     except RecursionError:
         raise ValueError(f"its {file} is not valid JSON: it is nested too deeply") from None
-
-
-@contextmanager
-def no_missing_weights() -> Iterator[None]:
-    """Raise a ValueError where transformers loads an encoder whose weights are not all in its file.
-
-    It draws those at random and logs a table of their names, which is nowhere else to be had. Poolers do not count:
-    they are missing from many encoders, and late interaction has no use for them.
-    """
-    missing: list[str] = []
-
-    def look(record: logging.LogRecord) -> bool:
-        rows = re.sub(r"\x1b\[[0-9;]*m", "", record.getMessage()).splitlines()
-        names = (re.match(r"(\S+) *\| *MISSING\b", row) for row in rows)
-        missing.extend(name[1] for name in names if name and "pooler" not in name[1])
-        return record.levelno >= shown
-
-    logger = logging.getLogger("transformers.modeling_utils")
-    level, shown = logger.level, logger.getEffectiveLevel()
-    logger.setLevel(logging.WARNING)
-    logger.addFilter(look)
-    try:
-        yield
-    finally:
-        logger.removeFilter(look)
-        logger.setLevel(level)
-    if missing:
-        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-        raise ValueError(f"its weights lack {', '.join(sorted(missing)[:3])}{more}")

@@ -33,7 +33,11 @@ class MultiVectorEncoderTrainer(MeasuredTrainer, host.MultiVectorEncoderTrainer)
 
     A loss that is not finite ends the training at the next log entry or checkpoint, because every weight has become NaN
     by then; under `fp16`, whose loss scaler leaves such steps out, it does not. A run that resumes from a checkpoint
-    continues, on a CPU to the bit, as if it had not been interrupted.
+    continues, on a CPU to the bit, as if it had not been interrupted; over an `IterableDataset`, whose length nobody
+    knows, it can do so within the first pass only.
+
+    Parameters of a loss, such as a learned `scale`, are trained as the model's are, on several GPUs too. They are saved
+    with each checkpoint, in `losses.safetensors`, and not with the model.
 
     Parameters
     ----------
@@ -43,6 +47,10 @@ class MultiVectorEncoderTrainer(MeasuredTrainer, host.MultiVectorEncoderTrainer)
 
     Raises
     ------
+    ValueError
+        If there are several ranks, and losses of a dictionary that do not gather documents alike. When it resumes, if
+        the checkpoint lies beyond the first pass over an `IterableDataset`, lacks weights of the model, or holds
+        parameters that the losses do not have.
     FloatingPointError
         While it trains, if the loss is not finite.
     """
