@@ -96,7 +96,8 @@ def test_empty_score(name, sums, queries, documents, masking: str, reduction: st
     torch.testing.assert_close(scores.double(), expected, rtol=2e-6, atol=2e-5)
     leaves = [tensor.detach().requires_grad_() for tensor in case.tensors]
     with_winners = kernel(*leaves, **case.keywords)
-    assert torch.equal(with_winners.detach(), scores)
+    # Other tiles score where something has to win, and a BLAS adds up products in an order that may depend on them.
+    torch.testing.assert_close(with_winners.detach(), scores, rtol=2e-6, atol=2e-5)
     _, grad_documents = torch.autograd.grad(with_winners.sum(), leaves)
     assert not grad_documents[~case.documents_mask].any()
 
