@@ -75,7 +75,8 @@ def trained_by_the_host(folder: Path, rows: Dataset, loss: Any, output: Path, **
             max_steps=STEPS,
             per_device_train_batch_size=BATCH,
             learning_rate=1e-3,
-            warmup_steps=0.1,
+            # As `train` has it in so few steps.
+            warmup_steps=0,
             seed=7,
             use_cpu=True,
             save_strategy="no",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -20,8 +21,14 @@ QUERIES, DOCUMENTS, NONE = _random(2, 3, 8), _random(4, 5, 8), _random(4, 0, 8)
 VALUES, BOUNDS = ops.pack(list(DOCUMENTS))
 MINE, MY_BOUNDS = ops.pack(list(QUERIES))
 NO_BOUNDS = torch.zeros(5, dtype=torch.int32)
-CODES = ops.train_residual_codec(VALUES, nbits=4, num_centroids=4).compress(VALUES, BOUNDS)
 CHOSEN = torch.zeros(4, 1, dtype=torch.int64)
+
+
+@functools.cache
+def codes() -> ops.ResidualCodes:
+    pytest.importorskip("fastkmeans")
+    return ops.train_residual_codec(VALUES, nbits=4, num_centroids=4).compress(VALUES, BOUNDS)
+
 
 CALLS: dict[str, Callable[[], Tensor]] = {
     "maxsim": lambda: ops.maxsim(QUERIES, DOCUMENTS, normalize=True),
@@ -33,7 +40,7 @@ CALLS: dict[str, Callable[[], Tensor]] = {
     "ragged": lambda: ops.maxsim_ragged(list(QUERIES), list(DOCUMENTS)),
     "ragged pairs": lambda: ops.maxsim_ragged_pairwise(list(QUERIES), list(DOCUMENTS[:2]), normalize=True),
     "quantized": lambda: ops.maxsim_varlen(MINE, ops.quantize(VALUES), MY_BOUNDS, BOUNDS),
-    "residual": lambda: ops.maxsim_residual(QUERIES, CODES),
+    "residual": lambda: ops.maxsim_residual(QUERIES, codes()),
     "sparse": lambda: ops.maxsim_sparse_queries(QUERIES, DOCUMENTS, CHOSEN),
     "sparse of nothing": lambda: ops.maxsim_sparse_queries(QUERIES, NONE, CHOSEN),
     "soft": lambda: ops.soft_maxsim(QUERIES, DOCUMENTS, 2.0),
