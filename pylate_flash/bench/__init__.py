@@ -2,8 +2,8 @@
 
 ``pylate-flash bench [SUITE]`` and ``python -m pylate_flash.bench [SUITE]`` run it. From the bottom up:
 
-- `protocol`: how one call is timed, the card's ceilings (`l2`: that of its cache; `exponentials`), and the floor that
-  they give a piece of work.
+- `protocol`: how one call is timed, the card's ceilings (`l2`: that of its cache; `exponentials`, `eight_bits`),
+  and the floor that they give a piece of work.
 - `suite`: what a suite is (rows, systems, a reference), and the loop that checks, times and compares the systems.
 - `forward`, `fat`, `quantized`, `residual`, `varlen`, `training`, `losses`, `soft`, `xtr`, `sparse`, `chamfer`,
   `hidden`, `hosts`, `launch`, `cpu`: the suites. Another one is one more file like them, named in `SUITES`. `calls` and

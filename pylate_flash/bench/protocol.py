@@ -269,13 +269,14 @@ def measure(calls: Mapping[str, Callable[[], object]], stopwatch: Stopwatch, rou
 class Ceilings:
     """What the machine reached at its best in this run: a matrix product, and a copy (bytes read plus written).
 
-    And where rows need them, on a GPU: reads of its L2 cache, and exponentials.
+    And where rows need them, on a GPU: reads of its L2 cache, exponentials, and a matrix product of 8-bit values.
     """
 
     flops_per_second: float
     bytes_per_second: float
     l2_bytes_per_second: float | None = None
     exponentials_per_second: float | None = None
+    eight_bit_flops_per_second: float | None = None
 
 
 def measure_ceilings(
@@ -284,6 +285,7 @@ def measure_ceilings(
     *,
     with_l2: bool = False,
     with_exponentials: bool = False,
+    with_eight_bits: bool = False,
     matmul_size: int | None = None,
     copy_bytes: int | None = None,
 ) -> Ceilings:
@@ -297,6 +299,8 @@ def measure_ceilings(
         Whether to measure the L2 cache of a GPU too.
     with_exponentials
         Whether to measure a GPU's exponentials too.
+    with_eight_bits
+        Whether to measure a GPU's products of 8-bit values too.
     matmul_size
         Rows and columns of the square matrices. Default: 8192 on a GPU, 2048 on a CPU.
     copy_bytes
@@ -331,11 +335,17 @@ def measure_ceilings(
         from pylate_flash.bench.exponentials import measure_exponentials
 
         exponentials = measure_exponentials(device)
+    eight_bits = None
+    if with_eight_bits and on_gpu:
+        from pylate_flash.bench.eight_bits import measure_eight_bits
+
+        eight_bits = measure_eight_bits(device)
     return Ceilings(
         flops_per_second=2 * matmul_size**3 / (timings["matmul"].median_ms / 1e3),
         bytes_per_second=2 * copy_bytes / (timings["copy"].median_ms / 1e3),
         l2_bytes_per_second=l2,
         exponentials_per_second=exponentials,
+        eight_bit_flops_per_second=eight_bits,
     )
 
 
@@ -344,7 +354,8 @@ class Work:
     """What a computation cannot avoid: its operations, and its bytes (inputs read once, the output written once).
 
     ``l2_bytes`` are read from tensors that fit the L2 cache, again and again, once the operations are done.
-    ``exponentials`` are computed beside the operations or, if they follow, after them.
+    ``exponentials`` are computed beside the operations or, if they follow, after them. ``eight_bits``: the operations
+    are of values of 8 bits.
     """
 
     flops: float
@@ -352,6 +363,7 @@ class Work:
     l2_bytes: float = 0.0
     exponentials: float = 0.0
     exponentials_follow: bool = False
+    eight_bits: bool = False
 
 
 @dataclass(frozen=True)
@@ -366,9 +378,13 @@ def floor_of(work: Work, ceilings: Ceilings) -> Floor:
     """Return the floor of a piece of work: the longer of its two times at the ceilings.
 
     What it reads from the L2 cache comes after that, where that cache was measured. Exponentials, where they were
-    measured, are a third time, or if they follow come after that too.
+    measured, are a third time, or if they follow come after that too. Products of 8 bits whose rate was not measured
+    count as twice as fast as the others.
     """
-    compute = 1e3 * work.flops / ceilings.flops_per_second
+    rate = ceilings.flops_per_second
+    if work.eight_bits:
+        rate = ceilings.eight_bit_flops_per_second or 2 * rate
+    compute = 1e3 * work.flops / rate
     memory = 1e3 * work.bytes / ceilings.bytes_per_second
     floor = Floor(compute, "compute") if compute > memory else Floor(memory, "memory")
     if work.exponentials and ceilings.exponentials_per_second is not None:

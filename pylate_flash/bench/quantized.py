@@ -25,18 +25,16 @@ from pylate_flash.ops.quantized import query_precision
 
 # Bytes of a token's scale.
 _SCALE = 4
-# Multiplications of 8 bits that tensor cores make in the time of one of 16, in which the ceilings are measured.
-_RATE = 2
 
 
 class Quantized(Shape):
     """A shape whose documents have 8 bits."""
 
     def work(self, dtype: torch.dtype) -> Work:
-        """Operations as many of the ceilings' as take that time; documents read with their scales."""
+        """Documents read with their scales."""
         wide = super().work(dtype)
         saved = self.Nd * self.Ld * (self.d * (dtype.itemsize - 1) - _SCALE)
-        return Work(flops=wide.flops / _RATE, bytes=wide.bytes - saved)
+        return Work(flops=wide.flops, bytes=wide.bytes - saved, eight_bits=True)
 
 
 ROWS = tuple(

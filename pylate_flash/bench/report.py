@@ -110,6 +110,7 @@ def heading(result: dict[str, Any]) -> str:
         # Results of other suites have none.
         + (f" (L2: {l2 / 1e12:.3g} TB/s)" if (l2 := ceilings.get("l2_bytes_per_second")) else "")
         + (f", {exp / 1e12:.3g} T exponentials/s" if (exp := ceilings.get("exponentials_per_second")) else "")
+        + (f", {rate / 1e12:.4g} TFLOP/s in 8 bits" if (rate := ceilings.get("eight_bit_flops_per_second")) else "")
     )
     return ", ".join(parts)
 

@@ -8,8 +8,8 @@ The layout, version 1::
     versions:  python, torch, triton, pylate_flash, and of the packages in `peers.PEERS` (None where absent)
     protocol:  dtype, float32_matmul_precision, clock, warmup, repetitions, flush_bytes, retuned (peers, for
                every row), reduced (batches, on a CPU)
-    ceilings:  flops_per_second, bytes_per_second, l2_bytes_per_second and exponentials_per_second (these two None where
-               no row needs them)
+    ceilings:  flops_per_second, bytes_per_second, l2_bytes_per_second, exponentials_per_second and
+               eight_bit_flops_per_second (these three None where no row needs them)
     rows:      [name, shape, flops, bytes, floor_ms, bound (what sets the floor: compute or memory, "... and L2" where
                 reads of the cache come after it, or the name of a system that is a yardstick), best_peer,
                 best_peer_over_ours, multiples (our time over that of each system that is counted, in suites that have
@@ -143,6 +143,7 @@ def make(
             "bytes_per_second": ceilings.bytes_per_second,
             "l2_bytes_per_second": ceilings.l2_bytes_per_second,
             "exponentials_per_second": ceilings.exponentials_per_second,
+            "eight_bit_flops_per_second": ceilings.eight_bit_flops_per_second,
         },
         "rows": [],
     }

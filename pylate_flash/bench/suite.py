@@ -250,6 +250,7 @@ def run(
             dtype,
             with_l2=any(work.l2_bytes for work in works),
             with_exponentials=any(work.exponentials for work in works),
+            with_eight_bits=any(work.eight_bits for work in works),
         )
         release(device)
     stopwatch = suite.stopwatch(device, rounds.flush_bytes)

@@ -35,6 +35,12 @@ def execute(INSTRUCTION: gl.constexpr, WARPS: gl.constexpr = 4):
 
 
 @gluon.jit
+def wait_for_previous_kernel():
+    """As `overlap.wait_for_previous_kernel`."""
+    execute("griddepcontrol.wait;")
+
+
+@gluon.jit
 def find_document(cu_seqlens_ptr, n_documents, position, COST: gl.constexpr):
     """The first document that begins at `position` or later, where each costs its tokens and COST more.
 

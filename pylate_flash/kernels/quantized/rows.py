@@ -13,6 +13,7 @@ from torch import Tensor
 from ...ops.quantization import LARGEST
 from ..launch import Kernel
 from ..norms import inverse_norm
+from ..overlap import wait_for_previous_kernel
 from ..reductions import max_along
 from ..tiles import power_of_two
 
@@ -34,6 +35,7 @@ def _quantize_rows_kernel(
     NORMALIZE: tl.constexpr,
 ):  # fmt: skip
     """values[row] [n_rows, EMBEDDING] and scales[row]; under NORMALIZE, a row's values times its scale have norm 1."""
+    wait_for_previous_kernel()
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     dims = tl.arange(0, BLOCK_EMBEDDING)
     exists = (rows < n_rows)[:, None] & (dims < EMBEDDING)[None, :]
@@ -89,7 +91,7 @@ def _divide_by_norms_kernel(
         tl.store(divided_offsets_ptr + rows, offset * inverse, mask=row_exists)
 
 
-_quantize_rows = Kernel(_quantize_rows_kernel)
+_quantize_rows = Kernel(_quantize_rows_kernel, follows=True)
 _divide_by_norms = Kernel(_divide_by_norms_kernel)
 
 
