@@ -15,6 +15,8 @@ the fields of `Sets` and of `ChamferOptions`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -30,6 +32,7 @@ from .checks import (
     no_second_derivative,
 )
 from .maxsim import REDUCTIONS, autocast
+from .operator import define
 from .packing import longest
 
 METRICS = ("sqeuclidean", "inner_product")
@@ -218,7 +221,7 @@ def _scores_of(operation: str, sets: Sets, options: ChamferOptions) -> Tensor:
         if not (mask is None or isinstance(mask, Tensor)):
             raise TypeError(f"{name} must be a torch.Tensor or None, got {type(mask).__name__}")
     check_differentiation(operation, sets.x, sets.y)
-    return _chamfer(*_cast(sets.x, sets.y, options.metric), *sets[2:], *options)[0]
+    return _chamfer(*_cast(sets.x, sets.y, options.metric), *sets[2:], *options)
 
 
 def _cast(x: Tensor, y: Tensor, metric: str) -> tuple[Tensor, ...]:
@@ -233,51 +236,25 @@ def _cast(x: Tensor, y: Tensor, metric: str) -> tuple[Tensor, ...]:
     return x.to(wide), y.to(wide)
 
 
-_LIBRARY = torch.library.Library("pylate_flash", "FRAGMENT")
-_CALL = (
-    "Tensor x, Tensor y, Tensor? x_mask, Tensor? y_mask, Tensor? x_cu_seqlens, Tensor? y_cu_seqlens, "
-    "SymInt max_x_length, SymInt max_y_length, str metric, str reduction, float empty_score, str implementation"
-)
-# Distances or similarities, and the winners of x and of y.
-_LIBRARY.define(f"chamfer({_CALL}) -> (Tensor, Tensor, Tensor)")
-_LIBRARY.define(
-    f"chamfer_backward(Tensor grad_scores, Tensor x_winners, Tensor y_winners, {_CALL}, bool need_x, bool need_y) "
-    "-> (Tensor, Tensor)"
-)
-_chamfer = torch.ops.pylate_flash.chamfer.default
-_chamfer_backward = torch.ops.pylate_flash.chamfer_backward.default
 _N_TENSORS = len(Sets._fields)
 
 
-def _scores(*arguments) -> tuple[Tensor, Tensor, Tensor]:
-    return compute_chamfer(Sets(*arguments[:_N_TENSORS]), ChamferOptions(*arguments[_N_TENSORS:]))
+def _call(arguments: tuple) -> tuple[Sets, ChamferOptions]:
+    return Sets(*arguments[:_N_TENSORS]), ChamferOptions(*arguments[_N_TENSORS:])
 
 
-def _gradients(grad_scores: Tensor, x_winners: Tensor, y_winners: Tensor, *arguments) -> tuple[Tensor, ...]:
-    *call, need_x, need_y = arguments
-    sets, options = Sets(*call[:_N_TENSORS]), ChamferOptions(*call[_N_TENSORS:])
-    found = compute_chamfer_gradients(sets, options, grad_scores, (x_winners, y_winners), (need_x, need_y))
-    return tuple(sets.x.new_empty(0) if gradient is None else gradient for gradient in found)
+def _compute(arguments: tuple, _: bool) -> tuple[Tensor, Tensor, Tensor]:
+    return compute_chamfer(*_call(arguments))
 
 
-def _backward(ctx, grad_scores: Tensor, _x_winners: Tensor | None, _y_winners: Tensor | None) -> tuple:
-    *sets, x_winners, y_winners = ctx.saved_tensors
-    needs = ctx.needs_input_grad[:2]
-    found = _chamfer_backward(grad_scores, x_winners, y_winners, *sets, *ctx.options, *needs)
-    gradients = [gradient if need else None for gradient, need in zip(found, needs, strict=True)]
-    return *gradients, *(None,) * (_N_TENSORS - 2 + len(ctx.options))
-
-
-def _setup_context(ctx, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:
-    _, *winners = output
-    ctx.mark_non_differentiable(*winners)
-    ctx.save_for_backward(*inputs[:_N_TENSORS], *winners)
-    ctx.options = inputs[_N_TENSORS:]
+def _compute_gradients(
+    grad_scores: Tensor, kept: Sequence[Tensor], arguments: tuple, needs: tuple[bool, bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    return compute_chamfer_gradients(*_call(arguments), grad_scores, (kept[0], kept[1]), needs)
 
 
 def _shapes(*arguments) -> tuple[Tensor, Tensor, Tensor]:
-    """Uninitialised scores and winners."""
-    sets, options = Sets(*arguments[:_N_TENSORS]), ChamferOptions(*arguments[_N_TENSORS:])
+    sets, options = _call(arguments)
     check_sets(sets)
     if sets.x_cu_seqlens is None:
         n, lengths = sets.x.shape[0], (sets.x.shape[1], sets.y.shape[1])
@@ -287,18 +264,10 @@ def _shapes(*arguments) -> tuple[Tensor, Tensor, Tensor]:
     return sets.x.new_empty(n, dtype=torch.float32), winners[0], winners[1]
 
 
-def _gradient_shapes(grad_scores: Tensor, x_winners: Tensor, y_winners: Tensor, *arguments) -> tuple[Tensor, ...]:
-    return tuple(
-        torch.empty_like(points, memory_format=torch.contiguous_format) if need else points.new_empty(0)
-        for points, need in zip(arguments[:2], arguments[-2:], strict=True)
-    )
-
-
-_LIBRARY.impl("chamfer", _scores, "CompositeExplicitAutograd")
-_LIBRARY.impl("chamfer_backward", _gradients, "CompositeExplicitAutograd")
-torch.library.register_fake("pylate_flash::chamfer", _shapes)
-torch.library.register_fake("pylate_flash::chamfer_backward", _gradient_shapes)
-torch.library.register_autograd("pylate_flash::chamfer", _backward, setup_context=_setup_context)
-torch.library.register_autograd(
-    "pylate_flash::chamfer_backward", no_second_derivative("chamfer", "its gradient is not differentiated again")
-)
+_chamfer, _ = define(
+    "chamfer",
+    "Tensor x, Tensor y, Tensor? x_mask, Tensor? y_mask, Tensor? x_cu_seqlens, Tensor? y_cu_seqlens, "
+    "SymInt max_x_length, SymInt max_y_length, str metric, str reduction, float empty_score, str implementation",
+    ("x", "y"), ("x_winners", "y_winners"), _compute, _compute_gradients, _shapes,
+    no_second_derivative("chamfer", "its gradient is not differentiated again"),
+)  # fmt: skip

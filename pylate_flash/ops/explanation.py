@@ -11,7 +11,8 @@ from torch import Tensor
 from ..kernels.blackwell.plan import blackwell_plan
 from ..kernels.select import BackwardPlan, ForwardPlan, backward_plan, choose, forward_plan, why
 from ..kernels.tiles import HopperTile, Tile
-from .maxsim import FORWARD_IMPLEMENTATIONS, checked, needs_gradient
+from .maxsim import FORWARD_IMPLEMENTATIONS, checked
+from .operator import needs_gradient
 from .problem import Options, Problem, Tensors, problem_of
 from .quantization import QuantizedEmbeddings
 from .quantized import checked_with_values, problem_of_quantized

@@ -13,6 +13,7 @@ The operator `pylate_flash::maxsim_hidden` is the one way in, eager and compiled
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
@@ -39,7 +40,8 @@ from .hidden_blocks import (
     empty_scores,
     empty_winners,
 )
-from .maxsim import MASKINGS, REDUCTIONS, autocast, is_plain, maxsim_reference, needs_gradient
+from .maxsim import MASKINGS, REDUCTIONS, autocast, maxsim_reference
+from .operator import define, is_plain, needs_gradient
 from .packing import longest
 
 _QUERIES = {3: "[Nq, Lq, d]"}
@@ -332,54 +334,15 @@ def _lengths(
     return query_length, document_length, max_candidates
 
 
-_LIBRARY = torch.library.Library("pylate_flash", "FRAGMENT")
-_CALL = (
-    "Tensor queries, Tensor hidden, Tensor weight, Tensor? bias, Tensor? queries_mask, Tensor? documents_mask, "
-    "Tensor? queries_cu_seqlens, Tensor? documents_cu_seqlens, Tensor? candidates_cu_seqlens, SymInt max_query_length, "
-    "SymInt max_document_length, SymInt max_candidates, bool normalize, str reduction, str masking, float empty_score, "
-    "str implementation"
-)
-_LIBRARY.define(f"maxsim_hidden({_CALL}) -> Tensor")
-# What `maxsim_hidden` is in a graph that has a backward.
-_LIBRARY.define(f"maxsim_hidden_winners({_CALL}) -> (Tensor, Tensor)")
-_LIBRARY.define(
-    f"maxsim_hidden_backward(Tensor grad_scores, Tensor winners, {_CALL}, bool need_queries, bool need_hidden, "
-    "bool need_weight, bool need_bias) -> (Tensor, Tensor, Tensor, Tensor)"
-)
-_maxsim_hidden = torch.ops.pylate_flash.maxsim_hidden.default
-_maxsim_hidden_winners = torch.ops.pylate_flash.maxsim_hidden_winners.default
-_maxsim_hidden_backward = torch.ops.pylate_flash.maxsim_hidden_backward.default
+def _compute(arguments: tuple, with_winners: bool) -> tuple[Tensor, Tensor | None]:
+    scores, kept = compute_hidden(Call(*arguments), with_winners)
+    return scores, None if kept is None else kept.winners
 
 
-def _scores(*arguments) -> Tensor:
-    return compute_hidden(Call(*arguments), False)[0]
-
-
-def _scores_and_winners(*arguments) -> tuple[Tensor, Tensor]:
-    scores, kept = compute_hidden(Call(*arguments), True)
-    assert kept is not None
-    return scores, kept.winners
-
-
-def _gradients(grad_scores: Tensor, winners: Tensor, *arguments) -> tuple[Tensor, ...]:
-    call, needs = Call(*arguments[:-4]), Needs(*arguments[-4:])
-    gradients = compute_hidden_gradients(call, grad_scores, [Kept(winners, None)], needs)
-    return tuple([call.hidden.new_empty(0) if gradient is None else gradient for gradient in gradients])
-
-
-def _differentiable(*arguments) -> Tensor:
-    """The operator for tensors that may require a gradient."""
-    if needs_gradient(*arguments[:4]):
-        return _FromHidden.apply(*arguments)
-    if _are_plain(arguments):
-        return _scores(*arguments)
-    with torch._C._AutoDispatchBelowAutograd():
-        return _maxsim_hidden(*arguments)
-
-
-def _are_plain(arguments: tuple) -> bool:
-    queries, hidden, weight, bias = arguments[:4]
-    return is_plain(queries, hidden, weight) if bias is None else is_plain(queries, hidden, weight, bias)
+def _compute_gradients(
+    grad_scores: Tensor, kept: Sequence[Tensor], arguments: tuple, needs: tuple[bool, ...]
+) -> tuple[Tensor | None, ...]:
+    return compute_hidden_gradients(Call(*arguments), grad_scores, [Kept(kept[0], None)], Needs(*needs))
 
 
 class _FromHidden(torch.autograd.Function):
@@ -393,11 +356,11 @@ class _FromHidden(torch.autograd.Function):
         winners = None
         # Not among the saved tensors, which live until the whole backward is over.
         ctx.kept = []
-        if _are_plain(arguments):
+        if is_plain(*arguments[:4]):
             scores, kept = compute_hidden(Call(*arguments), True)
             ctx.kept.append(kept)
         else:
-            scores, winners = _maxsim_hidden_winners(*arguments)
+            scores, winners = torch.ops.pylate_flash.maxsim_hidden_forward(*arguments)
         ctx.save_for_backward(*arguments[:N_TENSORS], winners)
         ctx.options = arguments[N_TENSORS:]
         return scores
@@ -416,11 +379,7 @@ class _FromHidden(torch.autograd.Function):
             kept = ctx.kept[0].winners if winners is None else winners
             gradients = _maxsim_hidden_backward(grad_scores, kept, *call, *needs)
             found = tuple([gradient if need else None for gradient, need in zip(gradients, needs, strict=True)])
-        return *found, *_NO_GRADIENTS
-
-
-# Of what comes after the bias.
-_NO_GRADIENTS = (None,) * (len(Call._fields) - 4)
+        return *found, *(None,) * (len(call) - len(needs))
 
 
 def _shapes(*arguments) -> tuple[Tensor, Tensor]:
@@ -428,20 +387,12 @@ def _shapes(*arguments) -> tuple[Tensor, Tensor]:
     return empty_scores(call), empty_winners(call)
 
 
-def _gradient_shapes(grad_scores: Tensor, winners: Tensor, *arguments) -> tuple[Tensor, ...]:
-    return tuple(
-        [
-            arguments[0].new_empty(tensor.shape if need and tensor is not None else 0)
-            for tensor, need in zip(arguments[:4], arguments[-4:], strict=True)
-        ]
-    )
-
-
-_LIBRARY.impl("maxsim_hidden", _scores, "CompositeExplicitAutograd")
-_LIBRARY.impl("maxsim_hidden", _differentiable, "Autograd")
-_LIBRARY.impl("maxsim_hidden_winners", _scores_and_winners, "CompositeExplicitAutograd")
-_LIBRARY.impl("maxsim_hidden_backward", _gradients, "CompositeExplicitAutograd")
-torch.library.register_fake("pylate_flash::maxsim_hidden", lambda *arguments: empty_scores(Call(*arguments)))
-torch.library.register_fake("pylate_flash::maxsim_hidden_winners", _shapes)
-torch.library.register_fake("pylate_flash::maxsim_hidden_backward", _gradient_shapes)
-torch.library.register_autograd("pylate_flash::maxsim_hidden_backward", no_second_derivative("maxsim_from_hidden"))
+_maxsim_hidden, _maxsim_hidden_backward = define(
+    "maxsim_hidden",
+    "Tensor queries, Tensor hidden, Tensor weight, Tensor? bias, Tensor? queries_mask, Tensor? documents_mask, "
+    "Tensor? queries_cu_seqlens, Tensor? documents_cu_seqlens, Tensor? candidates_cu_seqlens, SymInt max_query_length, "
+    "SymInt max_document_length, SymInt max_candidates, bool normalize, str reduction, str masking, float empty_score, "
+    "str implementation",
+    ("queries", "hidden", "weight", "bias"), ("winners",), _compute, _compute_gradients, _shapes,
+    no_second_derivative("maxsim_from_hidden"), _FromHidden,
+)  # fmt: skip

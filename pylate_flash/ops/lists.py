@@ -20,7 +20,7 @@ from torch import Tensor
 from ..kernels.tiles import kernels_run_on
 from .checks import check_embeddings, check_list, item_as_tensor
 from .compute import kernels
-from .maxsim import PLAIN_TYPES
+from .operator import PLAIN_TYPES
 
 logger = logging.getLogger(__name__)
 

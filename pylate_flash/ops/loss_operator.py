@@ -18,7 +18,8 @@ from .compute import kernels
 from .loss_blocks import loss_in_blocks
 from .loss_call import Comparison, Found, Targets, check_comparison, check_packing, checked_targets
 from .loss_scores import compared, reduced, statistics_of
-from .maxsim import checked, is_plain, needs_gradient, scores_of
+from .maxsim import checked, scores_of
+from .operator import LIBRARY, is_plain, needs_gradient
 from .problem import Options, Tensors, check
 from .varlen import with_lengths
 
@@ -60,7 +61,6 @@ def loss_of(
 
 
 # The fields of `Tensors` that a loss has, and those of `Targets`; then the same of `Options`, and `Comparison`.
-_LIBRARY = torch.library.Library("pylate_flash", "FRAGMENT")
 _CALL = (
     "Tensor queries, Tensor documents, Tensor? temperature, Tensor? queries_mask, Tensor? documents_mask, "
     "Tensor? documents_cu_seqlens, Tensor? target, Tensor? exclude, SymInt max_document_length, bool normalize, "
@@ -72,13 +72,13 @@ _N_TENSORS = 8
 _N_COMPARISON = len(Comparison._fields)
 # Of the first of them, the gradients are computed.
 _N_DIFFERENTIABLE = 3
-_LIBRARY.define(f"maxsim_loss({_CALL}) -> (Tensor, Tensor)")
+LIBRARY.define(f"maxsim_loss({_CALL}) -> (Tensor, Tensor)")
 # What `maxsim_loss` is in a graph that has a backward: the loss, its statistics, and its gradients.
-_LIBRARY.define(
+LIBRARY.define(
     f"maxsim_loss_gradients({_CALL}, bool need_queries, bool need_documents, bool need_temperature) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
-_LIBRARY.define(
+LIBRARY.define(
     "maxsim_loss_backward(Tensor grad_loss, Tensor queries, Tensor documents, Tensor? temperature, "
     "Tensor grad_queries, Tensor grad_documents, Tensor slope) -> (Tensor, Tensor, Tensor)"
 )
@@ -218,10 +218,10 @@ def _backward_shapes(
     )
 
 
-_LIBRARY.impl("maxsim_loss", _loss_alone, "CompositeExplicitAutograd")
-_LIBRARY.impl("maxsim_loss", _differentiable, "Autograd")
-_LIBRARY.impl("maxsim_loss_gradients", _loss_and_gradients, "CompositeExplicitAutograd")
-_LIBRARY.impl("maxsim_loss_backward", _backward, "CompositeExplicitAutograd")
+LIBRARY.impl("maxsim_loss", _loss_alone, "CompositeExplicitAutograd")
+LIBRARY.impl("maxsim_loss", _differentiable, "Autograd")
+LIBRARY.impl("maxsim_loss_gradients", _loss_and_gradients, "CompositeExplicitAutograd")
+LIBRARY.impl("maxsim_loss_backward", _backward, "CompositeExplicitAutograd")
 torch.library.register_fake("pylate_flash::maxsim_loss", _loss_shapes)
 torch.library.register_fake("pylate_flash::maxsim_loss_gradients", _gradient_shapes)
 torch.library.register_fake("pylate_flash::maxsim_loss_backward", _backward_shapes)

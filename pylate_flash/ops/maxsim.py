@@ -15,10 +15,11 @@ the fields of `Tensors` and of `Options`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from ..kernels.select import IMPLEMENTATIONS
 from .checks import (
@@ -28,9 +29,9 @@ from .checks import (
     check_mask_layout,
     check_number,
     check_tensor,
-    no_second_derivative,
 )
 from .compute import compute, compute_gradients
+from .operator import define
 from .problem import Options, Tensors, check, sizes_of, winners_dtype
 from .quantization import QuantizedEmbeddings
 
@@ -264,123 +265,33 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple([tensor.to(dtype) if tensor.dtype in _AUTOCAST else tensor for tensor in tensors])
 
 
-def needs_gradient(*tensors: Tensor | None) -> bool:
-    """Whether the result of an operation on these tensors is to be differentiated."""
-    if torch.is_grad_enabled():
-        for tensor in tensors:
-            if tensor is not None and tensor.requires_grad:
-                return True
-    return False
-
-
-def is_plain(*tensors: Tensor) -> bool:
-    """Whether these can be computed with at once: no compiler, subclass, mode, transform, tangent or meta tensor."""
-    for tensor in tensors:
-        if type(tensor) not in PLAIN_TYPES or tensor.is_meta:
-            return False
-    return (
-        torch._C._len_torch_dispatch_stack() == 0
-        and torch._C._functorch.peek_interpreter_stack() is None
-        and forward_ad._current_level < 0
-        and not torch.compiler.is_compiling()
-    )
-
-
-PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 _AUTOCAST = tuple(dtype for dtype in FLOATING if dtype != torch.float64)
 
 
-# The schemas are written out, because inference from annotations costs more host time per call than the launch of a
-# kernel. Lengths are SymInt, so that another one is no other graph.
-_LIBRARY = torch.library.Library("pylate_flash", "DEF")
 CALL_SCHEMA = (
     "Tensor queries, Tensor documents, Tensor? queries_mask, Tensor? documents_mask, Tensor? queries_cu_seqlens, "
     "Tensor? documents_cu_seqlens, Tensor? candidates_cu_seqlens, SymInt max_query_length, SymInt max_document_length, "
     "SymInt max_candidates, bool normalize, str reduction, str masking, float empty_score, str implementation"
 )
-_LIBRARY.define(f"maxsim({CALL_SCHEMA}) -> Tensor")
-# What `maxsim` is in a graph that has a backward.
-_LIBRARY.define(f"maxsim_winners({CALL_SCHEMA}) -> (Tensor, Tensor)")
-_LIBRARY.define(
-    f"maxsim_backward(Tensor grad_scores, Tensor winners, {CALL_SCHEMA}, bool need_queries, bool need_documents) "
-    "-> (Tensor, Tensor)"
-)
-_maxsim = torch.ops.pylate_flash.maxsim.default
-_maxsim_winners = torch.ops.pylate_flash.maxsim_winners.default
-_maxsim_backward = torch.ops.pylate_flash.maxsim_backward.default
 _N_TENSORS = len(Tensors._fields)
 
 
-def _scores(*arguments) -> Tensor:
-    return compute(Tensors(*arguments[:_N_TENSORS]), Options(*arguments[_N_TENSORS:]), False)[0]
+def _call(arguments: tuple) -> tuple[Tensors, Options]:
+    return Tensors(*arguments[:_N_TENSORS]), Options(*arguments[_N_TENSORS:])
 
 
-def _scores_and_winners(*arguments) -> tuple[Tensor, Tensor]:
-    scores, winners = compute(Tensors(*arguments[:_N_TENSORS]), Options(*arguments[_N_TENSORS:]), True)
-    assert winners is not None
-    return scores, winners
+def _compute(arguments: tuple, with_winners: bool) -> tuple[Tensor, Tensor | None]:
+    return compute(*_call(arguments), with_winners)
 
 
-def _gradients(grad_scores: Tensor, winners: Tensor, *arguments) -> tuple[Tensor, ...]:
-    *call, need_queries, need_documents = arguments
-    tensors = Tensors(*call[:_N_TENSORS])
-    found = compute_gradients(tensors, Options(*call[_N_TENSORS:]), grad_scores, winners, need_queries, need_documents)
-    return tuple(tensors.queries.new_empty(0) if gradient is None else gradient for gradient in found)
-
-
-def maxsim_gradients(
-    grad_scores: Tensor, winners: Tensor, tensors: Tensors, options: Options, need_queries: bool, need_documents: bool
-) -> tuple[Tensor, Tensor]:
-    """The gradients of queries and documents of scores that are sums over `winners`, by the operator of the backward.
-
-    One that is not needed has no elements.
-    """
-    return _maxsim_backward(grad_scores, winners, *tensors, *options, need_queries, need_documents)
-
-
-class _Maxsim(torch.autograd.Function):
-    """The operator where a gradient is needed: keeps the winners."""
-
-    @staticmethod
-    def forward(ctx, *arguments):
-        # Of other than plain tensors, the operator goes into a graph, or to what else there is between.
-        found = (_scores_and_winners if is_plain(*arguments[:2]) else _maxsim_winners)(*arguments)
-        scores, winners = found
-        ctx.save_for_backward(*arguments[:_N_TENSORS], winners)
-        ctx.options = arguments[_N_TENSORS:]
-        return scores
-
-    @staticmethod
-    def backward(ctx, grad_scores):
-        *tensors, winners = ctx.saved_tensors
-        needs = ctx.needs_input_grad[:2]
-        if torch.is_grad_enabled() or not is_plain(grad_scores, *tensors[:2]):
-            # A graph of the backward is asked for: the operator has one, which says that there is no second derivative.
-            gradients = _maxsim_backward(grad_scores, winners, *tensors, *ctx.options, *needs)
-            gradients = [gradient if need else None for gradient, need in zip(gradients, needs, strict=True)]
-        else:
-            gradients = compute_gradients(Tensors(*tensors), Options(*ctx.options), grad_scores, winners, *needs)
-        return *gradients, *_NO_GRADIENTS
-
-
-# Of what comes after queries and documents.
-_NO_GRADIENTS = (None,) * (_N_TENSORS - 2 + len(Options._fields))
-
-
-def _differentiable(*arguments) -> Tensor:
-    """The operator for tensors that may require a gradient."""
-    queries, documents = arguments[:2]
-    if needs_gradient(queries, documents):
-        return _Maxsim.apply(*arguments)
-    if is_plain(queries, documents):
-        return _scores(*arguments)
-    with torch._C._AutoDispatchBelowAutograd():
-        return _maxsim(*arguments)
+def _compute_gradients(
+    grad_scores: Tensor, kept: Sequence[Tensor], arguments: tuple, needs: tuple[bool, bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    return compute_gradients(*_call(arguments), grad_scores, kept[0], *needs)
 
 
 def _shapes(*arguments) -> tuple[Tensor, Tensor]:
-    """Uninitialised scores and winners."""
-    tensors, options = Tensors(*arguments[:_N_TENSORS]), Options(*arguments[_N_TENSORS:])
+    tensors, options = _call(arguments)
     check(tensors)
     sizes = sizes_of(tensors, options)
     queries = tensors.queries
@@ -388,18 +299,6 @@ def _shapes(*arguments) -> tuple[Tensor, Tensor]:
     return scores, queries.new_empty(sizes.winners_shape, dtype=winners_dtype(sizes.document_length))
 
 
-def _gradient_shapes(grad_scores: Tensor, winners: Tensor, *arguments) -> tuple[Tensor, ...]:
-    return tuple(
-        torch.empty_like(tensor, memory_format=torch.contiguous_format) if need else tensor.new_empty(0)
-        for tensor, need in zip(arguments[:2], arguments[-2:], strict=True)
-    )
-
-
-_LIBRARY.impl("maxsim", _scores, "CompositeExplicitAutograd")
-_LIBRARY.impl("maxsim", _differentiable, "Autograd")
-_LIBRARY.impl("maxsim_winners", _scores_and_winners, "CompositeExplicitAutograd")
-_LIBRARY.impl("maxsim_backward", _gradients, "CompositeExplicitAutograd")
-torch.library.register_fake("pylate_flash::maxsim", lambda *arguments: _shapes(*arguments)[0])
-torch.library.register_fake("pylate_flash::maxsim_winners", _shapes)
-torch.library.register_fake("pylate_flash::maxsim_backward", _gradient_shapes)
-torch.library.register_autograd("pylate_flash::maxsim_backward", no_second_derivative("maxsim"))
+_maxsim, _ = define(
+    "maxsim", CALL_SCHEMA, ("queries", "documents"), ("winners",), _compute, _compute_gradients, _shapes
+)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ..kernels.select import choose
 from .compute import kernels
-from .maxsim import is_plain
+from .operator import is_plain
 
 
 def nonzero_rows(embeddings: Tensor) -> Tensor:

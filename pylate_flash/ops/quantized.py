@@ -19,7 +19,8 @@ from ..kernels.select import choose
 from .blocked import block_budget, document_blocks
 from .blocked_varlen import sequence_blocks
 from .compute import active_counts, compute, kernels, with_empty_score
-from .maxsim import checked, maxsim_reference, needs_gradient
+from .maxsim import checked, maxsim_reference
+from .operator import LIBRARY, needs_gradient
 from .packing import host_bounds_of
 from .problem import Options, Problem, Tensors, check, problem_of, replaced, sizes_of
 from .quantization import QuantizedEmbeddings, quantize
@@ -162,8 +163,7 @@ def _dequantized(values: Tensor, quantization: Quantization, place: tuple[slice,
     return QuantizedEmbeddings(values, scales, None if offsets is None else offsets[place]).dequantize(dtype)
 
 
-_LIBRARY = torch.library.Library("pylate_flash", "FRAGMENT")
-_LIBRARY.define(
+LIBRARY.define(
     "maxsim_quantized(Tensor queries, Tensor documents, Tensor? queries_mask, Tensor? documents_mask, "
     "Tensor? queries_cu_seqlens, Tensor? documents_cu_seqlens, Tensor? candidates_cu_seqlens, "
     "SymInt max_query_length, SymInt max_document_length, SymInt max_candidates, bool normalize, str reduction, "
@@ -187,5 +187,5 @@ def _shape(*arguments) -> Tensor:
     return tensors.queries.new_empty(sizes_of(tensors, options).scores_shape, dtype=torch.float32)
 
 
-_LIBRARY.impl("maxsim_quantized", _scores, "CompositeExplicitAutograd")
+LIBRARY.impl("maxsim_quantized", _scores, "CompositeExplicitAutograd")
 torch.library.register_fake("pylate_flash::maxsim_quantized", _shape)

@@ -7,7 +7,7 @@ memory; elsewhere documents are decompressed a block at a time, and scored as an
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -17,9 +17,10 @@ from torch import Tensor
 from ..kernels.select import choose
 from .blocked import block_budget
 from .blocked_varlen import sequence_blocks
-from .checks import check_embeddings, check_tensor, is_readable, no_second_derivative
+from .checks import check_embeddings, check_tensor, is_readable
 from .compute import active_counts, compute, compute_gradients, kernels
-from .maxsim import checked, is_plain, maxsim_reference, needs_gradient
+from .maxsim import checked, maxsim_reference
+from .operator import define
 from .packing import host_bounds
 from .problem import Options, Problem, Tensors, check, problem_of
 from .residual_codes import ResidualCodes
@@ -204,8 +205,9 @@ def _by_kernels(problem: Problem, call: _Call) -> bool:
     return chosen == "triton" and not (problem.is_empty or problem.n_documents == 0)
 
 
-def _compute(call: _Call, with_winners: bool) -> tuple[Tensor, Tensor | None]:
+def _compute(arguments: tuple, with_winners: bool) -> tuple[Tensor, Tensor | None]:
     """Scores, and the winners, int32, of `winners_shape`, if asked for."""
+    call = _Call(*arguments)
     problem = _problem_of(call, with_winners)
     if not _by_kernels(problem, call):
         return _in_blocks(call, with_winners)
@@ -229,14 +231,15 @@ def _is_empty(call: _Call) -> Tensor:
     return (call.candidates < 0) | empty[call.candidates.clamp(min=0)]
 
 
-def _compute_gradient(call: _Call, grad_scores: Tensor, winners: Tensor) -> Tensor:
+def _compute_gradients(grad_scores: Tensor, kept: Sequence[Tensor], arguments: tuple, _: tuple) -> tuple[Tensor]:
     """The gradient of the queries, contiguous and in their type."""
+    call, (winners,) = _Call(*arguments), kept
     problem = _problem_of(call, False)
     if not _by_kernels(problem, call):
-        return _gradient_in_blocks(call, grad_scores, winners)
+        return (_gradient_in_blocks(call, grad_scores, winners),)
     if call.reduction == "mean":
         grad_scores = grad_scores / active_counts(problem, call.tensors)
-    return kernels().residual_gradient(problem, call.tensors, call[2:9], grad_scores, winners)
+    return (kernels().residual_gradient(problem, call.tensors, call[2:9], grad_scores, winners),)
 
 
 class _Block(NamedTuple):
@@ -306,92 +309,16 @@ def _gradient_in_blocks(call: _Call, grad_scores: Tensor, winners: Tensor) -> Te
     return total.to(call.queries.dtype)
 
 
-_LIBRARY = torch.library.Library("pylate_flash", "FRAGMENT")
-_CALL = (
-    "Tensor queries, Tensor? queries_mask, Tensor codes, Tensor residuals, Tensor centroids, Tensor bucket_weights, "
-    "Tensor cu_seqlens, Tensor scales, Tensor? candidates, str reduction, float empty_score, str implementation"
-)
-_LIBRARY.define(f"maxsim_residual({_CALL}) -> Tensor")
-# What `maxsim_residual` is in a graph that has a backward.
-_LIBRARY.define(f"maxsim_residual_winners({_CALL}) -> (Tensor, Tensor)")
-_LIBRARY.define(f"maxsim_residual_backward(Tensor grad_scores, Tensor winners, {_CALL}) -> Tensor")
-_maxsim_residual = torch.ops.pylate_flash.maxsim_residual.default
-_maxsim_residual_winners = torch.ops.pylate_flash.maxsim_residual_winners.default
-_maxsim_residual_backward = torch.ops.pylate_flash.maxsim_residual_backward.default
-# Those of the arguments that are tensors come first.
-_N_TENSORS = 9
-
-
-def _scores(*arguments) -> Tensor:
-    return _compute(_Call(*arguments), False)[0]
-
-
-def _scores_and_winners(*arguments) -> tuple[Tensor, Tensor]:
-    scores, winners = _compute(_Call(*arguments), True)
-    assert winners is not None
-    return scores, winners
-
-
-def _gradient(grad_scores: Tensor, winners: Tensor, *arguments) -> Tensor:
-    return _compute_gradient(_Call(*arguments), grad_scores, winners)
-
-
-class _MaxsimResidual(torch.autograd.Function):
-    """The operator where a gradient is needed: keeps the winners."""
-
-    @staticmethod
-    def forward(ctx, *arguments):
-        # Of other than plain tensors, the operator goes into a graph, or to what else there is between.
-        found = (_scores_and_winners if is_plain(arguments[0]) else _maxsim_residual_winners)(*arguments)
-        scores, winners = found
-        ctx.save_for_backward(*arguments[:_N_TENSORS], winners)
-        ctx.options = arguments[_N_TENSORS:]
-        return scores
-
-    @staticmethod
-    def backward(ctx, grad_scores):
-        *tensors, winners = ctx.saved_tensors
-        # Where a graph of the backward is asked for, the operator has one, which says that there is no second
-        # derivative.
-        plain = not torch.is_grad_enabled() and is_plain(grad_scores, tensors[0])
-        gradient = (_gradient if plain else _maxsim_residual_backward)(grad_scores, winners, *tensors, *ctx.options)
-        return gradient, *_NO_GRADIENTS
-
-
-# Of what comes after the queries.
-_NO_GRADIENTS = (None,) * (len(_Call._fields) - 1)
-
-
-def _differentiable(*arguments) -> Tensor:
-    """The operator for queries that may require a gradient."""
-    if needs_gradient(arguments[0]):
-        return _MaxsimResidual.apply(*arguments)
-    if is_plain(arguments[0]):
-        return _scores(*arguments)
-    with torch._C._AutoDispatchBelowAutograd():
-        return _maxsim_residual(*arguments)
-
-
 def _shapes(*arguments) -> tuple[Tensor, Tensor]:
-    """Uninitialised scores and winners."""
     call = _Call(*arguments)
     check(call.tensors, quantized=True)
-    queries = call.queries
-    return (
-        queries.new_empty(call.shape, dtype=torch.float32),
-        queries.new_empty(call.winners_shape, dtype=torch.int32),
-    )
+    scores = call.queries.new_empty(call.shape, dtype=torch.float32)
+    return scores, scores.new_empty(call.winners_shape, dtype=torch.int32)
 
 
-def _gradient_shape(grad_scores: Tensor, winners: Tensor, *arguments) -> Tensor:
-    return torch.empty_like(arguments[0], memory_format=torch.contiguous_format)
-
-
-_LIBRARY.impl("maxsim_residual", _scores, "CompositeExplicitAutograd")
-_LIBRARY.impl("maxsim_residual", _differentiable, "Autograd")
-_LIBRARY.impl("maxsim_residual_winners", _scores_and_winners, "CompositeExplicitAutograd")
-_LIBRARY.impl("maxsim_residual_backward", _gradient, "CompositeExplicitAutograd")
-torch.library.register_fake("pylate_flash::maxsim_residual", lambda *arguments: _shapes(*arguments)[0])
-torch.library.register_fake("pylate_flash::maxsim_residual_winners", _shapes)
-torch.library.register_fake("pylate_flash::maxsim_residual_backward", _gradient_shape)
-torch.library.register_autograd("pylate_flash::maxsim_residual_backward", no_second_derivative("maxsim_residual"))
+_maxsim_residual, _ = define(
+    "maxsim_residual",
+    "Tensor queries, Tensor? queries_mask, Tensor codes, Tensor residuals, Tensor centroids, Tensor bucket_weights, "
+    "Tensor cu_seqlens, Tensor scales, Tensor? candidates, str reduction, float empty_score, str implementation",
+    ("queries",), ("winners",), _compute, _compute_gradients, _shapes,
+)  # fmt: skip

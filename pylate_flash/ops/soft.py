@@ -17,13 +17,15 @@ takes beta and the fields of `Tensors` and of `Options`.
 from __future__ import annotations
 
 import numbers
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .checks import check_differentiation, check_integer, check_tensor, is_readable, no_second_derivative
-from .maxsim import CALL_SCHEMA, checked, is_plain, needs_gradient
+from .maxsim import CALL_SCHEMA, checked
+from .operator import define
 from .problem import Options, Tensors, check, sizes_of
 from .soft_compute import compute_soft, compute_soft_gradients, lse_dtype
 from .varlen import with_lengths
@@ -261,107 +263,35 @@ def _check_value(name: str, value: float, dtype: torch.dtype) -> None:
 _ROUNDED_AWAY = {torch.float32: (2.0**-150, 2.0**128 - 2.0**103), torch.float64: (0.0, torch.inf)}
 
 
-_LIBRARY = torch.library.Library("pylate_flash", "FRAGMENT")
-_CALL = f"Tensor beta, {CALL_SCHEMA}, int max_scratch_bytes"
-_LIBRARY.define(f"soft_maxsim({_CALL}) -> Tensor")
-# What `soft_maxsim` is in a graph that has a backward.
-_LIBRARY.define(f"soft_maxsim_lse({_CALL}) -> (Tensor, Tensor)")
-_LIBRARY.define(
-    f"soft_maxsim_backward(Tensor grad_scores, Tensor lse, {_CALL}, bool need_beta, bool need_queries, "
-    "bool need_documents) -> (Tensor, Tensor, Tensor)"
-)
-_soft_maxsim = torch.ops.pylate_flash.soft_maxsim.default
-_soft_maxsim_lse = torch.ops.pylate_flash.soft_maxsim_lse.default
-_soft_maxsim_backward = torch.ops.pylate_flash.soft_maxsim_backward.default
 # Beta and those of `Tensors`.
 _N_TENSORS = 1 + len(Tensors._fields)
 
 
-def _taken_apart(arguments: tuple) -> tuple[Tensor, Tensors, Options, int]:
+def _call(arguments: tuple) -> tuple[Tensors, Options, Tensor]:
     beta, *tensors = arguments[:_N_TENSORS]
-    *options, max_scratch_bytes = arguments[_N_TENSORS:]
-    return beta, Tensors(*tensors), Options(*options), max_scratch_bytes
+    return Tensors(*tensors), Options(*arguments[_N_TENSORS:-1]), beta
 
 
-def _scores(*arguments) -> Tensor:
-    beta, tensors, options, _ = _taken_apart(arguments)
-    return compute_soft(tensors, options, beta, False)[0]
+def _compute(arguments: tuple, with_lse: bool) -> tuple[Tensor, Tensor | None]:
+    return compute_soft(*_call(arguments), with_lse)
 
 
-def _scores_and_lse(*arguments) -> tuple[Tensor, Tensor]:
-    beta, tensors, options, _ = _taken_apart(arguments)
-    scores, lse = compute_soft(tensors, options, beta, True)
-    assert lse is not None
-    return scores, lse
-
-
-def _gradients(grad_scores: Tensor, lse: Tensor, *arguments) -> tuple[Tensor, ...]:
-    beta, tensors, options, max_scratch_bytes = _taken_apart(arguments[:-3])
-    found = compute_soft_gradients(tensors, options, beta, grad_scores, lse, arguments[-3:], max_scratch_bytes)
-    return tuple(tensors.queries.new_empty(0) if gradient is None else gradient for gradient in found)
-
-
-class _SoftMaxsim(torch.autograd.Function):
-    """The operator where a gradient is needed: keeps the logarithms of the sums."""
-
-    @staticmethod
-    def forward(ctx, *arguments):
-        # Of other than plain tensors, the operator goes into a graph, or to what else there is between.
-        scores, lse = (_scores_and_lse if is_plain(*arguments[:3]) else _soft_maxsim_lse)(*arguments)
-        ctx.save_for_backward(*arguments[:_N_TENSORS], lse)
-        ctx.options = arguments[_N_TENSORS:]
-        return scores
-
-    @staticmethod
-    def backward(ctx, grad_scores):
-        *tensors, lse = ctx.saved_tensors
-        needs = ctx.needs_input_grad[:3]
-        # Where a graph of the backward is asked for, the operator has one, which says that there is no second
-        # derivative.
-        plain = not torch.is_grad_enabled() and is_plain(grad_scores, *tensors[:3])
-        gradients = (_gradients if plain else _soft_maxsim_backward)(grad_scores, lse, *tensors, *ctx.options, *needs)
-        found = [gradient if need else None for gradient, need in zip(gradients, needs, strict=True)]
-        return *found, *_NO_GRADIENTS
-
-
-# Of what comes after beta, queries and documents: masks, boundaries, options and the budget.
-_NO_GRADIENTS = (None,) * (_N_TENSORS - 3 + len(Options._fields) + 1)
-
-
-def _differentiable(*arguments) -> Tensor:
-    """The operator for tensors that may require a gradient."""
-    if needs_gradient(*arguments[:3]):
-        return _SoftMaxsim.apply(*arguments)
-    if is_plain(*arguments[:3]):
-        return _scores(*arguments)
-    with torch._C._AutoDispatchBelowAutograd():
-        return _soft_maxsim(*arguments)
+def _compute_gradients(
+    grad_scores: Tensor, kept: Sequence[Tensor], arguments: tuple, needs: tuple[bool, bool, bool]
+) -> tuple[Tensor | None, ...]:
+    return compute_soft_gradients(*_call(arguments), grad_scores, kept[0], needs, arguments[-1])
 
 
 def _shapes(*arguments) -> tuple[Tensor, Tensor]:
-    """Uninitialised scores and logarithms of sums."""
-    _, tensors, options, _ = _taken_apart(arguments)
+    tensors, options, _ = _call(arguments)
     check(tensors)
     sizes, queries = sizes_of(tensors, options), tensors.queries
     scores = queries.new_empty(sizes.scores_shape, dtype=torch.float32)
     return scores, queries.new_empty(sizes.winners_shape, dtype=lse_dtype(queries.dtype))
 
 
-def _gradient_shapes(grad_scores: Tensor, lse: Tensor, *arguments) -> tuple[Tensor, ...]:
-    return tuple(
-        torch.empty_like(tensor, memory_format=torch.contiguous_format) if need else arguments[1].new_empty(0)
-        for tensor, need in zip(arguments[:3], arguments[-3:], strict=True)
-    )
-
-
-_LIBRARY.impl("soft_maxsim", _scores, "CompositeExplicitAutograd")
-_LIBRARY.impl("soft_maxsim", _differentiable, "Autograd")
-_LIBRARY.impl("soft_maxsim_lse", _scores_and_lse, "CompositeExplicitAutograd")
-_LIBRARY.impl("soft_maxsim_backward", _gradients, "CompositeExplicitAutograd")
-torch.library.register_fake("pylate_flash::soft_maxsim", lambda *arguments: _shapes(*arguments)[0])
-torch.library.register_fake("pylate_flash::soft_maxsim_lse", _shapes)
-torch.library.register_fake("pylate_flash::soft_maxsim_backward", _gradient_shapes)
-torch.library.register_autograd(
-    "pylate_flash::soft_maxsim_backward",
+_soft_maxsim, _ = define(
+    "soft_maxsim", f"Tensor beta, {CALL_SCHEMA}, int max_scratch_bytes", ("beta", "queries", "documents"), ("lse",),
+    _compute, _compute_gradients, _shapes,
     no_second_derivative("soft_maxsim", "the probabilities of its tokens are not kept"),
-)
+)  # fmt: skip

@@ -11,15 +11,18 @@ The gradient is that of `maxsim`, where tokens that were not chosen have no winn
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from ..kernels.select import choose
 from .checks import check_tensor, is_readable
-from .compute import kernels, with_empty_score
+from .compute import compute_gradients, kernels, with_empty_score
 from .loss_call import check_packing
-from .maxsim import checked, maxsim_gradients, maxsim_reference, needs_gradient
+from .maxsim import checked, maxsim_reference
+from .operator import define
 from .problem import Options, Tensors, check, problem_of, sizes_of, winners_dtype
 from .sparse_blocks import sparse_blocked_forward
 from .varlen import with_lengths
@@ -148,9 +151,9 @@ def maxsim_sparse_queries(
     if packed:
         options = with_lengths(tensors, options, None, max_document_length)
     mean = reduction == "mean"
-    scores, _ = _sparse_queries(
+    scores = _sparse_queries(
         *tensors[:2], query_tokens, *tensors[2:4], documents_cu_seqlens, options.max_document_length, bool(normalize),
-        masking, 0.0 if mean else empty_score, implementation, needs_gradient(*tensors[:2]),
+        masking, 0.0 if mean else empty_score, implementation,
     )  # fmt: skip
     if not mean:
         return scores
@@ -174,16 +177,6 @@ def _chosen(query_tokens: Tensor, queries: Tensor) -> Tensor:
 def _positions(query_tokens: Tensor, queries: Tensor) -> Tensor:
     """The same with -1 where it chooses none: past the end of a query too."""
     return torch.where((query_tokens >= 0) & (query_tokens < queries.shape[1]), query_tokens, -1)
-
-
-_LIBRARY = torch.library.Library("pylate_flash", "FRAGMENT")
-# Scores, and the winners that a gradient flows to, of no elements unless they are asked for.
-_LIBRARY.define(
-    "maxsim_sparse_queries(Tensor queries, Tensor documents, Tensor query_tokens, Tensor? queries_mask, "
-    "Tensor? documents_mask, Tensor? documents_cu_seqlens, SymInt max_document_length, bool normalize, str masking, "
-    "float empty_score, str implementation, bool with_winners) -> (Tensor, Tensor)"
-)
-_sparse_queries = torch.ops.pylate_flash.maxsim_sparse_queries.default
 
 
 def _check_query_tokens(query_tokens: Tensor, tensors: Tensors) -> None:
@@ -211,70 +204,52 @@ def _check_query_tokens(query_tokens: Tensor, tensors: Tensors) -> None:
         )
 
 
-def _scores(queries: Tensor, documents: Tensor, query_tokens: Tensor, *others) -> tuple[Tensor, Tensor]:
-    """Scores and winners; `others` are the further arguments of the operator."""
-    *masks_and_bounds, max_document_length, normalize, masking, empty_score, implementation, with_winners = others
-    tensors = _tensors(queries, documents, *masks_and_bounds)
-    options = Options(0, max_document_length, 0, normalize, "sum", masking, empty_score)
+def _call(arguments: tuple) -> tuple[Tensors, Tensor, Options]:
+    queries, documents, query_tokens, queries_mask, documents_mask, cu_seqlens, length, normalize, *others = arguments
+    tensors = Tensors(queries, documents, queries_mask, documents_mask, None, cu_seqlens)
+    return tensors, query_tokens, Options(0, length, 0, normalize, "sum", *others)
+
+
+def _compute(arguments: tuple, with_winners: bool) -> tuple[Tensor, Tensor | None]:
+    tensors, query_tokens, options = _call(arguments)
     problem = problem_of(tensors, options, with_winners)
     _check_query_tokens(query_tokens, tensors)
-    chosen = choose(implementation, problem.device, problem.dtype, problem.size)
-    winners = queries.new_empty(0, dtype=problem.winners_dtype)
+    chosen = choose(options.implementation, problem.device, problem.dtype, problem.size)
+    winners = None
     if with_winners:
         winners = torch.full(problem.winners_shape, -1, dtype=problem.winners_dtype, device=problem.device)
     if problem.is_empty or query_tokens.numel() == 0:
         scores = torch.zeros(problem.scores_shape, dtype=torch.float32, device=problem.device)
-        return with_empty_score(scores, tensors, empty_score), winners
+        return with_empty_score(scores, tensors, options.empty_score), winners
     query_tokens = query_tokens.expand(problem.n_queries, -1, -1)
-    found = winners if with_winners else None
     if chosen == "triton":
-        return kernels().sparse_scores(problem, tensors, query_tokens, found), winners
+        return kernels().sparse_scores(problem, tensors, query_tokens, winners), winners
     # Under autocast the inputs have the autocast type already; the products inside must not be rounded to it.
     with torch.autocast(problem.device.type, enabled=False):
-        scores = sparse_blocked_forward(problem, tensors, _positions(query_tokens, queries), found)
-    return with_empty_score(scores.float(), tensors, empty_score), winners
+        scores = sparse_blocked_forward(problem, tensors, _positions(query_tokens, tensors.queries), winners)
+    return with_empty_score(scores.float(), tensors, options.empty_score), winners
 
 
-def _backward(ctx, grad_scores: Tensor, _winners: Tensor | None) -> tuple:
-    queries, documents, query_tokens, *masks_and_bounds, winners = ctx.saved_tensors
-    needs = ctx.needs_input_grad[:2]
-    if ctx.again is not None:
-        winners = _sparse_queries(queries, documents, query_tokens, *masks_and_bounds, *ctx.again, True)[1]
-    given = _tensors(queries, documents, *masks_and_bounds)
-    found = maxsim_gradients(grad_scores, winners, given, ctx.options, *needs)
-    return *(gradient if need else None for gradient, need in zip(found, needs, strict=True)), *(None,) * 10
+def _compute_gradients(
+    grad_scores: Tensor, kept: Sequence[Tensor], arguments: tuple, needs: tuple[bool, bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    tensors, _, options = _call(arguments)
+    return compute_gradients(tensors, options, grad_scores, kept[0], *needs)
 
 
-def _setup_context(ctx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    *tensors, max_document_length, normalize, masking, empty_score, implementation, with_winners = inputs
-    # Inside `torch.func.vmap`, no tensor says that autograd records the call: then the backward finds the winners.
-    ctx.again = None if with_winners else (max_document_length, normalize, masking, empty_score, implementation)
-    ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(*tensors, output[1])
-    ctx.options = Options(0, max_document_length, 0, normalize, "sum", masking, implementation=implementation)
-
-
-def _tensors(
-    queries: Tensor,
-    documents: Tensor,
-    queries_mask: Tensor | None,
-    documents_mask: Tensor | None,
-    documents_cu_seqlens: Tensor | None,
-) -> Tensors:
-    return Tensors(queries, documents, queries_mask, documents_mask, None, documents_cu_seqlens)
-
-
-def _shapes(queries: Tensor, documents: Tensor, query_tokens: Tensor, *others) -> tuple[Tensor, Tensor]:
-    """Uninitialised scores and winners."""
-    tensors = _tensors(queries, documents, *others[:3])
+def _shapes(*arguments) -> tuple[Tensor, Tensor]:
+    tensors, query_tokens, options = _call(arguments)
     check(tensors)
     _check_query_tokens(query_tokens, tensors)
-    sizes = sizes_of(tensors, Options(max_document_length=others[3]))
+    sizes, queries = sizes_of(tensors, options), tensors.queries
     scores = queries.new_empty(sizes.scores_shape, dtype=torch.float32)
-    shape = sizes.winners_shape if others[-1] else (0,)
-    return scores, queries.new_empty(shape, dtype=winners_dtype(sizes.document_length))
+    return scores, queries.new_empty(sizes.winners_shape, dtype=winners_dtype(sizes.document_length))
 
 
-_LIBRARY.impl("maxsim_sparse_queries", _scores, "CompositeExplicitAutograd")
-torch.library.register_fake("pylate_flash::maxsim_sparse_queries", _shapes)
-torch.library.register_autograd("pylate_flash::maxsim_sparse_queries", _backward, setup_context=_setup_context)
+_sparse_queries, _ = define(
+    "maxsim_sparse_queries",
+    "Tensor queries, Tensor documents, Tensor query_tokens, Tensor? queries_mask, Tensor? documents_mask, "
+    "Tensor? documents_cu_seqlens, SymInt max_document_length, bool normalize, str masking, float empty_score, "
+    "str implementation",
+    ("queries", "documents"), ("winners",), _compute, _compute_gradients, _shapes,
+)  # fmt: skip

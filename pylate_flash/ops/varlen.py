@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .checks import check_boundaries, check_tensor
-from .maxsim import needs_gradient, scores_of
+from .maxsim import scores_of
+from .operator import needs_gradient
 from .packing import longest
 from .problem import Options, Tensors
 from .quantization import QuantizedEmbeddings

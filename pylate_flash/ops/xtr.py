@@ -17,14 +17,16 @@ from __future__ import annotations
 
 import numbers
 import operator
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from ..kernels.select import choose
 from .checks import LARGEST, check_choice, check_tensor
-from .compute import Gradients, checked_masks, compute_gradients, kernels, with_empty_score
-from .maxsim import checked, is_plain, maxsim_gradients, needs_gradient
+from .compute import checked_masks, compute_gradients, kernels, with_empty_score
+from .maxsim import checked
+from .operator import define
 from .problem import Options, Tensors, check, problem_of, sizes_of, winners_dtype
 from .xtr_retrieval import Results, Rule, scores_in_blocks
 
@@ -155,28 +157,12 @@ def xtr_scores(
     check_tensor("documents", documents, {3: "[Nd, Ld, d]"})
     options = Options(empty_score=empty_score, implementation=implementation)
     given = checked("xtr_scores", Tensors(queries, documents, queries_mask, documents_mask), options)
-    return _xtr(*given[:4], k, normalizer, empty_score, implementation)[0]
+    return _xtr(*given[:4], k, normalizer, empty_score, implementation)
 
 
-_LIBRARY = torch.library.Library("pylate_flash", "FRAGMENT")
-# Scores, the winners that a gradient flows to, and what scores were divided by.
-_LIBRARY.define(
-    "xtr_scores(Tensor queries, Tensor documents, Tensor? queries_mask, Tensor? documents_mask, SymInt k, "
-    "str normalizer, float empty_score, str implementation) -> (Tensor, Tensor, Tensor)"
-)
-_xtr = torch.ops.pylate_flash.xtr_scores.default
-
-
-def _scores(
-    queries: Tensor,
-    documents: Tensor,
-    queries_mask: Tensor | None,
-    documents_mask: Tensor | None,
-    k: int,
-    normalizer: str,
-    empty_score: float,
-    implementation: str,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _compute(arguments: tuple, _: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Scores, the winners that a gradient flows to, and what scores were divided by."""
+    queries, documents, queries_mask, documents_mask, k, normalizer, empty_score, implementation = arguments
     tensors = Tensors(queries, documents, queries_mask, documents_mask)
     problem = problem_of(tensors, Options(empty_score=empty_score), with_winners=True)
     chosen = choose(implementation, problem.device, problem.dtype, problem.size)
@@ -194,48 +180,15 @@ def _scores(
     return scores, winners, divisors
 
 
-class _XtrScores(torch.autograd.Function):
-    """The operator where a gradient is needed: keeps the winners and the divisors."""
-
-    @staticmethod
-    def forward(ctx, *arguments):
-        # Of other than plain tensors, the operator goes into a graph, or to what else there is between.
-        scores, winners, divisors = (_scores if is_plain(*arguments[:2]) else _xtr)(*arguments)
-        ctx.save_for_backward(*arguments[:4], winners, divisors)
-        ctx.options = Options(implementation=arguments[-1])
-        ctx.mark_non_differentiable(winners, divisors)
-        # Of those two there is no gradient, and zeros in place of them are as large as they are.
-        ctx.set_materialize_grads(False)
-        return scores, winners, divisors
-
-    @staticmethod
-    def backward(ctx, grad_scores, _winners, _divisors):
-        if grad_scores is None:
-            return (None,) * len(ctx.needs_input_grad)
-        *tensors, winners, divisors = ctx.saved_tensors
-        needs = ctx.needs_input_grad[:2]
-        given, grad_sums = Tensors(*tensors), grad_scores / divisors
-        if torch.is_grad_enabled() or not is_plain(grad_scores, *tensors[:2]):
-            # A graph of the backward is asked for: the operator has one, which says that there is no second derivative.
-            gradients: Gradients = maxsim_gradients(grad_sums, winners, given, ctx.options, *needs)
-        else:
-            gradients = compute_gradients(given, ctx.options, grad_sums, winners, *needs)
-        found = [gradient if need else None for gradient, need in zip(gradients, needs, strict=True)]
-        return *found, *(None,) * (len(ctx.needs_input_grad) - 2)
-
-
-def _differentiable(*arguments) -> tuple[Tensor, Tensor, Tensor]:
-    """The operator for tensors that may require a gradient."""
-    if needs_gradient(*arguments[:2]):
-        return _XtrScores.apply(*arguments)
-    if is_plain(*arguments[:2]):
-        return _scores(*arguments)
-    with torch._C._AutoDispatchBelowAutograd():
-        return _xtr(*arguments)
+def _compute_gradients(
+    grad_scores: Tensor, kept: Sequence[Tensor], arguments: tuple, needs: tuple[bool, bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    winners, divisors = kept
+    options = Options(implementation=arguments[-1])
+    return compute_gradients(Tensors(*arguments[:4]), options, grad_scores / divisors, winners, *needs)
 
 
 def _shapes(queries: Tensor, documents: Tensor, queries_mask: Tensor | None, documents_mask: Tensor | None, *_):
-    """Uninitialised scores, winners and divisors."""
     tensors = Tensors(queries, documents, queries_mask, documents_mask)
     check(tensors)
     sizes = sizes_of(tensors, Options())
@@ -244,6 +197,9 @@ def _shapes(queries: Tensor, documents: Tensor, queries_mask: Tensor | None, doc
     return scores, winners, torch.empty_like(scores)
 
 
-_LIBRARY.impl("xtr_scores", _scores, "CompositeExplicitAutograd")
-_LIBRARY.impl("xtr_scores", _differentiable, "Autograd")
-torch.library.register_fake("pylate_flash::xtr_scores", _shapes)
+_xtr, _ = define(
+    "xtr_scores",
+    "Tensor queries, Tensor documents, Tensor? queries_mask, Tensor? documents_mask, SymInt k, str normalizer, "
+    "float empty_score, str implementation",
+    ("queries", "documents"), ("winners", "divisors"), _compute, _compute_gradients, _shapes,
+)  # fmt: skip

@@ -121,7 +121,7 @@ def test_logarithms_of_sums(dtype: torch.dtype) -> None:
         (documents, torch.einsum("qsd,qntd->qnst", queries.double(), documents.double())),
     ):
         tensors, beta = Tensors(queries, of_documents), torch.tensor(10.0, device="cuda")
-        _, lse = torch.ops.pylate_flash.soft_maxsim_lse(beta, *tensors, *Options(implementation="triton"), 0)
+        _, lse = torch.ops.pylate_flash.soft_maxsim_forward(beta, *tensors, *Options(implementation="triton"), 0)
         expected = torch.logsumexp(10.0 * similarities, dim=-1).view(lse.shape)
         torch.testing.assert_close(lse.double(), expected, rtol=2e-6, atol=2e-6)
 

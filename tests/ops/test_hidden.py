@@ -323,7 +323,7 @@ def test_opcheck(layout: str) -> None:
     call = (hidden, weight, bias, *masks, *bounds, True, "mean", "exclude", -1.0, "auto")
     torch.library.opcheck(torch.ops.pylate_flash.maxsim_hidden.default, (queries, *call))
     torch.library.opcheck(torch.ops.pylate_flash.maxsim_hidden.default, (queries.detach(), *detached(call)))
-    torch.library.opcheck(torch.ops.pylate_flash.maxsim_hidden_winners.default, (queries.detach(), *detached(call)))
+    torch.library.opcheck(torch.ops.pylate_flash.maxsim_hidden_forward.default, (queries.detach(), *detached(call)))
 
 
 def detached(arguments: tuple) -> tuple:
@@ -350,7 +350,7 @@ def test_every_call_is_an_operator() -> None:
         assert torch.equal(problem()(maxsim_from_hidden), expected)
         assert operators.names == ["maxsim_hidden"]
         found = problem().gradients(maxsim_from_hidden)
-    assert operators.names[1:] == ["maxsim_hidden_winners", "maxsim_hidden_backward"]
+    assert operators.names[1:] == ["maxsim_hidden_forward", "maxsim_hidden_backward"]
     for name, gradient in found.items():
         assert torch.equal(gradient, gradients[name])
 

@@ -245,7 +245,7 @@ def test_repeated_gradients_are_bitwise_equal() -> None:
     assert all(torch.equal(a, b) for run in runs for a, b in zip(run, runs[0], strict=True))
 
 
-@pytest.mark.parametrize("name", ["maxsim", "maxsim_winners"])
+@pytest.mark.parametrize("name", ["maxsim", "maxsim_forward"])
 @pytest.mark.parametrize("candidates", [False, True])
 @pytest.mark.parametrize("masked", [False, True])
 def test_opcheck(candidates: bool, masked: bool, name: str) -> None:

@@ -152,10 +152,10 @@ def test_opcheck() -> None:
     queries, documents = torch.randn(2, 3, 4, requires_grad=True), torch.randn(3, 5, 4, requires_grad=True)
     masks, chosen = (torch.ones(2, 3), torch.rand(3, 5) > 0.3), torch.randint(-1, 3, (2, 3, 4))
     operator = torch.ops.pylate_flash.maxsim_sparse_queries.default
-    torch.library.opcheck(operator, (queries, documents, chosen, *masks, None, 0, True, "zero", -1.0, "auto", True))
+    torch.library.opcheck(operator, (queries, documents, chosen, *masks, None, 0, True, "zero", -1.0, "auto"))
     packed = queries.detach(), documents.detach().flatten(0, 1), chosen[0], None, None, torch.tensor([0, 7, 7, 15]), 8
     checks = ("test_schema", "test_faketensor")
-    torch.library.opcheck(operator, (*packed, False, "exclude", 0.0, "auto", False), test_utils=checks)
+    torch.library.opcheck(operator, (*packed, False, "exclude", 0.0, "auto"), test_utils=checks)
 
 
 def test_compiles_for_other_lengths_too() -> None:
