@@ -28,7 +28,7 @@ import typer
 
 from pylate_flash import maxsim
 from pylate_flash.bench.results import describe_machine
-from pylate_flash.kernels import select
+from pylate_flash.kernels import grids, select
 from pylate_flash.kernels.forward import maxsim_forward
 from pylate_flash.kernels.tiles import hopper_tail
 from pylate_flash.ops.problem import Options, Problem, Tensors, problem_of
@@ -125,7 +125,7 @@ def expected(problem: Problem, winners: torch.Tensor | None = None) -> dict[str,
     return found
 
 
-def _forward(problem: Problem, plan: select.ForwardPlan) -> Traffic:
+def _forward(problem: Problem, plan: grids.ForwardPlan) -> Traffic:
     row, columns, length = problem.size * problem.dtype.itemsize, plan.tile.columns, problem.document_length
     tokens = -(-length // columns) * columns
     tail = 0 if problem.with_winners else hopper_tail(plan.tile, length)

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from .forms import REGISTERS, Form, hopper_form, single_form, single_runs, stacked_form, tile_of_hopper, tile_of_stacked
+from .grids import Cuts, ForwardPlan, Shares, cuts_of, run_length, tall_plan
 from .tiles import (
     HOPPER_NARROW_ROWS,
     HOPPER_WIDE_MIN_LENGTH,
     FusedTile,
     HopperTile,
-    Tile,
     architecture,
     blackwell_takes,
     copied_by_16_bytes,
@@ -97,57 +97,8 @@ _SINGLE_MAX_QUERY_LENGTH = 64
 # take no more than so much memory.
 _UNPADDED_MIN_LENGTH = 64
 _UNPADDED_MEMORY = 1 << 28
-# Cuts of packed documents, see `kernels.forward.cuts`. A document costs its tokens and so many more: half a tile, as a
-# document's last tile is half full on average, and as much again for what follows it.
-DOCUMENT_COST = 64
-# A cut has at least so much work, or finding it costs more.
-_SMALLEST_CUT = 256
-# A document up to so long is never cut: its pieces would take a launch to merge.
-_LONGEST_WHOLE = 2048
-
-
-class Cuts(NamedTuple):
-    """How packed documents are cut: work per cut, tokens up to which a document stays whole, and the number of cuts."""
-
-    cut: int = 0
-    whole: int = 0
-    number: int = 0
-
-
-class ForwardPlan(NamedTuple):
-    """How a problem is scored."""
-
-    form: Form
-    # Strides of queries and of documents, divided by the units that the kernel multiplies them by.
-    strides: tuple[int, ...]
-    # Rows that a stacked query takes.
-    padded: int
-    # Documents that one program walks (stacked and packed: the work of its cut), and how many programs that takes.
-    run: int
-    n_runs: int
-    # Documents that a query meets, at most.
-    per_query: int
-    # How packed documents are cut, and whether one may be longer than what is scored whole.
-    cuts: Cuts
-    in_pieces: bool
-    # Programs that share a run: blocks of query rows, or of a query's columns.
-    row_blocks: int
-    # Sums that the kernel leaves for each score.
-    n_sums: int
-    reason: str
-
-    @property
-    def kernel(self) -> str:
-        return self.form.kernel
-
-    @property
-    def tile(self) -> Tile | HopperTile:
-        return self.form.tile
-
-    @property
-    def block_rows(self) -> int:
-        """Query rows of a block."""
-        return self.tile.columns if self.kernel == "single" else self.tile.rows
+HOPPER_SHARES = Shares(1, 64, 16384)
+_STACKED_SHARES = Shares(2, 16, 4096, in_pieces=True)
 
 
 def forward_plan(problem: Problem) -> ForwardPlan:
@@ -186,15 +137,13 @@ def _single_plan(problem: Problem) -> ForwardPlan:
 
 
 def _stacked_plan(problem: Problem) -> ForwardPlan:
-    kind, groups, length, n_documents = problem.kind, problem.groups, problem.document_length, problem.n_documents
+    kind, length, n_documents = problem.kind, problem.document_length, problem.n_documents
     packed = kind.cu_seqlens is not None
     capability, processors = architecture(kind.device)
     all_rows = problem.n_queries * problem.query_length
     unpadded = problem.n_tokens >= _UNPADDED_MIN_LENGTH * problem.all_documents
     unpadded = unpadded and 4 * all_rows * n_documents <= _UNPADDED_MEMORY
-    padded, group = padded_query_length(problem.query_length, unpadded)
-    rows = problem.n_queries // groups * padded
-    strides, *units = divided_strides(problem.query_strides, problem.document_strides)
+    rows = problem.n_queries // problem.groups * padded_query_length(problem.query_length, unpadded)[0]
     long = not packed and length >= HOPPER_WIDE_MIN_LENGTH
     wide, why_not = tile_of_hopper(capability, kind, rows <= HOPPER_NARROW_ROWS, long)
     why = _ONE_MATRIX
@@ -203,63 +152,33 @@ def _stacked_plan(problem: Problem) -> ForwardPlan:
     elif not (problem.aligned and copied_by_16_bytes(kind.size, problem.document_strides)):
         why += "; documents cannot be copied 16 bytes at a time"
     else:
-        row_blocks = -(-rows // wide.rows)
-        cuts, tail = Cuts(), 0
-        if packed:
-            cuts = cuts_of(problem, row_blocks, processors, per_processor=1, largest=16384)
-            run, n_runs = cuts.cut, cuts.number
-        else:
-            # Winners are found in a whole tile.
-            tail = 0 if kind.with_winners else hopper_tail(wide, length)
-            run = run_length(n_documents, row_blocks * groups, processors, per_processor=1, longest=64)
-            n_runs = -(-n_documents // run)
-        if not packed or length <= cuts.whole:
-            group = min(group, wide.rows // wide.parts)
-            return ForwardPlan(
-                hopper_form(capability, kind, wide, tail, group, *units), strides, padded, run, n_runs, n_documents,
-                cuts, False, row_blocks, padded // group, why + ", on a Hopper GPU",
-            )  # fmt: skip
-        why += f"; a document may be longer than {cuts.whole} tokens, and is scored in pieces"
+        # Winners are found in a whole tile.
+        tail = 0 if packed or kind.with_winners else hopper_tail(wide, length)
+        plan = hopper_plan(problem, wide, tail, why + ", on a Hopper GPU", unpadded)
+        if not packed or length <= plan.cuts.whole:
+            return plan
+        why += f"; a document may be longer than {plan.cuts.whole} tokens, and is scored in pieces"
     tile = tile_of_stacked(capability, kind, min(rows, 256))
-    group = min(group, tile.rows)
-    row_blocks = -(-rows // tile.rows)
-    cuts, in_pieces = Cuts(), False
-    if packed:
-        cuts = cuts_of(problem, row_blocks, processors, per_processor=2, largest=4096)
-        run, n_runs, in_pieces = cuts.cut, cuts.number, length > cuts.whole
-    else:
-        run = run_length(n_documents, row_blocks * groups, processors, per_processor=2, longest=16)
-        n_runs = -(-n_documents // run)
-    return ForwardPlan(
-        stacked_form(capability, kind, tile, in_pieces, group, *units), strides, padded, run, n_runs, n_documents,
-        cuts, in_pieces, row_blocks, padded // group, why,
-    )  # fmt: skip
+    make = functools.partial(stacked_form, capability, kind, tile)
+    return tall_plan(problem, processors, tile, _STACKED_SHARES, make, why, unpadded)
 
 
-def run_length(documents: int, programs: int, processors: int, per_processor: int, longest: int) -> int:
-    """Documents that one program walks: about `longest`, or fewer so that every processor gets work.
+def hopper_plan(
+    problem: Problem,
+    tile: HopperTile,
+    tail: int,
+    reason: str,
+    unpadded: bool = False,
+    query_strides: tuple[int, ...] | None = None,
+    soft: bool = False,
+) -> ForwardPlan:
+    """The plan of the Hopper kernel with this tile, and products of `tail` columns of what is left after whole ones."""
+    (capability, processors), kind = architecture(problem.device), problem.kind
 
-    `programs` programs share each run, and `per_processor` of them fit on a processor at a time. The runs are cut so
-    that the programs fill whole waves: a few programs more than a wave would take as long as a second one.
-    """
-    slots = per_processor * processors
-    waves = -(-documents * programs // (slots * longest))
-    return max(1, -(-documents // max(1, slots * waves // programs)))
+    def make(_: bool, *sizes: int) -> Form:
+        return hopper_form(capability, kind, tile, tail, *sizes, soft=soft)
 
-
-def cuts_of(problem: Problem, programs: int, processors: int, per_processor: int, largest: int) -> Cuts:
-    """Cut packed documents so that every processor gets an equal share, in whole waves.
-
-    `programs` programs share each cut, and `per_processor` of them fit on a processor at a time. A cut has at most
-    `largest` work, or the last ones leave gaps.
-    """
-    work = problem.n_tokens + problem.n_documents * DOCUMENT_COST
-    slots = per_processor * processors
-    waves = -(-work * programs // (slots * largest))
-    cut = max(_SMALLEST_CUT, -(-work // max(1, slots * waves // programs)))
-    # What takes less than half a processor's share of the time can wait for its turn, even the last.
-    whole = max(_LONGEST_WHOLE, cut, work * programs // (2 * slots))
-    return Cuts(cut, whole, -(-work // cut))
+    return tall_plan(problem, processors, tile, HOPPER_SHARES, make, reason, unpadded, query_strides)
 
 
 # The backward. The times beside a constant are milliseconds on an H200 in bfloat16 at d = 128, at 1024 x 1024 (32 x 180

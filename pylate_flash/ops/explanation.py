@@ -9,7 +9,8 @@ import numpy as np
 from torch import Tensor
 
 from ..kernels.blackwell.plan import blackwell_plan
-from ..kernels.select import BackwardPlan, ForwardPlan, backward_plan, choose, forward_plan, why
+from ..kernels.grids import ForwardPlan
+from ..kernels.select import BackwardPlan, backward_plan, choose, forward_plan, why
 from ..kernels.tiles import HopperTile, Tile
 from .maxsim import FORWARD_IMPLEMENTATIONS, checked
 from .operator import needs_gradient
@@ -21,7 +22,6 @@ from .soft import MAX_SCRATCH_BYTES
 from .varlen import with_lengths
 
 if TYPE_CHECKING:
-    from ..kernels.soft.plan import ForwardPlan as SoftForwardPlan
     from ..kernels.soft.plan import GradientPlan
 
 
@@ -44,7 +44,7 @@ class Explanation(NamedTuple):
 
     implementation: str
     reason: str
-    forward: ForwardPlan | SoftForwardPlan | None
+    forward: ForwardPlan | None
     backward: BackwardPlan | None
     lists: str | None = None
     gradients: GradientPlan | None = None

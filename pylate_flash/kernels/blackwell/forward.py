@@ -23,11 +23,12 @@ from triton.experimental.gluon.language.nvidia.blackwell import (
 )
 
 from ...ops.problem import Problem
+from ..forward.common import numbers_of
 from ..forward.copies import copy_documents, document_range
 from ..forward.inputs import Inputs
 from ..gluon import add, execute, find_document, larger_of, next_slot
+from ..grids import DOCUMENT_COST, ForwardPlan
 from ..launch import Kernel
-from ..select import DOCUMENT_COST, ForwardPlan
 
 _DOCUMENT_COST = gl.constexpr(DOCUMENT_COST)
 # Rows of a part, which are the lanes of tensor memory, and columns of a product that a thread looks at together.
@@ -347,9 +348,5 @@ def score_blackwell(problem: Problem, plan: ForwardPlan, inputs: Inputs, sums: T
             inputs.queries, inputs.documents, inputs.queries_mask, inputs.active, inputs.bounds, inputs.queries_scale,
             inputs.documents_scale, inputs.cu_seqlens, sums, winners,
         ),
-        (
-            problem.n_queries // problem.groups, problem.query_length, plan.padded, problem.n_documents,
-            problem.document_length, plan.n_runs, plan.run, problem.empty_score,
-        ),
-        plan.strides, plan.form.constants, plan.form.warps,
+        numbers_of(problem, plan), plan.strides, plan.form.constants, plan.form.warps,
     )  # fmt: skip

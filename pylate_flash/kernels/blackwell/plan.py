@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING
 
 from .. import select
 from ..forms import Form
+from ..grids import ForwardPlan, tall_plan
 from ..tiles import (
     Blocks,
     HopperTile,
     copied_by_16_bytes,
-    divided_strides,
-    padded_query_length,
     power_of_two,
 )
 
@@ -26,7 +25,7 @@ _TILE = HopperTile(256, 128, 2, 4)
 _LONG = HopperTile(256, 64, 2, 3)
 
 
-def blackwell_plan(problem: Problem) -> select.ForwardPlan:
+def blackwell_plan(problem: Problem) -> ForwardPlan:
     """Choose tile and grid of the Blackwell kernel, on a device and for embeddings that it takes.
 
     Raises
@@ -34,33 +33,24 @@ def blackwell_plan(problem: Problem) -> select.ForwardPlan:
     ValueError
         If the kernel cannot serve the problem.
     """
-    kind, groups, length, n_documents = problem.kind, problem.groups, problem.document_length, problem.n_documents
-    packed, tile = kind.cu_seqlens is not None, tile_of(kind.size)
+    kind, tile = problem.kind, tile_of(problem.size)
+
+    def make(_: bool, *sizes: int) -> Form:
+        return blackwell_form(kind, *sizes)
+
     # A query is always padded: a sum of single rows is no sum.
-    padded, group = padded_query_length(problem.query_length, False)
-    group = min(group, tile.rows // tile.parts)
-    row_blocks = -(-(problem.n_queries // groups * padded) // tile.rows)
-    strides, *units = divided_strides(problem.query_strides, problem.document_strides)
-    processors = select.architecture(kind.device)[1]
-    cuts, reason = select.Cuts(), None
-    if packed:
-        cuts = select.cuts_of(problem, row_blocks, processors, per_processor=1, largest=16384)
-        run, n_runs = cuts.cut, cuts.number
-        if length > cuts.whole:
-            reason = f"a document may be longer than {cuts.whole} tokens"
-    else:
-        run = select.run_length(n_documents, row_blocks * groups, processors, per_processor=1, longest=64)
-        n_runs = -(-n_documents // run)
+    processors, why = select.architecture(kind.device)[1], "asked for by name: it has never run"
+    plan = tall_plan(problem, processors, tile, select.HOPPER_SHARES, make, why)
+    reason = None
     if problem.has_candidates:
         reason = "packed queries have candidates of their own"
+    elif problem.packed and problem.document_length > plan.cuts.whole:
+        reason = f"a document may be longer than {plan.cuts.whole} tokens"
     elif not (problem.aligned and copied_by_16_bytes(kind.size, problem.document_strides)):
         reason = "documents cannot be copied 16 bytes at a time"
     if reason is not None:
         raise ValueError(f'implementation="blackwell" cannot serve this input: {reason}')
-    return select.ForwardPlan(
-        blackwell_form(kind, group, *units), strides, padded, run, n_runs, n_documents, cuts, False, row_blocks,
-        padded // group, "asked for by name: it has never run",
-    )  # fmt: skip
+    return plan
 
 
 def tile_of(size: int) -> HopperTile:

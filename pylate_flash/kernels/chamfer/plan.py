@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from .. import select
+from ..grids import run_length
 from ..tiles import DIRECT_SIZE, Tile, divided_strides, power_of_two
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ def meeting_plan(problem: Problem) -> MeetingPlan:
     row_blocks = -(-problem.query_length // tile.rows)
     programs = row_blocks * problem.n_queries
     tiles = -(-problem.document_length // tile.columns)
-    share = select.run_length(tiles, programs, select.architecture(problem.device)[1], _PER_PROCESSOR, _LONGEST_SHARE)
+    share = run_length(tiles, programs, select.architecture(problem.device)[1], _PER_PROCESSOR, _LONGEST_SHARE)
     precision = problem.kind.precision
     if problem.dtype == torch.float32 and precision == "ieee":
         # Three products of tensor cores, which leave 22 of float32's 24 bits. The distances themselves are computed

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -11,18 +10,23 @@ import triton.language as tl
 from torch import Tensor
 
 from ...ops.problem import Problem
+from ..grids import ForwardPlan
 from ..launch import Kernel
 from ..overlap import wait_for_previous_kernel
-from ..select import ForwardPlan
 from ..tiles import SUMMED_EMBEDDING as _SUMMED
 from .cuts import NO_WINNER
-
-if TYPE_CHECKING:
-    from ..soft.plan import ForwardPlan as SoftForwardPlan
 
 SUMMED_EMBEDDING = tl.constexpr(_SUMMED)
 # Scores that a program adds up the sums of, 16 bytes of each for a thread.
 _ADDED = 512
+
+
+def numbers_of(problem: Problem, plan: ForwardPlan) -> tuple[float, ...]:
+    """The numbers that a kernel takes for which the tokens of all queries are one tall matrix."""
+    return (
+        problem.n_queries // problem.groups, problem.query_length, plan.padded, problem.n_documents,
+        problem.document_length, plan.n_runs, plan.run, problem.empty_score,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -79,7 +83,7 @@ def _add_sums_kernel(sums_ptr, scores_ptr, n_documents, n_sums, to_query, to_sum
 _add_sums = Kernel(_add_sums_kernel, follows=True)
 
 
-def add_sums(problem: Problem, plan: ForwardPlan | SoftForwardPlan, sums: Tensor) -> Tensor:
+def add_sums(problem: Problem, plan: ForwardPlan, sums: Tensor) -> Tensor:
     """The scores, from the sums that a kernel has left of each."""
     n_documents, n_scores = problem.n_documents, math.prod(problem.scores_shape)
     # The single kernel leaves [n_sums, scores], the stacked ones [queries, n_sums, n_documents].

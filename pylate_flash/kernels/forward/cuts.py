@@ -18,9 +18,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ...ops.problem import Problem
+from ..grids import DOCUMENT_COST, ForwardPlan
 from ..launch import Kernel
 from ..reductions import larger, max_along
-from ..select import DOCUMENT_COST, ForwardPlan
 from ..tiles import power_of_two
 from .inputs import Inputs
 

@@ -32,8 +32,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ...ops.problem import Problem
 from ..gluon import execute, find_document, larger_of, next_slot, wait_for_previous_kernel
+from ..grids import DOCUMENT_COST, ForwardPlan
 from ..launch import Kernel
-from ..select import DOCUMENT_COST, ForwardPlan
+from .common import numbers_of
 from .copies import copy_documents, document_range
 from .exponentials import LOG2E, add_exponentials, log_sums
 from .inputs import Inputs
@@ -467,9 +468,5 @@ def score_hopper(
             inputs.queries, inputs.documents, inputs.queries_mask, inputs.active, inputs.bounds, inputs.queries_scale,
             inputs.documents_scale, inputs.cu_seqlens, inputs.offsets, sums, winners, beta, lse,
         ),
-        (
-            problem.n_queries // problem.groups, problem.query_length, plan.padded, problem.n_documents,
-            problem.document_length, plan.n_runs, plan.run, problem.empty_score,
-        ),
-        plan.strides, plan.form.constants, plan.form.warps,
+        numbers_of(problem, plan), plan.strides, plan.form.constants, plan.form.warps,
     )  # fmt: skip

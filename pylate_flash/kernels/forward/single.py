@@ -10,10 +10,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ...ops.problem import Problem
+from ..grids import ForwardPlan
 from ..launch import Kernel
 from ..norms import inverse_norm
 from ..reductions import larger, max_along
-from ..select import ForwardPlan
 from .common import SUMMED_EMBEDDING, document_range, winner_of, with_masked_zeros
 from .cuts import NO_WINNER, find_piece, owner_of
 from .inputs import Inputs

@@ -13,24 +13,24 @@ import triton.language as tl
 from torch import Tensor
 
 from ...ops.problem import Problem
+from ..grids import ForwardPlan
 from ..launch import Kernel
 from ..reductions import larger, max_along
-from ..select import ForwardPlan
-from .common import SUMMED_EMBEDDING, document_range, winner_of, with_masked_zeros
+from .common import SUMMED_EMBEDDING, document_range, numbers_of, winner_of, with_masked_zeros
 from .cuts import NO_WINNER, document_position, documents_of_cut, reaches_into, tokens_of_piece
 from .inputs import Inputs
 
 
 @triton.jit(
     do_not_specialize=[
-        "n_queries", "query_length", "padded_query_length", "n_documents", "document_length", "n_runs", "run", "whole",
-        "empty_score",
+        "n_queries", "query_length", "padded_query_length", "n_documents", "document_length", "n_runs", "run",
+        "empty_score", "whole",
     ]
 )  # fmt: skip
 def _stacked_kernel(
     queries_ptr, documents_ptr, queries_mask_ptr, active_ptr, bounds_ptr, queries_scale_ptr, documents_scale_ptr,
     cu_seqlens_ptr, offsets_ptr, sums_ptr, winners_ptr, pieces_ptr, keys_ptr,
-    n_queries, query_length, padded_query_length, n_documents, document_length, n_runs, run, whole, empty_score,
+    n_queries, query_length, padded_query_length, n_documents, document_length, n_runs, run, empty_score, whole,
     stride_query, stride_query_token, stride_group, stride_document, stride_document_token,
     EMBEDDING: tl.constexpr,
     BLOCK_EMBEDDING: tl.constexpr,
@@ -211,9 +211,5 @@ def score_stacked(problem: Problem, plan: ForwardPlan, inputs: Inputs, sums: Ten
             inputs.documents_scale, inputs.cu_seqlens, inputs.offsets, sums, winners, inputs.pieces,
             inputs.piece_winners,
         ),
-        (
-            problem.n_queries // problem.groups, problem.query_length, plan.padded, problem.n_documents,
-            problem.document_length, plan.n_runs, plan.run, plan.cuts.whole, problem.empty_score,
-        ),
-        plan.strides, plan.form.constants, plan.form.warps,
+        (*numbers_of(problem, plan), plan.cuts.whole), plan.strides, plan.form.constants, plan.form.warps,
     )  # fmt: skip

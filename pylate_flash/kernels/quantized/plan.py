@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from .. import select
-from ..forms import REGISTERS, Form, hopper_form
-from ..select import Cuts, ForwardPlan
+from ..forms import REGISTERS, Form
+from ..grids import ForwardPlan, Shares, tall_plan
 from ..tiles import (
     HOPPER_NARROW_ROWS,
     Blocks,
     HopperTile,
     Tile,
     copied_by_16_bytes,
-    divided_strides,
     fitted,
     padded_query_length,
     power_of_two,
@@ -35,8 +34,10 @@ _MAX_ROW_BYTES = 256
 _SPLIT_ROW_BYTES = 128
 # Tensor cores multiply at least so many elements of 8 bits at a time.
 _MIN_BLOCK = 32
-# Documents that one program walks, at most, and programs of a processor, by the shared memory that a tile takes.
+# Documents that one program walks, at most, or work of its cut, and programs of a processor, by the shared memory that
+# a tile takes.
 _LONGEST_RUN = 16
+_LARGEST_CUT = 4096
 _PER_PROCESSOR = {_TILE.num_warps: 2, _FEW_ROWS.num_warps: 3}
 _REASON = "documents are quantized"
 # The same of the Hopper kernel, which serves products of 8 bits. Of a tile of 256 x 128 at d = 128, products take the
@@ -66,8 +67,8 @@ def quantized_plan(problem: Problem) -> ForwardPlan:
 
 def _hopper_plan(problem: Problem) -> ForwardPlan | str:
     """The plan of the Hopper kernel, or why it does not serve the problem."""
-    kind, length, n_documents = problem.kind, problem.document_length, problem.n_documents
-    capability, processors = select.architecture(kind.device)
+    kind = problem.kind
+    capability, _ = select.architecture(kind.device)
     if capability != 9 or not has_gluon():
         return _REASON
     if not kind.quantize_queries or kind.quantized == torch.uint8:
@@ -76,8 +77,7 @@ def _hopper_plan(problem: Problem) -> ForwardPlan | str:
         return _REASON + f"; the Hopper kernel takes at most {_HOPPER_MAX_SIZE} dimensions"
     if problem.has_candidates:
         return _REASON + "; packed documents are candidates"
-    padded, group = padded_query_length(problem.query_length, False)
-    rows = problem.n_queries // problem.groups * padded
+    rows = problem.n_queries // problem.groups * padded_query_length(problem.query_length, False)[0]
     if rows < _HOPPER_MIN_ROWS:
         return _REASON + f"; fewer than {_HOPPER_MIN_ROWS} query tokens meet a document"
     if not (problem.aligned and copied_by_16_bytes(kind.size, problem.document_strides, 1)):
@@ -85,49 +85,28 @@ def _hopper_plan(problem: Problem) -> ForwardPlan | str:
     tile = _HOPPER_NARROW if rows <= HOPPER_NARROW_ROWS else _HOPPER
     if kind.size > 128:
         tile = _HOPPER_LONG
-    group = min(group, tile.rows // tile.parts)
-    row_blocks, cuts, tail = -(-rows // tile.rows), Cuts(), _HOPPER_TAIL
-    if problem.packed:
-        cuts = select.cuts_of(problem, row_blocks, processors, per_processor=1, largest=16384)
-        run, n_runs = cuts.cut, cuts.number
-    else:
-        if kind.documents_mask is None and not 0 < length % tile.columns <= tail:
-            tail = 0
-        run = select.run_length(n_documents, row_blocks * problem.groups, processors, per_processor=1, longest=64)
-        n_runs = -(-n_documents // run)
-    # Queries are written anew, one row after the other.
-    strides, *units = divided_strides((problem.query_length * kind.size, kind.size), problem.document_strides)
-    return ForwardPlan(
-        hopper_form(capability, kind, tile, tail, group, units[0], units[1]), strides, padded, run, n_runs,
-        n_documents, cuts, False, row_blocks, padded // group, _REASON + ", on a Hopper GPU",
-    )  # fmt: skip
+    tail = _HOPPER_TAIL
+    if kind.documents_mask is None and not problem.packed and not 0 < problem.document_length % tile.columns <= tail:
+        tail = 0
+    return select.hopper_plan(problem, tile, tail, _REASON + ", on a Hopper GPU", query_strides=_query_strides(problem))
 
 
 def _stacked_plan(problem: Problem, reason: str) -> ForwardPlan:
-    kind, groups, n_documents = problem.kind, problem.groups, problem.n_documents
+    kind = problem.kind
     capability, processors = select.architecture(kind.device)
-    padded, group = padded_query_length(problem.query_length, False)
-    rows = problem.n_queries // groups * padded
+    rows = problem.n_queries // problem.groups * padded_query_length(problem.query_length, False)[0]
     tile = _tile(capability, kind, min(_TILE.rows, power_of_two(rows)))
-    group = min(group, tile.rows)
-    row_blocks = -(-rows // tile.rows)
-    cuts, per_processor = Cuts(), _PER_PROCESSOR[tile.num_warps]
-    if problem.packed and not problem.has_candidates:
-        cuts = select.cuts_of(problem, row_blocks, processors, per_processor, largest=4096)
-        run, n_runs, per_query = cuts.cut, cuts.number, n_documents
-    else:
-        per_query = problem.max_candidates if problem.has_candidates else n_documents
-        run = select.run_length(per_query, row_blocks * groups, processors, per_processor, _LONGEST_RUN)
-        n_runs = -(-per_query // run)
-    query_strides = problem.query_strides
-    if kind.quantize_queries:
-        # They are written anew, one row after the other.
-        query_strides = problem.query_length * kind.size, kind.size
-    strides, *units = divided_strides(query_strides, problem.document_strides)
-    return ForwardPlan(
-        _form(capability, kind, tile, group, *units), strides, padded, run, n_runs, per_query, cuts, False, row_blocks,
-        padded // group, reason,
-    )  # fmt: skip
+
+    def make(_: bool, *sizes: int) -> Form:
+        return _form(capability, kind, tile, *sizes)
+
+    shares = Shares(_PER_PROCESSOR[tile.num_warps], _LONGEST_RUN, _LARGEST_CUT)
+    return tall_plan(problem, processors, tile, shares, make, reason, query_strides=_query_strides(problem))
+
+
+def _query_strides(problem: Problem) -> tuple[int, ...] | None:
+    """Those of quantized queries, which are written anew, one row after the other."""
+    return (problem.query_length * problem.size, problem.size) if problem.kind.quantize_queries else None
 
 
 def _blocks(kind: Kind) -> Blocks:

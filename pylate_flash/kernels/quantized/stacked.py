@@ -19,12 +19,12 @@ import triton.language as tl
 from torch import Tensor
 
 from ...ops.problem import Problem
-from ..forward.common import SUMMED_EMBEDDING, document_range
+from ..forward.common import SUMMED_EMBEDDING, document_range, numbers_of
 from ..forward.cuts import documents_of_cut
 from ..forward.inputs import Inputs
+from ..grids import ForwardPlan
 from ..launch import Kernel
 from ..reductions import larger, max_along
-from ..select import ForwardPlan
 
 # The values of affine documents are 0 to 255, and tensor cores multiply signed integers: 128 is taken from the values,
 # and its product with the scale added to the offset.
@@ -197,9 +197,5 @@ def score_quantized(
             inputs.queries, inputs.documents, inputs.queries_mask, inputs.active, inputs.bounds, inputs.queries_scale,
             inputs.documents_scale, documents_offset, inputs.cu_seqlens, inputs.candidates, sums,
         ),
-        (
-            problem.n_queries // problem.groups, problem.query_length, plan.padded, problem.n_documents,
-            problem.document_length, plan.n_runs, plan.run, problem.empty_score,
-        ),
-        plan.strides, plan.form.constants, plan.form.warps,
+        numbers_of(problem, plan), plan.strides, plan.form.constants, plan.form.warps,
     )  # fmt: skip

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from ..forward.common import SUMMED_EMBEDDING, winner_of
 from ..forward.cuts import NO_WINNER, documents_of_cut
+from ..grids import ForwardPlan
 from ..launch import Kernel
 from ..reductions import larger, max_along
-from ..select import ForwardPlan
 from .decompress import decompressed
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import torch
 
 from .. import select
 from ..forms import REGISTERS, Form
-from ..select import Cuts, ForwardPlan
+from ..grids import Cuts, ForwardPlan, cuts_of, run_length
 from ..tiles import Blocks, Tile, fitted, padded_query_length, power_of_two, stride_unit
 
 if TYPE_CHECKING:
@@ -57,10 +57,10 @@ def residual_plan(problem: Problem, nbits: int, own_documents: bool) -> ForwardP
     row_blocks = -(-rows // tile.rows)
     cuts, per_processor = Cuts(), _PER_PROCESSOR[tile.num_warps]
     if own_documents:
-        run = select.run_length(n_documents, row_blocks * groups, processors, per_processor, _LONGEST_RUN)
+        run = run_length(n_documents, row_blocks * groups, processors, per_processor, _LONGEST_RUN)
         n_runs = -(-n_documents // run)
     else:
-        cuts = select.cuts_of(problem, row_blocks, processors, per_processor, largest=4096)
+        cuts = cuts_of(problem, row_blocks, processors, per_processor, largest=4096)
         run, n_runs = cuts.cut, cuts.number
     unit = stride_unit(problem.query_strides)
     form = _form(capability, kind, tile, group, nbits, own_documents, unit)

@@ -13,14 +13,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .. import select
-from ..forward.common import add_sums, document_range
+from ..forward.common import add_sums, document_range, numbers_of
 from ..forward.inputs import Inputs
+from ..grids import ForwardPlan
 from ..launch import Kernel
 from ..masks import active_tokens
 from ..norms import inverse_norms
 from .common import LN2, LOG2E, split_products
-from .plan import ForwardPlan, soft_forward_plan
+from .plan import soft_forward_plan
 
 if TYPE_CHECKING:
     from ...ops.problem import Problem, Tensors
@@ -50,10 +50,10 @@ def _forward_kernel(
     HAS_DOCUMENTS_MASK: tl.constexpr,
     ZERO_MASKED: tl.constexpr,
     NORMALIZE: tl.constexpr,
-    WITH_LSE: tl.constexpr,
     PRECISION: tl.constexpr,
     QUERY_UNIT: tl.constexpr,
     DOCUMENT_UNIT: tl.constexpr,
+    WITH_LSE: tl.constexpr,
 ):  # fmt: skip
     """Sums over groups of GROUP query rows, [queries, groups per query, documents], and lse [documents, rows].
 
@@ -190,7 +190,7 @@ def soft_forward(problem: Problem, tensors: Tensors, beta: Tensor, with_lse: boo
         queries, documents, queries_mask, active, bounds, queries_scale, documents_scale, cu_seqlens, None, candidates,
         None, None,
     )  # fmt: skip
-    if isinstance(plan, select.ForwardPlan):
+    if plan.kernel == "hopper":
         # Not every Triton has what it is written in.
         from ..forward.hopper import score_hopper
 
@@ -204,23 +204,11 @@ def soft_forward(problem: Problem, tensors: Tensors, beta: Tensor, with_lse: boo
 
 def _score(problem: Problem, plan: ForwardPlan, inputs: Inputs, beta: Tensor, sums: Tensor, lse: Tensor | None) -> None:
     """Leave the sums of every score, and if asked for lse."""
-    kind = problem.kind
     _forward(
         (plan.row_blocks * plan.n_runs * problem.groups, 1, 1),
         (
             inputs.queries, inputs.documents, inputs.queries_mask, inputs.active, inputs.bounds, inputs.queries_scale,
             inputs.documents_scale, inputs.cu_seqlens, inputs.candidates, beta, sums, lse,
         ),
-        (
-            problem.n_queries // problem.groups, problem.query_length, plan.padded, problem.n_documents,
-            problem.document_length, plan.n_runs, plan.run, problem.empty_score,
-        ),
-        plan.strides,
-        (
-            problem.size, plan.operands.block, plan.operands.split, plan.tile.rows, plan.tile.columns, plan.group,
-            problem.packed, problem.has_candidates, kind.queries_mask is not None, kind.weighted,
-            kind.documents_mask is not None, kind.zero_masked, problem.normalize, lse is not None, kind.precision,
-            *plan.units,
-        ),
-        (plan.tile.num_warps, plan.tile.num_stages, None),
+        numbers_of(problem, plan), plan.strides, (*plan.form.constants, lse is not None), plan.form.warps,
     )  # fmt: skip

@@ -11,10 +11,12 @@ import torch
 from triton import knobs
 
 from .. import select
-from ..forms import REGISTERS, hopper_form
+from ..forms import REGISTERS, Form
+from ..grids import Cuts, ForwardPlan
 from ..tiles import (
     HOPPER_MAX_SIZE,
     HOPPER_NARROW_ROWS,
+    Blocks,
     Tile,
     copied_by_16_bytes,
     divided_strides,
@@ -66,26 +68,6 @@ class Operands(NamedTuple):
     parts: int
 
 
-class ForwardPlan(NamedTuple):
-    """How soft scores are computed."""
-
-    tile: Tile
-    operands: Operands
-    # Strides divided by the units that the kernel multiplies them by.
-    strides: tuple[int, ...]
-    units: tuple[int, int]
-    # Rows that a stacked query takes, those that one sum takes, and sums of each score.
-    padded: int
-    group: int
-    n_sums: int
-    row_blocks: int
-    # Documents that one program walks, and how many programs that takes.
-    run: int
-    n_runs: int
-    reason: str
-    kernel: str = "soft"
-
-
 class GradientPlan(NamedTuple):
     """How the gradients of soft scores are computed.
 
@@ -109,18 +91,16 @@ class GradientPlan(NamedTuple):
     rounded: bool
 
 
-def soft_forward_plan(problem: Problem) -> ForwardPlan | select.ForwardPlan:
-    """Choose the kernel, the tile and the grid of the forward; the plan of the Hopper kernel is that of any scores."""
+def soft_forward_plan(problem: Problem) -> ForwardPlan:
+    """Choose the kernel, the tile and the grid of the forward."""
     hopper = _hopper_plan(problem)
     return _plain_plan(problem, hopper) if isinstance(hopper, str) else hopper
 
 
-def _hopper_plan(problem: Problem) -> select.ForwardPlan | str:
+def _hopper_plan(problem: Problem) -> ForwardPlan | str:
     """The plan of the Hopper kernel, or why it does not serve the problem."""
-    kind, groups, n_documents = problem.kind, problem.groups, problem.n_documents
-    capability, processors = select.architecture(problem.device)
-    padded, group = padded_query_length(problem.query_length, False)
-    rows = problem.n_queries // groups * padded
+    kind, capability = problem.kind, select.architecture(problem.device)[0]
+    rows = problem.n_queries // problem.groups * padded_query_length(problem.query_length, False)[0]
     # Exponentials take longer than winners do: they have their tiles.
     tile = hopper_tile(capability, kind.size, kind.dtype.itemsize, rows <= HOPPER_NARROW_ROWS, False, True)
     if tile is None:
@@ -131,27 +111,17 @@ def _hopper_plan(problem: Problem) -> select.ForwardPlan | str:
         return f"fewer than {_HOPPER_MIN_ROWS} query tokens meet a document"
     if not (problem.aligned and copied_by_16_bytes(kind.size, problem.document_strides)):
         return "documents cannot be copied 16 bytes at a time"
-    group = min(group, tile.rows // tile.parts)
-    row_blocks, cuts, tail = -(-rows // tile.rows), select.Cuts(), tile.columns
-    if problem.packed:
-        cuts = select.cuts_of(problem, row_blocks, processors, per_processor=1, largest=16384)
-        run, n_runs = cuts.cut, cuts.number
-    else:
-        run = select.run_length(n_documents, row_blocks * groups, processors, per_processor=1, longest=64)
-        n_runs = -(-n_documents // run)
-        if kind.documents_mask is None:
-            # All documents leave as many tokens after whole tiles.
-            left = problem.document_length % tile.columns
-            tail = max(_NARROWEST, power_of_two(left)) if left else 0
-    strides, *units = divided_strides(problem.query_strides, problem.document_strides)
-    return select.ForwardPlan(
-        hopper_form(capability, kind, tile, tail, group, *units, soft=True), strides, padded, run, n_runs, n_documents,
-        cuts, False, row_blocks, padded // group, f"at least {_HOPPER_MIN_ROWS} query tokens meet a document",
-    )  # fmt: skip
+    tail = tile.columns
+    if kind.documents_mask is None and not problem.packed:
+        # All documents leave as many tokens after whole tiles.
+        left = problem.document_length % tile.columns
+        tail = max(_NARROWEST, power_of_two(left)) if left else 0
+    reason = f"at least {_HOPPER_MIN_ROWS} query tokens meet a document"
+    return select.hopper_plan(problem, tile, tail, reason, soft=True)
 
 
 def _plain_plan(problem: Problem, reason: str) -> ForwardPlan:
-    operands = operands_of(problem)
+    kind, operands = problem.kind, operands_of(problem)
     padded, group = padded_query_length(problem.query_length, False)
     rows = problem.n_queries // problem.groups * padded
     tile = _tile(problem, _FORWARD, _FORWARD_WIDE)
@@ -162,9 +132,16 @@ def _plain_plan(problem: Problem, reason: str) -> ForwardPlan:
     slots = _PER_PROCESSOR * select.architecture(problem.device)[1]
     run = max(1, min(_LONGEST_RUN, per_query * row_blocks * problem.groups // slots))
     strides, *units = divided_strides(problem.query_strides, problem.document_strides)
+    constants = (
+        kind.size, operands.block, operands.split, tile.rows, tile.columns, group, problem.packed,
+        problem.has_candidates, kind.queries_mask is not None, kind.weighted, kind.documents_mask is not None,
+        kind.zero_masked, kind.normalize, kind.precision, *units,
+    )  # fmt: skip
+    blocks = Blocks(operands.block, 0, operands.split)
+    form = Form("soft", tile, blocks, constants, (tile.num_warps, tile.num_stages, None))
     return ForwardPlan(
-        tile, operands, strides, (units[0], units[1]), padded, group, padded // group, row_blocks, run,
-        -(-per_query // run) or 1, reason,
+        form, strides, padded, run, -(-per_query // run) or 1, per_query, Cuts(), False, row_blocks,
+        padded // group, reason,
     )  # fmt: skip
 
 

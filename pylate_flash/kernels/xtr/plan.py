@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from .. import select
 from ..forms import REGISTERS
+from ..grids import run_length
 from ..tiles import Tile, embedding_blocks, power_of_two, stacked_tile
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ def plan_of(problem: Problem, k: int) -> Plan:
     # One block, of which a part is padding, where the forward takes two.
     block_embedding = blocks.first if blocks.split or not blocks.second else max(16, power_of_two(problem.size))
     row_blocks = -(-problem.rows // tile.rows)
-    run = select.run_length(n_documents, row_blocks, processors, per_processor=2, longest=16)
+    run = run_length(n_documents, row_blocks, processors, per_processor=2, longest=16)
     groups, n_groups, wanted = 0, n_documents, min(_MOST_MAXIMA, _MAXIMA_PER_TOKEN * k)
     if n_documents < wanted:
         n_tiles = n_documents * -(-problem.document_length // tile.columns)

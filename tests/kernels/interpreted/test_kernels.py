@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 
-from pylate_flash.kernels import select
+from pylate_flash.kernels import grids, select
 from pylate_flash.ops import maxsim, maxsim_reference, maxsim_varlen, pack
 from pylate_flash.ops.compute import compute
 from pylate_flash.ops.problem import Options, Problem, Tensors, problem_of
@@ -157,11 +157,12 @@ def test_varlen_gradients(case: tuple) -> None:
 def small_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Documents of more than 70 tokens are cut into pieces of at most 70."""
 
-    def cuts(problem: Problem, *_: int, **__: int) -> select.Cuts:
-        work = problem.n_tokens + problem.n_documents * select.DOCUMENT_COST
-        return select.Cuts(70, 70, -(-work // 70))
+    def cuts(problem: Problem, *_: int, **__: int) -> grids.Cuts:
+        work = problem.n_tokens + problem.n_documents * grids.DOCUMENT_COST
+        return grids.Cuts(70, 70, -(-work // 70))
 
-    monkeypatch.setattr(select, "cuts_of", cuts)
+    for module in (grids, select):
+        monkeypatch.setattr(module, "cuts_of", cuts)
 
 
 @pytest.mark.parametrize(

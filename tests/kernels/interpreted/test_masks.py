@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pylate_flash.kernels import select
+from pylate_flash.kernels import grids, select
 from pylate_flash.kernels.select import forward_plan
 from pylate_flash.ops import maxsim, maxsim_reference, maxsim_varlen, pack
 from pylate_flash.ops.problem import Options, Problem, Tensors, problem_of
@@ -112,11 +112,12 @@ def test_packed(in_pieces: bool, query_lengths, candidates, normalize: bool, red
     """Empty documents and queries of unequal lengths, with gradients."""
     if in_pieces:
 
-        def cuts(problem: Problem, *_: int, **__: int) -> select.Cuts:
-            work = problem.n_tokens + problem.n_documents * select.DOCUMENT_COST
-            return select.Cuts(70, 70, -(-work // 70))
+        def cuts(problem: Problem, *_: int, **__: int) -> grids.Cuts:
+            work = problem.n_tokens + problem.n_documents * grids.DOCUMENT_COST
+            return grids.Cuts(70, 70, -(-work // 70))
 
-        monkeypatch.setattr(select, "cuts_of", cuts)
+        for module in (grids, select):
+            monkeypatch.setattr(module, "cuts_of", cuts)
     generator = torch.Generator().manual_seed(0)
     lengths = [71, 0, 30, 150, 0]
     queries, documents = (
