@@ -22,7 +22,6 @@ from torch import Tensor
 
 from ..kernels.select import IMPLEMENTATIONS
 from .checks import (
-    check_boundaries,
     check_choice,
     check_differentiation,
     check_embeddings,
@@ -41,8 +40,9 @@ from .hidden_blocks import (
     empty_winners,
 )
 from .maxsim import MASKINGS, REDUCTIONS, autocast, maxsim_reference
-from .operator import define, is_plain, needs_gradient
-from .packing import longest
+from .operator import define, is_plain
+from .problem import Options, Tensors
+from .varlen import with_lengths
 
 _QUERIES = {3: "[Nq, Lq, d]"}
 _HIDDEN = {3: "[Nd, Ld, d_model]", 4: "[Nq, K, Ld, d_model]"}
@@ -230,21 +230,13 @@ def maxsim_from_hidden(
         check_mask_layout("queries_mask", queries_mask, queries)
     if documents_mask is not None:
         check_mask_layout("documents_mask", documents_mask, hidden)
-    lengths = 0, 0, 0
-    if documents_cu_seqlens is not None:
-        check_boundaries("documents_cu_seqlens", documents_cu_seqlens)
-        if (
-            max_document_length is None
-            and documents_cu_seqlens.is_cuda
-            and not needs_gradient(queries, hidden, *layers)
-        ):
-            # A bound that costs nothing. The winners would be int32 by it, and not int16.
-            max_document_length = hidden.shape[0]
-        boundaries = queries_cu_seqlens, documents_cu_seqlens, candidates_cu_seqlens
-        lengths = _lengths(queries, hidden, *boundaries, max_query_length, max_document_length)
+    options = Options(0, 0, 0, bool(normalize), reduction, masking, empty_score, implementation)
+    if packed:
+        tensors = Tensors(queries, hidden, None, None, queries_cu_seqlens, documents_cu_seqlens, candidates_cu_seqlens)
+        options = with_lengths(tensors, options, max_query_length, max_document_length, learned=layers)
     return _maxsim_hidden(
         queries, hidden, weight, bias, queries_mask, documents_mask, queries_cu_seqlens, documents_cu_seqlens,
-        candidates_cu_seqlens, *lengths, bool(normalize), reduction, masking, empty_score, implementation,
+        candidates_cu_seqlens, *options,
     )  # fmt: skip
 
 
@@ -298,40 +290,6 @@ def _check_like(name: str, tensor: Tensor, hidden: Tensor) -> None:
         raise ValueError(f"{name} must be on the device of hidden, {hidden.device}, got {tensor.device}")
     if tensor.dtype != hidden.dtype:
         raise TypeError(f"{name} must have the dtype of hidden, {hidden.dtype}, got {tensor.dtype}")
-
-
-def _lengths(
-    queries: Tensor,
-    hidden: Tensor,
-    queries_cu_seqlens: Tensor | None,
-    documents_cu_seqlens: Tensor,
-    candidates_cu_seqlens: Tensor | None,
-    max_query_length: int | None,
-    max_document_length: int | None,
-) -> tuple[int, int, int]:
-    """Bounds on the lengths of queries and documents, and on a query's candidates, after checks of the boundaries.
-
-    That these may be boundaries of documents is checked already.
-    """
-    n_queries, n_documents, max_candidates = queries.shape[0], documents_cu_seqlens.shape[0] - 1, 0
-    if queries_cu_seqlens is not None:
-        check_boundaries("queries_cu_seqlens", queries_cu_seqlens)
-        n_queries = queries_cu_seqlens.shape[0] - 1
-    if candidates_cu_seqlens is not None:
-        check_boundaries("candidates_cu_seqlens", candidates_cu_seqlens)
-        if candidates_cu_seqlens.shape[0] != n_queries + 1:
-            raise ValueError(
-                f"candidates_cu_seqlens must have Nq + 1 = {n_queries + 1} entries, "
-                f"got {candidates_cu_seqlens.shape[0]}"
-            )
-        max_candidates = longest("candidates_cu_seqlens", candidates_cu_seqlens, n_documents, "documents", None)
-    query_length = 0
-    if queries_cu_seqlens is not None:
-        query_length = longest("queries_cu_seqlens", queries_cu_seqlens, queries.shape[0], "queries", max_query_length)
-    document_length = longest(
-        "documents_cu_seqlens", documents_cu_seqlens, hidden.shape[0], "documents", max_document_length
-    )
-    return query_length, document_length, max_candidates
 
 
 def _compute(arguments: tuple, with_winners: bool) -> tuple[Tensor, Tensor | None]:

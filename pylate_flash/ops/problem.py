@@ -240,11 +240,14 @@ def check(tensors: Tensors, quantized: bool = False) -> None:
             check_boundaries("queries_cu_seqlens", queries_cu_seqlens)
             n_queries = queries_cu_seqlens.shape[0] - 1
         if candidates is not None:
-            check_boundaries("candidates_cu_seqlens", candidates)
-            if candidates.shape[0] != n_queries + 1:
-                raise ValueError(
-                    f"candidates_cu_seqlens must have Nq + 1 = {n_queries + 1} entries, got {candidates.shape[0]}"
-                )
+            check_candidates(candidates, n_queries)
+
+
+def check_candidates(candidates: Tensor, n_queries: int) -> None:
+    """Raise unless these are the boundaries of so many queries' candidates."""
+    check_boundaries("candidates_cu_seqlens", candidates)
+    if candidates.shape[0] != n_queries + 1:
+        raise ValueError(f"candidates_cu_seqlens must have Nq + 1 = {n_queries + 1} entries, got {candidates.shape[0]}")
 
 
 class Sizes(NamedTuple):

@@ -7,6 +7,7 @@ torch (`ops.blocked_varlen`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
@@ -17,7 +18,7 @@ from .checks import check_boundaries, check_tensor
 from .maxsim import scores_of
 from .operator import needs_gradient
 from .packing import longest
-from .problem import Options, Tensors
+from .problem import Options, Tensors, check_candidates
 from .quantization import QuantizedEmbeddings
 
 
@@ -201,10 +202,11 @@ def with_lengths(
     max_query_length: int | None,
     max_document_length: int | None,
     max_candidates: int | None = None,
+    learned: Sequence[Tensor] = (),
 ) -> Options:
     """The options with these lengths, those that are None found out, and what is readable of the boundaries checked.
 
-    On a GPU, finding out is waiting for it.
+    On a GPU, finding out is waiting for it. `learned` are tensors besides these that a gradient may be needed of.
     """
     queries, documents, _, _, queries_cu_seqlens, documents_cu_seqlens, candidates = tensors
     if queries_cu_seqlens is not None or queries.dim() == 2:
@@ -212,12 +214,18 @@ def with_lengths(
     check_boundaries("documents_cu_seqlens", documents_cu_seqlens)
     assert documents_cu_seqlens is not None
     if candidates is not None:
-        check_boundaries("candidates_cu_seqlens", candidates)
+        check_candidates(
+            candidates, queries.shape[0] if queries_cu_seqlens is None else queries_cu_seqlens.shape[0] - 1
+        )
     if queries_cu_seqlens is not None:
         max_query_length = longest(
             "queries_cu_seqlens", queries_cu_seqlens, queries.shape[0], "queries", max_query_length
         )
-    if max_document_length is None and documents_cu_seqlens.is_cuda and not needs_gradient(queries, documents):
+    if (
+        max_document_length is None
+        and documents_cu_seqlens.is_cuda
+        and not needs_gradient(queries, documents, *learned)
+    ):
         # A bound that costs nothing.
         max_document_length = documents.shape[0]
     max_document_length = longest(
