@@ -24,11 +24,6 @@ class Sets(NamedTuple):
     x_cu_seqlens: Tensor | None = None
     y_cu_seqlens: Tensor | None = None
 
-    def swapped(self) -> Sets:
-        """The same with x as y."""
-        x, y, x_mask, y_mask, x_cu_seqlens, y_cu_seqlens = self
-        return Sets(y, x, y_mask, x_mask, y_cu_seqlens, x_cu_seqlens)
-
 
 class ChamferOptions(NamedTuple):
     """The options of a call; the lengths are those of the longest sets, or more, where they are packed."""

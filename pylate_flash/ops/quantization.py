@@ -9,7 +9,6 @@ Values are x (less its offset) divided by the scale, rounded to the nearest, tie
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 import torch
@@ -17,20 +16,19 @@ from torch import Tensor
 
 from .checks import check_boundaries, check_choice, check_embeddings, check_tensor, is_readable
 from .packing import host_bounds
-from .tensor_files import load_tensors, save_tensors
+from .tensor_files import TensorContainer
 
 # The types of values, by the name of the precision.
 PRECISIONS = {"int8": torch.int8, "uint8": torch.uint8, "fp8": torch.float8_e4m3fn}
 # The largest value of the symmetric ones, and of the affine one, whose smallest is 0.
 LARGEST = {"int8": 127.0, "uint8": 255.0, "fp8": 448.0}
-_KIND = "QuantizedEmbeddings"
 _LAYOUTS = {2: "[T, d]", 3: "[N, L, d]", 4: "[N, K, L, d]"}
 # Tokens that are widened at a time.
 _TOKENS_AT_ONCE = 1 << 16
 
 
 @dataclass(frozen=True, eq=False)
-class QuantizedEmbeddings:
+class QuantizedEmbeddings(TensorContainer):
     """Token embeddings in 8 bits, as `quantize` makes them and `maxsim` takes them for documents.
 
     Parameters
@@ -59,6 +57,8 @@ class QuantizedEmbeddings:
     scales: Tensor
     offsets: Tensor | None = None
     cu_seqlens: Tensor | None = None
+
+    _what = "quantized embeddings"
 
     def __post_init__(self) -> None:
         values = self.values
@@ -108,11 +108,6 @@ class QuantizedEmbeddings:
     def device(self) -> torch.device:
         return self.values.device
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(tensor.nbytes for tensor in self._tensors().values())
-
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The embeddings [..., d], computed in float32 (float64 for float64) and rounded to `dtype`.
 
@@ -129,37 +124,6 @@ class QuantizedEmbeddings:
         if self.offsets is not None:
             embeddings += self.offsets.to(wide).unsqueeze(-1)
         return embeddings.to(dtype)
-
-    def to(self, device: torch.device | str) -> QuantizedEmbeddings:
-        """The same on a device."""
-        return QuantizedEmbeddings(**{name: tensor.to(device) for name, tensor in self._tensors().items()})
-
-    def save(self, path: str | os.PathLike) -> None:
-        """Write a safetensors file, which holds at every moment what it held before, or all of this.
-
-        Raises
-        ------
-        OSError
-            If it cannot be written.
-        """
-        save_tensors(path, self._tensors(), _KIND)
-
-    @classmethod
-    def load(cls, path: str | os.PathLike, device: torch.device | str = "cpu") -> QuantizedEmbeddings:
-        """Read what `save` wrote. It is read on the CPU first, and checked.
-
-        Raises
-        ------
-        ValueError
-            If the file is damaged or of another kind, or has boundaries that do not fit. The message names it.
-        OSError
-            If it cannot be read.
-        """
-        return load_tensors(path, _KIND, "quantized embeddings", cls).to(device)
-
-    def _tensors(self) -> dict[str, Tensor]:
-        named = {"values": self.values, "scales": self.scales, "offsets": self.offsets, "cu_seqlens": self.cu_seqlens}
-        return {name: tensor for name, tensor in named.items() if tensor is not None}
 
 
 def quantize(embeddings: Tensor, precision: str = "int8", *, cu_seqlens: Tensor | None = None) -> QuantizedEmbeddings:

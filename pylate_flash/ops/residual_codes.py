@@ -11,22 +11,20 @@ of an embedding lie one after the other, the first in the highest bits of the fi
 
 from __future__ import annotations
 
-import os
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from .checks import check_boundaries, check_tensor, is_readable
 from .packing import host_bounds
-from .tensor_files import load_tensors, save_tensors
+from .tensor_files import TensorContainer
 
 # Bits of an element.
 NBITS = (2, 4)
 CENTROID_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # Centroids and weights are divided by no less than this norm, as by `torch.nn.functional.normalize`.
 _SMALLEST_NORM = 1e-12
-_KIND = "ResidualCodes"
 # What has so many bytes.
 _WORDS = {4: torch.int32, 8: torch.int64, 16: torch.complex128}
 # Elements that are decompressed at a time where all are.
@@ -34,7 +32,7 @@ _ELEMENTS_AT_ONCE = 1 << 23
 
 
 @dataclass(frozen=True, eq=False)
-class ResidualCodes:
+class ResidualCodes(TensorContainer):
     """Documents as residual codes, packed, as `ResidualCodec.compress` or `read_fast_plaid` makes them.
 
     A token of 128 elements takes 72 bytes with 4 bits and 40 with 2, where bfloat16 takes 256.
@@ -80,6 +78,8 @@ class ResidualCodes:
     bucket_weights: Tensor
     cu_seqlens: Tensor
     scales: Tensor | None = None
+
+    _what = "residual codes"
 
     def __post_init__(self) -> None:
         # Its dtype is that of the weights.
@@ -148,11 +148,6 @@ class ResidualCodes:
     def device(self) -> torch.device:
         return self.codes.device
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(tensor.nbytes for tensor in self._tensors().values())
-
     def decompress(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The normalised embeddings [T, d], computed in float32 (float64 for float64) and rounded to `dtype`.
 
@@ -174,36 +169,6 @@ class ResidualCodes:
         # Types of 8 bits are not promoted.
         wide = torch.promote_types(dtype, torch.float32) if dtype.itemsize > 1 else torch.float32
         return self._sums(tokens).to(wide).mul_(self.scales[tokens].to(wide).unsqueeze(1)).to(dtype)
-
-    def to(self, device: torch.device | str) -> ResidualCodes:
-        """The same on a device."""
-        return ResidualCodes(**{name: tensor.to(device) for name, tensor in self._tensors().items()})
-
-    def save(self, path: str | os.PathLike) -> None:
-        """Write a safetensors file, which holds at every moment what it held before, or all of this.
-
-        Raises
-        ------
-        OSError
-            If it cannot be written.
-        """
-        save_tensors(path, self._tensors(), _KIND)
-
-    @classmethod
-    def load(cls, path: str | os.PathLike, device: torch.device | str = "cpu") -> ResidualCodes:
-        """Read what `save` wrote. It is read on the CPU first, and checked.
-
-        Raises
-        ------
-        ValueError
-            If the file is damaged or of another kind, or has a code without a centroid. The message names it.
-        OSError
-            If it cannot be read.
-        """
-        return load_tensors(path, _KIND, "residual codes", cls).to(device)
-
-    def _tensors(self) -> dict[str, Tensor]:
-        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def _token_blocks(self) -> list[slice]:
         step = max(1, _ELEMENTS_AT_ONCE // self.size)

@@ -23,11 +23,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .blocked import accumulation_dtype
 from .checks import check_differentiation, check_integer, check_tensor, is_readable, no_second_derivative
 from .maxsim import CALL_SCHEMA, checked
 from .operator import define
 from .problem import Options, Tensors, check, sizes_of
-from .soft_compute import compute_soft, compute_soft_gradients, lse_dtype
+from .soft_compute import compute_soft, compute_soft_gradients
 from .varlen import with_lengths
 
 # Bytes of the partial sums that a gradient may take, unless a call says otherwise.
@@ -224,7 +225,7 @@ def soft_scores_of(
     return _soft_maxsim(checked_beta(beta, tensors.queries), *tensors, *options, max_scratch_bytes)
 
 
-def checked_beta(beta: float | Tensor, queries: Tensor, name: str = "beta") -> Tensor:
+def checked_beta(beta: float | Tensor, queries: Tensor) -> Tensor:
     """`beta` as a tensor without dimensions on the device of `queries`, in the type that they are accumulated in.
 
     Raises
@@ -235,28 +236,28 @@ def checked_beta(beta: float | Tensor, queries: Tensor, name: str = "beta") -> T
         If it is a tensor of more than one element or on another device, or, as far as that can be seen without waiting,
         not above 0 and finite.
     """
-    dtype = lse_dtype(queries.dtype)
+    dtype = accumulation_dtype(queries.dtype)
     if isinstance(beta, Tensor):
         if not beta.is_floating_point():
-            raise TypeError(f"{name} must be a number or a floating tensor of one element, got {beta.dtype}")
+            raise TypeError(f"beta must be a number or a floating tensor of one element, got {beta.dtype}")
         if beta.numel() != 1:
-            raise ValueError(f"{name} must be a number or a tensor of one element, got shape {list(beta.shape)}")
+            raise ValueError(f"beta must be a number or a tensor of one element, got shape {list(beta.shape)}")
         if beta.device != queries.device:
-            raise ValueError(f"{name} must be on the device of queries, {queries.device}, got {beta.device}")
+            raise ValueError(f"beta must be on the device of queries, {queries.device}, got {beta.device}")
         if is_readable(beta):
-            _check_value(name, beta.item(), dtype)
+            _check_value(beta.item(), dtype)
         return beta.to(dtype).reshape(())
     if isinstance(beta, bool) or not isinstance(beta, numbers.Real):
-        raise TypeError(f"{name} must be a number or a floating tensor of one element, got {type(beta).__name__}")
-    _check_value(name, beta, dtype)
+        raise TypeError(f"beta must be a number or a floating tensor of one element, got {type(beta).__name__}")
+    _check_value(beta, dtype)
     return torch.full((), float(beta), dtype=dtype, device=queries.device)
 
 
-def _check_value(name: str, value: float, dtype: torch.dtype) -> None:
+def _check_value(value: float, dtype: torch.dtype) -> None:
     least, most = _ROUNDED_AWAY[dtype]
     if not least < value < most:
         used = str(dtype).removeprefix("torch.")
-        raise ValueError(f"{name} must be above 0 and finite, got {value} (it is computed with in {used})")
+        raise ValueError(f"beta must be above 0 and finite, got {value} (it is computed with in {used})")
 
 
 # What is rounded to 0, and what to infinity: half of the smallest number, and half a step above the largest.
@@ -287,7 +288,7 @@ def _shapes(*arguments) -> tuple[Tensor, Tensor]:
     check(tensors)
     sizes, queries = sizes_of(tensors, options), tensors.queries
     scores = queries.new_empty(sizes.scores_shape, dtype=torch.float32)
-    return scores, queries.new_empty(sizes.winners_shape, dtype=lse_dtype(queries.dtype))
+    return scores, queries.new_empty(sizes.winners_shape, dtype=accumulation_dtype(queries.dtype))
 
 
 _soft_maxsim, _ = define(

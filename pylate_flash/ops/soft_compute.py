@@ -13,11 +13,6 @@ from .soft_blocks import soft_blocked_backward, soft_blocked_forward
 SoftGradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
-def lse_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The type of beta and of the logarithms of sums, for embeddings of this type."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def compute_soft(tensors: Tensors, options: Options, beta: Tensor, with_lse: bool) -> tuple[Tensor, Tensor | None]:
     """Scores, float32, and if asked for log(sum(exp(beta * similarity))) over the tokens, [documents, rows]."""
     problem = problem_of(tensors, options)

@@ -1,67 +1,93 @@
-"""Containers of tensors as safetensors files."""
+"""Containers of tensors, which know how to move to a device, and to and from safetensors files."""
 
 from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-Container = TypeVar("Container")
+Container = TypeVar("Container", bound="TensorContainer")
 
 
-def save_tensors(path: str | os.PathLike, tensors: dict[str, Tensor], kind: str) -> None:
-    """Write a file, which holds at every moment what it held before, or all of this; `kind` names the container.
+class TensorContainer:
+    """What containers share whose fields are tensors, or None."""
 
-    Raises
-    ------
-    OSError
-        If it cannot be written.
-    """
-    place = Path(path)
-    handle, temporary = tempfile.mkstemp(dir=place.parent, prefix=f".{place.name[:32]}.")
-    os.close(handle)
-    try:
-        save_file(_apart(tensors), temporary, metadata=_metadata(kind))
-        # mkstemp makes a file that only its owner may read.
-        os.chmod(temporary, 0o644)
-        with open(temporary, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, place)
-    except BaseException as error:
-        os.unlink(temporary)
-        if isinstance(error, SafetensorError):
-            raise OSError(f"cannot write {place}: {error}") from error
-        raise
+    # What it is, for messages.
+    _what: ClassVar[str]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self._tensors().values())
 
-def load_tensors(path: str | os.PathLike, kind: str, what: str, make: Callable[..., Container]) -> Container:
-    """What `make` makes of the tensors that `save_tensors` wrote, on the CPU; `what` it is, for the message.
+    def to(self: Container, device: torch.device | str) -> Container:
+        """The same on a device."""
+        return type(self)(**{name: tensor.to(device) for name, tensor in self._tensors().items()})
 
-    Raises
-    ------
-    ValueError
-        If the file is damaged or of another kind, or `make` refuses what it holds. The message names it.
-    OSError
-        If it cannot be read.
-    """
-    # Safetensors has an error of its own for a folder, and for what may not be read.
-    with open(path, "rb"):
-        pass
-    try:
-        with safe_open(path, "pt") as file:
-            found = file.metadata()
-            if found != _metadata(kind):
-                raise ValueError(f"its metadata are {found}, expected {_metadata(kind)}")
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no mapping)
-        return make(**tensors)
-    except (SafetensorError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} holds no {what}: {error}") from error
+    def save(self, path: str | os.PathLike) -> None:
+        """Write a safetensors file, which holds at every moment what it held before, or all of this.
+
+        Raises
+        ------
+        OSError
+            If it cannot be written.
+        """
+        place = Path(path)
+        handle, temporary = tempfile.mkstemp(dir=place.parent, prefix=f".{place.name[:32]}.")
+        os.close(handle)
+        try:
+            save_file(_apart(self._tensors()), temporary, metadata=self._metadata())
+            # mkstemp makes a file that only its owner may read.
+            os.chmod(temporary, 0o644)
+            with open(temporary, "rb") as file:
+                os.fsync(file.fileno())
+            os.replace(temporary, place)
+        except BaseException as error:
+            os.unlink(temporary)
+            if isinstance(error, SafetensorError):
+                raise OSError(f"cannot write {place}: {error}") from error
+            raise
+
+    @classmethod
+    def load(cls: type[Container], path: str | os.PathLike, device: torch.device | str = "cpu") -> Container:
+        """Read what `save` wrote. It is read on the CPU first, and checked.
+
+        Raises
+        ------
+        ValueError
+            If the file is damaged or of another kind, or its tensors do not fit together. The message names it.
+        OSError
+            If it cannot be read.
+        """
+        # Safetensors has an error of its own for a folder, and for what may not be read.
+        with open(path, "rb"):
+            pass
+        try:
+            with safe_open(path, "pt") as file:
+                found = file.metadata()
+                if found != cls._metadata():
+                    raise ValueError(f"its metadata are {found}, expected {cls._metadata()}")
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no mapping)
+            container = cls(**tensors)
+        except (SafetensorError, TypeError, ValueError) as error:
+            raise ValueError(f"{path} holds no {cls._what}: {error}") from error
+        return container.to(device)
+
+    @classmethod
+    def _metadata(cls) -> dict[str, str]:
+        return {"format": f"pylate_flash.{cls.__name__}", "version": "1"}
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """By name, those that are there."""
+        named = {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
 
 
 def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -74,7 +100,3 @@ def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         found[name] = tensor.clone() if place in seen else tensor
         seen.add(place)
     return found
-
-
-def _metadata(kind: str) -> dict[str, str]:
-    return {"format": f"pylate_flash.{kind}", "version": "1"}
