@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import numbers
 import warnings
 from collections.abc import Callable, Iterable
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from ._switches import check_backend, check_masking
 from .gathering import GATHERINGS, world_size
-from .ops.checks import check_choice
+from .ops.checks import check_choice, is_positive
 from .projection import dense_layers, unwrapped
 
 # The scorers of a loss, or none, that leave it to this package.
@@ -28,8 +27,8 @@ def check_temperature(temperature: Any, name: str = "temperature") -> None:
             raise ValueError(f"{name}: a tensor of shape {tuple(temperature.shape)}; expected a number or one element")
     elif isinstance(temperature, bool) or not isinstance(temperature, numbers.Real):
         raise TypeError(f"{name}: {type(temperature).__name__}; expected a number or a tensor of one element")
-    elif not 0 < float(temperature) < math.inf:
-        raise ValueError(f"{name}: {temperature}; expected a finite number above 0")
+    elif not is_positive(float(temperature)):
+        raise ValueError(f"{name}: {temperature}; expected a finite number above 0, in float32 too")
 
 
 def check_size(name: str, size: Any) -> None:

@@ -32,6 +32,7 @@ def columns(model: models.ColBERT, queries: int, documents: int = 1) -> list[dic
     [
         (0, ValueError),
         (-0.5, ValueError),
+        (1e-46, ValueError),
         (float("nan"), ValueError),
         (float("inf"), ValueError),
         (torch.ones(3), ValueError),

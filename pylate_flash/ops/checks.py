@@ -172,6 +172,11 @@ def check_number(name: str, value: object) -> None:
         raise ValueError(f"{name} must be a number that a float can hold, got {value}")
 
 
+def is_positive(value: float) -> bool:
+    """Whether a number is above 0 and finite, and stays so when it is rounded to float32."""
+    return 2.0**-150 < value < 2.0**128 - 2.0**103
+
+
 def check_integer(name: str, value: object, least: int = 0) -> None:
     """Raise TypeError unless `value` is an integer, and ValueError unless it is from `least` to 2**63 - 1."""
     if isinstance(value, bool) or not isinstance(value, _INTEGERS):

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .checks import FLOATING, LARGEST, check_boundaries, check_choice, is_readable
+from .checks import FLOATING, LARGEST, check_boundaries, check_choice, is_positive, is_readable
 from .problem import Tensors
 
 LOSS_REDUCTIONS = ("mean", "sum", "none")
@@ -52,13 +52,13 @@ class Found(NamedTuple):
     slope: Tensor | None = None
 
 
-def check_comparison(comparison: Comparison) -> None:
-    """Raise TypeError or ValueError for an option that is none of those it may be."""
+def checked_comparison(comparison: Comparison) -> Comparison:
+    """The options as the operator takes them; TypeError or ValueError for one that is none of those it may be."""
     _check_temperature("temperature", comparison.temperature, " or a tensor of one element")
     _check_temperature("teacher_temperature", comparison.teacher_temperature)
     margin, budget = comparison.margin, comparison.max_scratch_bytes
     if margin is not None:
-        if isinstance(margin, bool) or not isinstance(margin, (int, float)):
+        if isinstance(margin, bool) or not isinstance(margin, numbers.Real):
             raise TypeError(f"margin must be a number or None, got {type(margin).__name__}")
         if not math.isfinite(margin):
             raise ValueError(f"margin must be finite, got {margin}")
@@ -70,13 +70,23 @@ def check_comparison(comparison: Comparison) -> None:
         if budget > LARGEST:
             raise ValueError(f"max_scratch_bytes must be less than 2**63, got {budget}")
     check_choice("loss_reduction", comparison.loss_reduction, LOSS_REDUCTIONS)
+    given = comparison.temperature, comparison.teacher_temperature, 0.0 if margin is None else margin
+    if all(type(number) is float for number in given):
+        return comparison
+    # Numbers of other types, as NumPy's.
+    temperature, teacher_temperature, number = map(float, given)
+    return comparison._replace(
+        temperature=temperature,
+        teacher_temperature=teacher_temperature,
+        margin=None if margin is None else number,
+    )
 
 
 def _check_temperature(name: str, value: object, otherwise: str = "") -> None:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} must be a number{otherwise}, got {type(value).__name__}")
-    if not 0.0 < float(value) < math.inf:
-        raise ValueError(f"{name} must be positive and finite, got {value}")
+    if not is_positive(float(value)):
+        raise ValueError(f"{name} must be positive and finite, in float32 too, got {value}")
 
 
 def checked_targets(targets: Targets, comparison: Comparison, tensors: Tensors) -> Targets:
@@ -129,8 +139,8 @@ def checked_targets(targets: Targets, comparison: Comparison, tensors: Tensors) 
         if temperature.numel() != 1:
             raise ValueError(f"temperature must have one element, got shape {list(temperature.shape)}")
         _check("temperature", temperature, tuple(temperature.shape), queries.device, FLOATING)
-        if is_readable(temperature) and not 0.0 < temperature.item() < math.inf:
-            raise ValueError(f"temperature must be positive and finite, got {temperature.item()}")
+        if is_readable(temperature) and not is_positive(temperature.item()):
+            raise ValueError(f"temperature must be positive and finite, in float32 too, got {temperature.item()}")
         temperature = temperature.reshape(())
     return Targets(target, exclude, temperature)
 

@@ -16,7 +16,7 @@ from ..kernels.select import choose
 from .checks import check_differentiation, check_tensor, is_readable, no_second_derivative
 from .compute import kernels
 from .loss_blocks import loss_in_blocks
-from .loss_call import Comparison, Found, Targets, check_comparison, check_packing, checked_targets
+from .loss_call import Comparison, Found, Targets, check_packing, checked_comparison, checked_targets
 from .loss_scores import compared, reduced, statistics_of
 from .maxsim import checked, scores_of
 from .operator import LIBRARY, is_plain, needs_gradient
@@ -32,7 +32,7 @@ def loss_of(
     comparison: Comparison,
 ) -> tuple[Tensor, Tensor]:
     """The loss of a call and, where asked for, its statistics [3], after every check."""
-    check_comparison(comparison)
+    comparison = checked_comparison(comparison)
     tensors = checked("maxsim", tensors, options)
     if isinstance(targets.temperature, Tensor):
         check_differentiation("maxsim", targets.temperature)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -406,7 +407,7 @@ def test_winners_live_no_longer_than_their_chunk(monkeypatch: pytest.MonkeyPatch
         (
             lambda: maxsim_kl_divergence(Q, K, Q[:, :, 0], teacher_temperature=0),
             ValueError,
-            "teacher_temperature must be positive and finite, got 0",
+            "teacher_temperature must be positive and finite, in float32 too, got 0",
         ),
         (
             lambda: maxsim_kl_divergence(Q, K, Q[:, :, 0], teacher_temperature=torch.ones(())),
@@ -416,7 +417,12 @@ def test_winners_live_no_longer_than_their_chunk(monkeypatch: pytest.MonkeyPatch
         (
             lambda: maxsim_cross_entropy(Q, D, temperature=torch.nn.Parameter(torch.tensor(-2.0))),
             ValueError,
-            "temperature must be positive and finite, got -2",
+            "temperature must be positive and finite, in float32 too, got -2",
+        ),
+        (
+            lambda: maxsim_cross_entropy(Q, D, temperature=1e-46),
+            ValueError,
+            "temperature must be positive and finite, in float32 too, got 1e-46",
         ),
         (lambda: maxsim_cross_entropy(Q, D.half()), TypeError, "documents must have the dtype of queries"),
         (lambda: maxsim_cross_entropy(Q.int(), D.int()), TypeError, "queries must be float16, .* got torch.int32"),
@@ -436,3 +442,9 @@ def test_winners_live_no_longer_than_their_chunk(monkeypatch: pytest.MonkeyPatch
 def test_bad_options_name_the_argument(call, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         call()
+
+
+def test_numbers_may_be_numpys() -> None:
+    options = {"temperature": np.float32(0.5), "margin": np.float64(0.25)}
+    found = maxsim_cross_entropy(Q, D, **options)
+    assert torch.equal(found, maxsim_cross_entropy(Q, D, temperature=0.5, margin=0.25))
