@@ -176,7 +176,7 @@ def hopper_plan(
     (capability, processors), kind = architecture(problem.device), problem.kind
 
     def make(_: bool, *sizes: int) -> Form:
-        return hopper_form(capability, kind, tile, tail, *sizes, soft=soft)
+        return hopper_form(capability, kind, tile, tail, *sizes, soft)
 
     return tall_plan(problem, processors, tile, HOPPER_SHARES, make, reason, unpadded, query_strides)
 
