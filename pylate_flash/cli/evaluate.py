@@ -98,6 +98,7 @@ def evaluate(
     from .. import beir
     from ..agreement import compare
     from ..demo.job import METRICS, metrics_table, versions
+    from ..index.folder import ConcurrentWriteError
 
     if index is not None:
         check_place(index.resolve())
@@ -129,7 +130,7 @@ def evaluate(
     if index is not None:
         # Loading takes long enough for somebody else to have built one there.
         _check_new_index(index, overwrite)
-    with _new_index(index, loaded, model) as flat, explained():
+    with _new_index(index, loaded, model) as flat, explained(kinds=(ValueError, OSError, ConcurrentWriteError)):
 
         def run(name: str | None) -> beir.RetrievalEvaluation:
             return beir.evaluate_retrieval(

@@ -12,9 +12,13 @@ from .files import open_regular
 from .manifest import JOURNAL_NAME, SHARD_NAME, Manifest
 from .turns import turn
 
-__all__ = ["Folder"]
+__all__ = ["ConcurrentWriteError", "Folder"]
 
 _TEMPORARY = "manifest.json.tmp"
+
+
+class ConcurrentWriteError(RuntimeError):
+    """Another process is writing to an index, or has written to it since it was opened here."""
 
 
 class Folder:
@@ -115,7 +119,7 @@ class Folder:
 
         Raises
         ------
-        RuntimeError
+        ConcurrentWriteError
             If another process is writing or has written since the manifest was read.
         OSError
             If a file cannot be written. The message names the folder.
@@ -127,11 +131,11 @@ class Folder:
                 try:
                     stack.enter_context(turn(self.lock))
                 except BlockingIOError:
-                    raise RuntimeError(
+                    raise ConcurrentWriteError(
                         f"another process is writing to the index in {self.path}: wait until it has finished"
                     ) from None
                 if self.read() != self._content or not is_current():
-                    raise RuntimeError(
+                    raise ConcurrentWriteError(
                         f"the index in {self.path} has been written to since it was opened here (generation "
                         f"{self.manifest.generation}): open it again and repeat the change"
                     )

@@ -202,6 +202,21 @@ def test_what_another_process_has_added_stays(
     assert Flat(tmp_path, "index", device="cpu").documents_ids == ["theirs"]
 
 
+def test_an_index_that_another_process_writes_to_ends_the_evaluation(
+    beir: Path, small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(*arguments: object, index: Flat, **options: object) -> None:
+        Flat(tmp_path, "index", device="cpu").add_documents(["theirs"], [torch.ones(1, 4)])
+        index.add_documents(["ours"], [torch.ones(1, 4)])
+
+    monkeypatch.setattr("pylate_flash.beir.evaluate_retrieval", write)
+    result = invoke(
+        *("evaluate", "--data", beir, "--model", small_model, "--device", "cpu", "--index", tmp_path / "index")
+    )
+    assert_one_clear_sentence(result, "has been written to since it was opened here")
+    assert Flat(tmp_path, "index", device="cpu").documents_ids == ["theirs"]
+
+
 def test_an_index_that_appears_while_the_model_is_loaded_stays(
     beir: Path, small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -51,7 +51,8 @@ def test_hopper_has_queries_in_registers_and_scales_beside_the_tokens(
     copies = re.findall(r"cp\.async\.(\w+)\.shared\.global \[[^]]*\], \[[^]]*\], (\w+)", ptx)
     assert set(copies) == {("cg", "0x10"), ("ca", "0x4")}
     under_way = re.findall(r"wgmma\.commit_group.*?wgmma\.wait_group", ptx, re.DOTALL)
-    assert under_way and not any("ld." in part for part in under_way)
+    assert under_way
+    assert not any("ld." in part for part in under_way)
     assert re.search(r"wgmma\.wait_group[^;]*;(?:(?!wgmma).)*ld\.shared", ptx, re.DOTALL)
     sass = get_sass(compiled.asm["cubin"])
     assert "LDL" not in sass or triton_version() > (3, 6)
