@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
 from pylate_flash.bench import forward, quantized
+from pylate_flash.bench.eight_bits import measure_eight_bits
 from pylate_flash.bench.protocol import Ceilings, floor_of
 from pylate_flash.bench.quantized import ROWS, Quantized
 from pylate_flash.bench.suite import CPU_FLOPS, OURS, WRONG
@@ -38,6 +41,11 @@ def test_floors_are_those_of_a_card():
         ceilings = Ceilings(flops_per_second=790e12, bytes_per_second=4.45e12, eight_bit_flops_per_second=rate)
         floors = {row.name: floor_of(row.work(torch.bfloat16), ceilings).milliseconds for row in ROWS}
         assert floors == pytest.approx({"rerank-10k": 0.089, **products}, rel=0.02)
+
+
+def test_the_ceiling_of_8_bits_is_a_rate_where_there_are_such_products():
+    rate = measure_eight_bits(CPU, size=64)
+    assert rate is None or 0 < rate < math.inf
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
