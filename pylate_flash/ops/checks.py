@@ -172,9 +172,14 @@ def check_number(name: str, value: object) -> None:
         raise ValueError(f"{name} must be a number that a float can hold, got {value}")
 
 
-def is_positive(value: float) -> bool:
-    """Whether a number is above 0 and finite, and stays so when it is rounded to float32."""
-    return 2.0**-150 < value < 2.0**128 - 2.0**103
+def is_positive(value: float, dtype: torch.dtype = torch.float32) -> bool:
+    """Whether a number is above 0 and finite, and stays so when it is rounded to float32 or float64."""
+    least, most = _ROUNDED_AWAY[dtype]
+    return least < value < most
+
+
+# What is rounded to 0, and what to infinity: half of the smallest number, and half a step above the largest.
+_ROUNDED_AWAY = {torch.float32: (2.0**-150, 2.0**128 - 2.0**103), torch.float64: (0.0, torch.inf)}
 
 
 def check_integer(name: str, value: object, least: int = 0) -> None:

@@ -70,15 +70,11 @@ def checked_comparison(comparison: Comparison) -> Comparison:
         if budget > LARGEST:
             raise ValueError(f"max_scratch_bytes must be less than 2**63, got {budget}")
     check_choice("loss_reduction", comparison.loss_reduction, LOSS_REDUCTIONS)
-    given = comparison.temperature, comparison.teacher_temperature, 0.0 if margin is None else margin
-    if all(type(number) is float for number in given):
-        return comparison
-    # Numbers of other types, as NumPy's.
-    temperature, teacher_temperature, number = map(float, given)
+    # Numbers may be of other types, as NumPy's.
     return comparison._replace(
-        temperature=temperature,
-        teacher_temperature=teacher_temperature,
-        margin=None if margin is None else number,
+        temperature=float(comparison.temperature),
+        teacher_temperature=float(comparison.teacher_temperature),
+        margin=None if margin is None else float(margin),
     )
 
 

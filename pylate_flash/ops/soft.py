@@ -24,7 +24,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .blocked import accumulation_dtype
-from .checks import check_differentiation, check_integer, check_tensor, is_readable, no_second_derivative
+from .checks import (
+    check_differentiation,
+    check_integer,
+    check_tensor,
+    is_positive,
+    is_readable,
+    no_second_derivative,
+)
 from .maxsim import CALL_SCHEMA, checked
 from .operator import define
 from .problem import Options, Tensors, check, sizes_of
@@ -254,14 +261,9 @@ def checked_beta(beta: float | Tensor, queries: Tensor) -> Tensor:
 
 
 def _check_value(value: float, dtype: torch.dtype) -> None:
-    least, most = _ROUNDED_AWAY[dtype]
-    if not least < value < most:
+    if not is_positive(value, dtype):
         used = str(dtype).removeprefix("torch.")
         raise ValueError(f"beta must be above 0 and finite, got {value} (it is computed with in {used})")
-
-
-# What is rounded to 0, and what to infinity: half of the smallest number, and half a step above the largest.
-_ROUNDED_AWAY = {torch.float32: (2.0**-150, 2.0**128 - 2.0**103), torch.float64: (0.0, torch.inf)}
 
 
 # Beta and those of `Tensors`.

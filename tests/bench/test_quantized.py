@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch.nn import functional
 
 from pylate_flash.bench import forward, quantized
 from pylate_flash.bench.eight_bits import measure_eight_bits
@@ -43,9 +44,13 @@ def test_floors_are_those_of_a_card():
         assert floors == pytest.approx({"rerank-10k": 0.089, **products}, rel=0.02)
 
 
-def test_the_ceiling_of_8_bits_is_a_rate_where_there_are_such_products():
-    rate = measure_eight_bits(CPU, size=64)
-    assert rate is None or 0 < rate < math.inf
+@pytest.mark.skipif(not hasattr(functional, "scaled_mm"), reason="this torch has no product of fp8 matrices")
+def test_the_ceiling_of_8_bits_is_a_rate():
+    try:
+        rate = measure_eight_bits(CPU, size=64)
+    except NotImplementedError:
+        pytest.skip("this torch multiplies no fp8 on a CPU")
+    assert 0 < rate < math.inf
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
