@@ -82,12 +82,10 @@ def tall_plan(
     make: Callable[..., Form],
     reason: str,
     unpadded: bool = False,
-    query_strides: tuple[int, ...] | None = None,
 ) -> ForwardPlan:
     """The plan of a kernel for which the tokens of all queries are one tall matrix.
 
     Its form is made of: whether a document may be in pieces, the rows of a sum, and the units of strides.
-    `query_strides` are others than the problem's.
     """
     padded, group = padded_query_length(problem.query_length, unpadded)
     group = min(group, tile.rows // tile.parts if isinstance(tile, HopperTile) else tile.rows)
@@ -101,7 +99,7 @@ def tall_plan(
     else:
         run = run_length(per_query, row_blocks * problem.groups, processors, shares.per_processor, shares.longest)
         n_runs = -(-per_query // run)
-    strides, *units = divided_strides(query_strides or problem.query_strides, problem.document_strides)
+    strides, *units = divided_strides(problem.query_strides, problem.document_strides)
     return ForwardPlan(
         make(in_pieces, group, *units), strides, padded, run, n_runs, per_query, cuts, in_pieces, row_blocks,
         padded // group, reason,

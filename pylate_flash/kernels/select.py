@@ -169,7 +169,6 @@ def hopper_plan(
     tail: int,
     reason: str,
     unpadded: bool = False,
-    query_strides: tuple[int, ...] | None = None,
     soft: bool = False,
 ) -> ForwardPlan:
     """The plan of the Hopper kernel with this tile, and products of `tail` columns of what is left after whole ones."""
@@ -178,7 +177,7 @@ def hopper_plan(
     def make(_: bool, *sizes: int) -> Form:
         return hopper_form(capability, kind, tile, tail, *sizes, soft)
 
-    return tall_plan(problem, processors, tile, HOPPER_SHARES, make, reason, unpadded, query_strides)
+    return tall_plan(problem, processors, tile, HOPPER_SHARES, make, reason, unpadded)
 
 
 # The backward. The times beside a constant are milliseconds on an H200 in bfloat16 at d = 128, at 1024 x 1024 (32 x 180

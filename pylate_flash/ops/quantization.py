@@ -4,11 +4,13 @@
     uint8   x = value * scale + offset    values 0 .. 255, scale = (max x - min x) / 255, offset = min x
     fp8     x = value * scale             values of float8_e4m3fn up to 448, scale = max |x| / 448
 
-Values are x (less its offset) divided by the scale, rounded to the nearest, ties to even.
+Values are x (less its offset) times one over the scale, rounded to the nearest, ties to even; or all 0, where a scale
+is less than `SMALLEST_SCALE`, NaN or infinite.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +24,8 @@ from .tensor_files import TensorContainer
 PRECISIONS = {"int8": torch.int8, "uint8": torch.uint8, "fp8": torch.float8_e4m3fn}
 # The largest value of the symmetric ones, and of the affine one, whose smallest is 0.
 LARGEST = {"int8": 127.0, "uint8": 255.0, "fp8": 448.0}
+# The smallest float32 of full precision. One over it is finite.
+SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 _LAYOUTS = {2: "[T, d]", 3: "[N, L, d]", 4: "[N, K, L, d]"}
 # Tokens that are widened at a time.
 _TOKENS_AT_ONCE = 1 << 16
@@ -190,14 +194,12 @@ def _quantized(tokens: Tensor, precision: str) -> tuple[Tensor, Tensor, Tensor |
         offset = tokens.amin(dim=-1)
         scale = (tokens.amax(dim=-1) - offset) / divisor
         tokens = tokens - offset.unsqueeze(-1)
-        smallest = 0.0
     else:
         scale = tokens.abs().amax(dim=-1) / divisor
-        smallest = -largest
-    # Nothing is divided by 0, nor by NaN. Where a scale is NaN or infinite, what the values are does not matter.
-    values = tokens / torch.where(scale > 0, scale, 1.0).unsqueeze(-1)
+    # NaN is not.
+    usable = (scale >= SMALLEST_SCALE) & (scale < math.inf)
+    inverse = torch.where(usable, scale, 1.0).reciprocal()
+    values = torch.where(usable.unsqueeze(-1), tokens * inverse.unsqueeze(-1), 0.0)
     if precision != "fp8":
         values = values.round()
-    # A scale so small that it is rounded itself may leave a larger value.
-    values = values.clamp(smallest, largest).nan_to_num_(0.0)
     return values.to(PRECISIONS[precision]), scale, offset

@@ -10,12 +10,11 @@ from torch import Tensor
 
 from pylate_flash import QuantizedEmbeddings, explain, maxsim, maxsim_varlen, pack, quantize
 from pylate_flash.kernels.quantized import plan
-from pylate_flash.kernels.quantized.rows import quantized_rows
 from pylate_flash.ops.quantized import maxsim_quantized_reference
 from tests.gpu.embeddings import unit
 from tests.gpu.test_varlen import DTYPES, OPTIONS, SIZES
 from tests.ops.cases import Case, cases
-from tests.ops.test_quantized import PRECISIONS
+from tests.ops.test_quantized import PRECISIONS, rows_as_quantized
 from tests.ops.test_varlen import packed
 
 pytestmark = pytest.mark.gpu
@@ -98,17 +97,16 @@ def test_packed_documents_of_many_lengths(precision: str, with_candidates: bool)
     close(found, maxsim_quantized_reference(*call, **options, empty_score=-1.0), precision, True)
 
 
-@pytest.mark.parametrize("precision", precisions())
+@pytest.mark.parametrize("n_queries", [64, 1200])
+@pytest.mark.parametrize("size", [48, 128, 256, 300])
+@pytest.mark.parametrize("precision", [precision for precision in precisions() if precision != "uint8"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_queries_are_quantized_to_the_bit(dtype: torch.dtype, precision: str) -> None:
-    precision = "int8" if precision == "uint8" else precision
-    queries = torch.randn(30, 40, 128, device="cuda").to(dtype)
-    queries *= torch.logspace(-4, 3, 40, device="cuda").unsqueeze(1).to(dtype)
-    queries[0, 0], queries[1, 1, 7], queries[2, 2, 3] = 0.0, torch.nan, torch.inf
-    expected = quantize(queries, precision)
-    values, scales = quantized_rows(queries, queries.stride()[:2], (30, 40, 128), precision, False)
-    assert torch.equal(values.view(torch.uint8), expected.values.view(torch.uint8))
-    torch.testing.assert_close(scales, expected.scales, rtol=0.0, atol=0.0, equal_nan=True)
+def test_queries_are_quantized_to_the_bit(dtype: torch.dtype, precision: str, size: int, n_queries: int) -> None:
+    queries = torch.randn(n_queries, size, device="cuda").to(dtype)
+    queries *= torch.logspace(-4, 3, n_queries, device="cuda").unsqueeze(1).to(dtype)
+    queries[0], queries[1, 7], queries[2, 3] = 0.0, torch.nan, torch.inf
+    found = rows_as_quantized(queries, precision)
+    torch.testing.assert_close(found, quantize(queries, precision).dequantize(), rtol=0.0, atol=0.0, equal_nan=True)
 
 
 @pytest.mark.parametrize("precision", precisions())

@@ -66,7 +66,9 @@ def test_products_of_8_bits(dtype: torch.dtype, n_queries: int, size: int, capab
     launch = forward(Tensors(queries, documents), Options(), True)
     by_hopper = capability == 90 and n_queries == 32 and size == 128 and dtype != torch.uint8
     name = "_hopper" if by_hopper else "_quantized"
-    compiled = check_launches(KERNELS, launch, {name, "_quantize_rows"}, capability, monkeypatch)[name]
+    # A program of few rows quantizes them itself, if it holds them.
+    names = {name, "_quantize_rows"} if n_queries * 32 > 64 or size > 256 else {name}
+    compiled = check_launches(KERNELS, launch, names, capability, monkeypatch)[name]
     assert re.search(PRODUCTS[capability, dtype], compiled.asm["ptx"])
     # Documents go to shared memory 16 bytes at a time, in the background; those of 72 elements begin at multiples of 8.
     copied = {"0x10"} if size == 128 else {"0x8"} if size == 72 else {"0x4"}
@@ -94,4 +96,4 @@ def test_packed(dtype: torch.dtype, candidates: Tensor | None, capability: int, 
         candidates_cu_seqlens=candidates,
     )  # fmt: skip
     launch = forward(tensors, Options(0, 9000, 3, normalize=True), True)
-    check_launches(KERNELS, launch, {"_quantized", "_quantize_rows", "_divide_by_norms"}, capability, monkeypatch)
+    check_launches(KERNELS, launch, {"_quantized", "_divide_by_norms"}, capability, monkeypatch)

@@ -78,10 +78,10 @@ def test_a_multiply_add_makes_of_an_integers_bits_what_a_conversion_and_a_produc
 def test_hopper_sums_products_of_fp8_as_the_plain_kernel(capability: int, monkeypatch) -> None:
     """Neither adds up sums of a few products outside the tensor cores."""
     found = []
-    for n_queries, name in ((2, "_quantized"), (12, "_hopper")):
+    for n_queries, names in ((2, {"_quantized"}), (12, {"_hopper", "_quantize_rows"})):
         documents = torch.empty(40, 180, 128, dtype=torch.float8_e4m3fn)
         launch = forward(Tensors(torch.empty(n_queries, 32, 128).half(), documents), Options(), True)
-        compiled = check_launches(KERNELS, launch, {name, "_quantize_rows"}, capability, monkeypatch)[name]
+        compiled = check_launches(KERNELS, launch, names, capability, monkeypatch)[min(names)]
         found.append(set(re.findall(r"maxNumImpreciseAcc = (\d+)", compiled.asm["ttgir"])))
     assert found[0] == found[1]
     assert len(found[0]) == 1

@@ -14,12 +14,13 @@ from torch import Tensor
 
 from pylate_flash import QuantizedEmbeddings, maxsim, maxsim_pairwise, maxsim_varlen, pack, quantize
 from pylate_flash.ops import blocked
+from pylate_flash.ops.quantization import PRECISIONS as TYPES
 from pylate_flash.ops.quantized import maxsim_quantized_reference
 from tests.ops.cases import Case, cases
 from tests.ops.test_varlen import packed
 
 OPTIONS = {"deadline": None, "derandomize": True}
-PRECISIONS = ["int8", "uint8", "fp8"]
+PRECISIONS = list(TYPES)
 CLOSE = {"rtol": 2e-6, "atol": 2e-6, "equal_nan": True}
 
 
@@ -28,6 +29,13 @@ def fp8_exact(embeddings: Tensor) -> Tensor:
     exact = (embeddings * 100).clamp(-448, 448).to(torch.float8_e4m3fn).float()
     exact[..., 0] = 448.0
     return exact
+
+
+def rows_as_quantized(queries: Tensor, precision: str, **options) -> Tensor:
+    """What rows [N, d] are to the kernels, [N, d]: their scores with documents of one token, 1 in one element."""
+    elements = torch.eye(queries.shape[1], device=queries.device).unsqueeze(1).to(TYPES[precision])
+    documents = QuantizedEmbeddings(elements, torch.ones(elements.shape[:2], device=queries.device))
+    return maxsim(queries.unsqueeze(1), documents, implementation="triton", **options)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

@@ -10,8 +10,8 @@ from ..forward.common import add_sums
 from ..forward.inputs import Inputs
 from ..masks import active_tokens
 from ..norms import inverse_norms
-from .plan import quantized_plan
-from .rows import divided_by_norms, quantized_rows
+from .plan import quantized_before, quantized_plan
+from .rows import divided_by_norms, quantize_rows
 from .stacked import score_quantized
 
 __all__ = ["quantized_forward"]
@@ -25,13 +25,17 @@ def quantized_forward(problem: Problem, tensors: Tensors, scales: Tensor, offset
     plan = quantized_plan(problem)
     queries, documents, queries_mask, documents_mask, _, cu_seqlens, candidates = tensors
     kind = problem.kind
-    active = bounds = queries_scale = None
+    active = bounds = values = queries_scale = None
     if documents_mask is not None:
         active, bounds = active_tokens(documents_mask)
     if kind.quantize_queries:
+        dtype = torch.int8 if kind.quantized == torch.uint8 else kind.quantized
         shape = problem.n_queries, problem.query_length, problem.size
-        precision = "fp8" if kind.quantized == torch.float8_e4m3fn else "int8"
-        queries, queries_scale = quantized_rows(queries, problem.query_strides, shape, precision, kind.normalize)
+        values = torch.empty(shape, dtype=dtype, device=problem.device)
+        queries_scale = torch.empty(shape[:2], dtype=torch.float32, device=problem.device)
+        if quantized_before(problem, plan):
+            quantize_rows(queries, problem.query_strides, values, queries_scale, kind.normalize)
+            queries, values = values, None
     elif kind.normalize:
         queries_scale = inverse_norms(queries)
     if kind.normalize:
@@ -48,5 +52,5 @@ def quantized_forward(problem: Problem, tensors: Tensors, scales: Tensor, offset
 
         score_hopper(problem, plan, inputs, sums, None)
     else:
-        score_quantized(problem, plan, inputs, offsets, sums)
+        score_quantized(problem, plan, inputs, values, offsets, sums)
     return sums if plan.n_sums == 1 else add_sums(problem, plan, sums)

@@ -1,4 +1,4 @@
-"""Queries quantized row by row, and the scales of quantized embeddings divided by their norms.
+"""Rows of queries in 8 bits, and the scales of quantized embeddings divided by their norms.
 
 A row is quantized as `ops.quantization.quantize` does it, to the bit.
 """
@@ -10,49 +10,86 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...ops.quantization import LARGEST
+from ...ops.quantization import LARGEST, SMALLEST_SCALE
 from ..launch import Kernel
 from ..norms import inverse_norm
 from ..overlap import wait_for_previous_kernel
 from ..reductions import max_along
 from ..tiles import power_of_two
 
-# Elements of a program.
-_BLOCK = 4096
+_LARGEST_INT8 = tl.constexpr(LARGEST["int8"])
+_LARGEST_FP8 = tl.constexpr(LARGEST["fp8"])
+_SMALLEST_SCALE = tl.constexpr(SMALLEST_SCALE)
+# Elements that four warps quantize at a time.
+_AT_ONCE = tl.constexpr(4096)
 _NORM_ROWS = 64
 # Added to a float32 below 2**22 and taken away again, this rounds to the nearest integer, ties to even.
 _ROUNDING = tl.constexpr(1.5 * 2**23)
 
 
-@triton.jit(do_not_specialize=["n_rows", "length"])
+@triton.jit
+def _quantized(rows, DTYPE: tl.constexpr, NORMALIZE: tl.constexpr):
+    """Rows [rows, dims], float32, in int8 or fp8, and their scales [rows].
+
+    Under NORMALIZE, a row's values times its scale have norm 1.
+    """
+    LARGEST: tl.constexpr = _LARGEST_INT8 if tl.int8 == DTYPE else _LARGEST_FP8
+    scale = tl.div_rn(max_along(tl.abs(rows), 1), LARGEST)
+    # NaN is not.
+    usable = (scale >= _SMALLEST_SCALE) & (scale < float("inf"))
+    inverse = tl.div_rn(1.0, tl.where(usable, scale, 1.0))
+    # Not a product, which compilers would fuse with the sum below, and round once.
+    values = tl.where(usable[:, None], tl.fma(rows, inverse[:, None], 0.0), 0.0)
+    if tl.int8 == DTYPE:
+        values = (values + _ROUNDING) - _ROUNDING
+    values = values.to(DTYPE)
+    if NORMALIZE:
+        rounded = values.to(tl.float32) * scale[:, None]
+        scale *= inverse_norm(tl.sum(rounded * rounded, axis=1))
+    return values, scale
+
+
+@triton.jit
+def leave_values(
+    queries_ptr, values_ptr, scales_ptr, first_row, group, n_queries, query_length, padded_query_length, stride_query,
+    stride_query_token, EMBEDDING: tl.constexpr, BLOCK_ROWS: tl.constexpr, NORMALIZE: tl.constexpr,
+):  # fmt: skip
+    """Leave BLOCK_ROWS rows in 8 bits, [Nq, Lq, EMBEDDING], and their scales, [Nq, Lq], for the same program to read.
+
+    Programs of the same rows leave the same. Kept on the chip, the rows would take registers, or so many instructions,
+    each of them fetched for one use, that 1 x 10000 (32 x 300) takes 0.145 ms in place of 0.130.
+    """
+    SIZE: tl.constexpr = triton.next_power_of_2(EMBEDDING)
+    AT_ONCE: tl.constexpr = min(BLOCK_ROWS, max(1, _AT_ONCE // SIZE))
+    dims = tl.arange(0, SIZE)
+    for start in tl.range(0, BLOCK_ROWS, AT_ONCE):
+        rows = first_row + start + tl.arange(0, AT_ONCE)
+        query, token = rows // padded_query_length, rows % padded_query_length
+        row_exists = (query < n_queries) & (token < query_length)
+        exists = row_exists[:, None] & (dims < EMBEDDING)[None, :]
+        flat_query = (group * n_queries + query).to(tl.int64)
+        offset = flat_query * stride_query + token * stride_query_token
+        tile = tl.load(queries_ptr + offset[:, None] + dims[None, :], mask=exists, other=0.0).to(tl.float32)
+        values, scale = _quantized(tile, values_ptr.dtype.element_ty, NORMALIZE)
+        global_row = flat_query * query_length + token
+        tl.store(scales_ptr + global_row, scale, mask=row_exists)
+        tl.store(values_ptr + global_row[:, None] * EMBEDDING + dims[None, :], values, mask=exists)
+    tl.debug_barrier()
+
+
+@triton.jit(do_not_specialize=["n_queries", "length"])
 def _quantize_rows_kernel(
-    embeddings_ptr, values_ptr, scales_ptr, n_rows, length, stride_sequence, stride_token,
+    queries_ptr, values_ptr, scales_ptr, n_queries, length, stride_query, stride_token,
     EMBEDDING: tl.constexpr,
-    BLOCK_EMBEDDING: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
-    LARGEST: tl.constexpr,
-    INTEGER: tl.constexpr,
     NORMALIZE: tl.constexpr,
 ):  # fmt: skip
-    """values[row] [n_rows, EMBEDDING] and scales[row]; under NORMALIZE, a row's values times its scale have norm 1."""
+    """Values and scales of all rows, each in one program."""
     wait_for_previous_kernel()
-    rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    dims = tl.arange(0, BLOCK_EMBEDDING)
-    exists = (rows < n_rows)[:, None] & (dims < EMBEDDING)[None, :]
-    base = (rows // length) * stride_sequence + (rows % length) * stride_token
-    values = tl.load(embeddings_ptr + base[:, None] + dims[None, :], mask=exists, other=0.0).to(tl.float32)
-    scale = tl.div_rn(max_along(tl.abs(values), 1), LARGEST)
-    values = tl.div_rn(values, tl.where(scale > 0.0, scale, 1.0)[:, None])
-    if INTEGER:
-        values = (values + _ROUNDING) - _ROUNDING
-    # What is NaN has a scale that is NaN or infinite; no integer is to be made of it.
-    values = tl.where(values == values, tl.minimum(tl.maximum(values, -LARGEST), LARGEST), 0.0)
-    quantized = values.to(values_ptr.dtype.element_ty)
-    if NORMALIZE:
-        rounded = quantized.to(tl.float32) * scale[:, None]
-        scale *= inverse_norm(tl.sum(rounded * rounded, axis=1))
-    tl.store(scales_ptr + rows, scale, mask=rows < n_rows)
-    tl.store(values_ptr + rows[:, None] * EMBEDDING + dims[None, :], quantized, mask=exists)
+    leave_values(
+        queries_ptr, values_ptr, scales_ptr, tl.program_id(0) * BLOCK_ROWS, 0, n_queries, length, length, stride_query,
+        stride_token, EMBEDDING, BLOCK_ROWS, NORMALIZE,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["n_rows", "n_sequences", "length"])
@@ -95,28 +132,17 @@ _quantize_rows = Kernel(_quantize_rows_kernel, follows=True)
 _divide_by_norms = Kernel(_divide_by_norms_kernel)
 
 
-def quantized_rows(
-    queries: Tensor, strides: tuple[int, ...], shape: tuple[int, int, int], precision: str, normalize: bool
-) -> tuple[Tensor, Tensor]:
-    """Values [Nq, Lq, d] and scales [Nq, Lq] of the queries, which have this `shape` by the strides of both tokens.
+def quantize_rows(queries: Tensor, strides: tuple[int, ...], values: Tensor, scales: Tensor, normalize: bool) -> None:
+    """Leave values [Nq, Lq, d], int8 or fp8, and scales [Nq, Lq] of queries, which have the `strides` of both tokens.
 
-    `precision` is "int8" or "fp8". With `normalize`, the scales are divided by the norms of what was quantized.
+    With `normalize`, the scales are divided by the norms of what was quantized.
     """
-    dtype = torch.int8 if precision == "int8" else torch.float8_e4m3fn
-    values = torch.empty(shape, dtype=dtype, device=queries.device)
-    scales = torch.empty(shape[:2], dtype=torch.float32, device=queries.device)
-    n_queries, length, size = shape
-    block = max(16, power_of_two(size))
-    block_rows = max(1, _BLOCK // block)
+    n_queries, length, size = values.shape
+    rows = max(1, _AT_ONCE.value // power_of_two(size))
     _quantize_rows(
-        (-(-n_queries * length // block_rows), 1, 1),
-        (queries, values, scales),
-        (n_queries * length, length),
-        tuple(strides),
-        (size, block, block_rows, LARGEST[precision], precision == "int8", normalize),
-        (4, 1, None),
-    )
-    return values, scales
+        (-(-n_queries * length // rows), 1, 1), (queries, values, scales), (n_queries, length), tuple(strides),
+        (size, rows, normalize), (4, 1, None),
+    )  # fmt: skip
 
 
 def divided_by_norms(

@@ -25,6 +25,7 @@ from ..forward.inputs import Inputs
 from ..grids import ForwardPlan
 from ..launch import Kernel
 from ..reductions import larger, max_along
+from .rows import leave_values
 
 # The values of affine documents are 0 to 255, and tensor cores multiply signed integers: 128 is taken from the values,
 # and its product with the scale added to the offset.
@@ -47,8 +48,8 @@ def _token_tile(pointers, exists, PADDED: tl.constexpr, AFFINE: tl.constexpr, DT
     ]
 )  # fmt: skip
 def _quantized_kernel(
-    queries_ptr, documents_ptr, queries_mask_ptr, active_ptr, bounds_ptr, queries_scale_ptr, documents_scale_ptr,
-    documents_offset_ptr, cu_seqlens_ptr, candidates_ptr, sums_ptr,
+    queries_ptr, documents_ptr, queries_mask_ptr, active_ptr, bounds_ptr, values_ptr, queries_scale_ptr,
+    documents_scale_ptr, documents_offset_ptr, cu_seqlens_ptr, candidates_ptr, sums_ptr,
     n_queries, query_length, padded_query_length, n_documents, document_length, n_runs, run, empty_score,
     stride_query, stride_query_token, stride_group, stride_document, stride_document_token,
     EMBEDDING: tl.constexpr,
@@ -63,6 +64,8 @@ def _quantized_kernel(
     WEIGHTED: tl.constexpr,
     HAS_DOCUMENTS_MASK: tl.constexpr,
     ZERO_MASKED: tl.constexpr,
+    QUANTIZE_QUERIES: tl.constexpr,
+    NORMALIZE: tl.constexpr,
     HAS_QUERIES_SCALE: tl.constexpr,
     AFFINE: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -76,8 +79,6 @@ def _quantized_kernel(
     first, so they read the same documents, out of L2. A run is `run` documents or, of packed ones that all queries
     meet, the cut of that size (`kernels.forward.cuts`), of whole documents.
     """
-    DTYPE: tl.constexpr = queries_ptr.dtype.element_ty
-    SUM: tl.constexpr = tl.int32 if tl.int8 == DTYPE else tl.float32
     PADDED: tl.constexpr = SPLIT or BLOCK_EMBEDDING > EMBEDDING
     stride_query *= QUERY_UNIT
     stride_query_token *= QUERY_UNIT
@@ -97,6 +98,15 @@ def _quantized_kernel(
         first = run_index * run
         last = tl.minimum(first + run, n_documents)
 
+    if QUANTIZE_QUERIES:
+        leave_values(
+            queries_ptr, values_ptr, queries_scale_ptr, row_block * BLOCK_ROWS, group, n_queries, query_length,
+            padded_query_length, stride_query, stride_query_token, EMBEDDING, BLOCK_ROWS, NORMALIZE,
+        )  # fmt: skip
+        queries_ptr = values_ptr
+        stride_query, stride_query_token = query_length * EMBEDDING, EMBEDDING
+    DTYPE: tl.constexpr = queries_ptr.dtype.element_ty
+    SUM: tl.constexpr = tl.int32 if tl.int8 == DTYPE else tl.float32
     rows = row_block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     query = rows // padded_query_length
     token = rows % padded_query_length
@@ -187,15 +197,23 @@ _quantized = Kernel(_quantized_kernel)
 
 
 def score_quantized(
-    problem: Problem, plan: ForwardPlan, inputs: Inputs, documents_offset: Tensor | None, sums: Tensor
+    problem: Problem,
+    plan: ForwardPlan,
+    inputs: Inputs,
+    values: Tensor | None,
+    documents_offset: Tensor | None,
+    sums: Tensor,
 ) -> None:
-    """Leave the sums [groups, queries, n_sums, n_documents] of every score, or [n_sums, Nd] of packed candidates."""
+    """Leave the sums [groups, queries, n_sums, n_documents] of every score, or [n_sums, Nd] of packed candidates.
+
+    With `values`, queries are quantized there, and their scales where `inputs` has them.
+    """
     groups = problem.groups if problem.has_candidates or not problem.packed else 1
     _quantized(
         (plan.row_blocks * plan.n_runs * groups, 1, 1),
         (
-            inputs.queries, inputs.documents, inputs.queries_mask, inputs.active, inputs.bounds, inputs.queries_scale,
-            inputs.documents_scale, documents_offset, inputs.cu_seqlens, inputs.candidates, sums,
+            inputs.queries, inputs.documents, inputs.queries_mask, inputs.active, inputs.bounds, values,
+            inputs.queries_scale, inputs.documents_scale, documents_offset, inputs.cu_seqlens, inputs.candidates, sums,
         ),
         numbers_of(problem, plan), plan.strides, plan.form.constants, plan.form.warps,
     )  # fmt: skip
