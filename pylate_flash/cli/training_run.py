@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 import threading
-from collections import deque
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -65,7 +64,7 @@ class DistinctTexts(BatchSampler):
             [numbers.setdefault(text, len(numbers)) for text in dataset[name][:]] for name in dataset.column_names
         )
         self._texts = list(zip(*columns, strict=True))
-        self._length = sum(1 for _ in self._batches())
+        self._length = len(self._batches())
 
     def __len__(self) -> int:
         return self._length
@@ -78,23 +77,38 @@ class DistinctTexts(BatchSampler):
         """Draw the order of this epoch next."""
         self.epoch = epoch
 
-    def _batches(self) -> Iterator[list[int]]:
-        """Every line once: each batch takes the first ones of those left that fit into it."""
+    def _batches(self) -> list[list[int]]:
+        """Every line once, in the first batch that has room and none of its texts."""
         self.generator.manual_seed(self.seed + self.epoch)
-        left = deque(torch.randperm(len(self._texts), generator=self.generator).tolist())
-        while left:
-            batch: list[int] = []
-            texts: set[int] = set()
-            passed_over = []
-            while left and len(batch) < self.batch_size:
-                line = left.popleft()
-                if texts.isdisjoint(self._texts[line]):
-                    batch.append(line)
-                    texts.update(self._texts[line])
-                else:
-                    passed_over.append(line)
-            left.extendleft(reversed(passed_over))
-            yield batch
+        batches: list[list[int]] = []
+        texts_in: list[set[int]] = []
+        # Batches before the first with room; and of a text, batches before the first that has room and not this text.
+        # So where a few texts fill all batches, each line finds its own without looking at all of them.
+        full = 0
+        taken: dict[int, int] = {}
+
+        def has_room(batch: int, *texts: int) -> bool:
+            return batch == len(batches) or (
+                len(batches[batch]) < self.batch_size and texts_in[batch].isdisjoint(texts)
+            )
+
+        for line in torch.randperm(len(self._texts), generator=self.generator).tolist():
+            texts = self._texts[line]
+            batch = max(full, *(taken.get(text, 0) for text in texts))
+            while not has_room(batch, *texts):
+                batch += 1
+            if batch == len(batches):
+                batches.append([])
+                texts_in.append(set())
+            batches[batch].append(line)
+            texts_in[batch].update(texts)
+            while not has_room(full):
+                full += 1
+            for text in texts:
+                taken[text] = max(full, taken.get(text, 0))
+                while not has_room(taken[text], text):
+                    taken[text] += 1
+        return batches
 
 
 class StopRequest:

@@ -212,6 +212,18 @@ def test_batches_are_those_of_the_host(answers: int) -> None:
     assert len(lengths) > 1 or answers == 1
 
 
+@pytest.mark.parametrize("answers", [1, 3])
+def test_batches_of_many_lines_that_share_a_few_texts(answers: int) -> None:
+    """As many as the lines of the commonest text, which no pass over all lines for each of them would ever find."""
+    lines = Dataset.from_dict(
+        {"query": [f"q{i}" for i in range(60_000)], "positive": [f"p{i % answers}" for i in range(60_000)]}
+    )
+    batches = list(DistinctTexts(lines, 8))
+    assert len(batches) == 60_000 // answers
+    assert sorted(line for batch in batches for line in batch) == list(range(60_000))
+    assert all(len({line % answers for line in batch}) == len(batch) == answers for batch in batches)
+
+
 def test_mine_keeps_its_hands_off_other_files(
     corpus: Path, pylate_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
