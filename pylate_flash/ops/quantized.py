@@ -70,7 +70,7 @@ def checked_with_values(operation: str, tensors: Tensors, options: Options) -> T
             f"{operation} of quantized documents has no gradient: call it under torch.no_grad(), or with "
             "queries.detach()"
         )
-    return tensors._replace(queries=queries)
+    return tensors if queries is tensors.queries else tensors._replace(queries=queries)
 
 
 def problem_of_quantized(tensors: Tensors, options: Options, quantize_queries: bool) -> Problem:
