@@ -24,8 +24,10 @@ from .versions import launcher_is_known
 
 _INT32_MAX = 2**31 - 1
 _or = functools.partial(functools.reduce, operator.or_)
-# The stream that is current on a device, as an integer. A PyTorch without CUDA has no such function, and no need of it.
+# The stream that is current on a device, as an integer, and the current device. A PyTorch without CUDA has no such
+# functions, and no need of them.
 _current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0)
+_current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: 0)
 
 
 class Described(NamedTuple):
@@ -70,7 +72,7 @@ class Kernel:
         warps: tuple[int, int, int | None],
         described: tuple[Described, ...] = (),
     ) -> None:
-        """Launch on the current stream of the current device, which is that of the first tensor.
+        """Launch on the current stream of the device of the first tensor, whichever device is the current one.
 
         Parameters
         ----------
@@ -84,9 +86,14 @@ class Kernel:
             What the first tensors are to the kernel, which takes descriptions of them (compute capability 9.0). They
             begin at multiples of 16 bytes; their columns and blocks follow from the constants.
         """
+        device = tensors[0].get_device()  # type: ignore[union-attr]
+        if device >= 0 and _current_device() != device:
+            # Triton compiles for, and launches on, the current one.
+            with torch.cuda.device(device):
+                self(grid, tensors, numbers, strides, constants, warps, described)
+            return
         # An address needs no look-up of its memory, as a tensor does. No address and no tensor look the same to Triton.
         pointers = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-        device = tensors[0].get_device()  # type: ignore[union-attr]
         integers = (*numbers, *strides)
         key: tuple = device, tuple([None if tensor is None else tensor.dtype for tensor in tensors]), constants, warps
         # Triton tells apart addresses by 16; strides of 1, multiples of 16, and what needs 64 bits. Mostly, all are
@@ -167,23 +174,6 @@ def _code(compiled: Any) -> Callable[..., None]:
         launch(*grid, _current_stream(device), *fixed, *pointers, *rest)
 
     return by_c
-
-
-class on_device:
-    """Make the device of a tensor the current one, as a launch needs; free where it is already."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._device = tensor.get_device()
-        self._before = -1
-
-    def __enter__(self) -> None:
-        if self._device >= 0 and torch._C._cuda_getDevice() != self._device:
-            self._before = torch.cuda.current_device()
-            torch.cuda.set_device(self._device)
-
-    def __exit__(self, *_: object) -> None:
-        if self._before >= 0:
-            torch.cuda.set_device(self._before)
 
 
 class Region:

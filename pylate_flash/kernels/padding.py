@@ -58,15 +58,15 @@ def pad(
     With `offsets` [N], int64, they begin there, in units of `unit` elements from `packed`, as in `ops.problem.Places`.
     """
     n_sequences, size = cu_seqlens.shape[0] - 1, packed.shape[1]
-    padded = torch.empty((n_sequences, length, size), dtype=packed.dtype, device=packed.device)
-    mask = torch.empty((n_sequences, length), dtype=torch.bool, device=packed.device)
+    padded = torch.empty(n_sequences, length, size, dtype=packed.dtype, device=packed.device)
+    mask = torch.empty(n_sequences, length, dtype=torch.bool, device=packed.device)
     _launch((packed, cu_seqlens, offsets, padded, mask), unit, back=False)
     return padded, mask
 
 
 def packed_again(padded: Tensor, cu_seqlens: Tensor, n_tokens: int) -> Tensor:
     """The packed [n_tokens, d] of contiguous padded sequences [N, length, d], which are not looked at past the ends."""
-    packed = torch.empty((n_tokens, padded.shape[2]), dtype=padded.dtype, device=padded.device)
+    packed = torch.empty(n_tokens, padded.shape[2], dtype=padded.dtype, device=padded.device)
     _launch((packed, cu_seqlens, None, padded, None), 0, back=True)
     return packed
 

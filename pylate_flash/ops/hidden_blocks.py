@@ -451,8 +451,7 @@ def _normalize(call: Call, embeddings: Tensor, out: Embeddings) -> None:
     if embeddings.numel() == 0:
         return
     if call.by_kernels:
-        with kernels().on_device(embeddings):
-            kernels().normalized_rows(embeddings.contiguous(), out.values, out.scales)
+        kernels().normalized_rows(embeddings.contiguous(), out.values, out.scales)
         return
     out.scales.copy_(inverse_norms(embeddings))
     torch.mul(embeddings, out.scales.unsqueeze(-1), out=out.values)
@@ -464,8 +463,7 @@ def _through_normalisation(call: Call, grad: Tensor, embeddings: Embeddings) -> 
     if scales is None or grad.numel() == 0:
         return
     if call.by_kernels:
-        with kernels().on_device(grad):
-            kernels().through_normalized_rows(grad, normalized, scales)
+        kernels().through_normalized_rows(grad, normalized, scales)
         return
     scales = scales.unsqueeze(-1)
     wide = grad.to(scales.dtype)

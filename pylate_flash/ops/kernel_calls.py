@@ -1,4 +1,4 @@
-"""What the operations ask of the kernels: tensors brought into the form that these take, on their device."""
+"""What the operations ask of the kernels: tensors brought into the form that these take."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from ..kernels.backward import Destination, finish_documents, maxsim_backward, w
 from ..kernels.chamfer import Side, chamfer_gradient, meet, settle
 from ..kernels.chunks import Chunks, chunks_of, halved
 from ..kernels.forward import maxsim_forward
-from ..kernels.launch import on_device
 from ..kernels.listed import look
 from ..kernels.losses import ChunkedLoss, rescale
 from ..kernels.masks import active_tokens
@@ -32,63 +31,51 @@ from .problem import Options, Problem, Tensors, problem_of, replaced
 from .xtr_retrieval import Results, Rule, chunks
 
 __all__ = [
-    "chamfer_gradients", "chamfer_nearest", "gradients", "look", "loss", "nonzero_rows", "normalized_rows", "on_device",
-    "padded", "quantized_scores", "rescale_gradients", "residual_gradient", "residual_scores", "scores",
-    "soft_gradients", "soft_scores", "sparse_scores", "through_normalized_rows", "xtr_scores",
+    "chamfer_gradients", "chamfer_nearest", "gradients", "look", "loss", "nonzero_rows", "normalized_rows", "pad",
+    "quantized_scores", "rescale", "residual_gradient", "residual_scores", "scores", "soft_gradients", "soft_scores",
+    "sparse_scores", "through_normalized_rows", "xtr_scores",
 ]  # fmt: skip
 
 
 def scores(problem: Problem, tensors: Tensors, offsets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
     """Scores, and winners if the problem has them; no size is 0. `offsets` are those of `Places`."""
-    with on_device(tensors.queries):
-        return maxsim_forward(*_for_kernels(problem, tensors), offsets)
+    return maxsim_forward(*_for_kernels(problem, tensors), offsets)
 
 
 def xtr_scores(problem: Problem, tensors: Tensors, rule: Rule, number: int, to: Results) -> None:
     """Leave XTR's scores, and what comes with them, in `to`, `number` queries at a time; no size is 0."""
-    with on_device(tensors.queries):
-        problem, given = _for_kernels(problem, tensors)
-        active = bounds = None
-        if given.documents_mask is not None:
-            active, bounds = active_tokens(given.documents_mask)
-        for chunk, part, results in chunks(problem, given, to, number):
-            found = retrieve(chunk, Inputs(part.queries, part.documents, active, bounds), rule)
-            score_retrieved(chunk, found, bounds, part.queries_mask, rule, results)
+    problem, given = _for_kernels(problem, tensors)
+    active = bounds = None
+    if given.documents_mask is not None:
+        active, bounds = active_tokens(given.documents_mask)
+    for chunk, part, results in chunks(problem, given, to, number):
+        found = retrieve(chunk, Inputs(part.queries, part.documents, active, bounds), rule)
+        score_retrieved(chunk, found, bounds, part.queries_mask, rule, results)
 
 
 def sparse_scores(problem: Problem, tensors: Tensors, query_tokens: Tensor, winners: Tensor | None) -> Tensor:
     """Scores of chosen query tokens [Nq, Nd or K, k], whose winners are written into those of -1; no size is 0."""
     if query_tokens.stride(-1) != 1:
         query_tokens = query_tokens.contiguous()
-    with on_device(tensors.queries):
-        return sparse_forward(*_for_kernels(problem, tensors), query_tokens, winners)
-
-
-def padded(origin: Tensor, cu_seqlens: Tensor, length: int, offsets: Tensor, unit: int) -> tuple[Tensor, Tensor]:
-    """Sequences [N, length, d] and their mask, from where they lie: `offsets` from `origin`, as those of `Places`."""
-    with on_device(origin):
-        return pad(origin, cu_seqlens, length, offsets, unit)
+    return sparse_forward(*_for_kernels(problem, tensors), query_tokens, winners)
 
 
 def quantized_scores(problem: Problem, tensors: Tensors, scales: Tensor, offsets: Tensor | None) -> Tensor:
     """Scores of quantized documents, whose values are in the place of documents; no size is 0."""
-    with on_device(tensors.queries):
-        offsets = None if offsets is None else offsets.contiguous()
-        return quantized_forward(*_for_kernels(problem, tensors), scales.contiguous(), offsets)
+    offsets = None if offsets is None else offsets.contiguous()
+    return quantized_forward(*_for_kernels(problem, tensors), scales.contiguous(), offsets)
 
 
 def residual_scores(problem: Problem, tensors: Tensors, codes: Sequence[Tensor | None]) -> tuple[Tensor, Tensor | None]:
     """Scores of residual codes, and winners if the problem has them; `codes` are those of `Codes`, no size is 0."""
-    with on_device(tensors.queries):
-        return residual_forward(*_with_codes(problem, tensors, codes))
+    return residual_forward(*_with_codes(problem, tensors, codes))
 
 
 def residual_gradient(
     problem: Problem, tensors: Tensors, codes: Sequence[Tensor | None], grad_scores: Tensor, winners: Tensor
 ) -> Tensor:
     """The gradient of the queries."""
-    with on_device(tensors.queries):
-        return residual_backward(*_with_codes(problem, tensors, codes), grad_scores, winners)
+    return residual_backward(*_with_codes(problem, tensors, codes), grad_scores, winners)
 
 
 def _with_codes(problem: Problem, tensors: Tensors, codes: Sequence[Tensor | None]) -> tuple[Problem, Tensors, Codes]:
@@ -103,18 +90,14 @@ def gradients(
     problem: Problem, tensors: Tensors, grad_scores: Tensor, winners: Tensor, need_queries: bool, need_documents: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of queries and documents, in their shapes and type; None for one that is not needed."""
-    with on_device(tensors.queries):
-        problem, given = _with_padded_queries(*_for_kernels(problem, tensors))
-        grad_queries, grad_documents = maxsim_backward(
-            problem, given, grad_scores, winners, need_queries, need_documents
-        )
-        return _as_given(grad_queries, tensors, given), grad_documents
+    problem, given = _with_padded_queries(*_for_kernels(problem, tensors))
+    grad_queries, grad_documents = maxsim_backward(problem, given, grad_scores, winners, need_queries, need_documents)
+    return _as_given(grad_queries, tensors, given), grad_documents
 
 
 def soft_scores(problem: Problem, tensors: Tensors, beta: Tensor, with_lse: bool) -> tuple[Tensor, Tensor | None]:
     """Soft scores, and if asked for log(sum(exp(beta * similarity))) [documents, rows]; no size is 0."""
-    with on_device(tensors.queries):
-        return soft_forward(*_for_kernels(problem, tensors), beta, with_lse)
+    return soft_forward(*_for_kernels(problem, tensors), beta, with_lse)
 
 
 def soft_gradients(
@@ -127,22 +110,20 @@ def soft_gradients(
     max_scratch_bytes: int,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The gradients of beta, queries and documents, in their shapes and types; None for one that is not needed."""
-    with on_device(tensors.queries):
-        problem, given = _with_padded_queries(*_for_kernels(problem, tensors))
-        slope, grad_queries, grad_documents = soft_backward(
-            problem, given, beta, grad_scores, lse, needs, max_scratch_bytes
-        )
-        return slope, _as_given(grad_queries, tensors, given), grad_documents
+    problem, given = _with_padded_queries(*_for_kernels(problem, tensors))
+    slope, grad_queries, grad_documents = soft_backward(
+        problem, given, beta, grad_scores, lse, needs, max_scratch_bytes
+    )
+    return slope, _as_given(grad_queries, tensors, given), grad_documents
 
 
 def chamfer_nearest(problem: Problem, sets: Sets, squared: bool) -> Nearest:
     """How near the nearest points of both sides are, float32, and which they are; no size is 0."""
-    with on_device(sets.x):
-        problem, reverse, x, y = _sides(problem, sets, True)
-        x_keys, y_keys = meet(problem, x, y, squared)
-        x_values, x_winners = settle(problem, x, y, x_keys, squared)
-        y_values, y_winners = settle(reverse, y, x, y_keys, squared)
-        return Nearest(x_values, y_values, x_winners, y_winners)
+    problem, reverse, x, y = _sides(problem, sets, True)
+    x_keys, y_keys = meet(problem, x, y, squared)
+    x_values, x_winners = settle(problem, x, y, x_keys, squared)
+    y_values, y_winners = settle(reverse, y, x, y_keys, squared)
+    return Nearest(x_values, y_values, x_winners, y_winners)
 
 
 def chamfer_gradients(
@@ -154,14 +135,13 @@ def chamfer_gradients(
     squared: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of x and y; `weights` [N] are those of differences or of other points, by either way."""
-    with on_device(sets.x):
-        problem, reverse, x, y = _sides(problem, sets, False)
-        winners = winners[0].contiguous(), winners[1].contiguous()
-        weights = weights[0].float().contiguous(), weights[1].float().contiguous()
-        return (
-            chamfer_gradient(problem, x, y, winners, weights, squared) if needs[0] else None,
-            chamfer_gradient(reverse, y, x, winners[::-1], weights[::-1], squared) if needs[1] else None,
-        )
+    problem, reverse, x, y = _sides(problem, sets, False)
+    winners = winners[0].contiguous(), winners[1].contiguous()
+    weights = weights[0].float().contiguous(), weights[1].float().contiguous()
+    return (
+        chamfer_gradient(problem, x, y, winners, weights, squared) if needs[0] else None,
+        chamfer_gradient(reverse, y, x, winners[::-1], weights[::-1], squared) if needs[1] else None,
+    )
 
 
 def _sides(problem: Problem, sets: Sets, with_masks: bool) -> tuple[Problem, Problem, Side, Side]:
@@ -218,21 +198,20 @@ def loss(
     `needs`: whether the gradients of queries, documents and temperature are needed. Those of float16 embeddings are
     float32, and are to be cast after they were multiplied by that of the loss.
     """
-    with on_device(tensors.queries):
-        problem = problem_of(tensors, options, needs[0] or needs[1])
-        chunks = chunks_of(problem, comparison.max_scratch_bytes)
-        problem, given = _for_kernels(problem, tensors)
-        if options.reduction == "mean":
-            # The score of an empty document is not divided.
-            problem = problem._replace(empty_score=0.0)
-        while True:
-            try:
-                return _loss_in_chunks(problem, given, targets, options, comparison, needs, chunks)
-            except torch.OutOfMemoryError:
-                if chunks.queries == 1:
-                    raise
-            # Out of the handler, which holds what was allocated.
-            chunks = halved(chunks, problem.n_queries)
+    problem = problem_of(tensors, options, needs[0] or needs[1])
+    chunks = chunks_of(problem, comparison.max_scratch_bytes)
+    problem, given = _for_kernels(problem, tensors)
+    if options.reduction == "mean":
+        # The score of an empty document is not divided.
+        problem = problem._replace(empty_score=0.0)
+    while True:
+        try:
+            return _loss_in_chunks(problem, given, targets, options, comparison, needs, chunks)
+        except torch.OutOfMemoryError:
+            if chunks.queries == 1:
+                raise
+        # Out of the handler, which holds what was allocated.
+        chunks = halved(chunks, problem.n_queries)
 
 
 def _loss_in_chunks(
@@ -367,12 +346,6 @@ def _finished(problem: Problem, documents: Tensor, norms: Norms | None, total: T
     found = torch.empty_like(total, dtype=dtype)
     finish_documents(problem, documents, norms.documents, total, found)
     return found
-
-
-def rescale_gradients(grad_loss: Tensor, grad_queries: Tensor | None, grad_documents: Tensor | None) -> None:
-    """Multiply the gradients that `loss` returned by that of the loss."""
-    with on_device(grad_loss):
-        rescale(grad_loss, grad_queries, grad_documents)
 
 
 def _for_kernels(problem: Problem, tensors: Tensors) -> tuple[Problem, Tensors]:

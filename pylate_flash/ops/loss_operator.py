@@ -168,7 +168,7 @@ def _scaled(grad_loss: Tensor, tensors: tuple, options: tuple, gradients: tuple)
     grad_queries, grad_documents, slope = gradients
     queries, _, temperature = tensors[:_N_DIFFERENTIABLE]
     if queries.dtype != torch.float16 and _by_kernels(queries, options):
-        kernels().rescale_gradients(grad_loss, grad_queries, grad_documents)
+        kernels().rescale(grad_loss, grad_queries, grad_documents)
     elif queries.dtype == torch.float16 or not (is_readable(grad_loss) and grad_loss == 1):
         grad_queries = None if grad_queries is None else _times(grad_queries, grad_loss, queries)
         grad_documents = None if grad_documents is None else _times(grad_documents, grad_loss, queries)

@@ -18,8 +18,7 @@ def nonzero_rows(embeddings: Tensor) -> Tensor:
         bool, [..], on the same device.
     """
     if _kernel_takes(embeddings):
-        with kernels().on_device(embeddings):
-            return kernels().nonzero_rows(embeddings)[0]
+        return kernels().nonzero_rows(embeddings)[0]
     return embeddings.any(dim=-1)
 
 
@@ -29,8 +28,7 @@ def nonzero_rows_of_both(queries: Tensor, documents: Tensor) -> tuple[Tensor, Te
         documents.dtype, documents.device, documents.shape[-1],
     )  # fmt: skip
     if alike and _kernel_takes(queries) and _kernel_takes(documents):
-        with kernels().on_device(queries):
-            return kernels().nonzero_rows(queries, documents)
+        return kernels().nonzero_rows(queries, documents)
     return nonzero_rows(queries), nonzero_rows(documents)
 
 

@@ -64,7 +64,7 @@ def scores_of_quantized(
 def checked_with_values(operation: str, tensors: Tensors, options: Options) -> Tensors:
     """`maxsim.checked` for tensors with the values of quantized documents."""
     # The documents are checked already, and autocast has no say in their type.
-    queries = checked(operation, tensors._replace(documents=tensors.queries), options).queries
+    queries = checked(operation, Tensors(tensors.queries, tensors.queries, *tensors[2:]), options).queries
     if needs_gradient(queries):
         raise RuntimeError(
             f"{operation} of quantized documents has no gradient: call it under torch.no_grad(), or with "

@@ -262,7 +262,7 @@ def _in_place(
         arrays["candidates"] = candidates.numpy()
     table = _in_one_copy(arrays, query.device)
     if apart is not None:
-        query, mask = kernels().padded(
+        query, mask = kernels().pad(
             origin, table["queries_bounds"], apart.longest, table["queries_offsets"], queries_unit
         )
         queries_mask = None if apart.shortest == apart.longest else mask

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -73,10 +74,29 @@ class Address(SimpleNamespace):
         return self.device.index
 
 
+class Devices:
+    """Stands for CUDA, which has a current device."""
+
+    def __init__(self) -> None:
+        self.current = 0
+
+    @contextmanager
+    def made_current(self, device: int) -> Iterator[None]:
+        before, self.current = self.current, device
+        try:
+            yield
+        finally:
+            self.current = before
+
+
 @pytest.fixture(autouse=True)
-def streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There are no streams on a CPU."""
+def devices(monkeypatch: pytest.MonkeyPatch) -> Devices:
+    """There are no devices on a CPU, and no streams."""
+    devices = Devices()
     monkeypatch.setattr(launch, "_current_stream", lambda device: 900 + device)
+    monkeypatch.setattr(launch, "_current_device", lambda: devices.current)
+    monkeypatch.setattr(torch.cuda, "device", devices.made_current)
+    return devices
 
 
 def call(kernel: Kernel, *tensors: object, **changes: object) -> None:
@@ -297,6 +317,28 @@ def test_a_kernel_that_waits_starts_early_where_the_device_can(
     assert {name: function.options[name] for name in ("num_warps", "num_stages", "maxnreg")} == {
         "num_warps": 8, "num_stages": 3, "maxnreg": 128,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("device", [0, 1])
+def test_a_kernel_runs_on_the_device_of_its_tensors(device: int, devices: Devices) -> None:
+    seen = []
+
+    class Noting(Function):
+        def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., Compiled | None]:
+            seen.append(devices.current)
+            return super().__getitem__(grid)
+
+    compiled = Compiled()
+    compiled.run.launch = lambda *arguments: seen.append(devices.current)
+    kernel = Kernel(Noting(compiled))
+    for current in (1, 0, 1):
+        devices.current = current
+        call(kernel, Address(device=device))
+        assert devices.current == current, "as it was"
+    if launch.launcher_is_known():
+        assert seen == [device] * 3
+    else:
+        assert compiled.streams == [900 + device] * 2
 
 
 @pytest.fixture

@@ -111,8 +111,8 @@ def settle(problem: Problem, x: Side, y: Side, keys: Tensor, squared: bool) -> t
     x, of `meet`.
     """
     shape = problem.n_queries, problem.query_length
-    values = torch.empty(shape, dtype=torch.float32, device=problem.device)
-    winners = torch.empty(shape, dtype=torch.int32, device=problem.device)
+    values = torch.empty(*shape, dtype=torch.float32, device=problem.device)
+    winners = torch.empty(*shape, dtype=torch.int32, device=problem.device)
     if problem.packed or not (x.active is None and y.active is None):
         # Else all points have met one.
         values.zero_()

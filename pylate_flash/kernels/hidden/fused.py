@@ -34,7 +34,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..gluon import find_document, larger_of
-from ..launch import Kernel, on_device
+from ..launch import Kernel
 from ..overlap import wait_for_previous_kernel
 from ..reductions import larger
 from ..select import FusedPlan
@@ -305,33 +305,32 @@ def score(plan: FusedPlan, tensors: Tensors, options: Options, weight: Tensor, b
         documents_mask = documents_mask.contiguous()
     tile, n_tokens = plan.tile, plan.n_tokens
     part_rows, columns = tile.rows // PARTS, tile.blocks * tile.columns
-    with on_device(hidden):
-        best = queries.new_empty((n_documents + plan.n_tiles * PARTS, columns), dtype=torch.float32)
-        _fused(
-            (plan.programs, 1, 1),
-            (hidden, weight, queries, bias, documents_mask, cu_seqlens, best),
-            (n_queries * query_length, query_length, n_tokens, n_documents, document_length),
-            queries.stride()[:2],
-            (
-                size, d_model, tile.embedding, tile.columns, tile.blocks, part_rows, PARTS, tile.chunk,
-                tile.num_stages, packed, bias is not None, masked, masked and options.masking == "zero",
-                options.normalize,
-            ),
-            (4, 1, None),
-            described(n_tokens, weight, tile),
-        )  # fmt: skip
-        # What the first launch does not need comes after it: the GPU begins.
-        scores = queries.new_empty((n_queries, n_documents), dtype=torch.float32)
-        _finish(
-            (-(-n_documents // _BLOCK_DOCUMENTS), n_queries, 1),
-            (best, queries_mask, documents_mask, cu_seqlens, scores),
-            (query_length, n_documents, document_length, columns, float(options.empty_score)),
-            (),
-            (
-                max(16, power_of_two(query_length)), _BLOCK_DOCUMENTS, part_rows, packed,
-                queries_mask is not None, queries_mask is not None and queries_mask.is_floating_point(), masked,
-                options.reduction == "mean",
-            ),
-            (1, 1, None),
-        )  # fmt: skip
+    best = queries.new_empty(n_documents + plan.n_tiles * PARTS, columns, dtype=torch.float32)
+    _fused(
+        (plan.programs, 1, 1),
+        (hidden, weight, queries, bias, documents_mask, cu_seqlens, best),
+        (n_queries * query_length, query_length, n_tokens, n_documents, document_length),
+        queries.stride()[:2],
+        (
+            size, d_model, tile.embedding, tile.columns, tile.blocks, part_rows, PARTS, tile.chunk,
+            tile.num_stages, packed, bias is not None, masked, masked and options.masking == "zero",
+            options.normalize,
+        ),
+        (4, 1, None),
+        described(n_tokens, weight, tile),
+    )  # fmt: skip
+    # What the first launch does not need comes after it: the GPU begins.
+    scores = queries.new_empty(n_queries, n_documents, dtype=torch.float32)
+    _finish(
+        (-(-n_documents // _BLOCK_DOCUMENTS), n_queries, 1),
+        (best, queries_mask, documents_mask, cu_seqlens, scores),
+        (query_length, n_documents, document_length, columns, float(options.empty_score)),
+        (),
+        (
+            max(16, power_of_two(query_length)), _BLOCK_DOCUMENTS, part_rows, packed,
+            queries_mask is not None, queries_mask is not None and queries_mask.is_floating_point(), masked,
+            options.reduction == "mean",
+        ),
+        (1, 1, None),
+    )  # fmt: skip
     return scores

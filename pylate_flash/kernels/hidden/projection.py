@@ -7,7 +7,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..launch import Kernel, on_device
+from ..launch import Kernel
 from ..select import FusedPlan
 from .product import PARTS, allocate, copy_part, described, inverse_norms, load_bias, project_part, scaled
 
@@ -126,16 +126,15 @@ def project(
     """
     size, d_model = weight.shape
     tile = plan.tile
-    with on_device(hidden):
-        _projection(
-            (plan.programs, 1, 1),
-            (hidden, weight, bias, embeddings, scales),
-            (plan.n_tokens,),
-            (),
-            (
-                size, d_model, tile.embedding, tile.rows // PARTS, PARTS, tile.chunk, tile.num_stages,
-                bias is not None, scales is not None,
-            ),
-            (4, 1, None),
-            described(plan.n_tokens, weight, tile),
-        )  # fmt: skip
+    _projection(
+        (plan.programs, 1, 1),
+        (hidden, weight, bias, embeddings, scales),
+        (plan.n_tokens,),
+        (),
+        (
+            size, d_model, tile.embedding, tile.rows // PARTS, PARTS, tile.chunk, tile.num_stages,
+            bias is not None, scales is not None,
+        ),
+        (4, 1, None),
+        described(plan.n_tokens, weight, tile),
+    )  # fmt: skip

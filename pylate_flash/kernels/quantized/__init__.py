@@ -30,9 +30,9 @@ def quantized_forward(problem: Problem, tensors: Tensors, scales: Tensor, offset
         active, bounds = active_tokens(documents_mask)
     if kind.quantize_queries:
         dtype = torch.int8 if kind.quantized == torch.uint8 else kind.quantized
-        shape = problem.n_queries, problem.query_length, problem.size
-        values = torch.empty(shape, dtype=dtype, device=problem.device)
-        queries_scale = torch.empty(shape[:2], dtype=torch.float32, device=problem.device)
+        n_queries, length, device = problem.n_queries, problem.query_length, problem.device
+        values = torch.empty(n_queries, length, problem.size, dtype=dtype, device=device)
+        queries_scale = torch.empty(n_queries, length, dtype=torch.float32, device=device)
         if quantized_before(problem, plan):
             quantize_rows(queries, problem.query_strides, values, queries_scale, kind.normalize)
             queries, values = values, None

@@ -43,11 +43,11 @@ def residual_forward(problem: Problem, tensors: Tensors, codes: Codes) -> tuple[
     plan = residual_plan(problem, codes.nbits, codes.candidates is not None)
     shape = problem.n_queries, problem.n_documents
     sums_shape = shape if plan.n_sums == 1 else (plan.n_sums, *shape)
-    sums = torch.empty(sums_shape, dtype=torch.float32, device=problem.device)
+    sums = torch.empty(*sums_shape, dtype=torch.float32, device=problem.device)
     winners = None
     if problem.with_winners:
         documents = problem.groups * problem.n_documents
-        winners = torch.empty((documents, problem.rows), dtype=torch.int32, device=problem.device)
+        winners = torch.empty(documents, problem.rows, dtype=torch.int32, device=problem.device)
     score_residual(problem, plan, tensors, codes, sums, winners)
     return sums if plan.n_sums == 1 else add_sums(problem, plan, sums), winners
 

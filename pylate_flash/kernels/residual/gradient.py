@@ -81,7 +81,7 @@ _TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32:
 def gradient_sums(problem: Problem, plan: GradientPlan, codes: Codes, grad_scores: Tensor, winners: Tensor) -> Tensor:
     """Partial sums [splits, Nq * Lq, d] of the gradient of the queries, float32, without the weights of their mask."""
     shape = plan.n_splits, problem.groups * problem.rows, problem.size
-    sums = torch.empty(shape, dtype=torch.float32, device=problem.device)
+    sums = torch.empty(*shape, dtype=torch.float32, device=problem.device)
     _gradient(
         (-(-problem.rows // plan.rows) * problem.groups, plan.n_splits, plan.parts),
         (grad_scores, winners, *codes, sums),

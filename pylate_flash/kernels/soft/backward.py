@@ -130,7 +130,7 @@ def _documents(
     rows, partials, total = problem.n_queries * problem.query_length, None, None
     if plan.once:
         shape = number * plan.n_blocks, rows, problem.size
-        partials = torch.empty(shape, dtype=torch.float32, device=problem.device)
+        partials = torch.empty(*shape, dtype=torch.float32, device=problem.device)
     done = 0
     for first in range(0, problem.n_documents, number):
         count = min(number, problem.n_documents - first)
@@ -150,7 +150,7 @@ def _queries(problem: Problem, plan: GradientPlan, inputs: Inputs, grad_queries:
     sums = grad_queries
     if not whole:
         shape = plan.n_splits, problem.n_queries * problem.query_length, problem.size
-        sums = torch.empty(shape, dtype=torch.float32, device=problem.device)
+        sums = torch.empty(*shape, dtype=torch.float32, device=problem.device)
     walk_documents(problem, plan, inputs, sums, whole)
     return None if whole else sums
 

@@ -183,7 +183,7 @@ def soft_forward(problem: Problem, tensors: Tensors, beta: Tensor, with_lse: boo
     if problem.normalize:
         queries_scale, documents_scale = inverse_norms(queries), inverse_norms(documents)
     if with_lse:
-        lse = torch.empty(problem.winners_shape, dtype=torch.float32, device=problem.device)
+        lse = torch.empty(*problem.winners_shape, dtype=torch.float32, device=problem.device)
     n_queries = 1 if problem.has_candidates else problem.n_queries
     sums = torch.empty(n_queries, plan.n_sums, problem.n_documents, dtype=torch.float32, device=problem.device)
     inputs = Inputs(
