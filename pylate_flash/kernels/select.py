@@ -222,8 +222,11 @@ LIST_BLOCK_BINS = 256
 LIST_BLOCK_CHUNKS = 16
 # Query rows that one program lists, at most, and keys that a warp of it sorts. With 512 rows and 264 documents of 300
 # tokens, the gradient takes 0.059 instead of 0.071; with 256 and 4000 of 180 tokens, 0.449 instead of 0.518; but with
-# 1024 and 1024 of 180 tokens, 0.174 instead of 0.147.
+# 1024 and 1024 of 180 tokens, 0.174 instead of 0.147. Where every document has a multiprocessor, more rows are listed
+# so: both gradients of 32 x 32 (32 x 180) take 0.028 instead of 0.035, of 64 x 64 0.054 instead of 0.050 but two
+# launches less, which the host waits for: 0.072 instead of 0.094. 4096 rows: 0.124 instead of 0.086 at 128 x 128.
 _ALONE_ROWS = 512
+_ALONE_ROWS_OF_FEW = 2048
 _ALONE_KEYS = 256
 # Query rows on one token that one program sums, at least; at most twice as many: 1.18, 0.35, 0.18, and 1.62,
 # 0.66, 0.31 with skewed winners; 256 rows 1.27, 0.37, 0.20, and 1.50, 0.56, 0.33.
@@ -356,11 +359,12 @@ def lists_plan(problem: Problem, lent: bool, adds: bool = False) -> ListsPlan:
     if length <= widest:
         bins, digits = length, ((0, length),)
     n_chunks = -(-rows >> LIST_CHUNK_BITS)
-    n_segments = -(-rows // LIST_SEGMENT) - 1
+    n_segments = 0 if rows <= 2 * LIST_SEGMENT else -(-rows // LIST_SEGMENT) - 1
     list_dtype = torch.uint16 if rows <= 1 << 16 else torch.int32
     starts_dtype = torch.uint16 if rows < 1 << 16 and not packed else torch.int32
     alone_bits, alone_warps = 0, 1
-    if rows <= _ALONE_ROWS and length <= widest and not packed:
+    alone_rows = _ALONE_ROWS_OF_FEW if documents <= architecture(problem.device)[1] else _ALONE_ROWS
+    if rows <= alone_rows and length <= widest and not packed:
         alone_bits = max(8, (rows - 1).bit_length())
         alone_warps = max(1, (1 << alone_bits) // _ALONE_KEYS)
 

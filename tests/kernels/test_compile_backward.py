@@ -37,10 +37,10 @@ def check_backward(run: Callable[[], object], names: set[str], capability: int, 
     [(torch.bfloat16, 48, False), (torch.float16, 128, True), (torch.float32, 512, False), (torch.float32, 4096, True)],
 )
 def test_padded(normalize: bool, size: int, dtype: torch.dtype, capability: int, monkeypatch) -> None:
-    """Queries of 1024 rows have lists that are summed in parts; one of 32 rows shares its documents among programs."""
+    """Queries of 2080 rows have lists that are summed in parts; one of 32 rows shares its documents among programs."""
     few, many = (
         replace(case, queries=case.queries.to(dtype), documents=case.documents.to(dtype), normalize=normalize)
-        for case in (dense((1, 32), (1, 64, 8), size, "none"), dense((32, 32), (1, 2, 180), size, "none"))
+        for case in (dense((1, 32), (1, 64, 8), size, "none"), dense((65, 32), (1, 2, 180), size, "none"))
     )
     for case, way, needs, names in (
         (few, "lists", (True, False), {"_gather", "_finish"}),
@@ -56,26 +56,27 @@ def test_padded(normalize: bool, size: int, dtype: torch.dtype, capability: int,
 @pytest.mark.parametrize("normalize", [False, True])
 def test_weights(normalize: bool, capability: int, monkeypatch) -> None:
     few = weighted(dense((1, 32), (1, 64, 8), 128, "none", normalize, torch.bfloat16))
-    many = weighted(dense((32, 32), (1, 2, 180), 128, "none", normalize, torch.bfloat16))
+    many = weighted(dense((65, 32), (1, 2, 180), 128, "none", normalize, torch.bfloat16))
     check_backward(few.run, {"_gather", "_finish", "_compare"}, capability, monkeypatch)
     check_backward(many.run, {"_gather"} | SORTED, capability, monkeypatch)
 
 
-@pytest.mark.parametrize(("rows", "length"), [(1, 1), (200, 300), (512, 2047)])
+@pytest.mark.parametrize(("rows", "length"), [(1, 1), (200, 300), (1024, 2047), (2048, 180)])
 def test_lists_by_one_program(rows: int, length: int, capability: int, monkeypatch) -> None:
     case = dense((1, rows), (1, 2, length), 16, "none")
-    check_backward(lambda: case.run("lists", queries=False), {"_list", "_sum"}, capability, monkeypatch)
+    names = {"_list", "_sum"} if rows <= 1024 else {"_list", "_sum", "_combine"}
+    check_backward(lambda: case.run("lists", queries=False), names, capability, monkeypatch)
 
 
 def test_long_documents(capability: int, monkeypatch) -> None:
-    case = dense((32, 32), (1, 1, 3000), 16, "none")
+    case = dense((65, 32), (1, 1, 3000), 16, "none")
     check_backward(lambda: case.run("lists", queries=False), SORTED | {"_starts"}, capability, monkeypatch)
 
 
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("candidates", [None, [0, 2, 3]])
 def test_packed(candidates: list[int] | None, normalize: bool, capability: int, monkeypatch) -> None:
-    case = packed((2, 600), [3, 0, 70], 128, "none", candidates, dtype=torch.bfloat16, normalize=normalize)
+    case = packed((2, 1200), [3, 0, 70], 128, "none", candidates, dtype=torch.bfloat16, normalize=normalize)
     for way, names in (("lists", {"_gather"} | SORTED), ("compare_winners", {"_gather", "_compare"})):
         check_backward(lambda w=way: case.run(w), names, capability, monkeypatch)
 

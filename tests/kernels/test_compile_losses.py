@@ -91,8 +91,8 @@ def test_parts_of_the_gradient_of_documents(adds: bool, way: str, capability: in
     names = {"_compare"} if way == "compare_winners" else {"_sort", "_scan", "_place", "_sum", "_combine"}
     kernels = {lists: ("_sort", "_scan", "_place"), sums: ("_sum", "_combine"), compare: ("_compare",)}
     for case in (
-        dense((32, 32), (1, 2, 180), 128, "none", True, torch.bfloat16),
-        packed((2, 600), [3, 0, 70], 128, "none", dtype=torch.bfloat16, normalize=True),
+        dense((65, 32), (1, 2, 180), 128, "none", True, torch.bfloat16),
+        packed((2, 1200), [3, 0, 70], 128, "none", dtype=torch.bfloat16, normalize=True),
     ):
         total = Destination(None, torch.zeros(case.tensors.documents.shape), True, adds)
         check_launches(

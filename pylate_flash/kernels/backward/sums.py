@@ -119,9 +119,10 @@ def _sum_kernel(
 ):  # fmt: skip
     """grad_documents[token] = sum of grad_score * queries[row] over the rows on its list, in their order.
 
-    Programs: first `n_segments` of every document for the rest of long lists, then one for each token. What a list of
-    more than one part sums up to goes to parts [local document, segment, 2, d]: what the token's own program summed,
-    at the segment that follows, and what that segment's program did.
+    Programs: first `n_segments` of every document for the rest of long lists, then one for each token, which sums all
+    of its list if there are no segments. What a list of more than one part sums up to goes to parts [local document,
+    segment, 2, d]: what the token's own program summed, at the segment that follows, and what that segment's program
+    did.
 
     NARROW: queries are contiguous, and an offset among those of one group, or their scores, fits into 32 bits. Rows are
     loaded in halves, as in `_gather_kernel`. ADD: to what is there, float32, of which tokens without a list stay as
@@ -160,7 +161,7 @@ def _sum_kernel(
         end = tl.load(starts_ptr + starts_at + 1, mask=exists, other=0).to(tl.int32)
         if ADD:
             exists = exists & (end > low)
-        boundary = (tl.cdiv(low, SEGMENT) + 1) * SEGMENT
+        boundary = tl.where(n_segments > 0, (tl.cdiv(low, SEGMENT) + 1) * SEGMENT, end)
         in_parts = end > boundary
         high = tl.minimum(end, boundary)
         part = (local * n_segments + boundary // SEGMENT - 1) * 2

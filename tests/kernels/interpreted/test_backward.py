@@ -22,7 +22,7 @@ def low_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of 16 rows, lists that are summed in parts of 8, and a document at a time; no list by one program."""
     limits = {
         "LIST_CHUNK_BITS": 4, "LIST_SEGMENT": 8, "_LISTS_MEMORY": 1, "LIST_BLOCK_BINS": 16, "_ALONE_ROWS": 0,
-        "_COMPARED": 8, "_COMPARE_ROWS": 4,
+        "_ALONE_ROWS_OF_FEW": 0, "_COMPARED": 8, "_COMPARE_ROWS": 4,
     }  # fmt: skip
     for name, value in limits.items():
         monkeypatch.setattr(select, name, value)
@@ -98,13 +98,27 @@ def test_weights_of_one_change_nothing(way: str) -> None:
         ((1, 20), (1, 1, 256), "one token"),
     ],
 )
+@pytest.mark.parametrize("few", [False, True])
 def test_lists_by_one_program(
-    queries: tuple[int, int], documents: tuple[int, int, int], kind: str, monkeypatch: pytest.MonkeyPatch
+    queries: tuple[int, int], documents: tuple[int, int, int], kind: str, few: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(select, "_ALONE_ROWS", 300)
+    monkeypatch.setattr(select, "_ALONE_ROWS", 0 if few else 300)
+    monkeypatch.setattr(select, "_ALONE_ROWS_OF_FEW", 300)
+    monkeypatch.setattr(select, "architecture", lambda device: (9, 132 if few else 1))
     # What only other lists need.
     monkeypatch.setattr(lists, "_sort", None)
     dense(queries, documents, 12, kind).check("lists")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("normalize", [False, True])
+def test_lists_that_are_never_long_are_summed_by_one_program(
+    normalize: bool, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # What only long lists need.
+    monkeypatch.setattr(sums, "_combine", None)
+    dense((2, 8), (1, 3, 5), 12, kind, normalize).check("lists")
+    packed((4, 4), [3, 0, 5], 12, kind).check("lists")
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -64,7 +64,8 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
 @pytest.mark.parametrize("skewed", [False, True])
 def test_the_backward(skewed: bool, counted: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
     """With chunks of 16 rows, and lists that are summed in parts of 16."""
-    for name, value in {"LIST_CHUNK_BITS": 4, "LIST_SEGMENT": 16, "_ALONE_ROWS": 0, "_FEW_ROWS": 0}.items():
+    limits = {"LIST_CHUNK_BITS": 4, "LIST_SEGMENT": 16, "_ALONE_ROWS": 0, "_ALONE_ROWS_OF_FEW": 0, "_FEW_ROWS": 0}
+    for name, value in limits.items():
         monkeypatch.setattr(select, name, value)
     monkeypatch.setattr(select, "architecture", lambda device: (9, 1))
     random = torch.Generator().manual_seed(0)
