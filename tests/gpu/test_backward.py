@@ -20,8 +20,10 @@ pytestmark = pytest.mark.gpu
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # (Nq, Lq), (G, K, Ld), d
 SHAPES = [
-    ((64, 32), (1, 70, 180), 128),  # lists longer than a part
-    ((16, 32), (1, 70, 180), 128),  # as many rows as one program lists
+    ((96, 32), (1, 70, 180), 128),  # lists of several chunks
+    ((64, 32), (1, 70, 180), 128),  # as many rows as one program lists, and lists longer than a part
+    ((32, 32), (1, 70, 180), 128),  # as many as are always summed by one
+    ((16, 32), (1, 300, 180), 128),  # as many rows as one program lists of many documents
     ((3, 500), (1, 5, 1000), 128),  # long documents: other chunks
     ((1, 500), (1, 4, 2047), 128),  # as many tokens
     ((1, 32), (1, 3000, 20), 128),  # documents shared by several programs
