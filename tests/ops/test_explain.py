@@ -32,7 +32,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         shape = bounds.shape[0] - 1, length
         return origin.new_zeros(*shape, origin.shape[1]), torch.zeros(shape, dtype=torch.bool)
 
-    monkeypatch.setattr("pylate_flash.ops.ragged.kernels", lambda: SimpleNamespace(padded=padded))
+    monkeypatch.setattr("pylate_flash.ops.ragged.kernels", lambda: SimpleNamespace(pad=padded))
 
 
 @pytest.mark.parametrize(
