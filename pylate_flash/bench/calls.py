@@ -9,6 +9,7 @@ Masks are prefixes, as of padded texts: flash-maxsim knows lengths only.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -25,28 +26,28 @@ from pylate_flash.bench.suite import WRONG, Candidate, Unavailable
 Result = torch.Tensor | tuple[torch.Tensor, ...]
 
 
-class Call:
+class Call(ABC):
     """One call, with its inputs. A system that has no such call raises `Unavailable`."""
 
     # Whether the call is the same every time, and without gradients: what is captured is replayed as it was.
     replayable = True
 
     @property
+    @abstractmethod
     def device(self) -> torch.device:
         """Where the inputs are."""
-        raise NotImplementedError
 
+    @abstractmethod
     def reference(self) -> Result:
         """The right answer in float64: scores, or a loss and its gradients."""
-        raise NotImplementedError
 
     def accuracy(self, dtype: torch.dtype) -> float:
         """The relative error that pylate_flash promises for inputs of that type."""
         return forward.accuracy(dtype)
 
+    @abstractmethod
     def ours(self) -> list[Candidate]:
         """This package: the one way that a user takes."""
-        raise NotImplementedError
 
     def lik(self) -> list[Candidate]:
         """late-interaction-kernels."""
@@ -56,9 +57,9 @@ class Call:
         """flash-maxsim."""
         raise Unavailable("it has no such call")
 
+    @abstractmethod
     def torch(self) -> list[Candidate]:
         """What a user has without a package of kernels: an einsum, or PyLate's own call."""
-        raise NotImplementedError
 
 
 def einsum_scores(

@@ -85,7 +85,10 @@ def padded(
     autocast: bool = False,
 ) -> calls.Padded:
     """Unit vectors, in float32 where the call casts them, and masks of ``"documents"`` or ``"both"``."""
-    stored = torch.float32 if autocast and kind is not steps.Contrastive else dtype
+    stored = dtype
+    if autocast:
+        # What a model's linear layers give is of the type already.
+        stored = calls.autocast_type(dtype) if kind is steps.Contrastive else torch.float32
     documents = (row.Nq, row.Nd) if row.own else (row.Nd,)
     mask = partial(calls.prefixes, generator=generator, dtype=mask_type)
     draw = partial(forward.unit_vectors, generator=generator, dtype=stored)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -78,8 +79,9 @@ def test_the_rows_are_what_their_names_say():
     assert masks("hidden-documents-mask") == [None, torch.bool]
     assert masks("maxsim-masks") == masks("maxsim-pairwise") == masks("hidden-masks") == [torch.bool, torch.bool]
     assert masks("maxsim-int64-masks") == [torch.int64, torch.int64]
-    for name in ("maxsim-autocast", "step-cross-entropy", "step-maxsim", "step-contrastive"):
-        inputs = launch.make_inputs(small(by_name[name]), CPU, torch.bfloat16)
+    under_autocast = ("maxsim-autocast", "step-cross-entropy", "step-maxsim", "step-contrastive")
+    for name, dtype in itertools.product(under_autocast, (torch.float32, torch.bfloat16)):
+        inputs = launch.make_inputs(small(by_name[name]), CPU, dtype)
         assert inputs.cast == torch.bfloat16
         # A model's embeddings under autocast, and what `Contrastive` makes of them when it normalises.
         assert inputs.queries.dtype == (torch.bfloat16 if name == "step-contrastive" else torch.float32)
