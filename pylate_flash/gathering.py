@@ -22,7 +22,7 @@ from torch import Tensor
 
 from .mini_batches import Packed
 from .ops import maxsim_varlen
-from .ops.problem import winners_dtype
+from .problem import winners_dtype
 
 GATHERINGS = ("all_gather", "ring")
 

@@ -14,9 +14,9 @@ from torch import Tensor
 from .gathering import all_gather, exchange, rank, ring_cross_entropy, world_size
 from .mini_batches import Packed, pack_padded
 from .ops import maxsim_cross_entropy, maxsim_from_hidden
-from .ops.problem import Options, Tensors
 from .ops.soft import soft_scores_of
 from .ops.varlen import with_lengths
+from .problem import Options, Tensors
 
 
 class Stopwatch:

@@ -31,7 +31,7 @@ from pylate_flash.bench.results import describe_machine
 from pylate_flash.kernels import grids, select
 from pylate_flash.kernels.forward import maxsim_forward
 from pylate_flash.kernels.tiles import hopper_tail
-from pylate_flash.ops.problem import Options, Problem, Tensors, problem_of
+from pylate_flash.problem import Options, Problem, Tensors, problem_of
 
 RESULTS = Path(__file__).resolve().parent / "results" / "traffic"
 

@@ -10,7 +10,7 @@ from .select import gather_wave
 from .tiles import padded_query_length
 
 if TYPE_CHECKING:
-    from ..ops.problem import Problem
+    from ..problem import Problem
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from .tiles import (
 )
 
 if TYPE_CHECKING:
-    from ..ops.problem import Kind
+    from ..problem import Kind
 
 # Registers of a processor.
 REGISTERS = 1 << 16

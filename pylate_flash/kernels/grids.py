@@ -9,7 +9,7 @@ from .forms import Form
 from .tiles import HopperTile, Tile, divided_strides, padded_query_length
 
 if TYPE_CHECKING:
-    from ..ops.problem import Problem
+    from ..problem import Problem
 
 # Cuts of packed documents, see `kernels.forward.cuts`. A document costs its tokens and so many more: half a tile, as a
 # document's last tile is half full on average, and as much again for what follows it.

@@ -32,7 +32,7 @@ from .tiles import (
 )
 
 if TYPE_CHECKING:
-    from ..ops.problem import Problem
+    from ..problem import Problem
 
 logger = logging.getLogger(__name__)
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..problem import Options
 from .blocked import accumulation_dtype, inner_products
 from .lists import Sequences
-from .problem import Options
 
 
 def scores_of_pairs(queries: Sequences, documents: Sequences, options: Options) -> Tensor:

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from ..kernels.tiles import DIRECT_SIZE
+from ..problem import Problem
 from .blocked import accumulation_dtype, block_budget
 from .blocked_varlen import padded_tokens, weighted_sums
 from .packing import host_bounds
-from .problem import Problem
 
 if TYPE_CHECKING:
     from .chamfer_compute import Sets

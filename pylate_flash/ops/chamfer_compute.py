@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from ..kernels.select import choose
+from ..problem import Options, Problem, Tensors
 from .chamfer_blocks import Found, gradients_in_blocks, nearest_in_blocks
-from .checks import check_boundaries, check_embeddings, check_mask_layout, check_same, checked_mask
+from .checks import check_boundaries, check_embeddings, check_mask_layout, check_same, checked_mask, checked_problem
 from .compute import kernels
-from .problem import Options, Problem, Tensors, problem_of
 
 
 class Sets(NamedTuple):
@@ -73,12 +73,12 @@ def problem_of_sets(sets: Sets, options: ChamferOptions) -> Problem:
     x, y, x_mask, y_mask, x_cu_seqlens, y_cu_seqlens = sets
     if x_cu_seqlens is None:
         y_mask = None if y_mask is None else y_mask.unsqueeze(1)
-        return problem_of(Tensors(x, y.unsqueeze(1), x_mask, y_mask), Options())
+        return checked_problem(Tensors(x, y.unsqueeze(1), x_mask, y_mask), Options())
     assert y_cu_seqlens is not None
     # Boundaries of candidates, of which nothing but their type and number is looked at.
     candidates = x_cu_seqlens
     lengths = Options(options.max_x_length, options.max_y_length, 1)
-    return problem_of(Tensors(x, y, None, None, x_cu_seqlens, y_cu_seqlens, candidates), lengths)
+    return checked_problem(Tensors(x, y, None, None, x_cu_seqlens, y_cu_seqlens, candidates), lengths)
 
 
 def compute_chamfer(sets: Sets, options: ChamferOptions) -> tuple[Tensor, Tensor, Tensor]:

@@ -11,7 +11,13 @@ from torch import Tensor
 from torch._C._functorch import TransformType, get_interpreter_stack, peek_interpreter_stack
 from torch.autograd import forward_ad
 
+from ..problem import Options, Places, Problem, Tensors, problem_of
+
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_QUERIES = {3: "[Nq, Lq, d]"}
+_DOCUMENTS = {3: "[Nd, Ld, d]", 4: "[Nq, K, Ld, d]"}
+_PACKED_QUERIES = {2: "[Tq, d]", 3: "[Nq, Lq, d]"}
+_PACKED_DOCUMENTS = {2: "[Td, d]"}
 # What torch compares and multiplies with other types.
 _MASKS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, *FLOATING)
 # The largest integer that an operator takes.
@@ -134,6 +140,61 @@ def check_boundaries(name: str, cu_seqlens: object) -> None:
         raise TypeError(f"{name} must be int32 or int64, got {cu_seqlens.dtype}")
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] == 0:
         raise ValueError(f"{name} must have shape [N + 1], got {list(cu_seqlens.shape)}")
+
+
+def check(tensors: Tensors, quantized: bool = False) -> None:
+    """Raise unless the tensors of a call fit together; `quantized` documents have a type of their own.
+
+    Raises
+    ------
+    TypeError
+        If a type is not one of those that it may be, or those of queries and documents differ.
+    ValueError
+        If shapes, devices or embedding sizes do not fit together.
+    """
+    queries, documents, queries_mask, documents_mask, queries_cu_seqlens, documents_cu_seqlens, candidates = tensors
+    packed = documents_cu_seqlens is not None
+    check_embeddings("queries", queries, _PACKED_QUERIES if packed else _QUERIES)
+    (check_tensor if quantized else check_embeddings)(
+        "documents", documents, _PACKED_DOCUMENTS if packed else _DOCUMENTS
+    )
+    check_same(queries, documents, same_dtype=not quantized)
+    if documents.dim() == 4 and documents.shape[0] != queries.shape[0]:
+        raise ValueError(
+            f"documents of shape [Nq, K, Ld, d] must have one row of candidates per query, Nq = {queries.shape[0]}, "
+            f"got {list(documents.shape)}"
+        )
+    if queries_mask is not None:
+        check_mask_layout("queries_mask", queries_mask, queries)
+    if documents_mask is not None:
+        check_mask_layout("documents_mask", documents_mask, documents)
+    if packed:
+        check_boundaries("documents_cu_seqlens", documents_cu_seqlens)
+        n_queries = queries.shape[0]
+        if queries_cu_seqlens is not None:
+            check_boundaries("queries_cu_seqlens", queries_cu_seqlens)
+            n_queries = queries_cu_seqlens.shape[0] - 1
+        if candidates is not None:
+            check_candidates(candidates, n_queries)
+
+
+def check_candidates(candidates: Tensor, n_queries: int) -> None:
+    """Raise unless these are the boundaries of so many queries' candidates."""
+    check_boundaries("candidates_cu_seqlens", candidates)
+    if candidates.shape[0] != n_queries + 1:
+        raise ValueError(f"candidates_cu_seqlens must have Nq + 1 = {n_queries + 1} entries, got {candidates.shape[0]}")
+
+
+def checked_problem(
+    tensors: Tensors,
+    options: Options,
+    with_winners: bool = False,
+    places: Places | None = None,
+    quantized: bool = False,
+) -> Problem:
+    """The problem of a call (`problem_of`), after every check of its tensors (`check`)."""
+    check(tensors, quantized)
+    return problem_of(tensors, options, with_winners, places)
 
 
 def is_readable(tensor: Tensor) -> bool:

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from ..kernels.select import choose
+from ..problem import Options, Places, Problem, Tensors
 from .blocked import Inputs, blocked_backward, blocked_forward
 from .blocked_varlen import blocked_varlen_backward, blocked_varlen_forward
-from .checks import checked_mask
+from .checks import checked_mask, checked_problem
 from .norms import scales
 from .packing import host_bounds_of
-from .problem import Options, Places, Problem, Tensors, problem_of
 
 Gradients = tuple[Tensor | None, Tensor | None]
 
@@ -23,7 +23,7 @@ def compute(
     tensors: Tensors, options: Options, with_winners: bool, places: Places | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """Scores, float32, and the winners [documents, rows], if asked for. Only kernels take `places`."""
-    problem = problem_of(tensors, options, with_winners, places)
+    problem = checked_problem(tensors, options, with_winners, places)
     mean = options.reduction == "mean"
     if mean:
         # The score of an empty document is not divided.
@@ -49,7 +49,7 @@ def compute_gradients(
     need_documents: bool,
 ) -> Gradients:
     """The gradients of queries and documents, contiguous in their type; None for one that is not needed."""
-    problem = problem_of(tensors, options)
+    problem = checked_problem(tensors, options)
     if options.reduction == "mean":
         grad_scores = grad_scores / active_counts(problem, tensors)
     if problem.is_empty or 0 in tensors.queries.shape:

@@ -12,9 +12,10 @@ from ..kernels.blackwell.plan import blackwell_plan
 from ..kernels.grids import ForwardPlan
 from ..kernels.select import BackwardPlan, backward_plan, choose, forward_plan, why
 from ..kernels.tiles import HopperTile, Tile
+from ..problem import Options, Problem, Tensors
+from .checks import checked_problem
 from .maxsim import FORWARD_IMPLEMENTATIONS, checked
 from .operator import needs_gradient
-from .problem import Options, Problem, Tensors, problem_of
 from .quantization import QuantizedEmbeddings
 from .quantized import checked_with_values, problem_of_quantized
 from .ragged import call_of
@@ -134,7 +135,7 @@ def explain(
                 raise ValueError(f"{name} must be None where documents are a list, got {type(value).__name__}")
         call = call_of("explain", queries, documents, queries_mask, candidates_cu_seqlens, options)
         tensors = checked("explain", call.tensors, call.options)
-        problem = problem_of(tensors, call.options, needs_gradient(*tensors[:2]), call.places)
+        problem = checked_problem(tensors, call.options, needs_gradient(*tensors[:2]), call.places)
         how = "read where they lie" if call.packed_because is None else f"packed, because {call.packed_because}"
         return explain_problem(problem, implementation)._replace(lists=how)
     if not isinstance(queries, Tensor):
@@ -160,9 +161,9 @@ def explain(
         return explain_problem(problem_of_quantized(tensors, options, bool(quantize_queries)), implementation)
     if soft:
         tensors = checked("explain", tensors, options)
-        return _explain_soft(problem_of(tensors, options), needs_gradient(*tensors[:2]), implementation)
+        return _explain_soft(checked_problem(tensors, options), needs_gradient(*tensors[:2]), implementation)
     tensors = checked("explain", tensors, options, FORWARD_IMPLEMENTATIONS)
-    return explain_problem(problem_of(tensors, options, needs_gradient(*tensors[:2])), implementation)
+    return explain_problem(checked_problem(tensors, options, needs_gradient(*tensors[:2])), implementation)
 
 
 def explain_problem(problem: Problem, implementation: str = "auto") -> Explanation:

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels.select import IMPLEMENTATIONS
+from ..problem import Options, Tensors
 from .checks import (
     check_choice,
     check_differentiation,
@@ -41,7 +42,6 @@ from .hidden_blocks import (
 )
 from .maxsim import MASKINGS, REDUCTIONS, autocast, maxsim_reference
 from .operator import define, is_plain
-from .problem import Options, Tensors
 from .varlen import with_lengths
 
 _QUERIES = {3: "[Nq, Lq, d]"}

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from ..kernels.select import choose, fused_plan
+from ..problem import Options, Tensors, sizes_of, winners_dtype
 from .compute import compute, compute_gradients, kernels
 from .norms import SMALLEST_NORM, inverse_norms
-from .problem import Options, Tensors, sizes_of, winners_dtype
 
 # Of projected embeddings, and in the backward of them and their gradient, held at once; more only where a single
 # document has more.

@@ -23,11 +23,12 @@ from ..kernels.residual import Codes, residual_backward, residual_forward
 from ..kernels.soft import soft_backward, soft_forward
 from ..kernels.sparse import sparse_forward
 from ..kernels.xtr import Inputs, retrieve, score_retrieved
+from ..problem import Options, Problem, Tensors, replaced
 from .chamfer_blocks import Found as Nearest
 from .chamfer_compute import Sets
+from .checks import checked_problem
 from .compute import active_counts, checked_masks, with_empty_score
 from .loss_call import Comparison, Found, Targets
-from .problem import Options, Problem, Tensors, problem_of, replaced
 from .xtr_retrieval import Results, Rule, chunks
 
 __all__ = [
@@ -198,7 +199,7 @@ def loss(
     `needs`: whether the gradients of queries, documents and temperature are needed. Those of float16 embeddings are
     float32, and are to be cast after they were multiplied by that of the loss.
     """
-    problem = problem_of(tensors, options, needs[0] or needs[1])
+    problem = checked_problem(tensors, options, needs[0] or needs[1])
     chunks = chunks_of(problem, comparison.max_scratch_bytes)
     problem, given = _for_kernels(problem, tensors)
     if options.reduction == "mean":

@@ -6,11 +6,12 @@ import torch
 from torch import Tensor
 
 from ..kernels.chunks import chunks_of
+from ..problem import Options, Tensors
 from .blocked import accumulation_dtype
+from .checks import check, checked_problem
 from .compute import compute, compute_gradients
 from .loss_call import CROSS_ENTROPY, Comparison, Found, Targets, labels_of
 from .loss_scores import Compared, compared, gradient_of, reduced, statistics_of
-from .problem import Options, Tensors, check, problem_of
 
 
 def loss_in_blocks(
@@ -28,7 +29,7 @@ def loss_in_blocks(
     wide = accumulation_dtype(dtype)
     tensors = tensors._replace(queries=queries.to(wide), documents=documents.to(wide))
     options = options._replace(implementation="blocked")
-    problem = problem_of(tensors, options, need_queries or need_documents)
+    problem = checked_problem(tensors, options, need_queries or need_documents)
     own, n_queries = documents.dim() == 4, problem.n_queries
     step = n_queries if comparison.symmetric else chunks_of(problem, comparison.max_scratch_bytes).queries
     share = 1.0 / n_queries if comparison.loss_reduction == "mean" else 1.0

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..problem import Tensors
 from .checks import FLOATING, LARGEST, check_boundaries, check_choice, is_positive, is_readable
-from .problem import Tensors
 
 LOSS_REDUCTIONS = ("mean", "sum", "none")
 CROSS_ENTROPY, DIVERGENCE, MARGIN_MSE = "cross entropy", "divergence", "margin MSE"

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from ..kernels.select import choose
-from .checks import check_differentiation, check_tensor, is_readable, no_second_derivative
+from ..problem import Options, Tensors
+from .checks import check, check_differentiation, check_tensor, is_readable, no_second_derivative
 from .compute import kernels
 from .loss_blocks import loss_in_blocks
 from .loss_call import Comparison, Found, Targets, check_packing, checked_comparison, checked_targets
 from .loss_scores import compared, reduced, statistics_of
 from .maxsim import checked, scores_of
 from .operator import LIBRARY, is_plain, needs_gradient
-from .problem import Options, Tensors, check
 from .varlen import with_lengths
 
 

@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..problem import Options, Tensors
 from .loss_call import CROSS_ENTROPY, DIVERGENCE, MARGIN_MSE, Comparison, Targets
 from .loss_operator import loss_of
-from .problem import Options, Tensors
 
 
 class LossStatistics(NamedTuple):

@@ -22,8 +22,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels.select import IMPLEMENTATIONS
+from ..problem import Options, Tensors, sizes_of, winners_dtype
 from .checks import (
     FLOATING,
+    check,
     check_choice,
     check_differentiation,
     check_mask_layout,
@@ -32,7 +34,6 @@ from .checks import (
 )
 from .compute import compute, compute_gradients
 from .operator import define
-from .problem import Options, Tensors, check, sizes_of, winners_dtype
 from .quantization import QuantizedEmbeddings
 
 REDUCTIONS = ("sum", "mean")

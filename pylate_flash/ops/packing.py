@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..problem import Problem, Tensors
 from .checks import LARGEST, check_boundaries, check_integer, check_list, is_readable, item_as_tensor
-from .problem import Problem, Tensors
 
 
 def pack(sequences: Sequence[Tensor | np.ndarray]) -> tuple[Tensor, Tensor]:

@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 
 from ..kernels.select import choose
+from ..problem import Options, Problem, Tensors, replaced, sizes_of
 from .blocked import block_budget, document_blocks
 from .blocked_varlen import sequence_blocks
+from .checks import check, checked_problem
 from .compute import active_counts, compute, kernels, with_empty_score
 from .maxsim import checked, maxsim_reference
 from .operator import LIBRARY, needs_gradient
 from .packing import host_bounds_of
-from .problem import Options, Problem, Tensors, check, problem_of, replaced, sizes_of
 from .quantization import QuantizedEmbeddings, quantize
 from .varlen import maxsim_varlen_reference
 
@@ -75,7 +76,7 @@ def checked_with_values(operation: str, tensors: Tensors, options: Options) -> T
 
 def problem_of_quantized(tensors: Tensors, options: Options, quantize_queries: bool) -> Problem:
     """The problem of a call whose documents are 8-bit values."""
-    problem = problem_of(tensors, options, quantized=True)
+    problem = checked_problem(tensors, options, quantized=True)
     kind = replaced(problem.kind, "quantized", tensors.documents.dtype)
     return problem._replace(kind=replaced(kind, "quantize_queries", quantize_queries))
 

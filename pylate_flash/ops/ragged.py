@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.select import IMPLEMENTATIONS, choose
+from ..problem import Options, Places, Tensors
 from .blocked_pairs import scores_of_pairs
 from .checks import check_boundaries, check_choice, check_list, check_same, check_tensor, is_readable
 from .compute import compute, kernels
@@ -22,7 +23,6 @@ from .lists import Sequences, sequences_of
 from .maxsim import autocast, checked, scores_of
 from .operator import is_plain, needs_gradient
 from .packing import longest
-from .problem import Options, Places, Tensors
 from .staging import concatenate
 
 

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from ..kernels.select import choose
+from ..problem import Options, Problem, Tensors
 from .blocked import block_budget
 from .blocked_varlen import sequence_blocks
-from .checks import check_embeddings, check_tensor, is_readable
+from .checks import check, check_embeddings, check_tensor, checked_problem, is_readable
 from .compute import active_counts, compute, compute_gradients, kernels
 from .maxsim import checked, maxsim_reference
 from .operator import define
 from .packing import host_bounds
-from .problem import Options, Problem, Tensors, check, problem_of
 from .residual_codes import ResidualCodes
 
 
@@ -194,7 +194,7 @@ class _Call(NamedTuple):
 
 def _problem_of(call: _Call, with_winners: bool) -> Problem:
     """The problem; where there are candidates, every query is a group with as many documents."""
-    problem = problem_of(call.tensors, call.options, with_winners, quantized=True)
+    problem = checked_problem(call.tensors, call.options, with_winners, quantized=True)
     if call.candidates is None:
         return problem
     return problem._replace(groups=problem.n_queries, n_documents=call.candidates.shape[1])

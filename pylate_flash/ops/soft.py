@@ -23,8 +23,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..problem import Options, Tensors, sizes_of
 from .blocked import accumulation_dtype
 from .checks import (
+    check,
     check_differentiation,
     check_integer,
     check_tensor,
@@ -34,7 +36,6 @@ from .checks import (
 )
 from .maxsim import CALL_SCHEMA, checked
 from .operator import define
-from .problem import Options, Tensors, check, sizes_of
 from .soft_compute import compute_soft, compute_soft_gradients
 from .varlen import with_lengths
 

@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..problem import Problem, Tensors
 from .blocked import accumulation_dtype, block_budget, inner_products, unscaled
 from .blocked_varlen import padded_tokens, runs
 from .compute import checked_masks
 from .norms import inverse_norms
 from .packing import host_bounds_of
-from .problem import Problem, Tensors
 
 # Query rows that a block of documents leaves room for.
 _ROWS = 1024

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from ..kernels.select import choose
+from ..problem import Options, Problem, Tensors
+from .checks import checked_problem
 from .compute import active_counts, kernels, with_empty_score
-from .problem import Options, Problem, Tensors, problem_of
 from .soft_blocks import soft_blocked_backward, soft_blocked_forward
 
 SoftGradients = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -15,7 +16,7 @@ SoftGradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 def compute_soft(tensors: Tensors, options: Options, beta: Tensor, with_lse: bool) -> tuple[Tensor, Tensor | None]:
     """Scores, float32, and if asked for log(sum(exp(beta * similarity))) over the tokens, [documents, rows]."""
-    problem = problem_of(tensors, options)
+    problem = checked_problem(tensors, options)
     mean = options.reduction == "mean"
     if mean:
         # The score of an empty document is not divided.
@@ -48,7 +49,7 @@ def compute_soft_gradients(
     max_scratch_bytes: int,
 ) -> SoftGradients:
     """The gradients of beta, queries and documents, contiguous in their types; None for one that is not needed."""
-    problem = problem_of(tensors, options)
+    problem = checked_problem(tensors, options)
     if options.reduction == "mean":
         grad_scores = grad_scores / active_counts(problem, tensors)
     if problem.is_empty or 0 in tensors.queries.shape:

@@ -6,11 +6,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..problem import Problem, Tensors
 from .blocked import Inputs, accumulation_dtype, block_budget, blocked_forward
 from .blocked_varlen import padded_tokens, rows_of, runs
 from .compute import blocked_inputs, weighted
 from .packing import host_bounds_of
-from .problem import Problem, Tensors
 
 # The documents of a block [documents, 1, Ld, d], their mask and their scales.
 _Documents = tuple[Tensor, Tensor | None, Tensor | None]

@@ -18,12 +18,12 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from ..kernels.select import choose
-from .checks import check_tensor, is_readable
+from ..problem import Options, Tensors, sizes_of, winners_dtype
+from .checks import check, check_tensor, checked_problem, is_readable
 from .compute import compute_gradients, kernels, with_empty_score
 from .loss_call import check_packing
 from .maxsim import checked, maxsim_reference
 from .operator import define
-from .problem import Options, Tensors, check, problem_of, sizes_of, winners_dtype
 from .sparse_blocks import sparse_blocked_forward
 from .varlen import with_lengths
 
@@ -212,7 +212,7 @@ def _call(arguments: tuple) -> tuple[Tensors, Tensor, Options]:
 
 def _compute(arguments: tuple, with_winners: bool) -> tuple[Tensor, Tensor | None]:
     tensors, query_tokens, options = _call(arguments)
-    problem = problem_of(tensors, options, with_winners)
+    problem = checked_problem(tensors, options, with_winners)
     _check_query_tokens(query_tokens, tensors)
     chosen = choose(options.implementation, problem.device, problem.dtype, problem.size)
     winners = None

@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .checks import check_boundaries, check_tensor
+from ..problem import Options, Tensors
+from .checks import check_boundaries, check_candidates, check_tensor
 from .maxsim import scores_of
 from .operator import needs_gradient
 from .packing import longest
-from .problem import Options, Tensors, check_candidates
 from .quantization import QuantizedEmbeddings
 
 

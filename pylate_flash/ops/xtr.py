@@ -23,11 +23,11 @@ import torch
 from torch import Tensor
 
 from ..kernels.select import choose
-from .checks import LARGEST, check_choice, check_tensor
+from ..problem import Options, Tensors, sizes_of, winners_dtype
+from .checks import LARGEST, check, check_choice, check_tensor, checked_problem
 from .compute import checked_masks, compute_gradients, kernels, with_empty_score
 from .maxsim import checked
 from .operator import define
-from .problem import Options, Tensors, check, problem_of, sizes_of, winners_dtype
 from .xtr_retrieval import Results, Rule, scores_in_blocks
 
 NORMALIZERS = ("positive", "retrieved")
@@ -164,7 +164,7 @@ def _compute(arguments: tuple, _: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Scores, the winners that a gradient flows to, and what scores were divided by."""
     queries, documents, queries_mask, documents_mask, k, normalizer, empty_score, implementation = arguments
     tensors = Tensors(queries, documents, queries_mask, documents_mask)
-    problem = problem_of(tensors, Options(empty_score=empty_score), with_winners=True)
+    problem = checked_problem(tensors, Options(empty_score=empty_score), with_winners=True)
     chosen = choose(implementation, problem.device, problem.dtype, problem.size)
     tensors = Tensors(queries, documents, *checked_masks(tensors))
     scores = torch.empty(problem.scores_shape, dtype=torch.float32, device=problem.device)

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..problem import Problem, Tensors
 from .blocked import block_budget, inner_products
-from .problem import Problem, Tensors
 
 
 class Rule(NamedTuple):

@@ -13,7 +13,7 @@ import traffic
 from pylate_flash.kernels import select
 from pylate_flash.kernels.backward import gather, lists, sums
 from pylate_flash.kernels.forward import common
-from pylate_flash.ops.problem import Options, Problem, Tensors, problem_of
+from pylate_flash.problem import Options, Problem, Tensors, problem_of
 
 # As `ncu --csv --page raw --print-units base` prints: what it says besides, names, units, and a line for each launch.
 COLUMNS = ('"ID"', '"Kernel Name"', *(f'"{metric}"' for metric in traffic.METRICS))

@@ -11,8 +11,8 @@ import torch
 from pylate_flash.kernels.grids import ForwardPlan
 from pylate_flash.kernels.select import architecture, forward_plan
 from pylate_flash.ops import maxsim, maxsim_reference, maxsim_varlen
-from pylate_flash.ops.problem import Options, Tensors, problem_of
 from pylate_flash.ops.varlen import maxsim_varlen_reference
+from pylate_flash.problem import Options, Tensors, problem_of
 from tests.gpu.embeddings import packed_of, unit
 from tests.ops.cases import Case, gradients, relative_error
 from tests.ops.test_varlen import gradients as varlen_gradients

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pylate_flash.ops import maxsim, maxsim_from_hidden, maxsim_pairwise, maxsim_reference
 from pylate_flash.ops.compute import compute
-from pylate_flash.ops.problem import Options, Tensors
+from pylate_flash.problem import Options, Tensors
 from tests.gpu.embeddings import unit
 from tests.ops.cases import Case, cases, gradients, relative_error
 

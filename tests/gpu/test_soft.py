@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pylate_flash.ops import maxsim, soft_maxsim, soft_maxsim_reference, soft_maxsim_varlen
-from pylate_flash.ops.problem import Options, Tensors
+from pylate_flash.problem import Options, Tensors
 from tests.gpu.embeddings import packed_of, unit
 from tests.ops.cases import Case, cases, relative_error
 from tests.ops.test_soft import check_gradients, soft_gradients, varlen_gradients, varlen_reference

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 
 from pylate_flash.kernels.xtr import Inputs, plan, plan_of, retrieve, walk
 from pylate_flash.ops import xtr, xtr_scores, xtr_scores_reference
-from pylate_flash.ops.problem import Options, Tensors, problem_of
 from pylate_flash.ops.xtr_retrieval import Rule
+from pylate_flash.problem import Options, Tensors, problem_of
 from tests.gpu.embeddings import unit
 from tests.ops.cases import Case, gradients, relative_error
 from tests.ops.xtr_cases import DTYPES, check_scores_and_gradients, xtr_cases

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pylate_flash.kernels import select
 from pylate_flash.kernels.backward import maxsim_backward
-from pylate_flash.ops.problem import Options, Problem, Tensors, problem_of
+from pylate_flash.problem import Options, Problem, Tensors, problem_of
 from tests.ops.cases import relative_error
 
 # How the query rows choose: any token; half of them 5 % of the tokens; all of them one token; or no token at all.

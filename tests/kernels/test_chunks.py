@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pylate_flash.kernels.chunks import SCRATCH, Chunks, chunks_of, halved
-from pylate_flash.ops.problem import Options, Problem, Tensors, problem_of
+from pylate_flash.problem import Options, Problem, Tensors, problem_of
 
 
 @dataclass(frozen=True)

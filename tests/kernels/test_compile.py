@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pylate_flash.kernels import masks, nonzero, norms, padding
 from pylate_flash.kernels.forward import common, cuts, hopper, maxsim_forward, single, stacked
-from pylate_flash.ops.problem import Options, Tensors, problem_of, replaced
+from pylate_flash.problem import Options, Tensors, problem_of, replaced
 from tests.kernels.recorder import check, check_launches, record
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")

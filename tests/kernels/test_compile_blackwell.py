@@ -18,7 +18,7 @@ from pylate_flash.kernels import masks, norms, select, tiles
 from pylate_flash.kernels.blackwell import forward as blackwell
 from pylate_flash.kernels.blackwell.plan import blackwell_plan
 from pylate_flash.kernels.forward import common, hopper, maxsim_forward, stacked
-from pylate_flash.ops.problem import Options, Tensors, problem_of
+from pylate_flash.problem import Options, Tensors, problem_of
 from tests.kernels.recorder import check_launches
 from tests.kernels.test_compile import inputs, with_masks
 

@@ -10,7 +10,7 @@ import torch
 
 from pylate_flash.kernels import select
 from pylate_flash.kernels.hidden import fused, projection
-from pylate_flash.ops.problem import Options, Tensors
+from pylate_flash.problem import Options, Tensors
 from tests.kernels.recorder import record
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")

@@ -13,8 +13,8 @@ from torch import Tensor
 from pylate_flash.kernels import masks, norms
 from pylate_flash.kernels.forward import common, hopper
 from pylate_flash.kernels.quantized import quantized_forward, rows, stacked
-from pylate_flash.ops.problem import Options, Tensors
 from pylate_flash.ops.quantized import problem_of_quantized
+from pylate_flash.problem import Options, Tensors
 from tests.kernels.recorder import check_launches
 
 pytestmark = [

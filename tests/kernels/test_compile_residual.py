@@ -13,7 +13,7 @@ from triton.tools.disasm import get_sass
 from pylate_flash.kernels import residual
 from pylate_flash.kernels.forward import common
 from pylate_flash.kernels.residual import Codes, forward, gradient, residual_backward, residual_forward
-from pylate_flash.ops.problem import Options, Problem, Tensors, problem_of
+from pylate_flash.problem import Options, Problem, Tensors, problem_of
 from tests.kernels.recorder import check_launches
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
@@ -37,7 +37,7 @@ def call(
     )  # fmt: skip
     shaped = torch.zeros(1).expand(n_tokens, size)
     tensors = Tensors(queries, shaped, mask, documents_cu_seqlens=codes.cu_seqlens)
-    problem = problem_of(tensors, Options(0, 180), with_winners, quantized=True)
+    problem = problem_of(tensors, Options(0, 180), with_winners)
     if candidates is not None:
         problem = problem._replace(groups=len(queries), n_documents=candidates.shape[1])
     return problem, tensors, codes

@@ -17,7 +17,7 @@ from pylate_flash.kernels.forward import common, hopper
 from pylate_flash.kernels.soft import documents, forward, queries
 from pylate_flash.kernels.soft.plan import soft_forward_plan
 from pylate_flash.kernels.versions import triton_version
-from pylate_flash.ops.problem import Options, Tensors, problem_of
+from pylate_flash.problem import Options, Tensors, problem_of
 from tests.kernels.recorder import check_launches
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")

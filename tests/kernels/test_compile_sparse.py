@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pylate_flash.kernels.sparse import forward, sparse_forward
-from pylate_flash.ops.problem import Options, Tensors, problem_of
+from pylate_flash.problem import Options, Tensors, problem_of
 from tests.kernels.recorder import check
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")

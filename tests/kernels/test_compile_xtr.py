@@ -9,8 +9,8 @@ import torch
 
 from pylate_flash.kernels.xtr import Inputs, plan_of, retrieve, score_retrieved, scores, search, walk
 from pylate_flash.kernels.xtr.scores import Retrieved
-from pylate_flash.ops.problem import Options, Problem, Tensors, problem_of
 from pylate_flash.ops.xtr_retrieval import Results, Rule
+from pylate_flash.problem import Options, Problem, Tensors, problem_of
 from tests.kernels.recorder import record
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")

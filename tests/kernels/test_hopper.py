@@ -19,7 +19,7 @@ from pylate_flash.kernels import select
 from pylate_flash.kernels.forward import hopper, maxima, maxsim_forward, stacked
 from pylate_flash.kernels.select import forward_plan
 from pylate_flash.kernels.tiles import copied_by_16_bytes, fused_tile, hopper_tail, hopper_tile
-from pylate_flash.ops.problem import Options, Problem, Tensors, problem_of
+from pylate_flash.problem import Options, Problem, Tensors, problem_of
 from tests.kernels.recorder import record
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")

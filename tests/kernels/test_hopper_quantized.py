@@ -15,8 +15,8 @@ from pylate_flash.kernels import quantized
 from pylate_flash.kernels.forward import products
 from pylate_flash.kernels.quantized.plan import quantized_plan
 from pylate_flash.kernels.versions import triton_version
-from pylate_flash.ops.problem import Options, Problem, Tensors
 from pylate_flash.ops.quantized import problem_of_quantized
+from pylate_flash.problem import Options, Problem, Tensors
 from tests.kernels.recorder import check_launches
 from tests.kernels.test_compile_quantized import KERNELS, forward
 

@@ -16,7 +16,7 @@ from triton.experimental.gluon import language as gl
 from pylate_flash.kernels import forward, launch, overlap, select
 from pylate_flash.kernels.forward import common, hopper, single, stacked
 from pylate_flash.kernels.launch import Described, Kernel, Scratch
-from pylate_flash.ops.problem import Options, Tensors, problem_of
+from pylate_flash.problem import Options, Tensors, problem_of
 
 
 class Compiled:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pylate_flash import maxsim, maxsim_pairwise, maxsim_varlen
 from pylate_flash.ops import maxsim_reference
-from pylate_flash.ops.problem import Options, Tensors
+from pylate_flash.problem import Options, Tensors
 from tests.ops.cases import FLOAT32_SCORES, Case, cases, gradients, relative_error
 
 OPTIONS = {"max_examples": 40, "deadline": None, "derandomize": True}

@@ -13,8 +13,8 @@ import pylate_flash
 from pylate_flash import maxsim_ragged, maxsim_ragged_pairwise, maxsim_varlen, pack, unpack
 from pylate_flash.ops import maxsim_reference
 from pylate_flash.ops import ragged as ragged_operation
-from pylate_flash.ops.problem import Options
 from pylate_flash.ops.varlen import maxsim_varlen_reference
+from pylate_flash.problem import Options
 from tests.ops.cases import FLOAT32_SCORES
 from tests.ops.test_varlen import OPTIONS, packed
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pylate_flash import maxsim, soft_maxsim, soft_maxsim_varlen
 from pylate_flash.ops import soft_blocks, soft_maxsim_reference
-from pylate_flash.ops.problem import Options, Tensors
+from pylate_flash.problem import Options, Tensors
 from tests.ops.cases import FLOAT32_SCORES, Case, cases, relative_error
 from tests.ops.test_definitions import dot, lists, unit
 from tests.ops.test_varlen import packed

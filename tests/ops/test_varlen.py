@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 import pylate_flash
 from pylate_flash import maxsim, maxsim_varlen, maxsim_varlen_pairwise, pack, unpack
 from pylate_flash.ops import blocked_varlen
-from pylate_flash.ops.problem import Options, Tensors
 from pylate_flash.ops.varlen import maxsim_varlen_reference
+from pylate_flash.problem import Options, Tensors
 from tests.ops.cases import FLOAT32_SCORES, SIZES, relative_error
 
 OPTIONS = {"deadline": None, "derandomize": True}

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from ...ops.maxsim import scores_of
 from ...ops.nonzero import nonzero_rows
-from ...ops.problem import Options, Tensors
 from ...ops.ragged import maxsim_ragged, maxsim_ragged_pairwise
 from ...ops.varlen import with_lengths
+from ...problem import Options, Tensors
 from .. import SENTENCE_TRANSFORMERS
 from .operands import Operand, Side, as_tensor, blocks, side, with_masks
 

@@ -22,7 +22,7 @@ from .gather import gather_queries
 from .lists import sum_by_lists
 
 if TYPE_CHECKING:
-    from ...ops.problem import Problem, Tensors
+    from ...problem import Problem, Tensors
 
 __all__ = ["Destination", "finish_documents", "maxsim_backward", "write_gradients"]
 

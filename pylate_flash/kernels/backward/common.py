@@ -14,7 +14,7 @@ from ..norms import SMALLEST_NORM
 from ..overlap import wait_for_previous_kernel
 
 if TYPE_CHECKING:
-    from ...ops.problem import Problem
+    from ...problem import Problem
 
 _LARGEST_SCALE = tl.constexpr(1.0 / SMALLEST_NORM)
 

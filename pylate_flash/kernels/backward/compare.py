@@ -18,7 +18,7 @@ from ..overlap import wait_for_previous_kernel
 from .common import Destination, Inputs, group_of, layout, quotient, through_norm
 
 if TYPE_CHECKING:
-    from ...ops.problem import Problem
+    from ...problem import Problem
 
 
 @triton.jit(

@@ -19,7 +19,7 @@ from ..overlap import wait_for_previous_kernel
 from .common import Inputs, finish_queries, joined, through_norm
 
 if TYPE_CHECKING:
-    from ...ops.problem import Problem
+    from ...problem import Problem
 
 
 @triton.jit(

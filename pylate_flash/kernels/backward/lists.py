@@ -26,7 +26,7 @@ from .common import Destination, Inputs
 from .sums import Block, sum_lists
 
 if TYPE_CHECKING:
-    from ...ops.problem import Problem
+    from ...problem import Problem
 
 
 @triton.jit

@@ -20,7 +20,7 @@ from ..overlap import wait_for_previous_kernel
 from .common import Inputs, group_of, joined, layout, quotient, through_norm
 
 if TYPE_CHECKING:
-    from ...ops.problem import Problem
+    from ...problem import Problem
 
 
 class Block(NamedTuple):

@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.blackwell import (
     tcgen05_mma,
 )
 
-from ...ops.problem import Problem
+from ...problem import Problem
 from ..forward.common import numbers_of
 from ..forward.copies import copy_documents, document_range
 from ..forward.inputs import Inputs

@@ -16,7 +16,7 @@ from ..tiles import (
 )
 
 if TYPE_CHECKING:
-    from ...ops.problem import Kind, Problem
+    from ...problem import Kind, Problem
 
 
 # What 16 elements of a product take from shared memory: of 128 rows and 128 columns 8 KB in 64 cycles, of 64 columns

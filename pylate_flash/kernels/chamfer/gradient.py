@@ -19,7 +19,7 @@ from ..tiles import power_of_two
 from .inputs import Side, set_of
 
 if TYPE_CHECKING:
-    from ...ops.problem import Problem
+    from ...problem import Problem
 
 # Elements of listed points in flight in a warp, and of a point for each warp.
 _IN_FLIGHT = 512

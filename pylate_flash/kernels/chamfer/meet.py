@@ -26,7 +26,7 @@ from .keys import NO_KEY, keys_at
 from .plan import meeting_plan
 
 if TYPE_CHECKING:
-    from ...ops.problem import Problem
+    from ...problem import Problem
 
 
 @triton.jit(do_not_specialize=["x_length", "y_length", "n_row_blocks", "n_shares", "share"])

@@ -14,7 +14,7 @@ from ..grids import run_length
 from ..tiles import DIRECT_SIZE, Tile, divided_strides, power_of_two
 
 if TYPE_CHECKING:
-    from ...ops.problem import Problem
+    from ...problem import Problem
 
 # Points of x and of y in a tile, as many as leave the two maxima of each element in registers (compute capability 8.0
 # and 9.0). Where a tile is computed directly, a thread has the coordinates of its rows there too.

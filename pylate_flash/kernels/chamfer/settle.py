@@ -19,7 +19,7 @@ from .keys import NO_KEY, value_and_position
 from .plan import meeting_plan
 
 if TYPE_CHECKING:
-    from ...ops.problem import Problem
+    from ...problem import Problem
 
 _BLOCK_POINTS = 64
 _BLOCK_SIZE = 64

@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ...ops.problem import Problem, Tensors
+from ...problem import Problem, Tensors
 from ..blackwell.plan import blackwell_plan
 from ..masks import active_tokens
 from ..norms import Norms, inverse_norms
@@ -37,7 +37,7 @@ def maxsim_forward(
 
     Queries are padded, or packed with one length; all tensors lie on the device, with contiguous rows, masks and
     boundaries contiguous. No dimension is 0; a document may be empty. With `offsets`, packed documents that are not
-    normalised begin there (`ops.problem.Places`). `norms` are those of queries and documents, where they are known.
+    normalised begin there (`problem.Places`). `norms` are those of queries and documents, where they are known.
     """
     plan = blackwell_plan(problem) if problem.kind.blackwell else forward_plan(problem)
     queries, documents, queries_mask, documents_mask, _, cu_seqlens, candidates = tensors

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...ops.problem import Problem
+from ...problem import Problem
 from ..grids import DOCUMENT_COST, ForwardPlan
 from ..launch import Kernel
 from ..reductions import larger, max_along

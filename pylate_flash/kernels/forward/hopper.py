@@ -30,7 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...ops.problem import Problem
+from ...problem import Problem
 from ..gluon import execute, find_document, larger_of, next_slot, wait_for_previous_kernel
 from ..grids import DOCUMENT_COST, ForwardPlan
 from ..launch import Kernel

@@ -23,7 +23,7 @@ class Inputs(NamedTuple):
     queries_scale: Tensor | None
     documents_scale: Tensor | None
     cu_seqlens: Tensor | None
-    # Where packed documents begin that do not follow each other (`ops.problem.Places`).
+    # Where packed documents begin that do not follow each other (`problem.Places`).
     offsets: Tensor | None
     candidates: Tensor | None
     # The best similarities of every piece [pieces, rows], and their winners.

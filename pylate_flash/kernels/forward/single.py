@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...ops.problem import Problem
+from ...problem import Problem
 from ..grids import ForwardPlan
 from ..launch import Kernel
 from ..norms import inverse_norm

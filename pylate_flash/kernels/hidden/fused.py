@@ -42,7 +42,7 @@ from ..tiles import power_of_two
 from .product import PARTS, allocate, copy_part, described, inverse_norms, load_bias, project_part, scaled
 
 if TYPE_CHECKING:
-    from ...ops.problem import Options, Tensors
+    from ...problem import Options, Tensors
 
 _PARTS_AT_ONCE = tl.constexpr(4)
 # Of a program of `_finish_kernel`.

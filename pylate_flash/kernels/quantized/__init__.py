@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...ops.problem import Problem, Tensors
+from ...problem import Problem, Tensors
 from ..forward.common import add_sums
 from ..forward.inputs import Inputs
 from ..masks import active_tokens

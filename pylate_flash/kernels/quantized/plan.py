@@ -23,7 +23,7 @@ from ..tiles import (
 from ..versions import has_gluon
 
 if TYPE_CHECKING:
-    from ...ops.problem import Kind, Problem
+    from ...problem import Kind, Problem
 
 # Query rows x document tokens. Every block of rows reads all documents out of L2, so a block has many rows. Few rows,
 # as of one short query, take less of a tile, and a wider one.

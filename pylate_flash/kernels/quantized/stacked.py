@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...ops.problem import Problem
+from ...problem import Problem
 from ..forward.common import SUMMED_EMBEDDING, document_range, numbers_of
 from ..forward.cuts import documents_of_cut
 from ..forward.inputs import Inputs

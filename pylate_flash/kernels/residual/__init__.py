@@ -13,7 +13,7 @@ from .gradient import gradient_sums
 from .plan import residual_gradient_plan, residual_plan
 
 if TYPE_CHECKING:
-    from ...ops.problem import Problem, Tensors
+    from ...problem import Problem, Tensors
 
 __all__ = ["Codes", "residual_backward", "residual_forward"]
 

@@ -20,7 +20,7 @@ from ..reductions import larger, max_along
 from .decompress import decompressed
 
 if TYPE_CHECKING:
-    from ...ops.problem import Problem, Tensors
+    from ...problem import Problem, Tensors
     from . import Codes
 
 

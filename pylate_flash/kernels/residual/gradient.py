@@ -13,7 +13,7 @@ from ..launch import Kernel
 from .decompress import decompressed
 
 if TYPE_CHECKING:
-    from ...ops.problem import Problem
+    from ...problem import Problem
     from . import Codes
     from .plan import GradientPlan
 

@@ -13,7 +13,7 @@ from ..grids import Cuts, ForwardPlan, cuts_of, run_length
 from ..tiles import Blocks, Tile, fitted, padded_query_length, power_of_two, stride_unit
 
 if TYPE_CHECKING:
-    from ...ops.problem import Kind, Problem
+    from ...problem import Kind, Problem
 
 # Query rows x document tokens. A tile of tokens is decompressed for each block of rows, so a block has many. With more
 # tokens, a thread keeps more than the 128 registers that two programs of a processor leave it, and of few rows more

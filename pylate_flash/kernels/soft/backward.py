@@ -22,7 +22,7 @@ from .plan import GradientPlan, soft_gradient_plan
 from .queries import walk_documents
 
 if TYPE_CHECKING:
-    from ...ops.problem import Problem, Tensors
+    from ...problem import Problem, Tensors
 
 SoftGradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 

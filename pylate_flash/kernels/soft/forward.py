@@ -23,7 +23,7 @@ from .common import LN2, LOG2E, split_products
 from .plan import soft_forward_plan
 
 if TYPE_CHECKING:
-    from ...ops.problem import Problem, Tensors
+    from ...problem import Problem, Tensors
 
 
 @triton.jit(

@@ -26,7 +26,7 @@ from ..tiles import (
 )
 
 if TYPE_CHECKING:
-    from ...ops.problem import Problem
+    from ...problem import Problem
 
 # Elements of an embedding, as a power of two, up to which a tile holds it whole, by the bytes of each; a longer one is
 # read in blocks of so many bytes. Exact products of float32 are computed outside tensor cores, unrolled: of longer rows

@@ -15,7 +15,7 @@ from .common import LOG2E, factor, split_products
 from .plan import gradient_warps
 
 if TYPE_CHECKING:
-    from ...ops.problem import Problem
+    from ...problem import Problem
     from .inputs import Inputs
     from .plan import GradientPlan
 

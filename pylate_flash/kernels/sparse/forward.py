@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...ops.problem import Problem, Tensors
+from ...problem import Problem, Tensors
 from ..forward.common import document_range, winner_of, with_masked_zeros
 from ..forward.cuts import NO_WINNER
 from ..launch import Kernel

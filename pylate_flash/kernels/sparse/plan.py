@@ -9,7 +9,7 @@ from ..soft.plan import Operands, operands_of
 from ..tiles import Tile, divided_strides, fitted, power_of_two
 
 if TYPE_CHECKING:
-    from ...ops.problem import Problem
+    from ...problem import Problem
 
 # Document tokens x chosen query tokens, of which there are as many columns as a power of two holds. A document is read
 # again for the next columns, so that there are many. Products of float32 are computed outside tensor cores, where sums

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import torch
 
-from ...ops.problem import Problem
 from ...ops.xtr_retrieval import Rule
+from ...problem import Problem
 from .plan import STEPS, plan_of
 from .scores import Retrieved, score_retrieved
 from .search import begin, narrow, select_threshold

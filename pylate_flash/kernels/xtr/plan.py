@@ -11,7 +11,7 @@ from ..grids import run_length
 from ..tiles import Tile, embedding_blocks, power_of_two, stacked_tile
 
 if TYPE_CHECKING:
-    from ...ops.problem import Problem
+    from ...problem import Problem
 
 # Bins of a step, as a power of two, and the steps that narrow 32 bits down to 1 value.
 BIN_BITS = 11

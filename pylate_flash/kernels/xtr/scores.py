@@ -15,8 +15,8 @@ from ..tiles import power_of_two
 from .keys import similarities_of
 
 if TYPE_CHECKING:
-    from ...ops.problem import Problem
     from ...ops.xtr_retrieval import Results, Rule
+    from ...problem import Problem
 
 # Documents x query tokens of a tile, and documents of it at most; programs of a processor that share the documents.
 _TILE = 2048

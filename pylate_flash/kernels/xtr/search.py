@@ -15,7 +15,7 @@ from .keys import LOWEST, keys_of
 from .plan import BIN_BITS, Plan
 
 if TYPE_CHECKING:
-    from ...ops.problem import Problem
+    from ...problem import Problem
 
 # Documents of which a program looks at the maxima at a time, for the largest of all.
 _BLOCK = 1024

@@ -22,7 +22,7 @@ from .plan import BIN_BITS, Plan
 from .scatter import count, scatter
 
 if TYPE_CHECKING:
-    from ...ops.problem import Problem
+    from ...problem import Problem
 
 _MAXIMA, _COLLECT, _BINS, _TALLY = 0, 1, 2, 3
 MAXIMA, COLLECT = tl.constexpr(_MAXIMA), tl.constexpr(_COLLECT)

@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from pylate_flash.kernels import grids, select
 from pylate_flash.ops import maxsim, maxsim_reference, maxsim_varlen, pack
 from pylate_flash.ops.compute import compute
-from pylate_flash.ops.problem import Options, Problem, Tensors, problem_of
 from pylate_flash.ops.varlen import maxsim_varlen_reference
+from pylate_flash.problem import Options, Problem, Tensors, problem_of
 from tests.ops.cases import Case, cases, gradients, relative_error
 from tests.ops.test_varlen import gradients as varlen_gradients
 from tests.ops.test_varlen import packed

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 
 from pylate_flash.kernels.soft import plan as plans
 from pylate_flash.ops import soft_maxsim, soft_maxsim_reference, soft_maxsim_varlen
-from pylate_flash.ops.problem import Options, Tensors, problem_of
+from pylate_flash.problem import Options, Tensors, problem_of
 from tests.ops.cases import Case, cases, relative_error
 from tests.ops.test_soft import (
     BETAS,

@@ -12,7 +12,7 @@ import traffic
 from pylate_flash.kernels import select
 from pylate_flash.kernels.backward import maxsim_backward
 from pylate_flash.kernels.launch import Kernel
-from pylate_flash.ops.problem import Options, Tensors, problem_of
+from pylate_flash.problem import Options, Tensors, problem_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")
 

@@ -11,8 +11,8 @@ from pylate_flash.kernels.launch import Kernel
 from pylate_flash.kernels.xtr import Inputs, plan, retrieve, scores, search
 from pylate_flash.kernels.xtr.plan import plan_of
 from pylate_flash.ops import xtr, xtr_scores, xtr_scores_reference
-from pylate_flash.ops.problem import Options, Tensors, problem_of
 from pylate_flash.ops.xtr_retrieval import Retrieval, Rule, pool_of, scoring
+from pylate_flash.problem import Options, Tensors, problem_of
 from tests.ops.cases import Case
 from tests.ops.xtr_cases import check_scores_and_gradients, xtr_cases
 

@@ -1,7 +1,7 @@
 """One description of what a call asks for: its tensors, its options, and the `Problem` that they make.
 
-`problem_of` looks at nothing but what tensors say of themselves (shapes, strides, types), makes every check there is,
-and leaves the description that implementations and kernels take in place of twenty arguments.
+`problem_of` looks at nothing but what tensors say of themselves (shapes, strides, types), and makes the description
+that implementations and kernels take in place of twenty arguments. `ops.checks` has the checks of what users pass.
 """
 
 from __future__ import annotations
@@ -12,13 +12,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
-from .checks import check_boundaries, check_embeddings, check_mask_layout, check_same, check_tensor
-
-_QUERIES = {3: "[Nq, Lq, d]"}
-_DOCUMENTS = {3: "[Nd, Ld, d]", 4: "[Nq, K, Ld, d]"}
-_PACKED_QUERIES = {2: "[Tq, d]", 3: "[Nq, Lq, d]"}
-_PACKED_DOCUMENTS = {2: "[Td, d]"}
 
 
 class Tensors(NamedTuple):
@@ -207,49 +200,6 @@ def winners_dtype(document_length: int) -> torch.dtype:
     return torch.int16 if document_length <= 32767 else torch.int32
 
 
-def check(tensors: Tensors, quantized: bool = False) -> None:
-    """Raise unless the tensors of a call fit together; `quantized` documents have a type of their own.
-
-    Raises
-    ------
-    TypeError
-        If a type is not one of those that it may be, or those of queries and documents differ.
-    ValueError
-        If shapes, devices or embedding sizes do not fit together.
-    """
-    queries, documents, queries_mask, documents_mask, queries_cu_seqlens, documents_cu_seqlens, candidates = tensors
-    packed = documents_cu_seqlens is not None
-    check_embeddings("queries", queries, _PACKED_QUERIES if packed else _QUERIES)
-    (check_tensor if quantized else check_embeddings)(
-        "documents", documents, _PACKED_DOCUMENTS if packed else _DOCUMENTS
-    )
-    check_same(queries, documents, same_dtype=not quantized)
-    if documents.dim() == 4 and documents.shape[0] != queries.shape[0]:
-        raise ValueError(
-            f"documents of shape [Nq, K, Ld, d] must have one row of candidates per query, Nq = {queries.shape[0]}, "
-            f"got {list(documents.shape)}"
-        )
-    if queries_mask is not None:
-        check_mask_layout("queries_mask", queries_mask, queries)
-    if documents_mask is not None:
-        check_mask_layout("documents_mask", documents_mask, documents)
-    if packed:
-        check_boundaries("documents_cu_seqlens", documents_cu_seqlens)
-        n_queries = queries.shape[0]
-        if queries_cu_seqlens is not None:
-            check_boundaries("queries_cu_seqlens", queries_cu_seqlens)
-            n_queries = queries_cu_seqlens.shape[0] - 1
-        if candidates is not None:
-            check_candidates(candidates, n_queries)
-
-
-def check_candidates(candidates: Tensor, n_queries: int) -> None:
-    """Raise unless these are the boundaries of so many queries' candidates."""
-    check_boundaries("candidates_cu_seqlens", candidates)
-    if candidates.shape[0] != n_queries + 1:
-        raise ValueError(f"candidates_cu_seqlens must have Nq + 1 = {n_queries + 1} entries, got {candidates.shape[0]}")
-
-
 class Sizes(NamedTuple):
     """The sizes of a call's results, as in `Problem`; symbolic ones too."""
 
@@ -280,10 +230,8 @@ def problem_of(
     options: Options,
     with_winners: bool = False,
     places: Places | None = None,
-    quantized: bool = False,
 ) -> Problem:
-    """The problem of a call, after every check of its tensors (`check`); with `places`, of documents that lie there."""
-    check(tensors, quantized)
+    """The problem of tensors that fit together; with `places`, of documents that lie there."""
     queries, documents, queries_mask, documents_mask, queries_cu_seqlens, documents_cu_seqlens, candidates = tensors
     kind = kind_of(
         queries.dtype, queries.device, queries.shape[-1],
