@@ -35,6 +35,9 @@ _TOKENS_AT_ONCE = 1 << 16
 class QuantizedEmbeddings(TensorContainer):
     """Token embeddings in 8 bits, as `quantize` makes them and `maxsim` takes them for documents.
 
+    It holds the tensors that it is given, not copies: what is written to one of them changes the embeddings, and is not
+    checked again.
+
     Parameters
     ----------
     values
@@ -143,12 +146,13 @@ def quantize(embeddings: Tensor, precision: str = "int8", *, cu_seqlens: Tensor 
         element to its largest. "fp8": float8_e4m3fn, 3 bits behind the point of every element, of which the largest is
         448; what scores it by kernels is a GPU of compute capability 8.9 or higher.
     cu_seqlens
-        [N + 1], boundaries of packed sequences, on any device, which are to be kept with them; or None.
+        [N + 1], boundaries of packed sequences, on any device, of which a copy is to be kept with them; or None.
 
     Returns
     -------
     QuantizedEmbeddings
-        On the same device, without a gradient. A token with NaN or an infinity is NaN in all its elements.
+        On the same device, without a gradient, in memory of its own. A token with NaN or an infinity is NaN in all its
+        elements.
 
     Raises
     ------
@@ -181,7 +185,7 @@ def quantize(embeddings: Tensor, precision: str = "int8", *, cu_seqlens: Tensor 
             offsets.view(-1)[block] = offset
     if cu_seqlens is not None:
         check_boundaries("cu_seqlens", cu_seqlens)
-        cu_seqlens = cu_seqlens.to(values.device)
+        cu_seqlens = cu_seqlens.to(values.device, copy=True)
     return QuantizedEmbeddings(values, scales, offsets, cu_seqlens)
 
 

@@ -35,6 +35,9 @@ _LARGEST_CODE = 2**31 - 1
 class ResidualCodec:
     """Centroids and buckets, by which embeddings are compressed to residual codes (`train_residual_codec`).
 
+    It holds the tensors that it is given, not copies, and so do the codes that it makes: what is written to its
+    centroids or weights changes the documents that were compressed before.
+
     Parameters
     ----------
     centroids
@@ -97,7 +100,8 @@ class ResidualCodec:
         Returns
         -------
         ResidualCodes
-            On the same device, without a gradient.
+            On the same device, without a gradient. Centroids and weights are the codec's own, which all its codes
+            share; the rest is new memory.
 
         Raises
         ------
@@ -129,7 +133,7 @@ class ResidualCodec:
             codes[block] = nearest
             indices = torch.bucketize(some - centroids[nearest], cutoffs, out_int32=True)
             residuals[block] = (indices.unflatten(1, (-1, per_byte)) * powers).sum(dim=-1).to(torch.uint8)
-        return self._codes(codes, residuals, cu_seqlens.to(embeddings.device))
+        return self._codes(codes, residuals, cu_seqlens.to(embeddings.device, copy=True))
 
     @property
     def _row_bytes(self) -> int:

@@ -35,7 +35,8 @@ _ELEMENTS_AT_ONCE = 1 << 23
 class ResidualCodes(TensorContainer):
     """Documents as residual codes, packed, as `ResidualCodec.compress` or `read_fast_plaid` makes them.
 
-    A token of 128 elements takes 72 bytes with 4 bits and 40 with 2, where bfloat16 takes 256.
+    A token of 128 elements takes 72 bytes with 4 bits and 40 with 2, where bfloat16 takes 256. The tensors are held as
+    given, not copied: what is written to one of them changes the embeddings, and is not checked again.
 
     Parameters
     ----------

@@ -28,7 +28,7 @@ class TensorContainer:
         return sum(tensor.nbytes for tensor in self._tensors().values())
 
     def to(self: Container, device: torch.device | str) -> Container:
-        """The same on a device."""
+        """The same on a device. Tensors that are there already are shared, as by `torch.Tensor.to`."""
         return type(self)(**{name: tensor.to(device) for name, tensor in self._tensors().items()})
 
     def save(self, path: str | os.PathLike) -> None:
