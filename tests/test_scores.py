@@ -130,16 +130,17 @@ def test_default_masking_excludes(batch: dict) -> None:
 
 
 def test_gradients_are_pylates(batch: dict) -> None:
+    """Of scores that are changed in place."""
     gradients = []
     for scores in (pylate.scores, pylate_flash.scores):
         queries, documents, candidates = (
             batch[name].clone().requires_grad_() for name in ("queries", "documents", "candidates")
         )
         total = (
-            scores.colbert_scores(queries, documents).sin().sum()
-            + scores.colbert_kd_scores(queries, candidates).sin().sum()
-            + scores.ColBERTScores()(queries, candidates).sin().sum()
-            + scores.colbert_scores_pairwise(queries, documents[:3]).sin().sum()
+            scores.colbert_scores(queries, documents).sin_().sum()
+            + scores.colbert_kd_scores(queries, candidates).sin_().sum()
+            + scores.ColBERTScores()(queries, candidates).sin_().sum()
+            + scores.colbert_scores_pairwise(queries, documents[:3]).sin_().sum()
         )
         gradients.append(torch.autograd.grad(total, (queries, documents, candidates)))
     # Of equal scores: what is left are float32 sums of up to 20 rows, in another order.

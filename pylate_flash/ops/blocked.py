@@ -68,8 +68,11 @@ def blocked_forward(inputs: Inputs, zero_masked: bool, with_winners: bool) -> tu
         best.masked_fill_(inactive, 0.0)
         if winners is not None:
             winners.masked_fill_(inactive, -1)
-    scores = best.view(groups, candidates, -1, queries.shape[1]).sum(dim=-1)
-    return scores.transpose(1, 2).contiguous().view(queries.shape[0], candidates), winners
+    sums = best.view(groups, candidates, -1, queries.shape[1]).sum(dim=-1)
+    # No view of a tensor, as autograd lets nobody write into a view that its function returns.
+    scores = sums.new_empty(queries.shape[0], candidates)
+    scores.view(groups, -1, candidates).copy_(sums.transpose(1, 2))
+    return scores, winners
 
 
 def blocked_backward(

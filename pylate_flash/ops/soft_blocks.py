@@ -64,7 +64,8 @@ def soft_blocked_forward(
     """
     masks = checked_masks(tensors)
     rows, length = _rows(problem, tensors, masks[0]), problem.query_length
-    scores = rows.weights.new_zeros(problem.n_queries if problem.groups == 1 else 1, problem.all_documents)
+    scores = rows.weights.new_zeros(problem.scores_shape)
+    of_documents = scores.view(-1, problem.all_documents)
     kept = rows.weights.new_zeros(problem.winners_shape) if with_lse else None
     for block in _blocks(problem, tensors, masks[1]):
         first, last = block.queries.start * length, block.queries.stop * length
@@ -78,8 +79,8 @@ def soft_blocked_forward(
             of_part = (lse / beta).masked_fill_(rows.weights[part] == 0.0, 0.0) * rows.weights[part]
             sums[:, part.start - first : part.stop - first] = of_part
         queries = block.queries if problem.groups == 1 else slice(0, 1)
-        scores[queries, block.documents] = sums.unflatten(1, (-1, length)).sum(dim=2).T
-    return scores.view(problem.scores_shape), kept
+        of_documents[queries, block.documents] = sums.unflatten(1, (-1, length)).sum(dim=2).T
+    return scores, kept
 
 
 def soft_blocked_backward(

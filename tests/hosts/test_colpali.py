@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from pylate_flash import registered
 from pylate_flash.hosts import COLPALI, HOSTS
 from pylate_flash.hosts import colpali as ours
-from pylate_flash.ops import maxsim_reference, soft_maxsim
+from pylate_flash.ops import maxsim, maxsim_reference, soft_maxsim
 
 HOST = "colpali-engine"
 
@@ -96,48 +96,48 @@ def test_routed_where_they_were_imported_before(host: Any) -> None:
         assert host.loss.late_interaction_losses.maxsim_kd(halves[0], CANDIDATES.bfloat16()).dtype == torch.float32
 
 
-@pytest.mark.parametrize("name", ["ColbertLoss", "ColbertPairwiseCELoss", "ColbertNegativeCELoss"])
+LOSSES = (
+    "ColbertLoss", "ColbertNegativeCELoss", "ColbertPairwiseCELoss", "ColbertPairwiseNegativeCELoss",
+    "ColbertSigmoidLoss",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("tau", [None, 0.1, 0.7])
+@pytest.mark.parametrize("normalizes", [False, True])
 @pytest.mark.parametrize("filters", [False, True])
-def test_losses(name: str, filters: bool, host: Any) -> None:
-    loss = getattr(host.loss, name)(pos_aware_negative_filtering=filters)
-    sides = [QUERIES, DOCUMENTS[:4], *([CANDIDATES] if "Negative" in name else [])]
-
-    def value_and_gradients() -> list[torch.Tensor]:
-        leaves = [side.clone().requires_grad_() for side in sides]
-        value = loss(*leaves)
-        value.backward()
-        return [value.detach(), *(without_padding(leaf.grad, leaf.detach()) for leaf in leaves)]
-
-    expected = value_and_gradients()
-    with registered(HOST):
-        found = value_and_gradients()
-    for mine, theirs in zip(found, expected, strict=True):
-        assert (mine - theirs).norm() <= 1e-5 * theirs.norm()
-
-
-@pytest.mark.parametrize("tau", [0.1, 0.7])
-@pytest.mark.parametrize("normalize_scores", [True, False])
-@pytest.mark.parametrize("name", ["ColbertLoss", "ColbertPairwiseCELoss", "ColbertNegativeCELoss"])
-def test_losses_of_a_smooth_maximum(
-    name: str, normalize_scores: bool, tau: float, host: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses(
+    name: str, filters: bool, normalizes: bool, tau: float | None, host: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Padded tokens of documents are terms of the sum, and those of queries count. Theirs in float64."""
-    loss = getattr(host.loss, name)(use_smooth_max=True, tau=tau, normalize_scores=normalize_scores)
+    """Over their options, against theirs in float64; a filter of negatives writes into the scores.
+
+    In a smooth maximum, of a `tau`, padded tokens of documents are terms of the sum, and those of queries count.
+    """
+    smooth = {} if tau is None else {"use_smooth_max": True, "tau": tau}
+    options = {"normalize_scores": normalizes, "pos_aware_negative_filtering": filters}
+    # A logit, of up to 40, is rounded by less than 1e-5 of its temperature.
+    loss = getattr(host.loss.late_interaction_losses, name)(**options, **smooth, temperature=5.0)
     sides = [QUERIES, DOCUMENTS[:4], *([CANDIDATES] if "Negative" in name else [])]
     calls = []
-    monkeypatch.setattr(ours, "soft_maxsim", lambda *tensors: calls.append(tensors) or soft_maxsim(*tensors))
+    for operation in (maxsim, soft_maxsim):
+        served = lambda *tensors, operation=operation: calls.append(operation) or operation(*tensors)  # noqa: E731
+        monkeypatch.setattr(ours, operation.__name__, served)
 
     def value_and_gradients(dtype: torch.dtype) -> list[torch.Tensor]:
         leaves = [side.clone().to(dtype).detach().requires_grad_() for side in sides]
         value = loss(*leaves)
         value.backward()
-        return [value.detach(), *(leaf.grad for leaf in leaves)]
+        gradients = [leaf.grad for leaf in leaves]
+        if tau is None:
+            gradients = [without_padding(*pair) for pair in zip(gradients, sides, strict=True)]
+        return [value.detach(), *gradients]
 
     expected = value_and_gradients(torch.float64)
     assert not calls
     with registered(HOST):
         found = value_and_gradients(torch.float32)
-    assert len(calls) == 1
+    # The smooth maximum over the negatives of each query is theirs.
+    assert calls == ([maxsim] if tau is None and "Negative" in name else []) + [soft_maxsim if tau else maxsim]
     for mine, theirs in zip(found, expected, strict=True):
         assert (mine - theirs).norm() <= 1e-5 * theirs.norm()
 

@@ -9,45 +9,14 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from pylate_flash import (
-    chamfer,
-    maxsim,
-    maxsim_cross_entropy,
-    maxsim_from_hidden,
-    maxsim_kl_divergence,
-    maxsim_pairwise,
-    maxsim_residual,
-    maxsim_sparse_queries,
-    maxsim_varlen,
-    soft_maxsim,
-    xtr_scores,
-)
-from tests.ops.residual_cases import residual_codes
+from pylate_flash import maxsim, maxsim_cross_entropy, maxsim_from_hidden
+from tests.ops.operations import OF_TENSORS, Operation, check_changed_in_place, operations
 
-QUERIES, DOCUMENTS, CANDIDATES = torch.randn(2, 3, 4), torch.randn(3, 5, 4), torch.randn(2, 3, 5, 4)
-WEIGHT, TEACHER = torch.randn(4, 4), torch.randn(2, 3)
-BOUNDS = torch.tensor([0, 3, 6]), torch.tensor([0, 5, 10, 15])
-CODES = residual_codes([5, 0, 3], 8, 4)
-
-OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "in-batch": lambda queries: maxsim(queries, DOCUMENTS),
-    "candidates": lambda queries: maxsim(queries, CANDIDATES, normalize=True),
-    "pairs": lambda queries: maxsim_pairwise(queries, DOCUMENTS[:2]),
-    "packed": lambda queries: maxsim_varlen(
-        queries.flatten(0, 1), DOCUMENTS.flatten(0, 1), *BOUNDS, max_query_length=3, max_document_length=5
-    ),
-    "Chamfer": lambda queries: chamfer(queries, DOCUMENTS[:2]),
-    "XTR": lambda queries: xtr_scores(queries, DOCUMENTS, k=4),
-    "from hidden states": lambda queries: maxsim_from_hidden(queries, DOCUMENTS, WEIGHT),
-    "sparse": lambda queries: maxsim_sparse_queries(queries, DOCUMENTS, torch.tensor([[0]]).expand(len(DOCUMENTS), 1)),
-    "residual": lambda queries: maxsim_residual(torch.nn.functional.pad(queries, (0, 4)), CODES),
-    "soft": lambda queries: soft_maxsim(queries, DOCUMENTS, 2.0),
-    "cross entropy": lambda queries: maxsim_cross_entropy(queries, DOCUMENTS),
-    "divergence": lambda queries: maxsim_kl_divergence(queries, CANDIDATES, TEACHER),
-}
+QUERIES, DOCUMENTS, WEIGHT = torch.randn(2, 3, 4), torch.randn(3, 5, 4), torch.randn(4, 4)
+EVERY = operations()
 
 
-def step(operation: Callable[[Tensor], Tensor]) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+def step(operation: Operation) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
     """What training does with an operation."""
 
     def run(queries: Tensor) -> tuple[Tensor, Tensor]:
@@ -57,9 +26,14 @@ def step(operation: Callable[[Tensor], Tensor]) -> Callable[[Tensor], tuple[Tens
     return run
 
 
-@pytest.fixture(params=OPERATIONS)
-def operation(request) -> Callable[[Tensor], Tensor]:
-    return OPERATIONS[request.param]
+@pytest.fixture(params=OF_TENSORS)
+def operation(request) -> Operation:
+    return EVERY[request.param]
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_results_can_be_changed_in_place(name: str) -> None:
+    check_changed_in_place(EVERY[name], QUERIES)
 
 
 @pytest.mark.parametrize(
@@ -90,17 +64,17 @@ def test_a_label_out_of_range_is_not_a_number_where_no_value_can_be_looked_at() 
     assert losses.isnan().tolist() == [True, False]
 
 
-def test_results_are_contiguous(operation: Callable[[Tensor], Tensor]) -> None:
+def test_results_are_contiguous(operation: Operation) -> None:
     """As the operators say of them, whatever computes them, and as `view` needs."""
     scores = operation(QUERIES)
     assert torch.equal(scores.view(-1), scores.reshape(-1))
-    assert torch.equal(OPERATIONS["in-batch"](QUERIES.transpose(0, 1).contiguous().transpose(0, 1)).view(-1),
-                       OPERATIONS["in-batch"](QUERIES).view(-1))  # fmt: skip
+    assert torch.equal(EVERY["in-batch"](QUERIES.transpose(0, 1).contiguous().transpose(0, 1)).view(-1),
+                       EVERY["in-batch"](QUERIES).view(-1))  # fmt: skip
     _, gradient = step(operation)(QUERIES.permute(2, 0, 1).contiguous().permute(1, 2, 0).requires_grad_())
     torch.testing.assert_close(gradient, step(operation)(QUERIES.clone().requires_grad_())[1])
 
 
-def forward_mode(operation: Callable[[Tensor], Tensor], queries: Tensor) -> Tensor:
+def forward_mode(operation: Operation, queries: Tensor) -> Tensor:
     with forward_ad.dual_level():
         return operation(forward_ad.make_dual(queries, torch.ones_like(queries)))
 
@@ -124,7 +98,7 @@ def test_other_ways_to_differentiate_are_refused(operation, differentiate) -> No
         differentiate(operation, QUERIES)
 
 
-def test_forward_mode_of_something_else_does_not_disturb(operation: Callable[[Tensor], Tensor]) -> None:
+def test_forward_mode_of_something_else_does_not_disturb(operation: Operation) -> None:
     expected = step(operation)(QUERIES.clone().requires_grad_())
     with forward_ad.dual_level():
         found = step(operation)(QUERIES.clone().requires_grad_())
@@ -132,7 +106,7 @@ def test_forward_mode_of_something_else_does_not_disturb(operation: Callable[[Te
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
-def test_vmap_without_a_gradient(operation: Callable[[Tensor], Tensor]) -> None:
+def test_vmap_without_a_gradient(operation: Operation) -> None:
     several = torch.stack([QUERIES, QUERIES.flip(0), -QUERIES])
     expected = torch.stack([operation(queries) for queries in several])
     torch.testing.assert_close(torch.func.vmap(operation)(several), expected)

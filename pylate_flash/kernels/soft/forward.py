@@ -185,7 +185,9 @@ def soft_forward(problem: Problem, tensors: Tensors, beta: Tensor, with_lse: boo
     if with_lse:
         lse = torch.empty(*problem.winners_shape, dtype=torch.float32, device=problem.device)
     n_queries = 1 if problem.has_candidates else problem.n_queries
-    sums = torch.empty(n_queries, plan.n_sums, problem.n_documents, dtype=torch.float32, device=problem.device)
+    # The only sum of a score is the score.
+    shape = problem.scores_shape if plan.n_sums == 1 else (n_queries, plan.n_sums, problem.n_documents)
+    sums = torch.empty(*shape, dtype=torch.float32, device=problem.device)
     inputs = Inputs(
         queries, documents, queries_mask, active, bounds, queries_scale, documents_scale, cu_seqlens, None, candidates,
         None, None,
@@ -197,9 +199,7 @@ def soft_forward(problem: Problem, tensors: Tensors, beta: Tensor, with_lse: boo
         score_hopper(problem, plan, inputs, sums, None, beta, lse)
     else:
         _score(problem, plan, inputs, beta, sums, lse)
-    if plan.n_sums == 1:
-        return sums.view(problem.scores_shape), lse
-    return add_sums(problem, plan, sums), lse
+    return sums if plan.n_sums == 1 else add_sums(problem, plan, sums), lse
 
 
 def _score(problem: Problem, plan: ForwardPlan, inputs: Inputs, beta: Tensor, sums: Tensor, lse: Tensor | None) -> None:
