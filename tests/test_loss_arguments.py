@@ -48,16 +48,16 @@ def test_a_temperature_is_a_finite_number_above_0(
         kind(model, temperature=temperature)
 
 
-@pytest.mark.parametrize("fuse_projection", [False, True])
+@pytest.mark.parametrize("options", [{}, {"fuse_projection": True}, {"scorer": "torch"}])
 @pytest.mark.parametrize("kind", CONTRASTIVE)
-def test_a_temperature_can_be_learned(model: models.ColBERT, kind: type, fuse_projection: bool) -> None:
+def test_a_temperature_can_be_learned(model: models.ColBERT, kind: type, options: dict) -> None:
     def gradient(loss: Any, temperature: torch.Tensor) -> torch.Tensor:
         loss(columns(model, 4)).backward()
         assert temperature.grad is not None
         return temperature.grad
 
     learned, reference = (torch.nn.Parameter(torch.tensor(2.0)) for _ in range(2))
-    found = gradient(kind(model, temperature=learned, fuse_projection=fuse_projection), learned)
+    found = gradient(kind(model, temperature=learned, **options), learned)
     expected = gradient(losses.Contrastive(model, scorer="torch", temperature=reference), reference)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 

@@ -384,8 +384,10 @@ def test_batch_of_one(model: ColBERT, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["Contrastive", "CachedContrastive"])
-def test_columns_of_different_padded_lengths(model: ColBERT, name: str) -> None:
+def test_columns_of_different_padded_lengths(model: ColBERT, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """PyLate's collator never makes them, tokenizing without `pad` does: padding does not change the loss."""
+    monkeypatch.setattr(model, "tokenizer", copy.deepcopy(model.tokenizer))
+    model.tokenizer.pad_token = "[unused5]"
     texts = (DOCUMENTS[1:3], NEGATIVES[2:4])
     queries = model.tokenize(QUERIES[:2], is_query=True)
     ragged = [model.tokenize(column, is_query=False) for column in texts]
@@ -393,6 +395,12 @@ def test_columns_of_different_padded_lengths(model: ColBERT, name: str) -> None:
     assert len({column["input_ids"].shape for column in (*ragged, padded[0])}) == 3
     theirs = pylates(name, model, [queries, *padded])
     assert_same(value_and_gradients(getattr(losses, name)(model), [queries, *ragged]), theirs)
+    # What PyLate's code encodes is padded with the padding token.
+    met: list[dict] = []
+    with model[0].register_forward_pre_hook(lambda _, given: met.append(given[0])):
+        value_and_gradients(getattr(losses, name)(model, scorer="torch"), [queries, *ragged])
+    padding = [column["input_ids"][column["attention_mask"] == 0] for column in met]
+    assert torch.cat(padding).unique().tolist() == [model.tokenizer.pad_token_id] != [0]
 
 
 def test_evaluation_without_gradients(model: ColBERT) -> None:

@@ -221,7 +221,7 @@ def test_bad_input_names_the_argument(call, error: type[Exception], message: str
 def test_exclude_margin_and_symmetric_by_hand() -> None:
     scores = torch.tensor([[3.0, 2.9, 1.0], [0.5, 2.0, 9.0]], dtype=torch.float64)
     wanted = {
-        "margin 0.2": (math.log1p(math.exp(-2)) + math.log1p(math.exp(-1.5))) / 2,
+        "margin 1.5": (math.log1p(math.exp(-2)) + math.log1p(math.exp(-1.5))) / 2,
         "margin -0.5": (math.log1p(math.exp(-0.1) + math.exp(-2)) + math.log1p(math.exp(-1.5))) / 2,
         "exclude": (math.log1p(math.exp(-0.1) + math.exp(-2)) + math.log1p(math.exp(-1.5))) / 2,
         # The columns of documents 0 and 1.
@@ -232,7 +232,7 @@ def test_exclude_margin_and_symmetric_by_hand() -> None:
     }  # fmt: skip
     exclude = torch.tensor([[False, False, False], [False, False, True]])
     for name, options in (
-        ("margin 0.2", {"margin": 0.2}),
+        ("margin 1.5", {"margin": 1.5}),  # 0.5 is at the limit, and stays
         ("margin -0.5", {"margin": -0.5}),
         ("exclude", {"exclude": exclude}),
         ("symmetric", {"symmetric": True}),
@@ -283,6 +283,9 @@ def test_statistics(max_scratch_bytes: int | None) -> None:
         assert torch.stack(statistics).tolist() == pytest.approx([0.5, 2.5, (2.9 + 9.0) / 2])
     _, statistics = maxsim_cross_entropy(queries, documents, margin=0.0, **options)
     assert torch.stack(statistics).tolist() == pytest.approx([1.0, 2.5, (2.9 + 0.5) / 2])
+    # A document that scores as the right one does makes no hit.
+    _, statistics = maxsim_cross_entropy(queries, documents[[0, 1, 0]], **options)
+    assert torch.stack(statistics).tolist() == pytest.approx([0.5, 2.5, (3.0 + 0.5) / 2])
     # Documents that are left out are no negatives, nor is there one of a single document.
     exclude = torch.tensor([[False, True, True], [False, False, True]])
     _, statistics = maxsim_cross_entropy(queries, documents, exclude=exclude, **options)
@@ -319,12 +322,12 @@ def test_a_second_backward() -> None:
 
 
 def test_a_scaled_loss_of_float16_keeps_small_gradients() -> None:
-    """1e-8 of the gradient would be 0 in float16."""
+    """What is held until the loss is multiplied would be 0 in float16."""
     leaves = [torch.randn(shape).half().requires_grad_() for shape in ((3, 4, 8), (5, 6, 8))]
     wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
     for max_scratch_bytes in (None, 1):
-        loss = maxsim_cross_entropy(*leaves, temperature=1e5, max_scratch_bytes=max_scratch_bytes) * 2.0**16
-        expected = maxsim_cross_entropy(*wide, temperature=1e5) * 2.0**16
+        loss = maxsim_cross_entropy(*leaves, temperature=1e8, max_scratch_bytes=max_scratch_bytes) * 2.0**26
+        expected = maxsim_cross_entropy(*wide, temperature=1e8) * 2.0**26
         for found, reference in zip(
             torch.autograd.grad(loss, leaves), torch.autograd.grad(expected, wide), strict=True
         ):

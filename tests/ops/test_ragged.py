@@ -16,6 +16,7 @@ from pylate_flash.ops import ragged as ragged_operation
 from pylate_flash.ops.varlen import maxsim_varlen_reference
 from pylate_flash.problem import Options
 from tests.ops.cases import FLOAT32_SCORES
+from tests.ops.test_hidden import Operators
 from tests.ops.test_varlen import OPTIONS, packed
 
 
@@ -99,6 +100,14 @@ def test_pairs_on_the_host_are_those_of_packed_sequences(dtype: torch.dtype, red
     torch.testing.assert_close(scores, expected.float(), rtol=2e-6, atol=2e-6, equal_nan=True)
     with_gradient = maxsim_ragged_pairwise([query.requires_grad_() for query in queries], documents, **options)
     torch.testing.assert_close(with_gradient.detach(), scores, rtol=2e-6, atol=2e-6, equal_nan=True)
+
+
+def test_where_operators_are_looked_at_pairs_on_the_host_are_one() -> None:
+    queries, documents = ragged(3, 2), ragged(5, 1, seed=1)
+    expected = maxsim_ragged_pairwise(queries, documents)
+    with Operators() as operators:
+        torch.testing.assert_close(maxsim_ragged_pairwise(queries, documents), expected)
+    assert operators.names == ["maxsim"]
 
 
 def test_arrays_tuples_and_rows_that_are_not_contiguous_are_sequences() -> None:

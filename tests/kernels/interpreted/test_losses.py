@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 
+from pylate_flash import maxsim_cross_entropy
 from pylate_flash.kernels import chunks, select
 from pylate_flash.kernels.backward import write_gradients
 from pylate_flash.kernels.losses import ChunkedLoss, common, rescale
@@ -35,6 +36,18 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 @given(case=loss_cases(dtypes=(torch.float32, torch.float16), max_batch=6, max_length=12))
 def test_losses(case: LossCase) -> None:
     case.check(1e-5 if case.case.queries.dtype == torch.float32 else 1e-2, implementation="triton")
+
+
+def test_equal_scores() -> None:
+    """What scores as the right document leaves no hit, and what scores as the limit stays in the denominator."""
+    queries = torch.tensor([[[3.0, 2.0, 3.0]], [[0.0, 2.0, 1.0]]])
+    for margin, logits, accuracy in ((0.0, [0.0, -1.0, 0.0], 0.5), (1.0, [0.0, -1.0], 1.0)):
+        loss, statistics = maxsim_cross_entropy(
+            queries, torch.eye(3).unsqueeze(1), margin=margin, with_statistics=True, implementation="triton"
+        )
+        expected = [torch.tensor(values).logsumexp(0) for values in (logits, [-2.0, 0.0, -1.0])]
+        torch.testing.assert_close(loss, torch.stack(expected).mean())
+        assert statistics.accuracy == accuracy
 
 
 def problem(

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pylate_flash import maxsim_residual
+from pylate_flash import ResidualCodes, maxsim_residual
 from pylate_flash.kernels import select
 from pylate_flash.ops.residual import maxsim_residual_reference
 from tests.kernels.interpreted.test_kernels import HALF_AND_FLOAT, OPTIONS
@@ -66,13 +66,26 @@ def test_the_documents_of_a_gradient_are_shared_out(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(select, "architecture", lambda device: (9, 2))
     queries, documents = torch.randn(1, 4, 8), residual_codes([3, 0, 5] * 6, 8, 4)
     check(queries, documents, {})
-    check(queries, documents, {"candidates": torch.arange(-1, 17).view(1, 18)})
+    candidates = torch.arange(-1, 17).view(1, 18)
+    check(queries, documents, {"candidates": candidates, "reduction": "mean", "empty_score": -5.0})
 
 
 def test_a_query_token_that_is_not_a_number() -> None:
     queries, documents = torch.randn(2, 3, 8), residual_codes([4, 0], 8, 4)
     queries[1, 1, 2] = torch.nan
     assert by_kernels(queries, documents).isnan().tolist() == [[False, False], [True, False]]
+
+
+def test_ties_go_to_the_lowest_token() -> None:
+    """Of a tile, and of all."""
+    codes = torch.zeros(150, dtype=torch.int32)
+    codes[5], codes[[7, 37, 140]] = 1, 2
+    centroids = torch.tensor([[-1.0, 0, 0], [1, 1, 0], [1, 0, 1]]).repeat_interleave(8, dim=1)
+    residuals, bounds = torch.zeros(150, 12, dtype=torch.uint8), torch.tensor([0, 150])
+    documents = ResidualCodes(codes, residuals, centroids, torch.zeros(16), bounds)
+    queries = torch.eye(1, 24).view(1, 1, 24)
+    gradient = residual_gradient(by_kernels, queries, documents, {})
+    assert torch.equal(gradient[0, 0], documents.decompress()[5])
 
 
 def test_residuals_that_begin_within_a_word() -> None:

@@ -62,14 +62,17 @@ def test_shapes(queries: tuple[int, ...], documents: tuple[int, ...], n_chosen: 
 
 
 def test_nan_and_infinity_are_as_in_blocks() -> None:
-    queries, documents = torch.randn(2, 3, 4), torch.randn(3, 5, 4)
-    queries[0, 1, 2] = documents[0, 3, 1] = torch.nan
+    """And the first token that is not a number wins, in whatever tile it is."""
+    queries, documents = torch.randn(2, 3, 4), torch.randn(3, 150, 4)
+    queries[0, 1, 2] = documents[0, 140, 1] = torch.nan
     documents[1, 0, 0] = torch.inf
-    chosen = torch.tensor([[0, 2], [1, 2], [0, 0]])
-    expected = maxsim_sparse_queries(queries, documents, chosen)
+    case = Case(queries, documents, None, None, {"query_tokens": torch.tensor([[0, 2], [1, 2], [0, 0]])})
+    expected = maxsim_sparse_queries(queries, documents, **case.keywords)
     assert expected.isnan().any()
     assert not expected.isnan().all()
-    torch.testing.assert_close(kernel(queries, documents, chosen), expected, equal_nan=True)
+    torch.testing.assert_close(kernel(queries, documents, **case.keywords), expected, equal_nan=True)
+    found, right = gradients(kernel, case), gradients(maxsim_sparse_queries, case)
+    torch.testing.assert_close(found, right, equal_nan=True)
 
 
 def test_no_row_out_of_place_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
