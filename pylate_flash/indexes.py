@@ -392,8 +392,8 @@ class Flat(Base):
             If queries are not of a floating dtype, or `subset` is neither of its forms.
         ValueError
             If the index is empty, `k` is less than 1, an embedding size differs from the index's, a query holds NaN or
-            infinite values, there are not as many subsets as queries, or a file of the index has been damaged since it
-            was opened: truncated, or such that a score is not finite, as where products of embeddings overflow.
+            infinite values, there are not as many subsets as queries, a file of the index has been truncated or holds
+            other values than were written, or a score is not finite, as where products of embeddings overflow.
         """
         queries = sequences_of("queries_embeddings", queries_embeddings)
         if isinstance(k, bool) or not isinstance(k, (int, np.integer)) or k < 1:

@@ -34,6 +34,13 @@ def assert_content(path: Path, ids: list[str], documents: list[torch.Tensor]) ->
         torch.testing.assert_close(document, expected, rtol=0, atol=0)
 
 
+def change_manifest(path: Path, **changes: object) -> None:
+    """Change entries as an older version might have written them, which wrote no checksum."""
+    manifest = {**json.loads((path / "manifest.json").read_bytes()), **changes}
+    manifest.pop("crc32", None)
+    (path / "manifest.json").write_text(json.dumps(manifest))
+
+
 def shards_in(path: Path) -> set[str]:
     return {file.name for file in path.glob("shard-*")}
 

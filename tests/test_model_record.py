@@ -12,6 +12,7 @@ import torch
 from pylate_flash import models
 from pylate_flash.index.model_record import ModelRecord, fingerprint
 from pylate_flash.indexes import Flat
+from tests.stores import change_manifest
 
 
 @pytest.fixture
@@ -158,9 +159,9 @@ def test_a_fingerprint_is_of_names_types_shapes_and_values() -> None:
 def test_a_damaged_record_is_an_error_that_names_the_manifest(
     tmp_path: Path, model: models.ColBERT, change: dict
 ) -> None:
-    manifest = filled(tmp_path).record_model(model, "name").index_path / "manifest.json"
-    record = json.loads(manifest.read_bytes())
-    manifest.write_text(json.dumps({**record, "model": {**record["model"], **change}}))
+    index = filled(tmp_path).record_model(model, "name")
+    assert index.model is not None
+    change_manifest(index.index_path, model={**index.model.to_json(), **change})
     with pytest.raises(ValueError, match=f"manifest.json is damaged: its model's {next(iter(change))} is"):
         flat(tmp_path)
 

@@ -23,7 +23,7 @@ from pylate_flash.index.store import PackedStore
 from pylate_flash.indexes import EMPTY_SCORE, Flat
 from pylate_flash.ops.quantization import PRECISIONS
 from pylate_flash.ops.quantized import maxsim_quantized_reference
-from tests.stores import documents_of
+from tests.stores import change_manifest, documents_of
 
 EACH = pytest.mark.parametrize("precision", PRECISIONS)
 
@@ -255,13 +255,12 @@ def test_what_is_not_finite_is_refused(tmp_path: Path, precision: str) -> None:
 
 
 def damaged(path: Path, change) -> PackedStore:
-    """Change the bytes of the only shard, with a manifest that knows no checksum, and open the store."""
+    """Change the bytes of the only shard, as an older version wrote it, without checksums, and open the store."""
     (file,) = path.glob("shard-*")
-    manifest = json.loads((path / "manifest.json").read_bytes())
-    content = change(bytearray(file.read_bytes()))
+    (entry,) = json.loads((path / "manifest.json").read_bytes())["shards"]
+    content = change(bytearray(file.read_bytes().replace(b'"checksums"', b'"something"', 1)))
     file.write_bytes(content)
-    manifest["shards"][0] |= {"sha256": None, "bytes": len(content)}
-    (path / "manifest.json").write_text(json.dumps(manifest))
+    change_manifest(path, shards=[{**entry, "sha256": None, "bytes": len(content)}])
     return PackedStore(path)
 
 

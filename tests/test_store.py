@@ -21,7 +21,15 @@ from pylate_flash.index.shards import Shard
 from pylate_flash.index.store import PackedStore
 from pylate_flash.index.tables import blocks
 from pylate_flash.index.turns import turn
-from tests.stores import assert_content, content, documents_of, shards_in, shards_named, store_of_two_shards
+from tests.stores import (
+    assert_content,
+    change_manifest,
+    content,
+    documents_of,
+    shards_in,
+    shards_named,
+    store_of_two_shards,
+)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
@@ -398,8 +406,7 @@ def test_an_index_that_an_older_version_emptied_takes_any_size(tmp_path: Path) -
     opened = PackedStore(tmp_path)
     opened.add(["a"], documents_of([1]))
     opened.remove(np.array([0]))
-    manifest = json.loads((tmp_path / "manifest.json").read_bytes())
-    (tmp_path / "manifest.json").write_text(json.dumps({**manifest, "embedding_size": 4}))
+    change_manifest(tmp_path, embedding_size=4)
     PackedStore(tmp_path).add(["b"], documents_of([1], size=5))
     assert_content(tmp_path, ["b"], documents_of([1], size=5))
 

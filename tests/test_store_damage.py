@@ -19,7 +19,7 @@ import pylate_flash
 from pylate_flash.index import journal
 from pylate_flash.index.folder import Folder
 from pylate_flash.index.store import PackedStore
-from tests.stores import assert_content, content, documents_of, shards_in, store_of_two_shards
+from tests.stores import assert_content, change_manifest, content, documents_of, shards_in, store_of_two_shards
 
 
 @pytest.fixture
@@ -40,10 +40,6 @@ def manifest_of(path: Path) -> dict:
     return json.loads((path / "manifest.json").read_bytes())
 
 
-def change_manifest(path: Path, **changes: object) -> None:
-    (path / "manifest.json").write_text(json.dumps({**manifest_of(path), **changes}))
-
-
 def journal_of(path: Path) -> Path:
     return path / manifest_of(path)["journal"]
 
@@ -53,9 +49,14 @@ def first_shard(path: Path) -> Path:
 
 
 def rewrite_shard(path: Path, **changes: torch.Tensor) -> None:
-    """Change tensors of the first shard, and make the manifest agree with the file as far as its size goes."""
+    """Change tensors of the first shard, and make the manifest agree with the file as far as its size goes.
+
+    As an older version would have written it, which wrote no checksums into it.
+    """
     shard, manifest = first_shard(path), manifest_of(path)
-    safetensors.torch.save_file({**safetensors.torch.load(shard.read_bytes()), **changes}, shard)
+    tensors = {**safetensors.torch.load(shard.read_bytes()), **changes}
+    tensors.pop("checksums", None)
+    safetensors.torch.save_file(tensors, shard)
     manifest["shards"][0]["bytes"] = shard.stat().st_size
     change_manifest(path, shards=manifest["shards"])
 

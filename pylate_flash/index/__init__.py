@@ -6,6 +6,7 @@ folder.py         its folder: the manifest that makes a write take effect, and w
 manifest.py       manifest.json, checked in full before anything of it is used
 layout.py         how a token's embedding is kept: in a floating type, or in 8 bits with its scale
 shards.py         one safetensors file of many documents
+checksums.py      those of values, compared when they are first read
 journal.py        one file to which small additions are appended
 pieces.py         the embeddings, put end to end from shards and journal, or from copies on a GPU
 files.py          opening, reading and writing a file, as the system lets it

@@ -11,8 +11,9 @@ An addition is first written behind the end, and then made to count by a new hea
 that is killed in between leaves some bytes behind the end, which the next addition overwrites. The sha256 of the last
 record covers all before it, and a journal is small, so that all of it is checked whenever it is opened.
 
-After a power failure, what had not been flushed may be missing or zeros. The 64 bytes before a record lie in one sector
-of a disk, so that they are there or not: if they are neither whole nor zeros, the file is damaged.
+After a power failure, what had not been flushed may be missing or zeros, sector by sector. So a record that is not
+right, and neither cut nor with a sector of zeros, is damaged: a flipped bit loses no additions in silence. The 64 bytes
+before a record lie in one sector, so that they are there or not.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ _HEAD_BYTES = 128
 _FIRST = 2 * _HEAD_BYTES
 _RECORD = struct.Struct("<Q32s")
 _RECORD_BYTES = 64
+_SECTOR_BYTES = 512
 # A journal is in memory, and read whole when the index is opened: so much is in it at most.
 JOURNAL_BYTES = 64 << 20
 JOURNAL_RECORDS = 4096
@@ -107,15 +109,16 @@ class Journal:
         self._layout, self._row = layout, layout.nbytes
         self._room = torch.empty(0, layout.width, dtype=layout.dtype)
         self._room_bytes = bytes_of(self._room)
-        # Values that this object has written but not read again: where they begin in the room and in the file, and how
-        # many bytes they are. A run of additions copies none of them.
-        self._unread: list[tuple[int, int, int]] = []
+        # Values that this object has written but not read again: where they begin in the room and in the file, how many
+        # bytes they are, and their CRC. A run of additions copies none of them.
+        self._unread: list[tuple[int, int, int, int]] = []
         self._file: _File | None = None
         # Threads that search read them at the same time as one that adds.
         self._reading = threading.RLock()
         self._head = self._seen = _Head()
         self._heads = b""  # as they are in the file, if known
         self._flush_due = 0.0
+        self._lost = 0  # bytes of additions that opening has not found
 
     @classmethod
     def create(cls, path: Path, layout: Layout) -> Journal:
@@ -156,11 +159,8 @@ class Journal:
             except ValueError as error:
                 if journal.nbytes < head.flushed or isinstance(error, _Damage):
                     raise ValueError(f"{path} is damaged at byte {journal.nbytes}: {error}") from None
-                warnings.warn(
-                    f"{path}: the last additions to the index are lost, {head.end - journal.nbytes} bytes that had "
-                    f"not reached the disk, as after a power failure ({error})",
-                    stacklevel=2,
-                )
+                journal._lost = head.end - journal.nbytes
+                warnings.warn(f"{journal._loss()} ({error})", stacklevel=2)
                 break
             ids += record[0]
             lengths.append(record[1])
@@ -193,7 +193,8 @@ class Journal:
             raise ValueError(f"it ends after {len(content)} bytes, {start + length} were expected")
         payload = content[start : start + length]
         if _digest(self._head.digest, [payload]) != digest:
-            raise ValueError("the sha256 of a record is another")
+            reason = "the sha256 of a record is another"
+            raise ValueError(reason) if _has_empty_sector(payload, start) else _Damage(reason)
         found = decode(lambda offset, n: bytes(payload[offset : offset + n]), length)
         if found.layout != self._layout:
             raise ValueError(f"it holds values of type {found.layout.dtype} and size {found.layout.size}")
@@ -271,9 +272,9 @@ class Journal:
         offset = start + _RECORD_BYTES + sum(map(len, pieces[:2]))
         with self._reading:
             self._keep(descriptor, (status.st_dev, status.st_ino))
-            self._unread.append((self.rows * self._row, offset, len(memory)))
+            self._unread.append((self.rows * self._row, offset, len(memory), zlib.crc32(memory)))
             self.rows, self.records, self._head = self.rows + len(memory) // self._row, self.records + 1, head
-        self._seen, self._heads = head, heads
+        self._seen, self._heads, self._lost = head, heads, 0
 
     @property
     def is_flushed(self) -> bool:
@@ -286,9 +287,17 @@ class Journal:
         Raises
         ------
         ValueError
-            If a value is NaN or infinite. The message names the file.
+            If a value is NaN or infinite, or additions are lost. The message names the file.
         """
+        if self._lost:
+            raise ValueError(f"{self._loss()}; the next change of the index takes it as it is")
         check_finite(self.values, self.path)
+
+    def _loss(self) -> str:
+        return (
+            f"{self.path}: the last additions to the index are lost, {self._lost} bytes that had not reached the disk, "
+            "as after a power failure"
+        )
 
     def _take(self, values: memoryview, head: _Head) -> None:
         """Take in the memory of a record's values; `head` is that of the file with it."""
@@ -323,8 +332,10 @@ class Journal:
             assert self._file is not None
             self._make_room(self.rows)
             try:
-                for place, offset, nbytes in self._unread:
-                    read_exactly(self._file.descriptor, self._room_bytes[place : place + nbytes], offset)
+                for place, offset, nbytes, crc in self._unread:
+                    view = self._room_bytes[place : place + nbytes]
+                    if zlib.crc32(read_exactly(self._file.descriptor, view, offset)) != crc:
+                        raise ValueError(f"its values at byte {offset} are others than were written")
             except (OSError, ValueError) as error:
                 raise ValueError(f"{self.path} is damaged: {error}") from None
             self._unread = []
@@ -345,6 +356,15 @@ def _digest(before: bytes, payload: Iterable[memoryview | bytes]) -> bytes:
     for piece in payload:
         sha256.update(piece)
     return sha256.digest()
+
+
+def _has_empty_sector(payload: memoryview, start: int) -> bool:
+    """Whether a sector of a record, which begins at the byte `start` of a file, is all zeros, as one never written.
+
+    The first one holds what stands before the record as well, and is there.
+    """
+    sectors = (payload[at : at + _SECTOR_BYTES] for at in range(-start % _SECTOR_BYTES, len(payload), _SECTOR_BYTES))
+    return any(bytes(len(sector)) == sector for sector in sectors)
 
 
 def _opening(length: int, digest: bytes) -> bytes:

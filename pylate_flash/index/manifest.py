@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import re
+import zlib
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,7 @@ class Manifest:
             "journal": self.journal,
             "shards": [asdict(entry) for entry in self.shards],
         }
-        return json.dumps(record, indent=1).encode()
+        return json.dumps({**record, "crc32": _crc(record)}, indent=1).encode()
 
     @classmethod
     def parse(cls, content: bytes, path: Path) -> Manifest:
@@ -98,8 +99,11 @@ class Manifest:
                 "upgrade pylate_flash"
             )
         try:
+            # Older versions wrote none.
+            if "crc32" in record and record.pop("crc32") != _crc(record):
+                raise ValueError("it has another CRC-32 than when it was written")
             return cls._checked(record, version)
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(f"{path} is damaged: {_reason(error)}") from None
 
     @classmethod
@@ -135,6 +139,11 @@ class Manifest:
             size = None
         generation = _integer("generation", record["generation"])
         return cls(record["dtype"], generation, size, shards, journal, model, made_with)
+
+
+def _crc(record: dict) -> int:
+    """The CRC-32 of a manifest, however its JSON is laid out."""
+    return zlib.crc32(json.dumps(record).encode())
 
 
 def _entry(entry: object, version: int) -> Entry:

@@ -57,7 +57,7 @@ class Pieces:
         Raises
         ------
         ValueError
-            If a shard has been truncated. The message names it.
+            If a shard has been truncated, or holds other values than were written. The message names it.
         OSError
             If a shard cannot be read. The message names it.
         """

@@ -1,15 +1,21 @@
 """One safetensors file of many documents: values [T, d], lengths [N] (int64), ids (UTF-8 bytes of a JSON list).
 
+Beside them, `checksums` (bytes, little-endian uint32): those of the values (`checksums.py`), compared when values are
+first read, and last the CRC-32 of all the rest, which is read and compared when the file is opened. Older versions
+wrote none.
+
 Files are read, not mapped: of a mapped file that another program truncates, the next access would end the process.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
 import struct
 import weakref
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +23,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from .checksums import CheckedBlocks, Sums, blocks_of
 from .files import open_named, read_exactly, write_all
 from .layout import DTYPES, Layout, is_finite
 from .manifest import FORMAT, Entry, Manifest
@@ -30,17 +37,20 @@ _TYPES = {
 }  # fmt: skip
 _NAMES = {dtype: name for name, dtype in _TYPES.items()}
 _VERIFIED_AT_A_TIME = 16 << 20
+# Values are read and checked so many bytes at a time, so that they are checked while the processor's cache holds them.
+_CHECKED_AT_A_TIME = 1 << 20
 
 
 @dataclass(frozen=True)
 class Content:
-    """The documents of a file: `values_offset` is where the rows of its tokens begin."""
+    """The documents of a file: `values_offset` is where the rows of its tokens begin, `sums` are their CRCs."""
 
     ids: list[str]
     lengths: np.ndarray
     layout: Layout
     tokens: int
     values_offset: int
+    sums: np.ndarray | None
 
 
 def encode(
@@ -61,21 +71,32 @@ def encode(
     # Longer types first, so that each tensor is aligned to its type.
     values_begin = 8 * len(lengths)
     ids_begin = values_begin + tokens * layout.nbytes
+    sums_begin = ids_begin + len(names)
+    sums_bytes = 4 * blocks_of(ids_begin - values_begin) + 4
     dtype, shape = _NAMES[layout.dtype], f"[{tokens},{layout.width}]"
     size = f',"embedding_size":"{layout.size}"' if layout.quantized else ""
     text = (
         f'{{"__metadata__":{{"format":"{FORMAT}"{size}}},'
         f'"lengths":{{"dtype":"I64","shape":[{len(lengths)}],"data_offsets":[0,{values_begin}]}},'
         f'"values":{{"dtype":"{dtype}","shape":{shape},"data_offsets":[{values_begin},{ids_begin}]}},'
-        f'"ids":{{"dtype":"U8","shape":[{len(names)}],"data_offsets":[{ids_begin},{ids_begin + len(names)}]}}}}'
+        f'"ids":{{"dtype":"U8","shape":[{len(names)}],"data_offsets":[{ids_begin},{sums_begin}]}},'
+        f'"checksums":{{"dtype":"U8","shape":[{sums_bytes}],"data_offsets":[{sums_begin},{sums_begin + sums_bytes}]}}}}'
     ).encode()
     text += b" " * (-len(text) % 8)
-    yield struct.pack("<Q", len(text)) + text
-    yield lengths.astype("<i8").tobytes()
+    head, places, sums = struct.pack("<Q", len(text)) + text, lengths.astype("<i8").tobytes(), Sums()
+    yield head
+    yield places
     for piece in values:
         if len(piece):
+            sums.update(piece)
             yield piece
     yield names
+    found = sums.values().tobytes()
+    yield found + struct.pack("<I", _crc(head, places, names, found))
+
+
+def _crc(*pieces: bytes) -> int:
+    return functools.reduce(lambda crc, piece: zlib.crc32(piece, crc), pieces, 0)
 
 
 def decode(read: Callable[[int, int], bytes], nbytes: int) -> Content:
@@ -91,26 +112,38 @@ def decode(read: Callable[[int, int], bytes], nbytes: int) -> Content:
     Raises
     ------
     ValueError
-        If they are not such a file, or not a whole one.
+        If they are not such a file, not a whole one, or another than was written.
     """
     if nbytes < 8:
         raise ValueError(f"it has {nbytes} bytes")
     (length,) = struct.unpack("<Q", read(0, 8))
     if length > nbytes - 8:
         raise ValueError(f"its header should have {length} bytes, the file has {nbytes}")
+    head = read(0, 8 + length)
     try:
-        header = json.loads(read(8, length))
+        header = json.loads(head[8:])
         found = {name: _tensor(header[name], nbytes - 8 - length) for name in ("values", "lengths", "ids")}
+        # None in files of older versions.
+        checksums = _tensor(header["checksums"], nbytes - 8 - length) if "checksums" in header else None
     except (KeyError, TypeError, RecursionError, ValueError) as error:
         raise ValueError(f"its header is none of safetensors with values, lengths and ids: {error!r:.200}") from None
-    (dtype, shape, begin, _), (kind, _, first, last), (text, _, start, stop) = found.values()
+    (dtype, shape, begin, end), (kind, _, first, last), (text, _, start, stop) = found.values()
     if len(shape) != 2 or shape[1] < 1 or dtype not in DTYPES.values() or kind != torch.int64 or text != torch.uint8:
         raise ValueError(f"its values are of type {dtype} and shape {shape}, lengths of {kind}, ids of {text}")
     layout = _layout(dtype, shape[1], header)
     offset = 8 + length
-    lengths = np.frombuffer(read(offset + first, last - first), dtype="<i8").astype(np.int64)
+    places, names = read(offset + first, last - first), read(offset + start, stop - start)
+    sums = None
+    if checksums is not None:
+        table = read(offset + checksums[2], checksums[3] - checksums[2])
+        if len(table) != 4 * blocks_of(end - begin) + 4 or _crc(head, places, names, table[:-4]) != int.from_bytes(
+            table[-4:], "little"
+        ):
+            raise ValueError("its header, lengths, ids or checksums have another CRC-32 than when they were written")
+        sums = np.frombuffer(table[:-4], dtype="<u4")
+    lengths = np.frombuffer(places, dtype="<i8").astype(np.int64)
     try:
-        ids = json.loads(read(offset + start, stop - start))
+        ids = json.loads(names)
         valid = isinstance(ids, list) and all(isinstance(id_, str) for id_ in ids)
     except (RecursionError, ValueError):
         valid = False
@@ -122,7 +155,7 @@ def decode(read: Callable[[int, int], bytes], nbytes: int) -> Content:
             f"it has {len(ids)} ids, {len(lengths)} lengths of {lengths.sum(dtype=np.float64):.0f} tokens in all, and "
             f"values of {shape[0]} tokens; the least length is {lengths.min(initial=0)}"
         )
-    return Content(ids, lengths, layout, shape[0], offset + begin)
+    return Content(ids, lengths, layout, shape[0], offset + begin, sums)
 
 
 def _layout(dtype: torch.dtype, width: int, header: dict) -> Layout:
@@ -161,10 +194,11 @@ class Shard:
     It can be read as long as this object exists, also when a later write has deleted it from its folder.
     """
 
-    def __init__(self, path: Path, entry: Entry, layout: Layout, values_offset: int) -> None:
+    def __init__(self, path: Path, entry: Entry, layout: Layout) -> None:
         self.path, self.entry = path, entry
         self.rows = entry.tokens
-        self._layout, self._offset = layout, values_offset
+        self._layout, self._offset = layout, 0
+        self._checked: CheckedBlocks | None = None
         self._descriptor = open_named(path)
         weakref.finalize(self, os.close, self._descriptor)
 
@@ -196,8 +230,14 @@ class Shard:
                 if i < 2:  # the header and the lengths
                     offset = nbytes
             os.fsync(file.fileno())
-        entry = Entry(path.name, len(lengths), int(lengths.sum()), nbytes, digest.hexdigest())
-        return cls(path, entry, layout, offset)
+        shard = cls(path, Entry(path.name, len(lengths), int(lengths.sum()), nbytes, digest.hexdigest()), layout)
+        shard._hold(offset, np.frombuffer(piece[:-4], dtype="<u4"))  # the last one
+        return shard
+
+    def _hold(self, offset: int, sums: np.ndarray | None) -> None:
+        """Take note of where the values begin, and of their CRCs."""
+        self._offset = offset
+        self._checked = None if sums is None else CheckedBlocks(sums, self.rows * self._layout.nbytes)
 
     @classmethod
     def open(cls, path: Path, entry: Entry, manifest: Manifest) -> tuple[Shard, list[str], np.ndarray]:
@@ -211,7 +251,7 @@ class Shard:
             If it cannot be opened, as where more shards are open than the system allows. The message names it.
         """
         layout = manifest.layout
-        shard = cls(path, entry, layout, 0)
+        shard = cls(path, entry, layout)
         nbytes = os.fstat(shard._descriptor).st_size
         try:
             if nbytes != entry.bytes:
@@ -228,7 +268,7 @@ class Shard:
                     raise ValueError(f"its {key} is {here}, the manifest says {there}")
         except (OSError, ValueError) as error:
             raise ValueError(f"{path} is damaged: {error}") from None
-        shard._offset = content.values_offset
+        shard._hold(content.values_offset, content.sums)
         return shard, content.ids, content.lengths
 
     def read_into(self, out: torch.Tensor, start: int) -> None:
@@ -237,19 +277,29 @@ class Shard:
         Raises
         ------
         ValueError
-            If the file has become too short. The message names it.
+            If the file has become too short, or has other values than were written, which is noticed when they are
+            first read. The message names it.
         OSError
             If the disk fails. The message names the file.
         """
-        if not len(out):
-            return
-        offset = self._offset + start * self._layout.nbytes
+        begin = start * self._layout.nbytes
+        end = begin + len(out) * self._layout.nbytes
         try:
-            read_exactly(self._descriptor, bytes_of(out), offset)
+            view, place = memoryview(b"") if begin == end else bytes_of(out), begin
+            while place < end:
+                stop = min(end, (place // _CHECKED_AT_A_TIME + 1) * _CHECKED_AT_A_TIME)
+                some = read_exactly(self._descriptor, view[place - begin : stop - begin], self._offset + place)
+                if self._checked is not None:
+                    self._checked.check(some, place, self._values)
+                place = stop
         except ValueError as error:
             raise ValueError(f"{self.path} is damaged: {error}") from None
         except OSError as error:
             raise OSError(error.errno, f"{self.path} cannot be read: {error.strerror}") from error
+
+    def _values(self, begin: int, end: int) -> memoryview:
+        """Bytes of the values, from one place to another."""
+        return read_exactly(self._descriptor, bytearray(end - begin), self._offset + begin)
 
     def verify(self) -> None:
         """Read everything.

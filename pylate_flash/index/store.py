@@ -16,6 +16,9 @@ any moment therefore leaves either the state before or the state after, and at w
 which the next write deletes. A power failure is the same, save for additions that follow one another within a fifth
 of a second: the last of such a run may be lost, which the next opening says in a warning.
 
+What opening reads in full (manifest, ids, lengths, journal) is compared with its checksums then, and values when they
+are first read, so that a damaged file is an error that names it and never another answer.
+
 When the journal is full it becomes a shard, and shards of similar sizes become one, so that there are few files
 whatever the sizes of the additions, and a document is written some log2(SHARD_BYTES / ADDITION_BYTES) times in all.
 
@@ -187,7 +190,7 @@ class PackedStore:
         Raises
         ------
         ValueError
-            If a shard has been truncated. The message names it.
+            If a shard has been truncated, or holds other values than were written. The message names it.
         OSError
             If a shard cannot be read. The message names it.
         """
