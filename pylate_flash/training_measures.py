@@ -243,6 +243,11 @@ class MeasuredTrainer(Trainer):
         self._check_finite()
         return result
 
+    def evaluate(self, *args, **kwargs) -> dict[str, float]:
+        """Evaluate as the host does, and leave the training's random numbers alone: its data loader draws one."""
+        with torch.random.fork_rng(devices=[]):
+            return super().evaluate(*args, **kwargs)
+
     def _check_pass(self, checkpoint: str | bool | None) -> None:
         """What has no length counts as a pass of `max_steps`: in a later one, too many batches would be skipped."""
         if isinstance(checkpoint, bool):

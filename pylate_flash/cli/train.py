@@ -423,8 +423,7 @@ def _run(
 
     from .training_run import Guard
 
-    guard = Guard(loaded, request)
-    trainer.add_callback(guard)
+    guard = Guard(trainer, request)
     try:
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     except FloatingPointError as error:

@@ -9,18 +9,19 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.utils.data import BatchSampler
 from tqdm import tqdm
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from .model_output import first_non_finite
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
+    from ..training_measures import MeasuredTrainer
     from .models import Model
 
 
@@ -142,11 +143,17 @@ class StopRequest:
         self.signal = number
         with contextlib.suppress(OSError):
             # Not by `print`, which may be what was interrupted.
-            os.write(2, b"\npylate-flash: stopping after this step; once more to stop at once, without saving\n")
+            os.write(2, b"\nStopping after this step; once more to stop at once, without saving\n")
+
+
+class EvaluationStopped(Exception):
+    """The run is to end, and an evaluation is under way."""
 
 
 class Guard(TrainerCallback):
     """Ends a run when that is asked for, with a checkpoint, and lets none be written of a model that is not finite.
+
+    Adds itself to the trainer. An evaluation that is under way, or due, when the run is to end is left out.
 
     Attributes
     ----------
@@ -156,9 +163,19 @@ class Guard(TrainerCallback):
         Whether a checkpoint is being written.
     """
 
-    def __init__(self, model: Model, request: StopRequest) -> None:
-        self.model, self.request = model, request
+    def __init__(self, trainer: MeasuredTrainer, request: StopRequest) -> None:
+        self.model, self.request = cast("Model", trainer.model), request
         self.started = self.saving = False
+        self._saved_at: int | None = None
+        trainer.add_callback(self)
+        self._evaluate = trainer.evaluate
+        trainer.evaluate = self._evaluate_until_asked  # type: ignore[method-assign]
+
+    def _evaluate_until_asked(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        try:
+            return self._evaluate(*args, **kwargs)
+        except EvaluationStopped:
+            return {}
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
         self.started = True
@@ -167,9 +184,23 @@ class Guard(TrainerCallback):
         if state.global_step >= state.max_steps:
             # The model itself is written next.
             control.should_save = False
-            return
+        self._heed_request(state, control)
+
+    def on_epoch_end(self, args, state, control, **kwargs) -> None:
+        self._heed_request(state, control)
+
+    def on_prediction_step(self, args, state, control, **kwargs) -> None:
+        self._heed_request(state, control)
         if self.request.signal is not None:
-            control.should_training_stop = control.should_save = True
+            raise EvaluationStopped
+
+    def on_save(self, args, state, control, **kwargs) -> None:
+        self.saving, self._saved_at = False, state.global_step
+
+    def _heed_request(self, state: TrainerState, control: TrainerControl) -> None:
+        if self.request.signal is not None:
+            control.should_training_stop, control.should_evaluate = True, False
+            control.should_save = self._saved_at != state.global_step < state.max_steps
         if control.should_save:
             name = first_non_finite(self.model)
             if name is not None:
@@ -178,9 +209,6 @@ class Guard(TrainerCallback):
                     "learning rate may help"
                 )
             self.saving = True
-
-    def on_save(self, args, state, control, **kwargs) -> None:
-        self.saving = False
 
 
 class Progress(TrainerCallback):

@@ -256,6 +256,42 @@ def test_an_interrupted_run_resumes_to_the_same_weights(
     assert_one_clear_sentence(train(pairs, tiny_colbert_path, out, *options, "--resume"), "--overwrite replaces it")
 
 
+@pytest.mark.parametrize("evaluating", [False, True])
+def test_a_signal_leaves_out_the_evaluation(
+    evaluating: bool, tiny_colbert_path: str, pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is due after the step, and one that is under way; the weights are those of a run without a signal.
+
+    The model has dropout: an evaluation draws none of the numbers that the training draws.
+    """
+    model = tmp_path / "model"
+    shutil.copytree(tiny_colbert_path, model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"hidden_dropout_prob": 0.1}))
+    options = ("--batch-size", 4, "--epochs", 3, "--lr", 1e-3, "--eval-data", pairs)
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    assert "of --eval-data" in trained(pairs, model, whole, *options).stderr
+    batches = []
+
+    def interrupt(self: Progress, args, state, control, **kwargs) -> None:
+        batches.append(state.global_step)
+        signal.raise_signal(signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        if evaluating:
+            patch.setattr(Progress, "on_prediction_step", interrupt)
+        else:
+            interrupt_after(2, patch)
+        result = train(pairs, model, out, *options)
+    assert result.exit_code == 130
+    assert "interrupted after step 2 of 6" in result.stderr.splitlines()[-1]
+    assert "of --eval-data" not in result.stderr
+    # There were two.
+    assert batches == [2] * evaluating
+    trained(pairs, model, out, *options, "--resume")
+    assert content(out) == content(whole)
+
+
 def content(folder: Path) -> dict[str, bytes]:
     """The files of a model, but for the card, which tells the time."""
     files = (path for path in folder.rglob("*") if path.is_file() and path.name != "README.md")
