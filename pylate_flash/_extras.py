@@ -35,8 +35,8 @@ class MissingExtraError(ModuleNotFoundError):
     """
 
 
-def check_host(module: str, needed_by: str) -> None:
-    """Refuse what needs a library of `HOSTS` that is not installed. It is not imported, which takes seconds.
+def check_installed(module: str, needed_by: str, *extras: str, title: str | None = None) -> None:
+    """Refuse what needs a module that is not installed. It is not imported, which may take seconds.
 
     Parameters
     ----------
@@ -44,6 +44,10 @@ def check_host(module: str, needed_by: str) -> None:
         The name that it is imported by.
     needed_by
         What needs it, for the message.
+    *extras
+        The extras of this package that install it.
+    title
+        What it is called. Default: `module`.
 
     Raises
     ------
@@ -51,6 +55,11 @@ def check_host(module: str, needed_by: str) -> None:
         If there is no module of this name.
     """
     if importlib.util.find_spec(module) is None:
-        host = HOSTS[module]
-        message = f'{needed_by} needs {host.title}, which is not installed: pip install "pylate-flash[{host.extra}]"'
-        raise MissingExtraError(message, name=module)
+        commands = " or ".join(f'pip install "pylate-flash[{extra}]"' for extra in extras)
+        raise MissingExtraError(f"{needed_by} needs {title or module}, which is not installed: {commands}", name=module)
+
+
+def check_host(module: str, needed_by: str) -> None:
+    """Refuse, as `check_installed` does, what needs a library of `HOSTS` that is not installed."""
+    host = HOSTS[module]
+    check_installed(module, needed_by, host.extra, title=host.title)

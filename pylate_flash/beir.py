@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from ._extras import check_installed
 from ._switches import backend_in_force
 from .corpus_files import Corpus, read_lines, read_records
 from .encoders import encode, is_multi_vector_encoder
@@ -179,8 +180,8 @@ def evaluate_retrieval(
     ValueError
         If a metric is unknown or its cutoff exceeds `k`, there is nothing to evaluate, `qrels` name unknown queries or
         documents, or `index` holds other documents or another model's, or a folder already holds an index.
-    ModuleNotFoundError
-        If `ranx` is not installed.
+    MissingExtraError
+        If `ranx` is not installed. The message names the extra.
     """
     _check_metrics(metrics, k)
     ids = [document["id"] for document in documents]
@@ -276,6 +277,7 @@ def _timed(timings: dict[str, float], name: str) -> Iterator[None]:
 
 def _check_metrics(metrics: Sequence[str], k: int) -> None:
     """Before anything is encoded: every metric must be known, and `k` documents must be enough for it."""
+    check_installed("ranx", "evaluate_retrieval", "eval")
     from ranx.metrics import metric_switch
 
     if isinstance(metrics, str) or not metrics:

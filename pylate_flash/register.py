@@ -48,7 +48,8 @@ def register(host: str | None = None, *, masking: str = "exclude", strict: bool 
     Parameters
     ----------
     host
-        `"pylate"`, `"sentence-transformers"` or `"colpali-engine"`. None: all that are installed.
+        `"pylate"`, `"sentence-transformers"`, or `"colpali-engine"`, also by the name of its extra, `"colpali"`. None:
+        all that are installed.
     masking
         PyLate only: what a masked document token does, where a call or a model does not say: `"exclude"` (it never wins
         the max) or `"zero"` (its similarity counts as 0, as in PyLate's torch scorer).
@@ -138,7 +139,7 @@ def use_scorer(backend: str | None = None, masking: str | None = None) -> Iterat
     )
     with _lock:
         if _PYLATE_ROUTES.holders == 0:
-            HOSTS["pylate"].check()
+            HOSTS["pylate"].check("use_scorer")
         _PYLATE_ROUTES.hold()
     token = _switches.default.set(default)
     try:
@@ -154,7 +155,7 @@ def _hold(holder: object, host: str | None, masking: str, strict: bool) -> list[
     with _lock:
         hosts = _hosts(host)
         for found in hosts:
-            found.check(strict)
+            found.check(f'{"register" if holder is _REGISTER else "registered"}("{found.name}")', strict)
         routed: list[Host] = []
         try:
             for found in hosts:
@@ -195,9 +196,11 @@ def _route(host: Host) -> None:
 
 
 def _known(host: str) -> Host:
-    if host not in HOSTS:
-        raise ValueError(f"host must be one of {', '.join(map(repr, HOSTS))}, or None, got {host!r}")
-    return HOSTS[host]
+    """The host of this name, or whose extra has this name."""
+    for known in HOSTS.values():
+        if host in (known.name, known.about.extra):
+            return known
+    raise ValueError(f"host must be one of {', '.join(map(repr, HOSTS))}, or None, got {host!r}")
 
 
 def _hosts(host: str | None) -> list[Host]:

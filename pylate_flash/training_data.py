@@ -10,7 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset
+from ._extras import check_installed
+
+check_installed("datasets", __name__, "pylate", "sentence-transformers")
+
+# isort: split
+from datasets import Dataset  # noqa: E402
 
 __all__ = ["TrainingData", "read_training_file"]
 

@@ -200,4 +200,43 @@ except ImportError as error:
     assert nothing.startswith('there is nothing to register: install a host, with pip install "pylate-flash[pylate]"')
     for line, extra in ((pylate, "pylate"), (transformers, "sentence-transformers"), (colpali, "colpali")):
         assert line.endswith(f'which is not installed: pip install "pylate-flash[{extra}]"')
-    assert model == transformers
+    assert transformers.startswith('register("sentence-transformers") needs ')
+    assert model == transformers.replace('register("sentence-transformers")', "this part of pylate_flash")
+
+
+def test_what_needs_a_host_is_named_as_it_was_called() -> None:
+    """Not as `register`, where nobody called that; a host by the name of its extra too."""
+    done = run("""
+import pylate_flash
+from pylate_flash.register import use_scorer
+for call in (lambda: pylate_flash.register("colpali"), lambda: pylate_flash.registered("colpali"), use_scorer):
+    try:
+        with call(): pass
+    except ImportError as error:
+        print(error)
+""")
+    lines = [line.partition(" needs ") for line in done.stdout.splitlines()]
+    called = ['register("colpali-engine")', 'registered("colpali-engine")', "use_scorer"]
+    assert [line[0] for line in lines] == called, done.stderr
+    assert [line[2].partition(",")[0] for line in lines] == ["colpali-engine", "colpali-engine", "PyLate"]
+
+
+def test_what_comes_with_an_extra_names_it() -> None:
+    done = run("""
+from pylate_flash.beir import evaluate_retrieval
+def load():
+    import pylate_flash.training_data
+for call in (load, load, lambda: evaluate_retrieval(None, [], {}, {})):
+    try:
+        call()
+    except ImportError as error:
+        print(type(error).__name__, error.name, error)
+""")
+    data = (
+        "MissingExtraError datasets pylate_flash.training_data needs datasets, which is not installed: "
+        'pip install "pylate-flash[pylate]" or pip install "pylate-flash[sentence-transformers]"'
+    )
+    metrics = (
+        'MissingExtraError ranx evaluate_retrieval needs ranx, which is not installed: pip install "pylate-flash[eval]"'
+    )
+    assert done.stdout.splitlines() == [data, data, metrics], done.stderr

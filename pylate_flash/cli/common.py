@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import functools
-import importlib.util
 import logging
 import os
 import sys
@@ -147,12 +146,6 @@ def be_quiet() -> None:
 
         transformers_logging.set_verbosity_error()
         transformers_logging.disable_progress_bar()
-
-
-def check_installed(*modules: str, extras: str) -> None:
-    for module in modules:
-        if importlib.util.find_spec(module) is None:
-            raise UserError(f"{module} is not installed: pip install 'pylate-flash[{extras}]'")
 
 
 def check_device(device: str | None) -> None:

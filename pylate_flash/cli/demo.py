@@ -10,8 +10,8 @@ from typing import Annotated
 
 import typer
 
-from .._extras import check_host
-from .common import TrustRemoteCode, UserError, be_quiet, check_device, check_installed, console, explained
+from .._extras import check_host, check_installed
+from .common import TrustRemoteCode, UserError, be_quiet, check_device, console, explained
 from .models import PYLATE, check_model_name, host_of, load_model
 
 
@@ -46,7 +46,8 @@ def demo(
     be_quiet()
     from ..demo import job
 
-    check_installed("ranx", "matplotlib", extras="demo,eval")
+    for module in ("ranx", "matplotlib"):
+        check_installed(module, "pylate-flash demo", "demo,eval")
     settings = job.FULL if full else job.Settings()
     check_device(device)
     encoder = None

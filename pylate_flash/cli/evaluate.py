@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from .._extras import check_installed
 from .common import (
     Scorer,
     TrustRemoteCode,
     UserError,
     be_quiet,
     check_device,
-    check_installed,
     check_new_file,
     check_new_folder,
     console,
@@ -92,7 +92,7 @@ def evaluate(
     if json_file is not None:
         check_new_file(json_file, "--json")
     check_model_name(model)
-    check_installed("ranx", extras="eval")
+    check_installed("ranx", "pylate-flash evaluate", "eval")
     be_quiet()
     loading(f"the model {model}")
     from .. import beir

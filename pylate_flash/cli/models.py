@@ -84,7 +84,7 @@ def _host_of(model: str, what: str) -> str:
         host = PYLATE if has_pylate else SENTENCE_TRANSFORMERS
     if host == SENTENCE_TRANSFORMERS:
         with explained(kinds=(ImportError,)):
-            HOSTS[host].check()
+            HOSTS[host].check(what)
         modules = {str(entry.get("type")) for entry in _modules(model)}
         of_pylate = sorted(name for name in modules if name.startswith("pylate.") and name != _PYLATE_DENSE)
         if of_pylate:

@@ -61,20 +61,27 @@ class Host(NamedTuple):
             raise self._unsupported("without a version" if found is None else repr(found)) from error
         return found
 
-    def check(self, strict: bool = True) -> None:
+    def check(self, needed_by: str, strict: bool = True) -> None:
         """Raise ImportError unless it is installed, in one of the supported versions; any that has it, if not strict.
+
+        Parameters
+        ----------
+        needed_by
+            What needs it, for the message.
+        strict
+            Whether a version that has what is served must be one that the tests run with.
 
         Raises
         ------
         ImportError
             Which says what to install.
         """
-        check_host(self.package, f'register("{self.name}")')
+        check_host(self.package, needed_by)
         title, _, extra, supported = self.about
         if not self._is_importable():
             raise MissingExtraError(
-                f'register("{self.name}") needs {title}, and {self.package} is a folder without an __init__.py here, '
-                f'which is no installation: pip install "pylate-flash[{extra}]"',
+                f"{needed_by} needs {title}, and {self.package} is a folder without an __init__.py here, which is no "
+                f'installation: pip install "pylate-flash[{extra}]"',
                 name=self.package,
             )
         found = self.version()

@@ -6,7 +6,6 @@ between quantiles, with as many elements in each; a bucket's weight is the quant
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import os
@@ -19,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._extras import MissingExtraError
+from .._extras import check_installed
 from .checks import check_boundaries, check_embeddings, check_integer, check_tensor
 from .residual_codes import CENTROID_DTYPES, NBITS, ResidualCodes
 
@@ -312,9 +311,7 @@ def _check_embeddings(embeddings: Tensor) -> None:
 
 def _kmeans(tokens: Tensor, number: int) -> Tensor:
     """Centroids [number, d], float32, on the device of `tokens`."""
-    if importlib.util.find_spec("fastkmeans") is None:
-        message = 'train_residual_codec needs fastkmeans, which is not installed: pip install "pylate-flash[residual]"'
-        raise MissingExtraError(message, name="fastkmeans")
+    check_installed("fastkmeans", "train_residual_codec", "residual")
     from fastkmeans import FastKMeans
 
     # It seeds torch's and numpy's generators, which are the caller's.

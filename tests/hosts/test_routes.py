@@ -178,9 +178,9 @@ def host_of(package: str, monkeypatch: pytest.MonkeyPatch) -> Host:
 def test_a_host_that_is_not_installed_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     missing = host_of("no_host_of_this_name", monkeypatch)
     assert not missing.is_there()
-    message = r'register\("a-host"\) needs A Host, which is not installed: pip install "pylate-flash\[an-extra\]"'
+    message = r'^what asks needs A Host, which is not installed: pip install "pylate-flash\[an-extra\]"'
     with pytest.raises(ImportError, match=message):
-        missing.check()
+        missing.check("what asks")
 
 
 def test_a_mere_folder_is_no_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,7 +190,7 @@ def test_a_mere_folder_is_no_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     found = host_of("folder_of_this_name", monkeypatch)
     assert not found.is_there()
     with pytest.raises(_extras.MissingExtraError, match=r"a folder without an __init__.py.*pylate-flash\[an-extra\]"):
-        found.check()
+        found.check("what asks")
 
 
 @pytest.mark.parametrize(("version", "got"), [("unknown", "'unknown'"), (None, "without a version")])
@@ -199,7 +199,7 @@ def test_a_version_that_cannot_be_compared(
 ) -> None:
     host.__version__, host.__spec__ = version, types.SimpleNamespace(origin="host.py")
     found = host_of("host_of_routes", monkeypatch)
-    for call in (found.is_there, found.check, found.version):
+    for call in (found.is_there, lambda: found.check("what asks"), found.version):
         with pytest.raises(ImportError, match=f"supports A Host >=1.0,<2, and A Host {got} is installed; install a"):
             call()
 
@@ -222,7 +222,7 @@ def test_versions(
     assert found.is_there() is there
     for accepted, is_strict in ((strict, True), (loose, False)):
         if accepted:
-            found.check(is_strict)
+            found.check("what asks", is_strict)
         else:
             with pytest.raises(ImportError, match=f"supports A Host >=1.0,<2, and A Host {version} is installed"):
-                found.check(is_strict)
+                found.check("what asks", is_strict)
