@@ -13,13 +13,18 @@ from ..kernels.chunks import Chunks, chunks_of, halved
 from ..kernels.forward import maxsim_forward
 from ..kernels.listed import look
 from ..kernels.losses import ChunkedLoss, rescale
-from ..kernels.masks import active_tokens
-from ..kernels.nonzero import nonzero_rows
-from ..kernels.normalized import normalized_rows, through_normalized_rows
-from ..kernels.norms import Norms, inverse_norms
-from ..kernels.padding import packed_again, pad
 from ..kernels.quantized import quantized_forward
 from ..kernels.residual import Codes, residual_backward, residual_forward
+from ..kernels.rows import (
+    Norms,
+    active_tokens,
+    inverse_norms,
+    nonzero_rows,
+    normalized_rows,
+    packed_again,
+    pad,
+    through_normalized_rows,
+)
 from ..kernels.soft import soft_backward, soft_forward
 from ..kernels.sparse import sparse_forward
 from ..kernels.xtr import Inputs, retrieve, score_retrieved

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pylate_flash.kernels import masks, nonzero, norms, padding
+from pylate_flash.kernels import rows
 from pylate_flash.kernels.forward import common, cuts, hopper, maxsim_forward, single, stacked
 from pylate_flash.problem import Options, Tensors, problem_of, replaced
 from tests.kernels.recorder import check, check_launches, record
@@ -27,9 +27,7 @@ KERNELS = {
     hopper: ("_hopper",),
     common: ("_add_sums",),
     cuts: ("_merge",),
-    masks: ("_active_tokens",),
-    norms: ("_inverse_norms",),
-    nonzero: ("_nonzero_rows",),
+    rows: ("_active_tokens", "_norms", "_nonzero_rows"),
 }
 
 
@@ -123,7 +121,7 @@ def test_everything(name: str, n_queries: int, masking: str, types: tuple, capab
     """Masks, floating ones of queries being weights; normalize, winners, a score of empty documents."""
     names = {"_active_tokens", name}
     if name == "_stacked":
-        names = {"_active_tokens", "_inverse_norms", tall(capability)}
+        names = {"_active_tokens", "_norms", tall(capability)}
     tensors = with_masks(inputs(torch.bfloat16, 128, n_queries, 32), *types)
     options = Options(normalize=True, masking=masking, empty_score=-1.0)
     check_launches(KERNELS, forward(tensors, options, True), names, capability, monkeypatch)
@@ -133,7 +131,7 @@ def test_everything(name: str, n_queries: int, masking: str, types: tuple, capab
 def test_everything_of_embeddings_in_two(size: int, capability: int, monkeypatch) -> None:
     options = Options(normalize=True, masking="zero", empty_score=-1.0)
     many = tall(capability, torch.float16, size)
-    for n_queries, names in ((1, {"_single"}), (3, {many, "_inverse_norms"}), (32, {many, "_inverse_norms"})):
+    for n_queries, names in ((1, {"_single"}), (3, {many, "_norms"}), (32, {many, "_norms"})):
         tensors = with_masks(inputs(torch.float16, size, n_queries, 32), torch.float32, torch.bool)
         check_launches(KERNELS, forward(tensors, options, True), names | {"_active_tokens"}, capability, monkeypatch)
 
@@ -153,7 +151,7 @@ def test_packed_embeddings_in_two(n_queries: int, capability: int, monkeypatch) 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_everything_of_embeddings_in_blocks(dtype: torch.dtype, capability: int, monkeypatch) -> None:
     options = Options(normalize=True, masking="zero")
-    for n_queries, names in ((1, {"_single"}), (32, {"_stacked", "_inverse_norms"})):
+    for n_queries, names in ((1, {"_single"}), (32, {"_stacked", "_norms"})):
         tensors = with_masks(inputs(dtype, 1100, n_queries, 32), torch.float32, torch.bool)
         launch = forward(tensors, options, True)
         check_launches(KERNELS, launch, names | {"_active_tokens"}, capability, monkeypatch)
@@ -182,7 +180,7 @@ def test_short_documents(
         case = with_masks(tensors, torch.float32, torch.bool) if everything else tensors
         with monkeypatch.context() as patch:
             recorder = record(hopper if capability == 90 else stacked, tall(capability), patch)
-            for module, name in ((common, "_add_sums"), (masks, "_active_tokens"), (norms, "_inverse_norms")):
+            for module, name in ((common, "_add_sums"), (rows, "_active_tokens"), (rows, "_norms")):
                 record(module, name, patch)
             forward(case, options)()
         ptx = recorder.compile(capability).asm["ptx"]
@@ -199,7 +197,7 @@ def test_queries_that_padding_would_lengthen(query_length: int, everything: bool
     if everything:
         tensors = with_masks(tensors, torch.float32, torch.bool)
         options = options._replace(normalize=True, masking="zero")
-        names |= {"_active_tokens", "_inverse_norms"}
+        names |= {"_active_tokens", "_norms"}
     check_launches(KERNELS, forward(tensors, options, everything), names, capability, monkeypatch)
 
 
@@ -214,7 +212,7 @@ def test_candidates(query_length: int, everything: bool, capability: int, monkey
     options = Options()
     if everything:
         tensors, options = with_masks(tensors, torch.float32, torch.int64), Options(normalize=True, masking="zero")
-        names |= {"_active_tokens"} if query_length == 32 else {"_active_tokens", "_inverse_norms"}
+        names |= {"_active_tokens"} if query_length == 32 else {"_active_tokens", "_norms"}
     if query_length == 160:
         names |= {"_add_sums"}
     check_launches(KERNELS, forward(tensors, options, everything), names, capability, monkeypatch)
@@ -245,7 +243,7 @@ def test_packed(
         # Documents are cut where one may be long, and only there.
         names |= {"_merge"}
     if everything and (name != "_single" or in_pieces):
-        names |= {"_inverse_norms"}
+        names |= {"_norms"}
     options = Options(0, longest, 3, everything, empty_score=-1.0)
     compiled = check_launches(KERNELS, forward(tensors, options, everything), names, capability, monkeypatch)
     if capability == 90 and name != "_single":
@@ -296,14 +294,14 @@ def test_packed_queries_of_many_tokens(mask_dtype: torch.dtype, capability: int,
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32])
 def test_active_tokens(dtype: torch.dtype, length: int, capability: int, monkeypatch) -> None:
     mask = torch.ones(4, length, dtype=dtype)
-    check(masks, "_active_tokens", lambda: masks.active_tokens(mask), capability, monkeypatch)
+    check(rows, "_active_tokens", lambda: rows.active_tokens(mask), capability, monkeypatch)
 
 
 @pytest.mark.parametrize(("size", "dtype"), [(128, torch.bfloat16), (48, torch.float32), (4096, torch.float16)])
 def test_nonzero_rows(size: int, dtype: torch.dtype, capability: int, monkeypatch) -> None:
     embeddings, more = torch.empty(4, 180, size, dtype=dtype), torch.empty(3, 32, size, dtype=dtype)
     for given in ((embeddings,), (embeddings, more)):
-        compiled = check(nonzero, "_nonzero_rows", lambda g=given: nonzero.nonzero_rows(*g), capability, monkeypatch)
+        compiled = check(rows, "_nonzero_rows", lambda g=given: rows.nonzero_rows(*g), capability, monkeypatch)
         assert "ld.global.v4.b32" in compiled.asm["ptx"]
 
 
@@ -312,15 +310,13 @@ def test_nonzero_rows(size: int, dtype: torch.dtype, capability: int, monkeypatc
 def test_padding(size: int, dtype: torch.dtype, bounds_dtype: torch.dtype, capability: int, monkeypatch) -> None:
     packed, padded = torch.empty(70, size, dtype=dtype), torch.empty(3, 32, size, dtype=dtype)
     bounds = torch.tensor([0, 32, 38, 70], dtype=bounds_dtype)
-    check(padding, "_pad", lambda: padding.pad(packed, bounds, 32), capability, monkeypatch)
-    check(padding, "_pad", lambda: padding.packed_again(padded, bounds, 70), capability, monkeypatch)
+    check(rows, "_pad", lambda: rows.pad(packed, bounds, 32), capability, monkeypatch)
+    check(rows, "_pad", lambda: rows.packed_again(padded, bounds, 70), capability, monkeypatch)
 
 
 @pytest.mark.parametrize("unit", [1, 8])
 def test_padding_from_where_sequences_lie(unit: int, capability: int, monkeypatch) -> None:
     """By 16 bytes at a time, where they begin at multiples of that."""
     origin, numbers = torch.empty(1, 128, dtype=torch.bfloat16), torch.tensor([0, 32, 38, 70])
-    compiled = check(
-        padding, "_pad", lambda: padding.pad(origin, numbers, 32, numbers[:3], unit), capability, monkeypatch
-    )
+    compiled = check(rows, "_pad", lambda: rows.pad(origin, numbers, 32, numbers[:3], unit), capability, monkeypatch)
     assert ("ld.global.v4.b32" in compiled.asm["ptx"]) == (unit == 8)

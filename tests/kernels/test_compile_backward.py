@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pylate_flash.kernels import backward, normalized, norms
+from pylate_flash.kernels import backward, rows
 from pylate_flash.kernels.backward import common, compare, gather, lists, sums
 from tests.kernels.backward_cases import dense, packed, weighted
 from tests.kernels.recorder import check, check_launches
@@ -84,7 +84,7 @@ def test_packed(candidates: list[int] | None, normalize: bool, capability: int, 
 @pytest.mark.parametrize("size", [48, 512])
 def test_norms(size: int, capability: int, monkeypatch) -> None:
     embeddings, scales = torch.empty(4, 32, size, dtype=torch.bfloat16), torch.empty(4, 32)
-    check(norms, "_inverse_norms", lambda: norms.inverse_norms(embeddings), capability, monkeypatch)
-    rows = embeddings, embeddings, scales
-    check(normalized, "_normalized", lambda: normalized.normalized_rows(*rows), capability, monkeypatch)
-    check(normalized, "_through_normalized", lambda: normalized.through_normalized_rows(*rows), capability, monkeypatch)
+    check(rows, "_norms", lambda: rows.inverse_norms(embeddings), capability, monkeypatch)
+    given = embeddings, embeddings, scales
+    check(rows, "_normalized", lambda: rows.normalized_rows(*given), capability, monkeypatch)
+    check(rows, "_through_normalized", lambda: rows.through_normalized_rows(*given), capability, monkeypatch)

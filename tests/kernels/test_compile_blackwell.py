@@ -14,7 +14,7 @@ import torch
 
 import make_layouts
 from pylate_flash import explain, maxsim, maxsim_cross_entropy
-from pylate_flash.kernels import masks, norms, select, tiles
+from pylate_flash.kernels import rows, select, tiles
 from pylate_flash.kernels.blackwell import forward as blackwell
 from pylate_flash.kernels.blackwell.plan import blackwell_plan
 from pylate_flash.kernels.forward import common, hopper, maxsim_forward, stacked
@@ -32,8 +32,7 @@ KERNELS = {
     hopper: ("_hopper",),
     stacked: ("_stacked",),
     common: ("_add_sums",),
-    masks: ("_active_tokens",),
-    norms: ("_inverse_norms",),
+    rows: ("_active_tokens", "_norms"),
 }
 OPTIONS = Options(implementation="blackwell")
 
@@ -70,7 +69,7 @@ def test_everything(capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Masks, weights, normalize, winners, a score of empty documents."""
     tensors = with_masks(inputs(torch.bfloat16, 128, 3, 32), torch.float32, torch.bool)
     launch = forward(tensors, OPTIONS._replace(normalize=True, masking="zero", empty_score=-1.0), True)
-    names = {"_blackwell", "_active_tokens", "_inverse_norms"}
+    names = {"_blackwell", "_active_tokens", "_norms"}
     check_ptx(check_launches(KERNELS, launch, names, capability, monkeypatch)["_blackwell"])
 
 

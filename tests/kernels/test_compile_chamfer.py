@@ -8,7 +8,7 @@ import os
 import pytest
 import torch
 
-from pylate_flash.kernels import norms
+from pylate_flash.kernels import rows
 from pylate_flash.kernels.chamfer.plan import meeting_plan
 from pylate_flash.ops import kernel_calls
 from pylate_flash.ops.chamfer_compute import ChamferOptions, Sets, problem_of_sets
@@ -21,7 +21,7 @@ _MEET, _SETTLE, _GRADIENT = (
     importlib.import_module(f"pylate_flash.kernels.chamfer.{name}") for name in ("meet", "settle", "gradient")
 )
 KERNELS = {
-    norms: ("_half_squares",),
+    rows: ("_norms",),
     _MEET: ("_meet",),
     _SETTLE: ("_settle",),
     _GRADIENT: ("_gradient",),
@@ -35,7 +35,7 @@ def check_kernels(sets: Sets, squared: bool, capability: int, monkeypatch) -> No
     )
     lengths = [points.shape[-2] for points in sets[:2]]
     problem = problem_of_sets(sets, ChamferOptions(*lengths, "sqeuclidean", "mean", 0.0, "auto"))
-    halves = {"_half_squares"} if squared and not meeting_plan(problem).direct else set()
+    halves = {"_norms"} if squared and not meeting_plan(problem).direct else set()
     check_launches(
         KERNELS, lambda: kernel_calls.chamfer_nearest(problem, sets, squared), {"_meet", "_settle"} | halves,
         capability, monkeypatch,

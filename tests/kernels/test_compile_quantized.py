@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pylate_flash.kernels import masks, norms
+from pylate_flash import kernels
 from pylate_flash.kernels.forward import common, hopper
 from pylate_flash.kernels.quantized import quantized_forward, rows, stacked
 from pylate_flash.ops.quantized import problem_of_quantized
@@ -27,8 +27,7 @@ KERNELS = {
     hopper: ("_hopper",),
     rows: ("_quantize_rows", "_divide_by_norms"),
     common: ("_add_sums",),
-    masks: ("_active_tokens",),
-    norms: ("_inverse_norms",),
+    kernels.rows: ("_active_tokens", "_norms"),
 }
 TYPES = [torch.int8, torch.uint8, torch.float8_e4m3fn]
 # What tensor cores multiply with 8-bit queries, by compute capability.
@@ -84,7 +83,7 @@ def test_everything_of_queries_as_they_are(dtype: torch.dtype, capability: int, 
     queries, documents = torch.empty(3, 160, 128).bfloat16(), torch.empty(40, 180, 128, dtype=dtype)
     tensors = Tensors(queries, documents, torch.ones(3, 160), torch.ones(40, 180, dtype=torch.bool))
     launch = forward(tensors, Options(normalize=True, masking="zero", empty_score=-1.0), False)
-    names = {"_quantized", "_divide_by_norms", "_inverse_norms", "_active_tokens", "_add_sums"}
+    names = {"_quantized", "_divide_by_norms", "_norms", "_active_tokens", "_add_sums"}
     check_launches(KERNELS, launch, names, capability, monkeypatch)
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import select
-from ..norms import Norms, inverse_norms
+from ..rows import Norms, inverse_norms
 from .common import Destination, Inputs, finish_documents
 from .compare import compare_winners
 from .gather import gather_queries

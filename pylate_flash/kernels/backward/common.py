@@ -1,4 +1,4 @@
-"""What the kernels of the backward share: their inputs, the Jacobian of `normalize`, and the end of split sums."""
+"""What the kernels of the backward share: their inputs, and the end of split sums."""
 
 from __future__ import annotations
 
@@ -10,13 +10,11 @@ from torch import Tensor
 
 from .. import select
 from ..launch import Kernel
-from ..norms import SMALLEST_NORM
 from ..overlap import wait_for_previous_kernel
+from ..rows import row_addresses, through_norm
 
 if TYPE_CHECKING:
     from ...problem import Problem
-
-_LARGEST_SCALE = tl.constexpr(1.0 / SMALLEST_NORM)
 
 
 class Inputs(NamedTuple):
@@ -108,24 +106,6 @@ def joined(low, high, ROWS: tl.constexpr, BLOCK_EMBEDDING: tl.constexpr):
     return tl.reshape(tl.permute(tl.join(low, high), (0, 2, 1)), [ROWS, BLOCK_EMBEDDING])
 
 
-@triton.jit
-def through_norm(grad, embeddings, scale):
-    """The gradient of x [rows, d] from that of y = x * scale, where scale [rows] is one over the norm of x.
-
-    The Jacobian maps g to (g - y <y, g>) / |x|. Where the norm was clamped, y is linear in x. A gradient of zeros stays
-    one whatever x holds: masked tokens may be NaN.
-    """
-    return through_normalized(grad, embeddings.to(tl.float32) * scale[:, None], scale)
-
-
-@triton.jit
-def through_normalized(grad, normalized, scale):
-    """The same from y itself, in float32."""
-    along = tl.where(scale < _LARGEST_SCALE, tl.sum(normalized * grad, axis=1), 0.0)
-    some = tl.max((grad != 0.0).to(tl.int32), axis=1) > 0
-    return tl.where(some[:, None], (grad - normalized * along[:, None]) * scale[:, None], 0.0)
-
-
 @triton.jit(do_not_specialize=["n_rows", "n_parts", "n_sequences", "length"])
 def _finish_kernel(
     parts_ptr, embeddings_ptr, scales_ptr, weights_ptr, grad_ptr,
@@ -149,12 +129,7 @@ def _finish_kernel(
     for part in tl.range(0, n_parts):
         total += tl.load(parts_ptr + tl.cast(part, tl.int64) * n_rows * EMBEDDING + offset, mask=mask, other=0.0)
     if NORMALIZE:
-        sequence = rows // length
-        source = (
-            (sequence // n_sequences) * stride_group
-            + (sequence % n_sequences) * stride_sequence
-            + (rows % length) * stride_token
-        )
+        source = row_addresses(rows, n_sequences, length, stride_group, stride_sequence, stride_token)
         embeddings = tl.load(embeddings_ptr + source[:, None] + dims[None, :], mask=mask, other=0.0)
         total = through_norm(total, embeddings, tl.load(scales_ptr + rows, mask=rows < n_rows, other=1.0))
     if weights_ptr is not None:

@@ -15,7 +15,8 @@ import triton.language as tl
 from .. import select
 from ..launch import Kernel
 from ..overlap import wait_for_previous_kernel
-from .common import Destination, Inputs, group_of, layout, quotient, through_norm
+from ..rows import through_norm
+from .common import Destination, Inputs, group_of, layout, quotient
 
 if TYPE_CHECKING:
     from ...problem import Problem

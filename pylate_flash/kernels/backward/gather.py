@@ -16,7 +16,8 @@ from torch import Tensor
 from .. import select
 from ..launch import Kernel
 from ..overlap import wait_for_previous_kernel
-from .common import Inputs, finish_queries, joined, through_norm
+from ..rows import through_norm
+from .common import Inputs, finish_queries, joined
 
 if TYPE_CHECKING:
     from ...problem import Problem

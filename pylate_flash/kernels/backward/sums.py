@@ -17,7 +17,8 @@ from torch import Tensor
 from .. import select
 from ..launch import Kernel, Region, Scratch
 from ..overlap import wait_for_previous_kernel
-from .common import Inputs, group_of, joined, layout, quotient, through_norm
+from ..rows import through_norm
+from .common import Inputs, group_of, joined, layout, quotient
 
 if TYPE_CHECKING:
     from ...problem import Problem

@@ -16,7 +16,7 @@ class Side(NamedTuple):
 
     # [N, L, d], or packed [T, d], of contiguous rows.
     points: Tensor
-    # The active points of masked sets, and their numbers (`kernels.masks`).
+    # The active points of masked sets, and their numbers (`kernels.rows`).
     active: Tensor | None = None
     counts: Region | None = None
     # [N + 1] on the device, of packed sets.

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from ..forward.cuts import NO_WINNER
 from ..launch import Kernel
-from ..norms import half_squares
 from ..reductions import larger, max_along
+from ..rows import half_squares
 from ..soft.common import split_products
 from .inputs import Side, points_at, set_of
 from .keys import NO_KEY, keys_at

@@ -2,7 +2,7 @@
 
 None of the kernels masks the tail of a document: token positions are clamped to the last token, and a token that is
 seen twice changes neither the maximum nor the lowest index that attains it. Nor does any compare masked tokens: under a
-mask, they walk the list of the active ones (`kernels.masks`), so that padding and skipped tokens are never loaded.
+mask, they walk the list of the active ones (`kernels.rows`), so that padding and skipped tokens are never loaded.
 Under masking="zero" the masked ones take part afterwards, all at once, with a 0.
 
 Packed documents are cut by their tokens and not by their number (`cuts`).
@@ -18,8 +18,7 @@ from torch import Tensor
 
 from ...problem import Problem, Tensors
 from ..blackwell.plan import blackwell_plan
-from ..masks import active_tokens
-from ..norms import Norms, inverse_norms
+from ..rows import Norms, active_tokens, inverse_norms
 from ..select import forward_plan
 from .common import add_sums
 from .cuts import merge_pieces

@@ -16,7 +16,7 @@ class Inputs(NamedTuple):
     queries: Tensor
     documents: Tensor
     queries_mask: Tensor | None
-    # The active tokens of masked documents, and their numbers (`kernels.masks`).
+    # The active tokens of masked documents, and their numbers (`kernels.rows`).
     active: Tensor | None
     bounds: Tensor | Region | None
     # One over the norms of embeddings that are to be normalised.

@@ -12,8 +12,8 @@ from torch import Tensor
 from ...problem import Problem
 from ..grids import ForwardPlan
 from ..launch import Kernel
-from ..norms import inverse_norm
 from ..reductions import larger, max_along
+from ..rows import inverse_norm
 from .common import SUMMED_EMBEDDING, document_range, winner_of, with_masked_zeros
 from .cuts import NO_WINNER, find_piece, owner_of
 from .inputs import Inputs

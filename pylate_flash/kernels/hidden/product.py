@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 
 from ..gluon import add, copy_block_to_shared, execute, larger_of, next_slot
 from ..launch import Described
-from ..norms import SMALLEST_NORM
+from ..rows import SMALLEST_NORM
 from ..tiles import FusedTile
 
 _SMALLEST_NORM = gl.constexpr(SMALLEST_NORM)
@@ -29,7 +29,7 @@ PARTS = 2
 
 @gluon.jit
 def inverse_norms(embeddings):
-    """One over the norm of each row, as `norms.inverse_norm`."""
+    """One over the norm of each row, as `rows.inverse_norm`."""
     widened = embeddings.to(gl.float32)
     squares = gl.reduce(widened * widened, 1, add)
     return gl.div_rn(1.0, larger_of(gl.sqrt_rn(squares), _SMALLEST_NORM))

@@ -8,8 +8,7 @@ from torch import Tensor
 from ...problem import Problem, Tensors
 from ..forward.common import add_sums
 from ..forward.inputs import Inputs
-from ..masks import active_tokens
-from ..norms import inverse_norms
+from ..rows import active_tokens, inverse_norms
 from .plan import quantized_before, quantized_plan
 from .rows import divided_by_norms, quantize_rows
 from .stacked import score_quantized

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from ...ops.quantization import LARGEST, SMALLEST_SCALE
 from ..launch import Kernel
-from ..norms import inverse_norm
 from ..overlap import wait_for_previous_kernel
 from ..reductions import max_along
+from ..rows import inverse_norm, row_addresses
 from ..tiles import power_of_two
 
 _LARGEST_INT8 = tl.constexpr(LARGEST["int8"])
@@ -104,13 +104,7 @@ def _divide_by_norms_kernel(
     """Scales and offsets [n_rows] divided by the norms of values * scale + offset, [groups, sequences, length, d]."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     row_exists = rows < n_rows
-    sequence = rows // length
-    base = (
-        values_ptr
-        + (sequence // n_sequences) * stride_group
-        + (sequence % n_sequences) * stride_sequence
-        + (rows % length) * stride_token
-    )
+    base = values_ptr + row_addresses(rows, n_sequences, length, stride_group, stride_sequence, stride_token)
     scale = tl.load(scales_ptr + rows, mask=row_exists, other=0.0)
     if AFFINE:
         offset = tl.load(offsets_ptr + rows, mask=row_exists, other=0.0)

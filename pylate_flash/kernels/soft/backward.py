@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from ..backward import common
-from ..masks import active_tokens
-from ..norms import inverse_norms
+from ..rows import active_tokens, inverse_norms
 from .documents import walk_rows
 from .inputs import Inputs
 from .plan import GradientPlan, soft_gradient_plan

@@ -12,8 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..backward.common import owner, through_norm
+from ..backward.common import owner
 from ..launch import Kernel, Region
+from ..rows import through_norm
 from .common import LOG2E, factor, split_products
 from .plan import gradient_warps
 

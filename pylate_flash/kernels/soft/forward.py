@@ -17,8 +17,7 @@ from ..forward.common import add_sums, document_range, numbers_of
 from ..forward.inputs import Inputs
 from ..grids import ForwardPlan
 from ..launch import Kernel
-from ..masks import active_tokens
-from ..norms import inverse_norms
+from ..rows import active_tokens, inverse_norms
 from .common import LN2, LOG2E, split_products
 from .plan import soft_forward_plan
 

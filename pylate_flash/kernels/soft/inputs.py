@@ -15,7 +15,7 @@ class Inputs(NamedTuple):
     # [Nq, Lq, d], rows at equal distances, zeros where a token is masked.
     queries: Tensor
     documents: Tensor
-    # The active tokens of masked documents, and their numbers (`kernels.masks`).
+    # The active tokens of masked documents, and their numbers (`kernels.rows`).
     active: Tensor | None
     bounds: Region | None
     # One over the norms of embeddings that are to be normalised.

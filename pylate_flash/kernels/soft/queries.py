@@ -8,9 +8,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..backward.common import through_norm
 from ..forward.common import document_range
 from ..launch import Kernel
+from ..rows import through_norm
 from .common import LOG2E, factor, split_products
 from .plan import gradient_warps
 

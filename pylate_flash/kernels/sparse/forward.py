@@ -15,9 +15,8 @@ from ...problem import Problem, Tensors
 from ..forward.common import document_range, winner_of, with_masked_zeros
 from ..forward.cuts import NO_WINNER
 from ..launch import Kernel
-from ..masks import active_tokens
-from ..norms import inverse_norms
 from ..reductions import larger, max_along
+from ..rows import active_tokens, inverse_norms
 from ..soft.common import split_products
 from .plan import sparse_plan
 

@@ -153,7 +153,7 @@ def score_retrieved(
 ) -> None:
     """Leave the results of what rows retrieve in `to`.
 
-    `bounds` are those of documents with a mask (`kernels.masks`). `queries_mask` [Nq, Lq] is contiguous, bool or
+    `bounds` are those of documents with a mask (`kernels.rows`). `queries_mask` [Nq, Lq] is contiguous, bool or
     weights.
     """
     n_queries, n_documents, length = problem.n_queries, problem.n_documents, problem.query_length

@@ -223,7 +223,7 @@ def begin(
     best
         [Nd, rows], float32: maxima of documents.
     bounds
-        Of documents with a mask (`kernels.masks`).
+        Of documents with a mask (`kernels.rows`).
     k
         How many tokens each row retrieves, at most as many as there are, masked ones counted.
     scratch

@@ -30,7 +30,7 @@ BINS, TALLY = tl.constexpr(_BINS), tl.constexpr(_TALLY)
 
 
 class Inputs(NamedTuple):
-    """Padded queries and documents, and of masked documents the active tokens and their numbers (`kernels.masks`)."""
+    """Padded queries and documents, and of masked documents the active tokens and their numbers (`kernels.rows`)."""
 
     queries: Tensor
     documents: Tensor

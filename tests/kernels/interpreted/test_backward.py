@@ -9,7 +9,7 @@ import torch
 
 from pylate_flash.kernels import select
 from pylate_flash.kernels.backward import gather, lists, sums
-from pylate_flash.kernels.normalized import normalized_rows, through_normalized_rows
+from pylate_flash.kernels.rows import normalized_rows, through_normalized_rows
 from pylate_flash.ops.norms import inverse_norms, through_norms
 from tests.kernels.backward_cases import KINDS, WAYS, Case, dense, packed, weighted
 from tests.ops.cases import relative_error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pylate_flash.kernels.nonzero import nonzero_rows
+from pylate_flash.kernels.rows import nonzero_rows
 
 MINUS_ZERO, NAN = -0.0, float("nan")
 

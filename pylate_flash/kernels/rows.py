@@ -1,0 +1,392 @@
+"""What is computed of token embeddings and masks alone, row by row: norms, active tokens, zero rows, padding.
+
+A row is a token's embedding, of [.., d] with up to three dimensions before it. What is divided by in float32 is rounded
+to the embeddings' type, as `torch.nn.functional.normalize` rounds it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .launch import Kernel, Region
+from .tiles import power_of_two
+
+# torch.nn.functional.normalize divides by no less than this.
+SMALLEST_NORM = 1e-12
+_SMALLEST_NORM = tl.constexpr(SMALLEST_NORM)
+_LARGEST_SCALE = tl.constexpr(1.0 / SMALLEST_NORM)
+# Rows and elements of an embedding that a program reads at a time, of four warps.
+_BLOCK_ROWS = 64
+_BLOCK_EMBEDDING = 128
+# The elements that a program has where it holds whole rows.
+_ELEMENTS = 4096
+# Positions of a mask that are looked at together.
+_MAX_BLOCK = 1024
+
+
+@triton.jit
+def inverse_norm(squares):
+    """One over the norm, from the sum of squares; NaN of NaN, as in `torch.nn.functional.normalize`."""
+    return tl.div_rn(1.0, tl.maximum(tl.sqrt_rn(squares), _SMALLEST_NORM, propagate_nan=tl.PropagateNan.ALL))
+
+
+@triton.jit
+def row_addresses(rows, n_sequences, length, stride_group, stride_sequence, stride_token):
+    """Where the tokens [groups, n_sequences, length], counted as rows, begin."""
+    sequence = rows // length
+    return (
+        (sequence // n_sequences) * stride_group
+        + (sequence % n_sequences) * stride_sequence
+        + (rows % length) * stride_token
+    )
+
+
+@triton.jit
+def through_norm(grad, embeddings, scale):
+    """The gradient of x [rows, d] from that of y = x * scale, where scale [rows] is one over the norm of x.
+
+    The Jacobian maps g to (g - y <y, g>) / |x|. Where the norm was clamped, y is linear in x. A gradient of zeros stays
+    one whatever x holds: masked tokens may be NaN.
+    """
+    return through_normalized(grad, embeddings.to(tl.float32) * scale[:, None], scale)
+
+
+@triton.jit
+def through_normalized(grad, normalized, scale):
+    """The same from y itself, in float32."""
+    along = tl.where(scale < _LARGEST_SCALE, tl.sum(normalized * grad, axis=1), 0.0)
+    some = tl.max((grad != 0.0).to(tl.int32), axis=1) > 0
+    return tl.where(some[:, None], (grad - normalized * along[:, None]) * scale[:, None], 0.0)
+
+
+@triton.jit(do_not_specialize=["n_rows", "n_sequences", "length"])
+def _norms_kernel(
+    embeddings_ptr, found_ptr, n_rows, n_sequences, length, stride_group, stride_sequence, stride_token,
+    EMBEDDING: tl.constexpr,
+    BLOCK_EMBEDDING: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    HALF_SQUARES: tl.constexpr,
+):  # fmt: skip
+    """One over the norm, or half its square, of each token [groups, sequences, length] of `embeddings`."""
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    base = embeddings_ptr + row_addresses(rows, n_sequences, length, stride_group, stride_sequence, stride_token)
+    squares = tl.zeros([BLOCK_ROWS], tl.float32)
+    for start in tl.range(0, EMBEDDING, BLOCK_EMBEDDING):
+        dims = start + tl.arange(0, BLOCK_EMBEDDING)
+        mask = (rows < n_rows)[:, None] & (dims < EMBEDDING)[None, :]
+        values = tl.load(base[:, None] + dims[None, :], mask=mask, other=0.0).to(tl.float32)
+        squares += tl.sum(values * values, axis=1)
+    tl.store(found_ptr + rows, 0.5 * squares if HALF_SQUARES else inverse_norm(squares), mask=rows < n_rows)
+
+
+_norms = Kernel(_norms_kernel)
+
+
+class Norms(NamedTuple):
+    """Inverse norms of queries and of documents, as `inverse_norms` returns them."""
+
+    queries: Tensor
+    documents: Tensor
+
+
+def inverse_norms(embeddings: Tensor) -> Tensor:
+    """Inverse norms [T], [N, L] or [G, K, L], float32, of `embeddings` [.., d] of contiguous rows; no size is 0."""
+    return _norms_of(embeddings, half_squares=False)
+
+
+def half_squares(embeddings: Tensor) -> Tensor:
+    """Half the squared norms, with the shapes of `inverse_norms`."""
+    return _norms_of(embeddings, half_squares=True)
+
+
+def _norms_of(embeddings: Tensor, half_squares: bool) -> Tensor:
+    *shape, size = embeddings.shape
+    found = torch.empty(shape, dtype=torch.float32, device=embeddings.device)
+    rows, lengths, strides = _described(embeddings)
+    constants = size, min(_BLOCK_EMBEDDING, power_of_two(size)), _BLOCK_ROWS, half_squares
+    _norms((-(-rows // _BLOCK_ROWS), 1, 1), (embeddings, found), (rows, *lengths), strides, constants, (4, 3, None))
+    return found
+
+
+def _described(embeddings: Tensor) -> tuple[int, tuple[int, int], tuple[int, ...]]:
+    """How many rows there are; sequences of a group and tokens of a sequence; strides of groups, sequences, tokens."""
+    *shape, _ = embeddings.shape
+    n_sequences, length = (1, *shape)[-2:]
+    return math.prod(shape), (n_sequences, length), (0, 0, *embeddings.stride())[-4:-1]
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def _normalized_kernel(
+    embeddings_ptr, normalized_ptr, scales_ptr, n_rows,
+    EMBEDDING: tl.constexpr,
+    BLOCK_EMBEDDING: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+):  # fmt: skip
+    """normalized[row] = embeddings[row] * scales[row], with scales the inverse norms; both may be the same memory."""
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    dims = tl.arange(0, BLOCK_EMBEDDING)
+    mask = (rows < n_rows)[:, None] & (dims < EMBEDDING)[None, :]
+    offset = rows[:, None] * EMBEDDING + dims[None, :]
+    values = tl.load(embeddings_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+    scale = inverse_norm(tl.sum(values * values, axis=1))
+    tl.store(scales_ptr + rows, scale, mask=rows < n_rows)
+    tl.store(normalized_ptr + offset, (values * scale[:, None]).to(normalized_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def _through_normalized_kernel(
+    grad_ptr, normalized_ptr, scales_ptr, n_rows,
+    EMBEDDING: tl.constexpr,
+    BLOCK_EMBEDDING: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+):  # fmt: skip
+    """grad[row] of what is normalized to that of the embeddings."""
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    dims = tl.arange(0, BLOCK_EMBEDDING)
+    mask = (rows < n_rows)[:, None] & (dims < EMBEDDING)[None, :]
+    offset = rows[:, None] * EMBEDDING + dims[None, :]
+    grad = tl.load(grad_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+    normalized = tl.load(normalized_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+    scale = tl.load(scales_ptr + rows, mask=rows < n_rows, other=1.0)
+    tl.store(grad_ptr + offset, through_normalized(grad, normalized, scale).to(grad_ptr.dtype.element_ty), mask=mask)
+
+
+_normalized = Kernel(_normalized_kernel)
+_through_normalized = Kernel(_through_normalized_kernel)
+
+
+def normalized_rows(embeddings: Tensor, out: Tensor, scales: Tensor) -> None:
+    """Write the contiguous `embeddings` [.., d] over their norms to `out`, and one over the norms to `scales`.
+
+    `out` has the type of `embeddings`, and may be them; `scales` [..] is float32. No dimension is 0.
+    """
+    _launch(_normalized, (embeddings, out, scales))
+
+
+def through_normalized_rows(grad: Tensor, normalized: Tensor, scales: Tensor) -> None:
+    """Replace `grad` of what `normalized_rows` wrote by the gradient of the embeddings that it was made of."""
+    _launch(_through_normalized, (grad, normalized, scales))
+
+
+def _launch(kernel: Kernel, tensors: tuple[Tensor, Tensor, Tensor]) -> None:
+    rows, size = tensors[2].numel(), tensors[0].shape[-1]
+    block, block_rows = _whole_rows(size)
+    kernel((-(-rows // block_rows), 1, 1), tensors, (rows,), (), (size, block, block_rows), (4, 1, None))
+
+
+def _whole_rows(size: int) -> tuple[int, int]:
+    """Elements of an embedding with padding, and rows, of a program that holds whole rows."""
+    block = max(16, power_of_two(size))
+    return block, max(1, _ELEMENTS // block)
+
+
+@triton.jit(do_not_specialize=["length"])
+def _active_tokens_kernel(mask_ptr, tokens_ptr, bounds_ptr, length, BLOCK: tl.constexpr):
+    """One document per program: its active positions, in order, their number, and the first masked position."""
+    document = tl.program_id(0).to(tl.int64)
+    count = 0
+    first_masked = length
+    for start in tl.range(0, length, BLOCK):
+        positions = start + tl.arange(0, BLOCK)
+        exists = positions < length
+        active = (tl.load(mask_ptr + document * length + positions, mask=exists, other=0) != 0).to(tl.int32)
+        places = count + tl.cumsum(active, axis=0) - 1
+        tl.store(tokens_ptr + document * length + places, positions, mask=active != 0)
+        count += tl.sum(active, axis=0)
+        first_masked = tl.minimum(first_masked, tl.min(tl.where(exists & (active == 0), positions, length), axis=0))
+    tl.store(bounds_ptr + document * 2, count)
+    tl.store(bounds_ptr + document * 2 + 1, first_masked)
+
+
+_active_tokens = Kernel(_active_tokens_kernel)
+
+
+def active_tokens(mask: Tensor) -> tuple[Tensor, Region]:
+    """Lists of active tokens from `mask` [.., L] of any type, active where it is not 0; contiguous, no size is 0.
+
+    Returns
+    -------
+    Tensor
+        Begins with the positions of the active tokens in rising order [.., L], int32, of which only the first `count`
+        of each mask are written.
+    Region
+        Behind them [.., 2], int32: that count, and the first masked position (L where there is none).
+    """
+    length, size = mask.shape[-1], mask.numel()
+    documents = size // length
+    # Both in one allocation, the second from a multiple of 16 bytes on.
+    size = -(-size // 4) * 4
+    tokens = torch.empty(size + documents * 2, dtype=torch.int32, device=mask.device)
+    bounds = Region(tokens, tokens.data_ptr() + 4 * size, documents * 2, torch.int32)
+    _active_tokens(
+        (documents, 1, 1),
+        (mask, tokens, bounds),
+        (length,),
+        (),
+        (_MAX_BLOCK if length > _MAX_BLOCK else power_of_two(length),),
+        (4 if length > 256 else 1, 2, None),
+    )
+    return tokens, bounds
+
+
+@triton.jit
+def _find_nonzero(
+    embeddings_ptr, nonzero_ptr, block, n_rows, n_sequences, length, stride_group, stride_sequence, stride_token,
+    EMBEDDING: tl.constexpr,
+    BLOCK_EMBEDDING: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+):  # fmt: skip
+    """nonzero[row] for a block of the tokens [groups, sequences, length] of `embeddings`, counted as rows."""
+    rows = block.to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    exists = rows < n_rows
+    base = embeddings_ptr + row_addresses(rows, n_sequences, length, stride_group, stride_sequence, stride_token)
+    found = tl.zeros([BLOCK_ROWS], tl.int32)
+    for start in tl.range(0, EMBEDDING, BLOCK_EMBEDDING):
+        dims = start + tl.arange(0, BLOCK_EMBEDDING)
+        mask = exists[:, None] & (dims < EMBEDDING)[None, :]
+        # float32: an interpreter compares bfloat16 by its bits, in which -0 is not 0.
+        values = tl.load(base[:, None] + dims[None, :], mask=mask, other=0.0).to(tl.float32)
+        found |= tl.max((values != 0.0).to(tl.int32), axis=1)
+    tl.store(nonzero_ptr + rows, found != 0, mask=exists)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "blocks", "n_rows", "n_sequences", "length", "more_rows", "more_sequences", "more_length"
+    ]
+)  # fmt: skip
+def _nonzero_rows_kernel(
+    embeddings_ptr, more_ptr, nonzero_ptr, more_nonzero_ptr,
+    blocks, n_rows, n_sequences, length, more_rows, more_sequences, more_length,
+    stride_group, stride_sequence, stride_token, more_stride_group, more_stride_sequence, more_stride_token,
+    EMBEDDING: tl.constexpr,
+    BLOCK_EMBEDDING: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    HAS_MORE: tl.constexpr,
+):  # fmt: skip
+    """Of one batch by the first `blocks` programs, and with HAS_MORE of another one by the others."""
+    block = tl.program_id(0)
+    if HAS_MORE and block >= blocks:
+        _find_nonzero(
+            more_ptr, more_nonzero_ptr, block - blocks, more_rows, more_sequences, more_length, more_stride_group,
+            more_stride_sequence, more_stride_token, EMBEDDING, BLOCK_EMBEDDING, BLOCK_ROWS,
+        )  # fmt: skip
+    if block < blocks:
+        _find_nonzero(
+            embeddings_ptr, nonzero_ptr, block, n_rows, n_sequences, length, stride_group, stride_sequence,
+            stride_token, EMBEDDING, BLOCK_EMBEDDING, BLOCK_ROWS,
+        )  # fmt: skip
+
+
+_nonzero_rows = Kernel(_nonzero_rows_kernel)
+
+
+def nonzero_rows(embeddings: Tensor, more: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    """Whether rows of `embeddings` [.., d] have an element other than zero, as NaN is, and those of `more`, if given.
+
+    Rows are contiguous, d is not 0, and up to three dimensions come before it; both batches are of one type and d. In
+    sentence-transformers' padded batches without a mask, the others are padding. A reduction of torch reads them at a
+    sixth of the rate of a copy, which takes as long as the scores of 32 queries. Both batches are read by one launch,
+    as the host takes as long for each as the GPU for the documents.
+    """
+    found, (rows, lengths, strides) = _bool_rows(embeddings), _described(embeddings)
+    more_found, more_described = None, (0, (0, 0), (0, 0, 0))
+    if more is not None:
+        more_found, more_described = _bool_rows(more), _described(more)
+    blocks, more_blocks = (-(-n // _BLOCK_ROWS) for n in (rows, more_described[0]))
+    size = embeddings.shape[-1]
+    _nonzero_rows(
+        (blocks + more_blocks, 1, 1),
+        (embeddings, more, found, more_found),
+        (blocks, rows, *lengths, more_described[0], *more_described[1]),
+        (*strides, *more_described[2]),
+        (size, min(_BLOCK_EMBEDDING, power_of_two(size)), _BLOCK_ROWS, more is not None),
+        (4, 3, None),
+    )
+    return found, more_found
+
+
+def _bool_rows(embeddings: Tensor) -> Tensor:
+    *shape, _ = embeddings.shape
+    # Sizes one by one, as a tuple takes the host twice as long.
+    return torch.empty(*shape, dtype=torch.bool, device=embeddings.device)
+
+
+@triton.jit(do_not_specialize=["n_sequences", "length"])
+def _pad_kernel(
+    packed_ptr, cu_seqlens_ptr, offsets_ptr, padded_ptr, mask_ptr, n_sequences, length, stride_token,
+    EMBEDDING: tl.constexpr,
+    BLOCK_EMBEDDING: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    OFFSET_UNIT: tl.constexpr,
+    BACK: tl.constexpr,
+):  # fmt: skip
+    """padded [n_sequences, length, d] from packed [T, d], with zeros past the ends, and its mask; or BACK again.
+
+    With an OFFSET_UNIT, sequences do not follow each other: they begin so many elements times their offset further on.
+    """
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    sequence = rows // length
+    token = rows % length
+    exists = sequence < n_sequences
+    start = tl.load(cu_seqlens_ptr + sequence, mask=exists, other=0).to(tl.int64)
+    end = tl.load(cu_seqlens_ptr + sequence + 1, mask=exists, other=0).to(tl.int64)
+    active = exists & (start + token < end)
+    dims = tl.arange(0, BLOCK_EMBEDDING)
+    first = start * stride_token
+    if OFFSET_UNIT > 0:
+        first = tl.load(offsets_ptr + sequence, mask=exists, other=0) * OFFSET_UNIT
+    of_packed = (first + token * stride_token)[:, None] + dims[None, :]
+    of_padded = rows[:, None] * EMBEDDING + dims[None, :]
+    inside = (dims < EMBEDDING)[None, :]
+    if BACK:
+        values = tl.load(padded_ptr + of_padded, mask=active[:, None] & inside, other=0.0)
+        tl.store(packed_ptr + of_packed, values, mask=active[:, None] & inside)
+    else:
+        values = tl.load(packed_ptr + of_packed, mask=active[:, None] & inside, other=0.0)
+        tl.store(padded_ptr + of_padded, values, mask=exists[:, None] & inside)
+        tl.store(mask_ptr + rows, active, mask=exists)
+
+
+_pad = Kernel(_pad_kernel)
+
+
+def pad(
+    packed: Tensor, cu_seqlens: Tensor, length: int, offsets: Tensor | None = None, unit: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Padded sequences [N, length, d] and their mask, bool, of `packed` [T, d] with contiguous rows and boundaries.
+
+    With `offsets` [N], int64, they begin there, in units of `unit` elements from `packed`, as in `problem.Places`.
+    """
+    n_sequences, size = cu_seqlens.shape[0] - 1, packed.shape[1]
+    padded = torch.empty(n_sequences, length, size, dtype=packed.dtype, device=packed.device)
+    mask = torch.empty(n_sequences, length, dtype=torch.bool, device=packed.device)
+    _launch_pad((packed, cu_seqlens, offsets, padded, mask), unit, back=False)
+    return padded, mask
+
+
+def packed_again(padded: Tensor, cu_seqlens: Tensor, n_tokens: int) -> Tensor:
+    """The packed [n_tokens, d] of contiguous padded sequences [N, length, d], which are not looked at past the ends."""
+    packed = torch.empty(n_tokens, padded.shape[2], dtype=padded.dtype, device=padded.device)
+    _launch_pad((packed, cu_seqlens, None, padded, None), 0, back=True)
+    return packed
+
+
+def _launch_pad(tensors: tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None], unit: int, back: bool) -> None:
+    packed, padded = tensors[0], tensors[3]
+    n_sequences, length, size = padded.shape
+    block, block_rows = _whole_rows(size)
+    _pad(
+        (-(-n_sequences * length // block_rows), 1, 1),
+        tensors,
+        (n_sequences, length),
+        (packed.stride(0),),
+        (size, block, block_rows, unit, back),
+        (4, 1, None),
+    )
