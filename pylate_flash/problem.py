@@ -81,8 +81,6 @@ class Kind:
     # quantized too before they are multiplied.
     quantized: torch.dtype | None = None
     quantize_queries: bool = False
-    # Whether the forward's kernel for Blackwell was asked for.
-    blackwell: bool = False
 
     @property
     def zero_masked(self) -> bool:
@@ -242,8 +240,6 @@ def problem_of(
         options.normalize, options.masking, torch.get_float32_matmul_precision(), with_winners,
         0 if places is None else places.unit,
     )  # fmt: skip
-    if options.implementation == "blackwell":
-        kind = replaced(kind, "blackwell", True)
     aligned = documents.data_ptr() % 16 == 0
     document_strides: tuple[int, ...]
     if documents_cu_seqlens is not None:

@@ -41,7 +41,7 @@ class Form(NamedTuple):
     """A kernel of the forward, and all that it is compiled for.
 
     `kernel` is "single" (one short query at a time), "stacked" (the tokens of all queries as one tall matrix) or
-    "hopper" (the same for compute capability 9.0, and "blackwell", which has never run, for 10.0).
+    "hopper" (the same for compute capability 9.0).
     """
 
     kernel: str

@@ -20,7 +20,6 @@ from .tiles import (
     FusedTile,
     HopperTile,
     architecture,
-    blackwell_takes,
     copied_by_16_bytes,
     divided_strides,
     fused_tile,
@@ -66,16 +65,14 @@ def choose(implementation: str, device: torch.device, dtype: torch.dtype, embedd
     Raises
     ------
     ValueError
-        If kernels were asked for by name, "triton" or "blackwell", and they cannot take the input.
+        If "triton" was asked for by name, and the kernels cannot take the input.
     """
     if implementation == "blocked":
         return "blocked"
     reason = _kernels_take(device, dtype, embedding_size)
-    if reason is None and implementation == "blackwell":
-        reason = blackwell_takes(device, dtype, embedding_size)
     if implementation != "auto":
         if reason is not None:
-            raise ValueError(f'implementation="{implementation}" cannot serve this input: {reason}')
+            raise ValueError(f'implementation="triton" cannot serve this input: {reason}')
         return "triton"
     if device.type == "cuda" and reason is not None:
         _log_fallback(reason)

@@ -79,8 +79,6 @@ _HOPPER_NARROW = HopperTile(128, 64, 2, 6)
 HOPPER_NARROW_ROWS = 128
 # Elements of an embedding of which 64 query rows fit into the registers of four warps.
 HOPPER_MAX_SIZE = 384
-# Elements of an embedding of which 256 query rows and tiles of tokens fit into shared memory.
-BLACKWELL_MAX_SIZE = 256
 # The fused projection of hidden states: two parts of 128, a chunk of one swizzled row of shared memory, and at most so
 # many query rows. With more, their products take longer than reading the states, and projecting to memory first is
 # faster.
@@ -340,16 +338,4 @@ def kernels_run_on(device: torch.device, dtype: torch.dtype) -> str | None:
         return f"the Triton kernels need compute capability 8.0, and {device} has {capability[0]}.{capability[1]}"
     if dtype == torch.float8_e4m3fn and capability < (8, 9):
         return f"the Triton kernels need compute capability 8.9 for fp8, and {device} has 8.{capability[1]}"
-    return None
-
-
-@functools.cache
-def blackwell_takes(device: torch.device, dtype: torch.dtype, size: int) -> str | None:
-    """None if the Blackwell kernel takes embeddings of `size` elements of `dtype` on `device`, else why it does not."""
-    if (major := architecture(device)[0]) != 10:
-        return f"the Blackwell kernel needs compute capability 10, and {device} has {major}"
-    if not has_gluon():
-        return "the Blackwell kernel needs Gluon, which this Triton has not"
-    if dtype not in (torch.float16, torch.bfloat16) or size > BLACKWELL_MAX_SIZE:
-        return f"the Blackwell kernel takes half precision and at most {BLACKWELL_MAX_SIZE} dimensions"
     return None

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from ..kernels.blackwell.plan import blackwell_plan
 from ..kernels.grids import ForwardPlan
 from ..kernels.select import BackwardPlan, backward_plan, choose, forward_plan, why
 from ..kernels.tiles import HopperTile, Tile
 from ..problem import Options, Problem, Tensors
 from .checks import checked_problem
-from .maxsim import FORWARD_IMPLEMENTATIONS, checked
+from .maxsim import checked
 from .operator import needs_gradient
 from .quantization import QuantizedEmbeddings
 from .quantized import checked_with_values, problem_of_quantized
@@ -162,7 +161,7 @@ def explain(
     if soft:
         tensors = checked("explain", tensors, options)
         return _explain_soft(checked_problem(tensors, options), needs_gradient(*tensors[:2]), implementation)
-    tensors = checked("explain", tensors, options, FORWARD_IMPLEMENTATIONS)
+    tensors = checked("explain", tensors, options)
     return explain_problem(checked_problem(tensors, options, needs_gradient(*tensors[:2])), implementation)
 
 
@@ -190,8 +189,6 @@ def _explain_soft(problem: Problem, with_gradients: bool, implementation: str) -
 
 
 def _plan_of(problem: Problem) -> ForwardPlan:
-    if problem.kind.blackwell:
-        return blackwell_plan(problem)
     if problem.kind.quantized is None:
         return forward_plan(problem)
     # Its package needs Triton, which is not everywhere.

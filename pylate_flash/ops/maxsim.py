@@ -38,8 +38,6 @@ from .quantization import QuantizedEmbeddings
 
 REDUCTIONS = ("sum", "mean")
 MASKINGS = ("exclude", "zero")
-# Also the forward that has never run.
-FORWARD_IMPLEMENTATIONS = (*IMPLEMENTATIONS, "blackwell")
 
 
 def maxsim_reference(
@@ -131,9 +129,7 @@ def maxsim(
         are widened while they are multiplied.
     implementation
         "auto", or by name: "triton" (CUDA, compute capability >= 8.0, 8.9 for fp8, at most 4096 dimensions, no float64)
-        or "blocked" (plain torch in blocks). `explain` tells which it is, and why. "blackwell" is "triton" with a
-        forward for compute capability 10.0 that has been compiled and has never run (half precision, at most 256
-        dimensions): "auto" never takes it.
+        or "blocked" (plain torch in blocks). `explain` tells which it is, and why.
 
     Returns
     -------
@@ -230,7 +226,7 @@ def maxsim_pairwise(
 
 def scores_of(operation: str, tensors: Tensors, options: Options) -> Tensor:
     """The scores of a call by the operator, after what comes before it."""
-    return _maxsim(*checked(operation, tensors, options, FORWARD_IMPLEMENTATIONS), *options)
+    return _maxsim(*checked(operation, tensors, options), *options)
 
 
 def checked(

@@ -1,4 +1,4 @@
-"""The Blackwell kernel compiles for compute capability 10.0, as it is launched, and is taken only by its name.
+"""The Blackwell kernel of docs/layouts compiles for compute capability 10.0, as it is launched.
 
 It has never run: that it computes what it should is claimed by `tests/gpu/test_blackwell.py`, on such a GPU.
 """
@@ -12,12 +12,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
+import blackwell
 import make_layouts
-from pylate_flash import explain, maxsim, maxsim_cross_entropy
-from pylate_flash.kernels import rows, select, tiles
-from pylate_flash.kernels.blackwell import forward as blackwell
-from pylate_flash.kernels.blackwell.plan import blackwell_plan
-from pylate_flash.kernels.forward import common, hopper, maxsim_forward, stacked
+from pylate_flash.kernels import rows, tiles
+from pylate_flash.kernels.forward import common
 from pylate_flash.problem import Options, Tensors, problem_of
 from tests.kernels.recorder import check_launches
 from tests.kernels.test_compile import inputs, with_masks
@@ -29,16 +27,13 @@ pytestmark = [
 
 KERNELS = {
     blackwell: ("_blackwell",),
-    hopper: ("_hopper",),
-    stacked: ("_stacked",),
     common: ("_add_sums",),
     rows: ("_active_tokens", "_norms"),
 }
-OPTIONS = Options(implementation="blackwell")
 
 
-def forward(tensors: Tensors, options: Options = OPTIONS, with_winners: bool = False) -> Callable[[], object]:
-    return lambda: maxsim_forward(problem_of(tensors, options, with_winners), tensors)
+def forward(tensors: Tensors, options: Options | None = None, with_winners: bool = False) -> Callable[[], object]:
+    return lambda: blackwell.blackwell_forward(problem_of(tensors, options or Options(), with_winners), tensors)
 
 
 def check_ptx(compiled) -> str:
@@ -68,7 +63,7 @@ def test_forward(dtype: torch.dtype, size: int, capability: int, monkeypatch: py
 def test_everything(capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Masks, weights, normalize, winners, a score of empty documents."""
     tensors = with_masks(inputs(torch.bfloat16, 128, 3, 32), torch.float32, torch.bool)
-    launch = forward(tensors, OPTIONS._replace(normalize=True, masking="zero", empty_score=-1.0), True)
+    launch = forward(tensors, Options(normalize=True, masking="zero", empty_score=-1.0), True)
     names = {"_blackwell", "_active_tokens", "_norms"}
     check_ptx(check_launches(KERNELS, launch, names, capability, monkeypatch)["_blackwell"])
 
@@ -78,74 +73,6 @@ def test_packed_documents(query_length: int, capability: int, monkeypatch: pytes
     """Of queries of one token, which are no sums, and of long ones, whose sums are added up."""
     documents, bounds = torch.empty(70, 256, dtype=torch.bfloat16), torch.tensor([0, 10, 10, 70], dtype=torch.int32)
     tensors = Tensors(torch.empty(40, query_length, 256, dtype=torch.bfloat16), documents, documents_cu_seqlens=bounds)
-    launch = forward(tensors, OPTIONS._replace(max_document_length=60), True)
+    launch = forward(tensors, Options(max_document_length=60), True)
     names = {"_blackwell"} | ({"_add_sums"} if query_length > 1 else set())
     check_ptx(check_launches(KERNELS, launch, names, capability, monkeypatch)["_blackwell"])
-
-
-def test_only_where_it_is_asked_for(capability: int) -> None:
-    tensors = inputs(torch.bfloat16, 128, 32, 32)
-    assert select.forward_plan(problem_of(tensors, Options())).kernel == "stacked"
-    plan = blackwell_plan(problem_of(tensors, OPTIONS))
-    assert plan.kernel == "blackwell"
-    assert "never run" in plan.reason
-
-
-@pytest.mark.parametrize(
-    ("tensors", "options", "reason"),
-    [
-        (inputs(torch.bfloat16, 44, 3, 32), OPTIONS, "copied 16 bytes at a time"),
-        (
-            Tensors(
-                torch.empty(2, 32, 64, dtype=torch.bfloat16),
-                torch.empty(9030, 64, dtype=torch.bfloat16),
-                documents_cu_seqlens=torch.tensor([0, 30, 9030]),
-            ),
-            OPTIONS._replace(max_document_length=9000),
-            "a document may be longer than 2048 tokens",
-        ),
-        (
-            Tensors(
-                torch.empty(2, 32, 64, dtype=torch.bfloat16),
-                torch.empty(70, 64, dtype=torch.bfloat16),
-                documents_cu_seqlens=torch.tensor([0, 30, 70]),
-                candidates_cu_seqlens=torch.tensor([0, 1, 2]),
-            ),
-            OPTIONS._replace(max_document_length=40, max_candidates=1),
-            "candidates of their own",
-        ),
-    ],
-    ids=["strides", "long", "candidates"],
-)
-def test_what_it_does_not_serve_is_an_error(tensors: Tensors, options: Options, reason: str, capability: int) -> None:
-    with pytest.raises(ValueError, match=f'implementation="blackwell" cannot serve this input: .*{reason}'):
-        blackwell_plan(problem_of(tensors, options))
-
-
-def test_devices_and_embeddings_that_it_does_not_take(capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    device = torch.device("cuda")
-    monkeypatch.setattr(select, "kernels_run_on", lambda device, dtype: None)
-    takes = tiles.blackwell_takes.__wrapped__
-    monkeypatch.setattr(select, "blackwell_takes", takes)
-    choose = select.choose.__wrapped__
-    for major, dtype, size, reason in (
-        (9, torch.bfloat16, 128, "needs compute capability 10, and cuda has 9"),
-        (12, torch.bfloat16, 128, "needs compute capability 10, and cuda has 12"),
-        (10, torch.float32, 128, "half precision and at most 256 dimensions"),
-        (10, torch.bfloat16, 264, "half precision and at most 256 dimensions"),
-    ):
-        monkeypatch.setattr(tiles, "architecture", lambda device, major=major: (major, 132))
-        with pytest.raises(ValueError, match=f'implementation="blackwell" cannot serve this input: .*{reason}'):
-            choose("blackwell", device, dtype, size)
-    monkeypatch.setattr(tiles, "architecture", lambda device: (10, 132))
-    assert choose("blackwell", device, torch.bfloat16, 256) == "triton"
-
-
-def test_the_operations_that_take_its_name(capability: int) -> None:
-    """Without such a GPU it is an error that says so; elsewhere the name is none of the choices."""
-    queries, documents = inputs(torch.bfloat16, 16, 2, 3)[:2]
-    for call in (maxsim, explain):
-        with pytest.raises(ValueError, match='implementation="blackwell" cannot serve this input: .*CUDA'):
-            call(queries, documents, implementation="blackwell")
-    with pytest.raises(ValueError, match="implementation must be"):
-        maxsim_cross_entropy(queries, documents, implementation="blackwell")

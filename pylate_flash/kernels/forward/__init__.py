@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from ...problem import Problem, Tensors
-from ..blackwell.plan import blackwell_plan
 from ..rows import Norms, active_tokens, inverse_norms
 from ..select import forward_plan
 from .common import add_sums
@@ -38,7 +37,7 @@ def maxsim_forward(
     boundaries contiguous. No dimension is 0; a document may be empty. With `offsets`, packed documents that are not
     normalised begin there (`problem.Places`). `norms` are those of queries and documents, where they are known.
     """
-    plan = blackwell_plan(problem) if problem.kind.blackwell else forward_plan(problem)
+    plan = forward_plan(problem)
     queries, documents, queries_mask, documents_mask, _, cu_seqlens, candidates = tensors
     device, normalize, single = problem.device, problem.normalize, plan.kernel == "single"
     active = bounds = queries_scale = documents_scale = pieces = piece_winners = winners = None
@@ -69,7 +68,7 @@ def maxsim_forward(
     elif plan.kernel == "stacked":
         score_stacked(problem, plan, inputs, sums, winners)
     else:
-        _in_gluon(plan.kernel)(problem, plan, inputs, sums, winners)
+        _hopper()(problem, plan, inputs, sums, winners)
     scores = sums if plan.n_sums == 1 else add_sums(problem, plan, sums)
     if plan.in_pieces:
         merge_pieces(problem, plan, inputs, scores, winners)
@@ -77,12 +76,8 @@ def maxsim_forward(
 
 
 @functools.cache
-def _in_gluon(kernel: str) -> Callable[..., None]:
-    """What launches a kernel in Gluon, imported where it runs only: not every Triton has Gluon."""
-    if kernel == "hopper":
-        from .hopper import score_hopper
+def _hopper() -> Callable[..., None]:
+    """What launches the Hopper kernel, imported where it runs only: not every Triton has Gluon."""
+    from .hopper import score_hopper
 
-        return score_hopper
-    from ..blackwell.forward import score_blackwell
-
-    return score_blackwell
+    return score_hopper

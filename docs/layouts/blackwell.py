@@ -1,15 +1,16 @@
-"""The stacked forward on Blackwell (compute capability 10.0), in Gluon. It has been compiled, and has never run.
+"""A stacked forward for Blackwell (compute capability 10.0), in Gluon. It has been compiled, and has never run.
 
-It computes what `stacked._stacked_kernel` computes, from the same arguments, in the way of the Hopper kernel
-(`forward.hopper`): warps that copy document tokens, and parts that take maxima. What differs is who multiplies. One
-warp starts the products of tcgen05, which read both operands from shared memory and leave what they compute in tensor
-memory, so that no registers hold it and no part waits for the tensor cores as long as there is room: each of two parts
-has 128 query rows, and two products of them. A thread of a part has a row of a product to itself; its maximum meets no
-other lane.
+Nothing of the package takes it. It computes what `_stacked_kernel` computes, from the same arguments, in the way of
+the Hopper kernel (`kernels.forward.hopper`): warps that copy document tokens, and parts that take maxima. What differs
+is who multiplies. One warp starts the products of tcgen05, which read both operands from shared memory and leave what
+they compute in tensor memory, so that no registers hold it and no part waits for the tensor cores as long as there is
+room: each of two parts has 128 query rows, and two products of them. A thread of a part has a row of a product to
+itself; its maximum meets no other lane.
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -22,13 +23,16 @@ from triton.experimental.gluon.language.nvidia.blackwell import (
     tcgen05_mma,
 )
 
-from ...problem import Problem
-from ..forward.common import numbers_of
-from ..forward.copies import copy_documents, document_range
-from ..forward.inputs import Inputs
-from ..gluon import add, execute, find_document, larger_of, next_slot
-from ..grids import DOCUMENT_COST, ForwardPlan
-from ..launch import Kernel
+from pylate_flash.kernels.forms import Form
+from pylate_flash.kernels.forward.common import add_sums, numbers_of
+from pylate_flash.kernels.forward.copies import copy_documents, document_range
+from pylate_flash.kernels.gluon import add, execute, find_document, larger_of, next_slot
+from pylate_flash.kernels.grids import DOCUMENT_COST, ForwardPlan, tall_plan
+from pylate_flash.kernels.launch import Kernel
+from pylate_flash.kernels.rows import active_tokens, inverse_norms
+from pylate_flash.kernels.select import HOPPER_SHARES
+from pylate_flash.kernels.tiles import Blocks, HopperTile, architecture, power_of_two
+from pylate_flash.problem import Problem, Tensors
 
 _DOCUMENT_COST = gl.constexpr(DOCUMENT_COST)
 # Rows of a part, which are the lanes of tensor memory, and columns of a product that a thread looks at together.
@@ -338,15 +342,47 @@ def _blackwell_kernel(
 
 _blackwell = Kernel(_blackwell_kernel)
 
+# What 16 elements of a product take from shared memory: of 128 rows and 128 columns 8 KB in 64 cycles, of 64 columns
+# 6 KB in 32. Embeddings of more than 128 elements leave no room for as many columns, and of more than 256 for none.
+_TILE = HopperTile(256, 128, 2, 4)
+_LONG = HopperTile(256, 64, 2, 3)
 
-def score_blackwell(problem: Problem, plan: ForwardPlan, inputs: Inputs, sums: Tensor, winners: Tensor | None) -> None:
-    """As `stacked.score_stacked`."""
-    kind = problem.kind
+
+def blackwell_plan(problem: Problem) -> ForwardPlan:
+    """Tile and grid of the kernel, for half embeddings of at most 256 elements that are copied by 16 bytes."""
+    kind, tile = problem.kind, _TILE if problem.size <= 128 else _LONG
+    block = max(16, power_of_two(kind.size))
+
+    def make(_: bool, group: int, query_unit: int, document_unit: int) -> Form:
+        constants = (
+            kind.size, block, tile.columns, group, tile.num_stages, kind.cu_seqlens is not None,
+            kind.queries_mask is not None, kind.weighted, kind.documents_mask is not None, kind.zero_masked,
+            kind.normalize, kind.with_winners, query_unit, document_unit,
+        )  # fmt: skip
+        return Form("blackwell", tile, Blocks(block, 0, False), constants, (4, 1, None))
+
+    # A query is always padded: a sum of single rows is no sum.
+    return tall_plan(problem, architecture(kind.device)[1], tile, HOPPER_SHARES, make, "it has never run")
+
+
+def blackwell_forward(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor | None]:
+    """As `kernels.forward.maxsim_forward`, of documents that are neither in pieces nor candidates of packed queries."""
+    plan = blackwell_plan(problem)
+    queries, documents, queries_mask, documents_mask, _, cu_seqlens, _ = tensors
+    active = bounds = queries_scale = documents_scale = winners = None
+    if documents_mask is not None:
+        active, bounds = active_tokens(documents_mask)
+    if problem.normalize:
+        queries_scale, documents_scale = inverse_norms(queries), inverse_norms(documents)
+    if problem.with_winners:
+        winners = torch.empty(problem.winners_shape, dtype=problem.winners_dtype, device=problem.device)
+    shape = problem.scores_shape if plan.n_sums == 1 else (plan.n_sums, *problem.scores_shape)
+    sums = torch.empty(shape, dtype=torch.float32, device=problem.device)
     _blackwell(
-        (plan.row_blocks * plan.n_runs * (problem.groups if kind.cu_seqlens is None else 1), 1, 1),
+        (plan.row_blocks * plan.n_runs * problem.groups, 1, 1),
         (
-            inputs.queries, inputs.documents, inputs.queries_mask, inputs.active, inputs.bounds, inputs.queries_scale,
-            inputs.documents_scale, inputs.cu_seqlens, sums, winners,
+            queries, documents, queries_mask, active, bounds, queries_scale, documents_scale, cu_seqlens, sums, winners,
         ),
         numbers_of(problem, plan), plan.strides, plan.form.constants, plan.form.warps,
     )  # fmt: skip
+    return sums if plan.n_sums == 1 else add_sums(problem, plan, sums), winners
