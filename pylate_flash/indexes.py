@@ -208,6 +208,9 @@ class Flat(Base):
     def remove_documents(self, documents_ids: str | Sequence[str]) -> Flat:  # type: ignore[override]
         """Remove documents: all of them or, on an error, none. Their embeddings are deleted from the disk.
 
+        That takes some room on the disk. Where there is none, a warning says that they are only marked as removed: no
+        search finds them, and `compact` or a later removal deletes them.
+
         Parameters
         ----------
         documents_ids
@@ -346,8 +349,8 @@ class Flat(Base):
     def compact(self) -> Flat:
         """Write the documents into as few files as the size of a shard (256 MiB) allows.
 
-        Additions and removals see to it that there are not many; this makes it the least. It needs room on the disk
-        for what it rewrites, at most the whole index.
+        Additions and removals see to it that there are not many; this makes it the least, and deletes what a full disk
+        had left of removed documents. It needs room on the disk for what it rewrites, at most the whole index.
 
         Returns
         -------

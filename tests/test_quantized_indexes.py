@@ -74,15 +74,16 @@ def test_a_store_keeps_what_was_quantized(
 
 @EACH
 def test_a_token_takes_a_byte_for_each_element_and_sixteen(tmp_path: Path, precision: str) -> None:
-    documents = documents_of([400], 128)
+    documents = documents_of([4000], 128)
     sizes = {}
     for dtype in (precision, "bfloat16"):
         store = PackedStore(tmp_path / dtype, dtype=dtype)
         store.add(["a"], documents)
         store.compact()
         sizes[dtype] = store.bytes_on_disk
-    assert PackedStore(tmp_path / precision).nbytes == 400 * 144
-    assert sizes[precision] < 0.58 * sizes["bfloat16"]
+    assert PackedStore(tmp_path / precision).nbytes == 4000 * 144
+    # 144 bytes for 256, and the same for both that is held in reserve.
+    assert sizes[precision] < 0.6 * sizes["bfloat16"]
 
 
 @EACH

@@ -274,7 +274,7 @@ def test_a_run_of_additions_is_flushed_when_its_store_is_given_up(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"version": 99}, "has format version 99, and this pylate_flash reads up to 3: upgrade"),
+        ({"version": 99}, "has format version 99, and this pylate_flash reads up to 4: upgrade"),
         ({"version": True}, "is not the manifest of a pylate_flash index: its version is True"),
         ({"format": "something else"}, "is not the manifest of a pylate_flash index"),
         ({"dtype": "int3"}, "is damaged: .*int3"),
@@ -292,6 +292,8 @@ def test_a_run_of_additions_is_flushed_when_its_store_is_given_up(
         ({"journal": 3}, "bad journal name 3"),
         ({"model": {"name": "x"}}, "its model must be an object with the keys"),
         ({"model": []}, "its model must be an object with the keys"),
+        ({"version": 4, "removed": [3]}, r"its removed is \[3\], expected places of documents in its files"),
+        ({"version": 4, "removed": {"x": [3]}}, "its removed is {'x'.* expected places of documents in its files"),
     ],
 )
 def test_a_damaged_manifest_is_one_error_that_names_a_file(two_shards: Path, change: dict, message: str) -> None:
@@ -319,6 +321,22 @@ def test_a_damaged_entry_of_the_manifest_is_one_error(two_shards: Path, change: 
     with pytest.raises(ValueError, match=message) as caught:
         PackedStore(two_shards)
     assert str(two_shards) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("removed", "message"),
+    [
+        ([1, 0], "its removed of .* is 0, expected an integer of at least 2"),
+        ([True], "its removed of .* is True"),
+        ([2], "it has 2 documents, the manifest says that number 2 was removed"),
+    ],
+)
+def test_documents_marked_as_removed_must_be_there(two_shards: Path, removed: list, message: str) -> None:
+    change_manifest(two_shards, version=4, removed={first_shard(two_shards).name: [1]})
+    assert list(content(two_shards)) == ["a", "c"]
+    change_manifest(two_shards, removed={first_shard(two_shards).name: removed})
+    with pytest.raises(ValueError, match=message):
+        PackedStore(two_shards)
 
 
 def test_a_shard_that_is_listed_twice_is_an_error(two_shards: Path) -> None:
@@ -349,7 +367,7 @@ def test_a_manifest_that_is_lost_is_an_error_that_deletes_nothing(two_shards: Pa
         PackedStore(two_shards)
     assert {file.name for file in two_shards.iterdir()} == before
     PackedStore(two_shards, override=True)
-    assert {file.name for file in two_shards.iterdir()} == {"manifest.json", "lock"}
+    assert {file.name for file in two_shards.iterdir()} == {"manifest.json", "lock", "reserve"}
     PackedStore(two_shards).add(["b"], documents_of([1]))
     assert list(content(two_shards)) == ["b"]
 
@@ -394,6 +412,24 @@ def test_a_lock_that_is_a_link_makes_no_file_outside(two_shards: Path) -> None:
     with pytest.raises(OSError, match="cannot write to the index in .*: Too many levels of symbolic links"):
         PackedStore(two_shards).add(["d"], documents_of([1]))
     assert not (two_shards.parent / "new.txt").exists()
+
+
+@pytest.mark.parametrize("operation", ["add", "flush"])
+def test_a_journal_that_is_a_link_is_read_and_not_written_through(with_journal: Path, operation: str) -> None:
+    path, victim = journal_of(with_journal), with_journal.parent / "elsewhere"
+    path.rename(victim)
+    path.symlink_to(victim)
+    whole = victim.read_bytes()
+    assert list(content(with_journal)) == list("abcde")
+    opened = PackedStore(with_journal)
+    write = {"add": lambda: opened.add(["f"], documents_of([1])), "flush": lambda: journal.flush(path)}[operation]
+    with pytest.raises(OSError, match=f"{path.name} is a symbolic link, and is not written through"):
+        write()
+    assert victim.read_bytes() == whole
+    # What replaces it is a file of the folder's own.
+    PackedStore(with_journal).compact()
+    assert list(content(with_journal)) == list("abcde")
+    assert victim.read_bytes() == whole
 
 
 def test_dtype_must_be_known_and_agree_with_the_store(two_shards: Path) -> None:

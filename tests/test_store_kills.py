@@ -100,7 +100,8 @@ for number in range(kills):
 assert before and after, (before, after)
 opened.add(["last"], [document("last")])
 opened.compact()
-assert set(os.listdir(folder)) == {"manifest.json", "lock", *(entry.file for entry in opened.manifest.shards)}
+files = {"manifest.json", "lock", "reserve", *(entry.file for entry in opened.manifest.shards)}
+assert set(os.listdir(folder)) == files
 print(kills, "kills")
 """
 

@@ -7,14 +7,17 @@ import os
 import stat
 from pathlib import Path
 
-__all__ = ["open_named", "open_regular", "read_exactly", "write_all"]
+__all__ = ["FULL", "open_named", "open_regular", "read_exactly", "write_all"]
+
+# What writing to a full disk raises, and writing more than a user may have there.
+FULL = (errno.ENOSPC, errno.EDQUOT)
 
 # Descriptors that are left to the rest of the process, which would fail in stranger places.
 _SPARE = 256
 
 
 def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
-    """Open a file of the index and return its descriptor.
+    """Open a file of the index and return its descriptor; to write to it, not through a link, which may lead out of it.
 
     An index has a file open for each of its shards, so the process's limit of open files is raised as they come.
 
@@ -26,10 +29,14 @@ def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
         If it cannot be opened for another reason; a FileNotFoundError if it is missing.
     """
     # Without waiting for somebody to open the other end of what may be a pipe.
-    flags |= os.O_CLOEXEC | os.O_NONBLOCK
+    flags |= os.O_CLOEXEC | os.O_NONBLOCK | (os.O_NOFOLLOW if flags & os.O_RDWR else 0)
     try:
         descriptor = os.open(path, flags)
     except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(
+                errno.ELOOP, f"{path.name} is a symbolic link, and is not written through", str(path)
+            ) from None
         if error.errno != errno.EMFILE:
             raise
         if not _raise_limit():

@@ -5,16 +5,20 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from .files import open_regular
+from .files import FULL, open_regular, write_all
 from .manifest import JOURNAL_NAME, SHARD_NAME, Manifest
 from .turns import turn
 
 __all__ = ["ConcurrentWriteError", "Folder"]
 
 _TEMPORARY = "manifest.json.tmp"
+# Room for the next manifest, given back when the disk is full: to remove documents, or all, needs no more.
+_RESERVE = "reserve"
+_RESERVE_BYTES = 64 << 10
 
 
 class ConcurrentWriteError(RuntimeError):
@@ -53,8 +57,8 @@ class Folder:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the manifest."""
-        return len(self._content or b"")
+        """Bytes of the manifest and of what is held in reserve."""
+        return len(self._content or b"") + self._reserved()
 
     def read(self) -> bytes | None:
         """The manifest's bytes as they are on the disk now, which `accept` takes; None if there is none.
@@ -124,6 +128,7 @@ class Folder:
         OSError
             If a file cannot be written. The message names the folder.
         """
+        before = self.manifest
         try:
             if self._content is None:
                 self.path.mkdir(parents=True, exist_ok=True)
@@ -153,9 +158,16 @@ class Folder:
                     if first and self.read() == self.manifest.to_bytes():
                         self._manifest_path.unlink()
                         self._content = None
+                    else:
+                        self._hold_reserve()
                     raise
         except OSError as error:
             reason = error.strerror or str(error)
+            if error.errno in FULL and self.manifest is before:
+                reason += (
+                    f" ({shutil.disk_usage(self.path).free:,} bytes are free). The index is as it was: make room and "
+                    "repeat it; remove_documents and override=True need none"
+                )
             raise OSError(error.errno, f"cannot write to the index in {self.path}: {reason}") from error
 
     def commit(self, manifest: Manifest, then: Callable[[], None]) -> None:
@@ -167,17 +179,32 @@ class Folder:
         then()
         _fsync_folder(self.path)
         self.delete_orphans()
+        self._hold_reserve()
+
+    def _hold_reserve(self) -> None:
+        """Take as much in reserve as there is room for."""
+        if self._reserved() < _RESERVE_BYTES:
+            with contextlib.suppress(OSError):
+                _write_new(self.path / _RESERVE, bytes(_RESERVE_BYTES))
+
+    def _reserved(self) -> int:
+        """Bytes that are held in reserve."""
+        try:
+            return os.lstat(self.path / _RESERVE).st_size
+        except OSError:
+            return 0
 
     def _replace_manifest(self, manifest: Manifest) -> None:
         content = manifest.to_bytes()
         _fsync_folder(self.path)
         temporary = self.path / _TEMPORARY
-        # What is there may be a link out of the folder, which an index from elsewhere brought.
-        temporary.unlink(missing_ok=True)
-        with temporary.open("xb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
+        try:
+            _write_new(temporary, content)
+        except OSError as error:
+            if error.errno not in FULL or not self._reserved():
+                raise
+            (self.path / _RESERVE).unlink()
+            _write_new(temporary, content)
         os.replace(temporary, self._manifest_path)
         self._content, self.manifest = content, manifest
 
@@ -208,6 +235,15 @@ def _check_folder(path: Path) -> None:
                 what = "a symbolic link to nothing" if place.is_symlink() and not place.exists() else "a file"
                 raise ValueError(f"the index cannot be in {path}: {place} is {what}, expected a folder")
             return
+
+
+def _write_new(path: Path, content: bytes) -> None:
+    """Write a file and flush it to the disk, in place of what is there."""
+    # That may be a link out of the folder, which an index from elsewhere brought.
+    path.unlink(missing_ok=True)
+    with path.open("xb", buffering=0) as file:
+        write_all(file.fileno(), content, 0)
+        os.fsync(file.fileno())
 
 
 def _fsync_folder(path: Path) -> None:

@@ -104,7 +104,7 @@ class Journal:
 
     def __init__(self, path: Path, layout: Layout) -> None:
         self.path = path
-        self.records = 0
+        self.records = self.documents = 0
         self.rows = 0
         self._layout, self._row = layout, layout.nbytes
         self._room = torch.empty(0, layout.width, dtype=layout.dtype)
@@ -174,7 +174,7 @@ class Journal:
                 break
             ids += record[0]
             lengths.append(record[1])
-        journal._seen = head
+        journal._seen, journal.documents = head, len(ids)
         journal._head = _Head(head.number, journal.nbytes, min(head.flushed, journal.nbytes), journal._head.digest)
         return journal, ids, np.concatenate(lengths)
 
@@ -274,6 +274,7 @@ class Journal:
             self._keep(descriptor, (status.st_dev, status.st_ino))
             self._unread.append((self.rows * self._row, offset, len(memory), zlib.crc32(memory)))
             self.rows, self.records, self._head = self.rows + len(memory) // self._row, self.records + 1, head
+        self.documents += len(ids)
         self._seen, self._heads, self._lost = head, heads, 0
 
     @property

@@ -18,9 +18,10 @@ from .model_record import ModelRecord
 __all__ = ["FORMAT", "FORMAT_VERSION", "Entry", "Manifest", "SHARD_NAME", "JOURNAL_NAME"]
 
 FORMAT = "pylate_flash.packed"
-# 1: no journal, no checksums, no model. 2: no embeddings in 8 bits. What has none is written as version 2, so that a
-# package that reads up to 2 takes it, and refuses another one by its number.
-FORMAT_VERSION = 3
+# 1: no journal, no checksums, no model. 2: no embeddings in 8 bits. 3: no documents that are only marked as removed.
+# What has none is written as an older version, so that a package that reads up to that takes it, and refuses another
+# one by its number.
+FORMAT_VERSION = 4
 SHARD_NAME = re.compile(r"shard-\d{5,}-[0-9a-f]{8}\.safetensors")
 JOURNAL_NAME = re.compile(r"journal-\d{5,}-[0-9a-f]{8}")
 
@@ -38,7 +39,10 @@ class Entry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The content of `manifest.json`; the defaults are those of an index that has not been written yet."""
+    """The content of `manifest.json`; the defaults are those of an index that has not been written yet.
+
+    `removed` holds, for a shard or the journal, the places in it of documents that count as removed, ascending.
+    """
 
     dtype: str = "float32"
     generation: int = 0
@@ -47,6 +51,7 @@ class Manifest:
     journal: str | None = None
     model: ModelRecord | None = None
     created_with: dict[str, str] = field(default_factory=dict)
+    removed: dict[str, list[int]] = field(default_factory=dict)
 
     @property
     def layout(self) -> Layout:
@@ -59,6 +64,10 @@ class Manifest:
 
         made_with = {"pylate_flash": __version__, "python": platform.python_version(), "torch": torch.__version__}
         following = replace(self, generation=self.generation + 1, created_with=made_with, **changes)
+        names = {following.journal, *(entry.file for entry in following.shards)}
+        following = replace(
+            following, removed={name: some for name, some in following.removed.items() if name in names}
+        )
         # What is empty takes embeddings of any size.
         return following if following.shards or following.journal else replace(following, embedding_size=None)
 
@@ -66,7 +75,7 @@ class Manifest:
         """As `parse` takes it."""
         record = {
             "format": FORMAT,
-            "version": FORMAT_VERSION if self.layout.quantized else 2,
+            "version": FORMAT_VERSION if self.removed else 3 if self.layout.quantized else 2,
             "generation": self.generation,
             "dtype": self.dtype,
             "embedding_size": self.embedding_size,
@@ -74,8 +83,9 @@ class Manifest:
             "model": None if self.model is None else self.model.to_json(),
             "journal": self.journal,
             "shards": [asdict(entry) for entry in self.shards],
+            "removed": self.removed,
         }
-        return json.dumps({**record, "crc32": _crc(record)}, indent=1).encode()
+        return json.dumps({**record, "crc32": _crc(record)}).encode()
 
     @classmethod
     def parse(cls, content: bytes, path: Path) -> Manifest:
@@ -138,7 +148,13 @@ class Manifest:
             # Older versions kept that of the documents that had been there.
             size = None
         generation = _integer("generation", record["generation"])
-        return cls(record["dtype"], generation, size, shards, journal, model, made_with)
+        removed = record["removed"] if version > 3 else {}
+        if not isinstance(removed, dict) or not removed.keys() <= names | {journal}:
+            raise ValueError(f"its removed is {removed!r:.100}, expected places of documents in its files")
+        for name, places in removed.items():
+            for i, place in enumerate(places):
+                _integer(f"removed of {name}", place, at_least=places[i - 1] + 1 if i else 0)
+        return cls(record["dtype"], generation, size, shards, journal, model, made_with, removed)
 
 
 def _crc(record: dict) -> int:

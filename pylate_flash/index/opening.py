@@ -48,16 +48,20 @@ def _open_files(path: Path, manifest: Manifest) -> tuple[Documents, Pieces]:
     found = (Shard.open(path / entry.file, entry, manifest) for entry in manifest.shards)
     for shard, ids, lengths in found:
         shards.append(shard)
-        _extend(documents, ids, lengths, shard.path)
+        _extend(documents, ids, lengths, shard.path, manifest)
     if manifest.journal is not None:
         journal, ids, lengths = Journal.open(path / manifest.journal, manifest.layout)
-        _extend(documents, ids, lengths, journal.path)
+        _extend(documents, ids, lengths, journal.path, manifest)
     return documents, Pieces(manifest.layout, shards, journal)
 
 
-def _extend(documents: Documents, ids: list[str], lengths: np.ndarray, path: Path) -> None:
+def _extend(documents: Documents, ids: list[str], lengths: np.ndarray, path: Path, manifest: Manifest) -> None:
+    removed = manifest.removed.get(path.name, [])
     try:
-        documents.check_new(ids)
+        if removed and removed[-1] >= len(ids):
+            raise ValueError(f"it has {len(ids)} documents, the manifest says that number {removed[-1]} was removed")
+        gone = set(removed)
+        documents.check_new([id_ for i, id_ in enumerate(ids) if i not in gone] if gone else ids)
     except ValueError as error:
         raise ValueError(f"{path} is damaged: {error}") from None
-    documents.extend(ids, lengths)
+    documents.extend(ids, lengths, removed)

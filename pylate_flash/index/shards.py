@@ -196,7 +196,7 @@ class Shard:
 
     def __init__(self, path: Path, entry: Entry, layout: Layout) -> None:
         self.path, self.entry = path, entry
-        self.rows = entry.tokens
+        self.documents, self.rows = entry.documents, entry.tokens
         self._layout, self._offset = layout, 0
         self._checked: CheckedBlocks | None = None
         self._descriptor = open_named(path)

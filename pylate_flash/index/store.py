@@ -5,6 +5,7 @@
       shard-00000-3f9a61c2.safetensors   values [T, d], lengths [N] (int64), ids (a JSON list in UTF-8)
       journal-00001-77d0a1be             the last small additions, see `journal.py`
       lock                               held by the process that is writing; its content means nothing
+      reserve                            as little; it is given up for a manifest that a full disk would not take
 
 Values in 8 bits are rows that begin with their scales (`layout.py`).
 
@@ -22,8 +23,10 @@ are first read, so that a damaged file is an error that names it and never anoth
 When the journal is full it becomes a shard, and shards of similar sizes become one, so that there are few files
 whatever the sizes of the additions, and a document is written some log2(SHARD_BYTES / ADDITION_BYTES) times in all.
 
-A removal rewrites the shards that held the removed documents. The alternative, marking them as dead, would make
-removals cheaper, but leaves what was removed on the disk and makes every search walk over it.
+A removal rewrites the shards that held the removed documents. The alternative, marking them as removed in the
+manifest, would make removals cheaper, but leaves what was removed on the disk: so it is done on a full disk only. The
+file `reserve` keeps room for that manifest, and for an empty one. Shards of marked documents are written anew by the
+next write that merges shards or removes documents, and by `compact`, one after the other.
 
 Tokens that no search reads take no memory, except those of the journal.
 """
@@ -31,7 +34,9 @@ Tokens that no search reads take no memory, except those of the journal.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
@@ -43,6 +48,7 @@ from tqdm import tqdm
 
 from . import journal as journals
 from .arguments import joined
+from .files import FULL
 from .folder import Folder
 from .journal import Journal
 from .layout import DTYPES, Layout
@@ -142,7 +148,7 @@ class PackedStore:
     @property
     def tokens(self) -> int:
         """Tokens of all documents."""
-        return int(self.documents.cu[-1])
+        return int(self.lengths.sum())
 
     @property
     def nbytes(self) -> int:
@@ -194,11 +200,12 @@ class PackedStore:
         OSError
             If a shard cannot be read. The message names it.
         """
-        cu = self.documents.cu
-        # Neighbouring documents are neighbouring rows: read each run of consecutive positions at once.
-        breaks = (np.flatnonzero(np.diff(positions) != 1) + 1).tolist()
+        begin = self.documents.starts[positions]
+        end = begin + self.lengths[positions]
+        # Neighbouring documents are neighbouring rows: read each run of them at once.
+        breaks = (np.flatnonzero(begin[1:] != end[:-1]) + 1).tolist()
         runs = [
-            (int(cu[positions[first]]), int(cu[positions[last - 1] + 1]))
+            (int(begin[first]), int(end[last - 1]))
             for first, last in pairwise([0, *breaks, len(positions)])
             if first < last
         ]
@@ -321,6 +328,8 @@ class PackedStore:
     def remove(self, positions: np.ndarray) -> None:
         """Drop documents, all of them or, on an error, none.
 
+        On a full disk, where nothing can be rewritten, they are marked as removed, and a warning says so.
+
         Parameters
         ----------
         positions
@@ -337,6 +346,22 @@ class PackedStore:
             return
         keep = np.ones(len(self), dtype=bool)
         keep[positions] = False
+        before = self.manifest
+        try:
+            self._rewrite(keep)
+        except OSError as error:
+            # It may also fail just after it took effect.
+            if error.errno not in FULL or self.manifest is not before:
+                raise
+            self._mark(keep)
+            warnings.warn(
+                f"the disk of the index in {self.path} is full: its {len(positions)} removed documents are in no "
+                "search any more, but on the disk until compact() finds room to write the documents beside them anew",
+                stacklevel=3,
+            )
+
+    def _rewrite(self, keep: np.ndarray) -> None:
+        """Write those shards anew of which a mask [N] does not keep all documents."""
         with self._writing():
             parts, start = [], 0
             for part in self._parts():
@@ -347,6 +372,25 @@ class PackedStore:
             documents = Documents()
             documents.extend([self.ids[i] for i in np.flatnonzero(keep)], self.lengths[keep])
             self._commit(shards, None, lambda: setattr(self, "documents", documents))
+
+    def _mark(self, keep: np.ndarray) -> None:
+        """Mark documents as removed, in the manifest, and give up the files of which a mask [N] keeps none."""
+        with self._writing():
+            documents, removed = self.documents.kept(keep), dict(self.manifest.removed)
+            pieces, row = [], 0
+            for piece, start, stop in self._places():
+                if not keep[start:stop].any():
+                    documents.close(row, row + piece.rows)
+                    continue
+                before = removed.get(piece.path.name, [])
+                places = np.setdiff1d(np.arange(piece.documents), before)
+                removed[piece.path.name] = sorted([*before, *places[~keep[start:stop]].tolist()])
+                pieces.append(piece)
+                row += piece.rows
+            shards = [piece for piece in pieces if isinstance(piece, Shard)]
+            journal = pieces[-1] if pieces and isinstance(pieces[-1], Journal) else None
+            marks = {name: places for name, places in removed.items() if places}
+            self._commit(shards, journal, lambda: setattr(self, "documents", documents), removed=marks)
 
     def compact(self) -> None:
         """Write the documents into as few shards as their size allows; those that are full already stay.
@@ -361,10 +405,8 @@ class PackedStore:
         if not self._folder.exists:
             return
         with self._writing():
-            there, end = {}, 0
-            for shard in self._pieces.shards:
-                there[end, end + shard.entry.documents] = shard
-                end += shard.entry.documents
+            self._erase()
+            there = {(start, stop): piece for piece, start, stop in self._places() if isinstance(piece, Shard)}
             shards = []
             for start, stop in blocks(self.lengths, max(1, SHARD_BYTES // max(1, self.token_bytes))):
                 if (start, stop) in there:
@@ -376,33 +418,47 @@ class PackedStore:
             else:
                 self._folder.delete_orphans()
 
+    def _erase(self) -> None:
+        """Write the shards anew of which documents are marked as removed.
+
+        One after the other, and first what takes the least room, as that gives up the most for it.
+        """
+        marked = [some for some in self._places() if isinstance(some[0], Shard) and not self._is_whole(some[0])]
+        for shard, start, stop in sorted(marked, key=lambda some: int(self.lengths[some[1] : some[2]].sum())):
+            new = self._save([self._some(np.arange(start, stop))], self.layout)
+            shards = [new if piece is shard else piece for piece in self._pieces.shards]
+            begin = sum(piece.rows for piece in shards[: shards.index(new)])
+            gone = functools.partial(self.documents.close, begin, begin + shard.rows)
+            self._commit(shards, self._pieces.journal, gone)
+
     def set_model(self, model: ModelRecord) -> None:
         """Remember which model made the embeddings. It raises what `compact` does."""
         with self._writing():
             self._commit(self._pieces.shards, self._pieces.journal, model=model)
 
-    def _parts(self) -> list[Part]:
-        """What the store holds."""
-        parts, start = [], 0
-        for shard in self._pieces.shards:
-            stop = start + shard.entry.documents
-            positions = np.arange(start, stop)
-            parts.append(
-                Part(
-                    self.ids[start:stop],
-                    self.lengths[start:stop],
-                    lambda positions=positions: self._copied(positions),  # type: ignore[misc]
-                    shard,
-                )
-            )
+    def _places(self) -> list[tuple[Shard | Journal, int, int]]:
+        """Every piece, and the positions in the store of its first document and after its last."""
+        found, start = [], 0
+        for piece in self._pieces:
+            stop = start + piece.documents - len(self.manifest.removed.get(piece.path.name, []))
+            found.append((piece, start, stop))
             start = stop
-        if start < len(self):
-            parts.append(self._some(np.arange(start, len(self))))
-        return parts
+        return found
 
-    def _some(self, positions: np.ndarray) -> Part:
-        """Some of the store's documents, as a part of what is written next."""
-        return Part([self.ids[i] for i in positions], self.lengths[positions], lambda: self._copied(positions))
+    def _parts(self) -> list[Part]:
+        """What the store holds; shards of which documents are marked as removed are to be written anew."""
+        return [
+            self._some(np.arange(start, stop), piece if isinstance(piece, Shard) and self._is_whole(piece) else None)
+            for piece, start, stop in self._places()
+        ]
+
+    def _is_whole(self, piece: Shard | Journal) -> bool:
+        """Whether none of its documents is marked as removed."""
+        return piece.path.name not in self.manifest.removed
+
+    def _some(self, positions: np.ndarray, shard: Shard | None = None) -> Part:
+        """Some of the store's documents, as a part of what is written next; `shard` if they are all of one."""
+        return Part([self.ids[i] for i in positions], self.lengths[positions], lambda: self._copied(positions), shard)
 
     def _copied(self, positions: np.ndarray) -> Iterator[torch.Tensor]:
         for start, stop in blocks(self.lengths[positions], max(1, _COPIED_BYTES // self.token_bytes)):
@@ -455,6 +511,9 @@ class PackedStore:
             self._pieces = self._pieces.followed_by(self.layout, shards, journal)
             if update is not None:
                 update()
+            if not self.manifest.removed:
+                # What was marked as removed is gone for good.
+                self.documents.close(0, self.documents.rows)
 
         self._folder.commit(manifest, take_effect)
 

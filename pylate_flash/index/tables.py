@@ -40,12 +40,15 @@ class Documents:
         In the order of the documents.
     position
         For every id its place in that order.
+    rows
+        Rows of all files put end to end; those of documents that are only marked as removed are among them.
     """
 
     def __init__(self) -> None:
         self.ids: list[str] = []
         self.position: dict[str, int] = {}
-        self._lengths, self._cu = _Growing([]), _Growing([0])
+        self.rows = 0
+        self._lengths, self._starts = _Growing([]), _Growing([])
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -56,9 +59,9 @@ class Documents:
         return self._lengths.values
 
     @property
-    def cu(self) -> np.ndarray:
-        """Tokens before every document, and of all. Shape: [N + 1], int64."""
-        return self._cu.values
+    def starts(self) -> np.ndarray:
+        """The row with which every document begins. Shape: [N], int64."""
+        return self._starts.values
 
     def check_new(self, ids: Sequence[str]) -> None:
         """Raise a ValueError if one of `ids` is there already, or is repeated; it names the first."""
@@ -70,13 +73,34 @@ class Documents:
                     raise ValueError(f"the document {id_!r} is there twice")
                 seen.add(id_)
 
-    def extend(self, ids: Sequence[str], lengths: np.ndarray) -> None:
-        """Append documents, whose ids are new."""
+    def extend(self, ids: Sequence[str], lengths: np.ndarray, removed: Sequence[int] = ()) -> None:
+        """Append documents, whose ids are new, less those at the places `removed`, whose rows stay."""
+        starts = self.rows + lengths.cumsum() - lengths
+        self.rows += int(lengths.sum())
+        if removed:
+            kept = np.ones(len(ids), dtype=bool)
+            kept[list(removed)] = False
+            ids, lengths, starts = [ids[i] for i in np.flatnonzero(kept)], lengths[kept], starts[kept]
         start = len(self.ids)
         self.ids.extend(ids)
         self.position.update(zip(ids, range(start, len(self.ids)), strict=True))
         self._lengths.extend(lengths)
-        self._cu.extend(self.cu[-1] + lengths.cumsum())
+        self._starts.extend(starts)
+
+    def kept(self, keep: np.ndarray) -> Documents:
+        """Those of a mask [N], where they are."""
+        documents = Documents()
+        documents.extend([self.ids[i] for i in np.flatnonzero(keep)], self.lengths[keep])
+        documents.rows, documents._starts = self.rows, _Growing(self.starts[keep])
+        return documents
+
+    def close(self, begin: int, end: int) -> None:
+        """Take note that the rows from `begin` to `end` are gone, but for those of the documents, put end to end."""
+        inside = (self.starts >= begin) & (self.starts < end)
+        lengths, gone = self.lengths[inside], end - begin - int(self.lengths[inside].sum())
+        self.starts[self.starts >= end] -= gone
+        self.starts[inside] = begin + lengths.cumsum() - lengths
+        self.rows -= gone
 
 
 def blocks(lengths: np.ndarray, limit: int) -> list[tuple[int, int]]:

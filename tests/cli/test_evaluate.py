@@ -182,7 +182,7 @@ def test_overwrite_that_is_not_finished_leaves_an_empty_index_and_other_files(
         *("evaluate", "--data", beir, "--model", small_model, "--device", "cpu", "--index", place, "--overwrite")
     )
     assert result.exit_code == 130
-    assert {path.name for path in kept.iterdir()} == {"lock", "manifest.json", "notes.txt"}
+    assert {path.name for path in kept.iterdir()} == {"lock", "manifest.json", "reserve", "notes.txt"}
     assert (kept / "notes.txt").read_text() == "mine"
     assert len(Flat(kept.parent, kept.name, device="cpu")) == 0
 

@@ -25,7 +25,7 @@ MODEL = ("--model", "model", "--device", "cpu")
 EVALUATE = ("evaluate", "--data", "beir", *MODEL)
 TRAIN = ("train", *MODEL, "--output", OUTPUT, "--batch-size", 2, "--max-steps", 1)
 # Files that mean nothing to a command.
-UNREAD = ("README.md", "lock")
+UNREAD = ("README.md", "lock", "reserve")
 # What is damaged (a file of the workspace, or one of those in a folder), the command that reads it, and its share of
 # the cases.
 TARGETS = {
