@@ -33,6 +33,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 import torch
 
 from pylate_flash._extras import HOSTS
+from tests.independence import pytest_fixture_post_finalizer, pytest_fixture_setup, seed, unchanged  # noqa: F401
 
 # The suite runs in two workers on two cores.
 torch.set_num_threads(1)
@@ -51,6 +52,7 @@ class HostModule(pytest.Module):
     """A file of tests, which is skipped as a whole where it imports a host that is not installed."""
 
     def collect(self) -> list[pytest.Item | pytest.Collector]:
+        seed(self.nodeid)
         try:
             return list(super().collect())
         except self.CollectError as error:
@@ -85,6 +87,7 @@ def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    seed(item.nodeid)
     with _skipped_without_host():
         return (yield)
 

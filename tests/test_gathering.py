@@ -5,6 +5,7 @@ Two and four processes over gloo, in float64. Scores are float32.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
 from datetime import timedelta
@@ -188,15 +189,25 @@ def work(rank: int, path: str, folder: Path, world: int) -> None:
     dist.destroy_process_group()
 
 
-@pytest.fixture(scope="module", params=[2, 4])
-def ranks(request: pytest.FixtureRequest, tiny_colbert_path: str, tmp_path_factory: pytest.TempPathFactory) -> list:
-    world = request.param
-    folder = tmp_path_factory.mktemp("gathering")
-    mp.spawn(work, args=(tiny_colbert_path, folder, world), nprocs=world)
-    found = [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in range(world)]
-    for column in (1, 2):
-        assert len({results["lengths"][column] for results in found}) > 1, "the ranks must differ"
+@pytest.fixture(scope="module")
+def ranks_of(tiny_colbert_path: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list]:
+    """What the ranks of a world have found, which run once, in whatever order the tests ask."""
+
+    @functools.cache
+    def found(world: int) -> list:
+        folder = tmp_path_factory.mktemp("gathering")
+        mp.spawn(work, args=(tiny_colbert_path, folder, world), nprocs=world)
+        results = [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in range(world)]
+        for column in (1, 2):
+            assert len({one["lengths"][column] for one in results}) > 1, "the ranks must differ"
+        return results
+
     return found
+
+
+@pytest.fixture(params=[2, 4])
+def ranks(request: pytest.FixtureRequest, ranks_of: Callable[[int], list]) -> list:
+    return ranks_of(request.param)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,103 @@
+"""No test depends on those that ran before it, in its process or in another.
+
+What tests share, which is the constants of their files and the fixtures of more than one test, stays as it is: the test
+that has changed it fails, and the others find it as it was. Random numbers are those of the file, of the fixture or of
+the test that draws them.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Iterator
+from dataclasses import is_dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+
+def seed(name: str) -> None:
+    """Let all generators draw what belongs to this name."""
+    number = zlib.crc32(name.encode())
+    random.seed(number)
+    np.random.seed(number)
+    torch.manual_seed(number)
+
+
+class Held(NamedTuple):
+    """A tensor or an array that tests share, and its memory as it was."""
+
+    name: str
+    value: Tensor | np.ndarray
+    memory: Tensor | np.ndarray
+
+    def is_changed(self) -> bool:
+        """Whether it is, and takes the change back."""
+        memory = _memory(self.value)
+        if isinstance(memory, Tensor):
+            changed = not torch.equal(memory, self.memory)
+        else:
+            changed = memory.tobytes() != self.memory.tobytes()
+        if changed:
+            memory[...] = self.memory
+        return changed
+
+
+def _memory(value: Tensor | np.ndarray) -> Tensor | np.ndarray:
+    """The bytes of a tensor, whatever its type and strides."""
+    if isinstance(value, np.ndarray):
+        return value
+    return torch.empty(0, dtype=torch.uint8, device=value.device).set_(value.untyped_storage())
+
+
+def _held(name: str, value: Any, within: tuple[Any, ...] = ()) -> Iterator[Held]:
+    """What a value holds, unless it is one of those that it is `within`."""
+    if any(value is outer for outer in within):
+        return
+    named: dict[str, Any] = {}
+    if isinstance(value, np.ndarray) or (isinstance(value, Tensor) and value.layout == torch.strided):
+        if isinstance(value, np.ndarray) or not value.is_meta:
+            yield Held(name, value, _memory(value).copy() if isinstance(value, np.ndarray) else _memory(value).clone())
+    elif isinstance(value, dict):
+        named = {f"{name}[{key!r}]": item for key, item in value.items()}
+    elif isinstance(value, (list, tuple)):
+        named = {f"{name}[{index}]": item for index, item in enumerate(value)}
+    elif isinstance(value, nn.Module):
+        named = {f"{name}.{key}": item for key, item in [*value.named_parameters(), *value.named_buffers()]}
+    elif is_dataclass(value) and not isinstance(value, type):
+        named = {f"{name}.{key}": item for key, item in vars(value).items()}
+    for key, item in named.items():
+        yield from _held(key, item, (*within, value))
+
+
+_of_modules: dict[str, list[Held]] = {}
+_of_fixtures: dict[pytest.FixtureDef, list[Held]] = {}
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef) -> Iterator[None]:
+    seed(fixturedef.argname)
+    value = yield
+    if fixturedef.scope != "function":
+        _of_fixtures[fixturedef] = [*_held(f"the fixture {fixturedef.argname}", value)]
+    return value
+
+
+def pytest_fixture_post_finalizer(fixturedef: pytest.FixtureDef) -> None:
+    _of_fixtures.pop(fixturedef, None)
+
+
+@pytest.fixture(autouse=True)
+def unchanged(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fails a test that changes what others read."""
+    name = request.module.__name__
+    if name not in _of_modules:
+        own = {key: value for key, value in vars(request.module).items() if not key.startswith("__")}
+        _of_modules[name] = [held for key, value in own.items() for held in _held(key, value)]
+    yield
+    changed = [held.name for some in (_of_modules[name], *_of_fixtures.values()) for held in some if held.is_changed()]
+    if changed:
+        pytest.fail(f"the test has changed {', '.join(changed)}, which other tests read", pytrace=False)

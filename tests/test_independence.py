@@ -1,0 +1,103 @@
+"""No test depends on another: what changes what others read fails, and random numbers are those of what draws them."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from tests.independence import seed
+
+pytest_plugins = ["pytester"]
+
+CONFTEST = "from tests.independence import pytest_fixture_post_finalizer, pytest_fixture_setup, unchanged"
+TESTS = """
+    from dataclasses import dataclass
+
+    import numpy as np
+    import pytest
+    import torch
+
+    @dataclass
+    class Pair:
+        first: torch.Tensor
+
+    NUMBERS = torch.tensor([[1.0, float("nan")], [3.0, 4.0]]).T
+    NAMED = {"a": [torch.tensor([True, False])], "b": Pair(torch.ones(2, dtype=torch.bfloat16))}
+    NAMED["itself"] = NAMED
+    ARRAY = np.arange(3)
+
+    @pytest.fixture(scope="module")
+    def layer():
+        return torch.nn.Linear(2, 2).requires_grad_(False)
+
+    @pytest.fixture
+    def own():
+        return torch.zeros(2)
+
+    @pytest.mark.parametrize("round", [1, 2])
+    def test_reads(round, layer, own):
+        own += 1
+        layer(own)
+        assert NUMBERS.tolist()[0] == [1.0, 3.0]
+        assert NAMED["a"][0].tolist() == [True, False]
+        assert NAMED["b"].first.tolist() == [1.0, 1.0]
+        assert ARRAY.tolist() == [0, 1, 2]
+
+    def test_view():
+        NUMBERS[0, 0] = 2
+
+    def test_list():
+        NAMED["a"][0].fill_(True)
+
+    def test_dataclass():
+        NAMED["b"].first.zero_()
+
+    def test_array():
+        ARRAY[1] = 7
+
+    def test_fixture(layer):
+        layer.bias += 1
+
+    test_reads_again = test_reads
+"""
+
+
+def test_a_test_that_changes_what_others_read_fails(pytester: pytest.Pytester) -> None:
+    pytester.makeconftest(CONFTEST)
+    pytester.makepyfile(TESTS)
+    found = pytester.runpytest_inprocess("-p", "no:xdist")
+    found.assert_outcomes(passed=9, errors=5)
+    for test, name in (
+        ("view", "NUMBERS"),
+        ("list", "NAMED['a'][0]"),
+        ("dataclass", "NAMED['b'].first"),
+        ("array", "ARRAY"),
+        ("fixture", "the fixture layer.bias"),
+    ):
+        place = next(n for n, line in enumerate(found.outlines) if f"ERROR at teardown of test_{test} " in line)
+        assert found.outlines[place + 1] == f"the test has changed {name}, which other tests read"
+
+
+def draw() -> tuple[float, ...]:
+    return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+
+OF_FILE = draw()
+
+
+@pytest.fixture(scope="module")
+def of_fixture() -> tuple[float, ...]:
+    return draw()
+
+
+def test_random_numbers_are_those_of_what_draws_them(
+    request: pytest.FixtureRequest, of_fixture: tuple[float, ...]
+) -> None:
+    of_test = draw()
+    names = request.node.parent.nodeid, "of_fixture", request.node.nodeid
+    for name, found in zip(names, (OF_FILE, of_fixture, of_test), strict=True):
+        seed(name)
+        assert draw() == found
