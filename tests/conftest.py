@@ -31,12 +31,21 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import torch
+from hypothesis import HealthCheck, settings
 
 from pylate_flash._extras import HOSTS
 from tests.independence import pytest_fixture_post_finalizer, pytest_fixture_setup, seed, unchanged  # noqa: F401
 
 # The suite runs in two workers on two cores.
 torch.set_num_threads(1)
+# The same examples in every run, however long they take.
+settings.register_profile(
+    "pylate_flash",
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+settings.load_profile("pylate_flash")
 
 # The hosts that are not installed: tests of an environment with PyLate, and of one with sentence-transformers 6, which
 # PyLate does not allow, are the same files. tests/test_extras.py says what has to work without any.

@@ -64,7 +64,7 @@ def assert_same(results, wanted, exact_order: bool = True) -> None:
             assert [r["id"] for r in result] == [id_ for id_, _ in want]
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(
     query_lengths=st.lists(st.integers(0, 5), min_size=1, max_size=5),
     document_lengths=st.lists(st.integers(0, 7), min_size=1, max_size=20),
@@ -259,7 +259,7 @@ def test_returned_embeddings_are_copies(tmp_path: Path) -> None:
     torch.testing.assert_close(index.get_documents_embeddings([["a"]])[0][0], torch.ones(2, 3))
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(
     query_lengths=st.lists(st.integers(0, 5), min_size=1, max_size=5),
     document_lengths=st.lists(st.integers(0, 7), min_size=1, max_size=20),

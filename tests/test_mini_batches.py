@@ -228,7 +228,7 @@ def test_nothing_but_the_temperature_is_learned(model: ColBERT) -> None:
         model.requires_grad_(True)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     lengths=st.lists(st.integers(0, 40), min_size=1, max_size=12),
     texts=st.none() | st.integers(1, 5),

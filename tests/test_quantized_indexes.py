@@ -45,7 +45,7 @@ def assert_keeps(store: PackedStore, documents: dict[str, torch.Tensor]) -> None
             assert torch.equal(found, expected)
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=30)
 @given(
     lengths=st.lists(st.integers(0, 4), min_size=2, max_size=6),
     size=st.integers(1, 40),
@@ -121,7 +121,7 @@ def score(query: torch.Tensor, document: torch.Tensor, precision: str, quantize_
     return maxsim_quantized_reference(query.unsqueeze(0), kept, quantize_queries=quantize_queries).item()
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=25)
 @given(
     query_lengths=st.lists(st.integers(0, 5), min_size=1, max_size=4),
     lengths=st.lists(st.integers(0, 6), min_size=1, max_size=12),

@@ -154,7 +154,7 @@ def test_padding_is_not_scored_and_zero_masking_scores_it_as_pylate_does() -> No
         assert rerank(*arguments) == theirs
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(data=st.data())
 def test_zero_masking_equals_pylate_on_any_lengths(data: st.DataObject) -> None:
     counts = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))

@@ -51,7 +51,7 @@ def test_additions_and_removals_keep_the_order_of_insertion(tmp_path: Path) -> N
     assert_content(tmp_path, ["a", "c", "e", "b"], [first[0], first[2], second[1], second[0]])
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=12), st.data())
 def test_read_returns_any_documents_in_any_order_across_shards(
     tmp_path_factory: pytest.TempPathFactory, lengths: list[int], data: st.DataObject
@@ -79,7 +79,7 @@ def test_shards_are_split_at_the_size_limit(tmp_path: Path, monkeypatch: pytest.
     assert_content(tmp_path, list("abcde"), documents)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.lists(st.integers(0, 20), max_size=30), st.integers(1, 25))
 def test_blocks_cover_everything_within_the_limit(lengths: list[int], limit: int) -> None:
     stretches = blocks(np.array(lengths, dtype=np.int64), limit)

@@ -18,7 +18,7 @@ from pylate_flash import losses, registered, scores
 from pylate_flash.hosts import pylate as host
 from pylate_flash.register import use_scorer
 
-OPTIONS = settings(max_examples=40, deadline=None, derandomize=True)
+OPTIONS = settings(max_examples=40)
 
 
 def batch(seed: int, groups: int, per_group: int, query_length: int, length: int, kind: str) -> dict[str, Any]:

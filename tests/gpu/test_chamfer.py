@@ -57,13 +57,13 @@ def winners(sets: Sets, metric: str, implementation: str) -> tuple[torch.Tensor,
     return compute_chamfer(sets, ChamferOptions(0, 0, metric, "mean", 0.0, implementation))
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60)
 @given(case=chamfer_cases(dtypes=DTYPES[:3], max_length=200))
 def test_scores_and_gradients_equal_the_definition(case: tuple) -> None:
     check_scores_and_gradients(*on_gpu(case), "triton")
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40)
 @given(case=chamfer_cases(dtypes=DTYPES[:3], max_length=200))
 def test_packed_sets_are_masked_ones(case: tuple) -> None:
     check_packed(*on_gpu(case), "triton")

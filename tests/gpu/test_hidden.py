@@ -31,7 +31,7 @@ def on_gpu(problem: Problem) -> Problem:
     return Problem(moved(problem.tensors), moved(problem.rest) | kept)
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=25)
 @given(problem=problems(sizes=SIZES), scratch=SCRATCHES)
 def test_float32(problem: Problem, scratch: int) -> None:
     expected = problem.to(torch.float64)(maxsim_from_hidden_reference)

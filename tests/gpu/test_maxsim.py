@@ -17,7 +17,6 @@ from tests.gpu.embeddings import unit
 from tests.ops.cases import Case, cases, gradients, relative_error
 
 pytestmark = pytest.mark.gpu
-OPTIONS = {"deadline": None, "derandomize": True}
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # A kernel is compiled for each embedding size, so there are few of them.
 SIZES = st.sampled_from([7, 48, 128])
@@ -27,7 +26,7 @@ def kernel(*tensors: torch.Tensor, **options) -> torch.Tensor:
     return maxsim(*tensors, **options, implementation="triton")
 
 
-@settings(max_examples=40, **OPTIONS)
+@settings(max_examples=40)
 @given(case=cases(dtypes=DTYPES, max_batch=7, max_length=200, sizes=SIZES))
 def test_scores(case: Case) -> None:
     case = case.to("cuda")
@@ -37,7 +36,7 @@ def test_scores(case: Case) -> None:
     torch.testing.assert_close(scores.double(), expected, rtol=2e-6, atol=2e-6)
 
 
-@settings(max_examples=40, **OPTIONS)
+@settings(max_examples=40)
 @given(case=cases(dtypes=DTYPES, max_batch=7, max_length=200, sizes=SIZES))
 def test_gradients(case: Case) -> None:
     case = case.to("cuda")

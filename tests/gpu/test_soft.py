@@ -18,7 +18,6 @@ from tests.ops.cases import Case, cases, relative_error
 from tests.ops.test_soft import check_gradients, soft_gradients, varlen_gradients, varlen_reference
 
 pytestmark = pytest.mark.gpu
-OPTIONS = {"deadline": None, "derandomize": True}
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 SIZES = st.sampled_from([7, 48, 128])
 # The probabilities computed once for both gradients, and once for each.
@@ -48,7 +47,7 @@ def check(case: Case, beta: float) -> None:
                 assert F.cosine_similarity(gradient.double().flatten(), reference.flatten(), dim=0) >= 0.9999
 
 
-@settings(max_examples=40, **OPTIONS)
+@settings(max_examples=40)
 @given(case=cases(dtypes=DTYPES, max_batch=7, max_length=200, sizes=SIZES), beta=st.sampled_from([0.3, 2.0, 20.0]))
 def test_scores_and_gradients(case: Case, beta: float) -> None:
     check(case.to("cuda"), beta)

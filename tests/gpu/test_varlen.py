@@ -17,7 +17,6 @@ from tests.ops.test_varlen import gradients as varlen_gradients
 from tests.ops.test_varlen import packed
 
 pytestmark = pytest.mark.gpu
-OPTIONS = {"deadline": None, "derandomize": True}
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # A kernel is compiled for each embedding size, so there are few of them.
 SIZES = st.sampled_from([7, 48, 128])
@@ -34,7 +33,7 @@ def varlen_kernel(*tensors: torch.Tensor, **options) -> torch.Tensor:
     return maxsim_varlen(*tensors, **options, implementation="triton")
 
 
-@settings(max_examples=40, **OPTIONS)
+@settings(max_examples=40)
 @given(case=packed(dtypes=DTYPES, sizes=SIZES))
 def test_scores(case: tuple) -> None:
     (queries, documents, *bounds), options = case
@@ -45,7 +44,7 @@ def test_scores(case: tuple) -> None:
     torch.testing.assert_close(scores.cpu().double(), expected, rtol=2e-6, atol=2e-6)
 
 
-@settings(max_examples=40, **OPTIONS)
+@settings(max_examples=40)
 @given(case=packed(dtypes=DTYPES, sizes=SIZES))
 def test_gradients(case: tuple) -> None:
     found = varlen_gradients(varlen_kernel, on_gpu(case))

@@ -294,7 +294,7 @@ def test_duplicates(tiny_encoder: MultiVectorEncoder) -> None:
     assert loss.get_config_dict()["exclude"].endswith("duplicates")
 
 
-@settings(max_examples=50, deadline=None, derandomize=True)
+@settings(max_examples=50)
 @given(
     st.lists(st.tuples(st.text("ab", max_size=3), st.text("ab", max_size=3)), min_size=1, max_size=7), st.integers(0, 2)
 )

@@ -26,8 +26,8 @@ FUNCTIONS = {
     **{f"mean_{name}": their_scoring for name in ("colbert_scores", "colbert_kd_scores", "colbert_scores_pairwise")},
     **dict.fromkeys(("xtr_scores", "xtr_kd_scores", "xtr_scores_pairwise"), their_scoring),
 }
-MANY = settings(max_examples=250, deadline=None)
-FEW = settings(max_examples=60, deadline=None)
+MANY = settings(max_examples=250)
+FEW = settings(max_examples=60)
 
 
 def both(name: str, *arguments, **options) -> tuple[torch.Tensor, torch.Tensor]:

@@ -58,7 +58,7 @@ def assert_exact(found: torch.Tensor, documents: torch.Tensor, queries: torch.Te
     assert (error <= (1 + documents.shape[1] ** 0.5) * 2**-24 * terms[finite]).all()
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40)
 @given(
     tokens=st.integers(1, 3000),
     rows=st.integers(1, 100),

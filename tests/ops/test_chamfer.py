@@ -11,7 +11,7 @@ from pylate_flash.ops import blocked, chamfer_reference
 from tests.ops.cases import Elements, relative_error
 from tests.ops.chamfer_cases import METRICS, chamfer_cases, check_packed, check_scores_and_gradients, gradients
 
-OPTIONS = {"max_examples": 60, "deadline": None, "derandomize": True}
+OPTIONS = {"max_examples": 60}
 
 
 @pytest.mark.parametrize("budget", [1, 150, None])

@@ -21,7 +21,7 @@ from pylate_flash.ops.varlen import maxsim_varlen_reference
 from tests.ops.cases import Case, cases
 from tests.ops.test_varlen import packed
 
-OPTIONS = {"max_examples": 30, "deadline": None, "derandomize": True}
+OPTIONS = {"max_examples": 30}
 SMALL = {"max_batch": 3, "max_length": 6, "sizes": st.integers(1, 4)}
 
 

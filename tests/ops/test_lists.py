@@ -58,7 +58,7 @@ compiles = pytest.mark.skipif(
 
 @compiles
 @pytest.mark.parametrize("recorded", [True, False], ids=["gradients", "no gradients"])
-@settings(max_examples=400, deadline=None, derandomize=True)
+@settings(max_examples=400)
 @given(first=forms(["rows", "half", "with a gradient", "parameter", "overlapping windows"]), other=forms(list(FORMS)))
 def test_the_look_beside_the_kernels_sees_what_the_definition_sees(
     first: torch.Tensor, other: object, recorded: bool
@@ -78,7 +78,7 @@ def test_the_look_beside_the_kernels_sees_what_the_definition_sees(
 
 
 @pytest.mark.parametrize("way", [pytest.param("kernels", marks=compiles), "definition"])
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100)
 @given(values=st.lists(forms(["rows", "of a longer one", "overlapping windows", "columns", "array"]), min_size=1))
 def test_lists_are_what_their_items_are(values: list, way: str) -> None:
     expected = [torch.as_tensor(value) for value in values]

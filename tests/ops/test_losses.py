@@ -16,7 +16,7 @@ from pylate_flash.ops import cross_entropy_reference, kl_divergence_reference
 from tests.ops.cases import FLOAT32_SCORES
 from tests.ops.loss_cases import LossCase, check_chunks, chunk_cases, loss_cases
 
-OPTIONS = {"max_examples": 40, "deadline": None, "derandomize": True}
+OPTIONS = {"max_examples": 40}
 
 
 @settings(**OPTIONS)

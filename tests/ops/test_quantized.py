@@ -19,7 +19,6 @@ from pylate_flash.ops.quantized import maxsim_quantized_reference
 from tests.ops.cases import Case, cases
 from tests.ops.test_varlen import packed
 
-OPTIONS = {"deadline": None, "derandomize": True}
 PRECISIONS = list(TYPES)
 CLOSE = {"rtol": 2e-6, "atol": 2e-6, "equal_nan": True}
 
@@ -87,7 +86,7 @@ def test_a_block_of_tokens_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(found.offsets, expected.offsets)
 
 
-@settings(max_examples=60, **OPTIONS)
+@settings(max_examples=60)
 @given(case=cases(), precision=st.sampled_from(PRECISIONS), quantize_queries=st.booleans())
 def test_scores_are_those_of_dequantized_embeddings(case: Case, precision: str, quantize_queries: bool) -> None:
     documents, options = quantize(case.documents, precision), {"quantize_queries": quantize_queries, **case.keywords}
@@ -96,7 +95,7 @@ def test_scores_are_those_of_dequantized_embeddings(case: Case, precision: str, 
     torch.testing.assert_close(found.double(), maxsim_quantized_reference(case.queries, documents, **options), **CLOSE)
 
 
-@settings(max_examples=40, **OPTIONS)
+@settings(max_examples=40)
 @given(case=packed(), precision=st.sampled_from(PRECISIONS), quantize_queries=st.booleans())
 def test_packed(case: tuple, precision: str, quantize_queries: bool) -> None:
     (queries, documents, *bounds), options = case

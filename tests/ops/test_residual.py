@@ -18,7 +18,6 @@ from tests.ops.cases import relative_error
 from tests.ops.residual_cases import residual_cases, residual_gradient
 from tests.ops.residual_cases import residual_codes as codes_of
 
-OPTIONS = {"deadline": None, "derandomize": True}
 CLOSE = {"rtol": 2e-6, "atol": 2e-6, "equal_nan": True}
 FIELDS = ("codes", "residuals", "centroids", "bucket_weights", "cu_seqlens", "scales")
 
@@ -59,7 +58,7 @@ def test_a_token_of_zeros_stays_one() -> None:
     assert torch.equal(documents.decompress(), torch.zeros(1, 8))
 
 
-@settings(max_examples=80, **OPTIONS)
+@settings(max_examples=80)
 @given(case=residual_cases())
 def test_scores(case: tuple) -> None:
     queries, documents, options = case
@@ -68,7 +67,7 @@ def test_scores(case: tuple) -> None:
     torch.testing.assert_close(found.double(), maxsim_residual_reference(queries, documents, **options), **CLOSE)
 
 
-@settings(max_examples=40, **OPTIONS)
+@settings(max_examples=40)
 @given(case=residual_cases(dtypes=(torch.float32, torch.float64)))
 def test_gradient(case: tuple) -> None:
     queries, documents, options = case

@@ -16,7 +16,7 @@ from tests.ops.sparse_cases import sparse_cases
 BOTH = pytest.mark.parametrize("function", [maxsim_sparse_queries, maxsim_sparse_queries_reference])
 
 
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(max_examples=80)
 @given(case=sparse_cases(), blocks=st.booleans())
 def test_scores_and_gradients_equal_the_definition(case: Case, blocks: bool) -> None:
     with pytest.MonkeyPatch.context() as patch:

@@ -13,7 +13,7 @@ from pylate_flash.ops.staging import concatenate
 COPIED = staging._COPY_BYTES
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=300)
 @given(
     lengths=st.lists(st.sampled_from([0, 1, 3000, 70_000, 200_000]), min_size=1, max_size=40),
     row_bytes=st.sampled_from([0, 2, 96, 512]),

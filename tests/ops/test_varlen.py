@@ -17,8 +17,6 @@ from pylate_flash.ops.varlen import maxsim_varlen_reference
 from pylate_flash.problem import Options, Tensors
 from tests.ops.cases import FLOAT32_SCORES, SIZES, relative_error
 
-OPTIONS = {"deadline": None, "derandomize": True}
-
 
 @st.composite
 def packed(
@@ -63,7 +61,7 @@ def gradients(function: Callable[..., torch.Tensor], case: tuple, dtype: torch.d
     return torch.autograd.grad(loss, (queries, documents)) if loss.requires_grad else (queries * 0, documents * 0)
 
 
-@settings(max_examples=60, **OPTIONS)
+@settings(max_examples=60)
 @given(case=packed())
 def test_equals_one_pair_at_a_time(case: tuple) -> None:
     (queries, documents, *bounds), options = case
@@ -73,7 +71,7 @@ def test_equals_one_pair_at_a_time(case: tuple) -> None:
     torch.testing.assert_close(scores.double(), expected, rtol=2e-6, atol=2e-6)
 
 
-@settings(max_examples=40, **OPTIONS)
+@settings(max_examples=40)
 @given(case=packed(dtypes=(torch.float32, torch.float64)))
 def test_gradients_equal_those_of_one_pair_at_a_time(case: tuple) -> None:
     expected = gradients(maxsim_varlen_reference, case, torch.float64)
@@ -82,7 +80,7 @@ def test_gradients_equal_those_of_one_pair_at_a_time(case: tuple) -> None:
         assert relative_error(gradient, reference) <= 1e-5
 
 
-@settings(max_examples=20, **OPTIONS)
+@settings(max_examples=20)
 @given(case=packed(dtypes=(torch.bfloat16,)))
 def test_half_gradients_are_close(case: tuple) -> None:
     expected = gradients(maxsim_varlen_reference, case, torch.float64)
@@ -91,7 +89,7 @@ def test_half_gradients_are_close(case: tuple) -> None:
         assert relative_error(gradient, reference) <= 1e-2
 
 
-@settings(max_examples=15, **OPTIONS)
+@settings(max_examples=15)
 @given(case=packed(dtypes=(torch.float64,)))
 def test_blocks_do_not_change_the_result(case: tuple) -> None:
     (arguments, options), expected = case, gradients(maxsim_varlen, case)

@@ -18,7 +18,7 @@ NORMALIZERS = ("positive", "retrieved")
 DOUBLE = torch.ones(3, 5, 4, dtype=torch.float64)
 
 
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(max_examples=80)
 @given(case=xtr_cases(), blocks=st.booleans())
 def test_scores_and_gradients_equal_the_definition(case: Case, blocks: bool) -> None:
     with pytest.MonkeyPatch.context() as patch:

@@ -31,13 +31,13 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(plan, name, Tile(16, columns, 4, 1))
 
 
-@settings(max_examples=6, deadline=None, derandomize=True)
+@settings(max_examples=6)
 @given(case=chamfer_cases(dtypes=TYPES, max_batch=2, max_length=6))
 def test_scores_and_gradients_equal_the_definition(case: tuple) -> None:
     check_scores_and_gradients(*case, "triton")
 
 
-@settings(max_examples=2, deadline=None, derandomize=True)
+@settings(max_examples=2)
 @given(case=chamfer_cases(dtypes=TYPES, max_batch=2, max_length=6))
 def test_packed_sets_are_masked_ones(case: tuple) -> None:
     check_packed(*case, "triton")

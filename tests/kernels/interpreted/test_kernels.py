@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 
 from pylate_flash.kernels import grids, select
 from pylate_flash.ops import maxsim, maxsim_reference, maxsim_varlen, pack
@@ -18,11 +18,6 @@ from tests.ops.cases import Case, cases, gradients, relative_error
 from tests.ops.test_varlen import gradients as varlen_gradients
 from tests.ops.test_varlen import packed
 
-OPTIONS = {
-    "deadline": None,
-    "derandomize": True,
-    "suppress_health_check": [HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
-}
 HALF_AND_FLOAT = (torch.float16, torch.float32)
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")
@@ -36,7 +31,7 @@ def varlen_kernel(*tensors: torch.Tensor, **options) -> torch.Tensor:
     return maxsim_varlen(*tensors, **options, implementation="triton")
 
 
-@settings(max_examples=25, **OPTIONS)
+@settings(max_examples=25)
 @given(case=cases(dtypes=HALF_AND_FLOAT, max_batch=3))
 def test_scores(case: Case) -> None:
     with torch.no_grad():
@@ -45,7 +40,7 @@ def test_scores(case: Case) -> None:
     torch.testing.assert_close(scores.double(), expected, rtol=2e-6, atol=2e-6)
 
 
-@settings(max_examples=25, **OPTIONS)
+@settings(max_examples=25)
 @given(case=cases(dtypes=HALF_AND_FLOAT, max_batch=3))
 def test_gradients(case: Case) -> None:
     tolerance = 1e-5 if case.queries.dtype == torch.float32 else 1e-2
@@ -135,7 +130,7 @@ def test_nan_infinity_and_ties(queries_shape: tuple[int, ...]) -> None:
     assert grad_queries[..., 0].isfinite().all()
 
 
-@settings(max_examples=25, **OPTIONS)
+@settings(max_examples=25)
 @given(case=packed(dtypes=HALF_AND_FLOAT))
 def test_varlen(case: tuple) -> None:
     (queries, documents, *bounds), options = case
@@ -145,7 +140,7 @@ def test_varlen(case: tuple) -> None:
     torch.testing.assert_close(scores.double(), expected, rtol=2e-6, atol=2e-6)
 
 
-@settings(max_examples=15, **OPTIONS)
+@settings(max_examples=15)
 @given(case=packed(dtypes=(torch.float32,)))
 def test_varlen_gradients(case: tuple) -> None:
     expected = varlen_gradients(maxsim_varlen_reference, case, torch.float64)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 
 from pylate_flash import maxsim_cross_entropy
 from pylate_flash.kernels import chunks, select
@@ -17,12 +17,6 @@ from pylate_flash.ops.loss_call import Comparison, Targets
 from tests.ops.cases import Case, relative_error
 from tests.ops.loss_cases import LOSSES, LossCase, check_results, loss_cases
 
-OPTIONS = {
-    "deadline": None,
-    "derandomize": True,
-    "suppress_health_check": [HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
-}
-
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")
 
 
@@ -32,7 +26,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(common, "TILE", 4)
 
 
-@settings(max_examples=20, **OPTIONS)
+@settings(max_examples=20)
 @given(case=loss_cases(dtypes=(torch.float32, torch.float16), max_batch=6, max_length=12))
 def test_losses(case: LossCase) -> None:
     case.check(1e-5 if case.case.queries.dtype == torch.float32 else 1e-2, implementation="triton")

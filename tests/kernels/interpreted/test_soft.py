@@ -6,7 +6,7 @@ import functools
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 
 from pylate_flash.kernels.soft import plan as plans
 from pylate_flash.ops import soft_maxsim, soft_maxsim_reference, soft_maxsim_varlen
@@ -21,19 +21,13 @@ from tests.ops.test_soft import (
 )
 from tests.ops.test_varlen import packed
 
-OPTIONS = {
-    "deadline": None,
-    "derandomize": True,
-    "suppress_health_check": [HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
-}
-
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")
 
 kernel = functools.partial(soft_maxsim, implementation="triton")
 varlen_kernel = functools.partial(soft_maxsim_varlen, implementation="triton")
 
 
-@settings(max_examples=12, **OPTIONS)
+@settings(max_examples=12)
 @given(case=cases(dtypes=(torch.float16, torch.float32), max_batch=3), beta=BETAS)
 def test_scores_and_gradients(case: Case, beta: float) -> None:
     with torch.no_grad():
@@ -48,7 +42,7 @@ def test_scores_and_gradients(case: Case, beta: float) -> None:
         check_gradients(found, expected, tolerance)
 
 
-@settings(max_examples=10, **OPTIONS)
+@settings(max_examples=10)
 @given(case=packed(dtypes=(torch.float32,)), beta=BETAS)
 def test_packed_tokens(case: tuple, beta: float) -> None:
     (queries, documents, *bounds), options = case

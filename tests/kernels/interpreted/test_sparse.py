@@ -30,7 +30,7 @@ def check(case: Case) -> None:
         assert relative_error(gradient, expected) <= tolerance
 
 
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=12)
 @given(
     case=sparse_cases(
         dtypes=(torch.float32, torch.float16), max_batch=2, max_length=20, max_chosen=20, sizes=st.integers(1, 20)
