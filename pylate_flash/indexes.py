@@ -12,10 +12,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .index.arguments import Embeddings, check_distinct, check_name, check_states, ids_of, linear_layer, sequences_of
+from .index.arguments import (
+    Embeddings,
+    check_distinct,
+    check_name,
+    check_states,
+    checked_queries,
+    ids_of,
+    linear_layer,
+    sequences_of,
+    subsets_of,
+)
 from .index.info import IndexInfo
-from .index.model_record import ModelRecord
-from .index.search import EMPTY_SCORE, Search, SearchResult
+from .index.model_record import ModelRecord, places_of, relative_to
+from .index.search import EMPTY_SCORE, Search, SearchResult, free_memory
 from .index.store import PackedStore
 
 # Where PyLate is, its retriever takes nothing but an index of its own.
@@ -32,7 +42,7 @@ SCORERS = ("pylate_flash", "auto", "torch", "flash", "lik")
 class Flat(Base):
     """Exact MaxSim search over all documents, as they are kept: no clustering, no candidates missed.
 
-    Embeddings are kept packed (no padding) in safetensors shards on the disk; see `pylate_flash.index.store` for the
+    Embeddings are kept packed (no padding) in safetensors shards on the disk; see `pylate_flash.index` for the
     files and what happens when a write is interrupted. A search scores the collection block by block and keeps the
     best `k`, so its memory does not grow with the collection. On a CUDA device the embeddings stay there if they fit.
 
@@ -152,20 +162,26 @@ class Flat(Base):
         return document_id in self._store.position
 
     def add_documents(  # type: ignore[override]  # PyLate's indexes return themselves, its base says None
-        self, documents_ids: str | Sequence[str], documents_embeddings: Embeddings, batch_size: int = 2000
+        self,
+        documents_ids: str | Sequence[str],
+        documents_embeddings: Embeddings,
+        batch_size: int = 2000,
+        replace: bool = False,
     ) -> Flat:
         """Add documents: all of them or, on an error, none.
 
         Parameters
         ----------
         documents_ids
-            One id per document, distinct and new: to replace a document, remove it first.
+            One id per document, distinct and, unless `replace`, new.
         documents_embeddings
             One [L_i, d] array or tensor per document, of a floating dtype; L_i may be 0. An array [N, L, d] is N
             documents of L tokens each, so padding rows in it would count as tokens. [L, d] is one document. Hidden
             states [L_i, d_model] if the index has a projection.
         batch_size
             Documents that are converted and checked at a time.
+        replace
+            Of an id that is in the index, put this document, the last now, in the place of the one there.
 
         Returns
         -------
@@ -196,13 +212,13 @@ class Flat(Base):
         if self.projection is not None:
             check_states(documents, self.projection[0].shape[1])
         check_distinct("documents_ids", ids)
-        for id_ in ids:
-            if id_ in self:
-                raise ValueError(
-                    f"documents_ids: {id_!r} is already in the index in {self.index_path}; remove it to replace it"
-                )
+        known = None if replace else next((id_ for id_ in ids if id_ in self), None)
+        if known is not None:
+            raise ValueError(
+                f"documents_ids: {known!r:.100} is already in the index in {self.index_path}; replace=True replaces it"
+            )
         progress = self.show_progress and len(ids) > batch_size
-        self._store.add(ids, documents, batch_size=batch_size, show_progress=progress)
+        self._store.add(ids, documents, batch_size=batch_size, show_progress=progress, replace=replace)
         return self
 
     def remove_documents(self, documents_ids: str | Sequence[str]) -> Flat:  # type: ignore[override]
@@ -280,7 +296,30 @@ class Flat(Base):
                 name is None or (record.name, record.relative) == (recorded.name, recorded.relative)
             ):
                 return self
-        self._store.set_model(record)
+        self._store.note(model=record)
+        return self
+
+    @property
+    def corpora(self) -> list[Path]:
+        """The files and folders whose texts were added, as far as that was recorded, where they are now.
+
+        Of one that is not there any more, the path is where it was.
+        """
+        found = []
+        for absolute, relative in self._store.manifest.corpora:
+            places = [Path(place) for place in places_of(absolute, relative, self.index_path)]
+            found.append(next((place for place in places if place.exists()), places[-1]))
+        return found
+
+    def record_corpus(self, path: str | os.PathLike[str]) -> Flat:
+        """Remember a file or folder whose texts are added, beside those that were, so that a search can show them.
+
+        It raises what `add_documents` does of an index that cannot be written to.
+        """
+        record = os.path.abspath(path), relative_to(path, self.index_path)
+        recorded = self._store.manifest.corpora
+        if record not in recorded:
+            self._store.note(corpora=(*recorded, record))
         return self
 
     def check_model(self, model: Any) -> None:
@@ -403,14 +442,15 @@ class Flat(Base):
             raise ValueError(f"k must be an integer of at least 1, got {k!r}")
         if not len(self):
             raise ValueError(f"the index in {self.index_path} is empty: add documents before searching")
-        subsets = self._subsets(subset, len(queries))
+        subsets = subsets_of(subset, len(queries), self._store.position)
         if not queries:
             return []
-        queries = self._queries(queries)
+        size = self._store.embedding_size if self.projection is None else self.projection[0].shape[0]
+        queries = checked_queries(queries, size, self.index_path, self.device, self._store.layout.given)
         if self.device.type == "cuda":
             nbytes = self._store.bytes_to_copy(self.device)
             # To ask what is free takes the host about as long as a small search takes the GPU.
-            fits = nbytes == 0 or nbytes < 0.8 * _free_memory(self.device)
+            fits = nbytes == 0 or nbytes < 0.8 * free_memory(self.device)
             self._store.keep_on(self.device if fits else torch.device("cpu"))
         with torch.no_grad():
             if isinstance(subsets, list):
@@ -454,45 +494,5 @@ class Flat(Base):
     def _positions(self, name: str, ids: list[str]) -> np.ndarray:
         for id_ in ids:
             if id_ not in self:
-                raise ValueError(f"{name}: {id_!r} is not in the index in {self.index_path}")
+                raise ValueError(f"{name}: {id_!r:.100} is not in the index in {self.index_path}")
         return np.array([self._store.position[id_] for id_ in ids], dtype=np.int64)
-
-    def _subsets(self, subset: object, queries: int) -> np.ndarray | list[np.ndarray]:
-        """Positions to search, ascending: one array for all queries, or a list with one array per query."""
-        if subset is None:
-            return np.arange(len(self))
-        if isinstance(subset, str) or not isinstance(subset, Sequence):
-            raise TypeError(f"subset must be a list of ids or a list of such lists, got {type(subset).__name__}")
-        known = self._store.position
-        if all(isinstance(item, str) for item in subset):
-            return np.array(sorted({known[id_] for id_ in subset if id_ in known}), dtype=np.int64)
-        if any(isinstance(item, str) for item in subset):
-            raise TypeError("subset must be a list of ids or a list of such lists, got a mixture of the two")
-        if len(subset) != queries:
-            raise ValueError(f"subset must have one list of ids per query, got {len(subset)} for {queries} queries")
-        ids = [ids_of(f"subset[{i}]", item) for i, item in enumerate(subset)]
-        return [np.array(sorted({known[id_] for id_ in item if id_ in known}), dtype=np.int64) for item in ids]
-
-    def _queries(self, queries: list[Tensor]) -> list[Tensor]:
-        """At least one query, checked, in the type that is scored: on the host if all are there, else on the device."""
-        size = self._store.embedding_size if self.projection is None else self.projection[0].shape[0]
-        for i, query in enumerate(queries):
-            if query.shape[1] != size:
-                raise ValueError(
-                    f"queries_embeddings[{i}] has embedding size {query.shape[1]}, the index in {self.index_path} "
-                    f"{size}"
-                )
-        on_host = all(query.device.type == "cpu" for query in queries)
-        place = torch.device("cpu") if on_host else self.device
-        queries = [query.detach().to(place, self._store.layout.given) for query in queries]
-        # All at once, as a look at values on a GPU waits for it.
-        if not torch.isfinite(torch.cat(queries)).all():
-            i = next(i for i, query in enumerate(queries) if not torch.isfinite(query).all())
-            raise ValueError(f"queries_embeddings[{i}] holds NaN or infinite values")
-        return queries
-
-
-def _free_memory(device: torch.device) -> int:
-    """Bytes of a CUDA device that can be allocated, those that PyTorch has reserved and not in use among them."""
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] + unused

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from pylate_flash import retrieve, scores
 from pylate_flash.index import search
+from pylate_flash.index.folder import Folder
 from pylate_flash.indexes import EMPTY_SCORE, Flat
 
 
@@ -370,6 +371,43 @@ def test_a_refused_addition_changes_nothing(tmp_path: Path, ids, documents, erro
         index.add_documents(ids, documents)
     assert index.documents_ids == ["a", "b"]
     assert sorted(index.index_path.iterdir()) == files
+
+
+def test_documents_are_replaced_in_one_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    index = flat(tmp_path, ["a", "b", "c"], embeddings_of([3, 2, 4]))
+    new = embeddings_of([5, 1])
+    commits = []
+    commit = Folder.commit
+    monkeypatch.setattr(Folder, "commit", lambda *arguments: (commits.append(1), commit(*arguments)))
+    assert index.add_documents(["b", "d"], new, replace=True) is index
+    assert commits == [1]
+    for seen in (index, Flat(tmp_path, "index", device="cpu")):
+        assert seen.documents_ids == ["a", "c", "b", "d"]
+        for found, expected in zip(seen.get_documents_embeddings([["b", "d"]])[0], new, strict=True):
+            torch.testing.assert_close(found, expected, rtol=0, atol=0)
+        assert [result["id"] for result in seen([new[0]], k=1)[0]] == ["b"]
+    with pytest.raises(ValueError, match="documents_ids: 'd' is given twice"):
+        index.add_documents(["d", "d"], new, replace=True)
+    bad = [new[0], torch.full((1, 4), torch.nan)]
+    with pytest.raises(ValueError, match="document 'c' hold NaN"):
+        index.add_documents(["a", "c"], bad, replace=True)
+    assert index.documents_ids == ["a", "c", "b", "d"]
+    # All of them, and without any that are there, to the journal.
+    index.add_documents(index.documents_ids, embeddings_of([1, 2, 3, 4]), replace=True)
+    index.add_documents(["e"], embeddings_of([2]), replace=True)
+    assert index.verify().documents == 5
+    assert index.documents_ids == ["a", "c", "b", "d", "e"]
+
+
+def test_an_index_remembers_its_corpora(tmp_path: Path) -> None:
+    (tmp_path / "corpus.jsonl").touch()
+    index = flat(tmp_path, ["a"], embeddings_of([3]))
+    assert index.corpora == []
+    for _ in range(2):
+        index.record_corpus(tmp_path / "corpus.jsonl").record_corpus(tmp_path / "gone")
+    assert index.corpora == [tmp_path / "corpus.jsonl", tmp_path / "gone"]
+    assert Flat(tmp_path, "index", device="cpu").corpora == index.corpora
+    assert Flat(tmp_path, "index", device="cpu", override=True).corpora == []
 
 
 def test_a_refused_removal_changes_nothing(tmp_path: Path) -> None:

@@ -292,6 +292,7 @@ def test_a_run_of_additions_is_flushed_when_its_store_is_given_up(
         ({"journal": 3}, "bad journal name 3"),
         ({"model": {"name": "x"}}, "its model must be an object with the keys"),
         ({"model": []}, "its model must be an object with the keys"),
+        ({"corpora": [["x"]]}, r"its corpora are \[\['x'\]\], expected pairs of paths"),
         ({"version": 4, "removed": [3]}, r"its removed is \[3\], expected places of documents in its files"),
         ({"version": 4, "removed": {"x": [3]}}, "its removed is {'x'.* expected places of documents in its files"),
     ],

@@ -130,7 +130,7 @@ def evaluate(
     if index is not None:
         # Loading takes long enough for somebody else to have built one there.
         _check_new_index(index, overwrite)
-    with _new_index(index, loaded, model) as flat, explained(kinds=(ValueError, OSError, ConcurrentWriteError)):
+    with _new_index(index, loaded, model, data) as flat, explained(kinds=(ValueError, OSError, ConcurrentWriteError)):
 
         def run(name: str | None) -> beir.RetrievalEvaluation:
             return beir.evaluate_retrieval(
@@ -173,8 +173,8 @@ def evaluate(
 
 
 @contextmanager
-def _new_index(index: Path | None, model: Model, name: str) -> Iterator[Flat]:
-    """An empty index that knows the model; if the evaluation does not finish, none of its documents stay.
+def _new_index(index: Path | None, model: Model, name: str, data: Path) -> Iterator[Flat]:
+    """An empty index that knows model and corpus; if the evaluation does not finish, none of its documents stay.
 
     Nor does the folder, if it was not there before. Otherwise it stays, with whatever else is in it, and so does an
     index that could not be emptied, or that another process has written to.
@@ -193,6 +193,7 @@ def _new_index(index: Path | None, model: Model, name: str) -> Iterator[Flat]:
         try:
             with explained(kinds=INDEX_ERRORS):
                 flat.record_model(model, name)
+                flat.record_corpus(data)
             yield flat
         except BaseException:
             # The index refuses both where another process has written to it, to which all is left then.

@@ -37,6 +37,7 @@ from .indexing import (
     holds_index,
     index_path,
     load_model_of,
+    noted,
     open_corpus,
     open_flat,
     open_store,
@@ -150,6 +151,7 @@ def build(
     with explained(kinds=INDEX_ERRORS):
         # Refuses another model than that of the documents which are there.
         flat.record_model(encoder, name=model)
+        _record_corpus(flat, data)
     before = len(flat)
     if before == len(ids):
         print(f"Nothing to do: {place} holds the {counted(before, 'document')} of {corpus.path}, by their ids, already")
@@ -167,8 +169,7 @@ def build(
             file=sys.stderr,
         )
         raise
-    texts = ["--data", str(data)] if os.path.isfile(data) or os.path.isdir(data) else []
-    where = shlex.join(["--index", str(place), *texts])
+    where = shlex.join(["--index", str(place)])
     print(f'{place} holds {counted(len(flat), "document")}. Next: pylate-flash search "..." {where}')
 
 
@@ -180,6 +181,9 @@ def add(
     model: Annotated[
         str | None, typer.Option(help="Where the index's model lies, if it is no longer where the index says.")
     ] = None,
+    replace: Annotated[
+        bool, typer.Option("--replace", help="Put documents in the place of those that have their ids in the index.")
+    ] = False,
     batch_size: BatchSize = 32,
     device: Device = None,
     trust_remote_code: TrustRemoteCode = False,
@@ -187,7 +191,7 @@ def add(
     """Add documents to an index, encoded by the model that it was built with.
 
     Documents whose ids are in the index already are skipped, so after an interruption the same command goes on where
-    it stopped. To replace a document, remove it first.
+    it stopped. With `--replace` they are encoded, and replace those there: then the same command begins anew.
     """
     check_encoding_host("pylate-flash index add")
     place = index_path(index)
@@ -197,12 +201,17 @@ def add(
     be_quiet()
     flat = open_flat(place, device)
     new = sum(id_ not in flat for id_ in ids)
-    if new < len(ids):
-        print(f"{len(ids) - new} of the {len(ids)} documents of {corpus.path} are in {place} already")
-    if new:
+    there = len(ids) - new
+    if there and not replace:
+        print(f"{there} of the {len(ids)} documents of {corpus.path} are in {place} already; --replace replaces them")
+    if new or replace:
         encoder = load_model_of(flat, model, device, trust_remote_code)
-        add_texts(flat, encoder, (text for text in corpus if text.id not in flat), new, batch_size)
-    print(f"Added {counted(new, 'document')}; {place} holds {len(flat):,}")
+        with explained(kinds=INDEX_ERRORS):
+            _record_corpus(flat, data)
+        texts = (text for text in corpus if replace or text.id not in flat)
+        add_texts(flat, encoder, texts, len(ids) if replace else new, batch_size, replace)
+    replaced = f", replaced {there:,}" if replace else ""
+    print(f"Added {counted(new, 'document')}{replaced}; {place} holds {len(flat):,}")
 
 
 @app.command(epilog="Example: `pylate-flash index remove d1 d2 --index my-index`")
@@ -225,10 +234,10 @@ def remove(
     store = open_store(place)
     for id_, where in unwanted.items():
         if id_ not in store.position:
-            raise UserError(f"{where}{ascii(id_)} is not in the index in {place}; nothing was removed")
+            raise UserError(f"{where}{ascii(id_):.100} is not in the index in {place}; nothing was removed")
     import numpy as np
 
-    with explained(kinds=INDEX_ERRORS):
+    with explained(kinds=INDEX_ERRORS), noted():
         store.remove(np.array([store.position[id_] for id_ in unwanted]))
     print(f"Removed {counted(len(unwanted), 'document')}; {place} holds {len(store):,}")
 
@@ -252,6 +261,7 @@ def info(
         "tokens": f"{described['tokens']:,}",
         "embeddings": f"{described['embedding_size']} numbers each, {described['dtype']}",
         "size": f"{decimal(described['bytes'])} in {counted(described['files'], 'file')}",
+        "texts": ", ".join(described["corpora"]) or "unknown",
         "model": "unknown" if model is None else model["name"] or "known by its weights only",
     }
     if model is not None:
@@ -308,8 +318,15 @@ def _describe(store: PackedStore) -> dict[str, Any]:
         "dtype": manifest.dtype,
         "embedding_size": manifest.embedding_size,
         "model": None if manifest.model is None else manifest.model.to_json(),
+        "corpora": [absolute for absolute, _ in manifest.corpora],
         "written_with": manifest.created_with,
     }
+
+
+def _record_corpus(flat: Flat, data: Path) -> None:
+    """Of a pipe there is nothing to remember."""
+    if os.path.isfile(data) or os.path.isdir(data):
+        flat.record_corpus(data)
 
 
 def _check_nothing_else(place: Path) -> None:
@@ -330,8 +347,8 @@ def _check_belongs(flat: Flat, corpus: Corpus, ids: set[str]) -> None:
     stranger = next((id_ for id_ in flat.documents_ids if id_ not in ids), None)
     if stranger is not None:
         raise UserError(
-            f"the index in {place} holds the document {ascii(stranger)}, which is not in {corpus.path}: `index add` "
-            "adds documents to it, --overwrite empties it first"
+            f"the index in {place} holds the document {ascii(stranger):.100}, which is not in {corpus.path}: "
+            "`index add` adds documents to it, --overwrite empties it first"
         )
     if flat.model is None:
         raise UserError(

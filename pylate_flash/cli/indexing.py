@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import re
 import sys
 import time
+import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -80,7 +82,7 @@ def open_store(place: Path) -> PackedStore:
     loading(f"the index in {place}")
     from ..index.store import PackedStore
 
-    with explained():
+    with explained(), noted():
         return PackedStore(place)
 
 
@@ -106,7 +108,7 @@ def open_flat(place: Path, device: str | None, dtype: str | None = None, overrid
     check_place(place)
     from ..indexes import Flat
 
-    with explained(kinds=INDEX_ERRORS):
+    with explained(kinds=INDEX_ERRORS), noted():
         flat = Flat(
             place.parent,
             place.name,
@@ -150,7 +152,19 @@ def load_model_of(flat: Flat, model: str | None, device: str | None, trust_remot
     return loaded
 
 
-def add_texts(flat: Flat, model: Model, texts: Iterable[Text], total: int, batch_size: int) -> None:
+@contextlib.contextmanager
+def noted() -> Iterator[None]:
+    """Say on standard error what is warned of, in a line each."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        yield
+    for warning in caught:
+        print(f"Note: {warning.message}", file=sys.stderr)
+
+
+def add_texts(
+    flat: Flat, model: Model, texts: Iterable[Text], total: int, batch_size: int, replace: bool = False
+) -> None:
     """Encode texts and add them to an index, with progress on standard error.
 
     They are added every few seconds, so that what has been encoded outlives the process, and memory stays bounded.
@@ -162,7 +176,7 @@ def add_texts(flat: Flat, model: Model, texts: Iterable[Text], total: int, batch
     model
         Its model.
     texts
-        Documents that are not in the index.
+        Documents that are not in the index, or with `replace` also such that take the place of those there.
     total
         How many they are.
     batch_size
@@ -198,7 +212,7 @@ def add_texts(flat: Flat, model: Model, texts: Iterable[Text], total: int, batch
             progress.update(len(some))
             now = time.monotonic()
             if now - written >= SECONDS_BETWEEN_WRITES or sum(array.nbytes for array in embeddings) >= SHARD_BYTES:
-                _write(flat, ids, embeddings)
+                _write(flat, ids, embeddings, replace)
                 ids, embeddings, written = [], [], time.monotonic()
             if not terminal and now - noted >= SECONDS_BETWEEN_NOTES:
                 # A bar that is drawn again and again does not suit a log.
@@ -206,14 +220,14 @@ def add_texts(flat: Flat, model: Model, texts: Iterable[Text], total: int, batch
                 left = tqdm.format_interval((total - done) / rate)
                 print(f"{done:,} of {total:,} documents, {rate:.1f} documents/s, {left} left", file=sys.stderr)
         if ids:
-            _write(flat, ids, embeddings)
+            _write(flat, ids, embeddings, replace)
     seconds = time.monotonic() - started
     print(f"Encoded {counted(done, 'document')} in {seconds:.1f} s, {done / seconds:.1f} documents/s", file=sys.stderr)
 
 
-def _write(flat: Flat, ids: list[str], embeddings: list[Any]) -> None:
+def _write(flat: Flat, ids: list[str], embeddings: list[Any], replace: bool) -> None:
     with explained(kinds=INDEX_ERRORS):
-        flat.add_documents(ids, embeddings)
+        flat.add_documents(ids, embeddings, replace=replace)
 
 
 def _note_truncation(model: Model, texts: list[str]) -> None:

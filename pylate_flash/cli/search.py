@@ -76,7 +76,8 @@ def search(
     data: Annotated[
         Path | None,
         typer.Option(
-            help="Texts to show: the corpus.jsonl or folder that was indexed. Default: a corpus.jsonl beside the index."
+            help="Texts to show: the corpus.jsonl or folder that was indexed. Default: what the index remembers, or a "
+            "corpus.jsonl beside it."
         ),
     ] = None,
     k: Annotated[int, typer.Option("-k", min=1, help="How many documents per query.")] = 5,
@@ -103,9 +104,11 @@ def search(
         raise UserError("give either a QUERY or --queries FILE" + ("" if query is None else ", not both"))
     asked = [Text("", _checked(query))] if query is not None else _read_queries(str(queries))
     place = _find_index(index)
-    corpus = _find_corpus(place, data)
+    corpora = [] if data is None else [open_corpus(data)]
     be_quiet()
     flat = open_flat(place, device)
+    if data is None:
+        corpora = _known_corpora(flat)
     encoder = load_model_of(flat, model, device, trust_remote_code)
     if isinstance(sys.stdout, io.TextIOWrapper):
         # What the output cannot write, in an encoding other than UTF-8, is no reason to lose the rest.
@@ -115,12 +118,12 @@ def search(
         found = _retrieve(flat, encoder, [text for _, text in some], k)
         # Into a pipe, texts come too, so that a line is all that is known about a document.
         try:
-            texts = _texts(corpus, {document.id for documents in found for document in documents})
+            texts = _texts(corpora, {document.id for documents in found for document in documents})
         except UserError as error:
             if data is not None:
                 raise
             _note_no_texts(error)
-            corpus, texts = None, {}
+            corpora, texts = [], {}
         for asked_, documents in zip(some, found, strict=True):
             known = [document._replace(text=texts.get(document.id)) for document in documents]
             if json_lines:
@@ -128,7 +131,7 @@ def search(
             elif sys.stdout.isatty():
                 show(console, known, asked_.text if queries is not None else None)
             else:
-                for line in _lines(asked_, known, with_text=corpus is not None):
+                for line in _lines(asked_, known, with_text=bool(corpora)):
                     print(line)
 
 
@@ -202,20 +205,24 @@ def _find_index(index: Path | None) -> Path:
     )
 
 
-def _find_corpus(index: Path, data: Path | None) -> Corpus | None:
-    """The documents that were indexed, if they are known."""
-    if data is not None:
-        return open_corpus(data)
-    places = (index.parent / "data" / "corpus.jsonl", index.parent / "corpus.jsonl")
-    try:
-        return next((open_corpus(place) for place in places if os.path.isfile(place)), None)
-    except UserError as error:
-        _note_no_texts(error)
-        return None
+def _known_corpora(flat: Flat) -> list[Corpus]:
+    """What was added to an index, the last first, or else what lies beside it."""
+    beside = flat.index_path.parent
+    places = (
+        flat.corpora[::-1]
+        or [place for place in (beside / "data" / "corpus.jsonl", beside / "corpus.jsonl") if os.path.isfile(place)][:1]
+    )
+    found = []
+    for place in places:
+        try:
+            found.append(open_corpus(place))
+        except UserError as error:
+            _note_no_texts(error)
+    return found
 
 
 def _note_no_texts(error: UserError) -> None:
-    """Say why no texts are shown: of a file that only happens to lie beside the index, nothing can be asked."""
+    """Say why no texts are shown: nobody has asked for those of this file."""
     print(f"Note: no texts are shown: {error}; --data names what was indexed", file=sys.stderr)
 
 
@@ -228,9 +235,10 @@ def _retrieve(flat: Flat, model: Model, queries: list[str], k: int) -> list[list
     ]
 
 
-def _texts(corpus: Corpus | None, ids: set[str]) -> dict[str, str]:
-    """Texts of some documents; the corpus is read until they are found."""
-    if corpus is None:
-        return {}
-    with explained():
-        return corpus.find(ids)
+def _texts(corpora: list[Corpus], ids: set[str]) -> dict[str, str]:
+    """Texts of some documents; the corpora are read until they are found."""
+    texts: dict[str, str] = {}
+    for corpus in corpora:
+        with explained():
+            texts |= corpus.find(ids - texts.keys())
+    return texts

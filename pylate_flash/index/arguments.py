@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,10 +18,12 @@ __all__ = [
     "check_distinct",
     "check_name",
     "check_states",
+    "checked_queries",
     "ids_of",
     "joined",
     "linear_layer",
     "sequences_of",
+    "subsets_of",
 ]
 
 Embeddings = Sequence[np.ndarray | Tensor | list] | np.ndarray | Tensor
@@ -52,7 +55,7 @@ def ids_of(name: str, ids: object) -> list[str]:
         raise TypeError(f"{name} must be a list of strings, got {type(ids).__name__}")
     for i, id_ in enumerate(ids):
         if not isinstance(id_, str):
-            raise TypeError(f"{name}[{i}] must be a string, got {id_!r} of type {type(id_).__name__}")
+            raise TypeError(f"{name}[{i}] must be a string, got {id_!r:.100} of type {type(id_).__name__}")
     return [str(id_) for id_ in ids]
 
 
@@ -61,8 +64,30 @@ def check_distinct(name: str, ids: list[str]) -> None:
         seen = set()
         for id_ in ids:
             if id_ in seen:
-                raise ValueError(f"{name}: {id_!r} is given twice")
+                raise ValueError(f"{name}: {id_!r:.100} is given twice")
             seen.add(id_)
+
+
+def subsets_of(subset: object, queries: int, positions: dict[str, int]) -> np.ndarray | list[np.ndarray]:
+    """Positions to search, ascending: one array for all queries, or a list with one array per query.
+
+    `positions` are those of all ids; ids that are not there are left out.
+    """
+
+    def found(ids: Iterable[str]) -> np.ndarray:
+        return np.array(sorted({positions[id_] for id_ in ids if id_ in positions}), dtype=np.int64)
+
+    if subset is None:
+        return np.arange(len(positions))
+    if isinstance(subset, str) or not isinstance(subset, Sequence):
+        raise TypeError(f"subset must be a list of ids or a list of such lists, got {type(subset).__name__}")
+    if all(isinstance(item, str) for item in subset):
+        return found(subset)
+    if any(isinstance(item, str) for item in subset):
+        raise TypeError("subset must be a list of ids or a list of such lists, got a mixture of the two")
+    if len(subset) != queries:
+        raise ValueError(f"subset must have one list of ids per query, got {len(subset)} for {queries} queries")
+    return [found(ids_of(f"subset[{i}]", item)) for i, item in enumerate(subset)]
 
 
 def sequences_of(name: str, embeddings: object) -> list[Tensor]:
@@ -74,6 +99,22 @@ def sequences_of(name: str, embeddings: object) -> list[Tensor]:
     if not isinstance(embeddings, Sequence) or isinstance(embeddings, str):
         raise TypeError(f"{name} must be a list of [L, d] arrays or tensors, got {type(embeddings).__name__}")
     return [_tensor_of(f"{name}[{i}]", item) for i, item in enumerate(embeddings)]
+
+
+def checked_queries(
+    queries: list[Tensor], size: int | None, path: Path, device: torch.device, dtype: torch.dtype
+) -> list[Tensor]:
+    """At least one query, checked, in the type that is scored: on the host if all are there, else on the device."""
+    for i, query in enumerate(queries):
+        if query.shape[1] != size:
+            raise ValueError(f"queries_embeddings[{i}] has embedding size {query.shape[1]}, the index in {path} {size}")
+    on_host = all(query.device.type == "cpu" for query in queries)
+    queries = [query.detach().to("cpu" if on_host else device, dtype) for query in queries]
+    # All at once, as a look at values on a GPU waits for it.
+    if not torch.isfinite(torch.cat(queries)).all():
+        i = next(i for i, query in enumerate(queries) if not torch.isfinite(query).all())
+        raise ValueError(f"queries_embeddings[{i}] holds NaN or infinite values")
+    return queries
 
 
 def _tensor_of(name: str, item: object) -> Tensor:
@@ -146,7 +187,7 @@ def joined(ids: Sequence[str], documents: Sequence[Tensor], lengths: np.ndarray,
         row = int(torch.argmin((torch.isfinite(values).all(dim=1) & is_finite(rows)).to(torch.int8)))
         document = int(np.searchsorted(np.cumsum(lengths), row, side="right"))
         raise ValueError(
-            f"the embeddings of document {ids[document]!r} hold NaN or infinite values (as {layout.kept_as}), "
+            f"the embeddings of document {ids[document]!r:.100} hold NaN or infinite values (as {layout.kept_as}), "
             f"first in token {row - int(lengths[:document].sum())}"
         )
     return rows

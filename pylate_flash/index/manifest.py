@@ -42,6 +42,7 @@ class Manifest:
     """The content of `manifest.json`; the defaults are those of an index that has not been written yet.
 
     `removed` holds, for a shard or the journal, the places in it of documents that count as removed, ascending.
+    `corpora` are the files and folders whose texts were added: absolute, and as seen from the index.
     """
 
     dtype: str = "float32"
@@ -52,6 +53,7 @@ class Manifest:
     model: ModelRecord | None = None
     created_with: dict[str, str] = field(default_factory=dict)
     removed: dict[str, list[int]] = field(default_factory=dict)
+    corpora: tuple[tuple[str, str | None], ...] = ()
 
     @property
     def layout(self) -> Layout:
@@ -84,6 +86,7 @@ class Manifest:
             "journal": self.journal,
             "shards": [asdict(entry) for entry in self.shards],
             "removed": self.removed,
+            "corpora": self.corpora,
         }
         return json.dumps({**record, "crc32": _crc(record)}).encode()
 
@@ -154,7 +157,7 @@ class Manifest:
         for name, places in removed.items():
             for i, place in enumerate(places):
                 _integer(f"removed of {name}", place, at_least=places[i - 1] + 1 if i else 0)
-        return cls(record["dtype"], generation, size, shards, journal, model, made_with, removed)
+        return cls(record["dtype"], generation, size, shards, journal, model, made_with, removed, _corpora(record))
 
 
 def _crc(record: dict) -> int:
@@ -174,6 +177,15 @@ def _entry(entry: object, version: int) -> Entry:
         raise ValueError(f"the sha256 of {name} is {sha256!r:.100}")
     counts = [_integer(f"{key} of {name}", entry[key]) for key in ("documents", "tokens", "bytes")]
     return Entry(name, counts[0], counts[1], counts[2], sha256)
+
+
+def _corpora(record: dict) -> tuple[tuple[str, str | None], ...]:
+    found = record.get("corpora", [])  # not in older versions
+    if not isinstance(found, list) or not all(
+        isinstance(one, list) and [type(part) for part in one] in ([str, str], [str, type(None)]) for one in found
+    ):
+        raise ValueError(f"its corpora are {found!r:.100}, expected pairs of paths")
+    return tuple((absolute, relative) for absolute, relative in found)
 
 
 def _integer(name: str, value: object, at_least: int = 0) -> int:

@@ -14,7 +14,7 @@ from torch import nn
 
 from ..encoders import TextLengths, is_multi_vector_encoder, text_lengths
 
-__all__ = ["ModelRecord", "fingerprint"]
+__all__ = ["ModelRecord", "fingerprint", "places_of", "relative_to"]
 
 # Attributes of PyLate's ColBERT that change what `encode` returns, beside those that have fields of their own.
 _SETTINGS = ("do_query_expansion", "attend_to_expansion_tokens", "skiplist_words", "prompts", "default_prompt_name")
@@ -73,7 +73,7 @@ class ModelRecord:
         if name is not None:
             name = os.fspath(name)
             if os.path.isdir(name):
-                relative = _relative(name, index_path)
+                relative = relative_to(name, index_path)
                 name = os.path.abspath(name)
         settings = {key: getattr(model, key) for key in _SETTINGS if hasattr(model, key)}
         settings["hidden_states"] = hidden_states
@@ -118,7 +118,7 @@ class ModelRecord:
             )
         if self.relative is None:
             return self.name
-        places = [os.path.normpath(os.path.join(os.path.abspath(index_path), self.relative)), self.name]
+        places = places_of(self.name, self.relative, index_path)
         for place in places:
             if os.path.isdir(place):
                 return place
@@ -204,11 +204,17 @@ def fingerprint(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def _relative(name: str, index_path: Path) -> str | None:
+def relative_to(name: str | os.PathLike[str], index_path: Path) -> str | None:
+    """A path as seen from the index's own folder, so that both can be moved together."""
     try:
         return os.path.relpath(os.path.abspath(name), os.path.abspath(index_path))
     except ValueError:  # on Windows, another drive
         return None
+
+
+def places_of(name: str, relative: str | None, index_path: str | os.PathLike[str]) -> list[str]:
+    """Where to look for a path of which the absolute and the relative form were recorded."""
+    return [name] if relative is None else [os.path.normpath(os.path.join(os.path.abspath(index_path), relative)), name]
 
 
 def _activation(module: nn.Module) -> list[str]:

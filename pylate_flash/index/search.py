@@ -19,7 +19,7 @@ from ..ops import QuantizedEmbeddings, maxsim_from_hidden, maxsim_varlen
 from .store import PackedStore
 from .tables import blocks
 
-__all__ = ["EMPTY_SCORE", "Search", "SearchResult"]
+__all__ = ["EMPTY_SCORE", "Search", "SearchResult", "free_memory"]
 
 # A document without tokens has nothing that could match, so it comes after every document that has.
 EMPTY_SCORE = float(np.finfo(np.float32).min)
@@ -170,7 +170,7 @@ class Search:
         return [SearchResult(id=self.store.ids[i], score=score) for score, i in zip(scores, positions, strict=True)]
 
     def _refuse(self, position: int) -> None:
-        name = f"the score of document {self.store.ids[position]!r}"
+        name = f"the score of document {self.store.ids[position]!r:.100}"
         kept = self.store.layout.embeddings(self.store.read(np.array([position]), torch.device("cpu")))
         if torch.isfinite(kept.dequantize() if isinstance(kept, QuantizedEmbeddings) else kept).all():
             raise ValueError(
@@ -287,3 +287,9 @@ def _pylate_scores(queries: _Packed, documents: _Packed, backend: str) -> Tensor
             stacked = documents.values[rows].to(padded.dtype)
             scores[:, some] = colbert_scores(padded, stacked, queries_mask=mask, backend=backend).float()
     return scores
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes of a CUDA device that can be allocated, those that PyTorch has reserved and not in use among them."""
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + unused

@@ -1,35 +1,4 @@
-"""Token embeddings of many documents, packed, on disk: safetensors shards, a journal, one JSON manifest. No pickle.
-
-    folder/
-      manifest.json                      what the store holds: format version, dtype, embedding size, shards, journal
-      shard-00000-3f9a61c2.safetensors   values [T, d], lengths [N] (int64), ids (a JSON list in UTF-8)
-      journal-00001-77d0a1be             the last small additions, see `journal.py`
-      lock                               held by the process that is writing; its content means nothing
-      reserve                            as little; it is given up for a manifest that a full disk would not take
-
-Values in 8 bits are rows that begin with their scales (`layout.py`).
-
-A shard is never changed once written. A write first writes new shards and flushes them to the disk, then replaces
-`manifest.json` in one atomic step, and only then deletes the files that the new manifest no longer names. Before its
-first shard an index gets a manifest of no documents: shards without any have lost theirs, which is an error. A small
-addition is appended to the journal, which is atomic as well; what it holds comes after all shards. A process killed at
-any moment therefore leaves either the state before or the state after, and at worst some files that no manifest names,
-which the next write deletes. A power failure is the same, save for additions that follow one another within a fifth
-of a second: the last of such a run may be lost, which the next opening says in a warning.
-
-What opening reads in full (manifest, ids, lengths, journal) is compared with its checksums then, and values when they
-are first read, so that a damaged file is an error that names it and never another answer.
-
-When the journal is full it becomes a shard, and shards of similar sizes become one, so that there are few files
-whatever the sizes of the additions, and a document is written some log2(SHARD_BYTES / ADDITION_BYTES) times in all.
-
-A removal rewrites the shards that held the removed documents. The alternative, marking them as removed in the
-manifest, would make removals cheaper, but leaves what was removed on the disk: so it is done on a full disk only. The
-file `reserve` keeps room for that manifest, and for an empty one. Shards of marked documents are written anew by the
-next write that merges shards or removes documents, and by `compact`, one after the other.
-
-Tokens that no search reads take no memory, except those of the journal.
-"""
+"""The documents of an index: reading, adding, removing, merging, verifying; see the package for the files."""
 
 from __future__ import annotations
 
@@ -41,6 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -54,7 +24,6 @@ from .journal import Journal
 from .layout import DTYPES, Layout
 from .manifest import Manifest
 from .merging import Part, grouped
-from .model_record import ModelRecord
 from .opening import open_folder
 from .pieces import Pieces
 from .shards import Shard
@@ -252,19 +221,22 @@ class PackedStore:
         documents: Sequence[torch.Tensor],
         batch_size: int = 2000,
         show_progress: bool = False,
+        replace: bool = False,
     ) -> None:
         """Append documents, all of them or, on an error, none.
 
         Parameters
         ----------
         ids
-            One new, distinct id per document.
+            One distinct id per document; a new one, unless `replace`.
         documents
             Token embeddings, [L_i, d] of a floating dtype on any device; L_i may be 0.
         batch_size
             Documents that are converted and checked at a time.
         show_progress
             Draw a progress bar.
+        replace
+            Drop, in the same step, the documents that have these ids.
 
         Raises
         ------
@@ -277,14 +249,17 @@ class PackedStore:
         """
         if not documents:
             return
-        self.documents.check_new(ids)
+        keep = np.ones(len(self), dtype=bool)
+        if replace:
+            keep[[self.position[id_] for id_ in ids if id_ in self.position]] = False
+        else:
+            self.documents.check_new(ids)
         size = self.embedding_size or documents[0].shape[1]
         for i, document in enumerate(documents):
             if document.shape[1] != size:
                 belongs = f"the index in {self.path}" if self.embedding_size else "the first document"
-                raise ValueError(
-                    f"the embeddings of document {ids[i]!r} have size {document.shape[1]}, those of {belongs} {size}"
-                )
+                here = f"the embeddings of document {ids[i]!r:.100} have size {document.shape[1]}"
+                raise ValueError(f"{here}, those of {belongs} {size}")
         lengths = np.array([document.shape[0] for document in documents], dtype=np.int64)
         layout = Layout(self.manifest.dtype, size)
         progress: tqdm | None = None
@@ -296,13 +271,10 @@ class PackedStore:
                 if progress is not None:
                     progress.update(end - begin)
 
-        def update() -> None:
-            self.documents.extend(ids, lengths)
-
         journal = self._pieces.journal
         nbytes = int(np.maximum(lengths, 1).sum()) * layout.nbytes
         held, records = (0, 0) if journal is None else (journal.nbytes, journal.records)
-        small = nbytes <= journals.ADDITION_BYTES
+        small = nbytes <= journals.ADDITION_BYTES and keep.all()
         with self._writing(), contextlib.ExitStack() as stack:
             if show_progress:
                 bar = tqdm(total=len(documents), desc="Adding documents", unit="doc")
@@ -314,6 +286,7 @@ class PackedStore:
                     journal = Journal.create(self._folder.new_path("journal"), layout)
                 journal.append(ids, lengths, values[0] if len(values) == 1 else torch.cat(values))
                 if new:
+                    update = functools.partial(self.documents.extend, ids, lengths)
                     self._commit(self._pieces.shards, journal, update, embedding_size=size)
                 else:
                     self._appended(ids, lengths, journal)
@@ -322,25 +295,12 @@ class PackedStore:
                 Part(ids[start:stop], lengths[start:stop], lambda start=start, stop=stop: converted(start, stop))  # type: ignore[misc]
                 for start, stop in blocks(lengths, max(1, SHARD_BYTES // layout.nbytes))
             ]
-            shards = self._merged([*self._parts(), *parts], layout)
-            self._commit(shards, None, update, embedding_size=size)
+            self._rewrite(keep, parts, layout)
 
     def remove(self, positions: np.ndarray) -> None:
-        """Drop documents, all of them or, on an error, none.
+        """Drop the documents at positions [N]: all of them or, on an error, none. It raises what `compact` does.
 
         On a full disk, where nothing can be rewritten, they are marked as removed, and a warning says so.
-
-        Parameters
-        ----------
-        positions
-            Which documents. Shape: [N], integers in [0, len(self)).
-
-        Raises
-        ------
-        RuntimeError
-            If another process is writing or has written since this store was opened.
-        OSError
-            If a file cannot be written, as on a full disk. The message names the index, which is as before.
         """
         if not len(positions):
             return
@@ -348,7 +308,8 @@ class PackedStore:
         keep[positions] = False
         before = self.manifest
         try:
-            self._rewrite(keep)
+            with self._writing():
+                self._rewrite(keep, [], self.layout)
         except OSError as error:
             # It may also fail just after it took effect.
             if error.errno not in FULL or self.manifest is not before:
@@ -360,18 +321,22 @@ class PackedStore:
                 stacklevel=3,
             )
 
-    def _rewrite(self, keep: np.ndarray) -> None:
-        """Write those shards anew of which a mask [N] does not keep all documents."""
-        with self._writing():
-            parts, start = [], 0
-            for part in self._parts():
-                kept = start + np.flatnonzero(keep[start : start + len(part.ids)])
-                start += len(part.ids)
-                parts.append(part if len(kept) == len(part.ids) else self._some(kept))
-            shards = self._merged([part for part in parts if len(part.ids)], self.layout)
-            documents = Documents()
-            documents.extend([self.ids[i] for i in np.flatnonzero(keep)], self.lengths[keep])
-            self._commit(shards, None, lambda: setattr(self, "documents", documents))
+    def _rewrite(self, keep: np.ndarray, new: list[Part], layout: Layout) -> None:
+        """Make the documents of a mask [N], and new ones after them, the content; write what shards are not there."""
+        parts, start = [], 0
+        for part in self._parts():
+            kept = start + np.flatnonzero(keep[start : start + len(part.ids)])
+            start += len(part.ids)
+            parts.append(part if len(kept) == len(part.ids) else self._some(kept))
+        shards = self._merged([part for part in [*parts, *new] if len(part.ids)], layout)
+
+        def update() -> None:
+            if not keep.all():
+                self.documents = self.documents.kept(keep)
+            for part in new:
+                self.documents.extend(part.ids, part.lengths)
+
+        self._commit(shards, None, update, embedding_size=layout.size)
 
     def _mark(self, keep: np.ndarray) -> None:
         """Mark documents as removed, in the manifest, and give up the files of which a mask [N] keeps none."""
@@ -431,10 +396,10 @@ class PackedStore:
             gone = functools.partial(self.documents.close, begin, begin + shard.rows)
             self._commit(shards, self._pieces.journal, gone)
 
-    def set_model(self, model: ModelRecord) -> None:
-        """Remember which model made the embeddings. It raises what `compact` does."""
+    def note(self, **changes: Any) -> None:
+        """Change what the manifest says of the model or the corpora. It raises what `compact` does."""
         with self._writing():
-            self._commit(self._pieces.shards, self._pieces.journal, model=model)
+            self._commit(self._pieces.shards, self._pieces.journal, **changes)
 
     def _places(self) -> list[tuple[Shard | Journal, int, int]]:
         """Every piece, and the positions in the store of its first document and after its last."""

@@ -70,7 +70,7 @@ class Documents:
             seen = set(self.position)
             for id_ in ids:
                 if id_ in seen:
-                    raise ValueError(f"the document {id_!r} is there twice")
+                    raise ValueError(f"the document {id_!r:.100} is there twice")
                 seen.add(id_)
 
     def extend(self, ids: Sequence[str], lengths: np.ndarray, removed: Sequence[int] = ()) -> None:

@@ -127,7 +127,9 @@ def test_a_build_writes_on_the_way(tmp_path: Path, tiny_colbert_path: str, monke
     sizes = []
     add = indexes.Flat.add_documents
     monkeypatch.setattr(
-        indexes.Flat, "add_documents", lambda self, ids, *rest: sizes.append(len(ids)) or add(self, ids, *rest)
+        indexes.Flat,
+        "add_documents",
+        lambda self, ids, *rest, **options: sizes.append(len(ids)) or add(self, ids, *rest, **options),
     )
     corpus = write_corpus(tmp_path / "corpus.jsonl", *(f"d{i}" for i in range(20)))
     here = ("--model", tiny_colbert_path, "--index", tmp_path / "index", "--batch-size", 1, *CPU)
@@ -387,6 +389,47 @@ def test_remove_takes_all_or_none(index: Path, tmp_path: Path) -> None:
     assert_one_clear_sentence(invoke("index", "remove", "a", *by_file, *here), "either", "not both")
     assert_one_clear_sentence(invoke("index", "remove", *here), "either IDs or --ids")
     assert files_in(index) == before
+
+
+@pytest.mark.parametrize("option", [(), ("--ids",)])
+def test_of_a_long_id_a_message_has_the_beginning(index: Path, tmp_path: Path, option: tuple[str, ...]) -> None:
+    long = "x" * 100_000
+    (tmp_path / "ids.txt").write_text(long)
+    result = invoke("index", "remove", *option, tmp_path / "ids.txt" if option else long, "--index", index)
+    assert_one_clear_sentence(result, "'xxx", "is not in the index in", "nothing was removed")
+    assert len(result.stderr.splitlines()[-1]) < 500 + len(str(tmp_path)) * 2
+
+
+def test_add_replaces_documents_on_request(index: Path, tmp_path: Path, tiny_colbert_path: str) -> None:
+    (tmp_path / "more.jsonl").write_text('{"_id": "b", "text": "another text"}\n{"_id": "d", "text": "a new one"}\n')
+    here = ("--data", tmp_path / "more.jsonl", "--index", index, *CPU)
+    assert "1 of the 2 documents" in (printed := succeed("index", "add", *here))
+    assert "--replace replaces them" in printed
+    assert f"Added 0 documents, replaced 2; {index} holds 4\n" in succeed("index", "add", "--replace", *here)
+    assert ids_in(index) == ["a", "c", "b", "d"]
+    expected = models.ColBERT(tiny_colbert_path, device="cpu").encode(["another text"], is_query=False)[0]
+    found = indexes.Flat(index.parent, index.name, device="cpu").get_documents_embeddings([["b"]])[0][0]
+    np.testing.assert_allclose(found.numpy(), expected, atol=1e-6)
+    # The texts that search shows are those that were added last.
+    assert "\tb\tanother text\n" in (found_texts := succeed("search", "text", "--index", index, "-k", 4, *CPU))
+    assert "\ta\tthe text of a\n" in found_texts
+    assert json.loads(succeed("index", "info", "--index", index, "--json"))["corpora"] == [
+        str(tmp_path / "corpus.jsonl"),
+        str(tmp_path / "more.jsonl"),
+    ]
+
+
+def test_a_full_disk_is_a_note_where_documents_are_removed(index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: object) -> None:
+        raise OSError(28, os.strerror(28))
+
+    # What is written anew; the manifest is not.
+    monkeypatch.setattr("pylate_flash.index.shards.write_all", full)
+    result = invoke("index", "remove", "b", "--index", index)
+    assert (result.exit_code, result.stdout) == (0, f"Removed 1 document; {index} holds 2\n"), result.output
+    assert result.stderr.splitlines()[-1].startswith(f"Note: the disk of the index in {index} is full: its 1 removed")
+    assert_one_clear_sentence(invoke("index", "compact", "--index", index), "No space left", "bytes are free", index)
+    assert ids_in(index) == ["a", "c"]
 
 
 def test_compact_keeps_the_documents_in_fewer_files(index: Path, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from pylate_flash import indexes, models
 from pylate_flash.cli.common import UserError
 from pylate_flash.cli.search import Found, _read_queries, show
 from tests.cli.commands import assert_one_clear_sentence, invoke, succeed
+from tests.stores import change_manifest
 
 LONG = "a-long-name/" * 10 + "note.md"
 TEXTS = {"cats": "cats and\tdogs", LONG: "planes, ships and trains", "tab\there": "bread and butter"}
@@ -57,8 +58,33 @@ def test_a_pipe_gets_a_line_per_document_with_rank_score_id_and_text(index: Path
 
 def test_a_pipe_gets_no_texts_where_none_are_known(index: Path, tmp_path: Path) -> None:
     shutil.copytree(index, tmp_path / "elsewhere" / "index")
+    change_manifest(tmp_path / "elsewhere" / "index", corpora=[])
     lines = succeed("search", "trains", "--index", tmp_path / "elsewhere" / "index", "-k", 2).splitlines()
     assert [line.count("\t") for line in lines] == [2, 2]
+
+
+def test_an_index_remembers_where_its_texts_are(tmp_path: Path, tiny_colbert_path: str) -> None:
+    here = tmp_path / "here"
+    (here / "texts").mkdir(parents=True)
+    (here / "texts" / "one.txt").write_text("cats and dogs")
+    (here / "more.jsonl").write_text('{"_id": "two", "text": "planes and trains"}\n')
+    place = ("--index", here / "index", "--device", "cpu")
+    printed = succeed("index", "--data", here / "texts", "--model", tiny_colbert_path, *place)
+    assert f'Next: pylate-flash search "..." --index {here / "index"}\n' in printed
+    succeed("index", "add", "--data", here / "more.jsonl", *place)
+    texts = {"one.txt\tcats and dogs", "two\tplanes and trains"}
+    found = succeed("search", "cats", *place).splitlines()
+    assert {line.split("\t", 2)[2] for line in found} == texts
+    # Index and texts may be moved together.
+    here.rename(tmp_path / "there")
+    there = ("--index", tmp_path / "there" / "index", "--device", "cpu")
+    assert succeed("search", "cats", *there).splitlines() == found
+    # What is gone is said, and what is left is shown.
+    shutil.rmtree(tmp_path / "there" / "texts")
+    result = invoke("search", "cats", *there)
+    assert result.exit_code == 0, result.output
+    assert {line.split("\t", 2)[2] for line in result.stdout.splitlines()} == {"one.txt\t", "two\tplanes and trains"}
+    assert f"Note: no texts are shown: there is no file {here / 'texts'}" in result.stderr
 
 
 def test_json_has_a_line_per_query_with_all_that_is_known(index: Path, queries: Path) -> None:
