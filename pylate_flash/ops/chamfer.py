@@ -126,7 +126,7 @@ def chamfer(
     Raises
     ------
     TypeError
-        If an argument is no tensor, of another dtype than named above, or the two dtypes differ.
+        If an argument is no dense tensor, of another dtype than named above, or the two dtypes differ.
     ValueError
         If shapes, devices or embedding sizes do not fit together, a mask holds values that it may not, or requires a
         gradient, an option is none of its choices, or implementation="triton" cannot take the input.
@@ -198,8 +198,8 @@ def chamfer_varlen(
     """
     check_tensor("x", x, {2: "[Tx, d]"})
     check_tensor("y", y, {2: "[Ty, d]"})
-    check_boundaries("x_cu_seqlens", x_cu_seqlens)
-    check_boundaries("y_cu_seqlens", y_cu_seqlens)
+    check_boundaries("x_cu_seqlens", x_cu_seqlens, x)
+    check_boundaries("y_cu_seqlens", y_cu_seqlens, y)
     lengths = (
         longest("x_cu_seqlens", x_cu_seqlens, x.shape[0], "x", max_x_length),
         longest("y_cu_seqlens", y_cu_seqlens, y.shape[0], "y", max_y_length),
@@ -213,13 +213,13 @@ def _scores_of(operation: str, sets: Sets, options: ChamferOptions) -> Tensor:
     check_choice("metric", options.metric, METRICS)
     check_choice("reduction", options.reduction, REDUCTIONS)
     check_choice("implementation", options.implementation, IMPLEMENTATIONS)
-    if type(options.empty_score) is not float:
+    if type(options.empty_score) is not float or options.empty_score != 0.0:
         check_number("empty_score", options.empty_score)
     check_tensor("x", sets.x)
     check_tensor("y", sets.y)
     for name, mask in (("x_mask", sets.x_mask), ("y_mask", sets.y_mask)):
-        if not (mask is None or isinstance(mask, Tensor)):
-            raise TypeError(f"{name} must be a torch.Tensor or None, got {type(mask).__name__}")
+        if mask is not None:
+            check_tensor(name, mask, otherwise=" or None")
     check_differentiation(operation, sets.x, sets.y)
     return _chamfer(*_cast(sets.x, sets.y, options.metric), *sets[2:], *options)
 

@@ -52,8 +52,8 @@ def check_sets(sets: Sets) -> None:
     check_embeddings("y", y, {2: "[Ty, d]"} if packed else {3: "[N, Ly, d]"})
     check_same(x, y, names=("x", "y"))
     if packed:
-        check_boundaries("x_cu_seqlens", x_cu_seqlens)
-        check_boundaries("y_cu_seqlens", y_cu_seqlens)
+        check_boundaries("x_cu_seqlens", x_cu_seqlens, x)
+        check_boundaries("y_cu_seqlens", y_cu_seqlens, y)
         assert x_cu_seqlens is not None
         assert y_cu_seqlens is not None
         if x_cu_seqlens.shape != y_cu_seqlens.shape:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -26,10 +25,21 @@ _INTEGERS = (int, np.integer, torch.SymInt)
 _NUMBERS = (*_INTEGERS, float, np.floating, np.bool_, torch.SymFloat)
 
 
-def check_tensor(name: str, value: object, layouts: dict[int, str] | None = None) -> None:
-    """Raise TypeError unless `value` is a tensor, and ValueError unless its rank is a key of `layouts`, if given."""
+def check_tensor(name: str, value: object, layouts: dict[int, str] | None = None, otherwise: str = "") -> None:
+    """Raise unless `value` is a dense tensor whose rank is a key of `layouts` (rank -> shape in words), if given.
+
+    Raises
+    ------
+    TypeError
+        If it is no tensor, or a sparse or nested one; `otherwise` says what it may be besides, which is checked before.
+    ValueError
+        If it has another rank.
+    """
     if not isinstance(value, Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
+        raise TypeError(f"{name} must be a torch.Tensor{otherwise}, got {type(value).__name__}")
+    if value.layout is not torch.strided or value.is_nested:
+        kind = "a nested one" if value.is_nested else f"one of layout {value.layout}"
+        raise TypeError(f"{name} must be a dense torch.Tensor{otherwise}, got {kind}")
     if layouts is not None and value.dim() not in layouts:
         raise ValueError(f"{name} must have shape {' or '.join(layouts.values())}, got {list(value.shape)}")
 
@@ -40,18 +50,14 @@ def check_embeddings(name: str, value: object, layouts: dict[int, str]) -> Tenso
     Raises
     ------
     TypeError
-        If it is no tensor, or not of a floating dtype.
+        If it is no dense tensor, or not of a floating dtype.
     ValueError
         If it has another rank, or an embedding size of 0.
     """
-    if not isinstance(value, Tensor):
-        raise TypeError(
-            f"{name} must be a torch.Tensor of shape {' or '.join(layouts.values())}, got {type(value).__name__}"
-        )
+    check_tensor(name, value, layouts)
+    assert isinstance(value, Tensor)
     if value.dtype not in FLOATING:
         raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {value.dtype}")
-    if value.dim() not in layouts:
-        raise ValueError(f"{name} must have shape {' or '.join(layouts.values())}, got {list(value.shape)}")
     if value.shape[-1] == 0:
         raise ValueError(f"{name} must have an embedding size of at least 1, got shape {list(value.shape)}")
     return value
@@ -86,12 +92,12 @@ def check_mask_layout(name: str, mask: object, embeddings: Tensor) -> None:
     Raises
     ------
     TypeError
-        If it is no tensor, or of a dtype that is not one of a mask.
+        If it is no dense tensor, or of a dtype that is not one of a mask.
     ValueError
         If its shape is not that of the tokens, it lies on another device, or it requires a gradient.
     """
-    if not isinstance(mask, Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor or None, got {type(mask).__name__}")
+    check_tensor(name, mask, otherwise=" or None")
+    assert isinstance(mask, Tensor)
     if mask.dtype not in _MASKS:
         raise TypeError(
             f"{name} must be bool, or 0/1 of uint8, a signed integer or a floating dtype of at least 16 bits, "
@@ -132,10 +138,15 @@ def checked_mask(name: str, mask: Tensor | None, weights: bool = False) -> Tenso
     )
 
 
-def check_boundaries(name: str, cu_seqlens: object) -> None:
-    """Raise TypeError or ValueError unless these may be boundaries [N + 1] of packed sequences."""
-    if not isinstance(cu_seqlens, Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, got {type(cu_seqlens).__name__}")
+def check_boundaries(name: str, cu_seqlens: object, of: Tensor | None = None) -> None:
+    """Raise TypeError or ValueError unless these may be boundaries [N + 1] of packed sequences, which are `of` values.
+
+    Boundaries on device meta hold no numbers, and serve embeddings only that hold none.
+    """
+    check_tensor(name, cu_seqlens)
+    assert isinstance(cu_seqlens, Tensor)
+    if of is not None and cu_seqlens.is_meta and not of.is_meta:
+        raise ValueError(f"{name} must not be on device meta where what it is of is on {of.device}")
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name} must be int32 or int64, got {cu_seqlens.dtype}")
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] == 0:
@@ -169,18 +180,18 @@ def check(tensors: Tensors, quantized: bool = False) -> None:
     if documents_mask is not None:
         check_mask_layout("documents_mask", documents_mask, documents)
     if packed:
-        check_boundaries("documents_cu_seqlens", documents_cu_seqlens)
+        check_boundaries("documents_cu_seqlens", documents_cu_seqlens, documents)
         n_queries = queries.shape[0]
         if queries_cu_seqlens is not None:
-            check_boundaries("queries_cu_seqlens", queries_cu_seqlens)
+            check_boundaries("queries_cu_seqlens", queries_cu_seqlens, queries)
             n_queries = queries_cu_seqlens.shape[0] - 1
         if candidates is not None:
-            check_candidates(candidates, n_queries)
+            check_candidates(candidates, n_queries, documents)
 
 
-def check_candidates(candidates: Tensor, n_queries: int) -> None:
-    """Raise unless these are the boundaries of so many queries' candidates."""
-    check_boundaries("candidates_cu_seqlens", candidates)
+def check_candidates(candidates: Tensor, n_queries: int, documents: Tensor) -> None:
+    """Raise unless these are the boundaries of so many queries' candidates among packed documents."""
+    check_boundaries("candidates_cu_seqlens", candidates, documents)
     if candidates.shape[0] != n_queries + 1:
         raise ValueError(f"candidates_cu_seqlens must have Nq + 1 = {n_queries + 1} entries, got {candidates.shape[0]}")
 
@@ -225,12 +236,22 @@ def check_differentiation(operation: str, *tensors: Tensor) -> None:
         )
 
 
+def checked_flag(name: str, value: object) -> bool:
+    """Return `value`, True or False, Python's or NumPy's; TypeError for what only counts as either."""
+    if value is True or value is False:
+        return value
+    if not isinstance(value, np.bool_):
+        raise TypeError(f"{name} must be True or False, got {type(value).__name__}")
+    return bool(value)
+
+
 def check_number(name: str, value: object) -> None:
-    """Raise TypeError unless `value` is a number, and ValueError unless a float can hold it."""
+    """Raise TypeError unless `value` is a number, and ValueError unless float32, which scores are, can hold it."""
     if not isinstance(value, _NUMBERS):
         raise TypeError(f"{name} must be a number, got {type(value).__name__}")
-    if type(value) is int and abs(value) > sys.float_info.max:
-        raise ValueError(f"{name} must be a number that a float can hold, got {value}")
+    if torch.finfo(torch.float32).max < abs(value) < float("inf"):  # type: ignore[arg-type]
+        got = f"an integer of {value.bit_length()} bits" if isinstance(value, int) else f"{value}"
+        raise ValueError(f"{name} must be infinite, or a number that float32 can hold, got {got}")
 
 
 def is_positive(value: float, dtype: torch.dtype = torch.float32) -> bool:
@@ -265,6 +286,9 @@ def item_as_tensor(name: str, value: object) -> Tensor:
     """An item of a list of sequences, a tensor or an array, as a tensor; `name` is that of the item."""
     if not isinstance(value, Tensor | np.ndarray):
         raise TypeError(f"{name} must be a torch.Tensor or a numpy.ndarray, got {type(value).__name__}")
+    if isinstance(value, Tensor):
+        check_tensor(name, value)
+        return value
     try:
         return torch.as_tensor(value)
     except (TypeError, ValueError) as error:
@@ -273,7 +297,8 @@ def item_as_tensor(name: str, value: object) -> Tensor:
 
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     """Raise ValueError unless `value` is one of `choices`."""
-    if value not in choices:
+    # Of what is no string, a comparison may be an array of several truths.
+    if not isinstance(value, str) or value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
 
 

@@ -12,7 +12,7 @@ from ..kernels.grids import ForwardPlan
 from ..kernels.select import BackwardPlan, backward_plan, choose, forward_plan, why
 from ..kernels.tiles import HopperTile, Tile
 from ..problem import Options, Problem, Tensors
-from .checks import checked_problem
+from .checks import checked_flag, checked_problem
 from .maxsim import checked
 from .operator import needs_gradient
 from .quantization import QuantizedEmbeddings
@@ -121,8 +121,8 @@ def explain(
     >>> explain(torch.zeros(2, 3, 8), torch.zeros(4, 5, 8)).implementation
     'blocked'
     """
-    options = Options(normalize=bool(normalize), masking=masking, implementation=implementation)
-    if soft and not isinstance(documents, Tensor):
+    options = Options(normalize=checked_flag("normalize", normalize), masking=masking, implementation=implementation)
+    if checked_flag("soft", soft) and not isinstance(documents, Tensor):
         raise TypeError(f"documents must be a torch.Tensor where soft is True, got {type(documents).__name__}")
     if not isinstance(documents, Tensor | QuantizedEmbeddings):
         for name, value in (
@@ -157,7 +157,9 @@ def explain(
                 )
     if isinstance(documents, QuantizedEmbeddings):
         tensors = checked_with_values("explain", tensors, options)
-        return explain_problem(problem_of_quantized(tensors, options, bool(quantize_queries)), implementation)
+        return explain_problem(
+            problem_of_quantized(tensors, options, checked_flag("quantize_queries", quantize_queries)), implementation
+        )
     if soft:
         tensors = checked("explain", tensors, options)
         return _explain_soft(checked_problem(tensors, options), needs_gradient(*tensors[:2]), implementation)

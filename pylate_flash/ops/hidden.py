@@ -28,6 +28,7 @@ from .checks import (
     check_embeddings,
     check_mask_layout,
     check_number,
+    checked_flag,
     no_second_derivative,
 )
 from .hidden_blocks import (
@@ -170,7 +171,7 @@ def maxsim_from_hidden(
     Raises
     ------
     TypeError
-        If an argument is no tensor, of another dtype than named above, or the dtypes differ.
+        If an argument is no dense tensor, of another dtype than named above, or the dtypes differ.
     ValueError
         If shapes, devices or sizes do not fit together, an argument is given that the layout has no use for, an option
         is none of its choices, or implementation="triton" cannot take the input.
@@ -188,7 +189,7 @@ def maxsim_from_hidden(
     check_choice("implementation", implementation, IMPLEMENTATIONS)
     check_choice("reduction", reduction, REDUCTIONS)
     check_choice("masking", masking, MASKINGS)
-    if type(empty_score) is not float:
+    if type(empty_score) is not float or empty_score != 0.0:
         check_number("empty_score", empty_score)
     packed = documents_cu_seqlens is not None
     _check_layout(
@@ -230,7 +231,7 @@ def maxsim_from_hidden(
         check_mask_layout("queries_mask", queries_mask, queries)
     if documents_mask is not None:
         check_mask_layout("documents_mask", documents_mask, hidden)
-    options = Options(0, 0, 0, bool(normalize), reduction, masking, empty_score, implementation)
+    options = Options(0, 0, 0, checked_flag("normalize", normalize), reduction, masking, empty_score, implementation)
     if packed:
         tensors = Tensors(queries, hidden, None, None, queries_cu_seqlens, documents_cu_seqlens, candidates_cu_seqlens)
         options = with_lengths(tensors, options, max_query_length, max_document_length, learned=layers)

@@ -67,7 +67,12 @@ def sequences_of(name: str, values: Sequence[Tensor | np.ndarray] | Sequences) -
     if isinstance(values, Sequences):
         return values
     check_list(name, values)
-    found = _alike(values) or _one_by_one(name, values)
+    try:
+        found = _alike(values)
+    except RuntimeError:
+        # A sparse or nested tensor has no strides, or no shape, to compare.
+        found = None
+    found = found or _one_by_one(name, values)
     # All others are like it.
     check_embeddings(name, found.tensors[0], {2: "[L, d]"})
     return found
@@ -138,7 +143,14 @@ def _samples() -> tuple[Tensor, Sequence[Tensor], Sequence[object]]:
 
 
 def _one_by_one(name: str, values: Sequence[Tensor | np.ndarray]) -> Sequences:
-    """The tensors of a list of other than tensors that are alike; an error names the item."""
+    """The sequences of a list of other than tensors that are alike."""
+    tensors = [tensor.contiguous() for tensor in tensors_of(name, values)]
+    lengths = np.array([tensor.shape[0] for tensor in tensors], dtype=np.int64)
+    return _sequences(tensors, tensors[0].shape[1], tensors, lengths)
+
+
+def tensors_of(name: str, values: Sequence[Tensor | np.ndarray]) -> list[Tensor]:
+    """The tensors [L_i, d] of a list, after a check that they have one d, dtype and device; an error names the item."""
     tensors = [_tensor(f"{name}[{index}]", value) for index, value in enumerate(values)]
     first = tensors[0]
     for index, tensor in enumerate(tensors):
@@ -150,9 +162,7 @@ def _one_by_one(name: str, values: Sequence[Tensor | np.ndarray]) -> Sequences:
             raise TypeError(f"{name} must have one dtype, got {tensor.dtype} at {index} and {first.dtype} at 0")
         if tensor.device != first.device:
             raise ValueError(f"{name} must lie on one device, got {tensor.device} at {index} and {first.device} at 0")
-    lengths = np.array([tensor.shape[0] for tensor in tensors], dtype=np.int64)
-    tensors = [tensor.contiguous() for tensor in tensors]
-    return _sequences(tensors, first.shape[1], tensors, lengths)
+    return tensors
 
 
 def _tensor(name: str, value: object) -> Tensor:

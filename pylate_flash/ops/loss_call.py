@@ -10,7 +10,16 @@ import torch
 from torch import Tensor
 
 from ..problem import Tensors
-from .checks import FLOATING, LARGEST, check_boundaries, check_choice, is_positive, is_readable
+from .checks import (
+    FLOATING,
+    LARGEST,
+    check_boundaries,
+    check_choice,
+    check_tensor,
+    checked_flag,
+    is_positive,
+    is_readable,
+)
 
 LOSS_REDUCTIONS = ("mean", "sum", "none")
 CROSS_ENTROPY, DIVERGENCE, MARGIN_MSE = "cross entropy", "divergence", "margin MSE"
@@ -75,6 +84,9 @@ def checked_comparison(comparison: Comparison) -> Comparison:
         temperature=float(comparison.temperature),
         teacher_temperature=float(comparison.teacher_temperature),
         margin=None if margin is None else float(margin),
+        symmetric=checked_flag("symmetric", comparison.symmetric),
+        normalize_scores=checked_flag("normalize_scores", comparison.normalize_scores),
+        with_statistics=checked_flag("with_statistics", comparison.with_statistics),
     )
 
 
@@ -95,7 +107,8 @@ def checked_targets(targets: Targets, comparison: Comparison, tensors: Tensors) 
         be seen without waiting.
     """
     queries, documents = tensors.queries, tensors.documents
-    n_documents = documents.shape[-3] if tensors.documents_cu_seqlens is None else len(tensors.documents_cu_seqlens) - 1
+    bounds = tensors.documents_cu_seqlens
+    n_documents = documents.shape[-3] if bounds is None else bounds.shape[0] - 1
     shape = queries.shape[0], n_documents
     least = 2 if comparison.kind == MARGIN_MSE else 1
     if n_documents < least:
@@ -132,6 +145,7 @@ def checked_targets(targets: Targets, comparison: Comparison, tensors: Tensors) 
                 query = int(wrong.int().argmax())
                 raise ValueError(f"exclude must be False for each query's label, got True for that of query {query}")
     if temperature is not None:
+        check_tensor("temperature", temperature)
         if temperature.numel() != 1:
             raise ValueError(f"temperature must have one element, got shape {list(temperature.shape)}")
         _check("temperature", temperature, tuple(temperature.shape), queries.device, FLOATING)
@@ -150,8 +164,8 @@ def _check(
     otherwise: str = "",
 ) -> None:
     """Raise unless a value is a tensor of this shape, on this device and of one of these types."""
-    if not isinstance(value, Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor{otherwise}, got {type(value).__name__}")
+    check_tensor(name, value, otherwise=otherwise)
+    assert isinstance(value, Tensor)
     if tuple(value.shape) != shape:
         raise ValueError(f"{name} must have shape {list(shape)}, got {list(value.shape)}")
     if value.device != device:
@@ -170,7 +184,7 @@ def check_packing(tensors: Tensors, max_document_length: int | None) -> None:
                 f"got {max_document_length}"
             )
         return
-    check_boundaries("documents_cu_seqlens", tensors.documents_cu_seqlens)
+    check_boundaries("documents_cu_seqlens", tensors.documents_cu_seqlens, tensors.documents)
     if tensors.documents_mask is not None:
         raise ValueError(
             "documents_mask must be None with documents_cu_seqlens: leave masked tokens out of the packed documents"

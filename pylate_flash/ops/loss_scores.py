@@ -29,7 +29,7 @@ class Compared(NamedTuple):
 def compared(scores: Tensor, targets: Targets, comparison: Comparison, own_candidates: bool) -> Compared:
     """Compare scores [n, N] with targets of as many queries."""
     if comparison.kind == CROSS_ENTROPY:
-        labels = labels_of(targets.target, len(scores), own_candidates, scores.device)
+        labels = labels_of(targets.target, scores.shape[0], own_candidates, scores.device)
         return _cross_entropy(scores, labels, targets, comparison)
     assert targets.target is not None
     compare = _divergence if comparison.kind == DIVERGENCE else _margin_mse
@@ -110,7 +110,7 @@ def gradient_of(
     """
     temperature = temperature_of(targets, comparison)
     if comparison.kind == CROSS_ENTROPY:
-        labels = labels_of(targets.target, len(scores), own_candidates, scores.device)
+        labels = labels_of(targets.target, scores.shape[0], own_candidates, scores.device)
         valid, at, _, is_label, left_out = _labelled(scores, labels, targets, comparison)
         logits, right = _logits(scores, left_out, targets, comparison), is_label.to(scores.dtype)
         gradient = logits.softmax(dim=1) - right

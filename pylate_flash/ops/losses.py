@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ..problem import Options, Tensors
+from .checks import checked_flag
 from .loss_call import CROSS_ENTROPY, DIVERGENCE, MARGIN_MSE, Comparison, Targets
 from .loss_operator import loss_of
 
@@ -197,11 +198,11 @@ def maxsim_cross_entropy(
     tensor(0.1269)
     """
     tensors = Tensors(queries, documents, queries_mask, documents_mask, None, documents_cu_seqlens)
-    options = Options(0, 0, 0, bool(normalize), reduction, masking, empty_score, implementation)
+    options = Options(0, 0, 0, checked_flag("normalize", normalize), reduction, masking, empty_score, implementation)
     number, learned = (1.0, temperature) if isinstance(temperature, Tensor) else (temperature, None)
     comparison = Comparison(
-        CROSS_ENTROPY, number, margin, bool(symmetric), loss_reduction=loss_reduction,
-        with_statistics=bool(with_statistics), max_scratch_bytes=max_scratch_bytes,
+        CROSS_ENTROPY, number, margin, symmetric, loss_reduction=loss_reduction,
+        with_statistics=with_statistics, max_scratch_bytes=max_scratch_bytes,
     )  # fmt: skip
     loss, statistics = loss_of(tensors, options, max_document_length, Targets(labels, exclude, learned), comparison)
     return (loss, LossStatistics(*statistics.unbind())) if with_statistics else loss
@@ -277,10 +278,10 @@ def maxsim_kl_divergence(
     tensor(0.)
     """
     tensors = Tensors(queries, documents, queries_mask, documents_mask, None, documents_cu_seqlens)
-    options = Options(0, 0, 0, bool(normalize), reduction, masking, empty_score, implementation)
+    options = Options(0, 0, 0, checked_flag("normalize", normalize), reduction, masking, empty_score, implementation)
     number, learned = (1.0, temperature) if isinstance(temperature, Tensor) else (temperature, None)
     comparison = Comparison(
-        DIVERGENCE, number, teacher_temperature=teacher_temperature, normalize_scores=bool(normalize_scores),
+        DIVERGENCE, number, teacher_temperature=teacher_temperature, normalize_scores=normalize_scores,
         loss_reduction=loss_reduction, max_scratch_bytes=max_scratch_bytes,
     )  # fmt: skip
     return loss_of(tensors, options, max_document_length, Targets(teacher_scores, None, learned), comparison)[0]
@@ -347,6 +348,6 @@ def maxsim_margin_mse(
     tensor(4.)
     """
     tensors = Tensors(queries, documents, queries_mask, documents_mask, None, documents_cu_seqlens)
-    options = Options(0, 0, 0, bool(normalize), reduction, masking, empty_score, implementation)
+    options = Options(0, 0, 0, checked_flag("normalize", normalize), reduction, masking, empty_score, implementation)
     comparison = Comparison(MARGIN_MSE, loss_reduction=loss_reduction, max_scratch_bytes=max_scratch_bytes)
     return loss_of(tensors, options, max_document_length, Targets(teacher_scores), comparison)[0]

@@ -31,6 +31,7 @@ from .checks import (
     check_mask_layout,
     check_number,
     check_tensor,
+    checked_flag,
 )
 from .compute import compute, compute_gradients
 from .operator import define
@@ -143,7 +144,7 @@ def maxsim(
     Raises
     ------
     TypeError
-        If an argument is no tensor, of another dtype than named above, or the two dtypes differ.
+        If an argument is no dense tensor, of another dtype than named above, or the two dtypes differ.
     ValueError
         If shapes, devices or embedding sizes do not fit together, a mask holds values that it may not, or requires a
         gradient, an option is none of its choices, or an implementation asked for by name cannot take the input.
@@ -158,7 +159,7 @@ def maxsim(
     >>> maxsim(queries, documents)
     tensor([[1.5000, 0.0000]])
     """
-    options = Options(0, 0, 0, bool(normalize), reduction, masking, empty_score, implementation)
+    options = Options(0, 0, 0, checked_flag("normalize", normalize), reduction, masking, empty_score, implementation)
     if isinstance(documents, QuantizedEmbeddings):
         # It builds on this module.
         from .quantized import scores_of_quantized
@@ -219,7 +220,7 @@ def maxsim_pairwise(
     if documents_mask is not None:
         check_mask_layout("documents_mask", documents_mask, documents)
         documents_mask = documents_mask.unsqueeze(1)
-    options = Options(0, 0, 0, bool(normalize), reduction, masking, empty_score, implementation)
+    options = Options(0, 0, 0, checked_flag("normalize", normalize), reduction, masking, empty_score, implementation)
     tensors = Tensors(queries, documents.unsqueeze(1), queries_mask, documents_mask)
     return scores_of("maxsim", tensors, options).squeeze(1)
 
@@ -236,15 +237,15 @@ def checked(
     check_choice("reduction", options.reduction, REDUCTIONS)
     check_choice("masking", options.masking, MASKINGS)
     check_choice("implementation", options.implementation, implementations)
-    if type(options.empty_score) is not float:
+    if type(options.empty_score) is not float or options.empty_score != 0.0:
         check_number("empty_score", options.empty_score)
     queries, documents, queries_mask, documents_mask = tensors[:4]
     check_tensor("queries", queries)
     check_tensor("documents", documents)
-    if not (queries_mask is None or isinstance(queries_mask, Tensor)):
-        raise TypeError(f"queries_mask must be a torch.Tensor or None, got {type(queries_mask).__name__}")
-    if not (documents_mask is None or isinstance(documents_mask, Tensor)):
-        raise TypeError(f"documents_mask must be a torch.Tensor or None, got {type(documents_mask).__name__}")
+    if queries_mask is not None:
+        check_tensor("queries_mask", queries_mask, otherwise=" or None")
+    if documents_mask is not None:
+        check_tensor("documents_mask", documents_mask, otherwise=" or None")
     check_differentiation(operation, queries, documents)
     cast = autocast(queries, documents)
     return tensors if cast[0] is queries and cast[1] is documents else Tensors(cast[0], cast[1], *tensors[2:])

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..problem import Problem, Tensors
-from .checks import LARGEST, check_boundaries, check_integer, check_list, is_readable, item_as_tensor
+from .checks import LARGEST, check_boundaries, check_integer, check_list, check_tensor, is_readable, item_as_tensor
 
 
 def pack(sequences: Sequence[Tensor | np.ndarray]) -> tuple[Tensor, Tensor]:
@@ -84,7 +84,7 @@ def unpack(values: Tensor, cu_seqlens: Tensor) -> list[Tensor]:
     Raises
     ------
     TypeError
-        If an argument is no tensor, or `cu_seqlens` neither int32 nor int64.
+        If an argument is no dense tensor, or `cu_seqlens` neither int32 nor int64.
     ValueError
         If `cu_seqlens` does not rise from 0 to T.
 
@@ -95,11 +95,10 @@ def unpack(values: Tensor, cu_seqlens: Tensor) -> list[Tensor]:
     >>> [sequence.tolist() for sequence in unpack(values, cu_seqlens)]
     [[[1.0], [1.0]], [[0.0]]]
     """
-    if not isinstance(values, Tensor):
-        raise TypeError(f"values must be a torch.Tensor, got {type(values).__name__}")
+    check_tensor("values", values)
     if values.dim() == 0:
         raise ValueError("values must have shape [T, ...], got []")
-    check_boundaries("cu_seqlens", cu_seqlens)
+    check_boundaries("cu_seqlens", cu_seqlens, values)
     bounds = host_bounds("cu_seqlens", cu_seqlens, values.shape[0], "values")
     return list(values.split(np.diff(bounds).tolist()))
 
@@ -148,7 +147,8 @@ def longest(name: str, cu_seqlens: Tensor, total: int, of: str, given: int | Non
     # A single sequence is all there is. Where nothing can be looked at, any bound will do.
     if cu_seqlens.shape[0] <= 2 or cu_seqlens.is_meta:
         return total
-    return int(cu_seqlens.diff().max())
+    # Of a compiler that knows no numbers, a symbol.
+    return cu_seqlens.diff().max().item()  # type: ignore[return-value]
 
 
 def host_bounds_of(problem: Problem, tensors: Tensors) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:

@@ -184,7 +184,7 @@ def quantize(embeddings: Tensor, precision: str = "int8", *, cu_seqlens: Tensor 
             assert offset is not None
             offsets.view(-1)[block] = offset
     if cu_seqlens is not None:
-        check_boundaries("cu_seqlens", cu_seqlens)
+        check_boundaries("cu_seqlens", cu_seqlens, embeddings)
         cu_seqlens = cu_seqlens.to(values.device, copy=True)
     return QuantizedEmbeddings(values, scales, offsets, cu_seqlens)
 

@@ -19,7 +19,7 @@ from ..kernels.select import choose
 from ..problem import Options, Problem, Tensors, replaced, sizes_of
 from .blocked import block_budget, document_blocks
 from .blocked_varlen import sequence_blocks
-from .checks import check, checked_problem
+from .checks import check, checked_flag, checked_problem
 from .compute import active_counts, compute, kernels, with_empty_score
 from .maxsim import checked, maxsim_reference
 from .operator import LIBRARY, needs_gradient
@@ -59,7 +59,9 @@ def scores_of_quantized(
 ) -> Tensor:
     """The scores of a call by the operator; `tensors` have the values of the documents in their place."""
     tensors = checked_with_values(operation, tensors, options)
-    return _maxsim_quantized(*tensors, *options, documents.scales, documents.offsets, bool(quantize_queries))
+    return _maxsim_quantized(
+        *tensors, *options, documents.scales, documents.offsets, checked_flag("quantize_queries", quantize_queries)
+    )
 
 
 def checked_with_values(operation: str, tensors: Tensors, options: Options) -> Tensors:

@@ -8,6 +8,7 @@ all tokens. What a list costs then is the host's time to ask every tensor for it
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -17,13 +18,14 @@ from torch import Tensor
 from ..kernels.select import IMPLEMENTATIONS, choose
 from ..problem import Options, Places, Tensors
 from .blocked_pairs import scores_of_pairs
-from .checks import check_boundaries, check_choice, check_list, check_same, check_tensor, is_readable
+from .checks import check_boundaries, check_choice, check_list, check_same, check_tensor, checked_flag, is_readable
 from .compute import compute, kernels
-from .lists import Sequences, sequences_of
+from .lists import Sequences, sequences_of, tensors_of
 from .maxsim import autocast, checked, scores_of
 from .operator import is_plain, needs_gradient
 from .packing import longest
 from .staging import concatenate
+from .varlen import with_lengths
 
 
 def maxsim_ragged(
@@ -76,7 +78,7 @@ def maxsim_ragged(
     >>> maxsim_ragged([torch.eye(2)], documents)
     tensor([[ 1.5000, -1.0000]])
     """
-    options = Options(0, 0, 0, bool(normalize), reduction, "exclude", empty_score, implementation)
+    options = Options(0, 0, 0, checked_flag("normalize", normalize), reduction, "exclude", empty_score, implementation)
     return _scores("maxsim_ragged", queries, documents, queries_mask, candidates_cu_seqlens, options)
 
 
@@ -121,12 +123,12 @@ def maxsim_ragged_pairwise(
         check_list("queries", queries)
     if len(queries) != len(documents):
         raise ValueError(f"documents must have one document per query, {len(queries)}, got {len(documents)} documents")
-    options = Options(0, 0, 0, bool(normalize), reduction, "exclude", empty_score, implementation)
+    options = Options(0, 0, 0, checked_flag("normalize", normalize), reduction, "exclude", empty_score, implementation)
     candidates = torch.arange(len(documents) + 1, dtype=torch.int32, device="cpu")
-    operation, found = "maxsim_ragged_pairwise", sequences_of("documents", documents)
-    if isinstance(queries, Tensor) or queries_mask is not None:
-        return _scores(operation, queries, found, queries_mask, candidates, options)
-    listed = sequences_of("queries", queries)
+    operation = "maxsim_ragged_pairwise"
+    if isinstance(queries, Tensor) or queries_mask is not None or torch.compiler.is_compiling():
+        return _scores(operation, queries, documents, queries_mask, candidates, options)
+    found, listed = sequences_of("documents", documents), sequences_of("queries", queries)
     if _are_scored_one_by_one(operation, listed, found, options):
         return scores_of_pairs(listed, found, options)
     return _scores(operation, listed, found, None, candidates, options)
@@ -147,6 +149,9 @@ def _are_scored_one_by_one(operation: str, queries: Sequences, documents: Sequen
     tensors = Tensors(query, documents.examples[0])
     check_same(*tensors[:2])
     return checked(operation, tensors, options) is tensors
+
+
+_MASK_OF_A_LIST = "queries_mask must be None where queries are a list, which has no padding to mask"
 
 
 class Call(NamedTuple):
@@ -174,13 +179,13 @@ def call_of(
     if isinstance(queries, Tensor):
         check_tensor("queries", queries, {3: "[Nq, Lq, d]"})
     elif queries_mask is not None:
-        raise ValueError("queries_mask must be None where queries are a list, which has no padding to mask")
+        raise ValueError(_MASK_OF_A_LIST)
     else:
         listed = sequences_of("queries", queries)
         examples = listed.examples
         options = options._replace(max_query_length=listed.longest)
     if candidates is not None:
-        check_boundaries("candidates_cu_seqlens", candidates)
+        check_boundaries("candidates_cu_seqlens", candidates, found.tensors[0])
         most = longest("candidates_cu_seqlens", candidates, len(found.tensors), "documents", None)
         options = options._replace(max_candidates=most)
     options = options._replace(max_document_length=found.longest)
@@ -192,10 +197,44 @@ def call_of(
 
 
 def _scores(operation: str, *arguments: Any) -> Tensor:
+    if torch.compiler.is_compiling():
+        return _scores_in_a_graph(operation, *arguments)
     call = call_of(operation, *arguments)
     if call.places is None:
         return scores_of(operation, call.tensors, call.options)
     return compute(call.tensors, call.options, False, call.places)[0]
+
+
+def _scores_in_a_graph(
+    operation: str,
+    queries: Tensor | Sequence[Tensor | np.ndarray],
+    documents: Sequence[Tensor | np.ndarray],
+    queries_mask: Tensor | None,
+    candidates: Tensor | None,
+    options: Options,
+) -> Tensor:
+    """The scores of a call that is compiled: lists are packed, and lengths may be symbols."""
+    values, bounds, longest_document = _packed_in_a_graph("documents", documents)
+    of_queries, longest_query = None, None
+    if isinstance(queries, Tensor):
+        check_tensor("queries", queries, {3: "[Nq, Lq, d]"})
+    elif queries_mask is not None:
+        raise ValueError(_MASK_OF_A_LIST)
+    else:
+        queries, of_queries, longest_query = _packed_in_a_graph("queries", queries)
+    if values.device.type == "cpu":
+        values, bounds = values.to(queries.device), bounds.to(queries.device)
+    tensors = Tensors(queries, values, queries_mask, None, of_queries, bounds, candidates)
+    return scores_of(operation, tensors, with_lengths(tensors, options, longest_query, longest_document))
+
+
+def _packed_in_a_graph(name: str, values: Sequence[Tensor | np.ndarray]) -> tuple[Tensor, Tensor, int]:
+    """The tokens of a list one after the other, their boundaries, and the longest length."""
+    check_list(name, values)
+    tensors = tensors_of(name, values)
+    lengths = [tensor.shape[0] for tensor in tensors]
+    packed = torch.cat(tensors)
+    return packed, torch.tensor([0, *accumulate(lengths)], device=packed.device), max(lengths)
 
 
 def _packed(tensors: Tensors, queries: Sequences | None, documents: Sequences) -> Tensors:

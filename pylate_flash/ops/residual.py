@@ -97,7 +97,7 @@ def maxsim_residual(
     Raises
     ------
     TypeError
-        If an argument is no tensor of the dtype named above, or `documents` are no `ResidualCodes`.
+        If an argument is no dense tensor of the dtype named above, or `documents` are no `ResidualCodes`.
     ValueError
         If shapes, devices or embedding sizes do not fit together, a mask holds values that it may not, a candidate is
         no document, an option is none of its choices, or implementation="triton" cannot take the input.

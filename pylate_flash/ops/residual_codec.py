@@ -111,7 +111,7 @@ class ResidualCodec:
             span the tokens.
         """
         _check_embeddings(embeddings)
-        check_boundaries("cu_seqlens", cu_seqlens)
+        check_boundaries("cu_seqlens", cu_seqlens, embeddings)
         if embeddings.shape[1] != self.centroids.shape[1]:
             raise ValueError(
                 f"embeddings must have the embedding size of centroids, {self.centroids.shape[1]}, got "
@@ -305,6 +305,8 @@ def _read_json(path: Path) -> Any:
 
 def _check_embeddings(embeddings: Tensor) -> None:
     check_embeddings("embeddings", embeddings, {2: "[T, d]"})
+    if embeddings.is_meta:
+        raise ValueError("embeddings must hold values, got a tensor on device meta")
     if not torch.isfinite(embeddings).all():
         raise ValueError("embeddings must be finite, got NaN or infinity")
 

@@ -30,6 +30,7 @@ from .checks import (
     check_differentiation,
     check_integer,
     check_tensor,
+    checked_flag,
     is_positive,
     is_readable,
     no_second_derivative,
@@ -143,8 +144,8 @@ def soft_maxsim(
     Raises
     ------
     TypeError
-        If an argument is no tensor, of another dtype than named above, or the two dtypes differ; if beta is neither a
-        number nor a floating tensor, or max_scratch_bytes no integer.
+        If an argument is no dense tensor, of another dtype than named above, or the two dtypes differ; if beta is
+        neither a number nor a floating tensor, or max_scratch_bytes no integer.
     ValueError
         If shapes, devices or embedding sizes do not fit together, a mask holds values that it may not, or requires a
         gradient, beta is not one finite value above 0 in the type that it is computed with in, max_scratch_bytes is
@@ -162,7 +163,7 @@ def soft_maxsim(
     >>> soft_maxsim(queries, documents, 1e4)
     tensor([[1.5000, 0.0000]])
     """
-    options = Options(0, 0, 0, bool(normalize), reduction, masking, empty_score, implementation)
+    options = Options(0, 0, 0, checked_flag("normalize", normalize), reduction, masking, empty_score, implementation)
     tensors = Tensors(queries, documents, queries_mask, documents_mask)
     return soft_scores_of("soft_maxsim", tensors, beta, options, max_scratch_bytes)
 
@@ -217,7 +218,7 @@ def soft_maxsim_varlen(
     check_tensor("queries", queries, {2: "[Tq, d]"})
     check_tensor("documents", documents, {2: "[Td, d]"})
     tensors = Tensors(queries, documents, None, None, queries_cu_seqlens, documents_cu_seqlens, candidates_cu_seqlens)
-    options = Options(0, 0, 0, bool(normalize), reduction, "exclude", empty_score, implementation)
+    options = Options(0, 0, 0, checked_flag("normalize", normalize), reduction, "exclude", empty_score, implementation)
     options = with_lengths(tensors, options, max_query_length, max_document_length)
     return soft_scores_of("soft_maxsim_varlen", tensors, beta, options)
 
@@ -246,6 +247,7 @@ def checked_beta(beta: float | Tensor, queries: Tensor) -> Tensor:
     """
     dtype = accumulation_dtype(queries.dtype)
     if isinstance(beta, Tensor):
+        check_tensor("beta", beta)
         if not beta.is_floating_point():
             raise TypeError(f"beta must be a number or a floating tensor of one element, got {beta.dtype}")
         if beta.numel() != 1:

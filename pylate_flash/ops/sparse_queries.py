@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ..kernels.select import choose
 from ..problem import Options, Tensors, sizes_of, winners_dtype
-from .checks import check, check_tensor, checked_problem, is_readable
+from .checks import check, check_tensor, checked_flag, checked_problem, is_readable
 from .compute import compute_gradients, kernels, with_empty_score
 from .loss_call import check_packing
 from .maxsim import checked, maxsim_reference
@@ -142,9 +142,8 @@ def maxsim_sparse_queries(
     packed = documents_cu_seqlens is not None
     layouts = {2: "[Td, d]"} if packed else {3: "[Nd, Ld, d]", 4: "[Nq, K, Ld, d]"}
     check_tensor("documents", documents, layouts)
-    options = Options(0, 0, 0, bool(normalize), reduction, masking, empty_score, implementation)
-    if not isinstance(query_tokens, Tensor):
-        raise TypeError(f"query_tokens must be a torch.Tensor, got {type(query_tokens).__name__}")
+    options = Options(0, 0, 0, checked_flag("normalize", normalize), reduction, masking, empty_score, implementation)
+    check_tensor("query_tokens", query_tokens)
     tensors = Tensors(queries, documents, queries_mask, documents_mask, None, documents_cu_seqlens)
     check_packing(tensors, max_document_length)
     tensors = checked("maxsim_sparse_queries", tensors, options)
@@ -152,8 +151,8 @@ def maxsim_sparse_queries(
         options = with_lengths(tensors, options, None, max_document_length)
     mean = reduction == "mean"
     scores = _sparse_queries(
-        *tensors[:2], query_tokens, *tensors[2:4], documents_cu_seqlens, options.max_document_length, bool(normalize),
-        masking, 0.0 if mean else empty_score, implementation,
+        *tensors[:2], query_tokens, *tensors[2:4], documents_cu_seqlens, options.max_document_length,
+        options.normalize, masking, 0.0 if mean else empty_score, implementation,
     )  # fmt: skip
     if not mean:
         return scores
@@ -161,7 +160,7 @@ def maxsim_sparse_queries(
     if queries_mask is not None:
         counted = counted & (queries_mask != 0).unsqueeze(1)
     # The score of an empty document is not divided.
-    return with_empty_score(scores / counted.sum(dim=-1).clamp(min=1), tensors, empty_score)
+    return with_empty_score(scores / counted.sum(dim=-1).clamp(min=1), tensors, torch.sym_float(empty_score))
 
 
 def _chosen(query_tokens: Tensor, queries: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..problem import Options, Tensors
-from .checks import check_boundaries, check_candidates, check_tensor
+from .checks import check_boundaries, check_candidates, check_tensor, checked_flag
 from .maxsim import scores_of
 from .operator import needs_gradient
 from .packing import longest
@@ -108,7 +108,7 @@ def maxsim_varlen(
     Raises
     ------
     TypeError
-        If an argument is no tensor of the dtype named above, or the dtypes differ.
+        If an argument is no dense tensor of the dtype named above, or the dtypes differ.
     ValueError
         If shapes, devices or embedding sizes do not fit together, boundaries do not span the tokens, a sequence is
         longer than it may be, an option is none of its choices, or an implementation asked for by name cannot take the
@@ -128,7 +128,7 @@ def maxsim_varlen(
     values = documents.values if isinstance(documents, QuantizedEmbeddings) else documents
     check_tensor("documents", values, {2: "[Td, d]"})
     tensors = Tensors(queries, values, None, None, queries_cu_seqlens, documents_cu_seqlens, candidates_cu_seqlens)
-    options = Options(0, 0, 0, bool(normalize), reduction, "exclude", empty_score, implementation)
+    options = Options(0, 0, 0, checked_flag("normalize", normalize), reduction, "exclude", empty_score, implementation)
     options = with_lengths(tensors, options, max_query_length, max_document_length)
     if isinstance(documents, QuantizedEmbeddings):
         # It builds on this module.
@@ -181,17 +181,17 @@ def maxsim_varlen_pairwise(
     """
     check_tensor("queries", queries, {2: "[Tq, d]"})
     check_tensor("documents", documents, {2: "[Td, d]"})
-    for name, value in (("queries_cu_seqlens", queries_cu_seqlens), ("documents_cu_seqlens", documents_cu_seqlens)):
-        check_boundaries(name, value)
+    check_boundaries("queries_cu_seqlens", queries_cu_seqlens, queries)
+    check_boundaries("documents_cu_seqlens", documents_cu_seqlens, documents)
     entries = queries_cu_seqlens.shape[0]
     if documents_cu_seqlens.shape[0] != entries:
         raise ValueError(
             f"documents_cu_seqlens must have as many entries as queries_cu_seqlens, {entries}, "
             f"got {documents_cu_seqlens.shape[0]}"
         )
-    candidates = torch.arange(entries, dtype=torch.int32, device=queries.device)
+    candidates = torch.arange(entries, dtype=torch.int32, device=documents.device)
     tensors = Tensors(queries, documents, None, None, queries_cu_seqlens, documents_cu_seqlens, candidates)
-    options = Options(0, 0, 0, bool(normalize), reduction, "exclude", empty_score, implementation)
+    options = Options(0, 0, 0, checked_flag("normalize", normalize), reduction, "exclude", empty_score, implementation)
     options = with_lengths(tensors, options, max_query_length, max_document_length, max_candidates=1)
     return scores_of("maxsim_varlen_pairwise", tensors, options)
 
@@ -210,13 +210,12 @@ def with_lengths(
     """
     queries, documents, _, _, queries_cu_seqlens, documents_cu_seqlens, candidates = tensors
     if queries_cu_seqlens is not None or queries.dim() == 2:
-        check_boundaries("queries_cu_seqlens", queries_cu_seqlens)
-    check_boundaries("documents_cu_seqlens", documents_cu_seqlens)
+        check_boundaries("queries_cu_seqlens", queries_cu_seqlens, queries)
+    check_boundaries("documents_cu_seqlens", documents_cu_seqlens, documents)
     assert documents_cu_seqlens is not None
     if candidates is not None:
-        check_candidates(
-            candidates, queries.shape[0] if queries_cu_seqlens is None else queries_cu_seqlens.shape[0] - 1
-        )
+        n_queries = queries.shape[0] if queries_cu_seqlens is None else queries_cu_seqlens.shape[0] - 1
+        check_candidates(candidates, n_queries, documents)
     if queries_cu_seqlens is not None:
         max_query_length = longest(
             "queries_cu_seqlens", queries_cu_seqlens, queries.shape[0], "queries", max_query_length
@@ -234,4 +233,7 @@ def with_lengths(
     if candidates is not None and max_candidates is None:
         n_documents = documents_cu_seqlens.shape[0] - 1
         max_candidates = longest("candidates_cu_seqlens", candidates, n_documents, "documents", None)
-    return Options(max_query_length or 0, max_document_length, max_candidates or 0, *options[3:])
+    # By no truth of a number, which a compiler may know only when it runs.
+    max_query_length = 0 if max_query_length is None else max_query_length
+    max_candidates = 0 if max_candidates is None else max_candidates
+    return Options(max_query_length, max_document_length, max_candidates, *options[3:])

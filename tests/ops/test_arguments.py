@@ -21,6 +21,7 @@ from pylate_flash import (
     maxsim_cross_entropy,
     maxsim_from_hidden,
     maxsim_kl_divergence,
+    maxsim_margin_mse,
     maxsim_pairwise,
     maxsim_ragged,
     maxsim_ragged_pairwise,
@@ -85,19 +86,74 @@ def operation(request) -> Callable[..., Tensor]:
         (None, TypeError, "empty_score must be a number, got NoneType"),
         ("x", TypeError, "empty_score must be a number, got str"),
         (1j, TypeError, "empty_score must be a number, got complex"),
-        (10**400, ValueError, "empty_score must be a number that a float can hold, got 1000"),
+        (torch.ones(2), TypeError, "empty_score must be a number, got Tensor"),
+        (
+            10**5000,
+            ValueError,
+            "empty_score must be infinite, or a number that float32 .*, got an integer of 16610 bits",
+        ),
+        (-1e39, ValueError, "empty_score must be infinite, or a number that float32 can hold, got -1e\\+39"),
     ],
-    ids=["None", "str", "complex", "huge"],
+    ids=["None", "str", "complex", "tensor", "huge", "float64"],
 )
 def test_the_empty_score_is_a_number(operation, value: object, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         operation(empty_score=value)
 
 
+SEVERAL = torch.tensor([True, False]), np.array([True, False])
+WITHOUT_NORMALIZE = ("xtr", "residual", "chamfer", "chamfer varlen")
+FLAGS = [
+    *(("normalize", call) for name, call in OPERATIONS.items() if name not in WITHOUT_NORMALIZE),
+    ("normalize", lambda **options: maxsim_margin_mse(QUERIES, DOCUMENTS, TEACHER, **options)),
+    ("normalize", lambda **options: explain(QUERIES, DOCUMENTS, **options)),
+    ("soft", lambda **options: explain(QUERIES, DOCUMENTS, **options)),
+    ("symmetric", OPERATIONS["cross entropy"]),
+    ("with_statistics", OPERATIONS["cross entropy"]),
+    ("normalize_scores", OPERATIONS["divergence"]),
+    ("quantize_queries", OPERATIONS["quantized"]),
+    ("quantize_queries", lambda **options: explain(QUERIES, quantize(DOCUMENTS), **options)),
+]
+
+
+@pytest.mark.parametrize("value", [*SEVERAL, torch.tensor(True), 1, "no", None], ids=repr)
+@pytest.mark.parametrize(("flag", "call"), FLAGS)
+def test_flags_are_true_or_false(flag: str, call: Callable[..., object], value: object) -> None:
+    with pytest.raises(TypeError, match=f"{flag} must be True or False, got {type(value).__name__}"):
+        call(**{flag: value})
+
+
+@pytest.mark.parametrize(("flag", "call"), FLAGS)
+def test_flags_may_be_numpys(flag: str, call: Callable[..., object]) -> None:
+    call(**{flag: np.False_})
+
+
+@pytest.mark.parametrize("value", [*SEVERAL, ["sum"], None], ids=repr)
+@pytest.mark.parametrize(
+    ("choice", "call"),
+    [
+        *(("implementation", call) for call in OPERATIONS.values()),
+        ("masking", OPERATIONS["maxsim"]),
+        ("reduction", OPERATIONS["maxsim"]),
+        ("reduction", OPERATIONS["chamfer"]),
+        ("metric", OPERATIONS["chamfer"]),
+        ("normalizer", OPERATIONS["xtr"]),
+        ("loss_reduction", OPERATIONS["cross entropy"]),
+        ("precision", lambda precision: quantize(DOCUMENTS, precision)),
+    ],
+)
+def test_choices_are_names(choice: str, call: Callable[..., object], value: object) -> None:
+    with pytest.raises(ValueError, match=f"{choice} must be one of '"):
+        call(**{choice: value})
+
+
 @pytest.mark.parametrize("value", [2, 2**70, np.float32(2.0), np.int64(2), True], ids=repr)
 def test_any_real_number_is_an_empty_score(value: object) -> None:
     expected = torch.full((1, 2), float(value))
     assert torch.equal(maxsim(QUERIES, DOCUMENTS, documents_mask=torch.zeros(2, 3), empty_score=value), expected)
+    masked = {"documents_mask": torch.zeros(2, 3), "empty_score": value}
+    for reduction in ("sum", "mean"):
+        assert torch.equal(maxsim_sparse_queries(QUERIES, DOCUMENTS, CHOSEN, **masked, reduction=reduction), expected)
     ragged = maxsim_ragged_pairwise([torch.ones(2, 8)], [torch.ones(0, 8)], empty_score=value)
     assert torch.equal(ragged, expected[0, :1])
 

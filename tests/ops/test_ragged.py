@@ -17,7 +17,7 @@ from pylate_flash.ops.varlen import maxsim_varlen_reference
 from pylate_flash.problem import Options
 from tests.ops.cases import FLOAT32_SCORES
 from tests.ops.test_hidden import Operators
-from tests.ops.test_varlen import OPTIONS, packed
+from tests.ops.test_varlen import packed
 
 
 def lists_of(case: tuple) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -25,7 +25,7 @@ def lists_of(case: tuple) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     return unpack(queries, queries_cu_seqlens), unpack(documents, documents_cu_seqlens)
 
 
-@settings(max_examples=60, **OPTIONS)
+@settings(max_examples=60)
 @given(case=packed())
 def test_scores_are_those_of_every_pair(case: tuple) -> None:
     (queries, documents, *bounds), options = case

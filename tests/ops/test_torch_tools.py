@@ -7,12 +7,21 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd import forward_ad
 
-from pylate_flash import maxsim, maxsim_cross_entropy, maxsim_from_hidden
+from pylate_flash import (
+    maxsim,
+    maxsim_cross_entropy,
+    maxsim_from_hidden,
+    maxsim_ragged,
+    maxsim_ragged_pairwise,
+    maxsim_varlen,
+)
 from tests.ops.operations import OF_TENSORS, Operation, check_changed_in_place, operations
 
 QUERIES, DOCUMENTS, WEIGHT = torch.randn(2, 3, 4), torch.randn(3, 5, 4), torch.randn(4, 4)
+BOUNDS = torch.tensor([0, 3, 6]), torch.tensor([0, 5, 10, 15])
 EVERY = operations()
 
 
@@ -56,6 +65,63 @@ def test_a_loss_compiles_by_default() -> None:
     with torch.no_grad():
         found = torch.compile(maxsim_cross_entropy, fullgraph=True)(QUERIES, DOCUMENTS)
     torch.testing.assert_close(found, maxsim_cross_entropy(QUERIES, DOCUMENTS))
+
+
+OWNED = torch.tensor([0, 2, 3])
+LISTS = {
+    "all pairs": lambda query, *documents: maxsim_ragged([query, QUERIES[0]], documents),
+    "candidates": lambda query, *documents: maxsim_ragged(
+        [query, QUERIES[0]], documents, candidates_cu_seqlens=OWNED, reduction="mean"
+    ),
+    "padded queries": lambda query, *documents: maxsim_ragged(QUERIES + query.sum(), documents),
+    "pairs": lambda query, *documents: maxsim_ragged_pairwise([*QUERIES, query], documents),
+}
+
+
+@pytest.mark.parametrize("lists", LISTS)
+def test_lists_of_all_lengths_are_two_graphs(lists: str) -> None:
+    """The first is for the lengths that it met, the second for all."""
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(LISTS[lists], fullgraph=True, backend=counter)
+    for lengths in ((2, 3, 4, 5), (5, 2, 9, 4), (3, 8, 6, 7)):
+        leaves = [torch.randn(length, 4, requires_grad=True) for length in lengths]
+        results = []
+        for function in (compiled, LISTS[lists]):
+            scores = function(*leaves)
+            results.append([scores, *torch.autograd.grad(scores.sum(), leaves)])
+        torch.testing.assert_close(*results)
+    assert counter.frame_count <= 2
+
+
+def test_candidates_are_counted_when_the_graph_runs() -> None:
+    def scores(queries: Tensor, owned: Tensor) -> Tensor:
+        tokens = queries.flatten(0, 1), DOCUMENTS.flatten(0, 1)
+        lengths = {"max_query_length": 3, "max_document_length": 5}
+        return maxsim_varlen(*tokens, *BOUNDS, candidates_cu_seqlens=owned, **lengths)
+
+    compiled = torch.compile(scores, fullgraph=True, backend="aot_eager")
+    for owned in (OWNED, torch.tensor([0, 0, 3])):
+        torch.testing.assert_close(compiled(QUERIES, owned), scores(QUERIES, owned))
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+def test_losses_of_queries_are_exported_for_any_batch(packed: bool, symmetric: bool) -> None:
+    class Loss(torch.nn.Module):
+        def forward(self, queries: Tensor, documents: Tensor, bounds: Tensor) -> Tensor:
+            packing = {"documents_cu_seqlens": bounds, "max_document_length": 5} if packed else {}
+            return maxsim_cross_entropy(queries, documents, symmetric=symmetric, loss_reduction="none", **packing)
+
+    def batch(n_queries: int, n_documents: int) -> tuple[Tensor, ...]:
+        documents = torch.randn(n_documents, 5, 4)
+        bounds = torch.arange(n_documents + 1) * 5
+        return torch.randn(n_queries, 3, 4), documents.flatten(0, 1) if packed else documents, bounds
+
+    first = batch(4, 6)
+    sizes = tuple(dict.fromkeys(range(tensor.dim()), torch.export.Dim.AUTO) for tensor in first)
+    exported = torch.export.export(Loss(), first, dynamic_shapes=sizes).module()
+    for other in (first, batch(3, 7)):
+        torch.testing.assert_close(exported(*other), Loss()(*other))
 
 
 def test_a_label_out_of_range_is_not_a_number_where_no_value_can_be_looked_at() -> None:

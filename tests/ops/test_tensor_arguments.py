@@ -1,0 +1,158 @@
+"""Every tensor that an operation takes is dense and holds its values, or one error names it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pylate_flash import (
+    QuantizedEmbeddings,
+    ResidualCodec,
+    ResidualCodes,
+    chamfer,
+    chamfer_varlen,
+    explain,
+    maxsim,
+    maxsim_cross_entropy,
+    maxsim_from_hidden,
+    maxsim_kl_divergence,
+    maxsim_margin_mse,
+    maxsim_pairwise,
+    maxsim_ragged,
+    maxsim_ragged_pairwise,
+    maxsim_residual,
+    maxsim_sparse_queries,
+    maxsim_varlen,
+    maxsim_varlen_pairwise,
+    pack,
+    quantize,
+    soft_maxsim,
+    soft_maxsim_varlen,
+    train_residual_codec,
+    unpack,
+    xtr_scores,
+)
+from tests.ops.operations import operations
+from tests.ops.residual_cases import residual_codes
+
+Q, D, WEIGHT, BIAS, TWO = torch.ones(2, 3, 8), torch.ones(3, 5, 8), torch.ones(8, 8), torch.ones(8), torch.tensor(2.0)
+ROWS, OTHERS = Q.flatten(0, 1), D.flatten(0, 1)
+PADDED = {"queries": Q, "documents": D, "queries_mask": torch.ones(2, 3), "documents_mask": torch.ones(3, 5)}
+BOUNDS = {"queries_cu_seqlens": torch.tensor([0, 3, 6]), "documents_cu_seqlens": torch.tensor([0, 5, 15])}
+PACKED = {"queries": ROWS, "documents": OTHERS, **BOUNDS}
+LAYER = {"weight": WEIGHT, "bias": BIAS}
+OWNED = {"candidates_cu_seqlens": torch.tensor([0, 1, 2])}
+CODES = residual_codes([5, 0, 3], 8, 4)
+FIELDS = {name: getattr(CODES, name) for name in ("codes", "residuals", "centroids", "bucket_weights", "cu_seqlens")}
+CODEC = {"centroids": torch.eye(8), "bucket_cutoffs": torch.zeros(3), "bucket_weights": torch.zeros(4)}
+TEACHER = {"teacher_scores": torch.ones(2, 3)}
+QUANTIZED = quantize(D, "uint8")
+VALUES = {name: getattr(QUANTIZED, name) for name in ("values", "scales", "offsets")}
+
+# A function, and all tensors that it takes by name.
+CALLS: dict[str, tuple[Callable[..., Any], dict[str, Tensor]]] = {
+    "maxsim": (maxsim, PADDED),
+    "pairs": (maxsim_pairwise, {**PADDED, "queries": D, "queries_mask": torch.ones(3, 5)}),
+    "varlen": (maxsim_varlen, {**PACKED, **OWNED}),
+    "varlen pairs": (maxsim_varlen_pairwise, PACKED),
+    "ragged": (
+        lambda queries, documents, **given: maxsim_ragged([Q[0], queries], [D[0], documents], **given),
+        {"queries": Q[1], "documents": D[1], **OWNED},
+    ),
+    "ragged pairs": (
+        lambda queries, documents: maxsim_ragged_pairwise([queries, Q[0]], [documents, D[0]]),
+        {"queries": Q[1], "documents": D[1]},
+    ),
+    "soft": (soft_maxsim, {**PADDED, "beta": TWO}),
+    "soft varlen": (soft_maxsim_varlen, {**PACKED, **OWNED, "beta": TWO}),
+    "sparse": (maxsim_sparse_queries, {**PADDED, "query_tokens": torch.zeros(3, 1, dtype=torch.int64)}),
+    "XTR": (xtr_scores, PADDED),
+    "hidden": (
+        lambda documents, **given: maxsim_from_hidden(hidden=documents, **given),
+        {**PADDED, **LAYER, "queries_weight": WEIGHT, "queries_bias": BIAS},
+    ),
+    "packed hidden": (
+        lambda documents, **given: maxsim_from_hidden(hidden=documents, **given),
+        {**PACKED, **OWNED, **LAYER},
+    ),
+    "residual": (
+        lambda **given: maxsim_residual(documents=CODES, **given),
+        {"queries": Q, "queries_mask": torch.ones(2, 3), "candidates": torch.zeros(2, 1, dtype=torch.int64)},
+    ),
+    "cross entropy": (
+        maxsim_cross_entropy,
+        {**PADDED, "labels": torch.tensor([0, 1]), "exclude": torch.zeros(2, 3, dtype=torch.bool), "temperature": TWO},
+    ),
+    "packed cross entropy": (
+        maxsim_cross_entropy,
+        {"queries": Q, "documents": OTHERS, "documents_cu_seqlens": BOUNDS["documents_cu_seqlens"]},
+    ),
+    "divergence": (maxsim_kl_divergence, {**PADDED, **TEACHER, "temperature": TWO}),
+    "margin MSE": (maxsim_margin_mse, {**PADDED, **TEACHER}),
+    "Chamfer": (chamfer, {"x": D, "y": D, "x_mask": torch.ones(3, 5), "y_mask": torch.ones(3, 5)}),
+    "Chamfer varlen": (
+        chamfer_varlen,
+        {"x": ROWS, "y": OTHERS, **{f"{a}_cu_seqlens": b for a, b in zip("xy", BOUNDS.values(), strict=True)}},
+    ),
+    "explain": (explain, PADDED),
+    "pack": (lambda sequences: pack([sequences, OTHERS]), {"sequences": ROWS}),
+    "unpack": (unpack, {"values": ROWS, "cu_seqlens": BOUNDS["queries_cu_seqlens"]}),
+    "quantize": (quantize, {"embeddings": ROWS, "cu_seqlens": BOUNDS["queries_cu_seqlens"]}),
+    "quantized": (QuantizedEmbeddings, VALUES),
+    "codes": (ResidualCodes, FIELDS),
+    "codec": (ResidualCodec, CODEC),
+    "compress": (ResidualCodec(**CODEC).compress, {"embeddings": ROWS, "cu_seqlens": BOUNDS["queries_cu_seqlens"]}),
+    "training of a codec": (train_residual_codec, {"embeddings": ROWS}),
+}
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "sparse": Tensor.to_sparse,
+    "CSR": lambda tensor: tensor.flatten(0, -2).to_sparse_csr(),
+    "nested": lambda tensor: torch.nested.nested_tensor(list(tensor)),
+    "jagged": lambda tensor: torch.nested.nested_tensor(list(tensor), layout=torch.jagged),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:The PyTorch API of nested tensors")
+def test_tensors_are_dense(call: str, layout: str) -> None:
+    function, tensors = CALLS[call]
+    for name, tensor in tensors.items():
+        if tensor.dim() < {"CSR": 2, "nested": 1, "jagged": 2}.get(layout, 0):
+            continue
+        named = "hidden" if "hidden" in call and name == "documents" else name
+        with pytest.raises(TypeError, match=rf"{named}(\[\d\])? must be a dense torch.Tensor.*, got (one of|a nested)"):
+            function(**{**tensors, name: LAYOUTS[layout](tensor)})
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_boundaries_hold_values_where_tokens_do(call: str) -> None:
+    """Which may lie on another device."""
+    function, tensors = CALLS[call]
+    for name in tensors:
+        if name.endswith("cu_seqlens"):
+            with pytest.raises(ValueError, match=f"{name} must (not be on device meta|be on the device of .*, cpu)"):
+                function(**{**tensors, name: tensors[name].to("meta")})
+
+
+@pytest.mark.parametrize("call", ["compress", "training of a codec"])
+def test_tokens_of_a_codec_hold_values(call: str) -> None:
+    function, tensors = CALLS[call]
+    with pytest.raises(ValueError, match="embeddings must hold values, got a tensor on device meta"):
+        function(**{**tensors, "embeddings": ROWS.to("meta")})
+
+
+@pytest.mark.parametrize("name", operations())
+def test_meta_tensors_give_shapes(name: str) -> None:
+    results = []
+    for device in ("meta", "cpu"):
+        queries = torch.ones(2, 3, 4, device=device, requires_grad=True)
+        scores = operations(device)[name](queries)
+        scores.sum().backward()
+        assert scores.device.type == queries.grad.device.type == device
+        results.append((scores.shape, scores.dtype, queries.grad.shape))
+    assert results[0] == results[1]
