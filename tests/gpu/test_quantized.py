@@ -12,7 +12,7 @@ from pylate_flash import QuantizedEmbeddings, explain, maxsim, maxsim_varlen, pa
 from pylate_flash.kernels.quantized import plan
 from pylate_flash.ops.quantized import maxsim_quantized_reference
 from tests.gpu.embeddings import unit
-from tests.gpu.test_varlen import DTYPES, OPTIONS, SIZES
+from tests.gpu.test_varlen import DTYPES, SIZES
 from tests.ops.cases import Case, cases
 from tests.ops.test_quantized import PRECISIONS, rows_as_quantized
 from tests.ops.test_varlen import packed
@@ -37,7 +37,7 @@ def exact_products() -> None:
     assert torch.get_float32_matmul_precision() == "highest"
 
 
-@settings(max_examples=60, **OPTIONS)
+@settings(max_examples=60)
 @given(case=cases(dtypes=DTYPES, sizes=SIZES), precision=st.sampled_from(precisions()), quantize_queries=st.booleans())
 def test_scores(case: Case, precision: str, quantize_queries: bool) -> None:
     case = case.to("cuda")
@@ -46,7 +46,7 @@ def test_scores(case: Case, precision: str, quantize_queries: bool) -> None:
     close(found, maxsim_quantized_reference(case.queries, documents, **options), precision, quantize_queries)
 
 
-@settings(max_examples=60, **OPTIONS)
+@settings(max_examples=60)
 @given(case=packed(dtypes=DTYPES, sizes=SIZES), precision=st.sampled_from(precisions()), quantize_queries=st.booleans())
 def test_packed(case: tuple, precision: str, quantize_queries: bool) -> None:
     (queries, documents, *bounds), options = case
@@ -151,7 +151,7 @@ def by_hopper(queries: Tensor, documents: QuantizedEmbeddings, **options) -> Ten
 
 
 @hopper_only
-@settings(max_examples=30, **OPTIONS)
+@settings(max_examples=30)
 @given(
     shape=st.tuples(st.integers(65, 400), st.just(1)) | st.tuples(st.integers(3, 20), st.just(32)),
     length=st.integers(1, 300), size=st.sampled_from([48, 96, 128, 256]), precision=st.sampled_from(["int8", "fp8"]),

@@ -11,7 +11,7 @@ from pylate_flash.ops import ragged
 from pylate_flash.ops.lists import sequences_of
 from pylate_flash.ops.varlen import maxsim_varlen_reference
 from tests.gpu.embeddings import unit
-from tests.gpu.test_varlen import DTYPES, OPTIONS, SIZES
+from tests.gpu.test_varlen import DTYPES, SIZES
 from tests.ops.test_ragged import lists_of
 from tests.ops.test_varlen import packed
 
@@ -55,7 +55,7 @@ def test_lists_are_looked_at_beside_the_kernels(recorded: bool) -> None:
         assert sequences_of("values", [*values, values[2][:128].T]).known_addresses is None
 
 
-@settings(max_examples=40, **OPTIONS)
+@settings(max_examples=40)
 @given(case=packed(dtypes=DTYPES, sizes=SIZES))
 def test_scores(case: tuple) -> None:
     (queries, documents, *bounds), options = case

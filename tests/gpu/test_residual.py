@@ -11,7 +11,6 @@ from torch import Tensor
 from pylate_flash import ResidualCodes, maxsim_residual, train_residual_codec
 from pylate_flash.ops.residual import maxsim_residual_reference
 from tests.gpu.embeddings import unit
-from tests.gpu.test_varlen import OPTIONS
 from tests.ops.cases import relative_error
 from tests.ops.residual_cases import residual_cases, residual_codes, residual_gradient
 
@@ -43,13 +42,13 @@ def check(queries: Tensor, documents: ResidualCodes, options: dict) -> Tensor:
     return found
 
 
-@settings(max_examples=80, **OPTIONS)
+@settings(max_examples=80)
 @given(case=residual_cases(dtypes=DTYPES, sizes=SIZES, max_length=150))
 def test_scores(case: tuple) -> None:
     check(*on_gpu(case))
 
 
-@settings(max_examples=60, **OPTIONS)
+@settings(max_examples=60)
 @given(case=residual_cases(dtypes=(torch.float32,), sizes=SIZES))
 def test_gradient(case: tuple) -> None:
     queries, documents, options = on_gpu(case)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from pylate_flash import maxsim_sparse_queries
 from pylate_flash.ops import maxsim_sparse_queries_reference
 from tests.gpu.embeddings import unit
-from tests.gpu.test_varlen import DTYPES, OPTIONS, SIZES
+from tests.gpu.test_varlen import DTYPES, SIZES
 from tests.ops.cases import Case, gradients, relative_error
 from tests.ops.sparse_cases import sparse_cases
 
@@ -67,7 +67,7 @@ def drawn(queries: tuple, documents: tuple, n_chosen: int, dtype: torch.dtype, m
     return Case(*embeddings, *masks, options)
 
 
-@settings(max_examples=60, **OPTIONS)
+@settings(max_examples=60)
 @given(case=sparse_cases(dtypes=DTYPES, max_length=90, max_chosen=100, sizes=SIZES))
 def test_scores_and_gradients_equal_the_definition(case: Case) -> None:
     check(on_gpu(case))

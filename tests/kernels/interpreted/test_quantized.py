@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pylate_flash import maxsim, maxsim_varlen, quantize
 from pylate_flash.ops.quantized import maxsim_quantized_reference
-from tests.kernels.interpreted.test_kernels import HALF_AND_FLOAT, OPTIONS
+from tests.kernels.interpreted.test_kernels import HALF_AND_FLOAT
 from tests.ops.cases import Case, cases
 from tests.ops.test_quantized import CLOSE, fp8_exact, rows_as_quantized
 from tests.ops.test_varlen import packed
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")
 PRECISIONS = [("int8", True), ("uint8", True), ("int8", False), ("uint8", False), ("fp8", False)]
 
 
-@settings(max_examples=20, **OPTIONS)
+@settings(max_examples=20)
 @given(case=cases(dtypes=HALF_AND_FLOAT, max_batch=3), precision=st.sampled_from(PRECISIONS))
 def test_scores(case: Case, precision: tuple[str, bool]) -> None:
     documents, options = quantize(case.documents, precision[0]), {"quantize_queries": precision[1], **case.keywords}
@@ -30,7 +30,7 @@ def test_scores(case: Case, precision: tuple[str, bool]) -> None:
     torch.testing.assert_close(found.double(), maxsim_quantized_reference(case.queries, documents, **options), **CLOSE)
 
 
-@settings(max_examples=15, **OPTIONS)
+@settings(max_examples=15)
 @given(case=packed(dtypes=HALF_AND_FLOAT), precision=st.sampled_from(PRECISIONS))
 def test_packed(case: tuple, precision: tuple[str, bool]) -> None:
     (queries, documents, *bounds), options = case

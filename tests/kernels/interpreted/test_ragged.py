@@ -10,7 +10,7 @@ from pylate_flash import maxsim_ragged, maxsim_ragged_pairwise, maxsim_varlen, p
 from pylate_flash.kernels import grids
 from pylate_flash.ops import ragged
 from pylate_flash.ops.varlen import maxsim_varlen_reference
-from tests.kernels.interpreted.test_kernels import HALF_AND_FLOAT, OPTIONS
+from tests.kernels.interpreted.test_kernels import HALF_AND_FLOAT
 from tests.ops.test_ragged import lists_of
 from tests.ops.test_varlen import packed
 
@@ -53,13 +53,13 @@ def check(case: tuple, shift: int, units: list[int]) -> None:
     assert units[before:] == [16 // documents.element_size() if aligned else 1]
 
 
-@settings(max_examples=25, **OPTIONS)
+@settings(max_examples=25)
 @given(case=packed(dtypes=HALF_AND_FLOAT))
 def test_documents_apart(case: tuple, units: list[int]) -> None:
     check(case, 0, units)
 
 
-@settings(max_examples=10, **OPTIONS)
+@settings(max_examples=10)
 @given(case=packed(dtypes=HALF_AND_FLOAT))
 def test_documents_that_begin_anywhere(case: tuple, units: list[int]) -> None:
     check(case, 1, units)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pylate_flash import ResidualCodes, maxsim_residual
 from pylate_flash.kernels import select
 from pylate_flash.ops.residual import maxsim_residual_reference
-from tests.kernels.interpreted.test_kernels import HALF_AND_FLOAT, OPTIONS
+from tests.kernels.interpreted.test_kernels import HALF_AND_FLOAT
 from tests.ops.cases import relative_error
 from tests.ops.residual_cases import residual_cases, residual_codes, residual_gradient
 from tests.ops.test_residual import CLOSE
@@ -36,7 +36,7 @@ def check(queries: torch.Tensor, documents, options: dict, with_gradient: bool =
         assert relative_error(gradient, expected) <= (1e-5 if queries.dtype == torch.float32 else 1e-2)
 
 
-@settings(max_examples=12, **OPTIONS)
+@settings(max_examples=12)
 @given(case=residual_cases(**DTYPES), with_gradient=st.booleans())
 def test_scores_and_gradients(case: tuple, with_gradient: bool) -> None:
     check(*case, with_gradient)
