@@ -22,7 +22,7 @@ from torch import Tensor
 
 from .mini_batches import Packed
 from .ops import maxsim_varlen
-from .problem import winners_dtype
+from .problem import accumulation_dtype, winners_dtype
 
 GATHERINGS = ("all_gather", "ring")
 
@@ -238,11 +238,12 @@ class _RingCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, queries: Tensor, tokens: Tensor, temperature: Tensor, ring: _Ring) -> Tensor:
-        lse = torch.full((len(ring.labels),), -torch.inf, device=queries.device)
+        wide = accumulation_dtype(queries.dtype)
+        lse = torch.full((len(ring.labels),), -torch.inf, dtype=wide, device=queries.device)
         right = torch.zeros_like(lse)
         for owner, block in ring.blocks(tokens):
             for rows, of_tokens in ring.chunks(owner):
-                logits = ring.scores(queries[of_tokens], rows, block, owner) / temperature.float()
+                logits = ring.scores(queries[of_tokens], rows, block, owner) / temperature.to(wide)
                 lse[rows] = torch.logaddexp(lse[rows], logits.logsumexp(dim=1))
                 if owner == ring.rank:
                     right[rows] = logits.gather(1, ring.labels[rows].unsqueeze(1)).squeeze(1)
@@ -254,9 +255,9 @@ class _RingCrossEntropy(torch.autograd.Function):
     def backward(ctx, gradient: Tensor) -> tuple[Tensor | None, ...]:
         queries, tokens, temperature, lse = ctx.saved_tensors
         ring: _Ring = ctx.ring
-        wide = torch.promote_types(tokens.dtype, torch.float32)
+        wide = accumulation_dtype(tokens.dtype)
         of_queries = torch.zeros_like(queries, dtype=wide)
-        of_temperature = torch.zeros((), device=queries.device)
+        of_temperature = torch.zeros((), dtype=wide, device=queries.device)
         # What the ranks have found of the block that is here, and what is still on its way of that.
         of_block = torch.zeros(max(ring.ranks.tokens), tokens.shape[1], dtype=wide, device=tokens.device)
         works: list[Any] = []
@@ -266,12 +267,12 @@ class _RingCrossEntropy(torch.autograd.Function):
                 chunk = queries[of_tokens].detach().requires_grad_()
                 with torch.enable_grad():
                     scores = ring.scores(chunk, rows, block, owner)
-                logits = scores.detach() / temperature.float()
+                logits = scores.detach() / temperature.to(wide)
                 of_logits = (logits - lse[rows].unsqueeze(1)).exp()
                 if owner == ring.rank:
                     labels = ring.labels[rows].unsqueeze(1)
                     of_logits.scatter_add_(1, labels, of_logits.new_full(labels.shape, -1.0))
-                of_scores = of_logits * (gradient / temperature.float())
+                of_scores = of_logits * (gradient / temperature.to(wide))
                 of_temperature -= (of_scores * logits).sum()
                 found = torch.autograd.grad(scores, (chunk, block), of_scores)
                 # The next chunk's winners take their place.

@@ -183,6 +183,10 @@ class Problem(NamedTuple):
         return self.all_documents, self.rows
 
     @property
+    def scores_dtype(self) -> torch.dtype:
+        return accumulation_dtype(self.dtype)
+
+    @property
     def winners_dtype(self) -> torch.dtype:
         return winners_dtype(self.document_length)
 
@@ -191,6 +195,11 @@ class Problem(NamedTuple):
         """Whether there is no score, or nothing to compute one of."""
         some_queries, some_documents = self.n_queries and self.query_length, self.n_documents and self.document_length
         return not (some_queries and some_documents and self.n_tokens)
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The type in which embeddings of a type are multiplied and summed, and that of their scores."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def winners_dtype(document_length: int) -> torch.dtype:

@@ -19,6 +19,7 @@ from tqdm import tqdm
 from ._switches import backend_in_force
 from .hosts.pylate.operands import concatenated, cu_seqlens, left_to_pylate, tokens_of
 from .ops import maxsim_from_hidden, maxsim_varlen
+from .problem import accumulation_dtype
 from .projection import dense_layers, encode_hidden_states, fold_dense, unwrapped
 from .register import use_scorer
 from .scores import scorer_of
@@ -230,7 +231,7 @@ def _scores_of_texts(
     pairs = [(i, numbers.setdefault(text, len(numbers))) for i, some in enumerate(documents) for text in some]
     owners, numbered = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
     distinct, step = list(numbers), batch_size * _BATCHES_AT_ONCE
-    scores = torch.zeros(len(pairs), device=device)
+    scores = torch.zeros(len(pairs), dtype=accumulation_dtype(weight.dtype), device=device)
     with tqdm(total=len(distinct), desc="Scoring documents", unit="doc", disable=not show_progress_bar) as progress:
         for start in range(0, len(distinct), step):
             states = encode_hidden_states(
@@ -314,8 +315,9 @@ def _ranked(scores: Tensor, counts: list[int]) -> tuple[list[float], list[int]]:
     query_of_document = torch.from_numpy(np.repeat(np.arange(len(counts), dtype=np.int32), counts)).to(scores.device)
     order = order[torch.argsort(query_of_document[order], stable=True)]
     # The bits of the scores travel as integers, so that scores and order are one copy.
-    scores, order = torch.stack([scores[order].view(torch.int32), order.to(torch.int32)]).cpu()
-    return scores.view(torch.float32).tolist(), order.tolist()
+    bits = torch.int64 if scores.dtype == torch.float64 else torch.int32
+    ranked, order = torch.stack([scores[order].view(bits), order.to(bits)]).cpu()
+    return ranked.view(scores.dtype).tolist(), order.tolist()
 
 
 def _check_lengths(documents_ids: Any, queries_embeddings: Any, documents_embeddings: Any) -> None:

@@ -6,7 +6,7 @@
     scores.colbert_scores(queries, documents, backend="torch")  # PyLate's own
 
 The arguments, the shapes and the meaning of the scores are PyLate's; what is computed is `pylate_flash.ops`. Scores
-are float32 whatever the embeddings' type, and a masked document token does not take part (see `masking`).
+are float32, or float64 for float64 embeddings, and a masked document token does not take part (see `masking`).
 
 `backend` is one of
 
@@ -88,7 +88,7 @@ def colbert_scores(
     Returns
     -------
     Tensor
-        [Nq, Nd], float32 (PyLate's own backends choose their own type), differentiable.
+        [Nq, Nd], float32 or float64 (PyLate's own backends choose their own type), differentiable.
 
     Raises
     ------
@@ -138,7 +138,7 @@ def colbert_scores_pairwise(
     Returns
     -------
     Tensor
-        [N], float32 (PyLate's own backends choose their own type), differentiable.
+        [N], float32 or float64 (PyLate's own backends choose their own type), differentiable.
 
     Raises
     ------
@@ -210,7 +210,7 @@ def colbert_kd_scores(
     Returns
     -------
     Tensor
-        [Nq, K], float32 (PyLate's own backends choose their own type), differentiable.
+        [Nq, K], float32 or float64 (PyLate's own backends choose their own type), differentiable.
 
     Raises
     ------
@@ -349,12 +349,14 @@ def score_by_xtr(
     if backend not in ("auto", "pylate_flash") or (backend == "auto" and left_to_pylate(queries, documents)):
         return original_xtr()(metric, queries, documents, queries_mask, documents_mask)
     queries_mask, documents_mask = expanded(queries_mask, queries), flat_mask(documents_mask, documents)
-    return scores_by_xtr(
+    scores = scores_by_xtr(
         *promoted(queries, documents.flatten(0, 1)),
         k=metric.k,
         queries_mask=queries_mask,
         documents_mask=documents_mask,
     )
+    # As PyLate's own are, of float64 too.
+    return scores.float()
 
 
 # The instances that PyLate has under these names.

@@ -262,7 +262,7 @@ def test_pairwise_lists_have_one_type() -> None:
     documents = [torch.randn(3, 4), torch.randn(1, 4).bfloat16()]
     scores = colbert_scores_pairwise(queries, documents)
     expected = [(q.double() @ d.double().T).amax(1).sum() for q, d in zip(queries, documents, strict=True)]
-    torch.testing.assert_close(scores, torch.stack(expected).float(), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(scores, torch.stack(expected), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("grad", [False, True])
@@ -287,7 +287,7 @@ def test_mixed_types_are_promoted(batch: dict, queries_dtype: torch.dtype, docum
     queries, documents = batch["queries"].to(queries_dtype), batch["documents"].to(documents_dtype)
     common = torch.promote_types(queries_dtype, documents_dtype)
     expected = colbert_scores(queries.to(common), documents.to(common))
-    assert expected.dtype == torch.float32
+    assert expected.dtype == (torch.float64 if common == torch.float64 else torch.float32)
     assert torch.equal(colbert_scores(queries, documents), expected)
     pairwise = colbert_scores_pairwise(list(queries), list(documents[:3]))
     torch.testing.assert_close(pairwise, expected.diagonal()[:3], rtol=1e-6, atol=0)
@@ -415,3 +415,17 @@ def test_scorer_of() -> None:
     assert scorer_of(None) == ("auto", "exclude")
     with use_scorer(masking="zero"):
         assert scorer_of(None) == ("auto", "zero")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_scores_have_the_type_of_pylates_own(dtype: torch.dtype) -> None:
+    queries, documents = torch.randn(2, 3, 4, dtype=dtype), torch.randn(2, 5, 4, dtype=dtype)
+    for function, given in (
+        (colbert_scores, (queries, documents)),
+        (colbert_scores_pairwise, (queries, documents)),
+        (colbert_scores_pairwise, (list(queries), list(documents))),
+        (colbert_kd_scores, (queries, documents.unsqueeze(1))),
+    ):
+        ours, theirs = function(*given), function(*given, backend="torch")
+        assert ours.dtype == theirs.dtype
+        torch.testing.assert_close(ours, theirs)

@@ -149,3 +149,9 @@ def test_losses_take_them(name: str, tiny_colbert_path: str) -> None:
         gradient = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
         values.append((value.detach(), torch.cat(gradient) if gradient else torch.zeros(1)))
     torch.testing.assert_close(*values, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_the_type_is_pylates(dtype: torch.dtype) -> None:
+    given = torch.randn(2, 3, 5).to(dtype), torch.randn(2, 1, 4, 5).to(dtype)
+    assert scores.XTRScores(4)(*given).dtype == XTRScores(4)(*given).dtype == torch.float32

@@ -1,7 +1,8 @@
 """colpali-engine's MaxSim, fused, and the smooth maximum of its losses.
 
 Its batches are padded with zeros and have no masks, so a padded token competes with similarity 0, here as there: in a
-smooth maximum, each is a term of the sum. Scores are float32, where its own have the type of the embeddings.
+smooth maximum, each is a term of the sum. Scores are float32, or float64 of float64 embeddings, where its own have the
+type of the embeddings.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def maxsim_inbatch(query: Tensor, doc: Tensor) -> Tensor:
     Returns
     -------
     Tensor
-        [Nq, Nd], float32, differentiable.
+        [Nq, Nd], float32 or float64, differentiable.
 
     Raises
     ------
@@ -62,7 +63,7 @@ def maxsim_kd(query: Tensor, doc: Tensor) -> Tensor:
     Returns
     -------
     Tensor
-        [Nq, K], float32, differentiable.
+        [Nq, K], float32 or float64, differentiable.
 
     Raises
     ------

@@ -31,9 +31,10 @@ _MAX_BLOCK = 1024
 
 
 @triton.jit
-def inverse_norm(squares):
-    """One over the norm, from the sum of squares; NaN of NaN, as in `torch.nn.functional.normalize`."""
-    return tl.div_rn(1.0, tl.maximum(tl.sqrt_rn(squares), _SMALLEST_NORM, propagate_nan=tl.PropagateNan.ALL))
+def inverse_norm(squares, unit=1.0):
+    """One over the norm, from the sum of squares, counted in units; NaN of NaN, and of an infinite norm."""
+    norm = tl.maximum(tl.sqrt_rn(squares) * unit, _SMALLEST_NORM, propagate_nan=tl.PropagateNan.ALL)
+    return tl.div_rn(1.0, tl.where(norm < float("inf"), norm, float("nan")))
 
 
 @triton.jit

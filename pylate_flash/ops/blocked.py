@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..problem import accumulation_dtype
 from .norms import through_norms
 
 # Similarities held at once. 2**20 of them (4 MiB) stay in a CPU's L2/L3 cache between the product and the max; a GPU
@@ -178,10 +179,6 @@ def _table(documents: Tensor, group: slice, block: slice, length: int) -> Tensor
 def block_budget(device: torch.device) -> int:
     """Similarities that are held at once on `device`."""
     return _BLOCK_CPU if device.type == "cpu" else _BLOCK_OTHER
-
-
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _blocks(shape: torch.Size, rows: int, device: torch.device) -> Iterator[tuple[slice, slice, slice]]:

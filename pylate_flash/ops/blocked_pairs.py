@@ -10,13 +10,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..problem import Options
-from .blocked import accumulation_dtype, inner_products
+from ..problem import Options, accumulation_dtype
+from .blocked import inner_products
 from .lists import Sequences
 
 
 def scores_of_pairs(queries: Sequences, documents: Sequences, options: Options) -> Tensor:
-    """Scores [N], float32, of N queries and as many documents, of one type and size; no gradient."""
+    """Scores [N] of N queries and as many documents, of one type and size; no gradient."""
     first = queries.tensors[0]
     empty_score = first.new_tensor(options.empty_score, dtype=accumulation_dtype(first.dtype))
     scores = [
@@ -27,4 +27,4 @@ def scores_of_pairs(queries: Sequences, documents: Sequences, options: Options) 
     if options.reduction == "mean":
         active = torch.from_numpy(queries.lengths.clip(min=1))
         found = torch.where(torch.from_numpy(documents.lengths > 0), found / active, found)
-    return found.float()
+    return found

@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .blocked import WINNERS_AT_ONCE, Inputs, accumulation_dtype, block_budget, blocked_forward, inner_products
+from ..problem import accumulation_dtype
+from .blocked import WINNERS_AT_ONCE, Inputs, block_budget, blocked_forward, inner_products
 from .norms import through_norms
 
 # A winner that no token has yet taken; larger than any token.
@@ -29,7 +30,7 @@ Bounds = tuple[np.ndarray, np.ndarray, np.ndarray | None]
 def blocked_varlen_forward(
     inputs: Inputs, bounds: Bounds, max_query_length: int, with_winners: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Scores [Nq, Nd], or [Nd] with candidates, float32, and, if asked, winners (int32).
+    """Scores [Nq, Nd], or [Nd] with candidates, in the accumulation dtype, and, if asked, winners (int32).
 
     One product per block of queries and documents, then a maximum per document; of queries with few candidates, several
     go together, padded. The mask of the queries holds a bool per token, in any shape; documents have none.
@@ -41,12 +42,12 @@ def blocked_varlen_forward(
     budget = block_budget(device)
     n_queries, n_documents = len(query_bounds) - 1, len(document_bounds) - 1
     if candidate_bounds is None:
-        scores = torch.zeros(n_queries, n_documents, dtype=torch.float32, device=device)
+        scores = torch.zeros(n_queries, n_documents, dtype=dtype, device=device)
         # As many rows as the longest document leaves room for, as no document is cut.
         rows = budget // max(256, int(np.diff(document_bounds).max()))
         tasks = [(first, last, 0, n_documents) for first, last in sequence_blocks(query_bounds, rows)]
     else:
-        scores = torch.zeros(n_documents, dtype=torch.float32, device=device)
+        scores = torch.zeros(n_documents, dtype=dtype, device=device)
         blocks = _candidate_blocks(query_bounds, document_bounds, candidate_bounds, budget, documents.shape[1])
         tasks = [(first, last, int(candidate_bounds[first]), int(candidate_bounds[last])) for first, last in blocks]
     masked = None if queries_mask is None else ~queries_mask.flatten()

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels.select import IMPLEMENTATIONS
+from ..problem import accumulation_dtype
 from .chamfer_compute import ChamferOptions, Sets, check_sets, compute_chamfer, compute_chamfer_gradients
 from .checks import (
     check_boundaries,
@@ -115,7 +116,7 @@ def chamfer(
     Returns
     -------
     Tensor
-        float32, [N]. How near a winner is, is computed from the two points in float32 (float64 with float64 inputs):
+        [N], float32, or float64 for float64 inputs. How near a winner is, is computed from the two points in that type:
         distances of near points lose nothing to cancellation. Up to 8 dimensions, so is who wins. From 9 on, that is
         decided by |x|^2 + |y|^2 - 2 <x, y>, where half inputs multiply in their own type and accumulate in float32,
         and float32 inputs follow `torch.get_float32_matmul_precision()`: of points whose squared distances differ by
@@ -179,7 +180,7 @@ def chamfer_varlen(
     Returns
     -------
     Tensor
-        float32, [N]; precision, NaN, ties and gradients as in `chamfer`.
+        [N]; type, precision, NaN, ties and gradients as in `chamfer`.
 
     Raises
     ------
@@ -261,7 +262,7 @@ def _shapes(*arguments) -> tuple[Tensor, Tensor, Tensor]:
     else:
         n, lengths = sets.x_cu_seqlens.shape[0] - 1, (options.max_x_length, options.max_y_length)
     winners = [sets.x.new_empty((n, length), dtype=torch.int32) for length in lengths]
-    return sets.x.new_empty(n, dtype=torch.float32), winners[0], winners[1]
+    return sets.x.new_empty(n, dtype=accumulation_dtype(sets.x.dtype)), winners[0], winners[1]
 
 
 _chamfer, _ = define(

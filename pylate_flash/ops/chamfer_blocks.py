@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ..kernels.tiles import DIRECT_SIZE
-from ..problem import Problem
-from .blocked import accumulation_dtype, block_budget
+from ..problem import Problem, accumulation_dtype
+from .blocked import block_budget
 from .blocked_varlen import padded_tokens, weighted_sums
 from .packing import host_bounds
 
@@ -46,7 +46,7 @@ class _Half(NamedTuple):
 def nearest_in_blocks(problem: Problem, sets: Sets, squared: bool) -> Found:
     """The nearest points of both sides, values in the accumulation dtype; masks are bool, and no size is 0."""
     x_shape, y_shape = (problem.n_queries, problem.query_length), (problem.n_queries, problem.document_length)
-    dtype = accumulation_dtype(problem.dtype)
+    dtype = problem.scores_dtype
     found = Found(
         *(torch.zeros(shape, dtype=dtype, device=problem.device) for shape in (x_shape, y_shape)),
         *(torch.full(shape, -1, dtype=torch.int32, device=problem.device) for shape in (x_shape, y_shape)),

@@ -82,7 +82,7 @@ def problem_of_sets(sets: Sets, options: ChamferOptions) -> Problem:
 
 
 def compute_chamfer(sets: Sets, options: ChamferOptions) -> tuple[Tensor, Tensor, Tensor]:
-    """Distances or similarities [N], float32, and the winners of x [N, Lx] and of y [N, Ly], int32, -1 for none."""
+    """Distances or similarities [N], and the winners of x [N, Lx] and of y [N, Ly], int32, -1 for none."""
     check_sets(sets)
     problem = problem_of_sets(sets, options)
     implementation = choose(options.implementation, problem.device, problem.dtype, problem.size)
@@ -93,7 +93,7 @@ def compute_chamfer(sets: Sets, options: ChamferOptions) -> tuple[Tensor, Tensor
             torch.full((n, length), -1, dtype=torch.int32, device=device)
             for length in (problem.query_length, problem.document_length)
         )
-        return torch.full((n,), options.empty_score, dtype=torch.float32, device=device), x_winners, y_winners
+        return torch.full((n,), options.empty_score, dtype=problem.scores_dtype, device=device), x_winners, y_winners
     squared = options.metric == "sqeuclidean"
     # Under autocast the inputs have the autocast type already; the products inside must not be rounded to it.
     with torch.autocast(problem.device.type, enabled=False):
@@ -103,7 +103,7 @@ def compute_chamfer(sets: Sets, options: ChamferOptions) -> tuple[Tensor, Tensor
     sums = [values.sum(dim=1) for values in (found.x_values, found.y_values)]
     if options.reduction == "mean":
         sums = [_divided(total, count) for total, count in zip(sums, counts, strict=True)]
-    scores = (sums[0] + sums[1]).float()
+    scores = sums[0] + sums[1]
     for count in counts:
         if isinstance(count, Tensor):
             scores = scores.masked_fill(count == 0, options.empty_score)

@@ -13,7 +13,7 @@ from ..problem import Options, Places, Problem, Tensors
 from .blocked import Inputs, blocked_backward, blocked_forward
 from .blocked_varlen import blocked_varlen_backward, blocked_varlen_forward
 from .checks import checked_mask, checked_problem
-from .norms import scales
+from .norms import in_range
 from .packing import host_bounds_of
 
 Gradients = tuple[Tensor | None, Tensor | None]
@@ -22,7 +22,7 @@ Gradients = tuple[Tensor | None, Tensor | None]
 def compute(
     tensors: Tensors, options: Options, with_winners: bool, places: Places | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Scores, float32, and the winners [documents, rows], if asked for. Only kernels take `places`."""
+    """Scores, and the winners [documents, rows], if asked for. Only kernels take `places`."""
     problem = checked_problem(tensors, options, with_winners, places)
     mean = options.reduction == "mean"
     if mean:
@@ -65,7 +65,7 @@ def _without_tokens(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor 
     device, winners = problem.device, None
     if problem.with_winners:
         winners = torch.full(problem.winners_shape, -1, dtype=problem.winners_dtype, device=device)
-    scores = torch.zeros(problem.scores_shape, dtype=torch.float32, device=device)
+    scores = torch.zeros(problem.scores_shape, dtype=problem.scores_dtype, device=device)
     return with_empty_score(scores, tensors, problem.empty_score), winners
 
 
@@ -121,7 +121,7 @@ def blocked_inputs(problem: Problem, tensors: Tensors) -> tuple[Inputs, Tensor |
     queries_mask, documents_mask = checked_masks(tensors)
     weights = None
     if queries_mask is not None and queries_mask.is_floating_point():
-        weights = queries_mask.to(torch.float64 if problem.dtype == torch.float64 else torch.float32)
+        weights = queries_mask.to(problem.scores_dtype)
         queries_mask = queries_mask != 0
     if problem.packed and queries.dim() == 3:
         queries = queries.flatten(0, 1)
@@ -129,8 +129,10 @@ def blocked_inputs(problem: Problem, tensors: Tensors) -> tuple[Inputs, Tensor |
     if not problem.packed and documents.dim() == 3:
         documents = documents.unsqueeze(0)
         documents_mask = None if documents_mask is None else documents_mask.unsqueeze(0)
-    scaled_by = scales(queries, documents, problem.normalize)
-    return Inputs(queries, documents, queries_mask, documents_mask, *scaled_by), weights
+    if not problem.normalize:
+        return Inputs(queries, documents, queries_mask, documents_mask), weights
+    (queries, documents), scales = in_range((queries, documents))
+    return Inputs(queries, documents, queries_mask, documents_mask, *scales), weights
 
 
 def weighted(inputs: Inputs, weights: Tensor | None) -> Inputs:
@@ -150,7 +152,7 @@ def _in_blocks(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor | Non
             scores, winners = blocked_varlen_forward(inputs, bounds, problem.query_length, problem.with_winners)
         else:
             scores, winners = blocked_forward(inputs, problem.kind.zero_masked, problem.with_winners)
-        scores = with_empty_score(scores.float(), tensors, problem.empty_score)
+        scores = with_empty_score(scores.to(problem.scores_dtype), tensors, problem.empty_score)
     if winners is not None:
         winners = winners.to(problem.winners_dtype).view(problem.winners_shape)
     return scores, winners
@@ -176,8 +178,8 @@ def _gradients_in_blocks(
         grad_queries = gradients(inputs, True, False)[0] if need_queries else None
         grad_documents = gradients(weighted(inputs, weights), False, True)[1] if need_documents else None
         if grad_queries is not None:
-            grad_queries = (grad_queries * weights.unsqueeze(-1)).to(problem.dtype)
+            grad_queries = grad_queries * weights.unsqueeze(-1)
     return (
-        None if grad_queries is None else grad_queries.view(tensors.queries.shape),
-        None if grad_documents is None else grad_documents.view(tensors.documents.shape),
+        None if grad_queries is None else grad_queries.to(problem.dtype).view(tensors.queries.shape),
+        None if grad_documents is None else grad_documents.to(problem.dtype).view(tensors.documents.shape),
     )

@@ -165,8 +165,9 @@ def maxsim_from_hidden(
     Returns
     -------
     Tensor
-        float32, [Nq, Nd] or [Nq, K]; for packed documents with candidates [Nd]. The projected embeddings have the type
-        of `hidden`; products with them, NaN, infinities, ties and reproducibility are as in `maxsim`.
+        [Nq, Nd] or [Nq, K]; for packed documents with candidates [Nd]; of the type that `maxsim` returns. The projected
+        embeddings have the type of `hidden`; products with them, NaN, infinities, ties and reproducibility are as in
+        `maxsim`.
 
     Raises
     ------

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from ..kernels.select import choose, fused_plan
-from ..problem import Options, Tensors, sizes_of, winners_dtype
+from ..problem import Options, Tensors, accumulation_dtype, sizes_of, winners_dtype
 from .compute import compute, compute_gradients, kernels
-from .norms import SMALLEST_NORM, inverse_norms
+from .norms import SMALLEST_NORM, in_range
 
 # Of projected embeddings, and in the backward of them and their gradient, held at once; more only where a single
 # document has more.
@@ -113,7 +113,7 @@ Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 
 def compute_hidden(call: Call, with_winners: bool) -> tuple[Tensor, Kept | None]:
-    """Scores float32, and what the backward needs, if asked for.
+    """Scores, and what the backward needs, if asked for.
 
     The projected embeddings are kept where the bound has room for them and for their gradient.
     """
@@ -143,7 +143,8 @@ def compute_hidden(call: Call, with_winners: bool) -> tuple[Tensor, Kept | None]
 
 def empty_scores(call: Call) -> Tensor:
     """Uninitialised scores."""
-    return call.queries.new_empty(sizes_of(call.tensors, call.options).scores_shape, dtype=torch.float32)
+    shape = sizes_of(call.tensors, call.options).scores_shape
+    return call.queries.new_empty(shape, dtype=accumulation_dtype(call.queries.dtype))
 
 
 def empty_winners(call: Call) -> Tensor:
@@ -453,8 +454,9 @@ def _normalize(call: Call, embeddings: Tensor, out: Embeddings) -> None:
     if call.by_kernels:
         kernels().normalized_rows(embeddings.contiguous(), out.values, out.scales)
         return
-    out.scales.copy_(inverse_norms(embeddings))
-    torch.mul(embeddings, out.scales.unsqueeze(-1), out=out.values)
+    (embeddings,), (scales,) = in_range((embeddings,))
+    out.scales.copy_(scales)
+    torch.mul(embeddings, scales.unsqueeze(-1), out=out.values)
 
 
 def _through_normalisation(call: Call, grad: Tensor, embeddings: Embeddings) -> None:

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.chunks import chunks_of
-from ..problem import Options, Tensors
-from .blocked import accumulation_dtype
+from ..problem import Options, Tensors, accumulation_dtype
 from .checks import check, checked_problem
 from .compute import compute, compute_gradients
 from .loss_call import CROSS_ENTROPY, Comparison, Found, Targets, labels_of

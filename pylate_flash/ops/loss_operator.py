@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.select import choose
-from ..problem import Options, Tensors
+from ..problem import Options, Tensors, accumulation_dtype
 from .checks import check, check_differentiation, check_tensor, is_readable, no_second_derivative
 from .compute import kernels
 from .loss_blocks import loss_in_blocks
@@ -52,7 +52,7 @@ def loss_of(
         statistics = statistics_of(found) if comparison.with_statistics else scores.new_empty(0)
         return reduced(found.losses, comparison.loss_reduction), statistics
     if target is not None:
-        target = (target.float() if target.is_floating_point() else target).contiguous()
+        target = (target.to(accumulation_dtype(queries.dtype)) if target.is_floating_point() else target).contiguous()
     exclude = None if exclude is None else exclude.contiguous()
     return _maxsim_loss(
         queries, documents, temperature, queries_mask, documents_mask, bounds, target, exclude,
@@ -189,7 +189,8 @@ def _loss_shapes(*arguments) -> tuple[Tensor, Tensor]:
     queries, documents, _, queries_mask, documents_mask, bounds = arguments[:6]
     check(Tensors(queries, documents, queries_mask, documents_mask, None, bounds))
     with_statistics = Comparison(*arguments[-_N_COMPARISON:]).with_statistics
-    return queries.new_empty((), dtype=torch.float32), queries.new_empty(3 * with_statistics, dtype=torch.float32)
+    dtype = accumulation_dtype(queries.dtype)
+    return queries.new_empty((), dtype=dtype), queries.new_empty(3 * with_statistics, dtype=dtype)
 
 
 def _gradient_shapes(*arguments) -> tuple[Tensor, ...]:
@@ -199,7 +200,7 @@ def _gradient_shapes(*arguments) -> tuple[Tensor, ...]:
     return loss, statistics, *(
         loss.new_empty(tensor.shape if need else 0, dtype=dtype)
         for tensor, need, dtype in (
-            (call[0], need_queries, held), (call[1], need_documents, held), (loss, need_temperature, torch.float32),
+            (call[0], need_queries, held), (call[1], need_documents, held), (loss, need_temperature, loss.dtype),
         )
     )  # fmt: skip
 

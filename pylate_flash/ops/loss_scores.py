@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..problem import accumulation_dtype
 from .loss_call import CROSS_ENTROPY, DIVERGENCE, Comparison, Targets, labels_of
 
 # What PyLate adds to the range of a query's scores before it divides by it.
@@ -37,7 +38,10 @@ def compared(scores: Tensor, targets: Targets, comparison: Comparison, own_candi
 
 
 def temperature_of(targets: Targets, comparison: Comparison) -> Tensor | float:
-    return comparison.temperature if targets.temperature is None else targets.temperature
+    """What scores are divided by; half a tensor is widened, as its square leaves the range of half."""
+    if targets.temperature is None:
+        return comparison.temperature
+    return targets.temperature.to(accumulation_dtype(targets.temperature.dtype))
 
 
 class _Labelled(NamedTuple):

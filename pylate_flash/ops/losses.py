@@ -28,7 +28,7 @@ from .loss_operator import loss_of
 
 
 class LossStatistics(NamedTuple):
-    """What `maxsim_cross_entropy` tells of a batch: scalars, float32, on the device of the scores, without a gradient.
+    """What `maxsim_cross_entropy` tells of a batch: scalars of the type and device of the scores, without a gradient.
 
     Attributes
     ----------
@@ -179,8 +179,9 @@ def maxsim_cross_entropy(
     Returns
     -------
     Tensor, or tuple of Tensor and LossStatistics
-        float32, a scalar, or with loss_reduction="none" [Nq]. The gradients are computed with a scalar loss, and held
-        until its backward, those of float16 inputs in float32; where none are wanted, `torch.no_grad` spares them.
+        A scalar, or with loss_reduction="none" [Nq], of the type of the scores. The gradients are computed with a
+        scalar loss, and held until its backward, those of float16 inputs in float32; where none are wanted,
+        `torch.no_grad` spares them.
 
     Raises
     ------
@@ -260,7 +261,7 @@ def maxsim_kl_divergence(
     Returns
     -------
     Tensor
-        float32, a scalar, or with loss_reduction="none" [Nq]; gradients as in `maxsim_cross_entropy`.
+        A scalar, or with loss_reduction="none" [Nq], of the type of the scores; gradients as in `maxsim_cross_entropy`.
 
     Raises
     ------
@@ -329,7 +330,7 @@ def maxsim_margin_mse(
     Returns
     -------
     Tensor
-        float32, a scalar, or with loss_reduction="none" [Nq]; gradients as in `maxsim_cross_entropy`.
+        A scalar, or with loss_reduction="none" [Nq], of the type of the scores; gradients as in `maxsim_cross_entropy`.
 
     Raises
     ------

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels.select import IMPLEMENTATIONS
-from ..problem import Options, Tensors, sizes_of, winners_dtype
+from ..problem import Options, Tensors, accumulation_dtype, sizes_of, winners_dtype
 from .checks import (
     FLOATING,
     check,
@@ -34,6 +34,7 @@ from .checks import (
     checked_flag,
 )
 from .compute import compute, compute_gradients
+from .norms import normalized
 from .operator import define
 from .quantization import QuantizedEmbeddings
 
@@ -67,7 +68,7 @@ def maxsim_reference(
     queries = queries.to(wide).masked_fill(~on.unsqueeze(-1), 0.0)
     groups = groups.to(wide).masked_fill(~there.unsqueeze(-1), 0.0)
     if normalize:
-        queries, groups = F.normalize(queries, dim=-1), F.normalize(groups, dim=-1)
+        queries, groups = normalized(queries), normalized(groups)
     similarities = queries.unsqueeze(1) @ groups.transpose(-1, -2)
     similarities = similarities.masked_fill(~there.unsqueeze(-2), 0.0 if masking == "zero" else -torch.inf)
     # One more token, which never wins, as there is no maximum of none.
@@ -113,7 +114,8 @@ def maxsim(
         [Nd, Ld] or [Nq, K, Ld], bool or 0/1 of these dtypes. None: all. Other values are an error on the CPU, and
         count as 1 on a GPU.
     normalize
-        Divide every embedding by its Euclidean norm (at least 1e-12) first.
+        Divide every embedding by its Euclidean norm (at least 1e-12) first. Infinite norms are NaN, and so are
+        those of 2**64 and more on a GPU.
     reduction
         "sum" over the active query tokens, or "mean": divided by their number (MeanMaxSim).
     masking
@@ -135,11 +137,12 @@ def maxsim(
     Returns
     -------
     Tensor
-        float32, [Nq, Nd] or [Nq, K]. Half inputs multiply in their own type and accumulate in float32; float32 inputs
-        follow `torch.get_float32_matmul_precision()`; float64 inputs compute in float64. NaN in an active token gives
-        NaN, and infinities behave as in a product of torch. Ties go to the lowest token index, and the gradient flows
-        to the winner only. Scores and gradients are bitwise reproducible. Products of fp8 are summed with about 13 bits
-        by tensor cores, a relative error of up to 1e-3.
+        [Nq, Nd] or [Nq, K], float32, or float64 for float64 inputs. Half inputs multiply in their own type and
+        accumulate in float32; float32 inputs follow `torch.get_float32_matmul_precision()`. NaN in an active token
+        gives NaN, and infinities behave as in a product of torch. Ties go to the lowest token index, except that a
+        CPU's products may round the similarities of two equal tokens to different last bits, and the gradient flows to
+        the winner only. Scores and gradients are bitwise reproducible. Products of fp8 are summed with about 13 bits by
+        tensor cores, a relative error of up to 1e-3.
 
     Raises
     ------
@@ -197,7 +200,7 @@ def maxsim_pairwise(
     Returns
     -------
     Tensor
-        float32, [N]; precision, NaN, ties and gradients as in `maxsim`.
+        [N]; type, precision, NaN, ties and gradients as in `maxsim`.
 
     Raises
     ------
@@ -293,7 +296,7 @@ def _shapes(*arguments) -> tuple[Tensor, Tensor]:
     check(tensors)
     sizes = sizes_of(tensors, options)
     queries = tensors.queries
-    scores = queries.new_empty(sizes.scores_shape, dtype=torch.float32)
+    scores = queries.new_empty(sizes.scores_shape, dtype=accumulation_dtype(queries.dtype))
     return scores, queries.new_empty(sizes.winners_shape, dtype=winners_dtype(sizes.document_length))
 
 

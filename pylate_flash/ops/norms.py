@@ -3,25 +3,41 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from ..problem import accumulation_dtype
 
 # torch.nn.functional.normalize divides by no less than this.
 SMALLEST_NORM = 1e-12
+# Between this and its inverse, the squares of norms, and products of two norms, are float32 numbers, far from its ends.
+_SMALLEST_SCALE = 2.0**-62
+
+
+def normalized(embeddings: Tensor) -> Tensor:
+    """The definition: embeddings divided by their norms, which float64 holds, squared, of all finite float32 ones."""
+    return F.normalize(embeddings.double(), dim=-1).to(embeddings.dtype)
 
 
 def inverse_norms(embeddings: Tensor) -> Tensor:
-    """Inverse norms [..., L] of all tokens, float32 (float64 for float64).
+    """Inverse norms [..., L] of all tokens, float32 (float64 for float64), NaN of an infinite norm.
 
     A positive factor commutes with the maximum, so similarities are scaled and the embeddings themselves never are:
     half ones are not rounded again.
     """
-    dtype = torch.float64 if embeddings.dtype == torch.float64 else torch.float32
-    return torch.linalg.vector_norm(embeddings, dim=-1, dtype=dtype).clamp_(min=SMALLEST_NORM).reciprocal_()
+    norms = torch.linalg.vector_norm(embeddings, dim=-1, dtype=accumulation_dtype(embeddings.dtype))
+    return norms.masked_fill_(norms == torch.inf, torch.nan).clamp_(min=SMALLEST_NORM).reciprocal_()
 
 
-def scales(queries: Tensor, documents: Tensor, normalize: bool) -> tuple[Tensor | None, Tensor | None]:
-    """What the similarities of both are scaled by."""
-    return (inverse_norms(queries), inverse_norms(documents)) if normalize else (None, None)
+def in_range(embeddings: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Embeddings and their inverse norms: in float64 where squared norms leave float32's range, seen on a CPU only."""
+    scales = tuple([inverse_norms(each) for each in embeddings])
+    dtype, device = embeddings[0].dtype, embeddings[0].device
+    if device.type != "cpu" or dtype in (torch.float16, torch.float64):
+        return embeddings, scales
+    if all(bool((scale >= _SMALLEST_SCALE).all()) for scale in scales):
+        return embeddings, scales
+    return in_range(tuple([each.double() for each in embeddings]))
 
 
 def through_norms(grad: Tensor, embeddings: Tensor, scale: Tensor | None) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.select import choose
-from ..problem import Options, Problem, Tensors, replaced, sizes_of
+from ..problem import Options, Problem, Tensors, accumulation_dtype, replaced, sizes_of
 from .blocked import block_budget, document_blocks
 from .blocked_varlen import sequence_blocks
 from .checks import check, checked_flag, checked_problem
@@ -187,7 +187,9 @@ def _shape(*arguments) -> Tensor:
     """Uninitialised scores."""
     tensors, options = Tensors(*arguments[:_N_TENSORS]), Options(*arguments[_N_TENSORS:_N_CALL])
     check(tensors, quantized=True)
-    return tensors.queries.new_empty(sizes_of(tensors, options).scores_shape, dtype=torch.float32)
+    return tensors.queries.new_empty(
+        sizes_of(tensors, options).scores_shape, dtype=accumulation_dtype(tensors.queries.dtype)
+    )
 
 
 LIBRARY.impl("maxsim_quantized", _scores, "CompositeExplicitAutograd")

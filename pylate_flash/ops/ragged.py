@@ -58,7 +58,7 @@ def maxsim_ragged(
     Returns
     -------
     Tensor
-        float32, on the queries' device: [Nq, Nd], or [Nd] with candidates. Precision, NaN, infinities, ties and
+        [Nq, Nd], or [Nd] with candidates, on the queries' device. Type, precision, NaN, infinities, ties and
         gradients as in `maxsim`.
 
     Raises
@@ -104,7 +104,7 @@ def maxsim_ragged_pairwise(
     Returns
     -------
     Tensor
-        float32, [N], on the queries' device.
+        [N], on the queries' device.
 
     Raises
     ------

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.select import choose
-from ..problem import Options, Problem, Tensors
+from ..problem import Options, Problem, Tensors, accumulation_dtype
 from .blocked import block_budget
 from .blocked_varlen import sequence_blocks
 from .checks import check, check_embeddings, check_tensor, checked_problem, is_readable
@@ -91,7 +91,7 @@ def maxsim_residual(
     Returns
     -------
     Tensor
-        float32, [Nq, Nd] or [Nq, K]; precision, NaN, ties and the gradient of the queries as in `maxsim` of the
+        [Nq, Nd] or [Nq, K]; type, precision, NaN, ties and the gradient of the queries as in `maxsim` of the
         decompressed embeddings.
 
     Raises
@@ -284,7 +284,7 @@ def _blocks(call: _Call) -> Iterator[_Block]:
 
 def _in_blocks(call: _Call, with_winners: bool) -> tuple[Tensor, Tensor | None]:
     """Scores and winners of a block of decompressed documents after the other."""
-    scores = torch.empty(call.shape, dtype=torch.float32, device=call.queries.device)
+    scores = call.queries.new_empty(call.shape, dtype=accumulation_dtype(call.queries.dtype))
     # Where nothing of the scores is computed, nothing has won.
     winners = torch.full(call.winners_shape, -1, dtype=torch.int32, device=scores.device) if with_winners else None
     for first, last, tensors, options in _blocks(call):
@@ -312,7 +312,7 @@ def _gradient_in_blocks(call: _Call, grad_scores: Tensor, winners: Tensor) -> Te
 def _shapes(*arguments) -> tuple[Tensor, Tensor]:
     call = _Call(*arguments)
     check(call.tensors, quantized=True)
-    scores = call.queries.new_empty(call.shape, dtype=torch.float32)
+    scores = call.queries.new_empty(call.shape, dtype=accumulation_dtype(call.queries.dtype))
     return scores, scores.new_empty(call.winners_shape, dtype=torch.int32)
 
 

@@ -20,11 +20,9 @@ import numbers
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from ..problem import Options, Tensors, sizes_of
-from .blocked import accumulation_dtype
+from ..problem import Options, Tensors, accumulation_dtype, sizes_of
 from .checks import (
     check,
     check_differentiation,
@@ -36,6 +34,7 @@ from .checks import (
     no_second_derivative,
 )
 from .maxsim import CALL_SCHEMA, checked
+from .norms import normalized
 from .operator import define
 from .soft_compute import compute_soft, compute_soft_gradients
 from .varlen import with_lengths
@@ -71,7 +70,7 @@ def soft_maxsim_reference(
     queries = queries.to(wide).masked_fill(~on.unsqueeze(-1), 0.0)
     groups = groups.to(wide).masked_fill(~there.unsqueeze(-1), 0.0)
     if normalize:
-        queries, groups = F.normalize(queries, dim=-1), F.normalize(groups, dim=-1)
+        queries, groups = normalized(queries), normalized(groups)
     exponents = beta * (queries.unsqueeze(1) @ groups.transpose(-1, -2))
     exponents = exponents.masked_fill(~there.unsqueeze(-2), 0.0 if masking == "zero" else -torch.inf)
     # One more token, with no weight unless it is alone, as the logarithm of a sum of nothing has no gradient.
@@ -136,10 +135,10 @@ def soft_maxsim(
     Returns
     -------
     Tensor
-        float32, [Nq, Nd] or [Nq, K]. Half inputs multiply in their own type and accumulate in float32; their gradients
-        multiply probabilities rounded to bfloat16. float32 inputs follow `torch.get_float32_matmul_precision()`;
-        float64 inputs compute in float64. NaN in an active token gives NaN, and infinities behave as in
-        `torch.logsumexp`. Scores and gradients are bitwise reproducible.
+        [Nq, Nd] or [Nq, K], of the type that `maxsim` returns. Half inputs multiply in their own type and accumulate in
+        float32; their gradients multiply probabilities rounded to bfloat16. float32 inputs follow
+        `torch.get_float32_matmul_precision()`; float64 inputs compute in float64. NaN in an active token gives NaN, and
+        infinities behave as in `torch.logsumexp`. Scores and gradients are bitwise reproducible.
 
     Raises
     ------
@@ -199,7 +198,7 @@ def soft_maxsim_varlen(
     Returns
     -------
     Tensor
-        float32: [Nq, Nd], or [Nd] with candidates. Precision, NaN, infinities and gradients as in `soft_maxsim`.
+        [Nq, Nd], or [Nd] with candidates. Type, precision, NaN, infinities and gradients as in `soft_maxsim`.
 
     Raises
     ------
@@ -292,8 +291,8 @@ def _shapes(*arguments) -> tuple[Tensor, Tensor]:
     tensors, options, _ = _call(arguments)
     check(tensors)
     sizes, queries = sizes_of(tensors, options), tensors.queries
-    scores = queries.new_empty(sizes.scores_shape, dtype=torch.float32)
-    return scores, queries.new_empty(sizes.winners_shape, dtype=accumulation_dtype(queries.dtype))
+    dtype = accumulation_dtype(queries.dtype)
+    return queries.new_empty(sizes.scores_shape, dtype=dtype), queries.new_empty(sizes.winners_shape, dtype=dtype)
 
 
 _soft_maxsim, _ = define(

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..problem import Problem, Tensors
-from .blocked import accumulation_dtype, block_budget, inner_products, unscaled
+from ..problem import Problem, Tensors, accumulation_dtype
+from .blocked import block_budget, inner_products, unscaled
 from .blocked_varlen import padded_tokens, runs
 from .compute import checked_masks
 from .norms import inverse_norms
@@ -140,7 +140,7 @@ def soft_blocked_backward(
 
 def _rows(problem: Problem, tensors: Tensors, mask: Tensor | None) -> _Rows:
     """All query rows, in the accumulation dtype; `mask` holds bool or weights."""
-    queries, dtype = tensors.queries, accumulation_dtype(problem.dtype)
+    queries, dtype = tensors.queries, accumulation_dtype(tensors.queries.dtype)
     tokens = exist = None
     if tensors.queries_cu_seqlens is not None:
         bounds = host_bounds_of(problem, tensors)[0]
@@ -157,7 +157,7 @@ def _rows(problem: Problem, tensors: Tensors, mask: Tensor | None) -> _Rows:
 
 def _of_queries(problem: Problem, tensors: Tensors, rows: _Rows, grad_rows: Tensor) -> Tensor:
     """The gradient of the queries, in their shape and type, from that of their rows."""
-    grad = unscaled(grad_rows, rows.values, rows.scale).to(problem.dtype)
+    grad = unscaled(grad_rows, rows.values, rows.scale).to(tensors.queries.dtype)
     if rows.tokens is None or rows.exist is None:
         return grad.view(tensors.queries.shape)
     found = torch.zeros_like(tensors.queries, memory_format=torch.contiguous_format)

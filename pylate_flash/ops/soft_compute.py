@@ -9,13 +9,14 @@ from ..kernels.select import choose
 from ..problem import Options, Problem, Tensors
 from .checks import checked_problem
 from .compute import active_counts, kernels, with_empty_score
+from .norms import in_range
 from .soft_blocks import soft_blocked_backward, soft_blocked_forward
 
 SoftGradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 def compute_soft(tensors: Tensors, options: Options, beta: Tensor, with_lse: bool) -> tuple[Tensor, Tensor | None]:
-    """Scores, float32, and if asked for log(sum(exp(beta * similarity))) over the tokens, [documents, rows]."""
+    """Scores, and if asked for log(sum(exp(beta * similarity))) over the tokens, [documents, rows]."""
     problem = checked_problem(tensors, options)
     mean = options.reduction == "mean"
     if mean:
@@ -23,7 +24,7 @@ def compute_soft(tensors: Tensors, options: Options, beta: Tensor, with_lse: boo
         problem = problem._replace(empty_score=0.0)
     lse = None
     if problem.is_empty or 0 in tensors.queries.shape:
-        scores = torch.zeros(problem.scores_shape, dtype=torch.float32, device=problem.device)
+        scores = torch.zeros(problem.scores_shape, dtype=problem.scores_dtype, device=problem.device)
         scores = with_empty_score(scores, tensors, problem.empty_score)
         if with_lse:
             lse = torch.zeros(problem.winners_shape, dtype=beta.dtype, device=problem.device)
@@ -32,8 +33,9 @@ def compute_soft(tensors: Tensors, options: Options, beta: Tensor, with_lse: boo
     else:
         # Under autocast the inputs have the autocast type already; the products inside must not be rounded to it.
         with torch.autocast(problem.device.type, enabled=False):
-            scores, lse = soft_blocked_forward(problem, tensors, beta, with_lse)
-            scores = with_empty_score(scores.float(), tensors, problem.empty_score)
+            scores, lse = soft_blocked_forward(problem, _in_range(problem, tensors), beta, with_lse)
+            scores = with_empty_score(scores.to(problem.scores_dtype), tensors, problem.empty_score)
+            lse = None if lse is None else lse.to(beta.dtype)
     if mean:
         scores = with_empty_score(scores / active_counts(problem, tensors), tensors, options.empty_score)
     return scores, lse
@@ -58,7 +60,16 @@ def compute_soft_gradients(
     if _implementation(problem, options) == "triton":
         return kernels().soft_gradients(problem, tensors, beta, grad_scores, lse, needs, max_scratch_bytes)
     with torch.autocast(problem.device.type, enabled=False):
-        return soft_blocked_backward(problem, tensors, beta, grad_scores, lse, needs)
+        found = soft_blocked_backward(problem, _in_range(problem, tensors), beta, grad_scores, lse, needs)
+    of_queries, of_documents = (None if gradient is None else gradient.to(problem.dtype) for gradient in found[1:])
+    return found[0], of_queries, of_documents
+
+
+def _in_range(problem: Problem, tensors: Tensors) -> Tensors:
+    if not problem.normalize:
+        return tensors
+    queries, documents = in_range(tensors[:2])[0]
+    return tensors._replace(queries=queries, documents=documents)
 
 
 def _implementation(problem: Problem, options: Options) -> str:

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..problem import Problem, Tensors
-from .blocked import Inputs, accumulation_dtype, block_budget, blocked_forward
+from ..problem import Problem, Tensors, accumulation_dtype
+from .blocked import Inputs, block_budget, blocked_forward
 from .blocked_varlen import padded_tokens, rows_of, runs
 from .compute import blocked_inputs, weighted
 from .packing import host_bounds_of
@@ -22,7 +22,8 @@ def sparse_blocked_forward(problem: Problem, tensors: Tensors, query_tokens: Ten
     `query_tokens` [Nq, Nd or K, k] holds -1 where it chooses none.
     """
     given = weighted(*blocked_inputs(problem, tensors))
-    queries, (n_queries, length) = tensors.queries, tensors.queries.shape[:2]
+    n_queries, length = tensors.queries.shape[:2]
+    queries = given.queries.view(tensors.queries.shape)
     # Those of queries that meet packed documents are flat.
     queries_mask, queries_scale = (
         None if tensor is None else tensor.view(n_queries, length)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from ..kernels.select import choose
-from ..problem import Options, Tensors, sizes_of, winners_dtype
+from ..problem import Options, Tensors, accumulation_dtype, sizes_of, winners_dtype
 from .checks import check, check_tensor, checked_flag, checked_problem, is_readable
 from .compute import compute_gradients, kernels, with_empty_score
 from .loss_call import check_packing
@@ -115,7 +115,7 @@ def maxsim_sparse_queries(
     Returns
     -------
     Tensor
-        float32, [Nq, Nd] or [Nq, K]; precision, NaN, ties and gradients as in `maxsim`. A document of which no token is
+        [Nq, Nd] or [Nq, K]; type, precision, NaN, ties and gradients as in `maxsim`. A document of which no token is
         chosen scores 0. Scores and gradients are bitwise reproducible.
 
     Raises
@@ -218,15 +218,15 @@ def _compute(arguments: tuple, with_winners: bool) -> tuple[Tensor, Tensor | Non
     if with_winners:
         winners = torch.full(problem.winners_shape, -1, dtype=problem.winners_dtype, device=problem.device)
     if problem.is_empty or query_tokens.numel() == 0:
-        scores = torch.zeros(problem.scores_shape, dtype=torch.float32, device=problem.device)
-        return with_empty_score(scores, tensors, options.empty_score), winners
+        scores = torch.zeros(problem.scores_shape, dtype=problem.scores_dtype, device=problem.device)
+        return with_empty_score(scores.to(problem.scores_dtype), tensors, options.empty_score), winners
     query_tokens = query_tokens.expand(problem.n_queries, -1, -1)
     if chosen == "triton":
         return kernels().sparse_scores(problem, tensors, query_tokens, winners), winners
     # Under autocast the inputs have the autocast type already; the products inside must not be rounded to it.
     with torch.autocast(problem.device.type, enabled=False):
         scores = sparse_blocked_forward(problem, tensors, _positions(query_tokens, tensors.queries), winners)
-    return with_empty_score(scores.float(), tensors, options.empty_score), winners
+    return with_empty_score(scores.to(problem.scores_dtype), tensors, options.empty_score), winners
 
 
 def _compute_gradients(
@@ -241,7 +241,7 @@ def _shapes(*arguments) -> tuple[Tensor, Tensor]:
     check(tensors)
     _check_query_tokens(query_tokens, tensors)
     sizes, queries = sizes_of(tensors, options), tensors.queries
-    scores = queries.new_empty(sizes.scores_shape, dtype=torch.float32)
+    scores = queries.new_empty(sizes.scores_shape, dtype=accumulation_dtype(queries.dtype))
     return scores, queries.new_empty(sizes.winners_shape, dtype=winners_dtype(sizes.document_length))
 
 

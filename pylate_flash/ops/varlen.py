@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..problem import Options, Tensors
 from .checks import check_boundaries, check_candidates, check_tensor, checked_flag
 from .maxsim import scores_of
+from .norms import normalized
 from .operator import needs_gradient
 from .packing import longest
 from .quantization import QuantizedEmbeddings
@@ -38,10 +38,10 @@ def maxsim_varlen_reference(
     As `maxsim_reference`, it checks nothing, and computes in float64 or float32.
     """
 
+    wide = torch.promote_types(queries.dtype, torch.float32)
+
     def sequences(values: Tensor, cu_seqlens: Tensor) -> list[Tensor]:
-        values = values.to(torch.promote_types(values.dtype, torch.float32))
-        if normalize:
-            values = F.normalize(values, dim=-1)
+        values = normalized(values.to(wide)) if normalize else values.to(wide)
         return [values[start:stop] for start, stop in pairwise(cu_seqlens.tolist())]
 
     def score(query: Tensor, document: Tensor) -> Tensor:
@@ -58,7 +58,7 @@ def maxsim_varlen_reference(
         owned = zip(split_queries, pairwise(candidates_cu_seqlens.tolist()), strict=True)
         scores = [score(query, document) for query, (first, last) in owned for document in split_documents[first:last]]
         shape = (len(split_documents),)
-    return torch.stack(scores).view(shape) if scores else torch.zeros(shape, dtype=torch.float32, device=queries.device)
+    return torch.stack(scores).view(shape) if scores else queries.new_zeros(shape, dtype=wide)
 
 
 def maxsim_varlen(
@@ -103,7 +103,7 @@ def maxsim_varlen(
     Returns
     -------
     Tensor
-        float32: [Nq, Nd], or [Nd] with candidates. Precision, NaN, infinities, ties and gradients as in `maxsim`.
+        [Nq, Nd], or [Nd] with candidates. Type, precision, NaN, infinities, ties and gradients as in `maxsim`.
 
     Raises
     ------
@@ -165,7 +165,7 @@ def maxsim_varlen_pairwise(
     Returns
     -------
     Tensor
-        float32, [N].
+        [N].
 
     Raises
     ------

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.select import choose
-from ..problem import Options, Tensors, sizes_of, winners_dtype
+from ..problem import Options, Tensors, accumulation_dtype, sizes_of, winners_dtype
 from .checks import LARGEST, check, check_choice, check_tensor, checked_problem
 from .compute import checked_masks, compute_gradients, kernels, with_empty_score
 from .maxsim import checked
@@ -123,7 +123,7 @@ def xtr_scores(
     Returns
     -------
     Tensor
-        float32, [Nq, Nd]; precision as in `maxsim`. NaN in an active token makes the scores of its document, or of its
+        [Nq, Nd]; type and precision as in `maxsim`. NaN in an active token makes the scores of its document, or of its
         query, NaN. The gradient flows to the best retrieved token only, of the lowest index; none flows through
         what is retrieved, or through the normalizer. Scores and gradients are bitwise reproducible.
 
@@ -167,7 +167,7 @@ def _compute(arguments: tuple, _: bool) -> tuple[Tensor, Tensor, Tensor]:
     problem = checked_problem(tensors, Options(empty_score=empty_score), with_winners=True)
     chosen = choose(implementation, problem.device, problem.dtype, problem.size)
     tensors = Tensors(queries, documents, *checked_masks(tensors))
-    scores = torch.empty(problem.scores_shape, dtype=torch.float32, device=problem.device)
+    scores = torch.empty(problem.scores_shape, dtype=problem.scores_dtype, device=problem.device)
     winners = torch.empty(problem.winners_shape, dtype=problem.winners_dtype, device=problem.device)
     divisors = torch.empty_like(scores)
     least = _LEAST[normalizer]
@@ -192,7 +192,7 @@ def _shapes(queries: Tensor, documents: Tensor, queries_mask: Tensor | None, doc
     tensors = Tensors(queries, documents, queries_mask, documents_mask)
     check(tensors)
     sizes = sizes_of(tensors, Options())
-    scores = queries.new_empty(sizes.scores_shape, dtype=torch.float32)
+    scores = queries.new_empty(sizes.scores_shape, dtype=accumulation_dtype(queries.dtype))
     winners = queries.new_empty(sizes.winners_shape, dtype=winners_dtype(sizes.document_length))
     return scores, winners, torch.empty_like(scores)
 

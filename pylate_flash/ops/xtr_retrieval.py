@@ -41,7 +41,7 @@ class Results(NamedTuple):
     Attributes
     ----------
     scores, divisors
-        [Nq, Nd], float32: the scores, and what they were divided by.
+        [Nq, Nd]: the scores, and what they were divided by.
     winners
         [Nd, Nq * Lq]: the tokens that score, -1 where none does. They may be columns of more.
     """

@@ -15,6 +15,7 @@ from pylate_flash.ops.compute import compute
 from pylate_flash.problem import Options, Tensors
 from tests.gpu.embeddings import unit
 from tests.ops.cases import Case, cases, gradients, relative_error
+from tests.ops.test_numbers import NEGATIVE, check_the_negative_bit
 
 pytestmark = pytest.mark.gpu
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -315,3 +316,8 @@ def test_bad_choices_of_plain_calls_name_the_argument(name: str, value) -> None:
     for call in (partial(maxsim, queries, documents), partial(maxsim_from_hidden, queries, documents, weight)):
         with pytest.raises(ValueError, match=name):
             call(**{name: value})
+
+
+@pytest.mark.parametrize("name", NEGATIVE)
+def test_the_negative_bit_is_read(name: str) -> None:
+    check_the_negative_bit(name, "cuda")

@@ -159,9 +159,17 @@ def test_scores_are_accurate(seed: int, dtype: torch.dtype, ragged: bool) -> Non
         a, b = [a[0], a[1, :4]], [b[0, :3], b[1], b[2, :1]]
     wide = [list(map(torch.Tensor.double, side)) if ragged else side.double() for side in (a, b)]
     scores, expected = ours.maxsim(a, b), their_similarity.maxsim(*wide)
-    assert scores.dtype == torch.float32
+    assert scores.dtype == their_similarity.maxsim(a, b).dtype
     # A score is a sum of 9 maxima of at most 1; of opposite signs, they cancel.
     assert (scores - expected).abs().max() <= 1e-6 * max(1.0, expected.abs().max().item())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("form", [torch.Tensor.clone, list])
+def test_the_type_is_theirs(form, dtype: torch.dtype) -> None:
+    a, b = unit(0, 3, 4, 8).to(dtype), unit(1, 3, 5, 8).to(dtype)
+    for name in ("maxsim", "maxsim_pairwise"):
+        assert getattr(ours, name)(form(a), form(b)).dtype == getattr(their_similarity, name)(form(a), form(b)).dtype
 
 
 @pytest.mark.parametrize("name", ["maxsim", "maxsim_pairwise", "mean_maxsim", "colbert_scores", "colbert_kd_scores"])

@@ -92,3 +92,10 @@ def test_errors(top_k: int) -> None:
             function(*call, top_k=top_k)
     with pytest.raises(ValueError, match=r"documents_mask must have shape \[3, 2, 6\], got \[3, 2\]"):
         ours.xtr_scores(*call, documents_mask=torch.ones(3, 2))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_the_type_is_theirs(name: str, dtype: torch.dtype) -> None:
+    given = unit(0, 2, 3, 5).to(dtype), unit(1, 2, 1, 4, 5).to(dtype)
+    assert getattr(ours, name)(*given).dtype == getattr(theirs, name)(*given).dtype

@@ -128,6 +128,21 @@ class Elements:
         self.largest, self.total = max(sizes), sum(sizes)
 
 
+def check_scores(scores: Tensor, expected: Tensor, dtype: torch.dtype, atol: float = 2e-6) -> None:
+    """Scores of inputs of a type equal those that were found in float64, as far as the type of sums holds them."""
+    double = dtype == torch.float64
+    assert scores.dtype == (torch.float64 if double else torch.float32)
+    assert scores.shape == expected.shape
+    # Sums of some hundred products, of magnitudes up to 40.
+    rtol, atol = (1e-12, 1e-12) if double else (2e-6, atol)
+    torch.testing.assert_close(scores.double(), expected, rtol=rtol, atol=atol, equal_nan=True)
+
+
+def gradient_tolerance(dtype: torch.dtype) -> float:
+    """The relative error that gradients may have of inputs of a type, by the rounding of sums in it or in float32."""
+    return {torch.float64: 1e-12, torch.float32: 1e-5}.get(dtype, 1e-2)
+
+
 def relative_error(found: Tensor, expected: Tensor) -> float:
     """Frobenius norm of the difference over that of the expected tensor (absolute where that is 0)."""
     difference, norm = (found.double() - expected.double()).norm().item(), expected.double().norm().item()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pylate_flash import chamfer, chamfer_varlen
 from pylate_flash.ops import chamfer_reference
-from tests.ops.cases import relative_error
+from tests.ops.cases import check_scores, gradient_tolerance, relative_error
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 METRICS = ("sqeuclidean", "inner_product")
@@ -61,8 +61,7 @@ def check_scores_and_gradients(sets: tuple[Tensor, Tensor], options: dict, imple
     with torch.no_grad():
         scores = chamfer(*sets, **options, implementation=implementation)
         expected = chamfer_reference(*doubled, **options)
-    assert scores.dtype == torch.float32
-    torch.testing.assert_close(scores.double(), expected, rtol=2e-6, atol=1e-6)
+    check_scores(scores, expected, sets[0].dtype, atol=1e-6)
     check_gradients(
         gradients(chamfer, sets, **options, implementation=implementation),
         gradients(chamfer_reference, doubled, **options),
@@ -73,7 +72,7 @@ def check_scores_and_gradients(sets: tuple[Tensor, Tensor], options: dict, imple
 def check_gradients(found: tuple[Tensor, ...], expected: tuple[Tensor, ...], dtype: torch.dtype) -> None:
     for gradient, right in zip(found, expected, strict=True):
         assert gradient.dtype == dtype
-        assert relative_error(gradient, right) <= (1e-2 if dtype.itemsize == 2 else 1e-5)
+        assert relative_error(gradient, right) <= gradient_tolerance(dtype)
 
 
 def packed_of(points: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pylate_flash import maxsim, maxsim_pairwise, maxsim_varlen
 from pylate_flash.ops import maxsim_reference
 from pylate_flash.problem import Options, Tensors
-from tests.ops.cases import FLOAT32_SCORES, Case, cases, gradients, relative_error
+from tests.ops.cases import FLOAT32_SCORES, Case, cases, check_scores, gradient_tolerance, gradients, relative_error
 
 OPTIONS = {"max_examples": 40}
 
@@ -21,9 +21,7 @@ OPTIONS = {"max_examples": 40}
 def test_scores_equal_the_definition(case: Case) -> None:
     scores = maxsim(*case.tensors, **case.keywords)
     expected = maxsim_reference(*case.doubled().tensors, **case.keywords)
-    assert scores.dtype == torch.float32
-    assert scores.shape == expected.shape
-    torch.testing.assert_close(scores.double(), expected, rtol=2e-6, atol=2e-6)
+    check_scores(scores, expected, case.queries.dtype)
 
 
 @settings(**OPTIONS)
@@ -32,7 +30,7 @@ def test_gradients_equal_those_of_the_definition(case: Case) -> None:
     found, expected = gradients(maxsim, case), gradients(maxsim_reference, case.doubled())
     for gradient, reference in zip(found, expected, strict=True):
         assert gradient.dtype == case.queries.dtype
-        assert relative_error(gradient, reference) <= 1e-5
+        assert relative_error(gradient, reference) <= gradient_tolerance(gradient.dtype)
 
 
 @settings(**OPTIONS)

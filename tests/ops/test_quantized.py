@@ -91,7 +91,7 @@ def test_a_block_of_tokens_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_scores_are_those_of_dequantized_embeddings(case: Case, precision: str, quantize_queries: bool) -> None:
     documents, options = quantize(case.documents, precision), {"quantize_queries": quantize_queries, **case.keywords}
     found = maxsim(case.queries, documents, **options)
-    assert found.dtype == torch.float32
+    assert found.dtype == (torch.float64 if case.queries.dtype == torch.float64 else torch.float32)
     torch.testing.assert_close(found.double(), maxsim_quantized_reference(case.queries, documents, **options), **CLOSE)
 
 

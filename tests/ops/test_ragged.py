@@ -15,7 +15,7 @@ from pylate_flash.ops import maxsim_reference
 from pylate_flash.ops import ragged as ragged_operation
 from pylate_flash.ops.varlen import maxsim_varlen_reference
 from pylate_flash.problem import Options
-from tests.ops.cases import FLOAT32_SCORES
+from tests.ops.cases import check_scores
 from tests.ops.test_hidden import Operators
 from tests.ops.test_varlen import packed
 
@@ -31,8 +31,7 @@ def test_scores_are_those_of_every_pair(case: tuple) -> None:
     (queries, documents, *bounds), options = case
     expected = maxsim_varlen_reference(queries.double(), documents.double(), *bounds, **options)
     found = maxsim_ragged(*lists_of(case), **options)
-    assert found.dtype == torch.float32
-    torch.testing.assert_close(found.double(), expected, **FLOAT32_SCORES)
+    check_scores(found, expected, queries.dtype, atol=1e-6)
 
 
 def ragged(*lengths: int, size: int = 8, seed: int = 0) -> list[torch.Tensor]:
@@ -96,8 +95,7 @@ def test_pairs_on_the_host_are_those_of_packed_sequences(dtype: torch.dtype, red
     candidates = torch.arange(9)
     packed = torch.cat(queries).double(), torch.cat(documents).double()
     expected = maxsim_varlen_reference(*packed, *bounds, candidates_cu_seqlens=candidates, **options)
-    assert scores.dtype == torch.float32
-    torch.testing.assert_close(scores, expected.float(), rtol=2e-6, atol=2e-6, equal_nan=True)
+    check_scores(scores, expected, dtype)
     with_gradient = maxsim_ragged_pairwise([query.requires_grad_() for query in queries], documents, **options)
     torch.testing.assert_close(with_gradient.detach(), scores, rtol=2e-6, atol=2e-6, equal_nan=True)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from pylate_flash import maxsim, soft_maxsim, soft_maxsim_varlen
 from pylate_flash.ops import soft_blocks, soft_maxsim_reference
 from pylate_flash.problem import Options, Tensors
-from tests.ops.cases import FLOAT32_SCORES, Case, cases, relative_error
+from tests.ops.cases import FLOAT32_SCORES, Case, cases, check_scores, relative_error
 from tests.ops.test_definitions import dot, lists, unit
 from tests.ops.test_varlen import packed
 
@@ -102,9 +102,7 @@ def test_the_definition_is_a_loop_over_numbers(case: Case, beta: float) -> None:
 def test_scores_equal_the_definition(case: Case, beta: float) -> None:
     scores = soft_maxsim(*case.tensors, beta, **case.keywords)
     expected = soft_maxsim_reference(*case.doubled().tensors, beta, **case.keywords)
-    assert scores.dtype == torch.float32
-    assert scores.shape == expected.shape
-    torch.testing.assert_close(scores.double(), expected, rtol=2e-6, atol=2e-6)
+    check_scores(scores, expected, case.queries.dtype)
 
 
 @settings(**OPTIONS)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pylate_flash import maxsim, maxsim_sparse_queries, pack
 from pylate_flash.ops import blocked, maxsim_sparse_queries_reference
-from tests.ops.cases import Case, Elements, gradients, relative_error
+from tests.ops.cases import Case, Elements, check_scores, gradient_tolerance, gradients, relative_error
 from tests.ops.sparse_cases import sparse_cases
 
 BOTH = pytest.mark.parametrize("function", [maxsim_sparse_queries, maxsim_sparse_queries_reference])
@@ -28,13 +28,11 @@ def test_scores_and_gradients_equal_the_definition(case: Case, blocks: bool) -> 
         found = gradients(maxsim_sparse_queries, case)
     with torch.no_grad():
         expected = maxsim_sparse_queries_reference(*case.doubled().tensors, **case.keywords)
-    assert scores.dtype == torch.float32
-    torch.testing.assert_close(scores.double(), expected, rtol=2e-6, atol=2e-6)
-    tolerance = 1e-2 if case.queries.dtype.itemsize == 2 else 1e-5
+    check_scores(scores, expected, case.queries.dtype)
     right = gradients(maxsim_sparse_queries_reference, case.doubled())
     for gradient, expected in zip(found, right, strict=True):
         assert gradient.dtype == case.queries.dtype
-        assert relative_error(gradient, expected) <= tolerance
+        assert relative_error(gradient, expected) <= gradient_tolerance(gradient.dtype)
 
 
 QUERIES = torch.tensor([[[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]]])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pylate_flash.ops import xtr_scores_reference
-from tests.ops.cases import Case, gradients, relative_error
+from tests.ops.cases import Case, check_scores, gradient_tolerance, gradients, relative_error
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
@@ -68,10 +68,7 @@ def check_scores_and_gradients(function: Callable[..., Tensor], case: Case) -> N
     with torch.no_grad():
         scores = function(*case.tensors, **case.keywords)
         expected = xtr_scores_reference(*case.doubled().tensors, **case.keywords)
-    assert scores.dtype == torch.float32
-    assert scores.shape == expected.shape
-    torch.testing.assert_close(scores.double(), expected, rtol=2e-6, atol=1e-7)
-    tolerance = 1e-2 if case.queries.dtype.itemsize == 2 else 1e-5
+    check_scores(scores, expected, case.queries.dtype, atol=1e-7)
     for gradient, right in zip(gradients(function, case), gradients(xtr_scores_reference, case.doubled()), strict=True):
         assert gradient.dtype == case.queries.dtype
-        assert relative_error(gradient, right) <= tolerance
+        assert relative_error(gradient, right) <= gradient_tolerance(gradient.dtype)

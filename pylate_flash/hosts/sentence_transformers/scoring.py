@@ -1,7 +1,8 @@
 """MaxSim with the meaning of sentence-transformers: `util.similarity` and `multi_vector_encoder.scoring`.
 
-Scores are float32. A masked token takes no part: it never wins, and adds nothing. Where there is no mask, tokens of
-zeros in a padded batch count as masked; in a list, all tokens count. A document without tokens scores -1e9.
+Scores are float32, or float64 for float64 embeddings. A masked token takes no part: it never wins, and adds nothing.
+Where there is no mask, tokens of zeros in a padded batch count as masked; in a list, all tokens count. A document
+without tokens scores -1e9.
 
 What differs from its own functions: half embeddings are multiplied exactly and accumulated in float32, where its own
 round every similarity; embeddings of two floating types are promoted, where its own raise an error; and weights of
@@ -75,7 +76,7 @@ def maxsim(
     Returns
     -------
     Tensor
-        [Nq, Nd], float32, differentiable, where `b` lies, or `a` if `b` is of arrays.
+        [Nq, Nd], float32 or float64, differentiable, where `b` lies, or `a` if `b` is of arrays.
 
     Raises
     ------
@@ -129,7 +130,7 @@ def maxsim_pairwise(
     Returns
     -------
     Tensor
-        [N], float32, differentiable, where `b` lies, or `a` if `b` is of arrays.
+        [N], float32 or float64, differentiable, where `b` lies, or `a` if `b` is of arrays.
 
     Raises
     ------
@@ -198,7 +199,7 @@ def colbert_scores(
     Returns
     -------
     Tensor
-        [Nq, G * N], float32, differentiable; column g * N + n belongs to document n of group g.
+        [Nq, G * N], float32 or float64, differentiable; column g * N + n belongs to document n of group g.
 
     Raises
     ------
@@ -262,7 +263,7 @@ def colbert_kd_scores(
     Returns
     -------
     Tensor
-        [Nq, K], float32, differentiable.
+        [Nq, K], float32 or float64, differentiable.
 
     Raises
     ------

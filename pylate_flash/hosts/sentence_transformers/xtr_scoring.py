@@ -87,7 +87,7 @@ def xtr_scores(
     _warn_of_empty(operand)
     assert operand.mask is not None
     dtype = torch.promote_types(queries.values.dtype, operand.values.dtype)
-    return scores_of(
+    scores = scores_of(
         queries.values.to(dtype),
         operand.values.to(dtype),
         k=top_k,
@@ -96,6 +96,8 @@ def xtr_scores(
         normalizer="retrieved",
         empty_score=EMPTY_DOCUMENT_SCORE,
     )
+    # As its own are, of float64 too.
+    return scores.float()
 
 
 def xtr_kd_scores(

@@ -32,7 +32,8 @@ def inverse_norms(embeddings):
     """One over the norm of each row, as `rows.inverse_norm`."""
     widened = embeddings.to(gl.float32)
     squares = gl.reduce(widened * widened, 1, add)
-    return gl.div_rn(1.0, larger_of(gl.sqrt_rn(squares), _SMALLEST_NORM))
+    norm = larger_of(gl.sqrt_rn(squares), _SMALLEST_NORM)
+    return gl.div_rn(1.0, gl.where(norm < float("inf"), norm, float("nan")))
 
 
 @gluon.jit

@@ -44,8 +44,8 @@ def _quantized(rows, DTYPE: tl.constexpr, NORMALIZE: tl.constexpr):
         values = (values + _ROUNDING) - _ROUNDING
     values = values.to(DTYPE)
     if NORMALIZE:
-        rounded = values.to(tl.float32) * scale[:, None]
-        scale *= inverse_norm(tl.sum(rounded * rounded, axis=1))
+        rounded = values.to(tl.float32)
+        scale *= inverse_norm(tl.sum(rounded * rounded, axis=1), scale)
     return values, scale
 
 
@@ -106,17 +106,22 @@ def _divide_by_norms_kernel(
     row_exists = rows < n_rows
     base = values_ptr + row_addresses(rows, n_sequences, length, stride_group, stride_sequence, stride_token)
     scale = tl.load(scales_ptr + rows, mask=row_exists, other=0.0)
+    # Squares are of numbers of a few hundred: those of a large scale would leave float32's range.
+    unit = scale
     if AFFINE:
         offset = tl.load(offsets_ptr + rows, mask=row_exists, other=0.0)
+        unit = tl.maximum(scale, tl.abs(offset))
+        unit = tl.where(unit > 0, unit, 1.0)
+        slope, shift = tl.div_rn(scale, unit), tl.div_rn(offset, unit)
     squares = tl.zeros([BLOCK_ROWS], tl.float32)
     for start in tl.range(0, EMBEDDING, BLOCK_EMBEDDING):
         dims = start + tl.arange(0, BLOCK_EMBEDDING)
         exists = row_exists[:, None] & (dims < EMBEDDING)[None, :]
-        values = tl.load(base[:, None] + dims[None, :], mask=exists, other=0.0).to(tl.float32) * scale[:, None]
+        values = tl.load(base[:, None] + dims[None, :], mask=exists, other=0.0).to(tl.float32)
         if AFFINE:
-            values = tl.where((dims < EMBEDDING)[None, :], values + offset[:, None], 0.0)
+            values = tl.where((dims < EMBEDDING)[None, :], values * slope[:, None] + shift[:, None], 0.0)
         squares += tl.sum(values * values, axis=1)
-    inverse = inverse_norm(squares)
+    inverse = inverse_norm(squares, unit)
     tl.store(divided_scales_ptr + rows, scale * inverse, mask=row_exists)
     if AFFINE:
         tl.store(divided_offsets_ptr + rows, offset * inverse, mask=row_exists)

@@ -91,6 +91,28 @@ def test_strides_that_differ(n_queries: int, size: int) -> None:
         assert relative_error(kernel(*pair), expected) <= 2e-6
 
 
+@pytest.mark.parametrize("size", [8, 130, 300])
+@pytest.mark.parametrize("n_queries", [1, 3])
+@pytest.mark.parametrize("masking", ["exclude", "zero"])
+def test_norms_that_float32_holds_squared(masking: str, n_queries: int, size: int) -> None:
+    """Others, and infinite ones, are NaN, whatever wins over them: they are no numbers, and never 0."""
+    generator = torch.Generator().manual_seed(0)
+    queries = torch.randn(n_queries, 9, size, generator=generator)
+    documents = torch.randn(4, 11, size, generator=generator)
+    mask = torch.arange(44).view(4, 11) % 5 != 1
+    options = {"documents_mask": mask, "masking": masking, "normalize": True}
+    huge = queries * 2.0**57, documents * 2.0**57
+    expected = maxsim_reference(queries.double(), documents.double(), **options)
+    assert relative_error(kernel(*huge, **options), expected) <= 2e-6
+    huge[1][1, 2] *= 2.0**10
+    assert torch.equal(kernel(*huge, **options).isnan(), torch.tensor([False, True, False, False]).expand(n_queries, 4))
+    for value in (2.0**66, torch.inf):
+        huge[0][0, 3], huge[1][..., 0] = value, -huge[1][..., 0].abs()
+        found = kernel(*huge, **options)
+        assert found[0].isnan().all()
+        assert not found[1:, 0].isnan().any()
+
+
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("n_queries", [1, 3])
 @pytest.mark.parametrize(("size", "first", "second"), [(72, 64, 16), (96, 64, 32), (300, 256, 64), (320, 256, 64)])

@@ -77,6 +77,19 @@ def test_a_token_that_is_not_a_number() -> None:
     assert not maxsim(queries, quantized, **masks, implementation="triton").isnan().any()
 
 
+@pytest.mark.parametrize("precision", ["int8", "uint8", "fp8"])
+@pytest.mark.parametrize("scale", [2.0**84, 2.0**-44])
+def test_huge_and_tiny_documents_are_normalized(precision: str, scale: float) -> None:
+    """The squares of their norms leave float32's range."""
+    torch.manual_seed(0)
+    queries, documents = torch.randn(2, 3, 8), torch.randn(3, 5, 8)
+    documents[0, 1] = 0.0
+    options = {"normalize": True, "quantize_queries": precision != "fp8"}
+    found = maxsim(queries, quantize(documents * scale, precision), **options, implementation="triton")
+    expected = maxsim_quantized_reference(queries, quantize(documents * scale, precision), **options)
+    torch.testing.assert_close(found.double(), expected, **CLOSE)
+
+
 @pytest.mark.parametrize("normalize", [False, True])
 def test_queries_are_quantized_to_the_bit(normalize: bool) -> None:
     torch.manual_seed(0)
@@ -86,6 +99,6 @@ def test_queries_are_quantized_to_the_bit(normalize: bool) -> None:
     queries[5] = torch.tensor([127.0, *(torch.arange(19) - 9.5)])
     expected = quantize(queries).dequantize()
     if normalize:
-        expected = torch.nn.functional.normalize(expected, dim=-1)
+        expected = torch.nn.functional.normalize(expected.double(), dim=-1).float()
     found = rows_as_quantized(queries, "int8", normalize=normalize)
     torch.testing.assert_close(found, expected, rtol=1e-6 if normalize else 0.0, atol=0.0, equal_nan=True)

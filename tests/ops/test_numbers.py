@@ -1,0 +1,200 @@
+"""Numbers at the ends of their types: huge and infinite embeddings, temperatures of half precision, equal tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from pylate_flash import (
+    chamfer,
+    maxsim,
+    maxsim_cross_entropy,
+    maxsim_from_hidden,
+    maxsim_kl_divergence,
+    maxsim_pairwise,
+    maxsim_ragged,
+    maxsim_sparse_queries,
+    maxsim_varlen,
+    quantize,
+    soft_maxsim,
+    xtr_scores,
+)
+from pylate_flash.ops import cross_entropy_reference, kl_divergence_reference, maxsim_reference
+from tests.ops.cases import relative_error
+
+
+def sparse(queries: Tensor, documents: Tensor, **options) -> Tensor:
+    return maxsim_sparse_queries(queries, documents, torch.arange(3, device=queries.device).expand(3, 3, 3), **options)
+
+
+def packed(queries: Tensor, documents: Tensor, **options) -> Tensor:
+    bounds = torch.arange(0, 10, 3, device=queries.device)
+    return maxsim_varlen(queries.flatten(0, 1), documents.flatten(0, 1), bounds, bounds, **options)
+
+
+def candidates(queries: Tensor, documents: Tensor, **options) -> Tensor:
+    return maxsim(queries, documents.expand(3, 3, 3, -1), **options)
+
+
+def ragged(queries: Tensor, documents: Tensor, **options) -> Tensor:
+    return maxsim_ragged(list(queries), list(documents), **options)
+
+
+def projected(queries: Tensor, documents: Tensor, **options) -> Tensor:
+    return maxsim_from_hidden(queries, documents, torch.eye(6, dtype=queries.dtype, device=queries.device), **options)
+
+
+def soft(queries: Tensor, documents: Tensor, **options) -> Tensor:
+    return soft_maxsim(queries, documents, 3.0, **options)
+
+
+OPERATIONS = [maxsim, candidates, maxsim_pairwise, packed, ragged, projected, sparse, soft]
+by_operation = pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.__name__)
+
+
+def embeddings(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return tuple(torch.randn(3, 3, 6, generator=generator, dtype=torch.float64).to(dtype) for _ in range(2))
+
+
+@by_operation
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("power", [62, 64, 100, 126])
+def test_finite_embeddings_of_any_size_are_normalized(operation: Callable, dtype: torch.dtype, power: int) -> None:
+    """A power of two changes no digit, and divides the gradient."""
+    results = []
+    for factor in (1.0, 2.0**power):
+        leaves = [(values * factor).requires_grad_() for values in embeddings(dtype)]
+        scores = operation(*leaves, normalize=True)
+        gradients = torch.autograd.grad(scores.sum(), leaves)
+        results.append((scores.detach(), *(gradient.double() * factor for gradient in gradients)))
+    (scores, *gradients), (expected, *right) = results
+    torch.testing.assert_close(scores, expected, rtol=2e-6, atol=2e-6)
+    # Where they are huge, gradients may be subnormal.
+    bound = 1e-5 if dtype == torch.float32 and power < 126 else 3e-2
+    assert all(relative_error(*pair) <= bound for pair in zip(right, gradients, strict=True))
+
+
+@pytest.mark.parametrize("precision", ["int8", "uint8", "fp8"])
+@pytest.mark.parametrize("quantize_queries", [False, True])
+def test_huge_quantized_documents_are_normalized(precision: str, quantize_queries: bool) -> None:
+    queries, documents = embeddings(torch.float32)
+    options = {"normalize": True, "quantize_queries": quantize_queries}
+    expected = maxsim(queries, quantize(documents, precision), **options)
+    # Scales too are multiplied by a power of two.
+    found = maxsim(queries, quantize(documents * 2.0**84, precision), **options)
+    torch.testing.assert_close(found, expected, rtol=2e-6, atol=2e-6)
+
+
+@by_operation
+@pytest.mark.parametrize("side", [0, 1])
+def test_an_infinite_token_has_no_direction(operation: Callable, side: int) -> None:
+    """So that whatever it takes part in is NaN, and nothing else is."""
+    given = embeddings(torch.float32)
+    given[side][1, 2, 3] = torch.inf
+    scores = operation(*given, normalize=True)
+    nan = torch.zeros_like(scores, dtype=torch.bool)
+    nan[1 if side == 0 or scores.dim() == 1 else (slice(None), 1)] = True
+    assert torch.equal(scores.isnan(), nan)
+
+
+@pytest.mark.parametrize("masking", ["exclude", "zero"])
+def test_an_infinite_query_token_among_masked_documents(masking: str) -> None:
+    """All of its similarities may be negative, and a masked token's 0 larger."""
+    queries, documents = embeddings(torch.float32)
+    queries[0, 1, 2], documents[:, :, 2] = torch.inf, -1.0
+    options = {"documents_mask": torch.tensor([[1, 0, 1]] * 3), "normalize": True, "masking": masking}
+    assert maxsim_reference(queries, documents, **options)[0].isnan().all()
+    assert torch.equal(maxsim(queries, documents, **options).isnan(), torch.tensor([[True] * 3] + [[False] * 3] * 2))
+
+
+@pytest.mark.parametrize("loss_reduction", ["mean", "none"])
+@pytest.mark.parametrize("kind", ["cross entropy", "divergence"])
+def test_the_gradient_of_a_half_temperature_is_computed_wide(kind: str, loss_reduction: str) -> None:
+    """Its square leaves the range of float16."""
+    queries, documents = (values * 20 for values in embeddings(torch.float32))
+    teacher = torch.arange(9.0).view(3, 3)
+    gradients = []
+    for dtype in (torch.float16, torch.float64):
+        temperature = torch.tensor(300.0, dtype=dtype, requires_grad=True)
+        options = {"temperature": temperature, "loss_reduction": loss_reduction}
+        if dtype == torch.float64:
+            scores = maxsim_reference(queries.double(), documents.double())
+            reference = cross_entropy_reference if kind == "cross entropy" else kl_divergence_reference
+            loss = reference(scores, *([] if kind == "cross entropy" else [teacher]), **options)
+        elif kind == "cross entropy":
+            loss = maxsim_cross_entropy(queries, documents, **options)
+        else:
+            loss = maxsim_kl_divergence(queries, documents, teacher, **options)
+        gradients += torch.autograd.grad(loss.sum() * 1000, temperature)
+    assert gradients[1] != 0
+    # Of half precision, and next to its smallest numbers.
+    torch.testing.assert_close(gradients[0].double(), gradients[1], rtol=2e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("loss_reduction", ["mean", "sum", "none"])
+def test_a_loss_of_float64_embeddings_is_of_float64(loss_reduction: str) -> None:
+    results = []
+    for loss_of in (
+        lambda q, d, t: maxsim_cross_entropy(q, d, temperature=t, reduction="mean", loss_reduction=loss_reduction),
+        lambda q, d, t: cross_entropy_reference(
+            maxsim_reference(q, d, reduction="mean"), temperature=t, loss_reduction=loss_reduction
+        ),
+    ):
+        leaves = [values.requires_grad_() for values in (*embeddings(torch.float64), torch.tensor(0.3).double())]
+        loss = loss_of(*leaves)
+        results.append((loss.detach(), *torch.autograd.grad(loss.sum(), leaves)))
+    # As many roundings as terms, each of 1.1e-16, of numbers of a few units.
+    torch.testing.assert_close(*results, rtol=1e-12, atol=1e-13)
+
+
+NEGATIVE = {
+    "maxsim": lambda q, d: maxsim(q, d, normalize=True),
+    "packed": packed,
+    "soft": soft,
+    "from hidden": projected,
+    "chamfer": lambda q, d: chamfer(q, d),
+    "xtr": lambda q, d: xtr_scores(q, d, k=4),
+    "chosen tokens": sparse,
+    "cross entropy": lambda q, d: maxsim_cross_entropy(q, d),
+    "quantized": lambda q, d: maxsim(q, quantize(d)),
+}
+
+
+@pytest.mark.parametrize("name", NEGATIVE)
+def test_the_negative_bit_is_read(name: str) -> None:
+    check_the_negative_bit(name, "cpu")
+
+
+def check_the_negative_bit(name: str, device: str) -> None:
+    """The imaginary part of a conjugate is memory that holds the negated numbers."""
+    queries, documents = (values.to(device) for values in embeddings(torch.float32))
+    lazy = [torch.complex(values, -values).conj().imag for values in (queries, documents)]
+    assert all(values.is_neg() for values in lazy)
+    assert torch.equal(NEGATIVE[name](*lazy), NEGATIVE[name](queries, documents))
+
+
+@pytest.mark.parametrize("size", [1, 7, 9, 33])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("operation", [maxsim, candidates, packed, chamfer, "xtr"])
+def test_ties_go_to_the_lowest_index(operation: Callable | str, dtype: torch.dtype, size: int) -> None:
+    """Of similarities that are equal: those of small integers, which no order of a sum rounds."""
+    generator = torch.Generator().manual_seed(size)
+    queries = torch.randint(-3, 4, (3, 3, size), generator=generator).to(dtype)
+    documents = torch.randint(-3, 4, (3, 3, size), generator=generator).to(dtype)
+    # The last of each repeats the first.
+    documents[:, 2] = documents[:, 0]
+    documents.requires_grad_()
+    scores = xtr_scores(queries, documents, k=9) if operation == "xtr" else operation(queries, documents)
+    (gradient,) = torch.autograd.grad(scores.sum(), documents)
+    if operation is chamfer:
+        # What the last pulls to itself is its own half of the distance: that of the first is added to it.
+        nearest = torch.cdist(documents.detach(), queries).argmin(dim=2)
+        own = documents.detach() - queries.gather(1, nearest.unsqueeze(2).expand(-1, -1, size))
+        torch.testing.assert_close(gradient[:, 2], 2 * own[:, 2] / 3)
+    else:
+        assert not gradient[:, 2].any()
+        assert gradient[:, :2].any()
