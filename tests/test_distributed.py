@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from datasets import Dataset, DatasetDict
 from pylate.losses.cached_contrastive import CachedContrastive as PyLateCachedContrastive
 from pylate.losses.contrastive import Contrastive as PyLateContrastive
@@ -17,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pylate_flash import losses, models
 from pylate_flash.trainer import ColBERTTrainer, ColBERTTrainingArguments
+from tests.ranks import run_ranks
 
 WORLD = 2
 QUERIES = ["sort a list", "open a file", "hash table", "sum of squares", "trim space", "join strings"]
@@ -185,7 +185,7 @@ def work(rank: int, path: str, folder: Path) -> None:
 @pytest.fixture(scope="module")
 def ranks(tiny_colbert_path: str, tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     folder = tmp_path_factory.mktemp("distributed")
-    mp.spawn(work, args=(tiny_colbert_path, folder), nprocs=WORLD)
+    run_ranks(work, (tiny_colbert_path, folder), WORLD)
     return [torch.load(folder / f"rank-{rank}.pt") for rank in range(WORLD)]
 
 

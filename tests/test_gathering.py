@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pylate_flash import gathering, losses, models
 from pylate_flash.mini_batches import Packed
+from tests.ranks import run_ranks
 
 QUERIES = ["sort a list", "open a file", "hash table", "sum of squares", "trim space", "join strings", "what is it?"]
 POSITIVES = [
@@ -196,7 +196,7 @@ def ranks_of(tiny_colbert_path: str, tmp_path_factory: pytest.TempPathFactory) -
     @functools.cache
     def found(world: int) -> list:
         folder = tmp_path_factory.mktemp("gathering")
-        mp.spawn(work, args=(tiny_colbert_path, folder, world), nprocs=world)
+        run_ranks(work, (tiny_colbert_path, folder, world), world)
         results = [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in range(world)]
         for column in (1, 2):
             assert len({one["lengths"][column] for one in results}) > 1, "the ranks must differ"

@@ -11,7 +11,6 @@ import pytest
 import sentence_transformers.multi_vector_encoder.losses.cached_multiple_negatives_ranking as cached_host
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from sentence_transformers import MultiVectorEncoder
 from sentence_transformers.multi_vector_encoder import losses, scoring
 from torch.nn.parallel import DistributedDataParallel
@@ -19,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from pylate_flash import registered
 from pylate_flash.hosts import sentence_transformers as ours
 from pylate_flash.hosts.sentence_transformers import losses as loss_classes
+from tests.ranks import run_ranks
 
 HOST = "sentence-transformers"
 WORLD = 2
@@ -190,7 +190,7 @@ def work(rank: int, path: str, folder: Path, given: dict[str, list[list[list[str
 def ranks(tiny_encoder_path: str, tmp_path_factory: pytest.TempPathFactory, texts: Any) -> list[dict[Any, Any]]:
     folder = tmp_path_factory.mktemp("ranks")
     given = {name: batches(texts, sizes) for name, sizes in TEXTS}
-    mp.spawn(work, (tiny_encoder_path, folder, given), nprocs=WORLD)
+    run_ranks(work, (tiny_encoder_path, folder, given), WORLD)
     return [torch.load(folder / f"{rank}.pt") for rank in range(WORLD)]
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from datasets import Dataset, DatasetDict
 from safetensors.torch import load_file
 from sentence_transformers import MultiVectorEncoder, MultiVectorEncoderTrainingArguments
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 
 from pylate_flash.hosts.sentence_transformers import losses
 from pylate_flash.hosts.sentence_transformers.trainer import MultiVectorEncoderTrainer
+from tests.ranks import run_ranks
 
 WORLD = 2
 
@@ -84,7 +84,7 @@ def test_on_two_ranks_the_scale_is_that_of_one_process(
     tiny_encoder_path: str, rows: dict[str, list[str]], tmp_path: Path
 ) -> None:
     """It begins as the first rank's. And losses of which one would wait for the other are refused there."""
-    mp.spawn(work, (tiny_encoder_path, tmp_path, rows), nprocs=WORLD)
+    run_ranks(work, (tiny_encoder_path, tmp_path, rows), WORLD)
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(WORLD))
     assert torch.equal(first, second)
     args = arguments(tmp_path, optim="sgd", learning_rate=0.1)
