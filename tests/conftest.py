@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -141,6 +142,15 @@ def tiny_colbert_path(minilm_path: str, tmp_path_factory: pytest.TempPathFactory
     model = models.ColBERT(str(folder / "bert"), embedding_size=32, query_length=16, document_length=32, device="cpu")
     model.save_pretrained(str(folder / "colbert"))
     return str(folder / "colbert")
+
+
+@pytest.fixture(scope="session")
+def tiny_demo(tiny_colbert_path: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], str]:
+    """What a tiny demo left, which is to be read only; its results, and what it printed."""
+    from tests.tiny_demo import run_tiny_demo
+
+    output = tmp_path_factory.mktemp("demo") / "demo-output"
+    return output, *run_tiny_demo(output, tiny_colbert_path)
 
 
 @pytest.fixture(scope="session")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import runpy
+import shutil
 import sys
 from pathlib import Path
 
@@ -19,7 +20,6 @@ from nbclient import NotebookClient
 import pylate_flash
 from pylate_flash import indexes, losses, models
 from pylate_flash.cli import app
-from tests.tiny_demo import run_tiny_demo
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -38,10 +38,10 @@ encoder = demo.load_encoder({model!r}, settings, device="cpu")
 
 
 @pytest.fixture(scope="module")
-def folder(tiny_colbert_path: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tiny_demo: tuple[Path, dict, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A working directory with a tiny demo-output/."""
     folder = tmp_path_factory.mktemp("examples")
-    run_tiny_demo(folder / "demo-output", tiny_colbert_path)
+    shutil.copytree(tiny_demo[0], folder / "demo-output")
     return folder
 
 

@@ -7,15 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.tiny_demo import run_tiny_demo
 
-
-@pytest.fixture(scope="session")
-def output(tiny_colbert_path: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture
+def output(tiny_demo: tuple[Path, dict, str]) -> Path:
     """What a tiny demo left."""
-    folder = tmp_path_factory.mktemp("demo") / "demo-output"
-    run_tiny_demo(folder, tiny_colbert_path)
-    return folder
+    return tiny_demo[0]
 
 
 @pytest.fixture(scope="session")
