@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import zlib
 from collections.abc import Iterator
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -68,7 +68,7 @@ def _held(name: str, value: Any, within: tuple[Any, ...] = ()) -> Iterator[Held]
     elif isinstance(value, nn.Module):
         named = {f"{name}.{key}": item for key, item in [*value.named_parameters(), *value.named_buffers()]}
     elif is_dataclass(value) and not isinstance(value, type):
-        named = {f"{name}.{key}": item for key, item in vars(value).items()}
+        named = {f"{name}.{field.name}": getattr(value, field.name, None) for field in fields(value)}
     for key, item in named.items():
         yield from _held(key, item, (*within, value))
 

@@ -20,7 +20,7 @@ TESTS = """
     import pytest
     import torch
 
-    @dataclass
+    @dataclass(slots=True)
     class Pair:
         first: torch.Tensor
 
