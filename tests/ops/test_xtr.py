@@ -103,6 +103,14 @@ def test_of_equal_tokens_the_first_are_retrieved() -> None:
     assert scores.tolist() == [[-1.0, -1.0, 0.0]]
 
 
+@pytest.mark.parametrize("function", [xtr_scores, xtr_scores_reference])
+def test_a_document_that_is_retrieved_as_a_whole_has_a_gradient_at_0(function) -> None:
+    documents = torch.zeros(1, 2, 1, dtype=torch.float64, requires_grad=True)
+    scores = function(torch.ones(1, 1, 1, dtype=torch.float64), documents, k=2, normalizer="positive")
+    (gradient,) = torch.autograd.grad(scores.sum(), documents)
+    assert (gradient != 0).flatten().tolist() == [True, False]
+
+
 def test_nan_and_infinity() -> None:
     queries, documents = torch.randn(2, 3, 4), torch.randn(3, 5, 4)
     documents[1, 4, 0] = torch.nan
