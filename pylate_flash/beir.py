@@ -10,9 +10,11 @@ Importing this module needs neither.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import reprlib
+import sys
 import tempfile
 import time
 import warnings
@@ -21,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from tqdm import tqdm
 
@@ -32,9 +35,10 @@ from .index.search import SearchResult
 from .index.store import SHARD_BYTES
 from .indexes import Flat
 
-__all__ = ["RetrievalEvaluation", "evaluate_retrieval", "load_beir_folder"]
+__all__ = ["METRICS", "RetrievalEvaluation", "evaluate_retrieval", "load_beir_folder", "prepare_metrics"]
 
 Qrels = Mapping[str, Mapping[str, int]]
+METRICS = ("ndcg@10", "map", "recall@100", "mrr@10")
 # ranx keeps relevances in 64 bits, and computes with powers and sums of them.
 _INTEGER = re.compile("[+-]?[0-9]{1,9}")
 _NUMBER = re.compile("[+-]?[0-9.]")
@@ -114,7 +118,8 @@ class RetrievalEvaluation:
     run
         For every query id what was retrieved, `{"id", "score"}`, best first.
     timings
-        Seconds of the steps that were taken: "encode_documents", "index", "encode_queries", "search".
+        Seconds of the steps that were taken: "encode_documents", "index", "encode_queries", "search",
+        "prepare_metrics" (see the function) and "metrics".
     scorer
         What computed the scores.
     """
@@ -136,8 +141,9 @@ def evaluate_retrieval(
     k: int = 100,
     batch_size: int = 32,
     scorer: str | None = None,
-    metrics: Sequence[str] = ("ndcg@10", "map", "recall@100", "mrr@10"),
+    metrics: Sequence[str] = METRICS,
     show_progress: bool = True,
+    queries_embeddings: Sequence[Any] | None = None,
 ) -> RetrievalEvaluation:
     """Encode a collection, index it exactly, retrieve, and compute metrics by `ranx`.
 
@@ -168,7 +174,10 @@ def evaluate_retrieval(
     metrics
         Names as `ranx` knows them.
     show_progress
-        Draw progress bars.
+        Draw progress bars, and say what else takes long.
+    queries_embeddings
+        [L_i, d] of every query of `qrels`, in their order, where they are known: to compare scorers, say. None: they
+        are encoded.
 
     Returns
     -------
@@ -179,13 +188,18 @@ def evaluate_retrieval(
     ------
     ValueError
         If a metric is unknown or its cutoff exceeds `k`, there is nothing to evaluate, `qrels` name unknown queries or
-        documents, or `index` holds other documents or another model's, or a folder already holds an index.
+        documents, `queries_embeddings` are not as many, or `index` holds other documents or another model's, or a
+        folder already holds an index.
     MissingExtraError
         If `ranx` is not installed. The message names the extra.
     """
     _check_metrics(metrics, k)
     ids = [document["id"] for document in documents]
     _check_judgements(set(ids), queries, qrels)
+    if queries_embeddings is not None and len(queries_embeddings) != len(qrels):
+        raise ValueError(
+            f"queries_embeddings: {len(queries_embeddings)}; expected those of the {len(qrels)} queries of qrels"
+        )
     with contextlib.ExitStack() as stack:
         if index is None:
             index = Path(stack.enter_context(tempfile.TemporaryDirectory()), "index")
@@ -209,14 +223,15 @@ def evaluate_retrieval(
             if isinstance(model, torch.nn.Module):
                 index.record_model(model)
             _add(index, model, documents, batch_size, timings, show_progress)
-        with _timed(timings, "encode_queries"):
-            queries_embeddings = encode(
-                model,
-                [queries[query_id] for query_id in qrels],
-                is_query=True,
-                batch_size=batch_size,
-                show_progress=show_progress,
-            )
+        if queries_embeddings is None:
+            with _timed(timings, "encode_queries"):
+                queries_embeddings = encode(
+                    model,
+                    [queries[query_id] for query_id in qrels],
+                    is_query=True,
+                    batch_size=batch_size,
+                    show_progress=show_progress,
+                )
         scorer = _scorer_of(model) if scorer is None else scorer
         scorer = "pylate_flash" if scorer == "auto" else scorer
         stack.callback(setattr, index, "scorer", index.scorer)
@@ -224,7 +239,10 @@ def evaluate_retrieval(
         with _timed(timings, "search"):
             retrieved = index(queries_embeddings, k=k)
     run = dict(zip(qrels, retrieved, strict=True))
-    means, per_query = _compute(run, qrels, metrics)
+    with _timed(timings, "prepare_metrics"):
+        prepare_metrics(tuple(metrics), show_progress)
+    with _timed(timings, "metrics"):
+        means, per_query = _compute(run, qrels, metrics)
     return RetrievalEvaluation(means, per_query, run, timings, scorer)
 
 
@@ -305,33 +323,49 @@ def _check_judgements(ids: set[str], queries: Mapping[str, str], qrels: Qrels) -
                 raise ValueError(f"qrels: document {document_id!r} of query {query_id!r} is not in documents")
 
 
+@functools.cache
+def prepare_metrics(metrics: tuple[str, ...] = METRICS, show_progress: bool = False) -> None:
+    """Let `ranx` compile metrics, half a minute of work at their very first use, or load what it has compiled.
+
+    Parameters
+    ----------
+    metrics
+        Names as `ranx` knows them.
+    show_progress
+        Say so on standard error.
+    """
+    if show_progress:
+        print("Loading the metrics of ranx, which compiles them once ...", file=sys.stderr, flush=True)
+    _compute({"q": [SearchResult(id="d", score=1.0)]}, {"q": {"d": 1}}, metrics)
+
+
 def _compute(
     run: Mapping[str, Sequence[SearchResult]], qrels: Qrels, metrics: Sequence[str]
 ) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
-    """Means and values per query of ranx's metrics."""
-    from ranx import Qrels as RanxQrels
-    from ranx import Run
+    """Means and values per query of ranx's metrics.
+
+    ranx gets numbers for ids, as it would compile its functions anew for ids of another length, and one query at a
+    time, as queries are judged on different numbers of documents. Where scores are equal, the order of `run` counts.
+    """
     from ranx import evaluate as ranx_evaluate
 
-    # ranx sorts by score with an unstable sort, so equal scores would fall as they may: give it ranks instead.
-    ranks = {
-        query_id: {result["id"]: float(len(results) - rank) for rank, result in enumerate(results)}
-        for query_id, results in run.items()
-        if results
-    }
-    if not ranks:
-        return dict.fromkeys(metrics, 0.0), {metric: dict.fromkeys(qrels, 0.0) for metric in metrics}
-    ranx_run = Run(ranks)
-    judged = {query_id: dict(documents) for query_id, documents in qrels.items()}
+    per_query: dict[str, dict[str, float]] = {metric: {} for metric in metrics}
     with warnings.catch_warnings():
         # Numba's warning, while it compiles ranx, about the cast of a loop index.
         warnings.filterwarnings("ignore", message="unsafe cast from uint64 to int64")
-        ranx_evaluate(RanxQrels(judged), ranx_run, list(metrics), make_comparable=True)
-    means = {metric: float(ranx_run.mean_scores[metric]) for metric in metrics}
-    per_query = {
-        metric: {query_id: float(ranx_run.scores[metric][query_id]) for query_id in qrels} for metric in metrics
-    }
-    return means, per_query
+        for query_id, judged in qrels.items():
+            numbers = {document_id: number for number, document_id in enumerate(judged)}
+            relevances = sorted(((numbers[id_], value) for id_, value in judged.items()), key=lambda row: -row[1])
+            results = run[query_id]
+            # A document that was not judged has a number of its own.
+            found = [
+                (numbers.get(result["id"], len(judged) + rank), len(results) - rank)
+                for rank, result in enumerate(results)
+            ]
+            judgements, ranking = (np.array(rows, dtype=np.float64).reshape(1, -1, 2) for rows in (relevances, found))
+            for metric in metrics:
+                per_query[metric][query_id] = float(ranx_evaluate(judgements, ranking, metric))
+    return {metric: float(np.mean(list(values.values()))) for metric, values in per_query.items()}, per_query
 
 
 def _read_qrels(file: Path) -> Iterator[tuple[str, str, str, int]]:

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from pylate_flash import beir, evaluation, indexes, models, register, registered, scores, unregister
+from pylate_flash.encoders import encode
 from pylate_flash.evaluation import evaluate_retrieval, load_beir_folder
 
 CORPUS = [
@@ -180,7 +181,9 @@ def test_metrics_are_those_of_a_ranking_worked_out_by_hand(scorer: str) -> None:
         expected = {query_id: METRICS[query_id][name] for query_id in JUDGED}
         assert result.per_query[name] == pytest.approx(expected)
         assert result.metrics[name] == pytest.approx(sum(expected.values()) / 2)
-    assert set(result.timings) == {"encode_documents", "index", "encode_queries", "search"}
+    assert list(result.timings) == [
+        "encode_documents", "index", "encode_queries", "search", "prepare_metrics", "metrics"
+    ]  # fmt: skip
     assert "0" not in model.encoded[len(DOCUMENTS) :]
 
 
@@ -214,9 +217,38 @@ def test_a_filled_index_is_searched_without_encoding_again(tmp_path: Path) -> No
     assert (first.scorer, second.scorer, index.scorer) == ("pylate_flash", "torch", "pylate_flash")
     assert second.run == first.run
     assert second.metrics == first.metrics
-    assert set(second.timings) == {"encode_queries", "search"}
+    assert list(second.timings) == ["encode_queries", "search", "prepare_metrics", "metrics"]
     with pytest.raises(ValueError, match="holds 4 documents that are not the 3 documents to evaluate on"):
         evaluate_retrieval(OneHot(), DOCUMENTS[:3], TEXTS, JUDGED, index=index, show_progress=False)
+
+
+def test_queries_that_are_encoded_already_are_searched_with(tmp_path: Path) -> None:
+    first = evaluate_retrieval(OneHot(), DOCUMENTS, TEXTS, JUDGED, index=tmp_path / "index", show_progress=False)
+    model = OneHot()
+    embeddings = encode(model, [TEXTS[query_id] for query_id in JUDGED], is_query=True)
+    model.encoded.clear()
+    index = indexes.Flat(tmp_path, "index", device="cpu", show_progress=False)
+    given = {"index": index, "show_progress": False}
+    second = evaluate_retrieval(model, DOCUMENTS, TEXTS, JUDGED, queries_embeddings=embeddings, **given)
+    assert model.encoded == []
+    assert (second.run, second.metrics) == (first.run, first.metrics)
+    with pytest.raises(ValueError, match="queries_embeddings: 1; expected those of the 2 queries of qrels"):
+        evaluate_retrieval(model, DOCUMENTS, TEXTS, JUDGED, queries_embeddings=embeddings[:1], **given)
+
+
+def test_metrics_are_compiled_once_for_ids_of_any_length(capsys: pytest.CaptureFixture[str]) -> None:
+    event = pytest.importorskip("numba.core.event")
+    beir.prepare_metrics.cache_clear()
+    beir.prepare_metrics(show_progress=True)
+    beir.prepare_metrics(show_progress=True)
+    assert capsys.readouterr().err == "Loading the metrics of ranx, which compiles them once ...\n"
+    long, longer = "d" * 37, "e" * 41
+    with event.install_recorder("numba:compile") as recorder:
+        run = {"q1": [{"id": longer, "score": 2.0}, {"id": long, "score": 1.0}], "query 2": []}
+        means, per_query = beir._compute(run, {"q1": {long: 1}, "query 2": {longer: 3}}, beir.METRICS)
+    assert recorder.buffer == []
+    assert per_query["mrr@10"] == {"q1": 0.5, "query 2": 0.0}
+    assert means["map"] == 0.25
 
 
 def test_an_index_folder_is_built_once_and_never_overwritten(tmp_path: Path) -> None:

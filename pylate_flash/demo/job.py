@@ -386,11 +386,13 @@ def _evaluate(colbert: Any, corpus: Corpus, output: Path, console: Console) -> t
     """Index the test collection and search it with both scorers: metrics by scorer, and how the two agree."""
     from .. import evaluation, indexes
     from ..agreement import compare
+    from ..encoders import encode
 
     documents = [{"id": entry.name, "text": entry.text} for entry in corpus.documents]
     queries = {f"q-{entry.name}": entry.query for entry in corpus.queries}
     qrels = {f"q-{entry.name}": {entry.name: 1} for entry in corpus.queries}
     index = indexes.Flat(output, "index", override=True, device=str(colbert.device), show_progress=False)
+    embeddings = encode(colbert, list(queries.values()), is_query=True)
     found = {
         scorer: evaluation.evaluate_retrieval(
             colbert,
@@ -401,6 +403,7 @@ def _evaluate(colbert: Any, corpus: Corpus, output: Path, console: Console) -> t
             scorer=scorer,
             metrics=list(METRICS),
             show_progress=console.is_terminal,
+            queries_embeddings=embeddings,
         )
         for scorer in SCORERS
     }
