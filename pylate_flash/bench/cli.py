@@ -51,7 +51,11 @@ def bench(
     ] = "auto",
     dtype: Annotated[
         Optional[Dtype],  # noqa: UP007, UP045
-        typer.Option(help="Type of the inputs.", show_default="bfloat16 on a GPU, float32 on a CPU"),
+        typer.Option(
+            metavar="TYPE",
+            help=f"Type of the inputs: {', '.join(Dtype)}.",
+            show_default="bfloat16 on a GPU, float32 on a CPU",
+        ),
     ] = None,
     quick: Annotated[
         bool,

@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 import tempfile
+import textwrap
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -41,6 +42,8 @@ class Scorer(str, Enum):
     auto = "auto"
 
 
+SCORERS = f"{', '.join(list(Scorer)[:-1])} or {Scorer.auto.value}"
+
 TrustRemoteCode = Annotated[
     bool,
     typer.Option(
@@ -51,6 +54,25 @@ TrustRemoteCode = Annotated[
 
 class UserError(Exception):
     """Something that the user can put right: one sentence, exit code 2."""
+
+
+def say(text: str) -> None:
+    """Print a sentence of the results."""
+    print(_wrapped(text, console), flush=True)
+
+
+def note(text: str) -> None:
+    """Print a sentence beside the results, on standard error, above a progress bar that may be there."""
+    from tqdm import tqdm
+
+    tqdm.write(_wrapped(text, notes), file=sys.stderr)
+
+
+def _wrapped(text: str, terminal: Console) -> str:
+    """A sentence as a terminal shows it best: on lines that end between words, of which none, as a path, is cut."""
+    if not terminal.is_terminal:
+        return text
+    return textwrap.fill(text, terminal.width, break_long_words=False, break_on_hyphens=False)
 
 
 def command(function: Callable[..., None]) -> Callable[..., None]:
@@ -70,7 +92,7 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
         except (UserError, MissingExtraError) as error:
             _fail(" ".join(str(error).split()), 2)
         except KeyboardInterrupt:
-            print("pylate-flash: interrupted", file=sys.stderr)
+            note("pylate-flash: interrupted")
             raise typer.Exit(130) from None
         except (typer.Exit, typer.Abort, typer.BadParameter, BrokenPipeError, SystemExit, GeneratorExit):
             raise
@@ -91,7 +113,7 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
 def _fail(sentence: str, code: int) -> NoReturn:
     if os.environ.get(TRACEBACK_VARIABLE):
         traceback.print_exc()
-    print(f"pylate-flash: {sentence}", file=sys.stderr)
+    note(f"pylate-flash: {sentence}")
     raise typer.Exit(code) from None
 
 
@@ -129,7 +151,7 @@ def explained(prefix: str = "", kinds: tuple[type[Exception], ...] = (ValueError
 
 def loading(what: str) -> None:
     """Say on standard error what is loaded, before the seconds that it takes."""
-    print(f"Loading {what} ...", file=sys.stderr, flush=True)
+    note(f"Loading {what} ...")
 
 
 def be_quiet() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Annotated
@@ -11,7 +10,7 @@ from typing import Annotated
 import typer
 
 from .._extras import check_host, check_installed
-from .common import TrustRemoteCode, UserError, be_quiet, check_device, console, explained
+from .common import TrustRemoteCode, UserError, be_quiet, check_device, console, explained, note, say
 from .models import PYLATE, check_model_name, host_of, load_model
 
 
@@ -40,9 +39,7 @@ def demo(
         check_model_name(model)
     started = time.perf_counter()
     minutes = "6 to 20" if full else "2 to 4"
-    console.print(
-        f"Loading PyTorch and PyLate. The whole demo takes {minutes} minutes on two CPU cores.", highlight=False
-    )
+    say(f"Loading PyTorch and PyLate. The whole demo takes {minutes} minutes on two CPU cores.")
     be_quiet()
     from ..demo import job
 
@@ -71,5 +68,5 @@ def demo(
         job.prepare_output(output)
     results = job.run(output, model, settings, device=device, console=console, started=started, encoder=encoder)
     if not all(agreement["holds"] for agreement in results["agreement"].values()):
-        print("pylate-flash: the two scorers disagree; see results.json", file=sys.stderr)
+        note("pylate-flash: the two scorers disagree; see results.json")
         raise typer.Exit(1)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import os
 import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -12,7 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from .._extras import HOSTS, Host
-from .common import cause, console, loading
+from .common import cause, console, loading, say
 
 
 def doctor(
@@ -55,12 +58,13 @@ def doctor(
     console.print(table)
     if len(devices) > 1:
         console.print(_kernels_of_calls(devices[1]))
-        console.print(escape(_about_triton(devices[1])), highlight=False)
+        say(_about_triton(devices[1]))
     if len(devices) == 1:
-        console.print("No CUDA device was found: everything runs on the CPU.")
-    console.print(f"Models: {escape(_who_loads_models())}", highlight=False)
+        say("No CUDA device was found: everything runs on the CPU.")
+    say(_about_threads(torch.get_num_threads(), _free_cores()))
+    say(f"Models: {_who_loads_models()}")
     works, text = _try_register() if check else _look_at_hosts()
-    console.print(f"register(): {escape(text)}", highlight=False)
+    say(f"register(): {text}")
     if not works:
         raise typer.Exit(1)
 
@@ -100,6 +104,43 @@ def _about_triton(device: Any) -> str:
         notes.append("It has no Gluon for the kernels of Hopper, and others serve in their place.")
     launcher = "a C function of Triton's" if launcher_is_known() else "Triton's public launcher, which takes longer"
     return " ".join([*notes, f"Kernels are launched by {launcher}."])
+
+
+def _about_threads(threads: int, cores: int) -> str:
+    """Whether torch's threads wait for one another: by spinning, so that they keep the cores from those that work."""
+    text = f"Threads: torch computes with {threads}, and {cores} of the processor's cores may be used"
+    if threads <= cores:
+        return f"{text}."
+    given = os.environ.get("OMP_NUM_THREADS")
+    return f"{text}: threads above them can make every call ten times slower. Set OMP_NUM_THREADS={cores}" + (
+        f" in place of {given}." if given else ", which is not set."
+    )
+
+
+def _free_cores(groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int:
+    """The cores that this process may use: by its affinity, and by the quotas of its control groups, as of a container.
+
+    Parameters
+    ----------
+    groups
+        Lines of hierarchy, controllers and group, as of cgroups 1 and 2.
+    root
+        Where the hierarchies are mounted.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quotas = [float(cores)]
+    for line in groups.read_text().splitlines() if groups.exists() else ():
+        _, controllers, name = line.split(":", 2)
+        group = Path(name.lstrip("/"))
+        # The hierarchy of cgroups 2 has no name. A container may show its group's folder as the whole hierarchy.
+        for folder in (root / ("cpu" if controllers else "") / part for part in (group, *group.parents)):
+            with contextlib.suppress(OSError, ValueError):
+                if controllers:
+                    quota, period = (int((folder / f"cpu.cfs_{name}_us").read_text()) for name in ("quota", "period"))
+                else:
+                    quota, period = map(int, (folder / "cpu.max").read_text().split())  # or "max"
+                quotas.append(quota / period if quota > 0 else cores)
+    return max(1, int(min(quotas)))
 
 
 def _describe_host(module: str, host: Host) -> str:

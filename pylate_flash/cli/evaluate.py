@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +16,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .._extras import check_installed
+from ..encoders import encode
 from .common import (
+    SCORERS,
     Scorer,
     TrustRemoteCode,
     UserError,
@@ -26,7 +29,9 @@ from .common import (
     console,
     explained,
     loading,
+    note,
     notes,
+    say,
     write_file,
 )
 from .indexing import INDEX_ERRORS, LEFTOVERS, check_place, holds_index
@@ -55,7 +60,9 @@ def evaluate(
     ],
     model: Annotated[str, typer.Option(help="ColBERT model, MultiVectorEncoder, or an encoder: a folder or a name.")],
     split: Annotated[str, typer.Option(help="Which file of qrels/.")] = "test",
-    scorer: Annotated[Scorer, typer.Option(help="Computes the scores. auto: as the model says.")] = Scorer.auto,
+    scorer: Annotated[
+        Scorer, typer.Option(metavar="NAME", help=f"Computes the scores: {SCORERS}. auto: as the model says.")
+    ] = Scorer.auto,
     compare_torch: Annotated[
         bool,
         typer.Option(
@@ -118,12 +125,9 @@ def evaluate(
         document_length=document_length,
     )
     if has_random_projection(loaded, model):
-        notes.print(
+        note(
             f"Warning: {model} is an encoder without a projection. A random one was drawn, so the numbers below say "
-            "nothing about a model of use; train it first with `pylate-flash train`.",
-            highlight=False,
-            markup=False,
-            soft_wrap=True,
+            "nothing about a model of use; train it first with `pylate-flash train`."
         )
     chosen = None if scorer is Scorer.auto else scorer.value
     check_scorer(chosen, loaded)
@@ -131,6 +135,10 @@ def evaluate(
         # Loading takes long enough for somebody else to have built one there.
         _check_new_index(index, overwrite)
     with _new_index(index, loaded, model, data) as flat, explained(kinds=(ValueError, OSError, ConcurrentWriteError)):
+        started = time.perf_counter()
+        texts = [queries[query_id] for query_id in qrels]
+        embeddings = encode(loaded, texts, is_query=True, batch_size=batch_size, show_progress=notes.is_terminal)
+        timings = {"encode_queries": time.perf_counter() - started}
 
         def run(name: str | None) -> beir.RetrievalEvaluation:
             return beir.evaluate_retrieval(
@@ -143,14 +151,17 @@ def evaluate(
                 metrics=list(METRICS),
                 batch_size=batch_size,
                 show_progress=notes.is_terminal,
+                queries_embeddings=embeddings,
             )
 
         result = run(chosen)
+        timings |= result.timings
         theirs = run("torch") if compare_torch else None
+    if theirs:
+        timings["search_by_torch"] = theirs.timings["search"]
     rows = [(result.scorer, result.metrics)] + ([(f"torch of {title_of(loaded)}", theirs.metrics)] if theirs else [])
     console.print(metrics_table(rows, f"{len(documents)} documents, {len(qrels)} queries ({split})"))
-    seconds = ", ".join(f"{name.replace('_', ' ')} {value:.1f} s" for name, value in result.timings.items())
-    console.print(seconds, highlight=False)
+    say(", ".join(f"{name.replace('_', ' ')} {value:.1f} s" for name, value in timings.items()))
     agreement = compare(theirs, result) if theirs else None
     if json_file is not None:
         record: dict[str, Any] = {
@@ -159,7 +170,7 @@ def evaluate(
             "model": model,
             "scorer": result.scorer,
             **result.metrics,
-            "timings": result.timings,
+            "timings": timings,
             "versions": versions(),
         }
         if theirs and agreement:
@@ -167,7 +178,7 @@ def evaluate(
             record["agreement"] = {"holds": agreement.holds, "text": str(agreement)}
         write_file(json_file, json.dumps(record, indent=2) + "\n", "--json")
     if agreement:
-        console.print(f"The two scorers {'agree' if agreement.holds else 'disagree'}: {agreement}.", highlight=False)
+        say(f"The two scorers {'agree' if agreement.holds else 'disagree'}: {agreement}.")
         if not agreement.holds:
             raise typer.Exit(1)
 

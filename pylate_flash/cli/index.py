@@ -24,6 +24,8 @@ from .common import (
     command,
     explained,
     loading,
+    note,
+    say,
 )
 from .indexing import (
     DEFAULT_INDEX,
@@ -107,7 +109,9 @@ def build(
     dtype: Annotated[
         Dtype | None,
         typer.Option(
-            help="How embeddings are kept; 16 bits halve the index, 8 about halve it again. Default: float32."
+            metavar="TYPE",
+            help=f"How embeddings are kept: {', '.join(Dtype)}. 16 bits halve the index, 8 about halve it again. "
+            "Default: float32.",
         ),
     ] = None,
     device: Device = None,
@@ -154,23 +158,21 @@ def build(
         _record_corpus(flat, data)
     before = len(flat)
     if before == len(ids):
-        print(f"Nothing to do: {place} holds the {counted(before, 'document')} of {corpus.path}, by their ids, already")
+        say(f"Nothing to do: {place} holds the {counted(before, 'document')} of {corpus.path}, by their ids, already")
         return
     if before:
-        print(
-            f"Going on: {place} holds {before:,} of the {len(ids):,} documents of {corpus.path}, by their ids, already"
-        )
+        say(f"Going on: {place} holds {before:,} of the {len(ids):,} documents of {corpus.path}, by their ids, already")
     try:
         add_texts(flat, encoder, (text for text in corpus if text.id not in flat), len(ids) - before, batch_size)
     except KeyboardInterrupt:
-        print(
+        note(
             f"{len(flat):,} of {len(ids):,} documents are in {place}; the same command"
-            f"{' without --overwrite' if overwrite else ''} goes on",
-            file=sys.stderr,
+            f"{' without --overwrite' if overwrite else ''} goes on"
         )
         raise
     where = shlex.join(["--index", str(place)])
-    print(f'{place} holds {counted(len(flat), "document")}. Next: pylate-flash search "..." {where}')
+    say(f"{place} holds {counted(len(flat), 'document')}")
+    print(f'Next: pylate-flash search "..." {where}')
 
 
 @app.command(epilog="Example: `pylate-flash index add --data more.jsonl --index my-index`")
@@ -203,7 +205,7 @@ def add(
     new = sum(id_ not in flat for id_ in ids)
     there = len(ids) - new
     if there and not replace:
-        print(f"{there} of the {len(ids)} documents of {corpus.path} are in {place} already; --replace replaces them")
+        say(f"{there} of the {len(ids)} documents of {corpus.path} are in {place} already; --replace replaces them")
     if new or replace:
         encoder = load_model_of(flat, model, device, trust_remote_code)
         with explained(kinds=INDEX_ERRORS):
@@ -211,7 +213,7 @@ def add(
         texts = (text for text in corpus if replace or text.id not in flat)
         add_texts(flat, encoder, texts, len(ids) if replace else new, batch_size, replace)
     replaced = f", replaced {there:,}" if replace else ""
-    print(f"Added {counted(new, 'document')}{replaced}; {place} holds {len(flat):,}")
+    say(f"Added {counted(new, 'document')}{replaced}; {place} holds {len(flat):,}")
 
 
 @app.command(epilog="Example: `pylate-flash index remove d1 d2 --index my-index`")
@@ -239,7 +241,7 @@ def remove(
 
     with explained(kinds=INDEX_ERRORS), noted():
         store.remove(np.array([store.position[id_] for id_ in unwanted]))
-    print(f"Removed {counted(len(unwanted), 'document')}; {place} holds {len(store):,}")
+    say(f"Removed {counted(len(unwanted), 'document')}; {place} holds {len(store):,}")
 
 
 @app.command()
@@ -284,8 +286,8 @@ def verify(index: Index = DEFAULT_INDEX) -> None:
     with explained():
         store.verify(show_progress=sys.stderr.isatty())
     unknown = _describe(store)["files_without_checksum"]
-    note = f"; {unknown} of its files, by an older version, have no checksum" if unknown else ""
-    print(f"{place} is as it was written: {counted(len(store), 'document')}{note}")
+    old = f"; {unknown} of its files, by an older version, have no checksum" if unknown else ""
+    say(f"{place} is as it was written: {counted(len(store), 'document')}{old}")
 
 
 @app.command()
@@ -302,7 +304,7 @@ def compact(index: Index = DEFAULT_INDEX) -> None:
     with explained(kinds=INDEX_ERRORS):
         store.compact()
     after = _describe(store)["files"]
-    print(f"{place} holds {counted(len(store), 'document')} in {counted(after, 'file')}, {before} before")
+    say(f"{place} holds {counted(len(store), 'document')} in {counted(after, 'file')}, {before} before")
 
 
 def _describe(store: PackedStore) -> dict[str, Any]:

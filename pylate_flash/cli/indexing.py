@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..corpus_files import Corpus, Text
 from ..encoders import encode, read_lengths
-from .common import UserError, check_device, check_file, explained, loading, notes
+from .common import UserError, check_device, check_file, explained, loading, note, notes
 from .models import check_model_name, document_tokens, load_model
 
 if TYPE_CHECKING:
@@ -159,7 +159,7 @@ def noted() -> Iterator[None]:
         warnings.simplefilter("always", UserWarning)
         yield
     for warning in caught:
-        print(f"Note: {warning.message}", file=sys.stderr)
+        note(f"Note: {warning.message}")
 
 
 def add_texts(
@@ -218,11 +218,11 @@ def add_texts(
                 # A bar that is drawn again and again does not suit a log.
                 rate, noted = done / (now - started), now
                 left = tqdm.format_interval((total - done) / rate)
-                print(f"{done:,} of {total:,} documents, {rate:.1f} documents/s, {left} left", file=sys.stderr)
+                note(f"{done:,} of {total:,} documents, {rate:.1f} documents/s, {left} left")
         if ids:
             _write(flat, ids, embeddings, replace)
     seconds = time.monotonic() - started
-    print(f"Encoded {counted(done, 'document')} in {seconds:.1f} s, {done / seconds:.1f} documents/s", file=sys.stderr)
+    note(f"Encoded {counted(done, 'document')} in {seconds:.1f} s, {done / seconds:.1f} documents/s")
 
 
 def _write(flat: Flat, ids: list[str], embeddings: list[Any], replace: bool) -> None:
@@ -232,18 +232,14 @@ def _write(flat: Flat, ids: list[str], embeddings: list[Any], replace: bool) -> 
 
 def _note_truncation(model: Model, texts: list[str]) -> None:
     """Say how many of the first texts are longer than what is read of them; tokenizing all would cost too much."""
-    from tqdm import tqdm
-
     _, length = read_lengths(model)
     if length is None:
         return
     longer = sum(tokens > length for tokens in document_tokens(model, texts))
     if longer:
-        # Above the bar, not in the middle of it.
-        tqdm.write(
+        note(
             f"Note: {longer} of the first {len(texts)} documents are longer than the {length} tokens that are read of "
-            "each; the rest of them is not indexed",
-            file=sys.stderr,
+            "each; the rest of them is not indexed"
         )
 
 

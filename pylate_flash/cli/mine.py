@@ -6,7 +6,6 @@ import json
 import math
 import os
 import shlex
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -21,6 +20,9 @@ from .common import (
     check_new_file,
     explained,
     loading,
+    note,
+    notes,
+    say,
     write_file,
 )
 from .indexing import counted, open_corpus
@@ -123,7 +125,7 @@ def mine(
             absolute_margin=absolute_margin,
             relative_margin=relative_margin,
             batch_size=batch_size,
-            show_progress_bar=sys.stderr.isatty(),
+            show_progress_bar=notes.is_terminal,
         )
     except torch.OutOfMemoryError as error:
         raise UserError(
@@ -137,12 +139,12 @@ def mine(
         )
     unused = [*lines.rows.column_names[2:], *lines.ignored]
     if unused:
-        print(f"pylate-flash: note: keys that are not used: {', '.join(map(repr, unused[:10]))}", file=sys.stderr)
+        note(f"pylate-flash: note: keys that are not used: {', '.join(map(repr, unused[:10]))}")
     rows = ({"query" if key == "anchor" else key: text for key, text in row.items()} for row in found)
     write_file(output, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), "--output")
-    print(f"{output} holds {counted(len(found), 'line')} of {counted(num_negatives, 'negative')} out of the {among}")
+    say(f"{output} holds {counted(len(found), 'line')} of {counted(num_negatives, 'negative')} out of the {among}")
     if len(found) < len(queries):
-        print(f"Left out: {counted(len(queries) - len(found), 'pair')} with fewer within the bounds")
+        say(f"Left out: {counted(len(queries) - len(found), 'pair')} with fewer within the bounds")
     print(f"Next: pylate-flash train --data {shlex.quote(str(output))} ...")
 
 

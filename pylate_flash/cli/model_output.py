@@ -7,14 +7,13 @@ import json
 import os
 import re
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .common import UserError
+from .common import UserError, note
 
 if TYPE_CHECKING:
     from .models import Model
@@ -144,7 +143,7 @@ def _exchange(folder: Path, new: Path, old: Path) -> None:
             try:
                 target.rename(source)
             except OSError as error:
-                print(f"pylate-flash: {target} could not be moved back to {source}: {error}", file=sys.stderr)
+                note(f"pylate-flash: {target} could not be moved back to {source}: {error}")
         raise
     for path in going:
         with contextlib.suppress(OSError):

@@ -18,7 +18,7 @@ from rich.text import Text as RichText
 
 from ..corpus_files import Corpus, Text, read_queries
 from ..encoders import encode
-from .common import TrustRemoteCode, UserError, be_quiet, check_file, check_text, console, explained
+from .common import TrustRemoteCode, UserError, be_quiet, check_file, check_text, console, explained, note
 from .indexing import (
     DEFAULT_INDEX,
     check_index,
@@ -94,8 +94,8 @@ def search(
 ) -> None:
     """Search an index, and print the best documents.
 
-    Into a pipe or a file goes one line per document: rank, score, id and, where it is known, the text, separated by
-    tabs; with `--queries`, the query's `_id` or line number comes first.
+    Into a pipe or a file goes one line per document: rank, score, id and, where it is known, the beginning of the text,
+    separated by tabs; with `--queries`, the query's `_id` or line number comes first. `--json` has the whole texts.
     """
     check_encoding_host("pylate-flash search")
     if query == "-" and queries is None:
@@ -116,7 +116,6 @@ def search(
     for start in range(0, len(asked), _QUERIES_AT_A_TIME):
         some = asked[start : start + _QUERIES_AT_A_TIME]
         found = _retrieve(flat, encoder, [text for _, text in some], k)
-        # Into a pipe, texts come too, so that a line is all that is known about a document.
         try:
             texts = _texts(corpora, {document.id for documents in found for document in documents})
         except UserError as error:
@@ -138,15 +137,14 @@ def search(
 def show(console: Console, documents: Sequence[Found], query: str | None = None) -> None:
     """Print documents for a reader: under the query, if it is given, each with the beginning of its text."""
     if query is not None:
-        console.print(RichText(_one_line(query), style="italic"), soft_wrap=True)
+        console.print(RichText(_one_line(query), style="italic"))
     for document in documents:
         line = RichText.assemble(
             (f"{document.rank:>2}. {escaped(document.id)}", "bold"), "  ", (f"{document.score:.2f}", "dim")
         )
         console.print(line, soft_wrap=True)
         if document.text:
-            text = textwrap.shorten(_one_line(document.text), 240, placeholder=" ...")
-            console.print(Padding(RichText(text), (0, 0, 0, 4)))
+            console.print(Padding(RichText(_beginning(document.text)), (0, 0, 0, 4)))
 
 
 def _lines(query: Text, documents: Sequence[Found], with_text: bool) -> Iterator[str]:
@@ -155,7 +153,7 @@ def _lines(query: Text, documents: Sequence[Found], with_text: bool) -> Iterator
         if query.id:
             fields.insert(0, escaped(query.id))
         if with_text:
-            fields.append(_one_line(document.text or ""))
+            fields.append(_beginning(document.text or ""))
         yield "\t".join(fields)
 
 
@@ -167,6 +165,10 @@ def _json(query: Text, documents: Sequence[Found]) -> str:
             results[-1]["text"] = document.text
     name: dict[str, Any] = {"query_id": query.id} if query.id else {}
     return json.dumps({**name, "query": query.text, "results": results})
+
+
+def _beginning(text: str) -> str:
+    return textwrap.shorten(_one_line(text), 240, placeholder=" ...")
 
 
 def _one_line(text: str) -> str:
@@ -223,7 +225,7 @@ def _known_corpora(flat: Flat) -> list[Corpus]:
 
 def _note_no_texts(error: UserError) -> None:
     """Say why no texts are shown: nobody has asked for those of this file."""
-    print(f"Note: no texts are shown: {error}; --data names what was indexed", file=sys.stderr)
+    note(f"Note: no texts are shown: {error}; --data names what was indexed")
 
 
 def _retrieve(flat: Flat, model: Model, queries: list[str], k: int) -> list[list[Found]]:

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import math
-import sys
+import time
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
+from tqdm import tqdm
 
 from ..encoders import read_lengths
 from .checkpoints import CHECKPOINTS, Checkpoints
 from .common import (
+    SCORERS,
     Scorer,
     TrustRemoteCode,
     UserError,
     be_quiet,
     check_device,
     explained,
+    loading,
+    note,
+    say,
 )
 from .model_output import (
     UNFINISHED,
@@ -67,9 +72,13 @@ def train(
         str, typer.Option(help="Encoder, ColBERT model or MultiVectorEncoder to start from: a folder or a name.")
     ],
     output: Annotated[Path, typer.Option(help="Folder for the trained model; checkpoints are kept in it meanwhile.")],
-    loss: Annotated[Loss, typer.Option(help="`cached` trains large batches in the memory of small ones.")] = (
-        Loss.contrastive
-    ),
+    loss: Annotated[
+        Loss,
+        typer.Option(
+            metavar="NAME",
+            help=f"{', '.join(Loss)}: `cached` trains large batches in the memory of small ones.",
+        ),
+    ] = Loss.contrastive,
     batch_size: Annotated[
         int,
         typer.Option(
@@ -110,7 +119,11 @@ def train(
         int | None, typer.Option(min=4, help="Tokens of a document, at most. Default: the model's.")
     ] = None,
     scorer: Annotated[
-        Scorer, typer.Option(help="Computes the scores; saved with the model. flash and lik are PyLate's alone.")
+        Scorer,
+        typer.Option(
+            metavar="NAME",
+            help=f"Computes the scores, and is saved with the model: {SCORERS}. flash and lik are PyLate's alone.",
+        ),
     ] = Scorer.pylate_flash,
     seed: Annotated[
         int, typer.Option(min=0, max=2**32 - 1, help="Of the order of lines, of dropout, and of a new projection.")
@@ -178,6 +191,7 @@ def train(
         checkpoints = Checkpoints(output)
         _check_output(output, checkpoints, overwrite, resume)
     be_quiet()
+    loading(str(data))
     host = host_of(model, trust_remote_code)
     _check_tokens(tokens, host, scorer)
     with explained():
@@ -211,6 +225,7 @@ def train(
         "--eval-steps": eval_steps,
     }
     checkpoint = checkpoints.check(settings) if resume else None
+    loading(f"the model {model}")
     import torch
 
     from .training_run import StopRequest
@@ -253,7 +268,7 @@ def train(
                 )
                 _print_summary(trainer, lines, loss, scorer, data)
                 if evaluated is not None:
-                    print(f"{len(evaluated.rows)} lines to evaluate with", flush=True)
+                    say(f"{len(evaluated.rows)} lines to evaluate with")
                 if loss is Loss.cached and tokens == "auto":
                     _find_budget(trainer, batch_size * lines.documents_per_query, precision)
                 _print_notes(lines, loss, given, host)
@@ -361,7 +376,7 @@ def _find_budget(trainer: MeasuredTrainer, documents: int, precision: Precision)
         raise UserError(f"out of memory on {device}: {error}; a smaller --batch-size needs less") from error
     except ValueError as error:
         raise UserError(f"--mini-batch-tokens auto: {error}") from error
-    print(f"mini-batches of at most {loss.mini_batch_num_tokens} tokens, by trial on {device}", flush=True)
+    say(f"mini-batches of at most {loss.mini_batch_num_tokens} tokens, by trial on {device}")
 
 
 def _print_summary(trainer: MeasuredTrainer, lines: TrainingData, loss: Loss, scorer: Scorer, data: Path) -> None:
@@ -376,8 +391,9 @@ def _print_summary(trainer: MeasuredTrainer, lines: TrainingData, loss: Loss, sc
                 "negatives to learn from: give lines with other texts, or hard negatives"
             )
         size, on_average = len(rows) / per_epoch, " on average"
-    print(f"{len(rows)} lines ({', '.join(rows.column_names)}), {loss.value} loss, scorer {scorer.value}, ", end="")
-    print(loaded.device)
+    say(
+        f"{len(rows)} lines ({', '.join(rows.column_names)}), {loss.value} loss, scorer {scorer.value}, {loaded.device}"
+    )
     if loss is Loss.distillation:
         compared = f"{lines.documents_per_query} documents per query"
     else:
@@ -386,28 +402,27 @@ def _print_summary(trainer: MeasuredTrainer, lines: TrainingData, loss: Loss, sc
         compared += f"{round(size * lines.documents_per_query - 1, 1):g} negatives with those of the batch{on_average}"
     query, document = lines.longest()
     query_length, document_length = read_lengths(loaded)
-    print(
+    say(
         f"{compared}; longest query {query} characters, longest document {document}, "
         f"cut at {query_length} and {document_length} tokens"
     )
     steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * per_epoch)
-    print(f"{steps} steps of {round(size, 1):g} lines{on_average}, {steps / per_epoch:.3g} epochs", flush=True)
+    say(f"{steps} steps of {round(size, 1):g} lines{on_average}, {steps / per_epoch:.3g} epochs")
     if per_epoch > full:
-        print(
+        say(
             "note: texts repeat, and lines that share one are never in one batch, lest a positive be a negative: an "
-            f"epoch has {per_epoch} batches in place of {full}",
-            flush=True,
+            f"epoch has {per_epoch} batches in place of {full}"
         )
 
 
 def _print_notes(lines: TrainingData, loss: Loss, given: set[str], host: str) -> None:
     if lines.ignored:
         names = ", ".join(map(repr, lines.ignored[:10])) + (", ..." if len(lines.ignored) > 10 else "")
-        print(f"pylate-flash: note: keys that are not used: {names}", file=sys.stderr)
+        note(f"pylate-flash: note: keys that are not used: {names}")
     for name in sorted(given & USED_BY[host].keys()):
         if loss not in USED_BY[host][name]:
             option = f"--{name.replace('_', '-')}"
-            print(f"pylate-flash: note: {option} has no effect with --loss {loss.value}", file=sys.stderr)
+            note(f"pylate-flash: note: {option} has no effect with --loss {loss.value}")
 
 
 def _run(
@@ -424,6 +439,7 @@ def _run(
     from .training_run import Guard
 
     guard = Guard(trainer, request)
+    started = time.monotonic()
     try:
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     except FloatingPointError as error:
@@ -443,15 +459,22 @@ def _run(
                 sentence += f"; the last whole checkpoint is {last}, and --resume continues from it"
             raise UserError(sentence) from error
         raise
+    state, took = trainer.state, tqdm.format_interval(time.monotonic() - started)
+    losses, evaluated = (
+        [entry[name] for entry in state.log_history if name in entry] for name in ("loss", "eval_loss")
+    )
+    say(
+        f"{state.global_step} of {state.max_steps} steps are done, in {took}; loss {losses[0]:.4g} at first, "
+        f"{losses[-1]:.4g} at last" + (f", {evaluated[-1]:.4g} of --eval-data" if evaluated else "")
+    )
 
 
 def _say_where_it_is(trainer: MeasuredTrainer, checkpoints: Checkpoints, overwrite: bool) -> None:
     step, steps = trainer.state.global_step, trainer.state.max_steps
     instead = "--resume in place of --overwrite" if overwrite else "--resume"
-    print(
+    note(
         f"pylate-flash: interrupted after step {step} of {steps}; the model as it is is in {checkpoints.last()}, and "
-        f"the same command with {instead} continues the training",
-        file=sys.stderr,
+        f"the same command with {instead} continues the training"
     )
 
 
@@ -464,4 +487,4 @@ def _write(loaded: Model, output: Path) -> None:
         )
     kept = write_model(loaded, output)
     kept = [name for name in kept if name != CHECKPOINTS]
-    print(f"Model written to {output}" + (f"; kept beside it: {', '.join(kept)}" if kept else ""))
+    say(f"Model written to {output}" + (f"; kept beside it: {', '.join(kept)}" if kept else ""))

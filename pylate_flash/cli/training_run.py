@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import os
 import signal
-import sys
 import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, cast
@@ -16,6 +15,7 @@ from torch.utils.data import BatchSampler
 from tqdm import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
+from .common import note
 from .model_output import first_non_finite
 
 if TYPE_CHECKING:
@@ -182,8 +182,8 @@ class Guard(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
         if state.global_step >= state.max_steps:
-            # The model itself is written next.
-            control.should_save = False
+            # The model itself is written next, and the last loss is told.
+            control.should_save, control.should_log = False, True
         self._heed_request(state, control)
 
     def on_epoch_end(self, args, state, control, **kwargs) -> None:
@@ -199,7 +199,8 @@ class Guard(TrainerCallback):
 
     def _heed_request(self, state: TrainerState, control: TrainerControl) -> None:
         if self.request.signal is not None:
-            control.should_training_stop, control.should_evaluate = True, False
+            control.should_training_stop = control.should_log = True
+            control.should_evaluate = False
             control.should_save = self._saved_at != state.global_step < state.max_steps
         if control.should_save:
             name = first_non_finite(self.model)
@@ -222,16 +223,13 @@ class Progress(TrainerCallback):
 
     def on_log(self, args, state, control, logs=None, **kwargs) -> None:
         if logs and "eval_loss" in logs:
-            tqdm.write(
-                f"step {state.global_step} of {state.max_steps}, loss {logs['eval_loss']:.4g} of --eval-data",
-                sys.stderr,
-            )
+            note(f"step {state.global_step} of {state.max_steps}, loss {logs['eval_loss']:.4g} of --eval-data")
         if not logs or "loss" not in logs:
             return
         parts = [f"step {state.global_step} of {state.max_steps}", f"loss {logs['loss']:.4g}"]
-        parts += [f"learning rate {logs['learning_rate']:.3g}", f"{logs['tokens_per_second']:.0f} tokens/s"]
+        parts += [f"lr {logs['learning_rate']:.3g}", f"{logs['tokens_per_second']:.0f} tokens/s"]
         parts += [f"at most {logs['peak_memory_mib']:.0f} MiB"]
-        tqdm.write(", ".join(parts), file=sys.stderr)
+        note(", ".join(parts))
 
     def on_train_end(self, args, state, control, **kwargs) -> None:
         self.bar.close()

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import struct
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,6 +14,7 @@ import pytest
 import torch
 
 from pylate_flash import __version__
+from pylate_flash.cli import doctor
 from pylate_flash.cli.common import UserError, check_file
 from tests.cli.commands import assert_one_clear_sentence, invoke, succeed
 
@@ -75,6 +78,10 @@ def test_train_evaluate_search(output: Path, tiny_colbert_path: str, tmp_path: P
     )
     metrics = json.loads(record.read_text())
     assert f"{metrics['ndcg@10']:.4f}" in printed
+    assert list(metrics["timings"]) == [
+        *("encode_queries", "encode_documents", "index", "search", "prepare_metrics", "metrics", "search_by_torch"),
+    ]
+    assert f"search by torch {metrics['timings']['search_by_torch']:.1f} s\n" in printed
     assert metrics["agreement"]["holds"]
     assert metrics["torch"]["map"] == pytest.approx(metrics["map"], abs=1e-4)
     assert {"ndcg@10", "map", "recall@100", "mrr@10"} <= metrics.keys()
@@ -123,6 +130,72 @@ def test_doctor_says_which_library_loads_models(
 ) -> None:
     monkeypatch.setattr("pylate_flash.cli.doctor._version_of", lambda module, host: versions.get(module))
     assert f"Models: {expected}" in " ".join(invoke("doctor").stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "cores"),
+    [
+        ("0::/\n", {"cpu.max": "150000 100000"}, 1),
+        ("0::/a/b\n", {"a/cpu.max": "300000 100000", "a/b/cpu.max": "max 100000"}, 3),
+        # As in a container, which is shown its own group's folder only.
+        ("0::/of/the/host\n", {"cpu.max": "50000 100000"}, 1),
+        ("3:cpu,cpuacct:/a\n2:pids:/\n", {"cpu/a/cpu.cfs_quota_us": "200000", "cpu/a/cpu.cfs_period_us": "100000"}, 2),
+        ("3:cpu:/\n", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 4),
+        ("", {}, 4),
+    ],
+)
+def test_doctor_counts_the_cores_that_may_be_used(
+    groups: str, files: dict[str, str], cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: {0, 2, 5, 7}, raising=False)
+    (tmp_path / "groups").write_text(groups)
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text + "\n")
+    assert doctor._free_cores(tmp_path / "groups", tmp_path) == cores
+
+
+def test_doctor_says_when_there_are_more_threads_than_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_free_cores", lambda: 2)
+    for threads, given, expected in (
+        (2, "2", "Threads: torch computes with 2, and 2 of the processor's cores may be used.\n"),
+        (8, "8", "ten times slower. Set OMP_NUM_THREADS=2 in place of 8.\n"),
+        (8, "", "ten times slower. Set OMP_NUM_THREADS=2, which is not set.\n"),
+    ):
+        monkeypatch.setattr("torch.get_num_threads", lambda threads=threads: threads)
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+        assert expected in invoke("doctor").stdout
+
+
+@pytest.mark.skipif(not hasattr(os, "openpty"), reason="there are no terminals of this kind")
+def test_no_word_is_broken_on_a_terminal(tmp_path: Path) -> None:
+    """Of 60 columns; a path stays whole on a line of its own, and what is no terminal gets one line."""
+    import fcntl
+    import termios
+
+    folder = tmp_path / "a-folder-of-a-name-that-alone-is-longer-than-a-whole-line-of-this-narrow-terminal"
+    arguments = [sys.executable, "-m", "pylate_flash", "index", "info", "--index", str(folder)]
+    environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"} | {"TERM": "xterm"}
+    terminal, screen = os.openpty()
+    fcntl.ioctl(screen, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 60, 0, 0))
+    options = {"env": environment, "stdin": screen, "stdout": screen, "timeout": 300}
+    done = subprocess.run(arguments, stderr=screen, **options)
+    shown = os.read(terminal, 10_000).decode().replace("\r\n", "\n")
+    piped = subprocess.run(arguments, stderr=subprocess.PIPE, **options)
+    os.close(screen)
+    os.close(terminal)
+    assert done.returncode == piped.returncode == 2
+    (line,) = piped.stderr.decode().splitlines()
+    assert shown.split() == line.split()
+    assert [part for part in shown.splitlines() if len(part) > 60] == [str(folder) + ";"]
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, "index build", "index add", "index remove"])
+def test_help_breaks_no_value_of_an_option(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = succeed(*command.split(), "--help").splitlines()
+    lines = [re.sub("[<>]=", "", line) for line in lines]
+    assert [line for line in lines if line.startswith("│") and line.count("<") != line.count(">")] == []
 
 
 def test_doctor_tries_register_if_asked(pylate: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

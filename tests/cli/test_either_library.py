@@ -292,7 +292,7 @@ def test_where_both_are_there_the_checkpoint_decides(checkpoint: Path, monkeypat
         def is_there(self) -> bool:
             return True
 
-        def check(self) -> None:
+        def check(self, needed_by: str) -> None:
             pass
 
     for name in (PYLATE, SENTENCE_TRANSFORMERS):

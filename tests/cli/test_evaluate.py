@@ -22,6 +22,22 @@ def test_evaluate_with_the_scorer_asked_for(beir: Path, tiny_colbert_path: str) 
     assert "│ torch" in succeed(*arguments, "--scorer", "torch")
 
 
+def test_both_scorers_search_with_queries_encoded_once(
+    beir: Path, small_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pylate_flash.models import ColBERT
+
+    encoded, encode = [], ColBERT.encode
+
+    def record(self: ColBERT, sentences: list[str], **options: object) -> object:
+        encoded.extend(sentences)
+        return encode(self, sentences, **options)
+
+    monkeypatch.setattr(ColBERT, "encode", record)
+    succeed("evaluate", "--data", beir, "--model", small_model, "--device", "cpu", "--compare-torch")
+    assert encoded.count("trains") == 1
+
+
 @pytest.mark.parametrize("file", ["corpus.jsonl", "queries.jsonl"])
 def test_evaluate_names_file_and_line(beir: Path, tiny_colbert_path: str, file: str) -> None:
     with (beir / file).open("a") as lines:

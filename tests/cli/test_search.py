@@ -87,6 +87,16 @@ def test_an_index_remembers_where_its_texts_are(tmp_path: Path, tiny_colbert_pat
     assert f"Note: no texts are shown: there is no file {here / 'texts'}" in result.stderr
 
 
+def test_a_pipe_gets_the_beginning_of_texts_and_json_all_of_them(index: Path, tmp_path: Path) -> None:
+    text = "word " * 100
+    (tmp_path / "corpus.jsonl").write_text(json.dumps({"_id": "cats", "text": text}) + "\n")
+    arguments = ("search", "cats and dogs", "--index", index, "--data", tmp_path / "corpus.jsonl", "-k", 1)
+    (line,) = succeed(*arguments).splitlines()
+    assert line.split("\t")[3] == "word " * 47 + "..."
+    (found,) = json.loads(succeed(*arguments, "--json"))["results"]
+    assert found["text"] == text.strip()
+
+
 def test_json_has_a_line_per_query_with_all_that_is_known(index: Path, queries: Path) -> None:
     (record,) = map(json.loads, succeed("search", "cats and dogs", "--index", index, "--json", "-k", 1).splitlines())
     (found,) = record["results"]
