@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 
@@ -97,7 +98,7 @@ def test_one_token() -> None:
 
 
 def test_without_fastkmeans(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(residual_codec.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(MissingExtraError, match=r'needs fastkmeans.*"pylate-flash\[residual\]"'):
         train_residual_codec(torch.eye(8))
 
