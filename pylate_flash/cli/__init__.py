@@ -5,6 +5,8 @@ Everything heavy is imported inside the commands, so that `--help` answers at on
 
 from __future__ import annotations
 
+import atexit
+import gc
 from typing import Annotated
 
 import typer
@@ -73,4 +75,6 @@ app.command()(command(doctor.doctor))
 
 def main() -> None:
     """Run the command line."""
+    # Python ends with collections of garbage over all that the libraries hold, which take seconds and free nothing.
+    atexit.register(gc.freeze)
     app(prog_name="pylate-flash")

@@ -102,8 +102,7 @@ def check_place(place: Path) -> None:
 def open_flat(place: Path, device: str | None, dtype: str | None = None, override: bool = False) -> Flat:
     """Open an index, or a new one, with options of `indexes.Flat`."""
     there = holds_index(place) and not override
-    if there:
-        loading(f"the index in {place}")
+    loading(f"the index in {place}" if there else "PyTorch")
     check_device(device)
     check_place(place)
     from ..indexes import Flat

@@ -91,6 +91,7 @@ def mine(
     check_file(data)
     _check_output(output, overwrite, data, corpus)
     be_quiet()
+    loading(str(data))
     with explained():
         from ..training_data import read_training_file
 

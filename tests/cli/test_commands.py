@@ -44,6 +44,15 @@ def test_help_and_version_import_nothing_heavy(arguments: tuple[str, ...]) -> No
     assert imported(*arguments) == []
 
 
+def test_a_command_ends_without_collecting_garbage() -> None:
+    code = (
+        "import atexit, gc; atexit.register(lambda: print(gc.get_freeze_count() > 0)); "
+        "from pylate_flash.cli import main; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code, "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [f"pylate-flash {__version__}", "True"]
+
+
 def test_doctor_imports_torch_alone() -> None:
     assert imported("doctor") == ["torch"]
 

@@ -101,6 +101,7 @@ def test_train_mine_and_train_again(pylate_checkpoint: Path, tmp_path: Path) -> 
     assert json.loads((first / "config_sentence_transformers.json").read_text())["scorer"] == "pylate_flash"
     result = invoke("mine", "--data", pairs, "--model", first, "--output", mined, "--num-negatives", 2, *CPU)
     assert result.exit_code == 0, result.output
+    assert result.stderr.startswith(f"Loading {pairs} ...\nLoading the model {first} ...\n")
     assert f"{mined} holds 4 lines of 2 negatives out of the 4 texts of {pairs}\nNext: " in result.stdout
     assert "note: keys that are not used: 'url'" in result.stderr
     for row, line in zip(rows, map(json.loads, mined.read_text().splitlines()), strict=True):
