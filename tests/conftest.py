@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import importlib.util
 import os
 import shutil
 import signal
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -35,6 +36,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from pylate_flash._extras import HOSTS
+from pylate_flash.ops.operator import repeated
 from tests.independence import pytest_fixture_post_finalizer, pytest_fixture_setup, seed, unchanged  # noqa: F401
 
 # The suite runs in two workers on two cores.
@@ -100,6 +102,21 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     seed(item.nodeid)
     with _skipped_without_host():
         return (yield)
+
+
+def _forgetting(change: Callable[..., None]) -> Callable[..., None]:
+    """A method of MonkeyPatch that makes calls be worked out anew too: a test may change what they follow from."""
+
+    @functools.wraps(change)
+    def changed(*args: object, **kwargs: object) -> None:
+        change(*args, **kwargs)
+        repeated.forget()
+
+    return changed
+
+
+for _name in ("setattr", "undo"):
+    setattr(pytest.MonkeyPatch, _name, _forgetting(getattr(pytest.MonkeyPatch, _name)))
 
 
 @pytest.fixture(scope="session")

@@ -17,8 +17,10 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 from triton import knobs
 
+from . import recording
 from .overlap import starts_early
 from .versions import launcher_is_known
 
@@ -60,7 +62,7 @@ class Kernel:
     def __init__(self, function: Any, follows: bool = False) -> None:
         self.function = function
         self.follows = follows
-        self._code: dict[tuple, Callable[..., None]] = {}
+        self._code: dict[tuple, tuple[Callable[..., None], int]] = {}
 
     def __call__(
         self,
@@ -104,21 +106,45 @@ class Kernel:
                 tuple([2 if stride == 1 else stride % 16 == 0 for stride in strides]),
                 tuple([value > _INT32_MAX for value in integers]),
             )
-        code = self._code.get(key)
+        code, n_tensors = self._code.get(key) or (None, 0)
         if code is not None:
             code(grid, device, tensors, pointers, integers + constants, described)
-            return
+        else:
+            code, n_tensors = self._compile(grid, tensors, integers, constants, warps, described)
+            self._code[key] = code, n_tensors
+        recorder = recording.recorder()
+        if recorder is not None:
+            recorder.note_launch(code, grid, tensors, integers + constants, described, n_tensors)
+
+    def _compile(
+        self,
+        grid: tuple[int, int, int],
+        tensors: tuple[Tensor | Region | None, ...],
+        integers: tuple[float, ...],
+        constants: tuple,
+        warps: tuple[int, int, int | None],
+        described: tuple[Described, ...],
+    ) -> tuple[Callable[..., None], int]:
+        """Launch by Triton, which compiles; what launches again, and how many tensors it needs, not just addresses."""
         options: dict[str, Any] = {"num_warps": warps[0], "num_stages": warps[1], "maxnreg": warps[2]}
         # Triton is about to change what it does where nobody says.
         options["enable_fp_fusion"] = True
-        given: list[Any] = [tensor_of(tensor) for tensor in tensors]
-        if self.follows and starts_early(given[0].device):
-            options["launch_pdl"] = True
-        given[: len(described)] = [matrix.of(tensor) for matrix, tensor in zip(described, given, strict=False)]
-        compiled = self.function[grid](*given, *integers, *constants, **options)
-        # None under Triton's interpreter, which compiles nothing.
-        if compiled is not None:
-            self._code[key] = _code(compiled)
+
+        def by_interpreter(
+            grid: tuple[int, int, int], _: int, tensors: tuple, __: list, rest: tuple, ___: tuple
+        ) -> None:
+            with _disable_current_modes():
+                self.function[grid](*[tensor_of(tensor) for tensor in tensors], *rest, **options)
+
+        # What Triton does with tensors is no part of what the call does with them.
+        with _disable_current_modes():
+            given: list[Any] = [tensor_of(tensor) for tensor in tensors]
+            if self.follows and starts_early(given[0].device):
+                options["launch_pdl"] = True
+            given[: len(described)] = [matrix.of(tensor) for matrix, tensor in zip(described, given, strict=False)]
+            compiled = self.function[grid](*given, *integers, *constants, **options)
+        # Triton's interpreter compiles nothing.
+        return (by_interpreter, len(tensors)) if compiled is None else (_code(compiled), len(described))
 
 
 def _code(compiled: Any) -> Callable[..., None]:
@@ -189,10 +215,10 @@ class Region:
         Its elements.
     """
 
-    __slots__ = ("_address", "_count", "_memory", "dtype")
+    __slots__ = ("_address", "_count", "memory", "dtype")
 
     def __init__(self, memory: Tensor, address: int, count: int, dtype: torch.dtype) -> None:
-        self._memory = memory
+        self.memory = memory
         self._address = address
         self._count = count
         self.dtype = dtype
@@ -201,16 +227,16 @@ class Region:
         return self._address
 
     def get_device(self) -> int:
-        return self._memory.get_device()
+        return self.memory.get_device()
 
     def view(self, dtype: torch.dtype) -> Region:
         """The same memory as elements of another type."""
-        return Region(self._memory, self._address, self._count * self.dtype.itemsize // dtype.itemsize, dtype)
+        return Region(self.memory, self._address, self._count * self.dtype.itemsize // dtype.itemsize, dtype)
 
     def tensor(self) -> Tensor:
         """The same memory as a tensor, for what has to look at it."""
-        start = self._address - self._memory.data_ptr()
-        memory = self._memory.view(-1).view(torch.uint8)
+        start = self._address - self.memory.data_ptr()
+        memory = self.memory.view(-1).view(torch.uint8)
         return memory[start : start + self._count * self.dtype.itemsize].view(self.dtype)
 
 
@@ -229,10 +255,10 @@ class Scratch:
         The bytes of it that are lent; None: all from the start on.
     """
 
-    __slots__ = ("_end", "_memory", "_next")
+    __slots__ = ("_end", "memory", "_next")
 
     def __init__(self, memory: Tensor | None, start: int = 0, size: int | None = None) -> None:
-        self._memory = memory
+        self.memory = memory
         if memory is None:
             self._next, self._end = 0, -1
         else:
@@ -244,7 +270,7 @@ class Scratch:
     def fork(self) -> Scratch:
         """One that gives out the same memory, for what is needed no more when this one gives it out."""
         fork = Scratch(None)
-        fork._memory, fork._next, fork._end = self._memory, self._next, self._end
+        fork.memory, fork._next, fork._end = self.memory, self._next, self._end
         return fork
 
     def empty(self, count: int, dtype: torch.dtype, device: torch.device) -> Region:
@@ -255,4 +281,4 @@ class Scratch:
             memory = torch.empty(count, dtype=dtype, device=device)
             return Region(memory, memory.data_ptr(), count, dtype)
         self._next = end + 15 & -16
-        return Region(self._memory, address, count, dtype)  # type: ignore[arg-type]
+        return Region(self.memory, address, count, dtype)  # type: ignore[arg-type]

@@ -28,12 +28,12 @@ from .checks import (
     check_boundaries,
     check_choice,
     check_differentiation,
-    check_number,
     check_tensor,
+    checked_number,
     no_second_derivative,
 )
 from .maxsim import REDUCTIONS, autocast
-from .operator import define
+from .operator import Operation
 from .packing import longest
 
 METRICS = ("sqeuclidean", "inner_product")
@@ -145,7 +145,7 @@ def chamfer(
     tensor([7.])
     """
     options = ChamferOptions(0, 0, metric, reduction, empty_score, implementation)
-    return _scores_of("chamfer", Sets(x, y, x_mask, y_mask), options)
+    return _chamfer((*Sets(x, y, x_mask, y_mask), *options), "chamfer")
 
 
 def chamfer_varlen(
@@ -206,23 +206,23 @@ def chamfer_varlen(
         longest("y_cu_seqlens", y_cu_seqlens, y.shape[0], "y", max_y_length),
     )
     options = ChamferOptions(*lengths, metric, reduction, empty_score, implementation)
-    return _scores_of("chamfer_varlen", Sets(x, y, None, None, x_cu_seqlens, y_cu_seqlens), options)
+    return _chamfer((*Sets(x, y, None, None, x_cu_seqlens, y_cu_seqlens), *options), "chamfer_varlen")
 
 
-def _scores_of(operation: str, sets: Sets, options: ChamferOptions) -> Tensor:
-    """The scores of a call by the operator, after checks of the options and of what it would not take; autocast."""
+def _check(arguments: tuple, called: str) -> tuple:
+    """The arguments after checks of the options and of what the operator would not take; autocast."""
+    sets, options = _call(arguments)
     check_choice("metric", options.metric, METRICS)
     check_choice("reduction", options.reduction, REDUCTIONS)
     check_choice("implementation", options.implementation, IMPLEMENTATIONS)
-    if type(options.empty_score) is not float or options.empty_score != 0.0:
-        check_number("empty_score", options.empty_score)
+    options = options._replace(empty_score=checked_number("empty_score", options.empty_score))
     check_tensor("x", sets.x)
     check_tensor("y", sets.y)
     for name, mask in (("x_mask", sets.x_mask), ("y_mask", sets.y_mask)):
         if mask is not None:
             check_tensor(name, mask, otherwise=" or None")
-    check_differentiation(operation, sets.x, sets.y)
-    return _chamfer(*_cast(sets.x, sets.y, options.metric), *sets[2:], *options)
+    check_differentiation(called, sets.x, sets.y)
+    return *_cast(sets.x, sets.y, options.metric), *sets[2:], *options
 
 
 def _cast(x: Tensor, y: Tensor, metric: str) -> tuple[Tensor, ...]:
@@ -265,10 +265,10 @@ def _shapes(*arguments) -> tuple[Tensor, Tensor, Tensor]:
     return sets.x.new_empty(n, dtype=accumulation_dtype(sets.x.dtype)), winners[0], winners[1]
 
 
-_chamfer, _ = define(
+_chamfer = Operation(
     "chamfer",
     "Tensor x, Tensor y, Tensor? x_mask, Tensor? y_mask, Tensor? x_cu_seqlens, Tensor? y_cu_seqlens, "
     "SymInt max_x_length, SymInt max_y_length, str metric, str reduction, float empty_score, str implementation",
-    ("x", "y"), ("x_winners", "y_winners"), _compute, _compute_gradients, _shapes,
+    ("x", "y"), ("x_winners", "y_winners"), _check, _compute, _compute_gradients, _shapes,
     no_second_derivative("chamfer", "its gradient is not differentiated again"),
 )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -245,13 +246,22 @@ def checked_flag(name: str, value: object) -> bool:
     return bool(value)
 
 
-def check_number(name: str, value: object) -> None:
-    """Raise TypeError unless `value` is a number, and ValueError unless float32, which scores are, can hold it."""
+def checked_number(name: str, value: Any) -> float:
+    """Return a number as a float, what a compiler has in its place as it is.
+
+    Raises
+    ------
+    TypeError
+        If it is no number.
+    ValueError
+        If float32, which scores are, cannot hold it.
+    """
     if not isinstance(value, _NUMBERS):
         raise TypeError(f"{name} must be a number, got {type(value).__name__}")
     if torch.finfo(torch.float32).max < abs(value) < float("inf"):  # type: ignore[arg-type]
         got = f"an integer of {value.bit_length()} bits" if isinstance(value, int) else f"{value}"
         raise ValueError(f"{name} must be infinite, or a number that float32 can hold, got {got}")
+    return value if isinstance(value, torch.SymInt | torch.SymFloat) else float(value)  # type: ignore[return-value]
 
 
 def is_positive(value: float, dtype: torch.dtype = torch.float32) -> bool:

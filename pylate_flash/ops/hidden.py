@@ -27,8 +27,8 @@ from .checks import (
     check_differentiation,
     check_embeddings,
     check_mask_layout,
-    check_number,
     checked_flag,
+    checked_number,
     no_second_derivative,
 )
 from .hidden_blocks import (
@@ -42,7 +42,7 @@ from .hidden_blocks import (
     empty_winners,
 )
 from .maxsim import MASKINGS, REDUCTIONS, autocast, maxsim_reference
-from .operator import define, is_plain
+from .operator import NOT_PLAIN, Operation, cast_like, is_plain
 from .varlen import with_lengths
 
 _QUERIES = {3: "[Nq, Lq, d]"}
@@ -187,11 +187,6 @@ def maxsim_from_hidden(
     >>> maxsim_from_hidden(queries, hidden, weight=torch.eye(2, 3))
     tensor([[2., 0.]])
     """
-    check_choice("implementation", implementation, IMPLEMENTATIONS)
-    check_choice("reduction", reduction, REDUCTIONS)
-    check_choice("masking", masking, MASKINGS)
-    if type(empty_score) is not float or empty_score != 0.0:
-        check_number("empty_score", empty_score)
     packed = documents_cu_seqlens is not None
     _check_layout(
         packed,
@@ -203,43 +198,80 @@ def maxsim_from_hidden(
         max_query_length=max_query_length,
         max_document_length=max_document_length,
     )
-    check_embeddings("hidden", hidden, _PACKED_HIDDEN if packed else _HIDDEN)
-    check_embeddings("queries", queries, _PACKED_QUERIES if packed else _QUERIES)
-    weight, bias = _checked_layer("", hidden, "hidden", weight, bias)
+    if queries_weight is not None or queries_bias is not None:
+        queries = _projected_queries(queries, hidden, weight, bias, queries_weight, queries_bias)
+    options = Options(0, 0, 0, checked_flag("normalize", normalize), reduction, masking, empty_score, implementation)
+    if packed:
+        check_embeddings("hidden", hidden, _PACKED_HIDDEN)
+        check_embeddings("queries", queries, _PACKED_QUERIES)
+        tensors = Tensors(queries, hidden, None, None, queries_cu_seqlens, documents_cu_seqlens, candidates_cu_seqlens)
+        learned = [layer for layer in (weight, bias) if isinstance(layer, Tensor)]
+        options = with_lengths(tensors, options, max_query_length, max_document_length, learned=learned)
+    arguments = (
+        queries, hidden, weight, bias, queries_mask, documents_mask, queries_cu_seqlens, documents_cu_seqlens,
+        candidates_cu_seqlens, *options,
+    )  # fmt: skip
+    return _maxsim_hidden(arguments, "maxsim_from_hidden")
+
+
+def _projected_queries(
+    queries: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    queries_weight: Tensor | None,
+    queries_bias: Tensor | None,
+) -> Tensor:
+    """The queries by their own layer, after the checks of both layers."""
+    check_embeddings("hidden", hidden, {**_HIDDEN, **_PACKED_HIDDEN})
+    check_embeddings("queries", queries, {**_QUERIES, **_PACKED_QUERIES})
+    weight, _ = _checked_layer("", hidden, "hidden", weight, bias)
     queries_weight, queries_bias = _checked_layer("queries_", queries, "queries", queries_weight, queries_bias)
-    layers = [tensor for tensor in (weight, bias, queries_weight, queries_bias) if tensor is not None]
+    layers = [tensor for tensor in (queries_weight, queries_bias) if tensor is not None]
     check_differentiation("maxsim_from_hidden", queries, hidden, *layers)
     hidden, queries = autocast(hidden, queries)
     _check_like("queries", queries, hidden)
-    _check_like("weight", weight, hidden)
-    if queries_weight is not None:
-        _check_like("queries_weight", queries_weight, hidden)
-        queries = F.linear(queries, queries_weight, queries_bias)
-    if queries.shape[-1] != weight.shape[0]:
+    assert queries_weight is not None
+    _check_like("queries_weight", queries_weight, hidden)
+    if queries_weight.shape[0] != weight.shape[0]:
         raise ValueError(
             f"queries_weight must project to the size that weight projects to, {weight.shape[0]}, "
-            f"got {queries.shape[-1]}"
-            if queries_weight is not None
-            else f"queries must have the size that weight projects to, {weight.shape[0]}, got {queries.shape[-1]}: "
-            "hidden states need queries_weight"
+            f"got {queries_weight.shape[0]}"
+        )
+    return F.linear(queries, queries_weight, queries_bias)
+
+
+def _check(arguments: tuple, called: str) -> tuple:
+    """The operator's arguments after every check, in the autocast type under autocast."""
+    call = Call(*arguments)
+    queries, hidden, weight, bias = call[:4]
+    check_choice("implementation", call.implementation, IMPLEMENTATIONS)
+    check_choice("reduction", call.reduction, REDUCTIONS)
+    check_choice("masking", call.masking, MASKINGS)
+    empty_score = checked_number("empty_score", call.empty_score)
+    packed = call.documents_cu_seqlens is not None
+    check_embeddings("hidden", hidden, _PACKED_HIDDEN if packed else _HIDDEN)
+    check_embeddings("queries", queries, _PACKED_QUERIES if packed else _QUERIES)
+    weight, bias = _checked_layer("", hidden, "hidden", weight, bias)
+    check_differentiation(called, queries, hidden, weight, *() if bias is None else (bias,))
+    hidden, queries = autocast(hidden, queries)
+    _check_like("queries", queries, hidden)
+    _check_like("weight", weight, hidden)
+    if queries.shape[-1] != weight.shape[0]:
+        raise ValueError(
+            f"queries must have the size that weight projects to, {weight.shape[0]}, got {queries.shape[-1]}: hidden "
+            "states need queries_weight"
         )
     if hidden.dim() == 4 and hidden.shape[0] != queries.shape[0]:
         raise ValueError(
             f"hidden of shape [Nq, K, Ld, d_model] must have one row of candidates per query, Nq = {queries.shape[0]}, "
             f"got {list(hidden.shape)}"
         )
-    if queries_mask is not None:
-        check_mask_layout("queries_mask", queries_mask, queries)
-    if documents_mask is not None:
-        check_mask_layout("documents_mask", documents_mask, hidden)
-    options = Options(0, 0, 0, checked_flag("normalize", normalize), reduction, masking, empty_score, implementation)
-    if packed:
-        tensors = Tensors(queries, hidden, None, None, queries_cu_seqlens, documents_cu_seqlens, candidates_cu_seqlens)
-        options = with_lengths(tensors, options, max_query_length, max_document_length, learned=layers)
-    return _maxsim_hidden(
-        queries, hidden, weight, bias, queries_mask, documents_mask, queries_cu_seqlens, documents_cu_seqlens,
-        candidates_cu_seqlens, *options,
-    )  # fmt: skip
+    if call.queries_mask is not None:
+        check_mask_layout("queries_mask", call.queries_mask, queries)
+    if call.documents_mask is not None:
+        check_mask_layout("documents_mask", call.documents_mask, hidden)
+    return queries, hidden, weight, bias, *arguments[4:-2], empty_score, call.implementation
 
 
 def _check_layout(packed: bool, packed_queries: bool, **given: object) -> None:
@@ -305,41 +337,49 @@ def _compute_gradients(
     return compute_hidden_gradients(Call(*arguments), grad_scores, [Kept(kept[0], None)], Needs(*needs))
 
 
-class _FromHidden(torch.autograd.Function):
-    """The operator where a gradient is needed: keeps the winners, and of plain tensors the projected embeddings too.
+def _function_of(operation: Operation) -> type[torch.autograd.Function]:
+    class Function(torch.autograd.Function):
+        """The operator where a gradient is needed: keeps winners, and of plain tensors the projected embeddings too.
 
-    These an operator, whose outputs have one shape whatever their size, could not return only where there is room.
-    """
+        These an operator, whose outputs have one shape whatever their size, could not return only where there is room.
+        """
 
-    @staticmethod
-    def forward(ctx, *arguments):
-        winners = None
-        # Not among the saved tensors, which live until the whole backward is over.
-        ctx.kept = []
-        if is_plain(*arguments[:4]):
-            scores, kept = compute_hidden(Call(*arguments), True)
-            ctx.kept.append(kept)
-        else:
-            scores, winners = torch.ops.pylate_flash.maxsim_hidden_forward(*arguments)
-        ctx.save_for_backward(*arguments[:N_TENSORS], winners)
-        ctx.options = arguments[N_TENSORS:]
-        return scores
+        @staticmethod
+        def forward(ctx, call, *tensors):
+            key, options, called = call
+            winners = None
+            # Not among the saved tensors, which live until the whole backward is over.
+            ctx.kept = []
+            ctx.likes = [None if tensor is None else (tensor.dtype, tensor.shape) for tensor in tensors[:4]]
+            if key is NOT_PLAIN:
+                scores, winners = operation.operator_forward(*tensors, *options)
+            else:
+                arguments = operation.check((*tensors, *options), called)
+                tensors, options = arguments[:N_TENSORS], arguments[N_TENSORS:]
+                scores, kept = compute_hidden(Call(*arguments), True)
+                ctx.kept.append(kept)
+            ctx.save_for_backward(*tensors, winners)
+            ctx.options = options
+            return scores
 
-    @staticmethod
-    def backward(ctx, grad_scores):
-        *tensors, winners = ctx.saved_tensors
-        call, needs = Call(*tensors, *ctx.options), Needs(*ctx.needs_input_grad[:4])
-        if winners is None and not ctx.kept:
-            # A second backward through a retained graph.
-            ctx.kept.append(compute_hidden(call, True)[1])
-        if winners is None and not torch.is_grad_enabled() and is_plain(grad_scores):
-            found: tuple[Tensor | None, ...] = compute_hidden_gradients(call, grad_scores, ctx.kept, needs)
-        else:
-            # A graph of the backward is asked for: the operator has one, which says that there is no second derivative.
-            kept = ctx.kept[0].winners if winners is None else winners
-            gradients = _maxsim_hidden_backward(grad_scores, kept, *call, *needs)
-            found = tuple([gradient if need else None for gradient, need in zip(gradients, needs, strict=True)])
-        return *found, *(None,) * (len(call) - len(needs))
+        @staticmethod
+        def backward(ctx, grad_scores):
+            *tensors, winners = ctx.saved_tensors
+            call, needs = Call(*tensors, *ctx.options), Needs(*ctx.needs_input_grad[1:5])
+            if winners is None and not ctx.kept:
+                # A second backward through a retained graph.
+                ctx.kept.append(compute_hidden(call, True)[1])
+            if winners is None and not torch.is_grad_enabled() and is_plain(grad_scores):
+                found: tuple[Tensor | None, ...] = compute_hidden_gradients(call, grad_scores, ctx.kept, needs)
+            else:
+                # A graph of the backward is asked for: the operator has one, which says that there is no second
+                # derivative.
+                kept = ctx.kept[0].winners if winners is None else winners
+                gradients = operation.operator_backward(grad_scores, kept, *call, *needs)
+                found = tuple([gradient if need else None for gradient, need in zip(gradients, needs, strict=True)])
+            return None, *cast_like(found, ctx.likes), *(None,) * (N_TENSORS - len(needs))
+
+    return Function
 
 
 def _shapes(*arguments) -> tuple[Tensor, Tensor]:
@@ -347,12 +387,12 @@ def _shapes(*arguments) -> tuple[Tensor, Tensor]:
     return empty_scores(call), empty_winners(call)
 
 
-_maxsim_hidden, _maxsim_hidden_backward = define(
+_maxsim_hidden = Operation(
     "maxsim_hidden",
     "Tensor queries, Tensor hidden, Tensor weight, Tensor? bias, Tensor? queries_mask, Tensor? documents_mask, "
     "Tensor? queries_cu_seqlens, Tensor? documents_cu_seqlens, Tensor? candidates_cu_seqlens, SymInt max_query_length, "
     "SymInt max_document_length, SymInt max_candidates, bool normalize, str reduction, str masking, float empty_score, "
     "str implementation",
-    ("queries", "hidden", "weight", "bias"), ("winners",), _compute, _compute_gradients, _shapes,
-    no_second_derivative("maxsim_from_hidden"), _FromHidden,
+    ("queries", "hidden", "weight", "bias"), ("winners",), _check, _compute, _compute_gradients, _shapes,
+    no_second_derivative("maxsim_from_hidden"), _function_of,
 )  # fmt: skip

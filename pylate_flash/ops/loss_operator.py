@@ -9,18 +9,21 @@ A loss of each query, and one over no tokens, are torch's operations after `maxs
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from ..kernels.select import choose
 from ..problem import Options, Tensors, accumulation_dtype
-from .checks import check, check_differentiation, check_tensor, is_readable, no_second_derivative
+from .checks import check, check_differentiation, check_tensor, checked_number, is_readable, no_second_derivative
 from .compute import kernels
 from .loss_blocks import loss_in_blocks
 from .loss_call import Comparison, Found, Targets, check_packing, checked_comparison, checked_targets
 from .loss_scores import compared, reduced, statistics_of
 from .maxsim import checked, scores_of
-from .operator import LIBRARY, is_plain, needs_gradient
+from .operator import LIBRARY, NOT_PLAIN, cast_like, is_plain, needs_gradient, repeat, signature
 from .varlen import with_lengths
 
 
@@ -31,33 +34,75 @@ def loss_of(
     targets: Targets,
     comparison: Comparison,
 ) -> tuple[Tensor, Tensor]:
-    """The loss of a call and, where asked for, its statistics [3], after every check."""
-    comparison = checked_comparison(comparison)
-    tensors = checked("maxsim", tensors, options)
-    if isinstance(targets.temperature, Tensor):
-        check_differentiation("maxsim", targets.temperature)
-    check_packing(tensors, max_document_length)
+    """The loss of a call and, where asked for, its statistics [3]."""
     if tensors.documents_cu_seqlens is not None:
-        check_tensor("queries", tensors.queries, {3: "[Nq, Lq, d]"})
-        check_tensor("documents", tensors.documents, {2: "[Td, d]"})
-        options = with_lengths(tensors, options, None, max_document_length)
-    # The operators make every check; those of what is compared with the scores rely on this much.
-    elif tensors.queries.dim() != 3 or tensors.documents.dim() not in (3, 4):
-        check(tensors)
-    target, exclude, temperature = targets = checked_targets(targets, comparison, tensors)
+        # Whether a length is to be found out hangs on whether a gradient is needed.
+        max_document_length = _packed_length(tensors, options, max_document_length)
     queries, documents, queries_mask, documents_mask, _, bounds, _ = tensors
-    if comparison.loss_reduction == "none" or 0 in queries.shape or 0 in documents.shape:
-        scores = scores_of("maxsim", tensors, options)
-        found = compared(scores, targets, comparison, documents.dim() == 4)
-        statistics = statistics_of(found) if comparison.with_statistics else scores.new_empty(0)
-        return reduced(found.losses, comparison.loss_reduction), statistics
-    if target is not None:
-        target = (target.to(accumulation_dtype(queries.dtype)) if target.is_floating_point() else target).contiguous()
-    exclude = None if exclude is None else exclude.contiguous()
-    return _maxsim_loss(
-        queries, documents, temperature, queries_mask, documents_mask, bounds, target, exclude,
-        options.max_document_length, *options[3:], *comparison,
-    )  # fmt: skip
+    target, exclude, temperature = targets
+    given = queries, documents, temperature, queries_mask, documents_mask, bounds, target, exclude
+    how: tuple[Any, ...] = (max_document_length, *options[3:], *comparison)
+    key = signature("maxsim_loss", given, how)
+    # What is no string the checks refuse.
+    one_by_one = isinstance(comparison.loss_reduction, str) and comparison.loss_reduction == "none"
+    if key is not NOT_PLAIN and not one_by_one and queries.numel() and documents.numel():
+        if needs_gradient(*given[:_N_DIFFERENTIABLE]):
+            return _MaxsimLoss.apply((key, how), *given)
+
+        def compute(given: Sequence) -> tuple[Sequence[Tensor | None], None]:
+            return _computed(*_checked(given, how), (False, False, False))[:2], None
+
+        loss, statistics = repeat(key, compute, given)[0]
+        return loss, statistics
+    given, how = _checked(given, how)
+    comparison = Comparison(*how[-_N_COMPARISON:])
+    if comparison.loss_reduction != "none" and not (0 in queries.shape or 0 in documents.shape):
+        return _maxsim_loss(*given, *how)
+    queries, documents, temperature, queries_mask, documents_mask, bounds, target, exclude = given
+    tensors, options = Tensors(queries, documents, queries_mask, documents_mask, None, bounds), _scoring(how)
+    scores = scores_of("maxsim", tensors, options)
+    found = compared(scores, Targets(target, exclude, temperature), comparison, documents.dim() == 4)
+    statistics = statistics_of(found) if comparison.with_statistics else scores.new_empty(0)
+    return reduced(found.losses, comparison.loss_reduction), statistics
+
+
+def _packed_length(tensors: Tensors, options: Options, max_document_length: int | None) -> int:
+    check_packing(tensors, max_document_length)
+    check_tensor("queries", tensors.queries, {3: "[Nq, Lq, d]"})
+    check_tensor("documents", tensors.documents, {2: "[Td, d]"})
+    return with_lengths(tensors, options, None, max_document_length).max_document_length
+
+
+def _scoring(how: tuple) -> Options:
+    longest, *scoring = how[:-_N_COMPARISON]
+    return Options(0, longest, 0, *scoring)
+
+
+def _checked(given: Sequence, how: tuple) -> tuple[tuple, tuple]:
+    """The operator's arguments, tensors and others, after every check and autocast."""
+    queries, documents, temperature, queries_mask, documents_mask, bounds, target, exclude = given
+    comparison = checked_comparison(Comparison(*how[-_N_COMPARISON:]))
+    tensors = Tensors(queries, documents, queries_mask, documents_mask, None, bounds)
+    tensors = checked("maxsim", tensors, _scoring(how))
+    if temperature is not None:
+        check_differentiation("maxsim", temperature)
+    longest = how[0]
+    if bounds is None:
+        check_packing(tensors, longest)
+        longest = 0
+        # The operators make every check; those of what is compared with the scores rely on this much.
+        if tensors.queries.dim() != 3 or tensors.documents.dim() not in (3, 4):
+            check(tensors)
+    target, exclude, temperature = checked_targets(Targets(target, exclude, temperature), comparison, tensors)
+    if comparison.loss_reduction != "none":
+        if target is not None:
+            wide = accumulation_dtype(tensors.queries.dtype)
+            target = (target.to(wide) if target.is_floating_point() else target).contiguous()
+        exclude = None if exclude is None else exclude.contiguous()
+    given = (*tensors[:2], temperature, *tensors[2:4], bounds, target, exclude)
+    scoring = _scoring(how)
+    scoring = scoring._replace(empty_score=checked_number("empty_score", scoring.empty_score))
+    return given, (longest, *scoring[3:], *comparison)
 
 
 # The fields of `Tensors` that a loss has, and those of `Targets`; then the same of `Options`, and `Comparison`.
@@ -92,14 +137,15 @@ def _by_kernels(queries: Tensor, options: tuple) -> bool:
     return choose(implementation, queries.device, queries.dtype, queries.shape[-1]) == "triton"
 
 
-def _computed(tensors: tuple, options: tuple, needs: tuple[bool, bool, bool]) -> Found:
+def _computed(tensors: Sequence, options: tuple, needs: tuple[bool, bool, bool]) -> Found:
     """The loss and what is needed of its gradients, from the operator's arguments: tensors, and what follows them."""
     queries, documents, temperature, queries_mask, documents_mask, bounds, target, exclude = tensors
-    longest, *scoring = options[:-_N_COMPARISON]
-    comparison = Comparison(*options[-_N_COMPARISON:])
     compute = kernels().loss if _by_kernels(queries, options) else loss_in_blocks
-    given = Tensors(queries, documents, queries_mask, documents_mask, None, bounds)
-    return compute(given, Targets(target, exclude, temperature), Options(0, longest, 0, *scoring), comparison, needs)
+    given, comparison = (
+        Tensors(queries, documents, queries_mask, documents_mask, None, bounds),
+        options[-_N_COMPARISON:],
+    )
+    return compute(given, Targets(target, exclude, temperature), _scoring(options), Comparison(*comparison), needs)
 
 
 def _loss_alone(*arguments) -> tuple[Tensor, Tensor]:
@@ -112,12 +158,12 @@ def _loss_and_gradients(*arguments) -> tuple[Tensor, ...]:
     return loss, *[loss.new_empty(0) if tensor is None else tensor for tensor in others]
 
 
-def _times(gradient: Tensor, grad_loss: Tensor, like: Tensor | None) -> Tensor:
-    """A gradient of a loss of gradient 1 times `grad_loss`, in the type of `like`."""
-    if like is None or gradient.dtype == like.dtype:
-        return (gradient * grad_loss).to(gradient.dtype)
+def _times(gradient: Tensor, grad_loss: Tensor, dtype: torch.dtype) -> Tensor:
+    """A gradient of a loss of gradient 1 times `grad_loss`."""
+    if gradient.dtype == dtype:
+        return (gradient * grad_loss).to(dtype)
     # Rounded once, with nothing between.
-    return torch.mul(gradient, grad_loss, out=torch.empty_like(gradient, dtype=like.dtype))
+    return torch.mul(gradient, grad_loss, out=torch.empty_like(gradient, dtype=dtype))
 
 
 class _MaxsimLoss(torch.autograd.Function):
@@ -129,11 +175,19 @@ class _MaxsimLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, options, *tensors):
+    def forward(ctx, call, *tensors):
+        key, options = call
+        ctx.plain = key is not NOT_PLAIN
+        ctx.likes = [None if tensor is None else (tensor.dtype, tensor.shape) for tensor in tensors[:_N_DIFFERENTIABLE]]
         needs = ctx.needs_input_grad[1 : 1 + _N_DIFFERENTIABLE]
-        ctx.plain = is_plain(*tensors[:2])
         if ctx.plain:
-            loss, statistics, *ctx.gradients = _computed(tensors, options, needs)
+
+            def compute(tensors: Sequence) -> tuple[tuple, tuple]:
+                used, how = _checked(tensors, options)
+                return (*_computed(used, how, needs), *used), how
+
+            (loss, statistics, *found), options = repeat(key, compute, tensors)
+            ctx.gradients, tensors = found[:_N_DIFFERENTIABLE], tuple(found[_N_DIFFERENTIABLE:])
         else:
             loss, statistics, *ctx.gradients = _maxsim_loss_gradients(*tensors, *options, *needs)
         ctx.save_for_backward(*tensors)
@@ -151,36 +205,41 @@ class _MaxsimLoss(torch.autograd.Function):
             if gradients is None:
                 gradients = _computed(tensors, ctx.options, ctx.needs)[2:]
         if eager and not torch.is_grad_enabled():
-            found = _scaled(grad_loss, tensors, ctx.options, gradients)
+            given, likes, by_kernels = (grad_loss, *gradients), ctx.likes, _by_kernels(tensors[0], ctx.options)
+
+            def compute(given: Sequence) -> tuple[Sequence[Tensor | None], None]:
+                return _scaled(given, likes, by_kernels), None
+
+            found = repeat(signature(_MaxsimLoss, given, (by_kernels, *likes)), compute, given)[0]
         else:
-            given = [grad_loss.new_empty(0) if gradient is None else gradient for gradient in gradients]
-            found = _maxsim_loss_backward(grad_loss, *tensors[:_N_DIFFERENTIABLE], *given)
-            found = [gradient if need else None for gradient, need in zip(found, ctx.needs, strict=True)]
-        return None, *found, *_NO_GRADIENTS
+            stand_ins = [grad_loss.new_empty(0) if gradient is None else gradient for gradient in gradients]
+            whole = _maxsim_loss_backward(grad_loss, *tensors[:_N_DIFFERENTIABLE], *stand_ins)
+            found = [gradient if need else None for gradient, need in zip(whole, ctx.needs, strict=True)]
+        return None, *cast_like(found, ctx.likes), *_NO_GRADIENTS
 
 
 # Of what comes after the temperature.
 _NO_GRADIENTS = (None,) * (_N_TENSORS - _N_DIFFERENTIABLE)
 
 
-def _scaled(grad_loss: Tensor, tensors: tuple, options: tuple, gradients: tuple) -> list[Tensor | None]:
-    """The gradients times that of the loss, in place where they have the type that they are to have."""
-    grad_queries, grad_documents, slope = gradients
-    queries, _, temperature = tensors[:_N_DIFFERENTIABLE]
-    if queries.dtype != torch.float16 and _by_kernels(queries, options):
+def _scaled(given: Sequence[Any], likes: Sequence[Any], by_kernels: bool) -> list[Tensor | None]:
+    """The gradients, after that of the loss, times it, in place where they have the type that they are to have."""
+    grad_loss, grad_queries, grad_documents, slope = given
+    in_place = (grad_queries is None or grad_queries.dtype == likes[0][0]) and (
+        grad_documents is None or grad_documents.dtype == likes[1][0]
+    )
+    if in_place and by_kernels:
         kernels().rescale(grad_loss, grad_queries, grad_documents)
-    elif queries.dtype == torch.float16 or not (is_readable(grad_loss) and grad_loss == 1):
-        grad_queries = None if grad_queries is None else _times(grad_queries, grad_loss, queries)
-        grad_documents = None if grad_documents is None else _times(grad_documents, grad_loss, queries)
-    return [grad_queries, grad_documents, None if slope is None else _times(slope, grad_loss, temperature)]
+    elif not in_place or not (is_readable(grad_loss) and grad_loss == 1):
+        grad_queries = None if grad_queries is None else _times(grad_queries, grad_loss, likes[0][0])
+        grad_documents = None if grad_documents is None else _times(grad_documents, grad_loss, likes[1][0])
+    return [grad_queries, grad_documents, None if slope is None else _times(slope, grad_loss, likes[2][0])]
 
 
 def _differentiable(*arguments) -> tuple[Tensor, Tensor]:
     """The operator for tensors that may require a gradient."""
     if needs_gradient(*arguments[:_N_DIFFERENTIABLE]):
-        return _MaxsimLoss.apply(arguments[_N_TENSORS:], *arguments[:_N_TENSORS])
-    if is_plain(*arguments[:2]):
-        return _loss_alone(*arguments)
+        return _MaxsimLoss.apply((NOT_PLAIN, arguments[_N_TENSORS:]), *arguments[:_N_TENSORS])
     with torch._C._AutoDispatchBelowAutograd():
         return _maxsim_loss(*arguments)
 
@@ -206,8 +265,8 @@ def _gradient_shapes(*arguments) -> tuple[Tensor, ...]:
 
 
 def _backward(grad_loss: Tensor, queries: Tensor, documents: Tensor, temperature: Tensor | None, *gradients: Tensor):
-    likes = queries, documents, temperature
-    return tuple([_times(gradient, grad_loss, like) for gradient, like in zip(gradients, likes, strict=True)])
+    likes = queries, documents, grad_loss if temperature is None else temperature
+    return tuple([_times(gradient, grad_loss, like.dtype) for gradient, like in zip(gradients, likes, strict=True)])
 
 
 def _backward_shapes(

@@ -29,13 +29,13 @@ from .checks import (
     check_choice,
     check_differentiation,
     check_mask_layout,
-    check_number,
     check_tensor,
     checked_flag,
+    checked_number,
 )
 from .compute import compute, compute_gradients
 from .norms import normalized
-from .operator import define
+from .operator import Operation
 from .quantization import QuantizedEmbeddings
 
 REDUCTIONS = ("sum", "mean")
@@ -229,8 +229,8 @@ def maxsim_pairwise(
 
 
 def scores_of(operation: str, tensors: Tensors, options: Options) -> Tensor:
-    """The scores of a call by the operator, after what comes before it."""
-    return _maxsim(*checked(operation, tensors, options), *options)
+    """The scores of a call, by the name of what was called."""
+    return _maxsim((*tensors, *options), operation)
 
 
 def checked(
@@ -240,8 +240,7 @@ def checked(
     check_choice("reduction", options.reduction, REDUCTIONS)
     check_choice("masking", options.masking, MASKINGS)
     check_choice("implementation", options.implementation, implementations)
-    if type(options.empty_score) is not float or options.empty_score != 0.0:
-        check_number("empty_score", options.empty_score)
+    checked_number("empty_score", options.empty_score)
     queries, documents, queries_mask, documents_mask = tensors[:4]
     check_tensor("queries", queries)
     check_tensor("documents", documents)
@@ -281,6 +280,12 @@ def _call(arguments: tuple) -> tuple[Tensors, Options]:
     return Tensors(*arguments[:_N_TENSORS]), Options(*arguments[_N_TENSORS:])
 
 
+def _check(arguments: tuple, called: str) -> tuple:
+    tensors, options = _call(arguments)
+    tensors = checked(called, tensors, options)
+    return *tensors, *options._replace(empty_score=checked_number("empty_score", options.empty_score))
+
+
 def _compute(arguments: tuple, with_winners: bool) -> tuple[Tensor, Tensor | None]:
     return compute(*_call(arguments), with_winners)
 
@@ -300,6 +305,6 @@ def _shapes(*arguments) -> tuple[Tensor, Tensor]:
     return scores, queries.new_empty(sizes.winners_shape, dtype=winners_dtype(sizes.document_length))
 
 
-_maxsim, _ = define(
-    "maxsim", CALL_SCHEMA, ("queries", "documents"), ("winners",), _compute, _compute_gradients, _shapes
+_maxsim = Operation(
+    "maxsim", CALL_SCHEMA, ("queries", "documents"), ("winners",), _check, _compute, _compute_gradients, _shapes
 )

@@ -1,22 +1,27 @@
-"""Operators of the library `pylate_flash` that have a gradient, all defined in one way (`define`).
+"""Operations that have a gradient, all defined in one way: `Operation`.
 
-An operator is the one way into its operation, eager and compiled. Called with plain tensors, it computes at once: to go
-through the dispatcher a second time takes the host as long as launching a kernel. Everything else (compilers, tensor
-subclasses, transforms) meets operators whose shapes are known without computing.
+A call of plain tensors computes at once, without the dispatcher, which takes the host as long as a launch. What comes
+of its signature alone (checks, choice, plans) is worked out in its first calls and then repeated
+(`kernels.recording`). Everything else (compilers, export, tensor subclasses, modes, transforms) meets operators of the
+library `pylate_flash`, which run the same computation, and whose shapes are known without computing.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _get_float32_matmul_precision, _len_torch_dispatch_stack
+from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
+from torch.nn import Parameter
 
 from .checks import no_second_derivative
 
-PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+PLAIN_TYPES = (Tensor, Parameter)
 LIBRARY = torch.library.Library("pylate_flash", "DEF")
 
 
@@ -35,25 +40,131 @@ def is_plain(*tensors: Tensor | None) -> bool:
         if tensor is not None and (type(tensor) not in PLAIN_TYPES or tensor.is_meta):
             return False
     return (
-        torch._C._len_torch_dispatch_stack() == 0
-        and torch._C._functorch.peek_interpreter_stack() is None
+        _len_torch_dispatch_stack() == 0
+        and peek_interpreter_stack() is None
         and forward_ad._current_level < 0
         and not torch.compiler.is_compiling()
     )
 
 
-def define(
-    name: str,
-    schema: str,
-    differentiated: tuple[str, ...],
-    kept: tuple[str, ...],
-    compute: Callable[[tuple, bool], Sequence[Tensor | None]],
-    compute_gradients: Callable[[Tensor, Sequence[Tensor], tuple, tuple], Sequence[Tensor | None]],
-    shapes: Callable[..., Sequence[Tensor]],
-    no_second: Callable[..., None] | None = None,
-    function: type[torch.autograd.Function] | None = None,
-) -> tuple[Callable[..., Tensor], Callable[..., Any]]:
-    """Define NAME, NAME_forward and NAME_backward, and return the first and the last.
+class _NotPlain:
+    """Stands for the signature of a call that goes by the dispatcher."""
+
+
+NOT_PLAIN = _NotPlain()
+# Of a call that is computed anew each time, as there is no launch to repeat.
+UNREPEATED = None
+# Devices whose calls are repeated: GPUs, by their number; the tests of repeating add -1, Triton's interpreter.
+repeated_devices = 0
+_VALUES = (bool, int, float, str, type(None), tuple)
+Signature = tuple | _NotPlain | None
+
+
+def signature(operation: object, tensors: Sequence[Any], options: tuple) -> Signature:
+    """All that checks, choice and plans of a call look at; `NOT_PLAIN` or `UNREPEATED` where there is no such thing.
+
+    Types, shapes, strides, device and alignment of its tensors, which of them require a gradient, its options, and what
+    is in force: autocast, the precision of float32 products, whether gradients are recorded.
+    """
+    if (
+        torch.compiler.is_compiling()
+        or _len_torch_dispatch_stack()
+        or peek_interpreter_stack() is not None
+        or forward_ad._current_level >= 0
+    ):
+        return NOT_PLAIN
+    key: list[Any] = [
+        operation, options, *map(type, options), torch.is_grad_enabled(), _get_float32_matmul_precision(),
+        torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
+    ]  # fmt: skip
+    device = None
+    for tensor in tensors:
+        if tensor is None:
+            key.append(None)
+            continue
+        if type(tensor) is not Tensor and type(tensor) is not Parameter:
+            return NOT_PLAIN
+        number = tensor.get_device()
+        if device is None:
+            device = number
+        if number < repeated_devices or number != device or tensor.layout is not torch.strided or tensor.is_nested:
+            # What cannot be repeated may not even be a tensor to compute with at once.
+            return UNREPEATED if is_plain(*tensors) else NOT_PLAIN
+        address = tensor.data_ptr()
+        key += (tensor.shape, tensor.stride(), tensor.dtype, number, tensor.requires_grad, address & 15)
+    return tuple(key)
+
+
+class _Repeated:
+    """What is repeated of calls, by their signatures; those used least lately are forgotten."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._entries: OrderedDict[tuple, Any] = OrderedDict()
+
+    def get(self, key: tuple) -> Any:
+        """What is known of a signature, or None."""
+        try:
+            entry = self._entries.get(key)
+            if entry is not None:
+                self._entries.move_to_end(key)
+            return entry
+        except (KeyError, TypeError):
+            # Another thread has just forgotten it; or an option cannot be a key, which the checks have a word for.
+            return None
+
+    def set(self, key: tuple, entry: Any) -> None:
+        self._entries[key] = entry
+        while len(self._entries) > self._most:
+            self._entries.popitem(last=False)
+
+    def forget(self) -> None:
+        """Work out every call anew, as is needed where a table of `kernels` was changed."""
+        self._entries.clear()
+
+
+repeated = _Repeated(4096)
+# What computes a call: from its tensors to the results, tensors or None, and what else there is to know of it.
+Computation = Callable[[Sequence[Tensor | None]], tuple[Sequence[Tensor | None], Any]]
+_SEEN, _REFUSED = "seen once", "cannot be repeated"
+
+
+def repeat(key: Signature, compute: Computation, tensors: Sequence[Tensor | None]) -> tuple[Sequence[Any], Any]:
+    """`compute(tensors)`, from the third call of a signature on by what the second one has recorded."""
+    if not isinstance(key, tuple):
+        return compute(tensors)
+    known = repeated.get(key)
+    if type(known) is tuple:
+        recording, other = known
+        try:
+            return recording(tensors), other
+        except torch.OutOfMemoryError:
+            # Computed as ever, it may make do with less.
+            return compute(tensors)
+    if known is _REFUSED or not all(type(option) in _VALUES for option in key[1]):
+        return compute(tensors)
+    if known is None:
+        # Many a signature comes once, and recording takes time.
+        found = compute(tensors)
+        repeated.set(key, _SEEN)
+        return found
+    return _recorded(key, compute, tensors)
+
+
+def _recorded(key: tuple, compute: Computation, tensors: Sequence[Tensor | None]) -> tuple[Sequence[Any], Any]:
+    # Without kernels there is nothing to record, and no Triton perhaps.
+    from ..kernels.recording import Recorder, Recording
+
+    with Recorder(tensors) as recorder:
+        results, other = compute(tensors)
+    if recorder.refused is None:
+        recording = Recording(recorder, results, next(t for t in tensors if t is not None).get_device())
+    repeated.set(key, _REFUSED if recorder.refused is not None else (recording, other))
+    return results, other
+
+
+class Operation:
+    """NAME, with the operators NAME, NAME_forward and NAME_backward.
 
     Parameters
     ----------
@@ -66,6 +177,9 @@ def define(
     kept
         What the backward takes beside them. NAME_forward, which stands for NAME in a graph that has a backward, returns
         it after the result.
+    check
+        From the arguments of a call, and the name of what was called: the operator's, after the checks that it relies
+        on and autocast.
     compute
         From the operator's arguments, and whether to keep: the result, and what is kept (None if it is not to be).
     compute_gradients
@@ -75,29 +189,127 @@ def define(
     no_second
         Says why there is no second derivative.
     function
-        What autograd records for plain and other tensors, in place of what computes and keeps as told above.
+        Makes what autograd records, where that keeps something else than told above.
     """
-    n, n_tensors = len(differentiated), schema.count("Tensor")
-    results, gradients = (", ".join(["Tensor"] * number) for number in (1 + len(kept), n))
-    taken = "".join(f"Tensor {tensor}, " for tensor in kept)
-    needed = "".join(f", bool need_{argument}" for argument in differentiated)
-    LIBRARY.define(f"{name}({schema}) -> Tensor")
-    LIBRARY.define(f"{name}_forward({schema}) -> ({results})")
-    LIBRARY.define(f"{name}_backward(Tensor grad_scores, {taken}{schema}{needed}) -> ({gradients})")
-    operators = torch.ops.pylate_flash
-    call, call_forward, call_backward = (
-        getattr(operators, name + which).default for which in ("", "_forward", "_backward")
-    )
+
+    def __init__(
+        self,
+        name: str,
+        schema: str,
+        differentiated: tuple[str, ...],
+        kept: tuple[str, ...],
+        check: Callable[[tuple, str], tuple],
+        compute: Callable[[tuple, bool], Sequence[Tensor | None]],
+        compute_gradients: Callable[[Tensor, Sequence[Tensor], tuple, tuple], Sequence[Tensor | None]],
+        shapes: Callable[..., Sequence[Tensor]],
+        no_second: Callable[..., None] | None = None,
+        function: Callable[[Operation], type[torch.autograd.Function]] | None = None,
+    ) -> None:
+        self.name, self.check, self.compute, self.compute_gradients = name, check, compute, compute_gradients
+        self.n, self.n_tensors, self.n_kept = len(differentiated), schema.count("Tensor"), len(kept)
+        self.function = (function or _function_of)(self)
+        self._define(schema, differentiated, kept, shapes)
+        torch.library.register_autograd(f"pylate_flash::{name}_backward", no_second or no_second_derivative(name))
+
+    def __call__(self, arguments: tuple, called: str) -> Tensor:
+        """The result for the arguments of a call, as `check` takes them."""
+        tensors, options = arguments[: self.n_tensors], arguments[self.n_tensors :]
+        key = signature(self.name, tensors, options)
+        if key is NOT_PLAIN:
+            return self.operator(*self.check(arguments, called))
+        if torch.is_grad_enabled():
+            for tensor in tensors[: self.n]:
+                if tensor is not None and tensor.requires_grad:
+                    return self.function.apply((key, options, called), *tensors)
+
+        def compute(tensors: Sequence) -> tuple[tuple, None]:
+            return (self.compute(self.check((*tensors, *options), called), False)[0],), None
+
+        return repeat(key, compute, tensors)[0][0]
+
+    def _define(
+        self,
+        schema: str,
+        differentiated: tuple[str, ...],
+        kept: tuple[str, ...],
+        shapes: Callable[..., Sequence[Tensor]],
+    ) -> None:
+        """Define the three operators, which compute without repeating: graphs call them."""
+        name, n, n_kept = self.name, self.n, self.n_kept
+        results, gradients = (", ".join(["Tensor"] * number) for number in (1 + n_kept, n))
+        taken = "".join(f"Tensor {tensor}, " for tensor in kept)
+        needed = "".join(f", bool need_{argument}" for argument in differentiated)
+        LIBRARY.define(f"{name}({schema}) -> Tensor")
+        LIBRARY.define(f"{name}_forward({schema}) -> ({results})")
+        LIBRARY.define(f"{name}_backward(Tensor grad_scores, {taken}{schema}{needed}) -> ({gradients})")
+        operators = torch.ops.pylate_flash
+        self.operator, self.operator_forward, self.operator_backward = (
+            getattr(operators, name + which).default for which in ("", "_forward", "_backward")
+        )
+
+        def differentiable(*arguments):
+            """The operator for tensors that may require a gradient."""
+            if needs_gradient(*arguments[:n]):
+                return self.function.apply((NOT_PLAIN, arguments[self.n_tensors :], name), *arguments[: self.n_tensors])
+            with torch._C._AutoDispatchBelowAutograd():
+                return self.operator(*arguments)
+
+        def returned(found: Sequence[Tensor | None], like: Tensor) -> Tensor | tuple[Tensor, ...]:
+            whole = tuple([like.new_empty(0) if gradient is None else gradient for gradient in found])
+            return whole if n > 1 else whole[0]
+
+        def backward(grad_scores: Tensor, *others):
+            saved, arguments, needs = others[:n_kept], others[n_kept:-n], others[-n:]
+            return returned(self.compute_gradients(grad_scores, saved, arguments, needs), arguments[0])
+
+        def gradient_shapes(grad_scores: Tensor, *others):
+            arguments, needs = others[n_kept:-n], others[-n:]
+            found = [
+                torch.empty_like(tensor, memory_format=torch.contiguous_format) if need and tensor is not None else None
+                for tensor, need in zip(arguments, needs, strict=False)
+            ]
+            return returned(found, arguments[0])
+
+        def scores(*arguments):
+            return self.compute(arguments, False)[0]
+
+        def forward(*arguments):
+            return tuple(self.compute(arguments, True)[: 1 + n_kept])
+
+        LIBRARY.impl(name, scores, "CompositeExplicitAutograd")
+        LIBRARY.impl(name, differentiable, "Autograd")
+        LIBRARY.impl(f"{name}_forward", forward, "CompositeExplicitAutograd")
+        LIBRARY.impl(f"{name}_backward", backward, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"pylate_flash::{name}", lambda *arguments: shapes(*arguments)[0])
+        torch.library.register_fake(f"pylate_flash::{name}_forward", lambda *arguments: tuple(shapes(*arguments)))
+        torch.library.register_fake(f"pylate_flash::{name}_backward", gradient_shapes)
+
+
+def _function_of(operation: Operation) -> type[torch.autograd.Function]:
+    """What autograd records of an operation."""
+    n, n_tensors = operation.n, operation.n_tensors
 
     class Function(torch.autograd.Function):
-        """The operator where a gradient is needed."""
-
         @staticmethod
-        def forward(ctx, *arguments):
-            # Of other than plain tensors, the operator goes into a graph, or to what else there is between.
-            result, *saved = compute(arguments, True) if is_plain(*arguments[:n]) else call_forward(*arguments)
-            ctx.save_for_backward(*arguments[:n_tensors], *saved)
-            ctx.options = arguments[n_tensors:]
+        def forward(ctx, call, *tensors):
+            key, options, called = call
+            if key is NOT_PLAIN:
+                # It goes into a graph, or to what else there is between.
+                result, *kept = operation.operator_forward(*tensors, *options)
+                used: Sequence[Tensor | None] = tensors
+            else:
+
+                def compute(tensors: Sequence) -> tuple[tuple, tuple]:
+                    arguments = operation.check((*tensors, *options), called)
+                    found = operation.compute(arguments, True)
+                    return (*arguments[:n_tensors], *found), arguments[n_tensors:]
+
+                computed, options = repeat(key, compute, tensors)
+                used, result, kept = computed[:n_tensors], computed[n_tensors], computed[n_tensors + 1 :]
+            ctx.save_for_backward(*used, *kept)
+            ctx.options, ctx.is_plain = options, key is not NOT_PLAIN
+            # Of the arguments, from which autocast may have parted.
+            ctx.likes = [None if tensor is None else (tensor.dtype, tensor.shape) for tensor in tensors[:n]]
             ctx.set_materialize_grads(False)
             return result
 
@@ -105,55 +317,36 @@ def define(
         def backward(ctx, grad_scores):
             if grad_scores is None:
                 return (None,) * len(ctx.needs_input_grad)
-            saved = ctx.saved_tensors
-            arguments, saved = saved[:n_tensors] + ctx.options, saved[n_tensors:]
-            needs = ctx.needs_input_grad[:n]
-            if torch.is_grad_enabled() or not is_plain(grad_scores, *arguments[:n]):
+            saved, options, likes, needs = ctx.saved_tensors, ctx.options, ctx.likes, ctx.needs_input_grad[1 : n + 1]
+            given = (grad_scores, *saved)
+            key = signature(operation.function, given, (*options, *needs, *likes))
+            if torch.is_grad_enabled() or not ctx.is_plain or key is NOT_PLAIN:
                 # A graph of the backward is asked for: the operator has one, which says that there is no second
                 # derivative.
-                whole = call_backward(grad_scores, *saved, *arguments, *needs)
+                kept = saved[n_tensors : n_tensors + operation.n_kept]
+                whole = operation.operator_backward(grad_scores, *kept, *saved[:n_tensors], *options, *needs)
                 whole = whole if n > 1 else (whole,)
-                found: Sequence[Tensor | None] = [one if need else None for one, need in zip(whole, needs, strict=True)]
+                found: Sequence[Tensor | None] = cast_like(
+                    [one if need else None for one, need in zip(whole, needs, strict=True)], likes
+                )
             else:
-                found = compute_gradients(grad_scores, saved, arguments, needs)
-            return *found, *(None,) * (len(arguments) - n)
 
-    recorded = function or Function
+                def compute(given: Sequence) -> tuple[Sequence[Tensor | None], None]:
+                    grad_scores, *saved = given
+                    arguments, kept = (*saved[:n_tensors], *options), saved[n_tensors:]
+                    return cast_like(operation.compute_gradients(grad_scores, kept, arguments, needs), likes), None
 
-    def scores(*arguments):
-        return compute(arguments, False)[0]
+                found, _ = repeat(key, compute, given)
+            return None, *found, *(None,) * (n_tensors - n)
 
-    def differentiable(*arguments):
-        """The operator for tensors that may require a gradient."""
-        if needs_gradient(*arguments[:n]):
-            return recorded.apply(*arguments)
-        if is_plain(*arguments[:n]):
-            return scores(*arguments)
-        with torch._C._AutoDispatchBelowAutograd():
-            return call(*arguments)
+    return Function
 
-    def returned(found: Sequence[Tensor | None], like: Tensor) -> Tensor | tuple[Tensor, ...]:
-        whole = tuple([like.new_empty(0) if gradient is None else gradient for gradient in found])
-        return whole if n > 1 else whole[0]
 
-    def backward(grad_scores: Tensor, *others):
-        saved, arguments, needs = others[: len(kept)], others[len(kept) : -n], others[-n:]
-        return returned(compute_gradients(grad_scores, saved, arguments, needs), arguments[0])
-
-    def gradient_shapes(grad_scores: Tensor, *others):
-        arguments, needs = others[len(kept) : -n], others[-n:]
-        found = [
-            torch.empty_like(tensor, memory_format=torch.contiguous_format) if need and tensor is not None else None
-            for tensor, need in zip(arguments, needs, strict=False)
-        ]
-        return returned(found, arguments[0])
-
-    LIBRARY.impl(name, scores, "CompositeExplicitAutograd")
-    LIBRARY.impl(name, differentiable, "Autograd")
-    LIBRARY.impl(f"{name}_forward", lambda *arguments: tuple(compute(arguments, True)), "CompositeExplicitAutograd")
-    LIBRARY.impl(f"{name}_backward", backward, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"pylate_flash::{name}", lambda *arguments: shapes(*arguments)[0])
-    torch.library.register_fake(f"pylate_flash::{name}_forward", lambda *arguments: tuple(shapes(*arguments)))
-    torch.library.register_fake(f"pylate_flash::{name}_backward", gradient_shapes)
-    torch.library.register_autograd(f"pylate_flash::{name}_backward", no_second or no_second_derivative(name))
-    return call, call_backward
+def cast_like(gradients: Sequence[Tensor | None], likes: Sequence[Any]) -> list[Tensor | None]:
+    """The gradients in the types and shapes of what they are the gradients of."""
+    cast: list[Tensor | None] = []
+    for gradient, like in zip(gradients, likes, strict=True):
+        if gradient is not None and (gradient.dtype != like[0] or gradient.shape != like[1]):
+            gradient = gradient.to(like[0]).view(like[1])
+        cast.append(gradient)
+    return cast

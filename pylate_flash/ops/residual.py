@@ -18,10 +18,10 @@ from ..kernels.select import choose
 from ..problem import Options, Problem, Tensors, accumulation_dtype
 from .blocked import block_budget
 from .blocked_varlen import sequence_blocks
-from .checks import check, check_embeddings, check_tensor, checked_problem, is_readable
+from .checks import check, check_embeddings, check_tensor, checked_number, checked_problem, is_readable
 from .compute import active_counts, compute, compute_gradients, kernels
 from .maxsim import checked, maxsim_reference
-from .operator import define
+from .operator import Operation
 from .packing import host_bounds
 from .residual_codes import ResidualCodes
 
@@ -115,18 +115,24 @@ def maxsim_residual(
     """
     if not isinstance(documents, ResidualCodes):
         raise TypeError(f"documents must be ResidualCodes, got {type(documents).__name__}")
-    check_embeddings("queries", queries, {3: "[Nq, Lq, d]"})
-    options = Options(0, 0, 0, False, reduction, "exclude", empty_score, implementation)
-    # The documents are checked already, and autocast has no say in their type.
-    queries = checked("maxsim_residual", Tensors(queries, queries, queries_mask), options).queries
-    _check_candidates(candidates, documents, queries)
-    return _maxsim_residual(
+    arguments = (
         queries, queries_mask, documents.codes, documents.residuals, documents.centroids, documents.bucket_weights,
         documents.cu_seqlens, documents.scales, candidates, reduction, empty_score, implementation,
     )  # fmt: skip
+    return _maxsim_residual(arguments, "maxsim_residual")
 
 
-def _check_candidates(candidates: Tensor | None, documents: ResidualCodes, queries: Tensor) -> None:
+def _check(arguments: tuple, called: str) -> tuple:
+    call = _Call(*arguments)
+    check_embeddings("queries", call.queries, {3: "[Nq, Lq, d]"})
+    # The documents are checked already, and autocast has no say in their type.
+    options = Options(0, 0, 0, False, call.reduction, "exclude", call.empty_score, call.implementation)
+    queries = checked(called, Tensors(call.queries, call.queries, call.queries_mask), options).queries
+    _check_candidates(call.candidates, call.cu_seqlens, queries)
+    return call._replace(queries=queries, empty_score=checked_number("empty_score", call.empty_score))
+
+
+def _check_candidates(candidates: Tensor | None, cu_seqlens: Tensor, queries: Tensor) -> None:
     if candidates is None:
         return
     check_tensor("candidates", candidates, {2: "[Nq, K]"})
@@ -136,14 +142,14 @@ def _check_candidates(candidates: Tensor | None, documents: ResidualCodes, queri
         raise ValueError(
             f"candidates must have one row per query, Nq = {queries.shape[0]}, got {list(candidates.shape)}"
         )
-    if candidates.device != documents.device:
-        raise ValueError(f"candidates must be on the device of documents, {documents.device}, got {candidates.device}")
+    if candidates.device != cu_seqlens.device:
+        raise ValueError(f"candidates must be on the device of documents, {cu_seqlens.device}, got {candidates.device}")
     if is_readable(candidates) and candidates.numel():
         lowest, highest = (int(value) for value in candidates.aminmax())
-        if lowest < -1 or highest >= documents.n_documents:
+        last = cu_seqlens.shape[0] - 2
+        if lowest < -1 or highest > last:
             raise ValueError(
-                f"candidates must be numbers of documents, 0 to {documents.n_documents - 1}, or -1 for none, got "
-                f"{lowest} to {highest}"
+                f"candidates must be numbers of documents, 0 to {last}, or -1 for none, got {lowest} to {highest}"
             )
 
 
@@ -316,9 +322,9 @@ def _shapes(*arguments) -> tuple[Tensor, Tensor]:
     return scores, scores.new_empty(call.winners_shape, dtype=torch.int32)
 
 
-_maxsim_residual, _ = define(
+_maxsim_residual = Operation(
     "maxsim_residual",
     "Tensor queries, Tensor? queries_mask, Tensor codes, Tensor residuals, Tensor centroids, Tensor bucket_weights, "
     "Tensor cu_seqlens, Tensor scales, Tensor? candidates, str reduction, float empty_score, str implementation",
-    ("queries",), ("winners",), _compute, _compute_gradients, _shapes,
+    ("queries",), ("winners",), _check, _compute, _compute_gradients, _shapes,
 )  # fmt: skip

@@ -29,13 +29,14 @@ from .checks import (
     check_integer,
     check_tensor,
     checked_flag,
+    checked_number,
     is_positive,
     is_readable,
     no_second_derivative,
 )
 from .maxsim import CALL_SCHEMA, checked
 from .norms import normalized
-from .operator import define
+from .operator import Operation
 from .soft_compute import compute_soft, compute_soft_gradients
 from .varlen import with_lengths
 
@@ -226,11 +227,8 @@ def soft_scores_of(
     operation: str, tensors: Tensors, beta: float | Tensor, options: Options, max_scratch_bytes: int = MAX_SCRATCH_BYTES
 ) -> Tensor:
     """The scores of a call by the operator, after what comes before it."""
-    tensors = checked(operation, tensors, options)
-    check_integer("max_scratch_bytes", max_scratch_bytes)
-    if isinstance(beta, Tensor):
-        check_differentiation(operation, beta)
-    return _soft_maxsim(checked_beta(beta, tensors.queries), *tensors, *options, max_scratch_bytes)
+    learned, number = (beta, None) if isinstance(beta, Tensor) else (None, beta)
+    return _soft_maxsim((learned, *tensors, *options, max_scratch_bytes, number), operation)
 
 
 def checked_beta(beta: float | Tensor, queries: Tensor) -> Tensor:
@@ -268,6 +266,20 @@ def _check_value(value: float, dtype: torch.dtype) -> None:
         raise ValueError(f"beta must be above 0 and finite, got {value} (it is computed with in {used})")
 
 
+def _check(arguments: tuple, called: str) -> tuple:
+    """Beta is the tensor in front, or the number behind all."""
+    learned, *given = arguments[:_N_TENSORS]
+    *how, max_scratch_bytes, number = arguments[_N_TENSORS:]
+    options = Options(*how)
+    tensors = checked(called, Tensors(*given), options)
+    check_integer("max_scratch_bytes", max_scratch_bytes)
+    if learned is not None:
+        check_differentiation(called, learned)
+    beta = checked_beta(number if learned is None else learned, tensors.queries)
+    options = options._replace(empty_score=checked_number("empty_score", options.empty_score))
+    return beta, *tensors, *options, max_scratch_bytes
+
+
 # Beta and those of `Tensors`.
 _N_TENSORS = 1 + len(Tensors._fields)
 
@@ -295,8 +307,8 @@ def _shapes(*arguments) -> tuple[Tensor, Tensor]:
     return queries.new_empty(sizes.scores_shape, dtype=dtype), queries.new_empty(sizes.winners_shape, dtype=dtype)
 
 
-_soft_maxsim, _ = define(
+_soft_maxsim = Operation(
     "soft_maxsim", f"Tensor beta, {CALL_SCHEMA}, int max_scratch_bytes", ("beta", "queries", "documents"), ("lse",),
-    _compute, _compute_gradients, _shapes,
+    _check, _compute, _compute_gradients, _shapes,
     no_second_derivative("soft_maxsim", "the probabilities of its tokens are not kept"),
 )  # fmt: skip

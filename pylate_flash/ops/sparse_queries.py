@@ -19,11 +19,11 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ..kernels.select import choose
 from ..problem import Options, Tensors, accumulation_dtype, sizes_of, winners_dtype
-from .checks import check, check_tensor, checked_flag, checked_problem, is_readable
+from .checks import check, check_choice, check_tensor, checked_flag, checked_number, checked_problem, is_readable
 from .compute import compute_gradients, kernels, with_empty_score
 from .loss_call import check_packing
-from .maxsim import checked, maxsim_reference
-from .operator import define
+from .maxsim import REDUCTIONS, checked, maxsim_reference
+from .operator import Operation
 from .sparse_blocks import sparse_blocked_forward
 from .varlen import with_lengths
 
@@ -146,14 +146,15 @@ def maxsim_sparse_queries(
     check_tensor("query_tokens", query_tokens)
     tensors = Tensors(queries, documents, queries_mask, documents_mask, None, documents_cu_seqlens)
     check_packing(tensors, max_document_length)
-    tensors = checked("maxsim_sparse_queries", tensors, options)
     if packed:
         options = with_lengths(tensors, options, None, max_document_length)
     mean = reduction == "mean"
-    scores = _sparse_queries(
+    arguments = (
         *tensors[:2], query_tokens, *tensors[2:4], documents_cu_seqlens, options.max_document_length,
         options.normalize, masking, 0.0 if mean else empty_score, implementation,
     )  # fmt: skip
+    check_choice("reduction", reduction, REDUCTIONS)
+    scores = _sparse_queries(arguments, "maxsim_sparse_queries")
     if not mean:
         return scores
     counted = _chosen(query_tokens, queries)
@@ -209,6 +210,13 @@ def _call(arguments: tuple) -> tuple[Tensors, Tensor, Options]:
     return tensors, query_tokens, Options(0, length, 0, normalize, "sum", *others)
 
 
+def _check(arguments: tuple, called: str) -> tuple:
+    tensors, query_tokens, options = _call(arguments)
+    tensors = checked(called, tensors, options)
+    empty_score = checked_number("empty_score", options.empty_score)
+    return *tensors[:2], query_tokens, *arguments[3:-2], empty_score, options.implementation
+
+
 def _compute(arguments: tuple, with_winners: bool) -> tuple[Tensor, Tensor | None]:
     tensors, query_tokens, options = _call(arguments)
     problem = checked_problem(tensors, options, with_winners)
@@ -245,10 +253,10 @@ def _shapes(*arguments) -> tuple[Tensor, Tensor]:
     return scores, queries.new_empty(sizes.winners_shape, dtype=winners_dtype(sizes.document_length))
 
 
-_sparse_queries, _ = define(
+_sparse_queries = Operation(
     "maxsim_sparse_queries",
     "Tensor queries, Tensor documents, Tensor query_tokens, Tensor? queries_mask, Tensor? documents_mask, "
     "Tensor? documents_cu_seqlens, SymInt max_document_length, bool normalize, str masking, float empty_score, "
     "str implementation",
-    ("queries", "documents"), ("winners",), _compute, _compute_gradients, _shapes,
+    ("queries", "documents"), ("winners",), _check, _compute, _compute_gradients, _shapes,
 )  # fmt: skip

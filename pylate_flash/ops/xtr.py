@@ -24,10 +24,10 @@ from torch import Tensor
 
 from ..kernels.select import choose
 from ..problem import Options, Tensors, accumulation_dtype, sizes_of, winners_dtype
-from .checks import LARGEST, check, check_choice, check_tensor, checked_problem
+from .checks import LARGEST, check, check_choice, check_tensor, checked_number, checked_problem
 from .compute import checked_masks, compute_gradients, kernels, with_empty_score
 from .maxsim import checked
-from .operator import define
+from .operator import Operation
 from .xtr_retrieval import Results, Rule, scores_in_blocks
 
 NORMALIZERS = ("positive", "retrieved")
@@ -155,9 +155,15 @@ def xtr_scores(
         k = LARGEST
     check_choice("normalizer", normalizer, NORMALIZERS)
     check_tensor("documents", documents, {3: "[Nd, Ld, d]"})
+    arguments = queries, documents, queries_mask, documents_mask, k, normalizer, empty_score, implementation
+    return _xtr(arguments, "xtr_scores")
+
+
+def _check(arguments: tuple, called: str) -> tuple:
+    *tensors, k, normalizer, empty_score, implementation = arguments
     options = Options(empty_score=empty_score, implementation=implementation)
-    given = checked("xtr_scores", Tensors(queries, documents, queries_mask, documents_mask), options)
-    return _xtr(*given[:4], k, normalizer, empty_score, implementation)
+    empty_score = checked_number("empty_score", empty_score)
+    return *checked(called, Tensors(*tensors), options)[:4], k, normalizer, empty_score, implementation
 
 
 def _compute(arguments: tuple, _: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -197,9 +203,9 @@ def _shapes(queries: Tensor, documents: Tensor, queries_mask: Tensor | None, doc
     return scores, winners, torch.empty_like(scores)
 
 
-_xtr, _ = define(
+_xtr = Operation(
     "xtr_scores",
     "Tensor queries, Tensor documents, Tensor? queries_mask, Tensor? documents_mask, SymInt k, str normalizer, "
     "float empty_score, str implementation",
-    ("queries", "documents"), ("winners", "divisors"), _compute, _compute_gradients, _shapes,
+    ("queries", "documents"), ("winners", "divisors"), _check, _compute, _compute_gradients, _shapes,
 )  # fmt: skip

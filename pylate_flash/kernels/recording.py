@@ -1,0 +1,389 @@
+"""A call's allocations, operators of torch and launches, recorded once and repeated on other tensors.
+
+Checks, plans and launch keys follow from what tensors say of themselves (shapes, strides, types, alignment), not from
+their values. For tensors that say the same as those of an earlier call, what is left to do is to allocate and to
+launch: a `Recorder` notes both while a call computes as ever, and its `Recording` does them again. Memory that only
+launches see is one scratch allocation, in which what was freed is used again.
+
+What cannot be repeated so (a value is read, a tensor comes from elsewhere) is refused, and computes as ever.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.weak import WeakTensorKeyDictionary
+
+_aten = torch.ops.aten
+_ALLOCATIONS = {
+    _aten.empty.memory_format,
+    _aten.empty_strided.default,
+    _aten.empty_like.default,
+    _aten.new_empty.default,
+    _aten.new_empty_strided.default,
+}
+_UNREPEATABLE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded}
+# A piece of scratch begins at a multiple of so many bytes, more than any kernel or descriptor asks for.
+_ALIGNMENT = 128
+# Steps at most: the host time of a call that takes more is hidden behind the GPU.
+_MOST_STEPS = 512
+
+_local = threading.local()
+_current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)
+
+
+def recorder() -> Recorder | None:
+    """The recorder at work in this thread."""
+    return getattr(_local, "recorder", None)
+
+
+class _Value(NamedTuple):
+    """A tensor among the arguments of an operator: an input, or a result of an earlier step."""
+
+    number: int
+
+
+class _Place(NamedTuple):
+    """Where an argument of a launch lies: so many bytes after the beginning of a value."""
+
+    number: int
+    offset: int
+    dtype: torch.dtype
+
+
+class _Memory:
+    """A storage: the value that it came with, the steps between which it lives, and all values that lie in it."""
+
+    __slots__ = ("born", "died", "index", "is_shared", "nbytes", "reference", "start", "values")
+
+    def __init__(self, index: int, tensor: Tensor, born: int) -> None:
+        storage = tensor.untyped_storage()
+        self.index, self.born = index, born
+        self.died: int | None = None
+        self.start, self.nbytes, self.reference = tensor.data_ptr(), storage.nbytes(), StorageWeakRef(storage)
+        self.values = [index]
+        # Among inputs: of what lies there it is not known which one it belongs to.
+        self.is_shared = False
+
+
+class _Operator(NamedTuple):
+    function: Any
+    # Its arguments without their structure, or those by place and by name, where tensors are in no list among them.
+    leaves: list
+    structure: Any
+    by_name: dict
+    results: tuple[int, ...]
+    # Of an allocation: the tensor that it made, and does not fill.
+    allocates: Callable[[], Tensor] | None
+
+
+class _Launch(NamedTuple):
+    launch: Callable[..., None]
+    grid: tuple[int, int, int]
+    places: list[_Place | None]
+    rest: tuple
+    described: tuple
+    # How many of the first arguments it takes as tensors.
+    n_tensors: int
+
+
+class Recorder(TorchDispatchMode):
+    """Notes what a call does while it is entered.
+
+    Parameters
+    ----------
+    inputs
+        The tensors of the call, or None, in whose place those of another one come.
+    """
+
+    def __init__(self, inputs: Sequence[Tensor | None]) -> None:
+        super().__init__()
+        self.n_inputs = self._n_values = len(inputs)
+        self.steps: list[_Operator | _Launch] = []
+        self.memory: dict[int, _Memory] = {}
+        self.refused: str | None = None
+        self._values = WeakTensorKeyDictionary()
+        for index, tensor in enumerate(inputs):
+            if tensor is None:
+                continue
+            if tensor in self._values:
+                self.refuse("two inputs are one tensor")
+            self._values[tensor] = index
+            storage = tensor.untyped_storage()._cdata
+            if storage in self.memory:
+                self.memory[storage].is_shared = True
+                self.memory[storage].values.append(index)
+            else:
+                self.memory[storage] = _Memory(index, tensor, 0)
+
+    def __enter__(self) -> Recorder:
+        _local.recorder = self
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        _local.recorder = None
+        super().__exit__(*error)
+
+    def refuse(self, reason: str) -> None:
+        """Say why what is done cannot be repeated; the first reason counts."""
+        self.refused = self.refused or reason
+
+    def value(self, tensor: Tensor) -> int:
+        """The index of a tensor; one of unknown origin is a reason to refuse."""
+        index = self._values.get(tensor)
+        if index is None:
+            self.refuse("a tensor comes from elsewhere")
+            return -1
+        return index
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if self._may_step():
+            self._note(function, args, kwargs or {}, result)
+        return result
+
+    def _may_step(self) -> bool:
+        if len(self.steps) == _MOST_STEPS:
+            self.refuse(f"there are more than {_MOST_STEPS} steps")
+        for memory in self.memory.values():
+            if memory.died is None and memory.reference.expired():
+                memory.died = len(self.steps)
+        return self.refused is None
+
+    def _note(self, function: Any, args: tuple, kwargs: dict, result: Any) -> None:
+        results = result if isinstance(result, tuple | list) else (result,)
+        if function.namespace != "aten" or _UNREPEATABLE.intersection(function.tags):
+            return self.refuse(f"{function} cannot be repeated")
+        if not all(isinstance(tensor, Tensor) for tensor in results):
+            return self.refuse(f"{function} returns other than tensors")
+        given, tree = tree_flatten((args, kwargs))
+        structure: Any = tree
+        leaves = [_Value(self.value(leaf)) if isinstance(leaf, Tensor) else leaf for leaf in given]
+        allocates = None
+        if function in _ALLOCATIONS:
+            stride = None if result.is_contiguous() else result.stride()
+            allocates = _allocation(tuple(result.shape), stride, result.dtype, result.device)
+        indices = tuple([self._add(tensor) for tensor in results])
+        by_name: dict = {}
+        if not any(isinstance(argument, tuple | list) for argument in args) and not any(
+            isinstance(argument, tuple | list | Tensor) for argument in kwargs.values()
+        ):
+            leaves, structure, by_name = leaves[: len(args)], None, kwargs
+        self.steps.append(_Operator(function, leaves, structure, by_name, indices, allocates))
+        return None
+
+    def _add(self, tensor: Tensor) -> int:
+        if tensor in self._values:
+            # What an operator works on in place.
+            return self._values[tensor]
+        index = self._values[tensor] = self._n_values
+        self._n_values += 1
+        storage = tensor.untyped_storage()._cdata
+        if storage in self.memory:
+            self.memory[storage].values.append(index)
+        else:
+            self.memory[storage] = _Memory(index, tensor, len(self.steps))
+        return index
+
+    def note_launch(
+        self,
+        launch: Callable[..., None],
+        grid: tuple[int, int, int],
+        arguments: Sequence[Any],
+        rest: tuple,
+        described: tuple,
+        n_tensors: int,
+    ) -> None:
+        """Note a launch on `arguments`: tensors, `Region`s of them, or None."""
+        if self._may_step():
+            places = [None if argument is None else self._place(argument) for argument in arguments]
+            self.steps.append(_Launch(launch, grid, places, rest, described, n_tensors))
+
+    def _place(self, argument: Any) -> _Place | None:
+        tensor = getattr(argument, "memory", argument)
+        memory, index = self.memory.get(tensor.untyped_storage()._cdata), self._values.get(tensor)
+        if index is not None and index < self.n_inputs:
+            return _Place(index, argument.data_ptr() - tensor.data_ptr(), argument.dtype)
+        if memory is None or memory.is_shared:
+            self.refuse("a kernel takes memory that comes from elsewhere")
+            return None
+        return _Place(memory.index, argument.data_ptr() - memory.start, argument.dtype)
+
+    @property
+    def n_values(self) -> int:
+        return self._n_values
+
+
+@functools.cache
+def _element(dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty((), dtype=dtype, device=device)
+
+
+def _allocation(shape: Sequence[int], stride: Sequence[int] | None, dtype: torch.dtype, device: torch.device) -> Any:
+    """What allocates such a tensor, of dense strides where they are None.
+
+    `empty_like` of one element in that shape takes the host a fifth of what `empty` takes, which has options to read.
+    """
+    if stride is None:
+        with _disable_current_modes():
+            like = _element(dtype, device).expand(shape)
+        return functools.partial(torch.empty_like, like, memory_format=torch.contiguous_format)
+    return functools.partial(torch.empty_strided, shape, stride, dtype=dtype, device=device)
+
+
+class Recording:
+    """What a call did, to be done again on other tensors.
+
+    Parameters
+    ----------
+    recorder
+        What has noted it, and refused nothing.
+    outputs
+        What the call returned: tensors that it made or was given, or None.
+    device
+        The GPU, by its number; -1: none.
+    """
+
+    def __init__(self, recorder: Recorder, outputs: Sequence[Tensor | None], device: int) -> None:
+        self._device = device
+        self._outputs = [None if tensor is None else recorder.value(tensor) for tensor in outputs]
+        self._n_inputs, n_values = recorder.n_inputs, recorder.n_values
+        # One more value, at address 0, stands for None.
+        self._others: list[Tensor | None] = [None] * (n_values + 1 - self._n_inputs)
+        memory_of = {index: memory for memory in recorder.memory.values() for index in memory.values}
+        needed, steps = self._needed(recorder, memory_of)
+        made = {memory.index for memory in recorder.memory.values() if needed.intersection(memory.values)}
+        size, self._laid = _lay(steps, memory_of, made)
+        where = torch.device("cuda", device) if device >= 0 else torch.device("cpu")
+        self._scratch = _allocation((size,), None, torch.uint8, where) if size else None
+        self._steps: list[tuple] = []
+        for number, step in enumerate(steps):
+            gone = [
+                index
+                for memory in recorder.memory.values()
+                if memory.died == number and memory.index in made
+                for index in memory.values
+            ]
+            if gone:
+                self._steps.append((_release, gone))
+            if isinstance(step, _Launch):
+                places = [(n_values, 0) if place is None else place[:2] for place in step.places]
+                tensors = step.places[: step.n_tensors]
+                self._steps.append((None, step.launch, step.grid, places, step.rest, step.described, tensors))
+            elif step is not None and step.allocates is None:
+                self._steps.append((_operate, step))
+            elif step is not None and step.results[0] in made:
+                self._steps.append((_allocate, step.results[0], step.allocates))
+
+    def _needed(self, recorder: Recorder, memory_of: dict[int, _Memory]) -> tuple[set[int], list]:
+        """The values that have to be tensors, and the steps, None in place of those whose results nothing needs."""
+        needed = {index for index in self._outputs if index is not None}
+        launched: set[int] = set()
+        steps: list[_Operator | _Launch | None] = list(recorder.steps)
+        for number, step in reversed(list(enumerate(recorder.steps))):
+            if isinstance(step, _Launch):
+                launched.update(place.number for place in step.places if place is not None)
+                needed.update(place.number for place in step.places[: step.n_tensors] if place is not None)
+            elif step.allocates is None:
+                if step.function._schema.is_mutable or not (needed | launched).isdisjoint(step.results):
+                    needed.update(step.results, (leaf.number for leaf in step.leaves if isinstance(leaf, _Value)))
+                else:
+                    steps[number] = None
+            elif not any(index in launched or index in needed for index in memory_of[step.results[0]].values):
+                steps[number] = None
+        # A value lies where the first of its storage does.
+        return needed | {memory_of[index].index for index in needed}, steps
+
+    def __call__(self, inputs: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The outputs for these inputs, of the same signature."""
+        device = self._device
+        if device >= 0 and _current_device() != device:
+            with torch.cuda.device(device):
+                return self(inputs)
+        values = [*inputs, *self._others]
+        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in values]
+        if self._scratch is not None:
+            scratch = self._scratch()
+            start = scratch.data_ptr()
+            for index, offset in self._laid:
+                addresses[index] = start + offset
+        for step in self._steps:
+            other = step[0]
+            if other is None:
+                _, launch, grid, places, rest, described, tensors = step
+                pointers = [addresses[index] + offset for index, offset in places]
+                launch(grid, device, _tensors(values, tensors) if tensors else (), pointers, rest, described)
+            elif other is _allocate:
+                tensor = values[step[1]] = step[2]()
+                addresses[step[1]] = tensor.data_ptr()
+            else:
+                other(step[1], values, addresses)
+        return [None if index is None else values[index] for index in self._outputs]
+
+
+def _allocate() -> None:
+    """Stands for an allocation among the steps."""
+
+
+def _operate(step: _Operator, values: list[Tensor | None], addresses: list[int]) -> None:
+    args, kwargs = [values[leaf.number] if type(leaf) is _Value else leaf for leaf in step.leaves], step.by_name
+    if step.structure is not None:
+        args, kwargs = tree_unflatten(args, step.structure)
+    result = step.function(*args, **kwargs)
+    for index, tensor in zip(step.results, result if isinstance(result, tuple | list) else (result,), strict=True):
+        values[index] = tensor
+        addresses[index] = tensor.data_ptr()
+
+
+def _release(gone: list[int], values: list[Tensor | None], addresses: list[int]) -> None:
+    for index in gone:
+        values[index] = None
+
+
+def _tensors(values: list[Tensor | None], places: Sequence[_Place | None]) -> list[Tensor | None]:
+    """The arguments that a launch takes as tensors: of what lies from their places on."""
+    found: list[Tensor | None] = []
+    for place in places:
+        if place is None:
+            found.append(None)
+            continue
+        index, offset, dtype = place
+        tensor = values[index]
+        assert tensor is not None
+        storage = tensor.untyped_storage()
+        first = (tensor.data_ptr() - storage.data_ptr() + offset) // dtype.itemsize
+        whole = torch.empty(0, dtype=dtype, device=tensor.device)
+        found.append(whole.set_(storage, first, (storage.nbytes() // dtype.itemsize - first,), (1,)))
+    return found
+
+
+def _lay(steps: Sequence[Any], memory_of: dict[int, _Memory], made: set[int]) -> tuple[int, list[tuple[int, int]]]:
+    """Bytes of scratch for the allocations that are no tensors of their own, and where in it each begins.
+
+    In their order, each at the first gap between those that live at that time.
+    """
+    total, laid = 0, []
+    living: list[tuple[int, int, float]] = []
+    for number, step in enumerate(steps):
+        if not isinstance(step, _Operator) or step.allocates is None or step.results[0] in made:
+            continue
+        memory = memory_of[step.results[0]]
+        living = sorted(piece for piece in living if piece[2] > number)
+        begin = 0
+        for start, end, _ in living:
+            if begin + memory.nbytes <= start:
+                break
+            begin = max(begin, -(-end // _ALIGNMENT) * _ALIGNMENT)
+        died = float("inf") if memory.died is None else memory.died
+        living.append((begin, begin + memory.nbytes, died))
+        laid.append((memory.index, begin))
+        total = max(total, begin + memory.nbytes)
+    return total, laid

@@ -1,0 +1,172 @@
+"""Calls that are repeated from what earlier ones of their signature recorded, against the same ones worked out anew."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from pylate_flash import maxsim, maxsim_cross_entropy
+from pylate_flash.kernels import recording
+from pylate_flash.ops import operator
+from pylate_flash.ops.operator import repeated
+from tests.ops.operations import operations
+
+OPERATIONS = operations(implementation="triton")
+# Lists are looked at anew in each call; the projected embeddings that a backward needs are let go within it.
+UNREPEATED = {"ragged", "ragged pairs"}
+UNREPEATED_STEPS = {"from hidden states", "packed from hidden states"}
+
+
+@pytest.fixture
+def repeats(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[recording.Recording]]:
+    """Calls of the interpreter are repeated too; every repetition is noted."""
+    noted: list[recording.Recording] = []
+    call = recording.Recording.__call__
+    monkeypatch.setattr(operator, "repeated_devices", -1)
+    monkeypatch.setattr(recording.Recording, "__call__", lambda self, inputs: noted.append(self) or call(self, inputs))
+    repeated.forget()
+    yield noted
+    repeated.forget()
+
+
+def anew(call: Callable[[], list[Tensor | None]]) -> list[Tensor | None]:
+    """The call with nothing known of earlier ones, which stays known."""
+    known = repeated._entries
+    repeated._entries = type(known)()
+    try:
+        return call()
+    finally:
+        repeated._entries = known
+
+
+def equal(found: list[Tensor | None], expected: list[Tensor | None]) -> bool:
+    return all(
+        (a is None) == (b is None)
+        and (a is None or (a.dtype == b.dtype and a.stride() == b.stride() and torch.equal(a, b)))
+        for a, b in zip(found, expected, strict=True)
+    )
+
+
+@pytest.mark.parametrize("with_gradient", [False, True], ids=["", "with gradient"])
+@pytest.mark.parametrize("name", list(OPERATIONS))
+def test_third_calls_are_repeated(name: str, with_gradient: bool, repeats: list) -> None:
+    operation = OPERATIONS[name]
+    for _ in range(4):
+        queries = torch.randn(2, 3, 4, requires_grad=with_gradient)
+
+        def call(queries: Tensor = queries) -> list[Tensor | None]:
+            queries.grad = None
+            result = operation(queries)
+            if with_gradient:
+                (result * 3).sum().backward()
+            return [result.detach(), queries.grad]
+
+        before = len(repeats)
+        found = call()
+        was_repeated = len(repeats) > before
+        assert equal(found, anew(call))
+    assert was_repeated or name in UNREPEATED or (with_gradient and name in UNREPEATED_STEPS)
+
+
+LENGTHS = {"queries": (3, 4), "documents": (5, 6)}
+
+
+@st.composite
+def embeddings(draw: st.DrawFn, side: str) -> Tensor:
+    """[2, L, 4] in one of the layouts that a call looks at."""
+    length, dtype = draw(st.sampled_from(LENGTHS[side])), draw(st.sampled_from([torch.float16, torch.float32]))
+    offset, layout = draw(st.sampled_from([0, 8])), draw(st.sampled_from(["plain", "transposed", "strided"]))
+    memory = torch.randn(2 * length * 4 * 2 + offset).to(dtype)[offset:]
+    if layout == "plain":
+        tensor = memory[: 2 * length * 4].view(2, length, 4)
+    elif layout == "transposed":
+        tensor = memory[: 2 * length * 4].view(2, 4, length).transpose(1, 2)
+    else:
+        tensor = memory.view(2, length, 8)[..., :4]
+    return tensor.detach().requires_grad_(draw(st.booleans()))
+
+
+@st.composite
+def calls(draw: st.DrawFn) -> Callable[[], list[Tensor | None]]:
+    queries = draw(embeddings("queries"))
+    documents = draw(embeddings("documents")).detach().to(queries.dtype).requires_grad_(draw(st.booleans()))
+    masks = [
+        draw(st.sampled_from([None, torch.ones])) and (torch.rand(tensor.shape[:2]) > 0.3)
+        for tensor in (queries, documents)
+    ]
+    options = {
+        "normalize": draw(st.booleans()), "reduction": draw(st.sampled_from(["sum", "mean"])),
+        "empty_score": draw(st.sampled_from([0.0, -1.0, 1])), "masking": draw(st.sampled_from(["exclude", "zero"])),
+    }  # fmt: skip
+    with_gradients = draw(st.booleans())
+    precision = draw(st.sampled_from(["highest", "high"]))
+
+    def call() -> list[Tensor | None]:
+        queries.grad = documents.grad = None
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision(precision)
+        try:
+            with torch.set_grad_enabled(with_gradients):
+                scores = maxsim(
+                    queries, documents, queries_mask=masks[0], documents_mask=masks[1], **options,
+                    implementation="triton",
+                )  # fmt: skip
+            if scores.requires_grad:
+                scores.square().sum().backward()
+        finally:
+            torch.set_float32_matmul_precision(before)
+        return [scores.detach(), queries.grad, documents.grad]
+
+    return call
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_whatever_changes_between_calls_is_seen(repeats: list, data: st.DataObject) -> None:
+    """Each of a few calls several times, in turn, with one thing or another changed between them."""
+    repeated.forget()
+    some = data.draw(st.lists(calls(), min_size=2, max_size=3))
+    expected = [anew(call) for call in some]
+    for _ in range(4):
+        for call, values in zip(some, expected, strict=True):
+            assert equal(call(), values)
+
+
+def test_tensors_may_go_and_others_take_their_addresses(repeats: list) -> None:
+    for _ in range(8):
+        queries, documents = torch.randn(2, 3, 4), torch.randn(2, 5, 4)
+
+        def call(queries: Tensor = queries, documents: Tensor = documents) -> list[Tensor | None]:
+            return [maxsim(queries, documents, implementation="triton")]
+
+        assert equal(call(), anew(call))
+        del queries, documents
+    assert repeats
+
+
+def test_a_retained_graph_and_a_second_backward(repeats: list) -> None:
+    for _ in range(4):
+        queries, documents = (torch.randn(2, length, 4, requires_grad=True) for length in (3, 5))
+        loss = maxsim_cross_entropy(queries, documents, implementation="triton")
+        first = torch.autograd.grad(loss, (queries, documents), retain_graph=True)
+        second = torch.autograd.grad(loss, (queries, documents))
+        assert equal(list(first), list(second))
+    assert repeats
+
+
+def test_a_changed_table_is_seen_after_forgetting(repeats: list, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a test changes one: MonkeyPatch makes calls be worked out anew (tests/conftest.py)."""
+    queries, documents = torch.randn(2, 3, 4), torch.randn(2, 5, 4)
+    for _ in range(3):
+        maxsim(queries, documents, implementation="triton")
+    before = len(repeats)
+    assert before == 1
+    monkeypatch.setattr("pylate_flash.kernels.launch.Kernel.__call__", None)
+    with pytest.raises(TypeError, match="NoneType"):
+        maxsim(queries, documents, implementation="triton")
+    assert len(repeats) == before

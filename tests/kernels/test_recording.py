@@ -1,0 +1,273 @@
+"""What is recorded of a call, and repeated on other tensors: allocations, operators of torch, launches."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+
+from pylate_flash.kernels.launch import Kernel, Region, Scratch
+from pylate_flash.kernels.recording import Recorder, Recording
+from pylate_flash.ops import operator
+
+Call = Callable[..., Sequence[Tensor | None]]
+
+
+class Times(Kernel):
+    """Stands for a compiled kernel, which takes addresses: target[:number] = source[:number] * factor."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+
+    def _compile(self, grid, tensors, integers, constants, warps, described):
+        def launch(grid, device, tensors, pointers: list[int], rest: tuple, described) -> None:
+            number, factor = rest
+            source, target = ((ctypes.c_float * number).from_address(pointer) for pointer in pointers)
+            target[:] = [value * factor for value in source]
+
+        launch(grid, -1, (), [tensor.data_ptr() for tensor in tensors], (*integers, *constants), ())
+        return launch, 0
+
+
+_times = Times()
+
+
+def times(source: Tensor | Region, target: Tensor | Region, number: int, factor: float) -> None:
+    _times((1, 1, 1), (source, target), (number,), (), (factor,), (4, 1, None))
+
+
+def record(call: Call, *inputs: Tensor | None) -> tuple[Recorder, Sequence[Tensor | None]]:
+    with Recorder(inputs) as recorder:
+        return recorder, call(*inputs)
+
+
+def check(call: Call, *shapes: tuple[int, ...], steps: int | None = None) -> Recording:
+    """What was recorded of one call gives, for other tensors, what the call gives."""
+    first, others = ([torch.randn(shape) for shape in shapes] for _ in range(2))
+    recorder, outputs = record(call, *first)
+    assert recorder.refused is None
+    recording = Recording(recorder, outputs, -1)
+    copies = [tensor.clone() for tensor in others]
+    for found, expected in zip(recording(others), call(*copies), strict=True):
+        assert (found is None) == (expected is None)
+        assert found is None or (torch.equal(found, expected) and found.stride() == expected.stride())
+    if steps is not None:
+        assert len(recording._steps) == steps
+    return recording
+
+
+def test_launches_on_inputs_scratch_and_outputs() -> None:
+    def call(x: Tensor, y: Tensor) -> Sequence[Tensor | None]:
+        scratch, result = torch.empty(6), x.new_empty(2, 3)
+        times(x, scratch, 6, 2.0)
+        times(scratch, result.view(-1), 6, 3.0)
+        times(y[1:], result.view(-1), 2, 5.0)
+        return result, None
+
+    check(call, (2, 3), (4,))
+
+
+def test_operators_of_torch_views_and_what_is_changed_in_place() -> None:
+    def call(x: Tensor) -> Sequence[Tensor | None]:
+        half = x.to(torch.float16).float()
+        total = torch.zeros(3)
+        total[1:] += half[:, 1:].sum(dim=0)
+        parts = torch.cat([total, half.flatten()]).chunk(3)
+        return parts[0] * 2, torch.empty_strided((3, 2), (1, 3)).copy_(half.T)
+
+    check(call, (2, 3))
+
+
+def test_what_nothing_needs_is_not_repeated() -> None:
+    def call(x: Tensor) -> Sequence[Tensor | None]:
+        _ = (x * 2).sum()
+        torch.empty(100)
+        return (x + 1,)
+
+    check(call, (3,), steps=1)
+
+
+def test_regions_of_scratch() -> None:
+    def call(x: Tensor) -> Sequence[Tensor | None]:
+        result = torch.empty(8)
+        scratch = Scratch(torch.empty(64))
+        first, second = (scratch.empty(8, torch.float32, x.device) for _ in range(2))
+        times(x, first, 8, 2.0)
+        times(first, second, 8, 2.0)
+        times(second, result, 8, 2.0)
+        return (result,)
+
+    check(call, (8,))
+
+
+def test_inputs_may_share_a_storage() -> None:
+    """As slices of one batch of embeddings do: each is told by itself, what is derived of one of them is not."""
+
+    def call(x: Tensor, y: Tensor) -> Sequence[Tensor | None]:
+        result = torch.empty(3)
+        times(y, result, 3, 2.0)
+        return (result,)
+
+    whole = torch.arange(6.0)
+    recorder, outputs = record(call, whole[:3], whole[3:])
+    assert recorder.refused is None
+    x, y = torch.randn(3), torch.randn(3)
+    assert torch.equal(Recording(recorder, outputs, -1)([x, y])[0], 2 * y)
+
+    def derived(x: Tensor, y: Tensor) -> Sequence[Tensor | None]:
+        return call(x, y[1:].view(-1)[:0].as_strided((3,), (1,), 3))
+
+    assert record(derived, whole[:3], whole[3:])[0].refused == "a kernel takes memory that comes from elsewhere"
+
+
+ELSEWHERE = torch.tensor([1.0, 2.0, 3.0])
+
+
+@pytest.mark.parametrize(
+    ("call", "reason"),
+    [
+        (lambda x: (x * x.sum().item(),), "_local_scalar_dense"),
+        (lambda x: (x[x > 0],), "cannot be repeated"),
+        (lambda x: (x + torch.rand(3),), "rand"),
+        (lambda x: (x + ELSEWHERE,), "comes from elsewhere"),
+        (lambda x: (times(ELSEWHERE, x, 3, 1.0), x)[1:], "comes from elsewhere"),
+        (lambda x: [x := x + 1 for _ in range(513)][-1:], "more than 512 steps"),
+    ],
+    ids=["value", "sizes", "random", "tensor", "memory", "steps"],
+)
+def test_what_is_refused(call: Call, reason: str) -> None:
+    recorder, _ = record(call, torch.randn(3))
+    assert reason in (recorder.refused or "")
+
+
+def test_a_tensor_given_twice_is_refused() -> None:
+    """Which of both a launch is on could not be told."""
+    x = torch.randn(3)
+    assert record(lambda x, y: (x + y,), x, x)[0].refused == "two inputs are one tensor"
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 3000), st.integers(0, 4)), min_size=1, max_size=8))
+def test_scratch_is_used_again_and_never_twice_at_a_time(pieces: list[tuple[int, int]]) -> None:
+    """Each piece lives until so many later ones were filled; its content is read when it goes."""
+
+    def call(x: Tensor) -> Sequence[Tensor | None]:
+        living: list[tuple[int, Tensor]] = []
+        results = []
+        for number, (size, age) in enumerate(pieces):
+            piece = torch.empty(size)
+            times(x[number:], piece, 1, 1.0)
+            living.append((number + age, piece))
+            del piece
+            for until, old in living:
+                if until == number:
+                    results.append(torch.empty(1))
+                    times(old, results[-1], 1, 10.0)
+            living = [item for item in living if item[0] > number]
+            old = None
+        return results
+
+    recording = check(call, (len(pieces) + 1,))
+    live, most, ends = 0, 0, dict.fromkeys(range(len(pieces)), 0)
+    for number, (size, age) in enumerate(pieces):
+        live += -(-4 * size // 128) * 128
+        most = max(most, live)
+        ends[min(number + age, len(pieces) - 1)] += -(-4 * size // 128) * 128
+        live -= ends[number]
+    scratch = 0 if recording._scratch is None else recording._scratch().nbytes
+    assert scratch <= sum(-(-4 * size // 128) * 128 for size, _ in pieces)
+    # Without gaps that are too small, it is what lives at a time.
+    if len({size for size, _ in pieces}) == 1:
+        assert scratch <= most
+
+
+def test_threads_that_record_and_repeat_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operator, "repeated_devices", -1)
+    monkeypatch.setattr(operator, "repeated", operator._Repeated(3))
+    wrong: list[object] = []
+
+    def compute(tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], None]:
+        scratch, result = torch.empty_like(tensors[0]), torch.empty_like(tensors[0])
+        times(tensors[0], scratch, tensors[0].numel(), 2.0)
+        times(scratch, result, tensors[0].numel(), 3.0)
+        return (result,), None
+
+    def work() -> None:
+        try:
+            for number in range(200):
+                x = torch.randn(4 + number % 5)
+                found = operator.repeat(operator.signature("times", (x,), ()), compute, (x,))[0][0]
+                if not torch.equal(found, x * 2 * 3):
+                    wrong.append((found, x))
+        except BaseException as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_signatures_used_least_lately_are_forgotten() -> None:
+    known = operator._Repeated(2)
+    for key in (("a",), ("b",)):
+        known.set(key, key)
+    known.get(("a",))
+    known.set(("c",), 3)
+    assert [known.get((name,)) for name in "abc"] == [("a",), None, 3]
+    assert known.get(([],)) is None
+    known.forget()
+    assert known.get(("a",)) is None
+
+
+def plain() -> Tensor:
+    return torch.randn(2, 3, 16)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda: torch.randn(2, 4, 16),
+        lambda: torch.randn(2, 16, 3).transpose(1, 2),
+        lambda: plain().half(),
+        lambda: plain().requires_grad_(),
+        lambda: torch.randn(2 * 3 * 16 + 1)[1:].view(2, 3, 16),
+        lambda: None,
+    ],
+    ids=["shape", "strides", "type", "gradient", "alignment", "none"],
+)
+def test_the_signature_of_a_tensor(other: Callable[[], Tensor | None], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operator, "repeated_devices", -1)
+    x = plain()
+    assert operator.signature("f", (x, plain()), ()) == operator.signature("f", (x, plain()), ())
+    assert operator.signature("f", (x, plain()), ()) != operator.signature("f", (x, other()), ())
+
+
+def test_the_signature_of_what_is_in_force(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = plain()
+    assert operator.signature("f", (x,), ()) is operator.UNREPEATED
+    assert operator.signature("f", (x, torch.empty(1, device="meta")), ()) is operator.NOT_PLAIN
+    monkeypatch.setattr(operator, "repeated_devices", -1)
+    found = {operator.signature("f", (x,), (1.0, "sum"))}
+    found |= {operator.signature("f", (x,), options) for options in ((True, "sum"), (1, "sum"), (1.0, "mean"))}
+    with torch.no_grad():
+        found.add(operator.signature("f", (x,), (1.0, "sum")))
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("high")
+        found.add(operator.signature("f", (x,), (1.0, "sum")))
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert len(found) == 6
+    assert operator.signature("f", (x.to_sparse(),), ()) is operator.UNREPEATED
+    with FakeTensorMode():
+        assert operator.signature("f", (x,), ()) is operator.NOT_PLAIN
