@@ -44,6 +44,10 @@ class Scorer(str, Enum):
 
 SCORERS = f"{', '.join(list(Scorer)[:-1])} or {Scorer.auto.value}"
 
+BatchSize = Annotated[int, typer.Option(min=1, help="Texts encoded at a time.")]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda, ... Default: a GPU if there is one.")]
+QueryLength = Annotated[int | None, typer.Option(min=4, help="Tokens of a query. Default: the model's.")]
+DocumentLength = Annotated[int | None, typer.Option(min=4, help="Tokens of a document, at most. Default: the model's.")]
 TrustRemoteCode = Annotated[
     bool,
     typer.Option(

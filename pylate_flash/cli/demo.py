@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from .._extras import check_host, check_installed
-from .common import TrustRemoteCode, UserError, be_quiet, check_device, console, explained, note, say
+from .common import Device, TrustRemoteCode, UserError, be_quiet, check_device, console, explained, note, say
 from .models import PYLATE, check_model_name, host_of, load_model
 
 
@@ -22,7 +22,7 @@ def demo(
     full: Annotated[
         bool, typer.Option("--full", help="Four times the training, twice the text: 6 to 20 minutes.")
     ] = False,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, ... Default: a GPU if there is one.")] = None,
+    device: Device = None,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Train, index, search and evaluate a ColBERT model on real text, offline, in two to four minutes on a CPU.

@@ -19,13 +19,16 @@ from .._extras import check_installed
 from ..encoders import encode
 from .common import (
     SCORERS,
+    BatchSize,
+    Device,
+    DocumentLength,
+    QueryLength,
     Scorer,
     TrustRemoteCode,
     UserError,
     be_quiet,
     check_device,
     check_new_file,
-    check_new_folder,
     console,
     explained,
     loading,
@@ -34,7 +37,7 @@ from .common import (
     say,
     write_file,
 )
-from .indexing import INDEX_ERRORS, LEFTOVERS, check_place, holds_index
+from .indexing import INDEX_ERRORS, check_new_index, check_place, holds_index
 from .models import (
     check_encoding_host,
     check_model_name,
@@ -73,12 +76,10 @@ def evaluate(
     ] = False,
     index: Annotated[Path | None, typer.Option(help="Keep the index in this new folder, for `search`.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write metrics and timings here.")] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Texts encoded at a time.")] = 32,
-    query_length: Annotated[int | None, typer.Option(min=4, help="Tokens of a query. Default: the model's.")] = None,
-    document_length: Annotated[
-        int | None, typer.Option(min=4, help="Tokens of a document, at most. Default: the model's.")
-    ] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, ... Default: a GPU if there is one.")] = None,
+    batch_size: BatchSize = 32,
+    query_length: QueryLength = None,
+    document_length: DocumentLength = None,
+    device: Device = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace the index that is already in `--index`.")
     ] = False,
@@ -93,7 +94,7 @@ def evaluate(
     if compare_torch and scorer is Scorer.torch:
         raise UserError("--compare-torch compares another scorer with torch; leave out --scorer torch")
     if index is not None:
-        _check_new_index(index, overwrite)
+        _check_index(index, overwrite)
     elif overwrite:
         raise UserError("--overwrite replaces the index in --index, which was not given")
     if json_file is not None:
@@ -133,7 +134,7 @@ def evaluate(
     check_scorer(chosen, loaded)
     if index is not None:
         # Loading takes long enough for somebody else to have built one there.
-        _check_new_index(index, overwrite)
+        _check_index(index, overwrite)
     with _new_index(index, loaded, model, data) as flat, explained(kinds=(ValueError, OSError, ConcurrentWriteError)):
         started = time.perf_counter()
         texts = [queries[query_id] for query_id in qrels]
@@ -216,12 +217,7 @@ def _new_index(index: Path | None, model: Model, name: str, data: Path) -> Itera
             raise
 
 
-def _check_new_index(path: Path, overwrite: bool) -> None:
-    check_new_folder(path, "--index")
-    with explained("--index: "):
-        holds_files = os.path.isdir(path) and bool(set(os.listdir(path)) - LEFTOVERS)
-    if holds_files:
-        if not holds_index(path):
-            raise UserError(f"--index: {path} holds files that are no index; name another folder")
-        if not overwrite:
-            raise UserError(f"--index: there is an index in {path} already; --overwrite replaces it")
+def _check_index(path: Path, overwrite: bool) -> None:
+    check_new_index(path)
+    if holds_index(path) and not overwrite:
+        raise UserError(f"--index: there is an index in {path} already; --overwrite replaces it")

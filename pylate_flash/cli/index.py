@@ -16,11 +16,14 @@ from typer.core import TyperGroup
 
 from ..corpus_files import Corpus, read_lines
 from .common import (
+    BatchSize,
+    Device,
+    DocumentLength,
+    QueryLength,
     TrustRemoteCode,
     UserError,
     be_quiet,
     check_file,
-    check_new_folder,
     command,
     explained,
     loading,
@@ -30,13 +33,12 @@ from .common import (
 from .indexing import (
     DEFAULT_INDEX,
     INDEX_ERRORS,
-    LEFTOVERS,
     add_texts,
     check_index,
+    check_new_index,
     check_place,
     counted,
     escaped,
-    holds_index,
     index_path,
     load_model_of,
     noted,
@@ -88,8 +90,6 @@ Data = Annotated[
         "corpus.jsonl, or else all its .txt and .md files, named by their paths in it. Pipes (/dev/fd/N) too."
     ),
 ]
-BatchSize = Annotated[int, typer.Option(min=1, help="Texts encoded at a time.")]
-Device = Annotated[str | None, typer.Option(help="cpu, cuda, ... Default: a GPU if there is one.")]
 
 
 @app.command(
@@ -102,10 +102,8 @@ def build(
     model: Annotated[str, typer.Option(help="ColBERT model or MultiVectorEncoder: a folder or a name.")],
     index: Index = DEFAULT_INDEX,
     batch_size: BatchSize = 32,
-    query_length: Annotated[int | None, typer.Option(min=4, help="Tokens of a query. Default: the model's.")] = None,
-    document_length: Annotated[
-        int | None, typer.Option(min=4, help="Tokens of a document that are indexed, at most. Default: the model's.")
-    ] = None,
+    query_length: QueryLength = None,
+    document_length: DocumentLength = None,
     dtype: Annotated[
         Dtype | None,
         typer.Option(
@@ -128,8 +126,7 @@ def build(
     """
     check_encoding_host("pylate-flash index build")
     place = index_path(index)
-    check_new_folder(place, "--index")
-    _check_nothing_else(place)
+    check_new_index(place)
     check_model_name(model)
     corpus = open_corpus(data)
     ids = read_ids(corpus)
@@ -329,16 +326,6 @@ def _record_corpus(flat: Flat, data: Path) -> None:
     """Of a pipe there is nothing to remember."""
     if os.path.isfile(data) or os.path.isdir(data):
         flat.record_corpus(data)
-
-
-def _check_nothing_else(place: Path) -> None:
-    """A folder that is there must hold an index, or what is left of one whose first write was interrupted."""
-    if not os.path.isdir(place) or holds_index(place):
-        return
-    with explained("--index: "):
-        names = os.listdir(place)
-    if set(names) - LEFTOVERS:
-        raise UserError(f"{place} holds files that are no index; name another folder")
 
 
 def _check_belongs(flat: Flat, corpus: Corpus, ids: set[str]) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..corpus_files import Corpus, Text
 from ..encoders import encode, read_lengths
-from .common import UserError, check_device, check_file, explained, loading, note, notes
+from .common import UserError, check_device, check_file, check_new_folder, explained, loading, note, notes
 from .models import check_model_name, document_tokens, load_model
 
 if TYPE_CHECKING:
@@ -52,6 +52,18 @@ def check_index(place: Path) -> None:
             f"there is no index in {place}; build one with `pylate-flash index --data ... --model ...`, or name one "
             "with --index"
         )
+
+
+def check_new_index(place: Path) -> None:
+    """An index can be built there: in an empty folder, one that can be made, or in place of an index.
+
+    What is left of one whose first write was interrupted counts as nothing.
+    """
+    check_new_folder(place, "--index")
+    with explained("--index: "):
+        others = set(os.listdir(place)) - LEFTOVERS if os.path.isdir(place) else set()
+    if others and not holds_index(place):
+        raise UserError(f"--index: {place} holds files that are no index; name another folder")
 
 
 def escaped(text: str) -> str:

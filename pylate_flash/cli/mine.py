@@ -12,6 +12,10 @@ from typing import Annotated
 import typer
 
 from .common import (
+    BatchSize,
+    Device,
+    DocumentLength,
+    QueryLength,
     TrustRemoteCode,
     UserError,
     be_quiet,
@@ -68,12 +72,10 @@ def mine(
         float | None,
         typer.Option(help="The same, as a part of the positive's score: 0.05 asks for 95 % of it at most."),
     ] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Texts encoded at a time.")] = 32,
-    query_length: Annotated[int | None, typer.Option(min=4, help="Tokens of a query. Default: the model's.")] = None,
-    document_length: Annotated[
-        int | None, typer.Option(min=4, help="Tokens of a document, at most. Default: the model's.")
-    ] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, ... Default: a GPU if there is one.")] = None,
+    batch_size: BatchSize = 32,
+    query_length: QueryLength = None,
+    document_length: DocumentLength = None,
+    device: Device = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file that is already there.")] = False,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:

@@ -18,7 +18,7 @@ from rich.text import Text as RichText
 
 from ..corpus_files import Corpus, Text, read_queries
 from ..encoders import encode
-from .common import TrustRemoteCode, UserError, be_quiet, check_file, check_text, console, explained, note
+from .common import Device, TrustRemoteCode, UserError, be_quiet, check_file, check_text, console, explained, note
 from .indexing import (
     DEFAULT_INDEX,
     check_index,
@@ -89,7 +89,7 @@ def search(
             '"text": "..."}]}`.',
         ),
     ] = False,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, ... Default: a GPU if there is one.")] = None,
+    device: Device = None,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Search an index, and print the best documents.

@@ -15,6 +15,9 @@ from ..encoders import read_lengths
 from .checkpoints import CHECKPOINTS, Checkpoints
 from .common import (
     SCORERS,
+    Device,
+    DocumentLength,
+    QueryLength,
     Scorer,
     TrustRemoteCode,
     UserError,
@@ -114,10 +117,8 @@ def train(
             "would be far too low."
         ),
     ] = 1.0,
-    query_length: Annotated[int | None, typer.Option(min=4, help="Tokens of a query. Default: the model's.")] = None,
-    document_length: Annotated[
-        int | None, typer.Option(min=4, help="Tokens of a document, at most. Default: the model's.")
-    ] = None,
+    query_length: QueryLength = None,
+    document_length: DocumentLength = None,
     scorer: Annotated[
         Scorer,
         typer.Option(
@@ -142,7 +143,7 @@ def train(
         int | None,
         typer.Option(min=1, help="Evaluate after every so many steps, with `--eval-data`. Default: after each epoch."),
     ] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, ... Default: a GPU if there is one.")] = None,
+    device: Device = None,
     save_steps: Annotated[
         int | None,
         typer.Option(
