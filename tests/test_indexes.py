@@ -254,10 +254,17 @@ def test_pylate_s_retriever_and_rerank_take_the_index(tmp_path: Path) -> None:
         assert theirs[0]["score"] == pytest.approx(ours[0]["score"], rel=1e-5)
 
 
-def test_returned_embeddings_are_copies(tmp_path: Path) -> None:
-    index = flat(tmp_path, ["a"], [torch.ones(2, 3)])
-    index.get_documents_embeddings([["a"]])[0][0].zero_()
-    torch.testing.assert_close(index.get_documents_embeddings([["a"]])[0][0], torch.ones(2, 3))
+def test_returned_embeddings_and_a_given_projection_are_copies(tmp_path: Path) -> None:
+    weight = torch.diag(torch.tensor([1.0, 0.0, 0.0]))
+    index = flat(tmp_path, ["a"], [torch.ones(2, 3)], projection=(weight, None))
+    weight.fill_(1.0)
+    for _ in range(2):
+        (found,) = index.get_documents_embeddings([["a"]])[0]
+        assert found.tolist() == [[1.0, 0.0, 0.0]] * 2
+        found.zero_()
+    unprojected = Flat(tmp_path, "index", device="cpu")
+    unprojected.get_documents_embeddings([["a"]])[0][0].zero_()
+    assert unprojected.get_documents_embeddings([["a"]])[0][0].tolist() == [[1.0] * 3] * 2
 
 
 @settings(max_examples=30)
