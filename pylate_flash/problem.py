@@ -202,6 +202,12 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def rounded_total(n_tokens: int) -> int:
+    """A number of packed tokens rounded up by less than 1/32: what is planned for is the same for many totals."""
+    step = 1 << max(0, n_tokens.bit_length() - 6)
+    return -(-n_tokens // step) * step
+
+
 def winners_dtype(document_length: int) -> torch.dtype:
     """The type that holds a winner among so many tokens, or -1 for none."""
     return torch.int16 if document_length <= 32767 else torch.int32

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from ..problem import Problem, rounded_total
 from .forms import Form
 from .tiles import HopperTile, Tile, divided_strides, padded_query_length
-
-if TYPE_CHECKING:
-    from ..problem import Problem
 
 # Cuts of packed documents, see `kernels.forward.cuts`. A document costs its tokens and so many more: half a tile, as a
 # document's last tile is half full on average, and as much again for what follows it.
@@ -121,9 +119,10 @@ def cuts_of(problem: Problem, programs: int, processors: int, per_processor: int
     """Cut packed documents so that every processor gets an equal share, in whole waves.
 
     `programs` programs share each cut, and `per_processor` of them fit on a processor at a time. A cut has at most
-    `largest` work, or the last ones leave gaps.
+    `largest` work, or the last ones leave gaps. The total is rounded (`rounded_total`), so that what is repeated of
+    one serves others.
     """
-    work = problem.n_tokens + problem.n_documents * DOCUMENT_COST
+    work = rounded_total(problem.n_tokens) + problem.n_documents * DOCUMENT_COST
     slots = per_processor * processors
     waves = -(-work * programs // (slots * largest))
     cut = max(_SMALLEST_CUT, -(-work // max(1, slots * waves // programs)))

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
+from ..problem import Problem, rounded_total
 from .forms import REGISTERS, Form, hopper_form, single_form, single_runs, stacked_form, tile_of_hopper, tile_of_stacked
 from .grids import Cuts, ForwardPlan, Shares, cuts_of, run_length, tall_plan
 from .tiles import (
@@ -29,9 +30,6 @@ from .tiles import (
     power_of_two,
     single_columns,
 )
-
-if TYPE_CHECKING:
-    from ..problem import Problem
 
 logger = logging.getLogger(__name__)
 
@@ -138,7 +136,8 @@ def _stacked_plan(problem: Problem) -> ForwardPlan:
     packed = kind.cu_seqlens is not None
     capability, processors = architecture(kind.device)
     all_rows = problem.n_queries * problem.query_length
-    unpadded = problem.n_tokens >= _UNPADDED_MIN_LENGTH * problem.all_documents
+    total = rounded_total(problem.n_tokens) if packed else problem.n_tokens
+    unpadded = total >= _UNPADDED_MIN_LENGTH * problem.all_documents
     unpadded = unpadded and 4 * all_rows * n_documents <= _UNPADDED_MEMORY
     rows = problem.n_queries // problem.groups * padded_query_length(problem.query_length, unpadded)[0]
     long = not packed and length >= HOPPER_WIDE_MIN_LENGTH

@@ -230,7 +230,9 @@ def maxsim_pairwise(
 
 def scores_of(operation: str, tensors: Tensors, options: Options) -> Tensor:
     """The scores of a call, by the name of what was called."""
-    return _maxsim((*tensors, *options), operation)
+    # Of packed documents without norms, kernels look at the boundaries alone.
+    packed = 1 if tensors.documents_cu_seqlens is not None and not options.normalize else -1
+    return _maxsim((*tensors, *options), operation, packed)
 
 
 def checked(

@@ -19,6 +19,7 @@ from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
+from ..problem import rounded_total
 from .checks import no_second_derivative
 
 PLAIN_TYPES = (Tensor, Parameter)
@@ -60,8 +61,10 @@ _VALUES = (bool, int, float, str, type(None), tuple)
 Signature = tuple | _NotPlain | None
 
 
-def signature(operation: object, tensors: Sequence[Any], options: tuple) -> Signature:
+def signature(operation: object, tensors: Sequence[Any], options: tuple, packed: int = -1) -> Signature:
     """All that checks, choice and plans of a call look at; `NOT_PLAIN` or `UNREPEATED` where there is no such thing.
+
+    Of the tensor of index `packed`, [T, ...], T is told as it is planned for, rounded.
 
     Types, shapes, strides, device and alignment of its tensors, which of them require a gradient, its options, and what
     is in force: autocast, the precision of float32 products, whether gradients are recorded.
@@ -78,7 +81,7 @@ def signature(operation: object, tensors: Sequence[Any], options: tuple) -> Sign
         torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
     ]  # fmt: skip
     device = None
-    for tensor in tensors:
+    for index, tensor in enumerate(tensors):
         if tensor is None:
             key.append(None)
             continue
@@ -90,8 +93,10 @@ def signature(operation: object, tensors: Sequence[Any], options: tuple) -> Sign
         if number < repeated_devices or number != device or tensor.layout is not torch.strided or tensor.is_nested:
             # What cannot be repeated may not even be a tensor to compute with at once.
             return UNREPEATED if is_plain(*tensors) else NOT_PLAIN
-        address = tensor.data_ptr()
-        key += (tensor.shape, tensor.stride(), tensor.dtype, number, tensor.requires_grad, address & 15)
+        address, shape = tensor.data_ptr(), tensor.shape
+        if index == packed:
+            shape = (rounded_total(shape[0]), *shape[1:])
+        key += (shape, tensor.stride(), tensor.dtype, number, tensor.requires_grad, address & 15)
     return tuple(key)
 
 
@@ -211,10 +216,14 @@ class Operation:
         self._define(schema, differentiated, kept, shapes)
         torch.library.register_autograd(f"pylate_flash::{name}_backward", no_second or no_second_derivative(name))
 
-    def __call__(self, arguments: tuple, called: str) -> Tensor:
-        """The result for the arguments of a call, as `check` takes them."""
+    def __call__(self, arguments: tuple, called: str, packed: int = -1) -> Tensor:
+        """The result for the arguments of a call, as `check` takes them.
+
+        Without gradients, what is computed depends on the number of tokens of the tensor of index `packed` only as far
+        as `rounded_total` tells.
+        """
         tensors, options = arguments[: self.n_tensors], arguments[self.n_tensors :]
-        key = signature(self.name, tensors, options)
+        key = signature(self.name, tensors, options, -1 if torch.is_grad_enabled() else packed)
         if key is NOT_PLAIN:
             return self.operator(*self.check(arguments, called))
         if torch.is_grad_enabled():

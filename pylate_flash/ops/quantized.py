@@ -9,7 +9,7 @@ Quantized queries differ from the given ones about as much as quantized document
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -19,10 +19,10 @@ from ..kernels.select import choose
 from ..problem import Options, Problem, Tensors, accumulation_dtype, replaced, sizes_of
 from .blocked import block_budget, document_blocks
 from .blocked_varlen import sequence_blocks
-from .checks import check, checked_flag, checked_problem
+from .checks import check, checked_flag, checked_number, checked_problem
 from .compute import active_counts, compute, kernels, with_empty_score
 from .maxsim import checked, maxsim_reference
-from .operator import LIBRARY, needs_gradient
+from .operator import LIBRARY, NOT_PLAIN, needs_gradient, repeat, signature
 from .packing import host_bounds_of
 from .quantization import QuantizedEmbeddings, quantize
 from .varlen import maxsim_varlen_reference
@@ -57,11 +57,25 @@ def maxsim_quantized_reference(
 def scores_of_quantized(
     operation: str, tensors: Tensors, options: Options, documents: QuantizedEmbeddings, quantize_queries: bool
 ) -> Tensor:
-    """The scores of a call by the operator; `tensors` have the values of the documents in their place."""
-    tensors = checked_with_values(operation, tensors, options)
-    return _maxsim_quantized(
-        *tensors, *options, documents.scales, documents.offsets, checked_flag("quantize_queries", quantize_queries)
-    )
+    """The scores of a call; `tensors` have the values of the documents in their place."""
+    given, how = (*tensors, documents.scales, documents.offsets), (*options, quantize_queries)
+    key = signature("maxsim_quantized", given, how)
+    if key is NOT_PLAIN:
+        return _maxsim_quantized(*_arguments(operation, given, how))
+
+    def compute(given: Sequence) -> tuple[tuple[Tensor], None]:
+        return (_scores(*_arguments(operation, given, how)),), None
+
+    return repeat(key, compute, given)[0][0]
+
+
+def _arguments(operation: str, given: Sequence, how: tuple) -> tuple:
+    """Those of the operator, after the checks that it relies on and autocast."""
+    *tensors, scales, offsets = given
+    *options, quantize_queries = how
+    tensors = checked_with_values(operation, Tensors(*tensors), Options(*options))
+    options = Options(*options)._replace(empty_score=checked_number("empty_score", Options(*options).empty_score))
+    return *tensors, *options, scales, offsets, checked_flag("quantize_queries", quantize_queries)
 
 
 def checked_with_values(operation: str, tensors: Tensors, options: Options) -> Tensors:

@@ -13,7 +13,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from ..problem import Options, Tensors
+from ..problem import Options, Tensors, rounded_total
 from .checks import check_boundaries, check_candidates, check_tensor, checked_flag
 from .maxsim import scores_of
 from .norms import normalized
@@ -225,8 +225,9 @@ def with_lengths(
         and documents_cu_seqlens.is_cuda
         and not needs_gradient(queries, documents, *learned)
     ):
-        # A bound that costs nothing.
-        max_document_length = documents.shape[0]
+        # A bound that costs nothing, the same for many totals.
+        total = documents.shape[0]
+        max_document_length = rounded_total(total) if isinstance(total, int) else total
     max_document_length = longest(
         "documents_cu_seqlens", documents_cu_seqlens, documents.shape[0], "documents", max_document_length
     )

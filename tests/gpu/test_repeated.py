@@ -1,0 +1,153 @@
+"""Calls that are repeated from what earlier ones of their signature recorded, on a GPU: streams, graphs, threads."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from pylate_flash import maxsim, maxsim_cross_entropy, maxsim_varlen
+from pylate_flash.ops.operator import repeated
+from tests.gpu.embeddings import unit
+from tests.ops.operations import operations
+
+pytestmark = pytest.mark.gpu
+OPERATIONS = list(operations())
+
+
+def anew(call: Callable[[], list[Tensor | None]]) -> list[Tensor | None]:
+    repeated.forget()
+    return call()
+
+
+def equal(found: list[Tensor | None], expected: list[Tensor | None]) -> bool:
+    return all(a is b is None or torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
+@pytest.mark.parametrize("with_gradient", [False, True], ids=["", "with gradient"])
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_every_operation(name: str, with_gradient: bool, autocast: bool) -> None:
+    operation = operations("cuda")[name]
+    repeated.forget()
+    given = [torch.randn(2, 3, 4, device="cuda", requires_grad=with_gradient) for _ in range(4)]
+
+    def calls() -> list[Tensor | None]:
+        found: list[Tensor | None] = []
+        for queries in given:
+            queries.grad = None
+            with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+                result = operation(queries)
+            if with_gradient:
+                (result * 3).sum().backward()
+            found += [result.detach(), queries.grad]
+        return found
+
+    found = calls()
+    expected: list[Tensor | None] = []
+    for queries in given:
+        queries.grad = None
+        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+            (result,) = anew(lambda queries=queries: [operation(queries)])
+        if with_gradient:
+            (result * 3).sum().backward()
+        expected += [result.detach(), queries.grad]
+    assert equal(found, expected)
+
+
+def embeddings() -> tuple[Tensor, Tensor, Tensor]:
+    queries, documents = (
+        unit(8, 32, 128, dtype=torch.bfloat16),
+        unit(40, 180, 128, dtype=torch.bfloat16),
+    )
+    return queries, documents, unit(40, 180, seed=3) > 0
+
+
+def test_other_streams() -> None:
+    """What is repeated runs on the stream that is current, and what it allocates is that stream's."""
+    queries, documents, mask = embeddings()
+    expected = anew(lambda: [maxsim(queries, documents, documents_mask=mask)])[0]
+    for _ in range(3):
+        maxsim(queries, documents, documents_mask=mask)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(10_000_000)
+        queries_later = queries * 2
+        found = maxsim(queries_later, documents, documents_mask=mask)
+    stream.synchronize()
+    assert torch.equal(found, expected * 2)
+
+
+def test_a_graph_of_repeated_calls_and_of_a_step() -> None:
+    queries, documents, mask = embeddings()
+    queries.requires_grad_()
+    documents.requires_grad_()
+
+    def step() -> tuple[Tensor, ...]:
+        loss = maxsim_cross_entropy(queries, documents, documents_mask=mask, temperature=0.05)
+        with torch.no_grad():
+            scores = maxsim(queries, documents, documents_mask=mask)
+        return loss.detach(), scores, *torch.autograd.grad(loss, (queries, documents))
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(4):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step()
+    with torch.no_grad():
+        queries.copy_(unit(8, 32, 128, dtype=torch.bfloat16, seed=2))
+    graph.replay()
+    assert equal(list(found), anew(lambda: list(step())))
+
+
+def test_threads() -> None:
+    failures: list[object] = []
+    queries, documents, mask = embeddings()
+    expected = anew(lambda: [maxsim(queries, documents, documents_mask=mask)])[0]
+
+    def work() -> None:
+        try:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                for factor in (1, 2, 4, 8) * 5:
+                    if not torch.equal(maxsim(queries * factor, documents, documents_mask=mask), expected * factor):
+                        failures.append(factor)
+        except BaseException as error:
+            failures.append(error)
+
+    torch.cuda.synchronize()
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+def test_packed_totals_share_what_is_repeated() -> None:
+    """Totals that are planned for alike, of other lengths each time."""
+    queries, bounds = unit(8 * 32, 128, dtype=torch.bfloat16), torch.arange(9, device="cuda") * 32
+    memory = unit(40000, 128, dtype=torch.bfloat16, seed=1)
+    repeated.forget()
+    for seed in range(12):
+        lengths = torch.randint(60, 181, (250,), generator=torch.Generator().manual_seed(seed))
+        offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int().cuda()
+        documents = memory[: int(lengths.sum())]
+
+        def call(documents: Tensor = documents, offsets: Tensor = offsets, **lengths: int) -> Tensor:
+            return maxsim_varlen(queries, documents, bounds, offsets, **lengths)
+
+        with torch.no_grad():
+            found = call(max_query_length=32, max_document_length=180)
+            known, repeated._entries = repeated._entries, type(repeated._entries)()
+            expected = call(max_query_length=32, max_document_length=180)
+            repeated._entries = known
+        assert torch.equal(found, expected)
+    assert sum(type(entry) is tuple for entry in repeated._entries.values()) >= 1
