@@ -28,9 +28,10 @@ import typer
 
 from pylate_flash import maxsim
 from pylate_flash.bench.results import describe_machine
-from pylate_flash.kernels import grids, select
+from pylate_flash.kernels import plan_backward, tables
+from pylate_flash.kernels.config import hopper_tail
 from pylate_flash.kernels.forward import maxsim_forward
-from pylate_flash.kernels.tiles import hopper_tail
+from pylate_flash.kernels.plan import ForwardPlan, forward_plan
 from pylate_flash.problem import Options, Problem, Tensors, problem_of
 
 RESULTS = Path(__file__).resolve().parent / "results" / "traffic"
@@ -112,7 +113,7 @@ def expected(problem: Problem, winners: torch.Tensor | None = None) -> dict[str,
     ValueError
         If other kernels serve the problem than those that are counted here.
     """
-    plan = select.forward_plan(problem)
+    plan = forward_plan(problem)
     if plan.kernel != "hopper":
         raise ValueError(f"problem must be one of the Hopper kernel's, got one of the kernel {plan.kernel!r}")
     found = {"_hopper_kernel": _forward(problem, plan)}
@@ -125,7 +126,7 @@ def expected(problem: Problem, winners: torch.Tensor | None = None) -> dict[str,
     return found
 
 
-def _forward(problem: Problem, plan: grids.ForwardPlan) -> Traffic:
+def _forward(problem: Problem, plan: ForwardPlan) -> Traffic:
     row, columns, length = problem.size * problem.dtype.itemsize, plan.tile.columns, problem.document_length
     tokens = -(-length // columns) * columns
     tail = 0 if problem.with_winners else hopper_tail(plan.tile, length)
@@ -140,7 +141,7 @@ def _forward(problem: Problem, plan: grids.ForwardPlan) -> Traffic:
 
 
 def _gather(problem: Problem, winners: torch.Tensor) -> Traffic:
-    if (shares := select.gather_plan(problem).n_splits) > 1:
+    if (shares := plan_backward.gather_plan(problem).n_splits) > 1:
         raise ValueError(f"problem must have rows for all processors, but {shares} programs share those of each")
     row, pairs = problem.size * problem.dtype.itemsize, winners.numel()
     written = problem.rows * row
@@ -151,16 +152,16 @@ def _gather(problem: Problem, winners: torch.Tensor) -> Traffic:
 
 
 def _lists(problem: Problem, winners: torch.Tensor) -> dict[str, Traffic]:
-    plan = select.lists_plan(problem, lent=True)
+    plan = plan_backward.lists_plan(problem, lent=True)
     if plan.alone_bits or len(plan.digits) > 1:
         raise ValueError("problem must have lists that several programs sort, in one pass")
-    documents, rows, length, segment = problem.n_documents, problem.rows, problem.document_length, select.LIST_SEGMENT
-    each, listed, chunk = problem.winners_dtype.itemsize, plan.list_dtype.itemsize, 1 << select.LIST_CHUNK_BITS
+    documents, rows, length, segment = problem.n_documents, problem.rows, problem.document_length, tables.LIST_SEGMENT
+    each, listed, chunk = problem.winners_dtype.itemsize, plan.list_dtype.itemsize, 1 << tables.LIST_CHUNK_BITS
     pairs, row, part = winners.numel(), problem.size * problem.dtype.itemsize, problem.size * 4
     starts = documents * (length + 1) * plan.starts_dtype.itemsize
     order = documents * plan.n_chunks * chunk * 2
     counts = documents * plan.n_chunks * length * 4
-    reached = documents * plan.n_chunks * -(-length // select.LIST_BLOCK_BINS) * 4
+    reached = documents * plan.n_chunks * -(-length // tables.LIST_BLOCK_BINS) * 4
     # Tokens that the rows of a chunk chose; each has a beginning and an end there, of two bytes.
     runs = 4 * sum(len(part.unique()) for document in winners for part in document.split(chunk))
     sorts = order + counts + reached

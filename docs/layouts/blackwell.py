@@ -23,15 +23,14 @@ from triton.experimental.gluon.language.nvidia.blackwell import (
     tcgen05_mma,
 )
 
-from pylate_flash.kernels.forms import Form
+from pylate_flash.kernels.config import Config
 from pylate_flash.kernels.forward.common import add_sums, numbers_of
 from pylate_flash.kernels.forward.copies import copy_documents, document_range
 from pylate_flash.kernels.gluon import add, execute, find_document, larger_of, next_slot
-from pylate_flash.kernels.grids import DOCUMENT_COST, ForwardPlan, tall_plan
 from pylate_flash.kernels.launch import Kernel
+from pylate_flash.kernels.plan import ForwardPlan, tall_plan
 from pylate_flash.kernels.rows import active_tokens, inverse_norms
-from pylate_flash.kernels.select import HOPPER_SHARES
-from pylate_flash.kernels.tiles import Blocks, HopperTile, architecture, power_of_two
+from pylate_flash.kernels.tables import DOCUMENT_COST, HOPPER_SHARES, Blocks, HopperTile, architecture, power_of_two
 from pylate_flash.problem import Problem, Tensors
 
 _DOCUMENT_COST = gl.constexpr(DOCUMENT_COST)
@@ -353,13 +352,13 @@ def blackwell_plan(problem: Problem) -> ForwardPlan:
     kind, tile = problem.kind, _TILE if problem.size <= 128 else _LONG
     block = max(16, power_of_two(kind.size))
 
-    def make(_: bool, group: int, query_unit: int, document_unit: int) -> Form:
+    def make(documents: str, in_pieces: bool, group: int, query_unit: int, document_unit: int) -> Config:
         constants = (
             kind.size, block, tile.columns, group, tile.num_stages, kind.cu_seqlens is not None,
             kind.queries_mask is not None, kind.weighted, kind.documents_mask is not None, kind.zero_masked,
             kind.normalize, kind.with_winners, query_unit, document_unit,
         )  # fmt: skip
-        return Form("blackwell", tile, Blocks(block, 0, False), constants, (4, 1, None))
+        return Config("blackwell", tile, Blocks(block, 0, False), constants, (4, 1, None))
 
     # A query is always padded: a sum of single rows is no sum.
     return tall_plan(problem, architecture(kind.device)[1], tile, HOPPER_SHARES, make, "it has never run")
@@ -383,6 +382,6 @@ def blackwell_forward(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tenso
         (
             queries, documents, queries_mask, active, bounds, queries_scale, documents_scale, cu_seqlens, sums, winners,
         ),
-        numbers_of(problem, plan), plan.strides, plan.form.constants, plan.form.warps,
+        numbers_of(problem, plan), plan.strides, plan.config.constants, plan.config.warps,
     )  # fmt: skip
     return sums if plan.n_sums == 1 else add_sums(problem, plan, sums), winners

@@ -30,7 +30,7 @@ def doctor(
     import torch
 
     from .. import __version__
-    from ..kernels.select import choose, why
+    from ..kernels.plan import choose, why
 
     table = Table(title="Versions", title_justify="left", title_style="bold", show_header=False)
     table.add_row("python", sys.version.split()[0])
@@ -93,7 +93,7 @@ def _kernels_of_calls(device: Any) -> Table:
 
 def _about_triton(device: Any) -> str:
     """What of the kernels depends on the version of Triton."""
-    from ..kernels.tiles import architecture
+    from ..kernels.tables import architecture
     from ..kernels.versions import TESTED, has_gluon, launcher_is_known, triton_version
 
     first, last = (".".join(map(str, version)) for version in TESTED)

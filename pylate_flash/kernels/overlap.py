@@ -14,7 +14,7 @@ import triton.language as tl  # noqa: F401 (the interpreter looks for it beside 
 from triton.language.extra.cuda import gdc_wait
 from triton.language.target_info import cuda_capability_geq
 
-from .tiles import architecture
+from .tables import architecture
 
 
 @triton.jit

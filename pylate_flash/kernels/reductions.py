@@ -1,4 +1,4 @@
-"""Reductions that propagate NaN, which Triton's own maximum drops."""
+"""Reductions of similarities: maxima that propagate NaN, which Triton's own drop, and sums of exponentials."""
 
 from __future__ import annotations
 
@@ -16,3 +16,38 @@ def larger(a, b):
 def max_along(values, axis: tl.constexpr):
     """Maximum along `axis`, NaN where any value is NaN."""
     return tl.reduce(values, axis, larger)
+
+
+# From exponents of 2 to natural logarithms, and back.
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def _shift(largest):
+    """What exponents are taken relative to: of infinite ones, the sum is infinite or 0 without a shift."""
+    return tl.where(tl.abs(largest) == float("inf"), 0.0, largest)
+
+
+@triton.jit
+def add_exponentials(similarities, row_factor, largest, total):
+    """The largest exponent of 2 of each row, and the sum of exponentials relative to it, with these similarities.
+
+    `row_factor`, from similarities to exponents, is positive: the largest similarity has the largest exponent. NaN
+    reaches the sum either way.
+    """
+    here = tl.maximum(largest, tl.max(similarities, axis=1) * row_factor)
+    shift = _shift(here)
+    exponentials = tl.exp2(similarities * row_factor[:, None] - shift[:, None])
+    return here, total * tl.exp2(largest - shift) + tl.sum(exponentials, axis=1)
+
+
+@triton.jit
+def log_sums(largest, total, zeros, ZEROS: tl.constexpr):
+    """Natural logarithms of sums of exponentials, and with ZEROS of so many exponents of 0."""
+    if ZEROS:
+        here = tl.where(zeros > 0.0, tl.maximum(largest, 0.0), largest)
+        shift = _shift(here)
+        total = total * tl.exp2(largest - shift) + tl.where(zeros > 0.0, zeros * tl.exp2(-shift), 0.0)
+        largest = here
+    return (tl.log2(total) + _shift(largest)) * LN2

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch import Kernel, Region
-from .tiles import power_of_two
+from .tables import power_of_two
 
 # torch.nn.functional.normalize divides by no less than this.
 SMALLEST_NORM = 1e-12
@@ -297,7 +297,8 @@ def nonzero_rows(embeddings: Tensor, more: Tensor | None = None) -> tuple[Tensor
     as the host takes as long for each as the GPU for the documents.
     """
     found, (rows, lengths, strides) = _bool_rows(embeddings), _described(embeddings)
-    more_found, more_described = None, (0, (0, 0), (0, 0, 0))
+    more_found: Tensor | None = None
+    more_described: tuple[int, tuple[int, int], tuple[int, ...]] = (0, (0, 0), (0, 0, 0))
     if more is not None:
         more_found, more_described = _bool_rows(more), _described(more)
     blocks, more_blocks = (-(-n // _BLOCK_ROWS) for n in (rows, more_described[0]))

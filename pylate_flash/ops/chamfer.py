@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels.select import IMPLEMENTATIONS
+from ..kernels.plan import IMPLEMENTATIONS
 from ..problem import accumulation_dtype
 from .chamfer_compute import ChamferOptions, Sets, check_sets, compute_chamfer, compute_chamfer_gradients
 from .checks import (

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..kernels.tiles import DIRECT_SIZE
+from ..kernels.tables import DIRECT_SIZE
 from ..problem import Problem, accumulation_dtype
 from .blocked import block_budget
 from .blocked_varlen import padded_tokens, weighted_sums

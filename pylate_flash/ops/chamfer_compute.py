@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels.select import choose
+from ..kernels.plan import choose
 from ..problem import Options, Problem, Tensors
 from .chamfer_blocks import Found, gradients_in_blocks, nearest_in_blocks
 from .checks import check_boundaries, check_embeddings, check_mask_layout, check_same, checked_mask, checked_problem

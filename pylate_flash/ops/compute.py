@@ -8,7 +8,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from ..kernels.select import choose
+from ..kernels.plan import choose
 from ..problem import Options, Places, Problem, Tensors
 from .blocked import Inputs, blocked_backward, blocked_forward
 from .blocked_varlen import blocked_varlen_backward, blocked_varlen_forward

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
 
-from ..kernels.grids import ForwardPlan
-from ..kernels.select import BackwardPlan, backward_plan, choose, forward_plan, why
-from ..kernels.tiles import HopperTile, Tile
+from ..kernels.plan import ForwardPlan, choose, forward_plan, quantized_plan, soft_forward_plan, why
+from ..kernels.plan_backward import BackwardPlan, SoftGradientPlan, backward_plan, soft_gradient_plan
+from ..kernels.tables import HopperTile, Tile
 from ..problem import Options, Problem, Tensors
 from .checks import checked_flag, checked_problem
 from .maxsim import checked
@@ -20,9 +20,6 @@ from .quantized import checked_with_values, problem_of_quantized
 from .ragged import call_of
 from .soft import MAX_SCRATCH_BYTES
 from .varlen import with_lengths
-
-if TYPE_CHECKING:
-    from ..kernels.soft.plan import GradientPlan
 
 
 class Explanation(NamedTuple):
@@ -47,7 +44,7 @@ class Explanation(NamedTuple):
     forward: ForwardPlan | None
     backward: BackwardPlan | None
     lists: str | None = None
-    gradients: GradientPlan | None = None
+    gradients: SoftGradientPlan | None = None
 
     def __str__(self) -> str:
         lines = [f"{self.implementation}: {self.reason}"]
@@ -183,17 +180,9 @@ def _explain_soft(problem: Problem, with_gradients: bool, implementation: str) -
     found = Explanation(choose(*kind), why(*kind), None, None)
     if found.implementation != "triton" or problem.is_empty:
         return found
-    # Its package needs Triton, which is not everywhere.
-    from ..kernels.soft.plan import soft_forward_plan, soft_gradient_plan
-
     gradients = soft_gradient_plan(problem, True, MAX_SCRATCH_BYTES) if with_gradients else None
     return found._replace(forward=soft_forward_plan(problem), gradients=gradients)
 
 
 def _plan_of(problem: Problem) -> ForwardPlan:
-    if problem.kind.quantized is None:
-        return forward_plan(problem)
-    # Its package needs Triton, which is not everywhere.
-    from ..kernels.quantized.plan import quantized_plan
-
-    return quantized_plan(problem)
+    return forward_plan(problem) if problem.kind.quantized is None else quantized_plan(problem)

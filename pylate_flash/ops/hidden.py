@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels.select import IMPLEMENTATIONS
+from ..kernels.plan import IMPLEMENTATIONS
 from ..problem import Options, Tensors
 from .checks import (
     check_choice,

@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels.select import choose, fused_plan
+from ..kernels.plan import choose
+from ..kernels.plan_operations import fused_plan
 from ..problem import Options, Tensors, accumulation_dtype, sizes_of, winners_dtype
 from .compute import compute, compute_gradients, kernels
 from .norms import SMALLEST_NORM, in_range

@@ -8,13 +8,12 @@ import torch
 from torch import Tensor
 
 from ..kernels.backward import Destination, finish_documents, maxsim_backward, write_gradients
+from ..kernels.backward.residual import residual_backward
 from ..kernels.chamfer import Side, chamfer_gradient, meet, settle
-from ..kernels.chunks import Chunks, chunks_of, halved
-from ..kernels.forward import maxsim_forward
+from ..kernels.forward import Codes, maxsim_forward, quantized_forward, residual_forward, soft_forward, sparse_forward
 from ..kernels.listed import look
 from ..kernels.losses import ChunkedLoss, rescale
-from ..kernels.quantized import quantized_forward
-from ..kernels.residual import Codes, residual_backward, residual_forward
+from ..kernels.plan_backward import Chunks, chunks_of, halved
 from ..kernels.rows import (
     Norms,
     active_tokens,
@@ -25,9 +24,8 @@ from ..kernels.rows import (
     pad,
     through_normalized_rows,
 )
-from ..kernels.soft import soft_backward, soft_forward
-from ..kernels.sparse import sparse_forward
-from ..kernels.xtr import Inputs, retrieve, score_retrieved
+from ..kernels.soft import soft_backward
+from ..kernels.xtr import SearchTensors, retrieve, score_retrieved
 from ..problem import Options, Problem, Tensors, replaced
 from .chamfer_blocks import Found as Nearest
 from .chamfer_compute import Sets
@@ -55,7 +53,7 @@ def xtr_scores(problem: Problem, tensors: Tensors, rule: Rule, number: int, to: 
     if given.documents_mask is not None:
         active, bounds = active_tokens(given.documents_mask)
     for chunk, part, results in chunks(problem, given, to, number):
-        found = retrieve(chunk, Inputs(part.queries, part.documents, active, bounds), rule)
+        found = retrieve(chunk, SearchTensors(part.queries, part.documents, active, bounds), rule)
         score_retrieved(chunk, found, bounds, part.queries_mask, rule, results)
 
 

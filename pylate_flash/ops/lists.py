@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..kernels.tiles import kernels_run_on
+from ..kernels.tables import kernels_run_on
 from .checks import check_embeddings, check_list, item_as_tensor
 from .compute import kernels
 from .operator import PLAIN_TYPES

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..kernels.chunks import chunks_of
+from ..kernels.plan_backward import chunks_of
 from ..problem import Options, Tensors, accumulation_dtype
 from .checks import check, checked_problem
 from .compute import compute, compute_gradients

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels.select import choose
+from ..kernels.plan import choose
 from ..problem import Options, Tensors, accumulation_dtype
 from .checks import check, check_differentiation, check_tensor, checked_number, is_readable, no_second_derivative
 from .compute import kernels

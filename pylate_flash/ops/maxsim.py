@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels.select import IMPLEMENTATIONS
+from ..kernels.plan import IMPLEMENTATIONS
 from ..problem import Options, Tensors, accumulation_dtype, sizes_of, winners_dtype
 from .checks import (
     FLOATING,

@@ -1,7 +1,7 @@
 """MaxSim of quantized documents: what `maxsim` and `maxsim_varlen` do with `QuantizedEmbeddings`.
 
 `maxsim_quantized_reference` is the definition: dequantize, then score. The operator `pylate_flash::maxsim_quantized`
-computes the same on the 8-bit values, by a Triton kernel (`kernels.quantized`); elsewhere documents are dequantized a
+computes the same on the 8-bit values, by a Triton kernel (`kernels.forward`); elsewhere documents are dequantized a
 block at a time, and scored as any others. (torch has no public product of int8 matrices on the CPU.)
 
 Quantized queries differ from the given ones about as much as quantized documents do from theirs.
@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels.select import choose
+from ..kernels.plan import choose
 from ..problem import Options, Problem, Tensors, accumulation_dtype, replaced, sizes_of
 from .blocked import block_budget, document_blocks
 from .blocked_varlen import sequence_blocks

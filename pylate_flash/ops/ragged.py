@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..kernels.select import IMPLEMENTATIONS, choose
+from ..kernels.plan import IMPLEMENTATIONS, choose
 from ..problem import Options, Places, Tensors
 from .blocked_pairs import scores_of_pairs
 from .checks import check_boundaries, check_choice, check_list, check_same, check_tensor, checked_flag, is_readable

@@ -1,7 +1,7 @@
 """MaxSim of documents that are residual codes, decompressed while they are scored.
 
 `maxsim_residual_reference` is the definition: decompress, then score. The operator `pylate_flash::maxsim_residual`
-computes the same on the codes, by Triton kernels (`kernels.residual`), in which no decompressed embedding goes to
+computes the same on the codes, by Triton kernels (`kernels.forward`), in which no decompressed embedding goes to
 memory; elsewhere documents are decompressed a block at a time, and scored as any others.
 """
 
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..kernels.select import choose
+from ..kernels.plan import choose
 from ..problem import Options, Problem, Tensors, accumulation_dtype
 from .blocked import block_budget
 from .blocked_varlen import sequence_blocks

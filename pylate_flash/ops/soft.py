@@ -4,8 +4,8 @@
 
 As beta grows, the smooth maximum falls to the maximum, and the score to that of `maxsim`; it is larger by at most
 log(Ld) / beta for each query token. `soft_maxsim_reference` is the definition, in plain torch. `soft_maxsim` and
-`soft_maxsim_varlen` compute the same without its [Nq, Nd, Lq, Ld] tensor: by Triton kernels on CUDA (`kernels.soft`),
-and in blocks of plain torch elsewhere (`ops.soft_blocks`).
+`soft_maxsim_varlen` compute the same without its [Nq, Nd, Lq, Ld] tensor: by Triton kernels on CUDA
+(`kernels.forward`, `kernels.soft`), and in blocks of plain torch elsewhere (`ops.soft_blocks`).
 
 Where a gradient is needed, the forward keeps the logarithm of the sum, [documents, rows], from which the backward makes
 the probabilities of the tokens again.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..kernels.select import choose
+from ..kernels.plan import choose
 from ..problem import Options, Problem, Tensors
 from .checks import checked_problem
 from .compute import active_counts, kernels, with_empty_score

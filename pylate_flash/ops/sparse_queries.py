@@ -4,7 +4,8 @@
 
 That is what reranking with pruned queries computes. `maxsim_sparse_queries_reference` is the definition, in plain
 torch. `maxsim_sparse_queries` takes no products of tokens that were not chosen: by a Triton kernel on CUDA
-(`kernels.sparse`), which gathers the rows of the query for each document, and in blocks of plain torch elsewhere.
+(`kernels.forward.single`), which gathers the rows of the query for each document, and in blocks of plain torch
+elsewhere.
 
 The gradient is that of `maxsim`, where tokens that were not chosen have no winner.
 """
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from ..kernels.select import choose
+from ..kernels.plan import choose
 from ..problem import Options, Tensors, accumulation_dtype, sizes_of, winners_dtype
 from .checks import check, check_choice, check_tensor, checked_flag, checked_number, checked_problem, is_readable
 from .compute import compute_gradients, kernels, with_empty_score

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..kernels.select import choose
+from ..kernels.plan import choose
 from ..problem import Options, Tensors, accumulation_dtype, sizes_of, winners_dtype
 from .checks import LARGEST, check, check_choice, check_tensor, checked_number, checked_problem
 from .compute import checked_masks, compute_gradients, kernels, with_empty_score

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import traffic
-from pylate_flash.kernels import select
+from pylate_flash.kernels import plan, tables
 from pylate_flash.kernels.backward import gather, lists, sums
 from pylate_flash.kernels.forward import common
 from pylate_flash.problem import Options, Problem, Tensors, problem_of
@@ -33,7 +33,7 @@ PRINTED = "\n".join(
 
 @pytest.fixture(autouse=True)
 def _hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(select, "architecture", lambda device: (9, 132))
+    monkeypatch.setattr(tables, "architecture", lambda device: (9, 132))
 
 
 def problem(shape: traffic.Shape, dtype: torch.dtype = torch.bfloat16) -> Problem:
@@ -66,9 +66,9 @@ def test_a_tail_is_not_loaded_as_a_whole_tile() -> None:
     rows, Nd = 300 * 32, 40
     for Ld, tokens in ((128, 128), (130, 128 + 16), (150, 128 + 32), (170, 192)):
         shape = traffic.Shape("", 300, Nd, 32, Ld, backward=False)
-        plan = select.forward_plan(problem(shape))
+        chosen = plan.forward_plan(problem(shape))
         loaded = traffic.expected(problem(shape))["_hopper_kernel"].loaded
-        assert loaded == 2 * 128 * (plan.n_runs * rows + plan.row_blocks * Nd * tokens)
+        assert loaded == 2 * 128 * (chosen.n_runs * rows + chosen.row_blocks * Nd * tokens)
 
 
 def test_what_is_not_counted_is_an_error() -> None:
@@ -155,7 +155,7 @@ def test_a_shape_is_compared_with_what_was_measured(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(
         traffic, "measure", lambda shape: {name: {"launches": 1} for name in [*names, "_combine_kernel"]}
     )
-    monkeypatch.setattr(select, "architecture", lambda device: (9, 10))
+    monkeypatch.setattr(tables, "architecture", lambda device: (9, 10))
     found = traffic.compare(shape, torch.device("cpu"))
     assert found["shape"] == "40 x 12, 32 x 150"
     assert found["kernels"]["_combine_kernel"]["expected"] is None

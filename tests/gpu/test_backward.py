@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
 
-from pylate_flash.kernels import select
+from pylate_flash.kernels import tables
 from pylate_flash.ops import maxsim, maxsim_pairwise, maxsim_reference
 from tests.kernels.backward_cases import KINDS, WAYS, Case, choose, dense, packed, weighted
 from tests.ops.cases import relative_error
@@ -217,7 +217,7 @@ def _gradients(function: Callable[..., torch.Tensor], *leaves: torch.Tensor) -> 
 def forced(way: str) -> Iterator[None]:
     """What is called here computes the gradient of the documents in this way."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(select, "_FEW_ROWS", WAYS[way])
+        patch.setattr(tables, "FEW_ROWS", WAYS[way])
         yield
 
 
@@ -289,7 +289,7 @@ def test_compiles_into_one_graph(way: str) -> None:
 @pytest.mark.parametrize("candidates", [False, True])
 @pytest.mark.parametrize("way", WAYS)
 def test_cuda_graph_of_a_step(way: str, candidates: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(select, "_FEW_ROWS", WAYS[way])
+    monkeypatch.setattr(tables, "FEW_ROWS", WAYS[way])
     queries = unit(64, 32, 128, dtype=torch.bfloat16).requires_grad_()
     shape = (64, 4, 180, 128) if candidates else (70, 180, 128)
     documents = unit(*shape, dtype=torch.bfloat16, seed=1).requires_grad_()

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pylate_flash import maxsim_cross_entropy, maxsim_kl_divergence, maxsim_margin_mse
-from pylate_flash.kernels.chunks import SCRATCH
+from pylate_flash.kernels.tables import CHUNK_SCRATCH
 from pylate_flash.ops import (
     cross_entropy_reference,
     kl_divergence_reference,
@@ -205,7 +205,7 @@ def test_one_chunk_takes_no_sum_in_float32() -> None:
     taken, gradients = peak(1024, torch.bfloat16)
     # Winners and half as much of lists, scores and their gradient; 1024 documents in float32 would be 45 MiB more.
     chunk = 1024 * 1024 * (32 * 2 * 3 // 2 + 2 * 4)
-    assert chunk < SCRATCH
+    assert chunk < CHUNK_SCRATCH
     assert taken <= gradients + chunk + (8 << 20)
 
 

@@ -8,8 +8,8 @@ from functools import partial
 import pytest
 import torch
 
-from pylate_flash.kernels.grids import ForwardPlan
-from pylate_flash.kernels.select import architecture, forward_plan
+from pylate_flash.kernels.plan import ForwardPlan, forward_plan
+from pylate_flash.kernels.tables import architecture
 from pylate_flash.ops import maxsim, maxsim_reference, maxsim_varlen
 from pylate_flash.ops.varlen import maxsim_varlen_reference
 from pylate_flash.problem import Options, Tensors, problem_of

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pylate_flash import QuantizedEmbeddings, explain, maxsim, maxsim_varlen, pack, quantize
-from pylate_flash.kernels.quantized import plan
+from pylate_flash.kernels import tables
 from pylate_flash.ops.quantized import maxsim_quantized_reference
 from tests.gpu.embeddings import unit
 from tests.gpu.test_varlen import DTYPES, SIZES
@@ -202,7 +202,7 @@ def test_hopper_finds_the_maxima_of_the_plain_kernel_to_the_bit(size: int, lengt
     for options in ({}, {"documents_mask": mask, "masking": "zero"}, {"documents_mask": mask, "normalize": True}):
         found = by_hopper(queries, documents, **options)
         with monkeypatch.context() as patch:
-            patch.setattr(plan, "_HOPPER_MIN_ROWS", 1 << 40)
+            patch.setattr(tables, "QUANTIZED_HOPPER_MIN_ROWS", 1 << 40)
             assert "on a Hopper GPU" not in str(explain(queries, documents, **options))
             expected = maxsim(queries, documents, **options, implementation="triton")
         torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0, equal_nan=True)

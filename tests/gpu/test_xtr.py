@@ -6,7 +6,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from pylate_flash.kernels.xtr import Inputs, plan, plan_of, retrieve, walk
+from pylate_flash.kernels import plan_operations
+from pylate_flash.kernels.xtr import SearchTensors, retrieve, walk
 from pylate_flash.ops import xtr, xtr_scores, xtr_scores_reference
 from pylate_flash.ops.xtr_retrieval import Rule
 from pylate_flash.problem import Options, Tensors, problem_of
@@ -66,21 +67,21 @@ def test_exactly_k_tokens_are_retrieved(
     """All steps of a search see the same bits: of any row, k tokens reach the threshold that it found."""
     if way != "as planned":
         # Few places, of which some rows take too many; none.
-        few = plan.Collection(-(-documents[0] // 2), 2, 2, 1024)
-        collection = few if way == "no room" else plan.Collection(0, 0, 0, 0)
-        monkeypatch.setattr(plan, "_collection", lambda *sizes: collection)
+        few = plan_operations.Collection(-(-documents[0] // 2), 2, 2, 1024)
+        collection = few if way == "no room" else plan_operations.Collection(0, 0, 0, 0)
+        monkeypatch.setattr(plan_operations, "_collection", lambda *sizes: collection)
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)
     try:
         tensors = Tensors(unit(*queries, dtype=dtype), unit(*documents, dtype=dtype, seed=1))
         problem = problem_of(tensors, Options(), True)
-        inputs = Inputs(*tensors[:2], None, None)
+        inputs = SearchTensors(*tensors[:2], None, None)
         found = retrieve(problem, inputs, Rule(k, False, 1.0))
         counts = torch.zeros(2, problem.n_documents, problem.rows, dtype=problem.winners_dtype, device="cuda")
         # As if every row had more tokens equal to its threshold than it retrieves.
         state = found.state.clone()
         state[3] = 1
-        walk.tally(problem, plan_of(problem, k), inputs, state, counts)
+        walk.tally(problem, plan_operations.search_plan(problem, k), inputs, state, counts)
     finally:
         torch.set_float32_matmul_precision(before)
     keys, _, n_equal, tallied = found.state

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pylate_flash.kernels import select
+from pylate_flash.kernels import plan_backward, tables
 from pylate_flash.kernels.backward import maxsim_backward
 from pylate_flash.problem import Options, Problem, Tensors, problem_of
 from tests.ops.cases import relative_error
@@ -53,8 +53,8 @@ class Case:
         """Both gradients, that of the documents by one of `WAYS`, or the one that is chosen for the problem."""
         with pytest.MonkeyPatch.context() as patch:
             if way is not None:
-                patch.setattr(select, "_FEW_ROWS", WAYS[way])
-                assert select.backward_plan(self.problem).kernel == way
+                patch.setattr(tables, "FEW_ROWS", WAYS[way])
+                assert plan_backward.backward_plan(self.problem).kernel == way
             of_queries, of_documents = maxsim_backward(
                 self.problem, self.tensors, self.grad_scores, self.winners, queries, documents
             )

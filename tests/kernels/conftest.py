@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import pytest
 
-from pylate_flash.kernels import select
+from pylate_flash.kernels import tables
 
 
 @pytest.fixture(params=[80, 90, 100, 120])
 def capability(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """A compute capability, which every choice of a kernel and a tile takes for that of the device."""
-    monkeypatch.setattr(select, "architecture", lambda device: (request.param // 10, 132))
+    monkeypatch.setattr(tables, "architecture", lambda device: (request.param // 10, 132))
     return request.param

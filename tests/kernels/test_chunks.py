@@ -8,7 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pylate_flash.kernels.chunks import SCRATCH, Chunks, chunks_of, halved
+from pylate_flash.kernels.plan_backward import Chunks, chunks_of, halved
+from pylate_flash.kernels.tables import CHUNK_SCRATCH
 from pylate_flash.problem import Options, Problem, Tensors, problem_of
 
 
@@ -59,7 +60,7 @@ def test_chunks_keep_to_the_scratch_and_take_all_queries(batch: Batch, budget: i
 
 def test_what_fits_is_one_chunk() -> None:
     batch = Batch(1024, 1024)
-    assert batch.queries * batch.of_query <= SCRATCH
+    assert batch.queries * batch.of_query <= CHUNK_SCRATCH
     assert chunks_of(batch.problem, None) == Chunks(1024, 1)
     assert chunks_of(batch.problem, 1024 * batch.of_query) == Chunks(1024, 1)
     assert chunks_of(batch.problem, 1024 * batch.of_query - 1).number == 2

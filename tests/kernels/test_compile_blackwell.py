@@ -14,7 +14,7 @@ import torch
 
 import blackwell
 import make_layouts
-from pylate_flash.kernels import rows, tiles
+from pylate_flash.kernels import rows, tables
 from pylate_flash.kernels.forward import common
 from pylate_flash.problem import Options, Tensors, problem_of
 from tests.kernels.recorder import check_launches
@@ -56,7 +56,7 @@ def test_forward(dtype: torch.dtype, size: int, capability: int, monkeypatch: py
     together = [moved[high] for high in re.findall(r"mov\.b64\s+%rd\d+, \{%r\d+, (%r\d+)\};", ptx) if high in moved]
     found = {high for high in (*constants, *(int(value) % (1 << 32) for value in together)) if high}
     assert found == {
-        make_layouts.blackwell_descriptor(0, make_layouts.width_of(max(16, tiles.power_of_two(size)))) >> 32
+        make_layouts.blackwell_descriptor(0, make_layouts.width_of(max(16, tables.power_of_two(size)))) >> 32
     }
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pylate_flash.kernels import rows
-from pylate_flash.kernels.chamfer.plan import meeting_plan
+from pylate_flash.kernels.plan_operations import meeting_plan
 from pylate_flash.ops import kernel_calls
 from pylate_flash.ops.chamfer_compute import ChamferOptions, Sets, problem_of_sets
 from tests.kernels.recorder import check_launches

@@ -8,7 +8,7 @@ import re
 import pytest
 import torch
 
-from pylate_flash.kernels import select
+from pylate_flash.kernels import plan_operations, tables
 from pylate_flash.kernels.hidden import fused, projection
 from pylate_flash.problem import Options, Tensors
 from tests.kernels.recorder import record
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reaso
 
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(select, "architecture", lambda device: (9, 132))
+    monkeypatch.setattr(tables, "architecture", lambda device: (9, 132))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -76,7 +76,7 @@ def launch(
         None if packed or documents_mask is None else torch.ones(40, 180, dtype=documents_mask),
         documents_cu_seqlens=torch.arange(41, dtype=torch.int32) * 180 if packed else None,
     )
-    plan = select.fused_plan(n_queries * 32, 40 * 180, weight.shape, dtype, weight.device)
+    plan = plan_operations.fused_plan(n_queries * 32, 40 * 180, weight.shape, dtype, weight.device)
     assert plan is not None
     fused.score(plan, tensors, Options(normalize=True, masking="zero", **options), weight, bias)
 
@@ -86,7 +86,7 @@ def launch(
 def test_projection(size: int, d_model: int, normalize: bool, monkeypatch) -> None:
     hidden, weight = torch.empty(300, d_model).bfloat16(), torch.empty(size, d_model).bfloat16()
     kernel = record(projection, "_projection", monkeypatch)
-    plan = select.fused_plan(1, 300, weight.shape, weight.dtype, weight.device)
+    plan = plan_operations.fused_plan(1, 300, weight.shape, weight.dtype, weight.device)
     assert plan is not None
     scales = torch.empty(300) if normalize else None
     projection.project(plan, hidden, weight, weight[:, 0].contiguous(), hidden.new_empty(300, size), scales)
@@ -110,10 +110,12 @@ def test_projection(size: int, d_model: int, normalize: bool, monkeypatch) -> No
     ],
 )
 def test_what_is_served(rows: int, tokens: int, size: int, d_model: int, dtype: torch.dtype, served: bool) -> None:
-    plan = select.fused_plan(rows, tokens, (size, d_model), dtype, torch.device("cpu"))
+    plan = plan_operations.fused_plan(rows, tokens, (size, d_model), dtype, torch.device("cpu"))
     assert (plan is not None) == served
 
 
 def test_few_tiles_have_as_many_programs() -> None:
-    plans = [select.fused_plan(1, n, (128, 768), torch.float16, torch.device("cpu")) for n in (1, 256, 257, 1 << 20)]
+    plans = [
+        plan_operations.fused_plan(1, n, (128, 768), torch.float16, torch.device("cpu")) for n in (1, 256, 257, 1 << 20)
+    ]
     assert [(plan.n_tiles, plan.programs) for plan in plans] == [(1, 1), (1, 1), (2, 2), (4096, 132)]

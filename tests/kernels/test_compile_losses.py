@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pylate_flash.kernels import backward, losses
+from pylate_flash.kernels import backward, losses, tables
 from pylate_flash.kernels.backward import Destination, common, compare, lists, sums, write_gradients
 from pylate_flash.kernels.losses import cross_entropy, distillation, rescale, rescaling
 from pylate_flash.ops.loss_call import Comparison, Targets
@@ -87,7 +87,7 @@ def test_rescale(sizes: tuple[int, int], dtype: torch.dtype, capability: int, mo
 def test_parts_of_the_gradient_of_documents(adds: bool, way: str, capability: int, monkeypatch) -> None:
     """As chunks of queries leave them: in float32, and added to what there is."""
     monkeypatch.setattr(backward, "inverse_norms", lambda embeddings: torch.ones(embeddings.shape[:-1]))
-    monkeypatch.setattr(backward.select, "_FEW_ROWS", WAYS[way])
+    monkeypatch.setattr(tables, "FEW_ROWS", WAYS[way])
     names = {"_compare"} if way == "compare_winners" else {"_sort", "_scan", "_place", "_sum", "_combine"}
     kernels = {lists: ("_sort", "_scan", "_place"), sums: ("_sum", "_combine"), compare: ("_compare",)}
     for case in (

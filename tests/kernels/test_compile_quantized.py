@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from pylate_flash import kernels
-from pylate_flash.kernels.forward import common, hopper
-from pylate_flash.kernels.quantized import quantized_forward, rows, stacked
+from pylate_flash.kernels.forward import common, hopper, quantized_forward, quantized_rows, stacked
 from pylate_flash.ops.quantized import problem_of_quantized
 from pylate_flash.problem import Options, Tensors
 from tests.kernels.recorder import check_launches
@@ -23,9 +22,9 @@ pytestmark = [
 ]
 
 KERNELS = {
-    stacked: ("_quantized",),
+    stacked: ("_stacked",),
     hopper: ("_hopper",),
-    rows: ("_quantize_rows", "_divide_by_norms"),
+    quantized_rows: ("_quantize_rows", "_divide_by_norms"),
     common: ("_add_sums",),
     kernels.rows: ("_active_tokens", "_norms"),
 }
@@ -64,7 +63,7 @@ def test_products_of_8_bits(dtype: torch.dtype, n_queries: int, size: int, capab
     queries, documents = torch.empty(n_queries, 32, size).bfloat16(), torch.empty(40, 180, size, dtype=dtype)
     launch = forward(Tensors(queries, documents), Options(), True)
     by_hopper = capability == 90 and n_queries == 32 and size == 128 and dtype != torch.uint8
-    name = "_hopper" if by_hopper else "_quantized"
+    name = "_hopper" if by_hopper else "_stacked"
     # A program of few rows quantizes them itself, if it holds them.
     names = {name, "_quantize_rows"} if n_queries * 32 > 64 or size > 256 else {name}
     compiled = check_launches(KERNELS, launch, names, capability, monkeypatch)[name]
@@ -83,7 +82,7 @@ def test_everything_of_queries_as_they_are(dtype: torch.dtype, capability: int, 
     queries, documents = torch.empty(3, 160, 128).bfloat16(), torch.empty(40, 180, 128, dtype=dtype)
     tensors = Tensors(queries, documents, torch.ones(3, 160), torch.ones(40, 180, dtype=torch.bool))
     launch = forward(tensors, Options(normalize=True, masking="zero", empty_score=-1.0), False)
-    names = {"_quantized", "_divide_by_norms", "_norms", "_active_tokens", "_add_sums"}
+    names = {"_stacked", "_divide_by_norms", "_norms", "_active_tokens", "_add_sums"}
     check_launches(KERNELS, launch, names, capability, monkeypatch)
 
 
@@ -95,4 +94,4 @@ def test_packed(dtype: torch.dtype, candidates: Tensor | None, capability: int, 
         candidates_cu_seqlens=candidates,
     )  # fmt: skip
     launch = forward(tensors, Options(0, 9000, 3, normalize=True), True)
-    check_launches(KERNELS, launch, {"_quantized", "_divide_by_norms"}, capability, monkeypatch)
+    check_launches(KERNELS, launch, {"_stacked", "_divide_by_norms"}, capability, monkeypatch)

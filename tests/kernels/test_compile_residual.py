@@ -10,15 +10,16 @@ import torch
 from torch import Tensor
 from triton.tools.disasm import get_sass
 
-from pylate_flash.kernels import residual
-from pylate_flash.kernels.forward import common
-from pylate_flash.kernels.residual import Codes, forward, gradient, residual_backward, residual_forward
+from pylate_flash.kernels.backward import residual
+from pylate_flash.kernels.backward.residual import residual_backward
+from pylate_flash.kernels.forward import Codes, common, residual_forward, stacked
+from pylate_flash.kernels.plan_backward import residual_gradient_plan
 from pylate_flash.problem import Options, Problem, Tensors, problem_of
 from tests.kernels.recorder import check_launches
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
 
-KERNELS = {forward: ("_residual",), gradient: ("_gradient",), common: ("_add_sums",)}
+KERNELS = {stacked: ("_stacked",), residual: ("_gradient",), common: ("_add_sums",)}
 
 
 def call(
@@ -45,13 +46,13 @@ def call(
 
 def compiled_forward(arguments: tuple[Problem, Tensors, Codes], names: set[str], capability: int, monkeypatch):
     launch = lambda: residual_forward(*arguments)  # noqa: E731
-    return check_launches(KERNELS, launch, names, capability, monkeypatch)["_residual"]
+    return check_launches(KERNELS, launch, names, capability, monkeypatch)["_stacked"]
 
 
 @pytest.mark.parametrize("capability", [80, 100, 120], indirect=True)
 def test_centroids_are_copied_ahead(capability: int, monkeypatch) -> None:
     """They go to shared memory 16 bytes at a time, in the background, and weights are looked up there."""
-    compiled = compiled_forward(call(torch.empty(32, 32, 128).half(), 4), {"_residual"}, capability, monkeypatch)
+    compiled = compiled_forward(call(torch.empty(32, 32, 128).half(), 4), {"_stacked"}, capability, monkeypatch)
     check_copies(compiled.asm["ptx"])
 
 
@@ -63,7 +64,7 @@ def test_hopper_keeps_everything_in_registers(
     nbits: int, n_queries: int, with_winners: bool, capability: int, monkeypatch
 ) -> None:
     arguments = call(torch.empty(n_queries, 32, 128).bfloat16(), nbits, with_winners=with_winners)
-    compiled = compiled_forward(arguments, {"_residual"}, capability, monkeypatch)
+    compiled = compiled_forward(arguments, {"_stacked"}, capability, monkeypatch)
     assert re.search(r"wgmma\S*\.bf16\.bf16", compiled.asm["ptx"])
     check_copies(compiled.asm["ptx"])
     # What spills is loaded again from local memory.
@@ -85,10 +86,10 @@ def test_everything(shape: tuple[int, ...], dtype: torch.dtype, capability: int,
     queries, mask = torch.empty(shape, dtype=dtype), torch.ones(shape[:-1])
     for candidates in (None, torch.zeros(shape[0], 50, dtype=torch.int64)):
         arguments = call(queries, 4, candidates, mask, with_winners=True)
-        names = {"_residual"} | ({"_add_sums"} if shape[1] != 32 else set())
+        names = {"_stacked"} | ({"_add_sums"} if shape[1] != 32 else set())
         compiled_forward(arguments, names, capability, monkeypatch)
         problem, *given = arguments
         winners = torch.zeros(problem.groups * problem.n_documents, problem.rows, dtype=torch.int32)
         launch = lambda: residual_backward(problem, *given, torch.ones(problem.scores_shape), winners)  # noqa: E731, B023
         check_launches(KERNELS, launch, {"_gradient"}, capability, monkeypatch)
-    assert residual.residual_gradient_plan(problem).n_splits > 1
+    assert residual_gradient_plan(problem).n_splits > 1

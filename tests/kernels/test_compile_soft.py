@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from triton.tools.disasm import get_sass
 
-from pylate_flash.kernels import backward, select, soft
-from pylate_flash.kernels.forward import common, hopper
-from pylate_flash.kernels.soft import documents, forward, queries
-from pylate_flash.kernels.soft.plan import soft_forward_plan
+from pylate_flash.kernels import backward, forward, soft, tables
+from pylate_flash.kernels.forward import common, hopper, stacked
+from pylate_flash.kernels.plan import soft_forward_plan
+from pylate_flash.kernels.soft import documents, queries
 from pylate_flash.kernels.versions import triton_version
 from pylate_flash.problem import Options, Tensors, problem_of
 from tests.kernels.recorder import check_launches
@@ -23,7 +23,7 @@ from tests.kernels.recorder import check_launches
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
 
 KERNELS = {
-    forward: ("_forward",),
+    stacked: ("_stacked",),
     common: ("_add_sums",),
     hopper: ("_hopper",),
     documents: ("_documents",),
@@ -42,7 +42,7 @@ def check_kernels(
         monkeypatch.setattr(module, "active_tokens", lambda mask: (mask.int(), torch.zeros(6, dtype=torch.int32)))
     problem, beta = problem_of(tensors, options), torch.ones(())
     lse, grad = torch.zeros(problem.winners_shape), torch.zeros(problem.scores_shape)
-    check_launches(KERNELS, lambda: soft.soft_forward(problem, tensors, beta, True), names, capability, monkeypatch)
+    check_launches(KERNELS, lambda: forward.soft_forward(problem, tensors, beta, True), names, capability, monkeypatch)
     for budget, names in backwards.items():
         check_launches(
             KERNELS,
@@ -59,14 +59,14 @@ def embeddings(dtype: torch.dtype, *shapes: tuple[int, ...]) -> list[Tensor]:
 
 def test_padded(capability: int, monkeypatch) -> None:
     tensors = Tensors(*embeddings(torch.bfloat16, (8, 64, 128), (3, 300, 128)))
-    names = {"_hopper" if capability == 90 else "_forward"}
+    names = {"_hopper" if capability == 90 else "_stacked"}
     check_kernels(tensors, Options(), names, {0: TWICE, 1 << 40: ONCE}, capability, monkeypatch)
 
 
 @pytest.mark.parametrize("capability", [80], indirect=True)
 def test_float32(capability: int, monkeypatch) -> None:
     tensors = Tensors(*embeddings(torch.float32, (8, 64, 48), (3, 300, 48)))
-    check_kernels(tensors, Options(), {"_forward"}, {0: TWICE}, capability, monkeypatch)
+    check_kernels(tensors, Options(), {"_stacked"}, {0: TWICE}, capability, monkeypatch)
 
 
 @pytest.mark.parametrize("capability", [90], indirect=True)
@@ -82,7 +82,7 @@ def test_packed_candidates(capability: int, monkeypatch) -> None:
     bounds = torch.tensor([0, 40, 300]), torch.tensor([0, 1, 2])
     tensors = Tensors(*embeddings(torch.float16, (2, 64, 96), (300, 96)), None, None, None, *bounds)
     options = Options(0, 260, 1, normalize=True)
-    check_kernels(tensors, options, {"_forward"}, {1 << 40: TWICE}, capability, monkeypatch)
+    check_kernels(tensors, options, {"_stacked"}, {1 << 40: TWICE}, capability, monkeypatch)
 
 
 def compiled_forward(tensors: Tensors, options: Options, lse: bool, monkeypatch) -> Any:
@@ -90,7 +90,7 @@ def compiled_forward(tensors: Tensors, options: Options, lse: bool, monkeypatch)
     monkeypatch.setattr(forward, "inverse_norms", lambda embeddings: torch.ones(embeddings.shape[:-1]))
     monkeypatch.setattr(forward, "active_tokens", lambda mask: (mask.int(), torch.zeros(6, dtype=torch.int32)))
     monkeypatch.setattr(forward, "add_sums", lambda problem, plan, sums: sums)
-    launch = partial(soft.soft_forward, problem_of(tensors, options), tensors, torch.ones(()), lse)
+    launch = partial(forward.soft_forward, problem_of(tensors, options), tensors, torch.ones(()), lse)
     return check_launches({hopper: ("_hopper",)}, launch, {"_hopper"}, 90, monkeypatch)["_hopper"]
 
 
@@ -136,7 +136,7 @@ def test_hopper_packed_few_rows_without_lse(capability: int, monkeypatch) -> Non
 
 
 def test_what_the_hopper_kernel_serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(select, "architecture", lambda device: (9, 132))
+    monkeypatch.setattr(tables, "architecture", lambda device: (9, 132))
 
     def plan_of(queries: tuple[int, ...], documents: tuple[int, ...], dtype: torch.dtype = torch.bfloat16):
         return soft_forward_plan(problem_of(Tensors(*embeddings(dtype, queries, documents)), Options()))
@@ -149,7 +149,7 @@ def test_what_the_hopper_kernel_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         assert plan.kernel == "hopper"
         group = plan.padded // plan.n_sums
-        assert group in plan.form.constants
+        assert group in plan.config.constants
         assert group <= plan.tile.rows // plan.tile.parts, "a sum lies within one part"
     for plan in (
         plan_of((16, 32, 128), (40, 180, 128), torch.float32),
@@ -158,10 +158,10 @@ def test_what_the_hopper_kernel_serves(monkeypatch: pytest.MonkeyPatch) -> None:
         plan_of((16, 32, 44), (40, 7, 44)),
         plan_of((16, 32, 512), (40, 180, 512)),
     ):
-        assert plan.kernel == "soft"
+        assert plan.kernel == "stacked"
     bounds = {"documents_cu_seqlens": torch.tensor([0, 40, 300]), "candidates_cu_seqlens": torch.tensor([0, 1, 2])}
     tensors = Tensors(*embeddings(torch.float16, (2, 64, 96), (300, 96)), **bounds)
-    assert soft_forward_plan(problem_of(tensors, Options(0, 260, 1))).kernel == "soft"
+    assert soft_forward_plan(problem_of(tensors, Options(0, 260, 1))).kernel == "stacked"
     for major in (8, 10):
-        monkeypatch.setattr(select, "architecture", lambda device, major=major: (major, 132))
-        assert plan_of((16, 32, 128), (40, 180, 128)).kernel == "soft"
+        monkeypatch.setattr(tables, "architecture", lambda device, major=major: (major, 132))
+        assert plan_of((16, 32, 128), (40, 180, 128)).kernel == "stacked"

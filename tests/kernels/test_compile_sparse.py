@@ -7,7 +7,8 @@ import os
 import pytest
 import torch
 
-from pylate_flash.kernels.sparse import forward, sparse_forward
+from pylate_flash.kernels import forward
+from pylate_flash.kernels.forward import single, sparse_forward
 from pylate_flash.problem import Options, Tensors, problem_of
 from tests.kernels.recorder import check
 
@@ -37,7 +38,7 @@ def test_compiles(
     problem = problem_of(tensors, Options(normalize=masked, masking="zero" if masked else "exclude"), with_winners)
     chosen = torch.zeros(1, 3, n_chosen, dtype=torch.int64)
     winners = torch.zeros(problem.winners_shape, dtype=problem.winners_dtype) if with_winners else None
-    check(forward, "_sparse", lambda: sparse_forward(problem, tensors, chosen, winners), capability, monkeypatch)
+    check(single, "_single", lambda: sparse_forward(problem, tensors, chosen, winners), capability, monkeypatch)
 
 
 @pytest.mark.parametrize("capability", [80, 90], indirect=True)
@@ -48,4 +49,4 @@ def test_packed_documents(capability: int, monkeypatch: pytest.MonkeyPatch) -> N
     )  # fmt: skip
     problem = problem_of(tensors, Options(0, 260), False)
     chosen = torch.zeros(2, 2, 16, dtype=torch.int32)
-    check(forward, "_sparse", lambda: sparse_forward(problem, tensors, chosen, None), capability, monkeypatch)
+    check(single, "_single", lambda: sparse_forward(problem, tensors, chosen, None), capability, monkeypatch)

@@ -7,7 +7,8 @@ import os
 import pytest
 import torch
 
-from pylate_flash.kernels.xtr import Inputs, plan_of, retrieve, score_retrieved, scores, search, walk
+from pylate_flash.kernels.plan_operations import search_plan
+from pylate_flash.kernels.xtr import SearchTensors, retrieve, score_retrieved, scores, search, walk
 from pylate_flash.kernels.xtr.scores import Retrieved
 from pylate_flash.ops.xtr_retrieval import Results, Rule
 from pylate_flash.problem import Options, Problem, Tensors, problem_of
@@ -16,10 +17,10 @@ from tests.kernels.recorder import record
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
 
 
-def call(dtype: torch.dtype, size: int, masked: bool) -> tuple[Problem, Inputs]:
+def call(dtype: torch.dtype, size: int, masked: bool) -> tuple[Problem, SearchTensors]:
     queries, documents = torch.zeros(64, 32, size, dtype=dtype), torch.zeros(100, 180, size, dtype=dtype)
     active, bounds = (torch.zeros(100, n, dtype=torch.int32) if masked else None for n in (180, 2))
-    return problem_of(Tensors(queries, documents), Options(), True), Inputs(queries, documents, active, bounds)
+    return problem_of(Tensors(queries, documents), Options(), True), SearchTensors(queries, documents, active, bounds)
 
 
 @pytest.mark.parametrize(
@@ -30,7 +31,7 @@ def call(dtype: torch.dtype, size: int, masked: bool) -> tuple[Problem, Inputs]:
 def test_each_step_of_a_search(dtype: torch.dtype, size: int, masked: bool, capability: int, monkeypatch) -> None:
     given, inputs = call(dtype, size, masked)
     rule = Rule(256, True, 1e-3)
-    plan = plan_of(given, rule.k)
+    plan = search_plan(given, rule.k)
     assert plan.groups == 4
     names = {search: ("_begin", "_select", "_narrow"), walk: ("_walk",)}
     recorders = {name: record(module, name, monkeypatch) for module, found in names.items() for name in found}

@@ -15,10 +15,11 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language._core import builtin
 
 import make_layouts
-from pylate_flash.kernels import select
+from pylate_flash.kernels import plan, tables
+from pylate_flash.kernels.config import copied_by_16_bytes, hopper_tail, hopper_tile
 from pylate_flash.kernels.forward import hopper, maxima, maxsim_forward, stacked
-from pylate_flash.kernels.select import forward_plan
-from pylate_flash.kernels.tiles import copied_by_16_bytes, fused_tile, hopper_tail, hopper_tile
+from pylate_flash.kernels.plan import forward_plan
+from pylate_flash.kernels.plan_operations import fused_tile
 from pylate_flash.problem import Options, Problem, Tensors, problem_of
 from tests.kernels.recorder import record
 
@@ -230,16 +231,16 @@ def packed(n_queries: int, longest: int, normalize: bool = False) -> Problem:
 
 @pytest.mark.parametrize("n_queries", [4, 16])
 def test_winners_are_found_in_whole_tiles(n_queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(select, "architecture", lambda device: (9, 132))
+    monkeypatch.setattr(tables, "architecture", lambda device: (9, 132))
     tails = []
-    monkeypatch.setattr(select, "hopper_form", lambda capability, kind, tile, tail, *rest: tails.append(tail))
+    monkeypatch.setattr(plan, "hopper_config", lambda capability, kind, tile, tail, *rest: tails.append(tail))
     for winners in (False, True):
         forward_plan(problem((n_queries, 32, 128), (40, 77, 128), winners=winners))
     assert tails == [16, 0]
 
 
 def test_what_the_kernel_serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(select, "architecture", lambda device: (9, 132))
+    monkeypatch.setattr(tables, "architecture", lambda device: (9, 132))
     for served in (
         problem((16, 32, 128), (40, 180, 128)),
         problem((16, 32, 128), (40, 180, 128), torch.float16, winners=True),
@@ -256,7 +257,7 @@ def test_what_the_kernel_serves(monkeypatch: pytest.MonkeyPatch) -> None:
         assert plan.kernel == "hopper", plan.reason
         assert not plan.in_pieces
         group = plan.padded // plan.n_sums
-        assert group in plan.form.constants
+        assert group in plan.config.constants
         assert group <= plan.tile.rows // plan.tile.parts, "a sum lies within one part"
     for not_served, reason in (
         (problem((16, 32, 128), (40, 180, 128), torch.float32), "half precision"),
@@ -270,7 +271,7 @@ def test_what_the_kernel_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     assert forward_plan(problem((1, 32, 128), (40, 180, 128))).kernel == "single"
     assert forward_plan(problem((16, 32, 128), (16, 5, 180, 128))).kernel == "single"
     for major in (8, 10):
-        monkeypatch.setattr(select, "architecture", lambda device, major=major: (major, 132))
+        monkeypatch.setattr(tables, "architecture", lambda device, major=major: (major, 132))
         assert forward_plan(problem((16, 32, 128), (40, 180, 128))).kernel == "stacked"
 
 
@@ -301,7 +302,7 @@ def test_where_storing_every_row_would_cost_more_than_padding() -> None:
 
 def test_a_tensor_that_is_not_aligned_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies of 16 bytes need addresses that are multiples of 16: other tensors go to the plain kernel."""
-    monkeypatch.setattr(select, "architecture", lambda device: (9, 132))
+    monkeypatch.setattr(tables, "architecture", lambda device: (9, 132))
     recorders = record(hopper, "_hopper", monkeypatch), record(stacked, "_stacked", monkeypatch)
     queries = torch.empty(8, 32, 128, dtype=torch.float16)
     storage = torch.empty(4 * 50 * 128 + 1, dtype=torch.float16)

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from triton.tools.disasm import get_sass
 
-from pylate_flash.kernels import quantized
+from pylate_flash import kernels
 from pylate_flash.kernels.forward import products
-from pylate_flash.kernels.quantized.plan import quantized_plan
+from pylate_flash.kernels.plan import quantized_plan
 from pylate_flash.kernels.versions import triton_version
 from pylate_flash.ops.quantized import problem_of_quantized
 from pylate_flash.problem import Options, Problem, Tensors
@@ -40,7 +40,7 @@ def test_hopper_has_queries_in_registers_and_scales_beside_the_tokens(
     queries, documents = torch.empty(shape).bfloat16(), torch.empty(40, length, shape[-1], dtype=dtype)
     mask = torch.ones(40, length, dtype=torch.bool) if masked else None
     launch = forward(Tensors(queries, documents, None, mask), Options(masking="zero" if masked else "exclude"), True)
-    monkeypatch.setattr(quantized, "active_tokens", lambda mask: (mask.int(), torch.zeros(80, dtype=torch.int32)))
+    monkeypatch.setattr(kernels.forward, "active_tokens", lambda mask: (mask.int(), torch.zeros(80, dtype=torch.int32)))
     compiled = check_launches(KERNELS, launch, {"_hopper", "_quantize_rows"}, capability, monkeypatch)["_hopper"]
     ptx, kind = compiled.asm["ptx"], "s32.s8.s8" if dtype == torch.int8 else "f32.e4m3.e4m3"
     products = re.findall(r"wgmma\.mma_async\.sync\.aligned\.(m64n\d+k32)\.(\S+) \{[^}]*\}, (\S)", ptx)
@@ -78,10 +78,10 @@ def test_a_multiply_add_makes_of_an_integers_bits_what_a_conversion_and_a_produc
 def test_hopper_sums_products_of_fp8_as_the_plain_kernel(capability: int, monkeypatch) -> None:
     """Neither adds up sums of a few products outside the tensor cores."""
     found = []
-    for n_queries, names in ((2, {"_quantized"}), (12, {"_hopper", "_quantize_rows"})):
+    for n_queries, names in ((2, {"_stacked"}), (12, {"_hopper", "_quantize_rows"})):
         documents = torch.empty(40, 180, 128, dtype=torch.float8_e4m3fn)
         launch = forward(Tensors(torch.empty(n_queries, 32, 128).half(), documents), Options(), True)
-        compiled = check_launches(KERNELS, launch, names, capability, monkeypatch)[min(names)]
+        compiled = check_launches(KERNELS, launch, names, capability, monkeypatch)[max(names - {"_quantize_rows"})]
         found.append(set(re.findall(r"maxNumImpreciseAcc = (\d+)", compiled.asm["ttgir"])))
     assert found[0] == found[1]
     assert len(found[0]) == 1
@@ -113,11 +113,11 @@ def test_what_the_hopper_kernel_serves(capability: int) -> None:
         (packed_problem(None), 256, 64),
     ):
         plan = quantized_plan(served)
-        assert plan.kernel == ("hopper" if capability == 90 else "quantized"), plan.reason
+        assert plan.kernel == ("hopper" if capability == 90 else "stacked"), plan.reason
         assert not plan.in_pieces
         if capability == 90:
             assert (plan.tile.rows, plan.tile.columns) == (block, 128)
-            assert tail in plan.form.constants
+            assert tail in plan.config.constants
             assert plan.padded // plan.n_sums <= plan.tile.rows // plan.tile.parts, "a sum lies within one part"
     shifted = torch.empty(40 * 180 * 128 + 1, dtype=torch.int8)[1:].view(40, 180, 128)
     unaligned = Tensors(torch.empty(32, 32, 128).bfloat16(), shifted)
@@ -132,5 +132,5 @@ def test_what_the_hopper_kernel_serves(capability: int) -> None:
         (packed_problem(torch.tensor([0, 2, 3, 4])), "candidates"),
     ):
         plan = quantized_plan(not_served)
-        assert plan.kernel == "quantized"
+        assert plan.kernel == "stacked"
         assert (reason in plan.reason) == (capability == 90)

@@ -13,7 +13,7 @@ import torch
 from triton.backends.nvidia.driver import CudaLauncher
 from triton.experimental.gluon import language as gl
 
-from pylate_flash.kernels import forward, launch, overlap, select
+from pylate_flash.kernels import forward, launch, overlap, tables
 from pylate_flash.kernels.forward import common, hopper, single, stacked
 from pylate_flash.kernels.launch import Described, Kernel, Scratch
 from pylate_flash.problem import Options, Tensors, problem_of
@@ -110,7 +110,7 @@ def call(kernel: Kernel, *tensors: object, **changes: object) -> None:
 @pytest.fixture
 def functions(monkeypatch: pytest.MonkeyPatch) -> dict[str, Function]:
     """In place of the forward's kernels, on a Hopper GPU."""
-    monkeypatch.setattr(select, "architecture", lambda device: (9, 132))
+    monkeypatch.setattr(tables, "architecture", lambda device: (9, 132))
     made = {}
     for module, name in ((stacked, "_stacked"), (single, "_single"), (hopper, "_hopper"), (common, "_add_sums")):
         made[name] = Function()

@@ -17,7 +17,8 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language._core import builtin
 
 import make_layouts
-from pylate_flash.kernels.tiles import HOPPER_MAX_SIZE, hopper_blocks
+from pylate_flash.kernels.config import hopper_blocks
+from pylate_flash.kernels.tables import HOPPER_MAX_SIZE
 from pylate_flash.kernels.versions import triton_version
 from tests.kernels.test_hopper import compiled
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pylate_flash.kernels.tiles import embedding_blocks, single_columns, single_tile, stacked_tile
+from pylate_flash.kernels.config import embedding_blocks, single_columns, single_tile, stacked_tile
 from tests.kernels.recorder import SHARED_MEMORY
 
 # What a tile holds of an embedding of half precision, by its size.

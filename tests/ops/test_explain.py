@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pylate_flash import explain, pack, quantize
-from pylate_flash.kernels import select, tiles
+from pylate_flash.kernels import plan, tables
 
 
 def test_on_a_cpu() -> None:
@@ -23,8 +23,8 @@ def test_on_a_cpu() -> None:
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a Hopper GPU."""
-    monkeypatch.setattr(select, "_kernels_take", lambda *kind: None)
-    monkeypatch.setattr(select, "architecture", lambda device: (9, 132))
+    monkeypatch.setattr(plan, "_kernels_take", lambda *kind: None)
+    monkeypatch.setattr(tables, "architecture", lambda device: (9, 132))
     for module in ("explanation", "ragged"):
         monkeypatch.setattr(f"pylate_flash.ops.{module}.choose", lambda *kind: "triton")
 
@@ -61,8 +61,8 @@ def test_of_kernels(queries: tuple, documents: tuple, kernel: str, backward: str
     ("n_queries", "dtype", "kernel", "reason"),
     [
         (64, torch.bfloat16, "hopper", "at least 64 query tokens"),
-        (64, torch.float32, "soft", "the Hopper kernel needs such a GPU, half precision"),
-        (1, torch.bfloat16, "soft", "fewer than 64 query tokens"),
+        (64, torch.float32, "stacked", "the Hopper kernel needs such a GPU, half precision"),
+        (1, torch.bfloat16, "stacked", "fewer than 64 query tokens"),
     ],
 )
 def test_of_soft_scores(n_queries: int, dtype: torch.dtype, kernel: str, reason: str, kernels: None) -> None:
@@ -108,8 +108,8 @@ def test_of_lists(n_queries: int, kernel: str, kernels: None) -> None:
     assert "list of documents: read where they lie" in str(explanation)
     assert "list of documents" not in str(packed)
     # A unit of 16 bytes, that the compiled kernel counts addresses by.
-    assert explanation.forward.form.constants[-1] == 8
-    assert packed.forward.form.constants[-1] == 0
+    assert explanation.forward.config.constants[-1] == 8
+    assert packed.forward.config.constants[-1] == 0
 
 
 def test_of_lists_that_are_packed(kernels: None) -> None:
@@ -143,7 +143,7 @@ def test_of_quantized_documents(kernels: None) -> None:
             explanation = explain(queries, quantize(documents, precision), quantize_queries=quantize_queries)
             said = "hopper kernel, because documents are quantized, on a Hopper GPU; tile: rows 256, columns 128"
             if not quantize_queries:
-                said = "quantized kernel, because documents are quantized; the Hopper kernel multiplies int8 or fp8 by"
+                said = "stacked kernel, because documents are quantized; the Hopper kernel multiplies int8 or fp8 by"
             assert said in str(explanation)
             assert explanation.backward is None
     with pytest.raises(RuntimeError, match="explain of quantized documents has no gradient"):
@@ -153,9 +153,9 @@ def test_of_quantized_documents(kernels: None) -> None:
 def test_fp8_needs_its_capability(monkeypatch: pytest.MonkeyPatch) -> None:
     documents, queries = quantize(torch.zeros(2, 3, 8), "fp8"), torch.zeros(2, 3, 8)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
-    reason = tiles.kernels_run_on.__wrapped__(torch.device("cuda"), documents.values.dtype)
+    reason = tables.kernels_run_on.__wrapped__(torch.device("cuda"), documents.values.dtype)
     assert reason == "the Triton kernels need compute capability 8.9 for fp8, and cuda has 8.6"
-    assert tiles.kernels_run_on.__wrapped__(torch.device("cuda"), torch.int8) is None
+    assert tables.kernels_run_on.__wrapped__(torch.device("cuda"), torch.int8) is None
     with pytest.raises(ValueError, match='implementation="triton" cannot serve this input'):
         explain(queries.double(), documents, implementation="triton")
 

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .. import select
+from .. import plan_backward
 from ..rows import Norms, inverse_norms
-from .common import Destination, Inputs, finish_documents
+from .common import BackwardTensors, Destination, finish_documents
 from .compare import compare_winners
 from .gather import gather_queries
 from .lists import sum_by_lists
@@ -68,7 +68,7 @@ def write_gradients(
     grad_strides = grad_scores.stride()
     if problem.has_candidates:
         grad_strides = (0, *grad_strides)
-    inputs = Inputs(
+    inputs = BackwardTensors(
         grad_scores, queries, documents, queries_scale, documents_scale, tensors.documents_cu_seqlens,
         tensors.candidates_cu_seqlens, winners, weight, grad_strides,
     )  # fmt: skip
@@ -77,7 +77,7 @@ def write_gradients(
         if weight is not None:
             scale = weight if queries_scale is None else queries_scale * weight
             weighted = inputs._replace(queries_scale=scale)
-        if select.backward_plan(problem).kernel == "lists":
+        if plan_backward.backward_plan(problem).kernel == "lists":
             sum_by_lists(problem, weighted, destination)
         else:
             if not destination.adds:

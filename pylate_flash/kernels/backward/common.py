@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .. import select
+from .. import plan_backward
 from ..launch import Kernel
 from ..overlap import wait_for_previous_kernel
 from ..rows import row_addresses, through_norm
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ...problem import Problem
 
 
-class Inputs(NamedTuple):
+class BackwardTensors(NamedTuple):
     """The tensors that kernels of the backward read, in their order, and what the host knows of them."""
 
     grad_scores: Tensor
@@ -140,10 +140,10 @@ def _finish_kernel(
 _finish = Kernel(_finish_kernel, follows=True)
 
 
-def finish_queries(problem: Problem, inputs: Inputs, sums: Tensor, n_sums: int, grad_queries: Tensor) -> None:
+def finish_queries(problem: Problem, inputs: BackwardTensors, sums: Tensor, n_sums: int, grad_queries: Tensor) -> None:
     """Add up the `n_sums` sums of every query row, in order."""
     rows = problem.n_queries * problem.query_length
-    plan = select.finish_plan(problem)
+    plan = plan_backward.finish_plan(problem)
     _finish(
         (-(-rows // plan.rows), 1, 1),
         (sums, inputs.queries, inputs.queries_scale, inputs.queries_weight, grad_queries),
@@ -158,7 +158,7 @@ def finish_documents(
     problem: Problem, documents: Tensor, documents_scale: Tensor, sums: Tensor, grad_documents: Tensor
 ) -> None:
     """The gradient of normalized documents from its `sums`, float32 and complete."""
-    plan = select.finish_plan(problem)
+    plan = plan_backward.finish_plan(problem)
     n_documents, length = (1, problem.n_tokens) if problem.packed else (problem.n_documents, problem.document_length)
     _finish(
         (-(-problem.n_tokens // plan.rows), 1, 1),

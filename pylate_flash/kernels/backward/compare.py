@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
-from .. import select
+from .. import plan_backward
 from ..launch import Kernel
 from ..overlap import wait_for_previous_kernel
 from ..rows import through_norm
-from .common import Destination, Inputs, group_of, layout, quotient
+from .common import BackwardTensors, Destination, group_of, layout, quotient
 
 if TYPE_CHECKING:
     from ...problem import Problem
@@ -114,9 +114,9 @@ def _compare_kernel(
 _compare = Kernel(_compare_kernel, follows=True)
 
 
-def compare_winners(problem: Problem, inputs: Inputs, destination: Destination) -> None:
+def compare_winners(problem: Problem, inputs: BackwardTensors, destination: Destination) -> None:
     """Write the gradient of the documents into one of zeros, or add it to another, without scratch."""
-    plan = select.compare_plan(problem)
+    plan = plan_backward.compare_plan(problem)
     _compare(
         (-(-problem.rows // plan.rows) * problem.all_documents, 1, 1),
         (*inputs[:8], destination.documents),

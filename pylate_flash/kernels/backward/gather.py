@@ -13,11 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .. import select
+from .. import plan_backward
 from ..launch import Kernel
 from ..overlap import wait_for_previous_kernel
 from ..rows import through_norm
-from .common import Inputs, finish_queries, joined
+from .common import BackwardTensors, finish_queries, joined
 
 if TYPE_CHECKING:
     from ...problem import Problem
@@ -141,9 +141,9 @@ def _gather_kernel(
 _gather = Kernel(_gather_kernel, follows=True)
 
 
-def gather_queries(problem: Problem, inputs: Inputs, grad_queries: Tensor) -> None:
+def gather_queries(problem: Problem, inputs: BackwardTensors, grad_queries: Tensor) -> None:
     """Compute the gradient of the queries."""
-    block_embedding, rows, documents, num_warps, programs, n_splits, registers = select.gather_plan(problem)
+    block_embedding, rows, documents, num_warps, programs, n_splits, registers = plan_backward.gather_plan(problem)
     split = n_splits > 1
     sums, weight = grad_queries, inputs.queries_weight
     if split:
@@ -167,7 +167,7 @@ def gather_queries(problem: Problem, inputs: Inputs, grad_queries: Tensor) -> No
         finish_queries(problem, inputs, sums, n_splits, grad_queries)
 
 
-def _is_narrow(problem: Problem, inputs: Inputs) -> bool:
+def _is_narrow(problem: Problem, inputs: BackwardTensors) -> bool:
     """Whether offsets within a document, and among one document's scores, fit into 32 bits."""
     return (
         problem.document_length * problem.document_strides[2] < 1 << 31

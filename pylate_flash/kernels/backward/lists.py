@@ -19,10 +19,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .. import select
+from .. import plan_backward, tables
 from ..launch import Kernel, Region, Scratch
 from ..overlap import wait_for_previous_kernel
-from .common import Destination, Inputs
+from ..plan_backward import ListsPlan
+from .common import BackwardTensors, Destination
 from .sums import Block, sum_lists
 
 if TYPE_CHECKING:
@@ -302,11 +303,11 @@ class _Lists(NamedTuple):
     cu_seqlens: Tensor | None
 
 
-def sum_by_lists(problem: Problem, inputs: Inputs, destination: Destination) -> None:
+def sum_by_lists(problem: Problem, inputs: BackwardTensors, destination: Destination) -> None:
     """Compute the gradient of the documents. That of the queries, to be computed later, is overwritten."""
     grad_queries, grad_documents, partial, adds = destination
     assert grad_documents is not None
-    plan = select.lists_plan(problem, grad_queries is not None, adds)
+    plan = plan_backward.lists_plan(problem, grad_queries is not None, adds)
     documents, ends, device = problem.all_documents, problem.document_length + 1, problem.device
     if plan.transposes and inputs.grad_strides[0] != 1:
         grad_scores = inputs.grad_scores.t().contiguous()
@@ -328,7 +329,7 @@ def sum_by_lists(problem: Problem, inputs: Inputs, destination: Destination) -> 
         )  # fmt: skip
 
 
-def _sum_block(problem: Problem, plan: select.ListsPlan, inputs: Inputs, block: Block, scratch: Scratch) -> None:
+def _sum_block(problem: Problem, plan: ListsPlan, inputs: BackwardTensors, block: Block, scratch: Scratch) -> None:
     """Write the gradients of a block of documents. Its memory is free before the next block's is allocated."""
     assert block.starts is not None
     wanted = _Lists(block.first, block.number, block.starts, block.owners, inputs.winners, inputs.documents_cu_seqlens)
@@ -353,7 +354,7 @@ def rows_by_token(problem: Problem, winners: Tensor, cu_seqlens: Tensor | None) 
     t of a document, is at its first token among those of all documents, plus its index, plus t; after the last one's
     comes where that ends.
     """
-    plan, documents, device = select.lists_plan(problem, lent=False), problem.all_documents, problem.device
+    plan, documents, device = plan_backward.lists_plan(problem, lent=False), problem.all_documents, problem.device
     starts = torch.empty(problem.n_tokens + documents, dtype=plan.starts_dtype, device=device)
     owners = torch.empty(problem.n_tokens, dtype=torch.int32, device=device) if problem.packed else None
     wanted = _Lists(0, documents, starts, owners, winners, cu_seqlens)
@@ -363,7 +364,7 @@ def rows_by_token(problem: Problem, winners: Tensor, cu_seqlens: Tensor | None) 
     return _sorted_lists(problem, plan, wanted, scratch.empty(documents, torch.int32, device), scratch), starts
 
 
-def _listed(problem: Problem, plan: select.ListsPlan, wanted: _Lists) -> Tensor:
+def _listed(problem: Problem, plan: ListsPlan, wanted: _Lists) -> Tensor:
     """The rows of every document wanted, listed by one program for each."""
     number, rows, length = wanted.number, problem.rows, problem.document_length
     listed = torch.empty(number * rows, dtype=plan.list_dtype, device=problem.device)
@@ -378,14 +379,12 @@ def _listed(problem: Problem, plan: select.ListsPlan, wanted: _Lists) -> Tensor:
     return listed
 
 
-def _sorted_lists(
-    problem: Problem, plan: select.ListsPlan, wanted: _Lists, n_listed: Region, scratch: Scratch
-) -> Tensor:
+def _sorted_lists(problem: Problem, plan: ListsPlan, wanted: _Lists, n_listed: Region, scratch: Scratch) -> Tensor:
     """The rows of every document wanted, listed by as many programs as they have chunks. Fills `wanted.starts`."""
     first, number, starts, owners, winners, bounds = wanted
     device, digits = problem.device, plan.digits
     rows, length, packed, n_chunks = problem.rows, problem.document_length, problem.packed, plan.n_chunks
-    bin_bits, chunk_bits, block_bins = select.LIST_BIN_BITS, select.LIST_CHUNK_BITS, select.LIST_BLOCK_BINS
+    bin_bits, chunk_bits, block_bins = tables.LIST_BIN_BITS, tables.LIST_CHUNK_BITS, tables.LIST_BLOCK_BINS
     programs, bins, one_pass = number * n_chunks, digits[0][1], len(digits) == 1
     order = scratch.empty(programs << chunk_bits, torch.uint16, device)
     counts = scratch.empty(programs * bins, torch.int32, device)
@@ -408,7 +407,7 @@ def _sorted_lists(
             (counts, reached, starts, owners, n_listed, bounds),
             (first, n_chunks, n_bins, length),
             (),
-            (block_bins, select.LIST_BLOCK_CHUNKS, packed, one_pass),
+            (block_bins, tables.LIST_BLOCK_CHUNKS, packed, one_pass),
             (4, 1, None),
         )
         _place(

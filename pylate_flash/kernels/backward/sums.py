@@ -1,6 +1,6 @@
 """Sums of listed query rows: what the gradient of a document's token is.
 
-`_sum_kernel` sums the rows of a token; of a token that many more than `select.LIST_SEGMENT` rows chose (markers such as
+`_sum_kernel` sums the rows of a token; of a token that many more than `tables.LIST_SEGMENT` rows chose (markers such as
 [CLS] win thousands), other programs take the rest, cut at multiples of that, and `_combine_kernel` adds up the parts in
 order.
 """
@@ -14,11 +14,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .. import select
+from .. import tables
 from ..launch import Kernel, Region, Scratch
 from ..overlap import wait_for_previous_kernel
+from ..plan_backward import ListsPlan
 from ..rows import through_norm
-from .common import Inputs, group_of, joined, layout, quotient
+from .common import BackwardTensors, group_of, joined, layout, quotient
 
 if TYPE_CHECKING:
     from ...problem import Problem
@@ -260,7 +261,7 @@ _combine = Kernel(_combine_kernel, follows=True)
 
 
 def sum_lists(
-    problem: Problem, plan: select.ListsPlan, inputs: Inputs, block: Block, lists: Tensor, scratch: Scratch
+    problem: Problem, plan: ListsPlan, inputs: BackwardTensors, block: Block, lists: Tensor, scratch: Scratch
 ) -> None:
     """Write, or add, the gradients of a block of documents from `lists` [number, rows of a document], rows by token."""
     first, number, starts, owners, grad_documents = block[:5]
@@ -274,7 +275,7 @@ def sum_lists(
         (first, number, n_segments, *layout(problem, inputs.grad_strides)),
         (*problem.query_strides, *strides),
         (
-            size, block_embedding, plan.rows, select.LIST_SEGMENT, packed, problem.has_candidates, normalize,
+            size, block_embedding, plan.rows, tables.LIST_SEGMENT, packed, problem.has_candidates, normalize,
             _is_narrow(problem, inputs), block.adds,
         ),
         (num_warps, 1, None),
@@ -288,12 +289,12 @@ def sum_lists(
             ),
             (first, problem.rows, problem.n_documents, length, n_segments),
             strides,
-            (size, block_embedding, 8, select.LIST_SEGMENT, packed, normalize, block.adds),
+            (size, block_embedding, 8, tables.LIST_SEGMENT, packed, normalize, block.adds),
             (num_warps, 1, None),
         )  # fmt: skip
 
 
-def _is_narrow(problem: Problem, inputs: Inputs) -> bool:
+def _is_narrow(problem: Problem, inputs: BackwardTensors) -> bool:
     """Whether queries are contiguous, and offsets among one group's, and among their scores, fit into 32 bits."""
     to_query, to_token = problem.query_strides
     return (

@@ -7,10 +7,10 @@ gradient of a set is summed by programs that own its points (`gradient`), of the
 
 from __future__ import annotations
 
+from ..plan_operations import meeting_plan
 from .gradient import chamfer_gradient
 from .inputs import Side
 from .meet import meet
-from .plan import meeting_plan
 from .settle import settle
 
 __all__ = ["Side", "chamfer_gradient", "meet", "meeting_plan", "settle"]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..backward.lists import rows_by_token
 from ..launch import Kernel
-from ..tiles import power_of_two
+from ..tables import power_of_two
 from .inputs import Side, set_of
 
 if TYPE_CHECKING:

@@ -16,14 +16,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..forward.common import split_products
 from ..forward.cuts import NO_WINNER
 from ..launch import Kernel
+from ..plan_operations import meeting_plan
 from ..reductions import larger, max_along
 from ..rows import half_squares
-from ..soft.common import split_products
 from .inputs import Side, points_at, set_of
 from .keys import NO_KEY, keys_at
-from .plan import meeting_plan
 
 if TYPE_CHECKING:
     from ...problem import Problem

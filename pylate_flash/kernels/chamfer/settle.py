@@ -13,10 +13,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch import Kernel
-from ..tiles import power_of_two
+from ..plan_operations import meeting_plan
+from ..tables import power_of_two
 from .inputs import Side, points_at, set_of
 from .keys import NO_KEY, value_and_position
-from .plan import meeting_plan
 
 if TYPE_CHECKING:
     from ...problem import Problem

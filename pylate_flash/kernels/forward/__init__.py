@@ -12,20 +12,30 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...problem import Problem, Tensors
+from ..plan import (
+    ForwardPlan,
+    forward_plan,
+    quantized_before,
+    quantized_plan,
+    residual_plan,
+    soft_forward_plan,
+    sparse_plan,
+)
 from ..rows import Norms, active_tokens, inverse_norms
-from ..select import forward_plan
 from .common import add_sums
 from .cuts import merge_pieces
-from .inputs import Inputs
+from .quantized_rows import divided_by_norms, quantize_rows
 from .single import score_single
 from .stacked import score_stacked
+from .tensors import ForwardTensors
 
-__all__ = ["maxsim_forward"]
+__all__ = ["Codes", "maxsim_forward", "quantized_forward", "residual_forward", "soft_forward", "sparse_forward"]
 
 
 def maxsim_forward(
@@ -38,41 +48,139 @@ def maxsim_forward(
     normalised begin there (`problem.Places`). `norms` are those of queries and documents, where they are known.
     """
     plan = forward_plan(problem)
-    queries, documents, queries_mask, documents_mask, _, cu_seqlens, candidates = tensors
-    device, normalize, single = problem.device, problem.normalize, plan.kernel == "single"
-    active = bounds = queries_scale = documents_scale = pieces = piece_winners = winners = None
-    if documents_mask is not None:
-        active, bounds = active_tokens(documents_mask)
-    if normalize and (not single or plan.in_pieces):
-        queries_scale = inverse_norms(queries) if norms is None else norms.queries
-    if normalize and not single:
+    given = _given(tensors)._replace(offsets=offsets)
+    device, single = problem.device, plan.kernel == "single"
+    if problem.normalize and (not single or plan.in_pieces):
+        given = given._replace(queries_scale=inverse_norms(tensors.queries) if norms is None else norms.queries)
+    if problem.normalize and not single:
         # Norms of their own are read once per token; in the kernel, a token would be squared once per block of rows.
         # The programs of the single kernel, which meet every token once, take norms themselves.
-        documents_scale = inverse_norms(documents) if norms is None else norms.documents
+        scales = inverse_norms(tensors.documents) if norms is None else norms.documents
+        given = given._replace(documents_scale=scales)
     if plan.in_pieces:
-        n_pieces, rows = 2 * plan.cuts.number, plan.row_blocks * plan.block_rows
-        pieces = torch.empty(n_pieces, rows, dtype=torch.float32, device=device)
+        shape = 2 * plan.cuts.number, plan.row_blocks * plan.block_rows
+        given = given._replace(pieces=torch.empty(shape, dtype=torch.float32, device=device))
         if problem.with_winners:
-            piece_winners = torch.empty(n_pieces, rows, dtype=torch.int32, device=device)
+            given = given._replace(piece_winners=torch.empty(shape, dtype=torch.int32, device=device))
     if problem.with_winners:
         winners = torch.empty(*problem.winners_shape, dtype=problem.winners_dtype, device=device)
+        given = given._replace(winners=winners)
+    scores = _score(problem, plan, given)
+    if plan.in_pieces:
+        merge_pieces(problem, plan, given, scores)
+    return scores, given.winners
+
+
+def soft_forward(problem: Problem, tensors: Tensors, beta: Tensor, with_lse: bool) -> tuple[Tensor, Tensor | None]:
+    """Scores, float32, of `problem.scores_shape`, and if asked for lse [documents, rows], float32.
+
+    Tensors are as in `maxsim_forward`; `beta` is a float32 tensor of one element.
+    """
+    given, lse = _with_norms(problem, _given(tensors)._replace(beta=beta)), None
+    if with_lse:
+        lse = torch.empty(*problem.winners_shape, dtype=torch.float32, device=problem.device)
+    return _score(problem, soft_forward_plan(problem), given._replace(lse=lse)), lse
+
+
+def sparse_forward(problem: Problem, tensors: Tensors, query_tokens: Tensor, winners: Tensor | None) -> Tensor:
+    """Scores [Nq, K] or [Nq, Nd], float32; winners of the chosen tokens are written into `winners`, if any.
+
+    Tensors are as in `maxsim_forward`, with padded queries; packed documents are met by all of them. `query_tokens`
+    [Nq, K or Nd, k], int32 or int64 with contiguous rows, holds positions of query tokens; what is no position chooses
+    none. No size is 0, but packed documents may be empty.
+    """
+    plan = sparse_plan(problem, query_tokens.shape[2], shared=tensors.documents.dim() < 4)
+    given = _given(tensors)._replace(winners=winners, query_tokens=query_tokens)
+    return _score(problem, plan, _with_norms(problem, given))
+
+
+def quantized_forward(problem: Problem, tensors: Tensors, scales: Tensor, offsets: Tensor | None) -> Tensor:
+    """Scores, float32, of `problem.scores_shape`; the documents are values, with contiguous scales and offsets.
+
+    Tensors are as `maxsim_forward` takes them; no dimension is 0, and a document may be empty.
+    """
+    plan, kind, queries = quantized_plan(problem), problem.kind, tensors.queries
+    values = queries_scale = None
+    if kind.quantize_queries:
+        dtype = torch.int8 if kind.quantized == torch.uint8 else kind.quantized
+        shape = problem.n_queries, problem.query_length
+        values = torch.empty(*shape, problem.size, dtype=dtype, device=problem.device)
+        queries_scale = torch.empty(*shape, dtype=torch.float32, device=problem.device)
+        if quantized_before(problem, plan):
+            quantize_rows(queries, problem.query_strides, values, queries_scale, kind.normalize)
+            queries, values = values, None
+    elif kind.normalize:
+        queries_scale = inverse_norms(queries)
+    if kind.normalize:
+        scales, offsets = divided_by_norms(tensors.documents, problem.document_strides, scales, offsets)
+    given = _given(tensors._replace(queries=queries))._replace(
+        queries_scale=queries_scale, documents_scale=scales, documents_offset=offsets, values=values
+    )
+    return _score(problem, plan, given)
+
+
+class Codes(NamedTuple):
+    """The tensors of `ops.residual_codes.ResidualCodes`, contiguous, and the candidates [Nq, K], or None."""
+
+    codes: Tensor
+    residuals: Tensor
+    centroids: Tensor
+    bucket_weights: Tensor
+    cu_seqlens: Tensor
+    scales: Tensor
+    candidates: Tensor | None
+
+    @property
+    def nbits(self) -> int:
+        return self.bucket_weights.shape[0].bit_length() - 1
+
+
+def residual_forward(problem: Problem, tensors: Tensors, codes: Codes) -> tuple[Tensor, Tensor | None]:
+    """Scores, float32, [Nq, Nd] or [Nq, K], and winners, int32, [Nd, Nq * Lq] or [Nq * K, Lq], if the problem has them.
+
+    Queries are padded [Nq, Lq, d] with contiguous rows. Where there are candidates, every query is a group of the
+    problem, and `problem.n_documents` the number of its candidates. No dimension is 0, and a document may be empty.
+    """
+    plan = residual_plan(problem, codes.nbits, codes.candidates is not None)
+    winners = None
+    if problem.with_winners:
+        shape = problem.groups * problem.n_documents, problem.rows
+        winners = torch.empty(*shape, dtype=torch.int32, device=problem.device)
+    given = ForwardTensors(
+        tensors.queries, codes.residuals, tensors.queries_mask, documents_scale=codes.scales,
+        cu_seqlens=codes.cu_seqlens, candidates=codes.candidates, winners=winners, codes=codes.codes,
+        centroids=codes.centroids, bucket_weights=codes.bucket_weights,
+    )  # fmt: skip
+    return _score(problem, plan, given), winners
+
+
+def _given(tensors: Tensors) -> ForwardTensors:
+    """What a call gives, with masked documents as lists of their active tokens."""
+    queries, documents, queries_mask, documents_mask, _, cu_seqlens, candidates = tensors
+    active, bounds = (None, None) if documents_mask is None else active_tokens(documents_mask)
+    return ForwardTensors(
+        queries, documents, queries_mask, active, bounds, cu_seqlens=cu_seqlens, candidates=candidates
+    )
+
+
+def _with_norms(problem: Problem, given: ForwardTensors) -> ForwardTensors:
+    if not problem.normalize:
+        return given
+    return given._replace(queries_scale=inverse_norms(given.queries), documents_scale=inverse_norms(given.documents))
+
+
+def _score(problem: Problem, plan: ForwardPlan, given: ForwardTensors) -> Tensor:
+    """The scores by the kernel of the plan, but for those of documents in pieces."""
     # The only sum of a score is the score. (Sizes one by one, as a tuple takes the host twice as long.)
     shape = problem.scores_shape if plan.n_sums == 1 else (plan.n_sums, *problem.scores_shape)
-    sums = torch.empty(*shape, dtype=torch.float32, device=device)
-    inputs = Inputs(
-        queries, documents, queries_mask, active, bounds, queries_scale, documents_scale, cu_seqlens, offsets,
-        candidates, pieces, piece_winners,
-    )  # fmt: skip
-    if single:
-        score_single(problem, plan, inputs, sums, winners)
+    sums = torch.empty(*shape, dtype=torch.float32, device=problem.device)
+    if plan.kernel == "single":
+        score_single(problem, plan, given, sums)
     elif plan.kernel == "stacked":
-        score_stacked(problem, plan, inputs, sums, winners)
+        score_stacked(problem, plan, given, sums)
     else:
-        _hopper()(problem, plan, inputs, sums, winners)
-    scores = sums if plan.n_sums == 1 else add_sums(problem, plan, sums)
-    if plan.in_pieces:
-        merge_pieces(problem, plan, inputs, scores, winners)
-    return scores, winners
+        _hopper()(problem, plan, given, sums)
+    return sums if plan.n_sums == 1 else add_sums(problem, plan, sums)
 
 
 @functools.cache

@@ -10,10 +10,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ...problem import Problem
-from ..grids import ForwardPlan
 from ..launch import Kernel
 from ..overlap import wait_for_previous_kernel
-from ..tiles import SUMMED_EMBEDDING as _SUMMED
+from ..plan import ForwardPlan
+from ..tables import SUMMED_EMBEDDING as _SUMMED
 from .cuts import NO_WINNER
 
 SUMMED_EMBEDDING = tl.constexpr(_SUMMED)
@@ -27,6 +27,31 @@ def numbers_of(problem: Problem, plan: ForwardPlan) -> tuple[float, ...]:
         problem.n_queries // problem.groups, problem.query_length, plan.padded, problem.n_documents,
         problem.document_length, plan.n_runs, plan.run, problem.empty_score,
     )  # fmt: skip
+
+
+@triton.jit
+def split_products(
+    left_rows, right_rows, left_exists, right_exists,
+    EMBEDDING: tl.constexpr,
+    BLOCK_EMBEDDING: tl.constexpr,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Products [LEFT, RIGHT] of embeddings that are read block by block, from where the rows begin."""
+    dims = tl.arange(0, BLOCK_EMBEDDING)
+    similarities = tl.zeros([LEFT, RIGHT], tl.float32)
+    for sum_start in tl.static_range(0, EMBEDDING, SUMMED_EMBEDDING):
+        products = tl.zeros([LEFT, RIGHT], tl.float32)
+        for dim in tl.range(sum_start, min(EMBEDDING, sum_start + SUMMED_EMBEDDING), BLOCK_EMBEDDING):
+            inside = dim + dims < EMBEDDING
+            left = tl.load(left_rows[:, None] + (dim + dims)[None, :], mask=left_exists[:, None] & inside[None, :],
+                           other=0.0)  # fmt: skip
+            right = tl.load(right_rows[None, :] + (dim + dims)[:, None], mask=right_exists[None, :] & inside[:, None],
+                            other=0.0)  # fmt: skip
+            products = tl.dot(left, right, products, input_precision=PRECISION)
+        similarities += products
+    return similarities
 
 
 @triton.jit

@@ -18,11 +18,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ...problem import Problem
-from ..grids import DOCUMENT_COST, ForwardPlan
 from ..launch import Kernel
+from ..plan import ForwardPlan
 from ..reductions import larger, max_along
-from ..tiles import power_of_two
-from .inputs import Inputs
+from ..tables import DOCUMENT_COST, power_of_two
+from .tensors import ForwardTensors
 
 _DOCUMENT_COST = tl.constexpr(DOCUMENT_COST)
 # Entries that a search compares at once.
@@ -198,7 +198,7 @@ def _merge_kernel(
 _merge = Kernel(_merge_kernel)
 
 
-def merge_pieces(problem: Problem, plan: ForwardPlan, inputs: Inputs, scores: Tensor, winners: Tensor | None) -> None:
+def merge_pieces(problem: Problem, plan: ForwardPlan, tensors: ForwardTensors, scores: Tensor) -> None:
     """Write the scores and winners of the documents that are in pieces."""
     # Most cuts have nothing to merge, and are not to cost a program per query.
     programs = 1 if problem.has_candidates else min(problem.n_queries, _MERGING_PROGRAMS)
@@ -207,8 +207,8 @@ def merge_pieces(problem: Problem, plan: ForwardPlan, inputs: Inputs, scores: Te
     _merge(
         (plan.cuts.number * programs, 1, 1),
         (
-            inputs.pieces, inputs.piece_winners, inputs.queries_mask, inputs.queries_scale, inputs.cu_seqlens,
-            inputs.candidates, scores, winners,
+            tensors.pieces, tensors.piece_winners, tensors.queries_mask, tensors.queries_scale, tensors.cu_seqlens,
+            tensors.candidates, scores, tensors.winners,
         ),
         (
             problem.n_queries, problem.query_length, problem.n_documents, programs, plan.cuts.cut, plan.cuts.whole,

@@ -1,7 +1,7 @@
 """The stacked forward on Hopper (compute capability 9.0), in Gluon: operands, copies and products placed by hand.
 
-It computes what `stacked._stacked_kernel` computes, from the same arguments, or (SOFT) the smooth maxima of
-`soft.forward`, or, of operands in 8 bits, what `quantized.stacked` does of int8 and fp8. What plain Triton leaves
+It computes what `stacked._stacked_kernel` computes, from the same arguments, of embeddings of 16 bits or of both
+operands in int8 or fp8. What plain Triton leaves
 unused there is the tensor cores' time: it reads both operands of every product from shared memory, whose bandwidth a
 tile of 64 tokens then exhausts (4 KB per 32 cycles of a 64 x 64 x 16 product), and it takes the row maxima while the
 tensor cores wait. Here
@@ -32,14 +32,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ...problem import Problem
 from ..gluon import execute, find_document, larger_of, next_slot, wait_for_previous_kernel
-from ..grids import DOCUMENT_COST, ForwardPlan
 from ..launch import Kernel
+from ..plan import ForwardPlan
+from ..tables import DOCUMENT_COST
 from .common import numbers_of
 from .copies import copy_documents, document_range
 from .exponentials import LOG2E, add_exponentials, log_sums
-from .inputs import Inputs
 from .maxima import differ, first_maximum, split_by_lane
 from .products import query_rows, scaled, sums_of, unscaled
+from .tensors import ForwardTensors
 
 _DOCUMENT_COST = gl.constexpr(DOCUMENT_COST)
 
@@ -456,22 +457,13 @@ def _hopper_kernel(
 _hopper = Kernel(_hopper_kernel, follows=True)
 
 
-def score_hopper(
-    problem: Problem,
-    plan: ForwardPlan,
-    inputs: Inputs,
-    sums: Tensor,
-    winners: Tensor | None,
-    beta: Tensor | None = None,
-    lse: Tensor | None = None,
-) -> None:
-    """As `stacked.score_stacked`; with `beta`, of smooth maxima, and with `lse` [documents, rows], leave those too."""
-    kind = problem.kind
+def score_hopper(problem: Problem, plan: ForwardPlan, tensors: ForwardTensors, sums: Tensor) -> None:
+    """As `stacked.score_stacked`."""
     _hopper(
-        (plan.row_blocks * plan.n_runs * (problem.groups if kind.cu_seqlens is None else 1), 1, 1),
-        (
-            inputs.queries, inputs.documents, inputs.queries_mask, inputs.active, inputs.bounds, inputs.queries_scale,
-            inputs.documents_scale, inputs.cu_seqlens, inputs.offsets, sums, winners, beta, lse,
-        ),
-        numbers_of(problem, plan), plan.strides, plan.form.constants, plan.form.warps,
-    )  # fmt: skip
+        (plan.row_blocks * plan.n_runs * problem.groups, 1, 1),
+        (*tensors[:9], sums, tensors.winners, tensors.beta, tensors.lse),
+        numbers_of(problem, plan),
+        plan.strides,
+        plan.config.constants,
+        plan.config.warps,
+    )

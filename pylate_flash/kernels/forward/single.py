@@ -1,6 +1,7 @@
 """The forward of one short query at a time: document tokens are the rows of the product, query tokens its columns.
 
-The running maximum is elementwise, with no work across lanes, until the document ends.
+The running maximum is elementwise, with no work across lanes, until the document ends. The columns are the tokens of
+the query, or (CHOSEN) those that are chosen for each document, gathered where they lie.
 """
 
 from __future__ import annotations
@@ -10,26 +11,43 @@ import triton.language as tl
 from torch import Tensor
 
 from ...problem import Problem
-from ..grids import ForwardPlan
 from ..launch import Kernel
+from ..plan import ForwardPlan
 from ..reductions import larger, max_along
 from ..rows import inverse_norm
 from .common import SUMMED_EMBEDDING, document_range, winner_of, with_masked_zeros
 from .cuts import NO_WINNER, find_piece, owner_of
-from .inputs import Inputs
+from .tensors import ForwardTensors
+
+# Positions of chosen tokens that a program compares its own with at once: so few that the comparisons take fewer
+# registers than the products do.
+_COMPARED = tl.constexpr(16)
+
+
+@triton.jit
+def _chosen_tokens(query_tokens_ptr, columns, n_chosen, query_length, last):
+    """The token of each column, and whether it is one, named here first: a token that is named twice counts once."""
+    chosen = tl.load(query_tokens_ptr + columns, mask=columns < n_chosen, other=-1)
+    counted = (chosen >= 0) & (chosen < query_length)
+    for start in tl.range(0, tl.minimum(last, n_chosen), _COMPARED):
+        others = start + tl.arange(0, _COMPARED)
+        other = tl.load(query_tokens_ptr + others, mask=others < n_chosen, other=-1)
+        again = (other[None, :] == chosen[:, None]) & (others[None, :] < columns[:, None])
+        counted = counted & (tl.max(again.to(tl.int32), axis=1) == 0)
+    return tl.where(counted, chosen, 0).to(tl.int64), counted
 
 
 @triton.jit(
     do_not_specialize=[
         "n_queries", "query_length", "n_documents", "document_length", "per_query", "run", "stride_sums",
-        "n_pieces", "cut", "whole", "empty_score",
+        "n_pieces", "cut", "whole", "n_chosen", "stride_chosen_query", "stride_chosen_document", "empty_score",
     ]
 )  # fmt: skip
 def _single_kernel(
-    queries_ptr, documents_ptr, queries_mask_ptr, active_ptr, bounds_ptr, cu_seqlens_ptr, offsets_ptr, candidates_ptr,
-    sums_ptr, winners_ptr, pieces_ptr, keys_ptr,
+    queries_ptr, documents_ptr, queries_mask_ptr, active_ptr, bounds_ptr, queries_scale_ptr, documents_scale_ptr,
+    cu_seqlens_ptr, offsets_ptr, candidates_ptr, sums_ptr, winners_ptr, pieces_ptr, keys_ptr, query_tokens_ptr,
     n_queries, query_length, n_documents, document_length, per_query, run, stride_sums, n_pieces, cut, whole,
-    empty_score,
+    n_chosen, stride_chosen_query, stride_chosen_document, empty_score,
     stride_query, stride_query_token, stride_group, stride_document, stride_document_token,
     EMBEDDING: tl.constexpr,
     BLOCK_EMBEDDING: tl.constexpr,
@@ -41,6 +59,8 @@ def _single_kernel(
     PACKED: tl.constexpr,
     IN_PIECES: tl.constexpr,
     HAS_CANDIDATES: tl.constexpr,
+    CHOSEN: tl.constexpr,
+    SHARED: tl.constexpr,
     HAS_QUERIES_MASK: tl.constexpr,
     WEIGHTED: tl.constexpr,
     HAS_DOCUMENTS_MASK: tl.constexpr,
@@ -56,6 +76,8 @@ def _single_kernel(
 
     Grid: (queries x runs of documents, blocks of a query's tokens). With HAS_CANDIDATES, query i owns the documents
     `candidates[i]` to `candidates[i + 1]` of the packed ones, `per_query` at most; otherwise those of its group.
+    Under CHOSEN, a run is one document, which (SHARED) the queries of neighbouring programs meet. Norms are known then,
+    of which the kernel takes its own else, as every token is met once.
     Under IN_PIECES, the first `n_pieces` programs of the first axis take a piece each of the documents of more than
     `whole` tokens, and the other programs leave those out.
     """
@@ -68,8 +90,12 @@ def _single_kernel(
     program = tl.program_id(0)
     if IN_PIECES:
         program = tl.maximum(program - n_pieces, 0)
-    query = program // n_runs
-    first = program % n_runs * run
+    if SHARED:
+        query = program % n_queries
+        first = program // n_queries
+    else:
+        query = program // n_runs
+        first = program % n_runs * run
     last = n_documents
     sums_ptr += tl.program_id(1).to(tl.int64) * stride_sums
     if HAS_CANDIDATES:
@@ -91,7 +117,12 @@ def _single_kernel(
                 query = owner_of(candidates_ptr, n_queries, first)
 
     columns = tl.program_id(1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
-    column_exists = columns < query_length
+    if CHOSEN:
+        query_tokens_ptr += query.to(tl.int64) * stride_chosen_query + first.to(tl.int64) * stride_chosen_document
+        end = (tl.program_id(1) + 1) * BLOCK_COLUMNS
+        columns, column_exists = _chosen_tokens(query_tokens_ptr, columns, n_chosen, query_length, end)
+    else:
+        column_exists = columns < query_length
     global_column = query.to(tl.int64) * query_length + columns
     column_active = column_exists
     if HAS_QUERIES_MASK:
@@ -113,7 +144,9 @@ def _single_kernel(
         )
         second_exists = column_exists[None, :] & (second_dims < EMBEDDING)[:, None]
         second_query_tile = tl.load(second_columns, mask=second_exists, other=0.0)
-    if NORMALIZE:
+    if NORMALIZE and CHOSEN:
+        column_scale = tl.load(queries_scale_ptr + global_column, mask=column_exists, other=0.0)
+    elif NORMALIZE:
         column_squares = tl.zeros([BLOCK_COLUMNS], tl.float32)
         for dim in tl.range(0, EMBEDDING, BLOCK_EMBEDDING):
             exists = column_exists[None, :] & (dim + dims < EMBEDDING)[:, None]
@@ -130,9 +163,11 @@ def _single_kernel(
             stride_group, stride_document, stride_document_token, PACKED, OFFSET_UNIT,
         )  # fmt: skip
         flat_document = tl.cast(document, tl.int64)
-        if not HAS_CANDIDATES:
+        if not (HAS_CANDIDATES or SHARED):
             flat_document += query.to(tl.int64) * n_documents
         flat = flat_document * document_length
+        if PACKED and NORMALIZE and CHOSEN:
+            flat = tl.load(cu_seqlens_ptr + document).to(tl.int64)
         if HAS_DOCUMENTS_MASK:
             length = tl.load(bounds_ptr + 2 * flat_document)
         if IN_PIECES:
@@ -158,7 +193,7 @@ def _single_kernel(
                         part = tl.load(query_columns + dim, mask=column_exists[None, :] & exists[:, None], other=0.0)
                         tile = tl.load(token_rows + dim, mask=exists[None, :], other=0.0)
                         products = tl.dot(tile, part, products, input_precision=PRECISION)
-                        if NORMALIZE:
+                        if NORMALIZE and not CHOSEN:
                             squares += tl.sum(tile.to(tl.float32) * tile.to(tl.float32), axis=1)
                     similarities += products
             else:
@@ -167,7 +202,7 @@ def _single_kernel(
                 else:
                     tile = tl.load(token_rows, mask=(dims < EMBEDDING)[None, :], other=0.0)
                 similarities = tl.dot(tile, query_tile, input_precision=PRECISION)
-                if NORMALIZE:
+                if NORMALIZE and not CHOSEN:
                     squares = tl.sum(tile.to(tl.float32) * tile.to(tl.float32), axis=1)
                 if SECOND > 0:
                     token_rows = base + tokens[:, None].to(tl.int64) * stride_document_token + second_dims[None, :]
@@ -176,9 +211,11 @@ def _single_kernel(
                     else:
                         second_tile = tl.load(token_rows, mask=(second_dims < EMBEDDING)[None, :], other=0.0)
                     similarities = tl.dot(second_tile, second_query_tile, similarities, input_precision=PRECISION)
-                    if NORMALIZE:
+                    if NORMALIZE and not CHOSEN:
                         squares += tl.sum(second_tile.to(tl.float32) * second_tile.to(tl.float32), axis=1)
-            if NORMALIZE:
+            if NORMALIZE and CHOSEN:
+                similarities *= tl.load(documents_scale_ptr + flat + tokens)[:, None]
+            elif NORMALIZE:
                 similarities *= inverse_norm(squares)[:, None]
             if WITH_WINNERS:
                 later = (similarities > best) | ((similarities != similarities) & (best == best))
@@ -206,6 +243,8 @@ def _single_kernel(
         if WITH_WINNERS:
             winner = tl.where(counted, winner, -1)
             winners_row = flat_document * query_length + columns
+            if SHARED:
+                winners_row = (flat_document * n_queries + query) * query_length + columns
             tl.store(winners_ptr + winners_row, winner.to(winners_ptr.dtype.element_ty), mask=stored)
         if NORMALIZE:
             column_best *= column_scale
@@ -224,19 +263,18 @@ def _single_kernel(
 _single = Kernel(_single_kernel)
 
 
-def score_single(problem: Problem, plan: ForwardPlan, inputs: Inputs, sums: Tensor, winners: Tensor | None) -> None:
-    """Leave the sums [n_sums, scores] of every score, and the winners."""
+def score_single(problem: Problem, plan: ForwardPlan, tensors: ForwardTensors, sums: Tensor) -> None:
+    """Leave the sums [n_sums, scores] of every score."""
     n_pieces = 2 * plan.cuts.number if plan.in_pieces else 0
-    n_scores = problem.n_documents if problem.kind.candidates else problem.n_queries * problem.n_documents
+    n_scores = problem.n_documents if problem.has_candidates else problem.n_queries * problem.n_documents
+    chosen = tensors.query_tokens
+    described = (0, 0, 0) if chosen is None else (chosen.shape[2], *chosen.stride()[:2])
     _single(
         (n_pieces + plan.n_runs * problem.n_queries, plan.row_blocks, 1),
-        (
-            inputs.queries, inputs.documents, inputs.queries_mask, inputs.active, inputs.bounds, inputs.cu_seqlens,
-            inputs.offsets, inputs.candidates, sums, winners, inputs.pieces, inputs.piece_winners,
-        ),
+        (*tensors[:10], sums, tensors.winners, tensors.pieces, tensors.piece_winners, chosen),
         (
             problem.n_queries, problem.query_length, problem.n_documents, problem.document_length, plan.per_query,
-            plan.run, n_scores, n_pieces, plan.cuts.cut, plan.cuts.whole, problem.empty_score,
+            plan.run, n_scores, n_pieces, plan.cuts.cut, plan.cuts.whole, *described, problem.empty_score,
         ),
-        plan.strides, plan.form.constants, plan.form.warps,
+        plan.strides, plan.config.constants, plan.config.warps,
     )  # fmt: skip

@@ -4,6 +4,19 @@ A tile of up to 256 rows spans several queries and feeds the tensor cores. It st
 the documents of its run; under SPLIT, where an embedding is too long for that, both operands are read block by block
 instead, as in any matrix product. An embedding that a power of two would pad too much is held as two blocks, the second
 of SECOND elements.
+
+Document tokens are read as they are multiplied, or (VALUES) in 8 bits, or (NBITS) as residual codes, from which a tile
+is decompressed on the chip. Products of 8 bits are summed in int32 or, of fp8, in float32; to queries that are not
+quantized, a tile of documents is widened, which loses nothing. With q = a v and d = s w + m, of values v and w, the
+similarity is
+
+    <q, d> = a (s <v, w> + m sum(v))
+
+so a document token's scale s and offset m are applied to its column of the products, before the maximum, and the query
+token's scale a, which is not negative, after it.
+
+Reduced is a row's maximum, with its argmax where a gradient needs it, or (SOFT) the logarithm of its sum of
+exponentials, log(sum(exp(beta * similarity))) / beta.
 """
 
 from __future__ import annotations
@@ -13,12 +26,46 @@ import triton.language as tl
 from torch import Tensor
 
 from ...problem import Problem
-from ..grids import ForwardPlan
 from ..launch import Kernel
-from ..reductions import larger, max_along
+from ..plan import ForwardPlan
+from ..reductions import LOG2E, add_exponentials, larger, log_sums, max_along
+from .codes import decompressed
 from .common import SUMMED_EMBEDDING, document_range, numbers_of, winner_of, with_masked_zeros
 from .cuts import NO_WINNER, document_position, documents_of_cut, reaches_into, tokens_of_piece
-from .inputs import Inputs
+from .quantized_rows import leave_values
+from .tensors import ForwardTensors
+
+# Values of affine documents are 0 to 255, and tensor cores multiply signed integers: 128 is taken from the values, and
+# its product with the scale added to the offset.
+_MIDDLE = tl.constexpr(128)
+
+
+@triton.jit
+def _token_tile(
+    source, centroids_ptr, weights_ptr, tokens, codes, scale, dim, inside,
+    EMBEDDING: tl.constexpr,
+    BLOCK_EMBEDDING: tl.constexpr,
+    NBITS: tl.constexpr,
+    AFFINE: tl.constexpr,
+    PADDED: tl.constexpr,
+    DTYPE: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_EMBEDDING elements of a tile of tokens, [elements, tokens], in the type of the products.
+
+    `source` is where each element lies, or, of codes, where the residuals of the document begin.
+    """
+    if NBITS > 0:
+        tile = decompressed(
+            source, centroids_ptr, weights_ptr, tokens, codes, scale, tokens >= 0, dim, EMBEDDING, BLOCK_EMBEDDING,
+            NBITS, PADDED, DTYPE,
+        )  # fmt: skip
+        tile = tl.trans(tile)
+    else:
+        tile = tl.load(source + dim, mask=inside[:, None], other=0.0) if PADDED else tl.load(source + dim)
+        if AFFINE:
+            tile = (tile ^ _MIDDLE).to(tl.int8, bitcast=True)
+        tile = tile.to(DTYPE)
+    return tile
 
 
 @triton.jit(
@@ -29,7 +76,8 @@ from .inputs import Inputs
 )  # fmt: skip
 def _stacked_kernel(
     queries_ptr, documents_ptr, queries_mask_ptr, active_ptr, bounds_ptr, queries_scale_ptr, documents_scale_ptr,
-    cu_seqlens_ptr, offsets_ptr, sums_ptr, winners_ptr, pieces_ptr, keys_ptr,
+    cu_seqlens_ptr, offsets_ptr, candidates_ptr, sums_ptr, winners_ptr, pieces_ptr, keys_ptr,
+    values_ptr, documents_offset_ptr, codes_ptr, centroids_ptr, weights_ptr, beta_ptr, lse_ptr,
     n_queries, query_length, padded_query_length, n_documents, document_length, n_runs, run, empty_score, whole,
     stride_query, stride_query_token, stride_group, stride_document, stride_document_token,
     EMBEDDING: tl.constexpr,
@@ -39,6 +87,7 @@ def _stacked_kernel(
     BLOCK_TOKENS: tl.constexpr,
     GROUP: tl.constexpr,
     SPLIT: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
     PACKED: tl.constexpr,
     IN_PIECES: tl.constexpr,
     HAS_QUERIES_MASK: tl.constexpr,
@@ -46,7 +95,13 @@ def _stacked_kernel(
     HAS_DOCUMENTS_MASK: tl.constexpr,
     ZERO_MASKED: tl.constexpr,
     NORMALIZE: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
+    QUANTIZE_ROWS: tl.constexpr,
+    VALUES: tl.constexpr,
+    AFFINE: tl.constexpr,
+    NBITS: tl.constexpr,
     WITH_WINNERS: tl.constexpr,
+    SOFT: tl.constexpr,
     PRECISION: tl.constexpr,
     QUERY_UNIT: tl.constexpr,
     DOCUMENT_UNIT: tl.constexpr,
@@ -55,21 +110,31 @@ def _stacked_kernel(
     """Sums of maxima over groups of GROUP query rows, [G, Nq / G * groups per query, K], and winners [G, K, rows].
 
     `n_queries` counts the queries of one group of the layout. Programs that run together differ in their row block
-    first, so they read the same documents, out of L2. A run is `run` documents or, of packed ones, the cut of that size
-    (`kernels.cuts`); under IN_PIECES, documents of more than `whole` tokens are in pieces.
+    first, so they read the same documents, out of L2. DOCUMENTS says which ones are a program's: a "run" of those of
+    its group; of packed ones a "cut" (`kernels.forward.cuts`), whose size is `run`; a run of the "candidates"
+    [candidates[group], candidates[group + 1]) of its group, of which there are one for each query; or a run of
+    `n_documents` that are "listed" for each group by their numbers, -1 for none. Of candidates, sums are
+    [groups per query, Nd]. Under IN_PIECES, documents of more than `whole` tokens are in pieces.
     """
+    PADDED: tl.constexpr = SPLIT or BLOCK_EMBEDDING > EMBEDDING
+    SCALES_FIRST: tl.constexpr = VALUES or NBITS > 0
     stride_query *= QUERY_UNIT
     stride_query_token *= QUERY_UNIT
     stride_group *= DOCUMENT_UNIT
     stride_document *= DOCUMENT_UNIT
     stride_document_token *= DOCUMENT_UNIT
+    if NBITS > 0:
+        stride_document_token = EMBEDDING * NBITS // 8
     n_row_blocks = tl.cdiv(n_queries * padded_query_length, BLOCK_ROWS)
     row_block = tl.program_id(0) % n_row_blocks
     run_index = (tl.program_id(0) // n_row_blocks) % n_runs
     group = tl.program_id(0) // (n_row_blocks * n_runs)
-    if PACKED:
+    if DOCUMENTS == "cut":
         cut_start = run_index.to(tl.int64) * run
         first, last = documents_of_cut(cu_seqlens_ptr, n_documents, cut_start, run)
+    elif DOCUMENTS == "candidates":
+        first = tl.load(candidates_ptr + group).to(tl.int32) + run_index * run
+        last = tl.minimum(first + run, tl.load(candidates_ptr + group + 1).to(tl.int32))
     else:
         first = run_index * run
         last = tl.minimum(first + run, n_documents)
@@ -77,6 +142,15 @@ def _stacked_kernel(
         first_whole = first
         first -= reaches_into(cu_seqlens_ptr, first - 1, cut_start, whole)
 
+    if QUANTIZE_ROWS:
+        leave_values(
+            queries_ptr, values_ptr, queries_scale_ptr, row_block * BLOCK_ROWS, group, n_queries, query_length,
+            padded_query_length, stride_query, stride_query_token, EMBEDDING, BLOCK_ROWS, NORMALIZE,
+        )  # fmt: skip
+        queries_ptr = values_ptr
+        stride_query, stride_query_token = query_length * EMBEDDING, EMBEDDING
+    DTYPE: tl.constexpr = queries_ptr.dtype.element_ty
+    SUM: tl.constexpr = tl.int32 if tl.int8 == DTYPE else tl.float32
     rows = row_block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     query = rows // padded_query_length
     token = rows % padded_query_length
@@ -96,23 +170,46 @@ def _stacked_kernel(
         query_rows = queries_ptr + query_offset[:, None] + second_dims[None, :]
         second_exists = row_exists[:, None] & (second_dims < EMBEDDING)[None, :]
         second_query_tile = tl.load(query_rows, mask=second_exists, other=0.0)
-    if NORMALIZE:
+    if SOFT:
+        beta = tl.load(beta_ptr)
+        # From similarities to exponents of 2.
+        row_factor = tl.full([BLOCK_ROWS], LOG2E, tl.float32) * beta
+        if SCALE_ROWS:
+            row_factor *= tl.load(queries_scale_ptr + global_row, mask=row_exists, other=1.0)
+    elif SCALE_ROWS:
         row_scale = tl.load(queries_scale_ptr + global_row, mask=row_exists, other=0.0)
+    if AFFINE:
+        row_sum = tl.zeros([BLOCK_ROWS], tl.float32)
+        if SPLIT:
+            for dim in tl.range(0, EMBEDDING, BLOCK_EMBEDDING):
+                exists = row_exists[:, None] & (dim + dims < EMBEDDING)[None, :]
+                row_sum += tl.sum(tl.load(query_rows + dim, mask=exists, other=0.0).to(tl.float32), axis=1)
+        else:
+            row_sum += tl.sum(query_tile.to(tl.float32), axis=1)
 
     # flatten: the two loops become one, so loads of the next document overlap the products of this one. Measured on an
     # H200 at the same tile: 0.493 to 0.428 ms at 1 x 1000, 1024 x 1024; 0.126 to 0.094 ms at 32 x 1024, 32 x 180.
     # From 0 on: of what is derived from a loop that begins at the result of a search, Triton 3.9 does not know how
     # addresses are aligned, and loads embeddings by single elements.
     for index in tl.range(0, last - first, flatten=not SPLIT):
-        document = first + index
+        place = first + index
+        document = place
+        if DOCUMENTS == "listed":
+            listed = tl.load(candidates_ptr + group.to(tl.int64) * n_documents + place).to(tl.int32)
+            document = tl.maximum(listed, 0)
         base, length = document_range(
             documents_ptr, cu_seqlens_ptr, offsets_ptr, group, document, document_length,
             stride_group, stride_document, stride_document_token, PACKED, OFFSET_UNIT,
         )  # fmt: skip
-        flat_document = group.to(tl.int64) * n_documents + document
+        if DOCUMENTS == "candidates":
+            flat_document = tl.cast(place, tl.int64)
+        else:
+            flat_document = group.to(tl.int64) * n_documents + place
         flat = flat_document * document_length
-        if PACKED and NORMALIZE:
+        if PACKED and (NORMALIZE or SCALES_FIRST):
             flat = tl.load(cu_seqlens_ptr + document).to(tl.int64)
+        if DOCUMENTS == "listed":
+            length = tl.where(listed < 0, 0, length)
         if HAS_DOCUMENTS_MASK:
             length = tl.load(bounds_ptr + 2 * flat_document)
         if IN_PIECES:
@@ -120,46 +217,72 @@ def _stacked_kernel(
             first_token, length = tokens_of_piece(cu_seqlens_ptr, document, cut_start, run, whole)
             base += first_token.to(tl.int64) * stride_document_token
             flat += first_token
+        # Of SOFT, the largest exponent so far, and the sum of exponentials relative to it.
         best = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
         key = tl.full([BLOCK_ROWS], NO_WINNER, tl.int32)
+        total = tl.zeros([BLOCK_ROWS], tl.float32)
         for start in tl.range(0, length, BLOCK_TOKENS):
-            tokens = tl.minimum(start + tl.arange(0, BLOCK_TOKENS), length - 1)
+            positions = start + tl.arange(0, BLOCK_TOKENS)
+            tokens = tl.minimum(positions, length - 1)
             if HAS_DOCUMENTS_MASK:
                 tokens = tl.load(active_ptr + flat + tokens)
-            token_rows = base + tokens[None, :].to(tl.int64) * stride_document_token + dims[:, None]
+            # Looked at where there are some.
+            scale, codes = tokens, tokens
+            if SCALES_FIRST:
+                # Before the products, beside which they are waited for.
+                scale = tl.load(documents_scale_ptr + flat + tokens)
+            if AFFINE:
+                offset = tl.load(documents_offset_ptr + flat + tokens) + _MIDDLE * scale
+            if NBITS > 0:
+                codes = tl.load(codes_ptr + flat + tokens).to(tl.int64)
+                source = base
+            else:
+                source = base + tokens[None, :].to(tl.int64) * stride_document_token + dims[:, None]
             if SPLIT:
                 similarities = tl.zeros([BLOCK_ROWS, BLOCK_TOKENS], tl.float32)
                 for sum_start in tl.static_range(0, EMBEDDING, SUMMED_EMBEDDING):
-                    products = tl.zeros([BLOCK_ROWS, BLOCK_TOKENS], tl.float32)
+                    products = tl.zeros([BLOCK_ROWS, BLOCK_TOKENS], SUM)
                     for dim in tl.range(sum_start, min(EMBEDDING, sum_start + SUMMED_EMBEDDING), BLOCK_EMBEDDING):
-                        exists = dim + dims < EMBEDDING
-                        part = tl.load(query_rows + dim, mask=row_exists[:, None] & exists[None, :], other=0.0)
-                        tile = tl.load(token_rows + dim, mask=exists[:, None], other=0.0)
-                        products = tl.dot(part, tile, products, input_precision=PRECISION)
-                    similarities += products
+                        inside = dim + dims < EMBEDDING
+                        part = tl.load(query_rows + dim, mask=row_exists[:, None] & inside[None, :], other=0.0)
+                        tile = _token_tile(
+                            source, centroids_ptr, weights_ptr, tokens, codes, scale, dim, inside, EMBEDDING,
+                            BLOCK_EMBEDDING, NBITS, AFFINE, PADDED, DTYPE,
+                        )  # fmt: skip
+                        products = tl.dot(part, tile, products, input_precision=PRECISION, out_dtype=SUM)
+                    similarities += products.to(tl.float32)
             else:
-                if BLOCK_EMBEDDING <= EMBEDDING:
-                    tile = tl.load(token_rows)
-                else:
-                    tile = tl.load(token_rows, mask=(dims < EMBEDDING)[:, None], other=0.0)
-                similarities = tl.dot(query_tile, tile, input_precision=PRECISION)
+                tile = _token_tile(
+                    source, centroids_ptr, weights_ptr, tokens, codes, scale, 0, dims < EMBEDDING, EMBEDDING,
+                    BLOCK_EMBEDDING, NBITS, AFFINE, PADDED, DTYPE,
+                )  # fmt: skip
+                similarities = tl.dot(query_tile, tile, input_precision=PRECISION, out_dtype=SUM).to(tl.float32)
                 if SECOND > 0:
-                    token_rows = base + tokens[None, :].to(tl.int64) * stride_document_token + second_dims[:, None]
+                    source = base + tokens[None, :].to(tl.int64) * stride_document_token + second_dims[:, None]
                     if BLOCK_EMBEDDING + SECOND == EMBEDDING:
-                        tile = tl.load(token_rows)
+                        tile = tl.load(source)
                     else:
-                        tile = tl.load(token_rows, mask=(second_dims < EMBEDDING)[:, None], other=0.0)
+                        tile = tl.load(source, mask=(second_dims < EMBEDDING)[:, None], other=0.0)
                     similarities = tl.dot(second_query_tile, tile, similarities, input_precision=PRECISION)
-            if NORMALIZE:
+            if VALUES:
+                similarities *= scale[None, :]
+            elif NORMALIZE:
                 similarities *= tl.load(documents_scale_ptr + flat + tokens)[None, :]
-            tile_best = max_along(similarities, 1)
-            if WITH_WINNERS:
-                won = (similarities == tile_best[:, None]) | (similarities != similarities)
-                tile_key = tl.min(tl.where(won, tokens[None, :], NO_WINNER), axis=1)
-                # A later tile must be strictly better, or the first NaN.
-                later = (tile_best > best) | ((tile_best != tile_best) & (best == best))
-                key = tl.where(later, tile_key, key)
-            best = larger(best, tile_best)
+            if AFFINE:
+                similarities += row_sum[:, None] * offset[None, :]
+            if SOFT:
+                # A token that is repeated would count twice.
+                similarities = tl.where((positions < length)[None, :], similarities, float("-inf"))
+                best, total = add_exponentials(similarities, row_factor, best, total)
+            else:
+                tile_best = max_along(similarities, 1)
+                if WITH_WINNERS:
+                    won = (similarities == tile_best[:, None]) | (similarities != similarities)
+                    tile_key = tl.min(tl.where(won, tokens[None, :], NO_WINNER), axis=1)
+                    # A later tile must be strictly better, or the first NaN.
+                    later = (tile_best > best) | ((tile_best != tile_best) & (best == best))
+                    key = tl.where(later, tile_key, key)
+                best = larger(best, tile_best)
 
         stored = row_exists
         if IN_PIECES:
@@ -173,15 +296,22 @@ def _stacked_kernel(
                 if WITH_WINNERS:
                     tl.store(keys_ptr + piece_row + tl.arange(0, BLOCK_ROWS), key)
         counted = row_active & (length > 0)
-        winner = winner_of(key, best)
-        if ZERO_MASKED:
-            best, winner = with_masked_zeros(best, winner, tl.load(bounds_ptr + 2 * flat_document + 1), document_length)
-        if WITH_WINNERS:
-            winners_row = flat_document * n_queries * query_length + query.to(tl.int64) * query_length + token
-            winner = tl.where(counted, winner, -1)
-            tl.store(winners_ptr + winners_row, winner.to(winners_ptr.dtype.element_ty), mask=stored)
-        if NORMALIZE:
-            best *= row_scale
+        flat_row = flat_document * n_queries * query_length + query.to(tl.int64) * query_length + token
+        if SOFT:
+            lse = log_sums(best, total, (document_length - length).to(tl.float32), ZERO_MASKED)
+            if lse_ptr is not None:
+                tl.store(lse_ptr + flat_row, lse, mask=row_exists)
+            best = lse / beta
+        else:
+            winner = winner_of(key, best)
+            if ZERO_MASKED:
+                first_masked = tl.load(bounds_ptr + 2 * flat_document + 1)
+                best, winner = with_masked_zeros(best, winner, first_masked, document_length)
+            if WITH_WINNERS:
+                winner = tl.where(counted, winner, -1)
+                tl.store(winners_ptr + flat_row, winner.to(winners_ptr.dtype.element_ty), mask=stored)
+            if SCALE_ROWS:
+                best *= row_scale
         if WEIGHTED:
             best *= row_weight.to(tl.float32)
         best = tl.where(counted, best, 0.0)
@@ -191,7 +321,10 @@ def _stacked_kernel(
         if PACKED or HAS_DOCUMENTS_MASK:
             # One of the sums of a query is the score of an empty document; the others add nothing to it.
             sums = tl.where(length > 0, sums, tl.where(sum_row % groups_per_query == 0, empty_score, 0.0))
-        sums_offset = (group * n_queries * groups_per_query + sum_row).to(tl.int64) * n_documents + document
+        sums_row = sum_row
+        if DOCUMENTS != "candidates":
+            sums_row = group * n_queries * groups_per_query + sum_row
+        sums_offset = sums_row.to(tl.int64) * n_documents + place
         sum_exists = sum_row < n_queries * groups_per_query
         if IN_PIECES:
             sum_exists = sum_exists & is_whole
@@ -201,15 +334,13 @@ def _stacked_kernel(
 _stacked = Kernel(_stacked_kernel)
 
 
-def score_stacked(problem: Problem, plan: ForwardPlan, inputs: Inputs, sums: Tensor, winners: Tensor | None) -> None:
-    """Leave the sums [groups, queries, n_sums, n_documents] of every score, and the winners."""
-    kind = problem.kind
+def score_stacked(problem: Problem, plan: ForwardPlan, tensors: ForwardTensors, sums: Tensor) -> None:
+    """Leave the sums [groups, queries, n_sums, n_documents] of every score, or [n_sums, Nd] of packed candidates."""
     _stacked(
-        (plan.row_blocks * plan.n_runs * (problem.groups if kind.cu_seqlens is None else 1), 1, 1),
-        (
-            inputs.queries, inputs.documents, inputs.queries_mask, inputs.active, inputs.bounds, inputs.queries_scale,
-            inputs.documents_scale, inputs.cu_seqlens, inputs.offsets, sums, winners, inputs.pieces,
-            inputs.piece_winners,
-        ),
-        (*numbers_of(problem, plan), plan.cuts.whole), plan.strides, plan.form.constants, plan.form.warps,
-    )  # fmt: skip
+        (plan.row_blocks * plan.n_runs * problem.groups, 1, 1),
+        (*tensors[:10], sums, *tensors[10:-1]),
+        (*numbers_of(problem, plan), plan.cuts.whole),
+        plan.strides,
+        plan.config.constants,
+        plan.config.warps,
+    )

@@ -36,9 +36,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ..gluon import find_document, larger_of
 from ..launch import Kernel
 from ..overlap import wait_for_previous_kernel
+from ..plan_operations import FusedPlan
 from ..reductions import larger
-from ..select import FusedPlan
-from ..tiles import power_of_two
+from ..tables import power_of_two
 from .product import PARTS, allocate, copy_part, described, inverse_norms, load_bias, project_part, scaled
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 from ..gluon import add, copy_block_to_shared, execute, larger_of, next_slot
 from ..launch import Described
 from ..rows import SMALLEST_NORM
-from ..tiles import FusedTile
+from ..tables import FusedTile
 
 _SMALLEST_NORM = gl.constexpr(SMALLEST_NORM)
 # Of a tile, four warps each, written out one by one in the kernels.

@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..launch import Kernel
-from ..select import FusedPlan
+from ..plan_operations import FusedPlan
 from .product import PARTS, allocate, copy_part, described, inverse_norms, load_bias, project_part, scaled
 
 

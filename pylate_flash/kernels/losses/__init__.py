@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...ops.loss_call import CROSS_ENTROPY, DIVERGENCE, MARGIN_MSE, Comparison, Targets
 from ..launch import Region
-from ..tiles import power_of_two
+from ..tables import power_of_two
 from . import common, cross_entropy, distillation
 from .rescaling import rescale
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..launch import Kernel
 from ..overlap import wait_for_previous_kernel
-from ..tiles import architecture
+from ..tables import architecture
 
 _BLOCK = 1024
 # Programs per multiprocessor.

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from ..backward import common
+from ..plan_backward import SoftGradientPlan, soft_gradient_plan
 from ..rows import active_tokens, inverse_norms
 from .documents import walk_rows
-from .inputs import Inputs
-from .plan import GradientPlan, soft_gradient_plan
+from .inputs import SoftTensors
 from .queries import walk_documents
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def soft_backward(
         if need_documents:
             grad_documents = torch.empty_like(tensors.documents, memory_format=torch.contiguous_format)
             sums = grad_documents
-            if problem.normalize and plan.operands.split:
+            if problem.normalize and plan.parts.split:
                 sums = torch.empty_like(grad_documents, dtype=torch.float32)
             if tensors.documents_mask is not None:
                 sums.zero_()
@@ -71,14 +71,14 @@ def soft_backward(
         if total is None:
             total = _queries(problem, plan, inputs, grad_queries)
         if total is not None:
-            finished = common.Inputs(
+            finished = common.BackwardTensors(
                 grad_scores, inputs.queries, inputs.documents, inputs.queries_scale, None, None, None, lse, None, (),
             )  # fmt: skip
             common.finish_queries(problem, finished, total, total.shape[0], grad_queries)
     return None if slopes is None else _slope(slopes, beta), grad_queries, grad_documents
 
 
-def _inputs(problem: Problem, tensors: Tensors, beta: Tensor, grad_scores: Tensor, lse: Tensor) -> Inputs:
+def _inputs(problem: Problem, tensors: Tensors, beta: Tensor, grad_scores: Tensor, lse: Tensor) -> SoftTensors:
     queries, documents, queries_mask, documents_mask, _, cu_seqlens, candidates = tensors
     active = bounds = queries_scale = documents_scale = None
     if queries_mask is not None:
@@ -89,7 +89,7 @@ def _inputs(problem: Problem, tensors: Tensors, beta: Tensor, grad_scores: Tenso
         active, bounds = active_tokens(documents_mask)
     if problem.normalize:
         queries_scale, documents_scale = inverse_norms(queries), inverse_norms(documents)
-    return Inputs(
+    return SoftTensors(
         queries, documents, active, bounds, queries_scale, documents_scale, cu_seqlens, candidates, beta, lse,
         _grad_rows(problem, queries_mask, candidates, grad_scores),
     )  # fmt: skip
@@ -119,7 +119,11 @@ def _grad_rows(problem: Problem, queries_mask: Tensor | None, candidates: Tensor
 
 
 def _documents(
-    problem: Problem, plan: GradientPlan, inputs: Inputs, results: tuple[Tensor | None, Tensor | None], number: int
+    problem: Problem,
+    plan: SoftGradientPlan,
+    inputs: SoftTensors,
+    results: tuple[Tensor | None, Tensor | None],
+    number: int,
 ) -> Tensor | None:
     """Compute the documents' gradient and the slopes of beta, `number` documents of each group at a time.
 
@@ -143,9 +147,9 @@ def _documents(
     return partials if total is None else total.unsqueeze(0)
 
 
-def _queries(problem: Problem, plan: GradientPlan, inputs: Inputs, grad_queries: Tensor) -> Tensor | None:
+def _queries(problem: Problem, plan: SoftGradientPlan, inputs: SoftTensors, grad_queries: Tensor) -> Tensor | None:
     """Compute the gradient of the queries, or return sums [n, rows, d] of it."""
-    whole = plan.n_splits == 1 and not (problem.normalize and plan.operands.split)
+    whole = plan.n_splits == 1 and not (problem.normalize and plan.parts.split)
     sums = grad_queries
     if not whole:
         shape = plan.n_splits, problem.n_queries * problem.query_length, problem.size

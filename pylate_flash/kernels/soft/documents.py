@@ -13,15 +13,17 @@ import triton.language as tl
 from torch import Tensor
 
 from ..backward.common import owner
+from ..forward.common import split_products
 from ..launch import Kernel, Region
+from ..plan_backward import gradient_warps
+from ..reductions import LOG2E
 from ..rows import through_norm
-from .common import LOG2E, factor, split_products
-from .plan import gradient_warps
+from .common import factor
 
 if TYPE_CHECKING:
     from ...problem import Problem
-    from .inputs import Inputs
-    from .plan import GradientPlan
+    from ..plan_backward import SoftGradientPlan
+    from .inputs import SoftTensors
 
 
 @triton.jit(
@@ -181,8 +183,8 @@ _documents = Kernel(_documents_kernel)
 
 def walk_rows(
     problem: Problem,
-    plan: GradientPlan,
-    inputs: Inputs,
+    plan: SoftGradientPlan,
+    inputs: SoftTensors,
     results: tuple[Tensor | Region | None, Tensor | None, Tensor | None],
     first: int,
     number: int,
@@ -193,12 +195,12 @@ def walk_rows(
     """
     kind, tile, groups = problem.kind, plan.documents, 1 if problem.packed else problem.groups
     _documents(
-        (plan.n_blocks * number * groups, plan.operands.parts, 1),
+        (plan.n_blocks * number * groups, plan.parts.number, 1),
         (*inputs, *results),
         (problem.n_documents, problem.document_length, first, number, plan.n_blocks, problem.groups),
         (problem.rows, *plan.strides),
         (
-            problem.size, plan.operands.block, plan.operands.split, plan.operands.owned, tile.rows, tile.columns,
+            problem.size, plan.parts.block, plan.parts.split, plan.parts.owned, tile.rows, tile.columns,
             problem.rows % tile.columns == 0, problem.packed, problem.has_candidates, kind.documents_mask is not None,
             kind.zero_masked, problem.normalize, plan.rounded, kind.precision, *plan.units,
         ),

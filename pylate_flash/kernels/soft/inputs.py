@@ -9,7 +9,7 @@ from torch import Tensor
 from ..launch import Region
 
 
-class Inputs(NamedTuple):
+class SoftTensors(NamedTuple):
     """The tensors that the kernels read, in their order."""
 
     # [Nq, Lq, d], rows at equal distances, zeros where a token is masked.

@@ -8,16 +8,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..forward.common import document_range
+from ..forward.common import document_range, split_products
 from ..launch import Kernel
+from ..plan_backward import gradient_warps
+from ..reductions import LOG2E
 from ..rows import through_norm
-from .common import LOG2E, factor, split_products
-from .plan import gradient_warps
+from .common import factor
 
 if TYPE_CHECKING:
     from ...problem import Problem
-    from .inputs import Inputs
-    from .plan import GradientPlan
+    from ..plan_backward import SoftGradientPlan
+    from .inputs import SoftTensors
 
 
 @triton.jit(
@@ -144,16 +145,18 @@ def _queries_kernel(
 _queries = Kernel(_queries_kernel)
 
 
-def walk_documents(problem: Problem, plan: GradientPlan, inputs: Inputs, grad_queries: Tensor, whole: bool) -> None:
+def walk_documents(
+    problem: Problem, plan: SoftGradientPlan, inputs: SoftTensors, grad_queries: Tensor, whole: bool
+) -> None:
     """The gradient of the queries, `whole`, or sums of it in float32, [splits, rows, d], of scaled queries."""
     kind, tile = problem.kind, plan.queries
     _queries(
-        (-(-problem.rows // tile.rows) * problem.groups, plan.n_splits, plan.operands.parts),
+        (-(-problem.rows // tile.rows) * problem.groups, plan.n_splits, plan.parts.number),
         (*inputs, grad_queries),
         (problem.n_documents, problem.document_length, problem.groups, plan.n_splits),
         (problem.rows, *plan.strides),
         (
-            problem.size, plan.operands.block, plan.operands.split, plan.operands.owned, tile.rows, tile.columns,
+            problem.size, plan.parts.block, plan.parts.split, plan.parts.owned, tile.rows, tile.columns,
             problem.packed, problem.has_candidates, kind.documents_mask is not None, problem.normalize,
             problem.normalize and whole, plan.rounded, kind.precision, *plan.units,
         ),

@@ -18,21 +18,22 @@ import torch
 
 from ...ops.xtr_retrieval import Rule
 from ...problem import Problem
-from .plan import STEPS, plan_of
+from ..plan_operations import search_plan
+from ..tables import XTR_STEPS
 from .scores import Retrieved, score_retrieved
 from .search import begin, narrow, select_threshold
-from .walk import Inputs, collect, count_bins, find_maxima, tally
+from .walk import SearchTensors, collect, count_bins, find_maxima, tally
 
-__all__ = ["Inputs", "plan_of", "retrieve", "score_retrieved"]
+__all__ = ["SearchTensors", "search_plan", "retrieve", "score_retrieved"]
 
 
-def retrieve(problem: Problem, inputs: Inputs, rule: Rule) -> Retrieved:
+def retrieve(problem: Problem, inputs: SearchTensors, rule: Rule) -> Retrieved:
     """What the rows of padded queries retrieve of documents [Nd, Ld, d], which all of them meet.
 
     All tensors lie on the device, with contiguous rows; no dimension is 0.
     """
     device, rows, n_documents = problem.device, problem.rows, problem.n_documents
-    plan = plan_of(problem, rule.k)
+    plan = search_plan(problem, rule.k)
     best = torch.empty(n_documents, rows, dtype=torch.float32, device=device)
     winners = torch.empty(n_documents, rows, dtype=problem.winners_dtype, device=device)
     # What is kept of each row from one step to the next: maxima of groups, then similarities, then counts of bins.
@@ -48,7 +49,7 @@ def retrieve(problem: Problem, inputs: Inputs, rule: Rule) -> Retrieved:
         collect(problem, plan, inputs, scratch, state, counts)
         select_threshold(plan, counts, rule.with_whole, scratch, state)
         del counts
-    for _ in range(STEPS):
+    for _ in range(XTR_STEPS):
         count_bins(problem, plan, inputs, scratch, state)
         narrow(plan, rule.with_whole, scratch, state)
     del scratch

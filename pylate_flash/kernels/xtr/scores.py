@@ -8,10 +8,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .. import select
+from .. import tables
 from ..launch import Kernel, Region
 from ..overlap import wait_for_previous_kernel
-from ..tiles import power_of_two
+from ..tables import power_of_two
 from .keys import similarities_of
 
 if TYPE_CHECKING:
@@ -159,7 +159,7 @@ def score_retrieved(
     n_queries, n_documents, length = problem.n_queries, problem.n_documents, problem.query_length
     block_rows = power_of_two(length)
     block_documents = max(1, min(_DOCUMENTS, _TILE // block_rows))
-    slots = _PER_PROCESSOR * select.architecture(problem.device)[1]
+    slots = _PER_PROCESSOR * tables.architecture(problem.device)[1]
     n_runs = max(1, min(slots // n_queries, -(-n_documents // block_documents)))
     run = -(-n_documents // n_runs)
     _score(

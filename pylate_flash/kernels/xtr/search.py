@@ -10,9 +10,9 @@ from torch import Tensor
 
 from ..launch import Kernel, Region
 from ..overlap import wait_for_previous_kernel
-from ..tiles import power_of_two
+from ..plan_operations import SearchPlan
+from ..tables import XTR_BIN_BITS, power_of_two
 from .keys import LOWEST, keys_of
-from .plan import BIN_BITS, Plan
 
 if TYPE_CHECKING:
     from ...problem import Problem
@@ -209,7 +209,7 @@ _narrow = Kernel(_narrow_kernel, follows=True)
 
 def begin(
     problem: Problem,
-    plan: Plan,
+    plan: SearchPlan,
     best: Tensor,
     bounds: Tensor | Region | None,
     k: int,
@@ -241,13 +241,13 @@ def begin(
         (plan.scratch,),
         (
             maxima, min(_BLOCK, max(16, power_of_two(n_documents))), plan.groups, tile.columns, bounds is not None,
-            plan.collection.n_runs == 0, 1 << BIN_BITS, BIN_BITS,
+            plan.collection.n_runs == 0, 1 << XTR_BIN_BITS, XTR_BIN_BITS,
         ),
         (_warps(maxima), 1, None),
     )  # fmt: skip
 
 
-def select_threshold(plan: Plan, counts: Tensor, with_whole: bool, scratch: Tensor, state: Tensor) -> None:
+def select_threshold(plan: SearchPlan, counts: Tensor, with_whole: bool, scratch: Tensor, state: Tensor) -> None:
     """End the search of every row of which all similarities above its bound have found a place (`walk.collect`).
 
     The scratch of others begins with zeros as counts of bins then.
@@ -255,18 +255,22 @@ def select_threshold(plan: Plan, counts: Tensor, with_whole: bool, scratch: Tens
     (rows, n_runs, columns), packed = counts.shape, plan.collection.packed
     slots = power_of_two(n_runs * columns)
     _select(
-        (rows, 1, 1), (counts, scratch, state), (rows, n_runs), (plan.scratch,),
-        (slots, packed, plan.collection.depth, columns, with_whole, BIN_BITS), (_warps(max(slots, packed)), 1, None),
-    )  # fmt: skip
+        (rows, 1, 1),
+        (counts, scratch, state),
+        (rows, n_runs),
+        (plan.scratch,),
+        (slots, packed, plan.collection.depth, columns, with_whole, XTR_BIN_BITS),
+        (_warps(max(slots, packed)), 1, None),
+    )
 
 
 def _warps(elements: int) -> int:
     return max(1, min(8, elements // (32 * _PER_THREAD)))
 
 
-def narrow(plan: Plan, with_whole: bool, scratch: Tensor, state: Tensor) -> None:
+def narrow(plan: SearchPlan, with_whole: bool, scratch: Tensor, state: Tensor) -> None:
     """Narrow the search of every row by the counts of bins that its scratch begins with, which are zeros then."""
     _narrow(
         (len(scratch), 1, 1), (scratch, state), (len(scratch),), (plan.scratch,),
-        (1 << BIN_BITS, with_whole, BIN_BITS), (4, 1, None),
+        (1 << XTR_BIN_BITS, with_whole, XTR_BIN_BITS), (4, 1, None),
     )  # fmt: skip

@@ -16,9 +16,10 @@ from triton import knobs
 from ..forward.common import SUMMED_EMBEDDING, winner_of
 from ..forward.cuts import NO_WINNER
 from ..launch import Kernel, Region
+from ..plan_operations import SearchPlan
 from ..reductions import larger, max_along
+from ..tables import XTR_BIN_BITS
 from .keys import keys_of, similarities_of
-from .plan import BIN_BITS, Plan
 from .scatter import count, scatter
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ MAXIMA, COLLECT = tl.constexpr(_MAXIMA), tl.constexpr(_COLLECT)
 BINS, TALLY = tl.constexpr(_BINS), tl.constexpr(_TALLY)
 
 
-class Inputs(NamedTuple):
+class SearchTensors(NamedTuple):
     """Padded queries and documents, and of masked documents the active tokens and their numbers (`kernels.rows`)."""
 
     queries: Tensor
@@ -193,12 +194,16 @@ def _walk_kernel(
 _walk = Kernel(_walk_kernel)
 
 
-def find_maxima(problem: Problem, plan: Plan, inputs: Inputs, best: Tensor, winners: Tensor, scratch: Tensor) -> None:
+def find_maxima(
+    problem: Problem, plan: SearchPlan, inputs: SearchTensors, best: Tensor, winners: Tensor, scratch: Tensor
+) -> None:
     """Leave the best similarities [Nd, rows], their tokens, and in the scratch the maxima of groups if there are."""
     _launch(problem, plan, inputs, (best, winners, scratch, None, None), _MAXIMA)
 
 
-def collect(problem: Problem, plan: Plan, inputs: Inputs, scratch: Tensor, state: Tensor, counts: Tensor) -> None:
+def collect(
+    problem: Problem, plan: SearchPlan, inputs: SearchTensors, scratch: Tensor, state: Tensor, counts: Tensor
+) -> None:
     """Leave the similarities from that of the row's key on in the scratch, [runs, depth, columns], int32 bits.
 
     Only of rows whose search goes on. `counts` [rows, runs, columns] tells how many there are, which may be more than
@@ -209,20 +214,20 @@ def collect(problem: Problem, plan: Plan, inputs: Inputs, scratch: Tensor, state
     _launch(problem, plan, inputs, (None, None, scratch, state, counts), _COLLECT, collection.depth)
 
 
-def count_bins(problem: Problem, plan: Plan, inputs: Inputs, scratch: Tensor, state: Tensor) -> None:
+def count_bins(problem: Problem, plan: SearchPlan, inputs: SearchTensors, scratch: Tensor, state: Tensor) -> None:
     """Add what lies in each bin to the counts in the scratch, of the rows whose search goes on."""
     _launch(problem, plan, inputs, (None, None, scratch, state, None), _BINS)
 
 
-def tally(problem: Problem, plan: Plan, inputs: Inputs, state: Tensor, counts: Tensor) -> None:
+def tally(problem: Problem, plan: SearchPlan, inputs: SearchTensors, state: Tensor, counts: Tensor) -> None:
     """Leave the `counts` [2, Nd, rows] of tokens above the threshold, and equal to it, of rows that are tallied."""
     _launch(problem, plan, inputs, (None, None, None, state, counts), _TALLY)
 
 
 def _launch(
     problem: Problem,
-    plan: Plan,
-    inputs: Inputs,
+    plan: SearchPlan,
+    inputs: SearchTensors,
     to: tuple[Tensor | None, ...],
     mode: int,
     depth: int = 0,
@@ -238,7 +243,7 @@ def _launch(
         (*problem.query_strides, *problem.document_strides, plan.scratch),
         (
             problem.size, plan.block_embedding, tile.rows, tile.columns, plan.split, inputs.active is not None, mode,
-            plan.groups if mode == _MAXIMA else 0, depth, BIN_BITS, not knobs.runtime.interpret,
+            plan.groups if mode == _MAXIMA else 0, depth, XTR_BIN_BITS, not knobs.runtime.interpret,
             problem.kind.precision,
         ),
         (tile.num_warps, tile.num_stages, plan.registers),

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pylate_flash.kernels import select
+from pylate_flash.kernels import tables
 from pylate_flash.kernels.backward import gather, lists, sums
 from pylate_flash.kernels.rows import normalized_rows, through_normalized_rows
 from pylate_flash.ops.norms import inverse_norms, through_norms
@@ -21,11 +21,11 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")
 def low_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of 16 rows, lists that are summed in parts of 8, and a document at a time; no list by one program."""
     limits = {
-        "LIST_CHUNK_BITS": 4, "LIST_SEGMENT": 8, "_LISTS_MEMORY": 1, "LIST_BLOCK_BINS": 16, "_ALONE_ROWS": 0,
-        "_ALONE_ROWS_OF_FEW": 0, "_COMPARED": 8, "_COMPARE_ROWS": 4,
+        "LIST_CHUNK_BITS": 4, "LIST_SEGMENT": 8, "LISTS_MEMORY": 1, "LIST_BLOCK_BINS": 16, "ALONE_ROWS": 0,
+        "ALONE_ROWS_OF_FEW": 0, "COMPARED": 8, "COMPARE_ROWS": 4,
     }  # fmt: skip
     for name, value in limits.items():
-        monkeypatch.setattr(select, name, value)
+        monkeypatch.setattr(tables, name, value)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -66,8 +66,8 @@ def test_weights(normalize: bool, way: str, monkeypatch: pytest.MonkeyPatch) -> 
     for case in cases:
         weighted(case).check(way)
     # Documents shared by several programs.
-    monkeypatch.setattr(select, "_SPLIT_DOCUMENTS", 2)
-    monkeypatch.setattr(select, "architecture", lambda device: (9, 132))
+    monkeypatch.setattr(tables, "SPLIT_DOCUMENTS", 2)
+    monkeypatch.setattr(tables, "architecture", lambda device: (9, 132))
     weighted(dense((1, 9), (1, 7, 5), 12, "uniform", normalize)).check(way)
 
 
@@ -102,9 +102,9 @@ def test_weights_of_one_change_nothing(way: str) -> None:
 def test_lists_by_one_program(
     queries: tuple[int, int], documents: tuple[int, int, int], kind: str, few: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(select, "_ALONE_ROWS", 0 if few else 300)
-    monkeypatch.setattr(select, "_ALONE_ROWS_OF_FEW", 300)
-    monkeypatch.setattr(select, "architecture", lambda device: (9, 132 if few else 1))
+    monkeypatch.setattr(tables, "ALONE_ROWS", 0 if few else 300)
+    monkeypatch.setattr(tables, "ALONE_ROWS_OF_FEW", 300)
+    monkeypatch.setattr(tables, "architecture", lambda device: (9, 132 if few else 1))
     # What only other lists need.
     monkeypatch.setattr(lists, "_sort", None)
     dense(queries, documents, 12, kind).check("lists")
@@ -123,7 +123,7 @@ def test_lists_that_are_never_long_are_summed_by_one_program(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_more_tokens_than_one_pass_tells_apart(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(select, "LIST_BIN_BITS", 3)
+    monkeypatch.setattr(tables, "LIST_BIN_BITS", 3)
     dense((3, 9), (1, 2, 50), 8, kind).check("lists")
     packed((3, 9), [4, 0, 50], 8, kind).check("lists")
     with pytest.raises(ValueError, match="at most 64 tokens, got 65"):
@@ -139,8 +139,8 @@ def test_long_embeddings(way: str, normalize: bool) -> None:
 
 @pytest.mark.parametrize("normalize", [False, True])
 def test_documents_shared_by_several_programs(normalize: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(select, "_SPLIT_DOCUMENTS", 3)
-    monkeypatch.setattr(select, "architecture", lambda device: (9, 132))
+    monkeypatch.setattr(tables, "SPLIT_DOCUMENTS", 3)
+    monkeypatch.setattr(tables, "architecture", lambda device: (9, 132))
     dense((1, 3), (1, 11, 4), 12, "uniform", normalize).check("lists")
     packed((2, 3), [2] * 12, 12, "uniform", [0, 11, 12]).check("lists")
 
@@ -162,7 +162,7 @@ def test_scores_that_are_transposed_first(monkeypatch: pytest.MonkeyPatch) -> No
     problem = dense((4, 6), (1, 3, 5), 8, "uniform")
     expected = problem.run("lists")
     of_candidates = packed((1, 9), [4, 0, 11], 12, "skewed", [0, 3])
-    monkeypatch.setattr(select, "_TRANSPOSED_WINNERS", 1)
+    monkeypatch.setattr(tables, "TRANSPOSED_WINNERS", 1)
     assert all(torch.equal(a, b) for a, b in zip(problem.run("lists"), expected, strict=True))
     of_candidates.check("lists")
 
@@ -186,9 +186,9 @@ def test_not_a_number_stays_where_it_belongs(way: str) -> None:
 @pytest.mark.parametrize("n_queries", [3, 1])
 def test_a_masked_token_that_is_not_a_number_gets_no_gradient(n_queries: int, way: str, monkeypatch) -> None:
     """Nor does it change another one's, whatever its scores' gradients are: nobody chose it, or it chose nobody."""
-    monkeypatch.setattr(select, "_SPLIT_DOCUMENTS", 2)
+    monkeypatch.setattr(tables, "SPLIT_DOCUMENTS", 2)
     # One query's documents are shared by several programs.
-    monkeypatch.setattr(select, "architecture", lambda device: (9, 132 if n_queries == 1 else 1))
+    monkeypatch.setattr(tables, "architecture", lambda device: (9, 132 if n_queries == 1 else 1))
     for case in (
         dense((n_queries, 4), (1, 5, 6), 8, "uniform", True),
         packed((n_queries, 4), [6, 6, 6, 6], 8, "uniform", normalize=True),

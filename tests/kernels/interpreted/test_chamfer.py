@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 
 from pylate_flash import chamfer
-from pylate_flash.kernels.chamfer import plan
-from pylate_flash.kernels.tiles import Tile
+from pylate_flash.kernels import plan_operations, tables
+from pylate_flash.kernels.tables import Tile
 from pylate_flash.ops.chamfer_compute import ChamferOptions, Sets, compute_chamfer, problem_of_sets
 from tests.ops.chamfer_cases import (
     METRICS,
@@ -27,8 +27,8 @@ TYPES = (torch.float32, torch.float16)
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several of each set, with little to compute."""
-    for name, columns in (("_DIRECT", 64), ("_DIRECT_LONG", 64), ("_HALF", 32), ("_HALF_LONG", 32), ("_FLOAT", 32)):
-        monkeypatch.setattr(plan, name, Tile(16, columns, 4, 1))
+    for name, columns in (("DIRECT", 64), ("DIRECT_LONG", 64), ("HALF", 32), ("HALF_LONG", 32), ("FLOAT", 32)):
+        monkeypatch.setattr(tables, "CHAMFER_" + name, Tile(16, columns, 4, 1))
 
 
 @settings(max_examples=6)
@@ -51,7 +51,7 @@ def winners(sets: Sets, metric: str, implementation: str) -> tuple[torch.Tensor,
 @pytest.mark.parametrize("size", [3, 10, 300])
 def test_the_same_points_win_in_all_tiles(size: int, metric: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of integers, of which many are equal; some programs share the points of y."""
-    monkeypatch.setattr(plan.select, "architecture", lambda device: (8, 12))
+    monkeypatch.setattr(tables, "architecture", lambda device: (8, 12))
     generator = torch.Generator().manual_seed(size)
     x, y = (torch.randint(-1, 2, (2, length, size), generator=generator).float() for length in (35, 150))
     x[0, 20:], y[0, 100:] = x[0, :15].clone(), y[0, :50].clone()
@@ -59,7 +59,7 @@ def test_the_same_points_win_in_all_tiles(size: int, metric: str, monkeypatch: p
     mask[1, :70] = False
     sets = Sets(x, y, None, mask)
     problem = problem_of_sets(sets, ChamferOptions(0, 0, metric, "mean", 0.0, "triton"))
-    found_plan = plan.meeting_plan(problem)
+    found_plan = plan_operations.meeting_plan(problem)
     assert found_plan.n_shares > 1
     assert found_plan.row_blocks == 3
     assert found_plan.split is (size == 300)

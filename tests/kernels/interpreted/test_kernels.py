@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from pylate_flash.kernels import grids, select
+from pylate_flash.kernels import plan, tables
 from pylate_flash.ops import maxsim, maxsim_reference, maxsim_varlen, pack
 from pylate_flash.ops.compute import compute
 from pylate_flash.ops.varlen import maxsim_varlen_reference
@@ -120,12 +120,12 @@ def test_embeddings_in_two(
     size: int, first: int, second: int, n_queries: int, normalize: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Shared memory of compute capability 10 holds the longer ones."""
-    monkeypatch.setattr(select, "architecture", lambda device: (10, 1))
+    monkeypatch.setattr(tables, "architecture", lambda device: (10, 1))
     generator = torch.Generator().manual_seed(0)
     queries = torch.randn(n_queries, 9, size, generator=generator).half()
     documents = torch.randn(3, 70, size, generator=generator).half()
-    plan = select.forward_plan(problem_of(Tensors(queries, documents), Options()))
-    assert plan.form.blocks == (first, second, False)
+    chosen = plan.forward_plan(problem_of(Tensors(queries, documents), Options()))
+    assert chosen.config.blocks == (first, second, False)
     expected = maxsim_reference(queries.double(), documents.double(), normalize=normalize)
     assert relative_error(kernel(queries, documents, normalize=normalize), expected) <= 2e-6
 
@@ -174,12 +174,11 @@ def test_varlen_gradients(case: tuple) -> None:
 def small_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Documents of more than 70 tokens are cut into pieces of at most 70."""
 
-    def cuts(problem: Problem, *_: int, **__: int) -> grids.Cuts:
-        work = problem.n_tokens + problem.n_documents * grids.DOCUMENT_COST
-        return grids.Cuts(70, 70, -(-work // 70))
+    def cuts(problem: Problem, *_: int, **__: int) -> plan.Cuts:
+        work = problem.n_tokens + problem.n_documents * tables.DOCUMENT_COST
+        return plan.Cuts(70, 70, -(-work // 70))
 
-    for module in (grids, select):
-        monkeypatch.setattr(module, "cuts_of", cuts)
+    monkeypatch.setattr(plan, "cuts_of", cuts)
 
 
 @pytest.mark.parametrize(

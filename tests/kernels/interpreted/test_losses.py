@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 
 from pylate_flash import maxsim_cross_entropy
-from pylate_flash.kernels import chunks, select
+from pylate_flash.kernels import plan_backward, tables
 from pylate_flash.kernels.backward import write_gradients
 from pylate_flash.kernels.losses import ChunkedLoss, common, rescale
 from pylate_flash.ops import kernel_calls, kl_divergence_reference, margin_mse_reference
@@ -118,7 +118,7 @@ def check_step(case: LossCase) -> None:
     ],
 )
 def test_a_step(queries, documents, lists: bool, loss_reduction: str, loss: str, monkeypatch):
-    monkeypatch.setattr(select, "_FEW_ROWS", 0 if lists else 1 << 20)
+    monkeypatch.setattr(tables, "FEW_ROWS", 0 if lists else 1 << 20)
     check_step(problem(loss, queries, documents, loss_reduction=loss_reduction))
 
 
@@ -136,7 +136,7 @@ def test_a_step(queries, documents, lists: bool, loss_reduction: str, loss: str,
 )
 def test_chunks(loss, documents, packed: bool, scoring: dict, options: dict, dtype, lists: bool, monkeypatch) -> None:
     """Two queries at a time, of five."""
-    monkeypatch.setattr(select, "_FEW_ROWS", 0 if lists else 1 << 20)
+    monkeypatch.setattr(tables, "FEW_ROWS", 0 if lists else 1 << 20)
     if loss != "margin MSE":
         options = options | {"temperature": torch.tensor(2.0)}
     if "exclude" in options:
@@ -161,7 +161,7 @@ def test_short_memory_halves_the_chunk(monkeypatch: pytest.MonkeyPatch, caplog: 
         write_gradients(problem, *others)
 
     monkeypatch.setattr(kernel_calls, "write_gradients", write)
-    chunks._log_halving.cache_clear()
+    plan_backward._log_halving.cache_clear()
     for _ in range(2):
         check_results(case.run(implementation="triton"), expected, 1e-5, torch.float32)
     assert met == [5, 3, 2, 2, 1] * 2

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pylate_flash.kernels import grids, select
-from pylate_flash.kernels.select import forward_plan
+from pylate_flash.kernels import plan, tables
+from pylate_flash.kernels.plan import forward_plan
 from pylate_flash.ops import maxsim, maxsim_reference, maxsim_varlen, pack
 from pylate_flash.ops.varlen import maxsim_varlen_reference
 from pylate_flash.problem import Options, Problem, Tensors, problem_of
@@ -112,12 +112,11 @@ def test_packed(in_pieces: bool, query_lengths, candidates, normalize: bool, red
     """Empty documents and queries of unequal lengths, with gradients."""
     if in_pieces:
 
-        def cuts(problem: Problem, *_: int, **__: int) -> grids.Cuts:
-            work = problem.n_tokens + problem.n_documents * grids.DOCUMENT_COST
-            return grids.Cuts(70, 70, -(-work // 70))
+        def cuts(problem: Problem, *_: int, **__: int) -> plan.Cuts:
+            work = problem.n_tokens + problem.n_documents * tables.DOCUMENT_COST
+            return plan.Cuts(70, 70, -(-work // 70))
 
-        for module in (grids, select):
-            monkeypatch.setattr(module, "cuts_of", cuts)
+        monkeypatch.setattr(plan, "cuts_of", cuts)
     generator = torch.Generator().manual_seed(0)
     lengths = [71, 0, 30, 150, 0]
     queries, documents = (
@@ -129,8 +128,7 @@ def test_packed(in_pieces: bool, query_lengths, candidates, normalize: bool, red
         "candidates_cu_seqlens": owned, "normalize": normalize, "reduction": reduction, "empty_score": -7.5
     }  # fmt: skip
     tensors = Tensors(*arguments[:2], None, None, *arguments[2:], owned)
-    plan = forward_plan(problem_of(tensors, Options(max(query_lengths), 150, 3, normalize)))
-    assert plan.in_pieces == in_pieces
+    assert forward_plan(problem_of(tensors, Options(max(query_lengths), 150, 3, normalize))).in_pieces == in_pieces
 
     def function(*tensors: torch.Tensor, **options) -> torch.Tensor:
         return maxsim_varlen(*tensors, **options, implementation="triton")

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 
 from pylate_flash import maxsim_ragged, maxsim_ragged_pairwise, maxsim_varlen, pack
-from pylate_flash.kernels import grids
+from pylate_flash.kernels import tables
 from pylate_flash.ops import ragged
 from pylate_flash.ops.varlen import maxsim_varlen_reference
 from tests.kernels.interpreted.test_kernels import HALF_AND_FLOAT
@@ -78,8 +78,8 @@ def expected_of(queries: list[torch.Tensor], documents: list[torch.Tensor]) -> t
 
 @pytest.mark.parametrize("n_queries", [1, 3])
 def test_a_document_in_pieces(n_queries: int, units: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grids, "_SMALLEST_CUT", 128)
-    monkeypatch.setattr(grids, "_LONGEST_WHOLE", 100)
+    monkeypatch.setattr(tables, "SMALLEST_CUT", 128)
+    monkeypatch.setattr(tables, "LONGEST_WHOLE", 100)
     queries, documents = sequences(*[40] * n_queries), apart(sequences(3, 700, 0, 90, 120), 0)
     found = maxsim_ragged(queries, documents, implementation="triton")
     torch.testing.assert_close(found.double(), expected_of(queries, documents), rtol=2e-6, atol=2e-6)

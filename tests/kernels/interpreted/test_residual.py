@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pylate_flash import ResidualCodes, maxsim_residual
-from pylate_flash.kernels import select
+from pylate_flash.kernels import tables
 from pylate_flash.ops.residual import maxsim_residual_reference
 from tests.kernels.interpreted.test_kernels import HALF_AND_FLOAT
 from tests.ops.cases import relative_error
@@ -63,7 +63,7 @@ def test_tile_boundaries(nbits: int, shape: tuple[int, ...], lengths: list[int],
 
 
 def test_the_documents_of_a_gradient_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(select, "architecture", lambda device: (9, 2))
+    monkeypatch.setattr(tables, "architecture", lambda device: (9, 2))
     queries, documents = torch.randn(1, 4, 8), residual_codes([3, 0, 5] * 6, 8, 4)
     check(queries, documents, {})
     candidates = torch.arange(-1, 17).view(1, 18)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from pylate_flash.kernels.soft import plan as plans
+from pylate_flash.kernels import plan_backward
 from pylate_flash.ops import soft_maxsim, soft_maxsim_reference, soft_maxsim_varlen
 from pylate_flash.problem import Options, Tensors, problem_of
 from tests.ops.cases import Case, cases, relative_error
@@ -71,11 +71,11 @@ def test_tile_boundaries(queries_shape: tuple, documents_shape: tuple, normalize
     expected = soft_maxsim_reference(*case.doubled().tensors, beta, **case.keywords)
     assert relative_error(kernel(*case.tensors, beta, **case.keywords), expected) <= 2e-6
     problem = problem_of(Tensors(queries, documents), Options())
-    assert not plans.soft_gradient_plan(problem, True, 0).once
+    assert not plan_backward.soft_gradient_plan(problem, True, 0).once
     # Two documents of each query at a time.
-    room = plans.soft_gradient_plan(problem, True, 1 << 40).n_blocks * queries.nbytes * 2
-    assert plans.soft_gradient_plan(problem, True, room)[0]
-    assert plans.soft_gradient_plan(problem, True, room).documents_at_once == 2
+    room = plan_backward.soft_gradient_plan(problem, True, 1 << 40).n_blocks * queries.nbytes * 2
+    assert plan_backward.soft_gradient_plan(problem, True, room)[0]
+    assert plan_backward.soft_gradient_plan(problem, True, room).documents_at_once == 2
     expected = soft_gradients(soft_maxsim_reference, case.doubled(), beta)
     for budget in (0, room):
         found = soft_gradients(functools.partial(kernel, max_scratch_bytes=budget), case, beta)

@@ -6,10 +6,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from pylate_flash.kernels import select
+from pylate_flash.kernels import plan_operations, tables
 from pylate_flash.kernels.launch import Kernel
-from pylate_flash.kernels.xtr import Inputs, plan, retrieve, scores, search
-from pylate_flash.kernels.xtr.plan import plan_of
+from pylate_flash.kernels.xtr import SearchTensors, retrieve, scores, search
 from pylate_flash.ops import xtr, xtr_scores, xtr_scores_reference
 from pylate_flash.ops.xtr_retrieval import Retrieval, Rule, pool_of, scoring
 from pylate_flash.problem import Options, Tensors, problem_of
@@ -45,7 +44,7 @@ def test_shapes(queries: tuple[int, ...], documents: tuple[int, ...], k: int, gr
     # The first tile of a document, and a whole document.
     masks[1][0, :64] = masks[1][-1] = False
     problem = problem_of(Tensors(*embeddings, *masks), Options())
-    assert plan_of(problem, k).groups == groups
+    assert plan_operations.search_plan(problem, k).groups == groups
     case = Case(*embeddings, *masks, {"k": k, "normalizer": "positive" if groups else "retrieved", "empty_score": -9.0})
     with torch.no_grad():
         found = kernel(*case.tensors, **case.keywords)
@@ -67,9 +66,10 @@ def test_thresholds_are_found_to_the_last_bit() -> None:
     # A bound that leaves too little room, and one that leaves enough; not where all is packed; no places at all.
     for maxima, collection in ((0, (10, 1, 1, 32)), (4, (5, 2, 8, 32)), (0, (5, 2, 8, 16)), (4, (0, 0, 0, 0))):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(plan, "_MAXIMA_PER_TOKEN", maxima)
-            patch.setattr(plan, "_collection", lambda *sizes, found=collection: plan.Collection(*found))
-            best, winners, state, counts = retrieve(problem, Inputs(queries, documents, None, None), rule)
+            patch.setattr(tables, "XTR_MAXIMA_PER_TOKEN", maxima)
+            given = plan_operations.Collection(*collection)
+            patch.setattr(plan_operations, "_collection", lambda *sizes, given=given: given)
+            best, winners, state, counts = retrieve(problem, SearchTensors(queries, documents, None, None), rule)
         keys, _, n_equal, tallied = state
         thresholds = torch.where(keys < 0, keys ^ 0x7FFFFFFF, keys).view(torch.float32)
         retrieval = Retrieval(best, winners, thresholds, n_equal, tallied.bool(), *counts)
@@ -96,7 +96,7 @@ def test_nan_is_retrieved_first() -> None:
 @pytest.mark.parametrize("normalizer", ["positive", "retrieved"])
 def test_ties_across_programs(normalizer: str, processors: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Documents of a query that several programs share: of equal tokens, those of earlier documents are retrieved."""
-    monkeypatch.setattr(select, "architecture", lambda device: (9, processors))
+    monkeypatch.setattr(tables, "architecture", lambda device: (9, processors))
     monkeypatch.setattr(scores, "_DOCUMENTS", 4)
     # Documents counted, and looked at, in two parts; two queries at a time.
     monkeypatch.setattr(scores, "_COUNTED", 16)

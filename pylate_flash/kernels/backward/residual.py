@@ -9,13 +9,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..forward.codes import decompressed
 from ..launch import Kernel
-from .decompress import decompressed
+from ..plan_backward import ResidualGradientPlan, residual_gradient_plan
 
 if TYPE_CHECKING:
-    from ...problem import Problem
-    from . import Codes
-    from .plan import GradientPlan
+    from ...problem import Problem, Tensors
+    from ..forward import Codes
 
 
 @triton.jit(
@@ -78,7 +78,17 @@ _gradient = Kernel(_gradient_kernel)
 _TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
 
-def gradient_sums(problem: Problem, plan: GradientPlan, codes: Codes, grad_scores: Tensor, winners: Tensor) -> Tensor:
+def residual_backward(problem: Problem, tensors: Tensors, codes: Codes, grad_scores: Tensor, winners: Tensor) -> Tensor:
+    """The gradient of the queries [Nq, Lq, d], in their type, from that of the scores, float32 with any strides."""
+    sums = _sums(problem, residual_gradient_plan(problem), codes, grad_scores, winners)
+    total = sums.sum(dim=0).view(tensors.queries.shape)
+    if problem.kind.weighted:
+        assert tensors.queries_mask is not None
+        total *= tensors.queries_mask.unsqueeze(-1)
+    return total.to(problem.dtype)
+
+
+def _sums(problem: Problem, plan: ResidualGradientPlan, codes: Codes, grad_scores: Tensor, winners: Tensor) -> Tensor:
     """Partial sums [splits, Nq * Lq, d] of the gradient of the queries, float32, without the weights of their mask."""
     shape = plan.n_splits, problem.groups * problem.rows, problem.size
     sums = torch.empty(*shape, dtype=torch.float32, device=problem.device)

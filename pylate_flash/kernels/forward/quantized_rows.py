@@ -15,7 +15,7 @@ from ..launch import Kernel
 from ..overlap import wait_for_previous_kernel
 from ..reductions import max_along
 from ..rows import inverse_norm, row_addresses
-from ..tiles import power_of_two
+from ..tables import power_of_two
 
 _LARGEST_INT8 = tl.constexpr(LARGEST["int8"])
 _LARGEST_FP8 = tl.constexpr(LARGEST["fp8"])

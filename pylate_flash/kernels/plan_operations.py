@@ -1,0 +1,200 @@
+"""How hidden states are projected, how XTR's search walks through similarities, and how two sets of points meet."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from . import tables
+from .config import divided_strides, embedding_blocks, stacked_tile
+from .plan import run_length
+from .tables import FusedTile, Tile
+from .versions import has_gluon
+
+if TYPE_CHECKING:
+    from ..problem import Problem
+
+
+class FusedPlan(NamedTuple):
+    """How hidden states are projected by a kernel, which scores query rows too, or writes embeddings."""
+
+    tile: FusedTile
+    n_tokens: int
+    n_tiles: int
+    # Programs, which take every so many-th tile.
+    programs: int
+
+
+def fused_plan(
+    rows: int, n_tokens: int, weight_shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> FusedPlan | None:
+    """Plan for `n_tokens` hidden states that meet `rows` query rows (1: that are projected only), or None."""
+    capability, processors = tables.architecture(device)
+    tile = fused_tile(capability, rows, *weight_shape, dtype.itemsize)
+    if tile is None or not 0 < n_tokens < 1 << 31:
+        return None
+    n_tiles = -(-n_tokens // tile.rows)
+    return FusedPlan(tile, n_tokens, n_tiles, min(n_tiles, processors))
+
+
+@functools.lru_cache(maxsize=1024)
+def fused_tile(capability: int, rows: int, size: int, d_model: int, element_size: int) -> FusedTile | None:
+    """Tile of the kernel that projects d_model elements to `size` and scores `rows` query rows, or None."""
+    blocks = -(-rows // tables.FUSED_MAX_COLUMNS)
+    if (
+        capability != 9
+        or element_size != 2
+        or not 0 < blocks <= tables.FUSED_MAX_BLOCKS
+        or size > 128
+        or size % 8
+        or d_model % 8
+        or not has_gluon()
+    ):
+        return None
+    columns = max(16, min(tables.FUSED_MAX_COLUMNS, tables.power_of_two(rows)))
+    embedding = max(16, tables.power_of_two(size))
+    free = tables.FUSED_SHARED_MEMORY - blocks * columns * embedding * element_size
+    stages = min(6, free // ((tables.FUSED_ROWS + embedding) * tables.FUSED_CHUNK * element_size))
+    return FusedTile(tables.FUSED_ROWS, tables.FUSED_CHUNK, embedding, blocks, columns, stages)
+
+
+class Collection(NamedTuple):
+    """How the tokens above a bound are collected: runs of so many documents, and places of a run's column.
+
+    At most so many of a row are then `packed`, a power of two. None are collected where `n_runs` is 0.
+    """
+
+    run: int
+    n_runs: int
+    depth: int
+    packed: int
+
+    def places(self, columns: int) -> int:
+        """Places of a row, for tiles of so many columns."""
+        return self.n_runs * columns * self.depth
+
+
+class SearchPlan(NamedTuple):
+    """How similarities are walked through: a tile, elements of an embedding in a block, and whether it takes several.
+
+    `groups` of each tile have a maximum of their own (0: only documents have); of all, the first `n_groups` are looked
+    at.
+    """
+
+    tile: Tile
+    block_embedding: int
+    split: bool
+    row_blocks: int
+    run: int
+    n_runs: int
+    groups: int
+    n_groups: int
+    collection: Collection
+    # Elements of each row's scratch memory: for the groups, for the collection, places and packed, or for the bins.
+    scratch: int
+    # Registers of a thread, so that two programs share a processor, where that needs no memory in their place.
+    registers: int | None
+
+
+def search_plan(problem: Problem, k: int) -> SearchPlan:
+    capability, processors = tables.architecture(problem.device)
+    item, n_documents = problem.dtype.itemsize, problem.n_documents
+    tile = stacked_tile(capability, problem.size, item, problem.rows, True)
+    blocks = embedding_blocks(capability, problem.size, item)
+    # One block, of which a part is padding, where the forward takes two.
+    block_embedding = blocks.first if blocks.split or not blocks.second else max(16, tables.power_of_two(problem.size))
+    row_blocks = -(-problem.rows // tile.rows)
+    run = run_length(n_documents, row_blocks, processors, per_processor=2, longest=16)
+    groups, n_groups, wanted = 0, n_documents, min(tables.XTR_MOST_MAXIMA, tables.XTR_MAXIMA_PER_TOKEN * k)
+    if n_documents < wanted:
+        n_tiles = n_documents * -(-problem.document_length // tile.columns)
+        groups = next((few for few in (1, 2) if few * n_tiles >= wanted), tables.XTR_MAX_GROUPS)
+        n_groups = groups * n_tiles
+    n_groups = min(tables.XTR_MOST_MAXIMA, n_groups)
+    collection = _collection(n_documents, k, tile.columns, row_blocks, processors)
+    collected = collection.places(tile.columns) + collection.packed
+    # In multiples of 16, as launches want it.
+    scratch = -(-max(1 << tables.XTR_BIN_BITS, n_groups if groups else 0, collected) // 16) * 16
+    return SearchPlan(
+        tile, block_embedding, blocks.split, row_blocks, run, -(-n_documents // run), groups, n_groups, collection,
+        scratch, None if blocks.split or item > 2 else tables.REGISTERS // (2 * 32 * tile.num_warps),
+    )  # fmt: skip
+
+
+def _collection(n_documents: int, k: int, columns: int, row_blocks: int, processors: int) -> Collection:
+    """Collect by as many programs as run at a time, or not at all if there are not places for half of the processors.
+
+    A program has places of its own, so that it needs to ask no other where to put a token.
+    """
+    n_runs = min(n_documents, max(1, 2 * processors // row_blocks))
+    packed = min(tables.XTR_MOST_PLACES, max(16, tables.power_of_two(tables.XTR_COLLECTED_PER_TOKEN * k)))
+    while n_runs > 0:
+        mean = 1.5 * k / (columns * n_runs)
+        found = Collection(-(-n_documents // n_runs), n_runs, math.ceil(mean + 4 * math.sqrt(mean) + 4), packed)
+        if found.places(columns) <= tables.XTR_MOST_PLACES and 2 * row_blocks * n_runs >= processors:
+            return found._replace(n_runs=-(-n_documents // found.run))
+        n_runs //= 2
+    return Collection(0, 0, 0, 0)
+
+
+class MeetingPlan(NamedTuple):
+    """How the points of two sets meet."""
+
+    tile: Tile
+    # Whether a tile is computed coordinate by coordinate; else its elements of a point, and whether they are a part.
+    direct: bool
+    block: int
+    split: bool
+    groups: int
+    # Triton's name for how products are computed.
+    precision: str
+    strides: tuple[int, ...]
+    units: tuple[int, int]
+    # Programs of a pair: blocks of points of x, and shares of so many points of y.
+    row_blocks: int
+    share: int
+    n_shares: int
+
+
+def meeting_plan(problem: Problem) -> MeetingPlan:
+    """Choose the tile and the grid."""
+    size, item = problem.size, problem.dtype.itemsize
+    direct, block, split = size <= tables.DIRECT_SIZE, max(16, tables.power_of_two(size)), False
+    if direct:
+        tile = tables.CHAMFER_DIRECT if size <= tables.DIRECT_SIZE // 2 else tables.CHAMFER_DIRECT_LONG
+    else:
+        split = block > tables.CHAMFER_MAX_WHOLE[item]
+        if split:
+            block = tables.CHAMFER_PART_BYTES // item
+        tile = (
+            tables.CHAMFER_FLOAT
+            if item == 4
+            else tables.CHAMFER_HALF
+            if split or block <= 128
+            else tables.CHAMFER_HALF_LONG
+        )
+    row_blocks = -(-problem.query_length // tile.rows)
+    programs = row_blocks * problem.n_queries
+    tiles = -(-problem.document_length // tile.columns)
+    share = run_length(
+        tiles,
+        programs,
+        tables.architecture(problem.device)[1],
+        tables.CHAMFER_PER_PROCESSOR,
+        tables.CHAMFER_LONGEST_SHARE,
+    )
+    precision = problem.kind.precision
+    if problem.dtype == torch.float32 and precision == "ieee":
+        # Three products of tensor cores, which leave 22 of float32's 24 bits. The distances themselves are computed
+        # from their points, in float32.
+        precision = "tf32x3"
+    strides, *units = divided_strides(problem.query_strides, problem.document_strides)
+    # A set of y is a document alone in its group.
+    strides = strides[:3] + strides[4:]
+    return MeetingPlan(
+        tile, direct, block, split, tables.CHAMFER_DIRECT_GROUPS if direct else tables.CHAMFER_GROUPS, precision,
+        strides, (units[0], units[1]), row_blocks, share * tile.columns, -(-tiles // share),
+    )  # fmt: skip
