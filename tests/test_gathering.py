@@ -181,10 +181,11 @@ def work(rank: int, path: str, folder: Path, world: int) -> None:
             loss = kind(model, gather_across_devices=True, scorer=scorer, masking="zero")
             features = batch(model, texts, pad=True) if scorer == "pylate_flash" else columns
             results["PyLate's scorer", kind.__name__, scorer] = value_and_gradient(loss, model, features)
-    try:
-        losses.Contrastive(model, gather_across_devices=True, scorer="torch")(own)
-    except ValueError as error:
-        results["refused"] = str(error)
+    for name, arguments in (("refused", {"scorer": "torch"}), ("refused, smooth", {"smooth": 5.0, "masking": "zero"})):
+        try:
+            losses.Contrastive(model, gather_across_devices=True, **arguments)(own)
+        except ValueError as error:
+            results[name] = str(error)
     torch.save(results, folder / f"rank-{rank}.pt")
     dist.destroy_process_group()
 
@@ -325,7 +326,8 @@ def test_pylates_scorer_gathers_other_lengths(ranks: list, name: str) -> None:
         assert_same(found, expected)
 
 
-def test_pylates_scorer_refuses_other_batch_sizes_on_all_ranks(ranks: list) -> None:
+def test_what_cannot_be_gathered_is_refused_on_all_ranks(ranks: list) -> None:
     sizes = [rows.stop - rows.start for rows in ROWS[len(ranks)]]
     for results in ranks:
         assert results["refused"].startswith(f"gather_across_devices: {sizes} queries and {[2] * len(ranks)} columns")
+        assert results["refused, smooth"].startswith('smooth: needs masking="exclude"')

@@ -211,6 +211,11 @@ def test_pairwise_takes_what_can_be_gone_through(batch: dict) -> None:
     assert torch.equal(colbert_scores_pairwise(iter(queries), tuple(documents), backend="torch"), expected)
     with pytest.raises(TypeError, match="documents_embeddings must be a tensor, an array or a list of them, got int"):
         colbert_scores_pairwise(queries, 3)
+    # What numpy makes of lists of one length, asked for objects.
+    padded = documents.numpy().astype(object)
+    for scores in (colbert_scores, colbert_scores_pairwise):
+        with pytest.raises(TypeError, match="documents_embeddings must hold numbers, got an array of object"):
+            scores(queries, padded)
 
 
 def test_arrays_with_negative_strides(batch: dict) -> None:

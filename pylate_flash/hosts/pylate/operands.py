@@ -53,7 +53,7 @@ def _log_left_to_pylate(dtype: torch.dtype) -> None:
 def tensor_of(name: str, value: Any, shape: str) -> Tensor:
     """`value` as a tensor of as many dimensions as `shape` names, converted as PyLate converts it."""
     try:
-        tensor = convert_to_tensor(_forwards(value))
+        tensor = convert_to_tensor(_numbers(name, value))
     except (RuntimeError, ValueError) as error:
         raise ValueError(
             f"{name} must be {shape}, and the items of the list do not stack into that ({error}); pad them, for "
@@ -70,7 +70,7 @@ def mask_of(name: str, value: Any) -> Tensor | None:
     """A mask as a tensor; its shape is left to the op."""
     if value is None:
         return None
-    tensor = convert_to_tensor(_forwards(value))
+    tensor = convert_to_tensor(_numbers(name, value))
     if tensor is None:
         raise TypeError(f"{name} must be a tensor, an array, a nested list or None, got {_kind(value)}")
     return tensor
@@ -95,14 +95,18 @@ def flat_mask(mask: Tensor | None, documents: Tensor) -> Tensor | None:
     return mask.flatten(0, 1)
 
 
-def _forwards(value: Any) -> Any:
+def _numbers(name: str, value: Any) -> Any:
     """An array that torch takes, a copy of one with negative strides; anything else as it is."""
-    return value.copy() if isinstance(value, np.ndarray) and min(value.strides, default=0) < 0 else value
+    if not isinstance(value, np.ndarray):
+        return value
+    if value.dtype.kind not in "biufc":
+        raise TypeError(f"{name} must hold numbers, got an array of {value.dtype}")
+    return value.copy() if min(value.strides, default=0) < 0 else value
 
 
 def listed(value: Any, name: str) -> Tensor | np.ndarray | list:
     """A list of what is neither a tensor nor a padded array, but can be gone through: a tuple, an iterator."""
-    if isinstance(value, Tensor) or (isinstance(value, np.ndarray) and value.ndim == 3 and value.dtype != object):
+    if isinstance(value, Tensor) or (isinstance(value, np.ndarray) and value.ndim == 3):
         return value
     try:
         return list(value)
@@ -116,7 +120,7 @@ def _kind(value: Any) -> str:
 
 def tokens_of(values: Any, name: str, *index: int) -> list[Tensor]:
     """Queries or documents, `name[index...][i]` in errors, each as a tensor [L, d], or [0] if it is an empty list."""
-    found = [torch.from_numpy(_forwards(value)) if isinstance(value, np.ndarray) else value for value in values]
+    found = [torch.from_numpy(_numbers(name, value)) if isinstance(value, np.ndarray) else value for value in values]
     # Of a thousand, what is asked of each alone takes longer than a kernel that scores them.
     if set(map(type, found)) == {Tensor} and set(map(Tensor.dim, found)) == {2}:
         return found
