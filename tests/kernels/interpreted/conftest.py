@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from triton.language.core import is_builtin
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -35,22 +34,25 @@ def unwritten_memory_is_nan() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def known_builtins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter looks for the language's functions whenever one calls another, a third of the time."""
+def patched_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter patches the language whenever one function calls another: once for a launch is enough."""
     from triton.runtime import interpreter
 
-    names: dict[object, list[str]] = {}
+    patch, launched = interpreter._patch_lang, interpreter.GridExecutor.__call__
+    scopes: dict[int, Any] = {}
 
-    def patch_builtin(package, builder, scope) -> None:
-        if package not in names:
-            names[package] = [name for name, _ in inspect.getmembers(package)]
-            names[package] = [name for name in names[package] if callable(getattr(package, name))]
-        for name in names[package]:
-            member = getattr(package, name)
-            if is_builtin(member):
-                interpreter._patch_attr(package, name, member, builder, scope)
+    def patch_once(function: Callable) -> Any:
+        module = id(function.__globals__)
+        if module not in scopes:
+            scopes[module] = patch(function)
+        return scopes[module]
 
-    monkeypatch.setattr(interpreter, "_patch_builtin", patch_builtin)
+    def launch(self: Any, *arguments: Any, **named: Any) -> None:
+        scopes.clear()
+        launched(self, *arguments, **named)
+
+    monkeypatch.setattr(interpreter, "_patch_lang", patch_once)
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", launch)
 
 
 @pytest.fixture(autouse=True)

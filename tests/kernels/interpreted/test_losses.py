@@ -174,7 +174,7 @@ def test_short_memory_halves_the_chunk(monkeypatch: pytest.MonkeyPatch, caplog: 
     assert met[10:] == [5, 3, 2, 1]
 
 
-@pytest.mark.parametrize(("queries", "documents"), [((5, 4, 8), (7, 6, 8)), ((3, 100, 8), (3, 4, 9, 8))])
+@pytest.mark.parametrize(("queries", "documents"), [((5, 4, 8), (7, 6, 8)), ((2, 70, 8), (2, 3, 9, 8))])
 @pytest.mark.parametrize(
     ("masks", "scoring"),
     [
