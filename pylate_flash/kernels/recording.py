@@ -76,10 +76,11 @@ class _Memory:
 
 class _Operator(NamedTuple):
     function: Any
-    # Its arguments without their structure, or those by place and by name, where tensors are in no list among them.
+    # Its arguments by place and by name; or, where tensors are in lists among them, without their structure.
     leaves: list
-    structure: Any
     by_name: dict
+    structure: Any
+    has_effects: bool
     results: tuple[int, ...]
     # Of an allocation: the tensor that it made, and does not fill.
     allocates: Callable[[], Tensor] | None
@@ -173,11 +174,13 @@ class Recorder(TorchDispatchMode):
             allocates = _allocation(tuple(result.shape), stride, result.dtype, result.device)
         indices = tuple([self._add(tensor) for tensor in results])
         by_name: dict = {}
-        if not any(isinstance(argument, tuple | list) for argument in args) and not any(
-            isinstance(argument, tuple | list | Tensor) for argument in kwargs.values()
-        ):
-            leaves, structure, by_name = leaves[: len(args)], None, kwargs
-        self.steps.append(_Operator(function, leaves, structure, by_name, indices, allocates))
+        if not any(isinstance(argument, tuple | list) for argument in (*args, *kwargs.values())):
+            leaves, by_name, structure = leaves[: len(args)], dict(zip(kwargs, leaves[len(args) :], strict=True)), None
+        has_effects = function._schema.is_mutable
+        if function is _aten._to_copy.default and set(by_name) == {"dtype"}:
+            # Half of the operator's host time, which has many options to read.
+            function, leaves, by_name = Tensor.to, [*leaves, by_name["dtype"]], {}
+        self.steps.append(_Operator(function, leaves, by_name, structure, has_effects, indices, allocates))
         return None
 
     def _add(self, tensor: Tensor) -> int:
@@ -293,8 +296,9 @@ class Recording:
                 launched.update(place.number for place in step.places if place is not None)
                 needed.update(place.number for place in step.places[: step.n_tensors] if place is not None)
             elif step.allocates is None:
-                if step.function._schema.is_mutable or not (needed | launched).isdisjoint(step.results):
-                    needed.update(step.results, (leaf.number for leaf in step.leaves if isinstance(leaf, _Value)))
+                if step.has_effects or not (needed | launched).isdisjoint(step.results):
+                    given = (*step.leaves, *step.by_name.values())
+                    needed.update(step.results, (leaf.number for leaf in given if isinstance(leaf, _Value)))
                 else:
                     steps[number] = None
             elif not any(index in launched or index in needed for index in memory_of[step.results[0]].values):
@@ -334,7 +338,8 @@ def _allocate() -> None:
 
 
 def _operate(step: _Operator, values: list[Tensor | None], addresses: list[int]) -> None:
-    args, kwargs = [values[leaf.number] if type(leaf) is _Value else leaf for leaf in step.leaves], step.by_name
+    args = [values[leaf.number] if type(leaf) is _Value else leaf for leaf in step.leaves]
+    kwargs = {name: values[leaf.number] if type(leaf) is _Value else leaf for name, leaf in step.by_name.items()}
     if step.structure is not None:
         args, kwargs = tree_unflatten(args, step.structure)
     result = step.function(*args, **kwargs)

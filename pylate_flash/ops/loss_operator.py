@@ -225,14 +225,15 @@ _NO_GRADIENTS = (None,) * (_N_TENSORS - _N_DIFFERENTIABLE)
 def _scaled(given: Sequence[Any], likes: Sequence[Any], by_kernels: bool) -> list[Tensor | None]:
     """The gradients, after that of the loss, times it, in place where they have the type that they are to have."""
     grad_loss, grad_queries, grad_documents, slope = given
-    in_place = (grad_queries is None or grad_queries.dtype == likes[0][0]) and (
-        grad_documents is None or grad_documents.dtype == likes[1][0]
+    dtypes = likes[0][0], likes[1][0]
+    in_place = all(
+        one is None or one.dtype == dtype for one, dtype in zip((grad_queries, grad_documents), dtypes, strict=True)
     )
-    if in_place and by_kernels:
-        kernels().rescale(grad_loss, grad_queries, grad_documents)
+    if by_kernels:
+        grad_queries, grad_documents = kernels().rescale(grad_loss, grad_queries, grad_documents, dtypes)
     elif not in_place or not (is_readable(grad_loss) and grad_loss == 1):
-        grad_queries = None if grad_queries is None else _times(grad_queries, grad_loss, likes[0][0])
-        grad_documents = None if grad_documents is None else _times(grad_documents, grad_loss, likes[1][0])
+        grad_queries = None if grad_queries is None else _times(grad_queries, grad_loss, dtypes[0])
+        grad_documents = None if grad_documents is None else _times(grad_documents, grad_loss, dtypes[1])
     return [grad_queries, grad_documents, None if slope is None else _times(slope, grad_loss, likes[2][0])]
 
 

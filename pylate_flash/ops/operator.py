@@ -93,9 +93,8 @@ def signature(operation: object, tensors: Sequence[Any], options: tuple, packed:
         if number < repeated_devices or number != device or tensor.layout is not torch.strided or tensor.is_nested:
             # What cannot be repeated may not even be a tensor to compute with at once.
             return UNREPEATED if is_plain(*tensors) else NOT_PLAIN
-        address, shape = tensor.data_ptr(), tensor.shape
-        if index == packed:
-            shape = (rounded_total(shape[0]), *shape[1:])
+        address = tensor.data_ptr()
+        shape = tensor.shape if index != packed else (rounded_total(tensor.shape[0]), *tensor.shape[1:])
         key += (shape, tensor.stride(), tensor.dtype, number, tensor.requires_grad, address & 15)
     return tuple(key)
 

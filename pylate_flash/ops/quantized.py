@@ -71,10 +71,11 @@ def scores_of_quantized(
 
 def _arguments(operation: str, given: Sequence, how: tuple) -> tuple:
     """Those of the operator, after the checks that it relies on and autocast."""
-    *tensors, scales, offsets = given
-    *options, quantize_queries = how
-    tensors = checked_with_values(operation, Tensors(*tensors), Options(*options))
-    options = Options(*options)._replace(empty_score=checked_number("empty_score", Options(*options).empty_score))
+    *rows, scales, offsets = given
+    *named, quantize_queries = how
+    options = Options(*named)
+    tensors = checked_with_values(operation, Tensors(*rows), options)
+    options = options._replace(empty_score=checked_number("empty_score", options.empty_score))
     return *tensors, *options, scales, offsets, checked_flag("quantize_queries", quantize_queries)
 
 

@@ -79,7 +79,8 @@ def test_distillation(normalize_scores: bool, temperature: Tensor | None, capabi
 @pytest.mark.parametrize("sizes", [(70, 9), (70, 0), (0, 9)])
 def test_rescale(sizes: tuple[int, int], dtype: torch.dtype, capability: int, monkeypatch) -> None:
     tensors = [torch.empty(size, dtype=dtype) if size else None for size in sizes]
-    check(rescaling, "_rescale", lambda: rescale(torch.ones(()), *tensors), capability, monkeypatch)
+    for dtypes in ((dtype, dtype), (torch.float32, torch.float32)):
+        check(rescaling, "_rescale", lambda to=dtypes: rescale(torch.ones(()), *tensors, to), capability, monkeypatch)
 
 
 @pytest.mark.parametrize("way", WAYS)

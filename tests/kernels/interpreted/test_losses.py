@@ -356,10 +356,14 @@ def test_gradients_of_scores_are_divided_and_lie_as_the_backward_wants_them(kind
 
 @pytest.mark.parametrize("sizes", [(70, 9), (70, 0), (0, 9)])
 @pytest.mark.parametrize("factor", [1.0, 0.5, 0.0, torch.nan])
-def test_gradients_are_multiplied_in_place(factor: float, sizes: tuple[int, int]) -> None:
+@pytest.mark.parametrize("dtypes", [(torch.float16, torch.float16), (torch.float32, torch.float16)])
+def test_gradients_are_multiplied(factor: float, sizes: tuple[int, int], dtypes: tuple) -> None:
+    """In place where they have the type that they are to have."""
     given = [torch.randn(size).half() if size else None for size in sizes]
-    found = [None if tensor is None else tensor.clone() for tensor in given]
-    rescale(torch.tensor(factor), *found)
-    for tensor, before in zip(found, given, strict=True):
+    copies = [None if tensor is None else tensor.clone() for tensor in given]
+    found = rescale(torch.tensor(factor), *copies, dtypes)
+    for tensor, copy, before, dtype in zip(found, copies, given, dtypes, strict=True):
+        assert (tensor is copy) == (before is None or dtype == torch.float16)
         if tensor is not None:
-            torch.testing.assert_close(tensor, before * factor, equal_nan=True)
+            expected = (before.float() * factor).to(dtype)
+            torch.testing.assert_close(tensor, expected, rtol=0, atol=0, equal_nan=True)
