@@ -34,7 +34,7 @@ def _chosen_tokens(query_tokens_ptr, columns, n_chosen, query_length, last):
         other = tl.load(query_tokens_ptr + others, mask=others < n_chosen, other=-1)
         again = (other[None, :] == chosen[:, None]) & (others[None, :] < columns[:, None])
         counted = counted & (tl.max(again.to(tl.int32), axis=1) == 0)
-    return tl.where(counted, chosen, 0).to(tl.int64), counted
+    return tl.where(counted, chosen, 0).to(tl.int32), counted
 
 
 @triton.jit(
@@ -156,7 +156,8 @@ def _single_kernel(
 
     # flatten and index: as in `stacked`. 31 microseconds instead of 36 at 1 x 1000, 32 x 300; 75 instead of 82 at 1 x
     # 1000, 32 x 1024.
-    for index in tl.range(0, last - first, flatten=FLATTEN):
+    # Of chosen tokens there is one document, and no loop.
+    for index in tl.range(0, 1 if CHOSEN else last - first, flatten=FLATTEN):
         document = first + index
         base, length = document_range(
             documents_ptr, cu_seqlens_ptr, offsets_ptr, query, document, document_length,
