@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .jit import kernel
 from .launch import Kernel, Region
 from .tables import power_of_two
 
@@ -66,7 +67,7 @@ def through_normalized(grad, normalized, scale):
     return tl.where(some[:, None], (grad - normalized * along[:, None]) * scale[:, None], 0.0)
 
 
-@triton.jit(do_not_specialize=["n_rows", "n_sequences", "length"])
+@kernel
 def _norms_kernel(
     embeddings_ptr, found_ptr, n_rows, n_sequences, length, stride_group, stride_sequence, stride_token,
     EMBEDDING: tl.constexpr,
@@ -122,7 +123,7 @@ def _described(embeddings: Tensor) -> tuple[int, tuple[int, int], tuple[int, ...
     return math.prod(shape), (n_sequences, length), (0, 0, *embeddings.stride())[-4:-1]
 
 
-@triton.jit(do_not_specialize=["n_rows"])
+@kernel
 def _normalized_kernel(
     embeddings_ptr, normalized_ptr, scales_ptr, n_rows,
     EMBEDDING: tl.constexpr,
@@ -140,7 +141,7 @@ def _normalized_kernel(
     tl.store(normalized_ptr + offset, (values * scale[:, None]).to(normalized_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["n_rows"])
+@kernel
 def _through_normalized_kernel(
     grad_ptr, normalized_ptr, scales_ptr, n_rows,
     EMBEDDING: tl.constexpr,
@@ -187,7 +188,7 @@ def _whole_rows(size: int) -> tuple[int, int]:
     return block, max(1, _ELEMENTS // block)
 
 
-@triton.jit(do_not_specialize=["length"])
+@kernel
 def _active_tokens_kernel(mask_ptr, tokens_ptr, bounds_ptr, length, BLOCK: tl.constexpr):
     """One document per program: its active positions, in order, their number, and the first masked position."""
     document = tl.program_id(0).to(tl.int64)
@@ -257,15 +258,11 @@ def _find_nonzero(
     tl.store(nonzero_ptr + rows, found != 0, mask=exists)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "blocks", "n_rows", "n_sequences", "length", "more_rows", "more_sequences", "more_length"
-    ]
-)  # fmt: skip
+@kernel
 def _nonzero_rows_kernel(
     embeddings_ptr, more_ptr, nonzero_ptr, more_nonzero_ptr,
     blocks, n_rows, n_sequences, length, more_rows, more_sequences, more_length,
-    stride_group, stride_sequence, stride_token, more_stride_group, more_stride_sequence, more_stride_token,
+    stride_group, stride_sequence, stride_token, stride_more_group, stride_more_sequence, stride_more_token,
     EMBEDDING: tl.constexpr,
     BLOCK_EMBEDDING: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -275,8 +272,8 @@ def _nonzero_rows_kernel(
     block = tl.program_id(0)
     if HAS_MORE and block >= blocks:
         _find_nonzero(
-            more_ptr, more_nonzero_ptr, block - blocks, more_rows, more_sequences, more_length, more_stride_group,
-            more_stride_sequence, more_stride_token, EMBEDDING, BLOCK_EMBEDDING, BLOCK_ROWS,
+            more_ptr, more_nonzero_ptr, block - blocks, more_rows, more_sequences, more_length, stride_more_group,
+            stride_more_sequence, stride_more_token, EMBEDDING, BLOCK_EMBEDDING, BLOCK_ROWS,
         )  # fmt: skip
     if block < blocks:
         _find_nonzero(
@@ -320,7 +317,7 @@ def _bool_rows(embeddings: Tensor) -> Tensor:
     return torch.empty(*shape, dtype=torch.bool, device=embeddings.device)
 
 
-@triton.jit(do_not_specialize=["n_sequences", "length"])
+@kernel
 def _pad_kernel(
     packed_ptr, cu_seqlens_ptr, offsets_ptr, padded_ptr, mask_ptr, n_sequences, length, stride_token,
     EMBEDDING: tl.constexpr,

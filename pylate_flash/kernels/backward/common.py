@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import plan_backward
+from ..jit import kernel
 from ..launch import Kernel
 from ..overlap import wait_for_previous_kernel
 from ..rows import row_addresses, through_norm
@@ -86,17 +87,17 @@ def owner(bounds_ptr, count, value):
 
 @triton.jit
 def group_of(
-    flat, grad_scores_ptr, candidates_ptr, n_documents, n_group_queries, n_groups, stride_grad_query,
-    stride_grad_document,
+    flat, grad_scores_ptr, candidates_ptr, n_documents, n_group_queries, n_groups, grad_stride_query,
+    grad_stride_document,
     HAS_CANDIDATES: tl.constexpr,
 ):  # fmt: skip
     """Group of the layout that a document belongs to, and where its score with the group's first query stands."""
     if HAS_CANDIDATES:
         group = owner(candidates_ptr, n_groups, flat).to(tl.int64)
-        offset = flat * stride_grad_document
+        offset = flat * grad_stride_document
     else:
         group = flat // n_documents
-        offset = group * n_group_queries * stride_grad_query + (flat - group * n_documents) * stride_grad_document
+        offset = group * n_group_queries * grad_stride_query + (flat - group * n_documents) * grad_stride_document
     return group, grad_scores_ptr + offset
 
 
@@ -106,7 +107,7 @@ def joined(low, high, ROWS: tl.constexpr, BLOCK_EMBEDDING: tl.constexpr):
     return tl.reshape(tl.permute(tl.join(low, high), (0, 2, 1)), [ROWS, BLOCK_EMBEDDING])
 
 
-@triton.jit(do_not_specialize=["n_rows", "n_parts", "n_sequences", "length"])
+@kernel
 def _finish_kernel(
     parts_ptr, embeddings_ptr, scales_ptr, weights_ptr, grad_ptr,
     n_rows, n_parts, n_sequences, length,

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import triton
 import triton.language as tl
 
 from .. import plan_backward
+from ..jit import kernel
 from ..launch import Kernel
 from ..overlap import wait_for_previous_kernel
 from ..rows import through_norm
@@ -22,17 +22,12 @@ if TYPE_CHECKING:
     from ...problem import Problem
 
 
-@triton.jit(
-    do_not_specialize=[
-        "n_rows", "n_group_queries", "query_length", "magic", "shift", "n_documents", "document_length",
-        "stride_grad_query", "stride_grad_document", "n_groups",
-    ]
-)  # fmt: skip
+@kernel
 def _compare_kernel(
     grad_scores_ptr, queries_ptr, documents_ptr, queries_scale_ptr, documents_scale_ptr, cu_seqlens_ptr,
     candidates_ptr, winners_ptr, grad_documents_ptr,
-    n_rows, n_group_queries, query_length, magic, shift, n_documents, document_length, stride_grad_query,
-    stride_grad_document, n_groups,
+    n_rows, n_group_queries, query_length, magic, shift, n_documents, document_length, grad_stride_query,
+    grad_stride_document, n_groups,
     stride_query, stride_query_token, stride_group, stride_document, stride_document_token,
     EMBEDDING: tl.constexpr,
     BLOCK_EMBEDDING: tl.constexpr,
@@ -66,8 +61,8 @@ def _compare_kernel(
         start += CHUNK
     if tl.max(leads.to(tl.int32), axis=0) > 0:
         group, weights_ptr = group_of(
-            flat, grad_scores_ptr, candidates_ptr, n_documents, n_group_queries, n_groups, stride_grad_query,
-            stride_grad_document, HAS_CANDIDATES,
+            flat, grad_scores_ptr, candidates_ptr, n_documents, n_group_queries, n_groups, grad_stride_query,
+            grad_stride_document, HAS_CANDIDATES,
         )  # fmt: skip
         queries_ptr += group * n_group_queries * stride_query
         dims = tl.arange(0, BLOCK_EMBEDDING)
@@ -83,7 +78,7 @@ def _compare_kernel(
                 found = position < CHUNK
                 row = start + position
                 query = quotient(row, magic, shift)
-                weight = tl.load(weights_ptr + query.to(tl.int64) * stride_grad_query, mask=found, other=0.0)
+                weight = tl.load(weights_ptr + query.to(tl.int64) * grad_stride_query, mask=found, other=0.0)
                 if queries_scale_ptr is not None:
                     weight *= tl.load(queries_scale_ptr + group * n_rows + row, mask=found, other=0.0)
                 source = query.to(tl.int64) * stride_query

@@ -9,11 +9,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from .. import plan_backward
+from ..jit import kernel
 from ..launch import Kernel
 from ..overlap import wait_for_previous_kernel
 from ..rows import through_norm
@@ -23,16 +23,11 @@ if TYPE_CHECKING:
     from ...problem import Problem
 
 
-@triton.jit(
-    do_not_specialize=[
-        "n_rows", "query_length", "n_documents", "document_length", "n_splits", "stride_grad_query",
-        "stride_grad_document",
-    ]
-)  # fmt: skip
+@kernel
 def _gather_kernel(
     grad_scores_ptr, queries_ptr, documents_ptr, queries_scale_ptr, documents_scale_ptr, cu_seqlens_ptr,
     candidates_ptr, winners_ptr, queries_weight_ptr, grad_queries_ptr,
-    n_rows, query_length, n_documents, document_length, n_splits, stride_grad_query, stride_grad_document,
+    n_rows, query_length, n_documents, document_length, n_splits, grad_stride_query, grad_stride_document,
     stride_query, stride_query_token, stride_group, stride_document, stride_document_token,
     EMBEDDING: tl.constexpr,
     BLOCK_EMBEDDING: tl.constexpr,
@@ -74,7 +69,7 @@ def _gather_kernel(
     share = tl.cdiv(last - first, n_splits)
     first += tl.program_id(1) * share
     count = tl.maximum(tl.minimum(share, last - first), 0).to(tl.int32)
-    to_query = query * stride_grad_query
+    to_query = query * grad_stride_query
     if NARROW:
         to_query = to_query.to(tl.int32)
     HALF: tl.constexpr = BLOCK_EMBEDDING // 2
@@ -92,7 +87,7 @@ def _gather_kernel(
             exists = row_exists & (ahead < count)
         winner = tl.load(winners_ptr + document * n_rows + rows, mask=exists, other=-1).to(tl.int32)
         won = winner >= 0
-        weight = tl.load(grad_scores_ptr + (document - origin) * stride_grad_document + to_query, mask=won, other=0.0)
+        weight = tl.load(grad_scores_ptr + (document - origin) * grad_stride_document + to_query, mask=won, other=0.0)
         offset = winner * stride_document_token if NARROW else winner.to(tl.int64) * stride_document_token
         if PACKED:
             # The end of the last document, where several are in flight and some are past it.

@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import plan_backward, tables
+from ..jit import kernel
 from ..launch import Kernel, Region, Scratch
 from ..overlap import wait_for_previous_kernel
 from ..plan_backward import ListsPlan
@@ -74,7 +75,7 @@ def _bins_of(
     return rows, tl.where(winners >= 0, (winners >> SHIFT) & ((1 << BIN_BITS) - 1), 1 << BIN_BITS)
 
 
-@triton.jit(do_not_specialize=["first_document", "n_rows", "n_chunks", "n_bins"])
+@kernel
 def _sort_kernel(
     winners_ptr, listed_ptr, n_listed_ptr, order_ptr, counts_ptr, runs_ptr, reached_ptr,
     first_document, n_rows, n_chunks, n_bins,
@@ -121,7 +122,7 @@ def _smaller(a, b):
     return tl.minimum(a, b)
 
 
-@triton.jit(do_not_specialize=["first_document", "n_rows", "document_length"])
+@kernel
 def _list_kernel(
     winners_ptr, list_ptr, starts_ptr,
     first_document, n_rows, document_length,
@@ -169,7 +170,7 @@ def _load_runs(runs_ptr, n_chunks, n_bins, chunks, bins):
     return begins, (run >> 16) - begins, at, mask
 
 
-@triton.jit(do_not_specialize=["first_document", "n_chunks", "n_bins", "document_length"])
+@kernel
 def _scan_kernel(
     counts_ptr, reached_ptr, starts_ptr, owners_ptr, n_listed_ptr, cu_seqlens_ptr,
     first_document, n_chunks, n_bins, document_length,
@@ -225,7 +226,7 @@ def _scan_kernel(
             tl.store(starts_ptr + length, listed.to(starts_ptr.dtype.element_ty))
 
 
-@triton.jit(do_not_specialize=["first_document", "n_rows", "n_chunks", "n_bins"])
+@kernel
 def _place_kernel(
     winners_ptr, listed_ptr, order_ptr, places_ptr, n_listed_ptr, list_ptr,
     first_document, n_rows, n_chunks, n_bins,
@@ -249,7 +250,7 @@ def _place_kernel(
     tl.store(list_ptr + local * n_rows + ranks + places, rows.to(list_ptr.dtype.element_ty), mask=exists)
 
 
-@triton.jit(do_not_specialize=["first_document", "n_rows", "n_steps", "document_length"])
+@kernel
 def _starts_kernel(
     winners_ptr, list_ptr, n_listed_ptr, cu_seqlens_ptr, starts_ptr, owners_ptr,
     first_document, n_rows, n_steps, document_length,

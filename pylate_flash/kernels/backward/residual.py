@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..forward.codes import decompressed
+from ..jit import kernel
 from ..launch import Kernel
 from ..plan_backward import ResidualGradientPlan, residual_gradient_plan
 
@@ -18,15 +18,11 @@ if TYPE_CHECKING:
     from ..forward import Codes
 
 
-@triton.jit(
-    do_not_specialize=[
-        "n_rows", "query_length", "n_documents", "n_splits", "stride_grad_query", "stride_grad_document",
-    ]
-)  # fmt: skip
+@kernel
 def _gradient_kernel(
     grad_scores_ptr, winners_ptr, codes_ptr, residuals_ptr, centroids_ptr, weights_ptr, cu_seqlens_ptr, scales_ptr,
     candidates_ptr, sums_ptr,
-    n_rows, query_length, n_documents, n_splits, stride_grad_query, stride_grad_document,
+    n_rows, query_length, n_documents, n_splits, grad_stride_query, grad_stride_document,
     EMBEDDING: tl.constexpr,
     BLOCK_EMBEDDING: tl.constexpr,
     NBITS: tl.constexpr,
@@ -61,7 +57,7 @@ def _gradient_kernel(
         codes = tl.load(codes_ptr + tokens, mask=won, other=0).to(tl.int64)
         scale = tl.load(scales_ptr + tokens, mask=won, other=0.0)
         weight = tl.load(
-            grad_scores_ptr + query * stride_grad_query + place * stride_grad_document, mask=won, other=0.0
+            grad_scores_ptr + query * grad_stride_query + place * grad_stride_document, mask=won, other=0.0
         )
         tile = decompressed(
             residuals_ptr, centroids_ptr, weights_ptr, tokens, codes, scale, won, dim,

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import tables
+from ..jit import kernel
 from ..launch import Kernel, Region, Scratch
 from ..overlap import wait_for_previous_kernel
 from ..plan_backward import ListsPlan
@@ -97,17 +98,12 @@ def _store_token(
     tl.store(grad_documents_ptr + dims, total.to(grad_documents_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "first_document", "n_block_documents", "n_segments", "n_rows", "n_group_queries", "query_length", "magic",
-        "shift", "n_documents", "document_length", "stride_grad_query", "stride_grad_document", "n_groups",
-    ]
-)  # fmt: skip
+@kernel
 def _sum_kernel(
     grad_scores_ptr, queries_ptr, documents_ptr, queries_scale_ptr, documents_scale_ptr, cu_seqlens_ptr,
     candidates_ptr, owners_ptr, winners_ptr, list_ptr, starts_ptr, parts_ptr, grad_documents_ptr,
     first_document, n_block_documents, n_segments, n_rows, n_group_queries, query_length, magic, shift, n_documents,
-    document_length, stride_grad_query, stride_grad_document, n_groups,
+    document_length, grad_stride_query, grad_stride_document, n_groups,
     stride_query, stride_query_token, stride_group, stride_document, stride_document_token,
     EMBEDDING: tl.constexpr,
     BLOCK_EMBEDDING: tl.constexpr,
@@ -169,8 +165,8 @@ def _sum_kernel(
         part = (local * n_segments + boundary // SEGMENT - 1) * 2
 
     group, weights_ptr = group_of(
-        flat, grad_scores_ptr, candidates_ptr, n_documents, n_group_queries, n_groups, stride_grad_query,
-        stride_grad_document, HAS_CANDIDATES,
+        flat, grad_scores_ptr, candidates_ptr, n_documents, n_group_queries, n_groups, grad_stride_query,
+        grad_stride_document, HAS_CANDIDATES,
     )  # fmt: skip
     queries_ptr += group * n_group_queries * stride_query
     list_ptr += local * n_rows
@@ -185,10 +181,10 @@ def _sum_kernel(
         row = tl.load(list_ptr + positions, mask=mask, other=0).to(tl.int32)
         query = quotient(row, magic, shift)
         if NARROW:
-            weight = tl.load(weights_ptr + query * stride_grad_query, mask=mask, other=0.0)
+            weight = tl.load(weights_ptr + query * grad_stride_query, mask=mask, other=0.0)
             source = row * stride_query_token
         else:
-            weight = tl.load(weights_ptr + query.to(tl.int64) * stride_grad_query, mask=mask, other=0.0)
+            weight = tl.load(weights_ptr + query.to(tl.int64) * grad_stride_query, mask=mask, other=0.0)
             source = query.to(tl.int64) * stride_query + (row - query * query_length).to(tl.int64) * stride_query_token
         if queries_scale_ptr is not None:
             weight *= tl.load(queries_scale_ptr + group * n_rows + row, mask=mask, other=0.0)
@@ -213,7 +209,7 @@ def _sum_kernel(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["first_document", "n_rows", "n_documents", "document_length", "n_segments"])
+@kernel
 def _combine_kernel(
     documents_ptr, documents_scale_ptr, cu_seqlens_ptr, winners_ptr, list_ptr, starts_ptr, parts_ptr,
     grad_documents_ptr,

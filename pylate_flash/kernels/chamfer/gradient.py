@@ -9,11 +9,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..backward.lists import rows_by_token
+from ..jit import kernel
 from ..launch import Kernel
 from ..tables import power_of_two
 from .inputs import Side, set_of
@@ -26,7 +26,7 @@ _IN_FLIGHT = 512
 _WARP_SIZE = 256
 
 
-@triton.jit(do_not_specialize=["x_length", "y_length"])
+@kernel
 def _gradient_kernel(
     x_ptr, x_bounds_ptr, y_ptr, y_bounds_ptr, x_winners_ptr, x_weights_ptr, y_weights_ptr, listed_ptr, starts_ptr,
     grad_ptr,

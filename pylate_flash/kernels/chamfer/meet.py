@@ -12,12 +12,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..forward.common import split_products
 from ..forward.cuts import NO_WINNER
+from ..jit import kernel
 from ..launch import Kernel
 from ..plan_operations import meeting_plan
 from ..reductions import larger, max_along
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ...problem import Problem
 
 
-@triton.jit(do_not_specialize=["x_length", "y_length", "n_row_blocks", "n_shares", "share"])
+@kernel
 def _meet_kernel(
     x_ptr, x_active_ptr, x_counts_ptr, x_bounds_ptr, y_ptr, y_active_ptr, y_counts_ptr, y_bounds_ptr,
     x_halves_ptr, y_halves_ptr, x_keys_ptr, y_keys_ptr,

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..jit import kernel
 from ..launch import Kernel
 from ..plan_operations import meeting_plan
 from ..tables import power_of_two
@@ -48,7 +49,7 @@ def _value_of(
     return value
 
 
-@triton.jit(do_not_specialize=["x_length", "y_length", "n_blocks"])
+@kernel
 def _settle_kernel(
     x_ptr, x_active_ptr, x_counts_ptr, x_bounds_ptr, y_ptr, y_active_ptr, y_counts_ptr, y_bounds_ptr,
     keys_ptr, values_ptr, winners_ptr,

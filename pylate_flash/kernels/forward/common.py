@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...problem import Problem
+from ..jit import kernel
 from ..launch import Kernel
 from ..overlap import wait_for_previous_kernel
 from ..plan import ForwardPlan
@@ -90,7 +91,7 @@ def document_range(
     return documents_ptr + offset, document_length
 
 
-@triton.jit(do_not_specialize=["n_documents", "n_sums", "to_query", "to_sum"])
+@kernel
 def _add_sums_kernel(sums_ptr, scores_ptr, n_documents, n_sums, to_query, to_sum, BLOCK: tl.constexpr):
     """scores[query] [n_documents] = its sums, `to_sum` elements from one to the next, in order; blocks x queries."""
     wait_for_previous_kernel()

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...problem import Problem
+from ..jit import kernel
 from ..launch import Kernel
 from ..plan import ForwardPlan
 from ..reductions import larger, max_along
@@ -114,11 +115,7 @@ def owner_of(candidates_ptr, n_queries, document):
     )
 
 
-@triton.jit(
-    do_not_specialize=[
-        "n_queries", "query_length", "n_documents", "n_programs", "cut", "whole", "rows", "rows_per_query"
-    ]
-)  # fmt: skip
+@kernel
 def _merge_kernel(
     best_ptr, keys_ptr, queries_mask_ptr, queries_scale_ptr, cu_seqlens_ptr, candidates_ptr, scores_ptr, winners_ptr,
     n_queries, query_length, n_documents, n_programs, cut, whole, rows, rows_per_query,

@@ -19,6 +19,8 @@ Measured on an H200 in bfloat16 against `_stacked_kernel` in the same run: 0.354
 
 from __future__ import annotations
 
+import functools
+
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -32,6 +34,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ...problem import Problem
 from ..gluon import execute, find_document, larger_of, next_slot, wait_for_previous_kernel
+from ..jit import kernel
 from ..launch import Kernel
 from ..plan import ForwardPlan
 from ..tables import DOCUMENT_COST
@@ -311,12 +314,7 @@ def _copy_part(
     )  # fmt: skip
 
 
-@gluon.jit(
-    do_not_specialize=[
-        "n_queries", "query_length", "padded_query_length", "n_documents", "document_length", "n_runs", "run",
-        "empty_score",
-    ]
-)  # fmt: skip
+@functools.partial(kernel, jit=gluon.jit)
 def _hopper_kernel(
     queries_ptr, documents_ptr, queries_mask_ptr, active_ptr, bounds_ptr, queries_scale_ptr, documents_scale_ptr,
     cu_seqlens_ptr, offsets_ptr, sums_ptr, winners_ptr, beta_ptr, lse_ptr,

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...ops.quantization import LARGEST, SMALLEST_SCALE
+from ..jit import kernel
 from ..launch import Kernel
 from ..overlap import wait_for_previous_kernel
 from ..reductions import max_along
@@ -77,7 +78,7 @@ def leave_values(
     tl.debug_barrier()
 
 
-@triton.jit(do_not_specialize=["n_queries", "length"])
+@kernel
 def _quantize_rows_kernel(
     queries_ptr, values_ptr, scales_ptr, n_queries, length, stride_query, stride_token,
     EMBEDDING: tl.constexpr,
@@ -92,7 +93,7 @@ def _quantize_rows_kernel(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["n_rows", "n_sequences", "length"])
+@kernel
 def _divide_by_norms_kernel(
     values_ptr, scales_ptr, offsets_ptr, divided_scales_ptr, divided_offsets_ptr,
     n_rows, n_sequences, length, stride_group, stride_sequence, stride_token,

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...problem import Problem
+from ..jit import kernel
 from ..launch import Kernel
 from ..plan import ForwardPlan
 from ..reductions import larger, max_along
@@ -37,17 +38,12 @@ def _chosen_tokens(query_tokens_ptr, columns, n_chosen, query_length, last):
     return tl.where(counted, chosen, 0).to(tl.int32), counted
 
 
-@triton.jit(
-    do_not_specialize=[
-        "n_queries", "query_length", "n_documents", "document_length", "per_query", "run", "stride_sums",
-        "n_pieces", "cut", "whole", "n_chosen", "stride_chosen_query", "stride_chosen_document", "empty_score",
-    ]
-)  # fmt: skip
+@kernel
 def _single_kernel(
     queries_ptr, documents_ptr, queries_mask_ptr, active_ptr, bounds_ptr, queries_scale_ptr, documents_scale_ptr,
     cu_seqlens_ptr, offsets_ptr, candidates_ptr, sums_ptr, winners_ptr, pieces_ptr, keys_ptr, query_tokens_ptr,
-    n_queries, query_length, n_documents, document_length, per_query, run, stride_sums, n_pieces, cut, whole,
-    n_chosen, stride_chosen_query, stride_chosen_document, empty_score,
+    n_queries, query_length, n_documents, document_length, per_query, run, sums_stride, n_pieces, cut, whole,
+    n_chosen, chosen_stride_query, chosen_stride_document, empty_score,
     stride_query, stride_query_token, stride_group, stride_document, stride_document_token,
     EMBEDDING: tl.constexpr,
     BLOCK_EMBEDDING: tl.constexpr,
@@ -97,7 +93,7 @@ def _single_kernel(
         query = program // n_runs
         first = program % n_runs * run
     last = n_documents
-    sums_ptr += tl.program_id(1).to(tl.int64) * stride_sums
+    sums_ptr += tl.program_id(1).to(tl.int64) * sums_stride
     if HAS_CANDIDATES:
         owned = tl.load(candidates_ptr + query).to(tl.int32)
         first += owned
@@ -118,7 +114,7 @@ def _single_kernel(
 
     columns = tl.program_id(1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     if CHOSEN:
-        query_tokens_ptr += query.to(tl.int64) * stride_chosen_query + first.to(tl.int64) * stride_chosen_document
+        query_tokens_ptr += query.to(tl.int64) * chosen_stride_query + first.to(tl.int64) * chosen_stride_document
         end = (tl.program_id(1) + 1) * BLOCK_COLUMNS
         columns, column_exists = _chosen_tokens(query_tokens_ptr, columns, n_chosen, query_length, end)
     else:

@@ -26,6 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...problem import Problem
+from ..jit import kernel
 from ..launch import Kernel
 from ..plan import ForwardPlan
 from ..reductions import LOG2E, add_exponentials, larger, log_sums, max_along
@@ -68,12 +69,7 @@ def _token_tile(
     return tile
 
 
-@triton.jit(
-    do_not_specialize=[
-        "n_queries", "query_length", "padded_query_length", "n_documents", "document_length", "n_runs", "run",
-        "empty_score", "whole",
-    ]
-)  # fmt: skip
+@kernel
 def _stacked_kernel(
     queries_ptr, documents_ptr, queries_mask_ptr, active_ptr, bounds_ptr, queries_scale_ptr, documents_scale_ptr,
     cu_seqlens_ptr, offsets_ptr, candidates_ptr, sums_ptr, winners_ptr, pieces_ptr, keys_ptr,

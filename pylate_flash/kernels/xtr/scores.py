@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from .. import tables
+from ..jit import kernel
 from ..launch import Kernel, Region
 from ..overlap import wait_for_previous_kernel
 from ..tables import power_of_two
@@ -47,15 +47,10 @@ class Retrieved(NamedTuple):
     counts: Tensor
 
 
-@triton.jit(
-    do_not_specialize=[
-        "n_rows", "query_length", "n_documents", "document_length", "run", "k", "stride_winners", "least",
-        "empty_score",
-    ]
-)  # fmt: skip
+@kernel
 def _score_kernel(
     best_ptr, found_ptr, state_ptr, counts_ptr, bounds_ptr, mask_ptr, scores_ptr, divisors_ptr, winners_ptr,
-    n_rows, query_length, n_documents, document_length, run, k, stride_winners, least, empty_score,
+    n_rows, query_length, n_documents, document_length, run, k, winners_stride, least, empty_score,
     BLOCK_DOCUMENTS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     COUNTED: tl.constexpr,
@@ -140,7 +135,7 @@ def _score_kernel(
         tl.store(scores_ptr + to, score, mask=exists)
         tl.store(divisors_ptr + to, divisor, mask=exists)
         tl.store(
-            winners_ptr + documents[:, None].to(tl.int64) * stride_winners + rows[None, :],
+            winners_ptr + documents[:, None].to(tl.int64) * winners_stride + rows[None, :],
             tl.where(scores, winner, -1), mask=inside,
         )  # fmt: skip
 

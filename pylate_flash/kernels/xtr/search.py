@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..jit import kernel
 from ..launch import Kernel, Region
 from ..overlap import wait_for_previous_kernel
 from ..plan_operations import SearchPlan
@@ -52,7 +53,7 @@ def _is_tallied(key, count, wanted, WITH_WHOLE: tl.constexpr):
     return tallied
 
 
-@triton.jit(do_not_specialize=["n_rows", "n_groups", "n_documents", "n_tiles", "k"])
+@kernel
 def _begin_kernel(
     best_ptr, bounds_ptr, scratch_ptr, state_ptr,
     n_rows, n_groups, n_documents, n_tiles, k, stride_scratch,
@@ -109,7 +110,7 @@ def _begin_kernel(
         tl.store(of_row + tl.arange(0, BINS), tl.zeros([BINS], tl.int32))
 
 
-@triton.jit(do_not_specialize=["n_rows", "n_runs"])
+@kernel
 def _select_kernel(
     counts_ptr, scratch_ptr, state_ptr,
     n_rows, n_runs, stride_scratch,
@@ -167,7 +168,7 @@ def _select_kernel(
         tl.store(of_row + tl.arange(0, 1 << BIN_BITS), tl.zeros([1 << BIN_BITS], tl.int32))
 
 
-@triton.jit(do_not_specialize=["n_rows"])
+@kernel
 def _narrow_kernel(
     scratch_ptr, state_ptr, n_rows, stride_scratch,
     BINS: tl.constexpr,

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-import triton
 import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
 from ..forward.common import SUMMED_EMBEDDING, winner_of
 from ..forward.cuts import NO_WINNER
+from ..jit import kernel
 from ..launch import Kernel, Region
 from ..plan_operations import SearchPlan
 from ..reductions import larger, max_along
@@ -39,7 +39,7 @@ class SearchTensors(NamedTuple):
     bounds: Tensor | Region | None
 
 
-@triton.jit(do_not_specialize=["n_rows", "query_length", "n_documents", "document_length", "n_runs", "run", "n_groups"])
+@kernel
 def _walk_kernel(
     queries_ptr, documents_ptr, active_ptr, bounds_ptr, best_ptr, winners_ptr, scratch_ptr, state_ptr, counts_ptr,
     n_rows, query_length, n_documents, document_length, n_runs, run, n_groups,
