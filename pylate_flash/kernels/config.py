@@ -221,7 +221,7 @@ def _flattened(capability: int, blocks: Blocks) -> bool:
 
 @functools.cache
 def single_runs(capability: int, kind: Kind, columns: int) -> tuple[int, int, int]:
-    """Programs of the single kernel on a processor, and documents that one walks at most: in one wave, in several."""
+    """Programs of the single kernel on an SM, and documents that one walks at most: in one wave, in several."""
     item = kind.dtype.itemsize
     blocks = embedding_blocks(capability, kind.size, item)
     unlike = kind.cu_seqlens is not None or kind.documents_mask is not None
@@ -348,7 +348,7 @@ def residual_config(capability: int, kind: Kind, rows: int) -> tuple[Tile, Block
     registers = None
     if capability == 9 and half and not blocks.split:
         # Left alone, ptxas takes a few registers more than leave room for so many programs. They come by eights.
-        programs = tables.RESIDUAL_PER_PROCESSOR[tile.num_warps]
+        programs = tables.RESIDUAL_PER_SM[tile.num_warps]
         registers = tables.REGISTERS // (programs * 32 * tile.num_warps) // 8 * 8
     return tile, blocks, registers
 

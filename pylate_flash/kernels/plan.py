@@ -144,7 +144,7 @@ class ForwardPlan(NamedTuple):
 
 def tall_plan(
     problem: Problem,
-    processors: int,
+    sms: int,
     tile: Tile | HopperTile,
     shares: Shares,
     make: Callable[..., Config],
@@ -163,7 +163,7 @@ def tall_plan(
     per_query = problem.max_candidates if problem.has_candidates else problem.n_documents
     cuts, in_pieces, documents = Cuts(), False, "run"
     if shares.largest and problem.packed and not problem.has_candidates and not listed:
-        documents, cuts = "cut", cuts_of(problem, row_blocks, processors, shares.per_processor, shares.largest)
+        documents, cuts = "cut", cuts_of(problem, row_blocks, sms, shares.per_sm, shares.largest)
         run, n_runs = cuts.cut, cuts.number
         in_pieces = shares.in_pieces and problem.document_length > cuts.whole
     else:
@@ -171,9 +171,9 @@ def tall_plan(
             documents = "listed" if listed else "candidates"
         programs = row_blocks * problem.groups
         if shares.largest:
-            run = run_length(per_query, programs, processors, shares.per_processor, shares.longest)
+            run = run_length(per_query, programs, sms, shares.per_sm, shares.longest)
         else:
-            run = max(1, min(shares.longest, per_query * programs // (shares.per_processor * processors)))
+            run = max(1, min(shares.longest, per_query * programs // (shares.per_sm * sms)))
         n_runs = -(-per_query // run) or 1
     strides, *units = divided_strides(problem.query_strides, problem.document_strides)
     return ForwardPlan(
@@ -182,29 +182,29 @@ def tall_plan(
     )  # fmt: skip
 
 
-def run_length(documents: int, programs: int, processors: int, per_processor: int, longest: int) -> int:
-    """Documents that one program walks: about `longest`, or fewer so that every processor gets work.
+def run_length(documents: int, programs: int, sms: int, per_sm: int, longest: int) -> int:
+    """Documents that one program walks: about `longest`, or fewer so that every SM gets work.
 
-    `programs` programs share each run, and `per_processor` of them fit on a processor at a time. The runs are cut so
+    `programs` programs share each run, and `per_sm` of them fit on an SM at a time. The runs are cut so
     that the programs fill whole waves: a few programs more than a wave would take as long as a second one.
     """
-    slots = per_processor * processors
+    slots = per_sm * sms
     waves = -(-documents * programs // (slots * longest))
     return max(1, -(-documents // max(1, slots * waves // programs)))
 
 
-def cuts_of(problem: Problem, programs: int, processors: int, per_processor: int, largest: int) -> Cuts:
-    """Cut packed documents so that every processor gets an equal share, in whole waves.
+def cuts_of(problem: Problem, programs: int, sms: int, per_sm: int, largest: int) -> Cuts:
+    """Cut packed documents so that every SM gets an equal share, in whole waves.
 
-    `programs` programs share each cut, and `per_processor` of them fit on a processor at a time. A cut has at most
+    `programs` programs share each cut, and `per_sm` of them fit on an SM at a time. A cut has at most
     `largest` work, or the last ones leave gaps. The total is rounded (`rounded_total`), so that what is repeated of
     one serves others.
     """
     work = rounded_total(problem.n_tokens) + problem.n_documents * tables.DOCUMENT_COST
-    slots = per_processor * processors
+    slots = per_sm * sms
     waves = -(-work * programs // (slots * largest))
     cut = max(tables.SMALLEST_CUT, -(-work // max(1, slots * waves // programs)))
-    # What takes less than half a processor's share of the time can wait for its turn, even the last.
+    # What takes less than half an SM's share of the time can wait for its turn, even the last.
     whole = max(tables.LONGEST_WHOLE, cut, work * programs // (2 * slots))
     return Cuts(cut, whole, -(-work // cut))
 
@@ -225,17 +225,17 @@ _ONE_MATRIX = "the tokens of all queries are the rows of one matrix"
 
 def _single_plan(problem: Problem) -> ForwardPlan:
     kind, n_queries, n_documents = problem.kind, problem.n_queries, problem.n_documents
-    capability, processors = tables.architecture(kind.device)
+    capability, sms = tables.architecture(kind.device)
     columns = single_columns(problem.query_length)
     column_blocks = -(-problem.query_length // columns)
     per_query = n_documents if kind.candidates is None else problem.max_candidates
-    per_processor, of_one_wave, longest = single_runs(capability, kind, columns)
-    if per_query * n_queries * column_blocks <= per_processor * processors * of_one_wave:
+    per_sm, of_one_wave, longest = single_runs(capability, kind, columns)
+    if per_query * n_queries * column_blocks <= per_sm * sms * of_one_wave:
         longest = of_one_wave
-    run = run_length(per_query, n_queries * column_blocks, processors, per_processor, longest)
+    run = run_length(per_query, n_queries * column_blocks, sms, per_sm, longest)
     cuts, in_pieces = Cuts(), False
     if kind.cu_seqlens is not None:
-        cuts = cuts_of(problem, column_blocks, processors, per_processor=4, largest=4096)
+        cuts = cuts_of(problem, column_blocks, sms, per_sm=4, largest=4096)
         in_pieces = problem.document_length > cuts.whole
     strides, *units = divided_strides(problem.query_strides, problem.document_strides)
     return ForwardPlan(
@@ -247,7 +247,7 @@ def _single_plan(problem: Problem) -> ForwardPlan:
 def _stacked_plan(problem: Problem) -> ForwardPlan:
     kind, length, n_documents = problem.kind, problem.document_length, problem.n_documents
     packed = kind.cu_seqlens is not None
-    capability, processors = tables.architecture(kind.device)
+    capability, sms = tables.architecture(kind.device)
     all_rows = problem.n_queries * problem.query_length
     total = rounded_total(problem.n_tokens) if packed else problem.n_tokens
     unpadded = total >= tables.UNPADDED_MIN_LENGTH * problem.all_documents
@@ -274,7 +274,7 @@ def _stacked_plan(problem: Problem) -> ForwardPlan:
         registers = plain_registers(kind, tile, blocks, in_pieces)
         return stacked_config(kind, tile, blocks, registers, documents, in_pieces, *sizes)
 
-    return tall_plan(problem, processors, tile, tables.STACKED_SHARES, make, why, unpadded)
+    return tall_plan(problem, sms, tile, tables.STACKED_SHARES, make, why, unpadded)
 
 
 def hopper_plan(
@@ -286,12 +286,12 @@ def hopper_plan(
     soft: bool = False,
 ) -> ForwardPlan:
     """The plan of the Hopper kernel with this tile, and products of `tail` columns of what is left after whole ones."""
-    (capability, processors), kind = tables.architecture(problem.device), problem.kind
+    (capability, sms), kind = tables.architecture(problem.device), problem.kind
 
     def make(documents: str, in_pieces: bool, *sizes: int) -> Config:
         return hopper_config(capability, kind, tile, tail, *sizes, soft)
 
-    return tall_plan(problem, processors, tile, tables.HOPPER_SHARES, make, reason, unpadded)
+    return tall_plan(problem, sms, tile, tables.HOPPER_SHARES, make, reason, unpadded)
 
 
 def quantized_plan(problem: Problem) -> ForwardPlan:
@@ -331,15 +331,15 @@ def _quantized_hopper_plan(problem: Problem) -> ForwardPlan | str:
 
 def _quantized_stacked_plan(problem: Problem, reason: str) -> ForwardPlan:
     kind = problem.kind
-    capability, processors = tables.architecture(kind.device)
+    capability, sms = tables.architecture(kind.device)
     rows = min(tables.QUANTIZED_TILE.rows, tables.power_of_two(_stacked_rows(problem)))
     tile, blocks, registers = quantized_config(capability, kind, rows)
     make = functools.partial(stacked_config, kind, tile, blocks, registers)
-    per_processor = tables.QUANTIZED_PER_PROCESSOR[tile.num_warps]
-    shares = Shares(per_processor, tables.QUANTIZED_LONGEST_RUN, tables.QUANTIZED_LARGEST_CUT)
+    per_sm = tables.QUANTIZED_PER_SM[tile.num_warps]
+    shares = Shares(per_sm, tables.QUANTIZED_LONGEST_RUN, tables.QUANTIZED_LARGEST_CUT)
     if kind.quantize_queries and not quantizes_rows(tile, blocks):
         problem = _with_values(problem)
-    return tall_plan(problem, processors, tile, shares, make, reason)
+    return tall_plan(problem, sms, tile, shares, make, reason)
 
 
 def quantized_before(problem: Problem, plan: ForwardPlan) -> bool:
@@ -361,15 +361,15 @@ def _stacked_rows(problem: Problem) -> int:
 def residual_plan(problem: Problem, nbits: int, listed: bool) -> ForwardPlan:
     """Choose the tile and the grid of a call with residual codes; `listed`: every query has a list of candidates."""
     kind = problem.kind
-    capability, processors = tables.architecture(kind.device)
+    capability, sms = tables.architecture(kind.device)
     rows = min(tables.RESIDUAL_TILE.rows, tables.power_of_two(_stacked_rows(problem)))
     tile, blocks, registers = residual_config(capability, kind, rows)
     make = functools.partial(stacked_config, kind, tile, blocks, registers, nbits=nbits)
-    per_processor = tables.RESIDUAL_PER_PROCESSOR[tile.num_warps]
-    shares = Shares(per_processor, tables.RESIDUAL_LONGEST_RUN, tables.RESIDUAL_LARGEST_CUT)
+    per_sm = tables.RESIDUAL_PER_SM[tile.num_warps]
+    shares = Shares(per_sm, tables.RESIDUAL_LONGEST_RUN, tables.RESIDUAL_LARGEST_CUT)
     # Residuals lie one after the other.
     problem = problem._replace(document_strides=(0, 0, 0))
-    return tall_plan(problem, processors, tile, shares, make, "documents are residual codes", listed=listed)
+    return tall_plan(problem, sms, tile, shares, make, "documents are residual codes", listed=listed)
 
 
 def soft_forward_plan(problem: Problem) -> ForwardPlan:

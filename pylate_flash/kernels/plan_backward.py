@@ -66,8 +66,8 @@ class GatherPlan(NamedTuple):
 
 
 def gather_plan(problem: Problem) -> GatherPlan:
-    processors = tables.architecture(problem.device)[1]
-    wanted = tables.GATHER_PROGRAMS * processors
+    sms = tables.architecture(problem.device)[1]
+    wanted = tables.GATHER_PROGRAMS * sms
     groups, rows, walked = problem.groups, problem.rows, problem.n_documents
     block = max(16, tables.power_of_two(problem.size))
     if problem.has_candidates:
@@ -80,21 +80,21 @@ def gather_plan(problem: Problem) -> GatherPlan:
             block_documents = min(block_documents, slots)
         block_rows = slots // block_documents
         programs, n_splits = -(-rows // block_rows) * groups, 1
-        shares = min(tables.GATHER_SHARES, tables.GATHER_ROOM * processors // programs, walked // tables.GATHER_SHARE)
+        shares = min(tables.GATHER_SHARES, tables.GATHER_ROOM * sms // programs, walked // tables.GATHER_SHARE)
         if block_documents == 1 and shares > 1 and shares * programs >= wanted:
             n_splits = shares
             break
         if programs >= wanted and block_rows < 2 * rows:
             break
     if programs < wanted and n_splits == 1:
-        n_splits = max(1, min(tables.SPLIT_PROGRAMS * processors // programs, walked // tables.SPLIT_DOCUMENTS))
+        n_splits = max(1, min(tables.SPLIT_PROGRAMS * sms // programs, walked // tables.SPLIT_DOCUMENTS))
     packs = (num_warps * 8, block_documents) == tables.GATHERS[0] and problem.dtype.itemsize == 2
     registers = tables.REGISTERS // (tables.GATHER_ROOM * 32 * num_warps) if packs else None
     return GatherPlan(block, block_rows, block_documents, num_warps, programs, n_splits, registers)
 
 
 def gather_wave(problem: Problem) -> int:
-    """Query rows of the programs that gather on all multiprocessors at a time, where there are rows for so many."""
+    """Query rows of the programs that gather on all SMs at a time, where there are rows for so many."""
     block = max(128, tables.power_of_two(problem.size))
     return max(2, tables.GATHERS[0][0] * 128 // block) * tables.GATHER_PROGRAMS * tables.architecture(problem.device)[1]
 
@@ -231,7 +231,7 @@ def soft_gradient_plan(problem: Problem, both: bool, max_scratch_bytes: int) -> 
     """Choose how gradients are computed; `both`: of queries and of documents."""
     from triton import knobs
 
-    processors = tables.architecture(problem.device)[1]
+    sms = tables.architecture(problem.device)[1]
     tile, length = soft_tile(problem.kind, tables.SOFT_GRADIENT, tables.SOFT_GRADIENT_WIDE), problem.document_length
     queries = narrowed(tile, problem.rows, length)
     documents = narrowed(tile, length, problem.rows)
@@ -239,12 +239,12 @@ def soft_gradient_plan(problem: Problem, both: bool, max_scratch_bytes: int) -> 
     # Bytes of the partial sums that one document of each group leaves. Packed ones do not have as many programs each.
     leaves = n_blocks * problem.n_queries * problem.query_length * problem.size * 4
     at_once = min(problem.n_documents, max_scratch_bytes // leaves)
-    fill = -(-processors // (n_blocks * problem.groups))
+    fill = -(-sms // (n_blocks * problem.groups))
     once = both and not problem.packed and at_once >= min(problem.n_documents, fill)
     walked = problem.max_candidates if problem.has_candidates else problem.n_documents
     parts = parts_of(problem.size, problem.dtype.itemsize)
     programs = -(-problem.rows // queries.rows) * problem.groups * parts.number
-    n_splits = max(1, min(tables.SOFT_PER_PROCESSOR * processors // programs, walked // tables.SOFT_SMALLEST_SHARE))
+    n_splits = max(1, min(tables.SOFT_PER_SM * sms // programs, walked // tables.SOFT_SMALLEST_SHARE))
     strides, *units = divided_strides(problem.query_strides, problem.document_strides)
     rounded = problem.dtype != torch.float32 and not knobs.runtime.interpret
     return SoftGradientPlan(
@@ -258,7 +258,7 @@ def gradient_warps(tile: Tile) -> tuple[int, int, int | None]:
     registers = None
     if tile == tables.SOFT_GRADIENT:
         # They are given out by 8.
-        registers = tables.REGISTERS // (tables.SOFT_GRADIENT_PER_PROCESSOR * 32 * tile.num_warps) & -8
+        registers = tables.REGISTERS // (tables.SOFT_GRADIENT_PER_SM * 32 * tile.num_warps) & -8
     return tile.num_warps, tile.num_stages, registers
 
 

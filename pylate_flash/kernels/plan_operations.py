@@ -32,12 +32,12 @@ def fused_plan(
     rows: int, n_tokens: int, weight_shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> FusedPlan | None:
     """Plan for `n_tokens` hidden states that meet `rows` query rows (1: that are projected only), or None."""
-    capability, processors = tables.architecture(device)
+    capability, sms = tables.architecture(device)
     tile = fused_tile(capability, rows, *weight_shape, dtype.itemsize)
     if tile is None or not 0 < n_tokens < 1 << 31:
         return None
     n_tiles = -(-n_tokens // tile.rows)
-    return FusedPlan(tile, n_tokens, n_tiles, min(n_tiles, processors))
+    return FusedPlan(tile, n_tokens, n_tiles, min(n_tiles, sms))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -95,26 +95,26 @@ class SearchPlan(NamedTuple):
     collection: Collection
     # Elements of each row's scratch memory: for the groups, for the collection, places and packed, or for the bins.
     scratch: int
-    # Registers of a thread, so that two programs share a processor, where that needs no memory in their place.
+    # Registers of a thread, so that two programs share an SM, where that needs no memory in their place.
     registers: int | None
 
 
 def search_plan(problem: Problem, k: int) -> SearchPlan:
-    capability, processors = tables.architecture(problem.device)
+    capability, sms = tables.architecture(problem.device)
     item, n_documents = problem.dtype.itemsize, problem.n_documents
     tile = stacked_tile(capability, problem.size, item, problem.rows, True)
     blocks = embedding_blocks(capability, problem.size, item)
     # One block, of which a part is padding, where the forward takes two.
     block_embedding = blocks.first if blocks.split or not blocks.second else max(16, tables.power_of_two(problem.size))
     row_blocks = -(-problem.rows // tile.rows)
-    run = run_length(n_documents, row_blocks, processors, per_processor=2, longest=16)
+    run = run_length(n_documents, row_blocks, sms, per_sm=2, longest=16)
     groups, n_groups, wanted = 0, n_documents, min(tables.XTR_MOST_MAXIMA, tables.XTR_MAXIMA_PER_TOKEN * k)
     if n_documents < wanted:
         n_tiles = n_documents * -(-problem.document_length // tile.columns)
         groups = next((few for few in (1, 2) if few * n_tiles >= wanted), tables.XTR_MAX_GROUPS)
         n_groups = groups * n_tiles
     n_groups = min(tables.XTR_MOST_MAXIMA, n_groups)
-    collection = _collection(n_documents, k, tile.columns, row_blocks, processors)
+    collection = _collection(n_documents, k, tile.columns, row_blocks, sms)
     collected = collection.places(tile.columns) + collection.packed
     # In multiples of 16, as launches want it.
     scratch = -(-max(1 << tables.XTR_BIN_BITS, n_groups if groups else 0, collected) // 16) * 16
@@ -124,17 +124,17 @@ def search_plan(problem: Problem, k: int) -> SearchPlan:
     )  # fmt: skip
 
 
-def _collection(n_documents: int, k: int, columns: int, row_blocks: int, processors: int) -> Collection:
-    """Collect by as many programs as run at a time, or not at all if there are not places for half of the processors.
+def _collection(n_documents: int, k: int, columns: int, row_blocks: int, sms: int) -> Collection:
+    """Collect by as many programs as run at a time, or not at all if there are not places for half of the SMs.
 
     A program has places of its own, so that it needs to ask no other where to put a token.
     """
-    n_runs = min(n_documents, max(1, 2 * processors // row_blocks))
+    n_runs = min(n_documents, max(1, 2 * sms // row_blocks))
     packed = min(tables.XTR_MOST_PLACES, max(16, tables.power_of_two(tables.XTR_COLLECTED_PER_TOKEN * k)))
     while n_runs > 0:
         mean = 1.5 * k / (columns * n_runs)
         found = Collection(-(-n_documents // n_runs), n_runs, math.ceil(mean + 4 * math.sqrt(mean) + 4), packed)
-        if found.places(columns) <= tables.XTR_MOST_PLACES and 2 * row_blocks * n_runs >= processors:
+        if found.places(columns) <= tables.XTR_MOST_PLACES and 2 * row_blocks * n_runs >= sms:
             return found._replace(n_runs=-(-n_documents // found.run))
         n_runs //= 2
     return Collection(0, 0, 0, 0)
@@ -183,7 +183,7 @@ def meeting_plan(problem: Problem) -> MeetingPlan:
         tiles,
         programs,
         tables.architecture(problem.device)[1],
-        tables.CHAMFER_PER_PROCESSOR,
+        tables.CHAMFER_PER_SM,
         tables.CHAMFER_LONGEST_SHARE,
     )
     precision = problem.kind.precision

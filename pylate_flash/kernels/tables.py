@@ -59,12 +59,12 @@ class Blocks(NamedTuple):
 
 
 class Shares(NamedTuple):
-    """How documents are shared out: programs of a processor, and the most that one walks: documents, work of a cut.
+    """How documents are shared out: programs of an SM, and the most that one walks: documents, work of a cut.
 
     Where the last is 0, packed documents are not cut, and runs need not fill whole waves.
     """
 
-    per_processor: int
+    per_sm: int
     longest: int
     largest: int
     # Whether a document too long for one program is scored in pieces.
@@ -117,7 +117,7 @@ FUSED_SHARED_MEMORY = 220 << 10
 # Document tokens x query tokens; the columns are capped by the query's length.
 SINGLE = Tile(64, 64, 4, 3)
 # Packed documents are often shorter than padded ones, and a program waits for each: smaller programs, of which more
-# share a processor. 0.091 ms against 0.094 at 1 x 10000 documents of 64 to 192 tokens; padded ones take as long.
+# share an SM. 0.091 ms against 0.094 at 1 x 10000 documents of 64 to 192 tokens; padded ones take as long.
 SINGLE_PACKED = Tile(32, 64, 2, 3)
 SINGLE_SPLIT = Tile(64, 64, 4, 4)
 # A longer embedding is split into blocks of `SPLIT_ROW_BYTES`, one swizzled row of shared memory. At 1 x 128,
@@ -155,18 +155,18 @@ SMALLEST_CUT = 256
 LONGEST_WHOLE = 2048
 HOPPER_SHARES = Shares(1, 64, 16384)
 STACKED_SHARES = Shares(2, 16, 4096, in_pieces=True)
-# Registers of a processor.
+# Registers of an SM.
 REGISTERS = 1 << 16
 
 
-# Programs of the single kernel for which a processor has registers, and what each takes of its shared memory besides
+# Programs of the single kernel for which an SM has registers, and what each takes of its shared memory besides
 # operands.
 SINGLE_PROGRAMS = 7
 SINGLE_TAKES = 1536
 # Documents that one of them walks, at most: where all programs run at once, and where they do not. Microseconds with 2
 # and 16: 34.3 and 31.2 at 1 x 1000, 32 x 300; 186 and 185 at 1 x 10000; 200 and 210 at 1 x 16000, 32 x 512, d = 48.
 SINGLE_LONGEST = 16, 2
-# Programs of a processor, and the same, where its loops are not one: documents differ in length, which short runs even
+# Programs of an SM, and the same, where its loops are not one: documents differ in length, which short runs even
 # out, or `_flattened` says so.
 SINGLE_UNLIKE = 4, 2, 2
 
@@ -178,11 +178,11 @@ QUANTIZED_TILE = Tile(256, 64, 8, 4)
 QUANTIZED_FEW_ROWS = Tile(64, 128, 4, 4)
 # Tensor cores multiply at least so many elements of 8 bits at a time.
 QUANTIZED_MIN_BLOCK = 32
-# Documents that one program walks, at most, or work of its cut, and programs of a processor, by the shared memory that
+# Documents that one program walks, at most, or work of its cut, and programs of an SM, by the shared memory that
 # a tile takes.
 QUANTIZED_LONGEST_RUN = 16
 QUANTIZED_LARGEST_CUT = 4096
-QUANTIZED_PER_PROCESSOR = {QUANTIZED_TILE.num_warps: 2, QUANTIZED_FEW_ROWS.num_warps: 3}
+QUANTIZED_PER_SM = {QUANTIZED_TILE.num_warps: 2, QUANTIZED_FEW_ROWS.num_warps: 3}
 # The same of the Hopper kernel, which serves products of 8 bits. Of a tile of 256 x 128 at d = 128, products take the
 # tensor cores 1024 cycles, and the loop has 902 instructions for a scheduler with int8 and 646 with fp8; of 256 x 64,
 # 512 cycles, and 506 and 378, or in four parts 728 and 484: 0.267 and 0.263 ms at 1 x 1000, 1024 x 1024, and 0.304 and
@@ -201,17 +201,17 @@ QUANTIZED_HOPPER_TAIL = 64
 # Of residual codes.
 
 # Query rows x document tokens. A tile of tokens is decompressed for each block of rows, so a block has many. With more
-# tokens, a thread keeps more than the 128 registers that two programs of a processor leave it, and of few rows more
+# tokens, a thread keeps more than the 128 registers that two programs of an SM leave it, and of few rows more
 # than the 96 of five, of which some compute while others wait for centroids.
 RESIDUAL_TILE = Tile(256, 32, 8, 3)
 RESIDUAL_FEW_ROWS = Tile(64, 32, 4, 3)
 # Elements of a block at least: what four threads unpack, 8 each.
 RESIDUAL_MIN_BLOCK = 32
-# Candidates that one program walks at most, and programs of a processor, by the warps of a tile.
+# Candidates that one program walks at most, and programs of an SM, by the warps of a tile.
 RESIDUAL_LONGEST_RUN = 16
 RESIDUAL_LARGEST_CUT = 4096
-RESIDUAL_PER_PROCESSOR = {RESIDUAL_TILE.num_warps: 2, RESIDUAL_FEW_ROWS.num_warps: 5}
-# Rows of a program of the gradient, and programs of a processor at which the documents are shared out no more.
+RESIDUAL_PER_SM = {RESIDUAL_TILE.num_warps: 2, RESIDUAL_FEW_ROWS.num_warps: 5}
+# Rows of a program of the gradient, and programs of an SM at which the documents are shared out no more.
 RESIDUAL_GRADIENT_ROWS = 32
 RESIDUAL_GRADIENT_PROGRAMS = 8
 # Documents of a share at least.
@@ -225,25 +225,25 @@ RESIDUAL_SMALLEST_SHARE = 8
 SOFT_MAX_WHOLE = {2: 256, 4: 32}
 # Elements of a gradient that a program sums, of an embedding that is read in parts.
 SOFT_SPLIT_OWNED = 64
-# Query rows x document tokens of the forward. Two programs find room on a processor, and the exponentials of one are
+# Query rows x document tokens of the forward. Two programs find room on an SM, and the exponentials of one are
 # computed beside the products of the other.
 SOFT_FORWARD = Tile(128, 64, 4, 3)
 SOFT_FORWARD_WIDE = Tile(64, 32, 4, 2)
 # Tokens or rows whose gradient a program keeps in registers, and those that it walks at once. With two stages, a tile
 # is asked for when the one before it has been multiplied, and waited for at once. Twice as many rows take what is
 # walked from L2 half as often, but fewer programs hide each other's waits: gradients of documents and queries at
-# 64 x 64, 1024 x 1024, take 3.62 and 3.69 ms where three programs share a processor, and of 128 rows 3.98 and 3.74
+# 64 x 64, 1024 x 1024, take 3.62 and 3.69 ms where three programs share an SM, and of 128 rows 3.98 and 3.74
 # where two do.
 SOFT_GRADIENT = Tile(64, 64, 4, 3)
 SOFT_GRADIENT_WIDE = Tile(64, 32, 4, 2)
-SOFT_GRADIENT_PER_PROCESSOR = 3
+SOFT_GRADIENT_PER_SM = 3
 # Query rows from which on the Hopper kernel serves: one part of it has so many. Columns of its narrowest product.
 SOFT_HOPPER_MIN_ROWS = 64
 SOFT_NARROWEST = 16
-# Documents that one program of the forward walks at most, programs that fill a processor, and programs per processor
+# Documents that one program of the forward walks at most, programs that fill an SM, and programs per SM
 # at which the documents of a query's gradient are shared out no more.
-SOFT_PER_PROCESSOR = 2
-SOFT_SHARES = Shares(SOFT_PER_PROCESSOR, 16, 0)
+SOFT_PER_SM = 2
+SOFT_SHARES = Shares(SOFT_PER_SM, 16, 0)
 # Documents that a program of the queries' gradient walks at least.
 SOFT_SMALLEST_SHARE = 8
 
@@ -270,17 +270,17 @@ COMPARE_ROWS = 8
 COMPARED = 32
 
 # Query rows x documents in flight in a gather, 8 of them to a warp, at d = 128: 1.23, 0.39, 0.18. The first of these
-# that gives every multiprocessor `GATHER_PROGRAMS` is taken. 32 rows: 1.22, 0.66, 0.17, but 0.047 instead of 0.052 at
+# that gives every SM `GATHER_PROGRAMS` is taken. 32 rows: 1.22, 0.66, 0.17, but 0.047 instead of 0.052 at
 # 128 x 128 (32 x 300 tokens), where (32, 4) is left of it.
 GATHERS = ((64, 1), (64, 4), (32, 4))
 GATHERS_OF_ONE = ((64, 1), (32, 1))
 GATHER_PROGRAMS = 2
-# Of the first, so many find room on a multiprocessor. With norms, the compiler would give a thread 79 registers where
+# Of the first, so many find room on an SM. With norms, the compiler would give a thread 79 registers where
 # 64 are left: three programs and then the fourth took 2.69 ms at 1024 x 1024, and together they take 0.96. Where there
 # are fewer, but at least so many documents for each of up to four, these share the documents.
 GATHER_ROOM, GATHER_SHARES = 4, 4
 GATHER_SHARE = 1024
-# Programs per multiprocessor at which the documents of a gather are split no more, and documents of a split at least.
+# Programs per SM at which the documents of a gather are split no more, and documents of a split at least.
 SPLIT_PROGRAMS = 8
 SPLIT_DOCUMENTS = 32
 
@@ -299,7 +299,7 @@ LIST_BLOCK_BINS = 256
 LIST_BLOCK_CHUNKS = 16
 # Query rows that one program lists, at most, and keys that a warp of it sorts. With 512 rows and 264 documents of 300
 # tokens, the gradient takes 0.059 instead of 0.071; with 256 and 4000 of 180 tokens, 0.449 instead of 0.518; but with
-# 1024 and 1024 of 180 tokens, 0.174 instead of 0.147. Where every document has a multiprocessor, more rows are listed
+# 1024 and 1024 of 180 tokens, 0.174 instead of 0.147. Where every document has an SM, more rows are listed
 # so: both gradients of 32 x 32 (32 x 180) take 0.028 instead of 0.035, of 64 x 64 0.054 instead of 0.050 but two
 # launches less, which the host waits for: 0.072 instead of 0.094. 4096 rows: 0.124 instead of 0.086 at 128 x 128.
 ALONE_ROWS = 512
@@ -355,13 +355,13 @@ CHAMFER_PART_BYTES = 128
 # and threads compare theirs only at the end.
 CHAMFER_DIRECT_GROUPS = 32
 CHAMFER_GROUPS = 8
-# Programs that a processor has room for, and tiles that one of them walks at most.
-CHAMFER_PER_PROCESSOR = 2
+# Programs that an SM has room for, and tiles that one of them walks at most.
+CHAMFER_PER_SM = 2
 CHAMFER_LONGEST_SHARE = 16
 
 
 def shared_memory(capability: int) -> int:
-    """Bytes of a processor that one program may take; an unknown one is taken for the smallest."""
+    """Bytes of an SM that one program may take; an unknown one is taken for the smallest."""
     return SHARED_MEMORY.get(capability, SHARED_MEMORY[8])
 
 
@@ -372,7 +372,7 @@ def power_of_two(value: int) -> int:
 
 @functools.cache
 def architecture(device: torch.device) -> tuple[int, int]:
-    """Compute capability major and number of multiprocessors of `device` (8, 1 outside CUDA, for the interpreter)."""
+    """Compute capability major and number of SMs of `device` (8, 1 outside CUDA, for the interpreter)."""
     if device.type != "cuda":
         return 8, 1
     properties = torch.cuda.get_device_properties(device)

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from ...ops.xtr_retrieval import Results, Rule
     from ...problem import Problem
 
-# Documents x query tokens of a tile, and documents of it at most; programs of a processor that share the documents.
+# Documents x query tokens of a tile, and documents of it at most; programs of an SM that share the documents.
 _TILE = 2048
 _DOCUMENTS = 32
-_PER_PROCESSOR = 2
+_PER_SM = 2
 # Documents whose masked tokens are counted at a time.
 _COUNTED = 1024
 
@@ -154,7 +154,7 @@ def score_retrieved(
     n_queries, n_documents, length = problem.n_queries, problem.n_documents, problem.query_length
     block_rows = power_of_two(length)
     block_documents = max(1, min(_DOCUMENTS, _TILE // block_rows))
-    slots = _PER_PROCESSOR * tables.architecture(problem.device)[1]
+    slots = _PER_SM * tables.architecture(problem.device)[1]
     n_runs = max(1, min(slots // n_queries, -(-n_documents // block_documents)))
     run = -(-n_documents // n_runs)
     _score(

@@ -92,11 +92,11 @@ def test_nan_is_retrieved_first() -> None:
         torch.testing.assert_close(scores, torch.tensor([expected]), equal_nan=True)
 
 
-@pytest.mark.parametrize("processors", [1, 64])
+@pytest.mark.parametrize("sms", [1, 64])
 @pytest.mark.parametrize("normalizer", ["positive", "retrieved"])
-def test_ties_across_programs(normalizer: str, processors: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ties_across_programs(normalizer: str, sms: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Documents of a query that several programs share: of equal tokens, those of earlier documents are retrieved."""
-    monkeypatch.setattr(tables, "architecture", lambda device: (9, processors))
+    monkeypatch.setattr(tables, "architecture", lambda device: (9, sms))
     monkeypatch.setattr(scores, "_DOCUMENTS", 4)
     # Documents counted, and looked at, in two parts; two queries at a time.
     monkeypatch.setattr(scores, "_COUNTED", 16)
