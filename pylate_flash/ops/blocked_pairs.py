@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ..problem import Options, accumulation_dtype
-from .blocked import inner_products
 from .lists import Sequences
+from .products import inner_products
 
 
 def scores_of_pairs(queries: Sequences, documents: Sequences, options: Options) -> Tensor:

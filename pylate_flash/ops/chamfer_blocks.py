@@ -1,8 +1,10 @@
-"""Nearest points in blocks of plain torch: any device, any dtype, and never the whole [N, Lx, Ly] tensor."""
+"""Nearest points in blocks of plain torch: any device, any dtype, any layout, and never the whole [N, Lx, Ly] tensor.
+
+Sets of x are queries, and every set of y is the one document of its set of x.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -10,10 +12,10 @@ import torch
 from torch import Tensor
 
 from ..kernels.tables import DIRECT_SIZE
-from ..problem import Problem, accumulation_dtype
-from .blocked import block_budget
-from .blocked_varlen import padded_tokens, weighted_sums
+from ..problem import Problem
+from .blocked import sums_by_winner
 from .packing import host_bounds
+from .tiles import Block, Operands, blocks
 
 if TYPE_CHECKING:
     from .chamfer_compute import Sets
@@ -33,30 +35,43 @@ class Found(NamedTuple):
 
 
 class _Half(NamedTuple):
-    """Some sets of one side, padded."""
+    """Some sets of one side [n, L, d], padded, in the accumulation dtype, and which of their points are active."""
 
-    # [n, L, d], zeros where a point is masked, or none, in the accumulation dtype.
     points: Tensor
-    # [n, L], None: all.
     active: Tensor | None
-    # Of packed sets, the row of each point.
-    rows: Tensor | None
 
 
 def nearest_in_blocks(problem: Problem, sets: Sets, squared: bool) -> Found:
     """The nearest points of both sides, values in the accumulation dtype; masks are bool, and no size is 0."""
-    x_shape, y_shape = (problem.n_queries, problem.query_length), (problem.n_queries, problem.document_length)
-    dtype = problem.scores_dtype
+    given, n = _operands(problem, sets), problem.n_queries
+    lengths = problem.query_length, problem.document_length
     found = Found(
-        *(torch.zeros(shape, dtype=dtype, device=problem.device) for shape in (x_shape, y_shape)),
-        *(torch.full(shape, -1, dtype=torch.int32, device=problem.device) for shape in (x_shape, y_shape)),
+        *(torch.zeros(n, length, dtype=given.dtype, device=given.device) for length in lengths),
+        *(torch.full((n, length), -1, dtype=torch.int32, device=given.device) for length in lengths),
     )
-    for pairs, x, y in _blocks(problem, sets):
-        x_winners, y_winners = _winners(x, y, squared)
-        for near, far, winners, at in ((x, y, x_winners, 0), (y, x, y_winners, 1)):
-            # Packed sets are padded to the longest of the block only.
-            found[2 + at][pairs, : winners.shape[1]] = winners.to(torch.int32)
-            found[at][pairs, : winners.shape[1]] = _values(near, far, winners, squared)
+    for block in blocks(given):
+        x, y = _halves(given, block)
+        x_winners = torch.empty(x.points.shape[:2], dtype=torch.int64, device=given.device)
+        y_winners = torch.full(y.points.shape[:2], -1, dtype=torch.int64, device=given.device)
+        best = torch.full(y_winners.shape, -torch.inf, dtype=given.dtype, device=given.device)
+        first = 0
+        for part in block.parts:
+            inside = slice(first, first + part.rows.shape[1])
+            near = _nearness(x.points[:, inside], y.points, squared)
+            if y.active is not None:
+                near.masked_fill_(~y.active.unsqueeze(1), -torch.inf)
+            if x.active is not None:
+                near.masked_fill_(~x.active[:, inside].unsqueeze(2), -torch.inf)
+            # Of equal values, the first is the maximum.
+            values, index = near.max(dim=2)
+            x_winners[:, inside] = index.masked_fill_(values == -torch.inf, -1)
+            values, index = near.max(dim=1)
+            later = (values > best) | (values.isnan() & ~best.isnan())
+            best, y_winners = torch.where(later, values, best), torch.where(later, index + first, y_winners)
+            first = inside.stop
+        for half, other, winners, at in ((x, y, x_winners, 0), (y, x, y_winners, 1)):
+            found[2 + at][block.documents, : winners.shape[1]] = winners.to(torch.int32)
+            found[at][block.documents, : winners.shape[1]] = _values(half, other, winners, squared)
     return found
 
 
@@ -69,14 +84,16 @@ def gradients_in_blocks(
     squared: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of x and y, contiguous in their type; `weights` are those of `kernels.chamfer_gradients`."""
-    found = [
+    given = _operands(problem, sets)
+    grad_x, grad_y = (
         torch.zeros_like(points, memory_format=torch.contiguous_format) if need else None
-        for points, need in zip(sets[:2], needs, strict=True)
-    ]
-    for pairs, *halves in _blocks(problem, sets):
+        for points, need in zip((given.queries, given.documents), needs, strict=True)
+    )
+    for block in blocks(given):
+        halves, pairs = _halves(given, block), block.documents
         of_pairs = [side[pairs, : half.points.shape[1]].long() for side, half in zip(winners, halves, strict=True)]
-        factors = [weight[pairs].view(-1, 1, 1).to(halves[0].points.dtype) for weight in weights]
-        for at, grad in enumerate(found):
+        factors = [weight[pairs].view(-1, 1, 1).to(given.dtype) for weight in weights]
+        for at, grad in enumerate((grad_x, grad_y)):
             if grad is None:
                 continue
             # What each point of this side gets by its own winner, and what those of the other side send to theirs.
@@ -85,92 +102,52 @@ def gradients_in_blocks(
             if squared:
                 sent = -_pulls(halves[1 - at], halves[at], of_pairs[1 - at], squared)
             own += _received(sent * factors[1 - at], of_pairs[1 - at], own.shape[1])
-            rows, active = halves[at].rows, halves[at].active
-            if rows is None:
-                grad[pairs] = own.to(grad.dtype)
+            if at == 1:
+                place = given.of_documents(grad, pairs)
+                own = own[block.active] if block.is_ragged else own.flatten(0, 1)
             else:
-                assert active is not None
-                grad[rows[active]] = own[active].to(grad.dtype)
-    return found[0], found[1]
+                place, exist = grad[block.parts[0].of.start : block.parts[-1].of.stop], _exist(given, pairs)
+                own = own.flatten(0, 1) if exist is None else own[exist]
+            place.copy_(own.view(place.shape))
+    return (
+        None if grad_x is None else grad_x.view(sets.x.shape), None if grad_y is None else grad_y.view(sets.y.shape),
+    )  # fmt: skip
 
 
-def _blocks(problem: Problem, sets: Sets) -> Iterator[tuple[slice, _Half, _Half]]:
-    """Some pairs at a time, few enough that all products of theirs fit into a block, or one alone."""
-    budget = block_budget(problem.device)
-    sides = [_bounds("x", *sets[::2]), _bounds("y", *sets[1::2])]
-    for pairs, lengths in _runs_of_pairs(problem, sides, budget):
-        x, y = (
-            _half(points, mask, bounds, pairs, length)
-            for points, mask, bounds, length in zip(sets[:2], sets[2:4], sides, lengths, strict=True)
-        )
-        yield pairs, x, y
-
-
-def _runs_of_pairs(
-    problem: Problem, sides: list[np.ndarray | None], budget: int
-) -> Iterator[tuple[slice, tuple[int, int]]]:
-    """Consecutive pairs, and the lengths that they are padded to: those of the longest of them."""
-    whole = problem.query_length, problem.document_length
-    sizes = [
-        np.full(problem.n_queries, length) if bounds is None else np.diff(bounds)
-        for bounds, length in zip(sides, whole, strict=True)
-    ]
-    first, longest = 0, (1, 1)
-    for pair, lengths in enumerate(zip(*(size.tolist() for size in sizes), strict=True)):
-        wider = max(longest[0], lengths[0]), max(longest[1], lengths[1])
-        if pair > first and (pair + 1 - first) * max(wider[0] * wider[1], problem.size) > budget:
-            yield slice(first, pair), longest
-            first, wider = pair, (max(1, lengths[0]), max(1, lengths[1]))
-        longest = wider
-    if first < problem.n_queries:
-        yield slice(first, problem.n_queries), longest
-
-
-def _bounds(name: str, points: Tensor, _mask: Tensor | None, cu_seqlens: Tensor | None) -> np.ndarray | None:
-    if cu_seqlens is None:
-        return None
-    return host_bounds(f"{name}_cu_seqlens", cu_seqlens, points.shape[0], name)
-
-
-def _half(points: Tensor, mask: Tensor | None, bounds: np.ndarray | None, pairs: slice, length: int) -> _Half:
-    rows: Tensor | None = None
-    active: Tensor | None = None
-    if bounds is not None:
-        rows, active = padded_tokens(bounds, np.arange(pairs.start, pairs.stop), points.device, length)
-        values = points[rows]
+def _operands(problem: Problem, sets: Sets) -> Operands:
+    n, x, y = problem.n_queries, sets.x, sets.y
+    pairs, bounds = np.arange(n + 1), None
+    if sets.x_cu_seqlens is None or sets.y_cu_seqlens is None:
+        rows = pairs * problem.query_length
+        x, y = x.flatten(0, 1), y.unsqueeze(1)
     else:
-        values = points[pairs]
-        if mask is not None:
-            active = mask[pairs] != 0
-    values = values.to(accumulation_dtype(points.dtype))
-    if active is not None:
-        values = values.masked_fill(~active.unsqueeze(-1), 0.0)
-    return _Half(values, active, rows)
+        rows = host_bounds("x_cu_seqlens", sets.x_cu_seqlens, len(x), "x")
+        bounds = host_bounds("y_cu_seqlens", sets.y_cu_seqlens, len(y), "y")
+    x_mask = None if sets.x_mask is None else sets.x_mask.flatten() != 0
+    y_mask = None if sets.y_mask is None else sets.y_mask.unsqueeze(1) != 0
+    return Operands(x, y, x_mask, y_mask, None, None, rows, bounds, pairs, problem.query_length, False)
 
 
-def _winners(x: _Half, y: _Half, squared: bool) -> tuple[Tensor, Tensor]:
-    """The nearest points, of x [n, Lx] and y [n, Ly], int64, -1 for none; some points of x meet all of y at a time."""
-    n, x_length, _ = x.points.shape
-    y_length = y.points.shape[1]
-    x_winners = torch.empty(n, x_length, dtype=torch.int64, device=x.points.device)
-    best = torch.full((n, y_length), -torch.inf, dtype=x.points.dtype, device=x.points.device)
-    y_winners = torch.full((n, y_length), -1, dtype=torch.int64, device=x.points.device)
-    step = max(1, block_budget(x.points.device) // (n * y_length))
-    for first in range(0, x_length, step):
-        part = slice(first, first + step)
-        near = _nearness(x.points[:, part], y.points, squared)
-        if y.active is not None:
-            near.masked_fill_(~y.active.unsqueeze(1), -torch.inf)
-        if x.active is not None:
-            near.masked_fill_(~x.active[:, part].unsqueeze(2), -torch.inf)
-        # Of equal values, the first is the maximum.
-        values, index = near.max(dim=2)
-        x_winners[:, part] = index.masked_fill_(values == -torch.inf, -1)
-        values, index = near.max(dim=1)
-        later = (values > best) | (values.isnan() & ~best.isnan())
-        best = torch.where(later, values, best)
-        y_winners = torch.where(later, index + first, y_winners)
-    return x_winners, y_winners
+def _halves(given: Operands, block: Block) -> tuple[_Half, _Half]:
+    """The sets of a block, zeros where a point is masked."""
+    masks = [part.weights for part in block.parts]
+    x_mask = None if masks[0] is None else torch.cat([mask for mask in masks if mask is not None], dim=1)
+    x = torch.cat([part.rows for part in block.parts], dim=1)
+    y, _ = block.batched
+    return _half(given, x, x_mask), _half(given, y, block.active)
+
+
+def _half(given: Operands, points: Tensor, active: Tensor | None) -> _Half:
+    points = points.to(given.dtype)
+    return _Half(points if active is None else points.masked_fill(~active.unsqueeze(-1), 0.0), active)
+
+
+def _exist(given: Operands, pairs: slice) -> Tensor | None:
+    """Which of the padded points of x exist, of sets of several lengths."""
+    lengths = np.diff(given.query_bounds[pairs.start : pairs.stop + 1])
+    if lengths.min() == lengths.max():
+        return None
+    return torch.from_numpy(np.arange(lengths.max()) < lengths[:, None]).to(given.device)
 
 
 def _nearness(x: Tensor, y: Tensor, squared: bool) -> Tensor:
@@ -214,9 +191,7 @@ def _picked(points: Tensor, winners: Tensor) -> Tensor:
 def _received(sent: Tensor, winners: Tensor, length: int) -> Tensor:
     """Sums [n, length, d] of what is sent [n, L, d] to the winners [n, L], in the order of the senders."""
     n, senders, size = sent.shape
-    first = torch.arange(n, device=sent.device).unsqueeze(1) * length
-    everyone = torch.arange(n * senders, device=sent.device).view(n, senders)
-    sums = weighted_sums(
-        sent.reshape(-1, size), everyone, sent.new_ones(n, senders), winners + first, winners >= 0, n * length
+    first = torch.arange(n, device=sent.device).unsqueeze(1) * senders
+    return sums_by_winner(sent.reshape(-1, size), first, winners, sent.new_ones(n, senders), length).view(
+        n, length, size
     )
-    return sums.view(n, length, size)

@@ -10,11 +10,9 @@ from torch import Tensor
 
 from ..kernels.plan import choose
 from ..problem import Options, Places, Problem, Tensors
-from .blocked import Inputs, blocked_backward, blocked_forward
-from .blocked_varlen import blocked_varlen_backward, blocked_varlen_forward
+from .blocked import blocked_backward, blocked_forward
 from .checks import checked_mask, checked_problem
-from .norms import in_range
-from .packing import host_bounds_of
+from .tiles import operands_of
 
 Gradients = tuple[Tensor | None, Tensor | None]
 
@@ -115,71 +113,27 @@ def checked_masks(tensors: Tensors) -> tuple[Tensor | None, Tensor | None]:
     )
 
 
-def blocked_inputs(problem: Problem, tensors: Tensors) -> tuple[Inputs, Tensor | None]:
-    """In the grouped layout [groups, documents, Ld, d], or flat where documents are packed; and weights of queries."""
-    queries, documents, *_ = tensors
-    queries_mask, documents_mask = checked_masks(tensors)
-    weights = None
-    if queries_mask is not None and queries_mask.is_floating_point():
-        weights = queries_mask.to(problem.scores_dtype)
-        queries_mask = queries_mask != 0
-    if problem.packed and queries.dim() == 3:
-        queries = queries.flatten(0, 1)
-        queries_mask, weights = (None if tensor is None else tensor.flatten() for tensor in (queries_mask, weights))
-    if not problem.packed and documents.dim() == 3:
-        documents = documents.unsqueeze(0)
-        documents_mask = None if documents_mask is None else documents_mask.unsqueeze(0)
-    if not problem.normalize:
-        return Inputs(queries, documents, queries_mask, documents_mask), weights
-    (queries, documents), scales = in_range((queries, documents))
-    return Inputs(queries, documents, queries_mask, documents_mask, *scales), weights
-
-
-def weighted(inputs: Inputs, weights: Tensor | None) -> Inputs:
-    """With weights among what query rows are scaled by: positive, they commute with the maximum as norms do."""
-    if weights is None:
-        return inputs
-    scale = inputs.queries_scale
-    return inputs._replace(queries_scale=weights if scale is None else scale * weights)
-
-
 def _in_blocks(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor | None]:
     # Under autocast the inputs have the autocast type already; the products inside must not be rounded to it.
     with torch.autocast(problem.device.type, enabled=False):
-        inputs = weighted(*blocked_inputs(problem, tensors))
-        if problem.packed:
-            bounds = host_bounds_of(problem, tensors)
-            scores, winners = blocked_varlen_forward(inputs, bounds, problem.query_length, problem.with_winners)
-        else:
-            scores, winners = blocked_forward(inputs, problem.kind.zero_masked, problem.with_winners)
-        scores = with_empty_score(scores.to(problem.scores_dtype), tensors, problem.empty_score)
-    if winners is not None:
-        winners = winners.to(problem.winners_dtype).view(problem.winners_shape)
-    return scores, winners
+        winners = None
+        if problem.with_winners:
+            winners = torch.full(problem.winners_shape, -1, dtype=problem.winners_dtype, device=problem.device)
+        given = operands_of(problem, tensors)
+        # No view of it is returned, as autograd lets nobody write into a view that its function returns.
+        scores = torch.zeros(problem.scores_shape, dtype=given.dtype, device=problem.device)
+        blocked_forward(given, scores, winners)
+        return with_empty_score(scores.to(problem.scores_dtype), tensors, problem.empty_score), winners
 
 
 def _gradients_in_blocks(
     problem: Problem, tensors: Tensors, grad_scores: Tensor, winners: Tensor, need_queries: bool, need_documents: bool
 ) -> Gradients:
-    inputs, weights = blocked_inputs(problem, tensors)
-
-    def gradients(inputs: Inputs, need_queries: bool, need_documents: bool) -> Gradients:
-        needs = need_queries, need_documents
-        if problem.packed:
-            bounds = host_bounds_of(problem, tensors)
-            return blocked_varlen_backward(inputs, bounds, problem.query_length, grad_scores, winners, *needs)
-        grouped = winners.view(*inputs.documents.shape[:2], problem.rows)
-        return blocked_backward(inputs, grad_scores.contiguous(), grouped, *needs)
-
-    if weights is None:
-        grad_queries, grad_documents = gradients(inputs, need_queries, need_documents)
-    else:
-        # The Jacobian of the norms is that of the queries without their weights.
-        grad_queries = gradients(inputs, True, False)[0] if need_queries else None
-        grad_documents = gradients(weighted(inputs, weights), False, True)[1] if need_documents else None
-        if grad_queries is not None:
-            grad_queries = grad_queries * weights.unsqueeze(-1)
-    return (
-        None if grad_queries is None else grad_queries.to(problem.dtype).view(tensors.queries.shape),
-        None if grad_documents is None else grad_documents.to(problem.dtype).view(tensors.documents.shape),
+    given = operands_of(problem, tensors)
+    flow = grad_scores if given.candidates is None else grad_scores.flatten()
+    found = blocked_backward(given, flow, winners, need_queries, need_documents)
+    grad_queries, grad_documents = (
+        None if gradient is None else gradient.to(problem.dtype).view(tensor.shape)
+        for gradient, tensor in zip(found, tensors[:2], strict=True)
     )
+    return grad_queries, grad_documents

@@ -53,3 +53,11 @@ def through_norms(grad: Tensor, embeddings: Tensor, scale: Tensor | None) -> Ten
         # Of one size all three, and no more of them than it takes: on a CPU, new memory costs more than what fills it.
         grad.sub_(torch.mul(embeddings_wide, along * scale, out=products)).mul_(scale)
     return grad.to(embeddings.dtype)
+
+
+def unscaled(grad: Tensor, embeddings: Tensor, scale: Tensor | None) -> Tensor:
+    """`through_norms`, and 0 where there is no gradient: a token that won nothing may be NaN, and so is its norm."""
+    if scale is None or (grad.device.type == "cpu" and (scale > 0).all()):
+        return through_norms(grad, embeddings, scale)
+    without = ~grad.any(dim=-1, keepdim=True)
+    return through_norms(grad, embeddings, scale).masked_fill_(without, 0.0)

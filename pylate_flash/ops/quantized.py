@@ -9,7 +9,7 @@ Quantized queries differ from the given ones about as much as quantized document
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,13 +17,12 @@ from torch import Tensor
 
 from ..kernels.plan import choose
 from ..problem import Options, Problem, Tensors, accumulation_dtype, replaced, sizes_of
-from .blocked import block_budget, document_blocks
-from .blocked_varlen import sequence_blocks
+from .by_block import DocumentBlock, at, compute_by_block, document_blocks
 from .checks import check, checked_flag, checked_number, checked_problem
-from .compute import active_counts, compute, kernels, with_empty_score
+from .compute import active_counts, kernels, with_empty_score
 from .maxsim import checked, maxsim_reference
 from .operator import LIBRARY, NOT_PLAIN, needs_gradient, repeat, signature
-from .packing import host_bounds_of
+from .products import block_budget
 from .quantization import QuantizedEmbeddings, quantize
 from .varlen import maxsim_varlen_reference
 
@@ -115,70 +114,23 @@ def _compute(tensors: Tensors, options: Options, quantization: Quantization) -> 
 
 def _in_blocks(problem: Problem, tensors: Tensors, options: Options, quantization: Quantization) -> Tensor:
     """Scores of a block of dequantized documents after the other."""
-    options = options._replace(implementation="blocked")
     queries, values = tensors[:2]
     # Nothing is lost, and documents need not be rounded to half precision.
-    dtype = torch.promote_types(queries.dtype, torch.float32)
+    dtype = accumulation_dtype(queries.dtype)
     if quantization.quantize_queries:
         queries = quantize(queries, query_precision(values.dtype)).dequantize(dtype)
-    tensors = tensors._replace(queries=queries.to(dtype))
-    scores = None
-    for part, places, found in _blocks(problem, tensors, options, quantization):
-        some = compute(part, found, False)[0]
-        if some.shape == problem.scores_shape:
-            return some
-        if scores is None:
-            scores = some.new_empty(problem.scores_shape)
-        scores[places] = some
-    if scores is None:
-        # There are no documents, and so no block of them.
-        documents = values.new_empty(values.shape, dtype=dtype)
-        return compute(tensors._replace(documents=documents), options, False)[0]
-    return scores
 
+    def dequantized(block: DocumentBlock) -> Tensor:
+        scales, offsets = (
+            None if tensor is None else at(tensor, block.place)
+            for tensor in (quantization.scales, quantization.offsets)
+        )
+        assert scales is not None
+        return QuantizedEmbeddings(at(values, block.place), scales, offsets).dequantize(dtype)
 
-# The tensors of a block, the place of its scores, and its options.
-_Block = tuple[Tensors, tuple[slice, ...], Options]
-
-
-def _blocks(problem: Problem, tensors: Tensors, options: Options, quantization: Quantization) -> Iterator[_Block]:
-    """The documents, dequantized, as many at a time as similarities are held at once."""
-    budget = max(1, 4 * block_budget(problem.device) // problem.size)
-    if problem.packed:
-        yield from _packed_blocks(problem, tensors, options, quantization, budget)
-        return
-    values, mask = tensors.documents, tensors.documents_mask
-    own = values.dim() == 4
-    step = max(1, budget // max(1, problem.document_length))
-    if 0 in values.shape[:-2]:
-        return
-    for group, block in document_blocks(problem.groups, problem.n_documents, step):
-        place = (group, block) if own else (block,)
-        documents = _dequantized(values[place], quantization, place, tensors.queries.dtype)
-        part = tensors._replace(documents=documents, documents_mask=None if mask is None else mask[place])
-        if own:
-            queries_mask = None if tensors.queries_mask is None else tensors.queries_mask[group]
-            part = part._replace(queries=tensors.queries[group], queries_mask=queries_mask)
-        yield part, (group if own else slice(None), block), options
-
-
-def _packed_blocks(
-    problem: Problem, tensors: Tensors, options: Options, quantization: Quantization, budget: int
-) -> Iterator[_Block]:
-    _, bounds, candidates = host_bounds_of(problem, tensors)
-    for first, last in sequence_blocks(bounds, budget):
-        tokens = slice(bounds[first], bounds[last])
-        documents = _dequantized(tensors.documents[tokens], quantization, (tokens,), tensors.queries.dtype)
-        own = torch.from_numpy(bounds[first : last + 1] - bounds[first])
-        part = tensors._replace(documents=documents, documents_cu_seqlens=own)
-        if candidates is not None:
-            part = part._replace(candidates_cu_seqlens=torch.from_numpy(candidates.clip(first, last) - first))
-        yield part, (slice(first, last),) if candidates is not None else (slice(None), slice(first, last)), options
-
-
-def _dequantized(values: Tensor, quantization: Quantization, place: tuple[slice, ...], dtype: torch.dtype) -> Tensor:
-    scales, offsets = quantization.scales[place], quantization.offsets
-    return QuantizedEmbeddings(values, scales, None if offsets is None else offsets[place]).dequantize(dtype)
+    tensors, options = tensors._replace(queries=queries.to(dtype)), options._replace(implementation="blocked")
+    blocks = document_blocks(tensors, max(1, 4 * block_budget(problem.device) // problem.size))
+    return compute_by_block(tensors, options, False, blocks, dequantized)[0]
 
 
 LIBRARY.define(

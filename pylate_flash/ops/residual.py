@@ -7,7 +7,7 @@ memory; elsewhere documents are decompressed a block at a time, and scored as an
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -16,13 +16,13 @@ from torch import Tensor
 
 from ..kernels.plan import choose
 from ..problem import Options, Problem, Tensors, accumulation_dtype
-from .blocked import block_budget
-from .blocked_varlen import sequence_blocks
+from .by_block import DocumentBlock, at, compute_by_block, document_blocks, of_block
 from .checks import check, check_embeddings, check_tensor, checked_number, checked_problem, is_readable
-from .compute import active_counts, compute, compute_gradients, kernels
+from .compute import active_counts, compute_gradients, kernels
 from .maxsim import checked, maxsim_reference
 from .operator import Operation
 from .packing import host_bounds
+from .products import block_budget
 from .residual_codes import ResidualCodes
 
 
@@ -248,68 +248,59 @@ def _compute_gradients(grad_scores: Tensor, kept: Sequence[Tensor], arguments: t
     return (kernels().residual_gradient(problem, call.tensors, call[2:9], grad_scores, winners),)
 
 
-class _Block(NamedTuple):
-    """Documents decompressed, as packed ones of their own; those of candidates are counted query by query."""
+def _by_block(call: _Call) -> tuple[Tensors, Options, list[DocumentBlock], Callable[[DocumentBlock], Tensor]]:
+    """The call as one of packed documents, decompressed as many at a time as similarities are held at once.
 
-    first: int
-    last: int
-    tensors: Tensors
-    options: Options
-
-
-def _blocks(call: _Call) -> Iterator[_Block]:
-    """The documents, as many at a time as similarities are held at once."""
+    Those of candidates are counted query by query.
+    """
     documents, (n_queries, met) = call.documents, call.shape
     bounds = host_bounds("cu_seqlens", call.cu_seqlens, call.codes.shape[0], "codes")
-    starts, candidates = bounds[:-1], None
+    starts, owned, lengths = bounds[:-1], None, np.diff(bounds)
     if call.candidates is not None:
         found = call.candidates.cpu().numpy().ravel()
         there = found >= 0
-        starts = np.where(there, starts[np.where(there, found, 0)], 0) if len(starts) else np.zeros_like(found)
-        lengths = np.diff(bounds)[np.where(there, found, 0)] * there if len(bounds) > 1 else np.zeros_like(found)
+        # A document without tokens stands for none.
+        found = np.where(there, found, len(lengths))
+        starts, lengths = np.append(starts, 0)[found], np.append(lengths, 0)[found]
         bounds = np.concatenate([[0], np.cumsum(lengths)])
-        candidates = np.arange(n_queries + 1) * met
+        owned = torch.from_numpy(np.arange(n_queries + 1) * met)
     # Nothing is lost of what was rounded, and sums are of more bits.
-    wide = torch.promote_types(call.queries.dtype, torch.float32)
-    queries = call.queries.to(wide)
-    budget = max(1, block_budget(call.queries.device) // documents.size)
-    for first, last in sequence_blocks(bounds, budget):
-        tokens: slice | Tensor = slice(int(bounds[first]), int(bounds[last]))
-        if candidates is not None:
-            lengths = np.diff(bounds[first : last + 1])
-            within = np.arange(bounds[first], bounds[last]) - np.repeat(bounds[first:last], lengths)
-            tokens = torch.from_numpy(np.repeat(starts[first:last], lengths) + within).to(call.codes.device)
-        embeddings = documents.decompress_tokens(tokens, call.queries.dtype).to(wide)
-        own = torch.from_numpy(bounds[first : last + 1] - bounds[first])
-        owned = None if candidates is None else torch.from_numpy(candidates.clip(first, last) - first)
-        tensors = Tensors(queries, embeddings, call.queries_mask, None, None, own, owned)
-        longest = int(np.diff(bounds[first : last + 1]).max(initial=0))
-        options = call.options._replace(max_document_length=longest, max_candidates=met, implementation="blocked")
-        yield _Block(first, last, tensors, options)
+    wide = accumulation_dtype(call.queries.dtype)
+
+    def decompressed(block: DocumentBlock) -> Tensor:
+        tokens: slice | Tensor = block.rows
+        if owned is not None:
+            some = slice(None) if block.documents == () else block.documents
+            own = np.arange(bounds[-1])[block.rows] - np.repeat(bounds[:-1][some], lengths[some])
+            tokens = torch.from_numpy(np.repeat(starts[some], lengths[some]) + own).to(call.codes.device)
+        return documents.decompress_tokens(tokens, call.queries.dtype).to(wide)
+
+    # Of their shape only.
+    tokens = call.codes.new_empty(0).expand(int(bounds[-1]), 0)
+    tensors = Tensors(
+        call.queries.to(wide), tokens, call.queries_mask, None, None, torch.from_numpy(bounds), owned
+    )  # fmt: skip
+    options = call.options._replace(
+        max_document_length=int(lengths.max(initial=0)), max_candidates=met, implementation="blocked"
+    )
+    blocks = document_blocks(tensors, max(1, block_budget(call.queries.device) // documents.size))
+    return tensors, options, blocks, decompressed
 
 
 def _in_blocks(call: _Call, with_winners: bool) -> tuple[Tensor, Tensor | None]:
     """Scores and winners of a block of decompressed documents after the other."""
-    scores = call.queries.new_empty(call.shape, dtype=accumulation_dtype(call.queries.dtype))
-    # Where nothing of the scores is computed, nothing has won.
-    winners = torch.full(call.winners_shape, -1, dtype=torch.int32, device=scores.device) if with_winners else None
-    for first, last, tensors, options in _blocks(call):
-        some, won = compute(tensors, options, with_winners)
-        if call.candidates is None:
-            scores[:, first:last] = some
-        else:
-            scores.view(-1)[first:last] = some
-        if winners is not None and won is not None:
-            winners[first:last] = won
-    return scores, winners
+    tensors, options, blocks, produce = _by_block(call)
+    scores, winners = compute_by_block(tensors, options, with_winners, blocks, produce)
+    return scores.new_empty(call.shape).copy_(scores.view(call.shape)), None if winners is None else winners.int()
 
 
 def _gradient_in_blocks(call: _Call, grad_scores: Tensor, winners: Tensor) -> Tensor:
-    wide = torch.promote_types(call.queries.dtype, torch.float32)
-    total = torch.zeros_like(call.queries, dtype=wide, memory_format=torch.contiguous_format)
-    for first, last, tensors, options in _blocks(call):
-        grad = grad_scores[:, first:last] if call.candidates is None else grad_scores.reshape(-1)[first:last]
-        found = compute_gradients(tensors, options, grad, winners[first:last], True, False)[0]
+    tensors, options, blocks, produce = _by_block(call)
+    flow = grad_scores if call.candidates is None else grad_scores.flatten()
+    total = torch.zeros_like(tensors.queries, memory_format=torch.contiguous_format)
+    for block in blocks:
+        part = of_block(tensors, options, block, produce(block))
+        found = compute_gradients(*part, at(flow, block.scores), at(winners, block.documents), True, False)[0]
         assert found is not None
         total += found
     return total.to(call.queries.dtype)

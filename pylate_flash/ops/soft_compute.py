@@ -9,8 +9,8 @@ from ..kernels.plan import choose
 from ..problem import Options, Problem, Tensors
 from .checks import checked_problem
 from .compute import active_counts, kernels, with_empty_score
-from .norms import in_range
 from .soft_blocks import soft_blocked_backward, soft_blocked_forward
+from .tiles import operands_of
 
 SoftGradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
@@ -33,9 +33,12 @@ def compute_soft(tensors: Tensors, options: Options, beta: Tensor, with_lse: boo
     else:
         # Under autocast the inputs have the autocast type already; the products inside must not be rounded to it.
         with torch.autocast(problem.device.type, enabled=False):
-            scores, lse = soft_blocked_forward(problem, _in_range(problem, tensors), beta, with_lse)
+            if with_lse:
+                lse = torch.zeros(problem.winners_shape, dtype=beta.dtype, device=problem.device)
+            given = operands_of(problem, tensors)
+            scores = torch.zeros(problem.scores_shape, dtype=given.dtype, device=problem.device)
+            soft_blocked_forward(given, beta, scores, lse)
             scores = with_empty_score(scores.to(problem.scores_dtype), tensors, problem.empty_score)
-            lse = None if lse is None else lse.to(beta.dtype)
     if mean:
         scores = with_empty_score(scores / active_counts(problem, tensors), tensors, options.empty_score)
     return scores, lse
@@ -60,16 +63,14 @@ def compute_soft_gradients(
     if _implementation(problem, options) == "triton":
         return kernels().soft_gradients(problem, tensors, beta, grad_scores, lse, needs, max_scratch_bytes)
     with torch.autocast(problem.device.type, enabled=False):
-        found = soft_blocked_backward(problem, _in_range(problem, tensors), beta, grad_scores, lse, needs)
-    of_queries, of_documents = (None if gradient is None else gradient.to(problem.dtype) for gradient in found[1:])
-    return found[0], of_queries, of_documents
-
-
-def _in_range(problem: Problem, tensors: Tensors) -> Tensors:
-    if not problem.normalize:
-        return tensors
-    queries, documents = in_range(tensors[:2])[0]
-    return tensors._replace(queries=queries, documents=documents)
+        given = operands_of(problem, tensors)
+        flow = grad_scores if given.candidates is None else grad_scores.flatten()
+        slope, *found = soft_blocked_backward(given, beta, flow, lse, needs)
+    of_queries, of_documents = (
+        None if gradient is None else gradient.to(problem.dtype).view(tensor.shape)
+        for gradient, tensor in zip(found, tensors[:2], strict=True)
+    )
+    return slope, of_queries, of_documents
 
 
 def _implementation(problem: Problem, options: Options) -> str:

@@ -2,7 +2,7 @@
 
 `maxsim_varlen_reference` is the definition, in plain torch. `maxsim_varlen` and `maxsim_varlen_pairwise` go the way of
 `maxsim`, by its operator; what is packed is cut by its tokens (`kernels.forward.cuts`), or scored in blocks of plain
-torch (`ops.blocked_varlen`).
+torch (`ops.blocked`).
 """
 
 from __future__ import annotations

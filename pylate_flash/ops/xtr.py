@@ -77,7 +77,8 @@ def xtr_scores_reference(
         # A token that was not retrieved counts as 0, and wins over negative ones.
         counts &= ~(best <= 0) | retrieved.all(dim=-1)
     best = best.masked_fill(~counts, 0.0) * weights
-    divisors = ((best > 0) if normalizer == "positive" else counts).sum(dim=1).clamp(min=_LEAST[normalizer])
+    counted = (best > 0) if normalizer == "positive" else counts
+    divisors = counted.sum(dim=1, dtype=wide).clamp(min=_LEAST[normalizer])
     return (best.sum(dim=1) / divisors).masked_fill(~there.any(dim=-1), empty_score)
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..problem import Problem, Tensors
-from .blocked import block_budget, inner_products
+from .products import block_budget, inner_products
 
 
 class Rule(NamedTuple):

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pylate_flash import maxsim
-from pylate_flash.ops import blocked, maxsim_reference
-from pylate_flash.ops.blocked import inner_products
+from pylate_flash.ops import maxsim_reference, products
+from pylate_flash.ops.products import inner_products
 
 SIZES = [1, 3, 16, 37, 48, 128, 200]
 
@@ -21,8 +21,8 @@ SIZES = [1, 3, 16, 37, 48, 128, 200]
 def convolution(request, monkeypatch) -> str:
     """When products are convolutions. Which of them are fast depends on the processor; right they are everywhere."""
     if request.param == "always":
-        monkeypatch.setattr(blocked, "_SMALL_PRODUCT", 0)
-    monkeypatch.setattr(blocked, "_convolution_serves", lambda dtype: request.param != "never")
+        monkeypatch.setattr(products, "_SMALL_PRODUCT", 0)
+    monkeypatch.setattr(products, "_convolution_serves", lambda dtype: request.param != "never")
     return request.param
 
 
@@ -71,18 +71,10 @@ def test_products_are_exact(tokens: int, rows: int, size: int, dtype: torch.dtyp
     if spaced:
         documents = torch.cat([documents, documents], dim=1)[:, :size]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blocked, "_SMALL_PRODUCT", 0)
+        patch.setattr(products, "_SMALL_PRODUCT", 0)
         found = inner_products(documents, queries)
     assert found.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     assert_exact(found, documents, queries)
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_equal_tokens_have_equal_products(convolution: str, size: int) -> None:
-    """Or the lowest index would not win a tie. 4099 tokens leave a remainder however a product is cut."""
-    once, queries = embeddings(1, size), embeddings(96, size, seed=1)
-    products = inner_products(once.repeat(4099, 1), queries)
-    assert torch.equal(products, products[:1].expand_as(products))
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -111,7 +103,7 @@ class TestSettings:
     @pytest.mark.parametrize("setting", ["matmul", "conv"])
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
     def test_half_inputs_are_exact_under_each(self, monkeypatch, setting: str, dtype: torch.dtype) -> None:
-        monkeypatch.setattr(blocked, "_SMALL_PRODUCT", 0)
+        monkeypatch.setattr(products, "_SMALL_PRODUCT", 0)
         documents, queries = embeddings(4099, 128).to(dtype), embeddings(96, 128, seed=1).to(dtype)
         with bfloat16_allowed(setting):
             found = inner_products(documents, queries)
@@ -119,7 +111,7 @@ class TestSettings:
 
     def test_decide_between_convolution_and_matrix_product(self, monkeypatch) -> None:
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
-        serves = blocked._convolution_serves
+        serves = products._convolution_serves
         assert serves(torch.float32)
         with bfloat16_allowed("conv"):
             assert not serves(torch.float32)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 
 from pylate_flash import chamfer, chamfer_varlen, maxsim_pairwise, pack
-from pylate_flash.ops import blocked, chamfer_reference
+from pylate_flash.ops import chamfer_reference, products
 from tests.ops.cases import Elements, relative_error
 from tests.ops.chamfer_cases import METRICS, chamfer_cases, check_packed, check_scores_and_gradients, gradients
 
@@ -21,7 +21,7 @@ def test_scores_and_gradients_equal_the_definition(budget: int | None, case: tup
     """Whatever fits into a block: a point of x, some, or some pairs."""
     with pytest.MonkeyPatch.context() as patch:
         if budget is not None:
-            patch.setattr(blocked, "_BLOCK_CPU", budget)
+            patch.setattr(products, "_BLOCK_CPU", budget)
         check_scores_and_gradients(*case)
 
 
@@ -170,7 +170,7 @@ def test_one_point() -> None:
 
 @pytest.mark.parametrize("size", [3, 12])
 def test_the_distances_are_never_together(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocked, "_BLOCK_CPU", 2000)
+    monkeypatch.setattr(products, "_BLOCK_CPU", 2000)
     x, y = torch.randn(3, 200, size, requires_grad=True), torch.randn(3, 300, size, requires_grad=True)
     with Elements() as elements:
         chamfer(x, y).sum().backward()

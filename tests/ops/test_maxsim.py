@@ -306,7 +306,7 @@ def test_compiles_into_one_graph() -> None:
 @given(seed=st.integers(0, 10**6))
 def test_blocks_do_not_change_the_result(seed: int) -> None:
     """With blocks of a few similarities every loop boundary is crossed."""
-    from pylate_flash.ops import blocked
+    from pylate_flash.ops import products
 
     torch.manual_seed(seed)
     queries, documents = (torch.randn(shape, dtype=torch.float64) for shape in ((3, 5, 4), (7, 6, 4)))
@@ -314,7 +314,7 @@ def test_blocks_do_not_change_the_result(seed: int) -> None:
     documents.requires_grad_()
     expected = torch.autograd.grad(maxsim(queries, documents).square().sum(), (queries, documents))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blocked, "_BLOCK_CPU", 20)
+        patch.setattr(products, "_BLOCK_CPU", 20)
         found = torch.autograd.grad(maxsim(queries, documents).square().sum(), (queries, documents))
     for gradient, reference in zip(found, expected, strict=True):
         torch.testing.assert_close(gradient, reference, **FLOAT32_SCORES)

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from pylate_flash import QuantizedEmbeddings, maxsim, maxsim_pairwise, maxsim_varlen, pack, quantize
-from pylate_flash.ops import blocked
+from pylate_flash.ops import products
 from pylate_flash.ops.quantization import PRECISIONS as TYPES
 from pylate_flash.ops.quantized import maxsim_quantized_reference
 from tests.ops.cases import Case, cases
@@ -115,7 +115,7 @@ def test_several_blocks_of_documents(shape: tuple[int, ...], monkeypatch: pytest
     owners = {"candidates_cu_seqlens": torch.tensor([0, 2, 2, 4, 5])}
     bounds = torch.tensor([0, 5, 10, 15, 20]), flat[1]
     for block in (1, 160, 1 << 20):
-        monkeypatch.setattr(blocked, "_BLOCK_CPU", block)
+        monkeypatch.setattr(products, "_BLOCK_CPU", block)
         torch.testing.assert_close(maxsim(queries, documents, **masks).double(), expected, **CLOSE)
         for options in ({}, owners):
             packed_queries = queries.flatten(0, 1)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from safetensors.torch import save_file
 
 from pylate_flash import ResidualCodes, maxsim, maxsim_residual, maxsim_varlen
-from pylate_flash.ops import blocked, residual_codes
+from pylate_flash.ops import products, residual_codes
 from pylate_flash.ops.residual import maxsim_residual_reference
 from tests.ops.cases import relative_error
 from tests.ops.residual_cases import residual_cases, residual_gradient
@@ -111,7 +111,7 @@ def test_several_blocks_of_documents(with_candidates: bool, monkeypatch: pytest.
     expected = maxsim_residual_reference(queries, documents, **options)
     gradient = residual_gradient(maxsim_residual_reference, queries, documents, options)
     for block in (1, 80, 1 << 20):
-        monkeypatch.setattr(blocked, "_BLOCK_CPU", block)
+        monkeypatch.setattr(products, "_BLOCK_CPU", block)
         torch.testing.assert_close(maxsim_residual(queries, documents, **options).double(), expected, **CLOSE)
         assert relative_error(residual_gradient(maxsim_residual, queries, documents, options), gradient) <= 1e-5
 

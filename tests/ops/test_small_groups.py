@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from pylate_flash import maxsim, maxsim_varlen, pack
-from pylate_flash.ops import blocked, maxsim_reference
-from pylate_flash.ops.blocked_varlen import _candidate_blocks
+from pylate_flash.ops import maxsim_reference, products
+from pylate_flash.ops.tiles import _groups_at_once, operands_of
 from pylate_flash.ops.varlen import maxsim_varlen_reference
+from pylate_flash.problem import Options, Tensors, problem_of
 from tests.ops.cases import Case, gradients, relative_error
 from tests.ops.test_varlen import gradients as packed_gradients
 
@@ -34,7 +35,7 @@ def test_any_number_of_groups_at_once_gives_the_definition(
     budget: int, masked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From all at once to a part of one document's rows."""
-    monkeypatch.setattr(blocked, "_BLOCK_CPU", budget)
+    monkeypatch.setattr(products, "_BLOCK_CPU", budget)
     case = candidates(7, 3, masked)
     expected = maxsim_reference(*case.doubled().tensors, **case.keywords)
     torch.testing.assert_close(maxsim(*case.tensors, **case.keywords).double(), expected, rtol=2e-6, atol=2e-6)
@@ -77,7 +78,7 @@ def test_nan_stays_in_its_document_and_its_group() -> None:
 @pytest.mark.parametrize("normalize", [False, True])
 def test_packed_pairs_go_together(budget: int, normalize: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Queries and documents without tokens, queries without documents, and with several."""
-    monkeypatch.setattr(blocked, "_BLOCK_CPU", budget)
+    monkeypatch.setattr(products, "_BLOCK_CPU", budget)
     torch.manual_seed(0)
     queries, queries_bounds = pack([torch.randn(n, 8) for n in (3, 0, 5, 2, 4, 1)])
     documents, documents_bounds = pack([torch.randn(n, 8) for n in (4, 7, 0, 1, 30, 2, 9, 3)])
@@ -91,11 +92,12 @@ def test_packed_pairs_go_together(budget: int, normalize: bool, monkeypatch: pyt
 
 
 def test_runs_of_queries_stay_within_the_budget() -> None:
-    queries, documents = torch.tensor([0, 3, 6, 9, 12]).numpy(), torch.tensor([0, 10, 20, 520, 530, 540]).numpy()
-    candidates = torch.tensor([0, 1, 2, 4, 5]).numpy()
-    assert _candidate_blocks(queries, documents, candidates, 8 * 100, 8) == [(0, 2), (2, 3), (3, 4)]
-    assert _candidate_blocks(queries, documents, candidates, 1 << 20, 8) == [(0, 4)]
-    assert _candidate_blocks(queries, documents, candidates, 1, 8) == [(0, 1), (1, 2), (2, 3), (3, 4)]
+    bounds = [torch.tensor(each) for each in ([0, 3, 6, 9, 12], [0, 10, 20, 520, 530, 540], [0, 1, 2, 4, 5])]
+    tensors = Tensors(torch.randn(12, 8), torch.randn(540, 8), None, None, *bounds)
+    given = operands_of(problem_of(tensors, Options(3, 500, 2)), tensors)
+    assert _groups_at_once(given, 8 * 100) == [(0, 2), (2, 3), (3, 4)]
+    assert _groups_at_once(given, 1 << 20) == [(0, 4)]
+    assert _groups_at_once(given, 1) == [(0, 1), (1, 2), (2, 3), (3, 4)]
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pylate_flash import maxsim, soft_maxsim, soft_maxsim_varlen
-from pylate_flash.ops import soft_blocks, soft_maxsim_reference
+from pylate_flash.ops import products, soft_maxsim_reference
 from pylate_flash.problem import Options, Tensors
 from tests.ops.cases import FLOAT32_SCORES, Case, cases, check_scores, relative_error
 from tests.ops.test_definitions import dot, lists, unit
@@ -139,7 +139,7 @@ def test_packed_tokens(case: tuple, beta: float) -> None:
 def test_blocks_do_not_change_the_result(case: Case, beta: float) -> None:
     scores, expected = soft_maxsim(*case.tensors, beta, **case.keywords), soft_gradients(soft_maxsim, case, beta)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(soft_blocks, "block_budget", lambda device: 40)
+        patch.setattr(products, "_BLOCK_CPU", 40)
         torch.testing.assert_close(soft_maxsim(*case.tensors, beta, **case.keywords), scores, **FLOAT32_SCORES)
         check_gradients(soft_gradients(soft_maxsim, case, beta), expected, 1e-6)
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pylate_flash import maxsim, maxsim_sparse_queries, pack
-from pylate_flash.ops import blocked, maxsim_sparse_queries_reference
+from pylate_flash.ops import maxsim_sparse_queries_reference, products
 from tests.ops.cases import Case, Elements, check_scores, gradient_tolerance, gradients, relative_error
 from tests.ops.sparse_cases import sparse_cases
 
@@ -22,7 +22,7 @@ def test_scores_and_gradients_equal_the_definition(case: Case, blocks: bool) -> 
     with pytest.MonkeyPatch.context() as patch:
         if blocks:
             # A document or two at a time.
-            patch.setattr(blocked, "_BLOCK_CPU", 300)
+            patch.setattr(products, "_BLOCK_CPU", 300)
         with torch.no_grad():
             scores = maxsim_sparse_queries(*case.tensors, **case.keywords)
         found = gradients(maxsim_sparse_queries, case)
@@ -87,16 +87,16 @@ def test_nan_reaches_the_scores_that_chose_it(function) -> None:
 def test_memory_does_not_grow_with_the_similarities(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is gathered and multiplied at a time stays within the budget of a block."""
     largest = 0
-    products = torch.bmm
+    product = torch.bmm
 
     def watched(*tensors: Tensor) -> Tensor:
         nonlocal largest
-        found = products(*tensors)
+        found = product(*tensors)
         largest = max(largest, found.numel(), *(tensor.numel() for tensor in tensors))
         return found
 
     monkeypatch.setattr(torch, "bmm", watched)
-    monkeypatch.setattr(blocked, "_BLOCK_CPU", 4000)
+    monkeypatch.setattr(products, "_BLOCK_CPU", 4000)
     maxsim_sparse_queries(torch.randn(2, 30, 8), torch.randn(50, 40, 8), torch.randint(0, 30, (50, 10)))
     assert 0 < largest <= 8 * 4000
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import pylate_flash
 from pylate_flash import maxsim, maxsim_varlen, maxsim_varlen_pairwise, pack, unpack
-from pylate_flash.ops import blocked_varlen
+from pylate_flash.ops import blocked, products
 from pylate_flash.ops.varlen import maxsim_varlen_reference
 from pylate_flash.problem import Options, Tensors
 from tests.ops.cases import FLOAT32_SCORES, SIZES, check_scores, gradient_tolerance, relative_error
@@ -94,8 +94,8 @@ def test_blocks_do_not_change_the_result(case: tuple) -> None:
     (arguments, options), expected = case, gradients(maxsim_varlen, case)
     scores = maxsim_varlen(*arguments, **options)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blocked_varlen, "block_budget", lambda device: 40)
-        patch.setattr(blocked_varlen, "WINNERS_AT_ONCE", 10)
+        patch.setattr(products, "_BLOCK_CPU", 40)
+        patch.setattr(blocked, "WINNERS_AT_ONCE", 10)
         torch.testing.assert_close(maxsim_varlen(*arguments, **options), scores, **FLOAT32_SCORES)
         torch.testing.assert_close(gradients(maxsim_varlen, case), expected, **FLOAT32_SCORES)
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pylate_flash import maxsim, xtr_scores
-from pylate_flash.ops import blocked, xtr, xtr_scores_reference
+from pylate_flash.ops import products, xtr, xtr_scores_reference
 from tests.ops.cases import Case, Elements, gradients, relative_error
 from tests.ops.xtr_cases import check_scores_and_gradients, xtr_cases
 
@@ -24,7 +24,7 @@ def test_scores_and_gradients_equal_the_definition(case: Case, blocks: bool) -> 
     with pytest.MonkeyPatch.context() as patch:
         if blocks:
             # A row or two at a time, and a query or two.
-            patch.setattr(blocked, "_BLOCK_CPU", 100)
+            patch.setattr(products, "_BLOCK_CPU", 100)
             patch.setattr(xtr, "_BESIDE_MAXIMA", 1)
             patch.setattr(xtr, "_MAXIMA_AT_ONCE", 50)
         check_scores_and_gradients(xtr_scores, case)
@@ -150,7 +150,7 @@ def test_one_token() -> None:
 
 
 def test_the_similarities_are_never_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocked, "_BLOCK_CPU", 10_000)
+    monkeypatch.setattr(products, "_BLOCK_CPU", 10_000)
     queries, documents = torch.randn(10, 16, 4, requires_grad=True), torch.randn(60, 40, 4, requires_grad=True)
     with Elements() as elements:
         xtr_scores(queries, documents, k=50).sum().backward()

@@ -1,0 +1,125 @@
+"""Scores of documents whose embeddings are made a block at a time: of hidden states, 8 bits or residual codes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from ..problem import Options, Tensors, accumulation_dtype, sizes_of, winners_dtype
+from .compute import compute
+
+
+class DocumentBlock(NamedTuple):
+    """Documents whose embeddings are made at once."""
+
+    # Among all tokens, and among the documents of all groups.
+    rows: slice
+    documents: slice | tuple[()]
+    # In what documents are made of, in the scores, and, where documents have queries of their own, in these; else None.
+    place: tuple[slice, ...]
+    scores: tuple[Any, ...]
+    queries: slice | None
+
+
+# All of a tensor, without a view of it.
+_ALL: tuple[()] = ()
+ALL_DOCUMENTS = DocumentBlock(slice(None), _ALL, _ALL, _ALL, None)
+
+
+def at(tensor: Tensor, place: Any) -> Tensor:
+    """What a block has of a tensor."""
+    return tensor if place is _ALL else tensor[place]
+
+
+def document_blocks(tensors: Tensors, most: int) -> list[DocumentBlock]:
+    """All documents in blocks of at most `most` tokens, or of one document; of `documents`, only the shape matters."""
+    documents, cu_seqlens = tensors.documents, tensors.documents_cu_seqlens
+    if documents.shape[:-1].numel() <= most:
+        return [ALL_DOCUMENTS]
+    if cu_seqlens is None:
+        *groups, count, length, _ = documents.shape
+        return _padded_blocks(groups[0] if groups else None, count, length, most)
+    bounds, blocks, start = cu_seqlens.cpu().numpy(), [], 0
+    own = tensors.candidates_cu_seqlens is not None
+    while start < len(bounds) - 1:
+        # The last document that ends within the bound, or the first one.
+        end = max(start + 1, int(bounds.searchsorted(int(bounds[start]) + most, side="right")) - 1)
+        some, rows = slice(start, end), slice(int(bounds[start]), int(bounds[end]))
+        blocks.append(DocumentBlock(rows, some, (rows,), (some,) if own else (slice(None), some), None))
+        start = end
+    return blocks
+
+
+def _padded_blocks(groups: int | None, documents: int, length: int, most: int) -> list[DocumentBlock]:
+    """The same of documents [groups, documents, length]."""
+    step = max(1, most // length)
+    group_step = max(1, step // documents)
+    # As many blocks as that takes, but of one size: a short last one would leave a GPU idle.
+    step = _even(documents, min(step, documents))
+    group_step = _even(groups or 1, min(group_step, groups or 1))
+    blocks = []
+    for group in range(0, groups or 1, group_step):
+        last = min(groups or 1, group + group_step)
+        # Several groups come whole, so that the rows of a block are adjacent.
+        for start in range(0, documents, step):
+            end = min(documents, start + step)
+            among = slice(group * documents + start, (last - 1) * documents + end)
+            rows = slice(among.start * length, among.stop * length)
+            if groups is None:
+                blocks.append(DocumentBlock(rows, among, (among,), (slice(None), among), None))
+            else:
+                place = slice(group, last), slice(start, end)
+                blocks.append(DocumentBlock(rows, among, place, place, place[0]))
+    return blocks
+
+
+def _even(count: int, most: int) -> int:
+    """The size of as few equal parts of `count` as there are with at most `most` in each."""
+    return -(-count // -(-count // most))
+
+
+def of_block(tensors: Tensors, options: Options, block: DocumentBlock, embeddings: Tensor) -> tuple[Tensors, Options]:
+    """The call of a block, of the embeddings [tokens of the block, d] of its documents."""
+    documents = embeddings.view(*at(tensors.documents, block.place).shape[:-1], embeddings.shape[-1])
+    tensors = tensors._replace(documents=documents)
+    if block is ALL_DOCUMENTS:
+        return tensors, options
+    queries, _, queries_mask, documents_mask, _, bounds, candidates = tensors
+    if bounds is not None:
+        assert isinstance(block.documents, slice)
+        start, end = block.documents.start, block.documents.stop
+        return tensors._replace(
+            documents_cu_seqlens=bounds[start : end + 1] - block.rows.start,
+            candidates_cu_seqlens=None if candidates is None else candidates.clamp(start, end) - start,
+        ), options
+    if documents_mask is not None:
+        documents_mask = documents_mask[block.place]
+    if block.queries is not None:
+        queries = queries[block.queries]
+        queries_mask = None if queries_mask is None else queries_mask[block.queries]
+    return Tensors(queries, documents, queries_mask, documents_mask), options
+
+
+def compute_by_block(
+    tensors: Tensors,
+    options: Options,
+    with_winners: bool,
+    blocks: list[DocumentBlock],
+    produce: Callable[[DocumentBlock], Tensor],
+) -> tuple[Tensor, Tensor | None]:
+    """`compute` of documents whose embeddings [tokens of a block, d] are produced one block after the other."""
+    if blocks == [ALL_DOCUMENTS]:
+        return compute(*of_block(tensors, options, ALL_DOCUMENTS, produce(ALL_DOCUMENTS)), with_winners)
+    sizes, queries = sizes_of(tensors, options), tensors.queries
+    scores = queries.new_empty(sizes.scores_shape, dtype=accumulation_dtype(queries.dtype))
+    winners = None
+    if with_winners:
+        winners = queries.new_empty(sizes.winners_shape, dtype=winners_dtype(sizes.document_length))
+    for block in blocks:
+        some, won = compute(*of_block(tensors, options, block, produce(block)), with_winners)
+        scores[block.scores].copy_(some)
+        if winners is not None and won is not None:
+            winners[block.documents].copy_(won)
+    return scores, winners
