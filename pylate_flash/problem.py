@@ -13,6 +13,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+# The largest value of the symmetric precisions of quantized documents, and of the affine one, whose smallest is 0.
+LARGEST_VALUES = {"int8": 127.0, "uint8": 255.0, "fp8": 448.0}
+# The smallest scale of a row that is quantized, the smallest float32 of full precision. One over it is finite.
+SMALLEST_SCALE = torch.finfo(torch.float32).tiny
+# The losses of scores.
+CROSS_ENTROPY, DIVERGENCE, MARGIN_MSE = "cross entropy", "divergence", "margin MSE"
+
 
 class Tensors(NamedTuple):
     """The tensors of a call.
@@ -282,3 +289,63 @@ def problem_of(
         kind, n_queries, query_length, groups, n_documents, document_length, n_tokens, options.max_candidates,
         query_strides, document_strides, options.empty_score, aligned,
     )  # fmt: skip
+
+
+class Targets(NamedTuple):
+    """The tensors that scores [Nq, N] are compared with.
+
+    `target`: labels [Nq], or None for document i of query i (of candidates the first); or a teacher's scores [Nq, N].
+    `exclude` [Nq, N], bool. `temperature`, of one element, in place of the number in `Comparison`.
+    """
+
+    target: Tensor | None
+    exclude: Tensor | None = None
+    temperature: Tensor | None = None
+
+
+class Comparison(NamedTuple):
+    """How they are compared: the kind of the loss, one of the three above, and the options of all of them."""
+
+    kind: str
+    temperature: float = 1.0
+    margin: float | None = None
+    symmetric: bool = False
+    teacher_temperature: float = 1.0
+    normalize_scores: bool = False
+    loss_reduction: str = "mean"
+    with_statistics: bool = False
+    max_scratch_bytes: int | None = None
+
+
+class Rule(NamedTuple):
+    """How query tokens retrieve, and how what they retrieve scores.
+
+    Attributes
+    ----------
+    k
+        How many tokens each row retrieves, at most as many as there are.
+    with_whole
+        Whether a token that is not retrieved counts as 0, so that it matters which documents are retrieved as a whole.
+    least
+        What scores are divided by at least.
+    """
+
+    k: int
+    with_whole: bool
+    least: float
+
+
+class Results(NamedTuple):
+    """Where the results of a call go.
+
+    Attributes
+    ----------
+    scores, divisors
+        [Nq, Nd]: the scores, and what they were divided by.
+    winners
+        [Nd, Nq * Lq]: the tokens that score, -1 where none does. They may be columns of more.
+    """
+
+    scores: Tensor
+    winners: Tensor
+    divisors: Tensor

@@ -26,13 +26,13 @@ from ..kernels.rows import (
 )
 from ..kernels.soft import soft_backward
 from ..kernels.xtr import SearchTensors, retrieve, score_retrieved
-from ..problem import Options, Problem, Tensors, replaced
+from ..problem import Comparison, Options, Problem, Results, Rule, Targets, Tensors, replaced
 from .chamfer_blocks import Found as Nearest
 from .chamfer_compute import Sets
 from .checks import checked_problem
 from .compute import active_counts, checked_masks, with_empty_score
-from .loss_call import Comparison, Found, Targets
-from .xtr_retrieval import Results, Rule, chunks
+from .loss_call import Found
+from .xtr_retrieval import chunks
 
 __all__ = [
     "chamfer_gradients", "chamfer_nearest", "gradients", "look", "loss", "nonzero_rows", "normalized_rows", "pad",

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from ..kernels.plan_backward import chunks_of
-from ..problem import Options, Tensors, accumulation_dtype
+from ..problem import CROSS_ENTROPY, Comparison, Options, Targets, Tensors, accumulation_dtype
 from .checks import check, checked_problem
 from .compute import compute, compute_gradients
-from .loss_call import CROSS_ENTROPY, Comparison, Found, Targets, labels_of
+from .loss_call import Found, labels_of
 from .loss_scores import Compared, compared, gradient_of, reduced, statistics_of
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..problem import Tensors
+from ..problem import CROSS_ENTROPY, MARGIN_MSE, Comparison, Targets, Tensors
 from .checks import (
     FLOATING,
     LARGEST,
@@ -22,33 +22,6 @@ from .checks import (
 )
 
 LOSS_REDUCTIONS = ("mean", "sum", "none")
-CROSS_ENTROPY, DIVERGENCE, MARGIN_MSE = "cross entropy", "divergence", "margin MSE"
-
-
-class Targets(NamedTuple):
-    """The tensors that scores [Nq, N] are compared with.
-
-    `target`: labels [Nq], or None for document i of query i (of candidates the first); or a teacher's scores [Nq, N].
-    `exclude` [Nq, N], bool. `temperature`, of one element, in place of the number in `Comparison`.
-    """
-
-    target: Tensor | None
-    exclude: Tensor | None = None
-    temperature: Tensor | None = None
-
-
-class Comparison(NamedTuple):
-    """How they are compared: the kind of the loss, one of the three above, and the options of all of them."""
-
-    kind: str
-    temperature: float = 1.0
-    margin: float | None = None
-    symmetric: bool = False
-    teacher_temperature: float = 1.0
-    normalize_scores: bool = False
-    loss_reduction: str = "mean"
-    with_statistics: bool = False
-    max_scratch_bytes: int | None = None
 
 
 class Found(NamedTuple):

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from ..kernels.plan import choose
-from ..problem import Options, Tensors, accumulation_dtype
+from ..problem import Comparison, Options, Targets, Tensors, accumulation_dtype
 from .checks import check, check_differentiation, check_tensor, checked_number, is_readable, no_second_derivative
 from .compute import kernels
 from .loss_blocks import loss_in_blocks
-from .loss_call import Comparison, Found, Targets, check_packing, checked_comparison, checked_targets
+from .loss_call import Found, check_packing, checked_comparison, checked_targets
 from .loss_scores import compared, reduced, statistics_of
 from .maxsim import checked, scores_of
 from .operator import LIBRARY, NOT_PLAIN, cast_like, is_plain, needs_gradient, repeat, signature

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..problem import accumulation_dtype
-from .loss_call import CROSS_ENTROPY, DIVERGENCE, Comparison, Targets, labels_of
+from ..problem import CROSS_ENTROPY, DIVERGENCE, Comparison, Targets, accumulation_dtype
+from .loss_call import labels_of
 
 # What PyLate adds to the range of a query's scores before it divides by it.
 RANGE_EPSILON = 1e-8

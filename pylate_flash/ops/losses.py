@@ -21,9 +21,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..problem import Options, Tensors
+from ..problem import CROSS_ENTROPY, DIVERGENCE, MARGIN_MSE, Comparison, Options, Targets, Tensors
 from .checks import checked_flag
-from .loss_call import CROSS_ENTROPY, DIVERGENCE, MARGIN_MSE, Comparison, Targets
 from .loss_operator import loss_of
 
 

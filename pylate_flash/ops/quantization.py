@@ -16,16 +16,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..problem import LARGEST_VALUES, SMALLEST_SCALE
 from .checks import check_boundaries, check_choice, check_embeddings, check_tensor, is_readable
 from .packing import host_bounds
 from .tensor_files import TensorContainer
 
 # The types of values, by the name of the precision.
 PRECISIONS = {"int8": torch.int8, "uint8": torch.uint8, "fp8": torch.float8_e4m3fn}
-# The largest value of the symmetric ones, and of the affine one, whose smallest is 0.
-LARGEST = {"int8": 127.0, "uint8": 255.0, "fp8": 448.0}
-# The smallest float32 of full precision. One over it is finite.
-SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 _LAYOUTS = {2: "[T, d]", 3: "[N, L, d]", 4: "[N, K, L, d]"}
 # Tokens that are widened at a time.
 _TOKENS_AT_ONCE = 1 << 16
@@ -191,7 +188,7 @@ def quantize(embeddings: Tensor, precision: str = "int8", *, cu_seqlens: Tensor 
 
 def _quantized(tokens: Tensor, precision: str) -> tuple[Tensor, Tensor, Tensor | None]:
     """Values, scales and offsets of tokens [T, d] in float32."""
-    largest, offset = LARGEST[precision], None
+    largest, offset = LARGEST_VALUES[precision], None
     # A tensor, because on a GPU torch multiplies by one over a number, which is rounded.
     divisor = torch.full((), largest, device=tokens.device)
     if precision == "uint8":

@@ -23,12 +23,12 @@ import torch
 from torch import Tensor
 
 from ..kernels.plan import choose
-from ..problem import Options, Tensors, accumulation_dtype, sizes_of, winners_dtype
+from ..problem import Options, Results, Rule, Tensors, accumulation_dtype, sizes_of, winners_dtype
 from .checks import LARGEST, check, check_choice, check_tensor, checked_number, checked_problem
 from .compute import checked_masks, compute_gradients, kernels, with_empty_score
 from .maxsim import checked
 from .operator import Operation
-from .xtr_retrieval import Results, Rule, scores_in_blocks
+from .xtr_retrieval import scores_in_blocks
 
 NORMALIZERS = ("positive", "retrieved")
 # The least Z of each: PyLate's, and sentence-transformers'.

@@ -13,42 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..problem import Problem, Tensors
+from ..problem import Problem, Results, Rule, Tensors
 from .products import block_budget, inner_products
-
-
-class Rule(NamedTuple):
-    """How query tokens retrieve, and how what they retrieve scores.
-
-    Attributes
-    ----------
-    k
-        How many tokens each row retrieves, at most as many as there are.
-    with_whole
-        Whether a token that is not retrieved counts as 0, so that it matters which documents are retrieved as a whole.
-    least
-        What scores are divided by at least.
-    """
-
-    k: int
-    with_whole: bool
-    least: float
-
-
-class Results(NamedTuple):
-    """Where the results of a call go.
-
-    Attributes
-    ----------
-    scores, divisors
-        [Nq, Nd]: the scores, and what they were divided by.
-    winners
-        [Nd, Nq * Lq]: the tokens that score, -1 where none does. They may be columns of more.
-    """
-
-    scores: Tensor
-    winners: Tensor
-    divisors: Tensor
 
 
 def chunks(problem: Problem, tensors: Tensors, to: Results, number: int) -> Iterator[tuple[Problem, Tensors, Results]]:

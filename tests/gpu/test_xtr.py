@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from pylate_flash.kernels import plan_operations
 from pylate_flash.kernels.xtr import SearchTensors, retrieve, walk
 from pylate_flash.ops import xtr, xtr_scores, xtr_scores_reference
-from pylate_flash.ops.xtr_retrieval import Rule
-from pylate_flash.problem import Options, Tensors, problem_of
+from pylate_flash.problem import Options, Rule, Tensors, problem_of
 from tests.gpu.embeddings import unit
 from tests.ops.cases import Case, gradients, relative_error
 from tests.ops.xtr_cases import DTYPES, check_scores_and_gradients, xtr_cases

@@ -12,7 +12,7 @@ from torch import Tensor
 from pylate_flash.kernels import backward, losses, tables
 from pylate_flash.kernels.backward import Destination, common, compare, lists, sums, write_gradients
 from pylate_flash.kernels.losses import cross_entropy, distillation, rescale, rescaling
-from pylate_flash.ops.loss_call import Comparison, Targets
+from pylate_flash.problem import Comparison, Targets
 from tests.kernels.backward_cases import WAYS, dense, packed
 from tests.kernels.recorder import check, check_launches
 

@@ -10,8 +10,7 @@ import torch
 from pylate_flash.kernels.plan_operations import search_plan
 from pylate_flash.kernels.xtr import SearchTensors, retrieve, score_retrieved, scores, search, walk
 from pylate_flash.kernels.xtr.scores import Retrieved
-from pylate_flash.ops.xtr_retrieval import Results, Rule
-from pylate_flash.problem import Options, Problem, Tensors, problem_of
+from pylate_flash.problem import Options, Problem, Results, Rule, Tensors, problem_of
 from tests.kernels.recorder import record
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...ops.quantization import LARGEST, SMALLEST_SCALE
+from ...problem import LARGEST_VALUES, SMALLEST_SCALE
 from ..jit import kernel
 from ..launch import Kernel
 from ..overlap import wait_for_previous_kernel
@@ -18,8 +18,8 @@ from ..reductions import max_along
 from ..rows import inverse_norm, row_addresses
 from ..tables import power_of_two
 
-_LARGEST_INT8 = tl.constexpr(LARGEST["int8"])
-_LARGEST_FP8 = tl.constexpr(LARGEST["fp8"])
+_LARGEST_INT8 = tl.constexpr(LARGEST_VALUES["int8"])
+_LARGEST_FP8 = tl.constexpr(LARGEST_VALUES["fp8"])
 _SMALLEST_SCALE = tl.constexpr(SMALLEST_SCALE)
 # Elements that four warps quantize at a time.
 _AT_ONCE = tl.constexpr(4096)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...ops.loss_call import CROSS_ENTROPY, DIVERGENCE, MARGIN_MSE, Comparison, Targets
+from ...problem import CROSS_ENTROPY, DIVERGENCE, MARGIN_MSE, Comparison, Targets
 from ..launch import Region
 from ..tables import power_of_two
 from . import common, cross_entropy, distillation

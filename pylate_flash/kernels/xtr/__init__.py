@@ -16,8 +16,7 @@ from __future__ import annotations
 
 import torch
 
-from ...ops.xtr_retrieval import Rule
-from ...problem import Problem
+from ...problem import Problem, Rule
 from ..plan_operations import search_plan
 from ..tables import XTR_STEPS
 from .scores import Retrieved, score_retrieved

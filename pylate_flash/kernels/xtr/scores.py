@@ -15,8 +15,7 @@ from ..tables import power_of_two
 from .keys import similarities_of
 
 if TYPE_CHECKING:
-    from ...ops.xtr_retrieval import Results, Rule
-    from ...problem import Problem
+    from ...problem import Problem, Results, Rule
 
 # Documents x query tokens of a tile, and documents of it at most; programs of an SM that share the documents.
 _TILE = 2048

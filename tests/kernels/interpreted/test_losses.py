@@ -13,7 +13,7 @@ from pylate_flash.kernels import plan_backward, tables
 from pylate_flash.kernels.backward import write_gradients
 from pylate_flash.kernels.losses import ChunkedLoss, common, rescale
 from pylate_flash.ops import kernel_calls, kl_divergence_reference, margin_mse_reference
-from pylate_flash.ops.loss_call import Comparison, Targets
+from pylate_flash.problem import Comparison, Targets
 from tests.ops.cases import Case, relative_error
 from tests.ops.loss_cases import LOSSES, LossCase, check_results, loss_cases
 

@@ -10,8 +10,8 @@ from pylate_flash.kernels import plan_operations, tables
 from pylate_flash.kernels.launch import Kernel
 from pylate_flash.kernels.xtr import SearchTensors, retrieve, scores, search
 from pylate_flash.ops import xtr, xtr_scores, xtr_scores_reference
-from pylate_flash.ops.xtr_retrieval import Retrieval, Rule, pool_of, scoring
-from pylate_flash.problem import Options, Tensors, problem_of
+from pylate_flash.ops.xtr_retrieval import Retrieval, pool_of, scoring
+from pylate_flash.problem import Options, Rule, Tensors, problem_of
 from tests.ops.cases import Case
 from tests.ops.xtr_cases import check_scores_and_gradients, xtr_cases
 
