@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -77,13 +77,13 @@ class _Memory:
 class _Operator(NamedTuple):
     function: Any
     # Its arguments by place and by name; or, where tensors are in lists among them, without their structure.
-    leaves: list
+    leaves: Sequence[Any]
     by_name: dict
     structure: Any
     has_effects: bool
     results: tuple[int, ...]
-    # Of an allocation: the tensor that it made, and does not fill.
-    allocates: Callable[[], Tensor] | None
+    # Of an allocation: shape, strides where they are not dense, type and device.
+    allocates: tuple | None = None
 
 
 class _Launch(NamedTuple):
@@ -146,41 +146,46 @@ class Recorder(TorchDispatchMode):
         return index
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
+        try:
+            result = function(*args, **(kwargs or {}))
+        except torch.OutOfMemoryError:
+            self.refuse("memory ran out")
+            raise
         if self._may_step():
+            for memory in self.memory.values():
+                if memory.died is None and memory.reference.expired():
+                    memory.died = len(self.steps)
             self._note(function, args, kwargs or {}, result)
         return result
 
     def _may_step(self) -> bool:
         if len(self.steps) == _MOST_STEPS:
             self.refuse(f"there are more than {_MOST_STEPS} steps")
-        for memory in self.memory.values():
-            if memory.died is None and memory.reference.expired():
-                memory.died = len(self.steps)
         return self.refused is None
 
     def _note(self, function: Any, args: tuple, kwargs: dict, result: Any) -> None:
+        if function in _ALLOCATIONS:
+            stride = None if result.is_contiguous() else result.stride()
+            made = tuple(result.shape), stride, result.dtype, result.device
+            self.steps.append(_Operator(function, [], {}, None, False, (self._add(result),), made))
+            return None
         results = result if isinstance(result, tuple | list) else (result,)
         if function.namespace != "aten" or _UNREPEATABLE.intersection(function.tags):
             return self.refuse(f"{function} cannot be repeated")
         if not all(isinstance(tensor, Tensor) for tensor in results):
             return self.refuse(f"{function} returns other than tensors")
-        given, tree = tree_flatten((args, kwargs))
-        structure: Any = tree
-        leaves = [_Value(self.value(leaf)) if isinstance(leaf, Tensor) else leaf for leaf in given]
-        allocates = None
-        if function in _ALLOCATIONS:
-            stride = None if result.is_contiguous() else result.stride()
-            allocates = _allocation(tuple(result.shape), stride, result.dtype, result.device)
+        by_name, structure = kwargs, None
+        leaves: Sequence[Any] = args
+        if any(isinstance(argument, tuple | list) for argument in (*args, *kwargs.values())):
+            (leaves, structure), by_name = tree_flatten((args, kwargs)), {}
+        leaves = [_Value(self.value(leaf)) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        by_name = {name: _Value(self.value(x)) if isinstance(x, Tensor) else x for name, x in by_name.items()}
         indices = tuple([self._add(tensor) for tensor in results])
-        by_name: dict = {}
-        if not any(isinstance(argument, tuple | list) for argument in (*args, *kwargs.values())):
-            leaves, by_name, structure = leaves[: len(args)], dict(zip(kwargs, leaves[len(args) :], strict=True)), None
         has_effects = function._schema.is_mutable
         if function is _aten._to_copy.default and set(by_name) == {"dtype"}:
             # Half of the operator's host time, which has many options to read.
             function, leaves, by_name = Tensor.to, [*leaves, by_name["dtype"]], {}
-        self.steps.append(_Operator(function, leaves, by_name, structure, has_effects, indices, allocates))
+        self.steps.append(_Operator(function, leaves, by_name, structure, has_effects, indices))
         return None
 
     def _add(self, tensor: Tensor) -> int:
@@ -236,8 +241,7 @@ def _allocation(shape: Sequence[int], stride: Sequence[int] | None, dtype: torch
     `empty_like` of one element in that shape takes the host a fifth of what `empty` takes, which has options to read.
     """
     if stride is None:
-        with _disable_current_modes():
-            like = _element(dtype, device).expand(shape)
+        like = _element(dtype, device).expand(shape)
         return functools.partial(torch.empty_like, like, memory_format=torch.contiguous_format)
     return functools.partial(torch.empty_strided, shape, stride, dtype=dtype, device=device)
 
@@ -284,7 +288,7 @@ class Recording:
             elif step is not None and step.allocates is None:
                 self._steps.append((_operate, step))
             elif step is not None and step.results[0] in made:
-                self._steps.append((_allocate, step.results[0], step.allocates))
+                self._steps.append((_allocate, step.results[0], _allocation(*step.allocates)))
 
     def _needed(self, recorder: Recorder, memory_of: dict[int, _Memory]) -> tuple[set[int], list]:
         """The values that have to be tensors, and the steps, None in place of those whose results nothing needs."""
