@@ -220,16 +220,8 @@ def winners_dtype(document_length: int) -> torch.dtype:
     return torch.int16 if document_length <= 32767 else torch.int32
 
 
-class Sizes(NamedTuple):
-    """The sizes of a call's results, as in `Problem`; symbolic ones too."""
-
-    document_length: int
-    scores_shape: tuple[int, ...]
-    winners_shape: tuple[int, int]
-
-
-def sizes_of(tensors: Tensors, options: Options) -> Sizes:
-    """The sizes of a call's results, which may be symbolic, for a compiler, which has no `Problem`."""
+def empty_results(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor]:
+    """Uninitialised scores and winners, by sizes that may be symbolic: a compiler has no `Problem`."""
     queries, documents, _, _, queries_cu_seqlens, cu_seqlens, candidates = tensors
     n_queries, query_length = queries.shape[:2]
     if queries_cu_seqlens is not None:
@@ -238,11 +230,14 @@ def sizes_of(tensors: Tensors, options: Options) -> Sizes:
         n_documents = cu_seqlens.shape[0] - 1
         shape = (n_queries, n_documents) if candidates is None else (n_documents,)
         rows = query_length if candidates is not None else n_queries * query_length
-        return Sizes(options.max_document_length, shape, (n_documents, rows))
-    *groups, n_documents, length, _ = documents.shape
-    rows = query_length if groups else n_queries * query_length
-    every = groups[0] * n_documents if groups else n_documents
-    return Sizes(length, (n_queries, n_documents), (every, rows))
+        every, length = n_documents, options.max_document_length
+    else:
+        *groups, n_documents, length, _ = documents.shape
+        shape = n_queries, n_documents
+        rows = query_length if groups else n_queries * query_length
+        every = groups[0] * n_documents if groups else n_documents
+    scores = queries.new_empty(shape, dtype=accumulation_dtype(queries.dtype))
+    return scores, queries.new_empty((every, rows), dtype=winners_dtype(length))
 
 
 def problem_of(

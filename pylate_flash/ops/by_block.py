@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..problem import Options, Tensors, accumulation_dtype, sizes_of, winners_dtype
+from ..problem import Options, Tensors, empty_results
 from .compute import compute
 
 
@@ -112,14 +112,10 @@ def compute_by_block(
     """`compute` of documents whose embeddings [tokens of a block, d] are produced one block after the other."""
     if blocks == [ALL_DOCUMENTS]:
         return compute(*of_block(tensors, options, ALL_DOCUMENTS, produce(ALL_DOCUMENTS)), with_winners)
-    sizes, queries = sizes_of(tensors, options), tensors.queries
-    scores = queries.new_empty(sizes.scores_shape, dtype=accumulation_dtype(queries.dtype))
-    winners = None
-    if with_winners:
-        winners = queries.new_empty(sizes.winners_shape, dtype=winners_dtype(sizes.document_length))
+    scores, winners = empty_results(tensors, options)
     for block in blocks:
         some, won = compute(*of_block(tensors, options, block, produce(block)), with_winners)
         scores[block.scores].copy_(some)
-        if winners is not None and won is not None:
+        if won is not None:
             winners[block.documents].copy_(won)
-    return scores, winners
+    return scores, winners if with_winners else None

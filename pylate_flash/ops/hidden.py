@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels.plan import IMPLEMENTATIONS
-from ..problem import Options, Tensors
+from ..problem import Options, Tensors, empty_results
 from .checks import (
     check_choice,
     check_differentiation,
@@ -38,8 +38,6 @@ from .hidden_blocks import (
     Needs,
     compute_hidden,
     compute_hidden_gradients,
-    empty_scores,
-    empty_winners,
 )
 from .maxsim import MASKINGS, REDUCTIONS, autocast, maxsim_reference
 from .operator import NOT_PLAIN, Operation, cast_like, is_plain
@@ -384,7 +382,7 @@ def _function_of(operation: Operation) -> type[torch.autograd.Function]:
 
 def _shapes(*arguments) -> tuple[Tensor, Tensor]:
     call = Call(*arguments)
-    return empty_scores(call), empty_winners(call)
+    return empty_results(call.tensors, call.options)
 
 
 _maxsim_hidden = Operation(

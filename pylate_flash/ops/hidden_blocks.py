@@ -21,8 +21,9 @@ from torch import Tensor
 
 from ..kernels.plan import choose
 from ..kernels.plan_operations import fused_plan
-from ..problem import Options, Tensors, accumulation_dtype, sizes_of, winners_dtype
-from .compute import compute, compute_gradients, kernels
+from ..problem import Options, Tensors
+from .by_block import DocumentBlock, at, compute_by_block, document_blocks, of_block
+from .compute import compute_gradients, kernels
 from .norms import SMALLEST_NORM, in_range
 
 # Of projected embeddings, and in the backward of them and their gradient, held at once; more only where a single
@@ -126,32 +127,14 @@ def compute_hidden(call: Call, with_winners: bool) -> tuple[Tensor, Kept | None]
         queries = _normalized_queries(call).values
         blocks = _blocks(call, SCRATCH_BYTES)
         scratch = _scratch(call, blocks)
-        if len(blocks) == 1:
-            projected = _project(call, blocks[0], scratch)
-            tensors, options = _of_block(call, blocks[0], queries, projected.values)
-            scores, winners = compute(tensors, options, with_winners)
-            keep = 2 * projected.values.numel() * projected.values.element_size() <= SCRATCH_BYTES
-            return scores, None if winners is None else Kept(winners, projected if keep else None)
-        scores, winners = empty_scores(call), empty_winners(call) if with_winners else None
-        for block in blocks:
-            tensors, options = _of_block(call, block, queries, _project(call, block, scratch).values)
-            block_scores, block_winners = compute(tensors, options, with_winners)
-            scores[block.scores].copy_(block_scores)
-            if winners is not None and block_winners is not None:
-                winners[block.documents].copy_(block_winners)
-        return scores, None if winners is None else Kept(winners, None)
-
-
-def empty_scores(call: Call) -> Tensor:
-    """Uninitialised scores."""
-    shape = sizes_of(call.tensors, call.options).scores_shape
-    return call.queries.new_empty(shape, dtype=accumulation_dtype(call.queries.dtype))
-
-
-def empty_winners(call: Call) -> Tensor:
-    """Uninitialised winners."""
-    sizes = sizes_of(call.tensors, call.options)
-    return call.queries.new_empty(sizes.winners_shape, dtype=winners_dtype(sizes.document_length))
+        tensors, options = call.tensors._replace(queries=queries), call.options._replace(normalize=False)
+        scores, winners = compute_by_block(
+            tensors, options, with_winners, blocks, lambda block: _project(call, block, scratch).values
+        )
+        if winners is None:
+            return scores, None
+        keep = len(blocks) == 1 and 2 * scratch.values.numel() * scratch.values.element_size() <= SCRATCH_BYTES
+        return scores, Kept(winners, scratch if keep else None)
 
 
 def compute_hidden_gradients(call: Call, grad_scores: Tensor, kept: list[Kept], needs: Needs) -> Gradients:
@@ -183,7 +166,7 @@ def compute_hidden_gradients(call: Call, grad_scores: Tensor, kept: list[Kept], 
 
 def _gradients_in_blocks(
     call: Call,
-    blocks: list[_Block],
+    blocks: list[DocumentBlock],
     queries: Embeddings,
     projected: Embeddings | None,
     grad_scores: Tensor,
@@ -223,7 +206,7 @@ def _gradients_in_blocks(
 
 def _gradients_of_block(
     call: Call,
-    block: _Block,
+    block: DocumentBlock,
     queries: Embeddings,
     projected: Embeddings,
     grad_scores: Tensor,
@@ -231,9 +214,10 @@ def _gradients_of_block(
     needs: Needs,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of the normalised queries, and of the block's projected embeddings [tokens of the block, d]."""
-    tensors, options = _of_block(call, block, queries.values, projected.values)
+    tensors, options = call.tensors._replace(queries=queries.values), call.options._replace(normalize=False)
+    tensors, options = of_block(tensors, options, block, projected.values)
     grad_queries, gradient = compute_gradients(
-        tensors, options, _at(grad_scores, block.scores), _at(winners, block.documents), needs.queries,
+        tensors, options, at(grad_scores, block.scores), at(winners, block.documents), needs.queries,
         needs.projected,
     )  # fmt: skip
     if gradient is not None:
@@ -296,108 +280,14 @@ def _hidden_kernels() -> ModuleType:
     return hidden
 
 
-class _Block(NamedTuple):
-    """Documents that are projected at once."""
-
-    # Among all tokens, and among the documents of all groups.
-    rows: slice
-    documents: slice | tuple[()]
-    # In the hidden states, in the scores, and, where documents have queries of their own, in these; else None.
-    place: tuple[slice, ...]
-    scores: tuple[Any, ...]
-    queries: slice | None
-
-
-# All of a tensor, without a view of it.
-_ALL: tuple[()] = ()
-_ALL_DOCUMENTS = _Block(slice(None), _ALL, _ALL, _ALL, None)
-
-
-def _at(tensor: Tensor, place: Any) -> Tensor:
-    return tensor if place is _ALL else tensor[place]
-
-
-def _blocks(call: Call, limit: int) -> list[_Block]:
+def _blocks(call: Call, limit: int) -> list[DocumentBlock]:
     """All documents in blocks of at most `limit` bytes of projected embeddings, or of one document."""
-    most = limit // (call.weight.shape[0] * call.hidden.element_size())
-    if call.tokens <= most:
-        return [_ALL_DOCUMENTS]
-    if call.documents_cu_seqlens is not None:
-        return _packed_blocks(call.documents_cu_seqlens, most)
-    *groups, documents, length, _ = call.hidden.shape
-    return _padded_blocks(groups[0] if groups else None, documents, length, most)
+    return document_blocks(call.tensors, limit // (call.weight.shape[0] * call.hidden.element_size()))
 
 
-def _padded_blocks(groups: int | None, documents: int, length: int, most: int) -> list[_Block]:
-    """Blocks of at most `most` tokens, or of one document, of documents [groups, documents, length]."""
-    step = max(1, most // length)
-    group_step = max(1, step // documents)
-    # As many blocks as that takes, but of one size: a short last one would leave a GPU idle.
-    step = _even(documents, min(step, documents))
-    group_step = _even(groups or 1, min(group_step, groups or 1))
-    blocks = []
-    for group in range(0, groups or 1, group_step):
-        last = min(groups or 1, group + group_step)
-        # Several groups come whole, so that the rows of a block are adjacent.
-        for start in range(0, documents, step):
-            end = min(documents, start + step)
-            among = slice(group * documents + start, (last - 1) * documents + end)
-            rows = slice(among.start * length, among.stop * length)
-            if groups is None:
-                blocks.append(_Block(rows, among, (among,), (..., among), None))
-            else:
-                place = slice(group, last), slice(start, end)
-                blocks.append(_Block(rows, among, place, place, place[0]))
-    return blocks
-
-
-def _even(count: int, most: int) -> int:
-    """The size of as few equal parts of `count` as there are with at most `most` in each."""
-    return -(-count // -(-count // most))
-
-
-def _packed_blocks(cu_seqlens: Tensor, most: int) -> list[_Block]:
-    """The same of packed documents with `cu_seqlens` [Nd + 1]."""
-    bounds = cu_seqlens.cpu().numpy()
-    last = len(bounds) - 1
-    blocks = []
-    start = 0
-    while start < last:
-        # The last document that ends within the bound, or the first one.
-        end = max(start + 1, int(bounds.searchsorted(int(bounds[start]) + most, side="right")) - 1)
-        documents = slice(start, end)
-        rows = slice(int(bounds[start]), int(bounds[end]))
-        blocks.append(_Block(rows, documents, (rows,), (..., documents), None))
-        start = end
-    return blocks
-
-
-def _of_block(call: Call, block: _Block, queries: Tensor, projected: Tensor) -> tuple[Tensors, Options]:
-    """What `compute` takes of the block, of normalised queries and projected embeddings [tokens of the block, d]."""
-    options = call.options._replace(normalize=False)
-    documents = projected.view(*_at(call.hidden, block.place).shape[:-1], projected.shape[-1])
-    tensors = call.tensors._replace(queries=queries, documents=documents)
-    if block is _ALL_DOCUMENTS:
-        return tensors, options
-    queries_mask, documents_mask, _, bounds, candidates = tensors[2:]
-    if bounds is not None:
-        assert isinstance(block.documents, slice)
-        start, end = block.documents.start, block.documents.stop
-        return tensors._replace(
-            documents_cu_seqlens=bounds[start : end + 1] - block.rows.start,
-            candidates_cu_seqlens=None if candidates is None else candidates.clamp(start, end) - start,
-        ), options
-    if documents_mask is not None:
-        documents_mask = documents_mask[block.place]
-    if block.queries is not None:
-        queries = queries[block.queries]
-        queries_mask = None if queries_mask is None else queries_mask[block.queries]
-    return Tensors(queries, documents, queries_mask, documents_mask), options
-
-
-def _hidden_of(call: Call, block: _Block) -> Tensor:
+def _hidden_of(call: Call, block: DocumentBlock) -> Tensor:
     """Hidden states [tokens of the block, d_model]; a view, unless the padded ones are not contiguous."""
-    return _at(call.hidden, block.place).reshape(-1, call.hidden.shape[-1])
+    return at(call.hidden, block.place).reshape(-1, call.hidden.shape[-1])
 
 
 def _rows_of(embeddings: Embeddings, rows: slice) -> Embeddings:
@@ -405,7 +295,7 @@ def _rows_of(embeddings: Embeddings, rows: slice) -> Embeddings:
     return Embeddings(values[rows], None if scales is None else scales[rows])
 
 
-def _scratch(call: Call, blocks: list[_Block]) -> Embeddings:
+def _scratch(call: Call, blocks: list[DocumentBlock]) -> Embeddings:
     """Uninitialised embeddings of the largest block."""
     count = call.tokens if len(blocks) == 1 else max(block.rows.stop - block.rows.start for block in blocks)
     return _empty_embeddings(call, (count, call.weight.shape[0]))
@@ -419,7 +309,7 @@ def _empty_embeddings(call: Call, shape: tuple[int, ...]) -> Embeddings:
     return Embeddings(values, values.new_empty(shape[:-1], dtype=dtype))
 
 
-def _project(call: Call, block: _Block, scratch: Embeddings) -> Embeddings:
+def _project(call: Call, block: DocumentBlock, scratch: Embeddings) -> Embeddings:
     """The projected embeddings [tokens of the block, d], written into `scratch` [at least as many, d]."""
     states, weight, bias = _hidden_of(call, block), call.weight, call.bias
     count = states.shape[0]

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels.plan import IMPLEMENTATIONS
-from ..problem import Options, Tensors, accumulation_dtype, sizes_of, winners_dtype
+from ..problem import Options, Tensors, empty_results
 from .checks import (
     FLOATING,
     check,
@@ -301,10 +301,7 @@ def _compute_gradients(
 def _shapes(*arguments) -> tuple[Tensor, Tensor]:
     tensors, options = _call(arguments)
     check(tensors)
-    sizes = sizes_of(tensors, options)
-    queries = tensors.queries
-    scores = queries.new_empty(sizes.scores_shape, dtype=accumulation_dtype(queries.dtype))
-    return scores, queries.new_empty(sizes.winners_shape, dtype=winners_dtype(sizes.document_length))
+    return empty_results(tensors, options)
 
 
 _maxsim = Operation(

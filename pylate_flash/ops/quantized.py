@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.plan import choose
-from ..problem import Options, Problem, Tensors, accumulation_dtype, replaced, sizes_of
+from ..problem import Options, Problem, Tensors, accumulation_dtype, empty_results, replaced
 from .by_block import DocumentBlock, at, compute_by_block, document_blocks
 from .checks import check, checked_flag, checked_number, checked_problem
 from .compute import active_counts, kernels, with_empty_score
@@ -154,9 +154,7 @@ def _shape(*arguments) -> Tensor:
     """Uninitialised scores."""
     tensors, options = Tensors(*arguments[:_N_TENSORS]), Options(*arguments[_N_TENSORS:_N_CALL])
     check(tensors, quantized=True)
-    return tensors.queries.new_empty(
-        sizes_of(tensors, options).scores_shape, dtype=accumulation_dtype(tensors.queries.dtype)
-    )
+    return empty_results(tensors, options)[0]
 
 
 LIBRARY.impl("maxsim_quantized", _scores, "CompositeExplicitAutograd")

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..problem import Options, Tensors, accumulation_dtype, sizes_of
+from ..problem import Options, Tensors, accumulation_dtype, empty_results
 from .checks import (
     check,
     check_differentiation,
@@ -302,9 +302,8 @@ def _compute_gradients(
 def _shapes(*arguments) -> tuple[Tensor, Tensor]:
     tensors, options, _ = _call(arguments)
     check(tensors)
-    sizes, queries = sizes_of(tensors, options), tensors.queries
-    dtype = accumulation_dtype(queries.dtype)
-    return queries.new_empty(sizes.scores_shape, dtype=dtype), queries.new_empty(sizes.winners_shape, dtype=dtype)
+    scores, winners = empty_results(tensors, options)
+    return scores, torch.empty_like(winners, dtype=scores.dtype)
 
 
 _soft_maxsim = Operation(

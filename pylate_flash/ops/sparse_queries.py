@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from ..kernels.plan import choose
-from ..problem import Options, Tensors, accumulation_dtype, sizes_of, winners_dtype
+from ..problem import Options, Tensors, empty_results
 from .checks import check, check_choice, check_tensor, checked_flag, checked_number, checked_problem, is_readable
 from .compute import compute_gradients, kernels, with_empty_score
 from .loss_call import check_packing
@@ -249,9 +249,7 @@ def _shapes(*arguments) -> tuple[Tensor, Tensor]:
     tensors, query_tokens, options = _call(arguments)
     check(tensors)
     _check_query_tokens(query_tokens, tensors)
-    sizes, queries = sizes_of(tensors, options), tensors.queries
-    scores = queries.new_empty(sizes.scores_shape, dtype=accumulation_dtype(queries.dtype))
-    return scores, queries.new_empty(sizes.winners_shape, dtype=winners_dtype(sizes.document_length))
+    return empty_results(tensors, options)
 
 
 _sparse_queries = Operation(

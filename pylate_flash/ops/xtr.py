@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.plan import choose
-from ..problem import Options, Results, Rule, Tensors, accumulation_dtype, sizes_of, winners_dtype
+from ..problem import Options, Results, Rule, Tensors, empty_results
 from .checks import LARGEST, check, check_choice, check_tensor, checked_number, checked_problem
 from .compute import checked_masks, compute_gradients, kernels, with_empty_score
 from .maxsim import checked
@@ -198,9 +198,7 @@ def _compute_gradients(
 def _shapes(queries: Tensor, documents: Tensor, queries_mask: Tensor | None, documents_mask: Tensor | None, *_):
     tensors = Tensors(queries, documents, queries_mask, documents_mask)
     check(tensors)
-    sizes = sizes_of(tensors, Options())
-    scores = queries.new_empty(sizes.scores_shape, dtype=accumulation_dtype(queries.dtype))
-    winners = queries.new_empty(sizes.winners_shape, dtype=winners_dtype(sizes.document_length))
+    scores, winners = empty_results(tensors, Options())
     return scores, winners, torch.empty_like(scores)
 
 
