@@ -8,12 +8,12 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .gathering import all_gather, exchange, rank, ring_cross_entropy, world_size
 from .mini_batches import Packed, pack_padded
 from .ops import maxsim_cross_entropy, maxsim_from_hidden
+from .ops.loss_scores import cross_entropy_reference
 from .ops.soft import soft_scores_of
 from .ops.varlen import with_lengths
 from .problem import Options, Tensors
@@ -188,7 +188,8 @@ def _layout(name: str, documents: Padded | Packed) -> dict[str, Any]:
 
 
 def cross_entropy_of_scores(scores: Tensor, labels: Tensor, temperature: float | Tensor, size_average: bool) -> Tensor:
-    return F.cross_entropy(scores / temperature, labels, reduction="mean" if size_average else "sum")
+    reduction = "mean" if size_average else "sum"
+    return cross_entropy_reference(scores, labels, temperature=temperature, loss_reduction=reduction)
 
 
 def scores_of_states(

@@ -5,15 +5,8 @@ from __future__ import annotations
 from .chamfer import chamfer, chamfer_reference, chamfer_varlen
 from .explanation import Explanation, explain
 from .hidden import maxsim_from_hidden, maxsim_from_hidden_reference
-from .losses import (
-    LossStatistics,
-    cross_entropy_reference,
-    kl_divergence_reference,
-    margin_mse_reference,
-    maxsim_cross_entropy,
-    maxsim_kl_divergence,
-    maxsim_margin_mse,
-)
+from .loss_scores import cross_entropy_reference, kl_divergence_reference, margin_mse_reference
+from .losses import LossStatistics, maxsim_cross_entropy, maxsim_kl_divergence, maxsim_margin_mse
 from .maxsim import maxsim, maxsim_pairwise, maxsim_reference
 from .packing import pack, unpack
 from .quantization import QuantizedEmbeddings, quantize

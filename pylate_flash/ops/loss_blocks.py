@@ -10,7 +10,7 @@ from ..problem import CROSS_ENTROPY, Comparison, Options, Targets, Tensors, accu
 from .checks import check, checked_problem
 from .compute import compute, compute_gradients
 from .loss_call import Found, labels_of
-from .loss_scores import Compared, compared, gradient_of, reduced, statistics_of
+from .loss_scores import Compared, compared, differentiated, reduced, statistics_of
 
 
 def loss_in_blocks(
@@ -39,11 +39,13 @@ def loss_in_blocks(
         of_chunk = _rows(tensors, chunk, own)
         compared_with = _rows_of_targets(targets, chunk, comparison, n_queries, own, queries.device)
         scores, winners = compute(of_chunk, options, problem.with_winners)
-        results.append(compared(scores, compared_with, comparison, own))
         if not any(needs):
+            results.append(compared(scores, compared_with, comparison, own))
             continue
-        grad_scores, slope = gradient_of(scores, compared_with, comparison, own)
-        slopes.append(slope)
+        result, grad_scores, slope = differentiated(scores, compared_with, comparison, own)
+        results.append(result)
+        if slope is not None:
+            slopes.append(slope)
         if winners is None:
             continue
         found = compute_gradients(of_chunk, options, grad_scores * share, winners, need_queries, need_documents)

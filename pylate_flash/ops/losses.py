@@ -7,8 +7,8 @@
 with q[i] = softmax(s[i] / temperature) of scores s, and p[i] the softmax of a teacher's scores t. (van den Oord et al.,
 "Representation Learning with Contrastive Predictive Coding", 2018; Hinton et al., "Distilling the Knowledge in a Neural
 Network", 2015; Hofstätter et al., "Improving Efficient Neural Ranking Models with Cross-Architecture Knowledge
-Distillation", 2020.) The definitions take any scores, and autograd differentiates them; over `maxsim_reference` they
-are what the operations here are tested against, and nothing else.
+Distillation", 2020.) The definitions (`ops.loss_scores`) take any scores, and autograd differentiates them; over
+`maxsim_reference` they are what the operations here are tested against.
 
 The operations are one operator, `pylate_flash::maxsim_loss` (`ops.loss_operator`): scores, loss and gradients, a chunk
 of queries after the other.
@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from ..problem import CROSS_ENTROPY, DIVERGENCE, MARGIN_MSE, Comparison, Options, Targets, Tensors
@@ -42,66 +41,6 @@ class LossStatistics(NamedTuple):
     accuracy: Tensor
     positive_score: Tensor
     hardest_negative_score: Tensor
-
-
-def cross_entropy_reference(
-    scores: Tensor,
-    labels: Tensor | None = None,
-    *,
-    exclude: Tensor | None = None,
-    margin: float | None = None,
-    temperature: float | Tensor = 1.0,
-    symmetric: bool = False,
-    loss_reduction: str = "mean",
-) -> Tensor:
-    """The definition of the loss of `maxsim_cross_entropy` over scores [Nq, N], in their type.
-
-    `labels` None: document i is the right one of query i.
-    """
-    n_queries, n_documents = scores.shape
-    labels = torch.arange(n_queries, device=scores.device) if labels is None else labels.long()
-    right = labels.unsqueeze(1) == torch.arange(n_documents, device=scores.device)
-    score_of_right = torch.where(right, scores, 0.0).sum(dim=1, keepdim=True)
-    out = torch.zeros_like(right) if exclude is None else exclude
-    # A label out of range, or left out, makes the loss and its gradient NaN.
-    valid = torch.where((right & ~out).any(dim=1), 1.0, torch.nan)
-    if margin is not None:
-        out = out | (scores > score_of_right - margin)
-    logits = (scores / temperature).masked_fill(out & ~right, -torch.inf)
-    logit_of_right = score_of_right.squeeze(1) / temperature
-    losses = logits.logsumexp(dim=1) - logit_of_right
-    if symmetric:
-        # The same over the queries, for the right document of each.
-        columns = [logits[:, label].logsumexp(dim=0) for label in labels.clamp(0, n_documents - 1)]
-        losses = 0.5 * losses + 0.5 * (torch.stack(columns) - logit_of_right)
-    losses = losses * valid
-    return losses if loss_reduction == "none" else getattr(losses, loss_reduction)()
-
-
-def kl_divergence_reference(
-    scores: Tensor,
-    teacher_scores: Tensor,
-    *,
-    temperature: float | Tensor = 1.0,
-    teacher_temperature: float = 1.0,
-    normalize_scores: bool = False,
-    loss_reduction: str = "mean",
-) -> Tensor:
-    """The definition of the loss of `maxsim_kl_divergence` over scores [Nq, N], in their type."""
-    if normalize_scores:
-        low, high = scores.min(dim=1, keepdim=True).values, scores.max(dim=1, keepdim=True).values
-        scores = (scores - low) / (high - low + 1e-8)
-    log_q = (scores / temperature).log_softmax(dim=1)
-    p = (teacher_scores.to(scores.dtype) / teacher_temperature).softmax(dim=1)
-    losses = torch.where(p > 0, p * (p.log() - log_q), 0.0).sum(dim=1)
-    return losses if loss_reduction == "none" else getattr(losses, loss_reduction)()
-
-
-def margin_mse_reference(scores: Tensor, teacher_scores: Tensor, *, loss_reduction: str = "mean") -> Tensor:
-    """The definition of the loss of `maxsim_margin_mse` over scores [Nq, N], in their type."""
-    errors = scores - teacher_scores.to(scores.dtype)
-    losses = (errors - errors[:, :1])[:, 1:].pow(2).sum(dim=1) / (scores.shape[1] - 1)
-    return losses if loss_reduction == "none" else getattr(losses, loss_reduction)()
 
 
 def maxsim_cross_entropy(

@@ -162,6 +162,43 @@ def test_losses(loss_reduction: str) -> None:
     torch.testing.assert_close(kl_divergence_reference(scores, teacher, **options), reduced(divergences))
 
 
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("margin", [None, 0.3, -0.2])
+@pytest.mark.parametrize("excluded", [(), ((0, 2), (1, 1), (2, 0))])
+def test_cross_entropy(excluded: tuple, margin: float | None, symmetric: bool) -> None:
+    """What is left out of a query's denominator is left out of those over queries too; two queries share a document."""
+    scores, labels, temperature = torch.randn(3, 4, dtype=torch.float64), [3, 0, 3], 0.7
+    exclude = torch.zeros(3, 4, dtype=torch.bool)
+    for place in excluded:
+        exclude[place] = True
+
+    def counts(query: int, document: int) -> bool:
+        score, right = scores[query, document].item(), scores[query, labels[query]].item()
+        left_out = exclude[query, document].item() or (margin is not None and score > right - margin)
+        return document == labels[query] or not left_out
+
+    def denominator(places: list) -> float:
+        return math.log(sum(math.exp(scores[place].item() / temperature) for place in places if counts(*place)))
+
+    expected = []
+    for query, label in enumerate(labels):
+        loss = denominator([(query, document) for document in range(4)])
+        if symmetric:
+            loss = (loss + denominator([(other, label) for other in range(3)])) / 2
+        expected.append(loss - scores[query, label].item() / temperature)
+    options = {"exclude": exclude, "margin": margin, "temperature": temperature, "symmetric": symmetric}
+    found = cross_entropy_reference(scores, torch.tensor(labels), **options, loss_reduction="none")
+    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64))
+
+
+def test_a_label_that_is_none_makes_its_loss_nan() -> None:
+    exclude = torch.tensor([[False, False], [False, True], [False, False], [False, False]])
+    losses = cross_entropy_reference(
+        torch.randn(4, 2), torch.tensor([0, 1, -1, 2]), exclude=exclude, loss_reduction="none"
+    )
+    assert losses.isnan().tolist() == [False, True, True, True]
+
+
 def test_the_gradient_goes_to_the_first_of_equal_tokens_and_to_no_masked_one() -> None:
     documents = torch.ones(1, 5, 2, requires_grad=True)
     mask = torch.tensor([[0, 1, 1, 0, 1]])
