@@ -1,8 +1,8 @@
 """colpali-engine's MaxSim, fused, and the smooth maximum of its losses.
 
 Its batches are padded with zeros and have no masks, so a padded token competes with similarity 0, here as there: in a
-smooth maximum, each is a term of the sum. Scores are float32, or float64 of float64 embeddings, where its own have the
-type of the embeddings.
+smooth maximum, each is a term of the sum. Scores are float32, or float64 of float64 embeddings; served to the host, they
+have the type of the embeddings, as its own do.
 """
 
 from __future__ import annotations
@@ -83,12 +83,12 @@ def maxsim_kd(query: Tensor, doc: Tensor) -> Tensor:
 
 def served_maxsim_inbatch(query: Tensor, doc: Tensor) -> Tensor:
     """A call of colpali-engine's `maxsim_inbatch` while it is routed."""
-    return maxsim_inbatch(query, doc) if _is_ours() else _own("maxsim_inbatch", query, doc)
+    return maxsim_inbatch(query, doc).to(query.dtype) if _is_ours() else _own("maxsim_inbatch", query, doc)
 
 
 def served_maxsim_kd(query: Tensor, doc: Tensor) -> Tensor:
     """A call of colpali-engine's `maxsim_kd` while it is routed."""
-    return maxsim_kd(query, doc) if _is_ours() else _own("maxsim_kd", query, doc)
+    return maxsim_kd(query, doc).to(query.dtype) if _is_ours() else _own("maxsim_kd", query, doc)
 
 
 def served_inbatch_scores(self: Any, query_embeddings: Tensor, doc_embeddings: Tensor) -> Tensor:
@@ -97,7 +97,7 @@ def served_inbatch_scores(self: Any, query_embeddings: Tensor, doc_embeddings: T
         # Which calls `maxsim_inbatch` for the maximum.
         original = COLPALI.original("colpali_engine.loss.late_interaction_losses:ColbertModule._inbatch_scores")
         return original(self, query_embeddings, doc_embeddings)
-    scores = soft_maxsim(query_embeddings, doc_embeddings, 1.0 / self.tau)
+    scores = soft_maxsim(query_embeddings, doc_embeddings, 1.0 / self.tau).to(query_embeddings.dtype)
     if not self.normalize_scores:
         return scores
     # A query's tokens are those that are no padding, as the host counts them.

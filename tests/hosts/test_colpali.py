@@ -89,11 +89,11 @@ def test_routed_where_they_were_imported_before(host: Any) -> None:
         signature = inspect.signature(function)
         assert function(*halves).dtype == torch.bfloat16
         with registered(HOST):
-            assert function(*halves).dtype == torch.float32
+            assert torch.equal(function(*halves), maxsim(*halves).bfloat16())
             assert inspect.signature(function) == signature
         assert function(*halves).dtype == torch.bfloat16
     with registered(HOST):
-        assert host.loss.late_interaction_losses.maxsim_kd(halves[0], CANDIDATES.bfloat16()).dtype == torch.float32
+        assert host.loss.late_interaction_losses.maxsim_kd(halves[0], CANDIDATES.bfloat16()).dtype == torch.bfloat16
 
 
 LOSSES = (
@@ -143,12 +143,14 @@ def test_losses(
 
 
 def test_another_backend_keeps_their_smooth_maximum(host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    loss = host.loss.ColbertLoss(use_smooth_max=True)
+    loss, halves = host.loss.ColbertLoss(use_smooth_max=True), (QUERIES.bfloat16(), DOCUMENTS.bfloat16())
+    theirs, mine = loss._inbatch_scores(*halves), soft_maxsim(*halves, 1.0 / loss.tau).bfloat16()
+    assert not torch.equal(theirs, mine), "they round every similarity"
     with registered(HOST):
-        assert loss._inbatch_scores(QUERIES.bfloat16(), DOCUMENTS.bfloat16()).dtype == torch.float32
+        assert torch.equal(loss._inbatch_scores(*halves), mine)
         monkeypatch.setenv("COLPALI_SCORES_BACKEND", "torch")
-        assert loss._inbatch_scores(QUERIES.bfloat16(), DOCUMENTS.bfloat16()).dtype == torch.bfloat16
-    assert loss._inbatch_scores(QUERIES.bfloat16(), DOCUMENTS.bfloat16()).dtype == torch.bfloat16
+        assert torch.equal(loss._inbatch_scores(*halves), theirs)
+    assert torch.equal(loss._inbatch_scores(*halves), theirs)
 
 
 def test_score_multi_vector_of_ragged_lists(host: Any) -> None:
@@ -162,10 +164,12 @@ def test_score_multi_vector_of_ragged_lists(host: Any) -> None:
 def test_the_environment_names_another_backend(host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     halves = QUERIES.bfloat16(), DOCUMENTS.bfloat16()
     function = host.utils.maxsim.maxsim_inbatch
+    theirs, mine = function(*halves), maxsim(*halves).bfloat16()
+    assert not torch.equal(theirs, mine), "they round every similarity"
     with registered(HOST):
-        for backend, dtype in (("torch", torch.bfloat16), ("AUTO", torch.float32), ("pylate_flash", torch.float32)):
+        for backend, expected in (("torch", theirs), ("AUTO", mine), ("pylate_flash", mine)):
             monkeypatch.setenv("COLPALI_SCORES_BACKEND", backend)
-            assert function(*halves).dtype == dtype
+            assert torch.equal(function(*halves), expected)
         monkeypatch.setenv("COLPALI_SCORES_BACKEND", "fast")
         with pytest.raises(ValueError, match="COLPALI_SCORES_BACKEND"):
             function(*halves)

@@ -26,7 +26,7 @@ from pylate_flash import loss_scoring
 from pylate_flash.hosts import sentence_transformers as ours
 from pylate_flash.hosts.sentence_transformers import distillation_losses, losses, mean_colbert_scores
 from pylate_flash.hosts.sentence_transformers.loss_inputs import reduction_of, scored_tokens, size_of
-from pylate_flash.ops.losses import cross_entropy_reference
+from pylate_flash.ops import cross_entropy_reference
 from tests.hosts.test_st_losses import (
     CACHED,
     CASES,
