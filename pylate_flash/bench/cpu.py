@@ -188,7 +188,7 @@ def _each(product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], blocks:
 
 
 def _convolution(queries: torch.Tensor, documents: torch.Tensor) -> torch.Tensor:
-    """The product as `ops.blocked` computes it: documents are the pixels of an image, and the kernel has one."""
+    """The product as `ops.products` computes it: documents are the pixels of an image, and the kernel has one."""
     image = documents[None, None].permute(0, 3, 1, 2)
     return torch.nn.functional.conv2d(image, queries[:, :, None, None], dilation=(2, 1))
 

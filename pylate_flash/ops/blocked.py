@@ -77,7 +77,8 @@ def blocked_backward(
     no row that did not win. For the documents, a stable sort groups each document's rows by the token that won them.
     Beside the gradients, there is a block of documents in the accumulation dtype at any time, and the queries.
     """
-    rows, weights, scale = given.in_columns(given.queries.to(given.dtype), given.weights, given.queries_scale)
+    rows = given.in_columns(given.queries.to(given.dtype))
+    weights, scale = given.in_columns(given.weights), given.in_columns(given.queries_scale)
     assert rows is not None
     columns, size = rows.shape[1:]
     grad_scores = grad_scores.to(given.dtype)

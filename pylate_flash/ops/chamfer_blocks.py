@@ -125,7 +125,7 @@ def _operands(problem: Problem, sets: Sets) -> Operands:
         bounds = host_bounds("y_cu_seqlens", sets.y_cu_seqlens, len(y), "y")
     x_mask = None if sets.x_mask is None else sets.x_mask.flatten() != 0
     y_mask = None if sets.y_mask is None else sets.y_mask.unsqueeze(1) != 0
-    return Operands(x, y, x_mask, y_mask, None, None, rows, bounds, pairs, problem.query_length, False)
+    return Operands(x, y, x_mask, y_mask, None, None, rows, bounds, pairs, problem.query_length, None, False)
 
 
 def _halves(given: Operands, block: Block) -> tuple[_Half, _Half]:

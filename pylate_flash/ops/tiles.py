@@ -39,8 +39,8 @@ class Operands(NamedTuple):
     query_bounds, document_bounds, candidates
         Boundaries of queries among rows; of packed documents among tokens, or None; and of the documents of each query
         among all documents, or None where all queries meet all of them.
-    query_length
-        Of the longest query: of each, results have so many columns.
+    query_length, columns
+        Of each query, results have so many columns; in which of them each row stands, or None: row by row.
     zero_masked
         Whether the similarity of a masked token counts as 0.
     """
@@ -55,6 +55,7 @@ class Operands(NamedTuple):
     document_bounds: np.ndarray | None
     candidates: np.ndarray | None
     query_length: int
+    columns: Tensor | None
     zero_masked: bool
 
     @property
@@ -92,30 +93,20 @@ class Operands(NamedTuple):
             for first, last in sequence_blocks(self.document_bounds[start : stop + 1], budget):
                 yield slice(start + first, start + last)
 
-    @property
-    def is_padded(self) -> bool:
-        """Whether the rows are the columns of results."""
-        return len(self.queries) == self.n_queries * self.query_length
-
-    def in_columns(self, *of_rows: Tensor | None) -> list[Tensor | None]:
-        """Tensors of all rows, [groups, columns of results, ...]; what stands where there is no row is any row's."""
-        shape = 1 if self.candidates is None else self.n_queries, -1
-        tokens = None
-        if not self.is_padded:
-            numbers = np.arange(self.n_queries)
-            tokens = padded_tokens(self.query_bounds, numbers, self.device, self.query_length)[0].flatten()
-        return [
-            None if tensor is None else (tensor if tokens is None else tensor[tokens]).unflatten(0, shape)
-            for tensor in of_rows
-        ]
+    def in_columns(self, of_rows: Tensor | None) -> Tensor | None:
+        """A tensor of all rows, [groups, columns of results, ...], with zeros where there is no row."""
+        if of_rows is None:
+            return None
+        if self.columns is not None:
+            padded = of_rows.new_zeros(self.n_queries * self.query_length, *of_rows.shape[1:])
+            padded[self.columns] = of_rows
+            of_rows = padded
+        return of_rows.unflatten(0, (1 if self.candidates is None else self.n_queries, -1))
 
     def of_rows(self, in_columns: Tensor) -> Tensor:
         """A tensor of all rows, from that of columns [groups, columns, ...]."""
         flat = in_columns.flatten(0, 1)
-        if self.is_padded:
-            return flat
-        owners, places = _owners(self.query_bounds)
-        return flat[torch.from_numpy(owners * self.query_length + places).to(self.device)]
+        return flat if self.columns is None else flat[self.columns]
 
     def of_documents(self, tensor: Tensor, documents: slice) -> Tensor:
         """What some documents have of a tensor of the layout of all, one document or token after the other."""
@@ -149,8 +140,12 @@ def operands_of(problem: Problem, tensors: Tensors) -> Operands:
     else:
         own = np.arange(problem.groups + 1) * problem.n_documents if problem.groups > 1 else None
         bounds = np.arange(problem.n_queries + 1) * problem.query_length, None, own
+    length, columns = problem.query_length, None
+    if len(queries) != problem.n_queries * length:
+        firsts = np.arange(problem.n_queries) * length - bounds[0][:-1]
+        columns = torch.from_numpy(np.repeat(firsts, np.diff(bounds[0])) + np.arange(len(queries))).to(problem.device)
     return Operands(
-        queries, documents, weights, mask, scales[0], scales[1], bounds[0], bounds[1], bounds[2], problem.query_length,
+        queries, documents, weights, mask, scales[0], scales[1], bounds[0], bounds[1], bounds[2], length, columns,
         problem.kind.zero_masked,
     )  # fmt: skip
 
@@ -331,14 +326,9 @@ def _parts(given: Operands, first: int, last: int, most: int) -> list[Part]:
             owners = None
             if given.candidates is not None:
                 columns = slice(rows.start - begin, rows.stop - begin)
-            elif not given.is_padded:
-                own, places = _owners(bounds[queries.start : queries.stop + 1])
-                own, places = (
-                    own[rows.start - begin : rows.stop - begin],
-                    places[rows.start - begin : rows.stop - begin],
-                )
-                columns = torch.from_numpy(places + (own + queries.start) * given.query_length).to(given.device)
-                owners = torch.from_numpy(own).to(given.device) if stop - start > 1 else None
+            elif given.columns is not None:
+                columns = given.columns[rows]
+                owners = columns // given.query_length - queries.start
             weights, scale = (
                 None if tensor is None else tensor[rows].unsqueeze(0) for tensor in (given.weights, given.queries_scale)
             )
@@ -350,19 +340,15 @@ def _of_groups(given: Operands, queries: slice, documents: slice) -> Block:
     """The documents of several queries in one block, of as many batches as there are queries, or documents."""
     assert given.candidates is not None
     counts = np.diff(given.candidates[queries.start : queries.stop + 1])
-    numbers = np.arange(queries.start, queries.stop)
-    are_alike = counts.min() == counts.max()
-    if not are_alike:
-        numbers = np.repeat(numbers, counts)
+    lengths = np.diff(given.query_bounds[queries.start : queries.stop + 1])
     of = slice(int(given.query_bounds[queries.start]), int(given.query_bounds[queries.stop]))
-    if given.is_padded and are_alike:
-        tokens: slice | Tensor = of
-        exist = None
-        shape = len(counts), given.query_length
-    else:
-        tokens, exist = padded_tokens(given.query_bounds, numbers, given.device)
-        shape = len(numbers), tokens.shape[1]
-        tokens = tokens.flatten()
+    numbers = np.arange(queries.start, queries.stop)
+    tokens: slice | Tensor = of
+    exist, shape = None, (len(numbers), int(lengths[0]))
+    if counts.min() != counts.max() or lengths.min() != lengths.max():
+        numbers = numbers if counts.min() == counts.max() else np.repeat(numbers, counts)
+        tokens, exist = _padded_tokens(given.query_bounds, numbers, given.device)
+        tokens, shape = tokens.flatten(), (len(numbers), tokens.shape[1])
     weights, scale = (
         None if tensor is None else tensor[tokens].view(shape) for tensor in (given.weights, given.queries_scale)
     )
@@ -393,12 +379,10 @@ def _groups_at_once(given: Operands, budget: int) -> list[tuple[int, int]]:
     return [*groups, (first, n_queries)]
 
 
-def padded_tokens(
-    bounds: np.ndarray, sequences: np.ndarray, device: torch.device, length: int | None = None
-) -> tuple[Tensor, Tensor]:
-    """The tokens [N, L] of these sequences, and whether each exists; L is `length`, or that of the longest, or 1."""
+def _padded_tokens(bounds: np.ndarray, sequences: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The tokens [N, L] of these sequences, and whether each exists; L is the length of the longest, or 1."""
     starts, ends = bounds[sequences, None], bounds[sequences + 1, None]
-    tokens = starts + np.arange(max(1, (ends - starts).max()) if length is None else length)
+    tokens = starts + np.arange(max(1, (ends - starts).max()))
     exist = tokens < ends
     return torch.from_numpy(np.where(exist, tokens, 0)).to(device), torch.from_numpy(exist).to(device)
 
@@ -413,13 +397,6 @@ def runs(lengths: np.ndarray, start: int, stop: int, budget: int) -> Iterator[sl
             first, longest = document, length
     if first < stop:
         yield slice(first, stop)
-
-
-def _owners(bounds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """For every token between the boundaries, the index of its sequence, from the first one on, and its place in it."""
-    lengths = np.diff(bounds)
-    owners = np.repeat(np.arange(len(lengths)), lengths)
-    return owners, np.arange(len(owners)) - (bounds[:-1] - bounds[0])[owners]
 
 
 def sequence_blocks(bounds: np.ndarray, budget: int) -> list[tuple[int, int]]:
