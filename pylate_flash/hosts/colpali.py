@@ -1,8 +1,8 @@
 """colpali-engine's MaxSim, fused, and the smooth maximum of its losses.
 
 Its batches are padded with zeros and have no masks, so a padded token competes with similarity 0, here as there: in a
-smooth maximum, each is a term of the sum. Scores are float32, or float64 of float64 embeddings; served to the host, they
-have the type of the embeddings, as its own do.
+smooth maximum, each is a term of the sum. Scores are float32, or float64 of float64 embeddings; those that are served
+to the host have the type of the embeddings, as its own have.
 """
 
 from __future__ import annotations
