@@ -5,6 +5,8 @@ PYTHON ?= python3
 VENV ?= .venv
 ST_VENV ?= .venv-st
 PYTEST_ARGS ?=
+# Processes that share the tests.
+WORKERS ?= 2
 # What is installed for the tests: with PyLate, or (dev-st) with sentence-transformers 6.
 TESTED ?= dev
 INTERPRETED := tests/kernels/interpreted
@@ -14,7 +16,7 @@ NUMERICAL := tests/ops tests/test_losses.py tests/test_soft_losses.py tests/test
 # A relative VENV is one in this folder.
 override VENV := $(abspath $(VENV))
 BIN := $(VENV)/bin
-PYTEST = $(BIN)/python -m pytest -n 2 --dist worksteal $(PYTEST_OPTIONS)
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_OPTIONS)
 
 comma := ,
 
