@@ -112,6 +112,8 @@ class Recorder(TorchDispatchMode):
         self.memory: dict[int, _Memory] = {}
         self.refused: str | None = None
         self._values = WeakTensorKeyDictionary()
+        # What is brought elsewhere is about to be read.
+        self._device = next(tensor.device for tensor in inputs if tensor is not None)
         for index, tensor in enumerate(inputs):
             if tensor is None:
                 continue
@@ -165,6 +167,8 @@ class Recorder(TorchDispatchMode):
 
     def _note(self, function: Any, args: tuple, kwargs: dict, result: Any) -> None:
         if function in _ALLOCATIONS:
+            if result.device != self._device:
+                return self.refuse(f"{function} allocates elsewhere")
             stride = None if result.is_contiguous() else result.stride()
             made = tuple(result.shape), stride, result.dtype, result.device
             self.steps.append(_Operator(function, [], {}, None, False, (self._add(result),), made))
@@ -172,8 +176,8 @@ class Recorder(TorchDispatchMode):
         results = result if isinstance(result, tuple | list) else (result,)
         if function.namespace != "aten" or _UNREPEATABLE.intersection(function.tags):
             return self.refuse(f"{function} cannot be repeated")
-        if not all(isinstance(tensor, Tensor) for tensor in results):
-            return self.refuse(f"{function} returns other than tensors")
+        if not all(isinstance(tensor, Tensor) and tensor.device == self._device for tensor in results):
+            return self.refuse(f"{function} returns other than tensors, or tensors elsewhere")
         by_name, structure = kwargs, None
         leaves: Sequence[Any] = args
         if any(isinstance(argument, tuple | list) for argument in (*args, *kwargs.values())):

@@ -131,6 +131,22 @@ def test_threads() -> None:
     assert not failures
 
 
+@pytest.mark.parametrize("implementation", ["triton", "blocked"])
+def test_boundaries_are_looked_at_anew(implementation: str) -> None:
+    """Plain torch reads them on the host, which cannot be repeated."""
+    queries, documents = unit(2 * 8, 16), unit(60, 16, seed=1)
+    bounds = torch.tensor([0, 8, 16], dtype=torch.int32, device="cuda")
+    for cut in (5, 30, 10, 40, 20):
+        offsets = torch.tensor([0, cut, 60], dtype=torch.int32, device="cuda")
+        found = maxsim_varlen(
+            queries, documents, bounds, offsets, max_query_length=8, max_document_length=60,
+            implementation=implementation,
+        )  # fmt: skip
+        similarities = queries.view(2, 8, 16) @ documents.T
+        expected = torch.stack([similarities[..., :cut].amax(-1).sum(-1), similarities[..., cut:].amax(-1).sum(-1)], 1)
+        torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
+
+
 def test_packed_totals_share_what_is_repeated() -> None:
     """Totals that are planned for alike, of other lengths each time."""
     queries, bounds = unit(8 * 32, 128, dtype=torch.bfloat16), torch.arange(9, device="cuda") * 32

@@ -135,12 +135,14 @@ ELSEWHERE = torch.tensor([1.0, 2.0, 3.0])
     [
         (lambda x: (x * x.sum().item(),), "_local_scalar_dense"),
         (lambda x: (x[x > 0],), "cannot be repeated"),
+        (lambda x: (x + 1, x.to("meta"))[:1], "tensors elsewhere"),
+        (lambda x: (x + 1, torch.empty(3, device="meta"))[:1], "allocates elsewhere"),
         (lambda x: (x + torch.rand(3),), "rand"),
         (lambda x: (x + ELSEWHERE,), "comes from elsewhere"),
         (lambda x: (times(ELSEWHERE, x, 3, 1.0), x)[1:], "comes from elsewhere"),
         (lambda x: [x := x + 1 for _ in range(513)][-1:], "more than 512 steps"),
     ],
-    ids=["value", "sizes", "random", "tensor", "memory", "steps"],
+    ids=["value", "sizes", "copy", "allocation", "random", "tensor", "memory", "steps"],
 )
 def test_what_is_refused(call: Call, reason: str) -> None:
     recorder, _ = record(call, torch.randn(3))
