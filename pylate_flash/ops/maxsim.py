@@ -162,14 +162,15 @@ def maxsim(
     >>> maxsim(queries, documents)
     tensor([[1.5000, 0.0000]])
     """
-    options = Options(0, 0, 0, checked_flag("normalize", normalize), reduction, masking, empty_score, implementation)
+    # Those of `Options`, of which there is no need to make one where the call is repeated.
+    options = 0, 0, 0, checked_flag("normalize", normalize), reduction, masking, empty_score, implementation
     if isinstance(documents, QuantizedEmbeddings):
         # It builds on this module.
         from .quantized import scores_of_quantized
 
         tensors = Tensors(queries, documents.values, queries_mask, documents_mask)
-        return scores_of_quantized("maxsim", tensors, options, documents, quantize_queries)
-    return scores_of("maxsim", Tensors(queries, documents, queries_mask, documents_mask), options)
+        return scores_of_quantized("maxsim", tensors, Options(*options), documents, quantize_queries)
+    return _maxsim((queries, documents, queries_mask, documents_mask, None, None, None, *options), "maxsim")
 
 
 def maxsim_pairwise(
