@@ -297,8 +297,15 @@ def start(index):
     finally:
         os._exit(0)
 
+def begun(index):
+    try:
+        return any(name.startswith("manifest.json") for name in os.listdir(index))
+    except FileNotFoundError:
+        # It is made to try whether it can be, and goes again.
+        return False
+
 def wait_for_files(index, child):
-    while not list(index.glob("manifest.json*")) and os.waitpid(child, os.WNOHANG) == (0, 0):
+    while not begun(index) and os.waitpid(child, os.WNOHANG) == (0, 0):
         time.sleep(0.001)
     return time.monotonic()
 
