@@ -60,13 +60,13 @@ class _Place(NamedTuple):
 
 
 class _Memory:
-    """A storage: the value that it came with, the steps between which it lives, and all values that lie in it."""
+    """A storage: the value that it came with, the step at which it is gone, and all values that lie in it."""
 
-    __slots__ = ("born", "died", "index", "is_shared", "nbytes", "reference", "start", "values")
+    __slots__ = ("died", "index", "is_shared", "nbytes", "reference", "start", "values")
 
-    def __init__(self, index: int, tensor: Tensor, born: int) -> None:
+    def __init__(self, index: int, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
-        self.index, self.born = index, born
+        self.index = index
         self.died: int | None = None
         self.start, self.nbytes, self.reference = tensor.data_ptr(), storage.nbytes(), StorageWeakRef(storage)
         self.values = [index]
@@ -107,7 +107,7 @@ class Recorder(TorchDispatchMode):
 
     def __init__(self, inputs: Sequence[Tensor | None]) -> None:
         super().__init__()
-        self.n_inputs = self._n_values = len(inputs)
+        self.n_inputs = self.n_values = len(inputs)
         self.steps: list[_Operator | _Launch] = []
         self.memory: dict[int, _Memory] = {}
         self.refused: str | None = None
@@ -125,7 +125,7 @@ class Recorder(TorchDispatchMode):
                 self.memory[storage].is_shared = True
                 self.memory[storage].values.append(index)
             else:
-                self.memory[storage] = _Memory(index, tensor, 0)
+                self.memory[storage] = _Memory(index, tensor)
 
     def __enter__(self) -> Recorder:
         _local.recorder = self
@@ -196,13 +196,13 @@ class Recorder(TorchDispatchMode):
         if tensor in self._values:
             # What an operator works on in place.
             return self._values[tensor]
-        index = self._values[tensor] = self._n_values
-        self._n_values += 1
+        index = self._values[tensor] = self.n_values
+        self.n_values += 1
         storage = tensor.untyped_storage()._cdata
         if storage in self.memory:
             self.memory[storage].values.append(index)
         else:
-            self.memory[storage] = _Memory(index, tensor, len(self.steps))
+            self.memory[storage] = _Memory(index, tensor)
         return index
 
     def note_launch(
@@ -228,10 +228,6 @@ class Recorder(TorchDispatchMode):
             self.refuse("a kernel takes memory that comes from elsewhere")
             return None
         return _Place(memory.index, argument.data_ptr() - memory.start, argument.dtype)
-
-    @property
-    def n_values(self) -> int:
-        return self._n_values
 
 
 @functools.cache
