@@ -10,7 +10,7 @@ WORKERS ?= 2
 # What is installed for the tests: with PyLate, or (dev-st) with sentence-transformers 6.
 TESTED ?= dev
 INTERPRETED := tests/kernels/interpreted
-NUMERICAL := tests/ops tests/test_losses.py tests/test_soft_losses.py tests/test_projection.py tests/test_scores.py \
+NUMERICAL := tests/ops tests/test_losses.py tests/test_soft_losses.py tests/encoding/test_projection.py tests/test_scores.py \
 	tests/test_rank.py tests/test_models.py tests/test_indexes.py tests/test_trainer.py tests/test_distributed.py
 
 # A relative VENV is one in this folder.

@@ -27,10 +27,10 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from ._config import backend_in_force
 from ._extras import check_installed
-from ._switches import backend_in_force
-from .corpus_files import Corpus, read_lines, read_records
-from .encoders import encode, is_multi_vector_encoder
+from .data.files import Corpus, read_lines, read_records
+from .encoding.texts import encode, is_multi_vector_encoder
 from .index.search import SearchResult
 from .index.store import SHARD_BYTES
 from .indexes import Flat
@@ -267,7 +267,7 @@ def _add(
                     embeddings += encode(model, texts, is_query=False, batch_size=batch_size)
                 else:
                     # It needs PyLate, as such an index does.
-                    from .projection import encode_hidden_states
+                    from .encoding.projection import encode_hidden_states
 
                     embeddings += encode_hidden_states(model, texts, batch_size=batch_size)
             ids += [document["id"] for document in some]

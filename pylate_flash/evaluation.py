@@ -10,7 +10,7 @@ These are those of `pylate_flash.beir`, which needs no PyLate. The names of `pyl
 
 from __future__ import annotations
 
-from . import _needs_pylate  # noqa: F401
+from .hosts.pylate import _needs  # noqa: F401
 
 # isort: split
 from collections.abc import Callable

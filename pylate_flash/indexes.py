@@ -72,8 +72,9 @@ class Flat(Base):
         Draw progress bars over additions of several batches and searches of several blocks.
     projection
         A ColBERT model or a MultiVectorEncoder, whose Dense layers as they are now project hidden states [L, d_model]
-        to embeddings [L, d]; or a weight [d, d_model] and a bias [d] (or None). `projection.encode_hidden_states` gives
-        the states to add. It is not saved: give it again to open the index. Queries are embeddings, normalised as well.
+        to embeddings [L, d]; or a weight [d, d_model] and a bias [d] (or None).
+        `encoding.projection.encode_hidden_states` gives the states to add. It is not saved: give it again to open the
+        index. Queries are embeddings, normalised as well.
 
     Raises
     ------

@@ -10,7 +10,7 @@ code.
 
 from __future__ import annotations
 
-from . import _needs_pylate  # noqa: F401
+from .hosts.pylate import _needs  # noqa: F401
 
 # isort: split
 from collections.abc import Callable, Iterable
@@ -25,8 +25,23 @@ from pylate.losses.distillation import Distillation as PyLateDistillation
 from pylate.models import ColBERT
 from torch import Tensor
 
-from .cached_gradients import Leaves, autocast_in_force, cached_loss, kept_operands
-from .loss_arguments import (
+from .ops import maxsim_kl_divergence
+from .training.contrast import Padded, cross_entropy_of_scores, scores_of_states, soft_scores, timed
+from .training.flags import (
+    FlagScores,
+    check_sizes_of_ranks,
+    contrast_of,
+    contrastive_loss,
+    fused_scores,
+    fuses,
+    gathers,
+    is_scored_here,
+    masking_of,
+    masks_of,
+)
+from .training.grad_cache import Leaves, autocast_in_force, cached_loss, kept_operands
+from .training.mini_batches import Column, Limits, Packed, mini_batches, right_documents, unpack_padded
+from .training.options import (
     candidate_columns,
     check_pylates_way,
     check_size,
@@ -39,21 +54,6 @@ from .loss_arguments import (
     set_smoothing,
     set_token_limit,
 )
-from .loss_flags import (
-    FlagScores,
-    check_sizes_of_ranks,
-    contrast_of,
-    contrastive_loss,
-    fused_scores,
-    fuses,
-    gathers,
-    is_scored_here,
-    masking_of,
-    masks_of,
-)
-from .loss_scoring import Padded, cross_entropy_of_scores, scores_of_states, soft_scores, timed
-from .mini_batches import Column, Limits, Packed, mini_batches, right_documents, unpack_padded
-from .ops import maxsim_kl_divergence
 
 __all__ = ["Contrastive", "CachedContrastive", "Distillation"]
 

@@ -9,7 +9,7 @@ Plain PyLate and sentence-transformers checkpoints load here too.
 
 from __future__ import annotations
 
-from . import _needs_pylate  # noqa: F401
+from .hosts.pylate import _needs  # noqa: F401
 
 # isort: split
 import functools
@@ -21,9 +21,9 @@ import torch
 from pylate.models import Dense
 from torch import Tensor
 
-from ._switches import check_backend, check_masking, masking_in_force
-from .encoders import longest_input
-from .projection import dense_layers
+from ._config import check_backend, check_masking, masking_in_force
+from .encoding.projection import dense_layers
+from .encoding.texts import longest_input
 from .scores import colbert_scores, colbert_scores_pairwise
 
 __all__ = ["ColBERT", "Dense"]

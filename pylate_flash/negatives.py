@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from .encoders import encode
+from .encoding.texts import encode
 from .hosts.sentence_transformers.scoring import EMPTY_DOCUMENT_SCORE
 from .ops import maxsim_varlen, pack
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import _needs_pylate  # noqa: F401
+from .hosts.pylate import _needs  # noqa: F401
 
 # isort: split
 from collections.abc import Callable
@@ -16,11 +16,11 @@ from pylate.rank import rank as _pylate
 from torch import Tensor
 from tqdm import tqdm
 
-from ._switches import backend_in_force
+from ._config import backend_in_force
+from .encoding.projection import dense_layers, encode_hidden_states, fold_dense, unwrapped
 from .hosts.pylate.operands import concatenated, cu_seqlens, left_to_pylate, tokens_of
 from .ops import maxsim_from_hidden, maxsim_varlen
 from .problem import accumulation_dtype
-from .projection import dense_layers, encode_hidden_states, fold_dense, unwrapped
 from .register import use_scorer
 from .scores import scorer_of
 

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from . import _switches
+from . import _config
 from .hosts import HOSTS
 from .hosts.host import Host
 from .hosts.pylate import ROUTES as _PYLATE_ROUTES
@@ -132,26 +132,26 @@ def use_scorer(backend: str | None = None, masking: str | None = None) -> Iterat
     ImportError
         If the installed PyLate is outside the supported range.
     """
-    outer = _switches.default.get() or _switches.Scorer(None, None)
-    default = _switches.Scorer(
-        outer.backend if backend is None else _switches.check_backend(backend),
-        outer.masking if masking is None else _switches.check_masking(masking),
+    outer = _config.default.get() or _config.Scorer(None, None)
+    default = _config.Scorer(
+        outer.backend if backend is None else _config.check_backend(backend),
+        outer.masking if masking is None else _config.check_masking(masking),
     )
     with _lock:
         if _PYLATE_ROUTES.holders == 0:
             HOSTS["pylate"].check("use_scorer")
         _PYLATE_ROUTES.hold()
-    token = _switches.default.set(default)
+    token = _config.default.set(default)
     try:
         yield
     finally:
-        _switches.default.reset(token)
+        _config.default.reset(token)
         _PYLATE_ROUTES.release()
 
 
 def _hold(holder: object, host: str | None, masking: str, strict: bool) -> list[str]:
     """Let somebody hold this host, or all that are installed; returns their names."""
-    _switches.check_masking(masking)
+    _config.check_masking(masking)
     with _lock:
         hosts = _hosts(host)
         for found in hosts:
@@ -184,7 +184,7 @@ def _let_go(holder: object, names: list[str]) -> None:
 
 
 def _update_masking() -> None:
-    _switches.registered_masking = next(reversed(_holders["pylate"].values()), None)
+    _config.registered_masking = next(reversed(_holders["pylate"].values()), None)
 
 
 def _route(host: Host) -> None:

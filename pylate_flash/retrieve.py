@@ -5,7 +5,7 @@ It is PyLate's own class: `ColBERT(index=indexes.Flat(...))` searches end to end
 
 from __future__ import annotations
 
-from . import _needs_pylate  # noqa: F401
+from .hosts.pylate import _needs  # noqa: F401
 
 # isort: split
 from pylate.retrieve import ColBERT

@@ -18,7 +18,7 @@ are float32, or float64 for float64 embeddings, and a masked document token does
 
 from __future__ import annotations
 
-from . import _needs_pylate  # noqa: F401
+from .hosts.pylate import _needs  # noqa: F401
 
 # isort: split
 from typing import Any
@@ -27,7 +27,7 @@ import torch
 from pylate import scores as pylate_scores
 from torch import Tensor
 
-from ._switches import backend_in_force, check_backend, check_masking, masking_in_force
+from ._config import backend_in_force, check_backend, check_masking, masking_in_force
 from .hosts.pylate import original, original_xtr
 from .hosts.pylate.operands import (
     Embeddings,

@@ -7,7 +7,7 @@ negatives per query, tokens per second, and peak memory.
 
 from __future__ import annotations
 
-from . import _needs_pylate  # noqa: F401
+from .hosts.pylate import _needs  # noqa: F401
 
 # isort: split
 import copy
@@ -29,11 +29,11 @@ from sentence_transformers.sampler import DefaultBatchSampler
 from sentence_transformers.training_args import BatchSamplers
 from torch import Tensor, nn
 
-from ._switches import check_backend, check_masking
-from .loss_flags import is_scored_here
-from .loss_scoring import Stopwatch
+from ._config import check_backend, check_masking
 from .losses import CachedContrastive, Contrastive, Distillation
-from .training_measures import MeasuredTrainer, Meter
+from .training.contrast import Stopwatch
+from .training.flags import is_scored_here
+from .training.trainer_mixin import MeasuredTrainer, Meter
 
 __all__ = ["ColBERTTrainer", "ColBERTTrainingArguments"]
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from pylate_flash import beir, evaluation, indexes, models, register, registered, scores, unregister
-from pylate_flash.encoders import encode
+from pylate_flash.encoding.texts import encode
 from pylate_flash.evaluation import evaluate_retrieval, load_beir_folder
 
 CORPUS = [

@@ -18,7 +18,10 @@ ROOT = Path(__file__).parents[1]
 BLOCKED = (*HOSTS, "transformers", "datasets", "ranx", "beir", "matplotlib")
 PYLATE = "evaluation", "losses", "models", "rank", "retrieve", "scores", "trainer"
 # What the losses of all hosts share.
-SHARED = ("projection", "loss_arguments", "loss_scoring", "cached_gradients", "mini_batches", "gathering")
+SHARED = (
+    *(f"training.{name}" for name in ("options", "contrast", "grad_cache", "mini_batches", "distributed")),
+    *("encoding.texts", "encoding.projection", "data.files", "data.agreement"),
+)
 NEEDS_PYLATE = 'needs PyLate, which is not installed: pip install "pylate-flash[pylate]"'
 NEEDS_EITHER = (
     'needs PyLate or sentence-transformers 6, and neither is installed: pip install "pylate-flash[pylate]" or pip '
@@ -65,7 +68,7 @@ def test_what_needs_no_host_imports_without_one() -> None:
         if module.name != "pylate_flash.cli.training_run" and not module.name.endswith("__main__")
     ]
     modules += [f"pylate_flash.{name}" for name in SHARED]
-    modules += ["pylate_flash.beir", "pylate_flash.encoders", "pylate_flash.negatives", "pylate_flash.agreement"]
+    modules += ["pylate_flash.beir", "pylate_flash.negatives"]
     assert {"pylate_flash.ops.maxsim", "pylate_flash.kernels.backward.lists", "pylate_flash.index.store"} <= {*modules}
     done = run(f"import importlib\nfor name in {modules!r}: importlib.import_module(name)")
     assert done.returncode == 0, done.stderr
@@ -223,7 +226,7 @@ def test_what_comes_with_an_extra_names_it() -> None:
     done = run("""
 from pylate_flash.beir import evaluate_retrieval
 def load():
-    import pylate_flash.training_data
+    import pylate_flash.data.training
 for call in (load, load, lambda: evaluate_retrieval(None, [], {}, {})):
     try:
         call()
@@ -231,7 +234,7 @@ for call in (load, load, lambda: evaluate_retrieval(None, [], {}, {})):
         print(type(error).__name__, error.name, error)
 """)
     data = (
-        "MissingExtraError datasets pylate_flash.training_data needs datasets, which is not installed: "
+        "MissingExtraError datasets pylate_flash.data.training needs datasets, which is not installed: "
         'pip install "pylate-flash[pylate]" or pip install "pylate-flash[sentence-transformers]"'
     )
     metrics = (

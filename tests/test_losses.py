@@ -22,10 +22,11 @@ from pylate.scores import XTRScores, xtr_kd_scores
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pylate_flash import loss_scoring, losses, registered
-from pylate_flash.loss_flags import masks_of
+from pylate_flash import losses, registered
 from pylate_flash.register import use_scorer
 from pylate_flash.scores import colbert_kd_scores
+from pylate_flash.training import contrast
+from pylate_flash.training.flags import masks_of
 
 PYLATE = {
     "Contrastive": PyLateContrastive,
@@ -485,7 +486,7 @@ def test_between_embeddings_and_operation_there_is_the_mask_of_the_documents(
         calls.append((queries, options))
         return queries.new_zeros(())
 
-    monkeypatch.setattr(loss_scoring, "maxsim_cross_entropy", operation)
+    monkeypatch.setattr(contrast, "maxsim_cross_entropy", operation)
     loss = losses.Contrastive(model, scorer="pylate_flash")
     with Launches() as launches:
         loss(columns)

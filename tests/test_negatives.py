@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pylate_flash.cli.models import load_model
-from pylate_flash.encoders import encode, is_multi_vector_encoder
+from pylate_flash.encoding.texts import encode, is_multi_vector_encoder
 from pylate_flash.negatives import mine_hard_negatives
 from tests.pylate_checkpoint import WORDS
 

@@ -19,8 +19,9 @@ from sentence_transformers import SentenceTransformerTrainer, SentenceTransforme
 from sentence_transformers.evaluation import SentenceEvaluator
 from sentence_transformers.training_args import BatchSamplers
 
-from pylate_flash import loss_scoring, losses, models
+from pylate_flash import losses, models
 from pylate_flash.trainer import ColBERTTrainer, ColBERTTrainingArguments
+from pylate_flash.training import contrast
 
 TOPICS = ["sorting", "hashing", "parsing", "reading", "writing", "joining", "slicing", "mapping"]
 TOPICS += ["folding", "caching", "testing", "logging"]
@@ -97,7 +98,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr("pylate_flash.training_measures.time", clock)
+    monkeypatch.setattr("pylate_flash.training.trainer_mixin.time", clock)
     return clock
 
 
@@ -169,7 +170,7 @@ def test_logged_numbers(
 ) -> None:
     """Two log entries of two steps of two batches each; evaluation after every step takes no training time."""
     loss = Observed(model, clock=clock)
-    monkeypatch.setattr("pylate_flash.training_measures._peak_memory", lambda device: 3 * 2**20)
+    monkeypatch.setattr("pylate_flash.training.trainer_mixin._peak_memory", lambda device: 3 * 2**20)
     args = arguments(
         tmp_path,
         max_steps=4,
@@ -209,10 +210,10 @@ def test_the_share_of_the_loss(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """An operation of half a second, after and before passes of the encoder of one; evaluation does not count."""
-    monkeypatch.setattr("pylate_flash.loss_scoring.time", clock)
+    monkeypatch.setattr("pylate_flash.training.contrast.time", clock)
     module, operation = losses, "maxsim_kl_divergence"
     if name != "Distillation":
-        module, operation = loss_scoring, "maxsim_cross_entropy"
+        module, operation = contrast, "maxsim_cross_entropy"
     compute = getattr(module, operation)
 
     def pass_time(seconds: float) -> None:
@@ -299,7 +300,7 @@ def test_under_bf16_the_loss_is_computed_in_it_and_is_the_same(
     """accelerate gives the loss float32 embeddings outside of autocast. They are bfloat16 numbers."""
     module, operation = losses, "maxsim_kl_divergence"
     if name != "Distillation":
-        module, operation = loss_scoring, "maxsim_cross_entropy"
+        module, operation = contrast, "maxsim_cross_entropy"
     values, compute = [], getattr(module, operation)
 
     def compared(*args, **kwargs):

@@ -181,7 +181,7 @@ class _WithBackend:
 def _stopwatch(loss: Any) -> Any:
     """What tells the time of the loss's operation, where this state of the package has it."""
     try:
-        from pylate_flash.loss_scoring import Stopwatch
+        from pylate_flash.training.contrast import Stopwatch
     except ImportError:
         return None
     loss.stopwatch = Stopwatch()

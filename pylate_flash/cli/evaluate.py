@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .._extras import check_installed
-from ..encoders import encode
+from ..encoding.texts import encode
 from .common import (
     SCORERS,
     BatchSize,
@@ -104,7 +104,7 @@ def evaluate(
     be_quiet()
     loading(f"the model {model}")
     from .. import beir
-    from ..agreement import compare
+    from ..data.agreement import compare
     from ..demo.job import METRICS, metrics_table, versions
     from ..index.folder import ConcurrentWriteError
 

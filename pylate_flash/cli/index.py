@@ -14,7 +14,7 @@ import typer
 from rich.filesize import decimal
 from typer.core import TyperGroup
 
-from ..corpus_files import Corpus, read_lines
+from ..data.files import Corpus, read_lines
 from .common import (
     BatchSize,
     Device,

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..corpus_files import Corpus, Text
-from ..encoders import encode, read_lengths
+from ..data.files import Corpus, Text
+from ..encoding.texts import encode, read_lengths
 from .common import UserError, check_device, check_file, check_new_folder, explained, loading, note, notes
 from .models import check_model_name, document_tokens, load_model
 

@@ -95,7 +95,7 @@ def mine(
     be_quiet()
     loading(str(data))
     with explained():
-        from ..training_data import read_training_file
+        from ..data.training import read_training_file
 
         lines = read_training_file(data)
     # Stripped, as the texts of a corpus are.

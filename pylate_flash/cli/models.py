@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from .._extras import HOSTS as ABOUT
 from .._extras import MissingExtraError
-from ..encoders import encode, is_multi_vector_encoder, longest_input, set_text_lengths, text_lengths
+from ..encoding.texts import encode, is_multi_vector_encoder, longest_input, set_text_lengths, text_lengths
+from ..encoding.weights import no_missing_weights
 from ..hosts import HOSTS
-from ..missing_weights import no_missing_weights
 from .common import Scorer, UserError, cause, check_text, explained
 from .model_folder import check_model_folder
 

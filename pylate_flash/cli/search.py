@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text as RichText
 
-from ..corpus_files import Corpus, Text, read_queries
-from ..encoders import encode
+from ..data.files import Corpus, Text, read_queries
+from ..encoding.texts import encode
 from .common import Device, TrustRemoteCode, UserError, be_quiet, check_file, check_text, console, explained, note
 from .indexing import (
     DEFAULT_INDEX,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 from tqdm import tqdm
 
-from ..encoders import read_lengths
+from ..encoding.texts import read_lengths
 from .checkpoints import CHECKPOINTS, Checkpoints
 from .common import (
     SCORERS,
@@ -48,8 +48,8 @@ from .models import (
 from .training_hosts import USED_BY, Loss, make_loss, make_trainer
 
 if TYPE_CHECKING:
-    from ..training_data import TrainingData
-    from ..training_measures import MeasuredTrainer
+    from ..data.training import TrainingData
+    from ..training.trainer_mixin import MeasuredTrainer
     from .models import Model
     from .training_run import StopRequest
 
@@ -197,7 +197,7 @@ def train(
     _check_tokens(tokens, host, scorer)
     with explained():
         check_device(device)
-        from ..training_data import read_training_file
+        from ..data.training import read_training_file
 
         lines = read_training_file(data, distillation=loss is Loss.distillation)
         evaluated = None
@@ -367,7 +367,7 @@ def _check_output(output: Path, checkpoints: Checkpoints, overwrite: bool, resum
 def _find_budget(trainer: MeasuredTrainer, documents: int, precision: Precision) -> None:
     import torch
 
-    from ..token_budget import largest_token_budget
+    from ..training.token_budget import largest_token_budget
 
     loss, device = trainer.loss, next(trainer.loss.parameters()).device
     dtype = {Precision.fp32: None, Precision.bf16: torch.bfloat16, Precision.fp16: torch.float16}[precision]

@@ -5,14 +5,14 @@ from __future__ import annotations
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from ..encoders import is_multi_vector_encoder
+from ..encoding.texts import is_multi_vector_encoder
 from .models import PYLATE, SENTENCE_TRANSFORMERS, prompt_of
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
-    from ..training_data import TrainingData
-    from ..training_measures import MeasuredTrainer
+    from ..data.training import TrainingData
+    from ..training.trainer_mixin import MeasuredTrainer
     from .models import Model
 
 

@@ -21,7 +21,7 @@ from .model_output import first_non_finite
 if TYPE_CHECKING:
     from datasets import Dataset
 
-    from ..training_measures import MeasuredTrainer
+    from ..training.trainer_mixin import MeasuredTrainer
     from .models import Model
 
 

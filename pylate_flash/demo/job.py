@@ -385,8 +385,8 @@ def metrics_table(rows: list[tuple[str, dict[str, float]]], title: str | None = 
 def _evaluate(colbert: Any, corpus: Corpus, output: Path, console: Console) -> tuple[dict[str, dict[str, float]], Any]:
     """Index the test collection and search it with both scorers: metrics by scorer, and how the two agree."""
     from .. import evaluation, indexes
-    from ..agreement import compare
-    from ..encoders import encode
+    from ..data.agreement import compare
+    from ..encoding.texts import encode
 
     documents = [{"id": entry.name, "text": entry.text} for entry in corpus.documents]
     queries = {f"q-{entry.name}": entry.query for entry in corpus.queries}

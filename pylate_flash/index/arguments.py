@@ -157,7 +157,7 @@ def check_states(documents: list[Tensor], size: int) -> None:
 def linear_layer(projection: Any) -> tuple[Tensor, Tensor | None]:
     """Weight and bias of a projection: a model's Dense layers, or the two themselves."""
     if not isinstance(projection, tuple):
-        from ..projection import dense_layers, fold_dense, normalizes
+        from ..encoding.projection import dense_layers, fold_dense, normalizes
 
         if not normalizes(projection):
             raise ValueError("projection: the model does not normalise its embeddings, as the index does")

@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from ..encoders import TextLengths, is_multi_vector_encoder, text_lengths
+from ..encoding.texts import TextLengths, is_multi_vector_encoder, text_lengths
 
 __all__ = ["ModelRecord", "fingerprint", "places_of", "relative_to"]
 

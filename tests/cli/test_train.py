@@ -12,12 +12,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import Result
 
-from pylate_flash import loss_scoring, losses
+from pylate_flash import losses
 from pylate_flash.cli.checkpoints import Checkpoints
 from pylate_flash.cli.common import UserError
 from pylate_flash.cli.training_run import Progress, StopRequest
 from pylate_flash.models import ColBERT
 from pylate_flash.trainer import ColBERTTrainer
+from pylate_flash.training import contrast
 from tests.cli.commands import assert_one_clear_sentence, invoke
 
 LISTS = {"query": "q", "documents": ["one answer", "another"], "scores": [2.0, 1.0]}
@@ -120,9 +121,9 @@ def test_train_finds_the_largest_mini_batch(
 def test_train_computes_in_the_precision_that_is_asked_for(
     precision: str, tiny_colbert_path: str, pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found, operation = [], loss_scoring.maxsim_cross_entropy
+    found, operation = [], contrast.maxsim_cross_entropy
     monkeypatch.setattr(
-        loss_scoring,
+        contrast,
         "maxsim_cross_entropy",
         lambda queries, **options: found.append(torch.is_autocast_enabled("cpu")) or operation(queries, **options),
     )

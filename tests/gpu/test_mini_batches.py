@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("pylate")
 
-from pylate_flash.mini_batches import kept_tokens, unpack_padded
+from pylate_flash.training.mini_batches import kept_tokens, unpack_padded
 from tests.gpu.embeddings import unit
 
 pytestmark = pytest.mark.gpu

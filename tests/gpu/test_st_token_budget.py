@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pylate_flash.hosts import HOSTS
-from pylate_flash.token_budget import largest_token_budget
+from pylate_flash.training.token_budget import largest_token_budget
 from tests.hosts.conftest import texts, tiny_encoder_path  # noqa: F401  (fixtures)
 
 pytestmark = [

@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("pylate")
 
 from pylate_flash import losses, models
-from pylate_flash.token_budget import largest_token_budget
+from pylate_flash.training.token_budget import largest_token_budget
 
 pytestmark = pytest.mark.gpu
 

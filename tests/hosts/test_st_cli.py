@@ -18,7 +18,7 @@ from sentence_transformers.multi_vector_encoder import losses
 from typer.testing import Result
 
 from pylate_flash.cli.models import load_model
-from pylate_flash.encoders import encode, read_lengths, text_lengths
+from pylate_flash.encoding.texts import encode, read_lengths, text_lengths
 from pylate_flash.hosts.sentence_transformers import losses as our_losses
 from pylate_flash.hosts.sentence_transformers import trainer as our_trainer
 from tests.cli.commands import assert_one_clear_sentence, invoke, succeed

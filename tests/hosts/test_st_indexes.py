@@ -11,7 +11,7 @@ from sentence_transformers import MultiVectorEncoder
 from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
 
 from pylate_flash import indexes
-from pylate_flash.projection import encode_hidden_states
+from pylate_flash.encoding.projection import encode_hidden_states
 
 
 @pytest.fixture

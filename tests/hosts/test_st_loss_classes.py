@@ -22,11 +22,11 @@ from sentence_transformers.multi_vector_encoder import scoring
 from sentence_transformers.multi_vector_encoder.modules import HierarchicalTokenPooling
 from torch import Tensor, nn
 
-from pylate_flash import loss_scoring
 from pylate_flash.hosts import sentence_transformers as ours
 from pylate_flash.hosts.sentence_transformers import distillation_losses, losses, mean_colbert_scores
 from pylate_flash.hosts.sentence_transformers.loss_inputs import reduction_of, scored_tokens, size_of
 from pylate_flash.ops import cross_entropy_reference
+from pylate_flash.training import contrast
 from tests.hosts.test_st_losses import (
     CACHED,
     CASES,
@@ -75,7 +75,7 @@ def test_a_loss_is_one_operation(
     """Whose similarities no function of the host computes; of the cached loss, of packed documents."""
     asked: list[dict[str, Any]] = []
     for module, operation in (
-        (loss_scoring, "maxsim_cross_entropy"),
+        (contrast, "maxsim_cross_entropy"),
         (distillation_losses, "maxsim_kl_divergence"),
         (distillation_losses, "maxsim_margin_mse"),
     ):
@@ -398,9 +398,9 @@ def test_a_fused_projection_changes_nothing(
         with torch.no_grad():
             model[1].linear.weight.mul_(0.1)
     expected = value_and_gradients(getattr(host, name)(model), model, features, labels)
-    calls, fused = [], loss_scoring.maxsim_from_hidden
+    calls, fused = [], contrast.maxsim_from_hidden
     monkeypatch.setattr(
-        loss_scoring, "maxsim_from_hidden", lambda *args, **options: calls.append(1) or fused(*args, **options)
+        contrast, "maxsim_from_hidden", lambda *args, **options: calls.append(1) or fused(*args, **options)
     )
     loss = getattr(losses, name)(model, fuse_projection=True)
     assert_close(value_and_gradients(loss, model, features, labels), expected)

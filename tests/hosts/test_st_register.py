@@ -51,8 +51,8 @@ def with_default(a: torch.Tensor, b: torch.Tensor, scorer: Callable = maxsim) ->
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The operations that this package was asked for."""
-    from pylate_flash import loss_scoring
     from pylate_flash.hosts.sentence_transformers import scoring
+    from pylate_flash.training import contrast
 
     asked: list[str] = []
 
@@ -67,7 +67,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         monkeypatch.setattr(module, name, call)
 
     spy(scoring, "scores_of")
-    spy(loss_scoring, "maxsim_cross_entropy")
+    spy(contrast, "maxsim_cross_entropy")
     return asked
 
 

@@ -8,7 +8,7 @@ from sentence_transformers import MultiVectorEncoder
 from sentence_transformers.base.modules import Transformer
 
 from pylate_flash.hosts.sentence_transformers import losses
-from pylate_flash.token_budget import largest_token_budget
+from pylate_flash.training.token_budget import largest_token_budget
 
 
 @pytest.fixture
@@ -57,6 +57,6 @@ def test_texts_that_cannot_be_sorted_are_refused(loss) -> None:
 
 
 def test_documents_of_any_length_are_refused(loss, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pylate_flash.token_budget.read_lengths", lambda model: (32, None))
+    monkeypatch.setattr("pylate_flash.training.token_budget.read_lengths", lambda model: (32, None))
     with pytest.raises(ValueError, match="nothing limits the length of a document"):
         largest_token_budget(loss, 8)

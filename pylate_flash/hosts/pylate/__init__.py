@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from ... import _switches
+from ... import _config
 from ..routes import Routes
 
 # What is routed: functions of pylate.scores that keep their identity and gain the backend ...
@@ -119,7 +119,7 @@ def xtr_score(
 
 def _serves_this_caller() -> bool:
     """Whether it is routed for this caller: otherwise only for a use_scorer() block elsewhere."""
-    return _switches.registered_masking is not None or _switches.default.get() is not None
+    return _config.registered_masking is not None or _config.default.get() is not None
 
 
 def _serve(name: str, *arguments: Any, backend: str | None) -> Any:

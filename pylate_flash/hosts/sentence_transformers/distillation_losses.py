@@ -17,9 +17,9 @@ from sentence_transformers.multi_vector_encoder.losses.distill_kl_div import (
 from sentence_transformers.multi_vector_encoder.model import MultiVectorEncoder
 from torch import Tensor
 
-from ...loss_scoring import Contrast, Padded, scores_of_states
+from ...encoding.projection import normalizes
 from ...ops import maxsim_kl_divergence, maxsim_margin_mse
-from ...projection import normalizes
+from ...training.contrast import Contrast, Padded, scores_of_states
 from . import scoring
 from .loss_inputs import (
     Columns,

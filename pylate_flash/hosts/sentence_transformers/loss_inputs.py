@@ -19,11 +19,11 @@ from sentence_transformers.multi_vector_encoder import scoring as host_scoring
 from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
 from torch import Tensor
 
-from ...gathering import world_size
-from ...loss_arguments import check_size
-from ...loss_scoring import Contrast
-from ...mini_batches import of_texts
-from ...projection import BIAS, WEIGHT, dense_layers, hidden_states, normalizes, unwrapped
+from ...encoding.projection import BIAS, WEIGHT, dense_layers, hidden_states, normalizes, unwrapped
+from ...training.contrast import Contrast
+from ...training.distributed import world_size
+from ...training.mini_batches import of_texts
+from ...training.options import check_size
 from . import mean_scoring, scoring
 
 Columns = list[dict[str, Any]]

@@ -27,12 +27,12 @@ from sentence_transformers.multi_vector_encoder.losses.distill_kl_div import sim
 from sentence_transformers.multi_vector_encoder.model import MultiVectorEncoder
 from torch import Tensor
 
-from ...cached_gradients import Leaves, autocast_in_force, cached_loss, kept_operands
-from ...gathering import GATHERINGS
-from ...loss_arguments import check_size
-from ...loss_scoring import Contrast, Padded, cross_entropy, cross_entropy_of_scores, scores_of_states
-from ...mini_batches import Column, Limits, mini_batches, right_documents
 from ...ops.checks import check_choice
+from ...training.contrast import Contrast, Padded, cross_entropy, cross_entropy_of_scores, scores_of_states
+from ...training.distributed import GATHERINGS
+from ...training.grad_cache import Leaves, autocast_in_force, cached_loss, kept_operands
+from ...training.mini_batches import Column, Limits, mini_batches, right_documents
+from ...training.options import check_size
 from .. import SENTENCE_TRANSFORMERS
 from . import scoring
 from .distillation_losses import MultiVectorDistillKLDivLoss, MultiVectorMarginMSELoss

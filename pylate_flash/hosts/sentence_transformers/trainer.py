@@ -13,7 +13,7 @@ from sentence_transformers.multi_vector_encoder.losses import (
     MultiVectorMultipleNegativesRankingLoss,
 )
 
-from ...training_measures import MeasuredTrainer, Meter
+from ...training.trainer_mixin import MeasuredTrainer, Meter
 
 __all__ = ["MultiVectorEncoderTrainer"]
 

@@ -20,9 +20,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..ops import maxsim_varlen
+from ..problem import accumulation_dtype, winners_dtype
 from .mini_batches import Packed
-from .ops import maxsim_varlen
-from .problem import accumulation_dtype, winners_dtype
 
 GATHERINGS = ("all_gather", "ring")
 

@@ -1,4 +1,4 @@
-"""What PyLate's losses read off their flags and their model, and what they hand to `loss_scoring` of it.
+"""What PyLate's losses read off their flags and their model, and what they hand to `contrast` of it.
 
 Scorers other than this package's, and a `score_metric` of the caller, leave PyLate's code as it is: `FlagScores` is the
 score function that it calls.
@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._switches import backend_in_force
-from .gathering import gather_sizes, world_size
-from .loss_arguments import check_fusion
-from .loss_scoring import Contrast, Padded, cross_entropy, scores_of_states
+from .._config import backend_in_force
+from ..encoding.projection import BIAS, WEIGHT, hidden_states, unwrapped
+from ..scores import ColBERTScores, colbert_kd_scores, scorer_of
+from .contrast import Contrast, Padded, cross_entropy, scores_of_states
+from .distributed import gather_sizes, world_size
 from .mini_batches import Packed
-from .projection import BIAS, WEIGHT, hidden_states, unwrapped
-from .scores import ColBERTScores, colbert_kd_scores, scorer_of
+from .options import check_fusion
 
 
 class FlagScores:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .hosts import HOSTS
+from ..hosts import HOSTS
 
 # What `hidden_states` adds to the features that the model returns.
 WEIGHT, BIAS = "projection_weight", "projection_bias"

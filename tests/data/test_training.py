@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pylate_flash.training_data import read_training_file
+from pylate_flash.data.training import read_training_file
 
 PAIR = {"query": "q", "positive": "p"}
 LIST = {"query": "q", "documents": ["a", "b"], "scores": [1, 0.5]}

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ._extras import check_installed
+from .._extras import check_installed
 
 check_installed("datasets", __name__, "pylate", "sentence-transformers")
 

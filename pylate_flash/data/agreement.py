@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .beir import RetrievalEvaluation
+from ..beir import RetrievalEvaluation
 
 __all__ = ["Agreement", "compare"]
 

@@ -17,8 +17,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pylate_flash import gathering, losses, models
-from pylate_flash.mini_batches import Packed
+from pylate_flash import losses, models
+from pylate_flash.training import distributed
+from pylate_flash.training.mini_batches import Packed
 from tests.ranks import run_ranks
 
 QUERIES = ["sort a list", "open a file", "hash table", "sum of squares", "trim space", "join strings", "what is it?"]
@@ -130,9 +131,9 @@ def work(rank: int, path: str, folder: Path, world: int) -> None:
     # Blocks of documents, and chunks of queries.
     calls: list[tuple[int, int]] = []
     with pytest.MonkeyPatch.context() as patch:
-        score = gathering.maxsim_varlen
+        score = distributed.maxsim_varlen
         patch.setattr(
-            gathering,
+            distributed,
             "maxsim_varlen",
             lambda queries, documents, *bounds, **options: (
                 calls.append((len(bounds[0]) - 1, len(documents))) or score(queries, documents, *bounds, **options)
@@ -142,7 +143,7 @@ def work(rank: int, path: str, folder: Path, world: int) -> None:
         results["ring"] = mean_over_ranks(value_and_gradient(loss, model, own))
         results["ring, calls"] = list(calls)
         calls.clear()
-        patch.setattr(gathering, "_WINNERS_BYTES", 1)
+        patch.setattr(distributed, "_WINNERS_BYTES", 1)
         results["ring in chunks"] = mean_over_ranks(value_and_gradient(loss, model, own))
         results["ring in chunks, calls"] = list(calls)
     masks = losses.masks_of(loss, own)[1]
@@ -150,7 +151,7 @@ def work(rank: int, path: str, folder: Path, world: int) -> None:
 
     for what, tokens in (("sizes", torch.zeros(3, 4 + rank)), ("types", torch.zeros(3, 4).to(TYPES[rank % 2]))):
         try:
-            gathering.exchange(Packed(tokens, torch.tensor([3]), 3), 1)
+            distributed.exchange(Packed(tokens, torch.tensor([3]), 3), 1)
         except (TypeError, ValueError) as error:
             results["other", what] = type(error), str(error)
 

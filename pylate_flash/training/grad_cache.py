@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .loss_scoring import timed
+from ..encoding.projection import BIAS, WEIGHT, dense_layers, fold_dense, hidden_states
+from .contrast import timed
 from .mini_batches import Column, MiniBatch, Packed, encode, encode_again, unpack_padded
-from .projection import BIAS, WEIGHT, dense_layers, fold_dense, hidden_states
 
 # Of each part its tokens [T, d], then the weight and the bias of the projection where they are hidden states.
 Leaves = list[Tensor | None]

@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .gathering import all_gather, exchange, rank, ring_cross_entropy, world_size
+from ..ops import maxsim_cross_entropy, maxsim_from_hidden
+from ..ops.loss_scores import cross_entropy_reference
+from ..ops.soft import soft_scores_of
+from ..ops.varlen import with_lengths
+from ..problem import Options, Tensors
+from .distributed import all_gather, exchange, rank, ring_cross_entropy, world_size
 from .mini_batches import Packed, pack_padded
-from .ops import maxsim_cross_entropy, maxsim_from_hidden
-from .ops.loss_scores import cross_entropy_reference
-from .ops.soft import soft_scores_of
-from .ops.varlen import with_lengths
-from .problem import Options, Tensors
 
 
 class Stopwatch:
@@ -65,8 +65,8 @@ class Padded(NamedTuple):
 class Contrast(NamedTuple):
     """How a contrastive loss compares a query's right document with the others: options of `maxsim_cross_entropy`.
 
-    `gather` is one of `gathering.GATHERINGS` where the documents of all ranks are compared, and None where there is one
-    rank, or each has its own. The ring takes neither `margin` nor `symmetric`. With `smooth` scores are of
+    `gather` is one of `distributed.GATHERINGS` where the documents of all ranks are compared, and None where there is
+    one rank, or each has its own. The ring takes neither `margin` nor `symmetric`. With `smooth` scores are of
     `soft_maxsim`, which takes neither these two nor the ring.
     """
 

@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._switches import check_backend, check_masking
-from .gathering import GATHERINGS, world_size
-from .ops.checks import check_choice, is_positive
-from .projection import dense_layers, unwrapped
+from .._config import check_backend, check_masking
+from ..encoding.projection import dense_layers, unwrapped
+from ..ops.checks import check_choice, is_positive
+from .distributed import GATHERINGS, world_size
 
 # The scorers of a loss, or none, that leave it to this package.
 _OURS = (None, "auto", "pylate_flash")
@@ -65,7 +65,7 @@ def set_fusion(loss: Any, score_metric: Callable | None, fuse_projection: bool |
 
 def check_fusion(loss: Any) -> None:
     """Raise ValueError if a loss of PyLate's is to be fused, and another scorer is asked for."""
-    from .scores import scorer_of
+    from ..scores import scorer_of
 
     scorer = loss.scorer or scorer_of(loss.model)[0]
     if scorer not in ("auto", "pylate_flash"):

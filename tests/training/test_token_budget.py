@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pylate_flash import losses, models, token_budget
-from pylate_flash.token_budget import _largest, largest_token_budget
+from pylate_flash import losses, models
+from pylate_flash.training import token_budget
+from pylate_flash.training.token_budget import _largest, largest_token_budget
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
-from .missing_weights import no_missing_weights
+from ..encoding.weights import no_missing_weights
 
 __all__ = ["MeasuredTrainer", "Meter"]
 

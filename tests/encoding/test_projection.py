@@ -13,8 +13,9 @@ from sentence_transformers.models import Dense as SentenceTransformersDense
 from sentence_transformers.models import Normalize
 from torch import nn
 
-from pylate_flash import indexes, loss_scoring, losses, maxsim_from_hidden, models, rank, retrieve
-from pylate_flash.projection import dense_layers, encode_hidden_states, fold_dense, hidden_states
+from pylate_flash import indexes, losses, maxsim_from_hidden, models, rank, retrieve
+from pylate_flash.encoding.projection import dense_layers, encode_hidden_states, fold_dense, hidden_states
+from pylate_flash.training import contrast
 from tests.test_losses import (
     DOCUMENTS,
     NEGATIVES,
@@ -127,9 +128,9 @@ def model(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Co
 @pytest.mark.parametrize("masking", ["exclude", "zero"])
 def test_the_same_value_and_gradients(model: ColBERT, name: str, arguments: dict, masking: str, monkeypatch) -> None:
     calls = []
-    fused = loss_scoring.maxsim_from_hidden
+    fused = contrast.maxsim_from_hidden
     monkeypatch.setattr(
-        loss_scoring, "maxsim_from_hidden", lambda *args, **options: calls.append(1) or fused(*args, **options)
+        contrast, "maxsim_from_hidden", lambda *args, **options: calls.append(1) or fused(*args, **options)
     )
     for expansion in (True, False):
         model.do_query_expansion = expansion
@@ -204,9 +205,9 @@ def test_cached_hidden_states_without_gradients(bert: ColBERT) -> None:
 
 def test_cached_hidden_states_take_the_type_of_autocast(bert: ColBERT, monkeypatch: pytest.MonkeyPatch) -> None:
     taken = []
-    fused = loss_scoring.maxsim_from_hidden
+    fused = contrast.maxsim_from_hidden
     monkeypatch.setattr(
-        loss_scoring,
+        contrast,
         "maxsim_from_hidden",
         lambda *args, **options: taken.append(options["hidden"].dtype) or fused(*args, **options),
     )
@@ -286,9 +287,9 @@ def test_the_models_flag(tiny_colbert_path: str, tmp_path: Path, monkeypatch: py
     assert models.ColBERT(str(tmp_path), device="cpu", fuse_projection=False).fuse_projection is False
     assert models.ColBERT(tiny_colbert_path, device="cpu").fuse_projection is False
     calls = []
-    fused = loss_scoring.maxsim_from_hidden
+    fused = contrast.maxsim_from_hidden
     monkeypatch.setattr(
-        loss_scoring, "maxsim_from_hidden", lambda *args, **options: calls.append(1) or fused(*args, **options)
+        contrast, "maxsim_from_hidden", lambda *args, **options: calls.append(1) or fused(*args, **options)
     )
     features = contrastive_batch(model, columns=2)
     for fuse_projection, expected in ((None, 1), (False, 0), (True, 1)):

@@ -12,10 +12,11 @@ from pylate.losses.contrastive import extract_skiplist_mask
 from pylate.models import ColBERT
 from torch import Tensor, nn
 
-from pylate_flash import loss_scoring, losses
-from pylate_flash.mini_batches import Limits, encode, kept_tokens, mini_batches, pack_padded, unpack_padded
+from pylate_flash import losses
+from pylate_flash.training import contrast
+from pylate_flash.training.mini_batches import Limits, encode, kept_tokens, mini_batches, pack_padded, unpack_padded
+from tests.encoding.test_projection import bert, modernbert  # noqa: F401  (fixtures)
 from tests.test_losses import WordVectors, assert_same, value_and_gradients
-from tests.test_projection import bert, modernbert  # noqa: F401  (fixtures)
 
 TEXT = "sort the list in place, and return: a copy! of it? else (raise) an error; then stop"
 WORDS = TEXT.split()
@@ -118,9 +119,9 @@ def test_only_what_is_scored_is_kept(model: ColBERT, expansion: bool, monkeypatc
     """Neither padding nor what the skiplist names; of queries with expansion, all."""
     model.do_query_expansion = expansion
     scored = []
-    operation = loss_scoring.maxsim_cross_entropy
+    operation = contrast.maxsim_cross_entropy
     monkeypatch.setattr(
-        loss_scoring,
+        contrast,
         "maxsim_cross_entropy",
         lambda queries, **options: scored.append((queries, options)) or operation(queries, **options),
     )

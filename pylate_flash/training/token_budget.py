@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from .encoders import is_multi_vector_encoder, read_lengths
-from .projection import unwrapped
+from ..encoding.projection import unwrapped
+from ..encoding.texts import is_multi_vector_encoder, read_lengths
 
 __all__ = ["largest_token_budget"]
 
@@ -109,7 +109,7 @@ def _document_length(model: Any) -> int:
 def _check_sorted(model: Any) -> None:
     if not is_multi_vector_encoder(model):
         return
-    from .hosts.sentence_transformers.loss_inputs import scored_tokens
+    from ..hosts.sentence_transformers.loss_inputs import scored_tokens
 
     features = model.preprocess(["a"], task="document")
     if scored_tokens(model, {**features, "task": "document"}) is None:

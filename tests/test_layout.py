@@ -34,3 +34,15 @@ def test_kernels_import_nothing_of_the_operations() -> None:
 
 def test_the_problem_imports_nothing_of_the_package() -> None:
     assert not imported(PACKAGE / "problem.py")
+
+
+# What README, docs and examples say that users import.
+PUBLIC = {
+    *("losses", "models", "rank", "scores", "retrieve", "indexes", "evaluation", "trainer"),
+    *("beir", "negatives", "register"),
+}
+
+
+def test_the_top_floor_holds_what_users_import_and_what_a_call_is_made_of() -> None:
+    behind = {"problem", "_config", "_extras", "__init__", "__main__"}
+    assert {path.stem for path in PACKAGE.glob("*.py")} == PUBLIC | behind

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pylate_flash.cli.models import load_model
-from pylate_flash.encoders import encode, longest_input, set_text_lengths, text_lengths
+from pylate_flash.encoding.texts import encode, longest_input, set_text_lengths, text_lengths
 from tests.pylate_checkpoint import DOCUMENT_LENGTH, QUERY_LENGTH, embeddings_by_hand
 
 TEXTS = ["cats", "old dogs and new trains . bread", " ".join(["red planes ."] * 8)]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pylate_flash.corpus_files import Corpus, Text, read_queries
+from pylate_flash.data.files import Corpus, Text, read_queries
 
 GOOD = '{"_id": "a", "title": "One", "text": "first"}\n\n{"_id": "b", "title": null, "text": "second"}\n'
 
