@@ -220,8 +220,11 @@ def winners_dtype(document_length: int) -> torch.dtype:
     return torch.int16 if document_length <= 32767 else torch.int32
 
 
-def empty_results(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor]:
-    """Uninitialised scores and winners, by sizes that may be symbolic: a compiler has no `Problem`."""
+def empty_results(tensors: Tensors, options: Options, with_winners: bool = True) -> tuple[Tensor, Tensor]:
+    """Uninitialised scores and winners, by sizes that may be symbolic: a compiler has no `Problem`.
+
+    Without winners, theirs have no rows.
+    """
     queries, documents, _, _, queries_cu_seqlens, cu_seqlens, candidates = tensors
     n_queries, query_length = queries.shape[:2]
     if queries_cu_seqlens is not None:
@@ -237,7 +240,7 @@ def empty_results(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor]:
         rows = query_length if groups else n_queries * query_length
         every = groups[0] * n_documents if groups else n_documents
     scores = queries.new_empty(shape, dtype=accumulation_dtype(queries.dtype))
-    return scores, queries.new_empty((every, rows), dtype=winners_dtype(length))
+    return scores, queries.new_empty((every if with_winners else 0, rows), dtype=winners_dtype(length))
 
 
 def problem_of(

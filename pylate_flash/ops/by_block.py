@@ -112,7 +112,7 @@ def compute_by_block(
     """`compute` of documents whose embeddings [tokens of a block, d] are produced one block after the other."""
     if blocks == [ALL_DOCUMENTS]:
         return compute(*of_block(tensors, options, ALL_DOCUMENTS, produce(ALL_DOCUMENTS)), with_winners)
-    scores, winners = empty_results(tensors, options)
+    scores, winners = empty_results(tensors, options, with_winners)
     for block in blocks:
         some, won = compute(*of_block(tensors, options, block, produce(block)), with_winners)
         scores[block.scores].copy_(some)
