@@ -1,27 +1,59 @@
-"""Arrows go down only: `kernels` knows the problem, and nothing of the operations that ask for it."""
+"""How the package is laid out: what users import stands on its top floor, and imports go down only, in no circle."""
 
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+
+import pytest
 
 import pylate_flash
 
 PACKAGE = Path(pylate_flash.__file__).parent
+# What README, docs and examples say that users import.
+PUBLIC = {
+    *("losses", "models", "rank", "scores", "retrieve", "indexes", "evaluation", "trainer"),
+    *("beir", "negatives", "register"),
+}
 
 
-def imported(path: Path) -> set[str]:
+def name_of(path: Path) -> str:
+    """A file's module, by its dotted name within the package; "" is the package itself."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {name_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def executed(node: ast.AST, in_functions: bool) -> Iterator[ast.AST]:
+    """The nodes that run when a module is imported, and with `in_functions` later; what only types need never does."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and isinstance(child.test, ast.Name) and child.test.id == "TYPE_CHECKING":
+            continue
+        if in_functions or not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            yield child
+            yield from executed(child, in_functions)
+
+
+def imported(path: Path, in_functions: bool = True) -> set[str]:
     """The modules of this package that a file imports, by their dotted names within it."""
     found, parents = set(), path.relative_to(PACKAGE).parent.parts
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in executed(ast.parse(path.read_text(encoding="utf-8")), in_functions):
+        names = []
         if isinstance(node, ast.ImportFrom) and node.level:
             base = ".".join((*parents[: len(parents) - node.level + 1], *filter(None, [node.module])))
-            found |= {base, *(f"{base}.{name.name}".lstrip(".") for name in node.names)}
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("pylate_flash"):
-            found.add((node.module or "").partition(".")[2])
+            names = [f"{base}.{name.name}".lstrip(".") for name in node.names]
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "pylate_flash":
+            base = (node.module or "").partition(".")[2]
+            names = [f"{base}.{name.name}".lstrip(".") for name in node.names]
         elif isinstance(node, ast.Import):
-            found |= {name.name.partition(".")[2] for name in node.names if name.name.startswith("pylate_flash")}
-    return found
+            names = [name.name.partition(".")[2] for name in node.names if name.name.startswith("pylate_flash.")]
+        # A name is a module, or one of a module's.
+        found |= {name if name in MODULES else name.rpartition(".")[0] for name in names}
+    return found - {name_of(path)}
 
 
 def test_kernels_import_nothing_of_the_operations() -> None:
@@ -36,13 +68,19 @@ def test_the_problem_imports_nothing_of_the_package() -> None:
     assert not imported(PACKAGE / "problem.py")
 
 
-# What README, docs and examples say that users import.
-PUBLIC = {
-    *("losses", "models", "rank", "scores", "retrieve", "indexes", "evaluation", "trainer"),
-    *("beir", "negatives", "register"),
-}
-
-
 def test_the_top_floor_holds_what_users_import_and_what_a_call_is_made_of() -> None:
     behind = {"problem", "_config", "_extras", "__init__", "__main__"}
     assert {path.stem for path in PACKAGE.glob("*.py")} == PUBLIC | behind
+
+
+# Of `ops` and `bench`, some functions import what imports them.
+@pytest.mark.parametrize("in_functions", [False, True], ids=["of modules", "of functions too"])
+def test_imports_make_no_circle(in_functions: bool) -> None:
+    graph = {name: imported(path, in_functions) for name, path in MODULES.items()}
+    if in_functions:
+        graph = {name: found for name, found in graph.items() if name.partition(".")[0] not in ("ops", "bench")}
+    assert {"training.contrast", "encoding.projection", "scores"} <= graph["losses"] | graph["training.flags"]
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(" imports ".join(reversed(error.args[1])))

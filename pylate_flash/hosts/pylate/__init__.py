@@ -15,7 +15,6 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from ... import _config
 from ..routes import Routes
 
 # What is routed: functions of pylate.scores that keep their identity and gain the backend ...
@@ -37,8 +36,8 @@ RENAMED = {"CachedContrastive": "RegisteredCachedContrastive"}
 
 # register() and every open use_scorer() block hold the routes.
 ROUTES = Routes(
-    {f"pylate.scores.colbert:{name}": f"{__name__}:{name}" for name in SCORING_FUNCTIONS}
-    | {"pylate.scores.xtr:XTRScores._score": f"{__name__}:xtr_score"}
+    {f"pylate.scores.colbert:{name}": f"{__name__}.served:{name}" for name in SCORING_FUNCTIONS}
+    | {"pylate.scores.xtr:XTRScores._score": f"{__name__}.served:xtr_score"}
 )
 _rebound: list[tuple[Any, Any]] = []  # (PyLate's object, ours) for each name of REBOUND, while registered
 
@@ -72,63 +71,6 @@ def original(name: str) -> Callable:
 def original_xtr() -> Callable:
     """PyLate's own method `XTRScores._score`."""
     return ROUTES.original("pylate.scores.xtr:XTRScores._score")
-
-
-def colbert_scores(
-    queries_embeddings: Any,
-    documents_embeddings: Any,
-    queries_mask: Any,
-    documents_mask: Any,
-    backend: str | None,
-) -> Any:
-    """A call of PyLate's `colbert_scores` while it is routed."""
-    return _serve(
-        "colbert_scores", queries_embeddings, documents_embeddings, queries_mask, documents_mask, backend=backend
-    )
-
-
-def colbert_scores_pairwise(queries_embeddings: Any, documents_embeddings: Any, backend: str | None) -> Any:
-    """A call of PyLate's `colbert_scores_pairwise` while it is routed."""
-    return _serve("colbert_scores_pairwise", queries_embeddings, documents_embeddings, backend=backend)
-
-
-def colbert_kd_scores(
-    queries_embeddings: Any,
-    documents_embeddings: Any,
-    queries_mask: Any,
-    documents_mask: Any,
-    backend: str | None,
-) -> Any:
-    """A call of PyLate's `colbert_kd_scores` while it is routed."""
-    return _serve(
-        "colbert_kd_scores", queries_embeddings, documents_embeddings, queries_mask, documents_mask, backend=backend
-    )
-
-
-def xtr_score(
-    self: Any, queries_embeddings: Any, documents_embeddings: Any, queries_mask: Any, documents_mask: Any
-) -> Any:
-    """A call of PyLate's `XTRScores._score` while it is routed, by the backend in force."""
-    arguments = queries_embeddings, documents_embeddings, queries_mask, documents_mask
-    if _serves_this_caller():
-        from ... import scores
-
-        return scores.score_by_xtr(self, *arguments)
-    return original_xtr()(self, *arguments)
-
-
-def _serves_this_caller() -> bool:
-    """Whether it is routed for this caller: otherwise only for a use_scorer() block elsewhere."""
-    return _config.registered_masking is not None or _config.default.get() is not None
-
-
-def _serve(name: str, *arguments: Any, backend: str | None) -> Any:
-    if not _serves_this_caller():
-        # This caller gets PyLate as it is.
-        return original(name)(*arguments, backend=backend)
-    from ... import scores
-
-    return getattr(scores, name)(*arguments, backend=backend)
 
 
 def _rebind(old: Any, new: Any) -> None:
