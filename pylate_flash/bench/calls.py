@@ -31,6 +31,8 @@ class Call(ABC):
 
     # Whether the call is the same every time, and without gradients: what is captured is replayed as it was.
     replayable = True
+    # Whether gradients are computed too.
+    differentiated = False
 
     @property
     @abstractmethod
@@ -267,87 +269,51 @@ def padded_scores(inputs: Padded, queries: torch.Tensor, documents: torch.Tensor
     return scores.masked_fill(~inputs.documents_mask.any(dim=-1), EMPTY_SCORE)
 
 
-class InTurn:
-    """Calls that are made in turn, one at a time: always another input."""
-
-    def __init__(self, calls: Sequence[Callable[[], torch.Tensor]]) -> None:
-        self.calls = calls
-        self.last = -1
-
-    def __call__(self) -> torch.Tensor:
-        self.last = (self.last + 1) % len(self.calls)
-        return self.calls[self.last]()
-
-    def all_after(self, last: torch.Tensor) -> torch.Tensor:
-        """What every call returns, in order; ``last`` is what the last one made has returned."""
-        results = {self.last: last}
-        while len(results) < len(self.calls):
-            result = self()
-            results[self.last] = result
-        return torch.stack([results[index] for index in range(len(self.calls))])
-
-
 @dataclass(frozen=True)
 class Varlen(Call):
-    """`maxsim_varlen` of packed inputs, several of them in turn.
+    """`maxsim_varlen` of packed inputs.
 
     ``own``: each query has candidates of its own, empty documents among them, and the boundaries stay on the host, as
     they do in reranking. Otherwise they are on the device, as `pack` makes them.
     """
 
-    batches: Sequence[Packed]
+    batch: Packed
     own: bool = False
 
     @property
     def device(self) -> torch.device:
-        return self.batches[0].queries.device
+        return self.batch.queries.device
 
-    @property
-    def replayable(self) -> bool:  # type: ignore[override]
-        """Not another input at every call."""
-        return len(self.batches) == 1
-
-    def candidate(self, label: str, calls: Sequence[Callable[[], torch.Tensor]]) -> Candidate:
-        """One call of each batch, in turn."""
-        if len(calls) == 1:
-            return Candidate(label, calls[0])
-        turn = InTurn(calls)
-        return Candidate(label, turn, turn.all_after)
+    def bounds(self) -> list[torch.Tensor]:
+        """The boundaries of queries and of documents, on the device."""
+        return [boundaries.to(self.device) for boundaries in self.batch.bounds()]
 
     def reference(self) -> Result:
-        padded = (batch.padded(self.own) for batch in self.batches)
-        return torch.stack([padded_scores(inputs, *inputs.as_computed()) for inputs in padded])
+        padded = self.batch.padded(self.own)
+        return padded_scores(padded, *padded.as_computed())
 
     def ours(self) -> list[Candidate]:
         from pylate_flash import maxsim_varlen
 
-        calls = []
-        for batch in self.batches:
-            bounds = batch.bounds()
-            options: dict[str, Any] = {}
-            if self.own:
-                counts = len(batch.lengths) // (len(batch.queries) // batch.query_length)
-                candidates = torch.arange(0, len(batch.lengths) + 1, counts, dtype=torch.int32)
-                options = {"candidates_cu_seqlens": candidates, "empty_score": EMPTY_SCORE}
-            else:
-                bounds = bounds[0].to(self.device), bounds[1].to(self.device)
-            calls.append(partial(maxsim_varlen, batch.queries, batch.documents, *bounds, **options))
-        return [self.candidate("maxsim_varlen", calls)]
+        batch = self.batch
+        if not self.own:
+            return [Candidate("maxsim_varlen", partial(maxsim_varlen, batch.queries, batch.documents, *self.bounds()))]
+        counts = len(batch.lengths) // (len(batch.queries) // batch.query_length)
+        candidates = torch.arange(0, len(batch.lengths) + 1, counts, dtype=torch.int32)
+        packed = partial(maxsim_varlen, batch.queries, batch.documents, *batch.bounds())
+        call = partial(packed, candidates_cu_seqlens=candidates, empty_score=EMPTY_SCORE)
+        return [Candidate("maxsim_varlen", call)]
 
     def lik(self) -> list[Candidate]:
         if self.own:
             raise Unavailable("its packed call takes no candidates")
         from late_interaction_kernels import maxsim_varlen
 
-        plain, longest = [], []
-        for batch in self.batches:
-            bounds = [boundaries.to(self.device) for boundaries in batch.bounds()]
-            plain.append(partial(maxsim_varlen, batch.queries, batch.documents, *bounds))
-            lengths = {"max_seqlen_q": batch.query_length, "max_seqlen_d": int(batch.lengths.max())}
-            longest.append(partial(plain[-1], **lengths))
+        call = partial(maxsim_varlen, self.batch.queries, self.batch.documents, *self.bounds())
+        lengths = {"max_seqlen_q": self.batch.query_length, "max_seqlen_d": int(self.batch.lengths.max())}
         return [
-            self.candidate("maxsim_varlen", plain),
-            self.candidate("maxsim_varlen, longest lengths given", longest),
+            Candidate("maxsim_varlen", call),
+            Candidate("maxsim_varlen, longest lengths given", partial(call, **lengths)),
         ]
 
     def flash_maxsim(self) -> list[Candidate]:
@@ -355,16 +321,81 @@ class Varlen(Call):
             raise Unavailable("its packed call takes one query and no candidates")
         from flash_maxsim import flash_maxsim_packed
 
-        calls = []
-        for batch in self.batches:
-            boundaries, longest = batch.bounds()[1].to(self.device), int(batch.lengths.max())
-            calls.append(partial(flash_maxsim_packed, batch.queries, batch.documents, boundaries, longest))
-        return [self.candidate("flash_maxsim_packed", calls)]
+        _, boundaries = self.bounds()
+        longest = int(self.batch.lengths.max())
+        call = partial(flash_maxsim_packed, self.batch.queries, self.batch.documents, boundaries, longest)
+        return [Candidate("flash_maxsim_packed", call)]
 
     def torch(self) -> list[Candidate]:
-        padded = [batch.padded(self.own) for batch in self.batches]
-        calls = [partial(padded_scores, inputs, inputs.queries, inputs.documents) for inputs in padded]
-        return [self.candidate("einsum, padded", calls)]
+        padded = self.batch.padded(self.own)
+        return [Candidate("einsum, padded", partial(padded_scores, padded, padded.queries, padded.documents))]
+
+
+class Turn:
+    """Calls that are made in turn, one at a time; the results of the first few are read."""
+
+    def __init__(self, calls: Sequence[Callable[[], Any]], read: int) -> None:
+        self.calls = calls
+        self.n_read = read
+        self.last = -1
+
+    def __call__(self) -> Any:
+        self.last = (self.last + 1) % len(self.calls)
+        return self.calls[self.last]()
+
+    def read(self, last: Any) -> Result:
+        """What the calls that are read return, joined; ``last`` is what the last call made has returned."""
+        return joined([last if index == self.last else self.calls[index]() for index in range(self.n_read)])
+
+
+def joined(results: Sequence[Any]) -> Result:
+    """The scores of several calls, stacked; of steps the losses, and the gradients as one vector for each leaf."""
+    if isinstance(results[0], torch.Tensor):
+        return torch.stack(list(results))
+    losses, *gradients = zip(*results, strict=True)
+    return torch.stack(losses), *(torch.cat([part.flatten() for part in of_leaf]) for of_leaf in gradients)
+
+
+@dataclass(frozen=True)
+class InTurn(Call):
+    """The same kind of call of other inputs every time; of the first ``n_read`` of them, results are compared."""
+
+    calls: Sequence[Call]
+    n_read: int
+
+    replayable = False
+
+    @property
+    def device(self) -> torch.device:
+        return self.calls[0].device
+
+    @property
+    def differentiated(self) -> bool:  # type: ignore[override]
+        return self.calls[0].differentiated
+
+    def reference(self) -> Result:
+        return joined([call.reference() for call in self.calls[: self.n_read]])
+
+    def accuracy(self, dtype: torch.dtype) -> float:
+        return self.calls[0].accuracy(dtype)
+
+    def candidates(self, system: str) -> list[Candidate]:
+        """A system's candidates, each of which makes one of the calls."""
+        offered = [getattr(call, system)() for call in self.calls]
+        turns = [(ways[0].label, Turn([way.call for way in ways], self.n_read)) for ways in zip(*offered, strict=True)]
+        return [Candidate(label, turn, turn.read) for label, turn in turns]
+
+    def ours(self) -> list[Candidate]:
+        return self.candidates("ours")
+
+    def lik(self) -> list[Candidate]:
+        return self.candidates("lik")
+
+    def flash_maxsim(self) -> list[Candidate]:
+        return self.candidates("flash_maxsim")
+
+    def torch(self) -> list[Candidate]:
+        return self.candidates("torch")
 
 
 @dataclass(frozen=True)

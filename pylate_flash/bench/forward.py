@@ -59,7 +59,7 @@ ODD = (
 )
 
 # The first five are those of the Flash-MaxSim paper; then a wide rerank, a served batch, an in-batch training step, and
-# a small embedding as in models for the edge.
+# a small embedding as in models for the edge; and a search's few candidates, where a call is all that a user waits for.
 ROWS = (
     Shape("textual", 1, 1000, 32, 300),
     Shape("long-doc", 1, 1000, 32, 1024),
@@ -71,6 +71,7 @@ ROWS = (
     Shape("batch-512", 512, 512, 32, 180),
     Shape("edge-48", 1, 16000, 32, 512, d=48),
     *ODD,
+    Shape("rerank-100", 1, 100, 32, 180),
 )
 
 

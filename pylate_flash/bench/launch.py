@@ -1,9 +1,9 @@
 """The suite `launch`: how long a call keeps the host, and how often a new shape makes it compile.
 
 On a small batch the GPU is done before the host has launched the next call, and the host's time is what a user waits
-for. Each row is a call as users make it (`calls`, and `steps` for training). It is shown beside the two things that any
-implementation is built of, the launch of an empty Triton kernel and one operation of torch, and beside the same call
-replayed as a CUDA graph.
+for. Each row is a call as users make it (`calls`, and `steps` for training). It is shown beside what any implementation
+is built of, the launch of an empty Triton kernel and one operation of torch, or for a step a sum and its gradient, and
+beside the same call replayed as a CUDA graph.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from pylate_flash.bench import calls, forward, fresh, steps, varlen
 from pylate_flash.bench.calls import Call
 from pylate_flash.bench.peers import FLASH_MAXSIM, LIK
-from pylate_flash.bench.protocol import HostStopwatch, Work
+from pylate_flash.bench.protocol import HostStopwatch, Rounds, Work
 from pylate_flash.bench.suite import OURS, Candidate, Suite, System, Unavailable
 
 
@@ -105,7 +105,27 @@ def padded(
     return call
 
 
-def packed(row: Row, generator: torch.Generator, dtype: torch.dtype, *, changing: bool = False) -> calls.Varlen:
+def new_lengths(row: Row, generator: torch.Generator, dtype: torch.dtype, **options: Any) -> calls.InTurn:
+    """The call of `padded` with documents of another length every time: nothing that is kept for a size helps.
+
+    Every batch lies at the beginning of one memory.
+    """
+    longest = padded(row, generator, dtype, **options)
+    tokens = longest.documents.detach().flatten(0, 1)
+    lengths = list(range(row.shortest or row.Ld, row.Ld + 1))
+    random.Random(0).shuffle(lengths)
+    found = []
+    for length in lengths:
+        documents = tokens[: row.Nd * length].view(row.Nd, length, row.d)
+        mask = longest.documents_mask
+        if mask is not None:
+            mask = calls.prefixes(row.Nd, length, generator=generator, dtype=mask.dtype)
+        documents.requires_grad_(longest.documents.requires_grad)
+        found.append(replace(longest, documents=documents, documents_mask=mask))
+    return calls.InTurn(found, min(READ, len(found)))
+
+
+def packed(row: Row, generator: torch.Generator, dtype: torch.dtype, *, changing: bool = False) -> Call:
     """Documents of many lengths, `IN_TURN` times with another number of tokens if it is ``changing``.
 
     Of candidates, every 17th has no tokens.
@@ -123,8 +143,11 @@ def packed(row: Row, generator: torch.Generator, dtype: torch.dtype, *, changing
         if row.own:
             lengths[1::17] = 0
         found[int(lengths.sum())] = lengths
-    batches = [calls.Packed(queries, documents[:tokens], row.Lq, lengths) for tokens, lengths in found.items()]
-    return calls.Varlen(batches, row.own)
+    batches = [
+        calls.Varlen(calls.Packed(queries, documents[:tokens], row.Lq, lengths), row.own)
+        for tokens, lengths in found.items()
+    ]
+    return calls.InTurn(batches, len(batches)) if changing else batches[0]
 
 
 def from_hidden(row: Row, generator: torch.Generator, dtype: torch.dtype, *, masks: str = "") -> calls.FromHidden:
@@ -151,17 +174,23 @@ def candidates(row: Row, generator: torch.Generator, dtype: torch.dtype) -> call
     return calls.Rerank(varlen.Request(ids, queries, documents, generator.device))
 
 
-# How many inputs the rows take in turn whose number of tokens changes, and the size of the hidden states.
+# How many inputs the rows take in turn whose number of tokens changes, of how many new lengths results are compared,
+# and the size of the hidden states.
 IN_TURN = 64
+READ = 3
 HIDDEN_SIZE = 768
 
 under_autocast = partial(padded, masks="both", autocast=True)
 changing = partial(packed, changing=True)
 in_turn = f"{IN_TURN} in turn"
 projected = f"{HIDDEN_SIZE} to 128"
+# More lengths than calls are made of a row: 600, and some to choose between ways.
+another_length = partial(Row, Ld=760, shortest=61, note="another length every time")
 ROWS = (
     Row("maxsim-query", padded, Nq=1, Nd=100),
+    Row("maxsim-rerank", padded, Nq=1, Nd=1000, Ld=300),
     Row("maxsim-batch", padded),
+    another_length("maxsim-new-lengths", new_lengths),
     Row("maxsim-documents-mask", partial(padded, masks="documents")),
     Row("maxsim-masks", partial(padded, masks="both")),
     Row("maxsim-int64-masks", partial(padded, masks="both", mask_type=torch.int64)),
@@ -174,8 +203,11 @@ ROWS = (
     Row("hidden", from_hidden, Nq=2, note=projected),
     Row("hidden-documents-mask", partial(from_hidden, masks="documents"), Nq=2, note=projected),
     Row("hidden-masks", partial(from_hidden, masks="both"), Nq=2, note=projected),
-    Row("step-cross-entropy", partial(under_autocast, kind=steps.FusedStep)),
-    Row("step-maxsim", partial(under_autocast, kind=steps.Step)),
+    Row("step-cross-entropy-masks", partial(padded, masks="both", kind=steps.FusedStep)),
+    Row("step-cross-entropy", partial(under_autocast, kind=steps.FusedStep), note="autocast"),
+    another_length("step-new-lengths", partial(new_lengths, masks="both", kind=steps.FusedStep)),
+    Row("step-maxsim-masks", partial(padded, masks="both", kind=steps.Step)),
+    Row("step-maxsim", partial(under_autocast, kind=steps.Step), note="autocast"),
     Row("step-contrastive", partial(under_autocast, kind=steps.Contrastive)),
     # So many tokens that one of PyLate's padding, which it does not mask in `rerank`, is never the best.
     Row("rerank", candidates, Nq=10, Nd=100, own=True, shortest=40),
@@ -230,7 +262,30 @@ def _waits(candidate: Candidate) -> bool:
 
 def empty_kernel(inputs: Call) -> list[Candidate]:
     """The launch of a Triton kernel that does nothing, as `triton.jit` launches it."""
-    if inputs.device.type != "cuda":
+    kernel, tensor = _nothing(inputs.device)
+    return [Candidate("empty kernel", lambda: kernel[(1,)](tensor))]
+
+
+def bare_launch(inputs: Call) -> list[Candidate]:
+    """The same launch by Triton's C function, all of whose arguments are there already."""
+    kernel, tensor = _nothing(inputs.device)
+    from pylate_flash.kernels.versions import launcher_is_known
+
+    if not launcher_is_known():
+        raise Unavailable("the arguments of this Triton's C function are not known")
+    compiled = kernel[(1,)](tensor)
+    run = compiled.run
+    stream = torch.cuda.current_stream(inputs.device).cuda_stream
+    # Scratches for all programs and for a profiler; then what describes the launch to hooks, and two hooks.
+    options = run.launch_cooperative_grid, run.launch_pdl, None, None, compiled.packed_metadata, None, None, None
+    # The kernel never looks at the address.
+    call = partial(run.launch, 1, 1, 1, stream, compiled.function, *options, tensor.data_ptr())
+    return [Candidate("bare launch", call)]
+
+
+def _nothing(device: torch.device) -> tuple[Any, torch.Tensor]:
+    """A Triton kernel that does nothing, and the tensor that it takes."""
+    if device.type != "cuda":
         raise Unavailable("a Triton kernel needs a CUDA GPU")
     import triton
 
@@ -238,14 +293,21 @@ def empty_kernel(inputs: Call) -> list[Candidate]:
     def nothing(pointer):
         pass
 
-    tensor = torch.zeros(1, device=inputs.device)
-    return [Candidate("empty kernel", lambda: nothing[(1,)](tensor))]
+    return nothing, torch.zeros(1, device=device)
 
 
 def torch_operation(inputs: Call) -> list[Candidate]:
     """One operation of torch on one element."""
     tensor = torch.zeros(1, device=inputs.device)
     return [Candidate("add_", lambda: tensor.add_(1.0))]
+
+
+def torch_gradient(inputs: Call) -> list[Candidate]:
+    """The least that a step by autograd takes: a sum of a matrix, and its gradient."""
+    if not inputs.differentiated:
+        raise Unavailable("the rows of steps measure it")
+    leaf = torch.zeros(32, 32, device=inputs.device, requires_grad=True)
+    return [Candidate("x.sum() and its gradient", partial(steps.differentiated, torch.sum, leaf))]
 
 
 # How many shapes `compilations` draws.
@@ -303,6 +365,13 @@ GRADIENT_TOLERANCE = 0.3
 CALLS = 10
 
 
+def rounds_of(row: Row, rounds: Rounds) -> Rounds:
+    """A fifth of the calls that take the host many milliseconds."""
+    if row.make is not candidates:
+        return rounds
+    return Rounds(-(-rounds.warmup // 5), -(-rounds.repetitions // 5), rounds.flush_bytes)
+
+
 def suite() -> Suite:
     """Return the suite."""
     return Suite(
@@ -330,14 +399,25 @@ def suite() -> Suite:
             ),
             System("torch", "torch", lambda inputs: inputs.torch(), about="an einsum", tolerance=GRADIENT_TOLERANCE),
             System(
+                "bare_launch", "C launch", bare_launch, about="an empty kernel, by Triton's C function", yardstick=True
+            ),
+            System(
                 "triton_launch",
-                "empty kernel",
+                "Triton launch",
                 empty_kernel,
-                about="a bare launch by Triton",
+                about="an empty kernel, by `triton.jit`",
                 yardstick=True,
                 counted=True,
             ),
             System("torch_operation", "torch op", torch_operation, about="add_ to one element", yardstick=True),
+            System(
+                "torch_gradient",
+                "sum",
+                torch_gradient,
+                about="`x.sum()` and its gradient",
+                yardstick=True,
+                counted=True,
+            ),
         ),
         compiled=(),
         make_inputs=make_inputs,
@@ -348,6 +428,9 @@ def suite() -> Suite:
         unit="us",
         stopwatch=lambda device, flush_bytes: HostStopwatch(device, CALLS),
         facts=compilations,
+        rounds_of=rounds_of,
+        # What the host does hangs on no tile size.
+        retunes=False,
     )
 
 

@@ -117,6 +117,7 @@ def make(
     ceilings: Ceilings,
     *,
     quick: bool,
+    retuned: bool,
     reduced: bool,
 ) -> dict[str, Any]:
     """Return a result without rows, dated now."""
@@ -135,7 +136,7 @@ def make(
             "warmup": rounds.warmup,
             "repetitions": rounds.repetitions,
             "flush_bytes": stopwatch.flush_bytes,
-            "retuned": not quick,
+            "retuned": retuned,
             "reduced": reduced,
         },
         "ceilings": {
@@ -213,7 +214,9 @@ def joined(earlier: dict[str, Any], later: dict[str, Any], rows: Sequence[str]) 
             )
     found = {row["name"]: row for row in (*earlier["rows"], *later["rows"])}
     kept = [found[name] for name in rows if name in found]
-    return {**later, "rows": kept, "complete": len(kept) == len(rows)}
+    # Facts are measured with all rows only.
+    facts = {"facts": earlier["facts"]} if "facts" in earlier else {}
+    return {**facts, **later, "rows": kept, "complete": len(kept) == len(rows)}
 
 
 def validate(result: Any, where: str) -> None:

@@ -30,6 +30,7 @@ class Step(Padded):
     """A training step: `maxsim`, torch's cross entropy, and the gradients of queries and documents."""
 
     replayable = False
+    differentiated = True
 
     def labels(self) -> torch.Tensor:
         """Each query's own document."""

@@ -147,9 +147,11 @@ class Suite:
     device
         The only type of device that it measures, or None for any.
     facts
-        ``(device, dtype) -> {name: number or words}``: what belongs to no row.
+        ``(device, dtype) -> {name: number or words}``: what belongs to no row, where all rows are measured.
     rounds_of
         ``(row, rounds) -> rounds``: how often the calls of a row are made, where some rows take long.
+    retunes
+        Whether the peers tune their kernels for every row, unless it is to be quick: not where only the host is timed.
     """
 
     name: str
@@ -167,6 +169,7 @@ class Suite:
     accuracy_of: Callable[[Any, torch.dtype], float] | None = None
     facts: Callable[[torch.device, torch.dtype], dict[str, Any]] | None = None
     rounds_of: Callable[[Any, Rounds], Rounds] | None = None
+    retunes: bool = True
 
 
 class Observer:
@@ -254,8 +257,9 @@ def run(
         )
         release(device)
     stopwatch = suite.stopwatch(device, rounds.flush_bytes)
+    retuned, reduced = suite.retunes and not quick, reduces(suite, device)
     result = results.make(
-        suite.name, device, dtype, rounds, stopwatch, ceilings, quick=quick, reduced=reduces(suite, device)
+        suite.name, device, dtype, rounds, stopwatch, ceilings, quick=quick, retuned=retuned, reduced=reduced
     )
     for row in (fit(suite, row, device) for row in chosen):
         with torch.no_grad():
@@ -272,7 +276,7 @@ def run(
         observer.finished(measured)
         if keep is not None:
             keep(result)
-    if suite.facts is not None:
+    if suite.facts is not None and not rows:
         observer.doing("measuring what belongs to no row")
         result["facts"] = suite.facts(device, dtype)
         if keep is not None:
@@ -401,7 +405,7 @@ def _prepare(
         reason = system.peer.unavailable(device)
         if reason is not None:
             return {"status": "absent", "reason": reason}, None
-        if device.type == "cuda" and not quick:
+        if device.type == "cuda" and suite.retunes and not quick:
             system.peer.forget_tuning()
     # A system that sizes itself by the free memory must not count what the others have cached.
     release(device)

@@ -70,7 +70,7 @@ class Batch:
         if self.candidates:
             return replace(self, Nq=max(1, int(self.Nq * share)))
         size = max(1, int(self.Nq * math.sqrt(share)))
-        return replace(self, Nq=size, Nd=size)
+        return replace(self, Nq=size, Nd=size * self.Nd // self.Nq)
 
 
 UNIFORM = (
@@ -84,6 +84,9 @@ ROWS = (
     *(row for batch in UNIFORM for row in (batch, replace(batch, name=f"{batch.name}-skewed", skewed=True))),
     Batch("kd-64x16", 64, 16, 32, 300, candidates=True),
     Batch("kd-32x32", 32, 32, 32, 512, candidates=True),
+    # A small step, and one in which each query brings five hard negatives beside its own document.
+    Batch("train-32", 32, 32, 32, 180),
+    Batch("negatives-64x5", 64, 6 * 64, 32, 150),
 )
 
 # Of a skewed row's document tokens, and of its wins.

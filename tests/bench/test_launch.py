@@ -74,10 +74,12 @@ def test_the_rows_are_what_their_names_say():
         inputs = launch.make_inputs(small(by_name[name]), CPU, torch.bfloat16)
         return [None if mask is None else mask.dtype for mask in (inputs.queries_mask, inputs.documents_mask)]
 
-    assert masks("maxsim-batch") == masks("maxsim-query") == masks("hidden") == [None, None]
+    for name in ("maxsim-batch", "maxsim-query", "maxsim-rerank", "hidden"):
+        assert masks(name) == [None, None]
     assert masks("maxsim-documents-mask") == masks("maxsim-candidates") == [None, torch.bool]
     assert masks("hidden-documents-mask") == [None, torch.bool]
-    assert masks("maxsim-masks") == masks("maxsim-pairwise") == masks("hidden-masks") == [torch.bool, torch.bool]
+    for name in ("maxsim-masks", "maxsim-pairwise", "hidden-masks", "step-cross-entropy-masks", "step-maxsim-masks"):
+        assert masks(name) == [torch.bool, torch.bool]
     assert masks("maxsim-int64-masks") == [torch.int64, torch.int64]
     under_autocast = ("maxsim-autocast", "step-cross-entropy", "step-maxsim", "step-contrastive")
     for name, dtype in itertools.product(under_autocast, (torch.float32, torch.bfloat16)):
@@ -86,6 +88,17 @@ def test_the_rows_are_what_their_names_say():
         # A model's embeddings under autocast, and what `Contrastive` makes of them when it normalises.
         assert inputs.queries.dtype == (torch.bfloat16 if name == "step-contrastive" else torch.float32)
         assert inputs.queries.requires_grad == inputs.documents.requires_grad == name.startswith("step")
+    for name in ("step-cross-entropy-masks", "step-maxsim-masks", "step-new-lengths"):
+        inputs = launch.make_inputs(small(by_name[name]), CPU, torch.bfloat16)
+        for call in inputs.calls if name == "step-new-lengths" else [inputs]:
+            assert call.cast is None
+            assert call.queries.dtype == torch.bfloat16
+            assert call.queries.requires_grad
+            assert call.documents.requires_grad
+    assert by_name["maxsim-query"].shape == "1 x 100, 32 x 180"
+    assert by_name["maxsim-rerank"].shape == "1 x 1000, 32 x 300"
+    assert by_name["step-new-lengths"].shape == "32 x 32, 32 x 61..760, another length every time"
+    assert by_name["step-maxsim"].shape == "32 x 32, 32 x 180, autocast"
     assert by_name["maxsim-candidates"].shape == "32 x 8 of its own, 32 x 180"
     assert by_name["varlen-changing"].shape == "1 x 100, 32 x 40..180, 64 in turn"
     assert by_name["hidden"].shape == "2 x 32, 32 x 180, 768 to 128"
@@ -104,10 +117,26 @@ def test_masks_are_prefixes_of_many_lengths():
 def test_the_number_of_tokens_is_another_at_every_call(name):
     row = replace(small(by_name[name]), Nd=40 if name == "varlen-changing" else 20)
     inputs = launch.make_inputs(row, CPU, torch.float32)
-    totals = [len(batch.documents) for batch in inputs.batches]
-    assert len(set(totals)) == len(totals) == 64
-    assert all(int(batch.lengths.sum()) == total for batch, total in zip(inputs.batches, totals, strict=True))
-    assert any(0 in batch.lengths for batch in inputs.batches) == (name == "varlen-candidates")
+    batches = [call.batch for call in inputs.calls]
+    totals = [len(batch.documents) for batch in batches]
+    assert len(set(totals)) == len(totals) == inputs.n_read == 64
+    assert all(int(batch.lengths.sum()) == total for batch, total in zip(batches, totals, strict=True))
+    assert any(0 in batch.lengths for batch in batches) == (name == "varlen-candidates")
+    assert not inputs.replayable
+
+
+@pytest.mark.parametrize("name", ["maxsim-new-lengths", "step-new-lengths"])
+def test_no_length_is_met_twice_in_a_run(name):
+    row = replace(by_name[name], Nq=2, Nd=2, Lq=4, d=16)
+    inputs = launch.make_inputs(row, CPU, torch.float32)
+    lengths = [call.documents.shape[1] for call in inputs.calls]
+    rounds = Rounds()
+    # Those that are timed, and some that choose between ways.
+    assert len(set(lengths)) == len(lengths) > launch.CALLS * (rounds.warmup + rounds.repetitions + 6)
+    for call in inputs.calls:
+        assert call.documents.is_contiguous()
+        assert call.documents_mask is None or call.documents_mask.shape == call.documents.shape[:2]
+        torch.testing.assert_close(call.documents.norm(dim=-1), torch.ones(2, call.documents.shape[1]))
     assert not inputs.replayable
 
 
@@ -118,14 +147,24 @@ def test_calls_in_turn_are_all_read_in_order():
         made.append(index)
         return torch.tensor([float(index)])
 
-    turn = calls.InTurn([partial(call, index) for index in range(3)])
+    turn = calls.Turn([partial(call, index) for index in range(3)], 2)
     turn()
-    assert turn.all_after(turn()).flatten().tolist() == [0, 1, 2]
-    assert made == [0, 1, 2, 0]
+    assert turn.read(turn()).flatten().tolist() == [0, 1]
+    assert made == [0, 1, 0]
     turn()
-    assert made[-1] == 1
+    assert made[-1] == 2
+    assert turn.read(torch.tensor([9.0])).flatten().tolist() == [0, 1]
+    turn()
     # What is wrong in the last call is not hidden by another one.
-    assert turn.all_after(torch.tensor([9.0])).flatten().tolist() == [0, 9, 2]
+    assert turn.read(torch.tensor([9.0])).flatten().tolist() == [9, 1]
+
+
+def test_steps_in_turn_are_compared_as_one():
+    steps = [(torch.tensor(float(n)), torch.full((n,), 1.0), torch.full((2, n), 2.0)) for n in (1, 2)]
+    losses, of_queries, of_documents = calls.joined(steps)
+    assert losses.tolist() == [1, 2]
+    assert of_queries.tolist() == [1] * 3
+    assert of_documents.tolist() == [2] * 6
 
 
 def test_wrong_scores_are_wrong_and_wrong_gradients_have_their_own_error():
@@ -249,9 +288,12 @@ def test_the_suite_runs_here_beside_its_floor(ceilings):
         assert systems["pylate_flash"]["status"] == systems["torch"]["status"] == "ok"
         assert row["bound"] == "torch_operation"
         assert row["floor_ms"] == systems["torch_operation"]["median_ms"]
+        is_step = row["name"].startswith("step")
+        assert systems["torch_gradient"]["status"] == ("ok" if is_step else "absent")
         assert systems["pylate_flash_graph"] == {"status": "absent", "reason": "a CUDA graph needs a CUDA GPU"}
-        assert systems["triton_launch"]["status"] == "absent"
-        assert row["multiples"] == {"triton_launch": None}
+        assert systems["triton_launch"]["status"] == systems["bare_launch"]["status"] == "absent"
+        assert row["multiples"]["triton_launch"] is None
+        assert (row["multiples"]["torch_gradient"] is not None) == is_step
         assert row["best_peer"] == "torch"
     assert result["facts"] == {}
 
@@ -291,7 +333,8 @@ def test_only_the_same_call_without_gradients_is_captured():
     with pytest.raises(suite.Unavailable, match="the same inputs every time"):
         launch.replayed(on_a_gpu(replayable=False))
     replayable = {row.name: launch.make_inputs(small(row), CPU, torch.float32).replayable for row in launch.ROWS}
-    never = {"varlen-changing", "varlen-candidates", "step-cross-entropy", "step-maxsim", "step-contrastive"}
+    never = {"maxsim-new-lengths", "varlen-changing", "varlen-candidates"}
+    never |= {name for name in by_name if name.startswith("step")}
     assert {name for name, can in replayable.items() if not can} == never
 
 
@@ -363,10 +406,20 @@ def test_our_call_is_right_on_a_gpu(row):
         assert calls.error(candidate.read(candidate.call()), inputs.reference()) < 5 * inputs.accuracy(torch.bfloat16)
 
 
+def test_slow_calls_are_made_a_fifth_as_often():
+    rounds = Rounds()
+    assert launch.rounds_of(by_name["step-maxsim"], rounds) is rounds
+    assert launch.rounds_of(by_name["rerank"], rounds) == Rounds(2, 10, rounds.flush_bytes)
+
+
 @needs_gpu
 @pytest.mark.gpu
-def test_the_empty_kernel_launches():
+@pytest.mark.parametrize("launched", [launch.empty_kernel, launch.bare_launch])
+def test_the_empty_kernel_launches(launched):
     inputs = launch.make_inputs(launch.ROWS[0], torch.device("cuda", 0), torch.bfloat16)
-    (candidate,) = launch.empty_kernel(inputs)
+    try:
+        (candidate,) = launched(inputs)
+    except suite.Unavailable as why:
+        pytest.skip(str(why))
     candidate.call()
     torch.cuda.synchronize()

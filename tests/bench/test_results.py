@@ -19,8 +19,17 @@ def test_a_result_is_read_back_as_it_was_written(result, tmp_path):
 
 def test_a_new_result_says_where_when_and_with_what(ceilings):
     cpu = torch.device("cpu")
+    stopwatch = make_stopwatch(cpu, 64)
     made = results.make(
-        "forward", cpu, torch.bfloat16, Rounds(3, 20, 64), make_stopwatch(cpu, 64), ceilings, quick=False, reduced=False
+        "forward",
+        cpu,
+        torch.bfloat16,
+        Rounds(3, 20, 64),
+        stopwatch,
+        ceilings,
+        quick=False,
+        retuned=True,
+        reduced=False,
     )
     results.validate(made, "made")
     assert made["versions"]["torch"] == torch.__version__
@@ -93,6 +102,9 @@ def test_rows_of_two_runs_are_one_result(result):
     assert found["rows"][0]["floor_ms"] == 0.018, "what was measured again takes the place of what was there"
     assert found["complete"]
     assert found["date"] == later["date"]
+    assert "facts" not in found
+    assert results.joined({**earlier, "facts": {"a": 1}}, later, names)["facts"] == {"a": 1}
+    assert results.joined({**earlier, "facts": {"a": 1}}, {**later, "facts": {"a": 2}}, names)["facts"] == {"a": 2}
     assert not results.joined(earlier, later, [*names, "colpali"])["complete"]
 
 

@@ -240,6 +240,14 @@ def test_facts_stand_beside_the_rows(tiny_suite, ceilings):
     result = run(found, ceilings, keep=lambda result: kept.append(result.get("facts")))
     assert result["facts"] == {"answer": 42}
     assert kept == [None, None, {"answer": 42}]
+    assert "facts" not in run(found, ceilings, rows=["one"])
+
+
+def test_peers_are_tuned_for_every_row_unless_it_is_quick_or_of_no_use(tiny_suite, ceilings):
+    found = tiny_suite(System(suite.OURS, "ours", right))
+    assert run(found, ceilings)["protocol"]["retuned"]
+    assert not run(found, ceilings, quick=True)["protocol"]["retuned"]
+    assert not run(replace(found, retunes=False), ceilings)["protocol"]["retuned"]
 
 
 def test_only_rows_for_a_gpu_shrink_on_a_cpu(tiny_suite):

@@ -21,7 +21,8 @@ SKEWED = (
     Batch("skewed", 12, 12, 16, 40, skewed=True),
     Batch("skewed candidates", 8, 6, 16, 40, skewed=True, candidates=True),
 )
-ROWS = (IN_BATCH, CANDIDATES, *SKEWED)
+NEGATIVES = Batch("negatives", 3, 9, 5, 20, d=16)
+ROWS = (IN_BATCH, CANDIDATES, NEGATIVES, *SKEWED)
 
 
 def by_autograd(inputs):
@@ -141,6 +142,7 @@ def test_rows_are_the_shapes_of_a_training_step():
         "64 x 64, 1024 x 1024",
         "128 x 128, 1024 x 1024",
         "64 x 16 of its own, 32 x 300",
+        "32 x 32, 32 x 180",
     ]
     for uniform, skewed in zip(training.ROWS[:10:2], training.ROWS[1:10:2], strict=True):
         assert skewed == replace(uniform, name=f"{uniform.name}-skewed", skewed=True)
@@ -150,10 +152,15 @@ def test_a_smaller_row_keeps_its_kind():
     smaller = training.ROWS[3].within(suite.CPU_FLOPS)
     assert smaller.Nq == smaller.Nd > 1
     assert smaller.work(torch.float32).flops <= suite.CPU_FLOPS
-    smaller = training.ROWS[-1].within(suite.CPU_FLOPS)
+    smaller = training.ROWS[11].within(suite.CPU_FLOPS)
     assert (smaller.Nd, smaller.candidates) == (32, True)
     assert smaller.work(torch.float32).flops <= suite.CPU_FLOPS
     assert training.ROWS[9].within(1.0).Nq == 1
+    negatives = {row.name: row for row in training.ROWS}["negatives-64x5"]
+    assert negatives.shape == "64 x 384, 32 x 150"
+    smaller = negatives.within(suite.CPU_FLOPS)
+    assert smaller.Nd == 6 * smaller.Nq
+    assert smaller.work(torch.float32).flops <= suite.CPU_FLOPS
 
 
 @pytest.fixture
