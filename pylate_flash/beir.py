@@ -32,7 +32,7 @@ from ._extras import check_installed
 from .data.files import Corpus, read_lines, read_records
 from .encoding.texts import encode, is_multi_vector_encoder
 from .index.search import SearchResult
-from .index.store import SHARD_BYTES
+from .index.store import ADDITION_BYTES
 from .indexes import Flat
 
 __all__ = ["METRICS", "RetrievalEvaluation", "evaluate_retrieval", "load_beir_folder", "prepare_metrics"]
@@ -272,7 +272,7 @@ def _add(
                     embeddings += encode_hidden_states(model, texts, batch_size=batch_size)
             ids += [document["id"] for document in some]
             progress.update(len(some))
-            if start + step >= len(documents) or sum(array.nbytes for array in embeddings) >= SHARD_BYTES:
+            if start + step >= len(documents) or sum(array.nbytes for array in embeddings) >= ADDITION_BYTES:
                 with _timed(timings, "index"):
                     index.add_documents(ids, embeddings)
                 ids, embeddings = [], []

@@ -42,7 +42,7 @@ SCORERS = ("pylate_flash", "auto", "torch", "flash", "lik")
 class Flat(Base):
     """Exact MaxSim search over all documents, as they are kept: no clustering, no candidates missed.
 
-    Embeddings are kept packed (no padding) in safetensors shards on the disk; see `pylate_flash.index` for the
+    Embeddings are kept packed (no padding) in flat files on the disk; see `pylate_flash.index` for the
     files and what happens when a write is interrupted. A search scores the collection block by block and keeps the
     best `k`, so its memory does not grow with the collection. On a CUDA device the embeddings stay there if they fit.
 
@@ -154,13 +154,13 @@ class Flat(Base):
     @property
     def documents_ids(self) -> list[str]:
         """Ids of all documents, in the order in which they were added."""
-        return list(self._store.ids)
+        return self._store.ids
 
     def __len__(self) -> int:
         return len(self._store)
 
     def __contains__(self, document_id: object) -> bool:
-        return document_id in self._store.position
+        return isinstance(document_id, str) and self._store.positions_of([document_id])[0] >= 0
 
     def add_documents(  # type: ignore[override]  # PyLate's indexes return themselves, its base says None
         self,
@@ -213,25 +213,25 @@ class Flat(Base):
         if self.projection is not None:
             check_states(documents, self.projection[0].shape[1])
         check_distinct("documents_ids", ids)
-        known = None if replace else next((id_ for id_ in ids if id_ in self), None)
-        if known is not None:
-            raise ValueError(
-                f"documents_ids: {known!r:.100} is already in the index in {self.index_path}; replace=True replaces it"
-            )
         progress = self.show_progress and len(ids) > batch_size
         self._store.add(ids, documents, batch_size=batch_size, show_progress=progress, replace=replace)
         return self
 
-    def remove_documents(self, documents_ids: str | Sequence[str]) -> Flat:  # type: ignore[override]
-        """Remove documents: all of them or, on an error, none. Their embeddings are deleted from the disk.
+    def remove_documents(  # type: ignore[override]
+        self, documents_ids: str | Sequence[str], erase: bool = False
+    ) -> Flat:
+        """Remove documents: all of them or, on an error, none. It needs no room on the disk.
 
-        That takes some room on the disk. Where there is none, a warning says that they are only marked as removed: no
-        search finds them, and `compact` or a later removal deletes them.
+        They are in no search any more. Their embeddings leave the disk when a quarter of the file that holds them is
+        removed, with `compact`, or at once.
 
         Parameters
         ----------
         documents_ids
             Ids of documents in the index.
+        erase
+            Delete at once what is on the disk of them, and of those that were removed before: for this the files that
+            hold it are written anew, which takes as much room.
 
         Returns
         -------
@@ -251,7 +251,7 @@ class Flat(Base):
         """
         ids = ids_of("documents_ids", documents_ids)
         check_distinct("documents_ids", ids)
-        self._store.remove(self._positions("documents_ids", ids))
+        self._store.remove(self._positions("documents_ids", ids), erase)
         return self
 
     # Care
@@ -259,7 +259,7 @@ class Flat(Base):
     @property
     def model(self) -> ModelRecord | None:
         """Which model made the embeddings; None if that was not recorded."""
-        return self._store.manifest.model
+        return self._store.state.model
 
     def record_model(self, model: Any, name: str | os.PathLike[str] | None = None) -> Flat:
         """Remember which model makes the embeddings, so that `check_model` can refuse another one.
@@ -307,7 +307,7 @@ class Flat(Base):
         Of one that is not there any more, the path is where it was.
         """
         found = []
-        for absolute, relative in self._store.manifest.corpora:
+        for absolute, relative in self._store.state.corpora:
             places = [Path(place) for place in places_of(absolute, relative, self.index_path)]
             found.append(next((place for place in places if place.exists()), places[-1]))
         return found
@@ -318,7 +318,7 @@ class Flat(Base):
         It raises what `add_documents` does of an index that cannot be written to.
         """
         record = os.path.abspath(path), relative_to(path, self.index_path)
-        recorded = self._store.manifest.corpora
+        recorded = self._store.state.corpora
         if record not in recorded:
             self._store.note(corpora=(*recorded, record))
         return self
@@ -343,19 +343,18 @@ class Flat(Base):
 
     def info(self) -> IndexInfo:
         """Say what the index consists of."""
-        manifest = self._store.manifest
+        state = self._store.state
         return IndexInfo(
             path=self.index_path,
             documents=len(self),
             tokens=self._store.tokens,
             bytes=self._store.bytes_on_disk,
-            dtype=manifest.dtype,
-            embedding_size=manifest.embedding_size,
-            shards=len(manifest.shards),
-            without_checksum=sum(entry.sha256 is None for entry in manifest.shards),
-            generation=manifest.generation,
-            model=manifest.model,
-            created_with=dict(manifest.created_with),
+            dtype=state.dtype,
+            embedding_size=state.embedding_size,
+            segments=len(self._store.segments),
+            generation=state.generation,
+            model=state.model,
+            created_with=dict(state.created_with),
         )
 
     def verify(self, show_progress: bool = False) -> IndexInfo:
@@ -369,7 +368,7 @@ class Flat(Base):
         Returns
         -------
         IndexInfo
-            Of what was read. Shards that an older version wrote have no checksum: `without_checksum` says how many.
+            Of what was read.
 
         Raises
         ------
@@ -381,16 +380,16 @@ class Flat(Base):
         """
         # As they are now: what this object has open may have been replaced in the folder since.
         index = Flat(self.index_path.parent, self.index_path.name, device="cpu", show_progress=False)
-        if self._store.exists and not index._store.exists:
-            raise ValueError(f"{self.index_path / 'manifest.json'} is missing, though it was there: the index is gone")
+        if self._store.state.generation and not index._store.exists:
+            raise ValueError(f"{self.index_path / 'catalog.sqlite'} is missing, though it was there: the index is gone")
         index._store.verify(show_progress)
         return index.info()
 
     def compact(self) -> Flat:
-        """Write the documents into as few files as the size of a shard (256 MiB) allows.
+        """Write the documents into as few files as their size (512 MiB) allows.
 
-        Additions and removals see to it that there are not many; this makes it the least, and deletes what a full disk
-        had left of removed documents. It needs room on the disk for what it rewrites, at most the whole index.
+        Additions and removals see to it that there are not many; this makes it the least, and deletes what is left of
+        removed documents. It needs room on the disk for one file at a time.
 
         Returns
         -------
@@ -443,7 +442,7 @@ class Flat(Base):
             raise ValueError(f"k must be an integer of at least 1, got {k!r}")
         if not len(self):
             raise ValueError(f"the index in {self.index_path} is empty: add documents before searching")
-        subsets = subsets_of(subset, len(queries), self._store.position)
+        subsets = subsets_of(subset, len(queries), self._store.documents)
         if not queries:
             return []
         size = self._store.embedding_size if self.projection is None else self.projection[0].shape[0]
@@ -493,7 +492,8 @@ class Flat(Base):
         return found
 
     def _positions(self, name: str, ids: list[str]) -> np.ndarray:
-        for id_ in ids:
-            if id_ not in self:
-                raise ValueError(f"{name}: {id_!r:.100} is not in the index in {self.index_path}")
-        return np.array([self._store.position[id_] for id_ in ids], dtype=np.int64)
+        positions = self._store.positions_of(ids)
+        if (positions < 0).any():
+            unknown = ids[int(np.argmin(positions))]
+            raise ValueError(f"{name}: {unknown!r:.100} is not in the index in {self.index_path}")
+        return positions

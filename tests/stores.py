@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-import json
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from pylate_flash.index import journal
+from pylate_flash.index import store
+from pylate_flash.index.catalog import Catalog
 from pylate_flash.index.store import PackedStore
 
 
@@ -21,7 +25,7 @@ def documents_of(lengths: list[int], size: int = 4, seed: int = 0) -> list[torch
 def content(path: Path) -> dict[str, torch.Tensor]:
     """Everything that a freshly opened store holds."""
     opened = PackedStore(path)
-    assert opened.position == {id_: i for i, id_ in enumerate(opened.ids)}
+    assert opened.positions_of(opened.ids).tolist() == list(range(len(opened)))
     documents = {id_: opened.read(np.array([i])) for i, id_ in enumerate(opened.ids)}
     assert [len(document) for document in documents.values()] == opened.lengths.tolist()
     return documents
@@ -34,27 +38,34 @@ def assert_content(path: Path, ids: list[str], documents: list[torch.Tensor]) ->
         torch.testing.assert_close(document, expected, rtol=0, atol=0)
 
 
-def change_manifest(path: Path, **changes: object) -> None:
-    """Change entries as an older version might have written them, which wrote no checksum."""
-    manifest = {**json.loads((path / "manifest.json").read_bytes()), **changes}
-    manifest.pop("crc32", None)
-    (path / "manifest.json").write_text(json.dumps(manifest))
+def change_state(path: Path, **changes: object) -> None:
+    """Change what the catalog says of the index, checksums and all, as only another program would."""
+    catalog = Catalog(path, "float32")
+    catalog.read()
+    with closing(sqlite3.connect(catalog.path)) as connection:
+        connection.execute("UPDATE state SET record = ?", (replace(catalog.state, **changes).to_json(),))  # type: ignore[arg-type]
+        connection.commit()
 
 
-def shards_in(path: Path) -> set[str]:
-    return {file.name for file in path.glob("shard-*")}
+@contextmanager
+def written_by_another(path: Path) -> Iterator[None]:
+    """While another process writes to the index in a folder."""
+    with closing(sqlite3.connect(path / "catalog.sqlite", isolation_level=None)) as connection:
+        connection.execute("BEGIN IMMEDIATE")
+        yield
 
 
-def shards_named(path: Path) -> set[str]:
-    return {entry["file"] for entry in json.loads((path / "manifest.json").read_bytes())["shards"]}
+def segments_in(path: Path) -> set[str]:
+    return {file.name for file in path.glob("segment-*")}
 
 
-def store_of_two_shards(path: Path) -> Path:
-    """a and b in one shard, c in another."""
+def store_of_two_segments(path: Path) -> Path:
+    """a and b in one segment, c in another."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(journal, "JOURNAL_BYTES", 0)
+        patch.setattr(store, "PENDING_BYTES", 0)
+        patch.setattr(store, "SEGMENT_BYTES", 5 * 4 * 4)
         opened = PackedStore(path)
         opened.add(["a", "b"], documents_of([2, 3]))
         opened.add(["c"], documents_of([1]))
-    assert len(shards_in(path)) == 2
+    assert len(segments_in(path)) == 2
     return path

@@ -271,7 +271,7 @@ def test_an_index_remembers_the_model_and_another_one_is_refused(tiny_colbert_pa
 
 
 def test_documents_are_indexed_in_steps_of_bounded_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(beir, "SHARD_BYTES", 100)
+    monkeypatch.setattr(beir, "ADDITION_BYTES", 100)
     monkeypatch.setattr(beir, "_BATCHES_PER_STEP", 1)
     index = indexes.Flat(tmp_path, "index", device="cpu", show_progress=False)
     with mock.patch.object(index, "add_documents", wraps=index.add_documents) as add:

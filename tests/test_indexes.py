@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from pylate_flash import retrieve, scores
 from pylate_flash.index import search
-from pylate_flash.index.folder import Folder
+from pylate_flash.index.catalog import Catalog
 from pylate_flash.indexes import EMPTY_SCORE, Flat
 
 
@@ -384,8 +384,8 @@ def test_documents_are_replaced_in_one_step(tmp_path: Path, monkeypatch: pytest.
     index = flat(tmp_path, ["a", "b", "c"], embeddings_of([3, 2, 4]))
     new = embeddings_of([5, 1])
     commits = []
-    commit = Folder.commit
-    monkeypatch.setattr(Folder, "commit", lambda *arguments: (commits.append(1), commit(*arguments)))
+    writing = Catalog.writing
+    monkeypatch.setattr(Catalog, "writing", lambda *arguments: (commits.append(1), writing(*arguments))[1])
     assert index.add_documents(["b", "d"], new, replace=True) is index
     assert commits == [1]
     for seen in (index, Flat(tmp_path, "index", device="cpu")):
@@ -399,7 +399,7 @@ def test_documents_are_replaced_in_one_step(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(ValueError, match="document 'c' hold NaN"):
         index.add_documents(["a", "c"], bad, replace=True)
     assert index.documents_ids == ["a", "c", "b", "d"]
-    # All of them, and without any that are there, to the journal.
+    # All of them, and without any that are there, to the catalog.
     index.add_documents(index.documents_ids, embeddings_of([1, 2, 3, 4]), replace=True)
     index.add_documents(["e"], embeddings_of([2]), replace=True)
     assert index.verify().documents == 5
@@ -492,7 +492,7 @@ def test_the_name_of_an_index_is_one_plain_component(tmp_path: Path, name: objec
 def test_plain_names_of_all_kinds_are_taken(tmp_path: Path) -> None:
     for name in ("index", ".hidden", "a b", "..a", "ü", "v1:0.5"):
         Flat(tmp_path, name, device="cpu").add_documents(["a"], embeddings_of([1]))
-        assert (tmp_path / name / "manifest.json").is_file()
+        assert (tmp_path / name / "catalog.sqlite").is_file()
 
 
 def test_info_verify_and_compact_say_what_the_index_is(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -500,14 +500,14 @@ def test_info_verify_and_compact_say_what_the_index_is(tmp_path: Path, capsys: p
     index.add_documents(["c"], embeddings_of([4]))
     info = index.verify()
     assert info == index.info() == Flat(tmp_path, "index", device="cpu").info()
-    assert (info.documents, info.tokens, info.shards, info.embedding_size, info.dtype) == (3, 9, 0, 4, "float32")
-    files = [file for file in index.index_path.iterdir() if file.name != "lock"]
+    assert (info.documents, info.tokens, info.segments, info.embedding_size, info.dtype) == (3, 9, 0, 4, "float32")
+    files = [file for file in index.index_path.iterdir() if file.name not in ("committed", "reserve")]
     assert info.bytes == sum(file.stat().st_size for file in files)
     assert info.created_with["torch"] == torch.__version__
     assert info.model is None
     assert capsys.readouterr().err == ""
     assert index.compact() is index
-    assert index.verify(show_progress=True).shards == 1
+    assert index.verify(show_progress=True).segments == 1
     assert "Verifying" in capsys.readouterr().err
     assert index.documents_ids == ["a", "b", "c"]
     assert Flat(tmp_path, "new", device="cpu").info().documents == 0
@@ -515,15 +515,15 @@ def test_info_verify_and_compact_say_what_the_index_is(tmp_path: Path, capsys: p
 
 def test_verify_reads_the_files_as_they_are_now(tmp_path: Path) -> None:
     index = flat(tmp_path, ["a", "b"], embeddings_of([3, 2])).compact()
-    (shard,) = index.index_path.glob("shard-*")
-    changed = bytearray(shard.read_bytes())
+    (segment,) = index.index_path.glob("segment-*")
+    changed = bytearray(segment.read_bytes())
     changed[-60] ^= 1
     # Another file in the place of the one that is open.
-    shard.unlink()
-    shard.write_bytes(changed)
-    with pytest.raises(ValueError, match="is damaged: its sha256 is") as caught:
+    segment.unlink()
+    segment.write_bytes(changed)
+    with pytest.raises(ValueError, match="is damaged: bytes 0 to 80 of its values have another CRC-32") as caught:
         index.verify()
-    assert str(shard) in str(caught.value)
+    assert str(segment) in str(caught.value)
 
 
 def test_verify_looks_where_the_index_was_opened_and_misses_what_is_gone(
@@ -535,7 +535,7 @@ def test_verify_looks_where_the_index_was_opened_and_misses_what_is_gone(
     monkeypatch.chdir("elsewhere")
     assert index.verify().documents == 1
     shutil.rmtree(tmp_path / "indexes")
-    with pytest.raises(ValueError, match=r"indexes/index/manifest\.json is missing"):
+    with pytest.raises(ValueError, match=r"indexes/index/catalog\.sqlite is missing"):
         index.verify()
 
 
@@ -552,7 +552,7 @@ def test_products_that_overflow_are_not_called_damage(tmp_path: Path, scorer: st
 @pytest.mark.parametrize("scorer", ["pylate_flash", "torch"])
 def test_a_search_that_meets_nan_says_so(tmp_path: Path, scorer: str, value: float) -> None:
     index = flat(tmp_path, ["a", "b", "c"], integers_of([3, 2, 4]), scorer=scorer)
-    index._store._pieces.journal.values[3] = value
+    index._store.documents.parts[0].memory[3] = value
     for subset in (None, [["a", "b"]]):
         with pytest.raises(ValueError, match="the score of document 'b' is not finite, .* verify.. names the file"):
             index(torch.ones(1, 2, 2), subset=subset)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 from pylate_flash import models
 from pylate_flash.index.model_record import ModelRecord, fingerprint
 from pylate_flash.indexes import Flat
-from tests.stores import change_manifest
+from tests.stores import change_state
 
 
 @pytest.fixture
@@ -156,13 +157,13 @@ def test_a_fingerprint_is_of_names_types_shapes_and_values() -> None:
 @pytest.mark.parametrize(
     "change", [{"name": 3}, {"fingerprint": None}, {"query_length": "32"}, {"settings": []}, {"document_prefix": 1}]
 )
-def test_a_damaged_record_is_an_error_that_names_the_manifest(
+def test_a_damaged_record_is_an_error_that_names_the_catalog(
     tmp_path: Path, model: models.ColBERT, change: dict
 ) -> None:
     index = filled(tmp_path).record_model(model, "name")
     assert index.model is not None
-    change_manifest(index.index_path, model={**index.model.to_json(), **change})
-    with pytest.raises(ValueError, match=f"manifest.json is damaged: its model's {next(iter(change))} is"):
+    change_state(index.index_path, model=replace(index.model, **change))
+    with pytest.raises(ValueError, match=f"catalog.sqlite is damaged: its model's {next(iter(change))} is"):
         flat(tmp_path)
 
 

@@ -18,12 +18,12 @@ from pylate_flash.index.store import PackedStore
 WRITER = """
 import hashlib, json, os, random, signal, sys
 import numpy as np, torch
-from pylate_flash.index import journal, store
+from pylate_flash.index import catalog, store
 from pylate_flash.index.store import PackedStore
 
 folder, said, seed, kills = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-# Small, so that journals become shards, and shards are merged and cut, all the time.
-journal.JOURNAL_BYTES, store.SHARD_BYTES = 1500, 4000
+# Small, so that additions come to segments, and segments are rewritten and full, all the time.
+store.PENDING_BYTES, store.SEGMENT_BYTES = 1500, 4000
 
 def document(id_):
     bits = hashlib.sha256(id_.encode()).digest()
@@ -47,16 +47,32 @@ def die_at(step, halfway):
                 os.kill(os.getpid(), signal.SIGKILL)
             return call(*arguments, **options)
         setattr(os, name, watch)
-    for name in ("fsync", "replace", "unlink", "ftruncate"):
+    for name in ("fsync", "unlink", "truncate"):
         watched(name)
     watched("pwrite", write=True)
+    class Connection(catalog.sqlite3.Connection):
+        # Before a statement, or in the middle of it.
+        def execute(self, *arguments):
+            left[0] -= 1
+            if left[0] <= 0:
+                if not halfway:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                self.set_progress_handler(lambda: os.kill(os.getpid(), signal.SIGKILL), step % 7 + 1)
+            return super().execute(*arguments)
+    connect = catalog.sqlite3.connect
+    catalog.sqlite3.connect = lambda *arguments, **options: connect(*arguments, factory=Connection, **options)
 
 def write(pick, number):
     log = open(said, "a")
     override = pick.random() < 0.1
     if override:
         print("[]", file=log, flush=True)
-    die_at(pick.randint(1, 40), pick.random() < 0.5)
+    if pick.random() < 0.3:
+        # Or at any time.
+        signal.setitimer(signal.ITIMER_REAL, pick.uniform(0.001, 0.2))
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    else:
+        die_at(pick.randint(1, 150), pick.random() < 0.5)
     opened = PackedStore(folder, override=override)
     for call in range(1000):
         operation = pick.choice(["add", "add", "add", "many", "remove", "compact"])
@@ -86,7 +102,7 @@ for number in range(kills):
         write(pick, number)
         os._exit(0)
     status = os.waitpid(child, 0)[1]
-    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, (number, status)
+    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) in (signal.SIGKILL, signal.SIGALRM), (number, status)
     states = [ids, *map(json.loads, open(said))]
     opened = PackedStore(folder)
     opened.verify()
@@ -100,7 +116,8 @@ for number in range(kills):
 assert before and after, (before, after)
 opened.add(["last"], [document("last")])
 opened.compact()
-files = {"manifest.json", "lock", "reserve", *(entry.file for entry in opened.manifest.shards)}
+files = {"catalog.sqlite", "catalog.sqlite-wal", "catalog.sqlite-shm", "committed", "reserve"}
+files |= {segment.path.name for segment in opened.segments}
 assert set(os.listdir(folder)) == files
 print(kills, "kills")
 """
@@ -122,9 +139,9 @@ def test_a_killed_writer_leaves_what_the_last_finished_call_made_or_the_one_in_f
 # Three children add documents of their own, one at a time, and open the store anew when another one was faster.
 RIVALS = """
 import os, sys, torch
-from pylate_flash.index import journal, store
+from pylate_flash.index import store
 from pylate_flash.index.store import PackedStore
-journal.JOURNAL_BYTES, store.SHARD_BYTES = 4000, 10000
+store.PENDING_BYTES, store.SEGMENT_BYTES = 4000, 10000
 for name in "abc":
     if os.fork():
         continue

@@ -106,7 +106,7 @@ def evaluate(
     from .. import beir
     from ..data.agreement import compare
     from ..demo.job import METRICS, metrics_table, versions
-    from ..index.folder import ConcurrentWriteError
+    from ..index.catalog import ConcurrentWriteError
 
     if index is not None:
         check_place(index.resolve())

@@ -34,7 +34,7 @@ _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 # What an index says of a change: RuntimeError where another process writes to it.
 INDEX_ERRORS = (ValueError, OSError, RuntimeError)
 # What a first write may leave that failed or was interrupted.
-LEFTOVERS = {"lock", "manifest.json.tmp"}
+LEFTOVERS = {"catalog.sqlite", "catalog.sqlite-wal", "catalog.sqlite-shm", "committed"}
 
 
 def index_path(index: Path) -> Path:
@@ -43,7 +43,7 @@ def index_path(index: Path) -> Path:
 
 
 def holds_index(place: Path) -> bool:
-    return os.path.isfile(place / "manifest.json")
+    return os.path.isfile(place / "catalog.sqlite")
 
 
 def check_index(place: Path) -> None:
@@ -201,7 +201,7 @@ def add_texts(
     import torch
     from tqdm import tqdm
 
-    from ..index.store import SHARD_BYTES
+    from ..index.store import ADDITION_BYTES
 
     steps = _steps(texts, batch_size * _BATCHES_PER_STEP)
     terminal = sys.stderr.isatty()
@@ -222,7 +222,7 @@ def add_texts(
             done += len(some)
             progress.update(len(some))
             now = time.monotonic()
-            if now - written >= SECONDS_BETWEEN_WRITES or sum(array.nbytes for array in embeddings) >= SHARD_BYTES:
+            if now - written >= SECONDS_BETWEEN_WRITES or sum(array.nbytes for array in embeddings) >= ADDITION_BYTES:
                 _write(flat, ids, embeddings, replace)
                 ids, embeddings, written = [], [], time.monotonic()
             if not terminal and now - noted >= SECONDS_BETWEEN_NOTES:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .layout import Layout, is_finite
+from .tables import Documents
 
 __all__ = [
     "Embeddings",
@@ -68,17 +69,18 @@ def check_distinct(name: str, ids: list[str]) -> None:
             seen.add(id_)
 
 
-def subsets_of(subset: object, queries: int, positions: dict[str, int]) -> np.ndarray | list[np.ndarray]:
+def subsets_of(subset: object, queries: int, documents: Documents) -> np.ndarray | list[np.ndarray]:
     """Positions to search, ascending: one array for all queries, or a list with one array per query.
 
-    `positions` are those of all ids; ids that are not there are left out.
+    Ids that are not among the documents are left out.
     """
 
-    def found(ids: Iterable[str]) -> np.ndarray:
-        return np.array(sorted({positions[id_] for id_ in ids if id_ in positions}), dtype=np.int64)
+    def found(ids: Sequence[str]) -> np.ndarray:
+        positions = np.unique(documents.positions_of(ids))
+        return positions[positions >= 0]
 
     if subset is None:
-        return np.arange(len(positions))
+        return np.arange(len(documents))
     if isinstance(subset, str) or not isinstance(subset, Sequence):
         raise TypeError(f"subset must be a list of ids or a list of such lists, got {type(subset).__name__}")
     if all(isinstance(item, str) for item in subset):
@@ -177,7 +179,8 @@ def joined(ids: Sequence[str], documents: Sequence[Tensor], lengths: np.ndarray,
     ValueError
         If a value is NaN or infinite as it is kept.
     """
-    converted = [document.detach().to("cpu", layout.given) for document in documents]
+    given = layout.given
+    converted = [document.detach().to("cpu", given) for document in documents]
     values = converted[0] if len(converted) == 1 else torch.cat(converted)
     # A sum is NaN or infinite if one value is, and this is the cheapest look at all of them; but it may overflow.
     finite = math.isfinite(values.sum().item()) or bool(torch.isfinite(values).all())

@@ -7,7 +7,7 @@ import os
 import stat
 from pathlib import Path
 
-__all__ = ["FULL", "open_named", "open_regular", "read_exactly", "write_all"]
+__all__ = ["FULL", "check_folder", "fsync_folder", "open_named", "open_regular", "read_exactly", "write_all"]
 
 # What writing to a full disk raises, and writing more than a user may have there.
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -19,7 +19,7 @@ _SPARE = 256
 def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
     """Open a file of the index and return its descriptor; to write to it, not through a link, which may lead out of it.
 
-    An index has a file open for each of its shards, so the process's limit of open files is raised as they come.
+    An index has a file open for each of its segments, so the process's limit of open files is raised as they come.
 
     Raises
     ------
@@ -40,7 +40,7 @@ def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
         if error.errno != errno.EMFILE:
             raise
         if not _raise_limit():
-            reason = f"{error.strerror}: an index has one open for each of its shards; raise `ulimit -n`"
+            reason = f"{error.strerror}: an index has one open for each of its segments; raise `ulimit -n`"
             raise OSError(errno.EMFILE, reason, str(path)) from None
         descriptor = os.open(path, flags)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -53,11 +53,31 @@ def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
 
 
 def open_named(path: Path, flags: int = os.O_RDONLY) -> int:
-    """As `open_regular`, of a file that the manifest names: that it is missing is a ValueError, which says so."""
+    """As `open_regular`, of a file that the catalog names: that it is missing is a ValueError, which says so."""
     try:
         return open_regular(path, flags)
     except FileNotFoundError:
-        raise ValueError(f"{path} is missing, though the manifest names it") from None
+        raise ValueError(f"{path} is missing, though the catalog names it") from None
+
+
+def check_folder(path: Path) -> None:
+    """Refuse a path that is no folder and cannot become one."""
+    for place in (path, *path.parents):
+        if os.path.lexists(place):
+            if not place.is_dir():
+                what = "a symbolic link to nothing" if place.is_symlink() and not place.exists() else "a file"
+                raise ValueError(f"the index cannot be in {path}: {place} is {what}, expected a folder")
+            return
+
+
+def fsync_folder(path: Path) -> None:
+    """Flush a folder's entries to the disk, where the system can (Windows cannot open folders)."""
+    if os.name == "posix":
+        folder = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
 
 def read_exactly(descriptor: int, buffer: bytearray | memoryview, offset: int) -> memoryview:

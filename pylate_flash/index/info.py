@@ -26,16 +26,14 @@ class IndexInfo:
         How embeddings are kept: "float32", "float16", "bfloat16", "int8", "uint8" or "fp8".
     embedding_size
         Elements of an embedding (or of a hidden state); None if there are no documents.
-    shards
-        How many files hold the documents, the journal of small additions not counted.
-    without_checksum
-        How many of them have no checksum, because an older version wrote them.
+    segments
+        How many files hold their embeddings, beside those of small additions, which the catalog holds.
     generation
-        How often its manifest has been written.
+        How often it has been written.
     model
         Which model made the embeddings, as far as that was recorded.
     created_with
-        Versions of the packages that wrote the manifest last.
+        Versions of the packages that wrote it last.
     """
 
     path: Path
@@ -44,8 +42,7 @@ class IndexInfo:
     bytes: int
     dtype: str
     embedding_size: int | None
-    shards: int
-    without_checksum: int
+    segments: int
     generation: int
     model: ModelRecord | None
     created_with: dict[str, str]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple, TypedDict
@@ -128,12 +127,12 @@ class Search:
                 scores, order = torch.sort(scores, dim=1, descending=True, stable=True)
                 merged.append((scores[:, :k].clone(), found.gather(1, order[:, :k])))
             best = merged
-        return [
-            self._results(scores, positions[np.array(found, dtype=np.int64)].tolist())
-            for chunk in best
-            # Both are exact in float64, and one copy to the host.
-            for scores, found in zip(*torch.stack([each.double() for each in chunk]).tolist(), strict=True)
-        ]
+        # Both are exact in float64, and one copy to the host.
+        each = [torch.stack([part.double() for part in chunk]).cpu().numpy() for chunk in best]
+        return self._results(
+            [scores for chunk in each for scores in chunk[0]],
+            [positions[found.astype(np.int64)] for chunk in each for found in chunk[1]],
+        )
 
     def among_candidates(self, queries: list[Tensor], candidates: list[np.ndarray], k: int) -> list[list[SearchResult]]:
         """The same, for every query among documents of its own."""
@@ -156,21 +155,24 @@ class Search:
             scores[start:stop] = self._score(owning, documents, cu_seqlens).cpu().numpy()
         if not np.isfinite(scores).all():
             self._refuse(int(positions[np.argmin(np.isfinite(scores))]))
-        results = []
-        for own, found in zip(np.split(scores, np.cumsum(counts)[:-1]), candidates, strict=True):
-            order = np.argsort(-own, kind="stable")[:k]
-            results.append(self._results(own[order].tolist(), found[order].tolist()))
-        return results
+        split = np.split(scores, np.cumsum(counts)[:-1])
+        orders = [np.argsort(-own, kind="stable")[:k] for own in split]
+        return self._results(
+            [own[order] for own, order in zip(split, orders, strict=True)],
+            [found[order] for found, order in zip(candidates, orders, strict=True)],
+        )
 
-    def _results(self, scores: list[float], positions: list[int]) -> list[SearchResult]:
-        for score, i in zip(scores, positions, strict=True):
-            # A sort puts NaN first, so none that was computed is missed.
-            if not math.isfinite(score):
-                self._refuse(i)
-        return [SearchResult(id=self.store.ids[i], score=score) for score, i in zip(scores, positions, strict=True)]
+    def _results(self, scores: list[np.ndarray], positions: list[np.ndarray]) -> list[list[SearchResult]]:
+        """What is found for every query, of scores and positions [k] for each."""
+        flat = np.concatenate(scores)
+        # A sort puts NaN first, so none that was computed is missed.
+        if not np.isfinite(flat).all():
+            self._refuse(int(np.concatenate(positions)[np.argmin(np.isfinite(flat))]))
+        ids = iter(self.store.ids_at(np.concatenate(positions)))
+        return [[SearchResult(id=next(ids), score=score) for score in own.tolist()] for own in scores]
 
     def _refuse(self, position: int) -> None:
-        name = f"the score of document {self.store.ids[position]!r:.100}"
+        name = f"the score of document {self.store.ids_at(np.array([position]))[0]!r:.100}"
         kept = self.store.layout.embeddings(self.store.read(np.array([position]), torch.device("cpu")))
         if torch.isfinite(kept.dequantize() if isinstance(kept, QuantizedEmbeddings) else kept).all():
             raise ValueError(

@@ -1,13 +1,11 @@
-"""The documents of an index: reading, adding, removing, merging, verifying; see the package for the files."""
+"""The documents of an index: reading, adding, removing, rewriting, verifying; see the package for the files."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
-import warnings
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,35 +14,40 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from . import journal as journals
 from .arguments import joined
-from .files import FULL
-from .folder import Folder
-from .journal import Journal
+from .catalog import Catalog, ConcurrentWriteError, parts_crc
+from .change import Change
+from .checksums import Sums
+from .files import FULL, check_folder, write_all
 from .layout import DTYPES, Layout
-from .manifest import Manifest
-from .merging import Part, grouped
-from .opening import open_folder
+from .parts import SEGMENT_NAME, Part, Segment, bytes_of, encoded_id
 from .pieces import Pieces
-from .shards import Shard
+from .state import State
 from .tables import Documents, blocks
-from .turns import turn
 
-__all__ = ["DTYPES", "PackedStore"]
+__all__ = ["ADDITION_BYTES", "DTYPES", "SEGMENT_BYTES", "ConcurrentWriteError", "PackedStore"]
 
-# A removal rewrites whole shards, so they are kept well below the memory of a small machine, and large enough that a
-# collection of millions of documents is a few thousand files.
-SHARD_BYTES = 256 << 20
-# Of shards that are rewritten, so much is in memory.
-_COPIED_BYTES = 16 << 20
+# A segment is rewritten as a whole, and open as long as the index is.
+SEGMENT_BYTES = 512 << 20
+# Of a long run of additions, so much is added at a time: enough to make the cost of one small.
+ADDITION_BYTES = 256 << 20
+# Rows of small additions are kept in the catalog, as many as this, and then put into a segment.
+PENDING_BYTES = 16 << 20
+PENDING_PARTS = 1024
+# Room for what a removal writes to the catalog, given back when the disk is full.
+_RESERVE = "reserve"
+_RESERVE_BYTES = 256 << 10
+# A segment of which more than one part in so many counts as removed is rewritten.
+_DEAD = 4
 
 
 class PackedStore:
     """Ordered documents with their token embeddings, kept in a folder.
 
-    Documents keep the order in which they were added, and `ids[i]`, `lengths[i]` and position `i` of :meth:`read`
-    speak of the same document. Readers may be many. Writers must take turns: a second one at the same time, or one
-    whose picture of the folder is out of date, gets an error and changes nothing.
+    Documents keep the order in which they were added, and `lengths[i]` and position `i` of :meth:`read` and
+    :meth:`ids_at` speak of the same document. Readers may be many, and each keeps the state that it has opened. Writers
+    must take turns: a second one at the same time, or one whose picture of the folder is out of date, gets an error and
+    changes nothing.
 
     Parameters
     ----------
@@ -68,46 +71,44 @@ class PackedStore:
     def __init__(self, path: str | os.PathLike[str], dtype: str | None = None, override: bool = False) -> None:
         if dtype is not None and dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {sorted(DTYPES)}, got {dtype!r}")
-        self._folder = Folder(Path(path), dtype or "float32")
-        self._to_flush: tuple[Path, weakref.finalize] | None = None
+        self.path = Path(path).absolute()
+        check_folder(self.path)
+        self._catalog = Catalog(self.path, dtype or "float32")
+        self._swept = False  # whether this object has deleted what writers left that were killed
         self.documents = Documents()
-        self._pieces = Pieces(self.layout, [], None)
+        self._pieces = Pieces(self.layout, self.documents.parts)
+        self._generation = 0  # of what is held here
         if override:
             self._empty()
-        else:
-            self.documents, self._pieces = open_folder(self._folder)
-            if dtype is not None and dtype != self.manifest.dtype:
-                raise ValueError(
-                    f"dtype={dtype!r} was asked for, but the index in {self.path} keeps {self.manifest.dtype!r}: leave "
-                    "dtype out to use it as it is, or build a new index with override=True"
-                )
+            return
+        self._open()
+        if dtype is not None and dtype != self.state.dtype:
+            raise ValueError(
+                f"dtype={dtype!r} was asked for, but the index in {self.path} keeps {self.state.dtype!r}: leave "
+                "dtype out to use it as it is, or build a new index with override=True"
+            )
 
     # Reading
 
     @property
-    def path(self) -> Path:
-        """The folder."""
-        return self._folder.path
-
-    @property
     def exists(self) -> bool:
         """Whether there is an index in the folder; the first write makes it."""
-        return self._folder.exists
+        return self._catalog.exists
 
     @property
-    def manifest(self) -> Manifest:
-        """What the folder consists of."""
-        return self._folder.manifest
+    def state(self) -> State:
+        """What the index is, beside its documents."""
+        return self._catalog.state
 
     @property
     def layout(self) -> Layout:
         """How embeddings are kept; of size 0 as long as there are no documents."""
-        return self.manifest.layout
+        return self.state.layout
 
     @property
     def embedding_size(self) -> int | None:
         """Elements of an embedding; None as long as there are no documents."""
-        return self.manifest.embedding_size
+        return self.state.embedding_size
 
     @property
     def token_bytes(self) -> int:
@@ -120,24 +121,22 @@ class PackedStore:
         return int(self.lengths.sum())
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of all embeddings."""
-        return self.tokens * self.token_bytes
-
-    @property
     def ids(self) -> list[str]:
-        """Ids of all documents, in order. It must not be written to."""
-        return self.documents.ids
-
-    @property
-    def position(self) -> dict[str, int]:
-        """For every id its place in the order."""
-        return self.documents.position
+        """Ids of all documents, in order: a new list."""
+        return self.ids_at(np.arange(len(self)))
 
     @property
     def lengths(self) -> np.ndarray:
         """Tokens of every document. Shape: [N], int64."""
         return self.documents.lengths
+
+    def ids_at(self, positions: np.ndarray) -> list[str]:
+        """Ids of the documents at some positions."""
+        return self.documents.ids_at(positions)
+
+    def positions_of(self, ids: Sequence[str]) -> np.ndarray:
+        """Positions of the documents of some ids, -1 of those that are not there. Shape: [N], int64."""
+        return self.documents.positions_of(ids)
 
     def __len__(self) -> int:
         return len(self.documents)
@@ -165,9 +164,9 @@ class PackedStore:
         Raises
         ------
         ValueError
-            If a shard has been truncated, or holds other values than were written. The message names it.
+            If a segment has been truncated, or holds other rows than were written. The message names it.
         OSError
-            If a shard cannot be read. The message names it.
+            If a segment cannot be read. The message names it.
         """
         begin = self.documents.starts[positions]
         end = begin + self.lengths[positions]
@@ -197,21 +196,31 @@ class PackedStore:
         self._pieces.keep_on(device)
 
     @property
+    def segments(self) -> list[Segment]:
+        """The files that hold rows, in the order of the documents."""
+        return list(dict.fromkeys(part.segment for part in self.documents.parts if part.segment is not None))
+
+    @property
     def bytes_on_disk(self) -> int:
-        """Bytes of the files that the manifest names, and of the manifest."""
-        journal = 0 if self._pieces.journal is None else self._pieces.journal.nbytes
-        return sum(shard.entry.bytes for shard in self._pieces.shards) + journal + self._folder.nbytes
+        """Bytes of the catalog and of the segments."""
+        return self._catalog.nbytes + sum(os.fstat(segment.descriptor).st_size for segment in self.segments)
 
     def verify(self, show_progress: bool = False) -> None:
-        """Read every file, as this object has opened them; opening has checked that they fit together.
+        """Read everything, as this object has opened it; opening has checked that it fits together.
 
         Raises
         ------
         ValueError
             If a checksum is wrong, or a value is NaN or infinite. The message names the file.
         """
-        for piece in tqdm(self._pieces, desc="Verifying", unit="file", disable=not show_progress):
-            piece.verify()
+        if not self.exists:
+            return
+        self._catalog.check()
+        ids = (id_ for part in self.documents.parts for id_ in part.ids_at(np.flatnonzero(part.live)))
+        if not self._catalog.holds(zip(self.documents.numbers.tolist(), map(encoded_id, ids), strict=True)):
+            raise ValueError(f"{self._catalog.path} is damaged: its documents are others than those of its parts")
+        for part in tqdm(self.documents.parts, desc="Verifying", unit="part", disable=not show_progress):
+            part.verify(self._catalog.path)
 
     # Writing
 
@@ -249,11 +258,6 @@ class PackedStore:
         """
         if not documents:
             return
-        keep = np.ones(len(self), dtype=bool)
-        if replace:
-            keep[[self.position[id_] for id_ in ids if id_ in self.position]] = False
-        else:
-            self.documents.check_new(ids)
         size = self.embedding_size or documents[0].shape[1]
         for i, document in enumerate(documents):
             if document.shape[1] != size:
@@ -261,236 +265,241 @@ class PackedStore:
                 here = f"the embeddings of document {ids[i]!r:.100} have size {document.shape[1]}"
                 raise ValueError(f"{here}, those of {belongs} {size}")
         lengths = np.array([document.shape[0] for document in documents], dtype=np.int64)
-        layout = Layout(self.manifest.dtype, size)
-        progress: tqdm | None = None
-
-        def converted(start: int, stop: int) -> Iterator[torch.Tensor]:
-            for begin in range(start, stop, batch_size):
-                end = min(begin + batch_size, stop)
-                yield joined(ids[begin:end], documents[begin:end], lengths[begin:end], layout)
-                if progress is not None:
-                    progress.update(end - begin)
-
-        journal = self._pieces.journal
-        nbytes = int(np.maximum(lengths, 1).sum()) * layout.nbytes
-        held, records = (0, 0) if journal is None else (journal.nbytes, journal.records)
-        small = nbytes <= journals.ADDITION_BYTES and keep.all()
-        with self._writing(), contextlib.ExitStack() as stack:
+        layout = Layout(self.state.dtype, size)
+        with contextlib.ExitStack() as stack:
+            progress: tqdm | None = None
             if show_progress:
-                bar = tqdm(total=len(documents), desc="Adding documents", unit="doc")
-                progress = stack.enter_context(bar)
-            if small and held + nbytes <= journals.JOURNAL_BYTES and records < journals.JOURNAL_RECORDS:
-                values = list(converted(0, len(documents)))
-                new = journal is None
-                if journal is None:
-                    journal = Journal.create(self._folder.new_path("journal"), layout)
-                journal.append(ids, lengths, values[0] if len(values) == 1 else torch.cat(values))
-                if new:
-                    update = functools.partial(self.documents.extend, ids, lengths)
-                    self._commit(self._pieces.shards, journal, update, embedding_size=size)
-                else:
-                    self._appended(ids, lengths, journal)
-                return
-            parts = [
-                Part(ids[start:stop], lengths[start:stop], lambda start=start, stop=stop: converted(start, stop))  # type: ignore[misc]
-                for start, stop in blocks(lengths, max(1, SHARD_BYTES // layout.nbytes))
-            ]
-            self._rewrite(keep, parts, layout)
+                progress = stack.enter_context(tqdm(total=len(documents), desc="Adding documents", unit="doc"))
 
-    def remove(self, positions: np.ndarray) -> None:
+            def converted(start: int, stop: int) -> Iterator[torch.Tensor]:
+                for begin in range(start, stop, batch_size):
+                    end = min(begin + batch_size, stop)
+                    yield joined(ids[begin:end], documents[begin:end], lengths[begin:end], layout)
+                    if progress is not None:
+                        progress.update(end - begin)
+
+            pending = self.documents.pending
+            nbytes = int(np.maximum(lengths, 1).sum()) * layout.nbytes
+            first = self.state.next_number
+            with self._changing(embedding_size=size, next_number=first + len(ids)) as change:
+                if replace:
+                    there = self.positions_of(ids)
+                    self._remove(change, there[there >= 0])
+                if self.documents.pending_bytes + nbytes <= PENDING_BYTES and len(pending) < PENDING_PARTS:
+                    batches = list(converted(0, len(documents)))
+                    memory, sums = batches[0] if len(batches) == 1 else torch.cat(batches), Sums()
+                    sums.update(bytes_of(memory))
+                    numbers = np.arange(first, first + len(ids))
+                    change.add(Part.of(layout, numbers, ids, lengths, sums.values(), memory=memory), ids)
+                    return
+                change.move([part for part in change.parts if part.memory is not None])
+                for start, stop in blocks(lengths, max(1, SEGMENT_BYTES // layout.nbytes)):
+                    rows = converted(start, stop)
+                    change.append(layout, first + start, ids[start:stop], lengths[start:stop], rows)
+
+    def remove(self, positions: np.ndarray, erase: bool = False) -> None:
         """Drop the documents at positions [N]: all of them or, on an error, none. It raises what `compact` does.
 
-        On a full disk, where nothing can be rewritten, they are marked as removed, and a warning says so.
+        They are marked as removed, and a segment of which more than a quarter is so is written anew, if the disk has
+        room for it; with `erase`, every segment of which some is so.
         """
         if not len(positions):
             return
-        keep = np.ones(len(self), dtype=bool)
-        keep[positions] = False
-        before = self.manifest
-        try:
-            with self._writing():
-                self._rewrite(keep, [], self.layout)
-        except OSError as error:
-            # It may also fail just after it took effect.
-            if error.errno not in FULL or self.manifest is not before:
-                raise
-            self._mark(keep)
-            warnings.warn(
-                f"the disk of the index in {self.path} is full: its {len(positions)} removed documents are in no "
-                "search any more, but on the disk until compact() finds room to write the documents beside them anew",
-                stacklevel=3,
-            )
 
-    def _rewrite(self, keep: np.ndarray, new: list[Part], layout: Layout) -> None:
-        """Make the documents of a mask [N], and new ones after them, the content; write what shards are not there."""
-        parts, start = [], 0
-        for part in self._parts():
-            kept = start + np.flatnonzero(keep[start : start + len(part.ids)])
-            start += len(part.ids)
-            parts.append(part if len(kept) == len(part.ids) else self._some(kept))
-        shards = self._merged([part for part in [*parts, *new] if len(part.ids)], layout)
+        def mark() -> None:
+            with self._changing() as change:
+                self._remove(change, positions)
 
-        def update() -> None:
-            if not keep.all():
-                self.documents = self.documents.kept(keep)
-            for part in new:
-                self.documents.extend(part.ids, part.lengths)
+        self._without_room(mark)
+        self._rewrite(erase)
+        if erase:
+            self._catalog.compact()
 
-        self._commit(shards, None, update, embedding_size=layout.size)
-
-    def _mark(self, keep: np.ndarray) -> None:
-        """Mark documents as removed, in the manifest, and give up the files of which a mask [N] keeps none."""
-        with self._writing():
-            documents, removed = self.documents.kept(keep), dict(self.manifest.removed)
-            pieces, row = [], 0
-            for piece, start, stop in self._places():
-                if not keep[start:stop].any():
-                    documents.close(row, row + piece.rows)
-                    continue
-                before = removed.get(piece.path.name, [])
-                places = np.setdiff1d(np.arange(piece.documents), before)
-                removed[piece.path.name] = sorted([*before, *places[~keep[start:stop]].tolist()])
-                pieces.append(piece)
-                row += piece.rows
-            shards = [piece for piece in pieces if isinstance(piece, Shard)]
-            journal = pieces[-1] if pieces and isinstance(pieces[-1], Journal) else None
-            marks = {name: places for name, places in removed.items() if places}
-            self._commit(shards, journal, lambda: setattr(self, "documents", documents), removed=marks)
+    def _rewrite(self, erase: bool) -> None:
+        """Write segments anew of which more than a row in _DEAD counts as removed; to erase, all of which any does."""
+        for segment in [*self.segments, *([None] if erase else [])]:
+            parts = [part for part in self.documents.parts if part.segment is segment]
+            dead = sum(int(part.lengths[part.removed].sum()) for part in parts)
+            if not any(len(part.removed) for part in parts):
+                continue
+            if not erase and _DEAD * dead <= sum(part.rows for part in parts):
+                continue
+            try:
+                with self._changing() as change:
+                    change.move(parts, fresh=True)
+            except OSError as error:
+                if erase or error.errno not in FULL:
+                    raise
 
     def compact(self) -> None:
-        """Write the documents into as few shards as their size allows; those that are full already stay.
+        """Write the documents into as few segments as their size allows, one after the other; those that are full stay.
 
         Raises
         ------
         RuntimeError
             If another process is writing or has written since this store was opened.
         OSError
-            If a file cannot be written, as on a full disk. The message names the index, which is as before.
+            If a file cannot be written, as on a full disk. The message names the index, of which no document is lost.
         """
-        if not self._folder.exists:
+        if not self.exists:
             return
-        with self._writing():
-            self._erase()
-            there = {(start, stop): piece for piece, start, stop in self._places() if isinstance(piece, Shard)}
-            shards = []
-            for start, stop in blocks(self.lengths, max(1, SHARD_BYTES // max(1, self.token_bytes))):
-                if (start, stop) in there:
-                    shards.append(there[start, stop])
-                else:
-                    shards.append(self._save([self._some(np.arange(start, stop))], self.layout))
-            if shards != self._pieces.shards or self._pieces.journal is not None:
-                self._commit(shards, None)
-            else:
-                self._folder.delete_orphans()
-
-    def _erase(self) -> None:
-        """Write the shards anew of which documents are marked as removed.
-
-        One after the other, and first what takes the least room, as that gives up the most for it.
-        """
-        marked = [some for some in self._places() if isinstance(some[0], Shard) and not self._is_whole(some[0])]
-        for shard, start, stop in sorted(marked, key=lambda some: int(self.lengths[some[1] : some[2]].sum())):
-            new = self._save([self._some(np.arange(start, stop))], self.layout)
-            shards = [new if piece is shard else piece for piece in self._pieces.shards]
-            begin = sum(piece.rows for piece in shards[: shards.index(new)])
-            gone = functools.partial(self.documents.close, begin, begin + shard.rows)
-            self._commit(shards, self._pieces.journal, gone)
+        groups: list[list[Part]] = [[]]
+        size = 0
+        for segment in [*self.segments, None]:
+            parts = [part for part in self.documents.parts if part.segment is segment]
+            live = sum(part.nbytes - int(part.lengths[part.removed].sum()) * part.layout.nbytes for part in parts)
+            if size + live > SEGMENT_BYTES:
+                groups.append([])
+                size = 0
+            groups[-1] += parts
+            size += live
+        for parts in groups:
+            segments = {part.segment for part in parts}
+            if len(segments) == 1 and None not in segments and not any(len(part.removed) for part in parts):
+                continue
+            if parts:
+                with self._changing() as change:
+                    change.move(parts, fresh=True)
+        self._swept = False
+        with self._catalog.turn():
+            self._sweep()
+        self._hold_reserve()
+        self._catalog.compact()
 
     def note(self, **changes: Any) -> None:
-        """Change what the manifest says of the model or the corpora. It raises what `compact` does."""
-        with self._writing():
-            self._commit(self._pieces.shards, self._pieces.journal, **changes)
+        """Change what the state says of the model or the corpora. It raises what `compact` does."""
+        with self._changing(**changes):
+            pass
 
-    def _places(self) -> list[tuple[Shard | Journal, int, int]]:
-        """Every piece, and the positions in the store of its first document and after its last."""
-        found, start = [], 0
-        for piece in self._pieces:
-            stop = start + piece.documents - len(self.manifest.removed.get(piece.path.name, []))
-            found.append((piece, start, stop))
-            start = stop
-        return found
+    def _remove(self, change: Change, positions: np.ndarray) -> None:
+        for part, places in self.documents.places_of(positions):
+            change.remove(part, places)
 
-    def _parts(self) -> list[Part]:
-        """What the store holds; shards of which documents are marked as removed are to be written anew."""
-        return [
-            self._some(np.arange(start, stop), piece if isinstance(piece, Shard) and self._is_whole(piece) else None)
-            for piece, start, stop in self._places()
-        ]
+    @contextlib.contextmanager
+    def _changing(self, **changes: Any) -> Iterator[Change]:
+        """Change the index; `changes` are those of the state. On an error nothing is changed."""
+        if self._generation != self.state.generation:
+            # The last change took effect, and was interrupted before this object took note of it.
+            self._open()
+        documents, first = self.documents, not self._swept
+        with self._catalog.writing() as connection:
+            self._sweep()
+            change = Change(self.path, connection, documents.parts, SEGMENT_BYTES)
+            try:
+                yield change
+                change.flush()
+            except BaseException:
+                change.undo()
+                raise
+            parts, crc = change.parts, 0
+            added, held = parts, Documents()
+            if not change.dropped:
+                added, held, crc = parts[len(documents.parts) :], documents, self.state.parts_crc
+            self._catalog.state = self.state.next(
+                parts=len(parts),
+                parts_crc=parts_crc(((part.crc, part.removed_bytes) for part in added), crc),
+                documents=len(held) + sum(part.documents - len(part.removed) for part in added),
+                **changes,
+            )
+        for part in added:
+            held.append(part)
+        self._hold(held)
+        if change.dropped:
+            gone = {part.segment for part in change.dropped} - set(self.segments)
+            self._delete(segment.path for segment in gone if segment is not None)
+        if change.dropped or first:
+            self._hold_reserve()
 
-    def _is_whole(self, piece: Shard | Journal) -> bool:
-        """Whether none of its documents is marked as removed."""
-        return piece.path.name not in self.manifest.removed
+    def _hold(self, documents: Documents) -> None:
+        """Take documents for those of the store."""
+        if documents is self.documents and self.layout == self._pieces.layout:
+            self._pieces.appended()
+        else:
+            self.documents, self._pieces = documents, self._pieces.followed_by(Pieces(self.layout, documents.parts))
+        self._generation = self.state.generation
 
-    def _some(self, positions: np.ndarray, shard: Shard | None = None) -> Part:
-        """Some of the store's documents, as a part of what is written next; `shard` if they are all of one."""
-        return Part([self.ids[i] for i in positions], self.lengths[positions], lambda: self._copied(positions), shard)
+    def _without_room(self, change: Callable[[], None]) -> None:
+        """Make a change that takes little room, on a full disk with what is held in reserve."""
+        reserve = self.path / _RESERVE
+        try:
+            change()
+        except OSError as error:
+            if error.errno not in FULL or not reserve.exists():
+                raise
+            reserve.unlink()
+            change()
 
-    def _copied(self, positions: np.ndarray) -> Iterator[torch.Tensor]:
-        for start, stop in blocks(self.lengths[positions], max(1, _COPIED_BYTES // self.token_bytes)):
-            yield self.read(positions[start:stop], torch.device("cpu"))
+    def _sweep(self) -> None:
+        """Delete, once and with the turn to write, the segments that the catalog does not name: of killed writers."""
+        if not self._swept:
+            self._delete(set(self.path.glob(SEGMENT_NAME)) - {segment.path for segment in self.segments})
+            self._swept = True
 
-    def _merged(self, parts: list[Part], layout: Layout) -> list[Shard]:
-        """Write parts as shards; neighbours of similar sizes become one, the others that are shards already stay."""
-        limit = max(1, SHARD_BYTES // layout.nbytes)
-        return [
-            group[0].shard if len(group) == 1 and group[0].shard is not None else self._save(group, layout)
-            for group in grouped(parts, limit)
-        ]
+    def _delete(self, segments: Iterable[Path]) -> None:
+        for path in segments:
+            path.unlink(missing_ok=True)
 
-    def _save(self, parts: list[Part], layout: Layout) -> Shard:
-        """Write one shard that no manifest names yet, and open it."""
-        ids = [id_ for part in parts for id_ in part.ids]
-        lengths = np.concatenate([part.lengths for part in parts])
-        values = (piece for part in parts for piece in part.values())
-        return Shard.write(self._folder.new_path("shard", ".safetensors"), ids, lengths, values, layout)
+    def _hold_reserve(self) -> None:
+        """Take as much in reserve as there is room for."""
+        reserve = self.path / _RESERVE
+        with contextlib.suppress(OSError):
+            if not os.path.lexists(reserve) or os.lstat(reserve).st_size < _RESERVE_BYTES:
+                reserve.unlink(missing_ok=True)
+                with reserve.open("xb", buffering=0) as file:
+                    write_all(file.fileno(), bytes(_RESERVE_BYTES), 0)
 
-    def _appended(self, ids: Sequence[str], lengths: np.ndarray, journal: Journal) -> None:
-        """Take note of documents that have been appended to the journal, the last piece."""
-        self.documents.extend(ids, lengths)
-        self._pieces.appended()
-        if not journal.is_flushed and (self._to_flush is None or self._to_flush[0] != journal.path):
-            self._to_flush = journal.path, weakref.finalize(self, _flush, self._folder.lock, journal.path)
-
-    def _writing(self) -> contextlib.AbstractContextManager[None]:
-        journal = self._pieces.journal
-        return self._folder.writing(lambda: journal is None or journal.is_current())
-
-    def _commit(
-        self,
-        shards: list[Shard],
-        journal: Journal | None,
-        update: Callable[[], object] | None = None,
-        **changes: object,
-    ) -> None:
-        """Make shards and journal the content of the store. Only here, or by the journal, does a write take effect.
-
-        `update` makes `documents` what they hold, and `changes` are those of the manifest.
-        """
-        manifest = self.manifest.next(
-            shards=tuple(shard.entry for shard in shards),
-            journal=None if journal is None else journal.path.name,
-            **changes,
-        )
-
-        def take_effect() -> None:
-            self._pieces = self._pieces.followed_by(self.layout, shards, journal)
-            if update is not None:
-                update()
-            if not self.manifest.removed:
-                # What was marked as removed is gone for good.
-                self.documents.close(0, self.documents.rows)
-
-        self._folder.commit(manifest, take_effect)
+    def _open(self) -> None:
+        """Read the catalog and open the segments that it names; without either, there is an empty index."""
+        if not self.exists:
+            remains = next(self.path.glob(SEGMENT_NAME), None)
+            if remains is not None:
+                raise ValueError(
+                    f"{self._catalog.path} is missing, though {self.path} holds files of an index, such as "
+                    f"{remains.name}: bring it back, or start from an empty index with override=True, which deletes "
+                    "them"
+                )
+            return
+        while True:
+            state, rows = self._catalog.read()
+            try:
+                names = dict.fromkeys(row[1] for row, _ in rows if row[1] is not None)
+                segments = {name: Segment(self.path / _checked_name(name)) for name in names}
+                parts = [Part.from_row(row, removed, state.layout, segments) for row, removed in rows]
+                documents = Documents(parts)
+                if len(documents) != state.documents:
+                    raise ValueError(f"it holds {len(documents)} documents, and says {state.documents}")
+                for part in parts:
+                    part.check_size()
+            except (OSError, ValueError) as error:
+                # A writer may have deleted segments after the catalog was read here.
+                if self._catalog.read()[0].generation != state.generation:
+                    continue
+                if str(self.path) in str(error):
+                    raise
+                raise ValueError(f"{self._catalog.path} is damaged: {error}") from None
+            self._hold(documents)
+            return
 
     def _empty(self) -> None:
         """Start anew, whatever the folder holds, even a store that cannot be read."""
-        self._folder.accept(self._folder.read())
-        if self._folder.exists or self._folder.remains():
-            with self._writing():
-                self._commit([], None)
+        dtype = self.state.dtype
+        try:
+            if self.exists:
+                self._catalog.read()
+                self._without_room(lambda: self._delete(self._catalog.clear(dtype)))
+                self._hold_reserve()
+                self._hold(Documents())
+                return
+        except ValueError:
+            pass
+        self._catalog.delete()
+        self._delete(self.path.glob(SEGMENT_NAME))
+        self._catalog.state = State(dtype=dtype)
+        self._hold(Documents())
 
 
-def _flush(lock: Path, journal: Path) -> None:
-    """Flush a journal, unless it is gone, or somebody is writing to it, who will."""
-    with contextlib.suppress(OSError, ValueError), turn(lock):
-        journals.flush(journal)
+def _checked_name(name: object) -> str:
+    # It is used as a path: nothing outside the folder may be named.
+    if not isinstance(name, str) or not re.fullmatch(SEGMENT_NAME.replace("*", "[0-9a-f]{12}"), name):
+        raise ValueError(f"bad name {name!r:.100} of a segment")
+    return name

@@ -1,10 +1,12 @@
-"""Ids, lengths and places of documents, in tables to which appending costs the same however long they are."""
+"""What is known of the documents of an index, in arrays that grow: no Python object for each of them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
+
+from .parts import Part
 
 __all__ = ["Documents", "blocks"]
 
@@ -12,9 +14,9 @@ __all__ = ["Documents", "blocks"]
 class _Growing:
     """A one-dimensional int64 array with room to grow, so that n appended values cost n on average."""
 
-    def __init__(self, values: Sequence[int]) -> None:
-        self._room = np.array(values, dtype=np.int64)
-        self._size = len(self._room)
+    def __init__(self) -> None:
+        self._room = np.zeros(0, dtype=np.int64)
+        self._size = 0
 
     @property
     def values(self) -> np.ndarray:
@@ -32,26 +34,47 @@ class _Growing:
 
 
 class Documents:
-    """What is known about every document of a store, beside its embeddings.
+    """The documents of parts put end to end, less those that count as removed."""
 
-    Attributes
-    ----------
-    ids
-        In the order of the documents.
-    position
-        For every id its place in that order.
-    rows
-        Rows of all files put end to end; those of documents that are only marked as removed are among them.
-    """
-
-    def __init__(self) -> None:
-        self.ids: list[str] = []
-        self.position: dict[str, int] = {}
+    def __init__(self, parts: Iterable[Part] = ()) -> None:
+        self.parts: list[Part] = []
+        # Those, at the end, whose rows are in the catalog.
+        self.pending: list[Part] = []
+        self.pending_bytes = 0
         self.rows = 0
-        self._lengths, self._starts = _Growing([]), _Growing([])
+        self._numbers, self._lengths, self._starts = _Growing(), _Growing(), _Growing()
+        # The place of every document in its part, and with which document every part begins.
+        self._places, self._firsts = _Growing(), _Growing()
+        self._by_id: dict[str, int] | None = None
+        for part in parts:
+            self.append(part)
+
+    def append(self, part: Part) -> None:
+        """Take in the documents of one more part."""
+        live = part.live
+        places = np.flatnonzero(live)
+        self._firsts.extend(np.array([len(self)]))
+        self._numbers.extend(part.numbers[live])
+        self._lengths.extend(part.lengths[live])
+        self._starts.extend((self.rows + part.lengths.cumsum() - part.lengths)[live])
+        self._places.extend(places)
+        self.parts.append(part)
+        if part.memory is None:
+            self.pending, self.pending_bytes = [], 0
+        else:
+            self.pending.append(part)
+            self.pending_bytes += part.nbytes
+        self.rows += part.rows
+        if self._by_id is not None:
+            self._by_id.update(zip(part.ids_at(places), part.numbers[live].tolist(), strict=True))
 
     def __len__(self) -> int:
-        return len(self.ids)
+        return len(self.lengths)
+
+    @property
+    def numbers(self) -> np.ndarray:
+        """The number of every document, ascending. Shape: [N], int64."""
+        return self._numbers.values
 
     @property
     def lengths(self) -> np.ndarray:
@@ -60,47 +83,31 @@ class Documents:
 
     @property
     def starts(self) -> np.ndarray:
-        """The row with which every document begins. Shape: [N], int64."""
+        """The row with which every document begins, of all parts put end to end. Shape: [N], int64."""
         return self._starts.values
 
-    def check_new(self, ids: Sequence[str]) -> None:
-        """Raise a ValueError if one of `ids` is there already, or is repeated; it names the first."""
-        new = set(ids)
-        if len(new) < len(ids) or not self.position.keys().isdisjoint(new):
-            seen = set(self.position)
-            for id_ in ids:
-                if id_ in seen:
-                    raise ValueError(f"the document {id_!r:.100} is there twice")
-                seen.add(id_)
+    def ids_at(self, positions: np.ndarray) -> list[str]:
+        """The ids of some documents, in whatever order they are asked for."""
+        wanted, inverse = np.unique(positions, return_inverse=True)
+        found = [id_ for part, places in self.places_of(wanted) for id_ in part.ids_at(places)]
+        return [found[i] for i in inverse.tolist()]
 
-    def extend(self, ids: Sequence[str], lengths: np.ndarray, removed: Sequence[int] = ()) -> None:
-        """Append documents, whose ids are new, less those at the places `removed`, whose rows stay."""
-        starts = self.rows + lengths.cumsum() - lengths
-        self.rows += int(lengths.sum())
-        if removed:
-            kept = np.ones(len(ids), dtype=bool)
-            kept[list(removed)] = False
-            ids, lengths, starts = [ids[i] for i in np.flatnonzero(kept)], lengths[kept], starts[kept]
-        start = len(self.ids)
-        self.ids.extend(ids)
-        self.position.update(zip(ids, range(start, len(self.ids)), strict=True))
-        self._lengths.extend(lengths)
-        self._starts.extend(starts)
+    def places_of(self, positions: np.ndarray) -> list[tuple[Part, np.ndarray]]:
+        """The parts that hold some documents, each with the places of these in it, ascending."""
+        positions = np.unique(positions)
+        which = np.searchsorted(self._firsts.values, positions, side="right") - 1
+        places = self._places.values[positions]
+        return [(self.parts[part], places[which == part]) for part in np.unique(which).tolist()]
 
-    def kept(self, keep: np.ndarray) -> Documents:
-        """Those of a mask [N], where they are."""
-        documents = Documents()
-        documents.extend([self.ids[i] for i in np.flatnonzero(keep)], self.lengths[keep])
-        documents.rows, documents._starts = self.rows, _Growing(self.starts[keep])
-        return documents
-
-    def close(self, begin: int, end: int) -> None:
-        """Take note that the rows from `begin` to `end` are gone, but for those of the documents, put end to end."""
-        inside = (self.starts >= begin) & (self.starts < end)
-        lengths, gone = self.lengths[inside], end - begin - int(self.lengths[inside].sum())
-        self.starts[self.starts >= end] -= gone
-        self.starts[inside] = begin + lengths.cumsum() - lengths
-        self.rows -= gone
+    def positions_of(self, ids: Sequence[str]) -> np.ndarray:
+        """Where the documents of some ids are; -1 for those that are not there. Shape: [N], int64."""
+        if self._by_id is None:
+            self._by_id = dict(zip(self.ids_at(np.arange(len(self))), self.numbers.tolist(), strict=True))
+        by_id, numbers = self._by_id, self.numbers
+        wanted = np.array([by_id.get(id_, -1) for id_ in ids], dtype=np.int64)
+        places = np.searchsorted(numbers, wanted)
+        there = np.take(numbers, places, mode="clip") == wanted if len(numbers) else np.zeros(len(ids), dtype=bool)
+        return np.where(there, places, -1)
 
 
 def blocks(lengths: np.ndarray, limit: int) -> list[tuple[int, int]]:

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from pylate_flash.index.turns import turn
 from pylate_flash.indexes import Flat
 from tests.cli.commands import assert_one_clear_sentence, invoke, succeed
+from tests.stores import written_by_another
 
 # What it evaluates is a model of PyLate.
 pytestmark = pytest.mark.usefixtures("pylate")
@@ -168,14 +168,19 @@ def kept(tmp_path: Path) -> Path:
     return tmp_path / "index"
 
 
+def names_in(index: Path) -> set[str]:
+    """Files of an index, but for what SQLite has for the time that it is open."""
+    return {path.name for path in index.iterdir() if path.suffix[:8] != ".sqlite-"}
+
+
 def test_overwrite_touches_nothing_while_another_process_writes(beir: Path, small_model: Path, kept: Path) -> None:
-    before = {path.name: path.read_bytes() for path in kept.iterdir()}
-    with turn(kept / "lock"):
+    before = {name: (kept / name).read_bytes() for name in names_in(kept)}
+    with written_by_another(kept):
         result = invoke(
             *("evaluate", "--data", beir, "--model", small_model, "--device", "cpu", "--index", kept, "--overwrite")
         )
     assert_one_clear_sentence(result, "another process is writing to the index", kept)
-    assert {path.name: path.read_bytes() for path in kept.iterdir()} == before
+    assert {name: (kept / name).read_bytes() for name in names_in(kept)} == before
 
 
 @pytest.mark.parametrize("form", ["folder", "link", "."])
@@ -198,7 +203,7 @@ def test_overwrite_that_is_not_finished_leaves_an_empty_index_and_other_files(
         *("evaluate", "--data", beir, "--model", small_model, "--device", "cpu", "--index", place, "--overwrite")
     )
     assert result.exit_code == 130
-    assert {path.name for path in kept.iterdir()} == {"lock", "manifest.json", "reserve", "notes.txt"}
+    assert names_in(kept) == {"catalog.sqlite", "committed", "reserve", "notes.txt"}
     assert (kept / "notes.txt").read_text() == "mine"
     assert len(Flat(kept.parent, kept.name, device="cpu")) == 0
 

@@ -25,7 +25,7 @@ MODEL = ("--model", "model", "--device", "cpu")
 EVALUATE = ("evaluate", "--data", "beir", *MODEL)
 TRAIN = ("train", *MODEL, "--output", OUTPUT, "--batch-size", 2, "--max-steps", 1)
 # Files that mean nothing to a command.
-UNREAD = ("README.md", "lock", "reserve")
+UNREAD = ("README.md", "reserve")
 # What is damaged (a file of the workspace, or one of those in a folder), the command that reads it, and its share of
 # the cases.
 TARGETS = {
@@ -36,8 +36,8 @@ TARGETS = {
     "lists": ("lists.jsonl", (*TRAIN, "--data", "lists.jsonl", "--loss", "distillation"), 2),
     "built": ("beir/corpus.jsonl", ("index", "--data", "beir/corpus.jsonl", "--index", OUTPUT, *MODEL), 1),
     "asked": ("beir/queries.jsonl", ("search", "--queries", "beir/queries.jsonl", "--index", "index", *MODEL), 1),
-    "journal": ("index", ("search", "cats", "--index", "index", *MODEL), 2),
-    "shards": ("compacted", ("search", "cats", "--index", "compacted", *MODEL), 3),
+    "catalog": ("index", ("search", "cats", "--index", "index", *MODEL), 2),
+    "segments": ("compacted", ("search", "cats", "--index", "compacted", *MODEL), 3),
     "verified": ("compacted", ("index", "verify", "--index", "compacted"), 2),
     "mined": ("pairs.jsonl", ("mine", *MODEL, "--output", OUTPUT, "--data", "pairs.jsonl", "--num-negatives", 1), 1),
     "model": ("model", EVALUATE, 6),

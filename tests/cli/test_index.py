@@ -13,8 +13,8 @@ import pytest
 
 from pylate_flash import indexes, models
 from pylate_flash.cli import indexing
-from pylate_flash.index.turns import turn
 from tests.cli.commands import assert_one_clear_sentence, invoke, succeed
+from tests.stores import written_by_another
 
 CPU = ("--device", "cpu")
 
@@ -29,7 +29,9 @@ def ids_in(index: Path) -> list[str]:
 
 
 def files_in(folder: Path) -> dict[str, bytes]:
-    return {str(path): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    """All but what SQLite has for the time that an index is open."""
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.suffix[:8] != ".sqlite-")
+    return {str(path): path.read_bytes() for path in files}
 
 
 @pytest.fixture
@@ -232,7 +234,7 @@ def test_overwrite_is_refused_in_one_sentence_while_another_process_writes(
     index: Path, corpus: Path, tiny_colbert_path: str
 ) -> None:
     before = files_in(index)
-    with turn(index / "lock"):
+    with written_by_another(index):
         result = invoke(
             *("index", "--data", corpus, "--model", tiny_colbert_path, "--index", index, "--overwrite", *CPU)
         )
@@ -299,7 +301,7 @@ def start(index):
 
 def begun(index):
     try:
-        return any(name.startswith("manifest.json") for name in os.listdir(index))
+        return any(name.startswith("catalog.sqlite") for name in os.listdir(index))
     except FileNotFoundError:
         # It is made to try whether it can be, and goes again.
         return False
@@ -350,7 +352,7 @@ def test_a_killed_build_goes_on_where_it_stopped(tmp_path: Path, tiny_colbert_pa
 
 def test_a_build_goes_on_after_an_interrupted_first_write(corpus: Path, tmp_path: Path, tiny_colbert_path: str) -> None:
     (tmp_path / "index").mkdir()
-    for name in ("lock", "manifest.json.tmp"):
+    for name in ("catalog.sqlite", "committed"):
         (tmp_path / "index" / name).touch()
     succeed("index", "--data", corpus, "--model", tiny_colbert_path, "--index", tmp_path / "index", *CPU)
     assert ids_in(tmp_path / "index") == ["a", "b", "c"]
@@ -426,16 +428,15 @@ def test_add_replaces_documents_on_request(index: Path, tmp_path: Path, tiny_col
     ]
 
 
-def test_a_full_disk_is_a_note_where_documents_are_removed(index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_one_sentence(index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*arguments: object) -> None:
         raise OSError(28, os.strerror(28))
 
-    # What is written anew; the manifest is not.
-    monkeypatch.setattr("pylate_flash.index.shards.write_all", full)
-    result = invoke("index", "remove", "b", "--index", index)
-    assert (result.exit_code, result.stdout) == (0, f"Removed 1 document; {index} holds 2\n"), result.output
-    assert result.stderr.splitlines()[-1].startswith(f"Note: the disk of the index in {index} is full: its 1 removed")
-    assert_one_clear_sentence(invoke("index", "compact", "--index", index), "No space left", "bytes are free", index)
+    # What is written anew; the catalog is not.
+    monkeypatch.setattr("pylate_flash.index.change.write_all", full)
+    assert f"Removed 1 document; {index} holds 2\n" in succeed("index", "remove", "b", "--index", index)
+    result = invoke("index", "compact", "--index", index)
+    assert_one_clear_sentence(result, "No space left", "The index is as it was: make room", index)
     assert ids_in(index) == ["a", "c"]
 
 
@@ -444,7 +445,7 @@ def test_compact_keeps_the_documents_in_fewer_files(index: Path, tmp_path: Path)
         succeed("index", "add", "--data", write_corpus(tmp_path / "more.jsonl", id_), "--index", index, *CPU)
     succeed("index", "compact", "--index", index)
     assert ids_in(index) == ["a", "b", "c", "d", "e"]
-    assert json.loads(succeed("index", "info", "--index", index, "--json"))["files"] == 1
+    assert json.loads(succeed("index", "info", "--index", index, "--json"))["files"] == 2
 
 
 # info, verify
@@ -455,7 +456,7 @@ def test_info_says_what_the_index_holds(index: Path, tiny_colbert_path: str) -> 
     flat = indexes.Flat(index.parent, index.name, device="cpu")
     tokens = sum(len(document) for document in flat.get_documents_embeddings([flat.documents_ids])[0])
     assert (record["documents"], record["tokens"], record["embedding_size"]) == (3, tokens, 32)
-    size = sum(file.stat().st_size for file in index.iterdir())
+    size = (index / "catalog.sqlite").stat().st_size
     assert (record["dtype"], record["bytes"], record["files"]) == ("float32", size, 1)
     assert (record["model"]["name"], record["model"]["document_length"]) == (tiny_colbert_path, 32)
     table = succeed("index", "info", "--index", index)
@@ -488,11 +489,11 @@ def test_what_does_not_encode_does_not_wait_for_pylate(index: Path) -> None:
 def test_verify_finds_a_changed_byte(index: Path) -> None:
     succeed("index", "compact", "--index", index)
     assert "3 documents" in succeed("index", "verify", "--index", index)
-    shard = next(index.glob("shard-*"))
-    content = bytearray(shard.read_bytes())
+    segment = next(index.glob("segment-*"))
+    content = bytearray(segment.read_bytes())
     content[-20] ^= 1
-    shard.write_bytes(content)
-    assert_one_clear_sentence(invoke("index", "verify", "--index", index), shard.name)
+    segment.write_bytes(content)
+    assert_one_clear_sentence(invoke("index", "verify", "--index", index), segment.name)
 
 
 @pytest.mark.parametrize("command", ["add", "remove", "info", "verify", "compact"])
@@ -501,8 +502,8 @@ def test_a_missing_or_damaged_index_is_one_sentence(command: str, corpus: Path, 
     here = ("index", command, *options, "--index", tmp_path / "index")
     assert_one_clear_sentence(invoke(*here), f"there is no index in {tmp_path / 'index'}")
     (tmp_path / "index").mkdir()
-    (tmp_path / "index" / "manifest.json").write_text("[" * 200_000)
-    assert_one_clear_sentence(invoke(*here), tmp_path / "index" / "manifest.json")
+    (tmp_path / "index" / "catalog.sqlite").write_text("[" * 200_000)
+    assert_one_clear_sentence(invoke(*here), tmp_path / "index" / "catalog.sqlite")
 
 
 def test_the_group_explains_itself() -> None:

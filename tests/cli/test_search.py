@@ -14,7 +14,7 @@ from pylate_flash import indexes, models
 from pylate_flash.cli.common import UserError
 from pylate_flash.cli.search import Found, _read_queries, show
 from tests.cli.commands import assert_one_clear_sentence, invoke, succeed
-from tests.stores import change_manifest
+from tests.stores import change_state
 
 LONG = "a-long-name/" * 10 + "note.md"
 TEXTS = {"cats": "cats and\tdogs", LONG: "planes, ships and trains", "tab\there": "bread and butter"}
@@ -58,7 +58,7 @@ def test_a_pipe_gets_a_line_per_document_with_rank_score_id_and_text(index: Path
 
 def test_a_pipe_gets_no_texts_where_none_are_known(index: Path, tmp_path: Path) -> None:
     shutil.copytree(index, tmp_path / "elsewhere" / "index")
-    change_manifest(tmp_path / "elsewhere" / "index", corpora=[])
+    change_state(tmp_path / "elsewhere" / "index", corpora=())
     lines = succeed("search", "trains", "--index", tmp_path / "elsewhere" / "index", "-k", 2).splitlines()
     assert [line.count("\t") for line in lines] == [2, 2]
 
@@ -303,5 +303,5 @@ def test_texts_may_come_from_a_pipe(index: Path, tmp_path: Path) -> None:
 
 def test_search_with_a_damaged_index_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "index").mkdir()
-    (tmp_path / "index" / "manifest.json").write_text("{")
-    assert_one_clear_sentence(invoke("search", "x", "--index", tmp_path / "index"), "manifest.json")
+    (tmp_path / "index" / "catalog.sqlite").write_text("{" * 5000)
+    assert_one_clear_sentence(invoke("search", "x", "--index", tmp_path / "index"), "catalog.sqlite")

@@ -1,0 +1,382 @@
+"""`catalog.sqlite`: what an index consists of. A write takes effect when SQLite commits it, and only then.
+
+    state       one row of JSON (`state.py`)
+    parts       documents that were added together (`parts.py`)
+    removed     places in parts of documents that count as removed
+    documents   the number of every id that does not
+
+SQLite sees to turns, atomic writes and snapshots (WAL). It does not see all damage: a write-ahead log of which a bit
+has flipped ends before that bit, as one that was cut by a power failure does. So the file `committed` says which
+generation was committed last, and which one is known to be on the disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import os
+import sqlite3
+import struct
+import time
+import warnings
+import weakref
+import zlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from .files import FULL, open_regular, write_all
+from .parts import COLUMNS, SEGMENT_NAME
+from .state import State
+
+__all__ = ["Catalog", "ConcurrentWriteError"]
+
+_NAME = "catalog.sqlite"
+# What SQLite writes beside it.
+_BESIDE = (f"{_NAME}-wal", f"{_NAME}-shm", f"{_NAME}-journal")
+_SCHEMA = f"""
+CREATE TABLE state (record TEXT NOT NULL);
+CREATE TABLE parts (number INTEGER PRIMARY KEY, {", ".join(COLUMNS[1:])});
+CREATE TABLE removed (number INTEGER PRIMARY KEY, places BLOB NOT NULL);
+CREATE TABLE documents (number INTEGER PRIMARY KEY, id BLOB NOT NULL UNIQUE);
+"""
+_COMMITTED = struct.Struct("<QQ")
+_SLOT_BYTES = _COMMITTED.size + 4
+# Flushing takes milliseconds. At most so often (in seconds) it is done, so that a run of additions does not spend its
+# time on it, and a single addition is on the disk when it returns.
+_FLUSH_SECONDS = 0.2
+
+
+_OF_OTHERS: list[sqlite3.Connection] = []
+
+
+class ConcurrentWriteError(RuntimeError):
+    """Another process is writing to an index, or has written to it since it was opened here."""
+
+
+class Catalog:
+    """The catalog of the index in a folder.
+
+    Attributes
+    ----------
+    path
+        Its file.
+    state
+        What it says, as it was read or written last by this object.
+    lost
+        How many of the last writes were committed and are not there, as after a power failure.
+    """
+
+    def __init__(self, folder: Path, dtype: str) -> None:
+        self.path = folder / _NAME
+        self.state = State(dtype=dtype)
+        self.lost = 0
+        self._connection: sqlite3.Connection | None = None
+        self._process = 0
+        self._sound = False  # whether SQLite has been asked
+        self._flush_due = 0.0
+        self._flushed = 0
+        self._full = False  # whether SQLite flushes every commit
+
+    @property
+    def exists(self) -> bool:
+        """Whether there is a file, be it one of an empty index."""
+        return os.path.lexists(self.path)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the catalog and of its write-ahead log."""
+        return sum(file.stat().st_size for file in self.path.parent.glob(_NAME + "*"))
+
+    # Reading
+
+    def read(self) -> tuple[State, list[tuple[tuple, bytes]]]:
+        """State and rows of parts, each with the places that count as removed, as they are on the disk now."""
+        with self._explained(), self._reading() as connection, _transaction(connection, "DEFERRED"):
+            if not _has_tables(connection):
+                # A first write was killed, if it is not damaged.
+                self._check_committed(self.state)
+                return self.state, []
+            state = self._read_state(connection)
+            parts = connection.execute("SELECT * FROM parts ORDER BY number").fetchall()
+            removed = dict(connection.execute("SELECT number, places FROM removed"))
+        rows = [(part, removed.pop(part[0], b"")) for part in parts]
+        crc = parts_crc((part[-1], places) for part, places in rows)
+        if removed or (len(rows), crc) != (state.parts, state.parts_crc):
+            raise ValueError(f"{self.path} is damaged: it holds {len(rows)} parts, and says {state.parts}, or others")
+        self._check_committed(state)
+        self.state = state
+        return state, rows
+
+    def check(self) -> None:
+        """Have SQLite read and compare all of it.
+
+        Raises
+        ------
+        ValueError
+            If it is damaged, or writes are lost. The message names it.
+        """
+        self._sound = False
+        with self._explained(), self._reading() as connection:
+            self._check_sound(connection)
+        if self.lost:
+            raise ValueError(f"{self._loss()}; the next change of the index takes it as it is")
+
+    def holds(self, documents: Iterable[tuple[int, bytes]]) -> bool:
+        """Whether number and id of its documents are these, in the order in which they were added."""
+        with self._explained(), self._reading() as connection:
+            there = connection.execute("SELECT number, id FROM documents ORDER BY number")
+            return all(one == other for one, other in itertools.zip_longest(there, documents))
+
+    # Writing
+
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[sqlite3.Connection]:
+        """Take the turn to write: what is written takes effect at the end, or, on an error, does not.
+
+        Raises
+        ------
+        ConcurrentWriteError
+            If another process is writing or has written since the catalog was read.
+        OSError
+            If it cannot be written. The message names the folder.
+        """
+        folder = self.path.parent
+        try:
+            with self._explained():
+                connection = self._prepared()
+                due = time.monotonic() >= self._flush_due
+                if due != self._full:
+                    connection.execute(f"PRAGMA synchronous = {'FULL' if due else 'NORMAL'}")
+                    self._full = due
+                with _transaction(connection, "IMMEDIATE"):
+                    if connection.execute("PRAGMA user_version").fetchone()[0] != self.state.generation:
+                        raise ConcurrentWriteError(
+                            f"the index in {folder} has been written to since it was opened here (generation "
+                            f"{self.state.generation}): open it again and repeat the change"
+                        )
+                    self._check_sound(connection)
+                    yield connection
+        except OSError as error:
+            reason = error.strerror or str(error)
+            if error.errno in FULL:
+                reason += ". The index is as it was: make room and repeat it"
+            raise OSError(error.errno, f"cannot write to the index in {folder}: {reason}") from error
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[sqlite3.Connection]:
+        """As `turn`, to set `state` to the next one."""
+        before = self.state
+        try:
+            with self.turn() as connection:
+                yield connection
+                connection.execute("UPDATE state SET record = ?", (self.state.to_json(),))
+                connection.execute(f"PRAGMA user_version = {self.state.generation}")
+        except BaseException:
+            self.state = before
+            raise
+        self._note_committed(self._full)
+
+    def clear(self, dtype: str) -> list[Path]:
+        """Empty it, and have it keep another type; returns the segments that it no longer names."""
+        with self.writing() as connection:
+            for table in ("parts", "removed", "documents"):
+                connection.execute(f"DELETE FROM {table}")
+            self.state = State(dtype=dtype, generation=self.state.generation + 1)
+            # Not later, when another process may be making one.
+            return list(self.path.parent.glob(SEGMENT_NAME))
+
+    def compact(self) -> None:
+        """Make it as small as its content allows."""
+        with self._explained():
+            connection = self._prepared()
+            connection.execute("VACUUM")
+            connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+
+    def delete(self) -> None:
+        """Delete it, damaged as it is."""
+        self.close()
+        for path in (*self.path.parent.glob(_NAME + "*"), self.path.with_name("committed")):
+            path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Flush it and close it; it opens again at need."""
+        if self._connection is not None:
+            self._connection = None
+            self._closed()
+
+    # Of SQLite
+
+    def _connect(self, mode: str, seconds: float) -> sqlite3.Connection:
+        """Connect, to wait at most so long for others who have all of it for a moment, as to recover or to close it."""
+        return sqlite3.connect(
+            f"{self.path.as_uri()}?{mode}", uri=True, timeout=seconds, isolation_level=None, check_same_thread=False
+        )
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[sqlite3.Connection]:
+        """A connection that reads: that of the writer, or one for this time."""
+        if self._connection is not None and self._process == os.getpid():
+            yield self._connection
+            return
+        self._refuse_links(*_BESIDE)
+        connection = self._connect("mode=ro&immutable=1" if self.path.is_symlink() else "mode=rw", 10)
+        try:
+            try:
+                _has_tables(connection)
+            except sqlite3.OperationalError:
+                # Where it may not be written to, or the disk is full, SQLite cannot make its files, and nobody has.
+                if any(os.path.exists(self.path.with_name(name)) for name in _BESIDE):
+                    raise
+                connection.close()
+                connection = self._connect("mode=ro&immutable=1", 10)
+            yield connection
+        finally:
+            connection.close()
+
+    def _refuse_links(self, *names: str) -> None:
+        """SQLite would write through them, to files that an index from elsewhere has no business with."""
+        for name in names:
+            path = self.path.with_name(name)
+            if path.is_symlink():
+                raise OSError(errno.ELOOP, f"{name} is a symbolic link, and is not written through", str(path))
+
+    def _prepared(self) -> sqlite3.Connection:
+        """The connection that writes, which stays open."""
+        if self._connection is None or self._process != os.getpid():
+            self.close()
+            self._refuse_links(_NAME, *_BESIDE)
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._committed = open_regular(self.path.with_name("committed"), os.O_RDWR | os.O_CREAT)
+            connection = self._connect("mode=rwc", 0.2)
+            # Python's own end of a connection waits for its collector of cycles.
+            self._closed = weakref.finalize(self, _close, connection, self._committed, os.getpid())
+            try:
+                connection.execute("PRAGMA journal_mode = WAL")
+                connection.execute("PRAGMA wal_autocheckpoint = 4000")
+                connection.execute("PRAGMA synchronous = NORMAL")
+                with _transaction(connection, "IMMEDIATE"):
+                    if not _has_tables(connection):
+                        for statement in _SCHEMA.split(";"):
+                            connection.execute(statement)
+                        connection.execute("INSERT INTO state VALUES (?)", (State(dtype=self.state.dtype).to_json(),))
+            except BaseException:
+                self._closed()
+                raise
+            self._connection, self._process, self._full = connection, os.getpid(), False
+        return self._connection
+
+    def _read_state(self, connection: sqlite3.Connection) -> State:
+        row = connection.execute("SELECT record FROM state").fetchone()
+        try:
+            return State.parse(row[0] if row else "")
+        except ValueError as error:
+            raise ValueError(f"{self.path} is damaged: {error}") from None
+
+    def _check_sound(self, connection: sqlite3.Connection) -> None:
+        """Once: an id that cannot be found may be there, where the index of a table has been damaged."""
+        if self._sound:
+            return
+        (found,) = connection.execute("PRAGMA integrity_check(1)").fetchone()
+        if found != "ok":
+            raise ValueError(f"{self.path} is damaged: {found}")
+        self._sound = True
+
+    def _check_committed(self, state: State) -> None:
+        path = self.path.with_name("committed")
+        try:
+            with open(open_regular(path), "rb", buffering=0) as file:
+                content = file.read()
+        except FileNotFoundError:
+            return
+        slots = [content[start : start + _SLOT_BYTES] for start in (0, _SLOT_BYTES)]
+        found = [
+            _COMMITTED.unpack(slot[:-4]) for slot in slots if len(slot) == _SLOT_BYTES and slot == _slot(slot[:-4])
+        ]
+        if content and not found:
+            raise ValueError(f"{path} is damaged: it has another CRC-32 than when it was written")
+        committed, flushed = max(found, default=(0, 0))
+        if state.generation < flushed:
+            raise ValueError(
+                f"{self.path} is damaged: it is of generation {state.generation}, and {flushed} was on the disk"
+            )
+        self._flushed = flushed
+        self.lost = max(0, committed - state.generation)
+        if self.lost:
+            warnings.warn(self._loss(), stacklevel=2)
+
+    def _loss(self) -> str:
+        return (
+            f"{self.path}: the last {self.lost} writes to the index are lost, which had not reached the disk, as after "
+            "a power failure"
+        )
+
+    def _note_committed(self, flushed: bool) -> None:
+        """Say in `committed` what SQLite has committed. A failure here is none of the write, which has taken effect."""
+        self.lost = 0
+        if flushed:
+            self._flush_due = time.monotonic() + _FLUSH_SECONDS
+            self._flushed = self.state.generation
+        content = _slot(_COMMITTED.pack(self.state.generation, self._flushed))
+        with contextlib.suppress(OSError):
+            # In place of what was said before the last time, so that one is whole whenever this is interrupted.
+            write_all(self._committed, content, self.state.generation % 2 * _SLOT_BYTES)
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Turn SQLite's errors into those of an index."""
+        folder = self.path.parent
+        try:
+            yield
+        except sqlite3.OperationalError as error:
+            message = str(error)
+            if "locked" in message or "busy" in message:
+                raise ConcurrentWriteError(
+                    f"another process is writing to the index in {folder}: wait until it has finished"
+                ) from None
+            if "full" in message:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from None
+            if "readonly" in message or "unable to open" in message or "I/O" in message:
+                raise OSError(errno.EIO if "I/O" in message else errno.EACCES, message, str(self.path)) from None
+            raise ValueError(f"{self.path} is damaged: {message}") from None
+        except sqlite3.DatabaseError as error:
+            if isinstance(error, sqlite3.IntegrityError):
+                raise
+            raise ValueError(f"{self.path} is damaged: {error}") from None
+
+
+def _close(connection: sqlite3.Connection, descriptor: int, process: int) -> None:
+    """Close what a process has opened; a copy of it in another one, by a fork, is not SQLite's to close."""
+    os.close(descriptor)
+    if process == os.getpid():
+        connection.close()
+    else:
+        _OF_OTHERS.append(connection)
+
+
+def _slot(content: bytes) -> bytes:
+    """What `committed` says, with its CRC-32."""
+    return content + zlib.crc32(content).to_bytes(4, "little")
+
+
+def parts_crc(parts: Iterable[tuple[int, bytes]], crc: int = 0) -> int:
+    """A CRC-32 over those of all parts, and over the places in them that count as removed; `crc` is of those before."""
+    for part, removed in parts:
+        crc = zlib.crc32(removed, zlib.crc32(b"%d:%d" % (part, len(removed)), crc))
+    return crc
+
+
+def _has_tables(connection: sqlite3.Connection) -> bool:
+    return bool(connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'state'").fetchone())
+
+
+@contextlib.contextmanager
+def _transaction(connection: sqlite3.Connection, kind: str) -> Iterator[None]:
+    connection.execute(f"BEGIN {kind}")
+    try:
+        yield
+        connection.execute("COMMIT")
+    except BaseException:
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
+        raise

@@ -1,0 +1,185 @@
+"""A change of an index: rows are appended to segments and flushed, then SQLite commits what counts."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import sqlite3
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from .checksums import Sums
+from .files import fsync_folder, open_regular, write_all
+from .layout import Layout
+from .parts import COLUMNS, SEGMENT_NAME, Part, Segment, bytes_of, encoded_id
+
+__all__ = ["Change"]
+
+_INSERT = f"INSERT INTO parts VALUES ({', '.join('?' for _ in COLUMNS)})"
+# Of rows that are moved, so much is in memory.
+_MOVED_BYTES = 16 << 20
+
+
+class Change:
+    """What becomes of an index, while its catalog is being written.
+
+    Attributes
+    ----------
+    parts
+        Those that there will be, in order.
+    dropped
+        Those that were there before and will not be.
+    """
+
+    def __init__(self, folder: Path, connection: sqlite3.Connection, parts: list[Part], segment_bytes: int) -> None:
+        self.parts, self.dropped = list(parts), []  # type: ignore[var-annotated]
+        self._folder, self._connection, self._segment_bytes = folder, connection, segment_bytes
+        self._undo = contextlib.ExitStack()
+        self._open: tuple[Segment, int, int] | None = None  # what is appended to: a descriptor to write, the end
+
+    def add(self, part: Part, ids: Sequence[str]) -> None:
+        """Take in new documents."""
+        try:
+            rows = zip(part.numbers.tolist(), map(encoded_id, ids), strict=True)
+            self._connection.executemany("INSERT INTO documents VALUES (?, ?)", rows)
+        except sqlite3.IntegrityError:
+            query = "SELECT 1 FROM documents WHERE id = ? AND number < ?"
+            first = int(part.numbers[0])
+            known = (id_ for id_ in ids if self._connection.execute(query, (encoded_id(id_), first)).fetchone())
+            raise ValueError(
+                f"documents_ids: {next(known, ids[0])!r:.100} is already in the index in {self._folder}; replace=True "
+                "replaces it"
+            ) from None
+        self._insert(part)
+        self.parts.append(part)
+
+    def append(
+        self, layout: Layout, first: int, ids: Sequence[str], lengths: np.ndarray, rows: Iterable[torch.Tensor]
+    ) -> None:
+        """Write new documents to a segment."""
+        segment, offset, sums = self._write(rows)
+        numbers = np.arange(first, first + len(ids))
+        self.add(Part.of(layout, numbers, ids, lengths, sums, segment=segment, offset=offset), ids)
+
+    def remove(self, part: Part, places: np.ndarray) -> None:
+        """Mark documents of a part as removed; what is left of the part, if anything, takes its place."""
+        numbers = ((number,) for number in part.numbers[places].tolist())
+        self._connection.executemany("DELETE FROM documents WHERE number = ?", numbers)
+        less = part.without(places)
+        if len(less.removed) == less.documents:
+            self._replace([part], [])
+            return
+        self._connection.execute(
+            "INSERT OR REPLACE INTO removed VALUES (?, ?)", (int(part.numbers[0]), less.removed_bytes)
+        )
+        self.parts[self.parts.index(part)] = less
+        self.dropped.append(part)
+
+    def move(self, parts: list[Part], fresh: bool = False) -> None:
+        """Write the documents of neighbouring parts that are not removed to a segment, with `fresh` to a new one."""
+        if fresh:
+            self._close()
+            self._open = self._new_segment()
+        parts = [part for part in parts if len(part.removed) < part.documents]
+        if not parts:
+            return
+        places = [np.flatnonzero(part.live) for part in parts]
+        segment, offset, sums = self._write(rows for part in parts for rows in _live_rows(part))
+        numbers = np.concatenate([part.numbers[some] for part, some in zip(parts, places, strict=True)])
+        lengths = np.concatenate([part.lengths[some] for part, some in zip(parts, places, strict=True)])
+        ids = [id_ for part, some in zip(parts, places, strict=True) for id_ in part.ids_at(some)]
+        moved = Part.of(parts[0].layout, numbers, ids, lengths, sums, segment=segment, offset=offset)
+        self._replace(parts, [moved])
+
+    def flush(self) -> None:
+        """Have on the disk what was appended."""
+        self._close()
+        self._undo.pop_all()
+
+    def undo(self) -> None:
+        """Take back what was appended."""
+        if self._open is not None:
+            os.close(self._open[1])
+            self._open = None
+        self._undo.close()
+
+    def _replace(self, old: list[Part], new: list[Part]) -> None:
+        """Put parts in the place of neighbouring ones."""
+        at = self.parts.index(old[0])
+        for part in old:
+            for table in ("parts", "removed"):
+                self._connection.execute(f"DELETE FROM {table} WHERE number = ?", (int(part.numbers[0]),))
+        for part in new:
+            self._insert(part)
+        self.parts[at : at + len(old)] = new
+        self.dropped += old
+
+    def _insert(self, part: Part) -> None:
+        self._connection.execute(_INSERT, part.to_row())
+
+    def _write(self, rows: Iterable[torch.Tensor]) -> tuple[Segment, int, np.ndarray]:
+        """Append rows to the segment of the last part, or to a new one if it is full; their place and CRCs."""
+        if self._open is None:
+            last = next((part.segment for part in reversed(self.parts) if part.segment is not None), None)
+            if last is None or os.fstat(last.descriptor).st_size >= self._segment_bytes:
+                self._open = self._new_segment()
+            else:
+                descriptor = open_regular(last.path, os.O_RDWR)
+                end = os.fstat(descriptor).st_size
+                self._open = last, descriptor, end
+                self._undo.callback(_cut, last.path, end)
+        elif self._open[2] >= self._segment_bytes:
+            self._close()
+            self._open = self._new_segment()
+        segment, descriptor, offset = self._open
+        sums, end = Sums(), offset
+        for some in rows:
+            view = bytes_of(some)
+            if len(view):
+                sums.update(view)
+                write_all(descriptor, view, end)
+                end += len(view)
+        self._open = segment, descriptor, end
+        return segment, offset, sums.values()
+
+    def _new_segment(self) -> tuple[Segment, int, int]:
+        path = self._folder / SEGMENT_NAME.replace("*", secrets.token_hex(6))
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        self._undo.callback(path.unlink, missing_ok=True)
+        return Segment(path), descriptor, 0
+
+    def _close(self) -> None:
+        """Flush the file that is appended to."""
+        if self._open is None:
+            return
+        descriptor, self._open = self._open[1], None
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        fsync_folder(self._folder)
+
+
+def _cut(path: Path, end: int) -> None:
+    with contextlib.suppress(OSError):
+        os.truncate(path, end)
+
+
+def _live_rows(part: Part) -> Iterator[torch.Tensor]:
+    """The rows of those documents of a part that do not count as removed, in pieces."""
+    if part.memory is not None and not len(part.removed):
+        yield part.memory
+        return
+    live, ends = part.live, part.lengths.cumsum()
+    edges = np.flatnonzero(np.diff(live, prepend=False, append=False)).tolist()
+    limit = max(1, _MOVED_BYTES // part.layout.nbytes)
+    for first, last in zip(edges[::2], edges[1::2], strict=True):
+        begin, end = int(ends[first] - part.lengths[first]), int(ends[last - 1])
+        for start in range(begin, end, limit):
+            rows = torch.empty(min(limit, end - start), part.layout.width, dtype=part.layout.dtype)
+            part.read_into(rows, start)
+            yield rows

@@ -1,0 +1,263 @@
+"""Parts: documents that were added together, put end to end in the order in which they were added.
+
+A part is a row of the catalog. It holds what is known of its documents in arrays, not in Python objects; their rows
+lie in a stretch of a segment, or, of a small addition, in the catalog itself.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from .checksums import CheckedBlocks, blocks_of
+from .files import open_named, read_exactly
+from .layout import Layout, is_finite
+
+__all__ = ["COLUMNS", "SEGMENT_NAME", "Part", "Segment", "bytes_of"]
+
+SEGMENT_NAME = "segment-*.rows"
+# The columns of a part in the catalog, and the last: a CRC-32 over the others.
+COLUMNS = ("number", "segment", "offset", "numbers", "lengths", "id_ends", "ids", "sums", "rows", "crc")
+# Rows are read and checked so many bytes at a time, so that they are checked while the processor's cache holds them.
+_CHECKED_AT_A_TIME = 1 << 20
+_VERIFIED_AT_A_TIME = 16 << 20
+
+
+class Segment:
+    """An open file of rows, to which is only appended; closed with this object.
+
+    It can be read as long as this object exists, also when a later write has deleted it from its folder.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.descriptor = open_named(path)
+        weakref.finalize(self, os.close, self.descriptor)
+
+
+@dataclass(eq=False)
+class Part:
+    """Documents of a part, whether they count as removed or not; a new one for every change.
+
+    Attributes
+    ----------
+    numbers
+        Of the documents, ascending. Shape: [N], int64.
+    lengths
+        Their tokens. Shape: [N], int64.
+    id_ends, ids
+        Where the id of each ends in `ids`, all of them in UTF-8. Shape: [N], int64.
+    removed
+        Places in the part of documents that count as removed, ascending. Shape: [*], int64.
+    segment, offset
+        Where the rows are, or None and 0.
+    sums
+        Of the rows, as `checksums.Sums` has them.
+    memory
+        The rows, if they are in no segment. Shape: [T, width].
+    """
+
+    layout: Layout
+    numbers: np.ndarray
+    lengths: np.ndarray
+    id_ends: np.ndarray
+    ids: bytes
+    removed: np.ndarray
+    sums: np.ndarray
+    segment: Segment | None = None
+    offset: int = 0
+    memory: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        self.documents, self.rows = len(self.lengths), int(self.lengths.sum())
+        self.nbytes = self.rows * self.layout.nbytes
+        self.crc = 0
+        self._checked = CheckedBlocks(self.sums, self.nbytes)
+
+    @classmethod
+    def of(
+        cls,
+        layout: Layout,
+        numbers: np.ndarray,
+        ids: Sequence[str],
+        lengths: np.ndarray,
+        sums: np.ndarray,
+        **place: object,
+    ) -> Part:
+        """A part of which no document counts as removed; `place` is where its rows are."""
+        encoded = [encoded_id(id_) for id_ in ids]
+        ends = np.cumsum([len(id_) for id_ in encoded], dtype=np.int64)
+        return cls(layout, numbers, lengths, ends, b"".join(encoded), np.zeros(0, np.int64), sums, **place)  # type: ignore[arg-type]
+
+    def to_row(self) -> tuple:
+        """As the catalog keeps it, in the order of COLUMNS."""
+        first = int(self.numbers[0])
+        gaps = int(self.numbers[-1]) - first >= self.documents
+        row = (
+            first,
+            None if self.segment is None else self.segment.path.name,
+            self.offset,
+            self.numbers.astype("<i8").tobytes() if gaps else None,
+            self.lengths.astype("<i4").tobytes(),
+            self.id_ends.astype("<i8").tobytes(),
+            self.ids,
+            self.sums.tobytes(),
+            None if self.memory is None else bytes(bytes_of(self.memory)),
+        )
+        self.crc = _crc(row[:-1])
+        return (*row, self.crc)
+
+    @property
+    def removed_bytes(self) -> bytes:
+        """`removed` as the catalog keeps it."""
+        return self.removed.astype("<i4").tobytes()
+
+    @classmethod
+    def from_row(cls, row: Sequence, removed: bytes, layout: Layout, segments: dict[str, Segment]) -> Part:
+        """What `to_row` and `removed_bytes` gave; `segments` are those that the catalog names, by their names.
+
+        Raises
+        ------
+        ValueError
+            If it is damaged.
+        """
+        first, segment, offset, numbers, lengths, id_ends, ids, sums, memory, crc = row
+        try:
+            if _crc(row[:-2]) != crc:
+                raise ValueError("it has another CRC-32 than when it was written")
+            sizes = np.frombuffer(lengths, "<i4").astype(np.int64)
+            rows = int(sizes.sum())
+            part = cls(
+                layout,
+                np.arange(first, first + len(sizes))
+                if numbers is None
+                else np.frombuffer(numbers, "<i8").astype(np.int64),
+                sizes,
+                np.frombuffer(id_ends, "<i8").astype(np.int64),
+                ids,
+                np.frombuffer(removed, "<i4").astype(np.int64),
+                np.frombuffer(sums, "<u4"),
+                None if segment is None else segments[segment],
+                offset,
+            )
+            if len(part.sums) != blocks_of(part.nbytes):
+                raise ValueError(f"it has {len(part.sums)} checksums for {part.nbytes} bytes")
+            if segment is None:
+                values = torch.frombuffer(bytearray(memory or b"\0"), dtype=torch.uint8)[: len(memory)]
+                part._checked.check(memoryview(memory), 0, lambda begin, end: memoryview(memory)[begin:end])
+                part.memory = values.view(layout.dtype).view(rows, layout.width)
+        except (TypeError, ValueError, KeyError, RuntimeError) as error:
+            raise ValueError(f"its part of the documents from number {first!r:.100} on: {error}") from None
+        part.crc = crc
+        return part
+
+    def without(self, places: np.ndarray) -> Part:
+        """The same part, of which the documents at some more places count as removed; they share what was checked."""
+        removed = np.union1d(self.removed, places).astype(np.int64)
+        part = Part(
+            self.layout, self.numbers, self.lengths, self.id_ends, self.ids, removed, self.sums, self.segment,
+            self.offset, self.memory,
+        )  # fmt: skip
+        part._checked, part.crc = self._checked, self.crc
+        return part
+
+    @property
+    def live(self) -> np.ndarray:
+        """Which documents do not count as removed. Shape: [N], bool."""
+        mask = np.ones(self.documents, dtype=bool)
+        mask[self.removed] = False
+        return mask
+
+    def ids_at(self, places: np.ndarray) -> list[str]:
+        """Ids of the documents at some places."""
+        ends = self.id_ends[places].tolist()
+        begins = np.where(places > 0, self.id_ends[places - 1], 0).tolist()
+        ids = self.ids
+        return [ids[begin:end].decode("utf-8", "surrogatepass") for begin, end in zip(begins, ends, strict=True)]
+
+    def read_into(self, out: torch.Tensor, start: int) -> None:
+        """Fill `out` [n, width] with the rows of the tokens from `start` on.
+
+        Raises
+        ------
+        ValueError
+            If the segment has become too short, or has other rows than were written, which is noticed when they are
+            first read. The message names it.
+        OSError
+            If the disk fails. The message names the file.
+        """
+        if self.memory is not None:
+            out.copy_(self.memory[start : start + len(out)])
+            return
+        assert self.segment is not None
+        begin = start * self.layout.nbytes
+        end = begin + len(out) * self.layout.nbytes
+        view, place = memoryview(b"") if begin == end else bytes_of(out), begin
+        try:
+            while place < end:
+                stop = min(end, (place // _CHECKED_AT_A_TIME + 1) * _CHECKED_AT_A_TIME)
+                some = read_exactly(self.segment.descriptor, view[place - begin : stop - begin], self.offset + place)
+                self._checked.check(some, place, self._bytes)
+                place = stop
+        except ValueError as error:
+            raise ValueError(f"{self.segment.path} is damaged: {error}") from None
+        except OSError as error:
+            raise OSError(error.errno, f"{self.segment.path} cannot be read: {error.strerror}") from error
+
+    def check_size(self) -> None:
+        """Refuse a segment that has been truncated. The message names it."""
+        if self.segment is not None:
+            size, end = os.fstat(self.segment.descriptor).st_size, self.offset + self.nbytes
+            if size < end:
+                raise ValueError(f"{self.segment.path} is damaged: it ends after {size} bytes, {end} were expected")
+
+    def _bytes(self, begin: int, end: int) -> memoryview:
+        assert self.segment is not None
+        return read_exactly(self.segment.descriptor, bytearray(end - begin), self.offset + begin)
+
+    def verify(self, path: Path) -> None:
+        """Read all rows anew, those of removed documents too; `path` is the catalog's.
+
+        Raises
+        ------
+        ValueError
+            If they are others than were written, or one is NaN or infinite. The message names the file.
+        """
+        self._checked = CheckedBlocks(self.sums, self.nbytes)
+        step = max(1, _VERIFIED_AT_A_TIME // self.layout.nbytes)
+        for start in range(0, self.rows, step):
+            values = torch.empty(min(step, self.rows - start), self.layout.width, dtype=self.layout.dtype)
+            self.read_into(values, start)
+            finite = is_finite(values)
+            if not finite.all():
+                number = self.numbers[
+                    np.searchsorted(self.lengths.cumsum(), start + int(finite.int().argmin()), "right")
+                ]
+                where = path if self.segment is None else self.segment.path
+                raise ValueError(f"{where} holds NaN or infinite values, first in its document {number}")
+
+
+def encoded_id(id_: str) -> bytes:
+    """An id as it is kept: any string, also one that holds half of a surrogate pair."""
+    return id_.encode("utf-8", "surrogatepass")
+
+
+def bytes_of(values: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU, and of another one a copy."""
+    return memoryview(values.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def _crc(columns: Iterable) -> int:
+    """The CRC-32 of columns of a row; the rows in memory have checksums of their own."""
+    crc = 0
+    for column in columns:
+        data = column if isinstance(column, bytes) else repr(column).encode()
+        crc = zlib.crc32(data, zlib.crc32(b"%d:" % len(data), crc))
+    return crc

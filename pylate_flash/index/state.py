@@ -1,0 +1,118 @@
+"""What an index is, beside its documents: one row of JSON in the catalog, checked in full before anything is used."""
+
+from __future__ import annotations
+
+import functools
+import json
+import platform
+import zlib
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from .layout import DTYPES, Layout
+from .model_record import ModelRecord
+
+__all__ = ["FORMAT_VERSION", "State"]
+
+FORMAT = "pylate_flash.catalog"
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True)
+class State:
+    """The defaults are those of an index that has not been written yet.
+
+    Attributes
+    ----------
+    dtype, embedding_size
+        Of the embeddings; None as long as there are none.
+    generation
+        How often the index has been written.
+    documents
+        How many it holds.
+    next_number
+        The number of the next document that is added. Numbers ascend, and none is given twice.
+    parts, parts_crc
+        How many rows the table of parts has, and a CRC-32 over theirs.
+    model
+        Which model made the embeddings.
+    corpora
+        The files and folders whose texts were added: absolute, and as seen from the index.
+    created_with
+        Versions of the packages that wrote last.
+    """
+
+    dtype: str = "float32"
+    embedding_size: int | None = None
+    generation: int = 0
+    documents: int = 0
+    next_number: int = 0
+    parts: int = 0
+    parts_crc: int = 0
+    model: ModelRecord | None = None
+    corpora: tuple[tuple[str, str | None], ...] = ()
+    created_with: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def layout(self) -> Layout:
+        """How embeddings are kept; of size 0 as long as nothing was added."""
+        return Layout(self.dtype, self.embedding_size or 0)
+
+    def next(self, **changes: Any) -> State:
+        """The state of the next generation."""
+        following = replace(self, generation=self.generation + 1, created_with=_versions(), **changes)
+        # What is empty takes embeddings of any size.
+        return following if following.parts else replace(following, embedding_size=None)
+
+    def to_json(self) -> str:
+        """As `parse` takes it."""
+        model = None if self.model is None else self.model.to_json()
+        record = {"format": FORMAT, "version": FORMAT_VERSION, **vars(self), "model": model}
+        return json.dumps({**record, "crc32": _crc(record)})
+
+    @classmethod
+    def parse(cls, text: str) -> State:
+        """Read what `to_json` wrote.
+
+        Raises
+        ------
+        ValueError
+            If it is something else, of a newer version, or damaged.
+        """
+        try:
+            record = json.loads(text)
+            if record.pop("format") != FORMAT:
+                raise ValueError("it is no index of pylate_flash")
+            version = record.pop("version")
+            crc = record.pop("crc32")
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise ValueError(f"its state is no record of an index: {error!r:.200}") from None
+        if type(version) is int and version > FORMAT_VERSION:
+            raise ValueError(
+                f"it has format version {version}, and this pylate_flash reads up to {FORMAT_VERSION}: upgrade "
+                "pylate_flash"
+            )
+        try:
+            if crc != _crc({"format": FORMAT, "version": version, **record}):
+                raise ValueError("its state has another CRC-32 than when it was written")
+            record["model"] = None if record["model"] is None else ModelRecord.from_json(record["model"])
+            record["corpora"] = tuple((absolute, relative) for absolute, relative in record["corpora"])
+            state = cls(**record)
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
+            raise ValueError(str(error)) from None
+        if state.dtype not in DTYPES:
+            raise ValueError(f"unknown dtype {state.dtype!r:.100}")
+        return state
+
+
+@functools.cache
+def _versions() -> dict[str, str]:
+    from .. import __version__
+
+    return {"pylate_flash": __version__, "python": platform.python_version(), "torch": torch.__version__}
+
+
+def _crc(record: dict) -> int:
+    return zlib.crc32(json.dumps(record).encode())
