@@ -24,6 +24,7 @@ from .common import (
     UserError,
     be_quiet,
     check_file,
+    check_new_folder,
     command,
     explained,
     loading,
@@ -39,6 +40,7 @@ from .indexing import (
     check_place,
     counted,
     escaped,
+    holds_old_index,
     index_path,
     load_model_of,
     noted,
@@ -298,6 +300,33 @@ def compact(index: Index = DEFAULT_INDEX) -> None:
         store.compact()
     after = _describe(store)["files"]
     say(f"{place} holds {counted(len(store), 'document')} in {counted(after, 'file')}, {before} before")
+
+
+@app.command(epilog="Example: `pylate-flash index convert --index my-index --to my-new-index`")
+@command
+def convert(
+    to: Annotated[Path, typer.Option(help="Folder of the new index: none that holds anything.")],
+    index: Index = DEFAULT_INDEX,
+) -> None:
+    """Write an index that has the format before this one into a new folder, embeddings as they are.
+
+    The old one is only read, and compared with its checksums; delete it when you no longer need it. After an
+    interruption the same command begins anew.
+    """
+    place, new = index_path(index), index_path(to)
+    if not holds_old_index(place):
+        check_index(place)
+        raise UserError(f"the index in {place} needs no conversion")
+    check_new_folder(new, "--to")
+    check_place(new)
+    if os.path.isdir(new) and os.listdir(new):
+        raise UserError(f"--to: {new} is not empty; name another folder")
+    loading(f"the index in {place}")
+    from .old_index import convert as converted
+
+    with explained(kinds=INDEX_ERRORS), noted():
+        store = converted(place, new, show_progress=sys.stderr.isatty())
+    say(f"{new} holds the {counted(len(store), 'document')} of {place}, which is as it was")
 
 
 def _describe(store: PackedStore) -> dict[str, Any]:

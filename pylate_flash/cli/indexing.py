@@ -43,7 +43,12 @@ def index_path(index: Path) -> Path:
 
 
 def holds_index(place: Path) -> bool:
-    return os.path.isfile(place / "catalog.sqlite")
+    return os.path.isfile(place / "catalog.sqlite") or holds_old_index(place)
+
+
+def holds_old_index(place: Path) -> bool:
+    """Whether the index there has the format before this one."""
+    return not os.path.isfile(place / "catalog.sqlite") and os.path.isfile(place / "manifest.json")
 
 
 def check_index(place: Path) -> None:

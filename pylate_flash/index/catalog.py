@@ -92,10 +92,12 @@ class Catalog:
 
     def read(self) -> tuple[State, list[tuple[tuple, bytes]]]:
         """State and rows of parts, each with the places that count as removed, as they are on the disk now."""
+        # Before the snapshot, which another writer may follow with a commit.
+        committed = self._read_committed()
         with self._explained(), self._reading() as connection, _transaction(connection, "DEFERRED"):
             if not _has_tables(connection):
                 # A first write was killed, if it is not damaged.
-                self._check_committed(self.state)
+                self._compare(self.state, *committed)
                 return self.state, []
             state = self._read_state(connection)
             parts = connection.execute("SELECT * FROM parts ORDER BY number").fetchall()
@@ -104,7 +106,7 @@ class Catalog:
         crc = parts_crc((part[-1], places) for part, places in rows)
         if removed or (len(rows), crc) != (state.parts, state.parts_crc):
             raise ValueError(f"{self.path} is damaged: it holds {len(rows)} parts, and says {state.parts}, or others")
-        self._check_committed(state)
+        self._compare(state, *committed)
         self.state = state
         return state, rows
 
@@ -282,20 +284,23 @@ class Catalog:
             raise ValueError(f"{self.path} is damaged: {found}")
         self._sound = True
 
-    def _check_committed(self, state: State) -> None:
+    def _read_committed(self) -> tuple[int, int]:
+        """The generation that was committed last, and the last one that is known to be on the disk."""
         path = self.path.with_name("committed")
         try:
             with open(open_regular(path), "rb", buffering=0) as file:
                 content = file.read()
         except FileNotFoundError:
-            return
+            return 0, 0
         slots = [content[start : start + _SLOT_BYTES] for start in (0, _SLOT_BYTES)]
         found = [
             _COMMITTED.unpack(slot[:-4]) for slot in slots if len(slot) == _SLOT_BYTES and slot == _slot(slot[:-4])
         ]
         if content and not found:
             raise ValueError(f"{path} is damaged: it has another CRC-32 than when it was written")
-        committed, flushed = max(found, default=(0, 0))
+        return max(found, default=(0, 0))
+
+    def _compare(self, state: State, committed: int, flushed: int) -> None:
         if state.generation < flushed:
             raise ValueError(
                 f"{self.path} is damaged: it is of generation {state.generation}, and {flushed} was on the disk"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -63,7 +64,8 @@ class PackedStore:
     ------
     ValueError
         If `dtype` is none of these or differs from the existing store's, if `path` cannot be a folder, or if a
-        file of the existing store is missing, damaged, or of a newer format.
+        file of the existing store is missing, damaged, or of a newer format, or of the format before this one, which
+        `pylate-flash index convert` reads.
     OSError
         If the folder cannot be read. The message names it.
     """
@@ -73,6 +75,11 @@ class PackedStore:
             raise ValueError(f"dtype must be one of {sorted(DTYPES)}, got {dtype!r}")
         self.path = Path(path).absolute()
         check_folder(self.path)
+        if (self.path / "manifest.json").exists() and not (self.path / "catalog.sqlite").exists():
+            raise ValueError(
+                f"the index in {self.path} has the format before this one: `pylate-flash index convert --index "
+                f"{shlex.quote(str(self.path))} --to NEW` writes it anew, and leaves it as it is"
+            )
         self._catalog = Catalog(self.path, dtype or "float32")
         self._swept = False  # whether this object has deleted what writers left that were killed
         self.documents = Documents()
@@ -278,24 +285,40 @@ class PackedStore:
                     if progress is not None:
                         progress.update(end - begin)
 
-            pending = self.documents.pending
-            nbytes = int(np.maximum(lengths, 1).sum()) * layout.nbytes
-            first = self.state.next_number
-            with self._changing(embedding_size=size, next_number=first + len(ids)) as change:
-                if replace:
-                    there = self.positions_of(ids)
-                    self._remove(change, there[there >= 0])
-                if self.documents.pending_bytes + nbytes <= PENDING_BYTES and len(pending) < PENDING_PARTS:
-                    batches = list(converted(0, len(documents)))
-                    memory, sums = batches[0] if len(batches) == 1 else torch.cat(batches), Sums()
-                    sums.update(bytes_of(memory))
-                    numbers = np.arange(first, first + len(ids))
-                    change.add(Part.of(layout, numbers, ids, lengths, sums.values(), memory=memory), ids)
-                    return
-                change.move([part for part in change.parts if part.memory is not None])
-                for start, stop in blocks(lengths, max(1, SEGMENT_BYTES // layout.nbytes)):
-                    rows = converted(start, stop)
-                    change.append(layout, first + start, ids[start:stop], lengths[start:stop], rows)
+            self.append(ids, lengths, layout, converted, replace)
+
+    def append(
+        self,
+        ids: Sequence[str],
+        lengths: np.ndarray,
+        layout: Layout,
+        rows: Callable[[int, int], Iterator[torch.Tensor]],
+        replace: bool = False,
+    ) -> None:
+        """As `add`, of documents of `lengths` [N] whose rows, of some from one to another, `rows` yields in pieces."""
+        if not ids:
+            return
+        pending, first = self.documents.pending, self.state.next_number
+        nbytes = int(np.maximum(lengths, 1).sum()) * layout.nbytes
+        with self._changing(embedding_size=layout.size, next_number=first + len(ids)) as change:
+            if replace:
+                there = self.positions_of(ids)
+                self._remove(change, there[there >= 0])
+            if self.documents.pending_bytes + nbytes <= PENDING_BYTES and len(pending) < PENDING_PARTS:
+                pieces = list(rows(0, len(ids)))
+                memory, sums = pieces[0] if len(pieces) == 1 else torch.cat(pieces), Sums()
+                sums.update(bytes_of(memory))
+                numbers = np.arange(first, first + len(ids))
+                change.add(Part.of(layout, numbers, ids, lengths, sums.values(), memory=memory), ids)
+                return
+            change.move([part for part in change.parts if part.memory is not None])
+            for start, stop in blocks(lengths, max(1, SEGMENT_BYTES // layout.nbytes)):
+                some = ids[start:stop], lengths[start:stop]
+                change.append(layout, first + start, *some, rows(start, stop))
+
+    def close(self) -> None:
+        """Close the catalog, as before the folder is renamed; it opens again at need."""
+        self._catalog.close()
 
     def remove(self, positions: np.ndarray, erase: bool = False) -> None:
         """Drop the documents at positions [N]: all of them or, on an error, none. It raises what `compact` does.

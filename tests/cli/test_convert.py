@@ -1,0 +1,115 @@
+"""`index convert`: indexes that earlier versions wrote (`tests/old_indexes`) are written anew, and left as they are."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from pylate_flash.cli import old_index
+from pylate_flash.index.store import PackedStore
+from pylate_flash.indexes import Flat
+from tests.cli.commands import assert_one_clear_sentence, invoke, succeed
+from tests.stores import content, documents_of
+
+OLD = Path(__file__).parents[1] / "old_indexes"
+# Version 1 has neither checksums nor a journal, 2 a journal, 3 embeddings in 8 bits, 4 documents marked as removed.
+EXPECTED = {
+    1: ("float16", ["a", "b", "c\ud800"], [*documents_of([2, 0]), *documents_of([3], seed=1)]),
+    2: (
+        "float32",
+        ["a", "b", "c", "é", "e"],
+        [*documents_of([2, 3]), *documents_of([1], seed=1), *documents_of([0, 2], seed=2)],
+    ),
+    3: ("int8", ["a", "b", "c"], [*documents_of([2, 3], 20), *documents_of([1], 20, seed=1)]),
+    4: ("bfloat16", ["a", "c", "d"], [*documents_of([2, 3, 1])[::2], *documents_of([1, 2], seed=1)[:1]]),
+}
+
+
+def files_of(path: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in path.iterdir()}
+
+
+@pytest.fixture
+def old(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    return Path(shutil.copytree(OLD / f"version{request.param}", tmp_path / "old"))
+
+
+@pytest.mark.parametrize(("old", "version"), [(version, version) for version in EXPECTED], indirect=["old"])
+def test_an_old_index_is_converted_row_by_row(old: Path, version: int, tmp_path: Path) -> None:
+    before, new = files_of(old), tmp_path / "new"
+    said = succeed("index", "convert", "--index", old, "--to", new)
+    dtype, ids, documents = EXPECTED[version]
+    assert f"{new} holds the {len(ids)} documents of {old}, which is as it was" in said
+    assert files_of(old) == before
+    # Rows as the old version kept them: as this one makes them of the same embeddings.
+    again = PackedStore(tmp_path / "again", dtype)
+    again.add(ids, documents)
+    found, expected = content(new), content(again.path)
+    assert list(found) == ids
+    for id_ in ids:
+        assert torch.equal(found[id_].view(torch.uint8), expected[id_].view(torch.uint8))
+    assert PackedStore(new).state.dtype == dtype
+    assert Flat(tmp_path, "new", device="cpu").verify().documents == len(ids)
+    # It can be added to.
+    PackedStore(new).add(["x"], documents_of([1], documents[0].shape[1]))
+
+
+@pytest.mark.parametrize("old", [2], indirect=True)
+def test_model_and_corpora_are_remembered(old: Path, tmp_path: Path) -> None:
+    (tmp_path / "corpus.jsonl").write_text("{}")
+    store = old_index.convert(old, tmp_path / "further" / "new")
+    assert store.state.model is not None
+    assert (store.state.model.name, store.state.model.query_length) == ("some/model", 32)
+    assert store.state.corpora == (("/nowhere/corpus.jsonl", "../../corpus.jsonl"),)
+
+
+@pytest.mark.parametrize("old", [2], indirect=True)
+def test_every_command_names_the_one_that_converts(old: Path) -> None:
+    sentence = f"the index in {old} has the format before this one: `pylate-flash index convert --index {old} --to NEW`"
+    with pytest.raises(ValueError, match="has the format before this one"):
+        Flat(old.parent, old.name, device="cpu")
+    before = files_of(old)
+    with pytest.raises(ValueError, match="has the format before this one"):
+        Flat(old.parent, old.name, device="cpu", override=True)
+    for command in (["index", "info"], ["index", "verify"], ["index", "remove", "a"], ["search", "text"]):
+        assert_one_clear_sentence(invoke(*command, "--index", old), sentence)
+    assert files_of(old) == before
+
+
+@pytest.mark.parametrize("old", [4], indirect=True)
+def test_a_flipped_bit_is_one_error_and_makes_no_index(old: Path, tmp_path: Path) -> None:
+    new = tmp_path / "new"
+    for name, whole in files_of(old).items():
+        for place in range(0, len(whole), 7):
+            changed = bytearray(whole)
+            changed[place] ^= 1 << place % 8
+            (old / name).write_bytes(changed)
+            try:
+                store = old_index.convert(old, new)
+            except (ValueError, OSError) as error:
+                assert str(old) in str(error), (name, place, error)  # noqa: PT017
+                assert not new.exists()
+            else:
+                # Of a journal there are two heads, of which one says what counts, and bytes that stand for nothing.
+                assert name.startswith("journal")
+                assert store.ids == EXPECTED[4][1]
+                shutil.rmtree(new)
+        (old / name).write_bytes(whole)
+
+
+def test_what_cannot_be_converted(tmp_path: Path) -> None:
+    def refused(index: str, to: str, said: str) -> None:
+        result = invoke("index", "convert", "--index", tmp_path / index, "--to", tmp_path / to)
+        assert_one_clear_sentence(result, said)
+
+    PackedStore(tmp_path / "index").add(["a"], documents_of([1]))
+    refused("index", "new", "needs no conversion")
+    refused("nothing", "new", "there is no index in")
+    shutil.copytree(OLD / "version1", tmp_path / "old")
+    refused("old", "index", "is not empty")
+    (tmp_path / "old" / "manifest.json").write_text(json.dumps({"format": "another"}))
+    refused("old", "new", "is damaged, or no manifest")
