@@ -49,12 +49,18 @@ def _keepable(result: dict[str, Any]) -> bool:
     return not result["quick"] and not result["protocol"]["reduced"]
 
 
+def suite_of(name: str) -> Suite:
+    """Return the suite of that name, of the package or of the folder `suites` here."""
+    path = HERE / "suites" / f"{name}.py"
+    return load_suite(str(path) if path.is_file() else name)
+
+
 def render(suite: Suite, result: dict[str, Any] | None) -> str:
     """Return what stands between the two markers: the table, or a sentence where there is no result yet."""
     if result is None:
+        name = f"docs/benchmarks/suites/{suite.name}.py" if suite.script else suite.name
         return (
-            "No measurement is committed yet. "
-            f"`pylate-flash bench {suite.name} --json docs/benchmarks/results/` makes one."
+            f"No measurement is committed yet. `pylate-flash bench {name} --json docs/benchmarks/results/` makes one."
         )
     heads = titles(suite, result)
     protocol = result["protocol"]
@@ -173,7 +179,7 @@ def _cell(name: str, state: dict[str, Any] | None, unit: str) -> str:
 
 def table_of(suite: str, folder: Path = RESULTS) -> str:
     """Return what stands between the markers of a suite, or of "quality"."""
-    return quality(folder) if suite == "quality" else render(load_suite(suite), newest(suite, folder))
+    return quality(folder) if suite == "quality" else render(suite_of(suite), newest(suite, folder))
 
 
 def suites_of(page: str, where: str) -> list[str]:

@@ -5,9 +5,9 @@
 - `protocol`: how one call is timed, the card's ceilings (`l2`: that of its cache; `exponentials`, `eight_bits`),
   and the floor that they give a piece of work.
 - `suite`: what a suite is (rows, systems, a reference), and the loop that checks, times and compares the systems.
-- `forward`, `fat`, `quantized`, `residual`, `varlen`, `training`, `losses`, `soft`, `xtr`, `sparse`, `chamfer`,
-  `hidden`, `hosts`, `launch`, `cpu`: the suites. Another one is one more file like them, named in `SUITES`. `calls` and
-  `steps` are what `launch` times, `loss_steps` what `losses` does.
+- `forward`, `quantized`, `residual`, `varlen`, `training`, `losses`, `hosts`, `launch`, `cpu`: the suites. Another one
+  is one more file like them, named in `SUITES` or by its path, as those in docs/benchmarks/suites. `calls` and `steps`
+  are what `launch` times, `loss_steps` what `losses` does.
 - `peers`: the other packages that a suite may measure, and what is particular to them.
 - `memory`: the memory of one system, measured in a process of its own (`fresh`).
 - `results`, `report`, `plot`: a result as JSON, as a table on the terminal, as a picture.
@@ -18,6 +18,10 @@ Importing this package needs neither PyLate nor the other packages measured.
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import sys
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -26,17 +30,11 @@ if TYPE_CHECKING:
 # The suites by name: each is a module with a function `suite()`.
 SUITES = {
     "forward": "pylate_flash.bench.forward",
-    "fat": "pylate_flash.bench.fat",
     "quantized": "pylate_flash.bench.quantized",
     "residual": "pylate_flash.bench.residual",
     "varlen": "pylate_flash.bench.varlen",
     "training": "pylate_flash.bench.training",
     "losses": "pylate_flash.bench.losses",
-    "xtr": "pylate_flash.bench.xtr",
-    "soft": "pylate_flash.bench.soft",
-    "sparse": "pylate_flash.bench.sparse",
-    "chamfer": "pylate_flash.bench.chamfer",
-    "hidden": "pylate_flash.bench.hidden",
     "hosts": "pylate_flash.bench.hosts",
     "launch": "pylate_flash.bench.launch",
     "cpu": "pylate_flash.bench.cpu",
@@ -44,14 +42,32 @@ SUITES = {
 
 
 def load_suite(name: str) -> Suite:
-    """Return the suite of that name.
+    """Return the suite of that name, or what `suite()` returns in the Python file of that path.
 
     Raises
     ------
     ValueError
         If there is no such suite.
     """
+    if name.endswith(".py"):
+        return _of_file(Path(name).resolve())
     if name not in SUITES:
         raise ValueError(f"suite: there is no {name!r}, expected one of {', '.join(SUITES)}")
     suite: Suite = importlib.import_module(SUITES[name]).suite()
     return suite
+
+
+def _of_file(path: Path) -> Suite:
+    if not path.is_file():
+        raise ValueError(f"suite: there is no file {path}")
+    name = f"pylate_flash_suite_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    # Where dataclasses look for the names in their annotations.
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    if not hasattr(module, "suite"):
+        raise ValueError(f"suite: {path} has no function suite()")
+    suite: Suite = module.suite()
+    return replace(suite, script=str(path))

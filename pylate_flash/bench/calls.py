@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from pylate_flash.bench import forward, hidden, training, varlen
+from pylate_flash.bench import forward, training, varlen
 from pylate_flash.bench.protocol import relative_error
 from pylate_flash.bench.suite import WRONG, Candidate, Unavailable
 
@@ -421,7 +421,7 @@ class FromHidden(Call):
         return einsum_scores(queries, documents, self.queries_mask, self.documents_mask)
 
     def accuracy(self, dtype: torch.dtype) -> float:
-        return hidden.accuracy(dtype)
+        return training.accuracy(dtype)
 
     def ours(self) -> list[Candidate]:
         from pylate_flash import maxsim_from_hidden

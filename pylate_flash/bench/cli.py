@@ -29,17 +29,14 @@ def bench(
     suite: Annotated[
         str,
         typer.Argument(
-            help="forward: scores of padded batches, on this device. fat: of long embeddings. quantized: of documents "
-            "in 8 bits. residual: of residual codes, as of PLAID. varlen: of packed documents of many lengths, and "
-            "reranking through PyLate. training: forward, "
-            "loss and backward, with uniform and with skewed winners. losses: the same of large batches, up to 65536, "
-            "in chunks, and by the losses of PyLate's users. soft: scores and steps by a smooth maximum. "
-            "xtr: with XTR's scores. sparse: reranking by a few tokens of a query. "
-            "chamfer: distances between sets of points, and steps. "
-            "hidden: from an encoder's hidden states, with the projection. "
+            help="forward: scores of padded batches, on this device. quantized: of documents in 8 bits. residual: of "
+            "residual codes, as of PLAID. varlen: of packed documents of many lengths, and reranking through PyLate. "
+            "training: forward, loss and backward, with uniform and with skewed winners. losses: the same of large "
+            "batches, up to 65536, in chunks, and by the losses of PyLate's users. "
             "hosts: what a user of sentence-transformers 6 calls, by its own code and while registered. "
             "launch: how long a call keeps the host, in microseconds, and what it compiles. cpu: float32 batches, "
-            "reranking and steps of distillation, on the processor."
+            "reranking and steps of distillation, on the processor. "
+            "Or the path of a Python file whose function suite() returns one."
         ),
     ] = "forward",
     rows: Annotated[

@@ -22,7 +22,7 @@ from pylate_flash.bench import forward, losses, training
 from pylate_flash.bench.launch import GRADIENT_TOLERANCE
 from pylate_flash.bench.losses import Sample
 from pylate_flash.bench.peers import SENTENCE_TRANSFORMERS
-from pylate_flash.bench.protocol import Rounds, Work, relative_error
+from pylate_flash.bench.protocol import L2, Rounds, Work, relative_error
 from pylate_flash.bench.suite import OURS, Candidate, Suite, System, Unavailable
 
 _MAXSIM = "sentence_transformers.util.similarity:maxsim"
@@ -295,4 +295,5 @@ def suite() -> Suite:
         accuracy_of=accuracy_of,
         error=error,
         rounds_of=rounds_of,
+        ceilings=L2,
     )

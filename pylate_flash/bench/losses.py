@@ -18,10 +18,10 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from pylate_flash.bench import calls, hidden, loss_steps, training
+from pylate_flash.bench import calls, loss_steps, training
 from pylate_flash.bench.loss_steps import LONG, Given
 from pylate_flash.bench.peers import FLASH_MAXSIM, PYLATE
-from pylate_flash.bench.protocol import Rounds, make_stopwatch
+from pylate_flash.bench.protocol import L2, Rounds, make_stopwatch
 from pylate_flash.bench.suite import MARGIN, OURS, WRONG, Suite, System
 from pylate_flash.bench.training import TEMPERATURE, Batch, Inputs, Step
 
@@ -123,7 +123,7 @@ def reference(inputs: Inputs) -> Sample:
             raw = inputs.queries[of_queries], inputs.documents[of_documents]
             gradients[0] = gradients[0] * inputs.queries_mask[of_queries].unsqueeze(-1)
             gradients = [
-                hidden._through_normalisation(embeddings.double(), found[..., : embeddings.shape[-1]])
+                training.through_normalisation(embeddings.double(), found[..., : embeddings.shape[-1]])
                 for embeddings, found in zip(raw, gradients, strict=True)
             ]
         return Sample((log_sums - right).mean(), *gradients)
@@ -276,4 +276,5 @@ def suite() -> Suite:
         # Of calls of seconds one time is enough.
         stopwatch=make_stopwatch,
         rounds_of=rounds_of,
+        ceilings=L2,
     )

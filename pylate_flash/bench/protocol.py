@@ -21,6 +21,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -283,9 +284,7 @@ def measure_ceilings(
     device: torch.device,
     dtype: torch.dtype,
     *,
-    with_l2: bool = False,
-    with_exponentials: bool = False,
-    with_eight_bits: bool = False,
+    others: Mapping[str, Callable[[torch.device], float | None]] = MappingProxyType({}),
     matmul_size: int | None = None,
     copy_bytes: int | None = None,
 ) -> Ceilings:
@@ -295,12 +294,8 @@ def measure_ceilings(
     ----------
     device, dtype
         Where, and the type of the matrices. float32 follows `torch.get_float32_matmul_precision`, as the systems do.
-    with_l2
-        Whether to measure the L2 cache of a GPU too.
-    with_exponentials
-        Whether to measure a GPU's exponentials too.
-    with_eight_bits
-        Whether to measure a GPU's products of 8-bit values too.
+    others
+        What measures further rates of a GPU, by the names that `Ceilings` has for them.
     matmul_size
         Rows and columns of the square matrices. Default: 8192 on a GPU, 2048 on a CPU.
     copy_bytes
@@ -324,29 +319,22 @@ def measure_ceilings(
         make_stopwatch(device, flush_bytes=0),
         Rounds(warmup=5, repetitions=20) if on_gpu else Rounds(warmup=1, repetitions=3),
     )
-    l2 = None
-    if with_l2 and on_gpu:
-        # Its kernel needs Triton, which is not everywhere.
-        from pylate_flash.bench.l2 import measure_l2
-
-        l2 = measure_l2(device)
-    exponentials = None
-    if with_exponentials and on_gpu:
-        from pylate_flash.bench.exponentials import measure_exponentials
-
-        exponentials = measure_exponentials(device)
-    eight_bits = None
-    if with_eight_bits and on_gpu:
-        from pylate_flash.bench.eight_bits import measure_eight_bits
-
-        eight_bits = measure_eight_bits(device)
     return Ceilings(
         flops_per_second=2 * matmul_size**3 / (timings["matmul"].median_ms / 1e3),
         bytes_per_second=2 * copy_bytes / (timings["copy"].median_ms / 1e3),
-        l2_bytes_per_second=l2,
-        exponentials_per_second=exponentials,
-        eight_bit_flops_per_second=eight_bits,
+        **{name: measure_rate(device) for name, measure_rate in others.items() if on_gpu},
     )
+
+
+def measure_l2(device: torch.device) -> float:
+    """As `l2.measure_l2`, whose kernel needs Triton, which is not everywhere."""
+    from pylate_flash.bench import l2
+
+    return l2.measure_l2(device)
+
+
+# The further ceilings of suites whose rows gather rows from the L2 cache.
+L2 = {"l2_bytes_per_second": measure_l2}
 
 
 @dataclass(frozen=True)

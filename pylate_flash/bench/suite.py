@@ -8,8 +8,8 @@ granted the fastest of them: a deployment would have to find it.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -150,6 +150,10 @@ class Suite:
         ``(device, dtype) -> {name: number or words}``: what belongs to no row, where all rows are measured.
     rounds_of
         ``(row, rounds) -> rounds``: how often the calls of a row are made, where some rows take long.
+    ceilings
+        What measures further rates that the floors of its rows need, by name (`protocol.Ceilings`).
+    script
+        The file that it stands in, if it is none of the package.
     retunes
         Whether the peers tune their kernels for every row, unless it is to be quick: not where only the host is timed.
     """
@@ -169,6 +173,8 @@ class Suite:
     accuracy_of: Callable[[Any, torch.dtype], float] | None = None
     facts: Callable[[torch.device, torch.dtype], dict[str, Any]] | None = None
     rounds_of: Callable[[Any, Rounds], Rounds] | None = None
+    ceilings: Mapping[str, Callable[[torch.device], float | None]] = field(default_factory=dict)
+    script: str | None = None
     retunes: bool = True
 
 
@@ -247,14 +253,7 @@ def run(
         torch.cuda.set_device(device)
     if ceilings is None:
         observer.doing("measuring the ceilings")
-        works = [row.work(dtype) for row in chosen]
-        ceilings = measure_ceilings(
-            device,
-            dtype,
-            with_l2=any(work.l2_bytes for work in works),
-            with_exponentials=any(work.exponentials for work in works),
-            with_eight_bits=any(work.eight_bits for work in works),
-        )
+        ceilings = measure_ceilings(device, dtype, others=suite.ceilings)
         release(device)
     stopwatch = suite.stopwatch(device, rounds.flush_bytes)
     retuned, reduced = suite.retunes and not quick, reduces(suite, device)
@@ -269,7 +268,7 @@ def run(
             observer.doing(f"{row.name}: measuring the memory")
             timed = {name: state for name, state in measured["systems"].items() if "median_ms" in state}
             variants = {name: state["variant"] for name, state in timed.items()}
-            for name, taken in memory.measure(suite.name, row.name, variants, device, dtype).items():
+            for name, taken in memory.measure(suite.script or suite.name, row.name, variants, device, dtype).items():
                 timed[name]["memory_bytes"] = taken
         result["rows"].append(measured)
         result["complete"] = len(result["rows"]) == len(suite.rows)

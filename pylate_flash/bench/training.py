@@ -24,7 +24,7 @@ import torch.nn.functional as F
 
 from pylate_flash.bench.forward import unit_vectors
 from pylate_flash.bench.peers import FLASH_MAXSIM, LIK
-from pylate_flash.bench.protocol import MIB, Work, relative_error
+from pylate_flash.bench.protocol import L2, MIB, Work, relative_error
 from pylate_flash.bench.suite import OURS, Candidate, Suite, System
 
 TEMPERATURE = 0.02
@@ -244,6 +244,13 @@ def _gradients(
     return grad_rows, grad_documents
 
 
+def through_normalisation(embeddings: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    """The gradient of the embeddings from that of the normalised ones."""
+    with torch.enable_grad():
+        leaf = embeddings.detach().requires_grad_()
+        return torch.autograd.grad(F.normalize(leaf, dim=-1), leaf, grad)[0]
+
+
 def error(found: Step, expected: Step) -> float:
     """Return the largest of the relative errors of loss and scores, and of the gradients' relative Frobenius errors.
 
@@ -386,4 +393,5 @@ def suite() -> Suite:
         reference=reference,
         accuracy=accuracy,
         error=error,
+        ceilings=L2,
     )

@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pylate_flash.bench import chamfer
-from pylate_flash.bench.chamfer import Sets
 from pylate_flash.bench.protocol import Ceilings, Rounds
 from pylate_flash.bench.suite import run
 from pylate_flash.ops import chamfer_reference
+from suites import chamfer
+from suites.chamfer import Sets
 
 CPU = torch.device("cpu")
 DISTANCES = Sets("distances", 3, 40, 3)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -124,9 +125,12 @@ def test_a_record_has_at_least_twenty_timed_calls():
 
 
 def test_every_suite_loads_under_its_name_and_begins_with_ours():
-    for name in SUITES:
+    scripts = sorted(Path(suites.__file__).parents[2].glob("docs/benchmarks/suites/*.py"))
+    assert scripts
+    for name in (*SUITES, *map(str, scripts)):
         found = load_suite(name)
-        assert found.name == name
+        assert found.name == Path(name).stem
+        assert found.script == (name if Path(name) in scripts else None)
         assert found.systems[0].name == suites.OURS
         assert len({row.name for row in found.rows}) == len(found.rows)
 
@@ -148,8 +152,32 @@ def test_a_suite_for_the_cpu_is_measured_there_and_nowhere_else(invoke, tiny_sui
     outcome = invoke("--quick", "--device", "cuda", suite=kept)
     assert outcome.exit_code == 2
     assert "measures cpu only" in outcome.output
+
+
+def test_what_is_no_suite_is_named(tmp_path):
     with pytest.raises(ValueError, match="there is no 'backwards', expected one of forward"):
         load_suite("backwards")
+    with pytest.raises(ValueError, match="there is no file .*mine.py"):
+        load_suite(str(tmp_path / "mine.py"))
+    (tmp_path / "mine.py").write_text("answer = 42")
+    with pytest.raises(ValueError, match="mine.py has no function suite"):
+        load_suite(str(tmp_path / "mine.py"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory on a CPU is read from Linux's /proc")
+def test_a_suite_of_a_file_is_measured_memory_too(tmp_path):
+    path, kept = tmp_path / "mine.py", tmp_path / "result.json"
+    path.write_text(
+        "from dataclasses import replace\n"
+        "from pylate_flash.bench import forward\n"
+        "def suite():\n"
+        "    return replace(forward.suite(), name='mine', rows=(forward.Shape('tiny', 1, 5, 4, 7, d=16),))\n"
+    )
+    command = ["pylate_flash.bench", str(path), "--quick", "--device", "cpu", "--memory", "--json", str(kept)]
+    subprocess.run([sys.executable, "-m", *command], check=True, capture_output=True)
+    (row,) = results.load(kept)["rows"]
+    assert row["systems"]["pylate_flash"]["memory_bytes"] >= 0
+    assert results.load(kept)["suite"] == "mine"
 
 
 def test_remarks_say_what_the_table_cannot(result):

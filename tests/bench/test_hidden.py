@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pylate_flash.bench import hidden
-from pylate_flash.bench.hidden import ROWS, States
 from pylate_flash.bench.protocol import Ceilings, floor_of
 from pylate_flash.bench.suite import CPU_FLOPS, WRONG, Unavailable
 from pylate_flash.ops import maxsim_from_hidden_reference
+from suites import hidden
+from suites.hidden import ROWS, States
 
 CPU = torch.device("cpu")
 FORWARD = States("forward", 3, 5, 4, 12, d=8, d_model=24)

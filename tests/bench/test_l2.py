@@ -8,7 +8,8 @@ triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from pylate_flash.bench import exponentials, l2, protocol  # noqa: E402
+from pylate_flash.bench import l2, protocol  # noqa: E402
+from suites import soft  # noqa: E402
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
@@ -30,21 +31,21 @@ def test_every_read_goes_past_the_l1_cache_and_stays(capability):
 def test_it_is_measured_on_request_and_on_a_gpu_only(monkeypatch):
     sizes = {"matmul_size": 8, "copy_bytes": 1024}
     cpu = torch.device("cpu")
-    for with_l2 in (False, True):
-        assert protocol.measure_ceilings(cpu, torch.float32, with_l2=with_l2, **sizes).l2_bytes_per_second is None
+    for others in ({}, protocol.L2):
+        assert protocol.measure_ceilings(cpu, torch.float32, others=others, **sizes).l2_bytes_per_second is None
 
 
 @pytest.mark.parametrize("capability", [80, 90])
 def test_exponentials_are_one_instruction_each_and_stay_in_registers(capability):
     """One instruction of the special function units for every value of a thread, and one store of the sum."""
     source = ASTSource(
-        exponentials._exponentials,
+        soft._exponentials,
         signature={"sums": "*fp32", "repeats": "i32", "TILE": "constexpr"},
-        constexprs={"TILE": exponentials.TILE},
+        constexprs={"TILE": soft.TILE},
         attrs={},
     )
     kernel = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 8})
     lines = kernel.asm["ptx"].splitlines()
-    assert sum("ex2.approx" in line for line in lines) == exponentials.TILE // 256
+    assert sum("ex2.approx" in line for line in lines) == soft.TILE // 256
     assert sum("ld.global" in line for line in lines) == 0
     assert sum("st.global" in line for line in lines) == 1

@@ -150,6 +150,7 @@ def test_floor_is_the_longer_of_the_two_times():
                 0.102,
                 0.175,
                 1.358,
+                0.0011,
             ),
             strict=True,
         )

@@ -7,9 +7,8 @@ import torch
 from torch.nn import functional
 
 from pylate_flash.bench import forward, quantized
-from pylate_flash.bench.eight_bits import measure_eight_bits
 from pylate_flash.bench.protocol import Ceilings, floor_of
-from pylate_flash.bench.quantized import ROWS, Quantized
+from pylate_flash.bench.quantized import ROWS, Quantized, measure_eight_bits
 from pylate_flash.bench.suite import CPU_FLOPS, OURS, WRONG
 
 CPU = torch.device("cpu")

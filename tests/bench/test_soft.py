@@ -5,12 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pylate_flash.bench import protocol, soft
+from pylate_flash.bench import protocol
 from pylate_flash.bench.protocol import Ceilings, Rounds, Work, floor_of
-from pylate_flash.bench.soft import SoftBatch
 from pylate_flash.bench.suite import run
 from pylate_flash.bench.training import Step
 from pylate_flash.ops import soft_maxsim_reference
+from suites import soft
+from suites.soft import SoftBatch
 
 CPU = torch.device("cpu")
 SCORES = SoftBatch("scores", 5, 5, 4, 7, d=16)

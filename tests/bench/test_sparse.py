@@ -3,10 +3,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pylate_flash.bench import forward, sparse
+from pylate_flash.bench import forward
 from pylate_flash.bench.protocol import Ceilings, floor_of, relative_error
-from pylate_flash.bench.sparse import ROWS, Pruned
 from pylate_flash.bench.suite import CPU_FLOPS
+from suites import sparse
+from suites.sparse import ROWS, Pruned
 
 CPU = torch.device("cpu")
 TINY = Pruned("tiny", 1, 1100, 6, 9, d=16, k=3)

@@ -3,8 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pylate_flash.bench import training, xtr
+from pylate_flash.bench import training
 from pylate_flash.bench.training import Batch
+from suites import xtr
 
 ROW = Batch("small", 12, 12, 4, 9, d=16)
 

@@ -20,9 +20,9 @@ import torch.nn.functional as F
 
 from pylate_flash.bench.forward import unit_vectors
 from pylate_flash.bench.peers import LIK
-from pylate_flash.bench.protocol import Work, relative_error
+from pylate_flash.bench.protocol import L2, Work, relative_error
 from pylate_flash.bench.suite import OURS, Candidate, Suite, System, Unavailable
-from pylate_flash.bench.training import TEMPERATURE, _gradients, _winners, frobenius
+from pylate_flash.bench.training import TEMPERATURE, _gradients, _winners, frobenius, through_normalisation
 
 
 @dataclass(frozen=True)
@@ -172,20 +172,13 @@ def reference(inputs: Inputs) -> Result:
         start += len(part)
     grad_rows = sum((grad for grad, _ in gradients), torch.zeros_like(rows))
     grad_documents = torch.cat([grad.flatten(0, 1) for _, grad in gradients])
-    grad_projected = _through_normalisation(projected.flatten(0, -2).double(), grad_documents)
+    grad_projected = through_normalisation(projected.flatten(0, -2).double(), grad_documents)
     return (
         scores.detach(),
-        _through_normalisation(inputs.queries.double(), grad_rows.view(queries.shape)),
+        through_normalisation(inputs.queries.double(), grad_rows.view(queries.shape)),
         (grad_projected @ inputs.weight.detach().double()).view(inputs.hidden.shape),
         grad_projected.T @ inputs.hidden.detach().flatten(0, -2).double(),
     )
-
-
-def _through_normalisation(embeddings: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    """The gradient of the embeddings from that of the normalised ones."""
-    with torch.enable_grad():
-        leaf = embeddings.detach().requires_grad_()
-        return torch.autograd.grad(F.normalize(leaf, dim=-1), leaf, grad)[0]
 
 
 def error(found: Result, expected: Result) -> float:
@@ -309,4 +302,5 @@ def suite() -> Suite:
         reference=reference,
         accuracy=accuracy,
         error=error,
+        ceilings=L2,
     )

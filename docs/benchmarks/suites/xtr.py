@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 from pylate_flash.bench import training
 from pylate_flash.bench.peers import PYLATE
+from pylate_flash.bench.protocol import L2
 from pylate_flash.bench.suite import OURS, Candidate, Suite, System
 from pylate_flash.bench.training import TEMPERATURE, Batch, Inputs, Step
 
@@ -99,4 +100,5 @@ def suite() -> Suite:
         reference=reference,
         accuracy=lambda dtype: 1e-2,
         error=error,
+        ceilings=L2,
     )

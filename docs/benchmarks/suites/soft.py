@@ -16,9 +16,11 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 
 from pylate_flash.bench import training
-from pylate_flash.bench.protocol import Work, relative_error
+from pylate_flash.bench.protocol import Rounds, Work, make_stopwatch, measure, relative_error
 from pylate_flash.bench.suite import OURS, Candidate, Suite, System
 from pylate_flash.bench.training import Batch, Inputs, Step
 
@@ -161,6 +163,33 @@ def once(inputs: SoftInputs) -> list[Candidate]:
     return [candidate(inputs, "soft_maxsim", partial(soft_maxsim, beta=BETA, max_scratch_bytes=PARTIAL_SUMS))]
 
 
+# Values of a program of eight warps, and how often it takes the exponentials of all.
+TILE = 4096
+REPEATS = 1024
+
+
+@triton.jit
+def _exponentials(sums, repeats, TILE: tl.constexpr):
+    """Each program takes powers of 2 of its own values, again and again, all in registers."""
+    values = tl.arange(0, TILE).to(tl.float32) / TILE
+    for _ in range(repeats):
+        # Which goes to the one value that is its own: never to 0, infinity or a subnormal number.
+        values = tl.exp2(-values)
+    tl.store(sums + tl.program_id(0), tl.sum(values))
+
+
+def measure_exponentials(device: torch.device) -> float:
+    """Return the powers of 2 per second, float32, that all of a GPU computes."""
+    programs = 8 * torch.cuda.get_device_properties(device).multi_processor_count
+    sums = torch.empty(programs, device=device)
+
+    def compute() -> None:
+        _exponentials[(programs,)](sums, REPEATS, TILE=TILE, num_warps=8)
+
+    timings = measure({"exponentials": compute}, make_stopwatch(device, flush_bytes=0), Rounds(5, 20))
+    return TILE * REPEATS * programs / (timings["exponentials"].median_ms / 1e3)
+
+
 def suite() -> Suite:
     """Return the suite."""
     return Suite(
@@ -192,4 +221,5 @@ def suite() -> Suite:
         accuracy=lambda dtype: SCORE_ACCURACY,
         accuracy_of=accuracy,
         error=error,
+        ceilings={"exponentials_per_second": measure_exponentials},
     )
