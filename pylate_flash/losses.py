@@ -18,50 +18,28 @@ from typing import Any
 
 import torch
 import torch.distributed.nn  # PyLate's gather with gradients uses it without importing it
-import torch.nn.functional as F
 from pylate.losses.cached_contrastive import CachedContrastive as PyLateCachedContrastive
 from pylate.losses.contrastive import Contrastive as PyLateContrastive
 from pylate.losses.distillation import Distillation as PyLateDistillation
 from pylate.models import ColBERT
 from torch import Tensor
 
-from .ops import maxsim_kl_divergence
-from .training.contrast import Padded, cross_entropy_of_scores, scores_of_states, soft_scores, timed
-from .training.flags import (
+from .hosts.pylate.loss_inputs import (
     FlagScores,
-    check_sizes_of_ranks,
-    contrast_of,
-    contrastive_loss,
-    fused_scores,
-    fuses,
-    gathers,
-    is_scored_here,
-    masking_of,
-    masks_of,
-)
-from .training.grad_cache import Leaves, autocast_in_force, cached_loss, kept_operands
-from .training.mini_batches import Column, Limits, Packed, mini_batches, right_documents, unpack_padded
-from .training.options import (
     candidate_columns,
-    check_pylates_way,
-    check_size,
-    check_temperature,
     document_columns,
-    padded_to,
-    set_fusion,
-    set_gathering,
-    set_scoring,
-    set_smoothing,
-    set_token_limit,
+    embed,
+    for_pylate,
+    masks_of,
+    options_of,
+    set_options,
 )
+from .training.contrast import Padded, cross_entropy, divergence, timed
+from .training.grad_cache import autocast_in_force, cached_cross_entropy
+from .training.mini_batches import Limits
+from .training.options import check_sizes, check_temperature
 
 __all__ = ["Contrastive", "CachedContrastive", "Distillation"]
-
-
-def _for_pylate(loss: Any, columns: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
-    """The columns of a batch for PyLate's code, which knows less than this package's."""
-    check_pylates_way(loss)
-    return padded_to(loss, check_sizes_of_ranks(loss, columns), columns) if gathers(loss) else columns
 
 
 class Contrastive(PyLateContrastive):
@@ -148,8 +126,7 @@ class Contrastive(PyLateContrastive):
         smooth: float | Tensor | None = None,
     ) -> None:
         check_temperature(temperature)
-        if score_mini_batch_size is not None:
-            check_size("score_mini_batch_size", score_mini_batch_size)
+        check_sizes(score_mini_batch_size=score_mini_batch_size)
         super().__init__(
             model,
             score_metric if score_metric is not None else FlagScores(self),
@@ -158,10 +135,7 @@ class Contrastive(PyLateContrastive):
             gather_across_devices,
             temperature,
         )
-        set_scoring(self, score_metric, scorer, masking)
-        set_fusion(self, score_metric, fuse_projection)
-        set_gathering(self, score_metric, gather)
-        set_smoothing(self, score_metric, smooth)
+        set_options(self, score_metric, scorer, masking, fuse_projection, gather=gather, smooth=smooth)
 
     def forward(self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None = None) -> Tensor:
         """Return the loss, a float32 scalar.
@@ -175,19 +149,12 @@ class Contrastive(PyLateContrastive):
             Not used; the trainer passes it.
         """
         columns = document_columns(self, sentence_features)
-        fused = fuses(self)
-        if not fused and not is_scored_here(self):
-            return super().forward(_for_pylate(self, columns), labels)
-        if fused:
-            scores = fused_scores(self, columns)
-            right = torch.arange(len(scores), device=scores.device)
-            return cross_entropy_of_scores(scores, right, self.temperature, self.size_average)
-        queries, *documents = [self.model(features)["token_embeddings"] for features in columns]
-        queries_mask, masks = masks_of(self, columns)
-        # The documents of the first column come first: that of query i is document i.
-        together = Padded(*(values[0] if len(values) == 1 else torch.cat(values) for values in (documents, masks)))
-        with timed(self, queries.device):
-            return contrastive_loss(self, queries, queries_mask, together, None, self.size_average)
+        options = options_of(self)
+        if options is None:
+            return super().forward(for_pylate(self, columns), labels)
+        batch = embed(self, columns, options)
+        with timed(self, batch.queries.device):
+            return cross_entropy(options, batch)
 
 
 class CachedContrastive(PyLateCachedContrastive):
@@ -266,9 +233,7 @@ class CachedContrastive(PyLateCachedContrastive):
         mini_batch_num_tokens: int | None = None,
     ) -> None:
         check_temperature(temperature)
-        for name, size in (("mini_batch_size", mini_batch_size), ("score_mini_batch_size", score_mini_batch_size)):
-            if size is not None:
-                check_size(name, size)
+        check_sizes(mini_batch_size=mini_batch_size, score_mini_batch_size=score_mini_batch_size)
         if mini_batch_size is None and mini_batch_num_tokens is None:
             mini_batch_size = 32
         super().__init__(
@@ -281,67 +246,29 @@ class CachedContrastive(PyLateCachedContrastive):
             show_progress_bar,
             temperature,
         )
-        set_scoring(self, score_metric, scorer, masking)
-        set_fusion(self, score_metric, fuse_projection)
-        set_gathering(self, score_metric, gather)
-        set_token_limit(self, score_metric, mini_batch_num_tokens)
+        beyond = {"gather": gather, "mini_batch_num_tokens": mini_batch_num_tokens}
+        set_options(self, score_metric, scorer, masking, fuse_projection, **beyond)
         self._autocast: dict[str, Any] = {"device_type": "cpu", "enabled": False}
 
     def forward(self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None = None) -> Tensor:
         """Return the loss, a float32 scalar; columns as in :meth:`Contrastive.forward`."""
         columns = document_columns(self, sentence_features)
+        options = options_of(self)
         self._autocast = autocast_in_force(columns[0]["input_ids"].device.type)
-        fused = fuses(self)
-        if not fused and not is_scored_here(self):
-            return super().forward(_for_pylate(self, columns), labels)
-        return self._of_mini_batches(columns, fused)
-
-    def _of_mini_batches(self, columns: list[dict[str, Tensor]], fused: bool) -> Tensor:
-        """The loss, which in its backward encodes again."""
+        if options is None:
+            return super().forward(for_pylate(self, columns), labels)
         queries_mask, masks = masks_of(self, columns)
-        kept = [torch.ones_like(columns[0]["input_ids"], dtype=torch.bool) if queries_mask is None else queries_mask]
-        # A hidden state of zeros is no embedding of zeros.
-        zero_masked = masking_of(self) == "zero" and not fused
-        limits = Limits(self.mini_batch_size, self.mini_batch_num_tokens)  # type: ignore[arg-type]
-        queries, *documents = mini_batches(
-            columns, [*kept, *masks], limits, [False] + [zero_masked] * (len(columns) - 1)
-        )
-        labels = right_documents(queries, documents[0])
-        parts = [queries.batches, [batch for column in documents for batch in column.batches]]
-        averaged = self.size_average and self._gradient_is_averaged
-        return cached_loss(
+        if queries_mask is None:
+            queries_mask = torch.ones_like(columns[0]["input_ids"], dtype=torch.bool)
+        return cached_cross_entropy(
             self,
-            parts,
-            lambda leaves: self._of_tokens(queries, documents, leaves, labels, averaged),
-            self._autocast,
-            fused,
-            value_over=len(labels) if self.size_average and not averaged else 1,
+            options._replace(size_average=self.size_average and self._gradient_is_averaged),
+            columns,
+            [queries_mask, *masks],
+            Limits(self.mini_batch_size, self.mini_batch_num_tokens),  # type: ignore[arg-type]
+            autocast=self._autocast,
+            divided=self.size_average and not self._gradient_is_averaged,
         )
-
-    def _of_tokens(
-        self,
-        queries: Column,
-        documents: list[Column],
-        leaves: Leaves,
-        labels: Tensor,
-        size_average: bool,
-    ) -> Tensor:
-        """The loss of kept tokens: embeddings, or hidden states and the projection."""
-        of_queries, of_documents, weight, bias = leaves
-        padded, queries_mask, packed = kept_operands(queries, documents, of_queries, of_documents)
-        if weight is None:
-            return contrastive_loss(self, padded, queries_mask, packed, labels, size_average)
-        together: Padded | Packed = packed
-        if masking_of(self) == "zero":
-            # With a place of padding where a text has masked tokens, and with none where it has not.
-            assert of_documents is not None
-            states, mask = unpack_padded(
-                of_documents, packed.lengths, min(packed.longest + 1, documents[0].kept.shape[1])
-            )
-            all_there = states.new_ones(states.shape[:2], dtype=torch.bool)
-            together = Padded(states, all_there if mask is None else mask)
-        scores = scores_of_states(contrast_of(self), padded, queries_mask, together, (weight, bias))
-        return cross_entropy_of_scores(scores, labels, self.temperature, size_average)
 
     # What PyLate's code calls where it computes the loss.
 
@@ -421,9 +348,7 @@ class Distillation(PyLateDistillation):
             size_average,
             normalize_scores,
         )
-        set_scoring(self, score_metric, scorer, masking)
-        set_fusion(self, score_metric, fuse_projection)
-        set_smoothing(self, score_metric, smooth)
+        set_options(self, score_metric, scorer, masking, fuse_projection, smooth=smooth)
 
     def forward(self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor) -> Tensor:
         """Return the loss, a float32 scalar.
@@ -436,33 +361,11 @@ class Distillation(PyLateDistillation):
             The teacher's scores, [Nq, K].
         """
         columns, labels = candidate_columns(self, sentence_features, labels)
-        fused = fuses(self)
-        if not fused and not is_scored_here(self):
-            check_pylates_way(self)
-            return super().forward(columns, labels)
-        if fused:
-            return self._of_scores(fused_scores(self, columns, own_candidates=True), labels)
-        queries, documents = [self.model(features)["token_embeddings"] for features in columns]
-        queries_mask, (mask,) = masks_of(self, columns)
-        candidates = Padded(documents.unflatten(0, labels.shape), mask.unflatten(0, labels.shape))
-        with timed(self, queries.device):
-            if self.smooth is not None:
-                return self._of_scores(soft_scores(contrast_of(self), queries, queries_mask, candidates), labels)
-            return maxsim_kl_divergence(
-                queries,
-                candidates.tokens,
-                labels,
-                queries_mask=queries_mask,
-                documents_mask=candidates.mask,
-                normalize=True,
-                normalize_scores=self.normalize_scores,
-                masking=masking_of(self),
-                loss_reduction="mean" if self.loss_function.reduction == "batchmean" else "sum",
-            )
-
-    def _of_scores(self, scores: Tensor, labels: Tensor) -> Tensor:
-        """The loss of scores that are there."""
-        if self.normalize_scores:
-            least, most = scores.min(dim=1, keepdim=True).values, scores.max(dim=1, keepdim=True).values
-            scores = (scores - least) / (most - least + 1e-8)
-        return self.loss_function(F.log_softmax(scores, dim=-1), F.log_softmax(labels, dim=-1))
+        options = options_of(self)
+        if options is None:
+            return super().forward(for_pylate(self, columns), labels)
+        batch = embed(self, columns, options)
+        # Each query meets its own.
+        documents, mask = (values.unflatten(0, labels.shape) for values in batch.columns[0][:2])
+        with timed(self, batch.queries.device):
+            return divergence(options, batch._replace(columns=[Padded(documents, mask)]), labels)

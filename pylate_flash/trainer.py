@@ -30,9 +30,9 @@ from sentence_transformers.training_args import BatchSamplers
 from torch import Tensor, nn
 
 from ._config import check_backend, check_masking
+from .hosts.pylate.loss_inputs import options_of
 from .losses import CachedContrastive, Contrastive, Distillation
 from .training.contrast import Stopwatch
-from .training.flags import is_scored_here
 from .training.trainer_mixin import MeasuredTrainer, Meter
 
 __all__ = ["ColBERTTrainer", "ColBERTTrainingArguments"]
@@ -334,7 +334,7 @@ class ColBERTTrainer(MeasuredTrainer, SentenceTransformerTrainer):
         computed in half precision are such numbers still: multiplied as such, their products are the same, and faster.
         """
         loss = self.loss_of(inputs)
-        autocast = isinstance(loss, _FOLLOWING) and is_scored_here(loss)
+        autocast = isinstance(loss, _FOLLOWING) and options_of(loss) is not None
         with self.accelerator.autocast() if autocast else nullcontext():
             return super().compute_loss(model, inputs, *args, **kwargs)  # type: ignore[arg-type]
 

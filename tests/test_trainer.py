@@ -211,15 +211,13 @@ def test_the_share_of_the_loss(
 ) -> None:
     """An operation of half a second, after and before passes of the encoder of one; evaluation does not count."""
     monkeypatch.setattr("pylate_flash.training.contrast.time", clock)
-    module, operation = losses, "maxsim_kl_divergence"
-    if name != "Distillation":
-        module, operation = contrast, "maxsim_cross_entropy"
-    compute = getattr(module, operation)
+    operation = "maxsim_kl_divergence" if name == "Distillation" else "maxsim_cross_entropy"
+    compute = getattr(contrast, operation)
 
     def pass_time(seconds: float) -> None:
         clock.now += seconds
 
-    monkeypatch.setattr(module, operation, lambda *args, **kwargs: pass_time(0.5) or compute(*args, **kwargs))
+    monkeypatch.setattr(contrast, operation, lambda *args, **kwargs: pass_time(0.5) or compute(*args, **kwargs))
     model[0].register_forward_pre_hook(lambda *_: pass_time(1.0))
     data = distillation if name == "Distillation" else pairs
     trainer = ColBERTTrainer(
@@ -298,10 +296,8 @@ def test_under_bf16_the_loss_is_computed_in_it_and_is_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """accelerate gives the loss float32 embeddings outside of autocast. They are bfloat16 numbers."""
-    module, operation = losses, "maxsim_kl_divergence"
-    if name != "Distillation":
-        module, operation = contrast, "maxsim_cross_entropy"
-    values, compute = [], getattr(module, operation)
+    operation = "maxsim_kl_divergence" if name == "Distillation" else "maxsim_cross_entropy"
+    values, compute = [], getattr(contrast, operation)
 
     def compared(*args, **kwargs):
         assert torch.is_autocast_enabled("cpu")
@@ -311,7 +307,7 @@ def test_under_bf16_the_loss_is_computed_in_it_and_is_the_same(
         values.append((value.item(), exact.item()))
         return value
 
-    monkeypatch.setattr(module, operation, compared)
+    monkeypatch.setattr(contrast, operation, compared)
     data = distillation if name == "Distillation" else triplets
     arguments_of_loss = {"temperature": 0.2} if name != "Distillation" else {}
     loss = getattr(losses, name)(model, **arguments_of_loss)

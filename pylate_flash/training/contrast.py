@@ -1,22 +1,213 @@
-"""What the losses of every host do with the embeddings, or hidden states, of a batch: the loss, by one operation."""
+"""The losses of a batch, for every host: what its model has made of the texts, compared by one operation."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from ..ops import maxsim_cross_entropy, maxsim_from_hidden
-from ..ops.loss_scores import cross_entropy_reference
+from ..ops import maxsim_cross_entropy, maxsim_from_hidden, maxsim_kl_divergence, maxsim_margin_mse
+from ..ops.loss_scores import cross_entropy_reference, kl_divergence_reference, margin_mse_reference
 from ..ops.soft import soft_scores_of
 from ..ops.varlen import with_lengths
 from ..problem import Options, Tensors
-from .distributed import all_gather, exchange, rank, ring_cross_entropy, world_size
+from .distributed import Ranks, all_gather, exchange, rank, ring_cross_entropy, world_size
 from .mini_batches import Packed, pack_padded
+from .options import LossOptions
+
+
+class Padded(NamedTuple):
+    """Documents [N, L, d], or of each query its candidates [Nq, K, L, d], and their mask."""
+
+    tokens: Tensor
+    mask: Tensor
+
+
+class Batch(NamedTuple):
+    """What a model has made of the texts of a batch: embeddings, or with `projection` hidden states.
+
+    Attributes
+    ----------
+    queries, queries_mask
+        [Nq, Lq, d], and [Nq, Lq], or None where all tokens are scored.
+    columns
+        Documents one after the other: of the first column come first. Hidden states are scored column by column, as
+        together they would be copied. Packed ones have the token of zeros that ``masking="zero"`` asks for.
+    projection
+        The weight [d, d_model] and the bias [d], or None, that make embeddings of hidden states.
+    """
+
+    queries: Tensor
+    queries_mask: Tensor | None
+    columns: Sequence[Padded | Packed]
+    projection: tuple[Tensor, Tensor | None] | None = None
+
+    def together(self) -> Padded | Packed:
+        """The documents of all columns; packed ones are together already."""
+        return self.columns[0] if len(self.columns) == 1 else joined(self.columns)  # type: ignore[arg-type]
+
+
+def joined(parts: Sequence[Padded]) -> Padded:
+    """Documents [N, L, d], of any padded lengths, one after the other."""
+    if len(parts) == 1:
+        return parts[0]
+    tokens, masks = [part.tokens for part in parts], [part.mask for part in parts]
+    longest = max(mask.shape[1] for mask in masks)
+    if any(mask.shape[1] < longest for mask in masks):
+        tokens = [F.pad(values, (0, 0, 0, longest - values.shape[1])) for values in tokens]
+        masks = [F.pad(mask, (0, longest - mask.shape[1])) for mask in masks]
+    return Padded(torch.cat(tokens), torch.cat(masks))
+
+
+def cross_entropy(
+    options: LossOptions, batch: Batch, labels: Tensor | None = None, exclude: Tensor | None = None
+) -> Tensor:
+    """The contrastive loss of a batch.
+
+    Parameters
+    ----------
+    options
+        How queries and documents are compared. Average, or sum, over the queries; with gathered documents, the sum over
+        this rank's queries, or that over the mean number of queries of a rank: DistributedDataParallel takes the mean
+        of the ranks' gradients, which is then that of one process with the whole batch, of the sum over the number of
+        ranks, or of the average.
+    batch
+        Of this rank.
+    labels
+        [Nq], int64: which document of this rank is the right one. None: that of query i is document i.
+    exclude
+        [Nq, Nd], bool: True leaves a document out of the query's denominator. Not with gathered documents.
+    """
+    reduction, factor = options.loss_reduction, 1.0
+    if options.gather is not None:
+        documents, right, ranks = _gathered(options, batch, labels)
+        reduction, factor = "sum", world_size() / sum(ranks.queries) if options.size_average else 1.0
+        factor = factor * world_size() if options.times_ranks else factor
+        if options.gather == "ring":
+            # What is packed has no masked tokens.
+            scoring = {name: value for name, value in options.scoring().items() if name != "masking"}
+            return factor * ring_cross_entropy(
+                batch.queries, batch.queries_mask, documents, ranks, right, options.temperature, scoring
+            )
+        batch, labels = batch._replace(columns=[documents]), right
+    comparison: dict[str, Any] = {
+        "labels": labels,
+        "exclude": exclude,
+        "margin": options.margin,
+        "symmetric": options.symmetric,
+        "temperature": options.temperature,
+        "loss_reduction": reduction,
+    }
+    if (scores := _scores(options, batch)) is not None:
+        loss = cross_entropy_reference(scores, **comparison)
+    else:
+        loss = maxsim_cross_entropy(
+            batch.queries,
+            queries_mask=batch.queries_mask,
+            **comparison,
+            **options.scoring(),
+            **_layout("documents", batch.together()),
+        )
+    return loss if factor == 1.0 else loss * factor
+
+
+def divergence(options: LossOptions, batch: Batch, teacher_scores: Tensor) -> Tensor:
+    """The loss of distillation: how far the scores of each query's candidates are from a teacher's, [Nq, K]."""
+    comparison: dict[str, Any] = {
+        "temperature": options.temperature,
+        "teacher_temperature": options.teacher_temperature,
+        "normalize_scores": options.normalize_scores,
+        "loss_reduction": options.loss_reduction,
+    }
+    if (scores := _scores(options, batch)) is not None:
+        return kl_divergence_reference(scores, teacher_scores, **comparison)
+    return maxsim_kl_divergence(
+        batch.queries,
+        teacher_scores=teacher_scores,
+        queries_mask=batch.queries_mask,
+        **comparison,
+        **options.scoring(),
+        **_layout("documents", batch.together()),
+    )
+
+
+def margin_mse(options: LossOptions, batch: Batch, teacher_scores: Tensor) -> Tensor:
+    """Squared differences from a teacher's margins between the first of each query's candidates and the others."""
+    if (scores := _scores(options, batch)) is not None:
+        return margin_mse_reference(scores, teacher_scores)
+    return maxsim_margin_mse(
+        batch.queries,
+        teacher_scores=teacher_scores,
+        queries_mask=batch.queries_mask,
+        **options.scoring(),
+        **_layout("documents", batch.together()),
+    )
+
+
+def _gathered(options: LossOptions, batch: Batch, labels: Tensor | None) -> tuple[Packed, Tensor, Ranks]:
+    """The documents of all ranks, or in a ring this one's, packed; the right ones among them; what every rank holds."""
+    documents = batch.together()
+    if isinstance(documents, Padded):
+        documents = pack_padded(documents.tokens, documents.mask, options.masking == "zero")
+    ranks = exchange(documents, len(batch.queries))
+    if labels is None:
+        labels = torch.arange(len(batch.queries), device=batch.queries.device)
+    if options.gather == "all_gather":
+        documents, labels = all_gather(documents, ranks), labels + sum(ranks.documents[: rank()])
+    return documents, labels, ranks
+
+
+def _scores(options: LossOptions, batch: Batch) -> Tensor | None:
+    """Scores that the operation of a loss does not compute: of hidden states, or by the smooth maximum; else None."""
+    if batch.projection is not None:
+        weight, bias = batch.projection
+        scores = [
+            maxsim_from_hidden(
+                batch.queries,
+                weight=weight,
+                bias=bias,
+                queries_mask=batch.queries_mask,
+                queries_weight=weight,
+                queries_bias=bias,
+                **options.scoring(),
+                **_layout("hidden", column),
+            )
+            for column in batch.columns
+        ]
+        return scores[0] if len(scores) == 1 else torch.cat(scores, dim=1)
+    return None if options.smooth is None else _soft_scores(options, batch, options.smooth)
+
+
+def _soft_scores(options: LossOptions, batch: Batch, smooth: float | Tensor) -> Tensor:
+    """Scores of embeddings by the smooth maximum."""
+    documents, how = batch.together(), Options(**options.scoring())
+    if isinstance(documents, Padded):
+        tensors = Tensors(batch.queries, documents.tokens, batch.queries_mask, documents.mask)
+        return soft_scores_of("soft_maxsim", tensors, smooth, how)
+    if options.masking == "zero":
+        raise ValueError(
+            'smooth: needs masking="exclude" where ranks gather documents, as masked tokens are not gathered, and it '
+            'is "zero"'
+        )
+    tensors = Tensors(batch.queries, documents.tokens, batch.queries_mask, None, None, documents.cu_seqlens)
+    how = with_lengths(tensors, how, None, documents.longest)
+    return soft_scores_of("soft_maxsim_varlen", tensors, smooth, how)
+
+
+def _layout(name: str, documents: Padded | Packed) -> dict[str, Any]:
+    """The arguments of an operation that tell the documents, the first of them by its name."""
+    if isinstance(documents, Padded):
+        return {name: documents.tokens, "documents_mask": documents.mask}
+    return {
+        name: documents.tokens,
+        "documents_cu_seqlens": documents.cu_seqlens,
+        "max_document_length": documents.longest,
+    }
 
 
 class Stopwatch:
@@ -53,164 +244,3 @@ def timed(loss: Any, device: torch.device) -> AbstractContextManager[None]:
     """Count what this block takes on the loss's stopwatch, if a trainer has given it one."""
     stopwatch = getattr(loss, "stopwatch", None)
     return nullcontext() if stopwatch is None else stopwatch.running(device)
-
-
-class Padded(NamedTuple):
-    """Documents [N, L, d] and their mask [N, L]."""
-
-    tokens: Tensor
-    mask: Tensor
-
-
-class Contrast(NamedTuple):
-    """How a contrastive loss compares a query's right document with the others: options of `maxsim_cross_entropy`.
-
-    `gather` is one of `distributed.GATHERINGS` where the documents of all ranks are compared, and None where there is
-    one rank, or each has its own. The ring takes neither `margin` nor `symmetric`. With `smooth` scores are of
-    `soft_maxsim`, which takes neither these two nor the ring.
-    """
-
-    temperature: float | Tensor = 1.0
-    masking: str = "exclude"
-    normalize: bool = True
-    reduction: str = "sum"
-    empty_score: float = 0.0
-    margin: float | None = None
-    symmetric: bool = False
-    gather: str | None = None
-    smooth: float | Tensor | None = None
-
-
-def cross_entropy(
-    contrast: Contrast,
-    queries: Tensor,
-    queries_mask: Tensor | None,
-    documents: Padded | Packed,
-    labels: Tensor | None,
-    size_average: bool,
-    exclude: Tensor | None = None,
-) -> Tensor:
-    """The contrastive loss of embeddings.
-
-    Parameters
-    ----------
-    contrast
-        How they are compared.
-    queries, queries_mask
-        [Nq, Lq, d], and [Nq, Lq] or None.
-    documents
-        Of this rank. Packed ones have the token of zeros that ``masking="zero"`` asks for.
-    labels
-        [Nq], int64: which document of this rank is the right one. None: that of query i is document i.
-    size_average
-        Average over the queries; otherwise sum. With gathered documents, the sum over this rank's queries, or that over
-        the mean number of queries of a rank: DistributedDataParallel takes the mean of the ranks' gradients, which is
-        then that of one process with the whole batch, of the sum over the number of ranks, or of the average.
-    exclude
-        [Nq, Nd], bool: True leaves a document out of the query's denominator. Not with gathered documents.
-    """
-    if contrast.gather is None:
-        return _cross_entropy(
-            contrast, queries, queries_mask, documents, labels, "mean" if size_average else "sum", exclude
-        )
-    if isinstance(documents, Padded):
-        documents = pack_padded(documents.tokens, documents.mask, contrast.masking == "zero")
-    ranks = exchange(documents, len(queries))
-    if labels is None:
-        labels = torch.arange(len(queries), device=queries.device)
-    if contrast.gather == "ring":
-        options = {name: getattr(contrast, name) for name in ("normalize", "reduction", "empty_score")}
-        total = ring_cross_entropy(queries, queries_mask, documents, ranks, labels, contrast.temperature, options)
-    else:
-        labels = labels + sum(ranks.documents[: rank()])
-        total = _cross_entropy(contrast, queries, queries_mask, all_gather(documents, ranks), labels, "sum")
-    return total * (world_size() / sum(ranks.queries)) if size_average else total
-
-
-def _cross_entropy(
-    contrast: Contrast,
-    queries: Tensor,
-    queries_mask: Tensor | None,
-    documents: Padded | Packed,
-    labels: Tensor | None,
-    loss_reduction: str,
-    exclude: Tensor | None = None,
-) -> Tensor:
-    if contrast.smooth is not None:
-        scores = soft_scores(contrast, queries, queries_mask, documents)
-        if labels is None:
-            labels = torch.arange(len(scores), device=scores.device)
-        return cross_entropy_of_scores(scores, labels, contrast.temperature, loss_reduction == "mean")
-    options = contrast._asdict()
-    del options["gather"], options["smooth"]
-    return maxsim_cross_entropy(
-        queries,
-        queries_mask=queries_mask,
-        labels=labels,
-        exclude=exclude,
-        loss_reduction=loss_reduction,
-        **options,
-        **_layout("documents", documents),
-    )
-
-
-def soft_scores(contrast: Contrast, queries: Tensor, queries_mask: Tensor | None, documents: Padded | Packed) -> Tensor:
-    """Scores of embeddings by the smooth maximum of a loss."""
-    assert contrast.smooth is not None
-    options = Options(
-        normalize=contrast.normalize,
-        reduction=contrast.reduction,
-        masking=contrast.masking,
-        empty_score=contrast.empty_score,
-    )
-    if isinstance(documents, Padded):
-        tensors = Tensors(queries, documents.tokens, queries_mask, documents.mask)
-        return soft_scores_of("soft_maxsim", tensors, contrast.smooth, options)
-    if contrast.masking == "zero":
-        raise ValueError(
-            'smooth: needs masking="exclude" where ranks gather documents, as masked tokens are not gathered, and it '
-            'is "zero"'
-        )
-    tensors = Tensors(queries, documents.tokens, queries_mask, None, None, documents.cu_seqlens)
-    options = with_lengths(tensors, options, None, documents.longest)
-    return soft_scores_of("soft_maxsim_varlen", tensors, contrast.smooth, options)
-
-
-def _layout(name: str, documents: Padded | Packed) -> dict[str, Any]:
-    """The arguments of an operation that tell the documents, the first of them by its name."""
-    if isinstance(documents, Padded):
-        return {name: documents.tokens, "documents_mask": documents.mask}
-    return {
-        name: documents.tokens,
-        "documents_cu_seqlens": documents.cu_seqlens,
-        "max_document_length": documents.longest,
-    }
-
-
-def cross_entropy_of_scores(scores: Tensor, labels: Tensor, temperature: float | Tensor, size_average: bool) -> Tensor:
-    reduction = "mean" if size_average else "sum"
-    return cross_entropy_reference(scores, labels, temperature=temperature, loss_reduction=reduction)
-
-
-def scores_of_states(
-    contrast: Contrast,
-    queries: Tensor,
-    queries_mask: Tensor | None,
-    documents: Padded | Packed,
-    projection: tuple[Tensor, Tensor | None],
-) -> Tensor:
-    """Scores of hidden states, and of the projection (weight and bias) that makes embeddings of them."""
-    weight, bias = projection
-    return maxsim_from_hidden(
-        queries,
-        weight=weight,
-        bias=bias,
-        queries_mask=queries_mask,
-        queries_weight=weight,
-        queries_bias=bias,
-        masking=contrast.masking,
-        normalize=contrast.normalize,
-        reduction=contrast.reduction,
-        empty_score=contrast.empty_score,
-        **_layout("hidden", documents),
-    )

@@ -6,7 +6,7 @@ What a cached loss of every host does; `mini_batches` has the two passes themsel
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -14,11 +14,19 @@ import torch
 from torch import Tensor
 
 from ..encoding.projection import BIAS, WEIGHT, dense_layers, fold_dense, hidden_states
-from .contrast import timed
-from .mini_batches import Column, MiniBatch, Packed, encode, encode_again, unpack_padded
-
-# Of each part its tokens [T, d], then the weight and the bias of the projection where they are hidden states.
-Leaves = list[Tensor | None]
+from .contrast import Batch, Padded, cross_entropy, timed
+from .mini_batches import (
+    Column,
+    Limits,
+    MiniBatch,
+    Packed,
+    encode,
+    encode_again,
+    mini_batches,
+    right_documents,
+    unpack_padded,
+)
+from .options import LossOptions
 
 
 def autocast_in_force(device: str) -> dict[str, Any]:
@@ -33,59 +41,75 @@ def autocast_in_force(device: str) -> dict[str, Any]:
     }
 
 
-def kept_operands(
-    queries: Column, documents: Sequence[Column], of_queries: Tensor | None, of_documents: Tensor | None
-) -> tuple[Tensor, Tensor | None, Packed]:
-    """The kept tokens of queries, padded, with their mask, and those of the columns of documents, packed."""
-    assert of_queries is not None
-    assert of_documents is not None
-    padded, queries_mask = unpack_padded(of_queries, queries.n_kept, max(queries.lengths))
-    lengths = torch.cat([column.n_kept for column in documents])
-    return padded, queries_mask, Packed(of_documents, lengths, max(max(column.lengths) for column in documents))
-
-
-def cached_loss(
+def cached_cross_entropy(
     loss: Any,
-    parts: Sequence[Sequence[MiniBatch]],
-    of_tokens: Callable[[Leaves], Tensor],
+    options: LossOptions,
+    columns: Sequence[dict[str, Any]],
+    kept: Sequence[Tensor],
+    limits: Limits,
+    *,
     autocast: dict[str, Any],
-    fused: bool,
-    value_over: int = 1,
+    exclude: Tensor | None = None,
+    arguments: Sequence[dict[str, Any]] | None = None,
+    divided: bool = False,
 ) -> Tensor:
-    """The loss of the kept tokens of mini-batches, which in its backward encodes them again.
+    """The contrastive loss of tokenized columns, which in its backward encodes them again.
 
     Parameters
     ----------
     loss
         Has `model` and `show_progress_bar`, and may have a `stopwatch`.
-    parts
-        Mini-batches whose tokens are kept one after the other.
-    of_tokens
-        The loss, differentiable, of the kept tokens of the parts.
+    options
+        How the kept tokens are compared.
+    columns, kept, limits, arguments
+        Texts, queries first, and what is kept of them, as in `mini_batches`.
     autocast
         What `autocast_in_force` has said.
-    fused
-        Keep hidden states in place of embeddings.
-    value_over
-        Divides the value, and not its gradients.
+    exclude
+        As in `cross_entropy`, in the order of the columns.
+    divided
+        Divide the value by the number of queries, and not its gradients.
     """
-    with hidden_states(loss.model) if fused else nullcontext():
+    # A hidden state of zeros is no embedding of zeros.
+    zeros = options.masking == "zero" and not options.fuse_projection
+    queries, *documents = mini_batches(columns, kept, limits, [False] + [zeros] * (len(columns) - 1), arguments)
+    labels = right_documents(queries, documents[0])
+    if exclude is not None:
+        places = torch.cat([index * len(labels) + column.order for index, column in enumerate(documents)])
+        exclude = exclude[queries.order][:, places]
+    parts = [queries.batches, [batch for column in documents for batch in column.batches]]
+    with hidden_states(loss.model) if options.fuse_projection else nullcontext():
         tokens = [encode(part, loss.model, autocast, loss.show_progress_bar) for part in parts]
-    projection = fold_dense(dense_layers(loss.model)) if fused else (None, None)
+    projection = fold_dense(dense_layers(loss.model)) if options.fuse_projection else (None, None)
     with_grad = torch.is_grad_enabled()
     leaves = [
         None if tensor is None else tensor.detach().requires_grad_(with_grad) for tensor in (*tokens, *projection)
     ]
     with timed(loss, tokens[0].device):
-        computed = of_tokens(leaves)
-    value = computed.detach()
-    if value_over != 1:
-        value = value / value_over
+        computed = cross_entropy(options, _batch_of(options, queries, documents, leaves), labels, exclude)
+    value = computed.detach() / len(labels) if divided else computed.detach()
     if with_grad:
         # In a list, which gives them away: they are freed before the encoder needs the memory.
         held = [computed, *leaves]
         value.requires_grad_().register_hook(functools.partial(_encode_again, loss, parts, held, autocast))
     return value
+
+
+def _batch_of(
+    options: LossOptions, queries: Column, documents: Sequence[Column], leaves: Sequence[Tensor | None]
+) -> Batch:
+    """The kept tokens [T, d] of queries, padded, and of the columns of documents, packed; weight and bias, or None."""
+    of_queries, of_documents, weight, bias = leaves
+    assert of_queries is not None
+    assert of_documents is not None
+    padded, queries_mask = unpack_padded(of_queries, queries.n_kept, max(queries.lengths))
+    lengths, longest = torch.cat([column.n_kept for column in documents]), max(max(c.lengths) for c in documents)
+    together: Padded | Packed = Packed(of_documents, lengths, longest)
+    if weight is not None and options.masking == "zero":
+        # With a place of padding where a text has masked tokens, and with none where it has not.
+        states, mask = unpack_padded(of_documents, lengths, min(longest + 1, documents[0].kept.shape[1]))
+        together = Padded(states, states.new_ones(states.shape[:2], dtype=torch.bool) if mask is None else mask)
+    return Batch(padded, queries_mask, [together], None if weight is None else (weight, bias))
 
 
 def _encode_again(

@@ -12,13 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import Result
 
-from pylate_flash import losses
 from pylate_flash.cli.checkpoints import Checkpoints
 from pylate_flash.cli.common import UserError
 from pylate_flash.cli.training_run import Progress, StopRequest
 from pylate_flash.models import ColBERT
 from pylate_flash.trainer import ColBERTTrainer
-from pylate_flash.training import contrast
+from pylate_flash.training import contrast, grad_cache
 from tests.cli.commands import assert_one_clear_sentence, invoke
 
 LISTS = {"query": "q", "documents": ["one answer", "another"], "scores": [2.0, 1.0]}
@@ -67,8 +66,8 @@ def test_train_with_the_other_losses(loss: str, tiny_colbert_path: str, pairs: P
 def test_train_with_mini_batches_of_so_many_tokens(
     tiny_colbert_path: str, pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    limits, encode = [], losses.mini_batches
-    monkeypatch.setattr(losses, "mini_batches", lambda *arguments: limits.append(arguments[2]) or encode(*arguments))
+    limits, cut = [], grad_cache.mini_batches
+    monkeypatch.setattr(grad_cache, "mini_batches", lambda *arguments: limits.append(arguments[2]) or cut(*arguments))
     options = ("--loss", "cached", "--batch-size", 4, "--max-steps", 1, "--mini-batch-tokens", 40)
     trained(pairs, tiny_colbert_path, tmp_path / "out", *options)
     trained(pairs, tiny_colbert_path, tmp_path / "both", *options, "--mini-batch-size", 3)

@@ -1,4 +1,4 @@
-"""pylate_flash.encoders, with the same checkpoint in whichever library is installed."""
+"""pylate_flash.encoding.texts, with the same checkpoint in whichever library is installed."""
 
 from __future__ import annotations
 

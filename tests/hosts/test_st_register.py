@@ -242,8 +242,9 @@ def test_compiled_functions_follow() -> None:
 
 def test_importing_changes_nothing() -> None:
     before = host_state()
-    from pylate_flash.hosts.sentence_transformers import losses
+    from pylate_flash.hosts.sentence_transformers import losses, scoring
     from pylate_flash.hosts.sentence_transformers import maxsim as ours
 
-    assert losses.scoring.maxsim is ours is not maxsim
+    assert scoring.maxsim is ours is not maxsim
+    assert losses.__all__
     assert host_state() == before

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pylate_flash import losses, models
+from pylate_flash.hosts.pylate.loss_inputs import masks_of
 from pylate_flash.training import distributed
 from pylate_flash.training.mini_batches import Packed
 from tests.ranks import run_ranks
@@ -146,7 +147,7 @@ def work(rank: int, path: str, folder: Path, world: int) -> None:
         patch.setattr(distributed, "_WINNERS_BYTES", 1)
         results["ring in chunks"] = mean_over_ranks(value_and_gradient(loss, model, own))
         results["ring in chunks, calls"] = list(calls)
-    masks = losses.masks_of(loss, own)[1]
+    masks = masks_of(loss, own)[1]
     results["tokens"] = sum(mask.sum().item() for mask in masks)
 
     for what, tokens in (("sizes", torch.zeros(3, 4 + rank)), ("types", torch.zeros(3, 4).to(TYPES[rank % 2]))):
@@ -284,7 +285,7 @@ def test_numbers_of_columns_may_differ(ranks: list, model: models.ColBERT, gathe
         for features in batch(model, slice(None), True)
     )
     there = [i for rank, rows in enumerate(ROWS[world]) for i in range(rows.start, rows.stop) if rank % 2]
-    masks = losses.masks_of(losses.Contrastive(model), batch(model, slice(None), True))[1]
+    masks = masks_of(losses.Contrastive(model), batch(model, slice(None), True))[1]
     documents, mask = torch.cat([positives, negatives[there]]), torch.cat([masks[0], masks[1][there]])
     similarities = torch.einsum("qsd,ntd->qnst", queries, documents).masked_fill(~mask[None, :, None], -torch.inf)
     value = nn.functional.cross_entropy(similarities.amax(-1).sum(-1), torch.arange(len(queries)))

@@ -13,7 +13,7 @@ from pylate.models import ColBERT
 from torch import Tensor, nn
 
 from pylate_flash import losses
-from pylate_flash.training import contrast
+from pylate_flash.training import contrast, grad_cache
 from pylate_flash.training.mini_batches import Limits, encode, kept_tokens, mini_batches, pack_padded, unpack_padded
 from tests.encoding.test_projection import bert, modernbert  # noqa: F401  (fixtures)
 from tests.test_losses import WordVectors, assert_same, value_and_gradients
@@ -161,15 +161,16 @@ def test_the_second_pass_has_the_dropout_of_the_first(model: ColBERT) -> None:
             dropout.p = rate
 
 
-def test_embeddings_are_freed_before_the_second_pass(model: ColBERT) -> None:
+def test_embeddings_are_freed_before_the_second_pass(model: ColBERT, monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[weakref.ref] = []
+    batch_of = grad_cache._batch_of
 
-    class Observed(losses.CachedContrastive):
-        def _of_tokens(self, queries, documents, leaves, labels, size_average):
-            kept.extend(weakref.ref(leaf) for leaf in leaves if leaf is not None)
-            return super()._of_tokens(queries, documents, leaves, labels, size_average)
+    def observed(options, queries, documents, leaves):
+        kept.extend(weakref.ref(leaf) for leaf in leaves if leaf is not None)
+        return batch_of(options, queries, documents, leaves)
 
-    loss = Observed(model, mini_batch_size=3)
+    monkeypatch.setattr(grad_cache, "_batch_of", observed)
+    loss = losses.CachedContrastive(model, mini_batch_size=3)
     value = loss(batch(model))
     assert len(kept) == 2
     assert all(leaf() is not None for leaf in kept)

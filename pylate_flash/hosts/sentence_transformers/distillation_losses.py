@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import sentence_transformers.multi_vector_encoder.losses as host
-import torch.nn.functional as F
 from sentence_transformers.multi_vector_encoder.losses.distill_kl_div import (
     check_teacher_targets,
     stack_padded_token_embeddings,
@@ -17,23 +16,9 @@ from sentence_transformers.multi_vector_encoder.losses.distill_kl_div import (
 from sentence_transformers.multi_vector_encoder.model import MultiVectorEncoder
 from torch import Tensor
 
-from ...encoding.projection import normalizes
-from ...ops import maxsim_kl_divergence, maxsim_margin_mse
-from ...training.contrast import Contrast, Padded, scores_of_states
-from . import scoring
-from .loss_inputs import (
-    Columns,
-    check_sizes,
-    columns_of,
-    embed,
-    embed_states,
-    fuses,
-    reduction_of,
-    set_fusion,
-    size_of,
-    teacher_margins,
-    teacher_scores,
-)
+from ...training.contrast import Batch, Padded, divergence, margin_mse
+from ...training.options import check_sizes
+from .loss_inputs import columns_of, embed, options_of, set_fusion, size_of, teacher_margins, teacher_scores
 
 
 class MultiVectorDistillKLDivLoss(host.MultiVectorDistillKLDivLoss):
@@ -95,27 +80,16 @@ class MultiVectorDistillKLDivLoss(host.MultiVectorDistillKLDivLoss):
             The teacher's scores [N, candidates].
         """
         columns = columns_of(sentence_features, least=3)
-        reduction = reduction_of(self)
-        if reduction is None:
+        options = options_of(self)
+        if options is None:
             return super().forward(columns, labels)
         teacher = teacher_scores(labels, size_of(columns[0]), len(columns) - 1)
         if not self._checked_teacher_scale:
             self._checked_teacher_scale = True
             expected = (teacher / self.teacher_temperature).softmax(dim=-1)
             check_teacher_targets(expected, teacher, self.teacher_temperature, type(self).__name__)
-        if fuses(self):
-            scores = _candidate_scores(self, columns, reduction) / self.student_temperature
-            found = self.loss_function(
-                scores.log_softmax(dim=-1), (teacher / self.teacher_temperature).log_softmax(dim=-1)
-            )
-        else:
-            found = maxsim_kl_divergence(
-                teacher_scores=teacher,
-                temperature=self.student_temperature,
-                teacher_temperature=self.teacher_temperature,
-                **_candidates(self, columns, reduction),
-            )
-        return found * self.student_temperature**2
+        loss = divergence(options, _of_candidates(embed(self, columns, options)), teacher)
+        return loss * self.student_temperature**2
 
 
 class MultiVectorMarginMSELoss(host.MultiVectorMarginMSELoss):
@@ -159,33 +133,14 @@ class MultiVectorMarginMSELoss(host.MultiVectorMarginMSELoss):
             The teacher's scores [N, 1 + negatives], or its margins [N, negatives], or [N] for one negative.
         """
         columns = columns_of(sentence_features, least=3)
-        reduction = reduction_of(self)
-        if reduction is None:
+        options = options_of(self)
+        if options is None:
             return super().forward(columns, labels)
         teacher = teacher_margins(labels, size_of(columns[0]), len(columns) - 2)
-        if fuses(self):
-            errors = _candidate_scores(self, columns, reduction) - teacher
-            return F.mse_loss(errors[:, :1].expand_as(errors[:, 1:]), errors[:, 1:])
-        return maxsim_margin_mse(teacher_scores=teacher, **_candidates(self, columns, reduction))
+        return margin_mse(options, _of_candidates(embed(self, columns, options)), teacher)
 
 
-def _candidates(loss: Any, columns: Columns, reduction: str) -> dict[str, Any]:
-    """Each query and its candidates [N, K, L, d], as the operations of distillation take them."""
-    queries, queries_mask, *documents = embed(loss, columns)
-    candidates, candidates_mask = stack_padded_token_embeddings(*documents)
-    return {
-        "queries": queries,
-        "documents": candidates,
-        "queries_mask": queries_mask,
-        "documents_mask": candidates_mask,
-        "reduction": reduction,
-        "empty_score": scoring.EMPTY_DOCUMENT_SCORE,
-    }
-
-
-def _candidate_scores(loss: Any, columns: Columns, reduction: str) -> Tensor:
-    """Scores [N, K] from hidden states, each query with its candidates."""
-    queries, queries_mask, states, masks, projection = embed_states(loss, columns)
-    contrast = Contrast(normalize=normalizes(loss.model), reduction=reduction, empty_score=scoring.EMPTY_DOCUMENT_SCORE)
-    candidates = Padded(*stack_padded_token_embeddings(states, masks))
-    return scores_of_states(contrast, queries, queries_mask, candidates, projection)
+def _of_candidates(batch: Batch) -> Batch:
+    """The batch whose columns are each query's candidates: [N, K, L, d]."""
+    tokens, masks = ([column[index] for column in batch.columns] for index in (0, 1))
+    return batch._replace(columns=[Padded(*stack_padded_token_embeddings(tokens, masks))])

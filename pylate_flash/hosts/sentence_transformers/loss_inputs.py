@@ -5,9 +5,8 @@ from __future__ import annotations
 from . import _needs  # noqa: F401
 
 # isort: split
-import math
-import numbers
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import sentence_transformers.multi_vector_encoder.losses as host
@@ -20,10 +19,10 @@ from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
 from torch import Tensor
 
 from ...encoding.projection import BIAS, WEIGHT, dense_layers, hidden_states, normalizes, unwrapped
-from ...training.contrast import Contrast
+from ...training.contrast import Batch, Padded
 from ...training.distributed import world_size
 from ...training.mini_batches import of_texts
-from ...training.options import check_size
+from ...training.options import LossOptions
 from . import mean_scoring, scoring
 
 Columns = list[dict[str, Any]]
@@ -48,24 +47,6 @@ def reduction_of(loss: Any) -> str | None:
             if loss.similarity_fct is getattr(module, prefix + scores, None):
                 return reduction
     return None
-
-
-def check_scale(scale: Any) -> None:
-    """A number above 0, or a tensor of one element, as a learned scale is."""
-    if isinstance(scale, Tensor):
-        if scale.numel() != 1:
-            raise ValueError(f"scale: a tensor of shape {tuple(scale.shape)}; expected a number or one element")
-    elif isinstance(scale, bool) or not isinstance(scale, numbers.Real):
-        raise TypeError(f"scale: {type(scale).__name__}; expected a number or a tensor of one element")
-    elif not 0 < float(scale) < math.inf:
-        raise ValueError(f"scale: {scale}; expected a finite number above 0")
-
-
-def check_sizes(**sizes: Any) -> None:
-    """Numbers of texts, tokens or queries, by their names, or None."""
-    for name, size in sizes.items():
-        if size is not None:
-            check_size(name, size)
 
 
 def asked_for(arguments: dict[str, Any]) -> list[str]:
@@ -101,25 +82,29 @@ def set_fusion(loss: Any, fuse_projection: Any) -> None:
     loss.fuse_projection = fuse_projection
 
 
-def gathers(loss: Any) -> bool:
-    return getattr(loss, "gather_across_devices", False) and world_size() > 1
-
-
-def fuses(loss: Any) -> bool:
-    """Whether a loss scores from hidden states: what ranks exchange are embeddings, which are smaller."""
-    return loss.fuse_projection and not gathers(loss)
-
-
-def contrast_of(loss: Any) -> Contrast:
-    """How a contrastive loss compares what its model gives it, which is not normalised once more."""
-    return Contrast(
-        1.0 / (loss.scale if isinstance(loss.scale, Tensor) else float(loss.scale)),
-        normalize=fuses(loss) and normalizes(loss.model),
-        reduction=reduction_of(loss) or "sum",
+def options_of(loss: Any) -> LossOptions | None:
+    """How a loss compares what its model gives it, which is not normalised once more; None: the host's code does."""
+    reduction = reduction_of(loss)
+    if reduction is None:
+        return None
+    gathers = getattr(loss, "gather_across_devices", False) and world_size() > 1
+    # What ranks exchange are embeddings, which are smaller.
+    fuse = loss.fuse_projection and not gathers
+    options = LossOptions(
+        normalize=fuse and normalizes(loss.model),
+        reduction=reduction,
         empty_score=scoring.EMPTY_DOCUMENT_SCORE,
+        fuse_projection=fuse,
+    )
+    if isinstance(loss, host.MultiVectorDistillKLDivLoss):
+        return options._replace(temperature=loss.student_temperature, teacher_temperature=loss.teacher_temperature)
+    if isinstance(loss, host.MultiVectorMarginMSELoss):
+        return options
+    return options._replace(
+        temperature=1.0 / (loss.scale if isinstance(loss.scale, Tensor) else float(loss.scale)),
         margin=loss.margin,
         symmetric=loss.symmetric,
-        gather=loss.gather if gathers(loss) else None,
+        gather=loss.gather if gathers else None,
     )
 
 
@@ -183,31 +168,19 @@ def scored_tokens(model: Any, features: dict[str, Any]) -> Tensor | None:
     return known["attention_mask"].bool()
 
 
-def embed(loss: Any, columns: Columns) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
-    """Embeddings of the queries [N, L, d] and their mask [N, L], and of each column of documents likewise.
+def embed(loss: Any, columns: Columns, options: LossOptions) -> Batch:
+    """What the model makes of the columns of a batch, the queries first.
 
-    The model gets a copy of each column: it writes into what it is given.
+    It gets a copy of each: it writes into what it is given.
     """
     query, *documents = columns
-    output = loss.model(dict(query), task=query["task"])
-    embeddings, masks = embed_columns_padded(
-        loss.model, [dict(features) for features in documents], loss.mini_batch_size, task_default="document"
-    )
-    return output["token_embeddings"], output["attention_mask"].bool(), embeddings, masks
-
-
-def embed_states(
-    loss: Any, columns: Columns
-) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor], tuple[Tensor, Tensor | None]]:
-    """Hidden states in place of embeddings, and the projection that makes these of them."""
-    query, *documents = columns
-    with hidden_states(loss.model):
+    with hidden_states(loss.model) if options.fuse_projection else nullcontext():
         output = loss.model(dict(query), task=query["task"])
-        states, masks = embed_columns_padded(
+        found = embed_columns_padded(
             loss.model, [dict(features) for features in documents], loss.mini_batch_size, task_default="document"
         )
-    projection = output[WEIGHT], output.get(BIAS)
-    return output["token_embeddings"], output["attention_mask"].bool(), states, masks, projection
+    projection = (output[WEIGHT], output.get(BIAS)) if options.fuse_projection else None
+    return Batch(output["token_embeddings"], output["attention_mask"].bool(), list(map(Padded, *found)), projection)
 
 
 def teacher_margins(labels: Any, n_queries: int, n_negatives: int) -> Tensor:

@@ -20,39 +20,32 @@ from typing import Any
 import sentence_transformers.multi_vector_encoder.losses as host
 import sentence_transformers.multi_vector_encoder.losses.cached_multiple_negatives_ranking as cached_host
 import torch
-from sentence_transformers.multi_vector_encoder.losses.cached_multiple_negatives_ranking import (
-    cat_padded_token_embeddings,
-)
 from sentence_transformers.multi_vector_encoder.losses.distill_kl_div import similarity_fct_name
 from sentence_transformers.multi_vector_encoder.model import MultiVectorEncoder
 from torch import Tensor
 
 from ...ops.checks import check_choice
-from ...training.contrast import Contrast, Padded, cross_entropy, cross_entropy_of_scores, scores_of_states
+from ...training.contrast import Batch, Padded, cross_entropy, joined
 from ...training.distributed import GATHERINGS
-from ...training.grad_cache import Leaves, autocast_in_force, cached_loss, kept_operands
-from ...training.mini_batches import Column, Limits, mini_batches, right_documents
-from ...training.options import check_size
+from ...training.grad_cache import autocast_in_force, cached_cross_entropy
+from ...training.mini_batches import Limits
+from ...training.options import LossOptions, check_sizes, check_temperature
 from .. import SENTENCE_TRANSFORMERS
-from . import scoring
 from .distillation_losses import MultiVectorDistillKLDivLoss, MultiVectorMarginMSELoss
 from .loss_inputs import (
     Columns,
     asked_for,
     check_asked,
-    check_scale,
-    check_sizes,
     checked_exclude,
     columns_of,
-    contrast_of,
     duplicates,
     embed,
-    embed_states,
-    fuses,
+    options_of,
     reduction_of,
     scored_tokens,
     set_fusion,
 )
+from .scoring import EMPTY_DOCUMENT_SCORE
 
 __all__ = [
     "CachedMultiVectorMultipleNegativesRankingLoss",
@@ -135,7 +128,7 @@ class MultiVectorMultipleNegativesRankingLoss(host.MultiVectorMultipleNegativesR
         gather: str = "all_gather",
         fuse_projection: bool = False,
     ) -> None:
-        check_scale(scale)
+        check_temperature(scale, "scale")
         check_sizes(mini_batch_size=mini_batch_size, score_mini_batch_size=score_mini_batch_size)
         super().__init__(
             model,
@@ -163,22 +156,11 @@ class MultiVectorMultipleNegativesRankingLoss(host.MultiVectorMultipleNegativesR
             Not used; the trainer passes it.
         """
         columns = columns_of(sentence_features, least=2)
-        if reduction_of(self) is None:
+        options = options_of(self)
+        if options is None:
             return super().forward(columns, labels)
-        contrast, out = contrast_of(self), checked_exclude(self.exclude, columns)
-        if not fuses(self):
-            queries, queries_mask, *documents = embed(self, columns)
-            together = Padded(*cat_padded_token_embeddings(*documents))
-            right = torch.arange(len(queries), device=queries.device)
-            return cross_entropy(contrast, queries, queries_mask, together, right, True, out)
-        queries, queries_mask, states, masks, projection = embed_states(self, columns)
-        # Column by column: together, the hidden states would be copied.
-        scores = [
-            scores_of_states(contrast, queries, queries_mask, Padded(*column), projection)
-            for column in zip(states, masks, strict=True)
-        ]
-        right = torch.arange(len(queries), device=queries.device)
-        return cross_entropy_of_scores(torch.cat(scores, dim=1), right, contrast.temperature, True)
+        out = checked_exclude(self.exclude, columns)
+        return cross_entropy(options, embed(self, columns, options), exclude=out)
 
 
 class CachedMultiVectorMultipleNegativesRankingLoss(host.CachedMultiVectorMultipleNegativesRankingLoss):
@@ -233,9 +215,11 @@ class CachedMultiVectorMultipleNegativesRankingLoss(host.CachedMultiVectorMultip
         gather: str = "all_gather",
         fuse_projection: bool = False,
     ) -> None:
-        check_scale(scale)
-        check_size("mini_batch_size", mini_batch_size)
-        check_sizes(mini_batch_num_tokens=mini_batch_num_tokens, score_mini_batch_size=score_mini_batch_size)
+        check_temperature(scale, "scale")
+        if mini_batch_size is None:
+            raise TypeError("mini_batch_size: NoneType; expected an integer")
+        sizes = {"mini_batch_num_tokens": mini_batch_num_tokens, "score_mini_batch_size": score_mini_batch_size}
+        check_sizes(mini_batch_size=mini_batch_size, **sizes)
         super().__init__(
             model,
             scale=scale,
@@ -257,14 +241,25 @@ class CachedMultiVectorMultipleNegativesRankingLoss(host.CachedMultiVectorMultip
     def forward(self, sentence_features: Iterable[dict[str, Any]], labels: Tensor | None = None) -> Tensor:
         """Return the loss, a float32 scalar; columns as in :meth:`MultiVectorMultipleNegativesRankingLoss.forward`."""
         columns = columns_of(sentence_features, least=2)
-        if reduction_of(self) is None:
+        options = options_of(self)
+        if options is None:
             return super().forward(columns, labels)
         out = checked_exclude(self.exclude, columns)
-        kept = [scored_tokens(self.model, features) for features in columns]
-        sortable = [mask for mask in kept if mask is not None]
-        if len(sortable) == len(columns):
-            return self._of_mini_batches(columns, sortable, out)
-        if fuses(self):
+        kept = [mask for features in columns if (mask := scored_tokens(self.model, features)) is not None]
+        if len(kept) == len(columns):
+            tokens = self.mini_batch_num_tokens
+            tasks = [{"task": features.pop("task")} for features in columns]
+            return cached_cross_entropy(
+                self,
+                options,
+                columns,
+                kept,
+                Limits(self.mini_batch_size if tokens is None else None, tokens),
+                autocast=autocast_in_force(kept[0].device.type),
+                exclude=out,
+                arguments=tasks,
+            )
+        if options.fuse_projection:
             raise ValueError(
                 "fuse_projection: needs padded texts, and a model whose modules leave their tokens as they are; got "
                 f"columns with {[sorted(features) for features in columns]}"
@@ -272,46 +267,15 @@ class CachedMultiVectorMultipleNegativesRankingLoss(host.CachedMultiVectorMultip
         self._out = out
         return super().forward(columns, labels)
 
-    def _of_mini_batches(self, columns: Columns, kept: list[Tensor], out: Tensor | None) -> Tensor:
-        """The loss of texts that are sorted by length, which in its backward encodes again."""
-        tokens = self.mini_batch_num_tokens
-        limits = Limits(self.mini_batch_size if tokens is None else None, tokens)
-        tasks = [{"task": features.pop("task")} for features in columns]
-        queries, *documents = mini_batches(columns, kept, limits, [False] * len(columns), tasks)
-        right = right_documents(queries, documents[0])
-        if out is not None:
-            size = len(right)
-            places = torch.cat([index * size + column.order for index, column in enumerate(documents)])
-            out = out[queries.order][:, places]
-        return cached_loss(
-            self,
-            [queries.batches, [batch for column in documents for batch in column.batches]],
-            lambda leaves: self._of_tokens(queries, documents, leaves, right, out),
-            autocast_in_force(kept[0].device.type),
-            fuses(self),
-        )
-
-    def _of_tokens(
-        self, queries: Column, documents: list[Column], leaves: Leaves, right: Tensor, out: Tensor | None
-    ) -> Tensor:
-        """The loss of kept tokens: embeddings, or hidden states and the projection."""
-        of_queries, of_documents, weight, bias = leaves
-        contrast = contrast_of(self)
-        padded, queries_mask, packed = kept_operands(queries, documents, of_queries, of_documents)
-        if weight is None:
-            return cross_entropy(contrast, padded, queries_mask, packed, right, True, out)
-        scores = scores_of_states(contrast, padded, queries_mask, packed, (weight, bias))
-        return cross_entropy_of_scores(scores, right, contrast.temperature, True)
-
     def calculate_loss(
         self, reps: list[list[Tensor]], masks_chunks: list[list[Tensor]], *, with_backward: bool = False
     ) -> Tensor:
         """The loss of the embeddings of mini-batches, which the host's code has encoded, as its method computes it."""
-        if reduction_of(self) is None:
+        options = options_of(self)
+        if options is None:
             return super().calculate_loss(reps, masks_chunks, with_backward=with_backward)
         out, self._out = self._out, None
-        columns = [cat_padded_token_embeddings(*column) for column in zip(reps, masks_chunks, strict=True)]
-        return _loss_of_columns(contrast_of(self), columns, None, out, with_backward)
+        return _loss_of_columns(options, _columns(reps, masks_chunks), None, out, with_backward)
 
 
 def calculate_loss(
@@ -342,28 +306,26 @@ def calculate_loss(
     if reduction_of(self) != "sum":
         own = SENTENCE_TRANSFORMERS.original(f"{_CACHED}:CachedMultiVectorMultipleNegativesRankingLoss.calculate_loss")
         return own(self, reps, masks_chunks, with_backward=with_backward)
-    columns = [cat_padded_token_embeddings(*column) for column in zip(reps, masks_chunks, strict=True)]
-    rank = 0
+    columns = _columns(reps, masks_chunks)
+    right = torch.arange(len(columns[0].tokens), device=columns[0].tokens.device)
     if self.gather_across_devices:
-        columns[1:] = [cached_host.all_gather_padded(*column, with_grad=True) for column in columns[1:]]
-        rank = cached_host.get_rank()
-    right = torch.arange(len(columns[0][0]), device=columns[0][0].device)
-    contrast = Contrast(1.0 / self.scale, normalize=False, empty_score=scoring.EMPTY_DOCUMENT_SCORE)
-    return _loss_of_columns(contrast, columns, right + rank * len(right), None, with_backward)
+        columns[1:] = [Padded(*cached_host.all_gather_padded(*column, with_grad=True)) for column in columns[1:]]
+        right = right + cached_host.get_rank() * len(right)
+    options = LossOptions(1.0 / self.scale, normalize=False, empty_score=EMPTY_DOCUMENT_SCORE)
+    return _loss_of_columns(options, columns, right, None, with_backward)
+
+
+def _columns(reps: list[list[Tensor]], masks_chunks: list[list[Tensor]]) -> list[Padded]:
+    """The embeddings of mini-batches and their masks, column by column."""
+    return [joined(list(map(Padded, *column))) for column in zip(reps, masks_chunks, strict=True)]
 
 
 def _loss_of_columns(
-    contrast: Contrast,
-    columns: list[tuple[Tensor, Tensor]],
-    right: Tensor | None,
-    out: Tensor | None,
-    with_backward: bool,
+    options: LossOptions, columns: list[Padded], right: Tensor | None, out: Tensor | None, with_backward: bool
 ) -> Tensor:
-    """The contrastive loss of embeddings and masks, queries first; detached, with gradients in them, if it is to be."""
-    (queries, queries_mask), *others = columns
-    together = others[0] if len(others) == 1 else cat_padded_token_embeddings(*map(list, zip(*others, strict=True)))
-    documents = Padded(*together)
-    loss = cross_entropy(contrast, queries, queries_mask, documents, right, True, out)
+    """The contrastive loss of columns, queries first; detached, with gradients in them, if it is to be."""
+    (queries, queries_mask), *documents = columns
+    loss = cross_entropy(options, Batch(queries, queries_mask, documents), right, out)
     if with_backward:
         loss.backward()
         loss = loss.detach()

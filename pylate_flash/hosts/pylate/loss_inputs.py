@@ -1,0 +1,308 @@
+"""What PyLate's losses are given, checked, and what they read off their flags and a ColBERT model.
+
+Scorers other than this package's, and a `score_metric` of the caller, leave PyLate's code as it is: `FlagScores` is the
+score function that it calls.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..._config import backend_in_force, check_backend, check_masking
+from ...encoding.projection import BIAS, WEIGHT, dense_layers, hidden_states, unwrapped
+from ...ops.checks import check_choice
+from ...scores import ColBERTScores, colbert_kd_scores, scorer_of
+from ...training.contrast import Batch, Padded
+from ...training.distributed import GATHERINGS, gather_sizes, world_size
+from ...training.options import LossOptions, check_sizes, check_temperature
+
+Columns = list[dict[str, Tensor]]
+
+# The scorers that leave a loss to this package.
+_OURS = ("auto", "pylate_flash")
+
+
+class FlagScores:
+    """The score function of a loss that was given none: it reads the flags at the time of the call.
+
+    The queries are [Nq, Lq, d]. The documents are [Nd, N, Ld, d], one group of N per query, and give [Nq, Nd * N]; or,
+    with ``own_candidates``, [Nq, K, Ld, d], and give [Nq, K].
+    """
+
+    def __init__(self, loss: Any, own_candidates: bool = False) -> None:
+        self.loss = loss
+        self.own_candidates = own_candidates
+
+    def __call__(
+        self,
+        queries_embeddings: Tensor,
+        documents_embeddings: Tensor,
+        queries_mask: Tensor | None = None,
+        documents_mask: Tensor | None = None,
+    ) -> Tensor:
+        backend, masking = self.backend(), _masking_of(self.loss)
+        if self.own_candidates:
+            return colbert_kd_scores(
+                queries_embeddings, documents_embeddings, queries_mask, documents_mask, backend, masking=masking
+            )
+        scores = ColBERTScores(backend, masking)
+        return scores(queries_embeddings, documents_embeddings, queries_mask, documents_mask)
+
+    def backend(self) -> str:
+        """The backend of a call made now."""
+        scorer = _scorer_of(self.loss)
+        # "auto" asks for nothing by name, so PYLATE_SCORES_BACKEND and use_scorer() still have their say.
+        return backend_in_force(None if scorer == "auto" else scorer)
+
+
+def _scorer_of(loss: Any) -> str:
+    return loss.scorer or scorer_of(loss.model)[0]
+
+
+def _masking_of(loss: Any) -> str:
+    return loss.masking or scorer_of(loss.model)[1]
+
+
+def set_options(
+    loss: Any,
+    score_metric: Callable | None,
+    scorer: str | None,
+    masking: str | None,
+    fuse_projection: bool | None,
+    **beyond: Any,
+) -> None:
+    """Check and store what a loss is asked for beyond PyLate's arguments, as far as the model's flags do not matter.
+
+    Parameters
+    ----------
+    beyond
+        Those of `gather`, `smooth` and `mini_batch_num_tokens` that the loss has, which PyLate's code knows nothing of.
+    """
+    smooth = beyond.get("smooth")
+    if score_metric is not None and (scorer is not None or masking is not None):
+        raise ValueError(
+            f"score_metric: given together with scorer={scorer!r}, masking={masking!r}; a score_metric computes the "
+            "scores itself, so pass either it or the other two"
+        )
+    loss.scorer = None if scorer is None else check_backend(scorer, name="scorer")
+    loss.masking = None if masking is None else check_masking(masking)
+    if fuse_projection is not None and not isinstance(fuse_projection, bool):
+        raise TypeError(f"fuse_projection: {fuse_projection!r}; expected True, False or None")
+    if fuse_projection and score_metric is not None:
+        raise ValueError("fuse_projection: given together with score_metric, which needs the projected embeddings")
+    if fuse_projection:
+        dense_layers(loss.model)
+        _check_fusion(loss)
+    check_choice("gather", beyond.get("gather", "all_gather"), GATHERINGS)
+    check_sizes(mini_batch_num_tokens=beyond.get("mini_batch_num_tokens"))
+    if smooth is not None:
+        check_temperature(smooth, "smooth")
+        if fuse_projection:
+            raise ValueError("smooth: given together with fuse_projection, which has no smooth maximum")
+        if beyond.get("gather") == "ring":
+            raise ValueError('smooth: given together with gather="ring", which has no smooth maximum')
+    # A score_metric of the caller is called, and a maximum smoothed, whatever the model's flag says.
+    loss.fuse_projection = False if score_metric is not None or smooth is not None else fuse_projection
+    for name, value in beyond.items():
+        setattr(loss, name, value)
+    if score_metric is not None or loss.scorer not in (None, *_OURS):
+        _check_pylates_way(loss)
+
+
+def _check_fusion(loss: Any) -> None:
+    """Raise ValueError if a loss is to be fused, and another scorer is asked for."""
+    if _scorer_of(loss) not in _OURS:
+        raise ValueError(f'fuse_projection: needs the scorer "pylate_flash" or "auto", and it is "{_scorer_of(loss)}"')
+
+
+def _check_pylates_way(loss: Any) -> None:
+    """Raise ValueError if PyLate's code, which computes this loss, does not know what it was asked for."""
+    asked = [f"gather={loss.gather!r}"] if getattr(loss, "gather", "all_gather") != "all_gather" else []
+    beyond = {name: getattr(loss, name, None) for name in ("smooth", "mini_batch_num_tokens")}
+    asked += [f"{name}={value}" for name, value in beyond.items() if value is not None]
+    if asked:
+        raise ValueError(
+            f'{", ".join(asked)}: needs the scorer "pylate_flash" or "auto", and the loss has another one or a '
+            "score_metric"
+        )
+
+
+def options_of(loss: Any) -> LossOptions | None:
+    """How a loss compares embeddings, which are not normalised yet, by its flags and its model's as they are now.
+
+    None: PyLate's code computes it, with a score function.
+
+    Raises
+    ------
+    ValueError
+        If the projection is to be fused, and another scorer is asked for.
+    """
+    fuse = loss.fuse_projection
+    if fuse is None:
+        fuse = getattr(unwrapped(loss.model), "fuse_projection", False)
+    if fuse:
+        # The flags may have been set since.
+        _check_fusion(loss)
+    gathers = _gathers(loss)
+    # What ranks exchange are projected embeddings, as hidden states are several times as large.
+    fuse = bool(fuse) and not gathers
+    if not fuse and not (isinstance(loss.score_metric, FlagScores) and loss.score_metric.backend() in _OURS):
+        return None
+    # A distillation has no temperature, and says by its function whether it averages.
+    temperature = getattr(loss, "temperature", 1.0)
+    averages = loss.size_average if hasattr(loss, "size_average") else loss.loss_function.reduction == "batchmean"
+    return LossOptions(
+        # A number of numpy's, or a fraction, is no operand of torch's everywhere.
+        temperature if isinstance(temperature, Tensor) else float(temperature),
+        averages,
+        _masking_of(loss),
+        fuse_projection=fuse,
+        smooth=getattr(loss, "smooth", None),
+        gather=loss.gather if gathers else None,
+        times_ranks=gathers,
+        normalize_scores=getattr(loss, "normalize_scores", False),
+    )
+
+
+def _gathers(loss: Any) -> bool:
+    return getattr(loss, "gather_across_devices", False) and world_size() > 1
+
+
+def embed(loss: Any, columns: Columns, options: LossOptions) -> Batch:
+    """What the model makes of tokenized columns, the queries first; of each column of documents likewise."""
+    with hidden_states(loss.model) if options.fuse_projection else nullcontext():
+        outputs = [loss.model(features) for features in columns]
+    queries, *documents = [output["token_embeddings"] for output in outputs]
+    queries_mask, masks = masks_of(loss, columns)
+    projection = (outputs[-1][WEIGHT], outputs[-1].get(BIAS)) if options.fuse_projection else None
+    return Batch(queries, queries_mask, list(map(Padded, documents, masks)), projection)
+
+
+def masks_of(loss: Any, columns: Columns) -> tuple[Tensor | None, list[Tensor]]:
+    """Which tokens are scored: of the queries, None where all are, and of each column of documents."""
+    model = unwrapped(loss.model)
+    queries, *documents = columns
+    scored = _scored_tokens(tuple(model.skiplist), queries["input_ids"].device)
+    masks = [
+        scored.take(features["input_ids"].clamp(max=len(scored) - 1)) & features["attention_mask"].bool()
+        for features in documents
+    ]
+    return None if model.do_query_expansion else queries["attention_mask"].bool(), masks
+
+
+@functools.lru_cache(maxsize=16)
+def _scored_tokens(skiplist: tuple[int, ...], device: torch.device) -> Tensor:
+    """Of each token up to the last one of the skiplist, and of all that follow together, whether it is scored.
+
+    PyLate compares a text with one token of the skiplist after the other: a hundred launches.
+    """
+    scored = torch.ones(max(skiplist, default=-1) + 2, dtype=torch.bool)
+    scored[list(skiplist)] = False
+    return scored.to(device)
+
+
+def document_columns(loss: Any, sentence_features: Iterable[dict[str, Tensor]]) -> Columns:
+    """Check the columns of a contrastive batch, and bring its documents to one padded length, see `_padded_to`."""
+    query, *documents = sentence_features
+    if not documents:
+        raise ValueError("sentence_features: got only the queries; expected them and at least one column of documents")
+    batch_sizes = [features["input_ids"].shape[0] for features in (query, *documents)]
+    if len(set(batch_sizes)) > 1:
+        raise ValueError(
+            f"sentence_features: columns of {batch_sizes} texts; a contrastive loss expects as many documents in each "
+            "column as there are queries"
+        )
+    others = batch_sizes[0] * len(documents) * (world_size() if loss.gather_across_devices else 1) - 1
+    if others == 0:
+        _warn_once(
+            loss,
+            "a contrastive batch of one query and one document has no negatives: its loss is 0, and nothing is learned "
+            "from it; use larger batches, or hard negatives",
+        )
+    length = max(features["input_ids"].shape[1] for features in documents)
+    return _padded_to(loss, length, [query, *documents])
+
+
+def for_pylate(loss: Any, columns: Columns) -> Columns:
+    """The columns of a batch for PyLate's code, which knows less than this package's, and gathers equal shapes only.
+
+    Raises
+    ------
+    ValueError
+        If it does not know what the loss is asked for; on all ranks, if they gather, and have different numbers of
+        queries or of columns.
+    """
+    _check_pylates_way(loss)
+    if not _gathers(loss):
+        return columns
+    queries, *documents = [features["input_ids"] for features in columns]
+    sizes = [len(queries), len(documents), max(ids.shape[1] for ids in documents)]
+    batch_sizes, counts, lengths = (list(size) for size in zip(*gather_sizes(sizes, queries.device), strict=True))
+    if len(set(batch_sizes)) > 1 or len(set(counts)) > 1:
+        raise ValueError(
+            f"gather_across_devices: {batch_sizes} queries and {counts} columns of documents on the ranks; with a "
+            'score_metric, or another scorer than "pylate_flash" and "auto", every rank needs as many'
+        )
+    return _padded_to(loss, max(lengths), columns)
+
+
+def _padded_to(loss: Any, length: int, columns: Columns) -> Columns:
+    """Columns whose documents are padded to so many tokens.
+
+    PyLate's collator pads every document to ``document_length``, and its losses stack the columns. Columns tokenized
+    one by one (``pad=False``) end where their longest text ends: they get masked padding here, which changes no score.
+    """
+    query, *documents = columns
+    if all(features["input_ids"].shape[1] == length for features in documents):
+        return columns
+    # The mask is 0 there, so the token is never looked at; the padding token is what the encoder expects to see.
+    padding_token = unwrapped(loss.model).tokenizer.pad_token_id
+    padded = [
+        {
+            name: F.pad(value, (0, length - value.shape[1]), value=padding_token if name == "input_ids" else 0)
+            if value.ndim == 2 and value.shape[1] == features["input_ids"].shape[1]
+            else value
+            for name, value in features.items()
+        }
+        for features in documents
+    ]
+    return [query, *padded]
+
+
+def candidate_columns(loss: Any, sentence_features: Iterable[dict[str, Tensor]], labels: Any) -> tuple[Columns, Tensor]:
+    """Check the columns of a batch for distillation, and the teacher's scores, which come back as floats."""
+    columns = list(sentence_features)
+    if len(columns) != 2:
+        raise ValueError(
+            f"sentence_features: {len(columns)} columns; distillation expects two, the queries and their candidates"
+        )
+    queries, documents = (features["input_ids"].shape[0] for features in columns)
+    expected = (queries, documents // max(queries, 1))
+    if not isinstance(labels, Tensor) or tuple(labels.shape) != expected or documents % max(queries, 1):
+        got = f"shape {tuple(labels.shape)}" if isinstance(labels, Tensor) else type(labels).__name__
+        raise ValueError(
+            f"labels: {got}; expected the teacher's scores, one row per query and one column per candidate, "
+            f"for {queries} queries and {documents} candidates"
+        )
+    if expected[1] == 1:
+        _warn_once(
+            loss,
+            "distillation of one candidate per query has nothing to compare: its loss is 0, and nothing is learned "
+            "from it; give each query several candidates",
+        )
+    return columns, labels if labels.is_floating_point() else labels.float()
+
+
+def _warn_once(loss: Any, message: str) -> None:
+    """Warn about a batch that teaches nothing, once for each loss; in an evaluation there is nothing to learn."""
+    if torch.is_grad_enabled() and not getattr(loss, "_warned", False):
+        loss._warned = True
+        warnings.warn(message, stacklevel=4)
