@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,10 +26,6 @@ from .versions import launcher_is_known
 
 _INT32_MAX = 2**31 - 1
 _or = functools.partial(functools.reduce, operator.or_)
-# The stream that is current on a device, as an integer, and the current device. A PyTorch without CUDA has no such
-# functions, and no need of them.
-_current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0)
-_current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: 0)
 
 
 class Described(NamedTuple):
@@ -89,7 +85,7 @@ class Kernel:
             begin at multiples of 16 bytes; their columns and blocks follow from the constants.
         """
         device = tensors[0].get_device()  # type: ignore[union-attr]
-        if device >= 0 and _current_device() != device:
+        if device >= 0 and recording.current_device() != device:
             # Triton compiles for, and launches on, the current one.
             with torch.cuda.device(device):
                 self(grid, tensors, numbers, strides, constants, warps, described)
@@ -108,7 +104,8 @@ class Kernel:
             )
         code, n_tensors = self._code.get(key) or (None, 0)
         if code is not None:
-            code(grid, device, tensors, pointers, integers + constants, described)
+            stream = recording.current_stream(device) if device >= 0 else 0
+            code(grid, stream, tensors, pointers, integers + constants, described)
         else:
             code, n_tensors = self._compile(grid, tensors, integers, constants, warps, described)
             self._code[key] = code, n_tensors
@@ -131,7 +128,7 @@ class Kernel:
         options["enable_fp_fusion"] = True
 
         def by_interpreter(
-            grid: tuple[int, int, int], _: int, tensors: tuple, __: list, rest: tuple, ___: tuple
+            grid: tuple[int, int, int], _: int, tensors: Sequence, __: list, rest: tuple, ___: tuple
         ) -> None:
             with _disable_current_modes():
                 self.function[grid](*[tensor_of(tensor) for tensor in tensors], *rest, **options)
@@ -148,7 +145,7 @@ class Kernel:
 
 
 def _code(compiled: Any) -> Callable[..., None]:
-    """What launches a compiled kernel, given the grid, the device, tensors, their addresses, the rest, descriptions.
+    """What launches a compiled kernel, given the grid, the stream, tensors, their addresses, the rest, descriptions.
 
     It calls Triton's C function itself, where the arguments of that are known: around it, Triton looks for scratch
     memory and for hooks that are rarely there, and describes matrices to the copy engine at every launch, where a
@@ -156,10 +153,10 @@ def _code(compiled: Any) -> Callable[..., None]:
     """
 
     def by_triton(
-        grid: tuple[int, int, int], device: int, tensors: tuple, pointers: list[int], rest: tuple, described: tuple
+        grid: tuple[int, int, int], stream: int, tensors: Sequence, pointers: list[int], rest: tuple, described: tuple
     ) -> None:
         first = [matrix.of(tensor) for matrix, tensor in zip(described, tensors, strict=False)]
-        compiled[grid](*first, *pointers[len(first) :], *rest, stream=_current_stream(device))
+        compiled[grid](*first, *pointers[len(first) :], *rest, stream=stream)
 
     if not launcher_is_known():
         return by_triton
@@ -187,17 +184,17 @@ def _code(compiled: Any) -> Callable[..., None]:
         return description, rows, columns, columns, 1
 
     def by_c(
-        grid: tuple[int, int, int], device: int, tensors: tuple, pointers: list[int], rest: tuple, described: tuple
+        grid: tuple[int, int, int], stream: int, tensors: Sequence, pointers: list[int], rest: tuple, described: tuple
     ) -> None:
         # Unset, a hook is an empty chain of hooks.
         enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
         if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
-            by_triton(grid, device, tensors, pointers, rest, described)
+            by_triton(grid, stream, tensors, pointers, rest, described)
             return
         if described:
             matrices = [describe(i, pointers[i], m.rows, m.columns) for i, m in enumerate(described)]
             pointers = [value for matrix in matrices for value in matrix] + pointers[len(described) :]
-        launch(*grid, _current_stream(device), *fixed, *pointers, *rest)
+        launch(*grid, stream, *fixed, *pointers, *rest)
 
     return by_c
 

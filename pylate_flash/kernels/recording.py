@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
 _aten = torch.ops.aten
@@ -37,7 +36,10 @@ _ALIGNMENT = 128
 _MOST_STEPS = 512
 
 _local = threading.local()
-_current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)
+# The stream that is current on a device, as an integer, and the current device. A PyTorch without CUDA has no such
+# functions, and no need of them.
+current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0)
+current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)
 
 
 def recorder() -> Recorder | None:
@@ -76,14 +78,19 @@ class _Memory:
 
 class _Operator(NamedTuple):
     function: Any
-    # Its arguments by place and by name; or, where tensors are in lists among them, without their structure.
-    leaves: Sequence[Any]
-    by_name: dict
-    structure: Any
+    # Its arguments by place and by name, `_Value`s in place of tensors, in lists too.
+    args: list[Any]
+    by_name: dict[str, Any]
     has_effects: bool
     results: tuple[int, ...]
     # Of an allocation: shape, strides where they are not dense, type and device.
     allocates: tuple | None = None
+
+    def values(self) -> set[int]:
+        """The values among its arguments."""
+        arguments = [*self.args, *self.by_name.values()]
+        flat = [x for argument in arguments for x in (argument if isinstance(argument, list) else [argument])]
+        return {x.number for x in flat if isinstance(x, _Value)}
 
 
 class _Launch(NamedTuple):
@@ -171,26 +178,27 @@ class Recorder(TorchDispatchMode):
                 return self.refuse(f"{function} allocates elsewhere")
             stride = None if result.is_contiguous() else result.stride()
             made = tuple(result.shape), stride, result.dtype, result.device
-            self.steps.append(_Operator(function, [], {}, None, False, (self._add(result),), made))
+            self.steps.append(_Operator(function, [], {}, False, (self._add(result),), made))
             return None
         results = result if isinstance(result, tuple | list) else (result,)
         if function.namespace != "aten" or _UNREPEATABLE.intersection(function.tags):
             return self.refuse(f"{function} cannot be repeated")
         if not all(isinstance(tensor, Tensor) and tensor.device == self._device for tensor in results):
             return self.refuse(f"{function} returns other than tensors, or tensors elsewhere")
-        by_name, structure = kwargs, None
-        leaves: Sequence[Any] = args
-        if any(isinstance(argument, tuple | list) for argument in (*args, *kwargs.values())):
-            (leaves, structure), by_name = tree_flatten((args, kwargs)), {}
-        leaves = [_Value(self.value(leaf)) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        by_name = {name: _Value(self.value(x)) if isinstance(x, Tensor) else x for name, x in by_name.items()}
+        given, by_name = [self._valued(x) for x in args], {name: self._valued(x) for name, x in kwargs.items()}
         indices = tuple([self._add(tensor) for tensor in results])
         has_effects = function._schema.is_mutable
         if function is _aten._to_copy.default and set(by_name) == {"dtype"}:
             # Half of the operator's host time, which has many options to read.
-            function, leaves, by_name = Tensor.to, [*leaves, by_name["dtype"]], {}
-        self.steps.append(_Operator(function, leaves, by_name, structure, has_effects, indices))
+            function, given, by_name = Tensor.to, [*given, by_name["dtype"]], {}
+        self.steps.append(_Operator(function, given, by_name, has_effects, indices))
         return None
+
+    def _valued(self, argument: Any) -> Any:
+        """An argument of an operator, with `_Value`s in place of tensors."""
+        if isinstance(argument, tuple | list):
+            return [self._valued(x) for x in argument]
+        return _Value(self.value(argument)) if isinstance(argument, Tensor) else argument
 
     def _add(self, tensor: Tensor) -> int:
         if tensor in self._values:
@@ -249,6 +257,9 @@ def _allocation(shape: Sequence[int], stride: Sequence[int] | None, dtype: torch
 class Recording:
     """What a call did, to be done again on other tensors.
 
+    It is written out as a Python function without loops or branches, which takes the host half as long as going through
+    the steps. Calls that differ in numbers alone share its code.
+
     Parameters
     ----------
     recorder
@@ -261,48 +272,47 @@ class Recording:
 
     def __init__(self, recorder: Recorder, outputs: Sequence[Tensor | None], device: int) -> None:
         self._device = device
-        self._outputs = [None if tensor is None else recorder.value(tensor) for tensor in outputs]
-        self._n_inputs, n_values = recorder.n_inputs, recorder.n_values
-        # One more value, at address 0, stands for None.
-        self._others: list[Tensor | None] = [None] * (n_values + 1 - self._n_inputs)
+        self._recorder = recorder
+        self._lines: list[str] = []
+        self._constants: list[Any] = []
+        results = [None if tensor is None else recorder.value(tensor) for tensor in outputs]
         memory_of = {index: memory for memory in recorder.memory.values() for index in memory.values}
-        needed, steps = self._needed(recorder, memory_of)
+        needed, steps = self._needed({index for index in results if index is not None}, memory_of)
         made = {memory.index for memory in recorder.memory.values() if needed.intersection(memory.values)}
-        size, self._laid = _lay(steps, memory_of, made)
-        where = torch.device("cuda", device) if device >= 0 else torch.device("cpu")
-        self._scratch = _allocation((size,), None, torch.uint8, where) if size else None
-        self._steps: list[tuple] = []
+        self._scratch_bytes, self._offsets = _lay(steps, memory_of, made)
+        launches = [step for step in steps if isinstance(step, _Launch)]
+        # The values whose addresses launches take.
+        self._addressed = {place.number for step in launches for place in step.places if place is not None}
+        self._lines.append(f"{', '.join(f'v{index}' for index in range(recorder.n_inputs))}, = inputs")
+        for index in range(recorder.n_inputs):
+            self._address(index)
+        if self._scratch_bytes:
+            where = torch.device("cuda", device) if device >= 0 else torch.device("cpu")
+            self._lines.append(
+                f"scratch = {self._constant(_allocation((self._scratch_bytes,), None, torch.uint8, where))}()"
+            )
+            self._lines.append("start = scratch.data_ptr()")
         for number, step in enumerate(steps):
-            gone = [
-                index
-                for memory in recorder.memory.values()
-                if memory.died == number and memory.index in made
-                for index in memory.values
-            ]
-            if gone:
-                self._steps.append((_release, gone))
-            if isinstance(step, _Launch):
-                places = [(n_values, 0) if place is None else place[:2] for place in step.places]
-                tensors = step.places[: step.n_tensors]
-                self._steps.append((None, step.launch, step.grid, places, step.rest, step.described, tensors))
-            elif step is not None and step.allocates is None:
-                self._steps.append((_operate, step))
-            elif step is not None and step.results[0] in made:
-                self._steps.append((_allocate, step.results[0], _allocation(*step.allocates)))
+            for memory in recorder.memory.values():
+                if memory.died == number and memory.index in made:
+                    self._lines.append(" = ".join(f"v{index}" for index in memory.values) + " = None")
+            if step is not None:
+                self._step(step, made)
+        self._lines.append(f"return [{', '.join('None' if index is None else f'v{index}' for index in results)}]")
+        del self._recorder
+        self._repeat = _function(tuple(self._lines), len(self._constants))(*self._constants)
 
-    def _needed(self, recorder: Recorder, memory_of: dict[int, _Memory]) -> tuple[set[int], list]:
+    def _needed(self, needed: set[int], memory_of: dict[int, _Memory]) -> tuple[set[int], list]:
         """The values that have to be tensors, and the steps, None in place of those whose results nothing needs."""
-        needed = {index for index in self._outputs if index is not None}
         launched: set[int] = set()
-        steps: list[_Operator | _Launch | None] = list(recorder.steps)
-        for number, step in reversed(list(enumerate(recorder.steps))):
+        steps: list[_Operator | _Launch | None] = list(self._recorder.steps)
+        for number, step in reversed(list(enumerate(self._recorder.steps))):
             if isinstance(step, _Launch):
                 launched.update(place.number for place in step.places if place is not None)
                 needed.update(place.number for place in step.places[: step.n_tensors] if place is not None)
             elif step.allocates is None:
                 if step.has_effects or not (needed | launched).isdisjoint(step.results):
-                    given = (*step.leaves, *step.by_name.values())
-                    needed.update(step.results, (leaf.number for leaf in given if isinstance(leaf, _Value)))
+                    needed.update(step.results, step.values())
                 else:
                     steps[number] = None
             elif not any(index in launched or index in needed for index in memory_of[step.results[0]].values):
@@ -310,76 +320,87 @@ class Recording:
         # A value lies where the first of its storage does.
         return needed | {memory_of[index].index for index in needed}, steps
 
+    def _constant(self, value: Any) -> str:
+        """The name of a value that the function is made with."""
+        self._constants.append(value)
+        return f"c{len(self._constants) - 1}"
+
+    def _address(self, index: int) -> None:
+        if index in self._addressed:
+            self._lines.append(f"a{index} = v{index}.data_ptr()")
+
+    def _step(self, step: _Operator | _Launch, made: set[int]) -> None:
+        if isinstance(step, _Launch):
+            first = "".join(map(self._tensor_at, step.places[: step.n_tensors]))
+            launch, grid, rest, described = map(self._constant, (step.launch, step.grid, step.rest, step.described))
+            pointers = ", ".join(map(self._pointer, step.places))
+            self._lines.append(f"{launch}({grid}, stream, ({first}), [{pointers}], {rest}, {described})")
+            return
+        if step.allocates is not None:
+            if step.results[0] not in made:
+                return
+            self._lines.append(f"v{step.results[0]} = {self._constant(_allocation(*step.allocates))}()")
+        else:
+            arguments = [self._argument(x) for x in step.args]
+            arguments += [f"{name}={self._argument(x)}" for name, x in step.by_name.items()]
+            results = ", ".join(f"v{index}" for index in step.results)
+            self._lines.append(f"{results} = {self._constant(step.function)}({', '.join(arguments)})")
+        for index in step.results:
+            self._address(index)
+
+    def _argument(self, argument: Any) -> str:
+        if isinstance(argument, list):
+            return f"[{', '.join(map(self._argument, argument))}]"
+        return f"v{argument.number}" if isinstance(argument, _Value) else self._constant(argument)
+
+    def _pointer(self, place: _Place | None) -> str:
+        if place is None:
+            return "0"
+        if place.number in self._offsets:
+            return f"start + {self._constant(self._offsets[place.number] + place.offset)}"
+        return f"a{place.number} + {self._constant(place.offset)}" if place.offset else f"a{place.number}"
+
+    def _tensor_at(self, place: _Place | None) -> str:
+        if place is None:
+            return "None, "
+        tensor_at, offset, dtype = map(self._constant, (_tensor_at, place.offset, place.dtype))
+        return f"{tensor_at}(v{place.number}, {offset}, {dtype}), "
+
     def __call__(self, inputs: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The outputs for these inputs, of the same signature."""
         device = self._device
-        if device >= 0 and _current_device() != device:
+        if device < 0:
+            return self._repeat(inputs, 0)
+        if current_device() != device:
             with torch.cuda.device(device):
                 return self(inputs)
-        values = [*inputs, *self._others]
-        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in values]
-        if self._scratch is not None:
-            scratch = self._scratch()
-            start = scratch.data_ptr()
-            for index, offset in self._laid:
-                addresses[index] = start + offset
-        for step in self._steps:
-            other = step[0]
-            if other is None:
-                _, launch, grid, places, rest, described, tensors = step
-                pointers = [addresses[index] + offset for index, offset in places]
-                launch(grid, device, _tensors(values, tensors) if tensors else (), pointers, rest, described)
-            elif other is _allocate:
-                tensor = values[step[1]] = step[2]()
-                addresses[step[1]] = tensor.data_ptr()
-            else:
-                other(step[1], values, addresses)
-        return [None if index is None else values[index] for index in self._outputs]
+        return self._repeat(inputs, current_stream(device))
 
 
-def _allocate() -> None:
-    """Stands for an allocation among the steps."""
+@functools.lru_cache(maxsize=1024)
+def _function(lines: tuple[str, ...], n_constants: int) -> Callable[..., Callable[..., list[Tensor | None]]]:
+    """What makes, of constants, the function of these lines, of `inputs` and the current stream."""
+    constants = ", ".join(f"c{index}" for index in range(n_constants))
+    body = "\n".join(f"        {line}" for line in lines)
+    found: dict[str, Any] = {}
+    exec(f"def make({constants}):\n    def repeat(inputs, stream):\n{body}\n    return repeat", found)
+    return found["make"]
 
 
-def _operate(step: _Operator, values: list[Tensor | None], addresses: list[int]) -> None:
-    args = [values[leaf.number] if type(leaf) is _Value else leaf for leaf in step.leaves]
-    kwargs = {name: values[leaf.number] if type(leaf) is _Value else leaf for name, leaf in step.by_name.items()}
-    if step.structure is not None:
-        args, kwargs = tree_unflatten(args, step.structure)
-    result = step.function(*args, **kwargs)
-    for index, tensor in zip(step.results, result if isinstance(result, tuple | list) else (result,), strict=True):
-        values[index] = tensor
-        addresses[index] = tensor.data_ptr()
+def _tensor_at(tensor: Tensor, offset: int, dtype: torch.dtype) -> Tensor:
+    """What lies so many bytes after the beginning of a tensor, as an argument that a launch takes as a tensor."""
+    storage = tensor.untyped_storage()
+    first = (tensor.data_ptr() - storage.data_ptr() + offset) // dtype.itemsize
+    whole = torch.empty(0, dtype=dtype, device=tensor.device)
+    return whole.set_(storage, first, (storage.nbytes() // dtype.itemsize - first,), (1,))
 
 
-def _release(gone: list[int], values: list[Tensor | None], addresses: list[int]) -> None:
-    for index in gone:
-        values[index] = None
-
-
-def _tensors(values: list[Tensor | None], places: Sequence[_Place | None]) -> list[Tensor | None]:
-    """The arguments that a launch takes as tensors: of what lies from their places on."""
-    found: list[Tensor | None] = []
-    for place in places:
-        if place is None:
-            found.append(None)
-            continue
-        index, offset, dtype = place
-        tensor = values[index]
-        assert tensor is not None
-        storage = tensor.untyped_storage()
-        first = (tensor.data_ptr() - storage.data_ptr() + offset) // dtype.itemsize
-        whole = torch.empty(0, dtype=dtype, device=tensor.device)
-        found.append(whole.set_(storage, first, (storage.nbytes() // dtype.itemsize - first,), (1,)))
-    return found
-
-
-def _lay(steps: Sequence[Any], memory_of: dict[int, _Memory], made: set[int]) -> tuple[int, list[tuple[int, int]]]:
+def _lay(steps: Sequence[Any], memory_of: dict[int, _Memory], made: set[int]) -> tuple[int, dict[int, int]]:
     """Bytes of scratch for the allocations that are no tensors of their own, and where in it each begins.
 
     In their order, each at the first gap between those that live at that time.
     """
-    total, laid = 0, []
+    total, laid = 0, {}
     living: list[tuple[int, int, float]] = []
     for number, step in enumerate(steps):
         if not isinstance(step, _Operator) or step.allocates is None or step.results[0] in made:
@@ -393,6 +414,6 @@ def _lay(steps: Sequence[Any], memory_of: dict[int, _Memory], made: set[int]) ->
             begin = max(begin, -(-end // _ALIGNMENT) * _ALIGNMENT)
         died = float("inf") if memory.died is None else memory.died
         living.append((begin, begin + memory.nbytes, died))
-        laid.append((memory.index, begin))
+        laid[memory.index] = begin
         total = max(total, begin + memory.nbytes)
     return total, laid

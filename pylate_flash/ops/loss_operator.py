@@ -23,7 +23,7 @@ from .loss_blocks import loss_in_blocks
 from .loss_call import Found, check_packing, checked_comparison, checked_targets
 from .loss_scores import compared, reduced, statistics_of
 from .maxsim import checked, scores_of
-from .operator import LIBRARY, NOT_PLAIN, cast_like, is_plain, needs_gradient, repeat, signature
+from .operator import LIBRARY, NOT_PLAIN, apply, cast_like, is_plain, needs_gradient, repeat, signature
 from .varlen import with_lengths
 
 
@@ -47,7 +47,7 @@ def loss_of(
     one_by_one = isinstance(comparison.loss_reduction, str) and comparison.loss_reduction == "none"
     if key is not NOT_PLAIN and not one_by_one and queries.numel() and documents.numel():
         if needs_gradient(*given[:_N_DIFFERENTIABLE]):
-            return _MaxsimLoss.apply((key, how), *given)
+            return apply(_MaxsimLoss, key, (key, how), *given)
 
         def compute(given: Sequence) -> tuple[Sequence[Tensor | None], None]:
             return _computed(*_checked(given, how), (False, False, False))[:2], None

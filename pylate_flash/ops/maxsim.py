@@ -15,7 +15,7 @@ the fields of `Tensors` and of `Options`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -170,7 +170,7 @@ def maxsim(
 
         tensors = Tensors(queries, documents.values, queries_mask, documents_mask)
         return scores_of_quantized("maxsim", tensors, Options(*options), documents, quantize_queries)
-    return _maxsim((queries, documents, queries_mask, documents_mask, None, None, None, *options), "maxsim")
+    return scores_of_arguments((queries, documents, queries_mask, documents_mask, None, None, None, *options), "maxsim")
 
 
 def maxsim_pairwise(
@@ -215,6 +215,14 @@ def maxsim_pairwise(
     >>> maxsim_pairwise(queries, torch.tensor([[[2.0, 0.0]], [[0.0, 3.0]]]))
     tensor([2., 3.])
     """
+    options = 0, 0, 0, checked_flag("normalize", normalize), reduction, masking, empty_score, implementation
+    arguments = queries, documents, queries_mask, documents_mask, None, None, None, *options
+    return scores_of_arguments(arguments, "maxsim", _as_candidates).squeeze(1)
+
+
+def _as_candidates(arguments: tuple) -> tuple:
+    """Pairs as queries that have one candidate each."""
+    queries, documents, queries_mask, documents_mask, *others = arguments
     check_tensor("queries", queries, {3: "[N, Lq, d]"})
     check_tensor("documents", documents, {3: "[N, Ld, d]"})
     if queries.shape[0] != documents.shape[0]:
@@ -224,16 +232,19 @@ def maxsim_pairwise(
     if documents_mask is not None:
         check_mask_layout("documents_mask", documents_mask, documents)
         documents_mask = documents_mask.unsqueeze(1)
-    options = Options(0, 0, 0, checked_flag("normalize", normalize), reduction, masking, empty_score, implementation)
-    tensors = Tensors(queries, documents.unsqueeze(1), queries_mask, documents_mask)
-    return scores_of("maxsim", tensors, options).squeeze(1)
+    return queries, documents.unsqueeze(1), queries_mask, documents_mask, *others
 
 
 def scores_of(operation: str, tensors: Tensors, options: Options) -> Tensor:
     """The scores of a call, by the name of what was called."""
+    return scores_of_arguments((*tensors, *options), operation)
+
+
+def scores_of_arguments(arguments: tuple, operation: str, prepare: Callable[[tuple], tuple] | None = None) -> Tensor:
+    """The scores for the arguments of the operator, or for those that `prepare` makes them of (`Operation`)."""
     # Of packed documents without norms, kernels look at the boundaries alone.
-    packed = 1 if tensors.documents_cu_seqlens is not None and not options.normalize else -1
-    return _maxsim((*tensors, *options), operation, packed)
+    packed = 1 if arguments[_DOCUMENTS_CU_SEQLENS] is not None and not arguments[_NORMALIZE] else -1
+    return _maxsim(arguments, operation, packed, prepare)
 
 
 def checked(
@@ -277,30 +288,33 @@ CALL_SCHEMA = (
     "SymInt max_candidates, bool normalize, str reduction, str masking, float empty_score, str implementation"
 )
 _N_TENSORS = len(Tensors._fields)
+_DOCUMENTS_CU_SEQLENS = Tensors._fields.index("documents_cu_seqlens")
+_NORMALIZE = _N_TENSORS + Options._fields.index("normalize")
 
 
-def _call(arguments: tuple) -> tuple[Tensors, Options]:
+def call_of(arguments: tuple) -> tuple[Tensors, Options]:
+    """The call that has these arguments of the operator."""
     return Tensors(*arguments[:_N_TENSORS]), Options(*arguments[_N_TENSORS:])
 
 
 def _check(arguments: tuple, called: str) -> tuple:
-    tensors, options = _call(arguments)
+    tensors, options = call_of(arguments)
     tensors = checked(called, tensors, options)
     return *tensors, *options._replace(empty_score=checked_number("empty_score", options.empty_score))
 
 
 def _compute(arguments: tuple, with_winners: bool) -> tuple[Tensor, Tensor | None]:
-    return compute(*_call(arguments), with_winners)
+    return compute(*call_of(arguments), with_winners)
 
 
 def _compute_gradients(
     grad_scores: Tensor, kept: Sequence[Tensor], arguments: tuple, needs: tuple[bool, bool]
 ) -> tuple[Tensor | None, Tensor | None]:
-    return compute_gradients(*_call(arguments), grad_scores, kept[0], *needs)
+    return compute_gradients(*call_of(arguments), grad_scores, kept[0], *needs)
 
 
 def _shapes(*arguments) -> tuple[Tensor, Tensor]:
-    tensors, options = _call(arguments)
+    tensors, options = call_of(arguments)
     check(tensors)
     return empty_results(tensors, options)
 

@@ -13,22 +13,24 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, get_autocast_dtype, is_autocast_enabled, is_grad_enabled
 from torch._C import _get_float32_matmul_precision, _len_torch_dispatch_stack
 from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 from torch.nn import Parameter
 
 from ..problem import rounded_total
 from .checks import no_second_derivative
 
 PLAIN_TYPES = (Tensor, Parameter)
+_STRIDED = torch.strided
 LIBRARY = torch.library.Library("pylate_flash", "DEF")
 
 
 def needs_gradient(*tensors: Tensor | None) -> bool:
     """Whether the result of an operation on these tensors is to be differentiated."""
-    if torch.is_grad_enabled():
+    if is_grad_enabled():
         for tensor in tensors:
             if tensor is not None and tensor.requires_grad:
                 return True
@@ -44,7 +46,7 @@ def is_plain(*tensors: Tensor | None) -> bool:
         _len_torch_dispatch_stack() == 0
         and peek_interpreter_stack() is None
         and forward_ad._current_level < 0
-        and not torch.compiler.is_compiling()
+        and not is_compiling()
     )
 
 
@@ -64,39 +66,41 @@ Signature = tuple | _NotPlain | None
 def signature(operation: object, tensors: Sequence[Any], options: tuple, packed: int = -1) -> Signature:
     """All that checks, choice and plans of a call look at; `NOT_PLAIN` or `UNREPEATED` where there is no such thing.
 
-    Of the tensor of index `packed`, [T, ...], T is told as it is planned for, rounded.
+    Of the tensor of index `packed`, [T, ...], T is told as it is planned for without gradients, rounded.
 
     Types, shapes, strides, device and alignment of its tensors, which of them require a gradient, its options, and what
     is in force: autocast, the precision of float32 products, whether gradients are recorded.
     """
     if (
-        torch.compiler.is_compiling()
+        is_compiling()
         or _len_torch_dispatch_stack()
         or peek_interpreter_stack() is not None
         or forward_ad._current_level >= 0
     ):
         return NOT_PLAIN
-    key: list[Any] = [
-        operation, options, *map(type, options), torch.is_grad_enabled(), _get_float32_matmul_precision(),
-        torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
-    ]  # fmt: skip
-    device = None
-    for index, tensor in enumerate(tensors):
+    device: int | None = None
+    described: list[Any] = []
+    for tensor in tensors:
         if tensor is None:
-            key.append(None)
+            described.append(None)
             continue
         if type(tensor) is not Tensor and type(tensor) is not Parameter:
             return NOT_PLAIN
         number = tensor.get_device()
         if device is None:
             device = number
-        if number < repeated_devices or number != device or tensor.layout is not torch.strided or tensor.is_nested:
+        if number < repeated_devices or number != device or tensor.layout is not _STRIDED or tensor.is_nested:
             # What cannot be repeated may not even be a tensor to compute with at once.
             return UNREPEATED if is_plain(*tensors) else NOT_PLAIN
         address = tensor.data_ptr()
-        shape = tensor.shape if index != packed else (rounded_total(tensor.shape[0]), *tensor.shape[1:])
-        key += (shape, tensor.stride(), tensor.dtype, number, tensor.requires_grad, address & 15)
-    return tuple(key)
+        described.append((tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad, address & 15))
+    if packed >= 0 and not needs_gradient(*tensors):
+        shape, *others = described[packed]
+        described[packed] = (rounded_total(shape[0]), *shape[1:]), *others
+    return (
+        operation, options, *map(type, options), is_grad_enabled(), _get_float32_matmul_precision(),
+        is_autocast_enabled("cuda") and get_autocast_dtype("cuda"), device, *described,
+    )  # fmt: skip
 
 
 class _Repeated:
@@ -105,16 +109,16 @@ class _Repeated:
     def __init__(self, most: int) -> None:
         self._most = most
         self._entries: OrderedDict[tuple, Any] = OrderedDict()
+        self._move_to_end = self._entries.move_to_end
 
     def get(self, key: tuple) -> Any:
         """What is known of a signature, or None."""
         try:
-            entry = self._entries.get(key)
-            if entry is not None:
-                self._entries.move_to_end(key)
+            entry = self._entries[key]
+            self._move_to_end(key)
             return entry
         except (KeyError, TypeError):
-            # Another thread has just forgotten it; or an option cannot be a key, which the checks have a word for.
+            # New, or just forgotten by another thread; or an option cannot be a key, which the checks have a word for.
             return None
 
     def set(self, key: tuple, entry: Any) -> None:
@@ -131,6 +135,15 @@ repeated = _Repeated(4096)
 # What computes a call: from its tensors to the results, tensors or None, and what else there is to know of it.
 Computation = Callable[[Sequence[Tensor | None]], tuple[Sequence[Tensor | None], Any]]
 _SEEN, _REFUSED = "seen once", "cannot be repeated"
+
+
+def apply(function: type[torch.autograd.Function], key: Signature, *arguments: Any) -> Any:
+    """`function.apply(*arguments)` for a call of that signature.
+
+    Where it tells that no transform is there, torch need not look for its wrappers, which takes a third of the time.
+    """
+    whole = super(torch.autograd.Function, function) if isinstance(key, tuple) else function
+    return whole.apply(*arguments)
 
 
 def repeat(key: Signature, compute: Computation, tensors: Sequence[Tensor | None]) -> tuple[Sequence[Any], Any]:
@@ -215,23 +228,28 @@ class Operation:
         self._define(schema, differentiated, kept, shapes)
         torch.library.register_autograd(f"pylate_flash::{name}_backward", no_second or no_second_derivative(name))
 
-    def __call__(self, arguments: tuple, called: str, packed: int = -1) -> Tensor:
+    def __call__(
+        self, arguments: tuple, called: str, packed: int = -1, prepare: Callable[[tuple], tuple] | None = None
+    ) -> Tensor:
         """The result for the arguments of a call, as `check` takes them.
 
         Without gradients, what is computed depends on the number of tokens of the tensor of index `packed` only as far
-        as `rounded_total` tells.
+        as `rounded_total` tells. `prepare` makes the arguments of what else describes the call, as many tensors first;
+        it is a function of the module, by which the call is known.
         """
         tensors, options = arguments[: self.n_tensors], arguments[self.n_tensors :]
-        key = signature(self.name, tensors, options, -1 if torch.is_grad_enabled() else packed)
+        key = signature(prepare or self.name, tensors, options, packed)
+        with_gradient = key is not NOT_PLAIN and needs_gradient(*tensors[: self.n])
+        if prepare is not None and (with_gradient or not isinstance(key, tuple)):
+            return self(prepare(arguments), called, packed)
         if key is NOT_PLAIN:
             return self.operator(*self.check(arguments, called))
-        if torch.is_grad_enabled():
-            for tensor in tensors[: self.n]:
-                if tensor is not None and tensor.requires_grad:
-                    return self.function.apply((key, options, called), *tensors)
+        if with_gradient:
+            return apply(self.function, key, (key, options, called), *tensors)
 
         def compute(tensors: Sequence) -> tuple[tuple, None]:
-            return (self.compute(self.check((*tensors, *options), called), False)[0],), None
+            arguments = (*tensors, *options) if prepare is None else prepare((*tensors, *options))
+            return (self.compute(self.check(arguments, called), False)[0],), None
 
         return repeat(key, compute, tensors)[0][0]
 
@@ -328,7 +346,7 @@ def _function_of(operation: Operation) -> type[torch.autograd.Function]:
             saved, options, likes, needs = ctx.saved_tensors, ctx.options, ctx.likes, ctx.needs_input_grad[1 : n + 1]
             given = (grad_scores, *saved)
             key = signature(operation.function, given, (*options, *needs, *likes))
-            if torch.is_grad_enabled() or not ctx.is_plain or key is NOT_PLAIN:
+            if is_grad_enabled() or not ctx.is_plain or key is NOT_PLAIN:
                 # A graph of the backward is asked for: the operator has one, which says that there is no second
                 # derivative.
                 kept = saved[n_tensors : n_tensors + operation.n_kept]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..problem import Options, Tensors, rounded_total
 from .checks import check_boundaries, check_candidates, check_tensor, checked_flag
-from .maxsim import scores_of
+from .maxsim import call_of, scores_of, scores_of_arguments
 from .norms import normalized
 from .operator import needs_gradient
 from .packing import longest
@@ -124,18 +124,27 @@ def maxsim_varlen(
     >>> maxsim_varlen(queries, documents, queries_cu_seqlens, documents_cu_seqlens)
     tensor([[ 1.5000, -1.0000]])
     """
-    check_tensor("queries", queries, {2: "[Tq, d]"})
-    values = documents.values if isinstance(documents, QuantizedEmbeddings) else documents
-    check_tensor("documents", values, {2: "[Td, d]"})
-    tensors = Tensors(queries, values, None, None, queries_cu_seqlens, documents_cu_seqlens, candidates_cu_seqlens)
-    options = Options(0, 0, 0, checked_flag("normalize", normalize), reduction, "exclude", empty_score, implementation)
-    options = with_lengths(tensors, options, max_query_length, max_document_length)
+    how = max_query_length, max_document_length, 0, checked_flag("normalize", normalize), reduction, "exclude"
+    others = None, None, queries_cu_seqlens, documents_cu_seqlens, candidates_cu_seqlens, *how, empty_score
     if isinstance(documents, QuantizedEmbeddings):
         # It builds on this module.
         from .quantized import scores_of_quantized
 
+        tensors, options = call_of(_with_lengths((queries, documents.values, *others, implementation)))
         return scores_of_quantized("maxsim_varlen", tensors, options, documents, quantize_queries)
-    return scores_of("maxsim_varlen", tensors, options)
+    arguments = queries, documents, *others, implementation
+    if candidates_cu_seqlens is None and max_query_length is not None:
+        # On a GPU, none of the boundaries is read.
+        return scores_of_arguments(arguments, "maxsim_varlen", _with_lengths)
+    return scores_of_arguments(_with_lengths(arguments), "maxsim_varlen")
+
+
+def _with_lengths(arguments: tuple) -> tuple:
+    """The arguments of the operator, for those of `maxsim_varlen`."""
+    tensors, options = call_of(arguments)
+    check_tensor("queries", tensors.queries, {2: "[Tq, d]"})
+    check_tensor("documents", tensors.documents, {2: "[Td, d]"})
+    return *tensors, *with_lengths(tensors, options, options.max_query_length, options.max_document_length)
 
 
 def maxsim_varlen_pairwise(

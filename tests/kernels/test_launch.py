@@ -13,7 +13,7 @@ import torch
 from triton.backends.nvidia.driver import CudaLauncher
 from triton.experimental.gluon import language as gl
 
-from pylate_flash.kernels import forward, launch, overlap, tables
+from pylate_flash.kernels import forward, launch, overlap, recording, tables
 from pylate_flash.kernels.forward import common, hopper, single, stacked
 from pylate_flash.kernels.launch import Described, Kernel, Scratch
 from pylate_flash.problem import Options, Tensors, problem_of
@@ -93,8 +93,8 @@ class Devices:
 def devices(monkeypatch: pytest.MonkeyPatch) -> Devices:
     """There are no devices on a CPU, and no streams."""
     devices = Devices()
-    monkeypatch.setattr(launch, "_current_stream", lambda device: 900 + device)
-    monkeypatch.setattr(launch, "_current_device", lambda: devices.current)
+    monkeypatch.setattr(recording, "current_stream", lambda device: 900 + device)
+    monkeypatch.setattr(recording, "current_device", lambda: devices.current)
     monkeypatch.setattr(torch.cuda, "device", devices.made_current)
     return devices
 

@@ -27,12 +27,12 @@ class Times(Kernel):
         super().__init__(None)
 
     def _compile(self, grid, tensors, integers, constants, warps, described):
-        def launch(grid, device, tensors, pointers: list[int], rest: tuple, described) -> None:
+        def launch(grid, stream, tensors, pointers: list[int], rest: tuple, described) -> None:
             number, factor = rest
             source, target = ((ctypes.c_float * number).from_address(pointer) for pointer in pointers)
             target[:] = [value * factor for value in source]
 
-        launch(grid, -1, (), [tensor.data_ptr() for tensor in tensors], (*integers, *constants), ())
+        launch(grid, 0, (), [tensor.data_ptr() for tensor in tensors], (*integers, *constants), ())
         return launch, 0
 
 
@@ -59,7 +59,8 @@ def check(call: Call, *shapes: tuple[int, ...], steps: int | None = None) -> Rec
         assert (found is None) == (expected is None)
         assert found is None or (torch.equal(found, expected) and found.stride() == expected.stride())
     if steps is not None:
-        assert len(recording._steps) == steps
+        # Between the first line, which names the inputs, and the last, which returns.
+        assert len(recording._lines) == steps + 2
     return recording
 
 
@@ -183,7 +184,7 @@ def test_scratch_is_used_again_and_never_twice_at_a_time(pieces: list[tuple[int,
         most = max(most, live)
         ends[min(number + age, len(pieces) - 1)] += -(-4 * size // 128) * 128
         live -= ends[number]
-    scratch = 0 if recording._scratch is None else recording._scratch().nbytes
+    scratch = recording._scratch_bytes
     assert scratch <= sum(-(-4 * size // 128) * 128 for size, _ in pieces)
     # Without gaps that are too small, it is what lives at a time.
     if len({size for size, _ in pieces}) == 1:
