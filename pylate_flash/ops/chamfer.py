@@ -7,7 +7,7 @@ With inner products in place of squared distances, and maxima in place of minima
 [N, Lx, Ly] tensor: by Triton kernels on CUDA (`kernels.chamfer`), which find the nearest points of both sides in one
 pass over all products, and in blocks of plain torch elsewhere (`ops.chamfer_blocks`).
 
-The gradient flows between a point and its nearest one, so the forward keeps these winners, [N, Lx] and [N, Ly].
+The gradient flows between a point and its nearest one, so the forward keeps argmax, [N, Lx] and [N, Ly].
 
 The operator `pylate_flash::chamfer` is the one way in, eager and compiled, for padded and packed sets alike: it takes
 the fields of `Sets` and of `ChamferOptions`.
@@ -16,27 +16,57 @@ the fields of `Sets` and of `ChamferOptions`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels.plan import IMPLEMENTATIONS
-from ..problem import accumulation_dtype
-from .chamfer_compute import ChamferOptions, Sets, check_sets, compute_chamfer, compute_chamfer_gradients
+from ..kernels.plan import IMPLEMENTATIONS, choose
+from ..problem import Options, Problem, Tensors, accumulation_dtype, problem_of
+from .chamfer_blocks import gradients_in_blocks, nearest_in_blocks
 from .checks import (
     check_boundaries,
     check_choice,
     check_differentiation,
+    check_embeddings,
+    check_mask_layout,
+    check_same,
     check_tensor,
+    checked_mask,
     checked_number,
     no_second_derivative,
 )
+from .compute import kernels
 from .maxsim import REDUCTIONS, autocast
 from .operator import Operation
 from .packing import longest
 
 METRICS = ("sqeuclidean", "inner_product")
+# What there is of x, and of y.
+Pair = tuple[Tensor, Tensor]
+
+
+class Sets(NamedTuple):
+    """The tensors of a call: sets [N, Lx, d] and [N, Ly, d] with masks, or packed [Tx, d] and [Ty, d]."""
+
+    x: Tensor
+    y: Tensor
+    x_mask: Tensor | None = None
+    y_mask: Tensor | None = None
+    x_cu_seqlens: Tensor | None = None
+    y_cu_seqlens: Tensor | None = None
+
+
+class ChamferOptions(NamedTuple):
+    """The options of a call; the lengths are those of the longest sets, or more, where they are packed."""
+
+    max_x_length: int
+    max_y_length: int
+    metric: str
+    reduction: str
+    empty_score: float
+    implementation: str
 
 
 def chamfer_reference(
@@ -210,7 +240,6 @@ def chamfer_varlen(
 
 
 def _check(arguments: tuple, called: str) -> tuple:
-    """The arguments after checks of the options and of what the operator would not take; autocast."""
     sets, options = _call(arguments)
     check_choice("metric", options.metric, METRICS)
     check_choice("reduction", options.reduction, REDUCTIONS)
@@ -218,11 +247,10 @@ def _check(arguments: tuple, called: str) -> tuple:
     options = options._replace(empty_score=checked_number("empty_score", options.empty_score))
     check_tensor("x", sets.x)
     check_tensor("y", sets.y)
-    for name, mask in (("x_mask", sets.x_mask), ("y_mask", sets.y_mask)):
-        if mask is not None:
-            check_tensor(name, mask, otherwise=" or None")
     check_differentiation(called, sets.x, sets.y)
-    return *_cast(sets.x, sets.y, options.metric), *sets[2:], *options
+    sets = Sets(*_cast(sets.x, sets.y, options.metric), *sets[2:])
+    check_sets(sets)
+    return *sets, *options
 
 
 def _cast(x: Tensor, y: Tensor, metric: str) -> tuple[Tensor, ...]:
@@ -237,15 +265,112 @@ def _cast(x: Tensor, y: Tensor, metric: str) -> tuple[Tensor, ...]:
     return x.to(wide), y.to(wide)
 
 
-_N_TENSORS = len(Sets._fields)
+def check_sets(sets: Sets) -> None:
+    """TypeError or ValueError, naming the argument, unless the tensors of a call fit together."""
+    x, y, x_mask, y_mask, x_cu_seqlens, y_cu_seqlens = sets
+    packed = x_cu_seqlens is not None or y_cu_seqlens is not None
+    check_embeddings("x", x, {2: "[Tx, d]"} if packed else {3: "[N, Lx, d]"})
+    check_embeddings("y", y, {2: "[Ty, d]"} if packed else {3: "[N, Ly, d]"})
+    check_same(x, y, names=("x", "y"))
+    if packed:
+        check_boundaries("x_cu_seqlens", x_cu_seqlens, x)
+        check_boundaries("y_cu_seqlens", y_cu_seqlens, y)
+        assert x_cu_seqlens is not None
+        assert y_cu_seqlens is not None
+        if x_cu_seqlens.shape != y_cu_seqlens.shape:
+            raise ValueError(
+                f"y_cu_seqlens must have as many entries as x_cu_seqlens, {x_cu_seqlens.shape[0]}, "
+                f"got {y_cu_seqlens.shape[0]}"
+            )
+    elif x.shape[0] != y.shape[0]:
+        raise ValueError(f"y must have one set for each set of x, {x.shape[0]}, got {y.shape[0]} sets")
+    for name, mask, points in (("x_mask", x_mask, x), ("y_mask", y_mask, y)):
+        if mask is not None:
+            check_mask_layout(name, mask, points)
+
+
+def problem_of_sets(sets: Sets, options: ChamferOptions) -> Problem:
+    """The problem of sets that fit together, of which every set of y is a document that only its set of x meets."""
+    x, y, x_mask, y_mask, x_cu_seqlens, y_cu_seqlens = sets
+    if x_cu_seqlens is None:
+        y_mask = None if y_mask is None else y_mask.unsqueeze(1)
+        return problem_of(Tensors(x, y.unsqueeze(1), x_mask, y_mask), Options())
+    # Boundaries of candidates, of which nothing but their type and number is looked at.
+    tensors = Tensors(x, y, None, None, x_cu_seqlens, y_cu_seqlens, candidates_cu_seqlens=x_cu_seqlens)
+    return problem_of(tensors, Options(options.max_x_length, options.max_y_length, 1))
+
+
+def compute_chamfer(sets: Sets, options: ChamferOptions) -> tuple[Tensor, Tensor, Tensor]:
+    """Distances or similarities [N], and argmax of x [N, Lx] and of y [N, Ly], int32, -1 for none."""
+    problem = problem_of_sets(sets, options)
+    implementation = choose(options.implementation, problem.device, problem.dtype, problem.size)
+    if problem.is_empty or 0 in sets.x.shape:
+        # All of x, or all of y, have no point.
+        scores, *argmax = _empty_results(sets, options)
+        return scores.fill_(options.empty_score), argmax[0].fill_(-1), argmax[1].fill_(-1)
+    masked = sets._replace(x_mask=checked_mask("x_mask", sets.x_mask), y_mask=checked_mask("y_mask", sets.y_mask))
+    # Under autocast the inputs have the autocast type already; the products inside must not be rounded to it.
+    with torch.autocast(problem.device.type, enabled=False):
+        nearest = kernels().chamfer_nearest if implementation == "triton" else nearest_in_blocks
+        values, argmax = nearest(problem, masked, options.metric == "sqeuclidean")
+    counts = _counts(problem, sets)
+    sums = [of_side.sum(dim=1) for of_side in values]
+    if options.reduction == "mean":
+        sums = [_divided(total, count) for total, count in zip(sums, counts, strict=True)]
+    scores = sums[0] + sums[1]
+    for count in counts:
+        if isinstance(count, Tensor):
+            scores = scores.masked_fill(count == 0, options.empty_score)
+    return scores, *argmax
+
+
+def compute_chamfer_gradients(
+    sets: Sets, options: ChamferOptions, grad_scores: Tensor, argmax: Pair, needs: tuple[bool, bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of x and y, contiguous in their type; None for one that is not needed."""
+    problem = problem_of_sets(sets, options)
+    if problem.is_empty or 0 in sets.x.shape:
+        zeros = [torch.zeros_like(points, memory_format=torch.contiguous_format) for points in sets[:2]]
+        return zeros[0] if needs[0] else None, zeros[1] if needs[1] else None
+    squared = options.metric == "sqeuclidean"
+    # The derivative of a squared distance is twice the difference.
+    grad = grad_scores.to(problem.scores_dtype) * (2.0 if squared else 1.0)
+    weights = grad, grad
+    if options.reduction == "mean":
+        of_x, of_y = _counts(problem, sets)
+        weights = _divided(grad, of_x), _divided(grad, of_y)
+    implementation = choose(options.implementation, problem.device, problem.dtype, problem.size)
+    gradients = kernels().chamfer_gradients if implementation == "triton" else gradients_in_blocks
+    with torch.autocast(problem.device.type, enabled=False):
+        return gradients(problem, sets, argmax, weights, needs, squared)
+
+
+def _counts(problem: Problem, sets: Sets) -> tuple[Tensor | int, Tensor | int]:
+    """The number of active points of every set of x and of y [N], or the one number of all sets."""
+
+    def of(points: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor | int:
+        if cu_seqlens is not None:
+            return cu_seqlens.diff().to(problem.device, non_blocking=True)
+        return points.shape[1] if mask is None else (mask != 0).sum(dim=1)
+
+    return of(*sets[::2]), of(*sets[1::2])
+
+
+def _divided(values: Tensor, count: Tensor | int) -> Tensor:
+    return values / (count if isinstance(count, int) else count.clamp(min=1))
+
+
+def _empty_results(sets: Sets, options: ChamferOptions) -> tuple[Tensor, Tensor, Tensor]:
+    """Uninitialised results, by sizes that may be symbolic."""
+    n, lengths = sets.x.shape[0], (sets.x.shape[1], sets.y.shape[1])
+    if sets.x_cu_seqlens is not None:
+        n, lengths = sets.x_cu_seqlens.shape[0] - 1, (options.max_x_length, options.max_y_length)
+    x_argmax, y_argmax = (sets.x.new_empty((n, length), dtype=torch.int32) for length in lengths)
+    return sets.x.new_empty(n, dtype=accumulation_dtype(sets.x.dtype)), x_argmax, y_argmax
 
 
 def _call(arguments: tuple) -> tuple[Sets, ChamferOptions]:
-    return Sets(*arguments[:_N_TENSORS]), ChamferOptions(*arguments[_N_TENSORS:])
-
-
-def _compute(arguments: tuple, _: bool) -> tuple[Tensor, Tensor, Tensor]:
-    return compute_chamfer(*_call(arguments))
+    return Sets(*arguments[:6]), ChamferOptions(*arguments[6:])
 
 
 def _compute_gradients(
@@ -254,21 +379,15 @@ def _compute_gradients(
     return compute_chamfer_gradients(*_call(arguments), grad_scores, (kept[0], kept[1]), needs)
 
 
-def _shapes(*arguments) -> tuple[Tensor, Tensor, Tensor]:
-    sets, options = _call(arguments)
-    check_sets(sets)
-    if sets.x_cu_seqlens is None:
-        n, lengths = sets.x.shape[0], (sets.x.shape[1], sets.y.shape[1])
-    else:
-        n, lengths = sets.x_cu_seqlens.shape[0] - 1, (options.max_x_length, options.max_y_length)
-    winners = [sets.x.new_empty((n, length), dtype=torch.int32) for length in lengths]
-    return sets.x.new_empty(n, dtype=accumulation_dtype(sets.x.dtype)), winners[0], winners[1]
-
-
 _chamfer = Operation(
     "chamfer",
     "Tensor x, Tensor y, Tensor? x_mask, Tensor? y_mask, Tensor? x_cu_seqlens, Tensor? y_cu_seqlens, "
     "SymInt max_x_length, SymInt max_y_length, str metric, str reduction, float empty_score, str implementation",
-    ("x", "y"), ("x_winners", "y_winners"), _check, _compute, _compute_gradients, _shapes,
+    ("x", "y"),
+    ("x_argmax", "y_argmax"),
+    _check,
+    lambda arguments, _: compute_chamfer(*_call(arguments)),
+    _compute_gradients,
+    lambda *arguments: _empty_results(*_call(arguments)),
     no_second_derivative("chamfer", "its gradient is not differentiated again"),
-)  # fmt: skip
+)

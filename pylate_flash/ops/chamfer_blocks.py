@@ -1,153 +1,138 @@
-"""Nearest points in blocks of plain torch: any device, any dtype, any layout, and never the whole [N, Lx, Ly] tensor.
-
-Sets of x are queries, and every set of y is the one document of its set of x.
-"""
+"""Nearest points in blocks of plain torch: some pairs of sets at a time, never the whole [N, Lx, Ly] tensor."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from ..kernels.tables import DIRECT_SIZE
-from ..problem import Problem
+from ..problem import Problem, accumulation_dtype
 from .blocked import sums_by_winner
 from .packing import host_bounds
-from .tiles import Block, Operands, blocks
+from .products import block_budget
 
 if TYPE_CHECKING:
-    from .chamfer_compute import Sets
+    from .chamfer import Pair, Sets
+
+# Pairs of a block at most.
+_MOST_PAIRS = 1 << 12
 
 
-class Found(NamedTuple):
-    """How near the nearest point of the other set is, and which it is, of every point of x [N, Lx] and of y [N, Ly].
-
-    Squared distances or inner products, 0 and -1 where a point is masked, or has none to meet; the infinitely far do
-    not win either.
-    """
-
-    x_values: Tensor
-    y_values: Tensor
-    x_winners: Tensor
-    y_winners: Tensor
-
-
-class _Half(NamedTuple):
-    """Some sets of one side [n, L, d], padded, in the accumulation dtype, and which of their points are active."""
+class _Side(NamedTuple):
+    """One side of some pairs: `points` [n, L, d] in the accumulation dtype, 0 where they are not `active` [n, L]."""
 
     points: Tensor
     active: Tensor | None
+    # In all sets, those that these are: of packed sets the active ones.
+    at: slice
 
 
-def nearest_in_blocks(problem: Problem, sets: Sets, squared: bool) -> Found:
-    """The nearest points of both sides, values in the accumulation dtype; masks are bool, and no size is 0."""
-    given, n = _operands(problem, sets), problem.n_queries
-    lengths = problem.query_length, problem.document_length
-    found = Found(
-        *(torch.zeros(n, length, dtype=given.dtype, device=given.device) for length in lengths),
-        *(torch.full((n, length), -1, dtype=torch.int32, device=given.device) for length in lengths),
-    )
-    for block in blocks(given):
-        x, y = _halves(given, block)
-        x_winners = torch.empty(x.points.shape[:2], dtype=torch.int64, device=given.device)
-        y_winners = torch.full(y.points.shape[:2], -1, dtype=torch.int64, device=given.device)
-        best = torch.full(y_winners.shape, -torch.inf, dtype=given.dtype, device=given.device)
-        first = 0
-        for part in block.parts:
-            inside = slice(first, first + part.rows.shape[1])
-            near = _nearness(x.points[:, inside], y.points, squared)
-            if y.active is not None:
-                near.masked_fill_(~y.active.unsqueeze(1), -torch.inf)
-            if x.active is not None:
-                near.masked_fill_(~x.active[:, inside].unsqueeze(2), -torch.inf)
-            # Of equal values, the first is the maximum.
-            values, index = near.max(dim=2)
-            x_winners[:, inside] = index.masked_fill_(values == -torch.inf, -1)
-            values, index = near.max(dim=1)
-            later = (values > best) | (values.isnan() & ~best.isnan())
-            best, y_winners = torch.where(later, values, best), torch.where(later, index + first, y_winners)
-            first = inside.stop
-        for half, other, winners, at in ((x, y, x_winners, 0), (y, x, y_winners, 1)):
-            found[2 + at][block.documents, : winners.shape[1]] = winners.to(torch.int32)
-            found[at][block.documents, : winners.shape[1]] = _values(half, other, winners, squared)
-    return found
+def nearest_in_blocks(problem: Problem, sets: Sets, squared: bool) -> tuple[Pair, Pair]:
+    """Values in the accumulation dtype, and argmax, as of `kernels.chamfer_nearest`; masks are bool, no size is 0."""
+    n, device, lengths = problem.n_queries, problem.device, (problem.query_length, problem.document_length)
+    values = tuple([torch.zeros(n, length, dtype=problem.scores_dtype, device=device) for length in lengths])
+    argmax = tuple([torch.full((n, length), -1, dtype=torch.int32, device=device) for length in lengths])
+    for pairs, x, y in _blocks(problem, sets):
+        for at, (near, far, index) in enumerate(zip((x, y), (y, x), _argmax(x, y, squared), strict=True)):
+            argmax[at][pairs, : index.shape[1]] = index.to(torch.int32)
+            values[at][pairs, : index.shape[1]] = _values(near, far, index, squared)
+    return values, argmax  # type: ignore[return-value]
 
 
 def gradients_in_blocks(
-    problem: Problem,
-    sets: Sets,
-    winners: tuple[Tensor, Tensor],
-    weights: tuple[Tensor, Tensor],
-    needs: tuple[bool, bool],
-    squared: bool,
+    problem: Problem, sets: Sets, argmax: Pair, weights: Pair, needs: tuple[bool, bool], squared: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of x and y, contiguous in their type; `weights` are those of `kernels.chamfer_gradients`."""
-    given = _operands(problem, sets)
-    grad_x, grad_y = (
+    gradients = [
         torch.zeros_like(points, memory_format=torch.contiguous_format) if need else None
-        for points, need in zip((given.queries, given.documents), needs, strict=True)
-    )
-    for block in blocks(given):
-        halves, pairs = _halves(given, block), block.documents
-        of_pairs = [side[pairs, : half.points.shape[1]].long() for side, half in zip(winners, halves, strict=True)]
-        factors = [weight[pairs].view(-1, 1, 1).to(given.dtype) for weight in weights]
-        for at, grad in enumerate((grad_x, grad_y)):
+        for points, need in zip(sets[:2], needs, strict=True)
+    ]
+    for pairs, *sides in _blocks(problem, sets):
+        index = [of_all[pairs, : side.points.shape[1]].long() for of_all, side in zip(argmax, sides, strict=True)]
+        factors = [weight[pairs].view(-1, 1, 1).to(problem.scores_dtype) for weight in weights]
+        for at, grad in enumerate(gradients):
             if grad is None:
                 continue
-            # What each point of this side gets by its own winner, and what those of the other side send to theirs.
-            own = _pulls(halves[at], halves[1 - at], of_pairs[at], squared) * factors[at]
-            sent = halves[1 - at].points
-            if squared:
-                sent = -_pulls(halves[1 - at], halves[at], of_pairs[1 - at], squared)
-            own += _received(sent * factors[1 - at], of_pairs[1 - at], own.shape[1])
-            if at == 1:
-                place = given.of_documents(grad, pairs)
-                own = own[block.active] if block.is_ragged else own.flatten(0, 1)
-            else:
-                place, exist = grad[block.parts[0].of.start : block.parts[-1].of.stop], _exist(given, pairs)
-                own = own.flatten(0, 1) if exist is None else own[exist]
-            place.copy_(own.view(place.shape))
-    return (
-        None if grad_x is None else grad_x.view(sets.x.shape), None if grad_y is None else grad_y.view(sets.y.shape),
-    )  # fmt: skip
+            near, far = sides[at], sides[1 - at]
+            # What each point of this side gets by its own argmax, and what those of the other side send to theirs.
+            own = _pulls(near, far, index[at], squared) * factors[at]
+            sent = -_pulls(far, near, index[1 - at], squared) if squared else far.points
+            own += _received(sent * factors[1 - at], index[1 - at], own.shape[1])
+            place = grad[near.at]
+            if grad.dim() == 2:
+                own = own.flatten(0, 1) if near.active is None else own[near.active]
+            place.copy_(own)
+    return gradients[0], gradients[1]
 
 
-def _operands(problem: Problem, sets: Sets) -> Operands:
-    n, x, y = problem.n_queries, sets.x, sets.y
-    pairs, bounds = np.arange(n + 1), None
-    if sets.x_cu_seqlens is None or sets.y_cu_seqlens is None:
-        rows = pairs * problem.query_length
-        x, y = x.flatten(0, 1), y.unsqueeze(1)
-    else:
-        rows = host_bounds("x_cu_seqlens", sets.x_cu_seqlens, len(x), "x")
-        bounds = host_bounds("y_cu_seqlens", sets.y_cu_seqlens, len(y), "y")
-    x_mask = None if sets.x_mask is None else sets.x_mask.flatten() != 0
-    y_mask = None if sets.y_mask is None else sets.y_mask.unsqueeze(1) != 0
-    return Operands(x, y, x_mask, y_mask, None, None, rows, bounds, pairs, problem.query_length, None, False)
+def _blocks(problem: Problem, sets: Sets) -> Iterator[tuple[slice, _Side, _Side]]:
+    """Consecutive pairs that `block_budget` has room for, or one pair alone."""
+    n, budget, bounds = problem.n_queries, block_budget(problem.device), [None, None]
+    lengths = [np.full(n, length) for length in (problem.query_length, problem.document_length)]
+    if sets.x_cu_seqlens is not None and sets.y_cu_seqlens is not None:
+        bounds = [
+            host_bounds("x_cu_seqlens", sets.x_cu_seqlens, len(sets.x), "x"),
+            host_bounds("y_cu_seqlens", sets.y_cu_seqlens, len(sets.y), "y"),
+        ]
+        lengths = [np.diff(of_side) for of_side in bounds]
+    first = 0
+    while first < n:
+        # Padded to the longest of so many pairs.
+        x, y = (np.maximum.accumulate(of_side[first : first + _MOST_PAIRS]) for of_side in lengths)
+        held = np.maximum(x, problem.size) * y * np.arange(1, len(x) + 1)
+        last = first + max(1, int(held.searchsorted(budget, side="right")))
+        if x[last - first - 1] and y[last - first - 1]:
+            pairs = slice(first, last)
+            yield (
+                pairs,
+                *(
+                    _side(points, mask, of_side, pairs)
+                    for points, mask, of_side in zip(sets[:2], sets[2:4], bounds, strict=True)
+                ),
+            )
+        first = last
 
 
-def _halves(given: Operands, block: Block) -> tuple[_Half, _Half]:
-    """The sets of a block, zeros where a point is masked."""
-    masks = [part.weights for part in block.parts]
-    x_mask = None if masks[0] is None else torch.cat([mask for mask in masks if mask is not None], dim=1)
-    x = torch.cat([part.rows for part in block.parts], dim=1)
-    y, _ = block.batched
-    return _half(given, x, x_mask), _half(given, y, block.active)
+def _side(points: Tensor, mask: Tensor | None, bounds: np.ndarray | None, pairs: slice) -> _Side:
+    dtype, at, active = accumulation_dtype(points.dtype), pairs, None if mask is None else mask[pairs] != 0
+    if bounds is None:
+        points = points[pairs].to(dtype)
+        return _Side(points if active is None else points.masked_fill(~active.unsqueeze(-1), 0.0), active, at)
+    at, lengths = (
+        slice(int(bounds[pairs.start]), int(bounds[pairs.stop])),
+        np.diff(bounds[pairs.start : pairs.stop + 1]),
+    )
+    if lengths.min() != lengths.max():
+        active = torch.from_numpy(np.arange(lengths.max()) < lengths[:, None]).to(points.device)
+    return _Side(pad_sequence(points[at].to(dtype).split(lengths.tolist()), batch_first=True), active, at)
 
 
-def _half(given: Operands, points: Tensor, active: Tensor | None) -> _Half:
-    points = points.to(given.dtype)
-    return _Half(points if active is None else points.masked_fill(~active.unsqueeze(-1), 0.0), active)
-
-
-def _exist(given: Operands, pairs: slice) -> Tensor | None:
-    """Which of the padded points of x exist, of sets of several lengths."""
-    lengths = np.diff(given.query_bounds[pairs.start : pairs.stop + 1])
-    if lengths.min() == lengths.max():
-        return None
-    return torch.from_numpy(np.arange(lengths.max()) < lengths[:, None]).to(given.device)
+def _argmax(x: _Side, y: _Side, squared: bool) -> Pair:
+    """The nearest point of the other side [n, L], -1 where there is none; the infinitely far are not."""
+    (n, length, _), others = x.points.shape, y.points.shape[1]
+    step = max(1, block_budget(x.points.device) // (n * others))
+    of_x = torch.empty(n, length, dtype=torch.int64, device=x.points.device)
+    of_y = torch.full((n, others), -1, dtype=torch.int64, device=x.points.device)
+    best = y.points.new_full((n, others), -torch.inf)
+    for first in range(0, length, step):
+        rows = slice(first, first + step)
+        near = _nearness(x.points[:, rows], y.points, squared)
+        if y.active is not None:
+            near.masked_fill_(~y.active.unsqueeze(1), -torch.inf)
+        if x.active is not None:
+            near.masked_fill_(~x.active[:, rows].unsqueeze(2), -torch.inf)
+        # Of equal values, the first is the maximum.
+        values, index = near.max(dim=2)
+        of_x[:, rows] = index.masked_fill_(values == -torch.inf, -1)
+        values, index = near.max(dim=1)
+        later = (values > best) | (values.isnan() & ~best.isnan())
+        best, of_y = torch.where(later, values, best), torch.where(later, index + first, of_y)
+    return of_x, of_y
 
 
 def _nearness(x: Tensor, y: Tensor, squared: bool) -> Tensor:
@@ -164,34 +149,25 @@ def _nearness(x: Tensor, y: Tensor, squared: bool) -> Tensor:
     return near
 
 
-def _values(near: _Half, far: _Half, winners: Tensor, squared: bool) -> Tensor:
-    """How near the winners [n, L] are to the points of `near`, from the two points themselves."""
-    others = _picked(far.points, winners)
-    values = ((near.points - others).square_() if squared else near.points * others).sum(dim=-1)
-    values = values.masked_fill(winners < 0, torch.inf if squared else -torch.inf)
-    alone = torch.zeros_like(winners, dtype=torch.bool)
+def _values(near: _Side, far: _Side, argmax: Tensor, squared: bool) -> Tensor:
+    """How near the points of `argmax` [n, L] are to those of `near`, from the two points; 0 of what meets none."""
+    pulls = _pulls(near, far, argmax, squared)
+    values = (pulls.square_() if squared else pulls.mul_(near.points)).sum(dim=-1)
+    values.masked_fill_(argmax < 0, torch.inf if squared else -torch.inf)
     if near.active is not None:
-        alone |= ~near.active
-    if far.active is not None:
-        alone |= ~far.active.any(dim=1, keepdim=True)
-    return values.masked_fill_(alone, 0.0)
+        values.masked_fill_(~near.active, 0.0)
+    return values if far.active is None else values.masked_fill_(~far.active.any(dim=1, keepdim=True), 0.0)
 
 
-def _pulls(near: _Half, far: _Half, winners: Tensor, squared: bool) -> Tensor:
-    """What the winner of every point gives it a gradient by: its difference from it, or the winner; zeros of none."""
-    others = _picked(far.points, winners)
-    return (near.points - others if squared else others).masked_fill_((winners < 0).unsqueeze(-1), 0.0)
+def _pulls(near: _Side, far: _Side, argmax: Tensor, squared: bool) -> Tensor:
+    """What every point gets from its argmax: its difference from it, or the argmax itself; zeros of none."""
+    others = far.points.gather(1, argmax.clamp(min=0).unsqueeze(-1).expand(-1, -1, far.points.shape[-1]))
+    return (near.points - others if squared else others).masked_fill_((argmax < 0).unsqueeze(-1), 0.0)
 
 
-def _picked(points: Tensor, winners: Tensor) -> Tensor:
-    """The winners [n, L] of points [n, L', d], or any where there is none."""
-    return points.gather(1, winners.clamp(min=0).unsqueeze(-1).expand(-1, -1, points.shape[-1]))
-
-
-def _received(sent: Tensor, winners: Tensor, length: int) -> Tensor:
-    """Sums [n, length, d] of what is sent [n, L, d] to the winners [n, L], in the order of the senders."""
+def _received(sent: Tensor, argmax: Tensor, length: int) -> Tensor:
+    """Sums [n, length, d] of what is sent [n, L, d] to the points of `argmax` [n, L], in the order of the senders."""
     n, senders, size = sent.shape
     first = torch.arange(n, device=sent.device).unsqueeze(1) * senders
-    return sums_by_winner(sent.reshape(-1, size), first, winners, sent.new_ones(n, senders), length).view(
-        n, length, size
-    )
+    found = sums_by_winner(sent.reshape(-1, size), first, argmax, sent.new_ones(n, senders), length)
+    return found.view(n, length, size)

@@ -27,12 +27,11 @@ from ..kernels.rows import (
 from ..kernels.soft import soft_backward
 from ..kernels.xtr import SearchTensors, retrieve, score_retrieved
 from ..problem import Comparison, Options, Problem, Results, Rule, Targets, Tensors, replaced
-from .chamfer_blocks import Found as Nearest
-from .chamfer_compute import Sets
+from .chamfer import Pair, Sets
 from .checks import checked_problem
 from .compute import active_counts, checked_masks, with_empty_score
 from .loss_call import Found
-from .xtr_retrieval import chunks
+from .xtr import chunks
 
 __all__ = [
     "chamfer_gradients", "chamfer_nearest", "gradients", "look", "loss", "nonzero_rows", "normalized_rows", "pad",
@@ -121,30 +120,29 @@ def soft_gradients(
     return slope, _as_given(grad_queries, tensors, given), grad_documents
 
 
-def chamfer_nearest(problem: Problem, sets: Sets, squared: bool) -> Nearest:
-    """How near the nearest points of both sides are, float32, and which they are; no size is 0."""
+def chamfer_nearest(problem: Problem, sets: Sets, squared: bool) -> tuple[Pair, Pair]:
+    """How near the nearest point of the other side is to every point [N, L], float32, and its index; no size is 0.
+
+    Squared distances or inner products, 0 and -1 where a point is masked, or has none to meet; of the infinitely far,
+    the index is -1 too.
+    """
     problem, reverse, x, y = _sides(problem, sets, True)
     x_keys, y_keys = meet(problem, x, y, squared)
-    x_values, x_winners = settle(problem, x, y, x_keys, squared)
-    y_values, y_winners = settle(reverse, y, x, y_keys, squared)
-    return Nearest(x_values, y_values, x_winners, y_winners)
+    x_values, x_argmax = settle(problem, x, y, x_keys, squared)
+    y_values, y_argmax = settle(reverse, y, x, y_keys, squared)
+    return (x_values, y_values), (x_argmax, y_argmax)
 
 
 def chamfer_gradients(
-    problem: Problem,
-    sets: Sets,
-    winners: tuple[Tensor, Tensor],
-    weights: tuple[Tensor, Tensor],
-    needs: tuple[bool, bool],
-    squared: bool,
+    problem: Problem, sets: Sets, argmax: Pair, weights: Pair, needs: tuple[bool, bool], squared: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of x and y; `weights` [N] are those of differences or of other points, by either way."""
     problem, reverse, x, y = _sides(problem, sets, False)
-    winners = winners[0].contiguous(), winners[1].contiguous()
+    argmax = argmax[0].contiguous(), argmax[1].contiguous()
     weights = weights[0].float().contiguous(), weights[1].float().contiguous()
     return (
-        chamfer_gradient(problem, x, y, winners, weights, squared) if needs[0] else None,
-        chamfer_gradient(reverse, y, x, winners[::-1], weights[::-1], squared) if needs[1] else None,
+        chamfer_gradient(problem, x, y, argmax, weights, squared) if needs[0] else None,
+        chamfer_gradient(reverse, y, x, argmax[::-1], weights[::-1], squared) if needs[1] else None,
     )
 
 

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from ..problem import LARGEST_VALUES, SMALLEST_SCALE
-from .checks import check_boundaries, check_choice, check_embeddings, check_tensor, is_readable
-from .packing import host_bounds
-from .tensor_files import TensorContainer
+from .checks import check_boundaries, check_choice, check_embeddings
+from .tensor_files import TensorContainer, wide_dtype
 
 # The types of values, by the name of the precision.
 PRECISIONS = {"int8": torch.int8, "uint8": torch.uint8, "fp8": torch.float8_e4m3fn}
@@ -62,13 +61,11 @@ class QuantizedEmbeddings(TensorContainer):
     offsets: Tensor | None = None
     cu_seqlens: Tensor | None = None
 
-    _what = "quantized embeddings"
+    _what, _first = "quantized embeddings", "values"
 
     def __post_init__(self) -> None:
         values = self.values
-        check_tensor("values", values, _LAYOUTS)
-        if values.dtype not in PRECISIONS.values():
-            raise TypeError(f"values must be int8, uint8 or float8_e4m3fn, got {values.dtype}")
+        self._check_field("values", tuple(PRECISIONS.values()), _LAYOUTS)
         if values.shape[-1] == 0:
             raise ValueError(f"values must have an embedding size of at least 1, got shape {list(values.shape)}")
         if (self.offsets is None) == (values.dtype == torch.uint8):
@@ -76,27 +73,12 @@ class QuantizedEmbeddings(TensorContainer):
                 f"offsets must be {'given' if self.offsets is None else 'None'} for values of {values.dtype}, "
                 f"got {'None' if self.offsets is None else 'a tensor'}"
             )
-        for name, tensor in (("scales", self.scales), ("offsets", self.offsets)):
-            if tensor is None and name == "offsets":
-                continue
-            check_tensor(name, tensor)
-            assert tensor is not None
-            if tensor.dtype != torch.float32:
-                raise TypeError(f"{name} must be float32, got {tensor.dtype}")
-            if tensor.shape != values.shape[:-1]:
-                raise ValueError(f"{name} must have shape {list(values.shape[:-1])}, got {list(tensor.shape)}")
-            if tensor.device != values.device:
-                raise ValueError(f"{name} must be on the device of values, {values.device}, got {tensor.device}")
+        for name in ("scales",) if self.offsets is None else ("scales", "offsets"):
+            self._check_field(name, (torch.float32,), shape=values.shape[:-1])
         if self.cu_seqlens is not None:
-            check_boundaries("cu_seqlens", self.cu_seqlens)
             if values.dim() != 2:
                 raise ValueError(f"cu_seqlens are of packed values [T, d], got values of shape {list(values.shape)}")
-            if self.cu_seqlens.device != values.device:
-                raise ValueError(
-                    f"cu_seqlens must be on the device of values, {values.device}, got {self.cu_seqlens.device}"
-                )
-            if is_readable(self.cu_seqlens):
-                host_bounds("cu_seqlens", self.cu_seqlens, values.shape[0], "values")
+            self._check_bounds(self.cu_seqlens)
 
     @property
     def precision(self) -> str:
@@ -120,9 +102,7 @@ class QuantizedEmbeddings(TensorContainer):
         TypeError
             If `dtype` is not a floating one.
         """
-        if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise TypeError(f"dtype must be a floating torch.dtype, got {dtype}")
-        wide = torch.promote_types(dtype, torch.float32) if dtype.itemsize > 1 else torch.float32
+        wide = wide_dtype(dtype)
         embeddings = self.values.to(wide)
         embeddings *= self.scales.to(wide).unsqueeze(-1)
         if self.offsets is not None:

@@ -16,9 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .checks import check_boundaries, check_tensor, is_readable
-from .packing import host_bounds
-from .tensor_files import TensorContainer
+from .checks import is_readable
+from .tensor_files import TensorContainer, wide_dtype
 
 # Bits of an element.
 NBITS = (2, 4)
@@ -80,56 +79,28 @@ class ResidualCodes(TensorContainer):
     cu_seqlens: Tensor
     scales: Tensor | None = None
 
-    _what = "residual codes"
+    _what, _first = "residual codes", "codes"
 
     def __post_init__(self) -> None:
-        # Its dtype is that of the weights.
-        check_tensor("centroids", self.centroids)
-        for name, layout, dtypes in (
-            ("codes", {1: "[T]"}, (torch.int32,)),
-            ("residuals", {2: "[T, d * nbits / 8]"}, (torch.uint8,)),
-            ("centroids", {2: "[C, d]"}, CENTROID_DTYPES),
-            ("bucket_weights", {1: "[4] or [16]"}, (self.centroids.dtype,)),
-            ("scales", {1: "[T]"}, (torch.float32,)),
-        ):
-            tensor = getattr(self, name)
-            if name == "scales" and tensor is None:
-                continue
-            check_tensor(name, tensor, layout)
-            if tensor.dtype not in dtypes:
-                expected = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-                raise TypeError(f"{name} must be {expected}, got {tensor.dtype}")
-            if tensor.device != self.codes.device:
-                raise ValueError(f"{name} must be on the device of codes, {self.codes.device}, got {tensor.device}")
-            if tensor.requires_grad:
-                raise ValueError(f"{name} must not require a gradient, as none flows to it: detach it")
-        check_boundaries("cu_seqlens", self.cu_seqlens)
-        if self.cu_seqlens.device != self.codes.device:
-            raise ValueError(
-                f"cu_seqlens must be on the device of codes, {self.codes.device}, got {self.cu_seqlens.device}"
-            )
-        self._check_sizes()
-        if is_readable(self.cu_seqlens):
-            host_bounds("cu_seqlens", self.cu_seqlens, len(self.codes), "codes")
-        if is_readable(self.codes) and len(self.codes):
+        self._check_field("codes", (torch.int32,), {1: "[T]"})
+        self._check_field("centroids", CENTROID_DTYPES, {2: "[C, d]"})
+        self._check_field("bucket_weights", (self.centroids.dtype,), {1: "[4] or [16]"})
+        weights, size, n_tokens = len(self.bucket_weights), self.size, len(self.codes)
+        if weights not in [1 << nbits for nbits in NBITS]:
+            raise ValueError(f"bucket_weights must have shape [4] or [16], got [{weights}]")
+        if size == 0 or size % 8:
+            raise ValueError(f"centroids must have an embedding size that is a multiple of 8, got {size}")
+        self._check_field("residuals", (torch.uint8,), shape=(n_tokens, size * self.nbits // 8))
+        if self.scales is not None:
+            self._check_field("scales", (torch.float32,), shape=(n_tokens,))
+        self._check_bounds(self.cu_seqlens)
+        if is_readable(self.codes) and n_tokens:
             lowest, highest = (int(value) for value in self.codes.aminmax())
             if lowest < 0 or highest >= len(self.centroids):
                 last = len(self.centroids) - 1
                 raise ValueError(f"codes must be from 0 to {last}, the last of centroids, got {lowest} to {highest}")
         if self.scales is None:
             object.__setattr__(self, "scales", self._computed_scales())
-
-    def _check_sizes(self) -> None:
-        weights, size = self.bucket_weights.shape[0], self.size
-        if weights not in [1 << nbits for nbits in NBITS]:
-            raise ValueError(f"bucket_weights must have shape [4] or [16], got [{weights}]")
-        if size == 0 or size % 8:
-            raise ValueError(f"centroids must have an embedding size that is a multiple of 8, got {size}")
-        expected = [len(self.codes), size * self.nbits // 8]
-        if list(self.residuals.shape) != expected:
-            raise ValueError(f"residuals must have shape {expected}, got {list(self.residuals.shape)}")
-        if self.scales is not None and self.scales.shape != self.codes.shape:
-            raise ValueError(f"scales must have shape {expected[:1]}, got {list(self.scales.shape)}")
 
     @property
     def nbits(self) -> int:
@@ -157,8 +128,7 @@ class ResidualCodes(TensorContainer):
         TypeError
             If `dtype` is not a floating one.
         """
-        if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise TypeError(f"dtype must be a floating torch.dtype, got {dtype}")
+        wide_dtype(dtype)
         embeddings = torch.empty(len(self.codes), self.size, dtype=dtype, device=self.device)
         for block in self._token_blocks():
             embeddings[block] = self.decompress_tokens(block, dtype)
@@ -167,8 +137,7 @@ class ResidualCodes(TensorContainer):
     def decompress_tokens(self, tokens: slice | Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """The same of some tokens [n, d]: a slice, or their numbers [n], int64."""
         assert self.scales is not None
-        # Types of 8 bits are not promoted.
-        wide = torch.promote_types(dtype, torch.float32) if dtype.itemsize > 1 else torch.float32
+        wide = wide_dtype(dtype)
         return self._sums(tokens).to(wide).mul_(self.scales[tokens].to(wide).unsqueeze(1)).to(dtype)
 
     def _token_blocks(self) -> list[slice]:

@@ -1,4 +1,4 @@
-"""Containers of tensors, which know how to move to a device, and to and from safetensors files."""
+"""Containers of tensors, which check them, and know how to move to a device, and to and from safetensors files."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import os
 import tempfile
 from dataclasses import fields
 from pathlib import Path
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+
+from .checks import check_boundaries, check_tensor, is_readable
+from .packing import host_bounds
 
 Container = TypeVar("Container", bound="TensorContainer")
 
@@ -19,8 +22,32 @@ Container = TypeVar("Container", bound="TensorContainer")
 class TensorContainer:
     """What containers share whose fields are tensors, or None."""
 
-    # What it is, for messages.
+    # What it is, for messages, and the field that the others lie beside.
     _what: ClassVar[str]
+    _first: ClassVar[str]
+
+    def _check_field(
+        self, name: str, dtypes: tuple[torch.dtype, ...], layouts: dict[int, str] | None = None, shape: Any = None
+    ) -> None:
+        """TypeError or ValueError unless a field is such a tensor, beside the first one."""
+        tensor, first = getattr(self, name), getattr(self, self._first)
+        check_tensor(name, tensor, layouts)
+        if tensor.dtype not in dtypes:
+            *others, last = (str(dtype).removeprefix("torch.") for dtype in dtypes)
+            raise TypeError(f"{name} must be {', '.join(others)}{' or ' * bool(others)}{last}, got {tensor.dtype}")
+        if shape is not None and list(tensor.shape) != list(shape):
+            raise ValueError(f"{name} must have shape {list(shape)}, got {list(tensor.shape)}")
+        if tensor.device != first.device:
+            raise ValueError(f"{name} must be on the device of {self._first}, {first.device}, got {tensor.device}")
+        if tensor.requires_grad:
+            raise ValueError(f"{name} must not require a gradient, as none flows to it: detach it")
+
+    def _check_bounds(self, cu_seqlens: Tensor) -> None:
+        """The same unless these are boundaries of what the first field has [T, ...], as far as that can be seen."""
+        check_boundaries("cu_seqlens", cu_seqlens)
+        self._check_field("cu_seqlens", (cu_seqlens.dtype,))
+        if is_readable(cu_seqlens):
+            host_bounds("cu_seqlens", cu_seqlens, len(getattr(self, self._first)), self._first)
 
     @property
     def nbytes(self) -> int:
@@ -88,6 +115,14 @@ class TensorContainer:
         """By name, those that are there."""
         named = {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
         return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+
+def wide_dtype(dtype: object) -> torch.dtype:
+    """The type to compute embeddings in that are rounded to `dtype`; TypeError if that is no floating one."""
+    if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(f"dtype must be a floating torch.dtype, got {dtype}")
+    # Types of 8 bits are not promoted.
+    return torch.promote_types(dtype, torch.float32) if dtype.itemsize > 1 else torch.float32
 
 
 def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

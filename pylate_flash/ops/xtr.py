@@ -7,7 +7,7 @@ query token retrieves nothing gets 0 from it. `xtr_scores_reference` is the defi
 two normalizers Z are. `xtr_scores` computes the same without its [Nq, Lq, Nd, Ld] tensor: what a query token retrieves
 is all that reaches its k-th largest similarity, and of a document's tokens only the best one scores. So it takes the
 maxima [Nd, Nq * Lq], the thresholds [Nq * Lq], and a comparison; similarities are computed again instead of kept, by
-Triton kernels on CUDA (`kernels.xtr`), and in blocks of plain torch elsewhere (`ops.xtr_retrieval`).
+Triton kernels on CUDA (`kernels.xtr`), and in blocks of plain torch elsewhere.
 
 The gradient is that of `maxsim`, with only the winners that count, of scores divided by Z. No gradient flows through
 the thresholds and Z, which are constant between changes of what is retrieved.
@@ -17,18 +17,18 @@ from __future__ import annotations
 
 import numbers
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from ..kernels.plan import choose
-from ..problem import Options, Results, Rule, Tensors, empty_results
+from ..problem import Options, Problem, Results, Rule, Tensors, empty_results
 from .checks import LARGEST, check, check_choice, check_tensor, checked_number, checked_problem
 from .compute import checked_masks, compute_gradients, kernels, with_empty_score
 from .maxsim import checked
 from .operator import Operation
-from .xtr_retrieval import scores_in_blocks
+from .products import block_budget, inner_products
 
 NORMALIZERS = ("positive", "retrieved")
 # The least Z of each: PyLate's, and sentence-transformers'.
@@ -162,49 +162,141 @@ def xtr_scores(
 
 def _check(arguments: tuple, called: str) -> tuple:
     *tensors, k, normalizer, empty_score, implementation = arguments
-    options = Options(empty_score=empty_score, implementation=implementation)
-    empty_score = checked_number("empty_score", empty_score)
-    return *checked(called, Tensors(*tensors), options)[:4], k, normalizer, empty_score, implementation
+    tensors = checked(called, Tensors(*tensors), Options(empty_score=empty_score, implementation=implementation))
+    return *tensors[:4], k, normalizer, checked_number("empty_score", empty_score), implementation
 
 
-def _compute(arguments: tuple, _: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Scores, the winners that a gradient flows to, and what scores were divided by."""
-    queries, documents, queries_mask, documents_mask, k, normalizer, empty_score, implementation = arguments
-    tensors = Tensors(queries, documents, queries_mask, documents_mask)
+def _compute(arguments: tuple, _: bool) -> Results:
+    """Scores, the tokens that a gradient flows to, and what scores were divided by."""
+    *given, k, normalizer, empty_score, implementation = arguments
+    tensors = Tensors(*given)
     problem = checked_problem(tensors, Options(empty_score=empty_score), with_winners=True)
     chosen = choose(implementation, problem.device, problem.dtype, problem.size)
-    tensors = Tensors(queries, documents, *checked_masks(tensors))
+    tensors = Tensors(*given[:2], *checked_masks(tensors))
     scores = torch.empty(problem.scores_shape, dtype=problem.scores_dtype, device=problem.device)
-    winners = torch.empty(problem.winners_shape, dtype=problem.winners_dtype, device=problem.device)
-    divisors = torch.empty_like(scores)
-    least = _LEAST[normalizer]
+    argmax = torch.empty(problem.winners_shape, dtype=problem.winners_dtype, device=problem.device)
+    found, least = Results(scores, argmax, torch.empty_like(scores)), _LEAST[normalizer]
     if problem.is_empty:
-        return with_empty_score(scores.zero_(), tensors, empty_score), winners.fill_(-1), divisors.fill_(least)
+        scores = with_empty_score(scores.zero_(), tensors, empty_score)
+        return Results(scores, argmax.fill_(-1), found.divisors.fill_(least))
     rule = Rule(min(k, problem.n_tokens), normalizer == "positive", least)
     number = max(1, _MAXIMA_AT_ONCE // (max(problem.n_documents, _BESIDE_MAXIMA) * problem.query_length))
-    compute = kernels().xtr_scores if chosen == "triton" else scores_in_blocks
-    compute(problem, tensors, rule, number, Results(scores, winners, divisors))
-    return scores, winners, divisors
+    compute = kernels().xtr_scores if chosen == "triton" else _scores_in_blocks
+    compute(problem, tensors, rule, number, found)
+    return found
+
+
+def chunks(problem: Problem, tensors: Tensors, to: Results, number: int) -> Iterator[tuple[Problem, Tensors, Results]]:
+    """The call, `number` of its queries at a time, with where their results go."""
+    if number >= problem.n_queries:
+        yield problem, tensors, to
+        return
+    mask, length = tensors.queries_mask, problem.query_length
+    for first in range(0, problem.n_queries, number):
+        chunk = slice(first, min(first + number, problem.n_queries))
+        yield (
+            problem._replace(n_queries=chunk.stop - first),
+            tensors._replace(queries=tensors.queries[chunk], queries_mask=None if mask is None else mask[chunk]),
+            Results(to.scores[chunk], to.winners[:, first * length : chunk.stop * length], to.divisors[chunk]),
+        )
+
+
+def _scores_in_blocks(problem: Problem, tensors: Tensors, rule: Rule, number: int, to: Results) -> None:
+    """Leave the results in `to`, `number` queries at a time, and of those some tokens; no size is 0."""
+    step = max(1, block_budget(problem.device) // problem.n_tokens)
+    # Under autocast the inputs have the autocast type already; the products inside must not be rounded to it.
+    with torch.autocast(problem.device.type, enabled=False):
+        for _, (queries, documents, mask, active, *_), results in chunks(problem, tensors, to, number):
+            blocks = [_retrieve(rows, documents, active, rule) for rows in queries.flatten(0, 1).split(step)]
+            best, argmax, counts = (torch.cat(parts, dim=1) for parts in zip(*blocks, strict=True))
+            if mask is not None:
+                counts &= mask.flatten() != 0
+            best = best.where(counts, 0.0)
+            if mask is not None and mask.is_floating_point():
+                best = best * mask.flatten()
+            counted = (best > 0) if rule.with_whole else counts
+            sums, divisors = (
+                values.unflatten(1, (len(queries), -1)).sum(dim=2, dtype=best.dtype).T for values in (best, counted)
+            )
+            results.divisors.copy_(divisors).clamp_(min=rule.least)
+            results.scores.copy_(sums).div_(results.divisors)
+            results.winners.copy_(argmax.where(counts, -1))
+    to.scores.copy_(with_empty_score(to.scores, tensors, problem.empty_score))
+
+
+def _retrieve(rows: Tensor, documents: Tensor, active: Tensor | None, rule: Rule) -> tuple[Tensor, Tensor, Tensor]:
+    """The best similarity of rows [R, d] with every document [Nd, R], its argmax, and whether it counts.
+
+    A row retrieves what lies above its threshold, the k-th largest similarity, and of what equals it the first ones.
+    `active` [Nd, Ld] is bool. Of documents with no active token nothing counts.
+    """
+    n_documents, length, _ = documents.shape
+    similarities = inner_products(documents.flatten(0, 1), rows).T.contiguous()
+    n_active = torch.full((n_documents,), length, device=rows.device)
+    if active is not None:
+        similarities.masked_fill_(~active.flatten(), -torch.inf)
+        n_active = active.sum(dim=1)
+    # -inf where masked tokens are left to be retrieved; then all active ones are.
+    highest = similarities.topk(rule.k, dim=1, sorted=False).values
+    thresholds = highest.masked_fill_(highest.isnan(), torch.inf).amin(dim=1, keepdim=True)
+    best, argmax = similarities.unflatten(1, (n_documents, length)).max(dim=2)
+    nan = best.isnan()
+    counts = ((best >= thresholds) | nan) & (n_active > 0)
+    # A token that was not retrieved counts as 0, and wins over negative ones.
+    loses = (best <= 0) if rule.with_whole else torch.zeros_like(counts)
+    below = similarities < thresholds
+    # Rows of which not all that equals the threshold is retrieved, or documents as a whole with a negative best.
+    tallied = similarities.shape[1] - below.sum(dim=1, keepdim=True, dtype=torch.int32) > rule.k
+    if rule.with_whole:
+        tallied |= thresholds <= 0
+    # To know that there is none, a GPU would be waited for.
+    if similarities.device.type != "cpu" or tallied.any():
+        equal = similarities == thresholds
+        above = ~(below | equal)
+        if active is not None:
+            equal &= active.flatten()
+        above, equal = (
+            each.unflatten(1, (n_documents, length)).sum(dim=2, dtype=torch.int32) for each in (above, equal)
+        )
+        retrieved = retrieved_of(above, equal, rule.k - above.sum(dim=1, keepdim=True, dtype=torch.int32))
+        counts &= (retrieved > 0) | ~tallied | nan
+        # Masked tokens come after all active ones, in their order.
+        masked = length - n_active
+        complete = (masked == 0) | (masked.cumsum(0) <= rule.k - n_active.sum())
+        loses &= ~(tallied & (retrieved >= n_active) & complete)
+    return best.T, argmax.T, (counts & ~loses).T
+
+
+def retrieved_of(above: Tensor, equal: Tensor, n_equal: Tensor) -> Tensor:
+    """How many tokens of each document a row retrieves [R, Nd]: those above its threshold, and the first `n_equal`
+    [R, 1] of those equal to it; `above` and `equal` [R, Nd] are their numbers."""
+    before = equal.cumsum(dim=1, dtype=torch.int32) - equal
+    return above + (n_equal - before).clamp(min=0).minimum(equal)
 
 
 def _compute_gradients(
     grad_scores: Tensor, kept: Sequence[Tensor], arguments: tuple, needs: tuple[bool, bool]
 ) -> tuple[Tensor | None, Tensor | None]:
-    winners, divisors = kept
+    argmax, divisors = kept
     options = Options(implementation=arguments[-1])
-    return compute_gradients(Tensors(*arguments[:4]), options, grad_scores / divisors, winners, *needs)
+    return compute_gradients(Tensors(*arguments[:4]), options, grad_scores / divisors, argmax, *needs)
 
 
 def _shapes(queries: Tensor, documents: Tensor, queries_mask: Tensor | None, documents_mask: Tensor | None, *_):
     tensors = Tensors(queries, documents, queries_mask, documents_mask)
     check(tensors)
-    scores, winners = empty_results(tensors, Options())
-    return scores, winners, torch.empty_like(scores)
+    scores, argmax = empty_results(tensors, Options())
+    return scores, argmax, torch.empty_like(scores)
 
 
 _xtr = Operation(
     "xtr_scores",
     "Tensor queries, Tensor documents, Tensor? queries_mask, Tensor? documents_mask, SymInt k, str normalizer, "
     "float empty_score, str implementation",
-    ("queries", "documents"), ("winners", "divisors"), _check, _compute, _compute_gradients, _shapes,
-)  # fmt: skip
+    ("queries", "documents"),
+    ("argmax", "divisors"),
+    _check,
+    _compute,
+    _compute_gradients,
+    _shapes,
+)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 
 from pylate_flash import chamfer, chamfer_varlen
 from pylate_flash.ops import chamfer_reference
-from pylate_flash.ops.chamfer_compute import ChamferOptions, Sets, compute_chamfer
+from pylate_flash.ops.chamfer import ChamferOptions, Sets, compute_chamfer
 from tests.ops.cases import relative_error
 from tests.ops.chamfer_cases import (
     DTYPES,

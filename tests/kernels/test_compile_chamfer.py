@@ -11,7 +11,7 @@ import torch
 from pylate_flash.kernels import rows
 from pylate_flash.kernels.plan_operations import meeting_plan
 from pylate_flash.ops import kernel_calls
-from pylate_flash.ops.chamfer_compute import ChamferOptions, Sets, problem_of_sets
+from pylate_flash.ops.chamfer import ChamferOptions, Sets, problem_of_sets
 from tests.kernels.recorder import check_launches
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")

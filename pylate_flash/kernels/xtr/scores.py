@@ -31,8 +31,7 @@ class Retrieved(NamedTuple):
     Attributes
     ----------
     best, winners
-        [Nd, rows]: the best similarity of a row with a document, and the lowest index that attains it, as in
-        `ops.xtr_retrieval.Retrieval`.
+        [Nd, rows]: the best similarity of a row with a document, NaN if any is, and the lowest index that attains it.
     state
         [4, rows], int32: the keys of the thresholds; -1; and of rows that are tallied, how many of the tokens equal to
         the threshold are retrieved; whether a row is tallied.
@@ -58,7 +57,7 @@ def _score_kernel(
     HAS_MASK: tl.constexpr,
     WEIGHTED: tl.constexpr,
 ):  # fmt: skip
-    """Of one query and a run of documents. Grid: queries, runs. As `ops.xtr_retrieval.scores_in_blocks`."""
+    """Of one query and a run of documents. Grid: queries, runs. As `ops.xtr` in blocks."""
     wait_for_previous_kernel()
     query = tl.program_id(0).to(tl.int64)
     tokens = tl.arange(0, BLOCK_ROWS)

@@ -10,7 +10,7 @@ from pylate_flash.kernels import plan_operations, tables
 from pylate_flash.kernels.launch import Kernel
 from pylate_flash.kernels.xtr import SearchTensors, retrieve, scores, search
 from pylate_flash.ops import xtr, xtr_scores, xtr_scores_reference
-from pylate_flash.ops.xtr_retrieval import Retrieval, pool_of, scoring
+from pylate_flash.ops.xtr import retrieved_of
 from pylate_flash.problem import Options, Rule, Tensors, problem_of
 from tests.ops.cases import Case
 from tests.ops.xtr_cases import check_scores_and_gradients, xtr_cases
@@ -62,18 +62,18 @@ def test_thresholds_are_found_to_the_last_bit() -> None:
     problem = problem_of(Tensors(queries, documents), Options(), True)
     k = 12
     rule = Rule(k, True, 1.0)
-    pool = pool_of(torch.ones(10, 3, dtype=torch.bool), rule)
     # A bound that leaves too little room, and one that leaves enough; not where all is packed; no places at all.
     for maxima, collection in ((0, (10, 1, 1, 32)), (4, (5, 2, 8, 32)), (0, (5, 2, 8, 16)), (4, (0, 0, 0, 0))):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(tables, "XTR_MAXIMA_PER_TOKEN", maxima)
             given = plan_operations.Collection(*collection)
             patch.setattr(plan_operations, "_collection", lambda *sizes, given=given: given)
-            best, winners, state, counts = retrieve(problem, SearchTensors(queries, documents, None, None), rule)
+            best, _, state, counts = retrieve(problem, SearchTensors(queries, documents, None, None), rule)
         keys, _, n_equal, tallied = state
         thresholds = torch.where(keys < 0, keys ^ 0x7FFFFFFF, keys).view(torch.float32)
-        retrieval = Retrieval(best, winners, thresholds, n_equal, tallied.bool(), *counts)
-        retrieved, _ = scoring(retrieval, pool)
+        retrieved = best >= thresholds
+        if tallied:
+            retrieved &= retrieved_of(*counts.mT, n_equal.unsqueeze(1)).T > 0
         expected = torch.zeros(30, dtype=torch.bool)
         expected[documents.flatten().sort(descending=True, stable=True).indices[:k]] = True
         assert torch.equal(retrieved.flatten(), expected.view(10, 3).any(dim=1))
