@@ -80,12 +80,12 @@ def _even(count: int, most: int) -> int:
     return -(-count // -(-count // most))
 
 
-def of_block(tensors: Tensors, options: Options, block: DocumentBlock, embeddings: Tensor) -> tuple[Tensors, Options]:
-    """The call of a block, of the embeddings [tokens of the block, d] of its documents."""
+def of_block(tensors: Tensors, block: DocumentBlock, embeddings: Tensor) -> Tensors:
+    """The tensors of a block, of the embeddings [tokens of the block, d] of its documents."""
     documents = embeddings.view(*at(tensors.documents, block.place).shape[:-1], embeddings.shape[-1])
     tensors = tensors._replace(documents=documents)
     if block is ALL_DOCUMENTS:
-        return tensors, options
+        return tensors
     queries, _, queries_mask, documents_mask, _, bounds, candidates = tensors
     if bounds is not None:
         assert isinstance(block.documents, slice)
@@ -93,13 +93,13 @@ def of_block(tensors: Tensors, options: Options, block: DocumentBlock, embedding
         return tensors._replace(
             documents_cu_seqlens=bounds[start : end + 1] - block.rows.start,
             candidates_cu_seqlens=None if candidates is None else candidates.clamp(start, end) - start,
-        ), options
+        )
     if documents_mask is not None:
         documents_mask = documents_mask[block.place]
     if block.queries is not None:
         queries = queries[block.queries]
         queries_mask = None if queries_mask is None else queries_mask[block.queries]
-    return Tensors(queries, documents, queries_mask, documents_mask), options
+    return Tensors(queries, documents, queries_mask, documents_mask)
 
 
 def compute_by_block(
@@ -111,10 +111,10 @@ def compute_by_block(
 ) -> tuple[Tensor, Tensor | None]:
     """`compute` of documents whose embeddings [tokens of a block, d] are produced one block after the other."""
     if blocks == [ALL_DOCUMENTS]:
-        return compute(*of_block(tensors, options, ALL_DOCUMENTS, produce(ALL_DOCUMENTS)), with_winners)
+        return compute(of_block(tensors, ALL_DOCUMENTS, produce(ALL_DOCUMENTS)), options, with_winners)
     scores, winners = empty_results(tensors, options, with_winners)
     for block in blocks:
-        some, won = compute(*of_block(tensors, options, block, produce(block)), with_winners)
+        some, won = compute(of_block(tensors, block, produce(block)), options, with_winners)
         scores[block.scores].copy_(some)
         if won is not None:
             winners[block.documents].copy_(won)

@@ -248,7 +248,8 @@ def _check(arguments: tuple, called: str) -> tuple:
     check_tensor("x", sets.x)
     check_tensor("y", sets.y)
     check_differentiation(called, sets.x, sets.y)
-    sets = Sets(*_cast(sets.x, sets.y, options.metric), *sets[2:])
+    x, y = _cast(sets.x, sets.y, options.metric)
+    sets = sets._replace(x=x, y=y)
     check_sets(sets)
     return *sets, *options
 
@@ -306,8 +307,8 @@ def compute_chamfer(sets: Sets, options: ChamferOptions) -> tuple[Tensor, Tensor
     implementation = choose(options.implementation, problem.device, problem.dtype, problem.size)
     if problem.is_empty or 0 in sets.x.shape:
         # All of x, or all of y, have no point.
-        scores, *argmax = _empty_results(sets, options)
-        return scores.fill_(options.empty_score), argmax[0].fill_(-1), argmax[1].fill_(-1)
+        scores, of_x, of_y = _empty_results(sets, options)
+        return scores.fill_(options.empty_score), of_x.fill_(-1), of_y.fill_(-1)
     masked = sets._replace(x_mask=checked_mask("x_mask", sets.x_mask), y_mask=checked_mask("y_mask", sets.y_mask))
     # Under autocast the inputs have the autocast type already; the products inside must not be rounded to it.
     with torch.autocast(problem.device.type, enabled=False):
@@ -321,7 +322,7 @@ def compute_chamfer(sets: Sets, options: ChamferOptions) -> tuple[Tensor, Tensor
     for count in counts:
         if isinstance(count, Tensor):
             scores = scores.masked_fill(count == 0, options.empty_score)
-    return scores, *argmax
+    return scores, argmax[0], argmax[1]
 
 
 def compute_chamfer_gradients(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -72,7 +72,8 @@ def gradients_in_blocks(
 
 def _blocks(problem: Problem, sets: Sets) -> Iterator[tuple[slice, _Side, _Side]]:
     """Consecutive pairs that `block_budget` has room for, or one pair alone."""
-    n, budget, bounds = problem.n_queries, block_budget(problem.device), [None, None]
+    n, budget = problem.n_queries, block_budget(problem.device)
+    bounds: list[Any] = [None, None]
     lengths = [np.full(n, length) for length in (problem.query_length, problem.document_length)]
     if sets.x_cu_seqlens is not None and sets.y_cu_seqlens is not None:
         bounds = [
@@ -88,13 +89,7 @@ def _blocks(problem: Problem, sets: Sets) -> Iterator[tuple[slice, _Side, _Side]
         last = first + max(1, int(held.searchsorted(budget, side="right")))
         if x[last - first - 1] and y[last - first - 1]:
             pairs = slice(first, last)
-            yield (
-                pairs,
-                *(
-                    _side(points, mask, of_side, pairs)
-                    for points, mask, of_side in zip(sets[:2], sets[2:4], bounds, strict=True)
-                ),
-            )
+            yield pairs, _side(sets.x, sets.x_mask, bounds[0], pairs), _side(sets.y, sets.y_mask, bounds[1], pairs)
         first = last
 
 

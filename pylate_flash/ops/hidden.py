@@ -8,22 +8,22 @@ at once (`hidden_blocks`). The projected embeddings are rounded to the type of t
 rounds them, and once more when they were divided by their norms in float32, as `torch.nn.functional.normalize` rounds:
 they are the embeddings that the model returns.
 
-The operator `pylate_flash::maxsim_hidden` is the one way in, eager and compiled: it takes the fields of `Call`.
+The operator `pylate_flash::maxsim_hidden` is the one way in, eager and compiled: it takes weight and bias, the fields
+of `Tensors`, with hidden states in place of documents, and those of `Options`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels.plan import IMPLEMENTATIONS
 from ..problem import Options, Tensors, empty_results
 from .checks import (
-    check_choice,
     check_differentiation,
     check_embeddings,
     check_mask_layout,
@@ -31,22 +31,17 @@ from .checks import (
     checked_number,
     no_second_derivative,
 )
-from .hidden_blocks import (
-    N_TENSORS,
-    Call,
-    Kept,
-    Needs,
-    compute_hidden,
-    compute_hidden_gradients,
-)
-from .maxsim import MASKINGS, REDUCTIONS, autocast, maxsim_reference
+from .hidden_blocks import compute_hidden, compute_hidden_gradients
+from .maxsim import CALL_SCHEMA, autocast, checked, maxsim_reference
 from .operator import NOT_PLAIN, Operation, cast_like, is_plain
+from .packing import padded
 from .varlen import with_lengths
 
 _QUERIES = {3: "[Nq, Lq, d]"}
 _HIDDEN = {3: "[Nd, Ld, d_model]", 4: "[Nq, K, Ld, d_model]"}
 _PACKED_QUERIES = {3: "[Nq, Lq, d]", 2: "[Tq, d] with queries_cu_seqlens"}
 _PACKED_HIDDEN = {2: "[T, d_model] with documents_cu_seqlens"}
+_WEIGHT = {2: "[d, d_model]"}
 
 
 def maxsim_from_hidden_reference(
@@ -78,9 +73,9 @@ def maxsim_from_hidden_reference(
     if queries_weight is not None:
         queries = F.linear(queries, queries_weight.to(dtype), None if queries_bias is None else queries_bias.to(dtype))
     if queries_cu_seqlens is not None:
-        queries, queries_mask = _padded(queries, queries_cu_seqlens)
+        queries, queries_mask = padded(queries, queries_cu_seqlens)
     if documents_cu_seqlens is not None:
-        documents, documents_mask = _padded(documents, documents_cu_seqlens)
+        documents, documents_mask = padded(documents, documents_cu_seqlens)
         masking = "exclude"
     scores = maxsim_reference(
         queries,
@@ -96,15 +91,6 @@ def maxsim_from_hidden_reference(
         return scores
     owned = zip(scores, pairwise(candidates_cu_seqlens.tolist()), strict=True)
     return torch.cat([scores.new_empty(0), *(of_query[first:last] for of_query, (first, last) in owned)])
-
-
-def _padded(values: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
-    """Packed tokens [T, d] as [N, longest, d], and their mask."""
-    cu_seqlens = cu_seqlens.to(values.device)
-    lengths = cu_seqlens.diff().unsqueeze(1)
-    places = torch.arange(max([0, *lengths.flatten().tolist()]), device=values.device)
-    tokens = (cu_seqlens[:-1].unsqueeze(1) + places).clamp(max=len(values) - 1)
-    return values[tokens], places < lengths
 
 
 def maxsim_from_hidden(
@@ -197,79 +183,17 @@ def maxsim_from_hidden(
         max_document_length=max_document_length,
     )
     if queries_weight is not None or queries_bias is not None:
-        queries = _projected_queries(queries, hidden, weight, bias, queries_weight, queries_bias)
+        queries = _projected_queries(queries, weight, queries_weight, queries_bias)
     options = Options(0, 0, 0, checked_flag("normalize", normalize), reduction, masking, empty_score, implementation)
+    tensors = Tensors(
+        queries, hidden, queries_mask, documents_mask, queries_cu_seqlens, documents_cu_seqlens, candidates_cu_seqlens,
+    )  # fmt: skip
     if packed:
         check_embeddings("hidden", hidden, _PACKED_HIDDEN)
         check_embeddings("queries", queries, _PACKED_QUERIES)
-        tensors = Tensors(queries, hidden, None, None, queries_cu_seqlens, documents_cu_seqlens, candidates_cu_seqlens)
-        learned = [layer for layer in (weight, bias) if isinstance(layer, Tensor)]
+        learned = [each for each in (weight, bias) if isinstance(each, Tensor)]
         options = with_lengths(tensors, options, max_query_length, max_document_length, learned=learned)
-    arguments = (
-        queries, hidden, weight, bias, queries_mask, documents_mask, queries_cu_seqlens, documents_cu_seqlens,
-        candidates_cu_seqlens, *options,
-    )  # fmt: skip
-    return _maxsim_hidden(arguments, "maxsim_from_hidden")
-
-
-def _projected_queries(
-    queries: Tensor,
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    queries_weight: Tensor | None,
-    queries_bias: Tensor | None,
-) -> Tensor:
-    """The queries by their own layer, after the checks of both layers."""
-    check_embeddings("hidden", hidden, {**_HIDDEN, **_PACKED_HIDDEN})
-    check_embeddings("queries", queries, {**_QUERIES, **_PACKED_QUERIES})
-    weight, _ = _checked_layer("", hidden, "hidden", weight, bias)
-    queries_weight, queries_bias = _checked_layer("queries_", queries, "queries", queries_weight, queries_bias)
-    layers = [tensor for tensor in (queries_weight, queries_bias) if tensor is not None]
-    check_differentiation("maxsim_from_hidden", queries, hidden, *layers)
-    hidden, queries = autocast(hidden, queries)
-    _check_like("queries", queries, hidden)
-    assert queries_weight is not None
-    _check_like("queries_weight", queries_weight, hidden)
-    if queries_weight.shape[0] != weight.shape[0]:
-        raise ValueError(
-            f"queries_weight must project to the size that weight projects to, {weight.shape[0]}, "
-            f"got {queries_weight.shape[0]}"
-        )
-    return F.linear(queries, queries_weight, queries_bias)
-
-
-def _check(arguments: tuple, called: str) -> tuple:
-    """The operator's arguments after every check, in the autocast type under autocast."""
-    call = Call(*arguments)
-    queries, hidden, weight, bias = call[:4]
-    check_choice("implementation", call.implementation, IMPLEMENTATIONS)
-    check_choice("reduction", call.reduction, REDUCTIONS)
-    check_choice("masking", call.masking, MASKINGS)
-    empty_score = checked_number("empty_score", call.empty_score)
-    packed = call.documents_cu_seqlens is not None
-    check_embeddings("hidden", hidden, _PACKED_HIDDEN if packed else _HIDDEN)
-    check_embeddings("queries", queries, _PACKED_QUERIES if packed else _QUERIES)
-    weight, bias = _checked_layer("", hidden, "hidden", weight, bias)
-    check_differentiation(called, queries, hidden, weight, *() if bias is None else (bias,))
-    hidden, queries = autocast(hidden, queries)
-    _check_like("queries", queries, hidden)
-    _check_like("weight", weight, hidden)
-    if queries.shape[-1] != weight.shape[0]:
-        raise ValueError(
-            f"queries must have the size that weight projects to, {weight.shape[0]}, got {queries.shape[-1]}: hidden "
-            "states need queries_weight"
-        )
-    if hidden.dim() == 4 and hidden.shape[0] != queries.shape[0]:
-        raise ValueError(
-            f"hidden of shape [Nq, K, Ld, d_model] must have one row of candidates per query, Nq = {queries.shape[0]}, "
-            f"got {list(hidden.shape)}"
-        )
-    if call.queries_mask is not None:
-        check_mask_layout("queries_mask", call.queries_mask, queries)
-    if call.documents_mask is not None:
-        check_mask_layout("documents_mask", call.documents_mask, hidden)
-    return queries, hidden, weight, bias, *arguments[4:-2], empty_score, call.implementation
+    return _maxsim_hidden((weight, bias, *tensors, *options), "maxsim_from_hidden")
 
 
 def _check_layout(packed: bool, packed_queries: bool, **given: object) -> None:
@@ -287,57 +211,106 @@ def _check_layout(packed: bool, packed_queries: bool, **given: object) -> None:
         raise ValueError("queries of shape [Tq, d] need queries_cu_seqlens, got None")
 
 
+def _projected_queries(
+    queries: Tensor, weight: Tensor, queries_weight: Tensor | None, queries_bias: Tensor | None
+) -> Tensor:
+    """The queries by their own layer, after its checks."""
+    if queries_weight is None:
+        raise ValueError("queries_bias needs queries_weight, got None")
+    check_embeddings("queries", queries, {**_QUERIES, **_PACKED_QUERIES})
+    check_embeddings("weight", weight, _WEIGHT)
+    layer = _checked_layer("queries_", queries_weight, queries_bias, "queries", queries)
+    if queries_weight.shape[0] != weight.shape[0]:
+        raise ValueError(
+            f"queries_weight must project to the size that weight projects to, {weight.shape[0]}, "
+            f"got {queries_weight.shape[0]}"
+        )
+    check_differentiation("maxsim_from_hidden", queries, *[each for each in layer if each is not None])
+    (queries,) = autocast(queries)
+    return F.linear(queries, *layer)
+
+
 def _checked_layer(
-    prefix: str, states: Tensor, of: str, weight: Tensor | None, bias: Tensor | None
+    prefix: str, weight: Tensor, bias: Tensor | None, of: str, states: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """The linear layer of `states` after every check of its shapes, in the autocast type under autocast."""
-    if weight is None and prefix:
-        if bias is not None:
-            raise ValueError(f"{prefix}bias needs {prefix}weight, got None")
-        return weight, bias  # type: ignore[return-value]
+    """The linear layer of `states`, which are the argument `of`, after its checks; both in the autocast type."""
     name = f"{prefix}weight"
-    weight = check_embeddings(name, weight, {2: "[d, d_model]"})
+    check_embeddings(name, weight, _WEIGHT)
     if weight.shape[1] != states.shape[-1]:
         raise ValueError(
             f"{name} must have shape [d, {states.shape[-1]}], as {of} has that size, got {list(weight.shape)}"
         )
     if weight.shape[0] == 0:
         raise ValueError(f"{name} must project to at least 1 dimension, got {list(weight.shape)}")
-    (cast,) = autocast(weight)
+    weight, states = autocast(weight, states)
+    _check_like(name, weight, of, states)
     if bias is None:
-        return cast, None
+        return weight, None
     check_embeddings(f"{prefix}bias", bias, {1: "[d]"})
     if bias.shape[0] != weight.shape[0]:
         raise ValueError(f"{prefix}bias must have shape [{weight.shape[0]}], as {name} does, got {list(bias.shape)}")
     (bias,) = autocast(bias)
-    for what, found, expected in (("dtype", bias.dtype, cast.dtype), ("device", bias.device, weight.device)):
-        if found != expected:
-            kind = TypeError if what == "dtype" else ValueError
-            raise kind(f"{prefix}bias must have the {what} of {name}, {expected}, got {found}")
-    return cast, bias
+    _check_like(f"{prefix}bias", bias, name, weight)
+    return weight, bias
 
 
-def _check_like(name: str, tensor: Tensor, hidden: Tensor) -> None:
-    if tensor.device != hidden.device:
-        raise ValueError(f"{name} must be on the device of hidden, {hidden.device}, got {tensor.device}")
-    if tensor.dtype != hidden.dtype:
-        raise TypeError(f"{name} must have the dtype of hidden, {hidden.dtype}, got {tensor.dtype}")
+def _check_like(name: str, tensor: Tensor, of: str, other: Tensor) -> None:
+    if tensor.device != other.device:
+        raise ValueError(f"{name} must be on the device of {of}, {other.device}, got {tensor.device}")
+    if tensor.dtype != other.dtype:
+        raise TypeError(f"{name} must have the dtype of {of}, {other.dtype}, got {tensor.dtype}")
 
 
-def _compute(arguments: tuple, with_winners: bool) -> tuple[Tensor, Tensor | None]:
-    scores, kept = compute_hidden(Call(*arguments), with_winners)
-    return scores, None if kept is None else kept.winners
+def _check(arguments: tuple, called: str) -> tuple:
+    """The operator's arguments after every check, in the autocast type under autocast."""
+    weight, bias, tensors, options = _call(arguments)
+    packed = tensors.documents_cu_seqlens is not None
+    check_embeddings("hidden", tensors.documents, _PACKED_HIDDEN if packed else _HIDDEN)
+    check_embeddings("queries", tensors.queries, _PACKED_QUERIES if packed else _QUERIES)
+    layer = _checked_layer("", weight, bias, "hidden", tensors.documents)
+    check_differentiation(called, *[each for each in layer if each is not None])
+    tensors = checked(called, tensors, options)
+    queries, hidden = tensors[:2]
+    _check_like("queries", queries, "hidden", hidden)
+    if queries.shape[-1] != weight.shape[0]:
+        raise ValueError(
+            f"queries must have the size that weight projects to, {weight.shape[0]}, got {queries.shape[-1]}: hidden "
+            "states need queries_weight"
+        )
+    if hidden.dim() == 4 and hidden.shape[0] != queries.shape[0]:
+        raise ValueError(
+            f"hidden of shape [Nq, K, Ld, d_model] must have one row of candidates per query, Nq = {queries.shape[0]}, "
+            f"got {list(hidden.shape)}"
+        )
+    if tensors.queries_mask is not None:
+        check_mask_layout("queries_mask", tensors.queries_mask, queries)
+    if tensors.documents_mask is not None:
+        check_mask_layout("documents_mask", tensors.documents_mask, hidden)
+    return *layer, *tensors, *options._replace(empty_score=checked_number("empty_score", options.empty_score))
+
+
+_N_TENSORS = 2 + len(Tensors._fields)
+
+
+def _call(arguments: Sequence[Any]) -> tuple[Tensor, Tensor | None, Tensors, Options]:
+    weight, bias, *tensors = arguments[:_N_TENSORS]
+    return weight, bias, Tensors(*tensors), Options(*arguments[_N_TENSORS:])
+
+
+def _compute(arguments: tuple, with_argmax: bool) -> tuple[Tensor, Tensor | None]:
+    scores, (argmax, _) = compute_hidden(*_call(arguments), with_argmax)
+    return scores, argmax
 
 
 def _compute_gradients(
     grad_scores: Tensor, kept: Sequence[Tensor], arguments: tuple, needs: tuple[bool, ...]
 ) -> tuple[Tensor | None, ...]:
-    return compute_hidden_gradients(Call(*arguments), grad_scores, [Kept(kept[0], None)], Needs(*needs))
+    return compute_hidden_gradients(*_call(arguments), grad_scores, [(kept[0], None)], needs)
 
 
 def _function_of(operation: Operation) -> type[torch.autograd.Function]:
     class Function(torch.autograd.Function):
-        """The operator where a gradient is needed: keeps winners, and of plain tensors the projected embeddings too.
+        """The operator where a gradient is needed: keeps argmax, and of plain tensors the projected embeddings too.
 
         These an operator, whose outputs have one shape whatever their size, could not return only where there is room.
         """
@@ -345,52 +318,50 @@ def _function_of(operation: Operation) -> type[torch.autograd.Function]:
         @staticmethod
         def forward(ctx, call, *tensors):
             key, options, called = call
-            winners = None
+            ctx.likes = [None if tensor is None else (tensor.dtype, tensor.shape) for tensor in tensors[:4]]
+            argmax = None
             # Not among the saved tensors, which live until the whole backward is over.
             ctx.kept = []
-            ctx.likes = [None if tensor is None else (tensor.dtype, tensor.shape) for tensor in tensors[:4]]
             if key is NOT_PLAIN:
-                scores, winners = operation.operator_forward(*tensors, *options)
+                scores, argmax = operation.operator_forward(*tensors, *options)
             else:
                 arguments = operation.check((*tensors, *options), called)
-                tensors, options = arguments[:N_TENSORS], arguments[N_TENSORS:]
-                scores, kept = compute_hidden(Call(*arguments), True)
+                tensors, options = arguments[:_N_TENSORS], arguments[_N_TENSORS:]
+                scores, kept = compute_hidden(*_call(arguments), True)
                 ctx.kept.append(kept)
-            ctx.save_for_backward(*tensors, winners)
+            ctx.save_for_backward(*tensors, argmax)
             ctx.options = options
             return scores
 
         @staticmethod
         def backward(ctx, grad_scores):
-            *tensors, winners = ctx.saved_tensors
-            call, needs = Call(*tensors, *ctx.options), Needs(*ctx.needs_input_grad[1:5])
-            if winners is None and not ctx.kept:
+            *tensors, argmax = ctx.saved_tensors
+            arguments, needs = (*tensors, *ctx.options), ctx.needs_input_grad[1:5]
+            if argmax is None and not ctx.kept:
                 # A second backward through a retained graph.
-                ctx.kept.append(compute_hidden(call, True)[1])
-            if winners is None and not torch.is_grad_enabled() and is_plain(grad_scores):
-                found: tuple[Tensor | None, ...] = compute_hidden_gradients(call, grad_scores, ctx.kept, needs)
+                ctx.kept.append(compute_hidden(*_call(arguments), True)[1])
+            if argmax is None and not torch.is_grad_enabled() and is_plain(grad_scores):
+                found = compute_hidden_gradients(*_call(arguments), grad_scores, ctx.kept, needs)
             else:
                 # A graph of the backward is asked for: the operator has one, which says that there is no second
                 # derivative.
-                kept = ctx.kept[0].winners if winners is None else winners
-                gradients = operation.operator_backward(grad_scores, kept, *call, *needs)
+                argmax = ctx.kept[0][0] if argmax is None else argmax
+                gradients = operation.operator_backward(grad_scores, argmax, *arguments, *needs)
                 found = tuple([gradient if need else None for gradient, need in zip(gradients, needs, strict=True)])
-            return None, *cast_like(found, ctx.likes), *(None,) * (N_TENSORS - len(needs))
+            return None, *cast_like(found, ctx.likes), *(None,) * (_N_TENSORS - 4)
 
     return Function
 
 
-def _shapes(*arguments) -> tuple[Tensor, Tensor]:
-    call = Call(*arguments)
-    return empty_results(call.tensors, call.options)
-
-
 _maxsim_hidden = Operation(
     "maxsim_hidden",
-    "Tensor queries, Tensor hidden, Tensor weight, Tensor? bias, Tensor? queries_mask, Tensor? documents_mask, "
-    "Tensor? queries_cu_seqlens, Tensor? documents_cu_seqlens, Tensor? candidates_cu_seqlens, SymInt max_query_length, "
-    "SymInt max_document_length, SymInt max_candidates, bool normalize, str reduction, str masking, float empty_score, "
-    "str implementation",
-    ("queries", "hidden", "weight", "bias"), ("winners",), _check, _compute, _compute_gradients, _shapes,
-    no_second_derivative("maxsim_from_hidden"), _function_of,
-)  # fmt: skip
+    f"Tensor weight, Tensor? bias, {CALL_SCHEMA}",
+    ("weight", "bias", "queries", "documents"),
+    ("argmax",),
+    _check,
+    _compute,
+    _compute_gradients,
+    lambda *arguments: empty_results(*_call(arguments)[2:]),
+    no_second_derivative("maxsim_from_hidden"),
+    _function_of,
+)

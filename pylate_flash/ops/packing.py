@@ -103,6 +103,15 @@ def unpack(values: Tensor, cu_seqlens: Tensor) -> list[Tensor]:
     return list(values.split(np.diff(bounds).tolist()))
 
 
+def padded(values: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+    """Packed tokens [T, d] as [N, longest, d], and their mask, for definitions; gradients flow through them."""
+    cu_seqlens = cu_seqlens.to(values.device)
+    lengths = cu_seqlens.diff().unsqueeze(1)
+    places = torch.arange(max([0, *lengths.flatten().tolist()]), device=values.device)
+    tokens = (cu_seqlens[:-1].unsqueeze(1) + places).clamp(max=len(values) - 1)
+    return values[tokens], places < lengths
+
+
 def host_bounds(name: str, cu_seqlens: Tensor, total: int, of: str, most: int | None = None) -> np.ndarray:
     """The boundaries on the host, int64, after a check of their values: no sequence of `of` is longer than `most`."""
     bounds = cu_seqlens.cpu().numpy().astype(np.int64)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels.plan import choose
@@ -21,7 +22,7 @@ from .checks import check, check_embeddings, check_tensor, checked_number, check
 from .compute import active_counts, compute_gradients, kernels
 from .maxsim import checked, maxsim_reference
 from .operator import Operation
-from .packing import host_bounds
+from .packing import host_bounds, padded
 from .products import block_budget
 from .residual_codes import ResidualCodes
 
@@ -39,20 +40,18 @@ def maxsim_residual_reference(
 
     Arguments and result are those of `maxsim_residual`, except that it checks nothing and returns float64.
     """
-    embeddings = documents.decompress(queries.dtype).double()
-    lengths = documents.cu_seqlens.diff()
-    starts, longest = documents.cu_seqlens[:-1], int(lengths.max()) if len(lengths) else 0
+    values, mask = padded(documents.decompress(queries.dtype).double(), documents.cu_seqlens)
     if candidates is not None:
-        there = candidates >= 0
-        lengths = torch.where(there, lengths[candidates.clamp(min=0)], 0)
-        starts = torch.where(there, starts[candidates.clamp(min=0)], 0)
-    places = torch.arange(longest, device=documents.device)
-    mask = places < lengths.unsqueeze(-1)
-    padded = embeddings[torch.where(mask, starts.unsqueeze(-1) + places, 0)]
+        # -1 is the last document, which has no token.
+        values, mask = F.pad(values, (0, 0, 0, 0, 0, 1))[candidates], F.pad(mask, (0, 0, 0, 1))[candidates]
     return maxsim_reference(
-        queries.double(), padded, queries_mask=queries_mask, documents_mask=mask, reduction=reduction,
+        queries.double(),
+        values,
+        queries_mask=queries_mask,
+        documents_mask=mask,
+        reduction=reduction,
         empty_score=empty_score,
-    )  # fmt: skip
+    )
 
 
 def maxsim_residual(
@@ -122,19 +121,52 @@ def maxsim_residual(
     return _maxsim_residual(arguments, "maxsim_residual")
 
 
+class _Call(NamedTuple):
+    """The arguments of the operator."""
+
+    queries: Tensor
+    queries_mask: Tensor | None
+    codes: Tensor
+    residuals: Tensor
+    centroids: Tensor
+    bucket_weights: Tensor
+    cu_seqlens: Tensor
+    scales: Tensor
+    candidates: Tensor | None
+    reduction: str
+    empty_score: float
+    implementation: str
+
+
+def _options(call: _Call) -> Options:
+    # Any bound on the length of a document will do.
+    length = call.codes.shape[0]
+    return Options(0, length, 0, False, call.reduction, "exclude", call.empty_score, call.implementation)
+
+
+def _tensors(call: _Call) -> Tensors:
+    """With what has the shape of the decompressed documents in their place."""
+    shaped = call.scales.unsqueeze(1).expand(-1, call.centroids.shape[1])
+    return Tensors(call.queries, shaped, call.queries_mask, documents_cu_seqlens=call.cu_seqlens)
+
+
+def _shape(call: _Call) -> tuple[int, int]:
+    """That of the scores."""
+    met = call.cu_seqlens.shape[0] - 1 if call.candidates is None else call.candidates.shape[1]
+    return call.queries.shape[0], met
+
+
 def _check(arguments: tuple, called: str) -> tuple:
     call = _Call(*arguments)
     check_embeddings("queries", call.queries, {3: "[Nq, Lq, d]"})
     # The documents are checked already, and autocast has no say in their type.
-    options = Options(0, 0, 0, False, call.reduction, "exclude", call.empty_score, call.implementation)
-    queries = checked(called, Tensors(call.queries, call.queries, call.queries_mask), options).queries
-    _check_candidates(call.candidates, call.cu_seqlens, queries)
+    queries = checked(called, Tensors(call.queries, call.queries, call.queries_mask), _options(call)).queries
+    if call.candidates is not None:
+        _check_candidates(call.candidates, call.cu_seqlens, queries)
     return call._replace(queries=queries, empty_score=checked_number("empty_score", call.empty_score))
 
 
-def _check_candidates(candidates: Tensor | None, cu_seqlens: Tensor, queries: Tensor) -> None:
-    if candidates is None:
-        return
+def _check_candidates(candidates: Tensor, cu_seqlens: Tensor, queries: Tensor) -> None:
     check_tensor("candidates", candidates, {2: "[Nq, K]"})
     if candidates.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"candidates must be int32 or int64, got {candidates.dtype}")
@@ -153,99 +185,55 @@ def _check_candidates(candidates: Tensor | None, cu_seqlens: Tensor, queries: Te
             )
 
 
-class _Call(NamedTuple):
-    """The arguments of the operator."""
-
-    queries: Tensor
-    queries_mask: Tensor | None
-    codes: Tensor
-    residuals: Tensor
-    centroids: Tensor
-    bucket_weights: Tensor
-    cu_seqlens: Tensor
-    scales: Tensor
-    candidates: Tensor | None
-    reduction: str
-    empty_score: float
-    implementation: str
-
-    @property
-    def documents(self) -> ResidualCodes:
-        return ResidualCodes(*self[2:8])
-
-    @property
-    def options(self) -> Options:
-        # Any bound on the length of a document will do.
-        length = self.codes.shape[0]
-        return Options(0, length, 0, False, self.reduction, "exclude", self.empty_score, self.implementation)
-
-    @property
-    def tensors(self) -> Tensors:
-        """With what has the shape of the decompressed documents in their place."""
-        shaped = self.scales.unsqueeze(1).expand(-1, self.centroids.shape[1])
-        return Tensors(self.queries, shaped, self.queries_mask, documents_cu_seqlens=self.cu_seqlens)
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """That of the scores."""
-        met = self.cu_seqlens.shape[0] - 1 if self.candidates is None else self.candidates.shape[1]
-        return self.queries.shape[0], met
-
-    @property
-    def winners_shape(self) -> tuple[int, int]:
-        """Every document of every group, and its rows, as in `Problem`."""
-        (n_queries, met), length = self.shape, self.queries.shape[1]
-        return (met, n_queries * length) if self.candidates is None else (n_queries * met, length)
-
-
-def _problem_of(call: _Call, with_winners: bool) -> Problem:
-    """The problem; where there are candidates, every query is a group with as many documents."""
-    problem = checked_problem(call.tensors, call.options, with_winners, quantized=True)
-    if call.candidates is None:
-        return problem
-    return problem._replace(groups=problem.n_queries, n_documents=call.candidates.shape[1])
-
-
-def _by_kernels(problem: Problem, call: _Call) -> bool:
+def _problem_of(call: _Call, with_argmax: bool) -> tuple[Problem, bool]:
+    """The problem, and whether kernels serve it; where there are candidates, every query is a group of as many."""
+    problem = checked_problem(_tensors(call), _options(call), with_argmax, quantized=True)
+    if call.candidates is not None:
+        problem = problem._replace(groups=problem.n_queries, n_documents=call.candidates.shape[1])
     chosen = choose(call.implementation, problem.device, problem.dtype, problem.size)
-    return chosen == "triton" and not (problem.is_empty or problem.n_documents == 0)
+    return problem, chosen == "triton" and not (problem.is_empty or problem.n_documents == 0)
 
 
-def _compute(arguments: tuple, with_winners: bool) -> tuple[Tensor, Tensor | None]:
-    """Scores, and the winners, int32, of `winners_shape`, if asked for."""
+def _compute(arguments: tuple, with_argmax: bool) -> tuple[Tensor, Tensor | None]:
+    """Scores, and argmax, int32, of every document of every group, if asked for."""
     call = _Call(*arguments)
-    problem = _problem_of(call, with_winners)
-    if not _by_kernels(problem, call):
-        return _in_blocks(call, with_winners)
-    mean = call.reduction == "mean"
-    if mean:
-        # The score of an empty document is not divided.
-        problem = problem._replace(empty_score=0.0)
-    scores, winners = kernels().residual_scores(problem, call.tensors, call[2:9])
-    if mean:
-        scores = scores / active_counts(problem, call.tensors)
-        if call.empty_score != 0.0:
-            scores = scores.masked_fill(_is_empty(call), call.empty_score)
-    return scores, winners
-
-
-def _is_empty(call: _Call) -> Tensor:
-    """Which scores are of documents without tokens, or of none."""
-    empty = call.cu_seqlens.diff() == 0
-    if call.candidates is None:
-        return empty
-    return (call.candidates < 0) | empty[call.candidates.clamp(min=0)]
+    problem, by_kernels = _problem_of(call, with_argmax)
+    if not by_kernels:
+        tensors, options, blocks, produce = _by_block(call)
+        scores, argmax = compute_by_block(tensors, options, with_argmax, blocks, produce)
+        return scores.view(_shape(call)).clone(), None if argmax is None else argmax.int()
+    if call.reduction != "mean":
+        return kernels().residual_scores(problem, _tensors(call), call[2:9])
+    # The score of an empty document is not divided.
+    problem = problem._replace(empty_score=0.0)
+    scores, argmax = kernels().residual_scores(problem, _tensors(call), call[2:9])
+    scores = scores / active_counts(problem, _tensors(call))
+    if call.empty_score != 0.0:
+        empty = call.cu_seqlens.diff() == 0
+        if call.candidates is not None:
+            # -1 is the last document, which has no token.
+            empty = F.pad(empty, (0, 1), value=True)[call.candidates]
+        scores = scores.masked_fill(empty, call.empty_score)
+    return scores, argmax
 
 
 def _compute_gradients(grad_scores: Tensor, kept: Sequence[Tensor], arguments: tuple, _: tuple) -> tuple[Tensor]:
     """The gradient of the queries, contiguous and in their type."""
-    call, (winners,) = _Call(*arguments), kept
-    problem = _problem_of(call, False)
-    if not _by_kernels(problem, call):
-        return (_gradient_in_blocks(call, grad_scores, winners),)
-    if call.reduction == "mean":
-        grad_scores = grad_scores / active_counts(problem, call.tensors)
-    return (kernels().residual_gradient(problem, call.tensors, call[2:9], grad_scores, winners),)
+    call, (argmax,) = _Call(*arguments), kept
+    problem, by_kernels = _problem_of(call, False)
+    if by_kernels:
+        if call.reduction == "mean":
+            grad_scores = grad_scores / active_counts(problem, _tensors(call))
+        return (kernels().residual_gradient(problem, _tensors(call), call[2:9], grad_scores, argmax),)
+    tensors, options, blocks, produce = _by_block(call)
+    flow = grad_scores if call.candidates is None else grad_scores.flatten()
+    total = torch.zeros_like(tensors.queries, memory_format=torch.contiguous_format)
+    for block in blocks:
+        part = of_block(tensors, block, produce(block))
+        found = compute_gradients(part, options, at(flow, block.scores), at(argmax, block.documents), True, False)[0]
+        assert found is not None
+        total += found
+    return (total.to(call.queries.dtype),)
 
 
 def _by_block(call: _Call) -> tuple[Tensors, Options, list[DocumentBlock], Callable[[DocumentBlock], Tensor]]:
@@ -253,15 +241,13 @@ def _by_block(call: _Call) -> tuple[Tensors, Options, list[DocumentBlock], Calla
 
     Those of candidates are counted query by query.
     """
-    documents, (n_queries, met) = call.documents, call.shape
-    bounds = host_bounds("cu_seqlens", call.cu_seqlens, call.codes.shape[0], "codes")
+    documents, (n_queries, met) = ResidualCodes(*call[2:8]), _shape(call)
+    bounds = host_bounds("cu_seqlens", call.cu_seqlens, len(call.codes), "codes")
     starts, owned, lengths = bounds[:-1], None, np.diff(bounds)
     if call.candidates is not None:
-        found = call.candidates.cpu().numpy().ravel()
-        there = found >= 0
-        # A document without tokens stands for none.
-        found = np.where(there, found, len(lengths))
-        starts, lengths = np.append(starts, 0)[found], np.append(lengths, 0)[found]
+        # -1 is the last document, which has no token.
+        candidates = call.candidates.cpu().numpy().ravel()
+        starts, lengths = np.append(starts, 0)[candidates], np.append(lengths, 0)[candidates]
         bounds = np.concatenate([[0], np.cumsum(lengths)])
         owned = torch.from_numpy(np.arange(n_queries + 1) * met)
     # Nothing is lost of what was rounded, and sums are of more bits.
@@ -277,45 +263,31 @@ def _by_block(call: _Call) -> tuple[Tensors, Options, list[DocumentBlock], Calla
 
     # Of their shape only.
     tokens = call.codes.new_empty(0).expand(int(bounds[-1]), 0)
-    tensors = Tensors(
-        call.queries.to(wide), tokens, call.queries_mask, None, None, torch.from_numpy(bounds), owned
-    )  # fmt: skip
-    options = call.options._replace(
+    tensors = Tensors(call.queries.to(wide), tokens, call.queries_mask, None, None, torch.from_numpy(bounds), owned)
+    options = _options(call)._replace(
         max_document_length=int(lengths.max(initial=0)), max_candidates=met, implementation="blocked"
     )
     blocks = document_blocks(tensors, max(1, block_budget(call.queries.device) // documents.size))
     return tensors, options, blocks, decompressed
 
 
-def _in_blocks(call: _Call, with_winners: bool) -> tuple[Tensor, Tensor | None]:
-    """Scores and winners of a block of decompressed documents after the other."""
-    tensors, options, blocks, produce = _by_block(call)
-    scores, winners = compute_by_block(tensors, options, with_winners, blocks, produce)
-    return scores.new_empty(call.shape).copy_(scores.view(call.shape)), None if winners is None else winners.int()
-
-
-def _gradient_in_blocks(call: _Call, grad_scores: Tensor, winners: Tensor) -> Tensor:
-    tensors, options, blocks, produce = _by_block(call)
-    flow = grad_scores if call.candidates is None else grad_scores.flatten()
-    total = torch.zeros_like(tensors.queries, memory_format=torch.contiguous_format)
-    for block in blocks:
-        part = of_block(tensors, options, block, produce(block))
-        found = compute_gradients(*part, at(flow, block.scores), at(winners, block.documents), True, False)[0]
-        assert found is not None
-        total += found
-    return total.to(call.queries.dtype)
-
-
 def _shapes(*arguments) -> tuple[Tensor, Tensor]:
     call = _Call(*arguments)
-    check(call.tensors, quantized=True)
-    scores = call.queries.new_empty(call.shape, dtype=accumulation_dtype(call.queries.dtype))
-    return scores, scores.new_empty(call.winners_shape, dtype=torch.int32)
+    check(_tensors(call), quantized=True)
+    (n_queries, met), rows = _shape(call), call.queries.shape[1]
+    scores = call.queries.new_empty(_shape(call), dtype=accumulation_dtype(call.queries.dtype))
+    shape = (met, n_queries * rows) if call.candidates is None else (n_queries * met, rows)
+    return scores, scores.new_empty(shape, dtype=torch.int32)
 
 
 _maxsim_residual = Operation(
     "maxsim_residual",
     "Tensor queries, Tensor? queries_mask, Tensor codes, Tensor residuals, Tensor centroids, Tensor bucket_weights, "
     "Tensor cu_seqlens, Tensor scales, Tensor? candidates, str reduction, float empty_score, str implementation",
-    ("queries",), ("winners",), _check, _compute, _compute_gradients, _shapes,
-)  # fmt: skip
+    ("queries",),
+    ("argmax",),
+    _check,
+    _compute,
+    _compute_gradients,
+    _shapes,
+)

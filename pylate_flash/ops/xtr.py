@@ -161,18 +161,18 @@ def xtr_scores(
 
 
 def _check(arguments: tuple, called: str) -> tuple:
-    *tensors, k, normalizer, empty_score, implementation = arguments
-    tensors = checked(called, Tensors(*tensors), Options(empty_score=empty_score, implementation=implementation))
+    *given, k, normalizer, empty_score, implementation = arguments
+    tensors = checked(called, Tensors(*given), Options(empty_score=empty_score, implementation=implementation))
     return *tensors[:4], k, normalizer, checked_number("empty_score", empty_score), implementation
 
 
 def _compute(arguments: tuple, _: bool) -> Results:
     """Scores, the tokens that a gradient flows to, and what scores were divided by."""
-    *given, k, normalizer, empty_score, implementation = arguments
-    tensors = Tensors(*given)
+    queries, documents, queries_mask, documents_mask, k, normalizer, empty_score, implementation = arguments
+    tensors = Tensors(queries, documents, queries_mask, documents_mask)
     problem = checked_problem(tensors, Options(empty_score=empty_score), with_winners=True)
     chosen = choose(implementation, problem.device, problem.dtype, problem.size)
-    tensors = Tensors(*given[:2], *checked_masks(tensors))
+    tensors = Tensors(queries, documents, *checked_masks(tensors))
     scores = torch.empty(problem.scores_shape, dtype=problem.scores_dtype, device=problem.device)
     argmax = torch.empty(problem.winners_shape, dtype=problem.winners_dtype, device=problem.device)
     found, least = Results(scores, argmax, torch.empty_like(scores)), _LEAST[normalizer]
