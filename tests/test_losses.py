@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import math
-import sys
 
 import pylate.losses
 import pytest
@@ -25,7 +24,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pylate_flash import losses, registered
 from pylate_flash.hosts.pylate.loss_inputs import masks_of
-from pylate_flash.ops import loss_operator
 from pylate_flash.register import use_scorer
 from pylate_flash.scores import colbert_kd_scores
 from pylate_flash.training import contrast
@@ -471,25 +469,6 @@ class Launches(TorchDispatchMode):
         if not function.is_view and function.overloadpacket.__name__ != "detach":
             self.names.append(function.overloadpacket.__name__)
         return found
-
-
-def test_a_loss_reaches_its_operation_in_few_functions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eight from `forward` on, where a kernel is launched, or the operation is computed."""
-    chain: list[str] = []
-
-    def computed(*arguments):
-        frame = sys._getframe(1)
-        while frame.f_code is not losses.Contrastive.forward.__code__:
-            chain.append(frame.f_code.co_name)
-            frame = frame.f_back
-        return compute(*arguments)
-
-    compute = loss_operator._computed
-    monkeypatch.setattr(loss_operator, "_computed", computed)
-    loss = losses.Contrastive(WordVectors([[1.0, 0.0], [0.0, 1.0]]))
-    tokens = torch.tensor([[0, 1], [1, 1]])
-    loss([{"input_ids": tokens, "attention_mask": torch.ones_like(tokens)} for _ in range(2)])
-    assert len(["forward", *chain]) <= 8, chain
 
 
 def test_between_embeddings_and_operation_there_is_the_mask_of_the_documents(

@@ -1,0 +1,93 @@
+"""How many functions a call goes through, from the one that users call to where a kernel is launched: eight at most.
+
+A stranger reads no more than these. On a CPU, where nothing is launched, the last one computes the operation.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import pytest
+import torch
+
+from pylate_flash import registered
+from pylate_flash.hosts import HOSTS
+from pylate_flash.ops.loss_operator import _MaxsimLoss
+from pylate_flash.ops.operator import Operation
+
+QUERIES = [torch.randn(4, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+DOCUMENTS = [torch.randn(3 + seed, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+
+
+def code_inside(function: Any) -> set[CodeType]:
+    """The code of what computes, which an operation makes for a call."""
+    return {code for code in function.__code__.co_consts if isinstance(code, CodeType) and code.co_name == "compute"}
+
+
+COMPUTES = code_inside(Operation.__call__) | code_inside(_MaxsimLoss.forward)
+
+
+def chain(call: Callable[[], object], function: Any) -> list[str]:
+    """The functions from this one to the first that computes an operation, when the call is repeated."""
+    assert COMPUTES
+    for _ in range(3):
+        call()
+    found: list[str] = []
+
+    def watch(frame: FrameType, event: str, argument: object) -> None:
+        if event != "call" or frame.f_code not in COMPUTES or found:
+            return
+        here: FrameType | None = frame
+        while here is not None and (not found or found[-1] != function.__qualname__):
+            # Python before 3.12 counts comprehensions as functions.
+            if here.f_code.co_name not in ("<listcomp>", "<genexpr>"):
+                is_first = here.f_code is function.__code__
+                found.append(function.__qualname__ if is_first else here.f_code.co_name)
+            here = here.f_back
+
+    before = sys.getprofile()
+    sys.setprofile(watch)
+    try:
+        call()
+    finally:
+        sys.setprofile(before)
+    assert found[-1:] == [function.__qualname__]
+    return found[::-1]
+
+
+def test_a_contrastive_loss() -> None:
+    from pylate_flash import losses
+    from tests.test_losses import WordVectors
+
+    loss = losses.Contrastive(WordVectors([[1.0, 0.0], [0.0, 1.0]]))
+    tokens = torch.tensor([[0, 1], [1, 1]])
+    columns = [{"input_ids": tokens, "attention_mask": torch.ones_like(tokens)} for _ in range(2)]
+    assert len(found := chain(lambda: loss(columns), losses.Contrastive.forward)) <= 8, found
+
+
+def test_reranking() -> None:
+    from pylate_flash import rank
+
+    found = chain(lambda: rank.rerank([[1, 2, 3]] * 3, QUERIES, [DOCUMENTS] * 3), rank.rerank)
+    assert len(found) <= 8, found
+
+
+def test_an_index(tmp_path: Path) -> None:
+    from pylate_flash import indexes
+
+    index = indexes.Flat(tmp_path, "index", device="cpu", show_progress=False)
+    index.add_documents(["a", "b", "c"], DOCUMENTS)
+    assert len(found := chain(lambda: index(QUERIES, k=2), indexes.Flat.__call__)) <= 8, found
+
+
+@pytest.mark.skipif(not HOSTS["sentence-transformers"].is_there(), reason="needs sentence-transformers 6")
+@pytest.mark.parametrize("queries", [torch.stack(QUERIES), QUERIES], ids=["padded", "a list"])
+def test_a_function_of_sentence_transformers(queries: Any) -> None:
+    from sentence_transformers.util import similarity
+
+    with registered("sentence-transformers"):
+        assert len(found := chain(lambda: similarity.maxsim(queries, DOCUMENTS), similarity.maxsim)) <= 8, found
