@@ -17,6 +17,7 @@ from .index.arguments import (
     check_distinct,
     check_name,
     check_states,
+    checked_memory,
     checked_queries,
     ids_of,
     linear_layer,
@@ -25,7 +26,7 @@ from .index.arguments import (
 )
 from .index.info import IndexInfo
 from .index.model_record import ModelRecord, places_of, relative_to
-from .index.search import EMPTY_SCORE, Search, SearchResult, free_memory
+from .index.search import EMPTY_SCORE, Search, SearchResult
 from .index.store import PackedStore
 
 # Where PyLate is, its retriever takes nothing but an index of its own.
@@ -44,7 +45,8 @@ class Flat(Base):
 
     Embeddings are kept packed (no padding) in flat files on the disk; see `pylate_flash.index` for the
     files and what happens when a write is interrupted. A search scores the collection block by block and keeps the
-    best `k`, so its memory does not grow with the collection. On a CUDA device the embeddings stay there if they fit.
+    best `k`, so its memory does not grow with the collection. On a CUDA device the embeddings stay there, as many as
+    fit.
 
     With a `projection`, an index keeps hidden states of an encoder in place of embeddings, and projects and normalises
     them while it searches: larger files, for which another projection needs no new encoding.
@@ -76,6 +78,11 @@ class Flat(Base):
         `encoding.projection.encode_hidden_states` gives the states to add. It is not saved: give it again to open the
         index. Queries are embeddings, normalised as well.
 
+    device_memory
+        Bytes of the device that embeddings may take, or "auto": most of what is free on a GPU, and nothing on a CPU.
+        What does not fit is read from the disk for every search, in blocks, of which a GPU scores one while the next
+        are on their way; they take about 0.8 GB of a GPU.
+
     Raises
     ------
     ValueError
@@ -106,6 +113,7 @@ class Flat(Base):
         device: str | torch.device | None = None,
         show_progress: bool = True,
         projection: Any = None,
+        device_memory: int | str = "auto",
     ) -> None:
         check_name(index_name)
         self.scorer = scorer
@@ -113,9 +121,12 @@ class Flat(Base):
         self.show_progress = show_progress
         layer = None if projection is None else linear_layer(projection)
         self._store = PackedStore(Path(index_folder) / index_name, dtype=dtype, override=override)
-        self.projection: tuple[Tensor, Tensor | None] | None = None
+        self._search = Search(self._store, self.device, checked_memory(device_memory), self._linear(layer))
+
+    def _linear(self, layer: tuple[Tensor, Tensor | None] | None) -> tuple[Tensor, Tensor | None] | None:
+        """The layer that projects, on the device, if it fits what the index keeps."""
         if layer is None:
-            return
+            return None
         if self._store.layout.quantized:
             raise ValueError(
                 f"projection: the index in {self.index_path} keeps {self._store.layout.kept_as!r}, and hidden states "
@@ -133,7 +144,12 @@ class Flat(Base):
             for tensor in layer
         )
         assert weight is not None
-        self.projection = weight, bias
+        return weight, bias
+
+    @property
+    def projection(self) -> tuple[Tensor, Tensor | None] | None:
+        """Weight [d, d_model] and bias [d] (or None) that project what is kept, on the device; or None."""
+        return self._search.projection
 
     @property
     def scorer(self) -> str:
@@ -442,23 +458,17 @@ class Flat(Base):
             raise ValueError(f"k must be an integer of at least 1, got {k!r}")
         if not len(self):
             raise ValueError(f"the index in {self.index_path} is empty: add documents before searching")
-        subsets = subsets_of(subset, len(queries), self._store.documents)
+        shared, subsets = subsets_of(subset, len(queries))
         if not queries:
             return []
         size = self._store.embedding_size if self.projection is None else self.projection[0].shape[0]
         queries = checked_queries(queries, size, self.index_path, self.device, self._store.layout.given)
-        if self.device.type == "cuda":
-            nbytes = self._store.bytes_to_copy(self.device)
-            # To ask what is free takes the host about as long as a small search takes the GPU.
-            fits = nbytes == 0 or nbytes < 0.8 * free_memory(self.device)
-            self._store.keep_on(self.device if fits else torch.device("cpu"))
+        positions = None
+        if shared is not None:
+            positions = np.unique(self._store.positions_of(shared))
+            positions = positions[positions >= 0]
         with torch.no_grad():
-            if isinstance(subsets, list):
-                return self._search().among_candidates(queries, subsets, int(k))
-            return self._search().among(queries, subsets, int(k))
-
-    def _search(self) -> Search:
-        return Search(self._store, self.device, self.scorer, self.projection, self.show_progress)
+            return self._search(queries, int(k), self.scorer, positions, subsets, self.show_progress)
 
     def get_documents_embeddings(  # type: ignore[override]  # tensors, which every caller takes, not nested lists
         self, documents_ids: Sequence[Sequence[str]]
@@ -482,13 +492,12 @@ class Flat(Base):
         ValueError
             If an id is not in the index.
         """
-        found, search = [], self._search()
+        found, scorer = [], self._search.scorer(self.scorer)
         for i, ids in enumerate(documents_ids):
             positions = self._positions(f"documents_ids[{i}]", ids_of(f"documents_ids[{i}]", ids))
-            device = None if self.projection is None else self.device
-            read = (self._store.read(positions[j : j + 1], device) for j in range(len(positions)))
-            # A copy: what is read is the index's own memory.
-            found.append([search.embeddings(rows).to("cpu", torch.float32, copy=True) for rows in read])
+            device = torch.device("cpu") if self.projection is None else self.device
+            read = (self._store.read(positions[j : j + 1]).to(device) for j in range(len(positions)))
+            found.append([scorer.embeddings(rows).to("cpu", torch.float32) for rows in read])
         return found
 
     def _positions(self, name: str, ids: list[str]) -> np.ndarray:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from pylate_flash.index import store
+from pylate_flash.index import resident, search, store
 from pylate_flash.index.catalog import Catalog
 from pylate_flash.index.store import PackedStore
 
@@ -69,3 +69,12 @@ def store_of_two_segments(path: Path) -> Path:
         opened.add(["c"], documents_of([1]))
     assert len(segments_in(path)) == 2
     return path
+
+
+@contextmanager
+def blocks_of_bytes(nbytes: int) -> Iterator[None]:
+    """While a search on a CPU takes so many bytes of rows at a time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(resident, "STREAMED_BYTES_CPU", nbytes)
+        patch.setattr(search, "_GATHERED_BYTES_CPU", nbytes)
+        yield

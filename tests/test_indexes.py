@@ -16,9 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pylate_flash import retrieve, scores
-from pylate_flash.index import search
+from pylate_flash.index import scorers, search
 from pylate_flash.index.catalog import Catalog
 from pylate_flash.indexes import EMPTY_SCORE, Flat
+from tests.stores import blocks_of_bytes
 
 
 def embeddings_of(lengths: list[int], size: int = 4, seed: int = 0) -> list[torch.Tensor]:
@@ -92,7 +93,7 @@ def test_search_is_exact_for_ragged_shapes_blocks_and_subsets(
     shared = data.draw(some)
     own = data.draw(st.lists(some, min_size=len(queries), max_size=len(queries)))
     with (
-        mock.patch.object(search, "_BLOCK_BYTES_CPU", block_tokens * 2 * 4),
+        blocks_of_bytes(block_tokens * 2 * 4),
         mock.patch.object(search, "_QUERY_TOKENS", query_tokens),
     ):
         assert_same(index(queries, k=k), expected(queries, documents, ids, k))
@@ -130,7 +131,7 @@ def test_torch_scorer_calls_pylate_and_ours_does_not(tmp_path: Path) -> None:
     index = flat(tmp_path, ["a", "b"], embeddings_of([3, 2]))
     with (
         mock.patch.object(scores, "colbert_scores", wraps=scores.colbert_scores) as theirs,
-        mock.patch.object(search, "maxsim_varlen", wraps=search.maxsim_varlen) as ours,
+        mock.patch.object(scorers, "maxsim_varlen", wraps=scorers.maxsim_varlen) as ours,
     ):
         index(embeddings_of([2]))
         assert (theirs.call_count, ours.call_count) == (0, 1)
@@ -156,9 +157,9 @@ def test_half_stores_score_what_they_keep(tmp_path: Path, dtype: str, scorer: st
 def test_no_more_than_a_block_is_scored_at_once(tmp_path: Path) -> None:
     index = flat(tmp_path, [str(i) for i in range(50)], embeddings_of([3] * 50))
     with (
-        mock.patch.object(search, "_BLOCK_BYTES_CPU", 10 * 4 * 4),
+        blocks_of_bytes(10 * 4 * 4),
         mock.patch.object(search, "_QUERY_TOKENS", 4),
-        mock.patch.object(search, "maxsim_varlen", wraps=search.maxsim_varlen) as scored,
+        mock.patch.object(scorers, "maxsim_varlen", wraps=scorers.maxsim_varlen) as scored,
     ):
         results = index(embeddings_of([2] * 5), k=4)
     assert [len(result) for result in results] == [4] * 5
@@ -175,7 +176,7 @@ def test_equal_scores_come_in_the_order_of_insertion(tmp_path: Path) -> None:
     index.remove_documents(["0", "7"])
     index.add_documents(["7"], [torch.ones(3, 2)])
     order = [id_ for id_ in ids if id_ not in ("0", "7")] + ["7"]
-    with mock.patch.object(search, "_BLOCK_BYTES_CPU", 6 * 2 * 4):
+    with blocks_of_bytes(6 * 2 * 4):
         (result,) = index(torch.ones(1, 3, 2), k=100)
         (chosen,) = index(torch.ones(1, 3, 2), k=3, subset=[["9", "7", "3", "5"]])
     assert [r["id"] for r in result] == order
@@ -298,7 +299,7 @@ def test_an_index_of_hidden_states_searches_their_embeddings(
     )
     some = st.lists(st.sampled_from(ids), max_size=8)
     subsets = [None, data.draw(some), data.draw(st.lists(some, min_size=len(queries), max_size=len(queries)))]
-    with mock.patch.object(search, "_BLOCK_BYTES_CPU", block_tokens * 6 * 4):
+    with blocks_of_bytes(block_tokens * 6 * 4):
         for subset in subsets:
             found, wanted = (index(queries, k=25, subset=subset) for index in (of_states, of_embeddings))
             for result, want in zip(found, wanted, strict=True):
@@ -344,7 +345,7 @@ def test_progress_is_shown_on_request(tmp_path: Path, capsys: pytest.CaptureFixt
     for show_progress in (False, True):
         index = Flat(tmp_path / str(show_progress), "index", device="cpu", show_progress=show_progress)
         index.add_documents(list("abc"), embeddings_of([3, 3, 3]), batch_size=2)
-        with mock.patch.object(search, "_BLOCK_BYTES_CPU", 4 * 4 * 4):
+        with blocks_of_bytes(4 * 4 * 4):
             index(embeddings_of([2]))
         shown = capsys.readouterr().err
         assert ("Adding documents" in shown) == ("Searching" in shown) == show_progress

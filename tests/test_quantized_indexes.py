@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 
 from pylate_flash import QuantizedEmbeddings, quantize
 from pylate_flash.beir import load_beir_folder
-from pylate_flash.index import search, store
+from pylate_flash.index import store
 from pylate_flash.index.arguments import joined
 from pylate_flash.index.layout import Layout
 from pylate_flash.index.store import PackedStore
 from pylate_flash.indexes import EMPTY_SCORE, Flat
 from pylate_flash.ops.quantization import PRECISIONS
 from pylate_flash.ops.quantized import maxsim_quantized_reference
-from tests.stores import documents_of
+from tests.stores import blocks_of_bytes, documents_of
 
 EACH = pytest.mark.parametrize("precision", PRECISIONS)
 
@@ -134,7 +134,7 @@ def test_search_equals_the_definition_of_what_is_kept(
     index = Flat(tmp_path_factory.mktemp("flat"), dtype=precision, device="cpu", show_progress=False)
     index.add_documents(ids, documents)
     own = [ids[i:] for i in range(len(queries))]
-    with mock.patch.object(search, "_BLOCK_BYTES_CPU", block_tokens * Layout(precision, size).nbytes):
+    with blocks_of_bytes(block_tokens * Layout(precision, size).nbytes):
         for subset in (None, own):
             for i, found in enumerate(index(queries, k=k, subset=subset)):
                 among = ids if subset is None else subset[i]

@@ -7,13 +7,16 @@ parts.py          documents that were added together, and the segments that hold
 change.py         a change: rows appended, then committed
 layout.py         how a token's embedding is kept: in a floating type, or in 8 bits with its scale
 checksums.py      those of rows, compared when they are first read
-pieces.py         the rows of all parts, or copies of them on a GPU
+pieces.py         the rows of all parts, read by one thread or brought to a GPU by several
+resident.py       the rows on the device that scores them: what stays there, and what streams through
 tables.py         numbers, lengths and ids of documents, in arrays
 files.py          opening, reading and writing a file, as the system lets it
 model_record.py   which model made the embeddings
 info.py           a summary
 arguments.py      ids and embeddings in PyLate's forms
 search.py         exact search over a store, block by block
+scorers.py        what scores a block: this package, or another one to compare
+merging.py        the best of many scores
 
     folder/
       catalog.sqlite              state, parts, and the number of every id; small additions as a whole

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from .layout import Layout, is_finite
-from .tables import Documents
 
 __all__ = [
     "Embeddings",
     "check_distinct",
     "check_name",
     "check_states",
+    "checked_memory",
     "checked_queries",
     "ids_of",
     "joined",
@@ -69,27 +69,24 @@ def check_distinct(name: str, ids: list[str]) -> None:
             seen.add(id_)
 
 
-def subsets_of(subset: object, queries: int, documents: Documents) -> np.ndarray | list[np.ndarray]:
-    """Positions to search, ascending: one array for all queries, or a list with one array per query.
-
-    Ids that are not among the documents are left out.
-    """
-
-    def found(ids: Sequence[str]) -> np.ndarray:
-        positions = np.unique(documents.positions_of(ids))
-        return positions[positions >= 0]
-
+def subsets_of(subset: object, queries: int) -> tuple[list[str] | None, list[Sequence[str]] | None]:
+    """Ids to search among: those for all queries, or a list for each; or neither."""
     if subset is None:
-        return np.arange(len(documents))
-    if isinstance(subset, str) or not isinstance(subset, Sequence):
+        return None, None
+    if isinstance(subset, str) or not isinstance(subset, (Sequence, np.ndarray)):
         raise TypeError(f"subset must be a list of ids or a list of such lists, got {type(subset).__name__}")
     if all(isinstance(item, str) for item in subset):
-        return found(subset)
+        return list(subset), None
     if any(isinstance(item, str) for item in subset):
         raise TypeError("subset must be a list of ids or a list of such lists, got a mixture of the two")
     if len(subset) != queries:
         raise ValueError(f"subset must have one list of ids per query, got {len(subset)} for {queries} queries")
-    return [found(ids_of(f"subset[{i}]", item)) for i, item in enumerate(subset)]
+    for i, ids in enumerate(subset):
+        # At the types, which are few: one look for each of very many ids takes longer than the search.
+        plain = isinstance(ids, Sequence) and not isinstance(ids, str)
+        if not (plain and all(issubclass(kind, str) for kind in set(map(type, ids)))):
+            ids_of(f"subset[{i}]", ids)
+    return None, list(subset)
 
 
 def sequences_of(name: str, embeddings: object) -> list[Tensor]:
@@ -144,6 +141,15 @@ def _tensor_of(name: str, item: object) -> Tensor:
     if item.ndim != 2 or item.shape[1] == 0:
         raise ValueError(f"{name} must have shape [L, d] with d of at least 1, got {list(item.shape)}")
     return item
+
+
+def checked_memory(device_memory: object) -> int | str:
+    """Return how much memory of a device rows may take: bytes, or "auto"."""
+    if device_memory == "auto":
+        return "auto"
+    if isinstance(device_memory, bool) or not isinstance(device_memory, (int, np.integer)) or device_memory < 0:
+        raise ValueError(f'device_memory must be "auto" or bytes, at least 0, got {device_memory!r:.100}')
+    return int(device_memory)
 
 
 def check_states(documents: list[Tensor], size: int) -> None:

@@ -1,109 +1,189 @@
-"""The rows of a store, wherever they are: in its parts, or in copies of them on a GPU."""
+"""The rows of a store as they lie in its parts: read into memory, or brought to a GPU by several threads."""
 
 from __future__ import annotations
 
+import os
+import queue
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import pairwise
+from types import TracebackType
+from typing import Any
+
 import numpy as np
 import torch
+from torch import Tensor
 
-from .layout import Layout
 from .parts import Part
 
-__all__ = ["Pieces"]
+__all__ = ["Loader", "Pieces", "runs_of"]
+
+# What a thread reads into pinned memory at a time, and copies from there.
+_STAGED_BYTES = 8 << 20
+_THREADS = 16
 
 
 class Pieces:
-    """Parts put end to end.
+    """Parts put end to end."""
 
-    Attributes
-    ----------
-    parts
-        They may grow in number.
-    kept_on
-        Where `read` finds the rows: the CPU stands for the files.
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self.parts = list(parts)
+        self._ends = np.cumsum([part.rows for part in self.parts], dtype=np.int64)
+
+    def bounds(self) -> np.ndarray:
+        """With which row every document begins, those that count as removed too, and the last ends. Shape: [N + 1]."""
+        return np.concatenate([np.zeros(1, np.int64), *(part.lengths for part in self.parts)]).cumsum()
+
+    def shared_with(self, pieces: Pieces) -> int:
+        """How many rows at the beginning are those of other pieces, whatever parts they are in."""
+        shared = 0
+        for (*place, rows), (*other, others) in zip(self._stretches(), pieces._stretches(), strict=False):
+            if place != other:
+                break
+            shared += min(rows, others)
+            if rows != others:
+                break
+        return shared
+
+    def _stretches(self) -> list[tuple[object, int, int]]:
+        """Where the rows lie, and how many: neighbours in a segment are one stretch."""
+        found: list[tuple[object, int, int]] = []
+        end = -1
+        for part in self.parts:
+            if part.segment is not None and found and (found[-1][0], end) == (part.segment, part.offset):
+                found[-1] = *found[-1][:2], found[-1][2] + part.rows
+            else:
+                found.append((part.segment or id(part.memory), part.offset, part.rows))
+            end = part.offset + part.nbytes
+        return found
+
+    def slices(self, runs: Iterable[tuple[int, int]]) -> Iterator[tuple[Part, int, int]]:
+        """The rows of runs from start to stop: a part, from which of its rows to which."""
+        for start, stop in runs:
+            index = int(np.searchsorted(self._ends, start, side="right"))
+            while start < stop:
+                part, end = self.parts[index], int(self._ends[index])
+                last = min(stop, end)
+                if start < last:
+                    begin = end - part.rows
+                    yield part, start - begin, last - begin
+                    start = last
+                index += 1
+
+    def read(self, runs: Iterable[tuple[int, int]], out: Tensor) -> None:
+        """Fill `out` [T, width], on the CPU, with the rows of runs, one after the other. It raises what a part does."""
+        _read(self.slices(runs), out)
+
+
+def _read(slices: Iterable[tuple[Part, int, int]], out: Tensor) -> None:
+    done = 0
+    for part, first, last in slices:
+        part.read_into(out[done : done + last - first], first)
+        done += last - first
+
+
+def runs_of(begins: np.ndarray, ends: np.ndarray) -> list[tuple[int, int]]:
+    """Stretches of rows, with neighbours made one."""
+    breaks = (np.flatnonzero(begins[1:] != ends[:-1]) + 1).tolist()
+    return [(int(begins[a]), int(ends[b - 1])) for a, b in pairwise([0, *breaks, len(begins)]) if a < b]
+
+
+class Loader:
+    """Fills memory of a device with rows of `pieces`, while it is a context.
+
+    To a GPU, several threads read into pinned memory, and what each has read is copied from there on a stream of its
+    own. To the memory of the CPU, rows are read at once.
     """
 
-    def __init__(self, layout: Layout, parts: list[Part]) -> None:
-        self.parts = parts
-        self.kept_on = torch.device("cpu")
-        self.layout = layout
-        self._ends = np.zeros(0, dtype=np.int64)
-        self._copies: dict[Part, torch.Tensor] = {}
+    def __init__(self, pieces: Pieces, device: torch.device) -> None:
+        self._pieces, self._device = pieces, device
+        self._pool: ThreadPoolExecutor | None = None
+        if device.type != "cuda":
+            return
+        self._stream = torch.cuda.Stream(device)
+        threads = min(_THREADS, os.cpu_count() or 1)
+        self._pool = ThreadPoolExecutor(threads)
+        # The first of them has waited longest for its copy.
+        self._staged: queue.SimpleQueue[tuple[Tensor, torch.cuda.Event] | None] = queue.SimpleQueue()
+        for _ in range(2 * threads):
+            self._staged.put(None)
 
-    def followed_by(self, pieces: Pieces) -> Pieces:
-        """Others, for which the copies of those parts that stay need not be made again."""
-        pieces._copies = {part: self._copies[part] for part in pieces.parts if part in self._copies}
-        return pieces
+    def __enter__(self) -> Loader:
+        return self
 
-    def read(self, runs: list[tuple[int, int]], device: torch.device, room: torch.Tensor | None = None) -> torch.Tensor:
-        """Rows of all parts put end to end: the runs from start to stop, packed; in `room` [*, width] if they fit.
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+            # What was read into is not given back before it is written.
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
-        Returns
-        -------
-        torch.Tensor
-            [T, width] on `device`. It may be the store's own memory, so it must not be written to.
+    def start(self, runs: Iterable[tuple[int, int]], out: Tensor, tell: Callable[[int], Any] | None = None) -> Loading:
+        """Begin to fill `out` [T, width] with the rows of runs, after what the current stream has been given by now.
 
-        Raises
-        ------
-        ValueError
-            If a segment has been truncated, or holds other rows than were written. The message names it.
-        OSError
-            If a segment cannot be read. The message names it.
+        `tell` is told of bytes that have been read.
         """
-        slices = [some for run in runs for some in self._slices(*run)]
-        if self.kept_on.type != "cpu" and slices:
-            copies = [self._copies[part][first:last] for part, first, last in slices]
-            return (copies[0] if len(copies) == 1 else torch.cat(copies)).to(device)
-        rows = sum(last - first for _, first, last in slices)
-        values = room[:rows] if room is not None and rows <= len(room) else self._empty(rows)
-        done = 0
-        for part, first, last in slices:
-            part.read_into(values[done : done + last - first], first)
-            done += last - first
-        return values.to(device)
+        rows = max(1, _STAGED_BYTES // max(1, out.shape[1] * out.element_size()))
+        if self._pool is None:
+            for slices, some in _batches(self._pieces.slices(runs), out, rows):
+                _read(slices, some)
+                if tell is not None:
+                    tell(some.nbytes)
+            return Loading([], lambda: None)
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        futures = [
+            self._pool.submit(self._bring, slices, some, rows, tell)
+            for slices, some in _batches(self._pieces.slices(runs), out, rows)
+        ]
+        return Loading(futures, lambda: current.wait_stream(self._stream))
 
-    def bytes_to_copy(self, device: torch.device) -> int:
-        """Bytes that `keep_on` would copy to `device`, beside those that are there already."""
-        return sum(part.nbytes for part in self.parts if not self._is_on(device, part))
+    def _bring(
+        self, slices: list[tuple[Part, int, int]], out: Tensor, rows: int, tell: Callable[[int], Any] | None
+    ) -> None:
+        staged = self._staged.get()
+        try:
+            if staged is None:
+                memory = torch.empty(rows, out.shape[1], dtype=out.dtype, pin_memory=True)
+                staged = memory, torch.cuda.Event(blocking=True)
+            memory, copied = staged
+            copied.synchronize()
+            _read(slices, memory[: len(out)])
+            with torch.cuda.stream(self._stream):
+                out.copy_(memory[: len(out)], non_blocking=True)
+                copied.record()
+        finally:
+            self._staged.put(staged)
+        if tell is not None:
+            tell(out.nbytes)
 
-    def keep_on(self, device: torch.device) -> None:
-        """Copy all rows to `device`, from where `read` serves them; with the CPU, give the copies up."""
-        if device == self.kept_on:
-            return
-        self.kept_on = torch.device("cpu")
-        if device.type == "cpu":
-            self._copies = {}
-            return
-        for part in self.parts:
-            if not self._is_on(device, part):
-                values = self._empty(part.rows)
-                part.read_into(values, 0)
-                self._copies[part] = values.to(device)
-        self.kept_on = device
 
-    def appended(self) -> None:
-        """Take note that there is one more part, which must be copied as well."""
-        self.kept_on = torch.device("cpu")
+class Loading:
+    """What a loader has begun."""
 
-    def _empty(self, rows: int) -> torch.Tensor:
-        return torch.empty(rows, self.layout.width, dtype=self.layout.dtype)
+    def __init__(self, futures: list[Future], ready: Callable[[], None]) -> None:
+        self._futures, self._ready = futures, ready
 
-    def _is_on(self, device: torch.device, part: Part) -> bool:
-        copy = self._copies.get(part)
-        # A tensor knows which GPU it is on, also where `device` is just "cuda".
-        return copy is not None and copy.device.type == device.type and device.index in (None, copy.device.index)
+    def wait(self) -> None:
+        """Wait until all is read, and let the current stream wait for the copies. It raises what reading has raised."""
+        for future in self._futures:
+            future.result()
+        self._ready()
 
-    def _slices(self, start: int, stop: int) -> list[tuple[Part, int, int]]:
-        """Rows start..stop of all parts put end to end: a part, from which of its rows to which."""
-        if len(self._ends) != len(self.parts):
-            self._ends = np.cumsum([part.rows for part in self.parts])
-        found = []
-        index = int(np.searchsorted(self._ends, start, side="right"))
-        while start < stop:
-            part, end = self.parts[index], int(self._ends[index])
-            begin = end - part.rows
-            last = min(stop, end)
-            if start < last:
-                found.append((part, start - begin, last - begin))
-                start = last
-            index += 1
-        return found
+
+def _batches(
+    slices: Iterable[tuple[Part, int, int]], out: Tensor, rows: int
+) -> Iterator[tuple[list[tuple[Part, int, int]], Tensor]]:
+    """Slices of at most so many rows together, and the rows of `out` that they fill."""
+    batch: list[tuple[Part, int, int]] = []
+    begin = end = 0
+    for part, first, last in slices:
+        while first < last:
+            stop = min(last, first + rows - (end - begin))
+            batch.append((part, first, stop))
+            end += stop - first
+            first = stop
+            if end - begin == rows:
+                yield batch, out[begin:end]
+                batch, begin = [], end
+    if batch:
+        yield batch, out[begin:end]

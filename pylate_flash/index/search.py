@@ -1,33 +1,34 @@
-"""Exact search over a store: all documents block by block, or every query's own candidates."""
+"""Exact search over a store: all documents block by block, some of them, or every query's own candidates."""
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import NamedTuple, TypedDict
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-from ..hosts import HOSTS, SENTENCE_TRANSFORMERS
-from ..ops import QuantizedEmbeddings, maxsim_from_hidden, maxsim_varlen
+from ..ops import QuantizedEmbeddings
+from .merging import joined_best, k_best, k_best_of_runs
+from .resident import Block, Rows, cuts
+from .scorers import EMPTY_SCORE, Packed, Scorer, packed
 from .store import PackedStore
 from .tables import blocks
 
-__all__ = ["EMPTY_SCORE", "Search", "SearchResult", "free_memory"]
+__all__ = ["EMPTY_SCORE", "Search", "SearchResult"]
 
-# A document without tokens has nothing that could match, so it comes after every document that has.
-EMPTY_SCORE = float(np.finfo(np.float32).min)
-# Embeddings scored at a time: enough to amortise a call; on a CPU, few enough that its caches still hold what was read.
-_BLOCK_BYTES_CPU = 8 << 20
-_BLOCK_BYTES_CUDA = 512 << 20
+# Scores that are computed at a time, and rows that are gathered for it.
+_SCORES = 1 << 26
+_GATHERED_BYTES_CUDA = 512 << 20
+_GATHERED_BYTES_CPU = 8 << 20
+# Queries that are scored at a time: on a CPU, so many tokens of them. On a GPU, those of so many hits, which the host
+# makes results of while the next are scored; but not too few, as each of them walks all documents.
 _QUERY_TOKENS = 4096
-# PyLate's torch scorer builds the similarities of all token pairs; this bounds how many at a time.
-_TORCH_PAIRS = 1 << 24
+_HITS = 6400
+_FEWEST_QUERIES, _MOST_QUERIES = 32, 1024
 
 
 class SearchResult(TypedDict):
@@ -37,69 +38,72 @@ class SearchResult(TypedDict):
     score: float
 
 
-class _Packed(NamedTuple):
-    """Packed tokens [T, d], or rows of the store, their cu_seqlens [N + 1], and the length of the longest sequence.
+class Found(NamedTuple):
+    """Scores and slots [Nq, k] of what was found for some queries, best first.
 
-    The boundaries of queries stay on the host.
+    `counts` [Nq] says how many there are for each, if not `k`.
     """
 
-    values: Tensor
-    cu_seqlens: Tensor
-    longest: int
+    scores: np.ndarray
+    slots: np.ndarray
+    counts: np.ndarray | None = None
 
 
-@dataclass(frozen=True)
 class Search:
     """How to search a store.
 
-    Attributes
+    Parameters
     ----------
     store
         The documents: embeddings, or with `projection` hidden states.
     device
         Where to score.
-    scorer
-        As in `indexes.Flat`.
+    memory
+        How much of it rows may take, as `indexes.Flat` has it.
     projection
         Weight [d, d_model] and bias [d] (or None) on `device` in the type that the store keeps, or None.
-    show_progress
-        Draw a progress bar over several blocks.
     """
 
-    store: PackedStore
-    device: torch.device
-    scorer: str
-    projection: tuple[Tensor, Tensor | None] | None
-    show_progress: bool
+    def __init__(
+        self,
+        store: PackedStore,
+        device: torch.device,
+        memory: int | str,
+        projection: tuple[Tensor, Tensor | None] | None,
+    ) -> None:
+        self.store, self.device, self.projection = store, device, projection
+        self.rows = Rows(device, memory)
+        self._generation: int | None = None
 
-    def embeddings(self, rows: Tensor) -> Tensor:
-        """Embeddings [T, d] from rows of the store."""
-        kept = self.store.layout.embeddings(rows)
-        if isinstance(kept, QuantizedEmbeddings):
-            return kept.dequantize()
-        return kept if self.projection is None else F.normalize(F.linear(kept, *self.projection), dim=-1)
+    def scorer(self, name: str) -> Scorer:
+        """What scores rows of the store."""
+        return Scorer(name, self.store.layout, self.projection)
 
-    @property
-    def _limit(self) -> int:
-        """Tokens of a block."""
-        nbytes = _BLOCK_BYTES_CUDA if self.device.type == "cuda" else _BLOCK_BYTES_CPU
-        return max(1, nbytes // self.store.token_bytes)
+    def __call__(
+        self,
+        queries: list[Tensor],
+        k: int,
+        scorer: str,
+        positions: np.ndarray | None = None,
+        subsets: Sequence[Sequence[str]] | None = None,
+        show_progress: bool = False,
+    ) -> list[list[SearchResult]]:
+        """The `k` best for every query [L_i, d]; equal scores in the order of the documents.
 
-    def _room(self) -> Tensor | None:
-        """Memory for a block, which every block is read into in turn; None where they need not be read."""
-        if self.store.kept_on.type != "cpu":
-            return None
-        rows = min(self._limit, self.store.tokens)
-        return torch.empty(rows, self.store.layout.width, dtype=self.store.layout.dtype)
-
-    def _blocks(self, lengths: np.ndarray) -> Iterable[tuple[int, int]]:
-        stretches = blocks(lengths, self._limit)
-        if not self.show_progress or len(stretches) < 2:
-            return stretches
-        return tqdm(stretches, desc="Searching", unit="block")
-
-    def among(self, queries: list[Tensor], positions: np.ndarray, k: int) -> list[list[SearchResult]]:
-        """The `k` best for every query [L_i, d] among the documents at `positions` [N], which ascend.
+        Parameters
+        ----------
+        queries
+            At least one.
+        k
+            At least 1.
+        scorer
+            As in `indexes.Flat`.
+        positions
+            Those of the documents to look among, ascending. Shape: [N].
+        subsets
+            The ids to look among, those of each query. What is none of the store's is left out.
+        show_progress
+            Draw a progress bar over several blocks, and over a long load to a GPU.
 
         Raises
         ------
@@ -107,73 +111,180 @@ class Search:
             If a score is NaN or infinite, which finite embeddings do not give unless their products overflow. The
             message names the index.
         """
-        if not len(positions):
-            return [[] for _ in queries]
-        lengths = np.array([len(query) for query in queries])
-        chunks = [_packed(queries[start:stop], self.device) for start, stop in blocks(lengths, _QUERY_TOKENS)]
-        # Scores of each chunk's best so far, and their places in `positions`.
+        if self._generation != self.store.state.generation:
+            self.rows.follow(self.store.documents.parts, self.store.layout, show_progress)
+            self._generation = self.store.state.generation
+        score = self.scorer(scorer)
+        if subsets is not None:
+            found = self._among_candidates(score, queries, k, subsets, show_progress)
+        elif positions is not None:
+            found = self._among(score, queries, k, self.store.documents.slots[positions], show_progress)
+        else:
+            found = self._all(score, queries, k, show_progress)
+        return [result for some in found for result in self._results(some)]
+
+    def _all(self, score: Scorer, queries: list[Tensor], k: int, show_progress: bool) -> Iterator[Found]:
+        """Among all documents."""
+        documents = self.rows.documents
+        chunks = self._chunks(queries, k)
+        walk = self.rows.walk(self._most_documents(chunks), show_progress)
+        for scores, slots in self._best(score, chunks, min(k, documents - len(self.rows.removed)), walk, documents):
+            yield Found(scores, slots)
+
+    def _among(
+        self, score: Scorer, queries: list[Tensor], k: int, slots: np.ndarray, show_progress: bool
+    ) -> Iterator[Found]:
+        """Among the documents at `slots` [N], which ascend."""
+        if not len(slots):
+            yield _nothing(len(queries))
+            return
+        chunks = self._chunks(queries, k)
+        gathered = self._gathered(slots, self._most_documents(chunks), show_progress)
+        for scores, places in self._best(score, chunks, min(k, len(slots)), gathered, len(slots)):
+            yield Found(scores, slots[places])
+
+    def _best(
+        self, score: Scorer, chunks: list[Packed], k: int, walk: Iterable[Block], documents: int
+    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Scores and places [Nq, k] of the best for the queries of every chunk, of so many documents in all.
+
+        Those of a chunk are made results of while the next one is scored.
+        """
         best: list[tuple[Tensor, Tensor]] = []
-        # The store is walked once, whatever the number of queries: it may have to come from the disk.
-        room = self._room()
-        for start, stop in self._blocks(self.store.lengths[positions]):
-            documents = self._documents(positions[start:stop], room)
-            merged = []
+        waiting: list[_OnHost] = []
+        # The documents are walked once, whatever the number of queries: they may have to come from the disk.
+        for block in walk:
+            is_last = block.first + len(block.cu_seqlens) - 1 == documents
             for i, chunk in enumerate(chunks):
-                scores = self._score(chunk, documents)
-                found = torch.arange(start, stop, device=self.device).expand(len(scores), -1)
-                if best:
-                    scores, found = torch.cat([best[i][0], scores], dim=1), torch.cat([best[i][1], found], dim=1)
-                # Columns are in the order of insertion, and only a stable sort keeps it among equals; topk does not.
-                scores, order = torch.sort(scores, dim=1, descending=True, stable=True)
-                merged.append((scores[:, :k].clone(), found.gather(1, order[:, :k])))
-            best = merged
-        # Both are exact in float64, and one copy to the host.
-        each = [torch.stack([part.double() for part in chunk]).cpu().numpy() for chunk in best]
-        return self._results(
-            [scores for chunk in each for scores in chunk[0]],
-            [positions[found.astype(np.int64)] for chunk in each for found in chunk[1]],
-        )
+                scores = score(chunk, Packed(block.values, block.cu_seqlens, block.longest))
+                if block.removed is not None:
+                    scores = scores.masked_fill(block.removed, -torch.inf)
+                found = k_best(scores, k)
+                if not block.first:
+                    best.append(found)
+                else:
+                    best[i] = joined_best(best[i], (found[0], found[1] + block.first), k)
+                if is_last:
+                    waiting.append(_OnHost(*best[i]))
+                    if len(waiting) > 1:
+                        yield waiting.pop(0).get()
+        for some in waiting:
+            yield some.get()
 
-    def among_candidates(self, queries: list[Tensor], candidates: list[np.ndarray], k: int) -> list[list[SearchResult]]:
-        """The same, for every query among documents of its own."""
-        counts = np.array([len(positions) for positions in candidates])
-        positions = np.concatenate(candidates)
-        owners = np.repeat(np.arange(len(queries)), counts)
-        # A block holds whole documents and the queries that own them.
-        lengths = self.store.lengths[positions]
-        first = np.flatnonzero(np.diff(owners, prepend=-1))
-        lengths[first] += np.array([len(queries[i]) for i in owners[first]], dtype=np.int64)
-        scores = np.empty(len(positions), dtype=np.float32)
-        room = self._room()
-        for start, stop in self._blocks(lengths):
-            low, high = owners[start], owners[stop - 1] + 1
-            owned = np.bincount(owners[start:stop] - low, minlength=high - low)
-            # On the host, where the op plans its launch.
-            cu_seqlens = torch.from_numpy(np.concatenate([[0], np.cumsum(owned)]).astype(np.int32))
-            documents = self._documents(positions[start:stop], room)
-            owning = _packed(queries[low:high], self.device)
-            scores[start:stop] = self._score(owning, documents, cu_seqlens).cpu().numpy()
-        if not np.isfinite(scores).all():
-            self._refuse(int(positions[np.argmin(np.isfinite(scores))]))
-        split = np.split(scores, np.cumsum(counts)[:-1])
-        orders = [np.argsort(-own, kind="stable")[:k] for own in split]
-        return self._results(
-            [own[order] for own, order in zip(split, orders, strict=True)],
-            [found[order] for found, order in zip(candidates, orders, strict=True)],
-        )
+    def _among_candidates(
+        self, score: Scorer, queries: list[Tensor], k: int, subsets: Sequence[Sequence[str]], show_progress: bool
+    ) -> Iterator[Found]:
+        """For every query among documents of its own."""
+        waiting: list[tuple[_OnHost, np.ndarray, np.ndarray]] = []
 
-    def _results(self, scores: list[np.ndarray], positions: list[np.ndarray]) -> list[list[SearchResult]]:
-        """What is found for every query, of scores and positions [k] for each."""
-        flat = np.concatenate(scores)
+        def next_found() -> Found:
+            copy, slots, counts = waiting.pop(0)
+            scores, places = copy.get()
+            return Found(scores, slots[places], np.minimum(counts, k))
+
+        step = self._queries_at_a_time(len(queries), k)
+        for first in range(0, len(queries), step):
+            some = queries[first : first + step]
+            slots, counts = self._slots_of(subsets[first : first + step])
+            if not len(slots):
+                while waiting:
+                    yield next_found()
+                yield _nothing(len(some))
+                continue
+            # A block holds whole documents and the queries that own them.
+            owners = np.repeat(np.arange(len(some)), counts)
+            scored = []
+            for block in self._gathered(slots, _SCORES, show_progress):
+                own = owners[block.first : block.first + len(block.cu_seqlens) - 1]
+                low, high = own[0], own[-1] + 1
+                # On the host, where the operation plans its launch.
+                bounds = np.concatenate([[0], np.bincount(own - low, minlength=high - low).cumsum()]).astype(np.int32)
+                scored.append(
+                    score(
+                        packed(some[low:high], self.device),
+                        Packed(block.values, block.cu_seqlens, block.longest),
+                        torch.from_numpy(bounds),
+                    )
+                )
+            scores = scored[0] if len(scored) == 1 else torch.cat(scored)
+            waiting.append((_OnHost(*k_best_of_runs(scores, counts, k)), slots, counts))
+            if len(waiting) > 1:
+                yield next_found()
+        while waiting:
+            yield next_found()
+
+    def _slots_of(self, subsets: Sequence[Sequence[str]]) -> tuple[np.ndarray, np.ndarray]:
+        """The slots of each query's ids, ascending, one query's after the other's, and how many each has."""
+        documents = self.store.documents
+        owners = np.repeat(np.arange(len(subsets)), [len(ids) for ids in subsets])
+        positions = documents.positions_of(list(chain.from_iterable(subsets)))
+        there, size = positions >= 0, max(1, len(documents))
+        keys = np.unique(owners[there] * size + positions[there])
+        return documents.slots[keys % size], np.bincount(keys // size, minlength=len(subsets))
+
+    def _gathered(self, slots: np.ndarray, documents: int, show_progress: bool) -> Iterator[Block]:
+        """The documents at some slots, at most so many at a time."""
+        nbytes = _GATHERED_BYTES_CUDA if self.device.type == "cuda" else _GATHERED_BYTES_CPU
+        lengths = self.rows.bounds[slots + 1] - self.rows.bounds[slots]
+        bounds = np.concatenate([[0], lengths.cumsum()])
+        stretches = cuts(bounds, documents, max(1, nbytes // self.store.token_bytes))
+        for start, stop in tqdm(stretches, "Searching", unit="block", disable=not show_progress or len(stretches) < 2):
+            values, cu_seqlens = self.rows.gather(slots[start:stop])
+            yield Block(values, cu_seqlens, int(lengths[start:stop].max()), start, None)
+
+    def _queries_at_a_time(self, queries: int, k: int) -> int:
+        most = _MOST_QUERIES
+        if not self.rows.streams:
+            most = min(most, max(_FEWEST_QUERIES, _HITS // k))
+        # As many in the last chunk as in the others.
+        return -(-queries // -(-queries // most))
+
+    def _chunks(self, queries: list[Tensor], k: int) -> list[Packed]:
+        """The queries as they are scored together, on the device."""
+        lengths = np.array([len(query) for query in queries])
+        if self.device.type == "cuda":
+            ranges = cuts(np.arange(len(queries) + 1), self._queries_at_a_time(len(queries), k))
+        else:
+            ranges = blocks(lengths, _QUERY_TOKENS)
+        whole = packed(queries, self.device)
+        if len(ranges) == 1:
+            return [whole]
+        bounds, chunks = whole.cu_seqlens, []
+        for start, stop in ranges:
+            values = whole.values[int(bounds[start]) : int(bounds[stop])]
+            chunks.append(Packed(values, bounds[start : stop + 1] - bounds[start], int(lengths[start:stop].max())))
+        return chunks
+
+    def _most_documents(self, chunks: list[Packed]) -> int:
+        """How many documents all queries of a chunk may meet at a time."""
+        return max(1, _SCORES // max(len(chunk.cu_seqlens) - 1 for chunk in chunks))
+
+    def _results(self, found: Found) -> list[list[SearchResult]]:
+        """What is found for every query."""
+        scores, slots, counts = found
+        if counts is not None and len(counts) and counts.min() < slots.shape[1]:
+            there = np.arange(slots.shape[1]) < counts[:, None]
+            names = iter(self._names(scores[there], slots[there]))
+            rows = [own[:count] for own, count in zip(scores.tolist(), counts.tolist(), strict=True)]
+        else:
+            names, rows = iter(self._names(scores.reshape(-1), slots.reshape(-1))), scores.tolist()
+        # Where the scores of a query end, no name of the next one is taken.
+        return [[{"id": name, "score": score} for score, name in zip(own, names, strict=False)] for own in rows]
+
+    def _names(self, scores: np.ndarray, slots: np.ndarray) -> list[str]:
+        """The ids of what was found, if its scores are finite."""
+        finite = np.isfinite(scores)
         # A sort puts NaN first, so none that was computed is missed.
-        if not np.isfinite(flat).all():
-            self._refuse(int(np.concatenate(positions)[np.argmin(np.isfinite(flat))]))
-        ids = iter(self.store.ids_at(np.concatenate(positions)))
-        return [[SearchResult(id=next(ids), score=score) for score in own.tolist()] for own in scores]
+        if not finite.all():
+            self._refuse(int(slots[np.argmin(finite)]))
+        return self.store.documents.ids_of(slots)
 
-    def _refuse(self, position: int) -> None:
-        name = f"the score of document {self.store.ids_at(np.array([position]))[0]!r:.100}"
-        kept = self.store.layout.embeddings(self.store.read(np.array([position]), torch.device("cpu")))
+    def _refuse(self, slot: int) -> None:
+        name = f"the score of document {self.store.documents.ids_of(np.array([slot]))[0]!r:.100}"
+        start, stop = self.rows.bounds[slot : slot + 2].tolist()
+        rows = torch.empty(stop - start, self.store.layout.width, dtype=self.store.layout.dtype)
+        self.rows.read([(start, stop)], rows)
+        kept = self.store.layout.embeddings(rows)
         if torch.isfinite(kept.dequantize() if isinstance(kept, QuantizedEmbeddings) else kept).all():
             raise ValueError(
                 f"{name} of the index in {self.store.path} is not finite, though its embeddings are: products of them "
@@ -184,114 +295,26 @@ class Search:
             "values; verify() names the file"
         )
 
-    def _documents(self, positions: np.ndarray, room: Tensor | None) -> _Packed:
-        lengths = self.store.lengths[positions]
-        cu_seqlens = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
-        values = self.store.read(positions, self.device, room)
-        return _Packed(values, cu_seqlens.to(self.device, non_blocking=True), int(lengths.max(initial=0)))
 
-    def _score(self, queries: _Packed, documents: _Packed, candidates: Tensor | None = None) -> Tensor:
-        """Scores [Nq, Nd] of packed queries and documents; with `candidates` [Nq + 1], of each document's own query."""
-        if self.scorer not in ("pylate_flash", "auto"):
-            documents = documents._replace(values=self.embeddings(documents.values))
-            return _host_scores(queries, documents, candidates, self.scorer)
-        if self.projection is None:
-            return maxsim_varlen(
-                queries.values,
-                self.store.layout.embeddings(documents.values),
-                queries.cu_seqlens,
-                documents.cu_seqlens,
-                candidates_cu_seqlens=candidates,
-                max_query_length=queries.longest,
-                max_document_length=documents.longest,
-                empty_score=EMPTY_SCORE,
-            )
-        return maxsim_from_hidden(
-            queries.values,
-            documents.values,
-            *self.projection,
-            queries_cu_seqlens=queries.cu_seqlens,
-            documents_cu_seqlens=documents.cu_seqlens,
-            candidates_cu_seqlens=candidates,
-            max_query_length=queries.longest,
-            max_document_length=documents.longest,
-            empty_score=EMPTY_SCORE,
-        )
+class _OnHost:
+    """Scores and places [Nq, k] on their way to the host."""
+
+    def __init__(self, scores: Tensor, places: Tensor) -> None:
+        # In one copy.
+        both = torch.stack([scores.view(torch.int32), places.to(torch.int32)])
+        self._copy = both.to("cpu", non_blocking=True)
+        self._copied: torch.cuda.Event | None = None
+        if both.is_cuda:
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def get(self) -> tuple[np.ndarray, np.ndarray]:
+        """Both, when they are there."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        scores, places = self._copy.numpy()
+        return scores.view(np.float32), places
 
 
-def _packed(sequences: list[Tensor], device: torch.device) -> _Packed:
-    """Queries [L_i, d], packed on `device`."""
-    lengths = [sequence.shape[0] for sequence in sequences]
-    cu_seqlens = torch.from_numpy(np.cumsum([0, *lengths], dtype=np.int32))
-    return _Packed(torch.cat(sequences).to(device, non_blocking=True), cu_seqlens, max(lengths))
-
-
-def _host_scores(queries: _Packed, documents: _Packed, candidates: Tensor | None, backend: str) -> Tensor:
-    """As `Search._score`, by the scorer of this name of a host: PyLate's or, without it, sentence-transformers'."""
-    if candidates is not None:
-        bounds = candidates.tolist()
-        owned = [
-            _host_scores(
-                _packed([query], query.device),
-                documents._replace(cu_seqlens=documents.cu_seqlens[start : stop + 1]),
-                None,
-                backend,
-            )[0]
-            for query, start, stop in zip(_split(queries), bounds[:-1], bounds[1:], strict=True)
-        ]
-        return torch.cat(owned)
-    if backend == "torch" and importlib.util.find_spec("pylate") is None and HOSTS["sentence-transformers"].is_there():
-        return _sentence_transformers_scores(queries, documents)
-    return _pylate_scores(queries, documents, backend)
-
-
-def _split(packed: _Packed) -> list[Tensor]:
-    bounds = packed.cu_seqlens.tolist()
-    return [packed.values[start:stop] for start, stop in zip(bounds[:-1], bounds[1:], strict=True)]
-
-
-def _sentence_transformers_scores(queries: _Packed, documents: _Packed) -> Tensor:
-    """Scores [Nq, Nd] by the host's own `util.maxsim`, registered or not."""
-    maxsim = SENTENCE_TRANSFORMERS.original("sentence_transformers.util.similarity:maxsim")
-    # It rounds every similarity to the inputs' type, where the others accumulate in float32.
-    queries, documents = (packed._replace(values=packed.values.float()) for packed in (queries, documents))
-    scores = maxsim(_split(queries), _split(documents))
-    # Where there is nothing to match it has a score of its own.
-    return scores.masked_fill((documents.cu_seqlens.diff() == 0).to(scores.device), EMPTY_SCORE)
-
-
-def _pylate_scores(queries: _Packed, documents: _Packed, backend: str) -> Tensor:
-    """Scores [Nq, Nd] by PyLate's scorer.
-
-    It takes padded tensors and counts a padded document token as a similarity of 0, so documents are stacked with
-    others of their length. Padded query tokens add 0 to a sum, which is right.
-    """
-    # It needs PyLate, and the search does not.
-    from ..scores import colbert_scores
-
-    values, split = queries.values, _split(queries)
-    padded = torch.nn.utils.rnn.pad_sequence(split, batch_first=True)
-    if backend == "torch":
-        # It rounds every similarity to the inputs' type, where the others accumulate in float32.
-        padded = padded.float()
-    query_lengths = torch.tensor([len(query) for query in split], device=values.device)
-    mask = None
-    if (query_lengths != padded.shape[1]).any():
-        mask = torch.arange(padded.shape[1], device=values.device) < query_lengths[:, None]
-    lengths = documents.cu_seqlens.diff()
-    scores = values.new_full((len(split), len(lengths)), EMPTY_SCORE, dtype=torch.float32)
-    for length in lengths.unique().tolist():
-        if not length:
-            continue
-        batch = max(1, _TORCH_PAIRS // (max(1, padded.shape[0] * padded.shape[1]) * length))
-        for some in torch.nonzero(lengths == length)[:, 0].split(batch):
-            rows = documents.cu_seqlens[some].long()[:, None] + torch.arange(length, device=values.device)
-            stacked = documents.values[rows].to(padded.dtype)
-            scores[:, some] = colbert_scores(padded, stacked, queries_mask=mask, backend=backend).float()
-    return scores
-
-
-def free_memory(device: torch.device) -> int:
-    """Bytes of a CUDA device that can be allocated, those that PyTorch has reserved and not in use among them."""
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] + unused
+def _nothing(queries: int) -> Found:
+    return Found(np.zeros((queries, 0), np.float32), np.zeros((queries, 0), np.int64))

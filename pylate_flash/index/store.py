@@ -7,7 +7,6 @@ import os
 import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from .checksums import Sums
 from .files import FULL, check_folder, write_all
 from .layout import DTYPES, Layout
 from .parts import SEGMENT_NAME, Part, Segment, bytes_of, encoded_id
-from .pieces import Pieces
+from .pieces import Pieces, runs_of
 from .state import State
 from .tables import Documents, blocks
 
@@ -83,7 +82,6 @@ class PackedStore:
         self._catalog = Catalog(self.path, dtype or "float32")
         self._swept = False  # whether this object has deleted what writers left that were killed
         self.documents = Documents()
-        self._pieces = Pieces(self.layout, self.documents.parts)
         self._generation = 0  # of what is held here
         if override:
             self._empty()
@@ -148,25 +146,8 @@ class PackedStore:
     def __len__(self) -> int:
         return len(self.documents)
 
-    def read(
-        self, positions: np.ndarray, device: torch.device | None = None, room: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Return the tokens of some documents, packed.
-
-        Parameters
-        ----------
-        positions
-            Which documents, in the order wanted. Shape: [N], integers.
-        device
-            Where the result must be; None is the CPU.
-        room
-            Memory of the CPU, rows [*, width] of the store's layout, to read into if the result fits: new memory
-            costs more than reading does.
-
-        Returns
-        -------
-        torch.Tensor
-            Rows [T, width] of the store's layout. It may be the store's own memory, so it must not be written to.
+    def read(self, positions: np.ndarray) -> torch.Tensor:
+        """Return rows [T, width] of the store's layout, on the CPU: those of some documents [N] in this order, packed.
 
         Raises
         ------
@@ -175,32 +156,11 @@ class PackedStore:
         OSError
             If a segment cannot be read. The message names it.
         """
-        begin = self.documents.starts[positions]
-        end = begin + self.lengths[positions]
-        # Neighbouring documents are neighbouring rows: read each run of them at once.
-        breaks = (np.flatnonzero(begin[1:] != end[:-1]) + 1).tolist()
-        runs = [
-            (int(begin[first]), int(end[last - 1]))
-            for first, last in pairwise([0, *breaks, len(positions)])
-            if first < last
-        ]
-        return self._pieces.read(runs, device or torch.device("cpu"), room)
-
-    @property
-    def kept_on(self) -> torch.device:
-        """Where `read` finds the embeddings: the CPU stands for the files."""
-        return self._pieces.kept_on
-
-    def bytes_to_copy(self, device: torch.device) -> int:
-        """Bytes that `keep_on` would copy to `device`, beside those that are there already."""
-        return self._pieces.bytes_to_copy(device)
-
-    def keep_on(self, device: torch.device) -> None:
-        """Copy all embeddings to `device`, from where :meth:`read` serves them until the next write.
-
-        What that write leaves in place need not be copied again. With the CPU, the copies are given up.
-        """
-        self._pieces.keep_on(device)
+        begins = self.documents.starts[positions]
+        ends = begins + self.lengths[positions]
+        rows = torch.empty(int((ends - begins).sum()), self.layout.width, dtype=self.layout.dtype)
+        Pieces(self.documents.parts).read(runs_of(begins, ends), rows)
+        return rows
 
     @property
     def segments(self) -> list[Segment]:
@@ -435,10 +395,7 @@ class PackedStore:
 
     def _hold(self, documents: Documents) -> None:
         """Take documents for those of the store."""
-        if documents is self.documents and self.layout == self._pieces.layout:
-            self._pieces.appended()
-        else:
-            self.documents, self._pieces = documents, self._pieces.followed_by(Pieces(self.layout, documents.parts))
+        self.documents = documents
         self._generation = self.state.generation
 
     def _without_room(self, change: Callable[[], None]) -> None:

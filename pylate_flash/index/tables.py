@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise, repeat
 
 import numpy as np
 
@@ -43,8 +44,9 @@ class Documents:
         self.pending_bytes = 0
         self.rows = 0
         self._numbers, self._lengths, self._starts = _Growing(), _Growing(), _Growing()
-        # The place of every document in its part, and with which document every part begins.
-        self._places, self._firsts = _Growing(), _Growing()
+        # With which slot every part begins.
+        self._slots, self._firsts = _Growing(), _Growing()
+        self._next_slot = 0
         self._by_id: dict[str, int] | None = None
         for part in parts:
             self.append(part)
@@ -53,11 +55,12 @@ class Documents:
         """Take in the documents of one more part."""
         live = part.live
         places = np.flatnonzero(live)
-        self._firsts.extend(np.array([len(self)]))
+        self._firsts.extend(np.array([self._next_slot]))
         self._numbers.extend(part.numbers[live])
         self._lengths.extend(part.lengths[live])
         self._starts.extend((self.rows + part.lengths.cumsum() - part.lengths)[live])
-        self._places.extend(places)
+        self._slots.extend(self._next_slot + places)
+        self._next_slot += part.documents
         self.parts.append(part)
         if part.memory is None:
             self.pending, self.pending_bytes = [], 0
@@ -86,28 +89,50 @@ class Documents:
         """The row with which every document begins, of all parts put end to end. Shape: [N], int64."""
         return self._starts.values
 
+    @property
+    def slots(self) -> np.ndarray:
+        """The place of every document among all, those that count as removed among them. Shape: [N], int64."""
+        return self._slots.values
+
     def ids_at(self, positions: np.ndarray) -> list[str]:
         """The ids of some documents, in whatever order they are asked for."""
-        wanted, inverse = np.unique(positions, return_inverse=True)
-        found = [id_ for part, places in self.places_of(wanted) for id_ in part.ids_at(places)]
-        return [found[i] for i in inverse.tolist()]
+        return self.ids_of(self.slots[positions])
+
+    def ids_of(self, slots: np.ndarray) -> list[str]:
+        """The ids of the documents at some slots, in whatever order they are asked for."""
+        which = np.searchsorted(self._firsts.values, slots, side="right") - 1
+        found: list[str] = []
+        order = np.argsort(which, kind="stable")
+        for part, some in self._by_part(which[order], slots[order]):
+            found += part.ids_at(some)
+        if len(self.parts) < 2:
+            return found
+        return [found[i] for i in np.argsort(order).tolist()]
 
     def places_of(self, positions: np.ndarray) -> list[tuple[Part, np.ndarray]]:
         """The parts that hold some documents, each with the places of these in it, ascending."""
-        positions = np.unique(positions)
-        which = np.searchsorted(self._firsts.values, positions, side="right") - 1
-        places = self._places.values[positions]
-        return [(self.parts[part], places[which == part]) for part in np.unique(which).tolist()]
+        slots = self.slots[np.unique(positions)]
+        return list(self._by_part(np.searchsorted(self._firsts.values, slots, side="right") - 1, slots))
+
+    def _by_part(self, which: np.ndarray, slots: np.ndarray) -> Iterator[tuple[Part, np.ndarray]]:
+        """The parts of these numbers, which ascend, each with the places in it of these slots."""
+        edges = np.flatnonzero(np.diff(which, prepend=-1, append=-1)).tolist()
+        for first, last in pairwise(edges):
+            number = int(which[first])
+            yield self.parts[number], slots[first:last] - self._firsts.values[number]
 
     def positions_of(self, ids: Sequence[str]) -> np.ndarray:
         """Where the documents of some ids are; -1 for those that are not there. Shape: [N], int64."""
         if self._by_id is None:
             self._by_id = dict(zip(self.ids_at(np.arange(len(self))), self.numbers.tolist(), strict=True))
-        by_id, numbers = self._by_id, self.numbers
-        wanted = np.array([by_id.get(id_, -1) for id_ in ids], dtype=np.int64)
+        wanted = np.fromiter(map(self._by_id.get, ids, repeat(-1)), np.int64, len(ids))
+        numbers = self.numbers
+        if not len(numbers):
+            return wanted
+        if numbers[-1] - numbers[0] == len(numbers) - 1:
+            return np.where(wanted >= numbers[0], wanted - numbers[0], -1)
         places = np.searchsorted(numbers, wanted)
-        there = np.take(numbers, places, mode="clip") == wanted if len(numbers) else np.zeros(len(ids), dtype=bool)
-        return np.where(there, places, -1)
+        return np.where(np.take(numbers, places, mode="clip") == wanted, places, -1)
 
 
 def blocks(lengths: np.ndarray, limit: int) -> list[tuple[int, int]]:

@@ -8,16 +8,19 @@ from unittest import mock
 import pytest
 import torch
 
-from pylate_flash import indexes
-from pylate_flash.index import search
+from pylate_flash.index import resident, search
 from pylate_flash.indexes import Flat
 
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("free", [0, 1 << 40], ids=["streamed", "resident"])
+# Nothing stays on the GPU, some, all that fits.
+MEMORY = pytest.mark.parametrize("memory", [0, 500_000, "auto"], ids=["streamed", "partly", "resident"])
+
+
+@MEMORY
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-def test_search_equals_the_cpu(tmp_path: Path, dtype: str, free: int) -> None:
+def test_search_equals_the_cpu(tmp_path: Path, dtype: str, memory: int | str) -> None:
     # Small integers: every type and every order of summation gives the same scores, and many are equal.
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(0, 60, (200,), generator=generator).tolist()
@@ -26,10 +29,11 @@ def test_search_equals_the_cpu(tmp_path: Path, dtype: str, free: int) -> None:
     ids = [str(i) for i in range(len(documents))]
     Flat(tmp_path, "index", dtype=dtype, device="cpu", show_progress=False).add_documents(ids[:150], documents[:150])
     with (
-        mock.patch.object(indexes, "_free_memory", return_value=free),
-        mock.patch.object(search, "_BLOCK_BYTES_CUDA", 1000 * 64 * 2),
+        mock.patch.object(resident, "STREAMED_BYTES_CUDA", 1000 * 64 * 2),
+        mock.patch.object(search, "_GATHERED_BYTES_CUDA", 1000 * 64 * 2),
+        mock.patch.object(search, "_SCORES", 3 * 70),
     ):
-        gpu = Flat(tmp_path, "index", device="cuda", show_progress=False)
+        gpu = Flat(tmp_path, "index", device="cuda", show_progress=False, device_memory=memory)
         gpu(queries)
         gpu.add_documents(ids[150:], [document.cuda() for document in documents[150:]]).remove_documents(["3", "160"])
         cpu = Flat(tmp_path, "index", device="cpu", show_progress=False)
@@ -37,17 +41,16 @@ def test_search_equals_the_cpu(tmp_path: Path, dtype: str, free: int) -> None:
             for scorer in ("pylate_flash", "torch"):
                 gpu.scorer = scorer
                 assert gpu(queries, k=30, subset=subset) == cpu(queries, k=30, subset=subset)
-        assert (gpu._store.kept_on.type == "cuda") == bool(free)
-        assert (gpu._store.bytes_to_copy(gpu.device) == 0) == bool(free)
-    if free:
+        assert gpu._search.rows.streams == (memory != "auto")
+    if memory == "auto":
         # For what is there already, no room is asked for.
-        with mock.patch.object(indexes, "_free_memory", side_effect=AssertionError):
+        with mock.patch.object(resident, "free_memory", side_effect=AssertionError):
             assert gpu(queries, k=30) == cpu(queries, k=30)
 
 
-@pytest.mark.parametrize("free", [0, 1 << 40], ids=["streamed", "resident"])
+@MEMORY
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "fp8"])
-def test_a_search_of_8_bits_equals_the_cpu(tmp_path: Path, dtype: str, free: int) -> None:
+def test_a_search_of_8_bits_equals_the_cpu(tmp_path: Path, dtype: str, memory: int | str) -> None:
     if dtype == "fp8" and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("fp8 needs compute capability 8.9")
     generator = torch.Generator().manual_seed(0)
@@ -59,11 +62,8 @@ def test_a_search_of_8_bits_equals_the_cpu(tmp_path: Path, dtype: str, free: int
     ids = [str(i) for i in range(200)]
     index = Flat(tmp_path, "index", dtype=dtype, device="cpu", show_progress=False)
     index.add_documents(ids[:150], documents[:150]).add_documents(ids[150:], documents[150:])
-    with (
-        mock.patch.object(indexes, "_free_memory", return_value=free),
-        mock.patch.object(search, "_BLOCK_BYTES_CUDA", 1000 * 96),
-    ):
-        gpu = Flat(tmp_path, "index", device="cuda", show_progress=False)
+    with mock.patch.object(resident, "STREAMED_BYTES_CUDA", 1000 * 96):
+        gpu = Flat(tmp_path, "index", device="cuda", show_progress=False, device_memory=memory)
         for subset in (None, ids[20:180], [ids[:50], [], ids[100:]]):
             for found, expected in zip(gpu(queries, 200, subset), index(queries, 200, subset), strict=True):
                 scores = {result["id"]: result["score"] for result in expected}
@@ -72,4 +72,4 @@ def test_a_search_of_8_bits_equals_the_cpu(tmp_path: Path, dtype: str, free: int
                     # Sums of fp8 have about 13 bits.
                     tolerance = 1e-3 if dtype == "fp8" else 1e-5
                     assert result["score"] == pytest.approx(scores[result["id"]], rel=tolerance, abs=tolerance)
-        assert (gpu._store.kept_on.type == "cuda") == bool(free)
+        assert gpu._search.rows.streams == (memory != "auto")

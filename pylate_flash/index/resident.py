@@ -1,0 +1,268 @@
+"""The rows of a store on the device that scores them: what there is room for stays there, the rest streams through."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from .layout import Layout
+from .parts import Part
+from .pieces import Loader, Loading, Pieces, runs_of
+
+__all__ = ["Block", "Rows", "cuts", "free_memory", "on_device"]
+
+# Rows that stream through a device at a time; on a CPU, few enough that its caches still hold what was read.
+STREAMED_BYTES_CUDA = 256 << 20
+STREAMED_BYTES_CPU = 8 << 20
+# Blocks that are being read while another one is scored.
+_AHEAD = 2
+# Of the memory that is free, what "auto" takes; the rest is for scores, and for others.
+_SHARE = 0.8
+# What grows again and again has room for so much more than it needs.
+_GROWTH = 1.125
+# A load of fewer bytes is over before anybody looks at a bar.
+_LONG_BYTES = 1 << 30
+
+
+class Block(NamedTuple):
+    """Documents that are scored together, one after the other.
+
+    Attributes
+    ----------
+    values
+        Rows of the store. Shape: [T, width].
+    cu_seqlens
+        Their boundaries, on the device. Shape: [N + 1].
+    longest
+        Tokens of the longest of them, or more.
+    first
+        The place of the first among all that are walked.
+    removed
+        Which of them count as removed, or None. Shape: [N], bool, on the device.
+    """
+
+    values: Tensor
+    cu_seqlens: Tensor
+    longest: int
+    first: int
+    removed: Tensor | None
+
+
+class Rows:
+    """The documents of some parts, those that count as removed among them, in the order of the parts.
+
+    The first ones stay on the device, in one allocation, as many as `memory` bytes hold: "auto" is most of a GPU's
+    free memory, and nothing on a CPU.
+
+    Attributes
+    ----------
+    documents
+        How many there are.
+    removed
+        Which of them count as removed, ascending. Shape: [*], int64.
+    bounds
+        With which row each begins, and the last ends. Shape: [documents + 1], int64.
+    kept
+        How many of them stay on the device.
+    """
+
+    def __init__(self, device: torch.device, memory: int | str) -> None:
+        self.device, self.memory = device, memory
+        self.layout = Layout("float32", 0)
+        self._pieces = Pieces([])
+        self._values: Tensor | None = None
+        self._loaded = 0  # rows in it
+        self._describe()
+
+    def follow(self, parts: Sequence[Part], layout: Layout, show_progress: bool = False) -> None:
+        """Hold the documents of these parts. What they share with the parts before stays where it is.
+
+        Raises
+        ------
+        ValueError, OSError
+            If rows cannot be read, as `Part.read_into`.
+        """
+        before, self._pieces = self._pieces, Pieces(parts)
+        if layout != self.layout:
+            before, self.layout, self._values = Pieces([]), layout, None
+        self._loaded = min(self._loaded, self._pieces.shared_with(before))
+        self._describe()
+        self._load(show_progress)
+
+    @property
+    def streams(self) -> bool:
+        """Whether some do not stay on the device."""
+        return self.kept < self.documents
+
+    def _describe(self) -> None:
+        """Boundaries and marks, on the host and on the device."""
+        self.bounds = self._pieces.bounds()
+        self.documents = len(self.bounds) - 1
+        self.longest = int(np.diff(self.bounds).max(initial=0))
+        firsts = np.cumsum([0, *(part.documents for part in self._pieces.parts)])
+        marks = [part.removed + first for part, first in zip(self._pieces.parts, firsts, strict=False)]
+        self.removed = np.concatenate([np.zeros(0, np.int64), *marks])
+        self._bounds = on_device(self.bounds.astype(np.int32 if self.bounds[-1] < 2**31 else np.int64), self.device)
+        self._marks: Tensor | None = None
+        if len(self.removed):
+            self._marks = torch.zeros(self.documents, dtype=torch.bool, device=self.device)
+            self._marks[on_device(self.removed, self.device)] = True
+
+    def _load(self, show_progress: bool) -> None:
+        """Bring as many rows to the device as may stay there."""
+        total, row = int(self.bounds[-1]), max(1, self.layout.nbytes)
+        held = 0 if self._values is None else self._values.nbytes
+        if isinstance(self.memory, int):
+            memory = self.memory
+        else:
+            memory = int(_SHARE * (free_memory(self.device) + held)) if self.device.type == "cuda" else 0
+        if total * row > memory:
+            # What streams needs room as well.
+            memory = max(0, memory - (_AHEAD + 1) * self._streamed_bytes)
+        self.kept = int(np.searchsorted(self.bounds, min(total, memory // row), side="right")) - 1
+        rows = int(self.bounds[self.kept])
+        self._loaded = min(self._loaded, rows)
+        if held > memory:
+            self._values, self._loaded = None, 0
+        if self._values is None or len(self._values) < rows:
+            self._grow(rows, min(int(_GROWTH * rows), memory // row))
+        assert self._values is not None
+        if self._loaded == rows:
+            return
+        out = self._values[self._loaded : rows]
+        # Until all of it is there, none of what is new is.
+        begin, self.kept = self._loaded, int(np.searchsorted(self.bounds, self._loaded, side="right")) - 1
+        bar = tqdm(
+            total=out.nbytes, desc="Loading", unit="B", unit_scale=True,
+            disable=not show_progress or out.nbytes < _LONG_BYTES,
+        )  # fmt: skip
+        with bar, Loader(self._pieces, self.device) as loader:
+            loader.start([(begin, rows)], out, bar.update).wait()
+        self._loaded, self.kept = rows, int(np.searchsorted(self.bounds, rows, side="right")) - 1
+
+    def _grow(self, rows: int, roomy: int) -> None:
+        """Make room for so many rows; where there were some before, for more, as more will follow."""
+        old = None if self._values is None else self._values[: self._loaded]
+        self._values = None
+        if old is not None and len(old):
+            try:
+                self._values = self._empty(roomy)
+            except torch.OutOfMemoryError:
+                # Then what is there is read again.
+                self._loaded = 0
+            else:
+                self._values[: len(old)] = old
+                return
+        del old
+        self._values = self._empty(rows)
+
+    def _empty(self, rows: int) -> Tensor:
+        return torch.empty(rows, self.layout.width, dtype=self.layout.dtype, device=self.device)
+
+    @property
+    def _streamed_bytes(self) -> int:
+        return STREAMED_BYTES_CUDA if self.device.type == "cuda" else STREAMED_BYTES_CPU
+
+    def walk(self, documents: int, show_progress: bool = False) -> Iterator[Block]:
+        """All documents, at most so many at a time; they are valid until the next is asked for."""
+        if self.kept:
+            assert self._values is not None
+            for start, stop in cuts(self.bounds[: self.kept + 1], documents):
+                values = self._values[int(self.bounds[start]) : int(self.bounds[stop])]
+                yield self._block(values, start, stop)
+        if self.streams:
+            rows = max(1, self._streamed_bytes // max(1, self.layout.nbytes))
+            rest = [(self.kept + a, self.kept + b) for a, b in cuts(self.bounds[self.kept :], documents, rows)]
+            bar = tqdm(rest, "Searching", unit="block", disable=not show_progress or len(rest) < 2)
+            yield from self._stream(rest, bar)
+
+    def read(self, runs: Iterable[tuple[int, int]], out: Tensor) -> None:
+        """As `Pieces.read`."""
+        self._pieces.read(runs, out)
+
+    def _block(self, values: Tensor, start: int, stop: int) -> Block:
+        bounds = self._bounds[start : stop + 1]
+        if self.bounds[start]:
+            bounds = bounds - bounds[:1]
+        marks = self._marks
+        if marks is not None:
+            first, last = np.searchsorted(self.removed, (start, stop))
+            marks = marks[start:stop] if first < last else None
+        return Block(values, bounds, self.longest, start, marks)
+
+    def _stream(self, blocks: list[tuple[int, int]], bar: Iterable[tuple[int, int]]) -> Iterator[Block]:
+        """Documents that do not stay on the device, of each block from one to another; `bar` iterates over them."""
+        spans = [(int(self.bounds[start]), int(self.bounds[stop])) for start, stop in blocks]
+        ahead = min(_AHEAD, len(blocks) - 1) if self.device.type == "cuda" else 0
+        ring = [self._empty(max(stop - start for start, stop in spans)) for _ in range(ahead + 1)]
+        loading: list[Loading] = []
+        with Loader(self._pieces, self.device) as loader:
+
+            def begin(number: int) -> None:
+                start, stop = spans[number]
+                loading.append(loader.start([spans[number]], ring[number % len(ring)][: stop - start]))
+
+            for number in range(ahead):
+                begin(number)
+            for number, (start, stop) in enumerate(bar):
+                # The block that has lain there was scored before the last one, which the current stream may still do.
+                if number + ahead < len(blocks):
+                    begin(number + ahead)
+                loading[number].wait()
+                yield self._block(ring[number % len(ring)][: spans[number][1] - spans[number][0]], start, stop)
+
+    def gather(self, places: np.ndarray) -> tuple[Tensor, Tensor]:
+        """Rows [T, width] of the documents at some places [N], packed, and their boundaries [N + 1], on the device."""
+        begins = self.bounds[places]
+        ends = self.bounds[places + 1]
+        sums = np.concatenate([[0], np.cumsum(ends - begins)])
+        cu_seqlens = on_device(sums.astype(np.int32), self.device)
+        rows = int(sums[-1])
+        if not self.streams and rows:
+            assert self._values is not None
+            shifts = on_device(begins - sums[:-1], self.device)
+            lengths = cu_seqlens.diff()
+            index = torch.arange(rows, device=self.device) + shifts.repeat_interleave(lengths, output_size=rows)
+            return _taken(self._values, index), cu_seqlens
+        out = self._empty(rows)
+        with Loader(self._pieces, self.device) as loader:
+            loader.start(runs_of(begins, ends), out).wait()
+        return out, cu_seqlens
+
+
+def _taken(rows: Tensor, index: Tensor) -> Tensor:
+    """Some rows, copied by as wide elements as they have."""
+    nbytes = rows.shape[1] * rows.element_size()
+    wide = next(dtype for dtype in (torch.int64, torch.int32, torch.int16, torch.uint8) if not nbytes % dtype.itemsize)
+    return rows.view(wide).index_select(0, index).view(rows.dtype)
+
+
+def cuts(bounds: np.ndarray, documents: int, rows: int | None = None) -> list[tuple[int, int]]:
+    """Cut documents, by their boundaries [N + 1], into stretches of at most so many documents, and so many rows.
+
+    A longer document is a stretch of its own.
+    """
+    stretches, start, last = [], 0, len(bounds) - 1
+    while start < last:
+        stop = min(last, start + documents)
+        if rows is not None:
+            stop = min(stop, max(start + 1, int(np.searchsorted(bounds, bounds[start] + rows, side="right")) - 1))
+        stretches.append((start, stop))
+        start = stop
+    return stretches
+
+
+def on_device(values: np.ndarray, device: torch.device) -> Tensor:
+    """Numbers of the host on a device, without waiting for it."""
+    return torch.from_numpy(values).to(device, non_blocking=True)
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes of a CUDA device that can be allocated, those that PyTorch has reserved and not in use among them."""
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + unused

@@ -1,0 +1,148 @@
+"""How an index is searched: the best of many scores, and where the rows are that are scored."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pylate_flash.index import merging, resident, search
+from pylate_flash.index.merging import joined_best, k_best, k_best_of_runs
+from pylate_flash.indexes import Flat
+from tests.stores import blocks_of_bytes, documents_of
+
+VALUES = [0.0, -0.0, 1.0, -1.0, 2.0, 3.5, float("inf"), -float("inf"), float("nan"), -3e38]
+
+
+def sorted_best(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    values, columns = torch.sort(scores, dim=1, descending=True, stable=True)
+    return values[:, :k], columns[:, :k]
+
+
+def assert_equal(found: tuple[torch.Tensor, torch.Tensor], wanted: tuple[torch.Tensor, torch.Tensor]) -> None:
+    torch.testing.assert_close(found[0], wanted[0], rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(found[1], wanted[1])
+
+
+@given(
+    rows=st.integers(1, 3),
+    columns=st.integers(1, 300),
+    k=st.integers(1, 40),
+    in_one_sort=st.integers(1, 64),
+    values=st.integers(1, len(VALUES)),
+    seed=st.integers(0, 1000),
+)
+def test_the_best_are_those_of_a_stable_sort(
+    rows: int, columns: int, k: int, in_one_sort: int, values: int, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.tensor(VALUES[:values])[torch.randint(values, (rows, columns), generator=generator)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(merging, "_SORTED", in_one_sort)
+        assert_equal(k_best(scores, k), sorted_best(scores, k))
+        for cut in {0, columns // 3, columns - 1}:
+            parts = k_best(scores[:, :cut], k), k_best(scores[:, cut:], k)
+            parts[1][1].add_(cut)
+            assert_equal(joined_best(*parts, k), sorted_best(scores, k))
+
+
+def test_few_of_many_columns_are_sorted(monkeypatch: pytest.MonkeyPatch) -> None:
+    scores = torch.randint(50, (2, 100_003), generator=torch.Generator().manual_seed(0)).float()
+    wanted = sorted_best(scores, 100)
+    sizes, sort = [], torch.sort
+    monkeypatch.setattr(torch, "sort", lambda scores, **how: sizes.append(scores.shape[1]) or sort(scores, **how))
+    assert_equal(k_best(scores, 100), wanted)
+    assert max(sizes) <= merging._SORTED + 100
+
+
+@given(counts=st.lists(st.integers(0, 9), min_size=1, max_size=6).filter(any), k=st.integers(1, 12))
+def test_the_best_of_runs_are_those_of_each(counts: list[int], k: int) -> None:
+    scores = torch.randint(3, (sum(counts),), generator=torch.Generator().manual_seed(k)).float()
+    found, places = k_best_of_runs(scores, np.array(counts), k)
+    start = 0
+    for i, run in enumerate(scores.split(counts)):
+        wanted = sorted_best(run[None], k)
+        length = wanted[0].shape[1]
+        assert_equal((found[i : i + 1, :length], places[i : i + 1, :length] - start), wanted)
+        start += len(run)
+
+
+# Where the rows are
+
+
+def integers_of(lengths: list[int], size: int = 8, seed: int = 0) -> list[torch.Tensor]:
+    """Documents or queries of small integers, whose sums are exact in whatever order, and often equal."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(-2, 3, (length, size), generator=generator).float() for length in lengths]
+
+
+def small(folder: Path, memory: int | str, **options: object) -> Flat:
+    return Flat(folder, "index", device="cpu", device_memory=memory, show_progress=False, **options)  # type: ignore[arg-type]
+
+
+def assert_alike(found: list, wanted: list, error: float) -> None:
+    assert [[hit["id"] for hit in own] for own in found] == [[hit["id"] for hit in own] for own in wanted]
+    for own, want in zip(found, wanted, strict=True):
+        assert [hit["score"] for hit in own] == pytest.approx([hit["score"] for hit in want], rel=error, abs=error)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "uint8", "fp8"])
+def test_what_stays_on_the_device_and_what_streams_are_found_alike(tmp_path: Path, dtype: str) -> None:
+    lengths = torch.randint(0, 9, (200,), generator=torch.Generator().manual_seed(0)).tolist()
+    # Those of 8 bits have scales, with which sums are not exact, and no two equal.
+    make, error = (integers_of, 0.0) if dtype in ("float32", "bfloat16") else (documents_of, 1e-5)
+    queries = make([4, 1, 0, 7, 3], 24, seed=1)
+    ids = [f"d{i}" for i in range(200)]
+    writer = small(tmp_path, 0, dtype=dtype)
+    for start in range(0, 200, 40):
+        writer.add_documents(ids[start : start + 40], make(lengths[start : start + 40], 24, seed=start))
+    writer.remove_documents(["d3", "d77", "d78", "d199"])
+    own = [ids[i : 60 * i + 3 : 2] for i in range(5)]
+    calls = ({}, {"subset": ids[:90]}, {"subset": own}, {"k": 500})
+    wanted = [writer(queries, **call) for call in calls]
+    row = writer._store.token_bytes
+    total = int(writer._search.rows.bounds[-1]) * row
+    with blocks_of_bytes(20 * row), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(search, "_SCORES", 200)
+        patch.setattr(search, "_QUERY_TOKENS", 6)
+        patch.setattr(search, "_MOST_QUERIES", 2)
+        for memory in (0, 70 * row, 300 * row, total, 2 * total):
+            index = small(tmp_path, memory)
+            for call, want in zip(calls, wanted, strict=True):
+                assert_alike(index(queries, **call), want, error)
+            rows = index._search.rows
+            assert rows.streams == (memory < total)
+            held = rows._values.nbytes if rows._values is not None else 0
+            assert held + (3 * 20 * row if rows.streams and memory else 0) <= memory
+
+
+def test_what_is_there_already_is_not_loaded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids, documents = [f"{i}" for i in range(60)], integers_of([5] * 60, 8)
+    index, query = small(tmp_path, 1 << 20), integers_of([3], 8, seed=9)
+    loaded: list[tuple[int, int]] = []
+    start = resident.Loader.start
+    monkeypatch.setattr(
+        resident.Loader, "start", lambda self, runs, *others: loaded.extend(runs) or start(self, runs, *others)
+    )
+    index.add_documents(ids[:40], documents[:40])
+    before = index(query, k=60)
+    assert index(query, k=60) == before
+    index.add_documents(ids[40:], documents[40:])
+    index.remove_documents(["5", "50"])
+    found = index(query, k=60)
+    assert loaded == [(0, 200), (200, 300)]
+    assert found == small(tmp_path, 0)(query, k=60)
+    # What was written anew is elsewhere now.
+    index.compact()
+    assert index(query, k=60) == found
+    assert index(query, k=60, subset=ids[30:]) == small(tmp_path, 0)(query, k=60, subset=ids[30:])
+
+
+@pytest.mark.parametrize("memory", [-1, 1.5, True, "all", None])
+def test_a_wrong_device_memory_is_one_error(tmp_path: Path, memory: object) -> None:
+    with pytest.raises(ValueError, match=r'device_memory must be "auto" or bytes'):
+        small(tmp_path, memory)  # type: ignore[arg-type]
