@@ -41,35 +41,6 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_OPERATIONS = (
-    "QuantizedEmbeddings",
-    "chamfer",
-    "chamfer_varlen",
-    "ResidualCodec",
-    "ResidualCodes",
-    "explain",
-    "maxsim",
-    "maxsim_cross_entropy",
-    "maxsim_from_hidden",
-    "maxsim_kl_divergence",
-    "maxsim_margin_mse",
-    "maxsim_pairwise",
-    "maxsim_ragged",
-    "maxsim_ragged_pairwise",
-    "maxsim_sparse_queries",
-    "maxsim_residual",
-    "maxsim_varlen",
-    "maxsim_varlen_pairwise",
-    "pack",
-    "soft_maxsim",
-    "soft_maxsim_varlen",
-    "train_residual_codec",
-    "quantize",
-    "read_fast_plaid",
-    "unpack",
-    "xtr_scores",
-)
-
 __all__ = [
     "QuantizedEmbeddings",
     "ResidualCodec",
@@ -105,8 +76,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # The operations import torch, which takes seconds; `pylate-flash --help` does not wait for it.
-    if name in _OPERATIONS:
+    # The operations, which are not here yet, import torch: that takes seconds, and `pylate-flash --help` does not wait.
+    if name in __all__:
         from . import ops
 
         # Later calls find it without this function.

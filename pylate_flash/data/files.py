@@ -22,7 +22,7 @@ from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-__all__ = ["Corpus", "Text", "read_lines", "read_queries", "read_records"]
+__all__ = ["Corpus", "Text", "json_object", "read_lines", "read_queries", "read_records"]
 
 _SUFFIXES = (".txt", ".md")
 # JSON may spell half of a pair, which no file and no tokenizer takes; Python puts one for a byte of a file's name that
@@ -220,18 +220,24 @@ def read_lines(lines: Iterable[bytes], name: str | os.PathLike[str]) -> Iterator
             yield number, where, line.rstrip("\r\n")
 
 
+def json_object(line: str, where: str) -> dict[str, Any]:
+    """The JSON object that a line is; ValueError, which begins with the place, where it is none."""
+    try:
+        found = json.loads(line)
+    except ValueError as error:  # also what a number of thousands of digits raises
+        raise ValueError(f"{where}: not valid JSON: {error}") from None
+    except RecursionError:
+        raise ValueError(f"{where}: not valid JSON: nested too deeply") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{where}: expected a JSON object, got {type(found).__name__}")
+    return found
+
+
 def _records(lines: Iterable[tuple[int, str, str]]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Place and object of every line, checked."""
     seen: dict[str, int] = {}
     for number, where, line in lines:
-        try:
-            record = json.loads(line)
-        except ValueError as error:  # also what a number of thousands of digits raises
-            raise ValueError(f"{where}: not valid JSON ({error})") from None
-        except RecursionError:
-            raise ValueError(f"{where}: not valid JSON (nested too deeply)") from None
-        if not isinstance(record, dict):
-            raise ValueError(f"{where}: expected a JSON object, got {type(record).__name__}")
+        record = json_object(line, where)
         for key in ("_id", "text"):
             if key not in record:
                 raise ValueError(f'{where}: the key "{key}" is missing; found {", ".join(record) or "none"}')

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 from dataclasses import dataclass
@@ -16,6 +15,8 @@ check_installed("datasets", __name__, "pylate", "sentence-transformers")
 
 # isort: split
 from datasets import Dataset  # noqa: E402
+
+from .files import json_object, read_lines  # noqa: E402
 
 __all__ = ["TrainingData", "read_training_file"]
 
@@ -89,12 +90,9 @@ def read_training_file(path: str | os.PathLike[str], distillation: bool = False)
     digest = hashlib.sha256()
     first = 0
     with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            digest.update(line.strip() + b"\n")
-            where = f"{path}, line {number}"
-            found = _row(line, where)
+        for number, where, line in read_lines(file, path):
+            digest.update(line.strip().encode() + b"\n")
+            found = json_object(line, where)
             row = _distillation_row(found, where) if distillation else _contrastive_row(found, where)
             if not rows:
                 first = number
@@ -110,20 +108,6 @@ def read_training_file(path: str | os.PathLike[str], distillation: bool = False)
     if not rows:
         raise ValueError(f"{path}: expected at least one line of JSON, found none")
     return TrainingData(Dataset.from_list(rows), tuple(ignored), digest.hexdigest())
-
-
-def _row(line: bytes, where: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line.decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{where}: not valid JSON: it is no UTF-8 from byte {error.start + 1} on") from None
-    except RecursionError:
-        raise ValueError(f"{where}: not valid JSON: nested too deeply") from None
-    except ValueError as error:  # a number with too many digits among them
-        raise ValueError(f"{where}: not valid JSON: {error}") from None
-    if not isinstance(row, dict):
-        raise ValueError(f"{where}: expected a JSON object, found {type(row).__name__}")
-    return row
 
 
 def _contrastive_row(row: dict[str, Any], where: str) -> dict[str, str]:

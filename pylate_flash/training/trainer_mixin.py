@@ -16,6 +16,7 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from ..encoding.weights import no_missing_weights
+from .distributed import world_size
 
 __all__ = ["MeasuredTrainer", "Meter"]
 
@@ -96,7 +97,7 @@ class _OwnParameters(TrainerCallback):
     def on_train_begin(self, args, state, control, optimizer=None, **kwargs) -> None:
         # Losses may share one.
         self._each = [parameter for parameter in dict.fromkeys(self._named().values()) if parameter.requires_grad]
-        if _world_size() > 1:
+        if world_size() > 1:
             for parameter in self._each:
                 dist.broadcast(parameter.data, 0)
         optimizer.zero_grad()
@@ -112,7 +113,7 @@ class _OwnParameters(TrainerCallback):
         if not self._each:
             return
         there = torch.tensor([parameter.grad is not None for parameter in self._each], dtype=torch.int32)
-        ranks = _world_size()
+        ranks = world_size()
         if ranks > 1:
             there = there.to(self._trainer.args.device)
             dist.all_reduce(there)
@@ -220,7 +221,7 @@ class MeasuredTrainer(Trainer):
         loss: Any = self.loss_of(inputs)
         if isinstance(loss, self.contrastive) and "attention_mask" in features[0]:
             documents = (len(features) - 1) * features[0]["attention_mask"].shape[0]
-            self._meter.negatives.append(documents * (_world_size() if loss.gather_across_devices else 1) - 1)
+            self._meter.negatives.append(documents * (world_size() if loss.gather_across_devices else 1) - 1)
         value = super().training_step(model, inputs, *args, **kwargs)
         if self.accelerator.sync_gradients:
             # As early as the model's are: before a gradient scaler looks for values that are not finite.
@@ -324,10 +325,6 @@ def _gathering(loss: nn.Module) -> str:
         if getattr(module, "gather_across_devices", False):
             return f"gather_across_devices=True, gather={getattr(module, 'gather', 'all_gather')!r}"
     return "gather_across_devices=False"
-
-
-def _world_size() -> int:
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def _peak_memory(device: torch.device) -> int:

@@ -1,19 +1,16 @@
-"""The scores of `scoring` divided by the number of query tokens (MeanMaxSim), by sentence-transformers' names."""
+"""The scores of `scoring` divided by the number of query tokens (MeanMaxSim), by sentence-transformers' names.
+
+Each is the function of the same name without `mean_`, with the same arguments, of which only the default of
+`length_normalize` is another: True.
+"""
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any, TypeVar, cast
 
-from .scoring import (
-    Embeddings,
-    Mask,
-    colbert_kd_scores,
-    colbert_scores,
-    colbert_scores_pairwise,
-    maxsim,
-    maxsim_pairwise,
-)
+from . import scoring
 
 __all__ = [
     "mean_colbert_kd_scores",
@@ -23,70 +20,23 @@ __all__ = [
     "mean_maxsim_pairwise",
 ]
 
-
-def mean_maxsim(
-    a: Embeddings,
-    b: Embeddings,
-    a_mask: Mask = None,
-    b_mask: Mask = None,
-    chunk_elements: int | None = None,
-    length_normalize: bool = True,
-    device: str | torch.device | None = None,
-) -> Tensor:
-    """`maxsim` that divides by the number of query tokens, unless told otherwise. Arguments and errors are its own."""
-    return maxsim(a, b, a_mask, b_mask, chunk_elements, length_normalize, device)
+_Scores = TypeVar("_Scores", bound=Callable[..., Any])
 
 
-def mean_maxsim_pairwise(
-    a: Embeddings,
-    b: Embeddings,
-    a_mask: Mask = None,
-    b_mask: Mask = None,
-    chunk_elements: int | None = None,
-    length_normalize: bool = True,
-    device: str | torch.device | None = None,
-) -> Tensor:
-    """`maxsim_pairwise` that divides by the number of query tokens, unless told otherwise."""
-    return maxsim_pairwise(a, b, a_mask, b_mask, chunk_elements, length_normalize, device)
+def _mean(scores: _Scores) -> _Scores:
+    """The same code with another default, so that neither a signature nor a call is written twice."""
+    function = cast(FunctionType, scores)
+    name = f"mean_{function.__name__}"
+    # No other default is a bool.
+    defaults = tuple(True if value is False else value for value in function.__defaults__ or ())
+    found = FunctionType(function.__code__, function.__globals__, name, defaults)
+    found.__annotations__, found.__module__, found.__qualname__ = function.__annotations__, __name__, name
+    found.__doc__ = f"`{function.__name__}` that divides by the number of query tokens, unless told otherwise."
+    return cast(_Scores, found)
 
 
-def mean_colbert_scores(
-    queries_embeddings: Embeddings,
-    documents_embeddings: Embeddings,
-    queries_mask: Mask = None,
-    documents_mask: Mask = None,
-    chunk_elements: int | None = None,
-    length_normalize: bool = True,
-) -> Tensor:
-    """`colbert_scores` that divides by the number of query tokens, unless told otherwise."""
-    return colbert_scores(
-        queries_embeddings, documents_embeddings, queries_mask, documents_mask, chunk_elements, length_normalize
-    )
-
-
-def mean_colbert_scores_pairwise(
-    queries_embeddings: Embeddings,
-    documents_embeddings: Embeddings,
-    queries_mask: Mask = None,
-    documents_mask: Mask = None,
-    chunk_elements: int | None = None,
-    length_normalize: bool = True,
-) -> Tensor:
-    """`colbert_scores_pairwise` that divides by the number of query tokens, unless told otherwise."""
-    return colbert_scores_pairwise(
-        queries_embeddings, documents_embeddings, queries_mask, documents_mask, chunk_elements, length_normalize
-    )
-
-
-def mean_colbert_kd_scores(
-    queries_embeddings: Embeddings,
-    documents_embeddings: Embeddings,
-    queries_mask: Mask = None,
-    documents_mask: Mask = None,
-    chunk_elements: int | None = None,
-    length_normalize: bool = True,
-) -> Tensor:
-    """`colbert_kd_scores` that divides by the number of query tokens, unless told otherwise."""
-    return colbert_kd_scores(
-        queries_embeddings, documents_embeddings, queries_mask, documents_mask, chunk_elements, length_normalize
-    )
+mean_maxsim = _mean(scoring.maxsim)
+mean_maxsim_pairwise = _mean(scoring.maxsim_pairwise)
+mean_colbert_scores = _mean(scoring.colbert_scores)
+mean_colbert_scores_pairwise = _mean(scoring.colbert_scores_pairwise)
+mean_colbert_kd_scores = _mean(scoring.colbert_kd_scores)
