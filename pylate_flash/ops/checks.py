@@ -29,12 +29,7 @@ _NUMBERS = (*_INTEGERS, float, np.floating, np.bool_, torch.SymFloat)
 def check_tensor(name: str, value: object, layouts: dict[int, str] | None = None, otherwise: str = "") -> None:
     """Raise unless `value` is a dense tensor whose rank is a key of `layouts` (rank -> shape in words), if given.
 
-    Raises
-    ------
-    TypeError
-        If it is no tensor, or a sparse or nested one; `otherwise` says what it may be besides, which is checked before.
-    ValueError
-        If it has another rank.
+    `otherwise` says what else it may be, which is checked before.
     """
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor{otherwise}, got {type(value).__name__}")
@@ -46,15 +41,7 @@ def check_tensor(name: str, value: object, layouts: dict[int, str] | None = None
 
 
 def check_embeddings(name: str, value: object, layouts: dict[int, str]) -> Tensor:
-    """Return `value` if it is a floating tensor whose rank is a key of `layouts` (rank -> shape in words).
-
-    Raises
-    ------
-    TypeError
-        If it is no dense tensor, or not of a floating dtype.
-    ValueError
-        If it has another rank, or an embedding size of 0.
-    """
+    """Return `value` if it is a floating tensor of at least one dimension of embeddings, and `check_tensor` passes."""
     check_tensor(name, value, layouts)
     assert isinstance(value, Tensor)
     if value.dtype not in FLOATING:
@@ -67,15 +54,7 @@ def check_embeddings(name: str, value: object, layouts: dict[int, str]) -> Tenso
 def check_same(
     queries: Tensor, documents: Tensor, same_dtype: bool = True, names: tuple[str, str] = ("queries", "documents")
 ) -> None:
-    """Raise unless `queries` and `documents`, by their names, agree in device, dtype (if they are to) and size.
-
-    Raises
-    ------
-    TypeError
-        If their dtypes differ.
-    ValueError
-        If their devices or their embedding sizes differ.
-    """
+    """Raise unless `queries` and `documents`, by their names, agree in device, dtype (if they are to) and size."""
     first, second = names
     if queries.device != documents.device:
         raise ValueError(f"{second} must be on the device of {first}, {queries.device}, got {documents.device}")
@@ -88,15 +67,7 @@ def check_same(
 
 
 def check_mask_layout(name: str, mask: object, embeddings: Tensor) -> None:
-    """Raise unless `mask` fits the tokens of `embeddings`.
-
-    Raises
-    ------
-    TypeError
-        If it is no dense tensor, or of a dtype that is not one of a mask.
-    ValueError
-        If its shape is not that of the tokens, it lies on another device, or it requires a gradient.
-    """
+    """Raise unless `mask` fits the tokens of `embeddings`, and requires no gradient; its values are not looked at."""
     check_tensor(name, mask, otherwise=" or None")
     assert isinstance(mask, Tensor)
     if mask.dtype not in _MASKS:
@@ -113,13 +84,7 @@ def check_mask_layout(name: str, mask: object, embeddings: Tensor) -> None:
 
 
 def checked_mask(name: str, mask: Tensor | None, weights: bool = False) -> Tensor | None:
-    """Return `mask` after a look at its values: bool, or floating `weights` where some are neither 0 nor 1.
-
-    Raises
-    ------
-    ValueError
-        If it holds other values than 0 and 1, or with `weights` a negative or infinite value or NaN.
-    """
+    """Return `mask` after a look at its values: bool, or floating `weights` where some are neither 0 nor 1."""
     if mask is None or mask.dtype == torch.bool:
         return mask
     active = mask != 0
@@ -139,8 +104,8 @@ def checked_mask(name: str, mask: Tensor | None, weights: bool = False) -> Tenso
     )
 
 
-def check_boundaries(name: str, cu_seqlens: object, of: Tensor | None = None) -> None:
-    """Raise TypeError or ValueError unless these may be boundaries [N + 1] of packed sequences, which are `of` values.
+def check_boundaries(name: str, cu_seqlens: object, of: Tensor | None = None) -> int:
+    """Return N + 1 if these may be boundaries [N + 1] of packed sequences, which are `of` values.
 
     Boundaries on device meta hold no numbers, and serve embeddings only that hold none.
     """
@@ -152,18 +117,11 @@ def check_boundaries(name: str, cu_seqlens: object, of: Tensor | None = None) ->
         raise TypeError(f"{name} must be int32 or int64, got {cu_seqlens.dtype}")
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] == 0:
         raise ValueError(f"{name} must have shape [N + 1], got {list(cu_seqlens.shape)}")
+    return cu_seqlens.shape[0]
 
 
 def check(tensors: Tensors, quantized: bool = False) -> None:
-    """Raise unless the tensors of a call fit together; `quantized` documents have a type of their own.
-
-    Raises
-    ------
-    TypeError
-        If a type is not one of those that it may be, or those of queries and documents differ.
-    ValueError
-        If shapes, devices or embedding sizes do not fit together.
-    """
+    """Raise unless the tensors of a call fit together; `quantized` documents have a type of their own."""
     queries, documents, queries_mask, documents_mask, queries_cu_seqlens, documents_cu_seqlens, candidates = tensors
     packed = documents_cu_seqlens is not None
     check_embeddings("queries", queries, _PACKED_QUERIES if packed else _QUERIES)
@@ -181,20 +139,20 @@ def check(tensors: Tensors, quantized: bool = False) -> None:
     if documents_mask is not None:
         check_mask_layout("documents_mask", documents_mask, documents)
     if packed:
-        check_boundaries("documents_cu_seqlens", documents_cu_seqlens, documents)
-        n_queries = queries.shape[0]
-        if queries_cu_seqlens is not None:
-            check_boundaries("queries_cu_seqlens", queries_cu_seqlens, queries)
-            n_queries = queries_cu_seqlens.shape[0] - 1
-        if candidates is not None:
-            check_candidates(candidates, n_queries, documents)
+        check_packing(tensors)
 
 
-def check_candidates(candidates: Tensor, n_queries: int, documents: Tensor) -> None:
-    """Raise unless these are the boundaries of so many queries' candidates among packed documents."""
-    check_boundaries("candidates_cu_seqlens", candidates, documents)
-    if candidates.shape[0] != n_queries + 1:
-        raise ValueError(f"candidates_cu_seqlens must have Nq + 1 = {n_queries + 1} entries, got {candidates.shape[0]}")
+def check_packing(tensors: Tensors) -> None:
+    """Raise unless these may be the boundaries of a packed call, as `check_boundaries` of each."""
+    queries, documents, _, _, queries_cu_seqlens, documents_cu_seqlens, candidates = tensors
+    n_queries = queries.shape[0]
+    if queries_cu_seqlens is not None or queries.dim() == 2:
+        n_queries = check_boundaries("queries_cu_seqlens", queries_cu_seqlens, queries) - 1
+    check_boundaries("documents_cu_seqlens", documents_cu_seqlens, documents)
+    if candidates is not None:
+        entries = check_boundaries("candidates_cu_seqlens", candidates, documents)
+        if entries != n_queries + 1:
+            raise ValueError(f"candidates_cu_seqlens must have Nq + 1 = {n_queries + 1} entries, got {entries}")
 
 
 def checked_problem(
@@ -247,15 +205,7 @@ def checked_flag(name: str, value: object) -> bool:
 
 
 def checked_number(name: str, value: Any) -> float:
-    """Return a number as a float, what a compiler has in its place as it is.
-
-    Raises
-    ------
-    TypeError
-        If it is no number.
-    ValueError
-        If float32, which scores are, cannot hold it.
-    """
+    """Return a number that float32, which scores are, can hold: as a float, but a symbol of a compiler as it is."""
     if not isinstance(value, _NUMBERS):
         raise TypeError(f"{name} must be a number, got {type(value).__name__}")
     if torch.finfo(torch.float32).max < abs(value) < float("inf"):  # type: ignore[arg-type]
@@ -292,17 +242,32 @@ def check_list(name: str, values: object) -> None:
         raise ValueError(f"{name} must hold at least one sequence, got none")
 
 
-def item_as_tensor(name: str, value: object) -> Tensor:
-    """An item of a list of sequences, a tensor or an array, as a tensor; `name` is that of the item."""
-    if not isinstance(value, Tensor | np.ndarray):
-        raise TypeError(f"{name} must be a torch.Tensor or a numpy.ndarray, got {type(value).__name__}")
-    if isinstance(value, Tensor):
-        check_tensor(name, value)
-        return value
-    try:
-        return torch.as_tensor(value)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"{name} must be an array that torch can take as it is: {error}") from error
+def tensors_of(name: str, values: Sequence[Tensor | np.ndarray]) -> list[Tensor]:
+    """The tensors [L_i, d] of a list, after a check that they have one d, dtype and device; an error names the item."""
+    tensors = [_tensor(f"{name}[{index}]", value) for index, value in enumerate(values)]
+    first = tensors[0]
+    for index, tensor in enumerate(tensors):
+        if tensor.shape[1] != first.shape[1]:
+            raise ValueError(
+                f"{name} must have one embedding size, got {tensor.shape[1]} at {index} and {first.shape[1]} at 0"
+            )
+        if tensor.dtype != first.dtype:
+            raise TypeError(f"{name} must have one dtype, got {tensor.dtype} at {index} and {first.dtype} at 0")
+        if tensor.device != first.device:
+            raise ValueError(f"{name} must lie on one device, got {tensor.device} at {index} and {first.device} at 0")
+    return tensors
+
+
+def _tensor(name: str, value: object) -> Tensor:
+    """An item of a list, a tensor or an array [L, d], as a tensor; `name` is that of the item."""
+    if isinstance(value, np.ndarray):
+        try:
+            value = torch.as_tensor(value)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{name} must be an array that torch can take as it is: {error}") from error
+    check_tensor(name, value, {2: "[L, d]"}, otherwise=" or a numpy.ndarray")
+    assert isinstance(value, Tensor)
+    return value
 
 
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

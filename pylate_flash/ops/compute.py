@@ -22,10 +22,6 @@ def compute(
 ) -> tuple[Tensor, Tensor | None]:
     """Scores, and the winners [documents, rows], if asked for. Only kernels take `places`."""
     problem = checked_problem(tensors, options, with_winners, places)
-    mean = options.reduction == "mean"
-    if mean:
-        # The score of an empty document is not divided.
-        problem = problem._replace(empty_score=0.0)
     implementation = choose(options.implementation, problem.device, problem.dtype, problem.size)
     if problem.is_empty:
         scores, winners = _without_tokens(problem, tensors)
@@ -33,7 +29,8 @@ def compute(
         scores, winners = kernels().scores(problem, tensors, None if places is None else places.offsets)
     else:
         scores, winners = _in_blocks(problem, tensors)
-    if mean:
+    if options.reduction == "mean":
+        # The score of an empty document is not divided.
         scores = with_empty_score(scores / active_counts(problem, tensors), tensors, options.empty_score)
     return scores, winners
 

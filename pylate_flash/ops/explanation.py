@@ -11,7 +11,7 @@ from torch import Tensor
 from ..kernels.plan import ForwardPlan, choose, forward_plan, quantized_plan, soft_forward_plan, why
 from ..kernels.plan_backward import BackwardPlan, SoftGradientPlan, backward_plan, soft_gradient_plan
 from ..kernels.tables import HopperTile, Tile
-from ..problem import Options, Problem, Tensors
+from ..problem import Options, Tensors
 from .checks import checked_flag, checked_problem
 from .maxsim import checked
 from .operator import needs_gradient
@@ -121,68 +121,56 @@ def explain(
     options = Options(normalize=checked_flag("normalize", normalize), masking=masking, implementation=implementation)
     if checked_flag("soft", soft) and not isinstance(documents, Tensor):
         raise TypeError(f"documents must be a torch.Tensor where soft is True, got {type(documents).__name__}")
+    lists = places = None
     if not isinstance(documents, Tensor | QuantizedEmbeddings):
-        for name, value in (
-            ("documents_mask", documents_mask), ("queries_cu_seqlens", queries_cu_seqlens),
-            ("documents_cu_seqlens", documents_cu_seqlens), ("max_query_length", max_query_length),
-            ("max_document_length", max_document_length),
-        ):  # fmt: skip
-            if value is not None:
-                raise ValueError(f"{name} must be None where documents are a list, got {type(value).__name__}")
+        _check_none(
+            "documents are a list",
+            documents_mask=documents_mask,
+            queries_cu_seqlens=queries_cu_seqlens,
+            documents_cu_seqlens=documents_cu_seqlens,
+            max_query_length=max_query_length,
+            max_document_length=max_document_length,
+        )
         call = call_of("explain", queries, documents, queries_mask, candidates_cu_seqlens, options)
-        tensors = checked("explain", call.tensors, call.options)
-        problem = checked_problem(tensors, call.options, needs_gradient(*tensors[:2]), call.places)
-        how = "read where they lie" if call.packed_because is None else f"packed, because {call.packed_because}"
-        return explain_problem(problem, implementation)._replace(lists=how)
-    if not isinstance(queries, Tensor):
+        tensors, options, places, reason = call
+        lists = "read where they lie" if reason is None else f"packed, because {reason}"
+    elif not isinstance(queries, Tensor):
         raise TypeError(f"queries must be a torch.Tensor where documents are one, got {type(queries).__name__}")
-    values = documents.values if isinstance(documents, QuantizedEmbeddings) else documents
-    tensors = Tensors(
-        queries, values, queries_mask, documents_mask, queries_cu_seqlens, documents_cu_seqlens, candidates_cu_seqlens,
-    )  # fmt: skip
-    if documents_cu_seqlens is not None:
-        options = with_lengths(tensors, options, max_query_length, max_document_length)
     else:
-        for name, value in (
-            ("queries_cu_seqlens", queries_cu_seqlens), ("candidates_cu_seqlens", candidates_cu_seqlens),
-            ("max_query_length", max_query_length), ("max_document_length", max_document_length),
-        ):  # fmt: skip
-            if value is not None:
-                raise ValueError(
-                    f"{name} must be None where documents are padded (documents_cu_seqlens is None), "
-                    f"got {type(value).__name__}"
-                )
+        values = documents.values if isinstance(documents, QuantizedEmbeddings) else documents
+        boundaries = queries_cu_seqlens, documents_cu_seqlens, candidates_cu_seqlens
+        tensors = Tensors(queries, values, queries_mask, documents_mask, *boundaries)
+        if documents_cu_seqlens is not None:
+            options = with_lengths(tensors, options, max_query_length, max_document_length)
+        else:
+            _check_none(
+                "documents are padded (documents_cu_seqlens is None)",
+                queries_cu_seqlens=queries_cu_seqlens,
+                candidates_cu_seqlens=candidates_cu_seqlens,
+                max_query_length=max_query_length,
+                max_document_length=max_document_length,
+            )
     if isinstance(documents, QuantizedEmbeddings):
         tensors = checked_with_values("explain", tensors, options)
-        return explain_problem(
-            problem_of_quantized(tensors, options, checked_flag("quantize_queries", quantize_queries)), implementation
-        )
-    if soft:
+        problem = problem_of_quantized(tensors, options, checked_flag("quantize_queries", quantize_queries))
+    else:
         tensors = checked("explain", tensors, options)
-        return _explain_soft(checked_problem(tensors, options), needs_gradient(*tensors[:2]), implementation)
-    tensors = checked("explain", tensors, options)
-    return explain_problem(checked_problem(tensors, options, needs_gradient(*tensors[:2])), implementation)
-
-
-def explain_problem(problem: Problem, implementation: str = "auto") -> Explanation:
-    """`explain` of a problem."""
+        learns = needs_gradient(*tensors[:2])
+        problem = checked_problem(tensors, options, learns and not soft, places)
     kind = implementation, problem.device, problem.deciding_dtype, problem.size
-    chosen = choose(*kind)
-    forward = backward = None
-    if chosen == "triton" and not problem.is_empty:
-        forward = _plan_of(problem)
-        backward = backward_plan(problem) if problem.with_winners else None
-    return Explanation(chosen, why(*kind), forward, backward)
+    explanation = Explanation(choose(*kind), why(*kind), None, None, lists)
+    if explanation.implementation == "blocked" or problem.is_empty:
+        return explanation
+    if soft:
+        gradients = soft_gradient_plan(problem, True, MAX_SCRATCH_BYTES) if learns else None
+        return explanation._replace(forward=soft_forward_plan(problem), gradients=gradients)
+    return explanation._replace(
+        forward=forward_plan(problem) if problem.kind.quantized is None else quantized_plan(problem),
+        backward=backward_plan(problem) if problem.with_winners else None,
+    )
 
 
-def _explain_soft(problem: Problem, with_gradients: bool, implementation: str) -> Explanation:
-    kind = implementation, problem.device, problem.dtype, problem.size
-    found = Explanation(choose(*kind), why(*kind), None, None)
-    if found.implementation != "triton" or problem.is_empty:
-        return found
-    gradients = soft_gradient_plan(problem, True, MAX_SCRATCH_BYTES) if with_gradients else None
-    return found._replace(forward=soft_forward_plan(problem), gradients=gradients)
-
-
-def _plan_of(problem: Problem) -> ForwardPlan:
-    return forward_plan(problem) if problem.kind.quantized is None else quantized_plan(problem)
+def _check_none(where: str, **arguments: object) -> None:
+    for name, value in arguments.items():
+        if value is not None:
+            raise ValueError(f"{name} must be None where {where}, got {type(value).__name__}")

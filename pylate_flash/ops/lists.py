@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.tables import kernels_run_on
-from .checks import check_embeddings, check_list, item_as_tensor
+from .checks import check_embeddings, check_list, tensors_of
 from .compute import kernels
 from .operator import PLAIN_TYPES
 
@@ -147,26 +147,3 @@ def _one_by_one(name: str, values: Sequence[Tensor | np.ndarray]) -> Sequences:
     tensors = [tensor.contiguous() for tensor in tensors_of(name, values)]
     lengths = np.array([tensor.shape[0] for tensor in tensors], dtype=np.int64)
     return _sequences(tensors, tensors[0].shape[1], tensors, lengths)
-
-
-def tensors_of(name: str, values: Sequence[Tensor | np.ndarray]) -> list[Tensor]:
-    """The tensors [L_i, d] of a list, after a check that they have one d, dtype and device; an error names the item."""
-    tensors = [_tensor(f"{name}[{index}]", value) for index, value in enumerate(values)]
-    first = tensors[0]
-    for index, tensor in enumerate(tensors):
-        if tensor.shape[1] != first.shape[1]:
-            raise ValueError(
-                f"{name} must have one embedding size, got {tensor.shape[1]} at {index} and {first.shape[1]} at 0"
-            )
-        if tensor.dtype != first.dtype:
-            raise TypeError(f"{name} must have one dtype, got {tensor.dtype} at {index} and {first.dtype} at 0")
-        if tensor.device != first.device:
-            raise ValueError(f"{name} must lie on one device, got {tensor.device} at {index} and {first.device} at 0")
-    return tensors
-
-
-def _tensor(name: str, value: object) -> Tensor:
-    tensor = item_as_tensor(name, value)
-    if tensor.dim() != 2:
-        raise ValueError(f"{name} must have shape [L, d], got {list(tensor.shape)}")
-    return tensor

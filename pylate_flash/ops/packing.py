@@ -6,13 +6,14 @@ Sequence i is rows cu_seqlens[i] to cu_seqlens[i + 1].
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..problem import Problem, Tensors
-from .checks import LARGEST, check_boundaries, check_integer, check_list, check_tensor, is_readable, item_as_tensor
+from .checks import LARGEST, check_boundaries, check_integer, check_list, check_tensor, is_readable, tensors_of
 
 
 def pack(sequences: Sequence[Tensor | np.ndarray]) -> tuple[Tensor, Tensor]:
@@ -44,26 +45,17 @@ def pack(sequences: Sequence[Tensor | np.ndarray]) -> tuple[Tensor, Tensor]:
     >>> values.shape, cu_seqlens
     (torch.Size([3, 4]), tensor([0, 2, 2, 3], dtype=torch.int32))
     """
-    check_list("sequences", sequences)
-    tensors = [item_as_tensor(f"sequences[{index}]", sequence) for index, sequence in enumerate(sequences)]
-    size = tensors[0].shape[-1] if tensors[0].dim() else 0
-    for index, tensor in enumerate(tensors):
-        if tensor.dim() != 2 or tensor.shape[1] != size:
-            raise ValueError(
-                f"sequences must have shape [L_i, d] with one d, got {list(tensor.shape)} at {index} "
-                f"and {list(tensors[0].shape)} at 0"
-            )
-        if tensor.dtype != tensors[0].dtype:
-            raise TypeError(f"sequences must have one dtype, got {tensor.dtype} at {index} and {tensors[0].dtype} at 0")
-        if tensor.device != tensors[0].device:
-            raise ValueError(
-                f"sequences must lie on one device, got {tensor.device} at {index} and {tensors[0].device} at 0"
-            )
-    lengths = np.fromiter((tensor.shape[0] for tensor in tensors), dtype=np.int64, count=len(tensors))
-    bounds = np.concatenate([[0], np.cumsum(lengths)])
-    boundaries = torch.from_numpy(bounds.astype(np.int32 if bounds[-1] < 2**31 else np.int64))
+    return packed("sequences", sequences)
+
+
+def packed(name: str, sequences: Sequence[Tensor | np.ndarray]) -> tuple[Tensor, Tensor]:
+    """`pack` of a list by its name; under a compiler, lengths may be symbols, and boundaries are int64."""
+    check_list(name, sequences)
+    tensors = tensors_of(name, sequences)
     values = torch.cat(tensors)
-    return values, boundaries.to(values.device, non_blocking=True)
+    bounds = [0, *accumulate(map(len, tensors))]
+    dtype = torch.int64 if torch.compiler.is_compiling() or bounds[-1] >= 2**31 else torch.int32
+    return values, torch.tensor(bounds, dtype=dtype, device="cpu").to(values.device, non_blocking=True)
 
 
 def unpack(values: Tensor, cu_seqlens: Tensor) -> list[Tensor]:
@@ -116,7 +108,7 @@ def host_bounds(name: str, cu_seqlens: Tensor, total: int, of: str, most: int | 
     """The boundaries on the host, int64, after a check of their values: no sequence of `of` is longer than `most`."""
     bounds = cu_seqlens.cpu().numpy().astype(np.int64)
     lengths = np.diff(bounds)
-    counted = f"{_COUNTED[name]} of {of}" if name in _COUNTED else of
+    counted = f"{_SEQUENCES[of][0]} of {of}" if name.startswith(of) else of
     falling = bool((lengths < 0).any())
     if falling or bounds[0] != 0 or bounds[-1] != total:
         raise ValueError(
@@ -124,30 +116,23 @@ def host_bounds(name: str, cu_seqlens: Tensor, total: int, of: str, most: int | 
             + (", falling in between" if falling else "")
         )
     if most is not None and lengths.max(initial=0) > most:
-        raise ValueError(f"{name} has a sequence of length {lengths.max()}, more than {_OPTIONS[of]} = {most}")
+        raise ValueError(f"{name} has a sequence of length {lengths.max()}, more than {_SEQUENCES[of][1]} = {most}")
     return bounds
 
 
-# What boundaries tell the sequences of, unless sequences are given as a whole.
-_COUNTED = {
-    "queries_cu_seqlens": "tokens",
-    "documents_cu_seqlens": "tokens",
-    "x_cu_seqlens": "points",
-    "y_cu_seqlens": "points",
-}
-# What the option is called that tells the longest.
-_OPTIONS = {
-    "queries": "max_query_length",
-    "documents": "max_document_length",
-    "x": "max_x_length",
-    "y": "max_y_length",
+# What sequences are made of, and the option that tells the length of the longest.
+_SEQUENCES = {
+    "queries": ("tokens", "max_query_length"),
+    "documents": ("tokens", "max_document_length"),
+    "x": ("points", "max_x_length"),
+    "y": ("points", "max_y_length"),
 }
 
 
 def longest(name: str, cu_seqlens: Tensor, total: int, of: str, given: int | None) -> int:
     """Length of the longest sequence, or a bound on it: `given`, or found out. On the CPU, values are checked."""
     if given is not None and (type(given) is not int or not 0 <= given <= LARGEST):
-        check_integer(_OPTIONS[of], given)
+        check_integer(_SEQUENCES[of][1], given)
     if is_readable(cu_seqlens):
         lengths = np.diff(host_bounds(name, cu_seqlens, total, of, given))
         return given if given is not None else int(lengths.max(initial=0))
@@ -162,17 +147,13 @@ def longest(name: str, cu_seqlens: Tensor, total: int, of: str, given: int | Non
 
 def host_bounds_of(problem: Problem, tensors: Tensors) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
     """The boundaries of a packed call's queries, documents and candidates on the host, checked; waits for a GPU."""
-    if tensors.queries_cu_seqlens is None:
-        queries = np.arange(problem.n_queries + 1) * problem.query_length
-    else:
-        queries = host_bounds(
-            "queries_cu_seqlens", tensors.queries_cu_seqlens, tensors.queries.shape[0], "queries", problem.query_length
-        )
-    assert tensors.documents_cu_seqlens is not None
-    documents = host_bounds(
-        "documents_cu_seqlens", tensors.documents_cu_seqlens, problem.n_tokens, "documents", problem.document_length
+    *_, queries, documents, candidates = tensors
+    assert documents is not None
+    length, n_documents = problem.query_length, problem.n_documents
+    return (
+        np.arange(problem.n_queries + 1) * length
+        if queries is None
+        else host_bounds("queries_cu_seqlens", queries, len(tensors.queries), "queries", length),
+        host_bounds("documents_cu_seqlens", documents, problem.n_tokens, "documents", problem.document_length),
+        None if candidates is None else host_bounds("candidates_cu_seqlens", candidates, n_documents, "documents"),
     )
-    if tensors.candidates_cu_seqlens is None:
-        return queries, documents, None
-    candidates = host_bounds("candidates_cu_seqlens", tensors.candidates_cu_seqlens, problem.n_documents, "documents")
-    return queries, documents, candidates

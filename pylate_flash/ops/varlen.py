@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..problem import Options, Tensors, rounded_total
-from .checks import check_boundaries, check_candidates, check_tensor, checked_flag
-from .maxsim import call_of, scores_of, scores_of_arguments
-from .norms import normalized
+from .checks import check_boundaries, check_packing, check_tensor, checked_flag
+from .maxsim import call_of, maxsim_reference, scores_of, scores_of_arguments
 from .operator import needs_gradient
 from .packing import longest
 from .quantization import QuantizedEmbeddings
@@ -33,32 +33,23 @@ def maxsim_varlen_reference(
     reduction: str = "sum",
     empty_score: float = 0.0,
 ) -> Tensor:
-    """The definition of `maxsim_varlen`: one query and one document at a time.
-
-    As `maxsim_reference`, it checks nothing, and computes in float64 or float32.
-    """
-
-    wide = torch.promote_types(queries.dtype, torch.float32)
-
-    def sequences(values: Tensor, cu_seqlens: Tensor) -> list[Tensor]:
-        values = normalized(values.to(wide)) if normalize else values.to(wide)
-        return [values[start:stop] for start, stop in pairwise(cu_seqlens.tolist())]
-
-    def score(query: Tensor, document: Tensor) -> Tensor:
-        if len(document) == 0:
-            return document.new_tensor(empty_score)
-        total = (query @ document.T).max(dim=1).values.sum()
-        return total / max(1, len(query)) if reduction == "mean" else total
-
-    split_queries, split_documents = sequences(queries, queries_cu_seqlens), sequences(documents, documents_cu_seqlens)
-    if candidates_cu_seqlens is None:
-        scores = [score(query, document) for query in split_queries for document in split_documents]
-        shape: tuple[int, ...] = (len(split_queries), len(split_documents))
-    else:
-        owned = zip(split_queries, pairwise(candidates_cu_seqlens.tolist()), strict=True)
-        scores = [score(query, document) for query, (first, last) in owned for document in split_documents[first:last]]
-        shape = (len(split_documents),)
-    return torch.stack(scores).view(shape) if scores else queries.new_zeros(shape, dtype=wide)
+    """The definition of `maxsim_varlen`: `maxsim_reference` of one query and one document at a time."""
+    split_queries, split_documents = (
+        [values[start:stop] for start, stop in pairwise(cu_seqlens.tolist())]
+        for values, cu_seqlens in ((queries, queries_cu_seqlens), (documents, documents_cu_seqlens))
+    )
+    n_queries, n_documents = len(split_queries), len(split_documents)
+    met, shape = [(0, n_documents)] * n_queries, (n_queries, n_documents)
+    if candidates_cu_seqlens is not None:
+        met, shape = [*pairwise(candidates_cu_seqlens.tolist())], (n_documents,)
+    options: dict[str, Any] = {"normalize": normalize, "reduction": reduction, "empty_score": empty_score}
+    scores = [
+        maxsim_reference(query.unsqueeze(0), document.unsqueeze(0), **options)
+        for query, (first, last) in zip(split_queries, met, strict=True)
+        for document in split_documents[first:last]
+    ]
+    dtype = torch.promote_types(queries.dtype, torch.float32)
+    return torch.cat(scores).view(shape) if scores else queries.new_zeros(shape, dtype=dtype)
 
 
 def maxsim_varlen(
@@ -190,13 +181,11 @@ def maxsim_varlen_pairwise(
     """
     check_tensor("queries", queries, {2: "[Tq, d]"})
     check_tensor("documents", documents, {2: "[Td, d]"})
-    check_boundaries("queries_cu_seqlens", queries_cu_seqlens, queries)
-    check_boundaries("documents_cu_seqlens", documents_cu_seqlens, documents)
-    entries = queries_cu_seqlens.shape[0]
-    if documents_cu_seqlens.shape[0] != entries:
+    entries = check_boundaries("queries_cu_seqlens", queries_cu_seqlens, queries)
+    others = check_boundaries("documents_cu_seqlens", documents_cu_seqlens, documents)
+    if others != entries:
         raise ValueError(
-            f"documents_cu_seqlens must have as many entries as queries_cu_seqlens, {entries}, "
-            f"got {documents_cu_seqlens.shape[0]}"
+            f"documents_cu_seqlens must have as many entries as queries_cu_seqlens, {entries}, got {others}"
         )
     candidates = torch.arange(entries, dtype=torch.int32, device=documents.device)
     tensors = Tensors(queries, documents, None, None, queries_cu_seqlens, documents_cu_seqlens, candidates)
@@ -217,29 +206,22 @@ def with_lengths(
 
     On a GPU, finding out is waiting for it. `learned` are tensors besides these that a gradient may be needed of.
     """
+    check_packing(tensors)
     queries, documents, _, _, queries_cu_seqlens, documents_cu_seqlens, candidates = tensors
-    if queries_cu_seqlens is not None or queries.dim() == 2:
-        check_boundaries("queries_cu_seqlens", queries_cu_seqlens, queries)
-    check_boundaries("documents_cu_seqlens", documents_cu_seqlens, documents)
     assert documents_cu_seqlens is not None
-    if candidates is not None:
-        n_queries = queries.shape[0] if queries_cu_seqlens is None else queries_cu_seqlens.shape[0] - 1
-        check_candidates(candidates, n_queries, documents)
     if queries_cu_seqlens is not None:
         max_query_length = longest(
             "queries_cu_seqlens", queries_cu_seqlens, queries.shape[0], "queries", max_query_length
         )
+    total = documents.shape[0]
     if (
         max_document_length is None
         and documents_cu_seqlens.is_cuda
         and not needs_gradient(queries, documents, *learned)
     ):
         # A bound that costs nothing, the same for many totals.
-        total = documents.shape[0]
         max_document_length = rounded_total(total) if isinstance(total, int) else total
-    max_document_length = longest(
-        "documents_cu_seqlens", documents_cu_seqlens, documents.shape[0], "documents", max_document_length
-    )
+    max_document_length = longest("documents_cu_seqlens", documents_cu_seqlens, total, "documents", max_document_length)
     if candidates is not None and max_candidates is None:
         n_documents = documents_cu_seqlens.shape[0] - 1
         max_candidates = longest("candidates_cu_seqlens", candidates, n_documents, "documents", None)

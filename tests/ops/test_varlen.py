@@ -292,8 +292,8 @@ QB, DB = torch.tensor([0, 4]), torch.tensor([0, 2, 6])
     ("call", "error", "message"),
     [
         (lambda: pack([]), ValueError, "at least one sequence"),
-        (lambda: pack([torch.zeros(2, 3), torch.zeros(2, 4)]), ValueError, r"got \[2, 4\] at 1"),
-        (lambda: pack([torch.zeros(3)]), ValueError, r"shape \[L_i, d\]"),
+        (lambda: pack([torch.zeros(2, 3), torch.zeros(2, 4)]), ValueError, "got 4 at 1 and 3 at 0"),
+        (lambda: pack([torch.zeros(3)]), ValueError, r"shape \[L, d\]"),
         (lambda: pack([Q, Q.half()]), TypeError, r"one dtype, got torch.float16 at 1 and torch.float32 at 0"),
         (lambda: pack([Q, Q.to("meta")]), ValueError, r"on one device, got meta at 1 and cpu at 0"),
         (lambda: maxsim_varlen(Q[None], D, QB, DB), ValueError, r"queries must have shape \[Tq, d\]"),
