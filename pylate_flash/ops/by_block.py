@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 from torch import Tensor
 
 from ..problem import Options, Tensors, empty_results
 from .compute import compute
+from .tiles import group_runs, sequence_blocks
 
 
 class DocumentBlock(NamedTuple):
@@ -38,46 +40,24 @@ def document_blocks(tensors: Tensors, most: int) -> list[DocumentBlock]:
     documents, cu_seqlens = tensors.documents, tensors.documents_cu_seqlens
     if documents.shape[:-1].numel() <= most:
         return [ALL_DOCUMENTS]
-    if cu_seqlens is None:
-        *groups, count, length, _ = documents.shape
-        return _padded_blocks(groups[0] if groups else None, count, length, most)
-    bounds, blocks, start = cu_seqlens.cpu().numpy(), [], 0
-    own = tensors.candidates_cu_seqlens is not None
-    while start < len(bounds) - 1:
-        # The last document that ends within the bound, or the first one.
-        end = max(start + 1, int(bounds.searchsorted(int(bounds[start]) + most, side="right")) - 1)
-        some, rows = slice(start, end), slice(int(bounds[start]), int(bounds[end]))
-        blocks.append(DocumentBlock(rows, some, (rows,), (some,) if own else (slice(None), some), None))
-        start = end
-    return blocks
-
-
-def _padded_blocks(groups: int | None, documents: int, length: int, most: int) -> list[DocumentBlock]:
-    """The same of documents [groups, documents, length]."""
-    step = max(1, most // length)
-    group_step = max(1, step // documents)
-    # As many blocks as that takes, but of one size: a short last one would leave a GPU idle.
-    step = _even(documents, min(step, documents))
-    group_step = _even(groups or 1, min(group_step, groups or 1))
     blocks = []
-    for group in range(0, groups or 1, group_step):
-        last = min(groups or 1, group + group_step)
-        # Several groups come whole, so that the rows of a block are adjacent.
-        for start in range(0, documents, step):
-            end = min(documents, start + step)
-            among = slice(group * documents + start, (last - 1) * documents + end)
-            rows = slice(among.start * length, among.stop * length)
-            if groups is None:
-                blocks.append(DocumentBlock(rows, among, (among,), (slice(None), among), None))
-            else:
-                place = slice(group, last), slice(start, end)
-                blocks.append(DocumentBlock(rows, among, place, place, place[0]))
+    if cu_seqlens is not None:
+        bounds, own = cu_seqlens.cpu().numpy().astype(np.int64), tensors.candidates_cu_seqlens is not None
+        for start, end in sequence_blocks(bounds, most):
+            some, rows = slice(start, end), slice(int(bounds[start]), int(bounds[end]))
+            blocks.append(DocumentBlock(rows, some, (rows,), (some,) if own else (slice(None), some), None))
+        return blocks
+    *groups, count, length, _ = documents.shape
+    # Several groups come whole, so that the rows of a block are adjacent.
+    for some in group_runs(groups[0] if groups else 1, count, most // length):
+        rows, number = slice(some.start * length, some.stop * length), some.stop - some.start
+        if groups:
+            group, first = divmod(some.start, count)
+            place = slice(group, group + max(1, number // count)), slice(first, first + min(number, count))
+            blocks.append(DocumentBlock(rows, some, place, place, place[0]))
+        else:
+            blocks.append(DocumentBlock(rows, some, (some,), (slice(None), some), None))
     return blocks
-
-
-def _even(count: int, most: int) -> int:
-    """The size of as few equal parts of `count` as there are with at most `most` in each."""
-    return -(-count // -(-count // most))
 
 
 def of_block(tensors: Tensors, block: DocumentBlock, embeddings: Tensor) -> Tensors:

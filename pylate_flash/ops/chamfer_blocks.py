@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ..kernels.tables import DIRECT_SIZE
 from ..problem import Problem, accumulation_dtype
-from .blocked import sums_by_winner
+from .blocked import sums_by_argmax
 from .packing import host_bounds
 from .products import block_budget
 
@@ -164,5 +164,5 @@ def _received(sent: Tensor, argmax: Tensor, length: int) -> Tensor:
     """Sums [n, length, d] of what is sent [n, L, d] to the points of `argmax` [n, L], in the order of the senders."""
     n, senders, size = sent.shape
     first = torch.arange(n, device=sent.device).unsqueeze(1) * senders
-    found = sums_by_winner(sent.reshape(-1, size), first, argmax, sent.new_ones(n, senders), length)
+    found = sums_by_argmax(sent.reshape(-1, size), first, argmax, sent.new_ones(n, senders), length)
     return found.view(n, length, size)

@@ -116,21 +116,19 @@ def _in_blocks(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor | Non
         winners = None
         if problem.with_winners:
             winners = torch.full(problem.winners_shape, -1, dtype=problem.winners_dtype, device=problem.device)
-        given = operands_of(problem, tensors)
+        operands = operands_of(problem, tensors)
         # No view of it is returned, as autograd lets nobody write into a view that its function returns.
-        scores = torch.zeros(problem.scores_shape, dtype=given.dtype, device=problem.device)
-        blocked_forward(given, scores, winners)
+        scores = torch.zeros(problem.scores_shape, dtype=operands.dtype, device=problem.device)
+        blocked_forward(operands, scores, winners)
         return with_empty_score(scores.to(problem.scores_dtype), tensors, problem.empty_score), winners
 
 
 def _gradients_in_blocks(
     problem: Problem, tensors: Tensors, grad_scores: Tensor, winners: Tensor, need_queries: bool, need_documents: bool
 ) -> Gradients:
-    given = operands_of(problem, tensors)
-    flow = grad_scores if given.candidates is None else grad_scores.flatten()
-    found = blocked_backward(given, flow, winners, need_queries, need_documents)
-    grad_queries, grad_documents = (
-        None if gradient is None else gradient.to(problem.dtype).view(tensor.shape)
-        for gradient, tensor in zip(found, tensors[:2], strict=True)
+    operands = operands_of(problem, tensors)
+    grad_queries, grad_documents = blocked_backward(operands, grad_scores, winners, need_queries, need_documents)
+    return (
+        None if grad_queries is None else grad_queries.to(problem.dtype).view(tensors.queries.shape),
+        None if grad_documents is None else grad_documents.to(problem.dtype),
     )
-    return grad_queries, grad_documents

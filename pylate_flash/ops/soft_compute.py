@@ -64,8 +64,7 @@ def compute_soft_gradients(
         return kernels().soft_gradients(problem, tensors, beta, grad_scores, lse, needs, max_scratch_bytes)
     with torch.autocast(problem.device.type, enabled=False):
         given = operands_of(problem, tensors)
-        flow = grad_scores if given.candidates is None else grad_scores.flatten()
-        slope, *found = soft_blocked_backward(given, beta, flow, lse, needs)
+        slope, *found = soft_blocked_backward(given, beta, grad_scores, lse, needs)
     of_queries, of_documents = (
         None if gradient is None else gradient.to(problem.dtype).view(tensor.shape)
         for gradient, tensor in zip(found, tensors[:2], strict=True)

@@ -26,7 +26,7 @@ def sparse_blocked_forward(problem: Problem, tensors: Tensors, query_tokens: Ten
             for first in range(run.start, run.stop, step):
                 documents = slice(first, min(first + step, run.stop))
                 among = slice(documents.start - group * met, documents.stop - group * met)
-                block = Block(given, documents, documents.stop - documents.start, [])
+                block = Block(given, documents, documents.stop - documents.start)
                 if block.length == 0:
                     continue
                 for query in [group] if own else range(problem.n_queries):
@@ -37,8 +37,8 @@ def sparse_blocked_forward(problem: Problem, tensors: Tensors, query_tokens: Ten
                     tokens = chosen + query * length
                     weights = counted if given.weights is None else given.weights[tokens] * counted
                     scale = None if given.queries_scale is None else given.queries_scale[tokens]
-                    part = Part(given.queries[tokens], weights, scale, slice(0), slice(0), slice(0), None)
-                    best, winner = maxima(block, part, given.zero_masked, winners is not None)
+                    part = Part(given.queries[tokens], weights, scale, slice(0), slice(0), slice(0))
+                    best, winner = maxima(block, part, winners is not None)
                     scores[query, among] = best.sum(dim=1)
                     if winners is not None and winner is not None:
                         # In the last place, what does not count.

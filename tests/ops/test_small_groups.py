@@ -7,7 +7,7 @@ import torch
 
 from pylate_flash import maxsim, maxsim_varlen, pack
 from pylate_flash.ops import maxsim_reference, products
-from pylate_flash.ops.tiles import _groups_at_once, operands_of
+from pylate_flash.ops.tiles import groups_at_once, operands_of
 from pylate_flash.ops.varlen import maxsim_varlen_reference
 from pylate_flash.problem import Options, Tensors, problem_of
 from tests.ops.cases import Case, gradients, relative_error
@@ -31,7 +31,7 @@ def candidates(n_queries: int, k: int, masked: bool = True) -> Case:
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("budget", [1 << 20, 2000, 800, 300, 50, 1])
-def test_any_number_of_groups_at_once_gives_the_definition(
+def test_any_number_ofgroups_at_once_gives_the_definition(
     budget: int, masked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From all at once to a part of one document's rows."""
@@ -95,9 +95,9 @@ def test_runs_of_queries_stay_within_the_budget() -> None:
     bounds = [torch.tensor(each) for each in ([0, 3, 6, 9, 12], [0, 10, 20, 520, 530, 540], [0, 1, 2, 4, 5])]
     tensors = Tensors(torch.randn(12, 8), torch.randn(540, 8), None, None, *bounds)
     given = operands_of(problem_of(tensors, Options(3, 500, 2)), tensors)
-    assert _groups_at_once(given, 8 * 100) == [(0, 2), (2, 3), (3, 4)]
-    assert _groups_at_once(given, 1 << 20) == [(0, 4)]
-    assert _groups_at_once(given, 1) == [(0, 1), (1, 2), (2, 3), (3, 4)]
+    assert groups_at_once(given, 8 * 100) == [(0, 2), (2, 3), (3, 4)]
+    assert groups_at_once(given, 1 << 20) == [(0, 4)]
+    assert groups_at_once(given, 1) == [(0, 1), (1, 2), (2, 3), (3, 4)]
 
 
 @pytest.mark.parametrize("packed", [False, True])
