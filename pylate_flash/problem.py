@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, fields
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,14 +52,14 @@ class Options(NamedTuple):
     implementation: str = "auto"
 
 
-class Places(NamedTuple):
+class DocumentOffsets(NamedTuple):
     """Where packed documents begin that do not follow each other; `documents` of `Tensors` is where it is counted from.
 
-    `offsets` [Nd], int64 on the device, in units of `unit` elements, 16 bytes where every document begins at a multiple
+    `starts` [Nd], int64 on the device, in units of `unit` elements, 16 bytes where every document begins at a multiple
     of that, else 1. The documents have `n_tokens` in all, each by its own boundaries of contiguous rows.
     """
 
-    offsets: Tensor
+    starts: Tensor
     unit: int
     n_tokens: int
 
@@ -82,7 +82,7 @@ class Kind:
     # `torch.get_float32_matmul_precision()`.
     float32_precision: str
     with_winners: bool
-    # The unit of `Places`; 0: packed documents follow each other.
+    # The unit of `DocumentOffsets`; 0: packed documents follow each other.
     offset_unit: int = 0
     # The type of the values of quantized documents (None: documents have that of queries), and whether queries are
     # quantized too before they are multiplied.
@@ -220,73 +220,64 @@ def winners_dtype(document_length: int) -> torch.dtype:
     return torch.int16 if document_length <= 32767 else torch.int32
 
 
-def empty_results(tensors: Tensors, options: Options, with_winners: bool = True) -> tuple[Tensor, Tensor]:
-    """Uninitialised scores and winners, by sizes that may be symbolic: a compiler has no `Problem`.
-
-    Without winners, theirs have no rows.
-    """
+def _sizes(tensors: Tensors, options: Options) -> tuple[Any, ...]:
+    """Queries, their length, groups, documents of each and their length, as in `Problem`; to a compiler, symbols."""
     queries, documents, _, _, queries_cu_seqlens, cu_seqlens, candidates = tensors
     n_queries, query_length = queries.shape[:2]
     if queries_cu_seqlens is not None:
         n_queries, query_length = queries_cu_seqlens.shape[0] - 1, options.max_query_length
     if cu_seqlens is not None:
-        n_documents = cu_seqlens.shape[0] - 1
-        shape = (n_queries, n_documents) if candidates is None else (n_documents,)
-        rows = query_length if candidates is not None else n_queries * query_length
-        every, length = n_documents, options.max_document_length
-    else:
-        *groups, n_documents, length, _ = documents.shape
-        shape = n_queries, n_documents
-        rows = query_length if groups else n_queries * query_length
-        every = groups[0] * n_documents if groups else n_documents
-    scores = queries.new_empty(shape, dtype=accumulation_dtype(queries.dtype))
-    return scores, queries.new_empty((every if with_winners else 0, rows), dtype=winners_dtype(length))
+        groups = 1 if candidates is None else n_queries
+        return n_queries, query_length, groups, cu_seqlens.shape[0] - 1, options.max_document_length
+    groups = documents.shape[0] if documents.dim() == 4 else 1
+    return n_queries, query_length, groups, *documents.shape[-3:-1]
+
+
+def empty_results(tensors: Tensors, options: Options, with_winners: bool = True) -> tuple[Tensor, Tensor]:
+    """Uninitialised scores and winners, of none if they are not asked for.
+
+    By sizes that may be symbolic: a compiler has no `Problem`.
+    """
+    n_queries, query_length, groups, n_documents, document_length = _sizes(tensors, options)
+    own = tensors.candidates_cu_seqlens is not None
+    shape = (n_documents,) if own else (n_queries, n_documents)
+    every = n_documents if own else groups * n_documents
+    rows = query_length if own or tensors.documents.dim() == 4 else n_queries * query_length
+    scores = tensors.queries.new_empty(shape, dtype=accumulation_dtype(tensors.queries.dtype))
+    return scores, scores.new_empty((every if with_winners else 0, rows), dtype=winners_dtype(document_length))
 
 
 def problem_of(
     tensors: Tensors,
     options: Options,
     with_winners: bool = False,
-    places: Places | None = None,
+    offsets: DocumentOffsets | None = None,
 ) -> Problem:
-    """The problem of tensors that fit together; with `places`, of documents that lie there."""
-    queries, documents, queries_mask, documents_mask, queries_cu_seqlens, documents_cu_seqlens, candidates = tensors
+    """The problem of tensors that fit together; with `offsets`, of documents that lie there."""
+    queries, documents = tensors[:2]
+    dtypes = [None if tensor is None else tensor.dtype for tensor in (*tensors[2:4], *tensors[5:])]
+    n_tokens, aligned, unit = documents.shape[:-1].numel(), documents.data_ptr() % 16 == 0, 0
+    if offsets is not None:
+        n_tokens, unit = offsets.n_tokens, offsets.unit
+        aligned = unit * documents.element_size() == 16
     kind = kind_of(
-        queries.dtype, queries.device, queries.shape[-1],
-        None if queries_mask is None else queries_mask.dtype,
-        None if documents_mask is None else documents_mask.dtype,
-        None if documents_cu_seqlens is None else documents_cu_seqlens.dtype,
-        None if candidates is None else candidates.dtype,
-        options.normalize, options.masking, torch.get_float32_matmul_precision(), with_winners,
-        0 if places is None else places.unit,
-    )  # fmt: skip
-    aligned = documents.data_ptr() % 16 == 0
-    document_strides: tuple[int, ...]
-    if documents_cu_seqlens is not None:
-        n_tokens = documents.shape[0]
-        groups, n_documents, document_length = 1, documents_cu_seqlens.shape[0] - 1, options.max_document_length
-        document_strides = (0, 0, documents.stride(0))
-        if places is not None:
-            n_tokens, aligned = places.n_tokens, places.unit * documents.element_size() == 16
-    elif documents.dim() == 3:
-        groups, (n_documents, document_length, _) = 1, documents.shape
-        n_tokens, (document, token, _) = n_documents * document_length, documents.stride()
-        document_strides = (0, document, token)
-    else:
-        groups, n_documents, document_length, _ = documents.shape
-        n_tokens, document_strides = groups * n_documents * document_length, documents.stride()[:3]
-    if queries_cu_seqlens is None:
-        n_queries, query_length, _ = queries.shape
-        query_strides = queries.stride()[:2]
-    else:
-        n_queries, query_length = queries_cu_seqlens.shape[0] - 1, options.max_query_length
-        query_strides = (query_length * queries.stride(0), queries.stride(0))
-    if candidates is not None:
-        groups = n_queries
-    return Problem(
-        kind, n_queries, query_length, groups, n_documents, document_length, n_tokens, options.max_candidates,
-        query_strides, document_strides, options.empty_score, aligned,
-    )  # fmt: skip
+        queries.dtype,
+        queries.device,
+        queries.shape[-1],
+        *dtypes,
+        options.normalize,
+        options.masking,
+        torch.get_float32_matmul_precision(),
+        with_winners,
+        unit,
+    )
+    sizes = _sizes(tensors, options)
+    query_strides = queries.stride()[:2]
+    if tensors.queries_cu_seqlens is not None:
+        query_strides = sizes[1] * queries.stride(0), queries.stride(0)
+    document_strides = (0, 0, *documents.stride())[-4:-1]
+    counts = *sizes, n_tokens, options.max_candidates
+    return Problem(kind, *counts, query_strides, document_strides, options.empty_score, aligned)
 
 
 class Targets(NamedTuple):
@@ -316,32 +307,20 @@ class Comparison(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """How query tokens retrieve, and how what they retrieve scores.
+    """How query tokens retrieve, and how what they retrieve scores."""
 
-    Attributes
-    ----------
-    k
-        How many tokens each row retrieves, at most as many as there are.
-    with_whole
-        Whether a token that is not retrieved counts as 0, so that it matters which documents are retrieved as a whole.
-    least
-        What scores are divided by at least.
-    """
-
+    # How many tokens each row retrieves, at most as many as there are.
     k: int
+    # Whether a token that is not retrieved counts as 0, so that it matters which documents are retrieved as a whole.
     with_whole: bool
+    # What scores are divided by at least.
     least: float
 
 
 class Results(NamedTuple):
-    """Where the results of a call go.
+    """Where a call's results go: the scores [Nq, Nd] and what they were divided by, and the tokens that score.
 
-    Attributes
-    ----------
-    scores, divisors
-        [Nq, Nd]: the scores, and what they were divided by.
-    winners
-        [Nd, Nq * Lq]: the tokens that score, -1 where none does. They may be columns of more.
+    `winners` [Nd, Nq * Lq], -1 where none does, may be columns of more.
     """
 
     scores: Tensor

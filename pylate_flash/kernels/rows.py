@@ -361,7 +361,7 @@ def pad(
 ) -> tuple[Tensor, Tensor]:
     """Padded sequences [N, length, d] and their mask, bool, of `packed` [T, d] with contiguous rows and boundaries.
 
-    With `offsets` [N], int64, they begin there, in units of `unit` elements from `packed`, as in `problem.Places`.
+    With `offsets` [N], int64, they begin there, in units of `unit` elements from `packed` (`problem.DocumentOffsets`).
     """
     n_sequences, size = cu_seqlens.shape[0] - 1, packed.shape[1]
     padded = torch.empty(n_sequences, length, size, dtype=packed.dtype, device=packed.device)

@@ -1,5 +1,7 @@
 """The operations: what is computed, with its plain-torch definition beside every fast version."""
 
+# ruff: noqa: F401 (the names that this module offers)
+
 from __future__ import annotations
 
 from .chamfer import chamfer, chamfer_reference, chamfer_varlen
@@ -18,44 +20,3 @@ from .soft import soft_maxsim, soft_maxsim_reference, soft_maxsim_varlen
 from .sparse_queries import maxsim_sparse_queries, maxsim_sparse_queries_reference
 from .varlen import maxsim_varlen, maxsim_varlen_pairwise
 from .xtr import xtr_scores, xtr_scores_reference
-
-__all__ = [
-    "Explanation",
-    "LossStatistics",
-    "QuantizedEmbeddings",
-    "chamfer",
-    "chamfer_reference",
-    "chamfer_varlen",
-    "ResidualCodec",
-    "ResidualCodes",
-    "cross_entropy_reference",
-    "explain",
-    "kl_divergence_reference",
-    "margin_mse_reference",
-    "maxsim",
-    "maxsim_cross_entropy",
-    "maxsim_from_hidden",
-    "maxsim_from_hidden_reference",
-    "maxsim_kl_divergence",
-    "maxsim_margin_mse",
-    "maxsim_pairwise",
-    "maxsim_ragged",
-    "maxsim_ragged_pairwise",
-    "maxsim_reference",
-    "maxsim_sparse_queries",
-    "maxsim_sparse_queries_reference",
-    "maxsim_residual",
-    "maxsim_residual_reference",
-    "maxsim_varlen",
-    "maxsim_varlen_pairwise",
-    "pack",
-    "read_fast_plaid",
-    "soft_maxsim",
-    "soft_maxsim_reference",
-    "soft_maxsim_varlen",
-    "quantize",
-    "train_residual_codec",
-    "unpack",
-    "xtr_scores",
-    "xtr_scores_reference",
-]

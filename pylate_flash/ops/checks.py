@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._C._functorch import TransformType, get_interpreter_stack, peek_interpreter_stack
 from torch.autograd import forward_ad
 
-from ..problem import Options, Places, Problem, Tensors, problem_of
+from ..problem import DocumentOffsets, Options, Problem, Tensors, problem_of
 
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _QUERIES = {3: "[Nq, Lq, d]"}
@@ -159,12 +159,12 @@ def checked_problem(
     tensors: Tensors,
     options: Options,
     with_winners: bool = False,
-    places: Places | None = None,
+    offsets: DocumentOffsets | None = None,
     quantized: bool = False,
 ) -> Problem:
     """The problem of a call (`problem_of`), after every check of its tensors (`check`)."""
     check(tensors, quantized)
-    return problem_of(tensors, options, with_winners, places)
+    return problem_of(tensors, options, with_winners, offsets)
 
 
 def is_readable(tensor: Tensor) -> bool:

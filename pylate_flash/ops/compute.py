@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
+from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..kernels.plan import choose
-from ..problem import Options, Places, Problem, Tensors
+from ..problem import DocumentOffsets, Options, Problem, Tensors
 from .blocked import blocked_backward, blocked_forward
 from .checks import checked_mask, checked_problem
 from .tiles import operands_of
@@ -18,15 +20,13 @@ Gradients = tuple[Tensor | None, Tensor | None]
 
 
 def compute(
-    tensors: Tensors, options: Options, with_winners: bool, places: Places | None = None
+    tensors: Tensors, options: Options, with_winners: bool, offsets: DocumentOffsets | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Scores, and the winners [documents, rows], if asked for. Only kernels take `places`."""
-    problem = checked_problem(tensors, options, with_winners, places)
+    """Scores, and the winners [documents, rows], if asked for. Only kernels take `offsets`."""
+    problem = checked_problem(tensors, options, with_winners, offsets)
     implementation = choose(options.implementation, problem.device, problem.dtype, problem.size)
-    if problem.is_empty:
-        scores, winners = _without_tokens(problem, tensors)
-    elif implementation == "triton":
-        scores, winners = kernels().scores(problem, tensors, None if places is None else places.offsets)
+    if implementation == "triton" and not problem.is_empty:
+        scores, winners = kernels().scores(problem, tensors, None if offsets is None else offsets.starts)
     else:
         scores, winners = _in_blocks(problem, tensors)
     if options.reduction == "mean":
@@ -53,15 +53,6 @@ def compute_gradients(
     implementation = choose(options.implementation, problem.device, problem.dtype, problem.size)
     compute = kernels().gradients if implementation == "triton" else _gradients_in_blocks
     return compute(problem, tensors, grad_scores, winners, need_queries, need_documents)
-
-
-def _without_tokens(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor | None]:
-    """Scores where there is no token of a query, of a document, or neither."""
-    device, winners = problem.device, None
-    if problem.with_winners:
-        winners = torch.full(problem.winners_shape, -1, dtype=problem.winners_dtype, device=device)
-    scores = torch.zeros(problem.scores_shape, dtype=problem.scores_dtype, device=device)
-    return with_empty_score(scores, tensors, problem.empty_score), winners
 
 
 def with_empty_score(scores: Tensor, tensors: Tensors, empty_score: float) -> Tensor:
@@ -102,6 +93,12 @@ def kernels() -> ModuleType:
     return kernel_calls
 
 
+def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Computation in the types of its tensors, which have followed autocast already."""
+    # To enter autocast takes as long as a launch.
+    return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()
+
+
 def checked_masks(tensors: Tensors) -> tuple[Tensor | None, Tensor | None]:
     """Both masks after a look at their values, where that waits for nothing."""
     return (
@@ -111,16 +108,18 @@ def checked_masks(tensors: Tensors) -> tuple[Tensor | None, Tensor | None]:
 
 
 def _in_blocks(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor | None]:
-    # Under autocast the inputs have the autocast type already; the products inside must not be rounded to it.
-    with torch.autocast(problem.device.type, enabled=False):
-        winners = None
-        if problem.with_winners:
-            winners = torch.full(problem.winners_shape, -1, dtype=problem.winners_dtype, device=problem.device)
-        operands = operands_of(problem, tensors)
+    """Scores, and winners if the problem has them; a query or a document may be without tokens, or all of them."""
+    device, winners = problem.device, None
+    if problem.with_winners:
+        winners = torch.full(problem.winners_shape, -1, dtype=problem.winners_dtype, device=device)
+    with without_autocast(device):
+        operands = None if problem.is_empty else operands_of(problem, tensors)
+        dtype = problem.scores_dtype if operands is None else operands.dtype
         # No view of it is returned, as autograd lets nobody write into a view that its function returns.
-        scores = torch.zeros(problem.scores_shape, dtype=operands.dtype, device=problem.device)
-        blocked_forward(operands, scores, winners)
-        return with_empty_score(scores.to(problem.scores_dtype), tensors, problem.empty_score), winners
+        scores = torch.zeros(problem.scores_shape, dtype=dtype, device=device)
+        if operands is not None:
+            blocked_forward(operands, scores, winners)
+    return with_empty_score(scores.to(problem.scores_dtype), tensors, problem.empty_score), winners
 
 
 def _gradients_in_blocks(

@@ -121,7 +121,7 @@ def explain(
     options = Options(normalize=checked_flag("normalize", normalize), masking=masking, implementation=implementation)
     if checked_flag("soft", soft) and not isinstance(documents, Tensor):
         raise TypeError(f"documents must be a torch.Tensor where soft is True, got {type(documents).__name__}")
-    lists = places = None
+    lists = offsets = None
     if not isinstance(documents, Tensor | QuantizedEmbeddings):
         _check_none(
             "documents are a list",
@@ -132,7 +132,7 @@ def explain(
             max_document_length=max_document_length,
         )
         call = call_of("explain", queries, documents, queries_mask, candidates_cu_seqlens, options)
-        tensors, options, places, reason = call
+        tensors, options, offsets, reason = call
         lists = "read where they lie" if reason is None else f"packed, because {reason}"
     elif not isinstance(queries, Tensor):
         raise TypeError(f"queries must be a torch.Tensor where documents are one, got {type(queries).__name__}")
@@ -156,7 +156,7 @@ def explain(
     else:
         tensors = checked("explain", tensors, options)
         learns = needs_gradient(*tensors[:2])
-        problem = checked_problem(tensors, options, learns and not soft, places)
+        problem = checked_problem(tensors, options, learns and not soft, offsets)
     kind = implementation, problem.device, problem.deciding_dtype, problem.size
     explanation = Explanation(choose(*kind), why(*kind), None, None, lists)
     if explanation.implementation == "blocked" or problem.is_empty:

@@ -41,7 +41,7 @@ __all__ = [
 
 
 def scores(problem: Problem, tensors: Tensors, offsets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """Scores, and winners if the problem has them; no size is 0. `offsets` are those of `Places`."""
+    """Scores, and winners if the problem has them; no size is 0. `offsets` are those of `DocumentOffsets`."""
     return maxsim_forward(*_for_kernels(problem, tensors), offsets)
 
 

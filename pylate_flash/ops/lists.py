@@ -29,7 +29,6 @@ class Sequences(NamedTuple):
     """A list of N tensors [L_i, size], contiguous, of one dtype and device."""
 
     tensors: Sequence[Tensor]
-    size: int
     # Those that tell what types there are, and whether one needs a gradient: of tensors that are alike, the first.
     examples: Sequence[Tensor]
     # int64: lengths [N], and boundaries [N + 1] of the sequences one after the other.
@@ -41,6 +40,10 @@ class Sequences(NamedTuple):
     known_addresses: np.ndarray | None
 
     @property
+    def size(self) -> int:
+        return self.tensors[0].shape[1]
+
+    @property
     def addresses(self) -> np.ndarray:
         """Where they begin [N], int64."""
         if self.known_addresses is not None:
@@ -48,22 +51,14 @@ class Sequences(NamedTuple):
         return np.fromiter(map(Tensor.data_ptr, self.tensors), dtype=np.int64, count=len(self.tensors))
 
 
-def _sequences(tensors: Sequence[Tensor], size: int, examples: Sequence[Tensor], lengths: np.ndarray) -> Sequences:
+def _sequences(tensors: Sequence[Tensor], examples: Sequence[Tensor], lengths: np.ndarray) -> Sequences:
     bounds = np.zeros(len(lengths) + 1, dtype=np.int64)
     np.cumsum(lengths, out=bounds[1:])
-    return Sequences(tensors, size, examples, lengths, bounds, int(lengths.min()), int(lengths.max()), None)
+    return Sequences(tensors, examples, lengths, bounds, int(lengths.min()), int(lengths.max()), None)
 
 
 def sequences_of(name: str, values: Sequence[Tensor | np.ndarray] | Sequences) -> Sequences:
-    """The tensors of a list, and their lengths, after a check of each, unless that was made before.
-
-    Raises
-    ------
-    TypeError
-        If this is no list, an item is neither a tensor nor an array, or the dtypes differ or are none of embeddings.
-    ValueError
-        If there is no item, an item is not [L, d] with d at least 1, or sizes or devices differ.
-    """
+    """The tensors of a list, and their lengths, after a check of each, unless that was made before."""
     if isinstance(values, Sequences):
         return values
     check_list(name, values)
@@ -72,7 +67,9 @@ def sequences_of(name: str, values: Sequence[Tensor | np.ndarray] | Sequences) -
     except RuntimeError:
         # A sparse or nested tensor has no strides, or no shape, to compare.
         found = None
-    found = found or _one_by_one(name, values)
+    if found is None:
+        tensors = [tensor.contiguous() for tensor in tensors_of(name, values)]
+        found = _sequences(tensors, tensors, np.array([len(tensor) for tensor in tensors], dtype=np.int64))
     # All others are like it.
     check_embeddings(name, found.tensors[0], {2: "[L, d]"})
     return found
@@ -86,17 +83,17 @@ def _alike(values: Sequence[object]) -> Sequences | None:
     first = cast("Tensor", first)
     if first.dim() != 2 or first.shape[1] == 0:
         return None
-    tensors, size = cast("Sequence[Tensor]", values), first.shape[1]
+    tensors = cast("Sequence[Tensor]", values)
     if kernels_run_on(first.device, first.dtype) is None and _kernels_look():
         found = kernels().look(values)
         if found is None:
             return None
         lengths, addresses, bounds, shortest, longest = found
-        return Sequences(tensors, size, tensors[:1], lengths, bounds, shortest, longest, addresses)
+        return Sequences(tensors, tensors[:1], lengths, bounds, shortest, longest, addresses)
     if not all(is_like(first, value) for value in values):
         return None
     elements = np.fromiter(map(Tensor.numel, tensors), dtype=np.int64, count=len(tensors))
-    return _sequences(tensors, size, tensors[:1], elements // size)
+    return _sequences(tensors, tensors[:1], elements // first.shape[1])
 
 
 def is_like(first: Tensor, other: object) -> bool:
@@ -140,10 +137,3 @@ def _samples() -> tuple[Tensor, Sequence[Tensor], Sequence[object]]:
         rows.new_zeros(2, 4, requires_grad=True),
     )  # fmt: skip
     return rows, alike, others
-
-
-def _one_by_one(name: str, values: Sequence[Tensor | np.ndarray]) -> Sequences:
-    """The sequences of a list of other than tensors that are alike."""
-    tensors = [tensor.contiguous() for tensor in tensors_of(name, values)]
-    lengths = np.array([tensor.shape[0] for tensor in tensors], dtype=np.int64)
-    return _sequences(tensors, tensors[0].shape[1], tensors, lengths)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.plan import IMPLEMENTATIONS, choose
-from ..problem import Options, Places, Tensors, accumulation_dtype
+from ..problem import DocumentOffsets, Options, Tensors, accumulation_dtype
 from .checks import check_boundaries, check_choice, check_list, check_same, check_tensor, checked_flag, is_readable
 from .compute import compute, kernels
 from .lists import Sequences, sequences_of
@@ -183,11 +183,11 @@ def _scores_of_pairs(queries: Sequences, documents: Sequences, options: Options)
 
 
 class ListCall(NamedTuple):
-    """A call on lists, as the operator takes it, packed, or as the kernels take it with `places`."""
+    """A call on lists, as the operator takes it, packed, or as the kernels take it with `offsets`."""
 
     tensors: Tensors
     options: Options
-    places: Places | None
+    offsets: DocumentOffsets | None
     # Why its documents are packed, or None.
     packed_because: str | None
 
@@ -234,9 +234,9 @@ def _scores(operation: str, *arguments: Any) -> Tensor:
     if torch.compiler.is_compiling():
         return _scores_in_a_graph(operation, *arguments)
     call = call_of(operation, *arguments)
-    if call.places is None:
+    if call.offsets is None:
         return scores_of(operation, call.tensors, call.options)
-    return compute(call.tensors, call.options, False, call.places)[0]
+    return compute(call.tensors, call.options, False, call.offsets)[0]
 
 
 def _scores_in_a_graph(
@@ -289,7 +289,7 @@ def _together(queries: Sequences) -> tuple[Tensor, np.ndarray | None]:
 
 def _in_place(
     operation: str, tensors: Tensors, queries: Sequences | None, documents: Sequences, options: Options
-) -> tuple[Tensors, Options, Places]:
+) -> tuple[Tensors, Options, DocumentOffsets]:
     """The call of kernels that get the addresses of sequences: documents stay there, and queries are padded from there.
 
     Documents have boundaries as if they were packed.
@@ -298,8 +298,8 @@ def _in_place(
     check_same(query, document)
     # Memory of this call's own to count from: it begins at a multiple of 16 bytes, and where is all that matters of it.
     origin = document.new_empty(1, documents.size)
-    offsets, unit = _offsets(documents, origin)
-    arrays = {"offsets": offsets, "bounds": documents.bounds}
+    starts, unit = _offsets(documents, origin)
+    arrays = {"starts": starts, "bounds": documents.bounds}
     apart = queries if queries is not None and len(queries.tensors) > 1 and queries.longest > 0 else None
     if apart is not None:
         arrays["queries_offsets"], queries_unit = _offsets(apart, origin)
@@ -315,12 +315,12 @@ def _in_place(
     elif queries is not None:
         query = _together(queries)[0]
     tensors = Tensors(query, origin, queries_mask, None, None, table["bounds"], table.get("candidates", candidates))
-    places = Places(table["offsets"], unit, int(arrays["bounds"][-1]))
-    return checked(operation, tensors, options), options, places
+    offsets = DocumentOffsets(table["starts"], unit, int(arrays["bounds"][-1]))
+    return checked(operation, tensors, options), options, offsets
 
 
 def _offsets(sequences: Sequences, origin: Tensor) -> tuple[np.ndarray, int]:
-    """Where sequences begin, counted from `origin`, and the unit that it is counted in, as in `Places`."""
+    """Where sequences begin, counted from `origin`, and the unit that it is counted in, as in `DocumentOffsets`."""
     item = origin.element_size()
     offsets = sequences.addresses - origin.data_ptr()
     if sequences.shortest == 0:

@@ -8,7 +8,7 @@ from torch import Tensor
 from ..kernels.plan import choose
 from ..problem import Options, Problem, Tensors
 from .checks import checked_problem
-from .compute import active_counts, kernels, with_empty_score
+from .compute import active_counts, kernels, with_empty_score, without_autocast
 from .soft_blocks import soft_blocked_backward, soft_blocked_forward
 from .tiles import operands_of
 
@@ -31,8 +31,7 @@ def compute_soft(tensors: Tensors, options: Options, beta: Tensor, with_lse: boo
     elif _implementation(problem, options) == "triton":
         scores, lse = kernels().soft_scores(problem, tensors, beta, with_lse)
     else:
-        # Under autocast the inputs have the autocast type already; the products inside must not be rounded to it.
-        with torch.autocast(problem.device.type, enabled=False):
+        with without_autocast(problem.device):
             if with_lse:
                 lse = torch.zeros(problem.winners_shape, dtype=beta.dtype, device=problem.device)
             given = operands_of(problem, tensors)
@@ -62,7 +61,7 @@ def compute_soft_gradients(
         return tuple(zero if need else None for zero, need in zip(zeros, needs, strict=True))  # type: ignore[return-value]
     if _implementation(problem, options) == "triton":
         return kernels().soft_gradients(problem, tensors, beta, grad_scores, lse, needs, max_scratch_bytes)
-    with torch.autocast(problem.device.type, enabled=False):
+    with without_autocast(problem.device):
         given = operands_of(problem, tensors)
         slope, *found = soft_blocked_backward(given, beta, grad_scores, lse, needs)
     of_queries, of_documents = (

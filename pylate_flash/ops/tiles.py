@@ -65,11 +65,11 @@ class Operands(NamedTuple):
         bounds = self.document_bounds
         return self.documents.shape[:-2].numel() if bounds is None else len(bounds) - 1
 
-    def lengths(self, start: int, stop: int) -> np.ndarray:
-        """Tokens of some documents, padding included."""
+    def longest(self, start: int, stop: int) -> int:
+        """Tokens of the longest of some documents, padding included."""
         if self.document_bounds is None:
-            return np.full(stop - start, self.documents.shape[-2])
-        return np.diff(self.document_bounds[start : stop + 1])
+            return self.documents.shape[-2] if start < stop else 0
+        return int(np.diff(self.document_bounds[start : stop + 1]).max(initial=0))
 
     def runs(self, start: int, stop: int, budget: int, padded: bool = True) -> list[slice]:
         """Consecutive documents of at most `budget` tokens, padded to the longest of them or not; or one alone."""
@@ -77,7 +77,7 @@ class Operands(NamedTuple):
             step = max(1, budget // self.documents.shape[-2])
             return [slice(first, min(first + step, stop)) for first in range(start, stop, step)]
         if padded:
-            found = runs(self.lengths(start, stop), budget)
+            found = runs(np.diff(self.document_bounds[start : stop + 1]), budget)
         else:
             found = sequence_blocks(self.document_bounds[start : stop + 1], budget)
         return [slice(start + first, start + last) for first, last in found]
@@ -117,9 +117,9 @@ def operands_of(problem: Problem, tensors: Tensors) -> Operands:
         weights = weights.to(problem.scores_dtype) if weights.is_floating_point() else weights
     if queries.dim() == 3:
         queries = queries.flatten(0, 1)
-    scales: tuple[Tensor | None, ...] = (None, None)
+    scales: list[Tensor | None] = [None, None]
     if problem.normalize:
-        (queries, documents), scales = in_range((queries, documents))
+        (queries, documents), scales[:] = in_range((queries, documents))
     bounds: tuple[np.ndarray, np.ndarray | None, np.ndarray | None]
     if problem.packed:
         bounds = host_bounds_of(problem, tensors)
@@ -130,7 +130,8 @@ def operands_of(problem: Problem, tensors: Tensors) -> Operands:
     if len(queries) != problem.n_queries * length:
         firsts = np.arange(problem.n_queries) * length - bounds[0][:-1]
         columns = torch.from_numpy(np.repeat(firsts, np.diff(bounds[0])) + np.arange(len(queries))).to(problem.device)
-    return Operands(queries, documents, weights, mask, *scales, *bounds, length, columns, problem.kind.zero_masked)
+    others = *scales, *bounds, length, columns, problem.kind.zero_masked
+    return Operands(queries, documents, weights, mask, *others)
 
 
 class Part(NamedTuple):
@@ -154,7 +155,7 @@ class Part(NamedTuple):
             sums = values.unflatten(1, (count, -1)).sum(dim=2)
         else:
             sums = values.new_zeros(len(values), count).index_add_(1, self.owners, values)
-        scores[self.queries, documents] += sums.T
+        scores[self.queries, documents].add_(sums.T)
 
     def spread(self, grad_scores: Tensor, documents: slice) -> Tensor:
         """The gradient of what rows have of documents, [documents, R], of `add` to scores with this gradient."""
@@ -179,15 +180,12 @@ class Block:
         scale, mask = operands.documents_scale, operands.mask
         self.scale = None if scale is None else operands.tokens(scale, documents)
         self.exist: Tensor | None = None
-        if operands.document_bounds is None:
-            self.length = operands.documents.shape[-2]
-            self._bounds = np.arange(self.count + 1) * self.length
-        else:
+        self.length = operands.longest(documents.start, documents.stop)
+        if len(self.values) != self.count * self.length:
+            assert operands.document_bounds is not None
             bounds = operands.document_bounds[documents.start : documents.stop + 1]
             self._bounds = bounds - bounds[0]
-            self.length = int(np.diff(bounds).max())
-            if len(self.values) != self.count * self.length:
-                self._padding, self.exist = padded_tokens(self._bounds, np.arange(self.count), self.values.device)
+            self._padding, self.exist = padded_tokens(self._bounds, np.arange(self.count), self.values.device)
         self.mask = self.exist if mask is None else operands.tokens(mask, documents).view(self.count, self.length)
         # The similarity of a token that is not active.
         self._masked = 0.0 if operands.zero_masked else -torch.inf
@@ -195,7 +193,8 @@ class Block:
     @property
     def starts(self) -> Tensor:
         """The first token of each document [documents, 1]."""
-        return torch.from_numpy(self._bounds[:-1]).to(self.values.device).unsqueeze(1)
+        bounds = np.arange(self.count + 1) * self.length if self.exist is None else self._bounds
+        return torch.from_numpy(bounds[:-1]).to(self.values.device).unsqueeze(1)
 
     @cached_property
     def empty(self) -> Tensor | None:
@@ -271,7 +270,7 @@ def blocks(operands: Operands, together: bool = True, padded: bool = True) -> It
         start, stop = 0, operands.n_documents
         if operands.candidates is not None:
             start, stop = operands.candidates[[first, last]].tolist()
-        longest = operands.lengths(start, stop).max(initial=0)
+        longest = operands.longest(start, stop)
         if longest == 0 or bounds[first] == bounds[last]:
             continue
         if operands.candidates is not None and last - first > 1:
@@ -313,12 +312,12 @@ def _of_groups(operands: Operands, queries: slice, documents: slice) -> Block:
     assert operands.candidates is not None
     bounds, numbers = operands.query_bounds, np.arange(queries.start, queries.stop)
     of = slice(int(bounds[queries.start]), int(bounds[queries.stop]))
-    if operands.document_bounds is None:
-        rows, exist, shape = of, None, (len(numbers), operands.query_length)
-    else:
+    rows: slice | Tensor = of
+    exist, shape = None, (len(numbers), operands.query_length)
+    if operands.document_bounds is not None:
         numbers = np.repeat(numbers, np.diff(operands.candidates[queries.start : queries.stop + 1]))
-        rows, exist = padded_tokens(bounds, numbers, operands.device)
-        rows, shape = rows.flatten(), rows.shape
+        padded, exist = padded_tokens(bounds, numbers, operands.device)
+        rows, shape = padded.flatten(), (len(numbers), padded.shape[1])
     weights, scale = (
         None if of_rows is None else of_rows[rows].view(shape) for of_rows in (operands.weights, operands.queries_scale)
     )
@@ -332,8 +331,10 @@ def groups_at_once(operands: Operands, budget: int) -> list[tuple[int, int]]:
     """Consecutive queries that fit into `budget` with their documents, all padded to one length; or one query alone."""
     assert operands.candidates is not None
     counts, longest = np.diff(operands.candidates), np.zeros(operands.n_queries, dtype=np.int64)
-    lengths = operands.lengths(0, operands.n_documents)
-    np.maximum.at(longest, np.repeat(np.arange(len(counts)), counts), lengths)
+    if operands.document_bounds is None:
+        longest += operands.documents.shape[-2]
+    else:
+        np.maximum.at(longest, np.repeat(np.arange(len(counts)), counts), np.diff(operands.document_bounds))
     return runs(longest, budget // max(operands.documents.shape[-1], operands.query_length), counts)
 
 
@@ -386,6 +387,8 @@ def runs(lengths: np.ndarray, budget: int, counts: np.ndarray | None = None) -> 
 def sequence_blocks(bounds: np.ndarray, budget: int) -> list[tuple[int, int]]:
     """Consecutive sequences whose tokens fit into `budget` together; a longer sequence stands alone."""
     found, first = [], 0
+    if bounds[-1] - bounds[0] <= budget:
+        return [(0, len(bounds) - 1)]
     while first < len(bounds) - 1:
         last = int(np.searchsorted(bounds, bounds[first] + max(1, budget), side="right")) - 1
         last = max(last, first + 1)

@@ -39,7 +39,8 @@ def maxsim_varlen_reference(
         for values, cu_seqlens in ((queries, queries_cu_seqlens), (documents, documents_cu_seqlens))
     )
     n_queries, n_documents = len(split_queries), len(split_documents)
-    met, shape = [(0, n_documents)] * n_queries, (n_queries, n_documents)
+    met = [(0, n_documents)] * n_queries
+    shape: tuple[int, ...] = (n_queries, n_documents)
     if candidates_cu_seqlens is not None:
         met, shape = [*pairwise(candidates_cu_seqlens.tolist())], (n_documents,)
     options: dict[str, Any] = {"normalize": normalize, "reduction": reduction, "empty_score": empty_score}

@@ -24,9 +24,9 @@ def units(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
     compute = ragged.compute
 
-    def noted(tensors, options, with_winners, places):
-        found.append(places.unit)
-        return compute(tensors, options, with_winners, places)
+    def noted(tensors, options, with_winners, offsets):
+        found.append(offsets.unit)
+        return compute(tensors, options, with_winners, offsets)
 
     monkeypatch.setattr(ragged, "compute", noted)
     return found

@@ -164,13 +164,13 @@ def test_all_that_the_kernels_are_told_of_lists_is_in_one_copy(lengths: tuple, m
     candidates = torch.tensor([0, *[3] * len(lengths)], dtype=torch.int32)
     call = ragged_operation.call_of("ragged", queries, documents, None, candidates, Options())
     assert call.packed_because is None
-    tensors, places = call.tensors, call.places
-    assert places is not None
-    assert (places.offsets * places.unit * 4 + tensors.documents.data_ptr()).tolist() == addresses(documents)
-    assert (places.n_tokens, places.unit) == (13, 4 if all(at % 16 == 0 for at in addresses(documents)) else 1)
+    tensors, offsets = call.tensors, call.offsets
+    assert offsets is not None
+    assert (offsets.starts * offsets.unit * 4 + tensors.documents.data_ptr()).tolist() == addresses(documents)
+    assert (offsets.n_tokens, offsets.unit) == (13, 4 if all(at % 16 == 0 for at in addresses(documents)) else 1)
     assert tensors.documents_cu_seqlens.tolist() == [0, 5, 6, 13]
     assert tensors.candidates_cu_seqlens.tolist() == candidates.tolist()
-    parts = [places.offsets, tensors.documents_cu_seqlens, tensors.candidates_cu_seqlens]
+    parts = [offsets.starts, tensors.documents_cu_seqlens, tensors.candidates_cu_seqlens]
     if len(lengths) == 1:
         assert tensors.queries.data_ptr() == queries[0].data_ptr()
         assert padded == []

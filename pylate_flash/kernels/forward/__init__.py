@@ -45,7 +45,8 @@ def maxsim_forward(
 
     Queries are padded, or packed with one length; all tensors lie on the device, with contiguous rows, masks and
     boundaries contiguous. No dimension is 0; a document may be empty. With `offsets`, packed documents that are not
-    normalised begin there (`problem.Places`). `norms` are those of queries and documents, where they are known.
+    normalised begin there (`problem.DocumentOffsets`). `norms` are those of queries and documents, where they are
+    known.
     """
     plan = forward_plan(problem)
     given = _given(tensors)._replace(offsets=offsets)

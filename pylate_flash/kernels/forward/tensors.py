@@ -23,7 +23,7 @@ class ForwardTensors(NamedTuple):
     queries_scale: Tensor | None = None
     documents_scale: Tensor | None = None
     cu_seqlens: Tensor | None = None
-    # Where packed documents begin that do not follow each other (`problem.Places`).
+    # Where packed documents begin that do not follow each other (`problem.DocumentOffsets`).
     offsets: Tensor | None = None
     # Boundaries of the packed documents of each query, or the numbers of documents [Nq, K].
     candidates: Tensor | None = None
