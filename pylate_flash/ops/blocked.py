@@ -118,25 +118,25 @@ def _runs(operands: Operands, columns: int) -> Iterator[tuple[slice, np.ndarray]
 
 def _of_rows(block: Block, argmax: Tensor, flow: Tensor, groups: np.ndarray) -> Tensor:
     """What rows [groups * columns, d] get of the tokens that attain their maxima."""
-    kept, flows = _kept(argmax)
+    summed, flows = _summed(argmax)
     picked = torch.where(flows, block.starts.to(torch.int32) + argmax, 0)
     if block.scale is not None:
         flow = flow * block.scale[picked]
     table = block.values.to(flow.dtype)
-    if kept is not flows:
+    if summed is not flows:
         # Where nothing flows, a token of zeros is picked.
         table, picked = F.pad(table, (0, 0, 0, 1)), torch.where(flows, picked, len(table))
     counts, columns = np.bincount(groups - groups[0]), argmax.shape[1]
     if counts.min() == counts.max():
-        picked, flow, kept = (
-            entries.reshape(len(counts), -1, columns).transpose(1, 2) for entries in (picked, flow, kept)
+        picked, flow, summed = (
+            entries.reshape(len(counts), -1, columns).transpose(1, 2) for entries in (picked, flow, summed)
         )
-        return weighted_sums(table, picked, flow, kept, kept.sum(dim=2))
+        return weighted_sums(table, picked, flow, summed, summed.sum(dim=2))
     first = torch.from_numpy((groups - groups[0]) * columns).to(argmax.device).unsqueeze(1)
     rows, order = torch.sort((first + torch.arange(columns, device=argmax.device)).flatten(), stable=True)
-    picked, flow, kept = (entries.flatten()[order] for entries in (picked, flow, kept))
+    picked, flow, summed = (entries.flatten()[order] for entries in (picked, flow, summed))
     sizes = torch.zeros(len(counts) * columns, dtype=torch.int64, device=argmax.device)
-    return weighted_sums(table, picked, flow, kept, sizes.scatter_add_(0, rows, kept.long()))
+    return weighted_sums(table, picked, flow, summed, sizes.scatter_add_(0, rows, summed.long()))
 
 
 def sums_by_argmax(
@@ -147,22 +147,22 @@ def sums_by_argmax(
     Of document i, the rows begin at first[i], and argmax [documents, R] and weight [documents, R] tell which token wins
     each of them, -1 for none, and how much of it that token gets.
     """
-    kept, flows = _kept(argmax)
+    summed, flows = _summed(argmax)
     # What is left out counts as one more token's.
-    bags = length if kept is flows else length + 1
+    bags = length if summed is flows else length + 1
     argmax, order = torch.sort(argmax.where(flows, length), dim=1, stable=True)
     counts = torch.zeros(len(argmax), length + 1, dtype=order.dtype, device=order.device)
     counts.scatter_add_(1, argmax.long(), torch.ones_like(order))
     sizes = counts[:, :bags]
-    if exist is not None and kept is flows:
+    if exist is not None and summed is flows:
         sizes, exist = sizes[exist], None
-    sums = weighted_sums(rows, order + first, weight.gather(1, order), kept.gather(1, order), sizes)
-    if kept is not flows:
+    sums = weighted_sums(rows, order + first, weight.gather(1, order), summed.gather(1, order), sizes)
+    if summed is not flows:
         sums = sums.view(len(argmax), bags, -1)[:, :length].flatten(0, 1)
     return sums if exist is None else sums[exist.flatten()]
 
 
-def _kept(argmax: Tensor) -> tuple[Tensor, Tensor]:
+def _summed(argmax: Tensor) -> tuple[Tensor, Tensor]:
     """Which entries are summed, and which of them a gradient flows through.
 
     They are the same on a CPU. To know how many those are, a GPU would be waited for: there all are summed.
@@ -171,10 +171,10 @@ def _kept(argmax: Tensor) -> tuple[Tensor, Tensor]:
     return (flows if argmax.device.type == "cpu" else torch.ones_like(flows)), flows
 
 
-def weighted_sums(table: Tensor, index: Tensor, weight: Tensor, kept: Tensor, sizes: Tensor) -> Tensor:
-    """Sums [bags, d] of rows of the table, `sizes` of them one after the other, of those that are kept."""
+def weighted_sums(table: Tensor, index: Tensor, weight: Tensor, summed: Tensor, sizes: Tensor) -> Tensor:
+    """Sums [bags, d] of rows of the table, `sizes` of them one after the other, of those that are `summed`."""
     index, weight, sizes = index.flatten(), weight.flatten().contiguous(), sizes.flatten()
-    if table.device.type == "cpu" and not kept.all():
-        places = kept.flatten().nonzero().squeeze(1)
-        index, weight = index.index_select(0, places), weight.index_select(0, places)
+    if table.device.type == "cpu" and not summed.all():
+        entries = summed.flatten().nonzero().squeeze(1)
+        index, weight = index.index_select(0, entries), weight.index_select(0, entries)
     return F.embedding_bag(index, table, offsets=sizes.cumsum(0) - sizes, mode="sum", per_sample_weights=weight)

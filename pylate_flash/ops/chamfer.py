@@ -37,7 +37,7 @@ from .checks import (
     checked_number,
     no_second_derivative,
 )
-from .compute import kernels
+from .compute import kernels, without_autocast
 from .maxsim import REDUCTIONS, autocast
 from .operator import Operation
 from .packing import longest
@@ -310,8 +310,7 @@ def compute_chamfer(sets: Sets, options: ChamferOptions) -> tuple[Tensor, Tensor
         scores, of_x, of_y = _empty_results(sets, options)
         return scores.fill_(options.empty_score), of_x.fill_(-1), of_y.fill_(-1)
     masked = sets._replace(x_mask=checked_mask("x_mask", sets.x_mask), y_mask=checked_mask("y_mask", sets.y_mask))
-    # Under autocast the inputs have the autocast type already; the products inside must not be rounded to it.
-    with torch.autocast(problem.device.type, enabled=False):
+    with without_autocast(problem.device):
         nearest = kernels().chamfer_nearest if implementation == "triton" else nearest_in_blocks
         values, argmax = nearest(problem, masked, options.metric == "sqeuclidean")
     counts = _counts(problem, sets)
@@ -342,7 +341,7 @@ def compute_chamfer_gradients(
         weights = _divided(grad, of_x), _divided(grad, of_y)
     implementation = choose(options.implementation, problem.device, problem.dtype, problem.size)
     gradients = kernels().chamfer_gradients if implementation == "triton" else gradients_in_blocks
-    with torch.autocast(problem.device.type, enabled=False):
+    with without_autocast(problem.device):
         return gradients(problem, sets, argmax, weights, needs, squared)
 
 

@@ -12,9 +12,8 @@ in place, and then multiplies matrices, once per block and gradient asked for:
 from __future__ import annotations
 
 import functools
-from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +22,7 @@ from ..kernels.plan import choose
 from ..kernels.plan_operations import fused_plan
 from ..problem import Options, Tensors, accumulation_dtype
 from .by_block import DocumentBlock, at, compute_by_block, document_blocks, of_block
-from .compute import compute_gradients, kernels
+from .compute import compute_gradients, kernels, without_autocast
 from .norms import SMALLEST_NORM, in_range
 
 # Of projected embeddings, and in the backward of them and their gradient, held at once; more only where a single
@@ -62,7 +61,7 @@ def compute_hidden(
     The projected embeddings are kept where the bound has room for them and for their gradient.
     """
     layer = _layer(weight, bias, options)
-    with _without_autocast(weight.device.type), torch.no_grad():
+    with without_autocast(weight.device), torch.no_grad():
         if not with_argmax:
             scores = _fused(layer, tensors, options)
             if scores is not None:
@@ -97,7 +96,7 @@ def compute_hidden_gradients(
     argmax, projected = kept.pop()
     assert argmax is not None
     layer, hidden = _layer(weight, bias, options), tensors.documents
-    with _without_autocast(weight.device.type), torch.no_grad():
+    with without_autocast(weight.device), torch.no_grad():
         queries = _normalized_queries(layer, tensors)
         tensors, options = tensors._replace(queries=queries.values), options._replace(normalize=False)
         blocks = _blocks(layer, tensors, SCRATCH_BYTES // 2)
@@ -150,12 +149,6 @@ def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     if dtype == left.dtype or not left.is_cuda:
         return torch.mm(left, right).to(dtype)
     return torch.mm(left, right, out_dtype=dtype)
-
-
-def _without_autocast(device: str) -> AbstractContextManager[Any]:
-    """What the tensors have followed already, and which takes no `out=` of another type."""
-    # Entering it takes as long as a launch.
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
 def _layer(weight: Tensor, bias: Tensor | None, options: Options) -> Layer:

@@ -308,9 +308,9 @@ def _compute(arguments: tuple, with_winners: bool) -> tuple[Tensor, Tensor | Non
 
 
 def _compute_gradients(
-    grad_scores: Tensor, kept: Sequence[Tensor], arguments: tuple, needs: tuple[bool, bool]
+    grad_scores: Tensor, saved: Sequence[Tensor], arguments: tuple, needs: tuple[bool, bool]
 ) -> tuple[Tensor | None, Tensor | None]:
-    return compute_gradients(*call_of(arguments), grad_scores, kept[0], *needs)
+    return compute_gradients(*call_of(arguments), grad_scores, saved[0], *needs)
 
 
 def _shapes(*arguments) -> tuple[Tensor, Tensor]:

@@ -129,15 +129,15 @@ _SEQUENCES = {
 }
 
 
-def longest(name: str, cu_seqlens: Tensor, total: int, of: str, given: int | None) -> int:
-    """Length of the longest sequence, or a bound on it: `given`, or found out. On the CPU, values are checked."""
-    if given is not None and (type(given) is not int or not 0 <= given <= LARGEST):
-        check_integer(_SEQUENCES[of][1], given)
+def longest(name: str, cu_seqlens: Tensor, total: int, of: str, bound: int | None) -> int:
+    """Length of the longest sequence, or a bound on it: `bound`, or found out. On the CPU, values are checked."""
+    if bound is not None and (type(bound) is not int or not 0 <= bound <= LARGEST):
+        check_integer(_SEQUENCES[of][1], bound)
     if is_readable(cu_seqlens):
-        lengths = np.diff(host_bounds(name, cu_seqlens, total, of, given))
-        return given if given is not None else int(lengths.max(initial=0))
-    if given is not None:
-        return given
+        lengths = np.diff(host_bounds(name, cu_seqlens, total, of, bound))
+        return bound if bound is not None else int(lengths.max(initial=0))
+    if bound is not None:
+        return bound
     # A single sequence is all there is. Where nothing can be looked at, any bound will do.
     if cu_seqlens.shape[0] <= 2 or cu_seqlens.is_meta:
         return total

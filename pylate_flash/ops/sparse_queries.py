@@ -21,7 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 from ..kernels.plan import choose
 from ..problem import Options, Tensors, empty_results
 from .checks import check, check_choice, check_tensor, checked_flag, checked_number, checked_problem, is_readable
-from .compute import compute_gradients, kernels, with_empty_score
+from .compute import compute_gradients, kernels, with_empty_score, without_autocast
 from .loss_call import check_packing
 from .maxsim import REDUCTIONS, checked, maxsim_reference
 from .operator import Operation
@@ -232,8 +232,7 @@ def _compute(arguments: tuple, with_winners: bool) -> tuple[Tensor, Tensor | Non
     query_tokens = query_tokens.expand(problem.n_queries, -1, -1)
     if chosen == "triton":
         return kernels().sparse_scores(problem, tensors, query_tokens, winners), winners
-    # Under autocast the inputs have the autocast type already; the products inside must not be rounded to it.
-    with torch.autocast(problem.device.type, enabled=False):
+    with without_autocast(problem.device):
         scores = sparse_blocked_forward(problem, tensors, _positions(query_tokens, tensors.queries), winners)
     return with_empty_score(scores.to(problem.scores_dtype), tensors, options.empty_score), winners
 

@@ -206,8 +206,8 @@ class Block:
         """Values [B, M * length, d] and scales [B, M * length], any where there is no token."""
         values, scale = self.values, self.scale
         if self.exist is not None:
-            places = self._padding.flatten()
-            values, scale = values.index_select(0, places), None if scale is None else scale.index_select(0, places)
+            tokens = self._padding.flatten()
+            values, scale = values.index_select(0, tokens), None if scale is None else scale.index_select(0, tokens)
         return values.unflatten(0, (self.batches, -1)), None if scale is None else scale.view(self.batches, -1)
 
     def products(self, part: Part) -> Tensor:

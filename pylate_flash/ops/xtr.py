@@ -25,7 +25,7 @@ from torch import Tensor
 from ..kernels.plan import choose
 from ..problem import Options, Problem, Results, Rule, Tensors, empty_results
 from .checks import LARGEST, check, check_choice, check_tensor, checked_number, checked_problem
-from .compute import checked_masks, compute_gradients, kernels, with_empty_score
+from .compute import checked_masks, compute_gradients, kernels, with_empty_score, without_autocast
 from .maxsim import checked
 from .operator import Operation
 from .products import block_budget, inner_products
@@ -204,8 +204,7 @@ def chunks(problem: Problem, tensors: Tensors, to: Results, number: int) -> Iter
 def _scores_in_blocks(problem: Problem, tensors: Tensors, rule: Rule, number: int, to: Results) -> None:
     """Leave the results in `to`, `number` queries at a time, and of those some tokens; no size is 0."""
     step = max(1, block_budget(problem.device) // problem.n_tokens)
-    # Under autocast the inputs have the autocast type already; the products inside must not be rounded to it.
-    with torch.autocast(problem.device.type, enabled=False):
+    with without_autocast(problem.device):
         for _, (queries, documents, mask, active, *_), results in chunks(problem, tensors, to, number):
             blocks = [_retrieve(rows, documents, active, rule) for rows in queries.flatten(0, 1).split(step)]
             best, argmax, counts = (torch.cat(parts, dim=1) for parts in zip(*blocks, strict=True))
