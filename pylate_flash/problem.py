@@ -220,7 +220,7 @@ def winners_dtype(document_length: int) -> torch.dtype:
     return torch.int16 if document_length <= 32767 else torch.int32
 
 
-def _sizes(tensors: Tensors, options: Options) -> tuple[Any, ...]:
+def _sizes(tensors: Tensors, options: Options) -> tuple[Any, Any, Any, Any, Any]:
     """Queries, their length, groups, documents of each and their length, as in `Problem`; to a compiler, symbols."""
     queries, documents, _, _, queries_cu_seqlens, cu_seqlens, candidates = tensors
     n_queries, query_length = queries.shape[:2]
@@ -230,7 +230,7 @@ def _sizes(tensors: Tensors, options: Options) -> tuple[Any, ...]:
         groups = 1 if candidates is None else n_queries
         return n_queries, query_length, groups, cu_seqlens.shape[0] - 1, options.max_document_length
     groups = documents.shape[0] if documents.dim() == 4 else 1
-    return n_queries, query_length, groups, *documents.shape[-3:-1]
+    return n_queries, query_length, groups, documents.shape[-3], documents.shape[-2]
 
 
 def empty_results(tensors: Tensors, options: Options, with_winners: bool = True) -> tuple[Tensor, Tensor]:
