@@ -426,6 +426,16 @@ class Flat(Base):
         k: int = 10,
         subset: Sequence[Sequence[str]] | Sequence[str] | None = None,
     ) -> list[list[SearchResult]]:
+        """As `search`, by the arguments of PyLate's indexes."""
+        return self.search(queries_embeddings, k, subset)
+
+    def search(
+        self,
+        queries_embeddings: Embeddings,
+        k: int = 10,
+        subset: Sequence[Sequence[str]] | Sequence[str] | None = None,
+        matches: bool = False,
+    ) -> list[list[SearchResult]]:
         """Return the `k` best documents of every query.
 
         Parameters
@@ -437,12 +447,16 @@ class Flat(Base):
         subset
             Ids among which to search: a list for all queries, or one list per query. As in PyLate's PLAID index, ids
             that are not in the index are ignored.
+        matches
+            Say as well which tokens match.
 
         Returns
         -------
         list[list[SearchResult]]
             For every query `{"id", "score"}`, best first; equal scores in the order in which the documents were
-            added. A document without tokens scores `EMPTY_SCORE`, the least that float32 has.
+            added. A document without tokens scores `EMPTY_SCORE`, the least that float32 has. With `matches` also
+            `"matches"`: for every token of the query, which of the document's tokens is most similar to it (the first
+            of equal ones), and the similarity, `[(token, similarity), ...]`; of a document without tokens, none.
 
         Raises
         ------
@@ -468,7 +482,7 @@ class Flat(Base):
             positions = np.unique(self._store.positions_of(shared))
             positions = positions[positions >= 0]
         with torch.no_grad():
-            return self._search(queries, int(k), self.scorer, positions, subsets, self.show_progress)
+            return self._search(queries, int(k), self.scorer, positions, subsets, matches, self.show_progress)
 
     def get_documents_embeddings(  # type: ignore[override]  # tensors, which every caller takes, not nested lists
         self, documents_ids: Sequence[Sequence[str]]

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from pylate_flash.index import merging, resident, search
 from pylate_flash.index.merging import joined_best, k_best, k_best_of_runs
 from pylate_flash.indexes import Flat
+from pylate_flash.ops.quantization import PRECISIONS, quantize
+from pylate_flash.ops.quantized import query_precision
 from tests.stores import blocks_of_bytes, documents_of
 
 VALUES = [0.0, -0.0, 1.0, -1.0, 2.0, 3.5, float("inf"), -float("inf"), float("nan"), -3e38]
@@ -146,3 +148,43 @@ def test_what_is_there_already_is_not_loaded_again(tmp_path: Path, monkeypatch: 
 def test_a_wrong_device_memory_is_one_error(tmp_path: Path, memory: object) -> None:
     with pytest.raises(ValueError, match=r'device_memory must be "auto" or bytes'):
         small(tmp_path, memory)  # type: ignore[arg-type]
+
+
+# Which tokens match
+
+
+@pytest.mark.parametrize("memory", [0, 1 << 20], ids=["streamed", "resident"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "uint8", "fp8"])
+def test_hits_say_which_tokens_match(tmp_path: Path, dtype: str, memory: int) -> None:
+    queries = documents_of([4, 1, 0, 6], 24, seed=1)
+    ids = [f"d{i}" for i in range(30)]
+    documents = documents_of([i % 7 for i in range(30)], 24, seed=2)
+    index = small(tmp_path, memory, dtype=dtype).add_documents(ids, documents)
+    kept = dict(zip(ids, index.get_documents_embeddings([ids])[0], strict=True))
+    asked = [query.to(torch.bfloat16).float() if dtype == "bfloat16" else query for query in queries]
+    if dtype in PRECISIONS:
+        precision = query_precision(PRECISIONS[dtype])
+        asked = [quantize(query, precision).dequantize() if len(query) else query for query in queries]
+    with blocks_of_bytes(7 * index._store.token_bytes):
+        for subset in (None, ids[3:20], [ids[:9], ids[:1], ids, []]):
+            plain = index(queries, k=25, subset=subset)
+            found = index.search(queries, k=25, subset=subset, matches=True)
+            assert [[{name: hit[name] for name in ("id", "score")} for hit in own] for own in found] == plain
+            for query, own in zip(asked, found, strict=True):
+                for hit in own:
+                    document = kept[hit["id"]]
+                    assert len(hit["matches"]) == (len(query) if len(document) else 0)
+                    if not len(document):
+                        continue
+                    similarities = query @ document.T
+                    for row, (token, similarity) in zip(similarities, hit["matches"], strict=True):
+                        assert similarity == pytest.approx(row.max().item(), rel=1e-5, abs=1e-5)
+                        assert row[token].item() == pytest.approx(similarity, rel=1e-5, abs=1e-5)
+                    total = sum(similarity for _, similarity in hit["matches"])
+                    assert hit["score"] == pytest.approx(total, rel=1e-4, abs=1e-4)
+
+
+def test_of_equal_tokens_the_first_matches(tmp_path: Path) -> None:
+    index = small(tmp_path, 0).add_documents(["a"], [torch.tensor([[0.0, 1.0], [1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])])
+    ((hit,),) = index.search([torch.eye(2)], matches=True)
+    assert hit == {"id": "a", "score": 2.0, "matches": [(1, 1.0), (0, 1.0)]}

@@ -12,6 +12,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ..ops import QuantizedEmbeddings
+from .matches import matched_tokens
 from .merging import joined_best, k_best, k_best_of_runs
 from .resident import Block, Rows, cuts
 from .scorers import EMPTY_SCORE, Packed, Scorer, packed
@@ -31,11 +32,20 @@ _HITS = 6400
 _FEWEST_QUERIES, _MOST_QUERIES = 32, 1024
 
 
-class SearchResult(TypedDict):
-    """A document that was found: its id and its score, as PyLate's `RerankResult`."""
-
+class _Hit(TypedDict):
     id: str
     score: float
+
+
+class SearchResult(_Hit, total=False):
+    """A document that was found: its id and its score, as PyLate's `RerankResult`.
+
+    If they were asked for, `matches` has, for every token of the query, which of the document's tokens is most similar
+    to it (the first of equal ones), and the similarity; the score is their sum. It is empty for a document without
+    tokens.
+    """
+
+    matches: list[tuple[int, float]]
 
 
 class Found(NamedTuple):
@@ -86,6 +96,7 @@ class Search:
         scorer: str,
         positions: np.ndarray | None = None,
         subsets: Sequence[Sequence[str]] | None = None,
+        matches: bool = False,
         show_progress: bool = False,
     ) -> list[list[SearchResult]]:
         """The `k` best for every query [L_i, d]; equal scores in the order of the documents.
@@ -102,6 +113,8 @@ class Search:
             Those of the documents to look among, ascending. Shape: [N].
         subsets
             The ids to look among, those of each query. What is none of the store's is left out.
+        matches
+            Say which tokens match.
         show_progress
             Draw a progress bar over several blocks, and over a long load to a GPU.
 
@@ -121,7 +134,13 @@ class Search:
             found = self._among(score, queries, k, self.store.documents.slots[positions], show_progress)
         else:
             found = self._all(score, queries, k, show_progress)
-        return [result for some in found for result in self._results(some)]
+        results: list[list[SearchResult]] = []
+        for some in found:
+            of_some = self._results(some)
+            if matches:
+                self._add_matches(score, queries[len(results) : len(results) + len(of_some)], some, of_some)
+            results += of_some
+        return results
 
     def _all(self, score: Scorer, queries: list[Tensor], k: int, show_progress: bool) -> Iterator[Found]:
         """Among all documents."""
@@ -191,27 +210,42 @@ class Search:
                     yield next_found()
                 yield _nothing(len(some))
                 continue
-            # A block holds whole documents and the queries that own them.
-            owners = np.repeat(np.arange(len(some)), counts)
-            scored = []
-            for block in self._gathered(slots, _SCORES, show_progress):
-                own = owners[block.first : block.first + len(block.cu_seqlens) - 1]
-                low, high = own[0], own[-1] + 1
-                # On the host, where the operation plans its launch.
-                bounds = np.concatenate([[0], np.bincount(own - low, minlength=high - low).cumsum()]).astype(np.int32)
-                scored.append(
-                    score(
-                        packed(some[low:high], self.device),
-                        Packed(block.values, block.cu_seqlens, block.longest),
-                        torch.from_numpy(bounds),
-                    )
-                )
+            scored = [score(*block) for block in self._owned(some, slots, counts, show_progress)]
             scores = scored[0] if len(scored) == 1 else torch.cat(scored)
             waiting.append((_OnHost(*k_best_of_runs(scores, counts, k)), slots, counts))
             if len(waiting) > 1:
                 yield next_found()
         while waiting:
             yield next_found()
+
+    def _owned(
+        self, queries: list[Tensor], slots: np.ndarray, counts: np.ndarray, show_progress: bool
+    ) -> Iterator[tuple[Packed, Packed, Tensor]]:
+        """The documents at `slots`, of which each query owns the next of so many, a block with its owners at a time."""
+        owners = np.repeat(np.arange(len(queries)), counts)
+        for block in self._gathered(slots, _SCORES, show_progress):
+            own = owners[block.first : block.first + len(block.cu_seqlens) - 1]
+            low, high = own[0], own[-1] + 1
+            # On the host, where the operation plans its launch.
+            bounds = np.concatenate([[0], np.bincount(own - low, minlength=high - low).cumsum()]).astype(np.int32)
+            documents = Packed(block.values, block.cu_seqlens, block.longest)
+            yield packed(queries[low:high], self.device), documents, torch.from_numpy(bounds)
+
+    def _add_matches(
+        self, score: Scorer, queries: list[Tensor], found: Found, results: list[list[SearchResult]]
+    ) -> None:
+        """Put into the results which tokens match."""
+        counts = np.array([len(own) for own in results])
+        slots = np.concatenate([own[:count] for own, count in zip(found.slots, counts, strict=True)])
+        hits = ((hit, len(query)) for query, own in zip(queries, results, strict=True) for hit in own)
+        lengths = iter((self.rows.bounds[slots + 1] - self.rows.bounds[slots]).tolist())
+        for block in self._owned(queries, slots, counts, False):
+            tokens, similarities = (values.tolist() for values in matched_tokens(score, *block))
+            # The blocks end where a hit does not, so they go first.
+            for own_tokens, own_similarities, (hit, size), length in zip(
+                tokens, similarities, hits, lengths, strict=False
+            ):
+                hit["matches"] = list(zip(own_tokens[:size], own_similarities, strict=False)) if length else []
 
     def _slots_of(self, subsets: Sequence[Sequence[str]]) -> tuple[np.ndarray, np.ndarray]:
         """The slots of each query's ids, ascending, one query's after the other's, and how many each has."""
