@@ -26,8 +26,12 @@ from .index.arguments import (
 )
 from .index.info import IndexInfo
 from .index.model_record import ModelRecord, places_of, relative_to
+from .index.ranks import Ranks
 from .index.search import EMPTY_SCORE, Search, SearchResult
 from .index.store import PackedStore
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 # Where PyLate is, its retriever takes nothing but an index of its own.
 if TYPE_CHECKING or importlib.util.find_spec("pylate") is not None:
@@ -82,6 +86,11 @@ class Flat(Base):
         Bytes of the device that embeddings may take, or "auto": most of what is free on a GPU, and nothing on a CPU.
         What does not fit is read from the disk for every search, in blocks, of which a GPU scores one while the next
         are on their way; they take about 0.8 GB of a GPU.
+    group
+        Processes of `torch.distributed` (NCCL or gloo) that search together, `torch.distributed.group.WORLD` for all.
+        Each opens the same index, on a device of its own, and scores segments of its own. All of them call each search,
+        whose arguments are those of the first, and get the same results, those of one process. To add or remove is
+        for one process, after which the others open the index again.
 
     Raises
     ------
@@ -114,6 +123,7 @@ class Flat(Base):
         show_progress: bool = True,
         projection: Any = None,
         device_memory: int | str = "auto",
+        group: ProcessGroup | None = None,
     ) -> None:
         check_name(index_name)
         self.scorer = scorer
@@ -121,7 +131,8 @@ class Flat(Base):
         self.show_progress = show_progress
         layer = None if projection is None else linear_layer(projection)
         self._store = PackedStore(Path(index_folder) / index_name, dtype=dtype, override=override)
-        self._search = Search(self._store, self.device, checked_memory(device_memory), self._linear(layer))
+        ranks = None if group is None else Ranks(group)
+        self._search = Search(self._store, self.device, checked_memory(device_memory), self._linear(layer), ranks)
 
     def _linear(self, layer: tuple[Tensor, Tensor | None] | None) -> tuple[Tensor, Tensor | None] | None:
         """The layer that projects, on the device, if it fits what the index keeps."""
@@ -466,23 +477,39 @@ class Flat(Base):
             If the index is empty, `k` is less than 1, an embedding size differs from the index's, a query holds NaN or
             infinite values, there are not as many subsets as queries, a file of the index has been truncated or holds
             other values than were written, or a score is not finite, as where products of embeddings overflow.
+        RuntimeError
+            If another process of the group could not search.
         """
+        if self._search.ranks is None:
+            asked = self._asked(queries_embeddings, k, subset, matches)
+        else:
+            asked = self._search.ranks.agreed(lambda: self._asked(queries_embeddings, k, subset, matches, on_host=True))
+        if not asked["queries"]:
+            return []
+        with torch.no_grad():
+            return self._search(scorer=self.scorer, show_progress=self.show_progress, **asked)
+
+    def _asked(
+        self, queries_embeddings: Embeddings, k: int, subset: Any, matches: bool, on_host: bool = False
+    ) -> dict[str, Any]:
+        """What is searched for, checked."""
         queries = sequences_of("queries_embeddings", queries_embeddings)
         if isinstance(k, bool) or not isinstance(k, (int, np.integer)) or k < 1:
             raise ValueError(f"k must be an integer of at least 1, got {k!r}")
+        if not isinstance(matches, bool):
+            raise TypeError(f"matches must be True or False, got {matches!r:.100}")
         if not len(self):
             raise ValueError(f"the index in {self.index_path} is empty: add documents before searching")
         shared, subsets = subsets_of(subset, len(queries))
-        if not queries:
-            return []
-        size = self._store.embedding_size if self.projection is None else self.projection[0].shape[0]
-        queries = checked_queries(queries, size, self.index_path, self.device, self._store.layout.given)
         positions = None
         if shared is not None:
             positions = np.unique(self._store.positions_of(shared))
             positions = positions[positions >= 0]
-        with torch.no_grad():
-            return self._search(queries, int(k), self.scorer, positions, subsets, matches, self.show_progress)
+        if queries:
+            size = self._store.embedding_size if self.projection is None else self.projection[0].shape[0]
+            device = torch.device("cpu") if on_host else self.device
+            queries = checked_queries(queries, size, self.index_path, device, self._store.layout.given)
+        return {"queries": queries, "k": int(k), "positions": positions, "subsets": subsets, "matches": matches}
 
     def get_documents_embeddings(  # type: ignore[override]  # tensors, which every caller takes, not nested lists
         self, documents_ids: Sequence[Sequence[str]]

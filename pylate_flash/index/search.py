@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
-from typing import NamedTuple, TypedDict
+from typing import TypedDict
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from tqdm import tqdm
 from ..ops import QuantizedEmbeddings
 from .matches import matched_tokens
 from .merging import joined_best, k_best, k_best_of_runs
+from .ranks import Found, Ranks
 from .resident import Block, Rows, cuts
 from .scorers import EMPTY_SCORE, Packed, Scorer, packed
 from .store import PackedStore
@@ -48,17 +49,6 @@ class SearchResult(_Hit, total=False):
     matches: list[tuple[int, float]]
 
 
-class Found(NamedTuple):
-    """Scores and slots [Nq, k] of what was found for some queries, best first.
-
-    `counts` [Nq] says how many there are for each, if not `k`.
-    """
-
-    scores: np.ndarray
-    slots: np.ndarray
-    counts: np.ndarray | None = None
-
-
 class Search:
     """How to search a store.
 
@@ -72,6 +62,8 @@ class Search:
         How much of it rows may take, as `indexes.Flat` has it.
     projection
         Weight [d, d_model] and bias [d] (or None) on `device` in the type that the store keeps, or None.
+    ranks
+        The processes that search together, each its share of the documents; or None.
     """
 
     def __init__(
@@ -80,10 +72,12 @@ class Search:
         device: torch.device,
         memory: int | str,
         projection: tuple[Tensor, Tensor | None] | None,
+        ranks: Ranks | None = None,
     ) -> None:
-        self.store, self.device, self.projection = store, device, projection
+        self.store, self.device, self.projection, self.ranks = store, device, projection, ranks
         self.rows = Rows(device, memory)
         self._generation: int | None = None
+        self._first = 0  # slot of the first of its documents
 
     def scorer(self, name: str) -> Scorer:
         """What scores rows of the store."""
@@ -124,16 +118,10 @@ class Search:
             If a score is NaN or infinite, which finite embeddings do not give unless their products overflow. The
             message names the index.
         """
-        if self._generation != self.store.state.generation:
-            self.rows.follow(self.store.documents.parts, self.store.layout, show_progress)
-            self._generation = self.store.state.generation
         score = self.scorer(scorer)
-        if subsets is not None:
-            found = self._among_candidates(score, queries, k, subsets, show_progress)
-        elif positions is not None:
-            found = self._among(score, queries, k, self.store.documents.slots[positions], show_progress)
-        else:
-            found = self._all(score, queries, k, show_progress)
+        found: Iterable[Found] = self._found(score, queries, k, positions, subsets, show_progress)
+        if self.ranks is not None:
+            found = [self.ranks.merged(found, k)]
         results: list[list[SearchResult]] = []
         for some in found:
             of_some = self._results(some)
@@ -142,9 +130,54 @@ class Search:
             results += of_some
         return results
 
+    def _found(
+        self,
+        score: Scorer,
+        queries: list[Tensor],
+        k: int,
+        positions: np.ndarray | None,
+        subsets: Sequence[Sequence[str]] | None,
+        show_progress: bool,
+    ) -> Iterator[Found]:
+        """What is found among the documents of this process, for some queries after the other."""
+        self._follow(show_progress)
+        if subsets is not None:
+            found = self._among_candidates(score, queries, k, subsets, show_progress)
+        elif positions is not None:
+            found = self._among(score, queries, k, self._here(self.store.documents.slots[positions]), show_progress)
+        else:
+            found = self._all(score, queries, k, show_progress)
+        for some in found:
+            some = some._replace(slots=some.slots + self._first)
+            there = some.scores if some.counts is None else some.scores[_exists(some)]
+            # A sort puts NaN first, so none that was computed is missed.
+            if not np.isfinite(there).all():
+                self._refuse(int(some.slots.flat[np.argmin(np.isfinite(some.scores))]))
+            yield some
+
+    def _follow(self, show_progress: bool) -> None:
+        """Have the rows of the store as it is now."""
+        if self._generation == self.store.state.generation:
+            return
+        parts = self.store.documents.parts
+        first, last = (0, len(parts)) if self.ranks is None else self.ranks.share(parts)
+        self.rows.follow(parts[first:last], self.store.layout, show_progress)
+        self._first = sum(part.documents for part in parts[:first])
+        self._generation = self.store.state.generation
+
+    def _here(self, slots: np.ndarray) -> np.ndarray:
+        """Those of some slots, which ascend, that are of this process, counted from its first."""
+        if self.ranks is None:
+            return slots
+        low, high = np.searchsorted(slots, (self._first, self._first + self.rows.documents))
+        return slots[low:high] - self._first
+
     def _all(self, score: Scorer, queries: list[Tensor], k: int, show_progress: bool) -> Iterator[Found]:
         """Among all documents."""
         documents = self.rows.documents
+        if not documents:
+            yield _nothing(len(queries))
+            return
         chunks = self._chunks(queries, k)
         walk = self.rows.walk(self._most_documents(chunks), show_progress)
         for scores, slots in self._best(score, chunks, min(k, documents - len(self.rows.removed)), walk, documents):
@@ -235,26 +268,33 @@ class Search:
         self, score: Scorer, queries: list[Tensor], found: Found, results: list[list[SearchResult]]
     ) -> None:
         """Put into the results which tokens match."""
-        counts = np.array([len(own) for own in results])
-        slots = np.concatenate([own[:count] for own, count in zip(found.slots, counts, strict=True)])
-        hits = ((hit, len(query)) for query, own in zip(queries, results, strict=True) for hit in own)
-        lengths = iter((self.rows.bounds[slots + 1] - self.rows.bounds[slots]).tolist())
-        for block in self._owned(queries, slots, counts, False):
+        hits = [hit for own in results for hit in own]
+        owners = np.repeat(np.arange(len(queries)), [len(own) for own in results])
+        slots = np.concatenate([own[: len(of)] for own, of in zip(found.slots, results, strict=True)]) - self._first
+        here = np.flatnonzero((slots >= 0) & (slots < self.rows.documents))
+        lengths = self.rows.bounds[slots[here] + 1] - self.rows.bounds[slots[here]]
+        own = iter(zip(here.tolist(), owners[here].tolist(), lengths.tolist(), strict=True))
+        known: dict[int, list[tuple[int, float]]] = {}
+        for block in self._owned(queries, slots[here], np.bincount(owners[here], minlength=len(queries)), False):
             tokens, similarities = (values.tolist() for values in matched_tokens(score, *block))
-            # The blocks end where a hit does not, so they go first.
-            for own_tokens, own_similarities, (hit, size), length in zip(
-                tokens, similarities, hits, lengths, strict=False
-            ):
-                hit["matches"] = list(zip(own_tokens[:size], own_similarities, strict=False)) if length else []
+            for of_tokens, of_similarities, (hit, query, length) in zip(tokens, similarities, own, strict=False):
+                size = len(queries[query]) if length else 0
+                known[hit] = list(zip(of_tokens[:size], of_similarities, strict=False))
+        for some in [known] if self.ranks is None else self.ranks.gather(known):
+            for hit, matched in some.items():
+                hits[hit]["matches"] = matched
 
     def _slots_of(self, subsets: Sequence[Sequence[str]]) -> tuple[np.ndarray, np.ndarray]:
         """The slots of each query's ids, ascending, one query's after the other's, and how many each has."""
-        documents = self.store.documents
+        documents, size = self.store.documents, max(1, self.rows.documents)
         owners = np.repeat(np.arange(len(subsets)), [len(ids) for ids in subsets])
         positions = documents.positions_of(list(chain.from_iterable(subsets)))
-        there, size = positions >= 0, max(1, len(documents))
-        keys = np.unique(owners[there] * size + positions[there])
-        return documents.slots[keys % size], np.bincount(keys // size, minlength=len(subsets))
+        owners, slots = owners[positions >= 0], documents.slots[positions[positions >= 0]] - self._first
+        if self.ranks is not None:
+            here = (slots >= 0) & (slots < self.rows.documents)
+            owners, slots = owners[here], slots[here]
+        keys = np.unique(owners * size + slots)
+        return keys % size, np.bincount(keys // size, minlength=len(subsets))
 
     def _gathered(self, slots: np.ndarray, documents: int, show_progress: bool) -> Iterator[Block]:
         """The documents at some slots, at most so many at a time."""
@@ -296,26 +336,17 @@ class Search:
     def _results(self, found: Found) -> list[list[SearchResult]]:
         """What is found for every query."""
         scores, slots, counts = found
-        if counts is not None and len(counts) and counts.min() < slots.shape[1]:
-            there = np.arange(slots.shape[1]) < counts[:, None]
-            names = iter(self._names(scores[there], slots[there]))
-            rows = [own[:count] for own, count in zip(scores.tolist(), counts.tolist(), strict=True)]
+        if counts is None:
+            names, rows = iter(self.store.documents.ids_of(slots.reshape(-1))), scores.tolist()
         else:
-            names, rows = iter(self._names(scores.reshape(-1), slots.reshape(-1))), scores.tolist()
+            names = iter(self.store.documents.ids_of(slots[_exists(found)]))
+            rows = [own[:count] for own, count in zip(scores.tolist(), counts.tolist(), strict=True)]
         # Where the scores of a query end, no name of the next one is taken.
         return [[{"id": name, "score": score} for score, name in zip(own, names, strict=False)] for own in rows]
 
-    def _names(self, scores: np.ndarray, slots: np.ndarray) -> list[str]:
-        """The ids of what was found, if its scores are finite."""
-        finite = np.isfinite(scores)
-        # A sort puts NaN first, so none that was computed is missed.
-        if not finite.all():
-            self._refuse(int(slots[np.argmin(finite)]))
-        return self.store.documents.ids_of(slots)
-
     def _refuse(self, slot: int) -> None:
         name = f"the score of document {self.store.documents.ids_of(np.array([slot]))[0]!r:.100}"
-        start, stop = self.rows.bounds[slot : slot + 2].tolist()
+        start, stop = self.rows.bounds[slot - self._first :][:2].tolist()
         rows = torch.empty(stop - start, self.store.layout.width, dtype=self.store.layout.dtype)
         self.rows.read([(start, stop)], rows)
         kept = self.store.layout.embeddings(rows)
@@ -348,6 +379,12 @@ class _OnHost:
             self._copied.synchronize()
         scores, places = self._copy.numpy()
         return scores.view(np.float32), places
+
+
+def _exists(found: Found) -> np.ndarray:
+    """What of the results was found, and does not fill the place of a query with fewer. Shape: [Nq, k], bool."""
+    assert found.counts is not None
+    return np.arange(found.slots.shape[1]) < found.counts[:, None]
 
 
 def _nothing(queries: int) -> Found:

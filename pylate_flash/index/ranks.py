@@ -1,0 +1,109 @@
+"""A search by several processes: each scores segments of its own, and all have the same lists."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import torch.distributed as dist
+
+from .parts import Part
+
+__all__ = ["Found", "Ranks"]
+
+T = TypeVar("T")
+_NO_SLOT = np.iinfo(np.int64).max
+
+
+class Found(NamedTuple):
+    """Scores and slots [Nq, k] of what was found for some queries, best first.
+
+    `counts` [Nq] says how many there are for each, if not `k`.
+    """
+
+    scores: np.ndarray
+    slots: np.ndarray
+    counts: np.ndarray | None = None
+
+
+class Ranks:
+    """The processes of a group. What they do together, all of them must call."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
+
+    def share(self, parts: Sequence[Part]) -> tuple[int, int]:
+        """From which part to which are those of this rank: neighbouring segments, as many rows as of others."""
+        firsts, rows, total = [0], [], 0
+        for _, some in groupby(parts, lambda part: part.segment or part):
+            group = list(some)
+            firsts.append(firsts[-1] + len(group))
+            rows.append(sum(part.rows for part in group))
+            total += rows[-1]
+        # Of the rank in whose share its middle lies.
+        middles = np.cumsum(rows) - np.array(rows) / 2
+        owners = (middles * self._size // max(1, total)).astype(np.int64)
+        low, high = np.searchsorted(owners, (self._rank, self._rank + 1))
+        return firsts[low], firsts[high]
+
+    def agreed(self, make: Callable[[], T]) -> T:
+        """What `make` returns on the first rank, or the error that it raises there, on all ranks."""
+        made: list[Any] = [None, None]
+        if not self._rank:
+            try:
+                made[0] = make()
+            except Exception as error:
+                made[1] = error
+        dist.broadcast_object_list(made, dist.get_global_rank(self._group, 0), self._group)
+        if made[1] is not None:
+            raise made[1]
+        return made[0]
+
+    def gather(self, value: T) -> list[T]:
+        """The values of all ranks."""
+        values: list[Any] = [None] * self._size
+        dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def merged(self, found: Iterable[Found], k: int) -> Found:
+        """The best of what all ranks have found for all queries, each among its own documents.
+
+        Raises
+        ------
+        RuntimeError
+            If another rank could not search. On that one, it is its own error.
+        """
+        try:
+            own: Any = list(found)
+        except Exception as error:
+            self.gather(f"{type(error).__name__}: {error}")
+            raise
+        everything = self.gather(own)
+        failed = [(rank, value) for rank, value in enumerate(everything) if isinstance(value, str)]
+        if failed:
+            raise RuntimeError("rank {} could not search the index: {}".format(*failed[0]))
+        sides = zip(*(_padded(some) for some in everything), strict=True)
+        scores, slots, counts = (np.concatenate(side, axis=1) for side in sides)
+        order = np.argsort(slots, axis=1, kind="stable")
+        scores, slots = (np.take_along_axis(side, order, axis=1) for side in (scores, slots))
+        order = np.argsort(-scores, axis=1, kind="stable")[:, :k]
+        scores, slots = (np.take_along_axis(side, order, axis=1) for side in (scores, slots))
+        return Found(scores, slots, np.minimum(counts.sum(axis=1), k))
+
+
+def _padded(found: list[Found]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Scores and slots of all queries [Nq, width], filled with what comes last, and how many there are [Nq, 1]."""
+    width = max(some.slots.shape[1] for some in found)
+    scores, slots, counts = [], [], []
+    for some in found:
+        own, here = some.slots.shape
+        number = np.full(own, here) if some.counts is None else some.counts
+        beyond = np.arange(width) >= number[:, None]
+        room = (0, 0), (0, width - here)
+        scores.append(np.where(beyond, -np.inf, np.pad(some.scores, room)).astype(np.float32))
+        slots.append(np.where(beyond, _NO_SLOT, np.pad(some.slots, room).astype(np.int64)))
+        counts.append(number)
+    return np.concatenate(scores), np.concatenate(slots), np.concatenate(counts)[:, None]

@@ -1,0 +1,100 @@
+"""An index that several processes search together, over gloo, against one process."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from pylate_flash.index import store
+from pylate_flash.index.layout import Layout
+from pylate_flash.index.parts import Part
+from pylate_flash.index.ranks import Ranks
+from pylate_flash.indexes import Flat
+from tests.ranks import run_ranks
+
+IDS = [f"d{i}" for i in range(60)]
+
+
+def integers_of(lengths: list[int], seed: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(-2, 3, (length, 8), generator=generator).float() for length in lengths]
+
+
+def queries() -> list[torch.Tensor]:
+    return integers_of([4, 1, 0, 7], 1)
+
+
+def calls() -> list[dict]:
+    own = [IDS[:30], [], ["d5", "unknown", "d59", "d5"], IDS[50:]]
+    return [{}, {"k": 3}, {"k": 100}, {"subset": IDS[10:25]}, {"subset": own, "k": 4}, {"subset": own, "matches": True}]
+
+
+def opened(folder: Path, **options: object) -> Flat:
+    return Flat(folder, "index", device="cpu", show_progress=False, **options)  # type: ignore[arg-type]
+
+
+def search(rank: int, world: int, folder: Path, name: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder / name}", rank=rank, world_size=world, timeout=timedelta(minutes=3)
+    )
+    wanted = [opened(folder).search(queries(), **call) for call in calls()]
+    for memory in (0, 1 << 20):
+        index = opened(folder, group=dist.group.WORLD, device_memory=memory)
+        # What the others ask for does not count.
+        own = [index.search(queries() if rank == 0 else [], **(call if rank == 0 else {})) for call in calls()]
+        assert own == wanted
+        share = index._search.rows.documents
+        assert 0 < share < len(IDS)
+    # An error of the first is one of all.
+    with pytest.raises(ValueError, match="k must be"):
+        index.search(queries(), k=0 if rank == 0 else 5)
+    assert index.search(queries()) == wanted[0]
+    # So is one of another, which says who it was.
+    index = opened(folder, group=dist.group.WORLD)
+    if rank == world - 1:
+        index._search.rows.follow = lambda *_: (_ for _ in ()).throw(OSError("no such disk"))  # type: ignore[method-assign]
+    message = "no such disk" if rank == world - 1 else f"rank {world - 1} could not search.*no such disk"
+    with pytest.raises(OSError if rank == world - 1 else RuntimeError, match=message):
+        index.search(queries())
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(store, "SEGMENT_BYTES", 30 * 8 * 4)
+    monkeypatch.setattr(store, "PENDING_BYTES", 0, raising=False)
+    index = opened(tmp_path)
+    for start in range(0, 60, 6):
+        index.add_documents(IDS[start : start + 6], integers_of([i % 8 for i in range(start, start + 6)], start))
+    index.remove_documents(["d3", "d40"])
+    assert index.info().segments >= 4
+    return tmp_path
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_have_the_lists_of_one_process(folder: Path, world: int) -> None:
+    run_ranks(search, (world, folder, "rendezvous"), world)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 7])
+@pytest.mark.parametrize("rows", [[5], [4, 4, 4, 4], [1, 100, 1, 1, 1, 50], [0, 0], [], [3] * 20])
+def test_every_segment_has_one_rank(rows: list[int], world: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = Layout("float32", 1)
+    parts = [
+        Part.of(layout, np.array([i]), ["a"], np.array([n]), sums=np.zeros(1, "<u4"), memory=torch.zeros(n, 1))
+        for i, n in enumerate(rows)
+    ]
+    monkeypatch.setattr(dist, "get_world_size", lambda group: world)
+    shares = []
+    for rank in range(world):
+        monkeypatch.setattr(dist, "get_rank", lambda group, rank=rank: rank)
+        shares.append(Ranks(None).share(parts))
+    assert [part for first, last in shares for part in parts[first:last]] == parts
+    if rows == [3] * 20:
+        assert {last - first for first, last in shares} <= {20 // world, -(-20 // world)}
