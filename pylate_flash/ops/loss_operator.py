@@ -191,31 +191,37 @@ class _MaxsimLoss(torch.autograd.Function):
         else:
             loss, statistics, *ctx.gradients = _maxsim_loss_gradients(*tensors, *options, *needs)
         ctx.save_for_backward(*tensors)
-        ctx.options, ctx.needs = options, needs
+        ctx.options, ctx.needs, ctx.by_kernels = options, needs, ctx.plain and _by_kernels(tensors[0], options)
         ctx.mark_non_differentiable(statistics)
         ctx.set_materialize_grads(False)
         return loss, statistics
 
     @staticmethod
     def backward(ctx, grad_loss, _):
-        gradients, eager = ctx.gradients, ctx.plain and is_plain(grad_loss)
-        tensors = ctx.saved_tensors
+        gradients, likes = ctx.gradients, ctx.likes
+        if ctx.plain and gradients is not None and not torch.is_grad_enabled():
+            # The inputs are not looked at: that would take as long as all else here.
+            by_kernels, given = ctx.by_kernels, (grad_loss, *gradients)
+            key = signature(_MaxsimLoss, given, (by_kernels, *likes))
+            if key is not NOT_PLAIN:
+                ctx.gradients = None
+
+                def compute(given: Sequence) -> tuple[Sequence[Tensor | None], None]:
+                    return cast_like(_scaled(given, likes, by_kernels), likes), None
+
+                return None, *repeat(key, compute, given)[0], *_NO_GRADIENTS
+        tensors, eager = ctx.saved_tensors, ctx.plain and is_plain(grad_loss)
         if eager:
             ctx.gradients = None
             if gradients is None:
                 gradients = _computed(tensors, ctx.options, ctx.needs)[2:]
         if eager and not torch.is_grad_enabled():
-            given, likes, by_kernels = (grad_loss, *gradients), ctx.likes, _by_kernels(tensors[0], ctx.options)
-
-            def compute(given: Sequence) -> tuple[Sequence[Tensor | None], None]:
-                return _scaled(given, likes, by_kernels), None
-
-            found = repeat(signature(_MaxsimLoss, given, (by_kernels, *likes)), compute, given)[0]
+            found = _scaled((grad_loss, *gradients), likes, ctx.by_kernels)
         else:
             stand_ins = [grad_loss.new_empty(0) if gradient is None else gradient for gradient in gradients]
             whole = _maxsim_loss_backward(grad_loss, *tensors[:_N_DIFFERENTIABLE], *stand_ins)
             found = [gradient if need else None for gradient, need in zip(whole, ctx.needs, strict=True)]
-        return None, *cast_like(found, ctx.likes), *_NO_GRADIENTS
+        return None, *cast_like(found, likes), *_NO_GRADIENTS
 
 
 # Of what comes after the temperature.

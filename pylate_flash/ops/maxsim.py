@@ -299,8 +299,10 @@ def call_of(arguments: tuple) -> tuple[Tensors, Options]:
 
 def _check(arguments: tuple, called: str) -> tuple:
     tensors, options = call_of(arguments)
-    tensors = checked(called, tensors, options)
-    return *tensors, *options._replace(empty_score=checked_number("empty_score", options.empty_score))
+    used = checked(called, tensors, options)
+    if type(options.empty_score) is not float:
+        options = options._replace(empty_score=checked_number("empty_score", options.empty_score))
+    return *used, *options
 
 
 def _compute(arguments: tuple, with_winners: bool) -> tuple[Tensor, Tensor | None]:

@@ -8,7 +8,6 @@ library `pylate_flash`, which run the same computation, and whose shapes are kno
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -104,31 +103,39 @@ def signature(operation: object, tensors: Sequence[Any], options: tuple, packed:
 
 
 class _Repeated:
-    """What is repeated of calls, by their signatures; those used least lately are forgotten."""
+    """What is repeated of calls, by their signatures: at most `most`; those used least lately are forgotten.
+
+    In two halves, of which the older one is dropped when the newer one is full, so that a call that is repeated looks
+    into one dictionary and writes nothing.
+    """
 
     def __init__(self, most: int) -> None:
-        self._most = most
-        self._entries: OrderedDict[tuple, Any] = OrderedDict()
-        self._move_to_end = self._entries.move_to_end
+        self._half = most // 2
+        self._newer: dict[tuple, Any] = {}
+        self._older: dict[tuple, Any] = {}
 
     def get(self, key: tuple) -> Any:
         """What is known of a signature, or None."""
         try:
-            entry = self._entries[key]
-            self._move_to_end(key)
-            return entry
-        except (KeyError, TypeError):
-            # New, or just forgotten by another thread; or an option cannot be a key, which the checks have a word for.
+            known = self._newer.get(key)
+        except TypeError:
+            # An option cannot be a key, which the checks have a word for.
             return None
+        if known is None:
+            known = self._older.get(key)
+            if known is not None:
+                self.set(key, known)
+        return known
 
     def set(self, key: tuple, entry: Any) -> None:
-        self._entries[key] = entry
-        while len(self._entries) > self._most:
-            self._entries.popitem(last=False)
+        if len(self._newer) >= self._half:
+            self._older, self._newer = self._newer, {}
+        if self._half:
+            self._newer[key] = entry
 
     def forget(self) -> None:
         """Work out every call anew, as is needed where a table of `kernels` was changed."""
-        self._entries.clear()
+        self._newer, self._older = {}, {}
 
 
 repeated = _Repeated(4096)
@@ -158,14 +165,13 @@ def repeat(key: Signature, compute: Computation, tensors: Sequence[Tensor | None
         except torch.OutOfMemoryError:
             # Computed as ever, it may make do with less.
             return compute(tensors)
-    if known is _REFUSED or not all(type(option) in _VALUES for option in key[1]):
-        return compute(tensors)
     if known is None:
         # Many a signature comes once, and recording takes time.
         found = compute(tensors)
-        repeated.set(key, _SEEN)
+        if all(type(option) in _VALUES for option in key[1]):
+            repeated.set(key, _SEEN)
         return found
-    return _recorded(key, compute, tensors)
+    return compute(tensors) if known is _REFUSED else _recorded(key, compute, tensors)
 
 
 def _recorded(key: tuple, compute: Computation, tensors: Sequence[Tensor | None]) -> tuple[Sequence[Any], Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from unittest import mock
 
 import pytest
 import torch
@@ -36,12 +37,8 @@ def repeats(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[recording.Recordin
 
 def anew(call: Callable[[], list[Tensor | None]]) -> list[Tensor | None]:
     """The call with nothing known of earlier ones, which stays known."""
-    known = repeated._entries
-    repeated._entries = type(known)()
-    try:
+    with mock.patch.object(operator, "repeated", operator._Repeated(0)):
         return call()
-    finally:
-        repeated._entries = known
 
 
 def equal(found: list[Tensor | None], expected: list[Tensor | None]) -> bool:
