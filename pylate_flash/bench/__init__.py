@@ -2,12 +2,13 @@
 
 ``pylate-flash bench [SUITE]`` and ``python -m pylate_flash.bench [SUITE]`` run it. From the bottom up:
 
-- `protocol`: how one call is timed, the card's ceilings (`l2`: that of its cache; `exponentials`, `eight_bits`),
-  and the floor that they give a piece of work.
-- `suite`: what a suite is (rows, systems, a reference), and the loop that checks, times and compares the systems.
-- `forward`, `quantized`, `residual`, `varlen`, `training`, `losses`, `hosts`, `launch`, `cpu`: the suites. Another one
-  is one more file like them, named in `SUITES` or by its path, as those in docs/benchmarks/suites. `calls` and `steps`
-  are what `launch` times, `loss_steps` what `losses` does.
+- `protocol`: how one call is timed, the card's ceilings (`l2`: that of its cache), and the floor that they give a
+  piece of work.
+- `rows`, `exact`: shapes with names and their work; what is right, in float64, and how far a result is from it.
+- `suite`: what a suite is (rows, inputs, systems), and the loop that checks, times and compares the systems.
+- `calls`, `rerank`, `steps`: the inputs of what users call, and how each system is called for them.
+- `forward`, `quantized`, `residual`, `varlen`, `training`, `losses` (with `loss_steps`), `hosts`, `launch`, `cpu`: the
+  suites. Another one is one more file like them, named in `SUITES` or by its path, as those in docs/benchmarks/suites.
 - `peers`: the other packages that a suite may measure, and what is particular to them.
 - `memory`: the memory of one system, measured in a process of its own (`fresh`).
 - `results`, `report`, `plot`: a result as JSON, as a table on the terminal, as a picture.

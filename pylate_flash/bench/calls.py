@@ -1,14 +1,11 @@
-"""The calls that the suite `launch` times: what users write, and what they would write with another package.
+"""The calls that suites time: what users write, and what they would write with another package.
 
-Each class holds the inputs of one call, and offers the ways to make it: `Call` names them. The inputs are small, so
-that the time of a call is that of the host.
-
-Masks are prefixes, as of padded texts: flash-maxsim knows lengths only.
+Each class holds the inputs of one call, and offers the ways to make it: `Call` names them. Masks are prefixes, as of
+padded texts: flash-maxsim knows lengths only.
 """
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -19,11 +16,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from pylate_flash.bench import forward, training, varlen
-from pylate_flash.bench.protocol import relative_error
-from pylate_flash.bench.suite import WRONG, Candidate, Unavailable
-
-Result = torch.Tensor | tuple[torch.Tensor, ...]
+from pylate_flash.bench import exact
+from pylate_flash.bench.exact import Result, Score, einsum_scores
+from pylate_flash.bench.protocol import MIB
+from pylate_flash.bench.suite import Candidate, Unavailable
 
 
 class Call(ABC):
@@ -41,11 +37,11 @@ class Call(ABC):
 
     @abstractmethod
     def reference(self) -> Result:
-        """The right answer in float64: scores, or a loss and its gradients."""
+        """The right answer in float64: scores, or a step."""
 
     def accuracy(self, dtype: torch.dtype) -> float:
         """The relative error that pylate_flash promises for inputs of that type."""
-        return forward.accuracy(dtype)
+        return exact.accuracy(dtype)
 
     @abstractmethod
     def ours(self) -> list[Candidate]:
@@ -64,26 +60,10 @@ class Call(ABC):
         """What a user has without a package of kernels: an einsum, or PyLate's own call."""
 
 
-def einsum_scores(
-    queries: torch.Tensor,
-    documents: torch.Tensor,
-    queries_mask: torch.Tensor | None = None,
-    documents_mask: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """The plain way, and in float64 the right one: [Nq, Nd], or [Nq, K] of documents [Nq, K, Ld, d]."""
-    similarities = torch.einsum("qsd,ntd->qnst" if documents.dim() == 3 else "qsd,qntd->qnst", queries, documents)
-    if documents_mask is not None:
-        similarities = similarities.masked_fill(~documents_mask.bool().unsqueeze(-2), -torch.inf)
-    best = similarities.max(dim=-1).values
-    if queries_mask is not None:
-        best = best * queries_mask.unsqueeze(1)
-    return best.sum(dim=-1, dtype=torch.promote_types(best.dtype, torch.float32))
-
-
-def named(queries_mask: torch.Tensor | None, documents_mask: torch.Tensor | None) -> dict[str, Any]:
-    """The masks that there are, as arguments of this package's functions."""
-    masks = {"queries_mask": queries_mask, "documents_mask": documents_mask}
-    return {name: mask for name, mask in masks.items() if mask is not None}
+def unit_vectors(*size: int, generator: torch.Generator, dtype: torch.dtype) -> torch.Tensor:
+    """Draw random unit vectors, along the last dimension, on the generator's device."""
+    drawn = torch.randn(*size, device=generator.device, generator=generator)
+    return F.normalize(drawn, dim=-1).to(dtype)
 
 
 def prefixes(*size: int, generator: torch.Generator, dtype: torch.dtype = torch.bool) -> torch.Tensor:
@@ -116,8 +96,31 @@ def within(context: AbstractContextManager | None, call: Callable[..., Any]) -> 
     return inside
 
 
-# From queries and documents, their scores.
-Score = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+def chunked_scores(
+    queries: torch.Tensor,
+    documents: torch.Tensor,
+    queries_mask: torch.Tensor | None = None,
+    documents_mask: torch.Tensor | None = None,
+    *,
+    chunk: int,
+    score: Score = einsum_scores,
+) -> torch.Tensor:
+    """The plain way over ``chunk`` documents at a time."""
+    if chunk >= documents.shape[-3]:
+        return score(queries, documents, queries_mask, documents_mask)
+    parts = documents.split(chunk, dim=-3)
+    masks = [None] * len(parts) if documents_mask is None else documents_mask.split(chunk, dim=-2)
+    scores = [score(queries, part, queries_mask, mask) for part, mask in zip(parts, masks, strict=True)]
+    return torch.cat(scores, dim=1)
+
+
+def chunk_sizes(queries: torch.Tensor, documents: torch.Tensor, held: float = 2.0) -> list[int]:
+    """Return the four largest of 1, 4, 16, ..., Nd whose similarities fit so many times in the free memory."""
+    *_, Nd, Ld, _ = documents.shape
+    free = torch.cuda.mem_get_info(queries.device)[0] if queries.is_cuda else 2048 * MIB
+    sizes = [size for size in (1, 4, 16, 64, 256, 1024, 4096, 16384) if size < Nd] + [Nd]
+    similarities = queries.shape[:2].numel() * Ld * queries.element_size()
+    return [size for size in sizes if held * size * similarities <= free][-4:] or [1]
 
 
 @dataclass(frozen=True)
@@ -144,60 +147,82 @@ class Padded(Call):
         return None if self.cast is None else torch.autocast(self.device.type, dtype=self.cast)
 
     @property
-    def options(self) -> dict[str, Any]:
+    def masks(self) -> dict[str, Any]:
         """The masks that there are, as this package names them."""
         return named(self.queries_mask, self.documents_mask)
+
+    def lengths(self) -> torch.Tensor:
+        """The lengths of all documents, int32."""
+        if self.documents_mask is not None:
+            return lengths_of(self.documents_mask)
+        *documents, Ld, _ = self.documents.shape
+        return torch.full((torch.Size(documents).numel(),), Ld, dtype=torch.int32, device=self.device)
 
     def candidate(self, label: str, score: Score) -> Candidate:
         """What is timed of a way to score."""
         return Candidate(label, within(self.context, partial(score, self.queries, self.documents)))
 
     def as_computed(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries and documents in float64, from what autocast rounds them to."""
+        """Queries and documents, as autocast rounds them."""
         dtype = self.cast or self.queries.dtype
-        return self.queries.detach().to(dtype).double(), self.documents.detach().to(dtype).double()
+        return self.queries.detach().to(dtype), self.documents.detach().to(dtype)
 
     def reference(self) -> Result:
-        return einsum_scores(*self.as_computed(), **self.options)
+        return exact.scores(*self.as_computed(), **self.masks)
 
     def accuracy(self, dtype: torch.dtype) -> float:
-        return forward.accuracy(self.cast or dtype)
+        return exact.accuracy(self.cast or dtype, gradients=self.differentiated)
 
     def ours(self) -> list[Candidate]:
         from pylate_flash import maxsim
 
-        return [self.candidate("maxsim", partial(maxsim, **self.options))]
-
-    def plain(self) -> forward.Inputs | None:
-        """The inputs as the suite `forward` knows them, or None where it does not."""
-        if self.documents.dim() == 4 or self.cast is not None or self.options:
-            return None
-        Nd, Ld, _ = self.documents.shape
-        lengths = torch.full((Nd,), Ld, dtype=torch.int32, device=self.device)
-        return forward.Inputs(self.queries, self.documents, lengths)
+        return [self.candidate("maxsim", partial(maxsim, **self.masks))]
 
     def lik(self) -> list[Candidate]:
-        if plain := self.plain():
-            return forward.lik(plain)
+        """`maxsim`, and the inference function below it, which spares some work on the host."""
         from late_interaction_kernels import maxsim
+        from late_interaction_kernels.forward import maxsim_forward
 
-        return self.in_each_type("maxsim", partial(maxsim, q_mask=self.queries_mask, d_mask=self.documents_mask))
+        candidates = self.in_each_type("maxsim", partial(maxsim, q_mask=self.queries_mask, d_mask=self.documents_mask))
+        # Longer queries are cut into pieces by `maxsim` alone, which is faster and compiles far sooner.
+        if self.is_plain and self.queries.shape[1] <= 512:
+            score = partial(maxsim_forward, self.queries, self.documents, d_mask=self.documents_mask)
+            candidates.append(Candidate("maxsim_forward", lambda: score()[0]))
+        return candidates
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether every query meets every document, as they are, and with all of its tokens."""
+        return self.documents.dim() == 3 and self.queries_mask is None and self.cast is None
 
     def flash_maxsim(self) -> list[Candidate]:
-        if plain := self.plain():
-            return forward.flash_maxsim(plain)
-        from flash_maxsim import flash_maxsim_batched
+        """Its function for one query or for several, its persistent kernel, and its variants for long queries.
 
-        lengths = None if self.documents_mask is None else lengths_of(self.documents_mask)
-        batched = partial(flash_maxsim_batched, doc_lengths=lengths, shared_docs=self.documents.dim() == 3)
+        Given, the lengths spare it a kernel that would fill them in on every call.
+        """
+        import flash_maxsim as package
 
-        def score(queries: torch.Tensor, documents: torch.Tensor) -> torch.Tensor:
-            # It masks no tokens of queries, which are therefore made 0, as PyLate does.
-            if self.queries_mask is not None:
-                queries = queries * self.queries_mask.unsqueeze(-1)
-            return batched(queries, documents)
+        documents, lengths = self.documents, self.lengths()
+        if not self.is_plain:
+            batched = partial(package.flash_maxsim_batched, doc_lengths=lengths, shared_docs=documents.dim() == 3)
 
-        return self.in_each_type("flash_maxsim_batched", score)
+            def score(queries: torch.Tensor, documents: torch.Tensor) -> torch.Tensor:
+                # It masks no tokens of queries, which are therefore made 0, as PyLate does.
+                if self.queries_mask is not None:
+                    queries = queries * self.queries_mask.unsqueeze(-1)
+                return batched(queries, documents)
+
+            return self.in_each_type("flash_maxsim_batched", score)
+        several = len(self.queries) > 1
+        queries = self.queries if several else self.queries[0]
+        names = ["flash_maxsim_batched" if several else "flash_maxsim", "flash_maxsim_persistent"]
+        ways = {name: partial(getattr(package, name), queries, documents, lengths) for name in names}
+        if not several and self.queries.shape[1] >= 512 and documents.shape[1] >= 512:
+            ways["splitk"] = partial(ways["flash_maxsim"], splitk=True)
+            # Its kernel reads documents in groups of four, past the end where they do not divide.
+            if len(documents) % 4 == 0:
+                ways["flash_maxsim_qreuse"] = partial(package.flash_maxsim_qreuse, queries, documents, lengths)
+        return [Candidate(label, call) for label, call in ways.items()]
 
     def in_each_type(self, label: str, score: Score) -> list[Candidate]:
         """The ways to call what does not know autocast: with the embeddings as they are, and cast by hand."""
@@ -208,7 +233,17 @@ class Padded(Call):
         return candidates
 
     def torch(self) -> list[Candidate]:
-        return [self.candidate("einsum", partial(einsum_scores, **self.options))]
+        """An einsum over chunks of documents, the chunk size swept."""
+        return [
+            self.candidate(f"einsum, chunks of {chunk}", partial(chunked_scores, chunk=chunk, **self.masks))
+            for chunk in chunk_sizes(self.queries, self.documents)
+        ]
+
+
+def named(queries_mask: torch.Tensor | None, documents_mask: torch.Tensor | None) -> dict[str, Any]:
+    """The masks that there are, as arguments of this package's functions."""
+    masks = {"queries_mask": queries_mask, "documents_mask": documents_mask}
+    return {name: mask for name, mask in masks.items() if mask is not None}
 
 
 class Pairwise(Padded):
@@ -237,106 +272,105 @@ EMPTY_SCORE = -1.0
 
 
 @dataclass(frozen=True)
-class Packed:
-    """Queries of ``query_length`` tokens [Tq, d], and documents [Td, d] of these ``lengths``, one after the other."""
-
-    queries: torch.Tensor
-    documents: torch.Tensor
-    query_length: int
-    lengths: torch.Tensor
-
-    def bounds(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The boundaries of queries and of documents, int32, on the host."""
-        starts = torch.arange(0, len(self.queries) + 1, self.query_length, dtype=torch.int32)
-        return starts, F.pad(self.lengths.cumsum(0), (1, 0)).to(torch.int32)
-
-    def padded(self, own: bool) -> Padded:
-        """The same padded and masked; ``own``: as many documents for each query."""
-        mask = (torch.arange(int(self.lengths.max())) < self.lengths.unsqueeze(1)).to(self.documents.device)
-        documents = self.documents.new_zeros(*mask.shape, self.documents.shape[-1])
-        documents[mask] = self.documents
-        queries = self.queries.unflatten(0, (-1, self.query_length))
-        if own:
-            documents, mask = documents.unflatten(0, (len(queries), -1)), mask.unflatten(0, (len(queries), -1))
-        return Padded(queries, documents, None, mask)
-
-
-def padded_scores(inputs: Padded, queries: torch.Tensor, documents: torch.Tensor) -> torch.Tensor:
-    """The scores of padded inputs by an einsum; an empty document has `EMPTY_SCORE`."""
-    scores = einsum_scores(queries, documents, **inputs.options)
-    if inputs.documents.dim() == 3 or inputs.documents_mask is None:
-        return scores
-    return scores.masked_fill(~inputs.documents_mask.any(dim=-1), EMPTY_SCORE)
-
-
-@dataclass(frozen=True)
 class Varlen(Call):
-    """`maxsim_varlen` of packed inputs.
+    """`maxsim_varlen`: queries [Nq, Lq, d], and documents [Td, d] of these ``lengths``, one after the other.
 
     ``own``: each query has candidates of its own, empty documents among them, and the boundaries stay on the host, as
     they do in reranking. Otherwise they are on the device, as `pack` makes them.
     """
 
-    batch: Packed
+    queries: torch.Tensor
+    documents: torch.Tensor
+    lengths: torch.Tensor
     own: bool = False
 
     @property
     def device(self) -> torch.device:
-        return self.batch.queries.device
+        return self.queries.device
 
-    def bounds(self) -> list[torch.Tensor]:
-        """The boundaries of queries and of documents, on the device."""
-        return [boundaries.to(self.device) for boundaries in self.batch.bounds()]
+    @property
+    def longest(self) -> int:
+        """The tokens of the longest document."""
+        return int(self.lengths.max())
+
+    def packed(self) -> tuple[torch.Tensor, ...]:
+        """Queries and documents [tokens, d], and the boundaries of each (int32)."""
+        Nq, Lq, _ = self.queries.shape
+        bounds = torch.arange(Nq + 1, dtype=torch.int32) * Lq, F.pad(self.lengths.cumsum(0), (1, 0)).to(torch.int32)
+        if not self.own:
+            bounds = bounds[0].to(self.device), bounds[1].to(self.device)
+        return self.queries.flatten(0, 1), self.documents, *bounds
+
+    def padded(self) -> Padded:
+        """The same padded and masked."""
+        mask = (torch.arange(self.longest) < self.lengths.unsqueeze(1)).to(self.device)
+        documents = self.documents.new_zeros(*mask.shape, self.documents.shape[-1])
+        documents[mask] = self.documents
+        if self.own:
+            documents, mask = (part.unflatten(0, (len(self.queries), -1)) for part in (documents, mask))
+        return Padded(self.queries, documents, None, mask)
+
+    def filled(self, scores: torch.Tensor) -> torch.Tensor:
+        """Scores of which an empty document has its own."""
+        if not self.own:
+            return scores
+        return scores.masked_fill((self.lengths == 0).to(self.device).view(scores.shape), EMPTY_SCORE)
 
     def reference(self) -> Result:
-        padded = self.batch.padded(self.own)
-        return padded_scores(padded, *padded.as_computed())
+        padded = self.padded()
+        return self.filled(exact.scores(*padded.as_computed(), **padded.masks))
 
     def ours(self) -> list[Candidate]:
         from pylate_flash import maxsim_varlen
 
-        batch = self.batch
-        if not self.own:
-            return [Candidate("maxsim_varlen", partial(maxsim_varlen, batch.queries, batch.documents, *self.bounds()))]
-        counts = len(batch.lengths) // (len(batch.queries) // batch.query_length)
-        candidates = torch.arange(0, len(batch.lengths) + 1, counts, dtype=torch.int32)
-        packed = partial(maxsim_varlen, batch.queries, batch.documents, *batch.bounds())
-        call = partial(packed, candidates_cu_seqlens=candidates, empty_score=EMPTY_SCORE)
-        return [Candidate("maxsim_varlen", call)]
+        options: dict[str, Any] = {}
+        if self.own:
+            counts = len(self.lengths) // len(self.queries)
+            candidates = torch.arange(0, len(self.lengths) + 1, counts, dtype=torch.int32)
+            options = {"candidates_cu_seqlens": candidates, "empty_score": EMPTY_SCORE}
+        return [Candidate("maxsim_varlen", partial(maxsim_varlen, *self.packed(), **options))]
 
     def lik(self) -> list[Candidate]:
+        """With the longest lengths given, which it checks on the device, and without."""
         if self.own:
             raise Unavailable("its packed call takes no candidates")
         from late_interaction_kernels import maxsim_varlen
 
-        call = partial(maxsim_varlen, self.batch.queries, self.batch.documents, *self.bounds())
-        lengths = {"max_seqlen_q": self.batch.query_length, "max_seqlen_d": int(self.batch.lengths.max())}
+        call = partial(maxsim_varlen, *self.packed())
+        lengths = {"max_seqlen_q": self.queries.shape[1], "max_seqlen_d": self.longest}
         return [
             Candidate("maxsim_varlen", call),
             Candidate("maxsim_varlen, longest lengths given", partial(call, **lengths)),
         ]
 
     def flash_maxsim(self) -> list[Candidate]:
+        """A query at a time."""
         if self.own:
             raise Unavailable("its packed call takes one query and no candidates")
         from flash_maxsim import flash_maxsim_packed
 
-        _, boundaries = self.bounds()
-        longest = int(self.batch.lengths.max())
-        call = partial(flash_maxsim_packed, self.batch.queries, self.batch.documents, boundaries, longest)
-        return [Candidate("flash_maxsim_packed", call)]
+        *_, boundaries = self.packed()
+        longest = self.longest
+
+        def score(queries: torch.Tensor, documents: torch.Tensor) -> torch.Tensor:
+            scores = [flash_maxsim_packed(query, documents, boundaries, longest) for query in queries]
+            return scores[0] if len(scores) == 1 else torch.stack(scores)
+
+        return [Candidate("flash_maxsim_packed", partial(score, self.queries, self.documents))]
 
     def torch(self) -> list[Candidate]:
-        padded = self.batch.padded(self.own)
-        return [Candidate("einsum, padded", partial(padded_scores, padded, padded.queries, padded.documents))]
+        def filled(call: Callable[[], torch.Tensor]) -> torch.Tensor:
+            return self.filled(call())
+
+        return [Candidate(f"{label}, padded", partial(filled, call)) for label, call, _ in self.padded().torch()]
 
 
 class Turn:
     """Calls that are made in turn, one at a time; the results of the first few are read."""
 
-    def __init__(self, calls: Sequence[Callable[[], Any]], read: int) -> None:
+    def __init__(self, calls: Sequence[Callable[[], Any]], n_read: int) -> None:
         self.calls = calls
-        self.n_read = read
+        self.n_read = n_read
         self.last = -1
 
     def __call__(self) -> Any:
@@ -352,8 +386,8 @@ def joined(results: Sequence[Any]) -> Result:
     """The scores of several calls, stacked; of steps the losses, and the gradients as one vector for each leaf."""
     if isinstance(results[0], torch.Tensor):
         return torch.stack(list(results))
-    losses, *gradients = zip(*results, strict=True)
-    return torch.stack(losses), *(torch.cat([part.flatten() for part in of_leaf]) for of_leaf in gradients)
+    losses, _, *gradients = zip(*results, strict=True)
+    return exact.Step(torch.stack(losses), None, *(torch.cat([part.flatten() for part in leaf]) for leaf in gradients))
 
 
 @dataclass(frozen=True)
@@ -413,15 +447,14 @@ class FromHidden(Call):
         return self.queries.device
 
     def reference(self) -> Result:
-        """As in the suite `hidden`: from the embeddings, which are rounded before and after they are normalised."""
+        """From the embeddings, which are rounded before and after they are normalised."""
         queries, documents = (
-            F.normalize(some.double(), dim=-1).to(some.dtype).double()
-            for some in (self.queries, F.linear(self.hidden, self.weight))
+            exact.normalized(some.double(), some.dtype) for some in (self.queries, F.linear(self.hidden, self.weight))
         )
-        return einsum_scores(queries, documents, self.queries_mask, self.documents_mask)
+        return exact.scores(queries, documents, self.queries_mask, self.documents_mask)
 
     def accuracy(self, dtype: torch.dtype) -> float:
-        return training.accuracy(dtype)
+        return exact.accuracy(dtype, gradients=True)
 
     def ours(self) -> list[Candidate]:
         from pylate_flash import maxsim_from_hidden
@@ -444,49 +477,3 @@ class FromHidden(Call):
             return einsum_scores(self.queries, documents, self.queries_mask, self.documents_mask)
 
         return [Candidate("linear, normalize, einsum", score)]
-
-
-@dataclass(frozen=True)
-class Rerank(Call):
-    """`rank.rerank` of tensors on the device; another package computes in PyLate's own."""
-
-    request: varlen.Request
-
-    @property
-    def device(self) -> torch.device:
-        return self.request.device
-
-    def reference(self) -> Result:
-        scores = [
-            einsum_scores(query.double().unsqueeze(0), document.double().unsqueeze(0)).flatten()
-            for query, documents in zip(self.request.queries, self.request.documents, strict=True)
-            for document in documents
-        ]
-        # Rankings are read on the host.
-        return torch.cat(scores).cpu()
-
-    def ours(self) -> list[Candidate]:
-        return varlen.ours(self.request)
-
-    def lik(self) -> list[Candidate]:
-        return varlen.lik(self.request)
-
-    def flash_maxsim(self) -> list[Candidate]:
-        return varlen.flash_maxsim(self.request)
-
-    def torch(self) -> list[Candidate]:
-        return varlen.torch_eager(self.request)
-
-
-def error(found: Result, expected: Result) -> float:
-    """Return the relative error of scores; of a step, the largest of the loss's and of the gradients' (Frobenius).
-
-    Scores or a loss that are wrong make it infinite, as a system's tolerance is for gradients.
-    """
-    found, expected = (value if isinstance(value, tuple) else (value,) for value in (found, expected))
-    if len(found) != len(expected):
-        return math.inf
-    scores = relative_error(found[0], expected[0])
-    if scores > WRONG:
-        return math.inf
-    return max(scores, *(training.frobenius(*pair) for pair in zip(found[1:], expected[1:], strict=True)), 0.0)

@@ -5,8 +5,7 @@ has a few candidates; with as many threads as torch uses.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,126 +13,91 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from pylate_flash.bench import calls, forward, steps, training, varlen
+from pylate_flash.bench import exact, forward, steps, training, varlen
+from pylate_flash.bench.calls import Padded
 from pylate_flash.bench.peers import MAXSIM_CPU, PYLATE
-from pylate_flash.bench.suite import OURS, Candidate, Suite, System, Unavailable
+from pylate_flash.bench.rerank import Rerank, need_pylate
+from pylate_flash.bench.rows import Row
+from pylate_flash.bench.suite import OUR_SYSTEM, WRONG, Candidate, Suite, System, Unavailable
 
 ROWS = (
-    forward.Shape("rerank-300", 1, 1000, 32, 300),
-    forward.Shape("rerank-180", 1, 1000, 32, 180),
-    forward.Shape("in-batch", 32, 256, 32, 180),
-    varlen.Rerank("rerank", 100, 100, 32, 40, 180),
-    training.Batch("distill-2", 256, 2, 32, 32, candidates=True),
-    training.Batch("distill-4", 64, 4, 32, 32, candidates=True),
+    Row("rerank-300", 1, 1000, 32, 300),
+    Row("rerank-180", 1, 1000, 32, 180),
+    Row("in-batch", 32, 256, 32, 180),
+    varlen.Arrays("rerank", 100, 100, 32, 180, shortest=40),
+    Row("distill-2", 256, 2, 32, 32, own=True, step=True),
+    Row("distill-4", 64, 4, 32, 32, own=True, step=True),
 )
 # Share of a candidate's tokens that it has at least.
 SHORTEST = 0.25
 
 
-@dataclass(frozen=True)
-class Distillation:
-    """A model's embeddings for a step of distillation, which require gradients, and what comes with them.
+class Distillation(steps.Step):
+    """A model's embeddings for a step of distillation, in the way of PyLate: a masked similarity is 0."""
 
-    ``queries`` [Nq, Lq, d], ``documents`` [Nq * K, Ld, d], ``mask`` [Nq * K, Ld] bool, ``teacher`` [Nq, K].
-    """
-
-    queries: torch.Tensor
-    documents: torch.Tensor
-    mask: torch.Tensor
-    teacher: torch.Tensor
-
-    def step(self, loss: Callable[..., torch.Tensor]) -> Callable[[], calls.Result]:
-        """From the embeddings to a PyLate user's loss, and back to their gradients.
+    def through(self, label: str, loss: Any) -> list[Candidate]:
+        """The step by a PyLate user's loss, whose documents are [Nq * K, Ld, d].
 
         Scores are not rescaled to [0, 1]: of two that is a constant, whose gradient is rounding.
         """
-        masks = torch.ones(self.queries.shape[:2], dtype=torch.bool), self.mask
-        texts = [{"input_ids": torch.full_like(mask, 100, dtype=torch.int64), "attention_mask": mask} for mask in masks]
+        assert self.documents_mask is not None
+        masks = torch.ones(self.queries.shape[:2], dtype=torch.bool), self.documents_mask.flatten(0, 1)
+        loss_of = steps.loss_of_embedded(loss, masks, self.teacher)
+        return [self.step(label, lambda queries, documents: loss_of(queries, documents.flatten(0, 1)))]
 
-        def loss_of(*embeddings: torch.Tensor) -> torch.Tensor:
-            columns = [{**text, "token_embeddings": some} for text, some in zip(texts, embeddings, strict=True)]
-            return loss(columns, self.teacher)
+    def reference(self) -> exact.Step:
+        def score(
+            queries: torch.Tensor, documents: torch.Tensor, _: None, documents_mask: torch.Tensor
+        ) -> torch.Tensor:
+            rows, tokens = F.normalize(queries, dim=-1), F.normalize(documents, dim=-1)
+            similarities = torch.einsum("qsd,qktd->qkst", rows, tokens)
+            return similarities.masked_fill(~documents_mask.unsqueeze(2), 0.0).max(dim=-1).values.sum(dim=-1)
 
-        return partial(steps.differentiated, loss_of, self.queries, self.documents)
+        return exact.step(self.queries, self.documents, **self.masks, loss=self.loss, score=score)
 
-    def reference(self) -> calls.Result:
-        """The loss, and both gradients, by float64."""
-        queries, documents = (leaf.detach().double().requires_grad_() for leaf in (self.queries, self.documents))
-
-        def loss_of(*leaves: torch.Tensor) -> torch.Tensor:
-            rows, tokens = (F.normalize(leaf, dim=-1) for leaf in leaves)
-            similarities = torch.einsum("qsd,qktd->qkst", rows, tokens.unflatten(0, self.teacher.shape))
-            masked = ~self.mask.view(*self.teacher.shape, 1, -1)
-            scores = similarities.masked_fill(masked, 0.0).max(dim=-1).values.sum(dim=-1)
-            teacher = self.teacher.double().log_softmax(dim=1)
-            return F.kl_div(scores.log_softmax(dim=1), teacher, reduction="batchmean", log_target=True)
-
-        return steps.differentiated(loss_of, queries, documents)
-
-
-Inputs = forward.Inputs | varlen.Request | Distillation
-
-
-def make_inputs(row: forward.Shape | varlen.Ragged | training.Batch, device: torch.device, dtype: torch.dtype) -> Any:
-    """As the row's own suite; of a step, candidates of several lengths."""
-    if isinstance(row, forward.Shape):
-        return forward.make_inputs(row, device, dtype)
-    if not isinstance(row, training.Batch):
-        return varlen.make_inputs(row, device, dtype)
-    given = training.make_inputs(row, device, dtype)
-    assert given.teacher is not None
-    generator = torch.Generator(device).manual_seed(1)
-    shortest = max(1, int(SHORTEST * row.Ld))
-    lengths = torch.randint(shortest, row.Ld + 1, (row.documents, 1), generator=generator, device=device)
-    mask = torch.arange(row.Ld, device=device) < lengths
-    documents = given.documents.detach().flatten(0, 1).requires_grad_()
-    return Distillation(given.queries, documents, mask, given.teacher)
-
-
-def reference(inputs: Inputs) -> calls.Result:
-    """As the inputs' own suite."""
-    if isinstance(inputs, Distillation):
-        return inputs.reference()
-    return forward.reference(inputs) if isinstance(inputs, forward.Inputs) else varlen.reference(inputs)
-
-
-def accuracy_of(inputs: Inputs, dtype: torch.dtype) -> float:
-    """As the inputs' own suite."""
-    return (training if isinstance(inputs, Distillation) else forward).accuracy(dtype)
-
-
-def ours(inputs: Inputs) -> Sequence[Candidate]:
-    """`maxsim` of padded batches, `rank.rerank` of requests, `losses.Distillation` of steps."""
-    if isinstance(inputs, Distillation):
-        varlen._need_pylate()
+    def ours(self) -> list[Candidate]:
+        need_pylate()
         from pylate_flash import losses
 
         model: Any = steps.Embedded()
         loss = losses.Distillation(model, normalize_scores=False, scorer="pylate_flash", masking="zero")
-        return [Candidate("Distillation", inputs.step(loss))]
-    return forward.ours(inputs) if isinstance(inputs, forward.Inputs) else varlen.ours(inputs)
+        return self.through("Distillation", loss)
 
-
-def pylate(inputs: Inputs) -> list[Candidate]:
-    """PyLate's own scorer in torch, and its `rank.rerank` and its distillation with it."""
-    if isinstance(inputs, varlen.Request):
-        return varlen.torch_eager(inputs)
-    if isinstance(inputs, Distillation):
+    def torch(self) -> list[Candidate]:
         from pylate.losses.distillation import Distillation as PyLateDistillation
         from pylate.scores import colbert_kd_scores
 
         model: Any = steps.Embedded()
         score = partial(colbert_kd_scores, backend="torch")
-        loss = PyLateDistillation(model, score, normalize_scores=False)
-        return [Candidate("pylate.losses.Distillation", inputs.step(loss))]
+        return self.through("pylate.losses.Distillation", PyLateDistillation(model, score, normalize_scores=False))
+
+
+def make_inputs(row: Row, device: torch.device, dtype: torch.dtype) -> Padded | Rerank:
+    """As the suites `forward` and `varlen`; of a step, candidates of several lengths."""
+    if not row.step:
+        inputs = (varlen if isinstance(row, varlen.Arrays) else forward).make_inputs(row, device, dtype)
+        assert isinstance(inputs, Padded | Rerank)
+        return inputs
+    given = training.make_inputs(row, device, dtype)
+    generator = torch.Generator(device).manual_seed(1)
+    shortest = max(1, int(SHORTEST * row.Ld))
+    lengths = torch.randint(shortest, row.Ld + 1, (row.Nq, row.Nd, 1), generator=generator, device=device)
+    mask = torch.arange(row.Ld, device=device) < lengths
+    return Distillation(given.queries, given.documents, None, mask, teacher=given.teacher)
+
+
+def pylate(inputs: Padded | Rerank) -> list[Candidate]:
+    """PyLate's own scorer in torch, and its `rank.rerank` and its distillation with it."""
+    if isinstance(inputs, Rerank | Distillation):
+        return inputs.torch()
     from pylate.scores import colbert_scores
 
     return [Candidate("colbert_scores", partial(colbert_scores, inputs.queries, inputs.documents, backend="torch"))]
 
 
-def maxsim_cpu(inputs: Inputs) -> list[Candidate]:
+def maxsim_cpu(inputs: Padded | Rerank) -> list[Candidate]:
     """maxsim-cpu: a query at a time, which is all that it offers."""
-    if not isinstance(inputs, forward.Inputs):
+    if isinstance(inputs, Rerank | Distillation):
         return []
     if inputs.queries.dtype != torch.float32:
         raise Unavailable(f"takes float32 only, not {inputs.queries.dtype}")
@@ -155,14 +119,14 @@ def maxsim_cpu(inputs: Inputs) -> list[Candidate]:
 BLOCK = 1 << 20
 
 
-def products(inputs: Inputs) -> list[Candidate]:
+def products(inputs: Padded | Rerank) -> list[Candidate]:
     """The similarities alone, in blocks that are thrown away: by MKL, either way round, and by oneDNN.
 
     Of a request, the documents of each query are packed already. A step is more than products.
     """
     if isinstance(inputs, Distillation):
         return []
-    if isinstance(inputs, varlen.Request):
+    if isinstance(inputs, Rerank):
         pairs = [
             (torch.from_numpy(query), torch.from_numpy(np.concatenate(documents)))
             for query, documents in zip(inputs.queries, inputs.documents, strict=True)
@@ -200,16 +164,12 @@ def suite() -> Suite:
         title="MaxSim on the CPU",
         rows=ROWS,
         systems=(
-            System(OURS, "pylate_flash", ours),
+            OUR_SYSTEM,
             System("pylate", "PyLate", pylate, peer=PYLATE, about="its scorer and its losses in torch"),
             System("maxsim_cpu", "maxsim-cpu", maxsim_cpu, peer=MAXSIM_CPU),
             System("products", "products alone", products, about="of all tokens, the fastest of three", yardstick=True),
         ),
-        compiled=(),
         make_inputs=make_inputs,
-        reference=reference,
-        accuracy=forward.accuracy,
-        accuracy_of=accuracy_of,
-        error=calls.error,
+        error=partial(exact.error, wrong=WRONG),
         device="cpu",
     )

@@ -14,64 +14,27 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import methodcaller
 from typing import Any
 
 import torch
 
-from pylate_flash.bench import calls, forward, fresh, steps, varlen
+from pylate_flash.bench import calls, exact, forward, fresh, steps
 from pylate_flash.bench.calls import Call
-from pylate_flash.bench.peers import FLASH_MAXSIM, LIK
-from pylate_flash.bench.protocol import HostStopwatch, Rounds, Work
-from pylate_flash.bench.suite import OURS, Candidate, Suite, System, Unavailable
-
-
-@dataclass(frozen=True)
-class Row:
-    """``Nq`` queries of ``Lq`` tokens against ``Nd`` documents of ``Ld``, in a call that ``make`` makes.
-
-    ``own``: each query has ``Nd`` documents of its own. ``shortest``: documents have that many to ``Ld`` tokens.
-    ``note``: what else there is to say of the shape.
-    """
-
-    name: str
-    make: Callable[[Row, torch.Generator, torch.dtype], Call]
-    Nq: int = 32
-    Nd: int = 32
-    Lq: int = 32
-    Ld: int = 180
-    own: bool = False
-    shortest: int | None = None
-    note: str = ""
-    d: int = 128
-
-    @property
-    def shape(self) -> str:
-        """The shape, for people."""
-        longest = f"{self.Ld}" if self.shortest is None else f"{self.shortest}..{self.Ld}"
-        text = f"{self.Nq} x {self.Nd}{' of its own' if self.own else ''}, {self.Lq} x {longest}"
-        return f"{text}, {self.note}" if self.note else text
-
-    @property
-    def documents(self) -> int:
-        """How many documents there are in all."""
-        return self.Nq * self.Nd if self.own else self.Nd
-
-    def work(self, dtype: torch.dtype) -> Work:
-        """The products of the scores, and the embeddings read, as if there were no padding; no floor is made of it."""
-        return Work(
-            flops=2.0 * self.Nq * self.Nd * self.Lq * self.Ld * self.d,
-            bytes=float(dtype.itemsize * self.d * (self.Nq * self.Lq + self.documents * self.Ld)),
-        )
-
-    def within(self, flops: float) -> Row:
-        """The same row with fewer queries and documents, costing no more than ``flops``."""
-        share = min(1.0, flops / self.work(torch.float32).flops)
-        if self.own:
-            return replace(self, Nq=max(1, int(self.Nq * share)))
-        Nq = max(1, int(self.Nq * math.sqrt(share)))
-        # Where that leaves too many of few queries, the documents are cut the more.
-        part = min(math.sqrt(share), self.Nq * share / Nq)
-        return replace(self, Nq=Nq, Nd=max(1, int(self.Nd * part)))
+from pylate_flash.bench.protocol import HostStopwatch, Rounds
+from pylate_flash.bench.rerank import Rerank, ids_of
+from pylate_flash.bench.rows import Row
+from pylate_flash.bench.suite import (
+    FLASH_MAXSIM_SYSTEM,
+    LIK_SYSTEM,
+    OUR_SYSTEM,
+    OURS,
+    WRONG,
+    Candidate,
+    Suite,
+    System,
+    Unavailable,
+)
 
 
 def padded(
@@ -91,7 +54,7 @@ def padded(
         stored = calls.autocast_type(dtype) if kind is steps.Contrastive else torch.float32
     documents = (row.Nq, row.Nd) if row.own else (row.Nd,)
     mask = partial(calls.prefixes, generator=generator, dtype=mask_type)
-    draw = partial(forward.unit_vectors, generator=generator, dtype=stored)
+    draw = partial(calls.unit_vectors, generator=generator, dtype=stored)
     call = kind(
         draw(row.Nq, row.Lq, row.d),
         draw(*documents, row.Ld, row.d),
@@ -130,8 +93,8 @@ def packed(row: Row, generator: torch.Generator, dtype: torch.dtype, *, changing
 
     Of candidates, every 17th has no tokens.
     """
-    queries = forward.unit_vectors(row.Nq * row.Lq, row.d, generator=generator, dtype=dtype)
-    documents = forward.unit_vectors(row.documents * row.Ld, row.d, generator=generator, dtype=dtype)
+    draw = partial(calls.unit_vectors, generator=generator, dtype=dtype)
+    queries, documents = draw(row.Nq, row.Lq, row.d), draw(row.documents * row.Ld, row.d)
     drawn = torch.Generator().manual_seed(0)
     found: dict[int, torch.Tensor] = {}
     wanted = IN_TURN if changing else 1
@@ -143,10 +106,7 @@ def packed(row: Row, generator: torch.Generator, dtype: torch.dtype, *, changing
         if row.own:
             lengths[1::17] = 0
         found[int(lengths.sum())] = lengths
-    batches = [
-        calls.Varlen(calls.Packed(queries, documents[:tokens], row.Lq, lengths), row.own)
-        for tokens, lengths in found.items()
-    ]
+    batches = [calls.Varlen(queries, documents[:tokens], lengths, row.own) for tokens, lengths in found.items()]
     return calls.InTurn(batches, len(batches)) if changing else batches[0]
 
 
@@ -155,7 +115,7 @@ def from_hidden(row: Row, generator: torch.Generator, dtype: torch.dtype, *, mas
     draw = partial(torch.randn, generator=generator, device=generator.device)
     mask = partial(calls.prefixes, generator=generator)
     return calls.FromHidden(
-        forward.unit_vectors(row.Nq, row.Lq, row.d, generator=generator, dtype=dtype),
+        calls.unit_vectors(row.Nq, row.Lq, row.d, generator=generator, dtype=dtype),
         draw(row.Nd, row.Ld, HIDDEN_SIZE).to(dtype),
         (draw(row.d, HIDDEN_SIZE) / math.sqrt(HIDDEN_SIZE)).to(dtype),
         mask(row.Nq, row.Lq) if masks == "both" else None,
@@ -163,15 +123,25 @@ def from_hidden(row: Row, generator: torch.Generator, dtype: torch.dtype, *, mas
     )
 
 
-def candidates(row: Row, generator: torch.Generator, dtype: torch.dtype) -> calls.Rerank:
+def candidates(row: Row, generator: torch.Generator, dtype: torch.dtype) -> Rerank:
     """Queries and the candidates of each one as tensors, each with memory of its own as a model returns them."""
-    draw = partial(forward.unit_vectors, generator=generator, dtype=dtype)
-    drawn = torch.Generator().manual_seed(0)
-    lengths = torch.randint(row.shortest or row.Ld, row.Ld + 1, (row.Nq, row.Nd), generator=drawn).tolist()
-    ids = torch.arange(row.documents).view(row.Nq, row.Nd).tolist()
-    queries = [draw(row.Lq, row.d) for _ in lengths]
+    draw = partial(calls.unit_vectors, generator=generator, dtype=dtype)
+    queries = [draw(row.Lq, row.d) for _ in range(row.Nq)]
+    lengths = row.lengths().view(row.Nq, row.Nd).tolist()
     documents = [[draw(length, row.d) for length in of_query] for of_query in lengths]
-    return calls.Rerank(varlen.Request(ids, queries, documents, generator.device))
+    return Rerank(ids_of(row), queries, documents, generator.device)
+
+
+@dataclass(frozen=True)
+class Made(Row):
+    """A row whose call ``make`` makes."""
+
+    make: Callable[[Row, torch.Generator, torch.dtype], Call] = padded
+
+
+def made(name: str, make: Callable[..., Call], Nq: int = 32, Nd: int = 32, Ld: int = 180, **shape: Any) -> Made:
+    """A row of queries of 32 tokens, and small documents."""
+    return Made(name, Nq, Nd, 32, Ld, **shape, make=make)
 
 
 # How many inputs the rows take in turn whose number of tokens changes, of how many new lengths results are compared,
@@ -185,36 +155,36 @@ changing = partial(packed, changing=True)
 in_turn = f"{IN_TURN} in turn"
 projected = f"{HIDDEN_SIZE} to 128"
 # More lengths than calls are made of a row: 600, and some to choose between ways.
-another_length = partial(Row, Ld=760, shortest=61, note="another length every time")
+another_length = partial(made, Ld=760, shortest=61, kind="another length every time")
 ROWS = (
-    Row("maxsim-query", padded, Nq=1, Nd=100),
-    Row("maxsim-rerank", padded, Nq=1, Nd=1000, Ld=300),
-    Row("maxsim-batch", padded),
+    made("maxsim-query", padded, Nq=1, Nd=100),
+    made("maxsim-rerank", padded, Nq=1, Nd=1000, Ld=300),
+    made("maxsim-batch", padded),
     another_length("maxsim-new-lengths", new_lengths),
-    Row("maxsim-documents-mask", partial(padded, masks="documents")),
-    Row("maxsim-masks", partial(padded, masks="both")),
-    Row("maxsim-int64-masks", partial(padded, masks="both", mask_type=torch.int64)),
-    Row("maxsim-autocast", under_autocast),
-    Row("maxsim-candidates", partial(padded, masks="documents"), Nd=8, own=True),
-    Row("maxsim-pairwise", partial(padded, kind=calls.Pairwise, masks="both"), Nd=1, own=True),
-    Row("varlen", packed, Nq=1, Nd=100, shortest=40),
-    Row("varlen-changing", changing, Nq=1, Nd=100, shortest=40, note=in_turn),
-    Row("varlen-candidates", changing, Nd=8, own=True, shortest=40, note=in_turn),
-    Row("hidden", from_hidden, Nq=2, note=projected),
-    Row("hidden-documents-mask", partial(from_hidden, masks="documents"), Nq=2, note=projected),
-    Row("hidden-masks", partial(from_hidden, masks="both"), Nq=2, note=projected),
-    Row("step-cross-entropy-masks", partial(padded, masks="both", kind=steps.FusedStep)),
-    Row("step-cross-entropy", partial(under_autocast, kind=steps.FusedStep), note="autocast"),
+    made("maxsim-documents-mask", partial(padded, masks="documents")),
+    made("maxsim-masks", partial(padded, masks="both")),
+    made("maxsim-int64-masks", partial(padded, masks="both", mask_type=torch.int64)),
+    made("maxsim-autocast", under_autocast),
+    made("maxsim-candidates", partial(padded, masks="documents"), Nd=8, own=True),
+    made("maxsim-pairwise", partial(padded, kind=calls.Pairwise, masks="both"), Nd=1, own=True),
+    made("varlen", packed, Nq=1, Nd=100, shortest=40),
+    made("varlen-changing", changing, Nq=1, Nd=100, shortest=40, kind=in_turn),
+    made("varlen-candidates", changing, Nd=8, own=True, shortest=40, kind=in_turn),
+    made("hidden", from_hidden, Nq=2, kind=projected),
+    made("hidden-documents-mask", partial(from_hidden, masks="documents"), Nq=2, kind=projected),
+    made("hidden-masks", partial(from_hidden, masks="both"), Nq=2, kind=projected),
+    made("step-cross-entropy-masks", partial(padded, masks="both", kind=steps.FusedStep)),
+    made("step-cross-entropy", partial(under_autocast, kind=steps.FusedStep), kind="autocast"),
     another_length("step-new-lengths", partial(new_lengths, masks="both", kind=steps.FusedStep)),
-    Row("step-maxsim-masks", partial(padded, masks="both", kind=steps.Step)),
-    Row("step-maxsim", partial(under_autocast, kind=steps.Step), note="autocast"),
-    Row("step-contrastive", partial(under_autocast, kind=steps.Contrastive)),
+    made("step-maxsim-masks", partial(padded, masks="both", kind=steps.Step)),
+    made("step-maxsim", partial(under_autocast, kind=steps.Step), kind="autocast"),
+    made("step-contrastive", partial(under_autocast, kind=steps.Contrastive)),
     # So many tokens that one of PyLate's padding, which it does not mask in `rerank`, is never the best.
-    Row("rerank", candidates, Nq=10, Nd=100, own=True, shortest=40),
+    made("rerank", candidates, Nq=10, Nd=100, own=True, shortest=40),
 )
 
 
-def make_inputs(row: Row, device: torch.device, dtype: torch.dtype) -> Call:
+def make_inputs(row: Made, device: torch.device, dtype: torch.dtype) -> Call:
     """Draw a row's inputs, the same ones for the same row on the same kind of device."""
     return row.make(row, torch.Generator(device).manual_seed(0), dtype)
 
@@ -307,7 +277,13 @@ def torch_gradient(inputs: Call) -> list[Candidate]:
     if not inputs.differentiated:
         raise Unavailable("the rows of steps measure it")
     leaf = torch.zeros(32, 32, device=inputs.device, requires_grad=True)
-    return [Candidate("x.sum() and its gradient", partial(steps.differentiated, torch.sum, leaf))]
+
+    def gradient() -> torch.Tensor:
+        with torch.enable_grad():
+            total = leaf.sum()
+        return torch.autograd.grad(total, leaf)[0]
+
+    return [Candidate("x.sum() and its gradient", gradient)]
 
 
 # How many shapes `compilations` draws.
@@ -325,11 +301,11 @@ def compilations(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
         return {name: f"not counted: {error}"}
 
 
-def random_shapes() -> list[forward.Shape]:
+def random_shapes() -> list[Row]:
     """Draw the shapes, always the same: a single query in every other one."""
     draw = random.Random(0)
     return [
-        forward.Shape(
+        Row(
             name=str(index),
             Nq=1 if index % 2 else draw.randint(2, 64),
             Nd=draw.randint(1, 256),
@@ -350,7 +326,7 @@ def count_here(device: torch.device, dtype: torch.dtype) -> int:
     try:
         with torch.no_grad():
             for shape in random_shapes():
-                for candidate in forward.ours(forward.make_inputs(shape, device, dtype)):
+                for candidate in forward.make_inputs(shape, device, dtype).ours():
                     candidate.call()
     finally:
         knobs.runtime.jit_post_compile_hook = before
@@ -365,7 +341,7 @@ GRADIENT_TOLERANCE = 0.3
 CALLS = 10
 
 
-def rounds_of(row: Row, rounds: Rounds) -> Rounds:
+def rounds_of(row: Made, rounds: Rounds) -> Rounds:
     """A fifth of the calls that take the host many milliseconds."""
     if row.make is not candidates:
         return rounds
@@ -379,25 +355,11 @@ def suite() -> Suite:
         title="Host time of a call",
         rows=ROWS,
         systems=(
-            System(OURS, "pylate_flash", lambda inputs: inputs.ours()),
+            OUR_SYSTEM,
             System(f"{OURS}_graph", "replayed", replayed, about="the same call as a CUDA graph"),
-            System(
-                "lik",
-                "LIK",
-                lambda inputs: inputs.lik(),
-                peer=LIK,
-                about="late-interaction-kernels",
-                tolerance=GRADIENT_TOLERANCE,
-            ),
-            System(
-                "flash_maxsim",
-                "FM",
-                lambda inputs: inputs.flash_maxsim(),
-                peer=FLASH_MAXSIM,
-                about="flash-maxsim",
-                tolerance=GRADIENT_TOLERANCE,
-            ),
-            System("torch", "torch", lambda inputs: inputs.torch(), about="an einsum", tolerance=GRADIENT_TOLERANCE),
+            replace(LIK_SYSTEM, tolerance=GRADIENT_TOLERANCE),
+            replace(FLASH_MAXSIM_SYSTEM, tolerance=GRADIENT_TOLERANCE),
+            System("torch", "torch", methodcaller("torch"), about="an einsum", tolerance=GRADIENT_TOLERANCE),
             System(
                 "bare_launch", "C launch", bare_launch, about="an empty kernel, by Triton's C function", yardstick=True
             ),
@@ -419,12 +381,9 @@ def suite() -> Suite:
                 counted=True,
             ),
         ),
-        compiled=(),
         make_inputs=make_inputs,
-        reference=lambda inputs: inputs.reference(),
-        accuracy=forward.accuracy,
-        accuracy_of=lambda inputs, dtype: inputs.accuracy(dtype),
-        error=calls.error,
+        # The tolerance is for gradients.
+        error=partial(exact.error, wrong=WRONG),
         unit="us",
         stopwatch=lambda device, flush_bytes: HostStopwatch(device, CALLS),
         facts=compilations,

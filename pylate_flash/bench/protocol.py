@@ -384,22 +384,3 @@ def floor_of(work: Work, ceilings: Ceilings) -> Floor:
     if not work.l2_bytes or ceilings.l2_bytes_per_second is None:
         return floor
     return Floor(floor.milliseconds + 1e3 * work.l2_bytes / ceilings.l2_bytes_per_second, f"{floor.bound} and L2")
-
-
-def relative_error(output: torch.Tensor, reference: torch.Tensor) -> float:
-    """Return the largest relative error of an element, infinite where the output is not finite or has another size.
-
-    Parameters
-    ----------
-    output
-        What a system returned.
-    reference
-        The same in float64, finite. An element of it that is 0 counts with its absolute error.
-    """
-    if output.numel() != reference.numel():
-        return math.inf
-    if reference.numel() == 0:
-        return 0.0
-    difference = (output.detach().reshape(reference.shape).to(torch.float64) - reference).abs()
-    error = (difference / torch.where(reference == 0, 1.0, reference.abs())).max().item()
-    return error if math.isfinite(error) else math.inf

@@ -9,17 +9,18 @@ for the others, which can take them so.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch.nn import functional
 
-from pylate_flash.bench import forward
-from pylate_flash.bench.forward import Shape
+from pylate_flash.bench import exact, forward
+from pylate_flash.bench.calls import Padded
 from pylate_flash.bench.peers import FLASH_MAXSIM, LIK
-from pylate_flash.bench.protocol import Rounds, Work, make_stopwatch, measure, relative_error
+from pylate_flash.bench.protocol import Rounds, Work, make_stopwatch, measure
+from pylate_flash.bench.rows import Row
 from pylate_flash.bench.suite import OURS, Candidate, Suite, System, Unavailable
 from pylate_flash.ops.quantization import PRECISIONS, QuantizedEmbeddings, quantize
 from pylate_flash.ops.quantized import query_precision
@@ -28,7 +29,8 @@ from pylate_flash.ops.quantized import query_precision
 _SCALE = 4
 
 
-class Quantized(Shape):
+@dataclass(frozen=True)
+class Quantized(Row):
     """A shape whose documents have 8 bits."""
 
     def work(self, dtype: torch.dtype) -> Work:
@@ -46,11 +48,10 @@ ROWS = tuple(
 
 
 @dataclass(frozen=True)
-class Inputs:
-    """A row's tensors as `forward` makes them, and the documents by precision."""
+class Inputs(Padded):
+    """Embeddings, and the documents by precision."""
 
-    plain: forward.Inputs
-    documents: dict[str, QuantizedEmbeddings]
+    quantized: dict[str, QuantizedEmbeddings] = field(default_factory=dict)
 
 
 class Reference(NamedTuple):
@@ -71,40 +72,32 @@ class Scores(NamedTuple):
     scores: torch.Tensor
 
 
-def make_inputs(row: Shape, device: torch.device, dtype: torch.dtype) -> Inputs:
+def make_inputs(row: Row, device: torch.device, dtype: torch.dtype) -> Inputs:
     """Random unit vectors, and the documents quantized."""
     plain = forward.make_inputs(row, device, dtype)
-    return Inputs(plain, {precision: quantize(plain.documents, precision) for precision in PRECISIONS})
+    quantized = {precision: quantize(plain.documents, precision) for precision in PRECISIONS}
+    return Inputs(plain.queries, plain.documents, quantized=quantized)
 
 
 def reference(inputs: Inputs) -> Reference:
     """The scores in float64."""
 
     def scores(precision: str, quantize_queries: bool = True) -> torch.Tensor:
-        queries, documents = inputs.plain.queries, inputs.documents[precision]
+        queries, documents = inputs.queries, inputs.quantized[precision]
         if quantize_queries:
             queries = quantize(queries, query_precision(documents.values.dtype)).dequantize(torch.float64)
-        step = max(1, forward.REFERENCE_BYTES // (8 * documents.values[0].numel()))
-        found = []
-        for start in range(0, len(documents.values), step):
-            part = slice(start, start + step)
-            offsets = None if documents.offsets is None else documents.offsets[part]
-            some = QuantizedEmbeddings(documents.values[part], documents.scales[part], offsets)
-            found.append(
-                forward.reference(forward.Inputs(queries, some.dequantize(torch.float64), inputs.plain.lengths))
-            )
-        return torch.cat(found, dim=1)
+        return exact.scores(queries, documents.dequantize(torch.float64))
 
-    plain = forward.reference(inputs.plain)
+    plain = exact.scores(inputs.queries, inputs.documents)
     return Reference(plain, scores("int8"), scores("uint8"), scores("fp8"), scores("int8", False))
 
 
 def error(found: Scores, expected: Reference) -> float:
     """The relative error of the scores, against the reference that they are held to."""
-    return relative_error(found.scores, getattr(expected, found.of))
+    return exact.relative_error(found.scores, getattr(expected, found.of))
 
 
-def accuracy(dtype: torch.dtype) -> float:
+def accuracy(inputs: Inputs, dtype: torch.dtype) -> float:
     """What products of fp8 may be off by, which tensor cores sum with few bits; other types are far closer."""
     return 2e-4
 
@@ -118,7 +111,7 @@ def ours(inputs: Inputs, precision: str) -> list[Candidate]:
     """The public `pylate_flash.maxsim`, as a user calls it, on documents of this precision."""
     from pylate_flash import maxsim
 
-    queries, documents = inputs.plain.queries, inputs.documents[precision]
+    queries, documents = inputs.queries, inputs.quantized[precision]
     return [candidate("maxsim", lambda: maxsim(queries, documents), precision)]
 
 
@@ -126,14 +119,14 @@ def ours_widened(inputs: Inputs) -> list[Candidate]:
     """The same with queries as they are, and documents in int8."""
     from pylate_flash import maxsim
 
-    queries, documents = inputs.plain.queries, inputs.documents["int8"]
+    queries, documents = inputs.queries, inputs.quantized["int8"]
     call = partial(maxsim, queries, documents, quantize_queries=False)
     return [candidate("maxsim, quantize_queries=False", call, "widened")]
 
 
 def ours_plain(inputs: Inputs) -> list[Candidate]:
     """The same with nothing quantized."""
-    return [candidate(*given[:2]) for given in forward.ours(inputs.plain)]
+    return [candidate(*given[:2]) for given in inputs.ours()]
 
 
 def lik(inputs: Inputs) -> list[Candidate]:
@@ -143,9 +136,7 @@ def lik(inputs: Inputs) -> list[Candidate]:
     """
     from late_interaction_kernels.fp8 import maxsim_inference_fp8, quantize_fp8_per_token
 
-    (queries, of_queries), (documents, of_documents) = map(
-        quantize_fp8_per_token, (inputs.plain.queries, inputs.plain.documents)
-    )
+    (queries, of_queries), (documents, of_documents) = map(quantize_fp8_per_token, (inputs.queries, inputs.documents))
     call = partial(maxsim_inference_fp8, queries, documents, scale_Q=of_queries, scale_D=of_documents)
     return [candidate("maxsim_inference_fp8", call)]
 
@@ -154,11 +145,11 @@ def flash_maxsim(inputs: Inputs) -> list[Candidate]:
     """flash-maxsim: int8 by int8, and its kernels that widen int8 and affine uint8; of one query."""
     import flash_maxsim as package
 
-    if len(inputs.plain.queries) > 1:
+    if len(inputs.queries) > 1:
         raise Unavailable("scores one query at a time")
-    query, lengths = inputs.plain.queries[0], inputs.plain.lengths
-    documents, scales = package.quantize_int8_symmetric(inputs.plain.documents)
-    affine = package.quantize_int8(inputs.plain.documents)
+    query, lengths = inputs.queries[0], inputs.lengths()
+    documents, scales = package.quantize_int8_symmetric(inputs.documents)
+    affine = package.quantize_int8(inputs.documents)
     quantized, query_scales = package.quantize_query_int8(query)
     return [
         candidate(
@@ -215,7 +206,6 @@ def suite() -> Suite:
             System("lik", "LIK", lik, peer=LIK, about="late-interaction-kernels, fp8"),
             System("flash_maxsim", "FM", flash_maxsim, peer=FLASH_MAXSIM, about="flash-maxsim, int8 or uint8"),
         ),
-        compiled=(),
         make_inputs=make_inputs,
         reference=reference,
         accuracy=accuracy,

@@ -1,74 +1,117 @@
-"""The training steps that the suite `launch` times: from embeddings to the loss, and back to their gradients."""
+"""The training steps that suites time: from embeddings to the loss, and back to their gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from pylate_flash.bench import training, varlen
-from pylate_flash.bench.calls import Padded, Result, Score, einsum_scores, lengths_of, within
+from pylate_flash.bench import exact
+from pylate_flash.bench.calls import Padded, chunk_sizes, chunked_scores, lengths_of, within
+from pylate_flash.bench.exact import Score, einsum_scores
+from pylate_flash.bench.rerank import need_pylate
 from pylate_flash.bench.suite import Candidate
 
 
-def differentiated(loss_of: Callable[..., torch.Tensor], *leaves: torch.Tensor) -> Result:
-    """The loss of leaves, and its gradients."""
+def differentiated(loss_of: Callable[..., Any], *leaves: torch.Tensor) -> exact.Step:
+    """The loss of leaves, or the loss and the scores that it is of, and its gradients."""
     with torch.enable_grad():
-        loss = loss_of(*leaves)
-    return loss.detach(), *torch.autograd.grad(loss, leaves)
+        found = loss_of(*leaves)
+    loss, scores = found if isinstance(found, tuple) else (found, None)
+    gradients = torch.autograd.grad(loss, leaves)
+    return exact.Step(loss.detach(), None if scores is None else scores.detach(), *gradients)
 
 
-def cross_entropy(score: Score, labels: torch.Tensor, queries: torch.Tensor, documents: torch.Tensor) -> torch.Tensor:
-    """The loss of scores in torch."""
-    return F.cross_entropy(score(queries, documents), labels)
-
-
+@dataclass(frozen=True)
 class Step(Padded):
-    """A training step: `maxsim`, torch's cross entropy, and the gradients of queries and documents."""
+    """A training step: `maxsim`, torch's loss, and the gradients of queries and documents, which require them.
+
+    The loss is the cross entropy of every query's scores, divided by the ``temperature``, its own document being the
+    first ones in order; or with a ``teacher`` [Nq, K] (log-probabilities) the divergence from it.
+    """
+
+    teacher: torch.Tensor | None = None
+    temperature: float = 1.0
 
     replayable = False
     differentiated = True
 
+    @property
     def labels(self) -> torch.Tensor:
         """Each query's own document."""
         return torch.arange(len(self.queries), device=self.device)
 
-    def candidate(self, label: str, score: Score) -> Candidate:
-        return self.step(f"{label}, cross_entropy", partial(cross_entropy, score, self.labels()))
+    def loss(self, scores: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+        """The loss of scores [Nq, Nd]."""
+        if self.temperature != 1.0:
+            scores = scores / self.temperature
+        if self.teacher is None:
+            return F.cross_entropy(scores, self.labels if labels is None else labels)
+        teacher = self.teacher.to(scores.dtype)
+        return F.kl_div(scores.log_softmax(dim=-1), teacher, reduction="batchmean", log_target=True)
 
-    def step(self, label: str, loss_of: Score) -> Candidate:
+    def candidate(self, label: str, score: Score) -> Candidate:
+        labels = self.labels
+
+        def loss_of(queries: torch.Tensor, documents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            scores = score(queries, documents)
+            return self.loss(scores, labels), scores
+
+        return self.step(label, loss_of)
+
+    def step(self, label: str, loss_of: Callable[..., Any]) -> Candidate:
         """What is timed of a way to compute the loss."""
         return Candidate(label, partial(differentiated, within(self.context, loss_of), self.queries, self.documents))
 
-    def reference(self) -> Result:
-        score = partial(einsum_scores, **self.options)
-        leaves = [embeddings.requires_grad_() for embeddings in self.as_computed()]
-        return differentiated(partial(cross_entropy, score, self.labels()), *leaves)
+    def reference(self) -> exact.Result:
+        return exact.step(*self.as_computed(), **self.masks, loss=self.loss)
 
-    def accuracy(self, dtype: torch.dtype) -> float:
-        return training.accuracy(self.cast or dtype)
+    def lik(self, *backwards: str) -> list[Candidate]:
+        """`maxsim`, with the named ways through its backward if there are some."""
+        from late_interaction_kernels import maxsim
+
+        score = partial(maxsim, q_mask=self.queries_mask, d_mask=self.documents_mask)
+        if not backwards:
+            return self.in_each_type("maxsim", score)
+        return [
+            candidate
+            for backward in backwards
+            for candidate in self.in_each_type(f"maxsim, {backward}", partial(score, backward=backward))
+        ]
 
     def flash_maxsim(self) -> list[Candidate]:
+        """Given, the lengths spare it a kernel that would fill them in."""
         from flash_maxsim import flash_maxsim_batched_train
 
-        lengths = {
-            name: lengths_of(mask)
-            for name, mask in (("query_lengths", self.queries_mask), ("doc_lengths", self.documents_mask))
-            if mask is not None
-        }
-        return self.in_each_type("flash_maxsim_batched_train", partial(flash_maxsim_batched_train, **lengths))
+        score = partial(flash_maxsim_batched_train, shared_docs=self.documents.dim() == 3, doc_lengths=self.lengths())
+        if self.queries_mask is not None:
+            score = partial(score, query_lengths=lengths_of(self.queries_mask))
+        return self.in_each_type("flash_maxsim_batched_train", score)
+
+    def torch(self) -> list[Candidate]:
+        """An einsum over as many documents at a time as fit; its autograd keeps where the maxima were.
+
+        Its backward was seen to hold the similarities six times.
+        """
+        chunk = chunk_sizes(self.queries, self.documents, held=6.0)[-1]
+        return [self.candidate(f"einsum, chunks of {chunk}", partial(chunked_scores, chunk=chunk, **self.masks))]
 
 
 class FusedStep(Step):
-    """The same step by `maxsim_cross_entropy`, scores and loss in one, which the others do not have."""
+    """The same step by `maxsim_cross_entropy` or `maxsim_kl_divergence`, scores and loss in one."""
 
-    def ours(self) -> list[Candidate]:
-        from pylate_flash import maxsim_cross_entropy
+    def ours(self, **options: Any) -> list[Candidate]:
+        from pylate_flash import maxsim_cross_entropy, maxsim_kl_divergence
 
-        return [self.step("maxsim_cross_entropy", partial(maxsim_cross_entropy, **self.options))]
+        options |= {"temperature": self.temperature, **self.masks}
+        if self.teacher is None:
+            return [self.step("maxsim_cross_entropy", partial(maxsim_cross_entropy, **options))]
+        divergence = partial(maxsim_kl_divergence, teacher_scores=self.teacher, **options)
+        return [self.step("maxsim_kl_divergence", divergence)]
 
 
 class Embedded:
@@ -82,50 +125,56 @@ class Embedded:
         return features
 
 
+def features_of(*masks: torch.Tensor) -> list[dict[str, torch.Tensor]]:
+    """What a model is given for texts whose tokens count so."""
+    return [{"input_ids": torch.full_like(mask, 100, dtype=torch.int64), "attention_mask": mask} for mask in masks]
+
+
+def loss_of_embedded(loss: Any, masks: Sequence[torch.Tensor], *more: Any) -> Callable[..., torch.Tensor]:
+    """The loss of a model that is `Embedded`, as a function of its embeddings."""
+    texts = features_of(*masks)
+    return lambda *embeddings: loss(
+        [{**text, "token_embeddings": some} for text, some in zip(texts, embeddings, strict=True)], *more
+    )
+
+
 class Contrastive(Step):
     """`losses.Contrastive`, from a model's embeddings to their gradients: it normalises, masks, scores, takes the loss.
 
     Embeddings have the type that the model's linear layers give them under autocast.
     """
 
-    def loss(self, make: Callable[[Any], Callable[[Any], torch.Tensor]]) -> Score:
-        """The loss that ``make`` makes for a model, as a function of the embeddings."""
-        loss = make(Embedded())
-        masks = (self.queries_mask, self.documents_mask)
-        texts = [
-            {"input_ids": torch.full_like(mask, 100, dtype=torch.int64), "attention_mask": mask}
-            for mask in masks
-            if mask is not None
-        ]
-        return lambda *embeddings: loss(
-            [{**text, "token_embeddings": some} for text, some in zip(texts, embeddings, strict=True)]
-        )
+    def through(self, label: str, make: Callable[[Any], Any]) -> list[Candidate]:
+        """The step by the loss that ``make`` makes for a model."""
+        masks = [mask for mask in (self.queries_mask, self.documents_mask) if mask is not None]
+        return [self.step(label, loss_of_embedded(make(Embedded()), masks))]
 
-    def reference(self) -> Result:
-        # Not rounded once normalised, as no winner may change with it: one of a thousand is 4 % of the gradients.
-        def loss_of(*raw: torch.Tensor) -> torch.Tensor:
-            return cross_entropy(score, self.labels(), *(F.normalize(embeddings, dim=-1) for embeddings in raw))
+    def reference(self) -> exact.Step:
+        """Not rounded once normalised, as no winner may change with it: one of a thousand is 4 % of the gradients."""
 
-        score = partial(einsum_scores, **self.options)
-        raw = [embeddings.detach().double().requires_grad_() for embeddings in (self.queries, self.documents)]
-        return differentiated(loss_of, *raw)
+        def score(queries: torch.Tensor, documents: torch.Tensor, *masks: torch.Tensor | None) -> torch.Tensor:
+            return einsum_scores(F.normalize(queries, dim=-1), F.normalize(documents, dim=-1), *masks)
+
+        return exact.step(self.queries, self.documents, **self.masks, loss=self.loss, score=score)
 
     def ours(self) -> list[Candidate]:
-        varlen._need_pylate()
+        need_pylate()
         from pylate_flash import losses
 
-        return [self.step("Contrastive", self.loss(partial(losses.Contrastive, scorer="pylate_flash")))]
+        make = partial(losses.Contrastive, scorer="pylate_flash", temperature=self.temperature)
+        return self.through("Contrastive", make)
 
     def through_pylate(self, backend: str) -> list[Candidate]:
         """PyLate's own loss with one of its backends."""
-        varlen._need_pylate()
+        need_pylate()
         from pylate.losses.contrastive import Contrastive as PyLateContrastive
         from pylate.scores.colbert import ColBERTScores
 
-        make = partial(PyLateContrastive, score_metric=partial(ColBERTScores(), backend=backend))
-        return [self.step(f"pylate.losses.Contrastive, {backend}", self.loss(make))]
+        score = partial(ColBERTScores(), backend=backend)
+        make = partial(PyLateContrastive, score_metric=score, temperature=self.temperature)
+        return self.through(f"pylate.losses.Contrastive, {backend}", make)
 
-    def lik(self) -> list[Candidate]:
+    def lik(self, *backwards: str) -> list[Candidate]:
         return self.through_pylate("lik")
 
     def flash_maxsim(self) -> list[Candidate]:

@@ -10,11 +10,12 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import methodcaller
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from pylate_flash.bench import memory, peers, results
+from pylate_flash.bench import exact, memory, peers, results
 from pylate_flash.bench.protocol import (
     Ceilings,
     Floor,
@@ -26,7 +27,6 @@ from pylate_flash.bench.protocol import (
     make_two_times_stopwatch,
     measure,
     measure_ceilings,
-    relative_error,
 )
 
 # The system that is compared with the others. A name that begins with it is another way through this package: it stands
@@ -99,6 +99,14 @@ class System:
     tolerance: float = WRONG
 
 
+# Of inputs that offer what each of these is asked for, as those of `calls` do.
+OUR_SYSTEM = System(OURS, "pylate_flash", methodcaller("ours"))
+LIK_SYSTEM = System("lik", "LIK", methodcaller("lik"), peer=peers.LIK, about="late-interaction-kernels")
+FLASH_MAXSIM_SYSTEM = System(
+    "flash_maxsim", "FM", methodcaller("flash_maxsim"), peer=peers.FLASH_MAXSIM, about="flash-maxsim"
+)
+
+
 class Row(Protocol):
     """A shape with a name. A suite's own row class says what else it knows."""
 
@@ -134,9 +142,7 @@ class Suite:
     reference
         From the inputs, the right answer in float64.
     accuracy
-        The relative error that pylate_flash promises for a type.
-    accuracy_of
-        ``(inputs, dtype) -> relative error``: the same, where rows differ in it.
+        ``(inputs, dtype) -> relative error`` that pylate_flash promises.
     error
         ``(result, reference) -> relative error`` of what a candidate read from its result, infinite where it is not
         finite.
@@ -152,30 +158,29 @@ class Suite:
         ``(row, rounds) -> rounds``: how often the calls of a row are made, where some rows take long.
     ceilings
         What measures further rates that the floors of its rows need, by name (`protocol.Ceilings`).
-    script
-        The file that it stands in, if it is none of the package.
     retunes
         Whether the peers tune their kernels for every row, unless it is to be quick: not where only the host is timed.
+    script
+        The file that it stands in, if it is none of the package.
     """
 
     name: str
     title: str
     rows: Sequence[Row]
     systems: Sequence[System]
-    compiled: Sequence[System]
     make_inputs: Callable[[Any, torch.device, torch.dtype], Any]
-    reference: Callable[[Any], Any]
-    accuracy: Callable[[torch.dtype], float]
-    error: Callable[[Any, Any], float] = relative_error
+    reference: Callable[[Any], Any] = methodcaller("reference")
+    accuracy: Callable[[Any, torch.dtype], float] = lambda inputs, dtype: inputs.accuracy(dtype)
+    error: Callable[[Any, Any], float] = exact.error
+    compiled: Sequence[System] = ()
     unit: str = "ms"
     stopwatch: Callable[[torch.device, int], Stopwatch] = make_two_times_stopwatch
     device: str | None = None
-    accuracy_of: Callable[[Any, torch.dtype], float] | None = None
     facts: Callable[[torch.device, torch.dtype], dict[str, Any]] | None = None
-    rounds_of: Callable[[Any, Rounds], Rounds] | None = None
+    rounds_of: Callable[[Any, Rounds], Rounds] = lambda row, rounds: rounds
     ceilings: Mapping[str, Callable[[torch.device], float | None]] = field(default_factory=dict)
-    script: str | None = None
     retunes: bool = True
+    script: str | None = None
 
 
 class Observer:
@@ -260,9 +265,10 @@ def run(
     result = results.make(
         suite.name, device, dtype, rounds, stopwatch, ceilings, quick=quick, retuned=retuned, reduced=reduced
     )
+    measurement = _Measurement(suite, systems, device, dtype, rounds, stopwatch, ceilings, quick, observer)
     for row in (fit(suite, row, device) for row in chosen):
         with torch.no_grad():
-            measured = _run_row(suite, systems, row, device, dtype, rounds, stopwatch, ceilings, quick, observer)
+            measured = measurement.of_row(row)
         release(device)
         if with_memory:
             observer.doing(f"{row.name}: measuring the memory")
@@ -302,59 +308,128 @@ def choose(suite: Suite, names: Sequence[str]) -> list[Row]:
     return [row for row in suite.rows if not names or row.name in names]
 
 
-def _run_row(
-    suite: Suite,
-    systems: Sequence[System],
-    row: Row,
-    device: torch.device,
-    dtype: torch.dtype,
-    rounds: Rounds,
-    stopwatch: Stopwatch,
-    ceilings: Ceilings,
-    quick: bool,
-    observer: Observer,
-) -> dict[str, Any]:
-    inputs = suite.make_inputs(row, device, dtype)
-    observer.doing(f"{row.name}: computing the reference")
-    reference = suite.reference(inputs)
+@dataclass(frozen=True)
+class _Measurement:
+    """What the rows of a run have in common."""
 
-    states: dict[str, dict[str, Any]] = {}
-    ready: dict[str, Candidate] = {}
-    for system in systems:
-        what = f"{row.name}: preparing {system.title}"
-        states[system.name], candidate = _prepare(
-            suite, system, inputs, reference, device, stopwatch, quick, observer, what
-        )
-        if candidate is not None:
-            ready[system.name] = candidate
+    suite: Suite
+    systems: Sequence[System]
+    device: torch.device
+    dtype: torch.dtype
+    rounds: Rounds
+    stopwatch: Stopwatch
+    ceilings: Ceilings
+    quick: bool
+    observer: Observer
 
-    observer.doing(f"{row.name}: timing")
-    rounds = rounds if suite.rounds_of is None else suite.rounds_of(row, rounds)
-    timings = measure({name: candidate.call for name, candidate in ready.items()}, stopwatch, rounds)
-    work = row.work(dtype)
-    accuracy = suite.accuracy(dtype) if suite.accuracy_of is None else suite.accuracy_of(inputs, dtype)
-    yardsticks = {system.name: timings[system.name] for system in systems if system.yardstick and system.name in ready}
-    floor = _fastest(yardsticks) if yardsticks else floor_of(work, ceilings)
-    tolerances = {system.name: system.tolerance for system in systems}
-    for name, timing in timings.items():
-        error = None
-        if name not in yardsticks:
-            # Once more on the way out: an error that has moved since the check is a race.
-            error = max(states[name]["error"], check(ready[name], reference, suite.error))
-        states[name] = _state_after(
-            name, error, tolerances[name], accuracy, ready[name].label, timing, floor.milliseconds
-        )
-    return {
-        "name": row.name,
-        "shape": row.shape,
-        "flops": work.flops,
-        "bytes": work.bytes,
-        "floor_ms": floor.milliseconds,
-        "bound": floor.bound,
-        "systems": states,
-        **compare({name: state for name, state in states.items() if name not in yardsticks}),
-        **_multiples([system.name for system in systems if system.counted], states),
-    }
+    def of_row(self, row: Row) -> dict[str, Any]:
+        """Check, time and compare all systems on a row."""
+        inputs = self.suite.make_inputs(row, self.device, self.dtype)
+        self.observer.doing(f"{row.name}: computing the reference")
+        reference = self.suite.reference(inputs)
+        states: dict[str, dict[str, Any]] = {}
+        ready: dict[str, Candidate] = {}
+        for system in self.systems:
+            what = f"{row.name}: preparing {system.title}"
+            states[system.name], candidate = self.prepare(system, inputs, reference, what)
+            if candidate is not None:
+                ready[system.name] = candidate
+
+        self.observer.doing(f"{row.name}: timing")
+        calls = {name: candidate.call for name, candidate in ready.items()}
+        timings = measure(calls, self.stopwatch, self.suite.rounds_of(row, self.rounds))
+        work = row.work(self.dtype)
+        yardsticks = {s.name: timings[s.name] for s in self.systems if s.yardstick and s.name in ready}
+        floor = _fastest(yardsticks) if yardsticks else floor_of(work, self.ceilings)
+        accuracy = self.suite.accuracy(inputs, self.dtype)
+        for system in self.systems:
+            if system.name in ready:
+                state = self.after(system, states[system.name], ready[system.name], reference, accuracy)
+                if state["status"] != "wrong":
+                    timing = timings[system.name]
+                    state |= {**timing.known(), "over_floor": timing.median_ms / floor.milliseconds}
+                states[system.name] = state
+        return {
+            "name": row.name,
+            "shape": row.shape,
+            "flops": work.flops,
+            "bytes": work.bytes,
+            "floor_ms": floor.milliseconds,
+            "bound": floor.bound,
+            "systems": states,
+            **compare({name: state for name, state in states.items() if name not in yardsticks}),
+            **_multiples([system.name for system in self.systems if system.counted], states),
+        }
+
+    def prepare(
+        self, system: System, inputs: Any, reference: Any, what: str
+    ) -> tuple[dict[str, Any], Candidate | None]:
+        """Compile, check and compare a system's candidates; return its state, and the fastest right one if any is.
+
+        The observer hears of each candidate, after `what`: some compile for minutes.
+        """
+        self.observer.doing(what)
+        if system.peer is not None:
+            reason = system.peer.unavailable(self.device)
+            if reason is not None:
+                return {"status": "absent", "reason": reason}, None
+            if self.device.type == "cuda" and self.suite.retunes and not self.quick:
+                system.peer.forget_tuning()
+        # A system that sizes itself by the free memory must not count what the others have cached.
+        release(self.device)
+        right: list[tuple[float, float, Candidate]] = []
+        problems: list[dict[str, Any]] = []
+        try:
+            candidates = list(system.candidates(inputs))
+        except Unavailable as why:
+            return {"status": "absent", "reason": str(why)}, None
+        except Exception as exception:
+            return {"status": "failed", "reason": _sentence(exception)}, None
+        for candidate in candidates:
+            self.observer.doing(f"{what}, {candidate.label}")
+            try:
+                error = 0.0
+                if system.yardstick:
+                    candidate.call()
+                else:
+                    error = check(candidate, reference, self.suite.error)
+                if error > system.tolerance:
+                    problems.append(_wrong(f"{candidate.label}: relative error {error:.1e}", error))
+                    continue
+                seconds = 0.0
+                if len(candidates) > 1:
+                    # The first calls of a kernel are slower; one to settle is enough to choose between candidates. For
+                    # a look, that was the check.
+                    times = [self.stopwatch.time(candidate.call).seconds for _ in range(1 if self.quick else 6)]
+                    seconds = statistics.median(times[-5:])
+                right.append((seconds, error, candidate))
+            except Exception as exception:
+                # Whatever another package raises (out of memory, a compiler's error) is that candidate's result.
+                problems.append({"status": "failed", "reason": f"{candidate.label}: {_sentence(exception)}"})
+                release(self.device)
+        if right:
+            _, error, fastest = min(right, key=lambda found: found[0])
+            return {"status": "ok", "error": error}, fastest
+        if problems:
+            return min(problems, key=lambda problem: problem["status"] != "wrong"), None
+        return {"status": "absent", "reason": "offers nothing for this shape"}, None
+
+    def after(
+        self, system: System, state: dict[str, Any], candidate: Candidate, reference: Any, accuracy: float
+    ) -> dict[str, Any]:
+        """The state of a system that was timed, but for its times."""
+        if system.yardstick:
+            return {"status": "ok", "variant": candidate.label, "error": None}
+        # Once more on the way out: an error that has moved since the check is a race.
+        error = max(state["error"], check(candidate, reference, self.suite.error))
+        if error > system.tolerance:
+            return _wrong(f"{candidate.label}: right before the timing, wrong after it: a race", error)
+        inaccurate = system.name.startswith(OURS) and error > MARGIN * accuracy
+        return {"status": "inaccurate" if inaccurate else "ok", "variant": candidate.label, "error": error}
+
+
+def _wrong(reason: str, error: float) -> dict[str, Any]:
+    return {"status": "wrong", "reason": reason, "error": error if error < float("inf") else None}
 
 
 def _multiples(counted: Sequence[str], states: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -372,107 +447,20 @@ def _fastest(yardsticks: dict[str, Timing]) -> Floor:
     return Floor(yardsticks[name].median_ms, name)
 
 
-def check(candidate: Candidate, reference: Any, error: Callable[[Any, Any], float] = relative_error) -> float:
+def check(candidate: Candidate, reference: Any, error: Callable[[Any, Any], float] = exact.error) -> float:
     """Make the call once and return its relative error.
 
     Before it, memory of the result's size is filled with NaN and given back, so that an element which the call does not
     write is not found right because an earlier call wrote it there.
     """
     tensors = (reference,) if isinstance(reference, torch.Tensor) else reference
-    poison = [torch.full(part.shape, float("nan"), dtype=torch.float32, device=part.device) for part in tensors]
+    poison = [
+        torch.full(part.shape, float("nan"), dtype=torch.float32, device=part.device)
+        for part in tensors
+        if part is not None
+    ]
     del poison
     return error(candidate.read(candidate.call()), reference)
-
-
-def _prepare(
-    suite: Suite,
-    system: System,
-    inputs: Any,
-    reference: Any,
-    device: torch.device,
-    stopwatch: Stopwatch,
-    quick: bool,
-    observer: Observer,
-    what: str,
-) -> tuple[dict[str, Any], Candidate | None]:
-    """Compile, check and compare a system's candidates; return its state, and the fastest right one if there is one.
-
-    The observer hears of each candidate, after `what`: some compile for minutes.
-    """
-    observer.doing(what)
-    if system.peer is not None:
-        reason = system.peer.unavailable(device)
-        if reason is not None:
-            return {"status": "absent", "reason": reason}, None
-        if device.type == "cuda" and suite.retunes and not quick:
-            system.peer.forget_tuning()
-    # A system that sizes itself by the free memory must not count what the others have cached.
-    release(device)
-    right: list[tuple[float, float, Candidate]] = []
-    problems: list[tuple[str, str, float | None]] = []
-    try:
-        candidates = list(system.candidates(inputs))
-    except Unavailable as why:
-        return {"status": "absent", "reason": str(why)}, None
-    except Exception as exception:
-        return {"status": "failed", "reason": _sentence(exception)}, None
-    for candidate in candidates:
-        observer.doing(f"{what}, {candidate.label}")
-        try:
-            error = 0.0
-            if system.yardstick:
-                candidate.call()
-            else:
-                error = check(candidate, reference, suite.error)
-            if error > system.tolerance:
-                problems.append(("wrong", f"{candidate.label}: relative error {error:.1e}", error))
-                continue
-            seconds = 0.0
-            if len(candidates) > 1:
-                # The first calls of a kernel are slower; one to settle is enough to choose between candidates. For a
-                # look, that was the check.
-                times = [stopwatch.time(candidate.call).seconds for _ in range(1 if quick else 6)]
-                seconds = statistics.median(times[-5:])
-            right.append((seconds, error, candidate))
-        except Exception as exception:
-            # Whatever another package raises (out of memory, a compiler's error) is that candidate's result.
-            problems.append(("failed", f"{candidate.label}: {_sentence(exception)}", None))
-            release(device)
-    if not right:
-        if not problems:
-            return {"status": "absent", "reason": "offers nothing for this shape"}, None
-        status, reason, worst = min(problems, key=lambda problem: problem[0] != "wrong")
-        state: dict[str, Any] = {"status": status, "reason": reason}
-        if worst is not None:
-            state["error"] = worst if worst < float("inf") else None
-        return state, None
-    _, error, fastest = min(right, key=lambda found: found[0])
-    return {"status": "ok", "error": error}, fastest
-
-
-def _state_after(
-    name: str,
-    error: float | None,
-    tolerance: float,
-    accuracy: float,
-    variant: str,
-    timing: Timing,
-    floor_ms: float,
-) -> dict[str, Any]:
-    if error is not None and error > tolerance:
-        return {
-            "status": "wrong",
-            "reason": f"{variant}: right before the timing, wrong after it: a race",
-            "error": error if error < float("inf") else None,
-        }
-    inaccurate = name.startswith(OURS) and error is not None and error > MARGIN * accuracy
-    return {
-        "status": "inaccurate" if inaccurate else "ok",
-        "variant": variant,
-        "error": error,
-        **timing.known(),
-        "over_floor": timing.median_ms / floor_ms,
-    }
 
 
 def compare(states: dict[str, dict[str, Any]]) -> dict[str, Any]:

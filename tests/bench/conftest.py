@@ -11,9 +11,10 @@ import pytest
 
 from pylate_flash.bench import forward
 from pylate_flash.bench.protocol import Ceilings
+from pylate_flash.bench.rows import Row
 from pylate_flash.bench.suite import Suite, System
 
-TINY = (forward.Shape("one", 1, 5, 4, 7, d=16), forward.Shape("several", 3, 6, 2, 9, d=16))
+TINY = (Row("one", 1, 5, 4, 7, d=16), Row("several", 3, 6, 2, 9, d=16))
 
 
 @pytest.fixture

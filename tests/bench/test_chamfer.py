@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from pylate_flash.bench import exact
 from pylate_flash.bench.protocol import Ceilings, Rounds
 from pylate_flash.bench.suite import run
 from pylate_flash.ops import chamfer_reference
@@ -19,13 +20,13 @@ CEILINGS = Ceilings(flops_per_second=1e12, bytes_per_second=1e10)
 
 def test_the_reference_is_the_definition() -> None:
     inputs = chamfer.make_inputs(STEP, CPU, torch.bfloat16)
-    leaves = [points.detach().double().requires_grad_() for points in inputs[:2]]
+    leaves = [points.detach().double().requires_grad_() for points in (inputs.x, inputs.y)]
     scores = chamfer_reference(*leaves)
-    found = chamfer.reference(inputs)
+    found = inputs.reference()
     expected = scores.sum().detach(), scores.detach(), *torch.autograd.grad(scores.sum(), leaves)
     for value, wanted in zip(found, expected, strict=True):
         torch.testing.assert_close(value, wanted, rtol=1e-10, atol=1e-12)
-    torch.testing.assert_close(chamfer.reference(inputs._replace(step=False)), expected[1])
+    torch.testing.assert_close(replace(inputs, is_step=False).reference(), expected[1])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -39,11 +40,11 @@ def test_every_system_runs_small(dtype: torch.dtype) -> None:
 
 def test_a_wrong_step_has_an_error() -> None:
     inputs = chamfer.make_inputs(STEP, CPU, torch.float32)
-    expected = chamfer.reference(inputs)
-    (candidate,) = chamfer.ours(inputs)
+    expected = inputs.reference()
+    (candidate,) = inputs.ours()
     found = candidate.call()
-    assert chamfer.error(found, expected) <= chamfer.accuracy(inputs, torch.float32)
-    assert chamfer.error(found._replace(grad_queries=found.grad_queries.roll(1, 0)), expected) > 0.1
+    assert exact.error(found, expected) <= inputs.accuracy(torch.float32)
+    assert exact.error(found._replace(grad_queries=found.grad_queries.roll(1, 0)), expected) > 0.1
 
 
 def test_rows_are_those_of_the_goal() -> None:

@@ -170,8 +170,9 @@ def test_a_suite_of_a_file_is_measured_memory_too(tmp_path):
     path.write_text(
         "from dataclasses import replace\n"
         "from pylate_flash.bench import forward\n"
+        "from pylate_flash.bench.rows import Row\n"
         "def suite():\n"
-        "    return replace(forward.suite(), name='mine', rows=(forward.Shape('tiny', 1, 5, 4, 7, d=16),))\n"
+        "    return replace(forward.suite(), name='mine', rows=(Row('tiny', 1, 5, 4, 7, d=16),))\n"
     )
     command = ["pylate_flash.bench", str(path), "--quick", "--device", "cpu", "--memory", "--json", str(kept)]
     subprocess.run([sys.executable, "-m", *command], check=True, capture_output=True)

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from pylate_flash.bench import cpu, forward, suite, training, varlen
-from pylate_flash.bench.forward import Shape
+from pylate_flash.bench import cpu, forward, suite, varlen
+from pylate_flash.bench.exact import relative_error
 from pylate_flash.bench.peers import MAXSIM_CPU
-from pylate_flash.bench.protocol import relative_error
+from pylate_flash.bench.rows import Row
 
 CPU = torch.device("cpu")
-ROWS = [Shape("one", 1, 5, 4, 7, d=16), Shape("several", 3, 6, 2, 9, d=16)]
+ROWS = [Row("one", 1, 5, 4, 7, d=16), Row("several", 3, 6, 2, 9, d=16)]
 
 
 @pytest.fixture(params=ROWS, ids=lambda row: row.name)
@@ -41,7 +41,7 @@ def stand_in(monkeypatch):
 
 def test_rows_are_measured_at_their_full_size():
     found = cpu.suite()
-    shapes = ["1 x 1000, 32 x 300", "1 x 1000, 32 x 180", "32 x 256, 32 x 180", "100 x 100, 32 x 40..180"]
+    shapes = ["1 x 1000, 32 x 300", "1 x 1000, 32 x 180", "32 x 256, 32 x 180", "100 x 100 of its own, 32 x 40..180"]
     shapes += ["256 x 2 of its own, 32 x 32", "64 x 4 of its own, 32 x 32"]
     assert [row.shape for row in found.rows] == shapes
     assert all(suite.fit(found, row, CPU) == row for row in found.rows)
@@ -50,12 +50,12 @@ def test_rows_are_measured_at_their_full_size():
 def test_pylate_is_right(inputs):
     pytest.importorskip("pylate")
     (candidate,) = cpu.pylate(inputs)
-    assert relative_error(candidate.call(), forward.reference(inputs)) < 1e-5
+    assert relative_error(candidate.call(), inputs.reference()) < 1e-5
 
 
 def test_maxsim_cpu_is_right_and_takes_as_many_threads_as_torch(inputs, stand_in, monkeypatch):
     (candidate,) = cpu.maxsim_cpu(inputs)
-    assert relative_error(candidate.read(candidate.call()), forward.reference(inputs)) < 1e-5
+    assert relative_error(candidate.read(candidate.call()), inputs.reference()) < 1e-5
     assert int(os.environ["RAYON_NUM_THREADS"]) == torch.get_num_threads()
 
 
@@ -68,7 +68,7 @@ def test_maxsim_cpu_takes_float32_only(inputs, stand_in):
 def test_maxsim_cpu_as_installed_is_right(inputs):
     pytest.importorskip("maxsim_cpu")
     (candidate,) = cpu.maxsim_cpu(inputs)
-    assert relative_error(candidate.read(candidate.call()), forward.reference(inputs)) < 1e-5
+    assert relative_error(candidate.read(candidate.call()), inputs.reference()) < 1e-5
 
 
 def test_maxsim_cpu_is_absent_where_it_is_not_installed(monkeypatch):
@@ -91,14 +91,14 @@ def test_the_products_have_every_similarity(inputs, monkeypatch):
 
 
 # Documents long enough that a token of PyLate's padding, which it does not mask here, is never the best.
-RERANK = varlen.Rerank("rerank", 3, 5, 8, 40, 60, d=16)
+RERANK = varlen.Arrays("rerank", 3, 5, 8, 60, d=16, shortest=40)
 
 
 def test_reranking_is_that_of_pylate():
     pytest.importorskip("pylate")
     found = cpu.suite()
     request = found.make_inputs(RERANK, CPU, torch.float32)
-    reference = found.reference(request)
+    reference = request.reference()
     for system in found.systems[:2]:
         (candidate,) = system.candidates(request)
         assert relative_error(candidate.read(candidate.call()), reference) < 1e-5
@@ -109,13 +109,13 @@ def test_distillation_is_that_of_pylate():
     """The loss and both gradients, of candidates with masked tokens, whose 0 is the best of some query tokens."""
     pytest.importorskip("pylate")
     found = cpu.suite()
-    step = found.make_inputs(training.Batch("few", 8, 3, 6, 8, candidates=True, d=16), CPU, torch.float32)
-    reference = found.reference(step)
-    similarities = torch.einsum("nsd,ntd->nst", step.queries.repeat_interleave(3, dim=0), step.documents)
-    assert (similarities.masked_fill(~step.mask.unsqueeze(1), -torch.inf).amax(dim=-1) < 0).any()
+    step = found.make_inputs(Row("few", 8, 3, 6, 8, own=True, step=True, d=16), CPU, torch.float32)
+    reference = step.reference()
+    similarities = torch.einsum("qsd,qktd->qkst", step.queries, step.documents)
+    assert (similarities.masked_fill(~step.documents_mask.unsqueeze(2), -torch.inf).amax(dim=-1) < 0).any()
     for system in found.systems[:2]:
         (candidate,) = system.candidates(step)
-        assert found.error(candidate.read(candidate.call()), reference) < found.accuracy_of(step, torch.float32)
+        assert found.error(candidate.read(candidate.call()), reference) < found.accuracy(step, torch.float32)
     assert cpu.maxsim_cpu(step) == cpu.products(step) == []
 
 

@@ -1,14 +1,16 @@
 from __future__ import annotations
 
-from dataclasses import replace
 from unittest.mock import create_autospec
 
 import pytest
 import torch
 
-from pylate_flash.bench import forward
-from pylate_flash.bench.forward import ROWS, Shape
-from pylate_flash.bench.protocol import Ceilings, floor_of, relative_error
+from pylate_flash.bench import exact, forward
+from pylate_flash.bench.calls import chunk_sizes
+from pylate_flash.bench.exact import relative_error
+from pylate_flash.bench.forward import ROWS
+from pylate_flash.bench.protocol import Ceilings, floor_of
+from pylate_flash.bench.rows import Row
 from pylate_flash.bench.suite import CPU_FLOPS, WRONG
 
 CPU = torch.device("cpu")
@@ -22,36 +24,36 @@ def by_hand(inputs):
     )
 
 
-@pytest.mark.parametrize("row", [Shape("one", 1, 5, 4, 7, d=16), Shape("several", 3, 6, 2, 9, d=24)])
+@pytest.mark.parametrize("row", [Row("one", 1, 5, 4, 7, d=16), Row("several", 3, 6, 2, 9, d=24)])
 def test_reference_is_the_definition(row, monkeypatch):
     inputs = forward.make_inputs(row, CPU, torch.float32)
     expected = by_hand(inputs)
-    torch.testing.assert_close(forward.reference(inputs), expected, rtol=1e-12, atol=0)
+    torch.testing.assert_close(inputs.reference(), expected, rtol=1e-12, atol=0)
     # The same when only two documents fit at a time.
-    monkeypatch.setattr(forward, "REFERENCE_BYTES", 2 * 8 * row.Nq * row.Lq * row.Ld)
-    torch.testing.assert_close(forward.reference(inputs), expected, rtol=1e-12, atol=0)
+    monkeypatch.setattr(exact, "REFERENCE_BYTES", 2 * 8 * row.Nq * row.Lq * row.Ld)
+    torch.testing.assert_close(inputs.reference(), expected, rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("row", [Shape("one", 1, 70, 4, 7, d=16), Shape("several", 3, 6, 2, 9, d=24)])
+@pytest.mark.parametrize("row", [Row("one", 1, 70, 4, 7, d=16), Row("several", 3, 6, 2, 9, d=24)])
 def test_the_systems_that_run_here_are_right(row, dtype):
     inputs = forward.make_inputs(row, CPU, dtype)
-    reference = forward.reference(inputs)
+    reference = inputs.reference()
     with torch.no_grad():
-        for candidate in forward.ours(inputs):
-            assert relative_error(candidate.call(), reference) < 5 * forward.accuracy(dtype)
-        eager = forward.torch_eager(inputs)
+        for candidate in inputs.ours():
+            assert relative_error(candidate.call(), reference) < 5 * inputs.accuracy(dtype)
+        eager = inputs.torch()
         assert len(eager) > 1
         for candidate in eager:
             assert relative_error(candidate.call(), reference) < WRONG
 
 
 def test_inputs_are_unit_vectors_and_the_same_each_time():
-    row = Shape("row", 2, 3, 4, 5, d=16)
+    row = Row("row", 2, 3, 4, 5, d=16)
     inputs = forward.make_inputs(row, CPU, torch.float32)
     assert inputs.queries.shape == (2, 4, 16)
     assert inputs.documents.shape == (3, 5, 16)
-    assert inputs.lengths.tolist() == [5, 5, 5]
+    assert inputs.lengths().tolist() == [5, 5, 5]
     torch.testing.assert_close(inputs.documents.norm(dim=-1), torch.ones(3, 5))
     assert torch.equal(inputs.documents, forward.make_inputs(row, CPU, torch.float32).documents)
     assert not torch.equal(inputs.queries[0], inputs.queries[1])
@@ -80,11 +82,14 @@ def test_odd_rows_have_a_floor_of_their_own_size():
 
 
 def test_chunks_are_the_largest_that_fit():
-    inputs = forward.make_inputs(Shape("row", 1, 100, 4, 7, d=16), CPU, torch.float32)
-    assert forward.chunk_sizes(inputs) == [4, 16, 64, 100]
+    inputs = forward.make_inputs(Row("row", 1, 100, 4, 7, d=16), CPU, torch.float32)
+    assert chunk_sizes(inputs.queries, inputs.documents) == [4, 16, 64, 100]
     # 1 GiB holds the similarities of 256 x 1024 x 1024 float32, one query against 256 documents.
-    meta = replace(inputs, queries=inputs.queries.new_empty(1, 1024, 16), documents=torch.empty(300, 1024, 16))
-    assert forward.chunk_sizes(meta) == [4, 16, 64, 256]
+    assert chunk_sizes(torch.empty(1, 1024, 16), torch.empty(300, 1024, 16)) == [4, 16, 64, 256]
+    # 64 x 64 x 32 x n similarities of two bytes, six times: 1.5 MiB * n, and there are 2048 MiB.
+    queries = torch.empty(64, 32, 8, dtype=torch.bfloat16, device="meta")
+    largest = [chunk_sizes(queries, torch.empty(64, n, 8, device="meta"), held=6.0)[-1] for n in (1000, 1500, 6000)]
+    assert largest == [64, 16, 4]
 
 
 def recorded(monkeypatch, module, name, answer):
@@ -97,9 +102,9 @@ def recorded(monkeypatch, module, name, answer):
 @pytest.mark.parametrize(
     ("row", "labels"),
     [
-        (Shape("short", 1, 4, 32, 8), ["maxsim", "maxsim_forward"]),
-        (Shape("long", 1, 4, 1024, 8), ["maxsim"]),
-        (Shape("several", 2, 4, 32, 8), ["maxsim", "maxsim_forward"]),
+        (Row("short", 1, 4, 32, 8), ["maxsim", "maxsim_forward"]),
+        (Row("long", 1, 4, 1024, 8), ["maxsim"]),
+        (Row("several", 2, 4, 32, 8), ["maxsim", "maxsim_forward"]),
     ],
     ids=lambda value: getattr(value, "name", None),
 )
@@ -107,10 +112,10 @@ def test_lik_is_called_as_it_declares(monkeypatch, row, labels):
     package = pytest.importorskip("late_interaction_kernels")
     kernels = pytest.importorskip("late_interaction_kernels.forward")
     inputs = forward.make_inputs(row, CPU, torch.float32)
-    scores = forward.reference(inputs)
+    scores = inputs.reference()
     recorded(monkeypatch, package, "maxsim", scores)
     recorded(monkeypatch, kernels, "maxsim_forward", (scores, None))
-    candidates = forward.lik(inputs)
+    candidates = inputs.lik()
     assert [candidate.label for candidate in candidates] == labels
     for candidate in candidates:
         assert relative_error(candidate.call(), scores) == 0
@@ -119,24 +124,24 @@ def test_lik_is_called_as_it_declares(monkeypatch, row, labels):
 @pytest.mark.parametrize(
     ("row", "labels"),
     [
-        (Shape("short", 1, 4, 32, 8), ["flash_maxsim", "flash_maxsim_persistent"]),
+        (Row("short", 1, 4, 32, 8), ["flash_maxsim", "flash_maxsim_persistent"]),
         (
-            Shape("long", 1, 4, 512, 512, d=16),
+            Row("long", 1, 4, 512, 512, d=16),
             ["flash_maxsim", "flash_maxsim_persistent", "splitk", "flash_maxsim_qreuse"],
         ),
-        (Shape("odd", 1, 3, 512, 512, d=16), ["flash_maxsim", "flash_maxsim_persistent", "splitk"]),
-        (Shape("several", 2, 4, 32, 8), ["flash_maxsim_batched", "flash_maxsim_persistent"]),
+        (Row("odd", 1, 3, 512, 512, d=16), ["flash_maxsim", "flash_maxsim_persistent", "splitk"]),
+        (Row("several", 2, 4, 32, 8), ["flash_maxsim_batched", "flash_maxsim_persistent"]),
     ],
     ids=lambda value: getattr(value, "name", None),
 )
 def test_flash_maxsim_is_called_as_it_declares(monkeypatch, row, labels):
     package = pytest.importorskip("flash_maxsim")
     inputs = forward.make_inputs(row, CPU, torch.float32)
-    scores = forward.reference(inputs)
+    scores = inputs.reference()
     answer = scores if row.Nq > 1 else scores[0]
     names = ("flash_maxsim", "flash_maxsim_batched", "flash_maxsim_persistent", "flash_maxsim_qreuse")
     fakes = [recorded(monkeypatch, package, name, answer) for name in names]
-    candidates = forward.flash_maxsim(inputs)
+    candidates = inputs.flash_maxsim()
     assert [candidate.label for candidate in candidates] == labels
     for candidate in candidates:
         assert relative_error(candidate.call(), scores) == 0
@@ -145,4 +150,4 @@ def test_flash_maxsim_is_called_as_it_declares(monkeypatch, row, labels):
             queries, documents, lengths = call.args
             assert queries.shape == (inputs.queries.shape if row.Nq > 1 else inputs.queries.shape[1:])
             assert documents is inputs.documents
-            assert lengths is inputs.lengths
+            assert torch.equal(lengths, inputs.lengths())

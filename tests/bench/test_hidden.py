@@ -14,20 +14,19 @@ from suites.hidden import ROWS, States
 CPU = torch.device("cpu")
 FORWARD = States("forward", 3, 5, 4, 12, d=8, d_model=24)
 STEP = replace(FORWARD, name="step", Nq=4, Nd=4, step=True)
-TINY = (FORWARD, STEP, replace(FORWARD, name="packed", packed=True), replace(STEP, name="step-packed", packed=True))
+TINY = (FORWARD, STEP, replace(FORWARD, name="packed", shortest=3), replace(STEP, name="step-packed", shortest=3))
 
 
 @pytest.mark.parametrize("row", TINY, ids=lambda row: row.name)
 def test_reference_is_autograd_through_the_definition(row):
     """In float64, where the projection is not rounded either."""
     inputs = hidden.make_inputs(row, CPU, torch.float64)
-    expected = hidden.computed(
-        inputs,
+    expected = inputs.computed(
         lambda: maxsim_from_hidden_reference(
             inputs.queries, inputs.hidden, inputs.weight, documents_cu_seqlens=inputs.cu_seqlens
         ),
     )
-    found = hidden.reference(inputs)
+    found = inputs.reference()
     assert len(found) == (4 if row.step else 1)
     for ours, reference in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, reference, rtol=1e-9, atol=1e-12)
@@ -37,8 +36,8 @@ def test_reference_is_autograd_through_the_definition(row):
 @pytest.mark.parametrize("row", TINY, ids=lambda row: row.name)
 def test_the_systems_that_run_here_are_right(row, dtype):
     inputs = hidden.make_inputs(row, CPU, dtype)
-    reference = hidden.reference(inputs)
-    (ours,) = hidden.ours(inputs)
+    reference = inputs.reference()
+    (ours,) = inputs.ours()
     assert hidden.error(ours.call(), reference) < (5e-5 if dtype == torch.float32 else WRONG)
     for system in hidden.suite().systems:
         if system.peer is None:
@@ -49,7 +48,7 @@ def test_the_systems_that_run_here_are_right(row, dtype):
 @pytest.mark.parametrize("part", range(4))
 @pytest.mark.parametrize("factor", [1.02, float("nan")])
 def test_an_error_in_any_part_is_seen(part, factor):
-    reference = hidden.reference(hidden.make_inputs(STEP, CPU, torch.float32))
+    reference = hidden.make_inputs(STEP, CPU, torch.float32).reference()
     assert hidden.error(reference, reference) == 0.0
     found = list(reference)
     found[part] = found[part] * factor
@@ -71,13 +70,13 @@ def test_the_floors_are_those_of_a_card():
 def test_a_row_is_cut_for_a_cpu(row):
     cut = row.within(CPU_FLOPS)
     assert cut.work(torch.float32).flops <= CPU_FLOPS
-    assert (cut.Lq, cut.Ld, cut.step, cut.packed) == (row.Lq, row.Ld, row.step, row.packed)
+    assert (cut.Lq, cut.Ld, cut.step, cut.shortest) == (row.Lq, row.Ld, row.step, row.shortest)
     assert not row.step or cut.Nq == cut.Nd
 
 
 def test_lik_is_not_given_packed_states():
     pytest.importorskip("late_interaction_kernels")
     inputs = hidden.make_inputs(TINY[2], CPU, torch.float32)
-    for candidates in (hidden.lik, hidden.lik_unfused):
+    for candidates in (inputs.lik, inputs.lik_unfused):
         with pytest.raises(Unavailable, match="no packed hidden states"):
-            candidates(inputs)
+            candidates()

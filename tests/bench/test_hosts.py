@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pylate_flash.bench import hosts, losses, protocol, results, suite
+from pylate_flash.bench import exact, hosts, losses, protocol, results, suite
 from pylate_flash.bench.peers import SENTENCE_TRANSFORMERS
 from pylate_flash.bench.protocol import Rounds
 from pylate_flash.hosts import HOSTS
@@ -23,7 +23,7 @@ def small(row):
     """The same row at a size for a test, of two mini-batches where it has them."""
     size = 5 if row.Nq > 1 else 1
     shortest = None if row.shortest is None else 3
-    return replace(row, Nq=size, Nd=5 if row.form == "loss" else 9, Lq=4, Ld=11, shortest=shortest, d=16)
+    return replace(row, Nq=size, Nd=5 if row.step else 9, Lq=4, Ld=11, shortest=shortest, d=16)
 
 
 @pytest.fixture(autouse=True)
@@ -49,10 +49,10 @@ def test_every_system_is_right(row, dtype):
                 # Twice: no gradients are left over from the call before.
                 found = [candidate.read(candidate.call()) for _ in range(2)]
             for result in found:
-                most = 5 * hosts.accuracy_of(inputs, dtype) if ours else tolerances[system.name]
+                most = 5 * inputs.accuracy(dtype) if ours else tolerances[system.name]
                 assert hosts.error(result, reference) <= most
-    if row.form == "loss":
-        assert hosts.error(reference._replace(grad_documents=reference.grad_documents.roll(1, 0)), reference) > 0.1
+    if row.step:
+        assert exact.error(reference._replace(grad_documents=reference.grad_documents.roll(1, 0)), reference) > 0.1
 
 
 @needs_host
@@ -86,7 +86,7 @@ def test_a_run_on_a_cpu(ceilings):
 @each_row
 def test_a_loss_is_called_less_often(row, rounds, calls):
     found = hosts.rounds_of(row, rounds)
-    assert (found.warmup, found.repetitions) == (calls if row.form == "loss" else (rounds.warmup, rounds.repetitions))
+    assert (found.warmup, found.repetitions) == (calls if row.step else (rounds.warmup, rounds.repetitions))
     assert found.flush_bytes == rounds.flush_bytes
 
 
@@ -104,17 +104,17 @@ def test_without_the_host_the_operation_alone_is_measured(ceilings, monkeypatch)
 @each_row
 def test_rows_hold_what_their_names_say(row):
     inputs = hosts.make_inputs(small(row), CPU, torch.float32)
-    if row.form == "loss":
+    if row.step:
         assert [len(part) for part in inputs.columns()[1]] == [3, 2]
         return
     given = inputs.arguments
-    lengths = inputs.active.sum(dim=1)
+    lengths = inputs.lengths()
     assert (len(set(lengths.tolist())) > 1) == (row.shortest is not None)
-    if row.form == "lists":
+    if row.kind == "lists":
         assert [len(document) for document in given["b"]] == lengths.tolist()
         assert len({document.data_ptr() for document in given["b"]}) == len(given["b"])
         assert all(document.untyped_storage().nbytes() == document.nbytes for document in given["b"])
-    assert ("b_mask" in given) == (row.form == "masked")
+    assert ("b_mask" in given) == (row.kind == "masked")
     assert row.within(5e8).work(torch.float32).flops <= 5e8
     assert row.within(1e15) == row
     assert losses.SAMPLED == 16

@@ -9,7 +9,7 @@ from unittest.mock import create_autospec
 import pytest
 import torch
 
-from pylate_flash.bench import calls, forward, launch, suite
+from pylate_flash.bench import calls, exact, launch, suite
 from pylate_flash.bench.protocol import Rounds
 from pylate_flash.bench.suite import CPU_FLOPS, Candidate
 
@@ -47,9 +47,9 @@ def test_our_call_and_the_plain_one_are_right(row, dtype):
     with torch.no_grad():
         reference = inputs.reference()
         (ours,) = inputs.ours()
-        assert calls.error(ours.read(ours.call()), reference) < 5 * inputs.accuracy(dtype)
+        assert launch.suite().error(ours.read(ours.call()), reference) < 5 * inputs.accuracy(dtype)
         for candidate in inputs.torch():
-            assert calls.error(candidate.read(candidate.call()), reference) < launch.GRADIENT_TOLERANCE
+            assert launch.suite().error(candidate.read(candidate.call()), reference) < launch.GRADIENT_TOLERANCE
 
 
 @pytest.mark.usefixtures("few_in_turn")
@@ -58,7 +58,7 @@ def test_inputs_are_the_same_each_time(row):
     first, second = (inputs_of(row).reference() for _ in range(2))
     if isinstance(first, torch.Tensor):
         first, second = (first,), (second,)
-    assert all(torch.equal(*pair) for pair in zip(first, second, strict=True))
+    assert all(one is two is None or torch.equal(one, two) for one, two in zip(first, second, strict=True))
 
 
 @each_row
@@ -117,7 +117,7 @@ def test_masks_are_prefixes_of_many_lengths():
 def test_the_number_of_tokens_is_another_at_every_call(name):
     row = replace(small(by_name[name]), Nd=40 if name == "varlen-changing" else 20)
     inputs = launch.make_inputs(row, CPU, torch.float32)
-    batches = [call.batch for call in inputs.calls]
+    batches = inputs.calls
     totals = [len(batch.documents) for batch in batches]
     assert len(set(totals)) == len(totals) == inputs.n_read == 64
     assert all(int(batch.lengths.sum()) == total for batch, total in zip(batches, totals, strict=True))
@@ -160,20 +160,21 @@ def test_calls_in_turn_are_all_read_in_order():
 
 
 def test_steps_in_turn_are_compared_as_one():
-    steps = [(torch.tensor(float(n)), torch.full((n,), 1.0), torch.full((2, n), 2.0)) for n in (1, 2)]
-    losses, of_queries, of_documents = calls.joined(steps)
+    steps = [exact.Step(torch.tensor(float(n)), None, torch.full((n,), 1.0), torch.full((2, n), 2.0)) for n in (1, 2)]
+    losses, _, of_queries, of_documents = calls.joined(steps)
     assert losses.tolist() == [1, 2]
     assert of_queries.tolist() == [1] * 3
     assert of_documents.tolist() == [2] * 6
 
 
 def test_wrong_scores_are_wrong_and_wrong_gradients_have_their_own_error():
-    expected = torch.tensor([1.0, 2.0], dtype=torch.float64)
-    assert calls.error(torch.tensor([1.0, 2.0]), expected) == 0
-    assert calls.error(torch.tensor([1.0, 2.1]), expected) == float("inf")
-    assert calls.error((expected[0], expected * 1.1), (expected[0], expected)) == pytest.approx(0.1)
-    assert calls.error((expected[0] * 1.1, expected), (expected[0], expected)) == float("inf")
-    assert calls.error((expected[0],), (expected[0], expected)) == float("inf")
+    error, expected = launch.suite().error, torch.tensor([1.0, 2.0], dtype=torch.float64)
+    assert error(torch.tensor([1.0, 2.0]), expected) == 0
+    assert error(torch.tensor([1.0, 2.1]), expected) == float("inf")
+    step = exact.Step(expected[0], None, expected, expected)
+    assert error(step._replace(grad_queries=expected * 1.1), step) == pytest.approx(0.1)
+    assert error(step._replace(loss=expected[0] * 1.1), step) == float("inf")
+    assert error(step._replace(grad_documents=expected[:1]), step) == float("inf")
 
 
 @pytest.mark.usefixtures("few_in_turn")
@@ -185,22 +186,22 @@ def test_lik_is_called_as_it_declares(row, monkeypatch):
 
     def from_hidden(Q, H, W, d_mask=None):
         embeddings = torch.nn.functional.normalize(H @ W.T, dim=-1)
-        return calls.einsum_scores(Q, embeddings, None, d_mask)
+        return exact.einsum_scores(Q, embeddings, None, d_mask)
 
     def pairs(Q, D, q_mask=None, d_mask=None):
-        return calls.einsum_scores(Q, D.unsqueeze(1), q_mask, d_mask.unsqueeze(1)).squeeze(1)
+        return exact.einsum_scores(Q, D.unsqueeze(1), q_mask, d_mask.unsqueeze(1)).squeeze(1)
 
     def packed(Q, D, cu_q, cu_d, max_q=None, max_d=None, **longest):
         documents = D.split(cu_d.diff().tolist())
-        return torch.cat([calls.einsum_scores(Q.unsqueeze(0), document.unsqueeze(0)) for document in documents], 1)
+        return torch.cat([exact.einsum_scores(Q.unsqueeze(0), document.unsqueeze(0)) for document in documents], 1)
 
     def scores(Q, D, q_mask=None, d_mask=None):
-        return calls.einsum_scores(Q, D, q_mask, d_mask)
+        return exact.einsum_scores(Q, D, q_mask, d_mask)
 
     stand_in(monkeypatch, package, "maxsim", scores)
     stand_in(monkeypatch, package, "maxsim_pairs", pairs)
     stand_in(monkeypatch, package, "maxsim_varlen", packed)
-    stand_in(monkeypatch, kernels, "maxsim_forward", lambda *arguments: (scores(*arguments), None))
+    stand_in(monkeypatch, kernels, "maxsim_forward", lambda *given, **masks: (scores(*given, **masks), None))
     stand_in(monkeypatch, fused, "maxsim_from_hidden", from_hidden)
     check_peer(row, "lik", missing=("varlen-candidates", "hidden-masks"))
 
@@ -214,7 +215,7 @@ def test_flash_maxsim_is_called_as_it_declares(row, monkeypatch):
         mask = None if doc_lengths is None else prefix(doc_lengths, D.shape[-2]).view(D.shape[:-1])
         queries_mask = None if query_lengths is None else prefix(query_lengths, Q.shape[1])
         assert shared_docs == (D.dim() == 3)
-        return calls.einsum_scores(Q, D, queries_mask, mask)
+        return exact.einsum_scores(Q, D, queries_mask, mask)
 
     def train(Q, D, shared_docs=True, doc_lengths=None, query_lengths=None):
         return batched(Q, D, doc_lengths, shared_docs, query_lengths)
@@ -222,16 +223,18 @@ def test_flash_maxsim_is_called_as_it_declares(row, monkeypatch):
     def packed(Q, D, cu_d, longest):
         documents = D.split(cu_d.diff().tolist())
         assert longest == max(map(len, documents))
-        return torch.cat([calls.einsum_scores(Q[None], document[None])[0] for document in documents])
+        return torch.cat([exact.einsum_scores(Q[None], document[None])[0] for document in documents])
 
     def prefix(lengths, longest):
         assert lengths.dtype == torch.int32
         return torch.arange(longest) < lengths.unsqueeze(1)
 
     stand_in(monkeypatch, package, "flash_maxsim", lambda Q, D, lengths: batched(Q[None], D, lengths)[0])
-    stand_in(
-        monkeypatch, package, "flash_maxsim_persistent", lambda Q, D, lengths: batched(Q.view(-1, *Q.shape[-2:]), D)
-    )
+
+    def persistent(Q, D, lengths):
+        return batched(Q.view(-1, *Q.shape[-2:]), D, lengths)
+
+    stand_in(monkeypatch, package, "flash_maxsim_persistent", persistent)
     stand_in(monkeypatch, package, "flash_maxsim_batched", batched)
     stand_in(monkeypatch, package, "flash_maxsim_batched_train", train)
     stand_in(monkeypatch, package, "flash_maxsim_packed", packed)
@@ -257,7 +260,7 @@ def check_peer(row, system, missing):
         candidates = getattr(inputs, system)()
         assert candidates
         for candidate in candidates:
-            assert calls.error(candidate.read(candidate.call()), reference) < launch.GRADIENT_TOLERANCE
+            assert launch.suite().error(candidate.read(candidate.call()), reference) < launch.GRADIENT_TOLERANCE
 
 
 @pytest.mark.parametrize(("system", "backend"), [("lik", "lik"), ("flash_maxsim", "flash"), ("torch", "torch")])
@@ -352,7 +355,7 @@ def test_compilations_are_counted_and_the_hook_is_given_back(monkeypatch):
 
         return [Candidate("maxsim", call)]
 
-    monkeypatch.setattr(forward, "ours", compile_for_a_new_length)
+    monkeypatch.setattr(calls.Padded, "ours", compile_for_a_new_length)
     monkeypatch.setattr(launch, "SHAPES", 5)
     assert launch.count_here(CPU, torch.float32) == len(lengths) > 1
     assert runtime.jit_post_compile_hook is before
@@ -391,7 +394,7 @@ def test_a_replayed_graph_is_right(name):
     inputs = launch.make_inputs(by_name[name], torch.device("cuda", 0), torch.bfloat16)
     with torch.no_grad():
         (candidate,) = launch.replayed(inputs)
-        assert calls.error(candidate.call(), inputs.reference()) < 5 * inputs.accuracy(torch.bfloat16)
+        assert launch.suite().error(candidate.call(), inputs.reference()) < 5 * inputs.accuracy(torch.bfloat16)
 
 
 @needs_gpu
@@ -403,7 +406,8 @@ def test_our_call_is_right_on_a_gpu(row):
     inputs = launch.make_inputs(row, torch.device("cuda", 0), torch.bfloat16)
     with torch.no_grad():
         (candidate,) = inputs.ours()
-        assert calls.error(candidate.read(candidate.call()), inputs.reference()) < 5 * inputs.accuracy(torch.bfloat16)
+        error = launch.suite().error(candidate.read(candidate.call()), inputs.reference())
+        assert error < 5 * inputs.accuracy(torch.bfloat16)
 
 
 def test_slow_calls_are_made_a_fifth_as_often():

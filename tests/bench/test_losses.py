@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from pylate_flash import maxsim_cross_entropy
-from pylate_flash.bench import loss_steps, losses, suite, training
-from pylate_flash.bench.losses import GivenBatch
+from pylate_flash.bench import exact, loss_steps, losses, suite
 from pylate_flash.bench.protocol import Rounds
-from pylate_flash.bench.training import TEMPERATURE, Batch
+from pylate_flash.bench.rows import Row
+from pylate_flash.bench.training import TEMPERATURE
 
 CPU = torch.device("cpu")
-ROW = Batch("small", 40, 40, 4, 6, d=16)
-GIVEN = GivenBatch("given", 40, 40, 4, 6, d=16)
+ROW = Row("small", 40, 40, 4, 6, d=16, step=True)
+GIVEN = replace(ROW, name="given", kind=losses.GIVEN)
 SYSTEMS = {system.name: system for system in losses.suite().systems}
 OF_GIVEN = ("pylate_flash", "pylate_flash_contrastive", "pylate_flash_cached")
 
@@ -32,10 +32,12 @@ def given():
 @pytest.mark.parametrize("pieces", [False, True])
 def test_the_sample_is_that_of_the_whole_reference(inputs, pieces, monkeypatch):
     if pieces:
-        monkeypatch.setattr(training, "REFERENCE_BYTES", 1)
+        monkeypatch.setattr(exact, "REFERENCE_BYTES", 1)
         monkeypatch.setattr(losses, "REFERENCE_QUERIES", 16)
-    whole = losses.sample_of(training.reference(inputs))
-    for found, expected in zip(losses.reference(inputs), whole, strict=True):
+    whole = losses.sample_of(inputs.reference())
+    reference = losses.reference(inputs)
+    assert reference.scores is whole.scores is None
+    for found, expected in zip(reference[::2] + reference[3:], whole[::2] + whole[3:], strict=True):
         assert found.dtype == torch.float64
         # A logit is a float32 sum over the temperature, 0.02.
         assert (found - expected).norm() <= 1e-5 * expected.norm()
@@ -63,8 +65,8 @@ def test_the_reference_of_given_embeddings_is_the_definition(given):
     scores = (best * given.queries_mask[:, None]).sum(dim=-1)
     loss = torch.nn.functional.cross_entropy(scores / TEMPERATURE, torch.arange(40))
     gradients = torch.autograd.grad(loss, leaves)
-    expected = losses.sample_of(training.Step(loss.detach(), None, *gradients))
-    assert losses.error(losses.reference(given), expected) <= 1e-4
+    expected = losses.sample_of(exact.Step(loss.detach(), None, *gradients))
+    assert exact.error(losses.reference(given), expected) <= 1e-4
 
 
 @pytest.mark.parametrize("system", SYSTEMS.values(), ids=SYSTEMS)
@@ -86,7 +88,7 @@ def test_every_system_computes_the_step(system, kind, inputs, given, monkeypatch
     expected = losses.reference(row)
     limit = system.tolerance
     if system.name.startswith("pylate_flash"):
-        limit = suite.MARGIN * losses.accuracy_of(row, torch.bfloat16)
+        limit = suite.MARGIN * losses.accuracy(row, torch.bfloat16)
         assert limit == pytest.approx(system.tolerance if kind == "given" else 1e-2)
     for candidate in candidates:
         for _ in range(2):
@@ -100,8 +102,8 @@ def test_every_system_computes_the_step(system, kind, inputs, given, monkeypatch
 def test_a_loss_of_given_embeddings_is_the_bare_operation(given, name, pylate):
     """So their times are of the same work."""
     (bare,), (loss,) = (SYSTEMS[name].candidates(given) for name in (OF_GIVEN[0], name))
-    for found, expected in zip(loss.read(loss.call()), bare.read(bare.call()), strict=True):
-        assert (found.double() - expected.double()).norm() <= 2e-3 * expected.double().norm()
+    found, expected = (losses.sample_of(candidate.read(candidate.call())) for candidate in (loss, bare))
+    assert exact.error(found, exact.Step(*(part if part is None else part.double() for part in expected))) <= 2e-3
 
 
 def test_flash_maxsims_step_is_told_the_temperature(inputs, monkeypatch):
@@ -116,19 +118,19 @@ def test_flash_maxsims_step_is_told_the_temperature(inputs, monkeypatch):
     module = type("module", (), {"colbert_contrastive_step": staticmethod(step)})
     monkeypatch.setitem(sys.modules, "flash_maxsim", type("package", (), {}))
     monkeypatch.setitem(sys.modules, "flash_maxsim.flash_maxsim_contrastive", module)
-    candidates = loss_steps.flash_maxsim(inputs)
+    candidates = inputs.flash_maxsim()
     assert [candidate.label for candidate in candidates] == ["bfloat16", "float16"]
     for candidate in candidates:
         assert losses.error(candidate.read(candidate.call()), losses.reference(inputs)) <= loss_steps.ROUNDED / 2
 
 
 def test_rows_are_four_times_as_large():
-    batches = [row for row in losses.ROWS if not isinstance(row, GivenBatch)]
+    batches = [row for row in losses.ROWS if row.kind != losses.GIVEN]
     assert [row.Nq for row in batches] == [256, 1024, 4096, 16384, 65536]
     assert [row.Nq for row in losses.ROWS[5:]] == [128, 1024, 4096]
     assert all(row.Nq == row.Nd for row in losses.ROWS)
     # On a CPU a row is a smaller one of its kind.
-    assert isinstance(losses.ROWS[-1].within(suite.CPU_FLOPS), GivenBatch)
+    assert losses.ROWS[-1].within(suite.CPU_FLOPS).kind == losses.GIVEN
 
 
 def test_long_rows_have_fewer_calls():
@@ -146,14 +148,14 @@ def test_long_rows_have_fewer_calls():
 def test_what_would_take_minutes_is_not_offered(row, expected):
     shape = losses.ROWS[row]
     queries, documents = (torch.empty(shape.Nq, length, 128, device="meta") for length in (32, 180))
-    inputs = training.Inputs(queries, documents, None, None, 0)
-    for offered in (lambda: loss_steps.chunks_for(inputs, 100 * loss_steps.LONG), lambda: loss_steps.loop(inputs)):
+    inputs = loss_steps.LargeStep(queries, documents)
+    for offered in (lambda: inputs.chunks(100 * loss_steps.LONG), inputs.loop):
         if not expected:
             with pytest.raises(suite.Unavailable, match="a minute or more"):
                 offered()
         else:
             assert len(offered()) in (1, expected)
-    assert len(loss_steps.ours(inputs)) == 1
+    assert len(inputs.ours()) == 1
 
 
 def test_the_suite_runs(ceilings, pylate):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from pylate_flash.bench import forward, quantized
+from pylate_flash.bench import exact, quantized
 from pylate_flash.bench.protocol import Ceilings, floor_of
 from pylate_flash.bench.quantized import ROWS, Quantized, measure_eight_bits
 from pylate_flash.bench.suite import CPU_FLOPS, OURS, WRONG
@@ -19,7 +19,7 @@ TINY = (Quantized("one", 1, 70, 8, 17, d=64), Quantized("several", 3, 6, 8, 19, 
 def test_every_system_of_ours_is_held_to_its_own_reference(row, monkeypatch):
     inputs = quantized.make_inputs(row, CPU, torch.float32)
     # Several documents at a time.
-    monkeypatch.setattr(forward, "REFERENCE_BYTES", 4 * 8 * row.Ld * row.d)
+    monkeypatch.setattr(exact, "REFERENCE_BYTES", 4 * 8 * row.Ld * row.d)
     expected = quantized.reference(inputs)
     systems = [system for system in quantized.suite().systems if system.name.startswith(OURS)]
     assert len(systems) == 5

@@ -5,22 +5,22 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pylate_flash.bench import forward, residual
+from pylate_flash.bench import exact, residual
 from pylate_flash.bench.protocol import Ceilings, floor_of
 from pylate_flash.bench.residual import ROWS, Residual
 from pylate_flash.bench.suite import CPU_FLOPS, OURS
 from tests.ops.residual_cases import residual_codes
 
 CPU = torch.device("cpu")
-TINY = (Residual("one", 1, 70, 8, 17, 64, 4), Residual("several", 3, 6, 8, 19, 64, 2))
+TINY = (Residual("one", 1, 70, 8, 17, 64, nbits=4), Residual("several", 3, 6, 8, 19, 64, nbits=2))
 
 
 @pytest.mark.parametrize("row", TINY, ids=lambda row: row.name)
 def test_systems_score_what_the_reference_does(row, monkeypatch):
     inputs = residual.make_inputs(row, CPU, torch.float32)
     # Several documents at a time.
-    monkeypatch.setattr(forward, "REFERENCE_BYTES", 4 * 8 * row.Ld * row.d)
-    expected = residual.reference(inputs)
+    monkeypatch.setattr(exact, "REFERENCE_BYTES", 4 * 8 * row.Ld * row.d)
+    expected = inputs.reference()
     assert expected.shape == (row.Nq, row.Nd)
     systems = {system.name: system for system in residual.suite().systems if system.peer is None}
     assert set(systems) == {OURS, f"{OURS}_decompressed", "torch"}

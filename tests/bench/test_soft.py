@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pylate_flash.bench import protocol
+from pylate_flash.bench import exact, protocol
+from pylate_flash.bench.exact import Step
 from pylate_flash.bench.protocol import Ceilings, Rounds, Work, floor_of
 from pylate_flash.bench.suite import run
-from pylate_flash.bench.training import Step
 from pylate_flash.ops import soft_maxsim_reference
 from suites import soft
 from suites.soft import SoftBatch
@@ -22,17 +22,15 @@ CEILINGS = Ceilings(flops_per_second=1e12, bytes_per_second=1e10)
 @pytest.mark.parametrize("pieces", [False, True])
 def test_the_reference_is_the_definition(pieces, monkeypatch):
     if pieces:
-        monkeypatch.setattr(soft.training, "REFERENCE_BYTES", 1)
+        monkeypatch.setattr(exact, "REFERENCE_BYTES", 1)
     inputs = soft.make_inputs(STEP, CPU, torch.bfloat16)
-    leaves = [
-        tensor.detach().double().requires_grad_() for tensor in (inputs.tensors.queries, inputs.tensors.documents)
-    ]
+    leaves = [tensor.detach().double().requires_grad_() for tensor in (inputs.queries, inputs.documents)]
     scores = soft_maxsim_reference(*leaves, soft.BETA)
-    loss = inputs.tensors.loss(scores)
+    loss = inputs.loss(scores)
     expected = Step(loss.detach(), scores.detach(), *torch.autograd.grad(loss, leaves))
-    for found, wanted in zip(soft.reference(inputs), expected, strict=True):
+    for found, wanted in zip(inputs.reference(), expected, strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
-    torch.testing.assert_close(soft.reference(inputs._replace(step=False)), expected.scores)
+    torch.testing.assert_close(replace(inputs, is_step=False).reference(), expected.scores)
 
 
 def test_every_system_runs_small():
@@ -50,19 +48,19 @@ def test_which_einsum_is_timed():
     """A step with scores that were summed in bfloat16 is wrong at every size in use; with float32 sums it is right."""
     long = replace(STEP, Nq=8, Nd=8, Lq=200, Ld=200, d=128)
     inputs = soft.make_inputs(long, CPU, torch.bfloat16)
-    expected = soft.reference(inputs)
-    plain, widened = (soft.error(candidate.call(), expected) for candidate in soft.einsum(inputs))
+    expected = inputs.reference()
+    plain, widened = (exact.error(candidate.call(), expected) for candidate in inputs.torch())
     assert plain > soft.ROUNDED > widened
-    assert [candidate.label for candidate in soft.einsum(soft.make_inputs(long, CPU, torch.float32))] == ["einsum"]
+    assert [candidate.label for candidate in soft.make_inputs(long, CPU, torch.float32).torch()] == ["einsum"]
 
 
 def test_a_wrong_step_has_an_error():
     inputs = soft.make_inputs(STEP, CPU, torch.float32)
-    expected = soft.reference(inputs)
-    (candidate,) = soft.ours(inputs)
+    expected = inputs.reference()
+    (candidate,) = inputs.ours()
     found = candidate.call()
-    assert soft.error(found, expected) <= soft.accuracy(inputs, torch.float32)
-    assert soft.error(found._replace(grad_queries=found.grad_queries.roll(1, 0)), expected) > 0.1
+    assert exact.error(found, expected) <= inputs.accuracy(torch.float32)
+    assert exact.error(found._replace(grad_queries=found.grad_queries.roll(1, 0)), expected) > 0.1
 
 
 def test_floors():

@@ -3,8 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pylate_flash.bench import forward
-from pylate_flash.bench.protocol import Ceilings, floor_of, relative_error
+from pylate_flash.bench import calls, exact
+from pylate_flash.bench.exact import relative_error
+from pylate_flash.bench.protocol import Ceilings, floor_of
 from pylate_flash.bench.suite import CPU_FLOPS
 from suites import sparse
 from suites.sparse import ROWS, Pruned
@@ -22,14 +23,14 @@ def inputs():
 def test_every_system_computes_the_scores(inputs, system, monkeypatch):
     if system.peer is not None and system.peer.unavailable(CPU):
         pytest.skip("it needs a GPU")
-    expected = sparse.reference(inputs)
+    expected = inputs.reference()
     for candidate in system.candidates(inputs):
         assert relative_error(candidate.read(candidate.call()), expected) < 2e-6
     # All of the query's tokens score otherwise.
-    assert relative_error(expected, forward.reference(inputs.tensors)) > 0.1
+    assert relative_error(expected, calls.Padded.reference(inputs)) > 0.1
     # Several documents at a time.
-    monkeypatch.setattr(forward, "REFERENCE_BYTES", 7 * 8 * 6 * 25)
-    assert relative_error(sparse.reference(inputs), expected) < 1e-12
+    monkeypatch.setattr(exact, "REFERENCE_BYTES", 7 * 8 * 6 * 25)
+    assert relative_error(inputs.reference(), expected) < 1e-12
 
 
 def test_positions_are_chosen_once_each(inputs):

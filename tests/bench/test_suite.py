@@ -17,7 +17,7 @@ ROUNDS = Rounds(warmup=1, repetitions=2, flush_bytes=0)
 
 def right(inputs):
     """Candidates with the right scores, in the type that a system returns."""
-    scores = forward.reference(inputs).float()
+    scores = inputs.reference().float()
     return [Candidate("right", lambda: scores)]
 
 
@@ -27,7 +27,7 @@ def run(found, ceilings, **options):
 
 def times(factor):
     """A system whose scores are off by that factor."""
-    return System("peer", "Peer", lambda inputs: [Candidate("scaled", lambda: forward.reference(inputs) * factor)])
+    return System("peer", "Peer", lambda inputs: [Candidate("scaled", lambda: inputs.reference() * factor)])
 
 
 def test_a_right_system_is_timed_and_compared(tiny_suite, ceilings):
@@ -59,9 +59,7 @@ def test_a_wrong_system_is_marked_and_not_timed(tiny_suite, ceilings, factor):
 
 
 def test_ours_past_its_promise_is_timed_and_marked(tiny_suite, ceilings):
-    slightly_off = System(
-        suite.OURS, "ours", lambda inputs: [Candidate("off", lambda: forward.reference(inputs) * 1.0001)]
-    )
+    slightly_off = System(suite.OURS, "ours", lambda inputs: [Candidate("off", lambda: inputs.reference() * 1.0001)])
     (row,) = run(tiny_suite(slightly_off, times(1.0001)), ceilings, rows=["one"])["rows"]
     assert row["systems"][suite.OURS]["status"] == "inaccurate"
     assert row["systems"][suite.OURS]["median_ms"] > 0
@@ -70,7 +68,7 @@ def test_ours_past_its_promise_is_timed_and_marked(tiny_suite, ceilings):
 
 def test_a_result_that_goes_wrong_while_it_is_timed_is_found(tiny_suite, ceilings):
     def racy(inputs):
-        scores = forward.reference(inputs)
+        scores = inputs.reference()
         calls = iter(range(100))
         return [Candidate("racy", lambda: scores * (1.0 if next(calls) < 3 else 2.0))]
 
@@ -131,7 +129,7 @@ def test_a_quick_run_chooses_a_candidate_by_one_call(tiny_suite, ceilings, quick
     counts = [0, 0]
 
     def candidates(inputs):
-        scores = forward.reference(inputs).float()
+        scores = inputs.reference().float()
 
         def counting(index):
             counts[index] += 1
@@ -173,7 +171,7 @@ def test_a_peer_is_measured_where_it_computes(monkeypatch):
 
 def test_a_result_is_read_after_the_call(tiny_suite, ceilings):
     def listed(inputs):
-        scores = forward.reference(inputs).float()
+        scores = inputs.reference().float()
         return [Candidate("listed", scores.tolist, torch.tensor)]
 
     (row,) = run(tiny_suite(System("peer", "Peer", listed)), ceilings, rows=["one"])["rows"]
@@ -191,9 +189,9 @@ def test_our_time_is_a_multiple_of_that_of_what_is_counted(tiny_suite, ceilings)
 
 
 def test_inputs_may_have_an_accuracy_of_their_own(tiny_suite, ceilings):
-    off = System(suite.OURS, "ours", lambda inputs: [Candidate("off", lambda: forward.reference(inputs) * 1.0001)])
+    off = System(suite.OURS, "ours", lambda inputs: [Candidate("off", lambda: inputs.reference() * 1.0001)])
     for accuracy, status in ((1e-3, "ok"), (1e-6, "inaccurate")):
-        found = replace(tiny_suite(off), accuracy_of=lambda inputs, dtype, accuracy=accuracy: accuracy)
+        found = replace(tiny_suite(off), accuracy=lambda inputs, dtype, accuracy=accuracy: accuracy)
         (row,) = run(found, ceilings, rows=["one"])["rows"]
         assert row["systems"][suite.OURS]["status"] == status
 
@@ -208,7 +206,9 @@ def test_a_yardstick_is_the_floor_and_neither_checked_nor_compared(tiny_suite, c
             return Sample(durations[call()], 0.0)
 
     def named(name, yardstick):
-        read = forward.reference if not yardstick else None
+        def read(inputs):
+            return None if yardstick else inputs.reference()
+
         return System(
             suite.OURS if name == "ours" else name,
             name,
@@ -278,7 +278,7 @@ def test_calls_run_without_gradients(tiny_suite, ceilings):
     modes = []
 
     def watch(inputs):
-        scores = forward.reference(inputs)
+        scores = inputs.reference()
 
         def call():
             modes.append(torch.is_grad_enabled())

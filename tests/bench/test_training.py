@@ -9,17 +9,19 @@ import pytest
 import torch
 
 from pylate_flash import maxsim
-from pylate_flash.bench import report, suite, training
+from pylate_flash.bench import exact, report, suite, training
+from pylate_flash.bench.calls import chunked_scores
+from pylate_flash.bench.exact import Step
 from pylate_flash.bench.protocol import Ceilings, Rounds, floor_of
-from pylate_flash.bench.training import Batch, Step
+from pylate_flash.bench.training import Batch
 from pylate_flash.ops import maxsim_reference
 
 CPU = torch.device("cpu")
 IN_BATCH = Batch("in-batch", 6, 6, 5, 20, d=16)
-CANDIDATES = Batch("candidates", 4, 3, 5, 20, candidates=True, d=16)
+CANDIDATES = Batch("candidates", 4, 3, 5, 20, own=True, d=16)
 SKEWED = (
-    Batch("skewed", 12, 12, 16, 40, skewed=True),
-    Batch("skewed candidates", 8, 6, 16, 40, skewed=True, candidates=True),
+    Batch("skewed", 12, 12, 16, 40, kind="skewed"),
+    Batch("skewed candidates", 8, 6, 16, 40, kind="skewed", own=True),
 )
 NEGATIVES = Batch("negatives", 3, 9, 5, 20, d=16)
 ROWS = (IN_BATCH, CANDIDATES, NEGATIVES, *SKEWED)
@@ -38,9 +40,9 @@ def by_autograd(inputs):
 @pytest.mark.parametrize("pieces", [False, True])
 def test_reference_is_autograd_through_the_definition(row, pieces, monkeypatch):
     if pieces:
-        monkeypatch.setattr(training, "REFERENCE_BYTES", 1)
+        monkeypatch.setattr(exact, "REFERENCE_BYTES", 1)
     inputs = training.make_inputs(row, CPU, torch.bfloat16)
-    for found, expected in zip(training.reference(inputs), by_autograd(inputs), strict=True):
+    for found, expected in zip(inputs.reference(), by_autograd(inputs), strict=True):
         assert found.dtype == torch.float64
         assert not found.requires_grad
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
@@ -62,52 +64,43 @@ def test_half_of_the_wins_are_on_one_token_in_twenty(row):
     assert inputs.hot == 2
     for embeddings in (inputs.queries, inputs.documents):
         torch.testing.assert_close(embeddings.norm(dim=-1), torch.ones(embeddings.shape[:-1]))
-    equation = "qsd,qntd->qnst" if row.candidates else "qsd,ntd->qnst"
+    equation = "qsd,qntd->qnst" if row.own else "qsd,ntd->qnst"
     winners = torch.einsum(equation, inputs.queries, inputs.documents).argmax(-1)
     assert (winners < inputs.hot).float().mean().item() == pytest.approx(0.5, abs=training.HOT_TOLERANCE)
     # The reference looks at it too.
     with pytest.raises(RuntimeError, match="of the wins are on the hot tokens, and not 50%"):
-        training.reference(replace(inputs, hot=15))
+        replace(inputs, hot=15).reference()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_the_systems_that_run_here_are_right(row, dtype):
     inputs = training.make_inputs(row, CPU, dtype)
-    reference = training.reference(inputs)
+    reference = inputs.reference()
     tolerances = {system.name: system.tolerance for system in training.suite().systems}
-    (candidate,) = training.ours(inputs)
-    for found in (candidate.call(), training.step(inputs, maxsim)):
-        error = training.error(found, reference)
-        assert error < (5 * training.accuracy(torch.float32) if dtype == torch.float32 else suite.WRONG)
-    (candidate,) = training.torch_eager(inputs)
-    assert training.error(candidate.call(), reference) < tolerances["torch"]
+    (candidate,) = inputs.ours()
+    for found in (candidate.call(), inputs.candidate("maxsim", maxsim).call()):
+        error = exact.error(found, reference)
+        assert error < (5 * inputs.accuracy(torch.float32) if dtype == torch.float32 else suite.WRONG)
+    (candidate,) = inputs.torch()
+    assert exact.error(candidate.call(), reference) < tolerances["torch"]
 
 
 def test_torch_is_the_same_in_chunks():
     for row in (IN_BATCH, CANDIDATES):
         inputs = training.make_inputs(row, CPU, torch.float32)
-        whole, parts = (training.einsum_scores(inputs.queries, inputs.documents, chunk) for chunk in (row.Nd, 2))
+        whole, parts = (chunked_scores(inputs.queries, inputs.documents, chunk=chunk) for chunk in (row.Nd, 2))
         torch.testing.assert_close(whole, parts)
-
-
-def test_torch_takes_as_many_documents_at_a_time_as_fit():
-    def inputs(documents):
-        queries, documents = (torch.empty(64, n, 8, dtype=torch.bfloat16, device="meta") for n in (32, documents))
-        return training.Inputs(queries, documents, None, None, 0)
-
-    # 64 x 64 x 32 x n similarities of two bytes, six times: 1.5 MiB * n, and there are 2048 MiB.
-    assert [training.chunk_size(inputs(n)) for n in (1000, 1500, 6000)] == [64, 32, 8]
 
 
 @pytest.mark.parametrize("part", range(4), ids=Step._fields)
 @pytest.mark.parametrize("factor", [1.02, float("nan"), float("inf")])
 def test_an_error_in_any_part_is_seen(part, factor):
-    reference = training.reference(training.make_inputs(IN_BATCH, CPU, torch.float32))
-    assert training.error(reference, reference) == 0.0
+    reference = training.make_inputs(IN_BATCH, CPU, torch.float32).reference()
+    assert exact.error(reference, reference) == 0.0
     found = list(reference)
     found[part] = found[part] * factor
-    assert training.error(Step(*found), reference) == pytest.approx(0.02 if factor == 1.02 else float("inf"))
+    assert exact.error(Step(*found), reference) == pytest.approx(0.02 if factor == 1.02 else float("inf"))
 
 
 def test_a_gradient_within_the_tolerance_has_the_cosine_promised():
@@ -116,7 +109,7 @@ def test_a_gradient_within_the_tolerance_has_the_cosine_promised():
     expected, other = torch.randn(2, 1000, dtype=torch.float64, generator=generator)
     across = other - expected * (other @ expected) / (expected @ expected)
     found = expected + across * (0.01 * expected.norm() / across.norm())
-    assert training.frobenius(found, expected) == pytest.approx(0.01)
+    assert exact.frobenius(found, expected) == pytest.approx(0.01)
     assert torch.cosine_similarity(found, expected, dim=0) > 0.9999
 
 
@@ -145,7 +138,7 @@ def test_rows_are_the_shapes_of_a_training_step():
         "32 x 32, 32 x 180",
     ]
     for uniform, skewed in zip(training.ROWS[:10:2], training.ROWS[1:10:2], strict=True):
-        assert skewed == replace(uniform, name=f"{uniform.name}-skewed", skewed=True)
+        assert skewed == replace(uniform, name=f"{uniform.name}-skewed", kind="skewed")
 
 
 def test_a_smaller_row_keeps_its_kind():
@@ -153,7 +146,7 @@ def test_a_smaller_row_keeps_its_kind():
     assert smaller.Nq == smaller.Nd > 1
     assert smaller.work(torch.float32).flops <= suite.CPU_FLOPS
     smaller = training.ROWS[11].within(suite.CPU_FLOPS)
-    assert (smaller.Nd, smaller.candidates) == (32, True)
+    assert (smaller.Nd, smaller.own) == (32, True)
     assert smaller.work(torch.float32).flops <= suite.CPU_FLOPS
     assert training.ROWS[9].within(1.0).Nq == 1
     negatives = {row.name: row for row in training.ROWS}["negatives-64x5"]
@@ -188,16 +181,16 @@ def stand_ins(monkeypatch):
 @pytest.mark.parametrize("row", [IN_BATCH, CANDIDATES], ids=lambda row: row.name)
 def test_the_peers_are_called_as_they_are_declared(row, stand_ins):
     inputs = training.make_inputs(row, CPU, torch.float32)
-    reference = training.reference(inputs)
+    reference = inputs.reference()
     systems = {system.name: system for system in training.suite().systems}
     for name, expected in (
         ("lik", ["auto", "unified"]),
         ("lik_lowmem", ["lowmem"]),
-        ("flash_maxsim", [not row.candidates]),
+        ("flash_maxsim", [not row.own]),
     ):
         stand_ins.clear()
         for candidate in systems[name].candidates(inputs):
-            assert training.error(candidate.call(), reference) < 1e-4
+            assert exact.error(candidate.call(), reference) < 1e-4
         assert stand_ins == expected
 
 
@@ -225,7 +218,7 @@ def test_the_suite_runs_and_its_table_has_the_ratio_to_torch(ceilings, capsys):
 
 def test_a_wrong_gradient_is_marked_and_not_timed(ceilings):
     def halved(inputs):
-        (right,) = training.ours(inputs)
+        (right,) = inputs.ours()
         return [right._replace(read=lambda step: step._replace(grad_documents=step.grad_documents / 2))]
 
     systems = (suite.System(suite.OURS, "ours", halved),)

@@ -10,15 +10,17 @@ import pytest
 import torch
 
 from pylate_flash.bench import varlen
-from pylate_flash.bench.forward import accuracy
-from pylate_flash.bench.protocol import Ceilings, floor_of, relative_error
+from pylate_flash.bench.exact import relative_error
+from pylate_flash.bench.protocol import Ceilings, floor_of
+from pylate_flash.bench.rerank import scores_by_id
+from pylate_flash.bench.rows import Row
 from pylate_flash.bench.suite import CPU_FLOPS, WRONG, Unavailable
-from pylate_flash.bench.varlen import ROWS, Ragged, Rerank
+from pylate_flash.bench.varlen import ROWS, Arrays
 
 CPU = torch.device("cpu")
-ONE = Ragged("one", 1, 9, 4, 3, 11, d=16)
-SEVERAL = Ragged("several", 3, 70, 5, 3, 11, d=16)
-RERANK = Rerank("rerank", 3, 4, 5, 3, 11, d=16)
+ONE = Row("one", 1, 9, 4, 11, d=16, shortest=3)
+SEVERAL = Row("several", 3, 70, 5, 11, d=16, shortest=3)
+RERANK = Arrays("rerank", 3, 4, 5, 11, d=16, shortest=3)
 
 
 def by_hand(queries, documents):
@@ -33,18 +35,19 @@ def by_hand(queries, documents):
 
 def unpacked(inputs):
     """The queries and the documents of packed inputs, one by one."""
-    queries = inputs.queries.split(inputs.queries_cu_seqlens.diff().tolist())
-    return queries, inputs.documents.split(inputs.documents_cu_seqlens.diff().tolist())
+    queries, documents, of_queries, of_documents = inputs.packed()
+    return queries.split(of_queries.diff().tolist()), documents.split(of_documents.diff().tolist())
 
 
 @pytest.mark.parametrize("row", [ONE, SEVERAL], ids=lambda row: row.name)
 def test_inputs_are_the_same_packed_and_padded(row):
     inputs = varlen.make_inputs(row, CPU, torch.float32)
     queries, documents = unpacked(inputs)
-    assert inputs.documents_cu_seqlens.dtype == inputs.queries_cu_seqlens.dtype == torch.int32
-    assert [len(document) for document in documents] == row.lengths().tolist() == inputs.padded.lengths.tolist()
-    assert torch.equal(torch.stack(queries), inputs.padded.queries)
-    for document, padded, active in zip(documents, inputs.padded.documents, inputs.active, strict=True):
+    assert {bounds.dtype for bounds in inputs.packed()[2:]} == {torch.int32}
+    whole = inputs.padded()
+    assert [len(document) for document in documents] == row.lengths().tolist() == whole.lengths().tolist()
+    assert torch.equal(torch.stack(queries), whole.queries)
+    for document, padded, active in zip(documents, whole.documents, whole.documents_mask, strict=True):
         assert torch.equal(document, padded[active])
         assert not padded[~active].any()
     torch.testing.assert_close(inputs.documents.norm(dim=-1), torch.ones(len(inputs.documents)))
@@ -54,25 +57,25 @@ def test_inputs_are_the_same_packed_and_padded(row):
 def test_lengths_are_drawn_within_their_bounds_and_always_the_same(row):
     lengths = row.lengths()
     assert len(lengths) == row.documents
-    assert row.shortest <= int(lengths.min()) < int(lengths.max()) <= row.longest
+    assert row.shortest <= int(lengths.min()) < int(lengths.max()) <= row.Ld
     assert torch.equal(lengths, row.lengths())
 
 
 @pytest.mark.parametrize("row", [ONE, SEVERAL], ids=lambda row: row.name)
 def test_reference_is_the_definition(row):
     inputs = varlen.make_inputs(row, CPU, torch.float32)
-    torch.testing.assert_close(varlen.reference(inputs), by_hand(*unpacked(inputs)), rtol=1e-12, atol=0)
+    torch.testing.assert_close(inputs.reference(), by_hand(*unpacked(inputs)), rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("row", [ONE, SEVERAL], ids=lambda row: row.name)
 def test_the_systems_that_run_here_are_right(row, dtype):
     inputs = varlen.make_inputs(row, CPU, dtype)
-    reference = varlen.reference(inputs)
+    reference = inputs.reference()
     with torch.no_grad():
-        for candidate in [*varlen.ours(inputs), *varlen.ours_padded(inputs)]:
-            assert relative_error(candidate.call(), reference) < 5 * accuracy(dtype)
-        for candidate in varlen.torch_eager(inputs):
+        for candidate in [*inputs.ours(), *inputs.ours_padded()]:
+            assert relative_error(candidate.call(), reference) < 5 * inputs.accuracy(dtype)
+        for candidate in inputs.torch():
             assert relative_error(candidate.call(), reference) < WRONG
 
 
@@ -92,7 +95,7 @@ def test_rows_shrink_to_what_a_cpu_does_in_reasonable_time(row):
     small = row.within(CPU_FLOPS)
     assert small.work(torch.float32).flops <= CPU_FLOPS
     assert type(small) is type(row)
-    assert (small.Lq, small.shortest, small.longest, small.d) == (row.Lq, row.shortest, row.longest, row.d)
+    assert (small.Lq, small.shortest, small.Ld, small.d) == (row.Lq, row.shortest, row.Ld, row.d)
     assert row.within(1e15) == row
 
 
@@ -108,22 +111,22 @@ def test_a_request_is_what_a_model_returns():
         by_hand([query], [torch.from_numpy(document) for document in candidates])[0]
         for query, candidates in zip(queries, request.documents, strict=True)
     ]
-    torch.testing.assert_close(varlen.reference(request), torch.cat(expected), rtol=1e-12, atol=0)
+    torch.testing.assert_close(request.reference(), torch.cat(expected), rtol=1e-12, atol=0)
 
 
 def test_rerank_is_right_here_through_ours_and_through_pylate(monkeypatch):
     pytest.importorskip("pylate")
     monkeypatch.setenv("PYLATE_SCORES_BACKEND", "lik")
     # PyLate's padding counts there, and would win in shorter documents.
-    request = varlen.make_inputs(replace(RERANK, shortest=30, longest=40), CPU, torch.float32)
-    reference = varlen.reference(request)
-    for candidate in [*varlen.ours(request), *varlen.torch_eager(request)]:
+    request = varlen.make_inputs(replace(RERANK, shortest=30, Ld=40), CPU, torch.float32)
+    reference = request.reference()
+    for candidate in [*request.ours(), *request.torch()]:
         assert relative_error(candidate.read(candidate.call()), reference) < 1e-5
     assert os.environ["PYLATE_SCORES_BACKEND"] == "lik"
-    assert varlen.ours_padded(request) == []
+    assert request.ours_padded() == []
 
 
-@pytest.mark.parametrize(("system", "backend"), [(varlen.lik, "lik"), (varlen.flash_maxsim, "flash")])
+@pytest.mark.parametrize(("system", "backend"), [("lik", "lik"), ("flash_maxsim", "flash")])
 def test_pylate_gets_the_backend_of_the_system(monkeypatch, system, backend):
     rank = pytest.importorskip("pylate.rank")
     monkeypatch.delenv("PYLATE_SCORES_BACKEND", raising=False)
@@ -135,18 +138,18 @@ def test_pylate_gets_the_backend_of_the_system(monkeypatch, system, backend):
         raise RuntimeError("no GPU here")
 
     monkeypatch.setattr(rank, "rerank", watch)
-    (candidate,) = system(request)
+    (candidate,) = getattr(request, system)()
     with pytest.raises(RuntimeError, match="no GPU here"):
         candidate.call()
     assert seen == [(backend, request.ids, request.queries, request.documents, {"device": CPU})]
     assert "PYLATE_SCORES_BACKEND" not in os.environ
 
 
-@pytest.mark.parametrize("system", [varlen.ours, varlen.lik, varlen.flash_maxsim, varlen.torch_eager])
+@pytest.mark.parametrize("system", ["ours", "lik", "flash_maxsim", "torch"])
 def test_without_pylate_there_is_no_rerank(monkeypatch, system):
     monkeypatch.setitem(sys.modules, "pylate.rank", None)
     with pytest.raises(Unavailable, match="needs PyLate"):
-        system(varlen.make_inputs(RERANK, CPU, torch.float32))
+        getattr(varlen.make_inputs(RERANK, CPU, torch.float32), system)()
 
 
 @pytest.mark.parametrize(
@@ -159,7 +162,7 @@ def test_without_pylate_there_is_no_rerank(monkeypatch, system):
     ids=["sorted", "unsorted", "missing"],
 )
 def test_rankings_are_read_by_id_and_must_be_sorted_and_complete(rankings, scores):
-    np.testing.assert_array_equal(varlen.scores_by_id(rankings, 3).numpy(), scores)
+    np.testing.assert_array_equal(scores_by_id(rankings, 3).numpy(), scores)
 
 
 def recorded(monkeypatch, module, name, answer):
@@ -174,24 +177,25 @@ def test_lik_is_called_as_it_declares(monkeypatch, row):
     package = pytest.importorskip("late_interaction_kernels")
     kernels = pytest.importorskip("late_interaction_kernels.forward")
     inputs = varlen.make_inputs(row, CPU, torch.float32)
-    scores = varlen.reference(inputs)
+    scores = inputs.reference()
     packed = recorded(monkeypatch, package, "maxsim_varlen", lambda *arguments, **options: scores)
     padded = [
         recorded(monkeypatch, package, "maxsim", lambda *arguments, **options: scores),
         recorded(monkeypatch, kernels, "maxsim_forward", lambda *arguments, **options: (scores, None)),
     ]
-    candidates = varlen.lik(inputs)
+    candidates = inputs.lik()
     assert len(candidates) == 4
     for candidate in candidates:
         assert relative_error(candidate.call(), scores) == 0
     assert packed.call_count == 2
     assert packed.call_args.kwargs == {"max_seqlen_q": row.Lq, "max_seqlen_d": int(row.lengths().max())}
     for call in packed.call_args_list:
-        expected = (inputs.queries, inputs.documents, inputs.queries_cu_seqlens, inputs.documents_cu_seqlens)
-        assert all(given is wanted for given, wanted in zip(call.args, expected, strict=True))
+        assert all(torch.equal(given, wanted) for given, wanted in zip(call.args, inputs.packed(), strict=True))
+    whole = inputs.padded()
     for fake in padded:
-        assert fake.call_args.args == (inputs.padded.queries, inputs.padded.documents)
-        assert fake.call_args.kwargs["d_mask"] is inputs.active
+        assert fake.call_args.args[0] is inputs.queries
+        assert torch.equal(fake.call_args.args[1], whole.documents)
+        assert torch.equal(fake.call_args.kwargs["d_mask"], whole.documents_mask)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -199,19 +203,19 @@ def test_lik_is_called_as_it_declares(monkeypatch, row):
 def test_flash_maxsim_is_called_as_it_declares(monkeypatch, row, dtype):
     package = pytest.importorskip("flash_maxsim")
     inputs = varlen.make_inputs(row, CPU, dtype)
-    reference = varlen.reference(inputs)
+    reference = inputs.reference()
     batch = reference if row.Nq > 1 else reference[0]
     for name in ("flash_maxsim", "flash_maxsim_batched", "flash_maxsim_persistent"):
         recorded(monkeypatch, package, name, lambda *arguments, **options: batch)
 
     def one(query, documents, boundaries, longest):
         assert query.dtype == documents.dtype
-        assert boundaries is inputs.documents_cu_seqlens
+        assert torch.equal(boundaries, inputs.packed()[3])
         assert longest == int(row.lengths().max())
         return by_hand([query], documents.split(boundaries.diff().tolist()))[0]
 
     recorded(monkeypatch, package, "flash_maxsim_packed", one)
-    candidates = varlen.flash_maxsim(inputs)
+    candidates = inputs.flash_maxsim()
     assert ("flash_maxsim_packed, from float16" in [candidate.label for candidate in candidates]) == (
         dtype != torch.float16
     )

@@ -3,11 +3,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pylate_flash.bench import training
-from pylate_flash.bench.training import Batch
+from pylate_flash.bench import exact
+from pylate_flash.bench.rows import Row
 from suites import xtr
 
-ROW = Batch("small", 12, 12, 4, 9, d=16)
+ROW = Row("small", 12, 12, 4, 9, d=16, step=True)
 
 
 @pytest.fixture(autouse=True)
@@ -17,13 +17,13 @@ def few_are_retrieved(monkeypatch):
 
 @pytest.fixture
 def inputs():
-    return training.make_inputs(ROW, torch.device("cpu"), torch.float32)
+    return xtr.make_inputs(ROW, torch.device("cpu"), torch.float32)
 
 
 def test_the_reference_is_the_same_in_parts(inputs, monkeypatch):
-    whole = xtr.reference(inputs)
-    monkeypatch.setattr(training, "REFERENCE_BYTES", 1)
-    for found, expected in zip(xtr.reference(inputs), whole, strict=True):
+    whole = inputs.reference()
+    monkeypatch.setattr(exact, "REFERENCE_BYTES", 1)
+    for found, expected in zip(inputs.reference(), whole, strict=True):
         assert (found - expected).norm() <= 1e-12 * expected.norm()
 
 
@@ -31,7 +31,7 @@ def test_the_reference_is_the_same_in_parts(inputs, monkeypatch):
 def test_every_system_computes_the_step(inputs, system):
     if system.peer is not None:
         pytest.importorskip(system.peer.module)
-    expected = xtr.reference(inputs)
+    expected = inputs.reference()
     candidates = system.candidates(inputs)
     assert candidates
     for candidate in candidates:

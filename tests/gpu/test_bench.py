@@ -9,14 +9,16 @@ import pytest
 import torch
 
 from pylate_flash.bench import losses, suite
-from pylate_flash.bench.losses import GivenBatch
 from pylate_flash.bench.protocol import Ceilings, Rounds
-from pylate_flash.bench.training import Batch
+from pylate_flash.bench.rows import Row
 from tests.gpu.embeddings import unit
 
 pytestmark = pytest.mark.gpu
 
-ROWS = (Batch("batch", 96, 96, 32, 180), GivenBatch("given", 64, 64, 32, 180))
+ROWS = (
+    Row("batch", 96, 96, 32, 180, step=True),
+    Row("given", 64, 64, 32, 180, step=True, kind=losses.GIVEN),
+)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

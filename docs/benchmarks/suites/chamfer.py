@@ -13,14 +13,14 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from operator import methodcaller
 
 import torch
 
-from pylate_flash.bench import training
-from pylate_flash.bench.peers import FLASH_MAXSIM
-from pylate_flash.bench.protocol import Work, relative_error
-from pylate_flash.bench.suite import OURS, Candidate, Suite, System
+from pylate_flash.bench import exact
+from pylate_flash.bench.exact import Score, Step
+from pylate_flash.bench.protocol import Work
+from pylate_flash.bench.suite import FLASH_MAXSIM_SYSTEM, OUR_SYSTEM, Candidate, Suite, System
 
 
 @dataclass(frozen=True)
@@ -55,41 +55,6 @@ SHAPES = (Sets("points-3", 16, 4096, 3), Sets("points-64", 16, 4096, 64))
 ROWS = (*SHAPES, *(replace(shape, name=f"{shape.name}-step", step=True) for shape in SHAPES))
 
 
-class Inputs(NamedTuple):
-    """Both sets of every pair [N, L, d], which require gradients, and whether it is a step."""
-
-    x: torch.Tensor
-    y: torch.Tensor
-    step: bool
-
-
-def make_inputs(row: Sets, device: torch.device, dtype: torch.dtype) -> Inputs:
-    """Draw points from a cube, the same ones for the same row on the same kind of device."""
-    generator = torch.Generator(device).manual_seed(0)
-    x, y = (
-        torch.rand(row.N, row.L, row.d, device=device, generator=generator).mul_(2).sub_(1).to(dtype).requires_grad_()
-        for _ in range(2)
-    )
-    return Inputs(x, y, row.step)
-
-
-def step(inputs: Inputs, distances: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> training.Step:
-    """Take all distances, and differentiate their sum for both sets."""
-    with torch.enable_grad():
-        scores = distances(inputs.x, inputs.y)
-        loss = scores.sum()
-    return training.Step(loss.detach(), scores.detach(), *torch.autograd.grad(loss, (inputs.x, inputs.y)))
-
-
-def reference(inputs: Inputs) -> torch.Tensor | training.Step:
-    """Return distances, or a step, in float64, of the (already rounded) inputs, a pair at a time."""
-    leaves = inputs._replace(
-        x=inputs.x.detach().double().requires_grad_(), y=inputs.y.detach().double().requires_grad_()
-    )
-    found = step(leaves, exact_distances)
-    return found if inputs.step else found.scores  # type: ignore[return-value]
-
-
 def exact_distances(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """Distances from differences, of the nearest points of each pair."""
     found = []
@@ -103,54 +68,79 @@ def exact_distances(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return torch.stack(found)
 
 
-def error(found: torch.Tensor | training.Step, expected: torch.Tensor | training.Step) -> float:
-    """Return the relative error of distances, or the largest of a step's."""
-    if isinstance(found, torch.Tensor) and isinstance(expected, torch.Tensor):
-        return relative_error(found, expected)
-    assert isinstance(found, training.Step)
-    assert isinstance(expected, training.Step)
-    return training.error(found, expected)
-
-
-def accuracy(inputs: Inputs, dtype: torch.dtype) -> float:
-    """Return the relative error that pylate_flash stays within, of distances or of a step's gradients.
-
-    Of two points that are equally near but for rounding either may win, and a few among 131072 move a gradient so far.
-    """
-    if inputs.step:
-        return 1e-2
-    return 1e-3 if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest" else 2e-6
-
-
-def candidate(inputs: Inputs, label: str, distances: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Candidate:
-    """The call of a system that computes distances so."""
-    if inputs.step:
-        return Candidate(label, partial(step, inputs, distances))
-    return Candidate(label, partial(distances, inputs.x, inputs.y))
-
-
-def ours(inputs: Inputs) -> list[Candidate]:
-    """The public `chamfer`, as a user calls it."""
-    from pylate_flash import chamfer
-
-    return [candidate(inputs, "chamfer", chamfer)]
-
-
-def flash_maxsim(inputs: Inputs) -> list[Candidate]:
-    """flash-maxsim, which takes one pair at a time; with gradients, by either of its backwards."""
-    from flash_maxsim import flash_chamfer, flash_chamfer_invgrid_train, flash_chamfer_train
-
-    def of_pairs(function: Callable, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return torch.stack([function(*pair) for pair in zip(x, y, strict=True)])
-
-    functions = (flash_chamfer_train, flash_chamfer_invgrid_train) if inputs.step else (flash_chamfer,)
-    return [candidate(inputs, function.__name__, partial(of_pairs, function)) for function in functions]
-
-
 def cdist_distances(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """The plain way: all distances of all pairs, in float32."""
     between = torch.cdist(x.float(), y.float())
     return between.amin(dim=2).square().mean(dim=1) + between.amin(dim=1).square().mean(dim=1)
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Both sets of every pair [N, L, d], which require gradients, and whether it is a step."""
+
+    x: torch.Tensor
+    y: torch.Tensor
+    is_step: bool
+
+    def stepped(self, distances: Score) -> Step:
+        """Take all distances, and differentiate their sum for both sets."""
+        with torch.enable_grad():
+            scores = distances(self.x, self.y)
+            loss = scores.sum()
+        return Step(loss.detach(), scores.detach(), *torch.autograd.grad(loss, (self.x, self.y)))
+
+    def candidate(self, label: str, distances: Score) -> Candidate:
+        """The call of a system that computes distances so."""
+        if self.is_step:
+            return Candidate(label, partial(self.stepped, distances))
+        return Candidate(label, partial(distances, self.x, self.y))
+
+    def reference(self) -> exact.Result:
+        """Distances, or a step, in float64, of the (already rounded) inputs, a pair at a time."""
+        x, y = (points.detach().double().requires_grad_() for points in (self.x, self.y))
+        found = replace(self, x=x, y=y).stepped(exact_distances)
+        if self.is_step:
+            return found
+        assert found.scores is not None
+        return found.scores
+
+    def accuracy(self, dtype: torch.dtype) -> float:
+        """The relative error that pylate_flash stays within, of distances or of a step's gradients.
+
+        Of two points that are equally near but for rounding either may win, and a few among 131072 move a gradient so
+        far.
+        """
+        return 1e-2 if self.is_step else exact.accuracy(dtype)
+
+    def ours(self) -> list[Candidate]:
+        """The public `chamfer`, as a user calls it."""
+        from pylate_flash import chamfer
+
+        return [self.candidate("chamfer", chamfer)]
+
+    def flash_maxsim(self) -> list[Candidate]:
+        """flash-maxsim, which takes one pair at a time; with gradients, by either of its backwards."""
+        from flash_maxsim import flash_chamfer, flash_chamfer_invgrid_train, flash_chamfer_train
+
+        def of_pairs(function: Callable, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return torch.stack([function(*pair) for pair in zip(x, y, strict=True)])
+
+        functions = (flash_chamfer_train, flash_chamfer_invgrid_train) if self.is_step else (flash_chamfer,)
+        return [self.candidate(function.__name__, partial(of_pairs, function)) for function in functions]
+
+    def torch(self) -> list[Candidate]:
+        """The plain way."""
+        return [self.candidate("cdist", cdist_distances)]
+
+
+def make_inputs(row: Sets, device: torch.device, dtype: torch.dtype) -> Pairs:
+    """Draw points from a cube, the same ones for the same row on the same kind of device."""
+    generator = torch.Generator(device).manual_seed(0)
+    x, y = (
+        torch.rand(row.N, row.L, row.d, device=device, generator=generator).mul_(2).sub_(1).to(dtype).requires_grad_()
+        for _ in range(2)
+    )
+    return Pairs(x, y, row.step)
 
 
 def suite() -> Suite:
@@ -160,12 +150,9 @@ def suite() -> Suite:
         title="Chamfer distances, and training steps",
         rows=ROWS,
         systems=(
-            System(OURS, "pylate_flash", ours, about="`chamfer`"),
-            System(
-                "flash_maxsim",
-                "FM",
-                flash_maxsim,
-                peer=FLASH_MAXSIM,
+            replace(OUR_SYSTEM, about="`chamfer`"),
+            replace(
+                FLASH_MAXSIM_SYSTEM,
                 about="flash-maxsim's `flash_chamfer`, a pair at a time, and in steps the faster of its backwards; it "
                 "rounds coordinates to float16, so that other points are nearest",
                 tolerance=0.5,
@@ -173,15 +160,10 @@ def suite() -> Suite:
             System(
                 "torch",
                 "cdist",
-                lambda inputs: [candidate(inputs, "cdist", cdist_distances)],
+                methodcaller("torch"),
                 about="`torch.cdist` of all points, and the minima of either side",
                 tolerance=0.5,
             ),
         ),
-        compiled=(),
         make_inputs=make_inputs,
-        reference=reference,
-        accuracy=lambda dtype: 2e-6,
-        accuracy_of=accuracy,
-        error=error,
     )

@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from pylate_flash.bench import forward
-from pylate_flash.bench.forward import Shape
+from pylate_flash.bench.rows import Row
 from pylate_flash.bench.suite import Suite
 
-ROWS = tuple(Shape(f"fat-{size}", 1, 128, 1024, 1024, d=size) for size in (256, 512, 768, 1024, 2048, 4096))
+ROWS = tuple(Row(f"fat-{size}", 1, 128, 1024, 1024, d=size) for size in (256, 512, 768, 1024, 2048, 4096))
 
 
 def suite() -> Suite:

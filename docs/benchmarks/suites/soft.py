@@ -10,35 +10,31 @@ exponentials twice; its floor is the sum of both, though a machine can do both a
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from operator import methodcaller
 
 import torch
 import triton
 import triton.language as tl
 
-from pylate_flash.bench import training
-from pylate_flash.bench.protocol import Rounds, Work, make_stopwatch, measure, relative_error
-from pylate_flash.bench.suite import OURS, Candidate, Suite, System
-from pylate_flash.bench.training import Batch, Inputs, Step
+from pylate_flash.bench import exact, training
+from pylate_flash.bench.exact import Score
+from pylate_flash.bench.protocol import Rounds, Work, make_stopwatch, measure
+from pylate_flash.bench.rows import Row
+from pylate_flash.bench.steps import Step
+from pylate_flash.bench.suite import OUR_SYSTEM, OURS, Candidate, Suite, System
 
 # How sharp the maximum is: one over 0.1, as colpali-engine has it.
 BETA = 10.0
 # Bytes that hold the partial sums of every row.
 PARTIAL_SUMS = 8 << 30
-# Relative error of a score that the package promises for half inputs and exact products.
-SCORE_ACCURACY = 2e-6
 # The same of sums of exponentials of rounded similarities: 1 % of a gradient of bfloat16.
 ROUNDED = 0.1
 
 
-@dataclass(frozen=True)
-class SoftBatch(Batch):
+class SoftBatch(Row):
     """``Nq`` queries against ``Nd`` documents: their scores, or a training step (``step``)."""
-
-    step: bool = False
 
     @property
     def shape(self) -> str:
@@ -47,11 +43,11 @@ class SoftBatch(Batch):
 
     def work(self, dtype: torch.dtype) -> Work:
         """Products and exponentials of all pairs of tokens; embeddings read, and gradients of them written, once."""
+        forward = super().work(dtype)
         pairs = float(self.Nq * self.Nd * self.Lq * self.Ld)
-        embeddings = dtype.itemsize * self.d * (self.Nq * self.Lq + self.Nd * self.Ld)
         return Work(
-            flops=2.0 * pairs * self.d * (4 if self.step else 1),
-            bytes=float(embeddings * (2 if self.step else 1) + 4 * self.Nq * self.Nd),
+            flops=forward.flops * (4 if self.step else 1),
+            bytes=forward.bytes,
             exponentials=pairs * (2 if self.step else 1),
             exponentials_follow=self.step,
         )
@@ -66,59 +62,6 @@ SHAPES = (
 ROWS = (*SHAPES, *(replace(shape, name=f"{shape.name}-step", step=True) for shape in SHAPES))
 
 
-class SoftInputs(NamedTuple):
-    """The tensors of a training step, and whether it is one."""
-
-    tensors: Inputs
-    step: bool
-
-
-def make_inputs(row: SoftBatch, device: torch.device, dtype: torch.dtype) -> SoftInputs:
-    """Draw random unit vectors, the same ones for the same row on the same kind of device."""
-    return SoftInputs(training.make_inputs(row, device, dtype), row.step)
-
-
-def reference(inputs: SoftInputs) -> torch.Tensor | Step:
-    """Return scores, or a step, in float64, of the (already rounded) inputs, so many documents at a time."""
-    queries, documents = (tensor.detach().double() for tensor in (inputs.tensors.queries, inputs.tensors.documents))
-    pairs = queries.shape[:2].numel() * documents.shape[1]
-    parts = documents.split(max(1, training.REFERENCE_BYTES // (8 * pairs)))
-    with torch.no_grad():
-        scores = torch.cat([einsum_scores(queries, part) for part in parts], dim=1)
-    if not inputs.step:
-        return scores
-    with torch.enable_grad():
-        loss = inputs.tensors.loss(scores.requires_grad_())
-    (weights,) = torch.autograd.grad(loss, scores)
-    grad_queries, gradients, first = torch.zeros_like(queries), [], 0
-    for part in parts:
-        leaves = queries.requires_grad_(), part.detach().requires_grad_()
-        with torch.enable_grad():
-            of_part = einsum_scores(*leaves)
-        weight = weights[:, first : first + len(part)]
-        of_queries, of_documents = torch.autograd.grad(of_part, leaves, weight)
-        grad_queries += of_queries
-        gradients.append(of_documents)
-        first += len(part)
-    return Step(loss.detach(), scores.detach(), grad_queries, torch.cat(gradients))
-
-
-def error(found: torch.Tensor | Step, expected: torch.Tensor | Step) -> float:
-    """Return the relative error of scores, or the largest of a step's."""
-    if isinstance(found, torch.Tensor) and isinstance(expected, torch.Tensor):
-        return relative_error(found, expected)
-    assert isinstance(found, Step)
-    assert isinstance(expected, Step)
-    return training.error(found, expected)
-
-
-def accuracy(inputs: SoftInputs, dtype: torch.dtype) -> float:
-    """Return the relative error that pylate_flash stays within, of scores or of a step's gradients."""
-    if inputs.step or (dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"):
-        return training.accuracy(dtype)
-    return SCORE_ACCURACY
-
-
 def einsum_scores(queries: torch.Tensor, documents: torch.Tensor) -> torch.Tensor:
     """The plain way: all similarities, in the type of the inputs."""
     similarities = torch.einsum("qsd,ntd->qnst", queries, documents)
@@ -131,36 +74,53 @@ def widened_scores(queries: torch.Tensor, documents: torch.Tensor) -> torch.Tens
     return (torch.logsumexp((BETA * similarities).float(), dim=-1) / BETA).sum(dim=-1)
 
 
-def candidate(inputs: SoftInputs, label: str, score: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Candidate:
-    """The call of a system that scores so."""
-    tensors = inputs.tensors
-    if inputs.step:
-        return Candidate(label, partial(training.step, tensors, score))
-    return Candidate(label, partial(score, tensors.queries, tensors.documents))
+@dataclass(frozen=True)
+class Soft(Step):
+    """Scores by a smooth maximum, or a training step with them (``is_step``)."""
+
+    is_step: bool = False
+
+    def candidate(self, label: str, score: Score) -> Candidate:
+        if self.is_step:
+            return super().candidate(label, score)
+        return Candidate(label, partial(score, self.queries, self.documents))
+
+    def reference(self) -> exact.Result:
+        """Scores, or a step, in float64."""
+        if not self.is_step:
+            return exact.scores(self.queries, self.documents, score=einsum_scores)
+        return exact.step(self.queries, self.documents, loss=self.loss, score=einsum_scores)
+
+    def accuracy(self, dtype: torch.dtype) -> float:
+        """What pylate_flash promises of scores, or of a step's gradients."""
+        return exact.accuracy(dtype, gradients=self.is_step)
+
+    def ours(self) -> list[Candidate]:
+        """The public `soft_maxsim`, as a user calls it."""
+        from pylate_flash import soft_maxsim
+
+        return [self.candidate("soft_maxsim", partial(soft_maxsim, beta=BETA))]
+
+    def once(self) -> list[Candidate]:
+        """The same with memory for partial sums, in steps."""
+        from pylate_flash import soft_maxsim
+
+        if not self.is_step:
+            return []
+        return [self.candidate("soft_maxsim", partial(soft_maxsim, beta=BETA, max_scratch_bytes=PARTIAL_SUMS))]
+
+    def torch(self) -> list[Candidate]:
+        """The plain way, and if that rounds similarities, the one that widens them before it sums."""
+        candidates = [self.candidate("einsum", einsum_scores)]
+        if self.queries.dtype != torch.float32:
+            candidates.append(self.candidate("einsum, float32 sums", widened_scores))
+        return candidates
 
 
-def ours(inputs: SoftInputs) -> list[Candidate]:
-    """The public `soft_maxsim`, as a user calls it."""
-    from pylate_flash import soft_maxsim
-
-    return [candidate(inputs, "soft_maxsim", partial(soft_maxsim, beta=BETA))]
-
-
-def einsum(inputs: SoftInputs) -> list[Candidate]:
-    """The plain way, and if that rounds similarities, the one that widens them before it sums."""
-    candidates = [candidate(inputs, "einsum", einsum_scores)]
-    if inputs.tensors.queries.dtype != torch.float32:
-        candidates.append(candidate(inputs, "einsum, float32 sums", widened_scores))
-    return candidates
-
-
-def once(inputs: SoftInputs) -> list[Candidate]:
-    """The same with memory for partial sums, in steps."""
-    from pylate_flash import soft_maxsim
-
-    if not inputs.step:
-        return []
-    return [candidate(inputs, "soft_maxsim", partial(soft_maxsim, beta=BETA, max_scratch_bytes=PARTIAL_SUMS))]
+def make_inputs(row: SoftBatch, device: torch.device, dtype: torch.dtype) -> Soft:
+    """As of the suite `training`."""
+    given = training.make_inputs(row, device, dtype)
+    return Soft(given.queries, given.documents, temperature=given.temperature, is_step=row.step)
 
 
 # Values of a program of eight warps, and how often it takes the exponentials of all.
@@ -197,29 +157,24 @@ def suite() -> Suite:
         title="Soft MaxSim, scores and training steps",
         rows=ROWS,
         systems=(
-            System(OURS, "pylate_flash", ours, about="`soft_maxsim`, and torch's loss of its scores"),
+            replace(OUR_SYSTEM, about="`soft_maxsim`, and torch's loss of its scores"),
             System(
                 f"{OURS}_once",
                 "once",
-                once,
+                methodcaller("once"),
                 about="the same with 8 GiB for partial sums (`max_scratch_bytes`), so that probabilities are computed "
                 "once for both gradients",
             ),
             System(
                 "torch",
                 "einsum",
-                einsum,
+                methodcaller("torch"),
                 about="an einsum and torch's logsumexp, as colpali-engine's losses have it, with sums in the type of "
                 "the inputs, or in float32 as under autocast: the faster that is right within 10 % (a sum of 1024 "
                 "bfloat16 logarithms rounds scores by whole units, and the loss of them is another one)",
                 tolerance=ROUNDED,
             ),
         ),
-        compiled=(),
         make_inputs=make_inputs,
-        reference=reference,
-        accuracy=lambda dtype: SCORE_ACCURACY,
-        accuracy_of=accuracy,
-        error=error,
         ceilings={"exponentials_per_second": measure_exponentials},
     )

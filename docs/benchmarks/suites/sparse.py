@@ -5,20 +5,21 @@ The suite `forward` has the same shapes with all of the query's tokens.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from operator import methodcaller
 
 import torch
 
-from pylate_flash.bench import forward
-from pylate_flash.bench.forward import Shape
-from pylate_flash.bench.peers import FLASH_MAXSIM
+from pylate_flash.bench import exact, forward
+from pylate_flash.bench.calls import Padded
 from pylate_flash.bench.protocol import Work
-from pylate_flash.bench.suite import OURS, Candidate, Suite, System
+from pylate_flash.bench.rows import Row
+from pylate_flash.bench.suite import FLASH_MAXSIM_SYSTEM, OUR_SYSTEM, Candidate, Suite, System
 
 
 @dataclass(frozen=True)
-class Pruned(Shape):
+class Pruned(Row):
     """One query of ``Lq`` tokens against ``Nd`` documents, each of which is scored by ``k`` of them."""
 
     k: int = 16
@@ -45,63 +46,62 @@ ROWS = (
 
 
 @dataclass(frozen=True)
-class Inputs:
-    """A row's tensors: those of `forward.Inputs`, and ``chosen`` [Nd, k], int32, positions in rising order."""
+class Sparse(Padded):
+    """Embeddings, and ``chosen`` [Nd, k], int32: positions of the query's tokens in rising order."""
 
-    tensors: forward.Inputs
-    chosen: torch.Tensor
+    chosen: torch.Tensor | None = None
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """The tokens that were chosen."""
+        assert self.chosen is not None
+        return self.chosen
+
+    def reference(self) -> torch.Tensor:
+        """The scores [1, Nd] in float64, of the (already rounded) inputs, so many documents at a time."""
+        from pylate_flash.ops import maxsim_sparse_queries_reference
+
+        queries, documents = self.queries.double(), self.documents
+        step = max(1, exact.REFERENCE_BYTES // (8 * queries.shape[1] * sum(documents.shape[1:])))
+        parts = zip(documents.split(step), self.positions.split(step), strict=True)
+        return torch.cat(
+            [maxsim_sparse_queries_reference(queries, part.double(), chosen) for part, chosen in parts], dim=1
+        )
+
+    def ours(self) -> list[Candidate]:
+        """The public `maxsim_sparse_queries`, as a user calls it."""
+        from pylate_flash import maxsim_sparse_queries
+
+        call = partial(maxsim_sparse_queries, self.queries, self.documents, self.positions)
+        return [Candidate("maxsim_sparse_queries", call)]
+
+    def flash_maxsim(self) -> list[Candidate]:
+        """flash-maxsim's function for chosen tokens of one query."""
+        # The package itself names only the module so.
+        from flash_maxsim.flash_maxsim_sparse import flash_maxsim_sparse
+
+        call = partial(flash_maxsim_sparse, self.queries[0], self.documents, self.positions, self.lengths())
+        return [Candidate("flash_maxsim_sparse", lambda: call().unsqueeze(0))]
+
+    def torch(self) -> list[Candidate]:
+        """The plain way: the chosen rows of every document gathered, and an einsum of them over chunks of documents."""
+        query, documents, chosen = self.queries[0], self.documents, self.positions.long()
+
+        def call() -> torch.Tensor:
+            parts = zip(documents.split(1024), chosen.split(1024), strict=True)
+            found = [torch.einsum("nsd,ntd->nst", query[positions], part) for part, positions in parts]
+            return torch.cat([part.amax(dim=2).sum(dim=1, dtype=torch.float32) for part in found]).unsqueeze(0)
+
+        return [Candidate("einsum of gathered rows, chunks of 1024", call)]
 
 
-def make_inputs(row: Pruned, device: torch.device, dtype: torch.dtype) -> Inputs:
+def make_inputs(row: Pruned, device: torch.device, dtype: torch.dtype) -> Sparse:
     """Draw random unit vectors, and k positions of each document, the same ones for the same row and kind of device."""
     generator = torch.Generator(device).manual_seed(1)
     order = torch.rand(row.Nd, row.Lq, device=device, generator=generator).argsort(dim=1)
     chosen = order[:, : row.k].sort(dim=1).values.to(torch.int32)
-    return Inputs(forward.make_inputs(row, device, dtype), chosen)
-
-
-def reference(inputs: Inputs) -> torch.Tensor:
-    """Return the scores [1, Nd] in float64, of the (already rounded) inputs, so many documents at a time."""
-    from pylate_flash.ops import maxsim_sparse_queries_reference
-
-    queries, documents = inputs.tensors.queries.double(), inputs.tensors.documents
-    step = max(1, forward.REFERENCE_BYTES // (8 * queries.shape[1] * sum(documents.shape[1:])))
-    parts = zip(documents.split(step), inputs.chosen.split(step), strict=True)
-    return torch.cat([maxsim_sparse_queries_reference(queries, part.double(), chosen) for part, chosen in parts], dim=1)
-
-
-def ours(inputs: Inputs) -> list[Candidate]:
-    """The public `maxsim_sparse_queries`, as a user calls it."""
-    from pylate_flash import maxsim_sparse_queries
-
-    tensors = inputs.tensors
-    call = partial(maxsim_sparse_queries, tensors.queries, tensors.documents, inputs.chosen)
-    return [Candidate("maxsim_sparse_queries", call)]
-
-
-def flash_maxsim(inputs: Inputs) -> list[Candidate]:
-    """flash-maxsim's function for chosen tokens of one query."""
-    # The package itself names only the module so.
-    from flash_maxsim.flash_maxsim_sparse import flash_maxsim_sparse
-
-    queries, documents, lengths = inputs.tensors.queries, inputs.tensors.documents, inputs.tensors.lengths
-
-    def call() -> torch.Tensor:
-        return flash_maxsim_sparse(queries[0], documents, inputs.chosen, lengths).unsqueeze(0)
-
-    return [Candidate("flash_maxsim_sparse", call)]
-
-
-def gathered(inputs: Inputs) -> list[Candidate]:
-    """The plain way: the chosen rows of every document gathered, and an einsum of them over chunks of documents."""
-    query, documents, chosen = inputs.tensors.queries[0], inputs.tensors.documents, inputs.chosen.long()
-
-    def call() -> torch.Tensor:
-        parts = zip(documents.split(1024), chosen.split(1024), strict=True)
-        found = [torch.einsum("nsd,ntd->nst", query[positions], part) for part, positions in parts]
-        return torch.cat([part.amax(dim=2).sum(dim=1, dtype=torch.float32) for part in found]).unsqueeze(0)
-
-    return [Candidate("einsum of gathered rows, chunks of 1024", call)]
+    given = forward.make_inputs(row, device, dtype)
+    return Sparse(given.queries, given.documents, chosen=chosen)
 
 
 def suite() -> Suite:
@@ -111,18 +111,14 @@ def suite() -> Suite:
         title="MaxSim of chosen query tokens",
         rows=ROWS,
         systems=(
-            System(OURS, "pylate_flash", ours, about="`maxsim_sparse_queries`"),
+            replace(OUR_SYSTEM, about="`maxsim_sparse_queries`"),
+            replace(FLASH_MAXSIM_SYSTEM, about="flash-maxsim, which rounds embeddings to float16"),
             System(
-                "flash_maxsim",
-                "FM",
-                flash_maxsim,
-                peer=FLASH_MAXSIM,
-                about="flash-maxsim, which rounds embeddings to float16",
+                "torch",
+                "torch",
+                methodcaller("torch"),
+                about="an einsum of gathered rows, in the type of the inputs",
             ),
-            System("torch", "torch", gathered, about="an einsum of gathered rows, in the type of the inputs"),
         ),
-        compiled=(),
         make_inputs=make_inputs,
-        reference=reference,
-        accuracy=forward.accuracy,
     )

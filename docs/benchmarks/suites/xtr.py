@@ -9,72 +9,85 @@ those of all scores and all gradients together.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
+from operator import methodcaller
 
 import torch
 import torch.nn.functional as F
 
-from pylate_flash.bench import training
+from pylate_flash.bench import exact, training
 from pylate_flash.bench.peers import PYLATE
 from pylate_flash.bench.protocol import L2
-from pylate_flash.bench.suite import OURS, Candidate, Suite, System
-from pylate_flash.bench.training import TEMPERATURE, Batch, Inputs, Step
+from pylate_flash.bench.rows import Row
+from pylate_flash.bench.steps import Step
+from pylate_flash.bench.suite import OUR_SYSTEM, Candidate, Suite, System
 
-ROWS = tuple(Batch(f"xtr-{size}", size, size, 32, 180) for size in (64, 256, 1024))
+ROWS = tuple(Row(f"xtr-{size}", size, size, 32, 180, step=True) for size in (64, 256, 1024))
 
 # Document tokens that each query token retrieves, as many as by default.
 RETRIEVED = 256
 
 
-def reference(inputs: Inputs) -> Step:
-    """Scores and gradients in float64, of the (already rounded) inputs, by the definition."""
-    from pylate_flash.ops import xtr_scores_reference
+class XTRStep(Step):
+    """A step of scores in which query tokens retrieve from the whole batch."""
 
-    leaves = [tensor.detach().double().requires_grad_() for tensor in (inputs.queries, inputs.documents)]
-    queries, documents = leaves
-    similarities = 8 * queries.shape[1] * documents[..., 0].numel()
-    step = max(1, training.REFERENCE_BYTES // similarities)
-    found, total = [], torch.zeros((), dtype=torch.float64, device=queries.device)
-    with torch.enable_grad():
-        for first in range(0, len(queries), step):
-            scores = xtr_scores_reference(queries[first : first + step], documents, k=RETRIEVED)
-            labels = torch.arange(first, first + len(scores), device=scores.device)
-            loss = F.cross_entropy(scores / TEMPERATURE, labels, reduction="sum") / len(queries)
-            loss.backward()
-            found.append(scores.detach())
-            total += loss.detach()
-    grad_queries, grad_documents = (leaf.grad for leaf in leaves)
-    assert grad_queries is not None
-    assert grad_documents is not None
-    return Step(total, torch.cat(found), grad_queries, grad_documents)
+    def reference(self) -> exact.Step:
+        """Scores and gradients in float64, of the (already rounded) inputs, by the definition."""
+        from pylate_flash.ops import xtr_scores_reference
+
+        leaves = [tensor.detach().double().requires_grad_() for tensor in (self.queries, self.documents)]
+        queries, documents = leaves
+        similarities = 8 * queries.shape[1] * documents[..., 0].numel()
+        step = max(1, exact.REFERENCE_BYTES // similarities)
+        found, total = [], torch.zeros((), dtype=torch.float64, device=self.device)
+        with torch.enable_grad():
+            for chunk, labels in zip(queries.split(step), self.labels.split(step), strict=True):
+                scores = xtr_scores_reference(chunk, documents, k=RETRIEVED)
+                loss = F.cross_entropy(scores / self.temperature, labels, reduction="sum") / len(queries)
+                loss.backward()
+                found.append(scores.detach())
+                total += loss.detach()
+        grad_queries, grad_documents = (leaf.grad for leaf in leaves)
+        assert grad_queries is not None
+        assert grad_documents is not None
+        return exact.Step(total, torch.cat(found), grad_queries, grad_documents)
+
+    def accuracy(self, dtype: torch.dtype) -> float:
+        """That of all scores and gradients."""
+        return 1e-2
+
+    def ours(self) -> list[Candidate]:
+        """`xtr_scores`, as a user calls it."""
+        from pylate_flash import xtr_scores
+
+        return [self.candidate("xtr_scores", partial(xtr_scores, k=RETRIEVED))]
+
+    def pylate(self) -> list[Candidate]:
+        """PyLate's `XTRScores`, of all documents at once, and of a quarter at a time."""
+        from pylate.scores import XTRScores
+
+        def score(queries: torch.Tensor, documents: torch.Tensor, chunk: int | None) -> torch.Tensor:
+            return XTRScores(RETRIEVED, chunk)(queries, documents.unsqueeze(1))
+
+        quarter = -(-len(self.documents) // 4)
+        return [
+            self.candidate(label, partial(score, chunk=chunk))
+            for label, chunk in (("XTRScores", None), (f"XTRScores, chunks of {quarter}", quarter))
+        ]
 
 
-def error(found: Step, expected: Step) -> float:
+def make_inputs(row: Row, device: torch.device, dtype: torch.dtype) -> XTRStep:
+    """As of the suite `training`."""
+    given = training.make_inputs(row, device, dtype)
+    return XTRStep(given.queries, given.documents, temperature=given.temperature)
+
+
+def error(found: exact.Step, expected: exact.Step) -> float:
     """The largest of the relative errors, in Frobenius norm, of loss, scores and gradients."""
     assert found.scores is not None
     assert expected.scores is not None
-    return max(training.frobenius(*pair) for pair in zip(found, expected, strict=True))  # type: ignore[arg-type]
-
-
-def ours(inputs: Inputs) -> list[Candidate]:
-    """`xtr_scores`, as a user calls it."""
-    from pylate_flash import xtr_scores
-
-    return [Candidate("xtr_scores", partial(training.step, inputs, partial(xtr_scores, k=RETRIEVED)))]
-
-
-def pylate(inputs: Inputs) -> list[Candidate]:
-    """PyLate's `XTRScores`, of all documents at once, and of a quarter at a time."""
-    from pylate.scores import XTRScores
-
-    def score(queries: torch.Tensor, documents: torch.Tensor, chunk: int | None) -> torch.Tensor:
-        return XTRScores(RETRIEVED, chunk)(queries, documents.unsqueeze(1))
-
-    quarter = -(-len(inputs.documents) // 4)
-    return [
-        Candidate(label, partial(training.step, inputs, partial(score, chunk=chunk)))
-        for label, chunk in (("XTRScores", None), (f"XTRScores, chunks of {quarter}", quarter))
-    ]
+    return max(exact.frobenius(*pair) for pair in zip(found, expected, strict=True))  # type: ignore[arg-type]
 
 
 def suite() -> Suite:
@@ -84,21 +97,18 @@ def suite() -> Suite:
         title="Contrastive step with XTR's scores",
         rows=ROWS,
         systems=(
-            System(OURS, "pylate_flash", ours, about="`xtr_scores` and torch's loss"),
+            replace(OUR_SYSTEM, about="`xtr_scores` and torch's loss"),
             System(
                 "pylate",
                 "PyLate",
-                pylate,
+                methodcaller("pylate"),
                 peer=PYLATE,
                 about="PyLate's `XTRScores` and torch's loss, which rounds similarities to the type of the inputs, so "
                 "that other tokens are retrieved",
                 tolerance=1.0,
             ),
         ),
-        compiled=(),
-        make_inputs=training.make_inputs,
-        reference=reference,
-        accuracy=lambda dtype: 1e-2,
+        make_inputs=make_inputs,
         error=error,
         ceilings=L2,
     )

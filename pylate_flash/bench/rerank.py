@@ -1,0 +1,104 @@
+"""Reranking as a user of PyLate calls it: `rank.rerank`, from arrays or tensors to sorted lists."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from pylate_flash.bench import exact
+from pylate_flash.bench.calls import Call
+from pylate_flash.bench.exact import Result
+from pylate_flash.bench.rows import Row
+from pylate_flash.bench.suite import Candidate, Unavailable
+
+
+def need_pylate() -> None:
+    """Raise where PyLate cannot be imported."""
+    try:
+        import pylate.rank  # noqa: F401
+    except ImportError as error:
+        raise Unavailable(f"needs PyLate, which cannot be imported ({error})") from None
+
+
+def ids_of(row: Row) -> list[list[int]]:
+    """Ids that count the candidates of a row's queries, all of them, from 0."""
+    return torch.arange(row.documents).view(row.Nq, row.Nd).tolist()
+
+
+@dataclass(frozen=True)
+class Rerank(Call):
+    """For each query its tokens and its documents, arrays or tensors; another package computes in PyLate's own call."""
+
+    ids: list[list[int]]
+    queries: list[Any]
+    documents: list[list[Any]]
+    where: torch.device
+
+    @property
+    def device(self) -> torch.device:
+        return self.where
+
+    def reference(self) -> Result:
+        """The scores in the order of the ids, on the host, where rankings are read."""
+        scores = []
+        for query, documents in zip(self.queries, self.documents, strict=True):
+            tokens = torch.as_tensor(query).unsqueeze(0)
+            scores += [exact.scores(tokens, torch.as_tensor(document).unsqueeze(0)) for document in documents]
+        return torch.cat([score.flatten() for score in scores]).cpu()
+
+    def candidate(self, label: str, rerank: Any) -> Candidate:
+        """A way to rerank, whose rankings are read by id."""
+        call = partial(rerank, self.ids, self.queries, self.documents, device=self.where)
+        return Candidate(label, call, partial(scores_by_id, documents=sum(map(len, self.ids))))
+
+    def through_pylate(self, backend: str) -> list[Candidate]:
+        """PyLate's own `rank.rerank` with one of its backends, which only the environment can choose there."""
+        need_pylate()
+        from pylate.rank import rerank
+
+        def with_backend(*arguments: Any, **options: Any) -> Any:
+            before = os.environ.get("PYLATE_SCORES_BACKEND")
+            os.environ["PYLATE_SCORES_BACKEND"] = backend
+            try:
+                return rerank(*arguments, **options)
+            finally:
+                if before is None:
+                    del os.environ["PYLATE_SCORES_BACKEND"]
+                else:
+                    os.environ["PYLATE_SCORES_BACKEND"] = before
+
+        return [self.candidate(f"pylate.rank.rerank, {backend}", with_backend)]
+
+    def ours(self) -> list[Candidate]:
+        need_pylate()
+        from pylate_flash import rank
+
+        return [self.candidate("rank.rerank", partial(rank.rerank, backend="pylate_flash"))]
+
+    def ours_padded(self) -> list[Candidate]:
+        """There is no such way."""
+        return []
+
+    def lik(self) -> list[Candidate]:
+        return self.through_pylate("lik")
+
+    def flash_maxsim(self) -> list[Candidate]:
+        return self.through_pylate("flash")
+
+    def torch(self) -> list[Candidate]:
+        return self.through_pylate("torch")
+
+
+def scores_by_id(rankings: list[list[Any]], documents: int) -> torch.Tensor:
+    """Read rankings: the scores in the order of the ids, NaN where a document is missing or a ranking is not sorted."""
+    scores = [math.nan] * documents
+    for ranking in rankings:
+        in_order = all(better["score"] >= worse["score"] for better, worse in zip(ranking, ranking[1:], strict=False))
+        for result in ranking:
+            scores[result["id"]] = result["score"] if in_order else math.nan
+    return torch.tensor(scores, dtype=torch.float64)

@@ -1,0 +1,74 @@
+"""The rows of suites: shapes with names, and the work that their scores, or training steps, cannot avoid."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import torch
+
+from pylate_flash.bench.protocol import Work
+
+AnyRow = TypeVar("AnyRow", bound="Row")
+
+
+@dataclass(frozen=True)
+class Row:
+    """``Nq`` queries of ``Lq`` tokens against ``Nd`` documents of ``Ld`` tokens, embeddings of size ``d``.
+
+    ``own``: each query has ``Nd`` documents of its own. ``shortest``: documents have that many to ``Ld`` tokens.
+    ``step``: gradients are computed too. ``kind``: what else there is to say of the inputs.
+    """
+
+    name: str
+    Nq: int
+    Nd: int
+    Lq: int
+    Ld: int
+    d: int = 128
+    own: bool = False
+    shortest: int | None = None
+    step: bool = False
+    kind: str = ""
+
+    @property
+    def shape(self) -> str:
+        """The shape, for people; the embedding size is named where it is not 128."""
+        lengths = f"{self.Ld}" if self.shortest is None else f"{self.shortest}..{self.Ld}"
+        text = f"{self.Nq} x {self.Nd}{' of its own' if self.own else ''}, {self.Lq} x {lengths}"
+        if self.d != 128:
+            text += f", d = {self.d}"
+        return f"{text}, {self.kind}" if self.kind else text
+
+    @property
+    def documents(self) -> int:
+        """How many documents there are in all."""
+        return self.Nq * self.Nd if self.own else self.Nd
+
+    def lengths(self) -> torch.Tensor:
+        """The lengths of all documents, drawn uniformly and always the same."""
+        if self.shortest is None:
+            return torch.full((self.documents,), self.Ld)
+        generator = torch.Generator().manual_seed(0)
+        return torch.randint(self.shortest, self.Ld + 1, (self.documents,), generator=generator)
+
+    def work(self, dtype: torch.dtype) -> Work:
+        """One multiplication and one addition per product; embeddings read once, float32 scores written.
+
+        In a step the gradients are written once too, and after that the rows gathered for every argmax.
+        """
+        tokens = self.documents * self.Ld if self.shortest is None else int(self.lengths().sum())
+        embeddings = self.d * (self.Nq * self.Lq + tokens)
+        maxima = self.Nq * self.Nd * self.Lq
+        return Work(
+            flops=2.0 * self.Lq * tokens * self.d * (1 if self.own else self.Nq),
+            bytes=float((2 if self.step else 1) * dtype.itemsize * embeddings + 4 * self.Nq * self.Nd),
+            l2_bytes=float(2 * dtype.itemsize * maxima * self.d) if self.step else 0.0,
+        )
+
+    def within(self: AnyRow, flops: float) -> AnyRow:
+        """The same row with fewer queries, and documents, as often halved as it takes for it to cost that at most."""
+        row = self
+        while row.work(torch.float32).flops > flops and (row.Nq > 1 or (row.Nd > 1 and not row.own)):
+            row = replace(row, Nq=-(-row.Nq // 2), Nd=row.Nd if row.own else -(-row.Nd // 2))
+        return row
