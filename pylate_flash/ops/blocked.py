@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
@@ -13,22 +13,26 @@ from .norms import unscaled
 from .products import block_budget
 from .tiles import Block, Operands, Part, blocks, group_runs
 
+# Of a part of a block: what every row adds to the scores of the documents [documents, R], and what a backward needs.
+Reduction = Callable[[Block, Part], tuple[Tensor, Tensor | None]]
 # Winners whose rows are summed at once in the backward.
 WINNERS_AT_ONCE = 1 << 18
 
 
-def blocked_forward(operands: Operands, scores: Tensor, argmax: Tensor | None) -> None:
-    """Add to `scores` [Nq, Nd], or as many as documents, those of documents that are not empty.
+def blocked_forward(
+    operands: Operands, reduce: Reduction, scores: Tensor, saved: Tensor | None, together: bool = True
+) -> None:
+    """Add what `reduce` finds to `scores` [Nq, Nd], or as many as documents, and leave what it saves in `saved`.
 
-    Left in `argmax` [documents, columns], which holds -1, are the tokens that a gradient flows to.
+    `saved` [documents, columns] is None where no backward follows. `together` is told in `blocks`.
     """
     scores = scores.view(-1, operands.n_documents)
-    for block in blocks(operands, padded=argmax is not None):
+    for block in blocks(operands, together, padded=saved is not None):
         for part in block.parts:
-            best, tokens = maxima(block, part, argmax is not None)
-            if argmax is not None and tokens is not None:
-                argmax[block.documents, part.columns] = tokens.to(argmax.dtype)
-            part.add(scores, block.documents, best)
+            values, to_save = reduce(block, part)
+            if saved is not None and to_save is not None:
+                saved[block.documents, part.columns] = to_save.to(saved.dtype)
+            part.add(scores, block.documents, values)
 
 
 def maxima(block: Block, part: Part, with_argmax: bool) -> tuple[Tensor, Tensor | None]:

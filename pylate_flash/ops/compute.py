@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..kernels.plan import choose
 from ..problem import DocumentOffsets, Options, Problem, Tensors
-from .blocked import blocked_backward, blocked_forward
+from .blocked import Reduction, blocked_backward, blocked_forward, maxima
 from .checks import checked_mask, checked_problem
 from .tiles import operands_of
 
@@ -28,7 +28,10 @@ def compute(
     if implementation == "triton" and not problem.is_empty:
         scores, winners = kernels().scores(problem, tensors, None if offsets is None else offsets.starts)
     else:
-        scores, winners = _in_blocks(problem, tensors)
+        winners = None
+        if with_winners:
+            winners = torch.full(problem.winners_shape, -1, dtype=problem.winners_dtype, device=problem.device)
+        scores = in_blocks(problem, tensors, functools.partial(maxima, with_argmax=with_winners), winners)
     if options.reduction == "mean":
         # The score of an empty document is not divided.
         scores = with_empty_score(scores / active_counts(problem, tensors), tensors, options.empty_score)
@@ -107,19 +110,19 @@ def checked_masks(tensors: Tensors) -> tuple[Tensor | None, Tensor | None]:
     )
 
 
-def _in_blocks(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor | None]:
-    """Scores, and winners if the problem has them; a query or a document may be without tokens, or all of them."""
-    device, winners = problem.device, None
-    if problem.with_winners:
-        winners = torch.full(problem.winners_shape, -1, dtype=problem.winners_dtype, device=device)
-    with without_autocast(device):
-        operands = None if problem.is_empty else operands_of(problem, tensors)
+def in_blocks(
+    problem: Problem, tensors: Tensors, reduce: Reduction, saved: Tensor | None, together: bool = True
+) -> Tensor:
+    """Scores by `blocked_forward`; a query or a document may be without tokens, or all of them."""
+    with without_autocast(problem.device):
+        empty = problem.is_empty or 0 in tensors.queries.shape
+        operands = None if empty else operands_of(problem, tensors)
         dtype = problem.scores_dtype if operands is None else operands.dtype
         # No view of it is returned, as autograd lets nobody write into a view that its function returns.
-        scores = torch.zeros(problem.scores_shape, dtype=dtype, device=device)
+        scores = torch.zeros(problem.scores_shape, dtype=dtype, device=problem.device)
         if operands is not None:
-            blocked_forward(operands, scores, winners)
-    return with_empty_score(scores.to(problem.scores_dtype), tensors, problem.empty_score), winners
+            blocked_forward(operands, reduce, scores, saved, together)
+    return with_empty_score(scores.to(problem.scores_dtype), tensors, problem.empty_score)
 
 
 def _gradients_in_blocks(

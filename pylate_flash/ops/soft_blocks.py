@@ -12,23 +12,15 @@ from .norms import unscaled
 from .tiles import Block, Operands, Part, blocks
 
 
-def soft_blocked_forward(operands: Operands, beta: Tensor, scores: Tensor, lse: Tensor | None) -> None:
-    """Add to `scores` [Nq, Nd], or as many as documents, those of documents that are not empty.
-
-    Leaves log(sum(exp(exponents))) in `lse` [documents, columns], which holds 0, as it is of an empty document.
-    """
-    scores = scores.view(-1, operands.n_documents)
-    for block in blocks(operands, together=False):
-        for part in block.parts:
-            values = _exponents(block, part, beta).logsumexp(dim=1)
-            if block.empty is not None:
-                values.masked_fill_(block.empty, 0.0)
-            if lse is not None:
-                lse[block.documents, part.columns] = values.to(lse.dtype)
-            values = values / beta
-            if part.weights is not None:
-                values = values.masked_fill_(part.weights == 0, 0.0) * part.weights
-            part.add(scores, block.documents, values)
+def log_sums(block: Block, part: Part, beta: Tensor) -> tuple[Tensor, Tensor]:
+    """What every row adds to the scores [documents, R], and log(sum(exp(exponents))), 0 of an empty document."""
+    lse = _exponents(block, part, beta).logsumexp(dim=1)
+    if block.empty is not None:
+        lse.masked_fill_(block.empty, 0.0)
+    values = lse / beta
+    if part.weights is not None:
+        values = values.masked_fill_(part.weights == 0, 0.0) * part.weights
+    return values, lse
 
 
 def soft_blocked_backward(

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from ..kernels.plan import choose
 from ..problem import Options, Problem, Tensors
 from .checks import checked_problem
-from .compute import active_counts, kernels, with_empty_score, without_autocast
-from .soft_blocks import soft_blocked_backward, soft_blocked_forward
+from .compute import active_counts, in_blocks, kernels, with_empty_score, without_autocast
+from .soft_blocks import log_sums, soft_blocked_backward
 from .tiles import operands_of
 
 SoftGradients = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -18,27 +20,13 @@ SoftGradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 def compute_soft(tensors: Tensors, options: Options, beta: Tensor, with_lse: bool) -> tuple[Tensor, Tensor | None]:
     """Scores, and if asked for log(sum(exp(beta * similarity))) over the tokens, [documents, rows]."""
     problem = checked_problem(tensors, options)
-    mean = options.reduction == "mean"
-    if mean:
-        # The score of an empty document is not divided.
-        problem = problem._replace(empty_score=0.0)
-    lse = None
-    if problem.is_empty or 0 in tensors.queries.shape:
-        scores = torch.zeros(problem.scores_shape, dtype=problem.scores_dtype, device=problem.device)
-        scores = with_empty_score(scores, tensors, problem.empty_score)
-        if with_lse:
-            lse = torch.zeros(problem.winners_shape, dtype=beta.dtype, device=problem.device)
-    elif _implementation(problem, options) == "triton":
+    if _implementation(problem, options) == "triton" and not (problem.is_empty or 0 in tensors.queries.shape):
         scores, lse = kernels().soft_scores(problem, tensors, beta, with_lse)
     else:
-        with without_autocast(problem.device):
-            if with_lse:
-                lse = torch.zeros(problem.winners_shape, dtype=beta.dtype, device=problem.device)
-            given = operands_of(problem, tensors)
-            scores = torch.zeros(problem.scores_shape, dtype=given.dtype, device=problem.device)
-            soft_blocked_forward(given, beta, scores, lse)
-            scores = with_empty_score(scores.to(problem.scores_dtype), tensors, problem.empty_score)
-    if mean:
+        lse = torch.zeros(problem.winners_shape, dtype=beta.dtype, device=problem.device) if with_lse else None
+        scores = in_blocks(problem, tensors, partial(log_sums, beta=beta), lse, together=False)
+    if options.reduction == "mean":
+        # The score of an empty document is not divided.
         scores = with_empty_score(scores / active_counts(problem, tensors), tensors, options.empty_score)
     return scores, lse
 

@@ -201,32 +201,25 @@ class Block:
         """Which documents have no active token [documents, 1], or None: none."""
         return None if self.mask is None else ~self.mask.any(dim=1, keepdim=True)
 
-    @cached_property
-    def batched(self) -> tuple[Tensor, Tensor | None]:
-        """Values [B, M * length, d] and scales [B, M * length], any where there is no token."""
-        values, scale = self.values, self.scale
-        if self.exist is not None:
-            tokens = self._padding.flatten()
-            values, scale = values.index_select(0, tokens), None if scale is None else scale.index_select(0, tokens)
-        return values.unflatten(0, (self.batches, -1)), None if scale is None else scale.view(self.batches, -1)
-
-    def products(self, part: Part) -> Tensor:
+    def _products(self, part: Part) -> Tensor:
         """Similarities [T, R] of the one batch in the accumulation dtype; the rows' norms are still to come."""
         products = inner_products(self.values, part.rows[0])
         return products if self.scale is None else products.mul_(self.scale.unsqueeze(1))
 
     def similarities(self, part: Part) -> Tensor:
         """Similarities [documents, length, R], as masked, in the accumulation dtype; rows' norms are still to come."""
+        tokens = None if self.exist is None else self._padding.flatten()
         if self.batches == 1:
-            products = self.products(part)
-            if self.exist is not None:
-                products = products.index_select(0, self._padding.flatten())
+            products = self._products(part)
+            products = products if tokens is None else products.index_select(0, tokens)
         else:
-            values, scale = self.batched
+            values, scale = self.values, self.scale
+            if tokens is not None:
+                values, scale = values.index_select(0, tokens), None if scale is None else scale.index_select(0, tokens)
             dtype = accumulation_dtype(values.dtype)
-            products = torch.bmm(values.to(dtype), part.rows.to(dtype).transpose(1, 2))
+            products = torch.bmm(values.unflatten(0, (self.batches, -1)).to(dtype), part.rows.to(dtype).transpose(1, 2))
             if scale is not None:
-                products *= scale.unsqueeze(2)
+                products *= scale.view(self.batches, -1, 1)
         similarities = products.view(self.count, self.length, -1)
         return similarities if self.mask is None else similarities.masked_fill_(~self.mask.unsqueeze(2), self._masked)
 
@@ -234,7 +227,7 @@ class Block:
         """The largest similarities [documents, R]; -inf of a document without an active token."""
         if self.exist is None or self.batches > 1:
             return self.similarities(part).amax(dim=1)
-        products = self.products(part)
+        products = self._products(part)
         owners = torch.from_numpy(np.repeat(np.arange(self.count), np.diff(self._bounds))).to(products.device)
         best = products.new_full((self.count, products.shape[1]), -torch.inf)
         return best.scatter_reduce_(0, owners.unsqueeze(1).expand_as(products), products, "amax")
