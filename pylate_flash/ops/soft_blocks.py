@@ -37,7 +37,8 @@ def soft_blocked_backward(
     for block in blocks(operands, together=False):
         values = block.values.to(operands.dtype)
         scaled = values if block.scale is None else values * block.scale.unsqueeze(1)
-        if block.mask is not None and block.exist is None:
+        active = block.exist if block.mask is None else block.mask
+        if block.mask is not None:
             # They may be no numbers.
             scaled = scaled.masked_fill(~block.mask.flatten().unsqueeze(1), 0.0)
         total = torch.zeros_like(values)
@@ -58,8 +59,8 @@ def soft_blocked_backward(
                 inactive = part.weights[0] == 0
                 flows.masked_fill_(inactive, 0.0)
                 rows = rows.masked_fill(inactive.unsqueeze(1), 0.0)
-            if block.mask is not None:
-                flows.masked_fill_(~block.mask.unsqueeze(2), 0.0)
+            if active is not None:
+                flows.masked_fill_(~active.unsqueeze(2), 0.0)
             flows = flows.flatten(0, 1) if block.exist is None else flows[block.exist]
             if grad_documents is not None:
                 total += flows @ rows
@@ -74,4 +75,5 @@ def soft_blocked_backward(
 
 def _exponents(block: Block, part: Part, beta: Tensor) -> Tensor:
     """beta * similarity [documents, Ld, R]."""
-    return block.similarities(part).mul_(beta if part.scale is None else beta * part.scale)
+    similarities = block.similarities(part, block.exist if block.mask is None else block.mask)
+    return similarities.mul_(beta if part.scale is None else beta * part.scale)

@@ -169,8 +169,7 @@ class Block:
     """Some documents, counted through all queries, with the parts that meet them; B batches of M documents each.
 
     `documents` tells which they are, `values` are their tokens [T, d], and `scale` [T] one over the norms, or None. The
-    longest is of `length`; of documents of several lengths, `exist` [documents, length] tells which of so many tokens
-    they have, else it is None. `mask` [documents, length] tells which are active (None: all).
+    longest is of `length`. `mask` [documents, length] tells which tokens of padded documents are active (None: all).
     """
 
     def __init__(self, operands: Operands, documents: slice, batches: int = 1, parts: list[Part] | None = None) -> None:
@@ -179,26 +178,37 @@ class Block:
         self.values = operands.tokens(operands.documents, documents)
         scale, mask = operands.documents_scale, operands.mask
         self.scale = None if scale is None else operands.tokens(scale, documents)
-        self.exist: Tensor | None = None
         self.length = operands.longest(documents.start, documents.stop)
-        if len(self.values) != self.count * self.length:
-            assert operands.document_bounds is not None
-            bounds = operands.document_bounds[documents.start : documents.stop + 1]
-            self._bounds = bounds - bounds[0]
-            self._padding, self.exist = padded_tokens(self._bounds, np.arange(self.count), self.values.device)
-        self.mask = self.exist if mask is None else operands.tokens(mask, documents).view(self.count, self.length)
+        self.mask = None if mask is None else operands.tokens(mask, documents).view(self.count, self.length)
         # The similarity of a token that is not active.
         self._masked = 0.0 if operands.zero_masked else -torch.inf
+        # Of documents of several lengths.
+        self._bounds: np.ndarray | None = None
+        if operands.document_bounds is not None and len(self.values) != self.count * self.length:
+            bounds = operands.document_bounds[documents.start : documents.stop + 1]
+            self._bounds = bounds - bounds[0]
 
     @property
     def starts(self) -> Tensor:
         """The first token of each document [documents, 1]."""
-        bounds = np.arange(self.count + 1) * self.length if self.exist is None else self._bounds
+        bounds = np.arange(self.count + 1) * self.length if self._bounds is None else self._bounds
         return torch.from_numpy(bounds[:-1]).to(self.values.device).unsqueeze(1)
+
+    @cached_property
+    def lengths(self) -> Tensor | None:
+        """Of documents of several lengths, those [documents, 1], else None."""
+        return None if self._bounds is None else torch.from_numpy(np.diff(self._bounds)).to(self.values.device)[:, None]
+
+    @cached_property
+    def exist(self) -> Tensor | None:
+        """Which of so many tokens documents of several lengths have [documents, length], else None."""
+        return None if self.lengths is None else torch.arange(self.length, device=self.values.device) < self.lengths
 
     @cached_property
     def empty(self) -> Tensor | None:
         """Which documents have no active token [documents, 1], or None: none."""
+        if self.lengths is not None:
+            return self.lengths == 0
         return None if self.mask is None else ~self.mask.any(dim=1, keepdim=True)
 
     def _products(self, part: Part) -> Tensor:
@@ -206,9 +216,15 @@ class Block:
         products = inner_products(self.values, part.rows[0])
         return products if self.scale is None else products.mul_(self.scale.unsqueeze(1))
 
-    def similarities(self, part: Part) -> Tensor:
-        """Similarities [documents, length, R], as masked, in the accumulation dtype; rows' norms are still to come."""
-        tokens = None if self.exist is None else self._padding.flatten()
+    def similarities(self, part: Part, active: Tensor | None) -> Tensor:
+        """Similarities [documents, length, R] in the accumulation dtype; the rows' norms are still to come.
+
+        Tokens that are not `active` are masked. Past the end of a document they are those of its last token, which
+        changes neither a maximum nor the lowest index that attains it.
+        """
+        tokens = None
+        if self._bounds is not None:
+            tokens = padded_tokens(self._bounds, np.arange(self.count), self.values.device)[0].flatten()
         if self.batches == 1:
             products = self._products(part)
             products = products if tokens is None else products.index_select(0, tokens)
@@ -221,12 +237,12 @@ class Block:
             if scale is not None:
                 products *= scale.view(self.batches, -1, 1)
         similarities = products.view(self.count, self.length, -1)
-        return similarities if self.mask is None else similarities.masked_fill_(~self.mask.unsqueeze(2), self._masked)
+        return similarities if active is None else similarities.masked_fill_(~active.unsqueeze(2), self._masked)
 
     def maxima(self, part: Part) -> Tensor:
-        """The largest similarities [documents, R]; -inf of a document without an active token."""
-        if self.exist is None or self.batches > 1:
-            return self.similarities(part).amax(dim=1)
+        """The largest similarities [documents, R]; of a document without an active token, anything."""
+        if self._bounds is None or self.batches > 1:
+            return self.similarities(part, self.mask).amax(dim=1)
         products = self._products(part)
         owners = torch.from_numpy(np.repeat(np.arange(self.count), np.diff(self._bounds))).to(products.device)
         best = products.new_full((self.count, products.shape[1]), -torch.inf)
@@ -234,7 +250,10 @@ class Block:
 
     def argmax(self, part: Part) -> tuple[Tensor, Tensor]:
         """The same, and which tokens attain them, the first of equal ones; -1 where no gradient flows to one."""
-        best, argmax = self.similarities(part).max(dim=1)
+        best, argmax = self.similarities(part, self.mask).max(dim=1)
+        if self.lengths is not None:
+            # A product may have rounded the copies of a document's last token differently.
+            argmax = argmax.minimum(self.lengths - 1)
         dropped = best == -torch.inf
         if self.mask is not None and self._masked == 0.0:
             dropped |= ~self.mask.gather(1, argmax)
@@ -301,14 +320,15 @@ def _parts(operands: Operands, first: int, last: int, most: int) -> list[Part]:
 
 
 def _of_groups(operands: Operands, queries: slice, documents: slice) -> Block:
-    """The documents of several queries in one block, of as many batches as there are queries, or packed documents."""
+    """The documents of several queries in one block, of as many batches as there are queries, or documents."""
     assert operands.candidates is not None
     bounds, numbers = operands.query_bounds, np.arange(queries.start, queries.stop)
     of = slice(int(bounds[queries.start]), int(bounds[queries.stop]))
     rows: slice | Tensor = of
     exist, shape = None, (len(numbers), operands.query_length)
     if operands.document_bounds is not None:
-        numbers = np.repeat(numbers, np.diff(operands.candidates[queries.start : queries.stop + 1]))
+        counts = np.diff(operands.candidates[queries.start : queries.stop + 1])
+        numbers = numbers if counts.min() == counts.max() else np.repeat(numbers, counts)
         padded, exist = padded_tokens(bounds, numbers, operands.device)
         rows, shape = padded.flatten(), (len(numbers), padded.shape[1])
     weights, scale = (
@@ -332,7 +352,7 @@ def groups_at_once(operands: Operands, budget: int) -> list[tuple[int, int]]:
 
 
 def padded_tokens(bounds: np.ndarray, sequences: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """The tokens [N, L] of these sequences, 0 past the end of one, and which there are, or None: all.
+    """The tokens [N, L] of these sequences, past the end of one its last, and which there are, or None: all.
 
     L is the length of the longest, or 1.
     """
@@ -341,7 +361,7 @@ def padded_tokens(bounds: np.ndarray, sequences: np.ndarray, device: torch.devic
     exist = tokens < ends
     if exist.all():
         return torch.from_numpy(tokens).to(device), None
-    return torch.from_numpy(np.where(exist, tokens, 0)).to(device), torch.from_numpy(exist).to(device)
+    return torch.from_numpy(np.minimum(tokens, np.maximum(ends - 1, 0))).to(device), torch.from_numpy(exist).to(device)
 
 
 def group_runs(groups: int, count: int, most: int) -> list[slice]:
