@@ -7,13 +7,11 @@ import functools
 import logging
 import os
 import sys
-import tempfile
 import textwrap
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
-from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -192,82 +190,3 @@ def check_text(text: str, name: str) -> None:
         text.encode("utf-8")
     except UnicodeEncodeError:
         raise UserError(f"{name} must be valid UTF-8 text, got {ascii(text)}") from None
-
-
-def check_file(path: Path) -> None:
-    """There must be something to read, be it a file or a pipe such as /dev/fd/63, which can be read only once."""
-    if os.path.isdir(path):
-        raise UserError(f"{path} is a folder; name a file")
-    if not os.path.exists(path):
-        raise UserError(f"there is no file {path}")
-    if not os.access(path, os.R_OK):
-        raise UserError(f"{path} may not be read: permission denied")
-
-
-def check_new_file(path: Path, option: str) -> None:
-    """A file must be writable there, or in the place of what is there; nothing is left of the trial."""
-    if os.path.isdir(path):
-        raise UserError(f"{option}: {path} is a folder; name a file")
-    if not os.path.isdir(path.parent):
-        raise UserError(f"{option}: there is no folder {path.parent}")
-    with explained(f"{option}: "):
-        if not os.path.lexists(path):
-            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
-            os.unlink(path)
-        elif os.path.isfile(path):
-            os.close(os.open(path, os.O_WRONLY))
-        elif not os.path.exists(path):
-            raise ValueError(f"{path} is a link to nothing")
-
-
-def check_new_folder(path: Path, option: str) -> None:
-    """A folder must be writable there, or can be made there; nothing is left of the trial."""
-    missing = []
-    place = path.absolute()
-    while not os.path.lexists(place):
-        missing.append(place)
-        place = place.parent
-    if not os.path.isdir(place):
-        raise UserError(f"{option}: {place} is a file" + ("" if missing else "; name a folder"))
-    made: list[Path] = []
-    with explained(f"{option}: "):
-        try:
-            for folder in reversed(missing):
-                folder.mkdir()
-                made.append(folder)
-            with tempfile.NamedTemporaryFile(dir=path, prefix=".pylate-flash-"):
-                pass
-        finally:
-            for folder in reversed(made):
-                folder.rmdir()
-
-
-def write_file(path: Path, text: str, option: str) -> None:
-    """Write a file so that it holds, at every moment, what it held before or all of the text."""
-    with explained(f"{option}: "):
-        if _is_standard_output(path):
-            # Its own stream, because a second one would begin at the start of the file that it goes to.
-            print(text, end="")
-            return
-        if os.path.exists(path) and not os.path.isfile(path):  # a pipe
-            path.write_text(text, encoding="utf-8")
-            return
-        place = path.resolve()
-        descriptor, part = tempfile.mkstemp(dir=place.parent, prefix=f".{place.name[:32]}-")
-        try:
-            with open(descriptor, "w", encoding="utf-8") as file:
-                file.write(text)
-            mask = os.umask(0)
-            os.umask(mask)
-            os.chmod(part, place.stat().st_mode & 0o777 if place.exists() else 0o666 & ~mask)
-            os.replace(part, place)
-        except BaseException:
-            os.unlink(part)
-            raise
-
-
-def _is_standard_output(path: Path) -> bool:
-    try:
-        return os.path.samestat(os.stat(path), os.fstat(1))
-    except (OSError, ValueError):
-        return False

@@ -10,12 +10,13 @@ from typing import Annotated
 import typer
 
 from .._extras import check_host, check_installed
+from . import defaults
 from .common import Device, TrustRemoteCode, UserError, be_quiet, check_device, console, explained, note, say
 from .models import PYLATE, check_model_name, host_of, load_model
 
 
 def demo(
-    output: Annotated[Path, typer.Option(help="Folder for everything that the demo leaves.")] = Path("demo-output"),
+    output: Annotated[Path, typer.Option(help="Folder for everything that the demo leaves.")] = defaults.DEMO_OUTPUT,
     model: Annotated[
         str | None, typer.Option(help="Encoder: a folder or a name. Default: all-MiniLM-L6-v2, from a package.")
     ] = None,

@@ -17,6 +17,7 @@ import typer
 
 from .._extras import check_installed
 from ..encoding.texts import encode
+from . import defaults
 from .common import (
     SCORERS,
     BatchSize,
@@ -28,15 +29,14 @@ from .common import (
     UserError,
     be_quiet,
     check_device,
-    check_new_file,
     console,
     explained,
     loading,
     note,
     notes,
     say,
-    write_file,
 )
+from .files import check_new_file, write_file
 from .indexing import INDEX_ERRORS, check_new_index, check_place, holds_index
 from .models import (
     check_encoding_host,
@@ -62,7 +62,7 @@ def evaluate(
         ),
     ],
     model: Annotated[str, typer.Option(help="ColBERT model, MultiVectorEncoder, or an encoder: a folder or a name.")],
-    split: Annotated[str, typer.Option(help="Which file of qrels/.")] = "test",
+    split: Annotated[str, typer.Option(help="Which file of qrels/.")] = defaults.SPLIT,
     scorer: Annotated[
         Scorer, typer.Option(metavar="NAME", help=f"Computes the scores: {SCORERS}. auto: as the model says.")
     ] = Scorer.auto,
@@ -76,7 +76,7 @@ def evaluate(
     ] = False,
     index: Annotated[Path | None, typer.Option(help="Keep the index in this new folder, for `search`.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write metrics and timings here.")] = None,
-    batch_size: BatchSize = 32,
+    batch_size: BatchSize = defaults.BATCH_SIZE,
     query_length: QueryLength = None,
     document_length: DocumentLength = None,
     device: Device = None,
@@ -116,7 +116,7 @@ def evaluate(
     import torch
 
     # A projection that the encoder has not got is drawn at random: the same one at every call.
-    torch.manual_seed(42)
+    torch.manual_seed(defaults.SEED)
     loaded = load_model(
         model,
         searching=index is not None,

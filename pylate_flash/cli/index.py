@@ -23,14 +23,13 @@ from .common import (
     TrustRemoteCode,
     UserError,
     be_quiet,
-    check_file,
-    check_new_folder,
     command,
     explained,
     loading,
     note,
     say,
 )
+from .files import check_file, check_new_folder
 from .indexing import (
     DEFAULT_INDEX,
     INDEX_ERRORS,

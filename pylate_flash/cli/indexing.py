@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..data.files import Corpus, Text
 from ..encoding.texts import encode, read_lengths
-from .common import UserError, check_device, check_file, check_new_folder, explained, loading, note, notes
+from .common import UserError, check_device, explained, loading, note, notes
+from .files import check_file, check_new_folder
 from .models import check_model_name, document_tokens, load_model
 
 if TYPE_CHECKING:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shlex
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from . import defaults
 from .common import (
     BatchSize,
     Device,
@@ -20,15 +20,13 @@ from .common import (
     UserError,
     be_quiet,
     check_device,
-    check_file,
-    check_new_file,
     explained,
     loading,
     note,
     notes,
     say,
-    write_file,
 )
+from .files import check_file, check_new_file, write_file
 from .indexing import counted, open_corpus
 from .models import check_encoding_host, check_model_name, load_model
 
@@ -57,7 +55,7 @@ def mine(
             "with its title or without. Default: the positives of `--data`."
         ),
     ] = None,
-    num_negatives: Annotated[int, typer.Option(min=1, help="Negatives of every pair.")] = 3,
+    num_negatives: Annotated[int, typer.Option(min=1, help="Negatives of every pair.")] = defaults.NEGATIVES,
     range_min: Annotated[
         int,
         typer.Option(
@@ -72,7 +70,7 @@ def mine(
         float | None,
         typer.Option(help="The same, as a part of the positive's score: 0.05 asks for 95 % of it at most."),
     ] = None,
-    batch_size: BatchSize = 32,
+    batch_size: BatchSize = defaults.BATCH_SIZE,
     query_length: QueryLength = None,
     document_length: DocumentLength = None,
     device: Device = None,
@@ -91,7 +89,7 @@ def mine(
     _check_margins(max_score, absolute_margin, relative_margin)
     check_model_name(model)
     check_file(data)
-    _check_output(output, overwrite, data, corpus)
+    check_new_file(output, "--output", overwrite, data=data, corpus=corpus)
     be_quiet()
     loading(str(data))
     with explained():
@@ -157,18 +155,6 @@ def _check_margins(max_score: float | None, absolute_margin: float | None, relat
             raise UserError(f"{name} must be a finite number, got {value:g}")
     if relative_margin is not None and not 0 <= relative_margin < 1:
         raise UserError(f"--relative-margin must be at least 0 and less than 1, got {relative_margin:g}")
-
-
-def _check_output(output: Path, overwrite: bool, data: Path, corpus: Path | None) -> None:
-    """There is no file yet, or one that may be replaced, and none that is read: what is left out would be lost."""
-    check_new_file(output, "--output")
-    if not os.path.isfile(output):
-        return
-    for option, read in (("--data", data), ("--corpus", corpus)):
-        if read is not None and os.path.exists(read) and os.path.samefile(output, read):
-            raise UserError(f"--output {output} is the file of {option}; name another one")
-    if not overwrite:
-        raise UserError(f"there is a file {output} already; --overwrite replaces it")
 
 
 def _texts(path: Path, positives: set[str]) -> tuple[list[str], dict[str, list[str]]]:

@@ -8,8 +8,6 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,8 +26,6 @@ _OF_A_MODEL = re.compile(
     r"|(tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab)\.json"
     r"|vocab\.txt|merges\.txt|tokenizer\.model|spiece\.model|sentencepiece\.bpe\.model|chat_template\.jinja"
 )
-# What a folder may hold and still count as empty: the marks of a file system, of git and of other programs.
-_NO_CONTENT = re.compile(r"\..*|lost\+found")
 # A folder with one of these two looks like a model or an encoder, so they go first and come last.
 _MARKS = ("config.json", "modules.json")
 # What the names of the folders begin with in which a model is written before its files are moved.
@@ -39,33 +35,6 @@ UNFINISHED = "unfinished-model-"
 def holds_model(folder: Path) -> bool:
     """Whether a folder holds a model, as far as its files say."""
     return (folder / "modules.json").is_file()
-
-
-def other_files(folder: Path, *known: str) -> list[str]:
-    """Names in a folder, if it exists, other than those given and those that any empty folder may have."""
-    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
-    return [name for name in names if name not in known and not _NO_CONTENT.fullmatch(name)]
-
-
-@contextmanager
-def writable_folder(path: Path) -> Iterator[None]:
-    """Make a folder and try to write into it; at the end, those that were made and stayed empty are removed."""
-    made: list[Path] = []
-    try:
-        try:
-            for folder in (*reversed(path.parents), path):
-                if not folder.exists():
-                    folder.mkdir()
-                    made.append(folder)
-            with tempfile.TemporaryDirectory(dir=path, prefix=".trial-") as trial:
-                Path(trial, "trial").write_bytes(b"trial")
-        except OSError as error:
-            raise UserError(f"--output {path} cannot be written: {error.strerror or error}") from error
-        yield
-    finally:
-        for folder in reversed(made):
-            with contextlib.suppress(OSError):
-                folder.rmdir()
 
 
 def first_non_finite(model: Model) -> str | None:

@@ -14,6 +14,7 @@ from .._extras import MissingExtraError
 from ..encoding.texts import encode, is_multi_vector_encoder, longest_input, set_text_lengths, text_lengths
 from ..encoding.weights import no_missing_weights
 from ..hosts import HOSTS
+from . import defaults
 from .common import Scorer, UserError, cause, check_text, explained
 from .model_folder import check_model_folder
 
@@ -315,8 +316,12 @@ def check_model_name(model: str) -> None:
     elif (
         model.startswith((".", "/", "~"))
         or model.count("/") > 1
-        or Path(model).parts[:1] == ("demo-output",)
+        or Path(model).parts[:1] == defaults.DEMO_OUTPUT.parts
         or not model.strip()
     ):
-        hint = "; run `pylate-flash demo` first, or name one with --model" if model == "demo-output/model" else ""
+        hint = (
+            "; run `pylate-flash demo` first, or name one with --model"
+            if model == str(defaults.DEMO_OUTPUT / "model")
+            else ""
+        )
         raise UserError(f"there is no model in {model!r}{hint}")

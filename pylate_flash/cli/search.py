@@ -18,7 +18,8 @@ from rich.text import Text as RichText
 
 from ..data.files import Corpus, Text, read_queries
 from ..encoding.texts import encode
-from .common import Device, TrustRemoteCode, UserError, be_quiet, check_file, check_text, console, explained, note
+from .common import Device, TrustRemoteCode, UserError, be_quiet, check_text, console, explained, note
+from .files import check_file
 from .indexing import (
     DEFAULT_INDEX,
     check_index,

@@ -6,12 +6,13 @@ import math
 import time
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 from tqdm import tqdm
 
 from ..encoding.texts import read_lengths
+from . import defaults
 from .checkpoints import CHECKPOINTS, Checkpoints
 from .common import (
     SCORERS,
@@ -28,13 +29,12 @@ from .common import (
     note,
     say,
 )
+from .files import check_file, other_files, writable_folder
 from .model_output import (
     UNFINISHED,
     first_non_finite,
     holds_model,
-    other_files,
     saved_elsewhere,
-    writable_folder,
     write_model,
 )
 from .models import (
@@ -52,6 +52,13 @@ if TYPE_CHECKING:
     from ..training.trainer_mixin import MeasuredTrainer
     from .models import Model
     from .training_run import StopRequest
+
+
+# The options that have to be as they were for a run to be resumed.
+_SETTINGS = (
+    *("data", "model", "loss", "batch_size", "epochs", "max_steps", "lr", "temperature", "query_length"),
+    *("document_length", "scorer", "seed", "precision", "eval_data", "eval_steps"),
+)
 
 
 class Precision(str, Enum):
@@ -89,11 +96,13 @@ def train(
             help="Lines per step and device, at most: in `contrastive` and `cached`, lines that share a text are never "
             "in one batch.",
         ),
-    ] = 32,
+    ] = defaults.LINES_PER_STEP,
     mini_batch_size: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Texts encoded at a time, with `--loss cached`. Default: 32, or as `--mini-batch-tokens` says."
+            min=1,
+            help=f"Texts encoded at a time, with `--loss cached`. Default: {defaults.MINI_BATCH_SIZE}, or as "
+            "`--mini-batch-tokens` says.",
         ),
     ] = None,
     mini_batch_tokens: Annotated[
@@ -104,11 +113,13 @@ def train(
             "memory, found by trial.",
         ),
     ] = None,
-    epochs: Annotated[float, typer.Option(help="Times that the data are seen. Not with `--max-steps`.")] = 1.0,
+    epochs: Annotated[
+        float, typer.Option(help="Times that the data are seen. Not with `--max-steps`.")
+    ] = defaults.EPOCHS,
     max_steps: Annotated[
         int | None, typer.Option(min=1, help="Train for so many steps. Not with `--epochs`, which it replaces.")
     ] = None,
-    lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 3e-5,
+    lr: Annotated[float, typer.Option(help="Peak learning rate.")] = defaults.LEARNING_RATE,
     temperature: Annotated[
         float,
         typer.Option(
@@ -116,7 +127,7 @@ def train(
             "suits sums of the maxima of 32 query tokens, which differ by whole units; 0.02, as for single cosines, "
             "would be far too low."
         ),
-    ] = 1.0,
+    ] = defaults.TEMPERATURE,
     query_length: QueryLength = None,
     document_length: DocumentLength = None,
     scorer: Annotated[
@@ -128,7 +139,7 @@ def train(
     ] = Scorer.pylate_flash,
     seed: Annotated[
         int, typer.Option(min=0, max=2**32 - 1, help="Of the order of lines, of dropout, and of a new projection.")
-    ] = 42,
+    ] = defaults.SEED,
     precision: Annotated[
         Precision,
         typer.Option(
@@ -208,23 +219,15 @@ def train(
             "a batch of one line with one document has no negatives to learn from: raise --batch-size, or give "
             f"{data} more lines or hard negatives"
         )
-    settings: dict[str, Any] = {
-        "--data": lines.digest,
-        "--model": str(Path(model).resolve()) if Path(model).is_dir() else model,
-        "--loss": loss.value,
-        "--batch-size": batch_size,
-        "--epochs": None if max_steps else epochs,
-        "--max-steps": max_steps,
-        "--lr": lr,
-        "--temperature": temperature if loss in USED_BY[host]["temperature"] else None,
-        "--query-length": query_length,
-        "--document-length": document_length,
-        "--scorer": scorer.value,
-        "--seed": seed,
-        "--precision": precision.value,
-        "--eval-data": None if evaluated is None else evaluated.digest,
-        "--eval-steps": eval_steps,
+    settings = {name: getattr(value, "value", value) for name, value in context.params.items() if name in _SETTINGS}
+    settings |= {
+        "data": lines.digest,
+        "model": str(Path(model).resolve()) if Path(model).is_dir() else model,
+        "epochs": None if max_steps else epochs,
+        "temperature": temperature if loss in USED_BY[host]["temperature"] else None,
+        "eval_data": None if evaluated is None else evaluated.digest,
     }
+    settings = {_option(name): value for name, value in settings.items()}
     checkpoint = checkpoints.check(settings) if resume else None
     loading(f"the model {model}")
     import torch
@@ -232,7 +235,7 @@ def train(
     from .training_run import StopRequest
 
     torch.manual_seed(seed)
-    with writable_folder(output):
+    with writable_folder(output, "--output"):
         loaded = load_model(
             model,
             trust_remote_code=trust_remote_code,
@@ -283,6 +286,10 @@ def train(
             checkpoints.tidy()
 
 
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
 def _is_given(context: typer.Context, name: str) -> bool:
     source = context.get_parameter_source(name)
     return source is not None and source.name != "DEFAULT"
@@ -322,21 +329,15 @@ def _check_options(
 ) -> None:
     for one, other in (("resume", "overwrite"), ("max_steps", "epochs")):
         if {one, other} <= given:
-            options = [f"--{name.replace('_', '-')}" for name in (one, other)]
-            raise UserError(f"{options[0]} and {options[1]} exclude each other; give one of them")
+            raise UserError(f"{_option(one)} and {_option(other)} exclude each other; give one of them")
     for name, value in (("--epochs", epochs), ("--lr", lr), ("--temperature", temperature)):
         if not 0 < value < math.inf:
             raise UserError(f"{name} must be a finite number above 0, got {value:g}")
     if "eval_steps" in given and eval_data is None:
         raise UserError("--eval-steps says how often to evaluate; give --eval-data, what to evaluate with")
-    for name, path in (("--data", data), ("--eval-data", eval_data)):
-        if path is None:
-            continue
-        if path.is_dir():
-            raise UserError(f"{path} is a folder; {name} expects a file of JSON lines")
-        # Not `is_file`: a pipe, as of `<(zcat train.jsonl.gz)`, is read as well.
-        if not path.exists():
-            raise UserError(f"there is no file {path}")
+    for path in (data, eval_data):
+        if path is not None:
+            check_file(path)
 
 
 def _check_output(output: Path, checkpoints: Checkpoints, overwrite: bool, resume: bool) -> None:
@@ -422,8 +423,7 @@ def _print_notes(lines: TrainingData, loss: Loss, given: set[str], host: str) ->
         note(f"pylate-flash: note: keys that are not used: {names}")
     for name in sorted(given & USED_BY[host].keys()):
         if loss not in USED_BY[host][name]:
-            option = f"--{name.replace('_', '-')}"
-            note(f"pylate-flash: note: {option} has no effect with --loss {loss.value}")
+            note(f"pylate-flash: note: {_option(name)} has no effect with --loss {loss.value}")
 
 
 def _run(

@@ -6,6 +6,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from ..encoding.texts import is_multi_vector_encoder
+from . import defaults
 from .models import PYLATE, SENTENCE_TRANSFORMERS, prompt_of
 
 if TYPE_CHECKING:
@@ -68,7 +69,10 @@ def _loss_of_sentence_transformers(
         return losses.MultiVectorDistillKLDivLoss(model, temperature=temperature)
     if loss is Loss.cached:
         return losses.CachedMultiVectorMultipleNegativesRankingLoss(
-            model, mini_batch_size=mini_batch_size or 32, mini_batch_num_tokens=tokens, scale=1 / temperature
+            model,
+            mini_batch_size=mini_batch_size or defaults.MINI_BATCH_SIZE,
+            mini_batch_num_tokens=tokens,
+            scale=1 / temperature,
         )
     return losses.MultiVectorMultipleNegativesRankingLoss(model, scale=1 / temperature)
 

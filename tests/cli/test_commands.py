@@ -15,7 +15,8 @@ import torch
 
 from pylate_flash import __version__
 from pylate_flash.cli import doctor
-from pylate_flash.cli.common import UserError, check_file
+from pylate_flash.cli.common import UserError
+from pylate_flash.cli.files import check_file
 from tests.cli.commands import assert_one_clear_sentence, invoke, succeed
 
 COMMANDS = ("demo", "train", "mine", "evaluate", "index", "search", "bench", "doctor")
@@ -294,7 +295,7 @@ def test_the_installed_program_has_no_traceback_either(pylate: ModuleType, tmp_p
 
 def test_what_is_written_to_standard_output_stands_between_what_is_printed(tmp_path: Path) -> None:
     code = (
-        "from pathlib import Path; from pylate_flash.cli.common import check_new_file, write_file; "
+        "from pathlib import Path; from pylate_flash.cli.files import check_new_file, write_file; "
         "print('before'); path = Path('/dev/stdout'); check_new_file(path, '--json'); "
         "write_file(path, 'written\\n', '--json'); print('after')"
     )

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from pylate_flash.cli.common import UserError
-from pylate_flash.cli.model_output import holds_model, other_files, writable_folder, write_model
+from pylate_flash.cli.files import other_files, writable_folder
+from pylate_flash.cli.model_output import holds_model, write_model
 
 ROOT = ("config.json", "model.safetensors", "modules.json", "tokenizer.json", "README.md")
 
@@ -165,15 +166,15 @@ def test_a_model_that_cannot_be_written_anywhere_leaves_nothing(
 
 
 def test_a_folder_is_tried_out_and_leaves_nothing(tmp_path: Path) -> None:
-    with writable_folder(tmp_path / "a" / "b"):
+    with writable_folder(tmp_path / "a" / "b", "--output"):
         assert (tmp_path / "a" / "b").is_dir()
     assert not (tmp_path / "a").exists()
-    with writable_folder(tmp_path / "a" / "b"):
+    with writable_folder(tmp_path / "a" / "b", "--output"):
         (tmp_path / "a" / "b" / "model").touch()
     assert [path.name for path in (tmp_path / "a" / "b").iterdir()] == ["model"]
     (tmp_path / "file").touch()
-    refused = pytest.raises(UserError, match="--output .*file/out cannot be written: Not a directory")
-    with refused, writable_folder(tmp_path / "file" / "out"):
+    refused = pytest.raises(UserError, match="--output: .*file is a file")
+    with refused, writable_folder(tmp_path / "file" / "out", "--output"):
         pass
 
 

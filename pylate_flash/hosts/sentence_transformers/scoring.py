@@ -91,24 +91,7 @@ def maxsim(
     >>> maxsim(queries, documents)
     tensor([[ 1.5000, -1.0000]])
     """
-    if _learns(a_mask):
-        return _original("maxsim")(a, b, a_mask, b_mask, chunk_elements, length_normalize, device)
-    scores = _read_in_place(a, b, a_mask, b_mask, length_normalize, device)
-    if scores is not None:
-        return scores
-    queries, documents = side("a", a, a_mask), side("b", b, b_mask)
-    home, place = _devices(queries, documents, device)
-    if len(queries) == 0 or len(documents) == 0:
-        return torch.zeros(len(queries), len(documents), device=home)
-    queries, documents = with_masks(queries, documents, place)
-    operand = queries.operand(0, len(queries), place, documents.packs)
-    return _joined(
-        [
-            _scores(operand, documents.operand(start, stop, place, True), length_normalize).to(home)
-            for start, stop in blocks([documents], place, chunk_elements)
-        ],
-        dim=1,
-    )
+    return _maxsim("maxsim", a, b, a_mask, b_mask, chunk_elements, length_normalize, device)
 
 
 def maxsim_pairwise(
@@ -143,32 +126,7 @@ def maxsim_pairwise(
     >>> maxsim_pairwise([torch.eye(2)], [torch.ones(3, 2)])
     tensor([2.])
     """
-    if _learns(a_mask):
-        return _original("maxsim_pairwise")(a, b, a_mask, b_mask, chunk_elements, length_normalize, device)
-    scores = _read_in_place(a, b, a_mask, b_mask, length_normalize, device, pairs=True)
-    if scores is not None:
-        return scores
-    queries, documents = side("a", a, a_mask), side("b", b, b_mask)
-    if len(queries) != len(documents):
-        raise ValueError(
-            f"a and b must hold the same number of items, to be paired, got {len(queries)} and {len(documents)}"
-        )
-    home, place = _devices(queries, documents, device)
-    if len(queries) == 0:
-        return torch.zeros(0, device=home)
-    queries, documents = with_masks(queries, documents, place)
-    return _joined(
-        [
-            _scores(
-                queries.operand(start, stop, place, documents.packs),
-                documents.operand(start, stop, place, True),
-                length_normalize,
-                pairs=True,
-            ).to(home)
-            for start, stop in blocks([queries, documents], place, chunk_elements)
-        ],
-        dim=0,
-    )
+    return _maxsim("maxsim_pairwise", a, b, a_mask, b_mask, chunk_elements, length_normalize, device, pairs=True)
 
 
 def colbert_scores(
@@ -292,6 +250,41 @@ def colbert_kd_scores(
     )
 
 
+def _maxsim(
+    name: str,
+    a: Embeddings,
+    b: Embeddings,
+    a_mask: Mask,
+    b_mask: Mask,
+    chunk_elements: int | None,
+    length_normalize: bool,
+    device: str | torch.device | None,
+    pairs: bool = False,
+) -> Tensor:
+    """The host's function of this name, of all pairs, or of those of one index."""
+    if _learns(a_mask):
+        return _original(name)(a, b, a_mask, b_mask, chunk_elements, length_normalize, device)
+    scores = _read_in_place(a, b, a_mask, b_mask, length_normalize, device, pairs)
+    if scores is not None:
+        return scores
+    queries, documents = side("a", a, a_mask), side("b", b, b_mask)
+    if pairs and len(queries) != len(documents):
+        raise ValueError(
+            f"a and b must hold the same number of items, to be paired, got {len(queries)} and {len(documents)}"
+        )
+    home, place = _devices(queries, documents, device)
+    if len(queries) == 0 or len(documents) == 0:
+        return torch.zeros((0,) if pairs else (len(queries), len(documents)), device=home)
+    queries, documents = with_masks(queries, documents, place)
+    every = None if pairs else queries.operand(0, len(queries), place, documents.packs)
+    found = []
+    for start, stop in blocks([queries, documents] if pairs else [documents], place, chunk_elements):
+        some = queries.operand(start, stop, place, documents.packs) if every is None else every
+        scored = _scores(some, documents.operand(start, stop, place, True), length_normalize, pairs)
+        found.append(scored.to(home))
+    return found[0] if len(found) == 1 else torch.cat(found, dim=0 if pairs else 1)
+
+
 def _scores(queries: Operand, documents: Operand, length_normalize: bool, pairs: bool = False) -> Tensor:
     """Scores [Nq, Nd], of candidates [Nq, K], or of pairs [N], of operands on one device."""
     _warn_of_empty(documents)
@@ -333,7 +326,7 @@ def _read_in_place(
     documents_mask: Mask,
     length_normalize: bool,
     device: str | torch.device | None,
-    pairs: bool = False,
+    pairs: bool,
 ) -> Tensor | None:
     """Scores by kernels that read the documents of a list where they lie, or None where they have to be packed."""
     if documents_mask is not None or not _lies_on_a_gpu(documents):
@@ -430,10 +423,6 @@ def _placed(device: str | torch.device | None, home: torch.device) -> torch.devi
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     return device
-
-
-def _joined(scores: list[Tensor], dim: int) -> Tensor:
-    return scores[0] if len(scores) == 1 else torch.cat(scores, dim=dim)
 
 
 def _learns(mask: Mask) -> bool:
