@@ -66,7 +66,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         monkeypatch.setattr(module, name, call)
 
-    spy(scoring, "scores_of")
+    spy(scoring, "scores_of_arguments")
     spy(contrast, "maxsim_cross_entropy")
     return asked
 
@@ -104,7 +104,7 @@ def test_functions_imported_before_run_fused(function: Callable, calls: list[str
     assert calls == []
     with registered(HOST):
         assert torch.allclose(function(QUERIES, documents), expected, rtol=1e-6)
-        assert calls == ["scores_of"]
+        assert calls == ["scores_of_arguments"]
     function(QUERIES, documents)
     assert len(calls) == 1
 

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...ops.maxsim import scores_of
+from ...ops.maxsim import scores_of_arguments
 from ...ops.nonzero import nonzero_rows
 from ...ops.ragged import maxsim_ragged, maxsim_ragged_pairwise
 from ...ops.varlen import with_lengths
@@ -313,7 +313,7 @@ def _scores(queries: Operand, documents: Operand, length_normalize: bool, pairs:
         if pairs:
             document_values, documents_mask = document_values.unsqueeze(1), documents_mask.unsqueeze(1)
         tensors = Tensors(values, document_values, weights, documents_mask)
-    scores = scores_of("maxsim", tensors, options)
+    scores = scores_of_arguments((*tensors, *options), "maxsim")
     if pairs and scores.dim() == 2:
         scores = scores.squeeze(1)
     return _divided(scores, queries.counts(), pairs) if length_normalize else scores
