@@ -11,18 +11,14 @@ from torch import Tensor
 
 from pylate_flash.kernels import backward, losses, tables
 from pylate_flash.kernels.backward import Destination, common, compare, lists, sums, write_gradients
-from pylate_flash.kernels.losses import cross_entropy, distillation, rescale, rescaling
+from pylate_flash.kernels.losses import cross_entropy, rescale, rescaling
 from pylate_flash.problem import Comparison, Targets
 from tests.kernels.backward_cases import WAYS, dense, packed
 from tests.kernels.recorder import check, check_launches
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
 
-KERNELS = {
-    losses.common: ("total",),
-    cross_entropy: ("losses", "columns", "gradient"),
-    distillation: ("divergence", "divergence_gradient", "margin_mse", "margin_mse_gradient"),
-}
+KERNELS = {cross_entropy: ("losses", "divergence", "columns", "gradient", "total")}
 QUERIES, DOCUMENTS = 40, 3000
 
 
@@ -69,10 +65,9 @@ def test_all_of_a_cross_entropy(exclude: bool, temperature: torch.dtype | None, 
 def test_distillation(normalize_scores: bool, temperature: Tensor | None, capability: int, monkeypatch) -> None:
     targets = Targets(torch.empty(QUERIES, DOCUMENTS), None, temperature)
     comparison = Comparison("divergence", normalize_scores=normalize_scores, teacher_temperature=2)
-    check_loss(comparison, targets, {"divergence", "divergence_gradient"}, capability, monkeypatch)
+    check_loss(comparison, targets, {"divergence", "gradient"}, capability, monkeypatch)
     if temperature is None and not normalize_scores:
-        names = {"margin_mse", "margin_mse_gradient"}
-        check_loss(Comparison("margin MSE"), targets, names, capability, monkeypatch)
+        check_loss(Comparison("margin MSE"), targets, set(), capability, monkeypatch)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -2,7 +2,7 @@
 
 Plain torch launches a kernel for every step of a loss, forward and backward, which on a batch of some hundred queries
 takes more host time than the scores. Here the losses of a chunk of queries are one launch, and their sum with the
-gradient another, which leaves the gradient in the layout that the backward wants.
+gradient another, which leaves the gradient in the layout that the backward wants. Margin MSE is torch's, in few steps.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from torch import Tensor
 from ...problem import CROSS_ENTROPY, DIVERGENCE, MARGIN_MSE, Comparison, Targets
 from ..launch import Region
 from ..tables import power_of_two
-from . import common, cross_entropy, distillation
+from . import cross_entropy
 from .rescaling import rescale
 
 __all__ = ["ChunkedLoss", "rescale"]
 
 # Numbers that each query of a chunk keeps for its gradient.
-_KEPT = {CROSS_ENTROPY: 3, DIVERGENCE: 8, MARGIN_MSE: 1}
+_KEPT = {CROSS_ENTROPY: 3, DIVERGENCE: 8, MARGIN_MSE: 0}
 
 
 class ChunkedLoss:
@@ -74,7 +74,7 @@ class ChunkedLoss:
         self.statistics = memory.new_empty_strided((3 if comparison.with_statistics else 0,), (1,))
         exclude = targets.exclude
         self._labels = targets.target, None if exclude is None else exclude.view(torch.uint8), targets.temperature
-        self._scale = 1.0 / comparison.temperature
+        self._scale, self._teacher_scale = 1.0 / comparison.temperature, 1.0 / comparison.teacher_temperature
         self._margin = float("-inf" if comparison.margin is None else comparison.margin)
         self._share = 1.0 / self.n_queries if comparison.loss_reduction == "mean" else 1.0
         self._columns = self._labelled = None
@@ -94,7 +94,7 @@ class ChunkedLoss:
 
     def meet(self, scores: Tensor, first: int) -> None:
         """Take the scores of a chunk into what is known of each document; chunks in their order."""
-        tile = common.TILE
+        tile = cross_entropy.TILE
         cross_entropy.columns(
             (-(-self.n_documents // tile), 1, 1),
             (scores, *self._labels, self._columns),
@@ -107,10 +107,15 @@ class ChunkedLoss:
     def compare(self, scores: Tensor, first: int) -> None:
         """Leave the losses of the queries from `first` on, of contiguous float32 scores [n, N]."""
         n_queries, n_documents = scores.shape
-        kind, scale, target = self.comparison.kind, self._scale, self.targets.target
-        block = min(common.BLOCK, max(32, power_of_two(n_documents)))
+        comparison, target, scale = self.comparison, self.targets.target, self._scale
+        if comparison.kind == MARGIN_MSE:
+            assert target is not None
+            errors = _margin_errors(scores, target[first : first + n_queries])
+            self._values.tensor()[first : first + n_queries] = errors.square().mean(dim=1)
+            return
+        block = min(cross_entropy.BLOCK, max(32, power_of_two(n_documents)))
         grid, warps = (n_queries, 1, 1), (block // 256 or 1, 1, None)
-        if kind == CROSS_ENTROPY:
+        if comparison.kind == CROSS_ENTROPY:
             cross_entropy.losses(
                 grid,
                 (scores, *self._labels, self._columns, self._kept, self._values),
@@ -119,18 +124,14 @@ class ChunkedLoss:
                 (block, self.own_candidates, self.n_values),
                 warps,
             )
-        elif kind == DIVERGENCE:
-            distillation.divergence(
+        else:
+            cross_entropy.divergence(
                 grid,
                 (scores, target, self.targets.temperature, self._kept, self._values),
-                (n_documents, first, self.n_queries, scale, 1.0 / self.comparison.teacher_temperature),
+                (n_documents, first, self.n_queries, scale, self._teacher_scale),
                 (),
-                (block, self.comparison.normalize_scores, self.n_values),
+                (block, comparison.normalize_scores, self.n_values),
                 warps,
-            )
-        else:
-            distillation.margin_mse(
-                grid, (scores, target, self._kept, self._values), (n_documents, first), (), (block,), warps
             )
 
     def gradient(self, scores: Tensor, first: int, counts: Tensor | None) -> Tensor:
@@ -142,51 +143,46 @@ class ChunkedLoss:
         strides = (n_documents, 1) if self.own_candidates else (1, n_queries)
         grad_scores = scores.new_empty_strided(scores.shape, strides)
         last = first + n_queries == self.n_queries
-        kind, target, tile = self.comparison.kind, self.targets.target, common.TILE
-        grid, warps = (-(-n_queries // tile) * -(-n_documents // tile), 1, 1), (4, 1, None)
-        filled = (self.loss, self.slope) if last else (None, None)
-        sizes = n_queries, n_documents, first, self.n_queries
-        if kind == CROSS_ENTROPY:
-            statistics = self.statistics if last and self.n_values > 2 else None
-            cross_entropy.gradient(
-                grid,
-                (
-                    scores, *self._labels, self._columns, self._labelled, self._kept, counts, grad_scores,
-                    self._values, *filled, statistics,
-                ),
-                (*sizes, self._scale, self._share),
-                strides,
-                (tile, common.BLOCK, self.own_candidates, self.n_values),
-                warps,
-            )  # fmt: skip
-        elif kind == DIVERGENCE:
-            distillation.divergence_gradient(
-                grid,
-                (scores, target, self._kept, counts, grad_scores, self._values, *filled),
-                (*sizes, 1.0 / self.comparison.teacher_temperature, self._share),
-                strides,
-                (tile, common.BLOCK, self.comparison.normalize_scores, self.n_values),
-                warps,
-            )
-        else:
-            distillation.margin_mse_gradient(
-                grid,
-                (scores, target, self._kept, counts, grad_scores, self._values, filled[0]),
-                (*sizes, self._share),
-                strides,
-                (tile, common.BLOCK),
-                warps,
-            )
+        comparison, target, tile = self.comparison, self.targets.target, cross_entropy.TILE
+        if comparison.kind == MARGIN_MSE:
+            assert target is not None
+            errors = _margin_errors(scores, target[first : first + n_queries])
+            torch.sum(errors, dim=1, out=grad_scores[:, 0])
+            torch.neg(errors, out=grad_scores[:, 1:])
+            if last:
+                self.sum()
+            grad_scores *= 2.0 * self._share / (n_documents - 1)
+            return grad_scores if counts is None else grad_scores.div_(counts)
+        has_teacher, filled = comparison.kind == DIVERGENCE, (self.loss, self.slope) if last else (None, None)
+        labels, scale = self._labels, self._scale
+        if has_teacher:
+            labels, scale = (target, None, None), self._teacher_scale
+        cross_entropy.gradient(
+            (-(-n_queries // tile) * -(-n_documents // tile), 1, 1),
+            (
+                scores, *labels, self._columns, self._labelled, self._kept, counts, grad_scores, self._values, *filled,
+                self.statistics if last and self.n_values > 2 else None,
+            ),
+            (n_queries, n_documents, first, self.n_queries, scale, self._share),
+            strides,
+            (tile, cross_entropy.BLOCK, self.own_candidates, has_teacher, comparison.normalize_scores, self.n_values),
+            (4, 1, None),
+        )  # fmt: skip
         return grad_scores
 
     def sum(self) -> None:
         """Fill the loss and the statistics after all chunks were compared, where no gradient does."""
         statistics = self.statistics if self.n_values > 2 else None
-        common.total(
+        cross_entropy.total(
             (1, 1, 1),
             (self._values, self.loss, self.slope, statistics),
             (self.n_queries, self._share),
             (),
-            (self.n_values, common.BLOCK),
+            (self.n_values, cross_entropy.BLOCK),
             (4, 1, None),
         )
+
+
+def _margin_errors(scores: Tensor, teacher: Tensor) -> Tensor:
+    """By how much the margins [n, N - 1] between document 0 and the others differ from a teacher's."""
+    return (scores[:, :1] - scores[:, 1:]) - (teacher[:, :1] - teacher[:, 1:])

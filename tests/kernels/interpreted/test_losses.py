@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from pylate_flash import maxsim_cross_entropy
 from pylate_flash.kernels import plan_backward, tables
 from pylate_flash.kernels.backward import write_gradients
-from pylate_flash.kernels.losses import ChunkedLoss, common, rescale
+from pylate_flash.kernels.losses import ChunkedLoss, cross_entropy, rescale
 from pylate_flash.ops import kernel_calls, kl_divergence_reference, margin_mse_reference
 from pylate_flash.problem import Comparison, Targets
 from tests.ops.cases import Case, relative_error
@@ -22,8 +22,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(common, "BLOCK", 4)
-    monkeypatch.setattr(common, "TILE", 4)
+    monkeypatch.setattr(cross_entropy, "BLOCK", 4)
+    monkeypatch.setattr(cross_entropy, "TILE", 4)
 
 
 @settings(max_examples=20)
