@@ -12,13 +12,13 @@ import triton
 def kernel(function: Callable[..., None], jit: Callable[..., Any] = triton.jit) -> Any:
     """`jit` of a kernel that is specialised on its constants and strides, and on no other number.
 
-    Tensors are called `..._ptr`, and strides `stride_...`: whether they are multiples of 16 tells how wide loads are. A
-    number that it was compiled for would compile it again.
+    Tensors are called `..._ptr`, described matrices `..._desc`, and strides `stride_...`: whether they are multiples of
+    16 tells how wide loads are. A number that it was compiled for would compile it again.
     """
     numbers = [
         parameter.name
         for parameter in inspect.signature(function).parameters.values()
-        if not (parameter.name.endswith("_ptr") or parameter.name.startswith("stride_"))
+        if not (parameter.name.endswith(("_ptr", "_desc")) or parameter.name.startswith("stride_"))
         and "constexpr" not in str(parameter.annotation)
     ]
     return jit(do_not_specialize=numbers)(function)

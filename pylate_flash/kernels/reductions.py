@@ -1,4 +1,4 @@
-"""Reductions of similarities: maxima that propagate NaN, which Triton's own drop, and sums of exponentials."""
+"""Reductions of similarities: maxima that propagate NaN, which Triton's own drop, keys, and sums of exponentials."""
 
 from __future__ import annotations
 
@@ -16,6 +16,25 @@ def larger(a, b):
 def max_along(values, axis: tl.constexpr):
     """Maximum along `axis`, NaN where any value is NaN."""
     return tl.reduce(values, axis, larger)
+
+
+# The keys of -inf, and of NaN, which comes first.
+LOWEST_KEY = tl.constexpr(-2139095041)
+_HIGHEST_KEY = tl.constexpr(2147483647)
+
+
+@triton.jit
+def similarities_of(keys):
+    """The similarities that have these keys."""
+    return tl.where(keys < 0, keys ^ 0x7FFFFFFF, keys).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def keys_of(similarities):
+    """int32 keys in the order of float32 similarities, that of `torch.topk`: -0.0 equals 0.0, NaN is above all."""
+    bits = tl.where(similarities == 0.0, 0.0, similarities).to(tl.int32, bitcast=True)
+    keys = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return tl.where(similarities != similarities, _HIGHEST_KEY, keys)
 
 
 # From exponents of 2 to natural logarithms, and back.

@@ -30,6 +30,7 @@ from ..problem import Comparison, Options, Problem, Results, Rule, Targets, Tens
 from .chamfer import Pair, Sets
 from .checks import checked_problem
 from .compute import active_counts, checked_masks, with_empty_score
+from .loss_blocks import rows_of
 from .loss_call import Found
 from .xtr import chunks
 
@@ -227,29 +228,30 @@ def _loss_in_chunks(
 ) -> Found:
     """`loss` of tensors as the kernels take them, so many queries at a time."""
     shape = problem.n_queries, problem.n_documents, chunks.queries
-    run = ChunkedLoss(comparison, targets, shape, tensors.documents.dim() == 4, needs[2], problem.device)
+    own = tensors.documents.dim() == 4
+    run = ChunkedLoss(comparison, targets, shape, own, needs[2], problem.device)
     firsts = range(0, problem.n_queries, chunks.queries)
     if comparison.symmetric and chunks.number > 1:
         # All queries are met before the loss of one is known.
         without_winners = problem._replace(kind=replaced(problem.kind, "with_winners", False))
         for first in firsts:
-            chunk = _chunk(without_winners, tensors, first, chunks.queries)
-            run.meet(_scores_of_chunk(*chunk, options)[0], first)
+            run.meet(_scores_of_chunk(*_chunk(without_winners, tensors, first, chunks.queries), options)[0], first)
     gradients = _empty(problem, tensors, chunks, needs)
     norms = None
     if problem.normalize and problem.with_winners:
         # Scores and gradients of all chunks ask for them.
         norms = Norms(inverse_norms(tensors.queries), inverse_norms(tensors.documents))
-    if chunks.number == 1:
-        _run_chunk(run, problem, tensors, norms, options, 0, gradients)
-    else:
-        for first in firsts:
-            chunk = _chunk(problem, tensors, first, chunks.queries)
-            # What is made there is free before the next chunk takes as much.
-            _run_chunk(
-                run, *chunk, _norms_of_chunk(norms, first, chunks.queries), options, first,
-                _of_chunk(gradients, first, chunks.queries),
-            )  # fmt: skip
+    for first in firsts:
+        chunk = slice(first, first + chunks.queries)
+        # What is made there is free before the next chunk takes as much.
+        _run_chunk(
+            run,
+            *_chunk(problem, tensors, first, chunks.queries),
+            None if norms is None else Norms(norms.queries[chunk], norms.documents[chunk] if own else norms.documents),
+            options,
+            first,
+            _of_chunk(gradients, chunk),
+        )
     if not problem.with_winners:
         run.sum()
     grad_documents = gradients.documents
@@ -281,28 +283,12 @@ def _run_chunk(
 
 def _chunk(problem: Problem, tensors: Tensors, first: int, number: int) -> tuple[Problem, Tensors]:
     """The problem of `number` queries from `first` on."""
-    chunk = slice(first, min(first + number, problem.n_queries))
-    number = chunk.stop - first
-    queries, documents, queries_mask, documents_mask, *packing = tensors
-    problem = problem._replace(n_queries=number)
-    if documents.dim() == 4:
-        documents = documents[chunk]
-        documents_mask = None if documents_mask is None else documents_mask[chunk]
-        problem = problem._replace(
-            groups=number,
-            n_tokens=number * problem.n_documents * problem.document_length,
-            aligned=documents.data_ptr() % 16 == 0,
-        )
-    queries_mask = None if queries_mask is None else queries_mask[chunk]
-    return problem, Tensors(queries[chunk], documents, queries_mask, documents_mask, *packing)
-
-
-def _norms_of_chunk(norms: Norms | None, first: int, number: int) -> Norms | None:
-    """The norms of `number` queries from `first` on, and of the documents that they meet."""
-    if norms is None:
-        return None
-    chunk, (queries, documents) = slice(first, first + number), norms
-    return Norms(queries[chunk], documents[chunk] if documents.dim() == 3 else documents)
+    tensors = rows_of(tensors, slice(first, first + number))
+    problem = problem._replace(n_queries=len(tensors.queries))
+    if tensors.documents.dim() == 4:
+        n_tokens, address = tensors.documents.shape[:-1].numel(), tensors.documents.data_ptr()
+        problem = problem._replace(groups=problem.n_queries, n_tokens=n_tokens, aligned=address % 16 == 0)
+    return problem, tensors
 
 
 def _scores_of_chunk(
@@ -332,12 +318,12 @@ def _empty(problem: Problem, tensors: Tensors, chunks: Chunks, needs: tuple[bool
     return Destination(grad_queries, grad_documents, partial)
 
 
-def _of_chunk(gradients: Destination, first: int, number: int) -> Destination:
+def _of_chunk(gradients: Destination, chunk: slice) -> Destination:
     """Where those of a chunk of queries go."""
-    chunk, (queries, documents, partial, _) = slice(first, first + number), gradients
-    if documents is not None and not partial:
+    queries, documents, partial, _ = gradients
+    if documents is not None and documents.dim() == 4:
         documents = documents[chunk]
-    return Destination(None if queries is None else queries[chunk], documents, partial, partial and first > 0)
+    return Destination(None if queries is None else queries[chunk], documents, partial, partial and chunk.start > 0)
 
 
 def _finished(problem: Problem, documents: Tensor, norms: Norms | None, total: Tensor) -> Tensor:

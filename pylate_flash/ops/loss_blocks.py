@@ -32,12 +32,15 @@ def loss_in_blocks(
     own, n_queries = documents.dim() == 4, problem.n_queries
     step = n_queries if comparison.symmetric else chunks_of(problem, comparison.max_scratch_bytes).queries
     share = 1.0 / n_queries if comparison.loss_reduction == "mean" else 1.0
+    target = targets.target
+    if comparison.kind == CROSS_ENTROPY:
+        target = labels_of(target, n_queries, own, queries.device)
     results, slopes = [], []
     grad_queries = grad_documents = None
     for first in range(0, n_queries, step):
         chunk = slice(first, first + step)
-        of_chunk = _rows(tensors, chunk, own)
-        compared_with = _rows_of_targets(targets, chunk, comparison, n_queries, own, queries.device)
+        of_chunk = rows_of(tensors, chunk)
+        compared_with = Targets(_part(target, chunk), _part(targets.exclude, chunk), targets.temperature)
         scores, winners = compute(of_chunk, options, problem.with_winners)
         if not any(needs):
             results.append(compared(scores, compared_with, comparison, own))
@@ -82,23 +85,13 @@ def _joined(results: list[Compared]) -> Compared:
     return Compared(losses, *others)
 
 
-def _rows(tensors: Tensors, chunk: slice, own: bool) -> Tensors:
+def rows_of(tensors: Tensors, chunk: slice) -> Tensors:
     """The tensors of a chunk of queries."""
-
-    def cut(tensor: Tensor | None) -> Tensor | None:
-        return None if tensor is None else tensor[chunk]
-
-    part = tensors._replace(queries=tensors.queries[chunk], queries_mask=cut(tensors.queries_mask))
-    if own:
-        part = part._replace(documents=tensors.documents[chunk], documents_mask=cut(tensors.documents_mask))
-    return part
+    queries, documents, queries_mask, documents_mask, *packing = tensors
+    if documents.dim() == 4:
+        documents, documents_mask = documents[chunk], _part(documents_mask, chunk)
+    return Tensors(queries[chunk], documents, _part(queries_mask, chunk), documents_mask, *packing)
 
 
-def _rows_of_targets(
-    targets: Targets, chunk: slice, comparison: Comparison, n_queries: int, own: bool, device: torch.device
-) -> Targets:
-    target, exclude, temperature = targets
-    if comparison.kind == CROSS_ENTROPY:
-        target = labels_of(target, n_queries, own, device)
-    assert target is not None
-    return Targets(target[chunk], None if exclude is None else exclude[chunk], temperature)
+def _part(tensor: Tensor | None, chunk: slice) -> Tensor | None:
+    return None if tensor is None else tensor[chunk]

@@ -80,7 +80,8 @@ def test_exactly_k_tokens_are_retrieved(
         # As if every row had more tokens equal to its threshold than it retrieves.
         state = found.state.clone()
         state[3] = 1
-        walk.tally(problem, plan_operations.search_plan(problem, k), inputs, state, counts)
+        plan = plan_operations.search_plan(problem, k)
+        walk.walk_similarities(problem, plan, inputs, walk.TALLY, state=state, counts=counts)
     finally:
         torch.set_float32_matmul_precision(before)
     keys, _, n_equal, tallied = found.state

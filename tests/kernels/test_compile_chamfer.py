@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 
 import pytest
 import torch
 
-from pylate_flash.kernels import rows
+from pylate_flash.kernels import chamfer, rows
 from pylate_flash.kernels.plan_operations import meeting_plan
 from pylate_flash.ops import kernel_calls
 from pylate_flash.ops.chamfer import ChamferOptions, Sets, problem_of_sets
@@ -16,16 +15,7 @@ from tests.kernels.recorder import check_launches
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
 
-# The package has functions of these names.
-_MEET, _SETTLE, _GRADIENT = (
-    importlib.import_module(f"pylate_flash.kernels.chamfer.{name}") for name in ("meet", "settle", "gradient")
-)
-KERNELS = {
-    rows: ("_norms",),
-    _MEET: ("_meet",),
-    _SETTLE: ("_settle",),
-    _GRADIENT: ("_gradient",),
-}
+KERNELS = {rows: ("_norms",), chamfer: ("_meet", "_settle", "_gradient")}
 
 
 def check_kernels(sets: Sets, squared: bool, capability: int, monkeypatch) -> None:
@@ -41,7 +31,7 @@ def check_kernels(sets: Sets, squared: bool, capability: int, monkeypatch) -> No
         capability, monkeypatch,
     )  # fmt: skip
     empty = torch.zeros(0, dtype=torch.int32)
-    monkeypatch.setattr(_GRADIENT, "rows_by_token", lambda *arguments: (empty, empty))
+    monkeypatch.setattr(chamfer, "rows_by_token", lambda *arguments: (empty, empty))
     winners = tuple(torch.zeros(problem.n_queries, length, dtype=torch.int32) for length in lengths)
     weights = torch.zeros(problem.n_queries), torch.zeros(problem.n_queries)
     check_launches(

@@ -15,7 +15,6 @@ from triton.tools.disasm import get_sass
 from pylate_flash.kernels import backward, forward, soft, tables
 from pylate_flash.kernels.forward import common, hopper, stacked
 from pylate_flash.kernels.plan import soft_forward_plan
-from pylate_flash.kernels.soft import documents, queries
 from pylate_flash.kernels.versions import triton_version
 from pylate_flash.problem import Options, Tensors, problem_of
 from tests.kernels.recorder import check_launches
@@ -26,18 +25,17 @@ KERNELS = {
     stacked: ("_stacked",),
     common: ("_add_sums",),
     hopper: ("_hopper",),
-    documents: ("_documents",),
-    queries: ("_queries",),
+    soft.kernels: ("documents", "queries"),
     backward.common: ("_finish",),
 }
-TWICE, ONCE = {"_documents", "_queries"}, {"_documents", "_finish"}
+TWICE, ONCE = {"documents", "queries"}, {"documents", "_finish"}
 
 
 def check_kernels(
     tensors: Tensors, options: Options, names: set[str], backwards: dict[int, set[str]], capability: int, monkeypatch
 ) -> None:
     """Compile the forward, and for each budget of partial sums the kernels of the backward, which must be these."""
-    for module in (forward, soft.backward):
+    for module in (forward, soft):
         monkeypatch.setattr(module, "inverse_norms", lambda embeddings: torch.ones(embeddings.shape[:-1]))
         monkeypatch.setattr(module, "active_tokens", lambda mask: (mask.int(), torch.zeros(6, dtype=torch.int32)))
     problem, beta = problem_of(tensors, options), torch.ones(())

@@ -32,24 +32,24 @@ def test_each_step_of_a_search(dtype: torch.dtype, size: int, masked: bool, capa
     rule = Rule(256, True, 1e-3)
     plan = search_plan(given, rule.k)
     assert plan.groups == 4
-    names = {search: ("_begin", "_select", "_narrow"), walk: ("_walk",)}
+    names = {search: ("begin", "select", "narrow"), walk: ("_walk",)}
     recorders = {name: record(module, name, monkeypatch) for module, found in names.items() for name in found}
     best, winners, state, counts = retrieve(given, inputs, rule)
     launches = {name: recorder.launches for name, recorder in recorders.items()}
-    assert launches == {"_begin": 1, "_select": 1, "_narrow": 3, "_walk": 6}
+    assert launches == {"begin": 1, "select": 1, "narrow": 3, "_walk": 6}
 
     walked, scratch = recorders["_walk"], torch.zeros(2, 2, dtype=torch.int32)
-    walk.collect(given, plan, inputs, scratch, state, scratch)
+    walk.walk_similarities(given, plan, inputs, walk.COLLECT, scratch=scratch, state=state, counts=scratch)
     walked.compile(capability)
-    recorders["_begin"].compile(capability)
+    recorders["begin"].compile(capability)
     if not masked and capability == 90:
-        recorders["_select"].compile(capability)
-        recorders["_narrow"].compile(capability)
-        walk.find_maxima(given, plan, inputs, best, winners, scratch)
+        recorders["select"].compile(capability)
+        recorders["narrow"].compile(capability)
+        walk.walk_similarities(given, plan, inputs, walk.MAXIMA, best, winners, scratch)
         walked.compile(capability)
-        walk.count_bins(given, plan, inputs, scratch, state)
+        walk.walk_similarities(given, plan, inputs, walk.BINS, scratch=scratch, state=state)
         walked.compile(capability)
-        walk.tally(given, plan, inputs, state, counts)
+        walk.walk_similarities(given, plan, inputs, walk.TALLY, state=state, counts=counts)
         walked.compile(capability)
 
 

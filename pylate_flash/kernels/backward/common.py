@@ -89,16 +89,30 @@ def owner(bounds_ptr, count, value):
 def group_of(
     flat, grad_scores_ptr, candidates_ptr, n_documents, n_group_queries, n_groups, grad_stride_query,
     grad_stride_document,
-    HAS_CANDIDATES: tl.constexpr,
 ):  # fmt: skip
     """Group of the layout that a document belongs to, and where its score with the group's first query stands."""
-    if HAS_CANDIDATES:
+    if candidates_ptr is not None:
         group = owner(candidates_ptr, n_groups, flat).to(tl.int64)
         offset = flat * grad_stride_document
     else:
         group = flat // n_documents
         offset = group * n_group_queries * grad_stride_query + (flat - group * n_documents) * grad_stride_document
     return group, grad_scores_ptr + offset
+
+
+@triton.jit
+def token_of(
+    flat, token, cu_seqlens_ptr, n_documents, document_length, stride_group, stride_document, stride_document_token
+):
+    """Where a document's token stands among those of all documents, and where its embedding begins."""
+    if cu_seqlens_ptr is not None:
+        at = tl.load(cu_seqlens_ptr + flat).to(tl.int64) + token
+        source = at * stride_document_token
+    else:
+        at = flat * document_length + token
+        source = (flat // n_documents) * stride_group + (flat % n_documents) * stride_document
+        source += token.to(tl.int64) * stride_document_token
+    return at, source
 
 
 @triton.jit
@@ -115,11 +129,11 @@ def _finish_kernel(
     EMBEDDING: tl.constexpr,
     BLOCK_EMBEDDING: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
-    NORMALIZE: tl.constexpr,
 ):  # fmt: skip
     """grad[row] from the sum, in order, of parts [n_parts, n_rows, d] in float32; rows [groups, sequences, length].
 
-    Weights [n_rows], if any, multiply what becomes of the sum.
+    Scales [n_rows], if any, are inverse norms of the embeddings, through which the sum goes; weights, if any, multiply
+    what becomes of it.
     """
     wait_for_previous_kernel()
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -129,7 +143,7 @@ def _finish_kernel(
     total = tl.zeros([BLOCK_ROWS, BLOCK_EMBEDDING], tl.float32)
     for part in tl.range(0, n_parts):
         total += tl.load(parts_ptr + tl.cast(part, tl.int64) * n_rows * EMBEDDING + offset, mask=mask, other=0.0)
-    if NORMALIZE:
+    if scales_ptr is not None:
         source = row_addresses(rows, n_sequences, length, stride_group, stride_sequence, stride_token)
         embeddings = tl.load(embeddings_ptr + source[:, None] + dims[None, :], mask=mask, other=0.0)
         total = through_norm(total, embeddings, tl.load(scales_ptr + rows, mask=rows < n_rows, other=1.0))
@@ -141,16 +155,18 @@ def _finish_kernel(
 _finish = Kernel(_finish_kernel, follows=True)
 
 
-def finish_queries(problem: Problem, inputs: BackwardTensors, sums: Tensor, n_sums: int, grad_queries: Tensor) -> None:
-    """Add up the `n_sums` sums of every query row, in order."""
+def finish_queries(
+    problem: Problem, queries: Tensor, scale: Tensor | None, weight: Tensor | None, sums: Tensor, grad_queries: Tensor
+) -> None:
+    """Add up the `sums` [n, rows, d] of every query row, in order. `scale` and `weight`: see `BackwardTensors`."""
     rows = problem.n_queries * problem.query_length
     plan = plan_backward.finish_plan(problem)
     _finish(
         (-(-rows // plan.rows), 1, 1),
-        (sums, inputs.queries, inputs.queries_scale, inputs.queries_weight, grad_queries),
-        (rows, n_sums, problem.n_queries, problem.query_length),
+        (sums, queries, scale, weight, grad_queries),
+        (rows, sums.shape[0], problem.n_queries, problem.query_length),
         (0, *problem.query_strides),
-        (problem.size, plan.block_embedding, plan.rows, problem.normalize),
+        (problem.size, plan.block_embedding, plan.rows),
         (plan.num_warps, 3, None),
     )
 
@@ -166,6 +182,6 @@ def finish_documents(
         (sums, documents, documents_scale, None, grad_documents),
         (problem.n_tokens, 1, n_documents, length),
         problem.document_strides,
-        (problem.size, plan.block_embedding, plan.rows, True),
+        (problem.size, plan.block_embedding, plan.rows),
         (plan.num_warps, 3, None),
     )

@@ -16,7 +16,7 @@ from ..jit import kernel
 from ..launch import Kernel
 from ..overlap import wait_for_previous_kernel
 from ..rows import through_norm
-from .common import BackwardTensors, Destination, group_of, layout, quotient
+from .common import BackwardTensors, Destination, group_of, layout, quotient, token_of
 
 if TYPE_CHECKING:
     from ...problem import Problem
@@ -33,8 +33,6 @@ def _compare_kernel(
     BLOCK_EMBEDDING: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     CHUNK: tl.constexpr,
-    PACKED: tl.constexpr,
-    HAS_CANDIDATES: tl.constexpr,
     NORMALIZE: tl.constexpr,
     ADD: tl.constexpr,
 ):  # fmt: skip
@@ -62,7 +60,7 @@ def _compare_kernel(
     if tl.max(leads.to(tl.int32), axis=0) > 0:
         group, weights_ptr = group_of(
             flat, grad_scores_ptr, candidates_ptr, n_documents, n_group_queries, n_groups, grad_stride_query,
-            grad_stride_document, HAS_CANDIDATES,
+            grad_stride_document,
         )  # fmt: skip
         queries_ptr += group * n_group_queries * stride_query
         dims = tl.arange(0, BLOCK_EMBEDDING)
@@ -88,13 +86,10 @@ def _compare_kernel(
                 total += values.to(tl.float32) * weight[:, None]
                 later = same & (slots[None, :] > position[:, None])
                 position = tl.min(tl.where(later, slots[None, :], CHUNK), axis=1)
-        if PACKED:
-            at = tl.load(cu_seqlens_ptr + flat).to(tl.int64) + winner
-            source = at * stride_document_token
-        else:
-            at = flat * document_length + winner
-            source = (flat // n_documents) * stride_group + (flat % n_documents) * stride_document
-            source += winner.to(tl.int64) * stride_document_token
+        at, source = token_of(
+            flat, winner, cu_seqlens_ptr, n_documents, document_length, stride_group, stride_document,
+            stride_document_token,
+        )  # fmt: skip
         mask = leads[:, None] & dim_exists[None, :]
         if NORMALIZE:
             embeddings = tl.load(documents_ptr + source[:, None] + dims[None, :], mask=mask, other=0.0)
@@ -118,7 +113,7 @@ def compare_winners(problem: Problem, inputs: BackwardTensors, destination: Dest
         layout(problem, inputs.grad_strides),
         (*problem.query_strides, *problem.document_strides),
         (
-            problem.size, plan.block_embedding, plan.rows, plan.compared, problem.packed, problem.has_candidates,
+            problem.size, plan.block_embedding, plan.rows, plan.compared,
             problem.normalize and not destination.partial, destination.adds,
         ),
         (plan.num_warps, 1, None),

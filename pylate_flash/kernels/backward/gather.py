@@ -33,8 +33,6 @@ def _gather_kernel(
     BLOCK_EMBEDDING: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_DOCUMENTS: tl.constexpr,
-    PACKED: tl.constexpr,
-    HAS_CANDIDATES: tl.constexpr,
     NORMALIZE: tl.constexpr,
     SPLIT: tl.constexpr,
     NARROW: tl.constexpr,
@@ -62,7 +60,7 @@ def _gather_kernel(
     origin = group * n_documents
     first = origin
     last = origin + n_documents
-    if HAS_CANDIDATES:
+    if candidates_ptr is not None:
         origin = group * 0
         first = tl.load(candidates_ptr + group).to(tl.int64)
         last = tl.load(candidates_ptr + group + 1).to(tl.int64)
@@ -89,7 +87,7 @@ def _gather_kernel(
         won = winner >= 0
         weight = tl.load(grad_scores_ptr + (document - origin) * grad_stride_document + to_query, mask=won, other=0.0)
         offset = winner * stride_document_token if NARROW else winner.to(tl.int64) * stride_document_token
-        if PACKED:
+        if cu_seqlens_ptr is not None:
             # The end of the last document, where several are in flight and some are past it.
             begin = tl.load(cu_seqlens_ptr + tl.minimum(document, last)).to(tl.int64)
             base = documents_ptr + begin * stride_document_token
@@ -142,8 +140,8 @@ def gather_queries(problem: Problem, inputs: BackwardTensors, grad_queries: Tens
     split = n_splits > 1
     sums, weight = grad_queries, inputs.queries_weight
     if split:
-        count = n_splits * grad_queries.numel()
-        sums, weight = torch.empty(count, dtype=torch.float32, device=problem.device), None
+        shape, weight = (n_splits, problem.n_queries * problem.query_length, problem.size), None
+        sums = torch.empty(*shape, dtype=torch.float32, device=problem.device)
     _gather(
         (programs, n_splits, 1),
         (*inputs[:8], weight, sums),
@@ -153,13 +151,12 @@ def gather_queries(problem: Problem, inputs: BackwardTensors, grad_queries: Tens
         ),
         (*problem.query_strides, *problem.document_strides),
         (
-            problem.size, block_embedding, rows, documents, problem.packed, problem.has_candidates, problem.normalize,
-            split, _is_narrow(problem, inputs),
+            problem.size, block_embedding, rows, documents, problem.normalize, split, _is_narrow(problem, inputs),
         ),
         (num_warps, 3, registers),
     )  # fmt: skip
     if split:
-        finish_queries(problem, inputs, sums, n_splits, grad_queries)
+        finish_queries(problem, inputs.queries, inputs.queries_scale, inputs.queries_weight, sums, grad_queries)
 
 
 def _is_narrow(problem: Problem, inputs: BackwardTensors) -> bool:

@@ -59,13 +59,12 @@ def _bins_of(
     items, winners_ptr, listed_ptr, n_listed_ptr, flat, local, n_rows,
     SHIFT: tl.constexpr,
     BIN_BITS: tl.constexpr,
-    LISTED: tl.constexpr,
 ):  # fmt: skip
     """Rows of a document by position, and their bins: `winner >> SHIFT` modulo 2**BIN_BITS, 2**BIN_BITS for none.
 
-    LISTED: positions count in the list of an earlier pass.
+    With a list of an earlier pass, positions count in it.
     """
-    if LISTED:
+    if listed_ptr is not None:
         exists = items < tl.load(n_listed_ptr + local)
         rows = tl.load(listed_ptr + local * n_rows + items, mask=exists, other=0).to(tl.int32)
     else:
@@ -82,7 +81,6 @@ def _sort_kernel(
     SHIFT: tl.constexpr,
     BIN_BITS: tl.constexpr,
     CHUNK_BITS: tl.constexpr,
-    LISTED: tl.constexpr,
     BLOCK_BINS: tl.constexpr,
 ):  # fmt: skip
     """order[local document, chunk] = the chunk's rows by bin, and within a bin in their order; chunks x documents.
@@ -97,7 +95,7 @@ def _sort_kernel(
     ranks = tl.arange(0, CHUNK)
     _, bins = _bins_of(
         tl.program_id(0) % n_chunks * CHUNK + ranks, winners_ptr, listed_ptr, n_listed_ptr, first_document + local,
-        local, n_rows, SHIFT, BIN_BITS, LISTED,
+        local, n_rows, SHIFT, BIN_BITS,
     )  # fmt: skip
     # The position in the chunk makes keys different and the sort stable. Rows without a bin come last.
     keys = _sorted((bins << CHUNK_BITS) | ranks, CHUNK_BITS)
@@ -176,7 +174,6 @@ def _scan_kernel(
     first_document, n_chunks, n_bins, document_length,
     BLOCK_BINS: tl.constexpr,
     BLOCK_CHUNKS: tl.constexpr,
-    PACKED: tl.constexpr,
     WITH_STARTS: tl.constexpr,
 ):  # fmt: skip
     """Turn the runs of a document's chunks into places: what to add to a rank in the chunk, by chunk and bin.
@@ -192,7 +189,7 @@ def _scan_kernel(
     counts_ptr += local * n_chunks * n_bins
     length = document_length
     if WITH_STARTS:
-        if PACKED:
+        if cu_seqlens_ptr is not None:
             token = tl.load(cu_seqlens_ptr + flat).to(tl.int64)
             length = (tl.load(cu_seqlens_ptr + flat + 1).to(tl.int64) - token).to(tl.int32)
             owners_ptr += token
@@ -213,7 +210,7 @@ def _scan_kernel(
     tl.debug_barrier()
     if WITH_STARTS:
         tl.store(starts_ptr + bins, place.to(starts_ptr.dtype.element_ty), mask=bins < length)
-        if PACKED:
+        if cu_seqlens_ptr is not None:
             tl.store(owners_ptr + bins, (flat + bins * 0).to(tl.int32), mask=bins < length)
     for chunk in tl.range(0, n_chunks, BLOCK_CHUNKS):
         begins, rows, at, mask = _load_runs(counts_ptr, n_chunks, n_bins, chunk + tl.arange(0, BLOCK_CHUNKS), bins)
@@ -233,7 +230,6 @@ def _place_kernel(
     SHIFT: tl.constexpr,
     BIN_BITS: tl.constexpr,
     CHUNK_BITS: tl.constexpr,
-    LISTED: tl.constexpr,
 ):  # fmt: skip
     """list[local document] = its rows by bin, from the sorted chunks and the places of their bins."""
     wait_for_previous_kernel()
@@ -243,7 +239,7 @@ def _place_kernel(
     ranks = tl.arange(0, CHUNK)
     items = tl.program_id(0) % n_chunks * CHUNK + tl.load(order_ptr + program * CHUNK + ranks).to(tl.int32)
     rows, bins = _bins_of(
-        items, winners_ptr, listed_ptr, n_listed_ptr, first_document + local, local, n_rows, SHIFT, BIN_BITS, LISTED
+        items, winners_ptr, listed_ptr, n_listed_ptr, first_document + local, local, n_rows, SHIFT, BIN_BITS
     )
     exists = bins < (1 << BIN_BITS)
     places = tl.load(places_ptr + program * n_bins + bins, mask=exists, other=0)
@@ -255,7 +251,6 @@ def _starts_kernel(
     winners_ptr, list_ptr, n_listed_ptr, cu_seqlens_ptr, starts_ptr, owners_ptr,
     first_document, n_rows, n_steps, document_length,
     BLOCK_TOKENS: tl.constexpr,
-    PACKED: tl.constexpr,
 ):  # fmt: skip
     """Where the list of every token begins, by bisection of the list: after two passes, bins are not tokens."""
     wait_for_previous_kernel()
@@ -266,7 +261,7 @@ def _starts_kernel(
     length = document_length
     low = tl.zeros([BLOCK_TOKENS], tl.int32)
     high = low + tl.load(n_listed_ptr + local)
-    if PACKED:
+    if cu_seqlens_ptr is not None:
         begin = tl.load(cu_seqlens_ptr + flat).to(tl.int64)
         length = (tl.load(cu_seqlens_ptr + flat + 1).to(tl.int64) - begin).to(tl.int32)
         tl.store(owners_ptr + begin + tokens, (flat + tokens * 0).to(tl.int32), mask=tokens < length)
@@ -384,7 +379,7 @@ def _sorted_lists(problem: Problem, plan: ListsPlan, wanted: _Lists, n_listed: R
     """The rows of every document wanted, listed by as many programs as they have chunks. Fills `wanted.starts`."""
     first, number, starts, owners, winners, bounds = wanted
     device, digits = problem.device, plan.digits
-    rows, length, packed, n_chunks = problem.rows, problem.document_length, problem.packed, plan.n_chunks
+    rows, length, n_chunks = problem.rows, problem.document_length, plan.n_chunks
     bin_bits, chunk_bits, block_bins = tables.LIST_BIN_BITS, tables.LIST_CHUNK_BITS, tables.LIST_BLOCK_BINS
     programs, bins, one_pass = number * n_chunks, digits[0][1], len(digits) == 1
     order = scratch.empty(programs << chunk_bits, torch.uint16, device)
@@ -394,13 +389,12 @@ def _sorted_lists(problem: Problem, plan: ListsPlan, wanted: _Lists, n_listed: R
     for shift, n_bins in digits:
         listed = torch.empty(number * rows, dtype=plan.list_dtype, device=device)
         numbers = (first, rows, n_chunks, n_bins)
-        listed_before = previous is not None
         _sort(
             (programs, 1, 1),
             (winners, previous, n_listed, order, counts, runs, reached),
             numbers,
             (),
-            (shift, bin_bits, chunk_bits, listed_before, block_bins),
+            (shift, bin_bits, chunk_bits, block_bins),
             (1, 1, None),
         )
         _scan(
@@ -408,7 +402,7 @@ def _sorted_lists(problem: Problem, plan: ListsPlan, wanted: _Lists, n_listed: R
             (counts, reached, starts, owners, n_listed, bounds),
             (first, n_chunks, n_bins, length),
             (),
-            (block_bins, tables.LIST_BLOCK_CHUNKS, packed, one_pass),
+            (block_bins, tables.LIST_BLOCK_CHUNKS, one_pass),
             (4, 1, None),
         )
         _place(
@@ -416,7 +410,7 @@ def _sorted_lists(problem: Problem, plan: ListsPlan, wanted: _Lists, n_listed: R
             (winners, previous, order, counts, n_listed, listed),
             numbers,
             (),
-            (shift, bin_bits, chunk_bits, listed_before),
+            (shift, bin_bits, chunk_bits),
             (4, 1, None),
         )
         previous = listed
@@ -426,7 +420,7 @@ def _sorted_lists(problem: Problem, plan: ListsPlan, wanted: _Lists, n_listed: R
             (winners, listed, n_listed, bounds, starts, owners),
             (first, rows, rows.bit_length(), length),
             (),
-            (256, packed),
+            (256,),
             (4, 1, None),
         )
     return listed

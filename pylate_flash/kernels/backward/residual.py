@@ -27,7 +27,6 @@ def _gradient_kernel(
     BLOCK_EMBEDDING: tl.constexpr,
     NBITS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
-    HAS_CANDIDATES: tl.constexpr,
     DTYPE: tl.constexpr,
 ):  # fmt: skip
     """sums[split, row] = sum over the documents of a split of grad_score * document[winner], [splits, Nq * Lq, d].
@@ -48,7 +47,7 @@ def _gradient_kernel(
     for place in tl.range(first, tl.minimum(first + share, n_documents)):
         flat_place = group * n_documents + place
         document = tl.cast(place, tl.int32)
-        if HAS_CANDIDATES:
+        if candidates_ptr is not None:
             # Of none, nothing has won.
             document = tl.maximum(tl.load(candidates_ptr + flat_place).to(tl.int32), 0)
         winner = tl.load(winners_ptr + flat_place * n_rows + rows, mask=row_exists, other=-1)
@@ -93,10 +92,7 @@ def _sums(problem: Problem, plan: ResidualGradientPlan, codes: Codes, grad_score
         (grad_scores, winners, *codes, sums),
         (problem.rows, problem.query_length, problem.n_documents, plan.n_splits, *grad_scores.stride()),
         (),
-        (
-            problem.size, plan.blocks.first, codes.nbits, plan.rows, codes.candidates is not None,
-            _TYPES[problem.dtype],
-        ),
+        (problem.size, plan.blocks.first, codes.nbits, plan.rows, _TYPES[problem.dtype]),
         (4, 1, None),
-    )  # fmt: skip
+    )
     return sums

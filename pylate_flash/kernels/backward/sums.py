@@ -20,7 +20,7 @@ from ..launch import Kernel, Region, Scratch
 from ..overlap import wait_for_previous_kernel
 from ..plan_backward import ListsPlan
 from ..rows import through_norm
-from .common import BackwardTensors, group_of, joined, layout, quotient
+from .common import BackwardTensors, group_of, joined, layout, quotient, token_of
 
 if TYPE_CHECKING:
     from ...problem import Problem
@@ -47,7 +47,6 @@ class Block(NamedTuple):
 def _segment(
     winners_ptr, list_ptr, starts_ptr, cu_seqlens_ptr, flat, local, segment, n_rows, document_length,
     SEGMENT: tl.constexpr,
-    PACKED: tl.constexpr,
 ):  # fmt: skip
     """The token whose rows stand around the `segment`-th multiple of SEGMENT in a document's list.
 
@@ -55,7 +54,7 @@ def _segment(
     that a program of its own takes them from there.
     """
     boundary = (segment + 1) * SEGMENT
-    if PACKED:
+    if cu_seqlens_ptr is not None:
         begin = tl.load(cu_seqlens_ptr + flat).to(tl.int64)
         starts_ptr += begin + flat
         length = (tl.load(cu_seqlens_ptr + flat + 1).to(tl.int64) - begin).to(tl.int32)
@@ -75,18 +74,13 @@ def _store_token(
     total, documents_ptr, documents_scale_ptr, grad_documents_ptr, cu_seqlens_ptr, flat, token, n_documents,
     document_length, stride_group, stride_document, stride_document_token, dims, exists,
     EMBEDDING: tl.constexpr,
-    PACKED: tl.constexpr,
     NORMALIZE: tl.constexpr,
     ADD: tl.constexpr,
 ):  # fmt: skip
     """Write the gradient [d] of a token of a document from its sum, or ADD the sum to it, where `exists`."""
-    if PACKED:
-        at = tl.load(cu_seqlens_ptr + flat).to(tl.int64) + token
-        source = at * stride_document_token
-    else:
-        at = flat * document_length + token
-        source = (flat // n_documents) * stride_group + (flat % n_documents) * stride_document
-        source += token.to(tl.int64) * stride_document_token
+    at, source = token_of(
+        flat, token, cu_seqlens_ptr, n_documents, document_length, stride_group, stride_document, stride_document_token
+    )
     mask = (dims < EMBEDDING) & exists
     if NORMALIZE:
         embedding = tl.load(documents_ptr + source + dims, mask=mask, other=0.0)
@@ -109,8 +103,6 @@ def _sum_kernel(
     BLOCK_EMBEDDING: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     SEGMENT: tl.constexpr,
-    PACKED: tl.constexpr,
-    HAS_CANDIDATES: tl.constexpr,
     NORMALIZE: tl.constexpr,
     NARROW: tl.constexpr,
     ADD: tl.constexpr,
@@ -134,7 +126,7 @@ def _sum_kernel(
         flat = first_document + local
         boundary, token, start, end, mine = _segment(
             winners_ptr, list_ptr, starts_ptr, cu_seqlens_ptr, flat, local, program % n_segments, n_rows,
-            document_length, SEGMENT, PACKED,
+            document_length, SEGMENT,
         )  # fmt: skip
         low = boundary
         high = tl.where(mine, tl.minimum(boundary + SEGMENT, end), boundary)
@@ -142,7 +134,7 @@ def _sum_kernel(
         exists = mine
         part = program.to(tl.int64) * 2 + 1
     else:
-        if PACKED:
+        if cu_seqlens_ptr is not None:
             at = tl.load(cu_seqlens_ptr + first_document).to(tl.int64) + (program - n_extra)
             exists = at < tl.load(cu_seqlens_ptr + first_document + n_block_documents).to(tl.int64)
             flat = tl.load(owners_ptr + at, mask=exists, other=first_document).to(tl.int64)
@@ -166,7 +158,7 @@ def _sum_kernel(
 
     group, weights_ptr = group_of(
         flat, grad_scores_ptr, candidates_ptr, n_documents, n_group_queries, n_groups, grad_stride_query,
-        grad_stride_document, HAS_CANDIDATES,
+        grad_stride_document,
     )  # fmt: skip
     queries_ptr += group * n_group_queries * stride_query
     list_ptr += local * n_rows
@@ -205,7 +197,7 @@ def _sum_kernel(
         _store_token(
             summed, documents_ptr, documents_scale_ptr, grad_documents_ptr, cu_seqlens_ptr, flat, token, n_documents,
             document_length, stride_group, stride_document, stride_document_token, dims, exists,
-            EMBEDDING, PACKED, NORMALIZE, ADD,
+            EMBEDDING, NORMALIZE, ADD,
         )  # fmt: skip
 
 
@@ -219,7 +211,6 @@ def _combine_kernel(
     BLOCK_EMBEDDING: tl.constexpr,
     BLOCK_PARTS: tl.constexpr,
     SEGMENT: tl.constexpr,
-    PACKED: tl.constexpr,
     NORMALIZE: tl.constexpr,
     ADD: tl.constexpr,
 ):  # fmt: skip
@@ -233,7 +224,7 @@ def _combine_kernel(
     flat = first_document + local
     boundary, token, start, end, taken = _segment(
         winners_ptr, list_ptr, starts_ptr, cu_seqlens_ptr, flat, local, tl.program_id(0) % n_segments, n_rows,
-        document_length, SEGMENT, PACKED,
+        document_length, SEGMENT,
     )  # fmt: skip
     if taken & (boundary < start + 2 * SEGMENT):
         dims = tl.arange(0, BLOCK_EMBEDDING)
@@ -248,7 +239,7 @@ def _combine_kernel(
         _store_token(
             total, documents_ptr, documents_scale_ptr, grad_documents_ptr, cu_seqlens_ptr, flat, token, n_documents,
             document_length, stride_group, stride_document, stride_document_token, dims, taken,
-            EMBEDDING, PACKED, NORMALIZE, ADD,
+            EMBEDDING, NORMALIZE, ADD,
         )  # fmt: skip
 
 
@@ -263,7 +254,7 @@ def sum_lists(
     first, number, starts, owners, grad_documents = block[:5]
     size, length, n_segments, strides = problem.size, problem.document_length, plan.n_segments, problem.document_strides
     block_embedding, num_warps = plan.block_embedding, plan.num_warps
-    packed, normalize, winners = problem.packed, problem.normalize and not block.partial, inputs.winners
+    normalize, winners = problem.normalize and not block.partial, inputs.winners
     parts = scratch.empty(number * n_segments * 2 * size, torch.float32, problem.device)
     _sum(
         (number * n_segments + min(problem.n_tokens, number * length), 1, 1),
@@ -271,8 +262,7 @@ def sum_lists(
         (first, number, n_segments, *layout(problem, inputs.grad_strides)),
         (*problem.query_strides, *strides),
         (
-            size, block_embedding, plan.rows, tables.LIST_SEGMENT, packed, problem.has_candidates, normalize,
-            _is_narrow(problem, inputs), block.adds,
+            size, block_embedding, plan.rows, tables.LIST_SEGMENT, normalize, _is_narrow(problem, inputs), block.adds,
         ),
         (num_warps, 1, None),
     )  # fmt: skip
@@ -285,7 +275,7 @@ def sum_lists(
             ),
             (first, problem.rows, problem.n_documents, length, n_segments),
             strides,
-            (size, block_embedding, 8, tables.LIST_SEGMENT, packed, normalize, block.adds),
+            (size, block_embedding, 8, tables.LIST_SEGMENT, normalize, block.adds),
             (num_warps, 1, None),
         )  # fmt: skip
 

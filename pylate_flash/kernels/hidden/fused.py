@@ -1,6 +1,6 @@
 """Projection of hidden states on Hopper (compute capability 9.0), and scores for few query rows, in the same kernel.
 
-A program projects a tile of hidden states (`product`), normalises and rounds the embeddings in registers, and
+A program projects a tile of hidden states (`projection`), normalises and rounds the embeddings in registers, and
 multiplies them there with the queries, which stay in shared memory: the second product takes its first operand from the
 registers that the first one left its sum in, as in FlashAttention. What leaves the chip is, for each document in a
 tile, the maxima of that tile, and `_finish_kernel` takes the maxima of a document's tiles and sums them over the query.
@@ -18,10 +18,10 @@ took a run of tiles, it was 0.140 and 0.586. A linear layer and `maxsim` take 1.
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
@@ -34,16 +34,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..gluon import find_document, larger_of
+from ..jit import kernel
 from ..launch import Kernel
 from ..overlap import wait_for_previous_kernel
 from ..plan_operations import FusedPlan
 from ..reductions import larger
 from ..tables import power_of_two
-from .product import PARTS, allocate, copy_part, described, inverse_norms, load_bias, project_part, scaled
+from .projection import PARTS, allocate, copy_chunks, described, inverse_norms, load_bias, project_part, scaled
 
 if TYPE_CHECKING:
     from ...problem import Options, Tensors
 
+# Of a document, that `_finish_kernel` reads at once.
 _PARTS_AT_ONCE = tl.constexpr(4)
 # Of a program of `_finish_kernel`.
 _BLOCK_DOCUMENTS = 8
@@ -51,15 +53,18 @@ _BLOCK_DOCUMENTS = 8
 
 @gluon.jit
 def _score(
-    queries_ptr, bias_ptr, mask_ptr, cu_seqlens_ptr, best_ptr, states, weights, queries, full, empty, ready,
-    n_tiles, n_rows, query_length, n_tokens, n_documents, document_length,
-    stride_query, stride_query_token,
-    SIZE: gl.constexpr, D_MODEL: gl.constexpr, EMBEDDING: gl.constexpr, COLUMNS: gl.constexpr, BLOCKS: gl.constexpr,
-    PART_ROWS: gl.constexpr, PARTS: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr, PACKED: gl.constexpr,
-    HAS_BIAS: gl.constexpr, HAS_MASK: gl.constexpr, ZERO_MASKED: gl.constexpr, NORMALIZE: gl.constexpr,
+    arguments, SIZE: gl.constexpr, D_MODEL: gl.constexpr, ZERO_MASKED: gl.constexpr, NORMALIZE: gl.constexpr,
     PART: gl.constexpr,
 ):  # fmt: skip
     """Project one part of every tile, and leave the maxima of its documents: best[document + part, query row]."""
+    (
+        queries_ptr, bias_ptr, mask_ptr, cu_seqlens_ptr, best_ptr, states, weights, queries, full, empty, ready,
+        n_tiles, n_rows, query_length, n_tokens, n_documents, document_length, stride_query, stride_query_token,
+    ) = arguments  # fmt: skip
+    PART_ROWS: gl.constexpr = states.shape[1]
+    BLOCKS: gl.constexpr = queries.shape[0]
+    COLUMNS: gl.constexpr = queries.shape[1]
+    EMBEDDING: gl.constexpr = queries.shape[2]
     similarity: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, similarity, 2)
     by_row: gl.constexpr = gl.SliceLayout(1, similarity)
@@ -85,31 +90,29 @@ def _score(
 
     columns = gl.arange(0, COLUMNS, layout=by_column)
     no_similarities = gl.zeros([PART_ROWS, COLUMNS], gl.float32, similarity)
-    if HAS_BIAS:
+    if bias_ptr is not None:
         bias = load_bias(bias_ptr, SIZE, EMBEDDING)
-    if PACKED:
+    if cu_seqlens_ptr is not None:
         n_tokens = gl.minimum(n_tokens, gl.load(cu_seqlens_ptr + n_documents).to(gl.int32))
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(0)
     for tile in range(gl.program_id(0), n_tiles, gl.num_programs(0)):
         part = tile * PARTS + PART
         first = part * PART_ROWS
-        embeddings, slot, phase = project_part(
-            states, weights, full, empty, slot, phase, D_MODEL, EMBEDDING, PART_ROWS, PARTS, CHUNK, STAGES, PART
-        )
-        if HAS_BIAS:
+        embeddings, slot, phase = project_part(states, weights, full, empty, slot, phase, D_MODEL, PART)
+        if bias_ptr is not None:
             embeddings += bias[None, :]
         # Rounded as by a linear layer.
         rounded = embeddings.to(dtype)
         if NORMALIZE:
             rounded = scaled(rounded, inverse_norms(rounded))
         rows = first + gl.arange(0, PART_ROWS, layout=by_row)
-        if HAS_MASK:
+        if mask_ptr is not None:
             active = gl.load(mask_ptr + rows, mask=rows < n_tokens, other=0) != 0
         rounded = gl.convert_layout(rounded, operand)
 
         end = gl.minimum(first + PART_ROWS, n_tokens)
-        if PACKED:
+        if cu_seqlens_ptr is not None:
             document = find_document(cu_seqlens_ptr, n_documents, first.to(gl.int64) + 1, 0) - 1
         else:
             document = first // document_length
@@ -119,13 +122,13 @@ def _score(
                 rounded, queries.index(block).permute((1, 0)), no_similarities, use_acc=False, is_async=True
             )
             similarities = warpgroup_mma_wait(0, deps=[similarities])
-            if HAS_MASK:
+            if mask_ptr is not None:
                 similarities = gl.where(active[:, None], similarities, 0.0 if ZERO_MASKED else float("-inf"))
             current = document
             start = first
             while start < end:
                 stop = (current + 1) * document_length
-                if PACKED:
+                if cu_seqlens_ptr is not None:
                     stop = gl.load(cu_seqlens_ptr + current + 1).to(gl.int32)
                 inside = (rows >= start) & (rows < gl.minimum(stop, end))
                 best = gl.reduce(gl.where(inside[:, None], similarities, float("-inf")), 0, larger_of)
@@ -135,36 +138,16 @@ def _score(
                 current += 1
 
 
-@gluon.jit
-def _score_part(
-    arguments, SIZE: gl.constexpr, D_MODEL: gl.constexpr, EMBEDDING: gl.constexpr, COLUMNS: gl.constexpr,
-    BLOCKS: gl.constexpr, PART_ROWS: gl.constexpr, PARTS: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr,
-    PACKED: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_MASK: gl.constexpr, ZERO_MASKED: gl.constexpr,
-    NORMALIZE: gl.constexpr, PART: gl.constexpr,
-):  # fmt: skip
-    _score(
-        *arguments, SIZE, D_MODEL, EMBEDDING, COLUMNS, BLOCKS, PART_ROWS, PARTS, CHUNK, STAGES, PACKED, HAS_BIAS,
-        HAS_MASK, ZERO_MASKED, NORMALIZE, PART,
-    )  # fmt: skip
-
-
-@gluon.jit(do_not_specialize=["n_rows", "query_length", "n_tokens", "n_documents", "document_length"])
+@functools.partial(kernel, jit=gluon.jit)
 def _fused_kernel(
-    hidden, weight, queries_ptr, bias_ptr, mask_ptr, cu_seqlens_ptr, best_ptr,
+    hidden_desc, weight_desc, queries_ptr, bias_ptr, mask_ptr, cu_seqlens_ptr, best_ptr,
     n_rows, query_length, n_tokens, n_documents, document_length,
     stride_query, stride_query_token,
     SIZE: gl.constexpr,
     D_MODEL: gl.constexpr,
-    EMBEDDING: gl.constexpr,
     COLUMNS: gl.constexpr,
     BLOCKS: gl.constexpr,
-    PART_ROWS: gl.constexpr,
-    PARTS: gl.constexpr,
-    CHUNK: gl.constexpr,
     STAGES: gl.constexpr,
-    PACKED: gl.constexpr,
-    HAS_BIAS: gl.constexpr,
-    HAS_MASK: gl.constexpr,
     ZERO_MASKED: gl.constexpr,
     NORMALIZE: gl.constexpr,
 ):  # fmt: skip
@@ -174,9 +157,10 @@ def _fused_kernel(
     a run of tiles, it was 3 % slower at 1 x 1000, 32 x 300. hidden [n_tokens, D_MODEL] and weight [SIZE, D_MODEL] are
     contiguous.
     """
-    n_tiles = gl.cdiv(n_tokens, PART_ROWS * PARTS)
-    dtype: gl.constexpr = hidden.dtype
-    states, weights, full, empty = allocate(dtype, EMBEDDING, PART_ROWS, PARTS, CHUNK, STAGES)
+    n_tiles = gl.cdiv(n_tokens, hidden_desc.block_type.shape[0] * PARTS)
+    states, weights, full, empty = allocate(hidden_desc, weight_desc, STAGES)
+    dtype: gl.constexpr = states.dtype
+    EMBEDDING: gl.constexpr = weights.shape[1]
     queries_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([COLUMNS, EMBEDDING], dtype)
     queries = gl.allocate_shared_memory(dtype, [BLOCKS, COLUMNS, EMBEDDING], queries_layout)
     ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -187,44 +171,29 @@ def _fused_kernel(
         queries_ptr, bias_ptr, mask_ptr, cu_seqlens_ptr, best_ptr, states, weights, queries, full, empty, ready,
         n_tiles, n_rows, query_length, n_tokens, n_documents, document_length, stride_query, stride_query_token,
     )  # fmt: skip
-    copied = (hidden, weight, states, weights, full, empty, n_tiles)
+    copied = hidden_desc, weight_desc, states, weights, full, empty, n_tiles
     gl.warp_specialize(
         [
-            (
-                _score_part,
-                (
-                    arguments, SIZE, D_MODEL, EMBEDDING, COLUMNS, BLOCKS, PART_ROWS, PARTS, CHUNK, STAGES, PACKED,
-                    HAS_BIAS, HAS_MASK, ZERO_MASKED, NORMALIZE, gl.constexpr(0),
-                ),
-            ),
-            (
-                _score_part,
-                (
-                    arguments, SIZE, D_MODEL, EMBEDDING, COLUMNS, BLOCKS, PART_ROWS, PARTS, CHUNK, STAGES, PACKED,
-                    HAS_BIAS, HAS_MASK, ZERO_MASKED, NORMALIZE, gl.constexpr(1),
-                ),
-            ),
-            (copy_part, (copied, D_MODEL, PART_ROWS, PARTS, CHUNK, STAGES)),
+            (_score, (arguments, SIZE, D_MODEL, ZERO_MASKED, NORMALIZE, gl.constexpr(0))),
+            (_score, (arguments, SIZE, D_MODEL, ZERO_MASKED, NORMALIZE, gl.constexpr(1))),
+            (copy_chunks, (copied, D_MODEL)),
         ],
         [4, 1],
         [232, 40],
-    )  # fmt: skip
+    )
 
 
 _fused = Kernel(_fused_kernel)
 
 
-@triton.jit(do_not_specialize=["query_length", "n_documents", "document_length", "n_columns", "empty_score"])
+@kernel
 def _finish_kernel(
     best_ptr, queries_mask_ptr, documents_mask_ptr, cu_seqlens_ptr, scores_ptr,
     query_length, n_documents, document_length, n_columns, empty_score,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_DOCUMENTS: tl.constexpr,
     PART_ROWS: tl.constexpr,
-    PACKED: tl.constexpr,
-    HAS_QUERIES_MASK: tl.constexpr,
     WEIGHTED: tl.constexpr,
-    HAS_DOCUMENTS_MASK: tl.constexpr,
     MEAN: tl.constexpr,
 ):  # fmt: skip
     """scores[query, document] = sum over active rows of the maximum over the parts that the document lies in.
@@ -239,7 +208,7 @@ def _finish_kernel(
     documents = tl.program_id(0) * BLOCK_DOCUMENTS + tl.arange(0, BLOCK_DOCUMENTS)
     exists = documents < n_documents
     tokens = tl.arange(0, BLOCK_ROWS)
-    if PACKED:
+    if cu_seqlens_ptr is not None:
         begin = tl.load(cu_seqlens_ptr + documents, mask=exists, other=0).to(tl.int32)
         end = tl.load(cu_seqlens_ptr + documents + 1, mask=exists, other=0).to(tl.int32)
     else:
@@ -258,7 +227,7 @@ def _finish_kernel(
         mask = (part < parts[:, None, None]) & in_query[None, None, :]
         values = tl.load(best_ptr + of_rows[:, None, :] + part * n_columns, mask=mask, other=float("-inf"))
         best = larger(best, tl.reduce(values, 1, larger))
-    if HAS_DOCUMENTS_MASK:
+    if documents_mask_ptr is not None:
         active = tl.zeros([BLOCK_DOCUMENTS], tl.int32)
         for start in tl.range(0, document_length, 64):
             at = start + tl.arange(0, 64)
@@ -268,7 +237,7 @@ def _finish_kernel(
             active = tl.maximum(active, tl.max(found.to(tl.int32), axis=1))
         counted &= active != 0
     row_active = in_query
-    if HAS_QUERIES_MASK:
+    if queries_mask_ptr is not None:
         weight = tl.load(queries_mask_ptr + query * query_length + tokens, mask=in_query, other=0)
         row_active &= weight != 0
         if WEIGHTED:
@@ -292,33 +261,29 @@ def score(plan: FusedPlan, tensors: Tensors, options: Options, weight: Tensor, b
     where they are packed; no dimension is 0.
     """
     queries, hidden, queries_mask, documents_mask, _, cu_seqlens, _ = tensors
-    n_queries, query_length, size = queries.shape
-    d_model, packed, masked = weight.shape[1], cu_seqlens is not None, documents_mask is not None
+    n_queries, query_length = queries.shape[:2]
     if cu_seqlens is not None:
         n_documents, document_length = cu_seqlens.shape[0] - 1, 0
         cu_seqlens = cu_seqlens.to(hidden.device, non_blocking=True).contiguous()
     else:
         n_documents, document_length = hidden.shape[-3:-1]
+    weighted = False
     if queries_mask is not None:
-        queries_mask = queries_mask.contiguous()
+        queries_mask, weighted = queries_mask.contiguous(), queries_mask.is_floating_point()
     if documents_mask is not None:
         documents_mask = documents_mask.contiguous()
     tile, n_tokens = plan.tile, plan.n_tokens
-    part_rows, columns = tile.rows // PARTS, tile.blocks * tile.columns
-    best = queries.new_empty(n_documents + plan.n_tiles * PARTS, columns, dtype=torch.float32)
+    part_rows, columns = tile.rows // PARTS.value, tile.blocks * tile.columns
+    best = queries.new_empty(n_documents + plan.n_tiles * PARTS.value, columns, dtype=torch.float32)
     _fused(
         (plan.programs, 1, 1),
         (hidden, weight, queries, bias, documents_mask, cu_seqlens, best),
         (n_queries * query_length, query_length, n_tokens, n_documents, document_length),
         queries.stride()[:2],
-        (
-            size, d_model, tile.embedding, tile.columns, tile.blocks, part_rows, PARTS, tile.chunk,
-            tile.num_stages, packed, bias is not None, masked, masked and options.masking == "zero",
-            options.normalize,
-        ),
+        (*weight.shape, tile.columns, tile.blocks, tile.num_stages, options.masking == "zero", options.normalize),
         (4, 1, None),
         described(n_tokens, weight, tile),
-    )  # fmt: skip
+    )
     # What the first launch does not need comes after it: the GPU begins.
     scores = queries.new_empty(n_queries, n_documents, dtype=torch.float32)
     _finish(
@@ -326,11 +291,7 @@ def score(plan: FusedPlan, tensors: Tensors, options: Options, weight: Tensor, b
         (best, queries_mask, documents_mask, cu_seqlens, scores),
         (query_length, n_documents, document_length, columns, float(options.empty_score)),
         (),
-        (
-            max(16, power_of_two(query_length)), _BLOCK_DOCUMENTS, part_rows, packed,
-            queries_mask is not None, queries_mask is not None and queries_mask.is_floating_point(), masked,
-            options.reduction == "mean",
-        ),
+        (max(16, power_of_two(query_length)), _BLOCK_DOCUMENTS, part_rows, weighted, options.reduction == "mean"),
         (1, 1, None),
-    )  # fmt: skip
+    )
     return scores

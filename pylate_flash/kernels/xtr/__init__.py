@@ -18,12 +18,19 @@ import torch
 
 from ...problem import Problem, Rule
 from ..plan_operations import search_plan
-from ..tables import XTR_STEPS
+from ..tables import XTR_BIN_BITS, XTR_STEPS, power_of_two
+from . import search
 from .scores import Retrieved, score_retrieved
-from .search import begin, narrow, select_threshold
-from .walk import SearchTensors, collect, count_bins, find_maxima, tally
+from .walk import BINS, COLLECT, MAXIMA, TALLY, SearchTensors, walk_similarities
 
 __all__ = ["SearchTensors", "search_plan", "retrieve", "score_retrieved"]
+
+# Elements of a thread. Counts of a few threads are added up sooner than those of many.
+_PER_THREAD = 32
+
+
+def _warps(elements: int) -> int:
+    return max(1, min(8, elements // (32 * _PER_THREAD)))
 
 
 def retrieve(problem: Problem, inputs: SearchTensors, rule: Rule) -> Retrieved:
@@ -31,27 +38,45 @@ def retrieve(problem: Problem, inputs: SearchTensors, rule: Rule) -> Retrieved:
 
     All tensors lie on the device, with contiguous rows; no dimension is 0.
     """
-    device, rows, n_documents = problem.device, problem.rows, problem.n_documents
+    device, rows, n_documents, with_whole = problem.device, problem.rows, problem.n_documents, rule.with_whole
     plan = search_plan(problem, rule.k)
+    collection, columns = plan.collection, plan.tile.columns
     best = torch.empty(n_documents, rows, dtype=torch.float32, device=device)
     winners = torch.empty(n_documents, rows, dtype=problem.winners_dtype, device=device)
     # What is kept of each row from one step to the next: maxima of groups, then similarities, then counts of bins.
     scratch = torch.empty(rows, plan.scratch, dtype=torch.int32, device=device)
-    find_maxima(problem, plan, inputs, best, winners, scratch)
+    walk_similarities(problem, plan, inputs, MAXIMA, best, winners, scratch)
 
     # Of each row: the lowest key that its threshold may have, the width of a bin as a power of two (-1: the search is
     # over), how many are retrieved from there on, and whether its tokens are to be counted by document.
     state = torch.empty(4, rows, dtype=torch.int32, device=device)
-    begin(problem, plan, best, inputs.bounds, rule.k, scratch, state)
-    if plan.collection.n_runs:
-        counts = torch.empty(rows, plan.collection.n_runs, plan.tile.columns, dtype=torch.int32, device=device)
-        collect(problem, plan, inputs, scratch, state, counts)
-        select_threshold(plan, counts, rule.with_whole, scratch, state)
+    maxima, block = (max(16, power_of_two(n)) for n in (plan.n_groups, n_documents))
+    search.begin(
+        (rows, 1, 1),
+        (best, inputs.bounds, scratch, state),
+        (rows, plan.n_groups, n_documents, -(-problem.document_length // columns), rule.k),
+        (plan.scratch,),
+        (maxima, min(search.BLOCK, block), plan.groups, columns, collection.n_runs == 0, XTR_BIN_BITS),
+        (_warps(maxima), 1, None),
+    )
+    if collection.n_runs:
+        counts = torch.empty(rows, collection.n_runs, columns, dtype=torch.int32, device=device)
+        walk_similarities(problem, plan, inputs, COLLECT, scratch=scratch, state=state, counts=counts)
+        slots = power_of_two(collection.n_runs * columns)
+        search.select(
+            (rows, 1, 1),
+            (counts, scratch, state),
+            (rows, collection.n_runs),
+            (plan.scratch,),
+            (slots, collection.packed, collection.depth, columns, with_whole, XTR_BIN_BITS),
+            (_warps(max(slots, collection.packed)), 1, None),
+        )
         del counts
     for _ in range(XTR_STEPS):
-        count_bins(problem, plan, inputs, scratch, state)
-        narrow(plan, rule.with_whole, scratch, state)
+        walk_similarities(problem, plan, inputs, BINS, scratch=scratch, state=state)
+        constants = with_whole, XTR_BIN_BITS
+        search.narrow((rows, 1, 1), (scratch, state), (rows,), (plan.scratch,), constants, (4, 1, None))
     del scratch
     counts = torch.empty(2, n_documents, rows, dtype=problem.winners_dtype, device=device)
-    tally(problem, plan, inputs, state, counts)
+    walk_similarities(problem, plan, inputs, TALLY, state=state, counts=counts)
     return Retrieved(best, winners, state, counts)

@@ -11,8 +11,8 @@ from .. import tables
 from ..jit import kernel
 from ..launch import Kernel, Region
 from ..overlap import wait_for_previous_kernel
+from ..reductions import similarities_of
 from ..tables import power_of_two
-from .keys import similarities_of
 
 if TYPE_CHECKING:
     from ...problem import Problem, Results, Rule
@@ -53,8 +53,6 @@ def _score_kernel(
     BLOCK_ROWS: tl.constexpr,
     COUNTED: tl.constexpr,
     WITH_WHOLE: tl.constexpr,
-    HAS_DOCUMENTS_MASK: tl.constexpr,
-    HAS_MASK: tl.constexpr,
     WEIGHTED: tl.constexpr,
 ):  # fmt: skip
     """Of one query and a run of documents. Grid: queries, runs. As `ops.xtr` in blocks."""
@@ -69,7 +67,7 @@ def _score_kernel(
     any_tallied = tl.max(tallied.to(tl.int32), axis=0) > 0
     equal_ptr = counts_ptr + tl.cast(n_documents, tl.int64) * n_rows
     row_counts = row_exists
-    if HAS_MASK:
+    if mask_ptr is not None:
         weight = tl.load(mask_ptr + rows, mask=row_exists, other=0)
         row_counts = row_counts & (weight != 0)
     first = tl.program_id(1) * run
@@ -82,7 +80,7 @@ def _score_kernel(
         before += tl.sum(
             tl.load(equal_ptr + at, mask=(documents < first)[:, None] & tallied[None, :], other=0).to(tl.int32), axis=0
         )
-    if WITH_WHOLE and HAS_DOCUMENTS_MASK:
+    if WITH_WHOLE and bounds_ptr is not None:
         # Masked tokens are retrieved after all active ones, in their order.
         n_active_in_all = tl.zeros([COUNTED], tl.int64)
         n_masked_before = tl.zeros([COUNTED], tl.int64)
@@ -103,7 +101,7 @@ def _score_kernel(
         above = tl.load(counts_ptr + at, mask=inside & tallied[None, :], other=0).to(tl.int32)
         equal = tl.load(equal_ptr + at, mask=inside & tallied[None, :], other=0).to(tl.int32)
         n_active = tl.where(exists, document_length, 0)
-        if HAS_DOCUMENTS_MASK:
+        if bounds_ptr is not None:
             n_active = tl.load(bounds_ptr + 2 * documents.to(tl.int64), mask=exists, other=0)
         reached = before[None, :] + tl.cumsum(equal, axis=0)
         taken = above + tl.minimum(tl.maximum(n_equal - (reached - equal), 0), equal)
@@ -115,7 +113,7 @@ def _score_kernel(
         if WITH_WHOLE:
             # A token that was not retrieved counts as 0, and wins over negative ones.
             whole = tallied[None, :] & (taken >= n_active[:, None])
-            if HAS_DOCUMENTS_MASK:
+            if bounds_ptr is not None:
                 n_masked = tl.where(exists, document_length - n_active, 0).to(tl.int64)
                 complete = (n_masked == 0) | (masked_before + tl.cumsum(n_masked, axis=0) <= n_masked_retrieved)
                 masked_before += tl.sum(n_masked, axis=0)
@@ -132,10 +130,8 @@ def _score_kernel(
         to = query * n_documents + documents
         tl.store(scores_ptr + to, score, mask=exists)
         tl.store(divisors_ptr + to, divisor, mask=exists)
-        tl.store(
-            winners_ptr + documents[:, None].to(tl.int64) * winners_stride + rows[None, :],
-            tl.where(scores, winner, -1), mask=inside,
-        )  # fmt: skip
+        to = documents[:, None].to(tl.int64) * winners_stride + rows[None, :]
+        tl.store(winners_ptr + to, tl.where(scores, winner, -1), mask=inside)
 
 
 _score = Kernel(_score_kernel, follows=True)
@@ -155,6 +151,7 @@ def score_retrieved(
     slots = _PER_SM * tables.architecture(problem.device)[1]
     n_runs = max(1, min(slots // n_queries, -(-n_documents // block_documents)))
     run = -(-n_documents // n_runs)
+    weighted = queries_mask is not None and queries_mask.is_floating_point()
     _score(
         (n_queries, -(-n_documents // run), 1),
         (*found, bounds, queries_mask, to.scores, to.divisors, to.winners),
@@ -163,9 +160,6 @@ def score_retrieved(
             problem.empty_score,
         ),
         (),
-        (
-            block_documents, block_rows, _COUNTED, rule.with_whole, bounds is not None, queries_mask is not None,
-            queries_mask is not None and queries_mask.is_floating_point(),
-        ),
+        (block_documents, block_rows, _COUNTED, rule.with_whole, weighted),
         (4, 1, None),
     )  # fmt: skip

@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from ..jit import kernel
-from ..launch import Kernel, Region
+from ..launch import Kernel
 from ..overlap import wait_for_previous_kernel
-from ..plan_operations import SearchPlan
-from ..tables import XTR_BIN_BITS, power_of_two
-from .keys import LOWEST, keys_of
-
-if TYPE_CHECKING:
-    from ...problem import Problem
+from ..reductions import LOWEST_KEY, keys_of
 
 # Documents of which a program looks at the maxima at a time, for the largest of all.
-_BLOCK = 1024
+BLOCK = 1024
 # Bits of a bound after the sign: the exponent, and 12 of the mantissa. What lies between the bound and the maximum that
 # the other bits would tell is collected for nothing: next to no tokens.
 _BOUND_BITS = tl.constexpr(20)
-# Elements of a thread. Counts of a few threads are added up sooner than those of many.
-_PER_THREAD = 32
 
 
 @triton.jit
@@ -61,9 +51,7 @@ def _begin_kernel(
     BLOCK: tl.constexpr,
     GROUPS: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
-    HAS_MASK: tl.constexpr,
     STEPS_FOLLOW: tl.constexpr,
-    BINS: tl.constexpr,
     BIN_BITS: tl.constexpr,
 ):  # fmt: skip
     """Of one row: as lowest key the k-th largest of at most MAXIMA groups, and bins up to the largest key.
@@ -73,22 +61,22 @@ def _begin_kernel(
     wait_for_previous_kernel()
     row = tl.program_id(0).to(tl.int64)
     n_active = tl.zeros([BLOCK], tl.int64)
-    largest = LOWEST
+    largest = LOWEST_KEY
     for start in tl.range(0, n_documents, BLOCK):
         documents = start + tl.arange(0, BLOCK)
         exists = documents < n_documents
         best = tl.load(best_ptr + documents.to(tl.int64) * n_rows + row, mask=exists, other=float("-inf"))
         largest = tl.maximum(largest, tl.max(keys_of(best), axis=0))
-        if HAS_MASK:
+        if bounds_ptr is not None:
             n_active += tl.load(bounds_ptr + 2 * documents.to(tl.int64), mask=exists, other=0)
     wanted = k
-    if HAS_MASK:
+    if bounds_ptr is not None:
         wanted = tl.minimum(k, tl.sum(n_active, axis=0)).to(tl.int32)
     slots = tl.arange(0, MAXIMA)
     exists = slots < n_groups
     of_row = scratch_ptr + row * stride_scratch
     if GROUPS > 0:
-        if HAS_MASK:
+        if bounds_ptr is not None:
             # Tiles without an active token have left no maximum.
             tile = slots // GROUPS
             count = tl.load(bounds_ptr + 2 * (tile // n_tiles).to(tl.int64), mask=exists, other=0)
@@ -96,7 +84,7 @@ def _begin_kernel(
         maxima = tl.load(of_row + slots, mask=exists, other=0).to(tl.float32, bitcast=True)
     else:
         maxima = tl.load(best_ptr + slots.to(tl.int64) * n_rows + row, mask=exists, other=0.0)
-    lowest = tl.maximum(_lower_bound(keys_of(maxima), exists, wanted), LOWEST)
+    lowest = tl.maximum(_lower_bound(keys_of(maxima), exists, wanted), LOWEST_KEY)
     span = (tl.maximum(largest, lowest) - lowest).to(tl.uint32, bitcast=True)
     width = 0
     for bits in tl.static_range(32 - BIN_BITS):
@@ -107,7 +95,7 @@ def _begin_kernel(
     tl.store(state_ptr + 3 * n_rows + row, 0)
     if STEPS_FOLLOW:
         # Over the maxima, which the sums above have seen.
-        tl.store(of_row + tl.arange(0, BINS), tl.zeros([BINS], tl.int32))
+        tl.store(of_row + tl.arange(0, 1 << BIN_BITS), tl.zeros([1 << BIN_BITS], tl.int32))
 
 
 @kernel
@@ -171,12 +159,12 @@ def _select_kernel(
 @kernel
 def _narrow_kernel(
     scratch_ptr, state_ptr, n_rows, stride_scratch,
-    BINS: tl.constexpr,
     WITH_WHOLE: tl.constexpr,
     BIN_BITS: tl.constexpr,
 ):  # fmt: skip
     """Of one row: its search goes on in the bin with the threshold, or is over; its counts are zeros again."""
     wait_for_previous_kernel()
+    BINS: tl.constexpr = 1 << BIN_BITS
     row = tl.program_id(0).to(tl.int64)
     width = tl.load(state_ptr + n_rows + row)
     if width >= 0:
@@ -203,75 +191,6 @@ def _narrow_kernel(
         tl.store(state_ptr + 3 * n_rows + row, tallied.to(tl.int32))
 
 
-_begin = Kernel(_begin_kernel, follows=True)
-_select = Kernel(_select_kernel, follows=True)
-_narrow = Kernel(_narrow_kernel, follows=True)
-
-
-def begin(
-    problem: Problem,
-    plan: SearchPlan,
-    best: Tensor,
-    bounds: Tensor | Region | None,
-    k: int,
-    scratch: Tensor,
-    state: Tensor,
-) -> None:
-    """Begin the search of every row's k-th largest similarity, or least, if it has not as many: bounds by maxima.
-
-    Parameters
-    ----------
-    best
-        [Nd, rows], float32: maxima of documents.
-    bounds
-        Of documents with a mask (`kernels.rows`).
-    k
-        How many tokens each row retrieves, at most as many as there are, masked ones counted.
-    scratch
-        [rows, plan.scratch], int32: begins with the bits of the maxima of groups, if there are. Where no similarities
-        are collected before they are counted, it begins with zeros as counts of bins then.
-    state
-        [4, rows], int32 (`kernels.xtr.retrieve`), which is written.
-    """
-    rows, n_groups, n_documents, tile = problem.rows, plan.n_groups, problem.n_documents, plan.tile
-    maxima = max(16, power_of_two(n_groups))
-    _begin(
-        (rows, 1, 1),
-        (best, bounds, scratch, state),
-        (rows, n_groups, n_documents, -(-problem.document_length // tile.columns), k),
-        (plan.scratch,),
-        (
-            maxima, min(_BLOCK, max(16, power_of_two(n_documents))), plan.groups, tile.columns, bounds is not None,
-            plan.collection.n_runs == 0, 1 << XTR_BIN_BITS, XTR_BIN_BITS,
-        ),
-        (_warps(maxima), 1, None),
-    )  # fmt: skip
-
-
-def select_threshold(plan: SearchPlan, counts: Tensor, with_whole: bool, scratch: Tensor, state: Tensor) -> None:
-    """End the search of every row of which all similarities above its bound have found a place (`walk.collect`).
-
-    The scratch of others begins with zeros as counts of bins then.
-    """
-    (rows, n_runs, columns), packed = counts.shape, plan.collection.packed
-    slots = power_of_two(n_runs * columns)
-    _select(
-        (rows, 1, 1),
-        (counts, scratch, state),
-        (rows, n_runs),
-        (plan.scratch,),
-        (slots, packed, plan.collection.depth, columns, with_whole, XTR_BIN_BITS),
-        (_warps(max(slots, packed)), 1, None),
-    )
-
-
-def _warps(elements: int) -> int:
-    return max(1, min(8, elements // (32 * _PER_THREAD)))
-
-
-def narrow(plan: SearchPlan, with_whole: bool, scratch: Tensor, state: Tensor) -> None:
-    """Narrow the search of every row by the counts of bins that its scratch begins with, which are zeros then."""
-    _narrow(
-        (len(scratch), 1, 1), (scratch, state), (len(scratch),), (plan.scratch,),
-        (1 << XTR_BIN_BITS, with_whole, XTR_BIN_BITS), (4, 1, None),
-    )  # fmt: skip
+begin = Kernel(_begin_kernel, follows=True)
+select = Kernel(_select_kernel, follows=True)
+narrow = Kernel(_narrow_kernel, follows=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+import triton
 import triton.language as tl
 from torch import Tensor
 from triton import knobs
@@ -17,17 +18,15 @@ from ..forward.cuts import NO_WINNER
 from ..jit import kernel
 from ..launch import Kernel, Region
 from ..plan_operations import SearchPlan
-from ..reductions import larger, max_along
+from ..reductions import keys_of, larger, max_along, similarities_of
 from ..tables import XTR_BIN_BITS
-from .keys import keys_of, similarities_of
-from .scatter import count, scatter
 
 if TYPE_CHECKING:
     from ...problem import Problem
 
-_MAXIMA, _COLLECT, _BINS, _TALLY = 0, 1, 2, 3
-MAXIMA, COLLECT = tl.constexpr(_MAXIMA), tl.constexpr(_COLLECT)
-BINS, TALLY = tl.constexpr(_BINS), tl.constexpr(_TALLY)
+# What a walk leaves, see `_walk_kernel`.
+MAXIMA, COLLECT, BINS, TALLY = (tl.constexpr(mode) for mode in range(4))
+_N_BINS = tl.constexpr(1 << XTR_BIN_BITS)
 
 
 class SearchTensors(NamedTuple):
@@ -37,6 +36,34 @@ class SearchTensors(NamedTuple):
     documents: Tensor
     active: Tensor | None
     bounds: Tensor | Region | None
+
+
+# Stores and additions of few elements of a product, from the registers that tensor cores leave it in. Triton's own
+# bring their operands into a layout that suits memory, through shared memory, which takes longer than the product where
+# nearly all is masked. Its interpreter knows no PTX, and gets Triton's own.
+_AT = "{ .reg .pred on; .reg .b64 at; setp.ne.s32 on, $3, 0; mad.wide.s32 at, $2, 4, $1; "
+_STORE = tl.constexpr(_AT + "@on st.global.b32 [at], $4; mov.b32 $0, 0; }")
+_COUNT = tl.constexpr(_AT + "@on red.global.add.s32 [at], 1; mov.b32 $0, 0; }")
+
+
+@triton.jit
+def scatter(pointer, offsets, values, mask, PTX: tl.constexpr):
+    """Store int32 values at int32 offsets from a pointer, where the mask says so."""
+    if PTX:
+        operands = [pointer.to(tl.int64), offsets, mask.to(tl.int32), values]
+        tl.inline_asm_elementwise(_STORE, "=r,l,r,r,r", operands, tl.int32, is_pure=False, pack=1)
+    else:
+        tl.store(pointer + offsets, values, mask=mask)
+
+
+@triton.jit
+def count(pointer, offsets, mask, PTX: tl.constexpr):
+    """Add 1 to int32 counts at int32 offsets from a pointer, where the mask says so."""
+    if PTX:
+        operands = [pointer.to(tl.int64), offsets, mask.to(tl.int32)]
+        tl.inline_asm_elementwise(_COUNT, "=r,l,r,r", operands, tl.int32, is_pure=False, pack=1)
+    else:
+        tl.atomic_add(pointer + offsets, 1, mask=mask, sem="relaxed")
 
 
 @kernel
@@ -50,11 +77,9 @@ def _walk_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     SPLIT: tl.constexpr,
-    HAS_MASK: tl.constexpr,
     MODE: tl.constexpr,
     GROUPS: tl.constexpr,
     DEPTH: tl.constexpr,
-    BIN_BITS: tl.constexpr,
     PTX: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -112,7 +137,7 @@ def _walk_kernel(
         flat = document.to(tl.int64)
         base = documents_ptr + flat * stride_document
         length = document_length
-        if HAS_MASK:
+        if active_ptr is not None:
             length = tl.load(bounds_ptr + 2 * flat)
         best = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
         key = tl.full([BLOCK_ROWS], NO_WINNER, tl.int32)
@@ -125,7 +150,7 @@ def _walk_kernel(
         for start in tl.range(0, length, BLOCK_TOKENS):
             # The last token is seen several times: no maximum notices, and what is counted has to exist.
             tokens = tl.minimum(start + columns, length - 1)
-            if HAS_MASK:
+            if active_ptr is not None:
                 tokens = tl.load(active_ptr + flat * document_length + tokens)
             token_rows = base + tokens[None, :].to(tl.int64) * stride_document_token + dims[:, None]
             if SPLIT:
@@ -172,7 +197,7 @@ def _walk_kernel(
                 elif MODE == BINS:
                     keys = keys_of(similarities)
                     bins = (keys - lowest[:, None]).to(tl.uint32, bitcast=True) >> width[:, None]
-                    inside = exists & (keys >= lowest[:, None]) & (bins < (1 << BIN_BITS))
+                    inside = exists & (keys >= lowest[:, None]) & (bins < _N_BINS)
                     count(scratch_ptr, row_scratch[:, None] + bins.to(tl.int32, bitcast=True), inside, PTX)
                 else:
                     keys = keys_of(similarities)
@@ -194,56 +219,32 @@ def _walk_kernel(
 _walk = Kernel(_walk_kernel)
 
 
-def find_maxima(
-    problem: Problem, plan: SearchPlan, inputs: SearchTensors, best: Tensor, winners: Tensor, scratch: Tensor
-) -> None:
-    """Leave the best similarities [Nd, rows], their tokens, and in the scratch the maxima of groups if there are."""
-    _launch(problem, plan, inputs, (best, winners, scratch, None, None), _MAXIMA)
-
-
-def collect(
-    problem: Problem, plan: SearchPlan, inputs: SearchTensors, scratch: Tensor, state: Tensor, counts: Tensor
-) -> None:
-    """Leave the similarities from that of the row's key on in the scratch, [runs, depth, columns], int32 bits.
-
-    Only of rows whose search goes on. `counts` [rows, runs, columns] tells how many there are, which may be more than
-    there is room for.
-    """
-    collection = plan.collection
-    plan = plan._replace(run=collection.run, n_runs=collection.n_runs)
-    _launch(problem, plan, inputs, (None, None, scratch, state, counts), _COLLECT, collection.depth)
-
-
-def count_bins(problem: Problem, plan: SearchPlan, inputs: SearchTensors, scratch: Tensor, state: Tensor) -> None:
-    """Add what lies in each bin to the counts in the scratch, of the rows whose search goes on."""
-    _launch(problem, plan, inputs, (None, None, scratch, state, None), _BINS)
-
-
-def tally(problem: Problem, plan: SearchPlan, inputs: SearchTensors, state: Tensor, counts: Tensor) -> None:
-    """Leave the `counts` [2, Nd, rows] of tokens above the threshold, and equal to it, of rows that are tallied."""
-    _launch(problem, plan, inputs, (None, None, None, state, counts), _TALLY)
-
-
-def _launch(
+def walk_similarities(
     problem: Problem,
     plan: SearchPlan,
     inputs: SearchTensors,
-    to: tuple[Tensor | None, ...],
-    mode: int,
-    depth: int = 0,
+    mode: tl.constexpr,
+    best: Tensor | None = None,
+    winners: Tensor | None = None,
+    scratch: Tensor | None = None,
+    state: Tensor | None = None,
+    counts: Tensor | None = None,
 ) -> None:
-    tile = plan.tile
+    """Walk through all similarities, and leave what `_walk_kernel` leaves in this mode."""
+    tile, run, n_runs, depth = plan.tile, plan.run, plan.n_runs, 0
+    if mode.value == COLLECT.value:
+        run, n_runs, depth = plan.collection.run, plan.collection.n_runs, plan.collection.depth
     _walk(
-        (plan.row_blocks * plan.n_runs, 1, 1),
-        (*inputs, *to),
+        (plan.row_blocks * n_runs, 1, 1),
+        (*inputs, best, winners, scratch, state, counts),
         (
-            problem.rows, problem.query_length, problem.n_documents, problem.document_length, plan.n_runs, plan.run,
+            problem.rows, problem.query_length, problem.n_documents, problem.document_length, n_runs, run,
             plan.n_groups,
         ),
         (*problem.query_strides, *problem.document_strides, plan.scratch),
         (
-            problem.size, plan.block_embedding, tile.rows, tile.columns, plan.split, inputs.active is not None, mode,
-            plan.groups if mode == _MAXIMA else 0, depth, XTR_BIN_BITS, not knobs.runtime.interpret,
+            problem.size, plan.block_embedding, tile.rows, tile.columns, plan.split, mode.value,
+            plan.groups if mode.value == MAXIMA.value else 0, depth, not knobs.runtime.interpret,
             problem.kind.precision,
         ),
         (tile.num_warps, tile.num_stages, plan.registers),

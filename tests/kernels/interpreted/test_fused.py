@@ -63,12 +63,9 @@ def test_scores_are_sums_of_the_maxima_over_parts(
         (best, queries_mask, documents_mask, bounds if packed else None, scores),
         (query_length, n_documents, 0 if packed else length, columns, empty_score),
         (),
-        (
-            triton.next_power_of_2(query_length), 4, ROWS, packed, mask is not None, mask == torch.float32,
-            documents_mask is not None, mean,
-        ),
+        (triton.next_power_of_2(query_length), 4, ROWS, mask == torch.float32, mean),
         (1, 1, None),
-    )  # fmt: skip
+    )
     for document in range(n_documents):
         tokens = slice(bounds[document], bounds[document + 1])
         part = similarities[tokens][active[tokens]].unflatten(1, (n_queries, query_length))

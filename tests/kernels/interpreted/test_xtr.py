@@ -100,7 +100,7 @@ def test_ties_across_programs(normalizer: str, sms: int, monkeypatch: pytest.Mon
     monkeypatch.setattr(scores, "_DOCUMENTS", 4)
     # Documents counted, and looked at, in two parts; two queries at a time.
     monkeypatch.setattr(scores, "_COUNTED", 16)
-    monkeypatch.setattr(search, "_BLOCK", 16)
+    monkeypatch.setattr(search, "BLOCK", 16)
     monkeypatch.setattr(xtr, "_MAXIMA_AT_ONCE", 2 * 5 * 1024)
     generator = torch.Generator().manual_seed(0)
     queries, documents = (torch.randint(-1, 2, shape, generator=generator).float() for shape in ((3, 5, 2), (23, 4, 2)))
