@@ -21,7 +21,7 @@ PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_OPTIONS
 comma := ,
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-st test-avx2 lint format bench-docs clean
+.PHONY: help demo test test-st test-avx2 lint format docs bench-docs clean
 
 help: ## List the commands.
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | expand -t 16
@@ -57,12 +57,15 @@ format: $(VENV)/.installed-dev ## Rewrite the code in the project's style.
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+docs: $(VENV)/.installed-dev ## Build the site of guides and reference into docs/_build/html; warnings are errors.
+	HF_HUB_OFFLINE=1 $(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
+
 bench-docs: $(VENV)/.installed-dev ## Write the tables and the picture again from the results under docs/benchmarks/results/.
 	$(BIN)/python docs/benchmarks/make_tables.py
 	$(BIN)/python docs/benchmarks/make_picture.py
 
 clean: ## Remove the demo's output and the caches; the virtual environment stays.
-	rm -rf demo-output notebooks/demo-output dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf demo-output notebooks/demo-output docs/_build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find pylate_flash tests examples docs -name __pycache__ -prune -exec rm -rf {} +
 
 $(BIN)/python:

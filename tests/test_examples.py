@@ -1,4 +1,4 @@
-"""The examples, the README's snippets and the notebook run as they stand, on what a tiny demo left."""
+"""The examples, the snippets of README and guides, and the notebook run as they stand, on what a tiny demo left."""
 
 from __future__ import annotations
 
@@ -23,12 +23,22 @@ from pylate_flash.cli import app
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-SNIPPETS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
-PAGES = ["README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
+GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
+PAGES = [
+    "README.md",
+    "CONTRIBUTING.md",
+    *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs").rglob("*.md"))),
+]
 NOTEBOOK = ROOT / "notebooks" / "quickstart.ipynb"
 LARGE_BATCHES = ROOT / "notebooks" / "large_batches.ipynb"
 RESULTS = ROOT / "docs" / "benchmarks" / "results"
 
+
+def snippets_of(text: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+
+
+SNIPPETS = snippets_of(README)
 # What the notebook's settings become in the test.
 TINY_PARAMETERS = """
 from pathlib import Path
@@ -91,15 +101,17 @@ def test_the_readmes_first_screen_shows_the_commands_a_picture_and_a_snippet() -
 
 def test_the_readme_shows_three_ways_of_use() -> None:
     section = README.partition("## Three ways to use it\n")[2].partition("\n## ")[0]
-    assert [snippet in section for snippet in SNIPPETS] == [False, True, True, True, False, False]
+    assert [snippet in section for snippet in SNIPPETS] == [False, True, True, True]
     for snippet in SNIPPETS[1:]:
         assert len([line for line in snippet.splitlines() if line.strip()]) <= 10
 
 
-def test_the_readme_lists_every_command() -> None:
-    commands = typer.main.get_command(app).commands
-    section = README.partition("## The command line\n")[2].partition("\n## ")[0]
-    assert re.findall(r"^- `pylate-flash ([\w-]+)", section, flags=re.MULTILINE) == list(commands)
+def test_readme_and_guide_list_every_command() -> None:
+    commands = list(typer.main.get_command(app).commands)
+    guide = (ROOT / "docs" / "guides" / "command_line.md").read_text(encoding="utf-8")
+    assert re.findall(r"^- `pylate-flash ([\w-]+)", guide, flags=re.MULTILINE) == commands
+    (row,) = (line for line in README.splitlines() if line.startswith("| [The command line]"))
+    assert set(re.findall(r"`(\w+)`", row)) == set(commands)
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -126,14 +138,19 @@ def test_the_readmes_first_snippet_registers() -> None:
         pylate_flash.unregister()
 
 
-def test_the_readmes_snippet_of_tensors() -> None:
+@pytest.mark.parametrize("guide", GUIDES, ids=lambda path: path.stem)
+def test_the_snippets_of_a_guide(guide: Path) -> None:
+    """One after the other, but for those that the README has too, and those of sentence-transformers 6."""
     variables: dict[str, object] = {}
-    exec(compile(SNIPPETS[5], "README.md", "exec"), variables)
-    assert variables["scores"].shape == (4, 100)
-    assert variables["scores"].dtype == torch.float32
+    try:
+        for snippet in snippets_of(guide.read_text(encoding="utf-8")):
+            if snippet not in SNIPPETS and "MultiVectorEncoder" not in snippet:
+                exec(compile(snippet, guide.name, "exec"), variables)
+    finally:
+        pylate_flash.unregister()
 
 
-@pytest.mark.parametrize("snippet", SNIPPETS[1:4], ids=["swap", "train", "evaluate"])
+@pytest.mark.parametrize("snippet", SNIPPETS[1:], ids=["swap", "train", "evaluate"])
 def test_readme_snippet(folder: Path, snippet: str, capsys: pytest.CaptureFixture[str]) -> None:
     variables: dict[str, object] = {}
     exec(compile(snippet, "README.md", "exec"), variables)

@@ -31,12 +31,12 @@ def test_example(
     assert "nDCG@10" in capsys.readouterr().out
 
 
-def test_the_readmes_snippet(tiny_encoder_path: str) -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    (snippet,) = re.findall(r"```python\n([^`]*MultiVectorEncoder[^`]*)```", readme)
+def test_the_guides_snippet(tiny_encoder_path: str) -> None:
+    guide = (ROOT / "docs" / "guides" / "hosts.md").read_text(encoding="utf-8")
+    (snippet,) = re.findall(r"```python\n([^`]*MultiVectorEncoder[^`]*)```", guide)
     variables: dict[str, object] = {}
     try:
-        exec(compile(snippet.replace("demo-output/model", tiny_encoder_path), "README.md", "exec"), variables)
+        exec(compile(snippet.replace("demo-output/model", tiny_encoder_path), "hosts.md", "exec"), variables)
     finally:
         pylate_flash.unregister()
     assert variables["scores"].shape == (1, 1)
