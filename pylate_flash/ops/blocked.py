@@ -72,6 +72,8 @@ def blocked_backward(
     grad_rows = grad_documents = None
     for run, groups in _runs(operands, columns):
         block, tokens = Block(operands, run), argmax[run].to(torch.int32)
+        if not block.length:
+            continue
         group = torch.from_numpy(groups).to(operands.device)
         # What flows between a document and a row, but for norms.
         flow = grad_scores[:, run].T.repeat_interleave(operands.query_length, dim=1)

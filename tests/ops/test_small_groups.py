@@ -91,6 +91,18 @@ def test_packed_pairs_go_together(budget: int, normalize: bool, monkeypatch: pyt
     torch.testing.assert_close(packed_gradients(maxsim_varlen, case), packed_gradients(maxsim_varlen_reference, case))
 
 
+def test_documents_without_tokens_may_have_a_block_to_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "_BLOCK_CPU", 1)
+    torch.manual_seed(0)
+    queries, documents = torch.randn(5, 8), torch.randn(8, 8)
+    bounds = torch.tensor([0, 2, 5]), torch.tensor([0, 0, 0, 3, 8, 8, 8])
+    for candidates in (None, torch.tensor([0, 3, 6])):
+        case = (queries, documents, *bounds), {"normalize": True, "candidates_cu_seqlens": candidates}
+        torch.testing.assert_close(
+            packed_gradients(maxsim_varlen, case), packed_gradients(maxsim_varlen_reference, case)
+        )
+
+
 def test_runs_of_queries_stay_within_the_budget() -> None:
     bounds = [torch.tensor(each) for each in ([0, 3, 6, 9, 12], [0, 10, 20, 520, 530, 540], [0, 1, 2, 4, 5])]
     tensors = Tensors(torch.randn(12, 8), torch.randn(540, 8), None, None, *bounds)
