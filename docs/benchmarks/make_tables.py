@@ -16,18 +16,8 @@ from typing import Annotated, Any
 
 import typer
 
-from pylate_flash.bench import load_suite, results
-from pylate_flash.bench.report import (
-    best_other,
-    cell,
-    counted,
-    duration,
-    heading,
-    multiple,
-    over_floor,
-    titles,
-    two_times,
-)
+from pylate_flash.bench import load_suite, report, results
+from pylate_flash.bench.report import heading, titles, two_times
 from pylate_flash.bench.suite import OURS, Suite
 
 MARKER = "<!-- bench:{}:{} -->"
@@ -64,9 +54,7 @@ def render(suite: Suite, result: dict[str, Any] | None) -> str:
         )
     heads = titles(suite, result)
     protocol = result["protocol"]
-    multiples = counted(heads, result)
-    ratios = ["ours / floor", *(f"ours / {head}" for head in multiples.values()), "best other / ours"]
-    columns = ["name", "Nq x Nd, Lq x Ld", "floor", *heads.values(), *ratios]
+    columns, rows = report.columns(suite, result, lambda name, _, text: f"**{text}**" if name == OURS else text)
     about = "; ".join(
         f"{system.title} is {system.about}"
         for system in (*suite.systems, *suite.compiled)
@@ -97,17 +85,7 @@ def render(suite: Suite, result: dict[str, Any] | None) -> str:
         "| " + " | ".join(columns) + " |",
         "|---|---|" + "---:|" * (len(columns) - 2),
     ]
-    for row in result["rows"]:
-        cells = [
-            row["name"],
-            row["shape"],
-            duration(row["floor_ms"], suite.unit),
-            *(_cell(name, row["systems"].get(name), suite.unit) for name in heads),
-            over_floor(row),
-            *(multiple(row, name) for name in multiples),
-            best_other(row),
-        ]
-        lines.append("| " + " | ".join(cells) + " |")
+    lines += ["| " + " | ".join(cells) + " |" for cells in rows]
     return "\n".join([*lines, *_memory(result, heads), *_missing(suite, result)])
 
 
@@ -169,12 +147,6 @@ def _memory(result: dict[str, Any], heads: dict[str, str]) -> list[str]:
             cells[ours] = f"**{cells[ours]}**"
         lines.append("| " + " | ".join([row, *cells]) + " |")
     return lines
-
-
-def _cell(name: str, state: dict[str, Any] | None, unit: str) -> str:
-    if state is None:
-        return "-"
-    return f"**{cell(state, unit)}**" if name == OURS else cell(state, unit)
 
 
 def table_of(suite: str, folder: Path = RESULTS) -> str:

@@ -28,17 +28,17 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pylate_flash.bench.suite import Suite
 
-# The suites by name: each is a module with a function `suite()`.
+# The suites by name, and what they measure; each is a module here with a function `suite()`.
 SUITES = {
-    "forward": "pylate_flash.bench.forward",
-    "quantized": "pylate_flash.bench.quantized",
-    "residual": "pylate_flash.bench.residual",
-    "varlen": "pylate_flash.bench.varlen",
-    "training": "pylate_flash.bench.training",
-    "losses": "pylate_flash.bench.losses",
-    "hosts": "pylate_flash.bench.hosts",
-    "launch": "pylate_flash.bench.launch",
-    "cpu": "pylate_flash.bench.cpu",
+    "forward": "scores of padded batches, on this device",
+    "quantized": "scores of documents in 8 bits",
+    "residual": "scores of residual codes, as of PLAID",
+    "varlen": "packed documents of many lengths, and reranking through PyLate",
+    "training": "forward, loss and backward, with uniform and with skewed winners",
+    "losses": "the same of large batches, up to 65536, in chunks, and by the losses of PyLate's users",
+    "hosts": "what a user of sentence-transformers 6 calls, by its own code and while registered",
+    "launch": "how long a call keeps the host, in microseconds, and what it compiles",
+    "cpu": "float32 batches, reranking and steps of distillation, on the processor",
 }
 
 
@@ -54,7 +54,7 @@ def load_suite(name: str) -> Suite:
         return _of_file(Path(name).resolve())
     if name not in SUITES:
         raise ValueError(f"suite: there is no {name!r}, expected one of {', '.join(SUITES)}")
-    suite: Suite = importlib.import_module(SUITES[name]).suite()
+    suite: Suite = importlib.import_module(f"{__name__}.{name}").suite()
     return suite
 
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Optional
 import torch
 import typer
 
-from pylate_flash.bench import load_suite, plot, report, results
+from pylate_flash.bench import SUITES, load_suite, plot, report, results
 from pylate_flash.bench import suite as suites
 from pylate_flash.bench.protocol import QUICK, Rounds
 
@@ -29,14 +29,8 @@ def bench(
     suite: Annotated[
         str,
         typer.Argument(
-            help="forward: scores of padded batches, on this device. quantized: of documents in 8 bits. residual: of "
-            "residual codes, as of PLAID. varlen: of packed documents of many lengths, and reranking through PyLate. "
-            "training: forward, loss and backward, with uniform and with skewed winners. losses: the same of large "
-            "batches, up to 65536, in chunks, and by the losses of PyLate's users. "
-            "hosts: what a user of sentence-transformers 6 calls, by its own code and while registered. "
-            "launch: how long a call keeps the host, in microseconds, and what it compiles. cpu: float32 batches, "
-            "reranking and steps of distillation, on the processor. "
-            "Or the path of a Python file whose function suite() returns one."
+            help=" ".join(f"{name}: {about}." for name, about in SUITES.items())
+            + " Or the path of a Python file whose function suite() returns one."
         ),
     ] = "forward",
     rows: Annotated[

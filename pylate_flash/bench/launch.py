@@ -296,7 +296,8 @@ def compilations(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
         return {}
     name = f"compilations of maxsim over {SHAPES} random shapes (Nq, Nd, Lq, Ld)"
     try:
-        return {name: int(fresh.run("pylate_flash.bench.launch", str(device), str(dtype).removeprefix("torch.")))}
+        (count,) = fresh.run("pylate_flash.bench.launch", [str(device), str(dtype).removeprefix("torch.")])
+        return {name: int(count)}
     except RuntimeError as error:
         return {name: f"not counted: {error}"}
 

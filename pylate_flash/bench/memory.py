@@ -21,14 +21,8 @@ def measure(
 ) -> dict[str, int]:
     """Return the bytes that systems take for a row beyond its inputs.
 
-    Parameters
-    ----------
-    suite, row
-        Names, as in a result.
-    variants
-        Names of systems, and of which of its candidates each is measured with.
-    device, dtype
-        Where, and the type of the inputs.
+    ``suite`` and ``row`` are names, or the suite a path; ``variants`` says for each system's name with which of its
+    candidates it is measured.
 
     Raises
     ------

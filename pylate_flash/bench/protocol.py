@@ -73,25 +73,15 @@ class Stopwatch(Protocol):
         """Flush the cache, make the call, and return how long the call took."""
 
 
-class CudaStopwatch:
-    """Times a call with CUDA events on the device's current stream.
+class CpuStopwatch:
+    """Times a call with the host's performance counter."""
 
-    Every call starts from an empty queue: the host has as its only head start the time that the device takes to write
-    the flush buffer. A call whose launch takes the host longer than that is therefore charged for the difference, and
-    what one system leaves in the queue never hides another system's launch.
-    """
+    clock = "host clock"
 
-    clock = "CUDA events"
-
-    def __init__(self, device: torch.device, flush_bytes: int) -> None:
-        self.device = device
-        if flush_bytes:
-            flush_bytes = max(flush_bytes, 2 * getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0))
+    def __init__(self, flush_bytes: int, device: torch.device | None = None) -> None:
         self.flush_bytes = flush_bytes
         self._buffer = torch.zeros(flush_bytes // 4, dtype=torch.int32, device=device)
         self._writes = 0
-        self._start = torch.cuda.Event(enable_timing=True)
-        self._stop = torch.cuda.Event(enable_timing=True)
 
     def time(self, call: Callable[[], object]) -> Sample:
         """Flush the cache, make the call, and return how long the call took."""
@@ -104,13 +94,38 @@ class CudaStopwatch:
         self._buffer.fill_(self._writes)
 
     def _timed(self, call: Callable[[], object]) -> Sample:
+        started = time.perf_counter()
+        result = call()
+        returned = time.perf_counter()
+        # Only now: the result's memory stays its own until the call is over.
+        del result
+        return Sample(returned - started, returned - started)
+
+
+class CudaStopwatch(CpuStopwatch):
+    """Times a call with CUDA events on the device's current stream.
+
+    Every call starts from an empty queue: the host has as its only head start the time that the device takes to write
+    the flush buffer. A call whose launch takes the host longer than that is therefore charged for the difference, and
+    what one system leaves in the queue never hides another system's launch.
+    """
+
+    clock = "CUDA events"
+
+    def __init__(self, device: torch.device, flush_bytes: int) -> None:
+        if flush_bytes:
+            flush_bytes = max(flush_bytes, 2 * getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0))
+        super().__init__(flush_bytes, device)
+        self._start = torch.cuda.Event(enable_timing=True)
+        self._stop = torch.cuda.Event(enable_timing=True)
+
+    def _timed(self, call: Callable[[], object]) -> Sample:
         self._start.record()
         started = time.perf_counter()
         result = call()
         returned = time.perf_counter()
         self._stop.record()
         self._stop.synchronize()
-        # Only now: the result's memory stays its own until the call is over.
         del result
         return Sample(self._start.elapsed_time(self._stop) / 1e3, returned - started)
 
@@ -140,28 +155,6 @@ class TwoTimesStopwatch(CudaStopwatch):
         for _ in range(1 + math.ceil(needed / self._write_seconds)):
             self._write()
         return sample._replace(device_seconds=self._timed(call).seconds)
-
-
-class CpuStopwatch:
-    """Times a call with the host's performance counter."""
-
-    clock = "host clock"
-
-    def __init__(self, flush_bytes: int) -> None:
-        self.flush_bytes = flush_bytes
-        self._buffer = torch.zeros(flush_bytes // 4, dtype=torch.int32)
-        self._writes = 0
-
-    def time(self, call: Callable[[], object]) -> Sample:
-        """Flush the cache, make the call, and return how long the call took."""
-        if self.flush_bytes:
-            self._writes += 1
-            self._buffer.fill_(self._writes)
-        started = time.perf_counter()
-        result = call()
-        returned = time.perf_counter()
-        del result
-        return Sample(returned - started, returned - started)
 
 
 class HostStopwatch:
@@ -290,17 +283,9 @@ def measure_ceilings(
 ) -> Ceilings:
     """Measure the rate of a large matrix product in ``dtype`` on random data, and of a large copy.
 
-    Parameters
-    ----------
-    device, dtype
-        Where, and the type of the matrices. float32 follows `torch.get_float32_matmul_precision`, as the systems do.
-    others
-        What measures further rates of a GPU, by the names that `Ceilings` has for them.
-    matmul_size
-        Rows and columns of the square matrices. Default: 8192 on a GPU, 2048 on a CPU.
-    copy_bytes
-        Bytes copied, of the most that fits comfortably. Default: 4 GiB on a GPU (or an eighth of what is free), 512 MiB
-        on a CPU.
+    float32 follows `torch.get_float32_matmul_precision`, as the systems do. ``others`` measures further rates of a GPU,
+    by the names that `Ceilings` has for them. Matrices have 8192 rows and columns on a GPU, 2048 on a CPU; 4 GiB (or an
+    eighth of what is free) and 512 MiB are copied, unless other sizes are given.
     """
     on_gpu = device.type == "cuda"
     if matmul_size is None:

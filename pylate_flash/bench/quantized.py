@@ -9,19 +9,18 @@ for the others, which can take them so.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
 
 from pylate_flash.bench import exact, forward
 from pylate_flash.bench.calls import Padded
-from pylate_flash.bench.peers import FLASH_MAXSIM, LIK
 from pylate_flash.bench.protocol import Rounds, Work, make_stopwatch, measure
 from pylate_flash.bench.rows import Row
-from pylate_flash.bench.suite import OURS, Candidate, Suite, System, Unavailable
+from pylate_flash.bench.suite import FLASH_MAXSIM_SYSTEM, LIK_SYSTEM, OURS, Candidate, Suite, System, Unavailable
 from pylate_flash.ops.quantization import PRECISIONS, QuantizedEmbeddings, quantize
 from pylate_flash.ops.quantized import query_precision
 
@@ -107,26 +106,13 @@ def candidate(label: str, call: Callable[[], torch.Tensor], of: str = "plain") -
     return Candidate(label, call, partial(Scores, of))
 
 
-def ours(inputs: Inputs, precision: str) -> list[Candidate]:
-    """The public `pylate_flash.maxsim`, as a user calls it, on documents of this precision."""
+def ours(inputs: Inputs, of: str, precision: str | None, **options: Any) -> list[Candidate]:
+    """The public `pylate_flash.maxsim`, as a user calls it, on documents of a precision, or as they are."""
     from pylate_flash import maxsim
 
-    queries, documents = inputs.queries, inputs.quantized[precision]
-    return [candidate("maxsim", lambda: maxsim(queries, documents), precision)]
-
-
-def ours_widened(inputs: Inputs) -> list[Candidate]:
-    """The same with queries as they are, and documents in int8."""
-    from pylate_flash import maxsim
-
-    queries, documents = inputs.queries, inputs.quantized["int8"]
-    call = partial(maxsim, queries, documents, quantize_queries=False)
-    return [candidate("maxsim, quantize_queries=False", call, "widened")]
-
-
-def ours_plain(inputs: Inputs) -> list[Candidate]:
-    """The same with nothing quantized."""
-    return [candidate(*given[:2]) for given in inputs.ours()]
+    documents = inputs.documents if precision is None else inputs.quantized[precision]
+    label = ", ".join(["maxsim", *(f"{name}={value}" for name, value in options.items())])
+    return [candidate(label, partial(maxsim, inputs.queries, documents, **options), of)]
 
 
 def lik(inputs: Inputs) -> list[Candidate]:
@@ -192,19 +178,28 @@ def suite() -> Suite:
         title="MaxSim of quantized documents",
         rows=ROWS,
         systems=(
-            System(OURS, "int8", partial(ours, precision="int8"), about="pylate_flash, queries and documents in int8"),
-            System(f"{OURS}_fp8", "fp8", partial(ours, precision="fp8"), about="pylate_flash, both in fp8 (e4m3)"),
-            System(
-                f"{OURS}_uint8", "uint8", partial(ours, precision="uint8"),
-                about="pylate_flash, documents in affine uint8, queries in int8",
+            *(
+                System(f"{OURS}{name}", title, partial(ours, **ways), about=f"pylate_flash, {about}")
+                for name, title, ways, about in (
+                    ("", "int8", {"of": "int8", "precision": "int8"}, "queries and documents in int8"),
+                    ("_fp8", "fp8", {"of": "fp8", "precision": "fp8"}, "both in fp8 (e4m3)"),
+                    (
+                        "_uint8",
+                        "uint8",
+                        {"of": "uint8", "precision": "uint8"},
+                        "documents in affine uint8, queries in int8",
+                    ),
+                    (
+                        "_widened",
+                        "int8, widened",
+                        {"of": "widened", "precision": "int8", "quantize_queries": False},
+                        "documents in int8, queries as they are",
+                    ),
+                    ("_plain", "not quantized", {"of": "plain", "precision": None}, "nothing quantized"),
+                )
             ),
-            System(
-                f"{OURS}_widened", "int8, widened", ours_widened,
-                about="pylate_flash, documents in int8, queries as they are",
-            ),
-            System(f"{OURS}_plain", "not quantized", ours_plain, about="pylate_flash, nothing quantized"),
-            System("lik", "LIK", lik, peer=LIK, about="late-interaction-kernels, fp8"),
-            System("flash_maxsim", "FM", flash_maxsim, peer=FLASH_MAXSIM, about="flash-maxsim, int8 or uint8"),
+            replace(LIK_SYSTEM, candidates=lik, about="late-interaction-kernels, fp8"),
+            replace(FLASH_MAXSIM_SYSTEM, candidates=flash_maxsim, about="flash-maxsim, int8 or uint8"),
         ),
         make_inputs=make_inputs,
         reference=reference,

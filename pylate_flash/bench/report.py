@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 from rich.console import Console
@@ -126,20 +127,37 @@ def titles(suite: Suite, result: dict[str, Any]) -> dict[str, str]:
     return heads
 
 
-def counted(heads: dict[str, str], result: dict[str, Any]) -> dict[str, str]:
-    """Return those of the heads of whose time ours is given as a multiple, which not every result has."""
-    names = {name for row in result["rows"] for name in row.get("multiples", {})}
-    return {name: head for name, head in heads.items() if name in names}
+def columns(
+    suite: Suite, result: dict[str, Any], style: Callable[[str, dict[str, Any], str], str]
+) -> tuple[list[str], list[list[str]]]:
+    """Return the heads of a result's table, and the cells of its rows.
+
+    ``style`` is given a system's name, its state and the cell's text, and returns the text as it is shown.
+    """
+    heads = titles(suite, result)
+    # Of whose time ours is given as a multiple, which not every result has.
+    counted = {name for row in result["rows"] for name in row.get("multiples", {})}
+    multiples = [name for name in heads if name in counted]
+    ratios = ["ours / floor", *(f"ours / {heads[name]}" for name in multiples), "best other / ours"]
+    rows = []
+    for row in result["rows"]:
+        states = row["systems"]
+        cells = [style(name, states[name], cell(states[name], suite.unit)) if name in states else "-" for name in heads]
+        of_multiples = [row.get("multiples", {}).get(name) for name in multiples]
+        rows.append(
+            [
+                *(row["name"], row["shape"], duration(row["floor_ms"], suite.unit)),
+                *cells,
+                _over_floor(row),
+                *("-" if value is None else f"{value:.2f}" for value in of_multiples),
+                _best_other(row),
+            ]
+        )
+    return ["name", "Nq x Nd, Lq x Ld", "floor", *heads.values(), *ratios], rows
 
 
-def multiple(row: dict[str, Any], name: str) -> str:
-    """Return what a table shows for our time as a multiple of a system's."""
-    value = row.get("multiples", {}).get(name)
-    return "-" if value is None else f"{value:.2f}"
-
-
-def over_floor(row: dict[str, Any]) -> str:
-    """Return what a table shows for our time as a multiple of the floor; after a stroke, of the device's own time."""
+def _over_floor(row: dict[str, Any]) -> str:
+    """Our time as a multiple of the floor; after a stroke, the device's own time as one."""
     ours = row["systems"].get(OURS, {})
     if "over_floor" not in ours:
         return "-"
@@ -147,8 +165,8 @@ def over_floor(row: dict[str, Any]) -> str:
     return f"{ours['over_floor']:.2f}{alone}"
 
 
-def best_other(row: dict[str, Any]) -> str:
-    """Return what a table shows for the fastest other's time as a multiple of ours; after a stroke, of devices' own."""
+def _best_other(row: dict[str, Any]) -> str:
+    """The fastest other's time as a multiple of ours; after a stroke, the same of the devices' own times."""
     ratio = row["best_peer_over_ours"]
     if ratio is None:
         return "-"
@@ -177,34 +195,20 @@ def show(console: Console, suite: Suite, result: dict[str, Any]) -> None:
         )
     if sentence := two_times(result):
         console.print(sentence, highlight=False)
-    heads = titles(suite, result)
+    heads, rows = columns(suite, result, lambda _, state, text: _styled(state, text, suite.unit))
+    with_torch = any(TORCH in row["systems"] for row in result["rows"])
     table = Table(header_style="bold")
-    table.add_column("name", no_wrap=True)
-    table.add_column("shape", no_wrap=True)
-    table.add_column("floor", justify="right")
-    for head in heads.values():
-        table.add_column(head, justify="right")
-    table.add_column("ours / floor", justify="right")
-    multiples = counted(heads, result)
-    for head in multiples.values():
-        table.add_column(f"ours / {head}", justify="right")
-    table.add_column("best other / ours", justify="right")
-    if TORCH in heads:
-        table.add_column("torch / ours", justify="right")
-    table.add_column("our error", justify="right")
-    for row in result["rows"]:
-        ours = row["systems"].get(OURS, {})
-        ratio = row["best_peer_over_ours"]
+    for head in heads + (["torch / ours"] if with_torch else []) + ["our error"]:
+        is_text = head in heads[:2]
+        table.add_column(head, justify="left" if is_text else "right", no_wrap=is_text)
+    for row, cells in zip(result["rows"], rows, strict=True):
+        *cells, best = cells
+        ratio, error = row["best_peer_over_ours"], row["systems"].get(OURS, {}).get("error")
         table.add_row(
-            row["name"],
-            row["shape"],
-            duration(row["floor_ms"], suite.unit),
-            *(_styled(row["systems"].get(name), suite.unit) for name in heads),
-            over_floor(row),
-            *(multiple(row, name) for name in multiples),
-            f"[{'green' if ratio >= 1 else 'red'}]{best_other(row)}[/]" if ratio is not None else "-",
-            *([_over_ours(row, TORCH)] if TORCH in heads else []),
-            f"{ours['error']:.1e}" if ours.get("error") is not None else "-",
+            *cells,
+            f"[{'green' if ratio >= 1 else 'red'}]{best}[/]" if ratio is not None else best,
+            *([_over_ours(row, TORCH)] if with_torch else []),
+            "-" if error is None else f"{error:.1e}",
         )
     console.print(table)
     for remark in remarks(result):
@@ -217,10 +221,7 @@ def _over_ours(row: dict[str, Any], name: str) -> str:
     return f"{times[0] / times[1]:.2f}" if all(times) else "-"
 
 
-def _styled(state: dict[str, Any] | None, unit: str) -> str:
-    if state is None:
-        return "-"
-    text = cell(state, unit)
+def _styled(state: dict[str, Any], text: str, unit: str) -> str:
     if "median_ms" in state:
         text += f" [dim]±{duration(state['iqr_ms'], unit)}[/dim]"
     return f"[red]{text}[/red]" if state["status"] in BROKEN else text

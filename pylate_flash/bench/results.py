@@ -34,6 +34,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -59,14 +60,9 @@ _STATUS_KEYS = {
 def describe_machine(device: torch.device) -> dict[str, Any]:
     """Return what the machine is: the GPU, or the processor and the number of threads that torch uses."""
     if device.type != "cuda":
-        return {
-            "device": device.type,
-            "name": f"{platform.machine()} CPU, {torch.get_num_threads()} threads",
-            "compute_capability": None,
-            "memory_bytes": None,
-            "driver": None,
-            "cuda": None,
-        }
+        name = f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+        unknown = dict.fromkeys(("compute_capability", "memory_bytes", "driver", "cuda"))
+        return {"device": device.type, "name": name, **unknown}
     properties = torch.cuda.get_device_properties(device)
     return {
         "device": device.type,
@@ -133,19 +129,12 @@ def make(
             "dtype": str(dtype).removeprefix("torch."),
             "float32_matmul_precision": torch.get_float32_matmul_precision(),
             "clock": stopwatch.clock,
-            "warmup": rounds.warmup,
-            "repetitions": rounds.repetitions,
+            **asdict(rounds),
             "flush_bytes": stopwatch.flush_bytes,
             "retuned": retuned,
             "reduced": reduced,
         },
-        "ceilings": {
-            "flops_per_second": ceilings.flops_per_second,
-            "bytes_per_second": ceilings.bytes_per_second,
-            "l2_bytes_per_second": ceilings.l2_bytes_per_second,
-            "exponentials_per_second": ceilings.exponentials_per_second,
-            "eight_bit_flops_per_second": ceilings.eight_bit_flops_per_second,
-        },
+        "ceilings": asdict(ceilings),
         "rows": [],
     }
 
@@ -190,16 +179,10 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def joined(earlier: dict[str, Any], later: dict[str, Any], rows: Sequence[str]) -> dict[str, Any]:
-    """Return the later result with the rows of an earlier one that it does not have.
+    """Return the later result with the rows of an earlier one that it does not have, in the order of ``rows``.
 
-    Ceilings and date are the later one's; a row keeps the floor of its own run.
-
-    Parameters
-    ----------
-    earlier, later
-        Results of one suite.
-    rows
-        The names of all its rows, in their order. Others are left out.
+    Those are the names of all rows of the suite; others are left out. Ceilings and date are the later one's; a row
+    keeps the floor of its own run.
 
     Raises
     ------

@@ -382,9 +382,9 @@ def test_a_count_that_fails_is_said_and_ends_nothing(monkeypatch):
 
 def test_a_count_is_that_of_a_fresh_process(monkeypatch):
     asked = []
-    monkeypatch.setattr(launch.fresh, "run", lambda *arguments: asked.append(arguments) or "7")
+    monkeypatch.setattr(launch.fresh, "run", lambda *arguments: asked.append(arguments) or ["7"])
     assert list(launch.compilations(torch.device("cuda", 1), torch.bfloat16).values()) == [7]
-    assert asked == [("pylate_flash.bench.launch", "cuda:1", "bfloat16")]
+    assert asked == [("pylate_flash.bench.launch", ["cuda:1", "bfloat16"])]
 
 
 @needs_gpu
