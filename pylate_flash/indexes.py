@@ -58,7 +58,8 @@ class Flat(Base):
     Parameters
     ----------
     index_folder
-        Folder that holds indexes.
+        Folder that holds indexes. None: keep this one in memory, on `device`, and nothing on the disk, as for an
+        evaluation during training. Embeddings that are added from that device stay there.
     index_name
         This index's own folder in it, a plain name. An existing index is opened.
     override
@@ -114,7 +115,7 @@ class Flat(Base):
 
     def __init__(
         self,
-        index_folder: str | os.PathLike[str] = "indexes",
+        index_folder: str | os.PathLike[str] | None = "indexes",
         index_name: str = "colbert",
         override: bool = False,
         dtype: str | None = None,
@@ -130,7 +131,8 @@ class Flat(Base):
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.show_progress = show_progress
         layer = None if projection is None else linear_layer(projection)
-        self._store = PackedStore(Path(index_folder) / index_name, dtype=dtype, override=override)
+        place = None if index_folder is None else Path(index_folder) / index_name
+        self._store = PackedStore(place, dtype=dtype, override=override, device=self.device)
         ranks = None if group is None else Ranks(group)
         self._search = Search(self._store, self.device, checked_memory(device_memory), self._linear(layer), ranks)
 
@@ -175,7 +177,7 @@ class Flat(Base):
 
     @property
     def index_path(self) -> Path:
-        """The folder of this index, absolute."""
+        """The folder of this index, absolute; of one in memory the word "memory"."""
         return self._store.path
 
     @property
@@ -375,7 +377,7 @@ class Flat(Base):
             path=self.index_path,
             documents=len(self),
             tokens=self._store.tokens,
-            bytes=self._store.bytes_on_disk,
+            bytes=self._store.nbytes,
             dtype=state.dtype,
             embedding_size=state.embedding_size,
             segments=len(self._store.segments),
@@ -405,6 +407,9 @@ class Flat(Base):
         OSError
             If a file cannot be read. The message names it.
         """
+        if self._store.in_memory:
+            self._store.verify(show_progress)
+            return self.info()
         # As they are now: what this object has open may have been replaced in the folder since.
         index = Flat(self.index_path.parent, self.index_path.name, device="cpu", show_progress=False)
         if self._store.state.generation and not index._store.exists:

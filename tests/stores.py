@@ -62,7 +62,6 @@ def segments_in(path: Path) -> set[str]:
 def store_of_two_segments(path: Path) -> Path:
     """a and b in one segment, c in another."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(store, "PENDING_BYTES", 0)
         patch.setattr(store, "SEGMENT_BYTES", 5 * 4 * 4)
         opened = PackedStore(path)
         opened.add(["a", "b"], documents_of([2, 3]))

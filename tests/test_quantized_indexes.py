@@ -49,14 +49,14 @@ def assert_keeps(store: PackedStore, documents: dict[str, torch.Tensor]) -> None
     lengths=st.lists(st.integers(0, 4), min_size=2, max_size=6),
     size=st.integers(1, 40),
     precision=st.sampled_from(sorted(PRECISIONS)),
-    pending_bytes=st.sampled_from([0, 300, 1 << 20]),
+    small_parts=st.sampled_from([2, 256]),
 )
 def test_a_store_keeps_what_was_quantized(
-    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], size: int, precision: str, pending_bytes: int
+    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], size: int, precision: str, small_parts: int
 ) -> None:
     path = tmp_path_factory.mktemp("store")
     documents = {str(i): document for i, document in enumerate(documents_of(lengths, size))}
-    with mock.patch.object(store, "PENDING_BYTES", pending_bytes):
+    with mock.patch.object(store, "SMALL_PARTS", small_parts):
         written = PackedStore(path, dtype=precision)
         for id_, document in documents.items():
             written.add([id_], [document.double()])
@@ -79,7 +79,7 @@ def test_a_token_takes_a_byte_for_each_element_and_sixteen(tmp_path: Path, preci
         store = PackedStore(tmp_path / dtype, dtype=dtype)
         store.add(["a"], documents)
         store.compact()
-        sizes[dtype] = store.bytes_on_disk
+        sizes[dtype] = store.nbytes
     # And the catalog.
     assert 4000 * 144 < sizes[precision] < 0.6 * sizes["bfloat16"]
 

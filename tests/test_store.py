@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pylate_flash.index import store
+from pylate_flash.index import catalog, checksums, store
 from pylate_flash.index.catalog import Catalog
 from pylate_flash.index.parts import Part
 from pylate_flash.index.store import PackedStore
@@ -58,9 +58,9 @@ def test_read_returns_any_documents_in_any_order_across_shards(
     documents = documents_of(lengths)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(store, "SEGMENT_BYTES", 5 * 4 * 4)
-        patch.setattr(store, "PENDING_BYTES", data.draw(st.sampled_from([0, 500, 1 << 20])))
         opened = PackedStore(tmp_path_factory.mktemp("store"))
-        # One by one, so that some are in shards and some in the journal.
+        patch.setattr(store, "SMALL_PARTS", data.draw(st.sampled_from([2, 256])))
+        patch.setattr(catalog, "_FLUSH_SECONDS", data.draw(st.sampled_from([0, 1000])))
         for i, document in enumerate(documents):
             opened.add([str(i)], [document])
     positions = data.draw(st.lists(st.integers(0, len(lengths) - 1), max_size=8))
@@ -69,7 +69,6 @@ def test_read_returns_any_documents_in_any_order_across_shards(
 
 
 def test_parts_are_split_at_the_size_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store, "PENDING_BYTES", 0)
     monkeypatch.setattr(store, "SEGMENT_BYTES", 10 * 4 * 4)
     documents = documents_of([6, 4, 1, 30, 2])
     PackedStore(tmp_path).add(list("abcde"), documents, batch_size=2)
@@ -98,23 +97,70 @@ def test_values_may_be_as_large_as_their_type_but_not_infinite(tmp_path: Path, d
     assert_content(tmp_path, ["a"], [largest.to(getattr(torch, dtype))])
 
 
-def test_small_additions_come_to_a_segment_when_they_are_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store, "PENDING_BYTES", 8 * 4 * 4)
-    monkeypatch.setattr(store, "PENDING_PARTS", 3)
-    documents = documents_of([5, 1, 6, 2, 1, 1, 1])
+def test_small_additions_become_one_part_and_their_rows_stay_where_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "SMALL_PARTS", 3)
+    monkeypatch.setattr(checksums, "_BLOCK_BYTES", 50)
+    monkeypatch.setattr(catalog, "_FLUSH_SECONDS", 0)
+    documents = documents_of([5, 1, 0, 6, 2, 0, 0, 1, 1])
     opened = PackedStore(tmp_path)
-    pending = [[5], [5, 1], [], [2], [2, 1], [2, 1, 1], []]
+    parts = [[1], [1, 1], [1, 1, 1], [4], [4, 1], [4, 1, 1], [7], [7, 1], [7, 1, 1]]
     for i, document in enumerate(documents):
         opened.add([str(i)], [document])
-        assert [part.rows for part in opened.documents.pending] == pending[i]
+        assert [part.documents for part in opened.documents.parts] == parts[i]
         assert_content(tmp_path, [str(j) for j in range(i + 1)], documents[: i + 1])
-    assert len(segments_in(tmp_path)) == 1
+    (segment,) = segments_in(tmp_path)
+    assert (tmp_path / segment).read_bytes() == torch.cat(documents).numpy().tobytes()
+    PackedStore(tmp_path).verify()
+    # Not with what is removed, whose place in its part counts.
+    opened.remove(np.array([8]))
+    opened.add(["x"], documents[:1])
+    assert [part.documents for part in opened.documents.parts] == [7, 1, 1]
+    PackedStore(tmp_path).verify()
+
+
+def test_an_addition_that_did_not_reach_the_disk_is_lost_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(catalog, "_FLUSH_SECONDS", 1000)
+    opened = PackedStore(tmp_path)
+    documents = documents_of([60] * 4, 8)
+    for id_, document in zip("abcd", documents, strict=True):
+        opened.add([id_], [document])
+    (name,) = segments_in(tmp_path)
+    segment, whole = tmp_path / name, (tmp_path / name).read_bytes()
+    # c begins at byte 3840.
+    for kept, left in (
+        ("abc", whole[:-1]),
+        ("ab", whole[:4096] + bytes(512) + whole[4608:]),
+        ("a", whole[:1930]),
+    ):
+        segment.write_bytes(left)
+        with pytest.warns(UserWarning, match=f"the last {4 - len(kept)} documents .* are lost, .* a power failure"):
+            found = PackedStore(tmp_path)
+        assert found.ids == list(kept)
+        with pytest.raises(ValueError, match="are lost"):
+            found.verify()
+    # What was flushed is not lost but damaged, and so is what has other values.
+    segment.write_bytes(bytes(512) + whole[512:])
+    with pytest.raises(ValueError, match="its bytes 0 to .* have another CRC-32"):
+        PackedStore(tmp_path).verify()
+    segment.write_bytes(whole[:5000] + bytes([whole[5000] ^ 1]) + whole[5001:])
+    with pytest.raises(ValueError, match="its bytes 0 to .* have another CRC-32"):
+        PackedStore(tmp_path).verify()
+    # The next change takes the loss as it is.
+    segment.write_bytes(whole[:4096])
+    with pytest.warns(UserWarning, match="the last 2 documents"):
+        found = PackedStore(tmp_path)
+    found.add(["c"], documents[3:])
+    assert_content(tmp_path, ["a", "b", "c"], [*documents[:2], documents[3]])
+    PackedStore(tmp_path).verify()
 
 
 def test_an_addition_is_appended_to_a_segment_until_that_is_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store, "PENDING_BYTES", 0)
     monkeypatch.setattr(store, "SEGMENT_BYTES", 10 * 4 * 4)
     documents = documents_of([4, 5, 3, 9, 25, 1])
     opened = PackedStore(tmp_path)
@@ -129,20 +175,17 @@ def test_an_addition_is_appended_to_a_segment_until_that_is_full(
 def test_compact_leaves_as_few_files_as_the_size_of_a_segment_allows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store, "PENDING_BYTES", 0)
     monkeypatch.setattr(store, "SEGMENT_BYTES", 10 * 4 * 4)
     documents = documents_of([10, 12, 3, 6, 6, 0, 1])
     opened = PackedStore(tmp_path)
     for i, document in enumerate(documents):
         opened.add([str(i)], [document])
     full = [segment.path.name for segment in opened.segments]
-    monkeypatch.setattr(store, "PENDING_BYTES", 16 << 20)
     opened.add(["last"], documents_of([2], seed=1))
     opened.compact()
     after = [segment.path.name for segment in opened.segments]
     # What is full already is not written again.
     assert after[:2] == full[:2]
-    assert not opened.documents.pending
     assert_content(tmp_path, [*(str(i) for i in range(7)), "last"], documents + documents_of([2], seed=1))
     opened.compact()
     assert [segment.path.name for segment in opened.segments] == after
@@ -247,7 +290,6 @@ def test_a_refused_document_leaves_no_trace(tmp_path: Path, monkeypatch: pytest.
     opened.compact()
     before = {file.name: file.read_bytes() for file in tmp_path.glob("[!c]*")}
     # The bad document is in the last of several shards.
-    monkeypatch.setattr(store, "PENDING_BYTES", 0)
     monkeypatch.setattr(store, "SEGMENT_BYTES", 2 * 4 * 2)
     documents = documents_of([2, 2, 3])
     documents[2][1, 3] = value
@@ -289,7 +331,7 @@ def test_a_first_write_that_fails_leaves_an_empty_index(tmp_path: Path) -> None:
 # The first write, killed before its n-th statement.
 FIRST = """
 import os, signal, sys, torch
-from pylate_flash.index import catalog, store
+from pylate_flash.index import catalog, checksums, store
 from pylate_flash.index.store import PackedStore
 left = int(sys.argv[2])
 class Connection(catalog.sqlite3.Connection):
@@ -301,7 +343,6 @@ class Connection(catalog.sqlite3.Connection):
         return super().execute(*arguments)
 connect = catalog.sqlite3.connect
 catalog.sqlite3.connect = lambda *arguments, **options: connect(*arguments, factory=Connection, **options)
-store.PENDING_BYTES = 0
 PackedStore(sys.argv[1]).add(["a"], [torch.ones(2, 4)])
 print("finished")
 """
@@ -340,7 +381,6 @@ def test_what_a_killed_writer_left_goes_with_the_first_small_addition(tmp_path: 
     opened = PackedStore(tmp_path)
     assert left.exists()
     opened.add(["b"], documents_of([1]))
-    assert opened.segments == []
     assert not left.exists()
 
 

@@ -30,7 +30,7 @@ from tests.stores import (
 
 @pytest.fixture
 def index(tmp_path: Path) -> Path:
-    """a and b in a segment, c in another one, d and e in the catalog."""
+    """a and b in a segment, c, d and e in another one."""
     path = store_of_two_segments(tmp_path / "store")
     opened = PackedStore(path)
     opened.add(["d"], documents_of([2], seed=1))
@@ -81,7 +81,7 @@ def test_verify_finds_a_changed_value(index: Path) -> None:
     segment = first_segment(index)
     whole = segment.read_bytes()
     segment.write_bytes(whole[:7] + bytes([whole[7] ^ 1]) + whole[8:])
-    with pytest.raises(ValueError, match="is damaged: bytes 0 to 80 of its values have another CRC-32") as caught:
+    with pytest.raises(ValueError, match="is damaged: its bytes 0 to 80 have another CRC-32") as caught:
         PackedStore(index).verify()
     assert str(segment) in str(caught.value)
 
@@ -147,7 +147,7 @@ def test_a_state_that_is_none_is_one_error(index: Path, record: str, message: st
         ("UPDATE parts SET lengths = x'0000000000000000' WHERE number = 0", "from number 0 on: it has another CRC-32"),
         ("UPDATE parts SET ids = x'6164' WHERE number = 0", "from number 0 on: it has another CRC-32"),
         ("UPDATE parts SET segment = '../secret' WHERE number = 0", "bad name '../secret' of a segment"),
-        ("UPDATE parts SET rows = zeroblob(32) WHERE number = 3", "from number 3 on: bytes 0 to 32 of its values"),
+        ("UPDATE parts SET segment = NULL WHERE number = 3", "from number 3 on: it has another CRC-32"),
         ("INSERT INTO removed VALUES (0, x'00000000')", "or others"),
         ("INSERT INTO removed VALUES (77, x'00000000')", "or others"),
         ("DROP TABLE parts", "no such table: parts"),
@@ -162,7 +162,7 @@ def test_parts_that_do_not_fit_are_one_error(index: Path, statement: str, messag
 
 
 def test_documents_that_are_not_those_of_the_parts_are_found(index: Path) -> None:
-    change_catalog(index, "UPDATE documents SET id = CAST('x' AS BLOB) WHERE number = 1")
+    change_catalog(index, "UPDATE documents SET `#id` = CAST('x' AS BLOB) WHERE `#number` = 1")
     with pytest.raises(ValueError, match="its documents are others than those of its parts"):
         PackedStore(index).verify()
 
@@ -265,13 +265,9 @@ def test_a_file_that_may_not_grow_is_an_error_and_changes_nothing(tmp_path: Path
         text=True,
         timeout=300,
     )
-    # One too large for the journal, and one for it.
-    # SQLite does not say what it was.
-    reasons = ("[Errno 27]", "File too large"), ("[Errno 5]", "disk I/O error")
-    expected = (f"{number} cannot write to the index in {tmp_path / 'store'}: {reason}" for number, reason in reasons)
-    assert done.stdout.splitlines() == list(expected), done.stderr
+    expected = [f"[Errno 27] cannot write to the index in {tmp_path / 'store'}: File too large"] * 2
+    assert done.stdout.splitlines() == expected, done.stderr
     assert_content(tmp_path / "store", ["a"], documents_of([2], size=64))
-    assert not segments_in(tmp_path / "store")
 
 
 def test_what_can_be_no_folder_is_one_error(tmp_path: Path) -> None:
@@ -297,7 +293,7 @@ MANY = """
 import resource, sys, torch
 from pylate_flash.index import store
 from pylate_flash.index.store import PackedStore
-store.PENDING_BYTES, store.SEGMENT_BYTES = 0, 16
+store.SEGMENT_BYTES = 16
 _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, min(hard, 1024)))
 opened = PackedStore(sys.argv[1])

@@ -6,6 +6,7 @@ import random
 import re
 import shutil
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -25,10 +26,9 @@ def filled(path: Path, dtype: str) -> Path:
         patch.setattr(catalog, "_FLUSH_SECONDS", 1000)
         index = Flat(path, "index", dtype=dtype, device="cpu", show_progress=False)
         for number, documents in enumerate((40, 20, 3, 20)):
-            patch.setattr(store, "PENDING_BYTES", 0 if number < 2 else 16 << 20)
             lengths = [(7 * i + number) % 11 + 1 for i in range(documents)]
             lengths[1] = 0 if number else 5
-            patch.setattr(store, "SEGMENT_BYTES", sum(lengths) * Layout(dtype, 24).nbytes)
+            patch.setattr(store, "SEGMENT_BYTES", sum(lengths) * Layout(dtype, 24).nbytes if number < 2 else 1 << 30)
             index.add_documents([f"doc-{number}{i:02}" for i in range(documents)], documents_of(lengths, 24, number))
     assert [len(index), index.info().segments] == [83, 2]
     # As after a kill: nothing has come from SQLite's log into its file yet.
@@ -43,7 +43,7 @@ def answers(path: Path) -> tuple:
     ids = index.documents_ids
     found = index(queries, k=100), index(queries, k=3, subset=[ids[::7], ids[:5]])
     embeddings = torch.cat(index.get_documents_embeddings([ids])[0])
-    return index.info(), ids, found, embeddings.numpy().tobytes()
+    return replace(index.info(), bytes=0), ids, found, embeddings.numpy().tobytes()
 
 
 @pytest.mark.parametrize("closed", [False, True], ids=["killed", "closed"])
@@ -84,8 +84,9 @@ def test_a_flipped_bit_or_a_cut_is_one_error_or_changes_no_answer(
             errors += 1
         except UserWarning as warning:
             # What was not flushed may be gone after a power failure, which looks the same.
-            assert file.suffix == ".sqlite-wal"
-            assert re.search("the last . writes to the index are lost", str(warning))  # noqa: PT017
+            what = {".sqlite-wal": "writes to", ".rows": "documents that were added to"}[file.suffix]
+            assert re.search(f"the last .* {what} the index are lost", str(warning))  # noqa: PT017
+            assert file.suffix == ".sqlite-wal" or len(changed) < (whole / file.name).stat().st_size
             with pytest.warns(UserWarning, match="are lost"):
                 opened = PackedStore(path)
             with pytest.raises(ValueError, match="are lost"):
@@ -93,8 +94,8 @@ def test_a_flipped_bit_or_a_cut_is_one_error_or_changes_no_answer(
             lost += 1
         else:
             assert found == expected, (file.name, place)
-    assert errors > 90
-    assert bool(lost) != closed
+    assert errors + lost > 90
+    assert lost or closed
 
 
 def test_values_are_checked_once_and_where_only_a_part_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,9 +129,7 @@ def test_values_are_checked_once_and_where_only_a_part_is_read(tmp_path: Path, m
     opened = PackedStore(tmp_path)
     opened.read(np.array([0]))
     for positions in ([2], [0, 1, 2]):
-        with pytest.raises(
-            ValueError, match=r"is damaged: bytes \d+ to \d+ of its values have another CRC-32"
-        ) as caught:
+        with pytest.raises(ValueError, match=r"is damaged: its bytes \d+ to \d+ have another CRC-32") as caught:
             opened.read(np.array(positions))
         assert str(file) in str(caught.value)
     # Nor does what is written anew take it for what was written.

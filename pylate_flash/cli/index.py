@@ -335,7 +335,7 @@ def _describe(store: PackedStore) -> dict[str, Any]:
         "path": str(store.path),
         "documents": len(store),
         "tokens": store.tokens,
-        "bytes": store.bytes_on_disk,
+        "bytes": store.nbytes,
         "files": 1 + len(store.segments),
         "dtype": state.dtype,
         "embedding_size": state.embedding_size,

@@ -21,16 +21,16 @@ scorers.py        what scores a block: this package, or another one to compare
 merging.py        the best of many scores
 
     folder/
-      catalog.sqlite              state, parts, and the number of every id; small additions as a whole
+      catalog.sqlite              state, parts, and the number of every id
       segment-0f3c9a61c2d4.rows   rows of tokens, one after the other, and nothing else
       committed                   which generation was committed last, and which is known to be on the disk
       reserve                     nothing; it is given up for a removal that a full disk would not take
 
 To a segment is only appended. An addition writes its rows behind the end and flushes them to the disk, then commits in
-SQLite what counts: a process that is killed in between leaves bytes that no catalog counts. An addition of few rows
-puts them into the catalog, and they come to a segment with others. So a process killed at any moment leaves either the
-state before or the state after. A power failure is the same, save for writes that follow one another within a fifth of
-a second: the last of such a run may be lost, which the next opening says in a warning.
+SQLite what counts: a process that is killed in between leaves bytes that no catalog counts. So a process killed at any
+moment leaves either the state before or the state after. A power failure is the same, save for small additions that
+follow one another within a fifth of a second, and are flushed together: the last of such a run may be lost, which the
+next opening says in a warning.
 
 Whoever opens an index keeps the state that was there then, whatever others write: he has the arrays of its parts in
 memory and its segments open, and nothing of these is ever changed.

@@ -177,8 +177,10 @@ def linear_layer(projection: Any) -> tuple[Tensor, Tensor | None]:
     return projection
 
 
-def joined(ids: Sequence[str], documents: Sequence[Tensor], lengths: np.ndarray, layout: Layout) -> Tensor:
-    """Pack documents [L_i, d] into rows [T, width] of a layout, on the CPU.
+def joined(
+    ids: Sequence[str], documents: Sequence[Tensor], lengths: np.ndarray, layout: Layout, device: torch.device
+) -> Tensor:
+    """Pack documents [L_i, d] into rows [T, width] of a layout on a device. Those of one document may be its own.
 
     Raises
     ------
@@ -186,7 +188,7 @@ def joined(ids: Sequence[str], documents: Sequence[Tensor], lengths: np.ndarray,
         If a value is NaN or infinite as it is kept.
     """
     given = layout.given
-    converted = [document.detach().to("cpu", given) for document in documents]
+    converted = [document.detach().to(device, given) for document in documents]
     values = converted[0] if len(converted) == 1 else torch.cat(converted)
     # A sum is NaN or infinite if one value is, and this is the cheapest look at all of them; but it may overflow.
     finite = math.isfinite(values.sum().item()) or bool(torch.isfinite(values).all())

@@ -7,7 +7,7 @@
 
 SQLite sees to turns, atomic writes and snapshots (WAL). It does not see all damage: a write-ahead log of which a bit
 has flipped ends before that bit, as one that was cut by a power failure does. So the file `committed` says which
-generation was committed last, and which one is known to be on the disk.
+generation was committed last, which one is known to be on the disk, and the number of the next document then.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from .files import FULL, open_regular, write_all
-from .parts import COLUMNS, SEGMENT_NAME
+from .parts import COLUMNS, SEGMENT_NAME, Segment
 from .state import State
 
 __all__ = ["Catalog", "ConcurrentWriteError"]
@@ -40,7 +40,7 @@ CREATE TABLE parts (number INTEGER PRIMARY KEY, {", ".join(COLUMNS[1:])});
 CREATE TABLE removed (number INTEGER PRIMARY KEY, places BLOB NOT NULL);
 CREATE TABLE documents (number INTEGER PRIMARY KEY, id BLOB NOT NULL UNIQUE);
 """
-_COMMITTED = struct.Struct("<QQ")
+_COMMITTED = struct.Struct("<QQQ")
 _SLOT_BYTES = _COMMITTED.size + 4
 # Flushing takes milliseconds. At most so often (in seconds) it is done, so that a run of additions does not spend its
 # time on it, and a single addition is on the disk when it returns.
@@ -55,7 +55,7 @@ class ConcurrentWriteError(RuntimeError):
 
 
 class Catalog:
-    """The catalog of the index in a folder.
+    """The catalog of the index in a folder, or with `in_memory` of one that keeps nothing on the disk.
 
     Attributes
     ----------
@@ -65,17 +65,23 @@ class Catalog:
         What it says, as it was read or written last by this object.
     lost
         How many of the last writes were committed and are not there, as after a power failure.
+    unflushed
+        The number of the first document that may not be on the disk, where that was not flushed; else None.
+    written
+        Segments of which the end may not be on the disk.
     """
 
-    def __init__(self, folder: Path, dtype: str) -> None:
-        self.path = folder / _NAME
+    def __init__(self, folder: Path, dtype: str, in_memory: bool = False) -> None:
+        self.path, self._in_memory = folder / _NAME, in_memory
         self.state = State(dtype=dtype)
         self.lost = 0
+        self.unflushed: int | None = None
+        self.written: set[Segment] = set()
         self._connection: sqlite3.Connection | None = None
         self._process = 0
         self._sound = False  # whether SQLite has been asked
         self._flush_due = 0.0
-        self._flushed = 0
+        self._flushed = 0, 0  # generation, and number of the next document
         self._full = False  # whether SQLite flushes every commit
 
     @property
@@ -127,14 +133,17 @@ class Catalog:
     def holds(self, documents: Iterable[tuple[int, bytes]]) -> bool:
         """Whether number and id of its documents are these, in the order in which they were added."""
         with self._explained(), self._reading() as connection:
-            there = connection.execute("SELECT number, id FROM documents ORDER BY number")
+            query = "SELECT number, id FROM documents ORDER BY number"
+            there = connection.execute(query) if _has_tables(connection) else []
             return all(one == other for one, other in itertools.zip_longest(there, documents))
 
     # Writing
 
     @contextlib.contextmanager
-    def turn(self) -> Iterator[sqlite3.Connection]:
+    def turn(self, flush: bool = False) -> Iterator[sqlite3.Connection]:
         """Take the turn to write: what is written takes effect at the end, or, on an error, does not.
+
+        It is on the disk then with `flush`, or if that is due; what was written before is as well.
 
         Raises
         ------
@@ -147,7 +156,7 @@ class Catalog:
         try:
             with self._explained():
                 connection = self._prepared()
-                due = time.monotonic() >= self._flush_due
+                due = flush or time.monotonic() >= self._flush_due
                 if due != self._full:
                     connection.execute(f"PRAGMA synchronous = {'FULL' if due else 'NORMAL'}")
                     self._full = due
@@ -165,12 +174,17 @@ class Catalog:
                 reason += ". The index is as it was: make room and repeat it"
             raise OSError(error.errno, f"cannot write to the index in {folder}: {reason}") from error
 
+    @property
+    def flushes(self) -> bool:
+        """Whether what is written in this turn will be on the disk when it ends; then segments must be before."""
+        return self._full
+
     @contextlib.contextmanager
-    def writing(self) -> Iterator[sqlite3.Connection]:
+    def writing(self, flush: bool = False) -> Iterator[sqlite3.Connection]:
         """As `turn`, to set `state` to the next one."""
         before = self.state
         try:
-            with self.turn() as connection:
+            with self.turn(flush) as connection:
                 yield connection
                 connection.execute("UPDATE state SET record = ?", (self.state.to_json(),))
                 connection.execute(f"PRAGMA user_version = {self.state.generation}")
@@ -202,8 +216,8 @@ class Catalog:
             path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Flush it and close it; it opens again at need."""
-        if self._connection is not None:
+        """Flush it and close it; it opens again at need. One in memory stays."""
+        if self._connection is not None and not self._in_memory:
             self._connection = None
             self._closed()
 
@@ -211,15 +225,14 @@ class Catalog:
 
     def _connect(self, mode: str, seconds: float) -> sqlite3.Connection:
         """Connect, to wait at most so long for others who have all of it for a moment, as to recover or to close it."""
-        return sqlite3.connect(
-            f"{self.path.as_uri()}?{mode}", uri=True, timeout=seconds, isolation_level=None, check_same_thread=False
-        )
+        place = ":memory:" if self._in_memory else f"{self.path.as_uri()}?{mode}"
+        return sqlite3.connect(place, uri=True, timeout=seconds, isolation_level=None, check_same_thread=False)
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[sqlite3.Connection]:
         """A connection that reads: that of the writer, or one for this time."""
-        if self._connection is not None and self._process == os.getpid():
-            yield self._connection
+        if self._in_memory or (self._connection is not None and self._process == os.getpid()):
+            yield self._prepared()
             return
         self._refuse_links(*_BESIDE)
         connection = self._connect("mode=ro&immutable=1" if self.path.is_symlink() else "mode=rw", 10)
@@ -246,27 +259,37 @@ class Catalog:
     def _prepared(self) -> sqlite3.Connection:
         """The connection that writes, which stays open."""
         if self._connection is None or self._process != os.getpid():
+            if self._in_memory:
+                # A copy of the process has its own, after a fork.
+                if self._connection is None:
+                    self._connection = self._connect("", 0)
+                    self._create(self._connection)
+                return self._connection
             self.close()
             self._refuse_links(_NAME, *_BESIDE)
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._committed = open_regular(self.path.with_name("committed"), os.O_RDWR | os.O_CREAT)
             connection = self._connect("mode=rwc", 0.2)
             # Python's own end of a connection waits for its collector of cycles.
-            self._closed = weakref.finalize(self, _close, connection, self._committed, os.getpid())
+            self._closed = weakref.finalize(self, _close, connection, self._committed, self.written, os.getpid())
             try:
                 connection.execute("PRAGMA journal_mode = WAL")
                 connection.execute("PRAGMA wal_autocheckpoint = 4000")
                 connection.execute("PRAGMA synchronous = NORMAL")
-                with _transaction(connection, "IMMEDIATE"):
-                    if not _has_tables(connection):
-                        for statement in _SCHEMA.split(";"):
-                            connection.execute(statement)
-                        connection.execute("INSERT INTO state VALUES (?)", (State(dtype=self.state.dtype).to_json(),))
+                self._create(connection)
             except BaseException:
                 self._closed()
                 raise
             self._connection, self._process, self._full = connection, os.getpid(), False
         return self._connection
+
+    def _create(self, connection: sqlite3.Connection) -> None:
+        """Make the tables, if they are not there."""
+        with _transaction(connection, "IMMEDIATE"):
+            if not _has_tables(connection):
+                for statement in _SCHEMA.split(";"):
+                    connection.execute(statement)
+                connection.execute("INSERT INTO state VALUES (?)", (State(dtype=self.state.dtype).to_json(),))
 
     def _read_state(self, connection: sqlite3.Connection) -> State:
         row = connection.execute("SELECT record FROM state").fetchone()
@@ -284,28 +307,29 @@ class Catalog:
             raise ValueError(f"{self.path} is damaged: {found}")
         self._sound = True
 
-    def _read_committed(self) -> tuple[int, int]:
-        """The generation that was committed last, and the last one that is known to be on the disk."""
+    def _read_committed(self) -> tuple[int, int, int]:
+        """What the file `committed` says."""
         path = self.path.with_name("committed")
         try:
             with open(open_regular(path), "rb", buffering=0) as file:
                 content = file.read()
         except FileNotFoundError:
-            return 0, 0
+            return 0, 0, 0
         slots = [content[start : start + _SLOT_BYTES] for start in (0, _SLOT_BYTES)]
         found = [
             _COMMITTED.unpack(slot[:-4]) for slot in slots if len(slot) == _SLOT_BYTES and slot == _slot(slot[:-4])
         ]
         if content and not found:
             raise ValueError(f"{path} is damaged: it has another CRC-32 than when it was written")
-        return max(found, default=(0, 0))
+        return max(found, default=(0, 0, 0))
 
-    def _compare(self, state: State, committed: int, flushed: int) -> None:
+    def _compare(self, state: State, committed: int, flushed: int, number: int) -> None:
         if state.generation < flushed:
             raise ValueError(
                 f"{self.path} is damaged: it is of generation {state.generation}, and {flushed} was on the disk"
             )
-        self._flushed = flushed
+        self._flushed = flushed, number
+        self.unflushed = number if flushed < state.generation else None
         self.lost = max(0, committed - state.generation)
         if self.lost:
             warnings.warn(self._loss(), stacklevel=2)
@@ -319,10 +343,13 @@ class Catalog:
     def _note_committed(self, flushed: bool) -> None:
         """Say in `committed` what SQLite has committed. A failure here is none of the write, which has taken effect."""
         self.lost = 0
+        if self._in_memory:
+            return
         if flushed:
             self._flush_due = time.monotonic() + _FLUSH_SECONDS
-            self._flushed = self.state.generation
-        content = _slot(_COMMITTED.pack(self.state.generation, self._flushed))
+            self._flushed = self.state.generation, self.state.next_number
+            self.written.clear()
+        content = _slot(_COMMITTED.pack(self.state.generation, *self._flushed))
         with contextlib.suppress(OSError):
             # In place of what was said before the last time, so that one is whole whenever this is interrupted.
             write_all(self._committed, content, self.state.generation % 2 * _SLOT_BYTES)
@@ -350,10 +377,14 @@ class Catalog:
             raise ValueError(f"{self.path} is damaged: {error}") from None
 
 
-def _close(connection: sqlite3.Connection, descriptor: int, process: int) -> None:
+def _close(connection: sqlite3.Connection, descriptor: int, written: set[Segment], process: int) -> None:
     """Close what a process has opened; a copy of it in another one, by a fork, is not SQLite's to close."""
     os.close(descriptor)
     if process == os.getpid():
+        for segment in written:
+            # Before SQLite flushes what names them.
+            with contextlib.suppress(OSError):
+                os.fsync(segment.descriptor)
         connection.close()
     else:
         _OF_OTHERS.append(connection)

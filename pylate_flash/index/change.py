@@ -6,13 +6,15 @@ import contextlib
 import os
 import secrets
 import sqlite3
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
-from .checksums import Sums
+from .checksums import Sums, block_begin
 from .files import fsync_folder, open_regular, write_all
 from .layout import Layout
 from .parts import COLUMNS, SEGMENT_NAME, Part, Segment, bytes_of, encoded_id
@@ -22,6 +24,8 @@ __all__ = ["Change"]
 _INSERT = f"INSERT INTO parts VALUES ({', '.join('?' for _ in COLUMNS)})"
 # Of rows that are moved, so much is in memory.
 _MOVED_BYTES = 16 << 20
+# A part of fewer documents is small.
+_SMALL = 1024
 
 
 class Change:
@@ -33,16 +37,27 @@ class Change:
         Those that there will be, in order.
     dropped
         Those that were there before and will not be.
+    written
+        Segments to which rows were appended that may not be on the disk yet, by this change or by ones before.
     """
 
-    def __init__(self, folder: Path, connection: sqlite3.Connection, parts: list[Part], segment_bytes: int) -> None:
-        self.parts, self.dropped = list(parts), []  # type: ignore[var-annotated]
+    def __init__(
+        self,
+        folder: Path,
+        connection: sqlite3.Connection,
+        parts: list[Part],
+        segment_bytes: int,
+        written: Iterable[Segment],
+        in_memory: bool,
+    ) -> None:
+        self.parts, self.dropped, self.written = list(parts), [], set(written)  # type: ignore[var-annotated]
         self._folder, self._connection, self._segment_bytes = folder, connection, segment_bytes
+        self._in_memory = in_memory
         self._undo = contextlib.ExitStack()
-        self._open: tuple[Segment, int, int] | None = None  # what is appended to: a descriptor to write, the end
+        self._open: tuple[Segment, int] | None = None  # what is appended to, and a descriptor to write
+        self._made = False  # whether there is a new segment
 
-    def add(self, part: Part, ids: Sequence[str]) -> None:
-        """Take in new documents."""
+    def _add(self, part: Part, ids: Sequence[str]) -> None:
         try:
             rows = zip(part.numbers.tolist(), map(encoded_id, ids), strict=True)
             self._connection.executemany("INSERT INTO documents VALUES (?, ?)", rows)
@@ -61,9 +76,8 @@ class Change:
         self, layout: Layout, first: int, ids: Sequence[str], lengths: np.ndarray, rows: Iterable[torch.Tensor]
     ) -> None:
         """Write new documents to a segment."""
-        segment, offset, sums = self._write(rows)
         numbers = np.arange(first, first + len(ids))
-        self.add(Part.of(layout, numbers, ids, lengths, sums, segment=segment, offset=offset), ids)
+        self._add(Part.of(layout, numbers, ids, lengths, **self._write(layout, rows)), ids)
 
     def remove(self, part: Part, places: np.ndarray) -> None:
         """Mark documents of a part as removed; what is left of the part, if anything, takes its place."""
@@ -81,30 +95,44 @@ class Change:
 
     def move(self, parts: list[Part], fresh: bool = False) -> None:
         """Write the documents of neighbouring parts that are not removed to a segment, with `fresh` to a new one."""
-        if fresh:
+        if fresh and not self._in_memory:
             self._close()
-            self._open = self._new_segment()
+            self._open_new()
         parts = [part for part in parts if len(part.removed) < part.documents]
         if not parts:
             return
         places = [np.flatnonzero(part.live) for part in parts]
-        segment, offset, sums = self._write(rows for part in parts for rows in _live_rows(part))
+        rows = self._write(parts[0].layout, (rows for part in parts for rows in _live_rows(part)))
         numbers = np.concatenate([part.numbers[some] for part, some in zip(parts, places, strict=True)])
         lengths = np.concatenate([part.lengths[some] for part, some in zip(parts, places, strict=True)])
         ids = [id_ for part, some in zip(parts, places, strict=True) for id_ in part.ids_at(some)]
-        moved = Part.of(parts[0].layout, numbers, ids, lengths, sums, segment=segment, offset=offset)
-        self._replace(parts, [moved])
+        self._replace(parts, [Part.of(parts[0].layout, numbers, ids, lengths, **rows)])
+
+    def merge(self, most: int) -> None:
+        """Put one part in the place of the last ones, if more than `most` are small; rows stay where they are."""
+        run: list[Part] = []
+        for part in reversed(self.parts):
+            if part.documents >= _SMALL or not (not run or run[-1].follows(part)):
+                break
+            run.append(part)
+        if len(run) > most:
+            self._replace(run[::-1], [Part.merged(run[::-1])])
 
     def flush(self) -> None:
-        """Have on the disk what was appended."""
+        """Have on the disk what was appended to segments."""
+        for segment in self.written:
+            os.fsync(segment.descriptor)
+        if self._made:
+            fsync_folder(self._folder)
+
+    def keep(self) -> None:
+        """Let stand what was appended."""
         self._close()
         self._undo.pop_all()
 
     def undo(self) -> None:
         """Take back what was appended."""
-        if self._open is not None:
-            os.close(self._open[1])
-            self._open = None
+        self._close()
         self._undo.close()
 
     def _replace(self, old: list[Part], new: list[Part]) -> None:
@@ -121,47 +149,56 @@ class Change:
     def _insert(self, part: Part) -> None:
         self._connection.execute(_INSERT, part.to_row())
 
-    def _write(self, rows: Iterable[torch.Tensor]) -> tuple[Segment, int, np.ndarray]:
-        """Append rows to the segment of the last part, or to a new one if it is full; their place and CRCs."""
+    def _write(self, layout: Layout, rows: Iterable[torch.Tensor]) -> dict[str, Any]:
+        """Append rows to the segment of the last part, or to a new one if it is full; their place, and their CRCs."""
+        if self._in_memory:
+            # A copy: a piece may be the caller's own.
+            return {"memory": torch.cat(list(rows)), "sums": Sums().values()}
         if self._open is None:
             last = next((part.segment for part in reversed(self.parts) if part.segment is not None), None)
-            if last is None or os.fstat(last.descriptor).st_size >= self._segment_bytes:
-                self._open = self._new_segment()
+            if last is None:
+                self._open_new()
             else:
-                descriptor = open_regular(last.path, os.O_RDWR)
-                end = os.fstat(descriptor).st_size
-                self._open = last, descriptor, end
-                self._undo.callback(_cut, last.path, end)
-        elif self._open[2] >= self._segment_bytes:
+                self._open = last, open_regular(last.path, os.O_RDWR)
+                size = os.fstat(self._open[1]).st_size
+                self._undo.callback(_cut, last.path, size)
+        segment, descriptor = self._opened()
+        # A writer that was killed may have left half a row.
+        offset = -(-os.fstat(descriptor).st_size // layout.nbytes) * layout.nbytes
+        if offset >= self._segment_bytes:
             self._close()
-            self._open = self._new_segment()
-        segment, descriptor, offset = self._open
-        sums, end = Sums(), offset
+            self._open_new()
+            (segment, descriptor), offset = self._opened(), 0
+        last_part = next((part for part in reversed(self.parts) if part.segment is segment and part.nbytes), None)
+        begin, before = block_begin(offset), 0
+        if begin < offset and last_part is not None and last_part.end == offset:
+            before = int(last_part.sums[-1])
+        elif begin < offset:
+            before = zlib.crc32(os.pread(descriptor, offset - begin, begin).ljust(offset - begin, b"\0"))
+        sums, end = Sums(offset, before), offset
         for some in rows:
             view = bytes_of(some)
             if len(view):
                 sums.update(view)
                 write_all(descriptor, view, end)
                 end += len(view)
-        self._open = segment, descriptor, end
-        return segment, offset, sums.values()
+        self.written.add(segment)
+        return {"segment": segment, "offset": offset, "sums": sums.values()}
 
-    def _new_segment(self) -> tuple[Segment, int, int]:
+    def _opened(self) -> tuple[Segment, int]:
+        assert self._open is not None
+        return self._open
+
+    def _open_new(self) -> None:
         path = self._folder / SEGMENT_NAME.replace("*", secrets.token_hex(6))
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         self._undo.callback(path.unlink, missing_ok=True)
-        return Segment(path), descriptor, 0
+        self._open, self._made = (Segment(path), descriptor), True
 
     def _close(self) -> None:
-        """Flush the file that is appended to."""
-        if self._open is None:
-            return
-        descriptor, self._open = self._open[1], None
-        try:
-            os.fsync(descriptor)
-        finally:
+        if self._open is not None:
+            descriptor, self._open = self._open[1], None
             os.close(descriptor)
-        fsync_folder(self._folder)
 
 
 def _cut(path: Path, end: int) -> None:
@@ -171,14 +208,14 @@ def _cut(path: Path, end: int) -> None:
 
 def _live_rows(part: Part) -> Iterator[torch.Tensor]:
     """The rows of those documents of a part that do not count as removed, in pieces."""
-    if part.memory is not None and not len(part.removed):
-        yield part.memory
-        return
     live, ends = part.live, part.lengths.cumsum()
     edges = np.flatnonzero(np.diff(live, prepend=False, append=False)).tolist()
     limit = max(1, _MOVED_BYTES // part.layout.nbytes)
     for first, last in zip(edges[::2], edges[1::2], strict=True):
         begin, end = int(ends[first] - part.lengths[first]), int(ends[last - 1])
+        if part.memory is not None:
+            yield part.memory[begin:end]
+            continue
         for start in range(begin, end, limit):
             rows = torch.empty(min(limit, end - start), part.layout.width, dtype=part.layout.dtype)
             part.read_into(rows, start)

@@ -27,7 +27,7 @@ class IndexInfo:
     embedding_size
         Elements of an embedding (or of a hidden state); None if there are no documents.
     segments
-        How many files hold their embeddings, beside those of small additions, which the catalog holds.
+        How many files hold their embeddings.
     generation
         How often it has been written.
     model

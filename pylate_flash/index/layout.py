@@ -7,6 +7,7 @@ copied and merged like any others, and the kernels take the values from where th
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -38,12 +39,12 @@ class Layout:
         """Whether a row holds 8 bits for each element of an embedding."""
         return self.kept_as in PRECISIONS
 
-    @property
+    @functools.cached_property
     def width(self) -> int:
         """Elements of a row."""
         return _HEAD + -(-self.size // _HEAD) * _HEAD if self.quantized and self.size else self.size
 
-    @property
+    @functools.cached_property
     def nbytes(self) -> int:
         """Bytes of a row."""
         return self.width * self.dtype.itemsize
@@ -58,7 +59,7 @@ class Layout:
         if not self.quantized:
             return embeddings
         found = quantize(embeddings, self.kept_as)
-        rows = torch.zeros(len(embeddings), self.width, dtype=torch.uint8)
+        rows = torch.zeros(len(embeddings), self.width, dtype=torch.uint8, device=embeddings.device)
         numbers = rows[:, :8].view(torch.float32)
         numbers[:, 0] = found.scales
         if found.offsets is not None:

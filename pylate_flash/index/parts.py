@@ -1,7 +1,7 @@
 """Parts: documents that were added together, put end to end in the order in which they were added.
 
 A part is a row of the catalog. It holds what is known of its documents in arrays, not in Python objects; their rows
-lie in a stretch of a segment, or, of a small addition, in the catalog itself.
+lie in a stretch of a segment, or in memory, of an index that keeps nothing on the disk.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ import weakref
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
-from .checksums import CheckedBlocks, blocks_of
+from .checksums import CheckedBlocks, block_begin, block_of, blocks_of
 from .files import open_named, read_exactly
 from .layout import Layout, is_finite
 
@@ -24,10 +26,11 @@ __all__ = ["COLUMNS", "SEGMENT_NAME", "Part", "Segment", "bytes_of"]
 
 SEGMENT_NAME = "segment-*.rows"
 # The columns of a part in the catalog, and the last: a CRC-32 over the others.
-COLUMNS = ("number", "segment", "offset", "numbers", "lengths", "id_ends", "ids", "sums", "rows", "crc")
+COLUMNS = ("number", "segment", "offset", "numbers", "lengths", "id_ends", "ids", "sums", "crc")
 # Rows are read and checked so many bytes at a time, so that they are checked while the processor's cache holds them.
 _CHECKED_AT_A_TIME = 1 << 20
 _VERIFIED_AT_A_TIME = 16 << 20
+_SECTOR_BYTES = 512
 
 
 class Segment:
@@ -57,11 +60,11 @@ class Part:
     removed
         Places in the part of documents that count as removed, ascending. Shape: [*], int64.
     segment, offset
-        Where the rows are, or None and 0.
+        Where the rows are, a multiple of their bytes from the beginning; or None and 0.
     sums
-        Of the rows, as `checksums.Sums` has them.
+        Of the blocks of the segment that hold them, as `checksums.Sums` has them.
     memory
-        The rows, if they are in no segment. Shape: [T, width].
+        The rows, if they are in no segment, on whatever device. Shape: [T, width].
     """
 
     layout: Layout
@@ -79,7 +82,12 @@ class Part:
         self.documents, self.rows = len(self.lengths), int(self.lengths.sum())
         self.nbytes = self.rows * self.layout.nbytes
         self.crc = 0
-        self._checked = CheckedBlocks(self.sums, self.nbytes)
+        self._checked = CheckedBlocks(self.sums, self.offset, self.end)
+
+    @property
+    def end(self) -> int:
+        """Where the rows end in the segment."""
+        return self.offset + self.nbytes
 
     @classmethod
     def of(
@@ -88,13 +96,12 @@ class Part:
         numbers: np.ndarray,
         ids: Sequence[str],
         lengths: np.ndarray,
-        sums: np.ndarray,
-        **place: object,
+        **place: Any,
     ) -> Part:
-        """A part of which no document counts as removed; `place` is where its rows are."""
+        """A part of which no document counts as removed; `place` is where its rows are, and their `sums`."""
         encoded = [encoded_id(id_) for id_ in ids]
         ends = np.cumsum([len(id_) for id_ in encoded], dtype=np.int64)
-        return cls(layout, numbers, lengths, ends, b"".join(encoded), np.zeros(0, np.int64), sums, **place)  # type: ignore[arg-type]
+        return cls(layout, numbers, lengths, ends, b"".join(encoded), np.zeros(0, np.int64), **place)
 
     def to_row(self) -> tuple:
         """As the catalog keeps it, in the order of COLUMNS."""
@@ -109,9 +116,8 @@ class Part:
             self.id_ends.astype("<i8").tobytes(),
             self.ids,
             self.sums.tobytes(),
-            None if self.memory is None else bytes(bytes_of(self.memory)),
         )
-        self.crc = _crc(row[:-1])
+        self.crc = _crc(row)
         return (*row, self.crc)
 
     @property
@@ -128,12 +134,11 @@ class Part:
         ValueError
             If it is damaged.
         """
-        first, segment, offset, numbers, lengths, id_ends, ids, sums, memory, crc = row
+        first, segment, offset, numbers, lengths, id_ends, ids, sums, crc = row
         try:
-            if _crc(row[:-2]) != crc:
+            if _crc(row[:-1]) != crc:
                 raise ValueError("it has another CRC-32 than when it was written")
             sizes = np.frombuffer(lengths, "<i4").astype(np.int64)
-            rows = int(sizes.sum())
             part = cls(
                 layout,
                 np.arange(first, first + len(sizes))
@@ -144,16 +149,14 @@ class Part:
                 ids,
                 np.frombuffer(removed, "<i4").astype(np.int64),
                 np.frombuffer(sums, "<u4"),
-                None if segment is None else segments[segment],
+                segments[segment],
                 offset,
             )
-            if len(part.sums) != blocks_of(part.nbytes):
+            if len(part.sums) != blocks_of(part.offset, part.end):
                 raise ValueError(f"it has {len(part.sums)} checksums for {part.nbytes} bytes")
-            if segment is None:
-                values = torch.frombuffer(bytearray(memory or b"\0"), dtype=torch.uint8)[: len(memory)]
-                part._checked.check(memoryview(memory), 0, lambda begin, end: memoryview(memory)[begin:end])
-                part.memory = values.view(layout.dtype).view(rows, layout.width)
-        except (TypeError, ValueError, KeyError, RuntimeError) as error:
+            if offset % max(1, layout.nbytes):
+                raise ValueError(f"its rows of {layout.nbytes} bytes begin at byte {offset}")
+        except (TypeError, ValueError, KeyError) as error:
             raise ValueError(f"its part of the documents from number {first!r:.100} on: {error}") from None
         part.crc = crc
         return part
@@ -167,6 +170,31 @@ class Part:
         )  # fmt: skip
         part._checked, part.crc = self._checked, self.crc
         return part
+
+    def follows(self, other: Part) -> bool:
+        """Whether its rows do, in the same segment, and no document of both is removed."""
+        return (
+            self.segment is not None
+            and (self.segment, self.offset) == (other.segment, other.end)
+            and not len(self.removed) + len(other.removed)
+        )
+
+    @classmethod
+    def merged(cls, parts: Sequence[Part]) -> Part:
+        """One part in the place of some, of which each follows the one before it. Their rows stay where they are."""
+        first = parts[0]
+        lengths, numbers = (np.concatenate([getattr(part, name) for part in parts]) for name in ("lengths", "numbers"))
+        bases = np.cumsum([0, *(len(part.ids) for part in parts[:-1])])
+        ends = np.concatenate([base + part.id_ends for base, part in zip(bases, parts, strict=True)])
+        ids = b"".join(part.ids for part in parts)
+        # Of a block that two share, the later one has the CRC of what both have there.
+        solid = [part for part in parts if part.nbytes]
+        sums = [part.sums[: block_of(after.offset) - block_of(part.offset)] for part, after in pairwise(solid)]
+        sums += [part.sums for part in solid[-1:]]
+        return cls(
+            first.layout, numbers, lengths, ends, ids, first.removed, np.concatenate([first.sums[:0], *sums]),
+            first.segment, first.offset,
+        )  # fmt: skip
 
     @property
     def live(self) -> np.ndarray:
@@ -197,13 +225,13 @@ class Part:
             out.copy_(self.memory[start : start + len(out)])
             return
         assert self.segment is not None
-        begin = start * self.layout.nbytes
+        begin = self.offset + start * self.layout.nbytes
         end = begin + len(out) * self.layout.nbytes
         view, place = memoryview(b"") if begin == end else bytes_of(out), begin
         try:
             while place < end:
                 stop = min(end, (place // _CHECKED_AT_A_TIME + 1) * _CHECKED_AT_A_TIME)
-                some = read_exactly(self.segment.descriptor, view[place - begin : stop - begin], self.offset + place)
+                some = read_exactly(self.segment.descriptor, view[place - begin : stop - begin], place)
                 self._checked.check(some, place, self._bytes)
                 place = stop
         except ValueError as error:
@@ -214,13 +242,30 @@ class Part:
     def check_size(self) -> None:
         """Refuse a segment that has been truncated. The message names it."""
         if self.segment is not None:
-            size, end = os.fstat(self.segment.descriptor).st_size, self.offset + self.nbytes
-            if size < end:
-                raise ValueError(f"{self.segment.path} is damaged: it ends after {size} bytes, {end} were expected")
+            size = os.fstat(self.segment.descriptor).st_size
+            if size < self.end:
+                raise ValueError(
+                    f"{self.segment.path} is damaged: it ends after {size} bytes, {self.end} were expected"
+                )
+
+    def is_lost(self) -> bool:
+        """Whether rows have not come to the disk, as after a power failure: they are missing, or a sector is zeros."""
+        assert self.segment is not None
+        begin = block_begin(self.offset)
+        if os.fstat(self.segment.descriptor).st_size < self.end:
+            return True
+        content = self._bytes(begin, self.end)
+        try:
+            self._checked.check(content, begin, self._bytes)
+            return False
+        except ValueError:
+            first = (self.offset - begin) // _SECTOR_BYTES * _SECTOR_BYTES
+            sectors = (content[place : place + _SECTOR_BYTES] for place in range(first, len(content), _SECTOR_BYTES))
+            return any(bytes(len(sector)) == sector for sector in sectors)
 
     def _bytes(self, begin: int, end: int) -> memoryview:
         assert self.segment is not None
-        return read_exactly(self.segment.descriptor, bytearray(end - begin), self.offset + begin)
+        return read_exactly(self.segment.descriptor, bytearray(end - begin), begin)
 
     def verify(self, path: Path) -> None:
         """Read all rows anew, those of removed documents too; `path` is the catalog's.
@@ -230,7 +275,7 @@ class Part:
         ValueError
             If they are others than were written, or one is NaN or infinite. The message names the file.
         """
-        self._checked = CheckedBlocks(self.sums, self.nbytes)
+        self._checked = CheckedBlocks(self.sums, self.offset, self.end)
         step = max(1, _VERIFIED_AT_A_TIME // self.layout.nbytes)
         for start in range(0, self.rows, step):
             values = torch.empty(min(step, self.rows - start), self.layout.width, dtype=self.layout.dtype)
@@ -255,9 +300,6 @@ def bytes_of(values: torch.Tensor) -> memoryview:
 
 
 def _crc(columns: Iterable) -> int:
-    """The CRC-32 of columns of a row; the rows in memory have checksums of their own."""
-    crc = 0
-    for column in columns:
-        data = column if isinstance(column, bytes) else repr(column).encode()
-        crc = zlib.crc32(data, zlib.crc32(b"%d:" % len(data), crc))
-    return crc
+    """The CRC-32 of columns of a row."""
+    pieces = [column if isinstance(column, bytes) else repr(column).encode() for column in columns]
+    return zlib.crc32(b"".join(pieces), zlib.crc32(repr([len(piece) for piece in pieces]).encode()))

@@ -123,7 +123,7 @@ class Loader:
         `tell` is told of bytes that have been read.
         """
         rows = max(1, _STAGED_BYTES // max(1, out.shape[1] * out.element_size()))
-        if self._pool is None:
+        if self._pool is None or all(part.memory is not None for part in self._pieces.parts):
             for slices, some in _batches(self._pieces.slices(runs), out, rows):
                 _read(slices, some)
                 if tell is not None:

@@ -69,8 +69,8 @@ class State:
     def to_json(self) -> str:
         """As `parse` takes it."""
         model = None if self.model is None else self.model.to_json()
-        record = {"format": FORMAT, "version": FORMAT_VERSION, **vars(self), "model": model}
-        return json.dumps({**record, "crc32": _crc(record)})
+        text = json.dumps({"format": FORMAT, "version": FORMAT_VERSION, **vars(self), "model": model})
+        return f'{text[:-1]}, "crc32": {zlib.crc32(text.encode())}}}'
 
     @classmethod
     def parse(cls, text: str) -> State:
@@ -95,7 +95,7 @@ class State:
                 "pylate_flash"
             )
         try:
-            if crc != _crc({"format": FORMAT, "version": version, **record}):
+            if crc != zlib.crc32(json.dumps({"format": FORMAT, "version": version, **record}).encode()):
                 raise ValueError("its state has another CRC-32 than when it was written")
             record["model"] = None if record["model"] is None else ModelRecord.from_json(record["model"])
             record["corpora"] = tuple((absolute, relative) for absolute, relative in record["corpora"])
@@ -112,7 +112,3 @@ def _versions() -> dict[str, str]:
     from .. import __version__
 
     return {"pylate_flash": __version__, "python": platform.python_version(), "torch": torch.__version__}
-
-
-def _crc(record: dict) -> int:
-    return zlib.crc32(json.dumps(record).encode())

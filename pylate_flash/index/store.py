@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import shlex
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,9 @@ from tqdm import tqdm
 from .arguments import joined
 from .catalog import Catalog, ConcurrentWriteError, parts_crc
 from .change import Change
-from .checksums import Sums
 from .files import FULL, check_folder, write_all
 from .layout import DTYPES, Layout
-from .parts import SEGMENT_NAME, Part, Segment, bytes_of, encoded_id
+from .parts import SEGMENT_NAME, Part, Segment, encoded_id
 from .pieces import Pieces, runs_of
 from .state import State
 from .tables import Documents, blocks
@@ -31,9 +31,10 @@ __all__ = ["ADDITION_BYTES", "DTYPES", "SEGMENT_BYTES", "ConcurrentWriteError", 
 SEGMENT_BYTES = 512 << 20
 # Of a long run of additions, so much is added at a time: enough to make the cost of one small.
 ADDITION_BYTES = 256 << 20
-# Rows of small additions are kept in the catalog, as many as this, and then put into a segment.
-PENDING_BYTES = 16 << 20
-PENDING_PARTS = 1024
+# An addition of so many bytes is flushed at once.
+_FLUSHED_BYTES = 1 << 20
+# More small additions than this are put together in the catalog.
+SMALL_PARTS = 256
 # Room for what a removal writes to the catalog, given back when the disk is full.
 _RESERVE = "reserve"
 _RESERVE_BYTES = 256 << 10
@@ -52,12 +53,15 @@ class PackedStore:
     Parameters
     ----------
     path
-        The folder. It is created by the first write, and is where it is now if the process changes its own.
+        The folder. It is created by the first write, and is where it is now if the process changes its own. None: keep
+        everything in memory, and `path` is the word.
     dtype
         "float32", "float16" or "bfloat16", or in 8 bits "int8", "uint8" or "fp8" (`ops.quantize`): how embeddings are
         kept. None: as the existing store does, or float32, which keeps float32 (and narrower) embeddings exactly.
     override
         Start from an empty store. An existing one is emptied at once; other files in the folder are left alone.
+    device
+        Where a store in memory keeps its rows: embeddings that are there already go no other way.
 
     Raises
     ------
@@ -69,20 +73,30 @@ class PackedStore:
         If the folder cannot be read. The message names it.
     """
 
-    def __init__(self, path: str | os.PathLike[str], dtype: str | None = None, override: bool = False) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None,
+        dtype: str | None = None,
+        override: bool = False,
+        device: torch.device | str = "cpu",
+    ) -> None:
         if dtype is not None and dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {sorted(DTYPES)}, got {dtype!r}")
-        self.path = Path(path).absolute()
+        self.in_memory, self._device = path is None, torch.device("cpu" if path is not None else device)
+        self.path = Path("memory") if path is None else Path(path).absolute()
+        self._catalog = Catalog(self.path, dtype or "float32", self.in_memory)
+        self._swept = self.in_memory  # whether this object has deleted what writers left that were killed
+        self.documents = Documents()
+        self._lost: list[Part] = []  # of the catalog, of which rows have not come to the disk
+        self._generation = 0  # of what is held here
+        if self.in_memory:
+            return
         check_folder(self.path)
-        if (self.path / "manifest.json").exists() and not (self.path / "catalog.sqlite").exists():
+        if (self.path / "manifest.json").exists() and not self.exists:
             raise ValueError(
                 f"the index in {self.path} has the format before this one: `pylate-flash index convert --index "
                 f"{shlex.quote(str(self.path))} --to NEW` writes it anew, and leaves it as it is"
             )
-        self._catalog = Catalog(self.path, dtype or "float32")
-        self._swept = False  # whether this object has deleted what writers left that were killed
-        self.documents = Documents()
-        self._generation = 0  # of what is held here
         if override:
             self._empty()
             return
@@ -98,7 +112,7 @@ class PackedStore:
     @property
     def exists(self) -> bool:
         """Whether there is an index in the folder; the first write makes it."""
-        return self._catalog.exists
+        return bool(self.state.generation) if self.in_memory else self._catalog.exists
 
     @property
     def state(self) -> State:
@@ -168,8 +182,10 @@ class PackedStore:
         return list(dict.fromkeys(part.segment for part in self.documents.parts if part.segment is not None))
 
     @property
-    def bytes_on_disk(self) -> int:
-        """Bytes of the catalog and of the segments."""
+    def nbytes(self) -> int:
+        """Bytes of the catalog and of the segments, or of the rows in memory."""
+        if self.in_memory:
+            return sum(part.nbytes for part in self.documents.parts)
         return self._catalog.nbytes + sum(os.fstat(segment.descriptor).st_size for segment in self.segments)
 
     def verify(self, show_progress: bool = False) -> None:
@@ -183,6 +199,8 @@ class PackedStore:
         if not self.exists:
             return
         self._catalog.check()
+        if self._lost:
+            raise ValueError(f"{self._loss()}; the next change of the index takes it as it is")
         ids = (id_ for part in self.documents.parts for id_ in part.ids_at(np.flatnonzero(part.live)))
         if not self._catalog.holds(zip(self.documents.numbers.tolist(), map(encoded_id, ids), strict=True)):
             raise ValueError(f"{self._catalog.path} is damaged: its documents are others than those of its parts")
@@ -241,7 +259,7 @@ class PackedStore:
             def converted(start: int, stop: int) -> Iterator[torch.Tensor]:
                 for begin in range(start, stop, batch_size):
                     end = min(begin + batch_size, stop)
-                    yield joined(ids[begin:end], documents[begin:end], lengths[begin:end], layout)
+                    yield joined(ids[begin:end], documents[begin:end], lengths[begin:end], layout, self._device)
                     if progress is not None:
                         progress.update(end - begin)
 
@@ -258,23 +276,15 @@ class PackedStore:
         """As `add`, of documents of `lengths` [N] whose rows, of some from one to another, `rows` yields in pieces."""
         if not ids:
             return
-        pending, first = self.documents.pending, self.state.next_number
-        nbytes = int(np.maximum(lengths, 1).sum()) * layout.nbytes
-        with self._changing(embedding_size=layout.size, next_number=first + len(ids)) as change:
+        first, nbytes = self.state.next_number, int(lengths.sum()) * layout.nbytes
+        with self._changing(
+            nbytes >= _FLUSHED_BYTES, embedding_size=layout.size, next_number=first + len(ids)
+        ) as change:
             if replace:
                 there = self.positions_of(ids)
                 self._remove(change, there[there >= 0])
-            if self.documents.pending_bytes + nbytes <= PENDING_BYTES and len(pending) < PENDING_PARTS:
-                pieces = list(rows(0, len(ids)))
-                memory, sums = pieces[0] if len(pieces) == 1 else torch.cat(pieces), Sums()
-                sums.update(bytes_of(memory))
-                numbers = np.arange(first, first + len(ids))
-                change.add(Part.of(layout, numbers, ids, lengths, sums.values(), memory=memory), ids)
-                return
-            change.move([part for part in change.parts if part.memory is not None])
             for start, stop in blocks(lengths, max(1, SEGMENT_BYTES // layout.nbytes)):
-                some = ids[start:stop], lengths[start:stop]
-                change.append(layout, first + start, *some, rows(start, stop))
+                change.append(layout, first + start, ids[start:stop], lengths[start:stop], rows(start, stop))
 
     def close(self) -> None:
         """Close the catalog, as before the folder is renamed; it opens again at need."""
@@ -298,17 +308,23 @@ class PackedStore:
         if erase:
             self._catalog.compact()
 
+    def _by_segment(self) -> list[list[Part]]:
+        """The parts of each segment; of rows in memory, each part by itself."""
+        found: dict[Segment | Part, list[Part]] = {}
+        for part in self.documents.parts:
+            found.setdefault(part.segment or part, []).append(part)
+        return list(found.values())
+
     def _rewrite(self, erase: bool) -> None:
         """Write segments anew of which more than a row in _DEAD counts as removed; to erase, all of which any does."""
-        for segment in [*self.segments, *([None] if erase else [])]:
-            parts = [part for part in self.documents.parts if part.segment is segment]
+        for parts in self._by_segment():
             dead = sum(int(part.lengths[part.removed].sum()) for part in parts)
             if not any(len(part.removed) for part in parts):
                 continue
             if not erase and _DEAD * dead <= sum(part.rows for part in parts):
                 continue
             try:
-                with self._changing() as change:
+                with self._changing(flush=True) as change:
                     change.move(parts, fresh=True)
             except OSError as error:
                 if erase or error.errno not in FULL:
@@ -328,8 +344,7 @@ class PackedStore:
             return
         groups: list[list[Part]] = [[]]
         size = 0
-        for segment in [*self.segments, None]:
-            parts = [part for part in self.documents.parts if part.segment is segment]
+        for parts in self._by_segment():
             live = sum(part.nbytes - int(part.lengths[part.removed].sum()) * part.layout.nbytes for part in parts)
             if size + live > SEGMENT_BYTES:
                 groups.append([])
@@ -337,13 +352,12 @@ class PackedStore:
             groups[-1] += parts
             size += live
         for parts in groups:
-            segments = {part.segment for part in parts}
-            if len(segments) == 1 and None not in segments and not any(len(part.removed) for part in parts):
+            segments = {part.segment or part for part in parts}
+            if not parts or (len(segments) == 1 and not any(len(part.removed) for part in parts)):
                 continue
-            if parts:
-                with self._changing() as change:
-                    change.move(parts, fresh=True)
-        self._swept = False
+            with self._changing(flush=True) as change:
+                change.move(parts, fresh=True)
+        self._swept = self.in_memory
         with self._catalog.turn():
             self._sweep()
         self._hold_reserve()
@@ -359,31 +373,41 @@ class PackedStore:
             change.remove(part, places)
 
     @contextlib.contextmanager
-    def _changing(self, **changes: Any) -> Iterator[Change]:
+    def _changing(self, flush: bool = False, **changes: Any) -> Iterator[Change]:
         """Change the index; `changes` are those of the state. On an error nothing is changed."""
         if self._generation != self.state.generation:
             # The last change took effect, and was interrupted before this object took note of it.
             self._open()
-        documents, first = self.documents, not self._swept
-        with self._catalog.writing() as connection:
+        documents, first, catalog = self.documents, not self._swept, self._catalog
+        with catalog.writing(flush) as connection:
             self._sweep()
-            change = Change(self.path, connection, documents.parts, SEGMENT_BYTES)
+            before = [*documents.parts, *self._lost]
+            change = Change(self.path, connection, before, SEGMENT_BYTES, catalog.written, self.in_memory)
             try:
+                for part in self._lost:
+                    change.remove(part, np.flatnonzero(part.live))
                 yield change
-                change.flush()
+                if catalog.flushes:
+                    # Not before: of what is lost after a power failure, nothing else is part.
+                    change.merge(SMALL_PARTS)
+                    change.flush()
             except BaseException:
                 change.undo()
                 raise
-            parts, crc = change.parts, 0
-            added, held = parts, Documents()
-            if not change.dropped:
+            parts = change.parts
+            if change.dropped:
+                added, held, crc = parts, Documents(), 0
+            else:
                 added, held, crc = parts[len(documents.parts) :], documents, self.state.parts_crc
-            self._catalog.state = self.state.next(
+            catalog.state = self.state.next(
                 parts=len(parts),
                 parts_crc=parts_crc(((part.crc, part.removed_bytes) for part in added), crc),
                 documents=len(held) + sum(part.documents - len(part.removed) for part in added),
                 **changes,
             )
+            catalog.written |= change.written
+        change.keep()
+        self._lost = []
         for part in added:
             held.append(part)
         self._hold(held)
@@ -422,6 +446,8 @@ class PackedStore:
     def _hold_reserve(self) -> None:
         """Take as much in reserve as there is room for."""
         reserve = self.path / _RESERVE
+        if self.in_memory:
+            return
         with contextlib.suppress(OSError):
             if not os.path.lexists(reserve) or os.lstat(reserve).st_size < _RESERVE_BYTES:
                 reserve.unlink(missing_ok=True)
@@ -430,6 +456,8 @@ class PackedStore:
 
     def _open(self) -> None:
         """Read the catalog and open the segments that it names; without either, there is an empty index."""
+        if self.in_memory:
+            raise RuntimeError("the index in memory is of no use any more: its last change was interrupted")
         if not self.exists:
             remains = next(self.path.glob(SEGMENT_NAME), None)
             if remains is not None:
@@ -448,6 +476,8 @@ class PackedStore:
                 documents = Documents(parts)
                 if len(documents) != state.documents:
                     raise ValueError(f"it holds {len(documents)} documents, and says {state.documents}")
+                if self._without_lost(parts):
+                    documents = Documents(parts)
                 for part in parts:
                     part.check_size()
             except (OSError, ValueError) as error:
@@ -459,6 +489,26 @@ class PackedStore:
                 raise ValueError(f"{self._catalog.path} is damaged: {error}") from None
             self._hold(documents)
             return
+
+    def _without_lost(self, parts: list[Part]) -> bool:
+        """Leave out the last parts of which rows have not come to the disk, as after a power failure; warn of it."""
+        begin = self._catalog.unflushed
+        new = [part for part in parts if begin is not None and part.numbers[-1] >= begin]
+        self._catalog.written.update(part.segment for part in new if part.segment is not None)
+        first = next((part for part in new if part.is_lost()), None)
+        if first is None:
+            return False
+        self._lost = parts[parts.index(first) :]
+        del parts[-len(self._lost) :]
+        warnings.warn(self._loss(), stacklevel=4)
+        return True
+
+    def _loss(self) -> str:
+        lost = sum(part.documents - len(part.removed) for part in self._lost)
+        return (
+            f"{self._catalog.path}: the last {lost} documents that were added to the index are lost, which had not "
+            "reached the disk, as after a power failure"
+        )
 
     def _empty(self) -> None:
         """Start anew, whatever the folder holds, even a store that cannot be read."""

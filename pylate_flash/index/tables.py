@@ -39,9 +39,6 @@ class Documents:
 
     def __init__(self, parts: Iterable[Part] = ()) -> None:
         self.parts: list[Part] = []
-        # Those, at the end, whose rows are in the catalog.
-        self.pending: list[Part] = []
-        self.pending_bytes = 0
         self.rows = 0
         self._numbers, self._lengths, self._starts = _Growing(), _Growing(), _Growing()
         # With which slot every part begins.
@@ -62,11 +59,6 @@ class Documents:
         self._slots.extend(self._next_slot + places)
         self._next_slot += part.documents
         self.parts.append(part)
-        if part.memory is None:
-            self.pending, self.pending_bytes = [], 0
-        else:
-            self.pending.append(part)
-            self.pending_bytes += part.nbytes
         self.rows += part.rows
         if self._by_id is not None:
             self._by_id.update(zip(part.ids_at(places), part.numbers[live].tolist(), strict=True))

@@ -456,8 +456,8 @@ def test_info_says_what_the_index_holds(index: Path, tiny_colbert_path: str) -> 
     flat = indexes.Flat(index.parent, index.name, device="cpu")
     tokens = sum(len(document) for document in flat.get_documents_embeddings([flat.documents_ids])[0])
     assert (record["documents"], record["tokens"], record["embedding_size"]) == (3, tokens, 32)
-    size = (index / "catalog.sqlite").stat().st_size
-    assert (record["dtype"], record["bytes"], record["files"]) == ("float32", size, 1)
+    size = sum(file.stat().st_size for file in [index / "catalog.sqlite", *index.glob("segment-*")])
+    assert (record["dtype"], record["bytes"], record["files"]) == ("float32", size, 2)
     assert (record["model"]["name"], record["model"]["document_length"]) == (tiny_colbert_path, 32)
     table = succeed("index", "info", "--index", index)
     for part in ("documents", "3", f"{tokens:,}", "float32", record["model"]["fingerprint"][:12]):
