@@ -24,6 +24,7 @@ from .index.arguments import (
     sequences_of,
     subsets_of,
 )
+from .index.filters import Metadata, Where, checked_metadata
 from .index.info import IndexInfo
 from .index.model_record import ModelRecord, places_of, relative_to
 from .index.ranks import Ranks
@@ -197,6 +198,7 @@ class Flat(Base):
         documents_embeddings: Embeddings,
         batch_size: int = 2000,
         replace: bool = False,
+        metadata: Sequence[Metadata | None] | None = None,
     ) -> Flat:
         """Add documents: all of them or, on an error, none.
 
@@ -212,6 +214,9 @@ class Flat(Base):
             Documents that are converted and checked at a time.
         replace
             Of an id that is in the index, put this document, the last now, in the place of the one there.
+        metadata
+            One dictionary per document (or None), for `where` in a search: printable keys that do not begin with "#"
+            and are told apart by more than capital letters; strings, numbers, truth values or None.
 
         Returns
         -------
@@ -242,8 +247,9 @@ class Flat(Base):
         if self.projection is not None:
             check_states(documents, self.projection[0].shape[1])
         check_distinct("documents_ids", ids)
+        own = checked_metadata(metadata, len(ids))
         progress = self.show_progress and len(ids) > batch_size
-        self._store.add(ids, documents, batch_size=batch_size, show_progress=progress, replace=replace)
+        self._store.add(ids, documents, batch_size=batch_size, show_progress=progress, replace=replace, metadata=own)
         return self
 
     def remove_documents(  # type: ignore[override]
@@ -441,9 +447,10 @@ class Flat(Base):
         queries_embeddings: Embeddings,
         k: int = 10,
         subset: Sequence[Sequence[str]] | Sequence[str] | None = None,
+        where: Where | None = None,
     ) -> list[list[SearchResult]]:
         """As `search`, by the arguments of PyLate's indexes."""
-        return self.search(queries_embeddings, k, subset)
+        return self.search(queries_embeddings, k, subset, where=where)
 
     def search(
         self,
@@ -451,6 +458,7 @@ class Flat(Base):
         k: int = 10,
         subset: Sequence[Sequence[str]] | Sequence[str] | None = None,
         matches: bool = False,
+        where: Where | None = None,
     ) -> list[list[SearchResult]]:
         """Return the `k` best documents of every query.
 
@@ -465,6 +473,11 @@ class Flat(Base):
             that are not in the index are ignored.
         matches
             Say as well which tokens match.
+        where
+            Search among documents whose metadata fulfil an expression of SQLite, such as
+            "year >= 2020 and lang = 'en'", or with parameters ("year >= ?", [2020]). It may come from a stranger: it
+            reads metadata and calls plain functions, such as `lower` and `date`, and ends after ten seconds. A document
+            without a key has NULL there. Documents that another process has removed meanwhile are left out.
 
         Returns
         -------
@@ -477,25 +490,34 @@ class Flat(Base):
         Raises
         ------
         TypeError
-            If queries are not of a floating dtype, or `subset` is neither of its forms.
+            If queries are not of a floating dtype, or `subset` or `where` is neither of its forms.
         ValueError
             If the index is empty, `k` is less than 1, an embedding size differs from the index's, a query holds NaN or
-            infinite values, there are not as many subsets as queries, a file of the index has been truncated or holds
-            other values than were written, or a score is not finite, as where products of embeddings overflow.
+            infinite values, there are not as many subsets as queries, `where` is no expression over metadata, a file of
+            the index has been truncated or holds other values than were written, or a score is not finite, as where
+            products of embeddings overflow.
         RuntimeError
             If another process of the group could not search.
         """
         if self._search.ranks is None:
-            asked = self._asked(queries_embeddings, k, subset, matches)
+            asked = self._asked(queries_embeddings, k, subset, matches, where)
         else:
-            asked = self._search.ranks.agreed(lambda: self._asked(queries_embeddings, k, subset, matches, on_host=True))
+            asked = self._search.ranks.agreed(
+                lambda: self._asked(queries_embeddings, k, subset, matches, where, on_host=True)
+            )
         if not asked["queries"]:
             return []
         with torch.no_grad():
             return self._search(scorer=self.scorer, show_progress=self.show_progress, **asked)
 
     def _asked(
-        self, queries_embeddings: Embeddings, k: int, subset: Any, matches: bool, on_host: bool = False
+        self,
+        queries_embeddings: Embeddings,
+        k: int,
+        subset: Any,
+        matches: bool,
+        where: Where | None,
+        on_host: bool = False,
     ) -> dict[str, Any]:
         """What is searched for, checked."""
         queries = sequences_of("queries_embeddings", queries_embeddings)
@@ -510,6 +532,12 @@ class Flat(Base):
         if shared is not None:
             positions = np.unique(self._store.positions_of(shared))
             positions = positions[positions >= 0]
+        if where is not None:
+            found = self._store.positions_where(where)
+            positions = found if positions is None else np.intersect1d(positions, found, assume_unique=True)
+            if subsets is not None:
+                there = set(self._store.ids_at(found))
+                subsets, positions = [[id_ for id_ in ids if id_ in there] for ids in subsets], None
         if queries:
             size = self._store.embedding_size if self.projection is None else self.projection[0].shape[0]
             device = torch.device("cpu") if on_host else self.device

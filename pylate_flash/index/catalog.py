@@ -3,7 +3,7 @@
     state       one row of JSON (`state.py`)
     parts       documents that were added together (`parts.py`)
     removed     places in parts of documents that count as removed
-    documents   the number of every id that does not
+    documents   the number of every id that does not, and what metadata it has (`filters.py`)
 
 SQLite sees to turns, atomic writes and snapshots (WAL). It does not see all damage: a write-ahead log of which a bit
 has flipped ends before that bit, as one that was cut by a power failure does. So the file `committed` says which
@@ -16,6 +16,7 @@ import contextlib
 import errno
 import itertools
 import os
+import secrets
 import sqlite3
 import struct
 import time
@@ -25,7 +26,10 @@ import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import numpy as np
+
 from .files import FULL, open_regular, write_all
+from .filters import DOCUMENTS, matching, metadata_crc
 from .parts import COLUMNS, SEGMENT_NAME, Segment
 from .state import State
 
@@ -38,7 +42,7 @@ _SCHEMA = f"""
 CREATE TABLE state (record TEXT NOT NULL);
 CREATE TABLE parts (number INTEGER PRIMARY KEY, {", ".join(COLUMNS[1:])});
 CREATE TABLE removed (number INTEGER PRIMARY KEY, places BLOB NOT NULL);
-CREATE TABLE documents (number INTEGER PRIMARY KEY, id BLOB NOT NULL UNIQUE);
+{DOCUMENTS};
 """
 _COMMITTED = struct.Struct("<QQQ")
 _SLOT_BYTES = _COMMITTED.size + 4
@@ -73,6 +77,7 @@ class Catalog:
 
     def __init__(self, folder: Path, dtype: str, in_memory: bool = False) -> None:
         self.path, self._in_memory = folder / _NAME, in_memory
+        self._memory = f"file:pylate_flash-{secrets.token_hex(8)}"  # what SQLite knows that in memory by
         self.state = State(dtype=dtype)
         self.lost = 0
         self.unflushed: int | None = None
@@ -131,11 +136,23 @@ class Catalog:
             raise ValueError(f"{self._loss()}; the next change of the index takes it as it is")
 
     def holds(self, documents: Iterable[tuple[int, bytes]]) -> bool:
-        """Whether number and id of its documents are these, in the order in which they were added."""
+        """Whether number and id of its documents are these, in the order of addition, and metadata as they were."""
         with self._explained(), self._reading() as connection:
-            query = "SELECT number, id FROM documents ORDER BY number"
-            there = connection.execute(query) if _has_tables(connection) else []
-            return all(one == other for one, other in itertools.zip_longest(there, documents))
+            if not _has_tables(connection):
+                return not list(documents)
+            there = connection.execute('SELECT * FROM documents ORDER BY "#number"')
+            names = [name for name, *_ in there.description[3:]]
+            for row, other in itertools.zip_longest(there, documents):
+                if row is None or row[:2] != other or row[2] != metadata_crc(dict(zip(names, row[3:], strict=True))):
+                    return False
+        return True
+
+    def numbers_where(self, expression: str, parameters: tuple) -> np.ndarray:
+        """The numbers of the documents, as they are now, whose metadata fulfil an expression: `filters.matching`."""
+        with self._explained(), self._reading(fresh=True) as connection:
+            if not _has_tables(connection):
+                return np.zeros(0, dtype=np.int64)
+            return matching(connection, expression, parameters)
 
     # Writing
 
@@ -225,13 +242,18 @@ class Catalog:
 
     def _connect(self, mode: str, seconds: float) -> sqlite3.Connection:
         """Connect, to wait at most so long for others who have all of it for a moment, as to recover or to close it."""
-        place = ":memory:" if self._in_memory else f"{self.path.as_uri()}?{mode}"
+        place = f"{self._memory}?mode=memory&cache=shared" if self._in_memory else f"{self.path.as_uri()}?{mode}"
         return sqlite3.connect(place, uri=True, timeout=seconds, isolation_level=None, check_same_thread=False)
 
     @contextlib.contextmanager
-    def _reading(self) -> Iterator[sqlite3.Connection]:
-        """A connection that reads: that of the writer, or one for this time."""
-        if self._in_memory or (self._connection is not None and self._process == os.getpid()):
+    def _reading(self, fresh: bool = False) -> Iterator[sqlite3.Connection]:
+        """A connection that reads: that of the writer, or, always with `fresh`, one for this time."""
+        if self._in_memory and fresh:
+            self._prepared()
+            with contextlib.closing(self._connect("", 10)) as connection:
+                yield connection
+            return
+        if not fresh and (self._in_memory or (self._connection is not None and self._process == os.getpid())):
             yield self._prepared()
             return
         self._refuse_links(*_BESIDE)

@@ -16,6 +16,7 @@ import torch
 
 from .checksums import Sums, block_begin
 from .files import fsync_folder, open_regular, write_all
+from .filters import insert
 from .layout import Layout
 from .parts import COLUMNS, SEGMENT_NAME, Part, Segment, bytes_of, encoded_id
 
@@ -57,13 +58,22 @@ class Change:
         self._open: tuple[Segment, int] | None = None  # what is appended to, and a descriptor to write
         self._made = False  # whether there is a new segment
 
-    def _add(self, part: Part, ids: Sequence[str]) -> None:
+    def append(
+        self,
+        layout: Layout,
+        first: int,
+        ids: Sequence[str],
+        lengths: np.ndarray,
+        rows: Iterable[torch.Tensor],
+        metadata: list[dict[str, Any]] | None,
+    ) -> None:
+        """Write new documents to a segment."""
+        numbers = np.arange(first, first + len(ids))
+        part = Part.of(layout, numbers, ids, lengths, **self._write(layout, rows))
         try:
-            rows = zip(part.numbers.tolist(), map(encoded_id, ids), strict=True)
-            self._connection.executemany("INSERT INTO documents VALUES (?, ?)", rows)
+            insert(self._connection, numbers.tolist(), map(encoded_id, ids), metadata)
         except sqlite3.IntegrityError:
-            query = "SELECT 1 FROM documents WHERE id = ? AND number < ?"
-            first = int(part.numbers[0])
+            query = 'SELECT 1 FROM documents WHERE "#id" = ? AND "#number" < ?'
             known = (id_ for id_ in ids if self._connection.execute(query, (encoded_id(id_), first)).fetchone())
             raise ValueError(
                 f"documents_ids: {next(known, ids[0])!r:.100} is already in the index in {self._folder}; replace=True "
@@ -72,17 +82,10 @@ class Change:
         self._insert(part)
         self.parts.append(part)
 
-    def append(
-        self, layout: Layout, first: int, ids: Sequence[str], lengths: np.ndarray, rows: Iterable[torch.Tensor]
-    ) -> None:
-        """Write new documents to a segment."""
-        numbers = np.arange(first, first + len(ids))
-        self._add(Part.of(layout, numbers, ids, lengths, **self._write(layout, rows)), ids)
-
     def remove(self, part: Part, places: np.ndarray) -> None:
         """Mark documents of a part as removed; what is left of the part, if anything, takes its place."""
         numbers = ((number,) for number in part.numbers[places].tolist())
-        self._connection.executemany("DELETE FROM documents WHERE number = ?", numbers)
+        self._connection.executemany('DELETE FROM documents WHERE "#number" = ?', numbers)
         less = part.without(places)
         if len(less.removed) == less.documents:
             self._replace([part], [])

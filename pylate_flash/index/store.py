@@ -19,6 +19,7 @@ from .arguments import joined
 from .catalog import Catalog, ConcurrentWriteError, parts_crc
 from .change import Change
 from .files import FULL, check_folder, write_all
+from .filters import Where, checked_where
 from .layout import DTYPES, Layout
 from .parts import SEGMENT_NAME, Part, Segment, encoded_id
 from .pieces import Pieces, runs_of
@@ -38,6 +39,8 @@ SMALL_PARTS = 256
 # Room for what a removal writes to the catalog, given back when the disk is full.
 _RESERVE = "reserve"
 _RESERVE_BYTES = 256 << 10
+# Filters whose documents are kept in mind.
+_FILTERS = 64
 # A segment of which more than one part in so many counts as removed is rewritten.
 _DEAD = 4
 
@@ -89,6 +92,7 @@ class PackedStore:
         self.documents = Documents()
         self._lost: list[Part] = []  # of the catalog, of which rows have not come to the disk
         self._generation = 0  # of what is held here
+        self._filtered: dict[tuple, np.ndarray] = {}
         if self.in_memory:
             return
         check_folder(self.path)
@@ -157,6 +161,20 @@ class PackedStore:
         """Positions of the documents of some ids, -1 of those that are not there. Shape: [N], int64."""
         return self.documents.positions_of(ids)
 
+    def positions_where(self, where: Where) -> np.ndarray:
+        """Positions, ascending, of the documents whose metadata fulfil an expression. It raises what `matching` does.
+
+        Of those that another process has removed since this object read the catalog, there is none.
+        """
+        expression, parameters = checked_where(where)
+        key = self.state.generation, expression, parameters, tuple(map(type, parameters))
+        if key not in self._filtered:
+            if len(self._filtered) >= _FILTERS:
+                self._filtered.clear()
+            numbers = self._catalog.numbers_where(expression, parameters)
+            self._filtered[key] = np.flatnonzero(np.isin(self.documents.numbers, numbers, assume_unique=True))
+        return self._filtered[key]
+
     def __len__(self) -> int:
         return len(self.documents)
 
@@ -216,6 +234,7 @@ class PackedStore:
         batch_size: int = 2000,
         show_progress: bool = False,
         replace: bool = False,
+        metadata: list[dict[str, Any]] | None = None,
     ) -> None:
         """Append documents, all of them or, on an error, none.
 
@@ -231,6 +250,8 @@ class PackedStore:
             Draw a progress bar.
         replace
             Drop, in the same step, the documents that have these ids.
+        metadata
+            One dictionary per document, as `filters.checked_metadata` returns it.
 
         Raises
         ------
@@ -263,7 +284,7 @@ class PackedStore:
                     if progress is not None:
                         progress.update(end - begin)
 
-            self.append(ids, lengths, layout, converted, replace)
+            self.append(ids, lengths, layout, converted, replace, metadata)
 
     def append(
         self,
@@ -272,6 +293,7 @@ class PackedStore:
         layout: Layout,
         rows: Callable[[int, int], Iterator[torch.Tensor]],
         replace: bool = False,
+        metadata: list[dict[str, Any]] | None = None,
     ) -> None:
         """As `add`, of documents of `lengths` [N] whose rows, of some from one to another, `rows` yields in pieces."""
         if not ids:
@@ -284,7 +306,8 @@ class PackedStore:
                 there = self.positions_of(ids)
                 self._remove(change, there[there >= 0])
             for start, stop in blocks(lengths, max(1, SEGMENT_BYTES // layout.nbytes)):
-                change.append(layout, first + start, ids[start:stop], lengths[start:stop], rows(start, stop))
+                own = metadata and metadata[start:stop]
+                change.append(layout, first + start, ids[start:stop], lengths[start:stop], rows(start, stop), own)
 
     def close(self) -> None:
         """Close the catalog, as before the folder is renamed; it opens again at need."""
