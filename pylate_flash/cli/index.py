@@ -87,8 +87,9 @@ Index = Annotated[Path, typer.Option(help="Folder of the index.")]
 Data = Annotated[
     Path,
     typer.Option(
-        help='corpus.jsonl, as in BEIR: `{"_id": "d1", "title": "optional", "text": "..."}` per line. Or a folder: its '
-        "corpus.jsonl, or else all its .txt and .md files, named by their paths in it. Pipes (/dev/fd/N) too."
+        help='corpus.jsonl, as in BEIR: `{"_id": "d1", "title": "optional", "text": "..."}` per line, and `"metadata": '
+        '{"year": 2020}` for `search --where`. Or a folder: its corpus.jsonl, or else all its .txt and .md files, '
+        "named by their paths in it. Pipes (/dev/fd/N) too."
     ),
 ]
 
@@ -161,7 +162,9 @@ def build(
     if before:
         say(f"Going on: {place} holds {before:,} of the {len(ids):,} documents of {corpus.path}, by their ids, already")
     try:
-        add_texts(flat, encoder, (text for text in corpus if text.id not in flat), len(ids) - before, batch_size)
+        there = set(flat.documents_ids)
+        texts = (text for text in corpus.with_metadata() if text[0].id not in there)
+        add_texts(flat, encoder, texts, len(ids) - before, batch_size)
     except KeyboardInterrupt:
         note(
             f"{len(flat):,} of {len(ids):,} documents are in {place}; the same command"
@@ -208,7 +211,8 @@ def add(
         encoder = load_model_of(flat, model, device, trust_remote_code)
         with explained(kinds=INDEX_ERRORS):
             _record_corpus(flat, data)
-        texts = (text for text in corpus if replace or text.id not in flat)
+        known = set() if replace else set(flat.documents_ids)
+        texts = (text for text in corpus.with_metadata() if text[0].id not in known)
         add_texts(flat, encoder, texts, len(ids) if replace else new, batch_size, replace)
     replaced = f", replaced {there:,}" if replace else ""
     say(f"Added {counted(new, 'document')}{replaced}; {place} holds {len(flat):,}")

@@ -10,8 +10,9 @@ import sys
 import time
 import warnings
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..data.files import Corpus, Text
 from ..encoding.texts import encode, read_lengths
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from ..indexes import Flat
     from .models import Model
 
+_Item = TypeVar("_Item")
 DEFAULT_INDEX = Path("index")
 # How much work is lost, at most, when the process is killed; the step that is under way comes on top.
 SECONDS_BETWEEN_WRITES = 10.0
@@ -90,8 +92,18 @@ def open_corpus(data: Path) -> Corpus:
 
 def read_ids(corpus: Corpus) -> list[str]:
     """Ids of all documents. Every line is checked on the way, before a model is loaded."""
-    with explained(), notes.status(f"Reading {corpus.path}"):
-        return [id_ for id_, _ in corpus]
+    from ..index.filters import checked_metadata
+
+    ids = []
+    with explained(kinds=(ValueError, OSError, TypeError)), notes.status(f"Reading {corpus.path}"):
+        for (id_, _), metadata in corpus.with_metadata():
+            ids.append(id_)
+            if metadata:
+                try:
+                    checked_metadata([metadata], 1)
+                except (ValueError, TypeError) as error:
+                    raise ValueError(f"{corpus.path}: the document {ascii(id_):.100}: {error}") from None
+    return ids
 
 
 def open_store(place: Path) -> PackedStore:
@@ -180,11 +192,17 @@ def noted() -> Iterator[None]:
 
 
 def add_texts(
-    flat: Flat, model: Model, texts: Iterable[Text], total: int, batch_size: int, replace: bool = False
+    flat: Flat,
+    model: Model,
+    texts: Iterable[tuple[Text, dict[str, Any]]],
+    total: int,
+    batch_size: int,
+    replace: bool = False,
 ) -> None:
     """Encode texts and add them to an index, with progress on standard error.
 
-    They are added every few seconds, so that what has been encoded outlives the process, and memory stays bounded.
+    They are added every few seconds, while the next are encoded, so that what has been encoded outlives the process,
+    and memory stays bounded.
 
     Parameters
     ----------
@@ -193,7 +211,8 @@ def add_texts(
     model
         Its model.
     texts
-        Documents that are not in the index, or with `replace` also such that take the place of those there.
+        Documents that are not in the index, or with `replace` also such that take the place of those there; each with
+        its metadata.
     total
         How many they are.
     batch_size
@@ -209,42 +228,54 @@ def add_texts(
 
     from ..index.store import ADDITION_BYTES
 
-    steps = _steps(texts, batch_size * _BATCHES_PER_STEP)
     terminal = sys.stderr.isatty()
     started = noted = written = time.monotonic()
-    done = 0
+    done = nbytes = 0
     ids: list[str] = []
     embeddings: list[Any] = []
-    with explained(), tqdm(total=total, desc="Encoding", unit="doc", disable=not terminal) as progress:
-        for some in steps:
-            some_texts = [text for _, text in some]
+    metadata: list[dict[str, Any]] = []
+    writing: Future[Any] | None = None
+    with (
+        explained(),
+        ThreadPoolExecutor(1) as writer,
+        tqdm(total=total, desc="Encoding", unit="doc", disable=not terminal) as progress,
+    ):
+        for some in _steps(texts, batch_size * _BATCHES_PER_STEP):
+            some_texts = [text for (_, text), _ in some]
             if not done:
                 _note_truncation(model, some_texts)
             try:
-                embeddings += encode(model, some_texts, is_query=False, batch_size=batch_size)
+                encoded = encode(model, some_texts, is_query=False, batch_size=batch_size)
             except torch.cuda.OutOfMemoryError:
                 raise UserError(f"--batch-size {batch_size} is too large for the memory of {model.device}") from None
-            ids += [id_ for id_, _ in some]
+            embeddings += encoded
+            nbytes += sum(array.nbytes for array in encoded)
+            ids += [id_ for (id_, _), _ in some]
+            metadata += [own for _, own in some]
             done += len(some)
             progress.update(len(some))
             now = time.monotonic()
-            if now - written >= SECONDS_BETWEEN_WRITES or sum(array.nbytes for array in embeddings) >= ADDITION_BYTES:
-                _write(flat, ids, embeddings, replace)
-                ids, embeddings, written = [], [], time.monotonic()
+            if now - written >= SECONDS_BETWEEN_WRITES or nbytes >= ADDITION_BYTES:
+                _finish(writing)
+                writing = writer.submit(flat.add_documents, ids, embeddings, replace=replace, metadata=metadata)
+                ids, embeddings, metadata, nbytes, written = [], [], [], 0, time.monotonic()
             if not terminal and now - noted >= SECONDS_BETWEEN_NOTES:
                 # A bar that is drawn again and again does not suit a log.
                 rate, noted = done / (now - started), now
                 left = tqdm.format_interval((total - done) / rate)
                 note(f"{done:,} of {total:,} documents, {rate:.1f} documents/s, {left} left")
         if ids:
-            _write(flat, ids, embeddings, replace)
+            _finish(writing)
+            writing = writer.submit(flat.add_documents, ids, embeddings, replace=replace, metadata=metadata)
+        _finish(writing)
     seconds = time.monotonic() - started
     note(f"Encoded {counted(done, 'document')} in {seconds:.1f} s, {done / seconds:.1f} documents/s")
 
 
-def _write(flat: Flat, ids: list[str], embeddings: list[Any], replace: bool) -> None:
-    with explained(kinds=INDEX_ERRORS):
-        flat.add_documents(ids, embeddings, replace=replace)
+def _finish(writing: Future[Any] | None) -> None:
+    if writing is not None:
+        with explained(kinds=INDEX_ERRORS):
+            writing.result()
 
 
 def _note_truncation(model: Model, texts: list[str]) -> None:
@@ -260,7 +291,7 @@ def _note_truncation(model: Model, texts: list[str]) -> None:
         )
 
 
-def _steps(texts: Iterable[Text], size: int) -> Iterator[list[Text]]:
+def _steps(texts: Iterable[_Item], size: int) -> Iterator[list[_Item]]:
     iterator = iter(texts)
     while some := list(itertools.islice(iterator, size)):
         yield some

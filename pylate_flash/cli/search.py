@@ -82,6 +82,13 @@ def search(
         ),
     ] = None,
     k: Annotated[int, typer.Option("-k", min=1, help="How many documents per query.")] = 5,
+    where: Annotated[
+        str | None,
+        typer.Option(
+            metavar="EXPRESSION",
+            help="Only documents whose metadata fulfil an expression of SQLite: `year >= 2020 and lang = 'en'`.",
+        ),
+    ] = None,
     json_lines: Annotated[
         bool,
         typer.Option(
@@ -116,7 +123,7 @@ def search(
         sys.stdout.reconfigure(errors="backslashreplace")
     for start in range(0, len(asked), _QUERIES_AT_A_TIME):
         some = asked[start : start + _QUERIES_AT_A_TIME]
-        found = _retrieve(flat, encoder, [text for _, text in some], k)
+        found = _retrieve(flat, encoder, [text for _, text in some], k, where)
         try:
             texts = _texts(corpora, {document.id for documents in found for document in documents})
         except UserError as error:
@@ -229,9 +236,9 @@ def _note_no_texts(error: UserError) -> None:
     note(f"Note: no texts are shown: {error}; --data names what was indexed")
 
 
-def _retrieve(flat: Flat, model: Model, queries: list[str], k: int) -> list[list[Found]]:
+def _retrieve(flat: Flat, model: Model, queries: list[str], k: int, where: str | None) -> list[list[Found]]:
     with explained():
-        results = flat(encode(model, queries, is_query=True), k=k)
+        results = flat(encode(model, queries, is_query=True), k=k, where=where)
     return [
         [Found(rank, result["id"], result["score"], None) for rank, result in enumerate(documents, start=1)]
         for documents in results

@@ -1,6 +1,7 @@
 """Files of documents and of queries, read a line at a time and checked as they are read.
 
-    corpus.jsonl         {"_id": "d1", "title": "optional", "text": "..."} per line, as in BEIR
+    corpus.jsonl         {"_id": "d1", "title": "optional", "text": "...", "metadata": {"year": 2020}} per line, as in
+                         BEIR; "metadata" is optional too
     a folder             its corpus.jsonl, or else its .txt and .md files, a document each
     queries.jsonl        {"_id": "q1", "text": "..."} per line, as in BEIR
     queries.txt          a query per line
@@ -113,6 +114,22 @@ class Corpus:
         for _, record in self._records():
             yield _with_title(record), record["text"].strip()
 
+    def with_metadata(self) -> Iterator[tuple[Text, dict[str, Any]]]:
+        """Read every document, and the "metadata" of its line; a list or an object in it is the text of its JSON.
+
+        Raises
+        ------
+        ValueError, OSError
+            As while iterating.
+        """
+        if self._files is not None:
+            yield from ((text, {}) for text in self)
+            return
+        for id_, record in self._records():
+            own = record.get("metadata") or {}
+            nested = {key: json.dumps(value) for key, value in own.items() if isinstance(value, (list, dict))}
+            yield Text(id_, _with_title(record)), {**own, **nested}
+
     def _open(self) -> IO[bytes]:
         return self.path.open("rb") if self._pipe is None else os.fdopen(os.dup(self._pipe.fileno()), "rb")
 
@@ -193,7 +210,8 @@ def read_records(lines: Iterable[bytes], name: str | os.PathLike[str]) -> Iterat
     ------
     ValueError
         If a line is malformed (it must hold an object, with strings for "_id", "text" and, if it is there and not
-        null, "title"), an id is empty or given twice, or there is none; the message names the line.
+        null, "title", and an object for "metadata"), an id is empty or given twice, or there is none; the message
+        names the line.
     """
     record = None
     for _, record in _records(read_lines(lines, name)):
@@ -247,6 +265,8 @@ def _records(lines: Iterable[tuple[int, str, str]]) -> Iterator[tuple[str, dict[
                 raise ValueError(f'{where}: "{key}" must be a string, got {reprlib.repr(value)}')
             if value is not None and _SURROGATE.search(value):
                 raise ValueError(f'{where}: "{key}" holds half of a surrogate pair, which is no character')
+        if not isinstance(record.get("metadata"), (dict, type(None))):
+            raise ValueError(f'{where}: "metadata" must be an object, got {reprlib.repr(record["metadata"])}')
         id_ = record["_id"]
         if not id_:
             raise ValueError(f'{where}: the "_id" is empty')

@@ -158,7 +158,8 @@ def matching(connection: sqlite3.Connection, expression: str, parameters: tuple)
         selects += action == sqlite3.SQLITE_SELECT
         allowed = (
             (action == sqlite3.SQLITE_SELECT and selects == 1)
-            or (action == sqlite3.SQLITE_READ and first == "documents" and (second == "#number" or second in names))
+            # No column is "" to SQLite, as where the expression is a constant.
+            or (action == sqlite3.SQLITE_READ and first == "documents" and second in ("", "#number", *names))
             or (action == sqlite3.SQLITE_FUNCTION and second in _FUNCTIONS)
         )
         return sqlite3.SQLITE_OK if allowed else sqlite3.SQLITE_DENY

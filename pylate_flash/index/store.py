@@ -31,7 +31,7 @@ __all__ = ["ADDITION_BYTES", "DTYPES", "SEGMENT_BYTES", "ConcurrentWriteError", 
 # A segment is rewritten as a whole, and open as long as the index is.
 SEGMENT_BYTES = 512 << 20
 # Of a long run of additions, so much is added at a time: enough to make the cost of one small.
-ADDITION_BYTES = 256 << 20
+ADDITION_BYTES = 32 << 20
 # An addition of so many bytes is flushed at once.
 _FLUSHED_BYTES = 1 << 20
 # More small additions than this are put together in the catalog.

@@ -305,3 +305,46 @@ def test_search_with_a_damaged_index_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "index").mkdir()
     (tmp_path / "index" / "catalog.sqlite").write_text("{" * 5000)
     assert_one_clear_sentence(invoke("search", "x", "--index", tmp_path / "index"), "catalog.sqlite")
+
+
+def test_metadata_of_a_corpus_filter_a_search(tmp_path: Path, tiny_colbert_path: str) -> None:
+    lines = [
+        {"_id": "a", "text": "cats", "metadata": {"year": 2019, "tags": ["x", "y"]}},
+        {"_id": "b", "text": "dogs", "metadata": {"year": 2021, "lang": "en"}},
+        {"_id": "c", "text": "planes", "metadata": None},
+        {"_id": "d", "text": "trains"},
+    ]
+    corpus, index = tmp_path / "corpus.jsonl", tmp_path / "index"
+    corpus.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    succeed("index", "--data", corpus, "--model", tiny_colbert_path, "--index", index, "--device", "cpu")
+    lines[1]["metadata"], lines[3]["metadata"] = {"year": 1900}, {"year": 2030}
+    corpus.write_text("".join(json.dumps(line) + "\n" for line in lines[1::2]))
+    succeed("index", "add", "--data", corpus, "--index", index, "--device", "cpu", "--replace")
+
+    def found(where: str) -> list[str]:
+        printed = succeed("search", "cats", "--where", where, "--index", index, "--json", "--device", "cpu")
+        return sorted(result["id"] for result in json.loads(printed)["results"])
+
+    assert found("year > 2000") == ["a", "d"]
+    assert found("year is null") == ["c"]
+    assert found("tags like '%\"y\"%'") == ["a"]
+    result = invoke("search", "cats", "--where", "yeer > 2000", "--index", index, "--device", "cpu")
+    assert_one_clear_sentence(result, "no such column: yeer", "keys are", "year")
+
+
+@pytest.mark.parametrize(
+    ("metadata", "said"),
+    [
+        ("x", "line 1: \"metadata\" must be an object, got 'x'"),
+        ({"#id": 3}, "the document 'a': metadata: '#id' cannot be a key"),
+        ({"n": 1e400}, "the document 'a': metadata[0]['n'] is inf"),
+    ],
+)
+def test_wrong_metadata_of_a_corpus_are_one_sentence(
+    tmp_path: Path, tiny_colbert_path: str, metadata: object, said: str
+) -> None:
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text(json.dumps({"_id": "a", "text": "cats", "metadata": metadata}) + "\n")
+    index = ("--index", tmp_path / "index", "--device", "cpu")
+    assert_one_clear_sentence(invoke("index", "--data", corpus, "--model", tiny_colbert_path, *index), said)
+    assert not (tmp_path / "index").exists()
