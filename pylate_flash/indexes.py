@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .index.arguments import (
     Embeddings,
+    batches_of,
     check_distinct,
     check_name,
     check_states,
@@ -194,8 +195,8 @@ class Flat(Base):
 
     def add_documents(  # type: ignore[override]  # PyLate's indexes return themselves, its base says None
         self,
-        documents_ids: str | Sequence[str],
-        documents_embeddings: Embeddings,
+        documents_ids: str | Sequence[str] | Iterable[tuple],
+        documents_embeddings: Embeddings | None = None,
         batch_size: int = 2000,
         replace: bool = False,
         metadata: Sequence[Metadata | None] | None = None,
@@ -205,7 +206,9 @@ class Flat(Base):
         Parameters
         ----------
         documents_ids
-            One id per document, distinct and, unless `replace`, new.
+            One id per document, distinct and, unless `replace`, new. Or, without embeddings, an iterator of batches
+            (ids, embeddings) or (ids, embeddings, metadata), which are added one by one: what was added stays, whatever
+            happens to those that follow, and memory holds one of them.
         documents_embeddings
             One [L_i, d] array or tensor per document, of a floating dtype; L_i may be 0. An array [N, L, d] is N
             documents of L tokens each, so padding rows in it would count as tokens. [L, d] is one document. Hidden
@@ -235,6 +238,10 @@ class Flat(Base):
         OSError
             If a file cannot be written, as on a full disk. The message names the index, which is as before.
         """
+        if documents_embeddings is None:
+            for ids, embeddings, own in batches_of(documents_ids):
+                self.add_documents(ids, embeddings, batch_size, replace, own)
+            return self
         ids = ids_of("documents_ids", documents_ids)
         documents = sequences_of("documents_embeddings", documents_embeddings)
         if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
@@ -247,9 +254,11 @@ class Flat(Base):
         if self.projection is not None:
             check_states(documents, self.projection[0].shape[1])
         check_distinct("documents_ids", ids)
-        own = checked_metadata(metadata, len(ids))
+        checked = checked_metadata(metadata, len(ids))
         progress = self.show_progress and len(ids) > batch_size
-        self._store.add(ids, documents, batch_size=batch_size, show_progress=progress, replace=replace, metadata=own)
+        self._store.add(
+            ids, documents, batch_size=batch_size, show_progress=progress, replace=replace, metadata=checked
+        )
         return self
 
     def remove_documents(  # type: ignore[override]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -562,3 +563,31 @@ def test_a_search_that_meets_nan_says_so(
         with pytest.raises(ValueError, match="the score of document 'b' is not finite, .* verify.. names the file"):
             index(torch.ones(1, 2, 2), subset=subset)
     assert [r["id"] for r in index(torch.ones(1, 2, 2), subset=["a", "c"])[0]] != []
+
+
+def test_batches_of_an_iterator_are_added_one_by_one(tmp_path: Path) -> None:
+    documents = embeddings_of([3, 2, 0, 4, 1])
+    index = Flat(tmp_path, "index", device="cpu", show_progress=False)
+    held: list[int] = []
+
+    def batches() -> Iterator[tuple]:
+        yield ["a", "b"], documents[:2]
+        held.append(len(Flat(tmp_path, "index", device="cpu")))
+        yield "c", documents[2]
+        held.append(len(Flat(tmp_path, "index", device="cpu")))
+        yield ["d", "e"], documents[3:], [{"x": 1}, None]
+
+    assert index.add_documents(batches()) is index
+    assert (held, index.documents_ids) == ([2, 3], list("abcde"))
+    assert [r["id"] for r in index(documents[:1], where="x = 1")[0]] == ["d"]
+    for one, other in zip(index.get_documents_embeddings([list("abcde")])[0], documents, strict=True):
+        assert torch.equal(one, other)
+    # What was added stays.
+    with pytest.raises(ValueError, match="'a' is already in the index"):
+        index.add_documents(iter([(["f"], documents[:1]), (["a"], documents[:1])]))
+    assert Flat(tmp_path, "index", device="cpu").documents_ids == list("abcdef")
+    index.add_documents([(["a"], documents[1:2])], replace=True)
+    assert index.documents_ids == list("bcdefa")
+    for batches, got in ((["a"], "str for batch 0"), ("a", "got str"), (3, "got int"), ([("a",)], "tuple for batch 0")):
+        with pytest.raises(TypeError, match=got):
+            index.add_documents(batches)

@@ -5,6 +5,7 @@ catalog.py        `catalog.sqlite`, which says what the index consists of
 state.py          what it is beside its documents
 parts.py          documents that were added together, and the segments that hold their rows
 change.py         a change: rows appended, then committed
+filters.py        metadata, and filters over them
 layout.py         how a token's embedding is kept: in a floating type, or in 8 bits with its scale
 checksums.py      those of rows, compared when they are first read
 pieces.py         the rows of all parts, read by one thread or brought to a GPU by several
@@ -21,7 +22,7 @@ scorers.py        what scores a block: this package, or another one to compare
 merging.py        the best of many scores
 
     folder/
-      catalog.sqlite              state, parts, and the number of every id
+      catalog.sqlite              state, parts, and the number and the metadata of every id
       segment-0f3c9a61c2d4.rows   rows of tokens, one after the other, and nothing else
       committed                   which generation was committed last, and which is known to be on the disk
       reserve                     nothing; it is given up for a removal that a full disk would not take

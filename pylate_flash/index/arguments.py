@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from .layout import Layout, is_finite
 
 __all__ = [
     "Embeddings",
+    "batches_of",
     "check_distinct",
     "check_name",
     "check_states",
@@ -58,6 +59,19 @@ def ids_of(name: str, ids: object) -> list[str]:
         if not isinstance(id_, str):
             raise TypeError(f"{name}[{i}] must be a string, got {id_!r:.100} of type {type(id_).__name__}")
     return [str(id_) for id_ in ids]
+
+
+def batches_of(batches: object) -> Iterator[tuple[Any, Any, Any]]:
+    """Ids, embeddings and metadata (or None) of batches of documents."""
+    if isinstance(batches, str) or not isinstance(batches, Iterable):
+        raise TypeError(f"documents_embeddings must be given, or an iterator of batches, got {type(batches).__name__}")
+    for i, batch in enumerate(batches):
+        if not isinstance(batch, tuple) or len(batch) not in (2, 3) or batch[1] is None:
+            raise TypeError(
+                "without documents_embeddings, documents_ids must be an iterator of batches (ids, embeddings) or (ids, "
+                f"embeddings, metadata), got {type(batch).__name__} for batch {i}"
+            )
+        yield (*batch, None) if len(batch) == 2 else batch
 
 
 def check_distinct(name: str, ids: list[str]) -> None:

@@ -51,7 +51,8 @@ def checked_metadata(metadata: object, documents: int) -> list[dict[str, Any]] |
         )
     if len(metadata) != documents:
         raise ValueError(f"metadata must have one dictionary for each document, got {len(metadata)} for {documents}")
-    found, names = [], set()
+    found: list[dict[str, Any]] = []
+    names: set[object] = set()
     for i, own in enumerate(metadata):
         if own is not None and not isinstance(own, Mapping):
             raise TypeError(f"metadata[{i}] must be a dictionary, got {type(own).__name__}")
