@@ -282,11 +282,15 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 _AUTOCAST = tuple(dtype for dtype in FLOATING if dtype != torch.float64)
 
 
-CALL_SCHEMA = (
+TENSORS_SCHEMA = (
     "Tensor queries, Tensor documents, Tensor? queries_mask, Tensor? documents_mask, Tensor? queries_cu_seqlens, "
-    "Tensor? documents_cu_seqlens, Tensor? candidates_cu_seqlens, SymInt max_query_length, SymInt max_document_length, "
-    "SymInt max_candidates, bool normalize, str reduction, str masking, float empty_score, str implementation"
+    "Tensor? documents_cu_seqlens, Tensor? candidates_cu_seqlens"
 )
+OPTIONS_SCHEMA = (
+    "SymInt max_query_length, SymInt max_document_length, SymInt max_candidates, bool normalize, str reduction, "
+    "str masking, float empty_score, str implementation"
+)
+CALL_SCHEMA = f"{TENSORS_SCHEMA}, {OPTIONS_SCHEMA}"
 _N_TENSORS = len(Tensors._fields)
 _DOCUMENTS_CU_SEQLENS = Tensors._fields.index("documents_cu_seqlens")
 _NORMALIZE = _N_TENSORS + Options._fields.index("normalize")

@@ -10,7 +10,7 @@ Quantized queries differ from the given ones about as much as quantized document
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,19 +20,11 @@ from ..problem import Options, Problem, Tensors, accumulation_dtype, empty_resul
 from .by_block import DocumentBlock, at, compute_by_block, document_blocks
 from .checks import check, checked_flag, checked_number, checked_problem
 from .compute import active_counts, kernels, with_empty_score
-from .maxsim import checked, maxsim_reference
+from .maxsim import OPTIONS_SCHEMA, TENSORS_SCHEMA, checked, maxsim_reference
 from .operator import LIBRARY, NOT_PLAIN, needs_gradient, repeat, signature
 from .products import block_budget
 from .quantization import QuantizedEmbeddings, quantize
 from .varlen import maxsim_varlen_reference
-
-
-class Quantization(NamedTuple):
-    """What belongs to the values of quantized documents, and whether queries are quantized as well."""
-
-    scales: Tensor
-    offsets: Tensor | None
-    quantize_queries: bool
 
 
 def query_precision(dtype: torch.dtype) -> str:
@@ -60,22 +52,27 @@ def scores_of_quantized(
     given, how = (*tensors, documents.scales, documents.offsets), (*options, quantize_queries)
     key = signature("maxsim_quantized", given, how)
     if key is NOT_PLAIN:
-        return _maxsim_quantized(*_arguments(operation, given, how))
+        return _maxsim_quantized(*_check((*given, *how), operation))
 
     def compute(given: Sequence) -> tuple[tuple[Tensor], None]:
-        return (_scores(*_arguments(operation, given, how)),), None
+        return (_scores(*_check((*given, *how), operation)),), None
 
     return repeat(key, compute, given)[0][0]
 
 
-def _arguments(operation: str, given: Sequence, how: tuple) -> tuple:
-    """Those of the operator, after the checks that it relies on and autocast."""
-    *rows, scales, offsets = given
-    *named, quantize_queries = how
-    options = Options(*named)
-    tensors = checked_with_values(operation, Tensors(*rows), options)
+_N_TENSORS = len(Tensors._fields)
+
+
+def _call(arguments: Sequence[Any]) -> tuple[Tensors, Options, Tensor, Tensor | None, bool]:
+    scales, offsets = arguments[_N_TENSORS : _N_TENSORS + 2]
+    return Tensors(*arguments[:_N_TENSORS]), Options(*arguments[_N_TENSORS + 2 : -1]), scales, offsets, arguments[-1]
+
+
+def _check(arguments: tuple, operation: str) -> tuple:
+    tensors, options, scales, offsets, quantize_queries = _call(arguments)
+    tensors = checked_with_values(operation, tensors, options)
     options = options._replace(empty_score=checked_number("empty_score", options.empty_score))
-    return *tensors, *options, scales, offsets, checked_flag("quantize_queries", quantize_queries)
+    return *tensors, scales, offsets, *options, checked_flag("quantize_queries", quantize_queries)
 
 
 def checked_with_values(operation: str, tensors: Tensors, options: Options) -> Tensors:
@@ -97,65 +94,54 @@ def problem_of_quantized(tensors: Tensors, options: Options, quantize_queries: b
     return problem._replace(kind=replaced(kind, "quantize_queries", quantize_queries))
 
 
-def _compute(tensors: Tensors, options: Options, quantization: Quantization) -> Tensor:
-    problem = problem_of_quantized(tensors, options, quantization.quantize_queries)
+def _scores(*arguments) -> Tensor:
+    tensors, options, scales, offsets, quantize_queries = _call(arguments)
+    problem = problem_of_quantized(tensors, options, quantize_queries)
     implementation = choose(options.implementation, problem.device, problem.deciding_dtype, problem.size)
     if implementation == "blocked" or problem.is_empty:
-        return _in_blocks(problem, tensors, options, quantization)
-    mean = options.reduction == "mean"
-    if mean:
-        # The score of an empty document is not divided.
-        problem = problem._replace(empty_score=0.0)
-    scores = kernels().quantized_scores(problem, tensors, *quantization[:2])
-    if mean:
-        scores = with_empty_score(scores / active_counts(problem, tensors), tensors, options.empty_score)
-    return scores
+        return _scores_in_blocks(problem, *_call(arguments))
+    if options.reduction != "mean":
+        return kernels().quantized_scores(problem, tensors, scales, offsets)
+    # The score of an empty document is not divided.
+    sums = kernels().quantized_scores(problem._replace(empty_score=0.0), tensors, scales, offsets)
+    return with_empty_score(sums / active_counts(problem, tensors), tensors, options.empty_score)
 
 
-def _in_blocks(problem: Problem, tensors: Tensors, options: Options, quantization: Quantization) -> Tensor:
+def _scores_in_blocks(
+    problem: Problem,
+    tensors: Tensors,
+    options: Options,
+    scales: Tensor,
+    offsets: Tensor | None,
+    quantize_queries: bool,
+) -> Tensor:
     """Scores of a block of dequantized documents after the other."""
     queries, values = tensors[:2]
     # Nothing is lost, and documents need not be rounded to half precision.
     dtype = accumulation_dtype(queries.dtype)
-    if quantization.quantize_queries:
+    if quantize_queries:
         queries = quantize(queries, query_precision(values.dtype)).dequantize(dtype)
 
     def dequantized(block: DocumentBlock) -> Tensor:
-        scales, offsets = (
-            None if tensor is None else at(tensor, block.place)
-            for tensor in (quantization.scales, quantization.offsets)
-        )
-        assert scales is not None
-        return QuantizedEmbeddings(at(values, block.place), scales, offsets).dequantize(dtype)
+        some = (None if tensor is None else at(tensor, block.place) for tensor in (values, scales, offsets))
+        return QuantizedEmbeddings(*some).dequantize(dtype)
 
     tensors, options = tensors._replace(queries=queries.to(dtype)), options._replace(implementation="blocked")
     blocks = document_blocks(tensors, max(1, 4 * block_budget(problem.device) // problem.size))
     return compute_by_block(tensors, options, False, blocks, dequantized)[0]
 
 
-LIBRARY.define(
-    "maxsim_quantized(Tensor queries, Tensor documents, Tensor? queries_mask, Tensor? documents_mask, "
-    "Tensor? queries_cu_seqlens, Tensor? documents_cu_seqlens, Tensor? candidates_cu_seqlens, "
-    "SymInt max_query_length, SymInt max_document_length, SymInt max_candidates, bool normalize, str reduction, "
-    "str masking, float empty_score, str implementation, Tensor scales, Tensor? offsets, bool quantize_queries) "
-    "-> Tensor"
-)
-_maxsim_quantized = torch.ops.pylate_flash.maxsim_quantized.default
-_N_TENSORS = len(Tensors._fields)
-_N_CALL = _N_TENSORS + len(Options._fields)
-
-
-def _scores(*arguments) -> Tensor:
-    call, quantization = arguments[:_N_CALL], Quantization(*arguments[_N_CALL:])
-    return _compute(Tensors(*call[:_N_TENSORS]), Options(*call[_N_TENSORS:]), quantization)
-
-
 def _shape(*arguments) -> Tensor:
     """Uninitialised scores."""
-    tensors, options = Tensors(*arguments[:_N_TENSORS]), Options(*arguments[_N_TENSORS:_N_CALL])
+    tensors, options, *_ = _call(arguments)
     check(tensors, quantized=True)
     return empty_results(tensors, options)[0]
 
 
+LIBRARY.define(
+    f"maxsim_quantized({TENSORS_SCHEMA}, Tensor scales, Tensor? offsets, {OPTIONS_SCHEMA}, bool quantize_queries)"
+    " -> Tensor"
+)
 LIBRARY.impl("maxsim_quantized", _scores, "CompositeExplicitAutograd")
 torch.library.register_fake("pylate_flash::maxsim_quantized", _shape)
+_maxsim_quantized = torch.ops.pylate_flash.maxsim_quantized.default

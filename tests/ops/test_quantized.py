@@ -154,8 +154,8 @@ def test_under_autocast_queries_take_its_type() -> None:
 def test_opcheck_and_compile(precision: str) -> None:
     torch.manual_seed(0)
     queries, documents = torch.randn(2, 3, 8), quantize(torch.randn(4, 5, 8), precision)
-    call = (queries, documents.values, *[None] * 5, 0, 0, 0, False, "mean", "exclude", 0.0, "auto")
-    arguments = (*call, documents.scales, documents.offsets, True)
+    tensors = (queries, documents.values, *[None] * 5, documents.scales, documents.offsets)
+    arguments = (*tensors, 0, 0, 0, False, "mean", "exclude", 0.0, "auto", True)
     # The test of the schema multiplies the inputs, and torch has no product of fp8 elements.
     tests = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
     tests += [] if precision == "fp8" else ["test_schema"]
