@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels.plan import IMPLEMENTATIONS
@@ -58,6 +57,25 @@ def maxsim_reference(
     Arguments and result are those of `maxsim`, except that it checks nothing, and computes in, and returns, the type
     that the inputs widen to: float64 for float64 inputs, else float32. Products are taken in that type.
     """
+    return reference_scores(
+        lambda similarities: similarities.max(dim=-1).values, 1.0,
+        queries, documents, queries_mask, documents_mask, normalize, reduction, masking, empty_score,
+    )  # fmt: skip
+
+
+def reference_scores(
+    maximum: Callable[[Tensor], Tensor],
+    scale: float | Tensor,
+    queries: Tensor,
+    documents: Tensor,
+    queries_mask: Tensor | None,
+    documents_mask: Tensor | None,
+    normalize: bool,
+    reduction: str,
+    masking: str,
+    empty_score: float,
+) -> Tensor:
+    """`maxsim_reference` with another maximum, over the last dimension, of scaled similarities."""
     wide = torch.promote_types(queries.dtype, torch.float32)
     # One group of candidates for all queries, [1, Nd, Ld, d], or one for each, [Nq, K, Ld, d].
     groups = documents if documents.dim() == 4 else documents.unsqueeze(0)
@@ -69,11 +87,12 @@ def maxsim_reference(
     groups = groups.to(wide).masked_fill(~there.unsqueeze(-1), 0.0)
     if normalize:
         queries, groups = normalized(queries), normalized(groups)
-    similarities = queries.unsqueeze(1) @ groups.transpose(-1, -2)
+    similarities = scale * (queries.unsqueeze(1) @ groups.transpose(-1, -2))
     similarities = similarities.masked_fill(~there.unsqueeze(-2), 0.0 if masking == "zero" else -torch.inf)
-    # One more token, which never wins, as there is no maximum of none.
-    best = F.pad(similarities, (0, 1), value=-torch.inf).max(dim=-1).values
+    # One more token, which takes no part unless it is alone, as there is no maximum of none.
     empty = ~there.any(dim=-1)
+    alone = torch.where(empty, 0.0, -torch.inf).to(wide)[..., None, None].expand(*similarities.shape[:-1], 1)
+    best = maximum(torch.cat([similarities, alone], dim=-1))
     best = best.masked_fill(empty.unsqueeze(-1) | ~on.unsqueeze(1), 0.0)
     scores = (best * weights.unsqueeze(1)).sum(dim=-1)
     if reduction == "mean":

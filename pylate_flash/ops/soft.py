@@ -22,7 +22,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..problem import Options, Tensors, accumulation_dtype, empty_results
+from ..kernels.plan import choose
+from ..problem import Options, Problem, Tensors, accumulation_dtype, empty_results
 from .checks import (
     check,
     check_differentiation,
@@ -30,14 +31,16 @@ from .checks import (
     check_tensor,
     checked_flag,
     checked_number,
+    checked_problem,
     is_positive,
     is_readable,
     no_second_derivative,
 )
-from .maxsim import CALL_SCHEMA, checked
-from .norms import normalized
-from .operator import Operation
-from .soft_compute import compute_soft, compute_soft_gradients
+from .compute import active_counts, kernels, with_empty_score
+from .maxsim import CALL_SCHEMA, call_of, checked, reference_scores
+from .operator import Operation, cast_like
+from .soft_blocks import soft_blocked_backward, soft_blocked_forward
+from .tiles import operands_of
 from .varlen import with_lengths
 
 # Bytes of the partial sums that a gradient may take, unless a call says otherwise.
@@ -61,29 +64,10 @@ def soft_maxsim_reference(
     Arguments and result are those of `soft_maxsim`, except that it checks nothing, and computes in, and returns, the
     type that the inputs widen to: float64 for float64 inputs, else float32. Products are taken in that type.
     """
-    wide = torch.promote_types(queries.dtype, torch.float32)
-    # One group of candidates for all queries, [1, Nd, Ld, d], or one for each, [Nq, K, Ld, d].
-    groups = documents if documents.dim() == 4 else documents.unsqueeze(0)
-    on = queries.new_ones(queries.shape[:-1]) if queries_mask is None else queries_mask
-    there = groups.new_ones(groups.shape[:-1]) if documents_mask is None else documents_mask.view(groups.shape[:-1])
-    weights, on, there = on.to(wide), on.bool(), there.bool()
-    # What a masked token is, a NaN even, does not matter.
-    queries = queries.to(wide).masked_fill(~on.unsqueeze(-1), 0.0)
-    groups = groups.to(wide).masked_fill(~there.unsqueeze(-1), 0.0)
-    if normalize:
-        queries, groups = normalized(queries), normalized(groups)
-    exponents = beta * (queries.unsqueeze(1) @ groups.transpose(-1, -2))
-    exponents = exponents.masked_fill(~there.unsqueeze(-2), 0.0 if masking == "zero" else -torch.inf)
-    # One more token, with no weight unless it is alone, as the logarithm of a sum of nothing has no gradient.
-    empty = ~there.any(dim=-1)
-    alone = torch.where(empty, 0.0, -torch.inf).to(wide)
-    exponents = torch.cat([exponents, alone[..., None, None].expand(*exponents.shape[:-1], 1)], dim=-1)
-    best = exponents.logsumexp(dim=-1) / beta
-    best = best.masked_fill(empty.unsqueeze(-1) | ~on.unsqueeze(1), 0.0)
-    scores = (best * weights.unsqueeze(1)).sum(dim=-1)
-    if reduction == "mean":
-        scores = scores / on.sum(dim=-1, keepdim=True).clamp(min=1)
-    return scores.masked_fill(empty, empty_score)
+    return reference_scores(
+        lambda exponents: exponents.logsumexp(dim=-1) / beta, beta,
+        queries, documents, queries_mask, documents_mask, normalize, reduction, masking, empty_score,
+    )  # fmt: skip
 
 
 def soft_maxsim(
@@ -226,7 +210,7 @@ def soft_maxsim_varlen(
 def soft_scores_of(
     operation: str, tensors: Tensors, beta: float | Tensor, options: Options, max_scratch_bytes: int = MAX_SCRATCH_BYTES
 ) -> Tensor:
-    """The scores of a call by the operator, after what comes before it."""
+    """The scores of a call, by the name of what was called."""
     learned, number = (beta, None) if isinstance(beta, Tensor) else (None, beta)
     return _soft_maxsim((learned, *tensors, *options, max_scratch_bytes, number), operation)
 
@@ -234,13 +218,7 @@ def soft_scores_of(
 def checked_beta(beta: float | Tensor, queries: Tensor) -> Tensor:
     """`beta` as a tensor without dimensions on the device of `queries`, in the type that they are accumulated in.
 
-    Raises
-    ------
-    TypeError
-        If it is neither a number nor a floating tensor.
-    ValueError
-        If it is a tensor of more than one element or on another device, or, as far as that can be seen without waiting,
-        not above 0 and finite.
+    TypeError or ValueError unless it is one number, as far as that can be seen without waiting above 0 and finite.
     """
     dtype = accumulation_dtype(queries.dtype)
     if isinstance(beta, Tensor):
@@ -251,27 +229,83 @@ def checked_beta(beta: float | Tensor, queries: Tensor) -> Tensor:
             raise ValueError(f"beta must be a number or a tensor of one element, got shape {list(beta.shape)}")
         if beta.device != queries.device:
             raise ValueError(f"beta must be on the device of queries, {queries.device}, got {beta.device}")
-        if is_readable(beta):
-            _check_value(beta.item(), dtype)
-        return beta.to(dtype).reshape(())
-    if isinstance(beta, bool) or not isinstance(beta, numbers.Real):
+    elif isinstance(beta, bool) or not isinstance(beta, numbers.Real):
         raise TypeError(f"beta must be a number or a floating tensor of one element, got {type(beta).__name__}")
-    _check_value(beta, dtype)
+    if not isinstance(beta, Tensor) or is_readable(beta):
+        value = beta.item() if isinstance(beta, Tensor) else beta
+        if not is_positive(value, dtype):
+            used = str(dtype).removeprefix("torch.")
+            raise ValueError(f"beta must be above 0 and finite, got {value} (it is computed with in {used})")
+    if isinstance(beta, Tensor):
+        return beta.to(dtype).reshape(())
     return torch.full((), float(beta), dtype=dtype, device=queries.device)
 
 
-def _check_value(value: float, dtype: torch.dtype) -> None:
-    if not is_positive(value, dtype):
-        used = str(dtype).removeprefix("torch.")
-        raise ValueError(f"beta must be above 0 and finite, got {value} (it is computed with in {used})")
+def compute_soft(tensors: Tensors, options: Options, beta: Tensor, with_lse: bool) -> tuple[Tensor, Tensor | None]:
+    """Scores, and if asked for log(sum(exp(beta * similarity))) over the tokens, [documents, rows]."""
+    problem = checked_problem(tensors, options)
+    mean = options.reduction == "mean"
+    if mean:
+        # The score of an empty document is not divided.
+        problem = problem._replace(empty_score=0.0)
+    if _by_kernels(problem, tensors, options):
+        scores, lse = kernels().soft_scores(problem, tensors, beta, with_lse)
+    else:
+        scores = torch.zeros(problem.scores_shape, dtype=problem.scores_dtype, device=problem.device)
+        lse = torch.zeros(problem.winners_shape, dtype=beta.dtype, device=problem.device) if with_lse else None
+        if not _is_empty(problem, tensors):
+            # Under autocast the inputs have the autocast type already; products inside must not be rounded to it.
+            with torch.autocast(problem.device.type, enabled=False):
+                operands = operands_of(problem, tensors)
+                sums = scores.to(operands.dtype)
+                soft_blocked_forward(operands, beta, sums, lse)
+                scores = sums.to(problem.scores_dtype)
+        scores = with_empty_score(scores, tensors, problem.empty_score)
+    if mean:
+        scores = with_empty_score(scores / active_counts(problem, tensors), tensors, options.empty_score)
+    return scores, lse
+
+
+def compute_soft_gradients(
+    tensors: Tensors,
+    options: Options,
+    beta: Tensor,
+    grad_scores: Tensor,
+    lse: Tensor,
+    needs: tuple[bool, bool, bool],
+    max_scratch_bytes: int,
+) -> tuple[Tensor | None, ...]:
+    """The gradients of beta, queries and documents, contiguous in their types; None for one that is not needed."""
+    problem = checked_problem(tensors, options)
+    if options.reduction == "mean":
+        grad_scores = grad_scores / active_counts(problem, tensors)
+    given = beta, *tensors[:2]
+    if _by_kernels(problem, tensors, options):
+        return kernels().soft_gradients(problem, tensors, beta, grad_scores, lse, needs, max_scratch_bytes)
+    if _is_empty(problem, tensors):
+        found: Sequence[Tensor | None] = [torch.zeros_like(t, memory_format=torch.contiguous_format) for t in given]
+        return tuple([gradient if need else None for gradient, need in zip(found, needs, strict=True)])
+    with torch.autocast(problem.device.type, enabled=False):
+        operands = operands_of(problem, tensors)
+        flow = grad_scores if operands.candidates is None else grad_scores.flatten()
+        found = soft_blocked_backward(operands, beta, flow, lse, needs)
+    return tuple(cast_like(found, [(tensor.dtype, tensor.shape) for tensor in given]))
+
+
+def _is_empty(problem: Problem, tensors: Tensors) -> bool:
+    return problem.is_empty or 0 in tensors.queries.shape
+
+
+def _by_kernels(problem: Problem, tensors: Tensors, options: Options) -> bool:
+    chosen = choose(options.implementation, problem.device, problem.dtype, problem.size)
+    return chosen == "triton" and not _is_empty(problem, tensors)
 
 
 def _check(arguments: tuple, called: str) -> tuple:
     """Beta is the tensor in front, or the number behind all."""
-    learned, *given = arguments[:_N_TENSORS]
-    *how, max_scratch_bytes, number = arguments[_N_TENSORS:]
-    options = Options(*how)
-    tensors = checked(called, Tensors(*given), options)
+    learned, *call, max_scratch_bytes, number = arguments
+    tensors, options = call_of(tuple(call))
+    tensors = checked(called, tensors, options)
     check_integer("max_scratch_bytes", max_scratch_bytes)
     if learned is not None:
         check_differentiation(called, learned)
@@ -280,34 +314,32 @@ def _check(arguments: tuple, called: str) -> tuple:
     return beta, *tensors, *options, max_scratch_bytes
 
 
-# Beta and those of `Tensors`.
-_N_TENSORS = 1 + len(Tensors._fields)
-
-
-def _call(arguments: tuple) -> tuple[Tensors, Options, Tensor]:
-    beta, *tensors = arguments[:_N_TENSORS]
-    return Tensors(*tensors), Options(*arguments[_N_TENSORS:-1]), beta
-
-
 def _compute(arguments: tuple, with_lse: bool) -> tuple[Tensor, Tensor | None]:
-    return compute_soft(*_call(arguments), with_lse)
+    return compute_soft(*call_of(arguments[1:-1]), arguments[0], with_lse)
 
 
 def _compute_gradients(
     grad_scores: Tensor, kept: Sequence[Tensor], arguments: tuple, needs: tuple[bool, bool, bool]
 ) -> tuple[Tensor | None, ...]:
-    return compute_soft_gradients(*_call(arguments), grad_scores, kept[0], needs, arguments[-1])
+    beta, *call, max_scratch_bytes = arguments
+    return compute_soft_gradients(*call_of(tuple(call)), beta, grad_scores, kept[0], needs, max_scratch_bytes)
 
 
 def _shapes(*arguments) -> tuple[Tensor, Tensor]:
-    tensors, options, _ = _call(arguments)
+    tensors, options = call_of(arguments[1:-1])
     check(tensors)
-    scores, winners = empty_results(tensors, options)
-    return scores, torch.empty_like(winners, dtype=scores.dtype)
+    scores, lse = empty_results(tensors, options)
+    return scores, torch.empty_like(lse, dtype=scores.dtype)
 
 
 _soft_maxsim = Operation(
-    "soft_maxsim", f"Tensor beta, {CALL_SCHEMA}, int max_scratch_bytes", ("beta", "queries", "documents"), ("lse",),
-    _check, _compute, _compute_gradients, _shapes,
+    "soft_maxsim",
+    f"Tensor beta, {CALL_SCHEMA}, int max_scratch_bytes",
+    ("beta", "queries", "documents"),
+    ("lse",),
+    _check,
+    _compute,
+    _compute_gradients,
+    _shapes,
     no_second_derivative("soft_maxsim", "the probabilities of its tokens are not kept"),
-)  # fmt: skip
+)
