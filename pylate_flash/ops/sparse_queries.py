@@ -13,18 +13,19 @@ The gradient is that of `maxsim`, where tokens that were not chosen have no winn
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from ..kernels.plan import choose
 from ..problem import Options, Tensors, empty_results
 from .checks import check, check_choice, check_tensor, checked_flag, checked_number, checked_problem, is_readable
 from .compute import compute_gradients, kernels, with_empty_score, without_autocast
 from .loss_call import check_packing
-from .maxsim import REDUCTIONS, checked, maxsim_reference
+from .maxsim import OPTIONS_SCHEMA, REDUCTIONS, TENSORS_SCHEMA, call_of, checked, maxsim_reference
 from .operator import Operation
+from .packing import padded
 from .sparse_blocks import sparse_blocked_forward
 from .varlen import with_lengths
 
@@ -51,10 +52,7 @@ def maxsim_sparse_queries_reference(
     if documents_cu_seqlens is not None:
         # There is no masked token among those that are packed.
         masking = "exclude"
-        sequences = documents.tensor_split(documents_cu_seqlens[1:-1].long().cpu())
-        documents = pad_sequence(list(sequences), batch_first=True)
-        lengths = documents_cu_seqlens.diff().to(documents.device).unsqueeze(1)
-        documents_mask = torch.arange(documents.shape[1], device=documents.device) < lengths
+        documents, documents_mask = padded(documents, documents_cu_seqlens)
     chosen = _chosen(query_tokens, queries)
     pairs = chosen.shape[:2]
     on = queries.new_ones(queries.shape[:2]) if queries_mask is None else queries_mask
@@ -149,20 +147,16 @@ def maxsim_sparse_queries(
     check_packing(tensors, max_document_length)
     if packed:
         options = with_lengths(tensors, options, None, max_document_length)
-    mean = reduction == "mean"
-    arguments = (
-        *tensors[:2], query_tokens, *tensors[2:4], documents_cu_seqlens, options.max_document_length,
-        options.normalize, masking, 0.0 if mean else empty_score, implementation,
-    )  # fmt: skip
     check_choice("reduction", reduction, REDUCTIONS)
-    scores = _sparse_queries(arguments, "maxsim_sparse_queries")
-    if not mean:
-        return scores
+    if reduction == "sum":
+        return _sparse_queries((*tensors, query_tokens, *options), "maxsim_sparse_queries")
+    # The score of an empty document is not divided.
+    options = options._replace(reduction="sum", empty_score=0.0)
+    sums = _sparse_queries((*tensors, query_tokens, *options), "maxsim_sparse_queries")
     counted = _chosen(query_tokens, queries)
     if queries_mask is not None:
         counted = counted & (queries_mask != 0).unsqueeze(1)
-    # The score of an empty document is not divided.
-    return with_empty_score(scores / counted.sum(dim=-1).clamp(min=1), tensors, torch.sym_float(empty_score))
+    return with_empty_score(sums / counted.sum(dim=-1).clamp(min=1), tensors, torch.sym_float(empty_score))
 
 
 def _chosen(query_tokens: Tensor, queries: Tensor) -> Tensor:
@@ -205,36 +199,37 @@ def _check_query_tokens(query_tokens: Tensor, tensors: Tensors) -> None:
         )
 
 
-def _call(arguments: tuple) -> tuple[Tensors, Tensor, Options]:
-    queries, documents, query_tokens, queries_mask, documents_mask, cu_seqlens, length, normalize, *others = arguments
-    tensors = Tensors(queries, documents, queries_mask, documents_mask, None, cu_seqlens)
-    return tensors, query_tokens, Options(0, length, 0, normalize, "sum", *others)
+_N_TENSORS = len(Tensors._fields)
+
+
+def _call(arguments: Sequence[Any]) -> tuple[Tensors, Tensor, Options]:
+    tensors, options = call_of((*arguments[:_N_TENSORS], *arguments[_N_TENSORS + 1 :]))
+    return tensors, arguments[_N_TENSORS], options
 
 
 def _check(arguments: tuple, called: str) -> tuple:
     tensors, query_tokens, options = _call(arguments)
     tensors = checked(called, tensors, options)
-    empty_score = checked_number("empty_score", options.empty_score)
-    return *tensors[:2], query_tokens, *arguments[3:-2], empty_score, options.implementation
+    return *tensors, query_tokens, *options._replace(empty_score=checked_number("empty_score", options.empty_score))
 
 
-def _compute(arguments: tuple, with_winners: bool) -> tuple[Tensor, Tensor | None]:
+def _compute(arguments: tuple, with_argmax: bool) -> tuple[Tensor, Tensor | None]:
     tensors, query_tokens, options = _call(arguments)
-    problem = checked_problem(tensors, options, with_winners)
+    problem = checked_problem(tensors, options, with_argmax)
     _check_query_tokens(query_tokens, tensors)
     chosen = choose(options.implementation, problem.device, problem.dtype, problem.size)
-    winners = None
-    if with_winners:
-        winners = torch.full(problem.winners_shape, -1, dtype=problem.winners_dtype, device=problem.device)
+    argmax = None
+    if with_argmax:
+        argmax = torch.full(problem.winners_shape, -1, dtype=problem.winners_dtype, device=problem.device)
+    query_tokens = query_tokens.expand(problem.n_queries, -1, -1)
     if problem.is_empty or query_tokens.numel() == 0:
         scores = torch.zeros(problem.scores_shape, dtype=problem.scores_dtype, device=problem.device)
-        return with_empty_score(scores.to(problem.scores_dtype), tensors, options.empty_score), winners
-    query_tokens = query_tokens.expand(problem.n_queries, -1, -1)
-    if chosen == "triton":
-        return kernels().sparse_scores(problem, tensors, query_tokens, winners), winners
-    with without_autocast(problem.device):
-        scores = sparse_blocked_forward(problem, tensors, _positions(query_tokens, tensors.queries), winners)
-    return with_empty_score(scores.to(problem.scores_dtype), tensors, options.empty_score), winners
+    elif chosen == "triton":
+        return kernels().sparse_scores(problem, tensors, query_tokens, argmax), argmax
+    else:
+        with without_autocast(problem.device):
+            scores = sparse_blocked_forward(problem, tensors, _positions(query_tokens, tensors.queries), argmax)
+    return with_empty_score(scores.to(problem.scores_dtype), tensors, options.empty_score), argmax
 
 
 def _compute_gradients(
@@ -253,8 +248,11 @@ def _shapes(*arguments) -> tuple[Tensor, Tensor]:
 
 _sparse_queries = Operation(
     "maxsim_sparse_queries",
-    "Tensor queries, Tensor documents, Tensor query_tokens, Tensor? queries_mask, Tensor? documents_mask, "
-    "Tensor? documents_cu_seqlens, SymInt max_document_length, bool normalize, str masking, float empty_score, "
-    "str implementation",
-    ("queries", "documents"), ("winners",), _check, _compute, _compute_gradients, _shapes,
-)  # fmt: skip
+    f"{TENSORS_SCHEMA}, Tensor query_tokens, {OPTIONS_SCHEMA}",
+    ("queries", "documents"),
+    ("argmax",),
+    _check,
+    _compute,
+    _compute_gradients,
+    _shapes,
+)

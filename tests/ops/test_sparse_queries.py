@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pylate_flash import maxsim, maxsim_sparse_queries, pack
 from pylate_flash.ops import maxsim_sparse_queries_reference, products
+from pylate_flash.problem import Options, Tensors
 from tests.ops.cases import Case, Elements, check_scores, gradient_tolerance, gradients, relative_error
 from tests.ops.sparse_cases import sparse_cases
 
@@ -150,10 +151,12 @@ def test_opcheck() -> None:
     queries, documents = torch.randn(2, 3, 4, requires_grad=True), torch.randn(3, 5, 4, requires_grad=True)
     masks, chosen = (torch.ones(2, 3), torch.rand(3, 5) > 0.3), torch.randint(-1, 3, (2, 3, 4))
     operator = torch.ops.pylate_flash.maxsim_sparse_queries.default
-    torch.library.opcheck(operator, (queries, documents, chosen, *masks, None, 0, True, "zero", -1.0, "auto"))
-    packed = queries.detach(), documents.detach().flatten(0, 1), chosen[0], None, None, torch.tensor([0, 7, 7, 15]), 8
+    options = Options(normalize=True, masking="zero", empty_score=-1.0)
+    torch.library.opcheck(operator, (*Tensors(queries, documents, *masks), chosen, *options))
+    bounds = torch.tensor([0, 7, 7, 15])
+    packed = Tensors(queries.detach(), documents.detach().flatten(0, 1), documents_cu_seqlens=bounds)
     checks = ("test_schema", "test_faketensor")
-    torch.library.opcheck(operator, (*packed, False, "exclude", 0.0, "auto"), test_utils=checks)
+    torch.library.opcheck(operator, (*packed, chosen[0], *Options(max_document_length=8)), test_utils=checks)
 
 
 def test_compiles_for_other_lengths_too() -> None:
