@@ -129,8 +129,7 @@ def chamfer(
     y
         [N, Ly, d], of the same dtype and on the same device.
     x_mask, y_mask
-        [N, Lx] and [N, Ly], bool or 0/1 of the dtypes of masks in `maxsim`, 1 where a point is active; active points
-        need not be a prefix. None: all. Other values are an error on the CPU, and count as 1 on a GPU.
+        [N, Lx] and [N, Ly], bool or 0/1, 1 where a point is active, or None, as `documents_mask` of `maxsim`.
     metric
         "sqeuclidean": squared Euclidean distances, the nearest point has the smallest one, and the result is a
         distance. "inner_product": the nearest point has the largest one, and the result is a similarity, with
@@ -140,8 +139,7 @@ def chamfer(
     empty_score
         What a pair scores of which a set, or either, has no active point.
     implementation
-        "auto", or by name: "triton" (CUDA, compute capability >= 8.0, at most 4096 dimensions, no float64) or
-        "blocked" (plain torch in blocks).
+        "auto", "triton" or "blocked", as in `maxsim`.
 
     Returns
     -------
@@ -156,13 +154,8 @@ def chamfer(
 
     Raises
     ------
-    TypeError
-        If an argument is no dense tensor, of another dtype than named above, or the two dtypes differ.
-    ValueError
-        If shapes, devices or embedding sizes do not fit together, a mask holds values that it may not, or requires a
-        gradient, an option is none of its choices, or implementation="triton" cannot take the input.
-    RuntimeError
-        If the call is differentiated by `torch.func`, in forward mode, or twice.
+    TypeError, ValueError, RuntimeError
+        As in `maxsim`; ValueError also if there are not as many sets of y as of x.
 
     Examples
     --------

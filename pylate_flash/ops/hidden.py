@@ -58,9 +58,7 @@ def maxsim_from_hidden_reference(
     documents_cu_seqlens: Tensor | None = None,
     candidates_cu_seqlens: Tensor | None = None,
     normalize: bool = True,
-    reduction: str = "sum",
-    masking: str = "exclude",
-    empty_score: float = 0.0,
+    **options: Any,
 ) -> Tensor:
     """The definition of `maxsim_from_hidden`: a linear layer, normalisation, and `maxsim_reference`, of padded tokens.
 
@@ -76,17 +74,9 @@ def maxsim_from_hidden_reference(
         queries, queries_mask = padded(queries, queries_cu_seqlens)
     if documents_cu_seqlens is not None:
         documents, documents_mask = padded(documents, documents_cu_seqlens)
-        masking = "exclude"
-    scores = maxsim_reference(
-        queries,
-        documents,
-        queries_mask=queries_mask,
-        documents_mask=documents_mask,
-        normalize=normalize,
-        reduction=reduction,
-        masking=masking,
-        empty_score=empty_score,
-    )
+        options["masking"] = "exclude"
+    masks = {"queries_mask": queries_mask, "documents_mask": documents_mask}
+    scores = maxsim_reference(queries, documents, **masks, normalize=normalize, **options)
     if candidates_cu_seqlens is None:
         return scores
     owned = zip(scores, pairwise(candidates_cu_seqlens.tolist()), strict=True)
@@ -130,11 +120,8 @@ def maxsim_from_hidden(
         candidates. [T, d_model]: packed, with `documents_cu_seqlens`.
     weight, bias
         [d, d_model] and [d] or None: the linear layer, as `torch.nn.Linear` holds it.
-    queries_mask
-        [Nq, Lq], bool, 0/1, 1 where a token is active, or floating weights, as in `maxsim`. None: all. Not
-        for packed queries.
-    documents_mask
-        [Nd, Ld] or [Nq, K, Ld], bool or 0/1. None: all. Not for packed documents.
+    queries_mask, documents_mask
+        [Nq, Lq], which may hold weights, and [Nd, Ld] or [Nq, K, Ld], or None, as in `maxsim`. Not for packed tokens.
     queries_weight, queries_bias
         [d, d_queries] and [d] or None: the linear layer of the queries. The tensors of `weight` and `bias` themselves
         where one layer serves both sides.
@@ -155,13 +142,8 @@ def maxsim_from_hidden(
 
     Raises
     ------
-    TypeError
-        If an argument is no dense tensor, of another dtype than named above, or the dtypes differ.
-    ValueError
-        If shapes, devices or sizes do not fit together, an argument is given that the layout has no use for, an option
-        is none of its choices, or implementation="triton" cannot take the input.
-    RuntimeError
-        As in `maxsim`.
+    TypeError, ValueError, RuntimeError
+        As in `maxsim`; ValueError also if an argument is given that the layout has no use for.
 
     Examples
     --------

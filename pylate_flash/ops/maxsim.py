@@ -58,22 +58,21 @@ def maxsim_reference(
     that the inputs widen to: float64 for float64 inputs, else float32. Products are taken in that type.
     """
     return reference_scores(
-        lambda similarities: similarities.max(dim=-1).values, 1.0,
-        queries, documents, queries_mask, documents_mask, normalize, reduction, masking, empty_score,
-    )  # fmt: skip
+        queries, documents, queries_mask, documents_mask, normalize, reduction, masking, empty_score
+    )
 
 
 def reference_scores(
-    maximum: Callable[[Tensor], Tensor],
-    scale: float | Tensor,
     queries: Tensor,
     documents: Tensor,
-    queries_mask: Tensor | None,
-    documents_mask: Tensor | None,
-    normalize: bool,
-    reduction: str,
-    masking: str,
-    empty_score: float,
+    queries_mask: Tensor | None = None,
+    documents_mask: Tensor | None = None,
+    normalize: bool = False,
+    reduction: str = "sum",
+    masking: str = "exclude",
+    empty_score: float = 0.0,
+    maximum: Callable[[Tensor], Tensor] = lambda similarities: similarities.max(dim=-1).values,
+    scale: float | Tensor = 1.0,
 ) -> Tensor:
     """`maxsim_reference` with another maximum, over the last dimension, of scaled similarities."""
     wide = torch.promote_types(queries.dtype, torch.float32)

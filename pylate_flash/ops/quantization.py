@@ -48,12 +48,9 @@ class QuantizedEmbeddings(TensorContainer):
 
     Raises
     ------
-    TypeError
-        If one is no tensor of the dtype named above.
-    ValueError
-        If shapes or devices do not fit together, or offsets are missing, or there are some where there are none. On the
-        CPU, if boundaries do not rise from 0 to T; on a GPU, where to look would be to wait, they are taken as they
-        are.
+    TypeError, ValueError
+        If one is no tensor as named above, or they do not fit together. On the CPU, if boundaries do not rise from 0 to
+        T; on a GPU, where to look would be to wait, they are taken as they are.
     """
 
     values: Tensor
@@ -133,11 +130,8 @@ def quantize(embeddings: Tensor, precision: str = "int8", *, cu_seqlens: Tensor 
 
     Raises
     ------
-    TypeError
-        If `embeddings` are no floating tensor, or `cu_seqlens` neither int32 nor int64.
-    ValueError
-        If a shape is none of those above, `precision` is none of its choices, or `cu_seqlens` come with padded
-        embeddings, or do not span the tokens.
+    TypeError, ValueError
+        If an argument is not as said above, or `cu_seqlens` come with padded embeddings, or do not span the tokens.
 
     Examples
     --------

@@ -8,7 +8,7 @@ memory; elsewhere documents are decompressed a block at a time, and scored as an
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,13 +28,7 @@ from .residual_codes import ResidualCodes
 
 
 def maxsim_residual_reference(
-    queries: Tensor,
-    documents: ResidualCodes,
-    *,
-    queries_mask: Tensor | None = None,
-    candidates: Tensor | None = None,
-    reduction: str = "sum",
-    empty_score: float = 0.0,
+    queries: Tensor, documents: ResidualCodes, *, candidates: Tensor | None = None, **options: Any
 ) -> Tensor:
     """The definition: decompresses to the type of the queries, and scores as `maxsim_reference` does, in float64.
 
@@ -44,14 +38,7 @@ def maxsim_residual_reference(
     if candidates is not None:
         # -1 is the last document, which has no token.
         values, mask = F.pad(values, (0, 0, 0, 0, 0, 1))[candidates], F.pad(mask, (0, 0, 0, 1))[candidates]
-    return maxsim_reference(
-        queries.double(),
-        values,
-        queries_mask=queries_mask,
-        documents_mask=mask,
-        reduction=reduction,
-        empty_score=empty_score,
-    )
+    return maxsim_reference(queries.double(), values, documents_mask=mask, **options)
 
 
 def maxsim_residual(
@@ -73,19 +60,14 @@ def maxsim_residual(
     documents
         Nd documents, on the device of the queries (`ResidualCodec.compress`, `read_fast_plaid`). Decompressed, they are
         normalised, and rounded to the type of the queries.
-    queries_mask
-        [Nq, Lq], bool, 0/1, or floating weights, as in `maxsim`. None: all.
     candidates
         None: every query meets every document. [Nq, K], int32 or int64: query i meets only documents candidates[i], as
         when a search is reranked; -1 stands for no document. Other values are an error on the CPU. On a GPU, where to
         look would be to wait, they are taken as they are.
-    reduction
-        "sum" over the active query tokens, or "mean": divided by their number.
     empty_score
         Score of a document without tokens, and of no document. A query with no active token scores 0 against others.
-    implementation
-        "auto", or by name: "triton" (CUDA, compute capability >= 8.0, at most 4096 dimensions, no float64) or
-        "blocked" (plain torch in blocks).
+    queries_mask, reduction, implementation
+        As in `maxsim`.
 
     Returns
     -------
@@ -95,13 +77,8 @@ def maxsim_residual(
 
     Raises
     ------
-    TypeError
-        If an argument is no dense tensor of the dtype named above, or `documents` are no `ResidualCodes`.
-    ValueError
-        If shapes, devices or embedding sizes do not fit together, a mask holds values that it may not, a candidate is
-        no document, an option is none of its choices, or implementation="triton" cannot take the input.
-    RuntimeError
-        If the call is differentiated by `torch.func`, in forward mode, or twice.
+    TypeError, ValueError, RuntimeError
+        As in `maxsim`; also if `documents` are no `ResidualCodes`, or a candidate is no document.
 
     Examples
     --------

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._extras import check_installed
-from .checks import check_boundaries, check_embeddings, check_integer, check_tensor
+from .checks import check_boundaries, check_embeddings, check_integer, check_same, check_tensor
 from .residual_codes import CENTROID_DTYPES, NBITS, ResidualCodes
 
 # Elements of residuals whose quantiles are taken.
@@ -48,10 +49,8 @@ class ResidualCodec:
 
     Raises
     ------
-    TypeError
-        If one is no tensor, or the dtypes are others.
-    ValueError
-        If the shapes or devices do not fit together, or there is no centroid.
+    TypeError, ValueError
+        If one is no tensor of these dtypes, shapes or devices do not fit together, or there is no centroid.
     """
 
     centroids: Tensor
@@ -59,12 +58,9 @@ class ResidualCodec:
     bucket_weights: Tensor
 
     def __post_init__(self) -> None:
-        for name, layout in (
-            ("centroids", {2: "[C, d]"}),
-            ("bucket_cutoffs", {1: "[3] or [15]"}),
-            ("bucket_weights", {1: "[4] or [16]"}),
-        ):
-            check_tensor(name, getattr(self, name), layout)
+        check_tensor("centroids", self.centroids, {2: "[C, d]"})
+        check_tensor("bucket_cutoffs", self.bucket_cutoffs, {1: "[3] or [15]"})
+        check_tensor("bucket_weights", self.bucket_weights, {1: "[4] or [16]"})
         if len(self.centroids) == 0:
             raise ValueError(f"centroids must be at least one, got shape {list(self.centroids.shape)}")
         if len(self.bucket_cutoffs) != len(self.bucket_weights) - 1:
@@ -78,7 +74,7 @@ class ResidualCodec:
                 f"{self.bucket_cutoffs.dtype}"
             )
         # What is checked of codes without tokens is all that is left.
-        self._codes(torch.empty(0, dtype=torch.int32), torch.empty(0, self._row_bytes, dtype=torch.uint8), None)
+        self._codes(*self._empty_codes(0), torch.zeros(1, dtype=torch.int32, device=self.centroids.device))
 
     @property
     def nbits(self) -> int:
@@ -94,7 +90,7 @@ class ResidualCodec:
             [T, d], float16, bfloat16, float32 or float64, on the device of the centroids; of norm 1, as is all that is
             decompressed.
         cu_seqlens
-            [N + 1], int32 or int64: the boundaries of the documents.
+            [N + 1], int32 or int64: the boundaries of the documents, from 0 to T.
 
         Returns
         -------
@@ -104,46 +100,27 @@ class ResidualCodec:
 
         Raises
         ------
-        TypeError
-            If `embeddings` are no floating tensor, or `cu_seqlens` neither int32 nor int64.
-        ValueError
-            If shapes, devices or embedding sizes do not fit together, embeddings are not finite, or boundaries do not
-            span the tokens.
+        TypeError, ValueError
+            If an argument is not as said above, embeddings are not finite, or boundaries do not span them.
         """
         _check_embeddings(embeddings)
         check_boundaries("cu_seqlens", cu_seqlens, embeddings)
-        if embeddings.shape[1] != self.centroids.shape[1]:
-            raise ValueError(
-                f"embeddings must have the embedding size of centroids, {self.centroids.shape[1]}, got "
-                f"{embeddings.shape[1]}"
-            )
-        if embeddings.device != self.centroids.device:
-            raise ValueError(
-                f"embeddings must be on the device of centroids, {self.centroids.device}, got {embeddings.device}"
-            )
-        codes = torch.empty(len(embeddings), dtype=torch.int32, device=embeddings.device)
-        residuals = torch.empty(len(embeddings), self._row_bytes, dtype=torch.uint8, device=embeddings.device)
+        check_same(self.centroids, embeddings, same_dtype=False, names=("centroids", "embeddings"))
+        codes, residuals = self._empty_codes(len(embeddings))
         centroids, cutoffs = self.centroids.float(), self.bucket_cutoffs.float()
         per_byte = 8 // self.nbits
         powers = (1 << torch.arange(8 - self.nbits, -1, -self.nbits, device=embeddings.device)).int()
-        for block in _blocks(len(embeddings), len(centroids)):
-            some = embeddings[block].detach().float()
-            nearest = _nearest(some, centroids)
+        for block, nearest, left in _coded(embeddings.detach(), centroids):
             codes[block] = nearest
-            indices = torch.bucketize(some - centroids[nearest], cutoffs, out_int32=True)
+            indices = torch.bucketize(left, cutoffs, out_int32=True)
             residuals[block] = (indices.unflatten(1, (-1, per_byte)) * powers).sum(dim=-1).to(torch.uint8)
         return self._codes(codes, residuals, cu_seqlens.to(embeddings.device, copy=True))
 
-    @property
-    def _row_bytes(self) -> int:
-        return self.centroids.shape[1] * self.nbits // 8
+    def _empty_codes(self, n_tokens: int) -> tuple[Tensor, Tensor]:
+        codes = torch.empty(n_tokens, dtype=torch.int32, device=self.centroids.device)
+        return codes, codes.new_empty(n_tokens, self.centroids.shape[1] * self.nbits // 8, dtype=torch.uint8)
 
-    def _codes(self, codes: Tensor, residuals: Tensor, cu_seqlens: Tensor | None) -> ResidualCodes:
-        if cu_seqlens is None:
-            cu_seqlens = torch.zeros(1, dtype=torch.int32)
-            codes, residuals, cu_seqlens = (
-                tensor.to(self.centroids.device) for tensor in (codes, residuals, cu_seqlens)
-            )
+    def _codes(self, codes: Tensor, residuals: Tensor, cu_seqlens: Tensor) -> ResidualCodes:
         return ResidualCodes(codes, residuals, self.centroids, self.bucket_weights, cu_seqlens)
 
 
@@ -174,12 +151,8 @@ def train_residual_codec(
 
     Raises
     ------
-    TypeError
-        If `embeddings` are no floating tensor, `dtype` is none of those above, or `nbits` or `num_centroids` is no
-        integer.
-    ValueError
-        If `embeddings` are not of that shape, not finite, or none; if `nbits` is neither 2 nor 4, d no multiple
-        of 8, or `num_centroids` not from 1 to T.
+    TypeError, ValueError
+        If an argument is not as said above; if embeddings are none, or not finite, or `num_centroids` is more than T.
     MissingExtraError
         If fastkmeans is not installed. The message names the extra.
 
@@ -213,11 +186,8 @@ def train_residual_codec(
     tokens = embeddings.detach().float()
     centroids = F.normalize(_kmeans(tokens, num_centroids), dim=-1).to(dtype)
     generator = torch.Generator().manual_seed(_SEED)
-    sample = torch.randperm(n_tokens, generator=generator)[: max(1, _MOST_ELEMENTS // size)]
-    wide, residuals = centroids.float(), []
-    for block in _blocks(len(sample), num_centroids):
-        some = tokens[sample[block].to(tokens.device)]
-        residuals.append(some - wide[_nearest(some, wide)])
+    sample = torch.randperm(n_tokens, generator=generator)[: max(1, _MOST_ELEMENTS // size)].to(tokens.device)
+    residuals = [left for _, _, left in _coded(tokens[sample], centroids.float())]
     values = torch.cat(residuals).flatten().sort().values
     buckets = 1 << nbits
     cutoffs = _quantiles(values, torch.arange(1, buckets) / buckets)
@@ -245,19 +215,18 @@ def read_fast_plaid(folder: str | os.PathLike, device: torch.device | str = "cpu
 
     Raises
     ------
-    OSError
-        If a file is missing or cannot be read.
-    ValueError
-        If the folder has no such index, of 2 or 4 bits. The message names the file.
+    OSError, ValueError
+        If a file is missing or cannot be read; if it has no such index, of 2 or 4 bits. The message names the file.
     """
     place = Path(folder)
-    metadata = _read_json(place / "metadata.json")
+    path = place / "metadata.json"
+    metadata = _read_json(path)
     try:
         nbits, n_chunks = int(metadata["nbits"]), int(metadata["num_chunks"])
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{place / 'metadata.json'} must have nbits and num_chunks: {error!r}") from error
+        raise ValueError(f"{path} must have nbits and num_chunks: {error!r}") from error
     if nbits not in NBITS:
-        raise ValueError(f"{place / 'metadata.json'} must have nbits of 2 or 4, got {nbits}")
+        raise ValueError(f"{path} must have nbits of 2 or 4, got {nbits}")
     centroids, weights = (_read_array(place / f"{name}.npy", "f") for name in ("centroids", "bucket_weights"))
     chunks = range(n_chunks)
     codes = [_read_array(place / f"{chunk}.codes.npy", "iu") for chunk in chunks]
@@ -288,12 +257,12 @@ def _with_reversed_bits(nbits: int) -> Tensor:
 def _read_array(path: Path, kinds: str) -> np.ndarray:
     """The array of a file, of a dtype of these kinds, as numpy calls them."""
     try:
-        found = np.load(path, allow_pickle=False)
+        array = np.load(path, allow_pickle=False)
     except (ValueError, EOFError) as error:
         raise ValueError(f"{path} holds no array: {error}") from error
-    if found.dtype.kind not in kinds:
-        raise ValueError(f"{path} must hold numbers of kind {' or '.join(kinds)}, got {found.dtype}")
-    return found
+    if array.dtype.kind not in kinds:
+        raise ValueError(f"{path} must hold numbers of kind {' or '.join(kinds)}, got {array.dtype}")
+    return array
 
 
 def _read_json(path: Path) -> Any:
@@ -319,23 +288,21 @@ def _kmeans(tokens: Tensor, number: int) -> Tensor:
     # It seeds torch's and numpy's generators, which are the caller's.
     state = np.random.get_state()
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-        kmeans = FastKMeans(
-            tokens.shape[1], number, niter=8, gpu=tokens.is_cuda, seed=_SEED, max_points_per_centroid=256,
-            device=str(tokens.device), use_triton=False,
-        )  # fmt: skip
+        options = {"niter": 8, "seed": _SEED, "max_points_per_centroid": 256, "use_triton": False}
+        kmeans = FastKMeans(tokens.shape[1], number, gpu=tokens.is_cuda, device=str(tokens.device), **options)
         kmeans.train(tokens.cpu().numpy())
     np.random.set_state(state)
     return torch.from_numpy(kmeans.centroids).to(tokens.device)
 
 
-def _nearest(tokens: Tensor, centroids: Tensor) -> Tensor:
-    """The centroid of the largest inner product of each token [n], int64."""
-    return (tokens @ centroids.T).argmax(dim=1)
-
-
-def _blocks(n_tokens: int, n_centroids: int) -> list[slice]:
-    step = max(1, _PRODUCTS_AT_ONCE // n_centroids)
-    return [slice(start, start + step) for start in range(0, n_tokens, step)]
+def _coded(tokens: Tensor, centroids: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Some of the tokens [T, d], the centroid of the largest inner product of each, int64, and what it leaves."""
+    step = max(1, _PRODUCTS_AT_ONCE // len(centroids))
+    for start in range(0, len(tokens), step):
+        block = slice(start, start + step)
+        some = tokens[block].float()
+        nearest = (some @ centroids.T).argmax(dim=1)
+        yield block, nearest, some - centroids[nearest]
 
 
 def _quantiles(values: Tensor, at: Tensor) -> Tensor:

@@ -55,11 +55,10 @@ class ResidualCodes(TensorContainer):
 
     Raises
     ------
-    TypeError
-        If one is no tensor of the dtype named above.
-    ValueError
-        If shapes or devices do not fit together. On the CPU, if there is a code without a centroid, or boundaries do
-        not rise from 0 to T; on a GPU, where to look would be to wait, they are taken as they are.
+    TypeError, ValueError
+        If one is no tensor as named above, or they do not fit together. On the CPU, if there is a code without a
+        centroid, or boundaries do not rise from 0 to T; on a GPU, where to look would be to wait, they are taken as
+        they are.
 
     Examples
     --------

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,27 +48,17 @@ from .varlen import with_lengths
 MAX_SCRATCH_BYTES = 32 << 20
 
 
-def soft_maxsim_reference(
-    queries: Tensor,
-    documents: Tensor,
-    beta: float | Tensor,
-    *,
-    queries_mask: Tensor | None = None,
-    documents_mask: Tensor | None = None,
-    normalize: bool = False,
-    reduction: str = "sum",
-    masking: str = "exclude",
-    empty_score: float = 0.0,
-) -> Tensor:
+def soft_maxsim_reference(queries: Tensor, documents: Tensor, beta: float | Tensor, **options: Any) -> Tensor:
     """The definition of `soft_maxsim`, in plain torch: builds the whole similarity tensor, and autograd differentiates.
 
     Arguments and result are those of `soft_maxsim`, except that it checks nothing, and computes in, and returns, the
     type that the inputs widen to: float64 for float64 inputs, else float32. Products are taken in that type.
     """
-    return reference_scores(
-        lambda exponents: exponents.logsumexp(dim=-1) / beta, beta,
-        queries, documents, queries_mask, documents_mask, normalize, reduction, masking, empty_score,
-    )  # fmt: skip
+
+    def maximum(exponents: Tensor) -> Tensor:
+        return exponents.logsumexp(dim=-1) / beta
+
+    return reference_scores(queries, documents, **options, maximum=maximum, scale=beta)
 
 
 def soft_maxsim(
@@ -88,30 +79,19 @@ def soft_maxsim(
 
     Parameters
     ----------
-    queries
-        [Nq, Lq, d], float16, bfloat16, float32 or float64. Under autocast, the inputs take the autocast type.
-    documents
-        [Nd, Ld, d]: every query meets every document. [Nq, K, Ld, d]: each query meets its own K candidates.
+    queries, documents
+        [Nq, Lq, d], and [Nd, Ld, d], which every query meets, or [Nq, K, Ld, d], K candidates of each, as in `maxsim`.
     beta
         How sharp the maximum is, above 0 and finite: a number, or a floating tensor of one element on the device of the
         queries, which gets its gradient. Computed with in float32 (float64 with float64 inputs). A tensor on a GPU is
         taken as it is, because to look at it would be to wait for it.
-    queries_mask
-        [Nq, Lq], bool, 0/1, or floating weights, as in `maxsim`. None: all.
-    documents_mask
-        [Nd, Ld] or [Nq, K, Ld], bool or 0/1, as in `maxsim`. None: all.
-    normalize
-        Divide every embedding by its Euclidean norm (at least 1e-12) first.
-    reduction
-        "sum" over the active query tokens, or "mean": divided by their number.
+    queries_mask, documents_mask
+        [Nq, Lq], which may hold weights, and [Nd, Ld] or [Nq, K, Ld], or None, as in `maxsim`.
     masking
         "exclude": a masked document token takes no part. "zero": its similarity counts as 0, one term of the sum for
         each masked token, as of embeddings padded with zeros; no gradient flows to it.
-    empty_score
-        Score of a document with no active token. A query with no active token scores 0 against every other document.
-    implementation
-        "auto", or by name: "triton" (CUDA, compute capability >= 8.0, at most 4096 dimensions, no float64) or
-        "blocked" (plain torch in blocks).
+    normalize, reduction, empty_score, implementation
+        As in `maxsim`.
     max_scratch_bytes
         How many bytes the kernels of the gradient may take for partial sums of that of the queries. Where as many
         documents fit as keep the GPU busy, the probabilities of the tokens are computed once for both gradients, so
@@ -128,14 +108,12 @@ def soft_maxsim(
     Raises
     ------
     TypeError
-        If an argument is no dense tensor, of another dtype than named above, or the two dtypes differ; if beta is
-        neither a number nor a floating tensor, or max_scratch_bytes no integer.
+        As in `maxsim`; also if beta is neither a number nor a floating tensor, or max_scratch_bytes no integer.
     ValueError
-        If shapes, devices or embedding sizes do not fit together, a mask holds values that it may not, or requires a
-        gradient, beta is not one finite value above 0 in the type that it is computed with in, max_scratch_bytes is
-        negative, an option is none of its choices, or implementation="triton" cannot take the input.
+        As in `maxsim`; also if beta is not one finite value above 0 in the type that it is computed with in, or
+        max_scratch_bytes is negative.
     RuntimeError
-        If the call is differentiated by `torch.func`, in forward mode, or twice.
+        As in `maxsim`.
 
     Examples
     --------

@@ -39,10 +39,7 @@ def maxsim_sparse_queries_reference(
     documents_mask: Tensor | None = None,
     documents_cu_seqlens: Tensor | None = None,
     max_document_length: int | None = None,
-    normalize: bool = False,
-    reduction: str = "sum",
-    masking: str = "exclude",
-    empty_score: float = 0.0,
+    **options: Any,
 ) -> Tensor:
     """The definition of `maxsim_sparse_queries`, in plain torch: `maxsim` of every pair, its other tokens masked.
 
@@ -51,7 +48,7 @@ def maxsim_sparse_queries_reference(
     """
     if documents_cu_seqlens is not None:
         # There is no masked token among those that are packed.
-        masking = "exclude"
+        options["masking"] = "exclude"
         documents, documents_mask = padded(documents, documents_cu_seqlens)
     chosen = _chosen(query_tokens, queries)
     pairs = chosen.shape[:2]
@@ -62,10 +59,7 @@ def maxsim_sparse_queries_reference(
         documents.expand(*pairs, -1, -1).flatten(0, 1).unsqueeze(1),
         queries_mask=(on.unsqueeze(1) * chosen).flatten(0, 1),
         documents_mask=there,
-        normalize=normalize,
-        reduction=reduction,
-        masking=masking,
-        empty_score=empty_score,
+        **options,
     )
     return scores.view(pairs)
 
@@ -99,10 +93,9 @@ def maxsim_sparse_queries(
         of every pair, or [Nq, K, k] with candidates; [Nd, k]: the same positions in every query. -1 chooses none, so
         that documents may have fewer than k. A token that is named twice counts once. Other values are an error on the
         CPU. On a GPU, where to look would be to wait, they choose none.
-    queries_mask
-        [Nq, Lq], which may hold weights, as in `maxsim`: a masked token adds nothing where it is chosen.
-    documents_mask
-        [Nd, Ld] or [Nq, K, Ld], as in `maxsim`. Packed documents have no mask.
+    queries_mask, documents_mask
+        [Nq, Lq], which may hold weights, and [Nd, Ld] or [Nq, K, Ld], as in `maxsim`: a masked token adds nothing where
+        it is chosen. Packed documents have no mask.
     documents_cu_seqlens, max_document_length
         [Nd + 1], and the tokens of the longest document or more, as in `maxsim_varlen`: where a gradient is needed,
         the call waits for the GPU to find out the second if it is not given.
@@ -119,13 +112,9 @@ def maxsim_sparse_queries(
 
     Raises
     ------
-    TypeError
-        As in `maxsim`, and for boundaries as in `maxsim_varlen`; also if query_tokens is no tensor of int32 or int64.
-    ValueError
-        As in `maxsim`, and for boundaries as in `maxsim_varlen`; also if query_tokens has another shape or device than
-        named above, or holds values that it may not, or if packed documents have a mask.
-    RuntimeError
-        As in `maxsim`.
+    TypeError, ValueError, RuntimeError
+        As in `maxsim`, and for boundaries as in `maxsim_varlen`; also if query_tokens has another type, shape or device
+        than named above, or holds values that it may not, or if packed documents have a mask.
 
     Examples
     --------

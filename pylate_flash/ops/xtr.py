@@ -107,19 +107,16 @@ def xtr_scores(
     k
         How many document tokens each query token retrieves, at least 1; all, where there are not as many. Of equally
         similar ones, those of the lowest index, counted through all documents.
-    queries_mask
-        [Nq, Lq], as in `maxsim`: a masked token adds nothing, and a floating mask may hold weights.
-    documents_mask
-        [Nd, Ld], as in `maxsim`. A masked token is retrieved after all active ones, and never scores.
+    queries_mask, documents_mask
+        [Nq, Lq], which may hold weights, and [Nd, Ld], as in `maxsim`. A masked document token is retrieved after all
+        active ones, and never scores.
     normalizer
         "positive", as in PyLate: a token of a document that is not retrieved counts as 0, which wins over negative
         similarities, and the sum is divided by the number of query tokens of which the document's best is positive, at
         least 0.001. "retrieved", as in sentence-transformers and in XTR's paper: retrieved tokens score whatever their
         sign, and the sum is divided by the number of query tokens that retrieved one of the document's, at least 1.
-    empty_score
-        Score of a document with no active token.
-    implementation
-        "auto", "triton" or "blocked", as in `maxsim`.
+    empty_score, implementation
+        As in `maxsim`.
 
     Returns
     -------
@@ -130,12 +127,8 @@ def xtr_scores(
 
     Raises
     ------
-    TypeError
-        As in `maxsim`; also if k is no integer.
-    ValueError
-        As in `maxsim`; also if k is less than 1, or `normalizer` is neither of its choices.
-    RuntimeError
-        As in `maxsim`.
+    TypeError, ValueError, RuntimeError
+        As in `maxsim`; also if k is no integer, or less than 1, or `normalizer` is neither of its choices.
 
     Examples
     --------
