@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any
@@ -12,11 +13,11 @@ from torch import Tensor
 
 from ..kernels.plan import choose
 from ..problem import DocumentOffsets, Options, Problem, Tensors
-from .blocked import Reduction, blocked_backward, blocked_forward, maxima
+from .blocked import blocked_backward, blocked_forward, maxima
 from .checks import checked_mask, checked_problem
-from .tiles import operands_of
+from .tiles import Operands, operands_of
 
-Gradients = tuple[Tensor | None, Tensor | None]
+Gradients = tuple[Tensor | None, ...]
 
 
 def compute(
@@ -24,18 +25,13 @@ def compute(
 ) -> tuple[Tensor, Tensor | None]:
     """Scores, and the winners [documents, rows], if asked for. Only kernels take `offsets`."""
     problem = checked_problem(tensors, options, with_winners, offsets)
-    implementation = choose(options.implementation, problem.device, problem.dtype, problem.size)
-    if implementation == "triton" and not problem.is_empty:
-        scores, winners = kernels().scores(problem, tensors, None if offsets is None else offsets.starts)
-    else:
-        winners = None
-        if with_winners:
-            winners = torch.full(problem.winners_shape, -1, dtype=problem.winners_dtype, device=problem.device)
-        scores = in_blocks(problem, tensors, functools.partial(maxima, with_argmax=with_winners), winners)
-    if options.reduction == "mean":
-        # The score of an empty document is not divided.
-        scores = with_empty_score(scores / active_counts(problem, tensors), tensors, options.empty_score)
-    return scores, winners
+    starts = None if offsets is None else offsets.starts
+
+    def in_blocks(operands: Operands, scores: Tensor, winners: Tensor | None) -> None:
+        blocked_forward(operands, functools.partial(maxima, with_argmax=with_winners), scores, winners)
+
+    saved = (-1, problem.winners_dtype) if with_winners else None
+    return scores_by(problem, tensors, options, lambda: kernels().scores(problem, tensors, starts), in_blocks, saved)
 
 
 def compute_gradients(
@@ -47,15 +43,80 @@ def compute_gradients(
     need_documents: bool,
 ) -> Gradients:
     """The gradients of queries and documents, contiguous in their type; None for one that is not needed."""
-    problem = checked_problem(tensors, options)
+    problem, needs = checked_problem(tensors, options), (need_queries, need_documents)
+    return gradients_by(
+        problem, tensors, options, grad_scores, tensors[:2], needs,
+        lambda grad_scores: kernels().gradients(problem, tensors, grad_scores, winners, *needs),
+        lambda operands, grad_scores: blocked_backward(operands, grad_scores, winners, *needs),
+    )  # fmt: skip
+
+
+def scores_by(
+    problem: Problem,
+    tensors: Tensors,
+    options: Options,
+    by_kernels: Callable[[], tuple[Tensor, Tensor | None]],
+    in_blocks: Callable[[Operands, Tensor, Tensor | None], None],
+    saved: tuple[float, torch.dtype] | None,
+) -> tuple[Tensor, Tensor | None]:
+    """Scores, and what is saved of all documents and rows, [documents, rows].
+
+    In blocks, that is filled with the number of `saved` first, in the type there, and scores are 0. A query or a
+    document may be without tokens, or all of them.
+    """
+    if _kernels_serve(problem, tensors, options):
+        scores, of_rows = by_kernels()
+    else:
+        device, of_rows = problem.device, None
+        if saved is not None:
+            of_rows = torch.full(problem.winners_shape, saved[0], dtype=saved[1], device=device)
+        with without_autocast(device):
+            operands = None if _is_empty(problem, tensors) else operands_of(problem, tensors)
+            dtype = problem.scores_dtype if operands is None else operands.dtype
+            # No view of it is returned, as autograd lets nobody write into a view that its function returns.
+            scores = torch.zeros(problem.scores_shape, dtype=dtype, device=device)
+            if operands is not None:
+                in_blocks(operands, scores, of_rows)
+        scores = with_empty_score(scores.to(problem.scores_dtype), tensors, problem.empty_score)
+    if options.reduction == "mean":
+        # The score of an empty document is not divided.
+        scores = with_empty_score(scores / active_counts(problem, tensors), tensors, options.empty_score)
+    return scores, of_rows
+
+
+def gradients_by(
+    problem: Problem,
+    tensors: Tensors,
+    options: Options,
+    grad_scores: Tensor,
+    likes: Sequence[Tensor],
+    needs: tuple[bool, ...],
+    by_kernels: Callable[[Tensor], Gradients],
+    in_blocks: Callable[[Operands, Tensor], Gradients],
+) -> Gradients:
+    """The gradients that are needed of `likes`, contiguous in their types and shapes, by that of sums over queries."""
     if options.reduction == "mean":
         grad_scores = grad_scores / active_counts(problem, tensors)
-    if problem.is_empty or 0 in tensors.queries.shape:
-        zeros = [torch.zeros_like(t, memory_format=torch.contiguous_format) for t in tensors[:2]]
-        return zeros[0] if need_queries else None, zeros[1] if need_documents else None
-    implementation = choose(options.implementation, problem.device, problem.dtype, problem.size)
-    compute = kernels().gradients if implementation == "triton" else _gradients_in_blocks
-    return compute(problem, tensors, grad_scores, winners, need_queries, need_documents)
+    if _kernels_serve(problem, tensors, options):
+        return by_kernels(grad_scores)
+    if _is_empty(problem, tensors):
+        gradients: Gradients = tuple([like.new_zeros(like.shape) for like in likes])
+    else:
+        with without_autocast(problem.device):
+            gradients = in_blocks(operands_of(problem, tensors), grad_scores)
+    return tuple([
+        gradient.to(like.dtype).view(like.shape) if need and gradient is not None else None
+        for gradient, like, need in zip(gradients, likes, needs, strict=True)
+    ])  # fmt: skip
+
+
+def _is_empty(problem: Problem, tensors: Tensors) -> bool:
+    return problem.is_empty or 0 in tensors.queries.shape
+
+
+def _kernels_serve(problem: Problem, tensors: Tensors, options: Options) -> bool:
+    chosen = choose(options.implementation, problem.device, problem.dtype, problem.size)
+    return chosen == "triton" and not _is_empty(problem, tensors)
 
 
 def with_empty_score(scores: Tensor, tensors: Tensors, empty_score: float) -> Tensor:
@@ -107,30 +168,4 @@ def checked_masks(tensors: Tensors) -> tuple[Tensor | None, Tensor | None]:
     return (
         checked_mask("queries_mask", tensors.queries_mask, weights=True),
         checked_mask("documents_mask", tensors.documents_mask),
-    )
-
-
-def in_blocks(
-    problem: Problem, tensors: Tensors, reduce: Reduction, saved: Tensor | None, together: bool = True
-) -> Tensor:
-    """Scores by `blocked_forward`; a query or a document may be without tokens, or all of them."""
-    with without_autocast(problem.device):
-        empty = problem.is_empty or 0 in tensors.queries.shape
-        operands = None if empty else operands_of(problem, tensors)
-        dtype = problem.scores_dtype if operands is None else operands.dtype
-        # No view of it is returned, as autograd lets nobody write into a view that its function returns.
-        scores = torch.zeros(problem.scores_shape, dtype=dtype, device=problem.device)
-        if operands is not None:
-            blocked_forward(operands, reduce, scores, saved, together)
-    return with_empty_score(scores.to(problem.scores_dtype), tensors, problem.empty_score)
-
-
-def _gradients_in_blocks(
-    problem: Problem, tensors: Tensors, grad_scores: Tensor, winners: Tensor, need_queries: bool, need_documents: bool
-) -> Gradients:
-    operands = operands_of(problem, tensors)
-    grad_queries, grad_documents = blocked_backward(operands, grad_scores, winners, need_queries, need_documents)
-    return (
-        None if grad_queries is None else grad_queries.to(problem.dtype).view(tensors.queries.shape),
-        None if grad_documents is None else grad_documents.to(problem.dtype),
     )

@@ -18,13 +18,13 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..kernels.plan import choose
-from ..problem import Options, Problem, Tensors, accumulation_dtype, empty_results
+from ..problem import Options, Tensors, accumulation_dtype, empty_results
 from .checks import (
     check,
     check_differentiation,
@@ -37,11 +37,12 @@ from .checks import (
     is_readable,
     no_second_derivative,
 )
-from .compute import active_counts, kernels, with_empty_score
+from .blocked import blocked_forward
+from .compute import gradients_by, kernels, scores_by
 from .maxsim import CALL_SCHEMA, call_of, checked, reference_scores
-from .operator import Operation, cast_like
-from .soft_blocks import soft_blocked_backward, soft_blocked_forward
-from .tiles import operands_of
+from .operator import Operation
+from .soft_blocks import log_sums, soft_blocked_backward
+from .tiles import Operands
 from .varlen import with_lengths
 
 # Bytes of the partial sums that a gradient may take, unless a call says otherwise.
@@ -219,66 +220,6 @@ def checked_beta(beta: float | Tensor, queries: Tensor) -> Tensor:
     return torch.full((), float(beta), dtype=dtype, device=queries.device)
 
 
-def compute_soft(tensors: Tensors, options: Options, beta: Tensor, with_lse: bool) -> tuple[Tensor, Tensor | None]:
-    """Scores, and if asked for log(sum(exp(beta * similarity))) over the tokens, [documents, rows]."""
-    problem = checked_problem(tensors, options)
-    mean = options.reduction == "mean"
-    if mean:
-        # The score of an empty document is not divided.
-        problem = problem._replace(empty_score=0.0)
-    if _by_kernels(problem, tensors, options):
-        scores, lse = kernels().soft_scores(problem, tensors, beta, with_lse)
-    else:
-        scores = torch.zeros(problem.scores_shape, dtype=problem.scores_dtype, device=problem.device)
-        lse = torch.zeros(problem.winners_shape, dtype=beta.dtype, device=problem.device) if with_lse else None
-        if not _is_empty(problem, tensors):
-            # Under autocast the inputs have the autocast type already; products inside must not be rounded to it.
-            with torch.autocast(problem.device.type, enabled=False):
-                operands = operands_of(problem, tensors)
-                sums = scores.to(operands.dtype)
-                soft_blocked_forward(operands, beta, sums, lse)
-                scores = sums.to(problem.scores_dtype)
-        scores = with_empty_score(scores, tensors, problem.empty_score)
-    if mean:
-        scores = with_empty_score(scores / active_counts(problem, tensors), tensors, options.empty_score)
-    return scores, lse
-
-
-def compute_soft_gradients(
-    tensors: Tensors,
-    options: Options,
-    beta: Tensor,
-    grad_scores: Tensor,
-    lse: Tensor,
-    needs: tuple[bool, bool, bool],
-    max_scratch_bytes: int,
-) -> tuple[Tensor | None, ...]:
-    """The gradients of beta, queries and documents, contiguous in their types; None for one that is not needed."""
-    problem = checked_problem(tensors, options)
-    if options.reduction == "mean":
-        grad_scores = grad_scores / active_counts(problem, tensors)
-    given = beta, *tensors[:2]
-    if _by_kernels(problem, tensors, options):
-        return kernels().soft_gradients(problem, tensors, beta, grad_scores, lse, needs, max_scratch_bytes)
-    if _is_empty(problem, tensors):
-        found: Sequence[Tensor | None] = [torch.zeros_like(t, memory_format=torch.contiguous_format) for t in given]
-        return tuple([gradient if need else None for gradient, need in zip(found, needs, strict=True)])
-    with torch.autocast(problem.device.type, enabled=False):
-        operands = operands_of(problem, tensors)
-        flow = grad_scores if operands.candidates is None else grad_scores.flatten()
-        found = soft_blocked_backward(operands, beta, flow, lse, needs)
-    return tuple(cast_like(found, [(tensor.dtype, tensor.shape) for tensor in given]))
-
-
-def _is_empty(problem: Problem, tensors: Tensors) -> bool:
-    return problem.is_empty or 0 in tensors.queries.shape
-
-
-def _by_kernels(problem: Problem, tensors: Tensors, options: Options) -> bool:
-    chosen = choose(options.implementation, problem.device, problem.dtype, problem.size)
-    return chosen == "triton" and not _is_empty(problem, tensors)
-
-
 def _check(arguments: tuple, called: str) -> tuple:
     """Beta is the tensor in front, or the number behind all."""
     learned, *call, max_scratch_bytes, number = arguments
@@ -293,14 +234,29 @@ def _check(arguments: tuple, called: str) -> tuple:
 
 
 def _compute(arguments: tuple, with_lse: bool) -> tuple[Tensor, Tensor | None]:
-    return compute_soft(*call_of(arguments[1:-1]), arguments[0], with_lse)
+    """Scores, and if asked for log(sum(exp(beta * similarity))) over the tokens, [documents, rows]."""
+    beta, (tensors, options) = arguments[0], call_of(arguments[1:-1])
+    problem = checked_problem(tensors, options)
+
+    def by_kernels() -> tuple[Tensor, Tensor | None]:
+        return kernels().soft_scores(problem, tensors, beta, with_lse)
+
+    def in_blocks(operands: Operands, scores: Tensor, lse: Tensor | None) -> None:
+        blocked_forward(operands, partial(log_sums, beta=beta), scores, lse, together=False)
+
+    return scores_by(problem, tensors, options, by_kernels, in_blocks, (0.0, beta.dtype) if with_lse else None)
 
 
 def _compute_gradients(
     grad_scores: Tensor, kept: Sequence[Tensor], arguments: tuple, needs: tuple[bool, bool, bool]
 ) -> tuple[Tensor | None, ...]:
-    beta, *call, max_scratch_bytes = arguments
-    return compute_soft_gradients(*call_of(tuple(call)), beta, grad_scores, kept[0], needs, max_scratch_bytes)
+    (lse,), beta, (tensors, options) = kept, arguments[0], call_of(arguments[1:-1])
+    problem = checked_problem(tensors, options)
+    return gradients_by(
+        problem, tensors, options, grad_scores, (beta, *tensors[:2]), needs,
+        lambda grad_scores: kernels().soft_gradients(problem, tensors, beta, grad_scores, lse, needs, arguments[-1]),
+        lambda operands, grad_scores: soft_blocked_backward(operands, beta, grad_scores, lse, needs),
+    )  # fmt: skip
 
 
 def _shapes(*arguments) -> tuple[Tensor, Tensor]:
