@@ -75,8 +75,8 @@ def maxsim_from_hidden_reference(
     if documents_cu_seqlens is not None:
         documents, documents_mask = padded(documents, documents_cu_seqlens)
         options["masking"] = "exclude"
-    masks = {"queries_mask": queries_mask, "documents_mask": documents_mask}
-    scores = maxsim_reference(queries, documents, **masks, normalize=normalize, **options)
+    options |= {"queries_mask": queries_mask, "documents_mask": documents_mask, "normalize": normalize}
+    scores = maxsim_reference(queries, documents, **options)
     if candidates_cu_seqlens is None:
         return scores
     owned = zip(scores, pairwise(candidates_cu_seqlens.tolist()), strict=True)

@@ -333,7 +333,7 @@ def _compute(arguments: tuple, with_winners: bool) -> tuple[Tensor, Tensor | Non
 
 def _compute_gradients(
     grad_scores: Tensor, saved: Sequence[Tensor], arguments: tuple, needs: tuple[bool, bool]
-) -> tuple[Tensor | None, Tensor | None]:
+) -> tuple[Tensor | None, ...]:
     return compute_gradients(*call_of(arguments), grad_scores, saved[0], *needs)
 
 

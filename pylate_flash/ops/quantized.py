@@ -123,8 +123,8 @@ def _scores_in_blocks(
         queries = quantize(queries, query_precision(values.dtype)).dequantize(dtype)
 
     def dequantized(block: DocumentBlock) -> Tensor:
-        some = (None if tensor is None else at(tensor, block.place) for tensor in (values, scales, offsets))
-        return QuantizedEmbeddings(*some).dequantize(dtype)
+        some = None if offsets is None else at(offsets, block.place)
+        return QuantizedEmbeddings(at(values, block.place), at(scales, block.place), some).dequantize(dtype)
 
     tensors, options = tensors._replace(queries=queries.to(dtype)), options._replace(implementation="blocked")
     blocks = document_blocks(tensors, max(1, 4 * block_budget(problem.device) // problem.size))

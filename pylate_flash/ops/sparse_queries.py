@@ -16,17 +16,18 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels.plan import choose
 from ..problem import Options, Tensors, empty_results
 from .checks import check, check_choice, check_tensor, checked_flag, checked_number, checked_problem, is_readable
-from .compute import compute_gradients, kernels, with_empty_score, without_autocast
+from .compute import compute_gradients, kernels, scores_by, with_empty_score
 from .loss_call import check_packing
 from .maxsim import OPTIONS_SCHEMA, REDUCTIONS, TENSORS_SCHEMA, call_of, checked, maxsim_reference
 from .operator import Operation
 from .packing import padded
 from .sparse_blocks import sparse_blocked_forward
+from .tiles import Operands
 from .varlen import with_lengths
 
 
@@ -206,24 +207,26 @@ def _compute(arguments: tuple, with_argmax: bool) -> tuple[Tensor, Tensor | None
     tensors, query_tokens, options = _call(arguments)
     problem = checked_problem(tensors, options, with_argmax)
     _check_query_tokens(query_tokens, tensors)
-    chosen = choose(options.implementation, problem.device, problem.dtype, problem.size)
-    argmax = None
-    if with_argmax:
-        argmax = torch.full(problem.winners_shape, -1, dtype=problem.winners_dtype, device=problem.device)
+    if query_tokens.shape[-1] == 0:
+        query_tokens = F.pad(query_tokens, (0, 1), value=-1)
     query_tokens = query_tokens.expand(problem.n_queries, -1, -1)
-    if problem.is_empty or query_tokens.numel() == 0:
-        scores = torch.zeros(problem.scores_shape, dtype=problem.scores_dtype, device=problem.device)
-    elif chosen == "triton":
+
+    def by_kernels() -> tuple[Tensor, Tensor | None]:
+        argmax = None
+        if with_argmax:
+            argmax = torch.full(problem.winners_shape, -1, dtype=problem.winners_dtype, device=problem.device)
         return kernels().sparse_scores(problem, tensors, query_tokens, argmax), argmax
-    else:
-        with without_autocast(problem.device):
-            scores = sparse_blocked_forward(problem, tensors, _positions(query_tokens, tensors.queries), argmax)
-    return with_empty_score(scores.to(problem.scores_dtype), tensors, options.empty_score), argmax
+
+    def in_blocks(operands: Operands, scores: Tensor, argmax: Tensor | None) -> None:
+        sparse_blocked_forward(operands, _positions(query_tokens, tensors.queries), scores, argmax)
+
+    kept = (-1, problem.winners_dtype) if with_argmax else None
+    return scores_by(problem, tensors, options, by_kernels, in_blocks, kept)
 
 
 def _compute_gradients(
     grad_scores: Tensor, kept: Sequence[Tensor], arguments: tuple, needs: tuple[bool, bool]
-) -> tuple[Tensor | None, Tensor | None]:
+) -> tuple[Tensor | None, ...]:
     tensors, _, options = _call(arguments)
     return compute_gradients(tensors, options, grad_scores, kept[0], *needs)
 

@@ -268,7 +268,7 @@ def retrieved_of(above: Tensor, equal: Tensor, n_equal: Tensor) -> Tensor:
 
 def _compute_gradients(
     grad_scores: Tensor, kept: Sequence[Tensor], arguments: tuple, needs: tuple[bool, bool]
-) -> tuple[Tensor | None, Tensor | None]:
+) -> tuple[Tensor | None, ...]:
     argmax, divisors = kept
     options = Options(implementation=arguments[-1])
     return compute_gradients(Tensors(*arguments[:4]), options, grad_scores / divisors, argmax, *needs)
