@@ -81,8 +81,7 @@ def chamfer_reference(
 ) -> Tensor:
     """The definition of `chamfer`, in plain torch: builds all differences, and autograd differentiates it.
 
-    Arguments and result are those of `chamfer`, except that it checks nothing, and computes in, and returns, the type
-    that the inputs widen to: float64 for float64 inputs, else float32.
+    It checks nothing, and computes in and returns the type that inputs widen to: float64 for float64, else float32.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     x_on = torch.ones_like(x[..., 0], dtype=torch.bool) if x_mask is None else x_mask != 0

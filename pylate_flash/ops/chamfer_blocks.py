@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from ..kernels.tables import DIRECT_SIZE
 from ..problem import Problem, accumulation_dtype
 from .blocked import sums_by_argmax
 from .packing import host_bounds
 from .products import block_budget
+from .tiles import padded_tokens, runs
 
 if TYPE_CHECKING:
     from .chamfer import Pair, Sets
-
-# Pairs of a block at most.
-_MOST_PAIRS = 1 << 12
 
 
 class _Side(NamedTuple):
@@ -72,39 +69,29 @@ def gradients_in_blocks(
 
 def _blocks(problem: Problem, sets: Sets) -> Iterator[tuple[slice, _Side, _Side]]:
     """Consecutive pairs that `block_budget` has room for, or one pair alone."""
-    n, budget = problem.n_queries, block_budget(problem.device)
-    bounds: list[Any] = [None, None]
-    lengths = [np.full(n, length) for length in (problem.query_length, problem.document_length)]
+    x_bounds = y_bounds = None
+    lengths = np.full(problem.n_queries, problem.document_length)
     if sets.x_cu_seqlens is not None and sets.y_cu_seqlens is not None:
-        bounds = [
-            host_bounds("x_cu_seqlens", sets.x_cu_seqlens, len(sets.x), "x"),
-            host_bounds("y_cu_seqlens", sets.y_cu_seqlens, len(sets.y), "y"),
-        ]
-        lengths = [np.diff(of_side) for of_side in bounds]
-    first = 0
-    while first < n:
-        # Padded to the longest of so many pairs.
-        x, y = (np.maximum.accumulate(of_side[first : first + _MOST_PAIRS]) for of_side in lengths)
-        held = np.maximum(x, problem.size) * y * np.arange(1, len(x) + 1)
-        last = first + max(1, int(held.searchsorted(budget, side="right")))
-        if x[last - first - 1] and y[last - first - 1]:
-            pairs = slice(first, last)
-            yield pairs, _side(sets.x, sets.x_mask, bounds[0], pairs), _side(sets.y, sets.y_mask, bounds[1], pairs)
-        first = last
+        x_bounds = host_bounds("x_cu_seqlens", sets.x_cu_seqlens, len(sets.x), "x")
+        y_bounds = host_bounds("y_cu_seqlens", sets.y_cu_seqlens, len(sets.y), "y")
+        lengths = np.diff(y_bounds)
+    for start, stop in runs(lengths, block_budget(problem.device) // max(problem.size, problem.query_length)):
+        pairs = slice(start, stop)
+        x, y = _side(sets.x, sets.x_mask, x_bounds, pairs), _side(sets.y, sets.y_mask, y_bounds, pairs)
+        if x.points.numel() and y.points.numel():
+            yield pairs, x, y
 
 
 def _side(points: Tensor, mask: Tensor | None, bounds: np.ndarray | None, pairs: slice) -> _Side:
-    dtype, at, active = accumulation_dtype(points.dtype), pairs, None if mask is None else mask[pairs] != 0
+    dtype = accumulation_dtype(points.dtype)
     if bounds is None:
-        points = points[pairs].to(dtype)
-        return _Side(points if active is None else points.masked_fill(~active.unsqueeze(-1), 0.0), active, at)
-    at, lengths = (
-        slice(int(bounds[pairs.start]), int(bounds[pairs.stop])),
-        np.diff(bounds[pairs.start : pairs.stop + 1]),
-    )
-    if lengths.min() != lengths.max():
-        active = torch.from_numpy(np.arange(lengths.max()) < lengths[:, None]).to(points.device)
-    return _Side(pad_sequence(points[at].to(dtype).split(lengths.tolist()), batch_first=True), active, at)
+        points, active = points[pairs].to(dtype), None if mask is None else mask[pairs] != 0
+        return _Side(points if active is None else points.masked_fill(~active.unsqueeze(-1), 0.0), active, pairs)
+    at = slice(int(bounds[pairs.start]), int(bounds[pairs.stop]))
+    tokens, active = padded_tokens(bounds - bounds[pairs.start], np.arange(pairs.start, pairs.stop), points.device)
+    points = points[at].to(dtype)
+    points = points[tokens] if len(points) else points.new_zeros(*tokens.shape, points.shape[1])
+    return _Side(points if active is None else points.masked_fill_(~active.unsqueeze(-1), 0.0), active, at)
 
 
 def _argmax(x: _Side, y: _Side, squared: bool) -> Pair:

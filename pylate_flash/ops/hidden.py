@@ -62,8 +62,7 @@ def maxsim_from_hidden_reference(
 ) -> Tensor:
     """The definition of `maxsim_from_hidden`: a linear layer, normalisation, and `maxsim_reference`, of padded tokens.
 
-    Arguments and result are those of `maxsim_from_hidden`, except that everything is computed in, and the result has,
-    the type that the inputs widen to: float64 for float64 inputs, else float32.
+    It checks nothing, and computes in and returns the type that inputs widen to: float64 for float64, else float32.
     """
     dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     queries, hidden, weight = queries.to(dtype), hidden.to(dtype), weight.to(dtype)

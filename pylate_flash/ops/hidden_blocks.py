@@ -12,6 +12,7 @@ in place, and then multiplies matrices, once per block and gradient asked for:
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from types import ModuleType
 from typing import NamedTuple
 
@@ -60,15 +61,14 @@ def compute_hidden(
 
     The projected embeddings are kept where the bound has room for them and for their gradient.
     """
-    layer = _layer(weight, bias, options)
+    layer, hidden = _layer(weight, bias, options), tensors.documents
     with without_autocast(weight.device), torch.no_grad():
         if not with_argmax:
             scores = _fused(layer, tensors, options)
             if scores is not None:
                 return scores, (None, None)
-        queries, hidden = _normalized_queries(layer, tensors), tensors.documents
-        blocks = _blocks(layer, tensors, SCRATCH_BYTES)
-        scratch = _scratch(layer, tensors, blocks)
+        queries = _normalized_queries(layer, tensors.queries)
+        blocks, scratch = _blocks(layer, tensors, SCRATCH_BYTES)
         tensors, options = tensors._replace(queries=queries.values), options._replace(normalize=False)
         scores, argmax = compute_by_block(
             tensors, options, with_argmax, blocks,
@@ -97,14 +97,13 @@ def compute_hidden_gradients(
     assert argmax is not None
     layer, hidden = _layer(weight, bias, options), tensors.documents
     with without_autocast(weight.device), torch.no_grad():
-        queries = _normalized_queries(layer, tensors)
+        queries = _normalized_queries(layer, tensors.queries)
         tensors, options = tensors._replace(queries=queries.values), options._replace(normalize=False)
-        blocks = _blocks(layer, tensors, SCRATCH_BYTES // 2)
+        blocks, scratch = _blocks(layer, tensors, SCRATCH_BYTES // 2, projected)
         dtype = hidden.dtype if len(blocks) == 1 else accumulation_dtype(hidden.dtype)
         grad_weight = grad_bias = grad_queries = grad_hidden = None
         if need_queries and len(blocks) > 1:
             grad_queries = torch.zeros_like(queries.values, dtype=dtype)
-        scratch = _scratch(layer, tensors, blocks) if projected is None else projected
         for block in blocks:
             states = _states(hidden, block)
             embeddings = _project(layer, states, scratch) if projected is None else projected.rows(block.rows)
@@ -197,9 +196,16 @@ def _hidden_kernels() -> ModuleType:
     return hidden
 
 
-def _blocks(layer: Layer, tensors: Tensors, limit: int) -> list[DocumentBlock]:
-    """All documents in blocks of at most `limit` bytes of projected embeddings, or of one document."""
-    return document_blocks(tensors, limit // (layer.weight.shape[0] * layer.weight.element_size()))
+def _blocks(
+    layer: Layer, tensors: Tensors, limit: int, projected: Embeddings | None = None
+) -> tuple[list[DocumentBlock], Embeddings]:
+    """All documents in blocks of at most `limit` bytes of embeddings, or of one document, and room for the largest."""
+    size = layer.weight.shape[0]
+    blocks = document_blocks(tensors, limit // (size * layer.weight.element_size()))
+    count = tensors.documents.shape[:-1].numel()
+    if len(blocks) > 1:
+        count = max(block.rows.stop - block.rows.start for block in blocks)
+    return blocks, _empty_embeddings(layer, (count, size)) if projected is None else projected
 
 
 def _states(hidden: Tensor, block: DocumentBlock) -> Tensor:
@@ -207,15 +213,7 @@ def _states(hidden: Tensor, block: DocumentBlock) -> Tensor:
     return at(hidden, block.place).reshape(-1, hidden.shape[-1])
 
 
-def _scratch(layer: Layer, tensors: Tensors, blocks: list[DocumentBlock]) -> Embeddings:
-    """Uninitialised embeddings of the largest block."""
-    count = tensors.documents.shape[:-1].numel()
-    if len(blocks) > 1:
-        count = max(block.rows.stop - block.rows.start for block in blocks)
-    return _empty_embeddings(layer, (count, layer.weight.shape[0]))
-
-
-def _empty_embeddings(layer: Layer, shape: tuple[int, ...]) -> Embeddings:
+def _empty_embeddings(layer: Layer, shape: Sequence[int]) -> Embeddings:
     values = layer.weight.new_empty(shape)
     dtype = accumulation_dtype(values.dtype)
     return Embeddings(values, values.new_empty(shape[:-1], dtype=dtype) if layer.normalize else None)
@@ -237,12 +235,12 @@ def _project(layer: Layer, states: Tensor, scratch: Embeddings) -> Embeddings:
     return projected
 
 
-def _normalized_queries(layer: Layer, tensors: Tensors) -> Embeddings:
+def _normalized_queries(layer: Layer, queries: Tensor) -> Embeddings:
     """The queries, divided by their norms if they are to be."""
     if not layer.normalize:
-        return Embeddings(tensors.queries, None)
-    normalized = _empty_embeddings(layer, tensors.queries.shape)
-    _normalize(layer, tensors.queries, normalized)
+        return Embeddings(queries, None)
+    normalized = _empty_embeddings(layer, queries.shape)
+    _normalize(layer, queries, normalized)
     return normalized
 
 

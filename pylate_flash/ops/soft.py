@@ -52,8 +52,7 @@ MAX_SCRATCH_BYTES = 32 << 20
 def soft_maxsim_reference(queries: Tensor, documents: Tensor, beta: float | Tensor, **options: Any) -> Tensor:
     """The definition of `soft_maxsim`, in plain torch: builds the whole similarity tensor, and autograd differentiates.
 
-    Arguments and result are those of `soft_maxsim`, except that it checks nothing, and computes in, and returns, the
-    type that the inputs widen to: float64 for float64 inputs, else float32. Products are taken in that type.
+    It checks nothing, and computes in and returns the type that inputs widen to: float64 for float64, else float32.
     """
 
     def maximum(exponents: Tensor) -> Tensor:

@@ -44,8 +44,7 @@ def maxsim_sparse_queries_reference(
 ) -> Tensor:
     """The definition of `maxsim_sparse_queries`, in plain torch: `maxsim` of every pair, its other tokens masked.
 
-    Arguments and result are those of `maxsim_sparse_queries`, except that it checks nothing, and computes in, and
-    returns, the type that the inputs widen to: float64 for float64 inputs, else float32.
+    It checks nothing, and computes in and returns the type that inputs widen to: float64 for float64, else float32.
     """
     if documents_cu_seqlens is not None:
         # There is no masked token among those that are packed.

@@ -15,8 +15,6 @@ the thresholds and Z, which are constant between changes of what is retrieved.
 
 from __future__ import annotations
 
-import numbers
-import operator
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -24,7 +22,7 @@ from torch import Tensor
 
 from ..kernels.plan import choose
 from ..problem import Options, Problem, Results, Rule, Tensors, empty_results
-from .checks import LARGEST, check, check_choice, check_tensor, checked_number, checked_problem
+from .checks import LARGEST, check, check_choice, check_integer, check_tensor, checked_number, checked_problem
 from .compute import checked_masks, compute_gradients, kernels, with_empty_score, without_autocast
 from .maxsim import checked
 from .operator import Operation
@@ -51,8 +49,7 @@ def xtr_scores_reference(
 ) -> Tensor:
     """The definition of `xtr_scores`, in plain torch: builds all similarities, and autograd differentiates it.
 
-    Arguments and result are those of `xtr_scores`, except that it checks nothing, and computes in, and returns, the
-    type that the inputs widen to: float64 for float64 inputs, else float32.
+    It checks nothing, and computes in and returns the type that inputs widen to: float64 for float64, else float32.
     """
     wide = torch.promote_types(queries.dtype, torch.float32)
     (n_queries, query_length, _), (n_documents, length, _) = queries.shape, documents.shape
@@ -138,15 +135,10 @@ def xtr_scores(
     >>> xtr_scores(queries, documents, k=2)
     tensor([[0.9000, 0.7000]])
     """
-    if isinstance(k, bool) or not isinstance(k, (numbers.Integral, torch.SymInt)):
-        raise TypeError(f"k must be an integer, got {type(k).__name__}")
-    if not isinstance(k, (int, torch.SymInt)):
-        k = operator.index(k)
-    if k < 1:
-        raise ValueError(f"k must be at least 1, got {k}")
-    if k > LARGEST:
-        # That is more than there are of anything, and more than an operator takes.
-        k = LARGEST
+    # What is more than an operator takes is more than there are of anything.
+    k = LARGEST if isinstance(k, int) and k > LARGEST else k
+    check_integer("k", k, 1)
+    k = k if isinstance(k, torch.SymInt) else int(k)
     check_choice("normalizer", normalizer, NORMALIZERS)
     check_tensor("documents", documents, {3: "[Nd, Ld, d]"})
     arguments = queries, documents, queries_mask, documents_mask, k, normalizer, empty_score, implementation
