@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from ..problem import Options, Tensors, accumulation_dtype, empty_results
+from .blocked import blocked_forward
 from .checks import (
     check,
     check_differentiation,
@@ -37,7 +38,6 @@ from .checks import (
     is_readable,
     no_second_derivative,
 )
-from .blocked import blocked_forward
 from .compute import gradients_by, kernels, scores_by
 from .maxsim import CALL_SCHEMA, call_of, checked, reference_scores
 from .operator import Operation
