@@ -68,6 +68,12 @@ def test_the_problem_imports_nothing_of_the_package() -> None:
     assert not imported(PACKAGE / "problem.py")
 
 
+@pytest.mark.parametrize("folder", ["training", "encoding", "data"])
+def test_what_serves_users_imports_nothing_of_the_top_floor(folder: str) -> None:
+    for path in (PACKAGE / folder).rglob("*.py"):
+        assert not imported(path) & PUBLIC, path
+
+
 def test_the_top_floor_holds_what_users_import_and_what_a_call_is_made_of() -> None:
     behind = {"problem", "_config", "_extras", "__init__", "__main__"}
     assert {path.stem for path in PACKAGE.glob("*.py")} == PUBLIC | behind

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from ..beir import RetrievalEvaluation
+if TYPE_CHECKING:
+    from ..beir import RetrievalEvaluation
 
 __all__ = ["Agreement", "compare"]
 
