@@ -30,6 +30,7 @@ from tqdm import tqdm
 from ._config import backend_in_force
 from ._extras import check_installed
 from .data.files import Corpus, read_lines, read_records
+from .encoding.projection import encode_hidden_states
 from .encoding.texts import encode, is_multi_vector_encoder
 from .index.search import SearchResult
 from .index.store import ADDITION_BYTES
@@ -266,9 +267,6 @@ def _add(
                 if index.projection is None:
                     embeddings += encode(model, texts, is_query=False, batch_size=batch_size)
                 else:
-                    # It needs PyLate, as such an index does.
-                    from .encoding.projection import encode_hidden_states
-
                     embeddings += encode_hidden_states(model, texts, batch_size=batch_size)
             ids += [document["id"] for document in some]
             progress.update(len(some))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..hosts import HOSTS
+from .texts import encoder_of
 
 # What `hidden_states` adds to the features that the model returns.
 WEIGHT, BIAS = "projection_weight", "projection_bias"
@@ -26,14 +27,10 @@ _TOKENS = "token_embeddings"
 
 
 class _Host(NamedTuple):
-    """The classes of a host: its model, and the modules that such a model may have. A subclass may compute anything.
-
-    `encode` is what encodes documents by a model.
-    """
+    """The classes of a host: its model, and the modules that such a model may have. A subclass may compute anything."""
 
     title: str
     model: type
-    encode: Callable[[Any], Callable[..., Any]]
     encoder: type
     dense: tuple[type, ...]
     normalize: tuple[type, ...] = ()
@@ -53,7 +50,6 @@ def _hosts() -> list[_Host]:
             _Host(
                 "a ColBERT of PyLate",
                 pylate.models.ColBERT,
-                lambda model: functools.partial(model.encode, is_query=False),
                 Transformer,
                 (pylate.models.Dense, Dense),
             )
@@ -67,7 +63,6 @@ def _hosts() -> list[_Host]:
             _Host(
                 "a MultiVectorEncoder",
                 MultiVectorEncoder,
-                lambda model: model.encode_document,
                 modules.Transformer,
                 (modules.Dense,),
                 (modules.Normalize,),
@@ -312,8 +307,7 @@ def encode_hidden_states(
     with hidden_states(model):
         if not documents:
             return []
-        model = unwrapped(model)
-        return _host_of(model).encode(model)(
+        return encoder_of(unwrapped(model), is_query=False)(
             list(documents),
             batch_size=batch_size,
             show_progress_bar=show_progress_bar,

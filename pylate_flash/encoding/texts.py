@@ -5,15 +5,16 @@ Importing this module imports neither of the two.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     import numpy as np
 
 __all__ = [
-    "TextLengths", "encode", "is_multi_vector_encoder", "longest_input", "read_lengths", "set_text_lengths",
-    "text_lengths",
+    "TextLengths", "encode", "encoder_of", "is_multi_vector_encoder", "longest_input", "read_lengths",
+    "set_text_lengths", "text_lengths",
 ]  # fmt: skip
 
 
@@ -52,11 +53,18 @@ def encode(
     list of numpy.ndarray
         [L_i, d] for every text, without padding.
     """
-    texts = list(texts)
+    options = {"batch_size": batch_size, "show_progress_bar": show_progress}
     if is_multi_vector_encoder(model):
-        function = model.encode_query if is_query else model.encode_document
-        return function(texts, batch_size=batch_size, show_progress_bar=show_progress, convert_to_numpy=True)
-    return list(model.encode(texts, batch_size=batch_size, is_query=is_query, show_progress_bar=show_progress))
+        # Which PyLate's are without being asked.
+        options["convert_to_numpy"] = True
+    return list(encoder_of(model, is_query)(list(texts), **options))
+
+
+def encoder_of(model: Any, is_query: bool) -> Callable[..., Any]:
+    """What encodes queries, or documents, of a model of either library: a function of texts and options of its own."""
+    if is_multi_vector_encoder(model):
+        return model.encode_query if is_query else model.encode_document
+    return functools.partial(model.encode, is_query=is_query)
 
 
 def text_lengths(model: Any) -> TextLengths:
