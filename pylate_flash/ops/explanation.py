@@ -17,7 +17,7 @@ from .maxsim import checked
 from .operator import needs_gradient
 from .quantization import QuantizedEmbeddings
 from .quantized import checked_with_values, problem_of_quantized
-from .ragged import call_of
+from .ragged import call_of_lists
 from .soft import MAX_SCRATCH_BYTES
 from .varlen import with_lengths
 
@@ -131,7 +131,7 @@ def explain(
             max_query_length=max_query_length,
             max_document_length=max_document_length,
         )
-        call = call_of("explain", queries, documents, queries_mask, candidates_cu_seqlens, options)
+        call = call_of_lists("explain", queries, documents, queries_mask, candidates_cu_seqlens, options)
         tensors, options, offsets, reason = call
         lists = "read where they lie" if reason is None else f"packed, because {reason}"
     elif not isinstance(queries, Tensor):

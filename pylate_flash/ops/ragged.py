@@ -168,13 +168,9 @@ def _scores_of_pairs(queries: Sequences, documents: Sequences, options: Options)
     """
     first = queries.tensors[0]
     empty_score = first.new_tensor(options.empty_score, dtype=accumulation_dtype(first.dtype))
+    pairs = zip(queries.tensors, documents.tensors, documents.lengths.tolist(), strict=True)
     scores = torch.stack(
-        [
-            inner_products(query, document).amax(dim=1).sum() if length else empty_score
-            for query, document, length in zip(
-                queries.tensors, documents.tensors, documents.lengths.tolist(), strict=True
-            )
-        ]
+        [inner_products(*pair).amax(dim=1).sum() if length else empty_score for *pair, length in pairs]
     )
     if options.reduction != "mean":
         return scores
@@ -192,7 +188,7 @@ class ListCall(NamedTuple):
     packed_because: str | None
 
 
-def call_of(
+def call_of_lists(
     operation: str,
     queries: Tensor | Sequence[Tensor | np.ndarray] | Sequences,
     documents: Sequence[Tensor | np.ndarray] | Sequences,
@@ -233,7 +229,7 @@ def check_no_mask(queries_mask: Tensor | None) -> None:
 def _scores(operation: str, *arguments: Any) -> Tensor:
     if torch.compiler.is_compiling():
         return _scores_in_a_graph(operation, *arguments)
-    call = call_of(operation, *arguments)
+    call = call_of_lists(operation, *arguments)
     if call.offsets is None:
         return scores_of(operation, call.tensors, call.options)
     return compute(call.tensors, call.options, False, call.offsets)[0]

@@ -300,7 +300,7 @@ def _parts(operands: Operands, first: int, last: int, most: int) -> list[Part]:
     """The rows of some queries: those of as many queries as have `most`, or so many of one."""
     bounds, parts = operands.query_bounds, []
     for start, stop in sequence_blocks(bounds[first : last + 1], most):
-        queries, (begin, end) = slice(start, stop), bounds[[first + start, first + stop]].tolist()
+        queries, begin, end = slice(start, stop), int(bounds[first + start]), int(bounds[first + stop])
         step = most if stop - start == 1 else max(1, end - begin)
         for row in range(begin, end, step):
             rows = slice(row, min(row + step, end))

@@ -162,7 +162,7 @@ def test_all_that_the_kernels_are_told_of_lists_is_in_one_copy(lengths: tuple, m
     monkeypatch.setattr(ragged_operation, "kernels", lambda: SimpleNamespace(pad=pad))
     queries, documents = ragged(*lengths), ragged(5, 1, 7, seed=1)
     candidates = torch.tensor([0, *[3] * len(lengths)], dtype=torch.int32)
-    call = ragged_operation.call_of("ragged", queries, documents, None, candidates, Options())
+    call = ragged_operation.call_of_lists("ragged", queries, documents, None, candidates, Options())
     assert call.packed_because is None
     tensors, offsets = call.tensors, call.offsets
     assert offsets is not None
