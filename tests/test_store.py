@@ -216,6 +216,24 @@ def test_many_removals_rewrite_a_segment(tmp_path: Path) -> None:
     opened.verify()
 
 
+def test_many_replacements_rewrite_a_segment(tmp_path: Path) -> None:
+    documents = documents_of([1] * 12)
+    opened = PackedStore(tmp_path)
+    opened.add([str(i) for i in range(12)], documents)
+    before = segments_in(tmp_path)
+    for i in range(3):
+        opened.add([str(i)], [documents[i]], replace=True)
+        assert segments_in(tmp_path) == before
+    # Of 16 rows five are dead.
+    opened.add(["3"], [documents[3]], replace=True)
+    opened.add(["4"], [documents[4]], replace=True)
+    assert len(segments_in(tmp_path)) == 1
+    assert segments_in(tmp_path) != before
+    order = [*range(5, 12), *range(5)]
+    assert_content(tmp_path, [str(i) for i in order], [documents[i] for i in order])
+    assert (tmp_path / segments_in(tmp_path).pop()).stat().st_size <= 13 * 4 * 4
+
+
 def test_tokens_that_are_not_read_take_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = PackedStore(tmp_path)
     opened.add(["a", "b", "c"], documents_of([1000, 1, 3000], size=2000))

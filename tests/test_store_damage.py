@@ -147,7 +147,7 @@ def test_a_state_that_is_none_is_one_error(index: Path, record: str, message: st
         ("UPDATE parts SET lengths = x'0000000000000000' WHERE number = 0", "from number 0 on: it has another CRC-32"),
         ("UPDATE parts SET ids = x'6164' WHERE number = 0", "from number 0 on: it has another CRC-32"),
         ("UPDATE parts SET segment = '../secret' WHERE number = 0", "bad name '../secret' of a segment"),
-        ("UPDATE parts SET segment = NULL WHERE number = 3", "from number 3 on: it has another CRC-32"),
+        ("UPDATE parts SET segment = NULL WHERE number = 3", "bad name None of a segment"),
         ("INSERT INTO removed VALUES (0, x'00000000')", "or others"),
         ("INSERT INTO removed VALUES (77, x'00000000')", "or others"),
         ("DROP TABLE parts", "no such table: parts"),

@@ -2,6 +2,7 @@
 
 store.py          the documents of an index: reading, adding, removing, rewriting, verifying
 catalog.py        `catalog.sqlite`, which says what the index consists of
+opening.py        the parts that it names, checked
 state.py          what it is beside its documents
 parts.py          documents that were added together, and the segments that hold their rows
 change.py         a change: rows appended, then committed

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["FULL", "check_folder", "fsync_folder", "open_named", "open_regular", "read_exactly", "write_all"]
+__all__ = [
+    "FULL", "check_folder", "fsync_folder", "hold_reserve", "open_named", "open_regular", "read_exactly",
+    "without_room", "write_all",
+]  # fmt: skip
 
 # What writing to a full disk raises, and writing more than a user may have there.
 FULL = (errno.ENOSPC, errno.EDQUOT)
+_RESERVE, _RESERVE_BYTES = "reserve", 256 << 10
 
 # Descriptors that are left to the rest of the process, which would fail in stranger places.
 _SPARE = 256
@@ -78,6 +84,27 @@ def fsync_folder(path: Path) -> None:
             os.fsync(folder)
         finally:
             os.close(folder)
+
+
+def hold_reserve(folder: Path) -> None:
+    """Take as much in reserve as there is room for, for what a removal writes to the catalog when the disk is full."""
+    reserve = folder / _RESERVE
+    with contextlib.suppress(OSError):
+        if not os.path.lexists(reserve) or os.lstat(reserve).st_size < _RESERVE_BYTES:
+            reserve.unlink(missing_ok=True)
+            with reserve.open("xb", buffering=0) as file:
+                write_all(file.fileno(), bytes(_RESERVE_BYTES), 0)
+
+
+def without_room(folder: Path, change: Callable[[], None]) -> None:
+    """Make a change that takes little room, on a full disk with what is held in reserve."""
+    try:
+        change()
+    except OSError as error:
+        if error.errno not in FULL or not (folder / _RESERVE).exists():
+            raise
+        (folder / _RESERVE).unlink()
+        change()
 
 
 def read_exactly(descriptor: int, buffer: bytearray | memoryview, offset: int) -> memoryview:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import shlex
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,9 +16,10 @@ from tqdm import tqdm
 from .arguments import joined
 from .catalog import Catalog, ConcurrentWriteError, parts_crc
 from .change import Change
-from .files import FULL, check_folder, write_all
+from .files import FULL, check_folder, hold_reserve, without_room
 from .filters import Where, checked_where
 from .layout import DTYPES, Layout
+from .opening import loss, opened
 from .parts import SEGMENT_NAME, Part, Segment, encoded_id
 from .pieces import Pieces, runs_of
 from .state import State
@@ -36,9 +35,6 @@ ADDITION_BYTES = 32 << 20
 _FLUSHED_BYTES = 1 << 20
 # More small additions than this are put together in the catalog.
 SMALL_PARTS = 256
-# Room for what a removal writes to the catalog, given back when the disk is full.
-_RESERVE = "reserve"
-_RESERVE_BYTES = 256 << 10
 # Filters whose documents are kept in mind.
 _FILTERS = 64
 # A segment of which more than one part in so many counts as removed is rewritten.
@@ -218,7 +214,7 @@ class PackedStore:
             return
         self._catalog.check()
         if self._lost:
-            raise ValueError(f"{self._loss()}; the next change of the index takes it as it is")
+            raise ValueError(f"{loss(self._catalog, self._lost)}; the next change of the index takes it as it is")
         ids = (id_ for part in self.documents.parts for id_ in part.ids_at(np.flatnonzero(part.live)))
         if not self._catalog.holds(zip(self.documents.numbers.tolist(), map(encoded_id, ids), strict=True)):
             raise ValueError(f"{self._catalog.path} is damaged: its documents are others than those of its parts")
@@ -308,6 +304,8 @@ class PackedStore:
             for start, stop in blocks(lengths, max(1, SEGMENT_BYTES // layout.nbytes)):
                 own = metadata and metadata[start:stop]
                 change.append(layout, first + start, ids[start:stop], lengths[start:stop], rows(start, stop), own)
+        if replace:
+            self._rewrite(erase=False)
 
     def close(self) -> None:
         """Close the catalog, as before the folder is renamed; it opens again at need."""
@@ -326,7 +324,7 @@ class PackedStore:
             with self._changing() as change:
                 self._remove(change, positions)
 
-        self._without_room(mark)
+        without_room(self.path, mark)
         self._rewrite(erase)
         if erase:
             self._catalog.compact()
@@ -383,7 +381,8 @@ class PackedStore:
         self._swept = self.in_memory
         with self._catalog.turn():
             self._sweep()
-        self._hold_reserve()
+        if not self.in_memory:
+            hold_reserve(self.path)
         self._catalog.compact()
 
     def note(self, **changes: Any) -> None:
@@ -437,24 +436,13 @@ class PackedStore:
         if change.dropped:
             gone = {part.segment for part in change.dropped} - set(self.segments)
             self._delete(segment.path for segment in gone if segment is not None)
-        if change.dropped or first:
-            self._hold_reserve()
+        if (change.dropped or first) and not self.in_memory:
+            hold_reserve(self.path)
 
     def _hold(self, documents: Documents) -> None:
         """Take documents for those of the store."""
         self.documents = documents
         self._generation = self.state.generation
-
-    def _without_room(self, change: Callable[[], None]) -> None:
-        """Make a change that takes little room, on a full disk with what is held in reserve."""
-        reserve = self.path / _RESERVE
-        try:
-            change()
-        except OSError as error:
-            if error.errno not in FULL or not reserve.exists():
-                raise
-            reserve.unlink()
-            change()
 
     def _sweep(self) -> None:
         """Delete, once and with the turn to write, the segments that the catalog does not name: of killed writers."""
@@ -465,17 +453,6 @@ class PackedStore:
     def _delete(self, segments: Iterable[Path]) -> None:
         for path in segments:
             path.unlink(missing_ok=True)
-
-    def _hold_reserve(self) -> None:
-        """Take as much in reserve as there is room for."""
-        reserve = self.path / _RESERVE
-        if self.in_memory:
-            return
-        with contextlib.suppress(OSError):
-            if not os.path.lexists(reserve) or os.lstat(reserve).st_size < _RESERVE_BYTES:
-                reserve.unlink(missing_ok=True)
-                with reserve.open("xb", buffering=0) as file:
-                    write_all(file.fileno(), bytes(_RESERVE_BYTES), 0)
 
     def _open(self) -> None:
         """Read the catalog and open the segments that it names; without either, there is an empty index."""
@@ -490,48 +467,8 @@ class PackedStore:
                     "them"
                 )
             return
-        while True:
-            state, rows = self._catalog.read()
-            try:
-                names = dict.fromkeys(row[1] for row, _ in rows if row[1] is not None)
-                segments = {name: Segment(self.path / _checked_name(name)) for name in names}
-                parts = [Part.from_row(row, removed, state.layout, segments) for row, removed in rows]
-                documents = Documents(parts)
-                if len(documents) != state.documents:
-                    raise ValueError(f"it holds {len(documents)} documents, and says {state.documents}")
-                if self._without_lost(parts):
-                    documents = Documents(parts)
-                for part in parts:
-                    part.check_size()
-            except (OSError, ValueError) as error:
-                # A writer may have deleted segments after the catalog was read here.
-                if self._catalog.read()[0].generation != state.generation:
-                    continue
-                if str(self.path) in str(error):
-                    raise
-                raise ValueError(f"{self._catalog.path} is damaged: {error}") from None
-            self._hold(documents)
-            return
-
-    def _without_lost(self, parts: list[Part]) -> bool:
-        """Leave out the last parts of which rows have not come to the disk, as after a power failure; warn of it."""
-        begin = self._catalog.unflushed
-        new = [part for part in parts if begin is not None and part.numbers[-1] >= begin]
-        self._catalog.written.update(part.segment for part in new if part.segment is not None)
-        first = next((part for part in new if part.is_lost()), None)
-        if first is None:
-            return False
-        self._lost = parts[parts.index(first) :]
-        del parts[-len(self._lost) :]
-        warnings.warn(self._loss(), stacklevel=4)
-        return True
-
-    def _loss(self) -> str:
-        lost = sum(part.documents - len(part.removed) for part in self._lost)
-        return (
-            f"{self._catalog.path}: the last {lost} documents that were added to the index are lost, which had not "
-            "reached the disk, as after a power failure"
-        )
+        documents, self._lost = opened(self._catalog)
+        self._hold(documents)
 
     def _empty(self) -> None:
         """Start anew, whatever the folder holds, even a store that cannot be read."""
@@ -539,8 +476,8 @@ class PackedStore:
         try:
             if self.exists:
                 self._catalog.read()
-                self._without_room(lambda: self._delete(self._catalog.clear(dtype)))
-                self._hold_reserve()
+                without_room(self.path, lambda: self._delete(self._catalog.clear(dtype)))
+                hold_reserve(self.path)
                 self._hold(Documents())
                 return
         except ValueError:
@@ -549,10 +486,3 @@ class PackedStore:
         self._delete(self.path.glob(SEGMENT_NAME))
         self._catalog.state = State(dtype=dtype)
         self._hold(Documents())
-
-
-def _checked_name(name: object) -> str:
-    # It is used as a path: nothing outside the folder may be named.
-    if not isinstance(name, str) or not re.fullmatch(SEGMENT_NAME.replace("*", "[0-9a-f]{12}"), name):
-        raise ValueError(f"bad name {name!r:.100} of a segment")
-    return name
