@@ -28,7 +28,7 @@ from .index.arguments import (
 from .index.filters import Metadata, Where, checked_metadata
 from .index.info import IndexInfo
 from .index.model_record import ModelRecord, places_of, relative_to
-from .index.ranks import Ranks
+from .index.ranks import Found, Ranks
 from .index.search import EMPTY_SCORE, Search, SearchResult
 from .index.store import PackedStore
 
@@ -451,16 +451,6 @@ class Flat(Base):
         self._store.compact()
         return self
 
-    def __call__(
-        self,
-        queries_embeddings: Embeddings,
-        k: int = 10,
-        subset: Sequence[Sequence[str]] | Sequence[str] | None = None,
-        where: Where | None = None,
-    ) -> list[list[SearchResult]]:
-        """As `search`, by the arguments of PyLate's indexes."""
-        return self.search(queries_embeddings, k, subset, where=where)
-
     def search(
         self,
         queries_embeddings: Embeddings,
@@ -516,8 +506,18 @@ class Flat(Base):
             )
         if not asked["queries"]:
             return []
+        search, scorer, matches = self._search, self._search.scorer(self.scorer), asked.pop("matches")
+        results: list[list[SearchResult]] = []
         with torch.no_grad():
-            return self._search(scorer=self.scorer, show_progress=self.show_progress, **asked)
+            found: Iterable[Found] = search.found(scorer=scorer, show_progress=self.show_progress, **asked)
+            if search.ranks is not None:
+                found = [search.ranks.merged(found, asked["k"])]
+            for some in found:
+                results += search.results(some, asked["queries"][len(results) :], scorer, matches)
+        return results
+
+    # PyLate's name.
+    __call__ = search
 
     def _asked(
         self,

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import NamedTuple
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,6 +21,8 @@ __all__ = ["EMPTY_SCORE", "Packed", "Scorer", "packed"]
 
 # A document without tokens has nothing that could match, so it comes after every document that has.
 EMPTY_SCORE = float(np.finfo(np.float32).min)
+# The names of this package's own.
+OURS = "pylate_flash", "auto"
 # PyLate's torch scorer builds the similarities of all token pairs; this bounds how many at a time.
 _TORCH_PAIRS = 1 << 24
 
@@ -57,33 +62,23 @@ class Scorer(NamedTuple):
             return kept.dequantize()
         return kept if self.projection is None else F.normalize(F.linear(kept, *self.projection), dim=-1)
 
-    def __call__(self, queries: Packed, documents: Packed, candidates: Tensor | None = None) -> Tensor:
-        """Scores [Nq, Nd] of packed queries and documents; with `candidates` [Nq + 1], of each document's own query."""
-        if self.name not in ("pylate_flash", "auto"):
-            documents = documents._replace(values=self.embeddings(documents.values))
-            return _host_scores(queries, documents, candidates, self.name)
-        if self.projection is None:
-            return maxsim_varlen(
-                queries.values,
-                self.layout.embeddings(documents.values),
-                queries.cu_seqlens,
-                documents.cu_seqlens,
-                candidates_cu_seqlens=candidates,
-                max_query_length=queries.longest,
-                max_document_length=documents.longest,
-                empty_score=EMPTY_SCORE,
-            )
-        return maxsim_from_hidden(
-            queries.values,
-            documents.values,
-            *self.projection,
-            queries_cu_seqlens=queries.cu_seqlens,
-            documents_cu_seqlens=documents.cu_seqlens,
-            candidates_cu_seqlens=candidates,
-            max_query_length=queries.longest,
-            max_document_length=documents.longest,
-            empty_score=EMPTY_SCORE,
-        )
+    def operand(self, rows: Tensor) -> Tensor | QuantizedEmbeddings:
+        """What `function` takes of rows."""
+        if self.name not in OURS:
+            return self.embeddings(rows)
+        return self.layout.embeddings(rows)
+
+    @property
+    def function(self) -> Callable[..., Tensor]:
+        """What scores packed queries and documents, by the arguments and with the result of `maxsim_varlen`.
+
+        The lengths of the longest query and document are given.
+        """
+        if self.name not in OURS:
+            return partial(_host_scores, self.name)
+        if self.projection is not None:
+            return partial(_hidden_scores, self.projection)
+        return partial(maxsim_varlen, empty_score=EMPTY_SCORE)
 
 
 def packed(sequences: list[Tensor], device: torch.device) -> Packed:
@@ -93,28 +88,57 @@ def packed(sequences: list[Tensor], device: torch.device) -> Packed:
     return Packed(torch.cat(sequences).to(device, non_blocking=True), cu_seqlens, max(lengths))
 
 
-def _host_scores(queries: Packed, documents: Packed, candidates: Tensor | None, backend: str) -> Tensor:
-    """As a scorer, by the scorer of this name of a host: PyLate's or, without it, sentence-transformers'."""
-    if candidates is not None:
-        bounds = candidates.tolist()
-        owned = [
-            _host_scores(
-                packed([query], query.device),
-                documents._replace(cu_seqlens=documents.cu_seqlens[start : stop + 1]),
-                None,
-                backend,
-            )[0]
-            for query, start, stop in zip(_split(queries), bounds[:-1], bounds[1:], strict=True)
-        ]
-        return torch.cat(owned)
+def _hidden_scores(
+    projection: tuple[Tensor, Tensor | None],
+    queries: Tensor,
+    hidden: Tensor,
+    queries_cu_seqlens: Tensor,
+    documents_cu_seqlens: Tensor,
+    **options: Any,
+) -> Tensor:
+    """As `maxsim_varlen`, of hidden states."""
+    return maxsim_from_hidden(
+        queries, hidden, *projection, queries_cu_seqlens=queries_cu_seqlens, documents_cu_seqlens=documents_cu_seqlens,
+        empty_score=EMPTY_SCORE, **options,
+    )  # fmt: skip
+
+
+def _host_scores(
+    backend: str,
+    queries: Tensor,
+    documents: Tensor,
+    queries_cu_seqlens: Tensor,
+    documents_cu_seqlens: Tensor,
+    *,
+    candidates_cu_seqlens: Tensor | None = None,
+    max_query_length: int,
+    max_document_length: int,
+) -> Tensor:
+    """As `maxsim_varlen`, by the scorer of this name of a host: PyLate's or, without it, sentence-transformers'."""
+    asked = Packed(queries, queries_cu_seqlens, max_query_length)
+    given = Packed(documents, documents_cu_seqlens, max_document_length)
+    if candidates_cu_seqlens is None:
+        return _scores_of_host(backend, asked, given)
+    owned = [
+        _scores_of_host(backend, packed([query], query.device), given._replace(cu_seqlens=bounds))[0]
+        for query, bounds in zip(
+            _split(asked),
+            (documents_cu_seqlens[start : stop + 1] for start, stop in pairwise(candidates_cu_seqlens.tolist())),
+            strict=True,
+        )
+    ]
+    return torch.cat(owned)
+
+
+def _scores_of_host(backend: str, queries: Packed, documents: Packed) -> Tensor:
+    """Scores [Nq, Nd]."""
     if backend == "torch" and importlib.util.find_spec("pylate") is None and HOSTS["sentence-transformers"].is_there():
         return _sentence_transformers_scores(queries, documents)
     return _pylate_scores(queries, documents, backend)
 
 
 def _split(packed: Packed) -> list[Tensor]:
-    bounds = packed.cu_seqlens.tolist()
-    return [packed.values[start:stop] for start, stop in zip(bounds[:-1], bounds[1:], strict=True)]
+    return [packed.values[start:stop] for start, stop in pairwise(packed.cu_seqlens.tolist())]
 
 
 def _sentence_transformers_scores(queries: Packed, documents: Packed) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import TypedDict
 
@@ -83,17 +83,18 @@ class Search:
         """What scores rows of the store."""
         return Scorer(name, self.store.layout, self.projection)
 
-    def __call__(
+    def found(
         self,
         queries: list[Tensor],
         k: int,
-        scorer: str,
+        scorer: Scorer,
         positions: np.ndarray | None = None,
         subsets: Sequence[Sequence[str]] | None = None,
-        matches: bool = False,
         show_progress: bool = False,
-    ) -> list[list[SearchResult]]:
-        """The `k` best for every query [L_i, d]; equal scores in the order of the documents.
+    ) -> Iterator[Found]:
+        """The `k` best for every query [L_i, d], of some queries after the other; equal scores in their own order.
+
+        What is found for some queries comes to the host while the next ones are scored.
 
         Parameters
         ----------
@@ -102,13 +103,11 @@ class Search:
         k
             At least 1.
         scorer
-            As in `indexes.Flat`.
+            What scores, of `scorer`.
         positions
             Those of the documents to look among, ascending. Shape: [N].
         subsets
             The ids to look among, those of each query. What is none of the store's is left out.
-        matches
-            Say which tokens match.
         show_progress
             Draw a progress bar over several blocks, and over a long load to a GPU.
 
@@ -118,42 +117,72 @@ class Search:
             If a score is NaN or infinite, which finite embeddings do not give unless their products overflow. The
             message names the index.
         """
-        score = self.scorer(scorer)
-        found: Iterable[Found] = self._found(score, queries, k, positions, subsets, show_progress)
-        if self.ranks is not None:
-            found = [self.ranks.merged(found, k)]
-        results: list[list[SearchResult]] = []
-        for some in found:
-            of_some = self._results(some)
-            if matches:
-                self._add_matches(score, queries[len(results) : len(results) + len(of_some)], some, of_some)
-            results += of_some
-        return results
-
-    def _found(
-        self,
-        score: Scorer,
-        queries: list[Tensor],
-        k: int,
-        positions: np.ndarray | None,
-        subsets: Sequence[Sequence[str]] | None,
-        show_progress: bool,
-    ) -> Iterator[Found]:
-        """What is found among the documents of this process, for some queries after the other."""
         self._follow(show_progress)
         if subsets is not None:
-            found = self._among_candidates(score, queries, k, subsets, show_progress)
-        elif positions is not None:
-            found = self._among(score, queries, k, self._here(self.store.documents.slots[positions]), show_progress)
+            yield from self._among_candidates(queries, k, scorer, subsets, show_progress)
+            return
+        slots = None if positions is None else self._here(self.store.documents.slots[positions])
+        documents = self.rows.documents if slots is None else len(slots)
+        if not documents:
+            yield _nothing(len(queries))
+            return
+        if slots is None:
+            k = min(k, documents - len(self.rows.removed))
+        chunks, score = self._chunks(queries, k), scorer.function
+        most = max(1, _SCORES // max(len(chunk.cu_seqlens) - 1 for chunk in chunks))
+        walk = self.rows.walk(most, show_progress) if slots is None else self._gathered(slots, most, show_progress)
+        best: list[tuple[Tensor, Tensor]] = []
+        waiting: list[_OnHost] = []
+        # The documents are walked once, whatever the number of queries: they may have to come from the disk.
+        for block in walk:
+            rows = scorer.operand(block.values)
+            for i, (values, cu_seqlens, longest) in enumerate(chunks):
+                scores = score(
+                    values, rows, cu_seqlens, block.cu_seqlens,
+                    max_query_length=longest, max_document_length=block.longest,
+                )  # fmt: skip
+                if block.removed is not None:
+                    scores = scores.masked_fill(block.removed, -torch.inf)
+                found = k_best(scores, k)
+                if not block.first:
+                    best.append(found)
+                else:
+                    best[i] = joined_best(best[i], (found[0], found[1] + block.first), k)
+                if block.first + len(block.cu_seqlens) - 1 == documents:
+                    waiting.append(_OnHost(*best[i]))
+                    if len(waiting) > 1:
+                        yield self._checked(waiting.pop(0), slots)
+        for copy in waiting:
+            yield self._checked(copy, slots)
+
+    def results(
+        self, found: Found, queries: list[Tensor], scorer: Scorer, matches: bool = False
+    ) -> list[list[SearchResult]]:
+        """What was found for the first of some queries, with ids, and if asked for with the tokens that match."""
+        scores, slots, counts = found
+        if counts is None:
+            names, rows = iter(self.store.documents.ids_of(slots.reshape(-1))), scores.tolist()
         else:
-            found = self._all(score, queries, k, show_progress)
-        for some in found:
-            some = some._replace(slots=some.slots + self._first)
-            there = some.scores if some.counts is None else some.scores[_exists(some)]
-            # A sort puts NaN first, so none that was computed is missed.
-            if not np.isfinite(there).all():
-                self._refuse(int(some.slots.flat[np.argmin(np.isfinite(some.scores))]))
-            yield some
+            names = iter(self.store.documents.ids_of(slots[_exists(found)]))
+            rows = [own[:count] for own, count in zip(scores.tolist(), counts.tolist(), strict=True)]
+        # Where the scores of a query end, no name of the next one is taken.
+        results: list[list[SearchResult]] = [
+            [{"id": name, "score": score} for score, name in zip(own, names, strict=False)] for own in rows
+        ]
+        if matches:
+            self._add_matches(scorer, queries[: len(results)], found, results)
+        return results
+
+    def _checked(self, copy: _OnHost, slots: np.ndarray | None, counts: np.ndarray | None = None) -> Found:
+        """What has come to the host, if its scores are finite; places are slots of this process, or among `slots`."""
+        scores, places = copy.get()
+        found = Found(scores, (places if slots is None else slots[places]) + self._first, counts)
+        there = np.ones(scores.shape, dtype=bool) if counts is None else _exists(found)
+        # A sort puts NaN first, so none that was computed is missed.
+        wrong = there & ~np.isfinite(scores)
+        if wrong.any():
+            self._refuse(int(found.slots.flat[np.argmax(wrong)]))
+        return found
 
     def _follow(self, show_progress: bool) -> None:
         """Have the rows of the store as it is now."""
@@ -172,84 +201,33 @@ class Search:
         low, high = np.searchsorted(slots, (self._first, self._first + self.rows.documents))
         return slots[low:high] - self._first
 
-    def _all(self, score: Scorer, queries: list[Tensor], k: int, show_progress: bool) -> Iterator[Found]:
-        """Among all documents."""
-        documents = self.rows.documents
-        if not documents:
-            yield _nothing(len(queries))
-            return
-        chunks = self._chunks(queries, k)
-        walk = self.rows.walk(self._most_documents(chunks), show_progress)
-        for scores, slots in self._best(score, chunks, min(k, documents - len(self.rows.removed)), walk, documents):
-            yield Found(scores, slots)
-
-    def _among(
-        self, score: Scorer, queries: list[Tensor], k: int, slots: np.ndarray, show_progress: bool
-    ) -> Iterator[Found]:
-        """Among the documents at `slots` [N], which ascend."""
-        if not len(slots):
-            yield _nothing(len(queries))
-            return
-        chunks = self._chunks(queries, k)
-        gathered = self._gathered(slots, self._most_documents(chunks), show_progress)
-        for scores, places in self._best(score, chunks, min(k, len(slots)), gathered, len(slots)):
-            yield Found(scores, slots[places])
-
-    def _best(
-        self, score: Scorer, chunks: list[Packed], k: int, walk: Iterable[Block], documents: int
-    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Scores and places [Nq, k] of the best for the queries of every chunk, of so many documents in all.
-
-        Those of a chunk are made results of while the next one is scored.
-        """
-        best: list[tuple[Tensor, Tensor]] = []
-        waiting: list[_OnHost] = []
-        # The documents are walked once, whatever the number of queries: they may have to come from the disk.
-        for block in walk:
-            is_last = block.first + len(block.cu_seqlens) - 1 == documents
-            for i, chunk in enumerate(chunks):
-                scores = score(chunk, Packed(block.values, block.cu_seqlens, block.longest))
-                if block.removed is not None:
-                    scores = scores.masked_fill(block.removed, -torch.inf)
-                found = k_best(scores, k)
-                if not block.first:
-                    best.append(found)
-                else:
-                    best[i] = joined_best(best[i], (found[0], found[1] + block.first), k)
-                if is_last:
-                    waiting.append(_OnHost(*best[i]))
-                    if len(waiting) > 1:
-                        yield waiting.pop(0).get()
-        for some in waiting:
-            yield some.get()
-
     def _among_candidates(
-        self, score: Scorer, queries: list[Tensor], k: int, subsets: Sequence[Sequence[str]], show_progress: bool
+        self, queries: list[Tensor], k: int, scorer: Scorer, subsets: Sequence[Sequence[str]], show_progress: bool
     ) -> Iterator[Found]:
         """For every query among documents of its own."""
         waiting: list[tuple[_OnHost, np.ndarray, np.ndarray]] = []
-
-        def next_found() -> Found:
-            copy, slots, counts = waiting.pop(0)
-            scores, places = copy.get()
-            return Found(scores, slots[places], np.minimum(counts, k))
-
-        step = self._queries_at_a_time(len(queries), k)
+        score, step = scorer.function, self._queries_at_a_time(len(queries), k)
         for first in range(0, len(queries), step):
             some = queries[first : first + step]
             slots, counts = self._slots_of(subsets[first : first + step])
             if not len(slots):
                 while waiting:
-                    yield next_found()
+                    yield self._checked(*waiting.pop(0))
                 yield _nothing(len(some))
                 continue
-            scored = [score(*block) for block in self._owned(some, slots, counts, show_progress)]
+            scored = [
+                score(
+                    asked.values, scorer.operand(given.values), asked.cu_seqlens, given.cu_seqlens,
+                    candidates_cu_seqlens=candidates, max_query_length=asked.longest, max_document_length=given.longest,
+                )
+                for asked, given, candidates in self._owned(some, slots, counts, show_progress)
+            ]  # fmt: skip
             scores = scored[0] if len(scored) == 1 else torch.cat(scored)
-            waiting.append((_OnHost(*k_best_of_runs(scores, counts, k)), slots, counts))
+            waiting.append((_OnHost(*k_best_of_runs(scores, counts, k)), slots, np.minimum(counts, k)))
             if len(waiting) > 1:
-                yield next_found()
+                yield self._checked(*waiting.pop(0))
         while waiting:
-            yield next_found()
+            yield self._checked(*waiting.pop(0))
 
     def _owned(
         self, queries: list[Tensor], slots: np.ndarray, counts: np.ndarray, show_progress: bool
@@ -265,7 +243,7 @@ class Search:
             yield packed(queries[low:high], self.device), documents, torch.from_numpy(bounds)
 
     def _add_matches(
-        self, score: Scorer, queries: list[Tensor], found: Found, results: list[list[SearchResult]]
+        self, scorer: Scorer, queries: list[Tensor], found: Found, results: list[list[SearchResult]]
     ) -> None:
         """Put into the results which tokens match."""
         hits = [hit for own in results for hit in own]
@@ -276,7 +254,7 @@ class Search:
         own = iter(zip(here.tolist(), owners[here].tolist(), lengths.tolist(), strict=True))
         known: dict[int, list[tuple[int, float]]] = {}
         for block in self._owned(queries, slots[here], np.bincount(owners[here], minlength=len(queries)), False):
-            tokens, similarities = (values.tolist() for values in matched_tokens(score, *block))
+            tokens, similarities = (values.tolist() for values in matched_tokens(scorer, *block))
             for of_tokens, of_similarities, (hit, query, length) in zip(tokens, similarities, own, strict=False):
                 size = len(queries[query]) if length else 0
                 known[hit] = list(zip(of_tokens[:size], of_similarities, strict=False))
@@ -328,21 +306,6 @@ class Search:
             values = whole.values[int(bounds[start]) : int(bounds[stop])]
             chunks.append(Packed(values, bounds[start : stop + 1] - bounds[start], int(lengths[start:stop].max())))
         return chunks
-
-    def _most_documents(self, chunks: list[Packed]) -> int:
-        """How many documents all queries of a chunk may meet at a time."""
-        return max(1, _SCORES // max(len(chunk.cu_seqlens) - 1 for chunk in chunks))
-
-    def _results(self, found: Found) -> list[list[SearchResult]]:
-        """What is found for every query."""
-        scores, slots, counts = found
-        if counts is None:
-            names, rows = iter(self.store.documents.ids_of(slots.reshape(-1))), scores.tolist()
-        else:
-            names = iter(self.store.documents.ids_of(slots[_exists(found)]))
-            rows = [own[:count] for own, count in zip(scores.tolist(), counts.tolist(), strict=True)]
-        # Where the scores of a query end, no name of the next one is taken.
-        return [[{"id": name, "score": score} for score, name in zip(own, names, strict=False)] for own in rows]
 
     def _refuse(self, slot: int) -> None:
         name = f"the score of document {self.store.documents.ids_of(np.array([slot]))[0]!r:.100}"
