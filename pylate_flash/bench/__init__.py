@@ -36,6 +36,7 @@ SUITES = {
     "varlen": "packed documents of many lengths, and reranking through PyLate",
     "training": "forward, loss and backward, with uniform and with skewed winners",
     "losses": "the same of large batches, up to 65536, in chunks, and by the losses of PyLate's users",
+    "retrieval": "searches of an index of up to two million documents, beside the operation and a PLAID index",
     "hosts": "what a user of sentence-transformers 6 calls, by its own code and while registered",
     "launch": "how long a call keeps the host, in microseconds, and what it compiles",
     "cpu": "float32 batches, reranking and steps of distillation, on the processor",
