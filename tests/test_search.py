@@ -188,3 +188,16 @@ def test_of_equal_tokens_the_first_matches(tmp_path: Path) -> None:
     index = small(tmp_path, 0).add_documents(["a"], [torch.tensor([[0.0, 1.0], [1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])])
     ((hit,),) = index.search([torch.eye(2)], matches=True)
     assert hit == {"id": "a", "score": 2.0, "matches": [(1, 1.0), (0, 1.0)]}
+
+
+def test_an_index_in_memory_is_searched_where_it_is(tmp_path: Path) -> None:
+    documents, queries = integers_of([3, 0, 5, 2] * 10, seed=1), integers_of([4, 2], seed=2)
+    ids = [f"{i}" for i in range(40)]
+    index = Flat(None, device="cpu", show_progress=False).add_documents(ids, documents)
+    wanted = small(tmp_path, 0).add_documents(ids, documents)(queries, k=40)
+    assert index(queries, k=40) == wanted
+    assert index._search.rows._values is index._store.documents.parts[0].memory
+    index.remove_documents(["4", "7"]).add_documents(["4", "new"], documents[4:6])
+    again = small(tmp_path, 0).remove_documents(["4", "7"]).add_documents(["4", "new"], documents[4:6])
+    assert index(queries, k=50) == again(queries, k=50)
+    assert index(queries, k=5, subset=ids[:9]) == again(queries, k=5, subset=ids[:9])

@@ -82,7 +82,6 @@ def test_reranking() -> None:
     assert len(found) <= 8, found
 
 
-@pytest.mark.xfail(strict=True, reason="a search has some generators of its own on the way")
 def test_an_index(tmp_path: Path) -> None:
     from pylate_flash import indexes
 

@@ -17,6 +17,7 @@ __all__ = [
     "Embeddings",
     "batches_of",
     "check_distinct",
+    "check_finite",
     "check_name",
     "check_states",
     "checked_memory",
@@ -123,11 +124,17 @@ def checked_queries(
             raise ValueError(f"queries_embeddings[{i}] has embedding size {query.shape[1]}, the index in {path} {size}")
     on_host = all(query.device.type == "cpu" for query in queries)
     queries = [query.detach().to("cpu" if on_host else device, dtype) for query in queries]
-    # All at once, as a look at values on a GPU waits for it.
+    # A look at values on a GPU would wait for it; there the search finds that scores are not finite.
+    if on_host:
+        check_finite(queries)
+    return queries
+
+
+def check_finite(queries: list[Tensor]) -> None:
+    """Refuse queries with NaN or infinite values."""
     if not torch.isfinite(torch.cat(queries)).all():
         i = next(i for i, query in enumerate(queries) if not torch.isfinite(query).all())
         raise ValueError(f"queries_embeddings[{i}] holds NaN or infinite values")
-    return queries
 
 
 def _tensor_of(name: str, item: object) -> Tensor:

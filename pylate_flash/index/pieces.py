@@ -34,6 +34,12 @@ class Pieces:
         """With which row every document begins, those that count as removed too, and the last ends. Shape: [N + 1]."""
         return np.concatenate([np.zeros(1, np.int64), *(part.lengths for part in self.parts)]).cumsum()
 
+    def in_memory_of(self, device: torch.device) -> Tensor | None:
+        """All rows, if they are in the memory of this device as they are, of an index that is on no disk."""
+        memory = self.parts[0].memory if len(self.parts) == 1 else None
+        here = memory is not None and memory.device.type == device.type
+        return memory if here and device.index in (None, memory.device.index) else None
+
     def shared_with(self, pieces: Pieces) -> int:
         """How many rows at the beginning are those of other pieces, whatever parts they are in."""
         shared = 0

@@ -116,6 +116,10 @@ class Rows:
     def _load(self, show_progress: bool) -> None:
         """Bring as many rows to the device as may stay there."""
         total, row = int(self.bounds[-1]), max(1, self.layout.nbytes)
+        there = self._pieces.in_memory_of(self.device)
+        if there is not None:
+            self._values, self._loaded, self.kept = there, total, self.documents
+            return
         held = 0 if self._values is None else self._values.nbytes
         if isinstance(self.memory, int):
             memory = self.memory

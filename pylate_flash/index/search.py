@@ -12,6 +12,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ..ops import QuantizedEmbeddings
+from .arguments import check_finite
 from .matches import matched_tokens
 from .merging import joined_best, k_best, k_best_of_runs
 from .ranks import Found, Ranks
@@ -128,7 +129,7 @@ class Search:
             return
         if slots is None:
             k = min(k, documents - len(self.rows.removed))
-        chunks, score = self._chunks(queries, k), scorer.function
+        chunks, score, poison = self._chunks(queries, k), scorer.function, _poison(queries)
         most = max(1, _SCORES // max(len(chunk.cu_seqlens) - 1 for chunk in chunks))
         walk = self.rows.walk(most, show_progress) if slots is None else self._gathered(slots, most, show_progress)
         best: list[tuple[Tensor, Tensor]] = []
@@ -149,11 +150,11 @@ class Search:
                 else:
                     best[i] = joined_best(best[i], (found[0], found[1] + block.first), k)
                 if block.first + len(block.cu_seqlens) - 1 == documents:
-                    waiting.append(_OnHost(*best[i]))
+                    waiting.append(_OnHost(*best[i], poison))
                     if len(waiting) > 1:
-                        yield self._checked(waiting.pop(0), slots)
+                        yield self._checked(queries, waiting.pop(0), slots)
         for copy in waiting:
-            yield self._checked(copy, slots)
+            yield self._checked(queries, copy, slots)
 
     def results(
         self, found: Found, queries: list[Tensor], scorer: Scorer, matches: bool = False
@@ -173,15 +174,17 @@ class Search:
             self._add_matches(scorer, queries[: len(results)], found, results)
         return results
 
-    def _checked(self, copy: _OnHost, slots: np.ndarray | None, counts: np.ndarray | None = None) -> Found:
+    def _checked(
+        self, queries: list[Tensor], copy: _OnHost, slots: np.ndarray | None, counts: np.ndarray | None = None
+    ) -> Found:
         """What has come to the host, if its scores are finite; places are slots of this process, or among `slots`."""
         scores, places = copy.get()
         found = Found(scores, (places if slots is None else slots[places]) + self._first, counts)
-        there = np.ones(scores.shape, dtype=bool) if counts is None else _exists(found)
         # A sort puts NaN first, so none that was computed is missed.
-        wrong = there & ~np.isfinite(scores)
-        if wrong.any():
-            self._refuse(int(found.slots.flat[np.argmax(wrong)]))
+        finite = np.isfinite(scores)
+        if not finite.all():
+            check_finite(queries)
+            self._refuse(int(found.slots.flat[np.argmin(finite)]))
         return found
 
     def _follow(self, show_progress: bool) -> None:
@@ -212,7 +215,7 @@ class Search:
             slots, counts = self._slots_of(subsets[first : first + step])
             if not len(slots):
                 while waiting:
-                    yield self._checked(*waiting.pop(0))
+                    yield self._checked(queries, *waiting.pop(0))
                 yield _nothing(len(some))
                 continue
             scored = [
@@ -223,11 +226,11 @@ class Search:
                 for asked, given, candidates in self._owned(some, slots, counts, show_progress)
             ]  # fmt: skip
             scores = scored[0] if len(scored) == 1 else torch.cat(scored)
-            waiting.append((_OnHost(*k_best_of_runs(scores, counts, k)), slots, np.minimum(counts, k)))
+            waiting.append((_OnHost(*k_best_of_runs(scores, counts, k), _poison(some)), slots, np.minimum(counts, k)))
             if len(waiting) > 1:
-                yield self._checked(*waiting.pop(0))
+                yield self._checked(queries, *waiting.pop(0))
         while waiting:
-            yield self._checked(*waiting.pop(0))
+            yield self._checked(queries, *waiting.pop(0))
 
     def _owned(
         self, queries: list[Tensor], slots: np.ndarray, counts: np.ndarray, show_progress: bool
@@ -327,7 +330,9 @@ class Search:
 class _OnHost:
     """Scores and places [Nq, k] on their way to the host."""
 
-    def __init__(self, scores: Tensor, places: Tensor) -> None:
+    def __init__(self, scores: Tensor, places: Tensor, poison: Tensor | None) -> None:
+        if poison is not None:
+            scores = scores + poison
         # In one copy.
         both = torch.stack([scores.view(torch.int32), places.to(torch.int32)])
         self._copy = both.to("cpu", non_blocking=True)
@@ -342,6 +347,11 @@ class _OnHost:
             self._copied.synchronize()
         scores, places = self._copy.numpy()
         return scores.view(np.float32), places
+
+
+def _poison(queries: list[Tensor]) -> Tensor | None:
+    """A 0 that is NaN where a query on a GPU is not finite, so that its scores are not: to look there is to wait."""
+    return torch.cat(queries).float().sum() * 0 if queries[0].is_cuda else None
 
 
 def _exists(found: Found) -> np.ndarray:

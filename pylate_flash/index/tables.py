@@ -92,13 +92,13 @@ class Documents:
 
     def ids_of(self, slots: np.ndarray) -> list[str]:
         """The ids of the documents at some slots, in whatever order they are asked for."""
+        if len(self.parts) == 1:
+            return self.parts[0].ids_at(slots)
         which = np.searchsorted(self._firsts.values, slots, side="right") - 1
         found: list[str] = []
         order = np.argsort(which, kind="stable")
         for part, some in self._by_part(which[order], slots[order]):
             found += part.ids_at(some)
-        if len(self.parts) < 2:
-            return found
         return [found[i] for i in np.argsort(order).tolist()]
 
     def places_of(self, positions: np.ndarray) -> list[tuple[Part, np.ndarray]]:

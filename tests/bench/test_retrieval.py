@@ -61,7 +61,14 @@ def test_floors_are_those_of_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
     """An H200: 790 TFLOP/s of bfloat16 and 4.3 TB/s."""
     monkeypatch.undo()
     ceilings = Ceilings(flops_per_second=790e12, bytes_per_second=4.3e12)
-    wanted = {"50k-1": 0.381, "50k-200": 13.28, "50k-1000": 66.4, "400k-1000": 531, "50k-subset": 0.382, "400k-subset": 1.53}
+    wanted = {
+        "50k-1": 0.381,
+        "50k-200": 13.28,
+        "50k-1000": 66.4,
+        "400k-1000": 531,
+        "50k-subset": 0.382,
+        "400k-subset": 1.53,
+    }
     for row in ROWS:
         if row.name in wanted:
             floor = floor_of(row.work(torch.bfloat16), ceilings).milliseconds

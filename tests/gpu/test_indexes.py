@@ -73,3 +73,14 @@ def test_a_search_of_8_bits_equals_the_cpu(tmp_path: Path, dtype: str, memory: i
                     tolerance = 1e-3 if dtype == "fp8" else 1e-5
                     assert result["score"] == pytest.approx(scores[result["id"]], rel=tolerance, abs=tolerance)
         assert gpu._search.rows.streams == (memory != "auto")
+
+
+@pytest.mark.parametrize("subset", [None, [["0", "1"], ["2"]]])
+def test_a_query_on_the_gpu_that_is_not_finite_is_named(tmp_path: Path, subset: list | None) -> None:
+    index = Flat(tmp_path, "index", device="cuda", show_progress=False)
+    index.add_documents(["0", "1", "2"], [torch.eye(8)[: i + 1] for i in range(3)])
+    queries = [torch.eye(8, device="cuda"), torch.eye(8, device="cuda")]
+    assert len(index(queries, subset=subset)) == 2
+    queries[1][3, 2] = torch.nan
+    with pytest.raises(ValueError, match=r"queries_embeddings\[1\] holds NaN"):
+        index(queries, subset=subset)
