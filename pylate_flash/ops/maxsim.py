@@ -188,7 +188,7 @@ def maxsim(
 
         tensors = Tensors(queries, documents.values, queries_mask, documents_mask)
         return scores_of_quantized("maxsim", tensors, Options(*options), documents, quantize_queries)
-    return scores_of_arguments((queries, documents, queries_mask, documents_mask, None, None, None, *options), "maxsim")
+    return _maxsim((queries, documents, queries_mask, documents_mask, None, None, None, *options), "maxsim")
 
 
 def maxsim_pairwise(

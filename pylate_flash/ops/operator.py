@@ -16,7 +16,7 @@ from torch import Tensor, get_autocast_dtype, is_autocast_enabled, is_grad_enabl
 from torch._C import _get_float32_matmul_precision, _len_torch_dispatch_stack
 from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
-from torch.compiler import is_compiling
+from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 
 from ..problem import rounded_total
@@ -45,7 +45,7 @@ def is_plain(*tensors: Tensor | None) -> bool:
         _len_torch_dispatch_stack() == 0
         and peek_interpreter_stack() is None
         and forward_ad._current_level < 0
-        and not is_compiling()
+        and not is_dynamo_compiling()
     )
 
 
@@ -71,7 +71,7 @@ def signature(operation: object, tensors: Sequence[Any], options: tuple, packed:
     is in force: autocast, the precision of float32 products, whether gradients are recorded.
     """
     if (
-        is_compiling()
+        is_dynamo_compiling()
         or _len_torch_dispatch_stack()
         or peek_interpreter_stack() is not None
         or forward_ad._current_level >= 0
