@@ -13,7 +13,6 @@ from tqdm import tqdm
 
 from ..encoding.texts import read_lengths
 from . import defaults
-from .checkpoints import CHECKPOINTS, Checkpoints
 from .common import (
     SCORERS,
     Device,
@@ -30,13 +29,6 @@ from .common import (
     say,
 )
 from .files import check_file, other_files, writable_folder
-from .model_output import (
-    UNFINISHED,
-    first_non_finite,
-    holds_model,
-    saved_elsewhere,
-    write_model,
-)
 from .models import (
     SENTENCE_TRANSFORMERS,
     check_encoding_host,
@@ -45,13 +37,21 @@ from .models import (
     host_of,
     load_model,
 )
-from .training_hosts import USED_BY, Loss, make_loss, make_trainer
+from .training.checkpoints import CHECKPOINTS, Checkpoints
+from .training.hosts import USED_BY, Loss, make_loss, make_trainer
+from .training.output import (
+    UNFINISHED,
+    first_non_finite,
+    holds_model,
+    saved_elsewhere,
+    write_model,
+)
 
 if TYPE_CHECKING:
     from ..data.training import TrainingData
     from ..training.trainer_mixin import MeasuredTrainer
     from .models import Model
-    from .training_run import StopRequest
+    from .training.run import StopRequest
 
 
 # The options that have to be as they were for a run to be resumed.
@@ -232,7 +232,7 @@ def train(
     loading(f"the model {model}")
     import torch
 
-    from .training_run import StopRequest
+    from .training.run import StopRequest
 
     torch.manual_seed(seed)
     with writable_folder(output, "--output"):
@@ -437,7 +437,7 @@ def _run(
     """Train; what ends the training early is one sentence."""
     import torch
 
-    from .training_run import Guard
+    from .training.run import Guard
 
     guard = Guard(trainer, request)
     started = time.monotonic()

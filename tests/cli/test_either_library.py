@@ -13,7 +13,7 @@ from datasets import Dataset
 
 from pylate_flash.cli.common import UserError
 from pylate_flash.cli.models import PYLATE, SENTENCE_TRANSFORMERS, check_encoding_host, host_of, load_model
-from pylate_flash.cli.training_run import DistinctTexts
+from pylate_flash.cli.training.run import DistinctTexts
 from pylate_flash.encoding.texts import encode
 from pylate_flash.hosts import HOSTS
 from tests.cli.commands import assert_one_clear_sentence, invoke, succeed

@@ -10,7 +10,7 @@ import pytest
 
 from pylate_flash.cli.common import UserError
 from pylate_flash.cli.files import other_files, writable_folder
-from pylate_flash.cli.model_output import holds_model, write_model
+from pylate_flash.cli.training.output import holds_model, write_model
 
 ROOT = ("config.json", "model.safetensors", "modules.json", "tokenizer.json", "README.md")
 

@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import Result
 
-from pylate_flash.cli.checkpoints import Checkpoints
 from pylate_flash.cli.common import UserError
-from pylate_flash.cli.training_run import Progress, StopRequest
+from pylate_flash.cli.training.checkpoints import Checkpoints
+from pylate_flash.cli.training.run import Progress, StopRequest
 from pylate_flash.models import ColBERT
 from pylate_flash.trainer import ColBERTTrainer
 from pylate_flash.training import contrast, grad_cache

@@ -5,16 +5,16 @@ from __future__ import annotations
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from ..encoding.texts import is_multi_vector_encoder
-from . import defaults
-from .models import PYLATE, SENTENCE_TRANSFORMERS, prompt_of
+from ...encoding.texts import is_multi_vector_encoder
+from .. import defaults
+from ..models import PYLATE, SENTENCE_TRANSFORMERS, prompt_of
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
-    from ..data.training import TrainingData
-    from ..training.trainer_mixin import MeasuredTrainer
-    from .models import Model
+    from ...data.training import TrainingData
+    from ...training.trainer_mixin import MeasuredTrainer
+    from ..models import Model
 
 
 class Loss(str, Enum):
@@ -43,7 +43,7 @@ def make_loss(
         tokens = 1
     if is_multi_vector_encoder(model):
         return _loss_of_sentence_transformers(model, loss, scorer, mini_batch_size, tokens, temperature)
-    from .. import losses
+    from ... import losses
 
     if loss is Loss.distillation:
         return losses.Distillation(model)
@@ -63,7 +63,7 @@ def _loss_of_sentence_transformers(
     if scorer == "torch":
         from sentence_transformers.multi_vector_encoder import losses
     else:
-        from ..hosts.sentence_transformers import losses
+        from ...hosts.sentence_transformers import losses
 
     if loss is Loss.distillation:
         return losses.MultiVectorDistillKLDivLoss(model, temperature=temperature)
@@ -97,7 +97,7 @@ def make_trainer(
     """
     from transformers.trainer_callback import PrinterCallback
 
-    from .training_run import DistinctTexts, Progress
+    from .run import DistinctTexts, Progress
 
     if "scores" not in lines.rows.column_names:
         arguments["batch_sampler"] = DistinctTexts
@@ -115,7 +115,7 @@ def make_trainer(
     if is_multi_vector_encoder(model):
         trainer = _trainer_of_sentence_transformers(model, lines, evaluated, loss, arguments)
     else:
-        from ..trainer import ColBERTTrainer, ColBERTTrainingArguments
+        from ...trainer import ColBERTTrainer, ColBERTTrainingArguments
 
         trainer = ColBERTTrainer(
             model=model,
@@ -140,7 +140,7 @@ def _trainer_of_sentence_transformers(
 ) -> MeasuredTrainer:
     from sentence_transformers.multi_vector_encoder.training_args import MultiVectorEncoderTrainingArguments
 
-    from ..hosts.sentence_transformers.trainer import MultiVectorEncoderTrainer
+    from ...hosts.sentence_transformers.trainer import MultiVectorEncoderTrainer
 
     train, evaluate = _with_columns(lines), None if evaluated is None else _with_columns(evaluated)
     query, *documents = (name for name in train.column_names if name != "scores")

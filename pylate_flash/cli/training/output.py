@@ -11,10 +11,10 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .common import UserError, note
+from ..common import UserError, note
 
 if TYPE_CHECKING:
-    from .models import Model
+    from ..models import Model
 
 # What models consist of, by the names that sentence-transformers, transformers and tokenizers read.
 _OF_A_MODEL = re.compile(

@@ -15,14 +15,14 @@ from torch.utils.data import BatchSampler
 from tqdm import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
-from .common import note
-from .model_output import first_non_finite
+from ..common import note
+from .output import first_non_finite
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
-    from ..training.trainer_mixin import MeasuredTrainer
-    from .models import Model
+    from ...training.trainer_mixin import MeasuredTrainer
+    from ..models import Model
 
 
 class DistinctTexts(BatchSampler):

@@ -10,7 +10,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from .common import UserError
+from ..common import UserError
 
 CHECKPOINTS = "checkpoints"
 

@@ -1,0 +1,1 @@
+"""What `train` alone needs: the losses and trainers of both libraries, a run, its checkpoints, the model it writes."""
