@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .blocked import maxima
 from .products import block_budget
-from .tiles import Block, Operands, Part
+from .tiles import Block, Operands
 
 
 def sparse_blocked_forward(operands: Operands, query_tokens: Tensor, scores: Tensor, argmax: Tensor | None) -> None:
@@ -34,10 +34,7 @@ def sparse_blocked_forward(operands: Operands, query_tokens: Tensor, scores: Ten
                 counted[:, 1:] &= chosen[:, 1:] != chosen[:, :-1]
                 chosen = chosen.clamp(min=0).long()
                 rows = chosen + query * length
-                weights = counted if operands.weights is None else operands.weights[rows] * counted
-                scale = None if operands.queries_scale is None else operands.queries_scale[rows]
-                part = Part(operands.queries[rows], weights, scale, slice(0), slice(0), slice(0))
-                best, tokens = maxima(block, part, argmax is not None)
+                best, tokens = maxima(block, operands.part(rows, rows.shape, counted), argmax is not None)
                 scores[query, among] = best.sum(dim=1)
                 if argmax is not None and tokens is not None:
                     # In the last column, what does not count.

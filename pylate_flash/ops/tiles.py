@@ -6,9 +6,9 @@ that has the documents, or, where queries have few documents of their own, a bat
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -82,6 +82,15 @@ class Operands(NamedTuple):
             found = sequence_blocks(self.document_bounds[start : stop + 1], budget)
         return [slice(start + first, start + last) for first, last in found]
 
+    def part(self, rows: slice | Tensor, shape: Sequence[int], counted: Tensor | None, *others: Any) -> Part:
+        """The part of these rows, as many as [B, R], of which those count that are `counted`, with its other fields."""
+        weights, scale = (
+            None if of_rows is None else of_rows[rows].view(shape) for of_rows in (self.weights, self.queries_scale)
+        )
+        if counted is not None:
+            weights = counted if weights is None else weights * counted
+        return Part(self.queries[rows].view(*shape, -1), weights, scale, *others)
+
     def in_columns(self, of_rows: Tensor) -> Tensor:
         """A tensor of all rows as [groups, columns of results, ...], with zeros where there is no row."""
         if self.columns is not None:
@@ -141,11 +150,11 @@ class Part(NamedTuple):
     weights: Tensor | None
     scale: Tensor | None
     # The columns of the results, and, of one batch, the rows of the operands.
-    columns: slice | Tensor
-    of: slice
+    columns: slice | Tensor = slice(0)
+    of: slice = slice(0)
     # The queries' rows of the scores [Nq, Nd], or the one row of documents that have a query of their own; and of which
     # of them each row is, counted from the first (None: as many of each).
-    queries: slice
+    queries: slice = slice(0)
     owners: Tensor | None = None
 
     def add(self, scores: Tensor, documents: slice, values: Tensor) -> None:
@@ -311,11 +320,7 @@ def _parts(operands: Operands, first: int, last: int, most: int) -> list[Part]:
             elif operands.columns is not None:
                 columns = operands.columns[rows]
                 owners = columns // operands.query_length - start
-            weights, scale = (
-                None if of_rows is None else of_rows[rows].unsqueeze(0)
-                for of_rows in (operands.weights, operands.queries_scale)
-            )
-            parts.append(Part(operands.queries[rows].unsqueeze(0), weights, scale, columns, rows, queries, owners))
+            parts.append(operands.part(rows, (1, rows.stop - row), None, columns, rows, queries, owners))
     return parts
 
 
@@ -331,12 +336,7 @@ def _of_groups(operands: Operands, queries: slice, documents: slice) -> Block:
         numbers = numbers if counts.min() == counts.max() else np.repeat(numbers, counts)
         padded, exist = padded_tokens(bounds, numbers, operands.device)
         rows, shape = padded.flatten(), (len(numbers), padded.shape[1])
-    weights, scale = (
-        None if of_rows is None else of_rows[rows].view(shape) for of_rows in (operands.weights, operands.queries_scale)
-    )
-    if exist is not None:
-        weights = exist if weights is None else weights * exist
-    part = Part(operands.queries[rows].view(*shape, -1), weights, scale, slice(0, shape[1]), of, slice(0, 1))
+    part = operands.part(rows, shape, exist, slice(0, shape[1]), of, slice(0, 1))
     return Block(operands, documents, len(numbers), [part])
 
 
