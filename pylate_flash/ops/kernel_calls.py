@@ -30,8 +30,8 @@ from ..problem import Comparison, Options, Problem, Results, Rule, Targets, Tens
 from .chamfer import Pair, Sets
 from .checks import checked_problem
 from .compute import active_counts, checked_masks, with_empty_score
-from .loss_blocks import rows_of
 from .loss_call import Found
+from .loss_scores import rows_of
 from .xtr import chunks
 
 __all__ = [
@@ -115,10 +115,8 @@ def soft_gradients(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The gradients of beta, queries and documents, in their shapes and types; None for one that is not needed."""
     problem, given = _with_padded_queries(*_for_kernels(problem, tensors))
-    slope, grad_queries, grad_documents = soft_backward(
-        problem, given, beta, grad_scores, lse, needs, max_scratch_bytes
-    )
-    return slope, _as_given(grad_queries, tensors, given), grad_documents
+    slope, queries, documents = soft_backward(problem, given, beta, grad_scores, lse, needs, max_scratch_bytes)
+    return slope, _as_given(queries, tensors, given), documents
 
 
 def chamfer_nearest(problem: Problem, sets: Sets, squared: bool) -> tuple[Pair, Pair]:
@@ -150,7 +148,8 @@ def chamfer_gradients(
 def _sides(problem: Problem, sets: Sets, with_masks: bool) -> tuple[Problem, Problem, Side, Side]:
     """Both sides of contiguous rows, with boundaries on the device, and the problems of x with y, and of y with x."""
     x, y = (_side(*of_side, problem.device, with_masks) for of_side in (sets[::2], sets[1::2]))
-    return _meeting(problem, x, y), _meeting(_reversed(problem), y, x), x, y
+    lengths = problem.query_length, problem.document_length
+    return _meeting(problem, lengths, x, y), _meeting(problem, lengths[::-1], y, x), x, y
 
 
 def _side(
@@ -163,16 +162,15 @@ def _side(
     return Side(points, active, counts, None if cu_seqlens is None else _on_device(cu_seqlens, device))
 
 
-def _reversed(problem: Problem) -> Problem:
-    """The problem with the lengths of both sides changed for each other."""
-    return problem._replace(query_length=problem.document_length, document_length=problem.query_length)
-
-
-def _meeting(problem: Problem, x: Side, y: Side) -> Problem:
-    """The problem with the strides of the sides, and the points of y."""
+def _meeting(problem: Problem, lengths: tuple[int, int], x: Side, y: Side) -> Problem:
+    """The problem of x as the queries, each with a document of y of its own."""
     (*_, x_set, x_point, _), (*_, y_set, y_point, _) = (0, *x.points.stride()), (0, *y.points.stride())
     return problem._replace(
-        query_strides=(x_set, x_point), document_strides=(y_set, 0, y_point), n_tokens=y.points.shape[:-1].numel()
+        query_length=lengths[0],
+        document_length=lengths[1],
+        query_strides=(x_set, x_point),
+        document_strides=(y_set, 0, y_point),
+        n_tokens=y.points.shape[:-1].numel(),
     )
 
 
@@ -339,23 +337,13 @@ def _finished(problem: Problem, documents: Tensor, norms: Norms | None, total: T
 def _for_kernels(problem: Problem, tensors: Tensors) -> tuple[Problem, Tensors]:
     """Both with padded queries, contiguous rows and masks, and boundaries on the device."""
     queries, documents, queries_mask, documents_mask, queries_bounds, bounds, candidates = tensors
-    if (
-        queries.is_cuda
-        and queries.stride(-1) == documents.stride(-1) == 1
-        and bounds is None
-        and (queries_mask is None or queries_mask.is_contiguous())
-        and (documents_mask is None or documents_mask.is_contiguous())
-    ):
-        return problem, tensors
     if documents.stride(-1) != 1:
         documents = documents.contiguous()
         problem = problem._replace(document_strides=(*(0, 0, *documents.stride())[-4:-1],), aligned=True)
     if queries.stride(-1) != 1:
         queries = queries.contiguous()
-        strides = (
-            queries.stride() if queries.dim() == 3 else (problem.query_length * queries.stride(0), queries.stride(0))
-        )
-        problem = problem._replace(query_strides=strides[:2])
+        to_token = queries.stride(-2)
+        problem = problem._replace(query_strides=(problem.query_length * to_token, to_token))
     if not queries.is_cuda:
         # Under Triton's interpreter.
         queries_mask, documents_mask = checked_masks(tensors)

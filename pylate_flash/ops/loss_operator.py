@@ -19,9 +19,8 @@ from ..kernels.plan import choose
 from ..problem import Comparison, Options, Targets, Tensors, accumulation_dtype
 from .checks import check, check_differentiation, check_tensor, checked_number, is_readable, no_second_derivative
 from .compute import kernels
-from .loss_blocks import loss_in_blocks
 from .loss_call import Found, check_packing, checked_comparison, checked_targets
-from .loss_scores import compared, reduced, statistics_of
+from .loss_scores import compared, loss_in_blocks, reduced, statistics_of
 from .maxsim import checked, scores_of
 from .operator import LIBRARY, NOT_PLAIN, apply, cast_like, is_plain, needs_gradient, repeat, signature
 from .varlen import with_lengths
@@ -141,11 +140,9 @@ def _computed(tensors: Sequence, options: tuple, needs: tuple[bool, bool, bool])
     """The loss and what is needed of its gradients, from the operator's arguments: tensors, and what follows them."""
     queries, documents, temperature, queries_mask, documents_mask, bounds, target, exclude = tensors
     compute = kernels().loss if _by_kernels(queries, options) else loss_in_blocks
-    given, comparison = (
-        Tensors(queries, documents, queries_mask, documents_mask, None, bounds),
-        options[-_N_COMPARISON:],
-    )
-    return compute(given, Targets(target, exclude, temperature), _scoring(options), Comparison(*comparison), needs)
+    given = Tensors(queries, documents, queries_mask, documents_mask, None, bounds)
+    comparison = Comparison(*options[-_N_COMPARISON:])
+    return compute(given, Targets(target, exclude, temperature), _scoring(options), comparison, needs)
 
 
 def _loss_alone(*arguments) -> tuple[Tensor, Tensor]:
@@ -261,28 +258,20 @@ def _loss_shapes(*arguments) -> tuple[Tensor, Tensor]:
 
 def _gradient_shapes(*arguments) -> tuple[Tensor, ...]:
     *call, need_queries, need_documents, need_temperature = arguments
-    loss, statistics = _loss_shapes(*call)
-    held = torch.float32 if call[0].dtype == torch.float16 else call[0].dtype
-    return loss, statistics, *(
-        loss.new_empty(tensor.shape if need else 0, dtype=dtype)
-        for tensor, need, dtype in (
-            (call[0], need_queries, held), (call[1], need_documents, held), (loss, need_temperature, loss.dtype),
-        )
-    )  # fmt: skip
+    (queries, documents), (loss, statistics) = call[:2], _loss_shapes(*call)
+    held = torch.float32 if queries.dtype == torch.float16 else queries.dtype
+    return (
+        loss,
+        statistics,
+        queries.new_empty(queries.shape if need_queries else 0, dtype=held),
+        documents.new_empty(documents.shape if need_documents else 0, dtype=held),
+        loss.new_empty(() if need_temperature else 0),
+    )
 
 
 def _backward(grad_loss: Tensor, queries: Tensor, documents: Tensor, temperature: Tensor | None, *gradients: Tensor):
     likes = queries, documents, grad_loss if temperature is None else temperature
     return tuple([_times(gradient, grad_loss, like.dtype) for gradient, like in zip(gradients, likes, strict=True)])
-
-
-def _backward_shapes(
-    grad_loss: Tensor, queries: Tensor, documents: Tensor, temperature: Tensor | None, *gradients: Tensor
-):
-    likes = queries, documents, grad_loss if temperature is None else temperature
-    return tuple(
-        [torch.empty_like(gradient, dtype=like.dtype) for gradient, like in zip(gradients, likes, strict=True)]
-    )
 
 
 LIBRARY.impl("maxsim_loss", _loss_alone, "CompositeExplicitAutograd")
@@ -291,5 +280,5 @@ LIBRARY.impl("maxsim_loss_gradients", _loss_and_gradients, "CompositeExplicitAut
 LIBRARY.impl("maxsim_loss_backward", _backward, "CompositeExplicitAutograd")
 torch.library.register_fake("pylate_flash::maxsim_loss", _loss_shapes)
 torch.library.register_fake("pylate_flash::maxsim_loss_gradients", _gradient_shapes)
-torch.library.register_fake("pylate_flash::maxsim_loss_backward", _backward_shapes)
+torch.library.register_fake("pylate_flash::maxsim_loss_backward", _backward)
 torch.library.register_autograd("pylate_flash::maxsim_loss_backward", no_second_derivative("maxsim"))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pylate_flash.kernels import backward, losses, tables
 from pylate_flash.kernels.backward import Destination, common, compare, lists, sums, write_gradients
-from pylate_flash.kernels.losses import cross_entropy, rescale, rescaling
+from pylate_flash.kernels.losses import cross_entropy, rescale
 from pylate_flash.problem import Comparison, Targets
 from tests.kernels.backward_cases import WAYS, dense, packed
 from tests.kernels.recorder import check, check_launches
@@ -75,7 +75,7 @@ def test_distillation(normalize_scores: bool, temperature: Tensor | None, capabi
 def test_rescale(sizes: tuple[int, int], dtype: torch.dtype, capability: int, monkeypatch) -> None:
     tensors = [torch.empty(size, dtype=dtype) if size else None for size in sizes]
     for dtypes in ((dtype, dtype), (torch.float32, torch.float32)):
-        check(rescaling, "_rescale", lambda to=dtypes: rescale(torch.ones(()), *tensors, to), capability, monkeypatch)
+        check(losses, "_rescale", lambda to=dtypes: rescale(torch.ones(()), *tensors, to), capability, monkeypatch)
 
 
 @pytest.mark.parametrize("way", WAYS)

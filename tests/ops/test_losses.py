@@ -337,7 +337,7 @@ def test_a_scaled_loss_of_float16_keeps_small_gradients() -> None:
 
 def test_winners_live_no_longer_than_their_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rows of a chunk's winners are those of its queries: two of eight, by what the scratch holds."""
-    from pylate_flash.ops import loss_blocks
+    from pylate_flash.ops import loss_scores
 
     rows = []
 
@@ -346,8 +346,8 @@ def test_winners_live_no_longer_than_their_chunk(monkeypatch: pytest.MonkeyPatch
         rows.append(None if winners is None else winners.shape[1])
         return scores, winners
 
-    compute = loss_blocks.compute
-    monkeypatch.setattr(loss_blocks, "compute", recorded)
+    compute = loss_scores.compute
+    monkeypatch.setattr(loss_scores, "compute", recorded)
     queries, documents = torch.randn(8, 32, 16, requires_grad=True), torch.randn(10, 6, 16)
     # A score and its gradient, and 32 winners with their lists.
     maxsim_cross_entropy(queries, documents, max_scratch_bytes=2 * 10 * (8 + 32 * 3))

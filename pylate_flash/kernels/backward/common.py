@@ -86,32 +86,27 @@ def owner(bounds_ptr, count, value):
 
 
 @triton.jit
-def group_of(
-    flat, grad_scores_ptr, candidates_ptr, n_documents, n_group_queries, n_groups, grad_stride_query,
-    grad_stride_document,
-):  # fmt: skip
+def group_of(flat, grad_scores_ptr, candidates_ptr, n_documents, n_group_queries, n_groups, next_query, next_document):
     """Group of the layout that a document belongs to, and where its score with the group's first query stands."""
     if candidates_ptr is not None:
         group = owner(candidates_ptr, n_groups, flat).to(tl.int64)
-        offset = flat * grad_stride_document
+        offset = flat * next_document
     else:
         group = flat // n_documents
-        offset = group * n_group_queries * grad_stride_query + (flat - group * n_documents) * grad_stride_document
+        offset = group * n_group_queries * next_query + (flat - group * n_documents) * next_document
     return group, grad_scores_ptr + offset
 
 
 @triton.jit
-def token_of(
-    flat, token, cu_seqlens_ptr, n_documents, document_length, stride_group, stride_document, stride_document_token
-):
+def token_of(flat, token, cu_seqlens_ptr, n_documents, document_length, stride_group, stride_document, stride_token):
     """Where a document's token stands among those of all documents, and where its embedding begins."""
     if cu_seqlens_ptr is not None:
         at = tl.load(cu_seqlens_ptr + flat).to(tl.int64) + token
-        source = at * stride_document_token
+        source = at * stride_token
     else:
         at = flat * document_length + token
         source = (flat // n_documents) * stride_group + (flat % n_documents) * stride_document
-        source += token.to(tl.int64) * stride_document_token
+        source += token.to(tl.int64) * stride_token
     return at, source
 
 

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 def _compare_kernel(
     grad_scores_ptr, queries_ptr, documents_ptr, queries_scale_ptr, documents_scale_ptr, cu_seqlens_ptr,
     candidates_ptr, winners_ptr, grad_documents_ptr,
-    n_rows, n_group_queries, query_length, magic, shift, n_documents, document_length, grad_stride_query,
-    grad_stride_document, n_groups,
-    stride_query, stride_query_token, stride_group, stride_document, stride_document_token,
+    n_rows, n_group_queries, query_length, magic, shift, n_documents, document_length, next_query,
+    next_document, n_groups,
+    stride_query, stride_query_token, stride_group, stride_document, stride_token,
     EMBEDDING: tl.constexpr,
     BLOCK_EMBEDDING: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -59,9 +59,8 @@ def _compare_kernel(
         start += CHUNK
     if tl.max(leads.to(tl.int32), axis=0) > 0:
         group, weights_ptr = group_of(
-            flat, grad_scores_ptr, candidates_ptr, n_documents, n_group_queries, n_groups, grad_stride_query,
-            grad_stride_document,
-        )  # fmt: skip
+            flat, grad_scores_ptr, candidates_ptr, n_documents, n_group_queries, n_groups, next_query, next_document
+        )
         queries_ptr += group * n_group_queries * stride_query
         dims = tl.arange(0, BLOCK_EMBEDDING)
         dim_exists = dims < EMBEDDING
@@ -76,7 +75,7 @@ def _compare_kernel(
                 found = position < CHUNK
                 row = start + position
                 query = quotient(row, magic, shift)
-                weight = tl.load(weights_ptr + query.to(tl.int64) * grad_stride_query, mask=found, other=0.0)
+                weight = tl.load(weights_ptr + query.to(tl.int64) * next_query, mask=found, other=0.0)
                 if queries_scale_ptr is not None:
                     weight *= tl.load(queries_scale_ptr + group * n_rows + row, mask=found, other=0.0)
                 source = query.to(tl.int64) * stride_query
@@ -87,9 +86,8 @@ def _compare_kernel(
                 later = same & (slots[None, :] > position[:, None])
                 position = tl.min(tl.where(later, slots[None, :], CHUNK), axis=1)
         at, source = token_of(
-            flat, winner, cu_seqlens_ptr, n_documents, document_length, stride_group, stride_document,
-            stride_document_token,
-        )  # fmt: skip
+            flat, winner, cu_seqlens_ptr, n_documents, document_length, stride_group, stride_document, stride_token
+        )
         mask = leads[:, None] & dim_exists[None, :]
         if NORMALIZE:
             embeddings = tl.load(documents_ptr + source[:, None] + dims[None, :], mask=mask, other=0.0)

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 def _gather_kernel(
     grad_scores_ptr, queries_ptr, documents_ptr, queries_scale_ptr, documents_scale_ptr, cu_seqlens_ptr,
     candidates_ptr, winners_ptr, queries_weight_ptr, grad_queries_ptr,
-    n_rows, query_length, n_documents, document_length, n_splits, grad_stride_query, grad_stride_document,
-    stride_query, stride_query_token, stride_group, stride_document, stride_document_token,
+    n_rows, query_length, n_documents, document_length, n_splits, next_query, next_document,
+    stride_query, stride_query_token, stride_group, stride_document, stride_token,
     EMBEDDING: tl.constexpr,
     BLOCK_EMBEDDING: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -67,7 +67,7 @@ def _gather_kernel(
     share = tl.cdiv(last - first, n_splits)
     first += tl.program_id(1) * share
     count = tl.maximum(tl.minimum(share, last - first), 0).to(tl.int32)
-    to_query = query * grad_stride_query
+    to_query = query * next_query
     if NARROW:
         to_query = to_query.to(tl.int32)
     HALF: tl.constexpr = BLOCK_EMBEDDING // 2
@@ -85,12 +85,12 @@ def _gather_kernel(
             exists = row_exists & (ahead < count)
         winner = tl.load(winners_ptr + document * n_rows + rows, mask=exists, other=-1).to(tl.int32)
         won = winner >= 0
-        weight = tl.load(grad_scores_ptr + (document - origin) * grad_stride_document + to_query, mask=won, other=0.0)
-        offset = winner * stride_document_token if NARROW else winner.to(tl.int64) * stride_document_token
+        weight = tl.load(grad_scores_ptr + (document - origin) * next_document + to_query, mask=won, other=0.0)
+        offset = winner * stride_token if NARROW else winner.to(tl.int64) * stride_token
         if cu_seqlens_ptr is not None:
             # The end of the last document, where several are in flight and some are past it.
             begin = tl.load(cu_seqlens_ptr + tl.minimum(document, last)).to(tl.int64)
-            base = documents_ptr + begin * stride_document_token
+            base = documents_ptr + begin * stride_token
         else:
             begin = document * document_length
             base = documents_ptr + (document - origin) * stride_document

@@ -12,7 +12,7 @@ list itself has memory of its own then.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -25,7 +25,7 @@ from ..launch import Kernel, Region, Scratch
 from ..overlap import wait_for_previous_kernel
 from ..plan_backward import ListsPlan
 from .common import BackwardTensors, Destination
-from .sums import Block, sum_lists
+from .sums import Lists, sum_lists
 
 if TYPE_CHECKING:
     from ...problem import Problem
@@ -285,26 +285,10 @@ _place = Kernel(_place_kernel, follows=True)
 _starts = Kernel(_starts_kernel, follows=True)
 
 
-class _Lists(NamedTuple):
-    """What lists are made of, for `number` documents from `first` on, and where `starts` and `owners` go.
-
-    They are those of `sums.Block`; `cu_seqlens` are the boundaries of packed documents.
-    """
-
-    first: int
-    number: int
-    starts: Tensor | Region
-    owners: Tensor | None
-    winners: Tensor
-    cu_seqlens: Tensor | None
-
-
 def sum_by_lists(problem: Problem, inputs: BackwardTensors, destination: Destination) -> None:
     """Compute the gradient of the documents. That of the queries, to be computed later, is overwritten."""
-    grad_queries, grad_documents, partial, adds = destination
-    assert grad_documents is not None
-    plan = plan_backward.lists_plan(problem, grad_queries is not None, adds)
-    documents, ends, device = problem.all_documents, problem.document_length + 1, problem.device
+    plan = plan_backward.lists_plan(problem, destination.queries is not None, destination.adds)
+    device = problem.device
     if plan.transposes and inputs.grad_strides[0] != 1:
         grad_scores = inputs.grad_scores.t().contiguous()
         inputs = inputs._replace(grad_scores=grad_scores, grad_strides=(1, problem.n_queries))
@@ -312,35 +296,37 @@ def sum_by_lists(problem: Problem, inputs: BackwardTensors, destination: Destina
     if problem.packed:
         starts = torch.empty(problem.n_tokens + problem.n_documents, dtype=torch.int32, device=device)
         owners = torch.empty(problem.n_tokens, dtype=torch.int32, device=device)
-    for first in range(0, documents, plan.block):
-        number, scratch = min(plan.block, documents - first), Scratch(grad_queries)
-        # What is made here lives no longer than the call.
-        _sum_block(
-            problem, plan, inputs,
-            Block(
-                first, number, scratch.empty(number * ends, plan.starts_dtype, device) if starts is None else starts,
-                owners, grad_documents, partial, adds,
-            ),
-            scratch,
-        )  # fmt: skip
+    for first in range(0, problem.all_documents, plan.block):
+        _sum_block(problem, plan, inputs, first, starts, owners, destination)
 
 
-def _sum_block(problem: Problem, plan: ListsPlan, inputs: BackwardTensors, block: Block, scratch: Scratch) -> None:
+def _sum_block(
+    problem: Problem,
+    plan: ListsPlan,
+    inputs: BackwardTensors,
+    first: int,
+    starts: Tensor | None,
+    owners: Tensor | None,
+    destination: Destination,
+) -> None:
     """Write the gradients of a block of documents. Its memory is free before the next block's is allocated."""
-    assert block.starts is not None
-    wanted = _Lists(block.first, block.number, block.starts, block.owners, inputs.winners, inputs.documents_cu_seqlens)
+    number, scratch = min(plan.block, problem.all_documents - first), Scratch(destination.queries)
+    ends = number * (problem.document_length + 1)
+    of_block = scratch.empty(ends, plan.starts_dtype, problem.device) if starts is None else starts
+    wanted = Lists(first, number, of_block, owners, inputs.winners, inputs.documents_cu_seqlens)
     if plan.alone_bits:
-        lists = _listed(problem, plan, wanted)
+        listed = _listed(problem, plan, wanted)
     else:
-        n_listed = scratch.empty(block.number, torch.int32, problem.device)
+        n_listed = scratch.empty(number, torch.int32, problem.device)
         if plan.sorts_in_gradient:
-            own = problem.document_length * problem.size * block.grad_documents.element_size()
-            sorting = Scratch(block.grad_documents, block.first * own, block.number * own)
+            assert destination.documents is not None
+            own = problem.document_length * problem.size * destination.documents.element_size()
+            sorting = Scratch(destination.documents, first * own, number * own)
         else:
             # Sums of segments, later, take the same memory.
             sorting = scratch.fork()
-        lists = _sorted_lists(problem, plan, wanted, n_listed, sorting)
-    sum_lists(problem, plan, inputs, block, lists, scratch)
+        listed = _sorted_lists(problem, plan, wanted, n_listed, sorting)
+    sum_lists(problem, plan, inputs, wanted, listed, destination, scratch)
 
 
 def rows_by_token(problem: Problem, winners: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -353,14 +339,14 @@ def rows_by_token(problem: Problem, winners: Tensor, cu_seqlens: Tensor | None) 
     plan, documents, device = plan_backward.lists_plan(problem, lent=False), problem.all_documents, problem.device
     starts = torch.empty(problem.n_tokens + documents, dtype=plan.starts_dtype, device=device)
     owners = torch.empty(problem.n_tokens, dtype=torch.int32, device=device) if problem.packed else None
-    wanted = _Lists(0, documents, starts, owners, winners, cu_seqlens)
+    wanted = Lists(0, documents, starts, owners, winners, cu_seqlens)
     if plan.alone_bits:
         return _listed(problem, plan, wanted), starts
     scratch = Scratch(None)
     return _sorted_lists(problem, plan, wanted, scratch.empty(documents, torch.int32, device), scratch), starts
 
 
-def _listed(problem: Problem, plan: ListsPlan, wanted: _Lists) -> Tensor:
+def _listed(problem: Problem, plan: ListsPlan, wanted: Lists) -> Tensor:
     """The rows of every document wanted, listed by one program for each."""
     number, rows, length = wanted.number, problem.rows, problem.document_length
     listed = torch.empty(number * rows, dtype=plan.list_dtype, device=problem.device)
@@ -375,7 +361,7 @@ def _listed(problem: Problem, plan: ListsPlan, wanted: _Lists) -> Tensor:
     return listed
 
 
-def _sorted_lists(problem: Problem, plan: ListsPlan, wanted: _Lists, n_listed: Region, scratch: Scratch) -> Tensor:
+def _sorted_lists(problem: Problem, plan: ListsPlan, wanted: Lists, n_listed: Region, scratch: Scratch) -> Tensor:
     """The rows of every document wanted, listed by as many programs as they have chunks. Fills `wanted.starts`."""
     first, number, starts, owners, winners, bounds = wanted
     device, digits = problem.device, plan.digits

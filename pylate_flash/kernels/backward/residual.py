@@ -11,7 +11,7 @@ from torch import Tensor
 from ..forward.codes import decompressed
 from ..jit import kernel
 from ..launch import Kernel
-from ..plan_backward import ResidualGradientPlan, residual_gradient_plan
+from ..plan_backward import residual_gradient_plan
 
 if TYPE_CHECKING:
     from ...problem import Problem, Tensors
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def _gradient_kernel(
     grad_scores_ptr, winners_ptr, codes_ptr, residuals_ptr, centroids_ptr, weights_ptr, cu_seqlens_ptr, scales_ptr,
     candidates_ptr, sums_ptr,
-    n_rows, query_length, n_documents, n_splits, grad_stride_query, grad_stride_document,
+    n_rows, query_length, n_documents, n_splits, next_query, next_document,
     EMBEDDING: tl.constexpr,
     BLOCK_EMBEDDING: tl.constexpr,
     NBITS: tl.constexpr,
@@ -55,9 +55,7 @@ def _gradient_kernel(
         tokens = tl.load(cu_seqlens_ptr + document).to(tl.int64) + winner
         codes = tl.load(codes_ptr + tokens, mask=won, other=0).to(tl.int64)
         scale = tl.load(scales_ptr + tokens, mask=won, other=0.0)
-        weight = tl.load(
-            grad_scores_ptr + query * grad_stride_query + place * grad_stride_document, mask=won, other=0.0
-        )
+        weight = tl.load(grad_scores_ptr + query * next_query + place * next_document, mask=won, other=0.0)
         tile = decompressed(
             residuals_ptr, centroids_ptr, weights_ptr, tokens, codes, scale, won, dim,
             EMBEDDING, BLOCK_EMBEDDING, NBITS, PADDED, DTYPE,
@@ -75,17 +73,9 @@ _TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32:
 
 def residual_backward(problem: Problem, tensors: Tensors, codes: Codes, grad_scores: Tensor, winners: Tensor) -> Tensor:
     """The gradient of the queries [Nq, Lq, d], in their type, from that of the scores, float32 with any strides."""
-    sums = _sums(problem, residual_gradient_plan(problem), codes, grad_scores, winners)
-    total = sums.sum(dim=0).view(tensors.queries.shape)
-    if problem.kind.weighted:
-        assert tensors.queries_mask is not None
-        total *= tensors.queries_mask.unsqueeze(-1)
-    return total.to(problem.dtype)
-
-
-def _sums(problem: Problem, plan: ResidualGradientPlan, codes: Codes, grad_scores: Tensor, winners: Tensor) -> Tensor:
-    """Partial sums [splits, Nq * Lq, d] of the gradient of the queries, float32, without the weights of their mask."""
+    plan = residual_gradient_plan(problem)
     shape = plan.n_splits, problem.groups * problem.rows, problem.size
+    # Partial sums, without the weights of the queries' mask.
     sums = torch.empty(*shape, dtype=torch.float32, device=problem.device)
     _gradient(
         (-(-problem.rows // plan.rows) * problem.groups, plan.n_splits, plan.parts),
@@ -95,4 +85,8 @@ def _sums(problem: Problem, plan: ResidualGradientPlan, codes: Codes, grad_score
         (problem.size, plan.blocks.first, codes.nbits, plan.rows, _TYPES[problem.dtype]),
         (4, 1, None),
     )
-    return sums
+    total = sums.sum(dim=0).view(tensors.queries.shape)
+    if problem.kind.weighted:
+        assert tensors.queries_mask is not None
+        total *= tensors.queries_mask.unsqueeze(-1)
+    return total.to(problem.dtype)

@@ -20,27 +20,25 @@ from ..launch import Kernel, Region, Scratch
 from ..overlap import wait_for_previous_kernel
 from ..plan_backward import ListsPlan
 from ..rows import through_norm
-from .common import BackwardTensors, group_of, joined, layout, quotient, token_of
+from .common import BackwardTensors, Destination, group_of, joined, layout, quotient, token_of
 
 if TYPE_CHECKING:
     from ...problem import Problem
 
 
-class Block(NamedTuple):
-    """Documents whose gradients are computed at once: `number` of them from `first` on.
+class Lists(NamedTuple):
+    """What lists of rows by token are made of, for `number` documents from `first` on, and where `starts` go.
 
     `starts` [number, Ld + 1] tells where the lists of tokens begin; that of packed documents, [tokens + documents], is
-    for all of them, as is `owners` [tokens], the documents that tokens belong to, and `grad_documents`, contiguous.
-    `partial` and `adds` are those of `Destination`.
+    for all of them, as is `owners` [tokens], the documents that tokens belong to. `cu_seqlens` are their boundaries.
     """
 
     first: int
     number: int
-    starts: Tensor | Region | None
+    starts: Tensor | Region
     owners: Tensor | None
-    grad_documents: Tensor
-    partial: bool
-    adds: bool
+    winners: Tensor
+    cu_seqlens: Tensor | None
 
 
 @triton.jit
@@ -72,14 +70,14 @@ def _segment(
 @triton.jit
 def _store_token(
     total, documents_ptr, documents_scale_ptr, grad_documents_ptr, cu_seqlens_ptr, flat, token, n_documents,
-    document_length, stride_group, stride_document, stride_document_token, dims, exists,
+    document_length, stride_group, stride_document, stride_token, dims, exists,
     EMBEDDING: tl.constexpr,
     NORMALIZE: tl.constexpr,
     ADD: tl.constexpr,
 ):  # fmt: skip
     """Write the gradient [d] of a token of a document from its sum, or ADD the sum to it, where `exists`."""
     at, source = token_of(
-        flat, token, cu_seqlens_ptr, n_documents, document_length, stride_group, stride_document, stride_document_token
+        flat, token, cu_seqlens_ptr, n_documents, document_length, stride_group, stride_document, stride_token
     )
     mask = (dims < EMBEDDING) & exists
     if NORMALIZE:
@@ -97,8 +95,8 @@ def _sum_kernel(
     grad_scores_ptr, queries_ptr, documents_ptr, queries_scale_ptr, documents_scale_ptr, cu_seqlens_ptr,
     candidates_ptr, owners_ptr, winners_ptr, list_ptr, starts_ptr, parts_ptr, grad_documents_ptr,
     first_document, n_block_documents, n_segments, n_rows, n_group_queries, query_length, magic, shift, n_documents,
-    document_length, grad_stride_query, grad_stride_document, n_groups,
-    stride_query, stride_query_token, stride_group, stride_document, stride_document_token,
+    document_length, next_query, next_document, n_groups,
+    stride_query, stride_query_token, stride_group, stride_document, stride_token,
     EMBEDDING: tl.constexpr,
     BLOCK_EMBEDDING: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -157,9 +155,8 @@ def _sum_kernel(
         part = (local * n_segments + boundary // SEGMENT - 1) * 2
 
     group, weights_ptr = group_of(
-        flat, grad_scores_ptr, candidates_ptr, n_documents, n_group_queries, n_groups, grad_stride_query,
-        grad_stride_document,
-    )  # fmt: skip
+        flat, grad_scores_ptr, candidates_ptr, n_documents, n_group_queries, n_groups, next_query, next_document
+    )
     queries_ptr += group * n_group_queries * stride_query
     list_ptr += local * n_rows
     dims = tl.arange(0, BLOCK_EMBEDDING)
@@ -173,10 +170,10 @@ def _sum_kernel(
         row = tl.load(list_ptr + positions, mask=mask, other=0).to(tl.int32)
         query = quotient(row, magic, shift)
         if NARROW:
-            weight = tl.load(weights_ptr + query * grad_stride_query, mask=mask, other=0.0)
+            weight = tl.load(weights_ptr + query * next_query, mask=mask, other=0.0)
             source = row * stride_query_token
         else:
-            weight = tl.load(weights_ptr + query.to(tl.int64) * grad_stride_query, mask=mask, other=0.0)
+            weight = tl.load(weights_ptr + query.to(tl.int64) * next_query, mask=mask, other=0.0)
             source = query.to(tl.int64) * stride_query + (row - query * query_length).to(tl.int64) * stride_query_token
         if queries_scale_ptr is not None:
             weight *= tl.load(queries_scale_ptr + group * n_rows + row, mask=mask, other=0.0)
@@ -196,7 +193,7 @@ def _sum_kernel(
     else:
         _store_token(
             summed, documents_ptr, documents_scale_ptr, grad_documents_ptr, cu_seqlens_ptr, flat, token, n_documents,
-            document_length, stride_group, stride_document, stride_document_token, dims, exists,
+            document_length, stride_group, stride_document, stride_token, dims, exists,
             EMBEDDING, NORMALIZE, ADD,
         )  # fmt: skip
 
@@ -206,7 +203,7 @@ def _combine_kernel(
     documents_ptr, documents_scale_ptr, cu_seqlens_ptr, winners_ptr, list_ptr, starts_ptr, parts_ptr,
     grad_documents_ptr,
     first_document, n_rows, n_documents, document_length, n_segments,
-    stride_group, stride_document, stride_document_token,
+    stride_group, stride_document, stride_token,
     EMBEDDING: tl.constexpr,
     BLOCK_EMBEDDING: tl.constexpr,
     BLOCK_PARTS: tl.constexpr,
@@ -238,7 +235,7 @@ def _combine_kernel(
             total += tl.sum(tl.load(parts_ptr + at, mask=mask, other=0.0), axis=0)
         _store_token(
             total, documents_ptr, documents_scale_ptr, grad_documents_ptr, cu_seqlens_ptr, flat, token, n_documents,
-            document_length, stride_group, stride_document, stride_document_token, dims, taken,
+            document_length, stride_group, stride_document, stride_token, dims, taken,
             EMBEDDING, NORMALIZE, ADD,
         )  # fmt: skip
 
@@ -248,36 +245,39 @@ _combine = Kernel(_combine_kernel, follows=True)
 
 
 def sum_lists(
-    problem: Problem, plan: ListsPlan, inputs: BackwardTensors, block: Block, lists: Tensor, scratch: Scratch
+    problem: Problem,
+    plan: ListsPlan,
+    inputs: BackwardTensors,
+    of_block: Lists,
+    listed: Tensor,
+    destination: Destination,
+    scratch: Scratch,
 ) -> None:
-    """Write, or add, the gradients of a block of documents from `lists` [number, rows of a document], rows by token."""
-    first, number, starts, owners, grad_documents = block[:5]
+    """Write, or add, the gradients of a block of documents from its rows by token, `listed` [number, rows of each]."""
+    first, number, starts, owners, winners, cu_seqlens = of_block
+    grad_documents, adds = destination.documents, destination.adds
     size, length, n_segments, strides = problem.size, problem.document_length, plan.n_segments, problem.document_strides
     block_embedding, num_warps = plan.block_embedding, plan.num_warps
-    normalize, winners = problem.normalize and not block.partial, inputs.winners
+    normalize = problem.normalize and not destination.partial
     parts = scratch.empty(number * n_segments * 2 * size, torch.float32, problem.device)
+    narrow, segment = _is_narrow(problem, inputs), tables.LIST_SEGMENT
     _sum(
         (number * n_segments + min(problem.n_tokens, number * length), 1, 1),
-        (*inputs[:7], owners, winners, lists, starts, parts, grad_documents),
+        (*inputs[:7], owners, winners, listed, starts, parts, grad_documents),
         (first, number, n_segments, *layout(problem, inputs.grad_strides)),
         (*problem.query_strides, *strides),
-        (
-            size, block_embedding, plan.rows, tables.LIST_SEGMENT, normalize, _is_narrow(problem, inputs), block.adds,
-        ),
+        (size, block_embedding, plan.rows, segment, normalize, narrow, adds),
         (num_warps, 1, None),
-    )  # fmt: skip
+    )
     if n_segments > 0:
         _combine(
             (number * n_segments, 1, 1),
-            (
-                inputs.documents, inputs.documents_scale, inputs.documents_cu_seqlens, winners, lists, starts, parts,
-                grad_documents,
-            ),
+            (inputs.documents, inputs.documents_scale, cu_seqlens, winners, listed, starts, parts, grad_documents),
             (first, problem.rows, problem.n_documents, length, n_segments),
             strides,
-            (size, block_embedding, 8, tables.LIST_SEGMENT, normalize, block.adds),
+            (size, block_embedding, 8, segment, normalize, adds),
             (num_warps, 1, None),
-        )  # fmt: skip
+        )
 
 
 def _is_narrow(problem: Problem, inputs: BackwardTensors) -> bool:

@@ -8,18 +8,22 @@ gradient another, which leaves the gradient in the layout that the backward want
 from __future__ import annotations
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from ...problem import CROSS_ENTROPY, DIVERGENCE, MARGIN_MSE, Comparison, Targets
-from ..launch import Region
-from ..tables import power_of_two
+from ..jit import kernel
+from ..launch import Kernel, Region
+from ..overlap import wait_for_previous_kernel
+from ..tables import architecture, power_of_two
 from . import cross_entropy
-from .rescaling import rescale
-
-__all__ = ["ChunkedLoss", "rescale"]
 
 # Numbers that each query of a chunk keeps for its gradient.
 _KEPT = {CROSS_ENTROPY: 3, DIVERGENCE: 8, MARGIN_MSE: 0}
+# Elements of gradients that a program multiplies at a time, and programs of an SM.
+_BLOCK = 1024
+_PROGRAMS = 4
 
 
 class ChunkedLoss:
@@ -186,3 +190,53 @@ class ChunkedLoss:
 def _margin_errors(scores: Tensor, teacher: Tensor) -> Tensor:
     """By how much the margins [n, N - 1] between document 0 and the others differ from a teacher's."""
     return (scores[:, :1] - scores[:, 1:]) - (teacher[:, :1] - teacher[:, 1:])
+
+
+@triton.jit
+def _times(source_ptr, target_ptr, number, factor, BLOCK: tl.constexpr):
+    step = tl.num_programs(0).to(tl.int64) * BLOCK
+    for block in tl.range(tl.program_id(0).to(tl.int64) * BLOCK, number, step):
+        at = block + tl.arange(0, BLOCK)
+        values = tl.load(source_ptr + at, mask=at < number, other=0.0)
+        tl.store(target_ptr + at, (values * factor).to(target_ptr.dtype.element_ty), mask=at < number)
+
+
+@kernel
+def _rescale_kernel(
+    factor_ptr, first_ptr, second_ptr, first_target_ptr, second_target_ptr, n_first, n_second,
+    BLOCK: tl.constexpr,
+    FIRST_IN_PLACE: tl.constexpr,
+    SECOND_IN_PLACE: tl.constexpr,
+):  # fmt: skip
+    """Two tensors of so many elements times a factor on the device; in place, a factor of 1 is left out."""
+    wait_for_previous_kernel()
+    factor = tl.load(factor_ptr)
+    # What is compiled, then what is computed.
+    if first_ptr is not None:  # noqa: SIM102
+        if not FIRST_IN_PLACE or factor != 1.0:
+            _times(first_ptr, first_target_ptr, n_first, factor, BLOCK)
+    if second_ptr is not None:  # noqa: SIM102
+        if not SECOND_IN_PLACE or factor != 1.0:
+            _times(second_ptr, second_target_ptr, n_second, factor, BLOCK)
+
+
+_rescale = Kernel(_rescale_kernel, follows=True)
+
+
+def rescale(
+    factor: Tensor, first: Tensor | None, second: Tensor | None, dtypes: tuple[torch.dtype, torch.dtype]
+) -> tuple[Tensor | None, Tensor | None]:
+    """Two contiguous tensors (None for none) times a float32 scalar, in place where they have their `dtypes`.
+
+    What stays in its place costs next to nothing where the factor is 1.
+    """
+    given = first, second
+    targets = [
+        tensor if tensor is None or tensor.dtype == dtype else torch.empty_like(tensor, dtype=dtype)
+        for tensor, dtype in zip(given, dtypes, strict=True)
+    ]
+    counts = (0 if first is None else first.numel(), 0 if second is None else second.numel())
+    programs = min(_PROGRAMS * architecture(factor.device)[1], -(-max(counts) // _BLOCK)) or 1
+    in_place = targets[0] is first, targets[1] is second
+    _rescale((programs, 1, 1), (factor, *given, *targets), counts, (), (_BLOCK, *in_place), (4, 1, None))
+    return targets[0], targets[1]
