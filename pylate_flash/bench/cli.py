@@ -167,11 +167,6 @@ def _device(name: str, suite: suites.Suite) -> torch.device:
     return torch.device("cuda", index)
 
 
-def register_command(app: typer.Typer) -> None:
-    """Add the command to an application, as ``bench``."""
-    app.command("bench")(bench)
-
-
 def main() -> None:
     """Run the command on its own."""
     typer.run(bench)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
-from operator import methodcaller
 
 import torch
 
 from pylate_flash.bench.calls import Padded, chunk_sizes, chunked_scores, unit_vectors
 from pylate_flash.bench.exact import einsum_scores
 from pylate_flash.bench.rows import Row
-from pylate_flash.bench.suite import FLASH_MAXSIM_SYSTEM, LIK_SYSTEM, OUR_SYSTEM, Candidate, Suite, System
+from pylate_flash.bench.suite import FLASH_MAXSIM_SYSTEM, LIK_SYSTEM, OUR_SYSTEM, TORCH_SYSTEM, Candidate, Suite, System
 
 # Beside the common shapes: sizes and lengths that are no powers of 2, numbers of queries that fill no tile. Such ones
 # have been slow.
@@ -64,10 +64,8 @@ def suite() -> Suite:
             OUR_SYSTEM,
             LIK_SYSTEM,
             FLASH_MAXSIM_SYSTEM,
-            System(
-                "torch",
-                "torch",
-                methodcaller("torch"),
+            replace(
+                TORCH_SYSTEM,
                 about="an einsum over chunks of documents, at the best chunk size",
             ),
         ),

@@ -26,7 +26,6 @@ from pylate_flash.bench.launch import GRADIENT_TOLERANCE
 from pylate_flash.bench.peers import SENTENCE_TRANSFORMERS
 from pylate_flash.bench.protocol import L2, Rounds
 from pylate_flash.bench.rows import Row
-from pylate_flash.bench.steps import FusedStep
 from pylate_flash.bench.suite import OURS, Candidate, Suite, System, Unavailable
 
 _MAXSIM = "sentence_transformers.util.similarity:maxsim"
@@ -87,12 +86,12 @@ class Scores(Padded):
         return [Candidate("maxsim", partial(maxsim, queries, documents, **masks))]
 
 
-class Loss(FusedStep):
+class Loss(losses.LargeStep):
     """The cached loss's scores and gradients of a batch: `calculate_loss` of the embeddings of all mini-batches."""
 
     def reference(self) -> Step:
         """The loss, and some of the gradients."""
-        return losses.reference(losses.LargeStep(self.queries, self.documents, temperature=self.temperature))
+        return losses.reference(self)
 
     def columns(self) -> list[list[torch.Tensor]]:
         """Mini-batches [MINI_BATCH, L, d] of queries, and of documents, each a leaf."""

@@ -14,7 +14,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from operator import methodcaller
 from typing import Any
 
 import torch
@@ -29,6 +28,7 @@ from pylate_flash.bench.suite import (
     LIK_SYSTEM,
     OUR_SYSTEM,
     OURS,
+    TORCH_SYSTEM,
     WRONG,
     Candidate,
     Suite,
@@ -360,7 +360,7 @@ def suite() -> Suite:
             System(f"{OURS}_graph", "replayed", replayed, about="the same call as a CUDA graph"),
             replace(LIK_SYSTEM, tolerance=GRADIENT_TOLERANCE),
             replace(FLASH_MAXSIM_SYSTEM, tolerance=GRADIENT_TOLERANCE),
-            System("torch", "torch", methodcaller("torch"), about="an einsum", tolerance=GRADIENT_TOLERANCE),
+            replace(TORCH_SYSTEM, about="an einsum", tolerance=GRADIENT_TOLERANCE),
             System(
                 "bare_launch", "C launch", bare_launch, about="an empty kernel, by Triton's C function", yardstick=True
             ),

@@ -165,17 +165,27 @@ def rounds_of(row: Row, rounds: Rounds) -> Rounds:
 
 def suite() -> Suite:
     """Return the suite."""
-    about = {
-        "loop": f"`maxsim_cross_entropy` of {LOOP_QUERIES} queries at a time",
-        "contrastive": "`losses.Contrastive` on given embeddings",
-        "cached": "`losses.CachedContrastive` on given embeddings, in one mini-batch",
-    }
-    heads = {"loop": "loop", "contrastive": "Contrastive", "cached": "CachedContrastive"}
     systems = (
         replace(OUR_SYSTEM, about="`maxsim_cross_entropy`"),
-        *(
-            System(f"{OURS}_{name}", heads[name], methodcaller(name), about=text, counted=name != "loop")
-            for name, text in about.items()
+        System(
+            f"{OURS}_loop",
+            "loop",
+            methodcaller("loop"),
+            about=f"`maxsim_cross_entropy` of {LOOP_QUERIES} queries at a time",
+        ),
+        System(
+            f"{OURS}_contrastive",
+            "Contrastive",
+            methodcaller("contrastive"),
+            about="`losses.Contrastive` on given embeddings",
+            counted=True,
+        ),
+        System(
+            f"{OURS}_cached",
+            "CachedContrastive",
+            methodcaller("cached"),
+            about="`losses.CachedContrastive` on given embeddings, in one mini-batch",
+            counted=True,
         ),
         System(
             "pylate",

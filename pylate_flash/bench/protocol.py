@@ -227,19 +227,8 @@ def summarise(samples: Sequence[Sample]) -> Timing:
 def measure(calls: Mapping[str, Callable[[], object]], stopwatch: Stopwatch, rounds: Rounds) -> dict[str, Timing]:
     """Time several systems in turn: one call of each per round, in a random order that is the same for every run.
 
-    Parameters
-    ----------
-    calls
-        The systems' calls, ready to run: inputs on the device, kernels compiled.
-    stopwatch
-        What times one call.
-    rounds
-        How many rounds; those of the warm-up are timed too, and thrown away.
-
-    Returns
-    -------
-    dict
-        The timing of each system, under its name.
+    Their calls are ready to run: inputs on the device, kernels compiled. The rounds of the warm-up are timed too, and
+    thrown away.
     """
     samples: dict[str, list[Sample]] = {name: [] for name in calls}
     # A garbage collection between two launches would be charged to whichever system it interrupted.

@@ -7,7 +7,7 @@ of L2, it does not count.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import methodcaller
 
@@ -18,7 +18,7 @@ from pylate_flash.bench.calls import chunk_sizes, unit_vectors
 from pylate_flash.bench.exact import einsum_scores
 from pylate_flash.bench.protocol import Work
 from pylate_flash.bench.rows import Row
-from pylate_flash.bench.suite import LIK_SYSTEM, OUR_SYSTEM, OURS, Candidate, Suite, System
+from pylate_flash.bench.suite import LIK_SYSTEM, OUR_SYSTEM, OURS, TORCH_SYSTEM, Candidate, Suite, System
 from pylate_flash.ops.residual_codes import ResidualCodes
 
 # Bytes of a token's code and of its scale.
@@ -163,7 +163,7 @@ def suite() -> Suite:
                 about="pylate_flash, documents decompressed before the call",
             ),
             LIK_SYSTEM,
-            System("torch", "torch", methodcaller("torch"), about="decompressed in the call, then an einsum"),
+            replace(TORCH_SYSTEM, about="decompressed in the call, then an einsum"),
         ),
         make_inputs=make_inputs,
     )

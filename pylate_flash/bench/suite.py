@@ -105,6 +105,7 @@ LIK_SYSTEM = System("lik", "LIK", methodcaller("lik"), peer=peers.LIK, about="la
 FLASH_MAXSIM_SYSTEM = System(
     "flash_maxsim", "FM", methodcaller("flash_maxsim"), peer=peers.FLASH_MAXSIM, about="flash-maxsim"
 )
+TORCH_SYSTEM = System("torch", "torch", methodcaller("torch"))
 
 
 class Row(Protocol):
@@ -212,38 +213,26 @@ def run(
     observer: Observer | None = None,
     keep: Callable[[dict[str, Any]], None] | None = None,
 ) -> dict[str, Any]:
-    """Measure the ceilings and every row.
+    """Measure the ceilings, unless they are given, and every row; return the result, as `results` describes it.
 
     Parameters
     ----------
-    suite
-        What to measure.
-    device, dtype
-        Where, and the type of the inputs. A CPU gets smaller batches of the same rows (`CPU_FLOPS`), unless the suite
-        is for CPUs.
-    rounds
-        How often.
+    suite, device, dtype, rounds
+        What to measure, where, with inputs of what type, and how often. A CPU gets smaller batches of the same rows
+        (`CPU_FLOPS`), unless the suite is for CPUs.
     rows
         Names of the rows wanted; empty means all.
-    with_peers, with_compiled
-        Whether to measure the other packages, and the systems under ``torch.compile``.
-    with_memory
-        Whether to measure each system's memory beyond its inputs, in a process of its own (`memory`).
+    with_peers, with_compiled, with_memory
+        Whether to measure the other packages, the systems under ``torch.compile``, and each system's memory beyond its
+        inputs, in a process of its own (`memory`).
     quick
         Spare the peers' tuning for every row: a peer then keeps for a row what it found best for an earlier one that
         shares its key, and one call of each candidate of a system decides between them. The result says that it is a
         quick one.
-    ceilings
-        Already measured ones, instead of measuring them first.
     observer
         Hears of the progress, and of each row when it is done.
     keep
         Is given the result after every row, incomplete until the last, so that a run cut short leaves what it measured.
-
-    Returns
-    -------
-    dict
-        The result, as `results` describes it.
 
     Raises
     ------

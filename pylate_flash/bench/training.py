@@ -27,7 +27,7 @@ from pylate_flash.bench.peers import LIK
 from pylate_flash.bench.protocol import L2
 from pylate_flash.bench.rows import Row
 from pylate_flash.bench.steps import FusedStep
-from pylate_flash.bench.suite import FLASH_MAXSIM_SYSTEM, LIK_SYSTEM, OUR_SYSTEM, Suite, System
+from pylate_flash.bench.suite import FLASH_MAXSIM_SYSTEM, LIK_SYSTEM, OUR_SYSTEM, TORCH_SYSTEM, Suite, System
 
 TEMPERATURE = 0.02
 
@@ -150,10 +150,8 @@ def suite() -> Suite:
             ),
             System("lik_lowmem", "LIK lowmem", methodcaller("lik", "lowmem"), peer=LIK, about="its third"),
             FLASH_MAXSIM_SYSTEM,
-            System(
-                "torch",
-                "torch",
-                methodcaller("torch"),
+            replace(
+                TORCH_SYSTEM,
                 about="an einsum over chunks of documents, which rounds similarities to the type of the inputs, so "
                 "that other tokens win (about 10 to 20 % of a bfloat16 gradient)",
                 tolerance=0.3,

@@ -17,7 +17,16 @@ from pylate_flash.bench.calls import Varlen, unit_vectors
 from pylate_flash.bench.protocol import Work
 from pylate_flash.bench.rerank import Rerank, ids_of
 from pylate_flash.bench.rows import Row
-from pylate_flash.bench.suite import FLASH_MAXSIM_SYSTEM, LIK_SYSTEM, OUR_SYSTEM, OURS, Candidate, Suite, System
+from pylate_flash.bench.suite import (
+    FLASH_MAXSIM_SYSTEM,
+    LIK_SYSTEM,
+    OUR_SYSTEM,
+    OURS,
+    TORCH_SYSTEM,
+    Candidate,
+    Suite,
+    System,
+)
 
 
 @dataclass(frozen=True)
@@ -101,7 +110,7 @@ def suite() -> Suite:
             ),
             replace(LIK_SYSTEM, about="late-interaction-kernels, the faster of packed and padded"),
             replace(FLASH_MAXSIM_SYSTEM, about="flash-maxsim, the faster of both ways"),
-            System("torch", "torch", methodcaller("torch"), about="a masked einsum over chunks of documents"),
+            replace(TORCH_SYSTEM, about="a masked einsum over chunks of documents"),
         ),
         make_inputs=make_inputs,
     )

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pylate_flash.bench.protocol import Ceilings, floor_of
-from pylate_flash.bench.suite import CPU_FLOPS, WRONG, Unavailable
+from pylate_flash.bench.suite import WRONG, Unavailable
 from pylate_flash.ops import maxsim_from_hidden_reference
 from suites import hidden
 from suites.hidden import ROWS, States
@@ -64,14 +64,6 @@ def test_the_floors_are_those_of_a_card():
     for name, milliseconds in expected.items():
         assert floors[name] == pytest.approx(milliseconds, abs=6e-4)
     assert floors["rerank-packed"] < floors["rerank-8k"]
-
-
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_a_row_is_cut_for_a_cpu(row):
-    cut = row.within(CPU_FLOPS)
-    assert cut.work(torch.float32).flops <= CPU_FLOPS
-    assert (cut.Lq, cut.Ld, cut.step, cut.shortest) == (row.Lq, row.Ld, row.step, row.shortest)
-    assert not row.step or cut.Nq == cut.Nd
 
 
 def test_lik_is_not_given_packed_states():

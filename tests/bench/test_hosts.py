@@ -115,8 +115,6 @@ def test_rows_hold_what_their_names_say(row):
         assert len({document.data_ptr() for document in given["b"]}) == len(given["b"])
         assert all(document.untyped_storage().nbytes() == document.nbytes for document in given["b"])
     assert ("b_mask" in given) == (row.kind == "masked")
-    assert row.within(5e8).work(torch.float32).flops <= 5e8
-    assert row.within(1e15) == row
     assert losses.SAMPLED == 16
 
 

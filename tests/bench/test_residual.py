@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -55,6 +53,4 @@ def test_floors_are_those_of_a_card():
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_a_row_is_cut_for_a_cpu(row):
     cut = row.within(CPU_FLOPS)
-    assert cut == replace(row, Nq=cut.Nq, Nd=cut.Nd)
-    assert cut.work(torch.float32).flops <= CPU_FLOPS
     assert cut.n_centroids <= cut.Nd * cut.Ld

@@ -6,7 +6,6 @@ import torch
 from pylate_flash.bench import calls, exact
 from pylate_flash.bench.exact import relative_error
 from pylate_flash.bench.protocol import Ceilings, floor_of
-from pylate_flash.bench.suite import CPU_FLOPS
 from suites import sparse
 from suites.sparse import ROWS, Pruned
 
@@ -47,10 +46,3 @@ def test_floors_count_what_was_chosen():
     expected = {"pruned-1k": 0.0173, "pruned-10k": 0.1727, "pruned-visual": 0.0590, "pruned-colpali": 0.0591}
     assert found == pytest.approx(expected, rel=0.02)
     assert TINY.shape == "1 x 1100, 6 x 9, d = 16, 3 chosen"
-
-
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_a_row_is_cut_for_a_cpu(row):
-    cut = row.within(CPU_FLOPS)
-    assert isinstance(cut, Pruned)
-    assert cut.work(torch.float32).flops <= CPU_FLOPS

@@ -14,7 +14,7 @@ from pylate_flash.bench.exact import relative_error
 from pylate_flash.bench.protocol import Ceilings, floor_of
 from pylate_flash.bench.rerank import scores_by_id
 from pylate_flash.bench.rows import Row
-from pylate_flash.bench.suite import CPU_FLOPS, WRONG, Unavailable
+from pylate_flash.bench.suite import WRONG, Unavailable
 from pylate_flash.bench.varlen import ROWS, Arrays
 
 CPU = torch.device("cpu")
@@ -88,15 +88,6 @@ def test_floors_on_an_h200_count_real_tokens_only(row, milliseconds):
     # 790 TFLOP/s and 4.3 TB/s; by hand, with the mean length of each row (the drawn ones differ by a percent).
     floor = floor_of(row.work(torch.bfloat16), Ceilings(790e12, 4.3e12))
     assert floor.milliseconds == pytest.approx(milliseconds, rel=0.02)
-
-
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_rows_shrink_to_what_a_cpu_does_in_reasonable_time(row):
-    small = row.within(CPU_FLOPS)
-    assert small.work(torch.float32).flops <= CPU_FLOPS
-    assert type(small) is type(row)
-    assert (small.Lq, small.shortest, small.Ld, small.d) == (row.Lq, row.shortest, row.Ld, row.d)
-    assert row.within(1e15) == row
 
 
 def test_a_request_is_what_a_model_returns():
