@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .encoding.model_record import ModelRecord
 from .index.arguments import (
     Embeddings,
     batches_of,
@@ -27,8 +28,8 @@ from .index.arguments import (
 )
 from .index.filters import Metadata, Where, checked_metadata
 from .index.info import IndexInfo
-from .index.model_record import ModelRecord, places_of, relative_to
 from .index.ranks import Found, Ranks
+from .index.recorded import Recorded
 from .index.search import EMPTY_SCORE, Search, SearchResult
 from .index.store import PackedStore
 
@@ -46,7 +47,7 @@ __all__ = ["EMPTY_SCORE", "Flat", "IndexInfo", "ModelRecord"]
 SCORERS = ("pylate_flash", "auto", "torch", "flash", "lik")
 
 
-class Flat(Base):
+class Flat(Recorded, Base):
     """Exact MaxSim search over all documents, as they are kept: no clustering, no candidates missed.
 
     Embeddings are kept packed (no padding) in flat files on the disk; see `pylate_flash.index` for the
@@ -162,11 +163,6 @@ class Flat(Base):
         return weight, bias
 
     @property
-    def projection(self) -> tuple[Tensor, Tensor | None] | None:
-        """Weight [d, d_model] and bias [d] (or None) that project what is kept, on the device; or None."""
-        return self._search.projection
-
-    @property
     def scorer(self) -> str:
         """What computes the scores; it may be set at any time."""
         return self._scorer
@@ -176,11 +172,6 @@ class Flat(Base):
         if value not in SCORERS:
             raise ValueError(f"scorer must be one of {', '.join(map(repr, SCORERS))}, got {value!r}")
         self._scorer = value
-
-    @property
-    def index_path(self) -> Path:
-        """The folder of this index, absolute; of one in memory the word "memory"."""
-        return self._store.path
 
     @property
     def documents_ids(self) -> list[str]:
@@ -299,91 +290,6 @@ class Flat(Base):
         return self
 
     # Care
-
-    @property
-    def model(self) -> ModelRecord | None:
-        """Which model made the embeddings; None if that was not recorded."""
-        return self._store.state.model
-
-    def record_model(self, model: Any, name: str | os.PathLike[str] | None = None) -> Flat:
-        """Remember which model makes the embeddings, so that `check_model` can refuse another one.
-
-        Parameters
-        ----------
-        model
-            A ColBERT model of this package or of PyLate, or a `MultiVectorEncoder` of sentence-transformers.
-        name
-            What it was loaded from: a folder or a name. A folder is also remembered as seen from the index, so that
-            both can be moved together. None: as recorded before, if anything was.
-
-        Returns
-        -------
-        Flat
-            This index.
-
-        Raises
-        ------
-        ValueError
-            If the index holds documents and another model is recorded, or `model` has no weights to tell it by.
-        RuntimeError, OSError
-            As `add_documents`.
-        """
-        record = ModelRecord.of(model, name, self.index_path, hidden_states=self.projection is not None)
-        recorded = self.model
-        if recorded is not None:
-            differences = recorded.differences(record)
-            if differences and len(self):
-                raise ValueError(
-                    f"the index in {self.index_path} holds embeddings of the model {recorded}, and {record} is "
-                    f"another one: it differs in {'; '.join(differences)}"
-                )
-            if not differences and (
-                name is None or (record.name, record.relative) == (recorded.name, recorded.relative)
-            ):
-                return self
-        self._store.note(model=record)
-        return self
-
-    @property
-    def corpora(self) -> list[Path]:
-        """The files and folders whose texts were added, as far as that was recorded, where they are now.
-
-        Of one that is not there any more, the path is where it was.
-        """
-        found = []
-        for absolute, relative in self._store.state.corpora:
-            places = [Path(place) for place in places_of(absolute, relative, self.index_path)]
-            found.append(next((place for place in places if place.exists()), places[-1]))
-        return found
-
-    def record_corpus(self, path: str | os.PathLike[str]) -> Flat:
-        """Remember a file or folder whose texts are added, beside those that were, so that a search can show them.
-
-        It raises what `add_documents` does of an index that cannot be written to.
-        """
-        record = os.path.abspath(path), relative_to(path, self.index_path)
-        recorded = self._store.state.corpora
-        if record not in recorded:
-            self._store.note(corpora=(*recorded, record))
-        return self
-
-    def check_model(self, model: Any) -> None:
-        """Refuse a model that is not the recorded one; where none is recorded, every model will do.
-
-        Raises
-        ------
-        ValueError
-            If weights, lengths, prefixes or other settings differ. The message says which.
-        """
-        if self.model is None:
-            return
-        hidden_states = bool(self.model.settings.get("hidden_states"))
-        differences = self.model.differences(ModelRecord.of(model, None, self.index_path, hidden_states))
-        if differences:
-            raise ValueError(
-                f"the index in {self.index_path} was built with the model {self.model}, and this is another one: it "
-                f"differs in {'; '.join(differences)}"
-            )
 
     def info(self) -> IndexInfo:
         """Say what the index consists of."""

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pylate_flash import models
-from pylate_flash.index.model_record import ModelRecord, fingerprint
+from pylate_flash.encoding.model_record import ModelRecord, fingerprint
 from pylate_flash.indexes import Flat
 from tests.stores import change_state
 

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from ..encoding.model_record import ModelRecord, places_of, relative_to
 from ..index.layout import Layout
-from ..index.model_record import ModelRecord, places_of, relative_to
 from ..index.store import PackedStore
 
 __all__ = ["convert"]

@@ -13,7 +13,7 @@ pieces.py         the rows of all parts, read by one thread or brought to a GPU 
 resident.py       the rows on the device that scores them: what stays there, and what streams through
 tables.py         numbers, lengths and ids of documents, in arrays
 files.py          opening, reading and writing a file, as the system lets it
-model_record.py   which model made the embeddings
+recorded.py       which model made the embeddings, and which corpora they are of
 info.py           a summary
 arguments.py      ids and embeddings in PyLate's forms
 search.py         exact search over a store, block by block

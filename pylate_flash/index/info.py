@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from .model_record import ModelRecord
+from ..encoding.model_record import ModelRecord
 
 __all__ = ["IndexInfo"]
 

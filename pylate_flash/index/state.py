@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from ..encoding.model_record import ModelRecord
 from .layout import DTYPES, Layout
-from .model_record import ModelRecord
 
 __all__ = ["FORMAT_VERSION", "State"]
 
