@@ -343,12 +343,13 @@ def _of_groups(operands: Operands, queries: slice, documents: slice) -> Block:
 def groups_at_once(operands: Operands, budget: int) -> list[tuple[int, int]]:
     """Consecutive queries that fit into `budget` with their documents, all padded to one length; or one query alone."""
     assert operands.candidates is not None
-    counts, longest = np.diff(operands.candidates), np.zeros(operands.n_queries, dtype=np.int64)
+    n_queries, budget = operands.n_queries, budget // max(operands.documents.shape[-1], operands.query_length)
     if operands.document_bounds is None:
-        longest += operands.documents.shape[-2]
-    else:
-        np.maximum.at(longest, np.repeat(np.arange(len(counts)), counts), np.diff(operands.document_bounds))
-    return runs(longest, budget // max(operands.documents.shape[-1], operands.query_length), counts)
+        step = max(1, budget // operands.documents.shape[1:3].numel())
+        return [(first, min(first + step, n_queries)) for first in range(0, n_queries, step)]
+    counts, longest = np.diff(operands.candidates), np.zeros(n_queries, dtype=np.int64)
+    np.maximum.at(longest, np.repeat(np.arange(n_queries), counts), np.diff(operands.document_bounds))
+    return runs(longest, budget, counts)
 
 
 def padded_tokens(bounds: np.ndarray, sequences: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor | None]:
