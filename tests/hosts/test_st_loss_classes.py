@@ -409,6 +409,24 @@ def test_a_fused_projection_changes_nothing(
     assert_close(value_and_gradients(getattr(host, name)(model), model, features, labels), expected)
 
 
+@pytest.mark.parametrize("beyond", [{"margin": 0.05}, {"symmetric": True}, {"exclude": losses.duplicates}])
+@pytest.mark.parametrize("name", [IN_BATCH, CACHED])
+def test_a_fused_projection_takes_what_the_loss_takes(
+    name: str, beyond: dict, tiny_encoder: MultiVectorEncoder, texts: Any
+) -> None:
+    features = columns(tiny_encoder, texts, 3)
+    # The third query's document is the first one's too.
+    for value in features[1].values():
+        if isinstance(value, Tensor) and value.ndim == 2:
+            value[2] = value[0]
+    plain, loss, fused = (
+        value_and_gradients(getattr(losses, name)(tiny_encoder, **options), tiny_encoder, features, None)
+        for options in ({}, beyond, {**beyond, "fuse_projection": True})
+    )
+    assert_close(fused, loss)
+    assert not torch.allclose(plain[0], loss[0])
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -444,8 +462,6 @@ def test_a_model_that_cannot_be_fused_says_why(
         ({"symmetric": 1}, "symmetric: 1; expected True or False"),
         ({"exclude": [1]}, "exclude: list; expected a function"),
         ({"fuse_projection": None}, "fuse_projection: None; expected True or False"),
-        ({"fuse_projection": True, "margin": 0.1}, "fuse_projection: given together with margin"),
-        ({"fuse_projection": True, "margin": 0.0}, "fuse_projection: given together with margin"),
         ({"gather_across_devices": True, "symmetric": True}, "gather_across_devices: given together with symmetric"),
         ({"gather_across_devices": True, "gather": "ring", "margin": 0.1}, 'margin: given together with gather="ring"'),
         ({"similarity_fct": scoring.XTRScores(), "margin": 0.0}, "margin: given together with a similarity_fct"),

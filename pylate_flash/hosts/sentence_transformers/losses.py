@@ -94,8 +94,7 @@ class MultiVectorMultipleNegativesRankingLoss(host.MultiVectorMultipleNegativesR
     fuse_projection
         Score from the encoder's hidden states, and leave the model's Dense and Normalize modules to
         `maxsim_from_hidden`. Values and gradients are the same but for rounding. It is no help in training, where a
-        step keeps the encoder's activations. Not with `margin`, `symmetric` or `exclude`; ranks that gather fuse
-        nothing.
+        step keeps the encoder's activations. Ranks that gather fuse nothing.
 
     Raises
     ------
@@ -350,8 +349,6 @@ def _set_contrast(
     check_asked(loss, {**asked, "gather": gather if gather != "all_gather" else None})
     set_fusion(loss, fuse_projection)
     beyond = asked_for(asked)
-    if fuse_projection and beyond:
-        raise ValueError(f"fuse_projection: given together with {', '.join(beyond)}, which needs embeddings")
     if loss.gather_across_devices and {"symmetric", "exclude"} & set(beyond):
         raise ValueError(
             f"gather_across_devices: given together with {', '.join(beyond)}; a rank knows no queries of the others, "
