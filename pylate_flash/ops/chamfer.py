@@ -277,9 +277,8 @@ def check_sets(sets: Sets) -> None:
             )
     elif x.shape[0] != y.shape[0]:
         raise ValueError(f"y must have one set for each set of x, {x.shape[0]}, got {y.shape[0]} sets")
-    for name, mask, points in (("x_mask", x_mask, x), ("y_mask", y_mask, y)):
-        if mask is not None:
-            check_mask_layout(name, mask, points)
+    check_mask_layout("x_mask", x_mask, x)
+    check_mask_layout("y_mask", y_mask, y)
 
 
 def problem_of_sets(sets: Sets, options: ChamferOptions) -> Problem:
@@ -366,9 +365,9 @@ def _call(arguments: tuple) -> tuple[Sets, ChamferOptions]:
 
 
 def _compute_gradients(
-    grad_scores: Tensor, kept: Sequence[Tensor], arguments: tuple, needs: tuple[bool, bool]
+    grad_scores: Tensor, saved: Sequence[Tensor], arguments: tuple, needs: tuple[bool, bool]
 ) -> tuple[Tensor | None, Tensor | None]:
-    return compute_chamfer_gradients(*_call(arguments), grad_scores, (kept[0], kept[1]), needs)
+    return compute_chamfer_gradients(*_call(arguments), grad_scores, (saved[0], saved[1]), needs)
 
 
 _chamfer = Operation(

@@ -151,5 +151,5 @@ def _received(sent: Tensor, argmax: Tensor, length: int) -> Tensor:
     """Sums [n, length, d] of what is sent [n, L, d] to the points of `argmax` [n, L], in the order of the senders."""
     n, senders, size = sent.shape
     first = torch.arange(n, device=sent.device).unsqueeze(1) * senders
-    found = sums_by_argmax(sent.reshape(-1, size), first, argmax, sent.new_ones(n, senders), length)
-    return found.view(n, length, size)
+    sums = sums_by_argmax(sent.reshape(-1, size), first, argmax, sent.new_ones(n, senders), length)
+    return sums.view(n, length, size)

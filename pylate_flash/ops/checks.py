@@ -67,7 +67,9 @@ def check_same(
 
 
 def check_mask_layout(name: str, mask: object, embeddings: Tensor) -> None:
-    """Raise unless `mask` fits the tokens of `embeddings`, and requires no gradient; its values are not looked at."""
+    """Raise unless `mask` is None or fits the tokens of `embeddings`, without a gradient; values are not looked at."""
+    if mask is None:
+        return
     check_tensor(name, mask, otherwise=" or None")
     assert isinstance(mask, Tensor)
     if mask.dtype not in _MASKS:
@@ -120,6 +122,23 @@ def check_boundaries(name: str, cu_seqlens: object, of: Tensor | None = None) ->
     return cu_seqlens.shape[0]
 
 
+def check_indices(name: str, indices: Tensor, what: str, count: int, of: str, device: torch.device) -> None:
+    """Raise unless these number `count` things, or none by -1, on the device of the argument `of`.
+
+    On a GPU, where to look would be to wait, their values are not looked at.
+    """
+    if indices.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name} must be int32 or int64, got {indices.dtype}")
+    if indices.device != device:
+        raise ValueError(f"{name} must be on the device of {of}, {device}, got {indices.device}")
+    if is_readable(indices) and indices.numel():
+        lowest, highest = (int(value) for value in indices.aminmax())
+        if lowest < -1 or highest >= count:
+            raise ValueError(
+                f"{name} must hold {what} from 0 to {count - 1}, or -1 for none, got {lowest} to {highest}"
+            )
+
+
 def check(tensors: Tensors, quantized: bool = False) -> None:
     """Raise unless the tensors of a call fit together; `quantized` documents have a type of their own."""
     queries, documents, queries_mask, documents_mask, queries_cu_seqlens, documents_cu_seqlens, candidates = tensors
@@ -134,10 +153,8 @@ def check(tensors: Tensors, quantized: bool = False) -> None:
             f"documents of shape [Nq, K, Ld, d] must have one row of candidates per query, Nq = {queries.shape[0]}, "
             f"got {list(documents.shape)}"
         )
-    if queries_mask is not None:
-        check_mask_layout("queries_mask", queries_mask, queries)
-    if documents_mask is not None:
-        check_mask_layout("documents_mask", documents_mask, documents)
+    check_mask_layout("queries_mask", queries_mask, queries)
+    check_mask_layout("documents_mask", documents_mask, documents)
     if packed:
         check_packing(tensors)
 

@@ -177,18 +177,18 @@ def maxsim_from_hidden(
     return _maxsim_hidden((weight, bias, *tensors, *options), "maxsim_from_hidden")
 
 
-def _check_layout(packed: bool, packed_queries: bool, **given: object) -> None:
-    """Raise if an argument is given for which the layout has no use, or one is not without which it is not known."""
+def _check_layout(packed: bool, packed_queries: bool, **arguments: object) -> None:
+    """Raise if there is an argument for which the layout has no use, or none without which it is not known."""
     useless: tuple[str, ...] = ("documents_mask",) if packed else ("candidates_cu_seqlens", "max_document_length")
     useless += ("queries_mask",) if packed and packed_queries else ("queries_cu_seqlens", "max_query_length")
     for name in useless:
-        if given[name] is not None:
+        if arguments[name] is not None:
             documents = "packed" if packed else "padded (documents_cu_seqlens is None)"
             queries = "packed" if packed_queries else "padded"
             raise ValueError(
                 f"{name} has no meaning where documents are {documents} and queries {queries}: leave it out"
             )
-    if packed and packed_queries and given["queries_cu_seqlens"] is None:
+    if packed and packed_queries and arguments["queries_cu_seqlens"] is None:
         raise ValueError("queries of shape [Tq, d] need queries_cu_seqlens, got None")
 
 
@@ -263,10 +263,8 @@ def _check(arguments: tuple, called: str) -> tuple:
             f"hidden of shape [Nq, K, Ld, d_model] must have one row of candidates per query, Nq = {queries.shape[0]}, "
             f"got {list(hidden.shape)}"
         )
-    if tensors.queries_mask is not None:
-        check_mask_layout("queries_mask", tensors.queries_mask, queries)
-    if tensors.documents_mask is not None:
-        check_mask_layout("documents_mask", tensors.documents_mask, hidden)
+    check_mask_layout("queries_mask", tensors.queries_mask, queries)
+    check_mask_layout("documents_mask", tensors.documents_mask, hidden)
     return *layer, *tensors, *options._replace(empty_score=checked_number("empty_score", options.empty_score))
 
 
@@ -284,9 +282,9 @@ def _compute(arguments: tuple, with_argmax: bool) -> tuple[Tensor, Tensor | None
 
 
 def _compute_gradients(
-    grad_scores: Tensor, kept: Sequence[Tensor], arguments: tuple, needs: tuple[bool, ...]
+    grad_scores: Tensor, saved: Sequence[Tensor], arguments: tuple, needs: tuple[bool, ...]
 ) -> tuple[Tensor | None, ...]:
-    return compute_hidden_gradients(*_call(arguments), grad_scores, [(kept[0], None)], needs)
+    return compute_hidden_gradients(*_call(arguments), grad_scores, [(saved[0], None)], needs)
 
 
 def _function_of(operation: Operation) -> type[torch.autograd.Function]:
@@ -302,14 +300,14 @@ def _function_of(operation: Operation) -> type[torch.autograd.Function]:
             ctx.likes = [None if tensor is None else (tensor.dtype, tensor.shape) for tensor in tensors[:4]]
             argmax = None
             # Not among the saved tensors, which live until the whole backward is over.
-            ctx.kept = []
+            ctx.unsaved = []
             if key is NOT_PLAIN:
                 scores, argmax = operation.operator_forward(*tensors, *options)
             else:
                 arguments = operation.check((*tensors, *options), called)
                 tensors, options = arguments[:_N_TENSORS], arguments[_N_TENSORS:]
-                scores, kept = compute_hidden(*_call(arguments), True)
-                ctx.kept.append(kept)
+                scores, unsaved = compute_hidden(*_call(arguments), True)
+                ctx.unsaved.append(unsaved)
             ctx.save_for_backward(*tensors, argmax)
             ctx.options = options
             return scores
@@ -318,18 +316,18 @@ def _function_of(operation: Operation) -> type[torch.autograd.Function]:
         def backward(ctx, grad_scores):
             *tensors, argmax = ctx.saved_tensors
             arguments, needs = (*tensors, *ctx.options), ctx.needs_input_grad[1:5]
-            if argmax is None and not ctx.kept:
+            if argmax is None and not ctx.unsaved:
                 # A second backward through a retained graph.
-                ctx.kept.append(compute_hidden(*_call(arguments), True)[1])
+                ctx.unsaved.append(compute_hidden(*_call(arguments), True)[1])
             if argmax is None and not torch.is_grad_enabled() and is_plain(grad_scores):
-                found = compute_hidden_gradients(*_call(arguments), grad_scores, ctx.kept, needs)
+                gradients = compute_hidden_gradients(*_call(arguments), grad_scores, ctx.unsaved, needs)
             else:
                 # A graph of the backward is asked for: the operator has one, which says that there is no second
                 # derivative.
-                argmax = ctx.kept[0][0] if argmax is None else argmax
-                gradients = operation.operator_backward(grad_scores, argmax, *arguments, *needs)
-                found = tuple([gradient if need else None for gradient, need in zip(gradients, needs, strict=True)])
-            return None, *cast_like(found, ctx.likes), *(None,) * (_N_TENSORS - 4)
+                argmax = ctx.unsaved[0][0] if argmax is None else argmax
+                whole = operation.operator_backward(grad_scores, argmax, *arguments, *needs)
+                gradients = tuple([gradient if need else None for gradient, need in zip(whole, needs, strict=True)])
+            return None, *cast_like(gradients, ctx.likes), *(None,) * (_N_TENSORS - 4)
 
     return Function
 

@@ -51,12 +51,12 @@ class Embeddings(NamedTuple):
 
 
 # What a forward leaves for its backward: argmax, and the projected embeddings where there is room for them.
-Kept = tuple[Tensor | None, Embeddings | None]
+Saved = tuple[Tensor | None, Embeddings | None]
 
 
 def compute_hidden(
     weight: Tensor, bias: Tensor | None, tensors: Tensors, options: Options, with_argmax: bool
-) -> tuple[Tensor, Kept]:
+) -> tuple[Tensor, Saved]:
     """Scores, and what the backward needs, if asked for; `tensors` have hidden states in place of documents.
 
     The projected embeddings are kept where the bound has room for them and for their gradient.
@@ -84,16 +84,16 @@ def compute_hidden_gradients(
     tensors: Tensors,
     options: Options,
     grad_scores: Tensor,
-    kept: list[Kept],
+    saved: list[Saved],
     needs: tuple[bool, ...],
 ) -> tuple[Tensor | None, ...]:
     """Gradients of weight, bias, queries and hidden in their types; None for one that is not needed.
 
-    `kept` holds what the forward did, and is emptied: it is let go before the gradient of the hidden states, which is
+    `saved` holds what the forward left, and is emptied: it is let go before the gradient of the hidden states, which is
     larger than all of it, is allocated. Sums over several blocks are of float32 (float64 for float64).
     """
     need_weight, need_bias, need_queries, need_hidden = needs
-    argmax, projected = kept.pop()
+    argmax, projected = saved.pop()
     assert argmax is not None
     layer, hidden = _layer(weight, bias, options), tensors.documents
     with without_autocast(weight.device), torch.no_grad():

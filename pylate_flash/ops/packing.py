@@ -99,9 +99,9 @@ def padded(values: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
     """Packed tokens [T, d] as [N, longest, d], and their mask, for definitions; gradients flow through them."""
     cu_seqlens = cu_seqlens.to(values.device)
     lengths = cu_seqlens.diff().unsqueeze(1)
-    places = torch.arange(max([0, *lengths.flatten().tolist()]), device=values.device)
-    tokens = (cu_seqlens[:-1].unsqueeze(1) + places).clamp(max=len(values) - 1)
-    return values[tokens], places < lengths
+    positions = torch.arange(max([0, *lengths.flatten().tolist()]), device=values.device)
+    tokens = (cu_seqlens[:-1].unsqueeze(1) + positions).clamp(max=len(values) - 1)
+    return values[tokens], positions < lengths
 
 
 def host_bounds(name: str, cu_seqlens: Tensor, total: int, of: str, most: int | None = None) -> np.ndarray:

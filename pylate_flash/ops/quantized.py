@@ -49,15 +49,15 @@ def scores_of_quantized(
     operation: str, tensors: Tensors, options: Options, documents: QuantizedEmbeddings, quantize_queries: bool
 ) -> Tensor:
     """The scores of a call; `tensors` have the values of the documents in their place."""
-    given, how = (*tensors, documents.scales, documents.offsets), (*options, quantize_queries)
-    key = signature("maxsim_quantized", given, how)
+    inputs, how = (*tensors, documents.scales, documents.offsets), (*options, quantize_queries)
+    key = signature("maxsim_quantized", inputs, how)
     if key is NOT_PLAIN:
-        return _maxsim_quantized(*_check((*given, *how), operation))
+        return _maxsim_quantized(*_check((*inputs, *how), operation))
 
-    def compute(given: Sequence) -> tuple[tuple[Tensor], None]:
-        return (_scores(*_check((*given, *how), operation)),), None
+    def compute(inputs: Sequence) -> tuple[tuple[Tensor], None]:
+        return (_scores(*_check((*inputs, *how), operation)),), None
 
-    return repeat(key, compute, given)[0][0]
+    return repeat(key, compute, inputs)[0][0]
 
 
 _N_TENSORS = len(Tensors._fields)

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..kernels.plan import choose
 from ..problem import Options, Problem, Tensors, accumulation_dtype
 from .by_block import DocumentBlock, at, compute_by_block, document_blocks, of_block
-from .checks import check, check_embeddings, check_tensor, checked_number, checked_problem, is_readable
+from .checks import check, check_embeddings, check_indices, check_tensor, checked_number, checked_problem
 from .compute import active_counts, compute_gradients, kernels
 from .maxsim import checked, maxsim_reference
 from .operator import Operation
@@ -145,21 +145,12 @@ def _check(arguments: tuple, called: str) -> tuple:
 
 def _check_candidates(candidates: Tensor, cu_seqlens: Tensor, queries: Tensor) -> None:
     check_tensor("candidates", candidates, {2: "[Nq, K]"})
-    if candidates.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"candidates must be int32 or int64, got {candidates.dtype}")
     if candidates.shape[0] != queries.shape[0]:
         raise ValueError(
             f"candidates must have one row per query, Nq = {queries.shape[0]}, got {list(candidates.shape)}"
         )
-    if candidates.device != cu_seqlens.device:
-        raise ValueError(f"candidates must be on the device of documents, {cu_seqlens.device}, got {candidates.device}")
-    if is_readable(candidates) and candidates.numel():
-        lowest, highest = (int(value) for value in candidates.aminmax())
-        last = cu_seqlens.shape[0] - 2
-        if lowest < -1 or highest > last:
-            raise ValueError(
-                f"candidates must be numbers of documents, 0 to {last}, or -1 for none, got {lowest} to {highest}"
-            )
+    count, device = cu_seqlens.shape[0] - 1, cu_seqlens.device
+    check_indices("candidates", candidates, "numbers of documents", count, "documents", device)
 
 
 def _problem_of(call: _Call, with_argmax: bool) -> tuple[Problem, bool]:
@@ -194,9 +185,9 @@ def _compute(arguments: tuple, with_argmax: bool) -> tuple[Tensor, Tensor | None
     return scores, argmax
 
 
-def _compute_gradients(grad_scores: Tensor, kept: Sequence[Tensor], arguments: tuple, _: tuple) -> tuple[Tensor]:
+def _compute_gradients(grad_scores: Tensor, saved: Sequence[Tensor], arguments: tuple, needs: tuple) -> tuple[Tensor]:
     """The gradient of the queries, contiguous and in their type."""
-    call, (argmax,) = _Call(*arguments), kept
+    call, (argmax,) = _Call(*arguments), saved
     problem, by_kernels = _problem_of(call, False)
     if by_kernels:
         if call.reduction == "mean":
@@ -207,9 +198,9 @@ def _compute_gradients(grad_scores: Tensor, kept: Sequence[Tensor], arguments: t
     total = torch.zeros_like(tensors.queries, memory_format=torch.contiguous_format)
     for block in blocks:
         part = of_block(tensors, block, produce(block))
-        found = compute_gradients(part, options, at(flow, block.scores), at(argmax, block.documents), True, False)[0]
-        assert found is not None
-        total += found
+        grad, _ = compute_gradients(part, options, at(flow, block.scores), at(argmax, block.documents), True, False)
+        assert grad is not None
+        total += grad
     return (total.to(call.queries.dtype),)
 
 

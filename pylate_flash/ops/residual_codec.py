@@ -163,8 +163,8 @@ def train_residual_codec(
     >>> codec = train_residual_codec(embeddings, nbits=4)
     >>> codec.centroids.shape, codec.bucket_weights.shape
     (torch.Size([256, 16]), torch.Size([16]))
-    >>> found = codec.compress(embeddings, torch.tensor([0, 200, 500])).decompress()
-    >>> bool((found * embeddings).sum(dim=1).mean() > 0.95)
+    >>> decompressed = codec.compress(embeddings, torch.tensor([0, 200, 500])).decompress()
+    >>> bool((decompressed * embeddings).sum(dim=1).mean() > 0.95)
     True
     """
     _check_embeddings(embeddings)
@@ -234,7 +234,7 @@ def read_fast_plaid(folder: str | os.PathLike, device: torch.device | str = "cpu
     lengths = [_read_json(place / f"doclens.{chunk}.json") for chunk in chunks]
     try:
         bounds = np.cumsum([0, *(length for some in lengths for length in some)], dtype=np.int64)
-        found = ResidualCodes(
+        codes_ = ResidualCodes(
             # A number without a centroid stays one.
             torch.from_numpy(np.concatenate(codes).clip(-1, _LARGEST_CODE).astype(np.int32)),
             torch.from_numpy(np.concatenate(residuals)),
@@ -245,7 +245,7 @@ def read_fast_plaid(folder: str | os.PathLike, device: torch.device | str = "cpu
         )
     except (IndexError, TypeError, ValueError) as error:
         raise ValueError(f"{place} holds no index of fast-plaid: {error}") from error
-    return found.to(device)
+    return codes_.to(device)
 
 
 def _with_reversed_bits(nbits: int) -> Tensor:
@@ -307,7 +307,7 @@ def _coded(tokens: Tensor, centroids: Tensor) -> Iterator[tuple[slice, Tensor, T
 
 def _quantiles(values: Tensor, at: Tensor) -> Tensor:
     """Quantiles of sorted values, between two neighbours by their distance."""
-    places = at.to(values.device) * (len(values) - 1)
-    below = places.long()
+    positions = at.to(values.device) * (len(values) - 1)
+    below = positions.long()
     above = (below + 1).clamp(max=len(values) - 1)
-    return torch.lerp(values[below], values[above], places - below)
+    return torch.lerp(values[below], values[above], positions - below)

@@ -145,10 +145,10 @@ class ResidualCodes(TensorContainer):
 
     def _sums(self, tokens: slice | Tensor) -> Tensor:
         """Centroids plus weights [n, d] of these tokens, in their type."""
-        places = torch.arange(8 - self.nbits, -1, -self.nbits, device=self.device)
+        shifts = torch.arange(8 - self.nbits, -1, -self.nbits, device=self.device)
         bytes_ = torch.arange(256, device=self.device).unsqueeze(1)
         # What every byte stands for, as one number each, which the CPU looks up many times faster than a row.
-        table = self.bucket_weights[(bytes_ >> places) & ((1 << self.nbits) - 1)]
+        table = self.bucket_weights[(bytes_ >> shifts) & ((1 << self.nbits) - 1)]
         words = table.view(_WORDS[table.shape[1] * table.itemsize]).squeeze(1)
         weights = words.index_select(0, self.residuals[tokens].int().flatten()).view(self.centroids.dtype)
         return self.centroids.index_select(0, self.codes[tokens]).add_(weights.view(-1, self.size))

@@ -247,9 +247,9 @@ def _compute(arguments: tuple, with_lse: bool) -> tuple[Tensor, Tensor | None]:
 
 
 def _compute_gradients(
-    grad_scores: Tensor, kept: Sequence[Tensor], arguments: tuple, needs: tuple[bool, bool, bool]
+    grad_scores: Tensor, saved: Sequence[Tensor], arguments: tuple, needs: tuple[bool, bool, bool]
 ) -> tuple[Tensor | None, ...]:
-    (lse,), beta, (tensors, options) = kept, arguments[0], call_of(arguments[1:-1])
+    (lse,), beta, (tensors, options) = saved, arguments[0], call_of(arguments[1:-1])
     problem = checked_problem(tensors, options)
     return gradients_by(
         problem, tensors, options, grad_scores, (beta, *tensors[:2]), needs,

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..problem import Options, Tensors, empty_results
-from .checks import check, check_choice, check_tensor, checked_flag, checked_number, checked_problem, is_readable
+from .checks import check, check_choice, check_indices, check_tensor, checked_flag, checked_number, checked_problem
 from .compute import compute_gradients, kernels, scores_by, with_empty_score
 from .loss_call import check_packing
 from .maxsim import OPTIONS_SCHEMA, REDUCTIONS, TENSORS_SCHEMA, call_of, checked, maxsim_reference
@@ -166,10 +166,6 @@ def _positions(query_tokens: Tensor, queries: Tensor) -> Tensor:
 def _check_query_tokens(query_tokens: Tensor, tensors: Tensors) -> None:
     """Raise unless these are positions of query tokens for each document."""
     queries, documents = tensors[:2]
-    if query_tokens.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"query_tokens must be int32 or int64, got {query_tokens.dtype}")
-    if query_tokens.device != queries.device:
-        raise ValueError(f"query_tokens must be on {queries.device}, got {query_tokens.device}")
     n_queries, shape, cu_seqlens = queries.shape[0], query_tokens.shape, tensors.documents_cu_seqlens
     n_documents = documents.shape[-3] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     alike = documents.dim() < 4
@@ -178,14 +174,7 @@ def _check_query_tokens(query_tokens: Tensor, tensors: Tensors) -> None:
             f"query_tokens must have shape [{n_queries}, {n_documents}, k]"
             f"{f' or [{n_documents}, k]' if alike else ''}, got {list(shape)}"
         )
-    if not is_readable(query_tokens):
-        return
-    length = queries.shape[1]
-    wrong = query_tokens[(query_tokens < -1) | (query_tokens >= length)]
-    if wrong.numel():
-        raise ValueError(
-            f"query_tokens must hold positions from 0 to {length - 1}, or -1 for none, got {wrong[0].item()}"
-        )
+    check_indices("query_tokens", query_tokens, "positions", queries.shape[1], "queries", queries.device)
 
 
 _N_TENSORS = len(Tensors._fields)
@@ -219,15 +208,15 @@ def _compute(arguments: tuple, with_argmax: bool) -> tuple[Tensor, Tensor | None
     def in_blocks(operands: Operands, scores: Tensor, argmax: Tensor | None) -> None:
         sparse_blocked_forward(operands, _positions(query_tokens, tensors.queries), scores, argmax)
 
-    kept = (-1, problem.winners_dtype) if with_argmax else None
-    return scores_by(problem, tensors, options, by_kernels, in_blocks, kept)
+    saved = (-1, problem.winners_dtype) if with_argmax else None
+    return scores_by(problem, tensors, options, by_kernels, in_blocks, saved)
 
 
 def _compute_gradients(
-    grad_scores: Tensor, kept: Sequence[Tensor], arguments: tuple, needs: tuple[bool, bool]
+    grad_scores: Tensor, saved: Sequence[Tensor], arguments: tuple, needs: tuple[bool, bool]
 ) -> tuple[Tensor | None, ...]:
     tensors, _, options = _call(arguments)
-    return compute_gradients(tensors, options, grad_scores, kept[0], *needs)
+    return compute_gradients(tensors, options, grad_scores, saved[0], *needs)
 
 
 def _shapes(*arguments) -> tuple[Tensor, Tensor]:

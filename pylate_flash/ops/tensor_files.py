@@ -98,9 +98,9 @@ class TensorContainer:
             pass
         try:
             with safe_open(path, "pt") as file:
-                found = file.metadata()
-                if found != cls._metadata():
-                    raise ValueError(f"its metadata are {found}, expected {cls._metadata()}")
+                metadata = file.metadata()
+                if metadata != cls._metadata():
+                    raise ValueError(f"its metadata are {metadata}, expected {cls._metadata()}")
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no mapping)
             container = cls(**tensors)
         except (SafetensorError, TypeError, ValueError) as error:
@@ -127,11 +127,11 @@ def wide_dtype(dtype: object) -> torch.dtype:
 
 def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The tensors, contiguous, and no two in one memory, which safetensors refuses."""
-    found: dict[str, Tensor] = {}
+    apart: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, tensor in tensors.items():
         tensor = tensor.contiguous()
         place = tensor.untyped_storage().data_ptr()
-        found[name] = tensor.clone() if place in seen else tensor
+        apart[name] = tensor.clone() if place in seen else tensor
         seen.add(place)
-    return found
+    return apart

@@ -146,8 +146,9 @@ def xtr_scores(
 
 
 def _check(arguments: tuple, called: str) -> tuple:
-    *given, k, normalizer, empty_score, implementation = arguments
-    tensors = checked(called, Tensors(*given), Options(empty_score=empty_score, implementation=implementation))
+    *embeddings_and_masks, k, normalizer, empty_score, implementation = arguments
+    tensors = Tensors(*embeddings_and_masks)
+    tensors = checked(called, tensors, Options(empty_score=empty_score, implementation=implementation))
     return *tensors[:4], k, normalizer, checked_number("empty_score", empty_score), implementation
 
 
@@ -160,15 +161,15 @@ def _compute(arguments: tuple, _: bool) -> Results:
     tensors = Tensors(queries, documents, *checked_masks(tensors))
     scores = torch.empty(problem.scores_shape, dtype=problem.scores_dtype, device=problem.device)
     argmax = torch.empty(problem.winners_shape, dtype=problem.winners_dtype, device=problem.device)
-    found, least = Results(scores, argmax, torch.empty_like(scores)), _LEAST[normalizer]
+    results, least = Results(scores, argmax, torch.empty_like(scores)), _LEAST[normalizer]
     if problem.is_empty:
         scores = with_empty_score(scores.zero_(), tensors, empty_score)
-        return Results(scores, argmax.fill_(-1), found.divisors.fill_(least))
+        return Results(scores, argmax.fill_(-1), results.divisors.fill_(least))
     rule = Rule(min(k, problem.n_tokens), normalizer == "positive", least)
     number = max(1, _MAXIMA_AT_ONCE // (max(problem.n_documents, _BESIDE_MAXIMA) * problem.query_length))
     compute = kernels().xtr_scores if chosen == "triton" else _scores_in_blocks
-    compute(problem, tensors, rule, number, found)
-    return found
+    compute(problem, tensors, rule, number, results)
+    return results
 
 
 def chunks(problem: Problem, tensors: Tensors, to: Results, number: int) -> Iterator[tuple[Problem, Tensors, Results]]:
@@ -252,16 +253,18 @@ def _retrieve(rows: Tensor, documents: Tensor, active: Tensor | None, rule: Rule
 
 
 def retrieved_of(above: Tensor, equal: Tensor, n_equal: Tensor) -> Tensor:
-    """How many tokens of each document a row retrieves [R, Nd]: those above its threshold, and the first `n_equal`
-    [R, 1] of those equal to it; `above` and `equal` [R, Nd] are their numbers."""
+    """How many tokens of each document a row retrieves [R, Nd].
+
+    These are the `above` [R, Nd] its threshold, and of those `equal` [R, Nd] to it the first `n_equal` [R, 1].
+    """
     before = equal.cumsum(dim=1, dtype=torch.int32) - equal
     return above + (n_equal - before).clamp(min=0).minimum(equal)
 
 
 def _compute_gradients(
-    grad_scores: Tensor, kept: Sequence[Tensor], arguments: tuple, needs: tuple[bool, bool]
+    grad_scores: Tensor, saved: Sequence[Tensor], arguments: tuple, needs: tuple[bool, bool]
 ) -> tuple[Tensor | None, ...]:
-    argmax, divisors = kept
+    argmax, divisors = saved
     options = Options(implementation=arguments[-1])
     return compute_gradients(Tensors(*arguments[:4]), options, grad_scores / divisors, argmax, *needs)
 

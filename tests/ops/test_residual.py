@@ -249,7 +249,7 @@ QUERIES = torch.ones(2, 3, 8)
         ),
         (
             lambda: maxsim_residual(QUERIES, changed(), candidates=torch.tensor([[0], [2]])),
-            ValueError, "candidates must be numbers of documents, 0 to 1, or -1 for none, got 0 to 2",
+            ValueError, "candidates must hold numbers of documents from 0 to 1, or -1 for none, got 0 to 2",
         ),
         (
             lambda: maxsim_residual(QUERIES, changed(), candidates=torch.tensor([[0, 1]])),

@@ -114,7 +114,7 @@ def test_memory_does_not_grow_with_the_similarities(monkeypatch: pytest.MonkeyPa
         }),
         (ValueError, "from 0 to 2, or -1 for none, got 3", {"query_tokens": torch.full((3, 1), 3)}),
         (ValueError, "from 0 to 2, or -1 for none, got -2", {"query_tokens": torch.full((3, 1), -2)}),
-        (ValueError, "query_tokens must be on cpu, got meta", {
+        (ValueError, "query_tokens must be on the device of queries, cpu, got meta", {
             "query_tokens": torch.zeros(3, 1, device="meta", dtype=torch.int64),
         }),
         (ValueError, r"documents must have shape .* got \[5, 4\]", {"documents": torch.ones(5, 4)}),

@@ -77,7 +77,7 @@ def test_nan_and_infinity_are_as_in_blocks() -> None:
 
 def test_no_row_out_of_place_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU, positions are not looked at before: what is none chooses none."""
-    monkeypatch.setattr("pylate_flash.ops.sparse_queries.is_readable", lambda tensor: False)
+    monkeypatch.setattr("pylate_flash.ops.checks.is_readable", lambda tensor: False)
     queries, documents = torch.randn(2, 3, 4), torch.randn(2, 5, 4)
     chosen = torch.tensor([[0, 3, 1 << 40], [-(1 << 40), -2, 2]])
     expected = maxsim_sparse_queries(queries, documents, torch.tensor([[0, -1, -1], [-1, -1, 2]]))
