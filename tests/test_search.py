@@ -10,8 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pylate_flash.index import merging, resident, search
+from pylate_flash.index import merging, resident, search, tables
+from pylate_flash.index.layout import Layout
 from pylate_flash.index.merging import joined_best, k_best, k_best_of_runs
+from pylate_flash.index.parts import Part
+from pylate_flash.index.tables import Documents
 from pylate_flash.indexes import Flat
 from pylate_flash.ops.quantization import PRECISIONS, quantize
 from pylate_flash.ops.quantized import query_precision
@@ -201,3 +204,54 @@ def test_an_index_in_memory_is_searched_where_it_is(tmp_path: Path) -> None:
     again = small(tmp_path, 0).remove_documents(["4", "7"]).add_documents(["4", "new"], documents[4:6])
     assert index(queries, k=50) == again(queries, k=50)
     assert index(queries, k=5, subset=ids[:9]) == again(queries, k=5, subset=ids[:9])
+
+
+# Which documents have which ids
+
+
+@given(
+    ids=st.lists(st.text(max_size=4), unique=True, max_size=60),
+    later=st.lists(st.text(min_size=5, max_size=6), unique=True, max_size=9),
+    bits=st.sampled_from([1, 3, 64]),
+    data=st.data(),
+)
+def test_ids_are_found_whatever_their_hashes(ids: list[str], later: list[str], bits: int, data: st.DataObject) -> None:
+    layout = Layout("float32", 1)
+
+    def part(first: int, names: list[str]) -> Part:
+        numbers, lengths = np.arange(first, first + len(names)), np.ones(len(names), np.int64)
+        return Part.of(layout, numbers, names, lengths, sums=np.zeros(0, "<u4"), memory=torch.zeros(len(names), 1))
+
+    with pytest.MonkeyPatch.context() as patch:
+        # Of fewer bits, many have the same.
+        patch.setattr(tables, "_hashes", lambda names: np.array([hash(n) % 2**bits for n in names], np.uint64))
+        documents = Documents([part(7, ids)] if ids else [])
+        everything = [*ids, *later]
+        asked = data.draw(st.lists(st.sampled_from([*everything, "none", "no other"]), max_size=30))
+        for names in (ids, everything):
+            if names is everything and later:
+                documents.append(part(7 + len(ids), later))
+            wanted = [names.index(id_) if id_ in names else -1 for id_ in asked]
+            assert documents.positions_of(asked).tolist() == wanted
+            if bits == 64:
+                assert documents.find(asked).tolist() == wanted
+
+
+@pytest.mark.parametrize(
+    ("queries", "k", "sizes"),
+    [
+        (1, 100, [1]),
+        (24, 100, [24]),
+        (32, 100, [16, 16]),
+        (200, 100, [104, 48, 24, 24]),
+        (1000, 10, [504, 248, 128, 120]),
+        (3000, 1, [1024, 1024, 952]),
+        (3, 5000, [3]),
+    ],
+)
+def test_the_last_queries_that_a_gpu_scores_together_are_few(
+    tmp_path: Path, queries: int, k: int, sizes: list[int]
+) -> None:
+    ranges = small(tmp_path, 0)._search._ranges(queries, k)
+    assert [stop - start for start, stop in ranges] == sizes
+    assert [stop for _, stop in ranges] == np.cumsum(sizes).tolist()

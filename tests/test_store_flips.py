@@ -6,6 +6,7 @@ import random
 import re
 import shutil
 import warnings
+import zlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -105,6 +106,8 @@ def test_values_are_checked_once_and_where_only_a_part_is_read(tmp_path: Path, m
     store.compact()
     (file,) = tmp_path.glob("segment-*")
     checked: list[int] = []
+    # What is computed once, by CRCs of zeros.
+    checksums._changed_by_zeros(checksums._BLOCK_BYTES)
     crc32 = checksums.zlib.crc32
 
     def count(data: memoryview, value: int = 0) -> int:
@@ -136,3 +139,11 @@ def test_values_are_checked_once_and_where_only_a_part_is_read(tmp_path: Path, m
     with pytest.raises(ValueError, match="another CRC-32"):
         opened.remove(np.array([0]), erase=True)
     assert opened.ids == PackedStore(tmp_path).ids == list("bc")
+
+
+@pytest.mark.parametrize("nbytes", [1, 50, 1000, 1 << 16])
+def test_the_crc_of_blocks_follows_from_theirs(nbytes: int) -> None:
+    content = random.Random(nbytes).randbytes(nbytes * 131)
+    sums = [zlib.crc32(content[start : start + nbytes]) for start in range(0, len(content), nbytes)]
+    for number in (1, 2, 63, 64, 65, 128, 131):
+        assert checksums._joined(np.array(sums[:number], "<u4"), nbytes) == zlib.crc32(content[: number * nbytes])

@@ -39,7 +39,7 @@ def k_best(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     within = torch.arange(group, device=scores.device)
     largest = scores[:, : n_groups * group].unflatten(1, (n_groups, group)).amax(dim=2)
     chosen = k_best(largest, k)[1].sort(dim=1).values
-    found = (chosen.unsqueeze(2) * group + within).flatten(1)
+    found = torch.add(within, chosen.unsqueeze(2), alpha=group).flatten(1)
     if n_groups * group < columns:
         # What is left at the end is no group, and is sorted with the others.
         found = torch.cat([found, within[: columns - n_groups * group].expand(len(scores), -1) + n_groups * group], 1)

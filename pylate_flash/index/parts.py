@@ -27,8 +27,9 @@ __all__ = ["COLUMNS", "SEGMENT_NAME", "Part", "Segment", "bytes_of"]
 SEGMENT_NAME = "segment-*.rows"
 # The columns of a part in the catalog, and the last: a CRC-32 over the others.
 COLUMNS = ("number", "segment", "offset", "numbers", "lengths", "id_ends", "ids", "sums", "crc")
-# Rows are read and checked so many bytes at a time, so that they are checked while the processor's cache holds them.
-_CHECKED_AT_A_TIME = 1 << 20
+# Rows are read and checked so many bytes at a time, so that they are checked while a cache holds them; not
+# fewer, as several threads that do so would wait for each other.
+_CHECKED_AT_A_TIME = 4 << 20
 _VERIFIED_AT_A_TIME = 16 << 20
 _SECTOR_BYTES = 512
 

@@ -77,6 +77,7 @@ class Rows:
         self._pieces = Pieces([])
         self._values: Tensor | None = None
         self._loaded = 0  # rows in it
+        self.kept = 0
         self._describe()
 
     def follow(self, parts: Sequence[Part], layout: Layout, show_progress: bool = False) -> None:

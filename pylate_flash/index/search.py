@@ -27,11 +27,11 @@ __all__ = ["EMPTY_SCORE", "Search", "SearchResult"]
 _SCORES = 1 << 26
 _GATHERED_BYTES_CUDA = 512 << 20
 _GATHERED_BYTES_CPU = 8 << 20
-# Queries that are scored at a time: on a CPU, so many tokens of them. On a GPU, those of so many hits, which the host
-# makes results of while the next are scored; but not too few, as each of them walks all documents.
+# Queries that are scored at a time: on a CPU, of so many tokens; on a GPU, so many at most, and the last ones of so
+# many hits, by multiples of what fills tiles of the kernels; of those with subsets, so many.
 _QUERY_TOKENS = 4096
-_HITS = 6400
-_FEWEST_QUERIES, _MOST_QUERIES = 32, 1024
+_MOST_QUERIES, _HITS, _ROUND = 1024, 2400, 8
+_QUERIES_WITH_SUBSETS = 32
 
 
 class _Hit(TypedDict):
@@ -151,8 +151,6 @@ class Search:
                     best[i] = joined_best(best[i], (found[0], found[1] + block.first), k)
                 if block.first + len(block.cu_seqlens) - 1 == documents:
                     waiting.append(_OnHost(*best[i], poison))
-                    if len(waiting) > 1:
-                        yield self._checked(queries, waiting.pop(0), slots)
         for copy in waiting:
             yield self._checked(queries, copy, slots)
 
@@ -209,10 +207,10 @@ class Search:
     ) -> Iterator[Found]:
         """For every query among documents of its own."""
         waiting: list[tuple[_OnHost, np.ndarray, np.ndarray]] = []
-        score, step = scorer.function, self._queries_at_a_time(len(queries), k)
-        for first in range(0, len(queries), step):
-            some = queries[first : first + step]
-            slots, counts = self._slots_of(subsets[first : first + step])
+        score = scorer.function
+        for first in range(0, len(queries), _QUERIES_WITH_SUBSETS):
+            some = queries[first : first + _QUERIES_WITH_SUBSETS]
+            slots, counts = self._slots_of(subsets[first : first + _QUERIES_WITH_SUBSETS])
             if not len(slots):
                 while waiting:
                     yield self._checked(queries, *waiting.pop(0))
@@ -269,7 +267,7 @@ class Search:
         """The slots of each query's ids, ascending, one query's after the other's, and how many each has."""
         documents, size = self.store.documents, max(1, self.rows.documents)
         owners = np.repeat(np.arange(len(subsets)), [len(ids) for ids in subsets])
-        positions = documents.positions_of(list(chain.from_iterable(subsets)))
+        positions = documents.find(list(chain.from_iterable(subsets)))
         owners, slots = owners[positions >= 0], documents.slots[positions[positions >= 0]] - self._first
         if self.ranks is not None:
             here = (slots >= 0) & (slots < self.rows.documents)
@@ -287,20 +285,26 @@ class Search:
             values, cu_seqlens = self.rows.gather(slots[start:stop])
             yield Block(values, cu_seqlens, int(lengths[start:stop].max()), start, None)
 
-    def _queries_at_a_time(self, queries: int, k: int) -> int:
-        most = _MOST_QUERIES
-        if not self.rows.streams:
-            most = min(most, max(_FEWEST_QUERIES, _HITS // k))
-        # As many in the last chunk as in the others.
-        return -(-queries // -(-queries // most))
+    def _ranges(self, queries: int, k: int) -> list[tuple[int, int]]:
+        """From which query to which are scored together on a GPU.
+
+        While it scores some, the host makes results of those before; so the last are few. Each walks all documents.
+        """
+        if self.rows.streams:
+            return cuts(np.arange(queries + 1), _MOST_QUERIES)
+        ranges, start = [], 0
+        while start < queries:
+            left = queries - start
+            half = -(-left // (2 * _ROUND)) * _ROUND
+            size = min(_MOST_QUERIES, left, left if left * k <= _HITS else half)
+            ranges.append((start, start + size))
+            start += size
+        return ranges
 
     def _chunks(self, queries: list[Tensor], k: int) -> list[Packed]:
         """The queries as they are scored together, on the device."""
         lengths = np.array([len(query) for query in queries])
-        if self.device.type == "cuda":
-            ranges = cuts(np.arange(len(queries) + 1), self._queries_at_a_time(len(queries), k))
-        else:
-            ranges = blocks(lengths, _QUERY_TOKENS)
+        ranges = self._ranges(len(queries), k) if self.device.type == "cuda" else blocks(lengths, _QUERY_TOKENS)
         whole = packed(queries, self.device)
         if len(ranges) == 1:
             return [whole]

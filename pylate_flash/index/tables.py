@@ -12,6 +12,10 @@ from .parts import Part
 __all__ = ["Documents", "blocks"]
 
 
+# Documents that came later are looked up one by one, if they are not many.
+_LATER = 10_000
+
+
 class _Growing:
     """A one-dimensional int64 array with room to grow, so that n appended values cost n on average."""
 
@@ -44,7 +48,8 @@ class Documents:
         # With which slot every part begins.
         self._slots, self._firsts = _Growing(), _Growing()
         self._next_slot = 0
-        self._by_id: dict[str, int] | None = None
+        self._by_id: _ById | None = None
+        self._later: dict[str, int] = {}  # those that came after it was made
         for part in parts:
             self.append(part)
 
@@ -61,7 +66,9 @@ class Documents:
         self.parts.append(part)
         self.rows += part.rows
         if self._by_id is not None:
-            self._by_id.update(zip(part.ids_at(places), part.numbers[live].tolist(), strict=True))
+            self._later.update(zip(part.ids_at(places), part.numbers[live].tolist(), strict=True))
+            if len(self._later) > _LATER + len(self) // 4:
+                self._by_id = None
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -115,9 +122,22 @@ class Documents:
 
     def positions_of(self, ids: Sequence[str]) -> np.ndarray:
         """Where the documents of some ids are; -1 for those that are not there. Shape: [N], int64."""
+        positions = self.find(ids)
+        there = np.flatnonzero(positions >= 0)
+        others = [i for i, id_ in zip(there.tolist(), self.ids_at(positions[there]), strict=True) if ids[i] != id_]
+        positions[others] = -1
+        return positions
+
+    def find(self, ids: Sequence[str]) -> np.ndarray:
+        """As `positions_of`, in a fifth of the time: an id that is not there is found in place of another, by 64 bits.
+
+        They are those of Python's hash, of a key of its own in every process.
+        """
         if self._by_id is None:
-            self._by_id = dict(zip(self.ids_at(np.arange(len(self))), self.numbers.tolist(), strict=True))
-        wanted = np.fromiter(map(self._by_id.get, ids, repeat(-1)), np.int64, len(ids))
+            self._by_id, self._later = _ById(self.ids_at(np.arange(len(self))), self.numbers), {}
+        wanted = self._by_id.numbers_of(ids)
+        if self._later:
+            wanted = np.fromiter(map(self._later.get, ids, wanted.tolist()), np.int64, len(ids))
         numbers = self.numbers
         if not len(numbers):
             return wanted
@@ -125,6 +145,40 @@ class Documents:
             return np.where(wanted >= numbers[0], wanted - numbers[0], -1)
         places = np.searchsorted(numbers, wanted)
         return np.where(np.take(numbers, places, mode="clip") == wanted, places, -1)
+
+
+class _ById:
+    """The numbers of documents by the hashes of their ids, of 64 bits: some 30 bytes for each, and no objects."""
+
+    def __init__(self, ids: list[str], numbers: np.ndarray) -> None:
+        hashes = _hashes(ids)
+        order = np.argsort(hashes)
+        self._hashes, self._numbers = hashes[order], numbers[order]
+        bits = len(ids).bit_length() + 1
+        self._shift = np.uint64(64 - bits)
+        # Where the hashes begin that begin with these bits.
+        heads = np.searchsorted(self._hashes >> self._shift, np.arange(1 << bits, dtype=np.uint64))
+        self._heads = heads.astype(np.int32)
+        # Of two ids with one hash, once in 10**5 indexes of 10**7 documents.
+        same = (self._hashes[1:] == self._hashes[:-1]).any()
+        self._exactly = dict(zip(ids, numbers.tolist(), strict=True)) if same else None
+
+    def numbers_of(self, ids: Sequence[str]) -> np.ndarray:
+        """The numbers of the documents of some ids, or -1. Shape: [N], int64."""
+        if self._exactly is not None or not len(self._numbers):
+            return np.fromiter(map((self._exactly or {}).get, ids, repeat(-1)), np.int64, len(ids))
+        wanted, last = _hashes(ids), len(self._numbers) - 1
+        places = np.minimum(self._heads[wanted >> self._shift], last)
+        further = np.flatnonzero(self._hashes[places] < wanted)
+        while len(further):
+            places[further] = np.minimum(places[further] + 1, last)
+            before = (self._hashes[places[further]] < wanted[further]) & (places[further] < last)
+            further = further[before]
+        return np.where(self._hashes[places] == wanted, self._numbers[places], -1)
+
+
+def _hashes(ids: Sequence[str]) -> np.ndarray:
+    return np.fromiter(map(hash, ids), np.int64, len(ids)).view(np.uint64)
 
 
 def blocks(lengths: np.ndarray, limit: int) -> list[tuple[int, int]]:
