@@ -149,8 +149,9 @@ def apply(function: type[torch.autograd.Function], key: Signature, *arguments: A
 
     Where it tells that no transform is there, torch need not look for its wrappers, which takes a third of the time.
     """
-    whole = super(torch.autograd.Function, function) if isinstance(key, tuple) else function
-    return whole.apply(*arguments)
+    if isinstance(key, tuple):
+        return super(torch.autograd.Function, function).apply(*arguments)  # type: ignore[misc]
+    return function.apply(*arguments)
 
 
 def repeat(key: Signature, compute: Computation, tensors: Sequence[Tensor | None]) -> tuple[Sequence[Any], Any]:
