@@ -99,7 +99,7 @@ def _scores(*arguments) -> Tensor:
     problem = problem_of_quantized(tensors, options, quantize_queries)
     implementation = choose(options.implementation, problem.device, problem.deciding_dtype, problem.size)
     if implementation == "blocked" or problem.is_empty:
-        return _scores_in_blocks(problem, *_call(arguments))
+        return _scores_in_blocks(*_call(arguments))
     if options.reduction != "mean":
         return kernels().quantized_scores(problem, tensors, scales, offsets)
     # The score of an empty document is not divided.
@@ -108,12 +108,7 @@ def _scores(*arguments) -> Tensor:
 
 
 def _scores_in_blocks(
-    problem: Problem,
-    tensors: Tensors,
-    options: Options,
-    scales: Tensor,
-    offsets: Tensor | None,
-    quantize_queries: bool,
+    tensors: Tensors, options: Options, scales: Tensor, offsets: Tensor | None, quantize_queries: bool
 ) -> Tensor:
     """Scores of a block of dequantized documents after the other."""
     queries, values = tensors[:2]
@@ -127,7 +122,7 @@ def _scores_in_blocks(
         return QuantizedEmbeddings(at(values, block.place), at(scales, block.place), some).dequantize(dtype)
 
     tensors, options = tensors._replace(queries=queries.to(dtype)), options._replace(implementation="blocked")
-    blocks = document_blocks(tensors, max(1, 4 * block_budget(problem.device) // problem.size))
+    blocks = document_blocks(tensors, max(1, 4 * block_budget(values.device) // values.shape[-1]))
     return compute_by_block(tensors, options, False, blocks, dequantized)[0]
 
 

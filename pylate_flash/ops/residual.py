@@ -248,14 +248,10 @@ def _shapes(*arguments) -> tuple[Tensor, Tensor]:
     return scores, scores.new_empty(shape, dtype=torch.int32)
 
 
-_maxsim_residual = Operation(
-    "maxsim_residual",
+_SCHEMA = (
     "Tensor queries, Tensor? queries_mask, Tensor codes, Tensor residuals, Tensor centroids, Tensor bucket_weights, "
-    "Tensor cu_seqlens, Tensor scales, Tensor? candidates, str reduction, float empty_score, str implementation",
-    ("queries",),
-    ("argmax",),
-    _check,
-    _compute,
-    _compute_gradients,
-    _shapes,
+    "Tensor cu_seqlens, Tensor scales, Tensor? candidates, str reduction, float empty_score, str implementation"
+)
+_maxsim_residual = Operation(
+    "maxsim_residual", _SCHEMA, ("queries",), ("argmax",), _check, _compute, _compute_gradients, _shapes
 )

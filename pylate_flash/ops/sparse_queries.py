@@ -20,14 +20,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..problem import Options, Tensors, empty_results
+from .blocked import maxima
 from .checks import check, check_choice, check_indices, check_tensor, checked_flag, checked_number, checked_problem
 from .compute import compute_gradients, kernels, scores_by, with_empty_score
 from .loss_call import check_packing
 from .maxsim import OPTIONS_SCHEMA, REDUCTIONS, TENSORS_SCHEMA, call_of, checked, maxsim_reference
 from .operator import Operation
 from .packing import padded
-from .sparse_blocks import sparse_blocked_forward
-from .tiles import Operands
+from .products import block_budget
+from .tiles import Block, Operands
 from .varlen import with_lengths
 
 
@@ -206,10 +207,44 @@ def _compute(arguments: tuple, with_argmax: bool) -> tuple[Tensor, Tensor | None
         return kernels().sparse_scores(problem, tensors, query_tokens, argmax), argmax
 
     def in_blocks(operands: Operands, scores: Tensor, argmax: Tensor | None) -> None:
-        sparse_blocked_forward(operands, _positions(query_tokens, tensors.queries), scores, argmax)
+        _in_blocks(operands, _positions(query_tokens, tensors.queries), scores, argmax)
 
     saved = (-1, problem.winners_dtype) if with_argmax else None
     return scores_by(problem, tensors, options, by_kernels, in_blocks, saved)
+
+
+def _in_blocks(operands: Operands, query_tokens: Tensor, scores: Tensor, argmax: Tensor | None) -> None:
+    """Leave scores [Nq, Nd or K], and in `argmax`, which holds -1, the tokens that a gradient flows to.
+
+    `query_tokens` [Nq, Nd or K, k] holds -1 where it chooses none.
+    """
+    (n_queries, met, k), length, own = query_tokens.shape, operands.query_length, operands.candidates is not None
+    budget = block_budget(operands.device) // operands.queries.shape[-1]
+    step = max(1, budget // k)
+    for start in range(0, operands.n_documents, met):
+        runs = [
+            documents
+            for first in range(start, start + met, step)
+            for documents in operands.runs(first, min(first + step, start + met), budget)
+            if operands.longest(documents.start, documents.stop)
+        ]
+        for documents in runs:
+            block = Block(operands, documents, documents.stop - documents.start)
+            among = slice(documents.start - start, documents.stop - start)
+            for query in [start // met] if own else range(n_queries):
+                chosen = query_tokens[query, among].sort(dim=-1).values
+                counted = chosen >= 0
+                counted[:, 1:] &= chosen[:, 1:] != chosen[:, :-1]
+                chosen = chosen.clamp(min=0).long()
+                rows = chosen + query * length
+                best, tokens = maxima(block, operands.part(rows, rows.shape, counted), argmax is not None)
+                scores[query, among] = best.sum(dim=1)
+                if argmax is not None and tokens is not None:
+                    # In the last column, what does not count.
+                    columns = argmax.new_full((len(chosen), length + 1), -1)
+                    columns.scatter_(1, torch.where(counted, chosen, length), tokens.to(argmax.dtype))
+                    first_row = 0 if own else query * length
+                    argmax[documents, first_row : first_row + length] = columns[:, :length]
 
 
 def _compute_gradients(
@@ -226,9 +261,10 @@ def _shapes(*arguments) -> tuple[Tensor, Tensor]:
     return empty_results(tensors, options)
 
 
+_SCHEMA = f"{TENSORS_SCHEMA}, Tensor query_tokens, {OPTIONS_SCHEMA}"
 _sparse_queries = Operation(
     "maxsim_sparse_queries",
-    f"{TENSORS_SCHEMA}, Tensor query_tokens, {OPTIONS_SCHEMA}",
+    _SCHEMA,
     ("queries", "documents"),
     ("argmax",),
     _check,

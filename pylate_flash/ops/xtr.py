@@ -276,10 +276,13 @@ def _shapes(queries: Tensor, documents: Tensor, queries_mask: Tensor | None, doc
     return scores, argmax, torch.empty_like(scores)
 
 
+_SCHEMA = (
+    "Tensor queries, Tensor documents, Tensor? queries_mask, Tensor? documents_mask, SymInt k, str normalizer, "
+    "float empty_score, str implementation"
+)
 _xtr = Operation(
     "xtr_scores",
-    "Tensor queries, Tensor documents, Tensor? queries_mask, Tensor? documents_mask, SymInt k, str normalizer, "
-    "float empty_score, str implementation",
+    _SCHEMA,
     ("queries", "documents"),
     ("argmax", "divisors"),
     _check,
