@@ -7,6 +7,7 @@ import platform
 import shutil
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -444,10 +445,8 @@ def _report(results: dict[str, Any], colbert: Any, corpus: Corpus, output: Path,
 
 
 def _packages(entries: list[Entry]) -> str:
-    counts: dict[str, int] = {}
-    for entry in entries:
-        counts[entry.package] = counts.get(entry.package, 0) + 1
-    return ", ".join(f"{package} {counts[package]}" for package in sorted(counts, key=lambda p: (-counts[p], p)))
+    counts = Counter(sorted(entry.package for entry in entries))
+    return ", ".join(f"{package} {count}" for package, count in counts.most_common())
 
 
 @contextmanager

@@ -56,6 +56,11 @@ def rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
+def gathers(loss: Any) -> bool:
+    """Whether a loss compares its queries with the documents of other ranks too."""
+    return getattr(loss, "gather_across_devices", False) and world_size() > 1
+
+
 def gather_sizes(sizes: list[int], device: torch.device) -> list[list[int]]:
     """What every rank has given, as lists [ranks, ...]. Waits for the device."""
     here = torch.tensor(sizes, device=device)

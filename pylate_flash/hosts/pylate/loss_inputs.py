@@ -21,7 +21,7 @@ from ...encoding.projection import BIAS, WEIGHT, dense_layers, hidden_states, un
 from ...ops.checks import check_choice
 from ...scores import ColBERTScores, colbert_kd_scores, scorer_of
 from ...training.contrast import Batch, Padded
-from ...training.distributed import GATHERINGS, gather_sizes, world_size
+from ...training.distributed import GATHERINGS, gather_sizes, gathers, world_size
 from ...training.options import LossOptions, check_sizes, check_temperature
 
 Columns = list[dict[str, Tensor]]
@@ -151,9 +151,9 @@ def options_of(loss: Any) -> LossOptions | None:
     if fuse:
         # The flags may have been set since.
         _check_fusion(loss)
-    gathers = _gathers(loss)
+    gathered = gathers(loss)
     # What ranks exchange are projected embeddings, as hidden states are several times as large.
-    fuse = bool(fuse) and not gathers
+    fuse = bool(fuse) and not gathered
     if not fuse and not (isinstance(loss.score_metric, FlagScores) and loss.score_metric.backend() in _OURS):
         return None
     # A distillation has no temperature, and says by its function whether it averages.
@@ -166,14 +166,10 @@ def options_of(loss: Any) -> LossOptions | None:
         _masking_of(loss),
         fuse_projection=fuse,
         smooth=getattr(loss, "smooth", None),
-        gather=loss.gather if gathers else None,
-        times_ranks=gathers,
+        gather=loss.gather if gathered else None,
+        times_ranks=gathered,
         normalize_scores=getattr(loss, "normalize_scores", False),
     )
-
-
-def _gathers(loss: Any) -> bool:
-    return getattr(loss, "gather_across_devices", False) and world_size() > 1
 
 
 def embed(loss: Any, columns: Columns, options: LossOptions) -> Batch:
@@ -241,7 +237,7 @@ def for_pylate(loss: Any, columns: Columns) -> Columns:
         queries or of columns.
     """
     _check_pylates_way(loss)
-    if not _gathers(loss):
+    if not gathers(loss):
         return columns
     queries, *documents = [features["input_ids"] for features in columns]
     sizes = [len(queries), len(documents), max(ids.shape[1] for ids in documents)]

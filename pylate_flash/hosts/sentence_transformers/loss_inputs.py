@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ...encoding.projection import BIAS, WEIGHT, dense_layers, hidden_states, normalizes, unwrapped
 from ...training.contrast import Batch, Padded
-from ...training.distributed import world_size
+from ...training.distributed import gathers
 from ...training.mini_batches import of_texts
 from ...training.options import LossOptions
 from . import mean_scoring, scoring
@@ -87,9 +87,9 @@ def options_of(loss: Any) -> LossOptions | None:
     reduction = reduction_of(loss)
     if reduction is None:
         return None
-    gathers = getattr(loss, "gather_across_devices", False) and world_size() > 1
+    gathered = gathers(loss)
     # What ranks exchange are embeddings, which are smaller.
-    fuse = loss.fuse_projection and not gathers
+    fuse = loss.fuse_projection and not gathered
     options = LossOptions(
         normalize=fuse and normalizes(loss.model),
         reduction=reduction,
@@ -104,7 +104,7 @@ def options_of(loss: Any) -> LossOptions | None:
         temperature=1.0 / (loss.scale if isinstance(loss.scale, Tensor) else float(loss.scale)),
         margin=loss.margin,
         symmetric=loss.symmetric,
-        gather=loss.gather if gathers else None,
+        gather=loss.gather if gathered else None,
     )
 
 
