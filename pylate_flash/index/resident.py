@@ -25,6 +25,8 @@ _AHEAD = 2
 _SHARE = 0.8
 # What grows again and again has room for so much more than it needs.
 _GROWTH = 1.125
+# Of more pageable bytes, a copy may wait for what the GPU has been given before.
+_STAGED_BY_THE_DRIVER = 64 << 10
 # A load of fewer bytes is over before anybody looks at a bar.
 _LONG_BYTES = 1 << 30
 
@@ -262,9 +264,12 @@ def cuts(bounds: np.ndarray, documents: int, rows: int | None = None) -> list[tu
     return stretches
 
 
-def on_device(values: np.ndarray, device: torch.device) -> Tensor:
+def on_device(values: np.ndarray | Tensor, device: torch.device) -> Tensor:
     """Numbers of the host on a device, without waiting for it."""
-    return torch.from_numpy(values).to(device, non_blocking=True)
+    tensor = torch.from_numpy(values) if isinstance(values, np.ndarray) else values
+    if device.type == "cuda" and tensor.nbytes > _STAGED_BY_THE_DRIVER and tensor.device.type == "cpu":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 def free_memory(device: torch.device) -> int:

@@ -16,6 +16,7 @@ from torch import Tensor
 from ..hosts import HOSTS, SENTENCE_TRANSFORMERS
 from ..ops import QuantizedEmbeddings, maxsim_from_hidden, maxsim_varlen
 from .layout import Layout
+from .resident import on_device
 
 __all__ = ["EMPTY_SCORE", "Packed", "Scorer", "packed"]
 
@@ -85,7 +86,8 @@ def packed(sequences: list[Tensor], device: torch.device) -> Packed:
     """Queries [L_i, d], packed on `device`."""
     lengths = [sequence.shape[0] for sequence in sequences]
     cu_seqlens = torch.from_numpy(np.cumsum([0, *lengths], dtype=np.int32))
-    return Packed(torch.cat(sequences).to(device, non_blocking=True), cu_seqlens, max(lengths))
+    values = sequences[0] if len(sequences) == 1 else torch.cat(sequences)
+    return Packed(on_device(values, device), cu_seqlens, max(lengths))
 
 
 def _hidden_scores(
