@@ -48,6 +48,6 @@ def matched_tokens(scorer: Scorer, queries: Packed, documents: Packed, candidate
     tokens = winners.clamp_(min=0).long()
     chosen = (documents.cu_seqlens[:-1].unsqueeze(1) + tokens).clamp_(max=len(embeddings) - 1)
     owners = torch.arange(len(counts)).repeat_interleave(counts)
-    asking = queries.cu_seqlens[owners].unsqueeze(1) + torch.arange(queries.longest)
+    asking = queries.cu_seqlens.cpu()[owners].unsqueeze(1) + torch.arange(queries.longest)
     asking = asking.clamp_(max=len(values) - 1).to(values.device, non_blocking=True)
     return tokens, torch.einsum("ntd,ntd->nt", values[asking].float(), embeddings[chosen].float())

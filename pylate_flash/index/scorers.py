@@ -29,10 +29,7 @@ _TORCH_PAIRS = 1 << 24
 
 
 class Packed(NamedTuple):
-    """Packed tokens [T, d], or rows of a store, their cu_seqlens [N + 1], and the length of the longest sequence.
-
-    The boundaries of queries stay on the host.
-    """
+    """Packed tokens [T, d], or rows of a store, their cu_seqlens [N + 1], and the length of the longest sequence."""
 
     values: Tensor
     cu_seqlens: Tensor
@@ -85,7 +82,8 @@ class Scorer(NamedTuple):
 def packed(sequences: list[Tensor], device: torch.device) -> Packed:
     """Queries [L_i, d], packed on `device`."""
     lengths = [sequence.shape[0] for sequence in sequences]
-    cu_seqlens = torch.from_numpy(np.cumsum([0, *lengths], dtype=np.int32))
+    # There too: a call of which something is on the host is worked out anew every time.
+    cu_seqlens = on_device(np.cumsum([0, *lengths], dtype=np.int32), device)
     values = sequences[0] if len(sequences) == 1 else torch.cat(sequences)
     return Packed(on_device(values, device), cu_seqlens, max(lengths))
 

@@ -16,7 +16,7 @@ from .arguments import check_finite
 from .matches import matched_tokens
 from .merging import joined_best, k_best, k_best_of_runs
 from .ranks import Found, Ranks
-from .resident import Block, Rows, cuts
+from .resident import Block, Rows, cuts, on_device
 from .scorers import EMPTY_SCORE, Packed, Scorer, packed
 from .store import PackedStore
 from .tables import blocks
@@ -308,10 +308,11 @@ class Search:
         whole = packed(queries, self.device)
         if len(ranges) == 1:
             return [whole]
-        bounds, chunks = whole.cu_seqlens, []
+        bounds, chunks = np.concatenate([[0], lengths.cumsum()]), []
         for start, stop in ranges:
             values = whole.values[int(bounds[start]) : int(bounds[stop])]
-            chunks.append(Packed(values, bounds[start : stop + 1] - bounds[start], int(lengths[start:stop].max())))
+            cu_seqlens = on_device((bounds[start : stop + 1] - bounds[start]).astype(np.int32), self.device)
+            chunks.append(Packed(values, cu_seqlens, int(lengths[start:stop].max())))
         return chunks
 
     def _refuse(self, slot: int) -> None:

@@ -41,6 +41,10 @@ def test_search_equals_the_cpu(tmp_path: Path, dtype: str, memory: int | str) ->
             for scorer in ("pylate_flash", "torch"):
                 gpu.scorer = scorer
                 assert gpu(queries, k=30, subset=subset) == cpu(queries, k=30, subset=subset)
+        gpu.scorer = "pylate_flash"
+        for subset in (None, [ids[:50], [], ids[100:]]):
+            found = gpu.search(queries, k=30, subset=subset, matches=True)
+            assert found == cpu.search(queries, k=30, subset=subset, matches=True)
         assert gpu._search.rows.streams == (memory != "auto")
     if memory == "auto":
         # For what is there already, no room is asked for.
