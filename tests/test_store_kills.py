@@ -33,6 +33,7 @@ def expect(opened, ids):
     assert opened.ids == ids, (opened.ids, ids)
     for i, id_ in enumerate(ids):
         assert torch.equal(opened.read(np.array([i])), document(id_)), id_
+        assert opened.positions_where(("name = ?", [id_])).tolist() == [i]
 
 def die_at(step, halfway):
     left = [step]
@@ -75,19 +76,23 @@ def write(pick, number):
         die_at(pick.randint(1, 150), pick.random() < 0.5)
     opened = PackedStore(folder, override=override)
     for call in range(1000):
-        operation = pick.choice(["add", "add", "add", "many", "remove", "compact"])
+        operation = pick.choice(["add", "add", "add", "many", "replace", "remove", "erase", "compact"])
         ids, gone = list(opened.ids), []
         if operation in ("add", "many"):
             new = [f"{number}-{call}-{i}" for i in range(1 if operation == "add" else pick.randint(2, 60))]
             ids += new
-        elif operation == "remove":
+        elif operation == "replace":
+            new = sorted({f"{number}-{call}", *pick.sample(ids, min(3, len(ids)))})
+            ids = [id_ for id_ in ids if id_ not in new] + new
+        elif operation in ("remove", "erase"):
             gone = sorted(pick.sample(range(len(ids)), pick.randint(0, len(ids))))
             ids = [id_ for i, id_ in enumerate(ids) if i not in gone]
         print(json.dumps(ids), file=log, flush=True)
-        if operation in ("add", "many"):
-            opened.add(new, [document(id_) for id_ in new])
-        elif operation == "remove":
-            opened.remove(np.array(gone, dtype=np.int64))
+        if operation in ("add", "many", "replace"):
+            metadata = [{"name": id_, pick.choice("xyz"): call} for id_ in new]
+            opened.add(new, [document(id_) for id_ in new], replace=operation == "replace", metadata=metadata)
+        elif operation in ("remove", "erase"):
+            opened.remove(np.array(gone, dtype=np.int64), erase=operation == "erase")
         else:
             opened.compact()
         expect(opened, ids)
@@ -114,7 +119,7 @@ for number in range(kills):
     assert not os.path.exists(folder) or len(os.listdir(folder)) < 60
 # Both happen: that a call which was killed had taken effect, and that it had not.
 assert before and after, (before, after)
-opened.add(["last"], [document("last")])
+opened.add(["last"], [document("last")], metadata=[{"name": "last"}])
 opened.compact()
 files = {"catalog.sqlite", "catalog.sqlite-wal", "catalog.sqlite-shm", "committed", "reserve"}
 files |= {segment.path.name for segment in opened.segments}

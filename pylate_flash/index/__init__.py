@@ -39,5 +39,5 @@ memory and its segments open, and nothing of these is ever changed.
 
 A removal marks documents, which takes next to no room; a segment of which more than a quarter is marked is written
 anew. What opening reads is compared with its checksums then, and rows when they are first read, so that a damaged file
-is an error that names it and never another answer.
+is an error that names it and never another answer. Metadata have checksums as well, which `verify` compares.
 """

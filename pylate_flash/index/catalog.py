@@ -39,7 +39,7 @@ _NAME = "catalog.sqlite"
 # What SQLite writes beside it.
 _BESIDE = (f"{_NAME}-wal", f"{_NAME}-shm", f"{_NAME}-journal")
 _SCHEMA = f"""
-CREATE TABLE state (record TEXT NOT NULL);
+CREATE TABLE state (record TEXT NOT NULL, generation INTEGER NOT NULL);
 CREATE TABLE parts (number INTEGER PRIMARY KEY, {", ".join(COLUMNS[1:])});
 CREATE TABLE removed (number INTEGER PRIMARY KEY, places BLOB NOT NULL);
 {DOCUMENTS};
@@ -178,7 +178,7 @@ class Catalog:
                     connection.execute(f"PRAGMA synchronous = {'FULL' if due else 'NORMAL'}")
                     self._full = due
                 with _transaction(connection, "IMMEDIATE"):
-                    if connection.execute("PRAGMA user_version").fetchone()[0] != self.state.generation:
+                    if connection.execute("SELECT generation FROM state").fetchone() != (self.state.generation,):
                         raise ConcurrentWriteError(
                             f"the index in {folder} has been written to since it was opened here (generation "
                             f"{self.state.generation}): open it again and repeat the change"
@@ -203,8 +203,8 @@ class Catalog:
         try:
             with self.turn(flush) as connection:
                 yield connection
-                connection.execute("UPDATE state SET record = ?", (self.state.to_json(),))
-                connection.execute(f"PRAGMA user_version = {self.state.generation}")
+                row = self.state.to_json(), self.state.generation
+                connection.execute("UPDATE state SET record = ?, generation = ?", row)
         except BaseException:
             self.state = before
             raise
@@ -311,7 +311,7 @@ class Catalog:
             if not _has_tables(connection):
                 for statement in _SCHEMA.split(";"):
                     connection.execute(statement)
-                connection.execute("INSERT INTO state VALUES (?)", (State(dtype=self.state.dtype).to_json(),))
+                connection.execute("INSERT INTO state VALUES (?, 0)", (State(dtype=self.state.dtype).to_json(),))
 
     def _read_state(self, connection: sqlite3.Connection) -> State:
         row = connection.execute("SELECT record FROM state").fetchone()
