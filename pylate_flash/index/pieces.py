@@ -37,8 +37,9 @@ class Pieces:
     def in_memory_of(self, device: torch.device) -> Tensor | None:
         """All rows, if they are in the memory of this device as they are, of an index that is on no disk."""
         memory = self.parts[0].memory if len(self.parts) == 1 else None
-        here = memory is not None and memory.device.type == device.type
-        return memory if here and device.index in (None, memory.device.index) else None
+        if memory is None or memory.device.type != device.type or device.index not in (None, memory.device.index):
+            return None
+        return memory
 
     def shared_with(self, pieces: Pieces) -> int:
         """How many rows at the beginning are those of other pieces, whatever parts they are in."""

@@ -13,8 +13,9 @@ from tqdm import tqdm
 from .layout import Layout
 from .parts import Part
 from .pieces import Loader, Loading, Pieces, runs_of
+from .tables import cuts
 
-__all__ = ["Block", "Rows", "cuts", "free_memory", "on_device"]
+__all__ = ["Block", "Rows", "free_memory", "on_device"]
 
 # Rows that stream through a device at a time; on a CPU, few enough that its caches still hold what was read.
 STREAMED_BYTES_CUDA = 256 << 20
@@ -247,21 +248,6 @@ def _taken(rows: Tensor, index: Tensor) -> Tensor:
     nbytes = rows.shape[1] * rows.element_size()
     wide = next(dtype for dtype in (torch.int64, torch.int32, torch.int16, torch.uint8) if not nbytes % dtype.itemsize)
     return rows.view(wide).index_select(0, index).view(rows.dtype)
-
-
-def cuts(bounds: np.ndarray, documents: int, rows: int | None = None) -> list[tuple[int, int]]:
-    """Cut documents, by their boundaries [N + 1], into stretches of at most so many documents, and so many rows.
-
-    A longer document is a stretch of its own.
-    """
-    stretches, start, last = [], 0, len(bounds) - 1
-    while start < last:
-        stop = min(last, start + documents)
-        if rows is not None:
-            stop = min(stop, max(start + 1, int(np.searchsorted(bounds, bounds[start] + rows, side="right")) - 1))
-        stretches.append((start, stop))
-        start = stop
-    return stretches
 
 
 def on_device(values: np.ndarray | Tensor, device: torch.device) -> Tensor:

@@ -16,10 +16,10 @@ from .arguments import check_finite
 from .matches import matched_tokens
 from .merging import joined_best, k_best, k_best_of_runs
 from .ranks import Found, Ranks
-from .resident import Block, Rows, cuts, on_device
+from .resident import Block, Rows, on_device
 from .scorers import EMPTY_SCORE, Packed, Scorer, packed
 from .store import PackedStore
-from .tables import blocks
+from .tables import blocks, cuts
 
 __all__ = ["EMPTY_SCORE", "Search", "SearchResult"]
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from .parts import Part
 
-__all__ = ["Documents", "blocks"]
+__all__ = ["Documents", "blocks", "cuts"]
 
 
 # Documents that came later are looked up one by one, if they are not many.
@@ -181,29 +181,24 @@ def _hashes(ids: Sequence[str]) -> np.ndarray:
     return np.fromiter(map(hash, ids), np.int64, len(ids)).view(np.uint64)
 
 
-def blocks(lengths: np.ndarray, limit: int) -> list[tuple[int, int]]:
-    """Cut a sequence of documents into stretches of at most `limit` tokens.
+def cuts(bounds: np.ndarray, documents: int, rows: int | None = None) -> list[tuple[int, int]]:
+    """Cut documents, by their boundaries [N + 1], into stretches of at most so many documents, and so many rows.
 
-    A document longer than `limit` is a stretch of its own. A document counts as one token at least, so that empty ones
-    cannot make a stretch of unbounded length.
-
-    Parameters
-    ----------
-    lengths
-        Tokens per document. Shape: [N].
-    limit
-        Tokens per stretch, at least 1.
-
-    Returns
-    -------
-    list of (start, stop)
-        They cover 0..N in order.
+    A longer document is a stretch of its own.
     """
-    ends = np.cumsum(np.maximum(lengths, 1))
-    stretches, start = [], 0
-    while start < len(lengths):
-        before = int(ends[start - 1]) if start else 0
-        stop = max(int(np.searchsorted(ends, before + limit, side="right")), start + 1)
+    stretches, start, last = [], 0, len(bounds) - 1
+    while start < last:
+        stop = min(last, start + documents)
+        if rows is not None:
+            stop = min(stop, max(start + 1, int(np.searchsorted(bounds, bounds[start] + rows, side="right")) - 1))
         stretches.append((start, stop))
         start = stop
     return stretches
+
+
+def blocks(lengths: np.ndarray, limit: int) -> list[tuple[int, int]]:
+    """As `cuts`, of documents of so many tokens [N], of at most `limit` tokens.
+
+    A document counts as one token at least, so that empty ones cannot make a stretch of unbounded length.
+    """
+    return cuts(np.concatenate([[0], np.maximum(lengths, 1).cumsum()]), max(1, len(lengths)), limit)
