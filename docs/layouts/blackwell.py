@@ -10,6 +10,8 @@ itself; its maximum meets no other lane.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -23,20 +25,21 @@ from triton.experimental.gluon.language.nvidia.blackwell import (
     tcgen05_mma,
 )
 
-from pylate_flash.kernels.config import Config
 from pylate_flash.kernels.forward.common import add_sums, numbers_of
 from pylate_flash.kernels.forward.copies import copy_documents, document_range
 from pylate_flash.kernels.gluon import add, execute, find_document, larger_of, next_slot
+from pylate_flash.kernels.jit import kernel
 from pylate_flash.kernels.launch import Kernel
 from pylate_flash.kernels.plan import ForwardPlan, tall_plan
 from pylate_flash.kernels.rows import active_tokens, inverse_norms
-from pylate_flash.kernels.tables import DOCUMENT_COST, HOPPER_SHARES, Blocks, HopperTile, architecture, power_of_two
+from pylate_flash.kernels.tables import DOCUMENT_COST, HOPPER_SHARES, Blocks, HopperTile, power_of_two
 from pylate_flash.problem import Problem, Tensors
 
 _DOCUMENT_COST = gl.constexpr(DOCUMENT_COST)
 # Rows of a part, which are the lanes of tensor memory, and columns of a product that a thread looks at together.
 _ROWS = gl.constexpr(128)
 _COLUMNS = gl.constexpr(32)
+_PARTS = gl.constexpr(2)
 # Query rows that are loaded at once.
 _LOADED_ROWS = gl.constexpr(32)
 # Products of a part: one is looked at while the next is computed.
@@ -57,83 +60,81 @@ def _lower_of(a, b):
 def _store_queries(
     queries_ptr, query_tiles, row_block, group, n_queries, query_length, padded_query_length, stride_query,
     stride_query_token,
-    EMBEDDING: gl.constexpr, BLOCK_EMBEDDING: gl.constexpr, PARTS: gl.constexpr,
+    config: gl.constexpr,
 ):  # fmt: skip
     """The query rows of every part, in shared memory."""
+    BLOCK_EMBEDDING: gl.constexpr = config.blocks.first
     LANES: gl.constexpr = BLOCK_EMBEDDING // 8
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
     dims = gl.arange(0, BLOCK_EMBEDDING, layout=gl.SliceLayout(0, layout))
-    for part in gl.static_range(PARTS):
+    for part in gl.static_range(_PARTS):
         # Some at a time: before warps go their own ways, each thread has a quarter of the registers.
         for start in gl.static_range(0, _ROWS, _LOADED_ROWS):
             rows = start + gl.arange(0, _LOADED_ROWS, layout=gl.SliceLayout(1, layout))
-            rows += (row_block * PARTS + part) * _ROWS
+            rows += (row_block * _PARTS + part) * _ROWS
             query, token = rows // padded_query_length, rows % padded_query_length
-            exists = ((query < n_queries) & (token < query_length))[:, None] & (dims < EMBEDDING)[None, :]
+            exists = ((query < n_queries) & (token < query_length))[:, None] & (dims < config.size)[None, :]
             offset = (group * n_queries + query).to(gl.int64) * stride_query + token * stride_query_token
             loaded = gl.load(queries_ptr + offset[:, None] + dims[None, :], mask=exists, other=0.0)
             query_tiles.index(part).slice(start, _LOADED_ROWS).store(loaded)
 
 
 @gluon.jit
-def _multiply(
-    cu_seqlens_ptr, bounds_ptr, query_tiles, tiles, products, full, empty, done, free, group, first, last, n_documents,
-    document_length,
-    BLOCK_TOKENS: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr, PACKED: gl.constexpr,
-    HAS_DOCUMENTS_MASK: gl.constexpr,
-):  # fmt: skip
+def _multiply(arguments, config: gl.constexpr):
     """Multiply the rows of every part with every tile, in one warp, which waits for room but not for products."""
+    (
+        cu_seqlens_ptr, bounds_ptr, query_tiles, tiles, products, full, empty, done, free, group, first, last,
+        n_documents, document_length,
+    ) = arguments  # fmt: skip
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(0)
     buffer = gl.to_tensor(0)
     free_phase = gl.to_tensor(1)
     for document in range(first, last):
         flat_document = group.to(gl.int64) * n_documents + document
-        _, length = document_range(
-            cu_seqlens_ptr, bounds_ptr, flat_document, document, document_length, PACKED, HAS_DOCUMENTS_MASK
-        )
-        for _start in range(0, length, BLOCK_TOKENS):
+        _, length = document_range(cu_seqlens_ptr, bounds_ptr, flat_document, document, document_length, config)
+        for _start in range(0, length, config.tile.columns):
             mbarrier.wait(full.index(slot), phase)
             # The copies are ordinary writes, and the tensor cores read past the path of those.
             fence_async_shared()
             tile = tiles.index(slot).permute((1, 0))
-            for part in gl.static_range(PARTS):
+            for part in gl.static_range(_PARTS):
                 mbarrier.wait(free.index(part * _BUFFERS + buffer), free_phase)
                 execute(_AFTER_SIGNAL, 1)
                 product = products.index(part * _BUFFERS + buffer)
                 ready = done.index(part * _BUFFERS + buffer)
                 # Products end in the order in which they began: after the last part's, the tile has been read.
-                if part == PARTS - 1:
+                if part == _PARTS - 1:
                     tcgen05_mma(
                         query_tiles.index(part), tile, product, use_acc=False, mbarriers=[ready, empty.index(slot)]
                     )
                 else:
                     tcgen05_mma(query_tiles.index(part), tile, product, use_acc=False, mbarriers=[ready])
-            slot, phase = next_slot(slot, phase, STAGES)
+            slot, phase = next_slot(slot, phase, config.tile.num_stages)
             buffer, free_phase = next_slot(buffer, free_phase, _BUFFERS)
 
 
 @gluon.jit
-def _score(
-    queries_mask_ptr, active_ptr, bounds_ptr, queries_scale_ptr, documents_scale_ptr, cu_seqlens_ptr, sums_ptr,
-    winners_ptr, products, done, free, row_block, group, first, last, n_queries, query_length, padded_query_length,
-    n_documents, document_length, empty_score,
-    PARTS: gl.constexpr, BLOCK_TOKENS: gl.constexpr, GROUP: gl.constexpr, PACKED: gl.constexpr,
-    HAS_QUERIES_MASK: gl.constexpr, WEIGHTED: gl.constexpr, HAS_DOCUMENTS_MASK: gl.constexpr,
-    ZERO_MASKED: gl.constexpr, NORMALIZE: gl.constexpr, WITH_WINNERS: gl.constexpr, PART: gl.constexpr,
-):  # fmt: skip
+def _score(arguments, config: gl.constexpr, PART: gl.constexpr):
     """Leave sums (and winners) of a part's rows for every document of the run."""
+    (
+        queries_mask_ptr, active_ptr, bounds_ptr, queries_scale_ptr, documents_scale_ptr, cu_seqlens_ptr, sums_ptr,
+        winners_ptr, products, done, free, row_block, group, first, last, n_queries, query_length, padded_query_length,
+        n_documents, document_length, empty_score,
+    ) = arguments  # fmt: skip
+    BLOCK_TOKENS: gl.constexpr = config.tile.columns
+    GROUP: gl.constexpr = config.group
     held: gl.constexpr = gl.BlockedLayout([1, _COLUMNS], [32, 1], [4, 1], [0, 1])
     by_row: gl.constexpr = gl.SliceLayout(1, held)
-    rows = (row_block * PARTS + PART) * _ROWS + gl.arange(0, _ROWS, layout=by_row)
+    rows = (row_block * _PARTS + PART) * _ROWS + gl.arange(0, _ROWS, layout=by_row)
     query, token = rows // padded_query_length, rows % padded_query_length
     row_exists = (query < n_queries) & (token < query_length)
     global_row = (group * n_queries + query).to(gl.int64) * query_length + token
     row_active = row_exists
-    if HAS_QUERIES_MASK:
+    if config.has_queries_mask:
         row_weight = gl.load(queries_mask_ptr + global_row, mask=row_exists, other=0)
         row_active = row_active & (row_weight != 0)
-    if NORMALIZE:
+    if config.normalize:
         row_scale = gl.load(queries_scale_ptr + global_row, mask=row_exists, other=0.0)
     columns = gl.arange(0, _COLUMNS, layout=gl.SliceLayout(0, held))
     group_row = query.to(gl.int64) * query_length + token
@@ -144,7 +145,7 @@ def _score(
     for document in range(first, last):
         flat_document = group.to(gl.int64) * n_documents + document
         first_token, length = document_range(
-            cu_seqlens_ptr, bounds_ptr, flat_document, document, document_length, PACKED, HAS_DOCUMENTS_MASK
+            cu_seqlens_ptr, bounds_ptr, flat_document, document, document_length, config
         )
         best = gl.full([_ROWS], float("-inf"), gl.float32, by_row)
         key = gl.full([_ROWS], _NO_WINNER, gl.int32, by_row)
@@ -156,13 +157,13 @@ def _score(
                 similarities = product.slice(piece * _COLUMNS, _COLUMNS).load(held)
                 # Past the end the last token is repeated, which changes neither a maximum nor its first token.
                 tokens = gl.minimum(start + piece * _COLUMNS + columns, length - 1)
-                if NORMALIZE:
+                if config.normalize:
                     places = tokens
-                    if HAS_DOCUMENTS_MASK:
+                    if config.has_documents_mask:
                         places = gl.load(active_ptr + first_token + tokens)
                     similarities *= gl.load(documents_scale_ptr + first_token + places)[None, :]
                 piece_best = gl.reduce(similarities, 1, larger_of)
-                if WITH_WINNERS:
+                if config.with_winners:
                     won = (similarities == piece_best[:, None]) | (similarities != similarities)
                     piece_key = gl.reduce(gl.where(won, tokens[None, :], _NO_WINNER), 1, _lower_of)
                     # A later one must be strictly better, or the first NaN.
@@ -175,30 +176,30 @@ def _score(
             buffer, phase = next_slot(buffer, phase, _BUFFERS)
 
         counted = row_active & (length > 0)
-        if WITH_WINNERS:
+        if config.with_winners:
             winner = gl.where(counted & (key != _NO_WINNER) & (best != float("-inf")), key, -1)
-            if HAS_DOCUMENTS_MASK:
+            if config.has_documents_mask:
                 chosen = gl.load(active_ptr + first_token + winner, mask=winner >= 0, other=0)
                 winner = gl.where(winner >= 0, chosen, -1)
-        if ZERO_MASKED:
+        if config.zero_masked:
             first_masked = gl.load(bounds_ptr + 2 * flat_document + 1)
             masked_exists = first_masked < document_length
-            if WITH_WINNERS:
+            if config.with_winners:
                 earlier = (best == 0.0) & (first_masked < winner)
                 winner = gl.where(((best < 0.0) | earlier) & masked_exists, -1, winner)
             best = gl.where((best < 0.0) & masked_exists, 0.0, best)
-        if WITH_WINNERS:
+        if config.with_winners:
             winner_offset = flat_document * n_queries * query_length + group_row
             gl.store(winners_ptr + winner_offset, winner.to(winners_ptr.dtype.element_ty), mask=row_exists)
-        if NORMALIZE:
+        if config.normalize:
             best *= row_scale
-        if WEIGHTED:
+        if config.weighted:
             best *= row_weight.to(gl.float32)
         best = gl.where(counted, best, 0.0)
         sums = gl.reduce(gl.reshape(best, [_ROWS // GROUP, GROUP]), 1, add)
-        first_sum = (row_block * PARTS + PART) * (_ROWS // GROUP)
+        first_sum = (row_block * _PARTS + PART) * (_ROWS // GROUP)
         sum_row = first_sum + gl.arange(0, _ROWS // GROUP, layout=sums.type.layout)
-        if PACKED or HAS_DOCUMENTS_MASK:
+        if config.packed or config.has_documents_mask:
             # One of the sums of a query is the score of an empty document; the others add nothing to it.
             of_empty = gl.where(sum_row % (padded_query_length // GROUP) == 0, empty_score, 0.0)
             sums = gl.where(length > 0, sums, of_empty)
@@ -206,75 +207,28 @@ def _score(
         gl.store(sums_ptr + sum_offset, sums, mask=sum_row < n_sums)
 
 
-# What runs in warps of its own takes tensors as one tuple, which has no constants.
-@gluon.jit
-def _score_part(
-    arguments, PARTS: gl.constexpr, BLOCK_TOKENS: gl.constexpr, GROUP: gl.constexpr, PACKED: gl.constexpr,
-    HAS_QUERIES_MASK: gl.constexpr, WEIGHTED: gl.constexpr, HAS_DOCUMENTS_MASK: gl.constexpr,
-    ZERO_MASKED: gl.constexpr, NORMALIZE: gl.constexpr, WITH_WINNERS: gl.constexpr, PART: gl.constexpr,
-):  # fmt: skip
-    _score(
-        *arguments, PARTS, BLOCK_TOKENS, GROUP, PACKED, HAS_QUERIES_MASK, WEIGHTED, HAS_DOCUMENTS_MASK, ZERO_MASKED,
-        NORMALIZE, WITH_WINNERS, PART,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _multiply_part(
-    arguments, BLOCK_TOKENS: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr, PACKED: gl.constexpr,
-    HAS_DOCUMENTS_MASK: gl.constexpr,
-):  # fmt: skip
-    _multiply(*arguments, BLOCK_TOKENS, STAGES, PARTS, PACKED, HAS_DOCUMENTS_MASK)
-
-
-@gluon.jit
-def _copy_part(
-    arguments, EMBEDDING: gl.constexpr, BLOCK_EMBEDDING: gl.constexpr, BLOCK_TOKENS: gl.constexpr,
-    STAGES: gl.constexpr, PACKED: gl.constexpr, HAS_DOCUMENTS_MASK: gl.constexpr,
-):  # fmt: skip
-    copy_documents(
-        *arguments, EMBEDDING, BLOCK_EMBEDDING, 0, BLOCK_TOKENS, 0, STAGES, PACKED, HAS_DOCUMENTS_MASK, 0, False
-    )  # fmt: skip
-
-
-@gluon.jit(
-    do_not_specialize=[
-        "n_queries", "query_length", "padded_query_length", "n_documents", "document_length", "n_runs", "run",
-        "empty_score",
-    ]
-)  # fmt: skip
+@functools.partial(kernel, jit=gluon.jit)
 def _blackwell_kernel(
     queries_ptr, documents_ptr, queries_mask_ptr, active_ptr, bounds_ptr, queries_scale_ptr, documents_scale_ptr,
     cu_seqlens_ptr, sums_ptr, winners_ptr,
     n_queries, query_length, padded_query_length, n_documents, document_length, n_runs, run, empty_score,
     stride_query, stride_query_token, stride_group, stride_document, stride_document_token,
-    EMBEDDING: gl.constexpr,
-    BLOCK_EMBEDDING: gl.constexpr,
-    BLOCK_TOKENS: gl.constexpr,
-    GROUP: gl.constexpr,
-    STAGES: gl.constexpr,
-    PACKED: gl.constexpr,
-    HAS_QUERIES_MASK: gl.constexpr,
-    WEIGHTED: gl.constexpr,
-    HAS_DOCUMENTS_MASK: gl.constexpr,
-    ZERO_MASKED: gl.constexpr,
-    NORMALIZE: gl.constexpr,
-    WITH_WINNERS: gl.constexpr,
-    QUERY_UNIT: gl.constexpr,
-    DOCUMENT_UNIT: gl.constexpr,
+    config: gl.constexpr,
 ):  # fmt: skip
     """As `stacked._stacked_kernel`, with every document whole, and an embedding in one block."""
-    PARTS: gl.constexpr = 2
-    stride_query *= QUERY_UNIT
-    stride_query_token *= QUERY_UNIT
-    stride_group *= DOCUMENT_UNIT
-    stride_document *= DOCUMENT_UNIT
-    stride_document_token *= DOCUMENT_UNIT
-    n_row_blocks = gl.cdiv(n_queries * padded_query_length, PARTS * _ROWS)
+    BLOCK_EMBEDDING: gl.constexpr = config.blocks.first
+    BLOCK_TOKENS: gl.constexpr = config.tile.columns
+    STAGES: gl.constexpr = config.tile.num_stages
+    stride_query *= config.query_unit
+    stride_query_token *= config.query_unit
+    stride_group *= config.document_unit
+    stride_document *= config.document_unit
+    stride_document_token *= config.document_unit
+    n_row_blocks = gl.cdiv(n_queries * padded_query_length, _PARTS * _ROWS)
     row_block = gl.program_id(0) % n_row_blocks
     run_index = (gl.program_id(0) // n_row_blocks) % n_runs
     group = gl.program_id(0) // (n_row_blocks * n_runs)
-    if PACKED:
+    if config.packed:
         first = find_document(cu_seqlens_ptr, n_documents, run_index.to(gl.int64) * run, _DOCUMENT_COST)
         last = find_document(cu_seqlens_ptr, n_documents, (run_index + 1).to(gl.int64) * run, _DOCUMENT_COST)
     else:
@@ -284,25 +238,25 @@ def _blackwell_kernel(
     dtype: gl.constexpr = documents_ptr.dtype.element_ty
     of_queries: gl.constexpr = gl.NVMMASharedLayout.get_default_for([_ROWS, BLOCK_EMBEDDING], dtype)
     of_tokens: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_TOKENS, BLOCK_EMBEDDING], dtype)
-    query_tiles = gl.allocate_shared_memory(dtype, [PARTS, _ROWS, BLOCK_EMBEDDING], of_queries)
+    query_tiles = gl.allocate_shared_memory(dtype, [_PARTS, _ROWS, BLOCK_EMBEDDING], of_queries)
     tiles = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_TOKENS, BLOCK_EMBEDDING], of_tokens)
     of_products: gl.constexpr = TensorMemoryLayout([_ROWS, BLOCK_TOKENS], col_stride=1)
-    products = allocate_tensor_memory(gl.float32, [PARTS * _BUFFERS, _ROWS, BLOCK_TOKENS], of_products)
+    products = allocate_tensor_memory(gl.float32, [_PARTS * _BUFFERS, _ROWS, BLOCK_TOKENS], of_products)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    done = gl.allocate_shared_memory(gl.int64, [PARTS * _BUFFERS, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [PARTS * _BUFFERS, 1], mbarrier.MBarrierLayout())
+    done = gl.allocate_shared_memory(gl.int64, [_PARTS * _BUFFERS, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [_PARTS * _BUFFERS, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         # Every copying thread says when its copies have arrived, and the tensor cores when they have read a tile.
         mbarrier.init(full.index(stage), count=128)
         mbarrier.init(empty.index(stage), count=1)
-    for buffer in gl.static_range(PARTS * _BUFFERS):
+    for buffer in gl.static_range(_PARTS * _BUFFERS):
         # The tensor cores say when a product is there, and every thread of its part when it has read it.
         mbarrier.init(done.index(buffer), count=1)
         mbarrier.init(free.index(buffer), count=128)
     _store_queries(
         queries_ptr, query_tiles, row_block, group, n_queries, query_length, padded_query_length, stride_query,
-        stride_query_token, EMBEDDING, BLOCK_EMBEDDING, PARTS,
+        stride_query_token, config,
     )  # fmt: skip
     fence_async_shared()
 
@@ -321,22 +275,14 @@ def _blackwell_kernel(
     )  # fmt: skip
     gl.warp_specialize(
         [
-            (_score_part, (
-                scored, PARTS, BLOCK_TOKENS, GROUP, PACKED, HAS_QUERIES_MASK, WEIGHTED, HAS_DOCUMENTS_MASK, ZERO_MASKED,
-                NORMALIZE, WITH_WINNERS, gl.constexpr(0),
-            )),
-            (_score_part, (
-                scored, PARTS, BLOCK_TOKENS, GROUP, PACKED, HAS_QUERIES_MASK, WEIGHTED, HAS_DOCUMENTS_MASK, ZERO_MASKED,
-                NORMALIZE, WITH_WINNERS, gl.constexpr(1),
-            )),
-            (_copy_part, (
-                copied, EMBEDDING, BLOCK_EMBEDDING, BLOCK_TOKENS, STAGES, PACKED, HAS_DOCUMENTS_MASK,
-            )),
-            (_multiply_part, (multiplied, BLOCK_TOKENS, STAGES, PARTS, PACKED, HAS_DOCUMENTS_MASK)),
+            (_score, (scored, config, gl.constexpr(0))),
+            (_score, (scored, config, gl.constexpr(1))),
+            (copy_documents, (copied, config, gl.constexpr(False))),
+            (_multiply, (multiplied, config)),
         ],
         [4, 4, 1],
         [192, 64, 64],
-    )  # fmt: skip
+    )
 
 
 _blackwell = Kernel(_blackwell_kernel)
@@ -349,19 +295,9 @@ _LONG = HopperTile(256, 64, 2, 3)
 
 def blackwell_plan(problem: Problem) -> ForwardPlan:
     """Tile and grid of the kernel, for half embeddings of at most 256 elements that are copied by 16 bytes."""
-    kind, tile = problem.kind, _TILE if problem.size <= 128 else _LONG
-    block = max(16, power_of_two(kind.size))
-
-    def make(documents: str, in_pieces: bool, group: int, query_unit: int, document_unit: int) -> Config:
-        constants = (
-            kind.size, block, tile.columns, group, tile.num_stages, kind.cu_seqlens is not None,
-            kind.queries_mask is not None, kind.weighted, kind.documents_mask is not None, kind.zero_masked,
-            kind.normalize, kind.with_winners, query_unit, document_unit,
-        )  # fmt: skip
-        return Config("blackwell", tile, Blocks(block, 0, False), constants, (4, 1, None))
-
+    tile, block = _TILE if problem.size <= 128 else _LONG, max(16, power_of_two(problem.size))
     # A query is always padded: a sum of single rows is no sum.
-    return tall_plan(problem, architecture(kind.device)[1], tile, HOPPER_SHARES, make, "it has never run")
+    return tall_plan(problem, "blackwell", tile, Blocks(block, 0, False), HOPPER_SHARES, "it has never run")
 
 
 def blackwell_forward(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor | None]:
@@ -382,6 +318,6 @@ def blackwell_forward(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tenso
         (
             queries, documents, queries_mask, active, bounds, queries_scale, documents_scale, cu_seqlens, sums, winners,
         ),
-        numbers_of(problem, plan), plan.strides, plan.config.constants, plan.config.warps,
+        numbers_of(problem, plan), plan.strides, (plan.config,), plan.config.warps,
     )  # fmt: skip
     return sums if plan.n_sums == 1 else add_sums(problem, plan, sums), winners

@@ -8,38 +8,14 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from ..problem import Problem, rounded_total
-from . import tables
-from .config import (
-    Config,
-    copied_by_16_bytes,
-    divided_strides,
-    embedding_blocks,
-    hopper_config,
-    hopper_tail,
-    hopper_tile,
-    narrowed,
-    padded_query_length,
-    parts_of,
-    plain_registers,
-    quantized_config,
-    quantizes_rows,
-    residual_config,
-    single_columns,
-    single_config,
-    single_runs,
-    soft_tile,
-    sparse_config,
-    stacked_config,
-    tile_of_hopper,
-    tile_of_stacked,
-)  # fmt: skip
-from .tables import Blocks, HopperTile, Shares, Tile
+from . import config, tables
+from .config import Config
+from .tables import Blocks, HopperTile, Shares, Tile, registers_of
 from .versions import has_gluon
 
 logger = logging.getLogger(__name__)
@@ -119,9 +95,7 @@ class ForwardPlan(NamedTuple):
     n_runs: int
     # Documents that a query meets, at most.
     per_query: int
-    # How packed documents are cut, and whether one may be longer than what is scored whole.
     cuts: Cuts
-    in_pieces: bool
     # Programs that share a run: blocks of query rows, or of a query's columns.
     row_blocks: int
     # Sums that the kernel leaves for each score.
@@ -137,6 +111,11 @@ class ForwardPlan(NamedTuple):
         return self.config.tile
 
     @property
+    def in_pieces(self) -> bool:
+        """Whether a document may be longer than what is scored whole."""
+        return self.config.in_pieces
+
+    @property
     def block_rows(self) -> int:
         """Query rows of a block."""
         return self.tile.columns if self.kernel == "single" else self.tile.rows
@@ -144,42 +123,45 @@ class ForwardPlan(NamedTuple):
 
 def tall_plan(
     problem: Problem,
-    sms: int,
+    kernel: str,
     tile: Tile | HopperTile,
+    blocks: Blocks,
     shares: Shares,
-    make: Callable[..., Config],
     reason: str,
     unpadded: bool = False,
     listed: bool = False,
+    **special: Any,
 ) -> ForwardPlan:
     """The plan of a kernel for which the tokens of all queries are one tall matrix.
 
-    Its config is made of: which documents are a program's (`forward.stacked`), whether one may be in pieces, the rows
-    of a sum, and the units of strides. `listed`: every group has a list of documents.
+    `listed`: every group has a list of documents. `special` are fields of the config.
     """
-    padded, group = padded_query_length(problem.query_length, unpadded)
+    kind, sms = problem.kind, tables.architecture(problem.device)[1]
+    padded, group = config.padded_query_length(problem.query_length, unpadded)
     group = min(group, tile.rows // tile.parts if isinstance(tile, HopperTile) else tile.rows)
     row_blocks = -(-(problem.n_queries // problem.groups * padded) // tile.rows)
     per_query = problem.max_candidates if problem.has_candidates else problem.n_documents
-    cuts, in_pieces, documents = Cuts(), False, "run"
-    if shares.largest and problem.packed and not problem.has_candidates and not listed:
+    cuts, programs = Cuts(), row_blocks * problem.groups
+    documents = "listed" if listed else "candidates" if problem.has_candidates else "run"
+    if shares.largest and problem.packed and documents == "run":
         documents, cuts = "cut", cuts_of(problem, row_blocks, sms, shares.per_sm, shares.largest)
         run, n_runs = cuts.cut, cuts.number
-        in_pieces = shares.in_pieces and problem.document_length > cuts.whole
+        if shares.in_pieces and problem.document_length > cuts.whole:
+            special["in_pieces"] = True
+            if not blocks.split and not kind.normalize and kind.dtype.itemsize == 2:
+                # Two programs share an SM, where ptxas takes a few registers more for the pieces.
+                special["registers"] = registers_of(2, tile.num_warps)
     else:
-        if listed or problem.has_candidates:
-            documents = "listed" if listed else "candidates"
-        programs = row_blocks * problem.groups
         if shares.largest:
             run = run_length(per_query, programs, sms, shares.per_sm, shares.longest)
         else:
             run = max(1, min(shares.longest, per_query * programs // (shares.per_sm * sms)))
         n_runs = -(-per_query // run) or 1
-    strides, *units = divided_strides(problem.query_strides, problem.document_strides)
-    return ForwardPlan(
-        make(documents, in_pieces, group, *units), strides, padded, run, n_runs, per_query, cuts, in_pieces, row_blocks,
-        padded // group, reason,
-    )  # fmt: skip
+    strides, units = config.divided_strides(problem.query_strides, problem.document_strides)
+    if kernel == "stacked":
+        special["documents"] = documents
+    made = config.config_of(kernel, kind, tile, blocks, units, group=group, **special)
+    return ForwardPlan(made, strides, padded, run, n_runs, per_query, cuts, row_blocks, padded // group, reason)
 
 
 def run_length(documents: int, programs: int, sms: int, per_sm: int, longest: int) -> int:
@@ -194,18 +176,15 @@ def run_length(documents: int, programs: int, sms: int, per_sm: int, longest: in
 
 
 def cuts_of(problem: Problem, programs: int, sms: int, per_sm: int, largest: int) -> Cuts:
-    """Cut packed documents so that every SM gets an equal share, in whole waves.
+    """Cut packed documents so that every SM gets an equal share, in whole waves, as `run_length` does.
 
-    `programs` programs share each cut, and `per_sm` of them fit on an SM at a time. A cut has at most
-    `largest` work, or the last ones leave gaps. The total is rounded (`rounded_total`), so that what is repeated of
-    one serves others.
+    A cut has at most `largest` work, or the last ones leave gaps. The total is rounded (`rounded_total`), so that what
+    is repeated of one serves others.
     """
     work = rounded_total(problem.n_tokens) + problem.n_documents * tables.DOCUMENT_COST
-    slots = per_sm * sms
-    waves = -(-work * programs // (slots * largest))
-    cut = max(tables.SMALLEST_CUT, -(-work // max(1, slots * waves // programs)))
+    cut = max(tables.SMALLEST_CUT, run_length(work, programs, sms, per_sm, largest))
     # What takes less than half an SM's share of the time can wait for its turn, even the last.
-    whole = max(tables.LONGEST_WHOLE, cut, work * programs // (2 * slots))
+    whole = max(tables.LONGEST_WHOLE, cut, work * programs // (2 * per_sm * sms))
     return Cuts(cut, whole, -(-work // cut))
 
 
@@ -221,77 +200,73 @@ def forward_plan(problem: Problem) -> ForwardPlan:
 _OWN_DOCUMENTS = "every query has documents of its own"
 _ONE_QUERY = f"one query of at most {tables.SINGLE_MAX_QUERY_LENGTH} tokens"
 _ONE_MATRIX = "the tokens of all queries are the rows of one matrix"
+_UNCOPIED = "documents cannot be copied 16 bytes at a time"
 
 
 def _single_plan(problem: Problem) -> ForwardPlan:
-    kind, n_queries, n_documents = problem.kind, problem.n_queries, problem.n_documents
-    capability, sms = tables.architecture(kind.device)
-    columns = single_columns(problem.query_length)
+    kind, n_queries = problem.kind, problem.n_queries
+    (capability, sms), item = tables.architecture(kind.device), kind.dtype.itemsize
+    columns = config.single_columns(problem.query_length)
     column_blocks = -(-problem.query_length // columns)
-    per_query = n_documents if kind.candidates is None else problem.max_candidates
-    per_sm, of_one_wave, longest = single_runs(capability, kind, columns)
+    per_query = problem.max_candidates if problem.has_candidates else problem.n_documents
+    per_sm, of_one_wave, longest = config.single_runs(capability, kind, columns)
     if per_query * n_queries * column_blocks <= per_sm * sms * of_one_wave:
         longest = of_one_wave
     run = run_length(per_query, n_queries * column_blocks, sms, per_sm, longest)
-    cuts, in_pieces = Cuts(), False
-    if kind.cu_seqlens is not None:
-        cuts = cuts_of(problem, column_blocks, sms, per_sm=4, largest=4096)
-        in_pieces = problem.document_length > cuts.whole
-    strides, *units = divided_strides(problem.query_strides, problem.document_strides)
-    return ForwardPlan(
-        single_config(capability, kind, columns, in_pieces, *units), strides, columns, run, -(-per_query // run),
-        per_query, cuts, in_pieces, column_blocks, column_blocks, _OWN_DOCUMENTS if n_queries > 1 else _ONE_QUERY,
-    )  # fmt: skip
+    cuts = cuts_of(problem, column_blocks, sms, per_sm=4, largest=4096) if problem.packed else Cuts()
+    strides, units = config.divided_strides(problem.query_strides, problem.document_strides)
+    blocks = config.embedding_blocks(capability, kind.size, item)
+    made = config.config_of(
+        "single",
+        kind,
+        config.single_tile(capability, kind.size, item, columns, problem.packed),
+        blocks,
+        units,
+        documents="candidates" if problem.has_candidates else "run",
+        in_pieces=problem.packed and problem.document_length > cuts.whole,
+        flatten=config.flattened(capability, blocks),
+    )
+    reason, n_runs = _OWN_DOCUMENTS if n_queries > 1 else _ONE_QUERY, -(-per_query // run)
+    return ForwardPlan(made, strides, columns, run, n_runs, per_query, cuts, column_blocks, column_blocks, reason)
 
 
 def _stacked_plan(problem: Problem) -> ForwardPlan:
-    kind, length, n_documents = problem.kind, problem.document_length, problem.n_documents
-    packed = kind.cu_seqlens is not None
-    capability, sms = tables.architecture(kind.device)
-    all_rows = problem.n_queries * problem.query_length
+    kind, length, item, packed = problem.kind, problem.document_length, problem.dtype.itemsize, problem.packed
+    capability, _ = tables.architecture(kind.device)
     total = rounded_total(problem.n_tokens) if packed else problem.n_tokens
     unpadded = total >= tables.UNPADDED_MIN_LENGTH * problem.all_documents
-    unpadded = unpadded and 4 * all_rows * n_documents <= tables.UNPADDED_MEMORY
-    rows = problem.n_queries // problem.groups * padded_query_length(problem.query_length, unpadded)[0]
-    long = not packed and length >= tables.HOPPER_WIDE_MIN_LENGTH
-    wide, why_not = tile_of_hopper(capability, kind, rows <= tables.HOPPER_NARROW_ROWS, long)
+    sums = problem.n_queries * problem.query_length * problem.n_documents
+    unpadded = unpadded and 4 * sums <= tables.UNPADDED_MEMORY
+    rows = _stacked_rows(problem, unpadded)
+    narrow, long = rows <= tables.HOPPER_NARROW_ROWS, not packed and length >= tables.HOPPER_WIDE_MIN_LENGTH
+    wide = config.hopper_tile(capability, kind.size, item, narrow, long, kind.with_winners)
     why = _ONE_MATRIX
     if wide is None:
-        why += why_not
-    elif not (problem.aligned and copied_by_16_bytes(kind.size, problem.document_strides)):
-        why += "; documents cannot be copied 16 bytes at a time"
+        if capability == 9:
+            why += f"; the Hopper kernel takes half precision and at most {tables.HOPPER_MAX_SIZE} dimensions"
+    elif not (problem.aligned and config.copied_by_16_bytes(kind.size, problem.document_strides)):
+        why += f"; {_UNCOPIED}"
     else:
-        # Winners are found in a whole tile.
-        tail = 0 if packed or kind.with_winners else hopper_tail(wide, length)
-        plan = hopper_plan(problem, wide, tail, why + ", on a Hopper GPU", unpadded)
+        # The argmax is found in a whole tile.
+        tail = 0 if packed or kind.with_winners else config.hopper_tail(wide, length)
+        plan = hopper_plan(problem, wide, why + ", on a Hopper GPU", unpadded, tail=tail)
         if not packed or length <= plan.cuts.whole:
             return plan
         why += f"; a document may be longer than {plan.cuts.whole} tokens, and is scored in pieces"
-    tile = tile_of_stacked(capability, kind, min(rows, 256))
-    blocks = embedding_blocks(capability, kind.size, kind.dtype.itemsize)
-
-    def make(documents: str, in_pieces: bool, *sizes: int) -> Config:
-        registers = plain_registers(kind, tile, blocks, in_pieces)
-        return stacked_config(kind, tile, blocks, registers, documents, in_pieces, *sizes)
-
-    return tall_plan(problem, sms, tile, tables.STACKED_SHARES, make, why, unpadded)
+    tile = config.stacked_tile(capability, kind.size, item, min(rows, 256), kind.with_winners)
+    blocks = config.embedding_blocks(capability, kind.size, item)
+    return tall_plan(problem, "stacked", tile, blocks, tables.STACKED_SHARES, why, unpadded)
 
 
-def hopper_plan(
-    problem: Problem,
-    tile: HopperTile,
-    tail: int,
-    reason: str,
-    unpadded: bool = False,
-    soft: bool = False,
-) -> ForwardPlan:
-    """The plan of the Hopper kernel with this tile, and products of `tail` columns of what is left after whole ones."""
-    (capability, sms), kind = tables.architecture(problem.device), problem.kind
+def _stacked_rows(problem: Problem, unpadded: bool = False) -> int:
+    """Rows that the queries of a group take."""
+    return problem.n_queries // problem.groups * config.padded_query_length(problem.query_length, unpadded)[0]
 
-    def make(documents: str, in_pieces: bool, *sizes: int) -> Config:
-        return hopper_config(capability, kind, tile, tail, *sizes, soft)
 
-    return tall_plan(problem, sms, tile, tables.HOPPER_SHARES, make, reason, unpadded)
+def hopper_plan(problem: Problem, tile: HopperTile, reason: str, unpadded: bool = False, **special: Any) -> ForwardPlan:
+    """The plan of the Hopper kernel with this tile."""
+    blocks = config.hopper_blocks(problem.size, 2 if problem.kind.quantized is None else 1)
+    return tall_plan(problem, "hopper", tile, blocks, tables.HOPPER_SHARES, reason, unpadded, **special)
 
 
 def quantized_plan(problem: Problem) -> ForwardPlan:
@@ -299,53 +274,57 @@ def quantized_plan(problem: Problem) -> ForwardPlan:
 
     Packed documents are shared out by their tokens, whole ones; those of candidates by their number.
     """
-    hopper = _quantized_hopper_plan(problem)
-    return _quantized_stacked_plan(problem, hopper) if isinstance(hopper, str) else hopper
-
-
-def _quantized_hopper_plan(problem: Problem) -> ForwardPlan | str:
-    """The plan of the Hopper kernel, or why it does not serve the problem."""
-    kind = problem.kind
+    kind, rows = problem.kind, _stacked_rows(problem)
     capability, _ = tables.architecture(kind.device)
-    if capability != 9 or not has_gluon():
-        return _QUANTIZED
-    if not kind.quantize_queries or kind.quantized == torch.uint8:
-        return _QUANTIZED + "; the Hopper kernel multiplies int8 or fp8 by the same"
-    if kind.size > tables.QUANTIZED_HOPPER_MAX_SIZE:
-        return _QUANTIZED + f"; the Hopper kernel takes at most {tables.QUANTIZED_HOPPER_MAX_SIZE} dimensions"
-    if problem.has_candidates:
-        return _QUANTIZED + "; packed documents are candidates"
-    rows = _stacked_rows(problem)
-    if rows < tables.QUANTIZED_HOPPER_MIN_ROWS:
-        return _QUANTIZED + f"; fewer than {tables.QUANTIZED_HOPPER_MIN_ROWS} query tokens meet a document"
-    if not (problem.aligned and copied_by_16_bytes(kind.size, problem.document_strides, 1)):
-        return _QUANTIZED + "; documents cannot be copied 16 bytes at a time"
-    tile = tables.QUANTIZED_HOPPER_NARROW if rows <= tables.HOPPER_NARROW_ROWS else tables.QUANTIZED_HOPPER
-    if kind.size > 128:
-        tile = tables.QUANTIZED_HOPPER_LONG
-    tail = tables.QUANTIZED_HOPPER_TAIL
-    if kind.documents_mask is None and not problem.packed and not 0 < problem.document_length % tile.columns <= tail:
-        tail = 0
-    return hopper_plan(_with_values(problem), tile, tail, _QUANTIZED + ", on a Hopper GPU")
-
-
-def _quantized_stacked_plan(problem: Problem, reason: str) -> ForwardPlan:
-    kind = problem.kind
-    capability, sms = tables.architecture(kind.device)
-    rows = min(tables.QUANTIZED_TILE.rows, tables.power_of_two(_stacked_rows(problem)))
-    tile, blocks, registers = quantized_config(capability, kind, rows)
-    make = functools.partial(stacked_config, kind, tile, blocks, registers)
+    why_not = _quantized_needs_stacked(problem, rows)
+    if why_not is None:
+        tile = tables.QUANTIZED_HOPPER_NARROW if rows <= tables.HOPPER_NARROW_ROWS else tables.QUANTIZED_HOPPER
+        if kind.size > 128:
+            tile = tables.QUANTIZED_HOPPER_LONG
+        tail, alike = tables.QUANTIZED_HOPPER_TAIL, kind.documents_mask is None and not problem.packed
+        if alike and not 0 < problem.document_length % tile.columns <= tail:
+            tail = 0
+        return hopper_plan(_with_values(problem), tile, _QUANTIZED + ", on a Hopper GPU", tail=tail)
+    item = 1 if kind.quantize_queries else kind.dtype.itemsize
+    blocks, few = config.whole_or_split(kind.size, item, tables.QUANTIZED_MIN_BLOCK), tables.QUANTIZED_FEW_ROWS
+    rows = min(tables.QUANTIZED_TILE.rows, tables.power_of_two(rows))
+    tile = few if rows <= few.rows else tables.QUANTIZED_TILE._replace(rows=rows)
+    tile = config.fitted(tile, capability, blocks.held * item, blocks.split)
+    registers = None
+    if capability == 9 and tile.num_warps == tables.QUANTIZED_TILE.num_warps and not blocks.split:
+        # Two programs share an SM, so that products of one run beside the maxima of the other. That leaves a thread
+        # 128 registers: a whole tile takes 120 with products of 8 bits. Left alone, ptxas takes more of others.
+        registers = registers_of(2, tile.num_warps)
+    here = kind.quantize_queries and config.quantizes_rows(tile, blocks)
+    if kind.quantize_queries and not here:
+        problem = _with_values(problem)
     per_sm = tables.QUANTIZED_PER_SM[tile.num_warps]
     shares = Shares(per_sm, tables.QUANTIZED_LONGEST_RUN, tables.QUANTIZED_LARGEST_CUT)
-    if kind.quantize_queries and not quantizes_rows(tile, blocks):
-        problem = _with_values(problem)
-    return tall_plan(problem, sms, tile, shares, make, reason)
+    special = {"quantize_rows": here, "registers": registers}
+    return tall_plan(problem, "stacked", tile, blocks, shares, _QUANTIZED + why_not, **special)
+
+
+def _quantized_needs_stacked(problem: Problem, rows: int) -> str | None:
+    """Why the Hopper kernel does not serve quantized documents, None where it does."""
+    kind = problem.kind
+    if tables.architecture(kind.device)[0] != 9 or not has_gluon():
+        return ""
+    if not kind.quantize_queries or kind.quantized == torch.uint8:
+        return "; the Hopper kernel multiplies int8 or fp8 by the same"
+    if kind.size > tables.QUANTIZED_HOPPER_MAX_SIZE:
+        return f"; the Hopper kernel takes at most {tables.QUANTIZED_HOPPER_MAX_SIZE} dimensions"
+    if problem.has_candidates:
+        return "; packed documents are candidates"
+    if rows < tables.QUANTIZED_HOPPER_MIN_ROWS:
+        return f"; fewer than {tables.QUANTIZED_HOPPER_MIN_ROWS} query tokens meet a document"
+    if not (problem.aligned and config.copied_by_16_bytes(kind.size, problem.document_strides, 1)):
+        return f"; {_UNCOPIED}"
+    return None
 
 
 def quantized_before(problem: Problem, plan: ForwardPlan) -> bool:
     """Whether a kernel of its own quantizes queries, before the one that scores them."""
-    by_itself = plan.kernel == "stacked" and quantizes_rows(plan.tile, plan.config.blocks)
-    return problem.kind.quantize_queries and not by_itself
+    return problem.kind.quantize_queries and not plan.config.quantize_rows
 
 
 def _with_values(problem: Problem) -> Problem:
@@ -353,61 +332,51 @@ def _with_values(problem: Problem) -> Problem:
     return problem._replace(query_strides=(problem.query_length * problem.size, problem.size))
 
 
-def _stacked_rows(problem: Problem) -> int:
-    """Rows that the queries of a group take, each padded."""
-    return problem.n_queries // problem.groups * padded_query_length(problem.query_length, False)[0]
-
-
 def residual_plan(problem: Problem, nbits: int, listed: bool) -> ForwardPlan:
     """Choose the tile and the grid of a call with residual codes; `listed`: every query has a list of candidates."""
-    kind = problem.kind
-    capability, sms = tables.architecture(kind.device)
+    kind, item = problem.kind, problem.dtype.itemsize
+    capability, _ = tables.architecture(kind.device)
     rows = min(tables.RESIDUAL_TILE.rows, tables.power_of_two(_stacked_rows(problem)))
-    tile, blocks, registers = residual_config(capability, kind, rows)
-    make = functools.partial(stacked_config, kind, tile, blocks, registers, nbits=nbits)
-    per_sm = tables.RESIDUAL_PER_SM[tile.num_warps]
+    blocks, tile = config.residual_blocks(kind), tables.RESIDUAL_FEW_ROWS
+    if rows > tile.rows and item == 2:
+        tile = tables.RESIDUAL_TILE._replace(rows=rows)
+    tile = config.fitted(tile, capability, blocks.held * item, blocks.split)
+    per_sm, registers = tables.RESIDUAL_PER_SM[tile.num_warps], None
+    if capability == 9 and item == 2 and not blocks.split:
+        # Left alone, ptxas takes a few registers more than leave room for so many programs.
+        registers = registers_of(per_sm, tile.num_warps)
     shares = Shares(per_sm, tables.RESIDUAL_LONGEST_RUN, tables.RESIDUAL_LARGEST_CUT)
     # Residuals lie one after the other.
-    problem = problem._replace(document_strides=(0, 0, 0))
-    return tall_plan(problem, sms, tile, shares, make, "documents are residual codes", listed=listed)
+    problem, reason = problem._replace(document_strides=(0, 0, 0)), "documents are residual codes"
+    special = {"nbits": nbits, "registers": registers}
+    return tall_plan(problem, "stacked", tile, blocks, shares, reason, listed=listed, **special)
 
 
 def soft_forward_plan(problem: Problem) -> ForwardPlan:
     """Choose the kernel, the tile and the grid of the forward."""
-    hopper = _soft_hopper_plan(problem)
-    return _soft_stacked_plan(problem, hopper) if isinstance(hopper, str) else hopper
-
-
-def _soft_hopper_plan(problem: Problem) -> ForwardPlan | str:
-    """The plan of the Hopper kernel, or why it does not serve the problem."""
-    kind, capability = problem.kind, tables.architecture(problem.device)[0]
-    rows = _stacked_rows(problem)
-    # Exponentials take longer than winners do: they have their tiles.
-    tile = hopper_tile(capability, kind.size, kind.dtype.itemsize, rows <= tables.HOPPER_NARROW_ROWS, False, True)
-    if tile is None:
-        return f"the Hopper kernel needs such a GPU, half precision and at most {tables.HOPPER_MAX_SIZE} dimensions"
-    if problem.has_candidates:
-        return "packed queries have candidates of their own"
-    if rows < tables.SOFT_HOPPER_MIN_ROWS:
-        return f"fewer than {tables.SOFT_HOPPER_MIN_ROWS} query tokens meet a document"
-    if not (problem.aligned and copied_by_16_bytes(kind.size, problem.document_strides)):
-        return "documents cannot be copied 16 bytes at a time"
-    tail = tile.columns
-    if kind.documents_mask is None and not problem.packed:
-        # All documents leave as many tokens after whole tiles.
-        left = problem.document_length % tile.columns
-        tail = max(tables.SOFT_NARROWEST, tables.power_of_two(left)) if left else 0
-    reason = f"at least {tables.SOFT_HOPPER_MIN_ROWS} query tokens meet a document"
-    return hopper_plan(problem, tile, tail, reason, soft=True)
-
-
-def _soft_stacked_plan(problem: Problem, reason: str) -> ForwardPlan:
-    kind = problem.kind
-    tile = soft_tile(kind, tables.SOFT_FORWARD, tables.SOFT_FORWARD_WIDE)
-    tile = narrowed(tile, _stacked_rows(problem), problem.document_length)
-    parts = parts_of(kind.size, kind.dtype.itemsize)
-    make = functools.partial(stacked_config, kind, tile, Blocks(parts.block, 0, parts.split), None, soft=True)
-    return tall_plan(problem, tables.architecture(kind.device)[1], tile, tables.SOFT_SHARES, make, reason)
+    (capability, _), kind, rows = tables.architecture(problem.device), problem.kind, _stacked_rows(problem)
+    # Exponentials take longer than the argmax does: they have its tiles.
+    narrow = rows <= tables.HOPPER_NARROW_ROWS
+    wide = config.hopper_tile(capability, kind.size, kind.dtype.itemsize, narrow, False, True)
+    if wide is None:
+        reason = f"the Hopper kernel needs such a GPU, half precision and at most {tables.HOPPER_MAX_SIZE} dimensions"
+    elif problem.has_candidates:
+        reason = "packed queries have candidates of their own"
+    elif rows < tables.SOFT_HOPPER_MIN_ROWS:
+        reason = f"fewer than {tables.SOFT_HOPPER_MIN_ROWS} query tokens meet a document"
+    elif not (problem.aligned and config.copied_by_16_bytes(kind.size, problem.document_strides)):
+        reason = _UNCOPIED
+    else:
+        reason = f"at least {tables.SOFT_HOPPER_MIN_ROWS} query tokens meet a document"
+        tail = wide.columns
+        if kind.documents_mask is None and not problem.packed:
+            # All documents leave as many tokens after whole tiles.
+            left = problem.document_length % tail
+            tail = max(tables.SOFT_NARROWEST, tables.power_of_two(left)) if left else 0
+        return hopper_plan(problem, wide, reason, tail=tail, soft=True)
+    tile = config.soft_tile(kind, tables.SOFT_FORWARD, tables.SOFT_FORWARD_WIDE)
+    tile = config.narrowed(tile, rows, problem.document_length)
+    return tall_plan(problem, "stacked", tile, config.soft_blocks(kind), tables.SOFT_SHARES, reason, soft=True)
 
 
 def sparse_plan(problem: Problem, n_chosen: int, shared: bool) -> ForwardPlan:
@@ -416,12 +385,14 @@ def sparse_plan(problem: Problem, n_chosen: int, shared: bool) -> ForwardPlan:
     `shared`: all queries meet the same documents.
     """
     kind, n_documents = problem.kind, problem.n_documents
-    capability, _ = tables.architecture(kind.device)
-    strides, *units = divided_strides(problem.query_strides, problem.document_strides)
-    length = min(problem.document_length, tables.SPARSE_TILE.rows)
-    config = sparse_config(capability, kind, tables.power_of_two(length), n_chosen, shared, *units)
-    columns = config.tile.columns
-    blocks = -(-n_chosen // columns)
-    return ForwardPlan(
-        config, strides, columns, 1, n_documents, n_documents, Cuts(), False, blocks, blocks, "tokens are chosen"
-    )
+    blocks, tile = config.soft_blocks(kind), config.soft_tile(kind, tables.SPARSE_TILE, tables.SPARSE_TILE_WIDE)
+    few = tables.SPARSE_FEW_COLUMNS
+    columns = max(16, min(tile.columns, tables.power_of_two(n_chosen), few if blocks.split else tile.columns))
+    rows = max(16, min(tile.rows, tables.power_of_two(problem.document_length)))
+    tile = tile._replace(rows=rows, columns=columns, num_warps=4 if columns <= few else tile.num_warps)
+    row_bytes = blocks.first * kind.dtype.itemsize
+    tile = config.fitted(tile, tables.architecture(kind.device)[0], row_bytes, blocks.split)
+    strides, units = config.divided_strides(problem.query_strides, problem.document_strides)
+    made = config.config_of("single", kind, tile, blocks, units, chosen=True, shared=shared)
+    n = -(-n_chosen // columns)
+    return ForwardPlan(made, strides, columns, 1, n_documents, n_documents, Cuts(), n, n, "tokens are chosen")

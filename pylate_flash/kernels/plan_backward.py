@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from . import tables
-from .config import Parts, divided_strides, narrowed, padded_query_length, parts_of, residual_blocks, soft_tile
+from .config import divided_strides, narrowed, padded_query_length, residual_blocks, soft_blocks, soft_tile
 from .tables import Blocks, Tile
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def gather_plan(problem: Problem) -> GatherPlan:
     if programs < wanted and n_splits == 1:
         n_splits = max(1, min(tables.SPLIT_PROGRAMS * sms // programs, walked // tables.SPLIT_DOCUMENTS))
     packs = (num_warps * 8, block_documents) == tables.GATHERS[0] and problem.dtype.itemsize == 2
-    registers = tables.REGISTERS // (tables.GATHER_ROOM * 32 * num_warps) if packs else None
+    registers = tables.registers_of(tables.GATHER_ROOM, num_warps) if packs else None
     return GatherPlan(block, block_rows, block_documents, num_warps, programs, n_splits, registers)
 
 
@@ -204,6 +204,16 @@ def residual_gradient_plan(problem: Problem) -> ResidualGradientPlan:
     return ResidualGradientPlan(tables.RESIDUAL_GRADIENT_ROWS, blocks, parts, n_splits)
 
 
+class Parts(NamedTuple):
+    """How the gradients of soft MaxSim hold embeddings: in one block, or `split`."""
+
+    block: int
+    split: bool
+    # Elements of a gradient that one program sums, and programs that share an embedding.
+    owned: int
+    number: int
+
+
 class SoftGradientPlan(NamedTuple):
     """How the gradients of soft scores are computed.
 
@@ -242,13 +252,15 @@ def soft_gradient_plan(problem: Problem, both: bool, max_scratch_bytes: int) -> 
     fill = -(-sms // (n_blocks * problem.groups))
     once = both and not problem.packed and at_once >= min(problem.n_documents, fill)
     walked = problem.max_candidates if problem.has_candidates else problem.n_documents
-    parts = parts_of(problem.size, problem.dtype.itemsize)
+    blocks = soft_blocks(problem.kind)
+    owned = tables.SOFT_SPLIT_OWNED if blocks.split else blocks.first
+    parts = Parts(blocks.first, blocks.split, owned, -(-problem.size // owned))
     programs = -(-problem.rows // queries.rows) * problem.groups * parts.number
     n_splits = max(1, min(tables.SOFT_PER_SM * sms // programs, walked // tables.SOFT_SMALLEST_SHARE))
-    strides, *units = divided_strides(problem.query_strides, problem.document_strides)
+    strides, units = divided_strides(problem.query_strides, problem.document_strides)
     rounded = problem.dtype != torch.float32 and not knobs.runtime.interpret
     return SoftGradientPlan(
-        once, documents, queries, parts, strides[1:], (units[0], units[1]), n_blocks,
+        once, documents, queries, parts, strides[1:], units, n_blocks,
         at_once if once else problem.n_documents, n_splits, rounded,
     )  # fmt: skip
 
@@ -257,8 +269,7 @@ def gradient_warps(tile: Tile) -> tuple[int, int, int | None]:
     """Warps, stages and registers of a thread of a program that computes gradients."""
     registers = None
     if tile == tables.SOFT_GRADIENT:
-        # They are given out by 8.
-        registers = tables.REGISTERS // (tables.SOFT_GRADIENT_PER_SM * 32 * tile.num_warps) & -8
+        registers = tables.registers_of(tables.SOFT_GRADIENT_PER_SM, tile.num_warps)
     return tile.num_warps, tile.num_stages, registers
 
 

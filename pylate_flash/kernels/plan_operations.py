@@ -120,7 +120,7 @@ def search_plan(problem: Problem, k: int) -> SearchPlan:
     scratch = -(-max(1 << tables.XTR_BIN_BITS, n_groups if groups else 0, collected) // 16) * 16
     return SearchPlan(
         tile, block_embedding, blocks.split, row_blocks, run, -(-n_documents // run), groups, n_groups, collection,
-        scratch, None if blocks.split or item > 2 else tables.REGISTERS // (2 * 32 * tile.num_warps),
+        scratch, None if blocks.split or item > 2 else tables.registers_of(2, tile.num_warps),
     )  # fmt: skip
 
 
@@ -191,10 +191,10 @@ def meeting_plan(problem: Problem) -> MeetingPlan:
         # Three products of tensor cores, which leave 22 of float32's 24 bits. The distances themselves are computed
         # from their points, in float32.
         precision = "tf32x3"
-    strides, *units = divided_strides(problem.query_strides, problem.document_strides)
+    strides, units = divided_strides(problem.query_strides, problem.document_strides)
     # A set of y is a document alone in its group.
     strides = strides[:3] + strides[4:]
     return MeetingPlan(
         tile, direct, block, split, tables.CHAMFER_DIRECT_GROUPS if direct else tables.CHAMFER_GROUPS, precision,
-        strides, (units[0], units[1]), row_blocks, share * tile.columns, -(-tiles // share),
+        strides, units, row_blocks, share * tile.columns, -(-tiles // share),
     )  # fmt: skip

@@ -222,7 +222,7 @@ RESIDUAL_SMALLEST_SHARE = 8
 # Elements of an embedding, as a power of two, up to which a tile holds it whole, by the bytes of each; a longer one is
 # read in blocks. Exact products of float32 are computed outside tensor cores, unrolled: of longer rows
 # they leave no registers.
-SOFT_MAX_WHOLE = {2: 256, 4: 32}
+SOFT_MAX_BYTES = {2: 512, 4: 128}
 # Elements of a gradient that a program sums, of an embedding that is read in parts.
 SOFT_SPLIT_OWNED = 64
 # Query rows x document tokens of the forward. Two programs find room on an SM, and the exponentials of one are
@@ -358,6 +358,11 @@ CHAMFER_GROUPS = 8
 # Programs that an SM has room for, and tiles that one of them walks at most.
 CHAMFER_PER_SM = 2
 CHAMFER_LONGEST_SHARE = 16
+
+
+def registers_of(programs: int, num_warps: int) -> int:
+    """Registers that a thread may take, where so many programs are to share an SM; they are given out by 8."""
+    return REGISTERS // (programs * 32 * num_warps) & -8
 
 
 def shared_memory(capability: int) -> int:

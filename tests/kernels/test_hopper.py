@@ -15,12 +15,13 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language._core import builtin
 
 import make_layouts
-from pylate_flash.kernels import plan, tables
-from pylate_flash.kernels.config import copied_by_16_bytes, hopper_tail, hopper_tile
+from pylate_flash.kernels import tables
+from pylate_flash.kernels.config import config_of, copied_by_16_bytes, hopper_tail, hopper_tile
 from pylate_flash.kernels.forward import hopper, maxima, maxsim_forward, stacked
 from pylate_flash.kernels.plan import forward_plan
 from pylate_flash.kernels.plan_operations import fused_tile
-from pylate_flash.problem import Options, Problem, Tensors, problem_of
+from pylate_flash.kernels.tables import Blocks
+from pylate_flash.problem import Options, Problem, Tensors, kind_of, problem_of
 from tests.kernels.recorder import record
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
@@ -104,21 +105,29 @@ def test_a_maximum_over_a_lanes_columns_stays_in_the_lane(rows: int, tokens: int
     assert layout.reg_bases[:5] == [[0, 0, 1], [8, 0, 0], [0, 0, 2], [0, 0, 4], [0, 0, 8]]
 
 
+# That of bfloat16 embeddings of 128 elements, and tiles and blocks of others.
+KIND = kind_of(
+    torch.bfloat16, torch.device("cpu"), 128, None, None, None, None, False, "exclude", "highest", with_winners=False
+)
+CONFIG = config_of("hopper", KIND, tables.HOPPER, Blocks(128, 0, False), (1, 1), group=32)
+ARGMAX = {"with_winners": True, "tile": tables.HOPPER_WINNERS}
+NARROW, LONG = tables.HOPPER_NARROW, tables.HOPPER_LONG._replace(num_stages=6)
+OF_48 = {"size": 48, "blocks": Blocks(64, 0, False)}
+OF_96 = {"size": 96, "blocks": Blocks(64, 32, False)}
+OF_256 = {"size": 256, "blocks": Blocks(256, 0, False)}
+OF_320 = {"size": 320, "blocks": Blocks(256, 64, False)}
+
+
 def compiled(**options) -> str:
-    constants = {
-        "EMBEDDING": 128, "BLOCK_EMBEDDING": 128, "SECOND": 0, "BLOCK_ROWS": 256, "BLOCK_TOKENS": 64, "TAIL": 0,
-        "GROUP": 32, "STAGES": 6, "PARTS": 2, "PACKED": False, "HAS_QUERIES_MASK": False, "WEIGHTED": False,
-        "HAS_DOCUMENTS_MASK": False, "ZERO_MASKED": False, "NORMALIZE": False, "WITH_WINNERS": False, "SOFT": False,
-        "QUERY_UNIT": 1, "DOCUMENT_UNIT": 1, "OFFSET_UNIT": 0,
-    } | options  # fmt: skip
+    config = CONFIG._replace(**options)
     pointers = {"queries_ptr": "*bf16", "documents_ptr": "*bf16", "sums_ptr": "*fp32"}
-    if constants["WITH_WINNERS"]:
+    if config.with_winners:
         pointers["winners_ptr"] = "*i16"
-    if constants["NORMALIZE"]:
+    if config.normalize:
         pointers |= {"queries_scale_ptr": "*fp32", "documents_scale_ptr": "*fp32"}
-    if constants["HAS_DOCUMENTS_MASK"]:
+    if config.has_documents_mask:
         pointers |= {"active_ptr": "*i32", "bounds_ptr": "*i32"}
-    signature, attributes = {}, {}
+    constants, signature, attributes = {"config": config}, {}, {}
     function = hopper._hopper.function
     for index, parameter in enumerate(function.params):
         name = parameter.name
@@ -136,15 +145,15 @@ def compiled(**options) -> str:
     "options",
     [
         {},
-        {"WITH_WINNERS": True, "PARTS": 4},
-        {"EMBEDDING": 48, "BLOCK_EMBEDDING": 64},
-        {"EMBEDDING": 96, "BLOCK_EMBEDDING": 64, "SECOND": 32},
-        {"TAIL": 16},
-        {"TAIL": 16, "EMBEDDING": 96, "BLOCK_EMBEDDING": 64, "SECOND": 32, "BLOCK_ROWS": 128},
-        {"TAIL": 32, "EMBEDDING": 96, "BLOCK_EMBEDDING": 64, "SECOND": 32},
-        {"EMBEDDING": 72, "BLOCK_EMBEDDING": 64, "SECOND": 16, "WITH_WINNERS": True, "PARTS": 4},
-        {"EMBEDDING": 256, "BLOCK_EMBEDDING": 256, "BLOCK_ROWS": 128},
-        {"EMBEDDING": 320, "BLOCK_EMBEDDING": 256, "SECOND": 64, "BLOCK_ROWS": 128, "STAGES": 4},
+        ARGMAX,
+        OF_48,
+        OF_96,
+        {"tail": 16},
+        {"tail": 16, "tile": NARROW} | OF_96,
+        {"tail": 32} | OF_96,
+        {"size": 72, "blocks": Blocks(64, 16, False)} | ARGMAX,
+        {"tile": LONG} | OF_256,
+        {"tile": tables.HOPPER_LONGEST} | OF_320,
     ],
     ids=str,
 )
@@ -159,15 +168,15 @@ def test_products_take_queries_from_registers_and_tokens_by_16_bytes(options: di
 @pytest.mark.parametrize(
     "options",
     [
-        {"WITH_WINNERS": True, "PARTS": 4},
-        {"TAIL": 32},
-        {"EMBEDDING": 256, "BLOCK_EMBEDDING": 256, "BLOCK_ROWS": 128, "BLOCK_TOKENS": 128, "STAGES": 3},
+        ARGMAX,
+        {"tail": 32},
+        {"tile": tables.HOPPER_LONG_WIDE} | OF_256,
     ],
     ids=str,
 )
 def test_inverse_norms_come_with_the_tokens(options: dict) -> None:
     """While a product is under way, the parts that multiply load nothing from global memory."""
-    ptx = compiled(NORMALIZE=True, HAS_DOCUMENTS_MASK=True, **options)
+    ptx = compiled(normalize=True, has_documents_mask=True, **options)
     copies = re.findall(r"cp\.async\.(\w+)\.shared\.global \[[^]]*\], \[[^]]*\], (\w+)", ptx)
     assert set(copies) == {("cg", "0x10"), ("ca", "0x4")}
     under_way = re.findall(r"wgmma\.commit_group.*?wgmma\.wait_group", ptx, re.DOTALL)
@@ -180,7 +189,7 @@ def test_inverse_norms_come_with_the_tokens(options: dict) -> None:
 @pytest.mark.parametrize("blocks", [(64, 0), (128, 0), (64, 32)])
 def test_a_narrow_product_reads_what_a_wide_one_would(tail: int, blocks: tuple[int, int]) -> None:
     """The blocks of an embedding are as far from each other, by what is added to where a tile begins."""
-    ptx = compiled(EMBEDDING=sum(blocks), BLOCK_EMBEDDING=blocks[0], SECOND=blocks[1], TAIL=tail)
+    ptx = compiled(size=sum(blocks), blocks=Blocks(*blocks, False), tail=tail)
     added = dict(re.findall(r"(?:add\.s64|or\.b64)\s+(%rd\d+), %rd\d+, (-?\d+);", ptx))
     offsets = []
     for columns in (64, tail):
@@ -232,11 +241,8 @@ def packed(n_queries: int, longest: int, normalize: bool = False) -> Problem:
 @pytest.mark.parametrize("n_queries", [4, 16])
 def test_winners_are_found_in_whole_tiles(n_queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables, "architecture", lambda device: (9, 132))
-    tails = []
-    monkeypatch.setattr(plan, "hopper_config", lambda capability, kind, tile, tail, *rest: tails.append(tail))
-    for winners in (False, True):
-        forward_plan(problem((n_queries, 32, 128), (40, 77, 128), winners=winners))
-    assert tails == [16, 0]
+    plans = [forward_plan(problem((n_queries, 32, 128), (40, 77, 128), winners=winners)) for winners in (False, True)]
+    assert [plan.config.tail for plan in plans] == [16, 0]
 
 
 def test_what_the_kernel_serves(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,7 +263,7 @@ def test_what_the_kernel_serves(monkeypatch: pytest.MonkeyPatch) -> None:
         assert plan.kernel == "hopper", plan.reason
         assert not plan.in_pieces
         group = plan.padded // plan.n_sums
-        assert group in plan.config.constants
+        assert plan.config.group == group
         assert group <= plan.tile.rows // plan.tile.parts, "a sum lies within one part"
     for not_served, reason in (
         (problem((16, 32, 128), (40, 180, 128), torch.float32), "half precision"),

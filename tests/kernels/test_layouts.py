@@ -18,9 +18,9 @@ from triton.experimental.gluon.language._core import builtin
 
 import make_layouts
 from pylate_flash.kernels.config import hopper_blocks
-from pylate_flash.kernels.tables import HOPPER_MAX_SIZE
+from pylate_flash.kernels.tables import HOPPER_LONG_WIDE, HOPPER_MAX_SIZE, Blocks
 from pylate_flash.kernels.versions import triton_version
-from tests.kernels.test_hopper import compiled
+from tests.kernels.test_hopper import NARROW, OF_96, OF_256, compiled
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
 
@@ -129,10 +129,10 @@ def descriptors(ptx: str) -> list[list[int]]:
     ("options", "tiles"),
     [
         ({}, [(64, 128)]),
-        ({"EMBEDDING": 96, "BLOCK_EMBEDDING": 64, "SECOND": 32}, [(64, 64), (64, 32)]),
-        ({"EMBEDDING": 72, "BLOCK_EMBEDDING": 64, "SECOND": 16}, [(64, 64), (64, 16)]),
-        ({"EMBEDDING": 256, "BLOCK_EMBEDDING": 256, "BLOCK_TOKENS": 128, "STAGES": 3}, [(128, 256)]),
-        ({"TAIL": 16}, [(64, 128)]),
+        (OF_96, [(64, 64), (64, 32)]),
+        ({"size": 72, "blocks": Blocks(64, 16, False)}, [(64, 64), (64, 16)]),
+        ({"tile": HOPPER_LONG_WIDE} | OF_256, [(128, 256)]),
+        ({"tail": 16}, [(64, 128)]),
     ],
     ids=str,
 )
@@ -142,8 +142,8 @@ def test_descriptors_of_the_kernel(options: dict, tiles: list[tuple[int, int]]) 
         width = make_layouts.width_of(size)
         expected.append([make_layouts.descriptor(start, width) for start in make_layouts.step_starts(tokens, size)])
     # Each of two parts of 64 rows has a product for every step of the embedding, and the narrow one the same again.
-    found = descriptors(compiled(BLOCK_ROWS=128, **options))
-    assert found == expected * (4 if "TAIL" in options else 2)
+    found = descriptors(compiled(**{"tile": NARROW} | options))
+    assert found == expected * (4 if "tail" in options else 2)
 
 
 def test_lanes_share_rows_as_in_gluons_products(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,8 +108,8 @@ def test_of_lists(n_queries: int, kernel: str, kernels: None) -> None:
     assert "list of documents: read where they lie" in str(explanation)
     assert "list of documents" not in str(packed)
     # A unit of 16 bytes, that the compiled kernel counts addresses by.
-    assert explanation.forward.config.constants[-1] == 8
-    assert packed.forward.config.constants[-1] == 0
+    assert explanation.forward.config.offset_unit == 8
+    assert packed.forward.config.offset_unit == 0
 
 
 def test_of_lists_that_are_packed(kernels: None) -> None:

@@ -45,28 +45,7 @@ def _single_kernel(
     n_queries, query_length, n_documents, document_length, per_query, run, sums_stride, n_pieces, cut, whole,
     n_chosen, chosen_stride_query, chosen_stride_document, empty_score,
     stride_query, stride_query_token, stride_group, stride_document, stride_document_token,
-    EMBEDDING: tl.constexpr,
-    BLOCK_EMBEDDING: tl.constexpr,
-    SECOND: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
-    SPLIT: tl.constexpr,
-    FLATTEN: tl.constexpr,
-    PACKED: tl.constexpr,
-    IN_PIECES: tl.constexpr,
-    HAS_CANDIDATES: tl.constexpr,
-    CHOSEN: tl.constexpr,
-    SHARED: tl.constexpr,
-    HAS_QUERIES_MASK: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-    HAS_DOCUMENTS_MASK: tl.constexpr,
-    ZERO_MASKED: tl.constexpr,
-    NORMALIZE: tl.constexpr,
-    WITH_WINNERS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    QUERY_UNIT: tl.constexpr,
-    DOCUMENT_UNIT: tl.constexpr,
-    OFFSET_UNIT: tl.constexpr,
+    config: tl.constexpr,
 ):  # fmt: skip
     """Sums of maxima over BLOCK_COLUMNS tokens of one query, [blocks of columns, Nq, K or documents], and winners.
 
@@ -77,16 +56,22 @@ def _single_kernel(
     Under IN_PIECES, the first `n_pieces` programs of the first axis take a piece each of the documents of more than
     `whole` tokens, and the other programs leave those out.
     """
-    stride_query *= QUERY_UNIT
-    stride_query_token *= QUERY_UNIT
-    stride_group *= DOCUMENT_UNIT
-    stride_document *= DOCUMENT_UNIT
-    stride_document_token *= DOCUMENT_UNIT
+    EMBEDDING: tl.constexpr = config.size
+    BLOCK_EMBEDDING: tl.constexpr = config.blocks.first
+    SECOND: tl.constexpr = config.blocks.second
+    BLOCK_TOKENS: tl.constexpr = config.tile.rows
+    BLOCK_COLUMNS: tl.constexpr = config.tile.columns
+    HAS_CANDIDATES: tl.constexpr = config.documents == "candidates"
+    stride_query *= config.query_unit
+    stride_query_token *= config.query_unit
+    stride_group *= config.document_unit
+    stride_document *= config.document_unit
+    stride_document_token *= config.document_unit
     n_runs = tl.cdiv(per_query, run)
     program = tl.program_id(0)
-    if IN_PIECES:
+    if config.in_pieces:
         program = tl.maximum(program - n_pieces, 0)
-    if SHARED:
+    if config.shared:
         query = program % n_queries
         first = program // n_queries
     else:
@@ -101,7 +86,7 @@ def _single_kernel(
     else:
         sums_ptr += query.to(tl.int64) * n_documents
     last = tl.minimum(first + run, last)
-    if IN_PIECES:
+    if config.in_pieces:
         piece = tl.program_id(0)
         is_piece = piece < n_pieces
         piece_first = n_pieces * 0
@@ -113,7 +98,7 @@ def _single_kernel(
                 query = owner_of(candidates_ptr, n_queries, first)
 
     columns = tl.program_id(1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
-    if CHOSEN:
+    if config.chosen:
         query_tokens_ptr += query.to(tl.int64) * chosen_stride_query + first.to(tl.int64) * chosen_stride_document
         end = (tl.program_id(1) + 1) * BLOCK_COLUMNS
         columns, column_exists = _chosen_tokens(query_tokens_ptr, columns, n_chosen, query_length, end)
@@ -121,14 +106,14 @@ def _single_kernel(
         column_exists = columns < query_length
     global_column = query.to(tl.int64) * query_length + columns
     column_active = column_exists
-    if HAS_QUERIES_MASK:
+    if config.has_queries_mask:
         column_weight = tl.load(queries_mask_ptr + global_column, mask=column_exists, other=0)
         column_active = column_active & (column_weight != 0)
     dims = tl.arange(0, BLOCK_EMBEDDING)
     query_columns = (
         queries_ptr + query.to(tl.int64) * stride_query + columns[None, :] * stride_query_token + dims[:, None]
     )
-    if not SPLIT:
+    if not config.blocks.split:
         query_tile = tl.load(query_columns, mask=column_exists[None, :] & (dims < EMBEDDING)[:, None], other=0.0)
     if SECOND > 0:
         second_dims = BLOCK_EMBEDDING + tl.arange(0, SECOND)
@@ -140,9 +125,9 @@ def _single_kernel(
         )
         second_exists = column_exists[None, :] & (second_dims < EMBEDDING)[:, None]
         second_query_tile = tl.load(second_columns, mask=second_exists, other=0.0)
-    if NORMALIZE and CHOSEN:
+    if config.normalize and config.chosen:
         column_scale = tl.load(queries_scale_ptr + global_column, mask=column_exists, other=0.0)
-    elif NORMALIZE:
+    elif config.normalize:
         column_squares = tl.zeros([BLOCK_COLUMNS], tl.float32)
         for dim in tl.range(0, EMBEDDING, BLOCK_EMBEDDING):
             exists = column_exists[None, :] & (dim + dims < EMBEDDING)[:, None]
@@ -153,35 +138,35 @@ def _single_kernel(
     # flatten and index: as in `stacked`. 31 microseconds instead of 36 at 1 x 1000, 32 x 300; 75 instead of 82 at 1 x
     # 1000, 32 x 1024.
     # Of chosen tokens there is one document, and no loop.
-    for index in tl.range(0, 1 if CHOSEN else last - first, flatten=FLATTEN):
+    for index in tl.range(0, 1 if config.chosen else last - first, flatten=config.flatten):
         document = first + index
         base, length = document_range(
             documents_ptr, cu_seqlens_ptr, offsets_ptr, query, document, document_length,
-            stride_group, stride_document, stride_document_token, PACKED, OFFSET_UNIT,
+            stride_group, stride_document, stride_document_token, config.packed, config.offset_unit,
         )  # fmt: skip
         flat_document = tl.cast(document, tl.int64)
-        if not (HAS_CANDIDATES or SHARED):
+        if not (HAS_CANDIDATES or config.shared):
             flat_document += query.to(tl.int64) * n_documents
         flat = flat_document * document_length
-        if PACKED and NORMALIZE and CHOSEN:
+        if config.packed and config.normalize and config.chosen:
             flat = tl.load(cu_seqlens_ptr + document).to(tl.int64)
-        if HAS_DOCUMENTS_MASK:
+        if config.has_documents_mask:
             length = tl.load(bounds_ptr + 2 * flat_document)
-        if IN_PIECES:
+        if config.in_pieces:
             # A piece is a document here, and a document in pieces has no tokens.
             is_whole = length <= whole
             base += piece_first.to(tl.int64) * stride_document_token
             length = tl.where(is_piece, piece_length, tl.where(is_whole, length, 0))
         best = tl.full([BLOCK_TOKENS, BLOCK_COLUMNS], float("-inf"), tl.float32)
-        if WITH_WINNERS:
+        if config.with_winners:
             key = tl.full([BLOCK_TOKENS, BLOCK_COLUMNS], NO_WINNER, tl.int32)
         for start in tl.range(0, length, BLOCK_TOKENS):
             tokens = tl.minimum(start + tl.arange(0, BLOCK_TOKENS), length - 1)
-            if HAS_DOCUMENTS_MASK:
+            if config.has_documents_mask:
                 tokens = tl.load(active_ptr + flat + tokens)
             token_rows = base + tokens[:, None].to(tl.int64) * stride_document_token + dims[None, :]
             squares = tl.zeros([BLOCK_TOKENS], tl.float32)
-            if SPLIT:
+            if config.blocks.split:
                 similarities = tl.zeros([BLOCK_TOKENS, BLOCK_COLUMNS], tl.float32)
                 for sum_start in tl.static_range(0, EMBEDDING, SUMMED_EMBEDDING):
                     products = tl.zeros([BLOCK_TOKENS, BLOCK_COLUMNS], tl.float32)
@@ -189,8 +174,8 @@ def _single_kernel(
                         exists = dim + dims < EMBEDDING
                         part = tl.load(query_columns + dim, mask=column_exists[None, :] & exists[:, None], other=0.0)
                         tile = tl.load(token_rows + dim, mask=exists[None, :], other=0.0)
-                        products = tl.dot(tile, part, products, input_precision=PRECISION)
-                        if NORMALIZE and not CHOSEN:
+                        products = tl.dot(tile, part, products, input_precision=config.precision)
+                        if config.normalize and not config.chosen:
                             squares += tl.sum(tile.to(tl.float32) * tile.to(tl.float32), axis=1)
                     similarities += products
             else:
@@ -198,8 +183,8 @@ def _single_kernel(
                     tile = tl.load(token_rows)
                 else:
                     tile = tl.load(token_rows, mask=(dims < EMBEDDING)[None, :], other=0.0)
-                similarities = tl.dot(tile, query_tile, input_precision=PRECISION)
-                if NORMALIZE and not CHOSEN:
+                similarities = tl.dot(tile, query_tile, input_precision=config.precision)
+                if config.normalize and not config.chosen:
                     squares = tl.sum(tile.to(tl.float32) * tile.to(tl.float32), axis=1)
                 if SECOND > 0:
                     token_rows = base + tokens[:, None].to(tl.int64) * stride_document_token + second_dims[None, :]
@@ -207,14 +192,16 @@ def _single_kernel(
                         second_tile = tl.load(token_rows)
                     else:
                         second_tile = tl.load(token_rows, mask=(second_dims < EMBEDDING)[None, :], other=0.0)
-                    similarities = tl.dot(second_tile, second_query_tile, similarities, input_precision=PRECISION)
-                    if NORMALIZE and not CHOSEN:
+                    similarities = tl.dot(
+                        second_tile, second_query_tile, similarities, input_precision=config.precision
+                    )
+                    if config.normalize and not config.chosen:
                         squares += tl.sum(second_tile.to(tl.float32) * second_tile.to(tl.float32), axis=1)
-            if NORMALIZE and CHOSEN:
+            if config.normalize and config.chosen:
                 similarities *= tl.load(documents_scale_ptr + flat + tokens)[:, None]
-            elif NORMALIZE:
+            elif config.normalize:
                 similarities *= inverse_norm(squares)[:, None]
-            if WITH_WINNERS:
+            if config.with_winners:
                 later = (similarities > best) | ((similarities != similarities) & (best == best))
                 key = tl.where(later, tokens[:, None], key)
             best = larger(best, similarities)
@@ -222,36 +209,36 @@ def _single_kernel(
         column_best = max_along(best, 0)
         counted = column_active & (length > 0)
         winner = tl.full([BLOCK_COLUMNS], -1, tl.int32)
-        if WITH_WINNERS:
+        if config.with_winners:
             won = (best == column_best[None, :]) | (best != best)
             column_key = tl.min(tl.where(won, key, NO_WINNER), axis=0)
             winner = winner_of(column_key, column_best)
         stored = column_exists
-        if IN_PIECES:
+        if config.in_pieces:
             stored = column_exists & is_whole
             piece_columns = piece.to(tl.int64) * tl.num_programs(1) * BLOCK_COLUMNS + columns
             tl.store(pieces_ptr + piece_columns, column_best, mask=column_exists & is_piece)
-            if WITH_WINNERS:
+            if config.with_winners:
                 tl.store(keys_ptr + piece_columns, column_key, mask=column_exists & is_piece)
-        if ZERO_MASKED:
+        if config.zero_masked:
             column_best, winner = with_masked_zeros(
                 column_best, winner, tl.load(bounds_ptr + 2 * flat_document + 1), document_length
             )
-        if WITH_WINNERS:
+        if config.with_winners:
             winner = tl.where(counted, winner, -1)
             winners_row = flat_document * query_length + columns
-            if SHARED:
+            if config.shared:
                 winners_row = (flat_document * n_queries + query) * query_length + columns
             tl.store(winners_ptr + winners_row, winner.to(winners_ptr.dtype.element_ty), mask=stored)
-        if NORMALIZE:
+        if config.normalize:
             column_best *= column_scale
-        if WEIGHTED:
+        if config.weighted:
             column_best *= column_weight.to(tl.float32)
         total = tl.sum(tl.where(counted, column_best, 0.0), axis=0)
-        if PACKED or HAS_DOCUMENTS_MASK:
+        if config.packed or config.has_documents_mask:
             # One of the sums of a query is the score of an empty document; the others add nothing to it.
             total = tl.where(length > 0, total, tl.where(tl.program_id(1) == 0, empty_score, 0.0))
-        if IN_PIECES:
+        if config.in_pieces:
             tl.store(sums_ptr + document, total, mask=is_whole)
         else:
             tl.store(sums_ptr + document, total)
@@ -273,5 +260,5 @@ def score_single(problem: Problem, plan: ForwardPlan, tensors: ForwardTensors, s
             problem.n_queries, problem.query_length, problem.n_documents, problem.document_length, plan.per_query,
             plan.run, n_scores, n_pieces, plan.cuts.cut, plan.cuts.whole, *described, problem.empty_score,
         ),
-        plan.strides, plan.config.constants, plan.config.warps,
+        plan.strides, (plan.config,), plan.config.warps,
     )  # fmt: skip

@@ -43,27 +43,24 @@ _MIDDLE = tl.constexpr(128)
 
 @triton.jit
 def _token_tile(
-    source, centroids_ptr, weights_ptr, tokens, codes, scale, dim, inside,
-    EMBEDDING: tl.constexpr,
-    BLOCK_EMBEDDING: tl.constexpr,
-    NBITS: tl.constexpr,
-    AFFINE: tl.constexpr,
-    PADDED: tl.constexpr,
-    DTYPE: tl.constexpr,
-):  # fmt: skip
-    """BLOCK_EMBEDDING elements of a tile of tokens, [elements, tokens], in the type of the products.
+    source, centroids_ptr, weights_ptr, tokens, codes, scale, dim, inside, config: tl.constexpr, DTYPE: tl.constexpr
+):
+    """A block of elements of a tile of tokens, [elements, tokens], in the type of the products.
 
     `source` is where each element lies, or, of codes, where the residuals of the document begin.
     """
-    if NBITS > 0:
+    EMBEDDING: tl.constexpr = config.size
+    BLOCK_EMBEDDING: tl.constexpr = config.blocks.first
+    PADDED: tl.constexpr = config.blocks.split or BLOCK_EMBEDDING > EMBEDDING
+    if config.nbits > 0:
         tile = decompressed(
             source, centroids_ptr, weights_ptr, tokens, codes, scale, tokens >= 0, dim, EMBEDDING, BLOCK_EMBEDDING,
-            NBITS, PADDED, DTYPE,
+            config.nbits, PADDED, DTYPE,
         )  # fmt: skip
         tile = tl.trans(tile)
     else:
         tile = tl.load(source + dim, mask=inside[:, None], other=0.0) if PADDED else tl.load(source + dim)
-        if AFFINE:
+        if config.affine:
             tile = (tile ^ _MIDDLE).to(tl.int8, bitcast=True)
         tile = tile.to(DTYPE)
     return tile
@@ -76,32 +73,7 @@ def _stacked_kernel(
     values_ptr, documents_offset_ptr, codes_ptr, centroids_ptr, weights_ptr, beta_ptr, lse_ptr,
     n_queries, query_length, padded_query_length, n_documents, document_length, n_runs, run, empty_score, whole,
     stride_query, stride_query_token, stride_group, stride_document, stride_document_token,
-    EMBEDDING: tl.constexpr,
-    BLOCK_EMBEDDING: tl.constexpr,
-    SECOND: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
-    GROUP: tl.constexpr,
-    SPLIT: tl.constexpr,
-    DOCUMENTS: tl.constexpr,
-    PACKED: tl.constexpr,
-    IN_PIECES: tl.constexpr,
-    HAS_QUERIES_MASK: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-    HAS_DOCUMENTS_MASK: tl.constexpr,
-    ZERO_MASKED: tl.constexpr,
-    NORMALIZE: tl.constexpr,
-    SCALE_ROWS: tl.constexpr,
-    QUANTIZE_ROWS: tl.constexpr,
-    VALUES: tl.constexpr,
-    AFFINE: tl.constexpr,
-    NBITS: tl.constexpr,
-    WITH_WINNERS: tl.constexpr,
-    SOFT: tl.constexpr,
-    PRECISION: tl.constexpr,
-    QUERY_UNIT: tl.constexpr,
-    DOCUMENT_UNIT: tl.constexpr,
-    OFFSET_UNIT: tl.constexpr,
+    config: tl.constexpr,
 ):  # fmt: skip
     """Sums of maxima over groups of GROUP query rows, [G, Nq / G * groups per query, K], and winners [G, K, rows].
 
@@ -112,36 +84,41 @@ def _stacked_kernel(
     `n_documents` that are "listed" for each group by their numbers, -1 for none. Of candidates, sums are
     [groups per query, Nd]. Under IN_PIECES, documents of more than `whole` tokens are in pieces.
     """
-    PADDED: tl.constexpr = SPLIT or BLOCK_EMBEDDING > EMBEDDING
-    SCALES_FIRST: tl.constexpr = VALUES or NBITS > 0
-    stride_query *= QUERY_UNIT
-    stride_query_token *= QUERY_UNIT
-    stride_group *= DOCUMENT_UNIT
-    stride_document *= DOCUMENT_UNIT
-    stride_document_token *= DOCUMENT_UNIT
-    if NBITS > 0:
-        stride_document_token = EMBEDDING * NBITS // 8
+    EMBEDDING: tl.constexpr = config.size
+    BLOCK_EMBEDDING: tl.constexpr = config.blocks.first
+    SECOND: tl.constexpr = config.blocks.second
+    BLOCK_ROWS: tl.constexpr = config.tile.rows
+    BLOCK_TOKENS: tl.constexpr = config.tile.columns
+    GROUP: tl.constexpr = config.group
+    SCALES_FIRST: tl.constexpr = config.values or config.nbits > 0
+    stride_query *= config.query_unit
+    stride_query_token *= config.query_unit
+    stride_group *= config.document_unit
+    stride_document *= config.document_unit
+    stride_document_token *= config.document_unit
+    if config.nbits > 0:
+        stride_document_token = EMBEDDING * config.nbits // 8
     n_row_blocks = tl.cdiv(n_queries * padded_query_length, BLOCK_ROWS)
     row_block = tl.program_id(0) % n_row_blocks
     run_index = (tl.program_id(0) // n_row_blocks) % n_runs
     group = tl.program_id(0) // (n_row_blocks * n_runs)
-    if DOCUMENTS == "cut":
+    if config.documents == "cut":
         cut_start = run_index.to(tl.int64) * run
         first, last = documents_of_cut(cu_seqlens_ptr, n_documents, cut_start, run)
-    elif DOCUMENTS == "candidates":
+    elif config.documents == "candidates":
         first = tl.load(candidates_ptr + group).to(tl.int32) + run_index * run
         last = tl.minimum(first + run, tl.load(candidates_ptr + group + 1).to(tl.int32))
     else:
         first = run_index * run
         last = tl.minimum(first + run, n_documents)
-    if IN_PIECES:
+    if config.in_pieces:
         first_whole = first
         first -= reaches_into(cu_seqlens_ptr, first - 1, cut_start, whole)
 
-    if QUANTIZE_ROWS:
+    if config.quantize_rows:
         leave_values(
             queries_ptr, values_ptr, queries_scale_ptr, row_block * BLOCK_ROWS, group, n_queries, query_length,
-            padded_query_length, stride_query, stride_query_token, EMBEDDING, BLOCK_ROWS, NORMALIZE,
+            padded_query_length, stride_query, stride_query_token, EMBEDDING, BLOCK_ROWS, config.normalize,
         )  # fmt: skip
         queries_ptr = values_ptr
         stride_query, stride_query_token = query_length * EMBEDDING, EMBEDDING
@@ -153,30 +130,30 @@ def _stacked_kernel(
     row_exists = (query < n_queries) & (token < query_length)
     global_row = (group * n_queries + query).to(tl.int64) * query_length + token
     row_active = row_exists
-    if HAS_QUERIES_MASK:
+    if config.has_queries_mask:
         row_weight = tl.load(queries_mask_ptr + global_row, mask=row_exists, other=0)
         row_active = row_active & (row_weight != 0)
     dims = tl.arange(0, BLOCK_EMBEDDING)
     query_offset = (group * n_queries + query).to(tl.int64) * stride_query + token * stride_query_token
     query_rows = queries_ptr + query_offset[:, None] + dims[None, :]
-    if not SPLIT:
+    if not config.blocks.split:
         query_tile = tl.load(query_rows, mask=row_exists[:, None] & (dims < EMBEDDING)[None, :], other=0.0)
     if SECOND > 0:
         second_dims = BLOCK_EMBEDDING + tl.arange(0, SECOND)
         query_rows = queries_ptr + query_offset[:, None] + second_dims[None, :]
         second_exists = row_exists[:, None] & (second_dims < EMBEDDING)[None, :]
         second_query_tile = tl.load(query_rows, mask=second_exists, other=0.0)
-    if SOFT:
+    if config.soft:
         beta = tl.load(beta_ptr)
         # From similarities to exponents of 2.
         row_factor = tl.full([BLOCK_ROWS], LOG2E, tl.float32) * beta
-        if SCALE_ROWS:
+        if config.scale_rows:
             row_factor *= tl.load(queries_scale_ptr + global_row, mask=row_exists, other=1.0)
-    elif SCALE_ROWS:
+    elif config.scale_rows:
         row_scale = tl.load(queries_scale_ptr + global_row, mask=row_exists, other=0.0)
-    if AFFINE:
+    if config.affine:
         row_sum = tl.zeros([BLOCK_ROWS], tl.float32)
-        if SPLIT:
+        if config.blocks.split:
             for dim in tl.range(0, EMBEDDING, BLOCK_EMBEDDING):
                 exists = row_exists[:, None] & (dim + dims < EMBEDDING)[None, :]
                 row_sum += tl.sum(tl.load(query_rows + dim, mask=exists, other=0.0).to(tl.float32), axis=1)
@@ -187,54 +164,54 @@ def _stacked_kernel(
     # H200 at the same tile: 0.493 to 0.428 ms at 1 x 1000, 1024 x 1024; 0.126 to 0.094 ms at 32 x 1024, 32 x 180.
     # From 0 on: of what is derived from a loop that begins at the result of a search, Triton 3.9 does not know how
     # addresses are aligned, and loads embeddings by single elements.
-    for index in tl.range(0, last - first, flatten=not SPLIT):
+    for index in tl.range(0, last - first, flatten=not config.blocks.split):
         place = first + index
         document = place
-        if DOCUMENTS == "listed":
+        if config.documents == "listed":
             listed = tl.load(candidates_ptr + group.to(tl.int64) * n_documents + place).to(tl.int32)
             document = tl.maximum(listed, 0)
         base, length = document_range(
             documents_ptr, cu_seqlens_ptr, offsets_ptr, group, document, document_length,
-            stride_group, stride_document, stride_document_token, PACKED, OFFSET_UNIT,
+            stride_group, stride_document, stride_document_token, config.packed, config.offset_unit,
         )  # fmt: skip
-        if DOCUMENTS == "candidates":
+        if config.documents == "candidates":
             flat_document = tl.cast(place, tl.int64)
         else:
             flat_document = group.to(tl.int64) * n_documents + place
         flat = flat_document * document_length
-        if PACKED and (NORMALIZE or SCALES_FIRST):
+        if config.packed and (config.normalize or SCALES_FIRST):
             flat = tl.load(cu_seqlens_ptr + document).to(tl.int64)
-        if DOCUMENTS == "listed":
+        if config.documents == "listed":
             length = tl.where(listed < 0, 0, length)
-        if HAS_DOCUMENTS_MASK:
+        if config.has_documents_mask:
             length = tl.load(bounds_ptr + 2 * flat_document)
-        if IN_PIECES:
+        if config.in_pieces:
             # From here on, a piece is a document.
             first_token, length = tokens_of_piece(cu_seqlens_ptr, document, cut_start, run, whole)
             base += first_token.to(tl.int64) * stride_document_token
             flat += first_token
-        # Of SOFT, the largest exponent so far, and the sum of exponentials relative to it.
+        # Of config.soft, the largest exponent so far, and the sum of exponentials relative to it.
         best = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
         key = tl.full([BLOCK_ROWS], NO_WINNER, tl.int32)
         total = tl.zeros([BLOCK_ROWS], tl.float32)
         for start in tl.range(0, length, BLOCK_TOKENS):
             positions = start + tl.arange(0, BLOCK_TOKENS)
             tokens = tl.minimum(positions, length - 1)
-            if HAS_DOCUMENTS_MASK:
+            if config.has_documents_mask:
                 tokens = tl.load(active_ptr + flat + tokens)
             # Looked at where there are some.
             scale, codes = tokens, tokens
             if SCALES_FIRST:
                 # Before the products, beside which they are waited for.
                 scale = tl.load(documents_scale_ptr + flat + tokens)
-            if AFFINE:
+            if config.affine:
                 offset = tl.load(documents_offset_ptr + flat + tokens) + _MIDDLE * scale
-            if NBITS > 0:
+            if config.nbits > 0:
                 codes = tl.load(codes_ptr + flat + tokens).to(tl.int64)
                 source = base
             else:
                 source = base + tokens[None, :].to(tl.int64) * stride_document_token + dims[:, None]
-            if SPLIT:
+            if config.blocks.split:
                 similarities = tl.zeros([BLOCK_ROWS, BLOCK_TOKENS], tl.float32)
                 for sum_start in tl.static_range(0, EMBEDDING, SUMMED_EMBEDDING):
                     products = tl.zeros([BLOCK_ROWS, BLOCK_TOKENS], SUM)
@@ -242,37 +219,34 @@ def _stacked_kernel(
                         inside = dim + dims < EMBEDDING
                         part = tl.load(query_rows + dim, mask=row_exists[:, None] & inside[None, :], other=0.0)
                         tile = _token_tile(
-                            source, centroids_ptr, weights_ptr, tokens, codes, scale, dim, inside, EMBEDDING,
-                            BLOCK_EMBEDDING, NBITS, AFFINE, PADDED, DTYPE,
-                        )  # fmt: skip
-                        products = tl.dot(part, tile, products, input_precision=PRECISION, out_dtype=SUM)
+                            source, centroids_ptr, weights_ptr, tokens, codes, scale, dim, inside, config, DTYPE
+                        )
+                        products = tl.dot(part, tile, products, input_precision=config.precision, out_dtype=SUM)
                     similarities += products.to(tl.float32)
             else:
-                tile = _token_tile(
-                    source, centroids_ptr, weights_ptr, tokens, codes, scale, 0, dims < EMBEDDING, EMBEDDING,
-                    BLOCK_EMBEDDING, NBITS, AFFINE, PADDED, DTYPE,
-                )  # fmt: skip
-                similarities = tl.dot(query_tile, tile, input_precision=PRECISION, out_dtype=SUM).to(tl.float32)
+                inside = dims < EMBEDDING
+                tile = _token_tile(source, centroids_ptr, weights_ptr, tokens, codes, scale, 0, inside, config, DTYPE)
+                similarities = tl.dot(query_tile, tile, input_precision=config.precision, out_dtype=SUM).to(tl.float32)
                 if SECOND > 0:
                     source = base + tokens[None, :].to(tl.int64) * stride_document_token + second_dims[:, None]
                     if BLOCK_EMBEDDING + SECOND == EMBEDDING:
                         tile = tl.load(source)
                     else:
                         tile = tl.load(source, mask=(second_dims < EMBEDDING)[:, None], other=0.0)
-                    similarities = tl.dot(second_query_tile, tile, similarities, input_precision=PRECISION)
-            if VALUES:
+                    similarities = tl.dot(second_query_tile, tile, similarities, input_precision=config.precision)
+            if config.values:
                 similarities *= scale[None, :]
-            elif NORMALIZE:
+            elif config.normalize:
                 similarities *= tl.load(documents_scale_ptr + flat + tokens)[None, :]
-            if AFFINE:
+            if config.affine:
                 similarities += row_sum[:, None] * offset[None, :]
-            if SOFT:
+            if config.soft:
                 # A token that is repeated would count twice.
                 similarities = tl.where((positions < length)[None, :], similarities, float("-inf"))
                 best, total = add_exponentials(similarities, row_factor, best, total)
             else:
                 tile_best = max_along(similarities, 1)
-                if WITH_WINNERS:
+                if config.with_winners:
                     won = (similarities == tile_best[:, None]) | (similarities != similarities)
                     tile_key = tl.min(tl.where(won, tokens[None, :], NO_WINNER), axis=1)
                     # A later tile must be strictly better, or the first NaN.
@@ -281,7 +255,7 @@ def _stacked_kernel(
                 best = larger(best, tile_best)
 
         stored = row_exists
-        if IN_PIECES:
+        if config.in_pieces:
             # Looked up again, as the loop has no registers to keep it in.
             is_whole = document_position(cu_seqlens_ptr, document)[1] <= whole
             stored = row_exists & is_whole
@@ -289,40 +263,40 @@ def _stacked_kernel(
                 slot = 2 * run_index + (document >= first_whole).to(tl.int32)
                 piece_row = (slot * n_row_blocks + row_block).to(tl.int64) * BLOCK_ROWS
                 tl.store(pieces_ptr + piece_row + tl.arange(0, BLOCK_ROWS), best)
-                if WITH_WINNERS:
+                if config.with_winners:
                     tl.store(keys_ptr + piece_row + tl.arange(0, BLOCK_ROWS), key)
         counted = row_active & (length > 0)
         flat_row = flat_document * n_queries * query_length + query.to(tl.int64) * query_length + token
-        if SOFT:
-            lse = log_sums(best, total, (document_length - length).to(tl.float32), ZERO_MASKED)
+        if config.soft:
+            lse = log_sums(best, total, (document_length - length).to(tl.float32), config.zero_masked)
             if lse_ptr is not None:
                 tl.store(lse_ptr + flat_row, lse, mask=row_exists)
             best = lse / beta
         else:
             winner = winner_of(key, best)
-            if ZERO_MASKED:
+            if config.zero_masked:
                 first_masked = tl.load(bounds_ptr + 2 * flat_document + 1)
                 best, winner = with_masked_zeros(best, winner, first_masked, document_length)
-            if WITH_WINNERS:
+            if config.with_winners:
                 winner = tl.where(counted, winner, -1)
                 tl.store(winners_ptr + flat_row, winner.to(winners_ptr.dtype.element_ty), mask=stored)
-            if SCALE_ROWS:
+            if config.scale_rows:
                 best *= row_scale
-        if WEIGHTED:
+        if config.weighted:
             best *= row_weight.to(tl.float32)
         best = tl.where(counted, best, 0.0)
         sums = tl.sum(tl.reshape(best, [BLOCK_ROWS // GROUP, GROUP]), axis=1)
         groups_per_query = padded_query_length // GROUP
         sum_row = row_block * (BLOCK_ROWS // GROUP) + tl.arange(0, BLOCK_ROWS // GROUP)
-        if PACKED or HAS_DOCUMENTS_MASK:
+        if config.packed or config.has_documents_mask:
             # One of the sums of a query is the score of an empty document; the others add nothing to it.
             sums = tl.where(length > 0, sums, tl.where(sum_row % groups_per_query == 0, empty_score, 0.0))
         sums_row = sum_row
-        if DOCUMENTS != "candidates":
+        if config.documents != "candidates":
             sums_row = group * n_queries * groups_per_query + sum_row
         sums_offset = sums_row.to(tl.int64) * n_documents + place
         sum_exists = sum_row < n_queries * groups_per_query
-        if IN_PIECES:
+        if config.in_pieces:
             sum_exists = sum_exists & is_whole
         tl.store(sums_ptr + sums_offset, sums, mask=sum_exists)
 
@@ -337,6 +311,6 @@ def score_stacked(problem: Problem, plan: ForwardPlan, tensors: ForwardTensors, 
         (*tensors[:10], sums, *tensors[10:-1]),
         (*numbers_of(problem, plan), plan.cuts.whole),
         plan.strides,
-        plan.config.constants,
+        (plan.config,),
         plan.config.warps,
     )
