@@ -10,8 +10,6 @@ itself; its maximum meets no other lane.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -28,8 +26,7 @@ from triton.experimental.gluon.language.nvidia.blackwell import (
 from pylate_flash.kernels.forward.common import add_sums, numbers_of
 from pylate_flash.kernels.forward.copies import copy_documents, document_range
 from pylate_flash.kernels.gluon import add, execute, find_document, larger_of, next_slot
-from pylate_flash.kernels.jit import kernel
-from pylate_flash.kernels.launch import Kernel
+from pylate_flash.kernels.launch import kernel
 from pylate_flash.kernels.plan import ForwardPlan, tall_plan
 from pylate_flash.kernels.rows import active_tokens, inverse_norms
 from pylate_flash.kernels.tables import DOCUMENT_COST, HOPPER_SHARES, Blocks, HopperTile, power_of_two
@@ -207,7 +204,7 @@ def _score(arguments, config: gl.constexpr, PART: gl.constexpr):
         gl.store(sums_ptr + sum_offset, sums, mask=sum_row < n_sums)
 
 
-@functools.partial(kernel, jit=gluon.jit)
+@kernel(jit=gluon.jit)
 def _blackwell_kernel(
     queries_ptr, documents_ptr, queries_mask_ptr, active_ptr, bounds_ptr, queries_scale_ptr, documents_scale_ptr,
     cu_seqlens_ptr, sums_ptr, winners_ptr,
@@ -285,8 +282,6 @@ def _blackwell_kernel(
     )
 
 
-_blackwell = Kernel(_blackwell_kernel)
-
 # What 16 elements of a product take from shared memory: of 128 rows and 128 columns 8 KB in 64 cycles, of 64 columns
 # 6 KB in 32. Embeddings of more than 128 elements leave no room for as many columns, and of more than 256 for none.
 _TILE = HopperTile(256, 128, 2, 4)
@@ -313,7 +308,7 @@ def blackwell_forward(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tenso
         winners = torch.empty(problem.winners_shape, dtype=problem.winners_dtype, device=problem.device)
     shape = problem.scores_shape if plan.n_sums == 1 else (plan.n_sums, *problem.scores_shape)
     sums = torch.empty(shape, dtype=torch.float32, device=problem.device)
-    _blackwell(
+    _blackwell_kernel(
         (plan.row_blocks * plan.n_runs * problem.groups, 1, 1),
         (
             queries, documents, queries_mask, active, bounds, queries_scale, documents_scale, cu_seqlens, sums, winners,

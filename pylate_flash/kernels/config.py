@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import functools
 import operator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,8 +22,9 @@ if TYPE_CHECKING:
 _INT32_MAX = 2**31 - 1
 
 
-class Config(NamedTuple):
-    """A kernel of the forward and all that it is compiled for, its only constant.
+@dataclass(frozen=True, eq=False, slots=True)
+class Config:
+    """A kernel of the forward and all that it is compiled for, its only constant; one object for each.
 
     `kernel` is "single" (one short query at a time), "stacked" (the tokens of all queries as one tall matrix) or
     "hopper" (the same for compute capability 9.0).
@@ -31,6 +33,8 @@ class Config(NamedTuple):
     kernel: str
     tile: Tile | HopperTile
     blocks: Blocks
+    # Triton's num_warps, num_stages and maxnreg; the Hopper kernel has warps and stages of its own besides.
+    warps: tuple[int, int, int | None]
     # Elements of an embedding.
     size: int
     packed: bool
@@ -52,8 +56,6 @@ class Config(NamedTuple):
     # Which documents are a program's (`forward.stacked`), and whether one may be in pieces.
     documents: str = "run"
     in_pieces: bool = False
-    # Registers of a thread at most.
-    registers: int | None = None
     # Rows of a sum.
     group: int = 1
     # Whether the kernel quantizes query rows itself.
@@ -69,24 +71,24 @@ class Config(NamedTuple):
     chosen: bool = False
     shared: bool = False
 
-    @property
-    def warps(self) -> tuple[int, int, int | None]:
-        """Triton's num_warps, num_stages and maxnreg; the Hopper kernel has warps and stages of its own besides."""
-        if isinstance(self.tile, HopperTile):
-            return 4, 1, None
-        return self.tile.num_warps, self.tile.num_stages, self.registers
-
 
 @functools.cache
 def config_of(
-    kernel: str, kind: Kind, tile: Tile | HopperTile, blocks: Blocks, units: tuple[int, int], **special: Any
+    kernel: str,
+    kind: Kind,
+    tile: Tile | HopperTile,
+    blocks: Blocks,
+    units: tuple[int, int],
+    registers: int | None = None,
+    **special: Any,
 ) -> Config:
     """The config for problems of a kind; `special` are the fields that have defaults."""
+    warps = (4, 1, None) if isinstance(tile, HopperTile) else (tile.num_warps, tile.num_stages, registers)
     masks = kind.queries_mask is not None, kind.weighted, kind.documents_mask is not None, kind.zero_masked
     scales = kind.normalize, kind.quantized is not None, kind.quantized == torch.uint8
     rows = kind.normalize or kind.quantize_queries, kind.with_winners, kind.precision
-    packed = kind.cu_seqlens is not None
-    return Config(kernel, tile, blocks, kind.size, packed, *masks, *scales, *rows, *units, kind.offset_unit, **special)
+    sizes = kind.size, kind.cu_seqlens is not None
+    return Config(kernel, tile, blocks, warps, *sizes, *masks, *scales, *rows, *units, kind.offset_unit, **special)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -181,6 +183,7 @@ def stacked_tile(capability: int, size: int, item: int, rows: int, with_winners:
     return fitted(tile, capability, row_bytes, split)
 
 
+@functools.cache
 def hopper_tile(
     capability: int, size: int, item: int, narrow: bool, long: bool, with_winners: bool
 ) -> HopperTile | None:
@@ -216,7 +219,6 @@ def single_columns(query_length: int) -> int:
     return min(tables.SINGLE.columns, max(16, tables.power_of_two(query_length)))
 
 
-@functools.lru_cache(maxsize=1024)
 def single_tile(capability: int, size: int, item: int, columns: int, packed: bool) -> Tile:
     """Tile of `columns` tokens of one query, of `size` elements, against its documents."""
     blocks = embedding_blocks(capability, size, item)
@@ -227,7 +229,17 @@ def single_tile(capability: int, size: int, item: int, columns: int, packed: boo
     return fitted(tile._replace(columns=columns), capability, row_bytes, split)
 
 
-def flattened(capability: int, blocks: Blocks) -> bool:
+@functools.cache
+def single_config(capability: int, kind: Kind, columns: int, in_pieces: bool, units: tuple[int, int]) -> Config:
+    item, packed = kind.dtype.itemsize, kind.cu_seqlens is not None
+    tile = single_tile(capability, kind.size, item, columns, packed)
+    blocks = embedding_blocks(capability, kind.size, item)
+    documents = "run" if kind.candidates is None else "candidates"
+    special = {"documents": documents, "in_pieces": in_pieces, "flatten": _flattened(capability, blocks)}
+    return config_of("single", kind, tile, blocks, units, **special)
+
+
+def _flattened(capability: int, blocks: Blocks) -> bool:
     """Whether the single kernel's loops, over documents and their tokens, are one.
 
     Triton 3.6 does not compile them so for compute capability 10.0, where products lie in tensor memory.
@@ -241,7 +253,7 @@ def single_runs(capability: int, kind: Kind, columns: int) -> tuple[int, int, in
     item = kind.dtype.itemsize
     blocks = embedding_blocks(capability, kind.size, item)
     unlike = kind.cu_seqlens is not None or kind.documents_mask is not None
-    if unlike or not flattened(capability, blocks):
+    if unlike or not _flattened(capability, blocks):
         return tables.SINGLE_UNLIKE
     tile = single_tile(capability, kind.size, item, columns, False)
     rows = tile.rows * tile.num_stages
@@ -289,9 +301,9 @@ def stride_unit(strides: tuple[int, ...]) -> int:
 
 def divided_strides(queries: tuple[int, ...], documents: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, int]]:
     """The strides of queries and of documents, divided by their units, and these units."""
-    strides = *queries, *documents
-    if not functools.reduce(operator.or_, strides) & 15:
-        return strides, (1, 1)
+    (query, query_token), (group, document, document_token) = queries, documents
+    if not (query | query_token | group | document | document_token) & 15:
+        return (query, query_token, group, document, document_token), (1, 1)
     units = stride_unit(queries), stride_unit(documents)
     return (*[s // units[0] for s in queries], *[s // units[1] for s in documents]), units
 

@@ -144,6 +144,25 @@ class Kernel:
         return (by_interpreter, len(tensors)) if compiled is None else (_code(compiled), len(described))
 
 
+def kernel(
+    function: Callable[..., None] | None = None, *, follows: bool = False, jit: Callable[..., Any] = triton.jit
+) -> Any:
+    """The `Kernel` of a function under `jit`, compiled for its constants and strides, and for no other number.
+
+    Tensors are called `..._ptr`, and strides `stride_...`: whether they are multiples of 16 tells how wide loads are. A
+    number that it was compiled for would compile it again.
+    """
+    if function is None:
+        return functools.partial(kernel, follows=follows, jit=jit)
+    numbers = [
+        parameter.name
+        for parameter in inspect.signature(function).parameters.values()
+        if not (parameter.name.endswith("_ptr") or parameter.name.startswith("stride_"))
+        and "constexpr" not in str(parameter.annotation)
+    ]
+    return Kernel(jit(do_not_specialize=numbers)(function), follows)
+
+
 def _code(compiled: Any) -> Callable[..., None]:
     """What launches a compiled kernel, given the grid, the stream, tensors, their addresses, the rest, descriptions.
 

@@ -140,10 +140,12 @@ def tall_plan(
     padded, group = config.padded_query_length(problem.query_length, unpadded)
     group = min(group, tile.rows // tile.parts if isinstance(tile, HopperTile) else tile.rows)
     row_blocks = -(-(problem.n_queries // problem.groups * padded) // tile.rows)
-    per_query = problem.max_candidates if problem.has_candidates else problem.n_documents
-    cuts, programs = Cuts(), row_blocks * problem.groups
-    documents = "listed" if listed else "candidates" if problem.has_candidates else "run"
-    if shares.largest and problem.packed and documents == "run":
+    cuts, programs, per_query, documents = Cuts(), row_blocks * problem.groups, problem.n_documents, "run"
+    if kind.candidates is not None:
+        documents, per_query = "candidates", problem.max_candidates
+    elif listed:
+        documents = "listed"
+    if shares.largest and kind.cu_seqlens is not None and documents == "run":
         documents, cuts = "cut", cuts_of(problem, row_blocks, sms, shares.per_sm, shares.largest)
         run, n_runs = cuts.cut, cuts.number
         if shares.in_pieces and problem.document_length > cuts.whole:
@@ -205,33 +207,27 @@ _UNCOPIED = "documents cannot be copied 16 bytes at a time"
 
 def _single_plan(problem: Problem) -> ForwardPlan:
     kind, n_queries = problem.kind, problem.n_queries
-    (capability, sms), item = tables.architecture(kind.device), kind.dtype.itemsize
+    capability, sms = tables.architecture(kind.device)
     columns = config.single_columns(problem.query_length)
-    column_blocks = -(-problem.query_length // columns)
-    per_query = problem.max_candidates if problem.has_candidates else problem.n_documents
+    blocks = -(-problem.query_length // columns)
+    per_query = problem.n_documents if kind.candidates is None else problem.max_candidates
     per_sm, of_one_wave, longest = config.single_runs(capability, kind, columns)
-    if per_query * n_queries * column_blocks <= per_sm * sms * of_one_wave:
+    if per_query * n_queries * blocks <= per_sm * sms * of_one_wave:
         longest = of_one_wave
-    run = run_length(per_query, n_queries * column_blocks, sms, per_sm, longest)
-    cuts = cuts_of(problem, column_blocks, sms, per_sm=4, largest=4096) if problem.packed else Cuts()
+    run = run_length(per_query, n_queries * blocks, sms, per_sm, longest)
+    cuts, in_pieces = Cuts(), False
+    if kind.cu_seqlens is not None:
+        cuts = cuts_of(problem, blocks, sms, per_sm=4, largest=4096)
+        in_pieces = problem.document_length > cuts.whole
     strides, units = config.divided_strides(problem.query_strides, problem.document_strides)
-    blocks = config.embedding_blocks(capability, kind.size, item)
-    made = config.config_of(
-        "single",
-        kind,
-        config.single_tile(capability, kind.size, item, columns, problem.packed),
-        blocks,
-        units,
-        documents="candidates" if problem.has_candidates else "run",
-        in_pieces=problem.packed and problem.document_length > cuts.whole,
-        flatten=config.flattened(capability, blocks),
-    )
+    made = config.single_config(capability, kind, columns, in_pieces, units)
     reason, n_runs = _OWN_DOCUMENTS if n_queries > 1 else _ONE_QUERY, -(-per_query // run)
-    return ForwardPlan(made, strides, columns, run, n_runs, per_query, cuts, column_blocks, column_blocks, reason)
+    return ForwardPlan(made, strides, columns, run, n_runs, per_query, cuts, blocks, blocks, reason)
 
 
 def _stacked_plan(problem: Problem) -> ForwardPlan:
-    kind, length, item, packed = problem.kind, problem.document_length, problem.dtype.itemsize, problem.packed
+    kind, length = problem.kind, problem.document_length
+    item, packed = kind.dtype.itemsize, kind.cu_seqlens is not None
     capability, _ = tables.architecture(kind.device)
     total = rounded_total(problem.n_tokens) if packed else problem.n_tokens
     unpadded = total >= tables.UNPADDED_MIN_LENGTH * problem.all_documents

@@ -14,8 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .jit import kernel
-from .launch import Kernel, Region
+from .launch import Kernel, Region, kernel
 from .tables import power_of_two
 
 # torch.nn.functional.normalize divides by no less than this.
@@ -70,8 +69,8 @@ def through_normalized(grad, normalized, scale):
 @kernel
 def _norms_kernel(
     embeddings_ptr, found_ptr, n_rows, n_sequences, length, stride_group, stride_sequence, stride_token,
-    EMBEDDING: tl.constexpr,
-    BLOCK_EMBEDDING: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     HALF_SQUARES: tl.constexpr,
 ):  # fmt: skip
@@ -79,15 +78,12 @@ def _norms_kernel(
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     base = embeddings_ptr + row_addresses(rows, n_sequences, length, stride_group, stride_sequence, stride_token)
     squares = tl.zeros([BLOCK_ROWS], tl.float32)
-    for start in tl.range(0, EMBEDDING, BLOCK_EMBEDDING):
-        dims = start + tl.arange(0, BLOCK_EMBEDDING)
-        mask = (rows < n_rows)[:, None] & (dims < EMBEDDING)[None, :]
+    for start in tl.range(0, SIZE, BLOCK):
+        dims = start + tl.arange(0, BLOCK)
+        mask = (rows < n_rows)[:, None] & (dims < SIZE)[None, :]
         values = tl.load(base[:, None] + dims[None, :], mask=mask, other=0.0).to(tl.float32)
         squares += tl.sum(values * values, axis=1)
     tl.store(found_ptr + rows, 0.5 * squares if HALF_SQUARES else inverse_norm(squares), mask=rows < n_rows)
-
-
-_norms = Kernel(_norms_kernel)
 
 
 class Norms(NamedTuple):
@@ -97,22 +93,19 @@ class Norms(NamedTuple):
     documents: Tensor
 
 
-def inverse_norms(embeddings: Tensor) -> Tensor:
-    """Inverse norms [T], [N, L] or [G, K, L], float32, of `embeddings` [.., d] of contiguous rows; no size is 0."""
-    return _norms_of(embeddings, half_squares=False)
-
-
 def half_squares(embeddings: Tensor) -> Tensor:
     """Half the squared norms, with the shapes of `inverse_norms`."""
-    return _norms_of(embeddings, half_squares=True)
+    return inverse_norms(embeddings, half_squares=True)
 
 
-def _norms_of(embeddings: Tensor, half_squares: bool) -> Tensor:
+def inverse_norms(embeddings: Tensor, half_squares: bool = False) -> Tensor:
+    """Inverse norms [T], [N, L] or [G, K, L], float32, of `embeddings` [.., d] of contiguous rows; no size is 0."""
     *shape, size = embeddings.shape
     found = torch.empty(shape, dtype=torch.float32, device=embeddings.device)
     rows, lengths, strides = _described(embeddings)
     constants = size, min(_BLOCK_EMBEDDING, power_of_two(size)), _BLOCK_ROWS, half_squares
-    _norms((-(-rows // _BLOCK_ROWS), 1, 1), (embeddings, found), (rows, *lengths), strides, constants, (4, 3, None))
+    grid = -(-rows // _BLOCK_ROWS), 1, 1
+    _norms_kernel(grid, (embeddings, found), (rows, *lengths), strides, constants, (4, 3, None))
     return found
 
 
@@ -123,44 +116,42 @@ def _described(embeddings: Tensor) -> tuple[int, tuple[int, int], tuple[int, ...
     return math.prod(shape), (n_sequences, length), (0, 0, *embeddings.stride())[-4:-1]
 
 
+@triton.jit
+def _whole_rows(n_rows, SIZE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr):
+    """The contiguous rows of a program, which of their elements exist, and where those are."""
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    dims = tl.arange(0, BLOCK)
+    return rows, (rows < n_rows)[:, None] & (dims < SIZE)[None, :], rows[:, None] * SIZE + dims[None, :]
+
+
 @kernel
 def _normalized_kernel(
-    embeddings_ptr, normalized_ptr, scales_ptr, n_rows,
-    EMBEDDING: tl.constexpr,
-    BLOCK_EMBEDDING: tl.constexpr,
+    embeddings_ptr,
+    out_ptr,
+    scales_ptr,
+    n_rows,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
-):  # fmt: skip
-    """normalized[row] = embeddings[row] * scales[row], with scales the inverse norms; both may be the same memory."""
-    rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    dims = tl.arange(0, BLOCK_EMBEDDING)
-    mask = (rows < n_rows)[:, None] & (dims < EMBEDDING)[None, :]
-    offset = rows[:, None] * EMBEDDING + dims[None, :]
+):
+    """out[row] = embeddings[row] * scales[row], with scales the inverse norms; both may be the same memory."""
+    rows, mask, offset = _whole_rows(n_rows, SIZE, BLOCK, BLOCK_ROWS)
     values = tl.load(embeddings_ptr + offset, mask=mask, other=0.0).to(tl.float32)
     scale = inverse_norm(tl.sum(values * values, axis=1))
     tl.store(scales_ptr + rows, scale, mask=rows < n_rows)
-    tl.store(normalized_ptr + offset, (values * scale[:, None]).to(normalized_ptr.dtype.element_ty), mask=mask)
+    tl.store(out_ptr + offset, (values * scale[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @kernel
 def _through_normalized_kernel(
-    grad_ptr, normalized_ptr, scales_ptr, n_rows,
-    EMBEDDING: tl.constexpr,
-    BLOCK_EMBEDDING: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-):  # fmt: skip
+    grad_ptr, normalized_ptr, scales_ptr, n_rows, SIZE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr
+):
     """grad[row] of what is normalized to that of the embeddings."""
-    rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    dims = tl.arange(0, BLOCK_EMBEDDING)
-    mask = (rows < n_rows)[:, None] & (dims < EMBEDDING)[None, :]
-    offset = rows[:, None] * EMBEDDING + dims[None, :]
+    rows, mask, offset = _whole_rows(n_rows, SIZE, BLOCK, BLOCK_ROWS)
     grad = tl.load(grad_ptr + offset, mask=mask, other=0.0).to(tl.float32)
     normalized = tl.load(normalized_ptr + offset, mask=mask, other=0.0).to(tl.float32)
     scale = tl.load(scales_ptr + rows, mask=rows < n_rows, other=1.0)
     tl.store(grad_ptr + offset, through_normalized(grad, normalized, scale).to(grad_ptr.dtype.element_ty), mask=mask)
-
-
-_normalized = Kernel(_normalized_kernel)
-_through_normalized = Kernel(_through_normalized_kernel)
 
 
 def normalized_rows(embeddings: Tensor, out: Tensor, scales: Tensor) -> None:
@@ -168,21 +159,21 @@ def normalized_rows(embeddings: Tensor, out: Tensor, scales: Tensor) -> None:
 
     `out` has the type of `embeddings`, and may be them; `scales` [..] is float32. No dimension is 0.
     """
-    _launch(_normalized, (embeddings, out, scales))
+    _launch(_normalized_kernel, (embeddings, out, scales))
 
 
 def through_normalized_rows(grad: Tensor, normalized: Tensor, scales: Tensor) -> None:
     """Replace `grad` of what `normalized_rows` wrote by the gradient of the embeddings that it was made of."""
-    _launch(_through_normalized, (grad, normalized, scales))
+    _launch(_through_normalized_kernel, (grad, normalized, scales))
 
 
-def _launch(kernel: Kernel, tensors: tuple[Tensor, Tensor, Tensor]) -> None:
+def _launch(rowwise: Kernel, tensors: tuple[Tensor, Tensor, Tensor]) -> None:
     rows, size = tensors[2].numel(), tensors[0].shape[-1]
-    block, block_rows = _whole_rows(size)
-    kernel((-(-rows // block_rows), 1, 1), tensors, (rows,), (), (size, block, block_rows), (4, 1, None))
+    block, block_rows = _block_of(size)
+    rowwise((-(-rows // block_rows), 1, 1), tensors, (rows,), (), (size, block, block_rows), (4, 1, None))
 
 
-def _whole_rows(size: int) -> tuple[int, int]:
+def _block_of(size: int) -> tuple[int, int]:
     """Elements of an embedding with padding, and rows, of a program that holds whole rows."""
     block = max(16, power_of_two(size))
     return block, max(1, _ELEMENTS // block)
@@ -206,9 +197,6 @@ def _active_tokens_kernel(mask_ptr, tokens_ptr, bounds_ptr, length, BLOCK: tl.co
     tl.store(bounds_ptr + document * 2 + 1, first_masked)
 
 
-_active_tokens = Kernel(_active_tokens_kernel)
-
-
 def active_tokens(mask: Tensor) -> tuple[Tensor, Region]:
     """Lists of active tokens from `mask` [.., L] of any type, active where it is not 0; contiguous, no size is 0.
 
@@ -226,7 +214,7 @@ def active_tokens(mask: Tensor) -> tuple[Tensor, Region]:
     size = -(-size // 4) * 4
     tokens = torch.empty(size + documents * 2, dtype=torch.int32, device=mask.device)
     bounds = Region(tokens, tokens.data_ptr() + 4 * size, documents * 2, torch.int32)
-    _active_tokens(
+    _active_tokens_kernel(
         (documents, 1, 1),
         (mask, tokens, bounds),
         (length,),
@@ -240,8 +228,8 @@ def active_tokens(mask: Tensor) -> tuple[Tensor, Region]:
 @triton.jit
 def _find_nonzero(
     embeddings_ptr, nonzero_ptr, block, n_rows, n_sequences, length, stride_group, stride_sequence, stride_token,
-    EMBEDDING: tl.constexpr,
-    BLOCK_EMBEDDING: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
     """nonzero[row] for a block of the tokens [groups, sequences, length] of `embeddings`, counted as rows."""
@@ -249,9 +237,9 @@ def _find_nonzero(
     exists = rows < n_rows
     base = embeddings_ptr + row_addresses(rows, n_sequences, length, stride_group, stride_sequence, stride_token)
     found = tl.zeros([BLOCK_ROWS], tl.int32)
-    for start in tl.range(0, EMBEDDING, BLOCK_EMBEDDING):
-        dims = start + tl.arange(0, BLOCK_EMBEDDING)
-        mask = exists[:, None] & (dims < EMBEDDING)[None, :]
+    for start in tl.range(0, SIZE, BLOCK):
+        dims = start + tl.arange(0, BLOCK)
+        mask = exists[:, None] & (dims < SIZE)[None, :]
         # float32: an interpreter compares bfloat16 by its bits, in which -0 is not 0.
         values = tl.load(base[:, None] + dims[None, :], mask=mask, other=0.0).to(tl.float32)
         found |= tl.max((values != 0.0).to(tl.int32), axis=1)
@@ -263,8 +251,8 @@ def _nonzero_rows_kernel(
     embeddings_ptr, more_ptr, nonzero_ptr, more_nonzero_ptr,
     blocks, n_rows, n_sequences, length, more_rows, more_sequences, more_length,
     stride_group, stride_sequence, stride_token, stride_more_group, stride_more_sequence, stride_more_token,
-    EMBEDDING: tl.constexpr,
-    BLOCK_EMBEDDING: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     HAS_MORE: tl.constexpr,
 ):  # fmt: skip
@@ -273,16 +261,13 @@ def _nonzero_rows_kernel(
     if HAS_MORE and block >= blocks:
         _find_nonzero(
             more_ptr, more_nonzero_ptr, block - blocks, more_rows, more_sequences, more_length, stride_more_group,
-            stride_more_sequence, stride_more_token, EMBEDDING, BLOCK_EMBEDDING, BLOCK_ROWS,
+            stride_more_sequence, stride_more_token, SIZE, BLOCK, BLOCK_ROWS,
         )  # fmt: skip
     if block < blocks:
         _find_nonzero(
             embeddings_ptr, nonzero_ptr, block, n_rows, n_sequences, length, stride_group, stride_sequence,
-            stride_token, EMBEDDING, BLOCK_EMBEDDING, BLOCK_ROWS,
+            stride_token, SIZE, BLOCK, BLOCK_ROWS,
         )  # fmt: skip
-
-
-_nonzero_rows = Kernel(_nonzero_rows_kernel)
 
 
 def nonzero_rows(embeddings: Tensor, more: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
@@ -294,17 +279,15 @@ def nonzero_rows(embeddings: Tensor, more: Tensor | None = None) -> tuple[Tensor
     as the host takes as long for each as the GPU for the documents.
     """
     found, (rows, lengths, strides) = _bool_rows(embeddings), _described(embeddings)
-    more_found: Tensor | None = None
-    more_described: tuple[int, tuple[int, int], tuple[int, ...]] = (0, (0, 0), (0, 0, 0))
-    if more is not None:
-        more_found, more_described = _bool_rows(more), _described(more)
-    blocks, more_blocks = (-(-n // _BLOCK_ROWS) for n in (rows, more_described[0]))
+    more_found = None if more is None else _bool_rows(more)
+    more_rows, more_lengths, more_strides = (0, (0, 0), (0, 0, 0)) if more is None else _described(more)
+    blocks, more_blocks = (-(-n // _BLOCK_ROWS) for n in (rows, more_rows))
     size = embeddings.shape[-1]
-    _nonzero_rows(
+    _nonzero_rows_kernel(
         (blocks + more_blocks, 1, 1),
         (embeddings, more, found, more_found),
-        (blocks, rows, *lengths, more_described[0], *more_described[1]),
-        (*strides, *more_described[2]),
+        (blocks, rows, *lengths, more_rows, *more_lengths),
+        (*strides, *more_strides),
         (size, min(_BLOCK_EMBEDDING, power_of_two(size)), _BLOCK_ROWS, more is not None),
         (4, 3, None),
     )
@@ -320,8 +303,8 @@ def _bool_rows(embeddings: Tensor) -> Tensor:
 @kernel
 def _pad_kernel(
     packed_ptr, cu_seqlens_ptr, offsets_ptr, padded_ptr, mask_ptr, n_sequences, length, stride_token,
-    EMBEDDING: tl.constexpr,
-    BLOCK_EMBEDDING: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     OFFSET_UNIT: tl.constexpr,
     BACK: tl.constexpr,
@@ -337,13 +320,13 @@ def _pad_kernel(
     start = tl.load(cu_seqlens_ptr + sequence, mask=exists, other=0).to(tl.int64)
     end = tl.load(cu_seqlens_ptr + sequence + 1, mask=exists, other=0).to(tl.int64)
     active = exists & (start + token < end)
-    dims = tl.arange(0, BLOCK_EMBEDDING)
+    dims = tl.arange(0, BLOCK)
     first = start * stride_token
     if OFFSET_UNIT > 0:
         first = tl.load(offsets_ptr + sequence, mask=exists, other=0) * OFFSET_UNIT
     of_packed = (first + token * stride_token)[:, None] + dims[None, :]
-    of_padded = rows[:, None] * EMBEDDING + dims[None, :]
-    inside = (dims < EMBEDDING)[None, :]
+    of_padded = rows[:, None] * SIZE + dims[None, :]
+    inside = (dims < SIZE)[None, :]
     if BACK:
         values = tl.load(padded_ptr + of_padded, mask=active[:, None] & inside, other=0.0)
         tl.store(packed_ptr + of_packed, values, mask=active[:, None] & inside)
@@ -351,9 +334,6 @@ def _pad_kernel(
         values = tl.load(packed_ptr + of_packed, mask=active[:, None] & inside, other=0.0)
         tl.store(padded_ptr + of_padded, values, mask=exists[:, None] & inside)
         tl.store(mask_ptr + rows, active, mask=exists)
-
-
-_pad = Kernel(_pad_kernel)
 
 
 def pad(
@@ -380,8 +360,8 @@ def packed_again(padded: Tensor, cu_seqlens: Tensor, n_tokens: int) -> Tensor:
 def _launch_pad(tensors: tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None], unit: int, back: bool) -> None:
     packed, padded = tensors[0], tensors[3]
     n_sequences, length, size = padded.shape
-    block, block_rows = _whole_rows(size)
-    _pad(
+    block, block_rows = _block_of(size)
+    _pad_kernel(
         (-(-n_sequences * length // block_rows), 1, 1),
         tensors,
         (n_sequences, length),

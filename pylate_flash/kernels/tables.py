@@ -71,8 +71,8 @@ class Shares(NamedTuple):
     in_pieces: bool = False
 
 
-# Rows whose maxima a kernel may sum. A query is padded to a multiple of the first of `PADDINGS` that leaves few enough
-# rows empty; if none does, it need not be padded: each row's maximum is stored then, and summed afterwards.
+# Rows of a sum. A query is padded to a multiple of the first of `PADDINGS` that leaves few enough rows empty; if none
+# does, each row's maximum may be stored, and summed afterwards.
 GROUPS = (1, 8, 16, 32, 64, 128)
 PADDINGS = (16, 8)
 MOST_PADDING = 1 / 8
@@ -80,11 +80,10 @@ MOST_PADDING = 1 / 8
 STACKED = Tile(256, 64, 8, 3)
 STACKED_SPLIT = Tile(128, 256, 8, 3)
 MIN_STACKED_ROWS = 64
-# The same on Hopper, for embeddings of half-precision elements. Query rows stay in registers, where half as many fit if
-# they are longer than 128 elements; then a wide tile is faster (at 1 x 128, 1024 x 1024 and d = 256, 0.123 ms against
-# 0.138) unless documents are so short that it pads them more. Winners take the maxima's time twice, which four parts
-# hide better than two: 1.68 ms against 1.91 at 64 x 64, 1024 x 1024; without them, it is 0.362 against 0.357 ms at
-# 1 x 1000, 1024 x 1024.
+# The same on Hopper, in half precision. Query rows stay in registers, where half as many fit of more than 128 elements;
+# then a wide tile is faster (0.123 ms against 0.138 at 1 x 128, 1024 x 1024, d = 256) unless it pads short documents
+# more. The argmax takes the maxima's time twice, which four parts hide better than two: 1.68 ms against 1.91 at
+# 64 x 64, 1024 x 1024; without it, 0.362 against 0.357 at 1 x 1000, 1024 x 1024.
 HOPPER = HopperTile(256, 64, 2, 6)
 HOPPER_WINNERS = HopperTile(256, 64, 4, 6)
 HOPPER_LONG = HopperTile(128, 64, 2, 5)
@@ -93,8 +92,8 @@ HOPPER_LONG_WIDE = HopperTile(128, 128, 2, 3)
 # 32 x 180, d = 384; with 128 columns, 121 of d = 320.
 HOPPER_LONGEST = HopperTile(128, 64, 2, 4)
 HOPPER_WIDE_MIN_LENGTH = 512
-# Columns that a document's last product may have, and the least share of all columns that it is to save. Each is
-# compiled for itself: 0.166 ms instead of 0.207 at 2 x 4000, 512 x 77.
+# Columns of a document's last product, and the least share of all columns that it is to save: 0.166 ms instead of 0.207
+# at 2 x 4000, 512 x 77.
 HOPPER_TAILS = (16, 32)
 HOPPER_TAIL_SAVES = 1 / 8
 # Fewer rows leave half of the tile empty, and are bound by memory. Microseconds by `STACKED`, and by this narrow one:
@@ -105,9 +104,8 @@ HOPPER_NARROW = HopperTile(128, 64, 2, 6)
 HOPPER_NARROW_ROWS = 128
 # Elements of an embedding of which 64 query rows fit into the registers of four warps.
 HOPPER_MAX_SIZE = 384
-# The fused projection of hidden states: two parts of 128, a chunk of one swizzled row of shared memory, and at most so
-# many query rows. With more, their products take longer than reading the states, and projecting to memory first is
-# faster.
+# The fused projection of hidden states: two parts of 128, a chunk of one swizzled row of shared memory. With more query
+# rows, projecting to memory first is faster.
 FUSED_ROWS = 256
 FUSED_CHUNK = 64
 FUSED_MAX_COLUMNS = 64
@@ -116,38 +114,36 @@ FUSED_MAX_BLOCKS = 2
 FUSED_SHARED_MEMORY = 220 << 10
 # Document tokens x query tokens; the columns are capped by the query's length.
 SINGLE = Tile(64, 64, 4, 3)
-# Packed documents are often shorter than padded ones, and a program waits for each: smaller programs, of which more
-# share an SM. 0.091 ms against 0.094 at 1 x 10000 documents of 64 to 192 tokens; padded ones take as long.
+# Packed documents are often short, and a program waits for each: smaller programs, of which more share an SM. 0.091 ms
+# against 0.094 at 1 x 10000 documents of 64 to 192 tokens.
 SINGLE_PACKED = Tile(32, 64, 2, 3)
 SINGLE_SPLIT = Tile(64, 64, 4, 4)
-# A longer embedding is split into blocks of `SPLIT_ROW_BYTES`, one swizzled row of shared memory. At 1 x 128,
-# 1024 x 1024 and d = 256, whole embeddings took 0.231 ms; d = 512 in blocks takes 0.210 ms.
+# A longer embedding is split into blocks of `SPLIT_ROW_BYTES`, one swizzled row of shared memory: d = 512 in blocks
+# takes 0.210 ms at 1 x 128, 1024 x 1024, where d = 256 as a whole took 0.231.
 MAX_ROW_BYTES = 256
 SPLIT_ROW_BYTES = 128
 # Half-precision embeddings between these sizes are held as two blocks where that leaves less padding than one: 96
-# elements as 64 and 32, 320 as 256 and 64. Products of shorter ones take less time than their maxima. More than 128 are
-# not split so, where one of these tiles, the first that does, fits into shared memory with all its stages.
+# elements as 64 and 32, 320 as 256 and 64. Of more than 128, the first of these tiles that fits into shared memory with
+# all its stages is taken.
 MIN_IN_TWO = 65
 MAX_IN_TWO = 511
 STACKED_IN_TWO = Tile(128, 64, 8, 3), Tile(64, 64, 8, 3), Tile(64, 32, 4, 3)
 SINGLE_IN_TWO = Tile(32, 64, 4, 3)
-# Tensor cores truncate what they add, an error that grows with every addition: 4e-6 of a score at d = 4096. Sums of so
-# many products are added up outside them, rounded.
+# Tensor cores truncate what they add, which is 4e-6 of a score at d = 4096. Sums of so many products are added up
+# outside them, rounded.
 SUMMED_EMBEDDING = 1024
-# Shared memory that one program may take, in bytes, by compute capability major; 8 is what 8.6 and 8.9 have.
+# Bytes of shared memory that one program may take, by compute capability major; 8 is what 8.6 and 8.9 have.
 SHARED_MEMORY = {8: 99 << 10, 9: 227 << 10, 10: 227 << 10}
-# Coordinates up to which points of Chamfer distances are subtracted, or multiplied, outside tensor cores, of which a
-# product has 16 at least. Three take about half as long as finding the two maxima does.
+# Coordinates up to which points of Chamfer distances are subtracted, or multiplied, outside tensor cores.
 DIRECT_SIZE = 8
 
 # Up to this many query tokens, one query is scored by the single kernel.
 SINGLE_MAX_QUERY_LENGTH = 64
-# A query is summed row by row where documents have so many tokens, so that what is stored costs little, and the sums
-# take no more than so much memory.
+# A query may be summed row by row where documents have so many tokens, and the sums take no more than so many bytes.
 UNPADDED_MIN_LENGTH = 64
 UNPADDED_MEMORY = 1 << 28
-# Cuts of packed documents, see `kernels.forward.cuts`. A document costs its tokens and so many more: half a tile, as a
-# document's last tile is half full on average, and as much again for what follows it.
+# Cuts of packed documents, see `kernels.forward.cuts`. A document costs its tokens and so many more: half a tile that
+# is empty, on average, and as much again for what follows it.
 DOCUMENT_COST = 64
 # A cut has at least so much work, or finding it costs more.
 SMALLEST_CUT = 256
@@ -159,35 +155,31 @@ STACKED_SHARES = Shares(2, 16, 4096, in_pieces=True)
 REGISTERS = 1 << 16
 
 
-# Programs of the single kernel for which an SM has registers, and what each takes of its shared memory besides
-# operands.
+# Programs of the single kernel for which an SM has registers, and the shared memory of each besides operands.
 SINGLE_PROGRAMS = 7
 SINGLE_TAKES = 1536
-# Documents that one of them walks, at most: where all programs run at once, and where they do not. Microseconds with 2
-# and 16: 34.3 and 31.2 at 1 x 1000, 32 x 300; 186 and 185 at 1 x 10000; 200 and 210 at 1 x 16000, 32 x 512, d = 48.
+# Documents that one walks, at most: where all programs run at once, and where they do not. Microseconds with 2 and 16:
+# 34.3 and 31.2 at 1 x 1000, 32 x 300; 186 and 185 at 1 x 10000; 200 and 210 at 1 x 16000, 32 x 512, d = 48.
 SINGLE_LONGEST = 16, 2
-# Programs of an SM, and the same, where its loops are not one: documents differ in length, which short runs even
-# out, or `_flattened` says so.
+# Programs of an SM, and the same, where documents differ in length, which short runs even out, or loops are two.
 SINGLE_UNLIKE = 4, 2, 2
 
 # Of quantized documents.
 
-# Query rows x document tokens. Every block of rows reads all documents out of L2, so a block has many rows. Few rows,
-# as of one short query, take less of a tile, and a wider one.
+# Query rows x document tokens. Every block of rows reads all documents out of L2, so a block has many. Few rows, as of
+# one short query, take a wider tile.
 QUANTIZED_TILE = Tile(256, 64, 8, 4)
 QUANTIZED_FEW_ROWS = Tile(64, 128, 4, 4)
 # Tensor cores multiply at least so many elements of 8 bits at a time.
 QUANTIZED_MIN_BLOCK = 32
-# Documents that one program walks, at most, or work of its cut, and programs of an SM, by the shared memory that
-# a tile takes.
+# Documents that one program walks, at most, or work of its cut; programs of an SM, by the warps of a tile.
 QUANTIZED_LONGEST_RUN = 16
 QUANTIZED_LARGEST_CUT = 4096
 QUANTIZED_PER_SM = {QUANTIZED_TILE.num_warps: 2, QUANTIZED_FEW_ROWS.num_warps: 3}
-# The same of the Hopper kernel, which serves products of 8 bits. Of a tile of 256 x 128 at d = 128, products take the
-# tensor cores 1024 cycles, and the loop has 902 instructions for a scheduler with int8 and 646 with fp8; of 256 x 64,
-# 512 cycles, and 506 and 378, or in four parts 728 and 484: 0.267 and 0.263 ms at 1 x 1000, 1024 x 1024, and 0.304 and
-# 0.278, or 0.340 and 0.340, where `QUANTIZED_TILE` takes 0.451 and 0.421. Half as many rows of longer embeddings fit
-# into registers, and 5 tiles of 256 elements into shared memory.
+# Of the Hopper kernel, which serves products of 8 bits. A tile of 256 x 128 at d = 128 takes the tensor cores 1024
+# cycles, and its loop has 902 instructions for a scheduler with int8 and 646 with fp8: 0.267 and 0.263 ms at 1 x 1000,
+# 1024 x 1024. One of 256 x 64 takes 0.304 and 0.278, in four parts 0.340 and 0.340, `QUANTIZED_TILE` 0.451 and 0.421.
+# Half as many rows of longer embeddings fit into registers, and 5 tiles of 256 elements into shared memory.
 QUANTIZED_HOPPER = HopperTile(256, 128, 2, 6)
 QUANTIZED_HOPPER_NARROW = HopperTile(128, 128, 2, 6)
 QUANTIZED_HOPPER_LONG = HopperTile(128, 128, 2, 5)
@@ -201,8 +193,7 @@ QUANTIZED_HOPPER_TAIL = 64
 # Of residual codes.
 
 # Query rows x document tokens. A tile of tokens is decompressed for each block of rows, so a block has many. With more
-# tokens, a thread keeps more than the 128 registers that two programs of an SM leave it, and of few rows more
-# than the 96 of five, of which some compute while others wait for centroids.
+# tokens, a thread would need more than the 128 registers that two programs of an SM leave it, or the 96 of five.
 RESIDUAL_TILE = Tile(256, 32, 8, 3)
 RESIDUAL_FEW_ROWS = Tile(64, 32, 4, 3)
 # Elements of a block at least: what four threads unpack, 8 each.
@@ -219,29 +210,25 @@ RESIDUAL_SMALLEST_SHARE = 8
 
 # Of soft MaxSim.
 
-# Elements of an embedding, as a power of two, up to which a tile holds it whole, by the bytes of each; a longer one is
-# read in blocks. Exact products of float32 are computed outside tensor cores, unrolled: of longer rows
-# they leave no registers.
+# Bytes of an embedding, padded, up to which a tile holds it whole, by those of an element; a longer one is read in
+# blocks. Exact products of float32 are computed outside tensor cores, unrolled: of longer rows they leave no registers.
 SOFT_MAX_BYTES = {2: 512, 4: 128}
 # Elements of a gradient that a program sums, of an embedding that is read in parts.
 SOFT_SPLIT_OWNED = 64
-# Query rows x document tokens of the forward. Two programs find room on an SM, and the exponentials of one are
-# computed beside the products of the other.
+# Query rows x document tokens of the forward. Two programs share an SM, the exponentials of one beside the products of
+# the other.
 SOFT_FORWARD = Tile(128, 64, 4, 3)
 SOFT_FORWARD_WIDE = Tile(64, 32, 4, 2)
-# Tokens or rows whose gradient a program keeps in registers, and those that it walks at once. With two stages, a tile
-# is asked for when the one before it has been multiplied, and waited for at once. Twice as many rows take what is
-# walked from L2 half as often, but fewer programs hide each other's waits: gradients of documents and queries at
-# 64 x 64, 1024 x 1024, take 3.62 and 3.69 ms where three programs share an SM, and of 128 rows 3.98 and 3.74
-# where two do.
+# Tokens or rows whose gradient a program keeps in registers, and those that it walks at once. Of twice as many rows,
+# fewer programs hide each other's waits: gradients of documents and queries at 64 x 64, 1024 x 1024, take 3.62 and 3.69
+# ms where three programs share an SM, and of 128 rows 3.98 and 3.74 where two do.
 SOFT_GRADIENT = Tile(64, 64, 4, 3)
 SOFT_GRADIENT_WIDE = Tile(64, 32, 4, 2)
 SOFT_GRADIENT_PER_SM = 3
 # Query rows from which on the Hopper kernel serves: one part of it has so many. Columns of its narrowest product.
 SOFT_HOPPER_MIN_ROWS = 64
 SOFT_NARROWEST = 16
-# Documents that one program of the forward walks at most, programs that fill an SM, and programs per SM
-# at which the documents of a query's gradient are shared out no more.
+# Programs that fill an SM, also those of a query's gradient; documents that one of the forward walks at most.
 SOFT_PER_SM = 2
 SOFT_SHARES = Shares(SOFT_PER_SM, 16, 0)
 # Documents that a program of the queries' gradient walks at least.
@@ -249,20 +236,20 @@ SOFT_SMALLEST_SHARE = 8
 
 # Of chosen query tokens.
 
-# Document tokens x chosen query tokens, of which there are as many columns as a power of two holds. A document is read
-# again for the next columns, so that there are many. Products of float32 are computed outside tensor cores, where sums
-# of a tile take registers; so do embeddings of more than 256 bytes.
+# Document tokens x chosen query tokens, in as many columns as a power of two holds: a document is read again for the
+# next ones. Products of float32 are computed outside tensor cores, where sums of a tile take registers; so do
+# embeddings of more than 256 bytes.
 SPARSE_TILE = Tile(64, 128, 8, 3)
 SPARSE_TILE_WIDE = Tile(32, 32, 4, 2)
 # Columns up to which four warps hold a tile's maxima, and of embeddings that are read block by block.
 SPARSE_FEW_COLUMNS = 64
 
-# The backward. The times beside a constant are milliseconds on an H200 in bfloat16 at d = 128, at 1024 x 1024 (32 x 180
-# tokens), at 512 x 512 (32 x 180) and at 64 x 64 (1024 x 1024), in this order, with uniform winners.
+# The backward. Times are milliseconds on an H200 in bfloat16 at d = 128, at 1024 x 1024 (32 x 180 tokens), 512 x 512
+# (32 x 180) and 64 x 64 (1024 x 1024), in this order, with uniform winners.
 
-# Winners are compared where at most so many query rows choose tokens of a document, and listed where more do: lists
-# take a program for every token, chosen or not, which costs more than few rows do: 0.220 and 0.066 at 128 rows and 1024
-# documents of 300 tokens, 0.222 and 0.347 at 512 rows, 0.055 each at 128 rows and documents of 40 tokens.
+# Winners are compared where at most so many query rows choose tokens of a document, and listed where more do, which
+# takes a program for every token, chosen or not: 0.220 by lists and 0.066 at 128 rows and 1024 documents of 300
+# tokens, 0.222 and 0.347 at 512 rows, 0.055 each at 128 rows and documents of 40 tokens.
 FEW_ROWS = 128
 # Rows that pull in one program, at d = 128 of one warp, and winners that they are compared with at once. Two rows in
 # flight for each of them take 168 registers instead of 105, so that two thirds as many programs run side by side.
@@ -270,22 +257,20 @@ COMPARE_ROWS = 8
 COMPARED = 32
 
 # Query rows x documents in flight in a gather, 8 of them to a warp, at d = 128: 1.23, 0.39, 0.18. The first of these
-# that gives every SM `GATHER_PROGRAMS` is taken. 32 rows: 1.22, 0.66, 0.17, but 0.047 instead of 0.052 at
-# 128 x 128 (32 x 300 tokens), where (32, 4) is left of it.
+# that gives every SM `GATHER_PROGRAMS` is taken. 32 rows: 1.22, 0.66, 0.17.
 GATHERS = ((64, 1), (64, 4), (32, 4))
 GATHERS_OF_ONE = ((64, 1), (32, 1))
 GATHER_PROGRAMS = 2
-# Of the first, so many find room on an SM. With norms, the compiler would give a thread 79 registers where
-# 64 are left: three programs and then the fourth took 2.69 ms at 1024 x 1024, and together they take 0.96. Where there
-# are fewer, but at least so many documents for each of up to four, these share the documents.
+# Of the first, so many find room on an SM. With norms, the compiler would give a thread 79 registers where 64 are left:
+# 2.69 ms at 1024 x 1024 instead of 0.96. Where there are fewer, but at least so many documents for each of up to four,
+# these share the documents.
 GATHER_ROOM, GATHER_SHARES = 4, 4
 GATHER_SHARE = 1024
 # Programs per SM at which the documents of a gather are split no more, and documents of a split at least.
 SPLIT_PROGRAMS = 8
 SPLIT_DOCUMENTS = 32
 
-# Memory of the lists of a block of documents: at least so many bytes, or half of what the winners take. At 64 x 64 the
-# whole backward takes 0.472 and 44 MiB, its gradients among them; with nothing laid in these, 0.492 and 52.
+# Memory of the lists of a block of documents: at least so many bytes, or half of what the winners take.
 LISTS_MEMORY = 12 << 20
 # Bytes of a gradient's memory that tensors laid in it, which begin at multiples of 16, may leave unused.
 SLACK = 128
@@ -298,10 +283,9 @@ LIST_BIN_BITS = 11
 LIST_BLOCK_BINS = 256
 LIST_BLOCK_CHUNKS = 16
 # Query rows that one program lists, at most, and keys that a warp of it sorts. With 512 rows and 264 documents of 300
-# tokens, the gradient takes 0.059 instead of 0.071; with 256 and 4000 of 180 tokens, 0.449 instead of 0.518; but with
-# 1024 and 1024 of 180 tokens, 0.174 instead of 0.147. Where every document has an SM, more rows are listed
-# so: both gradients of 32 x 32 (32 x 180) take 0.028 instead of 0.035, of 64 x 64 0.054 instead of 0.050 but two
-# launches less, which the host waits for: 0.072 instead of 0.094. 4096 rows: 0.124 instead of 0.086 at 128 x 128.
+# tokens, the gradient takes 0.059 instead of 0.071; with 1024 and 1024 of 180, 0.174 instead of 0.147. Where every
+# document has an SM, more rows are listed so: both gradients of 32 x 32 (32 x 180) take 0.028 instead of 0.035, of
+# 64 x 64 0.054 instead of 0.050 but two launches less. 4096 rows: 0.124 instead of 0.086 at 128 x 128.
 ALONE_ROWS = 512
 ALONE_ROWS_OF_FEW = 2048
 ALONE_KEYS = 256
@@ -326,22 +310,20 @@ CHUNK_MULTIPLE = 16
 # Bins of a step, as a power of two, and the steps that narrow 32 bits down to 1 value.
 XTR_BIN_BITS = 11
 XTR_STEPS = 3
-# Maxima that bound a threshold: the more there are for each token that is retrieved, the fewer tokens lie above the
-# bound, and the fewer are counted. Documents are cut into groups of tokens where they are fewer; so many groups of a
-# tile, and maxima in all, at most.
+# Maxima that bound a threshold, for each token that is retrieved: the more, the fewer tokens lie above the bound. Where
+# documents are fewer, they are cut into groups of tokens; so many of a tile, and maxima in all, at most.
 XTR_MAXIMA_PER_TOKEN = 4
 XTR_MAX_GROUPS = 4
 XTR_MOST_MAXIMA = 4096
 # Tokens above a row's bound that are collected, for each that is retrieved.
 XTR_COLLECTED_PER_TOKEN = 4
-# Places of a row for the tokens above its bound, at most. A column has enough of them, but for one in a million, where
-# half as many tokens again as are retrieved lie above the bound, in columns by chance.
+# Places of a row for the tokens above its bound, at most. All but one column in a million has enough of them where half
+# as many tokens again as are retrieved lie above the bound.
 XTR_MOST_PLACES = 8192
 
 # Of Chamfer distances.
 
-# Points of x and of y in a tile, as many as leave the two maxima of each element in registers (compute capability 8.0
-# and 9.0). Where a tile is computed directly, a thread has the coordinates of its rows there too.
+# Points of x and of y in a tile, as many as leave the two maxima of each element in registers.
 CHAMFER_DIRECT = Tile(64, 128, 4, 1)
 CHAMFER_DIRECT_LONG = Tile(32, 128, 4, 1)
 CHAMFER_HALF = Tile(128, 64, 4, 3)
@@ -351,8 +333,7 @@ CHAMFER_FLOAT = Tile(128, 32, 4, 2)
 # many bytes at a time.
 CHAMFER_MAX_WHOLE = {2: 256, 4: 64}
 CHAMFER_PART_BYTES = 128
-# Columns from one to the next of a group, for which a row has a maximum of its own: those of a group lie in one thread,
-# and threads compare theirs only at the end.
+# Columns from one to the next of a group, which has a maximum of its own: a group lies in one thread.
 CHAMFER_DIRECT_GROUPS = 32
 CHAMFER_GROUPS = 8
 # Programs that an SM has room for, and tiles that one of them walks at most.

@@ -128,7 +128,7 @@ def test_the_profiler_gets_the_script_and_its_shape(tmp_path: Path, monkeypatch:
         lists._place,
         sums._sum,
         sums._combine,
-        common._add_sums,
+        common._add_sums_kernel,
     ):
         assert re.search(kernels, launched.function.__name__)
     ncu.write_text("#!/bin/sh\necho no permission\nexit 9\n", encoding="utf-8")

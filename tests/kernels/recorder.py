@@ -104,14 +104,10 @@ class Recorder(Kernel):
 
 
 def record(module: ModuleType, name: str, monkeypatch: pytest.MonkeyPatch) -> Recorder:
-    """Put a recorder in place of a module's kernel, or of what a function of that name returns."""
-    kernel = getattr(module, name)
-    if isinstance(kernel, Kernel):
-        recorder = Recorder(kernel)
-        monkeypatch.setattr(module, name, recorder)
-    else:
-        recorder = Recorder(kernel())
-        monkeypatch.setattr(module, name, lambda: recorder)
+    """Put a recorder in place of a module's kernel of this name, or of this name and `_kernel`."""
+    name = name if hasattr(module, name) else f"{name}_kernel"
+    recorder = Recorder(getattr(module, name))
+    monkeypatch.setattr(module, name, recorder)
     return recorder
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -119,7 +120,7 @@ OF_320 = {"size": 320, "blocks": Blocks(256, 64, False)}
 
 
 def compiled(**options) -> str:
-    config = CONFIG._replace(**options)
+    config = replace(CONFIG, **options)
     pointers = {"queries_ptr": "*bf16", "documents_ptr": "*bf16", "sums_ptr": "*fp32"}
     if config.with_winners:
         pointers["winners_ptr"] = "*i16"
@@ -128,7 +129,7 @@ def compiled(**options) -> str:
     if config.has_documents_mask:
         pointers |= {"active_ptr": "*i32", "bounds_ptr": "*i32"}
     constants, signature, attributes = {"config": config}, {}, {}
-    function = hopper._hopper.function
+    function = hopper._hopper_kernel.function
     for index, parameter in enumerate(function.params):
         name = parameter.name
         if name.endswith("_ptr") and name not in pointers:

@@ -114,7 +114,7 @@ def functions(monkeypatch: pytest.MonkeyPatch) -> dict[str, Function]:
     made = {}
     for module, name in ((stacked, "_stacked"), (single, "_single"), (hopper, "_hopper"), (common, "_add_sums")):
         made[name] = Function()
-        monkeypatch.setattr(module, name, Kernel(made[name]))
+        monkeypatch.setattr(module, f"{name}_kernel", Kernel(made[name]))
     return made
 
 

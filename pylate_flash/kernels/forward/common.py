@@ -10,8 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...problem import Problem
-from ..jit import kernel
-from ..launch import Kernel
+from ..launch import kernel
 from ..overlap import wait_for_previous_kernel
 from ..plan import ForwardPlan
 from ..tables import SUMMED_EMBEDDING as _SUMMED
@@ -91,7 +90,7 @@ def document_range(
     return documents_ptr + offset, document_length
 
 
-@kernel
+@kernel(follows=True)
 def _add_sums_kernel(sums_ptr, scores_ptr, n_documents, n_sums, to_query, to_sum, BLOCK: tl.constexpr):
     """scores[query] [n_documents] = its sums, `to_sum` elements from one to the next, in order; blocks x queries."""
     wait_for_previous_kernel()
@@ -106,9 +105,6 @@ def _add_sums_kernel(sums_ptr, scores_ptr, n_documents, n_sums, to_query, to_sum
     tl.store(scores_ptr + query * n_documents + documents, total, mask=exists)
 
 
-_add_sums = Kernel(_add_sums_kernel, follows=True)
-
-
 def add_sums(problem: Problem, plan: ForwardPlan, sums: Tensor) -> Tensor:
     """The scores, from the sums that a kernel has left of each."""
     n_documents, n_scores = problem.n_documents, math.prod(problem.scores_shape)
@@ -118,7 +114,7 @@ def add_sums(problem: Problem, plan: ForwardPlan, sums: Tensor) -> Tensor:
         to_query, to_sum = n_documents, n_scores
     scores = torch.empty(*problem.scores_shape, dtype=torch.float32, device=problem.device)
     programs = n_scores // n_documents * -(-n_documents // _ADDED)
-    _add_sums(
+    _add_sums_kernel(
         (programs, 1, 1), (sums, scores), (n_documents, plan.n_sums, to_query, to_sum), (), (_ADDED,), (4, 1, None)
     )
     return scores

@@ -18,8 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...problem import Problem
-from ..jit import kernel
-from ..launch import Kernel
+from ..launch import kernel
 from ..plan import ForwardPlan
 from ..reductions import larger, max_along
 from ..tables import DOCUMENT_COST, power_of_two
@@ -192,16 +191,13 @@ def _merge_kernel(
             tl.store(scores_ptr + score, tl.sum(total, axis=0))
 
 
-_merge = Kernel(_merge_kernel)
-
-
 def merge_pieces(problem: Problem, plan: ForwardPlan, tensors: ForwardTensors, scores: Tensor) -> None:
     """Write the scores and winners of the documents that are in pieces."""
     # Most cuts have nothing to merge, and are not to cost a program per query.
     programs = 1 if problem.has_candidates else min(problem.n_queries, _MERGING_PROGRAMS)
     # Of the single kernel, a piece has the rows of one query; of the stacked ones, those of all, each padded.
     rows_per_query = 0 if plan.kernel == "single" else plan.padded
-    _merge(
+    _merge_kernel(
         (plan.cuts.number * programs, 1, 1),
         (
             tensors.pieces, tensors.piece_winners, tensors.queries_mask, tensors.queries_scale, tensors.cu_seqlens,

@@ -19,8 +19,6 @@ Measured on an H200 in bfloat16 against `_stacked_kernel` in the same run: 0.354
 
 from __future__ import annotations
 
-import functools
-
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -34,14 +32,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ...problem import Problem
 from ..gluon import execute, find_document, larger_of, next_slot, wait_for_previous_kernel
-from ..jit import kernel
-from ..launch import Kernel
+from ..launch import kernel
 from ..plan import ForwardPlan
 from ..tables import DOCUMENT_COST
 from .common import numbers_of
 from .copies import copy_documents, document_range
-from .exponentials import LOG2E, add_exponentials, log_sums
-from .maxima import differ, first_maximum, split_by_lane
+from .maxima import LOG2E, add_exponentials, differ, first_maximum, log_sums, split_by_lane
 from .products import query_rows, scaled, sums_of, unscaled
 from .tensors import ForwardTensors
 
@@ -294,7 +290,7 @@ def _score(arguments, config: gl.constexpr, PART: gl.constexpr):
         execute(_AWAIT_TURN[PART])
 
 
-@functools.partial(kernel, jit=gluon.jit)
+@kernel(follows=True, jit=gluon.jit)
 def _hopper_kernel(
     queries_ptr, documents_ptr, queries_mask_ptr, active_ptr, bounds_ptr, queries_scale_ptr, documents_scale_ptr,
     cu_seqlens_ptr, offsets_ptr, sums_ptr, winners_ptr, beta_ptr, lse_ptr,
@@ -385,12 +381,9 @@ def _hopper_kernel(
         )
 
 
-_hopper = Kernel(_hopper_kernel, follows=True)
-
-
 def score_hopper(problem: Problem, plan: ForwardPlan, tensors: ForwardTensors, sums: Tensor) -> None:
     """As `stacked.score_stacked`."""
-    _hopper(
+    _hopper_kernel(
         (plan.row_blocks * plan.n_runs * problem.groups, 1, 1),
         (*tensors[:9], sums, tensors.winners, tensors.beta, tensors.lse),
         numbers_of(problem, plan),

@@ -11,8 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...problem import LARGEST_VALUES, SMALLEST_SCALE
-from ..jit import kernel
-from ..launch import Kernel
+from ..launch import kernel
 from ..overlap import wait_for_previous_kernel
 from ..reductions import max_along
 from ..rows import inverse_norm, row_addresses
@@ -78,7 +77,7 @@ def leave_values(
     tl.debug_barrier()
 
 
-@kernel
+@kernel(follows=True)
 def _quantize_rows_kernel(
     queries_ptr, values_ptr, scales_ptr, n_queries, length, stride_query, stride_token,
     EMBEDDING: tl.constexpr,
@@ -128,10 +127,6 @@ def _divide_by_norms_kernel(
         tl.store(divided_offsets_ptr + rows, offset * inverse, mask=row_exists)
 
 
-_quantize_rows = Kernel(_quantize_rows_kernel, follows=True)
-_divide_by_norms = Kernel(_divide_by_norms_kernel)
-
-
 def quantize_rows(queries: Tensor, strides: tuple[int, ...], values: Tensor, scales: Tensor, normalize: bool) -> None:
     """Leave values [Nq, Lq, d], int8 or fp8, and scales [Nq, Lq] of queries, which have the `strides` of both tokens.
 
@@ -139,7 +134,7 @@ def quantize_rows(queries: Tensor, strides: tuple[int, ...], values: Tensor, sca
     """
     n_queries, length, size = values.shape
     rows = max(1, _AT_ONCE.value // power_of_two(size))
-    _quantize_rows(
+    _quantize_rows_kernel(
         (-(-n_queries * length // rows), 1, 1), (queries, values, scales), (n_queries, length), tuple(strides),
         (size, rows, normalize), (4, 1, None),
     )  # fmt: skip
@@ -156,7 +151,7 @@ def divided_by_norms(
     divided_offsets = None if offsets is None else torch.empty_like(offsets)
     _, n_sequences, length = (1, 1, *scales.shape)[-3:]
     rows, size = scales.numel(), values.shape[-1]
-    _divide_by_norms(
+    _divide_by_norms_kernel(
         (-(-rows // _NORM_ROWS), 1, 1),
         (values, scales, offsets, divided, divided_offsets),
         (rows, n_sequences, length),

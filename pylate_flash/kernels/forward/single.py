@@ -1,7 +1,7 @@
 """The forward of one short query at a time: document tokens are the rows of the product, query tokens its columns.
 
 The running maximum is elementwise, with no work across lanes, until the document ends. The columns are the tokens of
-the query, or (CHOSEN) those that are chosen for each document, gathered where they lie.
+the query, or (`chosen`) those that are chosen for each document, gathered where they lie.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...problem import Problem
-from ..jit import kernel
-from ..launch import Kernel
+from ..launch import kernel
 from ..plan import ForwardPlan
 from ..reductions import larger, max_along
 from ..rows import inverse_norm
@@ -51,9 +50,9 @@ def _single_kernel(
 
     Grid: (queries x runs of documents, blocks of a query's tokens). With HAS_CANDIDATES, query i owns the documents
     `candidates[i]` to `candidates[i + 1]` of the packed ones, `per_query` at most; otherwise those of its group.
-    Under CHOSEN, a run is one document, which (SHARED) the queries of neighbouring programs meet. Norms are known then,
-    of which the kernel takes its own else, as every token is met once.
-    Under IN_PIECES, the first `n_pieces` programs of the first axis take a piece each of the documents of more than
+    Under `chosen`, a run is one document, which (`shared`) the queries of neighbouring programs meet. Norms are known
+    then, of which the kernel takes its own else, as every token is met once.
+    Under `in_pieces`, the first `n_pieces` programs of the first axis take a piece each of the documents of more than
     `whole` tokens, and the other programs leave those out.
     """
     EMBEDDING: tl.constexpr = config.size
@@ -244,16 +243,13 @@ def _single_kernel(
             tl.store(sums_ptr + document, total)
 
 
-_single = Kernel(_single_kernel)
-
-
 def score_single(problem: Problem, plan: ForwardPlan, tensors: ForwardTensors, sums: Tensor) -> None:
     """Leave the sums [n_sums, scores] of every score."""
     n_pieces = 2 * plan.cuts.number if plan.in_pieces else 0
     n_scores = problem.n_documents if problem.has_candidates else problem.n_queries * problem.n_documents
     chosen = tensors.query_tokens
     described = (0, 0, 0) if chosen is None else (chosen.shape[2], *chosen.stride()[:2])
-    _single(
+    _single_kernel(
         (n_pieces + plan.n_runs * problem.n_queries, plan.row_blocks, 1),
         (*tensors[:10], sums, tensors.winners, tensors.pieces, tensors.piece_winners, chosen),
         (

@@ -1,12 +1,12 @@
 """The forward of stacked queries: one tall matrix of the tokens of all queries, which meets a run of documents.
 
 A tile of up to 256 rows spans several queries and feeds the tensor cores. It stays on the chip while the program walks
-the documents of its run; under SPLIT, where an embedding is too long for that, both operands are read block by block
+the documents of its run; under `split`, where an embedding is too long for that, both operands are read block by block
 instead, as in any matrix product. An embedding that a power of two would pad too much is held as two blocks, the second
 of SECOND elements.
 
-Document tokens are read as they are multiplied, or (VALUES) in 8 bits, or (NBITS) as residual codes, from which a tile
-is decompressed on the chip. Products of 8 bits are summed in int32 or, of fp8, in float32; to queries that are not
+Document tokens are read as they are multiplied, or (`values`) in 8 bits, or (`nbits`) as residual codes, from which a
+tile is decompressed on the chip. Products of 8 bits are summed in int32 or, of fp8, in float32; to queries that are not
 quantized, a tile of documents is widened, which loses nothing. With q = a v and d = s w + m, of values v and w, the
 similarity is
 
@@ -15,7 +15,7 @@ similarity is
 so a document token's scale s and offset m are applied to its column of the products, before the maximum, and the query
 token's scale a, which is not negative, after it.
 
-Reduced is a row's maximum, with its argmax where a gradient needs it, or (SOFT) the logarithm of its sum of
+Reduced is a row's maximum, with its argmax where a gradient needs it, or (`soft`) the logarithm of its sum of
 exponentials, log(sum(exp(beta * similarity))) / beta.
 """
 
@@ -26,8 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...problem import Problem
-from ..jit import kernel
-from ..launch import Kernel
+from ..launch import kernel
 from ..plan import ForwardPlan
 from ..reductions import LOG2E, add_exponentials, larger, log_sums, max_along
 from .codes import decompressed
@@ -78,11 +77,11 @@ def _stacked_kernel(
     """Sums of maxima over groups of GROUP query rows, [G, Nq / G * groups per query, K], and winners [G, K, rows].
 
     `n_queries` counts the queries of one group of the layout. Programs that run together differ in their row block
-    first, so they read the same documents, out of L2. DOCUMENTS says which ones are a program's: a "run" of those of
+    first, so they read the same documents, out of L2. `documents` says which ones are a program's: a "run" of those of
     its group; of packed ones a "cut" (`kernels.forward.cuts`), whose size is `run`; a run of the "candidates"
     [candidates[group], candidates[group + 1]) of its group, of which there are one for each query; or a run of
     `n_documents` that are "listed" for each group by their numbers, -1 for none. Of candidates, sums are
-    [groups per query, Nd]. Under IN_PIECES, documents of more than `whole` tokens are in pieces.
+    [groups per query, Nd]. Under `in_pieces`, documents of more than `whole` tokens are in pieces.
     """
     EMBEDDING: tl.constexpr = config.size
     BLOCK_EMBEDDING: tl.constexpr = config.blocks.first
@@ -190,7 +189,7 @@ def _stacked_kernel(
             first_token, length = tokens_of_piece(cu_seqlens_ptr, document, cut_start, run, whole)
             base += first_token.to(tl.int64) * stride_document_token
             flat += first_token
-        # Of config.soft, the largest exponent so far, and the sum of exponentials relative to it.
+        # Under `soft`, the largest exponent so far, and the sum of exponentials relative to it.
         best = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
         key = tl.full([BLOCK_ROWS], NO_WINNER, tl.int32)
         total = tl.zeros([BLOCK_ROWS], tl.float32)
@@ -301,12 +300,9 @@ def _stacked_kernel(
         tl.store(sums_ptr + sums_offset, sums, mask=sum_exists)
 
 
-_stacked = Kernel(_stacked_kernel)
-
-
 def score_stacked(problem: Problem, plan: ForwardPlan, tensors: ForwardTensors, sums: Tensor) -> None:
     """Leave the sums [groups, queries, n_sums, n_documents] of every score, or [n_sums, Nd] of packed candidates."""
-    _stacked(
+    _stacked_kernel(
         (plan.row_blocks * plan.n_runs * problem.groups, 1, 1),
         (*tensors[:10], sums, *tensors[10:-1]),
         (*numbers_of(problem, plan), plan.cuts.whole),
