@@ -1,4 +1,4 @@
 """Triton kernels: how the operations of `pylate_flash.ops` are computed on a GPU.
 
-`select` makes every choice from a problem; `forward`, `backward`, `hidden` and `losses` launch what it chose.
+`plan` and its neighbours choose, from a problem and `tables`; `forward`, `backward` and others launch what they chose.
 """

@@ -24,8 +24,7 @@ from torch import Tensor
 from .backward.lists import rows_by_token
 from .forward.common import split_products
 from .forward.cuts import NO_WINNER
-from .jit import kernel
-from .launch import Kernel, Region
+from .launch import Region, kernel
 from .plan_operations import meeting_plan
 from .reductions import keys_of, larger, max_along, similarities_of
 from .rows import half_squares
@@ -198,9 +197,6 @@ def _meet_kernel(
         tl.atomic_max(x_keys_ptr + x_start + at, keys, mask=at < x_count, sem="relaxed")
 
 
-_meet = Kernel(_meet_kernel)
-
-
 def meet(problem: Problem, x: Side, y: Side, squared: bool) -> tuple[Tensor, Tensor]:
     """Keys of the nearest points, int64, by set and position among its active points; `_NO_KEY` of those of no pair.
 
@@ -215,7 +211,7 @@ def meet(problem: Problem, x: Side, y: Side, squared: bool) -> tuple[Tensor, Ten
     if squared and not plan.direct:
         halves = half_squares(x.points), half_squares(y.points)
     tile = plan.tile
-    _meet(
+    _meet_kernel(
         (plan.row_blocks * plan.n_shares * problem.n_queries, 1, 1),
         (*x, *y, *halves, x_keys, y_keys),
         (problem.query_length, problem.document_length, plan.row_blocks, plan.n_shares, plan.share),
@@ -299,9 +295,6 @@ def _settle_kernel(
         tl.store(argmax_ptr + to, tl.where(won, winner, -1), mask=met)
 
 
-_settle = Kernel(_settle_kernel)
-
-
 def settle(problem: Problem, x: Side, y: Side, keys: Tensor, squared: bool) -> tuple[Tensor, Tensor]:
     """How near the nearest point of y is, squared distance or inner product, float32, and which it is, int32 [N, Lx].
 
@@ -317,7 +310,7 @@ def settle(problem: Problem, x: Side, y: Side, keys: Tensor, squared: bool) -> t
         argmax.fill_(-1)
     n_blocks = -(-problem.query_length // _SETTLED_POINTS)
     tile = meeting_plan(problem).tile
-    _settle(
+    _settle_kernel(
         (n_blocks * problem.n_queries, 1, 1),
         (*x, *y, keys, values, argmax),
         (problem.query_length, problem.document_length, n_blocks),
@@ -384,9 +377,6 @@ def _gradient_kernel(
         tl.store(grad_ptr + to, total.to(grad_ptr.dtype.element_ty), mask=inside)
 
 
-_gradient = Kernel(_gradient_kernel)
-
-
 def chamfer_gradient(
     problem: Problem, x: Side, y: Side, argmax: tuple[Tensor, Tensor], weights: tuple[Tensor, Tensor], squared: bool
 ) -> Tensor:
@@ -406,7 +396,7 @@ def chamfer_gradient(
     grad = torch.empty_like(x.points, memory_format=torch.contiguous_format)
     block = power_of_two(problem.size)
     warps = max(1, min(8, block // _WARP_SIZE))
-    _gradient(
+    _gradient_kernel(
         (problem.n_queries * problem.query_length, 1, 1),
         (x.points, x.cu_seqlens, y.points, y.cu_seqlens, argmax[0], *weights, listed, starts, grad),
         (problem.query_length, problem.document_length),

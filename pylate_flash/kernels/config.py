@@ -84,11 +84,27 @@ def config_of(
 ) -> Config:
     """The config for problems of a kind; `special` are the fields that have defaults."""
     warps = (4, 1, None) if isinstance(tile, HopperTile) else (tile.num_warps, tile.num_stages, registers)
-    masks = kind.queries_mask is not None, kind.weighted, kind.documents_mask is not None, kind.zero_masked
-    scales = kind.normalize, kind.quantized is not None, kind.quantized == torch.uint8
-    rows = kind.normalize or kind.quantize_queries, kind.with_winners, kind.precision
-    sizes = kind.size, kind.cu_seqlens is not None
-    return Config(kernel, tile, blocks, warps, *sizes, *masks, *scales, *rows, *units, kind.offset_unit, **special)
+    return Config(
+        kernel,
+        tile,
+        blocks,
+        warps,
+        kind.size,
+        kind.cu_seqlens is not None,
+        kind.queries_mask is not None,
+        kind.weighted,
+        kind.documents_mask is not None,
+        kind.zero_masked,
+        kind.normalize,
+        kind.quantized is not None,
+        kind.quantized == torch.uint8,
+        kind.normalize or kind.quantize_queries,
+        kind.with_winners,
+        kind.precision,
+        *units,
+        kind.offset_unit,
+        **special,
+    )
 
 
 @functools.lru_cache(maxsize=1024)

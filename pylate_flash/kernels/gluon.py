@@ -36,7 +36,7 @@ def execute(INSTRUCTION: gl.constexpr, WARPS: gl.constexpr = 4):
 
 @gluon.jit
 def wait_for_previous_kernel():
-    """As `overlap.wait_for_previous_kernel`."""
+    """As `launch.wait_for_previous_kernel`."""
     execute("griddepcontrol.wait;")
 
 

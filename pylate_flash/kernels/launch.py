@@ -16,12 +16,14 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
+import triton.language as tl  # noqa: F401 (the interpreter looks for it beside a kernel)
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from triton import knobs
+from triton.language.extra.cuda import gdc_wait
+from triton.language.target_info import cuda_capability_geq
 
-from . import recording
-from .overlap import starts_early
+from . import recording, tables
 from .versions import launcher_is_known
 
 _INT32_MAX = 2**31 - 1
@@ -136,12 +138,25 @@ class Kernel:
         # What Triton does with tensors is no part of what the call does with them.
         with _disable_current_modes():
             given: list[Any] = [tensor_of(tensor) for tensor in tensors]
-            if self.follows and starts_early(given[0].device):
+            if self.follows and tables.architecture(given[0].device)[0] >= 9:
                 options["launch_pdl"] = True
             given[: len(described)] = [matrix.of(tensor) for matrix, tensor in zip(described, given, strict=False)]
             compiled = self.function[grid](*given, *integers, *constants, **options)
         # Triton's interpreter compiles nothing.
         return (by_interpreter, len(tensors)) if compiled is None else (_code(compiled), len(described))
+
+
+@triton.jit
+def wait_for_previous_kernel():
+    """Wait until the kernel launched before this one has ended, and what it wrote can be read.
+
+    Of programs that are started earlier, by programmatic dependent launch: it gains the time from the end of one kernel
+    to the start of the next. At 512 x 512 (32 x 180 tokens), where a training step is 25 launches, it takes 1.505 ms on
+    an H200 instead of 1.541. Started even earlier (`gdc_launch_dependents`), while programs of the kernel before them
+    still wait for a place, they take those places: 1.528.
+    """
+    if cuda_capability_geq(9, 0):
+        gdc_wait()
 
 
 def kernel(

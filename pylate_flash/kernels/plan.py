@@ -150,7 +150,7 @@ def tall_plan(
         run, n_runs = cuts.cut, cuts.number
         if shares.in_pieces and problem.document_length > cuts.whole:
             special["in_pieces"] = True
-            if not blocks.split and not kind.normalize and kind.dtype.itemsize == 2:
+            if isinstance(tile, Tile) and not blocks.split and not kind.normalize and kind.dtype.itemsize == 2:
                 # Two programs share an SM, where ptxas takes a few registers more for the pieces.
                 special["registers"] = registers_of(2, tile.num_warps)
     else:
@@ -274,13 +274,13 @@ def quantized_plan(problem: Problem) -> ForwardPlan:
     capability, _ = tables.architecture(kind.device)
     why_not = _quantized_needs_stacked(problem, rows)
     if why_not is None:
-        tile = tables.QUANTIZED_HOPPER_NARROW if rows <= tables.HOPPER_NARROW_ROWS else tables.QUANTIZED_HOPPER
+        wide = tables.QUANTIZED_HOPPER_NARROW if rows <= tables.HOPPER_NARROW_ROWS else tables.QUANTIZED_HOPPER
         if kind.size > 128:
-            tile = tables.QUANTIZED_HOPPER_LONG
+            wide = tables.QUANTIZED_HOPPER_LONG
         tail, alike = tables.QUANTIZED_HOPPER_TAIL, kind.documents_mask is None and not problem.packed
-        if alike and not 0 < problem.document_length % tile.columns <= tail:
+        if alike and not 0 < problem.document_length % wide.columns <= tail:
             tail = 0
-        return hopper_plan(_with_values(problem), tile, _QUANTIZED + ", on a Hopper GPU", tail=tail)
+        return hopper_plan(_with_values(problem), wide, _QUANTIZED + ", on a Hopper GPU", tail=tail)
     item = 1 if kind.quantize_queries else kind.dtype.itemsize
     blocks, few = config.whole_or_split(kind.size, item, tables.QUANTIZED_MIN_BLOCK), tables.QUANTIZED_FEW_ROWS
     rows = min(tables.QUANTIZED_TILE.rows, tables.power_of_two(rows))
@@ -296,8 +296,8 @@ def quantized_plan(problem: Problem) -> ForwardPlan:
         problem = _with_values(problem)
     per_sm = tables.QUANTIZED_PER_SM[tile.num_warps]
     shares = Shares(per_sm, tables.QUANTIZED_LONGEST_RUN, tables.QUANTIZED_LARGEST_CUT)
-    special = {"quantize_rows": here, "registers": registers}
-    return tall_plan(problem, "stacked", tile, blocks, shares, _QUANTIZED + why_not, **special)
+    reason = _QUANTIZED + why_not
+    return tall_plan(problem, "stacked", tile, blocks, shares, reason, quantize_rows=here, registers=registers)
 
 
 def _quantized_needs_stacked(problem: Problem, rows: int) -> str | None:
@@ -344,8 +344,7 @@ def residual_plan(problem: Problem, nbits: int, listed: bool) -> ForwardPlan:
     shares = Shares(per_sm, tables.RESIDUAL_LONGEST_RUN, tables.RESIDUAL_LARGEST_CUT)
     # Residuals lie one after the other.
     problem, reason = problem._replace(document_strides=(0, 0, 0)), "documents are residual codes"
-    special = {"nbits": nbits, "registers": registers}
-    return tall_plan(problem, "stacked", tile, blocks, shares, reason, listed=listed, **special)
+    return tall_plan(problem, "stacked", tile, blocks, shares, reason, listed=listed, nbits=nbits, registers=registers)
 
 
 def soft_forward_plan(problem: Problem) -> ForwardPlan:

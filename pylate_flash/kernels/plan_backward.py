@@ -150,11 +150,8 @@ def lists_plan(problem: Problem, lent: bool, adds: bool = False) -> ListsPlan:
 
     # Bytes of a document: what sorts, until the rows are placed; then sums of segments, in the same memory; and all the
     # time the lists, and what tells where they begin and end.
-    sorting = (
-        0
-        if alone_bits
-        else n_chunks * ((2 << tables.LIST_CHUNK_BITS) + 4 * bins + 4 * -(-bins // tables.LIST_BLOCK_BINS))
-    )
+    sorting = n_chunks * ((2 << tables.LIST_CHUNK_BITS) + 4 * bins + 4 * -(-bins // tables.LIST_BLOCK_BINS))
+    sorting = 0 if alone_bits else sorting
     summing = 4 * n_segments * 2 * size
     listed = len(digits) * rows * list_dtype.itemsize
     ends = 4 if packed else (length + 1) * starts_dtype.itemsize + 4

@@ -169,23 +169,13 @@ def meeting_plan(problem: Problem) -> MeetingPlan:
         split = block > tables.CHAMFER_MAX_WHOLE[item]
         if split:
             block = tables.CHAMFER_PART_BYTES // item
-        tile = (
-            tables.CHAMFER_FLOAT
-            if item == 4
-            else tables.CHAMFER_HALF
-            if split or block <= 128
-            else tables.CHAMFER_HALF_LONG
-        )
+        tile = tables.CHAMFER_HALF if split or block <= 128 else tables.CHAMFER_HALF_LONG
+        tile = tables.CHAMFER_FLOAT if item == 4 else tile
     row_blocks = -(-problem.query_length // tile.rows)
     programs = row_blocks * problem.n_queries
     tiles = -(-problem.document_length // tile.columns)
-    share = run_length(
-        tiles,
-        programs,
-        tables.architecture(problem.device)[1],
-        tables.CHAMFER_PER_SM,
-        tables.CHAMFER_LONGEST_SHARE,
-    )
+    sms, longest = tables.architecture(problem.device)[1], tables.CHAMFER_LONGEST_SHARE
+    share = run_length(tiles, programs, sms, tables.CHAMFER_PER_SM, longest)
     precision = problem.kind.precision
     if problem.dtype == torch.float32 and precision == "ieee":
         # Three products of tensor cores, which leave 22 of float32's 24 bits. The distances themselves are computed

@@ -254,11 +254,10 @@ def _nonzero_rows_kernel(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
-    HAS_MORE: tl.constexpr,
 ):  # fmt: skip
-    """Of one batch by the first `blocks` programs, and with HAS_MORE of another one by the others."""
+    """Of one batch by the first `blocks` programs, and of another one, if there is one, by the others."""
     block = tl.program_id(0)
-    if HAS_MORE and block >= blocks:
+    if more_ptr is not None and block >= blocks:
         _find_nonzero(
             more_ptr, more_nonzero_ptr, block - blocks, more_rows, more_sequences, more_length, stride_more_group,
             stride_more_sequence, stride_more_token, SIZE, BLOCK, BLOCK_ROWS,
@@ -288,7 +287,7 @@ def nonzero_rows(embeddings: Tensor, more: Tensor | None = None) -> tuple[Tensor
         (embeddings, more, found, more_found),
         (blocks, rows, *lengths, more_rows, *more_lengths),
         (*strides, *more_strides),
-        (size, min(_BLOCK_EMBEDDING, power_of_two(size)), _BLOCK_ROWS, more is not None),
+        (size, min(_BLOCK_EMBEDDING, power_of_two(size)), _BLOCK_ROWS),
         (4, 3, None),
     )
     return found, more_found

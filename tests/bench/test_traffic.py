@@ -122,12 +122,12 @@ def test_the_profiler_gets_the_script_and_its_shape(tmp_path: Path, monkeypatch:
     assert arguments.rstrip().endswith(f"traffic.py --profiled {traffic.SHAPES[0].name}")
     (kernels,) = re.findall(r"regex:(\S+)", arguments)
     for launched in (
-        gather._gather,
-        lists._sort,
-        lists._scan,
-        lists._place,
-        sums._sum,
-        sums._combine,
+        gather._gather_kernel,
+        lists._sort_kernel,
+        lists._scan_kernel,
+        lists._place_kernel,
+        sums._sum_kernel,
+        sums._combine_kernel,
         common._add_sums_kernel,
     ):
         assert re.search(kernels, launched.function.__name__)

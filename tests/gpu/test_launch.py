@@ -13,7 +13,7 @@ triton = pytest.importorskip("triton")
 tl = triton.language
 launch = pytest.importorskip("pylate_flash.kernels.launch")
 launcher_is_known = pytest.importorskip("pylate_flash.kernels.versions").launcher_is_known
-wait_for_previous_kernel = pytest.importorskip("pylate_flash.kernels.overlap").wait_for_previous_kernel
+wait_for_previous_kernel = pytest.importorskip("pylate_flash.kernels.launch").wait_for_previous_kernel
 
 pytestmark = pytest.mark.gpu
 

@@ -104,10 +104,9 @@ class Recorder(Kernel):
 
 
 def record(module: ModuleType, name: str, monkeypatch: pytest.MonkeyPatch) -> Recorder:
-    """Put a recorder in place of a module's kernel of this name, or of this name and `_kernel`."""
-    name = name if hasattr(module, name) else f"{name}_kernel"
-    recorder = Recorder(getattr(module, name))
-    monkeypatch.setattr(module, name, recorder)
+    """Put a recorder in place of a module's kernel, which has this name and `_kernel`."""
+    recorder = Recorder(getattr(module, f"{name}_kernel"))
+    monkeypatch.setattr(module, f"{name}_kernel", recorder)
     return recorder
 
 

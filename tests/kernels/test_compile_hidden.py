@@ -85,7 +85,7 @@ def launch(
 @pytest.mark.parametrize(("size", "d_model"), [(128, 768), (96, 1000), (16, 8)])
 def test_projection(size: int, d_model: int, normalize: bool, monkeypatch) -> None:
     hidden, weight = torch.empty(300, d_model).bfloat16(), torch.empty(size, d_model).bfloat16()
-    kernel = record(projection, "_projection", monkeypatch)
+    kernel = record(projection, "_project", monkeypatch)
     plan = plan_operations.fused_plan(1, 300, weight.shape, weight.dtype, weight.device)
     assert plan is not None
     scales = torch.empty(300) if normalize else None

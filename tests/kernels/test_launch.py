@@ -13,7 +13,7 @@ import torch
 from triton.backends.nvidia.driver import CudaLauncher
 from triton.experimental.gluon import language as gl
 
-from pylate_flash.kernels import forward, launch, overlap, recording, tables
+from pylate_flash.kernels import forward, launch, recording, tables
 from pylate_flash.kernels.forward import common, hopper, single, stacked
 from pylate_flash.kernels.launch import Described, Kernel, Scratch
 from pylate_flash.problem import Options, Tensors, problem_of
@@ -310,7 +310,7 @@ def test_the_interpreter_compiles_nothing() -> None:
 def test_a_kernel_that_waits_starts_early_where_the_device_can(
     major: int, follows: bool, early: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(overlap, "architecture", lambda device: (major, 132))
+    monkeypatch.setattr(tables, "architecture", lambda device: (major, 132))
     function = Function()
     call(Kernel(function, follows), warps=(8, 3, 128))
     assert function.options.get("launch_pdl", False) is early

@@ -9,9 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import plan_backward
-from ..jit import kernel
-from ..launch import Kernel
-from ..overlap import wait_for_previous_kernel
+from ..launch import kernel, wait_for_previous_kernel
 from ..rows import row_addresses, through_norm
 
 if TYPE_CHECKING:
@@ -116,7 +114,7 @@ def joined(low, high, ROWS: tl.constexpr, BLOCK_EMBEDDING: tl.constexpr):
     return tl.reshape(tl.permute(tl.join(low, high), (0, 2, 1)), [ROWS, BLOCK_EMBEDDING])
 
 
-@kernel
+@kernel(follows=True)
 def _finish_kernel(
     parts_ptr, embeddings_ptr, scales_ptr, weights_ptr, grad_ptr,
     n_rows, n_parts, n_sequences, length,
@@ -147,16 +145,13 @@ def _finish_kernel(
     tl.store(grad_ptr + offset, total.to(grad_ptr.dtype.element_ty), mask=mask)
 
 
-_finish = Kernel(_finish_kernel, follows=True)
-
-
 def finish_queries(
     problem: Problem, queries: Tensor, scale: Tensor | None, weight: Tensor | None, sums: Tensor, grad_queries: Tensor
 ) -> None:
     """Add up the `sums` [n, rows, d] of every query row, in order. `scale` and `weight`: see `BackwardTensors`."""
     rows = problem.n_queries * problem.query_length
     plan = plan_backward.finish_plan(problem)
-    _finish(
+    _finish_kernel(
         (-(-rows // plan.rows), 1, 1),
         (sums, queries, scale, weight, grad_queries),
         (rows, sums.shape[0], problem.n_queries, problem.query_length),
@@ -172,7 +167,7 @@ def finish_documents(
     """The gradient of normalized documents from its `sums`, float32 and complete."""
     plan = plan_backward.finish_plan(problem)
     n_documents, length = (1, problem.n_tokens) if problem.packed else (problem.n_documents, problem.document_length)
-    _finish(
+    _finish_kernel(
         (-(-problem.n_tokens // plan.rows), 1, 1),
         (sums, documents, documents_scale, None, grad_documents),
         (problem.n_tokens, 1, n_documents, length),

@@ -12,9 +12,7 @@ from typing import TYPE_CHECKING
 import triton.language as tl
 
 from .. import plan_backward
-from ..jit import kernel
-from ..launch import Kernel
-from ..overlap import wait_for_previous_kernel
+from ..launch import kernel, wait_for_previous_kernel
 from ..rows import through_norm
 from .common import BackwardTensors, Destination, group_of, layout, quotient, token_of
 
@@ -22,7 +20,7 @@ if TYPE_CHECKING:
     from ...problem import Problem
 
 
-@kernel
+@kernel(follows=True)
 def _compare_kernel(
     grad_scores_ptr, queries_ptr, documents_ptr, queries_scale_ptr, documents_scale_ptr, cu_seqlens_ptr,
     candidates_ptr, winners_ptr, grad_documents_ptr,
@@ -99,13 +97,10 @@ def _compare_kernel(
         tl.store(to, total.to(grad_documents_ptr.dtype.element_ty), mask=mask)
 
 
-_compare = Kernel(_compare_kernel, follows=True)
-
-
 def compare_winners(problem: Problem, inputs: BackwardTensors, destination: Destination) -> None:
     """Write the gradient of the documents into one of zeros, or add it to another, without scratch."""
     plan = plan_backward.compare_plan(problem)
-    _compare(
+    _compare_kernel(
         (-(-problem.rows // plan.rows) * problem.all_documents, 1, 1),
         (*inputs[:8], destination.documents),
         layout(problem, inputs.grad_strides),

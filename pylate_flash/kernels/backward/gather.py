@@ -13,9 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import plan_backward
-from ..jit import kernel
-from ..launch import Kernel
-from ..overlap import wait_for_previous_kernel
+from ..launch import kernel, wait_for_previous_kernel
 from ..rows import through_norm
 from .common import BackwardTensors, finish_queries, joined
 
@@ -23,7 +21,7 @@ if TYPE_CHECKING:
     from ...problem import Problem
 
 
-@kernel
+@kernel(follows=True)
 def _gather_kernel(
     grad_scores_ptr, queries_ptr, documents_ptr, queries_scale_ptr, documents_scale_ptr, cu_seqlens_ptr,
     candidates_ptr, winners_ptr, queries_weight_ptr, grad_queries_ptr,
@@ -131,9 +129,6 @@ def _gather_kernel(
     )
 
 
-_gather = Kernel(_gather_kernel, follows=True)
-
-
 def gather_queries(problem: Problem, inputs: BackwardTensors, grad_queries: Tensor) -> None:
     """Compute the gradient of the queries."""
     block_embedding, rows, documents, num_warps, programs, n_splits, registers = plan_backward.gather_plan(problem)
@@ -142,7 +137,7 @@ def gather_queries(problem: Problem, inputs: BackwardTensors, grad_queries: Tens
     if split:
         shape, weight = (n_splits, problem.n_queries * problem.query_length, problem.size), None
         sums = torch.empty(*shape, dtype=torch.float32, device=problem.device)
-    _gather(
+    _gather_kernel(
         (programs, n_splits, 1),
         (*inputs[:8], weight, sums),
         (

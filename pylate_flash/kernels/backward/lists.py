@@ -20,9 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import plan_backward, tables
-from ..jit import kernel
-from ..launch import Kernel, Region, Scratch
-from ..overlap import wait_for_previous_kernel
+from ..launch import Region, Scratch, kernel, wait_for_previous_kernel
 from ..plan_backward import ListsPlan
 from .common import BackwardTensors, Destination
 from .sums import Lists, sum_lists
@@ -74,7 +72,7 @@ def _bins_of(
     return rows, tl.where(winners >= 0, (winners >> SHIFT) & ((1 << BIN_BITS) - 1), 1 << BIN_BITS)
 
 
-@kernel
+@kernel(follows=True)
 def _sort_kernel(
     winners_ptr, listed_ptr, n_listed_ptr, order_ptr, counts_ptr, runs_ptr, reached_ptr,
     first_document, n_rows, n_chunks, n_bins,
@@ -120,7 +118,7 @@ def _smaller(a, b):
     return tl.minimum(a, b)
 
 
-@kernel
+@kernel(follows=True)
 def _list_kernel(
     winners_ptr, list_ptr, starts_ptr,
     first_document, n_rows, document_length,
@@ -168,7 +166,7 @@ def _load_runs(runs_ptr, n_chunks, n_bins, chunks, bins):
     return begins, (run >> 16) - begins, at, mask
 
 
-@kernel
+@kernel(follows=True)
 def _scan_kernel(
     counts_ptr, reached_ptr, starts_ptr, owners_ptr, n_listed_ptr, cu_seqlens_ptr,
     first_document, n_chunks, n_bins, document_length,
@@ -223,7 +221,7 @@ def _scan_kernel(
             tl.store(starts_ptr + length, listed.to(starts_ptr.dtype.element_ty))
 
 
-@kernel
+@kernel(follows=True)
 def _place_kernel(
     winners_ptr, listed_ptr, order_ptr, places_ptr, n_listed_ptr, list_ptr,
     first_document, n_rows, n_chunks, n_bins,
@@ -246,7 +244,7 @@ def _place_kernel(
     tl.store(list_ptr + local * n_rows + ranks + places, rows.to(list_ptr.dtype.element_ty), mask=exists)
 
 
-@kernel
+@kernel(follows=True)
 def _starts_kernel(
     winners_ptr, list_ptr, n_listed_ptr, cu_seqlens_ptr, starts_ptr, owners_ptr,
     first_document, n_rows, n_steps, document_length,
@@ -276,13 +274,6 @@ def _starts_kernel(
         low = tl.where(open_ & below, middle + 1, low)
         high = tl.where(open_ & ~below, middle, high)
     tl.store(starts_ptr + tokens, low.to(starts_ptr.dtype.element_ty), mask=tokens <= length)
-
-
-_list = Kernel(_list_kernel, follows=True)
-_sort = Kernel(_sort_kernel, follows=True)
-_scan = Kernel(_scan_kernel, follows=True)
-_place = Kernel(_place_kernel, follows=True)
-_starts = Kernel(_starts_kernel, follows=True)
 
 
 def sum_by_lists(problem: Problem, inputs: BackwardTensors, destination: Destination) -> None:
@@ -350,7 +341,7 @@ def _listed(problem: Problem, plan: ListsPlan, wanted: Lists) -> Tensor:
     """The rows of every document wanted, listed by one program for each."""
     number, rows, length = wanted.number, problem.rows, problem.document_length
     listed = torch.empty(number * rows, dtype=plan.list_dtype, device=problem.device)
-    _list(
+    _list_kernel(
         (number, 1, 1),
         (wanted.winners, listed, wanted.starts),
         (wanted.first, rows, length),
@@ -375,7 +366,7 @@ def _sorted_lists(problem: Problem, plan: ListsPlan, wanted: Lists, n_listed: Re
     for shift, n_bins in digits:
         listed = torch.empty(number * rows, dtype=plan.list_dtype, device=device)
         numbers = (first, rows, n_chunks, n_bins)
-        _sort(
+        _sort_kernel(
             (programs, 1, 1),
             (winners, previous, n_listed, order, counts, runs, reached),
             numbers,
@@ -383,7 +374,7 @@ def _sorted_lists(problem: Problem, plan: ListsPlan, wanted: Lists, n_listed: Re
             (shift, bin_bits, chunk_bits, block_bins),
             (1, 1, None),
         )
-        _scan(
+        _scan_kernel(
             (-(-n_bins // block_bins) * number, 1, 1),
             (counts, reached, starts, owners, n_listed, bounds),
             (first, n_chunks, n_bins, length),
@@ -391,7 +382,7 @@ def _sorted_lists(problem: Problem, plan: ListsPlan, wanted: Lists, n_listed: Re
             (block_bins, tables.LIST_BLOCK_CHUNKS, one_pass),
             (4, 1, None),
         )
-        _place(
+        _place_kernel(
             (programs, 1, 1),
             (winners, previous, order, counts, n_listed, listed),
             numbers,
@@ -401,7 +392,7 @@ def _sorted_lists(problem: Problem, plan: ListsPlan, wanted: Lists, n_listed: Re
         )
         previous = listed
     if not one_pass:
-        _starts(
+        _starts_kernel(
             (-(-(length + 1) // 256) * number, 1, 1),
             (winners, listed, n_listed, bounds, starts, owners),
             (first, rows, rows.bit_length(), length),

@@ -9,8 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..forward.codes import decompressed
-from ..jit import kernel
-from ..launch import Kernel
+from ..launch import kernel
 from ..plan_backward import residual_gradient_plan
 
 if TYPE_CHECKING:
@@ -67,7 +66,6 @@ def _gradient_kernel(
     tl.store(at, total, mask=row_exists[:, None] & (dims < EMBEDDING)[None, :])
 
 
-_gradient = Kernel(_gradient_kernel)
 _TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
 
@@ -77,7 +75,7 @@ def residual_backward(problem: Problem, tensors: Tensors, codes: Codes, grad_sco
     shape = plan.n_splits, problem.groups * problem.rows, problem.size
     # Partial sums, without the weights of the queries' mask.
     sums = torch.empty(*shape, dtype=torch.float32, device=problem.device)
-    _gradient(
+    _gradient_kernel(
         (-(-problem.rows // plan.rows) * problem.groups, plan.n_splits, plan.parts),
         (grad_scores, winners, *codes, sums),
         (problem.rows, problem.query_length, problem.n_documents, plan.n_splits, *grad_scores.stride()),

@@ -15,9 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import tables
-from ..jit import kernel
-from ..launch import Kernel, Region, Scratch
-from ..overlap import wait_for_previous_kernel
+from ..launch import Region, Scratch, kernel, wait_for_previous_kernel
 from ..plan_backward import ListsPlan
 from ..rows import through_norm
 from .common import BackwardTensors, Destination, group_of, joined, layout, quotient, token_of
@@ -90,7 +88,7 @@ def _store_token(
     tl.store(grad_documents_ptr + dims, total.to(grad_documents_ptr.dtype.element_ty), mask=mask)
 
 
-@kernel
+@kernel(follows=True)
 def _sum_kernel(
     grad_scores_ptr, queries_ptr, documents_ptr, queries_scale_ptr, documents_scale_ptr, cu_seqlens_ptr,
     candidates_ptr, owners_ptr, winners_ptr, list_ptr, starts_ptr, parts_ptr, grad_documents_ptr,
@@ -198,7 +196,7 @@ def _sum_kernel(
         )  # fmt: skip
 
 
-@kernel
+@kernel(follows=True)
 def _combine_kernel(
     documents_ptr, documents_scale_ptr, cu_seqlens_ptr, winners_ptr, list_ptr, starts_ptr, parts_ptr,
     grad_documents_ptr,
@@ -240,10 +238,6 @@ def _combine_kernel(
         )  # fmt: skip
 
 
-_sum = Kernel(_sum_kernel, follows=True)
-_combine = Kernel(_combine_kernel, follows=True)
-
-
 def sum_lists(
     problem: Problem,
     plan: ListsPlan,
@@ -261,7 +255,7 @@ def sum_lists(
     normalize = problem.normalize and not destination.partial
     parts = scratch.empty(number * n_segments * 2 * size, torch.float32, problem.device)
     narrow, segment = _is_narrow(problem, inputs), tables.LIST_SEGMENT
-    _sum(
+    _sum_kernel(
         (number * n_segments + min(problem.n_tokens, number * length), 1, 1),
         (*inputs[:7], owners, winners, listed, starts, parts, grad_documents),
         (first, number, n_segments, *layout(problem, inputs.grad_strides)),
@@ -270,7 +264,7 @@ def sum_lists(
         (num_warps, 1, None),
     )
     if n_segments > 0:
-        _combine(
+        _combine_kernel(
             (number * n_segments, 1, 1),
             (inputs.documents, inputs.documents_scale, cu_seqlens, winners, listed, starts, parts, grad_documents),
             (first, problem.rows, problem.n_documents, length, n_segments),

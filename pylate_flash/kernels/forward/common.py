@@ -10,8 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...problem import Problem
-from ..launch import kernel
-from ..overlap import wait_for_previous_kernel
+from ..launch import kernel, wait_for_previous_kernel
 from ..plan import ForwardPlan
 from ..tables import SUMMED_EMBEDDING as _SUMMED
 from .cuts import NO_WINNER
@@ -30,6 +29,12 @@ def numbers_of(problem: Problem, plan: ForwardPlan) -> tuple[float, ...]:
 
 
 @triton.jit
+def load_padded(pointers, inside, PADDED: tl.constexpr):
+    """What lies at the pointers; where it is PADDED, zeros outside."""
+    return tl.load(pointers, mask=inside, other=0.0) if PADDED else tl.load(pointers)
+
+
+@triton.jit
 def split_products(
     left_rows, right_rows, left_exists, right_exists,
     EMBEDDING: tl.constexpr,
@@ -45,10 +50,10 @@ def split_products(
         products = tl.zeros([LEFT, RIGHT], tl.float32)
         for dim in tl.range(sum_start, min(EMBEDDING, sum_start + SUMMED_EMBEDDING), BLOCK_EMBEDDING):
             inside = dim + dims < EMBEDDING
-            left = tl.load(left_rows[:, None] + (dim + dims)[None, :], mask=left_exists[:, None] & inside[None, :],
-                           other=0.0)  # fmt: skip
-            right = tl.load(right_rows[None, :] + (dim + dims)[:, None], mask=right_exists[None, :] & inside[:, None],
-                            other=0.0)  # fmt: skip
+            left = left_rows[:, None] + (dim + dims)[None, :]
+            left = tl.load(left, mask=left_exists[:, None] & inside[None, :], other=0.0)
+            right = right_rows[None, :] + (dim + dims)[:, None]
+            right = tl.load(right, mask=right_exists[None, :] & inside[:, None], other=0.0)
             products = tl.dot(left, right, products, input_precision=PRECISION)
         similarities += products
     return similarities

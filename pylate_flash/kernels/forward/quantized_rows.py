@@ -11,8 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...problem import LARGEST_VALUES, SMALLEST_SCALE
-from ..launch import kernel
-from ..overlap import wait_for_previous_kernel
+from ..launch import kernel, wait_for_previous_kernel
 from ..reductions import max_along
 from ..rows import inverse_norm, row_addresses
 from ..tables import power_of_two
@@ -99,7 +98,6 @@ def _divide_by_norms_kernel(
     EMBEDDING: tl.constexpr,
     BLOCK_EMBEDDING: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
-    AFFINE: tl.constexpr,
 ):  # fmt: skip
     """Scales and offsets [n_rows] divided by the norms of values * scale + offset, [groups, sequences, length, d]."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -108,7 +106,7 @@ def _divide_by_norms_kernel(
     scale = tl.load(scales_ptr + rows, mask=row_exists, other=0.0)
     # Squares are of numbers of a few hundred: those of a large scale would leave float32's range.
     unit = scale
-    if AFFINE:
+    if offsets_ptr is not None:
         offset = tl.load(offsets_ptr + rows, mask=row_exists, other=0.0)
         unit = tl.maximum(scale, tl.abs(offset))
         unit = tl.where(unit > 0, unit, 1.0)
@@ -118,12 +116,12 @@ def _divide_by_norms_kernel(
         dims = start + tl.arange(0, BLOCK_EMBEDDING)
         exists = row_exists[:, None] & (dims < EMBEDDING)[None, :]
         values = tl.load(base[:, None] + dims[None, :], mask=exists, other=0.0).to(tl.float32)
-        if AFFINE:
+        if offsets_ptr is not None:
             values = tl.where((dims < EMBEDDING)[None, :], values * slope[:, None] + shift[:, None], 0.0)
         squares += tl.sum(values * values, axis=1)
     inverse = inverse_norm(squares, unit)
     tl.store(divided_scales_ptr + rows, scale * inverse, mask=row_exists)
-    if AFFINE:
+    if offsets_ptr is not None:
         tl.store(divided_offsets_ptr + rows, offset * inverse, mask=row_exists)
 
 
@@ -134,10 +132,8 @@ def quantize_rows(queries: Tensor, strides: tuple[int, ...], values: Tensor, sca
     """
     n_queries, length, size = values.shape
     rows = max(1, _AT_ONCE.value // power_of_two(size))
-    _quantize_rows_kernel(
-        (-(-n_queries * length // rows), 1, 1), (queries, values, scales), (n_queries, length), tuple(strides),
-        (size, rows, normalize), (4, 1, None),
-    )  # fmt: skip
+    grid, tensors = (-(-n_queries * length // rows), 1, 1), (queries, values, scales)
+    _quantize_rows_kernel(grid, tensors, (n_queries, length), strides, (size, rows, normalize), (4, 1, None))
 
 
 def divided_by_norms(
@@ -156,7 +152,7 @@ def divided_by_norms(
         (values, scales, offsets, divided, divided_offsets),
         (rows, n_sequences, length),
         strides,
-        (size, min(128, power_of_two(size)), _NORM_ROWS, offsets is not None),
+        (size, min(128, power_of_two(size)), _NORM_ROWS),
         (4, 3, None),
     )
     return divided, divided_offsets

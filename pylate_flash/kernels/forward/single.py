@@ -15,7 +15,7 @@ from ..launch import kernel
 from ..plan import ForwardPlan
 from ..reductions import larger, max_along
 from ..rows import inverse_norm
-from .common import SUMMED_EMBEDDING, document_range, winner_of, with_masked_zeros
+from .common import SUMMED_EMBEDDING, document_range, load_padded, winner_of, with_masked_zeros
 from .cuts import NO_WINNER, find_piece, owner_of
 from .tensors import ForwardTensors
 
@@ -109,21 +109,14 @@ def _single_kernel(
         column_weight = tl.load(queries_mask_ptr + global_column, mask=column_exists, other=0)
         column_active = column_active & (column_weight != 0)
     dims = tl.arange(0, BLOCK_EMBEDDING)
-    query_columns = (
-        queries_ptr + query.to(tl.int64) * stride_query + columns[None, :] * stride_query_token + dims[:, None]
-    )
+    query_base = queries_ptr + query.to(tl.int64) * stride_query + columns[None, :] * stride_query_token
+    query_columns = query_base + dims[:, None]
     if not config.blocks.split:
         query_tile = tl.load(query_columns, mask=column_exists[None, :] & (dims < EMBEDDING)[:, None], other=0.0)
     if SECOND > 0:
         second_dims = BLOCK_EMBEDDING + tl.arange(0, SECOND)
-        second_columns = (
-            queries_ptr
-            + query.to(tl.int64) * stride_query
-            + columns[None, :] * stride_query_token
-            + second_dims[:, None]
-        )
         second_exists = column_exists[None, :] & (second_dims < EMBEDDING)[:, None]
-        second_query_tile = tl.load(second_columns, mask=second_exists, other=0.0)
+        second_query_tile = tl.load(query_base + second_dims[:, None], mask=second_exists, other=0.0)
     if config.normalize and config.chosen:
         column_scale = tl.load(queries_scale_ptr + global_column, mask=column_exists, other=0.0)
     elif config.normalize:
@@ -178,19 +171,14 @@ def _single_kernel(
                             squares += tl.sum(tile.to(tl.float32) * tile.to(tl.float32), axis=1)
                     similarities += products
             else:
-                if BLOCK_EMBEDDING <= EMBEDDING:
-                    tile = tl.load(token_rows)
-                else:
-                    tile = tl.load(token_rows, mask=(dims < EMBEDDING)[None, :], other=0.0)
+                tile = load_padded(token_rows, (dims < EMBEDDING)[None, :], BLOCK_EMBEDDING > EMBEDDING)
                 similarities = tl.dot(tile, query_tile, input_precision=config.precision)
                 if config.normalize and not config.chosen:
                     squares = tl.sum(tile.to(tl.float32) * tile.to(tl.float32), axis=1)
                 if SECOND > 0:
                     token_rows = base + tokens[:, None].to(tl.int64) * stride_document_token + second_dims[None, :]
-                    if BLOCK_EMBEDDING + SECOND == EMBEDDING:
-                        second_tile = tl.load(token_rows)
-                    else:
-                        second_tile = tl.load(token_rows, mask=(second_dims < EMBEDDING)[None, :], other=0.0)
+                    inside = (second_dims < EMBEDDING)[None, :]
+                    second_tile = load_padded(token_rows, inside, BLOCK_EMBEDDING + SECOND > EMBEDDING)
                     similarities = tl.dot(
                         second_tile, second_query_tile, similarities, input_precision=config.precision
                     )

@@ -30,7 +30,7 @@ from ..launch import kernel
 from ..plan import ForwardPlan
 from ..reductions import LOG2E, add_exponentials, larger, log_sums, max_along
 from .codes import decompressed
-from .common import SUMMED_EMBEDDING, document_range, numbers_of, winner_of, with_masked_zeros
+from .common import SUMMED_EMBEDDING, document_range, load_padded, numbers_of, winner_of, with_masked_zeros
 from .cuts import NO_WINNER, document_position, documents_of_cut, reaches_into, tokens_of_piece
 from .quantized_rows import leave_values
 from .tensors import ForwardTensors
@@ -58,7 +58,7 @@ def _token_tile(
         )  # fmt: skip
         tile = tl.trans(tile)
     else:
-        tile = tl.load(source + dim, mask=inside[:, None], other=0.0) if PADDED else tl.load(source + dim)
+        tile = load_padded(source + dim, inside[:, None], PADDED)
         if config.affine:
             tile = (tile ^ _MIDDLE).to(tl.int8, bitcast=True)
         tile = tile.to(DTYPE)
@@ -228,10 +228,8 @@ def _stacked_kernel(
                 similarities = tl.dot(query_tile, tile, input_precision=config.precision, out_dtype=SUM).to(tl.float32)
                 if SECOND > 0:
                     source = base + tokens[None, :].to(tl.int64) * stride_document_token + second_dims[:, None]
-                    if BLOCK_EMBEDDING + SECOND == EMBEDDING:
-                        tile = tl.load(source)
-                    else:
-                        tile = tl.load(source, mask=(second_dims < EMBEDDING)[:, None], other=0.0)
+                    inside = (second_dims < EMBEDDING)[:, None]
+                    tile = load_padded(source, inside, BLOCK_EMBEDDING + SECOND > EMBEDDING)
                     similarities = tl.dot(second_query_tile, tile, similarities, input_precision=config.precision)
             if config.values:
                 similarities *= scale[None, :]

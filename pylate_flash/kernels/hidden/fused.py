@@ -18,7 +18,6 @@ took a run of tiles, it was 0.140 and 0.586. A linear layer and `maxsim` take 1.
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING
 
 import torch
@@ -34,9 +33,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..gluon import find_document, larger_of
-from ..jit import kernel
-from ..launch import Kernel
-from ..overlap import wait_for_previous_kernel
+from ..launch import kernel, wait_for_previous_kernel
 from ..plan_operations import FusedPlan
 from ..reductions import larger
 from ..tables import power_of_two
@@ -138,7 +135,7 @@ def _score(
                 current += 1
 
 
-@functools.partial(kernel, jit=gluon.jit)
+@kernel(jit=gluon.jit)
 def _fused_kernel(
     hidden_desc, weight_desc, queries_ptr, bias_ptr, mask_ptr, cu_seqlens_ptr, best_ptr,
     n_rows, query_length, n_tokens, n_documents, document_length,
@@ -183,10 +180,7 @@ def _fused_kernel(
     )
 
 
-_fused = Kernel(_fused_kernel)
-
-
-@kernel
+@kernel(follows=True)
 def _finish_kernel(
     best_ptr, queries_mask_ptr, documents_mask_ptr, cu_seqlens_ptr, scores_ptr,
     query_length, n_documents, document_length, n_columns, empty_score,
@@ -250,9 +244,6 @@ def _finish_kernel(
     tl.store(scores_ptr + query.to(tl.int64) * n_documents + documents, scores, mask=exists)
 
 
-_finish = Kernel(_finish_kernel, follows=True)
-
-
 def score(plan: FusedPlan, tensors: Tensors, options: Options, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Scores, float32 [Nq, n_documents], of queries and hidden states, which take the place of the documents.
 
@@ -275,7 +266,7 @@ def score(plan: FusedPlan, tensors: Tensors, options: Options, weight: Tensor, b
     tile, n_tokens = plan.tile, plan.n_tokens
     part_rows, columns = tile.rows // PARTS.value, tile.blocks * tile.columns
     best = queries.new_empty(n_documents + plan.n_tiles * PARTS.value, columns, dtype=torch.float32)
-    _fused(
+    _fused_kernel(
         (plan.programs, 1, 1),
         (hidden, weight, queries, bias, documents_mask, cu_seqlens, best),
         (n_queries * query_length, query_length, n_tokens, n_documents, document_length),
@@ -286,7 +277,7 @@ def score(plan: FusedPlan, tensors: Tensors, options: Options, weight: Tensor, b
     )
     # What the first launch does not need comes after it: the GPU begins.
     scores = queries.new_empty(n_queries, n_documents, dtype=torch.float32)
-    _finish(
+    _finish_kernel(
         (-(-n_documents // _BLOCK_DOCUMENTS), n_queries, 1),
         (best, queries_mask, documents_mask, cu_seqlens, scores),
         (query_length, n_documents, document_length, columns, float(options.empty_score)),

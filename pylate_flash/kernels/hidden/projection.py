@@ -20,8 +20,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from ..gluon import add, copy_block_to_shared, execute, larger_of, next_slot
-from ..jit import kernel
-from ..launch import Described, Kernel
+from ..launch import Described, kernel
 from ..plan_operations import FusedPlan
 from ..rows import SMALLEST_NORM
 from ..tables import FusedTile
@@ -179,7 +178,7 @@ def _store(arguments, SIZE: gl.constexpr, D_MODEL: gl.constexpr, PART: gl.conste
         gl.store(embeddings_ptr + offset, gl.convert_layout(rounded, stored), mask=mask)
 
 
-@functools.partial(kernel, jit=gluon.jit)
+@kernel(jit=gluon.jit)
 def _project_kernel(
     hidden_desc, weight_desc, bias_ptr, embeddings_ptr, scales_ptr, n_tokens,
     SIZE: gl.constexpr, D_MODEL: gl.constexpr, STAGES: gl.constexpr,
@@ -203,9 +202,6 @@ def _project_kernel(
     )
 
 
-_projection = Kernel(_project_kernel)
-
-
 def project(
     plan: FusedPlan, hidden: Tensor, weight: Tensor, bias: Tensor | None, embeddings: Tensor, scales: Tensor | None
 ) -> None:
@@ -215,7 +211,7 @@ def project(
     that of one query row. What is read is contiguous, and hidden states and weight begin at multiples of 16 bytes.
     """
     size, d_model = weight.shape
-    _projection(
+    _project_kernel(
         (plan.programs, 1, 1),
         (hidden, weight, bias, embeddings, scales),
         (plan.n_tokens,),

@@ -13,9 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...problem import CROSS_ENTROPY, DIVERGENCE, MARGIN_MSE, Comparison, Targets
-from ..jit import kernel
-from ..launch import Kernel, Region
-from ..overlap import wait_for_previous_kernel
+from ..launch import Region, kernel, wait_for_previous_kernel
 from ..tables import architecture, power_of_two
 from . import cross_entropy
 
@@ -99,7 +97,7 @@ class ChunkedLoss:
     def meet(self, scores: Tensor, first: int) -> None:
         """Take the scores of a chunk into what is known of each document; chunks in their order."""
         tile = cross_entropy.TILE
-        cross_entropy.columns(
+        cross_entropy.columns_kernel(
             (-(-self.n_documents // tile), 1, 1),
             (scores, *self._labels, self._columns),
             (scores.shape[0], self.n_documents, first, self._scale, self._margin),
@@ -120,7 +118,7 @@ class ChunkedLoss:
         block = min(cross_entropy.BLOCK, max(32, power_of_two(n_documents)))
         grid, warps = (n_queries, 1, 1), (block // 256 or 1, 1, None)
         if comparison.kind == CROSS_ENTROPY:
-            cross_entropy.losses(
+            cross_entropy.losses_kernel(
                 grid,
                 (scores, *self._labels, self._columns, self._kept, self._values),
                 (n_documents, first, self.n_queries, scale, self._margin),
@@ -129,7 +127,7 @@ class ChunkedLoss:
                 warps,
             )
         else:
-            cross_entropy.divergence(
+            cross_entropy.divergence_kernel(
                 grid,
                 (scores, target, self.targets.temperature, self._kept, self._values),
                 (n_documents, first, self.n_queries, scale, self._teacher_scale),
@@ -161,7 +159,7 @@ class ChunkedLoss:
         labels, scale = self._labels, self._scale
         if has_teacher:
             labels, scale = (target, None, None), self._teacher_scale
-        cross_entropy.gradient(
+        cross_entropy.gradient_kernel(
             (-(-n_queries // tile) * -(-n_documents // tile), 1, 1),
             (
                 scores, *labels, self._columns, self._labelled, self._kept, counts, grad_scores, self._values, *filled,
@@ -177,7 +175,7 @@ class ChunkedLoss:
     def sum(self) -> None:
         """Fill the loss and the statistics after all chunks were compared, where no gradient does."""
         statistics = self.statistics if self.n_values > 2 else None
-        cross_entropy.total(
+        cross_entropy.total_kernel(
             (1, 1, 1),
             (self._values, self.loss, self.slope, statistics),
             (self.n_queries, self._share),
@@ -201,7 +199,7 @@ def _times(source_ptr, target_ptr, number, factor, BLOCK: tl.constexpr):
         tl.store(target_ptr + at, (values * factor).to(target_ptr.dtype.element_ty), mask=at < number)
 
 
-@kernel
+@kernel(follows=True)
 def _rescale_kernel(
     factor_ptr, first_ptr, second_ptr, first_target_ptr, second_target_ptr, n_first, n_second,
     BLOCK: tl.constexpr,
@@ -220,9 +218,6 @@ def _rescale_kernel(
             _times(second_ptr, second_target_ptr, n_second, factor, BLOCK)
 
 
-_rescale = Kernel(_rescale_kernel, follows=True)
-
-
 def rescale(
     factor: Tensor, first: Tensor | None, second: Tensor | None, dtypes: tuple[torch.dtype, torch.dtype]
 ) -> tuple[Tensor | None, Tensor | None]:
@@ -238,5 +233,5 @@ def rescale(
     counts = (0 if first is None else first.numel(), 0 if second is None else second.numel())
     programs = min(_PROGRAMS * architecture(factor.device)[1], -(-max(counts) // _BLOCK)) or 1
     in_place = targets[0] is first, targets[1] is second
-    _rescale((programs, 1, 1), (factor, *given, *targets), counts, (), (_BLOCK, *in_place), (4, 1, None))
+    _rescale_kernel((programs, 1, 1), (factor, *given, *targets), counts, (), (_BLOCK, *in_place), (4, 1, None))
     return targets[0], targets[1]

@@ -128,7 +128,7 @@ def _sum_documents(
         programs = count * plan.n_blocks * (1 if problem.packed else problem.groups)
         of_launch = None if slopes is None else slopes[done : done + programs]
         parts = None if partials is None else partials[: count * plan.n_blocks]
-        kernels.documents(
+        kernels.documents_kernel(
             (programs, plan.parts.number, 1),
             (*inputs, grad_documents, parts, of_launch),
             (problem.n_documents, problem.document_length, first, count, plan.n_blocks, problem.groups),
@@ -153,7 +153,7 @@ def _sum_queries(problem: Problem, plan: SoftGradientPlan, inputs: SoftTensors, 
     if not whole:
         shape = plan.n_splits, problem.n_queries * problem.query_length, problem.size
         sums = torch.empty(*shape, dtype=torch.float32, device=problem.device)
-    kernels.queries(
+    kernels.queries_kernel(
         (-(-problem.rows // tile.rows) * problem.groups, plan.n_splits, plan.parts.number),
         (*inputs, sums),
         (problem.n_documents, problem.document_length, problem.groups, plan.n_splits),

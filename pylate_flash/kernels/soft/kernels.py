@@ -14,8 +14,7 @@ from torch import Tensor
 
 from ..backward.common import owner
 from ..forward.common import document_range, split_products
-from ..jit import kernel
-from ..launch import Kernel, Region
+from ..launch import Region, kernel
 from ..reductions import LOG2E
 from ..rows import through_norm
 
@@ -48,7 +47,7 @@ def _factor(values, ROUNDED: tl.constexpr):
 
 
 @kernel
-def _documents_kernel(
+def documents_kernel(
     queries_ptr, documents_ptr, active_ptr, bounds_ptr, queries_scale_ptr, documents_scale_ptr, cu_seqlens_ptr,
     candidates_ptr, beta_ptr, lse_ptr, grad_rows_ptr, grad_documents_ptr, partials_ptr, slopes_ptr,
     n_documents, document_length, first_document, n_launched, n_blocks, n_groups,
@@ -197,7 +196,7 @@ def _documents_kernel(
 
 
 @kernel
-def _queries_kernel(
+def queries_kernel(
     queries_ptr, documents_ptr, active_ptr, bounds_ptr, queries_scale_ptr, documents_scale_ptr, cu_seqlens_ptr,
     candidates_ptr, beta_ptr, lse_ptr, grad_rows_ptr, grad_queries_ptr,
     n_documents, document_length, n_groups, n_splits,
@@ -310,7 +309,3 @@ def _queries_kernel(
         total.to(grad_queries_ptr.dtype.element_ty),
         mask=row_exists[:, None] & inside[None, :],
     )
-
-
-documents = Kernel(_documents_kernel)
-queries = Kernel(_queries_kernel)

@@ -51,7 +51,7 @@ def retrieve(problem: Problem, inputs: SearchTensors, rule: Rule) -> Retrieved:
     # over), how many are retrieved from there on, and whether its tokens are to be counted by document.
     state = torch.empty(4, rows, dtype=torch.int32, device=device)
     maxima, block = (max(16, power_of_two(n)) for n in (plan.n_groups, n_documents))
-    search.begin(
+    search.begin_kernel(
         (rows, 1, 1),
         (best, inputs.bounds, scratch, state),
         (rows, plan.n_groups, n_documents, -(-problem.document_length // columns), rule.k),
@@ -63,7 +63,7 @@ def retrieve(problem: Problem, inputs: SearchTensors, rule: Rule) -> Retrieved:
         counts = torch.empty(rows, collection.n_runs, columns, dtype=torch.int32, device=device)
         walk_similarities(problem, plan, inputs, COLLECT, scratch=scratch, state=state, counts=counts)
         slots = power_of_two(collection.n_runs * columns)
-        search.select(
+        search.select_kernel(
             (rows, 1, 1),
             (counts, scratch, state),
             (rows, collection.n_runs),
@@ -75,7 +75,7 @@ def retrieve(problem: Problem, inputs: SearchTensors, rule: Rule) -> Retrieved:
     for _ in range(XTR_STEPS):
         walk_similarities(problem, plan, inputs, BINS, scratch=scratch, state=state)
         constants = with_whole, XTR_BIN_BITS
-        search.narrow((rows, 1, 1), (scratch, state), (rows,), (plan.scratch,), constants, (4, 1, None))
+        search.narrow_kernel((rows, 1, 1), (scratch, state), (rows,), (plan.scratch,), constants, (4, 1, None))
     del scratch
     counts = torch.empty(2, n_documents, rows, dtype=problem.winners_dtype, device=device)
     walk_similarities(problem, plan, inputs, TALLY, state=state, counts=counts)

@@ -8,9 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import tables
-from ..jit import kernel
-from ..launch import Kernel, Region
-from ..overlap import wait_for_previous_kernel
+from ..launch import Region, kernel, wait_for_previous_kernel
 from ..reductions import similarities_of
 from ..tables import power_of_two
 
@@ -45,7 +43,7 @@ class Retrieved(NamedTuple):
     counts: Tensor
 
 
-@kernel
+@kernel(follows=True)
 def _score_kernel(
     best_ptr, found_ptr, state_ptr, counts_ptr, bounds_ptr, mask_ptr, scores_ptr, divisors_ptr, winners_ptr,
     n_rows, query_length, n_documents, document_length, run, k, winners_stride, least, empty_score,
@@ -134,9 +132,6 @@ def _score_kernel(
         tl.store(winners_ptr + to, tl.where(scores, winner, -1), mask=inside)
 
 
-_score = Kernel(_score_kernel, follows=True)
-
-
 def score_retrieved(
     problem: Problem, found: Retrieved, bounds: Region | None, queries_mask: Tensor | None, rule: Rule, to: Results
 ) -> None:
@@ -152,7 +147,7 @@ def score_retrieved(
     n_runs = max(1, min(slots // n_queries, -(-n_documents // block_documents)))
     run = -(-n_documents // n_runs)
     weighted = queries_mask is not None and queries_mask.is_floating_point()
-    _score(
+    _score_kernel(
         (n_queries, -(-n_documents // run), 1),
         (*found, bounds, queries_mask, to.scores, to.divisors, to.winners),
         (

@@ -5,9 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..jit import kernel
-from ..launch import Kernel
-from ..overlap import wait_for_previous_kernel
+from ..launch import kernel, wait_for_previous_kernel
 from ..reductions import LOWEST_KEY, keys_of
 
 # Documents of which a program looks at the maxima at a time, for the largest of all.
@@ -43,8 +41,8 @@ def _is_tallied(key, count, wanted, WITH_WHOLE: tl.constexpr):
     return tallied
 
 
-@kernel
-def _begin_kernel(
+@kernel(follows=True)
+def begin_kernel(
     best_ptr, bounds_ptr, scratch_ptr, state_ptr,
     n_rows, n_groups, n_documents, n_tiles, k, stride_scratch,
     MAXIMA: tl.constexpr,
@@ -98,8 +96,8 @@ def _begin_kernel(
         tl.store(of_row + tl.arange(0, 1 << BIN_BITS), tl.zeros([1 << BIN_BITS], tl.int32))
 
 
-@kernel
-def _select_kernel(
+@kernel(follows=True)
+def select_kernel(
     counts_ptr, scratch_ptr, state_ptr,
     n_rows, n_runs, stride_scratch,
     SLOTS: tl.constexpr,
@@ -156,8 +154,8 @@ def _select_kernel(
         tl.store(of_row + tl.arange(0, 1 << BIN_BITS), tl.zeros([1 << BIN_BITS], tl.int32))
 
 
-@kernel
-def _narrow_kernel(
+@kernel(follows=True)
+def narrow_kernel(
     scratch_ptr, state_ptr, n_rows, stride_scratch,
     WITH_WHOLE: tl.constexpr,
     BIN_BITS: tl.constexpr,
@@ -189,8 +187,3 @@ def _narrow_kernel(
         tl.store(state_ptr + 2 * n_rows + row, wanted)
         tallied = over & _is_tallied(lowest, count, wanted, WITH_WHOLE)
         tl.store(state_ptr + 3 * n_rows + row, tallied.to(tl.int32))
-
-
-begin = Kernel(_begin_kernel, follows=True)
-select = Kernel(_select_kernel, follows=True)
-narrow = Kernel(_narrow_kernel, follows=True)

@@ -15,8 +15,7 @@ from triton import knobs
 
 from ..forward.common import SUMMED_EMBEDDING, winner_of
 from ..forward.cuts import NO_WINNER
-from ..jit import kernel
-from ..launch import Kernel, Region
+from ..launch import Region, kernel
 from ..plan_operations import SearchPlan
 from ..reductions import keys_of, larger, max_along, similarities_of
 from ..tables import XTR_BIN_BITS
@@ -216,9 +215,6 @@ def _walk_kernel(
         tl.store(counts_ptr + to, (place - row_begins[:, None]) // BLOCK_TOKENS, mask=row_exists[:, None])
 
 
-_walk = Kernel(_walk_kernel)
-
-
 def walk_similarities(
     problem: Problem,
     plan: SearchPlan,
@@ -234,7 +230,7 @@ def walk_similarities(
     tile, run, n_runs, depth = plan.tile, plan.run, plan.n_runs, 0
     if mode.value == COLLECT.value:
         run, n_runs, depth = plan.collection.run, plan.collection.n_runs, plan.collection.depth
-    _walk(
+    _walk_kernel(
         (plan.row_blocks * n_runs, 1, 1),
         (*inputs, best, winners, scratch, state, counts),
         (
