@@ -318,11 +318,6 @@ def _quantized_needs_stacked(problem: Problem, rows: int) -> str | None:
     return None
 
 
-def quantized_before(problem: Problem, plan: ForwardPlan) -> bool:
-    """Whether a kernel of its own quantizes queries, before the one that scores them."""
-    return problem.kind.quantize_queries and not plan.config.quantize_rows
-
-
 def _with_values(problem: Problem) -> Problem:
     """The problem of queries that were quantized before, one row after the other."""
     return problem._replace(query_strides=(problem.query_length * problem.size, problem.size))

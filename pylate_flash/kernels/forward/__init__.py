@@ -18,15 +18,7 @@ import torch
 from torch import Tensor
 
 from ...problem import Problem, Tensors
-from ..plan import (
-    ForwardPlan,
-    forward_plan,
-    quantized_before,
-    quantized_plan,
-    residual_plan,
-    soft_forward_plan,
-    sparse_plan,
-)
+from ..plan import ForwardPlan, forward_plan, quantized_plan, residual_plan, soft_forward_plan, sparse_plan
 from ..rows import Norms, active_tokens, inverse_norms
 from .common import add_sums
 from .cuts import merge_pieces
@@ -107,7 +99,7 @@ def quantized_forward(problem: Problem, tensors: Tensors, scales: Tensor, offset
         shape = problem.n_queries, problem.query_length
         values = torch.empty(*shape, problem.size, dtype=dtype, device=problem.device)
         queries_scale = torch.empty(*shape, dtype=torch.float32, device=problem.device)
-        if quantized_before(problem, plan):
+        if not plan.config.quantize_rows:
             quantize_rows(queries, problem.query_strides, values, queries_scale, kind.normalize)
             queries, values = values, None
     elif kind.normalize:
@@ -175,12 +167,8 @@ def _score(problem: Problem, plan: ForwardPlan, given: ForwardTensors) -> Tensor
     # The only sum of a score is the score. (Sizes one by one, as a tuple takes the host twice as long.)
     shape = problem.scores_shape if plan.n_sums == 1 else (plan.n_sums, *problem.scores_shape)
     sums = torch.empty(*shape, dtype=torch.float32, device=problem.device)
-    if plan.kernel == "single":
-        score_single(problem, plan, given, sums)
-    elif plan.kernel == "stacked":
-        score_stacked(problem, plan, given, sums)
-    else:
-        _hopper()(problem, plan, given, sums)
+    score = _hopper() if plan.kernel == "hopper" else score_single if plan.kernel == "single" else score_stacked
+    score(problem, plan, given, sums)
     return sums if plan.n_sums == 1 else add_sums(problem, plan, sums)
 
 
