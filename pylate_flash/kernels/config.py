@@ -294,16 +294,6 @@ def residual_blocks(kind: Kind) -> Blocks:
     return whole_or_split(kind.size, kind.dtype.itemsize, tables.RESIDUAL_MIN_BLOCK)
 
 
-def quantizes_rows(tile: Tile | HopperTile, blocks: Blocks) -> bool:
-    """Whether the stacked kernel quantizes query rows itself, each program those that it scores.
-
-    That spares the host a launch, and the GPU waiting for it: one query and 100 documents (32 x 180) take 0.091 ms in
-    place of 0.113, of the GPU alone 0.0089 and 0.0117. Of many rows each program has more to quantize, and there are
-    more programs of the same rows: by the Hopper kernel 512 x 512 (32 x 180) would take 0.473 in place of 0.449.
-    """
-    return tile.rows <= tables.QUANTIZED_FEW_ROWS.rows and not blocks.split
-
-
 def stride_unit(strides: tuple[int, ...]) -> int:
     """A power of two that divides all strides, which kernels take divided by it and multiply again.
 

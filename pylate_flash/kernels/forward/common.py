@@ -50,10 +50,10 @@ def split_products(
         products = tl.zeros([LEFT, RIGHT], tl.float32)
         for dim in tl.range(sum_start, min(EMBEDDING, sum_start + SUMMED_EMBEDDING), BLOCK_EMBEDDING):
             inside = dim + dims < EMBEDDING
-            left = left_rows[:, None] + (dim + dims)[None, :]
-            left = tl.load(left, mask=left_exists[:, None] & inside[None, :], other=0.0)
-            right = right_rows[None, :] + (dim + dims)[:, None]
-            right = tl.load(right, mask=right_exists[None, :] & inside[:, None], other=0.0)
+            exists = left_exists[:, None] & inside[None, :]
+            left = tl.load(left_rows[:, None] + (dim + dims)[None, :], mask=exists, other=0.0)
+            exists = right_exists[None, :] & inside[:, None]
+            right = tl.load(right_rows[None, :] + (dim + dims)[:, None], mask=exists, other=0.0)
             products = tl.dot(left, right, products, input_precision=PRECISION)
         similarities += products
     return similarities

@@ -115,8 +115,9 @@ def _single_kernel(
         query_tile = tl.load(query_columns, mask=column_exists[None, :] & (dims < EMBEDDING)[:, None], other=0.0)
     if SECOND > 0:
         second_dims = BLOCK_EMBEDDING + tl.arange(0, SECOND)
+        second_columns = query_base + second_dims[:, None]
         second_exists = column_exists[None, :] & (second_dims < EMBEDDING)[:, None]
-        second_query_tile = tl.load(query_base + second_dims[:, None], mask=second_exists, other=0.0)
+        second_query_tile = tl.load(second_columns, mask=second_exists, other=0.0)
     if config.normalize and config.chosen:
         column_scale = tl.load(queries_scale_ptr + global_column, mask=column_exists, other=0.0)
     elif config.normalize:

@@ -58,7 +58,8 @@ def _token_tile(
         )  # fmt: skip
         tile = tl.trans(tile)
     else:
-        tile = load_padded(source + dim, inside[:, None], PADDED)
+        inside = inside[:, None]
+        tile = load_padded(source + dim, inside, PADDED)
         if config.affine:
             tile = (tile ^ _MIDDLE).to(tl.int8, bitcast=True)
         tile = tile.to(DTYPE)
