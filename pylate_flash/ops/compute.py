@@ -104,10 +104,11 @@ def gradients_by(
     else:
         with without_autocast(problem.device):
             gradients = in_blocks(operands_of(problem, tensors), grad_scores)
-    return tuple([
+    cast = (
         gradient.to(like.dtype).view(like.shape) if need and gradient is not None else None
         for gradient, like, need in zip(gradients, likes, needs, strict=True)
-    ])  # fmt: skip
+    )
+    return tuple(cast)
 
 
 def _is_empty(problem: Problem, tensors: Tensors) -> bool:

@@ -152,24 +152,15 @@ def maxsim_from_hidden(
     >>> maxsim_from_hidden(queries, hidden, weight=torch.eye(2, 3))
     tensor([[2., 0.]])
     """
-    packed = documents_cu_seqlens is not None
-    _check_layout(
-        packed,
-        isinstance(queries, Tensor) and queries.dim() == 2,
-        documents_mask=documents_mask,
-        queries_mask=queries_mask,
-        queries_cu_seqlens=queries_cu_seqlens,
-        candidates_cu_seqlens=candidates_cu_seqlens,
-        max_query_length=max_query_length,
-        max_document_length=max_document_length,
+    tensors = Tensors(
+        queries, hidden, queries_mask, documents_mask, queries_cu_seqlens, documents_cu_seqlens, candidates_cu_seqlens
     )
+    _check_layout(tensors, max_query_length=max_query_length, max_document_length=max_document_length)
     if queries_weight is not None or queries_bias is not None:
         queries = _projected_queries(queries, weight, queries_weight, queries_bias)
+        tensors = tensors._replace(queries=queries)
     options = Options(0, 0, 0, checked_flag("normalize", normalize), reduction, masking, empty_score, implementation)
-    tensors = Tensors(
-        queries, hidden, queries_mask, documents_mask, queries_cu_seqlens, documents_cu_seqlens, candidates_cu_seqlens,
-    )  # fmt: skip
-    if packed:
+    if documents_cu_seqlens is not None:
         check_embeddings("hidden", hidden, _PACKED_HIDDEN)
         check_embeddings("queries", queries, _PACKED_QUERIES)
         learned = [each for each in (weight, bias) if isinstance(each, Tensor)]
@@ -177,18 +168,21 @@ def maxsim_from_hidden(
     return _maxsim_hidden((weight, bias, *tensors, *options), "maxsim_from_hidden")
 
 
-def _check_layout(packed: bool, packed_queries: bool, **arguments: object) -> None:
+def _check_layout(tensors: Tensors, **lengths: int | None) -> None:
     """Raise if there is an argument for which the layout has no use, or none without which it is not known."""
+    packed, queries = tensors.documents_cu_seqlens is not None, tensors.queries
+    packed_queries = isinstance(queries, Tensor) and queries.dim() == 2
+    arguments = {**tensors._asdict(), **lengths}
     useless: tuple[str, ...] = ("documents_mask",) if packed else ("candidates_cu_seqlens", "max_document_length")
     useless += ("queries_mask",) if packed and packed_queries else ("queries_cu_seqlens", "max_query_length")
     for name in useless:
         if arguments[name] is not None:
             documents = "packed" if packed else "padded (documents_cu_seqlens is None)"
-            queries = "packed" if packed_queries else "padded"
             raise ValueError(
-                f"{name} has no meaning where documents are {documents} and queries {queries}: leave it out"
+                f"{name} has no meaning where documents are {documents} and queries "
+                f"{'packed' if packed_queries else 'padded'}: leave it out"
             )
-    if packed and packed_queries and arguments["queries_cu_seqlens"] is None:
+    if packed and packed_queries and tensors.queries_cu_seqlens is None:
         raise ValueError("queries of shape [Tq, d] need queries_cu_seqlens, got None")
 
 

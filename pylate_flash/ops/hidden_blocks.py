@@ -70,10 +70,11 @@ def compute_hidden(
         queries = _normalized_queries(layer, tensors.queries)
         blocks, scratch = _blocks(layer, tensors, SCRATCH_BYTES)
         tensors, options = tensors._replace(queries=queries.values), options._replace(normalize=False)
-        scores, argmax = compute_by_block(
-            tensors, options, with_argmax, blocks,
-            lambda block: _project(layer, _states(hidden, block), scratch).values,
-        )  # fmt: skip
+
+        def produce(block: DocumentBlock) -> Tensor:
+            return _project(layer, _states(hidden, block), scratch).values
+
+        scores, argmax = compute_by_block(tensors, options, with_argmax, blocks, produce)
         keep = with_argmax and len(blocks) == 1 and 2 * scratch.values.nbytes <= SCRATCH_BYTES
         return scores, (argmax, scratch if keep else None)
 

@@ -100,11 +100,11 @@ def _scores(*arguments) -> Tensor:
     implementation = choose(options.implementation, problem.device, problem.deciding_dtype, problem.size)
     if implementation == "blocked" or problem.is_empty:
         return _scores_in_blocks(*_call(arguments))
-    if options.reduction != "mean":
-        return kernels().quantized_scores(problem, tensors, scales, offsets)
-    # The score of an empty document is not divided.
-    sums = kernels().quantized_scores(problem._replace(empty_score=0.0), tensors, scales, offsets)
-    return with_empty_score(sums / active_counts(problem, tensors), tensors, options.empty_score)
+    scores = kernels().quantized_scores(problem, tensors, scales, offsets)
+    if options.reduction == "mean":
+        # The score of an empty document is not divided.
+        scores = with_empty_score(scores / active_counts(problem, tensors), tensors, options.empty_score)
+    return scores
 
 
 def _scores_in_blocks(

@@ -170,13 +170,11 @@ def _compute(arguments: tuple, with_argmax: bool) -> tuple[Tensor, Tensor | None
         tensors, options, blocks, produce = _by_block(call)
         scores, argmax = compute_by_block(tensors, options, with_argmax, blocks, produce)
         return scores.view(_shape(call)).clone(), None if argmax is None else argmax.int()
-    if call.reduction != "mean":
-        return kernels().residual_scores(problem, _tensors(call), call[2:9])
-    # The score of an empty document is not divided.
-    problem = problem._replace(empty_score=0.0)
     scores, argmax = kernels().residual_scores(problem, _tensors(call), call[2:9])
-    scores = scores / active_counts(problem, _tensors(call))
-    if call.empty_score != 0.0:
+    if call.reduction == "mean":
+        scores = scores / active_counts(problem, _tensors(call))
+    if call.reduction == "mean" and call.empty_score != 0.0:
+        # The score of an empty document is not divided.
         empty = call.cu_seqlens.diff() == 0
         if call.candidates is not None:
             # -1 is the last document, which has no token.
