@@ -194,6 +194,7 @@ def _projected_queries(
         raise ValueError("queries_bias needs queries_weight, got None")
     check_embeddings("queries", queries, {**_QUERIES, **_PACKED_QUERIES})
     check_embeddings("weight", weight, _WEIGHT)
+    (queries,) = autocast(queries)
     layer = _checked_layer("queries_", queries_weight, queries_bias, "queries", queries)
     if queries_weight.shape[0] != weight.shape[0]:
         raise ValueError(
@@ -201,14 +202,13 @@ def _projected_queries(
             f"got {queries_weight.shape[0]}"
         )
     check_differentiation("maxsim_from_hidden", queries, *[each for each in layer if each is not None])
-    (queries,) = autocast(queries)
     return F.linear(queries, *layer)
 
 
 def _checked_layer(
     prefix: str, weight: Tensor, bias: Tensor | None, of: str, states: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """The linear layer of `states`, which are the argument `of`, after its checks; both in the autocast type."""
+    """The linear layer of `states`, the argument `of` in the autocast type, after its checks, and in that type too."""
     name = f"{prefix}weight"
     check_embeddings(name, weight, _WEIGHT)
     if weight.shape[1] != states.shape[-1]:
@@ -217,7 +217,7 @@ def _checked_layer(
         )
     if weight.shape[0] == 0:
         raise ValueError(f"{name} must project to at least 1 dimension, got {list(weight.shape)}")
-    weight, states = autocast(weight, states)
+    (weight,) = autocast(weight)
     _check_like(name, weight, of, states)
     if bias is None:
         return weight, None
@@ -242,10 +242,10 @@ def _check(arguments: tuple, called: str) -> tuple:
     packed = tensors.documents_cu_seqlens is not None
     check_embeddings("hidden", tensors.documents, _PACKED_HIDDEN if packed else _HIDDEN)
     check_embeddings("queries", tensors.queries, _PACKED_QUERIES if packed else _QUERIES)
-    layer = _checked_layer("", weight, bias, "hidden", tensors.documents)
-    check_differentiation(called, *[each for each in layer if each is not None])
     tensors = checked(called, tensors, options)
     queries, hidden = tensors[:2]
+    layer = _checked_layer("", weight, bias, "hidden", hidden)
+    check_differentiation(called, *[each for each in layer if each is not None])
     _check_like("queries", queries, "hidden", hidden)
     if queries.shape[-1] != weight.shape[0]:
         raise ValueError(

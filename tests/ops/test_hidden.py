@@ -311,6 +311,28 @@ def test_autocast_gives_the_autocast_type() -> None:
         assert torch.equal(gradient, expected[name].float())
 
 
+class Casts(TorchDispatchMode):
+    """The shapes of what is cast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[torch.Size] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten._to_copy.default:
+            self.shapes.append(args[0].shape)
+        return function(*args, **(kwargs or {}))
+
+
+def test_autocast_casts_each_tensor_once() -> None:
+    """Hidden states of float32 are the largest tensor of all."""
+    queries, hidden, weight, bias = problem().tensors.values()
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16), Casts() as casts:
+        maxsim_from_hidden(hidden[:3], hidden, weight, bias, queries_weight=weight.clone(), queries_bias=bias.clone())
+    for tensor, times in ((hidden, 1), (hidden[:3], 1), (weight, 2), (bias, 2)):
+        assert casts.shapes.count(tensor.shape) == times
+
+
 @pytest.mark.parametrize("layout", ["in-batch", "candidates", "packed"])
 def test_opcheck(layout: str) -> None:
     shape = {"in-batch": (3, 5, 8), "candidates": (2, 3, 5, 8), "packed": (15, 8)}[layout]
