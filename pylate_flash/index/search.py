@@ -25,13 +25,13 @@ __all__ = ["EMPTY_SCORE", "Search", "SearchResult"]
 
 # Scores that are computed at a time, and rows that are gathered for it.
 _SCORES = 1 << 26
-_GATHERED_BYTES_CUDA = 512 << 20
+_GATHERED_BYTES_CUDA = 1 << 30
 _GATHERED_BYTES_CPU = 8 << 20
 # Queries that are scored at a time: on a CPU, of so many tokens; on a GPU, so many at most, and the last ones of so
 # many hits, by multiples of what fills tiles of the kernels; of those with subsets, so many.
 _QUERY_TOKENS = 4096
 _MOST_QUERIES, _HITS, _ROUND = 1024, 2400, 8
-_QUERIES_WITH_SUBSETS = 32
+_QUERIES_WITH_SUBSETS = 24
 
 
 class _Hit(TypedDict):
