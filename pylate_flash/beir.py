@@ -255,7 +255,7 @@ def _add(
     timings: dict[str, float],
     show_progress: bool,
 ) -> None:
-    """Encode documents and add them to the index, a shard's worth at a time, so that memory stays bounded."""
+    """Encode documents and add them to the index, some at a time, so that memory stays bounded."""
     step = batch_size * _BATCHES_PER_STEP
     ids: list[str] = []
     embeddings: list[Any] = []

@@ -148,6 +148,21 @@ def test_what_is_no_filter_is_a_type_error(index: Flat, where: Any) -> None:
         kept(index, where)
 
 
+def test_a_filter_does_not_wait_for_a_writer(index: Flat) -> None:
+    with index._store._catalog.turn() as connection:
+        connection.execute("UPDATE documents SET lang = lang")
+        assert kept(index, "year >= 2020") == "bdf"
+
+
+def test_few_filters_are_kept_in_mind(index: Flat) -> None:
+    for year in range(2000, 2100):
+        assert kept(index, ("year = ?", [year])) == {2019: "a", 2020: "b", 2021: "d", 2022: "f"}.get(year, "")
+    assert len(index._store._filtered) <= 16
+    # A parameter of another type is another one, equal as it may be.
+    assert kept(index, ("typeof(?) = 'integer'", [1])) == "abcdef"
+    assert kept(index, ("typeof(?) = 'integer'", [1.0])) == ""
+
+
 def test_a_filter_ends(index: Flat, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(filters, "FILTER_SECONDS", 0.0)
     monkeypatch.setattr(filters, "_STEPS_BETWEEN_LOOKS", 1)

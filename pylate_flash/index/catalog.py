@@ -251,6 +251,8 @@ class Catalog:
         if self._in_memory and fresh:
             self._prepared()
             with contextlib.closing(self._connect("", 10)) as connection:
+                # Where a shared memory is, a reader would be refused while another thread writes.
+                connection.execute("PRAGMA read_uncommitted = 1")
                 yield connection
             return
         if not fresh and (self._in_memory or (self._connection is not None and self._process == os.getpid())):

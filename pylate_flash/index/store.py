@@ -36,7 +36,7 @@ _FLUSHED_BYTES = 1 << 20
 # More small additions than this are put together in the catalog.
 SMALL_PARTS = 256
 # Filters whose documents are kept in mind.
-_FILTERS = 64
+_FILTERS = 16
 # A segment of which more than one part in so many counts as removed is rewritten.
 _DEAD = 4
 
@@ -163,7 +163,7 @@ class PackedStore:
         Of those that another process has removed since this object read the catalog, there is none.
         """
         expression, parameters = checked_where(where)
-        key = self.state.generation, expression, parameters, tuple(map(type, parameters))
+        key = expression, parameters, tuple(map(type, parameters))
         if key not in self._filtered:
             if len(self._filtered) >= _FILTERS:
                 self._filtered.clear()
@@ -441,7 +441,7 @@ class PackedStore:
 
     def _hold(self, documents: Documents) -> None:
         """Take documents for those of the store."""
-        self.documents = documents
+        self.documents, self._filtered = documents, {}
         self._generation = self.state.generation
 
     def _sweep(self) -> None:
