@@ -315,10 +315,11 @@ def compute_chamfer(sets: Sets, options: ChamferOptions) -> tuple[Tensor, Tensor
     return scores, argmax[0], argmax[1]
 
 
-def compute_chamfer_gradients(
-    sets: Sets, options: ChamferOptions, grad_scores: Tensor, argmax: Pair, needs: tuple[bool, bool]
+def _compute_gradients(
+    grad_scores: Tensor, argmax: Sequence[Tensor], arguments: tuple, needs: tuple[bool, bool]
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of x and y, contiguous in their type; None for one that is not needed."""
+    sets, options = _call(arguments)
     problem = problem_of_sets(sets, options)
     if problem.is_empty or 0 in sets.x.shape:
         zeros = [torch.zeros_like(points, memory_format=torch.contiguous_format) for points in sets[:2]]
@@ -333,7 +334,7 @@ def compute_chamfer_gradients(
     implementation = choose(options.implementation, problem.device, problem.dtype, problem.size)
     gradients = kernels().chamfer_gradients if implementation == "triton" else gradients_in_blocks
     with without_autocast(problem.device):
-        return gradients(problem, sets, argmax, weights, needs, squared)
+        return gradients(problem, sets, (argmax[0], argmax[1]), weights, needs, squared)
 
 
 def _counts(problem: Problem, sets: Sets) -> tuple[Tensor | int, Tensor | int]:
@@ -362,12 +363,6 @@ def _empty_results(sets: Sets, options: ChamferOptions) -> tuple[Tensor, Tensor,
 
 def _call(arguments: tuple) -> tuple[Sets, ChamferOptions]:
     return Sets(*arguments[:6]), ChamferOptions(*arguments[6:])
-
-
-def _compute_gradients(
-    grad_scores: Tensor, saved: Sequence[Tensor], arguments: tuple, needs: tuple[bool, bool]
-) -> tuple[Tensor | None, Tensor | None]:
-    return compute_chamfer_gradients(*_call(arguments), grad_scores, (saved[0], saved[1]), needs)
 
 
 _chamfer = Operation(

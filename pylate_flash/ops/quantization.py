@@ -49,8 +49,8 @@ class QuantizedEmbeddings(TensorContainer):
     Raises
     ------
     TypeError, ValueError
-        If one is no tensor as named above, or they do not fit together. On the CPU, if boundaries do not rise from 0 to
-        T; on a GPU, where to look would be to wait, they are taken as they are.
+        If one is no tensor as named above, requires a gradient, or does not fit the others. On the CPU, if boundaries
+        do not rise from 0 to T; on a GPU, where to look would be to wait, they are taken as they are.
     """
 
     values: Tensor

@@ -260,6 +260,10 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
             lambda: QuantizedEmbeddings(torch.ones(2, 3, dtype=torch.int8), torch.ones(2), torch.ones(2)),
             ValueError, "offsets must be None for values of torch.int8, got a tensor",
         ),
+        (
+            lambda: QuantizedEmbeddings(quantize(torch.ones(2, 3)).values, torch.ones(2, requires_grad=True)),
+            ValueError, "scales must not require a gradient",
+        ),
         (lambda: quantize(torch.ones(2, 3)).dequantize(torch.int8), TypeError, "dtype must be a floating torch.dtype"),
         (lambda: maxsim(torch.ones(1, 2, 3), quantize(torch.ones(2, 3))), ValueError, r"documents must have shape"),
         (
