@@ -14,13 +14,14 @@ of the points listed by whom they chose, in the order of the list.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..problem import Problem
 from .backward.lists import rows_by_token
 from .forward.common import split_products
 from .forward.cuts import NO_WINNER
@@ -29,9 +30,6 @@ from .plan_operations import meeting_plan
 from .reductions import keys_of, larger, max_along, similarities_of
 from .rows import half_squares
 from .tables import power_of_two
-
-if TYPE_CHECKING:
-    from ..problem import Problem
 
 # Less than every key: of a point that has met none.
 _NO_KEY = tl.constexpr(-(2**63))
@@ -211,17 +209,15 @@ def meet(problem: Problem, x: Side, y: Side, squared: bool) -> tuple[Tensor, Ten
     if squared and not plan.direct:
         halves = half_squares(x.points), half_squares(y.points)
     tile = plan.tile
+    shape = problem.size, plan.block, tile.rows, tile.columns, plan.groups
     _meet_kernel(
         (plan.row_blocks * plan.n_shares * problem.n_queries, 1, 1),
         (*x, *y, *halves, x_keys, y_keys),
         (problem.query_length, problem.document_length, plan.row_blocks, plan.n_shares, plan.share),
         plan.strides,
-        (
-            problem.size, plan.block, tile.rows, tile.columns, plan.groups, plan.direct, plan.split, squared,
-            plan.precision, *plan.units,
-        ),
+        (*shape, plan.direct, plan.split, squared, plan.precision, *plan.units),
         (tile.num_warps, tile.num_stages, None),
-    )  # fmt: skip
+    )
     return x_keys, y_keys
 
 
@@ -308,19 +304,16 @@ def settle(problem: Problem, x: Side, y: Side, keys: Tensor, squared: bool) -> t
         # Else all points have met one.
         values.zero_()
         argmax.fill_(-1)
-    n_blocks = -(-problem.query_length // _SETTLED_POINTS)
-    tile = meeting_plan(problem).tile
+    n_blocks, tile = -(-problem.query_length // _SETTLED_POINTS), meeting_plan(problem).tile
+    block = min(_SETTLED_SIZE, power_of_two(problem.size))
     _settle_kernel(
         (n_blocks * problem.n_queries, 1, 1),
         (*x, *y, keys, values, argmax),
         (problem.query_length, problem.document_length, n_blocks),
         (*problem.query_strides, problem.document_strides[0], problem.document_strides[2]),
-        (
-            problem.size, min(_SETTLED_SIZE, power_of_two(problem.size)), _SETTLED_POINTS, max(tile.rows, tile.columns),
-            squared,
-        ),
+        (problem.size, block, _SETTLED_POINTS, max(tile.rows, tile.columns), squared),
         (4, 2, None),
-    )  # fmt: skip
+    )
     return values, argmax
 
 

@@ -9,20 +9,16 @@ Jacobian of `normalize` applied on the way. The same bits every time: sums have 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
+from ...problem import Problem, Tensors
 from .. import plan_backward
 from ..rows import Norms, inverse_norms
 from .common import BackwardTensors, Destination, finish_documents
 from .compare import compare_winners
 from .gather import gather_queries
 from .lists import sum_by_lists
-
-if TYPE_CHECKING:
-    from ...problem import Problem, Tensors
 
 __all__ = ["Destination", "finish_documents", "maxsim_backward", "write_gradients"]
 
@@ -68,10 +64,8 @@ def write_gradients(
     grad_strides = grad_scores.stride()
     if problem.has_candidates:
         grad_strides = (0, *grad_strides)
-    inputs = BackwardTensors(
-        grad_scores, queries, documents, queries_scale, documents_scale, tensors.documents_cu_seqlens,
-        tensors.candidates_cu_seqlens, winners, weight, grad_strides,
-    )  # fmt: skip
+    scales, boundaries = (queries_scale, documents_scale), (tensors.documents_cu_seqlens, tensors.candidates_cu_seqlens)
+    inputs = BackwardTensors(grad_scores, queries, documents, *scales, *boundaries, winners, weight, grad_strides)
     if destination.documents is not None:
         weighted = inputs
         if weight is not None:

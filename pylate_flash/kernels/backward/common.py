@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...problem import Problem
 from .. import plan_backward
 from ..launch import kernel, wait_for_previous_kernel
 from ..rows import row_addresses, through_norm
-
-if TYPE_CHECKING:
-    from ...problem import Problem
 
 
 class BackwardTensors(NamedTuple):

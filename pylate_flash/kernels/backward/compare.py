@@ -7,17 +7,13 @@ few rows leave many; work grows with rows squared.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import triton.language as tl
 
+from ...problem import Problem
 from .. import plan_backward
 from ..launch import kernel, wait_for_previous_kernel
 from ..rows import through_norm
 from .common import BackwardTensors, Destination, group_of, layout, quotient, token_of
-
-if TYPE_CHECKING:
-    from ...problem import Problem
 
 
 @kernel(follows=True)
@@ -100,14 +96,12 @@ def _compare_kernel(
 def compare_winners(problem: Problem, inputs: BackwardTensors, destination: Destination) -> None:
     """Write the gradient of the documents into one of zeros, or add it to another, without scratch."""
     plan = plan_backward.compare_plan(problem)
+    normalize = problem.normalize and not destination.partial
     _compare_kernel(
         (-(-problem.rows // plan.rows) * problem.all_documents, 1, 1),
         (*inputs[:8], destination.documents),
         layout(problem, inputs.grad_strides),
         (*problem.query_strides, *problem.document_strides),
-        (
-            problem.size, plan.block_embedding, plan.rows, plan.compared,
-            problem.normalize and not destination.partial, destination.adds,
-        ),
+        (problem.size, plan.block_embedding, plan.rows, plan.compared, normalize, destination.adds),
         (plan.num_warps, 1, None),
-    )  # fmt: skip
+    )

@@ -6,19 +6,15 @@ the GPU, several programs share the documents, and `_finish_kernel` adds up thei
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton.language as tl
 from torch import Tensor
 
+from ...problem import Problem
 from .. import plan_backward
 from ..launch import kernel, wait_for_previous_kernel
 from ..rows import through_norm
 from .common import BackwardTensors, finish_queries, joined
-
-if TYPE_CHECKING:
-    from ...problem import Problem
 
 
 @kernel(follows=True)
@@ -31,7 +27,6 @@ def _gather_kernel(
     BLOCK_EMBEDDING: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_DOCUMENTS: tl.constexpr,
-    NORMALIZE: tl.constexpr,
     SPLIT: tl.constexpr,
     NARROW: tl.constexpr,
 ):  # fmt: skip
@@ -92,7 +87,7 @@ def _gather_kernel(
         else:
             begin = document * document_length
             base = documents_ptr + (document - origin) * stride_document
-        if NORMALIZE:
+        if documents_scale_ptr is not None:
             weight *= tl.load(documents_scale_ptr + begin + winner, mask=won, other=0.0)
         if BLOCK_DOCUMENTS > 1:
             base = base[:, None]
@@ -111,7 +106,7 @@ def _gather_kernel(
         total = tl.sum(tl.reshape(total, [BLOCK_DOCUMENTS, BLOCK_ROWS, BLOCK_EMBEDDING]), axis=0)
     rows = first_row + tl.arange(0, BLOCK_ROWS)
     mask = (rows < n_rows)[:, None] & dim_exists[None, :]
-    if NORMALIZE and not SPLIT:
+    if queries_scale_ptr is not None and not SPLIT:
         query = group * (n_rows // query_length) + rows // query_length
         source = query * stride_query + rows % query_length * stride_query_token
         embeddings = tl.load(queries_ptr + source[:, None] + dims[None, :], mask=mask, other=0.0)
@@ -137,19 +132,15 @@ def gather_queries(problem: Problem, inputs: BackwardTensors, grad_queries: Tens
     if split:
         shape, weight = (n_splits, problem.n_queries * problem.query_length, problem.size), None
         sums = torch.empty(*shape, dtype=torch.float32, device=problem.device)
+    sizes = problem.rows, problem.query_length, problem.n_documents, problem.document_length
     _gather_kernel(
         (programs, n_splits, 1),
         (*inputs[:8], weight, sums),
-        (
-            problem.rows, problem.query_length, problem.n_documents, problem.document_length, n_splits,
-            *inputs.grad_strides,
-        ),
+        (*sizes, n_splits, *inputs.grad_strides),
         (*problem.query_strides, *problem.document_strides),
-        (
-            problem.size, block_embedding, rows, documents, problem.normalize, split, _is_narrow(problem, inputs),
-        ),
+        (problem.size, block_embedding, rows, documents, split, _is_narrow(problem, inputs)),
         (num_warps, 3, registers),
-    )  # fmt: skip
+    )
     if split:
         finish_queries(problem, inputs.queries, inputs.queries_scale, inputs.queries_weight, sums, grad_queries)
 

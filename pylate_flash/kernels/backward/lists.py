@@ -12,21 +12,17 @@ list itself has memory of its own then.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...problem import Problem
 from .. import plan_backward, tables
 from ..launch import Region, Scratch, kernel, wait_for_previous_kernel
 from ..plan_backward import ListsPlan
 from .common import BackwardTensors, Destination
 from .sums import Lists, sum_lists
-
-if TYPE_CHECKING:
-    from ...problem import Problem
 
 
 @triton.jit

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton.language as tl
 from torch import Tensor
 
+from ...problem import Problem, Tensors
+from ..forward import Codes
 from ..forward.codes import decompressed
 from ..launch import kernel
 from ..plan_backward import residual_gradient_plan
-
-if TYPE_CHECKING:
-    from ...problem import Problem, Tensors
-    from ..forward import Codes
 
 
 @kernel

@@ -7,21 +7,19 @@ order.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...problem import Problem
 from .. import tables
 from ..launch import Region, Scratch, kernel, wait_for_previous_kernel
 from ..plan_backward import ListsPlan
 from ..rows import through_norm
 from .common import BackwardTensors, Destination, group_of, joined, layout, quotient, token_of
-
-if TYPE_CHECKING:
-    from ...problem import Problem
 
 
 class Lists(NamedTuple):
@@ -67,16 +65,13 @@ def _segment(
 
 @triton.jit
 def _store_token(
-    total, documents_ptr, documents_scale_ptr, grad_documents_ptr, cu_seqlens_ptr, flat, token, n_documents,
-    document_length, stride_group, stride_document, stride_token, dims, exists,
+    total, at, source, documents_ptr, documents_scale_ptr, grad_documents_ptr, exists,
     EMBEDDING: tl.constexpr,
     NORMALIZE: tl.constexpr,
     ADD: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient [d] of a token of a document from its sum, or ADD the sum to it, where `exists`."""
-    at, source = token_of(
-        flat, token, cu_seqlens_ptr, n_documents, document_length, stride_group, stride_document, stride_token
-    )
+    """Write the gradient [d] of a token (`token_of`) from its sum, or ADD the sum to it, where `exists`."""
+    dims = tl.arange(0, total.shape[0])
     mask = (dims < EMBEDDING) & exists
     if NORMALIZE:
         embedding = tl.load(documents_ptr + source + dims, mask=mask, other=0.0)
@@ -184,16 +179,17 @@ def _sum_kernel(
             right = tl.load(at + HALF, mask=mask[:, None] & (HALF + halves < EMBEDDING)[None, :], other=0.0)
         left_sum += weight[:, None] * left.to(tl.float32)
         right_sum += weight[:, None] * right.to(tl.float32)
-    summed = joined(tl.sum(left_sum, axis=0)[None, :], tl.sum(right_sum, axis=0)[None, :], 1, BLOCK_EMBEDDING)
-    summed = tl.reshape(summed, [BLOCK_EMBEDDING])
+    total = joined(tl.sum(left_sum, axis=0)[None, :], tl.sum(right_sum, axis=0)[None, :], 1, BLOCK_EMBEDDING)
+    total = tl.reshape(total, [BLOCK_EMBEDDING])
     if in_parts:
-        tl.store(parts_ptr + part * EMBEDDING + dims, summed, mask=dims < EMBEDDING)
+        tl.store(parts_ptr + part * EMBEDDING + dims, total, mask=dims < EMBEDDING)
     else:
+        to, source = token_of(
+            flat, token, cu_seqlens_ptr, n_documents, document_length, stride_group, stride_document, stride_token
+        )
         _store_token(
-            summed, documents_ptr, documents_scale_ptr, grad_documents_ptr, cu_seqlens_ptr, flat, token, n_documents,
-            document_length, stride_group, stride_document, stride_token, dims, exists,
-            EMBEDDING, NORMALIZE, ADD,
-        )  # fmt: skip
+            total, to, source, documents_ptr, documents_scale_ptr, grad_documents_ptr, exists, EMBEDDING, NORMALIZE, ADD
+        )
 
 
 @kernel(follows=True)
@@ -231,11 +227,12 @@ def _combine_kernel(
             mask = (parts < count)[:, None] & (dims < EMBEDDING)[None, :]
             at = (parts * 2 + 1)[:, None] * EMBEDDING + dims[None, :]
             total += tl.sum(tl.load(parts_ptr + at, mask=mask, other=0.0), axis=0)
+        to, source = token_of(
+            flat, token, cu_seqlens_ptr, n_documents, document_length, stride_group, stride_document, stride_token
+        )
         _store_token(
-            total, documents_ptr, documents_scale_ptr, grad_documents_ptr, cu_seqlens_ptr, flat, token, n_documents,
-            document_length, stride_group, stride_document, stride_token, dims, taken,
-            EMBEDDING, NORMALIZE, ADD,
-        )  # fmt: skip
+            total, to, source, documents_ptr, documents_scale_ptr, grad_documents_ptr, taken, EMBEDDING, NORMALIZE, ADD
+        )
 
 
 def sum_lists(

@@ -18,8 +18,6 @@ took a run of tiles, it was 0.140 and 0.586. A linear layer and `maxsim` take 1.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton.language as tl
 from torch import Tensor
@@ -32,15 +30,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ...problem import Options, Tensors
 from ..gluon import find_document, larger_of
 from ..launch import kernel, wait_for_previous_kernel
 from ..plan_operations import FusedPlan
 from ..reductions import larger
 from ..tables import power_of_two
 from .projection import PARTS, allocate, copy_chunks, described, inverse_norms, load_bias, project_part, scaled
-
-if TYPE_CHECKING:
-    from ...problem import Options, Tensors
 
 # Of a document, that `_finish_kernel` reads at once.
 _PARTS_AT_ONCE = tl.constexpr(4)

@@ -156,20 +156,19 @@ class ChunkedLoss:
             grad_scores *= 2.0 * self._share / (n_documents - 1)
             return grad_scores if counts is None else grad_scores.div_(counts)
         has_teacher, filled = comparison.kind == DIVERGENCE, (self.loss, self.slope) if last else (None, None)
+        statistics = self.statistics if last and self.n_values > 2 else None
         labels, scale = self._labels, self._scale
         if has_teacher:
             labels, scale = (target, None, None), self._teacher_scale
+        read = scores, *labels, self._columns, self._labelled, self._kept, counts
         cross_entropy.gradient_kernel(
             (-(-n_queries // tile) * -(-n_documents // tile), 1, 1),
-            (
-                scores, *labels, self._columns, self._labelled, self._kept, counts, grad_scores, self._values, *filled,
-                self.statistics if last and self.n_values > 2 else None,
-            ),
+            (*read, grad_scores, self._values, *filled, statistics),
             (n_queries, n_documents, first, self.n_queries, scale, self._share),
             strides,
             (tile, cross_entropy.BLOCK, self.own_candidates, has_teacher, comparison.normalize_scores, self.n_values),
             (4, 1, None),
-        )  # fmt: skip
+        )
         return grad_scores
 
     def sum(self) -> None:

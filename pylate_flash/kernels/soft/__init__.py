@@ -8,19 +8,16 @@ probabilities once more. Sums have an order: the same bits every time.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from ...problem import Problem, Tensors
 from ..backward import common
 from ..plan_backward import SoftGradientPlan, gradient_warps, soft_gradient_plan
 from ..rows import active_tokens, inverse_norms
 from . import kernels
 from .kernels import SoftTensors
-
-if TYPE_CHECKING:
-    from ...problem import Problem, Tensors
 
 __all__ = ["soft_backward"]
 
@@ -118,7 +115,9 @@ def _sum_documents(
 
     Returned are partial sums [n, rows, d] of the gradient of the queries, where the plan has them.
     """
-    tile, at_once = plan.documents, plan.documents_at_once
+    tile, at_once, kind = plan.documents, plan.documents_at_once, problem.kind
+    sizes = problem.size, plan.parts.block, plan.parts.split, plan.parts.owned, tile.rows, tile.columns
+    even = problem.rows % tile.columns == 0
     rows, partials, total, done = problem.n_queries * problem.query_length, None, None, 0
     if plan.once:
         shape = at_once * plan.n_blocks, rows, problem.size
@@ -133,13 +132,9 @@ def _sum_documents(
             (*inputs, grad_documents, parts, of_launch),
             (problem.n_documents, problem.document_length, first, count, plan.n_blocks, problem.groups),
             (problem.rows, *plan.strides),
-            (
-                problem.size, plan.parts.block, plan.parts.split, plan.parts.owned, tile.rows, tile.columns,
-                problem.rows % tile.columns == 0, problem.kind.zero_masked, plan.rounded, problem.kind.precision,
-                *plan.units,
-            ),
+            (*sizes, even, kind.zero_masked, plan.rounded, kind.precision, *plan.units),
             gradient_warps(tile),
-        )  # fmt: skip
+        )
         done += programs
         if parts is not None and at_once < problem.n_documents:
             total = parts.sum(dim=0) if total is None else total.add_(parts.sum(dim=0))
@@ -149,6 +144,7 @@ def _sum_documents(
 def _sum_queries(problem: Problem, plan: SoftGradientPlan, inputs: SoftTensors, grad_queries: Tensor) -> Tensor | None:
     """Compute the gradient of the queries, or return sums [n, rows, d] of it, in float32 and of scaled queries."""
     tile, sums = plan.queries, grad_queries
+    sizes = problem.size, plan.parts.block, plan.parts.split, plan.parts.owned, tile.rows, tile.columns
     whole = plan.n_splits == 1 and not (problem.normalize and plan.parts.split)
     if not whole:
         shape = plan.n_splits, problem.n_queries * problem.query_length, problem.size
@@ -158,12 +154,9 @@ def _sum_queries(problem: Problem, plan: SoftGradientPlan, inputs: SoftTensors, 
         (*inputs, sums),
         (problem.n_documents, problem.document_length, problem.groups, plan.n_splits),
         (problem.rows, *plan.strides),
-        (
-            problem.size, plan.parts.block, plan.parts.split, plan.parts.owned, tile.rows, tile.columns,
-            problem.normalize and whole, plan.rounded, problem.kind.precision, *plan.units,
-        ),
+        (*sizes, problem.normalize and whole, plan.rounded, problem.kind.precision, *plan.units),
         gradient_warps(tile),
-    )  # fmt: skip
+    )
     return None if whole else sums
 
 

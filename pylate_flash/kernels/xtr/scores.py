@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import triton.language as tl
 from torch import Tensor
 
+from ...problem import Problem, Results, Rule
 from .. import tables
 from ..launch import Region, kernel, wait_for_previous_kernel
 from ..reductions import similarities_of
 from ..tables import power_of_two
-
-if TYPE_CHECKING:
-    from ...problem import Problem, Results, Rule
 
 # Documents x query tokens of a tile, and documents of it at most; programs of an SM that share the documents.
 _TILE = 2048
@@ -147,14 +145,12 @@ def score_retrieved(
     n_runs = max(1, min(slots // n_queries, -(-n_documents // block_documents)))
     run = -(-n_documents // n_runs)
     weighted = queries_mask is not None and queries_mask.is_floating_point()
+    sizes = problem.rows, length, n_documents, problem.document_length
     _score_kernel(
         (n_queries, -(-n_documents // run), 1),
         (*found, bounds, queries_mask, to.scores, to.divisors, to.winners),
-        (
-            problem.rows, length, n_documents, problem.document_length, run, rule.k, to.winners.stride(0), rule.least,
-            problem.empty_score,
-        ),
+        (*sizes, run, rule.k, to.winners.stride(0), rule.least, problem.empty_score),
         (),
         (block_documents, block_rows, _COUNTED, rule.with_whole, weighted),
         (4, 1, None),
-    )  # fmt: skip
+    )

@@ -6,22 +6,20 @@ while a program walks its run of documents. All modes take the same products, so
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
+from ...problem import Problem
 from ..forward.common import SUMMED_EMBEDDING, winner_of
 from ..forward.cuts import NO_WINNER
 from ..launch import Region, kernel
 from ..plan_operations import SearchPlan
 from ..reductions import keys_of, larger, max_along, similarities_of
 from ..tables import XTR_BIN_BITS
-
-if TYPE_CHECKING:
-    from ...problem import Problem
 
 # What a walk leaves, see `_walk_kernel`.
 MAXIMA, COLLECT, BINS, TALLY = (tl.constexpr(mode) for mode in range(4))
@@ -230,18 +228,14 @@ def walk_similarities(
     tile, run, n_runs, depth = plan.tile, plan.run, plan.n_runs, 0
     if mode.value == COLLECT.value:
         run, n_runs, depth = plan.collection.run, plan.collection.n_runs, plan.collection.depth
+    groups = plan.groups if mode.value == MAXIMA.value else 0
+    sizes = problem.rows, problem.query_length, problem.n_documents, problem.document_length
+    shape = problem.size, plan.block_embedding, tile.rows, tile.columns, plan.split
     _walk_kernel(
         (plan.row_blocks * n_runs, 1, 1),
         (*inputs, best, winners, scratch, state, counts),
-        (
-            problem.rows, problem.query_length, problem.n_documents, problem.document_length, n_runs, run,
-            plan.n_groups,
-        ),
+        (*sizes, n_runs, run, plan.n_groups),
         (*problem.query_strides, *problem.document_strides, plan.scratch),
-        (
-            problem.size, plan.block_embedding, tile.rows, tile.columns, plan.split, mode.value,
-            plan.groups if mode.value == MAXIMA.value else 0, depth, not knobs.runtime.interpret,
-            problem.kind.precision,
-        ),
+        (*shape, mode.value, groups, depth, not knobs.runtime.interpret, problem.kind.precision),
         (tile.num_warps, tile.num_stages, plan.registers),
-    )  # fmt: skip
+    )
