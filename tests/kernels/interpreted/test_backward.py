@@ -106,7 +106,7 @@ def test_lists_by_one_program(
     monkeypatch.setattr(tables, "ALONE_ROWS_OF_FEW", 300)
     monkeypatch.setattr(tables, "architecture", lambda device: (9, 132 if few else 1))
     # What only other lists need.
-    monkeypatch.setattr(lists, "_sort", None)
+    monkeypatch.setattr(lists, "_sort_kernel", None)
     dense(queries, documents, 12, kind).check("lists")
 
 
@@ -116,7 +116,7 @@ def test_lists_that_are_never_long_are_summed_by_one_program(
     normalize: bool, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # What only long lists need.
-    monkeypatch.setattr(sums, "_combine", None)
+    monkeypatch.setattr(sums, "_combine_kernel", None)
     dense((2, 8), (1, 3, 5), 12, kind, normalize).check("lists")
     packed((4, 4), [3, 0, 5], 12, kind).check("lists")
 
