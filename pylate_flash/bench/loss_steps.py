@@ -6,7 +6,7 @@ the part that is this package's one operation.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -120,8 +120,12 @@ class LargeStep(FusedStep):
         model.do_query_expansion = True
         score = partial(ColBERTScores(), backend=backend)
         loss = CachedContrastive(model, score, score_mini_batch_size=chunk, temperature=self.temperature)
+        return self.by_cached_loss(loss, lambda mask: mask)
+
+    def by_cached_loss(self, loss: Any, given: Callable[[torch.Tensor], Any]) -> Step:
+        """What a host's cached loss makes of the embeddings of one mini-batch, whose masks are ``given`` to it so."""
         leaves = self.leaves()
-        masks = [torch.ones(leaf.shape[:2], dtype=torch.bool, device=leaf.device) for leaf in leaves]
+        masks = [given(torch.ones(leaf.shape[:2], dtype=torch.bool, device=leaf.device)) for leaf in leaves]
         with torch.enable_grad():
             value = loss.calculate_loss([[leaf] for leaf in leaves], masks, with_backward=True)
         return step_of(value, leaves)
@@ -143,14 +147,11 @@ class LargeStep(FusedStep):
         """What that loss does between its two passes of the encoder."""
         from sentence_transformers.multi_vector_encoder.losses import CachedMultiVectorMultipleNegativesRankingLoss
 
-        leaves = self.leaves()
+        scale = 1.0 / self.temperature
         loss = CachedMultiVectorMultipleNegativesRankingLoss(
-            torch.nn.Identity(), scale=1.0 / self.temperature, score_mini_batch_size=chunk
+            torch.nn.Identity(), scale=scale, score_mini_batch_size=chunk
         )
-        masks = [[torch.ones(leaf.shape[:2], dtype=torch.bool, device=leaf.device)] for leaf in leaves]
-        with torch.enable_grad():
-            value = loss.calculate_loss([[leaf] for leaf in leaves], masks, with_backward=True)
-        return step_of(value, leaves)
+        return self.by_cached_loss(loss, lambda mask: [mask])
 
     def flash_maxsim(self) -> list[Candidate]:
         """Its fused step, as the embeddings are and in float16."""
