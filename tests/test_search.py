@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -145,6 +149,27 @@ def test_what_is_there_already_is_not_loaded_again(tmp_path: Path, monkeypatch: 
     index.compact()
     assert index(query, k=60) == found
     assert index(query, k=60, subset=ids[30:]) == small(tmp_path, 0)(query, k=60, subset=ids[30:])
+
+
+def test_threads_that_search_first_load_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids, documents, queries = [f"{i}" for i in range(50)], integers_of([4] * 50), integers_of([3, 2], seed=3)
+    wanted = small(tmp_path, 0).add_documents(ids, documents)(queries)
+    index, loaded, start = small(tmp_path, 1 << 20), [], resident.Loader.start
+    first = threading.Barrier(4)
+
+    def slowly(self: resident.Loader, *arguments: Any) -> Any:
+        loaded.append(arguments)
+        time.sleep(0.05)
+        return start(self, *arguments)
+
+    def ask() -> list:
+        first.wait()
+        return index(queries)
+
+    monkeypatch.setattr(resident.Loader, "start", slowly)
+    with ThreadPoolExecutor(4) as threads:
+        assert [each.result() for each in [threads.submit(ask) for _ in range(4)]] == [wanted] * 4
+    assert len(loaded) == 1
 
 
 @pytest.mark.parametrize("memory", [-1, 1.5, True, "all", None])

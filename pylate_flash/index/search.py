@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import TypedDict
@@ -78,6 +79,7 @@ class Search:
         self.store, self.device, self.projection, self.ranks = store, device, projection, ranks
         self.rows = Rows(device, memory)
         self._generation: int | None = None
+        self._following = threading.Lock()
         self._first = 0  # slot of the first of its documents
 
     def scorer(self, name: str) -> Scorer:
@@ -187,13 +189,15 @@ class Search:
 
     def _follow(self, show_progress: bool) -> None:
         """Have the rows of the store as it is now."""
-        if self._generation == self.store.state.generation:
-            return
-        parts = self.store.documents.parts
-        first, last = (0, len(parts)) if self.ranks is None else self.ranks.share(parts)
-        self.rows.follow(parts[first:last], self.store.layout, show_progress)
-        self._first = sum(part.documents for part in parts[:first])
-        self._generation = self.store.state.generation
+        # Threads that search first load once.
+        with self._following:
+            if self._generation == self.store.state.generation:
+                return
+            parts = self.store.documents.parts
+            first, last = (0, len(parts)) if self.ranks is None else self.ranks.share(parts)
+            self.rows.follow(parts[first:last], self.store.layout, show_progress)
+            self._first = sum(part.documents for part in parts[:first])
+            self._generation = self.store.state.generation
 
     def _here(self, slots: np.ndarray) -> np.ndarray:
         """Those of some slots, which ascend, that are of this process, counted from its first."""
