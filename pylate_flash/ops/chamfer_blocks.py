@@ -70,12 +70,14 @@ def gradients_in_blocks(
 def _blocks(problem: Problem, sets: Sets) -> Iterator[tuple[slice, _Side, _Side]]:
     """Consecutive pairs that `block_budget` has room for, or one pair alone."""
     x_bounds = y_bounds = None
-    lengths = np.full(problem.n_queries, problem.document_length)
+    n, budget = problem.n_queries, block_budget(problem.device) // max(problem.size, problem.query_length)
+    step = max(1, budget // problem.document_length)
+    cuts = [(start, min(start + step, n)) for start in range(0, n, step)]
     if sets.x_cu_seqlens is not None and sets.y_cu_seqlens is not None:
         x_bounds = host_bounds("x_cu_seqlens", sets.x_cu_seqlens, len(sets.x), "x")
         y_bounds = host_bounds("y_cu_seqlens", sets.y_cu_seqlens, len(sets.y), "y")
-        lengths = np.diff(y_bounds)
-    for start, stop in runs(lengths, block_budget(problem.device) // max(problem.size, problem.query_length)):
+        cuts = runs(np.diff(y_bounds), budget)
+    for start, stop in cuts:
         pairs = slice(start, stop)
         x, y = _side(sets.x, sets.x_mask, x_bounds, pairs), _side(sets.y, sets.y_mask, y_bounds, pairs)
         if x.points.numel() and y.points.numel():
