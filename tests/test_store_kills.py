@@ -174,3 +174,74 @@ def test_writers_at_the_same_time_lose_nothing(tmp_path: Path) -> None:
     assert sorted(opened.ids) == sorted(f"{name}-{i}" for name in "abc" for i in range(30))
     for name in "abc":
         assert [id_ for id_ in opened.ids if id_[0] == name] == [f"{name}-{i}" for i in range(30)]
+
+
+# One child writes, and eight open the store again and again: what each finds is what one of the writes has made of it.
+READERS = """
+import hashlib, json, os, random, sys
+import numpy as np, torch
+from pylate_flash.index import store
+from pylate_flash.index.store import PackedStore
+store.SEGMENT_BYTES, store.SMALL_PARTS = 4000, 5
+folder, said = sys.argv[1:]
+
+def document(id_):
+    bits = hashlib.sha256(id_.encode()).digest()
+    return torch.tensor(list(bits), dtype=torch.float32).view(8, 4)[: bits[0] % 9]
+
+def look(opened):
+    ids = opened.ids
+    for i, id_ in enumerate(ids):
+        assert torch.equal(opened.read(np.array([i])), document(id_)), id_
+    return ids
+
+PackedStore(folder).add(["0"], [document("0")], metadata=[{"even": 1}])
+open(said, "w").write('["0"]\\n')
+readers = []
+for number in range(8):
+    reader = os.fork()
+    if reader:
+        readers.append(reader)
+        continue
+    seen = []
+    while not seen or "last" not in seen[-1]:
+        opened = PackedStore(folder)
+        seen.append(look(opened))
+        assert set(opened.positions_where("even").tolist()) <= set(range(len(opened)))
+    # It stays what it was.
+    assert look(opened) == seen[-1]
+    states = [json.loads(line) for line in open(said)]
+    assert all(ids in states for ids in seen)
+    assert len({len(ids) for ids in seen}) > 1
+    os._exit(0)
+pick, opened = random.Random(0), PackedStore(folder)
+for call in range(80):
+    operation, ids = pick.choice(["add", "add", "many", "replace", "remove", "erase", "compact"]), opened.ids
+    new = [f"{call}-{i}" for i in range({"add": 1, "many": 20}.get(operation, 0))]
+    if operation == "replace":
+        new = pick.sample(ids, min(3, len(ids)))
+    if call == 79:
+        operation, new = "add", ["last"]
+    gone = pick.sample(range(len(ids)), len(ids) // 3) if operation in ("remove", "erase") else []
+    after = [id_ for i, id_ in enumerate(ids) if i not in gone and id_ not in new] + new
+    # Before it is so, as a reader may be faster than this.
+    with open(said, "a") as file:
+        print(json.dumps(after), file=file)
+    if new:
+        metadata = [{"even": call % 2}] * len(new)
+        opened.add(new, [document(id_) for id_ in new], replace=operation == "replace", metadata=metadata)
+    elif gone:
+        opened.remove(np.array(sorted(gone)), erase=operation == "erase")
+    elif operation == "compact":
+        opened.compact()
+    assert opened.ids == after
+print([os.waitstatus_to_exitcode(os.waitpid(reader, 0)[1]) for reader in readers])
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+def test_eight_readers_beside_a_writer_find_what_a_write_has_made(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(Path(pylate_flash.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    arguments = [sys.executable, "-c", READERS, str(tmp_path / "index"), str(tmp_path / "said")]
+    done = subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout) == (0, f"{[0] * 8}\n"), done.stderr

@@ -150,6 +150,8 @@ def matching(connection: sqlite3.Connection, expression: str, parameters: tuple)
     ValueError
         If it is no expression over metadata, or takes too long.
     """
+    # A snapshot: where tables change meanwhile, SQLite prepares a statement again, and asks again what it may.
+    connection.execute("BEGIN")
     names = columns_of(connection)
     selects = 0
 
