@@ -38,8 +38,8 @@ class Described(NamedTuple):
     block: tuple[int, int]
     layout: Any
 
-    def of(self, tensor: Tensor) -> Any:
-        """The tensor as Triton takes it."""
+    def of(self, tensor: Any) -> Any:
+        """The tensor, or what has its address and dtype, as Triton takes it."""
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
         return TensorDescriptor(tensor, [self.rows, self.columns], [self.columns, 1], list(self.block), self.layout)
@@ -143,7 +143,9 @@ class Kernel:
             given[: len(described)] = [matrix.of(tensor) for matrix, tensor in zip(described, given, strict=False)]
             compiled = self.function[grid](*given, *integers, *constants, **options)
         # Triton's interpreter compiles nothing.
-        return (by_interpreter, len(tensors)) if compiled is None else (_code(compiled), len(described))
+        if compiled is None:
+            return by_interpreter, len(tensors)
+        return _code(compiled, [tensor.dtype for tensor in tensors[: len(described)]]), 0  # type: ignore[union-attr]
 
 
 @triton.jit
@@ -178,8 +180,10 @@ def kernel(
     return Kernel(jit(do_not_specialize=numbers)(function), follows)
 
 
-def _code(compiled: Any) -> Callable[..., None]:
+def _code(compiled: Any, dtypes: list[torch.dtype]) -> Callable[..., None]:
     """What launches a compiled kernel, given the grid, the stream, tensors, their addresses, the rest, descriptions.
+
+    It needs no tensors, but the `dtypes` of those that are described.
 
     It calls Triton's C function itself, where the arguments of that are known: around it, Triton looks for scratch
     memory and for hooks that are rarely there, and describes matrices to the copy engine at every launch, where a
@@ -189,7 +193,8 @@ def _code(compiled: Any) -> Callable[..., None]:
     def by_triton(
         grid: tuple[int, int, int], stream: int, tensors: Sequence, pointers: list[int], rest: tuple, described: tuple
     ) -> None:
-        first = [matrix.of(tensor) for matrix, tensor in zip(described, tensors, strict=False)]
+        given = zip(described, pointers, dtypes, strict=False)
+        first = [matrix.of(_At(pointer, dtype)) for matrix, pointer, dtype in given]
         compiled[grid](*first, *pointers[len(first) :], *rest, stream=stream)
 
     if not launcher_is_known():
@@ -231,6 +236,16 @@ def _code(compiled: Any) -> Callable[..., None]:
         launch(*grid, stream, *fixed, *pointers, *rest)
 
     return by_c
+
+
+class _At(NamedTuple):
+    """What Triton asks of a tensor that it describes."""
+
+    address: int
+    dtype: torch.dtype
+
+    def data_ptr(self) -> int:
+        return self.address
 
 
 class Region:

@@ -125,7 +125,8 @@ def maxsim_varlen(
         tensors, options = call_of(_with_lengths((queries, documents.values, *others, implementation)))
         return scores_of_quantized("maxsim_varlen", tensors, options, documents, quantize_queries)
     arguments = queries, documents, *others, implementation
-    if candidates_cu_seqlens is None and max_query_length is not None:
+    one = isinstance(queries_cu_seqlens, Tensor) and queries_cu_seqlens.shape == (2,)
+    if candidates_cu_seqlens is None and (one or max_query_length is not None):
         # On a GPU, none of the boundaries is read.
         return scores_of_arguments(arguments, "maxsim_varlen", _with_lengths)
     return scores_of_arguments(_with_lengths(arguments), "maxsim_varlen")
