@@ -22,12 +22,13 @@ if TYPE_CHECKING:
 _INT32_MAX = 2**31 - 1
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Config:
+@dataclass(frozen=True, eq=False)
+class Config(str):
     """A kernel of the forward and all that it is compiled for, its only constant; one object for each.
 
     `kernel` is "single" (one short query at a time), "stacked" (the tokens of all queries as one tall matrix) or
-    "hopper" (the same for compute capability 9.0).
+    "hopper" (the same for compute capability 9.0). A string of its fields, because Triton writes constants as JSON for
+    those who hear of what is compiled.
     """
 
     kernel: str
@@ -70,6 +71,9 @@ class Config:
     flatten: bool = False
     chosen: bool = False
     shared: bool = False
+
+    def __new__(cls, *fields: Any, **named: Any) -> Config:
+        return super().__new__(cls, f"{fields} {named}")
 
 
 @functools.cache

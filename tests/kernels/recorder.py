@@ -5,6 +5,7 @@ A launch function runs up to the launch, which is recorded, and compiled for the
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -82,6 +83,8 @@ class Recorder(Kernel):
                 signature[name] = "i32"
                 if not parameter.do_not_specialize and value % 16 == 0:
                     attributes[(index,)] = [["tt.divisibility", 16]]
+        # As Triton writes them for those who hear of what is compiled.
+        json.dumps([str(value) if type(value).__name__ == "dtype" else value for value in constants.values()])
         language = GluonASTSource if self.function.is_gluon() else ASTSource
         source = language(self.function, signature, constants, attributes)
         target = GPUTarget("cuda", capability, 32)
