@@ -125,7 +125,7 @@ def maxsim_varlen(
         tensors, options = call_of(_with_lengths((queries, documents.values, *others, implementation)))
         return scores_of_quantized("maxsim_varlen", tensors, options, documents, quantize_queries)
     arguments = queries, documents, *others, implementation
-    one = isinstance(queries_cu_seqlens, Tensor) and queries_cu_seqlens.shape == (2,)
+    one = isinstance(queries_cu_seqlens, Tensor) and queries_cu_seqlens.numel() == 2
     if candidates_cu_seqlens is None and (one or max_query_length is not None):
         # On a GPU, none of the boundaries is read.
         return scores_of_arguments(arguments, "maxsim_varlen", _with_lengths)
