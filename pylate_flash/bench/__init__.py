@@ -7,7 +7,7 @@
 - `rows`, `exact`: shapes with names and their work; what is right, in float64, and how far a result is from it.
 - `suite`: what a suite is (rows, inputs, systems), and the loop that checks, times and compares the systems.
 - `calls`, `rerank`, `steps`: the inputs of what users call, and how each system is called for them.
-- `forward`, `quantized`, `residual`, `varlen`, `training`, `losses` (with `loss_steps`), `hosts`, `launch`, `cpu`: the
+- `forward`, `quantized`, `residual`, `varlen`, `training`, `losses` (with `loss_steps`), `retrieval`, `launch`: the
   suites. Another one is one more file like them, named in `SUITES` or by its path, as those in docs/benchmarks/suites.
 - `peers`: the other packages that a suite may measure, and what is particular to them.
 - `memory`: the memory of one system, measured in a process of its own (`fresh`).
@@ -37,9 +37,7 @@ SUITES = {
     "training": "forward, loss and backward, with uniform and with skewed winners",
     "losses": "the same of large batches, up to 65536, in chunks, and by the losses of PyLate's users",
     "retrieval": "searches of an index of up to two million documents, beside the operation and a PLAID index",
-    "hosts": "what a user of sentence-transformers 6 calls, by its own code and while registered",
     "launch": "how long a call keeps the host, in microseconds, and what it compiles",
-    "cpu": "float32 batches, reranking and steps of distillation, on the processor",
 }
 
 

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from pylate_flash.bench import cpu, forward, suite, varlen
+from pylate_flash.bench import forward, suite, varlen
 from pylate_flash.bench.exact import relative_error
 from pylate_flash.bench.peers import MAXSIM_CPU
 from pylate_flash.bench.rows import Row
+from suites import cpu
 
 CPU = torch.device("cpu")
 ROWS = [Row("one", 1, 5, 4, 7, d=16), Row("several", 3, 6, 2, 9, d=16)]

@@ -5,11 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pylate_flash.bench import exact, hosts, losses, protocol, results, suite
+from pylate_flash.bench import exact, losses, protocol, results, suite
 from pylate_flash.bench.peers import SENTENCE_TRANSFORMERS
 from pylate_flash.bench.protocol import Rounds
 from pylate_flash.hosts import HOSTS
 from pylate_flash.hosts import SENTENCE_TRANSFORMERS as ROUTES
+from suites import hosts
 
 CPU = torch.device("cpu")
 ROUNDS = Rounds(warmup=0, repetitions=2, flush_bytes=0)

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from pylate_flash.bench import hosts, suite
+from pylate_flash.bench import suite
 from pylate_flash.bench.protocol import Ceilings, Rounds
 from pylate_flash.hosts import HOSTS
+from suites import hosts
 from tests.hosts.conftest import texts, tiny_encoder_path  # noqa: F401  (fixtures)
 
 pytestmark = [
