@@ -6,8 +6,8 @@ A launch function runs up to the launch, which is recorded, and compiled for the
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from types import ModuleType
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -30,16 +30,12 @@ TYPES = {
 SHARED_MEMORY = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 
 
-class Recorder(Kernel):
-    """Keeps what a kernel is launched with the last time, as `arguments`, and compiles that for a target instead."""
+class Launch:
+    """What a kernel is launched with, and its compilation for a target."""
 
-    def __init__(self, kernel: Kernel) -> None:
-        super().__init__(kernel.function, kernel.follows)
-        self.arguments: tuple | None = None
-        self.launches = 0
-
-    def __call__(
+    def __init__(
         self,
+        kernel: Kernel,
         grid: tuple[int, int, int],
         tensors: tuple[Tensor | Region | None, ...],
         numbers: tuple[float, ...],
@@ -53,16 +49,15 @@ class Recorder(Kernel):
         assert tensors[0] is not None
         assert numbers
         hash((constants, warps))
+        self.kernel, self.described = kernel, described
         self.arguments = (*map(tensor_of, tensors), *numbers, *strides, *constants)
-        self.described = described
         self.options = dict(zip(("num_warps", "num_stages", "maxnreg"), warps, strict=True))
-        self.launches += 1
 
     def compile(self, capability: int) -> Any:
-        """The recorded launch compiled for a compute capability such as 90."""
-        assert self.arguments is not None, "the kernel was not launched"
+        """Compiled for a compute capability such as 90."""
         signature, constants, attributes = {}, {}, {}
-        for index, (parameter, value) in enumerate(zip(self.function.params, self.arguments, strict=True)):
+        function = self.kernel.function
+        for index, (parameter, value) in enumerate(zip(function.params, self.arguments, strict=True)):
             name = parameter.name
             if index < len(self.described):
                 matrix = self.described[index]
@@ -85,10 +80,10 @@ class Recorder(Kernel):
                     attributes[(index,)] = [["tt.divisibility", 16]]
         # As Triton writes them for those who hear of what is compiled.
         json.dumps([str(value) if type(value).__name__ == "dtype" else value for value in constants.values()])
-        language = GluonASTSource if self.function.is_gluon() else ASTSource
-        source = language(self.function, signature, constants, attributes)
+        language = GluonASTSource if function.is_gluon() else ASTSource
+        source = language(function, signature, constants, attributes)
         target = GPUTarget("cuda", capability, 32)
-        overlaps = self.follows and capability >= 90
+        overlaps = self.kernel.follows and capability >= 90
         with pytest.MonkeyPatch.context() as patch:
 
             def current_target() -> GPUTarget:
@@ -106,36 +101,25 @@ class Recorder(Kernel):
         return compiled
 
 
-def record(module: ModuleType, name: str, monkeypatch: pytest.MonkeyPatch) -> Recorder:
-    """Put a recorder in place of a module's kernel, which has this name and `_kernel`."""
-    recorder = Recorder(getattr(module, f"{name}_kernel"))
-    monkeypatch.setattr(module, f"{name}_kernel", recorder)
-    return recorder
+@contextmanager
+def recorded() -> Iterator[dict[str, list[Launch]]]:
+    """The launches of a while, none of which runs, by the names of their kernels: "stacked" of `_stacked_kernel`."""
+    if triton.knobs.runtime.interpret:
+        pytest.skip("the interpreter compiles nothing")
+    launches: dict[str, list[Launch]] = {}
+
+    def record(kernel: Kernel, *arguments: Any) -> None:
+        name = kernel.function.fn.__name__.strip("_").removesuffix("_kernel")
+        launches.setdefault(name, []).append(Launch(kernel, *arguments))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Kernel, "__call__", record)
+        yield launches
 
 
-def check(
-    module: ModuleType, name: str, launch: Callable[[], object], capability: int, monkeypatch: pytest.MonkeyPatch
-) -> Any:
-    """Compile the kernel of this name in `module` as `launch` launches it."""
-    recorder = record(module, name, monkeypatch)
-    launch()
-    return recorder.compile(capability)
-
-
-def check_launches(
-    kernels: dict[ModuleType, tuple[str, ...]],
-    launch: Callable[[], object],
-    names: set[str],
-    capability: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> dict[str, Any]:
-    """Compile all that `launch` launches: of `kernels`, modules and names in them, those of `names` and no others.
-
-    Returned is what was compiled, by name.
-    """
-    with monkeypatch.context() as patch:
-        recorders = {name: record(module, name, patch) for module, found in kernels.items() for name in found}
-        launch()
-    launched = {name: recorder for name, recorder in recorders.items() if recorder.launches}
-    assert set(launched) == names
-    return {name: recorder.compile(capability) for name, recorder in launched.items()}
+def compiled(call: Callable[[], object], names: str, capability: int) -> dict[str, Any]:
+    """Compile what `call` launches last of each kernel, by name: of the kernels of these names, and of no others."""
+    with recorded() as launches:
+        call()
+    assert set(launches) == set(names.split())
+    return {name: of_kernel[-1].compile(capability) for name, of_kernel in launches.items()}

@@ -1,90 +1,144 @@
-"""Every kernel of the backward compiles for compute capability 8.0, 9.0, 10.0 and 12.0, as it is launched."""
+"""Every kernel of the backward and the losses compiles for compute capability 8.0 to 12.0, as it is launched."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
+from torch import Tensor
 
-from pylate_flash.kernels import backward, rows
-from pylate_flash.kernels.backward import common, compare, gather, lists, sums
-from tests.kernels.backward_cases import dense, packed, weighted
-from tests.kernels.recorder import check, check_launches
+from pylate_flash.kernels import backward, losses, tables
+from pylate_flash.kernels.backward import Destination, write_gradients
+from pylate_flash.problem import Comparison, Targets
+from tests.kernels.backward_cases import WAYS, dense, packed, weighted
+from tests.kernels.recorder import compiled
 
-pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
-
-KERNELS = {
-    gather: ("_gather",),
-    common: ("_finish",),
-    lists: ("_list", "_sort", "_scan", "_place", "_starts"),
-    sums: ("_sum", "_combine"),
-    compare: ("_compare",),
-}
-SORTED = {"_sort", "_scan", "_place", "_sum", "_combine"}
-
-
-def check_backward(run: Callable[[], object], names: set[str], capability: int, monkeypatch) -> None:
-    """Compile what `run` launches, which must be the kernels of these names."""
-    monkeypatch.setattr(backward, "inverse_norms", lambda embeddings: torch.ones(embeddings.shape[:-1]))
-    check_launches(KERNELS, run, names, capability, monkeypatch)
+SORTED = " sort scan place sum combine"
 
 
 @pytest.mark.parametrize(
     ("dtype", "size", "normalize"),
     [(torch.bfloat16, 48, False), (torch.float16, 128, True), (torch.float32, 512, False), (torch.float32, 4096, True)],
 )
-def test_padded(normalize: bool, size: int, dtype: torch.dtype, capability: int, monkeypatch) -> None:
+def test_padded(normalize: bool, size: int, dtype: torch.dtype, capability: int) -> None:
     """Queries of 2080 rows have lists that are summed in parts; one of 32 rows shares its documents among programs."""
     few, many = (
         replace(case, queries=case.queries.to(dtype), documents=case.documents.to(dtype), normalize=normalize)
         for case in (dense((1, 32), (1, 64, 8), size, "none"), dense((65, 32), (1, 2, 180), size, "none"))
     )
     for case, way, needs, names in (
-        (few, "lists", (True, False), {"_gather", "_finish"}),
-        (few, "lists", (False, True), {"_list", "_sum"}),
+        (few, "lists", (True, False), "gather finish"),
+        (few, "lists", (False, True), "list sum"),
         (many, "lists", (False, True), SORTED),
-        (many, "compare_winners", (False, True), {"_compare"}),
-        (few, None, (False, True), {"_compare"}),
+        (many, "compare_winners", (False, True), "compare"),
+        (few, None, (False, True), "compare"),
         (many, None, (False, True), SORTED),
     ):
-        check_backward(lambda c=case, w=way, n=needs: c.run(w, *n), names, capability, monkeypatch)
+        compiled(partial(case.run, way, *needs), names + " norms" * normalize, capability)
 
 
 @pytest.mark.parametrize("normalize", [False, True])
-def test_weights(normalize: bool, capability: int, monkeypatch) -> None:
+def test_weights(normalize: bool, capability: int) -> None:
     few = weighted(dense((1, 32), (1, 64, 8), 128, "none", normalize, torch.bfloat16))
     many = weighted(dense((65, 32), (1, 2, 180), 128, "none", normalize, torch.bfloat16))
-    check_backward(few.run, {"_gather", "_finish", "_compare"}, capability, monkeypatch)
-    check_backward(many.run, {"_gather"} | SORTED, capability, monkeypatch)
+    compiled(few.run, "gather finish compare" + " norms" * normalize, capability)
+    compiled(many.run, "gather" + SORTED + " norms" * normalize, capability)
 
 
 @pytest.mark.parametrize(("rows", "length"), [(1, 1), (200, 300), (1024, 2047), (2048, 180)])
-def test_lists_by_one_program(rows: int, length: int, capability: int, monkeypatch) -> None:
+def test_lists_by_one_program(rows: int, length: int, capability: int) -> None:
     case = dense((1, rows), (1, 2, length), 16, "none")
-    names = {"_list", "_sum"} if rows <= 1024 else {"_list", "_sum", "_combine"}
-    check_backward(lambda: case.run("lists", queries=False), names, capability, monkeypatch)
+    names = "list sum" if rows <= 1024 else "list sum combine"
+    compiled(lambda: case.run("lists", queries=False), names, capability)
 
 
-def test_long_documents(capability: int, monkeypatch) -> None:
+def test_long_documents(capability: int) -> None:
     case = dense((65, 32), (1, 1, 3000), 16, "none")
-    check_backward(lambda: case.run("lists", queries=False), SORTED | {"_starts"}, capability, monkeypatch)
+    compiled(lambda: case.run("lists", queries=False), "starts" + SORTED, capability)
 
 
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("candidates", [None, [0, 2, 3]])
-def test_packed(candidates: list[int] | None, normalize: bool, capability: int, monkeypatch) -> None:
+def test_packed(candidates: list[int] | None, normalize: bool, capability: int) -> None:
     case = packed((2, 1200), [3, 0, 70], 128, "none", candidates, dtype=torch.bfloat16, normalize=normalize)
-    for way, names in (("lists", {"_gather"} | SORTED), ("compare_winners", {"_gather", "_compare"})):
-        check_backward(lambda w=way: case.run(w), names, capability, monkeypatch)
+    for way, names in (("lists", "gather" + SORTED), ("compare_winners", "gather compare")):
+        compiled(partial(case.run, way), names + " norms" * normalize, capability)
 
 
-@pytest.mark.parametrize("size", [48, 512])
-def test_norms(size: int, capability: int, monkeypatch) -> None:
-    embeddings, scales = torch.empty(4, 32, size, dtype=torch.bfloat16), torch.empty(4, 32)
-    check(rows, "_norms", lambda: rows.inverse_norms(embeddings), capability, monkeypatch)
-    given = embeddings, embeddings, scales
-    check(rows, "_normalized", lambda: rows.normalized_rows(*given), capability, monkeypatch)
-    check(rows, "_through_normalized", lambda: rows.through_normalized_rows(*given), capability, monkeypatch)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("adds", [False, True])
+def test_parts_of_the_gradient_of_documents(adds: bool, way: str, capability: int, monkeypatch) -> None:
+    """As chunks of queries leave them: in float32, and added to what there is."""
+    monkeypatch.setattr(tables, "FEW_ROWS", WAYS[way])
+    names = " compare" if way == "compare_winners" else SORTED
+    for case in (
+        dense((65, 32), (1, 2, 180), 128, "none", True, torch.bfloat16),
+        packed((2, 1200), [3, 0, 70], 128, "none", dtype=torch.bfloat16, normalize=True),
+    ):
+        total = Destination(None, torch.zeros(case.tensors.documents.shape), True, adds)
+        write = partial(write_gradients, case.problem, case.tensors, case.grad_scores, case.winners, total)
+        compiled(write, "norms" + names, capability)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_end_of_the_gradient_of_documents(dtype: torch.dtype, capability: int) -> None:
+    case = replace(dense((32, 32), (1, 2, 180), 128, "none"), normalize=True)
+    documents = case.tensors.documents.to(dtype)
+    given = documents, torch.empty(2, 180), torch.empty(documents.shape), torch.empty_like(documents)
+    compiled(partial(backward.finish_documents, case.problem, *given), "finish", capability)
+
+
+QUERIES, N = 40, 3000
+
+
+def check_loss(comparison: Comparison, targets: Targets, names: str, capability: int, own: bool = False) -> None:
+    """Both chunks of a loss, with and without counts, and what it sums up to."""
+
+    def run() -> None:
+        with_slope = targets.temperature is not None
+        found = losses.ChunkedLoss(comparison, targets, (QUERIES, N, 32), own, with_slope, torch.device("cpu"))
+        for first, number, counts in ((0, 32, None), (32, 8, torch.empty(8, 1))):
+            scores = torch.empty(number, N)
+            if comparison.symmetric:
+                found.meet(scores, first)
+            found.compare(scores, first)
+            found.gradient(scores, first, counts)
+        found.sum()
+
+    compiled(run, names + " total", capability)
+
+
+@pytest.mark.parametrize("labels", [None, torch.int64, torch.int32])
+@pytest.mark.parametrize("own", [False, True])
+def test_cross_entropy(own: bool, labels: torch.dtype | None, capability: int) -> None:
+    targets = Targets(None if labels is None else torch.zeros(QUERIES, dtype=labels))
+    check_loss(Comparison("cross entropy", 0.1), targets, "losses gradient", capability, own)
+
+
+@pytest.mark.parametrize("temperature", [None, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("exclude", [None, torch.zeros(QUERIES, N, dtype=torch.bool)], ids=["", "exclude"])
+def test_all_of_a_cross_entropy(exclude: Tensor | None, temperature: torch.dtype | None, capability: int) -> None:
+    learned = temperature is not None
+    targets = Targets(None, exclude, torch.ones((), dtype=temperature) if learned else None)
+    comparison = Comparison("cross entropy", margin=1, symmetric=True, with_statistics=learned)
+    check_loss(comparison, targets, "losses columns gradient", capability)
+
+
+@pytest.mark.parametrize("temperature", [None, torch.ones(())])
+@pytest.mark.parametrize("normalize_scores", [False, True])
+def test_distillation(normalize_scores: bool, temperature: Tensor | None, capability: int) -> None:
+    targets = Targets(torch.empty(QUERIES, N), None, temperature)
+    comparison = Comparison("divergence", normalize_scores=normalize_scores, teacher_temperature=2)
+    check_loss(comparison, targets, "divergence gradient", capability)
+    if temperature is None and not normalize_scores:
+        check_loss(Comparison("margin MSE"), targets, "", capability)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("sizes", [(70, 9), (70, 0), (0, 9)])
+def test_rescale(sizes: tuple[int, int], dtype: torch.dtype, capability: int) -> None:
+    tensors = [torch.empty(size, dtype=dtype) if size else None for size in sizes]
+    for dtypes in ((dtype, dtype), (torch.float32, torch.float32)):
+        compiled(partial(losses.rescale, torch.ones(()), *tensors, dtypes), "rescale", capability)

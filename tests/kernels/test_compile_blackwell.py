@@ -5,51 +5,38 @@ It has never run: that it computes what it should is claimed by `tests/gpu/test_
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 
 import blackwell
 import make_layouts
-from pylate_flash.kernels import rows, tables
-from pylate_flash.kernels.forward import common
+from pylate_flash.kernels import tables
 from pylate_flash.problem import Options, Tensors, problem_of
-from tests.kernels.recorder import check_launches
-from tests.kernels.test_compile import inputs, with_masks
+from tests.kernels.recorder import compiled
+from tests.kernels.test_compile import BF16, EVERYTHING, F16, WEIGHTS, WINNERS, inputs
 
-pytestmark = [
-    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing"),
-    pytest.mark.parametrize("capability", [100], indirect=True),
-]
-
-KERNELS = {
-    blackwell: ("_blackwell",),
-    common: ("_add_sums",),
-    rows: ("_active_tokens", "_norms"),
-}
+pytestmark = pytest.mark.parametrize("capability", [100], indirect=True)
 
 
-def forward(tensors: Tensors, options: Options | None = None, with_winners: bool = False) -> Callable[[], object]:
-    return lambda: blackwell.blackwell_forward(problem_of(tensors, options or Options(), with_winners), tensors)
-
-
-def check_ptx(compiled) -> str:
+def ptx_of(tensors: Tensors, names: str, capability: int, with_winners: bool = False, **options: Any) -> str:
     """Products are tcgen05's, and tokens are copied 16 bytes at a time, by threads that wait for no product."""
-    ptx = compiled.asm["ptx"]
+    problem = problem_of(tensors, Options(**options), with_winners)
+    found = compiled(partial(blackwell.blackwell_forward, problem, tensors), names, capability)["blackwell"]
+    ptx = found.asm["ptx"]
     assert "tcgen05.mma.cta_group::1.kind::f16" in ptx
     assert set(re.findall(r"cp\.async\.\w+\.shared\.global \[[^]]*\], \[[^]]*\], (0x\w+)", ptx)) == {"0x10"}
-    assert compiled.metadata.tmem_size <= 512
+    assert found.metadata.tmem_size <= 512
     return ptx
 
 
-@pytest.mark.parametrize(("dtype", "size"), [(torch.bfloat16, 8), (torch.float16, 96)])
-def test_forward(dtype: torch.dtype, size: int, capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("dtype", "size"), [(BF16, 8), (F16, 96)])
+def test_forward(dtype: torch.dtype, size: int, capability: int) -> None:
     """Operands lie in the atoms of Hopper, with descriptors of another form, as docs/layouts.md says."""
-    compiled = check_launches(KERNELS, forward(inputs(dtype, size, 32, 32)), {"_blackwell"}, capability, monkeypatch)
-    ptx = check_ptx(compiled["_blackwell"])
+    ptx = ptx_of(inputs((32, 32, size), (40, 180, size), dtype), "blackwell", capability)
     # In one piece, or in two that are put together.
     constants = [int(value) % (1 << 64) >> 32 for value in re.findall(r"or\.b64\s+%rd\d+, %rd\d+, (-?\d+);", ptx)]
     moved = dict(re.findall(r"mov\.b32\s+(%r\d+), (-?\d+);", ptx))
@@ -60,19 +47,16 @@ def test_forward(dtype: torch.dtype, size: int, capability: int, monkeypatch: py
     }
 
 
-def test_everything(capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_everything(capability: int) -> None:
     """Masks, weights, normalize, winners, a score of empty documents."""
-    tensors = with_masks(inputs(torch.bfloat16, 128, 3, 32), torch.float32, torch.bool)
-    launch = forward(tensors, Options(normalize=True, masking="zero", empty_score=-1.0), True)
-    names = {"_blackwell", "_active_tokens", "_norms"}
-    check_ptx(check_launches(KERNELS, launch, names, capability, monkeypatch)["_blackwell"])
+    tensors = inputs((3, 32, 128), (40, 180, 128), **WEIGHTS)
+    ptx_of(tensors, "blackwell active_tokens norms", capability, **EVERYTHING)
 
 
 @pytest.mark.parametrize("query_length", [1, 200])
-def test_packed_documents(query_length: int, capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packed_documents(query_length: int, capability: int) -> None:
     """Of queries of one token, which are no sums, and of long ones, whose sums are added up."""
-    documents, bounds = torch.empty(70, 256, dtype=torch.bfloat16), torch.tensor([0, 10, 10, 70], dtype=torch.int32)
-    tensors = Tensors(torch.empty(40, query_length, 256, dtype=torch.bfloat16), documents, documents_cu_seqlens=bounds)
-    launch = forward(tensors, Options(max_document_length=60), True)
-    names = {"_blackwell"} | ({"_add_sums"} if query_length > 1 else set())
-    check_ptx(check_launches(KERNELS, launch, names, capability, monkeypatch)["_blackwell"])
+    tensors = inputs((40, query_length, 256), (70, 256))
+    tensors = tensors._replace(documents_cu_seqlens=torch.tensor([0, 10, 10, 70], dtype=torch.int32))
+    names = "blackwell" + " add_sums" * (query_length > 1)
+    ptx_of(tensors, names, capability, **WINNERS, max_document_length=60)

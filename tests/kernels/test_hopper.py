@@ -1,4 +1,4 @@
-"""The Hopper kernel's operands lie where its instructions expect them, and its choice is the one that was measured."""
+"""The Hopper kernel's operands lie where its instructions expect them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import re
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 import triton
@@ -17,13 +18,10 @@ from triton.experimental.gluon.language._core import builtin
 
 import make_layouts
 from pylate_flash.kernels import tables
-from pylate_flash.kernels.config import config_of, copied_by_16_bytes, hopper_tail, hopper_tile
-from pylate_flash.kernels.forward import hopper, maxima, maxsim_forward, stacked
-from pylate_flash.kernels.plan import forward_plan
-from pylate_flash.kernels.plan_operations import fused_tile
+from pylate_flash.kernels.config import config_of
+from pylate_flash.kernels.forward import hopper, maxima, products
 from pylate_flash.kernels.tables import Blocks
-from pylate_flash.problem import Options, Problem, Tensors, kind_of, problem_of
-from tests.kernels.recorder import record
+from pylate_flash.problem import kind_of
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
 
@@ -200,137 +198,16 @@ def test_a_narrow_product_reads_what_a_wide_one_would(tail: int, blocks: tuple[i
     assert offsets[0] == offsets[1]
 
 
-def test_where_the_last_tile_is_narrower() -> None:
-    tile = hopper_tile(9, 128, 2, False, False, False)
-    tails = {7: 16, 30: 32, 64: 0, 77: 16, 96: 32, 97: 0, 180: 0, 256: 0, 333: 16, 350: 0, 400: 0}
-    assert {length: hopper_tail(tile, length) for length in tails} == tails
-    assert hopper_tail(hopper_tile(9, 256, 2, False, False, False), 77) == 0
-
-
-def test_the_choice_of_the_kernel() -> None:
-    assert hopper_tile(9, 128, 2, False, False, False) is not None
-    assert hopper_tile(9, 128, 4, False, False, False) is None, "float32 has no such product"
-    assert hopper_tile(9, 512, 2, False, False, False) is None, "rows do not fit registers"
-    assert hopper_tile(8, 128, 2, False, False, False) is None
-    assert hopper_tile(10, 128, 2, False, False, False) is None
-    assert copied_by_16_bytes(40, (480, 48, 48))
-    assert copied_by_16_bytes(40, (400, 40, 40))
-    assert not copied_by_16_bytes(40, (8 << 30, 40, 40)), "a stride of more than 32 bits is not multiplied"
-    assert copied_by_16_bytes(48, (16 << 30, 48, 48))
-    assert not copied_by_16_bytes(44, (480, 48, 48))
-    assert not copied_by_16_bytes(40, (440, 44, 44))
-    assert copied_by_16_bytes(48, (960, 48, 48), 1)
-    assert not copied_by_16_bytes(40, (480, 48, 48), 1)
-    assert not copied_by_16_bytes(48, (1120, 56, 56), 1)
-
-
-def problem(
-    queries: tuple[int, ...], documents: tuple[int, ...], dtype: torch.dtype = torch.bfloat16, winners: bool = False
-) -> Problem:
-    return problem_of(
-        Tensors(torch.empty(queries, dtype=dtype), torch.empty(documents, dtype=dtype)), Options(), winners
-    )
-
-
-def packed(n_queries: int, longest: int, normalize: bool = False) -> Problem:
-    queries, documents = torch.empty(n_queries, 32, 128).bfloat16(), torch.empty(longest + 30, 128).bfloat16()
-    bounds = torch.tensor([0, 10, 20, 30, longest + 30])
-    options = Options(max_document_length=longest, normalize=normalize)
-    return problem_of(Tensors(queries, documents, documents_cu_seqlens=bounds), options)
-
-
-@pytest.mark.parametrize("n_queries", [4, 16])
-def test_winners_are_found_in_whole_tiles(n_queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "architecture", lambda device: (9, 132))
-    plans = [forward_plan(problem((n_queries, 32, 128), (40, 77, 128), winners=winners)) for winners in (False, True)]
-    assert [plan.config.tail for plan in plans] == [16, 0]
-
-
-def test_what_the_kernel_serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "architecture", lambda device: (9, 132))
-    for served in (
-        problem((16, 32, 128), (40, 180, 128)),
-        problem((16, 32, 128), (40, 180, 128), torch.float16, winners=True),
-        problem((2, 8, 128), (40, 180, 128), winners=True),
-        problem((5, 32, 48), (40, 7, 48)),
-        problem((16, 32, 40), (40, 7, 40)),
-        problem((1, 300, 256), (40, 180, 256)),
-        problem((5, 32, 320), (40, 64, 320), winners=True),
-        problem((4, 150, 128), (4, 5, 180, 128)),
-        packed(16, 40),
-        packed(16, 2048, normalize=True),
-    ):
-        plan = forward_plan(served)
-        assert plan.kernel == "hopper", plan.reason
-        assert not plan.in_pieces
-        group = plan.padded // plan.n_sums
-        assert plan.config.group == group
-        assert group <= plan.tile.rows // plan.tile.parts, "a sum lies within one part"
-    for not_served, reason in (
-        (problem((16, 32, 128), (40, 180, 128), torch.float32), "half precision"),
-        (problem((16, 32, 512), (40, 180, 512)), "at most 384 dimensions"),
-        (problem((16, 32, 44), (40, 7, 44)), "copied 16 bytes at a time"),
-        (packed(16, 9000), "in pieces"),
-    ):
-        plan = forward_plan(not_served)
-        assert plan.kernel == "stacked"
-        assert reason in plan.reason
-    assert forward_plan(problem((1, 32, 128), (40, 180, 128))).kernel == "single"
-    assert forward_plan(problem((16, 32, 128), (16, 5, 180, 128))).kernel == "single"
-    for major in (8, 10):
-        monkeypatch.setattr(tables, "architecture", lambda device, major=major: (major, 132))
-        assert forward_plan(problem((16, 32, 128), (40, 180, 128))).kernel == "stacked"
-
-
-@pytest.mark.parametrize(
-    ("query_length", "padded", "group"),
-    [(1, 1, 1), (2, 2, 1), (7, 8, 8), (12, 12, 1), (24, 24, 8), (32, 32, 32), (33, 33, 1), (36, 40, 8), (77, 80, 16)],
-)
-def test_few_rows_are_padding(query_length: int, padded: int, group: int) -> None:
-    plan = forward_plan(problem((96, query_length, 128), (40, 180, 128)))
-    assert (plan.padded, plan.n_sums) == (padded, padded // group)
-
-
-def test_where_storing_every_row_would_cost_more_than_padding() -> None:
-    """Short documents, by their mean length where they are packed, and sums that take much memory."""
-    bounds = torch.tensor([0, 10, 20, 30, 10000])
-    queries, tokens = torch.empty(96, 33, 16), torch.empty(10000, 16)
-    for n_documents, padded in ((3, 40), (4, 33)):
-        tensors = Tensors(queries, tokens[: 30 * n_documents], documents_cu_seqlens=bounds[: n_documents + 1])
-        if n_documents == 4:
-            tensors = tensors._replace(documents=tokens)
-        assert forward_plan(problem_of(tensors, Options(max_document_length=9970))).padded == padded
-    assert forward_plan(problem((96, 33, 16), (40, 63, 16))).padded == 40
-    assert forward_plan(problem((96, 33, 16), (40, 64, 16))).padded == 33
-    many = torch.empty(1, 64, 16).expand(21300, 64, 16)
-    for n_documents, padded in ((21000, 33), (21300, 40)):
-        assert forward_plan(problem_of(Tensors(queries, many[:n_documents]), Options())).padded == padded
-
-
-def test_a_tensor_that_is_not_aligned_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies of 16 bytes need addresses that are multiples of 16: other tensors go to the plain kernel."""
-    monkeypatch.setattr(tables, "architecture", lambda device: (9, 132))
-    recorders = record(hopper, "_hopper", monkeypatch), record(stacked, "_stacked", monkeypatch)
-    queries = torch.empty(8, 32, 128, dtype=torch.float16)
-    storage = torch.empty(4 * 50 * 128 + 1, dtype=torch.float16)
-    for start, launches in ((0, [1, 0]), (1, [1, 1])):
-        tensors = Tensors(queries, storage[start : start + 4 * 50 * 128].view(4, 50, 128))
-        maxsim_forward(problem_of(tensors, Options()), tensors)
-        assert [recorder.launches for recorder in recorders] == launches
-
-
-def test_the_fused_projection_serves_few_query_rows_on_hopper() -> None:
-    assert fused_tile(9, 32, 128, 768, 2) is not None
-    for arguments in [(9, 129, 128, 768, 2), (8, 32, 128, 768, 2), (10, 32, 128, 768, 2), (9, 32, 128, 768, 4)]:
-        assert fused_tile(*arguments) is None
-    for arguments in [(9, 32, 136, 768, 2), (9, 32, 100, 768, 2), (9, 32, 128, 770, 2)]:
-        assert fused_tile(*arguments) is None
-
-
-@pytest.mark.parametrize("rows", [1, 32, 100, 128])
-@pytest.mark.parametrize("size", [8, 48, 128])
-def test_the_fused_projection_has_loads_in_flight(rows: int, size: int) -> None:
-    tile = fused_tile(9, rows, size, 768, 2)
-    assert tile is not None
-    assert tile.num_stages >= 3
-    assert tile.blocks * tile.columns >= rows
+def test_a_multiply_add_makes_of_an_integers_bits_what_a_conversion_and_a_product_make() -> None:
+    """The arithmetic of `products.scaled` and `unscaled`, with the kernel's constants, rounded to the same bits."""
+    generator = np.random.default_rng(0)
+    largest = 128 * 127 * 512
+    integers = np.concatenate([np.arange(-1000, 1001), generator.integers(-largest, largest + 1, 200_000), [-largest]])
+    scales = np.exp2(generator.uniform(-60, 60, len(integers))).astype(np.float32)
+    floats = (integers + products._BITS_OF_ONE.value).astype(np.int32).view(np.float32)
+    # The product has 48 bits, and float64 room for 53: rounded once, when it becomes float32.
+    scaled = (floats.astype(np.float64) * scales - scales).astype(np.float32)
+    unit = np.float32(products._INTEGER_UNIT.value)
+    assert np.array_equal(scaled * np.where(scaled < 0, 2 * unit, unit), integers.astype(np.float32) * scales)
+    # Halved, what is negative stays below what is not.
+    assert np.array_equal(scaled < 0, integers < 0)

@@ -1,0 +1,455 @@
+"""The kernels of the other operations compile for the compute capabilities that they serve, as they are launched."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+from triton.tools.disasm import get_sass
+
+from pylate_flash.kernels import forward, plan_operations, xtr
+from pylate_flash.kernels.backward.residual import residual_backward
+from pylate_flash.kernels.forward import Codes
+from pylate_flash.kernels.hidden import fused, projection
+from pylate_flash.kernels.plan_backward import residual_gradient_plan
+from pylate_flash.kernels.soft import soft_backward
+from pylate_flash.kernels.versions import triton_version
+from pylate_flash.ops import kernel_calls
+from pylate_flash.ops.chamfer import ChamferOptions, Sets, problem_of_sets
+from pylate_flash.ops.quantized import problem_of_quantized
+from pylate_flash.problem import Options, Problem, Results, Rule, Tensors, problem_of
+from tests.kernels.recorder import compiled, recorded
+from tests.kernels.test_compile import BF16, F16, F32, inputs
+
+MASKS = (F32, torch.bool)
+BOTH = {"normalize": True, "masking": "zero"}
+_COPIES = r"cp\.async\.\w+\.shared\.global \[[^]]*\], \[[^]]*\], (0x\w+)"
+
+
+# Compute capabilities; type, queries, documents, masks, options, kernels of the forward, and those of the backward by
+# its budget of partial sums.
+SOFT = [
+    (
+        (80, 90, 100, 120), BF16, (8, 64, 128), (3, 300, 128), (None, None), {}, "tall",
+        {0: "documents queries", 1 << 40: "documents finish"},
+    ),
+    ((80,), F32, (8, 64, 48), (3, 300, 48), (None, None), {}, "stacked", {0: "documents queries"}),
+    (
+        (90,), BF16, (8, 64, 320), (3, 300, 320), MASKS, BOTH, "hopper active_tokens norms",
+        {0: "documents queries finish active_tokens norms"},
+    ),
+    (
+        (90,), F16, (2, 64, 96), (300, 96), (None, None), {"normalize": True}, "stacked norms",
+        {1 << 40: "documents queries norms"},
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("capability", "row"), [(each, row) for every, *row in SOFT for each in every], indirect=["capability"]
+)
+def test_soft(row: list, capability: int) -> None:
+    dtype, queries, documents, masks, options, names, backwards = row
+    tensors = inputs(queries, documents, dtype, masks)
+    options = Options(**options)
+    if len(documents) == 2:
+        bounds = torch.tensor([0, 40, 300]), torch.tensor([0, 1, 2])
+        tensors = tensors._replace(documents_cu_seqlens=bounds[0], candidates_cu_seqlens=bounds[1])
+        options = options._replace(max_document_length=260, max_candidates=1)
+    problem, beta = problem_of(tensors, options), torch.ones(())
+    lse, grad = torch.zeros(problem.winners_shape), torch.zeros(problem.scores_shape)
+    names = names.replace("tall", "hopper" if capability == 90 else "stacked")
+    compiled(lambda: forward.soft_forward(problem, tensors, beta, True), names, capability)
+    for budget, names in backwards.items():
+        given = problem, tensors, beta, grad, lse, (True, True, True), budget
+        compiled(partial(soft_backward, *given), names, capability)
+
+
+def soft_on_hopper(tensors: Tensors, names: str, lse: bool = True, **options) -> tuple[str, bytes]:
+    """The PTX and the code of the Hopper kernel as this call launches it."""
+    problem = problem_of(tensors, Options(**options))
+    call = partial(forward.soft_forward, problem, tensors, torch.ones(()), lse)
+    asm = compiled(call, names, 90)["hopper"].asm
+    return asm["ptx"], asm["cubin"]
+
+
+@pytest.mark.parametrize("capability", [90], indirect=True)
+def test_hopper_takes_one_exponential_of_a_similarity_and_spills_nothing(capability: int) -> None:
+    ptx, cubin = soft_on_hopper(inputs((8, 64, 128), (3, 1024, 128)), "hopper")
+    products = re.findall(r"wgmma\.mma_async\S+ \{[^}]*\}, (\S)", ptx)
+    assert set(products) == {"{"}, "the first operand must be a list of registers"
+    sass = get_sass(cubin)
+    # Those of Triton 3.9 spill what a document needs when it ends, of the kernel that finds winners too.
+    assert "LDL" not in sass or triton_version() > (3, 6)
+    # In each of four parts, a thread has 32 similarities of a tile, rescales two sums by it, and two of a document.
+    assert sass.count("MUFU.EX2") == 4 * (32 + 2 + 2)
+
+
+@pytest.mark.parametrize("capability", [90], indirect=True)
+@pytest.mark.parametrize(
+    ("size", "length", "masked", "tail"),
+    [(128, 128, False, None), (128, 77, False, 16), (64, 90, False, 32), (96, 300, False, 64), (256, 64, True, 64)],
+)
+def test_hopper_multiplies_what_is_left_after_whole_tiles_by_itself(
+    size: int, length: int, masked: bool, tail: int | None, capability: int
+) -> None:
+    """A token that is repeated to fill a tile would count twice."""
+    names = "add_sums hopper norms" + " active_tokens" * masked
+    tensors = inputs((12, 33, size), (3, length, size), F16, (F32, torch.bool if masked else None))
+    ptx, _ = soft_on_hopper(tensors, names, **BOTH)
+    products = size // 16 * (2 if size > 128 else 4)
+    expected = {64: products}
+    if tail is not None:
+        expected[tail] = expected.get(tail, 0) + products
+    found = [ptx.count(f"m64n{columns}k16.f32.f16.f16") for columns in (16, 32, 64)]
+    assert found == [expected.get(columns, 0) for columns in (16, 32, 64)]
+
+
+@pytest.mark.parametrize("capability", [90], indirect=True)
+def test_hopper_packed_few_rows_without_lse(capability: int) -> None:
+    tensors = inputs((2, 40, 128), (300, 128))._replace(documents_cu_seqlens=torch.tensor([0, 40, 40, 300]))
+    options = {"max_document_length": 260, "normalize": True, "empty_score": -1.0}
+    soft_on_hopper(tensors, "add_sums hopper norms", False, **options)
+
+
+# Type, elements of an embedding, tokens chosen, masks and options, winners, and capability.
+SPARSE = [
+    (BF16, 128, 16, False, False, 80),
+    (BF16, 128, 128, False, True, 90),
+    (F16, 96, 40, True, True, 100),
+    (F32, 128, 32, True, True, 90),
+    (BF16, 768, 32, True, True, 120),
+]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size", "n_chosen", "masked", "with_winners", "capability"), SPARSE, indirect=["capability"]
+)
+def test_chosen_tokens(
+    dtype: torch.dtype, size: int, n_chosen: int, masked: bool, with_winners: bool, capability: int
+) -> None:
+    tensors = inputs((1, 64, size), (3, 300, size), dtype, MASKS if masked else (None, None))
+    problem = problem_of(tensors, Options(**BOTH if masked else {}), with_winners)
+    chosen = torch.zeros(1, 3, n_chosen, dtype=torch.int64)
+    winners = torch.zeros(problem.winners_shape, dtype=problem.winners_dtype) if with_winners else None
+    names = "single active_tokens norms" if masked else "single"
+    compiled(lambda: forward.sparse_forward(problem, tensors, chosen, winners), names, capability)
+
+
+@pytest.mark.parametrize("capability", [80, 90], indirect=True)
+def test_chosen_tokens_and_packed_documents(capability: int) -> None:
+    tensors = inputs((2, 64, 128), (300, 128))._replace(documents_cu_seqlens=torch.tensor([0, 40, 300]))
+    problem = problem_of(tensors, Options(0, 260), False)
+    chosen = torch.zeros(2, 2, 16, dtype=torch.int32)
+    compiled(lambda: forward.sparse_forward(problem, tensors, chosen, None), "single", capability)
+
+
+def quantized(tensors: Tensors, quantize_queries: bool, **options) -> partial[Tensor]:
+    """What scores these tensors."""
+    scales = torch.ones(tensors.documents.shape[:-1])
+    offsets = scales if tensors.documents.dtype == torch.uint8 else None
+    problem = problem_of_quantized(tensors, Options(**options), quantize_queries)
+    return partial(forward.quantized_forward, problem, tensors, scales, offsets)
+
+
+INT8, UINT8, FP8 = torch.int8, torch.uint8, torch.float8_e4m3fn
+# What tensor cores multiply with 8-bit queries, by compute capability.
+PRODUCTS = {
+    (80, INT8): r"mma\.sync\S*\.s8\.s8", (80, UINT8): r"mma\.sync\S*\.s8\.s8", (90, INT8): r"wgmma\S*\.s8\.s8",
+    (90, UINT8): r"wgmma\S*\.s8\.s8", (90, FP8): r"wgmma\S*\.e4m3\.e4m3",
+}  # fmt: skip
+
+
+def skip_fp8(dtype: torch.dtype, capability: int) -> None:
+    if dtype == FP8 and capability == 80:
+        pytest.skip("fp8 needs compute capability 8.9, and is refused before")
+
+
+@pytest.mark.parametrize("capability", [80, 90], indirect=True)
+@pytest.mark.parametrize(
+    ("dtype", "n_queries", "size"),
+    [(INT8, 1, 72), (INT8, 32, 128), (INT8, 3, 300), (UINT8, 32, 128), (FP8, 1, 128), (FP8, 32, 72)],
+)
+def test_products_of_8_bits(dtype: torch.dtype, n_queries: int, size: int, capability: int) -> None:
+    skip_fp8(dtype, capability)
+    tensors = inputs((n_queries, 32, size), (40, 180, size))
+    tensors = tensors._replace(documents=tensors.documents.to(dtype))
+    by_hopper = capability == 90 and n_queries == 32 and size == 128 and dtype != UINT8
+    name = "hopper" if by_hopper else "stacked"
+    # A program of few rows quantizes them itself, if it holds them.
+    names = name + " quantize_rows" * (n_queries * 32 > 64 or size > 256)
+    ptx = compiled(quantized(tensors, True), names, capability)[name].asm["ptx"]
+    assert re.search(PRODUCTS[capability, dtype], ptx)
+    # Documents go to shared memory 16 bytes at a time, in the background; those of 72 elements begin at multiples of 8.
+    assert set(re.findall(_COPIES, ptx)) >= {"0x10" if size == 128 else "0x8" if size == 72 else "0x4"}
+
+
+@pytest.mark.parametrize("capability", [80, 90], indirect=True)
+@pytest.mark.parametrize("dtype", [INT8, UINT8, FP8])
+def test_8_bits_and_queries_as_they_are(dtype: torch.dtype, capability: int) -> None:
+    """Masks, weights, normalize and sums of long queries, with documents widened on the chip."""
+    skip_fp8(dtype, capability)
+    tensors = inputs((3, 160, 128), (40, 180, 128), BF16, MASKS)
+    call = quantized(tensors._replace(documents=tensors.documents.to(dtype)), False, **BOTH, empty_score=-1.0)
+    compiled(call, "stacked divide_by_norms norms active_tokens add_sums", capability)
+
+
+@pytest.mark.parametrize("capability", [80, 90], indirect=True)
+@pytest.mark.parametrize(("dtype", "candidates"), [(INT8, None), (UINT8, [0, 3, 4])])
+def test_packed_8_bits(dtype: torch.dtype, candidates: list[int] | None, capability: int) -> None:
+    tensors = inputs((2, 32, 96), (9030, 96), F16, candidates=candidates)
+    tensors = tensors._replace(documents=tensors.documents.to(dtype))
+    call = quantized(tensors, True, max_document_length=9000, max_candidates=3, normalize=True)
+    compiled(call, "stacked divide_by_norms", capability)
+
+
+@pytest.mark.parametrize("capability", [90], indirect=True)
+@pytest.mark.parametrize(
+    ("dtype", "shape", "length", "masked"),
+    [(INT8, (8, 128, 128), 1024, False), (INT8, (4, 32, 256), 180, True), (FP8, (12, 32, 96), 180, True)],
+    ids=str,
+)
+def test_hopper_has_queries_of_8_bits_in_registers_and_scales_beside_the_tokens(
+    dtype: torch.dtype, shape: tuple[int, int, int], length: int, masked: bool, capability: int
+) -> None:
+    """And spills nothing, converts no sum, and loads nothing while a product is under way."""
+    tensors = inputs(shape, (40, length, shape[-1]), BF16, (None, torch.bool if masked else None))
+    call = quantized(
+        tensors._replace(documents=tensors.documents.to(dtype)), True, masking="zero" if masked else "exclude"
+    )
+    asm = compiled(call, "hopper quantize_rows" + " active_tokens" * masked, capability)["hopper"].asm
+    ptx, kind = asm["ptx"], "s32.s8.s8" if dtype == INT8 else "f32.e4m3.e4m3"
+    products = re.findall(r"wgmma\.mma_async\.sync\.aligned\.(m64n\d+k32)\.(\S+) \{[^}]*\}, (\S)", ptx)
+    narrow = {"m64n64k32"} if masked else set()
+    assert set(products) == {(columns, kind, "{") for columns in {"m64n128k32"} | narrow}
+    copies = re.findall(r"cp\.async\.(\w+)\.shared\.global \[[^]]*\], \[[^]]*\], (\w+)", ptx)
+    assert set(copies) == {("cg", "0x10"), ("ca", "0x4")}
+    under_way = re.findall(r"wgmma\.commit_group.*?wgmma\.wait_group", ptx, re.DOTALL)
+    assert under_way
+    assert not any("ld." in part for part in under_way)
+    assert re.search(r"wgmma\.wait_group[^;]*;(?:(?!wgmma).)*ld\.shared", ptx, re.DOTALL)
+    sass = get_sass(asm["cubin"])
+    assert "LDL" not in sass or triton_version() > (3, 6)
+    assert "I2FP" not in sass
+
+
+@pytest.mark.parametrize("capability", [90], indirect=True)
+def test_hopper_sums_products_of_fp8_as_the_plain_kernel(capability: int) -> None:
+    """Neither adds up sums of a few products outside the tensor cores."""
+    found = []
+    for n_queries, names in ((2, "stacked"), (12, "hopper quantize_rows")):
+        tensors = inputs((n_queries, 32, 128), (40, 180, 128), F16)
+        call = quantized(tensors._replace(documents=tensors.documents.to(FP8)), True)
+        ttgir = compiled(call, names, capability)[names.split()[0]].asm["ttgir"]
+        found.append(set(re.findall(r"maxNumImpreciseAcc = (\d+)", ttgir)))
+    assert found[0] == found[1]
+    assert len(found[0]) == 1
+
+
+def residual(
+    queries: Tensor,
+    nbits: int,
+    candidates: Tensor | None = None,
+    mask: Tensor | None = None,
+    with_winners: bool = False,
+) -> tuple[Problem, Tensors, Codes]:
+    """A call with 200 documents of 180 tokens."""
+    n_tokens, size = 200 * 180, queries.shape[-1]
+    codes = Codes(
+        torch.zeros(n_tokens, dtype=torch.int32), torch.zeros(n_tokens, size * nbits // 8, dtype=torch.uint8),
+        torch.zeros(64, size).half(), torch.zeros(1 << nbits).half(), torch.arange(201, dtype=torch.int32) * 180,
+        torch.ones(n_tokens), candidates,
+    )  # fmt: skip
+    shaped = torch.zeros(1).expand(n_tokens, size)
+    tensors = Tensors(queries, shaped, mask, documents_cu_seqlens=codes.cu_seqlens)
+    problem = problem_of(tensors, Options(0, 180), with_winners)
+    if candidates is not None:
+        problem = problem._replace(groups=len(queries), n_documents=candidates.shape[1])
+    return problem, tensors, codes
+
+
+def check_copies(ptx: str) -> None:
+    """Centroids go to shared memory 16 bytes at a time, in the background, and weights are looked up there."""
+    assert "0x10" in re.findall(_COPIES, ptx)
+    assert "ld.shared.b16" in ptx
+
+
+@pytest.mark.parametrize("capability", [80, 100, 120], indirect=True)
+def test_centroids_are_copied_ahead(capability: int) -> None:
+    call = partial(forward.residual_forward, *residual(torch.empty(32, 32, 128).half(), 4))
+    check_copies(compiled(call, "stacked", capability)["stacked"].asm["ptx"])
+
+
+@pytest.mark.parametrize("capability", [90], indirect=True)
+@pytest.mark.parametrize(
+    ("nbits", "n_queries", "with_winners"), [(4, 1, False), (4, 32, False), (4, 32, True), (2, 1, False)]
+)
+def test_hopper_keeps_residual_codes_in_registers(
+    nbits: int, n_queries: int, with_winners: bool, capability: int
+) -> None:
+    arguments = residual(torch.empty(n_queries, 32, 128).bfloat16(), nbits, with_winners=with_winners)
+    asm = compiled(partial(forward.residual_forward, *arguments), "stacked", capability)["stacked"].asm
+    assert re.search(r"wgmma\S*\.bf16\.bf16", asm["ptx"])
+    check_copies(asm["ptx"])
+    # What spills is loaded again from local memory.
+    assert "LDL" not in get_sass(asm["cubin"])
+
+
+@pytest.mark.parametrize("capability", [80, 90], indirect=True)
+@pytest.mark.parametrize(("shape", "dtype"), [((2, 160, 96), F16), ((3, 20, 768), BF16), ((1, 32, 32), F32)])
+def test_residual_codes_and_their_gradient(shape: tuple[int, ...], dtype: torch.dtype, capability: int) -> None:
+    """Winners and weights, of padded and split embeddings; and the gradient, with its documents shared out."""
+    queries, mask = torch.empty(shape, dtype=dtype), torch.ones(shape[:-1])
+    for candidates in (None, torch.zeros(shape[0], 50, dtype=torch.int64)):
+        problem, *given = residual(queries, 4, candidates, mask, with_winners=True)
+        names = "stacked" + " add_sums" * (shape[1] != 32)
+        compiled(partial(forward.residual_forward, problem, *given), names, capability)
+        winners = torch.zeros(problem.groups * problem.n_documents, problem.rows, dtype=torch.int32)
+        backward = partial(residual_backward, problem, *given, torch.ones(problem.scores_shape), winners)
+        compiled(backward, "gradient", capability)
+    assert residual_gradient_plan(problem).n_splits > 1
+
+
+# Compute capability, type, points of x and y, whether there are masks, and whether distances are squared.
+CHAMFER = [
+    *(
+        (capability, *row)
+        for capability in (80, 90)
+        for row in (
+            (F32, (16, 4096, 3), (16, 4096, 3), False, True),
+            (BF16, (16, 4096, 64), (16, 4096, 64), False, True),
+            (F32, (16, 4096, 64), (16, 4096, 64), False, True),
+        )
+    ),
+    (120, BF16, (16, 4096, 64), (16, 4096, 64), False, True),
+    (80, F16, (3, 100, 200), (3, 40, 200), True, True),
+    (80, F32, (3, 100, 72), (3, 40, 72), True, False),
+    (90, BF16, (700, 512), (700, 512), False, True),
+]
+
+
+@pytest.mark.parametrize(("capability", "dtype", "x", "y", "masked", "squared"), CHAMFER, indirect=["capability"])
+def test_chamfer(capability: int, dtype: torch.dtype, x: tuple, y: tuple, masked: bool, squared: bool) -> None:
+    """The forward, and of the backward what is not MaxSim's."""
+    points = torch.zeros(x, dtype=dtype), torch.zeros(y, dtype=dtype)
+    masks = [torch.ones(each.shape[:-1], dtype=torch.bool) if masked else None for each in points]
+    bounds = None if len(x) == 3 else torch.tensor([0, 100, 700], dtype=torch.int32)
+    lengths = [600 if len(x) == 2 else each.shape[-2] for each in points]
+    sets = Sets(*points, *masks, bounds, bounds)
+    problem = problem_of_sets(sets, ChamferOptions(*lengths, "sqeuclidean", "mean", 0.0, "auto"))
+    halves = squared and not plan_operations.meeting_plan(problem).direct
+    names = "meet settle" + " norms" * halves + " active_tokens" * masked
+    compiled(lambda: kernel_calls.chamfer_nearest(problem, sets, squared), names, capability)
+    winners = tuple(torch.zeros(problem.n_queries, length, dtype=torch.int32) for length in lengths)
+    weights = torch.zeros(problem.n_queries), torch.zeros(problem.n_queries)
+    with recorded() as launches:
+        kernel_calls.chamfer_gradients(problem, sets, winners, weights, (True, True), squared)
+    for launch in launches["gradient"]:
+        launch.compile(capability)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size", "masked", "capability"),
+    [(BF16, 128, False, 80), (BF16, 128, False, 90), (F32, 96, True, 90)],
+    indirect=["capability"],
+)
+def test_each_step_of_a_search(dtype: torch.dtype, size: int, masked: bool, capability: int) -> None:
+    queries, documents = torch.zeros(64, 32, size, dtype=dtype), torch.zeros(100, 180, size, dtype=dtype)
+    active, bounds = (torch.zeros(100, n, dtype=torch.int32) if masked else None for n in (180, 2))
+    problem, rule = problem_of(Tensors(queries, documents), Options(), True), Rule(256, True, 1e-3)
+    assert plan_operations.search_plan(problem, rule.k).groups == 4
+    with recorded() as launches:
+        xtr.retrieve(problem, xtr.SearchTensors(queries, documents, active, bounds), rule)
+    counts = {name: len(of_kernel) for name, of_kernel in launches.items()}
+    assert counts == {"begin": 1, "select": 1, "narrow": 3, "walk": 6}
+    # Maxima, then what lies above a bound; counts of bins, of which the last are as the first; counts of documents.
+    every = not masked and capability == 90
+    walks = [launches["walk"][step] for step in ((0, 1, 2, 5) if every else (1,))]
+    for launch in (*walks, *launches["begin"], *(launches["select"] + launches["narrow"][:1] if every else ())):
+        launch.compile(capability)
+
+
+@pytest.mark.parametrize(
+    ("weights", "with_whole", "masked"), [(None, True, False), (F32, False, True), (torch.bool, True, True)]
+)
+@pytest.mark.parametrize("capability", [80, 90], indirect=True)
+def test_scores_of_what_is_retrieved(
+    weights: torch.dtype | None, with_whole: bool, masked: bool, capability: int
+) -> None:
+    of_both, bounds = torch.zeros(300, 4 * 48), torch.zeros(300, 2, dtype=torch.int32) if masked else None
+    problem = problem_of(Tensors(torch.zeros(4, 48, 16), torch.zeros(300, 180, 16)), Options(), True)
+    state = torch.zeros(4, 4 * 48, dtype=torch.int32)
+    found = xtr.scores.Retrieved(of_both, of_both.short(), state, of_both.short())
+    mask = None if weights is None else torch.ones(4, 48, dtype=weights)
+    to = Results(torch.zeros(4, 300), of_both.short(), torch.zeros(4, 300))
+    rule = Rule(256, with_whole, 1.0)
+    compiled(lambda: xtr.score_retrieved(problem, found, bounds, mask, rule, to), "score", capability)
+
+
+def fused_call(
+    size: int,
+    d_model: int,
+    n_queries: int,
+    packed: bool,
+    dtype: torch.dtype,
+    masks: tuple[torch.dtype | None, torch.dtype | None],
+    **options,
+) -> partial[Tensor]:
+    """Score 40 documents of 180 states; with masks, with a bias, and those of documents count as zeros."""
+    tensors = inputs((n_queries, 32, size), (40, 180, d_model), dtype, (masks[0], None if packed else masks[1]))
+    if packed:
+        bounds = torch.arange(41, dtype=torch.int32) * 180
+        tensors = tensors._replace(documents=tensors.documents.flatten(0, 1), documents_cu_seqlens=bounds)
+    weight = torch.empty(size, d_model, dtype=dtype)
+    bias = None if masks[0] is None else weight[:, 0].contiguous()
+    plan = plan_operations.fused_plan(n_queries * 32, 40 * 180, weight.shape, dtype, weight.device)
+    assert plan is not None
+    return partial(fused.score, plan, tensors, Options(**BOTH, **options), weight, bias)
+
+
+@pytest.mark.parametrize("capability", [90], indirect=True)
+@pytest.mark.parametrize("dtype", [F16, BF16])
+@pytest.mark.parametrize(
+    ("size", "d_model", "n_queries", "packed", "everything"),
+    [
+        (128, 768, 1, False, False), (128, 768, 4, True, False), (96, 1000, 3, False, True), (16, 8, 1, True, True),
+        (128, 4096, 4, False, True),
+    ],
+)  # fmt: skip
+def test_fused(
+    size: int, d_model: int, n_queries: int, packed: bool, everything: bool, dtype: torch.dtype, capability: int
+) -> None:
+    """The second product takes its first operand from registers, and the copy engine copies."""
+    call = fused_call(size, d_model, n_queries, packed, dtype, (torch.bool, torch.bool) if everything else (None, None))
+    ptx = compiled(call, "fused finish", capability)["fused"].asm["ptx"]
+    products = re.findall(r"wgmma\.mma_async\S+ \{[^}]*\}, (\S)", ptx)
+    assert {"%", "{"} == set(products), "states come from shared memory, embeddings from registers"
+    assert ptx.count("cp.async.bulk.tensor.2d") == 3, "two parts and the weight"
+    # The end may start early, and waits for what it reads.
+    assert "griddepcontrol.launch_dependents" in ptx
+    assert fused._finish_kernel.follows
+
+
+@pytest.mark.parametrize("capability", [90], indirect=True)
+@pytest.mark.parametrize("documents_mask", [torch.int64, F32])
+@pytest.mark.parametrize("queries_mask", [torch.int64, F16])
+def test_fused_with_masks_of_any_type(queries_mask: torch.dtype, documents_mask: torch.dtype, capability: int) -> None:
+    masks, options = (queries_mask, documents_mask), {"reduction": "mean", "empty_score": -1}
+    compiled(fused_call(64, 72, 2, False, BF16, masks, **options), "fused finish", capability)
+
+
+@pytest.mark.parametrize("capability", [90], indirect=True)
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize(("size", "d_model"), [(128, 768), (96, 1000), (16, 8)])
+def test_projection(size: int, d_model: int, normalize: bool, capability: int) -> None:
+    hidden, weight = torch.empty(300, d_model).bfloat16(), torch.empty(size, d_model).bfloat16()
+    plan = plan_operations.fused_plan(1, 300, weight.shape, weight.dtype, weight.device)
+    assert plan is not None
+    given = weight[:, 0].contiguous(), hidden.new_empty(300, size), torch.empty(300) if normalize else None
+    found = compiled(lambda: projection.project(plan, hidden, weight, *given), "project", capability)
+    ptx = found["project"].asm["ptx"]
+    assert "wgmma" in ptx
+    assert set(re.findall(r"st\.global\.(\S+)", ptx)) <= {"v4.b32", "b32"}, "embeddings leave by 16 bytes, norms by 4"

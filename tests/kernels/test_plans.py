@@ -1,0 +1,369 @@
+"""Which kernel, tile and grid serves what: tiles fit into shared memory, and choices are those that were measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pylate_flash.kernels import tables
+from pylate_flash.kernels.config import (
+    copied_by_16_bytes,
+    embedding_blocks,
+    hopper_tail,
+    hopper_tile,
+    single_columns,
+    single_tile,
+    stacked_tile,
+)
+from pylate_flash.kernels.forward import maxsim_forward
+from pylate_flash.kernels.plan import ForwardPlan, forward_plan, quantized_plan, soft_forward_plan
+from pylate_flash.kernels.plan_backward import Chunks, chunks_of, halved
+from pylate_flash.kernels.plan_operations import fused_plan, fused_tile, meeting_plan
+from pylate_flash.ops.chamfer import ChamferOptions, Sets, problem_of_sets
+from pylate_flash.ops.quantized import problem_of_quantized
+from pylate_flash.problem import Options, Problem, Tensors, problem_of
+from tests.kernels.recorder import SHARED_MEMORY, recorded
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+# What a tile holds of an embedding of half precision, by its size.
+HELD = {
+    16: (16, 0), 40: (64, 0), 64: (64, 0), 72: (64, 16), 80: (64, 16), 96: (64, 32), 104: (128, 0), 128: (128, 0),
+    144: (128, 16), 192: (128, 64), 200: (64, 0), 256: (64, 0), 300: (256, 64), 320: (256, 64), 384: (256, 128),
+    400: (64, 0), 512: (64, 0), 768: (64, 0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("size", HELD)
+def test_embeddings_are_held_with_little_padding(size: int) -> None:
+    blocks = embedding_blocks(9, size, 2)
+    assert blocks[:2] == HELD[size]
+    assert blocks.split == (blocks.held < size)
+    of_floats = embedding_blocks(9, size, 4)
+    assert of_floats.second == 0
+    assert of_floats.split == (size > 64)
+
+
+@pytest.mark.parametrize("with_winners", [False, True])
+@pytest.mark.parametrize("major", [8, 9, 10])
+@pytest.mark.parametrize("size", HELD)
+def test_tiles_fit_into_shared_memory(size: int, major: int, with_winners: bool) -> None:
+    blocks = embedding_blocks(major, size, 2)
+    budget = 99 << 10 if major == 8 else SHARED_MEMORY[10 * major]
+    for rows in (33, 64, 128, 1000):
+        tile = stacked_tile(major, size, 2, rows, with_winners)
+        loaded = tile.rows * (tile.num_stages if blocks.split else 1)
+        assert 2 * blocks.held * (loaded + tile.num_stages * tile.columns) <= budget
+        assert tile.num_stages >= 2
+    for query_length in (1, 32, 64):
+        tile = single_tile(major, size, 2, single_columns(query_length), False)
+        loaded = tile.columns * (tile.num_stages if blocks.split else 1)
+        assert 2 * blocks.held * (loaded + tile.num_stages * tile.rows) <= budget
+
+
+def test_where_the_last_tile_is_narrower() -> None:
+    tile = hopper_tile(9, 128, 2, False, False, False)
+    tails = {7: 16, 30: 32, 64: 0, 77: 16, 96: 32, 97: 0, 180: 0, 256: 0, 333: 16, 350: 0, 400: 0}
+    assert {length: hopper_tail(tile, length) for length in tails} == tails
+    assert hopper_tail(hopper_tile(9, 256, 2, False, False, False), 77) == 0
+
+
+@pytest.mark.parametrize(
+    ("size", "strides", "item", "copied"),
+    [
+        (40, (480, 48, 48), 2, True),
+        (40, (400, 40, 40), 2, True),
+        (40, (8 << 30, 40, 40), 2, False),  # a stride of more than 32 bits is not multiplied
+        (48, (16 << 30, 48, 48), 2, True),
+        (44, (480, 48, 48), 2, False),
+        (40, (440, 44, 44), 2, False),
+        (48, (960, 48, 48), 1, True),
+        (40, (480, 48, 48), 1, False),
+        (48, (1120, 56, 56), 1, False),
+    ],
+)
+def test_what_is_copied_16_bytes_at_a_time(size: int, strides: tuple[int, ...], item: int, copied: bool) -> None:
+    assert copied_by_16_bytes(size, strides, item) == copied
+
+
+def problem(
+    queries: tuple[int, ...], documents: tuple[int, ...], dtype: torch.dtype = BF16, winners: bool = False
+) -> Problem:
+    return problem_of(
+        Tensors(torch.empty(queries, dtype=dtype), torch.empty(documents, dtype=dtype)), Options(), winners
+    )
+
+
+def packed(n_queries: int, longest: int, normalize: bool = False, candidates: bool = False) -> Problem:
+    queries, documents = torch.empty(n_queries, 64, 96).bfloat16(), torch.empty(longest + 30, 96).bfloat16()
+    bounds, owned = torch.tensor([0, 10, 20, 30, longest + 30]), torch.tensor([0, 3, 4]) if candidates else None
+    options = Options(max_document_length=longest, max_candidates=3, normalize=normalize)
+    given = {"documents_cu_seqlens": bounds, "candidates_cu_seqlens": owned}
+    return problem_of(Tensors(queries, documents, **given), options)
+
+
+def quantized(
+    queries: tuple[int, ...], documents: tuple[int, ...], dtype: torch.dtype = torch.int8, quantize_queries: bool = True
+) -> Problem:
+    tensors = Tensors(torch.empty(queries).bfloat16(), torch.empty(documents, dtype=dtype))
+    return problem_of_quantized(tensors, Options(), quantize_queries)
+
+
+def packed_quantized(candidates: list[int] | None = None) -> Problem:
+    bounds, owned = torch.tensor([0, 10, 20, 30, 9030]), None if candidates is None else torch.tensor(candidates)
+    queries, documents = torch.empty(3, 80, 96).half(), torch.empty(9030, 96, dtype=torch.int8)
+    tensors = Tensors(queries, documents, None, None, None, bounds, owned)
+    return problem_of_quantized(tensors, Options(0, 9000, 2), True)
+
+
+def unaligned_quantized() -> Problem:
+    shifted = torch.empty(40 * 180 * 128 + 1, dtype=torch.int8)[1:].view(40, 180, 128)
+    return problem_of_quantized(Tensors(torch.empty(32, 32, 128).bfloat16(), shifted), Options(), True)
+
+
+# What the Hopper kernel serves.
+HOPPER: list[tuple[Callable[[Problem], ForwardPlan], Problem]] = [
+    (forward_plan, problem((16, 32, 128), (40, 180, 128))),
+    (forward_plan, problem((16, 32, 128), (40, 180, 128), F16, True)),
+    (forward_plan, problem((2, 8, 128), (40, 180, 128), BF16, True)),
+    (forward_plan, problem((5, 32, 48), (40, 7, 48))),
+    (forward_plan, problem((16, 32, 40), (40, 7, 40))),
+    (forward_plan, problem((1, 300, 256), (40, 180, 256))),
+    (forward_plan, problem((5, 32, 320), (40, 64, 320), BF16, True)),
+    (forward_plan, problem((4, 150, 128), (4, 5, 180, 128))),
+    (forward_plan, packed(16, 40)),
+    (forward_plan, packed(16, 2048, True)),
+    (soft_forward_plan, problem((16, 32, 128), (40, 180, 128))),
+    (soft_forward_plan, problem((1, 1000, 96), (40, 180, 96), F16)),
+    (soft_forward_plan, problem((2, 32, 40), (40, 7, 40))),
+    (soft_forward_plan, problem((4, 150, 320), (4, 5, 180, 320))),
+    (quantized_plan, quantized((32, 32, 128), (40, 180, 128))),
+    (quantized_plan, quantized((32, 32, 128), (40, 250, 128))),
+    (quantized_plan, quantized((1, 1024, 128), (40, 1024, 128), torch.float8_e4m3fn)),
+    (quantized_plan, quantized((3, 32, 96), (40, 7, 96))),
+    (quantized_plan, quantized((32, 32, 256), (40, 180, 256))),
+    (quantized_plan, quantized((4, 150, 16), (4, 5, 180, 16))),
+    (quantized_plan, packed_quantized()),
+]
+# What the others serve there, and a word of the reason.
+OTHERS: list[tuple[Callable[[Problem], ForwardPlan], Problem, str, str]] = [
+    (forward_plan, problem((16, 32, 128), (40, 180, 128), F32), "stacked", "half precision"),
+    (forward_plan, problem((16, 32, 512), (40, 180, 512)), "stacked", "at most 384 dimensions"),
+    (forward_plan, problem((16, 32, 44), (40, 7, 44)), "stacked", "copied 16 bytes at a time"),
+    (forward_plan, packed(16, 9000), "stacked", "in pieces"),
+    (forward_plan, problem((1, 32, 128), (40, 180, 128)), "single", "one query"),
+    (forward_plan, problem((16, 32, 128), (16, 5, 180, 128)), "single", "documents of its own"),
+    (soft_forward_plan, problem((16, 32, 128), (40, 180, 128), F32), "stacked", "half precision"),
+    (soft_forward_plan, problem((1, 32, 128), (40, 180, 128)), "stacked", "fewer than 64 query tokens"),
+    (soft_forward_plan, problem((16, 32, 128), (16, 5, 180, 128)), "stacked", "fewer than 64 query tokens"),
+    (soft_forward_plan, problem((16, 32, 44), (40, 7, 44)), "stacked", "copied 16 bytes at a time"),
+    (soft_forward_plan, problem((16, 32, 512), (40, 180, 512)), "stacked", "at most 384 dimensions"),
+    (soft_forward_plan, packed(2, 260, candidates=True), "stacked", "candidates"),
+    (quantized_plan, quantized((32, 32, 128), (40, 180, 128), torch.int8, False), "stacked", "int8 or fp8 by the same"),
+    (quantized_plan, quantized((32, 32, 128), (40, 180, 128), torch.uint8), "stacked", "int8 or fp8 by the same"),
+    (quantized_plan, quantized((32, 32, 272), (40, 180, 272)), "stacked", "at most 256 dimensions"),
+    (quantized_plan, quantized((32, 32, 72), (40, 180, 72)), "stacked", "copied 16 bytes at a time"),
+    (quantized_plan, unaligned_quantized(), "stacked", "copied 16 bytes at a time"),
+    (quantized_plan, quantized((2, 32, 128), (40, 180, 128)), "stacked", "fewer than 65 query tokens"),
+    (quantized_plan, quantized((32, 32, 128), (32, 5, 180, 128)), "stacked", "fewer than 65 query tokens"),
+    (quantized_plan, packed_quantized([0, 2, 3, 4]), "stacked", "candidates"),
+]
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100], indirect=True)
+@pytest.mark.parametrize(("plan_of", "served"), HOPPER, ids=str)
+def test_what_the_hopper_kernel_serves(plan_of: Callable, served: Problem, capability: int) -> None:
+    plan = plan_of(served)
+    assert plan.kernel == ("hopper" if capability == 90 else "stacked"), plan.reason
+    assert not plan.in_pieces
+    if capability == 90:
+        group = plan.padded // plan.n_sums
+        assert plan.config.group == group
+        assert group <= plan.tile.rows // plan.tile.parts, "a sum lies within one part"
+
+
+@pytest.mark.parametrize("capability", [90], indirect=True)
+@pytest.mark.parametrize(("plan_of", "served", "kernel", "reason"), OTHERS, ids=str)
+def test_what_other_kernels_serve(
+    plan_of: Callable, served: Problem, kernel: str, reason: str, capability: int
+) -> None:
+    plan = plan_of(served)
+    assert plan.kernel == kernel
+    assert reason in plan.reason
+
+
+@pytest.mark.parametrize("capability", [90], indirect=True)
+@pytest.mark.parametrize(
+    ("served", "rows", "tail"),
+    [
+        (quantized((32, 32, 128), (40, 180, 128)), 256, 64),
+        (quantized((32, 32, 128), (40, 250, 128)), 256, 0),
+        (quantized((1, 1024, 128), (40, 1024, 128), torch.float8_e4m3fn), 256, 0),
+        (quantized((3, 32, 96), (40, 7, 96)), 128, 64),
+        (quantized((32, 32, 256), (40, 180, 256)), 128, 64),
+        (packed_quantized(), 256, 64),
+    ],
+    ids=str,
+)
+def test_tiles_of_8_bits(served: Problem, rows: int, tail: int, capability: int) -> None:
+    plan = quantized_plan(served)
+    assert (plan.tile.rows, plan.tile.columns, plan.config.tail) == (rows, 128, tail)
+
+
+@pytest.mark.parametrize("capability", [90], indirect=True)
+@pytest.mark.parametrize("n_queries", [4, 16])
+def test_winners_are_found_in_whole_tiles(n_queries: int, capability: int) -> None:
+    shapes = (n_queries, 32, 128), (40, 77, 128)
+    tails = [forward_plan(problem(*shapes, BF16, winners)).config.tail for winners in (False, True)]
+    assert tails == [16, 0]
+
+
+@pytest.mark.parametrize("capability", [90], indirect=True)
+def test_a_tensor_that_is_not_aligned_is_served(capability: int) -> None:
+    """Copies of 16 bytes need addresses that are multiples of 16: other tensors go to the plain kernel."""
+    queries, storage = torch.empty(8, 32, 128, dtype=F16), torch.empty(4 * 50 * 128 + 1, dtype=F16)
+    for start, name in ((0, "hopper"), (1, "stacked")):
+        tensors = Tensors(queries, storage[start : start + 4 * 50 * 128].view(4, 50, 128))
+        with recorded() as launches:
+            maxsim_forward(problem_of(tensors, Options()), tensors)
+        assert set(launches) == {name}
+
+
+@pytest.mark.parametrize(
+    ("query_length", "padded", "group"),
+    [(1, 1, 1), (2, 2, 1), (7, 8, 8), (12, 12, 1), (24, 24, 8), (32, 32, 32), (33, 33, 1), (36, 40, 8), (77, 80, 16)],
+)
+def test_few_rows_are_padding(query_length: int, padded: int, group: int) -> None:
+    plan = forward_plan(problem((96, query_length, 128), (40, 180, 128)))
+    assert (plan.padded, plan.n_sums) == (padded, padded // group)
+
+
+def test_where_storing_every_row_would_cost_more_than_padding() -> None:
+    """Short documents, by their mean length where they are packed, and sums that take much memory."""
+    bounds = torch.tensor([0, 10, 20, 30, 10000])
+    queries, tokens = torch.empty(96, 33, 16), torch.empty(10000, 16)
+    for n_documents, padded in ((3, 40), (4, 33)):
+        tensors = Tensors(queries, tokens[: 30 * n_documents], documents_cu_seqlens=bounds[: n_documents + 1])
+        if n_documents == 4:
+            tensors = tensors._replace(documents=tokens)
+        assert forward_plan(problem_of(tensors, Options(max_document_length=9970))).padded == padded
+    assert forward_plan(problem((96, 33, 16), (40, 63, 16), F32)).padded == 40
+    assert forward_plan(problem((96, 33, 16), (40, 64, 16), F32)).padded == 33
+    many = torch.empty(1, 64, 16).expand(21300, 64, 16)
+    for n_documents, padded in ((21000, 33), (21300, 40)):
+        assert forward_plan(problem_of(Tensors(queries, many[:n_documents]), Options())).padded == padded
+
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100], indirect=True)
+@pytest.mark.parametrize(
+    ("rows", "tokens", "size", "d_model", "dtype", "served"),
+    [
+        (1, 1, 8, 8, F16, True),
+        (32, 300, 128, 768, BF16, True),
+        (128, 1, 128, 768, BF16, True),
+        (129, 1, 128, 768, BF16, False),
+        (32, 0, 128, 768, BF16, False),
+        (32, 1 << 31, 128, 768, BF16, False),
+        (32, 300, 136, 768, BF16, False),
+        (32, 300, 100, 768, BF16, False),
+        (32, 300, 128, 770, BF16, False),
+        (32, 300, 128, 768, F32, False),
+    ],
+)
+def test_what_the_fused_projection_serves(
+    rows: int, tokens: int, size: int, d_model: int, dtype: torch.dtype, served: bool, capability: int
+) -> None:
+    plan = fused_plan(rows, tokens, (size, d_model), dtype, CPU)
+    assert (plan is not None) == (served and capability == 90)
+
+
+@pytest.mark.parametrize("rows", [1, 32, 100, 128])
+@pytest.mark.parametrize("size", [8, 48, 128])
+def test_the_fused_projection_has_loads_in_flight(rows: int, size: int) -> None:
+    tile = fused_tile(9, rows, size, 768, 2)
+    assert tile is not None
+    assert tile.num_stages >= 3
+    assert tile.blocks * tile.columns >= rows
+
+
+@pytest.mark.parametrize("capability", [90], indirect=True)
+def test_few_tiles_have_as_many_programs(capability: int) -> None:
+    plans = [fused_plan(1, n, (128, 768), F16, CPU) for n in (1, 256, 257, 1 << 20)]
+    assert [(plan.n_tiles, plan.programs) for plan in plans] == [(1, 1), (1, 1), (2, 2), (4096, 132)]
+
+
+def test_sets_are_shared_out_where_there_are_few(capability: int) -> None:
+    """As many programs as fill the GPU, and every point of y in one share."""
+    for n, length in ((1, 4096), (1, 100_000), (16, 4096), (300, 50)):
+        x, y = torch.zeros(n, length, 3, device="meta"), torch.zeros(n, length + 7, 3, device="meta")
+        sets = problem_of_sets(Sets(x, y), ChamferOptions(0, 0, "sqeuclidean", "mean", 0.0, "auto"))
+        plan = meeting_plan(sets)
+        assert (plan.n_shares - 1) * plan.share < length + 7 <= plan.n_shares * plan.share
+        assert plan.share % plan.tile.columns == 0
+        programs = n * plan.row_blocks * plan.n_shares
+        assert programs >= 132 or plan.share == plan.tile.columns
+
+
+def batch(n: int, count: int, length: int = 180, dtype: torch.dtype = BF16, winners=True, own=False) -> Problem:
+    """Queries of 32 tokens, and documents; on the meta device, where they take no memory."""
+    shape = (n, count) if own else (count,)
+    tensors = (torch.empty(*each, 128, dtype=dtype, device="meta") for each in ((n, 32), (*shape, length)))
+    return problem_of(Tensors(*tensors), Options(), winners)
+
+
+def bytes_of_query(batch: Problem) -> int:
+    """Of a query's scores and their gradient, and of its winners with half as much again for their lists."""
+    winners = batch.winners_dtype.itemsize * 32 * 3 // 2 if batch.with_winners else 0
+    return batch.n_documents * (8 + winners)
+
+
+batches = st.builds(
+    batch,
+    st.integers(1, 5000),
+    st.integers(1, 5000),
+    st.sampled_from([1, 180, 40000]),
+    st.sampled_from([BF16, F32]),
+    st.booleans(),
+    st.booleans(),
+)
+
+
+@given(batch=batches, budget=st.integers(1, 1 << 32))
+def test_chunks_keep_to_the_scratch_and_take_all_queries(batch: Problem, budget: int) -> None:
+    chunks = chunks_of(batch, budget)
+    assert chunks.queries == 1 or chunks.queries * bytes_of_query(batch) <= budget
+    assert (chunks.number - 1) * chunks.queries < batch.n_queries <= chunks.number * chunks.queries
+    # Cut where what is cut is aligned, unless there are too few to be.
+    assert chunks.number == 1 or chunks.queries < 16 or chunks.queries % 16 == 0
+
+
+def test_what_fits_is_one_chunk() -> None:
+    of_1024 = batch(1024, 1024)
+    needed = 1024 * bytes_of_query(of_1024)
+    assert needed <= tables.CHUNK_SCRATCH
+    assert chunks_of(of_1024, None) == chunks_of(of_1024, needed) == Chunks(1024, 1)
+    assert chunks_of(of_1024, needed - 1).number == 2
+
+
+def test_chunks_do_not_shrink_with_the_batch() -> None:
+    """By default, the scratch grows with the documents, as what one query takes does."""
+    of_16384, of_65536 = (chunks_of(batch(size, size), None) for size in (16384, 65536))
+    assert of_65536.queries >= 0.9 * of_16384.queries
+    # Less than what the documents take in float32 above their own type, with a third for whole waves.
+    assert of_16384.queries * bytes_of_query(batch(16384, 16384)) <= 4 / 3 * 16384 * 180 * 128 * 2
+
+
+@given(queries=st.integers(2, 5000), n_queries=st.integers(1, 5000))
+def test_halves_end_at_one_query(queries: int, n_queries: int) -> None:
+    chunks = Chunks(queries, -(-n_queries // queries))
+    while chunks.queries > 1:
+        smaller = halved(chunks, n_queries)
+        assert smaller.queries < chunks.queries
+        assert (smaller.number - 1) * smaller.queries < n_queries <= smaller.number * smaller.queries
+        chunks = smaller
