@@ -10,12 +10,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, partialmethod
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+import pylate_flash
 from pylate_flash.bench import exact
 from pylate_flash.bench.exact import Result, Score, einsum_scores
 from pylate_flash.bench.protocol import MIB
@@ -25,18 +26,20 @@ from pylate_flash.bench.suite import Candidate, Unavailable
 class Call(ABC):
     """One call, with its inputs. A system that has no such call raises `Unavailable`."""
 
+    # Where the call is made, if that is not where the queries are.
+    queries: Any
     # Whether the call is the same every time, and without gradients: what is captured is replayed as it was.
     replayable = True
     # Whether gradients are computed too.
     differentiated = False
 
     @property
-    @abstractmethod
     def device(self) -> torch.device:
         """Where the inputs are."""
+        return self.queries.device
 
     @abstractmethod
-    def reference(self) -> Result:
+    def reference(self) -> Any:
         """The right answer in float64: scores, or a step."""
 
     def accuracy(self, dtype: torch.dtype) -> float:
@@ -55,9 +58,14 @@ class Call(ABC):
         """flash-maxsim."""
         raise Unavailable("it has no such call")
 
-    @abstractmethod
     def torch(self) -> list[Candidate]:
         """What a user has without a package of kernels: an einsum, or PyLate's own call."""
+        raise Unavailable("it has no such call")
+
+
+def only(function: Callable[..., Any], *arguments: Any, **options: Any) -> list[Candidate]:
+    """The one way that there is, by the function's name."""
+    return [Candidate(function.__name__, partial(function, *arguments, **options))]
 
 
 def unit_vectors(*size: int, generator: torch.Generator, dtype: torch.dtype) -> torch.Tensor:
@@ -79,6 +87,11 @@ def lengths_of(mask: torch.Tensor) -> torch.Tensor:
     return mask.sum(dim=-1).flatten().to(torch.int32)
 
 
+def bounds_of(lengths: torch.Tensor) -> torch.Tensor:
+    """The boundaries [N + 1] of sequences of these lengths one after the other, int32, on the CPU."""
+    return F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
+
+
 def autocast_type(dtype: torch.dtype) -> torch.dtype:
     """The type under autocast where inputs would have ``dtype``: one of the half types."""
     return torch.bfloat16 if dtype == torch.float32 else dtype
@@ -86,14 +99,13 @@ def autocast_type(dtype: torch.dtype) -> torch.dtype:
 
 def within(context: AbstractContextManager | None, call: Callable[..., Any]) -> Callable[..., Any]:
     """The call in a context that it enters every time, if there is one."""
-    if context is None:
-        return call
 
     def inside(*arguments: Any) -> Any:
+        assert context is not None
         with context:
             return call(*arguments)
 
-    return inside
+    return call if context is None else inside
 
 
 def chunked_scores(
@@ -138,10 +150,6 @@ class Padded(Call):
     cast: torch.dtype | None = None
 
     @property
-    def device(self) -> torch.device:
-        return self.queries.device
-
-    @property
     def context(self) -> AbstractContextManager | None:
         """A context of autocast, if there is one."""
         return None if self.cast is None else torch.autocast(self.device.type, dtype=self.cast)
@@ -174,9 +182,7 @@ class Padded(Call):
         return exact.accuracy(self.cast or dtype, gradients=self.differentiated)
 
     def ours(self) -> list[Candidate]:
-        from pylate_flash import maxsim
-
-        return [self.candidate("maxsim", partial(maxsim, **self.masks))]
+        return [self.candidate("maxsim", partial(pylate_flash.maxsim, **self.masks))]
 
     def lik(self) -> list[Candidate]:
         """`maxsim`, and the inference function below it, which spares some work on the host."""
@@ -249,22 +255,20 @@ def named(queries_mask: torch.Tensor | None, documents_mask: torch.Tensor | None
 class Pairwise(Padded):
     """`maxsim_pairwise`: queries [N, Lq, d], and their documents as candidates [N, 1, Ld, d]."""
 
-    def scored(self, score: Callable[..., torch.Tensor], queries_mask: str, documents_mask: str) -> Callable[[], Any]:
+    def scored(self, score: Callable, queries_mask: str, documents_mask: str) -> list[Candidate]:
         """A call with documents [N, Ld, d], and the masks under these names."""
         masks = {queries_mask: self.queries_mask}
         if self.documents_mask is not None:
             masks[documents_mask] = self.documents_mask.squeeze(1)
-        return partial(score, self.queries, self.documents.squeeze(1), **masks)
+        return only(score, self.queries, self.documents.squeeze(1), **masks)
 
     def ours(self) -> list[Candidate]:
-        from pylate_flash import maxsim_pairwise
-
-        return [Candidate("maxsim_pairwise", self.scored(maxsim_pairwise, "queries_mask", "documents_mask"))]
+        return self.scored(pylate_flash.maxsim_pairwise, "queries_mask", "documents_mask")
 
     def lik(self) -> list[Candidate]:
         from late_interaction_kernels import maxsim_pairs
 
-        return [Candidate("maxsim_pairs", self.scored(maxsim_pairs, "q_mask", "d_mask"))]
+        return self.scored(maxsim_pairs, "q_mask", "d_mask")
 
 
 # What an empty document scores.
@@ -285,10 +289,6 @@ class Varlen(Call):
     own: bool = False
 
     @property
-    def device(self) -> torch.device:
-        return self.queries.device
-
-    @property
     def longest(self) -> int:
         """The tokens of the longest document."""
         return int(self.lengths.max())
@@ -296,9 +296,8 @@ class Varlen(Call):
     def packed(self) -> tuple[torch.Tensor, ...]:
         """Queries and documents [tokens, d], and the boundaries of each (int32)."""
         Nq, Lq, _ = self.queries.shape
-        bounds = torch.arange(Nq + 1, dtype=torch.int32) * Lq, F.pad(self.lengths.cumsum(0), (1, 0)).to(torch.int32)
-        if not self.own:
-            bounds = bounds[0].to(self.device), bounds[1].to(self.device)
+        device = "cpu" if self.own else self.device
+        bounds = [bounds_of(lengths).to(device) for lengths in (torch.full((Nq,), Lq), self.lengths)]
         return self.queries.flatten(0, 1), self.documents, *bounds
 
     def padded(self) -> Padded:
@@ -310,25 +309,24 @@ class Varlen(Call):
             documents, mask = (part.unflatten(0, (len(self.queries), -1)) for part in (documents, mask))
         return Padded(self.queries, documents, None, mask)
 
-    def filled(self, scores: torch.Tensor) -> torch.Tensor:
+    def filled(self, score: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Scores of which an empty document has its own."""
+        scores = score()
         if not self.own:
             return scores
         return scores.masked_fill((self.lengths == 0).to(self.device).view(scores.shape), EMPTY_SCORE)
 
     def reference(self) -> Result:
         padded = self.padded()
-        return self.filled(exact.scores(*padded.as_computed(), **padded.masks))
+        return self.filled(partial(exact.scores, *padded.as_computed(), **padded.masks))
 
     def ours(self) -> list[Candidate]:
-        from pylate_flash import maxsim_varlen
-
         options: dict[str, Any] = {}
         if self.own:
             counts = len(self.lengths) // len(self.queries)
             candidates = torch.arange(0, len(self.lengths) + 1, counts, dtype=torch.int32)
             options = {"candidates_cu_seqlens": candidates, "empty_score": EMPTY_SCORE}
-        return [Candidate("maxsim_varlen", partial(maxsim_varlen, *self.packed(), **options))]
+        return only(pylate_flash.maxsim_varlen, *self.packed(), **options)
 
     def lik(self) -> list[Candidate]:
         """With the longest lengths given, which it checks on the device, and without."""
@@ -337,11 +335,8 @@ class Varlen(Call):
         from late_interaction_kernels import maxsim_varlen
 
         call = partial(maxsim_varlen, *self.packed())
-        lengths = {"max_seqlen_q": self.queries.shape[1], "max_seqlen_d": self.longest}
-        return [
-            Candidate("maxsim_varlen", call),
-            Candidate("maxsim_varlen, longest lengths given", partial(call, **lengths)),
-        ]
+        told = partial(call, max_seqlen_q=self.queries.shape[1], max_seqlen_d=self.longest)
+        return [Candidate("maxsim_varlen", call), Candidate("maxsim_varlen, longest lengths given", told)]
 
     def flash_maxsim(self) -> list[Candidate]:
         """A query at a time."""
@@ -359,10 +354,8 @@ class Varlen(Call):
         return [Candidate("flash_maxsim_packed", partial(score, self.queries, self.documents))]
 
     def torch(self) -> list[Candidate]:
-        def filled(call: Callable[[], torch.Tensor]) -> torch.Tensor:
-            return self.filled(call())
-
-        return [Candidate(f"{label}, padded", partial(filled, call)) for label, call, _ in self.padded().torch()]
+        ways = self.padded().torch()
+        return [Candidate(f"{label}, padded", partial(self.filled, call)) for label, call, _ in ways]
 
 
 class Turn:
@@ -419,17 +412,10 @@ class InTurn(Call):
         turns = [(ways[0].label, Turn([way.call for way in ways], self.n_read)) for ways in zip(*offered, strict=True)]
         return [Candidate(label, turn, turn.read) for label, turn in turns]
 
-    def ours(self) -> list[Candidate]:
-        return self.candidates("ours")
-
-    def lik(self) -> list[Candidate]:
-        return self.candidates("lik")
-
-    def flash_maxsim(self) -> list[Candidate]:
-        return self.candidates("flash_maxsim")
-
-    def torch(self) -> list[Candidate]:
-        return self.candidates("torch")
+    ours = partialmethod(candidates, "ours")  # type: ignore[assignment]
+    lik = partialmethod(candidates, "lik")  # type: ignore[assignment]
+    flash_maxsim = partialmethod(candidates, "flash_maxsim")  # type: ignore[assignment]
+    torch = partialmethod(candidates, "torch")  # type: ignore[assignment]
 
 
 @dataclass(frozen=True)
@@ -443,37 +429,33 @@ class FromHidden(Call):
     documents_mask: torch.Tensor | None = None
 
     @property
-    def device(self) -> torch.device:
-        return self.queries.device
+    def masks(self) -> dict[str, Any]:
+        """The masks that there are, as this package names them."""
+        return named(self.queries_mask, self.documents_mask)
 
     def reference(self) -> Result:
         """From the embeddings, which are rounded before and after they are normalised."""
         queries, documents = (
             exact.normalized(some.double(), some.dtype) for some in (self.queries, F.linear(self.hidden, self.weight))
         )
-        return exact.scores(queries, documents, self.queries_mask, self.documents_mask)
+        return exact.scores(queries, documents, **self.masks)
 
     def accuracy(self, dtype: torch.dtype) -> float:
         return exact.accuracy(dtype, gradients=True)
 
     def ours(self) -> list[Candidate]:
-        from pylate_flash import maxsim_from_hidden
-
-        masks = named(self.queries_mask, self.documents_mask)
-        score = partial(maxsim_from_hidden, self.queries, self.hidden, self.weight, **masks)
-        return [Candidate("maxsim_from_hidden", score)]
+        return only(pylate_flash.maxsim_from_hidden, self.queries, self.hidden, self.weight, **self.masks)
 
     def lik(self) -> list[Candidate]:
         if self.queries_mask is not None:
             raise Unavailable("its call from hidden states takes no mask of the queries")
         from late_interaction_kernels.fused_head import maxsim_from_hidden
 
-        score = partial(maxsim_from_hidden, self.queries, self.hidden, self.weight, d_mask=self.documents_mask)
-        return [Candidate("maxsim_from_hidden", score)]
+        return only(maxsim_from_hidden, self.queries, self.hidden, self.weight, d_mask=self.documents_mask)
 
     def torch(self) -> list[Candidate]:
         def score() -> torch.Tensor:
             documents = F.normalize(F.linear(self.hidden, self.weight), dim=-1)
-            return einsum_scores(self.queries, documents, self.queries_mask, self.documents_mask)
+            return einsum_scores(self.queries, documents, **self.masks)
 
         return [Candidate("linear, normalize, einsum", score)]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 from enum import Enum
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -34,14 +35,13 @@ def bench(
         ),
     ] = "forward",
     rows: Annotated[
-        Optional[list[str]],  # noqa: UP007, UP045 - typer evaluates this on Python 3.10 as well
-        typer.Option(help="Only these rows: names, with commas between them, or the option again."),
+        list[str] | None, typer.Option(help="Only these rows: names, with commas between them, or the option again.")
     ] = None,
     device: Annotated[
         str, typer.Option(help="auto (the suite's own, else a GPU if there is one), cuda, cuda:1, cpu.")
     ] = "auto",
     dtype: Annotated[
-        Optional[Dtype],  # noqa: UP007, UP045
+        Dtype | None,
         typer.Option(
             metavar="TYPE",
             help=f"Type of the inputs: {', '.join(Dtype)}.",
@@ -60,17 +60,13 @@ def bench(
     ] = False,
     memory: Annotated[bool, typer.Option("--memory", help="Measure memory too, a fresh process for each.")] = False,
     json: Annotated[
-        Optional[Path],  # noqa: UP007, UP045
+        Path | None,
         typer.Option(help="Write the result here, after every row: a .json file, or a folder, which gets one."),
     ] = None,
     add: Annotated[
-        Optional[Path],  # noqa: UP007, UP045
-        typer.Option(help="A result of other rows, measured alike, whose rows --json writes too."),
+        Path | None, typer.Option(help="A result of other rows, measured alike, whose rows --json writes too.")
     ] = None,
-    picture: Annotated[
-        Optional[Path],  # noqa: UP007, UP045
-        typer.Option("--plot", help="Draw the result here (.png, .svg, .pdf)."),
-    ] = None,
+    picture: Annotated[Path | None, typer.Option("--plot", help="Draw the result here (.png, .svg, .pdf).")] = None,
 ) -> None:
     """Measure this package, its peers and plain torch on this machine, beside the floor that the machine allows.
 
@@ -82,28 +78,18 @@ def bench(
         where = _device(device, found)
         names = [name for item in rows or [] for name in item.split(",") if name]
         chosen = suites.choose(found, names)
-        _can_write(picture, memory, where)
+        _check_writable(picture, memory, where)
         earlier = _earlier(add, json)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     kind = getattr(torch, dtype.value) if dtype else (torch.bfloat16 if where.type == "cuda" else torch.float32)
-    rounds = QUICK if quick else Rounds()
     console = report.make_console()
-    keep = partial(_keep, json, earlier, [row.name for row in found.rows]) if json else None
+    options: dict[str, Any] = {"with_peers": peers, "with_compiled": compiled, "with_memory": memory, "quick": quick}
+    if json:
+        options["keep"] = partial(_keep, json, earlier, [row.name for row in found.rows])
     with report.Progress(console, len(chosen), found.unit) as progress:
-        result = suites.run(
-            found,
-            where,
-            kind,
-            rounds,
-            rows=names,
-            with_peers=peers,
-            with_compiled=compiled,
-            with_memory=memory,
-            quick=quick,
-            observer=progress,
-            keep=keep,
-        )
+        rounds = QUICK if quick else Rounds()
+        result = suites.run(found, where, kind, rounds, rows=names, observer=progress, **options)
     report.show(console, found, result)
     if json:
         console.print(f"Written to {results.place(json, result)}", highlight=False, markup=False)
@@ -115,7 +101,7 @@ def bench(
         raise typer.Exit(1)
 
 
-def _can_write(picture: Path | None, memory: bool, device: torch.device) -> None:
+def _check_writable(picture: Path | None, memory: bool, device: torch.device) -> None:
     """Raise a ValueError, before anything is measured, for what could not be measured or drawn after it."""
     if picture is not None and picture.suffix not in (".png", ".svg", ".pdf"):
         raise ValueError(f"plot: {picture} should end in .png, .svg or .pdf")
@@ -149,12 +135,9 @@ def _device(name: str, suite: suites.Suite) -> torch.device:
     """Return the device of that name, or raise a ValueError saying what there is, or what the suite measures."""
     if name == "auto":
         name = suite.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        device = None
-    if device is None or device.type not in ("cpu", "cuda"):
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
         raise ValueError(f"device: {name!r} is not auto, cpu, cuda or cuda:N")
+    device = torch.device(name)
     if suite.device not in (None, device.type):
         raise ValueError(f"device: the suite {suite.name!r} measures {suite.device} only, and {name!r} was asked for")
     if device.type == "cpu":

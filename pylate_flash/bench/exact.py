@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 
@@ -56,57 +56,45 @@ def normalized(embeddings: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def scores(
-    queries: torch.Tensor,
-    documents: torch.Tensor,
-    queries_mask: torch.Tensor | None = None,
-    documents_mask: torch.Tensor | None = None,
-    *,
-    score: Score = einsum_scores,
+    queries: torch.Tensor, documents: torch.Tensor, *, score: Score = einsum_scores, **masks: Any
 ) -> torch.Tensor:
     """Return the scores [Nq, Nd] in float64, of the (already rounded) inputs.
 
-    ``score`` computes them, of so many documents at a time as `REFERENCE_BYTES` allow.
+    ``score`` computes them, of so many documents at a time as `REFERENCE_BYTES` allow. It is given the masks that there
+    are, ``queries_mask`` and ``documents_mask``, by these names.
     """
     queries = queries.detach().double()
     with torch.no_grad():
-        parts = _parts(queries, documents, queries_mask, documents_mask)
-        return torch.cat([score(queries, *part) for part in parts], dim=1)
+        return torch.cat([score(queries, part, **some) for part, some in _parts(queries, documents, masks)], dim=1)
 
 
 def step(
     queries: torch.Tensor,
     documents: torch.Tensor,
-    queries_mask: torch.Tensor | None = None,
-    documents_mask: torch.Tensor | None = None,
     *,
     loss: Callable[[torch.Tensor], torch.Tensor],
     score: Score = einsum_scores,
+    **masks: Any,
 ) -> Step:
-    """Return the step of a loss of these scores in float64."""
-    found = scores(queries, documents, queries_mask, documents_mask, score=score)
+    """Return the step of a loss of these `scores` in float64."""
+    found = scores(queries, documents, score=score, **masks)
     with torch.enable_grad():
         value = loss(found.requires_grad_())
     (weights,) = torch.autograd.grad(value, found)
-    of_leaves = gradients(queries, documents, weights, queries_mask, documents_mask, score=score)
+    of_leaves = gradients(queries, documents, weights, score=score, **masks)
     return Step(value.detach(), found.detach(), *of_leaves)
 
 
 def gradients(
-    queries: torch.Tensor,
-    documents: torch.Tensor,
-    weights: torch.Tensor,
-    queries_mask: torch.Tensor | None = None,
-    documents_mask: torch.Tensor | None = None,
-    *,
-    score: Score = einsum_scores,
+    queries: torch.Tensor, documents: torch.Tensor, weights: torch.Tensor, *, score: Score = einsum_scores, **masks: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gradients of queries and documents, in float64, of the scores' sum with these weights [Nq, Nd]."""
+    """Return the gradients of queries and documents, in float64, of the sum of `scores` with these weights [Nq, Nd]."""
     queries = queries.detach().double().requires_grad_()
     of_queries, of_documents, first = torch.zeros_like(queries), [], 0
-    for part, *masks in _parts(queries, documents, queries_mask, documents_mask):
+    for part, some in _parts(queries, documents, masks):
         leaves = queries, part.requires_grad_()
         with torch.enable_grad():
-            found = score(*leaves, *masks)
+            found = score(*leaves, **some)
         last = first + found.shape[1]
         some_of_queries, some_of_documents = torch.autograd.grad(found, leaves, weights[:, first:last])
         of_queries += some_of_queries
@@ -116,18 +104,15 @@ def gradients(
 
 
 def _parts(
-    queries: torch.Tensor,
-    documents: torch.Tensor,
-    queries_mask: torch.Tensor | None,
-    documents_mask: torch.Tensor | None,
-) -> Iterator[tuple]:
-    """Documents in float64, a part at a time, and if there are masks, both."""
+    queries: torch.Tensor, documents: torch.Tensor, masks: Mapping[str, torch.Tensor | None]
+) -> Iterator[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
+    """Documents in float64, a part at a time, with the masks that there are."""
     step = max(1, REFERENCE_BYTES // (8 * queries.shape[:2].numel() * documents.shape[-2]))
-    masked = queries_mask is not None or documents_mask is not None
+    given = {name: mask for name, mask in masks.items() if mask is not None}
     for first in range(0, documents.shape[-3], step):
         part = slice(first, first + step)
-        mask = None if documents_mask is None else documents_mask[..., part, :]
-        yield documents.detach()[..., part, :, :].double(), *((queries_mask, mask) if masked else ())
+        some = {name: mask[..., part, :] if name == "documents_mask" else mask for name, mask in given.items()}
+        yield documents.detach()[..., part, :, :].double(), some
 
 
 def accuracy(dtype: torch.dtype, *, gradients: bool = False) -> float:
@@ -145,39 +130,24 @@ def error(found: Result, expected: Result, wrong: float = math.inf) -> float:
     A Frobenius error of at most 1e-2 implies a cosine of at least 0.9999. A loss or scores that are further off than
     ``wrong`` make the error infinite.
     """
-    if isinstance(found, torch.Tensor) or isinstance(expected, torch.Tensor):
-        assert isinstance(found, torch.Tensor)
-        assert isinstance(expected, torch.Tensor)
-        of_values = relative_error(found, expected)
-        return of_values if of_values <= wrong else math.inf
-    values = [(found.loss, expected.loss)]
-    if found.scores is not None and expected.scores is not None:
-        values.append((found.scores, expected.scores))
+    pairs: list[tuple[Any, Any]] = [(found, expected)]
+    if isinstance(expected, Step):
+        pairs = list(zip(found, expected, strict=True))
+    values = [pair for pair in pairs[:2] if pair[0] is not None and pair[1] is not None]
     of_values = max(relative_error(*pair) for pair in values)
-    if of_values > wrong:
-        return math.inf
-    return max(
-        of_values,
-        frobenius(found.grad_queries, expected.grad_queries),
-        frobenius(found.grad_documents, expected.grad_documents),
-    )
+    return max(of_values, *(frobenius(*pair) for pair in pairs[2:]), 0.0) if of_values <= wrong else math.inf
 
 
 def relative_error(output: torch.Tensor, reference: torch.Tensor) -> float:
     """Return the largest relative error of an element, infinite where the output is not finite or has another size.
 
-    Parameters
-    ----------
-    output
-        What a system returned.
-    reference
-        The same in float64, finite. An element of it that is 0 counts with its absolute error.
+    The reference is float64 and finite. An element of it that is 0 counts with its absolute error.
     """
     if output.numel() != reference.numel():
         return math.inf
     if reference.numel() == 0:
         return 0.0
-    difference = (output.detach().reshape(reference.shape).to(torch.float64) - reference).abs()
+    difference = (output.detach().reshape(reference.shape).double() - reference).abs()
     error = (difference / torch.where(reference == 0, 1.0, reference.abs())).max().item()
     return error if math.isfinite(error) else math.inf
 
@@ -186,7 +156,5 @@ def frobenius(found: torch.Tensor, expected: torch.Tensor) -> float:
     """Return the relative error in Frobenius norm, infinite where it is not finite or the size is another."""
     if found.numel() != expected.numel():
         return math.inf
-    difference = (found.reshape(expected.shape).double() - expected).norm().item()
-    norm = expected.norm().item()
-    value = difference / norm if norm else difference
+    value = (found.reshape(expected.shape).double() - expected).norm().item() / (expected.norm().item() or 1.0)
     return value if math.isfinite(value) else math.inf

@@ -19,22 +19,12 @@ from typing import Any
 import torch
 
 from pylate_flash.bench import calls, exact, forward, fresh, steps
+from pylate_flash.bench import suite as suites
 from pylate_flash.bench.calls import Call
 from pylate_flash.bench.protocol import HostStopwatch, Rounds
 from pylate_flash.bench.rerank import Rerank, ids_of
 from pylate_flash.bench.rows import Row
-from pylate_flash.bench.suite import (
-    FLASH_MAXSIM_SYSTEM,
-    LIK_SYSTEM,
-    OUR_SYSTEM,
-    OURS,
-    TORCH_SYSTEM,
-    WRONG,
-    Candidate,
-    Suite,
-    System,
-    Unavailable,
-)
+from pylate_flash.bench.suite import Candidate, Suite, System, Unavailable
 
 
 def padded(
@@ -62,9 +52,8 @@ def padded(
         mask(*documents, row.Ld) if masks else None,
         calls.autocast_type(dtype) if autocast else None,
     )
-    if issubclass(kind, steps.Step):
-        call.queries.requires_grad_()
-        call.documents.requires_grad_()
+    for embeddings in (call.queries, call.documents):
+        embeddings.requires_grad_(issubclass(kind, steps.Step))
     return call
 
 
@@ -304,16 +293,10 @@ def compilations(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
 
 def random_shapes() -> list[Row]:
     """Draw the shapes, always the same: a single query in every other one."""
-    draw = random.Random(0)
+    draw = random.Random(0).randint
     return [
-        Row(
-            name=str(index),
-            Nq=1 if index % 2 else draw.randint(2, 64),
-            Nd=draw.randint(1, 256),
-            Lq=draw.randint(1, 128),
-            Ld=draw.randint(1, 512),
-        )
-        for index in range(SHAPES)
+        Row(str(i), 1 if i % 2 else draw(2, 64), Nd=draw(1, 256), Lq=draw(1, 128), Ld=draw(1, 512))
+        for i in range(SHAPES)
     ]
 
 
@@ -351,40 +334,26 @@ def rounds_of(row: Made, rounds: Rounds) -> Rounds:
 
 def suite() -> Suite:
     """Return the suite."""
+    others = suites.LIK_SYSTEM, suites.FLASH_MAXSIM_SYSTEM, replace(suites.TORCH_SYSTEM, about="an einsum")
+    yardstick = partial(System, yardstick=True)
     return Suite(
         name="launch",
         title="Host time of a call",
         rows=ROWS,
         systems=(
-            OUR_SYSTEM,
-            System(f"{OURS}_graph", "replayed", replayed, about="the same call as a CUDA graph"),
-            replace(LIK_SYSTEM, tolerance=GRADIENT_TOLERANCE),
-            replace(FLASH_MAXSIM_SYSTEM, tolerance=GRADIENT_TOLERANCE),
-            replace(TORCH_SYSTEM, about="an einsum", tolerance=GRADIENT_TOLERANCE),
-            System(
-                "bare_launch", "C launch", bare_launch, about="an empty kernel, by Triton's C function", yardstick=True
+            suites.OUR_SYSTEM,
+            suites.another_way("graph", "replayed", candidates=replayed, about="the same call as a CUDA graph"),
+            *(replace(system, tolerance=GRADIENT_TOLERANCE) for system in others),
+            yardstick("bare_launch", "C launch", bare_launch, about="an empty kernel, by Triton's C function"),
+            yardstick(
+                "triton_launch", "Triton launch", empty_kernel, about="an empty kernel, by `triton.jit`", counted=True
             ),
-            System(
-                "triton_launch",
-                "Triton launch",
-                empty_kernel,
-                about="an empty kernel, by `triton.jit`",
-                yardstick=True,
-                counted=True,
-            ),
-            System("torch_operation", "torch op", torch_operation, about="add_ to one element", yardstick=True),
-            System(
-                "torch_gradient",
-                "sum",
-                torch_gradient,
-                about="`x.sum()` and its gradient",
-                yardstick=True,
-                counted=True,
-            ),
+            yardstick("torch_operation", "torch op", torch_operation, about="add_ to one element"),
+            yardstick("torch_gradient", "sum", torch_gradient, about="`x.sum()` and its gradient", counted=True),
         ),
         make_inputs=make_inputs,
         # The tolerance is for gradients.
-        error=partial(exact.error, wrong=WRONG),
+        error=partial(exact.error, wrong=suites.WRONG),
         unit="us",
         stopwatch=lambda device, flush_bytes: HostStopwatch(device, CALLS),
         facts=compilations,

@@ -6,6 +6,7 @@ the part that is this package's one operation.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 
+import pylate_flash
 from pylate_flash.bench.exact import Step
 from pylate_flash.bench.peers import FLASH_MAXSIM, LIK
 from pylate_flash.bench.rerank import need_pylate
@@ -47,11 +49,11 @@ class LargeStep(FusedStep):
         """The operations of the scores."""
         return 2.0 * self.queries.shape[:2].numel() * self.documents.numel()
 
-    def need(self, *, given: bool, limit: float | None = None) -> None:
+    def need(self, *, given: bool, limit: float = math.inf) -> None:
         """Raise for inputs of the other kind, and for a batch that costs more operations than the limit."""
         if given != self.is_given:
             raise Unavailable(f"the rows of {'given embeddings' if given else 'a batch'} measure it")
-        if limit is not None and self.operations > limit:
+        if self.operations > limit:
             raise Unavailable("a step takes a minute or more")
         if given:
             need_pylate()
@@ -70,11 +72,9 @@ class LargeStep(FusedStep):
 
     def looped(self) -> Step:
         """A step by that loop: autograd adds up the gradient of the documents, in their type."""
-        from pylate_flash import maxsim_cross_entropy
-
         leaves = queries, documents = self.leaves()
         total = torch.zeros((), device=self.device)
-        score = partial(maxsim_cross_entropy, temperature=self.temperature, loss_reduction="sum")
+        score = partial(pylate_flash.maxsim_cross_entropy, temperature=self.temperature, loss_reduction="sum")
         with torch.enable_grad():
             for chunk, labels in zip(queries.split(LOOP_QUERIES), self.labels.split(LOOP_QUERIES), strict=True):
                 loss = score(chunk, documents, labels=labels) / len(queries)
@@ -131,50 +131,35 @@ class LargeStep(FusedStep):
         return step_of(value, leaves)
 
     def sentence_transformers(self) -> list[Candidate]:
-        """The cached loss of sentence-transformers 6 on given embeddings."""
+        """The cached loss of sentence-transformers 6 on given embeddings, between its two passes of the encoder."""
         try:
-            from sentence_transformers.multi_vector_encoder.losses import (  # noqa: F401
-                CachedMultiVectorMultipleNegativesRankingLoss,
-            )
+            from sentence_transformers.multi_vector_encoder import losses
         except ImportError as error:
             raise Unavailable(f"needs sentence-transformers 6, which cannot be imported ({error})") from None
-        return [
-            Candidate(f"{chunk} queries at a time", partial(self.by_sentence_transformers, chunk))
-            for chunk in self.chunks(LONG)
-        ]
+        make = partial(losses.CachedMultiVectorMultipleNegativesRankingLoss, torch.nn.Identity())
 
-    def by_sentence_transformers(self, chunk: int) -> Step:
-        """What that loss does between its two passes of the encoder."""
-        from sentence_transformers.multi_vector_encoder.losses import CachedMultiVectorMultipleNegativesRankingLoss
+        def step(chunk: int) -> Step:
+            loss = make(scale=1.0 / self.temperature, score_mini_batch_size=chunk)
+            return self.by_cached_loss(loss, lambda mask: [mask])
 
-        scale = 1.0 / self.temperature
-        loss = CachedMultiVectorMultipleNegativesRankingLoss(
-            torch.nn.Identity(), scale=scale, score_mini_batch_size=chunk
-        )
-        return self.by_cached_loss(loss, lambda mask: [mask])
+        return [Candidate(f"{chunk} queries at a time", partial(step, chunk)) for chunk in self.chunks(LONG)]
 
     def flash_maxsim(self) -> list[Candidate]:
         """Its fused step, as the embeddings are and in float16."""
         self.need(given=False, limit=100 * LONG)
         if self.queries.shape[1] > 32:
             raise Unavailable("it takes up to 32 query tokens")
-        from flash_maxsim.flash_maxsim_contrastive import colbert_contrastive_step  # noqa: F401
-
-        types = {self.queries.dtype, torch.float16}
-        return [
-            Candidate(str(dtype).removeprefix("torch."), partial(self.by_flash_maxsim, dtype))
-            for dtype in sorted(types, key=str)
-            if dtype != torch.float32
-        ]
-
-    def by_flash_maxsim(self, dtype: torch.dtype) -> Step:
-        """It has no temperature: the queries are divided by it, and their gradient too."""
         from flash_maxsim.flash_maxsim_contrastive import colbert_contrastive_step
 
-        queries = (self.queries.detach() / self.temperature).to(dtype)
-        documents = self.documents.detach().to(dtype)
-        found = step_of(colbert_contrastive_step(queries, documents), [queries, documents])
-        return found._replace(grad_queries=found.grad_queries / self.temperature)
+        def step(dtype: torch.dtype) -> Step:
+            # It has no temperature: the queries are divided by it, and their gradient too.
+            queries = (self.queries.detach() / self.temperature).to(dtype)
+            documents = self.documents.detach().to(dtype)
+            found = step_of(colbert_contrastive_step(queries, documents), [queries, documents])
+            return found._replace(grad_queries=found.grad_queries / self.temperature)
+
+        types = sorted({self.queries.dtype, torch.float16} - {torch.float32}, key=str)
+        return [Candidate(str(dtype).removeprefix("torch."), partial(step, dtype)) for dtype in types]
 
 
 def step_of(loss: torch.Tensor, leaves: Sequence[torch.Tensor]) -> Step:

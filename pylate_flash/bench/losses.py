@@ -23,7 +23,7 @@ from pylate_flash.bench.loss_steps import LONG, LOOP_QUERIES, ROUNDED, LargeStep
 from pylate_flash.bench.peers import PYLATE
 from pylate_flash.bench.protocol import L2, Rounds, make_stopwatch
 from pylate_flash.bench.rows import Row
-from pylate_flash.bench.suite import FLASH_MAXSIM_SYSTEM, MARGIN, OUR_SYSTEM, OURS, WRONG, Suite, System
+from pylate_flash.bench.suite import FLASH_MAXSIM_SYSTEM, MARGIN, OUR_SYSTEM, WRONG, Suite, System, another_way
 from pylate_flash.bench.training import TEMPERATURE
 
 # Rows of embeddings as a model leaves them: not normalised, with masks of queries and documents.
@@ -72,12 +72,11 @@ def sample_of(step: Step) -> Step:
 def reference(inputs: LargeStep) -> Step:
     """The loss and the sampled gradients."""
     embeddings = inputs.queries.detach(), inputs.documents.detach()
-    score: exact.Score = einsum_scores
-    if inputs.is_given:
 
-        def score(queries: torch.Tensor, documents: torch.Tensor, *masks: torch.Tensor | None) -> torch.Tensor:
-            units = [exact.normalized(part, inputs.queries.dtype) for part in (queries, documents)]
-            return einsum_scores(*units, *masks)
+    def score(*embeddings: torch.Tensor, **masks: torch.Tensor) -> torch.Tensor:
+        if inputs.is_given:
+            embeddings = tuple(exact.normalized(part, inputs.queries.dtype) for part in embeddings)
+        return einsum_scores(*embeddings, **masks)
 
     log_sums, right = log_sums_of(inputs)
     n_queries, n_documents = map(len, embeddings)
@@ -86,13 +85,13 @@ def reference(inputs: LargeStep) -> Step:
     # Some queries meet all documents, and all queries some documents.
     for queries, documents in ((of_queries, slice(None)), (slice(None), of_documents)):
         part = embeddings[0][queries], embeddings[1][documents]
-        chosen = zip(inputs.both_masks, (queries, documents), strict=True)
-        masks = [mask if mask is None else mask[index] for mask, index in chosen]
-        scores = exact.scores(*part, *masks, score=score)
+        index = {"queries_mask": queries, "documents_mask": documents}
+        masks = {name: mask[index[name]] for name, mask in inputs.masks.items()}
+        scores = exact.scores(*part, **masks, score=score)
         softmax = (scores / TEMPERATURE - log_sums[queries].unsqueeze(1)).exp()
         own = torch.arange(n_queries)[queries].unsqueeze(1) == torch.arange(n_documents)[documents]
         weights = (softmax - own.to(scores)) / (TEMPERATURE * n_queries)
-        found.append(exact.gradients(*part, weights, *masks, score=score))
+        found.append(exact.gradients(*part, weights, **masks, score=score))
     return Step((log_sums - right).mean(), None, found[0][0], found[1][1])
 
 
@@ -165,41 +164,16 @@ def rounds_of(row: Row, rounds: Rounds) -> Rounds:
 
 def suite() -> Suite:
     """Return the suite."""
+    cached = "`losses.CachedContrastive` on given embeddings, in one mini-batch"
+    pylate = "PyLate's cached loss, the fastest of its backends and chunks"
+    of_st = methodcaller("sentence_transformers")
     systems = (
         replace(OUR_SYSTEM, about="`maxsim_cross_entropy`"),
-        System(
-            f"{OURS}_loop",
-            "loop",
-            methodcaller("loop"),
-            about=f"`maxsim_cross_entropy` of {LOOP_QUERIES} queries at a time",
-        ),
-        System(
-            f"{OURS}_contrastive",
-            "Contrastive",
-            methodcaller("contrastive"),
-            about="`losses.Contrastive` on given embeddings",
-            counted=True,
-        ),
-        System(
-            f"{OURS}_cached",
-            "CachedContrastive",
-            methodcaller("cached"),
-            about="`losses.CachedContrastive` on given embeddings, in one mini-batch",
-            counted=True,
-        ),
-        System(
-            "pylate",
-            "PyLate",
-            methodcaller("pylate"),
-            peer=PYLATE,
-            about="PyLate's cached loss, the fastest of its backends and chunks",
-        ),
-        System(
-            "sentence_transformers",
-            "ST 6",
-            methodcaller("sentence_transformers"),
-            about="the cached loss of sentence-transformers 6",
-        ),
+        another_way("loop", about=f"`maxsim_cross_entropy` of {LOOP_QUERIES} queries at a time"),
+        another_way("contrastive", "Contrastive", about="`losses.Contrastive` on given embeddings", counted=True),
+        another_way("cached", "CachedContrastive", about=cached, counted=True),
+        System("pylate", "PyLate", methodcaller("pylate"), peer=PYLATE, about=pylate),
+        System("sentence_transformers", "ST 6", of_st, about="the cached loss of sentence-transformers 6"),
         replace(FLASH_MAXSIM_SYSTEM, about="flash-maxsim's `colbert_contrastive_step`"),
     )
     return Suite(

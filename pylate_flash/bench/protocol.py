@@ -21,8 +21,9 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -63,18 +64,8 @@ class Sample(NamedTuple):
     device_seconds: float | None = None
 
 
-class Stopwatch(Protocol):
-    """Times one call, from a cold cache if it was made so."""
-
-    clock: str
-    flush_bytes: int
-
-    def time(self, call: Callable[[], object]) -> Sample:
-        """Flush the cache, make the call, and return how long the call took."""
-
-
 class CpuStopwatch:
-    """Times a call with the host's performance counter."""
+    """Times a call with the host's performance counter, from a cold cache if bytes are to be written before it."""
 
     clock = "host clock"
 
@@ -157,16 +148,15 @@ class TwoTimesStopwatch(CudaStopwatch):
         return sample._replace(device_seconds=self._timed(call).seconds)
 
 
-class HostStopwatch:
+class HostStopwatch(CpuStopwatch):
     """Times how long the host is busy with a call, whatever the device then takes for it.
 
     A batch of calls is made one after the other, and only then waited for: the device's queue holds a thousand
     launches, so a short batch never makes the host wait for room in it. The result is the batch's mean.
     """
 
-    flush_bytes = 0
-
     def __init__(self, device: torch.device, calls: int = 20) -> None:
+        super().__init__(flush_bytes=0)
         self.device = device
         self.calls = calls
         self.clock = f"host clock, each the mean of {calls} in a row"
@@ -182,14 +172,13 @@ class HostStopwatch:
         return Sample(seconds, seconds)
 
 
-def make_two_times_stopwatch(device: torch.device, flush_bytes: int) -> TwoTimesStopwatch | CpuStopwatch:
-    """Return the stopwatch of a device that also tells a GPU's own time; a CPU's is the host's."""
-    return TwoTimesStopwatch(device, flush_bytes) if device.type == "cuda" else CpuStopwatch(flush_bytes)
-
-
-def make_stopwatch(device: torch.device, flush_bytes: int) -> CudaStopwatch | CpuStopwatch:
+def make_stopwatch(device: torch.device, flush_bytes: int, on_gpu: type[CudaStopwatch] = CudaStopwatch) -> CpuStopwatch:
     """Return the stopwatch of a device."""
-    return CudaStopwatch(device, flush_bytes) if device.type == "cuda" else CpuStopwatch(flush_bytes)
+    return on_gpu(device, flush_bytes) if device.type == "cuda" else CpuStopwatch(flush_bytes)
+
+
+# One that also tells a GPU's own time.
+make_two_times_stopwatch = partial(make_stopwatch, on_gpu=TwoTimesStopwatch)
 
 
 @dataclass(frozen=True)
@@ -210,10 +199,9 @@ class Timing:
 def summarise(samples: Sequence[Sample]) -> Timing:
     """Return the median and the interquartile range (linear interpolation) of at least one sample."""
     milliseconds = [1e3 * sample.seconds for sample in samples]
-    if len(milliseconds) > 1:
-        lower, _, upper = statistics.quantiles(milliseconds, n=4, method="inclusive")
-    else:
-        lower = upper = milliseconds[0]
+    # A single one has no quantiles, and twice the same has its own.
+    several = milliseconds if len(milliseconds) > 1 else 2 * milliseconds
+    lower, _, upper = statistics.quantiles(several, n=4, method="inclusive")
     on_device = [1e3 * sample.device_seconds for sample in samples if sample.device_seconds is not None]
     return Timing(
         median_ms=statistics.median(milliseconds),
@@ -224,7 +212,7 @@ def summarise(samples: Sequence[Sample]) -> Timing:
     )
 
 
-def measure(calls: Mapping[str, Callable[[], object]], stopwatch: Stopwatch, rounds: Rounds) -> dict[str, Timing]:
+def measure(calls: Mapping[str, Callable[[], object]], stopwatch: CpuStopwatch, rounds: Rounds) -> dict[str, Timing]:
     """Time several systems in turn: one call of each per round, in a random order that is the same for every run.
 
     Their calls are ready to run: inputs on the device, kernels compiled. The rounds of the warm-up are timed too, and
@@ -277,13 +265,10 @@ def measure_ceilings(
     eighth of what is free) and 512 MiB are copied, unless other sizes are given.
     """
     on_gpu = device.type == "cuda"
-    if matmul_size is None:
-        matmul_size = 8192 if on_gpu else 2048
+    matmul_size = matmul_size or (8192 if on_gpu else 2048)
     if copy_bytes is None:
         copy_bytes = min(4096 * MIB, torch.cuda.mem_get_info(device)[0] // 8) if on_gpu else 512 * MIB
-
-    left = torch.randn(matmul_size, matmul_size, device=device).to(dtype)
-    right = torch.randn(matmul_size, matmul_size, device=device).to(dtype)
+    left, right = torch.randn(2, matmul_size, matmul_size, device=device).to(dtype)
     product = torch.empty_like(left)
     source = torch.randint(0, 256, (copy_bytes,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)

@@ -16,11 +16,21 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional
 
+import pylate_flash
 from pylate_flash.bench import exact, forward
 from pylate_flash.bench.calls import Padded
 from pylate_flash.bench.protocol import Rounds, Work, make_stopwatch, measure
 from pylate_flash.bench.rows import Row
-from pylate_flash.bench.suite import FLASH_MAXSIM_SYSTEM, LIK_SYSTEM, OURS, Candidate, Suite, System, Unavailable
+from pylate_flash.bench.suite import (
+    FLASH_MAXSIM_SYSTEM,
+    LIK_SYSTEM,
+    OURS,
+    Candidate,
+    Suite,
+    System,
+    Unavailable,
+    another_way,
+)
 from pylate_flash.ops.quantization import PRECISIONS, QuantizedEmbeddings, quantize
 from pylate_flash.ops.quantized import query_precision
 
@@ -46,13 +56,6 @@ ROWS = tuple(
 )
 
 
-@dataclass(frozen=True)
-class Inputs(Padded):
-    """Embeddings, and the documents by precision."""
-
-    quantized: dict[str, QuantizedEmbeddings] = field(default_factory=dict)
-
-
 class Reference(NamedTuple):
     """Scores [Nq, Nd] in float64: of the embeddings, and of what they are in each precision, queries too."""
 
@@ -69,6 +72,17 @@ class Scores(NamedTuple):
 
     of: str
     scores: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Inputs(Padded):
+    """Embeddings, and the documents by precision."""
+
+    quantized: dict[str, QuantizedEmbeddings] = field(default_factory=dict)
+
+    def accuracy(self, dtype: torch.dtype) -> float:
+        """What products of fp8 may be off by, which tensor cores sum with few bits; other types are far closer."""
+        return 2e-4
 
 
 def make_inputs(row: Row, device: torch.device, dtype: torch.dtype) -> Inputs:
@@ -96,23 +110,16 @@ def error(found: Scores, expected: Reference) -> float:
     return exact.relative_error(found.scores, getattr(expected, found.of))
 
 
-def accuracy(inputs: Inputs, dtype: torch.dtype) -> float:
-    """What products of fp8 may be off by, which tensor cores sum with few bits; other types are far closer."""
-    return 2e-4
-
-
 def candidate(label: str, call: Callable[[], torch.Tensor], of: str = "plain") -> Candidate:
     """A way to compute the row, held to a reference."""
     return Candidate(label, call, partial(Scores, of))
 
 
-def ours(inputs: Inputs, of: str, precision: str | None, **options: Any) -> list[Candidate]:
+def ours(of: str, precision: str | None, inputs: Inputs, **options: Any) -> list[Candidate]:
     """The public `pylate_flash.maxsim`, as a user calls it, on documents of a precision, or as they are."""
-    from pylate_flash import maxsim
-
     documents = inputs.documents if precision is None else inputs.quantized[precision]
     label = ", ".join(["maxsim", *(f"{name}={value}" for name, value in options.items())])
-    return [candidate(label, partial(maxsim, inputs.queries, documents, **options), of)]
+    return [candidate(label, partial(pylate_flash.maxsim, inputs.queries, documents, **options), of)]
 
 
 def lik(inputs: Inputs) -> list[Candidate]:
@@ -137,17 +144,12 @@ def flash_maxsim(inputs: Inputs) -> list[Candidate]:
     documents, scales = package.quantize_int8_symmetric(inputs.documents)
     affine = package.quantize_int8(inputs.documents)
     quantized, query_scales = package.quantize_query_int8(query)
-    return [
-        candidate(
-            "flash_maxsim_int8x8",
-            lambda: package.flash_maxsim_int8x8(query, documents, scales, quantized, query_scales, lengths),
-        ),
-        candidate(
-            "flash_maxsim_int8_symmetric",
-            lambda: package.flash_maxsim_int8_symmetric(query, documents, scales, lengths),
-        ),
-        candidate("flash_maxsim_int8", lambda: package.flash_maxsim_int8(query, *affine, lengths)),
-    ]
+    ways = {
+        "flash_maxsim_int8x8": (query, documents, scales, quantized, query_scales, lengths),
+        "flash_maxsim_int8_symmetric": (query, documents, scales, lengths),
+        "flash_maxsim_int8": (query, *affine, lengths),
+    }
+    return [candidate(name, partial(getattr(package, name), *arguments)) for name, arguments in ways.items()]
 
 
 def measure_eight_bits(device: torch.device, size: int = 8192) -> float | None:
@@ -173,37 +175,26 @@ def measure_eight_bits(device: torch.device, size: int = 8192) -> float | None:
 
 def suite() -> Suite:
     """Return the suite."""
+    widened = partial(ours, "widened", "int8", quantize_queries=False)
     return Suite(
         name="quantized",
         title="MaxSim of quantized documents",
         rows=ROWS,
         systems=(
-            *(
-                System(f"{OURS}{name}", title, partial(ours, **ways), about=f"pylate_flash, {about}")
-                for name, title, ways, about in (
-                    ("", "int8", {"of": "int8", "precision": "int8"}, "queries and documents in int8"),
-                    ("_fp8", "fp8", {"of": "fp8", "precision": "fp8"}, "both in fp8 (e4m3)"),
-                    (
-                        "_uint8",
-                        "uint8",
-                        {"of": "uint8", "precision": "uint8"},
-                        "documents in affine uint8, queries in int8",
-                    ),
-                    (
-                        "_widened",
-                        "int8, widened",
-                        {"of": "widened", "precision": "int8", "quantize_queries": False},
-                        "documents in int8, queries as they are",
-                    ),
-                    ("_plain", "not quantized", {"of": "plain", "precision": None}, "nothing quantized"),
-                )
-            ),
+            System(OURS, "int8", partial(ours, "int8", "int8"), about="pylate_flash, queries and documents in int8"),
+            _of("fp8", "both in fp8 (e4m3)", partial(ours, "fp8", "fp8")),
+            _of("uint8", "documents in affine uint8, queries in int8", partial(ours, "uint8", "uint8")),
+            _of("widened", "documents in int8, queries as they are", widened, "int8, widened"),
+            _of("plain", "nothing quantized", partial(ours, "plain", None), "not quantized"),
             replace(LIK_SYSTEM, candidates=lik, about="late-interaction-kernels, fp8"),
             replace(FLASH_MAXSIM_SYSTEM, candidates=flash_maxsim, about="flash-maxsim, int8 or uint8"),
         ),
         make_inputs=make_inputs,
         reference=reference,
-        accuracy=accuracy,
         error=error,
         ceilings={"eight_bit_flops_per_second": measure_eight_bits},
-    )  # fmt: skip
+    )
+
+
+def _of(name: str, about: str, candidates: Callable, title: str | None = None) -> System:
+    return another_way(name, title, candidates=candidates, about=f"pylate_flash, {about}")

@@ -94,26 +94,23 @@ def two_times(result: dict[str, Any]) -> str:
     return TWO_TIMES if any("device_ms" in state for state in states) else ""
 
 
+# Ceilings that only some rows need, and how a heading says them, in 1e12 a second.
+_FURTHER = {
+    "l2_bytes_per_second": " (L2: {:.3g} TB/s)",
+    "exponentials_per_second": ", {:.3g} T exponentials/s",
+    "eight_bit_flops_per_second": ", {:.4g} TFLOP/s in 8 bits",
+}
+
+
 def heading(result: dict[str, Any]) -> str:
     """Say in one line what was measured on, with what type of input."""
     machine, versions, ceilings = result["machine"], result["versions"], result["ceilings"]
-    parts = [machine["name"]]
-    if machine["compute_capability"]:
-        parts.append(f"compute capability {machine['compute_capability']}")
-    if machine["driver"]:
-        parts.append(f"driver {machine['driver']}")
-    parts.append(f"torch {versions['torch']}")
-    if versions["triton"]:
-        parts.append(f"triton {versions['triton']}")
-    parts.append(result["protocol"]["dtype"])
-    parts.append(
-        f"ceilings {ceilings['flops_per_second'] / 1e12:.3g} TFLOP/s and {ceilings['bytes_per_second'] / 1e12:.3g} TB/s"
-        # Results of other suites have none.
-        + (f" (L2: {l2 / 1e12:.3g} TB/s)" if (l2 := ceilings.get("l2_bytes_per_second")) else "")
-        + (f", {exp / 1e12:.3g} T exponentials/s" if (exp := ceilings.get("exponentials_per_second")) else "")
-        + (f", {rate / 1e12:.4g} TFLOP/s in 8 bits" if (rate := ceilings.get("eight_bit_flops_per_second")) else "")
-    )
-    return ", ".join(parts)
+    about = {"compute capability": machine["compute_capability"], "driver": machine["driver"]}
+    about |= {name: versions[name] for name in ("torch", "triton")}
+    rates = f"{ceilings['flops_per_second'] / 1e12:.3g} TFLOP/s and {ceilings['bytes_per_second'] / 1e12:.3g} TB/s"
+    further = [text.format(ceilings[name] / 1e12) for name, text in _FURTHER.items() if ceilings.get(name)]
+    named = [f"{what} {value}" for what, value in about.items() if value]
+    return ", ".join([machine["name"], *named, result["protocol"]["dtype"], "".join([f"ceilings {rates}", *further])])
 
 
 def titles(suite: Suite, result: dict[str, Any]) -> dict[str, str]:
@@ -138,44 +135,30 @@ def columns(
     # Of whose time ours is given as a multiple, which not every result has.
     counted = {name for row in result["rows"] for name in row.get("multiples", {})}
     multiples = [name for name in heads if name in counted]
-    ratios = ["ours / floor", *(f"ours / {heads[name]}" for name in multiples), "best other / ours"]
     rows = []
     for row in result["rows"]:
         states = row["systems"]
-        cells = [style(name, states[name], cell(states[name], suite.unit)) if name in states else "-" for name in heads]
-        of_multiples = [row.get("multiples", {}).get(name) for name in multiples]
-        rows.append(
-            [
-                *(row["name"], row["shape"], duration(row["floor_ms"], suite.unit)),
-                *cells,
-                _over_floor(row),
-                *("-" if value is None else f"{value:.2f}" for value in of_multiples),
-                _best_other(row),
-            ]
-        )
+        ours = states.get(OURS, {})
+        # Ratios are of times with the host's part in view, and after a stroke of the devices' own.
+        alone = ours.get("device_ms")
+        others = [s["device_ms"] for name, s in states.items() if not name.startswith(OURS) and "device_ms" in s]
+        cells = [row["name"], row["shape"], duration(row["floor_ms"], suite.unit)]
+        cells += [
+            style(name, states[name], cell(states[name], suite.unit)) if name in states else "-" for name in heads
+        ]
+        cells.append(_ratios(ours.get("over_floor"), alone and alone / row["floor_ms"]))
+        cells += [_ratios(row.get("multiples", {}).get(name)) for name in multiples]
+        cells.append(_ratios(row["best_peer_over_ours"], min(others) / alone if others and alone else None))
+        rows.append(cells)
+    ratios = ["ours / floor", *(f"ours / {heads[name]}" for name in multiples), "best other / ours"]
     return ["name", "Nq x Nd, Lq x Ld", "floor", *heads.values(), *ratios], rows
 
 
-def _over_floor(row: dict[str, Any]) -> str:
-    """Our time as a multiple of the floor; after a stroke, the device's own time as one."""
-    ours = row["systems"].get(OURS, {})
-    if "over_floor" not in ours:
+def _ratios(value: float | None, alone: float | None = None) -> str:
+    """A ratio of times, and after a stroke that of the devices' own."""
+    if value is None:
         return "-"
-    alone = f" / {ours['device_ms'] / row['floor_ms']:.2f}" if "device_ms" in ours else ""
-    return f"{ours['over_floor']:.2f}{alone}"
-
-
-def _best_other(row: dict[str, Any]) -> str:
-    """The fastest other's time as a multiple of ours; after a stroke, the same of the devices' own times."""
-    ratio = row["best_peer_over_ours"]
-    if ratio is None:
-        return "-"
-    states = row["systems"]
-    others = [
-        state["device_ms"] for name, state in states.items() if not name.startswith(OURS) and "device_ms" in state
-    ]
-    alone = f" / {min(others) / states[OURS]['device_ms']:.2f}" if others and "device_ms" in states[OURS] else ""
-    return f"{ratio:.2f}{alone}"
+    return f"{value:.2f}" if alone is None else f"{value:.2f} / {alone:.2f}"
 
 
 def show(console: Console, suite: Suite, result: dict[str, Any]) -> None:
@@ -207,7 +190,7 @@ def show(console: Console, suite: Suite, result: dict[str, Any]) -> None:
         table.add_row(
             *cells,
             f"[{'green' if ratio >= 1 else 'red'}]{best}[/]" if ratio is not None else best,
-            *([_over_ours(row, TORCH)] if with_torch else []),
+            *([_ratios(_over_ours(row, TORCH))] if with_torch else []),
             "-" if error is None else f"{error:.1e}",
         )
     console.print(table)
@@ -215,10 +198,10 @@ def show(console: Console, suite: Suite, result: dict[str, Any]) -> None:
         console.print(escape(remark), highlight=False)
 
 
-def _over_ours(row: dict[str, Any], name: str) -> str:
+def _over_ours(row: dict[str, Any], name: str) -> float | None:
     """How many times our time a system takes."""
-    times = [row["systems"].get(system, {}).get("median_ms") for system in (name, OURS)]
-    return f"{times[0] / times[1]:.2f}" if all(times) else "-"
+    theirs, ours = (row["systems"].get(system, {}).get("median_ms") for system in (name, OURS))
+    return theirs / ours if theirs and ours else None
 
 
 def _styled(state: dict[str, Any], text: str, unit: str) -> str:

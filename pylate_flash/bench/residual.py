@@ -9,16 +9,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from operator import methodcaller
 
 import torch
 
+import pylate_flash
 from pylate_flash.bench import exact, forward
-from pylate_flash.bench.calls import chunk_sizes, unit_vectors
+from pylate_flash.bench.calls import Call, chunk_sizes, only, unit_vectors
 from pylate_flash.bench.exact import einsum_scores
 from pylate_flash.bench.protocol import Work
 from pylate_flash.bench.rows import Row
-from pylate_flash.bench.suite import LIK_SYSTEM, OUR_SYSTEM, OURS, TORCH_SYSTEM, Candidate, Suite, System
+from pylate_flash.bench.suite import LIK_SYSTEM, OUR_SYSTEM, TORCH_SYSTEM, Candidate, Suite, another_way
 from pylate_flash.ops.residual_codes import ResidualCodes
 
 # Bytes of a token's code and of its scale.
@@ -57,14 +57,14 @@ ROWS = tuple(
 
 
 @dataclass(frozen=True)
-class Inputs:
+class Inputs(Call):
     """A row's tensors: ``queries`` [Nq, Lq, d], and the documents, each of ``length`` tokens."""
 
     queries: torch.Tensor
     documents: ResidualCodes
     length: int
 
-    def decompressed(self, first: int = 0, last: int | None = None) -> torch.Tensor:
+    def embeddings(self, first: int = 0, last: int | None = None) -> torch.Tensor:
         """Documents, or some of them, [n, Ld, d], in the type of the queries."""
         last = self.documents.n_documents if last is None else min(last, self.documents.n_documents)
         tokens = slice(first * self.length, last * self.length)
@@ -72,23 +72,14 @@ class Inputs:
 
     def reference(self) -> torch.Tensor:
         """The scores [Nq, Nd] in float64."""
-        return exact.scores(self.queries, self.decompressed())
-
-    def accuracy(self, dtype: torch.dtype) -> float:
-        """What is promised of all scores."""
-        return exact.accuracy(dtype)
+        return exact.scores(self.queries, self.embeddings())
 
     def ours(self) -> list[Candidate]:
-        """The public `pylate_flash.maxsim_residual`, as a user calls it."""
-        from pylate_flash import maxsim_residual
+        return only(pylate_flash.maxsim_residual, self.queries, self.documents)
 
-        return [Candidate("maxsim_residual", partial(maxsim_residual, self.queries, self.documents))]
-
-    def ours_decompressed(self) -> list[Candidate]:
+    def decompressed(self) -> list[Candidate]:
         """`pylate_flash.maxsim` of documents that are decompressed before it."""
-        from pylate_flash import maxsim
-
-        return [Candidate("maxsim", partial(maxsim, self.queries, self.decompressed()))]
+        return only(pylate_flash.maxsim, self.queries, self.embeddings())
 
     def lik(self) -> list[Candidate]:
         """late-interaction-kernels: padded, and packed. Its indices begin in the lowest bits of a byte."""
@@ -120,7 +111,7 @@ class Inputs:
     def decompress_then_score(self, chunk: int):
         """The plain way, over ``chunk`` documents at a time."""
         starts = range(0, self.documents.n_documents, chunk)
-        parts = (self.decompressed(first, first + chunk) for first in starts)
+        parts = (self.embeddings(first, first + chunk) for first in starts)
         return torch.cat([einsum_scores(self.queries, part) for part in parts], dim=1)
 
 
@@ -156,12 +147,7 @@ def suite() -> Suite:
         rows=ROWS,
         systems=(
             OUR_SYSTEM,
-            System(
-                f"{OURS}_decompressed",
-                "decompressed",
-                methodcaller("ours_decompressed"),
-                about="pylate_flash, documents decompressed before the call",
-            ),
+            another_way("decompressed", about="pylate_flash, documents decompressed before the call"),
             LIK_SYSTEM,
             replace(TORCH_SYSTEM, about="decompressed in the call, then an einsum"),
         ),

@@ -42,7 +42,7 @@ from typing import Any
 import torch
 
 from pylate_flash.bench.peers import PEERS
-from pylate_flash.bench.protocol import Ceilings, Rounds, Stopwatch
+from pylate_flash.bench.protocol import Ceilings, CpuStopwatch, Rounds
 
 SCHEMA = 1
 
@@ -109,7 +109,7 @@ def make(
     device: torch.device,
     dtype: torch.dtype,
     rounds: Rounds,
-    stopwatch: Stopwatch,
+    stopwatch: CpuStopwatch,
     ceilings: Ceilings,
     *,
     quick: bool,

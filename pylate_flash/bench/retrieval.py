@@ -15,7 +15,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from operator import methodcaller
 from pathlib import Path
@@ -23,12 +23,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+import pylate_flash
 from pylate_flash.bench import exact
-from pylate_flash.bench.calls import unit_vectors
-from pylate_flash.bench.peers import LIK, Peer
+from pylate_flash.bench.calls import Call, bounds_of, unit_vectors
+from pylate_flash.bench.peers import Peer
 from pylate_flash.bench.protocol import Rounds, Work
 from pylate_flash.bench.rows import Row
-from pylate_flash.bench.suite import OUR_SYSTEM, OURS, Candidate, Suite, System, Unavailable
+from pylate_flash.bench.suite import LIK_SYSTEM, OUR_SYSTEM, Candidate, Suite, System, Unavailable, another_way
 
 K = 100
 # Ids of each query's subset; one document in so many fulfils the filter.
@@ -93,7 +94,7 @@ class Rough(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Inputs:
+class Inputs(Call):
     """A row's tensors: ``queries`` [Nq, Lq, d], and ``documents`` [tokens, d] of these ``lengths``."""
 
     row: Search
@@ -119,16 +120,15 @@ class Inputs:
     @cached_property
     def bounds(self) -> torch.Tensor:
         """Boundaries of the documents, int32, on the device."""
-        return torch.nn.functional.pad(self.lengths.cumsum(0), (1, 0)).to(self.documents.device, torch.int32)
+        return bounds_of(self.lengths).to(self.device)
 
     def reference(self) -> torch.Tensor:
         """The best scores of the first queries in float64. Shape: [CHECKED, K], or less."""
-        best = []
+        best, size = [], len(self.lengths)
+        owners = torch.arange(size, device=self.device).repeat_interleave(self.bounds.diff())
         for i, query in enumerate(self.queries[:CHECKED].double()):
-            scores = self.documents.new_full((len(self.lengths),), -torch.inf, dtype=torch.float64)
             # A million tokens at a time; a document that is cut has the better part of each.
-            maxima = scores.new_full((len(query), len(scores)), -torch.inf)
-            owners = torch.arange(len(scores), device=scores.device).repeat_interleave(self.bounds.diff())
+            maxima = query.new_full((len(query), size), -torch.inf)
             for tokens, of in zip(self.documents.split(1 << 20), owners.split(1 << 20), strict=True):
                 maxima.scatter_reduce_(1, of.expand(len(query), -1), query @ tokens.double().T, "amax")
             scores = maxima.sum(dim=0)
@@ -137,49 +137,35 @@ class Inputs:
             best.append(scores.topk(min(K, len(scores))).values)
         return torch.stack(best)
 
-    def accuracy(self, dtype: torch.dtype) -> float:
-        """What is promised of all scores."""
-        return exact.accuracy(dtype)
-
-    def flat(self, dtype: str) -> Any:
-        """An index in memory."""
+    def search(self, dtype: str | None = None) -> list[Candidate]:
+        """A search of an index in memory that keeps embeddings in a type, or in that of the inputs."""
         from pylate_flash.indexes import Flat
 
-        index = Flat(None, dtype=dtype, device=self.documents.device, show_progress=False)
-        metadata = None
-        if self.row.kind == "filter":
-            metadata = [{"number": i} for i in range(len(self.ids))]
-        return index.add_documents(self.ids, list(self.documents.split(self.lengths.tolist())), metadata=metadata)
-
-    def search(self, dtype: str | None = None) -> list[Candidate]:
-        """A search of an index that keeps embeddings in a type, or in that of the inputs."""
-        index = self.flat(dtype or str(self.documents.dtype).removeprefix("torch."))
+        kept_as = dtype or str(self.documents.dtype).removeprefix("torch.")
+        index = Flat(None, dtype=kept_as, device=self.device, show_progress=False)
         how: dict[str, Any] = {"k": K}
+        metadata = None
         if self.row.kind == "subset":
             how["subset"] = [[self.ids[j] for j in own] for own in self.among.tolist()]
         if self.row.kind == "filter":
-            how["where"] = f"number % {KEPT} = 0"
+            how["where"], metadata = f"number % {KEPT} = 0", [{"number": i} for i in range(len(self.ids))]
+        index.add_documents(self.ids, list(self.documents.split(self.lengths.tolist())), metadata=metadata)
         # As a model returns them to the host.
         queries = list(self.queries.cpu())
         read = self.scores if dtype is None else lambda lists: Rough(self.scores(lists), ERRORS[dtype])
         return [Candidate("Flat", partial(index.search, queries, **how), read)]
 
-    def ours(self) -> list[Candidate]:
-        """`indexes.Flat` in the type of the inputs."""
-        return self.search()
+    # `indexes.Flat` in the type of the inputs.
+    ours = search
 
     def operation(self) -> list[Candidate]:
         """The operation and `topk` alone, with everything on the device, where equal scores come in any order."""
-        from pylate_flash import maxsim_varlen
-
         if self.row.kind:
             raise Unavailable("all documents only")
-        tokens, longest = self.queries.flatten(0, 1), int(self.lengths.max())
+        tokens, lengths = self.queries.flatten(0, 1), {"max_query_length": self.row.Lq}
+        lengths["max_document_length"] = int(self.lengths.max())
         of_queries = torch.arange(0, len(tokens) + 1, self.row.Lq, dtype=torch.int32)
-        score = partial(
-            maxsim_varlen, tokens, self.documents, of_queries, self.bounds, max_query_length=self.row.Lq,
-            max_document_length=longest,
-        )  # fmt: skip
+        score = partial(pylate_flash.maxsim_varlen, tokens, self.documents, of_queries, self.bounds, **lengths)
         call = lambda: score().topk(min(K, len(self.lengths))).values  # noqa: E731
         return [Candidate("maxsim_varlen, topk", call, lambda scores: scores[:CHECKED].double())]
 
@@ -191,13 +177,12 @@ class Inputs:
             raise Unavailable("all documents only")
         active = torch.arange(int(self.lengths.max())) < self.lengths.unsqueeze(1)
         padded = self.documents.new_zeros(*active.shape, self.row.d)
-        padded[active.to(padded.device)] = self.documents
-        mask = active.to(padded.device)
+        mask = active.to(self.device)
+        padded[mask] = self.documents
         search = partial(retrieve, self.queries, padded, top_k=min(K, len(padded)), d_mask=mask, normalize=False)
         read = lambda found: found[0][:CHECKED].double()  # noqa: E731
-        return [
-            Candidate(f"retrieve, chunks of {chunk}", partial(search, chunk=chunk), read) for chunk in (4096, 32768)
-        ]
+        ways = {chunk: partial(search, chunk=chunk) for chunk in (4096, 32768)}
+        return [Candidate(f"retrieve, chunks of {chunk}", call, read) for chunk, call in ways.items()]
 
     def fast_plaid(self) -> list[Candidate]:
         """fast-plaid, approximate: built of 4 bits, and searched as it is by default."""
@@ -290,16 +275,11 @@ def suite() -> Suite:
         systems=(
             OUR_SYSTEM,
             *(
-                System(
-                    f"{OURS}_{dtype}",
-                    dtype,
-                    methodcaller("search", dtype),
-                    about=f"pylate_flash, kept as {dtype}",
-                )
+                another_way(dtype, candidates=methodcaller("search", dtype), about=f"pylate_flash, kept as {dtype}")
                 for dtype in ERRORS
             ),
-            System(f"{OURS}_operation", "operation", methodcaller("operation"), about="maxsim_varlen and topk alone"),
-            System("lik", "LIK", methodcaller("lik"), peer=LIK, about="late-interaction-kernels, padded"),
+            another_way("operation", about="maxsim_varlen and topk alone"),
+            replace(LIK_SYSTEM, about="late-interaction-kernels, padded"),
             System(
                 "fast_plaid", "fast-plaid", methodcaller("fast_plaid"), peer=FAST_PLAID, about="approximate, of 4 bits"
             ),

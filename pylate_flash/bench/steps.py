@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+import pylate_flash
 from pylate_flash.bench import exact
 from pylate_flash.bench.calls import Padded, chunk_sizes, chunked_scores, lengths_of, within
 from pylate_flash.bench.exact import Score, einsum_scores
@@ -75,13 +76,8 @@ class Step(Padded):
         from late_interaction_kernels import maxsim
 
         score = partial(maxsim, q_mask=self.queries_mask, d_mask=self.documents_mask)
-        if not backwards:
-            return self.in_each_type("maxsim", score)
-        return [
-            candidate
-            for backward in backwards
-            for candidate in self.in_each_type(f"maxsim, {backward}", partial(score, backward=backward))
-        ]
+        ways = {f"maxsim, {backward}": partial(score, backward=backward) for backward in backwards} or {"maxsim": score}
+        return [candidate for label, way in ways.items() for candidate in self.in_each_type(label, way)]
 
     def flash_maxsim(self) -> list[Candidate]:
         """Given, the lengths spare it a kernel that would fill them in."""
@@ -105,13 +101,11 @@ class FusedStep(Step):
     """The same step by `maxsim_cross_entropy` or `maxsim_kl_divergence`, scores and loss in one."""
 
     def ours(self, **options: Any) -> list[Candidate]:
-        from pylate_flash import maxsim_cross_entropy, maxsim_kl_divergence
-
-        options |= {"temperature": self.temperature, **self.masks}
-        if self.teacher is None:
-            return [self.step("maxsim_cross_entropy", partial(maxsim_cross_entropy, **options))]
-        divergence = partial(maxsim_kl_divergence, teacher_scores=self.teacher, **options)
-        return [self.step("maxsim_kl_divergence", divergence)]
+        operation: Callable = pylate_flash.maxsim_cross_entropy
+        if self.teacher is not None:
+            operation, options["teacher_scores"] = pylate_flash.maxsim_kl_divergence, self.teacher
+        loss_of = partial(operation, temperature=self.temperature, **self.masks, **options)
+        return [self.step(operation.__name__, loss_of)]
 
 
 class Embedded:
@@ -146,14 +140,13 @@ class Contrastive(Step):
 
     def through(self, label: str, make: Callable[[Any], Any]) -> list[Candidate]:
         """The step by the loss that ``make`` makes for a model."""
-        masks = [mask for mask in (self.queries_mask, self.documents_mask) if mask is not None]
-        return [self.step(label, loss_of_embedded(make(Embedded()), masks))]
+        return [self.step(label, loss_of_embedded(make(Embedded()), list(self.masks.values())))]
 
     def reference(self) -> exact.Step:
         """Not rounded once normalised, as no winner may change with it: one of a thousand is 4 % of the gradients."""
 
-        def score(queries: torch.Tensor, documents: torch.Tensor, *masks: torch.Tensor | None) -> torch.Tensor:
-            return einsum_scores(F.normalize(queries, dim=-1), F.normalize(documents, dim=-1), *masks)
+        def score(queries: torch.Tensor, documents: torch.Tensor, **masks: torch.Tensor) -> torch.Tensor:
+            return einsum_scores(F.normalize(queries, dim=-1), F.normalize(documents, dim=-1), **masks)
 
         return exact.step(self.queries, self.documents, **self.masks, loss=self.loss, score=score)
 

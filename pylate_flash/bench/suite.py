@@ -8,7 +8,7 @@ granted the fastest of them: a deployment would have to find it.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import methodcaller
 from typing import Any, NamedTuple, Protocol
@@ -18,10 +18,9 @@ import torch
 from pylate_flash.bench import exact, memory, peers, results
 from pylate_flash.bench.protocol import (
     Ceilings,
+    CpuStopwatch,
     Floor,
     Rounds,
-    Stopwatch,
-    Timing,
     Work,
     floor_of,
     make_two_times_stopwatch,
@@ -108,6 +107,12 @@ FLASH_MAXSIM_SYSTEM = System(
 TORCH_SYSTEM = System("torch", "torch", methodcaller("torch"))
 
 
+def another_way(name: str, title: str | None = None, **more: Any) -> System:
+    """A system of this package that inputs offer under a name of its own."""
+    more.setdefault("candidates", methodcaller(name))
+    return System(f"{OURS}_{name}", title or name, **more)
+
+
 class Row(Protocol):
     """A shape with a name. A suite's own row class says what else it knows."""
 
@@ -175,7 +180,7 @@ class Suite:
     error: Callable[[Any, Any], float] = exact.error
     compiled: Sequence[System] = ()
     unit: str = "ms"
-    stopwatch: Callable[[torch.device, int], Stopwatch] = make_two_times_stopwatch
+    stopwatch: Callable[[torch.device, int], CpuStopwatch] = make_two_times_stopwatch
     device: str | None = None
     facts: Callable[[torch.device, torch.dtype], dict[str, Any]] | None = None
     rounds_of: Callable[[Any, Rounds], Rounds] = lambda row, rounds: rounds
@@ -211,7 +216,7 @@ def run(
     quick: bool = False,
     ceilings: Ceilings | None = None,
     observer: Observer | None = None,
-    keep: Callable[[dict[str, Any]], None] | None = None,
+    keep: Callable[[dict[str, Any]], None] = lambda result: None,
 ) -> dict[str, Any]:
     """Measure the ceilings, unless they are given, and every row; return the result, as `results` describes it.
 
@@ -249,15 +254,15 @@ def run(
         observer.doing("measuring the ceilings")
         ceilings = measure_ceilings(device, dtype, others=suite.ceilings)
         release(device)
-    stopwatch = suite.stopwatch(device, rounds.flush_bytes)
-    retuned, reduced = suite.retunes and not quick, reduces(suite, device)
-    result = results.make(
-        suite.name, device, dtype, rounds, stopwatch, ceilings, quick=quick, retuned=retuned, reduced=reduced
+    retuned = suite.retunes and not quick
+    measurement = _Measurement(
+        suite, systems, device, dtype, rounds, suite.stopwatch(device, rounds.flush_bytes), ceilings, quick, observer
     )
-    measurement = _Measurement(suite, systems, device, dtype, rounds, stopwatch, ceilings, quick, observer)
-    for row in (fit(suite, row, device) for row in chosen):
+    how = {"retuned": retuned, "reduced": reduces(suite, device)}
+    result = results.make(suite.name, device, dtype, rounds, measurement.stopwatch, ceilings, quick=quick, **how)
+    for row in chosen:
         with torch.no_grad():
-            measured = measurement.of_row(row)
+            measured = measurement.of_row(fit(suite, row, device))
         release(device)
         if with_memory:
             observer.doing(f"{row.name}: measuring the memory")
@@ -268,13 +273,11 @@ def run(
         result["rows"].append(measured)
         result["complete"] = len(result["rows"]) == len(suite.rows)
         observer.finished(measured)
-        if keep is not None:
-            keep(result)
+        keep(result)
     if suite.facts is not None and not rows:
         observer.doing("measuring what belongs to no row")
         result["facts"] = suite.facts(device, dtype)
-        if keep is not None:
-            keep(result)
+        keep(result)
     return result
 
 
@@ -306,7 +309,7 @@ class _Measurement:
     device: torch.device
     dtype: torch.dtype
     rounds: Rounds
-    stopwatch: Stopwatch
+    stopwatch: CpuStopwatch
     ceilings: Ceilings
     quick: bool
     observer: Observer
@@ -329,7 +332,10 @@ class _Measurement:
         timings = measure(calls, self.stopwatch, self.suite.rounds_of(row, self.rounds))
         work = row.work(self.dtype)
         yardsticks = {s.name: timings[s.name] for s in self.systems if s.yardstick and s.name in ready}
-        floor = _fastest(yardsticks) if yardsticks else floor_of(work, self.ceilings)
+        floor = floor_of(work, self.ceilings)
+        if yardsticks:
+            milliseconds, fastest = min((timing.median_ms, name) for name, timing in yardsticks.items())
+            floor = Floor(milliseconds, fastest)
         accuracy = self.suite.accuracy(inputs, self.dtype)
         for system in self.systems:
             if system.name in ready:
@@ -346,8 +352,7 @@ class _Measurement:
             "floor_ms": floor.milliseconds,
             "bound": floor.bound,
             "systems": states,
-            **compare({name: state for name, state in states.items() if name not in yardsticks}),
-            **_multiples([system.name for system in self.systems if system.counted], states),
+            **compare(states, [system.name for system in self.systems if system.counted], yardsticks),
         }
 
     def prepare(
@@ -421,21 +426,6 @@ def _wrong(reason: str, error: float) -> dict[str, Any]:
     return {"status": "wrong", "reason": reason, "error": error if error < float("inf") else None}
 
 
-def _multiples(counted: Sequence[str], states: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Our time as a multiple of each of these systems' (None where either is missing), if there are any."""
-    if not counted:
-        return {}
-    ours = states.get(OURS, {}).get("median_ms")
-    times = {name: states[name].get("median_ms") for name in counted}
-    return {"multiples": {name: ours / time if ours and time else None for name, time in times.items()}}
-
-
-def _fastest(yardsticks: dict[str, Timing]) -> Floor:
-    """The floor that yardsticks set: the time of the fastest one, and its name."""
-    name = min(yardsticks, key=lambda name: yardsticks[name].median_ms)
-    return Floor(yardsticks[name].median_ms, name)
-
-
 def check(candidate: Candidate, reference: Any, error: Callable[[Any, Any], float] = exact.error) -> float:
     """Make the call once and return its relative error.
 
@@ -443,23 +433,23 @@ def check(candidate: Candidate, reference: Any, error: Callable[[Any, Any], floa
     write is not found right because an earlier call wrote it there.
     """
     tensors = (reference,) if isinstance(reference, torch.Tensor) else reference
-    poison = [
-        torch.full(part.shape, float("nan"), dtype=torch.float32, device=part.device)
-        for part in tensors
-        if part is not None
-    ]
+    poison = [torch.full_like(part, torch.nan, dtype=torch.float32) for part in tensors if part is not None]
     del poison
     return error(candidate.read(candidate.call()), reference)
 
 
-def compare(states: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Name the fastest of the other systems, and how many times our time it takes (None where either is missing)."""
-    others = {
-        name: state["median_ms"] for name, state in states.items() if not name.startswith(OURS) and "median_ms" in state
-    }
-    best = min(others, key=lambda name: others[name]) if others else None
-    ours = states.get(OURS, {}).get("median_ms")
-    return {"best_peer": best, "best_peer_over_ours": others[best] / ours if best is not None and ours else None}
+def compare(states: dict[str, dict[str, Any]], counted: Sequence[str], yardsticks: Container[str]) -> dict[str, Any]:
+    """Name the fastest of the other systems, and how many times our time it takes (None where either is missing).
+
+    And our time as a multiple of that of each system that is ``counted``, if there are any.
+    """
+    times = {name: state["median_ms"] for name, state in states.items() if "median_ms" in state}
+    ours = times.get(OURS)
+    others = {name: time for name, time in times.items() if not name.startswith(OURS) and name not in yardsticks}
+    best = min(others, key=lambda name: others[name], default=None)
+    multiples = {name: ours / times[name] if ours and name in times else None for name in counted}
+    found = {"best_peer": best, "best_peer_over_ours": others[best] / ours if best is not None and ours else None}
+    return found | ({"multiples": multiples} if counted else {})
 
 
 def release(device: torch.device) -> None:

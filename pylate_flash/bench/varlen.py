@@ -21,11 +21,10 @@ from pylate_flash.bench.suite import (
     FLASH_MAXSIM_SYSTEM,
     LIK_SYSTEM,
     OUR_SYSTEM,
-    OURS,
     TORCH_SYSTEM,
     Candidate,
     Suite,
-    System,
+    another_way,
 )
 
 
@@ -53,9 +52,8 @@ class Packed(Varlen):
     def ours(self) -> list[Candidate]:
         """`maxsim_varlen`, which waits for the device unless told the longest lengths."""
         (packed,) = super().ours()
-        lengths = {"max_query_length": self.queries.shape[1], "max_document_length": self.longest}
-        told = Candidate(f"{packed.label}, longest lengths given", partial(packed.call, **lengths))
-        return [told, packed]
+        told = partial(packed.call, max_query_length=self.queries.shape[1], max_document_length=self.longest)
+        return [Candidate(f"{packed.label}, longest lengths given", told), packed]
 
     def ours_padded(self) -> list[Candidate]:
         """`maxsim` of the padded documents and their mask."""
@@ -105,9 +103,7 @@ def suite() -> Suite:
         rows=ROWS,
         systems=(
             OUR_SYSTEM,
-            System(
-                f"{OURS}_padded", "padded", methodcaller("ours_padded"), about="pylate_flash with padding and a mask"
-            ),
+            another_way("padded", candidates=methodcaller("ours_padded"), about="pylate_flash with padding and a mask"),
             replace(LIK_SYSTEM, about="late-interaction-kernels, the faster of packed and padded"),
             replace(FLASH_MAXSIM_SYSTEM, about="flash-maxsim, the faster of both ways"),
             replace(TORCH_SYSTEM, about="a masked einsum over chunks of documents"),

@@ -46,9 +46,7 @@ class Distillation(steps.Step):
         return [self.step(label, lambda queries, documents: loss_of(queries, documents.flatten(0, 1)))]
 
     def reference(self) -> exact.Step:
-        def score(
-            queries: torch.Tensor, documents: torch.Tensor, _: None, documents_mask: torch.Tensor
-        ) -> torch.Tensor:
+        def score(queries: torch.Tensor, documents: torch.Tensor, documents_mask: torch.Tensor) -> torch.Tensor:
             rows, tokens = F.normalize(queries, dim=-1), F.normalize(documents, dim=-1)
             similarities = torch.einsum("qsd,qktd->qkst", rows, tokens)
             return similarities.masked_fill(~documents_mask.unsqueeze(2), 0.0).max(dim=-1).values.sum(dim=-1)

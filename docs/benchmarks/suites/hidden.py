@@ -114,9 +114,8 @@ class Inputs:
         """Scores, and in a step the gradients, in float64, from the rounded embeddings."""
         dtype = self.queries.dtype
 
-        def score(queries: torch.Tensor, documents: torch.Tensor, *masks: torch.Tensor | None) -> torch.Tensor:
-            units = [exact.normalized(embeddings, dtype) for embeddings in (queries, documents)]
-            return exact.einsum_scores(*units, *masks)
+        def score(*embeddings: torch.Tensor, **masks: torch.Tensor) -> torch.Tensor:
+            return exact.einsum_scores(*(exact.normalized(part, dtype) for part in embeddings), **masks)
 
         projected, mask = F.linear(self.hidden.detach(), self.weight.detach()), None
         if self.cu_seqlens is not None:
@@ -126,8 +125,8 @@ class Inputs:
                 mask.unsqueeze(-1), projected
             )
         if not self.step:
-            return (exact.scores(self.queries, projected, None, mask, score=score),)
-        found = exact.step(self.queries, projected, None, mask, loss=self.loss, score=score)
+            return (exact.scores(self.queries, projected, documents_mask=mask, score=score),)
+        found = exact.step(self.queries, projected, documents_mask=mask, loss=self.loss, score=score)
         assert found.scores is not None
         grad = found.grad_documents if mask is None else found.grad_documents[mask]
         grad_weight = grad.flatten(0, -2).T @ self.hidden.detach().flatten(0, -2).double()
