@@ -18,3 +18,6 @@ autodoc_member_order = "bysource"
 numpydoc_show_class_members = False
 
 html_theme = "furo"
+html_show_copyright = False
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
