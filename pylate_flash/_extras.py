@@ -10,12 +10,16 @@ from typing import NamedTuple
 
 
 class Host(NamedTuple):
-    """A library that embeds texts: what it is called, its distribution, our extra of it, the versions it installs."""
+    """A library that is served: what it is called, its distribution, our extra of it, the versions it installs.
+
+    With `by_name`, `register()` takes it only where it is named: what it finds is then other than before.
+    """
 
     title: str
     distribution: str
     extra: str
     supported: str
+    by_name: bool = False
 
 
 # By the name that it is imported by.
@@ -25,6 +29,7 @@ HOSTS = {
         "sentence-transformers", "sentence-transformers", "sentence-transformers", ">=6.0,<7"
     ),
     "colpali_engine": Host("colpali-engine", "colpali-engine", "colpali", ">=0.3.18,<0.4"),
+    "mteb": Host("mteb", "mteb", "mteb", ">=2.26,<3", by_name=True),
 }
 
 

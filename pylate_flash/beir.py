@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -223,7 +223,13 @@ def evaluate_retrieval(
             # What is no module has no weights to remember it by.
             if isinstance(model, torch.nn.Module):
                 index.record_model(model)
-            _add(index, model, documents, batch_size, timings, show_progress)
+            encoding = (
+                functools.partial(encode, model, is_query=False)
+                if index.projection is None
+                else functools.partial(encode_hidden_states, model)
+            )
+            encoding = functools.partial(encoding, batch_size=batch_size)
+            add_encoded(index, documents, encoding, batch_size, timings, show_progress)
         if queries_embeddings is None:
             with _timed(timings, "encode_queries"):
                 queries_embeddings = encode(
@@ -247,15 +253,32 @@ def evaluate_retrieval(
     return RetrievalEvaluation(means, per_query, run, timings, scorer)
 
 
-def _add(
+def add_encoded(
     index: Flat,
-    model: Any,
     documents: Sequence[Mapping[str, str]],
-    batch_size: int,
-    timings: dict[str, float],
-    show_progress: bool,
+    encode: Callable[[list[str]], Sequence[Any]],
+    batch_size: int = 32,
+    timings: dict[str, float] | None = None,
+    show_progress: bool = False,
 ) -> None:
-    """Encode documents and add them to the index, some at a time, so that memory stays bounded."""
+    """Encode documents and add them to an index in their order, some at a time, so that memory stays bounded.
+
+    Parameters
+    ----------
+    index
+        The index.
+    documents
+        `{"id", "text"}` of every document.
+    encode
+        What the index keeps of texts, [L_i, d] of each.
+    batch_size
+        Texts that it encodes at a time.
+    timings
+        Where the seconds that it takes are added, as "encode_documents" and "index".
+    show_progress
+        Draw a progress bar.
+    """
+    timings = {} if timings is None else timings
     step = batch_size * _BATCHES_PER_STEP
     ids: list[str] = []
     embeddings: list[Any] = []
@@ -263,11 +286,7 @@ def _add(
         for start in range(0, len(documents), step):
             some = documents[start : start + step]
             with _timed(timings, "encode_documents"):
-                texts = [document["text"] for document in some]
-                if index.projection is None:
-                    embeddings += encode(model, texts, is_query=False, batch_size=batch_size)
-                else:
-                    embeddings += encode_hidden_states(model, texts, batch_size=batch_size)
+                embeddings += encode([document["text"] for document in some])
             ids += [document["id"] for document in some]
             progress.update(len(some))
             if start + step >= len(documents) or sum(array.nbytes for array in embeddings) >= ADDITION_BYTES:

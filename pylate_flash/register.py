@@ -40,6 +40,9 @@ def register(host: str | None = None, *, masking: str = "exclude", strict: bool 
     its losses and `score_multi_vector`; and the smooth maximum of a batch in its losses, but not that of their explicit
     negatives. `COLPALI_SCORES_BACKEND` still names another backend.
 
+    mteb, where it is named: its wrappers of PyLate's models and of `MultiVectorEncoder` search tasks of texts by
+    `hosts.mteb`, exactly, in place of PLAID, and encode a corpus once.
+
     Registering again only updates `masking`.
 
     Functions bound before run fused. Classes of PyLate's that were bound before keep its own code with fused scores,
@@ -48,8 +51,8 @@ def register(host: str | None = None, *, masking: str = "exclude", strict: bool 
     Parameters
     ----------
     host
-        `"pylate"`, `"sentence-transformers"`, or `"colpali-engine"`, also by the name of its extra, `"colpali"`. None:
-        all that are installed.
+        `"pylate"`, `"sentence-transformers"`, `"colpali-engine"`, also by the name of its extra, `"colpali"`, or
+        `"mteb"`. None: all that are installed, but for mteb.
     masking
         PyLate only: what a masked document token does, where a call or a model does not say: `"exclude"` (it never wins
         the max) or `"zero"` (its similarity counts as 0, as in PyLate's torch scorer).
@@ -207,8 +210,9 @@ def _hosts(host: str | None) -> list[Host]:
     """The host of this name, or all that are installed."""
     if host is not None:
         return [_known(host)]
-    found = [known for known in HOSTS.values() if known.is_there()]
+    unnamed = [known for known in HOSTS.values() if not known.about.by_name]
+    found = [known for known in unnamed if known.is_there()]
     if not found:
-        extras = " or ".join(f'"pylate-flash[{known.about.extra}]"' for known in HOSTS.values())
+        extras = " or ".join(f'"pylate-flash[{known.about.extra}]"' for known in unnamed)
         raise ImportError(f"there is nothing to register: install a host, with pip install {extras}")
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -16,16 +17,17 @@ _VOCABULARY = {word: number for number, word in enumerate([*_SPECIAL, *WORDS])}
 _PREFIXES = {"[Q] ": len(_VOCABULARY), "[D] ": len(_VOCABULARY) + 1}
 
 
-def write_checkpoint(folder: Path) -> None:
+def write_checkpoint(folder: Path, words: Sequence[str] = WORDS) -> None:
     """Random weights: one BERT layer, words as tokens, d = 8. Full stops are not kept of documents."""
     from safetensors.torch import save_file
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
-    tokenizer = Tokenizer(models.WordLevel(_VOCABULARY, unk_token="[UNK]"))
+    vocabulary = {word: number for number, word in enumerate([*_SPECIAL, *words])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", special_tokens=[(name, _VOCABULARY[name]) for name in ("[CLS]", "[SEP]")]
+        single="[CLS] $A [SEP]", special_tokens=[(name, vocabulary[name]) for name in ("[CLS]", "[SEP]")]
     )
     names = {f"{token.strip('[]').lower()}_token": token for token in _SPECIAL}
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=32, **names)
@@ -34,7 +36,7 @@ def write_checkpoint(folder: Path) -> None:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         config = BertConfig(
-            vocab_size=len(_VOCABULARY) + len(_PREFIXES),
+            vocab_size=len(vocabulary) + len(_PREFIXES),
             hidden_size=16,
             num_hidden_layers=1,
             num_attention_heads=2,

@@ -152,7 +152,7 @@ def _describe_host(module: str, host: Host) -> str:
 
 def _look_at_hosts() -> tuple[bool, str]:
     """Whether `register()` should work, from what is installed: importing the hosts would take many seconds."""
-    found = [(host, _version_of(module, host)) for module, host in HOSTS.items()]
+    found = [(host, _version_of(module, host)) for module, host in HOSTS.items() if not host.by_name]
     supported = [f"{host.title} {version}" for host, version in found if version and _is_supported(host, version)]
     if supported:
         return True, f"{' and '.join(supported)} is supported; doctor --check tries it."

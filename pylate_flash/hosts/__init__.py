@@ -3,6 +3,7 @@
     pylate.py              PyLate: its scoring functions, and the names that this package's own modules stand for
     sentence_transformers/ sentence-transformers 6: MaxSim, the scores of its losses, and the cached loss
     colpali.py             colpali-engine: the MaxSim of its losses and processors, and the smooth maximum of its losses
+    mteb.py                mteb: search, of models of PyLate and of sentence-transformers
 
 Importing this module imports neither torch nor a host.
 """
@@ -46,6 +47,19 @@ COLPALI = Routes(
     | {f"{_COLPALI_LOSS}._inbatch_scores": f"{__name__}.colpali:served_inbatch_scores"}
 )
 
+_MTEB_WRAPPERS = (
+    "mteb.models.model_implementations.pylate_models:PylateSearchEncoder",
+    "mteb.models.sentence_transformer_wrapper:MultiVectorSearchEncoderWrapper",
+)
+
+MTEB = Routes(
+    {
+        f"{wrapper}.{name}": f"{__name__}.mteb:served_{name}"
+        for wrapper in _MTEB_WRAPPERS
+        for name in ("index", "search")
+    }
+)
+
 # By the names of their distributions, which `register` takes.
 HOSTS = {
     host.name: host
@@ -60,5 +74,6 @@ HOSTS = {
             SENTENCE_TRANSFORMERS.release,
         ),
         Host(ABOUT["colpali_engine"], "colpali_engine", "0.3.18", COLPALI.hold, COLPALI.release),
+        Host(ABOUT["mteb"], "mteb", "2.26", MTEB.hold, MTEB.release),
     )
 }

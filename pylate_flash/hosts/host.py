@@ -77,7 +77,7 @@ class Host(NamedTuple):
             Which says what to install.
         """
         check_host(self.package, needed_by)
-        title, _, extra, supported = self.about
+        title, _, extra, supported, _ = self.about
         if not self._is_importable():
             raise MissingExtraError(
                 f"{needed_by} needs {title}, and {self.package} is a folder without an __init__.py here, which is no "
@@ -95,7 +95,7 @@ class Host(NamedTuple):
         return spec is not None and spec.origin is not None
 
     def _unsupported(self, found: str, otherwise: str = "") -> ImportError:
-        title, _, _, supported = self.about
+        title, _, _, supported, _ = self.about
         return ImportError(
             f"this version of pylate_flash supports {title} {supported}, and {title} {found} is installed; install a "
             f'supported one: pip install "{self.name}{supported}"{otherwise}'

@@ -140,7 +140,11 @@ def _route(path: str, function: FunctionType, ours: str, helper: str | None) -> 
             f"{path.replace(':', '.')} has the parameter {unknown[0]!r} in the installed version, which this version "
             "of pylate_flash does not know"
         )
-    needed = [name for name, parameter in known.items() if parameter.default is parameter.empty]
+    needed = [
+        name
+        for name, parameter in known.items()
+        if parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
+    ]
     lacking = [name for name in needed if name not in parameters]
     if lacking:
         raise ImportError(
@@ -149,9 +153,10 @@ def _route(path: str, function: FunctionType, ours: str, helper: str | None) -> 
         )
     positional = [name for name, parameter in parameters.items() if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
     keyword = [name for name, parameter in parameters.items() if parameter.kind is parameter.KEYWORD_ONLY]
+    others = [f"**{name}" for name, parameter in parameters.items() if parameter.kind is parameter.VAR_KEYWORD]
     module, _, served_by = ours.partition(":")
-    signature = ", ".join([*positional, *(["*", *keyword] if keyword else [])])
-    arguments = ", ".join(f"{name}={name}" for name in parameters)
+    signature = ", ".join([*positional, *(["*", *keyword] if keyword else []), *others])
+    arguments = ", ".join([*(f"{name}={name}" for name in (*positional, *keyword)), *others])
     source = f"def {function.__name__}({signature}):\n"
     if helper is not None:
         source += f"    if {helper}.__module__ != __name__:\n"

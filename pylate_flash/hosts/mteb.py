@@ -1,0 +1,289 @@
+"""Exact search for mteb, of models of PyLate or of sentence-transformers, that encodes a corpus once.
+
+    mteb.evaluate(pylate_flash.hosts.mteb.search(model, "encoded"), tasks)
+
+It takes tasks of text, retrieval and reranking, in all their languages and subsets. `pylate_flash.register("mteb")`
+makes mteb's own wrappers of these models search so.
+"""
+
+# ruff: noqa: E402
+from __future__ import annotations
+
+from .._extras import check_host
+
+check_host("mteb", "pylate_flash.hosts.mteb")
+
+# isort: split
+import functools
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from mteb._create_dataloaders import create_dataloader
+from mteb.models import ModelMeta, MultiVectorSearchEncoderWrapper
+from mteb.models.abs_encoder import get_prompt
+from mteb.types import PromptType
+
+from ..beir import add_encoded
+from ..encoding.model_record import ModelRecord
+from ..encoding.texts import encoder_of, is_multi_vector_encoder
+from ..indexes import Flat
+from . import _MTEB_WRAPPERS, MTEB
+
+__all__ = ["ExactSearch", "search"]
+
+
+def search(
+    model: Any,
+    folder: str | os.PathLike[str] | None = None,
+    *,
+    dtype: str | None = None,
+    device: str | torch.device | None = None,
+) -> ExactSearch:
+    """Make a model of either library one that mteb evaluates by exact search.
+
+    Parameters
+    ----------
+    model
+        A ColBERT model of this package or of PyLate, or a `MultiVectorEncoder` of sentence-transformers. Its prompts
+        are those of mteb's own wrappers.
+    folder
+        Where encoded corpora are kept, an index for every model and corpus: whatever evaluates the same weights on the
+        same texts encodes no document again, and an evaluation that was interrupted goes on where it was. None: the
+        latest one is kept in memory.
+    dtype
+        How embeddings are kept, as in `indexes.Flat`.
+    device
+        Where to search. None: where the model is.
+
+    Returns
+    -------
+    ExactSearch
+        What `mteb.evaluate` takes.
+
+    Raises
+    ------
+    MissingExtraError
+        When this module is imported, if mteb is not installed.
+
+    Examples
+    --------
+    >>> import mteb  # doctest: +SKIP
+    >>> mteb.evaluate(search(model, "encoded"), mteb.get_tasks(["SciFact", "NFCorpus"]))  # doctest: +SKIP
+    """
+    return ExactSearch(model, folder, dtype=dtype, device=device)
+
+
+class ExactSearch:
+    """A model as mteb's `SearchProtocol`, see `search`.
+
+    Attributes
+    ----------
+    index_path
+        Folder of the index that was searched last; None before there is one, or without `folder`.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        folder: str | os.PathLike[str] | None = None,
+        *,
+        dtype: str | None = None,
+        device: str | torch.device | None = None,
+        prompts: Mapping[str, str] | None = None,
+    ) -> None:
+        self.model = model
+        self.folder = None if folder is None else Path(folder)
+        self.dtype, self.device = dtype, device
+        self._prompts = dict(getattr(model, "prompts", None) or {} if prompts is None else prompts)
+        self._name = ""
+        self._flat: Flat | None = None
+
+    @property
+    def mteb_model_meta(self) -> ModelMeta:
+        """What mteb knows of the model. Without a revision, its weights stand for it: mteb keeps results by both."""
+        if is_multi_vector_encoder(self.model):
+            meta = ModelMeta.from_multi_vector_encoder_model(self.model)
+        else:
+            card = self.model.model_card_data
+            about: dict[str, Any] = {
+                "name": card.model_name or card.base_model,
+                "revision": card.base_model_revision,
+                "embed_dim": self.model.get_sentence_embedding_dimension(),
+                "max_tokens": self.model.document_length,
+                "similarity_fn_name": "MaxSim",
+                "framework": ["PyLate", "PyTorch"],
+                "model_type": ["late-interaction"],
+            }
+            meta = ModelMeta.create_empty(overwrites=about)
+        if meta.revision == ModelMeta.create_empty().revision:
+            meta = meta.model_copy(update={"revision": self._record().fingerprint[:40]})
+        return meta
+
+    @property
+    def index_path(self) -> Path | None:
+        return None if self._flat is None or self.folder is None else self._flat.index_path
+
+    def index(
+        self,
+        corpus: Any,
+        *,
+        task_metadata: Any,
+        hf_split: str,
+        hf_subset: str,
+        encode_kwargs: Mapping[str, Any],
+        num_proc: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Encode what is not in the corpus's index yet; arguments are those of mteb's protocol.
+
+        Raises
+        ------
+        ValueError
+            If the task is not one of texts alone, or a document's id is repeated.
+        """
+        texts = self._texts(corpus, task_metadata, PromptType.document, encode_kwargs, num_proc)
+        prompt = get_prompt(self._prompts, task_metadata, PromptType.document)
+        ids = list(corpus["id"])
+        record = self._record()
+        model = _digest([json.dumps(record.to_json(), sort_keys=True)])
+        name = _digest([self.dtype or "", prompt or "", *ids, *texts])
+        if self._flat is None or self._name != f"{model}/{name}":
+            self._flat = None  # The memory that it takes is free before the next one is filled.
+            folder = None if self.folder is None else self.folder / model
+            device = self.model.device if self.device is None else self.device
+            self._flat = Flat(folder, name, dtype=self.dtype, device=device, show_progress=False)
+            self._flat.record_model(self.model)
+            self._name = f"{model}/{name}"
+        # Those that are there are the first ones: all are added in their order.
+        start = len(self._flat)
+        documents = [{"id": id_, "text": text} for id_, text in zip(ids[start:], texts[start:], strict=True)]
+        encode = self._encoder(PromptType.document, prompt, encode_kwargs)
+        add_encoded(self._flat, documents, encode, encode_kwargs.get("batch_size", 32))
+
+    def search(
+        self,
+        queries: Any,
+        *,
+        task_metadata: Any,
+        hf_split: str,
+        hf_subset: str,
+        top_k: int,
+        encode_kwargs: Mapping[str, Any],
+        top_ranked: Mapping[str, Sequence[str]] | None = None,
+        num_proc: int | None = None,
+        **kwargs: Any,
+    ) -> dict[str, dict[str, float]]:
+        """Score all documents of the corpus, or those of `top_ranked`; arguments are those of mteb's protocol.
+
+        Returns
+        -------
+        dict
+            For every query id, the scores of its `top_k` best documents by their ids.
+
+        Raises
+        ------
+        ValueError
+            If there is no corpus yet.
+        """
+        if self._flat is None:
+            raise ValueError("there is no corpus to search: call index() before search()")
+        ids = list(queries["id"])
+        texts = self._texts(queries, task_metadata, PromptType.query, encode_kwargs, num_proc)
+        prompt = get_prompt(self._prompts, task_metadata, PromptType.query)
+        embeddings = self._encoder(PromptType.query, prompt, encode_kwargs)(texts)
+        subset = None if top_ranked is None else [list(top_ranked.get(id_, ())) for id_ in ids]
+        found = self._flat(embeddings, k=top_k, subset=subset)
+        return {id_: {hit["id"]: hit["score"] for hit in hits} for id_, hits in zip(ids, found, strict=True)}
+
+    def _record(self) -> ModelRecord:
+        return ModelRecord.of(self.model, None, Path())
+
+    def _texts(
+        self, rows: Any, task_metadata: Any, kind: PromptType, encode_kwargs: Mapping[str, Any], num_proc: int | None
+    ) -> list[str]:
+        """Texts as mteb makes them: of title and body, query and instruction, or the turns of a conversation."""
+        if task_metadata.modalities != ["text"]:
+            raise ValueError(
+                f"{task_metadata.name} is a task of {', '.join(task_metadata.modalities)}, and this searches texts"
+            )
+        batches = create_dataloader(
+            rows,
+            task_metadata=task_metadata,
+            prompt_type=kind,
+            batch_size=encode_kwargs.get("batch_size", 32),
+            num_proc=num_proc,
+        )
+        return [text for batch in batches for text in batch["text"]]
+
+    def _encoder(
+        self, kind: PromptType, prompt: str | None, encode_kwargs: Mapping[str, Any]
+    ) -> Callable[[list[str]], list[Any]]:
+        return functools.partial(encoder_of(self.model, kind == PromptType.query), prompt=prompt, **encode_kwargs)
+
+
+def _digest(parts: Iterable[str]) -> str:
+    """A name for strings: with their lengths, so that the same letters in other strings are other parts."""
+    digest = hashlib.sha256()
+    for part in parts:
+        encoded = part.encode("utf-8", "surrogatepass")
+        digest.update(len(encoded).to_bytes(8, "little"))
+        digest.update(encoded)
+    return digest.hexdigest()[:32]
+
+
+# What searches for each of mteb's wrappers while it is registered.
+_searches: WeakKeyDictionary[Any, ExactSearch] = WeakKeyDictionary()
+
+
+def served_index(
+    self: Any,
+    corpus: Any,
+    task_metadata: Any,
+    hf_split: str,
+    hf_subset: str,
+    encode_kwargs: Any,
+    num_proc: int | None,
+    **kwargs: Any,
+) -> None:
+    """A call of `index` of mteb's wrappers while they are routed; tasks that are not of texts alone are mteb's own."""
+    options = {"task_metadata": task_metadata, "hf_split": hf_split, "hf_subset": hf_subset, **kwargs}
+    options |= {"encode_kwargs": encode_kwargs, "num_proc": num_proc}
+    if task_metadata.modalities != ["text"]:
+        return _own(self, "index")(self, corpus, **options)
+    if self not in _searches:
+        folder, prompts = getattr(self, "base_index_dir", None), getattr(self, "model_prompts", None)
+        _searches[self] = ExactSearch(self.model, folder, prompts=prompts)
+    return _searches[self].index(corpus, **options)
+
+
+def served_search(
+    self: Any,
+    queries: Any,
+    task_metadata: Any,
+    hf_split: str,
+    hf_subset: str,
+    top_k: int,
+    encode_kwargs: Any,
+    top_ranked: Any,
+    num_proc: int | None,
+    timer: Any = None,
+    **kwargs: Any,
+) -> dict[str, dict[str, float]]:
+    """A call of `search` of mteb's wrappers while they are routed."""
+    options = {"task_metadata": task_metadata, "hf_split": hf_split, "hf_subset": hf_subset, "top_k": top_k, **kwargs}
+    options |= {"encode_kwargs": encode_kwargs, "top_ranked": top_ranked, "num_proc": num_proc}
+    if task_metadata.modalities != ["text"]:
+        return _own(self, "search")(self, queries, **options, **({} if timer is None else {"timer": timer}))
+    return _searches[self].search(queries, **options)
+
+
+def _own(wrapper: Any, name: str) -> Callable[..., Any]:
+    of_pylate, of_encoders = _MTEB_WRAPPERS
+    path = of_encoders if isinstance(wrapper, MultiVectorSearchEncoderWrapper) else of_pylate
+    return MTEB.original(f"{path}.{name}")
