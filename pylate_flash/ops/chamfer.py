@@ -38,7 +38,7 @@ from .checks import (
     no_second_derivative,
 )
 from .compute import kernels, without_autocast
-from .maxsim import REDUCTIONS, autocast
+from .maxsim_operator import REDUCTIONS, autocast
 from .operator import Operation
 from .packing import longest
 

@@ -14,7 +14,8 @@ from torch import Tensor
 from ..kernels.plan import choose
 from ..problem import DocumentOffsets, Options, Problem, Tensors
 from .blocked import blocked_backward, blocked_forward, maxima
-from .checks import checked_mask, checked_problem
+from .call_parts import active_counts, with_empty_score
+from .checks import checked_problem
 from .tiles import Operands, operands_of
 
 Gradients = tuple[Tensor | None, ...]
@@ -120,36 +121,6 @@ def _kernels_serve(problem: Problem, tensors: Tensors, options: Options) -> bool
     return chosen == "triton" and not _is_empty(problem, tensors)
 
 
-def with_empty_score(scores: Tensor, tensors: Tensors, empty_score: float) -> Tensor:
-    """The scores, `empty_score` where a document has no active token."""
-    if empty_score == 0.0:
-        return scores
-    if tensors.documents_cu_seqlens is not None:
-        empty = tensors.documents_cu_seqlens.diff().to(scores.device, non_blocking=True) == 0
-    elif tensors.documents_mask is not None:
-        empty = (tensors.documents_mask == 0).all(dim=-1)
-    elif tensors.documents.shape[-2] > 0:
-        return scores
-    else:
-        empty = torch.ones_like(scores, dtype=torch.bool)
-    return scores.masked_fill(empty, empty_score)
-
-
-def active_counts(problem: Problem, tensors: Tensors) -> Tensor:
-    """The number of active tokens of each score's query, at least 1, to divide the scores by."""
-    if tensors.queries_mask is not None:
-        counts = (tensors.queries_mask != 0).sum(dim=-1)
-    elif tensors.queries_cu_seqlens is not None:
-        counts = tensors.queries_cu_seqlens.diff().to(problem.device, non_blocking=True)
-    else:
-        counts = torch.full((problem.n_queries,), problem.query_length, device=problem.device)
-    counts = counts.clamp(min=1)
-    if tensors.candidates_cu_seqlens is None:
-        return counts.unsqueeze(1)
-    owned = tensors.candidates_cu_seqlens.diff().to(problem.device, non_blocking=True)
-    return counts.repeat_interleave(owned, output_size=problem.n_documents)
-
-
 @functools.cache
 def kernels() -> ModuleType:
     """What computes by kernels, imported when first needed, because Triton is not everywhere."""
@@ -162,11 +133,3 @@ def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
     """Computation in the types of its tensors, which have followed autocast already."""
     # To enter autocast takes as long as a launch.
     return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()
-
-
-def checked_masks(tensors: Tensors) -> tuple[Tensor | None, Tensor | None]:
-    """Both masks after a look at their values, where that waits for nothing."""
-    return (
-        checked_mask("queries_mask", tensors.queries_mask, weights=True),
-        checked_mask("documents_mask", tensors.documents_mask),
-    )

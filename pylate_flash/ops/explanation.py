@@ -13,13 +13,12 @@ from ..kernels.plan_backward import BackwardPlan, SoftGradientPlan, backward_pla
 from ..kernels.tables import HopperTile, Tile
 from ..problem import Options, Tensors
 from .checks import checked_flag, checked_problem
-from .maxsim import checked
+from .maxsim_operator import checked, with_lengths
 from .operator import needs_gradient
 from .quantization import QuantizedEmbeddings
 from .quantized import checked_with_values, problem_of_quantized
 from .ragged import call_of_lists
 from .soft import MAX_SCRATCH_BYTES
-from .varlen import with_lengths
 
 
 class Explanation(NamedTuple):
@@ -151,10 +150,10 @@ def explain(
                 max_document_length=max_document_length,
             )
     if isinstance(documents, QuantizedEmbeddings):
-        tensors = checked_with_values("explain", tensors, options)
+        tensors, options = checked_with_values("explain", tensors, options)
         problem = problem_of_quantized(tensors, options, checked_flag("quantize_queries", quantize_queries))
     else:
-        tensors = checked("explain", tensors, options)
+        tensors, options = checked("explain", tensors, options)
         learns = needs_gradient(*tensors[:2])
         problem = checked_problem(tensors, options, learns and not soft, offsets)
     kind = implementation, problem.device, problem.deciding_dtype, problem.size

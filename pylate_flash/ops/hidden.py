@@ -15,7 +15,6 @@ of `Tensors`, with hidden states in place of documents, and those of `Options`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -23,19 +22,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..problem import Options, Tensors, empty_results
-from .checks import (
-    check_differentiation,
-    check_embeddings,
-    check_mask_layout,
-    checked_flag,
-    checked_number,
-    no_second_derivative,
-)
+from .checks import check_differentiation, check_embeddings, check_mask_layout, checked_flag, no_second_derivative
 from .hidden_blocks import compute_hidden, compute_hidden_gradients
-from .maxsim import CALL_SCHEMA, autocast, checked, maxsim_reference
+from .maxsim_operator import CALL_SCHEMA, autocast, checked, reference_scores, with_lengths
 from .operator import NOT_PLAIN, Operation, cast_like, is_plain
-from .packing import padded
-from .varlen import with_lengths
 
 _QUERIES = {3: "[Nq, Lq, d]"}
 _HIDDEN = {3: "[Nd, Ld, d_model]", 4: "[Nq, K, Ld, d_model]"}
@@ -50,17 +40,12 @@ def maxsim_from_hidden_reference(
     weight: Tensor,
     bias: Tensor | None = None,
     *,
-    queries_mask: Tensor | None = None,
-    documents_mask: Tensor | None = None,
     queries_weight: Tensor | None = None,
     queries_bias: Tensor | None = None,
-    queries_cu_seqlens: Tensor | None = None,
-    documents_cu_seqlens: Tensor | None = None,
-    candidates_cu_seqlens: Tensor | None = None,
     normalize: bool = True,
     **options: Any,
 ) -> Tensor:
-    """The definition of `maxsim_from_hidden`: a linear layer, normalisation, and `maxsim_reference`, of padded tokens.
+    """The definition of `maxsim_from_hidden`: a linear layer, and the definition of `maxsim`, of padded tokens.
 
     It checks nothing, and computes in and returns the type that inputs widen to: float64 for float64, else float32.
     """
@@ -69,17 +54,7 @@ def maxsim_from_hidden_reference(
     documents = F.linear(hidden, weight, None if bias is None else bias.to(dtype))
     if queries_weight is not None:
         queries = F.linear(queries, queries_weight.to(dtype), None if queries_bias is None else queries_bias.to(dtype))
-    if queries_cu_seqlens is not None:
-        queries, queries_mask = padded(queries, queries_cu_seqlens)
-    if documents_cu_seqlens is not None:
-        documents, documents_mask = padded(documents, documents_cu_seqlens)
-        options["masking"] = "exclude"
-    options |= {"queries_mask": queries_mask, "documents_mask": documents_mask, "normalize": normalize}
-    scores = maxsim_reference(queries, documents, **options)
-    if candidates_cu_seqlens is None:
-        return scores
-    owned = zip(scores, pairwise(candidates_cu_seqlens.tolist()), strict=True)
-    return torch.cat([scores.new_empty(0), *(of_query[first:last] for of_query, (first, last) in owned)])
+    return reference_scores(queries, documents, normalize=normalize, **options)
 
 
 def maxsim_from_hidden(
@@ -242,7 +217,7 @@ def _check(arguments: tuple, called: str) -> tuple:
     packed = tensors.documents_cu_seqlens is not None
     check_embeddings("hidden", tensors.documents, _PACKED_HIDDEN if packed else _HIDDEN)
     check_embeddings("queries", tensors.queries, _PACKED_QUERIES if packed else _QUERIES)
-    tensors = checked(called, tensors, options)
+    tensors, options = checked(called, tensors, options)
     queries, hidden = tensors[:2]
     layer = _checked_layer("", weight, bias, "hidden", hidden)
     check_differentiation(called, *[each for each in layer if each is not None])
@@ -259,7 +234,7 @@ def _check(arguments: tuple, called: str) -> tuple:
         )
     check_mask_layout("queries_mask", tensors.queries_mask, queries)
     check_mask_layout("documents_mask", tensors.documents_mask, hidden)
-    return *layer, *tensors, *options._replace(empty_score=checked_number("empty_score", options.empty_score))
+    return *layer, *tensors, *options
 
 
 _N_TENSORS = 2 + len(Tensors._fields)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -27,12 +28,12 @@ from ..kernels.rows import (
 from ..kernels.soft import soft_backward
 from ..kernels.xtr import SearchTensors, retrieve, score_retrieved
 from ..problem import Comparison, Options, Problem, Results, Rule, Targets, Tensors, replaced
-from .chamfer import Pair, Sets
+from .call_parts import active_counts, checked_masks, chunk_of, in_chunks, with_empty_score
 from .checks import checked_problem
-from .compute import active_counts, checked_masks, with_empty_score
 from .loss_call import Found
-from .loss_scores import rows_of
-from .xtr import chunks
+
+if TYPE_CHECKING:
+    from .chamfer import Pair, Sets
 
 __all__ = [
     "chamfer_gradients", "chamfer_nearest", "gradients", "look", "loss", "nonzero_rows", "normalized_rows", "pad",
@@ -52,7 +53,7 @@ def xtr_scores(problem: Problem, tensors: Tensors, rule: Rule, number: int, to: 
     active = bounds = None
     if given.documents_mask is not None:
         active, bounds = active_tokens(given.documents_mask)
-    for chunk, part, results in chunks(problem, given, to, number):
+    for chunk, part, results in in_chunks(problem, given, to, number):
         found = retrieve(chunk, SearchTensors(part.queries, part.documents, active, bounds), rule)
         score_retrieved(chunk, found, bounds, part.queries_mask, rule, results)
 
@@ -233,7 +234,10 @@ def _loss_in_chunks(
         # All queries are met before the loss of one is known.
         without_winners = problem._replace(kind=replaced(problem.kind, "with_winners", False))
         for first in firsts:
-            run.meet(_scores_of_chunk(*_chunk(without_winners, tensors, first, chunks.queries), options)[0], first)
+            run.meet(
+                _scores_of_chunk(*chunk_of(without_winners, tensors, slice(first, first + chunks.queries)), options)[0],
+                first,
+            )
     gradients = _empty(problem, tensors, chunks, needs)
     norms = None
     if problem.normalize and problem.with_winners:
@@ -244,7 +248,7 @@ def _loss_in_chunks(
         # What is made there is free before the next chunk takes as much.
         _run_chunk(
             run,
-            *_chunk(problem, tensors, first, chunks.queries),
+            *chunk_of(problem, tensors, chunk),
             None if norms is None else Norms(norms.queries[chunk], norms.documents[chunk] if own else norms.documents),
             options,
             first,
@@ -277,16 +281,6 @@ def _run_chunk(
         grad_scores = run.gradient(scores, first, counts)
         del scores
         write_gradients(problem, tensors, grad_scores, winners, destination, norms)
-
-
-def _chunk(problem: Problem, tensors: Tensors, first: int, number: int) -> tuple[Problem, Tensors]:
-    """The problem of `number` queries from `first` on."""
-    tensors = rows_of(tensors, slice(first, first + number))
-    problem = problem._replace(n_queries=len(tensors.queries))
-    if tensors.documents.dim() == 4:
-        n_tokens, address = tensors.documents.shape[:-1].numel(), tensors.documents.data_ptr()
-        problem = problem._replace(groups=problem.n_queries, n_tokens=n_tokens, aligned=address % 16 == 0)
-    return problem, tensors
 
 
 def _scores_of_chunk(

@@ -17,13 +17,12 @@ from torch import Tensor
 
 from ..kernels.plan import choose
 from ..problem import Comparison, Options, Targets, Tensors, accumulation_dtype
-from .checks import check, check_differentiation, check_tensor, checked_number, is_readable, no_second_derivative
+from .checks import check, check_differentiation, check_tensor, is_readable, no_second_derivative
 from .compute import kernels
 from .loss_call import Found, check_packing, checked_comparison, checked_targets
 from .loss_scores import compared, loss_in_blocks, reduced, statistics_of
-from .maxsim import checked, scores_of
+from .maxsim_operator import checked, scores_of, with_lengths
 from .operator import LIBRARY, NOT_PLAIN, apply, cast_like, is_plain, needs_gradient, repeat, signature
-from .varlen import with_lengths
 
 
 def loss_of(
@@ -82,7 +81,7 @@ def _checked(given: Sequence, how: tuple) -> tuple[tuple, tuple]:
     queries, documents, temperature, queries_mask, documents_mask, bounds, target, exclude = given
     comparison = checked_comparison(Comparison(*how[-_N_COMPARISON:]))
     tensors = Tensors(queries, documents, queries_mask, documents_mask, None, bounds)
-    tensors = checked("maxsim", tensors, _scoring(how))
+    tensors, scoring = checked("maxsim", tensors, _scoring(how))
     if temperature is not None:
         check_differentiation("maxsim", temperature)
     longest = how[0]
@@ -99,8 +98,6 @@ def _checked(given: Sequence, how: tuple) -> tuple[tuple, tuple]:
             target = (target.to(wide) if target.is_floating_point() else target).contiguous()
         exclude = None if exclude is None else exclude.contiguous()
     given = (*tensors[:2], temperature, *tensors[2:4], bounds, target, exclude)
-    scoring = _scoring(how)
-    scoring = scoring._replace(empty_score=checked_number("empty_score", scoring.empty_score))
     return given, (longest, *scoring[3:], *comparison)
 
 

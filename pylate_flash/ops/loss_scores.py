@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..kernels.plan_backward import chunks_of
 from ..problem import CROSS_ENTROPY, DIVERGENCE, Comparison, Options, Targets, Tensors, accumulation_dtype
+from .call_parts import part_of, rows_of
 from .checks import check, checked_problem
 from .compute import compute, compute_gradients
 from .loss_call import Found, labels_of
@@ -214,7 +215,7 @@ def loss_in_blocks(
     for first in range(0, n_queries, step):
         chunk = slice(first, first + step)
         of_chunk = rows_of(tensors, chunk)
-        compared_with = Targets(_part(target, chunk), _part(targets.exclude, chunk), targets.temperature)
+        compared_with = Targets(part_of(target, chunk), part_of(targets.exclude, chunk), targets.temperature)
         scores, winners = compute(of_chunk, options, problem.with_winners)
         if not any(needs):
             results.append(compared(scores, compared_with, comparison, own))
@@ -257,15 +258,3 @@ def _joined(results: list[Compared]) -> Compared:
     losses, *others = (None if of[0] is None else torch.cat(of) for of in zip(*results, strict=True))
     assert losses is not None
     return Compared(losses, *others)
-
-
-def rows_of(tensors: Tensors, chunk: slice) -> Tensors:
-    """The tensors of a chunk of queries."""
-    queries, documents, queries_mask, documents_mask, *packing = tensors
-    if documents.dim() == 4:
-        documents, documents_mask = documents[chunk], _part(documents_mask, chunk)
-    return Tensors(queries[chunk], documents, _part(queries_mask, chunk), documents_mask, *packing)
-
-
-def _part(tensor: Tensor | None, chunk: slice) -> Tensor | None:
-    return None if tensor is None else tensor[chunk]

@@ -8,37 +8,17 @@ and in blocks of plain torch elsewhere (`ops.blocked`).
 
 The gradient of a maximum flows to the token that attains it, so where one is needed the forward keeps the winners
 [documents, rows] (-1: no gradient), and the backward moves rows between winners and query tokens.
-
-The operator `pylate_flash::maxsim` is the one way in, eager and compiled, for padded and packed tokens alike: it takes
-the fields of `Tensors` and of `Options`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
-import torch
 from torch import Tensor
 
-from ..kernels.plan import IMPLEMENTATIONS
-from ..problem import Options, Tensors, empty_results
-from .checks import (
-    FLOATING,
-    check,
-    check_choice,
-    check_differentiation,
-    check_mask_layout,
-    check_tensor,
-    checked_flag,
-    checked_number,
-)
-from .compute import compute, compute_gradients
-from .norms import normalized
-from .operator import Operation
+from ..problem import Options, Tensors
+from .checks import check_mask_layout, check_tensor, checked_flag
+from .maxsim_operator import reference_scores, scores_of_arguments
 from .quantization import QuantizedEmbeddings
-
-REDUCTIONS = ("sum", "mean")
-MASKINGS = ("exclude", "zero")
+from .quantized import scores_of_quantized
 
 
 def maxsim_reference(
@@ -57,46 +37,8 @@ def maxsim_reference(
     Arguments and result are those of `maxsim`, except that it checks nothing, and computes in, and returns, the type
     that the inputs widen to: float64 for float64 inputs, else float32. Products are taken in that type.
     """
-    return reference_scores(
-        queries, documents, queries_mask, documents_mask, normalize, reduction, masking, empty_score
-    )
-
-
-def reference_scores(
-    queries: Tensor,
-    documents: Tensor,
-    queries_mask: Tensor | None = None,
-    documents_mask: Tensor | None = None,
-    normalize: bool = False,
-    reduction: str = "sum",
-    masking: str = "exclude",
-    empty_score: float = 0.0,
-    maximum: Callable[[Tensor], Tensor] = lambda similarities: similarities.max(dim=-1).values,
-    scale: float | Tensor = 1.0,
-) -> Tensor:
-    """`maxsim_reference` with another maximum, over the last dimension, of scaled similarities."""
-    wide = torch.promote_types(queries.dtype, torch.float32)
-    # One group of candidates for all queries, [1, Nd, Ld, d], or one for each, [Nq, K, Ld, d].
-    groups = documents if documents.dim() == 4 else documents.unsqueeze(0)
-    on = queries.new_ones(queries.shape[:-1]) if queries_mask is None else queries_mask
-    there = groups.new_ones(groups.shape[:-1]) if documents_mask is None else documents_mask.view(groups.shape[:-1])
-    weights, on, there = on.to(wide), on.bool(), there.bool()
-    # What a masked token is, a NaN even, does not matter.
-    queries = queries.to(wide).masked_fill(~on.unsqueeze(-1), 0.0)
-    groups = groups.to(wide).masked_fill(~there.unsqueeze(-1), 0.0)
-    if normalize:
-        queries, groups = normalized(queries), normalized(groups)
-    similarities = scale * (queries.unsqueeze(1) @ groups.transpose(-1, -2))
-    similarities = similarities.masked_fill(~there.unsqueeze(-2), 0.0 if masking == "zero" else -torch.inf)
-    # One more token, which takes no part unless it is alone, as there is no maximum of none.
-    empty = ~there.any(dim=-1)
-    alone = torch.where(empty, 0.0, -torch.inf).to(wide)[..., None, None].expand(*similarities.shape[:-1], 1)
-    best = maximum(torch.cat([similarities, alone], dim=-1))
-    best = best.masked_fill(empty.unsqueeze(-1) | ~on.unsqueeze(1), 0.0)
-    scores = (best * weights.unsqueeze(1)).sum(dim=-1)
-    if reduction == "mean":
-        scores = scores / on.sum(dim=-1, keepdim=True).clamp(min=1)
-    return scores.masked_fill(empty, empty_score)
+    options = {"normalize": normalize, "reduction": reduction, "masking": masking, "empty_score": empty_score}
+    return reference_scores(queries, documents, queries_mask, documents_mask, **options)
 
 
 def maxsim(
@@ -183,12 +125,9 @@ def maxsim(
     # Those of `Options`, of which there is no need to make one where the call is repeated.
     options = 0, 0, 0, checked_flag("normalize", normalize), reduction, masking, empty_score, implementation
     if isinstance(documents, QuantizedEmbeddings):
-        # It builds on this module.
-        from .quantized import scores_of_quantized
-
         tensors = Tensors(queries, documents.values, queries_mask, documents_mask)
         return scores_of_quantized("maxsim", tensors, Options(*options), documents, quantize_queries)
-    return _maxsim((queries, documents, queries_mask, documents_mask, None, None, None, *options), "maxsim")
+    return scores_of_arguments((queries, documents, queries_mask, documents_mask, None, None, None, *options), "maxsim")
 
 
 def maxsim_pairwise(
@@ -251,98 +190,3 @@ def _as_candidates(arguments: tuple) -> tuple:
         check_mask_layout("documents_mask", documents_mask, documents)
         documents_mask = documents_mask.unsqueeze(1)
     return queries, documents.unsqueeze(1), queries_mask, documents_mask, *others
-
-
-def scores_of(operation: str, tensors: Tensors, options: Options) -> Tensor:
-    """The scores of a call, by the name of what was called."""
-    return scores_of_arguments((*tensors, *options), operation)
-
-
-def scores_of_arguments(arguments: tuple, operation: str, prepare: Callable[[tuple], tuple] | None = None) -> Tensor:
-    """The scores for the arguments of the operator, or for those that `prepare` makes them of (`Operation`)."""
-    # Of packed documents without norms, kernels look at the boundaries alone.
-    packed = 1 if arguments[_DOCUMENTS_CU_SEQLENS] is not None and not arguments[_NORMALIZE] else -1
-    return _maxsim(arguments, operation, packed, prepare)
-
-
-def checked(
-    operation: str, tensors: Tensors, options: Options, implementations: tuple[str, ...] = IMPLEMENTATIONS
-) -> Tensors:
-    """What comes before an operator: checks of the options, and of what it would not take; autocast."""
-    check_choice("reduction", options.reduction, REDUCTIONS)
-    check_choice("masking", options.masking, MASKINGS)
-    check_choice("implementation", options.implementation, implementations)
-    checked_number("empty_score", options.empty_score)
-    queries, documents, queries_mask, documents_mask = tensors[:4]
-    check_tensor("queries", queries)
-    check_tensor("documents", documents)
-    if queries_mask is not None:
-        check_tensor("queries_mask", queries_mask, otherwise=" or None")
-    if documents_mask is not None:
-        check_tensor("documents_mask", documents_mask, otherwise=" or None")
-    check_differentiation(operation, queries, documents)
-    cast = autocast(queries, documents)
-    return tensors if cast[0] is queries and cast[1] is documents else Tensors(cast[0], cast[1], *tensors[2:])
-
-
-def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Tensors in the autocast type under autocast, which leaves float64 alone, as for torch's own operations.
-
-    What are no embeddings stay what they are, for the checks to refuse.
-    """
-    device = tensors[0].device.type
-    if device == "meta" or not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return tuple([tensor.to(dtype) if tensor.dtype in _AUTOCAST else tensor for tensor in tensors])
-
-
-_AUTOCAST = tuple(dtype for dtype in FLOATING if dtype != torch.float64)
-
-
-TENSORS_SCHEMA = (
-    "Tensor queries, Tensor documents, Tensor? queries_mask, Tensor? documents_mask, Tensor? queries_cu_seqlens, "
-    "Tensor? documents_cu_seqlens, Tensor? candidates_cu_seqlens"
-)
-OPTIONS_SCHEMA = (
-    "SymInt max_query_length, SymInt max_document_length, SymInt max_candidates, bool normalize, str reduction, "
-    "str masking, float empty_score, str implementation"
-)
-CALL_SCHEMA = f"{TENSORS_SCHEMA}, {OPTIONS_SCHEMA}"
-_N_TENSORS = len(Tensors._fields)
-_DOCUMENTS_CU_SEQLENS = Tensors._fields.index("documents_cu_seqlens")
-_NORMALIZE = _N_TENSORS + Options._fields.index("normalize")
-
-
-def call_of(arguments: tuple) -> tuple[Tensors, Options]:
-    """The call that has these arguments of the operator."""
-    return Tensors(*arguments[:_N_TENSORS]), Options(*arguments[_N_TENSORS:])
-
-
-def _check(arguments: tuple, called: str) -> tuple:
-    tensors, options = call_of(arguments)
-    used = checked(called, tensors, options)
-    if type(options.empty_score) is not float:
-        options = options._replace(empty_score=checked_number("empty_score", options.empty_score))
-    return *used, *options
-
-
-def _compute(arguments: tuple, with_winners: bool) -> tuple[Tensor, Tensor | None]:
-    return compute(*call_of(arguments), with_winners)
-
-
-def _compute_gradients(
-    grad_scores: Tensor, saved: Sequence[Tensor], arguments: tuple, needs: tuple[bool, bool]
-) -> tuple[Tensor | None, ...]:
-    return compute_gradients(*call_of(arguments), grad_scores, saved[0], *needs)
-
-
-def _shapes(*arguments) -> tuple[Tensor, Tensor]:
-    tensors, options = call_of(arguments)
-    check(tensors)
-    return empty_results(tensors, options)
-
-
-_maxsim = Operation(
-    "maxsim", CALL_SCHEMA, ("queries", "documents"), ("winners",), _check, _compute, _compute_gradients, _shapes
-)

@@ -18,13 +18,13 @@ from torch import Tensor
 from ..kernels.plan import choose
 from ..problem import Options, Problem, Tensors, accumulation_dtype, empty_results, replaced
 from .by_block import DocumentBlock, at, compute_by_block, document_blocks
-from .checks import check, checked_flag, checked_number, checked_problem
-from .compute import active_counts, kernels, with_empty_score
-from .maxsim import OPTIONS_SCHEMA, TENSORS_SCHEMA, checked, maxsim_reference
+from .call_parts import active_counts, with_empty_score
+from .checks import check, checked_flag, checked_problem
+from .compute import kernels
+from .maxsim_operator import OPTIONS_SCHEMA, TENSORS_SCHEMA, checked, reference_scores
 from .operator import LIBRARY, NOT_PLAIN, needs_gradient, repeat, signature
 from .products import block_budget
 from .quantization import QuantizedEmbeddings, quantize
-from .varlen import maxsim_varlen_reference
 
 
 def query_precision(dtype: torch.dtype) -> str:
@@ -35,14 +35,11 @@ def query_precision(dtype: torch.dtype) -> str:
 def maxsim_quantized_reference(
     queries: Tensor, documents: QuantizedEmbeddings, *cu_seqlens: Tensor, quantize_queries: bool = True, **options
 ) -> Tensor:
-    """The definition: dequantizes both in float64, and scores them as `maxsim_reference` does.
-
-    With `queries_cu_seqlens` and `documents_cu_seqlens`, as `maxsim_varlen_reference` does.
-    """
+    """The definition: dequantizes both in float64, and scores them, with both `cu_seqlens` as packed ones."""
     if quantize_queries:
         queries = quantize(queries, query_precision(documents.values.dtype)).dequantize(torch.float64)
-    score = maxsim_varlen_reference if cu_seqlens else maxsim_reference
-    return score(queries.double(), documents.dequantize(torch.float64), *cu_seqlens, **options)
+    options |= dict(zip(("queries_cu_seqlens", "documents_cu_seqlens"), cu_seqlens, strict=False))
+    return reference_scores(queries.double(), documents.dequantize(torch.float64), **options)
 
 
 def scores_of_quantized(
@@ -70,21 +67,20 @@ def _call(arguments: Sequence[Any]) -> tuple[Tensors, Options, Tensor, Tensor | 
 
 def _check(arguments: tuple, operation: str) -> tuple:
     tensors, options, scales, offsets, quantize_queries = _call(arguments)
-    tensors = checked_with_values(operation, tensors, options)
-    options = options._replace(empty_score=checked_number("empty_score", options.empty_score))
+    tensors, options = checked_with_values(operation, tensors, options)
     return *tensors, scales, offsets, *options, checked_flag("quantize_queries", quantize_queries)
 
 
-def checked_with_values(operation: str, tensors: Tensors, options: Options) -> Tensors:
+def checked_with_values(operation: str, tensors: Tensors, options: Options) -> tuple[Tensors, Options]:
     """`maxsim.checked` for tensors with the values of quantized documents."""
     # The documents are checked already, and autocast has no say in their type.
-    queries = checked(operation, Tensors(tensors.queries, tensors.queries, *tensors[2:]), options).queries
+    (queries, *_), options = checked(operation, Tensors(tensors.queries, tensors.queries, *tensors[2:]), options)
     if needs_gradient(queries):
         raise RuntimeError(
             f"{operation} of quantized documents has no gradient: call it under torch.no_grad(), or with "
             "queries.detach()"
         )
-    return tensors if queries is tensors.queries else tensors._replace(queries=queries)
+    return tensors._replace(queries=queries), options
 
 
 def problem_of_quantized(tensors: Tensors, options: Options, quantize_queries: bool) -> Problem:

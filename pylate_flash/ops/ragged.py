@@ -19,12 +19,11 @@ from ..problem import DocumentOffsets, Options, Tensors, accumulation_dtype
 from .checks import check_boundaries, check_choice, check_list, check_same, check_tensor, checked_flag, is_readable
 from .compute import compute, kernels
 from .lists import Sequences, sequences_of
-from .maxsim import autocast, checked, scores_of
+from .maxsim_operator import autocast, checked, scores_of, with_lengths
 from .operator import is_plain, needs_gradient
 from .packing import longest, packed
 from .products import inner_products
 from .staging import concatenate
-from .varlen import with_lengths
 
 
 def maxsim_ragged(
@@ -312,7 +311,7 @@ def _in_place(
         query = _together(queries)[0]
     tensors = Tensors(query, origin, queries_mask, None, None, table["bounds"], table.get("candidates", candidates))
     offsets = DocumentOffsets(table["starts"], unit, int(arrays["bounds"][-1]))
-    return checked(operation, tensors, options), options, offsets
+    return *checked(operation, tensors, options), offsets
 
 
 def _offsets(sequences: Sequences, origin: Tensor) -> tuple[np.ndarray, int]:

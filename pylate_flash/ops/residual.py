@@ -18,9 +18,11 @@ from torch import Tensor
 from ..kernels.plan import choose
 from ..problem import Options, Problem, Tensors, accumulation_dtype
 from .by_block import DocumentBlock, at, compute_by_block, document_blocks, of_block
-from .checks import check, check_embeddings, check_indices, check_tensor, checked_number, checked_problem
-from .compute import active_counts, compute_gradients, kernels
-from .maxsim import checked, maxsim_reference
+from .call_parts import active_counts
+from .checks import check, check_embeddings, check_indices, check_tensor, checked_problem
+from .compute import compute_gradients, kernels
+from .maxsim import maxsim_reference
+from .maxsim_operator import checked
 from .operator import Operation
 from .packing import host_bounds, padded
 from .products import block_budget
@@ -137,10 +139,10 @@ def _check(arguments: tuple, called: str) -> tuple:
     call = _Call(*arguments)
     check_embeddings("queries", call.queries, {3: "[Nq, Lq, d]"})
     # The documents are checked already, and autocast has no say in their type.
-    queries = checked(called, Tensors(call.queries, call.queries, call.queries_mask), _options(call)).queries
+    (queries, *_), options = checked(called, Tensors(call.queries, call.queries, call.queries_mask), _options(call))
     if call.candidates is not None:
         _check_candidates(call.candidates, call.cu_seqlens, queries)
-    return call._replace(queries=queries, empty_score=checked_number("empty_score", call.empty_score))
+    return call._replace(queries=queries, empty_score=options.empty_score)
 
 
 def _check_candidates(candidates: Tensor, cu_seqlens: Tensor, queries: Tensor) -> None:

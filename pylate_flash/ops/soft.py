@@ -24,26 +24,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..problem import Options, Tensors, accumulation_dtype, empty_results
+from ..problem import Options, Tensors, accumulation_dtype
 from .blocked import blocked_forward
 from .checks import (
-    check,
     check_differentiation,
     check_integer,
     check_tensor,
     checked_flag,
-    checked_number,
     checked_problem,
     is_positive,
     is_readable,
     no_second_derivative,
 )
 from .compute import gradients_by, kernels, scores_by
-from .maxsim import CALL_SCHEMA, call_of, checked, reference_scores
+from .maxsim_operator import CALL_SCHEMA, call_of, checked, checked_shapes, reference_scores, with_lengths
 from .norms import unscaled
 from .operator import Operation
 from .tiles import Block, Operands, Part, blocks
-from .varlen import with_lengths
 
 # Bytes of the partial sums that a gradient may take, unless a call says otherwise.
 MAX_SCRATCH_BYTES = 32 << 20
@@ -222,13 +219,11 @@ def checked_beta(beta: float | Tensor, queries: Tensor) -> Tensor:
 def _check(arguments: tuple, called: str) -> tuple:
     """Beta is the tensor in front, or the number behind all."""
     learned, *call, max_scratch_bytes, number = arguments
-    tensors, options = call_of(tuple(call))
-    tensors = checked(called, tensors, options)
+    tensors, options = checked(called, *call_of(tuple(call)))
     check_integer("max_scratch_bytes", max_scratch_bytes)
     if learned is not None:
         check_differentiation(called, learned)
     beta = checked_beta(number if learned is None else learned, tensors.queries)
-    options = options._replace(empty_score=checked_number("empty_score", options.empty_score))
     return beta, *tensors, *options, max_scratch_bytes
 
 
@@ -326,9 +321,7 @@ def _exponents(block: Block, part: Part, beta: Tensor) -> Tensor:
 
 
 def _shapes(*arguments) -> tuple[Tensor, Tensor]:
-    tensors, options = call_of(arguments[1:-1])
-    check(tensors)
-    scores, lse = empty_results(tensors, options)
+    scores, lse = checked_shapes(*call_of(arguments[1:-1]))
     return scores, torch.empty_like(lse, dtype=scores.dtype)
 
 

@@ -19,17 +19,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..problem import Options, Tensors, empty_results
+from ..problem import Options, Tensors
 from .blocked import maxima
-from .checks import check, check_choice, check_indices, check_tensor, checked_flag, checked_number, checked_problem
-from .compute import compute_gradients, kernels, scores_by, with_empty_score
+from .call_parts import with_empty_score
+from .checks import check_choice, check_indices, check_tensor, checked_flag, checked_problem
+from .compute import compute_gradients, kernels, scores_by
 from .loss_call import check_packing
-from .maxsim import OPTIONS_SCHEMA, REDUCTIONS, TENSORS_SCHEMA, call_of, checked, maxsim_reference
+from .maxsim import maxsim_reference
+from .maxsim_operator import (
+    N_TENSORS,
+    OPTIONS_SCHEMA,
+    REDUCTIONS,
+    TENSORS_SCHEMA,
+    call_of,
+    checked,
+    checked_shapes,
+    with_lengths,
+)
 from .operator import Operation
 from .packing import padded
 from .products import block_budget
 from .tiles import Block, Operands
-from .varlen import with_lengths
 
 
 def maxsim_sparse_queries_reference(
@@ -178,18 +188,15 @@ def _check_query_tokens(query_tokens: Tensor, tensors: Tensors) -> None:
     check_indices("query_tokens", query_tokens, "positions", queries.shape[1], "queries", queries.device)
 
 
-_N_TENSORS = len(Tensors._fields)
-
-
 def _call(arguments: Sequence[Any]) -> tuple[Tensors, Tensor, Options]:
-    tensors, options = call_of((*arguments[:_N_TENSORS], *arguments[_N_TENSORS + 1 :]))
-    return tensors, arguments[_N_TENSORS], options
+    tensors, options = call_of((*arguments[:N_TENSORS], *arguments[N_TENSORS + 1 :]))
+    return tensors, arguments[N_TENSORS], options
 
 
 def _check(arguments: tuple, called: str) -> tuple:
     tensors, query_tokens, options = _call(arguments)
-    tensors = checked(called, tensors, options)
-    return *tensors, query_tokens, *options._replace(empty_score=checked_number("empty_score", options.empty_score))
+    tensors, options = checked(called, tensors, options)
+    return *tensors, query_tokens, *options
 
 
 def _compute(arguments: tuple, with_argmax: bool) -> tuple[Tensor, Tensor | None]:
@@ -256,9 +263,9 @@ def _compute_gradients(
 
 def _shapes(*arguments) -> tuple[Tensor, Tensor]:
     tensors, query_tokens, options = _call(arguments)
-    check(tensors)
+    results = checked_shapes(tensors, options)
     _check_query_tokens(query_tokens, tensors)
-    return empty_results(tensors, options)
+    return results
 
 
 _SCHEMA = f"{TENSORS_SCHEMA}, Tensor query_tokens, {OPTIONS_SCHEMA}"

@@ -7,50 +7,25 @@ torch (`ops.blocked`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..problem import Options, Tensors, rounded_total
-from .checks import check_boundaries, check_packing, check_tensor, checked_flag
-from .maxsim import call_of, maxsim_reference, scores_of, scores_of_arguments
-from .operator import needs_gradient
-from .packing import longest
+from ..problem import Options, Tensors
+from .checks import check_boundaries, check_tensor, checked_flag
+from .maxsim_operator import call_of, reference_scores, scores_of, scores_of_arguments, with_lengths
 from .quantization import QuantizedEmbeddings
+from .quantized import scores_of_quantized
 
 
 def maxsim_varlen_reference(
-    queries: Tensor,
-    documents: Tensor,
-    queries_cu_seqlens: Tensor,
-    documents_cu_seqlens: Tensor,
-    *,
-    candidates_cu_seqlens: Tensor | None = None,
-    normalize: bool = False,
-    reduction: str = "sum",
-    empty_score: float = 0.0,
+    queries: Tensor, documents: Tensor, queries_cu_seqlens: Tensor, documents_cu_seqlens: Tensor, **options: Any
 ) -> Tensor:
-    """The definition of `maxsim_varlen`: `maxsim_reference` of one query and one document at a time."""
-    split_queries, split_documents = (
-        [values[start:stop] for start, stop in pairwise(cu_seqlens.tolist())]
-        for values, cu_seqlens in ((queries, queries_cu_seqlens), (documents, documents_cu_seqlens))
+    """The definition of `maxsim_varlen`: that of `maxsim`, of padded tokens; it checks nothing."""
+    return reference_scores(
+        queries, documents, queries_cu_seqlens=queries_cu_seqlens, documents_cu_seqlens=documents_cu_seqlens, **options
     )
-    n_queries, n_documents = len(split_queries), len(split_documents)
-    met = [(0, n_documents)] * n_queries
-    shape: tuple[int, ...] = (n_queries, n_documents)
-    if candidates_cu_seqlens is not None:
-        met, shape = [*pairwise(candidates_cu_seqlens.tolist())], (n_documents,)
-    options: dict[str, Any] = {"normalize": normalize, "reduction": reduction, "empty_score": empty_score}
-    scores = [
-        maxsim_reference(query.unsqueeze(0), document.unsqueeze(0), **options)
-        for query, (first, last) in zip(split_queries, met, strict=True)
-        for document in split_documents[first:last]
-    ]
-    dtype = torch.promote_types(queries.dtype, torch.float32)
-    return torch.cat(scores).view(shape) if scores else queries.new_zeros(shape, dtype=dtype)
 
 
 def maxsim_varlen(
@@ -119,9 +94,6 @@ def maxsim_varlen(
     how = max_query_length, max_document_length, 0, checked_flag("normalize", normalize), reduction, "exclude"
     others = None, None, queries_cu_seqlens, documents_cu_seqlens, candidates_cu_seqlens, *how, empty_score
     if isinstance(documents, QuantizedEmbeddings):
-        # It builds on this module.
-        from .quantized import scores_of_quantized
-
         tensors, options = call_of(_with_lengths((queries, documents.values, *others, implementation)))
         return scores_of_quantized("maxsim_varlen", tensors, options, documents, quantize_queries)
     arguments = queries, documents, *others, implementation
@@ -194,40 +166,3 @@ def maxsim_varlen_pairwise(
     options = Options(0, 0, 0, checked_flag("normalize", normalize), reduction, "exclude", empty_score, implementation)
     options = with_lengths(tensors, options, max_query_length, max_document_length, max_candidates=1)
     return scores_of("maxsim_varlen_pairwise", tensors, options)
-
-
-def with_lengths(
-    tensors: Tensors,
-    options: Options,
-    max_query_length: int | None,
-    max_document_length: int | None,
-    max_candidates: int | None = None,
-    learned: Sequence[Tensor] = (),
-) -> Options:
-    """The options with these lengths, those that are None found out, and what is readable of the boundaries checked.
-
-    On a GPU, finding out is waiting for it. `learned` are tensors besides these that a gradient may be needed of.
-    """
-    check_packing(tensors)
-    queries, documents, _, _, queries_cu_seqlens, documents_cu_seqlens, candidates = tensors
-    assert documents_cu_seqlens is not None
-    if queries_cu_seqlens is not None:
-        max_query_length = longest(
-            "queries_cu_seqlens", queries_cu_seqlens, queries.shape[0], "queries", max_query_length
-        )
-    total = documents.shape[0]
-    if (
-        max_document_length is None
-        and documents_cu_seqlens.is_cuda
-        and not needs_gradient(queries, documents, *learned)
-    ):
-        # A bound that costs nothing, the same for many totals.
-        max_document_length = rounded_total(total) if isinstance(total, int) else total
-    max_document_length = longest("documents_cu_seqlens", documents_cu_seqlens, total, "documents", max_document_length)
-    if candidates is not None and max_candidates is None:
-        n_documents = documents_cu_seqlens.shape[0] - 1
-        max_candidates = longest("candidates_cu_seqlens", candidates, n_documents, "documents", None)
-    # By no truth of a number, which a compiler may know only when it runs.
-    max_query_length = 0 if max_query_length is None else max_query_length
-    max_candidates = 0 if max_candidates is None else max_candidates
-    return Options(max_query_length, max_document_length, max_candidates, *options[3:])

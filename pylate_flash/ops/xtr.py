@@ -15,16 +15,17 @@ the thresholds and Z, which are constant between changes of what is retrieved.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from ..kernels.plan import choose
-from ..problem import Options, Problem, Results, Rule, Tensors, empty_results
-from .checks import LARGEST, check, check_choice, check_integer, check_tensor, checked_number, checked_problem
-from .compute import checked_masks, compute_gradients, kernels, with_empty_score, without_autocast
-from .maxsim import checked
+from ..problem import Options, Problem, Results, Rule, Tensors
+from .call_parts import checked_masks, in_chunks, with_empty_score
+from .checks import LARGEST, check_choice, check_integer, check_tensor, checked_problem
+from .compute import compute_gradients, kernels, without_autocast
+from .maxsim_operator import checked, checked_shapes
 from .operator import Operation
 from .products import block_budget, inner_products
 
@@ -147,9 +148,9 @@ def xtr_scores(
 
 def _check(arguments: tuple, called: str) -> tuple:
     *embeddings_and_masks, k, normalizer, empty_score, implementation = arguments
-    tensors = Tensors(*embeddings_and_masks)
-    tensors = checked(called, tensors, Options(empty_score=empty_score, implementation=implementation))
-    return *tensors[:4], k, normalizer, checked_number("empty_score", empty_score), implementation
+    options = Options(empty_score=empty_score, implementation=implementation)
+    tensors, options = checked(called, Tensors(*embeddings_and_masks), options)
+    return *tensors[:4], k, normalizer, options.empty_score, implementation
 
 
 def _compute(arguments: tuple, _: bool) -> Results:
@@ -172,26 +173,11 @@ def _compute(arguments: tuple, _: bool) -> Results:
     return results
 
 
-def chunks(problem: Problem, tensors: Tensors, to: Results, number: int) -> Iterator[tuple[Problem, Tensors, Results]]:
-    """The call, `number` of its queries at a time, with where their results go."""
-    if number >= problem.n_queries:
-        yield problem, tensors, to
-        return
-    mask, length = tensors.queries_mask, problem.query_length
-    for first in range(0, problem.n_queries, number):
-        chunk = slice(first, min(first + number, problem.n_queries))
-        yield (
-            problem._replace(n_queries=chunk.stop - first),
-            tensors._replace(queries=tensors.queries[chunk], queries_mask=None if mask is None else mask[chunk]),
-            Results(to.scores[chunk], to.winners[:, first * length : chunk.stop * length], to.divisors[chunk]),
-        )
-
-
 def _scores_in_blocks(problem: Problem, tensors: Tensors, rule: Rule, number: int, to: Results) -> None:
     """Leave the results in `to`, `number` queries at a time, and of those some tokens; no size is 0."""
     step = max(1, block_budget(problem.device) // problem.n_tokens)
     with without_autocast(problem.device):
-        for _, (queries, documents, mask, active, *_), results in chunks(problem, tensors, to, number):
+        for _, (queries, documents, mask, active, *_), results in in_chunks(problem, tensors, to, number):
             blocks = [_retrieve(rows, documents, active, rule) for rows in queries.flatten(0, 1).split(step)]
             best, argmax, counts = (torch.cat(parts, dim=1) for parts in zip(*blocks, strict=True))
             if mask is not None:
@@ -270,9 +256,7 @@ def _compute_gradients(
 
 
 def _shapes(queries: Tensor, documents: Tensor, queries_mask: Tensor | None, documents_mask: Tensor | None, *_):
-    tensors = Tensors(queries, documents, queries_mask, documents_mask)
-    check(tensors)
-    scores, argmax = empty_results(tensors, Options())
+    scores, argmax = checked_shapes(Tensors(queries, documents, queries_mask, documents_mask), Options())
     return scores, argmax, torch.empty_like(scores)
 
 

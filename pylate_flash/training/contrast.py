@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ..ops import maxsim_cross_entropy, maxsim_from_hidden, maxsim_kl_divergence, maxsim_margin_mse
 from ..ops.loss_scores import cross_entropy_reference, kl_divergence_reference, margin_mse_reference
+from ..ops.maxsim_operator import with_lengths
 from ..ops.soft import soft_scores_of
-from ..ops.varlen import with_lengths
 from ..problem import Options, Tensors
 from .distributed import Ranks, all_gather, exchange, rank, ring_cross_entropy, world_size
 from .mini_batches import Packed, pack_padded

@@ -20,10 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...ops.maxsim import scores_of_arguments
+from ...ops.maxsim_operator import scores_of_arguments, with_lengths
 from ...ops.nonzero import nonzero_rows
 from ...ops.ragged import maxsim_ragged, maxsim_ragged_pairwise
-from ...ops.varlen import with_lengths
 from ...problem import Options, Tensors
 from .. import SENTENCE_TRANSFORMERS
 from .operands import Operand, Side, as_tensor, blocks, side, with_masks

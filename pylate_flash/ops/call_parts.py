@@ -1,0 +1,85 @@
+"""Some queries of a call, and what its masks and boundaries tell of scores: for plain torch, and what asks kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ..problem import Problem, Results, Tensors
+from .checks import checked_mask
+
+
+def chunk_of(problem: Problem, tensors: Tensors, chunk: slice) -> tuple[Problem, Tensors]:
+    """The problem of a chunk of queries, and its tensors."""
+    tensors = rows_of(tensors, chunk)
+    problem = problem._replace(n_queries=len(tensors.queries))
+    if tensors.documents.dim() == 4:
+        n_tokens, address = tensors.documents.shape[:-1].numel(), tensors.documents.data_ptr()
+        problem = problem._replace(groups=problem.n_queries, n_tokens=n_tokens, aligned=address % 16 == 0)
+    return problem, tensors
+
+
+def in_chunks(
+    problem: Problem, tensors: Tensors, to: Results, number: int
+) -> Iterator[tuple[Problem, Tensors, Results]]:
+    """The call, `number` of its queries at a time, with where their results go."""
+    if number >= problem.n_queries:
+        yield problem, tensors, to
+        return
+    length = problem.query_length
+    for first in range(0, problem.n_queries, number):
+        chunk, columns = slice(first, first + number), slice(first * length, (first + number) * length)
+        results = Results(to.scores[chunk], to.winners[:, columns], to.divisors[chunk])
+        yield *chunk_of(problem, tensors, chunk), results
+
+
+def rows_of(tensors: Tensors, chunk: slice) -> Tensors:
+    """The tensors of a chunk of queries."""
+    queries, documents, queries_mask, documents_mask, *packing = tensors
+    if documents.dim() == 4:
+        documents, documents_mask = documents[chunk], part_of(documents_mask, chunk)
+    return Tensors(queries[chunk], documents, part_of(queries_mask, chunk), documents_mask, *packing)
+
+
+def part_of(tensor: Tensor | None, chunk: slice) -> Tensor | None:
+    return None if tensor is None else tensor[chunk]
+
+
+def with_empty_score(scores: Tensor, tensors: Tensors, empty_score: float) -> Tensor:
+    """The scores, `empty_score` where a document has no active token."""
+    if empty_score == 0.0:
+        return scores
+    if tensors.documents_cu_seqlens is not None:
+        empty = tensors.documents_cu_seqlens.diff().to(scores.device, non_blocking=True) == 0
+    elif tensors.documents_mask is not None:
+        empty = (tensors.documents_mask == 0).all(dim=-1)
+    elif tensors.documents.shape[-2] > 0:
+        return scores
+    else:
+        empty = torch.ones_like(scores, dtype=torch.bool)
+    return scores.masked_fill(empty, empty_score)
+
+
+def active_counts(problem: Problem, tensors: Tensors) -> Tensor:
+    """The number of active tokens of each score's query, at least 1, to divide the scores by."""
+    if tensors.queries_mask is not None:
+        counts = (tensors.queries_mask != 0).sum(dim=-1)
+    elif tensors.queries_cu_seqlens is not None:
+        counts = tensors.queries_cu_seqlens.diff().to(problem.device, non_blocking=True)
+    else:
+        counts = torch.full((problem.n_queries,), problem.query_length, device=problem.device)
+    counts = counts.clamp(min=1)
+    if tensors.candidates_cu_seqlens is None:
+        return counts.unsqueeze(1)
+    owned = tensors.candidates_cu_seqlens.diff().to(problem.device, non_blocking=True)
+    return counts.repeat_interleave(owned, output_size=problem.n_documents)
+
+
+def checked_masks(tensors: Tensors) -> tuple[Tensor | None, Tensor | None]:
+    """Both masks after a look at their values, where that waits for nothing."""
+    return (
+        checked_mask("queries_mask", tensors.queries_mask, weights=True),
+        checked_mask("documents_mask", tensors.documents_mask),
+    )
