@@ -89,7 +89,7 @@ class Flat(Recorded, Base):
     device_memory
         Bytes of the device that embeddings may take, or "auto": most of what is free on a GPU, and nothing on a CPU.
         What does not fit is read from the disk for every search, in blocks, of which a GPU scores one while the next
-        are on their way; they take about 0.8 GB of a GPU.
+        are on their way; they take about 0.4 GB of a GPU.
     group
         Processes of `torch.distributed` (NCCL or gloo) that search together, `torch.distributed.group.WORLD` for all.
         Each opens the same index, on a device of its own, and scores segments of its own. All of them call each search,

@@ -523,7 +523,7 @@ def test_verify_reads_the_files_as_they_are_now(tmp_path: Path) -> None:
     # Another file in the place of the one that is open.
     segment.unlink()
     segment.write_bytes(changed)
-    with pytest.raises(ValueError, match="is damaged: its bytes 0 to 80 have another CRC-32") as caught:
+    with pytest.raises(ValueError, match="is damaged: its bytes 0 to 80 have another checksum") as caught:
         index.verify()
     assert str(segment) in str(caught.value)
 

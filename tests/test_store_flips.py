@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from pylate_flash.index import catalog, checksums, store
+from pylate_flash.index import catalog, change, checksums, parts, store
 from pylate_flash.index.layout import Layout
 from pylate_flash.index.store import DTYPES, PackedStore
 from pylate_flash.indexes import Flat
@@ -114,22 +114,15 @@ def test_a_flipped_bit_or_a_cut_is_one_error_or_changes_no_answer(
 
 
 def test_values_are_checked_once_and_where_only_a_part_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = PackedStore(tmp_path)
     lengths = [5, 3000, 4]
+    monkeypatch.setattr(checksums, "_BLOCK_BYTES", 1 << 16)
+    store = PackedStore(tmp_path / "index")
     store.add(list("abc"), documents_of(lengths, 32))
-    store.compact()
-    (file,) = tmp_path.glob("segment-*")
+    (file,) = (tmp_path / "index").glob("segment-*")
     checked: list[int] = []
-    # What is computed once, by CRCs of zeros.
-    checksums._changed_by_zeros(checksums._BLOCK_BYTES)
-    crc32 = checksums.zlib.crc32
-
-    def count(data: memoryview, value: int = 0) -> int:
-        checked.append(len(data))
-        return crc32(data, value)
-
-    monkeypatch.setattr(checksums.zlib, "crc32", count)
-    opened = PackedStore(tmp_path)
+    xxh3 = checksums.xxh3_64_intdigest
+    monkeypatch.setattr(checksums, "xxh3_64_intdigest", lambda data: checked.append(len(data)) or xxh3(data))
+    opened = PackedStore(tmp_path / "index")
     total = sum(lengths) * 128
     checked.clear()
     # Of "a" are 640 bytes, of its block 64 KiB.
@@ -143,21 +136,75 @@ def test_values_are_checked_once_and_where_only_a_part_is_read(tmp_path: Path, m
     at = content.index(documents_of(lengths, 32)[2].numpy().tobytes())
     content[at + 100] ^= 16
     file.write_bytes(content)
-    opened = PackedStore(tmp_path)
+    opened = PackedStore(tmp_path / "index")
     opened.read(np.array([0]))
     for positions in ([2], [0, 1, 2]):
-        with pytest.raises(ValueError, match=r"is damaged: its bytes \d+ to \d+ have another CRC-32") as caught:
+        with pytest.raises(ValueError, match=r"is damaged: its bytes \d+ to \d+ have another checksum") as caught:
             opened.read(np.array(positions))
         assert str(file) in str(caught.value)
     # Nor does what is written anew take it for what was written.
-    with pytest.raises(ValueError, match="another CRC-32"):
+    with pytest.raises(ValueError, match="another checksum"):
         opened.remove(np.array([0]), erase=True)
-    assert opened.ids == PackedStore(tmp_path).ids == list("bc")
+    assert opened.ids == PackedStore(tmp_path / "index").ids == list("bc")
 
 
-@pytest.mark.parametrize("nbytes", [1, 50, 1000, 1 << 16])
-def test_the_crc_of_blocks_follows_from_theirs(nbytes: int) -> None:
-    content = random.Random(nbytes).randbytes(nbytes * 131)
-    sums = [zlib.crc32(content[start : start + nbytes]) for start in range(0, len(content), nbytes)]
-    for number in (1, 2, 63, 64, 65, 128, 131):
-        assert checksums._joined(np.array(sums[:number], "<u4"), nbytes) == zlib.crc32(content[: number * nbytes])
+BLOCK = 64 << 10  # of the first version of the format
+
+
+class Crcs:
+    """What the first version of the format had in place of `checksums.Sums`."""
+
+    def __init__(self, end: int = 0, head: bytes = b"") -> None:
+        self.end, self._begin, self._bytes = end, end - len(head), head
+
+    def following(self) -> Crcs:
+        begin = self.end - self.end % BLOCK
+        return Crcs(self.end, self._bytes[begin - self._begin :])
+
+    def update(self, piece: memoryview) -> None:
+        self._bytes += bytes(piece)
+        self.end += len(piece)
+
+    def values(self) -> np.ndarray:
+        pieces = (self._bytes[start : start + BLOCK] for start in range(0, len(self._bytes), BLOCK))
+        return np.array([zlib.crc32(piece) for piece in pieces], "<u4")
+
+
+def test_rows_with_the_checksums_of_the_first_version_are_checked_by_these(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "SMALL_PARTS", 3)
+    monkeypatch.setattr(catalog, "_FLUSH_SECONDS", 0)
+    documents = documents_of([300, 700, 5, 900, 4, 3, 2, 1, 2], 32)
+    ids = [str(i) for i in range(len(documents))]
+    old = PackedStore(tmp_path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(change, "Sums", Crcs)
+        patch.setattr(parts, "Sums", Crcs)
+        for id_, document in zip(ids[:4], documents[:4], strict=True):
+            old.add([id_], [document])
+    opened = PackedStore(tmp_path)
+    assert [part.sums.itemsize for part in opened.documents.parts] == [4]
+    for id_, document in zip(ids[4:], documents[4:], strict=True):
+        opened.add([id_], [document])
+    assert [part.sums.itemsize for part in opened.documents.parts] == [4, 8, 8]
+    assert torch.equal(PackedStore(tmp_path).read(np.arange(9)), torch.cat(documents))
+    PackedStore(tmp_path).verify()
+    (file,) = tmp_path.glob("segment-*")
+    content = file.read_bytes()
+    for place in (0, 40_000, 70_000, 200_000, len(content) - 1):
+        file.write_bytes(content[:place] + bytes([content[place] ^ 4]) + content[place + 1 :])
+        with pytest.raises(ValueError, match="another checksum"):
+            PackedStore(tmp_path).read(np.arange(9))
+
+
+def test_what_is_damaged_is_not_taken_for_what_was_written_by_what_is_appended(tmp_path: Path) -> None:
+    PackedStore(tmp_path).add(["a"], documents_of([5]))
+    (file,) = tmp_path.glob("segment-*")
+    content = bytearray(file.read_bytes())
+    content[3] ^= 1
+    file.write_bytes(content)
+    # The next rows share their checksum with these.
+    with pytest.raises(ValueError, match="another checksum"):
+        PackedStore(tmp_path).add(["b"], documents_of([5]))
+    assert PackedStore(tmp_path).ids == ["a"]

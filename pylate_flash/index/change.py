@@ -6,7 +6,6 @@ import contextlib
 import os
 import secrets
 import sqlite3
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -172,19 +171,23 @@ class Change:
             self._close()
             self._open_new()
             (segment, descriptor), offset = self._opened(), 0
-        last_part = next((part for part in reversed(self.parts) if part.segment is segment and part.nbytes), None)
-        begin, before = block_begin(offset), 0
-        if begin < offset and last_part is not None and last_part.end == offset:
-            before = int(last_part.sums[-1])
-        elif begin < offset:
-            before = zlib.crc32(os.pread(descriptor, offset - begin, begin).ljust(offset - begin, b"\0"))
-        sums, end = Sums(offset, before), offset
+        if segment.tail.end == offset:
+            sums = segment.tail.following()
+        else:
+            begin = block_begin(offset)
+            head = os.pread(descriptor, offset - begin, begin).ljust(offset - begin, b"\0")
+            for part in self.parts:
+                if part.segment is segment:
+                    part.check(memoryview(head), begin)
+            sums = Sums(offset, head)
+        end = offset
         for some in rows:
             view = bytes_of(some)
             if len(view):
                 sums.update(view)
                 write_all(descriptor, view, end)
                 end += len(view)
+        segment.tail = sums
         self.written.add(segment)
         return {"segment": segment, "offset": offset, "sums": sums.values()}
 

@@ -6,10 +6,11 @@ lie in a stretch of a segment, or in memory, of an index that keeps nothing on t
 
 from __future__ import annotations
 
+import contextlib
 import os
 import weakref
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .checksums import CheckedBlocks, block_begin, block_of, blocks_of
+from .checksums import CheckedBlocks, Sums, block_begin, block_of, sums_bytes, sums_from
 from .files import open_named, read_exactly
 from .layout import Layout, is_finite
 
@@ -29,7 +30,7 @@ SEGMENT_NAME = "segment-*.rows"
 COLUMNS = ("number", "segment", "offset", "numbers", "lengths", "id_ends", "ids", "sums", "crc")
 # Rows are read and checked so many bytes at a time, so that they are checked while a cache holds them; not
 # fewer, as several threads that do so would wait for each other.
-_CHECKED_AT_A_TIME = 4 << 20
+_CHECKED_AT_A_TIME = 2 << 20
 _VERIFIED_AT_A_TIME = 16 << 20
 _SECTOR_BYTES = 512
 
@@ -38,10 +39,15 @@ class Segment:
     """An open file of rows, to which is only appended; closed with this object.
 
     It can be read as long as this object exists, also when a later write has deleted it from its folder.
+
+    Attributes
+    ----------
+    tail
+        The checksums of what was appended last, if this process did so.
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path, self.tail = path, Sums()
         self.descriptor = open_named(path)
         weakref.finalize(self, os.close, self.descriptor)
 
@@ -63,7 +69,7 @@ class Part:
     segment, offset
         Where the rows are, a multiple of their bytes from the beginning; or None and 0.
     sums
-        Of the blocks of the segment that hold them, as `checksums.Sums` has them.
+        Checksums of the blocks of the segment that hold them.
     memory
         The rows, if they are in no segment, on whatever device. Shape: [T, width].
     """
@@ -116,7 +122,7 @@ class Part:
             self.lengths.astype("<i4").tobytes(),
             self.id_ends.astype("<i8").tobytes(),
             self.ids,
-            self.sums.tobytes(),
+            sums_bytes(self.sums),
         )
         self.crc = _crc(row)
         return (*row, self.crc)
@@ -149,11 +155,11 @@ class Part:
                 np.frombuffer(id_ends, "<i8").astype(np.int64),
                 ids,
                 np.frombuffer(removed, "<i4").astype(np.int64),
-                np.frombuffer(sums, "<u4"),
+                sums_from(sums),
                 segments[segment],
                 offset,
             )
-            if len(part.sums) != blocks_of(part.offset, part.end):
+            if len(part.sums) != part._checked.blocks:
                 raise ValueError(f"it has {len(part.sums)} checksums for {part.nbytes} bytes")
             if offset % max(1, layout.nbytes):
                 raise ValueError(f"its rows of {layout.nbytes} bytes begin at byte {offset}")
@@ -176,7 +182,7 @@ class Part:
         """Whether its rows do, in the same segment, and no document of both is removed."""
         return (
             self.segment is not None
-            and (self.segment, self.offset) == (other.segment, other.end)
+            and (self.segment, self.offset, self.sums.dtype) == (other.segment, other.end, other.sums.dtype)
             and not len(self.removed) + len(other.removed)
         )
 
@@ -190,7 +196,8 @@ class Part:
         ids = b"".join(part.ids for part in parts)
         # Of a block that two share, the later one has the CRC of what both have there.
         solid = [part for part in parts if part.nbytes]
-        sums = [part.sums[: block_of(after.offset) - block_of(part.offset)] for part, after in pairwise(solid)]
+        blocks = [block_of(part.offset, part.sums) for part in solid]
+        sums = [part.sums[: after - block] for part, (block, after) in zip(solid, pairwise(blocks), strict=False)]
         sums += [part.sums for part in solid[-1:]]
         return cls(
             first.layout, numbers, lengths, ends, ids, first.removed, np.concatenate([first.sums[:0], *sums]),
@@ -225,16 +232,34 @@ class Part:
         if self.memory is not None:
             out.copy_(self.memory[start : start + len(out)])
             return
-        assert self.segment is not None
         begin = self.offset + start * self.layout.nbytes
         end = begin + len(out) * self.layout.nbytes
         view, place = memoryview(b"") if begin == end else bytes_of(out), begin
-        try:
+        checked = self._checked.are_right(begin, end)
+        with self._named():
             while place < end:
-                stop = min(end, (place // _CHECKED_AT_A_TIME + 1) * _CHECKED_AT_A_TIME)
-                some = read_exactly(self.segment.descriptor, view[place - begin : stop - begin], place)
-                self._checked.check(some, place, self._bytes)
+                stop = end if checked else min(end, (place // _CHECKED_AT_A_TIME + 1) * _CHECKED_AT_A_TIME)
+                some = read_exactly(self._descriptor, view[place - begin : stop - begin], place)
+                if not checked:
+                    self._checked.check(some, place, self._bytes)
                 place = stop
+
+    def check(self, view: memoryview, begin: int) -> None:
+        """Check what bytes of the segment from `begin` on, which reach to the part's end at least, hold of it.
+
+        It raises what `read_into` does.
+        """
+        first = max(begin, block_begin(self.offset, self.sums))
+        if first < self.end and self.nbytes:
+            with self._named():
+                self._checked.check(view[first - begin : self.end - begin], first, self._bytes)
+
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        """Have errors name the segment."""
+        assert self.segment is not None
+        try:
+            yield
         except ValueError as error:
             raise ValueError(f"{self.segment.path} is damaged: {error}") from None
         except OSError as error:
@@ -252,7 +277,7 @@ class Part:
     def is_lost(self) -> bool:
         """Whether rows have not come to the disk, as after a power failure: they are missing, or a sector is zeros."""
         assert self.segment is not None
-        begin = block_begin(self.offset)
+        begin = block_begin(self.offset, self.sums)
         if os.fstat(self.segment.descriptor).st_size < self.end:
             return True
         content = self._bytes(begin, self.end)
@@ -265,8 +290,12 @@ class Part:
             return any(bytes(len(sector)) == sector for sector in sectors)
 
     def _bytes(self, begin: int, end: int) -> memoryview:
+        return read_exactly(self._descriptor, bytearray(end - begin), begin)
+
+    @property
+    def _descriptor(self) -> int:
         assert self.segment is not None
-        return read_exactly(self.segment.descriptor, bytearray(end - begin), begin)
+        return self.segment.descriptor
 
     def verify(self, path: Path) -> None:
         """Read all rows anew, those of removed documents too; `path` is the catalog's.

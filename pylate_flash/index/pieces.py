@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import queue
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import pairwise
@@ -14,12 +14,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .checksums import block_begin
 from .parts import Part
 
-__all__ = ["Loader", "Pieces", "runs_of"]
+__all__ = ["STAGED_BYTES", "Loader", "Pieces", "runs_of"]
 
-# What a thread reads into pinned memory at a time, and copies from there.
-_STAGED_BYTES = 8 << 20
+# A block of pinned memory, from which one copy goes to a GPU, and how many there are; what a thread reads at a time.
+STAGED_BYTES = 128 << 20
+_STAGED = 3
+_READ_BYTES = 8 << 20
 _THREADS = 16
 
 
@@ -98,22 +101,19 @@ def runs_of(begins: np.ndarray, ends: np.ndarray) -> list[tuple[int, int]]:
 class Loader:
     """Fills memory of a device with rows of `pieces`, while it is a context.
 
-    To a GPU, several threads read into pinned memory, and what each has read is copied from there on a stream of its
-    own. To the memory of the CPU, rows are read at once.
+    To a GPU, several threads read into pinned memory, a block of it after the other, and who has read the last of a
+    block has it copied, on a stream of its own. They do little more than read: for what takes Python's lock, they wait
+    for each other. To the memory of the CPU, rows are read at once.
     """
 
     def __init__(self, pieces: Pieces, device: torch.device) -> None:
         self._pieces, self._device = pieces, device
         self._pool: ThreadPoolExecutor | None = None
-        if device.type != "cuda":
-            return
-        self._stream = torch.cuda.Stream(device)
-        threads = min(_THREADS, os.cpu_count() or 1)
-        self._pool = ThreadPoolExecutor(threads)
-        # The first of them has waited longest for its copy.
-        self._staged: queue.SimpleQueue[tuple[Tensor, torch.cuda.Event] | None] = queue.SimpleQueue()
-        for _ in range(2 * threads):
-            self._staged.put(None)
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)
+            self._pool = ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1))
+            # The first has waited longest for its copy.
+            self._staged = deque[_Staged]()
 
     def __enter__(self) -> Loader:
         return self
@@ -127,70 +127,99 @@ class Loader:
     def start(self, runs: Iterable[tuple[int, int]], out: Tensor, tell: Callable[[int], Any] | None = None) -> Loading:
         """Begin to fill `out` [T, width] with the rows of runs, after what the current stream has been given by now.
 
-        `tell` is told of bytes that have been read.
+        It waits for pinned memory, and raises what reading raises. `tell` is told of bytes that have been read.
         """
-        rows = max(1, _STAGED_BYTES // max(1, out.shape[1] * out.element_size()))
+        loading, row = Loading(), max(1, out.shape[1] * out.element_size())
         if self._pool is None or all(part.memory is not None for part in self._pieces.parts):
-            for slices, some in _batches(self._pieces.slices(runs), out, rows):
+            for slices, some in _batches(self._pieces.slices(runs), out, max(1, _READ_BYTES // row)):
                 _read(slices, some)
                 if tell is not None:
                     tell(some.nbytes)
-            return Loading([], lambda: None)
+            return loading
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
-        futures = [
-            self._pool.submit(self._bring, slices, some, rows, tell)
-            for slices, some in _batches(self._pieces.slices(runs), out, rows)
-        ]
-        return Loading(futures, lambda: current.wait_stream(self._stream))
-
-    def _bring(
-        self, slices: list[tuple[Part, int, int]], out: Tensor, rows: int, tell: Callable[[int], Any] | None
-    ) -> None:
-        staged = self._staged.get()
-        try:
-            if staged is None:
-                memory = torch.empty(rows, out.shape[1], dtype=out.dtype, pin_memory=True)
-                staged = memory, torch.cuda.Event(blocking=True)
-            memory, copied = staged
-            copied.synchronize()
-            _read(slices, memory[: len(out)])
-            with torch.cuda.stream(self._stream):
-                out.copy_(memory[: len(out)], non_blocking=True)
-                copied.record()
-        finally:
-            self._staged.put(staged)
-        if tell is not None:
-            tell(out.nbytes)
+        loading.ready = lambda: current.wait_stream(self._stream)
+        for slices, some in _batches(self._pieces.slices(runs), out, max(1, STAGED_BYTES // row)):
+            staged = _Staged(out) if len(self._staged) < _STAGED else self._staged.popleft()
+            self._staged.append(staged)
+            loading.futures += staged.fill(self._pool, self._stream, slices, some, tell)
+        return loading
 
 
 class Loading:
     """What a loader has begun."""
 
-    def __init__(self, futures: list[Future], ready: Callable[[], None]) -> None:
-        self._futures, self._ready = futures, ready
+    def __init__(self) -> None:
+        self.futures: list[Future] = []
+        self.ready: Callable[[], None] = lambda: None
 
     def wait(self) -> None:
         """Wait until all is read, and let the current stream wait for the copies. It raises what reading has raised."""
+        for future in self.futures:
+            future.result()
+        self.ready()
+
+
+class _Staged:
+    """Pinned memory for a block of rows like those of `out`."""
+
+    def __init__(self, out: Tensor) -> None:
+        rows = min(len(out), max(1, STAGED_BYTES // max(1, out.shape[1] * out.element_size())))
+        self._memory = torch.empty(rows, out.shape[1], dtype=out.dtype, pin_memory=True)
+        self._copied = torch.cuda.Event(blocking=True)
+        self._futures: list[Future] = []
+
+    def fill(
+        self,
+        pool: ThreadPoolExecutor,
+        stream: torch.cuda.Stream,
+        slices: Sequence[tuple[Part, int, int]],
+        out: Tensor,
+        tell: Callable[[int], Any] | None,
+    ) -> list[Future]:
+        """Have rows read, and copied to `out` when all are there."""
         for future in self._futures:
             future.result()
-        self._ready()
+        self._copied.synchronize()
+        if len(self._memory) < len(out):
+            self._memory = _Staged(out)._memory
+        memory = self._memory[: len(out)]
+        shares = list(_batches(slices, memory, max(1, _READ_BYTES // (memory.nbytes // len(memory)))))
+        unread = iter(range(len(shares) - 1, -1, -1))
+
+        def bring(slices: list[tuple[Part, int, int]], some: Tensor) -> None:
+            _read(slices, some)
+            if tell is not None:
+                tell(some.nbytes)
+            if not next(unread):
+                with torch.cuda.stream(stream):
+                    out.copy_(memory, non_blocking=True)
+                    self._copied.record()
+
+        self._futures = [pool.submit(bring, *share) for share in shares]
+        return self._futures
 
 
 def _batches(
     slices: Iterable[tuple[Part, int, int]], out: Tensor, rows: int
 ) -> Iterator[tuple[list[tuple[Part, int, int]], Tensor]]:
-    """Slices of at most so many rows together, and the rows of `out` that they fill."""
+    """Slices of at most so many rows together, and the rows of `out` that they fill.
+
+    If possible they are cut where blocks of checksums begin, so that none of these is read twice.
+    """
     batch: list[tuple[Part, int, int]] = []
     begin = end = 0
     for part, first, last in slices:
         while first < last:
             stop = min(last, first + rows - (end - begin))
+            if stop < last:
+                place = block_begin(part.offset + stop * part.layout.nbytes, part.sums) - part.offset
+                stop = place // part.layout.nbytes if place // part.layout.nbytes > first else stop
             batch.append((part, first, stop))
             end += stop - first
-            first = stop
-            if end - begin == rows:
+            if stop < last or end - begin == rows:
                 yield batch, out[begin:end]
                 batch, begin = [], end
+            first = stop
     if batch:
         yield batch, out[begin:end]

@@ -12,13 +12,13 @@ from tqdm import tqdm
 
 from .layout import Layout
 from .parts import Part
-from .pieces import Loader, Loading, Pieces, runs_of
+from .pieces import STAGED_BYTES, Loader, Loading, Pieces, runs_of
 from .tables import cuts
 
 __all__ = ["Block", "Rows", "free_memory", "on_device"]
 
 # Rows that stream through a device at a time; on a CPU, few enough that its caches still hold what was read.
-STREAMED_BYTES_CUDA = 256 << 20
+STREAMED_BYTES_CUDA = STAGED_BYTES
 STREAMED_BYTES_CPU = 8 << 20
 # Blocks that are being read while another one is scored.
 _AHEAD = 2

@@ -17,7 +17,8 @@ from .layout import DTYPES, Layout
 __all__ = ["FORMAT_VERSION", "State"]
 
 FORMAT = "pylate_flash.catalog"
-FORMAT_VERSION = 1
+# The first has CRC-32 of rows, which are read still.
+FORMAT_VERSION = 2
 
 
 @dataclass(frozen=True)
