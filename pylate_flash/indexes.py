@@ -410,8 +410,9 @@ class Flat(Recorded, Base):
             asked = self._search.ranks.agreed(
                 lambda: self._asked(queries_embeddings, k, subset, matches, where, on_host=True)
             )
-        if not asked["queries"]:
+        if asked is None:
             return []
+        queries = asked["queries"]
         search, scorer, matches = self._search, self._search.scorer(self.scorer), asked.pop("matches")
         results: list[list[SearchResult]] = []
         with torch.no_grad():
@@ -419,7 +420,8 @@ class Flat(Recorded, Base):
             if search.ranks is not None:
                 found = [search.ranks.merged(found, asked["k"])]
             for some in found:
-                results += search.results(some, asked["queries"][len(results) :], scorer, matches)
+                asking = queries.some(len(results), len(results) + len(some.scores))
+                results += search.results(some, asking, scorer, matches)
         return results
 
     # PyLate's name.
@@ -433,8 +435,8 @@ class Flat(Recorded, Base):
         matches: bool,
         where: Where | None,
         on_host: bool = False,
-    ) -> dict[str, Any]:
-        """What is searched for, checked."""
+    ) -> dict[str, Any] | None:
+        """What is searched for, checked; None if nothing is."""
         queries = sequences_of("queries_embeddings", queries_embeddings)
         if isinstance(k, bool) or not isinstance(k, (int, np.integer)) or k < 1:
             raise ValueError(f"k must be an integer of at least 1, got {k!r}")
@@ -450,14 +452,12 @@ class Flat(Recorded, Base):
         if where is not None:
             found = self._store.positions_where(where)
             positions = found if positions is None else np.intersect1d(positions, found, assume_unique=True)
-            if subsets is not None:
-                there = set(self._store.ids_at(found))
-                subsets, positions = [[id_ for id_ in ids if id_ in there] for ids in subsets], None
-        if queries:
-            size = self._store.embedding_size if self.projection is None else self.projection[0].shape[0]
-            device = torch.device("cpu") if on_host else self.device
-            queries = checked_queries(queries, size, self.index_path, device, self._store.layout.given)
-        return {"queries": queries, "k": int(k), "positions": positions, "subsets": subsets, "matches": matches}
+        if not queries:
+            return None
+        size = self._store.embedding_size if self.projection is None else self.projection[0].shape[0]
+        device = torch.device("cpu") if on_host else self.device
+        packed = checked_queries(queries, size, self.index_path, device, self._store.layout.given)
+        return {"queries": packed, "k": int(k), "positions": positions, "subsets": subsets, "matches": matches}
 
     def get_documents_embeddings(  # type: ignore[override]  # tensors, which every caller takes, not nested lists
         self, documents_ids: Sequence[Sequence[str]]

@@ -14,7 +14,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pylate_flash.index import merging, resident, search, tables
+from pylate_flash.index import ids as ids_module
+from pylate_flash.index import merging, resident, search
+from pylate_flash.index.ids import packed_ids
 from pylate_flash.index.layout import Layout
 from pylate_flash.index.merging import joined_best, k_best, k_best_of_runs
 from pylate_flash.index.parts import Part
@@ -234,32 +236,35 @@ def test_an_index_in_memory_is_searched_where_it_is(tmp_path: Path) -> None:
 # Which documents have which ids
 
 
-@given(
-    ids=st.lists(st.text(max_size=4), unique=True, max_size=60),
-    later=st.lists(st.text(min_size=5, max_size=6), unique=True, max_size=9),
-    bits=st.sampled_from([1, 3, 64]),
-    data=st.data(),
-)
-def test_ids_are_found_whatever_their_hashes(ids: list[str], later: list[str], bits: int, data: st.DataObject) -> None:
-    layout = Layout("float32", 1)
+# Of any characters, and with those that are zeros in UTF-8, half of a pair, or as long as many words.
+NAMES = st.text(st.characters(codec=None), max_size=9) | st.text("ab\0", max_size=40) | st.just("\ud800")
 
-    def part(first: int, names: list[str]) -> Part:
-        numbers, lengths = np.arange(first, first + len(names)), np.ones(len(names), np.int64)
-        return Part.of(layout, numbers, names, lengths, sums=np.zeros(0, "<u4"), memory=torch.zeros(len(names), 1))
+
+@given(names=st.lists(NAMES, unique=True, max_size=60), bits=st.sampled_from([1, 3, 64]), data=st.data())
+def test_ids_are_found_whatever_their_hashes(names: list[str], bits: int, data: st.DataObject) -> None:
+    layout = Layout("float32", 1)
+    first = data.draw(st.integers(0, len(names)))
+
+    def part(start: int, names: list[str]) -> Part:
+        numbers, lengths = np.arange(start, start + len(names)), np.ones(len(names), np.int64)
+        return Part.of(layout, numbers, names, lengths, sums=np.zeros(0, "<u8"), memory=torch.zeros(len(names), 1))
 
     with pytest.MonkeyPatch.context() as patch:
         # Of fewer bits, many have the same.
-        patch.setattr(tables, "_hashes", lambda names: np.array([hash(n) % 2**bits for n in names], np.uint64))
-        documents = Documents([part(7, ids)] if ids else [])
-        everything = [*ids, *later]
-        asked = data.draw(st.lists(st.sampled_from([*everything, "none", "no other"]), max_size=30))
-        for names in (ids, everything):
-            if names is everything and later:
-                documents.append(part(7 + len(ids), later))
-            wanted = [names.index(id_) if id_ in names else -1 for id_ in asked]
+        mixed, mask = ids_module._mixed, np.uint64(((1 << bits) - 1) << (64 - bits))
+        patch.setattr(ids_module, "_mixed", lambda numbers: mixed(numbers) & mask)
+        documents = Documents([part(7, names[:first])] if first else [])
+        for known in (names[:first], names):
+            if known is names and first < len(names):
+                documents.append(part(7 + first, names[first:]))
+            asked = data.draw(st.lists(st.sampled_from([*names, "", "none", "a" * 20, "no other"]), max_size=30))
+            wanted = [known.index(id_) if id_ in known else -1 for id_ in asked]
             assert documents.positions_of(asked).tolist() == wanted
-            if bits == 64:
-                assert documents.find(asked).tolist() == wanted
+            there = np.array([place for place in wanted if place >= 0], np.int64)
+            assert documents.ids_at(there) == [known[place] for place in there.tolist()]
+        lists = [asked[:3], [], asked[3:]]
+        packed, counts = packed_ids(lists)
+        assert (packed.to_list(), counts.tolist()) == (asked, [len(own) for own in lists])
 
 
 @pytest.mark.parametrize(

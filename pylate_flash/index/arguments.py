@@ -11,7 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .ids import Ids, packed_ids
 from .layout import Layout, is_finite
+from .scorers import Queries
 
 __all__ = [
     "Embeddings",
@@ -84,8 +86,8 @@ def check_distinct(name: str, ids: list[str]) -> None:
             seen.add(id_)
 
 
-def subsets_of(subset: object, queries: int) -> tuple[list[str] | None, list[Sequence[str]] | None]:
-    """Ids to search among: those for all queries, or a list for each; or neither."""
+def subsets_of(subset: object, queries: int) -> tuple[list[str] | None, tuple[Ids, np.ndarray] | None]:
+    """Ids to search among: those for all queries; or those of each, and how many each has; or neither."""
     if subset is None:
         return None, None
     if isinstance(subset, str) or not isinstance(subset, (Sequence, np.ndarray)):
@@ -96,12 +98,12 @@ def subsets_of(subset: object, queries: int) -> tuple[list[str] | None, list[Seq
         raise TypeError("subset must be a list of ids or a list of such lists, got a mixture of the two")
     if len(subset) != queries:
         raise ValueError(f"subset must have one list of ids per query, got {len(subset)} for {queries} queries")
-    for i, ids in enumerate(subset):
-        # At the types, which are few: one look for each of very many ids takes longer than the search.
-        plain = isinstance(ids, Sequence) and not isinstance(ids, str)
-        if not (plain and all(issubclass(kind, str) for kind in set(map(type, ids)))):
+    try:
+        return None, packed_ids(subset)
+    except TypeError:
+        for i, ids in enumerate(subset):
             ids_of(f"subset[{i}]", ids)
-    return None, list(subset)
+        raise
 
 
 def sequences_of(name: str, embeddings: object) -> list[Tensor]:
@@ -117,23 +119,23 @@ def sequences_of(name: str, embeddings: object) -> list[Tensor]:
 
 def checked_queries(
     queries: list[Tensor], size: int | None, path: Path, device: torch.device, dtype: torch.dtype
-) -> list[Tensor]:
-    """At least one query, checked, in the type that is scored: on the host if all are there, else on the device."""
+) -> Queries:
+    """At least one query, checked, on the device and in the type that is scored."""
     for i, query in enumerate(queries):
         if query.shape[1] != size:
             raise ValueError(f"queries_embeddings[{i}] has embedding size {query.shape[1]}, the index in {path} {size}")
-    on_host = all(query.device.type == "cpu" for query in queries)
-    queries = [query.detach().to("cpu" if on_host else device, dtype) for query in queries]
+    found = Queries.of(queries, device, dtype)
     # A look at values on a GPU would wait for it; there the search finds that scores are not finite.
-    if on_host:
-        check_finite(queries)
-    return queries
+    if device.type != "cuda":
+        check_finite(found)
+    return found
 
 
-def check_finite(queries: list[Tensor]) -> None:
+def check_finite(queries: Queries) -> None:
     """Refuse queries with NaN or infinite values."""
-    if not torch.isfinite(torch.cat(queries)).all():
-        i = next(i for i, query in enumerate(queries) if not torch.isfinite(query).all())
+    finite = torch.isfinite(queries.values).all(dim=1)
+    if not finite.all():
+        i = int(np.searchsorted(queries.bounds, int(finite.int().argmin()), side="right")) - 1
         raise ValueError(f"queries_embeddings[{i}] holds NaN or infinite values")
 
 

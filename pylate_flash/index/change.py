@@ -16,8 +16,9 @@ import torch
 from .checksums import Sums, block_begin
 from .files import fsync_folder, open_regular, write_all
 from .filters import insert
+from .ids import encoded_id
 from .layout import Layout
-from .parts import COLUMNS, SEGMENT_NAME, Part, Segment, bytes_of, encoded_id
+from .parts import COLUMNS, SEGMENT_NAME, Part, Segment, bytes_of
 
 __all__ = ["Change"]
 
@@ -107,7 +108,7 @@ class Change:
         rows = self._write(parts[0].layout, (rows for part in parts for rows in _live_rows(part)))
         numbers = np.concatenate([part.numbers[some] for part, some in zip(parts, places, strict=True)])
         lengths = np.concatenate([part.lengths[some] for part, some in zip(parts, places, strict=True)])
-        ids = [id_ for part, some in zip(parts, places, strict=True) for id_ in part.ids_at(some)]
+        ids = [id_ for part, some in zip(parts, places, strict=True) for id_ in part.ids.some(some).to_list()]
         self._replace(parts, [Part.of(parts[0].layout, numbers, ids, lengths, **rows)])
 
     def merge(self, most: int) -> None:

@@ -83,7 +83,7 @@ def _kind(sums: np.ndarray) -> tuple[int, Callable[[Any], int]]:
 
 
 class CheckedBlocks:
-    """Bytes `begin` to `end` of a file: checksums of their blocks up to `end`, and which have been found to be right."""
+    """Bytes `begin` to `end` of a file: checksums of their blocks up to `end`, and which were found to be right."""
 
     def __init__(self, sums: np.ndarray, begin: int, end: int) -> None:
         size, self._sum = _kind(sums)

@@ -21,6 +21,7 @@ import torch
 
 from .checksums import CheckedBlocks, Sums, block_begin, block_of, sums_bytes, sums_from
 from .files import open_named, read_exactly
+from .ids import Ids, encoded_id
 from .layout import Layout, is_finite
 
 __all__ = ["COLUMNS", "SEGMENT_NAME", "Part", "Segment", "bytes_of"]
@@ -62,8 +63,8 @@ class Part:
         Of the documents, ascending. Shape: [N], int64.
     lengths
         Their tokens. Shape: [N], int64.
-    id_ends, ids
-        Where the id of each ends in `ids`, all of them in UTF-8. Shape: [N], int64.
+    ids
+        Of each.
     removed
         Places in the part of documents that count as removed, ascending. Shape: [*], int64.
     segment, offset
@@ -77,8 +78,7 @@ class Part:
     layout: Layout
     numbers: np.ndarray
     lengths: np.ndarray
-    id_ends: np.ndarray
-    ids: bytes
+    ids: Ids
     removed: np.ndarray
     sums: np.ndarray
     segment: Segment | None = None
@@ -107,8 +107,8 @@ class Part:
     ) -> Part:
         """A part of which no document counts as removed; `place` is where its rows are, and their `sums`."""
         encoded = [encoded_id(id_) for id_ in ids]
-        ends = np.cumsum([len(id_) for id_ in encoded], dtype=np.int64)
-        return cls(layout, numbers, lengths, ends, b"".join(encoded), np.zeros(0, np.int64), **place)
+        packed = Ids.of(b"".join(encoded), np.cumsum([len(id_) for id_ in encoded], dtype=np.int64))
+        return cls(layout, numbers, lengths, packed, np.zeros(0, np.int64), **place)
 
     def to_row(self) -> tuple:
         """As the catalog keeps it, in the order of COLUMNS."""
@@ -120,8 +120,8 @@ class Part:
             self.offset,
             self.numbers.astype("<i8").tobytes() if gaps else None,
             self.lengths.astype("<i4").tobytes(),
-            self.id_ends.astype("<i8").tobytes(),
-            self.ids,
+            self.ids.ends.astype("<i8").tobytes(),
+            self.ids.content,
             sums_bytes(self.sums),
         )
         self.crc = _crc(row)
@@ -152,8 +152,7 @@ class Part:
                 if numbers is None
                 else np.frombuffer(numbers, "<i8").astype(np.int64),
                 sizes,
-                np.frombuffer(id_ends, "<i8").astype(np.int64),
-                ids,
+                Ids.of(ids, np.frombuffer(id_ends, "<i8").astype(np.int64)),
                 np.frombuffer(removed, "<i4").astype(np.int64),
                 sums_from(sums),
                 segments[segment],
@@ -172,8 +171,8 @@ class Part:
         """The same part, of which the documents at some more places count as removed; they share what was checked."""
         removed = np.union1d(self.removed, places).astype(np.int64)
         part = Part(
-            self.layout, self.numbers, self.lengths, self.id_ends, self.ids, removed, self.sums, self.segment,
-            self.offset, self.memory,
+            self.layout, self.numbers, self.lengths, self.ids, removed, self.sums, self.segment, self.offset,
+            self.memory,
         )  # fmt: skip
         part._checked, part.crc = self._checked, self.crc
         return part
@@ -191,16 +190,16 @@ class Part:
         """One part in the place of some, of which each follows the one before it. Their rows stay where they are."""
         first = parts[0]
         lengths, numbers = (np.concatenate([getattr(part, name) for part in parts]) for name in ("lengths", "numbers"))
-        bases = np.cumsum([0, *(len(part.ids) for part in parts[:-1])])
-        ends = np.concatenate([base + part.id_ends for base, part in zip(bases, parts, strict=True)])
-        ids = b"".join(part.ids for part in parts)
+        bases = np.cumsum([0, *(len(part.ids.content) for part in parts[:-1])])
+        ends = np.concatenate([base + part.ids.ends for base, part in zip(bases, parts, strict=True)])
+        ids = Ids.of(b"".join(part.ids.content for part in parts), ends)
         # Of a block that two share, the later one has the CRC of what both have there.
         solid = [part for part in parts if part.nbytes]
         blocks = [block_of(part.offset, part.sums) for part in solid]
         sums = [part.sums[: after - block] for part, (block, after) in zip(solid, pairwise(blocks), strict=False)]
         sums += [part.sums for part in solid[-1:]]
         return cls(
-            first.layout, numbers, lengths, ends, ids, first.removed, np.concatenate([first.sums[:0], *sums]),
+            first.layout, numbers, lengths, ids, first.removed, np.concatenate([first.sums[:0], *sums]),
             first.segment, first.offset,
         )  # fmt: skip
 
@@ -210,13 +209,6 @@ class Part:
         mask = np.ones(self.documents, dtype=bool)
         mask[self.removed] = False
         return mask
-
-    def ids_at(self, places: np.ndarray) -> list[str]:
-        """Ids of the documents at some places."""
-        ends = self.id_ends[places].tolist()
-        begins = np.where(places > 0, self.id_ends[places - 1], 0).tolist()
-        ids = self.ids
-        return [ids[begin:end].decode("utf-8", "surrogatepass") for begin, end in zip(begins, ends, strict=True)]
 
     def read_into(self, out: torch.Tensor, start: int) -> None:
         """Fill `out` [n, width] with the rows of the tokens from `start` on.
@@ -317,11 +309,6 @@ class Part:
                 ]
                 where = path if self.segment is None else self.segment.path
                 raise ValueError(f"{where} holds NaN or infinite values, first in its document {number}")
-
-
-def encoded_id(id_: str) -> bytes:
-    """An id as it is kept: any string, also one that holds half of a surrogate pair."""
-    return id_.encode("utf-8", "surrogatepass")
 
 
 def bytes_of(values: torch.Tensor) -> memoryview:

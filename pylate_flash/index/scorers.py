@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ from ..ops import QuantizedEmbeddings, maxsim_from_hidden, maxsim_varlen
 from .layout import Layout
 from .resident import on_device
 
-__all__ = ["EMPTY_SCORE", "Packed", "Scorer", "packed"]
+__all__ = ["EMPTY_SCORE", "Packed", "Queries", "Scorer"]
 
 # A document without tokens has nothing that could match, so it comes after every document that has.
 EMPTY_SCORE = float(np.finfo(np.float32).min)
@@ -79,13 +80,44 @@ class Scorer(NamedTuple):
         return partial(maxsim_varlen, empty_score=EMPTY_SCORE)
 
 
-def packed(sequences: list[Tensor], device: torch.device) -> Packed:
-    """Queries [L_i, d], packed on `device`."""
-    lengths = [sequence.shape[0] for sequence in sequences]
-    # There too: a call of which something is on the host is worked out anew every time.
-    cu_seqlens = on_device(np.cumsum([0, *lengths], dtype=np.int32), device)
-    values = sequences[0] if len(sequences) == 1 else torch.cat(sequences)
-    return Packed(on_device(values, device), cu_seqlens, max(lengths))
+@dataclass(frozen=True)
+class Queries:
+    """Queries of a search, packed: `values` [T, d], and on the host their `bounds` [N + 1]."""
+
+    values: Tensor
+    bounds: np.ndarray
+
+    @classmethod
+    def of(cls, sequences: list[Tensor], device: torch.device, dtype: torch.dtype) -> Queries:
+        """At least one [L_i, d], brought to a device and a type."""
+        bounds = np.cumsum([0, *(len(sequence) for sequence in sequences)])
+        on_host = all(sequence.device.type == "cpu" for sequence in sequences)
+        if not on_host:
+            sequences = [sequence.to(device) for sequence in sequences]
+        if len(sequences) == 1:
+            return cls(sequences[0].detach().to(device, dtype, non_blocking=True), bounds)
+        # On the host into memory that a GPU copies from.
+        values = torch.empty(
+            int(bounds[-1]), sequences[0].shape[1], dtype=dtype, device="cpu" if on_host else device,
+            pin_memory=on_host and device.type == "cuda",
+        )  # fmt: skip
+        with torch.no_grad():
+            torch.cat(sequences, out=values)
+        return cls(on_device(values, device), bounds)
+
+    def __len__(self) -> int:
+        return len(self.bounds) - 1
+
+    def some(self, start: int, stop: int) -> Queries:
+        """Those from one to another."""
+        bounds = self.bounds[start : stop + 1]
+        return Queries(self.values[int(bounds[0]) : int(bounds[-1])], bounds - bounds[0])
+
+    @property
+    def packed(self) -> Packed:
+        """As they are scored, boundaries on the device: a call of which something is on the host is planned anew."""
+        cu_seqlens = on_device(self.bounds.astype(np.int32), self.values.device)
+        return Packed(self.values, cu_seqlens, int(np.diff(self.bounds).max()))
 
 
 def _hidden_scores(
@@ -120,7 +152,7 @@ def _host_scores(
     if candidates_cu_seqlens is None:
         return _scores_of_host(backend, asked, given)
     owned = [
-        _scores_of_host(backend, packed([query], query.device), given._replace(cu_seqlens=bounds))[0]
+        _scores_of_host(backend, Queries(query, np.array([0, len(query)])).packed, given._replace(cu_seqlens=bounds))[0]
         for query, bounds in zip(
             _split(asked),
             (documents_cu_seqlens[start : stop + 1] for start, stop in pairwise(candidates_cu_seqlens.tolist())),

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
-from itertools import chain
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import TypedDict
 
 import numpy as np
@@ -14,11 +14,12 @@ from tqdm import tqdm
 
 from ..ops import QuantizedEmbeddings
 from .arguments import check_finite
+from .ids import Ids
 from .matches import matched_tokens
 from .merging import joined_best, k_best, k_best_of_runs
 from .ranks import Found, Ranks
 from .resident import Block, Rows, on_device
-from .scorers import EMPTY_SCORE, Packed, Scorer, packed
+from .scorers import EMPTY_SCORE, Packed, Queries, Scorer
 from .store import PackedStore
 from .tables import blocks, cuts
 
@@ -88,14 +89,14 @@ class Search:
 
     def found(
         self,
-        queries: list[Tensor],
+        queries: Queries,
         k: int,
         scorer: Scorer,
         positions: np.ndarray | None = None,
-        subsets: Sequence[Sequence[str]] | None = None,
+        subsets: tuple[Ids, np.ndarray] | None = None,
         show_progress: bool = False,
     ) -> Iterator[Found]:
-        """The `k` best for every query [L_i, d], of some queries after the other; equal scores in their own order.
+        """The `k` best for every query, of some queries after the other; equal scores in their own order.
 
         What is found for some queries comes to the host while the next ones are scored.
 
@@ -110,7 +111,7 @@ class Search:
         positions
             Those of the documents to look among, ascending. Shape: [N].
         subsets
-            The ids to look among, those of each query. What is none of the store's is left out.
+            The ids to look among, those of each query, and how many each has. What is none of the store's is left out.
         show_progress
             Draw a progress bar over several blocks, and over a long load to a GPU.
 
@@ -121,8 +122,10 @@ class Search:
             message names the index.
         """
         self._follow(show_progress)
+        queries = replace(queries, values=on_device(queries.values, self.device))
+        poison = _poison(queries)
         if subsets is not None:
-            yield from self._among_candidates(queries, k, scorer, subsets, show_progress)
+            yield from self._among_candidates(queries, k, scorer, subsets, positions, poison, show_progress)
             return
         slots = None if positions is None else self._here(self.store.documents.slots[positions])
         documents = self.rows.documents if slots is None else len(slots)
@@ -131,7 +134,7 @@ class Search:
             return
         if slots is None:
             k = min(k, documents - len(self.rows.removed))
-        chunks, score, poison = self._chunks(queries, k), scorer.function, _poison(queries)
+        chunks, score = self._chunks(queries, k), scorer.function
         most = max(1, _SCORES // max(len(chunk.cu_seqlens) - 1 for chunk in chunks))
         walk = self.rows.walk(most, show_progress) if slots is None else self._gathered(slots, most, show_progress)
         best: list[tuple[Tensor, Tensor]] = []
@@ -157,9 +160,9 @@ class Search:
             yield self._checked(queries, copy, slots)
 
     def results(
-        self, found: Found, queries: list[Tensor], scorer: Scorer, matches: bool = False
+        self, found: Found, queries: Queries, scorer: Scorer, matches: bool = False
     ) -> list[list[SearchResult]]:
-        """What was found for the first of some queries, with ids, and if asked for with the tokens that match."""
+        """What was found for these queries, with ids, and if asked for with the tokens that match."""
         scores, slots, counts = found
         if counts is None:
             names, rows = iter(self.store.documents.ids_of(slots.reshape(-1))), scores.tolist()
@@ -171,11 +174,12 @@ class Search:
             [{"id": name, "score": score} for score, name in zip(own, names, strict=False)] for own in rows
         ]
         if matches:
-            self._add_matches(scorer, queries[: len(results)], found, results)
+            queries = replace(queries, values=on_device(queries.values, self.device))
+            self._add_matches(scorer, queries, found, results)
         return results
 
     def _checked(
-        self, queries: list[Tensor], copy: _OnHost, slots: np.ndarray | None, counts: np.ndarray | None = None
+        self, queries: Queries, copy: _OnHost, slots: np.ndarray | None, counts: np.ndarray | None = None
     ) -> Found:
         """What has come to the host, if its scores are finite; places are slots of this process, or among `slots`."""
         scores, places = copy.get()
@@ -207,14 +211,22 @@ class Search:
         return slots[low:high] - self._first
 
     def _among_candidates(
-        self, queries: list[Tensor], k: int, scorer: Scorer, subsets: Sequence[Sequence[str]], show_progress: bool
+        self,
+        queries: Queries,
+        k: int,
+        scorer: Scorer,
+        subsets: tuple[Ids, np.ndarray],
+        positions: np.ndarray | None,
+        poison: Tensor | None,
+        show_progress: bool,
     ) -> Iterator[Found]:
-        """For every query among documents of its own."""
+        """For every query among documents of its own, of those at some positions."""
         waiting: list[tuple[_OnHost, np.ndarray, np.ndarray]] = []
         score = scorer.function
-        for first in range(0, len(queries), _QUERIES_WITH_SUBSETS):
-            some = queries[first : first + _QUERIES_WITH_SUBSETS]
-            slots, counts = self._slots_of(subsets[first : first + _QUERIES_WITH_SUBSETS])
+        allowed = None if positions is None else np.bincount(positions, minlength=len(self.store.documents)) > 0
+        for first, last in cuts(np.arange(len(queries) + 1), _QUERIES_WITH_SUBSETS):
+            some = queries.some(first, last)
+            slots, counts = self._slots_of(subsets, first, last, allowed)
             if not len(slots):
                 while waiting:
                     yield self._checked(queries, *waiting.pop(0))
@@ -228,28 +240,26 @@ class Search:
                 for asked, given, candidates in self._owned(some, slots, counts, show_progress)
             ]  # fmt: skip
             scores = scored[0] if len(scored) == 1 else torch.cat(scored)
-            waiting.append((_OnHost(*k_best_of_runs(scores, counts, k), _poison(some)), slots, np.minimum(counts, k)))
+            waiting.append((_OnHost(*k_best_of_runs(scores, counts, k), poison), slots, np.minimum(counts, k)))
             if len(waiting) > 1:
                 yield self._checked(queries, *waiting.pop(0))
         while waiting:
             yield self._checked(queries, *waiting.pop(0))
 
     def _owned(
-        self, queries: list[Tensor], slots: np.ndarray, counts: np.ndarray, show_progress: bool
+        self, queries: Queries, slots: np.ndarray, counts: np.ndarray, show_progress: bool
     ) -> Iterator[tuple[Packed, Packed, Tensor]]:
         """The documents at `slots`, of which each query owns the next of so many, a block with its owners at a time."""
         owners = np.repeat(np.arange(len(queries)), counts)
         for block in self._gathered(slots, _SCORES, show_progress):
             own = owners[block.first : block.first + len(block.cu_seqlens) - 1]
-            low, high = own[0], own[-1] + 1
+            low, high = int(own[0]), int(own[-1]) + 1
             # On the host, where the operation plans its launch.
             bounds = np.concatenate([[0], np.bincount(own - low, minlength=high - low).cumsum()]).astype(np.int32)
             documents = Packed(block.values, block.cu_seqlens, block.longest)
-            yield packed(queries[low:high], self.device), documents, torch.from_numpy(bounds)
+            yield queries.some(low, high).packed, documents, torch.from_numpy(bounds)
 
-    def _add_matches(
-        self, scorer: Scorer, queries: list[Tensor], found: Found, results: list[list[SearchResult]]
-    ) -> None:
+    def _add_matches(self, scorer: Scorer, queries: Queries, found: Found, results: list[list[SearchResult]]) -> None:
         """Put into the results which tokens match."""
         hits = [hit for own in results for hit in own]
         owners = np.repeat(np.arange(len(queries)), [len(own) for own in results])
@@ -261,23 +271,31 @@ class Search:
         for block in self._owned(queries, slots[here], np.bincount(owners[here], minlength=len(queries)), False):
             tokens, similarities = (values.tolist() for values in matched_tokens(scorer, *block))
             for of_tokens, of_similarities, (hit, query, length) in zip(tokens, similarities, own, strict=False):
-                size = len(queries[query]) if length else 0
+                size = int(np.diff(queries.bounds[query : query + 2])[0]) if length else 0
                 known[hit] = list(zip(of_tokens[:size], of_similarities, strict=False))
         for some in [known] if self.ranks is None else self.ranks.gather(known):
             for hit, matched in some.items():
                 hits[hit]["matches"] = matched
 
-    def _slots_of(self, subsets: Sequence[Sequence[str]]) -> tuple[np.ndarray, np.ndarray]:
-        """The slots of each query's ids, ascending, one query's after the other's, and how many each has."""
-        documents, size = self.store.documents, max(1, self.rows.documents)
-        owners = np.repeat(np.arange(len(subsets)), [len(ids) for ids in subsets])
-        positions = documents.find(list(chain.from_iterable(subsets)))
-        owners, slots = owners[positions >= 0], documents.slots[positions[positions >= 0]] - self._first
+    def _slots_of(
+        self, subsets: tuple[Ids, np.ndarray], first: int, last: int, allowed: np.ndarray | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The slots of the ids of some queries, ascending, one query's after the other's, and how many each has."""
+        (ids, counts), documents = subsets, self.store.documents
+        before, through = int(counts[:first].sum()), int(counts[:last].sum())
+        positions = documents.positions_of(ids.some(slice(before, through)))
+        there = positions >= 0
+        if allowed is not None:
+            there &= allowed[positions]
+        slots = documents.slots[positions] - self._first
         if self.ranks is not None:
-            here = (slots >= 0) & (slots < self.rows.documents)
-            owners, slots = owners[here], slots[here]
-        keys = np.unique(owners * size + slots)
-        return keys % size, np.bincount(keys // size, minlength=len(subsets))
+            there &= (slots >= 0) & (slots < self.rows.documents)
+        bits = self.rows.documents.bit_length()
+        keys = np.repeat(np.arange(last - first) << bits, counts[first:last]) | slots
+        keys = np.sort(keys[there])
+        keys = keys[np.diff(keys, prepend=-1) > 0]
+        edges = np.searchsorted(keys, np.arange(last - first + 1) << bits)
+        return keys & ((1 << bits) - 1), np.diff(edges)
 
     def _gathered(self, slots: np.ndarray, documents: int, show_progress: bool) -> Iterator[Block]:
         """The documents at some slots, at most so many at a time."""
@@ -305,19 +323,13 @@ class Search:
             start += size
         return ranges
 
-    def _chunks(self, queries: list[Tensor], k: int) -> list[Packed]:
-        """The queries as they are scored together, on the device."""
-        lengths = np.array([len(query) for query in queries])
-        ranges = self._ranges(len(queries), k) if self.device.type == "cuda" else blocks(lengths, _QUERY_TOKENS)
-        whole = packed(queries, self.device)
-        if len(ranges) == 1:
-            return [whole]
-        bounds, chunks = np.concatenate([[0], lengths.cumsum()]), []
-        for start, stop in ranges:
-            values = whole.values[int(bounds[start]) : int(bounds[stop])]
-            cu_seqlens = on_device((bounds[start : stop + 1] - bounds[start]).astype(np.int32), self.device)
-            chunks.append(Packed(values, cu_seqlens, int(lengths[start:stop].max())))
-        return chunks
+    def _chunks(self, queries: Queries, k: int) -> list[Packed]:
+        """The queries as they are scored together."""
+        if self.device.type == "cuda":
+            ranges = self._ranges(len(queries), k)
+        else:
+            ranges = blocks(np.diff(queries.bounds), _QUERY_TOKENS)
+        return [queries.some(start, stop).packed for start, stop in ranges]
 
     def _refuse(self, slot: int) -> None:
         name = f"the score of document {self.store.documents.ids_of(np.array([slot]))[0]!r:.100}"
@@ -358,9 +370,9 @@ class _OnHost:
         return scores.view(np.float32), places
 
 
-def _poison(queries: list[Tensor]) -> Tensor | None:
+def _poison(queries: Queries) -> Tensor | None:
     """A 0 that is NaN where a query on a GPU is not finite, so that its scores are not: to look there is to wait."""
-    return torch.cat(queries).float().sum() * 0 if queries[0].is_cuda else None
+    return queries.values.float().sum() * 0 if queries.values.is_cuda else None
 
 
 def _exists(found: Found) -> np.ndarray:

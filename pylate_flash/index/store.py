@@ -18,9 +18,10 @@ from .catalog import Catalog, ConcurrentWriteError, parts_crc
 from .change import Change
 from .files import FULL, check_folder, hold_reserve, without_room
 from .filters import Where, checked_where
+from .ids import Ids, encoded_id
 from .layout import DTYPES, Layout
 from .opening import loss, opened
-from .parts import SEGMENT_NAME, Part, Segment, encoded_id
+from .parts import SEGMENT_NAME, Part, Segment
 from .pieces import Pieces, runs_of
 from .state import State
 from .tables import Documents, blocks
@@ -153,7 +154,7 @@ class PackedStore:
         """Ids of the documents at some positions."""
         return self.documents.ids_at(positions)
 
-    def positions_of(self, ids: Sequence[str]) -> np.ndarray:
+    def positions_of(self, ids: Sequence[str] | Ids) -> np.ndarray:
         """Positions of the documents of some ids, -1 of those that are not there. Shape: [N], int64."""
         return self.documents.positions_of(ids)
 
@@ -215,7 +216,7 @@ class PackedStore:
         self._catalog.check()
         if self._lost:
             raise ValueError(f"{loss(self._catalog, self._lost)}; the next change of the index takes it as it is")
-        ids = (id_ for part in self.documents.parts for id_ in part.ids_at(np.flatnonzero(part.live)))
+        ids = (id_ for part in self.documents.parts for id_ in part.ids.some(part.live).to_list())
         if not self._catalog.holds(zip(self.documents.numbers.tolist(), map(encoded_id, ids), strict=True)):
             raise ValueError(f"{self._catalog.path} is damaged: its documents are others than those of its parts")
         for part in tqdm(self.documents.parts, desc="Verifying", unit="part", disable=not show_progress):

@@ -3,39 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise, repeat
+from itertools import pairwise
 
 import numpy as np
 
+from .ids import Growing, Ids, IdTable, packed_ids
 from .parts import Part
 
 __all__ = ["Documents", "blocks", "cuts"]
-
-
-# Documents that came later are looked up one by one, if they are not many.
-_LATER = 10_000
-
-
-class _Growing:
-    """A one-dimensional int64 array with room to grow, so that n appended values cost n on average."""
-
-    def __init__(self) -> None:
-        self._room = np.zeros(0, dtype=np.int64)
-        self._size = 0
-
-    @property
-    def values(self) -> np.ndarray:
-        """What has been appended, as a view that stays as it is when more follows."""
-        return self._room[: self._size]
-
-    def extend(self, values: np.ndarray) -> None:
-        size = self._size + len(values)
-        if size > len(self._room):
-            room = np.empty(max(size, 2 * len(self._room)), dtype=np.int64)
-            room[: self._size] = self.values
-            self._room = room
-        self._room[self._size : size] = values
-        self._size = size
 
 
 class Documents:
@@ -44,12 +19,11 @@ class Documents:
     def __init__(self, parts: Iterable[Part] = ()) -> None:
         self.parts: list[Part] = []
         self.rows = 0
-        self._numbers, self._lengths, self._starts = _Growing(), _Growing(), _Growing()
+        self._numbers, self._lengths, self._starts = Growing(), Growing(), Growing()
         # With which slot every part begins.
-        self._slots, self._firsts = _Growing(), _Growing()
+        self._slots, self._firsts = Growing(), Growing()
         self._next_slot = 0
-        self._by_id: _ById | None = None
-        self._later: dict[str, int] = {}  # those that came after it was made
+        self._by_id: IdTable | None = None
         for part in parts:
             self.append(part)
 
@@ -66,9 +40,7 @@ class Documents:
         self.parts.append(part)
         self.rows += part.rows
         if self._by_id is not None:
-            self._later.update(zip(part.ids_at(places), part.numbers[live].tolist(), strict=True))
-            if len(self._later) > _LATER + len(self) // 4:
-                self._by_id = None
+            self._by_id.extend(part.ids.some(part.live))
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -100,12 +72,12 @@ class Documents:
     def ids_of(self, slots: np.ndarray) -> list[str]:
         """The ids of the documents at some slots, in whatever order they are asked for."""
         if len(self.parts) == 1:
-            return self.parts[0].ids_at(slots)
+            return self.parts[0].ids.some(slots).to_list()
         which = np.searchsorted(self._firsts.values, slots, side="right") - 1
         found: list[str] = []
         order = np.argsort(which, kind="stable")
         for part, some in self._by_part(which[order], slots[order]):
-            found += part.ids_at(some)
+            found += part.ids.some(some).to_list()
         return [found[i] for i in np.argsort(order).tolist()]
 
     def places_of(self, positions: np.ndarray) -> list[tuple[Part, np.ndarray]]:
@@ -120,65 +92,13 @@ class Documents:
             number = int(which[first])
             yield self.parts[number], slots[first:last] - self._firsts.values[number]
 
-    def positions_of(self, ids: Sequence[str]) -> np.ndarray:
+    def positions_of(self, ids: Sequence[str] | Ids) -> np.ndarray:
         """Where the documents of some ids are; -1 for those that are not there. Shape: [N], int64."""
-        positions = self.find(ids)
-        there = np.flatnonzero(positions >= 0)
-        others = [i for i, id_ in zip(there.tolist(), self.ids_at(positions[there]), strict=True) if ids[i] != id_]
-        positions[others] = -1
-        return positions
-
-    def find(self, ids: Sequence[str]) -> np.ndarray:
-        """As `positions_of`, in a fifth of the time: an id that is not there is found in place of another, by 64 bits.
-
-        They are those of Python's hash, of a key of its own in every process.
-        """
         if self._by_id is None:
-            self._by_id, self._later = _ById(self.ids_at(np.arange(len(self))), self.numbers), {}
-        wanted = self._by_id.numbers_of(ids)
-        if self._later:
-            wanted = np.fromiter(map(self._later.get, ids, wanted.tolist()), np.int64, len(ids))
-        numbers = self.numbers
-        if not len(numbers):
-            return wanted
-        if numbers[-1] - numbers[0] == len(numbers) - 1:
-            return np.where(wanted >= numbers[0], wanted - numbers[0], -1)
-        places = np.searchsorted(numbers, wanted)
-        return np.where(np.take(numbers, places, mode="clip") == wanted, places, -1)
-
-
-class _ById:
-    """The numbers of documents by the hashes of their ids, of 64 bits: some 30 bytes for each, and no objects."""
-
-    def __init__(self, ids: list[str], numbers: np.ndarray) -> None:
-        hashes = _hashes(ids)
-        order = np.argsort(hashes)
-        self._hashes, self._numbers = hashes[order], numbers[order]
-        bits = len(ids).bit_length() + 1
-        self._shift = np.uint64(64 - bits)
-        # Where the hashes begin that begin with these bits.
-        heads = np.searchsorted(self._hashes >> self._shift, np.arange(1 << bits, dtype=np.uint64))
-        self._heads = heads.astype(np.int32)
-        # Of two ids with one hash, once in 10**5 indexes of 10**7 documents.
-        same = (self._hashes[1:] == self._hashes[:-1]).any()
-        self._exactly = dict(zip(ids, numbers.tolist(), strict=True)) if same else None
-
-    def numbers_of(self, ids: Sequence[str]) -> np.ndarray:
-        """The numbers of the documents of some ids, or -1. Shape: [N], int64."""
-        if self._exactly is not None or not len(self._numbers):
-            return np.fromiter(map((self._exactly or {}).get, ids, repeat(-1)), np.int64, len(ids))
-        wanted, last = _hashes(ids), len(self._numbers) - 1
-        places = np.minimum(self._heads[wanted >> self._shift], last)
-        further = np.flatnonzero(self._hashes[places] < wanted)
-        while len(further):
-            places[further] = np.minimum(places[further] + 1, last)
-            before = (self._hashes[places[further]] < wanted[further]) & (places[further] < last)
-            further = further[before]
-        return np.where(self._hashes[places] == wanted, self._numbers[places], -1)
-
-
-def _hashes(ids: Sequence[str]) -> np.ndarray:
-    return np.fromiter(map(hash, ids), np.int64, len(ids)).view(np.uint64)
+            self._by_id = IdTable()
+            for part in self.parts:
+                self._by_id.extend(part.ids.some(part.live))
+        return self._by_id.find(ids if isinstance(ids, Ids) else packed_ids([ids])[0])
 
 
 def cuts(bounds: np.ndarray, documents: int, rows: int | None = None) -> list[tuple[int, int]]:
