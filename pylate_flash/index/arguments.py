@@ -99,7 +99,7 @@ def subsets_of(subset: object, queries: int) -> tuple[list[str] | None, tuple[Id
     if len(subset) != queries:
         raise ValueError(f"subset must have one list of ids per query, got {len(subset)} for {queries} queries")
     try:
-        return None, packed_ids(subset)
+        return None, packed_ids(subset)  # type: ignore[arg-type]
     except TypeError:
         for i, ids in enumerate(subset):
             ids_of(f"subset[{i}]", ids)

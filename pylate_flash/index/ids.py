@@ -32,7 +32,8 @@ class Growing:
     """A one-dimensional array with room to grow, so that n appended values cost n on average."""
 
     def __init__(self, dtype: type = np.int64) -> None:
-        self._room, self._size = np.zeros(0, dtype=dtype), 0
+        self._room: np.ndarray = np.zeros(0, dtype=dtype)
+        self._size = 0
 
     @property
     def values(self) -> np.ndarray:
@@ -159,8 +160,8 @@ class IdTable:
     """A hash table (open addressing, linear probing) of distinct ids: some 30 bytes for each beside its own."""
 
     def __init__(self) -> None:
-        self._text, self._begins, self._ends = Growing(np.uint8), Growing(), Growing()  # type: ignore[arg-type]
-        self._keys = Growing(np.uint64)  # type: ignore[arg-type]
+        self._text, self._begins, self._ends = Growing(np.uint8), Growing(), Growing()
+        self._keys = Growing(np.uint64)
         self._resize(2)
 
     def extend(self, ids: Ids) -> None:
