@@ -9,15 +9,13 @@ scored, as well. Where the Dense layers are linear, they are one matrix and one 
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ..hosts import HOSTS
 from .texts import encoder_of
 
 # What `hidden_states` adds to the features that the model returns.
@@ -42,34 +40,28 @@ class _Host(NamedTuple):
 def _hosts() -> list[_Host]:
     """The hosts that are installed."""
     found = []
-    if importlib.util.find_spec("pylate") is not None:
-        import pylate.models
+    with suppress(ModuleNotFoundError):
+        import pylate.models as pylate
         from sentence_transformers.models import Dense, Transformer
 
-        found.append(
-            _Host(
-                "a ColBERT of PyLate",
-                pylate.models.ColBERT,
-                Transformer,
-                (pylate.models.Dense, Dense),
-            )
-        )
-    if HOSTS["sentence-transformers"].is_there():
-        from sentence_transformers.base import modules
+        found.append(_Host("a ColBERT of PyLate", pylate.ColBERT, Transformer, (pylate.Dense, Dense)))
+    # An older sentence-transformers, which PyLate needs, has no such models.
+    with suppress(ModuleNotFoundError):
+        from sentence_transformers.base import modules as st
         from sentence_transformers.multi_vector_encoder.model import MultiVectorEncoder
         from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
 
-        found.append(
-            _Host(
-                "a MultiVectorEncoder",
-                MultiVectorEncoder,
-                modules.Transformer,
-                (modules.Dense,),
-                (modules.Normalize,),
-                (MultiVectorMask,),
-            )
-        )
+        parts = st.Transformer, (st.Dense,), (st.Normalize,), (MultiVectorMask,)
+        found.append(_Host("a MultiVectorEncoder", MultiVectorEncoder, *parts))
     return found
+
+
+def masks_of(model: Any) -> list[nn.Module] | None:
+    """The modules of a model that mask tokens; None where one may make other tokens, as pooling does."""
+    modules = list(unwrapped(model).children())
+    masks = {kind for host in _hosts() for kind in host.masks}
+    known = {kind for host in _hosts() for kind in (host.encoder, *host.dense, *host.normalize)} | masks
+    return [one for one in modules if type(one) in masks] if {type(one) for one in modules} <= known else None
 
 
 def fold_dense(modules: Sequence[nn.Module]) -> tuple[Tensor, Tensor | None]:

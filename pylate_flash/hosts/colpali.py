@@ -51,24 +51,7 @@ def maxsim_inbatch(query: Tensor, doc: Tensor) -> Tensor:
 
 
 def maxsim_kd(query: Tensor, doc: Tensor) -> Tensor:
-    """Score every query against its own candidates.
-
-    Parameters
-    ----------
-    query
-        [Nq, Lq, d], padded with zeros.
-    doc
-        [Nq, K, Ld, d], padded with zeros.
-
-    Returns
-    -------
-    Tensor
-        [Nq, K], float32 or float64, differentiable.
-
-    Raises
-    ------
-    TypeError, ValueError
-        As in `pylate_flash.maxsim`.
+    """Score every query against its own candidates: as `maxsim_inbatch`, but of documents [Nq, K, Ld, d], [Nq, K].
 
     Examples
     --------

@@ -56,20 +56,9 @@ class Routes:
                 functions = {path: _function(path) for path in self.served}
                 for path, function in functions.items():
                     _check_routable(path, function)
-                routes = {
-                    path: _route(path, function, self.served[path], self.helpers.get(path))
-                    for path, function in functions.items()
-                }
+                routes = {path: self._route(path, function) for path, function in functions.items()}
                 for path, function in functions.items():
-                    twin = FunctionType(
-                        function.__code__,
-                        function.__globals__,
-                        function.__name__,
-                        function.__defaults__,
-                        function.__closure__,
-                    )
-                    twin.__kwdefaults__ = function.__kwdefaults__
-                    self.twins[path] = _twins[path] = twin
+                    self.twins[path] = _twins[path] = _with_code(function, function.__code__)
                     self.held[path] = function
                     function.__code__ = routes[path]
             self.holders += 1
@@ -88,14 +77,14 @@ class Routes:
     def routed(self, path: str) -> FunctionType:
         """A function that does what the host's function "module:name" does while it is routed, whether it is or not."""
         own = self.twins.get(path) or _function(path)
-        code = _route(path, own, self.served[path], self.helpers.get(path))
-        found = FunctionType(code, own.__globals__, own.__name__, own.__defaults__)
-        found.__kwdefaults__ = own.__kwdefaults__
-        return found
+        return _with_code(own, self._route(path, own))
 
     def original(self, path: str) -> Callable:
         """The host's own function "module:name", whether it is routed or not."""
         return self.twins.get(path) or _function(path)
+
+    def _route(self, path: str, function: FunctionType) -> CodeType:
+        return _route(path, function, self.served[path], self.helpers.get(path))
 
 
 def find(path: str) -> Any:
@@ -109,6 +98,13 @@ def _function(path: str) -> FunctionType:
         return find(path)
     except AttributeError as error:
         raise ImportError(f"{path.replace(':', '.')} is not in the installed version: {error}") from error
+
+
+def _with_code(function: FunctionType, code: CodeType) -> FunctionType:
+    """Another function, like a routable one, with this code."""
+    found = FunctionType(code, function.__globals__, function.__name__, function.__defaults__)
+    found.__kwdefaults__ = function.__kwdefaults__
+    return found
 
 
 def _check_routable(path: str, function: object) -> None:
@@ -135,21 +131,18 @@ def _route(path: str, function: FunctionType, ours: str, helper: str | None) -> 
     parameters = inspect.signature(function).parameters
     known = inspect.signature(find(ours)).parameters
     unknown = [name for name in parameters if name not in known]
-    if unknown:
-        raise ImportError(
-            f"{path.replace(':', '.')} has the parameter {unknown[0]!r} in the installed version, which this version "
-            "of pylate_flash does not know"
-        )
     needed = [
         name
         for name, parameter in known.items()
         if parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
     ]
     lacking = [name for name in needed if name not in parameters]
-    if lacking:
+    if unknown or lacking:
+        has, needs = (
+            (f"the parameter {unknown[0]!r}", "does not know") if unknown else (f"no parameter {lacking[0]!r}", "needs")
+        )
         raise ImportError(
-            f"{path.replace(':', '.')} has no parameter {lacking[0]!r} in the installed version, which this version of "
-            "pylate_flash needs"
+            f"{path.replace(':', '.')} has {has} in the installed version, which this version of pylate_flash {needs}"
         )
     positional = [name for name, parameter in parameters.items() if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
     keyword = [name for name, parameter in parameters.items() if parameter.kind is parameter.KEYWORD_ONLY]

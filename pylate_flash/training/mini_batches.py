@@ -18,6 +18,8 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import get_device_states, set_device_states
 
+from ..encoding.projection import masks_of
+
 # Texts are cut at a multiple of so many tokens, where they are padded at all: half products of other lengths are slow.
 _MULTIPLE = 8
 
@@ -163,6 +165,24 @@ def of_texts(features: dict[str, Any]) -> list[str]:
         for name, value in features.items()
         if isinstance(value, Tensor) and value.ndim > 0 and len(value) == size and name not in _OF_A_COLUMN
     ]
+
+
+def scored_tokens(model: Any, features: dict[str, Any]) -> Tensor | None:
+    """Which tokens of a column of padded texts are scored by a `MultiVectorEncoder`, [N, L].
+
+    None of other columns, as of images or flattened, and where only the model's forward can tell.
+    """
+    ids, masks = features.get("input_ids"), masks_of(model)
+    if masks is None or not isinstance(ids, Tensor) or ids.ndim != 2 or features.get("modality", "text") != "text":
+        return None
+    tensors = {name for name, value in features.items() if isinstance(value, Tensor) and name not in _OF_A_COLUMN}
+    if "attention_mask" not in tensors or "cu_seq_lens_q" in features or not tensors <= set(of_texts(features)):
+        return None
+    names = ("input_ids", "attention_mask", "query_expansion_positions")
+    known = {name: value for name, value in features.items() if name in names}
+    for mask in masks:
+        known = mask(known, task=features["task"])
+    return known["attention_mask"].bool()
 
 
 def mini_batches(

@@ -10,6 +10,7 @@ import torch
 
 from ..encoding.projection import unwrapped
 from ..encoding.texts import is_multi_vector_encoder, read_lengths
+from .mini_batches import scored_tokens
 
 __all__ = ["largest_token_budget"]
 
@@ -109,8 +110,6 @@ def _document_length(model: Any) -> int:
 def _check_sorted(model: Any) -> None:
     if not is_multi_vector_encoder(model):
         return
-    from ..hosts.sentence_transformers.loss_inputs import scored_tokens
-
     features = model.preprocess(["a"], task="document")
     if scored_tokens(model, {**features, "task": "document"}) is None:
         raise ValueError(

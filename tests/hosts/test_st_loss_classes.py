@@ -24,9 +24,10 @@ from torch import Tensor, nn
 
 from pylate_flash.hosts import sentence_transformers as ours
 from pylate_flash.hosts.sentence_transformers import losses, mean_colbert_scores
-from pylate_flash.hosts.sentence_transformers.loss_inputs import reduction_of, scored_tokens, size_of
+from pylate_flash.hosts.sentence_transformers.loss_inputs import reduction_of, size_of
 from pylate_flash.ops import cross_entropy_reference
 from pylate_flash.training import contrast
+from pylate_flash.training.mini_batches import scored_tokens
 from tests.hosts.test_st_losses import (
     CACHED,
     CASES,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from . import _needs  # noqa: F401
 
 # isort: split
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import sentence_transformers.multi_vector_encoder.losses as host
@@ -26,15 +26,12 @@ class MultiVectorDistillKLDivLoss(host.MultiVectorDistillKLDivLoss):
 
     Parameters
     ----------
-    model, mini_batch_size, fuse_projection
+    model, fuse_projection
         As in :class:`MultiVectorMultipleNegativesRankingLoss`.
-    similarity_fct
-        `colbert_kd_scores` (the default) or `mean_colbert_kd_scores`, the host's or ours. Another function is called by
-        the host's code, and nothing is fused.
-    temperature
-        Divides the scores of the teacher and the model's. The loss is multiplied by the square of the model's.
-    student_temperature, teacher_temperature
-        In place of `temperature` for the model's scores, or the teacher's. None: `temperature`.
+    **arguments
+        Those of the host's class, with its defaults. The ``similarity_fct`` is `colbert_kd_scores` (the default) or
+        `mean_colbert_kd_scores`, the host's or ours. Another function is called by the host's code, and nothing is
+        fused. The loss is multiplied by the square of the model's temperature.
 
     Raises
     ------
@@ -47,26 +44,9 @@ class MultiVectorDistillKLDivLoss(host.MultiVectorDistillKLDivLoss):
 
     _checked_teacher_scale: bool
 
-    def __init__(
-        self,
-        model: MultiVectorEncoder,
-        *,
-        similarity_fct: Callable | None = None,
-        temperature: float = 1.0,
-        student_temperature: float | None = None,
-        teacher_temperature: float | None = None,
-        mini_batch_size: int | None = None,
-        fuse_projection: bool = False,
-    ) -> None:
-        check_sizes(mini_batch_size=mini_batch_size)
-        super().__init__(
-            model,
-            similarity_fct=similarity_fct,
-            temperature=temperature,
-            student_temperature=student_temperature,
-            teacher_temperature=teacher_temperature,
-            mini_batch_size=mini_batch_size,
-        )
+    def __init__(self, model: MultiVectorEncoder, *, fuse_projection: bool = False, **arguments: Any) -> None:
+        check_sizes(mini_batch_size=arguments.get("mini_batch_size"))
+        super().__init__(model, **arguments)
         set_fusion(self, fuse_projection)
 
     def forward(self, sentence_features: Iterable[dict[str, Any]], labels: Tensor) -> Tensor:
@@ -97,11 +77,12 @@ class MultiVectorMarginMSELoss(host.MultiVectorMarginMSELoss):
 
     Parameters
     ----------
-    model, mini_batch_size, fuse_projection
+    model, fuse_projection
         As in :class:`MultiVectorMultipleNegativesRankingLoss`.
-    similarity_fct
-        `colbert_scores_pairwise` (the default) or `mean_colbert_scores_pairwise`, the host's or ours. Another function
-        is called by the host's code, and nothing is fused.
+    **arguments
+        Those of the host's class, with its defaults. The ``similarity_fct`` is `colbert_scores_pairwise` (the default)
+        or `mean_colbert_scores_pairwise`, the host's or ours. Another function is called by the host's code, and
+        nothing is fused.
 
     Raises
     ------
@@ -110,16 +91,9 @@ class MultiVectorMarginMSELoss(host.MultiVectorMarginMSELoss):
         columns.
     """
 
-    def __init__(
-        self,
-        model: MultiVectorEncoder,
-        *,
-        similarity_fct: Callable | None = None,
-        mini_batch_size: int | None = None,
-        fuse_projection: bool = False,
-    ) -> None:
-        check_sizes(mini_batch_size=mini_batch_size)
-        super().__init__(model, similarity_fct=similarity_fct, mini_batch_size=mini_batch_size)
+    def __init__(self, model: MultiVectorEncoder, *, fuse_projection: bool = False, **arguments: Any) -> None:
+        check_sizes(mini_batch_size=arguments.get("mini_batch_size"))
+        super().__init__(model, **arguments)
         set_fusion(self, fuse_projection)
 
     def forward(self, sentence_features: Iterable[dict[str, Any]], labels: Tensor) -> Tensor:

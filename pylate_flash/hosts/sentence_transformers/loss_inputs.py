@@ -13,15 +13,12 @@ import sentence_transformers.multi_vector_encoder.losses as host
 import torch
 import torch.nn.functional as F
 from sentence_transformers.base.losses.merged_forward import embed_columns_padded
-from sentence_transformers.base.modules import Dense, Normalize, Transformer
 from sentence_transformers.multi_vector_encoder import scoring as host_scoring
-from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
 from torch import Tensor
 
-from ...encoding.projection import BIAS, WEIGHT, dense_layers, hidden_states, normalizes, unwrapped
+from ...encoding.projection import BIAS, WEIGHT, dense_layers, hidden_states, normalizes
 from ...training.contrast import Batch, Padded
 from ...training.distributed import gathers
-from ...training.mini_batches import of_texts
 from ...training.options import LossOptions
 from . import mean_scoring, scoring
 
@@ -29,6 +26,11 @@ Columns = list[dict[str, Any]]
 
 # How an operation reduces the best similarities of a query's tokens, by what the names of its scores begin with.
 _REDUCTIONS = {"sum": "", "mean": "mean_"}
+# What the losses of distillation score by, where the others compare a batch.
+_OF_DISTILLATION = {
+    host.MultiVectorDistillKLDivLoss: "colbert_kd_scores",
+    host.MultiVectorMarginMSELoss: "colbert_scores_pairwise",
+}
 
 
 def reduction_of(loss: Any) -> str | None:
@@ -36,12 +38,7 @@ def reduction_of(loss: Any) -> str | None:
 
     Each loss has one of its own: the others give scores of other shapes, which the host's code then has to refuse.
     """
-    if isinstance(loss, host.MultiVectorDistillKLDivLoss):
-        scores = "colbert_kd_scores"
-    elif isinstance(loss, host.MultiVectorMarginMSELoss):
-        scores = "colbert_scores_pairwise"
-    else:
-        scores = "colbert_scores"
+    scores = next((name for kind, name in _OF_DISTILLATION.items() if isinstance(loss, kind)), "colbert_scores")
     for reduction, prefix in _REDUCTIONS.items():
         for module in (host_scoring, scoring, mean_scoring):
             if loss.similarity_fct is getattr(module, prefix + scores, None):
@@ -55,15 +52,7 @@ def asked_for(arguments: dict[str, Any]) -> list[str]:
 
 
 def check_asked(loss: Any, asked: dict[str, Any]) -> None:
-    """Raise ValueError where the scores are another function's, and more is asked of the loss than the host's has.
-
-    Parameters
-    ----------
-    loss
-        Has the `similarity_fct`.
-    asked
-        The arguments that the host's loss has not, of which those that ask for something are named.
-    """
+    """Raise ValueError where the scores are another function's, and more is asked of the loss than the host's has."""
     given = asked_for(asked)
     if given and reduction_of(loss) is None:
         raise ValueError(
@@ -140,32 +129,6 @@ def size_of(features: dict[str, Any]) -> int:
     # Pixels may be those of several images of a text.
     first = next((name for name in ("input_ids", "attention_mask") if name in tensors), next(iter(tensors)))
     return len(tensors[first])
-
-
-def padded_text(features: dict[str, Any]) -> bool:
-    """Whether a column is of texts, padded to one length, so that any of them can be encoded together."""
-    ids = features.get("input_ids")
-    if not isinstance(ids, Tensor) or ids.ndim != 2 or features.get("modality", "text") != "text":
-        return False
-    tensors = [name for name, value in features.items() if isinstance(value, Tensor) and name != "prompt_length"]
-    return "attention_mask" in features and "cu_seq_lens_q" not in features and set(tensors) <= set(of_texts(features))
-
-
-def scored_tokens(model: Any, features: dict[str, Any]) -> Tensor | None:
-    """Which tokens of a column of padded texts are scored, [N, L]; None where only the model's forward can tell."""
-    if not padded_text(features):
-        return None
-    known = {
-        name: value
-        for name, value in features.items()
-        if name in ("input_ids", "attention_mask", "query_expansion_positions")
-    }
-    for module in unwrapped(model).children():
-        if type(module) is MultiVectorMask:
-            known = module(known, task=features["task"])
-        elif type(module) not in (Transformer, Dense, Normalize):
-            return None
-    return known["attention_mask"].bool()
 
 
 def embed(loss: Any, columns: Columns, options: LossOptions) -> Batch:

@@ -28,7 +28,7 @@ from ...ops.checks import check_choice
 from ...training.contrast import Batch, Padded, cross_entropy, joined
 from ...training.distributed import GATHERINGS
 from ...training.grad_cache import autocast_in_force, cached_cross_entropy
-from ...training.mini_batches import Limits
+from ...training.mini_batches import Limits, scored_tokens
 from ...training.options import LossOptions, check_sizes, check_temperature
 from .. import SENTENCE_TRANSFORMERS
 from .distillation_losses import MultiVectorDistillKLDivLoss, MultiVectorMarginMSELoss
@@ -42,7 +42,6 @@ from .loss_inputs import (
     embed,
     options_of,
     reduction_of,
-    scored_tokens,
     set_fusion,
 )
 from .scoring import EMPTY_DOCUMENT_SCORE
@@ -56,29 +55,68 @@ __all__ = [
 ]
 
 _CACHED = "sentence_transformers.multi_vector_encoder.losses.cached_multiple_negatives_ranking"
+_SIZES = ("mini_batch_size", "mini_batch_num_tokens", "score_mini_batch_size")
 
 
-class MultiVectorMultipleNegativesRankingLoss(host.MultiVectorMultipleNegativesRankingLoss):
+class _Contrast:
+    """What both contrastive losses are asked for beyond the host's arguments, checked and stored."""
+
+    def __init__(
+        self,
+        model: MultiVectorEncoder,
+        *,
+        margin: float | None = None,
+        symmetric: bool = False,
+        exclude: Callable[[Columns], Tensor] | None = None,
+        gather: str = "all_gather",
+        fuse_projection: bool = False,
+        **arguments: Any,
+    ) -> None:
+        check_temperature(arguments.get("scale", 1.0), "scale")
+        check_sizes(**{name: size for name, size in arguments.items() if name in _SIZES})
+        super().__init__(model, **arguments)  # type: ignore[call-arg]
+        loss: Any = self
+        check_choice("gather", gather, GATHERINGS)
+        if not isinstance(symmetric, bool):
+            raise TypeError(f"symmetric: {symmetric!r}; expected True or False")
+        if exclude is not None and not callable(exclude):
+            raise TypeError(f"exclude: {type(exclude).__name__}; expected a function of the columns, or None")
+        asked = {"margin": margin, "symmetric": symmetric, "exclude": exclude}
+        check_asked(loss, {**asked, "gather": gather if gather != "all_gather" else None})
+        set_fusion(loss, fuse_projection)
+        beyond = asked_for(asked)
+        if loss.gather_across_devices and {"symmetric", "exclude"} & set(beyond):
+            raise ValueError(
+                f"gather_across_devices: given together with {', '.join(beyond)}; a rank knows no queries of the "
+                "others, and no texts"
+            )
+        if loss.gather_across_devices and gather == "ring" and margin is not None:
+            raise ValueError(
+                'margin: given together with gather="ring", which scores no documents twice; use "all_gather"'
+            )
+        loss.margin, loss.symmetric, loss.exclude, loss.gather = margin, symmetric, exclude, gather
+
+    def get_config_dict(self) -> dict[str, Any]:
+        """The arguments, for the model card: a scale that is learned as the number that it is."""
+        loss: Any = self
+        config = {"margin": loss.margin, "symmetric": loss.symmetric, "fuse_projection": loss.fuse_projection}
+        if loss.exclude is not None:
+            config["exclude"] = similarity_fct_name(loss.exclude)
+        if loss.gather != "all_gather":
+            config["gather"] = loss.gather
+        if isinstance(loss.scale, Tensor):
+            config["scale"] = loss.scale.item()
+        of_host: dict[str, Any] = super().get_config_dict()  # type: ignore[misc]
+        return of_host | {name: config[name] for name in asked_for(config)}
+
+
+class MultiVectorMultipleNegativesRankingLoss(_Contrast, host.MultiVectorMultipleNegativesRankingLoss):
     """The host's contrastive loss with in-batch negatives: cross entropy of each query's positive among all documents.
 
     Parameters
     ----------
     model
         `MultiVectorEncoder`, the host's or ours.
-    scale
-        Multiplies the scores: a number above 0, or a parameter of one element, which is then learned.
-    similarity_fct
-        `colbert_scores` (the default) or `mean_colbert_scores`, the host's or ours; a document without tokens scores
-        -1e9 under both. Another function is called by the host's code, which knows none of the further arguments.
-    mini_batch_size
-        Documents per forward pass of the model. None: all.
-    score_mini_batch_size
-        Queries that the host's code scores at a time. The operation bounds its memory itself, and takes no notice.
-    gather_across_devices
-        Take the documents of all ranks as negatives. Ranks may have different batch sizes, numbers of columns and
-        padded lengths. A rank's loss is the sum over its own queries over the mean number of queries of a rank. With as
-        many on each, that is the host's; and the mean over ranks that DistributedDataParallel takes of the gradients is
-        that of one process with the whole batch.
     margin
         Leave every document out of the denominator that scores above the right one's score less `margin`, as
         `maxsim_cross_entropy` does. None: none. Not with the ring.
@@ -95,6 +133,15 @@ class MultiVectorMultipleNegativesRankingLoss(host.MultiVectorMultipleNegativesR
         Score from the encoder's hidden states, and leave the model's Dense and Normalize modules to
         `maxsim_from_hidden`. Values and gradients are the same but for rounding. It is no help in training, where a
         step keeps the encoder's activations. Ranks that gather fuse nothing.
+    **arguments
+        Those of the host's class, with its defaults. A ``scale`` is a number above 0, or a parameter of one element,
+        which is then learned. The ``similarity_fct`` is `colbert_scores` (the default) or `mean_colbert_scores`, the
+        host's or ours; a document without tokens scores -1e9 under both. Another function is called by the host's code,
+        which knows none of the arguments above, and scores ``score_mini_batch_size`` queries at a time; the operation
+        bounds its memory itself, and takes no notice. Ranks that ``gather_across_devices`` may have different batch
+        sizes, numbers of columns and padded lengths. A rank's loss is the sum over its own queries over the mean number
+        of queries of a rank. With as many on each, that is the host's; and the mean over ranks that
+        DistributedDataParallel takes of the gradients is that of one process with the whole batch.
 
     Raises
     ------
@@ -111,37 +158,6 @@ class MultiVectorMultipleNegativesRankingLoss(host.MultiVectorMultipleNegativesR
     >>> model = MultiVectorEncoder("answerdotai/ModernBERT-base")  # doctest: +SKIP
     >>> loss = MultiVectorMultipleNegativesRankingLoss(model, exclude=duplicates)  # doctest: +SKIP
     """
-
-    def __init__(
-        self,
-        model: MultiVectorEncoder,
-        *,
-        scale: float = 1.0,
-        similarity_fct: Callable | None = None,
-        mini_batch_size: int | None = None,
-        score_mini_batch_size: int | None = None,
-        gather_across_devices: bool = False,
-        margin: float | None = None,
-        symmetric: bool = False,
-        exclude: Callable[[Columns], Tensor] | None = None,
-        gather: str = "all_gather",
-        fuse_projection: bool = False,
-    ) -> None:
-        check_temperature(scale, "scale")
-        check_sizes(mini_batch_size=mini_batch_size, score_mini_batch_size=score_mini_batch_size)
-        super().__init__(
-            model,
-            scale=scale,
-            similarity_fct=similarity_fct,
-            mini_batch_size=mini_batch_size,
-            score_mini_batch_size=score_mini_batch_size,
-            gather_across_devices=gather_across_devices,
-        )
-        _set_contrast(self, margin, symmetric, exclude, gather, fuse_projection)
-
-    def get_config_dict(self) -> dict[str, Any]:
-        """The arguments, for the model card."""
-        return super().get_config_dict() | _contrast_config(self)
 
     def forward(self, sentence_features: Iterable[dict[str, Any]], labels: Tensor | None = None) -> Tensor:
         """Return the loss, a float32 scalar.
@@ -162,7 +178,7 @@ class MultiVectorMultipleNegativesRankingLoss(host.MultiVectorMultipleNegativesR
         return cross_entropy(options, embed(self, columns, options), exclude=out)
 
 
-class CachedMultiVectorMultipleNegativesRankingLoss(host.CachedMultiVectorMultipleNegativesRankingLoss):
+class CachedMultiVectorMultipleNegativesRankingLoss(_Contrast, host.CachedMultiVectorMultipleNegativesRankingLoss):
     """The host's contrastive loss with cached gradients (GradCache): large batches in the memory of small ones.
 
     Texts of about one length are encoded together, padded to the longest of them, and only tokens that are scored are
@@ -175,20 +191,16 @@ class CachedMultiVectorMultipleNegativesRankingLoss(host.CachedMultiVectorMultip
 
     Parameters
     ----------
-    model, scale, similarity_fct, gather_across_devices, margin, symmetric, exclude, gather
+    model, margin, symmetric, exclude, gather
         As in :class:`MultiVectorMultipleNegativesRankingLoss`.
-    mini_batch_size
-        Texts per forward pass of the model.
-    mini_batch_num_tokens
-        Tokens per forward pass, at most, padding included, in place of `mini_batch_size`: short texts go together in
-        greater numbers than long ones. A text that has more goes alone. None: no limit.
-    score_mini_batch_size
-        As in :class:`MultiVectorMultipleNegativesRankingLoss`. None: `mini_batch_size`.
-    show_progress_bar
-        Show a bar over the mini-batches.
     fuse_projection
-        As in :class:`MultiVectorMultipleNegativesRankingLoss`. It costs memory here: what is kept between the two
-        passes are hidden states and their gradients, each d_model wide where embeddings are d wide.
+        Likewise. It costs memory here: what is kept between the two passes are hidden states and their gradients, each
+        d_model wide where embeddings are d wide.
+    **arguments
+        Those of the host's class, with its defaults, as in :class:`MultiVectorMultipleNegativesRankingLoss`. With
+        ``mini_batch_num_tokens``, a forward pass of the model takes so many tokens at most, padding included, in place
+        of ``mini_batch_size`` texts: short texts go together in greater numbers than long ones. A text that has more
+        goes alone.
 
     Raises
     ------
@@ -197,45 +209,12 @@ class CachedMultiVectorMultipleNegativesRankingLoss(host.CachedMultiVectorMultip
         be fused of texts that cannot be sorted.
     """
 
-    def __init__(
-        self,
-        model: MultiVectorEncoder,
-        *,
-        scale: float = 1.0,
-        similarity_fct: Callable | None = None,
-        mini_batch_size: int = 32,
-        mini_batch_num_tokens: int | None = None,
-        score_mini_batch_size: int | None = None,
-        gather_across_devices: bool = False,
-        show_progress_bar: bool = False,
-        margin: float | None = None,
-        symmetric: bool = False,
-        exclude: Callable[[Columns], Tensor] | None = None,
-        gather: str = "all_gather",
-        fuse_projection: bool = False,
-    ) -> None:
-        check_temperature(scale, "scale")
-        if mini_batch_size is None:
+    def __init__(self, model: MultiVectorEncoder, **arguments: Any) -> None:
+        if arguments.get("mini_batch_size", 32) is None:
             raise TypeError("mini_batch_size: NoneType; expected an integer")
-        sizes = {"mini_batch_num_tokens": mini_batch_num_tokens, "score_mini_batch_size": score_mini_batch_size}
-        check_sizes(mini_batch_size=mini_batch_size, **sizes)
-        super().__init__(
-            model,
-            scale=scale,
-            similarity_fct=similarity_fct,
-            mini_batch_size=mini_batch_size,
-            mini_batch_num_tokens=mini_batch_num_tokens,
-            score_mini_batch_size=score_mini_batch_size,
-            gather_across_devices=gather_across_devices,
-            show_progress_bar=show_progress_bar,
-        )
-        _set_contrast(self, margin, symmetric, exclude, gather, fuse_projection)
+        super().__init__(model, **arguments)
         # What the host's code is to leave out: it asks for the loss of embeddings only.
         self._out: Tensor | None = None
-
-    def get_config_dict(self) -> dict[str, Any]:
-        """The arguments, for the model card."""
-        return super().get_config_dict() | _contrast_config(self)
 
     def forward(self, sentence_features: Iterable[dict[str, Any]], labels: Tensor | None = None) -> Tensor:
         """Return the loss, a float32 scalar; columns as in :meth:`MultiVectorMultipleNegativesRankingLoss.forward`."""
@@ -329,43 +308,3 @@ def _loss_of_columns(
         loss.backward()
         loss = loss.detach()
     return loss
-
-
-def _set_contrast(
-    loss: Any,
-    margin: float | None,
-    symmetric: bool,
-    exclude: Callable[[Columns], Tensor] | None,
-    gather: str,
-    fuse_projection: bool,
-) -> None:
-    """Check and store what a contrastive loss is asked for beyond the host's."""
-    check_choice("gather", gather, GATHERINGS)
-    if not isinstance(symmetric, bool):
-        raise TypeError(f"symmetric: {symmetric!r}; expected True or False")
-    if exclude is not None and not callable(exclude):
-        raise TypeError(f"exclude: {type(exclude).__name__}; expected a function of the columns, or None")
-    asked = {"margin": margin, "symmetric": symmetric, "exclude": exclude}
-    check_asked(loss, {**asked, "gather": gather if gather != "all_gather" else None})
-    set_fusion(loss, fuse_projection)
-    beyond = asked_for(asked)
-    if loss.gather_across_devices and {"symmetric", "exclude"} & set(beyond):
-        raise ValueError(
-            f"gather_across_devices: given together with {', '.join(beyond)}; a rank knows no queries of the others, "
-            "and no texts"
-        )
-    if loss.gather_across_devices and gather == "ring" and margin is not None:
-        raise ValueError('margin: given together with gather="ring", which scores no documents twice; use "all_gather"')
-    loss.margin, loss.symmetric, loss.exclude, loss.gather = margin, symmetric, exclude, gather
-
-
-def _contrast_config(loss: Any) -> dict[str, Any]:
-    """What differs from the host's defaults; a scale that is learned as the number that it is."""
-    config = {"margin": loss.margin, "symmetric": loss.symmetric, "fuse_projection": loss.fuse_projection}
-    if loss.exclude is not None:
-        config["exclude"] = similarity_fct_name(loss.exclude)
-    if loss.gather != "all_gather":
-        config["gather"] = loss.gather
-    if isinstance(loss.scale, Tensor):
-        config["scale"] = loss.scale.item()
-    return {name: config[name] for name in asked_for(config)}

@@ -102,22 +102,9 @@ def maxsim_pairwise(
     length_normalize: bool = False,
     device: str | torch.device | None = None,
 ) -> Tensor:
-    """Score every query of `a` against the document of the same index in `b`.
+    """Score every query of `a` against the document of the same index in `b`: scores [N].
 
-    Parameters
-    ----------
-    a, b, a_mask, b_mask, chunk_elements, length_normalize, device
-        As in `maxsim`, with as many documents as queries.
-
-    Returns
-    -------
-    Tensor
-        [N], float32 or float64, differentiable, where `b` lies, or `a` if `b` is of arrays.
-
-    Raises
-    ------
-    TypeError, ValueError
-        As in `maxsim`; ValueError also if there are not as many documents as queries.
+    Arguments, result and errors are those of `maxsim`; there have to be as many documents as queries.
 
     Examples
     --------
@@ -206,26 +193,8 @@ def colbert_kd_scores(
 ) -> Tensor:
     """Score every query against its own candidates, in one call: the `similarity_fct` of distillation.
 
-    Parameters
-    ----------
-    queries_embeddings
-        [Nq, Lq, d], a tensor, an array, or a list of equally long ones.
-    documents_embeddings
-        [Nq, K, Ld, d], likewise: K candidates of each query.
-    queries_mask, chunk_elements, length_normalize
-        As in `colbert_scores`.
-    documents_mask
-        [Nq, K, Ld], or [1, K, Ld] for every query: 0 takes a token out. None: tokens of zeros are padding.
-
-    Returns
-    -------
-    Tensor
-        [Nq, K], float32 or float64, differentiable.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If shapes or types do not fit.
+    As `colbert_scores`, but for documents [Nq, K, Ld, d], K candidates of each query, with a mask [Nq, K, Ld] or
+    [1, K, Ld]; the scores are [Nq, K].
 
     Examples
     --------

@@ -39,14 +39,9 @@ def xtr_scores(
 
     Parameters
     ----------
-    queries_embeddings
-        [Nq, Lq, d], a tensor, an array, or a list of equally long ones.
-    documents_embeddings
-        [G, N, Ld, d], likewise: G groups of N documents.
-    queries_mask
-        [Nq, Lq]: 0 takes a token out, and other values weigh it. None: tokens of zeros are padding.
-    documents_mask
-        [G, N, Ld]: 0 takes a token out. None: tokens of zeros are padding.
+    queries_embeddings, documents_embeddings, queries_mask, documents_mask
+        As in `scoring.colbert_scores`: [Nq, Lq, d], [G, N, Ld, d], [Nq, Lq] and [G, N, Ld]. The mask of one group does
+        not serve the others here.
     top_k
         How many document tokens each query token retrieves, at least 1; all, where there are not as many.
     chunk_elements
@@ -110,22 +105,8 @@ def xtr_kd_scores(
 ) -> torch.Tensor:
     """Score every query against its own candidates, by the tokens that it retrieves of those of all queries.
 
-    Parameters
-    ----------
-    queries_embeddings, queries_mask, top_k, chunk_elements
-        As in `xtr_scores`.
-    documents_embeddings, documents_mask
-        [Nq, N, Ld, d] and [Nq, N, Ld], as in `xtr_scores`: N candidates of each query.
-
-    Returns
-    -------
-    torch.Tensor
-        [Nq, N], float32, differentiable.
-
-    Raises
-    ------
-    TypeError, ValueError
-        As in `xtr_scores`.
+    As `xtr_scores`, but for documents [Nq, N, Ld, d] and their mask [Nq, N, Ld], N candidates of each query; the scores
+    are [Nq, N].
 
     Examples
     --------
