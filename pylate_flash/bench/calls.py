@@ -412,10 +412,10 @@ class InTurn(Call):
         turns = [(ways[0].label, Turn([way.call for way in ways], self.n_read)) for ways in zip(*offered, strict=True)]
         return [Candidate(label, turn, turn.read) for label, turn in turns]
 
-    ours = partialmethod(candidates, "ours")  # type: ignore[assignment]
-    lik = partialmethod(candidates, "lik")  # type: ignore[assignment]
-    flash_maxsim = partialmethod(candidates, "flash_maxsim")  # type: ignore[assignment]
-    torch = partialmethod(candidates, "torch")  # type: ignore[assignment]
+    ours = partialmethod(candidates, "ours")
+    lik = partialmethod(candidates, "lik")
+    flash_maxsim = partialmethod(candidates, "flash_maxsim")
+    torch = partialmethod(candidates, "torch")
 
 
 @dataclass(frozen=True)

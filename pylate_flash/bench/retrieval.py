@@ -162,8 +162,8 @@ class Inputs(Call):
         """The operation and `topk` alone, with everything on the device, where equal scores come in any order."""
         if self.row.kind:
             raise Unavailable("all documents only")
-        tokens, lengths = self.queries.flatten(0, 1), {"max_query_length": self.row.Lq}
-        lengths["max_document_length"] = int(self.lengths.max())
+        tokens = self.queries.flatten(0, 1)
+        lengths: dict[str, Any] = {"max_query_length": self.row.Lq, "max_document_length": int(self.lengths.max())}
         of_queries = torch.arange(0, len(tokens) + 1, self.row.Lq, dtype=torch.int32)
         score = partial(pylate_flash.maxsim_varlen, tokens, self.documents, of_queries, self.bounds, **lengths)
         call = lambda: score().topk(min(K, len(self.lengths))).values  # noqa: E731

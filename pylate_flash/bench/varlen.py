@@ -52,7 +52,8 @@ class Packed(Varlen):
     def ours(self) -> list[Candidate]:
         """`maxsim_varlen`, which waits for the device unless told the longest lengths."""
         (packed,) = super().ours()
-        told = partial(packed.call, max_query_length=self.queries.shape[1], max_document_length=self.longest)
+        lengths = {"max_query_length": self.queries.shape[1], "max_document_length": self.longest}
+        told = partial(packed.call, **lengths)
         return [Candidate(f"{packed.label}, longest lengths given", told), packed]
 
     def ours_padded(self) -> list[Candidate]:
