@@ -28,11 +28,9 @@ it is not finite).
 from __future__ import annotations
 
 import json
-import os
 import platform
 import re
 import subprocess
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
@@ -41,19 +39,19 @@ from typing import Any
 
 import torch
 
-from pylate_flash.bench.peers import PEERS
+import pylate_flash
+from pylate_flash.bench.peers import PEERS, Peer
 from pylate_flash.bench.protocol import Ceilings, CpuStopwatch, Rounds
+from pylate_flash.data.files import replace_file
 
 SCHEMA = 1
 
 _KEYS = ("suite", "date", "complete", "quick", "machine", "versions", "protocol", "ceilings", "rows")
 _ROW_KEYS = ("name", "shape", "floor_ms", "bound", "systems", "best_peer", "best_peer_over_ours")
+_TIMED = ("variant", "error", "median_ms", "iqr_ms", "host_ms", "over_floor")
 _STATUS_KEYS = {
-    "ok": ("variant", "error", "median_ms", "iqr_ms", "host_ms", "over_floor"),
-    "inaccurate": ("variant", "error", "median_ms", "iqr_ms", "host_ms", "over_floor"),
-    "wrong": ("reason", "error"),
-    "failed": ("reason",),
-    "absent": ("reason",),
+    **{"ok": _TIMED, "inaccurate": _TIMED},
+    **{"wrong": ("reason", "error"), "failed": ("reason",), "absent": ("reason",)},
 }
 
 
@@ -87,18 +85,10 @@ def _driver() -> str | None:
 
 def describe_versions() -> dict[str, str | None]:
     """Return the versions of everything that a time may depend on."""
-    import pylate_flash
-
-    try:
-        import triton
-
-        triton_version = str(triton.__version__)
-    except ImportError:
-        triton_version = None
     return {
         "python": platform.python_version(),
         "torch": str(torch.__version__),
-        "triton": triton_version,
+        "triton": Peer("triton", "triton").version(),
         "pylate_flash": pylate_flash.__version__,
         **{peer.distribution: peer.version() for peer in PEERS},
     }
@@ -140,36 +130,15 @@ def make(
 
 
 def save(result: dict[str, Any], path: Path) -> None:
-    """Write a result; an interrupted write leaves what was there before.
-
-    Raises
-    ------
-    ValueError
-        If the result is not one (see `validate`).
-    """
+    """Write a result, which `validate` takes; an interrupted write leaves what was there before."""
     validate(result, str(path))
     text = json.dumps(result, indent=1, allow_nan=False) + "\n"
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        # mkstemp makes a file that only its owner may read.
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    replace_file(path, text)
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Read a result.
-
-    Raises
-    ------
-    ValueError
-        If the file is not JSON, or not a result of this version.
-    """
+    """Read a result; a ValueError says where the file is not JSON, or not a result of this version."""
     try:
         result = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -182,13 +151,8 @@ def joined(earlier: dict[str, Any], later: dict[str, Any], rows: Sequence[str]) 
     """Return the later result with the rows of an earlier one that it does not have, in the order of ``rows``.
 
     Those are the names of all rows of the suite; others are left out. Ceilings and date are the later one's; a row
-    keeps the floor of its own run.
-
-    Raises
-    ------
-    ValueError
-        If the two were not measured alike: of another suite, or on another machine, with other versions or in another
-        way.
+    keeps the floor of its own run. Two that were not measured alike are a ValueError: of another suite, or on another
+    machine, with other versions or in another way.
     """
     for key in ("suite", "machine", "versions", "protocol"):
         if earlier[key] != later[key]:

@@ -58,9 +58,7 @@ def doctor(
     console.print(table)
     if len(devices) > 1:
         console.print(_kernels_of_calls(devices[1]))
-        say(_about_triton(devices[1]))
-    if len(devices) == 1:
-        say("No CUDA device was found: everything runs on the CPU.")
+    say(_about_triton(devices[1]) if len(devices) > 1 else "No CUDA device was found: everything runs on the CPU.")
     say(_about_threads(torch.get_num_threads(), _free_cores()))
     say(f"Models: {_who_loads_models()}")
     works, text = _try_register() if check else _look_at_hosts()
@@ -80,11 +78,12 @@ def _kernels_of_calls(device: Any) -> Table:
         return torch.empty(1, dtype=torch.bfloat16, device=device).expand(*shape, 128)
 
     table = Table("call, bfloat16", "kernel", "tile", "why", title="Kernels", title_justify="left", title_style="bold")
-    for name, queries, documents in (
+    calls: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...] = (
         ("search: 1 query, 10000 documents", (1, 32), (10000, 180)),
         ("reranking: 10 queries, 100 documents each", (10, 32), (10, 100, 180)),
         ("training: 64 queries, 64 documents", (64, 32), (64, 180)),
-    ):
+    )
+    for name, queries, documents in calls:
         plan = explain(embeddings(*queries), embeddings(*documents)).forward
         if plan is not None:
             table.add_row(name, plan.kernel, " x ".join(map(str, plan.tile[:2])), plan.reason)
@@ -120,12 +119,8 @@ def _about_threads(threads: int, cores: int) -> str:
 def _free_cores(groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int:
     """The cores that this process may use: by its affinity, and by the quotas of its control groups, as of a container.
 
-    Parameters
-    ----------
-    groups
-        Lines of hierarchy, controllers and group, as of cgroups 1 and 2.
-    root
-        Where the hierarchies are mounted.
+    `groups` has lines of hierarchy, controllers and group, as of cgroups 1 and 2, whose hierarchies are mounted at
+    `root`.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quotas = [float(cores)]
@@ -153,10 +148,10 @@ def _describe_host(module: str, host: Host) -> str:
 def _look_at_hosts() -> tuple[bool, str]:
     """Whether `register()` should work, from what is installed: importing the hosts would take many seconds."""
     found = [(host, _version_of(module, host)) for module, host in HOSTS.items() if not host.by_name]
-    supported = [f"{host.title} {version}" for host, version in found if version and _is_supported(host, version)]
+    supported = [f"{host.title} {version}" for host, version in found if _is_supported(host, version)]
     if supported:
         return True, f"{' and '.join(supported)} is supported; doctor --check tries it."
-    host, version = next(((host, version) for host, version in found if version), found[0])
+    host, version = next((pair for pair in found if pair[1]), found[0])
     if version is None:
         return False, f'no host is installed; for {host.title}: pip install "pylate-flash[{host.extra}]"'
     return False, f'{host.title} {version} is not supported: pip install "{host.distribution}{host.supported}"'
@@ -164,29 +159,26 @@ def _look_at_hosts() -> tuple[bool, str]:
 
 def _who_loads_models() -> str:
     """Which library the commands load models by, see `cli.models.host_of`."""
-    versions = {module: _version_of(module, HOSTS[module]) for module in ("pylate", "sentence_transformers")}
-    found = [module for module, version in versions.items() if version and _is_supported(HOSTS[module], version)]
-    if not found:
+    by_pylate, by_st = (
+        _is_supported(HOSTS[module], _version_of(module, HOSTS[module]))
+        for module in ("pylate", "sentence_transformers")
+    )
+    if by_pylate and by_st:
+        return "PyLate's and encoders by PyLate, MultiVectorEncoder by sentence-transformers."
+    if by_st:
+        return "MultiVectorEncoder, PyLate's and encoders by sentence-transformers."
+    if not by_pylate:
         return "none can be loaded, as no library is installed that does."
-    loads = {
-        "pylate": "PyLate's and encoders by PyLate",
-        "sentence_transformers": "MultiVectorEncoder by sentence-transformers"
-        if "pylate" in found
-        else "MultiVectorEncoder, PyLate's and encoders by sentence-transformers",
-    }
-    text = ", ".join(loads[module] for module in found)
-    if "sentence_transformers" not in found:
-        extra = HOSTS["sentence_transformers"].extra
-        text += f"; a MultiVectorEncoder needs pip install 'pylate-flash[{extra}]', in an environment of its own"
-    return f"{text}."
+    needs = f"pip install 'pylate-flash[{HOSTS['sentence_transformers'].extra}]', in an environment of its own"
+    return f"PyLate's and encoders by PyLate; a MultiVectorEncoder needs {needs}."
 
 
 def _version_of(module: str, host: Host) -> str | None:
     return None if importlib.util.find_spec(module) is None else _version(host.distribution)
 
 
-def _is_supported(host: Host, version: str) -> bool:
-    return SpecifierSet(host.supported).contains(version, prereleases=True)
+def _is_supported(host: Host, version: str | None) -> bool:
+    return version is not None and SpecifierSet(host.supported).contains(version, prereleases=True)
 
 
 def _try_register() -> tuple[bool, str]:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from ..data.files import replace_file
 from .common import UserError, explained
 
 # What a folder may hold and still count as empty: the marks of a file system, of git and of other programs.
@@ -29,14 +30,8 @@ def check_file(path: Path) -> None:
 def check_new_file(path: Path, option: str, overwrite: bool = True, **read: Path | None) -> None:
     """A file must be writable there, or in the place of what is there; nothing is left of the trial.
 
-    Parameters
-    ----------
-    path, option
-        The file, and the option that names it.
-    overwrite
-        Whether one may be replaced.
-    **read
-        What is read, by the names of its options: it is not replaced, as what is left out of it would be lost.
+    `option` names it. What is `read`, by the names of its options, is not replaced, as what is left out of it would be
+    lost; anything else is if `overwrite` says so.
     """
     if os.path.isdir(path):
         raise UserError(f"{option}: {path} is a folder; name a file")
@@ -106,18 +101,7 @@ def write_file(path: Path, text: str, option: str) -> None:
         if os.path.exists(path) and not os.path.isfile(path):  # a pipe
             path.write_text(text, encoding="utf-8")
             return
-        place = path.resolve()
-        descriptor, part = tempfile.mkstemp(dir=place.parent, prefix=f".{place.name[:32]}-")
-        try:
-            with open(descriptor, "w", encoding="utf-8") as file:
-                file.write(text)
-            mask = os.umask(0)
-            os.umask(mask)
-            os.chmod(part, place.stat().st_mode & 0o777 if place.exists() else 0o666 & ~mask)
-            os.replace(part, place)
-        except BaseException:
-            os.unlink(part)
-            raise
+        replace_file(path, text)
 
 
 def _is_standard_output(path: Path) -> bool:

@@ -31,13 +31,6 @@ def check_model_folder(folder: Path, trust_remote_code: bool) -> None:
     another repository of the hub, and does not ask `trust_remote_code` where the model is a folder; what the
     configurations of its modules name is imported too, and called.
 
-    Parameters
-    ----------
-    folder
-        The folder.
-    trust_remote_code
-        Whether other code may run.
-
     Raises
     ------
     ValueError

@@ -306,11 +306,10 @@ def _tokens(mini_batch_tokens: str | None) -> int | str | None:
 
 def _check_tokens(tokens: int | str | None, host: str, scorer: Scorer) -> None:
     """What `--mini-batch-tokens` may be depends on the library that has the loss, and on the scorer."""
-    if scorer in (Scorer.pylate_flash, Scorer.auto):
-        return
     # sentence-transformers' own loss takes a number, but counts no padding, so that this does not limit the memory.
-    name = "--mini-batch-tokens auto" if host == SENTENCE_TRANSFORMERS else "--mini-batch-tokens"
-    if tokens == "auto" or (tokens is not None and host != SENTENCE_TRANSFORMERS):
+    of_st = host == SENTENCE_TRANSFORMERS
+    if scorer not in (Scorer.pylate_flash, Scorer.auto) and (tokens == "auto" or (tokens is not None and not of_st)):
+        name = "--mini-batch-tokens auto" if of_st else "--mini-batch-tokens"
         raise UserError(f"{name} needs --scorer pylate_flash or auto, got {scorer.value}")
 
 

@@ -23,7 +23,7 @@ from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-__all__ = ["Corpus", "Text", "json_object", "read_lines", "read_queries", "read_records"]
+__all__ = ["Corpus", "Text", "json_object", "read_lines", "read_queries", "read_records", "replace_file"]
 
 _SUFFIXES = (".txt", ".md")
 # JSON may spell half of a pair, which no file and no tokenizer takes; Python puts one for a byte of a file's name that
@@ -292,3 +292,20 @@ def _text_files(folder: Path) -> list[Path]:
 
 def _raise(error: OSError) -> None:
     raise error
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write a file that holds, at every moment, what it held before or all of the text; it keeps who may read it."""
+    place = path.resolve()
+    descriptor, part = tempfile.mkstemp(dir=place.parent, prefix=f".{place.name[:32]}-")
+    try:
+        with open(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+        # That of a new one is for its owner alone.
+        mask = os.umask(0)
+        os.umask(mask)
+        os.chmod(part, place.stat().st_mode & 0o777 if place.exists() else 0o666 & ~mask)
+        os.replace(part, place)
+    except BaseException:
+        os.unlink(part)
+        raise

@@ -28,18 +28,8 @@ TEST_PACKAGES = (STANDARD_LIBRARY, "scipy", "networkx", "PIL", "huggingface_hub"
 
 #: Packages whose pairs train the model.
 TRAIN_PACKAGES = (
-    "numpy",
-    "torch",
-    "sklearn",
-    "transformers",
-    "pandas",
-    "sympy",
-    "matplotlib",
-    "numba",
-    "datasets",
-    "accelerate",
-    "seaborn",
-    "fsspec",
+    *("numpy", "torch", "sklearn", "transformers", "pandas", "sympy"),
+    *("matplotlib", "numba", "datasets", "accelerate", "seaborn", "fsspec"),
 )
 
 # Bundled copies of other packages would put one text on both sides of the split, and nobody reads the docs of tests.
@@ -66,33 +56,24 @@ _SENTENCE_END = re.compile(r"(?<![ (]e\.g)(?<![ (]i\.e)(?<!etc)(?<!\bvs)(?<!\bcf
 class Entry:
     """One documented module, class or function."""
 
-    name: str
-    """Its public dotted name, such as `scipy.linalg.solve`."""
+    name: str  # public and dotted, such as `scipy.linalg.solve`
     package: str
-    query: str
-    """The first sentence of the docstring."""
-    text: str
-    """The rest of the docstring, without doctests and markup."""
+    query: str  # the first sentence of the docstring
+    text: str  # the rest of it, without doctests and markup
 
 
 @dataclass(frozen=True)
 class Corpus:
     """A test collection and training pairs from other packages."""
 
-    documents: list[Entry]
-    """What is searched."""
-    queries: list[Entry]
-    """The documents whose first sentences are asked."""
-    train: list[Entry]
-    """Pairs (query, text) of the training packages."""
+    documents: list[Entry]  # what is searched
+    queries: list[Entry]  # the documents whose first sentences are asked
+    train: list[Entry]  # pairs (query, text) of the training packages
 
     def write(self, folder: Path) -> None:
         """Write a BEIR folder (`corpus.jsonl`, `queries.jsonl`, `qrels/test.tsv`) and `train.jsonl` (query, positive).
 
-        Parameters
-        ----------
-        folder
-            Where to write; it is created, and files of these names are replaced.
+        It is created, and files of these names are replaced.
         """
         (folder / "qrels").mkdir(parents=True, exist_ok=True)
         _write_lines(folder / "corpus.jsonl", ({"_id": e.name, "title": "", "text": e.text} for e in self.documents))
@@ -180,15 +161,7 @@ def read_package(package: str, enough: int | None = None) -> list[Entry]:
 def split_docstring(docstring: str) -> tuple[str, str]:
     """Return the first sentence of a docstring and the rest of it, both without doctests and markup.
 
-    Parameters
-    ----------
-    docstring
-        As it stands in the source.
-
-    Returns
-    -------
-    tuple of str
-        The sentence, on one line, and the remaining paragraphs, separated by blank lines; either may be empty.
+    The sentence is on one line; blank lines separate the remaining paragraphs. Either may be empty.
     """
     docstring = _DIRECTIVE.sub("", inspect.cleandoc(docstring))
     docstring = _LITERAL.sub(r"\1", _ROLE.sub(r"\1", _UNDERLINE.sub("", docstring)))

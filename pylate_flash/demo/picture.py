@@ -6,49 +6,40 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+METRICS = {"ndcg@10": "nDCG@10", "map": "MAP", "recall@100": "recall@100", "mrr@10": "MRR@10"}
 _BEFORE, _AFTER, _INK, _GRID = "#b8c0cc", "#2563eb", "#1f2937", "#e5e7eb"
-_LABELS = {"ndcg@10": "nDCG@10", "map": "MAP", "recall@100": "recall@100", "mrr@10": "MRR@10"}
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
-    """Draw the metrics before and after training beside the loss curve.
+    """Draw the metrics before and after training beside the loss curve, out of the content of `results.json`.
 
-    Parameters
-    ----------
-    results
-        The content of `results.json`.
-    path
-        Where to write the picture; the suffix says its format.
+    The suffix of the path says the picture's format.
     """
     # The object interface needs no display and leaves the caller's matplotlib settings alone.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.4), layout="constrained", facecolor="white")
     bars, curve = figure.subplots(1, 2, width_ratios=(1.25, 1))
-    before, after = (results[moment]["pylate_flash"] for moment in ("before", "after"))
-    names = list(_LABELS)
-    for offset, metrics, colour, label in ((-0.2, before, _BEFORE, "before"), (0.2, after, _AFTER, "after training")):
-        drawn = bars.bar([i + offset for i in range(len(names))], [metrics[n] for n in names], 0.38, color=colour)
-        drawn.set_label(label)
+    for offset, moment, colour, label in (
+        (-0.2, "before", _BEFORE, "before"),
+        (0.2, "after", _AFTER, "after training"),
+    ):
+        heights = [results[moment]["pylate_flash"][name] for name in METRICS]
+        drawn = bars.bar([i + offset for i in range(len(METRICS))], heights, 0.38, color=colour, label=label)
         bars.bar_label(drawn, fmt="%.3f", padding=3, fontsize=9, color=_INK)
-    bars.set_xticks(range(len(names)), [_LABELS[name] for name in names])
-    bars.set_ylim(0, 1.2)
-    bars.set_yticks([0, 0.25, 0.5, 0.75, 1])
+    bars.set_xticks(range(len(METRICS)), METRICS.values())
+    bars.set(ylim=(0, 1.2), yticks=[0, 0.25, 0.5, 0.75, 1])
     bars.legend(loc="upper left", frameon=False, ncols=2)
-    corpus = results["corpus"]
+    corpus, training = results["corpus"], results["training"]
     bars.set_title(f"Retrieval: {corpus['queries']} queries, {corpus['documents']} documents", loc="left", color=_INK)
 
-    steps, losses = zip(*results["training"]["loss"], strict=True)
+    steps, losses = zip(*training["loss"], strict=True)
     curve.plot(steps, losses, color=_BEFORE, linewidth=1, marker="o", markersize=3, label="logged")
     curve.plot(steps, _running_mean(losses), color=_AFTER, linewidth=2.5, label="running mean")
     curve.legend(loc="upper right", frameon=False)
-    curve.set_xlabel("training step")
-    curve.set_ylim(0, max(losses) * 1.15)
-    curve.set_xlim(0, max(steps) * 1.02)
-    training = results["training"]
-    curve.set_title(
-        f"Contrastive loss: {training['pairs']} pairs, batches of {training['batch_size']}", loc="left", color=_INK
-    )
+    curve.set(xlabel="training step", xlim=(0, max(steps) * 1.02), ylim=(0, max(losses) * 1.15))
+    of_pairs = f"{training['pairs']} pairs, batches of {training['batch_size']}"
+    curve.set_title(f"Contrastive loss: {of_pairs}", loc="left", color=_INK)
 
     for axes in (bars, curve):
         axes.spines[["top", "right"]].set_visible(False)

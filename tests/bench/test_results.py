@@ -79,7 +79,7 @@ def test_a_write_that_fails_leaves_the_previous_file(result, tmp_path, spoil):
 def test_a_write_that_is_interrupted_leaves_the_previous_file(result, tmp_path, monkeypatch):
     path = tmp_path / "forward-card.json"
     results.save(result, path)
-    monkeypatch.setattr(results.os, "replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr("os.replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         results.save({**result, "date": "2027-01-01T00:00:00+00:00"}, path)
     assert results.load(path) == result

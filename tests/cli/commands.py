@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
 from pylate_flash.cli import app
 
 
-def invoke(*arguments: object, input: str | bytes | None = None) -> Result:
+def invoke(*arguments, input=None):
     return CliRunner().invoke(app, [str(argument) for argument in arguments], input=input, prog_name="pylate-flash")
 
 
-def succeed(*arguments: object) -> str:
+def succeed(*arguments):
     result = invoke(*arguments)
     assert result.exit_code == 0, result.output + repr(result.exception)
     return result.stdout
 
 
-def assert_one_clear_sentence(result: Result, *parts: object) -> None:
+def assert_one_clear_sentence(result, *parts):
     """Exit code 2, and on stderr one line that holds every part, after notes of what was loaded."""
     assert result.exit_code == 2, result.output + repr(result.exception)
     assert isinstance(result.exception, SystemExit)

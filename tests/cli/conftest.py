@@ -2,20 +2,19 @@ from __future__ import annotations
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
 
 
 @pytest.fixture
-def output(tiny_demo: tuple[Path, dict, str]) -> Path:
+def output(tiny_demo):
     """What a tiny demo left."""
     return tiny_demo[0]
 
 
 @pytest.fixture(scope="session")
-def other_colbert_path(tiny_colbert_path: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+def other_colbert_path(tiny_colbert_path, tmp_path_factory):
     """A model of the same shape with other weights."""
     from safetensors.torch import load_file, save_file
 
@@ -27,7 +26,7 @@ def other_colbert_path(tiny_colbert_path: str, tmp_path_factory: pytest.TempPath
 
 
 @pytest.fixture(scope="session")
-def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def small_model(tmp_path_factory):
     """A ColBERT of one layer that knows few words, loaded in a moment; its encoder, without projection, lies beside it.
 
     The encoder has positions for 16 tokens.
@@ -61,7 +60,7 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def beir(tmp_path: Path) -> Path:
+def beir(tmp_path):
     """A small BEIR folder that a test may spoil."""
     folder = tmp_path / "beir"
     (folder / "qrels").mkdir(parents=True)
@@ -75,7 +74,7 @@ def beir(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def pairs(tmp_path: Path) -> Path:
+def pairs(tmp_path):
     path = tmp_path / "train.jsonl"
     rows = [{"query": f"question {i}", "positive": f"answer number {i}"} for i in range(8)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))

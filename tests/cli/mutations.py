@@ -6,7 +6,6 @@ import copy
 import json
 import random
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 # What JSON may hold in the place of what was expected. Beside each kind of value, those at the edges: half a surrogate
@@ -29,7 +28,7 @@ _BYTES = (
 )
 
 
-def mutate(rng: random.Random, file: Path) -> str:
+def mutate(rng, file):
     """Damage a file in place; returns what was done, for the message of a test that fails."""
     if rng.random() < 0.04:
         file.unlink()
@@ -48,12 +47,12 @@ def mutate(rng: random.Random, file: Path) -> str:
     return f"{how.__name__.strip('_')} -> {content[:120]!r}"
 
 
-def snapshot(folder: Path) -> dict[str, bytes | None]:
+def snapshot(folder):
     """Content of every file below a folder, and None for every folder."""
     return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
 
 
-def _raw(rng: random.Random, content: bytes) -> bytes:
+def _raw(rng, content):
     """Cut, overwrite, insert, repeat or flip bytes somewhere."""
     start, stop = sorted(rng.randrange(len(content) + 1) for _ in range(2))
     stop = min(stop, start + rng.choice((1, 8, 100, 10**9)))
@@ -74,7 +73,7 @@ def _raw(rng: random.Random, content: bytes) -> bytes:
     return bytes(flipped)
 
 
-def _json(rng: random.Random, content: bytes) -> bytes:
+def _json(rng, content):
     try:
         value = json.loads(content)
     except (ValueError, RecursionError):
@@ -82,7 +81,7 @@ def _json(rng: random.Random, content: bytes) -> bytes:
     return json.dumps(_strange_somewhere(rng, value)).encode()
 
 
-def _strange_somewhere(rng: random.Random, value: Any) -> Any:
+def _strange_somewhere(rng, value):
     """The value with one of its parts replaced, renamed, removed or repeated."""
     root = [copy.deepcopy(value)]
     places: list[tuple[Any, Any]] = []
@@ -110,7 +109,7 @@ def _strange_somewhere(rng: random.Random, value: Any) -> Any:
     return root[0]
 
 
-def _json_lines(rng: random.Random, content: bytes) -> bytes:
+def _json_lines(rng, content):
     lines = content.rstrip(b"\n").split(b"\n")
     at = rng.randrange(len(lines))
     match rng.randrange(6):
@@ -125,7 +124,7 @@ def _json_lines(rng: random.Random, content: bytes) -> bytes:
     return b"\n".join(lines)
 
 
-def _table(rng: random.Random, content: bytes) -> bytes:
+def _table(rng, content):
     lines = content.rstrip(b"\n").split(b"\n")
     at = rng.randrange(len(lines))
     fields = lines[at].split(b"\t")
@@ -145,7 +144,7 @@ def _table(rng: random.Random, content: bytes) -> bytes:
     return b"\n".join(lines)
 
 
-def _safetensors(rng: random.Random, content: bytes) -> bytes:
+def _safetensors(rng, content):
     """Damage the header, with its length put right, or the values; or the file as bytes, if it is none any more."""
     length = int.from_bytes(content[:8], "little")
     if not 0 < length <= len(content) - 8:

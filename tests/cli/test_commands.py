@@ -6,9 +6,7 @@ import re
 import struct
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -22,14 +20,14 @@ from tests.cli.commands import assert_one_clear_sentence, invoke, succeed
 COMMANDS = ("demo", "train", "mine", "evaluate", "index", "search", "bench", "doctor")
 
 
-def test_help_names_every_command_and_every_command_explains_itself() -> None:
+def test_help_names_every_command_and_every_command_explains_itself():
     overview = succeed("--help")
     for command in COMMANDS:
         assert command in overview
         assert "--help" in succeed(command, "--help") or command == "doctor"
 
 
-def imported(*arguments: str) -> list[str]:
+def imported(*arguments):
     """Which heavy libraries a command imports, in a fresh process; the command has to end with 0."""
     code = (
         "import sys; from typer.testing import CliRunner; from pylate_flash.cli import app; "
@@ -41,11 +39,11 @@ def imported(*arguments: str) -> list[str]:
 
 
 @pytest.mark.parametrize("arguments", [("--help",), ("--version",), ("train", "-h")])
-def test_help_and_version_import_nothing_heavy(arguments: tuple[str, ...]) -> None:
+def test_help_and_version_import_nothing_heavy(arguments):
     assert imported(*arguments) == []
 
 
-def test_a_command_ends_without_collecting_garbage() -> None:
+def test_a_command_ends_without_collecting_garbage():
     code = (
         "import atexit, gc; atexit.register(lambda: print(gc.get_freeze_count() > 0)); "
         "from pylate_flash.cli import main; main()"
@@ -54,11 +52,11 @@ def test_a_command_ends_without_collecting_garbage() -> None:
     assert done.stdout.splitlines() == [f"pylate-flash {__version__}", "True"]
 
 
-def test_doctor_imports_torch_alone() -> None:
+def test_doctor_imports_torch_alone():
     assert imported("doctor") == ["torch"]
 
 
-def test_loading_a_model_imports_little_more_than_pylate_does(pylate: ModuleType) -> None:
+def test_loading_a_model_imports_little_more_than_pylate_does(pylate):
     """What is slow to import and needed by one command alone, such as ranx or matplotlib, waits for that command."""
     code = (
         "import sys; import pylate.models; before = set(sys.modules); "
@@ -69,11 +67,11 @@ def test_loading_a_model_imports_little_more_than_pylate_does(pylate: ModuleType
     assert set(done.stdout.split()) <= {"pylate", "pylate_flash", "packaging", "filelock", "safetensors"}
 
 
-def test_version() -> None:
+def test_version():
     assert succeed("--version") == f"pylate-flash {__version__}\n"
 
 
-def test_train_evaluate_search(output: Path, tiny_colbert_path: str, tmp_path: Path) -> None:
+def test_train_evaluate_search(output, tiny_colbert_path, tmp_path):
     trained, index, record = tmp_path / "trained", tmp_path / "index", tmp_path / "metrics.json"
     printed = succeed(
         *("train", "--data", output / "data" / "train.jsonl", "--model", tiny_colbert_path, "--output", trained),
@@ -107,15 +105,13 @@ def test_train_evaluate_search(output: Path, tiny_colbert_path: str, tmp_path: P
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it computes on a GPU")
 @pytest.mark.parametrize("command", ["train", "evaluate"])
-def test_a_scorer_that_cannot_compute_here_is_one_sentence(
-    command: str, beir: Path, pairs: Path, tiny_colbert_path: str, tmp_path: Path
-) -> None:
+def test_a_scorer_that_cannot_compute_here_is_one_sentence(command, beir, pairs, tiny_colbert_path, tmp_path):
     arguments = ("--data", pairs, "--output", tmp_path / "out") if command == "train" else ("--data", beir)
     result = invoke(command, *arguments, "--model", tiny_colbert_path, "--scorer", "flash")
     assert_one_clear_sentence(result, "--scorer flash cannot compute on cpu")
 
 
-def test_doctor_says_what_is_here_and_what_serves_what(pylate: ModuleType) -> None:
+def test_doctor_says_what_is_here_and_what_serves_what(pylate):
     printed = succeed("doctor")
     for part in (__version__, "pylate", "1.6", "float32", "bfloat16", "blocked", "maxsim_varlen"):
         assert part in printed
@@ -135,9 +131,7 @@ def test_doctor_says_what_is_here_and_what_serves_what(pylate: ModuleType) -> No
         ({}, "none can be loaded"),
     ],
 )
-def test_doctor_says_which_library_loads_models(
-    versions: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_doctor_says_which_library_loads_models(versions, expected, monkeypatch):
     monkeypatch.setattr("pylate_flash.cli.doctor._version_of", lambda module, host: versions.get(module))
     assert f"Models: {expected}" in " ".join(invoke("doctor").stdout.split())
 
@@ -154,9 +148,7 @@ def test_doctor_says_which_library_loads_models(
         ("", {}, 4),
     ],
 )
-def test_doctor_counts_the_cores_that_may_be_used(
-    groups: str, files: dict[str, str], cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_doctor_counts_the_cores_that_may_be_used(groups, files, cores, tmp_path, monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda process: {0, 2, 5, 7}, raising=False)
     (tmp_path / "groups").write_text(groups)
     for name, text in files.items():
@@ -165,7 +157,7 @@ def test_doctor_counts_the_cores_that_may_be_used(
     assert doctor._free_cores(tmp_path / "groups", tmp_path) == cores
 
 
-def test_doctor_says_when_there_are_more_threads_than_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_says_when_there_are_more_threads_than_cores(monkeypatch):
     monkeypatch.setattr(doctor, "_free_cores", lambda: 2)
     for threads, given, expected in (
         (2, "2", "Threads: torch computes with 2, and 2 of the processor's cores may be used.\n"),
@@ -178,7 +170,7 @@ def test_doctor_says_when_there_are_more_threads_than_cores(monkeypatch: pytest.
 
 
 @pytest.mark.skipif(not hasattr(os, "openpty"), reason="there are no terminals of this kind")
-def test_no_word_is_broken_on_a_terminal(tmp_path: Path) -> None:
+def test_no_word_is_broken_on_a_terminal(tmp_path):
     """Of 60 columns; a path stays whole on a line of its own, and what is no terminal gets one line."""
     import fcntl
     import termios
@@ -201,14 +193,14 @@ def test_no_word_is_broken_on_a_terminal(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", [*COMMANDS, "index build", "index add", "index remove"])
-def test_help_breaks_no_value_of_an_option(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_help_breaks_no_value_of_an_option(command, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     lines = succeed(*command.split(), "--help").splitlines()
     lines = [re.sub("[<>]=", "", line) for line in lines]
     assert [line for line in lines if line.startswith("│") and line.count("<") != line.count(">")] == []
 
 
-def test_doctor_tries_register_if_asked(pylate: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_tries_register_if_asked(pylate, monkeypatch):
     assert "register(): works with what is installed." in succeed("doctor", "--check")
     monkeypatch.setattr(pylate, "__version__", "2.0")
     result = invoke("doctor", "--check")
@@ -217,9 +209,7 @@ def test_doctor_tries_register_if_asked(pylate: ModuleType, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(("version", "part"), [("2.0", "PyLate 2.0 is not supported"), (None, "no host is installed")])
-def test_doctor_names_a_pylate_that_is_not_supported(
-    pylate: ModuleType, monkeypatch: pytest.MonkeyPatch, version: str | None, part: str
-) -> None:
+def test_doctor_names_a_pylate_that_is_not_supported(pylate, monkeypatch, version, part):
     monkeypatch.setattr("pylate_flash.cli.doctor._version", lambda name: version)
     result = invoke("doctor")
     assert result.exit_code == 1
@@ -227,25 +217,25 @@ def test_doctor_names_a_pylate_that_is_not_supported(
 
 
 @pytest.mark.parametrize("option", ["--help", "-h"])
-def test_bench_takes_the_options_of_the_suite(option: str) -> None:
+def test_bench_takes_the_options_of_the_suite(option):
     assert "--quick" in succeed("bench", option)
 
 
-def test_demo_leaves_other_folders_alone(pylate: ModuleType, tmp_path: Path) -> None:
+def test_demo_leaves_other_folders_alone(pylate, tmp_path):
     (tmp_path / "thesis.txt").write_text("mine")
     assert_one_clear_sentence(invoke("demo", "--output", tmp_path), tmp_path, "not the output of an earlier demo")
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
 
 
-def test_interruption_is_tidy(pylate: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_interruption_is_tidy(pylate, monkeypatch, tmp_path):
     monkeypatch.setattr("pylate_flash.demo.job.run", fail(KeyboardInterrupt()))
     result = invoke("demo", "--output", tmp_path / "out")
     assert result.exit_code == 130
     assert result.stderr == "pylate-flash: interrupted\n"
 
 
-def fail(error: BaseException) -> Callable[..., None]:
-    def raise_(*arguments: object, **options: object) -> None:
+def fail(error):
+    def raise_(*arguments, **options):
         raise error
 
     return raise_
@@ -256,9 +246,7 @@ class PanicException(BaseException):
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, PanicException])
-def test_an_error_that_nobody_foresaw_is_one_sentence_with_a_code_of_its_own(
-    pylate: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: type[BaseException]
-) -> None:
+def test_an_error_that_nobody_foresaw_is_one_sentence_with_a_code_of_its_own(pylate, monkeypatch, tmp_path, kind):
     monkeypatch.setattr("pylate_flash.demo.job.run", fail(kind("a\nb" + " word" * 500)))
     result = invoke("demo", "--output", tmp_path / "out")
     assert result.exit_code == 70
@@ -268,9 +256,7 @@ def test_an_error_that_nobody_foresaw_is_one_sentence_with_a_code_of_its_own(
     assert len(line) < 500
 
 
-def test_the_traceback_of_an_error_comes_if_asked_for(
-    pylate: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_traceback_of_an_error_comes_if_asked_for(pylate, monkeypatch, tmp_path):
     monkeypatch.setenv("PYLATE_FLASH_TRACEBACK", "1")
     monkeypatch.setattr("pylate_flash.demo.job.run", fail(KeyError("a")))
     result = invoke("demo", "--output", tmp_path / "out")
@@ -281,7 +267,7 @@ def test_the_traceback_of_an_error_comes_if_asked_for(
     assert "Traceback (most recent call last)" in result.stderr
 
 
-def test_the_installed_program_has_no_traceback_either(pylate: ModuleType, tmp_path: Path) -> None:
+def test_the_installed_program_has_no_traceback_either(pylate, tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "pylate_flash", "train", "--data", "no.jsonl", "--model", "m", "--output", "o"],
         capture_output=True,
@@ -293,7 +279,7 @@ def test_the_installed_program_has_no_traceback_either(pylate: ModuleType, tmp_p
     assert done.stderr == "pylate-flash: there is no file no.jsonl\n"
 
 
-def test_what_is_written_to_standard_output_stands_between_what_is_printed(tmp_path: Path) -> None:
+def test_what_is_written_to_standard_output_stands_between_what_is_printed(tmp_path):
     code = (
         "from pathlib import Path; from pylate_flash.cli.files import check_new_file, write_file; "
         "print('before'); path = Path('/dev/stdout'); check_new_file(path, '--json'); "
@@ -306,7 +292,7 @@ def test_what_is_written_to_standard_output_stands_between_what_is_printed(tmp_p
     assert piped.stdout == "before\nwritten\nafter\n"
 
 
-def test_a_pipe_is_a_file_to_read(tmp_path: Path) -> None:
+def test_a_pipe_is_a_file_to_read(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     check_file(tmp_path / "pipe")
     with pytest.raises(UserError, match="is a folder; name a file"):

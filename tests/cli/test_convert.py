@@ -29,17 +29,17 @@ EXPECTED = {
 }
 
 
-def files_of(path: Path) -> dict[str, bytes]:
+def files_of(path):
     return {file.name: file.read_bytes() for file in path.iterdir()}
 
 
 @pytest.fixture
-def old(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+def old(tmp_path, request):
     return Path(shutil.copytree(OLD / f"version{request.param}", tmp_path / "old"))
 
 
 @pytest.mark.parametrize(("old", "version"), [(version, version) for version in EXPECTED], indirect=["old"])
-def test_an_old_index_is_converted_row_by_row(old: Path, version: int, tmp_path: Path) -> None:
+def test_an_old_index_is_converted_row_by_row(old, version, tmp_path):
     before, new = files_of(old), tmp_path / "new"
     said = succeed("index", "convert", "--index", old, "--to", new)
     dtype, ids, documents = EXPECTED[version]
@@ -59,7 +59,7 @@ def test_an_old_index_is_converted_row_by_row(old: Path, version: int, tmp_path:
 
 
 @pytest.mark.parametrize("old", [2], indirect=True)
-def test_model_and_corpora_are_remembered(old: Path, tmp_path: Path) -> None:
+def test_model_and_corpora_are_remembered(old, tmp_path):
     (tmp_path / "corpus.jsonl").write_text("{}")
     store = old_index.convert(old, tmp_path / "further" / "new")
     assert store.state.model is not None
@@ -68,7 +68,7 @@ def test_model_and_corpora_are_remembered(old: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("old", [2], indirect=True)
-def test_every_command_names_the_one_that_converts(old: Path) -> None:
+def test_every_command_names_the_one_that_converts(old):
     sentence = f"the index in {old} has the format before this one: `pylate-flash index convert --index {old} --to NEW`"
     with pytest.raises(ValueError, match="has the format before this one"):
         Flat(old.parent, old.name, device="cpu")
@@ -81,7 +81,7 @@ def test_every_command_names_the_one_that_converts(old: Path) -> None:
 
 
 @pytest.mark.parametrize("old", [4], indirect=True)
-def test_a_flipped_bit_is_one_error_and_makes_no_index(old: Path, tmp_path: Path) -> None:
+def test_a_flipped_bit_is_one_error_and_makes_no_index(old, tmp_path):
     new = tmp_path / "new"
     for name, whole in files_of(old).items():
         for place in range(0, len(whole), 7):
@@ -101,8 +101,8 @@ def test_a_flipped_bit_is_one_error_and_makes_no_index(old: Path, tmp_path: Path
         (old / name).write_bytes(whole)
 
 
-def test_what_cannot_be_converted(tmp_path: Path) -> None:
-    def refused(index: str, to: str, said: str) -> None:
+def test_what_cannot_be_converted(tmp_path):
+    def refused(index, to, said):
         result = invoke("index", "convert", "--index", tmp_path / index, "--to", tmp_path / to)
         assert_one_clear_sentence(result, said)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,7 +23,7 @@ TEXTS = {"d1": "cats and dogs", "d2": "planes and old trains", "d3": "bread and 
 
 
 @pytest.fixture
-def corpus(tmp_path: Path) -> Path:
+def corpus(tmp_path):
     path = tmp_path / "beir" / "corpus.jsonl"
     path.parent.mkdir()
     path.write_text("".join(json.dumps({"_id": id_, "text": text}) + "\n" for id_, text in TEXTS.items()))
@@ -32,16 +31,16 @@ def corpus(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def checkpoint(pylate_checkpoint: Path, tmp_path: Path) -> Path:
+def checkpoint(pylate_checkpoint, tmp_path):
     """One that a test may spoil."""
     return shutil.copytree(pylate_checkpoint, tmp_path / "model")
 
 
-def change(file: Path, **values: object) -> None:
+def change(file, **values):
     file.write_text(json.dumps(json.loads(file.read_text()) | values))
 
 
-def scores_by_hand(model: Path, query: str, **lengths: int) -> list[tuple[str, float]]:
+def scores_by_hand(model, query, **lengths):
     loaded = load_model(str(model), device="cpu", **lengths)
     (tokens,) = encode(loaded, [query], is_query=True)
     documents = encode(loaded, list(TEXTS.values()), is_query=False)
@@ -50,9 +49,7 @@ def scores_by_hand(model: Path, query: str, **lengths: int) -> list[tuple[str, f
     return sorted(zip(TEXTS, scores, strict=True), key=lambda pair: -pair[1])
 
 
-def test_index_and_search_with_the_lengths_that_were_asked_for(
-    corpus: Path, pylate_checkpoint: Path, tmp_path: Path
-) -> None:
+def test_index_and_search_with_the_lengths_that_were_asked_for(corpus, pylate_checkpoint, tmp_path):
     lengths = {"query_length": 6, "document_length": 5}
     options = [str(part) for name, value in lengths.items() for part in (f"--{name.replace('_', '-')}", value)]
     here = ("--index", tmp_path / "index")
@@ -68,7 +65,7 @@ def test_index_and_search_with_the_lengths_that_were_asked_for(
     assert "holds 5" in succeed("index", "add", "--data", tmp_path / "more.jsonl", *here, *CPU)
 
 
-def test_evaluate_agrees_with_the_librarys_own_scorer(corpus: Path, pylate_checkpoint: Path, tmp_path: Path) -> None:
+def test_evaluate_agrees_with_the_librarys_own_scorer(corpus, pylate_checkpoint, tmp_path):
     pytest.importorskip("ranx")
     folder = corpus.parent
     (folder / "queries.jsonl").write_text('{"_id": "q1", "text": "old trains"}\n{"_id": "q2", "text": "butter"}\n')
@@ -89,7 +86,7 @@ def test_evaluate_agrees_with_the_librarys_own_scorer(corpus: Path, pylate_check
     assert succeed("search", "old trains", "--index", tmp_path / "index", "-k", 1).startswith("1\t")
 
 
-def test_train_mine_and_train_again(pylate_checkpoint: Path, tmp_path: Path) -> None:
+def test_train_mine_and_train_again(pylate_checkpoint, tmp_path):
     pairs = tmp_path / "pairs.jsonl"
     rows = [{"query": f"{text} new", "positive": text, "url": "x"} for text in TEXTS.values()]
     pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -114,7 +111,7 @@ def test_train_mine_and_train_again(pylate_checkpoint: Path, tmp_path: Path) -> 
     assert "\n2 steps of 1 lines on average, 0.5 epochs\n" in printed
 
 
-def test_mine_knows_a_positive_by_its_text_alone(pylate_checkpoint: Path, tmp_path: Path) -> None:
+def test_mine_knows_a_positive_by_its_text_alone(pylate_checkpoint, tmp_path):
     """With other whitespace around it, and with a title in the corpus."""
     pairs, documents, out = tmp_path / "pairs.jsonl", tmp_path / "corpus.jsonl", tmp_path / "out.jsonl"
     pairs.write_text('{"query": "cats", "positive": " red cats "}\n{"query": "dogs", "positive": "blue dogs\\n"}\n')
@@ -135,7 +132,7 @@ def test_mine_knows_a_positive_by_its_text_alone(pylate_checkpoint: Path, tmp_pa
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="it is a disk that is full")
-def test_mine_says_that_the_disk_is_full(pylate_checkpoint: Path, corpus: Path, tmp_path: Path) -> None:
+def test_mine_says_that_the_disk_is_full(pylate_checkpoint, corpus, tmp_path):
     (tmp_path / "pairs.jsonl").write_text('{"query": "cats", "positive": "dogs"}\n')
     mine = ("mine", "--data", tmp_path / "pairs.jsonl", "--corpus", corpus, "--model", pylate_checkpoint, *CPU)
     result = invoke(*mine, "--output", "/dev/full")
@@ -144,9 +141,7 @@ def test_mine_says_that_the_disk_is_full(pylate_checkpoint: Path, corpus: Path, 
 
 
 @pytest.mark.parametrize("loss", ["contrastive", "cached"])
-def test_train_sees_all_lines_where_positives_repeat(
-    loss: str, pylate_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_train_sees_all_lines_where_positives_repeat(loss, pylate_checkpoint, tmp_path, monkeypatch):
     """As often as it says, in batches of the size that it says."""
     data = tmp_path / "pairs.jsonl"
     rows = [{"query": f"cats {i}", "positive": f"dogs {i % 2}"} for i in range(12)]
@@ -154,7 +149,7 @@ def test_train_sees_all_lines_where_positives_repeat(
     batches: list[list[int]] = []
     once = DistinctTexts.__iter__
 
-    def seen(self: DistinctTexts) -> Iterator[list[int]]:
+    def seen(self):
         for batch in once(self):
             batches.append(batch)
             yield batch
@@ -175,7 +170,7 @@ def test_train_sees_all_lines_where_positives_repeat(
     assert batches[:6] != batches[6:]
 
 
-def test_train_refuses_lines_that_all_share_a_text(pylate_checkpoint: Path, tmp_path: Path) -> None:
+def test_train_refuses_lines_that_all_share_a_text(pylate_checkpoint, tmp_path):
     data = tmp_path / "pairs.jsonl"
     data.write_text("".join(json.dumps({"query": f"cats {i}", "positive": "dogs"}) + "\n" for i in range(4)))
     result = invoke("train", "--data", data, "--output", tmp_path / "out", "--model", pylate_checkpoint, *CPU)
@@ -188,7 +183,7 @@ def test_train_refuses_lines_that_all_share_a_text(pylate_checkpoint: Path, tmp_
 
 
 @pytest.mark.parametrize("answers", [200, 30, 1])
-def test_batches_are_those_of_the_host(answers: int) -> None:
+def test_batches_are_those_of_the_host(answers):
     """As many as in the first epoch: without the last ones where there are more, and from the first on where fewer."""
     try:
         from sentence_transformers.base.sampler import NoDuplicatesBatchSampler
@@ -214,7 +209,7 @@ def test_batches_are_those_of_the_host(answers: int) -> None:
 
 
 @pytest.mark.parametrize("answers", [1, 3])
-def test_batches_of_many_lines_that_share_a_few_texts(answers: int) -> None:
+def test_batches_of_many_lines_that_share_a_few_texts(answers):
     """As many as the lines of the commonest text, which no pass over all lines for each of them would ever find."""
     lines = Dataset.from_dict(
         {"query": [f"q{i}" for i in range(60_000)], "positive": [f"p{i % answers}" for i in range(60_000)]}
@@ -225,9 +220,7 @@ def test_batches_of_many_lines_that_share_a_few_texts(answers: int) -> None:
     assert all(len({line % answers for line in batch}) == len(batch) == answers for batch in batches)
 
 
-def test_mine_keeps_its_hands_off_other_files(
-    corpus: Path, pylate_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mine_keeps_its_hands_off_other_files(corpus, pylate_checkpoint, tmp_path, monkeypatch):
     pairs, out = tmp_path / "pairs.jsonl", tmp_path / "out.jsonl"
     pairs.write_text('{"query": "cats", "positive": "dogs"}\n')
     out.write_text("mine")
@@ -241,7 +234,7 @@ def test_mine_keeps_its_hands_off_other_files(
     assert_one_clear_sentence(invoke(*mine, tmp_path / "new", "--max-score", "nan"), "--max-score must be a finite")
     assert_one_clear_sentence(invoke(*mine, out, "--overwrite"), "no pair has 3 negatives", "nothing was written")
 
-    def interrupted(*arguments: object, **options: object) -> None:
+    def interrupted(*arguments, **options):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
@@ -259,14 +252,12 @@ def test_mine_keeps_its_hands_off_other_files(
 
 
 @pytest.mark.parametrize("config", [{"model_type": "ColBERT"}, {"model_type": "SentenceTransformer"}, {}])
-def test_what_both_load_goes_to_the_one_that_is_there(config: dict, checkpoint: Path) -> None:
+def test_what_both_load_goes_to_the_one_that_is_there(config, checkpoint):
     (checkpoint / "config_sentence_transformers.json").write_text(json.dumps(config))
     assert host_of(str(checkpoint)) == HERE
 
 
-def test_a_multi_vector_encoder_goes_to_sentence_transformers(
-    checkpoint: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_multi_vector_encoder_goes_to_sentence_transformers(checkpoint, corpus, tmp_path, monkeypatch):
     change(checkpoint / "config_sentence_transformers.json", model_type="MultiVectorEncoder")
     if HERE == SENTENCE_TRANSFORMERS:
         assert host_of(str(checkpoint)) == HERE
@@ -288,12 +279,12 @@ def test_a_multi_vector_encoder_goes_to_sentence_transformers(
     assert not (tmp_path / "out").exists()
 
 
-def test_where_both_are_there_the_checkpoint_decides(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_both_are_there_the_checkpoint_decides(checkpoint, monkeypatch):
     class There:
-        def is_there(self) -> bool:
+        def is_there(self):
             return True
 
-        def check(self, needed_by: str) -> None:
+        def check(self, needed_by):
             pass
 
     for name in (PYLATE, SENTENCE_TRANSFORMERS):
@@ -303,7 +294,7 @@ def test_where_both_are_there_the_checkpoint_decides(checkpoint: Path, monkeypat
     assert host_of(str(checkpoint)) == SENTENCE_TRANSFORMERS
 
 
-def test_a_module_that_only_pylate_has_names_its_extra(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_that_only_pylate_has_names_its_extra(checkpoint, monkeypatch):
     modules = json.loads((checkpoint / "modules.json").read_text())
     modules[1]["type"] = "pylate.models.Other"
     (checkpoint / "modules.json").write_text(json.dumps(modules))
@@ -314,7 +305,7 @@ def test_a_module_that_only_pylate_has_names_its_extra(checkpoint: Path, monkeyp
         host_of(str(checkpoint))
 
 
-def test_some_library_is_here() -> None:
+def test_some_library_is_here():
     check_encoding_host("this test")
 
 
@@ -327,13 +318,13 @@ def test_some_library_is_here() -> None:
         (lambda folder: change(folder / "config.json", hidden_size=18), "cannot be loaded"),
     ],
 )
-def test_a_damaged_checkpoint_is_one_sentence(damage, part: str, checkpoint: Path, corpus: Path) -> None:
+def test_a_damaged_checkpoint_is_one_sentence(damage, part, checkpoint, corpus):
     damage(checkpoint)
     result = invoke("index", "--data", corpus, "--model", checkpoint, "--index", corpus.parent / "index", *CPU)
     assert_one_clear_sentence(result, f"the model in {checkpoint}", part)
 
 
-def test_weights_that_are_missing_are_named(checkpoint: Path, corpus: Path) -> None:
+def test_weights_that_are_missing_are_named(checkpoint, corpus):
     from safetensors.torch import load_file, save_file
 
     weights = load_file(checkpoint / "model.safetensors")

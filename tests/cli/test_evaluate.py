@@ -16,20 +16,18 @@ from tests.stores import written_by_another
 pytestmark = pytest.mark.usefixtures("pylate")
 
 
-def test_evaluate_with_the_scorer_asked_for(beir: Path, tiny_colbert_path: str) -> None:
+def test_evaluate_with_the_scorer_asked_for(beir, tiny_colbert_path):
     arguments = ("evaluate", "--data", beir, "--model", tiny_colbert_path, "--device", "cpu")
     assert "pylate_flash" in succeed(*arguments)
     assert "│ torch" in succeed(*arguments, "--scorer", "torch")
 
 
-def test_both_scorers_search_with_queries_encoded_once(
-    beir: Path, small_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_both_scorers_search_with_queries_encoded_once(beir, small_model, monkeypatch):
     from pylate_flash.models import ColBERT
 
     encoded, encode = [], ColBERT.encode
 
-    def record(self: ColBERT, sentences: list[str], **options: object) -> object:
+    def record(self, sentences, **options):
         encoded.extend(sentences)
         return encode(self, sentences, **options)
 
@@ -39,7 +37,7 @@ def test_both_scorers_search_with_queries_encoded_once(
 
 
 @pytest.mark.parametrize("file", ["corpus.jsonl", "queries.jsonl"])
-def test_evaluate_names_file_and_line(beir: Path, tiny_colbert_path: str, file: str) -> None:
+def test_evaluate_names_file_and_line(beir, tiny_colbert_path, file):
     with (beir / file).open("a") as lines:
         lines.write('{"_id": "x", "text":\n')
     number = len((beir / file).read_text().splitlines())
@@ -47,13 +45,13 @@ def test_evaluate_names_file_and_line(beir: Path, tiny_colbert_path: str, file: 
     assert_one_clear_sentence(result, beir / file, f"line {number}", "not valid JSON")
 
 
-def test_evaluate_names_the_line_of_a_judgement(beir: Path, tiny_colbert_path: str) -> None:
+def test_evaluate_names_the_line_of_a_judgement(beir, tiny_colbert_path):
     (beir / "qrels" / "test.tsv").write_text("query-id\tcorpus-id\tscore\nq1\td9\t1\n")
     result = invoke("evaluate", "--data", beir, "--model", tiny_colbert_path)
     assert_one_clear_sentence(result, "test.tsv, line 2", "'d9'")
 
 
-def test_evaluate_names_what_is_missing(beir: Path, tiny_colbert_path: str, tmp_path: Path) -> None:
+def test_evaluate_names_what_is_missing(beir, tiny_colbert_path, tmp_path):
     model = ("--model", tiny_colbert_path)
     assert_one_clear_sentence(invoke("evaluate", "--data", tmp_path / "none", *model), tmp_path / "none", "BEIR")
     assert_one_clear_sentence(invoke("evaluate", "--data", beir, "--split", "dev", *model), "dev", "test")
@@ -71,22 +69,20 @@ def test_evaluate_names_what_is_missing(beir: Path, tiny_colbert_path: str, tmp_
         ("demo-output/model", ["there is no model in 'demo-output/model'", "pylate-flash demo"]),
     ],
 )
-def test_an_unknown_model_is_one_sentence(
-    beir: Path, tmp_path: Path, model: str, parts: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unknown_model_is_one_sentence(beir, tmp_path, model, parts, monkeypatch):
     monkeypatch.chdir(tmp_path)
     result = invoke("evaluate", "--data", beir, "--model", model.format(folder=tmp_path))
     assert_one_clear_sentence(result, *parts)
 
 
-def test_a_model_that_does_not_load_is_one_sentence(beir: Path, tmp_path: Path) -> None:
+def test_a_model_that_does_not_load_is_one_sentence(beir, tmp_path):
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "config.json").write_text("{}")
     result = invoke("evaluate", "--data", beir, "--model", tmp_path / "broken")
     assert_one_clear_sentence(result, f"the model in {tmp_path / 'broken'} cannot be loaded")
 
 
-def test_results_go_to_standard_output_and_notes_to_standard_error(beir: Path, small_model: Path) -> None:
+def test_results_go_to_standard_output_and_notes_to_standard_error(beir, small_model):
     result = invoke("evaluate", "--data", beir, "--model", small_model, "--device", "cpu")
     assert result.exit_code == 0
     assert "nDCG@10" in result.stdout
@@ -95,35 +91,31 @@ def test_results_go_to_standard_output_and_notes_to_standard_error(beir: Path, s
 
 
 @pytest.mark.parametrize("device", ["meta", "cuda:99", "toaster", ""])
-def test_a_device_that_cannot_compute_is_one_sentence(beir: Path, small_model: Path, device: str) -> None:
+def test_a_device_that_cannot_compute_is_one_sentence(beir, small_model, device):
     result = invoke("evaluate", "--data", beir, "--model", small_model, "--device", device)
     assert_one_clear_sentence(result, f"--device {device}", "cannot compute here: ")
 
 
 @pytest.mark.parametrize("option", ["--index", "--json"])
 @pytest.mark.parametrize("place", ["corpus.jsonl/x", "qrels", "/proc/x", "a" * 300])
-def test_places_that_cannot_be_written_are_refused_before_any_work(
-    beir: Path, option: str, place: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_places_that_cannot_be_written_are_refused_before_any_work(beir, option, place, monkeypatch):
     monkeypatch.setattr("pylate_flash.cli.evaluate.loading", fail)
     before = sorted(beir.rglob("*"))
     assert_one_clear_sentence(invoke("evaluate", "--data", beir, "--model", "m", option, beir / place), f"{option}: ")
     assert sorted(beir.rglob("*")) == before
 
 
-def fail(*arguments: object, **options: object) -> None:
+def fail(*arguments, **options):
     raise AssertionError("this must not be reached")
 
 
-def test_json_is_written_at_once_or_not_at_all(
-    beir: Path, small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_json_is_written_at_once_or_not_at_all(beir, small_model, tmp_path, monkeypatch):
     (tmp_path / "real.json").write_text("before")
     (tmp_path / "link.json").symlink_to("real.json")
     arguments = ("evaluate", "--data", beir, "--model", small_model, "--device", "cpu", "--json")
     replace = os.replace
 
-    def fill(source: str, target: str) -> None:
+    def fill(source, target):
         if str(target).endswith(".json") and "index" not in str(target):
             raise OSError(28, "No space left on device")
         replace(source, target)
@@ -138,17 +130,15 @@ def test_json_is_written_at_once_or_not_at_all(
     assert (tmp_path / "link.json").is_symlink()
 
 
-def test_an_index_that_was_kept_knows_its_model(beir: Path, small_model: Path, tmp_path: Path) -> None:
+def test_an_index_that_was_kept_knows_its_model(beir, small_model, tmp_path):
     lengths = ("--query-length", 6, "--document-length", 10)
     model = shutil.copytree(small_model, tmp_path / "model")
     succeed("evaluate", "--data", beir, "--model", model, "--device", "cpu", *lengths, "--index", tmp_path / "index")
     assert "d2" in succeed("search", "trains", "--index", tmp_path / "index", "--device", "cpu")
 
 
-def test_an_index_that_was_not_finished_is_not_left(
-    beir: Path, small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def stop(*arguments: object, index: Flat, **options: object) -> None:
+def test_an_index_that_was_not_finished_is_not_left(beir, small_model, tmp_path, monkeypatch):
+    def stop(*arguments, index, **options):
         index.add_documents(["d1"], [torch.ones(1, 4)])
         raise KeyboardInterrupt
 
@@ -161,19 +151,19 @@ def test_an_index_that_was_not_finished_is_not_left(
 
 
 @pytest.fixture
-def kept(tmp_path: Path) -> Path:
+def kept(tmp_path):
     """The folder of an index that somebody else has built, with a file beside its own."""
     Flat(tmp_path, "index", device="cpu").add_documents(["old"], [torch.ones(1, 4)])
     (tmp_path / "index" / "notes.txt").write_text("mine")
     return tmp_path / "index"
 
 
-def names_in(index: Path) -> set[str]:
+def names_in(index):
     """Files of an index, but for what SQLite has for the time that it is open."""
     return {path.name for path in index.iterdir() if path.suffix[:8] != ".sqlite-"}
 
 
-def test_overwrite_touches_nothing_while_another_process_writes(beir: Path, small_model: Path, kept: Path) -> None:
+def test_overwrite_touches_nothing_while_another_process_writes(beir, small_model, kept):
     before = {name: (kept / name).read_bytes() for name in names_in(kept)}
     with written_by_another(kept):
         result = invoke(
@@ -185,9 +175,9 @@ def test_overwrite_touches_nothing_while_another_process_writes(beir: Path, smal
 
 @pytest.mark.parametrize("form", ["folder", "link", "."])
 def test_overwrite_that_is_not_finished_leaves_an_empty_index_and_other_files(
-    beir: Path, small_model: Path, kept: Path, monkeypatch: pytest.MonkeyPatch, form: str
-) -> None:
-    def stop(*arguments: object, index: Flat, **options: object) -> None:
+    beir, small_model, kept, monkeypatch, form
+):
+    def stop(*arguments, index, **options):
         index.add_documents(["d1"], [torch.ones(1, 4)])
         raise KeyboardInterrupt
 
@@ -208,10 +198,8 @@ def test_overwrite_that_is_not_finished_leaves_an_empty_index_and_other_files(
     assert len(Flat(kept.parent, kept.name, device="cpu")) == 0
 
 
-def test_what_another_process_has_added_stays(
-    beir: Path, small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def stop(*arguments: object, index: Flat, **options: object) -> None:
+def test_what_another_process_has_added_stays(beir, small_model, tmp_path, monkeypatch):
+    def stop(*arguments, index, **options):
         Flat(tmp_path, "index", device="cpu").add_documents(["theirs"], [torch.ones(1, 4)])
         raise KeyboardInterrupt
 
@@ -223,10 +211,8 @@ def test_what_another_process_has_added_stays(
     assert Flat(tmp_path, "index", device="cpu").documents_ids == ["theirs"]
 
 
-def test_an_index_that_another_process_writes_to_ends_the_evaluation(
-    beir: Path, small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def write(*arguments: object, index: Flat, **options: object) -> None:
+def test_an_index_that_another_process_writes_to_ends_the_evaluation(beir, small_model, tmp_path, monkeypatch):
+    def write(*arguments, index, **options):
         Flat(tmp_path, "index", device="cpu").add_documents(["theirs"], [torch.ones(1, 4)])
         index.add_documents(["ours"], [torch.ones(1, 4)])
 
@@ -238,10 +224,8 @@ def test_an_index_that_another_process_writes_to_ends_the_evaluation(
     assert Flat(tmp_path, "index", device="cpu").documents_ids == ["theirs"]
 
 
-def test_an_index_that_appears_while_the_model_is_loaded_stays(
-    beir: Path, small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def appear(*arguments: object) -> None:
+def test_an_index_that_appears_while_the_model_is_loaded_stays(beir, small_model, tmp_path, monkeypatch):
+    def appear(*arguments):
         Flat(tmp_path, "index", device="cpu").add_documents(["theirs"], [torch.ones(1, 4)])
 
     monkeypatch.setattr("pylate_flash.cli.evaluate.check_scorer", appear)
@@ -252,7 +236,7 @@ def test_an_index_that_appears_while_the_model_is_loaded_stays(
     assert Flat(tmp_path, "index", device="cpu").documents_ids == ["theirs"]
 
 
-def test_an_index_needs_a_name_that_every_system_takes(beir: Path, small_model: Path, tmp_path: Path) -> None:
+def test_an_index_needs_a_name_that_every_system_takes(beir, small_model, tmp_path):
     result = invoke("evaluate", "--data", beir, "--model", small_model, "--index", tmp_path / "a:b")
     assert_one_clear_sentence(result, "--index: ", "colon", "'a:b'")
     assert "index_name" not in result.stderr
@@ -265,23 +249,23 @@ def test_an_index_needs_a_name_that_every_system_takes(beir: Path, small_model: 
         (("--compare-torch", "--scorer", "torch"), "leave out --scorer torch"),
     ],
 )
-def test_options_that_mean_nothing_together_say_so(beir: Path, options: tuple[str, ...], part: str) -> None:
+def test_options_that_mean_nothing_together_say_so(beir, options, part):
     assert_one_clear_sentence(invoke("evaluate", "--data", beir, "--model", "m", *options), part)
 
 
-def test_a_model_name_that_is_no_text_is_refused(beir: Path) -> None:
+def test_a_model_name_that_is_no_text_is_refused(beir):
     result = invoke("evaluate", "--data", beir, "--model", "caf\udce9")
     assert_one_clear_sentence(result, "--model must be valid UTF-8 text, got 'caf\\udce9'")
 
 
-def test_the_help_shows_a_line_of_every_file() -> None:
+def test_the_help_shows_a_line_of_every_file():
     printed = " ".join(succeed("evaluate", "--help").replace("│", " ").split())
     for part in ('{"_id": "d1", "title": "optional", "text": "..."}', '{"_id": "q1", "text": "..."}', "q1, d1 and"):
         assert part in printed
     assert all(len(line) <= 80 for line in succeed("evaluate", "--help").splitlines())
 
 
-def test_evaluate_keeps_its_hands_off_other_files(beir: Path, tiny_colbert_path: str, output: Path) -> None:
+def test_evaluate_keeps_its_hands_off_other_files(beir, tiny_colbert_path, output):
     arguments = ("evaluate", "--data", beir, "--model", tiny_colbert_path, "--index")
     before = sorted(beir.rglob("*"))
     assert_one_clear_sentence(invoke(*arguments, beir), "holds files that are no index")

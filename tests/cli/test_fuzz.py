@@ -13,7 +13,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-from typer.testing import Result
 
 from tests.cli.commands import invoke, succeed
 from tests.cli.mutations import mutate, snapshot
@@ -45,7 +44,7 @@ TARGETS = {
 
 
 @pytest.fixture(scope="module")
-def workspace(pylate_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def workspace(pylate_checkpoint, tmp_path_factory):
     """Everything that the commands read, as small as it can be: a model of few words, an index of one document."""
     pytest.importorskip("ranx")
     folder = tmp_path_factory.mktemp("fuzz") / "workspace"
@@ -70,9 +69,7 @@ def workspace(pylate_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory)
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_damaged_files_end_in_one_sentence_or_do_no_harm(
-    target: str, workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_damaged_files_end_in_one_sentence_or_do_no_harm(target, workspace, tmp_path, monkeypatch):
     share = TARGETS[target][2] / sum(share for _, _, share in TARGETS.values())
     failures = []
     for seed in range(max(1, round(CASES * share))):
@@ -88,7 +85,7 @@ def test_damaged_files_end_in_one_sentence_or_do_no_harm(
     assert not failures, "\n".join([f"{len(failures)} cases:", *failures])
 
 
-def _damage(rng: random.Random, target: str) -> str:
+def _damage(rng, target):
     """Damage a file, or one of those in a folder."""
     file = Path(target)
     if file.is_dir():
@@ -97,7 +94,7 @@ def _damage(rng: random.Random, target: str) -> str:
     return f"{file} {mutate(rng, file)}"
 
 
-def _wrong_end(result: Result) -> list[str]:
+def _wrong_end(result):
     if result.exit_code == 0 and result.exception is None:
         return []
     sentences = [line for line in result.stderr.splitlines() if line.startswith("pylate-flash: ")]
@@ -106,7 +103,7 @@ def _wrong_end(result: Result) -> list[str]:
     return [f"exit {result.exit_code}, {result.exception!r}, {result.stderr[-300:]!r}"]
 
 
-def _changes(before: dict[str, bytes | None], after: dict[str, bytes | None]) -> list[str]:
+def _changes(before, after):
     names = sorted(name for name in before.keys() | after.keys() if before.get(name, b"") != after.get(name, b""))
     strangers = [name for name in names if Path(name).parts[:3] != ("case", "work", OUTPUT)]
     return [f"changed {', '.join(strangers)}"] if strangers else []

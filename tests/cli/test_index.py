@@ -19,28 +19,28 @@ from tests.stores import written_by_another
 CPU = ("--device", "cpu")
 
 
-def write_corpus(path: Path, *ids: str) -> Path:
+def write_corpus(path, *ids):
     path.write_text("".join(json.dumps({"_id": id_, "text": f"the text of {id_}"}) + "\n" for id_ in ids))
     return path
 
 
-def ids_in(index: Path) -> list[str]:
+def ids_in(index):
     return indexes.Flat(index.parent, index.name, device="cpu").documents_ids
 
 
-def files_in(folder: Path) -> dict[str, bytes]:
+def files_in(folder):
     """All but what SQLite has for the time that an index is open."""
     files = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.suffix[:8] != ".sqlite-")
     return {str(path): path.read_bytes() for path in files}
 
 
 @pytest.fixture
-def corpus(tmp_path: Path) -> Path:
+def corpus(tmp_path):
     return write_corpus(tmp_path / "corpus.jsonl", "a", "b", "c")
 
 
 @pytest.fixture
-def index(corpus: Path, tmp_path: Path, tiny_colbert_path: str) -> Path:
+def index(corpus, tmp_path, tiny_colbert_path):
     """An index of the corpus."""
     succeed("index", "build", "--data", corpus, "--model", tiny_colbert_path, "--index", tmp_path / "index", *CPU)
     return tmp_path / "index"
@@ -49,9 +49,7 @@ def index(corpus: Path, tmp_path: Path, tiny_colbert_path: str) -> Path:
 # build
 
 
-def test_an_index_of_a_corpus_is_what_the_model_says_of_its_texts(
-    corpus: Path, tmp_path: Path, tiny_colbert_path: str
-) -> None:
+def test_an_index_of_a_corpus_is_what_the_model_says_of_its_texts(corpus, tmp_path, tiny_colbert_path):
     printed = succeed("index", "--data", corpus, "--model", tiny_colbert_path, "--index", tmp_path / "i", *CPU)
     assert f"{tmp_path / 'i'} holds 3 documents" in printed
     flat = indexes.Flat(tmp_path, "i", device="cpu")
@@ -63,9 +61,7 @@ def test_an_index_of_a_corpus_is_what_the_model_says_of_its_texts(
         np.testing.assert_allclose(found.numpy(), wanted, atol=1e-6)
 
 
-def test_a_folder_of_texts_is_indexed_by_path_and_searched_with_its_texts(
-    tmp_path: Path, tiny_colbert_path: str
-) -> None:
+def test_a_folder_of_texts_is_indexed_by_path_and_searched_with_its_texts(tmp_path, tiny_colbert_path):
     (tmp_path / "notes" / "travel").mkdir(parents=True)
     (tmp_path / "notes" / "travel" / "trains.md").write_text("# Trains\n\nNight trains to the sea.\n")
     (tmp_path / "notes" / "bread.txt").write_text("Flour, water, salt.\n")
@@ -76,9 +72,7 @@ def test_a_folder_of_texts_is_indexed_by_path_and_searched_with_its_texts(
     assert "\ttravel/trains.md\t# Trains Night trains to the sea.\n" in printed
 
 
-def test_a_build_goes_on_with_the_documents_that_are_missing(
-    index: Path, corpus: Path, tiny_colbert_path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_build_goes_on_with_the_documents_that_are_missing(index, corpus, tiny_colbert_path, monkeypatch):
     build = ("index", "build", "--data", corpus, "--model", tiny_colbert_path, "--index", index, *CPU)
     before = files_in(index)
     assert f"Nothing to do: {index} holds the 3 documents of {corpus}" in succeed(*build)
@@ -97,8 +91,8 @@ def test_a_build_goes_on_with_the_documents_that_are_missing(
 
 
 def test_a_build_leaves_an_index_of_other_documents_or_of_another_model(
-    index: Path, corpus: Path, tmp_path: Path, tiny_colbert_path: str, other_colbert_path: str
-) -> None:
+    index, corpus, tmp_path, tiny_colbert_path, other_colbert_path
+):
     before = files_in(index)
     build = ("index", "build", "--index", index, *CPU)
     other = write_corpus(tmp_path / "other.jsonl", "a", "b")
@@ -115,7 +109,7 @@ def test_a_build_leaves_an_index_of_other_documents_or_of_another_model(
     assert_one_clear_sentence(invoke(*build, "--data", other, "--model", tiny_colbert_path), "is another one")
 
 
-def test_an_index_without_a_model_is_not_added_to(corpus: Path, tmp_path: Path, tiny_colbert_path: str) -> None:
+def test_an_index_without_a_model_is_not_added_to(corpus, tmp_path, tiny_colbert_path):
     indexes.Flat(tmp_path, "index", device="cpu").add_documents(["a"], [np.eye(2, 32, dtype="float32")])
     here = ("--data", corpus, "--index", tmp_path / "index")
     result = invoke("index", "build", *here, "--model", tiny_colbert_path, *CPU)
@@ -123,7 +117,7 @@ def test_an_index_without_a_model_is_not_added_to(corpus: Path, tmp_path: Path, 
     assert_one_clear_sentence(invoke("index", "add", *here), "does not say which model", "--model")
 
 
-def test_a_build_writes_on_the_way(tmp_path: Path, tiny_colbert_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_build_writes_on_the_way(tmp_path, tiny_colbert_path, monkeypatch):
     monkeypatch.setattr(indexing, "SECONDS_BETWEEN_WRITES", 0.0)
     monkeypatch.setattr(indexing, "SECONDS_BETWEEN_NOTES", 0.0)
     sizes = []
@@ -141,9 +135,7 @@ def test_a_build_writes_on_the_way(tmp_path: Path, tiny_colbert_path: str, monke
         assert part in result.stderr
 
 
-def test_ctrl_c_keeps_what_is_in_the_index_and_says_how_to_go_on(
-    tmp_path: Path, tiny_colbert_path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_keeps_what_is_in_the_index_and_says_how_to_go_on(tmp_path, tiny_colbert_path, monkeypatch):
     monkeypatch.setattr(indexing, "SECONDS_BETWEEN_WRITES", 0.0)
     corpus = write_corpus(tmp_path / "corpus.jsonl", *(f"d{i}" for i in range(20)))
     build = (
@@ -160,7 +152,7 @@ def test_ctrl_c_keeps_what_is_in_the_index_and_says_how_to_go_on(
     )
     encode = models.ColBERT.encode
 
-    def interrupted(self: object, texts: list[str], **options: object) -> object:
+    def interrupted(self, texts, **options):
         if "the text of d8" in texts:
             raise KeyboardInterrupt
         return encode(self, texts, **options)
@@ -174,7 +166,7 @@ def test_ctrl_c_keeps_what_is_in_the_index_and_says_how_to_go_on(
     assert ids_in(tmp_path / "i") == [f"d{i}" for i in range(20)]
 
 
-def test_a_build_says_that_texts_are_longer_than_what_is_read_of_them(tmp_path: Path, tiny_colbert_path: str) -> None:
+def test_a_build_says_that_texts_are_longer_than_what_is_read_of_them(tmp_path, tiny_colbert_path):
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "long.txt").write_text("word " * 30)
     (tmp_path / "texts" / "short.txt").write_text("word " * 29)
@@ -185,7 +177,7 @@ def test_a_build_says_that_texts_are_longer_than_what_is_read_of_them(tmp_path: 
     assert "Note: 1 of the first 2 documents are longer than the 32 tokens" in result.stderr
 
 
-def test_a_build_keeps_the_type_that_was_asked_for(corpus: Path, tmp_path: Path, tiny_colbert_path: str) -> None:
+def test_a_build_keeps_the_type_that_was_asked_for(corpus, tmp_path, tiny_colbert_path):
     here = ("index", "--data", corpus, "--model", tiny_colbert_path, "--index", tmp_path / "i", *CPU)
     succeed(*here, "--dtype", "float16")
     assert json.loads(succeed("index", "info", "--index", tmp_path / "i", "--json"))["dtype"] == "float16"
@@ -193,7 +185,7 @@ def test_a_build_keeps_the_type_that_was_asked_for(corpus: Path, tmp_path: Path,
     assert_one_clear_sentence(invoke(*here, "--dtype", "bfloat16"), "bfloat16", "float16")
 
 
-def test_a_build_keeps_8_bits_that_are_searched(corpus: Path, tmp_path: Path, tiny_colbert_path: str) -> None:
+def test_a_build_keeps_8_bits_that_are_searched(corpus, tmp_path, tiny_colbert_path):
     here = ("index", "--data", corpus, "--model", tiny_colbert_path, "--index", tmp_path / "i", *CPU)
     succeed(*here, "--dtype", "int8")
     assert "32 numbers each, int8" in succeed("index", "info", "--index", tmp_path / "i")
@@ -204,9 +196,7 @@ def test_a_build_keeps_8_bits_that_are_searched(corpus: Path, tmp_path: Path, ti
 
 
 @pytest.mark.parametrize("what", ["corpus", "encoder", "model", "place", "files", "device"])
-def test_what_cannot_be_built_leaves_nothing_behind(
-    what: str, corpus: Path, tmp_path: Path, tiny_colbert_path: str, minilm_path: str
-) -> None:
+def test_what_cannot_be_built_leaves_nothing_behind(what, corpus, tmp_path, tiny_colbert_path, minilm_path):
     options = {"--data": corpus, "--model": tiny_colbert_path, "--index": tmp_path / "index", "--device": "cpu"}
     parts: list[object]
     if what == "corpus":
@@ -230,9 +220,7 @@ def test_what_cannot_be_built_leaves_nothing_behind(
     assert not (tmp_path / "index").exists()
 
 
-def test_overwrite_is_refused_in_one_sentence_while_another_process_writes(
-    index: Path, corpus: Path, tiny_colbert_path: str
-) -> None:
+def test_overwrite_is_refused_in_one_sentence_while_another_process_writes(index, corpus, tiny_colbert_path):
     before = files_in(index)
     with written_by_another(index):
         result = invoke(
@@ -243,7 +231,7 @@ def test_overwrite_is_refused_in_one_sentence_while_another_process_writes(
 
 
 @pytest.mark.parametrize("options", [(), ("--overwrite",)])
-def test_a_name_that_not_every_system_takes_is_refused(corpus: Path, tmp_path: Path, options: tuple[str, ...]) -> None:
+def test_a_name_that_not_every_system_takes_is_refused(corpus, tmp_path, options):
     # The model is not looked for.
     result = invoke("index", "--data", corpus, "--model", "no-such/name", "--index", tmp_path / "a:b", *options, *CPU)
     assert_one_clear_sentence(result, "--index: ", tmp_path / "a:b", "colon", "got 'a:b'")
@@ -251,9 +239,7 @@ def test_a_name_that_not_every_system_takes_is_refused(corpus: Path, tmp_path: P
     assert not (tmp_path / "a:b").exists()
 
 
-def test_another_type_than_the_index_has_is_refused_in_words_of_the_command_line(
-    index: Path, corpus: Path, tiny_colbert_path: str
-) -> None:
+def test_another_type_than_the_index_has_is_refused_in_words_of_the_command_line(index, corpus, tiny_colbert_path):
     before = files_in(index)
     here = ("index", "--data", corpus, "--model", tiny_colbert_path, "--index", index, *CPU)
     result = invoke(*here, "--dtype", "int8")
@@ -263,9 +249,7 @@ def test_another_type_than_the_index_has_is_refused_in_words_of_the_command_line
     succeed(*here, "--dtype", "float32")
 
 
-def test_an_index_that_was_emptied_takes_a_model_of_another_size(
-    corpus: Path, tmp_path: Path, tiny_colbert_path: str
-) -> None:
+def test_an_index_that_was_emptied_takes_a_model_of_another_size(corpus, tmp_path, tiny_colbert_path):
     old = indexes.Flat(tmp_path, "index", device="cpu").add_documents(["x"], [np.eye(2, 5, dtype="float32")])
     old.remove_documents(["x"])
     succeed("index", "--data", corpus, "--model", tiny_colbert_path, "--index", tmp_path / "index", *CPU)
@@ -329,7 +313,7 @@ for kill in range(kills):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
-def test_a_killed_build_goes_on_where_it_stopped(tmp_path: Path, tiny_colbert_path: str) -> None:
+def test_a_killed_build_goes_on_where_it_stopped(tmp_path, tiny_colbert_path):
     kills = int(os.environ.get("PYLATE_FLASH_TEST_KILLS", "3"))
     ids = [f"d{i}" for i in range(64)]
     corpus = write_corpus(tmp_path / "corpus.jsonl", *ids)
@@ -350,7 +334,7 @@ def test_a_killed_build_goes_on_where_it_stopped(tmp_path: Path, tiny_colbert_pa
             np.testing.assert_allclose(document.numpy(), expected.numpy(), atol=1e-5)
 
 
-def test_a_build_goes_on_after_an_interrupted_first_write(corpus: Path, tmp_path: Path, tiny_colbert_path: str) -> None:
+def test_a_build_goes_on_after_an_interrupted_first_write(corpus, tmp_path, tiny_colbert_path):
     (tmp_path / "index").mkdir()
     for name in ("catalog.sqlite", "committed"):
         (tmp_path / "index" / name).touch()
@@ -361,7 +345,7 @@ def test_a_build_goes_on_after_an_interrupted_first_write(corpus: Path, tmp_path
 # add, remove, compact
 
 
-def test_add_takes_the_model_that_the_index_remembers(index: Path, tmp_path: Path, tiny_colbert_path: str) -> None:
+def test_add_takes_the_model_that_the_index_remembers(index, tmp_path, tiny_colbert_path):
     more = write_corpus(tmp_path / "more.jsonl", "b", "d", "e")
     result = invoke("index", "add", "--data", more, "--index", index, *CPU)
     assert "1 of the 3 documents" in result.stdout
@@ -373,7 +357,7 @@ def test_add_takes_the_model_that_the_index_remembers(index: Path, tmp_path: Pat
     assert "Added 0 documents" in succeed("index", "add", "--data", more, "--index", index, *CPU)
 
 
-def test_add_refuses_another_model(index: Path, tmp_path: Path, other_colbert_path: str) -> None:
+def test_add_refuses_another_model(index, tmp_path, other_colbert_path):
     more = write_corpus(tmp_path / "more.jsonl", "d")
     before = files_in(index)
     result = invoke("index", "add", "--data", more, "--index", index, "--model", other_colbert_path, *CPU)
@@ -381,14 +365,14 @@ def test_add_refuses_another_model(index: Path, tmp_path: Path, other_colbert_pa
     assert files_in(index) == before
 
 
-def test_remove_by_ids_or_by_a_file_of_ids(index: Path, tmp_path: Path) -> None:
+def test_remove_by_ids_or_by_a_file_of_ids(index, tmp_path):
     assert f"Removed 1 document; {index} holds 2\n" in succeed("index", "remove", "b", "--index", index)
     (tmp_path / "ids.txt").write_text("c\n\nc\n")
     succeed("index", "remove", "--ids", tmp_path / "ids.txt", "--index", index)
     assert ids_in(index) == ["a"]
 
 
-def test_remove_takes_all_or_none(index: Path, tmp_path: Path) -> None:
+def test_remove_takes_all_or_none(index, tmp_path):
     (tmp_path / "ids.txt").write_text("a\nno\n")
     before = files_in(index)
     here = ("--index", index)
@@ -401,7 +385,7 @@ def test_remove_takes_all_or_none(index: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("option", [(), ("--ids",)])
-def test_of_a_long_id_a_message_has_the_beginning(index: Path, tmp_path: Path, option: tuple[str, ...]) -> None:
+def test_of_a_long_id_a_message_has_the_beginning(index, tmp_path, option):
     long = "x" * 100_000
     (tmp_path / "ids.txt").write_text(long)
     result = invoke("index", "remove", *option, tmp_path / "ids.txt" if option else long, "--index", index)
@@ -409,7 +393,7 @@ def test_of_a_long_id_a_message_has_the_beginning(index: Path, tmp_path: Path, o
     assert len(result.stderr.splitlines()[-1]) < 500 + len(str(tmp_path)) * 2
 
 
-def test_add_replaces_documents_on_request(index: Path, tmp_path: Path, tiny_colbert_path: str) -> None:
+def test_add_replaces_documents_on_request(index, tmp_path, tiny_colbert_path):
     (tmp_path / "more.jsonl").write_text('{"_id": "b", "text": "another text"}\n{"_id": "d", "text": "a new one"}\n')
     here = ("--data", tmp_path / "more.jsonl", "--index", index, *CPU)
     assert "1 of the 2 documents" in (printed := succeed("index", "add", *here))
@@ -428,8 +412,8 @@ def test_add_replaces_documents_on_request(index: Path, tmp_path: Path, tiny_col
     ]
 
 
-def test_a_full_disk_is_one_sentence(index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*arguments: object) -> None:
+def test_a_full_disk_is_one_sentence(index, monkeypatch):
+    def full(*arguments):
         raise OSError(28, os.strerror(28))
 
     # What is written anew; the catalog is not.
@@ -440,7 +424,7 @@ def test_a_full_disk_is_one_sentence(index: Path, monkeypatch: pytest.MonkeyPatc
     assert ids_in(index) == ["a", "c"]
 
 
-def test_compact_keeps_the_documents_in_fewer_files(index: Path, tmp_path: Path) -> None:
+def test_compact_keeps_the_documents_in_fewer_files(index, tmp_path):
     for id_ in "de":
         succeed("index", "add", "--data", write_corpus(tmp_path / "more.jsonl", id_), "--index", index, *CPU)
     succeed("index", "compact", "--index", index)
@@ -451,7 +435,7 @@ def test_compact_keeps_the_documents_in_fewer_files(index: Path, tmp_path: Path)
 # info, verify
 
 
-def test_info_says_what_the_index_holds(index: Path, tiny_colbert_path: str) -> None:
+def test_info_says_what_the_index_holds(index, tiny_colbert_path):
     record = json.loads(succeed("index", "info", "--index", index, "--json"))
     flat = indexes.Flat(index.parent, index.name, device="cpu")
     tokens = sum(len(document) for document in flat.get_documents_embeddings([flat.documents_ids])[0])
@@ -465,7 +449,7 @@ def test_info_says_what_the_index_holds(index: Path, tiny_colbert_path: str) -> 
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-def test_a_full_disk_behind_the_output_is_one_sentence(tmp_path: Path) -> None:
+def test_a_full_disk_behind_the_output_is_one_sentence(tmp_path):
     indexes.Flat(tmp_path, "index", device="cpu").add_documents(["a"], [np.eye(2, dtype="float32")])
     arguments = [sys.executable, "-m", "pylate_flash", "index", "info", "--json", "--index", str(tmp_path / "index")]
     with open("/dev/full", "w") as full:
@@ -474,7 +458,7 @@ def test_a_full_disk_behind_the_output_is_one_sentence(tmp_path: Path) -> None:
     assert done.stderr.splitlines()[1:] == ["pylate-flash: reading or writing failed: No space left on device"]
 
 
-def test_what_does_not_encode_does_not_wait_for_pylate(index: Path) -> None:
+def test_what_does_not_encode_does_not_wait_for_pylate(index):
     code = (
         "import sys; from pylate_flash.cli import app; "
         "app(['index', *sys.argv[1:]], prog_name='pylate-flash', standalone_mode=False); "
@@ -486,7 +470,7 @@ def test_what_does_not_encode_does_not_wait_for_pylate(index: Path) -> None:
     assert done.stdout.splitlines()[-1] == "[]"
 
 
-def test_verify_finds_a_changed_byte(index: Path) -> None:
+def test_verify_finds_a_changed_byte(index):
     succeed("index", "compact", "--index", index)
     assert "3 documents" in succeed("index", "verify", "--index", index)
     segment = next(index.glob("segment-*"))
@@ -497,7 +481,7 @@ def test_verify_finds_a_changed_byte(index: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["add", "remove", "info", "verify", "compact"])
-def test_a_missing_or_damaged_index_is_one_sentence(command: str, corpus: Path, tmp_path: Path) -> None:
+def test_a_missing_or_damaged_index_is_one_sentence(command, corpus, tmp_path):
     options = {"add": ["--data", corpus], "remove": ["a"]}.get(command, [])
     here = ("index", command, *options, "--index", tmp_path / "index")
     assert_one_clear_sentence(invoke(*here), f"there is no index in {tmp_path / 'index'}")
@@ -506,7 +490,7 @@ def test_a_missing_or_damaged_index_is_one_sentence(command: str, corpus: Path, 
     assert_one_clear_sentence(invoke(*here), tmp_path / "index" / "catalog.sqlite")
 
 
-def test_the_group_explains_itself() -> None:
+def test_the_group_explains_itself():
     printed = succeed("index", "--help")
     for command in ("build", "add", "remove", "info", "verify", "compact"):
         assert command in printed

@@ -6,13 +6,10 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from typer.testing import Result
 
 from pylate_flash.cli.common import UserError
 from pylate_flash.cli.models import load_model
@@ -21,18 +18,18 @@ from tests.cli.commands import assert_one_clear_sentence, invoke
 DEEP = "[" * 200_000
 
 
-def cut(path: Path) -> None:
+def cut(path):
     path.write_bytes(path.read_bytes()[:300])
 
 
-def edit(path: Path, change: Callable[[Any], object]) -> None:
+def edit(path, change):
     """Change, in place, what a JSON file holds."""
     value = json.loads(path.read_text())
     change(value)
     path.write_text(json.dumps(value))
 
 
-def spoil(path: Path) -> None:
+def spoil(path):
     tensors = load_file(path)
     save_file({name: torch.full_like(tensor, float("nan")) for name, tensor in tensors.items()}, path)
 
@@ -99,17 +96,17 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.fixture
-def folder(small_model: Path, tmp_path: Path) -> Path:
+def folder(small_model, tmp_path):
     """A model that a test may break."""
     return shutil.copytree(small_model, tmp_path / "model")
 
 
-def evaluate(beir: Path, model: object, *arguments: object) -> Result:
+def evaluate(beir, model, *arguments):
     return invoke("evaluate", "--data", beir, "--model", model, "--device", "cpu", *arguments)
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_a_broken_model_is_one_sentence(case: str, folder: Path, beir: Path) -> None:
+def test_a_broken_model_is_one_sentence(case, folder, beir):
     change, part = BROKEN[case]
     change(folder)
     result = evaluate(beir, folder)
@@ -117,7 +114,7 @@ def test_a_broken_model_is_one_sentence(case: str, folder: Path, beir: Path) -> 
     assert len(result.stderr.splitlines()[-1]) < 700
 
 
-def test_a_tokenizer_without_words_is_refused(folder: Path, beir: Path) -> None:
+def test_a_tokenizer_without_words_is_refused(folder, beir):
     """transformers makes one of special tokens alone, and PyLate shrinks the encoder to it: every text is the same."""
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / name).unlink()
@@ -125,26 +122,26 @@ def test_a_tokenizer_without_words_is_refused(folder: Path, beir: Path) -> None:
     assert_one_clear_sentence(evaluate(beir, folder), "its tokenizer has no words")
 
 
-def test_panics_of_a_loader_are_one_sentence_too(folder: Path, beir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_panics_of_a_loader_are_one_sentence_too(folder, beir, monkeypatch):
     class PanicException(BaseException):
         """What libraries in Rust raise."""
 
-    def panic(*arguments: object, **options: object) -> None:
+    def panic(*arguments, **options):
         raise PanicException("index out of bounds")
 
     monkeypatch.setattr("pylate_flash.models.ColBERT", panic)
     assert_one_clear_sentence(evaluate(beir, folder), "PanicException: index out of bounds")
 
 
-def test_ctrl_c_while_loading_interrupts(folder: Path, beir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(*arguments: object, **options: object) -> None:
+def test_ctrl_c_while_loading_interrupts(folder, beir, monkeypatch):
+    def interrupt(*arguments, **options):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("pylate_flash.models.ColBERT", interrupt)
     assert evaluate(beir, folder).exit_code == 130
 
 
-def bring_code(folder: Path, tmp_path: Path) -> Path:
+def bring_code(folder, tmp_path):
     """Give a module a class of the folder's own; returns the file that this code makes when it runs."""
     ran = tmp_path / "ran"
     (folder / "own.py").write_text(
@@ -155,7 +152,7 @@ def bring_code(folder: Path, tmp_path: Path) -> Path:
     return ran
 
 
-def test_code_of_a_folder_runs_only_if_it_is_trusted(folder: Path, beir: Path, tmp_path: Path) -> None:
+def test_code_of_a_folder_runs_only_if_it_is_trusted(folder, beir, tmp_path):
     ran = bring_code(folder, tmp_path)
     assert_one_clear_sentence(evaluate(beir, folder), "modules.json names 'own.Own'", "--trust-remote-code")
     assert not ran.exists()
@@ -163,9 +160,7 @@ def test_code_of_a_folder_runs_only_if_it_is_trusted(folder: Path, beir: Path, t
     assert ran.exists()
 
 
-def test_the_demo_runs_no_code_of_a_folder_that_is_not_trusted(
-    pylate: ModuleType, folder: Path, tmp_path: Path
-) -> None:
+def test_the_demo_runs_no_code_of_a_folder_that_is_not_trusted(pylate, folder, tmp_path):
     ran = bring_code(folder, tmp_path)
     demo = ("demo", "--model", folder, "--device", "cpu", "--output", tmp_path / "out")
     assert_one_clear_sentence(invoke(*demo), "modules.json names 'own.Own'", "--trust-remote-code")
@@ -176,27 +171,25 @@ def test_the_demo_runs_no_code_of_a_folder_that_is_not_trusted(
     assert not (tmp_path / "out").exists()
 
 
-def test_the_demo_says_at_once_that_there_is_no_such_model(pylate: ModuleType, tmp_path: Path) -> None:
+def test_the_demo_says_at_once_that_there_is_no_such_model(pylate, tmp_path):
     result = invoke("demo", "--model", "nomodel", "--device", "cpu", "--output", tmp_path / "out")
     assert_one_clear_sentence(result, "the model 'nomodel' cannot be loaded: there is no such folder")
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(("key", "value"), [("activation_function", "os.getcwd"), ("types", {"a": "antigravity.fly"})])
-def test_functions_that_a_configuration_names_are_not_called(folder: Path, beir: Path, key: str, value: Any) -> None:
+def test_functions_that_a_configuration_names_are_not_called(folder, beir, key, value):
     edit(folder / "1_Dense" / "config.json", lambda config: config.update({key: value}))
     name = value if isinstance(value, str) else value["a"]
     assert_one_clear_sentence(evaluate(beir, folder), f"its 1_Dense/config.json names {name!r}", "--trust-remote-code")
 
 
-def test_code_that_a_configuration_asks_for_names_the_option(folder: Path, beir: Path) -> None:
+def test_code_that_a_configuration_asks_for_names_the_option(folder, beir):
     edit(folder / "config.json", lambda c: c.update(model_type="own", auto_map={"AutoConfig": "own.Config"}))
     assert_one_clear_sentence(evaluate(beir, folder), "code of its own; --trust-remote-code runs it")
 
 
-def test_a_random_projection_is_refused_for_searching_and_named_otherwise(
-    small_model: Path, beir: Path, tmp_path: Path
-) -> None:
+def test_a_random_projection_is_refused_for_searching_and_named_otherwise(small_model, beir, tmp_path):
     encoder, lengths = small_model.with_name("encoder"), ("--query-length", 8, "--document-length", 12)
     result = evaluate(beir, encoder, *lengths, "--index", tmp_path / "index")
     assert_one_clear_sentence(result, f"the model in {encoder}", "train it first with `pylate-flash train`")
@@ -212,22 +205,20 @@ def test_a_random_projection_is_refused_for_searching_and_named_otherwise(
 
 
 @pytest.mark.parametrize(("option", "value"), [("--query-length", 100000), ("--document-length", 17)])
-def test_lengths_above_the_positions_are_refused(small_model: Path, beir: Path, option: str, value: int) -> None:
+def test_lengths_above_the_positions_are_refused(small_model, beir, option, value):
     assert_one_clear_sentence(
         evaluate(beir, small_model, option, value), f"{option} {value} is more than the 16 tokens"
     )
 
 
 @pytest.mark.parametrize(("offline", "part"), [("1", "HF_HUB_OFFLINE is set"), ("", "could not be fetched")])
-def test_a_name_that_is_not_found_names_the_offline_mode(
-    pylate: ModuleType, beir: Path, monkeypatch: pytest.MonkeyPatch, offline: str, part: str
-) -> None:
+def test_a_name_that_is_not_found_names_the_offline_mode(pylate, beir, monkeypatch, offline, part):
     monkeypatch.setenv("HF_HUB_OFFLINE", offline)
     monkeypatch.delenv("TRANSFORMERS_OFFLINE", raising=False)
     assert_one_clear_sentence(evaluate(beir, "no-such/name"), "'no-such/name'", part)
 
 
-def test_an_encoder_without_a_pooler_is_complete(folder: Path, beir: Path) -> None:
+def test_an_encoder_without_a_pooler_is_complete(folder, beir):
     tensors = load_file(folder / "model.safetensors")
     kept = {name: tensor for name, tensor in tensors.items() if "pooler" not in name}
     assert len(kept) < len(tensors)

@@ -18,11 +18,11 @@ ROOT = ("config.json", "model.safetensors", "modules.json", "tokenizer.json", "R
 class Model:
     """Stands in for a ColBERT model: an encoder and one Dense layer."""
 
-    def save_pretrained(self, path: str) -> None:
+    def save_pretrained(self, path):
         write(Path(path), "new", "1_Dense", *ROOT, "1_Dense/config.json", "1_Dense/model.safetensors")
 
 
-def write(folder: Path, content: str, dense: str, *names: str) -> None:
+def write(folder, content, dense, *names):
     for name in names:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(content)
@@ -30,12 +30,12 @@ def write(folder: Path, content: str, dense: str, *names: str) -> None:
     (folder / "modules.json").write_text(json.dumps(modules))
 
 
-def content(folder: Path) -> dict[str, str]:
+def content(folder):
     return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     """An old model that has other files than the new one, among files that belong to no model."""
     folder = tmp_path / "model"
     write(folder, "old", "2_Dense", *ROOT, "pytorch_model.bin", "adapter_config.json", "2_Dense/config.json")
@@ -43,13 +43,13 @@ def folder(tmp_path: Path) -> Path:
     return folder
 
 
-def write_others(folder: Path) -> None:
+def write_others(folder):
     for name in (".git/HEAD", "notes.txt", "train.jsonl", "2_Dense/notes.txt", "data/config.json"):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text("mine")
 
 
-def test_only_the_files_of_the_old_model_are_replaced(folder: Path) -> None:
+def test_only_the_files_of_the_old_model_are_replaced(folder):
     kept = write_model(Model(), folder)  # type: ignore[arg-type]
     found = content(folder)
     mine = {".git/HEAD", "notes.txt", "train.jsonl", "2_Dense/notes.txt", "data/config.json"}
@@ -60,7 +60,7 @@ def test_only_the_files_of_the_old_model_are_replaced(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ["../outside", "{outside}", "link", "link/../../outside"])
-def test_nothing_outside_of_the_folder_is_touched(folder: Path, tmp_path: Path, path: str) -> None:
+def test_nothing_outside_of_the_folder_is_touched(folder, tmp_path, path):
     """Whatever the old model says about its modules' folders."""
     outside = tmp_path / "outside"
     outside.mkdir()
@@ -72,19 +72,19 @@ def test_nothing_outside_of_the_folder_is_touched(folder: Path, tmp_path: Path, 
     assert (folder / "config.json").read_text() == "new"
 
 
-def test_a_broken_list_of_modules_is_replaced(folder: Path) -> None:
+def test_a_broken_list_of_modules_is_replaced(folder):
     for broken in ("[" * 200_000, '[{"path": 3}]', "{", "3", "\x00"):
         (folder / "modules.json").write_text(broken)
         write_model(Model(), folder)  # type: ignore[arg-type]
         assert json.loads((folder / "modules.json").read_text())[0]["by"] == "new"
 
 
-def test_between_the_moves_nothing_looks_like_a_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_between_the_moves_nothing_looks_like_a_model(folder, monkeypatch):
     """Neither like a model nor, without its list of modules, like an encoder: it is all old, all new, or none."""
     rename = Path.rename
     states = []
 
-    def observed(self: Path, target: Path) -> Path:
+    def observed(self, target):
         result = rename(self, target)
         states.append({name: (folder / name).read_text() for name in ROOT if (folder / name).exists()})
         return result
@@ -98,16 +98,14 @@ def test_between_the_moves_nothing_looks_like_a_model(folder: Path, monkeypatch:
     assert not any("old" in text for text in states[-1].values())
 
 
-def test_a_move_that_fails_leaves_the_old_model_and_names_the_new_one(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_move_that_fails_leaves_the_old_model_and_names_the_new_one(folder, monkeypatch):
     """Whichever of the moves it is."""
     before, rename = content(folder), Path.rename
     failures = 0
     while True:
         calls = 0
 
-        def failing(self: Path, target: Path) -> Path:
+        def failing(self, target):
             nonlocal calls
             calls += 1
             if calls == failures + 1:  # noqa: B023
@@ -129,9 +127,9 @@ def test_a_move_that_fails_leaves_the_old_model_and_names_the_new_one(
     assert (folder / "modules.json").read_text().count("new")
 
 
-def test_a_model_that_cannot_be_written_there_is_saved_elsewhere(folder: Path, tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_written_there_is_saved_elsewhere(folder, tmp_path):
     class FullDisk(Model):
-        def save_pretrained(self, path: str) -> None:
+        def save_pretrained(self, path):
             super().save_pretrained(path)
             if Path(path).is_relative_to(folder):
                 raise RuntimeError("No space left on device")
@@ -145,11 +143,9 @@ def test_a_model_that_cannot_be_written_there_is_saved_elsewhere(folder: Path, t
     assert content(Path(str(raised.value).split("; the model is in ")[1]))["model.safetensors"] == "new"
 
 
-def test_a_model_that_cannot_be_written_anywhere_leaves_nothing(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_cannot_be_written_anywhere_leaves_nothing(folder, tmp_path, monkeypatch):
     class FullDisks(Model):
-        def save_pretrained(self, path: str) -> None:
+        def save_pretrained(self, path):
             super().save_pretrained(path)
             raise RuntimeError(f"No space left for {Path(path).relative_to(tmp_path).parts[0]}")
 
@@ -165,7 +161,7 @@ def test_a_model_that_cannot_be_written_anywhere_leaves_nothing(
     assert list((tmp_path / "temporary").iterdir()) == []
 
 
-def test_a_folder_is_tried_out_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_folder_is_tried_out_and_leaves_nothing(tmp_path):
     with writable_folder(tmp_path / "a" / "b", "--output"):
         assert (tmp_path / "a" / "b").is_dir()
     assert not (tmp_path / "a").exists()
@@ -178,7 +174,7 @@ def test_a_folder_is_tried_out_and_leaves_nothing(tmp_path: Path) -> None:
         pass
 
 
-def test_an_empty_file_system_or_repository_counts_as_empty(tmp_path: Path) -> None:
+def test_an_empty_file_system_or_repository_counts_as_empty(tmp_path):
     for name in ("lost+found", ".git"):
         (tmp_path / name).mkdir()
     (tmp_path / ".gitattributes").touch()

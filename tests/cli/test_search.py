@@ -4,7 +4,6 @@ import io
 import json
 import os
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,7 +20,7 @@ TEXTS = {"cats": "cats and\tdogs", LONG: "planes, ships and trains", "tab\there"
 
 
 @pytest.fixture(scope="module")
-def index(tiny_colbert_path: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def index(tiny_colbert_path, tmp_path_factory):
     """An index of TEXTS, with its corpus beside it."""
     folder = tmp_path_factory.mktemp("searched")
     lines = (json.dumps({"_id": id_, "text": text}) + "\n" for id_, text in TEXTS.items())
@@ -32,7 +31,7 @@ def index(tiny_colbert_path: str, tmp_path_factory: pytest.TempPathFactory) -> P
 
 
 @pytest.fixture
-def queries(tmp_path: Path) -> Path:
+def queries(tmp_path):
     (tmp_path / "queries.jsonl").write_text(
         '{"_id": "animals", "text": "cats and dogs"}\n{"_id": "food", "text": "bread and butter"}\n'
     )
@@ -42,7 +41,7 @@ def queries(tmp_path: Path) -> Path:
 # What is printed
 
 
-def test_a_pipe_gets_a_line_per_document_with_rank_score_id_and_text(index: Path) -> None:
+def test_a_pipe_gets_a_line_per_document_with_rank_score_id_and_text(index):
     lines = succeed("search", "planes, ships and trains", "--index", index).splitlines()
     assert len(lines) == 3
     fields = [line.split("\t") for line in lines]
@@ -56,14 +55,14 @@ def test_a_pipe_gets_a_line_per_document_with_rank_score_id_and_text(index: Path
     }
 
 
-def test_a_pipe_gets_no_texts_where_none_are_known(index: Path, tmp_path: Path) -> None:
+def test_a_pipe_gets_no_texts_where_none_are_known(index, tmp_path):
     shutil.copytree(index, tmp_path / "elsewhere" / "index")
     change_state(tmp_path / "elsewhere" / "index", corpora=())
     lines = succeed("search", "trains", "--index", tmp_path / "elsewhere" / "index", "-k", 2).splitlines()
     assert [line.count("\t") for line in lines] == [2, 2]
 
 
-def test_an_index_remembers_where_its_texts_are(tmp_path: Path, tiny_colbert_path: str) -> None:
+def test_an_index_remembers_where_its_texts_are(tmp_path, tiny_colbert_path):
     here = tmp_path / "here"
     (here / "texts").mkdir(parents=True)
     (here / "texts" / "one.txt").write_text("cats and dogs")
@@ -87,7 +86,7 @@ def test_an_index_remembers_where_its_texts_are(tmp_path: Path, tiny_colbert_pat
     assert f"Note: no texts are shown: there is no file {here / 'texts'}" in result.stderr
 
 
-def test_a_pipe_gets_the_beginning_of_texts_and_json_all_of_them(index: Path, tmp_path: Path) -> None:
+def test_a_pipe_gets_the_beginning_of_texts_and_json_all_of_them(index, tmp_path):
     text = "word " * 100
     (tmp_path / "corpus.jsonl").write_text(json.dumps({"_id": "cats", "text": text}) + "\n")
     arguments = ("search", "cats and dogs", "--index", index, "--data", tmp_path / "corpus.jsonl", "-k", 1)
@@ -97,7 +96,7 @@ def test_a_pipe_gets_the_beginning_of_texts_and_json_all_of_them(index: Path, tm
     assert found["text"] == text.strip()
 
 
-def test_json_has_a_line_per_query_with_all_that_is_known(index: Path, queries: Path) -> None:
+def test_json_has_a_line_per_query_with_all_that_is_known(index, queries):
     (record,) = map(json.loads, succeed("search", "cats and dogs", "--index", index, "--json", "-k", 1).splitlines())
     (found,) = record["results"]
     assert (record["query"], found["rank"], found["id"]) == ("cats and dogs", 1, "cats")
@@ -110,7 +109,7 @@ def test_json_has_a_line_per_query_with_all_that_is_known(index: Path, queries: 
     assert second["results"][0]["id"] == "tab\there"
 
 
-def test_a_terminal_gets_the_beginning_of_texts_and_whole_ids() -> None:
+def test_a_terminal_gets_the_beginning_of_texts_and_whole_ids():
     screen = io.StringIO()
     found = [Found(1, LONG, 12.345, "word " * 100), Found(2, "\x1b[31mred", 1.0, None)]
     show(Console(file=screen, force_terminal=True, width=40, no_color=True), found, "two\nlines")
@@ -126,7 +125,7 @@ def test_a_terminal_gets_the_beginning_of_texts_and_whole_ids() -> None:
 # Several queries
 
 
-def test_several_queries_find_what_each_of_them_finds(index: Path, queries: Path, tmp_path: Path) -> None:
+def test_several_queries_find_what_each_of_them_finds(index, queries, tmp_path):
     plain = tmp_path / "queries.txt"
     plain.write_text("cats and dogs\n\nbread and butter\n")
     expected = [
@@ -141,13 +140,13 @@ def test_several_queries_find_what_each_of_them_finds(index: Path, queries: Path
 
 
 @pytest.mark.parametrize("arguments", [["-"], ["--queries", "-"]])
-def test_queries_come_from_standard_input(index: Path, arguments: list[str]) -> None:
+def test_queries_come_from_standard_input(index, arguments):
     result = invoke("search", *arguments, "--index", index, "-k", 1, input="cats and dogs\nplanes\n")
     assert result.exit_code == 0, result.output
     assert [line.split("\t")[0] for line in result.stdout.splitlines()] == ["1", "2"]
 
 
-def test_more_queries_than_are_searched_together(index: Path, queries: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_queries_than_are_searched_together(index, queries, monkeypatch):
     arguments = ("search", "--queries", queries, "--index", index)
     together = succeed(*arguments)
     monkeypatch.setattr("pylate_flash.cli.search._QUERIES_AT_A_TIME", 1)
@@ -159,12 +158,12 @@ def test_more_queries_than_are_searched_together(index: Path, queries: Path, mon
 # The model
 
 
-def test_search_needs_no_model_and_says_what_it_loads(index: Path, tiny_colbert_path: str) -> None:
+def test_search_needs_no_model_and_says_what_it_loads(index, tiny_colbert_path):
     result = invoke("search", "trains", "--index", index)
     assert result.stderr == f"Loading the index in {index} ...\nLoading the model {tiny_colbert_path} ...\n"
 
 
-def test_the_demo_needs_neither_index_nor_model(output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_demo_needs_neither_index_nor_model(output, monkeypatch):
     flat = indexes.Flat(output, "index", device="cpu")
     flat.record_model(models.ColBERT(str(output / "model"), device="cpu"), name=output / "model")
     monkeypatch.chdir(output.parent)
@@ -174,20 +173,20 @@ def test_the_demo_needs_neither_index_nor_model(output: Path, monkeypatch: pytes
     assert " ".join(next(document["text"] for document in corpus if document["_id"] == best[2]).split()) == best[3]
 
 
-def test_an_index_that_evaluate_keeps_names_its_model(beir: Path, tmp_path: Path, tiny_colbert_path: str) -> None:
+def test_an_index_that_evaluate_keeps_names_its_model(beir, tmp_path, tiny_colbert_path):
     here = ("--model", tiny_colbert_path, "--device", "cpu", "--query-length", 8)
     succeed("evaluate", "--data", beir, "--index", tmp_path / "index", *here)
     assert succeed("search", "trains", "--index", tmp_path / "index")
 
 
-def test_another_model_is_refused(index: Path, other_colbert_path: str, minilm_path: str) -> None:
+def test_another_model_is_refused(index, other_colbert_path, minilm_path):
     result = invoke("search", "x", "--index", index, "--model", other_colbert_path)
     assert_one_clear_sentence(result, index, "is another one", "weights")
     result = invoke("search", "x", "--index", index, "--model", minilm_path)
     assert_one_clear_sentence(result, minilm_path, "without a projection")
 
 
-def test_an_index_that_names_no_model_asks_for_it(tmp_path: Path, tiny_colbert_path: str) -> None:
+def test_an_index_that_names_no_model_asks_for_it(tmp_path, tiny_colbert_path):
     flat = indexes.Flat(tmp_path, "index", device="cpu")
     flat.add_documents(["a"], [np.eye(2, 32, dtype="float32")])
     result = invoke("search", "x", "--index", tmp_path / "index")
@@ -195,7 +194,7 @@ def test_an_index_that_names_no_model_asks_for_it(tmp_path: Path, tiny_colbert_p
     assert "\ta\n" in succeed("search", "x", "--index", tmp_path / "index", "--model", tiny_colbert_path)
 
 
-def test_an_index_of_hidden_states_is_refused(tmp_path: Path, tiny_colbert_path: str) -> None:
+def test_an_index_of_hidden_states_is_refused(tmp_path, tiny_colbert_path):
     model = models.ColBERT(tiny_colbert_path, device="cpu")
     # Its hidden states have the size of its embeddings, so that nothing else tells them apart.
     flat = indexes.Flat(tmp_path, "index", device="cpu", projection=model)
@@ -204,7 +203,7 @@ def test_an_index_of_hidden_states_is_refused(tmp_path: Path, tiny_colbert_path:
     assert_one_clear_sentence(invoke("search", "x", "--index", tmp_path / "index"), "hidden states", "projection=")
 
 
-def test_a_model_that_has_moved_is_named(corpus_index: Path, tmp_path: Path) -> None:
+def test_a_model_that_has_moved_is_named(corpus_index, tmp_path):
     (tmp_path / "model").rename(tmp_path / "moved")
     result = invoke("search", "x", "--index", corpus_index)
     assert_one_clear_sentence(result, tmp_path / "model", "not there any more", "--model")
@@ -212,7 +211,7 @@ def test_a_model_that_has_moved_is_named(corpus_index: Path, tmp_path: Path) -> 
 
 
 @pytest.fixture
-def corpus_index(beir: Path, tmp_path: Path, tiny_colbert_path: str) -> Path:
+def corpus_index(beir, tmp_path, tiny_colbert_path):
     """An index by a model that a test may move."""
     shutil.copytree(tiny_colbert_path, tmp_path / "model")
     succeed("index", "--data", beir, "--model", tmp_path / "model", "--index", tmp_path / "index", "--device", "cpu")
@@ -222,7 +221,7 @@ def corpus_index(beir: Path, tmp_path: Path, tiny_colbert_path: str) -> Path:
 # Wrong input
 
 
-def test_search_names_what_is_missing(index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_search_names_what_is_missing(index, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert_one_clear_sentence(invoke("search", "x"), "no index in demo-output/index", "pylate-flash demo", "--index")
     assert_one_clear_sentence(invoke("search", "x", "--index", "no"), "no index in no", "pylate-flash index")
@@ -238,27 +237,25 @@ def test_search_names_what_is_missing(index: Path, tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize(
     ("query", "part"), [("", "empty"), (" \n", "empty"), ("caf\udce9", "UTF-8"), ("\ud800", "UTF-8")]
 )
-def test_a_query_that_is_no_text_is_one_sentence(index: Path, query: str, part: str) -> None:
+def test_a_query_that_is_no_text_is_one_sentence(index, query, part):
     assert_one_clear_sentence(invoke("search", query, "--index", index), "the query", part)
 
 
-def test_bytes_that_are_no_text_are_one_sentence(index: Path, tmp_path: Path) -> None:
+def test_bytes_that_are_no_text_are_one_sentence(index, tmp_path):
     result = invoke("search", "-", "--index", index, input=b"good\ncaf\xe9\n")
     assert_one_clear_sentence(result, "standard input, line 2", "UTF-8")
     assert_one_clear_sentence(invoke("search", "-", "--index", index, input=""), "standard input holds no queries")
 
 
 @pytest.mark.parametrize("line", [b"nonsense", b'{"_id": "x\\ud800", "text": "t"}', b'{"_id": "x", "text": "\xe9"}'])
-def test_a_corpus_with_a_bad_line_is_one_sentence(index: Path, tmp_path: Path, line: bytes) -> None:
+def test_a_corpus_with_a_bad_line_is_one_sentence(index, tmp_path, line):
     (tmp_path / "corpus.jsonl").write_bytes(b'{"_id": "a", "text": "b"}\n' + line + b"\n")
     result = invoke("search", "x", "--index", index, "--data", tmp_path)
     assert_one_clear_sentence(result, "corpus.jsonl, line 2")
 
 
 @pytest.mark.parametrize("content", [b"nonsense\n", b'{"_id": "x", "text": "\xe9"}\n', b"", b"PAR1\0\0"])
-def test_a_corpus_that_happens_to_lie_beside_the_index_breaks_no_search(
-    index: Path, tmp_path: Path, content: bytes
-) -> None:
+def test_a_corpus_that_happens_to_lie_beside_the_index_breaks_no_search(index, tmp_path, content):
     shutil.copytree(index, tmp_path / "index")
     (tmp_path / "corpus.jsonl").write_bytes(content)
     result = invoke("search", "trains", "--index", tmp_path / "index", "-k", 2)
@@ -269,10 +266,8 @@ def test_a_corpus_that_happens_to_lie_beside_the_index_breaks_no_search(
     assert "--data" in note
 
 
-def test_a_corpus_beside_the_index_that_cannot_be_opened_breaks_no_search(
-    index: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*arguments: object) -> None:
+def test_a_corpus_beside_the_index_that_cannot_be_opened_breaks_no_search(index, monkeypatch):
+    def refuse(*arguments):
         raise PermissionError(13, "Permission denied", str(index.parent / "corpus.jsonl"))
 
     monkeypatch.setattr("pylate_flash.cli.indexing.Corpus", refuse)
@@ -282,13 +277,13 @@ def test_a_corpus_beside_the_index_that_cannot_be_opened_breaks_no_search(
     assert "Permission denied" in result.stderr
 
 
-def test_a_standard_input_that_is_closed_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_standard_input_that_is_closed_is_one_sentence(monkeypatch):
     monkeypatch.setattr("sys.stdin", None)
     with pytest.raises(UserError, match="standard input is closed"):
         _read_queries("-")
 
 
-def test_texts_may_come_from_a_pipe(index: Path, tmp_path: Path) -> None:
+def test_texts_may_come_from_a_pipe(index, tmp_path):
     with open(index.parent / "corpus.jsonl") as file:
         printed = succeed("search", "cats", "--index", index, "--data", f"/dev/fd/{file.fileno()}")
     assert "\tcats\tcats and dogs\n" in printed
@@ -301,13 +296,13 @@ def test_texts_may_come_from_a_pipe(index: Path, tmp_path: Path) -> None:
         os.close(read)
 
 
-def test_search_with_a_damaged_index_is_one_sentence(tmp_path: Path) -> None:
+def test_search_with_a_damaged_index_is_one_sentence(tmp_path):
     (tmp_path / "index").mkdir()
     (tmp_path / "index" / "catalog.sqlite").write_text("{" * 5000)
     assert_one_clear_sentence(invoke("search", "x", "--index", tmp_path / "index"), "catalog.sqlite")
 
 
-def test_metadata_of_a_corpus_filter_a_search(tmp_path: Path, tiny_colbert_path: str) -> None:
+def test_metadata_of_a_corpus_filter_a_search(tmp_path, tiny_colbert_path):
     lines = [
         {"_id": "a", "text": "cats", "metadata": {"year": 2019, "tags": ["x", "y"]}},
         {"_id": "b", "text": "dogs", "metadata": {"year": 2021, "lang": "en"}},
@@ -321,7 +316,7 @@ def test_metadata_of_a_corpus_filter_a_search(tmp_path: Path, tiny_colbert_path:
     corpus.write_text("".join(json.dumps(line) + "\n" for line in lines[1::2]))
     succeed("index", "add", "--data", corpus, "--index", index, "--device", "cpu", "--replace")
 
-    def found(where: str) -> list[str]:
+    def found(where):
         printed = succeed("search", "cats", "--where", where, "--index", index, "--json", "--device", "cpu")
         return sorted(result["id"] for result in json.loads(printed)["results"])
 
@@ -340,9 +335,7 @@ def test_metadata_of_a_corpus_filter_a_search(tmp_path: Path, tiny_colbert_path:
         ({"n": 1e400}, "the document 'a': metadata[0]['n'] is inf"),
     ],
 )
-def test_wrong_metadata_of_a_corpus_are_one_sentence(
-    tmp_path: Path, tiny_colbert_path: str, metadata: object, said: str
-) -> None:
+def test_wrong_metadata_of_a_corpus_are_one_sentence(tmp_path, tiny_colbert_path, metadata, said):
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text(json.dumps({"_id": "a", "text": "cats", "metadata": metadata}) + "\n")
     index = ("--index", tmp_path / "index", "--device", "cpu")

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from typer.testing import Result
 
 from pylate_flash.cli.common import UserError
 from pylate_flash.cli.training.checkpoints import Checkpoints
@@ -23,26 +22,26 @@ from tests.cli.commands import assert_one_clear_sentence, invoke
 LISTS = {"query": "q", "documents": ["one answer", "another"], "scores": [2.0, 1.0]}
 
 
-def train(data: Path, model: object, output: object, *options: object) -> Result:
+def train(data, model, output, *options):
     return invoke("train", "--data", data, "--model", model, "--output", output, "--device", "cpu", *options)
 
 
-def trained(data: Path, model: object, output: object, *options: object) -> Result:
+def trained(data, model, output, *options):
     result = train(data, model, output, *options)
     assert result.exit_code == 0, result.output + repr(result.exception)
     return result
 
 
-def write(path: Path, *rows: dict) -> Path:
+def write(path, *rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
-def interrupt_after(step: int, monkeypatch: pytest.MonkeyPatch, signals: tuple[int, ...] = (signal.SIGINT,)) -> None:
+def interrupt_after(step, monkeypatch, signals=(signal.SIGINT,)):
     """Send this process signals at the end of a step."""
     on_step_end = Progress.on_step_end
 
-    def interrupted(self: Progress, args, state, control, **kwargs) -> None:
+    def interrupted(self, args, state, control, **kwargs):
         on_step_end(self, args, state, control, **kwargs)
         if state.global_step == step:
             for number in signals:
@@ -52,7 +51,7 @@ def interrupt_after(step: int, monkeypatch: pytest.MonkeyPatch, signals: tuple[i
 
 
 @pytest.mark.parametrize("loss", ["cached", "distillation"])
-def test_train_with_the_other_losses(loss: str, tiny_colbert_path: str, pairs: Path, tmp_path: Path) -> None:
+def test_train_with_the_other_losses(loss, tiny_colbert_path, pairs, tmp_path):
     if loss == "distillation":
         write(pairs, *[LISTS] * 4)
     options = ("--loss", loss, "--batch-size", 4, "--mini-batch-size", 2, "--temperature", 0.5)
@@ -63,9 +62,7 @@ def test_train_with_the_other_losses(loss: str, tiny_colbert_path: str, pairs: P
     assert notes == [f"pylate-flash: note: {option} has no effect with --loss {loss}" for option in unused]
 
 
-def test_train_with_mini_batches_of_so_many_tokens(
-    tiny_colbert_path: str, pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_train_with_mini_batches_of_so_many_tokens(tiny_colbert_path, pairs, tmp_path, monkeypatch):
     limits, cut = [], grad_cache.mini_batches
     monkeypatch.setattr(grad_cache, "mini_batches", lambda *arguments: limits.append(arguments[2]) or cut(*arguments))
     options = ("--loss", "cached", "--batch-size", 4, "--max-steps", 1, "--mini-batch-tokens", 40)
@@ -91,23 +88,19 @@ def test_train_with_mini_batches_of_so_many_tokens(
         (("--eval-data", "no-such-file"), "there is no file no-such-file"),
     ],
 )
-def test_train_refuses_what_cannot_be(
-    options: tuple[str, ...], message: str, tiny_colbert_path: str, pairs: Path, tmp_path: Path
-) -> None:
+def test_train_refuses_what_cannot_be(options, message, tiny_colbert_path, pairs, tmp_path):
     result = train(pairs, tiny_colbert_path, tmp_path / "out", "--loss", "cached", *options)
     assert_one_clear_sentence(result, message)
     assert not (tmp_path / "out").exists()
 
 
-def test_a_single_step_has_a_learning_rate(tiny_colbert_path: str, pairs: Path, tmp_path: Path) -> None:
+def test_a_single_step_has_a_learning_rate(tiny_colbert_path, pairs, tmp_path):
     trained(pairs, tiny_colbert_path, tmp_path / "out", "--max-steps", 1)
     before, after = (load_file(Path(folder) / "model.safetensors") for folder in (tiny_colbert_path, tmp_path / "out"))
     assert max((after[name] - weight).abs().max().item() for name, weight in before.items()) > 0
 
 
-def test_train_finds_the_largest_mini_batch(
-    tiny_colbert_path: str, pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_train_finds_the_largest_mini_batch(tiny_colbert_path, pairs, tmp_path, monkeypatch):
     """Where the processor is taken for a GPU on which all documents of a batch fit."""
     monkeypatch.setattr("pylate_flash.cli.train._check_device", lambda *_: None)
     options = ("--loss", "cached", "--batch-size", 4, "--max-steps", 1, "--mini-batch-tokens", "auto")
@@ -117,9 +110,7 @@ def test_train_finds_the_largest_mini_batch(
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_train_computes_in_the_precision_that_is_asked_for(
-    precision: str, tiny_colbert_path: str, pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_train_computes_in_the_precision_that_is_asked_for(precision, tiny_colbert_path, pairs, tmp_path, monkeypatch):
     found, operation = [], contrast.maxsim_cross_entropy
     monkeypatch.setattr(
         contrast,
@@ -131,7 +122,7 @@ def test_train_computes_in_the_precision_that_is_asked_for(
 
 
 @pytest.mark.parametrize("loss", ["contrastive", "cached", "distillation"])
-def test_train_evaluates_on_lines_of_their_own(loss: str, tiny_colbert_path: str, pairs: Path, tmp_path: Path) -> None:
+def test_train_evaluates_on_lines_of_their_own(loss, tiny_colbert_path, pairs, tmp_path):
     """After each epoch, or after so many steps; what the model becomes does not depend on it."""
     if loss == "distillation":
         write(pairs, *({**LISTS, "query": f"query {i}"} for i in range(8)))
@@ -155,7 +146,7 @@ def test_train_evaluates_on_lines_of_their_own(loss: str, tiny_colbert_path: str
         assert torch.equal(weights[2][name], tensor)
 
 
-def test_train_says_what_it_trains_on(tiny_colbert_path: str, tmp_path: Path) -> None:
+def test_train_says_what_it_trains_on(tiny_colbert_path, tmp_path):
     row = {"query": "question", "positive": "an answer", "negative_2": "b", "negative_1": "a", "url": "x", "id": 1}
     data = write(
         tmp_path / "train.jsonl",
@@ -181,7 +172,7 @@ def test_train_says_what_it_trains_on(tiny_colbert_path: str, tmp_path: Path) ->
     assert progress[1].startswith("step 1 of 3, loss ")
 
 
-def test_train_replaces_a_model_only_when_asked_to(tiny_colbert_path: str, pairs: Path, tmp_path: Path) -> None:
+def test_train_replaces_a_model_only_when_asked_to(tiny_colbert_path, pairs, tmp_path):
     """And only the model: other files stay, those that another kind of weights is loaded from do not."""
     old = tmp_path / "old"
     shutil.copytree(tiny_colbert_path, old)
@@ -197,9 +188,7 @@ def test_train_replaces_a_model_only_when_asked_to(tiny_colbert_path: str, pairs
     assert sorted(path.name for path in tmp_path.iterdir()) == ["old", "train.jsonl"]
 
 
-def test_train_writes_into_a_linked_folder_and_into_the_current_one(
-    tiny_colbert_path: str, pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_train_writes_into_a_linked_folder_and_into_the_current_one(tiny_colbert_path, pairs, tmp_path, monkeypatch):
     (tmp_path / "disk").mkdir()
     (tmp_path / "link").symlink_to("disk")
     trained(pairs, tiny_colbert_path, tmp_path / "link", "--max-steps", 1)
@@ -211,16 +200,14 @@ def test_train_writes_into_a_linked_folder_and_into_the_current_one(
     assert (tmp_path / "here" / "modules.json").is_file()
 
 
-def test_train_tries_the_output_before_it_loads_a_model(pairs: Path, tmp_path: Path) -> None:
+def test_train_tries_the_output_before_it_loads_a_model(pairs, tmp_path):
     (tmp_path / "file").touch()
     (tmp_path / "loop").symlink_to("loop")
     for output, named, message in (("file/out", "file", "is a file"), ("file", "file", "is a file"), ("loop",) * 3):
         assert_one_clear_sentence(train(pairs, "no-such/model", tmp_path / output), tmp_path / named, message)
 
 
-def test_an_interrupted_run_resumes_to_the_same_weights(
-    tiny_colbert_path: str, pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_run_resumes_to_the_same_weights(tiny_colbert_path, pairs, tmp_path, monkeypatch):
     """From the middle of the second of three epochs."""
     options = ("--batch-size", 4, "--epochs", 3, "--lr", 1e-3)
     whole, out = tmp_path / "whole", tmp_path / "out"
@@ -264,9 +251,7 @@ def test_an_interrupted_run_resumes_to_the_same_weights(
 
 
 @pytest.mark.parametrize("evaluating", [False, True])
-def test_a_signal_leaves_out_the_evaluation(
-    evaluating: bool, tiny_colbert_path: str, pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signal_leaves_out_the_evaluation(evaluating, tiny_colbert_path, pairs, tmp_path, monkeypatch):
     """One that is due after the step, and one that is under way; the weights are those of a run without a signal.
 
     The model has dropout: an evaluation draws none of the numbers that the training draws.
@@ -280,7 +265,7 @@ def test_a_signal_leaves_out_the_evaluation(
     assert "of --eval-data" in trained(pairs, model, whole, *options).stderr
     batches = []
 
-    def interrupt(self: Progress, args, state, control, **kwargs) -> None:
+    def interrupt(self, args, state, control, **kwargs):
         batches.append(state.global_step)
         signal.raise_signal(signal.SIGINT)
 
@@ -299,15 +284,13 @@ def test_a_signal_leaves_out_the_evaluation(
     assert content(out) == content(whole)
 
 
-def content(folder: Path) -> dict[str, bytes]:
+def content(folder):
     """The files of a model, but for the card, which tells the time."""
     files = (path for path in folder.rglob("*") if path.is_file() and path.name != "README.md")
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
-def test_sigterm_keeps_the_old_model_and_the_last_checkpoints(
-    tiny_colbert_path: str, pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sigterm_keeps_the_old_model_and_the_last_checkpoints(tiny_colbert_path, pairs, tmp_path, monkeypatch):
     old = tmp_path / "old"
     shutil.copytree(tiny_colbert_path, old)
     before = content(old)
@@ -322,7 +305,7 @@ def test_sigterm_keeps_the_old_model_and_the_last_checkpoints(
     assert names == ["checkpoint-3", "checkpoint-4", "run.json"]
 
 
-def test_what_a_run_left_that_was_killed_early_is_in_nobodys_way(tmp_path: Path) -> None:
+def test_what_a_run_left_that_was_killed_early_is_in_nobodys_way(tmp_path):
     checkpoints = Checkpoints(tmp_path)
     checkpoints.begin({"--lr": 1.0})
     (checkpoints.folder / "checkpoint-1").mkdir()
@@ -333,7 +316,7 @@ def test_what_a_run_left_that_was_killed_early_is_in_nobodys_way(tmp_path: Path)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_settings_that_are_damaged_are_not_resumed_from(tmp_path: Path) -> None:
+def test_settings_that_are_damaged_are_not_resumed_from(tmp_path):
     checkpoints = Checkpoints(tmp_path)
     checkpoints.begin({"--lr": 1.0})
     (checkpoints.folder / "checkpoint-1").mkdir()
@@ -344,7 +327,7 @@ def test_settings_that_are_damaged_are_not_resumed_from(tmp_path: Path) -> None:
             checkpoints.check({"--lr": 1.0})
 
 
-def test_a_second_signal_interrupts_at_once() -> None:
+def test_a_second_signal_interrupts_at_once():
     before = signal.getsignal(signal.SIGINT)
     with StopRequest() as request:
         signal.raise_signal(signal.SIGTERM)
@@ -354,10 +337,8 @@ def test_a_second_signal_interrupts_at_once() -> None:
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_a_checkpoint_that_cannot_be_written_does_not_lose_the_model(
-    tiny_colbert_path: str, pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(self: ColBERTTrainer, folder: str) -> None:
+def test_a_checkpoint_that_cannot_be_written_does_not_lose_the_model(tiny_colbert_path, pairs, tmp_path, monkeypatch):
+    def full(self, folder):
         raise RuntimeError("No space left on device")
 
     monkeypatch.setattr(ColBERTTrainer, "_save_optimizer_and_scheduler", full)
@@ -370,12 +351,12 @@ def test_a_checkpoint_that_cannot_be_written_does_not_lose_the_model(
 
 
 def test_a_checkpoint_and_a_model_that_cannot_be_written_leave_the_last_checkpoint(
-    tiny_colbert_path: str, pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tiny_colbert_path, pairs, tmp_path, monkeypatch
+):
     """Where the disk is full, and that of the temporary files too."""
     save = ColBERT.save_pretrained
 
-    def full(self: ColBERT, path: str, *arguments: object, **options: object) -> None:
+    def full(self, path, *arguments, **options):
         save(self, path, *arguments, **options)
         if Path(path).name != "checkpoint-1":
             raise RuntimeError("No space left on device")
@@ -396,9 +377,7 @@ def test_a_checkpoint_and_a_model_that_cannot_be_written_leave_the_last_checkpoi
     trained(pairs, tiny_colbert_path, out, "--batch-size", 2, "--resume")
 
 
-def test_train_with_a_loss_that_is_not_finite_writes_nothing(
-    tiny_colbert_path: str, pairs: Path, tmp_path: Path
-) -> None:
+def test_train_with_a_loss_that_is_not_finite_writes_nothing(tiny_colbert_path, pairs, tmp_path):
     result = train(pairs, tiny_colbert_path, tmp_path / "out", "--lr", 1e38, "--batch-size", 2, "--save-steps", 1)
     assert result.exit_code == 2
     assert "not finite" in result.stderr.splitlines()[-1]
@@ -408,12 +387,10 @@ def test_train_with_a_loss_that_is_not_finite_writes_nothing(
         assert all(tensor.isfinite().all() for tensor in load_file(weights).values())
 
 
-def test_a_model_that_is_not_finite_is_not_written(
-    tiny_colbert_path: str, pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_is_not_finite_is_not_written(tiny_colbert_path, pairs, tmp_path, monkeypatch):
     """Nor is one trained."""
 
-    def spoil(self: ColBERTTrainer, **kwargs: object) -> None:
+    def spoil(self, **kwargs):
         self.state.log_history = [{"loss": 1.0}]
         with torch.no_grad():
             self.model[1].linear.weight[3, 4] = float("inf")
@@ -436,9 +413,7 @@ def test_a_model_that_is_not_finite_is_not_written(
     ("line", "parts"),
     [("{", ["not valid JSON"]), ('{"query": "q"}', ["'positive' is missing"]), ("[]", ["expected a JSON object"])],
 )
-def test_train_names_file_and_line(
-    pairs: Path, tiny_colbert_path: str, tmp_path: Path, line: str, parts: list[str]
-) -> None:
+def test_train_names_file_and_line(pairs, tiny_colbert_path, tmp_path, line, parts):
     with pairs.open("a") as lines:
         lines.write(line + "\n")
     result = train(pairs, tiny_colbert_path, tmp_path / "out")
@@ -446,7 +421,7 @@ def test_train_names_file_and_line(
     assert not (tmp_path / "out").exists()
 
 
-def test_train_reads_a_pipe(pairs: Path, tiny_colbert_path: str, tmp_path: Path) -> None:
+def test_train_reads_a_pipe(pairs, tiny_colbert_path, tmp_path):
     """Lines that are read are not there a second time."""
     reading, writing = os.pipe()
     os.write(writing, pairs.read_bytes())
@@ -458,17 +433,13 @@ def test_train_reads_a_pipe(pairs: Path, tiny_colbert_path: str, tmp_path: Path)
 
 @pytest.mark.parametrize("name", ["--temperature", "--lr", "--epochs"])
 @pytest.mark.parametrize("value", ["0", "-1", "nan", "inf"])
-def test_train_refuses_numbers_that_are_none(
-    pairs: Path, tiny_colbert_path: str, tmp_path: Path, name: str, value: str
-) -> None:
+def test_train_refuses_numbers_that_are_none(pairs, tiny_colbert_path, tmp_path, name, value):
     result = train(pairs, tiny_colbert_path, tmp_path / "out", name, value)
     assert_one_clear_sentence(result, f"{name} must be a finite number above 0, got {value}")
 
 
 @pytest.mark.parametrize(("name", "value"), [("--seed", -1), ("--seed", 2**32), ("--max-steps", 0)])
-def test_train_refuses_numbers_out_of_range(
-    pairs: Path, tiny_colbert_path: str, tmp_path: Path, name: str, value: int
-) -> None:
+def test_train_refuses_numbers_out_of_range(pairs, tiny_colbert_path, tmp_path, name, value):
     result = train(pairs, tiny_colbert_path, tmp_path / "out", name, value)
     assert result.exit_code == 2
     assert f"'{name}'" in result.stderr
@@ -476,13 +447,13 @@ def test_train_refuses_numbers_out_of_range(
     assert not (tmp_path / "out").exists()
 
 
-def test_train_names_options_that_exclude_each_other(pairs: Path, tiny_colbert_path: str, tmp_path: Path) -> None:
+def test_train_names_options_that_exclude_each_other(pairs, tiny_colbert_path, tmp_path):
     for options in (("--resume", "--overwrite"), ("--max-steps", 3, "--epochs", 1.0)):
         result = train(pairs, tiny_colbert_path, tmp_path / "out", *options)
         assert_one_clear_sentence(result, *(part for part in options if str(part).startswith("--")), "exclude")
 
 
-def test_train_checks_its_arguments_before_it_starts(pairs: Path, tiny_colbert_path: str, tmp_path: Path) -> None:
+def test_train_checks_its_arguments_before_it_starts(pairs, tiny_colbert_path, tmp_path):
     out = tmp_path / "out"
     assert_one_clear_sentence(train(tmp_path / "no.jsonl", tiny_colbert_path, out), "no file", tmp_path / "no.jsonl")
     assert_one_clear_sentence(train(tmp_path, tiny_colbert_path, out), tmp_path, "is a folder")

@@ -19,7 +19,7 @@ collect_ignore_glob = [] if HOSTS["sentence-transformers"].is_there() else ["tes
 
 
 @pytest.fixture(scope="session")
-def tiny_encoder_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+def tiny_encoder_path(tmp_path_factory):
     """Folder of a `MultiVectorEncoder` with random weights: two small BERT layers, words as tokens, d = 16."""
     from sentence_transformers import MultiVectorEncoder
     from sentence_transformers.base.modules import Dense, Normalize, Transformer
@@ -63,7 +63,7 @@ def tiny_encoder_path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture
-def tiny_encoder(tiny_encoder_path: str) -> Any:
+def tiny_encoder(tiny_encoder_path):
     """The model of `tiny_encoder_path`, loaded afresh."""
     from sentence_transformers import MultiVectorEncoder
 
@@ -71,10 +71,10 @@ def tiny_encoder(tiny_encoder_path: str) -> Any:
 
 
 @pytest.fixture(scope="session")
-def texts() -> Any:
+def texts():
     """A function that draws texts of several lengths: `texts(seed, count)`."""
 
-    def draw(seed: int, count: int, longest: int = 9) -> list[str]:
+    def draw(seed, count, longest=9):
         generator = torch.Generator().manual_seed(seed)
         lengths = torch.randint(1, longest + 1, (count,), generator=generator).tolist()
         return [" ".join(WORDS[int(i)] for i in torch.randint(len(WORDS), (n,), generator=generator)) for n in lengths]

@@ -24,7 +24,7 @@ class Form(NamedTuple):
     mask: Any
 
 
-def numbers(seed: int, *shape: int) -> torch.Tensor:
+def numbers(seed, *shape):
     """Multiples of 1/8 from -2 to 2, with rows of zeros among them."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.randint(-16, 17, shape, generator=generator) / 8
@@ -33,7 +33,7 @@ def numbers(seed: int, *shape: int) -> torch.Tensor:
 
 
 @st.composite
-def forms(draw: st.DrawFn, n_items: int, size: int, weights: bool, kinds: tuple[str, ...] = KINDS) -> Form:
+def forms(draw, n_items, size, weights, kinds=KINDS):
     """A form of `n_items` items; of queries, masks may hold `weights`."""
     kind, seed = draw(st.sampled_from(kinds)), draw(st.integers(0, 2**20))
     lengths = draw(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +16,7 @@ from pylate_flash.ops import maxsim, maxsim_reference, soft_maxsim
 HOST = "colpali-engine"
 
 
-def without_padding(gradient: torch.Tensor, embeddings: torch.Tensor) -> torch.Tensor:
+def without_padding(gradient, embeddings):
     """The gradient of what is no padding.
 
     All similarities of a padded token are equal. Its gradient, which theirs shares out among the equals and ours gives
@@ -27,7 +25,7 @@ def without_padding(gradient: torch.Tensor, embeddings: torch.Tensor) -> torch.T
     return gradient.masked_fill(~embeddings.any(dim=-1, keepdim=True), 0.0)
 
 
-def batch(seed: int, *shape: int) -> torch.Tensor:
+def batch(seed, *shape):
     """Unit embeddings, some of them padded with zeros."""
     generator = torch.Generator().manual_seed(seed)
     values = F.normalize(torch.randn(*shape, generator=generator), dim=-1)
@@ -39,7 +37,7 @@ QUERIES, DOCUMENTS, CANDIDATES = batch(1, 4, 5, 16), batch(2, 6, 9, 16), batch(3
 
 
 @pytest.fixture(scope="module")
-def host() -> Any:
+def host():
     """The host, with what of it is used here."""
     if not HOSTS[HOST].is_there():
         pytest.skip("colpali-engine is not installed, or too old to have utils.maxsim")
@@ -51,14 +49,14 @@ def host() -> Any:
 
 
 @pytest.fixture(autouse=True)
-def routes_are_released(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def routes_are_released(monkeypatch):
     monkeypatch.delenv("COLPALI_SCORES_BACKEND", raising=False)
     yield
     assert (COLPALI.holders, COLPALI.twins) == (0, {})
 
 
 @pytest.mark.parametrize(("name", "documents"), [("maxsim_inbatch", DOCUMENTS), ("maxsim_kd", CANDIDATES)])
-def test_padded_tokens_compete_at_0(name: str, documents: torch.Tensor) -> None:
+def test_padded_tokens_compete_at_0(name, documents):
     """By the definition without masks, and not by the one that leaves zeros out."""
     queries, documents = -QUERIES.abs(), documents.abs()
     scores = getattr(ours, name)(queries, documents)
@@ -70,7 +68,7 @@ def test_padded_tokens_compete_at_0(name: str, documents: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize(("name", "documents"), [("maxsim_inbatch", DOCUMENTS), ("maxsim_kd", CANDIDATES)])
-def test_scores_and_gradients_are_theirs(name: str, documents: torch.Tensor, host: Any) -> None:
+def test_scores_and_gradients_are_theirs(name, documents, host):
     results = []
     for function, dtype in ((getattr(ours, name), torch.float32), (getattr(host.utils.maxsim, name), torch.float64)):
         query, doc = (values.clone().to(dtype).requires_grad_() for values in (QUERIES, documents))
@@ -82,7 +80,7 @@ def test_scores_and_gradients_are_theirs(name: str, documents: torch.Tensor, hos
         assert (found - expected).norm() <= 1e-6 * expected.norm()
 
 
-def test_routed_where_they_were_imported_before(host: Any) -> None:
+def test_routed_where_they_were_imported_before(host):
     functions = [host.loss.late_interaction_losses.maxsim_inbatch, host.utils.processing_utils.maxsim_inbatch]
     halves = QUERIES.bfloat16(), DOCUMENTS.bfloat16()
     for function in functions:
@@ -106,9 +104,7 @@ LOSSES = (
 @pytest.mark.parametrize("normalizes", [False, True])
 @pytest.mark.parametrize("filters", [False, True])
 @pytest.mark.parametrize("name", LOSSES)
-def test_losses(
-    name: str, filters: bool, normalizes: bool, tau: float | None, host: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_losses(name, filters, normalizes, tau, host, monkeypatch):
     """Over their options, against theirs in float64; a filter of negatives writes into the scores.
 
     In a smooth maximum, of a `tau`, padded tokens of documents are terms of the sum, and those of queries count.
@@ -123,7 +119,7 @@ def test_losses(
         served = lambda *tensors, operation=operation: calls.append(operation) or operation(*tensors)  # noqa: E731
         monkeypatch.setattr(ours, operation.__name__, served)
 
-    def value_and_gradients(dtype: torch.dtype) -> list[torch.Tensor]:
+    def value_and_gradients(dtype):
         leaves = [side.clone().to(dtype).detach().requires_grad_() for side in sides]
         value = loss(*leaves)
         value.backward()
@@ -142,7 +138,7 @@ def test_losses(
         assert (mine - theirs).norm() <= 1e-5 * theirs.norm()
 
 
-def test_another_backend_keeps_their_smooth_maximum(host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_backend_keeps_their_smooth_maximum(host, monkeypatch):
     loss, halves = host.loss.ColbertLoss(use_smooth_max=True), (QUERIES.bfloat16(), DOCUMENTS.bfloat16())
     theirs, mine = loss._inbatch_scores(*halves), soft_maxsim(*halves, 1.0 / loss.tau).bfloat16()
     assert not torch.equal(theirs, mine), "they round every similarity"
@@ -153,7 +149,7 @@ def test_another_backend_keeps_their_smooth_maximum(host: Any, monkeypatch: pyte
     assert torch.equal(loss._inbatch_scores(*halves), theirs)
 
 
-def test_score_multi_vector_of_ragged_lists(host: Any) -> None:
+def test_score_multi_vector_of_ragged_lists(host):
     score = host.utils.processing_utils.BaseVisualRetrieverProcessor.score_multi_vector
     queries, documents = [q[: i + 1] for i, q in enumerate(QUERIES)], [d[: 3 + i] for i, d in enumerate(DOCUMENTS)]
     expected = score(queries, documents, batch_size=3, device="cpu")
@@ -161,7 +157,7 @@ def test_score_multi_vector_of_ragged_lists(host: Any) -> None:
         assert torch.allclose(score(queries, documents, batch_size=3, device="cpu"), expected, rtol=1e-6)
 
 
-def test_the_environment_names_another_backend(host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_names_another_backend(host, monkeypatch):
     halves = QUERIES.bfloat16(), DOCUMENTS.bfloat16()
     function = host.utils.maxsim.maxsim_inbatch
     calls: list[str] = []
@@ -176,7 +172,7 @@ def test_the_environment_names_another_backend(host: Any, monkeypatch: pytest.Mo
             function(*halves)
 
 
-def test_bad_shapes() -> None:
+def test_bad_shapes():
     with pytest.raises(ValueError, match=r"doc must have shape \[Nd, Ld, d\], got \[4, 3, 9, 16\]"):
         ours.maxsim_inbatch(QUERIES, CANDIDATES)
     with pytest.raises(ValueError, match=r"doc must have shape \[Nq, K, Ld, d\], got \[6, 9, 16\]"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import doctest
-from types import ModuleType
 
 import pytest
 
@@ -12,7 +11,7 @@ from pylate_flash.hosts.sentence_transformers import scoring, xtr_scoring
 
 
 @pytest.mark.parametrize(("module", "examples"), [(scoring, 4), (xtr_scoring, 2), (colpali, 2)])
-def test_examples(module: ModuleType, examples: int) -> None:
+def test_examples(module, examples):
     found = [test for test in doctest.DocTestFinder().find(module) if test.examples]
     assert len(found) == examples
     for test in found:

@@ -6,8 +6,6 @@ import functools
 import inspect
 import sys
 import types
-from collections.abc import Iterator
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -47,7 +45,7 @@ def our_scale(self, value, by):
 
 
 @pytest.fixture
-def host() -> Iterator[types.ModuleType]:
+def host():
     module = types.ModuleType("host_of_routes")
     module.add, module.Model, module.our_add, module.our_scale = add, Model, our_add, our_scale
     sys.modules[module.__name__] = module
@@ -55,11 +53,11 @@ def host() -> Iterator[types.ModuleType]:
     del sys.modules[module.__name__]
 
 
-def routes(**served: str) -> Routes:
+def routes(**served):
     return Routes({f"host_of_routes:{theirs}": f"host_of_routes:{ours}" for theirs, ours in served.items()})
 
 
-def test_arguments_defaults_and_identity(host: types.ModuleType) -> None:
+def test_arguments_defaults_and_identity(host):
     found, signature, code = routes(add="our_add"), inspect.signature(add), add.__code__
     found.hold()
     try:
@@ -77,7 +75,7 @@ def test_arguments_defaults_and_identity(host: types.ModuleType) -> None:
     assert found.original("host_of_routes:add") is add
 
 
-def test_methods(host: types.ModuleType) -> None:
+def test_methods(host):
     found = Routes({"host_of_routes:Model.scale": "host_of_routes:our_scale"})
     model = Model()
     bound = model.scale
@@ -88,9 +86,7 @@ def test_methods(host: types.ModuleType) -> None:
     assert bound(5, by=1) == 10
 
 
-def test_the_hosts_own_code_runs_where_somebody_watches_it(
-    host: types.ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_hosts_own_code_runs_where_somebody_watches_it(host, monkeypatch):
     host.outer, host.our_outer = outer, lambda a: ("ours", a)
     watched = types.FunctionType((lambda a: ("watched", a)).__code__, {"__name__": "elsewhere"})
     found = Routes({"host_of_routes:outer": "host_of_routes:our_outer"}, helpers={"host_of_routes:outer": "inner"})
@@ -106,7 +102,7 @@ def test_the_hosts_own_code_runs_where_somebody_watches_it(
     assert outer(1) == 1
 
 
-def test_several_holders(host: types.ModuleType) -> None:
+def test_several_holders(host):
     found = routes(add="our_add")
     found.hold()
     found.hold()
@@ -120,7 +116,7 @@ def add_in_its_place(a, b=10, *, c=100):
     return "in its place"
 
 
-def test_what_is_given_back_is_what_was_routed(host: types.ModuleType) -> None:
+def test_what_is_given_back_is_what_was_routed(host):
     """Whatever its name is bound to by then, as in a block of `mock.patch`, or after a reload."""
     found, code, other = routes(add="our_add"), add.__code__, add_in_its_place.__code__
     found.hold()
@@ -131,7 +127,7 @@ def test_what_is_given_back_is_what_was_routed(host: types.ModuleType) -> None:
 
 
 @pytest.mark.parametrize("kind", ["closure", "wrapped", "mock"])
-def test_what_is_not_the_hosts_own_function_changes_nothing(host: types.ModuleType, kind: str) -> None:
+def test_what_is_not_the_hosts_own_function_changes_nothing(host, kind):
     def closure(a, b=10, *, c=100):
         return own(a, b, c=c)
 
@@ -148,34 +144,34 @@ def test_what_is_not_the_hosts_own_function_changes_nothing(host: types.ModuleTy
     assert (found.holders, found.twins, found.held) == (0, {}, {})
 
 
-def test_a_function_that_is_missing_changes_nothing(host: types.ModuleType) -> None:
+def test_a_function_that_is_missing_changes_nothing(host):
     found = routes(add="our_add", subtract="our_add")
     with pytest.raises(ImportError, match="host_of_routes.subtract is not in the installed version"):
         found.hold()
     assert (add(1), found.holders, found.twins) == (111, 0, {})
 
 
-def test_a_parameter_that_ours_does_not_know_changes_nothing(host: types.ModuleType) -> None:
+def test_a_parameter_that_ours_does_not_know_changes_nothing(host):
     host.fewer = lambda a, b: None
     with pytest.raises(ImportError, match="host_of_routes.add has the parameter 'c' .* does not know"):
         routes(add="fewer").hold()
     assert add(1) == 111
 
 
-def test_a_parameter_that_ours_needs_and_the_host_has_not_changes_nothing(host: types.ModuleType) -> None:
+def test_a_parameter_that_ours_needs_and_the_host_has_not_changes_nothing(host):
     host.more = lambda a, b, c, d: None
     with pytest.raises(ImportError, match="host_of_routes.add has no parameter 'd' .* needs"):
         routes(add="more").hold()
     assert add(1) == 111
 
 
-def host_of(package: str, monkeypatch: pytest.MonkeyPatch) -> Host:
+def host_of(package, monkeypatch):
     about = _extras.Host("A Host", "a-host", "an-extra", ">=1.0,<2")
     monkeypatch.setitem(_extras.HOSTS, package, about)
     return Host(about, package, "1.0", lambda: None, lambda: None)
 
 
-def test_a_host_that_is_not_installed_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_that_is_not_installed_names_the_extra(monkeypatch):
     missing = host_of("no_host_of_this_name", monkeypatch)
     assert not missing.is_there()
     message = r'^what asks needs A Host, which is not installed: pip install "pylate-flash\[an-extra\]"'
@@ -183,7 +179,7 @@ def test_a_host_that_is_not_installed_names_the_extra(monkeypatch: pytest.Monkey
         missing.check("what asks")
 
 
-def test_a_mere_folder_is_no_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mere_folder_is_no_host(tmp_path, monkeypatch):
     """As a clone in the working directory is, which Python imports as a package of nothing."""
     (tmp_path / "folder_of_this_name").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
@@ -194,9 +190,7 @@ def test_a_mere_folder_is_no_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(("version", "got"), [("unknown", "'unknown'"), (None, "without a version")])
-def test_a_version_that_cannot_be_compared(
-    version: str | None, got: str, host: types.ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_version_that_cannot_be_compared(version, got, host, monkeypatch):
     host.__version__, host.__spec__ = version, types.SimpleNamespace(origin="host.py")
     found = host_of("host_of_routes", monkeypatch)
     for call in (found.is_there, lambda: found.check("what asks"), found.version):
@@ -213,9 +207,7 @@ def test_a_version_that_cannot_be_compared(
         ("2.1", True, False, True),
     ],
 )
-def test_versions(
-    version: str, there: bool, strict: bool, loose: bool, host: types.ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_versions(version, there, strict, loose, host, monkeypatch):
     host.__version__ = version
     host.__spec__ = types.SimpleNamespace(origin="host.py")
     found = host_of("host_of_routes", monkeypatch)

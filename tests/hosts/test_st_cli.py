@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from sentence_transformers import (
     MultiVectorEncoderTrainingArguments,
 )
 from sentence_transformers.multi_vector_encoder import losses
-from typer.testing import Result
 
 from pylate_flash.cli.models import load_model
 from pylate_flash.encoding.texts import encode, read_lengths, text_lengths
@@ -37,34 +35,34 @@ NEGATIVES = [f"{WORDS[(i + 1) % 6]} a {WORDS[i % 4 + 8]}" for i in range(12)]
 
 
 @pytest.fixture
-def pairs(tmp_path: Path) -> Path:
+def pairs(tmp_path):
     return write(tmp_path / "pairs.jsonl", query=QUERIES, positive=POSITIVES, negative=NEGATIVES)
 
 
 @pytest.fixture
-def lists(tmp_path: Path) -> Path:
+def lists(tmp_path):
     scores = [[i % 3 + 1.0, 0.5, -0.25 * i] for i in range(12)]
     documents = [list(row) for row in zip(POSITIVES, NEGATIVES, QUERIES, strict=True)]
     return write(tmp_path / "lists.jsonl", query=QUERIES, documents=documents, scores=scores)
 
 
-def write(path: Path, **columns: list) -> Path:
+def write(path, **columns):
     rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
-def train(data: Path, model: object, output: Path, *options: object) -> Result:
+def train(data, model, output, *options):
     return invoke("train", "--data", data, "--model", model, "--output", output, *CPU, *options)
 
 
-def trained(data: Path, model: object, output: Path, *options: object) -> Result:
+def trained(data, model, output, *options):
     result = train(data, model, output, *options)
     assert result.exit_code == 0, result.output + repr(result.exception)
     return result
 
 
-def trained_by_the_host(folder: Path, rows: Dataset, loss: Any, output: Path, **arguments: Any) -> MultiVectorEncoder:
+def trained_by_the_host(folder, rows, loss, output, **arguments):
     """By its own trainer, its own losses and its own scores, with the prompts that its `encode` puts before texts."""
     model = MultiVectorEncoder(str(folder), device="cpu")
     texts = [name for name in rows.column_names if name != "scores"]
@@ -90,7 +88,7 @@ def trained_by_the_host(folder: Path, rows: Dataset, loss: Any, output: Path, **
     return model
 
 
-def embeddings(model: Any) -> torch.Tensor:
+def embeddings(model):
     found = [*encode(model, QUERIES, is_query=True), *encode(model, POSITIVES, is_query=False)]
     return torch.cat([torch.as_tensor(one) for one in found])
 
@@ -122,15 +120,8 @@ def embeddings(model: Any) -> torch.Tensor:
     ids=["contrastive", "cached", "tokens", "distillation"],
 )
 def test_train_does_what_the_hosts_trainer_does_through_fused_scores(
-    kind: str,
-    options: tuple,
-    loss: Any,
-    pylate_checkpoint: Path,
-    pairs: Path,
-    lists: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    kind, options, loss, pylate_checkpoint, pairs, lists, tmp_path, monkeypatch
+):
     if kind == "distillation":
         data = json.loads("[" + ",".join(lists.read_text().splitlines()) + "]")
         columns = {f"document_{n + 1}": [row["documents"][n] for row in data] for n in range(3)}
@@ -142,7 +133,7 @@ def test_train_does_what_the_hosts_trainer_does_through_fused_scores(
     fused = []
     step = our_trainer.MultiVectorEncoderTrainer.training_step
 
-    def observed(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def observed(self, *args, **kwargs):
         fused.append(isinstance(self.loss, OURS))
         return step(self, *args, **kwargs)
 
@@ -164,9 +155,7 @@ def test_train_does_what_the_hosts_trainer_does_through_fused_scores(
         assert json.loads((tmp_path / "torch" / "config_sentence_transformers.json").read_text())["scorer"] == "torch"
 
 
-def test_an_interrupted_run_resumes_to_the_same_model(
-    pylate_checkpoint: Path, pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_run_resumes_to_the_same_model(pylate_checkpoint, pairs, tmp_path, monkeypatch):
     """From the middle of the second of three epochs."""
     import signal
 
@@ -177,7 +166,7 @@ def test_an_interrupted_run_resumes_to_the_same_model(
     step = our_trainer.MultiVectorEncoderTrainer.training_step
     steps: list[int] = []
 
-    def interrupted(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def interrupted(self, *args, **kwargs):
         steps.append(1)
         if len(steps) == 3:
             signal.raise_signal(signal.SIGINT)
@@ -197,14 +186,14 @@ def test_an_interrupted_run_resumes_to_the_same_model(
         assert (out / file).read_bytes() == (whole / file).read_bytes()
 
 
-def test_a_loss_that_is_not_finite_writes_nothing(pylate_checkpoint: Path, pairs: Path, tmp_path: Path) -> None:
+def test_a_loss_that_is_not_finite_writes_nothing(pylate_checkpoint, pairs, tmp_path):
     result = train(pairs, pylate_checkpoint, tmp_path / "out", "--lr", 1e38, "--batch-size", 2, "--save-steps", 1)
     assert result.exit_code == 2
     assert "not finite" in result.stderr.splitlines()[-1]
     assert not (tmp_path / "out" / "modules.json").exists()
 
 
-def test_the_log_has_the_numbers_of_the_run(tiny_encoder: MultiVectorEncoder, tmp_path: Path) -> None:
+def test_the_log_has_the_numbers_of_the_run(tiny_encoder, tmp_path):
     columns = {"query": QUERIES, "positive": POSITIVES, "negative": NEGATIVES}
     trainer = our_trainer.MultiVectorEncoderTrainer(
         model=tiny_encoder,
@@ -232,21 +221,17 @@ def test_the_log_has_the_numbers_of_the_run(tiny_encoder: MultiVectorEncoder, tm
         (("--document-length", 100), ["--document-length 100 is more than the 32 tokens"]),
     ],
 )
-def test_what_its_models_do_not_take_is_one_sentence(
-    options: tuple, parts: list[str], pylate_checkpoint: Path, pairs: Path, tmp_path: Path
-) -> None:
+def test_what_its_models_do_not_take_is_one_sentence(options, parts, pylate_checkpoint, pairs, tmp_path):
     assert_one_clear_sentence(train(pairs, pylate_checkpoint, tmp_path / "out", *options), *parts)
     assert not (tmp_path / "out").exists()
 
 
-def test_train_finds_the_largest_mini_batch(
-    pylate_checkpoint: Path, pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_train_finds_the_largest_mini_batch(pylate_checkpoint, pairs, tmp_path, monkeypatch):
     """Where the processor is taken for a GPU on which all documents of a batch fit."""
     monkeypatch.setattr("pylate_flash.cli.train._check_device", lambda *_: None)
     budgets, step = [], our_trainer.MultiVectorEncoderTrainer.training_step
 
-    def observed(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def observed(self, *args, **kwargs):
         budgets.append(self.loss.mini_batch_num_tokens)
         return step(self, *args, **kwargs)
 
@@ -258,7 +243,7 @@ def test_train_finds_the_largest_mini_batch(
     assert budgets == [BATCH * 2 * 16]
 
 
-def test_an_encoder_is_trained_before_it_is_searched(tiny_encoder_path: str, pairs: Path, tmp_path: Path) -> None:
+def test_an_encoder_is_trained_before_it_is_searched(tiny_encoder_path, pairs, tmp_path):
     encoder = Path(tiny_encoder_path).with_name("bert")
     corpus = write(tmp_path / "corpus.jsonl", _id=["a", "b"], text=["red cat", "blue dog"])
     index = ("index", "--data", corpus, "--index", tmp_path / "index", *CPU, "--model")
@@ -279,9 +264,7 @@ def test_an_encoder_is_trained_before_it_is_searched(tiny_encoder_path: str, pai
         ({"strategy": "fixed", "length": 8}, {"query_length": 12}, (12, 12)),
     ],
 )
-def test_lengths_of_queries(
-    expansion: dict | None, given: dict, query: tuple, tiny_encoder: MultiVectorEncoder, tmp_path: Path
-) -> None:
+def test_lengths_of_queries(expansion, given, query, tiny_encoder, tmp_path):
     """As they are set up, and as many tokens as are read; given again, they change nothing, as an index needs it."""
     tiny_encoder.max_seq_length = 64
     tiny_encoder[0].query_expansion = expansion
@@ -294,7 +277,7 @@ def test_lengths_of_queries(
     assert again[0].get_config_dict() == model[0].get_config_dict()
 
 
-def test_an_index_searched_with_the_hosts_own_scorer(tiny_encoder: MultiVectorEncoder, tmp_path: Path) -> None:
+def test_an_index_searched_with_the_hosts_own_scorer(tiny_encoder, tmp_path):
     from pylate_flash import indexes, registered
 
     generator = torch.Generator().manual_seed(0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from pylate_flash.beir import load_beir_folder
 
 
 @pytest.fixture
-def model(minilm_path: str, tmp_path: Path) -> MultiVectorEncoder:
+def model(minilm_path, tmp_path):
     """Random weights, and the tokenizer of a real model."""
     torch.manual_seed(0)
     config = BertConfig(
@@ -45,7 +44,7 @@ def model(minilm_path: str, tmp_path: Path) -> MultiVectorEncoder:
     return MultiVectorEncoder(modules=modules, device="cpu").eval()
 
 
-def test_the_metrics_are_equal_to_four_decimals(cranfield: Path, model: MultiVectorEncoder) -> None:
+def test_the_metrics_are_equal_to_four_decimals(cranfield, model):
     documents, queries, qrels = load_beir_folder(cranfield)
     relevant = {query_id: {id_ for id_, grade in qrels[query_id].items() if grade > 0} for query_id in queries}
     evaluator = MultiVectorInformationRetrievalEvaluator(

@@ -8,8 +8,6 @@ import runpy
 import sys
 from pathlib import Path
 
-import pytest
-
 import pylate_flash
 
 ROOT = Path(__file__).parents[2]
@@ -17,9 +15,7 @@ EXAMPLE = ROOT / "examples" / "sentence_transformers_6.py"
 NOTEBOOK = ROOT / "notebooks" / "sentence_transformers_6.ipynb"
 
 
-def test_example(
-    tiny_encoder_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_example(tiny_encoder_path, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [EXAMPLE.name, tiny_encoder_path])
     try:
@@ -31,7 +27,7 @@ def test_example(
     assert "nDCG@10" in capsys.readouterr().out
 
 
-def test_the_guides_snippet(tiny_encoder_path: str) -> None:
+def test_the_guides_snippet(tiny_encoder_path):
     guide = (ROOT / "docs" / "guides" / "hosts.md").read_text(encoding="utf-8")
     (snippet,) = re.findall(r"```python\n([^`]*MultiVectorEncoder[^`]*)```", guide)
     variables: dict[str, object] = {}
@@ -42,9 +38,7 @@ def test_the_guides_snippet(tiny_encoder_path: str) -> None:
     assert variables["scores"].shape == (1, 1)
 
 
-def test_notebook(
-    tiny_encoder_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_notebook(tiny_encoder_path, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     cells = [cell for cell in json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == "code"]
     variables: dict[str, object] = {}
@@ -61,7 +55,7 @@ def test_notebook(
     assert "first by both: 20 of 20" in printed
 
 
-def test_notebook_is_committed_with_outputs_and_without_machine_paths() -> None:
+def test_notebook_is_committed_with_outputs_and_without_machine_paths():
     text = NOTEBOOK.read_text(encoding="utf-8")
     cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
     assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))

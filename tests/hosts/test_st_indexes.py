@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from sentence_transformers import MultiVectorEncoder
@@ -15,16 +12,14 @@ from pylate_flash.encoding.projection import encode_hidden_states
 
 
 @pytest.fixture
-def index(tiny_encoder: MultiVectorEncoder, texts: Any, tmp_path: Path) -> indexes.Flat:
+def index(tiny_encoder, texts, tmp_path):
     index = indexes.Flat(tmp_path, "example", device="cpu", show_progress=False)
     index.add_documents([f"d{i}" for i in range(40)], tiny_encoder.encode_document(texts(1, 40)))
     return index
 
 
 @pytest.mark.parametrize("convert_to_numpy", [False, True])
-def test_it_finds_what_the_models_similarity_ranks_first(
-    convert_to_numpy: bool, index: indexes.Flat, tiny_encoder: MultiVectorEncoder, texts: Any
-) -> None:
+def test_it_finds_what_the_models_similarity_ranks_first(convert_to_numpy, index, tiny_encoder, texts):
     queries = tiny_encoder.encode_query(texts(2, 6), convert_to_numpy=convert_to_numpy)
     scores = tiny_encoder.similarity(queries, tiny_encoder.encode_document(texts(1, 40)))
     expected = scores.sort(dim=1, descending=True, stable=True)
@@ -34,9 +29,7 @@ def test_it_finds_what_the_models_similarity_ranks_first(
         assert {result["id"] for result in found if result["score"] > best[6] + 1e-4} <= {f"d{i}" for i in order[:7]}
 
 
-def test_another_model_is_refused(
-    index: indexes.Flat, tiny_encoder: MultiVectorEncoder, tiny_encoder_path: str, tmp_path: Path
-) -> None:
+def test_another_model_is_refused(index, tiny_encoder, tiny_encoder_path, tmp_path):
     index.record_model(tiny_encoder, tiny_encoder_path)
     again = indexes.Flat(tmp_path, "example", device="cpu")
     assert again.model is not None
@@ -58,9 +51,7 @@ def test_another_model_is_refused(
             again.check_model(other)
 
 
-def test_kept_hidden_states_find_what_embeddings_find(
-    index: indexes.Flat, tiny_encoder: MultiVectorEncoder, texts: Any, tmp_path: Path
-) -> None:
+def test_kept_hidden_states_find_what_embeddings_find(index, tiny_encoder, texts, tmp_path):
     """Of the tokens that are scored, in the order given; and with another projection, its embeddings' results."""
     documents, queries = texts(1, 40), tiny_encoder.encode_query(texts(2, 6))
     states = encode_hidden_states(tiny_encoder, documents, batch_size=7)

@@ -32,7 +32,6 @@ from tests.hosts.test_st_losses import (
     CACHED,
     CASES,
     IN_BATCH,
-    Columns,
     assert_close,
     columns,
     value_and_gradients,
@@ -50,12 +49,12 @@ MEAN_SCORES = {
 }
 
 
-def labels_of(count: int) -> Tensor | None:
+def labels_of(count):
     return torch.randn(5, count, generator=torch.Generator().manual_seed(0)) if count else None
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_values_and_gradients_are_the_hosts(case: str, tiny_encoder: MultiVectorEncoder, texts: Any) -> None:
+def test_values_and_gradients_are_the_hosts(case, tiny_encoder, texts):
     name, arguments, count, n_labels = CASES[case]
     features, labels = columns(tiny_encoder, texts, count), labels_of(n_labels)
     expected = value_and_gradients(getattr(host, name)(tiny_encoder, **arguments), tiny_encoder, features, labels)
@@ -70,9 +69,7 @@ def test_values_and_gradients_are_the_hosts(case: str, tiny_encoder: MultiVector
 
 
 @pytest.mark.parametrize(("name", "count", "n_labels"), FOUR)
-def test_a_loss_is_one_operation(
-    name: str, count: int, n_labels: int, tiny_encoder: MultiVectorEncoder, texts: Any, monkeypatch: Any
-) -> None:
+def test_a_loss_is_one_operation(name, count, n_labels, tiny_encoder, texts, monkeypatch):
     """Whose similarities no function of the host computes; of the cached loss, of packed documents."""
     asked: list[dict[str, Any]] = []
     for module, operation in (
@@ -82,7 +79,7 @@ def test_a_loss_is_one_operation(
     ):
         own = getattr(module, operation)
 
-        def call(*arguments: Any, _own: Callable = own, **options: Any) -> Tensor:
+        def call(*arguments, _own=own, **options):
             asked.append(options)
             return _own(*arguments, **options)
 
@@ -97,9 +94,7 @@ def test_a_loss_is_one_operation(
 
 @pytest.mark.parametrize(("name", "count", "n_labels"), FOUR)
 @pytest.mark.parametrize("prefix", ["", "mean_"])
-def test_scores_of_another_loss_are_called(
-    prefix: str, name: str, count: int, n_labels: int, tiny_encoder: MultiVectorEncoder
-) -> None:
+def test_scores_of_another_loss_are_called(prefix, name, count, n_labels, tiny_encoder):
     """Candidates' or pairs' scores are none of a batch: what they make of one is the host's to say."""
     for module in (scoring, ours):
         own = MEAN_SCORES[name].__name__.removeprefix("mean_")
@@ -111,7 +106,7 @@ def test_scores_of_another_loss_are_called(
 
 @pytest.mark.parametrize("number", [np.float32(2), np.float64(2), np.int64(2)], ids=repr)
 @pytest.mark.parametrize("name", [IN_BATCH, CACHED, KL])
-def test_numbers_of_other_types(number: Any, name: str, tiny_encoder: MultiVectorEncoder, texts: Any) -> None:
+def test_numbers_of_other_types(number, name, tiny_encoder, texts):
     argument = "temperature" if name == KL else "scale"
     features, labels = columns(tiny_encoder, texts, 3 if name == KL else 2), labels_of(3 if name == KL else 0)
     values = [
@@ -122,7 +117,7 @@ def test_numbers_of_other_types(number: Any, name: str, tiny_encoder: MultiVecto
 
 
 @pytest.mark.parametrize("labels", [(5, 3), (5, 2), (5,)], ids=["scores", "margins", "one margin"])
-def test_labels_of_margins(labels: tuple[int, ...], tiny_encoder: MultiVectorEncoder, texts: Any) -> None:
+def test_labels_of_margins(labels, tiny_encoder, texts):
     features = columns(tiny_encoder, texts, 3 if len(labels) == 2 else 2)
     teacher = torch.randint(-4, 5, labels, generator=torch.Generator().manual_seed(1))
     for values in (teacher, teacher.double()):
@@ -134,24 +129,22 @@ def test_labels_of_margins(labels: tuple[int, ...], tiny_encoder: MultiVectorEnc
 class Watch:
     """The shapes of the ids that a model is given."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model):
         self.shapes: list[tuple[int, int]] = []
         self._hook = model.register_forward_pre_hook(
             lambda module, arguments: self.shapes.append(tuple(arguments[0]["input_ids"].shape))
         )
 
-    def __enter__(self) -> Watch:
+    def __enter__(self):
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, *error):
         self._hook.remove()
 
 
 @pytest.mark.parametrize("expansion", [False, True])
 @pytest.mark.parametrize("arguments", [{"mini_batch_size": 2}, {"mini_batch_num_tokens": 30}])
-def test_the_cached_loss_sorts_texts_and_cuts_padding(
-    arguments: dict[str, int], expansion: bool, tiny_encoder: MultiVectorEncoder, texts: Any
-) -> None:
+def test_the_cached_loss_sorts_texts_and_cuts_padding(arguments, expansion, tiny_encoder, texts):
     if expansion:
         tiny_encoder[0].query_expansion = {"strategy": "fixed", "length": 20, "attend": False}
     queries = tiny_encoder.preprocess(texts(1, 7, 18), task="query")
@@ -178,9 +171,7 @@ def test_the_cached_loss_sorts_texts_and_cuts_padding(
 
 
 @pytest.mark.parametrize("task", ["query", "document"])
-def test_which_tokens_are_scored_is_known_before_the_forward(
-    task: str, tiny_encoder: MultiVectorEncoder, texts: Any
-) -> None:
+def test_which_tokens_are_scored_is_known_before_the_forward(task, tiny_encoder, texts):
     tiny_encoder[0].query_expansion = {"strategy": "fixed", "length": 12, "attend": False}
     tiny_encoder[3].skiplist_words = [".", "the"]
     tiny_encoder[3].resolve_with_tokenizer(tiny_encoder.tokenizer)
@@ -196,7 +187,7 @@ def test_which_tokens_are_scored_is_known_before_the_forward(
     assert scored_tokens(tiny_encoder, {**features, "task": task}) is None
 
 
-def test_a_model_that_pools_tokens_goes_by_the_hosts_code(tiny_encoder: MultiVectorEncoder, texts: Any) -> None:
+def test_a_model_that_pools_tokens_goes_by_the_hosts_code(tiny_encoder, texts):
     """Which asks for the loss of embeddings, whose options are this package's."""
     features = columns(tiny_encoder, texts, 2)
     tiny_encoder.append(HierarchicalTokenPooling(2))
@@ -209,7 +200,7 @@ def test_a_model_that_pools_tokens_goes_by_the_hosts_code(tiny_encoder: MultiVec
     loss = losses.CachedMultiVectorMultipleNegativesRankingLoss(tiny_encoder, mini_batch_size=2)
     assert_close(value_and_gradients(loss, tiny_encoder, features, None), expected)
 
-    def others(columns: Columns) -> Tensor:
+    def others(columns):
         return torch.arange(10) // 5 == torch.ones(5, 1)
 
     loss = losses.CachedMultiVectorMultipleNegativesRankingLoss(tiny_encoder, mini_batch_size=2, exclude=others)
@@ -222,7 +213,7 @@ def test_a_model_that_pools_tokens_goes_by_the_hosts_code(tiny_encoder: MultiVec
         losses.CachedMultiVectorMultipleNegativesRankingLoss(tiny_encoder, fuse_projection=True)
 
 
-def excluded(columns: Columns) -> Tensor:
+def excluded(columns):
     """Something that is different for every query and document."""
     size = len(columns[0]["input_ids"])
     out = torch.arange(size).unsqueeze(1) * 7 + torch.arange(size * (len(columns) - 1)) * 3
@@ -241,9 +232,7 @@ def excluded(columns: Columns) -> Tensor:
     ],
     ids=["margin", "margin of 0", "negative margin", "exclude", "symmetric"],
 )
-def test_options_are_those_of_the_definition(
-    name: str, options: dict[str, Any], tiny_encoder: MultiVectorEncoder, texts: Any
-) -> None:
+def test_options_are_those_of_the_definition(name, options, tiny_encoder, texts):
     # So long that the cached loss changes their order.
     features = [tiny_encoder.preprocess(texts(seed, 5, 30)) for seed in (20, 21, 22)]
     scale = options.get("scale", 1.0)
@@ -251,7 +240,7 @@ def test_options_are_those_of_the_definition(
     class Definition(nn.Module):
         """The definition over the host's scores, the documents of the first column first."""
 
-        def forward(self, columns: Columns, labels: None) -> Tensor:
+        def forward(self, columns, labels):
             queries, *documents = [
                 tiny_encoder(column, task="document" if index else "query") for index, column in enumerate(columns)
             ]
@@ -282,7 +271,7 @@ def test_options_are_those_of_the_definition(
     assert {name: loss.get_config_dict()[name] for name in named} == {name: options[name] for name in named}
 
 
-def test_duplicates(tiny_encoder: MultiVectorEncoder) -> None:
+def test_duplicates(tiny_encoder):
     """Also in another column, padded to another length."""
     batch = [["sea", "cat", "old"], ["a cat", "a dog", "a cat"], ["the big red fish", "a dog", "new"]]
     features = [tiny_encoder.preprocess(column) for column in batch]
@@ -299,10 +288,10 @@ def test_duplicates(tiny_encoder: MultiVectorEncoder) -> None:
 @given(
     st.lists(st.tuples(st.text("ab", max_size=3), st.text("ab", max_size=3)), min_size=1, max_size=7), st.integers(0, 2)
 )
-def test_duplicates_are_texts_of_the_same_tokens(pairs: list[tuple[str, str]], padding: int) -> None:
+def test_duplicates_are_texts_of_the_same_tokens(pairs, padding):
     """Whatever stands where nothing is attended to, and however long the columns are."""
 
-    def column(texts: tuple[str, ...], longest: int) -> dict[str, Tensor]:
+    def column(texts, longest):
         mask = torch.tensor([[place < len(text) for place in range(longest)] for text in texts])
         ids = torch.tensor(
             [[ord(text[place]) if place < len(text) else 7 for place in range(longest)] for text in texts]
@@ -316,7 +305,7 @@ def test_duplicates_are_texts_of_the_same_tokens(pairs: list[tuple[str, str]], p
     assert found.tolist() == expected
 
 
-def test_sizes_of_columns_of_other_forms() -> None:
+def test_sizes_of_columns_of_other_forms():
     pixels, ids = torch.zeros(12, 3), torch.zeros(4, 5)
     assert size_of({"pixel_values": pixels, "input_ids": ids, "prompt_length": torch.tensor(2)}) == 4
     assert size_of({"input_ids": torch.zeros(1, 20), "cu_seq_lens_q": torch.tensor([0, 5, 20])}) == 2
@@ -324,7 +313,7 @@ def test_sizes_of_columns_of_other_forms() -> None:
 
 
 @pytest.mark.parametrize("name", [IN_BATCH, CACHED])
-def test_a_learned_scale(name: str, tiny_encoder: MultiVectorEncoder, texts: Any) -> None:
+def test_a_learned_scale(name, tiny_encoder, texts):
     features, found = columns(tiny_encoder, texts, 1), []
     for kind in (losses, host):
         scale = nn.Parameter(torch.tensor(0.7))
@@ -335,7 +324,7 @@ def test_a_learned_scale(name: str, tiny_encoder: MultiVectorEncoder, texts: Any
     assert abs(found[1]) > 1e-3
 
 
-def test_cached_texts_keep_their_dropout(tiny_encoder: MultiVectorEncoder, texts: Any) -> None:
+def test_cached_texts_keep_their_dropout(tiny_encoder, texts):
     for module in tiny_encoder.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.3
@@ -357,7 +346,7 @@ def test_cached_texts_keep_their_dropout(tiny_encoder: MultiVectorEncoder, texts
         value.backward()
 
 
-def test_documents_without_tokens(tiny_encoder: MultiVectorEncoder) -> None:
+def test_documents_without_tokens(tiny_encoder):
     """The skiplist takes all: such a document scores -1e9, and its query, if it is the right one, learns nothing."""
     tiny_encoder[3].skiplist_tasks = ["document"]
     tiny_encoder[3].skiplist_words = [".", "[CLS]", "[SEP]"]
@@ -382,16 +371,14 @@ FORMS: dict[str, Callable[[list[nn.Module]], list[nn.Module]]] = {
 }  # fmt: skip
 
 
-def dense(*sizes: int, activation: nn.Module | None = None, **options: Any) -> Dense:
+def dense(*sizes, activation=None, **options):
     torch.manual_seed(0)
     return Dense(*sizes, activation_function=activation, module_input_name="token_embeddings", **options)
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("name", "count", "n_labels"), FOUR)
-def test_a_fused_projection_changes_nothing(
-    name: str, count: int, n_labels: int, form: str, tiny_encoder: MultiVectorEncoder, texts: Any, monkeypatch: Any
-) -> None:
+def test_a_fused_projection_changes_nothing(name, count, n_labels, form, tiny_encoder, texts, monkeypatch):
     model = MultiVectorEncoder(modules=FORMS[form](list(tiny_encoder.children())), device="cpu")
     features, labels = columns(model, texts, count), labels_of(n_labels)
     if form == "not normalised":
@@ -412,9 +399,7 @@ def test_a_fused_projection_changes_nothing(
 
 @pytest.mark.parametrize("beyond", [{"margin": 0.05}, {"symmetric": True}, {"exclude": losses.duplicates}])
 @pytest.mark.parametrize("name", [IN_BATCH, CACHED])
-def test_a_fused_projection_takes_what_the_loss_takes(
-    name: str, beyond: dict, tiny_encoder: MultiVectorEncoder, texts: Any
-) -> None:
+def test_a_fused_projection_takes_what_the_loss_takes(name, beyond, tiny_encoder, texts):
     features = columns(tiny_encoder, texts, 3)
     # The third query's document is the first one's too.
     for value in features[1].values():
@@ -442,9 +427,7 @@ def test_a_fused_projection_takes_what_the_loss_takes(
         (lambda m: [m[0], nn.Identity(), *m[1:]], "layer 0, Identity, is no Dense layer"),
     ],
 )
-def test_a_model_that_cannot_be_fused_says_why(
-    change: Callable, message: str, tiny_encoder: MultiVectorEncoder
-) -> None:
+def test_a_model_that_cannot_be_fused_says_why(change, message, tiny_encoder):
     model = MultiVectorEncoder(modules=change(list(tiny_encoder.children())), device="cpu")
     for name, _, _ in FOUR:
         with pytest.raises(ValueError, match=f"fuse_projection: .*{message}"):
@@ -473,13 +456,13 @@ def test_a_model_that_cannot_be_fused_says_why(
         ),
     ],
 )
-def test_arguments_that_cannot_be(arguments: dict, message: str, tiny_encoder: MultiVectorEncoder) -> None:
+def test_arguments_that_cannot_be(arguments, message, tiny_encoder):
     for name in (IN_BATCH, CACHED):
         with pytest.raises((TypeError, ValueError), match=message):
             getattr(losses, name)(tiny_encoder, **arguments)
 
 
-def test_columns_and_labels_that_cannot_be(tiny_encoder: MultiVectorEncoder, texts: Any) -> None:
+def test_columns_and_labels_that_cannot_be(tiny_encoder, texts):
     three = columns(tiny_encoder, texts, 2)
     for name, least in ((IN_BATCH, 1), (CACHED, 1), (KL, 2), (MARGINS, 2)):
         loss = getattr(losses, name)(tiny_encoder)
@@ -504,7 +487,7 @@ def test_columns_and_labels_that_cannot_be(tiny_encoder: MultiVectorEncoder, tex
         loss(three)
 
 
-def test_the_hosts_trainer(tiny_encoder: MultiVectorEncoder, texts: Any, tmp_path: Any) -> None:
+def test_the_hosts_trainer(tiny_encoder, texts, tmp_path):
     """Two steps each give the very same model, with the host's loss and with this one."""
     data = Dataset.from_dict({"query": texts(1, 8, 4), "positive": texts(2, 8), "negative": texts(3, 8)})
     path, weights = str(tmp_path / "model"), []

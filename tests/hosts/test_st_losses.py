@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,28 +42,26 @@ CASES = {
 }
 
 
-def columns(model: MultiVectorEncoder, texts: Any, count: int, n_texts: int = 5) -> Columns:
+def columns(model, texts, count, n_texts=5):
     """Queries, and `count` columns of documents, each padded to its own longest."""
     return [model.preprocess(texts(10 * count + i, n_texts, 4 + 2 * i)) for i in range(count + 1)]
 
 
-def value_and_gradients(
-    loss: torch.nn.Module, model: MultiVectorEncoder, features: Columns, labels: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def value_and_gradients(loss, model, features, labels):
     model.zero_grad()
     value = loss([dict(column) for column in features], labels)
     value.backward()
     return value.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
-def assert_close(found: tuple[torch.Tensor, torch.Tensor], expected: tuple[torch.Tensor, torch.Tensor]) -> None:
+def assert_close(found, expected):
     assert found[0].item() == pytest.approx(expected[0].item(), rel=1e-5)
     assert (found[1] - expected[1]).norm() <= 1e-5 * expected[1].norm()
     assert expected[1].norm() > 1e-4
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_values_and_gradients(case: str, tiny_encoder: MultiVectorEncoder, texts: Any) -> None:
+def test_values_and_gradients(case, tiny_encoder, texts):
     name, arguments, count, n_labels = CASES[case]
     loss, features = getattr(losses, name)(tiny_encoder, **arguments), columns(tiny_encoder, texts, count)
     labels = torch.randn(5, n_labels, generator=torch.Generator().manual_seed(0)) if n_labels else None
@@ -85,7 +82,7 @@ def test_values_and_gradients(case: str, tiny_encoder: MultiVectorEncoder, texts
         ("MultiVectorMarginMSELoss", "colbert_scores_pairwise", 2),
     ],
 )
-def test_as_similarity_fct(name: str, scorer: str, count: int, tiny_encoder: MultiVectorEncoder, texts: Any) -> None:
+def test_as_similarity_fct(name, scorer, count, tiny_encoder, texts):
     """Without register()."""
     loss_class, features = getattr(losses, name), columns(tiny_encoder, texts, count)
     labels = torch.randn(5, count, generator=torch.Generator().manual_seed(0))
@@ -98,7 +95,7 @@ def test_as_similarity_fct(name: str, scorer: str, count: int, tiny_encoder: Mul
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_the_cached_loss_gathers_by_the_hosts_own_function(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cached_loss_gathers_by_the_hosts_own_function(rank, monkeypatch):
     """It is looked up in the host's module at every call. A copy of all documents costs log 2."""
     generator = torch.Generator().manual_seed(0)
     embeddings = [
@@ -118,7 +115,7 @@ def test_the_cached_loss_gathers_by_the_hosts_own_function(rank: int, monkeypatc
         assert value.item() == pytest.approx(alone.calculate_loss(embeddings, masks).item() + math.log(2), rel=1e-5)
 
 
-def test_a_document_without_tokens(tiny_encoder: MultiVectorEncoder, texts: Any) -> None:
+def test_a_document_without_tokens(tiny_encoder, texts):
     """All of its tokens are masked: it scores -1e9, as a negative and as the positive."""
     loss = losses.CachedMultiVectorMultipleNegativesRankingLoss(tiny_encoder, mini_batch_size=2)
     for position in (0, 1):
@@ -151,12 +148,12 @@ GATHERED = {
 TEXTS = [("equal", [3, 3]), ("unequal", [5, 1])]
 
 
-def batches(texts: Any, sizes: list[int]) -> list[list[list[str]]]:
+def batches(texts, sizes):
     """The columns of each rank: queries, positives and negatives, longer ones on the second."""
     return [[texts(10 * rank + i, size, 4 + 4 * rank + i) for i in range(3)] for rank, size in enumerate(sizes)]
 
 
-def work(rank: int, path: str, folder: Path, given: dict[str, list[list[list[str]]]]) -> None:
+def work(rank, path, folder, given):
     """What each process does; the results go to a file, to be compared by the tests."""
     torch.set_num_threads(1)
     os.environ.update(HF_HUB_OFFLINE="1")
@@ -187,14 +184,14 @@ def work(rank: int, path: str, folder: Path, given: dict[str, list[list[list[str
 
 
 @pytest.fixture(scope="module")
-def ranks(tiny_encoder_path: str, tmp_path_factory: pytest.TempPathFactory, texts: Any) -> list[dict[Any, Any]]:
+def ranks(tiny_encoder_path, tmp_path_factory, texts):
     folder = tmp_path_factory.mktemp("ranks")
     given = {name: batches(texts, sizes) for name, sizes in TEXTS}
     run_ranks(work, (tiny_encoder_path, folder, given), WORLD)
     return [torch.load(folder / f"{rank}.pt") for rank in range(WORLD)]
 
 
-def test_two_processes_with_unequal_lengths(ranks: list[dict[Any, Any]]) -> None:
+def test_two_processes_with_unequal_lengths(ranks):
     values = []
     for results in ranks:
         for name in (IN_BATCH, CACHED):
@@ -207,16 +204,14 @@ def test_two_processes_with_unequal_lengths(ranks: list[dict[Any, Any]]) -> None
 
 
 @pytest.mark.parametrize("case", ["in-batch", "in-batch, ring", "cached", "cached, ring", "fused"])
-def test_gathered_by_the_classes_as_by_the_host(case: str, ranks: list[dict[Any, Any]]) -> None:
+def test_gathered_by_the_classes_as_by_the_host(case, ranks):
     for results in ranks:
         assert_close(results[case, "equal"], results[IN_BATCH][0])
 
 
 @pytest.mark.parametrize("sizes", [name for name, _ in TEXTS])
 @pytest.mark.parametrize("case", GATHERED)
-def test_the_ranks_together_are_one_large_batch(
-    case: str, sizes: str, ranks: list[dict[Any, Any]], tiny_encoder: MultiVectorEncoder, texts: Any
-) -> None:
+def test_the_ranks_together_are_one_large_batch(case, sizes, ranks, tiny_encoder, texts):
     """Of each rank's value and gradients, the mean is that of one process with all texts."""
     name, arguments = GATHERED[case]
     whole = [sum(parts, []) for parts in zip(*batches(texts, dict(TEXTS)[sizes]), strict=True)]
@@ -229,7 +224,7 @@ def test_the_ranks_together_are_one_large_batch(
     assert_close((value, gradients), expected)
 
 
-def test_in_distributed_data_parallel(ranks: list[dict[Any, Any]]) -> None:
+def test_in_distributed_data_parallel(ranks):
     """Ranks with different numbers of mini-batches exchange gradients once; the frozen pooler has none anyway."""
     for case, alone in (("DDP", ("cached", "unequal")), ("DDP, fused", "own negatives")):
         expected = sum(results[alone][1] for results in ranks) / WORLD

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import sentence_transformers
@@ -24,11 +22,11 @@ DOCUMENTS = torch.nn.functional.normalize(
 ).half()
 
 
-def own(name: str) -> torch.Tensor:
+def own(name):
     return SENTENCE_TRANSFORMERS.original(f"sentence_transformers.util.similarity:{name}")(QUERIES, DOCUMENTS)
 
 
-def is_fused(scores: torch.Tensor, name: str) -> bool:
+def is_fused(scores, name):
     assert torch.allclose(scores, own(name), atol=0.02)
     return not torch.equal(scores, own(name))
 
@@ -37,9 +35,7 @@ def is_fused(scores: torch.Tensor, name: str) -> bool:
     ("scorer", "plain", "while_registered"),
     [("auto", False, True), (None, False, True), ("pylate_flash", True, True), ("torch", False, False)],
 )
-def test_similarities_follow_the_flag(
-    scorer: str | None, plain: bool, while_registered: bool, tiny_encoder_path: str
-) -> None:
+def test_similarities_follow_the_flag(scorer, plain, while_registered, tiny_encoder_path):
     model = MultiVectorEncoder(tiny_encoder_path, device="cpu", scorer=scorer)
     for name, function in (("maxsim", model.similarity), ("maxsim_pairwise", model.similarity_pairwise)):
         assert is_fused(function(QUERIES, DOCUMENTS), name) is plain
@@ -48,7 +44,7 @@ def test_similarities_follow_the_flag(
 
 
 @pytest.mark.parametrize("scorer", ["pylate_flash", "torch"])
-def test_the_mean_and_other_options(scorer: str, tiny_encoder_path: str) -> None:
+def test_the_mean_and_other_options(scorer, tiny_encoder_path):
     model = MultiVectorEncoder(tiny_encoder_path, device="cpu", scorer=scorer, similarity_fn_name="meanmaxsim")
     queries, documents = QUERIES.float(), DOCUMENTS.float()
     plain = sentence_transformers.MultiVectorEncoder(tiny_encoder_path, device="cpu", similarity_fn_name="meanmaxsim")
@@ -59,7 +55,7 @@ def test_the_mean_and_other_options(scorer: str, tiny_encoder_path: str) -> None
     assert torch.allclose(model.similarity_pairwise(queries, documents), plain.similarity_pairwise(queries, documents))
 
 
-def test_saved_and_loaded_with_and_without_this_package(tiny_encoder_path: str, texts: Any, tmp_path: Path) -> None:
+def test_saved_and_loaded_with_and_without_this_package(tiny_encoder_path, texts, tmp_path):
     model = MultiVectorEncoder(tiny_encoder_path, device="cpu", scorer="pylate_flash")
     model.save_pretrained(str(tmp_path))
     assert json.loads((tmp_path / CONFIG).read_text())["scorer"] == "pylate_flash"
@@ -73,7 +69,7 @@ def test_saved_and_loaded_with_and_without_this_package(tiny_encoder_path: str, 
     assert "pylate_flash" not in (tmp_path / "modules.json").read_text()
 
 
-def test_the_flag_can_be_set(tiny_encoder_path: str) -> None:
+def test_the_flag_can_be_set(tiny_encoder_path):
     model = MultiVectorEncoder(tiny_encoder_path, device="cpu")
     assert model.scorer == "auto"
     model.scorer = "pylate_flash"
@@ -83,7 +79,7 @@ def test_the_flag_can_be_set(tiny_encoder_path: str) -> None:
     assert model.scorer == "pylate_flash"
 
 
-def test_unknown_flags(tiny_encoder_path: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unknown_flags(tiny_encoder_path, tmp_path, caplog):
     with pytest.raises(ValueError, match="scorer must be one of .* got 'fast'"):
         MultiVectorEncoder("a model that is not looked for", scorer="fast")
     MultiVectorEncoder(tiny_encoder_path, device="cpu").save_pretrained(str(tmp_path))

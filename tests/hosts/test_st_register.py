@@ -6,7 +6,6 @@ import functools
 import inspect
 import pickle
 import sys
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -43,24 +42,24 @@ QUERIES = torch.full((2, 3, 4), 0.3)
 DOCUMENTS = torch.full((2, 5, 4), 0.7)
 
 
-def with_default(a: torch.Tensor, b: torch.Tensor, scorer: Callable = maxsim) -> torch.Tensor:
+def with_default(a, b, scorer=maxsim):
     """A user's function that holds the host's as a default argument."""
     return scorer(a, b)
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def calls(monkeypatch):
     """The operations that this package was asked for."""
     from pylate_flash.hosts.sentence_transformers import scoring
     from pylate_flash.training import contrast
 
     asked: list[str] = []
 
-    def spy(module: Any, name: str) -> None:
+    def spy(module, name):
         function = getattr(module, name)
 
         @functools.wraps(function)
-        def call(*arguments: Any, **options: Any) -> Any:
+        def call(*arguments, **options):
             asked.append(name)
             return function(*arguments, **options)
 
@@ -71,7 +70,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return asked
 
 
-def host_state() -> dict[Any, Any]:
+def host_state():
     """Every object that a loaded module of the host holds, and the code of what is routed."""
     state: dict[Any, Any] = {
         (module_name, name): value
@@ -86,7 +85,7 @@ def host_state() -> dict[Any, Any]:
 
 
 @pytest.fixture(autouse=True)
-def unchanged_host() -> Iterator[None]:
+def unchanged_host():
     """Each test begins with the host as it is, and has to leave it so."""
     before = host_state()
     yield
@@ -98,7 +97,7 @@ def unchanged_host() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
-def test_functions_imported_before_run_fused(function: Callable, calls: list[str]) -> None:
+def test_functions_imported_before_run_fused(function, calls):
     documents = DOCUMENTS.unsqueeze(1) if function.__name__.endswith(("colbert_scores", "kd_scores")) else DOCUMENTS
     expected = function(QUERIES, documents)
     assert calls == []
@@ -109,7 +108,7 @@ def test_functions_imported_before_run_fused(function: Callable, calls: list[str
     assert len(calls) == 1
 
 
-def test_functions_stay_the_same_objects_with_the_same_signature() -> None:
+def test_functions_stay_the_same_objects_with_the_same_signature():
     signatures = [inspect.signature(function) for function in FUNCTIONS]
     with registered(HOST):
         for function, signature in zip(FUNCTIONS, signatures, strict=True):
@@ -118,7 +117,7 @@ def test_functions_stay_the_same_objects_with_the_same_signature() -> None:
         assert SimilarityFunction.to_similarity_fn("maxsim") is maxsim
 
 
-def test_references_bound_before(tiny_encoder: Any, texts: Any, calls: list[str]) -> None:
+def test_references_bound_before(tiny_encoder, texts, calls):
     queries, documents = tiny_encoder.encode_query(texts(1, 3)), tiny_encoder.encode_document(texts(2, 3))
     assert tiny_encoder.similarity_fn_name == "maxsim"
     held = [
@@ -146,7 +145,7 @@ def test_references_bound_before(tiny_encoder: Any, texts: Any, calls: list[str]
         MultiVectorMarginMSELoss,
     ],
 )
-def test_losses_made_before(loss_class: type, tiny_encoder: Any, texts: Any, calls: list[str]) -> None:
+def test_losses_made_before(loss_class, tiny_encoder, texts, calls):
     loss = loss_class(tiny_encoder)
     columns = [tiny_encoder.preprocess(texts(seed, 3)) for seed in range(3)]
     labels = torch.tensor([[2.0, 1.0]] * 3)
@@ -158,7 +157,7 @@ def test_losses_made_before(loss_class: type, tiny_encoder: Any, texts: Any, cal
     assert value.item() == pytest.approx(expected.item(), rel=1e-5)
 
 
-def test_evaluators(tiny_encoder: Any, texts: Any, calls: list[str]) -> None:
+def test_evaluators(tiny_encoder, texts, calls):
     queries = dict(enumerate(texts(1, 6)))
     corpus = {str(i): text for i, text in enumerate(texts(2, 30))}
     relevant = {query: {str(query), str(query + 7)} for query in queries}
@@ -187,8 +186,8 @@ def test_evaluators(tiny_encoder: Any, texts: Any, calls: list[str]) -> None:
         assert found == pytest.approx(expected, abs=1e-6)
 
 
-def test_registering_again_and_the_state_before() -> None:
-    def is_fused() -> bool:
+def test_registering_again_and_the_state_before():
+    def is_fused():
         return maxsim.__code__.co_filename.startswith("<route of")
 
     register(HOST)
@@ -204,13 +203,13 @@ def test_registering_again_and_the_state_before() -> None:
     assert not is_fused()
 
 
-def test_all_installed_hosts() -> None:
+def test_all_installed_hosts():
     with registered():
         assert maxsim.__code__.co_filename.startswith("<route of")
 
 
 @pytest.mark.parametrize("version", ["5.9.0", "7.0.0"])
-def test_another_version_is_an_error_before_anything_changes(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_version_is_an_error_before_anything_changes(version, monkeypatch):
     monkeypatch.setattr(sentence_transformers, "__version__", version)
     before = host_state()
     with pytest.raises(ImportError, match=rf"supports sentence-transformers >=6.0,<7, .* {version} is installed"):
@@ -225,13 +224,13 @@ def test_another_version_is_an_error_before_anything_changes(version: str, monke
     monkeypatch.undo()
 
 
-def test_unknown_host() -> None:
+def test_unknown_host():
     for call in (register, unregister):
         with pytest.raises(ValueError, match="host must be one of 'pylate', 'sentence-transformers'.*got 'other'"):
             call("other")
 
 
-def test_compiled_functions_follow() -> None:
+def test_compiled_functions_follow():
     torch._dynamo.reset()
     compiled = torch.compile(maxsim, fullgraph=True, backend="eager")
     plain = compiled(QUERIES, DOCUMENTS)
@@ -240,7 +239,7 @@ def test_compiled_functions_follow() -> None:
     assert torch.equal(compiled(QUERIES, DOCUMENTS), plain)
 
 
-def test_importing_changes_nothing() -> None:
+def test_importing_changes_nothing():
     before = host_state()
     from pylate_flash.hosts.sentence_transformers import losses, scoring
     from pylate_flash.hosts.sentence_transformers import maxsim as ours

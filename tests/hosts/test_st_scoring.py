@@ -30,12 +30,12 @@ MANY = settings(max_examples=250)
 FEW = settings(max_examples=60)
 
 
-def both(name: str, *arguments, **options) -> tuple[torch.Tensor, torch.Tensor]:
+def both(name, *arguments, **options):
     """Our scores, and theirs."""
     return getattr(ours, name)(*arguments, **options), getattr(FUNCTIONS[name], name)(*arguments, **options)
 
 
-def test_arrays_lie_nowhere() -> None:
+def test_arrays_lie_nowhere():
     """Scores of queries on a GPU against documents of arrays are computed there, and stay there."""
     tokens = np.ones((3, 4), dtype=np.float32)
     for arrays in (tokens, [tokens, tokens], [tokens], [tokens.tolist()], []):
@@ -44,17 +44,17 @@ def test_arrays_lie_nowhere() -> None:
         assert operands.side("b", tensors).device == torch.device("meta")
 
 
-def unit(seed: int, *shape: int) -> torch.Tensor:
+def unit(seed, *shape):
     return F.normalize(torch.randn(*shape, generator=torch.Generator().manual_seed(seed)), dim=-1)
 
 
-def assert_same(scores: torch.Tensor, expected: torch.Tensor) -> None:
+def assert_same(scores, expected):
     assert scores.dtype == torch.float32
     assert scores.shape == expected.shape
     assert torch.equal(scores, expected.float())
 
 
-def test_every_function_is_there_with_its_signature() -> None:
+def test_every_function_is_there_with_its_signature():
     assert sorted(ours.__all__) == sorted(FUNCTIONS)
     for name, module in FUNCTIONS.items():
         theirs, mine = (inspect.signature(getattr(where, name)).parameters for where in (module, ours))
@@ -65,7 +65,7 @@ def test_every_function_is_there_with_its_signature() -> None:
 
 @MANY
 @given(st.data(), st.integers(1, 4), st.integers(1, 4), st.integers(1, 5))
-def test_maxsim_is_theirs_to_the_bit(data: st.DataObject, n_queries: int, n_documents: int, size: int) -> None:
+def test_maxsim_is_theirs_to_the_bit(data, n_queries, n_documents, size):
     a, b = data.draw(forms(n_queries, size, weights=True)), data.draw(forms(n_documents, size, weights=False))
     options = {"length_normalize": data.draw(st.booleans())}
     if not isinstance(a.embeddings, list) or a.mask is None:
@@ -77,7 +77,7 @@ def test_maxsim_is_theirs_to_the_bit(data: st.DataObject, n_queries: int, n_docu
 
 @MANY
 @given(st.data(), st.integers(1, 4), st.integers(1, 5))
-def test_pairs_are_theirs_to_the_bit(data: st.DataObject, n_pairs: int, size: int) -> None:
+def test_pairs_are_theirs_to_the_bit(data, n_pairs, size):
     a, b = data.draw(forms(n_pairs, size, weights=True)), data.draw(forms(n_pairs, size, weights=False))
     options = {"length_normalize": data.draw(st.booleans())}
     if a.mask is None and b.mask is None:
@@ -86,13 +86,13 @@ def test_pairs_are_theirs_to_the_bit(data: st.DataObject, n_pairs: int, size: in
     assert_same(*both(name, a.embeddings, b.embeddings, a.mask, b.mask, **options))
 
 
-def _is_list_of_tensors(sequences: object) -> bool:
+def _is_list_of_tensors(sequences):
     return isinstance(sequences, list) and len(sequences) > 0 and isinstance(sequences[0], torch.Tensor)
 
 
 @MANY
 @given(st.data(), st.integers(1, 4), st.integers(1, 4), st.integers(1, 5))
-def test_lists_that_are_read_in_place(data: st.DataObject, n_queries: int, n_documents: int, size: int) -> None:
+def test_lists_that_are_read_in_place(data, n_queries, n_documents, size):
     """As on a GPU, where kernels read them; here the operation packs them itself."""
     a = data.draw(forms(n_queries, size, weights=True))
     b = data.draw(forms(n_documents, size, weights=False, kinds=("list", "integer list", "masked list", "arrays")))
@@ -104,7 +104,7 @@ def test_lists_that_are_read_in_place(data: st.DataObject, n_queries: int, n_doc
 
 
 @pytest.mark.parametrize("name", ["maxsim", "maxsim_pairwise"])
-def test_the_operation_on_lists_serves_them(name: str) -> None:
+def test_the_operation_on_lists_serves_them(name):
     operation = "maxsim_ragged" if name == "maxsim" else "maxsim_ragged_pairwise"
     a, b = [numbers(1, 3, 4), numbers(2, 2, 4)], [numbers(3, 5, 4), numbers(4, 2, 4)]
     with (
@@ -132,9 +132,7 @@ BATCHES = ("batch", "masked batch", "array", "integers")
 
 @MANY
 @given(st.data(), st.integers(2, 4), st.integers(1, 3), st.integers(1, 5))
-def test_scores_of_losses_are_theirs_to_the_bit(
-    data: st.DataObject, n_queries: int, n_documents: int, size: int
-) -> None:
+def test_scores_of_losses_are_theirs_to_the_bit(data, n_queries, n_documents, size):
     queries = data.draw(forms(n_queries, size, True, BATCHES))
     name = data.draw(st.sampled_from(["colbert_scores", "colbert_kd_scores", "mean_colbert_scores"]))
     groups = n_queries if name == "colbert_kd_scores" else data.draw(st.integers(1, 3))
@@ -152,7 +150,7 @@ def test_scores_of_losses_are_theirs_to_the_bit(
 @given(
     st.integers(0, 2**20), st.sampled_from([torch.float32, torch.float16, torch.bfloat16, torch.float64]), st.booleans()
 )
-def test_scores_are_accurate(seed: int, dtype: torch.dtype, ragged: bool) -> None:
+def test_scores_are_accurate(seed, dtype, ragged):
     """Against their own in float64, on the same rounded numbers."""
     a, b = unit(seed, 3, 9, 24).to(dtype), unit(seed + 1, 5, 17, 24).to(dtype)
     if ragged:
@@ -166,7 +164,7 @@ def test_scores_are_accurate(seed: int, dtype: torch.dtype, ragged: bool) -> Non
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
 @pytest.mark.parametrize("form", [torch.Tensor.clone, list])
-def test_the_type_is_theirs(form, dtype: torch.dtype) -> None:
+def test_the_type_is_theirs(form, dtype):
     a, b = unit(0, 3, 4, 8).to(dtype), unit(1, 3, 5, 8).to(dtype)
     for name in ("maxsim", "maxsim_pairwise"):
         assert getattr(ours, name)(form(a), form(b)).dtype == getattr(their_similarity, name)(form(a), form(b)).dtype
@@ -174,7 +172,7 @@ def test_the_type_is_theirs(form, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("name", ["maxsim", "maxsim_pairwise", "mean_maxsim", "colbert_scores", "colbert_kd_scores"])
 @pytest.mark.parametrize("form", ["padded", "masked", "list"])
-def test_gradients(name: str, form: str) -> None:
+def test_gradients(name, form):
     a, b = unit(1, 4, 6, 16), unit(2, 4, 9, 16)
     a_mask = b_mask = None
     if name.startswith("colbert"):
@@ -189,8 +187,8 @@ def test_gradients(name: str, form: str) -> None:
             pytest.skip("the losses' scores take no ragged lists")
         a, b = [tokens[: 6 - i] for i, tokens in enumerate(a)], [tokens[i:] for i, tokens in enumerate(b)]
 
-    def gradients(function, dtype: torch.dtype) -> list[torch.Tensor]:
-        def leaf(tokens: torch.Tensor) -> torch.Tensor:
+    def gradients(function, dtype):
+        def leaf(tokens):
             return tokens.detach().clone().to(dtype).requires_grad_()
 
         sides = [[leaf(tokens) for tokens in side] if isinstance(side, list) else leaf(side) for side in (a, b)]
@@ -206,7 +204,7 @@ def test_gradients(name: str, form: str) -> None:
         assert (gradient - reference).norm() <= 1e-6 * max(reference.norm().item(), 1e-3)
 
 
-def test_documents_without_tokens_score_minus_1e9(caplog: pytest.LogCaptureFixture) -> None:
+def test_documents_without_tokens_score_minus_1e9(caplog):
     query, documents = torch.ones(1, 2, 3), torch.ones(2, 4, 3)
     documents[1] = 0
     # transformers' own, which says a thing once.
@@ -222,21 +220,21 @@ def test_documents_without_tokens_score_minus_1e9(caplog: pytest.LogCaptureFixtu
 
 
 @pytest.mark.parametrize("empty", [[], torch.zeros(0, 4, 8), torch.zeros(0, 0, 8), np.zeros((0, 4, 8))])
-def test_no_items(empty) -> None:
+def test_no_items(empty):
     queries = [torch.ones(3, 8), torch.ones(2, 8)]
     for arguments in ((queries, empty), (empty, queries), (empty, empty)):
         assert_same(*both("maxsim", *arguments))
     assert_same(*both("maxsim_pairwise", empty, empty))
 
 
-def test_masks_of_one_row_serve_all() -> None:
+def test_masks_of_one_row_serve_all():
     a, b = numbers(1, 3, 4, 5), numbers(2, 2, 6, 5)
     for a_mask in (torch.tensor([[1.0, 0.0, 2.0, 1.0]]), torch.tensor([1.0, 0.0, 2.0, 1.0])):
         assert_same(*both("maxsim", a, b, a_mask, torch.tensor([[True, False, True, True, True, False]])))
 
 
 @pytest.mark.parametrize("name", ["colbert_scores", "colbert_kd_scores", "mean_colbert_scores"])
-def test_a_mask_of_one_group_serves_all(name: str) -> None:
+def test_a_mask_of_one_group_serves_all(name):
     queries, documents = numbers(1, 3, 2, 4), numbers(2, 3, 2, 5, 4)
     mask = torch.tensor([[[1, 0, 1, 1, 0], [0, 1, 1, 0, 0]]])
     scores, expected = both(name, queries, documents, None, mask)
@@ -244,7 +242,7 @@ def test_a_mask_of_one_group_serves_all(name: str) -> None:
     assert torch.equal(scores, getattr(ours, name)(queries, documents, None, mask.expand(3, 2, 5)))
 
 
-def test_top_k_of_numpy_and_its_errors() -> None:
+def test_top_k_of_numpy_and_its_errors():
     queries, documents = unit(1, 3, 2, 4), unit(2, 3, 2, 5, 4)
     expected = their_scoring.xtr_scores(queries, documents, top_k=3)
     torch.testing.assert_close(ours.xtr_scores(queries, documents, top_k=np.int64(3)), expected)
@@ -256,7 +254,7 @@ def test_top_k_of_numpy_and_its_errors() -> None:
         ours.xtr_scores(queries, documents, documents_mask=torch.ones(1, 2, 5))
 
 
-def test_means_do_not_depend_on_chunks() -> None:
+def test_means_do_not_depend_on_chunks():
     """A mask of a padded list may say that padding counts, also beyond the longest of a chunk."""
     a, b = [numbers(seed, length, 4) for seed, length in enumerate((4, 1, 2))], [numbers(9, 3, 4)] * 3
     mask = torch.ones(3, 4)
@@ -264,7 +262,7 @@ def test_means_do_not_depend_on_chunks() -> None:
         assert_same(*both("mean_maxsim_pairwise", a, b, mask, **options))
 
 
-def test_what_is_copied_at_once_is_bounded() -> None:
+def test_what_is_copied_at_once_is_bounded():
     documents = [torch.ones(length, 4) for length in (5, 1, 2, 9, 1, 1)]
     side = operands.side("b", documents)
     assert operands.blocks([side], torch.device("cpu"), None) == [(0, 6)]
@@ -277,24 +275,24 @@ def test_what_is_copied_at_once_is_bounded() -> None:
     assert operands.blocks([operands.side("b", torch.ones(6, 5, 4))], torch.device("cpu"), 1) == [(0, 6)]
 
 
-def test_device_moves_the_arithmetic_only() -> None:
+def test_device_moves_the_arithmetic_only():
     a, b = [numbers(1, 3, 4)], [numbers(2, 5, 4), numbers(3, 2, 4)]
     assert_same(*both("maxsim", a, b, device="cpu"))
 
 
-def test_types_are_promoted() -> None:
+def test_types_are_promoted():
     a, b = numbers(1, 2, 3, 4), numbers(2, 2, 5, 4)
     assert torch.equal(ours.maxsim(a.half(), b), ours.maxsim(a, b))
     assert torch.equal(ours.maxsim(list(a.half()), list(b.bfloat16())), ours.maxsim(list(a), list(b)))
 
 
-def test_arrays_are_left_as_they_are() -> None:
+def test_arrays_are_left_as_they_are():
     values = numbers(1, 2, 3, 4).numpy()
     values.flags.writeable = False
     assert_same(*both("maxsim", values, list(values)))
 
 
-def test_weights_that_learn_are_left_to_the_host(caplog: pytest.LogCaptureFixture) -> None:
+def test_weights_that_learn_are_left_to_the_host(caplog):
     a, b = unit(1, 2, 3, 8), unit(2, 2, 5, 8)
     gradients = []
     for function in (ours.maxsim, their_similarity.maxsim):
@@ -324,12 +322,12 @@ ITEMS = {"a": torch.ones(2, 3, 4), "b": torch.ones(2, 5, 4)}
         ({"a_mask": -torch.ones(2, 3)}, "positive weights, got -1"),
     ],
 )
-def test_bad_input_is_one_clear_error(arguments: dict, message: str) -> None:
+def test_bad_input_is_one_clear_error(arguments, message):
     with pytest.raises(ValueError, match=message):
         ours.maxsim(**ITEMS | arguments)
 
 
-def test_other_bad_input() -> None:
+def test_other_bad_input():
     with pytest.raises(ValueError, match="same number of items, to be paired, got 2 and 3"):
         ours.maxsim_pairwise(torch.ones(2, 1, 4), torch.ones(3, 1, 4))
     with pytest.raises(TypeError, match="a_mask must be a tensor, .* got int"):
@@ -342,7 +340,7 @@ def test_other_bad_input() -> None:
         ours.colbert_scores([torch.ones(2, 4), torch.ones(3, 4)], torch.ones(2, 1, 3, 4))
 
 
-def test_compiles_into_one_graph() -> None:
+def test_compiles_into_one_graph():
     a, b = unit(1, 2, 3, 8), unit(2, 4, 5, 8)
     b_mask = torch.ones(4, 5, dtype=torch.bool)
     b_mask[1] = False

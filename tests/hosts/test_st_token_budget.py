@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from sentence_transformers import MultiVectorEncoder
 from sentence_transformers.base.modules import Transformer
 
 from pylate_flash.hosts.sentence_transformers import losses
@@ -12,14 +11,12 @@ from pylate_flash.training.token_budget import largest_token_budget
 
 
 @pytest.fixture
-def loss(tiny_encoder: MultiVectorEncoder) -> losses.CachedMultiVectorMultipleNegativesRankingLoss:
+def loss(tiny_encoder):
     return losses.CachedMultiVectorMultipleNegativesRankingLoss(tiny_encoder)
 
 
 @pytest.mark.parametrize("length", [None, 16])
-def test_full_documents_are_encoded_and_the_way_back_is_gone(
-    length: int | None, loss, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_documents_are_encoded_and_the_way_back_is_gone(length, loss, monkeypatch):
     model, shapes, forward = loss.model, [], Transformer.forward
     model[0].document_length = length
     # As many as BERT has positions for, where nothing else limits them.
@@ -49,14 +46,14 @@ def test_full_documents_are_encoded_and_the_way_back_is_gone(
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_texts_that_cannot_be_sorted_are_refused(loss) -> None:
+def test_texts_that_cannot_be_sorted_are_refused(loss):
     """What makes other tokens of them, as pooling does, is encoded by the host's code, which counts no padding."""
     loss.model.append(torch.nn.Identity())
     with pytest.raises(ValueError, match="cannot be sorted by length"):
         largest_token_budget(loss, 8)
 
 
-def test_documents_of_any_length_are_refused(loss, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documents_of_any_length_are_refused(loss, monkeypatch):
     monkeypatch.setattr("pylate_flash.training.token_budget.read_lengths", lambda model: (32, None))
     with pytest.raises(ValueError, match="nothing limits the length of a document"):
         largest_token_budget(loss, 8)

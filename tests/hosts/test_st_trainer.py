@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +10,7 @@ import torch.distributed as dist
 from datasets import Dataset, DatasetDict
 from safetensors.torch import load_file
 from sentence_transformers import MultiVectorEncoder, MultiVectorEncoderTrainingArguments
-from torch import Tensor, nn
+from torch import nn
 
 from pylate_flash.hosts.sentence_transformers import losses
 from pylate_flash.hosts.sentence_transformers.trainer import MultiVectorEncoderTrainer
@@ -22,19 +20,17 @@ WORLD = 2
 
 
 @pytest.fixture
-def rows(texts: Any) -> dict[str, list[str]]:
+def rows(texts):
     return {"query": texts(1, 12, 4), "positive": texts(2, 12)}
 
 
-def arguments(folder: Path, **overrides: Any) -> MultiVectorEncoderTrainingArguments:
+def arguments(folder, **overrides):
     defaults = {"max_steps": 3, "per_device_train_batch_size": 4, "lr_scheduler_type": "constant", "use_cpu": True}
     quiet = {"save_strategy": "no", "report_to": "none", "disable_tqdm": True}
     return MultiVectorEncoderTrainingArguments(output_dir=str(folder), **{**defaults, **quiet, **overrides})
 
 
-def learned(
-    path: str, rows: dict[str, list[str]], args: MultiVectorEncoderTrainingArguments, start: float, **options: Any
-) -> Tensor:
+def learned(path, rows, args, start, **options):
     """Train a scale that begins at `start`, from a checkpoint in `options` if there is one; it, then the weights."""
     checkpoint = options.pop("checkpoint", None)
     model = MultiVectorEncoder(path, device="cpu")
@@ -45,7 +41,7 @@ def learned(
     return torch.cat([scale.detach(), *(parameter.detach().flatten() for parameter in model.parameters())])
 
 
-def test_resuming_goes_on_with_the_scale(tiny_encoder_path: str, rows: dict[str, list[str]], tmp_path: Path) -> None:
+def test_resuming_goes_on_with_the_scale(tiny_encoder_path, rows, tmp_path):
     args = arguments(tmp_path, max_steps=4, learning_rate=0.01, save_strategy="steps", save_steps=2)
     whole = learned(tiny_encoder_path, rows, args, 5.0)
     assert abs(whole[0].item() - 5.0) > 0.001
@@ -56,7 +52,7 @@ def test_resuming_goes_on_with_the_scale(tiny_encoder_path: str, rows: dict[str,
     assert torch.equal(resumed, whole)
 
 
-def work(rank: int, path: str, folder: Path, rows: dict[str, list[str]]) -> None:
+def work(rank, path, folder, rows):
     """What each process does; the results go to a file, to be compared by the tests."""
     torch.set_num_threads(1)
     # What torchrun would set: the trainer finds its place in the group below by these.
@@ -80,9 +76,7 @@ def work(rank: int, path: str, folder: Path, rows: dict[str, list[str]]) -> None
     dist.destroy_process_group()
 
 
-def test_on_two_ranks_the_scale_is_that_of_one_process(
-    tiny_encoder_path: str, rows: dict[str, list[str]], tmp_path: Path
-) -> None:
+def test_on_two_ranks_the_scale_is_that_of_one_process(tiny_encoder_path, rows, tmp_path):
     """It begins as the first rank's. And losses of which one would wait for the other are refused there."""
     run_ranks(work, (tiny_encoder_path, tmp_path, rows), WORLD)
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(WORLD))

@@ -15,7 +15,7 @@ from pylate_flash.hosts import sentence_transformers as ours
 NAMES = ("xtr_scores", "xtr_kd_scores", "xtr_scores_pairwise")
 
 
-def unit(seed: int, *shape: int) -> torch.Tensor:
+def unit(seed, *shape):
     """Unit vectors, with tokens of zeros among them, which are padding."""
     generator = torch.Generator().manual_seed(seed)
     values = F.normalize(torch.randn(*shape, generator=generator), dim=-1)
@@ -27,7 +27,7 @@ def unit(seed: int, *shape: int) -> torch.Tensor:
     st.sampled_from(NAMES), st.integers(0, 2**20), st.integers(1, 4), st.integers(1, 3), st.integers(1, 4),
     st.integers(1, 6), st.integers(1, 80), st.sampled_from(["none", "bool", "weights", "negative"]),
 )  # fmt: skip
-def test_values_and_gradients_are_theirs(name, seed, groups, per_group, query_length, length, top_k, kind) -> None:
+def test_values_and_gradients_are_theirs(name, seed, groups, per_group, query_length, length, top_k, kind):
     per_group = 1 if name == "xtr_scores_pairwise" else per_group
     queries, documents = unit(seed, groups, query_length, 5), unit(seed + 1, groups, per_group, length, 5)
     masks = {}
@@ -52,7 +52,7 @@ def test_values_and_gradients_are_theirs(name, seed, groups, per_group, query_le
         assert (gradient - expected).norm() <= 1e-5 * max(1.0, expected.norm())
 
 
-def test_all_of_its_functions_and_classes_follow() -> None:
+def test_all_of_its_functions_and_classes_follow():
     """Half embeddings tell who scores: its own code rounds their similarities."""
     queries, documents = unit(0, 6, 3, 8).half(), unit(1, 6, 2, 9, 8).half()
     calls = {
@@ -70,7 +70,7 @@ def test_all_of_its_functions_and_classes_follow() -> None:
         assert torch.equal(function(queries, documents, **options), before)
 
 
-def test_what_else_it_takes() -> None:
+def test_what_else_it_takes():
     queries, documents = unit(2, 3, 4, 5), unit(3, 3, 2, 6, 5)
     expected = theirs.xtr_scores(queries, documents, top_k=5)
     for given_queries, given_documents in ((queries.numpy(), documents.numpy()), (list(queries), list(documents))):
@@ -85,7 +85,7 @@ def test_what_else_it_takes() -> None:
 
 
 @pytest.mark.parametrize("top_k", [0, -1, True])
-def test_errors(top_k: int) -> None:
+def test_errors(top_k):
     call = unit(2, 3, 4, 5), unit(3, 3, 2, 6, 5)
     for function in (ours.xtr_scores, theirs.xtr_scores):
         with pytest.raises(ValueError, match="top_k must be a positive integer, got"):
@@ -96,6 +96,6 @@ def test_errors(top_k: int) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
-def test_the_type_is_theirs(name: str, dtype: torch.dtype) -> None:
+def test_the_type_is_theirs(name, dtype):
     given = unit(0, 2, 3, 5).to(dtype), unit(1, 2, 1, 4, 5).to(dtype)
     assert getattr(ours, name)(*given).dtype == getattr(theirs, name)(*given).dtype

@@ -16,26 +16,14 @@ CHECKPOINTS = "checkpoints"
 
 
 class Checkpoints:
-    """The folder `checkpoints` of an output folder: the last checkpoints of a run, and the run's settings.
-
-    Parameters
-    ----------
-    output
-        The output folder.
-    """
+    """The folder `checkpoints` of an output folder: the last checkpoints of a run, and the run's settings."""
 
     def __init__(self, output: Path) -> None:
         self.folder = output / CHECKPOINTS
         self._settings = self.folder / "run.json"
 
     def exist(self) -> bool:
-        """Whether an earlier run left any.
-
-        Raises
-        ------
-        UserError
-            If there is a folder of this name that no run of this command has made.
-        """
+        """Whether an earlier run left any; a folder of this name that no run of this command has made is refused."""
         if os.path.lexists(self.folder) and not self._settings.is_file() and not _is_empty(self.folder):
             raise UserError(f"{self.folder} is none that `train` has made; move it away, or name another --output")
         return self.last() is not None
@@ -55,13 +43,7 @@ class Checkpoints:
         self._settings.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
     def check(self, settings: dict[str, Any]) -> Path:
-        """Return the last checkpoint of the run, which must have had the same settings.
-
-        Raises
-        ------
-        UserError
-            If there is none, or a setting, which is named, is another one.
-        """
+        """Return the last checkpoint of the run, which must have had the same settings; what differs is named."""
         checkpoint = self.last()
         if checkpoint is None or not self._settings.is_file():
             raise UserError(f"--resume: there is no checkpoint in {self.folder}; leave --resume out to start")

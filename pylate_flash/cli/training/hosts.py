@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ...encoding.texts import is_multi_vector_encoder
@@ -38,62 +39,41 @@ def make_loss(
     model: Model, loss: Loss, scorer: str, mini_batch_size: int | None, tokens: int | str | None, temperature: float
 ) -> Any:
     """The loss of a kind, of the library of a model."""
-    if tokens == "auto":
-        # What it is, is found when the trainer has put the model where it will be.
-        tokens = 1
-    if is_multi_vector_encoder(model):
-        return _loss_of_sentence_transformers(model, loss, scorer, mini_batch_size, tokens, temperature)
-    from ... import losses
+    # What "auto" is, is found when the trainer has put the model where it will be.
+    limits: dict[str, Any] = {"mini_batch_num_tokens": 1 if tokens == "auto" else tokens}
+    kinds: dict[Loss, tuple[Any, dict[str, Any]]]
+    if not is_multi_vector_encoder(model):
+        from ... import losses
 
-    if loss is Loss.distillation:
-        return losses.Distillation(model)
-    if loss is Loss.cached:
-        return losses.CachedContrastive(
-            model,
-            mini_batch_size=mini_batch_size,
-            mini_batch_num_tokens=tokens,  # type: ignore[arg-type]
-            temperature=temperature,
-        )
-    return losses.Contrastive(model, temperature=temperature)
-
-
-def _loss_of_sentence_transformers(
-    model: Any, loss: Loss, scorer: str, mini_batch_size: int | None, tokens: Any, temperature: float
-) -> Any:
-    if scorer == "torch":
-        from sentence_transformers.multi_vector_encoder import losses
+        divided = {"temperature": temperature}
+        kinds = {
+            Loss.contrastive: (losses.Contrastive, divided),
+            Loss.cached: (losses.CachedContrastive, {"mini_batch_size": mini_batch_size, **limits, **divided}),
+            Loss.distillation: (losses.Distillation, {}),
+        }
     else:
-        from ...hosts.sentence_transformers import losses
+        if scorer == "torch":
+            from sentence_transformers.multi_vector_encoder import losses as st
+        else:
+            from ...hosts.sentence_transformers import losses as st
 
-    if loss is Loss.distillation:
-        return losses.MultiVectorDistillKLDivLoss(model, temperature=temperature)
-    if loss is Loss.cached:
-        return losses.CachedMultiVectorMultipleNegativesRankingLoss(
-            model,
-            mini_batch_size=mini_batch_size or defaults.MINI_BATCH_SIZE,
-            mini_batch_num_tokens=tokens,
-            scale=1 / temperature,
-        )
-    return losses.MultiVectorMultipleNegativesRankingLoss(model, scale=1 / temperature)
+        limits["mini_batch_size"] = mini_batch_size or defaults.MINI_BATCH_SIZE
+        scale = {"scale": 1 / temperature}
+        kinds = {
+            Loss.contrastive: (st.MultiVectorMultipleNegativesRankingLoss, scale),
+            Loss.cached: (st.CachedMultiVectorMultipleNegativesRankingLoss, {**limits, **scale}),
+            Loss.distillation: (st.MultiVectorDistillKLDivLoss, {"temperature": temperature}),
+        }
+    kind, options = kinds[loss]
+    return kind(model, **options)
 
 
 def make_trainer(
     model: Model, lines: TrainingData, evaluated: TrainingData | None, loss: Any, scorer: str, **arguments: Any
 ) -> MeasuredTrainer:
-    """A trainer of the library of a model, which shows its progress.
+    """A trainer of the library of a model, which shows its progress, and with `evaluated` the loss of these lines.
 
-    Parameters
-    ----------
-    model
-        The model.
-    lines, evaluated
-        What it trains on, and what its loss is shown of on the way.
-    loss
-        As `make_loss` makes it.
-    scorer
-        The name of what computes the scores.
-    **arguments
-        Training arguments that both libraries have.
+    The `arguments` are training arguments that both libraries have.
     """
     from transformers.trainer_callback import PrinterCallback
 
@@ -111,19 +91,26 @@ def make_trainer(
         "disable_tqdm": True,
         "dataloader_pin_memory": model.device.type == "cuda",
     }
-    trainer: Any
+    sets = [lines.rows, None if evaluated is None else evaluated.rows]
+    kind: Any
+    arguments_of: Any
     if is_multi_vector_encoder(model):
-        trainer = _trainer_of_sentence_transformers(model, lines, evaluated, loss, arguments)
+        from sentence_transformers.multi_vector_encoder.training_args import MultiVectorEncoderTrainingArguments
+
+        from ...hosts.sentence_transformers.trainer import MultiVectorEncoderTrainer
+
+        kind, arguments_of = MultiVectorEncoderTrainer, MultiVectorEncoderTrainingArguments
+        sets = [None if rows is None else _with_columns(rows) for rows in sets]
+        # Its trainer puts no prompt before the texts but those that it is told, and `encode_query` does.
+        query, *documents = (name for name in sets[0].column_names if name != "scores")
+        prompts = {query: prompt_of(model, is_query=True), **dict.fromkeys(documents, prompt_of(model, is_query=False))}
+        arguments["prompts"] = {name: prompt for name, prompt in prompts.items() if prompt} or None
     else:
         from ...trainer import ColBERTTrainer, ColBERTTrainingArguments
 
-        trainer = ColBERTTrainer(
-            model=model,
-            args=ColBERTTrainingArguments(scorer=scorer, **arguments),
-            train_dataset=lines.rows,
-            eval_dataset=None if evaluated is None else evaluated.rows,
-            loss=loss,
-        )
+        kind, arguments_of = ColBERTTrainer, partial(ColBERTTrainingArguments, scorer=scorer)
+    args = arguments_of(**arguments)
+    trainer = kind(model=model, args=args, train_dataset=sets[0], eval_dataset=sets[1], loss=loss)
     args = trainer.args
     steps = args.max_steps if args.max_steps > 0 else args.num_train_epochs * len(lines.rows) / args.train_batch_size
     if steps < 10:
@@ -135,37 +122,12 @@ def make_trainer(
     return trainer
 
 
-def _trainer_of_sentence_transformers(
-    model: Any, lines: TrainingData, evaluated: TrainingData | None, loss: Any, arguments: dict[str, Any]
-) -> MeasuredTrainer:
-    from sentence_transformers.multi_vector_encoder.training_args import MultiVectorEncoderTrainingArguments
-
-    from ...hosts.sentence_transformers.trainer import MultiVectorEncoderTrainer
-
-    train, evaluate = _with_columns(lines), None if evaluated is None else _with_columns(evaluated)
-    query, *documents = (name for name in train.column_names if name != "scores")
-    # Its trainer puts no prompt before the texts but those that it is told, and `encode_query` does.
-    prompts = {query: prompt_of(model, is_query=True), **dict.fromkeys(documents, prompt_of(model, is_query=False))}
-    return MultiVectorEncoderTrainer(
-        model=model,
-        args=MultiVectorEncoderTrainingArguments(
-            prompts={name: prompt for name, prompt in prompts.items() if prompt} or None,
-            **arguments,
-        ),
-        train_dataset=train,
-        eval_dataset=evaluate,
-        loss=loss,
-    )
-
-
-def _with_columns(lines: TrainingData) -> Dataset:
-    """The lines as sentence-transformers' losses take them: every candidate of distillation in a column of its own."""
-    rows = lines.rows
+def _with_columns(rows: Dataset) -> Dataset:
+    """Lines as sentence-transformers' losses take them: every candidate of distillation in a column of its own."""
     if "documents" not in rows.column_names:
         return rows
     from datasets import Dataset
 
-    candidates = {
-        f"document_{number}": list(texts) for number, texts in enumerate(zip(*rows["documents"], strict=True), start=1)
-    }
+    texts = zip(*rows["documents"], strict=True)
+    candidates = {f"document_{number}": list(column) for number, column in enumerate(texts, start=1)}
     return Dataset.from_dict({"query": rows["query"], **candidates, "scores": rows["scores"]})

@@ -34,18 +34,8 @@ class DistinctTexts(BatchSampler):
     Every epoch has as many batches as the first, by which trainers count epochs and resume. In the order of another
     one, a few more or fewer may be needed: it ends before the last ones, of a line or two, or begins again.
 
-    Parameters
-    ----------
-    dataset
-        The lines: columns of texts.
-    batch_size
-        Lines of a batch, at most.
-    drop_last, valid_label_columns
-        Given to every sampler, and not used.
-    generator
-        Draws the order of the lines.
-    seed
-        What `generator` begins the first epoch with.
+    `dataset` has columns of texts; `drop_last` and `valid_label_columns` are given to every sampler, and not used. The
+    `generator` draws the order of the lines, and begins the first epoch with the `seed`.
     """
 
     def __init__(
@@ -113,16 +103,10 @@ class DistinctTexts(BatchSampler):
 
 
 class StopRequest:
-    """Ctrl-C and SIGTERM while this is entered: a request the first time, an interruption the second time.
-
-    Attributes
-    ----------
-    signal
-        The signal that came, or None.
-    """
+    """Ctrl-C and SIGTERM while this is entered: a request the first time, an interruption the second time."""
 
     def __init__(self) -> None:
-        self.signal: int | None = None
+        self.signal: int | None = None  # that came
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopRequest:
@@ -154,17 +138,11 @@ class Guard(TrainerCallback):
     """Ends a run when that is asked for, with a checkpoint, and lets none be written of a model that is not finite.
 
     Adds itself to the trainer. An evaluation that is under way, or due, when the run is to end is left out.
-
-    Attributes
-    ----------
-    started
-        Whether training has begun: what a run resumes from has been loaded by then.
-    saving
-        Whether a checkpoint is being written.
     """
 
     def __init__(self, trainer: MeasuredTrainer, request: StopRequest) -> None:
         self.model, self.request = cast("Model", trainer.model), request
+        # Once training has begun, what a run resumes from has been loaded; and whether a checkpoint is being written.
         self.started = self.saving = False
         self._saved_at: int | None = None
         trainer.add_callback(self)
