@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 import pylate_flash
-from pylate_flash import beir, evaluation, indexes, losses, models, negatives, rank, scores, trainer
+from pylate_flash import beir, evaluation, indexes, losses, matches, models, negatives, rank, scores, trainer
 
 ROOT = Path(__file__).parents[1]
 REFERENCE = "".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs" / "reference").glob("*.md")))
 
 
-MODULES = [pylate_flash, losses, trainer, models, scores, rank, indexes, beir, negatives, evaluation]
+MODULES = [pylate_flash, losses, trainer, models, scores, rank, indexes, beir, matches, negatives, evaluation]
 
 
 @pytest.mark.parametrize("module", MODULES)

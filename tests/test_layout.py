@@ -15,7 +15,7 @@ PACKAGE = Path(pylate_flash.__file__).parent
 # What README, docs and examples say that users import.
 PUBLIC = {
     *("losses", "models", "rank", "scores", "retrieve", "indexes", "evaluation", "trainer"),
-    *("beir", "negatives", "register"),
+    *("beir", "matches", "negatives", "register"),
 }
 
 

@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from .._extras import HOSTS as ABOUT
 from .._extras import MissingExtraError
-from ..encoding.texts import encode, is_multi_vector_encoder, longest_input, set_text_lengths, text_lengths
+from ..encoding.texts import (
+    encode,
+    is_multi_vector_encoder,
+    longest_input,
+    prompt_of,
+    set_text_lengths,
+    text_lengths,
+)
 from ..encoding.weights import no_missing_weights
 from ..hosts import HOSTS
 from . import defaults
@@ -169,16 +176,10 @@ def has_random_projection(model: Any, name: str) -> bool:
     return not saved and "HF_ColBERT" not in architectures
 
 
-def prompt_of(model: Any, is_query: bool) -> str:
-    """What a `MultiVectorEncoder` puts before a query, or before a document."""
-    names = ("query",) if is_query else ("document", "passage", "corpus")
-    return next((model.prompts[name] for name in names if name in model.prompts), "")
-
-
 def document_tokens(model: Any, texts: list[str]) -> list[int]:
     """How many tokens documents have, uncut, with the marker or the prompt that comes before them."""
     # PyLate's marker is a token that it puts in.
-    prompt, marker = (prompt_of(model, is_query=False), 0) if is_multi_vector_encoder(model) else ("", 1)
+    prompt, marker = prompt_of(model, is_query=False), 0 if is_multi_vector_encoder(model) else 1
     found = model.tokenizer([prompt + text for text in texts], truncation=False)["input_ids"]
     return [len(tokens) + marker for tokens in found]
 

@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.padding import Padding
 from rich.text import Text as RichText
 
 from ..data.files import Corpus, Text, read_queries
 from ..encoding.texts import encode
 from .common import Device, TrustRemoteCode, UserError, be_quiet, check_text, console, explained, note
+from .explaining import marked_document, marked_query, match_lines, match_records, strongest_tokens
 from .files import check_file
 from .indexing import (
     DEFAULT_INDEX,
@@ -33,7 +34,9 @@ from .indexing import (
 from .models import check_encoding_host
 
 if TYPE_CHECKING:
+    from ..index.search import SearchResult
     from ..indexes import Flat
+    from ..matches import Explanation
     from .models import Model
 
 _DEMO_INDEX = Path("demo-output/index")
@@ -43,12 +46,13 @@ _QUERIES_AT_A_TIME = 1000
 
 
 class Found(NamedTuple):
-    """A document found for a query; `text` is None where it is not known."""
+    """A document found for a query; `text` is None where it is not known, `explanation` where none was asked for."""
 
     rank: int
     id: str
     score: float
     text: str | None
+    explanation: Explanation | None = None
 
 
 def search(
@@ -89,6 +93,13 @@ def search(
             help="Only documents whose metadata fulfil an expression of SQLite: `year >= 2020 and lang = 'en'`.",
         ),
     ] = None,
+    explain: Annotated[
+        bool,
+        typer.Option(
+            "--explain",
+            help="Show which of a document's tokens each token of the query has chosen, and what it adds to the score.",
+        ),
+    ] = False,
     json_lines: Annotated[
         bool,
         typer.Option(
@@ -104,6 +115,10 @@ def search(
 
     Into a pipe or a file goes one line per document: rank, score, id and, where it is known, the beginning of the text,
     separated by tabs; with `--queries`, the query's `_id` or line number comes first. `--json` has the whole texts.
+
+    With `--explain`, a terminal shows chosen tokens in the colour of the query's token that chose them, bold where they
+    are most similar; into a pipe goes one line per token of the query, with it, what it has chosen, and their
+    similarity, in place of the text. The similarities add up to the score.
     """
     check_encoding_host("pylate-flash search")
     if query == "-" and queries is None:
@@ -115,6 +130,10 @@ def search(
     corpora = [] if data is None else [open_corpus(data)]
     be_quiet()
     flat = open_flat(place, device)
+    if where is not None:
+        # What is wrong with it is known before the model is loaded, and what it finds is kept for the search.
+        with explained():
+            flat([], where=where)
     if data is None:
         corpora = _known_corpora(flat)
     encoder = load_model_of(flat, model, device, trust_remote_code)
@@ -123,20 +142,21 @@ def search(
         sys.stdout.reconfigure(errors="backslashreplace")
     for start in range(0, len(asked), _QUERIES_AT_A_TIME):
         some = asked[start : start + _QUERIES_AT_A_TIME]
-        found = _retrieve(flat, encoder, [text for _, text in some], k, where)
+        words = [text for _, text in some]
+        with explained():
+            results = flat(encode(encoder, words, is_query=True), k=k, where=where, matches=explain)
         try:
-            texts = _texts(corpora, {document.id for documents in found for document in documents})
+            texts = _texts(corpora, {result["id"] for documents in results for result in documents})
         except UserError as error:
             if data is not None:
                 raise
             _note_no_texts(error)
             corpora, texts = [], {}
-        for asked_, documents in zip(some, found, strict=True):
-            known = [document._replace(text=texts.get(document.id)) for document in documents]
+        for asked_, known in zip(some, _found(results, texts, encoder, words, explain), strict=True):
             if json_lines:
                 print(_json(asked_, known))
             elif sys.stdout.isatty():
-                show(console, known, asked_.text if queries is not None else None)
+                show(console, known, asked_.text if queries is not None or explain else None)
             else:
                 for line in _lines(asked_, known, with_text=bool(corpora)):
                     print(line)
@@ -145,14 +165,24 @@ def search(
 def show(console: Console, documents: Sequence[Found], query: str | None = None) -> None:
     """Print documents for a reader: under the query, if it is given, each with the beginning of its text."""
     if query is not None:
-        console.print(RichText(_one_line(query), style="italic"))
+        own = documents[0].explanation if documents else None
+        console.print(RichText(_one_line(query), style="italic") if own is None else marked_query(query, own))
     for document in documents:
         line = RichText.assemble(
             (f"{document.rank:>2}. {escaped(document.id)}", "bold"), "  ", (f"{document.score:.2f}", "dim")
         )
         console.print(line, soft_wrap=True)
+        parts: list[RenderableType] = []
         if document.text:
-            console.print(Padding(RichText(_beginning(document.text)), (0, 0, 0, 4)))
+            parts.append(
+                RichText(_beginning(document.text))
+                if document.explanation is None
+                else marked_document(document.text, document.explanation)
+            )
+        if document.explanation is not None:
+            parts.append(strongest_tokens(document.explanation))
+        for part in parts:
+            console.print(Padding(part, (0, 0, 0, 4)))
 
 
 def _lines(query: Text, documents: Sequence[Found], with_text: bool) -> Iterator[str]:
@@ -160,6 +190,9 @@ def _lines(query: Text, documents: Sequence[Found], with_text: bool) -> Iterator
         fields = [str(document.rank), f"{document.score:.4f}", escaped(document.id)]
         if query.id:
             fields.insert(0, escaped(query.id))
+        if document.explanation is not None:
+            yield from ("\t".join([*fields, *match]) for match in match_lines(document.explanation))
+            continue
         if with_text:
             fields.append(_beginning(document.text or ""))
         yield "\t".join(fields)
@@ -171,6 +204,8 @@ def _json(query: Text, documents: Sequence[Found]) -> str:
         results.append({"rank": document.rank, "id": document.id, "score": document.score})
         if document.text is not None:
             results[-1]["text"] = document.text
+        if document.explanation is not None:
+            results[-1]["matches"] = match_records(document.explanation)
     name: dict[str, Any] = {"query_id": query.id} if query.id else {}
     return json.dumps({**name, "query": query.text, "results": results})
 
@@ -236,12 +271,21 @@ def _note_no_texts(error: UserError) -> None:
     note(f"Note: no texts are shown: {error}; --data names what was indexed")
 
 
-def _retrieve(flat: Flat, model: Model, queries: list[str], k: int, where: str | None) -> list[list[Found]]:
-    with explained():
-        results = flat(encode(model, queries, is_query=True), k=k, where=where)
+def _found(
+    results: list[list[SearchResult]], texts: dict[str, str], model: Model, queries: list[str], explain: bool
+) -> list[list[Found]]:
+    explanations: list[list[Any]] = [[None] * len(documents) for documents in results]
+    if explain:
+        from .. import matches
+
+        with explained("--explain: "):
+            explanations = list(matches.explain(model, queries, results, texts))
     return [
-        [Found(rank, result["id"], result["score"], None) for rank, result in enumerate(documents, start=1)]
-        for documents in results
+        [
+            Found(rank, result["id"], result["score"], texts.get(result["id"]), own)
+            for rank, (result, own) in enumerate(zip(documents, of_query, strict=True), start=1)
+        ]
+        for documents, of_query in zip(results, explanations, strict=True)
     ]
 
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 __all__ = [
-    "TextLengths", "encode", "encoder_of", "is_multi_vector_encoder", "longest_input", "read_lengths",
+    "TextLengths", "encode", "encoder_of", "is_multi_vector_encoder", "longest_input", "prompt_of", "read_lengths",
     "set_text_lengths", "text_lengths",
 ]  # fmt: skip
 
@@ -65,6 +65,14 @@ def encoder_of(model: Any, is_query: bool) -> Callable[..., Any]:
     if is_multi_vector_encoder(model):
         return model.encode_query if is_query else model.encode_document
     return functools.partial(model.encode, is_query=is_query)
+
+
+def prompt_of(model: Any, is_query: bool) -> str:
+    """What a model of either library puts before a query, or before a document, as a part of the text."""
+    names: tuple[str | None, ...] = (getattr(model, "default_prompt_name", None),)
+    if is_multi_vector_encoder(model):
+        names = ("query",) if is_query else ("document", "passage", "corpus")
+    return next((model.prompts[name] for name in names if name in model.prompts), "")
 
 
 def text_lengths(model: Any) -> TextLengths:

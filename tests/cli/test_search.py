@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import shutil
 
 import numpy as np
@@ -12,6 +13,7 @@ from rich.console import Console
 from pylate_flash import indexes, models
 from pylate_flash.cli.common import UserError
 from pylate_flash.cli.search import Found, _read_queries, show
+from pylate_flash.matches import Explanation, Token
 from tests.cli.commands import assert_one_clear_sentence, invoke, succeed
 from tests.stores import change_state
 
@@ -325,6 +327,67 @@ def test_metadata_of_a_corpus_filter_a_search(tmp_path, tiny_colbert_path):
     assert found("tags like '%\"y\"%'") == ["a"]
     result = invoke("search", "cats", "--where", "yeer > 2000", "--index", index, "--device", "cpu")
     assert_one_clear_sentence(result, "no such column: yeer", "keys are", "year")
+    assert "Loading the model" not in result.stderr, "a wrong filter costs the seconds that loading a model takes"
+
+
+# Which tokens match
+
+
+def test_explained_a_pipe_gets_a_line_per_token_of_the_query_whose_similarities_add_up(index: Path) -> None:
+    printed = succeed("search", "cats on trains", "--index", index, "-k", 2, "--explain", "--device", "cpu")
+    assert "\x1b" not in printed
+    fields = [line.split("\t") for line in printed.splitlines()]
+    for rank in ("1", "2"):
+        own = [row for row in fields if row[0] == rank]
+        assert len(own) == 16, "the tokens of a query"
+        assert sum(float(row[5]) for row in own) == pytest.approx(float(own[0][1]), abs=1e-4)
+        assert [float(row[5]) for row in own] == sorted((float(row[5]) for row in own), reverse=True)
+        assert {"cats", "on", "trains", "[MASK]"} <= {row[3] for row in own}
+        words = TEXTS[own[0][2].replace(r"\t", "\t")].replace(",", "").split()
+        assert {row[4] for row in own} <= {*words, "[CLS]", "[SEP]", "[D] "}
+
+
+def test_explained_json_says_where_in_the_text(index: Path, queries: Path) -> None:
+    printed = succeed("search", "--queries", queries, "--index", index, "--explain", "--json", "--device", "cpu")
+    for line in printed.splitlines():
+        for result in json.loads(line)["results"]:
+            matches = result["matches"]
+            assert sum(match["similarity"] for match in matches) == pytest.approx(result["score"], abs=1e-5)
+            for match in matches:
+                if "start" in match:
+                    assert result["text"][match["start"] : match["end"]] == match["word"]
+            assert any("start" in match for match in matches)
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_explained_a_terminal_marks_chosen_tokens_by_colour_and_weight(width: int) -> None:
+    text = "Zwei cats\n\tand dogs " + "run and " * 30
+    query = [Token("[CLS]"), Token("Cats", 0, 4), Token("dog", 5, 8), Token("[MASK]"), Token("[MASK]")]
+    document = [Token("[CLS]"), Token("cats", 5, 9), Token("and", 11, 14), Token("dogs", 15, 19), Token("run", 20, 23)]
+    choices = [(0, 0.9), (1, 1.0), (3, 0.5), (1, 0.8), (2, 0.8)]
+    explanation = Explanation("an id", 4.0, query, document, choices)
+    terminal = Console(width=width, force_terminal=True, color_system="truecolor", file=io.StringIO(), _environ={})
+    show(terminal, [Found(1, "an id", 4.0, text, explanation)], "Cats dog")
+    printed = terminal.file.getvalue()
+    first, second = "\x1b[1;36m", "\x1b[2;35m"
+    assert printed.startswith("\x1b[36mCats\x1b[0m \x1b[35mdog\x1b[0m\n"), "the query's tokens in their colours"
+    assert f"Zwei {first}cats\x1b[0m \x1b[2;4mand\x1b[0m {second}dogs\x1b[0m\x1b[2m ...\x1b[0m" in printed
+    plain = [line.rstrip() for line in re.sub(r"\x1b\[[0-9;]*m", "", printed).splitlines()]
+    assert max(map(len, plain)) <= width
+    assert re.split("  +", plain[3].strip()) == ["Cats 1.00", "dog → dogs 0.50", "[CLS] 0.90", "[MASK] x 2 1.60"]
+
+
+def test_explained_without_texts_tokens_have_numbers(index: Path, tmp_path: Path) -> None:
+    shutil.copytree(index, tmp_path / "elsewhere" / "index")
+    change_state(tmp_path / "elsewhere" / "index", corpora=())
+    printed = succeed("search", "cats", "--index", tmp_path / "elsewhere" / "index", "-k", 1, "--explain")
+    assert all(re.fullmatch("#[0-9]+", line.split("\t")[4]) for line in printed.splitlines())
+
+
+def test_a_text_that_is_not_the_one_that_was_indexed_is_not_explained(index: Path, tmp_path: Path) -> None:
+    (tmp_path / "corpus.jsonl").write_text("".join(json.dumps({"_id": id_, "text": ""}) + "\n" for id_ in TEXTS))
+    result = invoke("search", "trains", "--index", index, "--data", tmp_path, "--explain")
+    assert_one_clear_sentence(result, "--explain: texts: ", "is not the text that was encoded: it has 3 tokens")
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,9 @@ from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ...encoding.texts import is_multi_vector_encoder
+from ...encoding.texts import is_multi_vector_encoder, prompt_of
 from .. import defaults
-from ..models import PYLATE, SENTENCE_TRANSFORMERS, prompt_of
+from ..models import PYLATE, SENTENCE_TRANSFORMERS
 
 if TYPE_CHECKING:
     from datasets import Dataset
