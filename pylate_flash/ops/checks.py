@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -51,15 +52,41 @@ def check_embeddings(name: str, value: object, layouts: dict[int, str]) -> Tenso
     return value
 
 
+def check_beside(
+    name: str,
+    value: object,
+    of: str,
+    other: Tensor,
+    dtypes: tuple[torch.dtype, ...] | None = None,
+    shape: Sequence[int] | None = None,
+    otherwise: str = "",
+) -> None:
+    """Raise unless this is a dense tensor on the device of `other`, the argument `of`, and of its dtype or `dtypes`."""
+    check_tensor(name, value, otherwise=otherwise)
+    assert isinstance(value, Tensor)
+    if shape is not None and list(value.shape) != list(shape):
+        raise ValueError(f"{name} must have shape {list(shape)}, got {list(value.shape)}")
+    if value.device != other.device:
+        raise ValueError(f"{name} must be on the device of {of}, {other.device}, got {value.device}")
+    if dtypes is None and value.dtype != other.dtype:
+        raise TypeError(f"{name} must have the dtype of {of}, {other.dtype}, got {value.dtype}")
+    if dtypes is not None and value.dtype not in dtypes:
+        *others, last = (str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise TypeError(f"{name} must be {', '.join(others)}{' or ' * bool(others)}{last}, got {value.dtype}")
+
+
+def check_detached(name: str, tensor: Tensor) -> None:
+    """Raise if this requires a gradient, where none flows."""
+    if tensor.requires_grad:
+        raise ValueError(f"{name} must not require a gradient, as none flows to it: detach it")
+
+
 def check_same(
     queries: Tensor, documents: Tensor, same_dtype: bool = True, names: tuple[str, str] = ("queries", "documents")
 ) -> None:
     """Raise unless `queries` and `documents`, by their names, agree in device, dtype (if they are to) and size."""
     first, second = names
-    if queries.device != documents.device:
-        raise ValueError(f"{second} must be on the device of {first}, {queries.device}, got {documents.device}")
-    if same_dtype and queries.dtype != documents.dtype:
-        raise TypeError(f"{second} must have the dtype of {first}, {queries.dtype}, got {documents.dtype}")
+    check_beside(second, documents, first, queries, None if same_dtype else (documents.dtype,))
     if queries.shape[-1] != documents.shape[-1]:
         raise ValueError(
             f"{second} must have the embedding size of {first}, {queries.shape[-1]}, got {documents.shape[-1]}"
@@ -81,8 +108,7 @@ def check_mask_layout(name: str, mask: object, embeddings: Tensor) -> None:
         raise ValueError(f"{name} must have shape {list(embeddings.shape[:-1])}, got {list(mask.shape)}")
     if mask.device != embeddings.device:
         raise ValueError(f"{name} must be on {embeddings.device}, got {mask.device}")
-    if mask.requires_grad:
-        raise ValueError(f"{name} must not require a gradient, as none flows to it: detach it")
+    check_detached(name, mask)
 
 
 def checked_mask(name: str, mask: Tensor | None, weights: bool = False) -> Tensor | None:
@@ -122,15 +148,12 @@ def check_boundaries(name: str, cu_seqlens: object, of: Tensor | None = None) ->
     return cu_seqlens.shape[0]
 
 
-def check_indices(name: str, indices: Tensor, what: str, count: int, of: str, device: torch.device) -> None:
+def check_indices(name: str, indices: Tensor, what: str, count: int, of: str, other: Tensor) -> None:
     """Raise unless these number `count` things, or none by -1, on the device of the argument `of`.
 
     On a GPU, where to look would be to wait, their values are not looked at.
     """
-    if indices.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"{name} must be int32 or int64, got {indices.dtype}")
-    if indices.device != device:
-        raise ValueError(f"{name} must be on the device of {of}, {device}, got {indices.device}")
+    check_beside(name, indices, of, other, (torch.int32, torch.int64))
     if is_readable(indices) and indices.numel():
         lowest, highest = (int(value) for value in indices.aminmax())
         if lowest < -1 or highest >= count:
@@ -157,6 +180,27 @@ def check(tensors: Tensors, quantized: bool = False) -> None:
     check_mask_layout("documents_mask", documents_mask, documents)
     if packed:
         check_packing(tensors)
+
+
+def check_none(where: str, **arguments: object) -> None:
+    """Raise if one of these is given, which has no meaning there."""
+    for name, value in arguments.items():
+        if value is not None:
+            raise ValueError(f"{name} must be None where {where}, got {type(value).__name__}")
+
+
+def check_layout(tensors: Tensors, max_query_length: int | None = None, max_document_length: int | None = None) -> None:
+    """Raise if there is an argument that the layout of queries or of documents has no use for."""
+    queries, _, queries_mask, documents_mask, queries_bounds, bounds, candidates = tensors
+    if bounds is not None:
+        check_none("documents are packed (documents_cu_seqlens)", documents_mask=documents_mask)
+    else:
+        where = "documents are padded (documents_cu_seqlens is None)"
+        check_none(where, candidates_cu_seqlens=candidates, max_document_length=max_document_length)
+    if bounds is not None and isinstance(queries, Tensor) and queries.dim() == 2:
+        check_none("queries are packed", queries_mask=queries_mask)
+    else:
+        check_none("queries are padded", queries_cu_seqlens=queries_bounds, max_query_length=max_query_length)
 
 
 def check_packing(tensors: Tensors) -> None:
@@ -229,6 +273,26 @@ def checked_number(name: str, value: Any) -> float:
         got = f"an integer of {value.bit_length()} bits" if isinstance(value, int) else f"{value}"
         raise ValueError(f"{name} must be infinite, or a number that float32 can hold, got {got}")
     return value if isinstance(value, torch.SymInt | torch.SymFloat) else float(value)  # type: ignore[return-value]
+
+
+def check_positive(name: str, value: object, of: Tensor | None = None, dtype: torch.dtype = torch.float32) -> None:
+    """Raise unless this is a number above 0 and finite in `dtype`, or a floating tensor of one such beside `of`.
+
+    A tensor that is to be waited for is not looked at.
+    """
+    if isinstance(value, Tensor) and of is not None:
+        if value.numel() != 1:
+            raise ValueError(f"{name} must be a number or a tensor of one element, got shape {list(value.shape)}")
+        check_beside(name, value, "queries", of, FLOATING)
+        value = value.item() if is_readable(value) else 1.0
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} must be a number{_OR_TENSOR.get(name, '')}, got {type(value).__name__}")
+    if not is_positive(value if isinstance(value, int) else float(value), dtype):
+        used = str(dtype).removeprefix("torch.")
+        raise ValueError(f"{name} must be above 0 and finite, got {value} (it is computed with in {used})")
+
+
+_OR_TENSOR = dict.fromkeys(("beta", "temperature"), " or a floating tensor of one element")
 
 
 def is_positive(value: float, dtype: torch.dtype = torch.float32) -> bool:

@@ -12,7 +12,7 @@ from ..kernels.plan import ForwardPlan, choose, forward_plan, quantized_plan, so
 from ..kernels.plan_backward import BackwardPlan, SoftGradientPlan, backward_plan, soft_gradient_plan
 from ..kernels.tables import HopperTile, Tile
 from ..problem import Options, Tensors
-from .checks import checked_flag, checked_problem
+from .checks import check_layout, check_none, checked_flag, checked_problem
 from .maxsim_operator import checked, with_lengths
 from .operator import needs_gradient
 from .quantization import QuantizedEmbeddings
@@ -122,7 +122,7 @@ def explain(
         raise TypeError(f"documents must be a torch.Tensor where soft is True, got {type(documents).__name__}")
     lists = offsets = None
     if not isinstance(documents, Tensor | QuantizedEmbeddings):
-        _check_none(
+        check_none(
             "documents are a list",
             documents_mask=documents_mask,
             queries_cu_seqlens=queries_cu_seqlens,
@@ -139,16 +139,9 @@ def explain(
         values = documents.values if isinstance(documents, QuantizedEmbeddings) else documents
         boundaries = queries_cu_seqlens, documents_cu_seqlens, candidates_cu_seqlens
         tensors = Tensors(queries, values, queries_mask, documents_mask, *boundaries)
+        check_layout(tensors, max_query_length, max_document_length)
         if documents_cu_seqlens is not None:
             options = with_lengths(tensors, options, max_query_length, max_document_length)
-        else:
-            _check_none(
-                "documents are padded (documents_cu_seqlens is None)",
-                queries_cu_seqlens=queries_cu_seqlens,
-                candidates_cu_seqlens=candidates_cu_seqlens,
-                max_query_length=max_query_length,
-                max_document_length=max_document_length,
-            )
     if isinstance(documents, QuantizedEmbeddings):
         tensors, options = checked_with_values("explain", tensors, options)
         problem = problem_of_quantized(tensors, options, checked_flag("quantize_queries", quantize_queries))
@@ -167,9 +160,3 @@ def explain(
         forward=forward_plan(problem) if problem.kind.quantized is None else quantized_plan(problem),
         backward=backward_plan(problem) if problem.with_winners else None,
     )
-
-
-def _check_none(where: str, **arguments: object) -> None:
-    for name, value in arguments.items():
-        if value is not None:
-            raise ValueError(f"{name} must be None where {where}, got {type(value).__name__}")

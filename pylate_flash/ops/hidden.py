@@ -22,7 +22,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..problem import Options, Tensors, empty_results
-from .checks import check_differentiation, check_embeddings, check_mask_layout, checked_flag, no_second_derivative
+from .checks import (
+    check_beside,
+    check_differentiation,
+    check_embeddings,
+    check_layout,
+    check_mask_layout,
+    checked_flag,
+    no_second_derivative,
+)
 from .hidden_blocks import compute_hidden, compute_hidden_gradients
 from .maxsim_operator import CALL_SCHEMA, autocast, checked, reference_scores, with_lengths
 from .operator import NOT_PLAIN, Operation, cast_like, is_plain
@@ -130,7 +138,10 @@ def maxsim_from_hidden(
     tensors = Tensors(
         queries, hidden, queries_mask, documents_mask, queries_cu_seqlens, documents_cu_seqlens, candidates_cu_seqlens
     )
-    _check_layout(tensors, max_query_length=max_query_length, max_document_length=max_document_length)
+    check_layout(tensors, max_query_length, max_document_length)
+    unbounded = documents_cu_seqlens is not None and queries_cu_seqlens is None
+    if unbounded and isinstance(queries, Tensor) and queries.dim() == 2:
+        raise ValueError("queries of shape [Tq, d] need queries_cu_seqlens, got None")
     if queries_weight is not None or queries_bias is not None:
         queries = _projected_queries(queries, weight, queries_weight, queries_bias)
         tensors = tensors._replace(queries=queries)
@@ -141,24 +152,6 @@ def maxsim_from_hidden(
         learned = [each for each in (weight, bias) if isinstance(each, Tensor)]
         options = with_lengths(tensors, options, max_query_length, max_document_length, learned=learned)
     return _maxsim_hidden((weight, bias, *tensors, *options), "maxsim_from_hidden")
-
-
-def _check_layout(tensors: Tensors, **lengths: int | None) -> None:
-    """Raise if there is an argument for which the layout has no use, or none without which it is not known."""
-    packed, queries = tensors.documents_cu_seqlens is not None, tensors.queries
-    packed_queries = isinstance(queries, Tensor) and queries.dim() == 2
-    arguments = {**tensors._asdict(), **lengths}
-    useless: tuple[str, ...] = ("documents_mask",) if packed else ("candidates_cu_seqlens", "max_document_length")
-    useless += ("queries_mask",) if packed and packed_queries else ("queries_cu_seqlens", "max_query_length")
-    for name in useless:
-        if arguments[name] is not None:
-            documents = "packed" if packed else "padded (documents_cu_seqlens is None)"
-            raise ValueError(
-                f"{name} has no meaning where documents are {documents} and queries "
-                f"{'packed' if packed_queries else 'padded'}: leave it out"
-            )
-    if packed and packed_queries and tensors.queries_cu_seqlens is None:
-        raise ValueError("queries of shape [Tq, d] need queries_cu_seqlens, got None")
 
 
 def _projected_queries(
@@ -193,22 +186,15 @@ def _checked_layer(
     if weight.shape[0] == 0:
         raise ValueError(f"{name} must project to at least 1 dimension, got {list(weight.shape)}")
     (weight,) = autocast(weight)
-    _check_like(name, weight, of, states)
+    check_beside(name, weight, of, states)
     if bias is None:
         return weight, None
     check_embeddings(f"{prefix}bias", bias, {1: "[d]"})
     if bias.shape[0] != weight.shape[0]:
         raise ValueError(f"{prefix}bias must have shape [{weight.shape[0]}], as {name} does, got {list(bias.shape)}")
     (bias,) = autocast(bias)
-    _check_like(f"{prefix}bias", bias, name, weight)
+    check_beside(f"{prefix}bias", bias, name, weight)
     return weight, bias
-
-
-def _check_like(name: str, tensor: Tensor, of: str, other: Tensor) -> None:
-    if tensor.device != other.device:
-        raise ValueError(f"{name} must be on the device of {of}, {other.device}, got {tensor.device}")
-    if tensor.dtype != other.dtype:
-        raise TypeError(f"{name} must have the dtype of {of}, {other.dtype}, got {tensor.dtype}")
 
 
 def _check(arguments: tuple, called: str) -> tuple:
@@ -221,7 +207,7 @@ def _check(arguments: tuple, called: str) -> tuple:
     queries, hidden = tensors[:2]
     layer = _checked_layer("", weight, bias, "hidden", hidden)
     check_differentiation(called, *[each for each in layer if each is not None])
-    _check_like("queries", queries, "hidden", hidden)
+    check_beside("queries", queries, "hidden", hidden)
     if queries.shape[-1] != weight.shape[0]:
         raise ValueError(
             f"queries must have the size that weight projects to, {weight.shape[0]}, got {queries.shape[-1]}: hidden "

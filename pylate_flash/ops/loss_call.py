@@ -12,12 +12,12 @@ from torch import Tensor
 from ..problem import CROSS_ENTROPY, MARGIN_MSE, Comparison, Targets, Tensors
 from .checks import (
     FLOATING,
-    LARGEST,
-    check_boundaries,
+    check_beside,
     check_choice,
-    check_tensor,
+    check_detached,
+    check_integer,
+    check_positive,
     checked_flag,
-    is_positive,
     is_readable,
 )
 
@@ -36,8 +36,8 @@ class Found(NamedTuple):
 
 def checked_comparison(comparison: Comparison) -> Comparison:
     """The options as the operator takes them; TypeError or ValueError for one that is none of those it may be."""
-    _check_temperature("temperature", comparison.temperature, " or a tensor of one element")
-    _check_temperature("teacher_temperature", comparison.teacher_temperature)
+    check_positive("temperature", comparison.temperature)
+    check_positive("teacher_temperature", comparison.teacher_temperature)
     margin, budget = comparison.margin, comparison.max_scratch_bytes
     if margin is not None:
         if isinstance(margin, bool) or not isinstance(margin, numbers.Real):
@@ -45,12 +45,7 @@ def checked_comparison(comparison: Comparison) -> Comparison:
         if not math.isfinite(margin):
             raise ValueError(f"margin must be finite, got {margin}")
     if budget is not None:
-        if isinstance(budget, bool) or not isinstance(budget, int):
-            raise TypeError(f"max_scratch_bytes must be an int or None, got {type(budget).__name__}")
-        if budget < 1:
-            raise ValueError(f"max_scratch_bytes must be at least 1, got {budget}")
-        if budget > LARGEST:
-            raise ValueError(f"max_scratch_bytes must be less than 2**63, got {budget}")
+        check_integer("max_scratch_bytes", budget, 1)
     check_choice("loss_reduction", comparison.loss_reduction, LOSS_REDUCTIONS)
     # Numbers may be of other types, as NumPy's.
     return comparison._replace(
@@ -61,13 +56,6 @@ def checked_comparison(comparison: Comparison) -> Comparison:
         normalize_scores=checked_flag("normalize_scores", comparison.normalize_scores),
         with_statistics=checked_flag("with_statistics", comparison.with_statistics),
     )
-
-
-def _check_temperature(name: str, value: object, otherwise: str = "") -> None:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{name} must be a number{otherwise}, got {type(value).__name__}")
-    if not is_positive(float(value)):
-        raise ValueError(f"{name} must be positive and finite, in float32 too, got {value}")
 
 
 def checked_targets(targets: Targets, comparison: Comparison, tensors: Tensors) -> Targets:
@@ -94,12 +82,10 @@ def checked_targets(targets: Targets, comparison: Comparison, tensors: Tensors) 
             f"with documents of shape {list(documents.shape)}"
         )
     if comparison.kind != CROSS_ENTROPY:
-        _check("teacher_scores", target, shape, queries.device, FLOATING)
-        assert target is not None
-        if target.requires_grad:
-            raise ValueError("teacher_scores must not require a gradient, as none flows to them: detach them")
+        check_beside("teacher_scores", target, "queries", queries, FLOATING, shape)
+        check_detached("teacher_scores", target)
     elif target is not None:
-        _check("labels", target, shape[:1], queries.device, (torch.int64, torch.int32), " or None")
+        check_beside("labels", target, "queries", queries, (torch.int64, torch.int32), shape[:1], " or None")
         if target.numel() and is_readable(target):
             low, high = target.min().item(), target.max().item()
             if low < 0 or high >= n_documents:
@@ -110,7 +96,7 @@ def checked_targets(targets: Targets, comparison: Comparison, tensors: Tensors) 
             f"and {n_documents} documents"
         )
     if exclude is not None:
-        _check("exclude", exclude, shape, queries.device, (torch.bool,), " or None")
+        check_beside("exclude", exclude, "queries", queries, (torch.bool,), shape, " or None")
         if exclude.numel() and is_readable(exclude) and (target is None or is_readable(target)):
             labels = labels_of(target, shape[0], documents.dim() == 4, queries.device).unsqueeze(1)
             wrong = exclude.gather(1, labels).squeeze(1)
@@ -118,50 +104,9 @@ def checked_targets(targets: Targets, comparison: Comparison, tensors: Tensors) 
                 query = int(wrong.int().argmax())
                 raise ValueError(f"exclude must be False for each query's label, got True for that of query {query}")
     if temperature is not None:
-        check_tensor("temperature", temperature)
-        if temperature.numel() != 1:
-            raise ValueError(f"temperature must have one element, got shape {list(temperature.shape)}")
-        _check("temperature", temperature, tuple(temperature.shape), queries.device, FLOATING)
-        if is_readable(temperature) and not is_positive(temperature.item()):
-            raise ValueError(f"temperature must be positive and finite, in float32 too, got {temperature.item()}")
+        check_positive("temperature", temperature, queries)
         temperature = temperature.reshape(())
     return Targets(target, exclude, temperature)
-
-
-def _check(
-    name: str,
-    value: object,
-    shape: tuple[int, ...],
-    device: torch.device,
-    dtypes: tuple[torch.dtype, ...],
-    otherwise: str = "",
-) -> None:
-    """Raise unless a value is a tensor of this shape, on this device and of one of these types."""
-    check_tensor(name, value, otherwise=otherwise)
-    assert isinstance(value, Tensor)
-    if tuple(value.shape) != shape:
-        raise ValueError(f"{name} must have shape {list(shape)}, got {list(value.shape)}")
-    if value.device != device:
-        raise ValueError(f"{name} must be on the device of queries, {device}, got {value.device}")
-    if value.dtype not in dtypes:
-        *others, last = (str(dtype).removeprefix("torch.") for dtype in dtypes)
-        raise TypeError(f"{name} must be {', '.join(others)}{' or ' if others else ''}{last}, got {value.dtype}")
-
-
-def check_packing(tensors: Tensors, max_document_length: int | None) -> None:
-    """Raise unless boundaries go with packed documents, which have no mask."""
-    if tensors.documents_cu_seqlens is None:
-        if max_document_length is not None:
-            raise ValueError(
-                "max_document_length must be None without documents_cu_seqlens, as padded documents have a length, "
-                f"got {max_document_length}"
-            )
-        return
-    check_boundaries("documents_cu_seqlens", tensors.documents_cu_seqlens, tensors.documents)
-    if tensors.documents_mask is not None:
-        raise ValueError(
-            "documents_mask must be None with documents_cu_seqlens: leave masked tokens out of the packed documents"
-        )
 
 
 def labels_of(target: Tensor | None, n_queries: int, own_candidates: bool, device: torch.device) -> Tensor:

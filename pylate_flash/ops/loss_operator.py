@@ -17,9 +17,9 @@ from torch import Tensor
 
 from ..kernels.plan import choose
 from ..problem import Comparison, Options, Targets, Tensors, accumulation_dtype
-from .checks import check, check_differentiation, check_tensor, is_readable, no_second_derivative
+from .checks import check, check_differentiation, check_layout, check_tensor, is_readable, no_second_derivative
 from .compute import kernels
-from .loss_call import Found, check_packing, checked_comparison, checked_targets
+from .loss_call import Found, checked_comparison, checked_targets
 from .loss_scores import compared, loss_in_blocks, reduced, statistics_of
 from .maxsim_operator import checked, scores_of, with_lengths
 from .operator import LIBRARY, NOT_PLAIN, apply, cast_like, is_plain, needs_gradient, repeat, signature
@@ -65,7 +65,7 @@ def loss_of(
 
 
 def _packed_length(tensors: Tensors, options: Options, max_document_length: int | None) -> int:
-    check_packing(tensors, max_document_length)
+    check_layout(tensors, None, max_document_length)
     check_tensor("queries", tensors.queries, {3: "[Nq, Lq, d]"})
     check_tensor("documents", tensors.documents, {2: "[Td, d]"})
     return with_lengths(tensors, options, None, max_document_length).max_document_length
@@ -86,7 +86,7 @@ def _checked(given: Sequence, how: tuple) -> tuple[tuple, tuple]:
         check_differentiation("maxsim", temperature)
     longest = how[0]
     if bounds is None:
-        check_packing(tensors, longest)
+        check_layout(tensors, None, longest)
         longest = 0
         # The operators make every check; those of what is compared with the scores rely on this much.
         if tensors.queries.dim() != 3 or tensors.documents.dim() not in (3, 4):

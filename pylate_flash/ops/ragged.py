@@ -16,7 +16,16 @@ from torch import Tensor
 
 from ..kernels.plan import IMPLEMENTATIONS, choose
 from ..problem import DocumentOffsets, Options, Tensors, accumulation_dtype
-from .checks import check_boundaries, check_choice, check_list, check_same, check_tensor, checked_flag, is_readable
+from .checks import (
+    check_boundaries,
+    check_choice,
+    check_list,
+    check_none,
+    check_same,
+    check_tensor,
+    checked_flag,
+    is_readable,
+)
 from .compute import compute, kernels
 from .lists import Sequences, sequences_of
 from .maxsim_operator import autocast, checked, scores_of, with_lengths
@@ -201,7 +210,7 @@ def call_of_lists(
         check_tensor("queries", queries, {3: "[Nq, Lq, d]"})
         examples: Sequence[Tensor] = [queries]
     else:
-        check_no_mask(queries_mask)
+        check_none("queries are a list", queries_mask=queries_mask)
         listed = sequences_of("queries", queries)
         examples = listed.examples
         options = options._replace(max_query_length=listed.longest)
@@ -217,12 +226,6 @@ def call_of_lists(
     if reason is None:
         return ListCall(*_in_place(operation, tensors, listed, found, options), None)
     return ListCall(_packed(tensors, listed, found), options, None, reason)
-
-
-def check_no_mask(queries_mask: Tensor | None) -> None:
-    """Raise ValueError where queries that are a list have a mask."""
-    if queries_mask is not None:
-        raise ValueError("queries_mask must be None where queries are a list, which has no padding to mask")
 
 
 def _scores(operation: str, *arguments: Any) -> Tensor:
@@ -248,7 +251,7 @@ def _scores_in_a_graph(
     if isinstance(queries, Tensor):
         check_tensor("queries", queries, {3: "[Nq, Lq, d]"})
     else:
-        check_no_mask(queries_mask)
+        check_none("queries are a list", queries_mask=queries_mask)
         longest_query = max(map(len, queries))
         queries, queries_bounds = packed("queries", queries)
     if values.device.type == "cpu":

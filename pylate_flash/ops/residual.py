@@ -151,8 +151,7 @@ def _check_candidates(candidates: Tensor, cu_seqlens: Tensor, queries: Tensor) -
         raise ValueError(
             f"candidates must have one row per query, Nq = {queries.shape[0]}, got {list(candidates.shape)}"
         )
-    count, device = cu_seqlens.shape[0] - 1, cu_seqlens.device
-    check_indices("candidates", candidates, "numbers of documents", count, "documents", device)
+    check_indices("candidates", candidates, "numbers of documents", len(cu_seqlens) - 1, "documents", cu_seqlens)
 
 
 def _problem_of(call: _Call, with_argmax: bool) -> tuple[Problem, bool]:

@@ -16,7 +16,6 @@ takes beta and the fields of `Tensors` and of `Options`.
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -29,11 +28,10 @@ from .blocked import blocked_forward
 from .checks import (
     check_differentiation,
     check_integer,
+    check_positive,
     check_tensor,
     checked_flag,
     checked_problem,
-    is_positive,
-    is_readable,
     no_second_derivative,
 )
 from .compute import gradients_by, kernels, scores_by
@@ -190,32 +188,6 @@ def soft_scores_of(
     return _soft_maxsim((learned, *tensors, *options, max_scratch_bytes, number), operation)
 
 
-def checked_beta(beta: float | Tensor, queries: Tensor) -> Tensor:
-    """`beta` as a tensor without dimensions on the device of `queries`, in the type that they are accumulated in.
-
-    TypeError or ValueError unless it is one number, as far as that can be seen without waiting above 0 and finite.
-    """
-    dtype = accumulation_dtype(queries.dtype)
-    if isinstance(beta, Tensor):
-        check_tensor("beta", beta)
-        if not beta.is_floating_point():
-            raise TypeError(f"beta must be a number or a floating tensor of one element, got {beta.dtype}")
-        if beta.numel() != 1:
-            raise ValueError(f"beta must be a number or a tensor of one element, got shape {list(beta.shape)}")
-        if beta.device != queries.device:
-            raise ValueError(f"beta must be on the device of queries, {queries.device}, got {beta.device}")
-    elif isinstance(beta, bool) or not isinstance(beta, numbers.Real):
-        raise TypeError(f"beta must be a number or a floating tensor of one element, got {type(beta).__name__}")
-    if not isinstance(beta, Tensor) or is_readable(beta):
-        value = beta.item() if isinstance(beta, Tensor) else beta
-        if not is_positive(value, dtype):
-            used = str(dtype).removeprefix("torch.")
-            raise ValueError(f"beta must be above 0 and finite, got {value} (it is computed with in {used})")
-    if isinstance(beta, Tensor):
-        return beta.to(dtype).reshape(())
-    return torch.full((), float(beta), dtype=dtype, device=queries.device)
-
-
 def _check(arguments: tuple, called: str) -> tuple:
     """Beta is the tensor in front, or the number behind all."""
     learned, *call, max_scratch_bytes, number = arguments
@@ -223,7 +195,9 @@ def _check(arguments: tuple, called: str) -> tuple:
     check_integer("max_scratch_bytes", max_scratch_bytes)
     if learned is not None:
         check_differentiation(called, learned)
-    beta = checked_beta(number if learned is None else learned, tensors.queries)
+    dtype, device = accumulation_dtype(tensors.queries.dtype), tensors.queries.device
+    check_positive("beta", number if learned is None else learned, tensors.queries, dtype)
+    beta = torch.full((), float(number), dtype=dtype, device=device) if learned is None else learned.to(dtype).view(())
     return beta, *tensors, *options, max_scratch_bytes
 
 

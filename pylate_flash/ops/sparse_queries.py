@@ -22,9 +22,8 @@ from torch import Tensor
 from ..problem import Options, Tensors
 from .blocked import maxima
 from .call_parts import with_empty_score
-from .checks import check_choice, check_indices, check_tensor, checked_flag, checked_problem
+from .checks import check_choice, check_indices, check_layout, check_tensor, checked_flag, checked_problem
 from .compute import compute_gradients, kernels, scores_by
-from .loss_call import check_packing
 from .maxsim import maxsim_reference
 from .maxsim_operator import (
     N_TENSORS,
@@ -144,7 +143,7 @@ def maxsim_sparse_queries(
     options = Options(0, 0, 0, checked_flag("normalize", normalize), reduction, masking, empty_score, implementation)
     check_tensor("query_tokens", query_tokens)
     tensors = Tensors(queries, documents, queries_mask, documents_mask, None, documents_cu_seqlens)
-    check_packing(tensors, max_document_length)
+    check_layout(tensors, None, max_document_length)
     if packed:
         options = with_lengths(tensors, options, None, max_document_length)
     check_choice("reduction", reduction, REDUCTIONS)
@@ -185,7 +184,7 @@ def _check_query_tokens(query_tokens: Tensor, tensors: Tensors) -> None:
             f"query_tokens must have shape [{n_queries}, {n_documents}, k]"
             f"{f' or [{n_documents}, k]' if alike else ''}, got {list(shape)}"
         )
-    check_indices("query_tokens", query_tokens, "positions", queries.shape[1], "queries", queries.device)
+    check_indices("query_tokens", query_tokens, "positions", queries.shape[1], "queries", queries)
 
 
 def _call(arguments: Sequence[Any]) -> tuple[Tensors, Tensor, Options]:

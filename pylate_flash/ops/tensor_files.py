@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from .checks import check_boundaries, check_tensor, is_readable
+from .checks import check_beside, check_boundaries, check_detached, check_tensor, is_readable
 from .packing import host_bounds
 
 Container = TypeVar("Container", bound="TensorContainer")
@@ -32,15 +32,8 @@ class TensorContainer:
         """TypeError or ValueError unless a field is such a tensor, beside the first one."""
         tensor, first = getattr(self, name), getattr(self, self._first)
         check_tensor(name, tensor, layouts)
-        if tensor.dtype not in dtypes:
-            *others, last = (str(dtype).removeprefix("torch.") for dtype in dtypes)
-            raise TypeError(f"{name} must be {', '.join(others)}{' or ' * bool(others)}{last}, got {tensor.dtype}")
-        if shape is not None and list(tensor.shape) != list(shape):
-            raise ValueError(f"{name} must have shape {list(shape)}, got {list(tensor.shape)}")
-        if tensor.device != first.device:
-            raise ValueError(f"{name} must be on the device of {self._first}, {first.device}, got {tensor.device}")
-        if tensor.requires_grad:
-            raise ValueError(f"{name} must not require a gradient, as none flows to it: detach it")
+        check_beside(name, tensor, self._first, first, dtypes, shape)
+        check_detached(name, tensor)
 
     def _check_bounds(self, cu_seqlens: Tensor) -> None:
         """The same unless these are boundaries of what the first field has [T, ...], as far as that can be seen."""

@@ -444,12 +444,16 @@ P, CU = H.flatten(0, 1), torch.arange(0, 36, 7)
         (lambda: maxsim_from_hidden(Q, H, W, reduction="max"), ValueError, "reduction must be one of"),
         (lambda: maxsim_from_hidden(Q, H, W, masking="no"), ValueError, "masking must be one of"),
         (lambda: maxsim_from_hidden(Q, H, W, implementation="fast"), ValueError, "implementation must be one of"),
-        (lambda: maxsim_from_hidden(Q, H, W, max_document_length=7), ValueError, "max_document_length has no meaning"),
+        (
+            lambda: maxsim_from_hidden(Q, H, W, max_document_length=7),
+            ValueError,
+            "max_document_length must be None where",
+        ),
         (lambda: maxsim_from_hidden(Q[0], H, W), ValueError, r"queries must have shape \[Nq, Lq, d\], got"),
         (
             lambda: maxsim_from_hidden(Q, P, W, documents_mask=CU, documents_cu_seqlens=CU),
             ValueError,
-            "documents_mask has no meaning where documents are packed",
+            "documents_mask must be None where documents are packed",
         ),
         (
             lambda: maxsim_from_hidden(Q[0], P, W, documents_cu_seqlens=CU),

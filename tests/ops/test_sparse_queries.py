@@ -120,7 +120,7 @@ def test_memory_does_not_grow_with_the_similarities(monkeypatch: pytest.MonkeyPa
         (ValueError, r"documents must have shape .* got \[5, 4\]", {"documents": torch.ones(5, 4)}),
         (ValueError, r"documents_mask must have shape \[3, 5\], got \[3, 4\]", {"documents_mask": torch.ones(3, 4)}),
         (ValueError, r"documents must have shape \[Td, d\]", {"documents_cu_seqlens": torch.tensor([0, 3])}),
-        (ValueError, "documents_mask must be None with documents_cu_seqlens", {
+        (ValueError, "documents_mask must be None where documents are packed", {
             "documents": torch.ones(5, 4), "documents_cu_seqlens": torch.tensor([0, 5]),
             "documents_mask": torch.ones(5),
         }),
@@ -130,7 +130,7 @@ def test_memory_does_not_grow_with_the_similarities(monkeypatch: pytest.MonkeyPa
         (ValueError, "documents_cu_seqlens", {
             "documents": torch.ones(5, 4), "documents_cu_seqlens": torch.tensor([0, 2, 6, 5]),
         }),
-        (ValueError, "max_document_length must be None without documents_cu_seqlens", {"max_document_length": 5}),
+        (ValueError, "max_document_length must be None where documents are padded", {"max_document_length": 5}),
         (ValueError, "reduction must be one of 'sum', 'mean'", {"reduction": "max"}),
         (ValueError, "cannot serve", {
             "implementation": "triton", "queries": torch.ones(2, 3, 4).double(),
