@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from .checksums import Sums, block_begin
-from .files import fsync_folder, open_regular, write_all
+from .files import fsync_folder, write_all
 from .filters import insert
 from .ids import encoded_id
 from .layout import Layout
@@ -55,7 +55,7 @@ class Change:
         self._folder, self._connection, self._segment_bytes = folder, connection, segment_bytes
         self._in_memory = in_memory
         self._undo = contextlib.ExitStack()
-        self._open: tuple[Segment, int] | None = None  # what is appended to, and a descriptor to write
+        self._open: Segment | None = None  # what is appended to
         self._made = False  # whether there is a new segment
 
     def append(
@@ -99,7 +99,6 @@ class Change:
     def move(self, parts: list[Part], fresh: bool = False) -> None:
         """Write the documents of neighbouring parts that are not removed to a segment, with `fresh` to a new one."""
         if fresh and not self._in_memory:
-            self._close()
             self._open_new()
         parts = [part for part in parts if len(part.removed) < part.documents]
         if not parts:
@@ -130,12 +129,10 @@ class Change:
 
     def keep(self) -> None:
         """Let stand what was appended."""
-        self._close()
         self._undo.pop_all()
 
     def undo(self) -> None:
         """Take back what was appended."""
-        self._close()
         self._undo.close()
 
     def _replace(self, old: list[Part], new: list[Part]) -> None:
@@ -162,14 +159,12 @@ class Change:
             if last is None:
                 self._open_new()
             else:
-                self._open = last, open_regular(last.path, os.O_RDWR)
-                size = os.fstat(self._open[1]).st_size
-                self._undo.callback(_cut, last.path, size)
+                self._open = last
+                self._undo.callback(_cut, last.written, os.fstat(last.written).st_size)
         segment, descriptor = self._opened()
         # A writer that was killed may have left half a row.
         offset = -(-os.fstat(descriptor).st_size // layout.nbytes) * layout.nbytes
         if offset >= self._segment_bytes:
-            self._close()
             self._open_new()
             (segment, descriptor), offset = self._opened(), 0
         if segment.tail.end == offset:
@@ -194,23 +189,18 @@ class Change:
 
     def _opened(self) -> tuple[Segment, int]:
         assert self._open is not None
-        return self._open
+        return self._open, self._open.written
 
     def _open_new(self) -> None:
         path = self._folder / SEGMENT_NAME.replace("*", secrets.token_hex(6))
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         self._undo.callback(path.unlink, missing_ok=True)
-        self._open, self._made = (Segment(path), descriptor), True
-
-    def _close(self) -> None:
-        if self._open is not None:
-            descriptor, self._open = self._open[1], None
-            os.close(descriptor)
+        self._open, self._made = Segment(path, descriptor), True
 
 
-def _cut(path: Path, end: int) -> None:
+def _cut(descriptor: int, end: int) -> None:
     with contextlib.suppress(OSError):
-        os.truncate(path, end)
+        os.truncate(descriptor, end)
 
 
 def _live_rows(part: Part) -> Iterator[torch.Tensor]:

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from .checksums import CheckedBlocks, Sums, block_begin, block_of, sums_bytes, sums_from
-from .files import open_named, read_exactly
+from .files import open_named, open_regular, read_exactly
 from .ids import Ids, encoded_id
 from .layout import Layout, is_finite
 
@@ -47,10 +47,21 @@ class Segment:
         The checksums of what was appended last, if this process did so.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, written: int | None = None) -> None:
         self.path, self.tail = path, Sums()
-        self.descriptor = open_named(path)
-        weakref.finalize(self, os.close, self.descriptor)
+        self._written = written if written is None else self._kept(written)
+        self.descriptor = self._kept(open_named(path))
+
+    def _kept(self, descriptor: int) -> int:
+        weakref.finalize(self, os.close, descriptor)
+        return descriptor
+
+    @property
+    def written(self) -> int:
+        """A descriptor to write with, which stays open as well."""
+        if self._written is None:
+            self._written = self._kept(open_regular(self.path, os.O_RDWR))
+        return self._written
 
 
 @dataclass(eq=False)

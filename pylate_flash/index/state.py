@@ -59,7 +59,7 @@ class State:
     @property
     def layout(self) -> Layout:
         """How embeddings are kept; of size 0 as long as nothing was added."""
-        return Layout(self.dtype, self.embedding_size or 0)
+        return _layout(self.dtype, self.embedding_size or 0)
 
     def next(self, **changes: Any) -> State:
         """The state of the next generation."""
@@ -106,6 +106,9 @@ class State:
         if state.dtype not in DTYPES:
             raise ValueError(f"unknown dtype {state.dtype!r:.100}")
         return state
+
+
+_layout = functools.lru_cache(Layout)
 
 
 @functools.cache

@@ -268,7 +268,7 @@ class PackedStore:
                 here = f"the embeddings of document {ids[i]!r:.100} have size {document.shape[1]}"
                 raise ValueError(f"{here}, those of {belongs} {size}")
         lengths = np.array([document.shape[0] for document in documents], dtype=np.int64)
-        layout = Layout(self.state.dtype, size)
+        layout = self.layout if self.embedding_size else Layout(self.state.dtype, size)
         with contextlib.ExitStack() as stack:
             progress: tqdm | None = None
             if show_progress:

@@ -29,13 +29,12 @@ class Documents:
 
     def append(self, part: Part) -> None:
         """Take in the documents of one more part."""
-        live = part.live
-        places = np.flatnonzero(live)
+        live = part.live if len(part.removed) else slice(None)
         self._firsts.extend(np.array([self._next_slot]))
         self._numbers.extend(part.numbers[live])
         self._lengths.extend(part.lengths[live])
         self._starts.extend((self.rows + part.lengths.cumsum() - part.lengths)[live])
-        self._slots.extend(self._next_slot + places)
+        self._slots.extend(np.arange(self._next_slot, self._next_slot + part.documents)[live])
         self._next_slot += part.documents
         self.parts.append(part)
         self.rows += part.rows
@@ -121,4 +120,6 @@ def blocks(lengths: np.ndarray, limit: int) -> list[tuple[int, int]]:
 
     A document counts as one token at least, so that empty ones cannot make a stretch of unbounded length.
     """
+    if int(lengths.sum()) + len(lengths) <= limit:
+        return [(0, len(lengths))] if len(lengths) else []
     return cuts(np.concatenate([[0], np.maximum(lengths, 1).cumsum()]), max(1, len(lengths)), limit)
