@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C import _get_float32_matmul_precision
 
 # The largest value of the symmetric precisions of quantized documents, and of the affine one, whose smallest is 0.
 LARGEST_VALUES = {"int8": 127.0, "uint8": 255.0, "fp8": 448.0}
@@ -254,20 +255,23 @@ def problem_of(
     offsets: DocumentOffsets | None = None,
 ) -> Problem:
     """The problem of tensors that fit together; with `offsets`, of documents that lie there."""
-    queries, documents = tensors[:2]
-    dtypes = [None if tensor is None else tensor.dtype for tensor in (*tensors[2:4], *tensors[5:])]
-    n_tokens, aligned, unit = documents.shape[:-1].numel(), documents.data_ptr() % 16 == 0, 0
+    queries, documents, queries_mask, documents_mask, _, cu_seqlens, candidates = tensors
+    size = queries.shape[-1]
+    n_tokens, aligned, unit = documents.numel() // documents.shape[-1], documents.data_ptr() % 16 == 0, 0
     if offsets is not None:
         n_tokens, unit = offsets.n_tokens, offsets.unit
         aligned = unit * documents.element_size() == 16
     kind = kind_of(
         queries.dtype,
         queries.device,
-        queries.shape[-1],
-        *dtypes,
+        size,
+        None if queries_mask is None else queries_mask.dtype,
+        None if documents_mask is None else documents_mask.dtype,
+        None if cu_seqlens is None else cu_seqlens.dtype,
+        None if candidates is None else candidates.dtype,
         options.normalize,
         options.masking,
-        torch.get_float32_matmul_precision(),
+        _get_float32_matmul_precision(),
         with_winners,
         unit,
     )

@@ -82,6 +82,9 @@ class Cuts(NamedTuple):
     number: int = 0
 
 
+_NO_CUTS = Cuts()
+
+
 class ForwardPlan(NamedTuple):
     """How a problem is scored."""
 
@@ -140,7 +143,7 @@ def tall_plan(
     padded, group = config.padded_query_length(problem.query_length, unpadded)
     group = min(group, tile.rows // tile.parts if isinstance(tile, HopperTile) else tile.rows)
     row_blocks = -(-(problem.n_queries // problem.groups * padded) // tile.rows)
-    cuts, programs, per_query, documents = Cuts(), row_blocks * problem.groups, problem.n_documents, "run"
+    cuts, programs, per_query, documents = _NO_CUTS, row_blocks * problem.groups, problem.n_documents, "run"
     if kind.candidates is not None:
         documents, per_query = "candidates", problem.max_candidates
     elif listed:
@@ -215,7 +218,7 @@ def _single_plan(problem: Problem) -> ForwardPlan:
     if per_query * n_queries * blocks <= per_sm * sms * of_one_wave:
         longest = of_one_wave
     run = run_length(per_query, n_queries * blocks, sms, per_sm, longest)
-    cuts, in_pieces = Cuts(), False
+    cuts, in_pieces = _NO_CUTS, False
     if kind.cu_seqlens is not None:
         cuts = cuts_of(problem, blocks, sms, per_sm=4, largest=4096)
         in_pieces = problem.document_length > cuts.whole
@@ -388,4 +391,4 @@ def sparse_plan(problem: Problem, n_chosen: int, shared: bool) -> ForwardPlan:
     strides, units = config.divided_strides(problem.query_strides, problem.document_strides)
     made = config.config_of("single", kind, tile, blocks, units, chosen=True, shared=shared)
     n = -(-n_chosen // columns)
-    return ForwardPlan(made, strides, columns, 1, n_documents, n_documents, Cuts(), n, n, "tokens are chosen")
+    return ForwardPlan(made, strides, columns, 1, n_documents, n_documents, _NO_CUTS, n, n, "tokens are chosen")

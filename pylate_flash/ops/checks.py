@@ -21,6 +21,7 @@ _PACKED_QUERIES = {2: "[Tq, d]", 3: "[Nq, Lq, d]"}
 _PACKED_DOCUMENTS = {2: "[Td, d]"}
 # What torch compares and multiplies with other types.
 _MASKS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, *FLOATING)
+_LARGEST_FLOAT32 = torch.finfo(torch.float32).max
 # The largest integer that an operator takes.
 LARGEST = 2**63 - 1
 _INTEGERS = (int, np.integer, torch.SymInt)
@@ -269,7 +270,7 @@ def checked_number(name: str, value: Any) -> float:
     """Return a number that float32, which scores are, can hold: as a float, but a symbol of a compiler as it is."""
     if not isinstance(value, _NUMBERS):
         raise TypeError(f"{name} must be a number, got {type(value).__name__}")
-    if torch.finfo(torch.float32).max < abs(value) < float("inf"):  # type: ignore[arg-type]
+    if _LARGEST_FLOAT32 < abs(value) < torch.inf:  # type: ignore[arg-type]
         got = f"an integer of {value.bit_length()} bits" if isinstance(value, int) else f"{value}"
         raise ValueError(f"{name} must be infinite, or a number that float32 can hold, got {got}")
     return value if isinstance(value, torch.SymInt | torch.SymFloat) else float(value)  # type: ignore[return-value]

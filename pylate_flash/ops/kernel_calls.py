@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -229,31 +229,18 @@ def _loss_in_chunks(
     shape = problem.n_queries, problem.n_documents, chunks.queries
     own = tensors.documents.dim() == 4
     run = ChunkedLoss(comparison, targets, shape, own, needs[2], problem.device)
-    firsts = range(0, problem.n_queries, chunks.queries)
     if comparison.symmetric and chunks.number > 1:
         # All queries are met before the loss of one is known.
         without_winners = problem._replace(kind=replaced(problem.kind, "with_winners", False))
-        for first in firsts:
-            run.meet(
-                _scores_of_chunk(*chunk_of(without_winners, tensors, slice(first, first + chunks.queries)), options)[0],
-                first,
-            )
-    gradients = _empty(problem, tensors, chunks, needs)
-    norms = None
+        for first, part, given, *_ in _parts(without_winners, tensors, None, _NO_GRADIENTS, chunks):
+            run.meet(_scores_of_chunk(part, given, options)[0], first)
+    gradients, norms = _empty(problem, tensors, chunks, needs), None
     if problem.normalize and problem.with_winners:
         # Scores and gradients of all chunks ask for them.
         norms = Norms(inverse_norms(tensors.queries), inverse_norms(tensors.documents))
-    for first in firsts:
-        chunk = slice(first, first + chunks.queries)
+    for part in _parts(problem, tensors, norms, gradients, chunks):
         # What is made there is free before the next chunk takes as much.
-        _run_chunk(
-            run,
-            *chunk_of(problem, tensors, chunk),
-            None if norms is None else Norms(norms.queries[chunk], norms.documents[chunk] if own else norms.documents),
-            options,
-            first,
-            _of_chunk(gradients, chunk),
-        )
+        _run_chunk(run, options, *part)
     if not problem.with_winners:
         run.sum()
     grad_documents = gradients.documents
@@ -262,13 +249,37 @@ def _loss_in_chunks(
     return Found(run.loss, run.statistics, gradients.queries, grad_documents, run.slope)
 
 
+_NO_GRADIENTS = Destination(None, None)
+
+
+def _parts(
+    problem: Problem, tensors: Tensors, norms: Norms | None, gradients: Destination, chunks: Chunks
+) -> Iterator[tuple[int, Problem, Tensors, Norms | None, Destination]]:
+    """Of each chunk its first query, its problem, and its part of the tensors, their norms and gradients."""
+    if chunks.number == 1:
+        yield 0, problem, tensors, norms, gradients
+        return
+    own, (grad_queries, grad_documents, partial, _) = tensors.documents.dim() == 4, gradients
+    for first in range(0, problem.n_queries, chunks.queries):
+        chunk = slice(first, first + chunks.queries)
+        part, given = chunk_of(problem, tensors, chunk)
+        of_part = norms and Norms(norms.queries[chunk], norms.documents[chunk] if own else norms.documents)
+        destination = Destination(
+            None if grad_queries is None else grad_queries[chunk],
+            grad_documents[chunk] if own and grad_documents is not None else grad_documents,
+            partial,
+            partial and first > 0,
+        )
+        yield first, part, given, of_part, destination
+
+
 def _run_chunk(
     run: ChunkedLoss,
+    options: Options,
+    first: int,
     problem: Problem,
     tensors: Tensors,
     norms: Norms | None,
-    options: Options,
-    first: int,
     destination: Destination,
 ) -> None:
     """The losses of a chunk's queries, and their gradients."""
@@ -308,14 +319,6 @@ def _empty(problem: Problem, tensors: Tensors, chunks: Chunks, needs: tuple[bool
         dtype = torch.float32 if partial else dtype
         grad_documents = torch.empty_like(tensors.documents, dtype=dtype, memory_format=torch.contiguous_format)
     return Destination(grad_queries, grad_documents, partial)
-
-
-def _of_chunk(gradients: Destination, chunk: slice) -> Destination:
-    """Where those of a chunk of queries go."""
-    queries, documents, partial, _ = gradients
-    if documents is not None and documents.dim() == 4:
-        documents = documents[chunk]
-    return Destination(None if queries is None else queries[chunk], documents, partial, partial and chunk.start > 0)
 
 
 def _finished(problem: Problem, documents: Tensor, norms: Norms | None, total: Tensor) -> Tensor:

@@ -25,10 +25,10 @@ LOSS_REDUCTIONS = ("mean", "sum", "none")
 
 
 class Found(NamedTuple):
-    """A loss, its statistics ([3], or [0] without), and, if needed, its gradients and derivative by the temperature."""
+    """A loss, and, if asked for, its statistics [3], its gradients and derivative by the temperature."""
 
     loss: Tensor
-    statistics: Tensor
+    statistics: Tensor | None = None
     grad_queries: Tensor | None = None
     grad_documents: Tensor | None = None
     slope: Tensor | None = None

@@ -25,24 +25,18 @@ from .maxsim_operator import checked, scores_of, with_lengths
 from .operator import LIBRARY, NOT_PLAIN, apply, cast_like, is_plain, needs_gradient, repeat, signature
 
 
-def loss_of(
-    tensors: Tensors,
-    options: Options,
-    max_document_length: int | None,
-    targets: Targets,
-    comparison: Comparison,
-) -> tuple[Tensor, Tensor]:
-    """The loss of a call and, where asked for, its statistics [3]."""
-    if tensors.documents_cu_seqlens is not None:
+def loss_of(given: tuple, how: tuple) -> tuple[Tensor, Any]:
+    """The loss of a call and, where asked for, its statistics [3]; otherwise None, or of an operator [0].
+
+    `given` and `how` are the operator's tensors and what follows them, as they come; max_document_length may be None.
+    """
+    queries, documents, _, _, _, bounds, _, _ = given
+    if bounds is not None:
         # Whether a length is to be found out hangs on whether a gradient is needed.
-        max_document_length = _packed_length(tensors, options, max_document_length)
-    queries, documents, queries_mask, documents_mask, _, bounds, _ = tensors
-    target, exclude, temperature = targets
-    given = queries, documents, temperature, queries_mask, documents_mask, bounds, target, exclude
-    how: tuple[Any, ...] = (max_document_length, *options[3:], *comparison)
+        how = (_packed_length(given, how), *how[1:])
     key = signature("maxsim_loss", given, how)
     # What is no string the checks refuse.
-    one_by_one = isinstance(comparison.loss_reduction, str) and comparison.loss_reduction == "none"
+    one_by_one = isinstance(how[_LOSS_REDUCTION], str) and how[_LOSS_REDUCTION] == "none"
     if key is not NOT_PLAIN and not one_by_one and queries.numel() and documents.numel():
         if needs_gradient(*given[:_N_DIFFERENTIABLE]):
             return apply(_MaxsimLoss, key, (key, how), *given)
@@ -56,19 +50,24 @@ def loss_of(
     comparison = Comparison(*how[-_N_COMPARISON:])
     if comparison.loss_reduction != "none" and not (0 in queries.shape or 0 in documents.shape):
         return _maxsim_loss(*given, *how)
-    queries, documents, temperature, queries_mask, documents_mask, bounds, target, exclude = given
-    tensors, options = Tensors(queries, documents, queries_mask, documents_mask, None, bounds), _scoring(how)
-    scores = scores_of("maxsim", tensors, options)
-    found = compared(scores, Targets(target, exclude, temperature), comparison, documents.dim() == 4)
-    statistics = statistics_of(found) if comparison.with_statistics else scores.new_empty(0)
+    scores = scores_of("maxsim", _scored(given), _scoring(how))
+    found = compared(scores, Targets(*given[-2:], given[2]), comparison, given[1].dim() == 4)
+    statistics = statistics_of(found) if comparison.with_statistics else None
     return reduced(found.losses, comparison.loss_reduction), statistics
 
 
-def _packed_length(tensors: Tensors, options: Options, max_document_length: int | None) -> int:
-    check_layout(tensors, None, max_document_length)
+def _packed_length(given: tuple, how: tuple) -> int:
+    tensors, longest = _scored(given), how[0]
+    check_layout(tensors, None, longest)
     check_tensor("queries", tensors.queries, {3: "[Nq, Lq, d]"})
     check_tensor("documents", tensors.documents, {2: "[Td, d]"})
-    return with_lengths(tensors, options, None, max_document_length).max_document_length
+    return with_lengths(tensors, _scoring(how), None, longest).max_document_length
+
+
+def _scored(given: Sequence) -> Tensors:
+    """What is scored, of the operator's tensors."""
+    queries, documents, _, queries_mask, documents_mask, bounds, *_ = given
+    return Tensors(queries, documents, queries_mask, documents_mask, None, bounds)
 
 
 def _scoring(how: tuple) -> Options:
@@ -78,10 +77,9 @@ def _scoring(how: tuple) -> Options:
 
 def _checked(given: Sequence, how: tuple) -> tuple[tuple, tuple]:
     """The operator's arguments, tensors and others, after every check and autocast."""
-    queries, documents, temperature, queries_mask, documents_mask, bounds, target, exclude = given
+    _, _, temperature, _, _, bounds, target, exclude = given
     comparison = checked_comparison(Comparison(*how[-_N_COMPARISON:]))
-    tensors = Tensors(queries, documents, queries_mask, documents_mask, None, bounds)
-    tensors, scoring = checked("maxsim", tensors, _scoring(how))
+    tensors, scoring = checked("maxsim", _scored(given), _scoring(how))
     if temperature is not None:
         check_differentiation("maxsim", temperature)
     longest = how[0]
@@ -111,6 +109,7 @@ _CALL = (
 )
 _N_TENSORS = 8
 _N_COMPARISON = len(Comparison._fields)
+_LOSS_REDUCTION = Comparison._fields.index("loss_reduction") - _N_COMPARISON
 # Of the first of them, the gradients are computed.
 _N_DIFFERENTIABLE = 3
 LIBRARY.define(f"maxsim_loss({_CALL}) -> (Tensor, Tensor)")
@@ -135,16 +134,13 @@ def _by_kernels(queries: Tensor, options: tuple) -> bool:
 
 def _computed(tensors: Sequence, options: tuple, needs: tuple[bool, bool, bool]) -> Found:
     """The loss and what is needed of its gradients, from the operator's arguments: tensors, and what follows them."""
-    queries, documents, temperature, queries_mask, documents_mask, bounds, target, exclude = tensors
-    compute = kernels().loss if _by_kernels(queries, options) else loss_in_blocks
-    given = Tensors(queries, documents, queries_mask, documents_mask, None, bounds)
-    comparison = Comparison(*options[-_N_COMPARISON:])
-    return compute(given, Targets(target, exclude, temperature), _scoring(options), comparison, needs)
+    compute = kernels().loss if _by_kernels(tensors[0], options) else loss_in_blocks
+    targets = Targets(*tensors[-2:], tensors[2])
+    return compute(_scored(tensors), targets, _scoring(options), Comparison(*options[-_N_COMPARISON:]), needs)
 
 
-def _loss_alone(*arguments) -> tuple[Tensor, Tensor]:
-    found = _computed(arguments[:_N_TENSORS], arguments[_N_TENSORS:], (False, False, False))
-    return found.loss, found.statistics
+def _loss_alone(*arguments) -> tuple[Tensor, ...]:
+    return _loss_and_gradients(*arguments, False, False, False)[:2]
 
 
 def _loss_and_gradients(*arguments) -> tuple[Tensor, ...]:
@@ -178,63 +174,56 @@ class _MaxsimLoss(torch.autograd.Function):
 
             def compute(tensors: Sequence) -> tuple[tuple, tuple]:
                 used, how = _checked(tensors, options)
-                return (*_computed(used, how, needs), *used), how
+                return (*_computed(used, how, needs), *used), (how, _by_kernels(used[0], how))
 
-            (loss, statistics, *found), options = repeat(key, compute, tensors)
+            (loss, statistics, *found), (options, ctx.by_kernels) = repeat(key, compute, tensors)
             ctx.gradients, tensors = found[:_N_DIFFERENTIABLE], tuple(found[_N_DIFFERENTIABLE:])
         else:
             loss, statistics, *ctx.gradients = _maxsim_loss_gradients(*tensors, *options, *needs)
         ctx.save_for_backward(*tensors)
-        ctx.options, ctx.needs, ctx.by_kernels = options, needs, ctx.plain and _by_kernels(tensors[0], options)
-        ctx.mark_non_differentiable(statistics)
+        ctx.options, ctx.needs = options, needs
+        if statistics is not None:
+            ctx.mark_non_differentiable(statistics)
         ctx.set_materialize_grads(False)
         return loss, statistics
 
     @staticmethod
     def backward(ctx, grad_loss, _):
-        gradients, likes = ctx.gradients, ctx.likes
-        if ctx.plain and gradients is not None and not torch.is_grad_enabled():
-            # The inputs are not looked at: that would take as long as all else here.
-            by_kernels, given = ctx.by_kernels, (grad_loss, *gradients)
-            key = signature(_MaxsimLoss, given, (by_kernels, *likes))
-            if key is not NOT_PLAIN:
-                ctx.gradients = None
-
-                def compute(given: Sequence) -> tuple[Sequence[Tensor | None], None]:
-                    return cast_like(_scaled(given, likes, by_kernels), likes), None
-
-                return None, *repeat(key, compute, given)[0], *_NO_GRADIENTS
-        tensors, eager = ctx.saved_tensors, ctx.plain and is_plain(grad_loss)
+        gradients, eager = ctx.gradients, ctx.plain and is_plain(grad_loss)
         if eager:
             ctx.gradients = None
             if gradients is None:
-                gradients = _computed(tensors, ctx.options, ctx.needs)[2:]
+                gradients = _computed(ctx.saved_tensors, ctx.options, ctx.needs)[2:]
         if eager and not torch.is_grad_enabled():
-            found = _scaled((grad_loss, *gradients), likes, ctx.by_kernels)
+            # The inputs are not looked at: that would take as long as all else here.
+            found = _scaled(grad_loss, gradients, ctx.likes, ctx.by_kernels)
         else:
             stand_ins = [grad_loss.new_empty(0) if gradient is None else gradient for gradient in gradients]
-            whole = _maxsim_loss_backward(grad_loss, *tensors[:_N_DIFFERENTIABLE], *stand_ins)
-            found = [gradient if need else None for gradient, need in zip(whole, ctx.needs, strict=True)]
-        return None, *cast_like(found, likes), *_NO_GRADIENTS
+            whole = _maxsim_loss_backward(grad_loss, *ctx.saved_tensors[:_N_DIFFERENTIABLE], *stand_ins)
+            wanted = [gradient if need else None for gradient, need in zip(whole, ctx.needs, strict=True)]
+            found = cast_like(wanted, ctx.likes)
+        return None, *found, *_NO_GRADIENTS
 
 
 # Of what comes after the temperature.
 _NO_GRADIENTS = (None,) * (_N_TENSORS - _N_DIFFERENTIABLE)
 
 
-def _scaled(given: Sequence[Any], likes: Sequence[Any], by_kernels: bool) -> list[Tensor | None]:
-    """The gradients, after that of the loss, times it, in place where they have the type that they are to have."""
-    grad_loss, grad_queries, grad_documents, slope = given
+def _scaled(
+    grad_loss: Tensor, gradients: Sequence[Tensor | None], likes: Sequence[Any], by_kernels: bool
+) -> list[Tensor | None]:
+    """The gradients times that of the loss, in place where they have the type that they are to have."""
+    *wide, slope = gradients
     dtypes = likes[0][0], likes[1][0]
-    in_place = all(
-        one is None or one.dtype == dtype for one, dtype in zip((grad_queries, grad_documents), dtypes, strict=True)
-    )
     if by_kernels:
-        grad_queries, grad_documents = kernels().rescale(grad_loss, grad_queries, grad_documents, dtypes)
-    elif not in_place or not (is_readable(grad_loss) and grad_loss == 1):
-        grad_queries = None if grad_queries is None else _times(grad_queries, grad_loss, dtypes[0])
-        grad_documents = None if grad_documents is None else _times(grad_documents, grad_loss, dtypes[1])
-    return [grad_queries, grad_documents, None if slope is None else _times(slope, grad_loss, likes[2][0])]
+        found = [*kernels().rescale(grad_loss, *wide, dtypes)]
+    else:
+        is_one = is_readable(grad_loss) and grad_loss == 1
+        found = [
+            one if one is None or (is_one and one.dtype == dtype) else _times(one, grad_loss, dtype)
+            for one, dtype in zip(wide, dtypes, strict=True)
+        ]
+    return [*found, None if slope is None else _times(slope, grad_loss, likes[2][0]).view(likes[2][1])]
 
 
 def _differentiable(*arguments) -> tuple[Tensor, Tensor]:

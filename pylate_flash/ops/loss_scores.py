@@ -237,7 +237,7 @@ def loss_in_blocks(
     held = torch.float32 if dtype == torch.float16 else dtype
     return Found(
         reduced(result.losses, comparison.loss_reduction),
-        statistics_of(result) if comparison.with_statistics else scores.new_empty(0),
+        statistics_of(result) if comparison.with_statistics else None,
         None if grad_queries is None else grad_queries.to(held),
         None if grad_documents is None else grad_documents.to(held),
         torch.stack(slopes).sum() * share if need_slope else None,

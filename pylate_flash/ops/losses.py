@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..problem import CROSS_ENTROPY, DIVERGENCE, MARGIN_MSE, Comparison, Options, Targets, Tensors
+from ..problem import CROSS_ENTROPY, DIVERGENCE, MARGIN_MSE, Comparison
 from .checks import checked_flag
 from .loss_operator import loss_of
 
@@ -136,14 +136,14 @@ def maxsim_cross_entropy(
     >>> maxsim_cross_entropy(queries, queries, temperature=0.5)
     tensor(0.1269)
     """
-    tensors = Tensors(queries, documents, queries_mask, documents_mask, None, documents_cu_seqlens)
-    options = Options(0, 0, 0, checked_flag("normalize", normalize), reduction, masking, empty_score, implementation)
+    scoring = max_document_length, checked_flag("normalize", normalize), reduction, masking, empty_score, implementation
     number, learned = (1.0, temperature) if isinstance(temperature, Tensor) else (temperature, None)
     comparison = Comparison(
         CROSS_ENTROPY, number, margin, symmetric, loss_reduction=loss_reduction,
         with_statistics=with_statistics, max_scratch_bytes=max_scratch_bytes,
     )  # fmt: skip
-    loss, statistics = loss_of(tensors, options, max_document_length, Targets(labels, exclude, learned), comparison)
+    given = queries, documents, learned, queries_mask, documents_mask, documents_cu_seqlens, labels, exclude
+    loss, statistics = loss_of(given, (*scoring, *comparison))
     return (loss, LossStatistics(*statistics.unbind())) if with_statistics else loss
 
 
@@ -216,14 +216,14 @@ def maxsim_kl_divergence(
     >>> maxsim_kl_divergence(queries, candidates, torch.tensor([[1.0, 0.0]]))
     tensor(0.)
     """
-    tensors = Tensors(queries, documents, queries_mask, documents_mask, None, documents_cu_seqlens)
-    options = Options(0, 0, 0, checked_flag("normalize", normalize), reduction, masking, empty_score, implementation)
+    scoring = max_document_length, checked_flag("normalize", normalize), reduction, masking, empty_score, implementation
     number, learned = (1.0, temperature) if isinstance(temperature, Tensor) else (temperature, None)
     comparison = Comparison(
         DIVERGENCE, number, teacher_temperature=teacher_temperature, normalize_scores=normalize_scores,
         loss_reduction=loss_reduction, max_scratch_bytes=max_scratch_bytes,
     )  # fmt: skip
-    return loss_of(tensors, options, max_document_length, Targets(teacher_scores, None, learned), comparison)[0]
+    given = queries, documents, learned, queries_mask, documents_mask, documents_cu_seqlens, teacher_scores, None
+    return loss_of(given, (*scoring, *comparison))[0]
 
 
 def maxsim_margin_mse(
@@ -286,7 +286,7 @@ def maxsim_margin_mse(
     >>> maxsim_margin_mse(queries, candidates, torch.tensor([[4.0, 1.0]]))
     tensor(4.)
     """
-    tensors = Tensors(queries, documents, queries_mask, documents_mask, None, documents_cu_seqlens)
-    options = Options(0, 0, 0, checked_flag("normalize", normalize), reduction, masking, empty_score, implementation)
+    scoring = max_document_length, checked_flag("normalize", normalize), reduction, masking, empty_score, implementation
     comparison = Comparison(MARGIN_MSE, loss_reduction=loss_reduction, max_scratch_bytes=max_scratch_bytes)
-    return loss_of(tensors, options, max_document_length, Targets(teacher_scores), comparison)[0]
+    given = queries, documents, None, queries_mask, documents_mask, documents_cu_seqlens, teacher_scores, None
+    return loss_of(given, (*scoring, *comparison))[0]

@@ -131,6 +131,8 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
     What are no embeddings stay what they are, for the checks to refuse.
     """
+    if not torch._C._is_any_autocast_enabled():
+        return tensors
     device = tensors[0].device.type
     if device == "meta" or not torch.is_autocast_enabled(device):
         return tensors
@@ -161,8 +163,9 @@ def call_of(arguments: tuple) -> tuple[Tensors, Options]:
 
 
 def _check(arguments: tuple, called: str) -> tuple:
-    tensors, options = checked(called, *call_of(arguments))
-    return *tensors, *options
+    call = call_of(arguments)
+    tensors, options = checked(called, *call)
+    return arguments if tensors is call[0] and options is call[1] else (*tensors, *options)
 
 
 def checked_shapes(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor]:

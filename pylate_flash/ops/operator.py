@@ -58,7 +58,7 @@ NOT_PLAIN = _NotPlain()
 UNREPEATED = None
 # Devices whose calls are repeated: GPUs, by their number; the tests of repeating add -1, Triton's interpreter.
 repeated_devices = 0
-_VALUES = (bool, int, float, str, type(None), tuple)
+_VALUES = frozenset((bool, int, float, str, type(None), tuple))
 Signature = tuple | _NotPlain | None
 
 
@@ -169,7 +169,7 @@ def repeat(key: Signature, compute: Computation, tensors: Sequence[Tensor | None
     if known is None:
         # Many a signature comes once, and recording takes time.
         found = compute(tensors)
-        if all(type(option) in _VALUES for option in key[1]):
+        if _VALUES.issuperset(map(type, key[1])):
             repeated.set(key, _SEEN)
         return found
     return compute(tensors) if known is _REFUSED else _recorded(key, compute, tensors)

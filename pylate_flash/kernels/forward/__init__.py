@@ -41,7 +41,7 @@ def maxsim_forward(
     known.
     """
     plan = forward_plan(problem)
-    given = _given(tensors)._replace(offsets=offsets)
+    given = _given(tensors, offsets)
     device, single = problem.device, plan.kernel == "single"
     if problem.normalize and (not single or plan.in_pieces):
         given = given._replace(queries_scale=inverse_norms(tensors.queries) if norms is None else norms.queries)
@@ -147,13 +147,11 @@ def residual_forward(problem: Problem, tensors: Tensors, codes: Codes) -> tuple[
     return _score(problem, plan, given), winners
 
 
-def _given(tensors: Tensors) -> ForwardTensors:
+def _given(tensors: Tensors, offsets: Tensor | None = None) -> ForwardTensors:
     """What a call gives, with masked documents as lists of their active tokens."""
     queries, documents, queries_mask, documents_mask, _, cu_seqlens, candidates = tensors
     active, bounds = (None, None) if documents_mask is None else active_tokens(documents_mask)
-    return ForwardTensors(
-        queries, documents, queries_mask, active, bounds, cu_seqlens=cu_seqlens, candidates=candidates
-    )
+    return ForwardTensors(queries, documents, queries_mask, active, bounds, None, None, cu_seqlens, offsets, candidates)
 
 
 def _with_norms(problem: Problem, given: ForwardTensors) -> ForwardTensors:

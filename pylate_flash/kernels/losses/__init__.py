@@ -45,10 +45,9 @@ class ChunkedLoss:
 
     Attributes
     ----------
-    loss, statistics
-        float32, of shapes [] and [3] or, where not asked for, [0]; filled by the last chunk.
-    slope
-        Its derivative by the temperature, [], if asked for.
+    loss, statistics, slope
+        float32, of shapes [], [3] and [], filled by the last chunk: the loss, and, if asked for, its statistics and its
+        derivative by the temperature.
     """
 
     def __init__(
@@ -73,7 +72,7 @@ class ChunkedLoss:
         # A third of the host time of `new_empty(())`.
         self.loss = memory.new_empty_strided((), ())
         self.slope = memory.new_empty_strided((), ()) if with_slope else None
-        self.statistics = memory.new_empty_strided((3 if comparison.with_statistics else 0,), (1,))
+        self.statistics = memory.new_empty_strided((3,), (1,)) if comparison.with_statistics else None
         exclude = targets.exclude
         self._labels = targets.target, None if exclude is None else exclude.view(torch.uint8), targets.temperature
         self._scale, self._teacher_scale = 1.0 / comparison.temperature, 1.0 / comparison.teacher_temperature
@@ -156,7 +155,7 @@ class ChunkedLoss:
             grad_scores *= 2.0 * self._share / (n_documents - 1)
             return grad_scores if counts is None else grad_scores.div_(counts)
         has_teacher, filled = comparison.kind == DIVERGENCE, (self.loss, self.slope) if last else (None, None)
-        statistics = self.statistics if last and self.n_values > 2 else None
+        statistics = self.statistics if last else None
         labels, scale = self._labels, self._scale
         if has_teacher:
             labels, scale = (target, None, None), self._teacher_scale
@@ -173,10 +172,9 @@ class ChunkedLoss:
 
     def sum(self) -> None:
         """Fill the loss and the statistics after all chunks were compared, where no gradient does."""
-        statistics = self.statistics if self.n_values > 2 else None
         cross_entropy.total_kernel(
             (1, 1, 1),
-            (self._values, self.loss, self.slope, statistics),
+            (self._values, self.loss, self.slope, self.statistics),
             (self.n_queries, self._share),
             (),
             (self.n_values, cross_entropy.BLOCK),
@@ -224,13 +222,13 @@ def rescale(
 
     What stays in its place costs next to nothing where the factor is 1.
     """
-    given = first, second
-    targets = [
-        tensor if tensor is None or tensor.dtype == dtype else torch.empty_like(tensor, dtype=dtype)
-        for tensor, dtype in zip(given, dtypes, strict=True)
-    ]
-    counts = (0 if first is None else first.numel(), 0 if second is None else second.numel())
+    of_first, of_second = first, second
+    if first is not None and first.dtype != dtypes[0]:
+        of_first = torch.empty_like(first, dtype=dtypes[0])
+    if second is not None and second.dtype != dtypes[1]:
+        of_second = torch.empty_like(second, dtype=dtypes[1])
+    counts = 0 if first is None else first.numel(), 0 if second is None else second.numel()
     programs = min(_PROGRAMS * architecture(factor.device)[1], -(-max(counts) // _BLOCK)) or 1
-    in_place = targets[0] is first, targets[1] is second
-    _rescale_kernel((programs, 1, 1), (factor, *given, *targets), counts, (), (_BLOCK, *in_place), (4, 1, None))
-    return targets[0], targets[1]
+    tensors, in_place = (factor, first, second, of_first, of_second), (of_first is first, of_second is second)
+    _rescale_kernel((programs, 1, 1), tensors, counts, (), (_BLOCK, *in_place), (4, 1, None))
+    return of_first, of_second
