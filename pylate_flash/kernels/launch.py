@@ -93,9 +93,16 @@ class Kernel:
                 self(grid, tensors, numbers, strides, constants, warps, described)
             return
         # An address needs no look-up of its memory, as a tensor does. No address and no tensor look the same to Triton.
-        pointers = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+        pointers, dtypes = [], []
+        for tensor in tensors:
+            if tensor is None:
+                pointers.append(0)
+                dtypes.append(None)
+            else:
+                pointers.append(tensor.data_ptr())
+                dtypes.append(tensor.dtype)
         integers = (*numbers, *strides)
-        key: tuple = device, tuple([None if tensor is None else tensor.dtype for tensor in tensors]), constants, warps
+        key: tuple = device, *dtypes, constants, warps
         # Triton tells apart addresses by 16; strides of 1, multiples of 16, and what needs 64 bits. Mostly, all are
         # multiples of 16 and none needs 64 bits.
         if _or(strides, _or(pointers)) & 15 or max(integers) > _INT32_MAX:
@@ -111,8 +118,7 @@ class Kernel:
         else:
             code, n_tensors = self._compile(grid, tensors, integers, constants, warps, described)
             self._code[key] = code, n_tensors
-        recorder = recording.recorder()
-        if recorder is not None:
+        if (recorder := recording.local.recorder) is not None:
             recorder.note_launch(code, grid, tensors, integers + constants, described, n_tensors)
 
     def _compile(

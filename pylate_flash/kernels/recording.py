@@ -35,16 +35,17 @@ _ALIGNMENT = 128
 # Steps at most: the host time of a call that takes more is hidden behind the GPU.
 _MOST_STEPS = 512
 
-_local = threading.local()
+
+class _Local(threading.local):
+    recorder: Recorder | None = None
+
+
+# The recorder at work in this thread.
+local = _Local()
 # The stream that is current on a device, as an integer, and the current device. A PyTorch without CUDA has no such
 # functions, and no need of them.
 current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0)
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)
-
-
-def recorder() -> Recorder | None:
-    """The recorder at work in this thread."""
-    return getattr(_local, "recorder", None)
 
 
 class _Value(NamedTuple):
@@ -135,11 +136,11 @@ class Recorder(TorchDispatchMode):
                 self.memory[storage] = _Memory(index, tensor)
 
     def __enter__(self) -> Recorder:
-        _local.recorder = self
+        local.recorder = self
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        _local.recorder = None
+        local.recorder = None
         super().__exit__(*error)
 
     def refuse(self, reason: str) -> None:
