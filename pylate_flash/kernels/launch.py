@@ -93,7 +93,8 @@ class Kernel:
                 self(grid, tensors, numbers, strides, constants, warps, described)
             return
         # An address needs no look-up of its memory, as a tensor does. No address and no tensor look the same to Triton.
-        pointers, dtypes = [], []
+        pointers: list[int] = []
+        dtypes: list[torch.dtype | None] = []
         for tensor in tensors:
             if tensor is None:
                 pointers.append(0)

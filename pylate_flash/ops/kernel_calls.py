@@ -232,15 +232,15 @@ def _loss_in_chunks(
     if comparison.symmetric and chunks.number > 1:
         # All queries are met before the loss of one is known.
         without_winners = problem._replace(kind=replaced(problem.kind, "with_winners", False))
-        for first, part, given, *_ in _parts(without_winners, tensors, None, _NO_GRADIENTS, chunks):
-            run.meet(_scores_of_chunk(part, given, options)[0], first)
+        for chunk in _parts(without_winners, tensors, None, _NO_GRADIENTS, chunks):
+            run.meet(_scores_of_chunk(*chunk[1:3], options)[0], chunk[0])
     gradients, norms = _empty(problem, tensors, chunks, needs), None
     if problem.normalize and problem.with_winners:
         # Scores and gradients of all chunks ask for them.
         norms = Norms(inverse_norms(tensors.queries), inverse_norms(tensors.documents))
-    for part in _parts(problem, tensors, norms, gradients, chunks):
+    for chunk in _parts(problem, tensors, norms, gradients, chunks):
         # What is made there is free before the next chunk takes as much.
-        _run_chunk(run, options, *part)
+        _run_chunk(run, options, *chunk)
     if not problem.with_winners:
         run.sum()
     grad_documents = gradients.documents

@@ -51,7 +51,7 @@ def loss_of(given: tuple, how: tuple) -> tuple[Tensor, Any]:
     if comparison.loss_reduction != "none" and not (0 in queries.shape or 0 in documents.shape):
         return _maxsim_loss(*given, *how)
     scores = scores_of("maxsim", _scored(given), _scoring(how))
-    found = compared(scores, Targets(*given[-2:], given[2]), comparison, given[1].dim() == 4)
+    found = compared(scores, Targets(given[-2], given[-1], given[2]), comparison, given[1].dim() == 4)
     statistics = statistics_of(found) if comparison.with_statistics else None
     return reduced(found.losses, comparison.loss_reduction), statistics
 
@@ -135,7 +135,7 @@ def _by_kernels(queries: Tensor, options: tuple) -> bool:
 def _computed(tensors: Sequence, options: tuple, needs: tuple[bool, bool, bool]) -> Found:
     """The loss and what is needed of its gradients, from the operator's arguments: tensors, and what follows them."""
     compute = kernels().loss if _by_kernels(tensors[0], options) else loss_in_blocks
-    targets = Targets(*tensors[-2:], tensors[2])
+    targets = Targets(tensors[-2], tensors[-1], tensors[2])
     return compute(_scored(tensors), targets, _scoring(options), Comparison(*options[-_N_COMPARISON:]), needs)
 
 

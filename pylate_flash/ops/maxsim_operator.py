@@ -122,7 +122,7 @@ def checked(operation: str, tensors: Tensors, options: Options) -> tuple[Tensors
     check_differentiation(operation, queries, documents)
     cast = autocast(queries, documents)
     if cast[0] is not queries or cast[1] is not documents:
-        tensors = Tensors(*cast, *tensors[2:])
+        tensors = Tensors(cast[0], cast[1], *tensors[2:])
     return tensors, options
 
 
