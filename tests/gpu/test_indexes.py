@@ -10,6 +10,7 @@ import torch
 
 from pylate_flash.index import resident, search
 from pylate_flash.indexes import Flat
+from tests.test_index_exactness import Collection, assert_exact
 
 pytestmark = pytest.mark.gpu
 
@@ -88,3 +89,9 @@ def test_a_query_on_the_gpu_that_is_not_finite_is_named(tmp_path: Path, subset: 
     queries[1][3, 2] = torch.nan
     with pytest.raises(ValueError, match=r"queries_embeddings\[1\] holds NaN"):
         index(queries, subset=subset)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_all_roads_are_exact(cranfield: Path, tmp_path: Path, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("pylate")
+    assert_exact(Collection(cranfield), tmp_path, dtype, "cuda", monkeypatch)

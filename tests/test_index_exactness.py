@@ -1,0 +1,117 @@
+"""Every road of a search has the lists of PyLate's exhaustive scores, of the Cranfield collection."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+import torch
+
+from pylate_flash.beir import load_beir_folder
+from pylate_flash.index import resident, search
+from pylate_flash.indexes import Flat
+
+WORD = re.compile("[a-z]+")
+SIZE, K = 32, 100
+
+
+class Collection:
+    """Abstracts and queries with a vector of small integers for each word, of which every sum of products is exact."""
+
+    def __init__(self, folder: Path) -> None:
+        documents, queries, _ = load_beir_folder(folder)
+        self.ids = [document["id"] for document in documents]
+        words = [WORD.findall(text.lower()) for text in [*(d["text"] for d in documents), *list(queries.values())[::5]]]
+        number = {word: i for i, word in enumerate(sorted(set(sum(words, []))))}
+        vectors = torch.randint(-2, 3, (len(number), SIZE), generator=torch.Generator().manual_seed(0)).float()
+        tokens = [vectors[[number[word] for word in own]] if own else vectors[:0] for own in words]
+        self.documents, self.queries = tokens[: len(documents)], tokens[len(documents) :]
+        self.metadata = [{"place": i} for i in range(len(documents))]
+        self.scores = self._scores()
+
+    def _scores(self) -> torch.Tensor:
+        """Those of PyLate, all queries with all documents: of one length at a time, as it counts padding."""
+        from pylate.scores import colbert_scores
+
+        queries = torch.nn.utils.rnn.pad_sequence(self.queries, batch_first=True)
+        scores = torch.full((len(queries), len(self.documents)), torch.finfo(torch.float32).min)
+        lengths = defaultdict(list)
+        for i, document in enumerate(self.documents):
+            lengths[len(document)].append(i)
+        for length, places in lengths.items():
+            if length:
+                scores[:, places] = colbert_scores(queries, torch.stack([self.documents[i] for i in places]))
+        return scores
+
+    def best(self, among: torch.Tensor) -> list[list[dict]]:
+        """The best of each query, of the documents [N] or [Nq, N] that are True: equal ones in their own order."""
+        order = self.scores.masked_fill(~among, -torch.inf).sort(dim=1, descending=True, stable=True)
+        counts = among.expand(len(self.queries), -1).sum(dim=1).clamp(max=K).tolist()
+        return [
+            [{"id": self.ids[i], "score": score} for score, i in zip(values[:count], places[:count], strict=True)]
+            for values, places, count in zip(order.values.tolist(), order.indices.tolist(), counts, strict=True)
+        ]
+
+
+@pytest.fixture(scope="module")
+def collection(cranfield: Path) -> Collection:
+    pytest.importorskip("pylate")
+    return Collection(cranfield)
+
+
+def assert_exact(
+    collection: Collection, folder: Path, dtype: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Resident, partly, streamed and in memory; of all, of a filter, of subsets; with removed documents, and without."""
+    for name in ("STREAMED_BYTES_CPU", "STREAMED_BYTES_CUDA"):
+        monkeypatch.setattr(resident, name, 1 << 20)
+    for name in ("_GATHERED_BYTES_CPU", "_GATHERED_BYTES_CUDA"):
+        monkeypatch.setattr(search, name, 2 << 20)
+    monkeypatch.setattr(search, "_SCORES", 500 * len(collection.queries))
+    ids, everything = collection.ids, torch.ones(len(collection.ids), dtype=torch.bool)
+    removed, kept = everything.clone(), everything.clone()
+    removed[5::9] = False
+    own = torch.rand(len(collection.queries), len(ids), generator=torch.Generator().manual_seed(1)) < 0.3
+    kept[500:700] = False
+    indexes = [Flat(None, dtype=dtype, device=device, show_progress=False)]
+    writer = Flat(folder, "index", dtype=dtype, device=device, show_progress=False)
+    for index in (indexes[0], writer):
+        for start in range(0, len(ids), 450):
+            some = slice(start, start + 450)
+            index.add_documents(ids[some], collection.documents[some], metadata=collection.metadata[some])
+    subsets = [[id_ for id_, there in zip(ids, row, strict=True) if there] for row in own.tolist()]
+    for state in ("whole", "removed", "compact"):
+        if state == "removed":
+            for index in (indexes[0], writer):
+                index.remove_documents(ids[5::9])
+        if state == "compact":
+            writer.compact()
+        half = writer._store.tokens * writer._store.token_bytes // 2
+        opened = [
+            Flat(folder, "index", device=device, show_progress=False, device_memory=memory)
+            for memory in (0, half + (3 << 20), 1 << 40)
+        ]
+        live = everything if state == "whole" else removed
+        calls = (
+            ({}, live),
+            ({"where": "place < 500 or place >= 700"}, live & kept),
+            ({"subset": ids[100:900]}, live & (torch.arange(len(ids)) >= 100) & (torch.arange(len(ids)) < 900)),
+            ({"subset": subsets}, live & own),
+            ({"subset": subsets, "where": ("place < ? or place >= 700", [500])}, live & own & kept),
+        )
+        wanted = [collection.best(among) for _, among in calls]
+        for index in [*indexes, *opened]:
+            for (call, _), want in zip(calls, wanted, strict=True):
+                assert index(collection.queries, k=K, **call) == want
+        # The middle one does both.
+        assert [index._search.rows.kept for index in opened][::2] == [0, len(opened[2]._search.rows.bounds) - 1]
+        assert 0 < opened[1]._search.rows.kept < len(opened[1]._search.rows.bounds) - 1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_all_roads_are_exact(
+    collection: Collection, tmp_path: Path, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert_exact(collection, tmp_path, dtype, "cpu", monkeypatch)
