@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from pylate_flash.bench import forward
 from pylate_flash.bench.protocol import Ceilings
 from pylate_flash.bench.rows import Row
-from pylate_flash.bench.suite import Suite, System
 
 TINY = (Row("one", 1, 5, 4, 7, d=16), Row("several", 3, 6, 2, 9, d=16))
 
 
 @pytest.fixture
-def tiny_suite() -> Callable[..., Suite]:
+def tiny_suite():
     """Make the forward suite on two tiny rows, with the systems given or its own."""
 
-    def make(*systems: System) -> Suite:
+    def make(*systems):
         own = forward.suite()
         return replace(own, rows=TINY, systems=systems or own.systems)
 
@@ -29,13 +26,13 @@ def tiny_suite() -> Callable[..., Suite]:
 
 
 @pytest.fixture
-def ceilings() -> Ceilings:
+def ceilings():
     """Ceilings that no test has to measure."""
     return Ceilings(flops_per_second=1e12, bytes_per_second=1e10)
 
 
 @pytest.fixture
-def result() -> dict[str, Any]:
+def result():
     """A complete result of the forward suite, made by hand: every status appears."""
     timed = {"variant": "maxsim", "error": 1e-7, "iqr_ms": 0.001, "host_ms": 0.02, "repetitions": 50}
     return copy.deepcopy(

@@ -22,13 +22,13 @@ SETTINGS = replace(TINY, documents=20, queries=6, pairs=16)
 
 
 @pytest.fixture(scope="module")
-def archive(tiny_colbert_path: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def archive(tiny_colbert_path, tmp_path_factory):
     path = tmp_path_factory.mktemp("batch-sizes") / "data.tar.gz"
     batch_sizes.pack(path, str(Path(tiny_colbert_path).parent / "bert"), SETTINGS)
     return path
 
 
-def test_a_run_that_is_in_both_comparisons_is_made_once() -> None:
+def test_a_run_that_is_in_both_comparisons_is_made_once():
     found = batch_sizes.runs((2, 4, 16), steps=4, examples=16, seeds=(1, 2))
     assert len(found) == len(set(found)) == 10
     assert {(run.batch_size, run.steps) for run in found} == {(2, 4), (4, 4), (16, 4), (2, 8), (16, 1)}
@@ -37,14 +37,14 @@ def test_a_run_that_is_in_both_comparisons_is_made_once() -> None:
         batch_sizes.runs((4, 3), 4, 16, (1,))
 
 
-def test_the_experiment_is_one_of_full_batches() -> None:
+def test_the_experiment_is_one_of_full_batches():
     for batch_size in batch_sizes.BATCH_SIZES:
         assert batch_sizes.SETTINGS.pairs % batch_size == 0
     sizes = (batch_sizes.BATCH_SIZES, batch_sizes.STEPS, batch_sizes.EXAMPLES, batch_sizes.SEEDS)
     assert len(batch_sizes.runs(*sizes)) == 15
 
 
-def test_what_is_packed_is_the_text_and_the_encoder_in_half(archive: Path, tiny_colbert_path: str) -> None:
+def test_what_is_packed_is_the_text_and_the_encoder_in_half(archive, tiny_colbert_path):
     corpus = SETTINGS.build_corpus()
     encoder = str(Path(tiny_colbert_path).parent / "bert")
     with batch_sizes.unpacked(archive) as folder:
@@ -65,14 +65,14 @@ def test_what_is_packed_is_the_text_and_the_encoder_in_half(archive: Path, tiny_
     assert len(vectors.unique(dim=0)) < len(vectors) // 2, "tokens that no text has share a vector"
 
 
-def test_ndcg_of_one_right_document() -> None:
+def test_ndcg_of_one_right_document():
     scores = torch.tensor([[3.0, 2.0, 1.0], [1.0, 1.0, 1.0], [0.0, 5.0, 4.0]])
     expected = (1.0 + 1.0 / torch.log2(torch.tensor(3.0)).item() + 0.5) / 3
     assert batch_sizes.ndcg(scores, torch.tensor([0, 1, 0])) == pytest.approx(expected)
     assert batch_sizes.ndcg(torch.arange(20.0).unsqueeze(0), torch.tensor([5])) == 0.0
 
 
-def test_what_is_evaluated_are_the_scores_of_the_test_split(archive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_evaluated_are_the_scores_of_the_test_split(archive, monkeypatch):
     given = []
     of_scores = batch_sizes.ndcg
     monkeypatch.setattr(batch_sizes, "ndcg", lambda *arguments: given.append(arguments) or of_scores(*arguments))
@@ -90,7 +90,7 @@ def test_what_is_evaluated_are_the_scores_of_the_test_split(archive: Path, monke
     torch.testing.assert_close(scores[2, right[2]], pylate_flash.maxsim(*(e[None] for e in embedded))[0, 0])
 
 
-def test_trainings_differ_in_nothing_else(archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trainings_differ_in_nothing_else(archive, tmp_path, monkeypatch):
     monkeypatch.setattr(batch_sizes, "MINI_BATCH_TOKENS", 128)
     *longer, shortest = batch_sizes.runs((4, 8), steps=2, examples=16, seeds=(1,))
     output = tmp_path / "out" / "result.json"
@@ -112,6 +112,6 @@ def test_trainings_differ_in_nothing_else(archive: Path, tmp_path: Path, monkeyp
         assert len(set(values)) == len(values), "the model must change"
 
 
-def test_the_packed_settings_are_the_demos() -> None:
+def test_the_packed_settings_are_the_demos():
     full = replace(demo.FULL, pairs=batch_sizes.SETTINGS.pairs)
     assert full == batch_sizes.SETTINGS

@@ -48,12 +48,6 @@ def test_rows_are_measured_at_their_full_size():
     assert all(suite.fit(found, row, CPU) == row for row in found.rows)
 
 
-def test_pylate_is_right(inputs):
-    pytest.importorskip("pylate")
-    (candidate,) = cpu.pylate(inputs)
-    assert relative_error(candidate.call(), inputs.reference()) < 1e-5
-
-
 def test_maxsim_cpu_is_right_and_takes_as_many_threads_as_torch(inputs, stand_in, monkeypatch):
     (candidate,) = cpu.maxsim_cpu(inputs)
     assert relative_error(candidate.read(candidate.call()), inputs.reference()) < 1e-5
@@ -93,17 +87,6 @@ def test_the_products_have_every_similarity(inputs, monkeypatch):
 
 # Documents long enough that a token of PyLate's padding, which it does not mask here, is never the best.
 RERANK = varlen.Arrays("rerank", 3, 5, 8, 60, d=16, shortest=40)
-
-
-def test_reranking_is_that_of_pylate():
-    pytest.importorskip("pylate")
-    found = cpu.suite()
-    request = found.make_inputs(RERANK, CPU, torch.float32)
-    reference = request.reference()
-    for system in found.systems[:2]:
-        (candidate,) = system.candidates(request)
-        assert relative_error(candidate.read(candidate.call()), reference) < 1e-5
-    assert cpu.maxsim_cpu(request) == []
 
 
 def test_distillation_is_that_of_pylate():

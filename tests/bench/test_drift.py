@@ -13,14 +13,14 @@ import step_memory
 from make_tables import RESULTS
 
 
-def test_drift_is_the_mean_absolute_difference() -> None:
+def test_drift_is_the_mean_absolute_difference():
     assert drift.drift([1.0, 2.0, 3.0], [1.5, 2.0, 2.0]) == pytest.approx(0.5)
     with pytest.raises(ValueError, match="shorter|longer"):
         drift.drift([1.0], [1.0, 2.0])
 
 
 @pytest.mark.parametrize("comparison", drift.Comparison)
-def test_both_ways_train_alike(comparison: drift.Comparison, tiny_colbert_path, tmp_path) -> None:
+def test_both_ways_train_alike(comparison, tiny_colbert_path, tmp_path):
     pytest.importorskip("matplotlib")
     pairs = tmp_path / "pairs.jsonl"
     texts = ("sort a list", "read a file", "plot a curve", "parse a date", "join two tables", "fit a line")
@@ -38,7 +38,7 @@ def test_both_ways_train_alike(comparison: drift.Comparison, tiny_colbert_path, 
     assert ("step_memory" in result) == (comparison is drift.Comparison.fusion)
 
 
-def test_the_memory_of_every_way_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_of_every_way_is_asked_for(monkeypatch):
     asked = []
     monkeypatch.setattr(step_memory, "measure", lambda model, step: asked.append(step) or len(asked))
     found = drift.memory_of_steps("model", drift.Training(document_length=7), [64, 256])
@@ -49,7 +49,7 @@ def test_the_memory_of_every_way_is_asked_for(monkeypatch: pytest.MonkeyPatch) -
         assert step.arguments["fuse_projection"] == (entry["way"] == "hidden states")
 
 
-def test_the_memory_of_a_step(tiny_colbert_path: str) -> None:
+def test_the_memory_of_a_step(tiny_colbert_path):
     """In a process of its own: more than two layers' activations of 32 elements, less than those of a large model."""
     step = step_memory.Step("Contrastive", {"fuse_projection": True}, batch_size=64, embedding_size=32)
     tokens = 64 * (step.query_length + step.document_length)
@@ -57,9 +57,7 @@ def test_the_memory_of_a_step(tiny_colbert_path: str) -> None:
 
 
 @pytest.mark.parametrize("loss", ["Contrastive", "CachedContrastive"])
-def test_a_measured_step_goes_forward_and_backward(
-    loss: str, tiny_colbert_path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_measured_step_goes_forward_and_backward(loss, tiny_colbert_path, monkeypatch):
     backwards = []
     backward = torch.Tensor.backward
     monkeypatch.setattr(torch.Tensor, "backward", lambda value: backwards.append(value.item()) or backward(value))
@@ -71,7 +69,7 @@ def test_a_measured_step_goes_forward_and_backward(
 
 
 @pytest.mark.parametrize("path", sorted((RESULTS / "drift").glob("*.json")), ids=lambda path: path.stem)
-def test_what_is_kept_says_what_its_curves_say(path) -> None:
+def test_what_is_kept_says_what_its_curves_say(path):
     kept = json.loads(path.read_text(encoding="utf-8"))
     first, second = kept["losses"].values()
     assert len(first) == kept["training"]["steps"]

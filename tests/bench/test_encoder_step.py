@@ -18,18 +18,18 @@ from pylate_flash import losses
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("encoder")
     encoder_step.make_model(folder, encoder_step.TINY)
     return str(folder)
 
 
 @pytest.fixture
-def request_(model: str) -> Request:
+def request_(model):
     return Request(model, batch_size=6, steps=2, mini_batch_size=4)
 
 
-def test_every_system_computes_the_same_step(request_: Request) -> None:
+def test_every_system_computes_the_same_step(request_):
     ours = encoder_step.measure_here(request_)
     by_tokens = encoder_step.measure_here(replace(request_, mini_batch_tokens=2 * encoder_step.DOCUMENT_LENGTH))
     pylate = encoder_step.measure_here(replace(request_, backend="torch"))
@@ -47,20 +47,18 @@ def test_every_system_computes_the_same_step(request_: Request) -> None:
     assert ours["tokens"] == sum(words) + 6 * encoder_step.MARKERS
 
 
-def test_padded_documents_have_all_their_tokens(request_: Request) -> None:
+def test_padded_documents_have_all_their_tokens(request_):
     found = encoder_step.measure_here(replace(request_, batch_size=2, steps=1, warmup=0, padded=True))
     assert found["tokens"] == 2 * encoder_step.DOCUMENT_LENGTH
 
 
-def test_a_state_without_a_limit_of_tokens_says_so(request_: Request, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_state_without_a_limit_of_tokens_says_so(request_, monkeypatch):
     monkeypatch.setattr(losses, "CachedContrastive", lambda model, scorer, mini_batch_size: None)
     with pytest.raises(ValueError, match="mini_batch_tokens: this state of the package has no such limit"):
         encoder_step.measure_here(replace(request_, mini_batch_tokens=100))
 
 
-def test_every_system_has_a_process_and_its_package(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_system_has_a_process_and_its_package(tmp_path, monkeypatch, capsys):
     asked = []
 
     def measured(command, env, **options):

@@ -129,40 +129,6 @@ def test_floor_is_the_longer_of_the_two_times():
     assert protocol.floor_of(Work(flops=1e10, bytes=4e9), ceilings) == protocol.Floor(2.0, "memory")
 
 
-@pytest.mark.parametrize(
-    ("row", "milliseconds"),
-    list(
-        zip(
-            ROWS,
-            (
-                0.018,
-                0.061,
-                0.061,
-                0.170,
-                0.340,
-                0.179,
-                0.061,
-                0.489,
-                0.183,
-                0.0286,
-                0.0076,
-                0.0297,
-                0.102,
-                0.175,
-                1.358,
-                0.0011,
-            ),
-            strict=True,
-        )
-    ),
-    ids=lambda value: getattr(value, "name", None),
-)
-def test_floors_of_the_forward_rows_on_an_h200(row, milliseconds):
-    # 790 TFLOP/s and 4.3 TB/s, read on that card; the floors were worked out from them by hand.
-    floor = protocol.floor_of(row.work(torch.bfloat16), Ceilings(790e12, 4.3e12))
-    assert floor.milliseconds == pytest.approx(milliseconds, abs=0.0006)
-
-
 def test_work_counts_every_byte_once():
     row = ROWS[0]
     # 1 x 32 query rows and 1000 x 300 document rows of 128 float32, and 1000 float32 scores.

@@ -13,7 +13,7 @@ import quality
 WORDS = ("sort", "read", "plot", "parse", "join", "fit", "open", "close", "draw", "count")
 
 
-def test_overlap_is_the_share_of_documents_that_stay() -> None:
+def test_overlap_is_the_share_of_documents_that_stay():
     scores = torch.tensor([[3.0, 2.0, 2.0, 1.0], [1.0, 2.0, 3.0, 4.0]])
     best = quality.best_documents(scores, 2)
     assert best.tolist() == [[0, 1], [3, 2]]
@@ -22,7 +22,7 @@ def test_overlap_is_the_share_of_documents_that_stay() -> None:
     assert quality.best_documents(scores, 9).shape == (2, 4)
 
 
-def test_the_table_begins_with_what_retrieval_finds(tiny_colbert_path: str, tmp_path) -> None:
+def test_the_table_begins_with_what_retrieval_finds(tiny_colbert_path, tmp_path):
     pytest.importorskip("pylate")
     from pylate_flash import evaluation, models
 

@@ -7,8 +7,7 @@ import torch
 from torch.nn import functional
 
 from pylate_flash.bench import exact, quantized
-from pylate_flash.bench.protocol import Ceilings, floor_of
-from pylate_flash.bench.quantized import ROWS, Quantized, measure_eight_bits
+from pylate_flash.bench.quantized import Quantized, measure_eight_bits
 from pylate_flash.bench.suite import OURS, WRONG
 
 CPU = torch.device("cpu")
@@ -30,17 +29,6 @@ def test_every_system_of_ours_is_held_to_its_own_reference(row, monkeypatch):
             others = set(expected._fields) - {found.of}
             # Quantized, the scores are others, and not by much.
             assert all(1e-5 < quantized.error(found._replace(of=other), expected) < 10 * WRONG for other in others)
-
-
-def test_floors_are_those_of_a_card():
-    """The table of an H200: 790 TFLOP/s of bfloat16, 1400 of fp8, and 4.45 TB/s."""
-    for rate, products in (
-        (1400e12, {"colpali": 0.192, "serve-32": 0.0345}),
-        (None, {"colpali": 0.170, "serve-32": 0.031}),
-    ):
-        ceilings = Ceilings(flops_per_second=790e12, bytes_per_second=4.45e12, eight_bit_flops_per_second=rate)
-        floors = {row.name: floor_of(row.work(torch.bfloat16), ceilings).milliseconds for row in ROWS}
-        assert floors == pytest.approx({"rerank-10k": 0.089, **products}, rel=0.02)
 
 
 @pytest.mark.skipif(not hasattr(functional, "scaled_mm"), reason="this torch has no product of fp8 matrices")

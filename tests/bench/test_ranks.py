@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ from ranks import Sizes
 SIZES = Sizes(batch_size=12, query_length=4, document_length=16, shortest=4, embedding_size=16)
 
 
-def run(rank: int, folder: Path) -> None:
+def run(rank, folder):
     """What torchrun would start."""
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), MASTER_ADDR="localhost")
@@ -28,7 +27,7 @@ def run(rank: int, folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def result(tmp_path_factory: pytest.TempPathFactory) -> dict:
+def result(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
     with pytest.MonkeyPatch.context() as patch:
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
@@ -48,7 +47,7 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> dict:
     return json.loads((folder / "out" / "ranks.json").read_text(encoding="utf-8"))
 
 
-def test_two_ranks_are_one_process_with_the_whole_batch(result: dict) -> None:
+def test_two_ranks_are_one_process_with_the_whole_batch(result):
     assert result["errors"].keys() == {
         f"{gather}, {name} batch" for gather in ranks.GATHERINGS for name in ("full", "last")
     }
@@ -57,13 +56,13 @@ def test_two_ranks_are_one_process_with_the_whole_batch(result: dict) -> None:
         assert max(found.values()) <= 1e-5
 
 
-def test_each_way_is_timed_and_one_process_too(result: dict) -> None:
+def test_each_way_is_timed_and_one_process_too(result):
     assert [(row["ranks"], row["gather"]) for row in result["rows"]] == [(1, None), (2, "all_gather"), (2, "ring")]
     assert all(row["seconds"] > 0 and row["bytes"] is None for row in result["rows"])
     assert "| 2 | ring |" in ranks.table(result)
 
 
-def test_a_wrong_gradient_is_seen() -> None:
+def test_a_wrong_gradient_is_seen():
     """Whichever rank's: each is compared with its part of the whole batch."""
     shares = [ranks.share_of(rank, 3, SIZES, torch.device("cpu")) for rank in range(2)]
     together = ranks.whole(shares)
@@ -80,7 +79,7 @@ def test_a_wrong_gradient_is_seen() -> None:
     assert found["documents"] > 0.1
 
 
-def test_lengths_and_numbers_differ() -> None:
+def test_lengths_and_numbers_differ():
     assert ranks.counts(SIZES, 3, False) == [4, 4, 4]
     assert ranks.counts(SIZES, 3, True) == [4, 4, 1]
     lengths = [ranks.share_of(rank, 6, SIZES, torch.device("cpu")).documents.shape[1] for rank in range(2)]

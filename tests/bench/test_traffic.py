@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ import traffic
 from pylate_flash.kernels import plan, tables
 from pylate_flash.kernels.backward import gather, lists, sums
 from pylate_flash.kernels.forward import common
-from pylate_flash.problem import Options, Problem, Tensors, problem_of
+from pylate_flash.problem import Options, Tensors, problem_of
 
 # As `ncu --csv --page raw --print-units base` prints: what it says besides, names, units, and a line for each launch.
 COLUMNS = ('"ID"', '"Kernel Name"', *(f'"{metric}"' for metric in traffic.METRICS))
@@ -32,11 +31,11 @@ PRINTED = "\n".join(
 
 
 @pytest.fixture(autouse=True)
-def _hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+def _hopper(monkeypatch):
     monkeypatch.setattr(tables, "architecture", lambda device: (9, 132))
 
 
-def problem(shape: traffic.Shape, dtype: torch.dtype = torch.bfloat16) -> Problem:
+def problem(shape, dtype=torch.bfloat16):
     tensors = [
         torch.empty(size, dtype=dtype) for size in ((shape.Nq, shape.Lq, shape.d), (shape.Nd, shape.Ld, shape.d))
     ]
@@ -44,7 +43,7 @@ def problem(shape: traffic.Shape, dtype: torch.dtype = torch.bfloat16) -> Proble
 
 
 @pytest.mark.parametrize("shape", traffic.SHAPES, ids=lambda shape: shape.name)
-def test_every_shape_is_counted(shape: traffic.Shape) -> None:
+def test_every_shape_is_counted(shape):
     """And no kernel reads less than its inputs, or loads less than it reads."""
     random = torch.Generator().manual_seed(0)
     winners = torch.randint(0, shape.Ld, (shape.Nd, shape.Nq * shape.Lq), generator=random) if shape.backward else None
@@ -62,7 +61,7 @@ def test_every_shape_is_counted(shape: traffic.Shape) -> None:
         assert pairs < found["_sum_kernel"].loaded < 1.1 * pairs
 
 
-def test_a_tail_is_not_loaded_as_a_whole_tile() -> None:
+def test_a_tail_is_not_loaded_as_a_whole_tile():
     rows, Nd = 300 * 32, 40
     for Ld, tokens in ((128, 128), (130, 128 + 16), (150, 128 + 32), (170, 192)):
         shape = traffic.Shape("", 300, Nd, 32, Ld, backward=False)
@@ -71,7 +70,7 @@ def test_a_tail_is_not_loaded_as_a_whole_tile() -> None:
         assert loaded == 2 * 128 * (chosen.n_runs * rows + chosen.row_blocks * Nd * tokens)
 
 
-def test_what_is_not_counted_is_an_error() -> None:
+def test_what_is_not_counted_is_an_error():
     shape = traffic.Shape("", 512, 64, 32, 100, backward=False)
     with pytest.raises(ValueError, match="got one of the kernel 'stacked'"):
         traffic.expected(problem(shape, torch.float32))
@@ -83,7 +82,7 @@ def test_what_is_not_counted_is_an_error() -> None:
         traffic.expected(problem(listed_alone), torch.zeros(40, 512, dtype=torch.long))
 
 
-def test_the_table_of_a_profile() -> None:
+def test_the_table_of_a_profile():
     found = traffic.parse(PRINTED)
     assert found == {
         "_sort_kernel": {
@@ -104,12 +103,12 @@ def test_the_table_of_a_profile() -> None:
         (PRINTED.replace('"byte"', '"Mbyte"'), "must measure dram__bytes_read.sum by byte, got '1,500' 'Mbyte'"),
     ],
 )
-def test_a_profile_that_lacks_something_is_an_error(printed: str, message: str) -> None:
+def test_a_profile_that_lacks_something_is_an_error(printed, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         traffic.parse(printed)
 
 
-def test_the_profiler_gets_the_script_and_its_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_profiler_gets_the_script_and_its_shape(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     (tmp_path / "table").write_text(PRINTED, encoding="utf-8")
     ncu = tmp_path / "ncu"
@@ -136,7 +135,7 @@ def test_the_profiler_gets_the_script_and_its_shape(tmp_path: Path, monkeypatch:
         traffic.measure(traffic.SHAPES[0])
 
 
-def test_a_profiler_that_is_not_there_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_profiler_that_is_not_there_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     place = str(tmp_path / "version-*" / "ncu")
     with pytest.raises(FileNotFoundError, match="must be on PATH or in one of"):
@@ -147,7 +146,7 @@ def test_a_profiler_that_is_not_there_is_an_error(tmp_path: Path, monkeypatch: p
     assert traffic.profiler((place,)) == str(tmp_path / "version-2025.3" / "ncu")
 
 
-def test_a_shape_is_compared_with_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shape_is_compared_with_what_was_measured(monkeypatch):
     shape = traffic.Shape("small", 40, 12, 32, 150, backward=True)
     winners = torch.randint(0, 150, (12, 40 * 32))
     monkeypatch.setattr(traffic, "maxsim_forward", lambda problem, tensors: (None, winners))

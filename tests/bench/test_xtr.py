@@ -27,20 +27,5 @@ def test_the_reference_is_the_same_in_parts(inputs, monkeypatch):
         assert (found - expected).norm() <= 1e-12 * expected.norm()
 
 
-@pytest.mark.parametrize("system", xtr.suite().systems, ids=lambda system: system.name)
-def test_every_system_computes_the_step(inputs, system):
-    if system.peer is not None:
-        pytest.importorskip(system.peer.module)
-    expected = inputs.reference()
-    candidates = system.candidates(inputs)
-    assert candidates
-    for candidate in candidates:
-        found = candidate.call()
-        assert xtr.error(found, expected) <= 1e-5
-        for name in ("loss", "scores", "grad_queries", "grad_documents"):
-            wrong = found._replace(**{name: getattr(found, name) * 1.1})
-            assert xtr.error(wrong, expected) == pytest.approx(0.1, rel=1e-3)
-
-
 def test_rows_are_those_of_the_table():
     assert {row.name: row.shape for row in xtr.ROWS}["xtr-256"] == "256 x 256, 32 x 180"
