@@ -32,21 +32,11 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Rounds:
-    """How often a call is made, and how much is written to the cache before each.
+    """How often a call of each system is made, and how much is written to the cache before each."""
 
-    Parameters
-    ----------
-    warmup
-        Calls of each system before the first one that counts.
-    repetitions
-        Timed calls of each system.
-    flush_bytes
-        Bytes written before each timed call, outside the timed region; 0 leaves the cache warm. A card whose L2 is
-        larger than half of it has twice its L2 written.
-    """
-
-    warmup: int = 10
+    warmup: int = 10  # calls before the first one that counts
     repetitions: int = 50
+    # Outside the timed region; 0 leaves the cache warm. A card whose L2 is larger than half has twice its L2 written.
     flush_bytes: int = 128 * MIB
 
 
@@ -215,8 +205,7 @@ def summarise(samples: Sequence[Sample]) -> Timing:
 def measure(calls: Mapping[str, Callable[[], object]], stopwatch: CpuStopwatch, rounds: Rounds) -> dict[str, Timing]:
     """Time several systems in turn: one call of each per round, in a random order that is the same for every run.
 
-    Their calls are ready to run: inputs on the device, kernels compiled. The rounds of the warm-up are timed too, and
-    thrown away.
+    Their calls are ready to run: inputs on the device, kernels compiled. The rounds of the warm-up are thrown away.
     """
     samples: dict[str, list[Sample]] = {name: [] for name in calls}
     # A garbage collection between two launches would be charged to whichever system it interrupted.
@@ -238,13 +227,11 @@ def measure(calls: Mapping[str, Callable[[], object]], stopwatch: CpuStopwatch, 
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What the machine reached at its best in this run: a matrix product, and a copy (bytes read plus written).
+    """What the machine reached at its best in this run."""
 
-    And where rows need them, on a GPU: reads of its L2 cache, exponentials, and a matrix product of 8-bit values.
-    """
-
-    flops_per_second: float
-    bytes_per_second: float
+    flops_per_second: float  # of a matrix product
+    bytes_per_second: float  # of a copy, read plus written
+    # Where rows need them, on a GPU: reads of its cache, exponentials, and a matrix product of 8-bit values.
     l2_bytes_per_second: float | None = None
     exponentials_per_second: float | None = None
     eight_bit_flops_per_second: float | None = None
@@ -298,19 +285,14 @@ L2 = {"l2_bytes_per_second": measure_l2}
 
 @dataclass(frozen=True)
 class Work:
-    """What a computation cannot avoid: its operations, and its bytes (inputs read once, the output written once).
-
-    ``l2_bytes`` are read from tensors that fit the L2 cache, again and again, once the operations are done.
-    ``exponentials`` are computed beside the operations or, if they follow, after them. ``eight_bits``: the operations
-    are of values of 8 bits.
-    """
+    """What a computation cannot avoid."""
 
     flops: float
-    bytes: float
-    l2_bytes: float = 0.0
-    exponentials: float = 0.0
+    bytes: float  # inputs read once, the output written once
+    l2_bytes: float = 0.0  # read from tensors that fit the L2 cache, again and again, once the operations are done
+    exponentials: float = 0.0  # computed beside the operations or, if they follow, after them
     exponentials_follow: bool = False
-    eight_bits: bool = False
+    eight_bits: bool = False  # the operations are of values of 8 bits
 
 
 @dataclass(frozen=True)
@@ -331,15 +313,13 @@ def floor_of(work: Work, ceilings: Ceilings) -> Floor:
     rate = ceilings.flops_per_second
     if work.eight_bits:
         rate = ceilings.eight_bit_flops_per_second or 2 * rate
-    compute = 1e3 * work.flops / rate
-    memory = 1e3 * work.bytes / ceilings.bytes_per_second
-    floor = Floor(compute, "compute") if compute > memory else Floor(memory, "memory")
-    if work.exponentials and ceilings.exponentials_per_second is not None:
-        exponentials = 1e3 * work.exponentials / ceilings.exponentials_per_second
-        if work.exponentials_follow:
-            floor = Floor(floor.milliseconds + exponentials, f"{floor.bound} and exponentials")
-        elif exponentials > floor.milliseconds:
-            floor = Floor(exponentials, "exponentials")
-    if not work.l2_bytes or ceilings.l2_bytes_per_second is None:
-        return floor
-    return Floor(floor.milliseconds + 1e3 * work.l2_bytes / ceilings.l2_bytes_per_second, f"{floor.bound} and L2")
+    compute, memory = work.flops / rate, work.bytes / ceilings.bytes_per_second
+    seconds, bound = (compute, "compute") if compute > memory else (memory, "memory")
+    exponentials = work.exponentials / (ceilings.exponentials_per_second or math.inf)
+    if exponentials and work.exponentials_follow:
+        seconds, bound = seconds + exponentials, f"{bound} and exponentials"
+    elif exponentials > seconds:
+        seconds, bound = exponentials, "exponentials"
+    if work.l2_bytes and ceilings.l2_bytes_per_second is not None:
+        seconds, bound = seconds + work.l2_bytes / ceilings.l2_bytes_per_second, f"{bound} and L2"
+    return Floor(1e3 * seconds, bound)

@@ -46,11 +46,6 @@ class Unavailable(Exception):
     """Raised by a system's ``candidates`` where it cannot be measured: the message says why."""
 
 
-def as_it_is(result: Any) -> Any:
-    """Read a result that is what the reference is already."""
-    return result
-
-
 class Candidate(NamedTuple):
     """One way to compute a row: what it is called, a call without arguments, and how to read what the suite compares.
 
@@ -59,42 +54,24 @@ class Candidate(NamedTuple):
 
     label: str
     call: Callable[[], Any]
-    read: Callable[[Any], Any] = as_it_is
+    read: Callable[[Any], Any] = lambda result: result
 
 
 @dataclass(frozen=True)
 class System:
-    """Something that is measured.
+    """Something that is measured."""
 
-    Parameters
-    ----------
-    name
-        The key in results: ``pylate_flash``, ``lik``, ...
-    title
-        What a table's head says.
-    candidates
-        From a row's inputs, the ways in which this system may compute it. Its calls run without gradients.
-    peer
-        The package that it comes from, or None for what needs no other package.
-    about
-        What the title stands for, where that needs saying.
-    tolerance
-        A larger error than this is no rounding of this system: it computes something else on these inputs, and is not
-        timed.
-    yardstick
-        It computes something else, to show what is possible: its result is not checked, it is not compared with
-        pylate_flash, and the fastest yardstick of a row is its floor, in place of the ceilings.
-    counted
-        Our time is also given as a multiple of its time.
-    """
-
-    name: str
-    title: str
+    name: str  # the key in results: ``pylate_flash``, ``lik``, ...
+    title: str  # what a table's head says
+    # From a row's inputs, the ways in which this system may compute it. Its calls run without gradients.
     candidates: Callable[[Any], Sequence[Candidate]]
-    peer: peers.Peer | None = None
-    about: str = ""
+    peer: peers.Peer | None = None  # the package that it comes from, where it needs another one
+    about: str = ""  # what the title stands for, where that needs saying
+    # It computes something else, to show what is possible: its result is not checked, it is not compared with
+    # pylate_flash, and the fastest yardstick of a row is its floor, in place of the ceilings.
     yardstick: bool = False
-    counted: bool = False
+    counted: bool = False  # our time is also given as a multiple of its time
+    # A larger error is no rounding of this system: it computes something else on these inputs, and is not timed.
     tolerance: float = WRONG
 
 
@@ -114,15 +91,13 @@ def another_way(name: str, title: str | None = None, **more: Any) -> System:
 
 
 class Row(Protocol):
-    """A shape with a name. A suite's own row class says what else it knows."""
+    """A shape with a name, for people too. A suite's own row class says what else it knows."""
 
     @property
-    def name(self) -> str:
-        """The row's name."""
+    def name(self) -> str: ...
 
     @property
-    def shape(self) -> str:
-        """The shape, for people."""
+    def shape(self) -> str: ...
 
     def work(self, dtype: torch.dtype) -> Work:
         """The operations and bytes that it cannot avoid with inputs of that type."""
@@ -133,60 +108,29 @@ class Row(Protocol):
 
 @dataclass(frozen=True)
 class Suite:
-    """A set of rows, and how to make, check and compute them.
+    """A set of rows, and how to make, check and compute them."""
 
-    Parameters
-    ----------
-    name, title
-        For results and for people.
-    rows
-        In the order of the table.
-    systems
-        pylate_flash first. ``torch.compile`` variants go under ``compiled``, which are measured on request only.
-    make_inputs
-        ``(row, device, dtype) -> inputs``, random, never zeros.
-    reference
-        From the inputs, the right answer in float64.
-    accuracy
-        ``(inputs, dtype) -> relative error`` that pylate_flash promises.
-    error
-        ``(result, reference) -> relative error`` of what a candidate read from its result, infinite where it is not
-        finite.
-    unit
-        In which times are shown, ``ms`` or ``us``. Results keep milliseconds.
-    stopwatch
-        ``(device, flush_bytes) -> stopwatch``.
-    device
-        The only type of device that it measures, or None for any.
-    facts
-        ``(device, dtype) -> {name: number or words}``: what belongs to no row, where all rows are measured.
-    rounds_of
-        ``(row, rounds) -> rounds``: how often the calls of a row are made, where some rows take long.
-    ceilings
-        What measures further rates that the floors of its rows need, by name (`protocol.Ceilings`).
-    retunes
-        Whether the peers tune their kernels for every row, unless it is to be quick: not where only the host is timed.
-    script
-        The file that it stands in, if it is none of the package.
-    """
-
-    name: str
-    title: str
-    rows: Sequence[Row]
-    systems: Sequence[System]
-    make_inputs: Callable[[Any, torch.device, torch.dtype], Any]
-    reference: Callable[[Any], Any] = methodcaller("reference")
+    name: str  # for results
+    title: str  # for people
+    rows: Sequence[Row]  # in the order of the table
+    systems: Sequence[System]  # pylate_flash first
+    make_inputs: Callable[[Any, torch.device, torch.dtype], Any]  # of a row, random, never zeros
+    reference: Callable[[Any], Any] = methodcaller("reference")  # from the inputs, the right answer in float64
+    # The relative error that pylate_flash promises for inputs of a type.
     accuracy: Callable[[Any, torch.dtype], float] = lambda inputs, dtype: inputs.accuracy(dtype)
+    # Of what a candidate read from its result, and the reference: the relative error, infinite if it is not finite.
     error: Callable[[Any, Any], float] = exact.error
-    compiled: Sequence[System] = ()
-    unit: str = "ms"
-    stopwatch: Callable[[torch.device, int], CpuStopwatch] = make_two_times_stopwatch
-    device: str | None = None
+    compiled: Sequence[System] = ()  # variants of ``torch.compile``, measured on request only
+    unit: str = "ms"  # in which times are shown, or ``us``; results keep milliseconds
+    stopwatch: Callable[[torch.device, int], CpuStopwatch] = make_two_times_stopwatch  # of a device and flush_bytes
+    device: str | None = None  # the only type of device that it measures
+    # What belongs to no row, by name, where all rows are measured.
     facts: Callable[[torch.device, torch.dtype], dict[str, Any]] | None = None
-    rounds_of: Callable[[Any, Rounds], Rounds] = lambda row, rounds: rounds
+    rounds_of: Callable[[Any, Rounds], Rounds] = lambda row, rounds: rounds  # how often calls that take long are made
+    # What measures further rates that the floors of its rows need, by name (`protocol.Ceilings`).
     ceilings: Mapping[str, Callable[[torch.device], float | None]] = field(default_factory=dict)
-    retunes: bool = True
-    script: str | None = None
+    retunes: bool = True  # unless it is to be quick, peers tune their kernels for every row: not for the host's time
+    script: str | None = None  # the file that it stands in, if it is none of the package
 
 
 class Observer:
@@ -220,11 +164,11 @@ def run(
 ) -> dict[str, Any]:
     """Measure the ceilings, unless they are given, and every row; return the result, as `results` describes it.
 
+    A CPU gets smaller batches of the same rows (`CPU_FLOPS`), unless the suite is for CPUs. A row's name that is
+    unknown is a ValueError.
+
     Parameters
     ----------
-    suite, device, dtype, rounds
-        What to measure, where, with inputs of what type, and how often. A CPU gets smaller batches of the same rows
-        (`CPU_FLOPS`), unless the suite is for CPUs.
     rows
         Names of the rows wanted; empty means all.
     with_peers, with_compiled, with_memory
@@ -238,11 +182,6 @@ def run(
         Hears of the progress, and of each row when it is done.
     keep
         Is given the result after every row, incomplete until the last, so that a run cut short leaves what it measured.
-
-    Raises
-    ------
-    ValueError
-        If a row's name is unknown.
     """
     chosen = choose(suite, rows)
     observer = observer or Observer()

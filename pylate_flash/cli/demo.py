@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -57,14 +57,9 @@ def demo(
             raise UserError(f"the demo trains models of PyLate, and {model} is a MultiVectorEncoder; name another one")
         # Loaded before anything is prepared: what cannot be used says so at once, and code of its own does not run.
         job.seed(settings)
-        encoder = load_model(
-            model,
-            trust_remote_code=trust_remote_code,
-            device=device,
-            scorer="pylate_flash",
-            query_length=settings.query_length,
-            document_length=settings.document_length,
-        )
+        lengths = {"query_length": settings.query_length, "document_length": settings.document_length}
+        options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "device": device, **lengths}
+        encoder = load_model(model, scorer="pylate_flash", **options)
     with explained():
         job.prepare_output(output)
     results = job.run(output, model, settings, device=device, console=console, started=started, encoder=encoder)

@@ -29,14 +29,8 @@ def check_model_folder(folder: Path, trust_remote_code: bool) -> None:
 
     sentence-transformers imports whatever the `type` of an entry of modules.json names, from the folder itself or from
     another repository of the hub, and does not ask `trust_remote_code` where the model is a folder; what the
-    configurations of its modules name is imported too, and called.
-
-    Raises
-    ------
-    ValueError
-        If a file is not what its loader takes for granted, or other code would run; the message names the file.
-    OSError
-        If a file cannot be read.
+    configurations of its modules name is imported too, and called. A file that is not what its loader takes for
+    granted, or by which other code would run, is a ValueError that names it.
     """
     places = [""]
     if (folder / "modules.json").exists():

@@ -37,13 +37,7 @@ _PYLATE_DENSE = "pylate.models.Dense.Dense"
 
 
 def check_encoding_host(needed_by: str) -> None:
-    """Refuse what encodes texts where neither PyLate nor sentence-transformers 6 is installed.
-
-    Raises
-    ------
-    MissingExtraError
-        Which names the extras.
-    """
+    """Refuse what encodes texts where neither PyLate nor sentence-transformers 6 is installed, and name the extras."""
     if not any(HOSTS[name].is_there() for name in (PYLATE, SENTENCE_TRANSFORMERS)):
         raise MissingExtraError(
             f"{needed_by} needs PyLate or sentence-transformers 6, and neither is installed: "
@@ -61,13 +55,8 @@ def host_of(model: str, trust_remote_code: bool = False) -> str:
     """Which library loads a checkpoint, a folder or a name: "pylate" or "sentence-transformers".
 
     A `MultiVectorEncoder` needs sentence-transformers 6. PyLate's models, and encoders that are no such model yet, are
-    PyLate's where it is installed; sentence-transformers 6 loads them too.
-
-    Raises
-    ------
-    UserError
-        If its configurations are broken, or name code of its own which may not run, or the library that it needs is not
-        installed, or in a version that is not served; then the message names the extra.
+    PyLate's where it is installed; sentence-transformers 6 loads them too. Refused are configurations that are broken,
+    or name code of the model's own which may not run, and a library that is not there in a version that is served.
     """
     what = _described(model)
     if os.path.isdir(model):
@@ -113,27 +102,11 @@ def load_model(
     query_length: int | None = None,
     document_length: int | None = None,
 ) -> Model:
-    """Load a model that can be used: it has been seen to encode, and its lengths are ones that its encoder allows.
+    """Load a model, a folder or a name on the hub, by the library that `host_of` tells, or say why it cannot be used.
 
-    Parameters
-    ----------
-    model
-        A folder, or a name on the model hub. What it holds decides which library loads it, see `host_of`.
-    searching
-        Whether it is loaded to search or to be searched: a projection drawn at random is refused then.
-    trust_remote_code
-        Whether code that comes with the model may run.
-    device
-        Where it goes. None: a GPU if there is one.
-    scorer
-        The model's flag. None: the saved one.
-    query_length, document_length
-        Tokens of a query, and of a document at most. None: as the model is set up.
-
-    Raises
-    ------
-    UserError
-        If it cannot be loaded, whatever the loader raised, or cannot be used.
+    It has been seen to encode, and its lengths are ones that its encoder allows. If it is loaded for `searching`, a
+    projection drawn at random is refused. None stands for a GPU if there is one, the saved scorer, and the lengths that
+    the model is set up with.
     """
     what, host = _described(model), host_of(model, trust_remote_code)
     lengths = {"query_length": query_length, "document_length": document_length}

@@ -176,17 +176,9 @@ def prepare_output(output: Path) -> None:
 
 
 def data_folder(output: Path = Path("demo-output")) -> Path:
-    """The BEIR folder in the demo's output; where no demo has run, a small one is built there.
+    """The BEIR folder in the demo's output, with `train.jsonl`; where no demo has run, a small one is built there.
 
-    Returns
-    -------
-    Path
-        A folder with `corpus.jsonl`, `queries.jsonl`, `qrels/test.tsv` and `train.jsonl`.
-
-    Raises
-    ------
-    ValueError
-        As `prepare_output`.
+    A folder that is not a demo's is a ValueError.
     """
     if not (output / "data" / "train.jsonl").is_file():
         prepare_output(output)
@@ -216,21 +208,9 @@ def default_model() -> str:
 
 
 def load_encoder(model: str | None = None, settings: Settings | None = None, device: str | None = None) -> Any:
-    """Load an encoder as a ColBERT model that is scored by this package.
+    """Load an encoder, as `run` does, as a `models.ColBERT` that is scored by this package.
 
-    Parameters
-    ----------
-    model
-        As in `run`. An encoder without a projection gets a new one, with random weights from `settings.seed`.
-    settings
-        Lengths and seed. None: the defaults.
-    device
-        As in `run`.
-
-    Returns
-    -------
-    models.ColBERT
-        The model.
+    One without a projection gets a new one, with random weights from `settings.seed`.
     """
     from .. import models
 
@@ -253,18 +233,7 @@ def seed(settings: Settings) -> None:
 
 
 def train(colbert: Any, corpus: Corpus, settings: Settings, console: Console) -> dict[str, Any]:
-    """Train contrastively on the corpus's pairs, in place.
-
-    Parameters
-    ----------
-    colbert
-        The model.
-    corpus
-        Its `train` pairs are used, once each.
-    settings
-        Batch size, learning rate, temperature, lengths and seed.
-    console
-        Where the progress bar is drawn.
+    """Train contrastively, in place, on the corpus's `train` pairs, once each, with a progress bar on the console.
 
     Returns
     -------

@@ -17,12 +17,7 @@ _LOADING, _READING, _REST = 12.0, 6.0, 8.0
 class Schedule:
     """Steps with the seconds that they are expected to take, corrected by how long the first of them took here.
 
-    Parameters
-    ----------
-    settings
-        How large the demo is.
-    started
-        When it started, by `time.perf_counter`.
+    The demo `started` at that time of `time.perf_counter`.
     """
 
     def __init__(self, settings: Settings, started: float) -> None:

@@ -16,23 +16,12 @@ from .._extras import MissingExtraError, check_host
 
 
 class Host(NamedTuple):
-    """A library that this package serves.
+    """A library that this package serves."""
 
-    Parameters
-    ----------
-    about
-        What it is called, and the versions that the tests run with.
-    package
-        What is imported.
-    since
-        The first version that has what is served. An older one, which another host may need, is no host.
-    hold, release
-        Route its functions to this package, and give them back.
-    """
-
-    about: About
-    package: str
-    since: str
+    about: About  # what it is called, and the versions that the tests run with
+    package: str  # what is imported
+    since: str  # the first version that has what is served: an older one, which another host may need, is no host
+    # What routes its functions to this package, and gives them back.
     hold: Callable[[], None]
     release: Callable[[], None]
 
@@ -48,10 +37,7 @@ class Host(NamedTuple):
     def version(self) -> str:
         """The version that was imported, or would be: importing it takes seconds.
 
-        Raises
-        ------
-        ImportError
-            If it has none that can be compared, as a folder of its sources beside no installation has.
+        ImportError if it has none that can be compared, as a folder of its sources beside no installation has.
         """
         found = getattr(sys.modules.get(self.package), "__version__", None)
         try:
@@ -62,19 +48,9 @@ class Host(NamedTuple):
         return found
 
     def check(self, needed_by: str, strict: bool = True) -> None:
-        """Raise ImportError unless it is installed, in one of the supported versions; any that has it, if not strict.
+        """Raise ImportError, which says what to install, unless there is one of the versions that the tests run with.
 
-        Parameters
-        ----------
-        needed_by
-            What needs it, for the message.
-        strict
-            Whether a version that has what is served must be one that the tests run with.
-
-        Raises
-        ------
-        ImportError
-            Which says what to install.
+        If not `strict`, any version will do that has what is served. `needed_by` names what needs it.
         """
         check_host(self.package, needed_by)
         title, _, extra, supported, _ = self.about

@@ -49,12 +49,8 @@ def write_model(model: Model, folder: Path) -> list[str]:
     """Write a model into a folder in place of the one that may be there, and return the names of what else is there.
 
     The model is written whole beside the old one's files, and then takes their places. Were the program killed between
-    these moves, the folder would hold no model that loads, and both of them in a subfolder.
-
-    Raises
-    ------
-    UserError
-        If the model could not be written. The message names where it is instead, and the old one is still there.
+    these moves, the folder would hold no model that loads, and both of them in a subfolder. If the model cannot be
+    written, a `UserError` names where it is instead, and the old one is still there.
     """
     try:
         aside = Path(tempfile.mkdtemp(dir=folder, prefix=UNFINISHED))

@@ -81,10 +81,7 @@ def set_options(
 ) -> None:
     """Check and store what a loss is asked for beyond PyLate's arguments, as far as the model's flags do not matter.
 
-    Parameters
-    ----------
-    beyond
-        Those of `gather`, `smooth` and `mini_batch_num_tokens` that the loss has, which PyLate's code knows nothing of.
+    `beyond` are those of `gather`, `smooth` and `mini_batch_num_tokens` that the loss has, which PyLate does not know.
     """
     smooth = beyond.get("smooth")
     if score_metric is not None and (scorer is not None or masking is not None):
@@ -138,12 +135,8 @@ def _check_pylates_way(loss: Any) -> None:
 def options_of(loss: Any) -> LossOptions | None:
     """How a loss compares embeddings, which are not normalised yet, by its flags and its model's as they are now.
 
-    None: PyLate's code computes it, with a score function.
-
-    Raises
-    ------
-    ValueError
-        If the projection is to be fused, and another scorer is asked for.
+    None: PyLate's code computes it, with a score function. ValueError if the projection is to be fused, and another
+    scorer is asked for.
     """
     fuse = loss.fuse_projection
     if fuse is None:
@@ -230,11 +223,8 @@ def document_columns(loss: Any, sentence_features: Iterable[dict[str, Tensor]]) 
 def for_pylate(loss: Any, columns: Columns) -> Columns:
     """The columns of a batch for PyLate's code, which knows less than this package's, and gathers equal shapes only.
 
-    Raises
-    ------
-    ValueError
-        If it does not know what the loss is asked for; on all ranks, if they gather, and have different numbers of
-        queries or of columns.
+    ValueError if it does not know what the loss is asked for; on all ranks, if they gather, and have different numbers
+    of queries or of columns.
     """
     _check_pylates_way(loss)
     if not gathers(loss):

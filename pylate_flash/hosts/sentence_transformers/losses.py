@@ -265,21 +265,8 @@ def calculate_loss(
     none here, and each part would compute the gradient of all documents once more. With a `similarity_fct` that is not
     MaxSim, the host's own method computes. Ranks gather by the host's function.
 
-    Parameters
-    ----------
-    self
-        The loss.
-    reps
-        Embeddings [B, L, d] of the mini-batches of each column, the queries first.
-    masks_chunks
-        Their masks [B, L].
-    with_backward
-        Whether to leave gradients in `reps`.
-
-    Returns
-    -------
-    Tensor
-        float32, a scalar; detached if the backward was done.
+    `reps` are embeddings [B, L, d] of the mini-batches of each column, the queries first, and `masks_chunks` their
+    masks [B, L]. `with_backward` leaves gradients in `reps`, and detaches the scalar that is returned.
     """
     if reduction_of(self) != "sum":
         own = SENTENCE_TRANSFORMERS.original(f"{_CACHED}:CachedMultiVectorMultipleNegativesRankingLoss.calculate_loss")

@@ -103,23 +103,11 @@ class Side(NamedTuple):
 
 
 def side(name: str, embeddings: Any, mask: Any = None) -> Side:
-    """One side of a call.
+    """One side of a call, whose argument is `name`, and its mask `name` with `_mask`.
 
-    Parameters
-    ----------
-    name
-        Of the argument. Its mask is `name` with `_mask`.
-    embeddings
-        [N, L, d] or [L, d], a tensor or an array, or a list of N [L_i, d]: tensors, arrays or nested lists.
-    mask
-        [N, L], [1, L] or [L], a tensor or an array, or a list of N [L_i]. None: see the module's description.
-
-    Raises
-    ------
-    TypeError
-        If the mask is none of these.
-    ValueError
-        If a shape does not fit.
+    The embeddings are [N, L, d] or [L, d], a tensor or an array, or a list of N [L_i, d]: tensors, arrays or nested
+    lists. The mask is [N, L], [1, L] or [L], a tensor or an array, or a list of N [L_i], else there is a TypeError, or
+    None, as the module describes it. A shape that does not fit is a ValueError.
     """
     mask = _mask(f"{name}_mask", mask)
     first = embeddings[0] if isinstance(embeddings, list) and embeddings else embeddings
