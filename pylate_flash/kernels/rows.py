@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch import Kernel, Region, kernel
-from .tables import power_of_two
+from .tables import architecture, power_of_two
 
 # torch.nn.functional.normalize divides by no less than this.
 SMALLEST_NORM = 1e-12
@@ -26,6 +26,9 @@ _BLOCK_ROWS = 64
 _BLOCK_EMBEDDING = 128
 # The elements that a program has where it holds whole rows.
 _ELEMENTS = 4096
+# Elements that a program multiplies at a time, and such programs of an SM.
+BLOCK = 1024
+_PROGRAMS = 4
 # Positions of a mask that are looked at together.
 _MAX_BLOCK = 1024
 
@@ -368,3 +371,32 @@ def _launch_pad(tensors: tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | N
         (size, block, block_rows, unit, back),
         (4, 1, None),
     )
+
+
+@triton.jit
+def multiplied(source_ptr, target_ptr, number, factor, BLOCK: tl.constexpr):
+    """target = source * factor, of so many elements, by all programs."""
+    step = tl.num_programs(0).to(tl.int64) * BLOCK
+    for block in tl.range(tl.program_id(0).to(tl.int64) * BLOCK, number, step):
+        at = block + tl.arange(0, BLOCK)
+        values = tl.load(source_ptr + at, mask=at < number, other=0.0)
+        tl.store(target_ptr + at, (values * factor).to(target_ptr.dtype.element_ty), mask=at < number)
+
+
+def programs_for(tensor: Tensor, *counts: int) -> tuple[int, int, int]:
+    """The grid of what multiplies at most so many elements, on the device of a tensor."""
+    return min(_PROGRAMS * architecture(tensor.device)[1], -(-max(counts) // BLOCK)) or 1, 1, 1
+
+
+@kernel
+def _cast_kernel(first_ptr, second_ptr, first_target_ptr, second_target_ptr, n_first, n_second, BLOCK: tl.constexpr):
+    multiplied(first_ptr, first_target_ptr, n_first, 1.0, BLOCK)
+    multiplied(second_ptr, second_target_ptr, n_second, 1.0, BLOCK)
+
+
+def cast_both(first: Tensor, second: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Two contiguous tensors in another type, by one launch, where torch takes two."""
+    found = torch.empty_like(first, dtype=dtype), torch.empty_like(second, dtype=dtype)
+    counts = first.numel(), second.numel()
+    _cast_kernel(programs_for(first, *counts), (first, second, *found), counts, (), (BLOCK,), (4, 1, None))
+    return found

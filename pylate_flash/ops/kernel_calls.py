@@ -18,6 +18,7 @@ from ..kernels.plan_backward import Chunks, chunks_of, halved
 from ..kernels.rows import (
     Norms,
     active_tokens,
+    cast_both,
     inverse_norms,
     nonzero_rows,
     normalized_rows,
@@ -36,9 +37,9 @@ if TYPE_CHECKING:
     from .chamfer import Pair, Sets
 
 __all__ = [
-    "chamfer_gradients", "chamfer_nearest", "gradients", "look", "loss", "nonzero_rows", "normalized_rows", "pad",
-    "quantized_scores", "rescale", "residual_gradient", "residual_scores", "scores", "soft_gradients", "soft_scores",
-    "sparse_scores", "through_normalized_rows", "xtr_scores",
+    "cast_both", "chamfer_gradients", "chamfer_nearest", "gradients", "look", "loss", "nonzero_rows", "normalized_rows",
+    "pad", "quantized_scores", "rescale", "residual_gradient", "residual_scores", "scores", "soft_gradients",
+    "soft_scores", "sparse_scores", "through_normalized_rows", "xtr_scores",
 ]  # fmt: skip
 
 

@@ -12,12 +12,12 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from ..kernels.plan import IMPLEMENTATIONS
+from ..kernels.plan import IMPLEMENTATIONS, choose
 from ..problem import Options, Tensors, empty_results, rounded_total
 from .checks import FLOATING, check, check_choice, check_differentiation, check_packing, check_tensor, checked_number
-from .compute import compute, compute_gradients
+from .compute import compute, compute_gradients, kernels
 from .norms import normalized
-from .operator import Operation, needs_gradient
+from .operator import Operation, is_plain, needs_gradient
 from .packing import longest, padded
 
 REDUCTIONS = ("sum", "mean")
@@ -120,16 +120,17 @@ def checked(operation: str, tensors: Tensors, options: Options) -> tuple[Tensors
     if documents_mask is not None:
         check_tensor("documents_mask", documents_mask, otherwise=" or None")
     check_differentiation(operation, queries, documents)
-    cast = autocast(queries, documents)
+    cast = autocast(queries, documents, implementation=options.implementation)
     if cast[0] is not queries or cast[1] is not documents:
         tensors = Tensors(cast[0], cast[1], *tensors[2:])
     return tensors, options
 
 
-def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+def autocast(*tensors: Tensor, implementation: str = "blocked") -> tuple[Tensor, ...]:
     """Tensors in the autocast type under autocast, which leaves float64 alone, as for torch's own operations.
 
-    What are no embeddings stay what they are, for the checks to refuse.
+    What are no embeddings stay what they are, for the checks to refuse. Where kernels serve a call, and no
+    gradient flows through the casts, two take one launch.
     """
     if not torch._C._is_any_autocast_enabled():
         return tensors
@@ -137,7 +138,24 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     if device == "meta" or not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
+    if implementation != "blocked" and _cast_together(implementation, dtype, *tensors):
+        return kernels().cast_both(*tensors, dtype)
     return tuple([tensor.to(dtype) if tensor.dtype in _AUTOCAST else tensor for tensor in tensors])
+
+
+def _cast_together(implementation: str, dtype: torch.dtype, queries: Tensor, documents: Tensor) -> bool:
+    """Whether a kernel is to cast both."""
+    if not is_plain(queries, documents) or needs_gradient(queries, documents):
+        return False
+    return all(
+        tensor.dtype in _AUTOCAST
+        and tensor.dtype != dtype
+        and tensor.numel() > 0
+        and tensor.is_contiguous()
+        and tensor.device == queries.device
+        and choose(implementation, tensor.device, dtype, tensor.shape[-1]) == "triton"
+        for tensor in (queries, documents)
+    )
 
 
 _AUTOCAST = tuple(dtype for dtype in FLOATING if dtype != torch.float64)

@@ -169,6 +169,8 @@ def test_autocast_and_grad_scaler() -> None:
     with torch.autocast("cuda", dtype=torch.float16):
         scores = maxsim(queries, documents)
     assert torch.equal(scores, maxsim(queries.half(), documents.half()))
+    with torch.autocast("cuda", dtype=torch.bfloat16), torch.no_grad():
+        assert torch.equal(maxsim(queries, documents), maxsim(queries.bfloat16(), documents.bfloat16()))
     optimizer = torch.optim.SGD([queries], lr=0.1)
     scaler = torch.amp.GradScaler("cuda")
     scaler.scale((scores * torch.nan).sum()).backward()

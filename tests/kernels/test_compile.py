@@ -240,6 +240,12 @@ def test_norms(size: int, capability: int) -> None:
     compiled(lambda: rows.through_normalized_rows(*given), "through_normalized", capability)
 
 
+@pytest.mark.parametrize("dtype", [F16, F32])
+def test_casts(dtype: torch.dtype, capability: int) -> None:
+    given = torch.empty(4, 32, 72, dtype=dtype), torch.empty(4, 9, 72, dtype=dtype)
+    compiled(lambda: rows.cast_both(*given, BF16), "cast", capability)
+
+
 @pytest.mark.parametrize(("size", "dtype"), [(128, BF16), (48, F32), (4096, F16)])
 def test_nonzero_rows(size: int, dtype: torch.dtype, capability: int) -> None:
     embeddings, more = torch.empty(4, 180, size, dtype=dtype), torch.empty(3, 32, size, dtype=dtype)

@@ -8,20 +8,17 @@ gradient another, which leaves the gradient in the layout that the backward want
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from ...problem import CROSS_ENTROPY, DIVERGENCE, MARGIN_MSE, Comparison, Targets
 from ..launch import Region, kernel, wait_for_previous_kernel
-from ..tables import architecture, power_of_two
+from ..rows import BLOCK, multiplied, programs_for
+from ..tables import power_of_two
 from . import cross_entropy
 
 # Numbers that each query of a chunk keeps for its gradient.
 _KEPT = {CROSS_ENTROPY: 3, DIVERGENCE: 8, MARGIN_MSE: 0}
-# Elements of gradients that a program multiplies at a time, and programs of an SM.
-_BLOCK = 1024
-_PROGRAMS = 4
 
 
 class ChunkedLoss:
@@ -187,15 +184,6 @@ def _margin_errors(scores: Tensor, teacher: Tensor) -> Tensor:
     return (scores[:, :1] - scores[:, 1:]) - (teacher[:, :1] - teacher[:, 1:])
 
 
-@triton.jit
-def _times(source_ptr, target_ptr, number, factor, BLOCK: tl.constexpr):
-    step = tl.num_programs(0).to(tl.int64) * BLOCK
-    for block in tl.range(tl.program_id(0).to(tl.int64) * BLOCK, number, step):
-        at = block + tl.arange(0, BLOCK)
-        values = tl.load(source_ptr + at, mask=at < number, other=0.0)
-        tl.store(target_ptr + at, (values * factor).to(target_ptr.dtype.element_ty), mask=at < number)
-
-
 @kernel(follows=True)
 def _rescale_kernel(
     factor_ptr, first_ptr, second_ptr, first_target_ptr, second_target_ptr, n_first, n_second,
@@ -209,10 +197,10 @@ def _rescale_kernel(
     # What is compiled, then what is computed.
     if first_ptr is not None:  # noqa: SIM102
         if not FIRST_IN_PLACE or factor != 1.0:
-            _times(first_ptr, first_target_ptr, n_first, factor, BLOCK)
+            multiplied(first_ptr, first_target_ptr, n_first, factor, BLOCK)
     if second_ptr is not None:  # noqa: SIM102
         if not SECOND_IN_PLACE or factor != 1.0:
-            _times(second_ptr, second_target_ptr, n_second, factor, BLOCK)
+            multiplied(second_ptr, second_target_ptr, n_second, factor, BLOCK)
 
 
 def rescale(
@@ -228,7 +216,6 @@ def rescale(
     if second is not None and second.dtype != dtypes[1]:
         of_second = torch.empty_like(second, dtype=dtypes[1])
     counts = 0 if first is None else first.numel(), 0 if second is None else second.numel()
-    programs = min(_PROGRAMS * architecture(factor.device)[1], -(-max(counts) // _BLOCK)) or 1
     tensors, in_place = (factor, first, second, of_first, of_second), (of_first is first, of_second is second)
-    _rescale_kernel((programs, 1, 1), tensors, counts, (), (_BLOCK, *in_place), (4, 1, None))
+    _rescale_kernel(programs_for(factor, *counts), tensors, counts, (), (BLOCK, *in_place), (4, 1, None))
     return of_first, of_second

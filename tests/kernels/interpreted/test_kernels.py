@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from pylate_flash.kernels import plan, tables
+from pylate_flash.kernels import plan, rows, tables
 from pylate_flash.ops import maxsim, maxsim_reference, maxsim_varlen, pack
 from pylate_flash.ops.compute import compute
 from pylate_flash.ops.varlen import maxsim_varlen_reference
@@ -262,3 +262,34 @@ def test_what_autograd_asks_of_a_node(shapes: tuple, normalize: bool) -> None:
         documents.zero_()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         scores.sum().backward()
+
+
+def test_autocast_takes_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no gradient flows through the casts, as those of torch; NaN, infinities and what overflows stay these."""
+    queries, documents = torch.randn(3, 5, 8), torch.randn(4, 7, 8)
+    queries.view(-1)[:6] = torch.tensor([torch.nan, torch.inf, -torch.inf, -0.0, 1e5, 1e-9])
+    launched: list[int] = []
+    cast = rows._cast_kernel
+
+    def noted(*arguments) -> None:
+        launched.append(1)
+        cast(*arguments)
+
+    monkeypatch.setattr(rows, "_cast_kernel", noted)
+    with torch.autocast("cpu", torch.float16):
+        scores = kernel(queries, documents)
+        assert len(launched) == 1
+        # These are not one piece of memory.
+        strided = kernel(queries, documents.transpose(0, 1).contiguous().transpose(0, 1))
+    assert len(launched) == 1
+    expected = kernel(queries.half(), documents.half())
+    torch.testing.assert_close(scores, expected, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(strided, expected, rtol=0, atol=0, equal_nan=True)
+    for source, dtype in ((queries, torch.float16), (queries.half(), torch.float32)):
+        for found, whole in zip(rows.cast_both(source, source[1:], dtype), (source, source[1:]), strict=True):
+            torch.testing.assert_close(found, whole.to(dtype), rtol=0, atol=0, equal_nan=True)
+    leaf = documents.clone().requires_grad_()
+    with torch.autocast("cpu", torch.float16):
+        kernel(documents, leaf).sum().backward()
+    assert leaf.grad is not None
+    assert leaf.grad.dtype == torch.float32
