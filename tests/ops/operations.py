@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pylate_flash import (
     chamfer,
@@ -37,51 +39,119 @@ OF_TENSORS = (
 )  # fmt: skip
 
 
+class Call(NamedTuple):
+    """A call of a function: tensors that gradients flow to, of which the first are queries [2, 3, 4]; and the rest."""
+
+    function: Callable[..., Tensor]
+    tensors: tuple[Tensor, ...]
+    options: dict
+
+    def __call__(self, *tensors: Tensor) -> Tensor:
+        return self.function(*tensors, **self.options)
+
+
+def flat(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The function of packed queries, for padded ones."""
+    return lambda queries, *others, **options: function(queries.flatten(0, 1), *others, **options)
+
+
+def _ragged(queries: Tensor, documents: Tensor, **options) -> Tensor:
+    return maxsim_ragged([queries[0], queries[1, :2]], [documents[:3], documents[3:8]], **options)
+
+
+def _ragged_pairs(queries: Tensor, documents: Tensor, **options) -> Tensor:
+    return maxsim_ragged_pairwise([*queries], [documents[:3], documents[3:8]], **options)
+
+
+def _residual(queries: Tensor, **options) -> Tensor:
+    return maxsim_residual(pad(queries, (0, 4)), **options)
+
+
+def calls(device: str = "cpu", implementation: str = "auto", length: int = 5, masked: bool = False) -> dict[str, Call]:
+    """Calls in float32 with documents of that length on that device, with masks where that can be."""
+    generator = torch.Generator().manual_seed(0)
+    queries, documents, candidates, weight, teacher, mask = (
+        torch.randn(shape, generator=generator).to(device)
+        for shape in ((2, 3, 4), (3, length, 4), (2, 3, length, 4), (4, 4), (2, 3), (2, 3, length))
+    )
+    rows, beta = documents.flatten(0, 1), torch.tensor(2.0, device=device)
+    both = queries, documents
+    bounds = torch.tensor([0, 3, 6], device=device), torch.arange(4, device=device) * length
+    longest = {"max_query_length": 3, "max_document_length": length}
+    if masked:
+        # Of several lengths, and one that has no token.
+        bounds[0][1], bounds[1][1] = 1, 0
+        longest = {"max_query_length": 5, "max_document_length": 2 * length}
+    packed = dict(zip(("queries_cu_seqlens", "documents_cu_seqlens"), bounds, strict=True))
+    pairs = packed | {"documents_cu_seqlens": bounds[1][:3]}
+    sets = {"x_cu_seqlens": bounds[0], "y_cu_seqlens": bounds[1][:3]}
+    owned = {"candidates_cu_seqlens": torch.tensor([0, 1, 3], device=device)}
+    places = {"query_tokens": torch.tensor([[0], [1], [0]], device=device)}
+    compared, by = {"teacher_scores": teacher}, {"implementation": implementation}
+    of_queries = {"queries_mask": queries[..., 0].abs()} if masked else {}
+    masks = of_queries | ({"documents_mask": mask[0, :, :length] > -0.5} if masked else {})
+    own = of_queries | ({"documents_mask": mask > -0.5} if masked else {})
+    of_sets = {"y_mask": mask[0, :2] > -0.5} if masked else {}
+    codes = {"documents": residual_codes([5, 0, 3], 8, 4).to(device)}
+    own_codes = {"candidates": torch.tensor([[1, -1, 0], [0, 1, 1]], device=device), "reduction": "mean"}
+    found = {
+        "in-batch": Call(maxsim, both, masks),
+        "candidates": Call(maxsim, (queries, candidates), {"normalize": True, **own}),
+        "pairs": Call(maxsim_pairwise, (queries, documents[:2]), of_queries),
+        "packed": Call(flat(maxsim_varlen), (queries, rows), packed | longest),
+        "packed candidates": Call(flat(maxsim_varlen), (queries, rows), packed | owned),
+        "packed pairs": Call(flat(maxsim_varlen_pairwise), (queries, rows[: 2 * length]), pairs),
+        "ragged": Call(_ragged, (queries, rows), {}),
+        "ragged pairs": Call(_ragged_pairs, (queries, rows), {}),
+        "Chamfer": Call(chamfer, (queries, documents[:2]), of_sets),
+        "packed Chamfer": Call(flat(chamfer_varlen), (queries, rows[: 2 * length]), sets),
+        "XTR": Call(xtr_scores, both, {"k": 4, **masks}),
+        "from hidden states": Call(maxsim_from_hidden, (*both, weight), masks),
+        "packed from hidden states": Call(
+            maxsim_from_hidden, (queries, rows, weight), {"documents_cu_seqlens": bounds[1], **owned}
+        ),
+        "sparse": Call(maxsim_sparse_queries, both, places | masks),
+        "packed sparse": Call(
+            maxsim_sparse_queries, (queries, rows), {"documents_cu_seqlens": bounds[1], "reduction": "mean", **places}
+        ),
+        "residual": Call(_residual, (queries,), codes | of_queries),
+        "soft": Call(soft_maxsim, (*both, beta), masks),
+        "soft candidates": Call(soft_maxsim, (queries, candidates, beta), own),
+        "packed soft": Call(flat(soft_maxsim_varlen), (queries, rows, beta), packed),
+        "cross entropy": Call(maxsim_cross_entropy, both, masks),
+        "cross entropies": Call(maxsim_cross_entropy, both, {"loss_reduction": "none"}),
+        "divergence": Call(maxsim_kl_divergence, (queries, candidates), compared | own),
+        "margin MSE": Call(maxsim_margin_mse, (queries, candidates), compared | own),
+    }
+    if masked:
+        found["residual candidates"] = Call(_residual, (queries,), codes | own_codes | {"empty_score": -1.0})
+    return {name: call._replace(options=call.options | by) for name, call in found.items()}
+
+
 def operations(device: str = "cpu", implementation: str = "auto") -> dict[str, Operation]:
     """Functions of queries [2, 3, 4], float32, on that device, which all need a gradient or none."""
-    generator = torch.Generator().manual_seed(0)
-    documents, candidates, weight, teacher = (
-        torch.randn(shape, generator=generator).to(device) for shape in ((3, 5, 4), (2, 3, 5, 4), (4, 4), (2, 3))
-    )
-    rows = documents.flatten(0, 1)
-    bounds = torch.tensor([0, 3, 6], device=device), torch.tensor([0, 5, 10, 15], device=device)
-    pairs = bounds[0], bounds[1][:3]
-    owned = torch.tensor([0, 1, 3], device=device)
-    longest = {"max_query_length": 3, "max_document_length": 5}
-    places = torch.tensor([[0], [1], [0]], device=device)
-    codes = residual_codes([5, 0, 3], 8, 4).to(device)
-    by = {"implementation": implementation}
-    return {
-        "in-batch": lambda queries: maxsim(queries, documents, **by),
-        "candidates": lambda queries: maxsim(queries, candidates, normalize=True, **by),
-        "pairs": lambda queries: maxsim_pairwise(queries, documents[:2], **by),
-        "packed": lambda queries: maxsim_varlen(queries.flatten(0, 1), rows, *bounds, **longest, **by),
-        "packed candidates": lambda queries: maxsim_varlen(
-            queries.flatten(0, 1), rows, *bounds, candidates_cu_seqlens=owned, **by
-        ),
-        "packed pairs": lambda queries: maxsim_varlen_pairwise(queries.flatten(0, 1), rows[:10], *pairs, **by),
-        "ragged": lambda queries: maxsim_ragged([queries[0], queries[1, :2]], [rows[:3], rows[3:8]], **by),
-        "ragged pairs": lambda queries: maxsim_ragged_pairwise([*queries], [rows[:3], rows[3:8]], **by),
-        "Chamfer": lambda queries: chamfer(queries, documents[:2], **by),
-        "packed Chamfer": lambda queries: chamfer_varlen(queries.flatten(0, 1), rows[:10], *pairs, **by),
-        "XTR": lambda queries: xtr_scores(queries, documents, k=4, **by),
-        "from hidden states": lambda queries: maxsim_from_hidden(queries, documents, weight, **by),
-        "packed from hidden states": lambda queries: maxsim_from_hidden(
-            queries, rows, weight, documents_cu_seqlens=bounds[1], candidates_cu_seqlens=owned, **by
-        ),
-        "sparse": lambda queries: maxsim_sparse_queries(queries, documents, places, **by),
-        "packed sparse": lambda queries: maxsim_sparse_queries(
-            queries, rows, places, documents_cu_seqlens=bounds[1], reduction="mean", **by
-        ),
-        "residual": lambda queries: maxsim_residual(pad(queries, (0, 4)), codes, **by),
-        "soft": lambda queries: soft_maxsim(queries, documents, 2.0, **by),
-        "soft candidates": lambda queries: soft_maxsim(queries, candidates, 2.0, **by),
-        "packed soft": lambda queries: soft_maxsim_varlen(queries.flatten(0, 1), rows, 2.0, *bounds, **by),
-        "cross entropy": lambda queries: maxsim_cross_entropy(queries, documents, **by),
-        "cross entropies": lambda queries: maxsim_cross_entropy(queries, documents, loss_reduction="none", **by),
-        "divergence": lambda queries: maxsim_kl_divergence(queries, candidates, teacher, **by),
-        "margin MSE": lambda queries: maxsim_margin_mse(queries, candidates, teacher, **by),
-    }
+
+    def of_queries(call: Call) -> Operation:
+        return lambda queries: call(queries, *call.tensors[1:])
+
+    return {name: of_queries(call) for name, call in calls(device, implementation).items()}
+
+
+class Operators(TorchDispatchMode):
+    """The operators of this package that are called, with their arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[torch._ops.OpOverload, tuple]] = []
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        if function.namespace == "pylate_flash":
+            self.calls.append((function, arguments))
+        return function(*arguments, **(options or {}))
+
+    @property
+    def names(self) -> list[str]:
+        return [function.name().removeprefix("pylate_flash::") for function, _ in self.calls]
 
 
 def check_changed_in_place(operation: Operation, queries: Tensor) -> None:

@@ -61,14 +61,6 @@ def test_definition(case: tuple) -> None:
     torch.testing.assert_close(chamfer_reference(*sets, **options), torch.tensor(expected, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("metric", METRICS)
-def test_definition_passes_gradcheck(metric: str) -> None:
-    torch.manual_seed(0)
-    x, y = (torch.randn(2, length, 3, dtype=torch.float64, requires_grad=True) for length in (4, 5))
-    mask = torch.tensor([[1, 1, 0, 1], [0, 1, 1, 1]])
-    assert torch.autograd.gradcheck(lambda a, b: chamfer_reference(a, b, x_mask=mask, metric=metric), (x, y))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("size", [3, 32])
 @pytest.mark.parametrize("metric", METRICS)
@@ -230,34 +222,6 @@ def test_errors_of_packed_sets(error: type[Exception], match: str, arguments: di
     call = {"x": torch.ones(6, 4), "y": torch.ones(6, 4), "x_cu_seqlens": BOUNDS, "y_cu_seqlens": BOUNDS, **arguments}
     with pytest.raises(error, match=match):
         chamfer_varlen(**call)
-
-
-def test_opcheck() -> None:
-    x, y = torch.randn(2, 3, 4, requires_grad=True), torch.randn(2, 5, 4, requires_grad=True)
-    masks = torch.ones(2, 3), torch.rand(2, 5) > 0.3
-    call = x, y, *masks, None, None, 0, 0, "sqeuclidean", "mean", -1.0, "auto"
-    torch.library.opcheck(torch.ops.pylate_flash.chamfer.default, call)
-    packed = [pack(list(points.detach())) for points in (x, y)]
-    values = [values.requires_grad_() for values, _ in packed]
-    call = *values, None, None, packed[0][1], packed[1][1], 3, 5, "inner_product", "sum", 0.0, "auto"
-    torch.library.opcheck(torch.ops.pylate_flash.chamfer.default, call)
-
-
-def test_compiles_for_other_lengths_too() -> None:
-    compiled = torch.compile(chamfer, fullgraph=True, backend="aot_eager", dynamic=True)
-    for length in (5, 9):
-        leaves = torch.randn(2, 3, 4, requires_grad=True), torch.randn(2, length, 4, requires_grad=True)
-        found, expected = compiled(*leaves), chamfer(*leaves)
-        assert torch.equal(found, expected)
-        for pair in zip(*(torch.autograd.grad(scores.sum(), leaves) for scores in (found, expected)), strict=True):
-            assert torch.equal(*pair)
-
-
-def test_no_second_derivative() -> None:
-    x, y = torch.randn(2, 3, 4, requires_grad=True), torch.randn(2, 5, 4)
-    (gradient,) = torch.autograd.grad(chamfer(x, y).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="chamfer has no second derivative"):
-        gradient.sum().backward()
 
 
 def test_autocast() -> None:

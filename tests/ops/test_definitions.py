@@ -12,12 +12,17 @@ from torch import Tensor
 
 from pylate_flash import maxsim_pairwise
 from pylate_flash.ops import (
+    chamfer_reference,
     cross_entropy_reference,
     kl_divergence_reference,
     maxsim_from_hidden_reference,
     maxsim_reference,
+    soft_maxsim_reference,
+    xtr_scores_reference,
 )
+from pylate_flash.ops.chamfer import METRICS
 from pylate_flash.ops.varlen import maxsim_varlen_reference
+from pylate_flash.ops.xtr import NORMALIZERS
 from tests.ops.cases import Case, cases
 from tests.ops.test_varlen import packed
 
@@ -210,3 +215,27 @@ def test_the_gradient_goes_to_the_first_of_equal_tokens_and_to_no_masked_one() -
     bounds = torch.tensor([0, 3]), torch.tensor([0, 1, 4])
     (gradient,) = torch.autograd.grad(maxsim_varlen_reference(torch.ones(3, 2), values, *bounds).sum(), values)
     assert gradient[:, 0].tolist() == [3, 3, 0, 0]
+
+
+MASKS = {"queries_mask": torch.tensor([[1, 1, 0], [1, 1, 1]]), "documents_mask": torch.arange(15).view(3, 5) % 4 > 0}
+OWN = MASKS | {"documents_mask": torch.arange(30).view(2, 3, 5) % 4 > 0}
+NORMS_AND_MASKING = [{"normalize": norms, "masking": how} for norms in (False, True) for how in ("exclude", "zero")]
+OF_ONE = {"x_mask": torch.tensor([[1, 1, 0], [1, 0, 1]])}
+DIFFERENTIABLE = {
+    f"{function.__name__} of {shapes[1]}, {options}": (function, shapes, options | masks)
+    for function, shapes, masks, every in (
+        (maxsim_reference, ((2, 3, 4), (3, 5, 4)), MASKS, NORMS_AND_MASKING),
+        (maxsim_reference, ((2, 3, 4), (2, 3, 5, 4)), OWN, NORMS_AND_MASKING),
+        (soft_maxsim_reference, ((2, 3, 4), (3, 5, 4), ()), MASKS, NORMS_AND_MASKING),
+        (xtr_scores_reference, ((2, 3, 4), (3, 5, 4)), MASKS, [{"k": 4, "normalizer": each} for each in NORMALIZERS]),
+        (chamfer_reference, ((2, 3, 3), (2, 5, 3)), OF_ONE, [{"metric": each} for each in METRICS]),
+    )
+    for options in every
+}
+
+
+@pytest.mark.parametrize("definition", DIFFERENTIABLE)
+def test_definitions_pass_gradcheck(definition: str) -> None:
+    function, shapes, options = DIFFERENTIABLE[definition]
+    leaves = [torch.rand(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    assert torch.autograd.gradcheck(lambda *tensors: function(*tensors, **options), leaves)

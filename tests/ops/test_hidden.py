@@ -260,33 +260,6 @@ def test_a_retained_graph_can_be_differentiated_again() -> None:
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
-def test_second_derivative_is_refused() -> None:
-    leaves = [tensor.requires_grad_() for tensor in problem().tensors.values()]
-    (gradient,) = torch.autograd.grad(maxsim_from_hidden(*leaves).sum(), leaves[1], create_graph=True)
-    with pytest.raises(RuntimeError, match="no second derivative"):
-        gradient.sum().backward()
-
-
-def test_activation_checkpointing() -> None:
-    leaves = [tensor.requires_grad_() for tensor in problem().tensors.values()]
-    checkpointed = torch.utils.checkpoint.checkpoint(maxsim_from_hidden, *leaves, use_reentrant=False)
-    found = torch.autograd.grad(checkpointed.square().sum(), leaves)
-    expected = torch.autograd.grad(maxsim_from_hidden(*leaves).square().sum(), leaves)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-
-
-def test_strided_hidden_states_equal_contiguous_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    queries, hidden, weight, bias = problem().tensors.values()
-    strided = hidden.transpose(0, 1).contiguous().transpose(0, 1)
-    assert not strided.is_contiguous()
-    for scratch in (module.SCRATCH_BYTES, 400):
-        monkeypatch.setattr(module, "SCRATCH_BYTES", scratch)
-        expected = problem().gradients(maxsim_from_hidden)
-        found = Problem({"queries": queries, "hidden": strided, "weight": weight, "bias": bias}, {})
-        for name, gradient in found.gradients(maxsim_from_hidden).items():
-            torch.testing.assert_close(gradient, expected[name])
-
-
 @pytest.mark.parametrize("scratch", [module.SCRATCH_BYTES, 300])
 def test_bfloat16_gradients_are_close(scratch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against the definition of the same projected embeddings, which rounding to bfloat16 makes other ones."""
@@ -297,18 +270,6 @@ def test_bfloat16_gradients_are_close(scratch: int, monkeypatch: pytest.MonkeyPa
         assert found[name].dtype == torch.bfloat16
         assert torch.cosine_similarity(found[name].double().flatten(), expected.flatten(), dim=0) >= 0.9999
         assert relative_error(found[name], expected) <= 1e-2
-
-
-def test_autocast_gives_the_autocast_type() -> None:
-    tensors = problem().tensors
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        scores = problem()(maxsim_from_hidden)
-        gradients = problem().gradients(maxsim_from_hidden)
-    assert torch.equal(scores, maxsim_from_hidden(*(tensor.bfloat16() for tensor in tensors.values())))
-    expected = problem().to(torch.bfloat16).gradients(maxsim_from_hidden)
-    for name, gradient in gradients.items():
-        assert gradient.dtype == torch.float32
-        assert torch.equal(gradient, expected[name].float())
 
 
 class Casts(TorchDispatchMode):
@@ -331,74 +292,6 @@ def test_autocast_casts_each_tensor_once() -> None:
         maxsim_from_hidden(hidden[:3], hidden, weight, bias, queries_weight=weight.clone(), queries_bias=bias.clone())
     for tensor, times in ((hidden, 1), (hidden[:3], 1), (weight, 2), (bias, 2)):
         assert casts.shapes.count(tensor.shape) == times
-
-
-@pytest.mark.parametrize("layout", ["in-batch", "candidates", "packed"])
-def test_opcheck(layout: str) -> None:
-    shape = {"in-batch": (3, 5, 8), "candidates": (2, 3, 5, 8), "packed": (15, 8)}[layout]
-    queries = torch.randn((6, 4) if layout == "packed" else (2, 3, 4), requires_grad=True)
-    hidden, weight = torch.randn(shape, requires_grad=True), torch.randn(4, 8, requires_grad=True)
-    bias = torch.randn(4, requires_grad=True)
-    if layout == "packed":
-        masks, bounds = (None, None), (torch.tensor([0, 3, 6]), torch.tensor([0, 5, 10, 15]), None, 3, 5, 0)
-    else:
-        masks, bounds = (torch.rand(2, 3), torch.rand(shape[:-1]) > 0.3), (None, None, None, 0, 0, 0)
-    call = (weight, bias, queries, hidden, *masks, *bounds, True, "mean", "exclude", -1.0, "auto")
-    torch.library.opcheck(torch.ops.pylate_flash.maxsim_hidden.default, call)
-    torch.library.opcheck(torch.ops.pylate_flash.maxsim_hidden.default, detached(call))
-    torch.library.opcheck(torch.ops.pylate_flash.maxsim_hidden_forward.default, detached(call))
-
-
-def detached(arguments: tuple) -> tuple:
-    return tuple(value.detach() if isinstance(value, Tensor) else value for value in arguments)
-
-
-class Operators(TorchDispatchMode):
-    """The names of our operators that are called, in their order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.namespace == "pylate_flash":
-            self.names.append(function._schema.name.partition("::")[2])
-        return function(*args, **(kwargs or {}))
-
-
-def test_every_call_is_an_operator() -> None:
-    """Which what looks at operators, as a compiler does, gets to see, without the work inside."""
-    expected, gradients = problem()(maxsim_from_hidden), problem().gradients(maxsim_from_hidden)
-    with Operators() as operators:
-        assert torch.equal(problem()(maxsim_from_hidden), expected)
-        assert operators.names == ["maxsim_hidden"]
-        found = problem().gradients(maxsim_from_hidden)
-    assert operators.names[1:] == ["maxsim_hidden_forward", "maxsim_hidden_backward"]
-    for name, gradient in found.items():
-        assert torch.equal(gradient, gradients[name])
-
-
-@pytest.mark.parametrize("packed_documents", [False, True])
-def test_compiles_into_one_graph(packed_documents: bool) -> None:
-    options: dict = {"documents_mask": torch.rand(5, 7) > 0.3, "reduction": "mean"}
-    queries, hidden, weight, bias = problem().to(torch.float64).tensors.values()
-    if packed_documents:
-        hidden, bounds = pack(list(hidden))
-        options = {"documents_cu_seqlens": bounds, "max_document_length": 7, "queries_mask": torch.rand(3, 4) > 0.3}
-
-    def loss(*tensors: Tensor) -> Tensor:
-        return torch.nn.functional.cross_entropy(maxsim_from_hidden(*tensors, **options), torch.arange(3))
-
-    leaves = [tensor.requires_grad_() for tensor in (queries, hidden, weight, bias)]
-    found = torch.autograd.grad(torch.compile(loss, fullgraph=True, backend="aot_eager")(*leaves), leaves)
-    for gradient, expected in zip(found, torch.autograd.grad(loss(*leaves), leaves), strict=True):
-        torch.testing.assert_close(gradient, expected, **FLOAT32_SCORES)
-
-
-def test_meta_tensors_give_shapes() -> None:
-    scores = maxsim_from_hidden(*(tensor.to("meta") for tensor in problem().tensors.values()))
-    assert scores.is_meta
-    assert scores.shape == (3, 5)
 
 
 @pytest.mark.parametrize(

@@ -111,53 +111,6 @@ def test_no_queries() -> None:
     assert not torch.autograd.grad(loss, documents)[0].any()
 
 
-def test_only_the_needed_gradients() -> None:
-    queries, documents = torch.randn(2, 3, 4), torch.randn(3, 5, 4, requires_grad=True)
-    maxsim_cross_entropy(queries, documents).backward()
-    assert queries.grad is None
-    assert documents.grad is not None
-    assert not maxsim_cross_entropy(queries, documents.detach()).requires_grad
-
-
-def test_second_derivative_is_refused() -> None:
-    queries, documents = torch.randn(2, 3, 4, requires_grad=True), torch.randn(3, 5, 4, requires_grad=True)
-    (gradient,) = torch.autograd.grad(maxsim_cross_entropy(queries, documents), queries, create_graph=True)
-    with pytest.raises(RuntimeError, match="no second derivative"):
-        gradient.sum().backward()
-
-
-def test_activation_checkpointing() -> None:
-    queries, documents = torch.randn(2, 3, 4, requires_grad=True), torch.randn(3, 5, 4, requires_grad=True)
-    checkpointed = torch.utils.checkpoint.checkpoint(maxsim_cross_entropy, queries, documents, use_reentrant=False)
-    found = torch.autograd.grad(checkpointed, (queries, documents))
-    expected = torch.autograd.grad(maxsim_cross_entropy(queries, documents), (queries, documents))
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-
-
-def test_autocast() -> None:
-    queries, documents = torch.randn(2, 3, 16), torch.randn(3, 5, 16)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = maxsim_cross_entropy(queries, documents, temperature=0.1)
-    assert loss.dtype == torch.float32
-    assert torch.equal(loss, maxsim_cross_entropy(queries.bfloat16(), documents.bfloat16(), temperature=0.1))
-
-
-def test_compiles_into_one_graph() -> None:
-    def losses(queries: torch.Tensor, documents: torch.Tensor, teacher: torch.Tensor, mask: torch.Tensor):
-        options = {"documents_mask": mask, "normalize": True}
-        return maxsim_cross_entropy(queries, documents, **options) + maxsim_kl_divergence(
-            queries, documents, teacher, **options
-        )
-
-    leaves = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((3, 4, 8), (5, 6, 8))]
-    others = torch.randn(3, 5), torch.rand(5, 6) > 0.3
-    compiled = torch.compile(losses, fullgraph=True, backend="aot_eager")
-    found = torch.autograd.grad(compiled(*leaves, *others), leaves)
-    expected = torch.autograd.grad(losses(*leaves, *others), leaves)
-    for gradient, reference in zip(found, expected, strict=True):
-        torch.testing.assert_close(gradient, reference, **FLOAT32_SCORES)
-
-
 Q, D, K = torch.zeros(2, 3, 4), torch.zeros(3, 5, 4), torch.zeros(2, 6, 5, 4)
 BOUNDS = torch.tensor([0, 3, 5])
 

@@ -143,28 +143,6 @@ def test_under_autocast_queries_take_its_type() -> None:
         assert torch.equal(maxsim_residual(queries, documents), expected)
 
 
-@pytest.mark.parametrize("candidates", [None, torch.tensor([[1, -1, 0], [0, 1, 1]])])
-def test_opcheck_and_compile(candidates: torch.Tensor | None) -> None:
-    torch.manual_seed(0)
-    queries, documents = torch.randn(2, 3, 8, requires_grad=True), codes_of([4, 0, 5], 8, 4)
-    mask = torch.rand(2, 3)
-    tensors = (getattr(documents, name) for name in FIELDS)
-    arguments = (queries, mask, *tensors, candidates, "mean", -1.0, "auto")
-    torch.library.opcheck(torch.ops.pylate_flash.maxsim_residual.default, arguments)
-    options = {"queries_mask": mask, "candidates": candidates, "reduction": "mean", "empty_score": -1.0}
-    compiled = torch.compile(maxsim_residual, fullgraph=True)
-    torch.testing.assert_close(compiled(queries, documents, **options), maxsim_residual(queries, documents, **options))
-    found = residual_gradient(compiled, queries, documents, options)
-    torch.testing.assert_close(found, residual_gradient(maxsim_residual, queries, documents, options))
-
-
-def test_no_second_derivative() -> None:
-    queries = torch.randn(2, 3, 8, requires_grad=True)
-    (gradient,) = torch.autograd.grad(maxsim_residual(queries, codes_of([4], 8, 4)).sum(), queries, create_graph=True)
-    with pytest.raises(RuntimeError, match="maxsim_residual has no second derivative"):
-        gradient.sum().backward()
-
-
 @pytest.mark.parametrize("nbits", [2, 4])
 def test_saved_and_loaded_to_the_bit(nbits: int, tmp_path: Path) -> None:
     documents, path = codes_of([3, 0, 2], 8, nbits, torch.bfloat16, seed=1), tmp_path / "documents.safetensors"

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pylate_flash import maxsim, soft_maxsim, soft_maxsim_varlen
-from pylate_flash.ops import products, soft_maxsim_reference
-from pylate_flash.problem import Options, Tensors
-from tests.ops.cases import FLOAT32_SCORES, Case, cases, check_scores, relative_error
+from pylate_flash.ops import soft_maxsim_reference
+from tests.ops.cases import Case, cases, check_scores, relative_error
 from tests.ops.test_definitions import dot, lists, unit
 from tests.ops.test_varlen import packed
 
@@ -134,29 +133,6 @@ def test_packed_tokens(case: tuple, beta: float) -> None:
     check_gradients(found, varlen_gradients(varlen_reference, case, beta, torch.float64), 1e-5)
 
 
-@settings(max_examples=10)
-@given(case=cases(dtypes=(torch.float64,)), beta=BETAS)
-def test_blocks_do_not_change_the_result(case: Case, beta: float) -> None:
-    scores, expected = soft_maxsim(*case.tensors, beta, **case.keywords), soft_gradients(soft_maxsim, case, beta)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(products, "_BLOCK_CPU", 40)
-        torch.testing.assert_close(soft_maxsim(*case.tensors, beta, **case.keywords), scores, **FLOAT32_SCORES)
-        check_gradients(soft_gradients(soft_maxsim, case, beta), expected, 1e-6)
-
-
-def test_the_definition_passes_gradcheck() -> None:
-    generator = torch.Generator().manual_seed(0)
-    queries, documents = (
-        torch.randn(*shape, 4, dtype=torch.float64, generator=generator) for shape in ((2, 3), (3, 5))
-    )
-    beta, mask = torch.tensor(1.5, dtype=torch.float64), torch.rand(3, 5, generator=generator) > 0.3
-    leaves = [tensor.requires_grad_() for tensor in (queries, documents, beta)]
-    for masking in ("exclude", "zero"):
-        assert torch.autograd.gradcheck(
-            lambda q, d, b, m=masking: soft_maxsim_reference(q, d, b, documents_mask=mask, masking=m), leaves
-        )
-
-
 def test_a_large_beta_is_the_maximum() -> None:
     generator = torch.Generator().manual_seed(0)
     queries, documents = (
@@ -203,18 +179,6 @@ def test_nan_and_infinity_behave_as_in_torch() -> None:
     (gradient,) = torch.autograd.grad(soft_maxsim(queries, leaf, 2.0).sum(), leaf)
     assert gradient[0].isnan().all()
     assert gradient[3].isfinite().all()
-
-
-@pytest.mark.parametrize("learned", [False, True])
-def test_autocast(learned: bool) -> None:
-    queries, documents = torch.randn(2, 3, 4, requires_grad=True), torch.randn(3, 5, 4)
-    beta = torch.tensor(2.0, requires_grad=True) if learned else 2.0
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        scores = soft_maxsim(queries, documents, beta)
-        expected = soft_maxsim(queries.bfloat16(), documents.bfloat16(), beta)
-        (gradient,) = torch.autograd.grad(scores.sum(), queries)
-    assert torch.equal(scores, expected)
-    assert gradient.dtype == torch.float32
 
 
 def test_a_learned_beta_of_one_element_keeps_its_shape_and_type() -> None:
@@ -265,30 +229,3 @@ def test_bad_packed_input() -> None:
         soft_maxsim_varlen(tokens, tokens, 2.0, bounds, bounds[:2])
     with pytest.raises(ValueError, match="beta must be above 0 and finite, got -1"):
         soft_maxsim_varlen(tokens, tokens, -1.0, bounds, bounds)
-
-
-def test_no_second_derivative() -> None:
-    queries = torch.randn(2, 3, 4, requires_grad=True)
-    scores = soft_maxsim(queries, torch.randn(3, 5, 4), 2.0)
-    (gradient,) = torch.autograd.grad(scores.sum(), queries, create_graph=True)
-    with pytest.raises(RuntimeError, match="soft_maxsim has no second derivative"):
-        gradient.sum().backward()
-
-
-@pytest.mark.parametrize("candidates", [False, True])
-def test_opcheck(candidates: bool) -> None:
-    beta, queries = torch.tensor(2.0, requires_grad=True), torch.randn(2, 3, 4, requires_grad=True)
-    documents = torch.randn(*((2, 3) if candidates else (3,)), 5, 4, requires_grad=True)
-    masks = torch.rand(2, 3) > 0.3, torch.rand(documents.shape[:-1]) > 0.3
-    tensors = Tensors(queries, documents, *masks)
-    torch.library.opcheck(torch.ops.pylate_flash.soft_maxsim.default, (beta, *tensors, *Options(normalize=True), 0))
-
-
-def test_compiled() -> None:
-    leaves = [torch.randn(2, 3, 4), torch.randn(3, 5, 4), torch.tensor(2.0)]
-    for leaf in leaves:
-        leaf.requires_grad_()
-    found = torch.compile(soft_maxsim, fullgraph=True, backend="aot_eager")(*leaves)
-    expected = soft_maxsim(*leaves)
-    torch.testing.assert_close(found, expected)
-    torch.testing.assert_close(*(torch.autograd.grad(scores.sum(), leaves) for scores in (found, expected)))

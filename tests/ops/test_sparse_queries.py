@@ -10,7 +10,6 @@ from torch import Tensor
 
 from pylate_flash import maxsim, maxsim_sparse_queries, pack
 from pylate_flash.ops import maxsim_sparse_queries_reference, products
-from pylate_flash.problem import Options, Tensors
 from tests.ops.cases import Case, Elements, check_scores, gradient_tolerance, gradients, relative_error
 from tests.ops.sparse_cases import sparse_cases
 
@@ -145,54 +144,6 @@ def test_errors(error: type[Exception], match: str, arguments: dict) -> None:
     }  # fmt: skip
     with pytest.raises(error, match=match):
         maxsim_sparse_queries(**call)
-
-
-def test_opcheck() -> None:
-    queries, documents = torch.randn(2, 3, 4, requires_grad=True), torch.randn(3, 5, 4, requires_grad=True)
-    masks, chosen = (torch.ones(2, 3), torch.rand(3, 5) > 0.3), torch.randint(-1, 3, (2, 3, 4))
-    operator = torch.ops.pylate_flash.maxsim_sparse_queries.default
-    options = Options(normalize=True, masking="zero", empty_score=-1.0)
-    torch.library.opcheck(operator, (*Tensors(queries, documents, *masks), chosen, *options))
-    bounds = torch.tensor([0, 7, 7, 15])
-    packed = Tensors(queries.detach(), documents.detach().flatten(0, 1), documents_cu_seqlens=bounds)
-    checks = ("test_schema", "test_faketensor")
-    torch.library.opcheck(operator, (*packed, chosen[0], *Options(max_document_length=8)), test_utils=checks)
-
-
-def test_compiles_for_other_lengths_too() -> None:
-    compiled = torch.compile(maxsim_sparse_queries, fullgraph=True, backend="aot_eager", dynamic=True)
-    for length, k in ((5, 4), (9, 4), (9, 2)):
-        leaves = torch.randn(2, 3, 4, requires_grad=True), torch.randn(3, length, 4, requires_grad=True)
-        chosen = torch.randint(-1, 3, (3, k))
-        for reduction in ("sum", "mean"):
-            found, expected = (f(*leaves, chosen, reduction=reduction) for f in (compiled, maxsim_sparse_queries))
-            assert torch.equal(found, expected)
-            for pair in zip(*(torch.autograd.grad(scores.sum(), leaves) for scores in (found, expected)), strict=True):
-                assert torch.equal(*pair)
-    leaves = torch.randn(2, 3, 4, requires_grad=True), torch.randn(9, 4, requires_grad=True)
-    options = {"documents_cu_seqlens": torch.tensor([0, 2, 9]), "max_document_length": 7}
-    chosen = torch.tensor([[0, 2], [1, -1]])
-    found, expected = (f(*leaves, chosen, **options) for f in (compiled, maxsim_sparse_queries))
-    for pair in zip(*(torch.autograd.grad(scores.sum(), leaves) for scores in (found, expected)), strict=True):
-        assert torch.equal(*pair)
-
-
-def test_no_second_derivative() -> None:
-    queries, documents = torch.randn(2, 3, 4, requires_grad=True), torch.randn(3, 5, 4)
-    scores = maxsim_sparse_queries(queries, documents, torch.zeros(3, 1, dtype=torch.int64))
-    (gradient,) = torch.autograd.grad(scores.square().sum(), queries, create_graph=True)
-    with pytest.raises(RuntimeError, match="no second derivative"):
-        gradient.sum().backward()
-
-
-def test_autocast() -> None:
-    queries, documents = torch.randn(2, 3, 8, requires_grad=True), torch.randn(3, 5, 8)
-    chosen = torch.tensor([[0, 2]] * 3)
-    with torch.autocast("cpu", torch.bfloat16):
-        scores = maxsim_sparse_queries(queries, documents, chosen)
-    assert scores.dtype == torch.float32
-    assert torch.equal(scores, maxsim_sparse_queries(queries.bfloat16(), documents.bfloat16(), chosen))
-    assert torch.autograd.grad(scores.sum(), queries)[0].dtype == torch.float32
 
 
 def test_short_packed_documents_are_not_padded_to_a_long_one() -> None:

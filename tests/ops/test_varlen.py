@@ -12,9 +12,7 @@ from hypothesis import strategies as st
 
 import pylate_flash
 from pylate_flash import maxsim, maxsim_varlen, maxsim_varlen_pairwise, pack, unpack
-from pylate_flash.ops import blocked, products
 from pylate_flash.ops.varlen import maxsim_varlen_reference
-from pylate_flash.problem import Options, Tensors
 from tests.ops.cases import FLOAT32_SCORES, SIZES, check_scores, gradient_tolerance, relative_error
 
 
@@ -86,18 +84,6 @@ def test_half_gradients_are_close(case: tuple) -> None:
     for gradient, reference in zip(gradients(maxsim_varlen, case), expected, strict=True):
         assert gradient.dtype == torch.bfloat16
         assert relative_error(gradient, reference) <= 1e-2
-
-
-@settings(max_examples=15)
-@given(case=packed(dtypes=(torch.float64,)))
-def test_blocks_do_not_change_the_result(case: tuple) -> None:
-    (arguments, options), expected = case, gradients(maxsim_varlen, case)
-    scores = maxsim_varlen(*arguments, **options)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(products, "_BLOCK_CPU", 40)
-        patch.setattr(blocked, "WINNERS_AT_ONCE", 10)
-        torch.testing.assert_close(maxsim_varlen(*arguments, **options), scores, **FLOAT32_SCORES)
-        torch.testing.assert_close(gradients(maxsim_varlen, case), expected, **FLOAT32_SCORES)
 
 
 @pytest.mark.parametrize("options", [{}, {"normalize": True, "reduction": "mean", "empty_score": -3.0}])
@@ -176,72 +162,6 @@ def test_nothing_but_empty_sequences(query_lengths: tuple[int, ...], document_le
     expected = maxsim_varlen_reference(*arguments, empty_score=-7.0, reduction="mean")
     assert torch.equal(maxsim_varlen(*arguments, empty_score=-7.0, reduction="mean"), expected)
     assert all((gradient == 0).all() for gradient in gradients(maxsim_varlen, (arguments, {})))
-
-
-def test_only_the_needed_gradients() -> None:
-    queries, documents, *bounds = _packed([torch.randn(3, 4)], [torch.randn(5, 4)])
-    documents.requires_grad_()
-    maxsim_varlen(queries, documents, *bounds).sum().backward()
-    assert queries.grad is None
-    assert documents.grad is not None
-
-
-def test_second_derivative_is_refused() -> None:
-    queries, documents, *bounds = _packed([torch.randn(3, 4)], [torch.randn(5, 4)])
-    queries.requires_grad_()
-    scores = maxsim_varlen(queries, documents.requires_grad_(), *bounds)
-    (gradient,) = torch.autograd.grad(scores.sum(), queries, create_graph=True)
-    with pytest.raises(RuntimeError, match="no second derivative"):
-        gradient.sum().backward()
-
-
-def test_gradients_are_bitwise_reproducible() -> None:
-    generator = torch.Generator().manual_seed(0)
-    documents = [torch.randn(n, 16, generator=generator) for n in (30, 7, 50)]
-    case = _packed([torch.randn(n, 16, generator=generator) for n in (20, 9)], documents), {}
-    first = gradients(maxsim_varlen, case)
-    assert all(torch.equal(a, b) for _ in range(5) for a, b in zip(gradients(maxsim_varlen, case), first, strict=True))
-
-
-@pytest.mark.parametrize("candidates", [None, torch.tensor([0, 1, 3])])
-def test_opcheck(candidates: torch.Tensor | None) -> None:
-    queries, documents, *bounds = _packed(
-        [torch.randn(3, 4), torch.randn(2, 4)], [torch.randn(5, 4), torch.randn(0, 4), torch.randn(1, 4)]
-    )
-    arguments = (
-        *Tensors(queries.requires_grad_(), documents.requires_grad_(), None, None, *bounds, candidates),
-        *Options(max_query_length=3, max_document_length=5, max_candidates=2),
-    )
-    torch.library.opcheck(torch.ops.pylate_flash.maxsim.default, arguments)
-
-
-def test_compiles_into_one_graph() -> None:
-    def loss(queries: torch.Tensor, documents: torch.Tensor, *bounds: torch.Tensor) -> torch.Tensor:
-        longest = {"max_query_length": 4, "max_document_length": 6}
-        scores = maxsim_varlen(queries, documents, *bounds, normalize=True, reduction="mean", **longest)
-        pairs = maxsim_varlen_pairwise(queries, documents, *bounds, **longest)
-        return torch.nn.functional.cross_entropy(scores, torch.arange(2)) + pairs.sum()
-
-    arguments = _packed(*([torch.randn(n, 8, dtype=torch.float64) for n in lengths] for lengths in ((4, 2), (6, 1))))
-    queries, documents = arguments[0].requires_grad_(), arguments[1].requires_grad_()
-    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
-    found = torch.autograd.grad(compiled(*arguments), (queries, documents))
-    expected = torch.autograd.grad(loss(*arguments), (queries, documents))
-    torch.testing.assert_close(found, expected, **FLOAT32_SCORES)
-
-
-def test_autocast_gives_the_autocast_type() -> None:
-    queries, documents, *bounds = _packed([torch.randn(3, 16)], [torch.randn(5, 16), torch.randn(2, 16)])
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        scores = maxsim_varlen(queries, documents, *bounds)
-    assert scores.dtype == torch.float32
-    assert torch.equal(scores, maxsim_varlen(queries.bfloat16(), documents.bfloat16(), *bounds))
-
-
-def test_meta_tensors_give_shapes() -> None:
-    arguments = [t.to("meta") for t in _packed([torch.randn(3, 4)] * 2, [torch.randn(5, 4)] * 3)]
-    assert maxsim_varlen(*arguments).shape == (2, 3)
-    assert maxsim_varlen(*arguments, max_query_length=3, max_document_length=5).is_meta
 
 
 def test_boundaries_on_the_host_tell_the_longest() -> None:

@@ -51,18 +51,6 @@ def test_unit_vectors(normalizer: str, dtype: torch.dtype) -> None:
         assert relative_error(gradient, right) <= bound
 
 
-def test_definition_passes_gradcheck() -> None:
-    torch.manual_seed(0)
-    queries = torch.randn(2, 2, 3, dtype=torch.float64, requires_grad=True)
-    documents = torch.randn(3, 3, 3, dtype=torch.float64, requires_grad=True)
-    mask = torch.tensor([[True, True, False], [True, False, True], [True, True, True]])
-    for normalizer in NORMALIZERS:
-        assert torch.autograd.gradcheck(
-            lambda q, d, n=normalizer: xtr_scores_reference(q, d, k=4, documents_mask=mask, normalizer=n),
-            (queries, documents),
-        )
-
-
 @pytest.mark.parametrize("function", [xtr_scores, xtr_scores_reference])
 def test_by_hand(function) -> None:
     queries = torch.tensor([[[1.0, 0.0], [0.0, 1.0]]])
@@ -179,24 +167,6 @@ def test_errors(error: type[Exception], match: str, arguments: dict) -> None:
         xtr_scores(**call)
 
 
-def test_opcheck() -> None:
-    queries, documents = torch.randn(2, 3, 4, requires_grad=True), torch.randn(3, 5, 4, requires_grad=True)
-    masks = torch.ones(2, 3), torch.rand(3, 5) > 0.3
-    torch.library.opcheck(
-        torch.ops.pylate_flash.xtr_scores.default, (queries, documents, *masks, 4, "retrieved", -1.0, "auto")
-    )
-
-
-def test_compiles_for_other_lengths_too() -> None:
-    compiled = torch.compile(xtr_scores, fullgraph=True, backend="aot_eager", dynamic=True)
-    for length, k in ((5, 4), (9, 4), (9, 30)):
-        leaves = torch.randn(2, 3, 4, requires_grad=True), torch.randn(3, length, 4, requires_grad=True)
-        found, expected = (function(*leaves, k=k) for function in (compiled, xtr_scores))
-        assert torch.equal(found, expected)
-        for pair in zip(*(torch.autograd.grad(scores.sum(), leaves) for scores in (found, expected)), strict=True):
-            assert torch.equal(*pair)
-
-
 class NoGradient(torch.autograd.Function):
     """The identity, through which no gradient flows back."""
 
@@ -213,19 +183,3 @@ def test_scores_without_a_gradient() -> None:
     queries, documents = torch.randn(2, 3, 4, requires_grad=True), torch.randn(3, 5, 4)
     NoGradient.apply(xtr_scores(queries, documents, k=4)).sum().backward()
     assert queries.grad is None
-
-
-def test_no_second_derivative() -> None:
-    queries, documents = torch.randn(2, 3, 4, requires_grad=True), torch.randn(3, 5, 4)
-    (gradient,) = torch.autograd.grad(xtr_scores(queries, documents, k=4).square().sum(), queries, create_graph=True)
-    with pytest.raises(RuntimeError, match="no second derivative"):
-        gradient.sum().backward()
-
-
-def test_autocast() -> None:
-    queries, documents = torch.randn(2, 3, 8, requires_grad=True), torch.randn(3, 5, 8)
-    with torch.autocast("cpu", torch.bfloat16):
-        scores = xtr_scores(queries, documents, k=4)
-    assert scores.dtype == torch.float32
-    assert torch.equal(scores, xtr_scores(queries.bfloat16(), documents.bfloat16(), k=4))
-    assert torch.autograd.grad(scores.sum(), queries)[0].dtype == torch.float32
