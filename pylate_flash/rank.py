@@ -110,17 +110,11 @@ def rerank(
     _check_lengths(documents_ids, queries_embeddings, documents_embeddings)
     if texts and not hasattr(unwrapped(model), "encode"):
         raise ValueError(f"model: texts need a ColBERT model that encodes them, got {type(model).__name__}")
+    given = queries_embeddings, documents_embeddings, unwrapped(model)
     if _fuses(model, texts, backend, masking, fuse_projection):
-        return _results(
-            _scores_of_texts(
-                queries_embeddings, documents_embeddings, unwrapped(model), device, batch_size, show_progress_bar
-            ),
-            documents_ids,
-        )
+        return _results(_scores_of_texts(*given, device, batch_size, show_progress_bar), documents_ids)
     if texts:
-        queries_embeddings, documents_embeddings = _encoded(
-            queries_embeddings, documents_embeddings, unwrapped(model), batch_size, show_progress_bar
-        )
+        queries_embeddings, documents_embeddings = _encoded(*given, batch_size, show_progress_bar)
     if backend not in ("auto", "pylate_flash"):
         with use_scorer(backend):
             return _pylate_rerank(documents_ids, queries_embeddings, documents_embeddings, device)
@@ -296,13 +290,8 @@ def _scored(
 
     The boundaries stay on the host, where the op plans its work.
     """
-    return maxsim_varlen(
-        queries,
-        documents,
-        cu_seqlens(queries_lengths),
-        cu_seqlens(documents_lengths),
-        candidates_cu_seqlens=cu_seqlens(counts),
-    )
+    bounds = cu_seqlens(queries_lengths), cu_seqlens(documents_lengths)
+    return maxsim_varlen(queries, documents, *bounds, candidates_cu_seqlens=cu_seqlens(counts))
 
 
 def _ranked(scores: Tensor, counts: list[int]) -> tuple[list[float], list[int]]:

@@ -103,16 +103,8 @@ def colbert_scores(
     >>> colbert_scores(queries, documents)
     tensor([[ 9., -3.]])
     """
-    return _scores(
-        "colbert_scores",
-        "[Nd, Ld, d]",
-        queries_embeddings,
-        documents_embeddings,
-        queries_mask,
-        documents_mask,
-        backend,
-        masking,
-    )
+    given = queries_embeddings, documents_embeddings, queries_mask, documents_mask
+    return _scores("colbert_scores", "[Nd, Ld, d]", given, backend, masking)
 
 
 def colbert_scores_pairwise(
@@ -192,41 +184,11 @@ def colbert_kd_scores(
 ) -> Tensor:
     """Score every query against its own candidates, as knowledge distillation does.
 
-    Parameters
-    ----------
-    queries_embeddings
-        [Nq, Lq, d], a tensor, an array, or a list of equally long ones.
-    documents_embeddings
-        [Nq, K, Ld, d], likewise: the K candidates of each query.
-    queries_mask
-        [Nq, Lq], bool or 0/1: tokens with 0 add nothing; or floating weights, as in `maxsim`. None: all count.
-    documents_mask
-        [Nq, K, Ld], bool or 0/1. None: all count.
-    backend
-        See the module's description.
-    masking
-        As in `colbert_scores`.
-
-    Returns
-    -------
-    Tensor
-        [Nq, K], float32 or float64 (PyLate's own backends choose their own type), differentiable.
-
-    Raises
-    ------
-    ValueError, TypeError
-        If a shape, a device or a type does not fit, or `backend` or `masking` is unknown.
+    Arguments, types and errors are those of `colbert_scores`, but for documents [Nq, K, Ld, d], the K candidates of
+    each query, and their mask [Nq, K, Ld]; the scores are [Nq, K].
     """
-    return _scores(
-        "colbert_kd_scores",
-        "[Nq, K, Ld, d]",
-        queries_embeddings,
-        documents_embeddings,
-        queries_mask,
-        documents_mask,
-        backend,
-        masking,
-    )
+    given = queries_embeddings, documents_embeddings, queries_mask, documents_mask
+    return _scores("colbert_kd_scores", "[Nq, K, Ld, d]", given, backend, masking)
 
 
 class ColBERTScores(pylate_scores.ColBERTScores):
@@ -257,25 +219,10 @@ class ColBERTScores(pylate_scores.ColBERTScores):
         documents_mask: Tensor | None = None,
         backend: str | None = None,
     ) -> Tensor:
-        """Score every query against every document of every group.
+        """Score every query [Nq, Lq, d] against every document of every group, G groups of N: [G, N, Ld, d].
 
-        Parameters
-        ----------
-        queries_embeddings
-            [Nq, Lq, d].
-        documents_embeddings
-            [G, N, Ld, d]: G groups of N documents.
-        queries_mask
-            [Nq, Lq], bool or 0/1, or None.
-        documents_mask
-            [G, N, Ld], bool or 0/1, or None.
-        backend
-            Replaces the one of the constructor for this call.
-
-        Returns
-        -------
-        Tensor
-            [Nq, G * N]: column g * N + n belongs to document n of group g.
+        The masks are [Nq, Lq] and [G, N, Ld], bool or 0/1, or None. The `backend` replaces the one of the constructor
+        for this call. In the scores [Nq, G * N], column g * N + n belongs to document n of group g.
         """
         backend = backend_in_force(self.backend if backend is None else backend)
         if backend not in ("auto", "pylate_flash"):
@@ -365,17 +312,9 @@ xtr_kd_scores = XTRKDScores()
 
 
 def scorer_of(model: Any) -> tuple[str, str]:
-    """The scoring flags of a model: `models.ColBERT` has them, also inside DDP or another wrapper with `.module`.
+    """Backend and masking by a model's flags: `models.ColBERT` has them, also inside a wrapper with `.module`, as DDP.
 
-    Parameters
-    ----------
-    model
-        Any model, or None.
-
-    Returns
-    -------
-    tuple[str, str]
-        Backend and masking. A model without flags gives `"auto"` and the masking in force, see `masking_in_force`.
+    Any other model, or None, gives `"auto"` and the masking in force.
     """
     while not hasattr(model, "scorer") and hasattr(model, "module"):
         model = model.module
@@ -383,22 +322,15 @@ def scorer_of(model: Any) -> tuple[str, str]:
 
 
 def _scores(
-    name: str,
-    documents_shape: str,
-    queries_embeddings: Embeddings,
-    documents_embeddings: Embeddings,
-    queries_mask: Tensor | None,
-    documents_mask: Tensor | None,
-    backend: str | None,
-    masking: str | None,
+    name: str, documents_shape: str, given: tuple[Any, Any, Any, Any], backend: str | None, masking: str | None
 ) -> Tensor:
-    """PyLate's function `name`, whose documents have `documents_shape`, by the backend in force."""
+    """PyLate's function `name` of embeddings and masks, whose documents have that shape, by the backend in force."""
     backend, masking = backend_in_force(backend), masking_in_force(masking)
     if backend not in ("auto", "pylate_flash"):
-        return original(name)(queries_embeddings, documents_embeddings, queries_mask, documents_mask, backend=backend)
-    queries = tensor_of("queries_embeddings", queries_embeddings, "[Nq, Lq, d]")
-    documents = tensor_of("documents_embeddings", documents_embeddings, documents_shape)
-    queries_mask, documents_mask = mask_of("queries_mask", queries_mask), mask_of("documents_mask", documents_mask)
+        return original(name)(*given, backend=backend)
+    queries = tensor_of("queries_embeddings", given[0], "[Nq, Lq, d]")
+    documents = tensor_of("documents_embeddings", given[1], documents_shape)
+    queries_mask, documents_mask = mask_of("queries_mask", given[2]), mask_of("documents_mask", given[3])
     if backend == "auto" and left_to_pylate(queries, documents):
         return original(name)(queries, documents, queries_mask, documents_mask, backend="auto")
     return maxsim(

@@ -33,26 +33,7 @@ def is_multi_vector_encoder(model: Any) -> bool:
 def encode(
     model: Any, texts: Sequence[str], *, is_query: bool, batch_size: int = 32, show_progress: bool = False
 ) -> list[np.ndarray]:
-    """Encode texts by a model of either library.
-
-    Parameters
-    ----------
-    model
-        PyLate's `ColBERT`, or a `MultiVectorEncoder` of sentence-transformers.
-    texts
-        N texts.
-    is_query
-        Whether they are queries; else they are documents.
-    batch_size
-        Texts encoded at a time.
-    show_progress
-        Draw a progress bar.
-
-    Returns
-    -------
-    list of numpy.ndarray
-        [L_i, d] for every text, without padding.
-    """
+    """Encode queries, or documents, by a model of either library: [L_i, d] for every text, without padding."""
     options = {"batch_size": batch_size, "show_progress_bar": show_progress}
     if is_multi_vector_encoder(model):
         # Which PyLate's are without being asked.
@@ -84,20 +65,15 @@ def text_lengths(model: Any) -> TextLengths:
         return TextLengths(getattr(model, "query_length", None), getattr(model, "document_length", None))
     encoder = model[0]
     expansion = getattr(encoder, "query_expansion", None)
-    if expansion is not None and expansion["strategy"] == "fixed":
-        query_length = expansion["length"]
-    else:
-        query_length = getattr(encoder, "query_length", None)
+    fixed = expansion is not None and expansion["strategy"] == "fixed"
+    query_length = expansion["length"] if fixed else getattr(encoder, "query_length", None)
     return TextLengths(query_length, getattr(encoder, "document_length", None))
 
 
 def set_text_lengths(model: Any, query_length: int | None = None, document_length: int | None = None) -> None:
     """Set the lengths of a `MultiVectorEncoder`, which `text_lengths` reads; None leaves one as it is.
 
-    Raises
-    ------
-    ValueError
-        If the first module of the model has no such lengths.
+    ValueError if the first module of the model has no such lengths.
     """
     encoder = model[0]
     for name, length in (("query_length", query_length), ("document_length", document_length)):
@@ -119,13 +95,7 @@ def set_text_lengths(model: Any, query_length: int | None = None, document_lengt
 
 
 def longest_input(model: Any) -> int | None:
-    """The most tokens that a model's encoder has positions for, special tokens included; None if nothing limits them.
-
-    Parameters
-    ----------
-    model
-        Of either library.
-    """
+    """The most tokens that an encoder has positions for, special tokens included; None if nothing limits them."""
     encoder = getattr(model[0], "auto_model", None)
     limit = getattr(getattr(encoder, "config", None), "max_position_embeddings", None)
     if encoder is None or not isinstance(limit, int) or limit < 1:
@@ -137,13 +107,7 @@ def longest_input(model: Any) -> int | None:
 
 
 def read_lengths(model: Any) -> tuple[int | None, int | None]:
-    """The tokens that are read of a query and of a document, at most; None where nothing limits them.
-
-    Parameters
-    ----------
-    model
-        Of either library.
-    """
+    """The tokens that are read of a query and of a document, at most; None where nothing limits them."""
     limits = [longest_input(model)]
     if is_multi_vector_encoder(model):
         # PyLate sets this one with every text that it encodes.
