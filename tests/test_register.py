@@ -254,7 +254,7 @@ def test_a_temperature_of_numpy(tiny_colbert_path: str) -> None:
     expected = pylate_flash.maxsim_cross_entropy(queries, documents, temperature=0.5)
     for number in (np.float32(0.5), np.float64(0.5)):
         assert torch.equal(pylate_flash.maxsim_cross_entropy(queries, documents, temperature=number), expected)
-    with pytest.raises(TypeError, match="temperature must be a number or a tensor of one element, got bool"):
+    with pytest.raises(TypeError, match="temperature must be a number or a floating tensor of one element, got bool"):
         pylate_flash.maxsim_cross_entropy(queries, documents, temperature=True)
     model = models.ColBERT(tiny_colbert_path, device="cpu").eval()
     texts = ["red", "the sky", "dogs sleep"], ["red fish", "blue sky", "big dogs"]
