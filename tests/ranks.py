@@ -1,12 +1,22 @@
-"""Processes of one group, as torchrun would start them."""
+"""Processes of one group, as torchrun would start them, and what they train on."""
 
 from __future__ import annotations
 
 import multiprocessing
+import os
 from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch import Tensor, nn
+
+QUERIES = ["sort a list", "open a file", "hash table", "sum of squares", "trim space", "join strings", "what is it?"]
+POSITIVES = ["Sort it, in place.", "Open; then read!", "Maps keys to values.", "x*x + y*y", "Strip it...", "Join: a, b"]
+NEGATIVES = ["Reverse it?", "Close.", "A heap, a tree.", "The product", "Split on a comma.", "Repeat (n)", "No"]
 
 # They are forked of a process that has imported the hosts, which takes longer than what they do.
 multiprocessing.set_forkserver_preload(["pylate_flash.trainer", "pylate_flash.hosts.sentence_transformers.trainer"])
@@ -15,3 +25,35 @@ multiprocessing.set_forkserver_preload(["pylate_flash.trainer", "pylate_flash.ho
 def run_ranks(work: Callable[..., None], arguments: tuple[Any, ...], world: int) -> None:
     """Run `work(rank, *arguments)` on so many ranks, each in a process of its own, until all have returned."""
     mp.start_processes(work, arguments, nprocs=world, start_method="forkserver")
+
+
+def join_group(rank: int, world: int, folder: Path, name: str = "rendezvous") -> None:
+    """Over gloo; a rank that waits for what another one never sends ends with an error."""
+    torch.set_num_threads(1)
+    os.environ.update(HF_HUB_OFFLINE="1")
+    rendezvous = f"file://{folder / name}"
+    dist.init_process_group("gloo", rendezvous, timeout=timedelta(seconds=180), rank=rank, world_size=world)
+
+
+def gradient_of(model: nn.Module) -> Tensor:
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def value_and_gradient(loss: nn.Module, model: nn.Module, columns: list) -> tuple[Tensor, Tensor]:
+    model.zero_grad()
+    value = loss(columns)
+    value.backward()
+    return value.detach(), gradient_of(model)
+
+
+def mean_over_ranks(found: tuple[Tensor, ...]) -> list[Tensor]:
+    """What DistributedDataParallel makes of gradients."""
+    for tensor in found:
+        dist.all_reduce(tensor)
+    return [tensor / dist.get_world_size() for tensor in found]
+
+
+def assert_same(found: Any, expected: Any, tolerance: float = 1e-5) -> None:
+    """Two values with their gradients."""
+    torch.testing.assert_close(found[0].double(), expected[0].double(), rtol=tolerance, atol=1e-7)
+    assert (found[1] - expected[1]).norm() <= tolerance * expected[1].norm()

@@ -1,4 +1,7 @@
-"""Two processes over gloo: gathered negatives against PyLate's, and against one process with the whole batch."""
+"""Two processes over gloo: gathered negatives against PyLate's, and the trainer.
+
+That ranks together are one process with the whole batch is claimed in `tests/training`.
+"""
 
 from __future__ import annotations
 
@@ -15,21 +18,11 @@ from pylate.losses.contrastive import Contrastive as PyLateContrastive
 from torch.nn.parallel import DistributedDataParallel
 
 from pylate_flash import losses, models
-from pylate_flash.trainer import ColBERTTrainer, ColBERTTrainingArguments
-from tests.ranks import run_ranks
+from pylate_flash.trainer import ColBERTTrainer
+from tests.ranks import NEGATIVES, POSITIVES, QUERIES, assert_same, join_group, run_ranks, value_and_gradient
+from tests.test_trainer import arguments
 
 WORLD = 2
-QUERIES = ["sort a list", "open a file", "hash table", "sum of squares", "trim space", "join strings"]
-POSITIVES = ["Sort it, in place.", "Open; then read!", "Maps keys to values.", "x*x + y*y", "Strip it...", "Join: a, b"]
-NEGATIVES = [
-    "Reverse it?",
-    "Close the file.",
-    "A heap, a tree.",
-    "The product",
-    "Split on a comma.",
-    "Repeat (n)",
-]
-
 CASES = {
     "Contrastive": {},
     "Contrastive in chunks": {"score_mini_batch_size": 2, "temperature": 0.1},
@@ -55,33 +48,14 @@ def batch(model: models.ColBERT, rows: slice) -> list[dict[str, torch.Tensor]]:
     ]
 
 
-def value_and_gradient(loss: torch.nn.Module, model: models.ColBERT, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
-    model.zero_grad()
-    value = loss(batch(model, rows))
-    value.backward()
-    return value.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-
-
 def train(model: models.ColBERT, folder: Path) -> list[dict[str, float]]:
     """Two steps of two pairs per process, with gathered negatives; returns what was logged."""
-    args = ColBERTTrainingArguments(
-        output_dir=str(folder),
-        max_steps=2,
-        logging_steps=2,
-        per_device_train_batch_size=2,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        use_cpu=True,
-        ddp_backend="gloo",
-        dataloader_drop_last=True,
+    args = arguments(
+        folder, logging_steps=2, per_device_train_batch_size=2, ddp_backend="gloo", dataloader_drop_last=True
     )
-    trainer = ColBERTTrainer(
-        model=model,
-        args=args,
-        train_dataset=Dataset.from_dict({"query": QUERIES * 2, "positive": POSITIVES * 2}),
-        loss=losses.Contrastive(model, gather_across_devices=True),
-    )
+    data = Dataset.from_dict({"query": QUERIES[:6] * 2, "positive": POSITIVES * 2})
+    loss = losses.Contrastive(model, gather_across_devices=True)
+    trainer = ColBERTTrainer(model=model, args=args, train_dataset=data, loss=loss)
     trainer.train()
     assert isinstance(trainer.loss.model, DistributedDataParallel)
     return trainer.state.log_history
@@ -94,25 +68,15 @@ def learn(path: str, folder: Path, start: float, batch_size: int, together: bool
     """
     model = load(path)
     temperature = torch.nn.Parameter(torch.tensor([start]))
-    data: Any = Dataset.from_dict({"query": QUERIES * 2, "positive": POSITIVES * 2})
+    data: Any = Dataset.from_dict({"query": QUERIES[:6] * 2, "positive": POSITIVES * 2})
     loss: Any = losses.Contrastive(model, temperature=temperature, size_average=False, gather_across_devices=together)
     if not together:
         data, loss = DatasetDict(a=data, b=data.select(range(len(data)))), {"a": loss, "b": losses.Contrastive(model)}
-    args = ColBERTTrainingArguments(
-        output_dir=str(folder),
-        max_steps=3,
-        per_device_train_batch_size=batch_size,
-        optim="sgd",
-        learning_rate=0.01,
-        lr_scheduler_type="constant",
-        batch_sampler="batch_sampler",
-        multi_dataset_batch_sampler="round_robin",
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        use_cpu=True,
+    how = {"optim": "sgd", "learning_rate": 0.01, "lr_scheduler_type": "constant", "batch_sampler": "batch_sampler"}
+    args = arguments(
+        folder, max_steps=3, per_device_train_batch_size=batch_size, multi_dataset_batch_sampler="round_robin", **how,
         ddp_backend="gloo" if dist.is_initialized() else None,
-    )
+    )  # fmt: skip
     ColBERTTrainer(model=model, args=args, train_dataset=data, loss=loss).train()
     return torch.cat([temperature.detach(), *(parameter.detach().flatten() for parameter in model.parameters())])
 
@@ -120,12 +84,9 @@ def learn(path: str, folder: Path, start: float, batch_size: int, together: bool
 def refusal(path: str, folder: Path, **second: Any) -> str:
     """What is said of a dictionary of losses of which the first one gathers at once."""
     model = load(path)
-    data = Dataset.from_dict({"query": QUERIES, "positive": POSITIVES})
-    args = ColBERTTrainingArguments(output_dir=str(folder), max_steps=1, report_to="none", use_cpu=True)
-    loss = {
-        "a": losses.Contrastive(model, gather_across_devices=True),
-        "b": losses.CachedContrastive(model, **second),
-    }
+    data = Dataset.from_dict({"query": QUERIES[:6], "positive": POSITIVES})
+    args = arguments(folder, max_steps=1)
+    loss = {"a": losses.Contrastive(model, gather_across_devices=True), "b": losses.CachedContrastive(model, **second)}
     # Where no batch of the training is of the other one, there is nothing to wait for.
     ColBERTTrainer(model=model, args=args, train_dataset=DatasetDict(a=data), loss=loss)
     with pytest.raises(ValueError, match="loss: ") as raised:
@@ -135,18 +96,17 @@ def refusal(path: str, folder: Path, **second: Any) -> str:
 
 def work(rank: int, path: str, folder: Path) -> None:
     """What each process does; the results go to a file, to be compared by the tests."""
-    torch.set_num_threads(1)
     # What torchrun would set: the trainer finds its place in the group below by these.
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(WORLD), LOCAL_WORLD_SIZE=str(WORLD))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500", HF_HUB_OFFLINE="1")
-    dist.init_process_group("gloo", init_method=f"file://{folder / 'rendezvous'}", rank=rank, world_size=WORLD)
-    model, size = load(path), len(QUERIES) // WORLD
-    rows = slice(rank * size, (rank + 1) * size)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
+    join_group(rank, WORLD, folder)
+    model, size = load(path), len(POSITIVES) // WORLD
+    own = batch(model, slice(rank * size, (rank + 1) * size))
     results = {}
-    for case, arguments in CASES.items():
+    for case, options in CASES.items():
         for who, classes in (("ours", vars(losses)), ("pylate", PYLATE)):
-            loss = loss_class(case, classes)(model, gather_across_devices=True, **arguments)
-            value, gradient = value_and_gradient(loss, model, rows)
+            loss = loss_class(case, classes)(model, gather_across_devices=True, **options)
+            value, gradient = value_and_gradient(loss, model, own)
             if who == "pylate" and case == "CachedContrastive":
                 # Which is that of the sum.
                 gradient /= size
@@ -155,10 +115,10 @@ def work(rank: int, path: str, folder: Path) -> None:
     model.zero_grad()
     wrapped = DistributedDataParallel(model, find_unused_parameters=True, broadcast_buffers=False)
     loss = losses.Contrastive(wrapped, gather_across_devices=True)
-    results["DDP"] = value_and_gradient(loss, model, rows)
+    results["DDP"] = value_and_gradient(loss, model, own)
     del loss, wrapped
     # Without gathered negatives DDP's average is that of the ranks' own gradients.
-    _, gradient = value_and_gradient(losses.Contrastive(model), model, rows)
+    _, gradient = value_and_gradient(losses.Contrastive(model), model, own)
     dist.all_reduce(gradient)
     results["own negatives"] = gradient / WORLD
     for unused in (False, True):
@@ -170,7 +130,7 @@ def work(rank: int, path: str, folder: Path) -> None:
             ("Contrastive", losses.Contrastive(wrapped, fuse_projection=True)),
             ("CachedContrastive", losses.CachedContrastive(wrapped, mini_batch_size=2, fuse_projection=True)),
         ):
-            results["DDP, fused", name, unused] = value_and_gradient(loss, model, rows)[1]
+            results["DDP, fused", name, unused] = value_and_gradient(loss, model, own)[1]
         del loss, wrapped
     results["logs"] = train(load(path), folder / f"run-{rank}")
     for together in (True, False):
@@ -189,29 +149,12 @@ def ranks(tiny_colbert_path: str, tmp_path_factory: pytest.TempPathFactory) -> l
     return [torch.load(folder / f"rank-{rank}.pt") for rank in range(WORLD)]
 
 
-def assert_same(ours: tuple, theirs: tuple) -> None:
-    torch.testing.assert_close(ours[0], theirs[0], rtol=1e-5, atol=1e-7)
-    assert (ours[1] - theirs[1]).norm() <= 1e-5 * theirs[1].norm()
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_every_rank_has_pylates_value_and_gradient(ranks: list[dict], case: str) -> None:
     for results in ranks:
         assert_same(results[case, "ours"], results[case, "pylate"])
     # The ranks have different queries: the comparison is not one of a rank with itself.
     assert ranks[0][case, "ours"][0] != ranks[1][case, "ours"][0]
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_the_ranks_together_are_one_large_batch(ranks: list[dict], tiny_colbert_path: str, case: str) -> None:
-    """As PyLate multiplies a gathered loss by the number of ranks, a mean over fewer queries comes out as many times
-    larger, and a sum comes out the same.
-    """
-    model, arguments = load(tiny_colbert_path), CASES[case]
-    value, gradient = value_and_gradient(loss_class(case, vars(losses))(model, **arguments), model, slice(None))
-    times = WORLD if arguments.get("size_average", True) else 1
-    together = sum(results[case, "ours"][0] for results in ranks) / WORLD
-    assert_same((together, ranks[0][case, "ours"][1]), (value * times, gradient * times))
 
 
 def test_a_model_in_distributed_data_parallel(ranks: list[dict]) -> None:

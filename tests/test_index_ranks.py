@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +14,7 @@ from pylate_flash.index.layout import Layout
 from pylate_flash.index.parts import Part
 from pylate_flash.index.ranks import Ranks
 from pylate_flash.indexes import Flat
-from tests.ranks import run_ranks
+from tests.ranks import join_group, run_ranks
 
 IDS = [f"d{i}" for i in range(60)]
 
@@ -39,10 +38,7 @@ def opened(folder: Path, **options: object) -> Flat:
 
 
 def search(rank: int, world: int, folder: Path, name: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder / name}", rank=rank, world_size=world, timeout=timedelta(minutes=3)
-    )
+    join_group(rank, world, folder, name)
     wanted = [opened(folder).search(queries(), **call) for call in calls()]
     for memory in (0, 1 << 20):
         index = opened(folder, group=dist.group.WORLD, device_memory=memory)

@@ -6,9 +6,7 @@ Two and four processes over gloo, in float64. Scores are float32.
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -21,19 +19,20 @@ from pylate_flash import losses, models
 from pylate_flash.hosts.pylate.loss_inputs import masks_of
 from pylate_flash.training import distributed
 from pylate_flash.training.mini_batches import Packed
-from tests.ranks import run_ranks
+from tests.ranks import (
+    NEGATIVES,
+    POSITIVES,
+    QUERIES,
+    assert_same,
+    gradient_of,
+    join_group,
+    mean_over_ranks,
+    run_ranks,
+    value_and_gradient,
+)
 
-QUERIES = ["sort a list", "open a file", "hash table", "sum of squares", "trim space", "join strings", "what is it?"]
-POSITIVES = [
-    "Sort it, in place.",
-    "Open; then read!",
-    "Maps keys to values.",
-    "x*x + y*y",
-    "Strip it...",
-    "Join: a, b, c and d, in this order, and return one string",
-    "It",
-]
-NEGATIVES = ["Reverse it?", "Close.", "A heap, a tree.", "The product", "Split on a comma.", "Repeat (n)", "No"]
+# One of them longer than all others.
+POSITIVES = [*POSITIVES[:5], "Join: a, b, c and d, in this order, and return one string", "It"]
 # The rows of the batch on each rank, of which one has a single query.
 ROWS = {2: [slice(0, 6), slice(6, 7)], 4: [slice(0, 2), slice(2, 3), slice(3, 6), slice(6, 7)]}
 
@@ -43,6 +42,8 @@ CASES = {
     "Contrastive": (losses.Contrastive, MEAN),
     "Contrastive, ring": (losses.Contrastive, RING),
     "Contrastive, summed": (losses.Contrastive, {"size_average": False}),
+    "Contrastive in chunks": (losses.Contrastive, {"score_mini_batch_size": 2, "temperature": 0.1}),
+    "CachedContrastive, summed": (losses.CachedContrastive, {"mini_batch_size": 3, "size_average": False}),
     "Contrastive, summed, ring": (losses.Contrastive, {"size_average": False, "temperature": 0.3, **RING}),
     "CachedContrastive": (losses.CachedContrastive, {"mini_batch_size": 2}),
     "CachedContrastive, ring": (losses.CachedContrastive, {"mini_batch_num_tokens": 30, **RING}),
@@ -64,24 +65,6 @@ def batch(model: models.ColBERT, rows: slice, pad: bool, columns: int = 2) -> li
     return [model.tokenize(QUERIES[rows], is_query=True, pad=pad), *documents]
 
 
-def gradient_of(model: nn.Module) -> Tensor:
-    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-
-
-def value_and_gradient(loss: nn.Module, model: models.ColBERT, columns: list) -> tuple[Tensor, Tensor]:
-    model.zero_grad()
-    value = loss(columns)
-    value.backward()
-    return value.detach(), gradient_of(model)
-
-
-def mean_over_ranks(found: tuple[Tensor, ...]) -> list[Tensor]:
-    """What DistributedDataParallel makes of gradients."""
-    for tensor in found:
-        dist.all_reduce(tensor)
-    return [tensor / dist.get_world_size() for tensor in found]
-
-
 def learned_temperature(model: models.ColBERT, columns: list, **arguments) -> tuple[Tensor, Tensor]:
     temperature = nn.Parameter(torch.tensor([0.7], dtype=torch.float64))
     value = losses.Contrastive(model, temperature=temperature, **arguments)(columns)
@@ -98,16 +81,7 @@ def passes(model: models.ColBERT) -> tuple[list[int], Callable[[], None]]:
 
 
 def work(rank: int, path: str, folder: Path, world: int) -> None:
-    torch.set_num_threads(1)
-    os.environ.update(HF_HUB_OFFLINE="1")
-    # A rank that waits for what another one never sends ends with an error.
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder / 'rendezvous'}",
-        rank=rank,
-        world_size=world,
-        timeout=timedelta(seconds=90),
-    )
+    join_group(rank, world, folder)
     model, rows = load(path), ROWS[world][rank]
     own = batch(model, rows, pad=False)
     results: dict = {"lengths": [features["input_ids"].shape for features in own]}
@@ -216,11 +190,6 @@ def ranks(request: pytest.FixtureRequest, ranks_of: Callable[[int], list]) -> li
 @pytest.fixture(scope="module")
 def model(tiny_colbert_path: str) -> models.ColBERT:
     return load(tiny_colbert_path)
-
-
-def assert_same(found: list, expected: tuple, tolerance: float = 1e-5) -> None:
-    torch.testing.assert_close(found[0].double(), expected[0].double(), rtol=tolerance, atol=1e-7)
-    assert (found[1] - expected[1]).norm() <= tolerance * expected[1].norm()
 
 
 def whole(model: models.ColBERT, name: str, expansion: bool = True) -> tuple[Tensor, Tensor]:
