@@ -137,28 +137,11 @@ def minilm_path() -> str:
 @pytest.fixture(scope="session")
 def tiny_colbert_path(minilm_path: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     """Folder of a PyLate ColBERT with random weights: two small BERT layers, MiniLM's tokenizer, d = 32."""
-    from pylate import models
-    from transformers import AutoTokenizer, BertConfig, BertModel
+    from transformers import AutoTokenizer
 
-    folder = tmp_path_factory.mktemp("tiny")
-    torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=30522,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=64,
-        max_position_embeddings=128,
-        # Scaled up from BERT's 0.02, so that different tokens get clearly different embeddings.
-        initializer_range=0.2,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
-    BertModel(config).save_pretrained(folder / "bert")
-    AutoTokenizer.from_pretrained(minilm_path).save_pretrained(folder / "bert")
-    model = models.ColBERT(str(folder / "bert"), embedding_size=32, query_length=16, document_length=32, device="cpu")
-    model.save_pretrained(str(folder / "colbert"))
-    return str(folder / "colbert")
+    from tests.pylate_checkpoint import save_colbert
+
+    return save_colbert(tmp_path_factory.mktemp("tiny"), AutoTokenizer.from_pretrained(minilm_path), 32, 16, 32)
 
 
 @pytest.fixture(scope="session")

@@ -1,10 +1,11 @@
-"""A ColBERT model in a folder as PyLate saves it, written without PyLate: what both libraries load."""
+"""A ColBERT model in a folder as PyLate saves it, written without PyLate: what both libraries load; small encoders."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,11 +18,45 @@ _VOCABULARY = {word: number for number, word in enumerate([*_SPECIAL, *WORDS])}
 _PREFIXES = {"[Q] ": len(_VOCABULARY), "[D] ": len(_VOCABULARY) + 1}
 
 
+def save_bert(
+    folder: Path, tokenizer: Any, hidden_size: int, positions: int = 128, layers: int = 2, wider: int = 2
+) -> None:
+    """A BERT of random weights without dropout, and its tokenizer."""
+    from transformers import BertConfig, BertModel
+
+    config = BertConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden_size,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        intermediate_size=wider * hidden_size,
+        max_position_embeddings=positions,
+        # Scaled up from BERT's 0.02, so that different tokens get clearly different embeddings.
+        initializer_range=0.2,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    BertModel(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def save_colbert(folder: Path, tokenizer: Any, size: int, query_length: int, document_length: int) -> str:
+    """A ColBERT of PyLate, whose embeddings have as many dimensions as its encoder's states; beside it, the encoder."""
+    from pylate import models
+
+    torch.manual_seed(0)
+    save_bert(folder / "bert", tokenizer, size)
+    lengths = {"query_length": query_length, "document_length": document_length}
+    model = models.ColBERT(str(folder / "bert"), embedding_size=size, device="cpu", **lengths)
+    model.save_pretrained(str(folder / "colbert"))
+    return str(folder / "colbert")
+
+
 def write_checkpoint(folder: Path, words: Sequence[str] = WORDS) -> None:
     """Random weights: one BERT layer, words as tokens, d = 8. Full stops are not kept of documents."""
     from safetensors.torch import save_file
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
-    from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
     vocabulary = {word: number for number, word in enumerate([*_SPECIAL, *words])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
@@ -32,22 +67,9 @@ def write_checkpoint(folder: Path, words: Sequence[str] = WORDS) -> None:
     names = {f"{token.strip('[]').lower()}_token": token for token in _SPECIAL}
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=32, **names)
     fast.add_tokens(list(_PREFIXES))
-    fast.save_pretrained(folder)
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        config = BertConfig(
-            vocab_size=len(vocabulary) + len(_PREFIXES),
-            hidden_size=16,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            intermediate_size=16,
-            max_position_embeddings=32,
-            # Scaled up from BERT's 0.02, so that different tokens get clearly different embeddings.
-            initializer_range=0.2,
-            hidden_dropout_prob=0.0,
-            attention_probs_dropout_prob=0.0,
-        )
-        BertModel(config).save_pretrained(folder)
+        save_bert(folder, fast, 16, positions=32, layers=1, wider=1)
         weight = torch.randn(8, 16)
     (folder / "1_Dense").mkdir()
     save_file({"linear.weight": weight}, folder / "1_Dense" / "model.safetensors", {"format": "pt"})

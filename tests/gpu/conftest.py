@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import string
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+
+from tests.gpu.tools import products_in
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -26,16 +29,22 @@ def _give_memory_back() -> Iterator[None]:
         torch.cuda.empty_cache()
 
 
+@pytest.fixture(autouse=True)
+def _exact_products() -> Iterator[None]:
+    """Of float32, unless a test asks for less."""
+    with products_in("highest"):
+        yield
+
+
 @pytest.fixture(scope="session")
 def colbert_path(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Folder of a small ColBERT with random weights and a tokenizer of letters: needs no other package's files."""
     pytest.importorskip("pylate")
-    import string
-
-    from pylate import models
     from tokenizers import Tokenizer, normalizers, pre_tokenizers, processors
     from tokenizers.models import WordPiece
-    from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
+
+    from tests.pylate_checkpoint import save_colbert
 
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     letters = string.ascii_lowercase + string.digits
@@ -47,23 +56,5 @@ def colbert_path(tmp_path_factory: pytest.TempPathFactory) -> str:
     tokenizer.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
     names = ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
 
-    folder = tmp_path_factory.mktemp("colbert")
-    torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=len(vocabulary),
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=128,
-        max_position_embeddings=128,
-        initializer_range=0.2,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
-    BertModel(config).save_pretrained(folder / "bert")
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **dict(zip(names, special, strict=True))).save_pretrained(
-        folder / "bert"
-    )
-    model = models.ColBERT(str(folder / "bert"), embedding_size=64, query_length=32, document_length=100, device="cpu")
-    model.save_pretrained(str(folder / "colbert"))
-    return str(folder / "colbert")
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **dict(zip(names, special, strict=True)))
+    return save_colbert(tmp_path_factory.mktemp("colbert"), fast, 64, 32, 100)

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
-import torch.utils.checkpoint
+from torch import Tensor
 
 from pylate_flash.kernels import tables
 from pylate_flash.ops import maxsim, maxsim_pairwise, maxsim_reference
+from tests.gpu.calls import CALLS, STEPS, padded
+from tests.gpu.tools import DTYPES, FLOAT, HALF, captured, equal, memory_of, no_waiting, unit
 from tests.kernels.backward_cases import KINDS, WAYS, Case, choose, dense, packed, weighted
 from tests.ops.cases import relative_error
 
 pytestmark = pytest.mark.gpu
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # (Nq, Lq), (G, K, Ld), d
 SHAPES = [
     ((96, 32), (1, 70, 180), 128),  # lists of several chunks
@@ -36,17 +36,12 @@ SHAPES = [
 ]
 
 
-def unit(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator("cuda").manual_seed(seed)
-    return F.normalize(torch.randn(*shape, device="cuda", generator=generator), dim=-1).to(dtype)
-
-
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("queries", "documents", "size"), SHAPES)
 @pytest.mark.parametrize("normalize", [False, True])
 def test_gradients(queries, documents, size: int, kind: str, way: str, normalize: bool) -> None:
-    for dtype in DTYPES if kind == "skewed" else DTYPES[:1]:
+    for dtype in DTYPES if kind == "skewed" else DTYPES[-1:]:
         dense(queries, documents, size, kind, normalize, dtype, "cuda").check(way)
 
 
@@ -93,7 +88,7 @@ def test_a_masked_token_that_is_not_a_number_gets_no_gradient(way: str) -> None:
         case.queries[:, 1] = torch.nan
         tokens[:, 2] = torch.nan
         found = case.run(way)
-        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        assert equal(found, expected)
         assert not found[0][:, 1].any()
         assert not found[1].view(tokens.shape)[:, 2].any()
         assert all(gradient.any() for gradient in found)
@@ -105,7 +100,7 @@ def test_documents_of_two_passes(length: int) -> None:
 
 
 def test_more_rows_than_16_bits_count() -> None:
-    dense((70, 1000), (1, 2, 300), 64, "skewed", dtype=torch.bfloat16, device="cuda").check("lists")
+    dense((70, 1000), (1, 2, 300), 64, "skewed", dtype=HALF, device="cuda").check("lists")
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -120,7 +115,7 @@ def test_bitwise_reproducible(dtype: torch.dtype, kind: str, way: str) -> None:
         packed((40, 30), [5, 0, 300, 41] * 8, 128, kind, dtype=dtype, device="cuda"),
     ):
         first = problem.run(way)
-        assert all(torch.equal(a, b) for _ in range(19) for a, b in zip(problem.run(way), first, strict=True))
+        assert all(equal(problem.run(way), first) for _ in range(19))
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -145,15 +140,14 @@ def test_strides_change_nothing(way: str) -> None:
         problem.documents.transpose(1, 2).contiguous().transpose(1, 2),
         problem.winners,
     )
-    for found, expected in zip(strided.run(way), problem.run(way), strict=True):
-        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert equal(strided.run(way), problem.run(way))
 
 
 def test_more_elements_than_32_bits_address() -> None:
     """2.2e9 elements of documents, and as many of their gradient; the last documents are looked at."""
-    documents = torch.zeros(1, 17_000, 1024, 128, dtype=torch.bfloat16, device="cuda")
-    documents[0, -3:] = unit(3, 1024, 128, dtype=torch.bfloat16)
-    queries = unit(4, 32, 128, dtype=torch.bfloat16, seed=1)
+    documents = torch.zeros(1, 17_000, 1024, 128, dtype=HALF, device="cuda")
+    documents[0, -3:] = unit(3, 1024, 128, dtype=HALF)
+    queries = unit(4, 32, 128, dtype=HALF, seed=1)
     generator = torch.Generator("cuda").manual_seed(0)
     winners = choose("skewed", (1, 17_000, 128), 1024, generator).to(torch.int16)
     winners[0, :-3] = -1
@@ -166,15 +160,6 @@ def test_more_elements_than_32_bits_address() -> None:
         assert relative_error(grad_documents[:, -3:], expected_documents) <= 1e-2
         assert not grad_documents[:, :-3].any()
         del grad_queries, grad_documents
-
-
-@contextmanager
-def no_waiting() -> Iterator[None]:
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -190,70 +175,39 @@ def test_waits_for_nothing(way: str) -> None:
 
 def test_memory_beyond_the_gradients_is_bounded() -> None:
     """1024 x 1024 pairs of 32 x 180 tokens; the winners take 64 MiB and their lists may take half of that."""
-    problem = dense((1024, 32), (1, 1024, 180), 128, "skewed", dtype=torch.bfloat16, device="cuda")
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    gradients = problem.run("lists")
-    kept = sum(gradient.numel() * gradient.element_size() for gradient in gradients)
-    assert torch.cuda.max_memory_allocated() - before - kept <= 40 << 20
+    problem = dense((1024, 32), (1, 1024, 180), 128, "skewed", dtype=HALF, device="cuda")
+    taken, kept = memory_of(lambda: problem.run("lists"))
+    assert taken - kept <= 40 << 20
 
 
-def _leaves(n_queries: int = 16, **options) -> tuple[torch.Tensor, torch.Tensor]:
-    return (
-        unit(n_queries, 32, 64, **options).requires_grad_(),
-        unit(n_queries, 50, 64, seed=1, **options).requires_grad_(),
-    )
+@pytest.fixture
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What is called computes the gradient of the documents in this way."""
+    monkeypatch.setattr(tables, "FEW_ROWS", WAYS[request.param])
+    return request.param
 
 
-def _gradients(function: Callable[..., torch.Tensor], *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    scores = function(*leaves)
-    return torch.autograd.grad(
-        (scores * torch.cos(torch.arange(scores.numel(), device="cuda")).view_as(scores)).sum(), leaves
-    )
+IN_EVERY_WAY = pytest.mark.parametrize("way", WAYS, indirect=True)
 
 
-@contextmanager
-def forced(way: str) -> Iterator[None]:
-    """What is called here computes the gradient of the documents in this way."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tables, "FEW_ROWS", WAYS[way])
-        yield
-
-
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("function", [maxsim, maxsim_pairwise])
-def test_every_way(function: Callable[..., torch.Tensor], way: str) -> None:
-    leaves = _leaves()
-    expected = _gradients(function, *leaves)
-    with forced(way):
-        found = _gradients(function, *leaves)
-    for gradient, reference in zip(found, expected, strict=True):
-        torch.testing.assert_close(gradient, reference, rtol=1e-5, atol=1e-6)
+def test_every_way(function: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    call = padded(function, (16, 32, 64), (16, 50, 64), dtype=FLOAT)
+    expected = call.step()
+    for rows in WAYS.values():
+        monkeypatch.setattr(tables, "FEW_ROWS", rows)
+        torch.testing.assert_close(call.step(), expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_results_repeat_where_they_must(way: str) -> None:
-    leaves = _leaves()
+@IN_EVERY_WAY
+def test_deterministic_algorithms_are_no_hindrance(way: str) -> None:
+    call = CALLS["plain"]()
+    expected = call.step()
     torch.use_deterministic_algorithms(True)
     try:
-        with forced(way):
-            _gradients(maxsim, *leaves)
+        assert equal(call.step(), expected)
     finally:
         torch.use_deterministic_algorithms(False)
-
-
-def test_second_derivative_is_refused() -> None:
-    leaves = _leaves()
-    (gradient,) = torch.autograd.grad(maxsim(*leaves).sum(), leaves[0], create_graph=True)
-    with pytest.raises(RuntimeError, match="no second derivative"):
-        gradient.sum().backward()
-
-
-def test_activation_checkpointing() -> None:
-    leaves = _leaves()
-    found = _gradients(lambda *t: torch.utils.checkpoint.checkpoint(maxsim, *t, use_reentrant=False), *leaves)
-    assert all(torch.equal(a, b) for a, b in zip(found, _gradients(maxsim, *leaves), strict=True))
 
 
 @pytest.mark.parametrize("normalize", [False, True])
@@ -265,63 +219,47 @@ def test_the_same_tensor_twice(normalize: bool) -> None:
     assert relative_error(found, expected) <= 1e-5
 
 
-def test_frozen_documents_and_frozen_queries() -> None:
-    queries, documents = _leaves()
-    both = _gradients(maxsim, queries, documents)
-    (of_queries,) = _gradients(lambda q: maxsim(q, documents.detach()), queries)
-    (of_documents,) = _gradients(lambda d: maxsim(queries.detach(), d), documents)
-    assert torch.equal(of_queries, both[0])
-    assert torch.equal(of_documents, both[1])
-
-
-@pytest.mark.parametrize("way", WAYS)
+@IN_EVERY_WAY
 def test_compiles_into_one_graph(way: str) -> None:
-    def scores(queries: torch.Tensor, documents: torch.Tensor) -> torch.Tensor:
+    def loss(queries: Tensor, documents: Tensor) -> Tensor:
+        return F.cross_entropy(maxsim(queries, documents) / 0.02, torch.arange(16, device="cuda"))
+
+    def scores(queries: Tensor, documents: Tensor) -> Tensor:
         return F.log_softmax(maxsim(queries, documents, normalize=True) / 0.1, dim=-1)
 
-    leaves = _leaves()
-    compiled = torch.compile(scores, fullgraph=True)
-    with forced(way):
-        for found, expected in zip(_gradients(compiled, *leaves), _gradients(scores, *leaves), strict=True):
-            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    call = CALLS["plain"]()
+    for function, tolerance in ((loss, {}), (scores, {"rtol": 1e-4, "atol": 1e-5})):
+        compiled = torch.compile(function, fullgraph=True)
+        found, expected = (call.gradients(each(*call.leaves)) for each in (compiled, function))
+        torch.testing.assert_close(found, expected, **tolerance)
 
 
-@pytest.mark.parametrize("candidates", [False, True])
-@pytest.mark.parametrize("way", WAYS)
-def test_cuda_graph_of_a_step(way: str, candidates: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "FEW_ROWS", WAYS[way])
-    queries = unit(64, 32, 128, dtype=torch.bfloat16).requires_grad_()
-    shape = (64, 4, 180, 128) if candidates else (70, 180, 128)
-    documents = unit(*shape, dtype=torch.bfloat16, seed=1).requires_grad_()
-
-    def step() -> tuple[torch.Tensor, ...]:
-        return _gradients(maxsim, queries, documents)
-
-    step()
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = step()
-    with torch.no_grad():
-        documents.copy_(unit(*shape, dtype=torch.bfloat16, seed=2))
-    graph.replay()
-    assert all(torch.equal(a, b) for a, b in zip(found, step(), strict=True))
+@pytest.mark.parametrize("documents", [(70, 180, 128), (64, 4, 180, 128)])
+@IN_EVERY_WAY
+def test_a_step_in_a_cuda_graph(way: str, documents: tuple[int, ...]) -> None:
+    call = padded(maxsim, (64, 32, 128), documents)
+    call.step()
+    found, replay = captured(call.step)
+    call.change()
+    replay()
+    assert equal(found, call.step())
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES[:2])
 def test_autocast_and_grad_scaler(dtype: torch.dtype) -> None:
     """Gradients arrive in float32, scaled, and one that is not finite skips the step."""
-    queries, documents = _leaves()
+    call = CALLS["plain"]()
+    queries, documents = call.leaves
     scaler = torch.amp.GradScaler("cuda", init_scale=64.0)
     with torch.autocast("cuda", dtype=dtype):
-        scores = maxsim(queries, documents)
+        scores = call()
+    rounded = queries.to(dtype), documents.to(dtype)
+    assert torch.equal(scores, maxsim(*rounded))
+    with torch.autocast("cuda", dtype=dtype), torch.no_grad():
+        assert torch.equal(call(), maxsim(*rounded))
     scaler.scale(scores.mean()).backward()
     expected = torch.autograd.grad(
-        maxsim_reference(queries.to(dtype).double(), documents.to(dtype).double()).mean() * 64, (queries, documents)
+        maxsim_reference(*(leaf.double() for leaf in rounded)).mean() * 64, (queries, documents)
     )
     for leaf, reference in zip((queries, documents), expected, strict=True):
         assert leaf.grad.dtype == torch.float32
@@ -336,57 +274,9 @@ def test_autocast_and_grad_scaler(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("normalize", [False, True])
-@pytest.mark.parametrize(
-    "shapes",
-    [
-        ((40, 32, 128), (70, 300, 128)),
-        ((200, 32, 128), (70, 300, 128)),
-        ((3, 32, 128), (70, 300, 128)),
-        ((16, 32, 128), (16, 4, 180, 128)),
-        ((16, 160, 128), (16, 4, 180, 128)),
-    ],
-)
-def test_a_step_repeats(shapes: tuple, normalize: bool) -> None:
-    """Compiled kernels, launched by Triton's C function, give what the first launches gave, wherever they run."""
-    queries, documents = (
-        unit(*shape, dtype=torch.bfloat16, seed=seed).requires_grad_() for seed, shape in enumerate(shapes)
-    )
-    storage = torch.empty(documents.numel() + 1, device="cuda", dtype=torch.bfloat16)
-    shifted = storage[1:].view(documents.shape).copy_(documents.detach()).requires_grad_()
-
-    def step(documents: torch.Tensor = documents) -> tuple[torch.Tensor, ...]:
-        return _gradients(lambda *t: maxsim(*t, normalize=normalize), queries, documents)
-
-    expected = step()
-    leaves = [tensor.detach().double().requires_grad_() for tensor in (queries, documents)]
-    exact = _gradients(lambda *t: maxsim_reference(*t, normalize=normalize), *leaves)
-    for found, reference in zip(expected, exact, strict=True):
-        assert relative_error(found, reference) <= 1e-2
-    for _ in range(2):
-        assert all(torch.equal(a, b) for a, b in zip(step(), expected, strict=True))
-    # Addresses that are no multiples of 16 are other kernels', which may sum in another order.
-    for _ in range(2):
-        for found, reference in zip(step(shifted), expected, strict=True):
-            assert relative_error(found, reference) <= 1e-2
-    with no_waiting():
-        step()
-    # Scores whose gradients lie in another order, or at one place.
-    scores = maxsim(queries, documents, normalize=normalize)
-    (ones,) = torch.autograd.grad(scores.sum(), documents, retain_graph=True)
-    (other,) = torch.autograd.grad(scores, documents, torch.ones_like(scores))
-    assert torch.equal(ones, other)
-    # Its nodes would tie a captured stream to the one that they were made on.
-    del scores
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        found = step()
-    stream.synchronize()
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = step()
-    for gradient in found:
-        gradient.zero_()
-    graph.replay()
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+@pytest.mark.parametrize("shapes", STEPS)
+def test_gradients_of_scores_may_lie_at_one_place(shapes: tuple, normalize: bool) -> None:
+    call = padded(maxsim, *shapes, normalize=normalize)
+    scores = call()
+    (ones,) = torch.autograd.grad(scores.sum(), call.leaves[1], retain_graph=True)
+    assert equal(torch.autograd.grad(scores, call.leaves[1], torch.ones_like(scores)), [ones])

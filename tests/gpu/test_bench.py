@@ -11,7 +11,7 @@ import torch
 from pylate_flash.bench import losses, suite
 from pylate_flash.bench.protocol import Ceilings, Rounds
 from pylate_flash.bench.rows import Row
-from tests.gpu.embeddings import unit
+from tests.gpu.tools import unit
 
 pytestmark = pytest.mark.gpu
 

@@ -9,6 +9,8 @@ from hypothesis import given, settings
 from pylate_flash import chamfer, chamfer_varlen
 from pylate_flash.ops import chamfer_reference
 from pylate_flash.ops.chamfer import ChamferOptions, Sets, compute_chamfer
+from tests.gpu.calls import points
+from tests.gpu.tools import FLOAT, HALF, equal, exact, memory_of, on_gpu, products_in, random_mask
 from tests.ops.cases import relative_error
 from tests.ops.chamfer_cases import (
     DTYPES,
@@ -22,7 +24,6 @@ from tests.ops.chamfer_cases import (
 
 pytestmark = pytest.mark.gpu
 
-HALF, FLOAT = torch.bfloat16, torch.float32
 # Pairs, points of x and of y, coordinates and type: direct, on tensor cores, read block by block; few and many of each.
 SHAPES = [
     (16, 1000, 1500, 3, FLOAT),
@@ -40,17 +41,6 @@ SHAPES = [
     (300, 40, 50, 32, HALF),
     (1, 1, 1, 3, FLOAT),
 ]
-
-
-def on_gpu(case: tuple) -> tuple[tuple, dict]:
-    sets, options = case
-    given = {name: value.cuda() if isinstance(value, torch.Tensor) else value for name, value in options.items()}
-    return (sets[0].cuda(), sets[1].cuda()), given
-
-
-def normal(*shape: int, dtype: torch.dtype = FLOAT, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator("cuda").manual_seed(seed)
-    return torch.randn(*shape, device="cuda", generator=generator).to(dtype)
 
 
 def winners(sets: Sets, metric: str, implementation: str) -> tuple[torch.Tensor, ...]:
@@ -73,18 +63,13 @@ def test_packed_sets_are_masked_ones(case: tuple) -> None:
 @pytest.mark.parametrize(("n", "x_length", "y_length", "size", "dtype"), SHAPES)
 def test_the_same_points_win(n: int, x_length: int, y_length: int, size: int, dtype: torch.dtype, metric: str) -> None:
     """Of multiples of 1/4, whose products, differences and sums are exact: which of many equal points is told."""
-    generator = torch.Generator("cuda").manual_seed(size)
-    x, y = (
-        torch.randint(-3, 4, (n, length, size), device="cuda", generator=generator).div(4).to(dtype)
-        for length in (x_length, y_length)
-    )
-    masks = [torch.rand(points.shape[:2], device="cuda", generator=generator) > 0.3 for points in (x, y)]
+    x, y = (exact(n, length, size, dtype=dtype, seed=seed) for seed, length in enumerate((x_length, y_length)))
+    masks = [random_mask(points.shape[:2]) for points in (x, y)]
     for sets in (Sets(x, y), Sets(x, y, *masks)):
         scores, *found = winners(sets, metric, "triton")
         expected, *right = winners(sets, metric, "blocked")
         torch.testing.assert_close(scores, expected, rtol=2e-6, atol=1e-6)
-        assert torch.equal(found[0], right[0])
-        assert torch.equal(found[1], right[1])
+        assert equal(found, right)
         options = {"x_mask": sets.x_mask, "y_mask": sets.y_mask, "metric": metric}
         of_kernels, of_blocks = (
             gradients(chamfer, (x, y), **options, implementation=implementation)
@@ -109,7 +94,7 @@ def score_of_winners(x: torch.Tensor, y: torch.Tensor, x_winners: torch.Tensor, 
 @pytest.mark.parametrize("metric", METRICS)
 def test_normal_points(metric: str, n: int, length: int, size: int, dtype: torch.dtype) -> None:
     """Of points that are equally near but for the last bits, any may win: gradients are those of the ones that did."""
-    x, y = normal(n, length, size, dtype=dtype), normal(n, length + 100, size, dtype=dtype, seed=1)
+    x, y = points(length, size, dtype, n), points(length + 100, size, dtype, n, seed=1)
     found, *chosen = winners(Sets(x, y), metric, "triton")
     expected = chamfer(x.double(), y.double(), metric=metric)
     assert relative_error(found, expected) <= 2e-6
@@ -136,13 +121,9 @@ def test_near_points_far_from_the_origin(size: int) -> None:
 
 @pytest.mark.parametrize("precision", ["highest", "high"])
 def test_float32_follows_the_precision_of_products(precision: str) -> None:
-    x, y = normal(2, 1000, 64), normal(2, 1200, 64, seed=1)
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(precision)
-    try:
+    x, y = points(1000, 64, n=2), points(1200, 64, n=2, seed=1)
+    with products_in(precision):
         found = chamfer(x, y)
-    finally:
-        torch.set_float32_matmul_precision(before)
     assert relative_error(found, chamfer(x.double(), y.double())) <= (2e-6 if precision == "highest" else 1e-3)
 
 
@@ -151,7 +132,7 @@ def test_float32_follows_the_precision_of_products(precision: str) -> None:
 @pytest.mark.parametrize("metric", METRICS)
 def test_nan_wins_where_it_is(metric: str, size: int, dtype: torch.dtype) -> None:
     """In tiles of which it is neither the first row nor the first column; the first of several."""
-    x, y = normal(2, 350, size, dtype=dtype), normal(2, 1000, size, dtype=dtype, seed=1)
+    x, y = points(350, size, dtype, 2), points(1000, size, dtype, 2, seed=1)
     y[0, 755, 1] = y[0, 900, 0] = x[1, 213] = torch.nan
     scores, *found = winners(Sets(x, y), metric, "triton")
     assert scores.isnan().all()
@@ -167,18 +148,9 @@ def test_nan_wins_where_it_is(metric: str, size: int, dtype: torch.dtype) -> Non
     assert all(gradient.isfinite().all() for gradient in gradients(chamfer, (x, y), **options))
 
 
-@pytest.mark.parametrize(("size", "dtype"), [(3, FLOAT), (64, HALF), (64, FLOAT)])
-def test_the_same_bits_every_time(size: int, dtype: torch.dtype) -> None:
-    x, y = normal(3, 2000, size, dtype=dtype), normal(3, 1700, size, dtype=dtype, seed=1)
-    scores, expected = chamfer(x, y), gradients(chamfer, (x, y))
-    for _ in range(20):
-        assert torch.equal(chamfer(x, y), scores)
-        assert all(torch.equal(*pair) for pair in zip(gradients(chamfer, (x, y)), expected, strict=True))
-
-
 def test_all_choose_one_point() -> None:
     """Sets collapsed into a point, as those of an untrained model: one list of all points."""
-    x, y = torch.zeros(2, 3000, 3, device="cuda"), normal(2, 4000, 3).abs()
+    x, y = torch.zeros(2, 3000, 3, device="cuda"), points(4000, 3, n=2).abs()
     found, right = (
         gradients(chamfer, (points, y.to(points.dtype)), reduction="sum", implementation=implementation)
         for points, implementation in ((x, "triton"), (x.double(), "blocked"))
@@ -186,30 +158,8 @@ def test_all_choose_one_point() -> None:
     check_gradients(found, (right[0].float(), right[1].float()), FLOAT)
 
 
-def test_views_and_cuda_graphs() -> None:
-    x, y = normal(4, 500, 64, dtype=HALF), normal(4, 700, 64, dtype=HALF, seed=1)
-    mask = torch.rand(4, 700, device="cuda") > 0.3
-    expected = chamfer(x, y, y_mask=mask)
-    strided = x.transpose(0, 1).contiguous().transpose(0, 1), y.repeat(1, 1, 2)[..., :64]
-    assert torch.equal(chamfer(*strided, y_mask=mask.T.contiguous().T), expected)
-    turned = x.transpose(1, 2).contiguous().transpose(1, 2), y.transpose(1, 2).contiguous().transpose(1, 2)
-    assert torch.equal(chamfer(*turned, y_mask=mask), expected)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        chamfer(x, y, y_mask=mask)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = chamfer(x, y, y_mask=mask)
-    x.copy_(normal(4, 500, 64, dtype=HALF, seed=2))
-    graph.replay()
-    assert torch.equal(captured, chamfer(x, y, y_mask=mask))
-    assert not torch.equal(captured, expected)
-
-
 def test_boundaries_on_the_host() -> None:
-    x, y = normal(70, 3), normal(90, 3, seed=1)
+    (x,), (y,) = points(70, 3, n=1), points(90, 3, n=1, seed=1)
     bounds = torch.tensor([0, 10, 10, 70]), torch.tensor([0, 40, 50, 90])
     on_host = chamfer_varlen(x, y, *bounds, empty_score=-1.0)
     assert torch.equal(on_host, chamfer_varlen(x, y, *(b.cuda() for b in bounds), empty_score=-1.0))
@@ -218,9 +168,5 @@ def test_boundaries_on_the_host() -> None:
 
 def test_memory_is_that_of_points() -> None:
     """A matrix of these distances would take 1.6 GB."""
-    x, y = normal(1, 20_000, 3), normal(1, 20_000, 3, seed=1)
-    gradients(chamfer, (x, y))
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    gradients(chamfer, (x, y))
-    assert torch.cuda.max_memory_allocated() - before <= 16 << 20
+    sets = points(20_000, 3, n=1), points(20_000, 3, n=1, seed=1)
+    assert memory_of(lambda: gradients(chamfer, sets))[0] <= 16 << 20

@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pylate_flash.ops import hidden_blocks as module
-from pylate_flash.ops import maxsim_from_hidden, maxsim_from_hidden_reference, maxsim_reference, pack
+from pylate_flash.ops import maxsim_from_hidden, maxsim_from_hidden_reference, maxsim_reference
+from tests.gpu.calls import hidden_states
+from tests.gpu.tools import CAPABILITY, HALF, captured, memory_of, on_gpu, random_mask
 from tests.ops.cases import relative_error
 from tests.ops.test_hidden import SCRATCHES, Problem, as_rounded, problems
 
@@ -19,16 +21,6 @@ pytestmark = pytest.mark.gpu
 kernel = partial(maxsim_from_hidden, implementation="triton")
 # A kernel is compiled for each embedding size, so there are few of them.
 SIZES = st.sampled_from([7, 24])
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-
-
-def on_gpu(problem: Problem) -> Problem:
-    def moved(values: dict) -> dict:
-        return {name: v.cuda() if isinstance(v, torch.Tensor) else v for name, v in values.items()}
-
-    # Boundaries may lie on the host, and candidates must, so as not to be waited for.
-    kept = {name: value for name, value in problem.rest.items() if name == "candidates_cu_seqlens"}
-    return Problem(moved(problem.tensors), moved(problem.rest) | kept)
 
 
 @settings(max_examples=25)
@@ -36,7 +28,8 @@ def on_gpu(problem: Problem) -> Problem:
 def test_float32(problem: Problem, scratch: int) -> None:
     expected = problem.to(torch.float64)(maxsim_from_hidden_reference)
     gradients = problem.to(torch.float64).gradients(maxsim_from_hidden_reference)
-    on_device = on_gpu(problem)
+    # Candidates lie on the host, so as not to be waited for.
+    on_device = on_gpu(problem, kept=("candidates_cu_seqlens",))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "SCRATCH_BYTES", scratch)
         scores, found = on_device(kernel), on_device.gradients(kernel)
@@ -45,29 +38,6 @@ def test_float32(problem: Problem, scratch: int) -> None:
     for name, gradient in found.items():
         error = (gradient.cpu().double() - gradients[name]).norm().item()
         assert error <= 1e-5 * gradients[name].norm().item() + noise, name
-
-
-def states(layout: str, dtype: torch.dtype) -> Problem:
-    """64 documents of 180 states, 768 to 128 dimensions, with a bias and masked tokens (packed: shorter documents)."""
-    generator = torch.Generator("cuda").manual_seed(0)
-
-    def draw(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, device="cuda", generator=generator)
-
-    tensors = {
-        "queries": F.normalize(draw(16, 32, 128), dim=-1),
-        "hidden": draw(16, 4, 180, 768) if layout == "candidates" else draw(64, 180, 768),
-        "weight": draw(128, 768) / 768**0.5,
-        "bias": draw(128) / 4,
-    }
-    options: dict = {"queries_mask": torch.arange(32, device="cuda").expand(16, 32) < 25}
-    if layout == "packed":
-        lengths = torch.randint(20, 181, (64,), generator=torch.Generator().manual_seed(0)).tolist()
-        tensors["hidden"], bounds = pack([document[:n] for document, n in zip(tensors["hidden"], lengths, strict=True)])
-        options |= {"documents_cu_seqlens": bounds, "max_document_length": 180}
-    else:
-        options["documents_mask"] = torch.rand(tensors["hidden"].shape[:-1], device="cuda", generator=generator) > 0.2
-    return Problem({name: tensor.to(dtype) for name, tensor in tensors.items()}, options)
 
 
 def on_host(problem: Problem) -> Problem:
@@ -80,10 +50,10 @@ def on_host(problem: Problem) -> Problem:
 
 @pytest.mark.parametrize("scratch", [module.SCRATCH_BYTES, 1 << 19])
 @pytest.mark.parametrize("layout", ["in-batch", "candidates", "packed"])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float16, HALF])
 def test_half(layout: str, dtype: torch.dtype, scratch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SCRATCH_BYTES", scratch)
-    problem = states(layout, dtype)
+    problem = hidden_states(layout, dtype)
     exact = on_host(problem).to(torch.float64)
     # Rounded to 8 bits a few times, a similarity moves by about 2^-8 of its size, and the sum of 25 of them by less.
     expected = exact(maxsim_from_hidden_reference)
@@ -101,17 +71,13 @@ def few_queries(
 ) -> Problem:
     """Nq, Lq, Nd, Ld, d, d_model; packed documents have 0 to Ld tokens."""
     n_queries, query_length, n_documents, length, size, d_model = sizes
-    generator = torch.Generator("cuda").manual_seed(0)
-
-    def draw(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, device="cuda", generator=generator)
-
+    draw = partial(torch.randn, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
     tensors = {"queries": draw(n_queries, query_length, size), "weight": draw(size, d_model) / d_model**0.5}
     if bias:
         tensors["bias"] = draw(size) / 4
     options: dict = {}
     if masked:
-        options["queries_mask"] = torch.rand(n_queries, query_length, device="cuda", generator=generator) > 0.3
+        options["queries_mask"] = random_mask((n_queries, query_length))
     if packed:
         lengths = torch.randint(0, length + 1, (n_documents,), generator=torch.Generator().manual_seed(0))
         tensors["hidden"] = draw(int(lengths.sum()), d_model)
@@ -119,15 +85,13 @@ def few_queries(
     else:
         tensors["hidden"] = draw(n_documents, length, d_model)
         if masked:
-            options["documents_mask"] = torch.rand(n_documents, length, device="cuda", generator=generator) > 0.4
+            options["documents_mask"] = random_mask((n_documents, length), 0.6, seed=3)
             options["documents_mask"][0] = False
     return Problem({name: tensor.to(dtype) for name, tensor in tensors.items()}, options)
 
 
-@pytest.mark.skipif(
-    torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9, reason="a kernel for Hopper"
-)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.skipif(CAPABILITY[0] not in (0, 9), reason="a kernel for Hopper")
+@pytest.mark.parametrize("dtype", [torch.float16, HALF])
 @pytest.mark.parametrize(
     ("sizes", "bias", "masked", "packed"),
     [
@@ -166,7 +130,7 @@ def test_few_queries(
 @pytest.mark.parametrize("name", ["hidden", "weight", "bias", "queries"])
 def test_strided_and_shifted_tensors(name: str, n_queries: int) -> None:
     """What lies as no copy of 16 bytes can read it, goes another way to the same scores."""
-    problem = few_queries((n_queries, 32, 30, 50, 128, 256), torch.bfloat16, True, False, False)
+    problem = few_queries((n_queries, 32, 30, 50, 128, 256), HALF, True, False, False)
     expected = problem(kernel)
     tensor = problem.tensors[name]
     strided = tensor.repeat_interleave(2, dim=-1)[..., ::2]
@@ -178,7 +142,7 @@ def test_strided_and_shifted_tensors(name: str, n_queries: int) -> None:
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_few_queries_keep_nan_to_its_document(packed: bool) -> None:
-    problem = few_queries((1, 32, 40, 50, 128, 256), torch.bfloat16, False, False, packed)
+    problem = few_queries((1, 32, 40, 50, 128, 256), HALF, False, False, packed)
     hidden = problem.tensors["hidden"]
     bounds = problem.rest["documents_cu_seqlens"] if packed else torch.arange(41) * 50
     document = int(bounds.diff().nonzero()[5])
@@ -190,42 +154,12 @@ def test_few_queries_keep_nan_to_its_document(packed: bool) -> None:
         assert not Problem(problem.tensors, {"documents_mask": mask})(kernel).isnan().any()
 
 
-@pytest.mark.parametrize("layout", ["in-batch", "candidates", "packed"])
-@pytest.mark.parametrize("learning", [False, True])
-def test_no_synchronisation(layout: str, learning: bool) -> None:
-    problem = states(layout, torch.bfloat16)
-
-    def call() -> None:
-        problem.gradients(kernel) if learning else problem(kernel)
-
-    call()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        call()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_repeated_results_are_bitwise_equal(dtype: torch.dtype) -> None:
-    problem = states("in-batch", dtype)
-    scores, gradients = problem(kernel), problem.gradients(kernel)
-    for _ in range(3):
-        assert torch.equal(problem(kernel), scores)
-        assert all(torch.equal(found, gradients[name]) for name, found in problem.gradients(kernel).items())
-
-
 def test_memory_beyond_inputs_and_scores_is_the_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
     """16384 documents of 180 tokens project to 720 MiB; the call holds less than 64 MiB at any time."""
-    hidden = torch.randn(16384, 180, 64, device="cuda", dtype=torch.bfloat16)
+    hidden = torch.randn(16384, 180, 64, device="cuda", dtype=HALF)
     queries, weight = torch.randn(8, 32, 128, device="cuda").bfloat16(), torch.randn(128, 64, device="cuda").bfloat16()
-    maxsim_from_hidden(queries, hidden[:64], weight)
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
     scores = maxsim_from_hidden(queries, hidden, weight)
-    assert torch.cuda.max_memory_allocated() - before < module.SCRATCH_BYTES + (4 << 20)
+    assert memory_of(lambda: maxsim_from_hidden(queries, hidden, weight))[0] < module.SCRATCH_BYTES + (4 << 20)
     for start in (0, 8000, 16320):
         part = slice(start, start + 64)
         units, documents = (
@@ -235,25 +169,8 @@ def test_memory_beyond_inputs_and_scores_is_the_scratch(monkeypatch: pytest.Monk
         torch.testing.assert_close(scores[:, part].double(), expected, rtol=1e-5, atol=1e-3)
 
 
-def test_in_a_cuda_graph() -> None:
-    problem = states("in-batch", torch.bfloat16)
-    expected = problem(kernel)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        problem(kernel)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        scores = problem(kernel)
-    scores.zero_()
-    graph.replay()
-    torch.cuda.synchronize()
-    assert torch.equal(scores, expected)
-
-
 def test_masked_query_tokens_do_not_meet_the_tokens_of_packed_documents() -> None:
-    problem = states("packed", torch.bfloat16)
+    problem = hidden_states("packed", HALF)
     problem.tensors["hidden"][3, 0] = torch.nan
     problem.rest["queries_mask"] = problem.rest["queries_mask"].clone()
     problem.rest["queries_mask"][5] = False
@@ -271,7 +188,7 @@ def test_a_mask_of_all_query_tokens_is_none(
 ) -> None:
     """Eager, in a CUDA graph, and of any type."""
     monkeypatch.setattr(module, "SCRATCH_BYTES", scratch)
-    problem = states(layout, torch.bfloat16)
+    problem = hidden_states(layout, HALF)
     rest = {name: mask for name, mask in problem.rest.items() if masked and name == "documents_mask"}
     without = Problem(problem.tensors, rest)
     scores, gradients = without(kernel), without.gradients(kernel)
@@ -283,11 +200,9 @@ def test_a_mask_of_all_query_tokens_is_none(
         torch.testing.assert_close(full(kernel), scores, rtol=1e-6, atol=1e-6)
         for name, found in full.gradients(kernel).items():
             assert relative_error(found, gradients[name]) <= 1e-2, name
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = without(kernel)
+    found, replay = captured(lambda: without(kernel))
     found.zero_()
-    graph.replay()
+    replay()
     torch.testing.assert_close(found, scores, rtol=1e-6, atol=1e-6)
 
 
@@ -295,7 +210,7 @@ def test_a_mask_of_all_query_tokens_is_none(
 @pytest.mark.parametrize("packed", [False, True])
 def test_weights_of_query_tokens(packed: bool, n_queries: int) -> None:
     """With few query rows by the kernel that projects and scores, and with more by one for each."""
-    problem = few_queries((n_queries, 32, 50, 61, 128, 768), torch.bfloat16, True, True, packed)
+    problem = few_queries((n_queries, 32, 50, 61, 128, 768), HALF, True, True, packed)
     problem.rest["queries_mask"] = problem.rest["queries_mask"] * torch.rand(n_queries, 32, device="cuda")
     for reduction in ("sum", "mean"):
         problem.rest["reduction"], problem.rest["empty_score"] = reduction, -5.0
@@ -313,7 +228,7 @@ def test_weights_of_query_tokens(packed: bool, n_queries: int) -> None:
 
 def test_the_projection_is_let_go_before_the_gradient_of_the_hidden_states() -> None:
     """Of what a backward allocates, only that gradient is larger than the projection that the forward has kept."""
-    hidden = torch.randn(512, 180, 768, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    hidden = torch.randn(512, 180, 768, device="cuda", dtype=HALF, requires_grad=True)
     queries, weight = torch.randn(8, 32, 128, device="cuda").bfloat16(), torch.randn(128, 768, device="cuda").bfloat16()
 
     def step() -> int:

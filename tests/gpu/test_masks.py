@@ -13,13 +13,12 @@ from pylate_flash.kernels.tables import architecture
 from pylate_flash.ops import maxsim, maxsim_reference, maxsim_varlen
 from pylate_flash.ops.varlen import maxsim_varlen_reference
 from pylate_flash.problem import Options, Tensors, problem_of
-from tests.gpu.embeddings import packed_of, unit
+from tests.gpu.tools import FLOAT, HALF, equal, packed_of, random_mask, unit
 from tests.ops.cases import Case, gradients, relative_error
 from tests.ops.test_varlen import gradients as varlen_gradients
 
 pytestmark = pytest.mark.gpu
 
-HALF, FLOAT = torch.bfloat16, torch.float32
 # Kernel, queries, documents, type.
 PADDED = [
     ("single", (1, 32, 128), (50, 70, 128), HALF),
@@ -64,10 +63,7 @@ def check_plan(plan: ForwardPlan, name: str, in_pieces: bool = False) -> None:
 def masked(name: str, queries: tuple[int, ...], documents: tuple[int, ...], dtype: torch.dtype, **options) -> Case:
     """Masks with a query and documents of which no token is active."""
     case = Case(unit(*queries, dtype=dtype), unit(*documents, dtype=dtype, seed=1), None, None, options)
-    generator = torch.Generator("cuda").manual_seed(2)
-    queries_mask, documents_mask = (
-        torch.rand(tensor.shape[:-1], device="cuda", generator=generator) > 0.3 for tensor in case.tensors
-    )
+    queries_mask, documents_mask = (random_mask(t.shape[:-1], seed=seed) for seed, t in enumerate(case.tensors))
     if queries[0] > 1:
         queries_mask[1] = False
     documents_mask[..., 1, :] = False
@@ -83,8 +79,6 @@ def masked(name: str, queries: tuple[int, ...], documents: tuple[int, ...], dtyp
 @pytest.mark.parametrize(("name", "queries", "documents", "dtype"), PADDED)
 def test_zeros_and_ones_of_any_type_give_the_same_bits(name, queries, documents, dtype, options: dict) -> None:
     case = masked(name, queries, documents, dtype, **options)
-    assert case.queries_mask is not None
-    assert case.documents_mask is not None
     with torch.no_grad():
         expected = kernel(*case.tensors, **case.keywords)
     expected_gradients = gradients(kernel, case)
@@ -97,16 +91,14 @@ def test_zeros_and_ones_of_any_type_give_the_same_bits(name, queries, documents,
         )
         with torch.no_grad():
             assert torch.equal(kernel(*other.tensors, **other.keywords), expected)
-        assert all(torch.equal(a, b) for a, b in zip(gradients(kernel, other), expected_gradients, strict=True))
+        assert equal(gradients(kernel, other), expected_gradients)
 
 
 def test_integers_other_than_zero_count_as_one() -> None:
     case = masked("hopper", (3, 32, 128), (50, 70, 128), HALF)
-    assert case.queries_mask is not None
-    assert case.documents_mask is not None
     many = replace(case, queries_mask=case.queries_mask * 3, documents_mask=case.documents_mask * -7)
     assert torch.equal(kernel(*many.tensors, **many.keywords), kernel(*case.tensors, **case.keywords))
-    assert all(torch.equal(a, b) for a, b in zip(gradients(kernel, many), gradients(kernel, case), strict=True))
+    assert equal(gradients(kernel, many), gradients(kernel, case))
 
 
 @pytest.mark.parametrize("weights_dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -114,7 +106,6 @@ def test_integers_other_than_zero_count_as_one() -> None:
 @pytest.mark.parametrize(("name", "queries", "documents", "dtype"), PADDED)
 def test_weights(name, queries, documents, dtype, options: dict, weights_dtype: torch.dtype) -> None:
     case = masked(name, queries, documents, dtype, **options)
-    assert case.queries_mask is not None
     generator = torch.Generator("cuda").manual_seed(3)
     weights = 0.25 + 3 * torch.rand(queries[:2], device="cuda", generator=generator)
     # Of norms other than 1, which the gradient under normalize divides by.
@@ -140,7 +131,6 @@ def test_empty_score(name, queries, documents, dtype, with_queries_mask: bool, m
     case = masked(name, queries, documents, dtype, masking=masking, reduction=reduction, empty_score=-7.5)
     if not with_queries_mask:
         case = replace(case, queries_mask=None)
-    assert case.documents_mask is not None
     with torch.no_grad():
         scores = kernel(*case.tensors, **case.keywords)
         plain = kernel(*case.tensors, **(case.keywords | {"empty_score": 0.0}))

@@ -3,86 +3,69 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pylate_flash.ops import maxsim, maxsim_from_hidden, maxsim_pairwise, maxsim_reference
 from pylate_flash.ops.compute import compute
 from pylate_flash.problem import Options, Tensors
-from tests.gpu.embeddings import unit
-from tests.ops.cases import Case, cases, gradients, relative_error
+from tests.gpu.calls import STEPS
+from tests.gpu.tools import DTYPES, HALF, check, on_gpu, products_in, unit
+from tests.ops.cases import Case, cases, relative_error
 from tests.ops.test_numbers import NEGATIVE, check_the_negative_bit
 
 pytestmark = pytest.mark.gpu
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # A kernel is compiled for each embedding size, so there are few of them.
 SIZES = st.sampled_from([7, 48, 128])
+
+
+SHAPES = [
+    ((1, 32, 128), (100, 300, 128)),
+    ((1, 128, 128), (50, 1024, 128)),
+    ((1, 512, 128), (20, 1024, 128)),
+    ((1, 1024, 128), (20, 1000, 128)),
+    ((32, 32, 128), (64, 180, 128)),
+    ((130, 33, 128), (70, 45, 128)),
+    ((1, 32, 48), (100, 512, 48)),
+    ((16, 32, 96), (16, 70, 96)),
+    ((9, 20, 16), (8, 70, 16)),
+    ((5, 70, 40), (9, 129, 40)),
+    ((16, 32, 256), (16, 70, 256)),
+    ((1, 256, 200), (7, 600, 200)),
+    ((5, 32, 320), (40, 64, 320)),
+    ((3, 77, 300), (20, 100, 300)),
+    ((9, 40, 384), (20, 333, 384)),
+    ((16, 32, 512), (16, 70, 512)),
+    ((16, 32, 1000), (16, 150, 1000)),
+    ((1, 32, 768), (50, 150, 768)),
+    ((2, 200, 4096), (3, 150, 4096)),
+    ((8, 32, 128), (8, 16, 300, 128)),
+    ((4, 100, 128), (4, 5, 300, 128)),
+    ((64, 1, 128), (64, 1, 128)),
+]
 
 
 def kernel(*tensors: torch.Tensor, **options) -> torch.Tensor:
     return maxsim(*tensors, **options, implementation="triton")
 
 
-@settings(max_examples=40)
+@settings(max_examples=60)
 @given(case=cases(dtypes=DTYPES, max_batch=7, max_length=200, sizes=SIZES))
-def test_scores(case: Case) -> None:
-    case = case.to("cuda")
-    with torch.no_grad():
-        scores = kernel(*case.tensors, **case.keywords)
-    expected = maxsim_reference(*case.doubled().tensors, **case.keywords)
-    torch.testing.assert_close(scores.double(), expected, rtol=2e-6, atol=2e-6)
-
-
-@settings(max_examples=40)
-@given(case=cases(dtypes=DTYPES, max_batch=7, max_length=200, sizes=SIZES))
-def test_gradients(case: Case) -> None:
-    case = case.to("cuda")
-    expected = gradients(maxsim_reference, case.doubled())
-    for gradient, reference in zip(gradients(kernel, case), expected, strict=True):
-        assert gradient.dtype == case.queries.dtype
-        assert relative_error(gradient, reference) <= (1e-5 if gradient.dtype == torch.float32 else 1e-2)
+def test_scores_and_gradients(case: Case) -> None:
+    check(kernel, maxsim_reference, on_gpu(case))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("queries_shape", "documents_shape"),
-    [
-        ((1, 32, 128), (100, 300, 128)),
-        ((1, 128, 128), (50, 1024, 128)),
-        ((1, 512, 128), (20, 1024, 128)),
-        ((1, 1024, 128), (20, 1000, 128)),
-        ((32, 32, 128), (64, 180, 128)),
-        ((130, 33, 128), (70, 45, 128)),
-        ((1, 32, 48), (100, 512, 48)),
-        ((16, 32, 96), (16, 70, 96)),
-        ((9, 20, 16), (8, 70, 16)),
-        ((5, 70, 40), (9, 129, 40)),
-        ((16, 32, 256), (16, 70, 256)),
-        ((1, 256, 200), (7, 600, 200)),
-        ((5, 32, 320), (40, 64, 320)),
-        ((3, 77, 300), (20, 100, 300)),
-        ((9, 40, 384), (20, 333, 384)),
-        ((16, 32, 512), (16, 70, 512)),
-        ((16, 32, 1000), (16, 150, 1000)),
-        ((1, 32, 768), (50, 150, 768)),
-        ((2, 200, 4096), (3, 150, 4096)),
-        ((8, 32, 128), (8, 16, 300, 128)),
-        ((4, 100, 128), (4, 5, 300, 128)),
-        ((64, 1, 128), (64, 1, 128)),
-    ],
+    ("shapes", "normalize"), [*((shapes, False) for shapes in SHAPES), *product(STEPS, [False, True])]
 )
-def test_shapes_in_use(queries_shape, documents_shape, dtype: torch.dtype) -> None:
-    case = Case(unit(*queries_shape, dtype=dtype), unit(*documents_shape, dtype=dtype, seed=1), None, None, {})
-    expected = maxsim_reference(*case.doubled().tensors, **case.keywords)
-    assert relative_error(kernel(*case.tensors, **case.keywords), expected) <= 2e-6
-    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
-    for gradient, reference in zip(gradients(kernel, case), gradients(maxsim_reference, case.doubled()), strict=True):
-        assert relative_error(gradient, reference) <= tolerance
-        assert F.cosine_similarity(gradient.double().flatten(), reference.flatten(), dim=0) >= 0.9999
+def test_shapes_in_use(shapes, normalize: bool, dtype: torch.dtype) -> None:
+    embeddings = (unit(*shape, dtype=dtype, seed=seed) for seed, shape in enumerate(shapes))
+    check(kernel, maxsim_reference, Case(*embeddings, None, None, {"normalize": normalize}), large=True)
 
 
 @pytest.mark.parametrize("n_queries", [1, 4])
@@ -104,8 +87,8 @@ def test_nan_and_infinity(n_queries: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("n_queries", [1, 4])
 def test_ties_go_to_the_lowest_index(n_queries: int) -> None:
-    queries = unit(n_queries, 20, 32, dtype=torch.bfloat16)
-    documents = unit(3, 1, 32, dtype=torch.bfloat16, seed=1).repeat(1, 150, 1).requires_grad_()
+    queries = unit(n_queries, 20, 32, dtype=HALF)
+    documents = unit(3, 1, 32, dtype=HALF, seed=1).repeat(1, 150, 1).requires_grad_()
     (gradient,) = torch.autograd.grad(kernel(queries, documents).sum(), documents)
     assert (gradient[:, 1:] == 0).all()
     assert (gradient[:, 0] != 0).any()
@@ -144,76 +127,12 @@ def test_masked_nan_does_not_leak() -> None:
     assert all(g.isfinite().all() for g in torch.autograd.grad(scores.sum(), (queries, documents)))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_bitwise_reproducible(dtype: torch.dtype) -> None:
-    case = Case(unit(64, 32, 128, dtype=dtype), unit(64, 180, 128, dtype=dtype, seed=1), None, None, {})
-    runs = [(kernel(*case.tensors, **case.keywords), *gradients(kernel, case)) for _ in range(20)]
-    assert all(torch.equal(a, b) for run in runs for a, b in zip(run, runs[0], strict=True))
-
-
 def test_float32_follows_the_matmul_precision() -> None:
     queries, documents = unit(16, 32, 128), unit(16, 180, 128, seed=1)
     expected = maxsim_reference(queries.double(), documents.double())
-    before = torch.get_float32_matmul_precision()
-    try:
-        torch.set_float32_matmul_precision("high")
-        error = relative_error(kernel(queries, documents), expected)
-        assert 2e-6 < error <= 1e-3
-    finally:
-        torch.set_float32_matmul_precision(before)
+    with products_in("high"):
+        assert 2e-6 < relative_error(kernel(queries, documents), expected) <= 1e-3
     assert relative_error(kernel(queries, documents), expected) <= 2e-6
-
-
-def test_autocast_and_grad_scaler() -> None:
-    queries, documents = unit(8, 32, 128).requires_grad_(), unit(8, 180, 128, seed=1).requires_grad_()
-    with torch.autocast("cuda", dtype=torch.float16):
-        scores = maxsim(queries, documents)
-    assert torch.equal(scores, maxsim(queries.half(), documents.half()))
-    with torch.autocast("cuda", dtype=torch.bfloat16), torch.no_grad():
-        assert torch.equal(maxsim(queries, documents), maxsim(queries.bfloat16(), documents.bfloat16()))
-    optimizer = torch.optim.SGD([queries], lr=0.1)
-    scaler = torch.amp.GradScaler("cuda")
-    scaler.scale((scores * torch.nan).sum()).backward()
-    before = queries.detach().clone()
-    scaler.step(optimizer)
-    assert torch.equal(queries, before), "a step with NaN gradients must be skipped"
-
-
-@pytest.mark.parametrize("n_queries", [1, 8])
-def test_cuda_graph(n_queries: int) -> None:
-    queries = unit(n_queries, 32, 128, dtype=torch.bfloat16)
-    documents = unit(50, 180, 128, dtype=torch.bfloat16, seed=1)
-    queries.requires_grad_()
-    documents.requires_grad_()
-    mask = torch.rand(50, 180, device="cuda") > 0.2
-    maxsim(queries, documents, documents_mask=mask).sum().backward()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    queries.grad = documents.grad = None
-    with torch.cuda.graph(graph):
-        scores = maxsim(queries, documents, documents_mask=mask)
-        scores.sum().backward()
-    with torch.no_grad():
-        documents.copy_(unit(50, 180, 128, dtype=torch.bfloat16, seed=2))
-    graph.replay()
-    fresh_queries, fresh_documents = (t.detach().clone().requires_grad_() for t in (queries, documents))
-    expected = maxsim(fresh_queries, fresh_documents, documents_mask=mask)
-    found = torch.autograd.grad(expected.sum(), (fresh_queries, fresh_documents))
-    assert torch.equal(scores, expected)
-    assert torch.equal(queries.grad, found[0])
-    assert torch.equal(documents.grad, found[1])
-
-
-def test_compiles_into_one_graph() -> None:
-    def loss(queries: torch.Tensor, documents: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(maxsim(queries, documents) / 0.02, torch.arange(queries.shape[0], device="cuda"))
-
-    queries, documents = unit(16, 32, 128).requires_grad_(), unit(16, 180, 128, seed=1).requires_grad_()
-    found = torch.autograd.grad(torch.compile(loss, fullgraph=True)(queries, documents), (queries, documents))
-    for gradient, reference in zip(
-        found, torch.autograd.grad(loss(queries, documents), (queries, documents)), strict=True
-    ):
-        torch.testing.assert_close(gradient, reference)
 
 
 def test_opcheck() -> None:
@@ -223,28 +142,10 @@ def test_opcheck() -> None:
     torch.library.opcheck(torch.ops.pylate_flash.maxsim.default, (*tensors, *options))
 
 
-def test_memory_does_not_grow_with_the_similarity_tensor() -> None:
-    """256 x 256 x 32 x 180 similarities are 720 MiB in bfloat16."""
-    queries, documents = unit(256, 32, 128, dtype=torch.bfloat16), unit(256, 180, 128, dtype=torch.bfloat16, seed=1)
-    queries.requires_grad_()
-    documents.requires_grad_()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    maxsim(queries, documents).sum().backward()
-    assert torch.cuda.max_memory_allocated() - before < 160 << 20
-
-
-def test_strides_pairs_and_no_synchronisation() -> None:
-    queries = unit(64, 32, 2, 128, dtype=torch.bfloat16)[:, :, 1]
-    documents = unit(180, 64, 128, dtype=torch.bfloat16, seed=1).transpose(0, 1)
-    maxsim(queries, documents)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        scores, pairs = maxsim(queries, documents), maxsim_pairwise(queries, documents)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert torch.equal(scores, maxsim(queries.contiguous(), documents.contiguous()))
-    torch.testing.assert_close(pairs, scores.diagonal(), rtol=2e-6, atol=2e-6)
+def test_pairs_have_the_scores_of_all() -> None:
+    queries, documents = unit(64, 32, 128, dtype=HALF), unit(64, 180, 128, dtype=HALF, seed=1)
+    expected = maxsim(queries, documents).diagonal()
+    torch.testing.assert_close(maxsim_pairwise(queries, documents), expected, rtol=2e-6, atol=2e-6)
 
 
 def test_more_pairs_than_a_grid_axis_holds() -> None:
@@ -261,45 +162,13 @@ def test_more_pairs_than_a_grid_axis_holds() -> None:
 @pytest.mark.parametrize("n_queries", [1, 4])
 def test_more_elements_than_32_bits_address(n_queries: int) -> None:
     """2.2e9 elements of documents; the last ones are looked at."""
-    documents = torch.zeros(17_000, 1024, 128, dtype=torch.bfloat16, device="cuda")
-    documents[-3:] = unit(3, 1024, 128, dtype=torch.bfloat16)
-    queries = unit(n_queries, 32, 128, dtype=torch.bfloat16, seed=1)
+    documents = torch.zeros(17_000, 1024, 128, dtype=HALF, device="cuda")
+    documents[-3:] = unit(3, 1024, 128, dtype=HALF)
+    queries = unit(n_queries, 32, 128, dtype=HALF, seed=1)
     expected = maxsim_reference(queries.double(), documents[-3:].double())
     scores = maxsim(queries, documents)
     torch.testing.assert_close(scores[:, -3:].double(), expected, rtol=2e-6, atol=2e-6)
     assert (scores[:, :-3] == 0).all()
-
-
-def test_deterministic_algorithms_are_no_hindrance() -> None:
-    queries, documents = unit(8, 32, 64).requires_grad_(), unit(8, 50, 64, seed=1).requires_grad_()
-    expected = torch.autograd.grad(maxsim(queries, documents).sum(), (queries, documents))
-    torch.use_deterministic_algorithms(True)
-    try:
-        found = torch.autograd.grad(maxsim(queries, documents).sum(), (queries, documents))
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-
-
-def test_a_new_length_compiles_nothing() -> None:
-    from triton import knobs
-
-    def call(n_queries: int, n_documents: int, query_length: int, document_length: int) -> None:
-        queries = unit(n_queries, query_length, 128, dtype=torch.bfloat16).requires_grad_()
-        documents = unit(n_documents, document_length, 128, dtype=torch.bfloat16, seed=1).requires_grad_()
-        maxsim(queries, documents).sum().backward()
-
-    compilations: list[object] = []
-    # Many documents are shared by programs, some are taken several at a time, one alone.
-    for n_documents in (100, 33, 1):
-        call(64, n_documents, 32, 180)
-    knobs.runtime.jit_post_compile_hook = lambda **kwargs: compilations.append(kwargs) and None
-    try:
-        for lengths in [(64, 101, 32, 181), (70, 33, 32, 77), (65, 1, 32, 300), (128, 20, 32, 1)]:
-            call(*lengths)
-    finally:
-        knobs.runtime.jit_post_compile_hook = None
-    assert not compilations
 
 
 def test_double_precision_falls_back_and_is_refused_by_name() -> None:
@@ -313,8 +182,8 @@ def test_double_precision_falls_back_and_is_refused_by_name() -> None:
 @pytest.mark.parametrize("value", ["other", ["exclude"], None])
 def test_bad_choices_of_plain_calls_name_the_argument(name: str, value) -> None:
     """A plain call is looked up by its options before they are checked."""
-    queries, documents = unit(2, 4, 16, dtype=torch.bfloat16), unit(3, 5, 16, dtype=torch.bfloat16)
-    weight = torch.eye(16, device="cuda", dtype=torch.bfloat16)
+    queries, documents = unit(2, 4, 16, dtype=HALF), unit(3, 5, 16, dtype=HALF)
+    weight = torch.eye(16, device="cuda", dtype=HALF)
     for call in (partial(maxsim, queries, documents), partial(maxsim_from_hidden, queries, documents, weight)):
         with pytest.raises(ValueError, match=name):
             call(**{name: value})

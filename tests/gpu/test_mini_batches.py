@@ -2,29 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import pytest
 import torch
 
 pytest.importorskip("pylate")
 
 from pylate_flash.training.mini_batches import kept_tokens, unpack_padded
-from tests.gpu.embeddings import unit
+from tests.gpu.tools import no_waiting, unit
 
 pytestmark = pytest.mark.gpu
-
-
-@contextmanager
-def no_waiting() -> Iterator[None]:
-    """A call in this block that waits for the GPU is an error."""
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 # The last has more tokens than one block of a scan.

@@ -11,19 +11,13 @@ from torch import Tensor
 from pylate_flash import QuantizedEmbeddings, explain, maxsim, maxsim_varlen, pack, quantize
 from pylate_flash.kernels import tables
 from pylate_flash.ops.quantized import maxsim_quantized_reference
-from tests.gpu.embeddings import unit
-from tests.gpu.test_varlen import DTYPES, SIZES
+from tests.gpu.test_varlen import SIZES
+from tests.gpu.tools import CAPABILITY, DTYPES, PRECISIONS, memory_of, on_gpu, unit
 from tests.ops.cases import Case, cases
-from tests.ops.test_quantized import PRECISIONS, rows_as_quantized
+from tests.ops.test_quantized import rows_as_quantized
 from tests.ops.test_varlen import packed
 
 pytestmark = pytest.mark.gpu
-
-
-def precisions() -> list[str]:
-    # Without a GPU, these tests are skipped.
-    has_fp8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
-    return PRECISIONS if has_fp8 else PRECISIONS[:2]
 
 
 def close(found: Tensor, expected: Tensor, precision: str, quantize_queries: bool) -> None:
@@ -32,22 +26,17 @@ def close(found: Tensor, expected: Tensor, precision: str, quantize_queries: boo
     torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
-@pytest.fixture(autouse=True)
-def exact_products() -> None:
-    assert torch.get_float32_matmul_precision() == "highest"
-
-
 @settings(max_examples=60)
-@given(case=cases(dtypes=DTYPES, sizes=SIZES), precision=st.sampled_from(precisions()), quantize_queries=st.booleans())
+@given(case=cases(dtypes=DTYPES, sizes=SIZES), precision=st.sampled_from(PRECISIONS), quantize_queries=st.booleans())
 def test_scores(case: Case, precision: str, quantize_queries: bool) -> None:
-    case = case.to("cuda")
+    case = on_gpu(case)
     documents, options = quantize(case.documents, precision), {"quantize_queries": quantize_queries, **case.keywords}
     found = maxsim(case.queries, documents, **options, implementation="triton")
     close(found, maxsim_quantized_reference(case.queries, documents, **options), precision, quantize_queries)
 
 
 @settings(max_examples=60)
-@given(case=packed(dtypes=DTYPES, sizes=SIZES), precision=st.sampled_from(precisions()), quantize_queries=st.booleans())
+@given(case=packed(dtypes=DTYPES, sizes=SIZES), precision=st.sampled_from(PRECISIONS), quantize_queries=st.booleans())
 def test_packed(case: tuple, precision: str, quantize_queries: bool) -> None:
     (queries, documents, *bounds), options = case
     queries, documents = queries.cuda(), quantize(documents.cuda(), precision)
@@ -58,7 +47,7 @@ def test_packed(case: tuple, precision: str, quantize_queries: bool) -> None:
 
 
 @pytest.mark.parametrize("quantize_queries", [False, True])
-@pytest.mark.parametrize("precision", precisions())
+@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize(
     ("queries_shape", "documents_shape"),
     [
@@ -84,7 +73,7 @@ def test_real_shapes_and_the_same_bits_again(
             assert torch.equal(maxsim(queries, documents, **options), found)
 
 
-@pytest.mark.parametrize("precision", precisions())
+@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("with_candidates", [False, True])
 def test_packed_documents_of_many_lengths(precision: str, with_candidates: bool) -> None:
     lengths = [180, 0, 9000, 7, 64] * 40
@@ -99,7 +88,7 @@ def test_packed_documents_of_many_lengths(precision: str, with_candidates: bool)
 
 @pytest.mark.parametrize("n_queries", [64, 1200])
 @pytest.mark.parametrize("size", [48, 128, 256, 300])
-@pytest.mark.parametrize("precision", [precision for precision in precisions() if precision != "uint8"])
+@pytest.mark.parametrize("precision", [precision for precision in PRECISIONS if precision != "uint8"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_queries_are_quantized_to_the_bit(dtype: torch.dtype, precision: str, size: int, n_queries: int) -> None:
     queries = torch.randn(n_queries, size, device="cuda").to(dtype)
@@ -109,38 +98,22 @@ def test_queries_are_quantized_to_the_bit(dtype: torch.dtype, precision: str, si
     torch.testing.assert_close(found, quantize(queries, precision).dequantize(), rtol=0.0, atol=0.0, equal_nan=True)
 
 
-@pytest.mark.parametrize("precision", precisions())
-def test_a_graph_and_a_saved_file(precision: str, tmp_path) -> None:
-    queries = unit(3, 32, 128, dtype=torch.bfloat16)
-    quantize(unit(50, 180, 128, seed=1), precision).save(tmp_path / "documents.safetensors")
-    documents = QuantizedEmbeddings.load(tmp_path / "documents.safetensors", "cuda")
-    expected = maxsim(queries, documents)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = maxsim(queries, documents)
-    found.zero_()
-    graph.replay()
-    assert torch.equal(found, expected)
-    assert torch.equal(torch.compile(maxsim, fullgraph=True)(queries, documents), expected)
-    assert "because documents are quantized" in str(explain(queries, documents))
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_saved_file(precision: str, tmp_path) -> None:
+    queries, documents = unit(3, 32, 128, dtype=torch.bfloat16), quantize(unit(50, 180, 128, seed=1), precision)
+    documents.save(tmp_path / "documents.safetensors")
+    loaded = QuantizedEmbeddings.load(tmp_path / "documents.safetensors", "cuda")
+    assert torch.equal(maxsim(queries, loaded), maxsim(queries, documents))
+    assert "because documents are quantized" in str(explain(queries, loaded))
 
 
 def test_memory_is_that_of_scores_and_queries() -> None:
     queries, documents = unit(32, 32, 128, dtype=torch.bfloat16), quantize(unit(2000, 180, 128, seed=1))
-    maxsim(queries, documents)
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    maxsim(queries, documents)
-    assert torch.cuda.max_memory_allocated() - before < 2 * 4 * 32 * 2000 + 2 * queries.nbytes
+    taken, _ = memory_of(lambda: maxsim(queries, documents))
+    assert taken < 2 * 4 * 32 * 2000 + 2 * queries.nbytes
 
 
-def on_hopper() -> bool:
-    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
-
-
-hopper_only = pytest.mark.skipif(not on_hopper(), reason="the kernel is for compute capability 9.0")
+hopper_only = pytest.mark.skipif(CAPABILITY[0] != 9, reason="the kernel is for compute capability 9.0")
 
 
 def by_hopper(queries: Tensor, documents: QuantizedEmbeddings, **options) -> Tensor:

@@ -10,8 +10,8 @@ from pylate_flash import explain, maxsim_ragged, maxsim_ragged_pairwise, maxsim_
 from pylate_flash.ops import ragged
 from pylate_flash.ops.lists import sequences_of
 from pylate_flash.ops.varlen import maxsim_varlen_reference
-from tests.gpu.embeddings import unit
-from tests.gpu.test_varlen import DTYPES, SIZES
+from tests.gpu.test_varlen import SIZES
+from tests.gpu.tools import DTYPES, no_waiting, unit
 from tests.ops.test_ragged import lists_of
 from tests.ops.test_varlen import packed
 
@@ -128,13 +128,9 @@ def test_no_call_waits(lengths: list[int], where: str) -> None:
     expected = maxsim_ragged(queries, documents)
     if where == "on the host":
         documents = [t.cpu() for t in documents]
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         found = maxsim_ragged(queries, documents)
         pairs = maxsim_ragged_pairwise(queries, documents[: len(queries)])
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     torch.testing.assert_close(found, expected, rtol=2e-6, atol=2e-6)
     torch.testing.assert_close(pairs, expected.diagonal(), rtol=2e-6, atol=2e-6)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -13,75 +14,55 @@ from torch import Tensor
 from pylate_flash import maxsim, maxsim_cross_entropy, maxsim_varlen
 from pylate_flash.ops import operator
 from pylate_flash.ops.operator import repeated
-from tests.gpu.embeddings import unit
+from tests.gpu.tools import captured, equal, on_another_stream, unit
 from tests.ops.operations import operations
 
 pytestmark = pytest.mark.gpu
-OPERATIONS = list(operations())
 
 
-def anew(call: Callable[[], list[Tensor | None]]) -> list[Tensor | None]:
+def anew(call: Callable[[], Any]) -> Any:
     repeated.forget()
     return call()
 
 
-def equal(found: list[Tensor | None], expected: list[Tensor | None]) -> bool:
-    return all(a is b is None or torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-
-
 @pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
 @pytest.mark.parametrize("with_gradient", [False, True], ids=["", "with gradient"])
-@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("name", operations())
 def test_every_operation(name: str, with_gradient: bool, autocast: bool) -> None:
     operation = operations("cuda")[name]
-    repeated.forget()
-    given = [torch.randn(2, 3, 4, device="cuda", requires_grad=with_gradient) for _ in range(4)]
 
-    def calls() -> list[Tensor | None]:
-        found: list[Tensor | None] = []
-        for queries in given:
-            queries.grad = None
-            with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
-                result = operation(queries)
-            if with_gradient:
-                (result * 3).sum().backward()
-            found += [result.detach(), queries.grad]
-        return found
-
-    found = calls()
-    expected: list[Tensor | None] = []
-    for queries in given:
+    def results(queries: Tensor) -> list[Tensor | None]:
         queries.grad = None
         with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
-            (result,) = anew(lambda queries=queries: [operation(queries)])
+            result = operation(queries)
         if with_gradient:
             (result * 3).sum().backward()
-        expected += [result.detach(), queries.grad]
-    assert equal(found, expected)
+        return [result.detach(), queries.grad]
+
+    repeated.forget()
+    given = [torch.randn(2, 3, 4, device="cuda", requires_grad=with_gradient) for _ in range(4)]
+    found = [results(queries) for queries in given]
+    for queries, of_queries in zip(given, found, strict=True):
+        assert equal(of_queries, anew(lambda queries=queries: results(queries)))
 
 
 def embeddings() -> tuple[Tensor, Tensor, Tensor]:
-    queries, documents = (
-        unit(8, 32, 128, dtype=torch.bfloat16),
-        unit(40, 180, 128, dtype=torch.bfloat16),
-    )
+    queries, documents = (unit(*shape, dtype=torch.bfloat16) for shape in ((8, 32, 128), (40, 180, 128)))
     return queries, documents, unit(40, 180, seed=3) > 0
 
 
 def test_other_streams() -> None:
     """What is repeated runs on the stream that is current, and what it allocates is that stream's."""
     queries, documents, mask = embeddings()
-    expected = anew(lambda: [maxsim(queries, documents, documents_mask=mask)])[0]
+    expected = anew(lambda: maxsim(queries, documents, documents_mask=mask))
     for _ in range(3):
         maxsim(queries, documents, documents_mask=mask)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
+
+    def later() -> Tensor:
         torch.cuda._sleep(10_000_000)
-        queries_later = queries * 2
-        found = maxsim(queries_later, documents, documents_mask=mask)
-    stream.synchronize()
-    assert torch.equal(found, expected * 2)
+        return maxsim(queries * 2, documents, documents_mask=mask)
+
+    assert torch.equal(on_another_stream(later), expected * 2)
 
 
 def test_a_graph_of_repeated_calls_and_of_a_step() -> None:
@@ -95,25 +76,18 @@ def test_a_graph_of_repeated_calls_and_of_a_step() -> None:
             scores = maxsim(queries, documents, documents_mask=mask)
         return loss.detach(), scores, *torch.autograd.grad(loss, (queries, documents))
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(4):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = step()
+    on_another_stream(lambda: [step() for _ in range(4)])
+    found, replay = captured(step)
     with torch.no_grad():
         queries.copy_(unit(8, 32, 128, dtype=torch.bfloat16, seed=2))
-    graph.replay()
-    assert equal(list(found), anew(lambda: list(step())))
+    replay()
+    assert equal(found, anew(step))
 
 
 def test_threads() -> None:
     failures: list[object] = []
     queries, documents, mask = embeddings()
-    expected = anew(lambda: [maxsim(queries, documents, documents_mask=mask)])[0]
+    expected = anew(lambda: maxsim(queries, documents, documents_mask=mask))
 
     def work() -> None:
         try:

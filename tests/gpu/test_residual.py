@@ -10,30 +10,18 @@ from torch import Tensor
 
 from pylate_flash import ResidualCodes, maxsim_residual, train_residual_codec
 from pylate_flash.ops.residual import maxsim_residual_reference
-from tests.gpu.embeddings import unit
+from tests.gpu.tools import DTYPES, memory_of, on_gpu, unit
 from tests.ops.cases import relative_error
 from tests.ops.residual_cases import residual_cases, residual_codes, residual_gradient
 
 pytestmark = pytest.mark.gpu
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 SIZES = st.sampled_from([8, 24, 48, 64, 72, 96, 128, 136, 256, 384, 768])
 CLOSE = {"rtol": 2e-6, "atol": 2e-6, "equal_nan": True}
 
 
-@pytest.fixture(autouse=True)
-def exact_products() -> None:
-    assert torch.get_float32_matmul_precision() == "highest"
-
-
 def by_kernels(*arguments, **options) -> Tensor:
     return maxsim_residual(*arguments, **options, implementation="triton")
-
-
-def on_gpu(case: tuple) -> tuple[Tensor, ResidualCodes, dict]:
-    queries, documents, options = case
-    moved = {name: value.cuda() if isinstance(value, Tensor) else value for name, value in options.items()}
-    return queries.cuda(), documents.to("cuda"), moved
 
 
 def check(queries: Tensor, documents: ResidualCodes, options: dict) -> Tensor:
@@ -101,39 +89,9 @@ def test_nan_and_a_long_document() -> None:
     assert by_kernels(queries, documents).isnan().tolist() == [[False, False], [True, True]]
 
 
-def test_graph_and_compile() -> None:
-    documents, queries = residual_codes([180, 0, 40] * 20, 128, 4).to("cuda"), unit(4, 32, 128, dtype=torch.bfloat16)
-    expected = maxsim_residual(queries, documents)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = maxsim_residual(queries, documents)
-    found.zero_()
-    graph.replay()
-    assert torch.equal(found, expected)
-    assert torch.equal(torch.compile(maxsim_residual, fullgraph=True)(queries, documents), expected)
-
-
-def test_waits_for_nothing() -> None:
-    documents, queries = residual_codes([180, 0, 40] * 20, 128, 4).to("cuda"), unit(4, 32, 128, dtype=torch.bfloat16)
-    candidates = torch.randint(-1, 60, (4, 20), device="cuda")
-    queries.requires_grad_()
-    for options in ({}, {"candidates": candidates, "reduction": "mean", "empty_score": -1.0}):
-        maxsim_residual(queries, documents, **options).sum().backward()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            maxsim_residual(queries, documents, **options).sum().backward()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-
-
 def test_memory_is_that_of_scores() -> None:
     documents, queries = residual_codes([180] * 2000, 128, 4).to("cuda"), unit(32, 32, 128, dtype=torch.bfloat16)
-    maxsim_residual(queries, documents)
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    maxsim_residual(queries, documents)
-    assert torch.cuda.max_memory_allocated() - before < 2 * 4 * 32 * 2000
+    assert memory_of(lambda: maxsim_residual(queries, documents))[0] < 2 * 4 * 32 * 2000
 
 
 def test_trained_and_compressed_here() -> None:

@@ -44,14 +44,6 @@ def encoder(tiny_encoder_path: str) -> Any:  # noqa: F811
     return MultiVectorEncoder(tiny_encoder_path, device="cuda")
 
 
-@pytest.fixture(autouse=True)
-def exact_float32() -> Any:
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    yield
-    torch.set_float32_matmul_precision(before)
-
-
 def batch(model: Any, texts: Any, count: int) -> list[dict[str, Any]]:  # noqa: F811
     columns = [model.preprocess(texts(10 * count + i, 11, 4 + 5 * i)) for i in range(count + 1)]
     return [{k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in column.items()} for column in columns]

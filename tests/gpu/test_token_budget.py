@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 
-pytest.importorskip("pylate")
-
-from pylate_flash import losses, models
+from pylate_flash.hosts import HOSTS
 from pylate_flash.training.token_budget import largest_token_budget
+from tests.gpu.tools import memory_limit
+from tests.hosts.conftest import texts, tiny_encoder_path  # noqa: F401  (fixtures)
 
 pytestmark = pytest.mark.gpu
 
@@ -21,36 +22,33 @@ PAIRS = 2048
 
 
 @pytest.fixture
-def model(colbert_path: str) -> Iterator[models.ColBERT]:
+def model(colbert_path: str) -> Iterator[Any]:
+    """PyLate's."""
+    from pylate_flash import models
+
     found = models.ColBERT(colbert_path, device="cuda", document_length=100, scorer="pylate_flash").train()
-    torch.cuda.empty_cache()
-    _, total = torch.cuda.mem_get_info()
-    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + BYTES) / total)
-    try:
+    with memory_limit(BYTES):
         yield found
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-def columns(model: models.ColBERT, seed: int) -> list[dict[str, torch.Tensor]]:
+def columns(model: Any, seed: int) -> list[dict[str, torch.Tensor]]:
     """Pairs of random letters, a token each; some documents have all the tokens that one may have."""
     random = torch.Generator().manual_seed(seed)
-    texts = []
+    batch = []
     for most in (20, 120):
         lengths = torch.randint(5, most, (PAIRS,), generator=random).tolist()
-        texts.append(
-            [" ".join(chr(97 + number % 26) for number in range(index, index + n)) for index, n in enumerate(lengths)]
-        )
-    batch = [model.tokenize(column, is_query=not index, pad=True) for index, column in enumerate(texts)]
-    return [{name: value.cuda() for name, value in column.items()} for column in batch]
+        column = [" ".join(chr(97 + number % 26) for number in range(i, i + n)) for i, n in enumerate(lengths)]
+        batch.append(model.tokenize(column, is_query=most == 20, pad=True))
+    return batch
 
 
-def train(model: models.ColBERT, loss: losses.CachedContrastive, half: bool, steps: int) -> list[float]:
+def train(model: Any, loss: Any, half: bool, batches: list[list[dict]]) -> list[float]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     values = []
-    for seed in range(steps):
+    for batch in batches:
+        there = [{k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in column.items()} for column in batch]
         with torch.autocast("cuda", dtype=torch.bfloat16, enabled=half):
-            value = loss(columns(model, seed))
+            value = loss(there)
         value.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -58,31 +56,56 @@ def train(model: models.ColBERT, loss: losses.CachedContrastive, half: bool, ste
     return values
 
 
-@pytest.mark.parametrize("half", [False, True], ids=["float32", "bfloat16"])
-def test_the_budget_found_is_the_end_of_memory_and_trains(model: models.ColBERT, half: bool) -> None:
-    loss = losses.CachedContrastive(model, temperature=2.0)
+def found_budget(model: Any, loss: Any, most: int, length: int, dtype: torch.dtype | None = None) -> int:
+    """It leaves everything as if nothing had been tried."""
     # What libraries keep from their first call on.
-    assert largest_token_budget(loss, 4, torch.bfloat16 if half else None) == 400
+    assert largest_token_budget(loss, 4, dtype) == 4 * length
     before, state = torch.cuda.memory_allocated(), torch.cuda.get_rng_state()
-    budget = largest_token_budget(loss, PAIRS, torch.bfloat16 if half else None)
-    assert 100 <= budget < PAIRS * 100, "memory must not suffice for the whole batch"
-    assert budget % 100 == 0
-    # As if nothing had been tried.
+    budget = largest_token_budget(loss, most, dtype)
+    assert length <= budget < most * length, "memory must not suffice for the whole batch"
+    assert budget % length == 0
     assert torch.cuda.memory_allocated() == before
     assert torch.equal(torch.cuda.get_rng_state(), state)
     assert all(parameter.grad is None for parameter in model.parameters())
+    return budget
+
+
+@pytest.mark.parametrize("half", [False, True], ids=["float32", "bfloat16"])
+def test_the_budget_found_is_the_end_of_memory_and_trains(model: Any, half: bool) -> None:
+    from pylate_flash import losses
+
+    loss = losses.CachedContrastive(model, temperature=2.0)
+    budget = found_budget(model, loss, PAIRS, 100, torch.bfloat16 if half else None)
     loss.mini_batch_size, loss.mini_batch_num_tokens = None, budget
-    values = train(model, loss, half, steps=4)
-    assert all(map(math.isfinite, values))
+    assert all(map(math.isfinite, train(model, loss, half, [columns(model, seed) for seed in range(4)])))
     # The trial did not give up early: a few times as much does not fit.
     loss.mini_batch_num_tokens = 6 * budget
     with pytest.raises(torch.OutOfMemoryError):
-        train(model, loss, half, steps=1)
+        train(model, loss, half, [columns(model, 0)])
 
 
-def test_the_limit_of_the_process_counts(model: models.ColBERT) -> None:
+def test_the_limit_of_the_process_counts(model: Any) -> None:
     """Not the memory of the GPU, of which a tenth is more than this process may have."""
+    from pylate_flash import losses
+
     _, total = torch.cuda.mem_get_info()
     if total < 20 * BYTES:
         pytest.skip("the GPU is small")
     assert largest_token_budget(losses.CachedContrastive(model), PAIRS) >= 100
+
+
+@pytest.mark.skipif(not HOSTS["sentence-transformers"].is_there(), reason="sentence-transformers 6 is not installed")
+def test_the_budget_of_a_multi_vector_encoder(tiny_encoder_path: str, texts: Callable[..., list[str]]) -> None:  # noqa: F811
+    from sentence_transformers import MultiVectorEncoder
+
+    from pylate_flash.hosts.sentence_transformers import losses
+
+    model = MultiVectorEncoder(tiny_encoder_path, device="cuda").train()
+    with memory_limit(BYTES):
+        loss = losses.CachedMultiVectorMultipleNegativesRankingLoss(model)
+        loss.mini_batch_num_tokens = found_budget(model, loss, 8192, 64)
+        batch = [
+            model.preprocess(texts(seed, PAIRS, longest), task=task)
+            for seed, longest, task in ((0, 9, "query"), (1, 80, "document"))
+        ]
+        assert all(map(math.isfinite, train(model, loss, False, [batch])))

@@ -25,7 +25,9 @@ def tiny_encoder_path(tmp_path_factory):
     from sentence_transformers.base.modules import Dense, Normalize, Transformer
     from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
-    from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
+
+    from tests.pylate_checkpoint import save_bert
 
     folder = tmp_path_factory.mktemp("tiny-encoder")
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
@@ -36,21 +38,8 @@ def tiny_encoder_path(tmp_path_factory):
         single="[CLS] $A [SEP]", special_tokens=[(name, vocabulary[name]) for name in ("[CLS]", "[SEP]")]
     )
     names = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"), special, strict=True))
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(folder / "bert")
     torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=len(vocabulary),
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=64,
-        max_position_embeddings=64,
-        # Scaled up from BERT's 0.02, so that different tokens get clearly different embeddings.
-        initializer_range=0.2,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
-    BertModel(config).save_pretrained(folder / "bert")
+    save_bert(folder / "bert", PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names), 32, positions=64)
     token = {"module_input_name": "token_embeddings"}
     modules: list[Any] = [
         Transformer(str(folder / "bert")),

@@ -119,6 +119,34 @@ def differentiated(loss: Tensor, leaves: tuple[Tensor, ...]) -> tuple[Tensor, ..
     return loss.detach(), *torch.autograd.grad((loss * weight).sum(), leaves)
 
 
+def loss_problem(
+    loss: str,
+    queries: Tensor,
+    documents: Tensor,
+    labelled: bool = False,
+    masks: str = "",
+    scoring: dict | None = None,
+    **options,
+) -> LossCase:
+    """With `masks` of "queries" or "documents", of type "int64" or "float", and of queries maybe "weights"."""
+    generator = torch.Generator(queries.device).manual_seed(0)
+    drawn: dict = {"generator": generator, "device": queries.device}
+    found = []
+    for name, embeddings in (("queries", queries), ("documents", documents)):
+        mask = torch.rand(embeddings.shape[:-1], **drawn) > 0.4
+        if name == "queries" and "weights" in masks:
+            mask = mask * (0.25 + 2 * torch.rand(mask.shape, **drawn))
+        mask = mask.long() if "int64" in masks else mask.float() if "float" in masks else mask
+        found.append(mask if name in masks else None)
+    shape, target = (len(queries), documents.shape[-3]), None
+    if loss != "cross entropy":
+        target = torch.randn(shape, **drawn)
+    elif labelled:
+        target = torch.randint(shape[1], shape[:1], **drawn)
+    options = ({} if loss == "margin MSE" else {"temperature": 2.0}) | options
+    return LossCase(Case(queries, documents, *found, scoring or {}), loss, target, options)
+
+
 @st.composite
 def loss_cases(draw: st.DrawFn, dtypes: tuple[torch.dtype, ...] = (torch.float32,), **limits) -> LossCase:
     case = draw(cases(dtypes=dtypes, **limits))

@@ -15,7 +15,7 @@ from pylate_flash.kernels.losses import ChunkedLoss, cross_entropy, rescale
 from pylate_flash.ops import kernel_calls, kl_divergence_reference, margin_mse_reference
 from pylate_flash.problem import Comparison, Targets
 from tests.ops.cases import Case, relative_error
-from tests.ops.loss_cases import LOSSES, LossCase, check_results, loss_cases
+from tests.ops.loss_cases import LOSSES, LossCase, check_results, loss_cases, loss_problem
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")
 
@@ -44,33 +44,10 @@ def test_equal_scores() -> None:
         assert statistics.accuracy == accuracy
 
 
-def problem(
-    loss: str,
-    queries: tuple[int, ...],
-    documents: tuple[int, ...],
-    labelled: bool = False,
-    masks: str = "",
-    scoring: dict | None = None,
-    **options,
-) -> LossCase:
-    """With `masks` of "queries" or "documents", of type "int64" or "float", and of queries maybe "weights"."""
+def problem(loss: str, queries: tuple[int, ...], documents: tuple[int, ...], *how, **options) -> LossCase:
     generator = torch.Generator().manual_seed(0)
-    found = []
-    for name, shape in (("queries", queries), ("documents", documents)):
-        mask = torch.rand(shape[:-1], generator=generator) > 0.4
-        if name == "queries" and "weights" in masks:
-            mask = mask * (0.25 + 2 * torch.rand(shape[:-1], generator=generator))
-        mask = mask.long() if "int64" in masks else mask.float() if "float" in masks else mask
-        found.append(mask if name in masks else None)
     embeddings = (torch.randn(shape, generator=generator) for shape in (queries, documents))
-    case = Case(*embeddings, *found, scoring or {})
-    shape = queries[0], documents[-3]
-    target = None
-    if loss != "cross entropy":
-        target = torch.randn(shape, generator=generator)
-    elif labelled:
-        target = torch.randint(shape[1], shape[:1], generator=generator)
-    return LossCase(case, loss, target, ({} if loss == "margin MSE" else {"temperature": 2.0}) | options)
+    return loss_problem(loss, *embeddings, *how, **options)
 
 
 def by_kernels(case: LossCase, leaves: tuple[torch.Tensor, ...], **options) -> torch.Tensor:

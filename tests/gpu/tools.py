@@ -1,0 +1,157 @@
+"""What the tests on a GPU share: embeddings, what a call is watched for, and its results against a definition."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pylate_flash.ops import pack
+from pylate_flash.ops.tensor_files import TensorContainer
+from tests.ops.cases import Case, gradients, relative_error
+from tests.ops.test_quantized import PRECISIONS as EVERY_PRECISION
+
+HALF, FLOAT = torch.bfloat16, torch.float32
+DTYPES = (torch.float16, HALF, FLOAT)
+
+# Without a GPU, these tests are skipped.
+CAPABILITY = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
+PRECISIONS = EVERY_PRECISION if CAPABILITY >= (8, 9) else EVERY_PRECISION[:2]
+
+
+def unit(*shape: int, dtype: torch.dtype = FLOAT, seed: int = 0) -> Tensor:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return F.normalize(torch.randn(*shape, device="cuda", generator=generator), dim=-1).to(dtype)
+
+
+def exact(*shape: int, dtype: torch.dtype, seed: int = 0, parts: int = 4, most: int = 3) -> Tensor:
+    """Multiples of 1 / parts, of which products and sums are exact in every type: no rounding chooses a winner."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return (torch.randint(-most, most + 1, shape, generator=generator, device="cuda") / parts).to(dtype)
+
+
+def random_mask(shape: tuple[int, ...], share: float = 0.7, seed: int = 2) -> Tensor:
+    return torch.rand(shape, device="cuda", generator=torch.Generator("cuda").manual_seed(seed)) < share
+
+
+def packed_of(queries: list[Tensor], documents: list[Tensor]) -> tuple[Tensor, ...]:
+    """The tokens of both, and the boundaries of both."""
+    (queries_values, queries_bounds), (documents_values, documents_bounds) = pack(queries), pack(documents)
+    return queries_values, documents_values, queries_bounds, documents_bounds
+
+
+def on_gpu(value: Any, kept: tuple[str, ...] = ()) -> Any:
+    """A case there, with all tensors in it but those of these names."""
+    if isinstance(value, (Tensor, TensorContainer)):
+        return value.to("cuda")
+    if isinstance(value, (tuple, list)):
+        return type(value)(on_gpu(item, kept) for item in value)
+    if isinstance(value, dict):
+        return {name: item if name in kept else on_gpu(item, kept) for name, item in value.items()}
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{field.name: on_gpu(getattr(value, field.name), kept) for field in fields(value)})
+    return value
+
+
+def equal(found: Any, expected: Any) -> bool:
+    """Whether tensors, or None, are the same to the bit."""
+    return all(a is b is None or torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def check(function: Callable[..., Tensor], definition: Callable[..., Tensor], case: Case, large: bool = False) -> None:
+    """Scores and gradients equal those of the definition in float64 on the same, already rounded, inputs.
+
+    Those of a large case as a whole, whose gradients have one direction too.
+    """
+    with torch.no_grad():
+        scores = function(*case.tensors, **case.keywords)
+        expected = definition(*case.doubled().tensors, **case.keywords)
+    if large:
+        assert relative_error(scores, expected) <= 2e-6
+    else:
+        torch.testing.assert_close(scores.double(), expected, rtol=2e-6, atol=2e-6)
+    for gradient, right in zip(gradients(function, case), gradients(definition, case.doubled()), strict=True):
+        assert gradient.dtype == case.queries.dtype
+        assert relative_error(gradient, right) <= (1e-5 if gradient.dtype == FLOAT else 1e-2)
+        assert not large or F.cosine_similarity(gradient.double().flatten(), right.flatten(), dim=0) >= 0.9999
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    """What waits for the GPU in this block is an error."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@contextmanager
+def compilations() -> Iterator[list[str]]:
+    """What Triton compiles, a binary found on disk included."""
+    from triton import knobs
+
+    compiled: list[str] = []
+    knobs.runtime.jit_post_compile_hook = lambda **about: compiled.append(about["repr"]) and None
+    try:
+        yield compiled
+    finally:
+        knobs.runtime.jit_post_compile_hook = None
+
+
+@contextmanager
+def products_in(precision: str) -> Iterator[None]:
+    """With products of float32 of this precision."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def on_another_stream(step: Callable[[], Any]) -> Any:
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        found = step()
+    stream.synchronize()
+    return found
+
+
+def captured(step: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
+    """What a step that has run returns from a CUDA graph, and what replays that."""
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step()
+    return found, graph.replay
+
+
+def memory_of(step: Callable[[], Any]) -> tuple[int, int]:
+    """The bytes that a step takes at its peak when it runs again, and those of the tensors that it returns."""
+    step()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    found = step()
+    taken = torch.cuda.max_memory_allocated() - before
+    return taken, sum(tensor.nbytes for tensor in (found if isinstance(found, tuple) else (found,)))
+
+
+@contextmanager
+def memory_limit(nbytes: int) -> Iterator[None]:
+    """While this process may have so many bytes beyond what it holds."""
+    torch.cuda.empty_cache()
+    _, total = torch.cuda.mem_get_info()
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + nbytes) / total)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
