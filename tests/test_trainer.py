@@ -7,7 +7,9 @@ import json
 import logging
 import pickle
 import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pylate.losses
 import pylate.models
@@ -25,22 +27,21 @@ from pylate_flash.training import contrast
 
 TOPICS = ["sorting", "hashing", "parsing", "reading", "writing", "joining", "slicing", "mapping"]
 TOPICS += ["folding", "caching", "testing", "logging"]
-LENGTHS = {"query_length": 8, "document_length": 16}
+
+
+def tiny(path: str, **flags) -> models.ColBERT:
+    return models.ColBERT(path, device="cpu", query_length=8, document_length=16, **flags)
 
 
 @pytest.fixture
 def model(tiny_colbert_path: str) -> models.ColBERT:
-    return models.ColBERT(tiny_colbert_path, device="cpu", **LENGTHS)
+    return tiny(tiny_colbert_path)
 
 
 @pytest.fixture
 def pairs() -> Dataset:
-    return Dataset.from_dict(
-        {
-            "query": [f"what is {topic}?" for topic in TOPICS],
-            "positive": [f"{topic}, in short, is explained here." for topic in TOPICS],
-        }
-    )
+    columns = {"query": "what is {}?", "positive": "{}, in short, is explained here."}
+    return Dataset.from_dict({name: [text.format(topic) for topic in TOPICS] for name, text in columns.items()})
 
 
 @pytest.fixture
@@ -50,36 +51,46 @@ def triplets(pairs: Dataset) -> Dataset:
 
 @pytest.fixture
 def distillation() -> Dataset:
-    queries = Dataset.from_dict({"query_id": ["q0", "q1", "q2", "q3"], "text": [f"what is {t}?" for t in TOPICS[:4]]})
+    ids = ["q0", "q1", "q2", "q3"]
+    queries = Dataset.from_dict({"query_id": ids, "text": [f"what is {t}?" for t in TOPICS[:4]]})
     documents = Dataset.from_dict({"document_id": [f"d{i}" for i in range(12)], "text": TOPICS})
-    train = Dataset.from_dict(
-        {
-            "query_id": ["q0", "q1", "q2", "q3"],
-            "document_ids": [[f"d{(i + j) % 12}" for j in range(3)] for i in range(4)],
-            "scores": [[0.9, 0.3, 0.1]] * 4,
-        }
-    )
+    candidates = [[f"d{(i + j) % 12}" for j in range(3)] for i in range(4)]
+    train = Dataset.from_dict({"query_id": ids, "document_ids": candidates, "scores": [[0.9, 0.3, 0.1]] * 4})
     train.set_transform(KDProcessing(queries=queries, documents=documents).transform)
     return train
 
 
 def arguments(tmp_path: Path, **overrides) -> ColBERTTrainingArguments:
-    defaults = {
-        "output_dir": str(tmp_path / "run"),
-        "max_steps": 2,
-        "per_device_train_batch_size": 4,
-        "learning_rate": 1e-3,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "use_cpu": True,
-    }
-    return ColBERTTrainingArguments(**{**defaults, **overrides})
+    lengths = {"max_steps": 2, "per_device_train_batch_size": 4, "learning_rate": 1e-3, "logging_steps": 1}
+    quiet = {"save_strategy": "no", "report_to": "none", "disable_tqdm": True, "use_cpu": True}
+    return ColBERTTrainingArguments(**{"output_dir": str(tmp_path / "run")} | lengths | quiet | overrides)
+
+
+@pytest.fixture
+def trainer(model: models.ColBERT, pairs: Dataset, tmp_path: Path) -> Callable[..., ColBERTTrainer]:
+    """Makes a trainer of the model on the pairs, unless others are given, and of arguments with these changes."""
+
+    def make(
+        loss: Any = None, data: Any = pairs, model: Any = model, own: dict | None = None, args: Any = None, **changes
+    ) -> ColBERTTrainer:
+        args = args or arguments(tmp_path, **changes)
+        return ColBERTTrainer(model=model, args=args, train_dataset=data, loss=loss, **own or {})
+
+    return make
 
 
 def training_logs(trainer: ColBERTTrainer) -> list[dict[str, float]]:
     return [entry for entry in trainer.state.log_history if "loss" in entry]
+
+
+def trained(trainer: ColBERTTrainer) -> list[dict[str, float]]:
+    """What a whole run logs."""
+    trainer.train()
+    return training_logs(trainer)
+
+
+def weights_of(model: torch.nn.Module) -> torch.Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
 def saved_config(folder: str | Path) -> dict:
@@ -126,21 +137,21 @@ class SlowEvaluator(SentenceEvaluator):
         return {"nothing": 0.0}
 
 
-def test_training_learns_and_saves_the_flag(model: models.ColBERT, pairs: Dataset, tmp_path: Path) -> None:
-    args = arguments(
-        tmp_path, max_steps=5, scorer="pylate_flash", masking="zero", save_strategy="steps", save_steps=5, seed=1
-    )
-    trainer = ColBERTTrainer(model=model, args=args, train_dataset=pairs)
-    assert isinstance(trainer.loss, losses.Contrastive)
-    assert isinstance(trainer.data_collator, ColBERTCollator)
-    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
-    trainer.train()
-    entries = training_logs(trainer)
+Make = Callable[..., ColBERTTrainer]
+
+
+def test_training_learns_and_saves_the_flag(trainer: Make, model: models.ColBERT, tmp_path: Path) -> None:
+    flags = {"scorer": "pylate_flash", "masking": "zero"}
+    made = trainer(max_steps=5, **flags, save_strategy="steps", save_steps=5, seed=1)
+    assert isinstance(made.loss, losses.Contrastive)
+    assert isinstance(made.data_collator, ColBERTCollator)
+    before = weights_of(model)
+    entries = trained(made)
     assert [entry["step"] for entry in entries] == [1, 2, 3, 4, 5]
     assert entries[-1]["loss"] < entries[0]["loss"]
-    assert any(not torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
+    assert not torch.equal(weights_of(model), before)
 
-    trainer.save_model(str(tmp_path / "saved"))
+    made.save_model(str(tmp_path / "saved"))
     for folder in (tmp_path / "run" / "checkpoint-5", tmp_path / "saved"):
         assert saved_config(folder)["scorer"] == "pylate_flash"
         loaded = models.ColBERT(str(folder), device="cpu")
@@ -152,106 +163,75 @@ def test_same_steps_as_sentence_transformers_trainer(tiny_colbert_path: str, tri
     """Only what is logged differs: the same loss and data give the same weights."""
     weights = []
     for trainer_class in (SentenceTransformerTrainer, ColBERTTrainer):
-        model = models.ColBERT(tiny_colbert_path, device="cpu", **LENGTHS)
+        model = tiny(tiny_colbert_path)
         own = {"data_collator": ColBERTCollator(model.tokenize)} if trainer_class is SentenceTransformerTrainer else {}
-        trainer_class(
-            model=model,
-            args=arguments(tmp_path, batch_sampler="no_duplicates"),
-            train_dataset=triplets,
-            loss=losses.CachedContrastive(model, mini_batch_size=2),
-            **own,
-        ).train()
-        weights.append(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
+        args, loss = (
+            arguments(tmp_path, batch_sampler="no_duplicates"),
+            losses.CachedContrastive(model, mini_batch_size=2),
+        )
+        trainer_class(model=model, args=args, train_dataset=triplets, loss=loss, **own).train()
+        weights.append(weights_of(model))
     assert torch.equal(*weights)
 
 
 def test_logged_numbers(
-    model: models.ColBERT, triplets: Dataset, tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    trainer: Make, model: models.ColBERT, triplets: Dataset, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two log entries of two steps of two batches each; evaluation after every step takes no training time."""
     loss = Observed(model, clock=clock)
     monkeypatch.setattr("pylate_flash.training.trainer_mixin._peak_memory", lambda device: 3 * 2**20)
-    args = arguments(
-        tmp_path,
-        max_steps=4,
-        logging_steps=2,
-        gradient_accumulation_steps=2,
-        per_device_train_batch_size=3,
-        eval_strategy="steps",
-        eval_steps=1,
-    )
+    steps = {"max_steps": 4, "logging_steps": 2, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 3}
     with pytest.warns(UserWarning, match="gradient_accumulation_steps=2"):
-        trainer = ColBERTTrainer(
-            model=model, args=args, train_dataset=triplets, loss=loss, evaluator=SlowEvaluator(clock)
+        made = trainer(
+            loss, triplets, own={"evaluator": SlowEvaluator(clock)}, **steps, eval_strategy="steps", eval_steps=1
         )
-    trainer.train()
+    entries = trained(made)
     assert clock.now == 8 * 2 + 4 * 1000
     assert len(loss.tokens) == 8
-    entries = training_logs(trainer)
     assert [entry["step"] for entry in entries] == [2, 4]
     for entry, tokens in zip(entries, (loss.tokens[:4], loss.tokens[4:]), strict=True):
         assert entry["tokens_per_second"] == round(sum(tokens) / 8, 1)
         assert entry["in_batch_negatives_per_query"] == 3 * 2 - 1
         assert entry["peak_memory_mib"] == 3.0
-    others = [entry for entry in trainer.state.log_history if "loss" not in entry]
+    others = [entry for entry in made.state.log_history if "loss" not in entry]
     assert others
     assert not any("tokens_per_second" in entry for entry in others)
 
 
+def operation_of(name: str) -> str:
+    return "maxsim_kl_divergence" if name == "Distillation" else "maxsim_cross_entropy"
+
+
 @pytest.mark.parametrize(("name", "passes"), [("Contrastive", 2), ("CachedContrastive", 4), ("Distillation", 2)])
 def test_the_share_of_the_loss(
-    model: models.ColBERT,
-    pairs: Dataset,
-    distillation: Dataset,
-    name: str,
-    passes: int,
-    tmp_path: Path,
-    clock: Clock,
+    trainer: Make, model: models.ColBERT, pairs: Dataset, distillation: Dataset, name: str, passes: int, clock: Clock,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+) -> None:  # fmt: skip
     """An operation of half a second, after and before passes of the encoder of one; evaluation does not count."""
     monkeypatch.setattr("pylate_flash.training.contrast.time", clock)
-    operation = "maxsim_kl_divergence" if name == "Distillation" else "maxsim_cross_entropy"
-    compute = getattr(contrast, operation)
+    compute = getattr(contrast, operation_of(name))
 
     def pass_time(seconds: float) -> None:
         clock.now += seconds
 
-    monkeypatch.setattr(contrast, operation, lambda *args, **kwargs: pass_time(0.5) or compute(*args, **kwargs))
+    monkeypatch.setattr(contrast, operation_of(name), lambda *args, **how: pass_time(0.5) or compute(*args, **how))
     model[0].register_forward_pre_hook(lambda *_: pass_time(1.0))
     data = distillation if name == "Distillation" else pairs
-    trainer = ColBERTTrainer(
-        model=model,
-        args=arguments(tmp_path, eval_strategy="steps", eval_steps=1),
-        train_dataset=data,
-        eval_dataset=data,
-        loss=getattr(losses, name)(model),
-    )
-    trainer.train()
-    entries = training_logs(trainer)
-    assert [entry["loss_time_share"] for entry in entries] == [round(0.5 / (passes + 0.5), 4)] * 2
+    made = trainer(getattr(losses, name)(model), data, own={"eval_dataset": data}, eval_strategy="steps", eval_steps=1)
+    assert [entry["loss_time_share"] for entry in trained(made)] == [round(0.5 / (passes + 0.5), 4)] * 2
 
 
-def test_no_share_of_a_loss_from_elsewhere(model: models.ColBERT, pairs: Dataset, tmp_path: Path) -> None:
-    loss = pylate.losses.Contrastive(model)
-    trainer = ColBERTTrainer(model=model, args=arguments(tmp_path, max_steps=1), train_dataset=pairs, loss=loss)
-    trainer.train()
-    assert "loss_time_share" not in training_logs(trainer)[0]
+def test_no_share_of_a_loss_from_elsewhere(trainer: Make, model: models.ColBERT) -> None:
+    assert "loss_time_share" not in trained(trainer(pylate.losses.Contrastive(model), max_steps=1))[0]
 
 
-def test_negatives_of_a_short_last_batch_are_averaged(
-    model: models.ColBERT, pairs: Dataset, tmp_path: Path, clock: Clock
-) -> None:
-    args = arguments(tmp_path, logging_steps=2, per_device_train_batch_size=8)
-    trainer = ColBERTTrainer(model=model, args=args, train_dataset=pairs, loss=Observed(model, clock=clock))
-    trainer.train()
-    assert [entry["in_batch_negatives_per_query"] for entry in training_logs(trainer)] == [((8 - 1) + (4 - 1)) / 2]
+def test_negatives_of_a_short_last_batch_are_averaged(trainer: Make, model: models.ColBERT, clock: Clock) -> None:
+    (entry,) = trained(trainer(Observed(model, clock=clock), logging_steps=2, per_device_train_batch_size=8))
+    assert entry["in_batch_negatives_per_query"] == ((8 - 1) + (4 - 1)) / 2
 
 
-def test_peak_memory_is_this_process(model: models.ColBERT, pairs: Dataset, tmp_path: Path) -> None:
-    trainer = ColBERTTrainer(model=model, args=arguments(tmp_path, max_steps=1), train_dataset=pairs)
-    trainer.train()
-    (entry,) = training_logs(trainer)
+def test_peak_memory_is_this_process(trainer: Make) -> None:
+    (entry,) = trained(trainer(max_steps=1))
     # More than the weights, in MiB and not KiB, and less than a machine.
     assert 50 < entry["peak_memory_mib"] < 2**20
     assert entry["tokens_per_second"] > 0
@@ -259,12 +239,11 @@ def test_peak_memory_is_this_process(model: models.ColBERT, pairs: Dataset, tmp_
 
 @pytest.mark.parametrize("name", ["Contrastive", "CachedContrastive"])
 def test_gradient_accumulation_is_warned_about_once(
-    model: models.ColBERT, pairs: Dataset, tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+    trainer: Make, model: models.ColBERT, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    args = arguments(tmp_path, gradient_accumulation_steps=4)
     with warnings.catch_warnings(record=True) as caught, caplog.at_level(logging.WARNING, "pylate_flash"):
         warnings.simplefilter("always")
-        ColBERTTrainer(model=model, args=args, train_dataset=pairs, loss=getattr(losses, name)(model))
+        trainer(getattr(losses, name)(model), gradient_accumulation_steps=4)
     for messages in ([str(w.message) for w in caught], caplog.messages):
         (message,) = [m for m in messages if "gradient_accumulation_steps=4" in m]
         assert f"{name} more in-batch negatives" in message
@@ -272,66 +251,44 @@ def test_gradient_accumulation_is_warned_about_once(
         assert "per_device_train_batch_size=16" in message
 
 
-def test_no_warning_where_accumulation_is_fine(
-    model: models.ColBERT, pairs: Dataset, distillation: Dataset, tmp_path: Path
-) -> None:
+def test_no_warning_where_accumulation_is_fine(trainer: Make, model: models.ColBERT, distillation: Dataset) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        ColBERTTrainer(model=model, args=arguments(tmp_path), train_dataset=pairs)
-        ColBERTTrainer(
-            model=model,
-            args=arguments(tmp_path, gradient_accumulation_steps=2),
-            train_dataset=distillation,
-            loss=losses.Distillation(model),
-        )
+        trainer()
+        trainer(losses.Distillation(model), distillation, gradient_accumulation_steps=2)
 
 
 @pytest.mark.parametrize("name", ["Contrastive", "CachedContrastive", "Distillation"])
 def test_under_bf16_the_loss_is_computed_in_it_and_is_the_same(
-    model: models.ColBERT,
-    triplets: Dataset,
-    distillation: Dataset,
-    name: str,
-    tmp_path: Path,
+    trainer: Make, model: models.ColBERT, triplets: Dataset, distillation: Dataset, name: str,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+) -> None:  # fmt: skip
     """accelerate gives the loss float32 embeddings outside of autocast. They are bfloat16 numbers."""
-    operation = "maxsim_kl_divergence" if name == "Distillation" else "maxsim_cross_entropy"
-    values, compute = [], getattr(contrast, operation)
+    values, compute = [], getattr(contrast, operation_of(name))
 
-    def compared(*args, **kwargs):
+    def in_float32(value: Any) -> Any:
+        return value.float() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+    def compared(*args, **how):
         assert torch.is_autocast_enabled("cpu")
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
-            exact = compute(*(value.float() for value in args), **kwargs | tensors_in_float32(kwargs))
-        value = compute(*args, **kwargs)
+            exact = compute(*map(in_float32, args), **{name: in_float32(value) for name, value in how.items()})
+        value = compute(*args, **how)
         values.append((value.item(), exact.item()))
         return value
 
-    monkeypatch.setattr(contrast, operation, compared)
+    monkeypatch.setattr(contrast, operation_of(name), compared)
+    own = {"temperature": 0.2} if name != "Distillation" else {}
     data = distillation if name == "Distillation" else triplets
-    arguments_of_loss = {"temperature": 0.2} if name != "Distillation" else {}
-    loss = getattr(losses, name)(model, **arguments_of_loss)
-    ColBERTTrainer(model=model, args=arguments(tmp_path, bf16=True), train_dataset=data, loss=loss).train()
+    trainer(getattr(losses, name)(model, **own), data, bf16=True).train()
     assert len(values) == 2
     for value, exact in values:
         assert value == pytest.approx(exact, rel=1e-5)
         assert value > 0
 
 
-def tensors_in_float32(arguments: dict) -> dict:
-    return {
-        name: value.float()
-        for name, value in arguments.items()
-        if isinstance(value, torch.Tensor) and value.is_floating_point()
-    }
-
-
-def test_distillation_on_kd_columns(model: models.ColBERT, distillation: Dataset, tmp_path: Path) -> None:
-    trainer = ColBERTTrainer(
-        model=model, args=arguments(tmp_path), train_dataset=distillation, loss=losses.Distillation(model)
-    )
-    trainer.train()
-    entries = training_logs(trainer)
+def test_distillation_on_kd_columns(trainer: Make, model: models.ColBERT, distillation: Dataset) -> None:
+    entries = trained(trainer(losses.Distillation(model), distillation))
     assert len(entries) == 2
     for entry in entries:
         assert entry["loss"] > 0
@@ -340,107 +297,91 @@ def test_distillation_on_kd_columns(model: models.ColBERT, distillation: Dataset
 
 
 def test_a_loss_for_each_dataset(
-    model: models.ColBERT, triplets: Dataset, distillation: Dataset, tmp_path: Path
+    trainer: Make, model: models.ColBERT, triplets: Dataset, distillation: Dataset
 ) -> None:
-    trainer = ColBERTTrainer(
-        model=model,
-        args=arguments(tmp_path, max_steps=4, logging_steps=4, multi_dataset_batch_sampler="round_robin"),
-        train_dataset=DatasetDict(triplets=triplets, distillation=distillation),
-        loss={"triplets": losses.Contrastive(model), "distillation": losses.Distillation(model)},
-    )
-    assert trainer.args.batch_sampler == BatchSamplers.BATCH_SAMPLER
-    trainer.train()
-    (entry,) = training_logs(trainer)
+    made = trainer(
+        {"triplets": losses.Contrastive(model), "distillation": losses.Distillation(model)},
+        DatasetDict(triplets=triplets, distillation=distillation),
+        max_steps=4, logging_steps=4, multi_dataset_batch_sampler="round_robin",
+    )  # fmt: skip
+    assert made.args.batch_sampler == BatchSamplers.BATCH_SAMPLER
+    (entry,) = trained(made)
     # The mean over the triplets' batches alone: a query of the other data set has no in-batch negatives.
     assert entry["in_batch_negatives_per_query"] == 2 * 4 - 1
 
 
-def test_default_batch_sampler(model: models.ColBERT, pairs: Dataset, distillation: Dataset, tmp_path: Path) -> None:
-    def sampler(dataset, loss, **overrides) -> BatchSamplers:
-        args = arguments(tmp_path, **overrides)
-        return ColBERTTrainer(model=model, args=args, train_dataset=dataset, loss=loss).args.batch_sampler
-
-    assert sampler(pairs, losses.Contrastive(model)) == BatchSamplers.NO_DUPLICATES
-    assert sampler(distillation, losses.Distillation(model)) == BatchSamplers.BATCH_SAMPLER
-    assert sampler(pairs.to_iterable_dataset(), losses.Contrastive(model)) == BatchSamplers.BATCH_SAMPLER
-    assert sampler(pairs, losses.Contrastive(model), batch_sampler="batch_sampler") == BatchSamplers.BATCH_SAMPLER
-    reused = arguments(tmp_path)
-    ColBERTTrainer(model=model, args=reused, train_dataset=pairs)
-    trainer = ColBERTTrainer(model=model, args=reused, train_dataset=distillation, loss=losses.Distillation(model))
-    assert trainer.args.batch_sampler == BatchSamplers.BATCH_SAMPLER
-
-
-def test_a_batch_sampler_is_the_default_until_one_is_named(
-    model: models.ColBERT, pairs: Dataset, tmp_path: Path
+def test_default_batch_sampler(
+    trainer: Make, model: models.ColBERT, pairs: Dataset, distillation: Dataset, tmp_path: Path
 ) -> None:
+    def sampler(*given, **changes) -> BatchSamplers:
+        return trainer(*given, **changes).args.batch_sampler
+
+    assert sampler(losses.Contrastive(model)) == BatchSamplers.NO_DUPLICATES
+    assert sampler(losses.Distillation(model), distillation) == BatchSamplers.BATCH_SAMPLER
+    assert sampler(losses.Contrastive(model), pairs.to_iterable_dataset()) == BatchSamplers.BATCH_SAMPLER
+    assert sampler(losses.Contrastive(model), batch_sampler="batch_sampler") == BatchSamplers.BATCH_SAMPLER
+    reused = arguments(tmp_path)
+    trainer(args=reused)
+    assert sampler(losses.Distillation(model), distillation, args=reused) == BatchSamplers.BATCH_SAMPLER
+
+
+def test_a_batch_sampler_is_the_default_until_one_is_named(trainer: Make, tmp_path: Path) -> None:
     """Also in copies of the arguments, and in those that are set later."""
     args = arguments(tmp_path)
     copies = [dataclasses.replace(args, max_steps=3), pickle.loads(pickle.dumps(args))]
     assert args.to_dict()["batch_sampler"] == "batch_sampler"
     for copy in copies:
-        trainer = ColBERTTrainer(model=model, args=copy, train_dataset=pairs)
-        assert trainer.args.batch_sampler == BatchSamplers.NO_DUPLICATES
+        assert trainer(args=copy).args.batch_sampler == BatchSamplers.NO_DUPLICATES
     args.batch_sampler = BatchSamplers.GROUP_BY_LABEL
     named = dataclasses.replace(copies[0], batch_sampler="batch_sampler")
     for given, expected in ((args, "group_by_label"), (named, "batch_sampler")):
-        trainer = ColBERTTrainer(model=model, args=given, train_dataset=pairs)
-        assert trainer.args.batch_sampler == expected
+        assert trainer(args=given).args.batch_sampler == expected
 
 
 def test_the_arguments_make_full_batches_in_any_trainer(model: models.ColBERT, pairs: Dataset, tmp_path: Path) -> None:
     """Also in sentence-transformers' own, which knows nothing of a choice that is left open."""
     args = arguments(tmp_path)
     assert args.batch_sampler == BatchSamplers.BATCH_SAMPLER
-    trainer = SentenceTransformerTrainer(
-        model=model,
-        args=args,
-        train_dataset=pairs,
-        loss=losses.Contrastive(model),
-        data_collator=ColBERTCollator(model.tokenize),
-    )
-    assert [len(batch["query_input_ids"]) for batch in trainer.get_train_dataloader()] == [4, 4, 4]
+    how = {"loss": losses.Contrastive(model), "data_collator": ColBERTCollator(model.tokenize)}
+    batches = SentenceTransformerTrainer(model=model, args=args, train_dataset=pairs, **how).get_train_dataloader()
+    assert [len(batch["query_input_ids"]) for batch in batches] == [4, 4, 4]
 
 
-def test_repeated_documents_do_not_meet_in_a_batch(model: models.ColBERT, tmp_path: Path) -> None:
+def test_repeated_documents_do_not_meet_in_a_batch(trainer: Make) -> None:
     """Every positive occurs twice: as in-batch negatives they would push the model away from the right answer."""
     twice = Dataset.from_dict({"query": [f"q {i}" for i in range(8)], "positive": [f"d {i // 2}" for i in range(8)]})
-    trainer = ColBERTTrainer(model=model, args=arguments(tmp_path), train_dataset=twice)
-    for batch in trainer.get_train_dataloader():
+    for batch in trainer(data=twice).get_train_dataloader():
         documents = batch["positive_input_ids"]
         assert len(documents.unique(dim=0)) == len(documents)
 
 
-def test_plain_pylate_model_gives_the_flag_to_the_losses(
-    tiny_colbert_path: str, pairs: Dataset, tmp_path: Path
-) -> None:
-    plain = pylate.models.ColBERT(tiny_colbert_path, device="cpu", **LENGTHS)
-    args = arguments(tmp_path, max_steps=1, scorer="torch", masking="zero")
-    trainer = ColBERTTrainer(model=plain, args=args, train_dataset=pairs, loss=losses.Contrastive)
-    assert (trainer.loss.scorer, trainer.loss.masking) == ("torch", "zero")
+def test_plain_pylate_model_gives_the_flag_to_the_losses(trainer: Make, tiny_colbert_path: str, tmp_path: Path) -> None:
+    plain = pylate.models.ColBERT(tiny_colbert_path, device="cpu", query_length=8, document_length=16)
+    flags = {"model": plain, "max_steps": 1, "scorer": "torch", "masking": "zero"}
+    made = trainer(losses.Contrastive, **flags)
+    assert (made.loss.scorer, made.loss.masking) == ("torch", "zero")
     own = losses.Contrastive(plain, scorer="pylate_flash")
-    ColBERTTrainer(model=plain, args=args, train_dataset=pairs, loss=own)
+    trainer(own, **flags)
     assert (own.scorer, own.masking) == ("pylate_flash", "zero")
-    trainer.train()
-    trainer.save_model(str(tmp_path / "saved"))
+    made.train()
+    made.save_model(str(tmp_path / "saved"))
     assert "scorer" not in saved_config(tmp_path / "saved")
 
 
 @pytest.mark.parametrize("plain", [False, True])
 @pytest.mark.parametrize("kind_of_loss", [losses.Contrastive, losses.CachedContrastive])
 def test_training_from_hidden_states_is_the_same(
-    plain: bool, kind_of_loss: type, tiny_colbert_path: str, pairs: Dataset, tmp_path: Path
+    trainer: Make, plain: bool, kind_of_loss: type, tiny_colbert_path: str
 ) -> None:
     """Loss by loss, also for a model without flags."""
     runs = []
     for fuse_projection in (None, True):
         kind = pylate.models.ColBERT if plain else models.ColBERT
-        model = kind(tiny_colbert_path, device="cpu", **LENGTHS)
-        args = arguments(tmp_path, max_steps=3, logging_steps=1, seed=1, fuse_projection=fuse_projection)
-        trainer = ColBERTTrainer(model=model, args=args, train_dataset=pairs, loss=kind_of_loss)
-        trainer.train()
-        assert bool(getattr(model, "fuse_projection", trainer.loss.fuse_projection)) == bool(fuse_projection)
-        logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-        runs.append((torch.tensor(logged), model[1].linear.weight.detach()))
+        model = kind(tiny_colbert_path, device="cpu", query_length=8, document_length=16)
+        made = trainer(kind_of_loss, model=model, max_steps=3, seed=1, fuse_projection=fuse_projection)
+        logged = torch.tensor([entry["loss"] for entry in trained(made)])
+        assert bool(getattr(model, "fuse_projection", made.loss.fuse_projection)) == bool(fuse_projection)
+        runs.append((logged, model[1].linear.weight.detach()))
     (logged, weight), (fused_logged, fused_weight) = runs
     assert len(logged) == 3
     torch.testing.assert_close(fused_logged, logged, rtol=1e-4, atol=1e-4)
@@ -449,50 +390,42 @@ def test_training_from_hidden_states_is_the_same(
 
 
 def test_a_scorer_that_no_loss_follows_is_an_error(
-    model: models.ColBERT, tiny_colbert_path: str, pairs: Dataset, tmp_path: Path
+    trainer: Make, model: models.ColBERT, tiny_colbert_path: str, tmp_path: Path
 ) -> None:
-    args = arguments(tmp_path, scorer="pylate_flash")
     for followed in (model, pylate.models.ColBERT(tiny_colbert_path, device="cpu")):
         with pytest.raises(ValueError, match="args: scorer='pylate_flash'.*Contrastive.*pylate_flash.losses"):
-            ColBERTTrainer(model=followed, args=args, train_dataset=pairs, loss=pylate.losses.Contrastive(followed))
+            trainer(pylate.losses.Contrastive(followed), model=followed, scorer="pylate_flash")
     assert model.scorer == "auto"
     for wrong, expected in (({"scorer": "cuda"}, "scorer.*got 'cuda'"), ({"masking": "no"}, "masking.*got 'no'")):
         with pytest.raises(ValueError, match=expected):
             arguments(tmp_path, **wrong)
 
 
-def test_a_scorer_that_cannot_run_here_is_not_replaced(model: models.ColBERT, pairs: Dataset, tmp_path: Path) -> None:
-    trainer = ColBERTTrainer(model=model, args=arguments(tmp_path, scorer="flash"), train_dataset=pairs)
+def test_a_scorer_that_cannot_run_here_is_not_replaced(trainer: Make) -> None:
     with pytest.raises(RuntimeError, match="flash"):
-        trainer.train()
+        trainer(scorer="flash").train()
 
 
-def test_model_init(tiny_colbert_path: str, pairs: Dataset, tmp_path: Path) -> None:
-    trainer = ColBERTTrainer(
-        model_init=lambda: models.ColBERT(tiny_colbert_path, device="cpu", **LENGTHS),
-        args=arguments(tmp_path, scorer="torch"),
-        train_dataset=pairs,
-    )
-    trainer.train()
-    assert trainer.model.scorer == "torch"
-    assert trainer.loss.model is trainer.model
-    assert len(training_logs(trainer)) == 2
+def test_model_init(trainer: Make, tiny_colbert_path: str) -> None:
+    made = trainer(model=None, own={"model_init": lambda: tiny(tiny_colbert_path)}, scorer="torch")
+    assert len(trained(made)) == 2
+    assert made.model.scorer == "torch"
+    assert made.loss.model is made.model
 
 
-def test_resume_keeps_the_flag(tiny_colbert_path: str, pairs: Dataset, tmp_path: Path) -> None:
-    def trainer(scorer: str | None, max_steps: int, own: str | None = None) -> ColBERTTrainer:
-        args = arguments(tmp_path, max_steps=max_steps, save_strategy="steps", save_steps=1, scorer=scorer)
-        model = models.ColBERT(tiny_colbert_path, device="cpu", scorer=own, **LENGTHS)
-        return ColBERTTrainer(model=model, args=args, train_dataset=pairs)
+def test_resume_keeps_the_flag(trainer: Make, tiny_colbert_path: str, tmp_path: Path) -> None:
+    def saving(scorer: str | None, max_steps: int, own: str | None = None) -> ColBERTTrainer:
+        steps = {"max_steps": max_steps, "save_strategy": "steps", "save_steps": 1}
+        return trainer(model=tiny(tiny_colbert_path, scorer=own), scorer=scorer, **steps)
 
-    trainer("torch", max_steps=1).train()
+    saving("torch", max_steps=1).train()
     checkpoint = str(tmp_path / "run" / "checkpoint-1")
     for arguments_scorer, own, expected in (
         (None, None, "torch"),
         ("pylate_flash", None, "pylate_flash"),
         (None, "pylate_flash", "pylate_flash"),
     ):
-        resumed = trainer(arguments_scorer, max_steps=2, own=own)
+        resumed = saving(arguments_scorer, max_steps=2, own=own)
         resumed.train(resume_from_checkpoint=checkpoint)
         assert resumed.state.global_step == 2
         assert resumed.model.scorer == expected
@@ -500,29 +433,26 @@ def test_resume_keeps_the_flag(tiny_colbert_path: str, pairs: Dataset, tmp_path:
         assert [entry["step"] for entry in training_logs(resumed)] == [1, 2]
 
 
-def test_arguments_of_sentence_transformers(model: models.ColBERT, pairs: Dataset, tmp_path: Path) -> None:
+def test_arguments_of_sentence_transformers(trainer: Make, model: models.ColBERT, tmp_path: Path) -> None:
     args = SentenceTransformerTrainingArguments(
         str(tmp_path), max_steps=1, logging_steps=1, report_to="none", use_cpu=True, save_strategy="no", bf16=True
     )
-    trainer = ColBERTTrainer(model=model, args=args, train_dataset=pairs, loss=losses.CachedContrastive(model))
-    trainer.train()
-    (entry,) = training_logs(trainer)
+    (entry,) = trained(trainer(losses.CachedContrastive(model), args=args))
     assert entry["in_batch_negatives_per_query"] == 7
     assert torch.isfinite(torch.tensor(entry["loss"]))
 
 
-def test_prompts_reach_the_collator(model: models.ColBERT, pairs: Dataset, tmp_path: Path) -> None:
-    trainer = ColBERTTrainer(model=model, args=arguments(tmp_path, prompts={"query": "search: "}), train_dataset=pairs)
-    batch = trainer.data_collator([pairs[0]])
+def test_prompts_reach_the_collator(trainer: Make, model: models.ColBERT, pairs: Dataset) -> None:
+    batch = trainer(prompts={"query": "search: "}).data_collator([pairs[0]])
     plain = model.tokenize(["search: " + pairs[0]["query"]], is_query=True, pad=True)
     assert torch.equal(batch["query_input_ids"], plain["input_ids"])
 
 
 def test_a_query_column_with_another_name_is_pointed_out(
-    model: models.ColBERT, pairs: Dataset, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    trainer: Make, pairs: Dataset, caplog: pytest.LogCaptureFixture
 ) -> None:
     for name, warned in (("question", True), ("anchor", False)):
         caplog.clear()
         with caplog.at_level(logging.WARNING, "pylate_flash"):
-            ColBERTTrainer(model=model, args=arguments(tmp_path), train_dataset=pairs.rename_column("query", name))
+            trainer(data=pairs.rename_column("query", name))
         assert any("encodes it as documents" in message for message in caplog.messages) is warned

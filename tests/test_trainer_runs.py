@@ -14,40 +14,30 @@ from transformers import TrainerCallback
 
 from pylate_flash import losses, models
 from pylate_flash.trainer import ColBERTTrainer
-from tests.test_trainer import LENGTHS, TOPICS, arguments, training_logs
+from tests.test_trainer import TOPICS, Make, arguments, model, pairs, tiny, trained, trainer, weights_of  # noqa: F401
 
-
-@pytest.fixture
-def model(tiny_colbert_path: str) -> models.ColBERT:
-    return models.ColBERT(tiny_colbert_path, device="cpu", **LENGTHS)
-
-
-@pytest.fixture
-def pairs() -> Dataset:
-    return Dataset.from_dict({"query": [f"what is {topic}?" for topic in TOPICS], "positive": TOPICS})
+# Names of fixtures.
+# ruff: noqa: F811
 
 
 @pytest.mark.parametrize("kind", ["Contrastive", "Distillation"])
 def test_resuming_in_a_later_epoch_gives_the_same_weights(
-    tiny_colbert_path: str, pairs: Dataset, tmp_path: Path, kind: str
+    trainer: Make, tiny_colbert_path: str, pairs: Dataset, tmp_path: Path, kind: str
 ) -> None:
     """Three steps make an epoch: the lines of the second come in their own order, and dropout goes on."""
-    lists = pairs.add_column("documents", [[topic, "else"] for topic in TOPICS]).add_column(
-        "scores", [[1.0, float(i)] for i in range(len(TOPICS))]
-    )
-    dataset = pairs if kind == "Contrastive" else lists.remove_columns("positive")
+    lists = pairs.remove_columns("positive").add_column("documents", [[topic, "else"] for topic in TOPICS])
+    lists = lists.add_column("scores", [[1.0, float(i)] for i in range(len(TOPICS))])
 
     def run(folder: str, checkpoint: str | None = None) -> torch.Tensor:
-        model = models.ColBERT(tiny_colbert_path, device="cpu", **LENGTHS)
+        model = tiny(tiny_colbert_path)
         for module in model.modules():
             if isinstance(module, torch.nn.Dropout):
                 module.p = 0.2
-        args = arguments(tmp_path, output_dir=str(tmp_path / folder), max_steps=6, save_strategy="steps", save_steps=4)
-        loss = getattr(losses, kind)(model)
-        trainer = ColBERTTrainer(model=model, args=args, train_dataset=dataset, loss=loss)
-        trainer.train(resume_from_checkpoint=checkpoint)
-        assert trainer.state.global_step == 6
-        return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+        steps = {"max_steps": 6, "save_strategy": "steps", "save_steps": 4, "output_dir": str(tmp_path / folder)}
+        made = trainer(getattr(losses, kind)(model), pairs if kind == "Contrastive" else lists, model, **steps)
+        made.train(resume_from_checkpoint=checkpoint)
+        assert made.state.global_step == 6
+        return weights_of(model)
 
     whole = run("whole")
     torch.manual_seed(9)
@@ -76,21 +66,14 @@ class Gradients(TrainerCallback):
 
 @pytest.mark.parametrize("name", ["temperature", "smooth"])
 def test_a_learned_parameter_of_a_loss_begins_each_step_without_a_gradient(
-    model: models.ColBERT, pairs: Dataset, tmp_path: Path, name: str
+    trainer: Make, model: models.ColBERT, name: str
 ) -> None:
     learned = parameter(3.0)
     learned.grad = torch.ones(1)
-    seen = Gradients(learned)
-    args = arguments(tmp_path, max_steps=3, gradient_accumulation_steps=2, per_device_train_batch_size=2)
+    seen, loss = Gradients(learned), losses.Contrastive(model, **{name: learned})
+    steps = {"max_steps": 3, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}
     with pytest.warns(UserWarning, match="gradient_accumulation_steps"):
-        trainer = ColBERTTrainer(
-            model=model,
-            args=args,
-            train_dataset=pairs,
-            loss=losses.Contrastive(model, **{name: learned}),
-            callbacks=[seen],
-        )
-    trainer.train()
+        trainer(loss, own={"callbacks": [seen]}, **steps).train()
     assert seen.at_first == [None] * 3
     assert min(seen.sizes) > 0
     assert learned.item() != 3.0
@@ -100,7 +83,7 @@ def learning(
     tiny_colbert_path: str, folder: Path, pairs: Dataset, together: bool
 ) -> tuple[ColBERTTrainer, list[nn.Parameter]]:
     """A trainer, and what its losses learn: of one loss, or of a dictionary of two that share a temperature."""
-    model = models.ColBERT(tiny_colbert_path, device="cpu", **LENGTHS)
+    model = tiny(tiny_colbert_path)
     temperature, smooth = parameter(2.0), parameter(30.0)
     loss: Any = losses.Contrastive(model, temperature=temperature, smooth=smooth)
     data: Any = pairs
@@ -131,8 +114,7 @@ def test_resuming_goes_on_with_the_parameters_of_the_loss(
     again, resumed = learning(tiny_colbert_path, tmp_path / "again", pairs, together)
     again.train(resume_from_checkpoint=str(checkpoints[0]))
     assert all(torch.equal(*pair) for pair in zip(resumed, learned, strict=True))
-    weights = [torch.cat([one.detach().flatten() for one in each.model.parameters()]) for each in (trainer, again)]
-    assert torch.equal(*weights)
+    assert torch.equal(weights_of(trainer.model), weights_of(again.model))
 
     # As a checkpoint of before is read: it has no such file.
     (checkpoints[1] / "losses.safetensors").unlink()
@@ -150,30 +132,28 @@ def test_parameters_of_another_loss_are_not_read(tiny_colbert_path: str, pairs: 
         learning(tiny_colbert_path, tmp_path, pairs, together=False)[0].train(resume_from_checkpoint=str(checkpoint))
 
 
-def test_no_file_for_a_loss_without_parameters(model: models.ColBERT, pairs: Dataset, tmp_path: Path) -> None:
+def test_no_file_for_a_loss_without_parameters(trainer: Make, tmp_path: Path) -> None:
     """Nor one that a run of before has left."""
     checkpoint = tmp_path / "run" / "checkpoint-1"
     checkpoint.mkdir(parents=True)
     (checkpoint / "losses.safetensors").write_bytes(b"of another run")
-    args = arguments(tmp_path, max_steps=1, save_strategy="steps", save_steps=1)
-    ColBERTTrainer(model=model, args=args, train_dataset=pairs).train()
+    trainer(max_steps=1, save_strategy="steps", save_steps=1).train()
     assert (checkpoint / "trainer_state.json").exists()
     assert not (checkpoint / "losses.safetensors").exists()
 
 
-def test_resuming_does_not_go_on_with_other_adapters(tiny_colbert_path: str, pairs: Dataset, tmp_path: Path) -> None:
+def test_resuming_does_not_go_on_with_other_adapters(trainer: Make, tiny_colbert_path: str, tmp_path: Path) -> None:
     """transformers draws them at random where it does not find those of the checkpoint."""
     peft = pytest.importorskip("peft")
 
-    def trainer() -> ColBERTTrainer:
-        model = models.ColBERT(tiny_colbert_path, device="cpu", **LENGTHS)
+    def adapted() -> ColBERTTrainer:
+        model = tiny(tiny_colbert_path)
         model.add_adapter(peft.LoraConfig(task_type="FEATURE_EXTRACTION", r=4, target_modules=["query", "value"]))
-        args = arguments(tmp_path, max_steps=2, save_strategy="steps", save_steps=1)
-        return ColBERTTrainer(model=model, args=args, train_dataset=pairs)
+        return trainer(model=model, save_strategy="steps", save_steps=1)
 
-    trainer().train()
+    adapted().train()
     with pytest.raises(ValueError, match=r"the weights in .*checkpoint-1 lack encoder\.layer.*lora_.* and \d+ more"):
-        trainer().train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-1"))
+        adapted().train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-1"))
 
 
 class Spoiled(losses.Contrastive):
@@ -188,13 +168,12 @@ class Spoiled(losses.Contrastive):
 
 @pytest.mark.parametrize("noticed_by", [{"logging_steps": 2}, {"save_strategy": "steps", "save_steps": 3}, {}])
 def test_a_loss_that_is_not_finite_ends_the_training(
-    model: models.ColBERT, pairs: Dataset, tmp_path: Path, noticed_by: dict
+    trainer: Make, model: models.ColBERT, tmp_path: Path, noticed_by: dict
 ) -> None:
-    args = arguments(tmp_path, **{"max_steps": 3, "logging_steps": 500, **noticed_by})
-    trainer = ColBERTTrainer(model=model, args=args, train_dataset=pairs, loss=Spoiled(model))
+    made = trainer(Spoiled(model), **{"max_steps": 3, "logging_steps": 500, **noticed_by})
     step = noticed_by.get("logging_steps", 3)
     with pytest.raises(FloatingPointError, match=f"the loss is not finite \\(step {step} or shortly before\\)"):
-        trainer.train()
+        made.train()
     assert not list((tmp_path / "run").glob("checkpoint-*"))
 
 
@@ -207,48 +186,34 @@ def test_a_loss_that_is_not_finite_ends_the_training(
     ],
 )
 def test_ragged_candidates_are_an_error(
-    model: models.ColBERT, tmp_path: Path, documents: list, scores: list, message: str
+    trainer: Make, model: models.ColBERT, documents: list, scores: list, message: str
 ) -> None:
     lists = Dataset.from_dict({"query": ["q", "r"], "documents": documents, "scores": scores})
-    trainer = ColBERTTrainer(
-        model=model, args=arguments(tmp_path), train_dataset=lists, loss=losses.Distillation(model)
-    )
     with pytest.raises(ValueError, match=f"train_dataset: .*{message}"):
-        trainer.train()
+        trainer(losses.Distillation(model), lists).train()
 
 
-def test_an_iterable_dataset_is_read_in_its_order(model: models.ColBERT, pairs: Dataset, tmp_path: Path) -> None:
+def test_an_iterable_dataset_is_read_in_its_order(trainer: Make, model: models.ColBERT, pairs: Dataset) -> None:
     """With `max_steps`, and from its start again where they are more than it has."""
-    trainer = ColBERTTrainer(
-        model=model, args=arguments(tmp_path, max_steps=4), train_dataset=pairs.to_iterable_dataset()
-    )
-    first = next(iter(trainer.get_train_dataloader()))
-    assert torch.equal(
-        first["query_input_ids"], model.tokenize(pairs["query"][:4], is_query=True, pad=True)["input_ids"]
-    )
-    trainer.train()
-    assert [entry["in_batch_negatives_per_query"] for entry in training_logs(trainer)] == [3] * 4
+    made = trainer(data=pairs.to_iterable_dataset(), max_steps=4)
+    first = next(iter(made.get_train_dataloader()))["query_input_ids"]
+    assert torch.equal(first, model.tokenize(pairs["query"][:4], is_query=True, pad=True)["input_ids"])
+    assert [entry["in_batch_negatives_per_query"] for entry in trained(made)] == [3] * 4
     with pytest.raises(ValueError, match="max_steps has to be specified"):
-        ColBERTTrainer(
-            model=model,
-            args=arguments(tmp_path, max_steps=-1, num_train_epochs=1),
-            train_dataset=pairs.to_iterable_dataset(),
-        )
+        trainer(data=pairs.to_iterable_dataset(), max_steps=-1, num_train_epochs=1)
 
 
 def test_resuming_an_iterable_dataset_in_its_first_pass_only(
-    tiny_colbert_path: str, pairs: Dataset, tmp_path: Path
+    trainer: Make, tiny_colbert_path: str, pairs: Dataset, tmp_path: Path
 ) -> None:
     """Three batches are a pass, whose number nobody knows: in the second, as many as the run had would be skipped."""
 
     def run(folder: str, checkpoint: str | bool | None = None, **overrides: Any) -> torch.Tensor:
-        model = models.ColBERT(tiny_colbert_path, device="cpu", **LENGTHS)
-        args = arguments(tmp_path, output_dir=str(tmp_path / folder), max_steps=5, **overrides)
-        data = pairs.to_iterable_dataset().shuffle(seed=1, buffer_size=12)
-        trainer = ColBERTTrainer(model=model, args=args, train_dataset=data)
-        trainer.train(resume_from_checkpoint=checkpoint)
-        assert trainer.state.global_step == 5
-        return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+        model, data = tiny(tiny_colbert_path), pairs.to_iterable_dataset().shuffle(seed=1, buffer_size=12)
+        made = trainer(None, data, model, output_dir=str(tmp_path / folder), max_steps=5, **overrides)
+        made.train(resume_from_checkpoint=checkpoint)
+        assert made.state.global_step == 5
+        return weights_of(model)
 
     whole = run("whole", save_strategy="steps", save_steps=1)
     for step in (2, 3):
